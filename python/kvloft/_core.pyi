@@ -1,0 +1,153 @@
+"""Typed face of the Rust extension. Conversions only: behaviour is documented in rust/core.
+
+Sizes are bytes, counts are tokens or blocks as named. Every key is 32 bytes.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, final
+
+class StoreError(RuntimeError):
+    """The store could not do what was asked (I/O, corrupt file, closed)."""
+
+class ConfigError(ValueError):
+    """A setting is out of range; the message names it and the fix."""
+
+class BusyError(StoreError):
+    """Another process owns the disk directory."""
+
+KEY_SCHEMA: Final[int]
+TRAILER_BYTES: Final[int]
+
+def namespace_digest(fields: Sequence[tuple[str, str]]) -> bytes:
+    """32-byte fingerprint of (name, value) pairs; order does not matter, names must be unique."""
+
+def root_key(namespace: bytes, adapter: tuple[str, str] | None, cache_salt: str | None) -> bytes:
+    """The 32-byte key of the empty prefix. ``adapter`` is (name, path-or-id) of a LoRA."""
+
+@final
+class KeyChain:
+    """Keys of one request's prefix, extended as tokens arrive.
+
+    Content is appended position by position. A full chunk's key is computed when its last position
+    arrives; positions past the last full chunk are kept so that tail keys can be made.
+    """
+
+    def __new__(cls, root: bytes, *, chunk_tokens: int, block_tokens: int) -> KeyChain: ...
+    @property
+    def chunk_tokens(self) -> int: ...
+    @property
+    def block_tokens(self) -> int: ...
+    @property
+    def num_tokens(self) -> int:
+        """Positions appended so far."""
+    @property
+    def num_chunks(self) -> int:
+        """Full chunks so far."""
+    def add_item(self, identifier: str, start: int, num_tokens: int) -> None:
+        """Declare a multimodal item covering positions [start, start + num_tokens), before they are appended."""
+    def append_tokens(self, token_ids: Sequence[int], start: int = 0, stop: int | None = None, /) -> None:
+        """Append ``token_ids[start:stop]`` (a list is read in place, without copying it to another list)."""
+    def append_embeds(self, rows: Any, *, dtype: str, width: int) -> None:
+        """Append embedding rows: a C-contiguous buffer of n x width elements of ``dtype``, raw bytes."""
+    def truncate(self, num_tokens: int) -> int:
+        """Forget positions from ``num_tokens`` on, down to a full chunk; returns how many positions are left."""
+    def key(self, chunk: int) -> bytes: ...
+    def tail_key(self, num_blocks: int) -> bytes:
+        """Key of the first ``num_blocks`` whole blocks after the last full chunk (0 < num_blocks < blocks per chunk)."""
+
+@final
+class Arena:
+    """Frames in shared memory, as a worker (maybe in another process) maps them."""
+
+    @staticmethod
+    def open(path: str, *, frame_bytes: int, num_frames: int) -> Arena: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+    @property
+    def frame_bytes(self) -> int: ...
+    @property
+    def num_frames(self) -> int: ...
+    def seal(
+        self, frame: int, *, offset: int, part_bytes: int, key: bytes, layout: bytes, page_bytes: Sequence[int],
+        num_blocks: int, rank: int,
+    ) -> int:
+        """Tag the payload at ``offset`` of ``frame`` and write the trailer at the end of the part; returns the tag.
+
+        The payload is, for each of ``num_blocks`` blocks, pages of ``page_bytes`` each, back to back.
+        """
+    def check(
+        self, frame: int, *, offset: int, part_bytes: int, key: bytes, layout: bytes, page_bytes: Sequence[int],
+        num_blocks: int, rank: int,
+    ) -> str | None:
+        """None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape', 'tag'."""
+
+@final
+class ReadLease:
+    """Pins on the host part of a prefix; disk chunks behind it are being read in. Dropping it unpins."""
+
+    def poll(self) -> tuple[int, int]:
+        """(blocks ready and pinned from position 0, blocks still being read). Never blocks."""
+    def frames(self) -> list[tuple[int, bytes, int, int, str]]:
+        """(frame, key, first_block, num_blocks, tier) of each ready chunk in order; tier is 'host' or 'disk'
+        (where it was when the lease was taken)."""
+    def release(self) -> None: ...
+
+@final
+class Store:
+    """Host arena + optional disk tier + index, in this process."""
+
+    def __new__(
+        cls, *, frame_bytes: int, host_bytes: int, namespace: bytes, eviction: str = "lru",
+        disk_path: str | None = None, disk_bytes: int = 0, disk_threads: int = 2, description: str = "",
+    ) -> Store: ...
+    @property
+    def arena_path(self) -> str:
+        """Path another process of this user may open: /proc/PID/fd/N of a memfd."""
+    @property
+    def frame_bytes(self) -> int: ...
+    @property
+    def num_frames(self) -> int: ...
+    def lookup(self, chain: KeyChain) -> tuple[int, int]:
+        """(blocks in host, blocks in host or disk), each a count from position 0; tails included. No side effect."""
+    def acquire(self, chain: KeyChain) -> ReadLease:
+        """Pin the host part, start reading the disk part into host frames as far as they can be had."""
+    def reserve(
+        self, chain: KeyChain, start: int, stop: int, tail_blocks: int = 0
+    ) -> tuple[list[tuple[int, int, bytes, int, int]], int]:
+        """Reserve frames for full chunks [start, stop) and, with tail_blocks, for the tail after ``stop`` chunks
+        (only when stop == chain.num_chunks).
+
+        Returns ([(ticket, frame, key, first_block, num_blocks)], num_dropped). Chunks already visible or
+        being written are skipped; it stops at the first chunk that cannot be had (no frame, or no parent) and
+        counts that one and the rest as dropped.
+        """
+    def commit(self, tickets: Sequence[int]) -> int:
+        """Make reserved chunks visible; returns how many did (a chunk whose parent is gone is aborted)."""
+    def abort(self, tickets: Sequence[int]) -> None: ...
+    def discard(self, keys: Sequence[bytes]) -> int:
+        """Forget chunks (and what hangs on them) in every tier: failed verification, superseded tails. Pinned
+        ones vanish from lookup at once and are freed with their last pin. Returns how many were dropped."""
+    def clear(self) -> None:
+        """Forget everything in every tier; pinned or reserved frames are freed when their owner ends."""
+    def stats(self) -> dict[str, int]:
+        """Counters and gauges; see rust/core/src/store/stats.rs for the names."""
+    def flush(self, timeout_s: float) -> bool:
+        """Wait until every visible host chunk that will go to disk is there; False at the deadline."""
+    def close(self, timeout_s: float = 30.0) -> None: ...
+
+def disk_inspect(path: str) -> list[dict[str, Any]]:
+    """One dict per namespace directory under ``path``: description, chunks, bytes, slots, oldest, newest."""
+
+@final
+class DiskVerify:
+    """Walks every chunk of one disk directory, checking key and checksum; a step at a time, for progress."""
+
+    def __new__(cls, path: str) -> DiskVerify: ...
+    @property
+    def num_chunks(self) -> int: ...
+    def step(self, max_chunks: int) -> list[dict[str, str]]:
+        """Check up to max_chunks more; returns the damage found ({namespace, slot, key, problem})."""
+    @property
+    def num_checked(self) -> int: ...

@@ -1,0 +1,185 @@
+"""Values and seams that both halves share: ids, views of vLLM's state, plans and reports, and the store's protocol.
+
+Everything that crosses from scheduler half to worker half is an immutable value from this file. It must know neither
+torch nor vLLM nor the Rust extension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NewType, Protocol
+
+ReqId = NewType("ReqId", str)
+BlockId = NewType("BlockId", int)
+ChunkKey = NewType("ChunkKey", bytes)
+Ticket = NewType("Ticket", int)
+
+NULL_BLOCK = BlockId(0)
+"""vLLM's block 0 is never anybody's page."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkCopy:
+    """One frame and the blocks of paged KV it is copied from (save) or to (load).
+
+    ``blocks[i]`` is block ``first_block + i`` of the chunk; for a save first_block is 0. ``num_blocks`` is what the frame
+    holds, which the trailer must agree with; ``len(blocks)`` may be smaller for a load that needs only the chunk's end.
+    """
+
+    frame: int
+    key: ChunkKey
+    num_blocks: int
+    first_block: int
+    blocks: tuple[BlockId, ...]
+    ticket: Ticket = Ticket(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Frames to scatter for one request, which waits until the worker reports it."""
+
+    req_id: ReqId
+    load_id: int
+    chunks: tuple[ChunkCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SavePlan:
+    """Frames to gather for one request, from blocks it owns during this step."""
+
+    req_id: ReqId
+    chunks: tuple[ChunkCopy, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaSpec:
+    """How a worker maps the host tier."""
+
+    path: str
+    frame_bytes: int
+    num_frames: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """All that the worker half learns in one step."""
+
+    step: int
+    arena: ArenaSpec | None = None
+    loads: tuple[LoadPlan, ...] = ()
+    saves: tuple[SavePlan, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What became of one LoadPlan; ``bad_keys`` failed their check, with why."""
+
+    req_id: ReqId
+    load_id: int
+    bad_keys: tuple[tuple[ChunkKey, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What the worker half did: each save ticket is in exactly one of the two tuples, once per rank."""
+
+    saved: tuple[Ticket, ...] = ()
+    failed: tuple[Ticket, ...] = ()
+    loads: tuple[LoadResult, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedRows:
+    """Prompt-embedding rows at positions [start, start + num_rows): raw bytes of a C-contiguous array."""
+
+    start: int
+    num_rows: int
+    rows: Any
+    dtype: str
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class MediaItem:
+    """A multimodal item by its identifier and the positions it covers."""
+
+    identifier: str
+    start: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestView:
+    """What the scheduler half may know of a vLLM request at one call.
+
+    ``token_ids`` is vLLM's own live list (prompt and confirmed output), only read; ``embeds`` are the positions whose
+    input is an embedding row, whatever stands in token_ids there.
+    """
+
+    req_id: ReqId
+    token_ids: Sequence[int]
+    num_tokens: int
+    num_prompt_tokens: int
+    adapter: tuple[str, str] | None = None
+    cache_salt: str | None = None
+    embeds: tuple[EmbedRows, ...] = ()
+    items: tuple[MediaItem, ...] = ()
+    skip_load: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledRequest:
+    """One request of a step: the block table is replaced where ``replace`` is set, else extended."""
+
+    req_id: ReqId
+    num_computed_tokens: int
+    num_scheduled_tokens: int
+    block_ids: tuple[BlockId, ...]
+    replace: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """What one schedule() decided, whichever of vLLM's two shapes it came in."""
+
+    scheduled: tuple[ScheduledRequest, ...] = ()
+    preempted: frozenset[ReqId] = field(default_factory=frozenset)
+
+
+class KeyChain(Protocol):
+    """Incremental keys of one prefix; ``kvloft._core.KeyChain`` is the real one."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_chunks(self) -> int: ...
+    def add_item(self, identifier: str, start: int, num_tokens: int) -> None: ...
+    def append_tokens(self, token_ids: Sequence[int], start: int = 0, stop: int | None = None, /) -> None: ...
+    def append_embeds(self, rows: Any, *, dtype: str, width: int) -> None: ...
+    def truncate(self, num_tokens: int) -> int: ...
+    def key(self, chunk: int) -> bytes: ...
+    def tail_key(self, num_blocks: int) -> bytes: ...
+
+
+class ReadLease(Protocol):
+    """Pins on a prefix; see ``kvloft._core.ReadLease``."""
+
+    def poll(self) -> tuple[int, int]: ...
+    def frames(self) -> list[tuple[int, bytes, int, int, str]]: ...
+    def release(self) -> None: ...
+
+
+class Store(Protocol):
+    """The store as the scheduler half sees it, embedded or remote; see ``kvloft._core.Store`` for the rules."""
+
+    def lookup(self, chain: Any) -> tuple[int, int]: ...
+    def acquire(self, chain: Any) -> ReadLease: ...
+    def reserve(
+        self, chain: Any, start: int, stop: int, tail_blocks: int = 0
+    ) -> tuple[list[tuple[int, int, bytes, int, int]], int]: ...
+    def commit(self, tickets: Sequence[int]) -> int: ...
+    def abort(self, tickets: Sequence[int]) -> None: ...
+    def discard(self, keys: Sequence[bytes]) -> int: ...
+    def clear(self) -> None: ...
+    def stats(self) -> dict[str, int]: ...

@@ -1,0 +1,82 @@
+//! The one error type of the core. It knows kinds, a sentence and context; it must not know Python.
+
+use std::fmt;
+
+/// What a caller can act on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ErrorKind {
+    /// A setting is out of range or contradicts another; the message names it and the fix.
+    InvalidConfig,
+    /// Somebody else owns the resource (a second opener of a disk directory).
+    Busy,
+    /// Bytes on disk or in a frame are not what their key says.
+    Corrupt,
+    /// The operating system refused (EIO, ENOSPC, EACCES, ...).
+    Io,
+    /// The object was closed.
+    Closed,
+}
+
+/// A kind to match on, one sentence for people, and named context for logs.
+#[derive(Debug)]
+pub struct Error {
+    kind: ErrorKind,
+    message: String,
+    context: Vec<(&'static str, String)>,
+    source: Option<std::io::Error>,
+}
+
+impl Error {
+    /// A new error of `kind`; `message` is one sentence that names the setting or file and the fix.
+    pub fn new(kind: ErrorKind, message: impl Into<String>) -> Self {
+        Self { kind, message: message.into(), context: Vec::new(), source: None }
+    }
+
+    /// An I/O error with what was being done to what.
+    pub fn io(message: impl Into<String>, source: std::io::Error) -> Self {
+        Self { kind: ErrorKind::Io, message: message.into(), context: Vec::new(), source: Some(source) }
+    }
+
+    /// Adds a named value for logs.
+    #[must_use]
+    pub fn with_context(mut self, name: &'static str, value: impl fmt::Display) -> Self {
+        self.context.push((name, value.to_string()));
+        self
+    }
+
+    /// The kind to match on.
+    pub fn kind(&self) -> ErrorKind {
+        self.kind
+    }
+
+    /// The operating system's error, where there was one.
+    pub fn io_source(&self) -> Option<&std::io::Error> {
+        self.source.as_ref()
+    }
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.message)?;
+        for (i, (name, value)) in self.context.iter().enumerate() {
+            write!(f, "{}{name}={value}", if i == 0 { " [" } else { ", " })?;
+        }
+        if !self.context.is_empty() {
+            f.write_str("]")?;
+        }
+        if let Some(source) = &self.source {
+            write!(f, ": {source}")?;
+        }
+        Ok(())
+    }
+}
+
+impl std::error::Error for Error {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        self.source.as_ref().map(|e| e as _)
+    }
+}
+
+/// Shorthand used throughout the core.
+pub type Result<T, E = Error> = std::result::Result<T, E>;

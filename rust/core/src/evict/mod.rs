@@ -1,0 +1,1 @@
+//! What goes when a tier is full.

@@ -1,0 +1,1 @@
+//! Key -> entry: where a chunk is, who its parent is.

@@ -1,0 +1,1 @@
+//! Memory and files: the only folder with unsafe code.

@@ -1,0 +1,17 @@
+//! kvloft's core: what a prefix's key is, and where its bytes are kept.
+//!
+//! Data flow: `key` (content -> `ChunkKey`) -> `index` (key -> entry) -> `store` (lookup, lease, reserve,
+//! commit) -> `tier` (host frames, disk slots), with `evict` choosing what goes and `tag` proving bytes.
+//! Nothing here knows Python, CUDA, vLLM, the clock or the environment.
+
+pub mod error;
+pub mod evict;
+pub mod index;
+pub mod io;
+pub mod key;
+pub mod store;
+pub mod tag;
+pub mod tier;
+
+pub use error::{Error, ErrorKind, Result};
+pub use key::ChunkKey;

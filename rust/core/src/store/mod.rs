@@ -1,0 +1,1 @@
+//! The store: lookup, lease, reserve, commit.

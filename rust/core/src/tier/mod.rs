@@ -1,0 +1,3 @@
+//! Tiers: where frames live.
+
+pub mod disk;
