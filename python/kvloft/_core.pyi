@@ -26,23 +26,21 @@ def root_key(namespace: bytes, adapter: tuple[str, str] | None, cache_salt: str 
 
 @final
 class KeyChain:
-    """Keys of one request's prefix, extended as tokens arrive.
+    """Keys of one request's prefix, one per block, extended as tokens arrive.
 
-    Content is appended position by position. A full chunk's key is computed when its last position
-    arrives; positions past the last full chunk are kept so that tail keys can be made.
+    Content is appended position by position; a block's key is computed when its last position arrives. A chunk's key is
+    the key of its last block, a tail's likewise: which keys are used is the store's business (``blocks_per_chunk``).
     """
 
-    def __new__(cls, root: bytes, *, chunk_tokens: int, block_tokens: int) -> KeyChain: ...
-    @property
-    def chunk_tokens(self) -> int: ...
+    def __new__(cls, root: bytes, *, block_tokens: int) -> KeyChain: ...
     @property
     def block_tokens(self) -> int: ...
     @property
     def num_tokens(self) -> int:
         """Positions appended so far."""
     @property
-    def num_chunks(self) -> int:
-        """Full chunks so far."""
+    def num_blocks(self) -> int:
+        """Full blocks so far, each with a key."""
     def add_item(self, identifier: str, start: int, num_tokens: int) -> None:
         """Declare a multimodal item covering positions [start, start + num_tokens), before they are appended."""
     def append_tokens(self, token_ids: Sequence[int], start: int = 0, stop: int | None = None, /) -> None:
@@ -50,10 +48,8 @@ class KeyChain:
     def append_embeds(self, rows: Any, *, dtype: str, width: int) -> None:
         """Append embedding rows: a C-contiguous buffer of n x width elements of ``dtype``, raw bytes."""
     def truncate(self, num_tokens: int) -> int:
-        """Forget positions from ``num_tokens`` on, down to a full chunk; returns how many positions are left."""
-    def key(self, chunk: int) -> bytes: ...
-    def tail_key(self, num_blocks: int) -> bytes:
-        """Key of the first ``num_blocks`` whole blocks after the last full chunk (0 < num_blocks < blocks per chunk)."""
+        """Forget positions from ``num_tokens`` on, down to a full block; returns how many positions are left."""
+    def key(self, block: int) -> bytes: ...
 
 @final
 class Arena:
@@ -99,7 +95,7 @@ class Store:
     """Host arena + optional disk tier + index, in this process."""
 
     def __new__(
-        cls, *, frame_bytes: int, host_bytes: int, namespace: bytes, eviction: str = "lru",
+        cls, *, frame_bytes: int, host_bytes: int, namespace: bytes, blocks_per_chunk: int = 1, eviction: str = "lru",
         disk_path: str | None = None, disk_bytes: int = 0, disk_threads: int = 2, description: str = "",
     ) -> Store: ...
     @property
@@ -110,14 +106,14 @@ class Store:
     @property
     def num_frames(self) -> int: ...
     def lookup(self, chain: KeyChain) -> tuple[int, int]:
-        """(blocks in host, blocks in host or disk), each a count from position 0; tails included. No side effect."""
+        """(blocks in host, blocks in host or disk), each a count from position 0: full chunks, then the longest tail
+        behind them, wherever in the chain that is. No side effect."""
     def acquire(self, chain: KeyChain) -> ReadLease:
         """Pin the host part, start reading the disk part into host frames as far as they can be had."""
     def reserve(
         self, chain: KeyChain, start: int, stop: int, tail_blocks: int = 0
     ) -> tuple[list[tuple[int, int, bytes, int, int]], int]:
-        """Reserve frames for full chunks [start, stop) and, with tail_blocks, for the tail after ``stop`` chunks
-        (only when stop == chain.num_chunks).
+        """Reserve frames for full chunks [start, stop) and, with tail_blocks, for a tail of so many blocks behind them.
 
         Returns ([(ticket, frame, key, first_block, num_blocks)], num_dropped). Chunks already visible or
         being written are skipped; it stops at the first chunk that cannot be had (no frame, or no parent) and

@@ -6,7 +6,7 @@ torch nor vLLM nor the Rust extension.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NewType, Protocol
 
@@ -37,11 +37,15 @@ class ChunkCopy:
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Frames to scatter for one request, which waits until the worker reports it."""
+    """Frames to scatter for one request, which waits until the worker reports it.
+
+    ``lost`` are blocks that were promised to vLLM but whose frames are gone: the worker reports them as load errors.
+    """
 
     req_id: ReqId
     load_id: int
     chunks: tuple[ChunkCopy, ...]
+    lost: tuple[BlockId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,55 +115,77 @@ class MediaItem:
 
 @dataclass(frozen=True, slots=True)
 class RequestView:
-    """What the scheduler half may know of a vLLM request at one call.
+    """What decides a request's keys besides its token ids.
 
-    ``token_ids`` is vLLM's own live list (prompt and confirmed output), only read; ``embeds`` are the positions whose
-    input is an embedding row, whatever stands in token_ids there.
+    ``embeds`` are the positions whose input is an embedding row, whatever stands in the token ids there.
     """
 
-    req_id: ReqId
-    token_ids: Sequence[int]
-    num_tokens: int
-    num_prompt_tokens: int
     adapter: tuple[str, str] | None = None
     cache_salt: str | None = None
     embeds: tuple[EmbedRows, ...] = ()
     items: tuple[MediaItem, ...] = ()
-    skip_load: bool = False
+
+
+class LiveRequest(Protocol):
+    """A vLLM request as it changes: only read, and only inside a scheduler hook."""
+
+    @property
+    def req_id(self) -> ReqId: ...
+    @property
+    def token_ids(self) -> Sequence[int]:
+        """vLLM's own list: prompt and confirmed output. It may shrink in a streaming session."""
+        ...
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Changes only when a streaming session takes its next input."""
+        ...
+
+    @property
+    def skip_load(self) -> bool:
+        """The request asked not to read any prefix cache."""
+        ...
+
+    def view(self) -> RequestView: ...
 
 
 @dataclass(frozen=True, slots=True)
-class ScheduledRequest:
-    """One request of a step: the block table is replaced where ``replace`` is set, else extended."""
+class NewRequest:
+    """A request's first step since admission (also after a preemption): the block table is replaced."""
 
     req_id: ReqId
     num_computed_tokens: int
-    num_scheduled_tokens: int
-    block_ids: tuple[BlockId, ...]
-    replace: bool
+    block_ids: Sequence[BlockId]
 
 
 @dataclass(frozen=True, slots=True)
 class StepView:
-    """What one schedule() decided, whichever of vLLM's two shapes it came in."""
+    """What one schedule() decided, whichever of vLLM's two shapes it came in.
 
-    scheduled: tuple[ScheduledRequest, ...] = ()
-    preempted: frozenset[ReqId] = field(default_factory=frozenset)
+    The running requests come as parallel columns, vLLM's own lists, because this is read every step for every running
+    request. ``new_block_ids[i]`` extends the table of ``running[i]``; None where nothing was added.
+    """
+
+    new: Sequence[NewRequest] = ()
+    running: Sequence[ReqId] = ()
+    num_computed_tokens: Sequence[int] = ()
+    new_block_ids: Sequence[Sequence[BlockId] | None] = ()
+    num_scheduled_tokens: Mapping[ReqId, int] = field(default_factory=dict)
+    num_draft_tokens: Mapping[ReqId, int] = field(default_factory=dict)
+    preempted: frozenset[ReqId] = frozenset()
 
 
 class KeyChain(Protocol):
-    """Incremental keys of one prefix; ``kvloft._core.KeyChain`` is the real one."""
+    """Incremental keys of one prefix, one a block; ``kvloft._core.KeyChain`` is the real one."""
 
     @property
     def num_tokens(self) -> int: ...
     @property
-    def num_chunks(self) -> int: ...
+    def num_blocks(self) -> int: ...
     def add_item(self, identifier: str, start: int, num_tokens: int) -> None: ...
     def append_tokens(self, token_ids: Sequence[int], start: int = 0, stop: int | None = None, /) -> None: ...
     def append_embeds(self, rows: Any, *, dtype: str, width: int) -> None: ...
-    def truncate(self, num_tokens: int) -> int: ...
-    def key(self, chunk: int) -> bytes: ...
-    def tail_key(self, num_blocks: int) -> bytes: ...
+    def key(self, block: int) -> bytes: ...
 
 
 class ReadLease(Protocol):

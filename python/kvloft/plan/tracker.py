@@ -1,0 +1,129 @@
+"""What the scheduler half remembers of one request: its keys, its block table, and how far it is saved.
+
+A tracker never decides; `loads` and `saves` do. It must not know vLLM: it reads a `LiveRequest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvloft.types import BlockId, ChunkKey, KeyChain, LiveRequest, ReadLease, RequestView
+
+NEVER = 1 << 62
+"""A token count no request reaches."""
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Sizes in tokens and blocks. ``chunk_tokens == block_tokens * blocks_per_chunk``."""
+
+    block_tokens: int
+    blocks_per_chunk: int
+
+    @property
+    def chunk_tokens(self) -> int:
+        return self.block_tokens * self.blocks_per_chunk
+
+
+class Tracker:
+    """One request's state; plain attributes, changed by `loads`, `saves` and `core` only."""
+
+    __slots__ = (
+        "_new_chain",
+        "_num_prompt_tokens",
+        "_view",
+        "asked_step",
+        "blocks",
+        "chain",
+        "frontier",
+        "lease",
+        "lease_tokens",
+        "live",
+        "local_tokens",
+        "next_save",
+        "save_blocked",
+        "saved_chunks",
+        "tail_key",
+        "tail_tokens",
+        "waited_out",
+        "waiting_since",
+    )
+
+    def __init__(self, live: LiveRequest, new_chain: Callable[[RequestView], KeyChain]) -> None:
+        self._new_chain = new_chain
+        self.live = live
+        self.blocks: list[BlockId] = []
+        self.frontier = 0
+        """Tokens whose KV is in ``blocks`` at the end of the step being planned, drafts left out."""
+        self.saved_chunks = 0
+        """Leading chunks that are stored, being saved, or were found stored already."""
+        self.next_save = 0
+        """Frontier at which a save can next be planned."""
+        self.save_blocked = False
+        """KV in ``blocks`` predates a reset: nothing may be saved until the request starts over."""
+        self.tail_tokens = 0
+        self.tail_key: ChunkKey | None = None
+        self.lease: ReadLease | None = None
+        self.lease_tokens = 0
+        self.asked_step = 0
+        self.local_tokens = 0
+        self.waiting_since: float | None = None
+        self.waited_out = False
+        self._restart_chain()
+
+    def _restart_chain(self) -> None:
+        view = self.live.view()
+        self._view = view
+        self._num_prompt_tokens = self.live.num_prompt_tokens
+        self.chain = self._new_chain(view)
+        for item in view.items:
+            self.chain.add_item(item.identifier, item.start, item.num_tokens)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._num_prompt_tokens
+
+    def extend_chain(self) -> int:
+        """Take in the confirmed tokens that came since the last call; returns how many there are now.
+
+        A streaming session replaces its last sampled token when it takes new input, which a length alone does not
+        show; its prompt length does. Then the keys are made afresh (they come out equal where the tokens are equal).
+        """
+        token_ids = self.live.token_ids
+        known = len(token_ids)
+        if self.live.num_prompt_tokens != self._num_prompt_tokens or known < self.chain.num_tokens:
+            self._restart_chain()
+            self.saved_chunks = 0
+            self.tail_tokens = 0
+            self.tail_key = None
+        start = self.chain.num_tokens
+        if start == known:
+            return known
+        for rows in self._view.embeds:
+            end = rows.start + rows.num_rows
+            if end <= start:
+                continue
+            if rows.start > start:
+                self.chain.append_tokens(token_ids, start, rows.start)
+            self.chain.append_embeds(rows.rows, dtype=rows.dtype, width=rows.width)
+            start = end
+        if start < known:
+            self.chain.append_tokens(token_ids, start, known)
+        return known
+
+    def start_over(self) -> None:
+        """The request lost its blocks: what it computes from here on comes from position 0."""
+        self.blocks = []
+        self.frontier = 0
+        self.saved_chunks = 0
+        self.next_save = 0
+        self.save_blocked = False
+        self.waiting_since = None
+        self.waited_out = False
+
+    def drop_lease(self) -> None:
+        """Unpin what the last match pinned (I5)."""
+        if self.lease is not None:
+            self.lease.release()
+            self.lease = None
