@@ -32,7 +32,7 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry) -> Saving:
     num_full = limit // geometry.chunk_tokens
     tail_blocks = _tail_blocks(tracker, geometry, limit, num_full)
     if num_full <= tracker.saved_chunks and not tail_blocks:
-        _set_next_save(tracker, geometry, num_full)
+        _set_next_save(tracker, geometry, limit)
         return Saving()
     reserved, num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks)
     saving = Saving(num_dropped=num_dropped)
@@ -46,8 +46,8 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry) -> Saving:
     else:
         tracker.saved_chunks = max(tracker.saved_chunks, num_full)
         if tail_blocks:
-            _remember_tail(tracker, geometry, saving, limit, tail_blocks)
-    _set_next_save(tracker, geometry, num_full)
+            _remember_tail(tracker, geometry, saving, limit)
+    _set_next_save(tracker, geometry, limit)
     return saving
 
 
@@ -62,28 +62,29 @@ def _chunk_copy(tracker: Tracker, store: Store, row: tuple[int, int, bytes, int,
 
 def _tail_blocks(tracker: Tracker, geometry: Geometry, limit: int, num_full: int) -> int:
     """Whole blocks after the last full chunk worth saving now: at the prompt's end, then block by block."""
-    if geometry.blocks_per_chunk == 1 or limit < tracker.num_prompt_tokens - tracker.num_prompt_tokens % geometry.block_tokens:
+    block_tokens = geometry.block_tokens
+    if geometry.blocks_per_chunk == 1 or limit < _prompt_end(tracker, geometry):
         return 0
-    if num_full != tracker.chain.num_chunks:
-        return 0
-    tail_blocks = (limit - num_full * geometry.chunk_tokens) // geometry.block_tokens
-    tail_end = num_full * geometry.chunk_tokens + tail_blocks * geometry.block_tokens
+    tail_blocks = (limit - num_full * geometry.chunk_tokens) // block_tokens
+    tail_end = num_full * geometry.chunk_tokens + tail_blocks * block_tokens
     return tail_blocks if tail_end > tracker.tail_tokens else 0
 
 
-def _remember_tail(tracker: Tracker, geometry: Geometry, saving: Saving, limit: int, tail_blocks: int) -> None:
+def _prompt_end(tracker: Tracker, geometry: Geometry) -> int:
+    return tracker.num_prompt_tokens - tracker.num_prompt_tokens % geometry.block_tokens
+
+
+def _remember_tail(tracker: Tracker, geometry: Geometry, saving: Saving, limit: int) -> None:
     """Let a tail made while decoding replace the one before it; the tail at the prompt's end stays for other requests."""
-    key = ChunkKey(tracker.chain.tail_key(tail_blocks))
+    tail_tokens = limit - limit % geometry.block_tokens
+    key = ChunkKey(tracker.chain.key(tail_tokens // geometry.block_tokens - 1))
     tickets = [copy.ticket for copy in saving.plan.chunks if copy.key == key] if saving.plan else []
-    prompt_end = tracker.num_prompt_tokens - tracker.num_prompt_tokens % geometry.block_tokens
-    if tickets and tracker.tail_key is not None and tracker.tail_tokens > prompt_end:
+    if tickets and tracker.tail_key is not None and tracker.tail_tokens > _prompt_end(tracker, geometry):
         saving.supersedes[tickets[0]] = tracker.tail_key
-    tracker.tail_tokens = limit - limit % geometry.block_tokens
+    tracker.tail_tokens = tail_tokens
     tracker.tail_key = key
 
 
-def _set_next_save(tracker: Tracker, geometry: Geometry, num_full: int) -> None:
+def _set_next_save(tracker: Tracker, geometry: Geometry, limit: int) -> None:
     """The frontier at which the next chunk (or, with longer chunks, the next block) is complete."""
-    step = geometry.chunk_tokens if geometry.blocks_per_chunk == 1 else geometry.block_tokens
-    reached = min(tracker.frontier, tracker.chain.num_tokens)
-    tracker.next_save = max((num_full + 1) * geometry.chunk_tokens if step == geometry.chunk_tokens else 0, reached - reached % step + step)
+    tracker.next_save = limit - limit % geometry.block_tokens + geometry.block_tokens

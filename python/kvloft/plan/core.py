@@ -1,0 +1,296 @@
+"""SchedulerCore: one method per scheduler hook, and the bookkeeping between them.
+
+It answers lookups, remembers what was admitted, turns each step into a StepPlan and takes each StepReport back into the
+store. It never touches bytes and knows no engine: views come in, plans go out. Deterministic but for the clock passed in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
+
+from kvloft.plan.loads import LEASE_STEPS, match, plan_load
+from kvloft.plan.saves import plan_save
+from kvloft.plan.tracker import Geometry, Tracker
+from kvloft.types import (
+    ArenaSpec,
+    BlockId,
+    ChunkKey,
+    KeyChain,
+    LiveRequest,
+    LoadPlan,
+    ReadLease,
+    ReqId,
+    RequestView,
+    SavePlan,
+    StepPlan,
+    StepReport,
+    StepView,
+    Store,
+    Ticket,
+)
+
+__all__ = ["Geometry", "SchedulerCore"]
+
+_T = TypeVar("_T")
+
+
+class SchedulerCore:
+    """The scheduler half.
+
+    ``num_ranks`` workers each report every ticket and load once; only then is it settled (I10). ``wait_s`` bounds how long one
+    request may be told "ask again" while disk chunks are read.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        new_chain: Callable[[RequestView], KeyChain],
+        geometry: Geometry,
+        *,
+        arena: ArenaSpec | None = None,
+        num_ranks: int = 1,
+        wait_s: float = 10.0,
+        clock: Callable[[], float],
+        loads_allowed: bool = True,
+        saves_allowed: bool = True,
+    ) -> None:
+        self._store = store
+        self._new_chain = new_chain
+        self._geometry = geometry
+        self._arena = arena
+        self._num_ranks = num_ranks
+        self._wait_s = wait_s
+        self._clock = clock
+        self._loads_allowed = loads_allowed
+        self._saves_allowed = saves_allowed
+        self._step = 0
+        self._trackers: dict[ReqId, Tracker] = {}
+        self._admitted: set[ReqId] = set()
+        self._hits: dict[ReqId, dict[str, int]] = {}
+        self._leased: set[ReqId] = set()
+        self._last_running: Sequence[ReqId] = ()
+        self._queued_loads: list[LoadPlan] = []
+        self._next_load_id = 0
+        self._loads: dict[int, _Settling[ReadLease | None]] = {}
+        self._tickets: dict[Ticket, _Settling[ChunkKey | None]] = {}
+        self.counters: Counter[str] = Counter()
+        """Since the last `take_counters`: tokens and events, by the names in ``kvloft.vllm.stats``."""
+
+    # -- lookups and admission ------------------------------------------------------------------------------------
+
+    def match(self, live: LiveRequest, local_tokens: int) -> int | None:
+        """Tokens the store can give beyond ``local_tokens``; None means ask again next step (I9)."""
+        if not self._loads_allowed or live.skip_load:
+            return 0
+        tracker = self._tracker(live)
+        offer = match(tracker, self._store, self._geometry, local_tokens, self._clock(), self._wait_s)
+        tracker.asked_step = self._step
+        if tracker.lease is not None:
+            self._leased.add(live.req_id)
+        return offer.num_tokens
+
+    def admit(self, live: LiveRequest, num_tokens: int, block_ids: Sequence[BlockId]) -> None:
+        """vLLM gave the request its blocks and takes ``num_tokens`` of the standing offer (0: none of it)."""
+        tracker = self._tracker(live)
+        tracker.start_over()
+        tracker.blocks = list(block_ids)
+        self._admitted.add(live.req_id)
+        self._leased.discard(live.req_id)
+        if num_tokens <= 0:
+            tracker.drop_lease()
+            return
+        load_id = self._next_load_id
+        self._next_load_id += 1
+        plan, lease, by_tier = plan_load(tracker, self._geometry, num_tokens, load_id)
+        self._hits[live.req_id] = by_tier
+        self._loads[load_id] = _Settling(lease, self._num_ranks)
+        self._queued_loads.append(plan)
+        for tier, tokens in by_tier.items():
+            self.counters[f"load_tokens_{tier}"] += tokens
+        if plan.lost:
+            self.counters["load_lost_blocks"] += len(plan.lost)
+
+    def fail_load(self, live: LiveRequest, num_tokens: int, block_ids: Sequence[BlockId]) -> None:
+        """Plan a load that brings nothing: its request hears at once that these blocks are not there."""
+        tracker = self._trackers.get(live.req_id)
+        block_tokens = self._geometry.block_tokens
+        begin = (tracker.local_tokens if tracker is not None else 0) // block_tokens
+        load_id = self._next_load_id
+        self._next_load_id += 1
+        self._loads[load_id] = _Settling(None, self._num_ranks)
+        lost = tuple(block_ids[begin : begin + num_tokens // block_tokens])
+        self._queued_loads.append(LoadPlan(live.req_id, load_id, (), lost))
+
+    def hit_tokens(self, req_id: ReqId) -> dict[str, int]:
+        """Tokens by tier of the load most recently planned for ``req_id``; what was lost counts for no tier."""
+        return self._hits.get(req_id, {})
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def plan_step(self, view: StepView) -> StepPlan:
+        """Turn one schedule() into the worker's plan: queued loads, and saves of what this step completes."""
+        self._step += 1
+        for req_id in view.preempted:
+            # A reset preempts outside a step; such a request may be admitted again before this step names it.
+            if req_id not in self._admitted and (tracker := self._trackers.get(req_id)) is not None:
+                tracker.start_over()
+        self._admitted.clear()
+        saves = self._plan_saves(view) if self._saves_allowed else ()
+        loads, self._queued_loads = tuple(self._queued_loads), []
+        if self._leased:
+            self._expire_leases()
+        return StepPlan(self._step, self._arena, loads, tuple(saves))
+
+    def plan_loads_only(self) -> StepPlan:
+        """A plan without saves, for a step that could not be read: requests that wait must not wait for ever."""
+        loads, self._queued_loads = tuple(self._queued_loads), []
+        return StepPlan(self._step, self._arena, loads)
+
+    def _plan_saves(self, view: StepView) -> list[SavePlan]:
+        saves: list[SavePlan] = []
+        trackers, scheduled, drafts = self._trackers, view.num_scheduled_tokens, view.num_draft_tokens
+        for new in view.new:
+            if (tracker := trackers.get(new.req_id)) is None:
+                continue
+            tracker.blocks = list(new.block_ids)
+            tracker.next_save = 0
+            tracker.frontier = new.num_computed_tokens + scheduled[new.req_id] - drafts.get(new.req_id, 0)
+            self._save(tracker, saves)
+        for req_id, computed, blocks in zip(
+            view.running, view.num_computed_tokens, view.new_block_ids, strict=True
+        ):
+            if (tracker := trackers.get(req_id)) is None:
+                continue
+            if blocks:
+                tracker.blocks.extend(blocks)
+            tracker.frontier = frontier = computed + scheduled[req_id]
+            if frontier >= tracker.next_save:
+                if drafts:
+                    tracker.frontier -= drafts.get(req_id, 0)
+                self._save(tracker, saves)
+        self._save_latecomers(view, saves)
+        return saves
+
+    def _save_latecomers(self, view: StepView, saves: list[SavePlan]) -> None:
+        """Requests of the last step that this one left out: under async scheduling their last token became known only now."""
+        running = view.running
+        if self._last_running != running:
+            scheduled = view.num_scheduled_tokens
+            for req_id in self._last_running:
+                if req_id not in scheduled and (tracker := self._trackers.get(req_id)) is not None:
+                    if tracker.frontier >= tracker.next_save:
+                        self._save(tracker, saves)
+        self._last_running = [*running, *(new.req_id for new in view.new)] if view.new else list(running)
+
+    def _save(self, tracker: Tracker, saves: list[SavePlan]) -> None:
+        saving = plan_save(tracker, self._store, self._geometry)
+        if saving.num_dropped:
+            self.counters["save_dropped_chunks"] += saving.num_dropped
+        if saving.plan is not None:
+            saves.append(saving.plan)
+            for copy in saving.plan.chunks:
+                self._tickets[copy.ticket] = _Settling(saving.supersedes.get(copy.ticket), self._num_ranks)
+
+    def _expire_leases(self) -> None:
+        for req_id in list(self._leased):
+            tracker = self._trackers.get(req_id)
+            if tracker is None or tracker.lease is None:
+                self._leased.discard(req_id)
+            elif self._step - tracker.asked_step > LEASE_STEPS:
+                tracker.drop_lease()
+                self._leased.discard(req_id)
+
+    # -- reports --------------------------------------------------------------------------------------------------
+
+    def absorb(self, report: StepReport) -> None:
+        """Settle what the workers report: commit or abort saves, release the pins of loads, forget what failed its check."""
+        for ticket in report.failed:
+            if (settling := self._tickets.get(ticket)) is not None:
+                settling.failed = True
+        committed: list[Ticket] = []
+        for ticket in (*report.saved, *report.failed):
+            settling = self._tickets.get(ticket)
+            if settling is None or not settling.arrive():
+                continue
+            del self._tickets[ticket]
+            if settling.failed:
+                self._store.abort([ticket])
+                self.counters["save_failed_chunks"] += 1
+            else:
+                committed.append(ticket)
+                if settling.owned is not None:
+                    self._store.discard([settling.owned])
+        if committed:
+            self.counters["saved_chunks"] += self._store.commit(committed)
+        for result in report.loads:
+            loading = self._loads.get(result.load_id)
+            if result.bad_keys:
+                self._store.discard([key for key, _ in result.bad_keys])
+                self.counters["verify_failures"] += len(result.bad_keys)
+                if (tracker := self._trackers.get(result.req_id)) is not None:
+                    tracker.saved_chunks = 0
+            if loading is not None and loading.arrive():
+                del self._loads[result.load_id]
+                if loading.owned is not None:
+                    loading.owned.release()
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def finish(self, req_id: ReqId) -> None:
+        """The request ended, however it ended. Copies in flight settle by themselves (I5)."""
+        tracker = self._trackers.pop(req_id, None)
+        self._hits.pop(req_id, None)
+        self._leased.discard(req_id)
+        if tracker is not None:
+            tracker.drop_lease()
+
+    def reset(self) -> None:
+        """Forget every stored chunk; KV that running requests computed before now is not saved any more."""
+        for tracker in self._trackers.values():
+            tracker.drop_lease()
+            tracker.save_blocked = bool(tracker.blocks)
+            tracker.saved_chunks = 0
+            tracker.tail_tokens, tracker.tail_key = 0, None
+        self._leased.clear()
+        self._store.clear()
+
+    def close(self) -> None:
+        """Release every pin and reservation that is still ours."""
+        for tracker in self._trackers.values():
+            tracker.drop_lease()
+        self._trackers.clear()
+        self._store.abort(list(self._tickets))
+        self._tickets.clear()
+        for loading in self._loads.values():
+            if loading.owned is not None:
+                loading.owned.release()
+        self._loads.clear()
+
+    @property
+    def has_work_in_flight(self) -> bool:
+        """Copies that some worker has not reported yet: the engine must go on polling."""
+        return bool(self._tickets or self._loads)
+
+    def _tracker(self, live: LiveRequest) -> Tracker:
+        tracker = self._trackers.get(live.req_id)
+        if tracker is None:
+            tracker = self._trackers[live.req_id] = Tracker(live, self._new_chain)
+        return tracker
+
+
+class _Settling(Generic[_T]):
+    """Something in flight: what it owns, and how many ranks have yet to report it."""
+
+    __slots__ = ("failed", "owned", "remaining")
+
+    def __init__(self, owned: _T, remaining: int) -> None:
+        self.owned = owned
+        self.remaining = remaining
+        self.failed = False
+
+    def arrive(self) -> bool:
+        """Count one rank's report; True for the last one."""
+        self.remaining -= 1
+        return self.remaining <= 0

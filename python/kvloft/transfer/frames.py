@@ -1,0 +1,59 @@
+"""A worker's window on the host tier: the arena mapped from the scheduler half's plan, and this rank's part of each frame.
+
+It must not know where pages come from.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+
+from kvloft import _core
+from kvloft.transfer.layout import LayoutError
+from kvloft.types import ArenaSpec, ChunkCopy
+
+PART_ALIGN = 4096
+"""Parts start and end on pages, so that frames can be read and written without bounce copies."""
+
+
+def part_bytes_for(payload_bytes: int) -> int:
+    """Bytes of one rank's part of a frame that holds ``payload_bytes``: payload, padding, trailer."""
+    return -(-(payload_bytes + _core.TRAILER_BYTES) // PART_ALIGN) * PART_ALIGN
+
+
+class FrameWindow:
+    """This rank's part of every frame, as bytes of one shared tensor."""
+
+    def __init__(self, spec: ArenaSpec, *, rank: int, num_ranks: int, payload_bytes: int) -> None:
+        """Map the arena. Raises LayoutError if its frames cannot hold ``payload_bytes`` per rank."""
+        self.part_bytes = spec.frame_bytes // num_ranks
+        if spec.frame_bytes % num_ranks or self.part_bytes < part_bytes_for(payload_bytes):
+            raise LayoutError(
+                f"frames of {spec.frame_bytes} bytes for {num_ranks} ranks cannot hold this rank's {payload_bytes} bytes a "
+                "chunk: the scheduler and the worker disagree about the KV cache; please report this model"
+            )
+        self._arena = _core.Arena.open(spec.path, frame_bytes=spec.frame_bytes, num_frames=spec.num_frames)
+        self._rank = rank
+        self._offset = rank * self.part_bytes
+        raw = (ctypes.c_uint8 * self._arena.size_bytes).from_address(self._arena.address)
+        self.bytes = torch.frombuffer(raw, dtype=torch.uint8).view(spec.num_frames, spec.frame_bytes)
+
+    def payload(self, frame: int, num_bytes: int) -> torch.Tensor:
+        """uint8 view of the first ``num_bytes`` of this rank's payload in ``frame``."""
+        return self.bytes[frame, self._offset : self._offset + num_bytes]
+
+    def seal(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> None:
+        """Tag the payload just gathered and write the trailer."""
+        self._arena.seal(
+            copy.frame, offset=self._offset, part_bytes=self.part_bytes, key=copy.key, layout=layout,
+            page_bytes=page_bytes, num_blocks=copy.num_blocks, rank=self._rank,
+        )  # fmt: skip
+
+    def check(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> str | None:
+        """None if the frame is what ``copy.key`` stands for, else what is wrong with it."""
+        return self._arena.check(
+            copy.frame, offset=self._offset, part_bytes=self.part_bytes, key=copy.key, layout=layout,
+            page_bytes=page_bytes, num_blocks=copy.num_blocks, rank=self._rank,
+        )  # fmt: skip

@@ -1,0 +1,120 @@
+"""Where the pages of paged KV are: planes of equally spaced pages, read off the registered tensors' own strides.
+
+A (plane, block) page is opaque bytes at ``base + block * block_stride``. Geometry comes from data pointers and strides, never
+from what a shape seems to mean: the CPU backend packs K and V unlike CUDA, dim 0 may hold kernel blocks, layers may alias.
+It must not know engines or frames.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from kvloft.errors import UnsupportedError
+
+
+class LayoutError(UnsupportedError):
+    """This attention backend's paged KV cannot be read as pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """Pages of one layer (or of one head of it): page b is ``page_bytes`` bytes at ``base + b * block_stride``.
+
+    ``storage`` keeps the memory alive; ``offset`` is base minus the storage's start, in bytes.
+    """
+
+    storage: torch.UntypedStorage
+    offset: int
+    block_stride: int
+    page_bytes: int
+    num_blocks: int
+
+    @property
+    def base(self) -> int:
+        return self.storage.data_ptr() + self.offset
+
+
+@dataclass(frozen=True, slots=True)
+class PagedLayout:
+    """All planes in payload order, one block being their pages back to back."""
+
+    planes: tuple[Plane, ...]
+    num_blocks: int
+    digest: bytes
+
+    @property
+    def page_bytes(self) -> tuple[int, ...]:
+        return tuple(plane.page_bytes for plane in self.planes)
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(plane.page_bytes for plane in self.planes)
+
+
+def read_layout(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, fingerprint: str = "") -> PagedLayout:
+    """Planes of every registered layer, each memory range once, in the order of the layers' registration.
+
+    ``fingerprint`` (dtype, backend, version) goes into the digest together with each page's inner geometry, so that a frame
+    written under another layout is refused on load. Raises LayoutError if a tensor's pages cannot be told.
+    """
+    planes: list[Plane] = []
+    seen: set[tuple[int, int]] = set()
+    digest = hashlib.blake2b(fingerprint.encode(), digest_size=32)
+    for name, tensor in kv_caches.items():
+        if tensor.numel() == 0:
+            raise LayoutError(f"layer {name!r} has an empty KV tensor; kvloft cannot cache it")
+        for plane in _planes_of(name, tensor, num_blocks):
+            if (plane.base, plane.page_bytes) in seen:
+                continue
+            seen.add((plane.base, plane.page_bytes))
+            planes.append(plane)
+            inner = (tensor.dtype, tuple(tensor.shape[1:]), _dense_order(tensor), plane.page_bytes)
+            digest.update(repr(inner).encode())
+    if not planes:
+        raise LayoutError("the engine registered no KV tensor; kvloft has nothing to cache")
+    return PagedLayout(tuple(planes), num_blocks, digest.digest())
+
+
+def _dense_order(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Inner dims from outermost to innermost in memory: what distinguishes NHD from HND pages of one shape."""
+    dims = [d for d in range(1, tensor.dim()) if tensor.shape[d] > 1]
+    return tuple(sorted(dims, key=lambda d: -tensor.stride(d)))
+
+
+def _planes_of(name: str, tensor: torch.Tensor, num_blocks: int) -> list[Plane]:
+    """Split one layer's tensor into planes of dense pages.
+
+    Dims with a larger stride than a block (K and V or heads outermost) become separate planes; the dims inside a page must
+    be dense, so that a page is one run of bytes.
+    """
+    if tensor.shape[0] % num_blocks:
+        raise LayoutError(
+            f"layer {name!r} has a KV tensor of shape {tuple(tensor.shape)}, whose first dimension is no multiple of the "
+            f"{num_blocks} blocks; this attention backend's layout is not supported"
+        )
+    if tensor.shape[0] != num_blocks:
+        tensor = tensor.unflatten(0, (num_blocks, -1))
+    size = tensor.element_size()
+    block_stride = tensor.stride(0)
+    outer = [d for d in range(1, tensor.dim()) if tensor.shape[d] > 1 and tensor.stride(d) >= block_stride * num_blocks]
+    inner = [d for d in range(1, tensor.dim()) if d not in outer and tensor.shape[d] > 1]
+    span = 1
+    for dim in sorted(inner, key=tensor.stride):
+        if tensor.stride(dim) != span:
+            raise LayoutError(
+                f"layer {name!r} has a KV page that is not one run of bytes (shape {tuple(tensor.shape)}, strides "
+                f"{tensor.stride()}); this attention backend's layout is not supported"
+            )
+        span *= tensor.shape[dim]
+    if num_blocks > 1 and block_stride < span:
+        raise LayoutError(f"layer {name!r} has overlapping KV pages (strides {tensor.stride()}); not supported")
+    storage = tensor.untyped_storage()
+    start = tensor.data_ptr() - storage.data_ptr()
+    offsets = [0]
+    for dim in outer:
+        offsets = [o + i * tensor.stride(dim) for o in offsets for i in range(tensor.shape[dim])]
+    return [Plane(storage, start + o * size, block_stride * size, span * size, num_blocks) for o in offsets]

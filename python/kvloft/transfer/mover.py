@@ -1,0 +1,69 @@
+"""The seam between the worker half and whatever moves pages: submit copies, poll what finished.
+
+``cpu.CpuMover`` copies at once; a CUDA mover may take several steps. It must not know engines or requests beyond an id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvloft.types import BlockId, LoadPlan, LoadResult, SavePlan, Ticket
+
+
+@dataclass(slots=True)
+class Finished:
+    """Copies that finished since the last poll; ``bad_blocks`` were to be loaded and were not."""
+
+    saved: list[Ticket] = field(default_factory=list)
+    failed: list[Ticket] = field(default_factory=list)
+    loads: list[LoadResult] = field(default_factory=list)
+    bad_blocks: set[BlockId] = field(default_factory=set)
+    num_bytes_saved: int = 0
+    num_bytes_loaded: int = 0
+    seconds_saving: float = 0.0
+    seconds_loading: float = 0.0
+
+
+class Mover(Protocol):
+    """Moves chunks for one worker. Every submitted ticket and load comes back from `poll` exactly once (I10)."""
+
+    def submit_saves(self, plans: Sequence[SavePlan]) -> None:
+        """Gather; called after the forward that wrote the blocks and before any that may write them next (I2)."""
+        ...
+
+    def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
+        """Check and scatter; called between steps, the blocks belong to waiting requests."""
+        ...
+
+    def poll(self) -> Finished: ...
+
+    def drain(self) -> Finished:
+        """Wait for everything in flight: engine sleep, shutdown."""
+        ...
+
+
+class BrokenMover:
+    """Stands in when no mover could be made: every save fails and every load is bad, which makes them misses."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        self._done = Finished()
+
+    def submit_saves(self, plans: Sequence[SavePlan]) -> None:
+        self._done.failed += [copy.ticket for plan in plans for copy in plan.chunks]
+
+    def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
+        for plan in plans:
+            self._done.bad_blocks.update(plan.lost)
+            for copy in plan.chunks:
+                self._done.bad_blocks.update(copy.blocks)
+            self._done.loads.append(LoadResult(plan.req_id, plan.load_id))
+
+    def poll(self) -> Finished:
+        done, self._done = self._done, Finished()
+        return done
+
+    def drain(self) -> Finished:
+        return self.poll()

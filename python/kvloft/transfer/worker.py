@@ -1,0 +1,124 @@
+"""WorkerCore: one method per worker hook. It runs a step's plan through a mover and says what became of it.
+
+It must not know engines: the connector calls `begin` with a StepPlan, then `run_loads` and `run_saves` when the engine's
+ordering allows, then takes the report. Each is idempotent within a step, because engines differ in which hooks they call.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+
+import torch
+
+from kvloft.transfer.cpu import CpuMover
+from kvloft.transfer.frames import FrameWindow
+from kvloft.transfer.layout import PagedLayout, read_layout
+from kvloft.transfer.mover import BrokenMover, Finished, Mover
+from kvloft.types import ArenaSpec, BlockId, ReqId, StepPlan, StepReport
+
+logger = logging.getLogger(__name__)
+
+MakeMover = Callable[[PagedLayout, FrameWindow], Mover]
+
+
+class WorkerCore:
+    """The worker half of one rank."""
+
+    def __init__(self, *, rank: int, num_ranks: int, blocks_per_chunk: int, make_mover: MakeMover = CpuMover) -> None:
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._blocks_per_chunk = blocks_per_chunk
+        self._make_mover = make_mover
+        self._layout: PagedLayout | None = None
+        self._mover: Mover | None = None
+        self._plan = StepPlan(0)
+        self._loads_run = self._saves_run = True
+        self._pending = Finished()
+        self._num_announced = 0
+        self._totals = Finished()
+
+    def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, fingerprint: str) -> PagedLayout:
+        """Learn where the pages are. Raises LayoutError for layouts that cannot be served."""
+        self._layout = read_layout(kv_caches, num_blocks, fingerprint)
+        self._mover = None
+        return self._layout
+
+    def begin(self, plan: StepPlan) -> None:
+        """A step starts; nothing is copied yet."""
+        self._plan = plan
+        self._loads_run = self._saves_run = False
+
+    def run_loads(self) -> None:
+        """Start this step's loads: their blocks belong to requests that wait."""
+        if not self._loads_run:
+            self._loads_run = True
+            if self._plan.loads:
+                self._ready_mover().submit_loads(self._plan.loads)
+
+    def run_saves(self) -> None:
+        """Start this step's saves: the forward that wrote the blocks has been launched."""
+        if not self._saves_run:
+            self._saves_run = True
+            if self._plan.saves:
+                self._ready_mover().submit_saves(self._plan.saves)
+
+    def take_finished_loads(self) -> tuple[set[ReqId], set[BlockId]]:
+        """Requests whose load finished since the last call, and the blocks of theirs that hold nothing."""
+        self._collect()
+        req_ids = {result.req_id for result in self._pending.loads[self._num_announced :]}
+        self._num_announced = len(self._pending.loads)
+        bad, self._pending.bad_blocks = self._pending.bad_blocks, set()
+        return req_ids, bad
+
+    def take_report(self) -> StepReport | None:
+        """What the scheduler half must learn; loads are in it only once the engine was told of them."""
+        self._collect()
+        done = self._pending
+        loads = done.loads[: self._num_announced]
+        if not (done.saved or done.failed or loads):
+            return None
+        report = StepReport(tuple(done.saved), tuple(done.failed), tuple(loads))
+        done.saved, done.failed = [], []
+        del done.loads[: self._num_announced]
+        self._num_announced = 0
+        return report
+
+    def take_totals(self) -> Finished:
+        """Bytes and seconds since the last call."""
+        totals, self._totals = self._totals, Finished()
+        return totals
+
+    def shutdown(self) -> None:
+        """Wait for copies in flight; their frames are not ours any more afterwards."""
+        if self._mover is not None:
+            self._mover.drain()
+
+    def _ready_mover(self) -> Mover:
+        """The mover, made on the first plan, when the arena is known. One that cannot be made fails copies, not steps."""
+        if self._mover is None:
+            try:
+                if self._layout is None or self._plan.arena is None:
+                    raise RuntimeError("a plan came before the KV caches were registered")
+                self._mover = self._make_mover(self._layout, self._window(self._layout, self._plan.arena))
+            except (RuntimeError, ValueError, OSError) as error:
+                logger.error("kvloft: this worker cannot move pages, so nothing is cached: %s", error)
+                self._mover = BrokenMover(str(error))
+        return self._mover
+
+    def _window(self, layout: PagedLayout, arena: ArenaSpec) -> FrameWindow:
+        payload_bytes = layout.block_bytes * self._blocks_per_chunk
+        return FrameWindow(arena, rank=self._rank, num_ranks=self._num_ranks, payload_bytes=payload_bytes)
+
+    def _collect(self) -> None:
+        if self._mover is None:
+            return
+        done, pending, totals = self._mover.poll(), self._pending, self._totals
+        pending.saved += done.saved
+        pending.failed += done.failed
+        pending.loads += done.loads
+        pending.bad_blocks |= done.bad_blocks
+        totals.num_bytes_saved += done.num_bytes_saved
+        totals.num_bytes_loaded += done.num_bytes_loaded
+        totals.seconds_saving += done.seconds_saving
+        totals.seconds_loading += done.seconds_loading

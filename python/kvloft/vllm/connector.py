@@ -1,0 +1,199 @@
+"""KVLoftConnector: vLLM's hooks, each one delegated call to the half that this process has.
+
+The one place with a broad ``except``: an error inside kvloft becomes a miss, is logged once per hook and counted, and the engine
+goes on. Loads are asynchronous only. Errors at construction are not caught: a wrong setting must stop the start.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+
+from kvloft.config import load_config
+from kvloft.plan import Geometry
+from kvloft.types import StepPlan
+from kvloft.vllm.compat import layer_page_bytes
+from kvloft.vllm.messages import KVLoftMetadata, KVLoftWorkerMetadata
+from kvloft.vllm.scheduler_half import SchedulerHalf, choose_geometry
+from kvloft.vllm.stats import KVLoftPromMetrics, KVLoftStats
+from kvloft.vllm.support import check_supported
+from kvloft.vllm.worker_half import WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger("vllm.kvloft")
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def _miss_on_error(default: Callable[..., Any]) -> Callable[[_F], _F]:
+    """Turn an error in a hook into ``default(self)``, logged once per hook and counted."""
+
+    def wrap(hook: _F) -> _F:
+        @wraps(hook)
+        def guarded(self: KVLoftConnector, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return hook(self, *args, **kwargs)
+            except Exception:
+                self._count_error(hook.__name__)
+                return default(self)
+
+        return guarded  # type: ignore[return-value]
+
+    return wrap
+
+
+def _none(_: KVLoftConnector) -> None:
+    return None
+
+
+class KVLoftConnector(KVConnectorBase_V1):
+    """External KV cache for vLLM; see kvloft's README for settings and metrics."""
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_supported(vllm_config, kv_cache_config)
+        config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, os.environ)
+        self._errors_logged: set[str] = set()
+        self._scheduler: SchedulerHalf | None = None
+        self._worker: WorkerHalf | None = None
+        if role == KVConnectorRole.SCHEDULER:
+            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
+        else:
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, self._geometry(config, kv_cache_config))
+
+    @staticmethod
+    def _geometry(config: Any, kv_cache_config: Any) -> Geometry:
+        block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        return choose_geometry(config, block_tokens, sum(layer_page_bytes(kv_cache_config).values()))
+
+    def _count_error(self, hook: str) -> None:
+        half = self._scheduler or self._worker
+        if half is not None:
+            half.hook_errors += 1
+        if hook not in self._errors_logged:
+            self._errors_logged.add(hook)
+            logger.exception("kvloft: error in %s, served as a miss (logged once, counted in hook_errors)", hook)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """A dropped save is a future miss; nothing has to be delivered."""
+        return False
+
+    # -- worker side ----------------------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        assert self._worker is not None
+        self._worker.register(kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        if self._worker is not None:
+            self._worker.begin(connector_metadata)
+
+    @_miss_on_error(_none)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        assert self._worker is not None
+        self._worker.core.run_loads()
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: no layer waits for one."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
+        """Whole chunks are saved after the forward, in `wait_for_save`."""
+
+    @_miss_on_error(_none)
+    def wait_for_save(self) -> None:
+        assert self._worker is not None
+        self._worker.core.run_saves()
+
+    @_miss_on_error(lambda self: (None, None))
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        assert self._worker is not None
+        return None, self._worker.take_finished()
+
+    @_miss_on_error(lambda self: set())
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        assert self._worker is not None
+        return self._worker.take_bad_blocks()
+
+    @_miss_on_error(_none)
+    def build_connector_worker_meta(self) -> KVLoftWorkerMetadata | None:
+        return self._worker.take_report() if self._worker is not None else None
+
+    # -- scheduler side -------------------------------------------------------------------------------------------
+
+    @_miss_on_error(lambda self: (0, False))
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        assert self._scheduler is not None
+        return self._scheduler.match(request, num_computed_tokens)
+
+    @_miss_on_error(_none)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        assert self._scheduler is not None
+        self._scheduler.admit(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    @_miss_on_error(lambda self: {})
+    def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
+        assert self._scheduler is not None
+        return self._scheduler.hit_sources(request, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVLoftMetadata:
+        return KVLoftMetadata(self._plan_step(scheduler_output))
+
+    @_miss_on_error(lambda self: self._scheduler.core.plan_loads_only())
+    def _plan_step(self, scheduler_output: Any) -> StepPlan:
+        assert self._scheduler is not None
+        return self._scheduler.plan_step(scheduler_output)
+
+    @_miss_on_error(_none)
+    def update_connector_output(self, connector_output: Any) -> None:
+        assert self._scheduler is not None
+        metadata = getattr(connector_output, "kv_connector_worker_meta", None)
+        if isinstance(metadata, KVLoftWorkerMetadata):
+            self._scheduler.absorb(metadata)
+
+    @_miss_on_error(lambda self: (False, None))
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Never holds blocks back: saves read them in the step that owned them (I2)."""
+        assert self._scheduler is not None
+        self._scheduler.finish(request)
+        return False, None
+
+    @_miss_on_error(lambda self: False)
+    def has_pending_push_work(self) -> bool:
+        return self._scheduler is not None and self._scheduler.core.has_work_in_flight
+
+    @_miss_on_error(lambda self: False)
+    def reset_cache(self) -> bool | None:
+        assert self._scheduler is not None
+        self._scheduler.core.reset()
+        return True
+
+    # -- both -----------------------------------------------------------------------------------------------------
+
+    @_miss_on_error(_none)
+    def get_kv_connector_stats(self) -> KVLoftStats | None:
+        half = self._scheduler or self._worker
+        return half.take_stats() if half is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVLoftStats:
+        return KVLoftStats(data=data) if data is not None else KVLoftStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> KVLoftPromMetrics:
+        return KVLoftPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+    @_miss_on_error(_none)
+    def shutdown(self) -> None:
+        for half in (self._scheduler, self._worker):
+            if half is not None:
+                half.close()

@@ -1,0 +1,93 @@
+"""The namespace: everything but content that decides KV bytes, as (name, value) pairs for one digest.
+
+On doubt a field goes in: a needless miss costs time, a wrong hit costs an answer. It must not know the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvloft.plan import Geometry
+from kvloft.vllm.compat import layer_page_bytes
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_SAMPLE_BYTES = 1 << 16
+
+
+def namespace_fields(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, geometry: Geometry, user_namespace: str
+) -> list[tuple[str, str]]:
+    """Fields of ``_core.namespace_digest``; two engines with equal fields may serve each other's KV."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    load = vllm_config.load_config
+    fields: dict[str, Any] = {
+        "user": user_namespace,
+        "model": model.model,
+        "revision": model.revision,
+        "code_revision": getattr(model, "code_revision", None),
+        "commit": getattr(model.hf_config, "_commit_hash", None),
+        "config": _digest(json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)),
+        "weights": weights_fingerprint(model.model),
+        "load_format": load.load_format,
+        "dummy_seed": model.seed if str(load.load_format) == "dummy" else None,
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "kv_dtype": cache.cache_dtype,
+        "kv_scales": getattr(cache, "calculate_kv_scales", None),
+        "max_model_len": model.max_model_len if _rope_depends_on_length(model.hf_config) else None,
+        "platform": current_platform.device_name,
+        "attention": _attention_backend(vllm_config),
+        "layout": getattr(kv_cache_config, "kv_cache_layout", None),
+        "pages": _digest(json.dumps(sorted(layer_page_bytes(kv_cache_config).items()))),
+        "block_tokens": geometry.block_tokens,
+        "chunk_tokens": geometry.chunk_tokens,
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "expert_parallel": getattr(parallel, "enable_expert_parallel", None),
+        "vllm": vllm.__version__,
+    }
+    return [(name, repr(value) if value is not None else "") for name, value in fields.items()]
+
+
+def weights_fingerprint(model: str) -> str:
+    """Digest over the weight files of a local model: name, size, time and samples of the bytes of each; "" for a hub name.
+
+    A hub name is told apart by its commit. A local folder may be trained on in place, which its name does not show.
+    """
+    folder = Path(model)
+    files = [folder] if folder.is_file() else sorted(folder.glob("*")) if folder.is_dir() else []
+    digest = hashlib.blake2b(digest_size=16)
+    found = False
+    for path in files:
+        if path.suffix not in _WEIGHT_SUFFIXES:
+            continue
+        found = True
+        stat = path.stat()
+        digest.update(f"{path.name}|{stat.st_size}|{stat.st_mtime_ns}|".encode())
+        with path.open("rb") as file:
+            for position in (0, stat.st_size // 2, max(0, stat.st_size - _SAMPLE_BYTES)):
+                file.seek(position)
+                digest.update(file.read(_SAMPLE_BYTES))
+    return digest.hexdigest() if found else ""
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _rope_depends_on_length(hf_config: Any) -> bool:
+    """Some position encodings (dynamic NTK, LongRoPE) choose their factors by the maximum length."""
+    scaling = getattr(hf_config, "rope_scaling", None) or getattr(hf_config, "rope_parameters", None)
+    return bool(scaling) and any(word in str(scaling) for word in ("dynamic", "longrope", "su", "yarn"))
+
+
+def _attention_backend(vllm_config: VllmConfig) -> str | None:
+    attention = getattr(vllm_config, "attention_config", None)
+    return str(getattr(attention, "backend", None)) if attention is not None else None

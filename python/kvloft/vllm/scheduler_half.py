@@ -1,0 +1,177 @@
+"""The scheduler half inside vLLM: settings, namespace, store and SchedulerCore put together; one method a hook.
+
+It must not touch KV bytes. Errors are turned into misses by the connector, except where a request would then wait for ever
+(`admit`), which is settled here.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvloft import __version__, _core
+from kvloft.config import Config
+from kvloft.errors import ConfigError
+from kvloft.plan import Geometry, SchedulerCore
+from kvloft.transfer.frames import part_bytes_for
+from kvloft.types import ArenaSpec, RequestView
+from kvloft.vllm.compat import hit_sources, layer_page_bytes
+from kvloft.vllm.messages import KVLoftWorkerMetadata
+from kvloft.vllm.namespace import namespace_fields
+from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
+from kvloft.vllm.views import VllmRequest, view_step
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+    from kvloft.types import StepPlan
+
+logger = logging.getLogger("vllm.kvloft")
+
+GOOD_CHUNK_BYTES = 128 << 10
+"""A block of at least this size, over all layers of a rank, is a chunk by itself: it moves and stores well."""
+MAX_AUTO_CHUNK_TOKENS = 1024
+STATS_STEPS = 32
+"""Steps between two looks at the store's own counters when nothing else happened."""
+
+
+def choose_geometry(config: Config, block_tokens: int, block_bytes: int) -> Geometry:
+    """Blocks a chunk has: as configured, else the fewest (a power of two) that make a chunk worth moving.
+
+    Raises ConfigError if ``chunk_tokens`` is not a multiple of the engine's block size.
+    """
+    if config.chunk_tokens is None:
+        blocks = 1
+        while blocks * block_bytes < GOOD_CHUNK_BYTES and blocks * 2 * block_tokens <= MAX_AUTO_CHUNK_TOKENS:
+            blocks *= 2
+        return Geometry(block_tokens, blocks)
+    if config.chunk_tokens % block_tokens:
+        raise ConfigError(
+            f"chunk_tokens={config.chunk_tokens} is not a multiple of vLLM's block size of {block_tokens} tokens; "
+            f"use {block_tokens}, {2 * block_tokens}, ... or leave it at 'auto'"
+        )
+    return Geometry(block_tokens, config.chunk_tokens // block_tokens)
+
+
+class SchedulerHalf:
+    """Everything kvloft does in vLLM's scheduler process."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config) -> None:
+        parallel = vllm_config.parallel_config
+        block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
+        block_bytes = sum(layer_page_bytes(kv_cache_config).values())
+        self.geometry = choose_geometry(config, block_tokens, block_bytes)
+        num_ranks = parallel.world_size
+        frame_bytes = num_ranks * part_bytes_for(block_bytes * self.geometry.blocks_per_chunk)
+        fields = namespace_fields(vllm_config, kv_cache_config, self.geometry, config.namespace)
+        self._namespace = _core.namespace_digest(fields)
+        self._store = _core.Store(
+            frame_bytes=frame_bytes,
+            host_bytes=config.host_size,
+            namespace=self._namespace,
+            blocks_per_chunk=self.geometry.blocks_per_chunk,
+            eviction=config.eviction,
+            disk_path=_disk_path(config, parallel),
+            disk_bytes=config.disk_size,
+            disk_threads=config.disk_threads,
+            description=json.dumps(dict(fields)),
+        )
+        transfer = vllm_config.kv_transfer_config
+        arena = ArenaSpec(self._store.arena_path, self._store.frame_bytes, self._store.num_frames)
+        self.core = SchedulerCore(
+            self._store,
+            self._new_chain,
+            self.geometry,
+            arena=arena,
+            num_ranks=num_ranks,
+            wait_s=config.load_timeout,
+            clock=time.monotonic,
+            loads_allowed=transfer is None or transfer.is_kv_consumer,
+            saves_allowed=transfer is None or transfer.is_kv_producer,
+        )
+        self.hook_errors = 0
+        self._last: dict[str, int] = {}
+        self._quiet_steps = 0
+        self._log_start(config, fields)
+
+    def _new_chain(self, view: RequestView) -> _core.KeyChain:
+        root = _core.root_key(self._namespace, view.adapter, view.cache_salt)
+        return _core.KeyChain(root, block_tokens=self.geometry.block_tokens)
+
+    def _log_start(self, config: Config, fields: list[tuple[str, str]]) -> None:
+        stats = self._store.stats()
+        disk = "no disk"
+        if config.disk_path:
+            disk = f"disk {config.disk_path} up to {config.disk_size / 2**30:.2f} GiB, {stats.get('disk_used', 0)} chunks found"
+        logger.info(
+            "kvloft %s: namespace %s, chunks of %d tokens (%d blocks, %.1f KiB), host %.2f GiB in %d frames, %s, eviction %s",
+            __version__, self._namespace.hex()[:16], self.geometry.chunk_tokens, self.geometry.blocks_per_chunk,
+            self._store.frame_bytes / 1024, config.host_size / 2**30, self._store.num_frames, disk, config.eviction,
+        )  # fmt: skip
+        logger.debug("kvloft namespace fields: %s", fields)
+
+    # -- hooks ----------------------------------------------------------------------------------------------------
+
+    def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens = self.core.match(VllmRequest(request), num_computed_tokens)
+        return tokens, bool(tokens)
+
+    def admit(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+        """A load that cannot be planned is reported as failed, for its request waits until it hears something."""
+        try:
+            self.core.admit(VllmRequest(request), num_external_tokens, block_ids)  # type: ignore[arg-type]
+        except Exception:
+            if num_external_tokens:
+                self.core.fail_load(VllmRequest(request), num_external_tokens, block_ids)  # type: ignore[arg-type]
+            raise
+
+    def hit_sources(self, request: Request, num_tokens: int) -> Mapping[Any, int]:
+        return hit_sources(self.core.hit_tokens(VllmRequest(request).req_id), num_tokens)
+
+    def plan_step(self, output: SchedulerOutput) -> StepPlan:
+        return self.core.plan_step(view_step(output))
+
+    def absorb(self, metadata: KVLoftWorkerMetadata) -> None:
+        for report in metadata.reports:
+            self.core.absorb(report)
+
+    def finish(self, request: Request) -> None:
+        self.core.finish(VllmRequest(request).req_id)
+
+    def take_stats(self) -> KVLoftStats | None:
+        """Numbers since the last call. The store is only asked when something happened, or now and then."""
+        counters = self.core.counters
+        self._quiet_steps += 1
+        if not counters and not self.hook_errors and self._quiet_steps < STATS_STEPS:
+            return None
+        self._quiet_steps = 0
+        data: dict[str, Any] = dict(counters)
+        counters.clear()
+        if self.hook_errors:
+            data["hook_errors"], self.hook_errors = self.hook_errors, 0
+        stats = self._store.stats()
+        for name in COUNTERS:
+            if name in stats and (delta := stats[name] - self._last.get(name, 0)):
+                data[name] = data.get(name, 0) + delta
+        data.update((name, stats[name]) for name in GAUGES if name in stats)
+        self._last = stats
+        return KVLoftStats(data)
+
+    def close(self) -> None:
+        self.core.close()
+        self._store.close()
+
+
+def _disk_path(config: Config, parallel: Any) -> str | None:
+    """Each data-parallel engine owns a directory of its own."""
+    if config.disk_path is None or parallel.data_parallel_size <= 1:
+        return config.disk_path
+    rank = getattr(parallel, "data_parallel_index", None)
+    return str(Path(config.disk_path) / f"dp{parallel.data_parallel_rank if rank is None else rank}")

@@ -1,0 +1,60 @@
+"""What kvloft does not serve yet, refused at start with one sentence that says so: never half-served.
+
+It must not decide anything later than start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvloft.errors import UnsupportedError
+
+_WHOLE_PREFIX_SPECS = {"FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec"}
+"""Specs whose blocks hold every token's KV for the request's whole life."""
+
+
+def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+    """Raise UnsupportedError for models and settings that kvloft would serve wrongly."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if getattr(model, "is_encoder_decoder", False):
+        raise UnsupportedError(f"kvloft does not serve encoder-decoder models yet, and {model.model!r} is one")
+    groups = kv_cache_config.kv_cache_groups
+    if len(groups) != 1:
+        raise UnsupportedError(
+            f"kvloft serves models with one KV cache group, and {model.model!r} has {len(groups)} "
+            "(sliding windows or state-space layers beside full attention); run it without kvloft"
+        )
+    for spec in _layer_specs(groups[0].kv_cache_spec):
+        name = type(spec).__name__
+        if name not in _WHOLE_PREFIX_SPECS:
+            raise UnsupportedError(
+                f"kvloft serves full attention and MLA, and {model.model!r} keeps its KV as {name}; run it without kvloft"
+            )
+    for setting in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, setting, 1) != 1:
+            raise UnsupportedError(f"kvloft does not serve {setting}={getattr(parallel, setting)} yet; set it to 1")
+    backend = getattr(parallel, "distributed_executor_backend", None)
+    if parallel.world_size > 1 and backend not in (None, "mp", "uni"):
+        raise UnsupportedError(
+            f"kvloft shares memory between the processes of one host, which distributed_executor_backend={backend!r} may not be; use 'mp'"
+        )
+    if getattr(parallel, "nnodes", 1) != 1:
+        raise UnsupportedError("kvloft shares memory between the processes of one host; nnodes must be 1")
+    speculative = vllm_config.speculative_config
+    if speculative is not None and _has_draft_kv(speculative):
+        raise UnsupportedError(
+            f"kvloft serves speculative decoding without draft KV (ngram, suffix), and {speculative.method!r} keeps draft KV in "
+            "the same blocks that depends on tokens beyond the block; run it without kvloft"
+        )
+
+
+def _layer_specs(spec: Any) -> list[Any]:
+    per_layer = getattr(spec, "kv_cache_specs", None)
+    return list(per_layer.values()) if per_layer else [spec]
+
+
+def _has_draft_kv(speculative: Any) -> bool:
+    return speculative.method not in ("ngram", "ngram_gpu", "suffix")

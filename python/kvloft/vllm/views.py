@@ -1,0 +1,116 @@
+"""vLLM's requests and steps as kvloft's views: what is read of them, and nothing kept.
+
+Only fields that every served release has, or that are asked for with a default, are touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from kvloft.types import BlockId, EmbedRows, MediaItem, NewRequest, ReqId, RequestView, StepView
+from kvloft.vllm.compat import preempted_ids
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.request import Request
+
+
+class VllmRequest:
+    """A `LiveRequest` over vLLM's Request."""
+
+    __slots__ = ("_request", "req_id")
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self.req_id = ReqId(request.request_id)
+
+    @property
+    def token_ids(self) -> Sequence[int]:
+        # The list behind the read-only wrapper: Rust reads a list in place, thousands of ids in one call.
+        return self._request._all_token_ids  # noqa: SLF001
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return self._request.num_prompt_tokens
+
+    @property
+    def skip_load(self) -> bool:
+        return bool(getattr(self._request, "skip_reading_prefix_cache", False))
+
+    def view(self) -> RequestView:
+        request = self._request
+        return RequestView(
+            adapter=_adapter(request),
+            cache_salt=request.cache_salt,
+            embeds=_embeds(request),
+            items=tuple(
+                MediaItem(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+                for feature in request.mm_features
+            ),
+        )
+
+
+def _adapter(request: Request) -> tuple[str, str] | None:
+    lora = request.lora_request
+    if lora is None:
+        return None
+    return (lora.lora_name, lora.lora_path or f"id:{lora.lora_int_id}")
+
+
+def _embeds(request: Request) -> tuple[EmbedRows, ...]:
+    """Runs of positions whose input is an embedding row. A mixed prompt's mask says which positions are token ids."""
+    rows = request.prompt_embeds
+    if rows is None:
+        return ()
+    is_token = getattr(request, "prompt_is_token_ids", None) or [False] * len(rows)
+    runs: list[EmbedRows] = []
+    begin = 0
+    while begin < len(rows):
+        end = begin + 1
+        while end < len(rows) and is_token[end] == is_token[begin]:
+            end += 1
+        if not is_token[begin]:
+            runs.append(_rows(rows, begin, end))
+        begin = end
+    return tuple(runs)
+
+
+def _rows(tensor: torch.Tensor, begin: int, end: int) -> EmbedRows:
+    part = tensor[begin:end].detach().cpu().contiguous()
+    raw = part.view(torch.uint8).numpy()
+    return EmbedRows(begin, end - begin, raw, str(tensor.dtype).removeprefix("torch."), tensor.shape[-1])
+
+
+def view_step(output: SchedulerOutput) -> StepView:
+    """One SchedulerOutput, in either shape: a resumed request comes as a new one, its block table whole."""
+    cached = output.scheduled_cached_reqs
+    new = [
+        NewRequest(ReqId(request.req_id), request.num_computed_tokens, cast(Sequence[BlockId], request.block_ids[0]))
+        for request in output.scheduled_new_reqs
+    ]
+    req_ids, computed = cached.req_ids, cached.num_computed_tokens
+    blocks: list[Any] = [ids[0] if ids else None for ids in cached.new_block_ids]
+    resumed = cached.resumed_req_ids
+    if resumed:
+        new += [
+            NewRequest(ReqId(req_id), computed[i], blocks[i] or ())
+            for i, req_id in enumerate(req_ids)
+            if req_id in resumed
+        ]
+        kept = [i for i, req_id in enumerate(req_ids) if req_id not in resumed]
+        req_ids = [req_ids[i] for i in kept]
+        computed = [computed[i] for i in kept]
+        blocks = [blocks[i] for i in kept]
+    drafts = output.scheduled_spec_decode_tokens
+    return StepView(
+        new=new,
+        running=cast(Sequence[ReqId], req_ids),
+        num_computed_tokens=computed,
+        new_block_ids=blocks,
+        num_scheduled_tokens=cast(Any, output.num_scheduled_tokens),
+        num_draft_tokens={ReqId(req_id): len(ids) for req_id, ids in drafts.items()} if drafts else {},
+        preempted=cast(Any, preempted_ids(output)),
+    )

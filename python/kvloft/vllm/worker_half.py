@@ -1,0 +1,77 @@
+"""The worker half inside vLLM: WorkerCore fed from connector metadata; one method a hook.
+
+vLLM's releases differ in which hooks run and in what order (no ``wait_for_save`` on empty steps before 0.31, results taken
+before it with speculative decoding), so saves run at whichever comes first after the forward.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import vllm
+from vllm.platforms import current_platform
+
+from kvloft.plan import Geometry
+from kvloft.transfer.worker import WorkerCore
+from kvloft.vllm.messages import KVLoftMetadata, KVLoftWorkerMetadata
+from kvloft.vllm.stats import KVLoftStats
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class WorkerHalf:
+    """Everything kvloft does in one of vLLM's worker processes."""
+
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, geometry: Geometry) -> None:
+        parallel = vllm_config.parallel_config
+        self._num_blocks = kv_cache_config.num_blocks
+        self._fingerprint = "|".join(
+            (vllm.__version__, current_platform.device_name, str(vllm_config.model_config.dtype),
+             str(vllm_config.cache_config.cache_dtype))
+        )  # fmt: skip
+        self.core = WorkerCore(
+            rank=parallel.rank % parallel.world_size,
+            num_ranks=parallel.world_size,
+            blocks_per_chunk=geometry.blocks_per_chunk,
+        )
+        self._bad_blocks: set[int] = set()
+        self.hook_errors = 0
+
+    def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        self.core.register(kv_caches, self._num_blocks, self._fingerprint)
+
+    def begin(self, metadata: KVLoftMetadata) -> None:
+        self.core.begin(metadata.plan)
+
+    def take_finished(self) -> set[str]:
+        """Requests whose loads finished; runs what hooks before this one did not."""
+        self.core.run_loads()
+        self.core.run_saves()
+        req_ids, bad_blocks = self.core.take_finished_loads()
+        self._bad_blocks |= bad_blocks
+        return set(req_ids)
+
+    def take_bad_blocks(self) -> set[int]:
+        bad, self._bad_blocks = self._bad_blocks, set()
+        return bad
+
+    def take_report(self) -> KVLoftWorkerMetadata | None:
+        report = self.core.take_report()
+        return KVLoftWorkerMetadata([report]) if report is not None else None
+
+    def take_stats(self) -> KVLoftStats | None:
+        totals = self.core.take_totals()
+        data: dict[str, float] = {}
+        if totals.num_bytes_saved:
+            data |= {"saved_bytes": totals.num_bytes_saved, "save_seconds": totals.seconds_saving}
+        if totals.num_bytes_loaded:
+            data |= {"loaded_bytes": totals.num_bytes_loaded, "load_seconds": totals.seconds_loading}
+        if self.hook_errors:
+            data["hook_errors"], self.hook_errors = self.hook_errors, 0
+        return KVLoftStats(data) if data else None
+
+    def close(self) -> None:
+        self.core.shutdown()
