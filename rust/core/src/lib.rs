@@ -14,4 +14,4 @@ pub mod tag;
 pub mod tier;
 
 pub use error::{Error, ErrorKind, Result};
-pub use key::ChunkKey;
+pub use key::{ChunkKey, KeyChain};

@@ -1,5 +1,34 @@
 //! Chunk keys: 32 bytes that stand for a whole prefix.
+//!
+//! `root_key(namespace_digest(..), adapter, salt)` is the key of the empty prefix; a [`KeyChain`] extends it a block
+//! at a time from what the model really reads: token ids, embedding rows, multimodal items. The format is ARCHITECTURE.md's
+//! "Keys (schema 1)" and its golden vectors are `tests/vectors/keys.json`. Nothing here knows stores, chunk
+//! sizes or engines, and no process seed enters: the same prefix has the same keys everywhere and for ever.
+
+mod chain;
+mod content;
+mod dtype;
+mod items;
+mod mode;
+mod root;
+#[cfg(test)]
+mod tests;
+
+use std::fmt;
+
+pub use chain::KeyChain;
+pub use root::{namespace_digest, root_key};
+
+/// Version of the key format; part of every mode's name, so two versions never share a key.
+pub const KEY_SCHEMA: u32 = 1;
 
 /// A chained digest: it stands for the whole prefix up to the chunk's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct ChunkKey(pub [u8; 32]);
+
+/// Lowercase hex, 64 digits.
+impl fmt::Display for ChunkKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.iter().try_for_each(|byte| write!(f, "{byte:02x}"))
+    }
+}

@@ -1,0 +1,159 @@
+//! BLAKE3 in the modes of the key scheme, fast for many short inputs of one length.
+//!
+//! Every digest is a plain keyed BLAKE3 hash. Where an input is at most one BLAKE3 chunk (1024 bytes) and a whole number of
+//! 64-byte blocks, several inputs are hashed side by side in SIMD lanes through blake3's doc-hidden `platform`
+//! module; the crate's version is pinned for that, and the tests hold it equal to `keyed_hash` for every length.
+//! This file must not know what the bytes mean.
+
+use std::sync::LazyLock;
+
+use blake3::IncrementCounter;
+use blake3::platform::Platform;
+
+/// 32 bytes out of any mode.
+pub(super) type Digest = [u8; 32];
+
+pub(super) static NAMESPACE: LazyLock<Mode> = LazyLock::new(|| Mode::new("namespace"));
+pub(super) static ROOT: LazyLock<Mode> = LazyLock::new(|| Mode::new("root"));
+pub(super) static TOKENS: LazyLock<Mode> = LazyLock::new(|| Mode::new("tokens"));
+pub(super) static EMBEDS: LazyLock<Mode> = LazyLock::new(|| Mode::new("embeds"));
+pub(super) static MIXED: LazyLock<Mode> = LazyLock::new(|| Mode::new("mixed"));
+pub(super) static CHAIN: LazyLock<Mode> = LazyLock::new(|| Mode::new("chain"));
+
+/// From this many bytes on, hashing is spread over rayon's threads; below it, starting them costs more than it saves.
+pub(super) const PARALLEL_BYTES: usize = 512 << 10;
+
+// Domain flags of the BLAKE3 paper, section 2.2, table 3.
+const FLAG_CHUNK_START: u8 = 1 << 0;
+const FLAG_CHUNK_END: u8 = 1 << 1;
+const FLAG_ROOT: u8 = 1 << 3;
+const FLAG_KEYED_HASH: u8 = 1 << 4;
+
+/// Inputs handed to one SIMD call: twice the lanes of AVX2, once those of AVX-512.
+const LANES: usize = 16;
+
+/// A keyed hash with one fixed key.
+#[derive(Debug)]
+pub(super) struct Mode {
+    key: [u8; 32],
+    words: [u32; 8],
+    platform: Platform,
+}
+
+impl Mode {
+    fn new(name: &str) -> Self {
+        let mut hasher = blake3::Hasher::new();
+        hasher.update(b"kvloft key v").update(super::KEY_SCHEMA.to_string().as_bytes());
+        hasher.update(b" ").update(name.as_bytes());
+        let key = *hasher.finalize().as_bytes();
+        Self { key, words: blake3::platform::words_from_le_bytes_32(&key), platform: Platform::detect() }
+    }
+
+    /// The keyed hash of `bytes`, on this thread, or on rayon's threads where `bytes` are many.
+    pub(super) fn hash(&self, bytes: &[u8]) -> Digest {
+        if bytes.len() < PARALLEL_BYTES {
+            return *blake3::keyed_hash(&self.key, bytes).as_bytes();
+        }
+        *blake3::Hasher::new_keyed(&self.key).update_rayon(bytes).finalize().as_bytes()
+    }
+
+    /// The keyed hash of exactly one 64-byte block: one compression, no hasher to set up.
+    pub(super) fn hash_pair(&self, left: &Digest, right: &Digest) -> Digest {
+        let mut block = [0; 64];
+        block[..32].copy_from_slice(left);
+        block[32..].copy_from_slice(right);
+        let mut words = self.words;
+        let flags = FLAG_CHUNK_START | FLAG_CHUNK_END | FLAG_ROOT | FLAG_KEYED_HASH;
+        self.platform.compress_in_place(&mut words, &block, 64, 0, flags);
+        blake3::platform::le_bytes_from_words_32(&words)
+    }
+
+    /// The keyed hash of each `stride` bytes of `bytes`, into `out` (as many as there are whole strides).
+    pub(super) fn hash_each(&self, bytes: &[u8], stride: usize, out: &mut [Digest]) {
+        macro_rules! by_length {
+            ($($blocks:literal)*) => {
+                match stride {
+                    $(len if len == $blocks * 64 => self.lanes::<{ $blocks * 64 }>(bytes, out),)*
+                    _ => {
+                        for (input, out) in bytes.chunks_exact(stride).zip(out) {
+                            *out = self.hash(input);
+                        }
+                    }
+                }
+            };
+        }
+        by_length!(1 2 3 4 5 6 7 8 9 10 11 12 13 14 15 16);
+    }
+
+    /// `hash_each` for inputs of N bytes, N a multiple of 64 and at most 1024: each input is one BLAKE3 chunk that is
+    /// its own root, so its chaining value under these flags is its hash.
+    fn lanes<const N: usize>(&self, bytes: &[u8], out: &mut [Digest]) {
+        let (inputs, _) = bytes.as_chunks::<N>();
+        for (inputs, out) in inputs.chunks(LANES).zip(out.chunks_mut(LANES)) {
+            let mut lanes = [&inputs[0]; LANES];
+            for (lane, input) in lanes.iter_mut().zip(inputs) {
+                *lane = input;
+            }
+            self.platform.hash_many(
+                &lanes[..inputs.len()],
+                &self.words,
+                0,
+                IncrementCounter::No,
+                FLAG_KEYED_HASH,
+                FLAG_CHUNK_START,
+                FLAG_CHUNK_END | FLAG_ROOT,
+                out.as_flattened_mut(),
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn noise(len: usize) -> Vec<u8> {
+        let mut bytes = vec![0; len];
+        blake3::Hasher::new().update(b"noise").finalize_xof().fill(&mut bytes);
+        bytes
+    }
+
+    #[test]
+    fn mode_keys_are_the_plain_hash_of_their_documented_names() {
+        assert_eq!(TOKENS.key, *blake3::hash(b"kvloft key v1 tokens").as_bytes());
+        let all = [&*NAMESPACE, &*ROOT, &*TOKENS, &*EMBEDS, &*MIXED, &*CHAIN];
+        let keys: std::collections::HashSet<_> = all.iter().map(|mode| mode.key).collect();
+        assert_eq!(keys.len(), all.len());
+    }
+
+    #[test]
+    fn lanes_equal_plain_keyed_hash_for_every_length_and_count() {
+        for stride in (4..=1100).step_by(4).chain([2048, 4096, 65536]) {
+            for count in [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 33] {
+                let bytes = noise(stride * count);
+                let mut got = vec![[0; 32]; count];
+                TOKENS.hash_each(&bytes, stride, &mut got);
+                for (got, input) in got.iter().zip(bytes.chunks(stride)) {
+                    assert_eq!(got, blake3::keyed_hash(&TOKENS.key, input).as_bytes(), "{stride} x {count}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn pairs_equal_plain_keyed_hash() {
+        for seed in 0..100u8 {
+            let (left, right) = ([seed; 32], *blake3::hash(&[seed]).as_bytes());
+            let plain = blake3::keyed_hash(&CHAIN.key, &[left, right].concat());
+            assert_eq!(CHAIN.hash_pair(&left, &right), *plain.as_bytes());
+        }
+    }
+
+    #[test]
+    fn threads_do_not_change_a_hash() {
+        for len in [PARALLEL_BYTES - 1, PARALLEL_BYTES, PARALLEL_BYTES + 1, 3 * PARALLEL_BYTES + 5] {
+            let bytes = noise(len);
+            assert_eq!(EMBEDS.hash(&bytes), *blake3::keyed_hash(&EMBEDS.key, &bytes).as_bytes());
+        }
+    }
+}
