@@ -158,9 +158,7 @@ class SchedulerCore:
             tracker.next_save = 0
             tracker.frontier = new.num_computed_tokens + scheduled[new.req_id] - drafts.get(new.req_id, 0)
             self._save(tracker, saves)
-        for req_id, computed, blocks in zip(
-            view.running, view.num_computed_tokens, view.new_block_ids, strict=True
-        ):
+        for req_id, computed, blocks in zip(view.running, view.num_computed_tokens, view.new_block_ids, strict=True):
             if (tracker := trackers.get(req_id)) is None:
                 continue
             if blocks:

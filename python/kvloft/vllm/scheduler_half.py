@@ -47,7 +47,7 @@ def choose_geometry(config: Config, block_tokens: int, block_bytes: int) -> Geom
 
     Raises ConfigError if ``chunk_tokens`` is not a multiple of the engine's block size.
     """
-    if config.chunk_tokens is None:
+    if config.chunk_tokens == "auto":
         blocks = 1
         while blocks * block_bytes < GOOD_CHUNK_BYTES and blocks * 2 * block_tokens <= MAX_AUTO_CHUNK_TOKENS:
             blocks *= 2
@@ -79,7 +79,7 @@ class SchedulerHalf:
             blocks_per_chunk=self.geometry.blocks_per_chunk,
             eviction=config.eviction,
             disk_path=_disk_path(config, parallel),
-            disk_bytes=config.disk_size,
+            disk_bytes=config.disk_bytes,
             disk_threads=config.disk_threads,
             description=json.dumps(dict(fields)),
         )
