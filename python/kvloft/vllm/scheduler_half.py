@@ -18,12 +18,12 @@ from kvloft.config import Config
 from kvloft.errors import ConfigError
 from kvloft.plan import Geometry, SchedulerCore
 from kvloft.transfer.frames import part_bytes_for
-from kvloft.types import ArenaSpec, RequestView
+from kvloft.types import ArenaSpec, ReqId, RequestView
 from kvloft.vllm.compat import hit_sources, layer_page_bytes
 from kvloft.vllm.messages import KVLoftWorkerMetadata
 from kvloft.vllm.namespace import namespace_fields
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
-from kvloft.vllm.views import VllmRequest, view_step
+from kvloft.vllm.views import AdapterNames, VllmRequest, view_step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -96,6 +96,7 @@ class SchedulerHalf:
             loads_allowed=transfer is None or transfer.is_kv_consumer,
             saves_allowed=transfer is None or transfer.is_kv_producer,
         )
+        self._adapters = AdapterNames()
         self.hook_errors = 0
         self._last: dict[str, int] = {}
         self._quiet_steps = 0
@@ -120,20 +121,20 @@ class SchedulerHalf:
     # -- hooks ----------------------------------------------------------------------------------------------------
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        tokens = self.core.match(VllmRequest(request), num_computed_tokens)
+        tokens = self.core.match(VllmRequest(request, self._adapters), num_computed_tokens)
         return tokens, bool(tokens)
 
     def admit(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
         """A load that cannot be planned is reported as failed, for its request waits until it hears something."""
         try:
-            self.core.admit(VllmRequest(request), num_external_tokens, block_ids)  # type: ignore[arg-type]
+            self.core.admit(VllmRequest(request, self._adapters), num_external_tokens, block_ids)  # type: ignore[arg-type]
         except Exception:
             if num_external_tokens:
-                self.core.fail_load(VllmRequest(request), num_external_tokens, block_ids)  # type: ignore[arg-type]
+                self.core.fail_load(VllmRequest(request, self._adapters), num_external_tokens, block_ids)  # type: ignore[arg-type]
             raise
 
     def hit_sources(self, request: Request, num_tokens: int) -> Mapping[Any, int]:
-        return hit_sources(self.core.hit_tokens(VllmRequest(request).req_id), num_tokens)
+        return hit_sources(self.core.hit_tokens(ReqId(request.request_id)), num_tokens)
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
         return self.core.plan_step(view_step(output))
@@ -143,7 +144,7 @@ class SchedulerHalf:
             self.core.absorb(report)
 
     def finish(self, request: Request) -> None:
-        self.core.finish(VllmRequest(request).req_id)
+        self.core.finish(ReqId(request.request_id))
 
     def take_stats(self) -> KVLoftStats | None:
         """Numbers since the last call. The store is only asked when something happened, or now and then."""

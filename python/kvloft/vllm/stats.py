@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 COUNTERS: dict[str, str] = {
-    "lookups": "Requests asked about at least once",
     "load_tokens_host": "Tokens loaded from host memory",
     "load_tokens_disk": "Tokens loaded from disk",
     "load_lost_blocks": "Blocks promised to vLLM whose frames were gone",

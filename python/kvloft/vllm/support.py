@@ -43,6 +43,11 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         )
     if getattr(parallel, "nnodes", 1) != 1:
         raise UnsupportedError("kvloft shares memory between the processes of one host; nnodes must be 1")
+    if getattr(vllm_config.cache_config, "calculate_kv_scales", False):
+        raise UnsupportedError(
+            "kvloft does not serve calculate_kv_scales=True: the scales differ from start to start and are not in the pages; "
+            "use a checkpoint with KV scales, or leave it off"
+        )
     speculative = vllm_config.speculative_config
     if speculative is not None and _has_draft_kv(speculative):
         raise UnsupportedError(

@@ -12,19 +12,46 @@ import torch
 
 from kvloft.types import BlockId, EmbedRows, MediaItem, NewRequest, ReqId, RequestView, StepView
 from kvloft.vllm.compat import preempted_ids
+from kvloft.vllm.namespace import weights_fingerprint
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 
+class AdapterNames:
+    """Identity of each LoRA: its name, and its path with the state of the files there when it was first seen.
+
+    An adapter trained further under the same path is another adapter. The files are looked at once per (id, path), which is
+    when the workers load them; a request that asks to load in place makes them be looked at again.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[tuple[int, str], tuple[str, str]] = {}
+
+    def identify(self, lora: LoRARequest | None) -> tuple[str, str] | None:
+        """(name, path and file state) of ``lora``; None for the base model."""
+        if lora is None:
+            return None
+        path = lora.lora_path or ""
+        slot = (lora.lora_int_id, path)
+        if slot not in self._seen or getattr(lora, "load_inplace", False):
+            self._seen[slot] = (
+                lora.lora_name,
+                f"{path or lora.lora_int_id}|{weights_fingerprint(path) if path else ''}",
+            )
+        return self._seen[slot]
+
+
 class VllmRequest:
-    """A `LiveRequest` over vLLM's Request."""
+    """A `LiveRequest` over vLLM's Request; ``adapters`` names its LoRA."""
 
-    __slots__ = ("_request", "req_id")
+    __slots__ = ("_adapters", "_request", "req_id")
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, adapters: AdapterNames) -> None:
         self._request = request
+        self._adapters = adapters
         self.req_id = ReqId(request.request_id)
 
     @property
@@ -43,7 +70,7 @@ class VllmRequest:
     def view(self) -> RequestView:
         request = self._request
         return RequestView(
-            adapter=_adapter(request),
+            adapter=self._adapters.identify(request.lora_request),
             cache_salt=request.cache_salt,
             embeds=_embeds(request),
             items=tuple(
@@ -51,13 +78,6 @@ class VllmRequest:
                 for feature in request.mm_features
             ),
         )
-
-
-def _adapter(request: Request) -> tuple[str, str] | None:
-    lora = request.lora_request
-    if lora is None:
-        return None
-    return (lora.lora_name, lora.lora_path or f"id:{lora.lora_int_id}")
 
 
 def _embeds(request: Request) -> tuple[EmbedRows, ...]:
