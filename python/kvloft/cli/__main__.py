@@ -1,0 +1,45 @@
+"""Entry point of the `kvloft` command. Each command is a module with `add_parser(subparsers)` and `run(args) -> int`."""
+
+import argparse
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+
+from kvloft import __version__
+from kvloft.errors import ConfigError
+
+COMMANDS = ("config", "inspect", "verify")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit status (2 for a wrong setting or argument, as argparse does)."""
+    args = build_parser().parse_args(argv)
+    try:
+        return int(args.run(args))
+    except ConfigError as e:
+        print(f"kvloft: {e}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; without this, Python complains again while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The whole command line."""
+    parser = argparse.ArgumentParser(prog="kvloft", description="Look at kvloft's settings and its disk tier.")
+    parser.add_argument("--version", action="version", version=f"kvloft {__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        module = f"kvloft.cli.{name}"
+        if importlib.util.find_spec(module) is not None:
+            importlib.import_module(module).add_parser(subparsers)
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

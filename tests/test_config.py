@@ -1,0 +1,206 @@
+"""Settings: which source wins, what is read back, and that every mistake gives one sentence that helps."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kvloft.config import KEYS, Config, describe, format_size, load_config, parse_seconds, parse_size
+from kvloft.errors import ConfigError
+
+GOOD = {
+    "host_size": st.integers(4096, 1 << 60).flatmap(lambda n: st.sampled_from([n, str(n), format_size(n)])),
+    "disk_size": st.integers(4096, 1 << 60).flatmap(lambda n: st.sampled_from([n, str(n), format_size(n)])),
+    "chunk_tokens": st.just("auto") | st.integers(1, 1 << 20),
+    "namespace": st.text(st.characters(exclude_categories=["Cs"])),
+    "eviction": st.sampled_from(["lru", "s3fifo"]),
+    "disk_threads": st.integers(1, 256),
+    "load_timeout": st.integers(0, 3600) | st.integers(0, 3600).map(lambda s: f"{s}s"),
+}
+JUNK = (
+    st.none()
+    | st.booleans()
+    | st.integers(max_value=-1)
+    | st.floats(max_value=-1e-9)
+    | st.sampled_from(
+        [float("nan"), float("inf"), 1 << 70, 1e30, "", " ", "-1", "1..0", "8 GiBs", "٣GiB", "0x10", "1e3", "\ud800"]
+    )
+    | st.binary()
+    | st.lists(st.integers())
+    | st.dictionaries(st.text(), st.integers())
+)
+
+
+def one_sentence(error: pytest.ExceptionInfo[ConfigError]) -> str:
+    text = str(error.value)
+    assert "\n" not in text
+    assert len(text) < 500
+    assert not re.search(r"\. [A-Z]", text), "more than one sentence"
+    return text
+
+
+def test_defaults_need_no_source() -> None:
+    config = load_config({}, {})
+    assert config == Config()
+    assert (config.host_size, config.disk_path, config.disk_bytes, config.chunk_tokens) == (4 << 30, None, 0, "auto")
+    assert {origin for _, _, origin in describe(config)} == {"default"}
+    assert [key for key, _, _ in describe(config)] == list(KEYS)
+
+
+def test_stronger_source_wins_and_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "kvloft.yaml"
+    file.write_text("host_size: 1GiB\neviction: s3fifo\ndisk_path: /cache\ndisk_threads: 5\n")
+    environ = {"KVLOFT_CONFIG": str(file), "KVLOFT_HOST_SIZE": "2GiB", "KVLOFT_EVICTION": "lru", "PATH": "/bin"}
+    config = load_config({"host_size": "3GiB"}, environ)
+    assert (config.host_size, config.eviction, config.disk_path, config.disk_threads) == (3 << 30, "lru", "/cache", 5)
+    assert config.origin("host_size") == "kv_connector_extra_config"
+    assert config.origin("eviction") == "environment variable KVLOFT_EVICTION"
+    assert config.origin("disk_path") == f"file {file}"
+    assert config.origin("namespace") == "default"
+    assert config.disk_bytes == 64 << 30
+
+
+def test_null_disk_path_switches_the_disk_tier_off_over_a_weaker_source() -> None:
+    config = load_config({"disk_path": None}, {"KVLOFT_DISK_PATH": "/cache"})
+    assert config.disk_path is None
+    assert config.disk_bytes == 0
+
+
+def test_disk_path_is_absolute_and_tilde_is_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert load_config({"disk_path": "cache"}, {}).disk_path == str(tmp_path / "cache")
+    assert load_config({"disk_path": "~/cache"}, {}).disk_path == "/home/someone/cache"
+
+
+def test_empty_environment_variable_means_not_given() -> None:
+    assert load_config({}, dict.fromkeys(["KVLOFT_HOST_SIZE", "KVLOFT_DISK_PATH", "KVLOFT_CONFIG"], "")) == Config()
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("8GiB", 8 << 30),
+        ("500MB", 500_000_000),
+        ("1.5kib", 0),
+        ("4.5 KiB", 4608),
+        ("4096", 4096),
+        (4096.0, 4096),
+        ("1TiB", 1 << 40),
+    ],
+)
+def test_sizes_are_read_as_written(text: object, size: int) -> None:
+    if size == 0:
+        with pytest.raises(ValueError):
+            parse_size(text)
+    else:
+        assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("size", ["4095", "0", "1EiB", "8G", "4096.5", "1048577TiB", True, "GiB", "+8GiB", "8 Gi B"])
+def test_sizes_out_of_range_or_malformed_are_refused(size: object) -> None:
+    with pytest.raises(ValueError):
+        parse_size(size)
+
+
+@pytest.mark.parametrize(("text", "seconds"), [("10s", 10), ("250ms", 0.25), ("2min", 120), ("1h", 3600), (0, 0), ("1.5", 1.5)])
+def test_times_are_read_as_written(text: object, seconds: float) -> None:
+    assert parse_seconds(text) == seconds
+
+
+@pytest.mark.parametrize("text", ["61min", "1d", "-1s", "3600001ms", None, "s"])
+def test_times_out_of_range_or_malformed_are_refused(text: object) -> None:
+    with pytest.raises(ValueError):
+        parse_seconds(text)
+
+
+@given(st.integers(4096, 1 << 60))
+def test_size_survives_being_written_and_read(size: int) -> None:
+    assert parse_size(format_size(size)) == size
+
+
+@given(st.fixed_dictionaries({}, optional=GOOD))
+def test_what_describe_prints_loads_back_to_the_same_settings(extra: dict[str, object]) -> None:
+    extra["disk_path"] = "/cache"
+    config = load_config(extra, {})
+    names = {"namespace": config.namespace}
+    shown = {key: names.get(key, text) for key, text, _ in describe(config)}
+    assert load_config(shown, {}) == config
+    assert load_config(json.loads(json.dumps({key: getattr(config, key) for key in KEYS})), {}) == config
+    assert all(config.origin(key) == "kv_connector_extra_config" for key in extra)
+
+
+@given(st.fixed_dictionaries({}, optional={k: v.map(str) for k, v in GOOD.items()}))
+def test_environment_and_extra_config_read_values_alike(values: dict[str, str]) -> None:
+    values = {key: value for key, value in values.items() if value and "\0" not in value} | {"disk_path": "/cache"}
+    environ = {f"KVLOFT_{key.upper()}": value for key, value in values.items()}
+    assert load_config({}, environ) == load_config(values, {})
+
+
+@given(st.sampled_from(sorted(KEYS)), JUNK)
+def test_every_bad_value_gives_one_sentence_with_key_source_and_what_is_allowed(key: str, junk: object) -> None:
+    if (key == "disk_path" and (junk is None or (isinstance(junk, str) and junk.strip()))) or (
+        key == "namespace" and isinstance(junk, str) and junk != "\ud800"
+    ):
+        return
+    with pytest.raises(ConfigError) as error:
+        load_config({"disk_path": "/cache", key: junk}, {})
+    text = one_sentence(error)
+    assert text.startswith(f"{key} = ")
+    assert "(kv_connector_extra_config)" in text
+    assert KEYS[key].allowed in text
+
+
+@given(st.sampled_from(sorted(KEYS)), st.data())
+def test_a_typo_is_answered_with_the_nearest_key(key: str, data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(key) - 1))
+    typo = key[:at] + key[at + 1 :]
+    with pytest.raises(ConfigError) as error:
+        load_config({typo: 1}, {})
+    assert f"did you mean {key}?" in one_sentence(error)
+    with pytest.raises(ConfigError) as error:
+        load_config({}, {f"KVLOFT_{typo.upper()}": "1"})
+    assert f"did you mean KVLOFT_{key.upper()}?" in one_sentence(error)
+
+
+def test_an_unknown_key_unlike_any_other_lists_all_keys() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({"zzz": 1}, {})
+    assert all(key in one_sentence(error) for key in KEYS)
+
+
+def test_a_bad_value_is_an_error_also_where_a_stronger_source_would_win() -> None:
+    with pytest.raises(ConfigError, match="environment variable KVLOFT_HOST_SIZE"):
+        load_config({"host_size": "1GiB"}, {"KVLOFT_HOST_SIZE": "huge"})
+
+
+def test_a_disk_size_that_does_nothing_is_an_error() -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({"disk_size": "8GiB"}, {})
+    assert "without disk_path" in one_sentence(error)
+
+
+@pytest.mark.parametrize(
+    "content", [b"- 1\n- 2\n", b"host_size: [1\n", b"\xff\xfe\xfa", b"just text", b"a: b: c", b"? [1, 2]\n: 3\n", b"1: 2\n"]
+)
+def test_a_file_that_is_no_mapping_of_settings_gives_one_sentence(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "bad.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load_config({}, {"KVLOFT_CONFIG": str(file)})
+    assert str(file) in one_sentence(error)
+
+
+def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "empty.yaml"
+    file.write_text("# nothing yet\n")
+    assert load_config({}, {"KVLOFT_CONFIG": str(file)}) == Config()
+
+
+@pytest.mark.parametrize("path", ["/does/not/exist.yaml", "/", "with\0nul"])
+def test_a_file_that_cannot_be_read_gives_one_sentence(path: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config({}, {"KVLOFT_CONFIG": path})
+    assert "KVLOFT_CONFIG" in one_sentence(error)
