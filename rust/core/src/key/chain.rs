@@ -8,7 +8,7 @@ use rayon::prelude::*;
 
 use super::ChunkKey;
 use super::content::{Kind, Pending, Run, View, write_ids};
-use super::dtype::Dtype;
+use super::dtype::{Dtype, row_bytes};
 use super::items::{Item, Items};
 use super::mode::{CHAIN, Digest, PARALLEL_BYTES, TOKENS};
 use crate::{Error, ErrorKind, Result};
@@ -103,11 +103,10 @@ impl KeyChain {
 
     /// Appends embedding rows of `width` elements of `dtype` (torch's name, such as `bfloat16`): raw bytes, row after row.
     pub fn append_embeds(&mut self, dtype: &str, width: u32, rows: &[u8]) -> Result<()> {
+        let row_bytes = row_bytes(dtype, width)?;
         let dtype = Dtype::parse(dtype)?;
-        let row_bytes = u64::from(dtype.size_bytes) * u64::from(width);
-        let row_bytes = usize::try_from(row_bytes).map_err(|_| bad("embedding rows are too wide"))?;
-        if row_bytes == 0 || !rows.len().is_multiple_of(row_bytes) {
-            return Err(bad("embedding bytes must be a whole number of rows of a positive width")
+        if !rows.len().is_multiple_of(row_bytes) {
+            return Err(bad("embedding bytes must be a whole number of rows")
                 .with_context("bytes", rows.len())
                 .with_context("width", width)
                 .with_context("dtype", dtype.name));

@@ -34,3 +34,12 @@ impl Dtype {
         })
     }
 }
+
+/// Bytes of one embedding row of `width` elements of `dtype` (torch's name); `InvalidConfig` if there is no such row.
+pub fn row_bytes(dtype: &str, width: u32) -> Result<usize> {
+    let bytes = u64::from(Dtype::parse(dtype)?.size_bytes) * u64::from(width);
+    usize::try_from(bytes)
+        .ok()
+        .filter(|&bytes| bytes > 0)
+        .ok_or_else(|| Error::new(ErrorKind::InvalidConfig, format!("an embedding row cannot be {width} wide")))
+}

@@ -17,6 +17,7 @@ mod tests;
 use std::fmt;
 
 pub use chain::KeyChain;
+pub use dtype::row_bytes;
 pub use root::{namespace_digest, root_key};
 
 /// Version of the key format; part of every mode's name, so two versions never share a key.

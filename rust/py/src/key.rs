@@ -1,0 +1,135 @@
+//! `KeyChain`, `namespace_digest`, `root_key`: conversions only; the meaning is in `kvloft_core::key`.
+
+use std::sync::{Mutex, MutexGuard};
+
+use kvloft_core::key::{self, ChunkKey};
+use pyo3::prelude::*;
+use pyo3::types::PyBytes;
+
+use crate::error::{ConfigError, StoreError, raise};
+use crate::tokens::{RowBytes, token_ids};
+
+/// From this many ids on (about 10 us of hashing), other Python threads may run meanwhile.
+const DETACH_TOKENS: usize = 4096;
+/// From this many row bytes on (about 20 us of hashing), other Python threads may run meanwhile.
+const DETACH_BYTES: usize = 64 << 10;
+
+/// Keys of one request's prefix, one per block, extended as tokens arrive.
+#[pyclass(frozen, module = "kvloft._core")]
+pub(crate) struct KeyChain {
+    // Whoever holds it never waits for the interpreter, so it may be waited for while attached.
+    inner: Mutex<key::KeyChain>,
+}
+
+impl KeyChain {
+    /// The core's chain; an error if a panic left it half changed.
+    pub(crate) fn lock(&self) -> PyResult<MutexGuard<'_, key::KeyChain>> {
+        self.inner.lock().map_err(|_| StoreError::new_err("this KeyChain failed before; make a new one"))
+    }
+}
+
+#[pymethods]
+impl KeyChain {
+    #[new]
+    #[pyo3(signature = (root, *, block_tokens))]
+    fn new(root: &[u8], block_tokens: u32) -> PyResult<Self> {
+        let root = ChunkKey(digest(root, "root")?);
+        Ok(Self { inner: Mutex::new(key::KeyChain::new(root, block_tokens).map_err(raise)?) })
+    }
+
+    #[getter]
+    fn block_tokens(&self) -> PyResult<u32> {
+        Ok(self.lock()?.block_tokens())
+    }
+
+    #[getter]
+    fn num_tokens(&self) -> PyResult<u32> {
+        Ok(self.lock()?.num_tokens())
+    }
+
+    #[getter]
+    fn num_blocks(&self) -> PyResult<u32> {
+        Ok(self.lock()?.num_blocks())
+    }
+
+    /// Declare a multimodal item covering positions `[start, start + num_tokens)`, before they are appended.
+    fn add_item(&self, identifier: &str, start: u32, num_tokens: u32) -> PyResult<()> {
+        self.lock()?.add_item(identifier, start, num_tokens).map_err(raise)
+    }
+
+    /// Append `token_ids[start:stop]`.
+    #[pyo3(signature = (token_ids, start=0, stop=None, /))]
+    fn append_tokens(&self, token_ids: &Bound<'_, PyAny>, start: isize, stop: Option<isize>) -> PyResult<()> {
+        let ids = self::token_ids(token_ids, start, stop)?;
+        let append = || self.lock()?.append_tokens(&ids).map_err(raise);
+        if ids.len() < DETACH_TOKENS { append() } else { token_ids.py().detach(append) }
+    }
+
+    /// Append embedding rows: a C-contiguous buffer of n x width elements of dtype, raw bytes.
+    #[pyo3(signature = (rows, *, dtype, width))]
+    fn append_embeds(&self, rows: &Bound<'_, PyAny>, dtype: &str, width: u32) -> PyResult<()> {
+        let rows_py = rows.py();
+        let rows = RowBytes::new(rows, key::row_bytes(dtype, width).map_err(raise)?)?;
+        let append = || self.lock()?.append_embeds(dtype, width, rows.bytes()).map_err(raise);
+        if rows.bytes().len() < DETACH_BYTES { append() } else { rows_py.detach(append) }
+    }
+
+    /// Forget positions from `num_tokens` on, down to a full block; returns how many positions are left.
+    fn truncate(&self, num_tokens: u32) -> PyResult<u32> {
+        Ok(self.lock()?.truncate(num_tokens))
+    }
+
+    /// Key of the prefix that ends with full block `block`.
+    fn key<'py>(&self, py: Python<'py>, block: u32) -> PyResult<Bound<'py, PyBytes>> {
+        let key = self.lock()?.key(block).map_err(raise)?;
+        Ok(PyBytes::new(py, &key.0))
+    }
+
+    fn __repr__(&self) -> PyResult<String> {
+        let chain = self.lock()?;
+        let last = chain.keys().last().map_or_else(|| chain.root(), |key| *key).to_string();
+        Ok(format!(
+            "KeyChain(block_tokens={}, num_tokens={}, num_blocks={}, last={}...)",
+            chain.block_tokens(),
+            chain.num_tokens(),
+            chain.num_blocks(),
+            &last[..16]
+        ))
+    }
+}
+
+/// 32-byte fingerprint of (name, value) pairs; order does not matter, names must be unique.
+#[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+fn namespace_digest(py: Python<'_>, fields: Vec<(String, String)>) -> PyResult<Bound<'_, PyBytes>> {
+    let fields: Vec<_> = fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
+    Ok(PyBytes::new(py, &key::namespace_digest(&fields).map_err(raise)?))
+}
+
+/// The 32-byte key of the empty prefix. `adapter` is (name, path-or-id) of a `LoRA`.
+#[pyfunction]
+#[pyo3(signature = (namespace, adapter, cache_salt))]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+fn root_key<'py>(
+    py: Python<'py>,
+    namespace: &[u8],
+    adapter: Option<(String, String)>,
+    cache_salt: Option<&str>,
+) -> PyResult<Bound<'py, PyBytes>> {
+    let adapter = adapter.as_ref().map(|(name, place)| (name.as_str(), place.as_str()));
+    let root = key::root_key(&digest(namespace, "namespace")?, adapter, cache_salt).map_err(raise)?;
+    Ok(PyBytes::new(py, &root.0))
+}
+
+/// 32 bytes out of `bytes`, which the error calls `name`.
+pub(crate) fn digest(bytes: &[u8], name: &str) -> PyResult<[u8; 32]> {
+    let len = bytes.len();
+    bytes.try_into().map_err(|_| ConfigError::new_err(format!("{name} must be 32 bytes, not {len}")))
+}
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add("KEY_SCHEMA", key::KEY_SCHEMA)?;
+    module.add_function(wrap_pyfunction!(namespace_digest, module)?)?;
+    module.add_function(wrap_pyfunction!(root_key, module)?)?;
+    module.add_class::<KeyChain>()
+}

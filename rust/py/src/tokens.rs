@@ -1,0 +1,104 @@
+//! Token ids and row bytes out of Python objects, without a Python-level copy.
+//!
+//! Reading a list of 100,000 ids is the longest thing a scheduler hook does here, so exact lists of exact ints are read
+//! through borrowed references; everything else goes the slow, owned way. A bad element always raises: no
+//! value is cut to fit. This is the one file of the extension with unsafe code.
+#![expect(unsafe_code, reason = "borrowed list items and buffer memory have no safe reader in the stable ABI")]
+
+use std::ops::Range;
+
+use pyo3::buffer::PyUntypedBuffer;
+use pyo3::exceptions::PyTypeError;
+use pyo3::ffi;
+use pyo3::prelude::*;
+use pyo3::types::{PyByteArray, PyBytes, PyList, PySequence};
+
+use crate::error::ConfigError;
+
+/// `sequence[start:stop]` as ids; `ConfigError` names the first element that is not an int in 0..2^32.
+///
+/// Unlike a slice, bounds outside the sequence raise: fewer ids than asked for would be another prefix.
+pub(crate) fn token_ids(sequence: &Bound<'_, PyAny>, start: isize, stop: Option<isize>) -> PyResult<Vec<u32>> {
+    if let Ok(list) = sequence.cast_exact::<PyList>() {
+        let range = bounds(list.len(), start, stop)?;
+        return list_ids(list, range);
+    }
+    if sequence.is_instance_of::<PyBytes>() || sequence.is_instance_of::<PyByteArray>() {
+        return Err(PyTypeError::new_err("token_ids is a bytes object; pass a sequence of ints"));
+    }
+    let sequence = sequence.cast::<PySequence>()?;
+    let range = bounds(sequence.len()?, start, stop)?;
+    range.map(|index| slow_id(&sequence.get_item(index)?, index)).collect()
+}
+
+fn bounds(len: usize, start: isize, stop: Option<isize>) -> PyResult<Range<usize>> {
+    let stop_at = stop.map_or(Ok(len), usize::try_from);
+    match (usize::try_from(start), stop_at) {
+        (Ok(start), Ok(stop)) if start <= stop && stop <= len => Ok(start..stop),
+        _ => Err(ConfigError::new_err(format!("[{start}:{}] is not a part of {len} token_ids", stop.unwrap_or(-1)))),
+    }
+}
+
+fn list_ids(list: &Bound<'_, PyList>, range: Range<usize>) -> PyResult<Vec<u32>> {
+    let mut ids = Vec::with_capacity(range.len());
+    for index in range {
+        // SAFETY: `list` is a live list and this thread is attached. The index fits isize because it is below a list's
+        // length; should the list have shrunk meanwhile (only slow_id runs Python code), null comes back.
+        let item = unsafe { ffi::PyList_GetItem(list.as_ptr(), index.cast_signed()) };
+        if item.is_null() {
+            return Err(PyErr::fetch(list.py()));
+        }
+        // SAFETY: `item` is not null, and the list keeps it alive: neither call runs Python code or detaches, and an abi3
+        // extension runs under the interpreter's lock, so nobody can take it out of the list meanwhile.
+        let value = unsafe { if ffi::PyLong_CheckExact(item) == 1 { ffi::PyLong_AsLong(item) } else { -1 } };
+        if let Ok(id) = u32::try_from(value) {
+            ids.push(id);
+        } else {
+            drop(PyErr::take(list.py())); // PyLong_AsLong's OverflowError, if it set one
+            ids.push(slow_id(&list.get_item(index)?, index)?);
+        }
+    }
+    Ok(ids)
+}
+
+/// Any object with `__index__`, held by an own reference.
+#[cold]
+fn slow_id(item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
+    item.extract().map_err(|cause| {
+        let shown = item.repr().map_or_else(|_| "?".into(), |repr| repr.to_string());
+        let error = ConfigError::new_err(format!("token_ids[{index}] = {shown:.80} is not an int in 0..2**32"));
+        error.set_cause(item.py(), Some(cause));
+        error
+    })
+}
+
+/// The memory of a C-contiguous buffer, kept exported while this lives.
+pub(crate) struct RowBytes(PyUntypedBuffer);
+
+impl RowBytes {
+    /// Exports `rows`; `ConfigError` if they are not C-contiguous, or have two dimensions and rows not of `row_bytes`.
+    pub(crate) fn new(rows: &Bound<'_, PyAny>, row_bytes: usize) -> PyResult<Self> {
+        let buffer = PyUntypedBuffer::get(rows)?;
+        if !buffer.is_c_contiguous() {
+            return Err(ConfigError::new_err("embedding rows must be C-contiguous"));
+        }
+        if let [_, width] = *buffer.shape()
+            && width.checked_mul(buffer.item_size()) != Some(row_bytes)
+        {
+            let message = format!("rows of {width} x {} bytes are not rows of {row_bytes} bytes", buffer.item_size());
+            return Err(ConfigError::new_err(message));
+        }
+        Ok(Self(buffer))
+    }
+
+    /// The bytes. The caller promises that nobody writes to them meanwhile, as for any hash of a buffer.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        if self.0.len_bytes() == 0 {
+            return &[];
+        }
+        // SAFETY: the buffer is C-contiguous, so its bytes are one run of len_bytes from buf_ptr, which is not null
+        // since there are some; the export, held by self, keeps the memory in place and allocated. That no other
+        // thread writes to it is the documented duty of append_embeds' caller.
+        unsafe { std::slice::from_raw_parts(self.0.buf_ptr().cast::<u8>(), self.0.len_bytes()) }
+    }
+}
