@@ -168,9 +168,7 @@ KEYS: Final[Mapping[str, KeySpec]] = {
     ),
     "namespace": KeySpec(_parse_text, "text", "keeps caches of one model apart", lambda v: repr(v) if v else "(empty)"),
     "eviction": KeySpec(_parse_eviction, '"lru" or "s3fifo"', "which chunks leave first"),
-    "disk_threads": KeySpec(
-        _parse_count(1, _MAX_THREADS), "a number from 1 to 256", "threads that read and write the disk tier"
-    ),
+    "disk_threads": KeySpec(_parse_count(1, _MAX_THREADS), "a number from 1 to 256", "threads that read and write the disk tier"),
     "load_timeout": KeySpec(
         parse_seconds,
         'a time from 0 to 1h, such as "10s", "250ms" or a number of seconds',

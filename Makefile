@@ -1,0 +1,29 @@
+# Everything a person types. `make demo` and `make test` each do all that they need on a fresh machine.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+VERSION ?= 0.32.0
+PYTHON ?=
+export PYTHON
+
+.PHONY: help demo test test-vllm lint bench clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
+
+demo: ## real vLLM on the CPU: a chat served cold, engine restarted, served again from disk
+	@scripts/env.sh 0.32.0 && exec .venv-0.32.0/bin/python examples/chat_demo.py
+
+test: ## all tests: Rust, Python, real vLLM 0.32.0; then the short form on 0.30.0 and 0.31.0
+	@scripts/suite.sh all
+
+test-vllm: ## the whole Python suite on another vLLM: make test-vllm VERSION=0.31.0
+	@scripts/suite.sh full $(VERSION)
+
+lint: ## formatters, clippy, ruff, mypy --strict, stub test, import contracts, house rules
+	@scripts/lint.sh
+
+bench: ## every bench, Rust and Python; ratios are printed beside the targets
+	@scripts/bench.sh
+
+clean: ## remove environments and build outputs
+	rm -rf .venv-* build target dist

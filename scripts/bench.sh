@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Every bench: the Rust ones with cargo, then each Python one in the environment of the newest vLLM.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+unset PYTHONPATH PYTHONHOME
+scripts/env.sh 0.32.0
+cargo bench --quiet --locked -p kvloft-core
+for bench in benches/*.py; do
+  [ -e "$bench" ] || continue
+  printf '\n== %s\n' "$bench"
+  .venv-0.32.0/bin/python "$bench"
+done

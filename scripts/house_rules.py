@@ -1,0 +1,79 @@
+"""Rules that no linter knows: where `unsafe` and the environment may be, how light `import kvloft` is, how long files are.
+
+Prints one line per offence; exit status 1 if there is any. Run from anywhere; the imports are checked in the
+environment it runs in.
+"""
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+UNSAFE_FILES = {"rust/core/src/io/arena.rs", "rust/py/src/tokens.rs"}
+ENVIRONMENT_FILE = "python/kvloft/config.py"
+MAX_LINES = 500
+HEAVY = ("torch", "vllm", "numpy", "yaml", "rich")
+
+
+def sources(folder: str, suffix: str) -> Iterator[tuple[str, str]]:
+    """(path from the root, text) of each file under ``folder``."""
+    for path in sorted((ROOT / folder).rglob(f"*{suffix}")):
+        yield path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+
+
+def unsafe_elsewhere() -> Iterator[str]:
+    """Unsafe blocks, functions and impls are in the named files only, each with its SAFETY argument."""
+    for name, text in sources("rust", ".rs"):
+        lines = [line.split("//")[0] for line in text.splitlines()]
+        count = sum(bool(re.search(r"\bunsafe\b", line)) for line in lines)
+        if count and name not in UNSAFE_FILES:
+            yield f"{name}: unsafe outside {sorted(UNSAFE_FILES)}"
+        elif count > text.count("SAFETY:"):
+            yield f"{name}: {count} lines with unsafe, {text.count('SAFETY:')} SAFETY comments"
+
+
+def environment_elsewhere() -> Iterator[str]:
+    """Only config.py reads environment variables."""
+    for name, text in sources("python/kvloft", ".py"):
+        if name != ENVIRONMENT_FILE and re.search(r"\bos\.(environ|getenv)|\bimport environ|\bgetenv\(", text):
+            yield f"{name}: reads the environment, which only {ENVIRONMENT_FILE} may"
+
+
+def extension_elsewhere() -> Iterator[str]:
+    """Values, settings and the scheduler half do not import the extension (import-linter cannot see compiled modules)."""
+    for name, text in sources("python/kvloft", ".py"):
+        pure = name.startswith("python/kvloft/plan/") or name.rpartition("/")[2] in ("types.py", "errors.py", "config.py")
+        if pure and "/cli/" not in name and re.search(r"^\s*(from|import) kvloft(\._core|.* _core\b)", text, re.MULTILINE):
+            yield f"{name}: imports the extension"
+
+
+def long_files() -> Iterator[str]:
+    """No file over 500 lines."""
+    for folder, suffix in (("rust", ".rs"), ("python", ".py"), ("tests", ".py"), ("benches", ".py"), ("scripts", ".py")):
+        for name, text in sources(folder, suffix):
+            if (count := text.count("\n")) > MAX_LINES:
+                yield f"{name}: {count} lines, more than {MAX_LINES}"
+
+
+def heavy_import() -> Iterator[str]:
+    """`import kvloft` loads nothing that costs time or memory."""
+    code = f"import sys, kvloft; print(*[m for m in {HEAVY!r} if m in sys.modules])"
+    run = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False)
+    if run.returncode or run.stdout.strip():
+        yield f"import kvloft loads {run.stdout.strip() or run.stderr.strip()}"
+
+
+RULES = (unsafe_elsewhere, environment_elsewhere, extension_elsewhere, long_files, heavy_import)
+
+
+def main() -> int:
+    """Check all rules."""
+    offences = [o for rule in RULES for o in rule()]
+    print("\n".join(offences))
+    return 1 if offences else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

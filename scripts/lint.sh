@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Every static check, one line each; a failing check shows its output and does not stop the others.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+unset PYTHONPATH PYTHONHOME
+scripts/env.sh lint </dev/null || exit 1
+PATH="$PWD/.venv-lint/bin:$PATH"
+OUT=$(mktemp)
+trap 'rm -f "$OUT"' EXIT
+FAILED=0
+
+check() {
+  local name=$1
+  shift
+  if "$@" >"$OUT" 2>&1 </dev/null; then
+    printf 'ok      %s\n' "$name"
+  else
+    printf 'FAILED  %s\n' "$name"
+    sed 's/^/        /' "$OUT"
+    FAILED=1
+  fi
+}
+
+check "rustfmt" cargo fmt --all --check
+check "clippy" cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
+check "ruff check" ruff check .
+check "ruff format" ruff format --check .
+check "mypy --strict" mypy
+check "stub of _core against the built extension" python -m mypy.stubtest kvloft._core --mypy-config-file scripts/stubtest.ini
+check "import contracts" env PYTHONPATH=python lint-imports
+check "unsafe, environment, imports, file sizes" python scripts/house_rules.py
+exit $FAILED
