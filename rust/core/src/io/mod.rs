@@ -1,1 +1,3 @@
 //! Memory and files: the only folder with unsafe code.
+
+pub mod direct;

@@ -1,0 +1,107 @@
+//! The disk tier's values: its settings, and what it says about a chunk and about itself.
+//!
+//! Nothing here does I/O. Sizes are bytes, counts are slots or chunks as named.
+
+use std::path::PathBuf;
+
+use crate::ChunkKey;
+
+/// One frame-sized place in `frames.dat`, with its record in `index.dat`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SlotId(pub u32);
+
+/// What a disk directory is opened with.
+#[derive(Debug, Clone)]
+pub struct DiskConfig {
+    /// The directory (`disk_path`); made where missing. It has one owner at a time.
+    pub dir: PathBuf,
+    /// Most bytes that the whole directory may take on disk, over all namespaces (`disk_size`).
+    pub cap_bytes: u64,
+    /// Bytes of one frame; a multiple of 4096.
+    pub frame_bytes: u64,
+    /// The fingerprint whose chunks are served.
+    pub namespace: [u8; 32],
+    /// One line for people (`kvloft inspect`): which model and shape this namespace is.
+    pub description: String,
+}
+
+/// A chunk as it is written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DiskMeta {
+    /// The chunk.
+    pub key: ChunkKey,
+    /// The chunk before it; the root where `depth` is 0.
+    pub parent: ChunkKey,
+    /// Blocks the frame holds.
+    pub num_blocks: u32,
+    /// Chunks before it in its prefix: 0 is the first chunk.
+    pub depth: u32,
+}
+
+/// A chunk as it was found at open.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct DiskEntry {
+    /// Where its frame is.
+    pub slot: SlotId,
+    /// The chunk.
+    pub key: ChunkKey,
+    /// The chunk before it; the root where `depth` is 0.
+    pub parent: ChunkKey,
+    /// Blocks the frame holds.
+    pub num_blocks: u32,
+    /// Grows with every write, over restarts: a smaller one was written earlier.
+    pub sequence: u64,
+    /// Chunks before it in its prefix: 0 is the first chunk.
+    pub depth: u32,
+}
+
+/// Gauges and counters since open.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct DiskStats {
+    /// Slots the files hold now (free, reserved, used and retired ones).
+    pub slots: u64,
+    /// Slots that hold a chunk.
+    pub slots_used: u64,
+    /// Slots reserved and not yet written or freed.
+    pub slots_reserved: u64,
+    /// Slots taken out of use after an I/O error.
+    pub slots_retired: u64,
+    /// Bytes the whole directory is accounted at.
+    pub bytes: u64,
+    /// The cap on `bytes`.
+    pub cap_bytes: u64,
+    /// Whether frames bypass the page cache (`O_DIRECT`).
+    pub direct: bool,
+    /// Chunks found at open.
+    pub recovered: u64,
+    /// Records dropped at open: parent missing.
+    pub dropped_orphans: u64,
+    /// Records dropped at open: an older copy of the same chunk.
+    pub dropped_duplicates: u64,
+    /// Records dropped at open: not readable as a record of this namespace.
+    pub dropped_records: u64,
+    /// Chunks dropped at open because the cap became smaller.
+    pub dropped_over_cap: u64,
+    /// 1 where the namespace was started afresh because its superblock was wrong, foreign or corrupt.
+    pub fresh_starts: u64,
+    /// Other namespaces deleted to make room.
+    pub namespaces_removed: u64,
+    /// Frames written, and their bytes.
+    pub writes: u64,
+    /// Bytes of `writes`.
+    pub write_bytes: u64,
+    /// Frames read and found right, and their bytes.
+    pub reads: u64,
+    /// Bytes of `reads`.
+    pub read_bytes: u64,
+    /// Writes the operating system refused.
+    pub write_errors: u64,
+    /// Reads the operating system refused.
+    pub read_errors: u64,
+    /// Reads whose bytes or record were not what the key says.
+    pub corrupt_reads: u64,
+    /// Times that the files could not grow (ENOSPC and the like; not the cap).
+    pub grow_errors: u64,
+    /// What happened that a person should see in the log, oldest first, at most 64 lines.
+    pub events: Vec<String>,
+}
