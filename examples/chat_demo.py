@@ -1,0 +1,229 @@
+"""`make demo`: one chat served four times by real vLLM on the CPU, and where each prompt's KV came from.
+
+1. without any cache (the truth), 2. cold with kvloft, 3. again on the same engine after its own prefix cache was cleared
+(host memory), 4. again on a new engine process (disk). The model is random and made on the spot. Output is greedy and
+compared token by token; a turn in which rounding alone could decide a token is drawn again before anything is measured.
+"""
+
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from tiny_model import Shape, write_model
+
+FOLDER = Path(__file__).resolve().parents[1] / "build" / "demo"
+NUM_TURNS = 4
+USER_TOKENS = (420, 310, 370, 280)
+ANSWER_TOKENS = 40
+SAFE_MARGIN = 3e-4
+"""Least distance of the two best logits: different batch shapes round differently by about 1e-5."""
+
+PASSES = {
+    "none": "no cache at all",
+    "cold": "kvloft, cold",
+    "host": "again, GPU cache cleared",
+    "disk": "again, engine restarted",
+}
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one served turn gave; token counts are of the prompt, ``ttft_s`` is seconds."""
+
+    tokens: list[int]
+    margin: float
+    ttft_s: float
+    gpu: int
+    host: int
+    disk: int
+    computed: int
+
+
+class EngineProcess:
+    """A vLLM engine in a new process; its log goes to a file."""
+
+    def __init__(self, name: str, model: Path, **arguments: Any) -> None:
+        self.log = FOLDER / f"{name}.log"
+        arguments |= {
+            "model": str(model),
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "dtype": "float32",
+            "max_model_len": 4096,
+            "max_num_seqs": 4,
+            "max_num_batched_tokens": 2048,
+            "num_gpu_blocks_override": 256,
+            "block_size": 32,
+            "disable_log_stats": False,
+        }
+        to_child, from_child = os.pipe(), os.pipe()
+        program = f'exec "$0" "$1" "$2" 3<&{to_child[0]} 4>&{from_child[1]}'
+        command = ["bash", "-c", program, sys.executable, str(Path(__file__).with_name("chat_engine.py")), json.dumps(arguments)]
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=os.environ | ENVIRONMENT,
+                pass_fds=(to_child[0], from_child[1]),
+            )
+        os.close(to_child[0])
+        os.close(from_child[1])
+        self._requests, self._answers = os.fdopen(to_child[1], "w", buffering=1), os.fdopen(from_child[0])
+
+    def wait(self) -> "EngineProcess":
+        """Until it can serve."""
+        self._answer()
+        return self
+
+    def _answer(self) -> dict[str, Any]:
+        line = self._answers.readline()
+        if not line:
+            end = self.log.read_text(errors="replace")[-3000:]
+            raise SystemExit(f"{end}\nkvloft: the engine ended early; its whole log is {self.log}")
+        return dict(json.loads(line))
+
+    def _ask(self, **message: Any) -> dict[str, Any]:
+        print(json.dumps(message), file=self._requests)
+        return self._answer()
+
+    def serve(self, turn_id: str, prompt: list[int]) -> Turn:
+        """Serve one prompt to its end."""
+        return Turn(**self._ask(turn_id=turn_id, prompt=prompt, max_tokens=ANSWER_TOKENS))
+
+    def clear_gpu_cache(self) -> None:
+        """Clear vLLM's own prefix cache; kvloft keeps what it has."""
+        self._ask(reset=True)
+
+    def stop(self) -> None:
+        """Clean shutdown: what is in host memory reaches the disk."""
+        self._requests.close()
+        self._answer()
+        self._process.wait()
+
+
+def settle_chat(engine: EngineProcess, console: Console) -> tuple[list[list[int]], list[Turn]]:
+    """Draw the user's words turn by turn; (prompts, answers of the engine without a cache)."""
+    rng, vocab = random.Random(7), Shape().vocab
+    history: list[int] = []
+    prompts: list[list[int]] = []
+    truth: list[Turn] = []
+    while len(truth) < NUM_TURNS:
+        turn = len(truth)
+        prompt = history + [rng.randrange(3, vocab) for _ in range(USER_TOKENS[turn])]
+        served = engine.serve(f"none-{turn}-{rng.random()}", prompt)
+        if served.margin < SAFE_MARGIN:
+            continue
+        prompts.append(prompt)
+        truth.append(served)
+        history = prompt + served.tokens
+        report(console, "none", turn, served, served)
+    return prompts, truth
+
+
+def replay(engine: EngineProcess, name: str, prompts: list[list[int]], truth: list[Turn], console: Console) -> list[Turn]:
+    """Serve the same chat again."""
+    turns = []
+    for i, prompt in enumerate(prompts):
+        turns.append(engine.serve(f"{name}-{i}", prompt))
+        report(console, name, i, turns[-1], truth[i])
+    return turns
+
+
+def report(console: Console, name: str, index: int, turn: Turn, truth: Turn) -> None:
+    """One line while the demo runs."""
+    same = "" if turn.tokens == truth.tokens else "  [red]OUTPUT DIFFERS[/]"
+    console.print(f"  {PASSES[name]:<25} turn {index + 1}: first token after {turn.ttft_s * 1e3:5.0f} ms{same}", highlight=False)
+
+
+def run_all(console: Console) -> dict[str, list[Turn]]:
+    """All four passes; their turns by pass name."""
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    FOLDER.mkdir(parents=True)
+    with console.status("making a small random Llama"):
+        model = write_model(FOLDER / "model")
+    settings = {"host_size": "256MiB", "disk_path": str(FOLDER / "disk"), "disk_size": "1GiB"}
+    kvloft = {"kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+    with console.status("starting two vLLM engines, without any cache and with kvloft (their imports take a while)"):
+        plain = EngineProcess("none", model, enable_prefix_caching=False)
+        engine = EngineProcess("cold", model, enable_prefix_caching=True, kv_transfer_config=kvloft)
+        plain.wait()
+        engine.wait()
+    with console.status("vLLM without any cache"):
+        prompts, truth = settle_chat(plain, console)
+        plain.stop()
+    with console.status("vLLM with kvloft"):
+        cold = replay(engine, "cold", prompts, truth, console)
+        engine.clear_gpu_cache()
+        host = replay(engine, "host", prompts, truth, console)
+        engine.stop()
+    with console.status("vLLM with kvloft, restarted: a new process that finds only the disk"):
+        engine = EngineProcess("disk", model, enable_prefix_caching=True, kv_transfer_config=kvloft).wait()
+        disk = replay(engine, "disk", prompts, truth, console)
+        engine.stop()
+    return {"none": truth, "cold": cold, "host": host, "disk": disk}
+
+
+def as_table(passes: dict[str, list[Turn]]) -> Table:
+    """One row for each turn and pass."""
+    table = Table(title="Where each prompt's KV came from (tokens)", title_justify="left")
+    table.add_column("turn", justify="right")
+    table.add_column("pass")
+    for name in ("TTFT ms", "GPU", "host", "disk", "computed"):
+        table.add_column(name, justify="right")
+    table.add_column("output")
+    for i in range(NUM_TURNS):
+        for name, turns in passes.items():
+            turn, last = turns[i], name == "disk"
+            counts = [str(n) if n else "." for n in (turn.gpu, turn.host, turn.disk, turn.computed)]
+            same = "(the truth)" if name == "none" else "equal" if turn.tokens == passes["none"][i].tokens else "[red]DIFFERS[/]"
+            table.add_row(str(i + 1), PASSES[name], f"{turn.ttft_s * 1e3:.0f}", *counts, same, end_section=last)
+    return table
+
+
+def verdict(passes: dict[str, list[Turn]]) -> tuple[bool, str]:
+    """(did all go well, one sentence for a person)."""
+    truth, disk = passes["none"], passes["disk"]
+    wrong = [(n, i) for n, turns in passes.items() for i, t in enumerate(turns) if t.tokens != truth[i].tokens]
+    if wrong:
+        return False, f"FAILED: {len(wrong)} answers differ from the run without a cache, first {wrong[0]}."
+    found, total = disk[0].disk, disk[0].disk + disk[0].computed
+    if not found or not any(t.host for t in passes["host"]):
+        return False, "FAILED: the answers are right, but the cache was not used."
+    cold_ms, disk_ms = truth[0].ttft_s * 1e3, disk[0].ttft_s * 1e3
+    whole = sum(t.disk for t in disk)
+    return True, (
+        f"After the restart the first turn found {found} of its {total} prompt tokens on disk (all turns: {whole}), its "
+        f"first token came after {disk_ms:.0f} ms instead of {cold_ms:.0f} ms, and every answer is the one given without a cache."
+    )
+
+
+def main() -> int:
+    """Run the demo; 0 if the cache was used and every answer is right."""
+    console = Console()
+    passes = run_all(console)
+    good, sentence = verdict(passes)
+    console.print()
+    console.print(as_table(passes))
+    console.print(f"[{'green' if good else 'red'}]{sentence}[/]", highlight=False)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

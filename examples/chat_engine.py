@@ -1,0 +1,78 @@
+"""One real vLLM engine in a process of its own: serves the turns it is sent, one JSON line each, and times them.
+
+Run by chat_demo.py as ``python chat_engine.py ARGUMENTS_JSON`` with requests on file descriptor 3 and answers on 4.
+Knows vLLM; knows kvloft only as a name in the arguments and by its metrics' names.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+HOST, DISK = "vllm:kvloft_load_tokens_host_total", "vllm:kvloft_load_tokens_disk_total"
+
+
+def counters() -> dict[str, float]:
+    """vLLM's Prometheus counters, summed over labels."""
+    from prometheus_client import REGISTRY
+
+    totals: dict[str, float] = {}
+    for family in REGISTRY.collect():
+        for sample in family.samples:
+            totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+    return totals
+
+
+def serve_turn(engine: Any, turn_id: str, prompt: list[int], max_tokens: int) -> dict[str, Any]:
+    """Serve one prompt greedily; tokens, seconds to the first of them, and where the prompt's KV came from."""
+    from vllm import SamplingParams
+
+    before, begin, ttft_s = counters(), time.perf_counter(), 0.0
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, logprobs=2)
+    engine.add_request(turn_id, {"prompt_token_ids": prompt}, params)
+    output: Any = None
+    while engine.has_unfinished_requests():
+        if outputs := engine.step():
+            ttft_s, output = ttft_s or time.perf_counter() - begin, outputs[-1]
+    after = counters()
+    from_host, from_disk = (int(after.get(name, 0) - before.get(name, 0)) for name in (HOST, DISK))
+    cached = output.num_cached_tokens or 0
+    tops = [sorted((p.logprob for p in entry.values()), reverse=True) for entry in output.outputs[0].logprobs]
+    return {
+        "tokens": list(output.outputs[0].token_ids),
+        "margin": min(top[0] - top[1] for top in tops),
+        "ttft_s": ttft_s,
+        "gpu": cached - from_host - from_disk,
+        "host": from_host,
+        "disk": from_disk,
+        "computed": len(prompt) - cached,
+    }
+
+
+def main() -> None:
+    """Build the engine, then answer until the requests end."""
+    arguments: dict[str, Any] = json.loads(sys.argv[1])
+    requests, answers = os.fdopen(3), os.fdopen(4, "w", buffering=1)
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    if transfer := arguments.pop("kv_transfer_config", None):
+        arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
+    engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
+    serve_turn(engine, "warm-up", [3, 4, 5], 2)  # the first step pays for lazy set-up that is nobody's TTFT
+    print(json.dumps({"ready": True}), file=answers)
+    for line in requests:
+        message = json.loads(line)
+        if message.pop("reset", False):
+            answer: Any = {"reset": engine.reset_prefix_cache()}
+        else:
+            answer = serve_turn(engine, **message)
+        print(json.dumps(answer), file=answers)
+    engine.engine_core.shutdown()
+    print(json.dumps({"stopped": True}), file=answers)
+
+
+if __name__ == "__main__":
+    main()
