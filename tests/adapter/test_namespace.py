@@ -1,0 +1,86 @@
+"""The namespace: each field that decides KV bytes, changed alone, changes the digest (through the real extension)."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from kvloft import _core
+from kvloft.plan import Geometry
+from kvloft.vllm.namespace import namespace_fields, weights_fingerprint
+
+BASE: dict[str, Any] = {
+    "model": "hub/name", "revision": None, "commit": "abc", "config": {"hidden_size": 64}, "load_format": "auto", "seed": 0,
+    "dtype": torch.float32, "quantization": None, "cache_dtype": "auto", "max_model_len": 64, "tensor_parallel_size": 1,
+    "kv_heads": 1, "block": 32, "blocks_per_chunk": 1, "user": "", "backend": None, "layout": "LBHNC",
+}  # fmt: skip
+
+
+class HfConfig:
+    def __init__(self, fields: dict[str, Any], commit: str) -> None:
+        self._fields = fields
+        self._commit_hash = commit
+        self.rope_scaling = fields.get("rope_scaling")
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._fields
+
+
+def digest(**changes: Any) -> bytes:
+    v = BASE | changes
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=v["model"], revision=v["revision"], hf_config=HfConfig(v["config"], v["commit"]), seed=v["seed"],
+            dtype=v["dtype"], quantization=v["quantization"], max_model_len=v["max_model_len"],
+        ),
+        cache_config=SimpleNamespace(cache_dtype=v["cache_dtype"]),
+        parallel_config=SimpleNamespace(tensor_parallel_size=v["tensor_parallel_size"]),
+        load_config=SimpleNamespace(load_format=v["load_format"]),
+        attention_config=SimpleNamespace(backend=v["backend"]),
+    )  # fmt: skip
+    spec = FullAttentionSpec(block_size=v["block"], num_kv_heads=v["kv_heads"], head_size=32, dtype=torch.float32)
+    kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    if hasattr(kv, "kv_cache_layout"):
+        kv.kv_cache_layout = v["layout"]
+    geometry = Geometry(v["block"], v["blocks_per_chunk"])
+    return _core.namespace_digest(namespace_fields(config, kv, geometry, v["user"]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "hub/other"}, {"revision": "v2"}, {"commit": "def"}, {"config": {"hidden_size": 65}}, {"load_format": "dummy"},
+        {"dtype": torch.bfloat16}, {"quantization": "fp8"}, {"cache_dtype": "fp8"}, {"tensor_parallel_size": 2}, {"kv_heads": 2},
+        {"block": 64}, {"blocks_per_chunk": 2}, {"user": "blue"}, {"backend": "FLASHINFER"}, {"layout": "LBNHC"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_field_alone_flips_the_namespace(change: dict[str, Any]) -> None:
+    assert digest() == digest()
+    if "layout" in change and not hasattr(KVCacheConfig(1, [], []), "kv_cache_layout"):
+        pytest.skip("this vLLM does not tell the layout")
+    assert digest(**change) != digest()
+
+
+def test_length_counts_only_where_positions_depend_on_it() -> None:
+    assert digest(max_model_len=128) == digest()
+    longrope = {"hidden_size": 64, "rope_scaling": {"rope_type": "longrope"}}
+    assert digest(config=longrope, max_model_len=128) != digest(config=longrope)
+
+
+def test_dummy_weights_are_told_apart_by_their_seed() -> None:
+    assert digest(seed=1) == digest()
+    assert digest(load_format="dummy", seed=1) != digest(load_format="dummy")
+
+
+def test_weights_trained_in_place_are_other_weights(tmp_path: Path) -> None:
+    assert weights_fingerprint("hub/name") == ""
+    assert weights_fingerprint(str(tmp_path)) == ""
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(bytes(300_000))
+    first = weights_fingerprint(str(tmp_path))
+    file.write_bytes(bytes(150_000) + b"\1" + bytes(149_999))
+    assert weights_fingerprint(str(tmp_path)) != first

@@ -1,0 +1,40 @@
+"""Numbers across processes: counters add up, gauges take the newest, every name has its Prometheus metric."""
+
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kvloft.vllm.connector import KVLoftConnector
+from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
+
+
+def test_counters_add_and_gauges_take_the_newest() -> None:
+    total = KVLoftStats({"saved_chunks": 2, "pins": 5}).aggregate(KVLoftStats({"saved_chunks": 3, "pins": 1, "disk_used": 9}))
+    assert total.data == {"saved_chunks": 5, "pins": 1, "disk_used": 9}
+    assert total.reduce() == {"saved_chunks": 5, "pins": 1, "disk_used": 9}
+    assert not total.is_empty()
+    total.reset()
+    assert total.is_empty()
+
+
+def test_stats_survive_the_trip_to_the_api_server() -> None:
+    assert KVLoftConnector.build_kv_connector_stats({"saved_chunks": 2}).data == {"saved_chunks": 2}
+    assert KVLoftConnector.build_kv_connector_stats().is_empty()
+
+
+def test_every_name_reaches_prometheus() -> None:
+    registry = CollectorRegistry()
+
+    def bound(cls: type) -> object:
+        return lambda name, documentation, labelnames: cls(name, documentation, labelnames, registry=registry)
+
+    types = {Counter: bound(Counter), Gauge: bound(Gauge), Histogram: bound(Histogram)}
+    config = SimpleNamespace(kv_transfer_config=None)
+    metrics = KVLoftConnector.build_prom_metrics(config, types, ["engine"], {0: ["0"]})
+    metrics.observe(dict.fromkeys((*COUNTERS, *GAUGES), 3))
+    metrics.observe({"saved_chunks": 4, "pins": 1, "no_such_name": 9})
+    value = registry.get_sample_value
+    assert value("vllm:kvloft_saved_chunks_total", {"engine": "0"}) == 7
+    assert value("vllm:kvloft_pins", {"engine": "0"}) == 1
+    assert all(value(f"vllm:kvloft_{name}_total", {"engine": "0"}) for name in COUNTERS)
+    assert all(value(f"vllm:kvloft_{name}", {"engine": "0"}) for name in GAUGES)

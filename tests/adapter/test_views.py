@@ -1,0 +1,100 @@
+"""vLLM's requests and steps as views: real Request objects, both shapes of a resumed request, mixed prompts, adapters."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.lora.request import LoRARequest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import CachedRequestData
+from vllm.v1.request import Request
+
+from kvloft.types import EmbedRows
+from kvloft.vllm.views import AdapterNames, VllmRequest, view_step
+
+
+def request(**changes: Any) -> Request:
+    fields: dict[str, Any] = {
+        "request_id": "r", "prompt_token_ids": list(range(10)), "sampling_params": SamplingParams(max_tokens=4),
+        "pooling_params": None,
+    }  # fmt: skip
+    return Request(**(fields | changes))
+
+
+def raw(rows: EmbedRows) -> bytes:
+    return np.asarray(rows.rows).tobytes()
+
+
+def test_token_ids_are_vllms_own_growing_list() -> None:
+    vllm_request = request()
+    live = VllmRequest(vllm_request, AdapterNames())
+    before = live.token_ids
+    vllm_request.append_output_token_ids(77)
+    assert live.token_ids is before
+    assert list(before) == [*range(10), 77]
+    assert live.num_prompt_tokens == 10
+
+
+def test_embeds_only_prompt_is_one_run_of_raw_rows() -> None:
+    rows = torch.randn(7, 5, dtype=torch.bfloat16)
+    view = VllmRequest(request(prompt_token_ids=None, prompt_embeds=rows), AdapterNames()).view()
+    (run,) = view.embeds
+    assert (run.start, run.num_rows, run.dtype, run.width) == (0, 7, "bfloat16", 5)
+    assert raw(run) == rows.view(torch.int16).numpy().tobytes()
+
+
+def test_mixed_prompt_takes_each_position_from_what_the_model_reads() -> None:
+    rows = torch.randn(6, 3)
+    mask = [True, False, False, True, True, False]
+    try:
+        mixed = request(prompt_token_ids=[1, 2, 3, 4, 5, 6], prompt_embeds=rows, prompt_is_token_ids=mask)
+    except TypeError:
+        pytest.skip("this vLLM has no mixed prompts")
+    runs = VllmRequest(mixed, AdapterNames()).view().embeds
+    assert [(run.start, run.num_rows) for run in runs] == [(1, 2), (5, 1)]
+    assert raw(runs[0]) == rows[1:3].numpy().tobytes()
+    assert raw(runs[1]) == rows[5:6].numpy().tobytes()
+
+
+def test_adapter_is_name_path_and_state_of_its_files(tmp_path: Path) -> None:
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(b"one")
+    lora = LoRARequest("a", 1, str(tmp_path))
+    names = AdapterNames()
+    first = names.identify(lora)
+    assert first is not None
+    assert names.identify(None) is None
+    assert first != names.identify(LoRARequest("b", 2, str(tmp_path)))
+    file.write_bytes(b"trained further")
+    assert names.identify(lora) == first, "the workers loaded the files as they were first seen"
+    assert AdapterNames().identify(lora) != first, "a new engine loads the new files"
+
+
+def _step(resumed: set[str]) -> Any:
+    cached = CachedRequestData(
+        req_ids=["a", "b"], resumed_req_ids=resumed, new_token_ids=[], all_token_ids={},
+        new_block_ids=[None, ([7, 8],)], num_computed_tokens=[40, 32], num_output_tokens=[1, 2],
+    )  # fmt: skip
+    new = SimpleNamespace(req_id="n", num_computed_tokens=16, block_ids=([1, 2, 3],))
+    return SimpleNamespace(
+        scheduled_new_reqs=[new], scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1, "b": 9, "n": 20},
+        scheduled_spec_decode_tokens={"a": [5, 6]}, preempted_req_ids={"z"},
+    )  # fmt: skip
+
+
+def test_running_requests_extend_their_table() -> None:
+    view = view_step(_step(set()))
+    assert (list(view.running), list(view.num_computed_tokens)) == (["a", "b"], [40, 32])
+    assert view.new_block_ids == [None, [7, 8]]
+    assert [(n.req_id, n.num_computed_tokens, list(n.block_ids)) for n in view.new] == [("n", 16, [1, 2, 3])]
+    assert view.num_draft_tokens == {"a": 2}
+    assert view.preempted == {"z"}
+
+
+def test_resumed_request_comes_as_new_with_its_whole_table() -> None:
+    view = view_step(_step({"b"}))
+    assert (list(view.running), list(view.num_computed_tokens), view.new_block_ids) == (["a"], [40], [None])
+    assert [(n.req_id, n.num_computed_tokens, list(n.block_ids)) for n in view.new] == [("n", 16, [1, 2, 3]), ("b", 32, [7, 8])]
