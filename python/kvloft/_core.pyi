@@ -42,13 +42,13 @@ class KeyChain:
     def num_blocks(self) -> int:
         """Full blocks so far, each with a key."""
     def add_item(self, identifier: str, start: int, num_tokens: int) -> None:
-        """Declare a multimodal item covering positions [start, start + num_tokens), before they are appended."""
+        """Declare a multimodal item on positions [start, start + num_tokens), before they are appended (again: no effect)."""
     def append_tokens(self, token_ids: Sequence[int], start: int = 0, stop: int | None = None, /) -> None:
-        """Append ``token_ids[start:stop]`` (a list is read in place, without copying it to another list)."""
+        """Append ``token_ids[start:stop]`` (a list is read in place). Bounds outside it and bad ids raise ConfigError."""
     def append_embeds(self, rows: Any, *, dtype: str, width: int) -> None:
         """Append embedding rows: a C-contiguous buffer of n x width elements of ``dtype``, raw bytes."""
     def truncate(self, num_tokens: int) -> int:
-        """Forget positions from ``num_tokens`` on, down to a full block; returns how many positions are left."""
+        """Forget positions from ``num_tokens`` on, down to a full block; returns how many are left. Items stay declared."""
     def key(self, block: int) -> bytes: ...
 
 @final

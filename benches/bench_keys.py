@@ -1,0 +1,121 @@
+"""Keys from Python against their targets: `python benches/bench_keys.py [--json]`.
+
+Each figure is the best of many turns on one thread; plain BLAKE3 (the `blake3` package) of the same bytes is timed in the
+same turns, so that ratios hold on a busy machine. It must know nothing but kvloft._core.
+"""
+
+import argparse
+import array
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from blake3 import blake3
+from kvloft import _core
+
+NUM_IDS = 131_072
+NUM_ROWS, WIDTH = 4096, 4096
+ROOT = _core.root_key(bytes(32), None, None)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One row of the table; ``measured`` and ``target`` in ``unit``, ``plain_ms`` is plain BLAKE3 of the same bytes."""
+
+    name: str
+    measured: float
+    target: float | None
+    unit: str
+    plain_ms: float | None
+    met: bool | None
+
+
+def best_ms(turns: int, *calls: Callable[[], object]) -> list[float]:
+    """Shortest milliseconds of each call, all taken in turns."""
+    best = [float("inf")] * len(calls)
+    for _ in range(turns):
+        for index, call in enumerate(calls):
+            start = time.perf_counter()
+            call()
+            best[index] = min(best[index], (time.perf_counter() - start) * 1e3)
+    return best
+
+
+def append_tokens(ids: Sequence[int], block_tokens: int) -> _core.KeyChain:
+    chain = _core.KeyChain(ROOT, block_tokens=block_tokens)
+    chain.append_tokens(ids)
+    return chain
+
+
+def append_embeds(rows: bytes, block_tokens: int) -> None:
+    _core.KeyChain(ROOT, block_tokens=block_tokens).append_embeds(rows, dtype="bfloat16", width=WIDTH)
+
+
+def token_results(turns: int) -> list[Result]:
+    generator = random.Random(0)
+    ids = [generator.randrange(151_936) for _ in range(NUM_IDS)]
+    raw = array.array("I", ids).tobytes()
+    results = []
+    for block_tokens, target in ((256, 1.5), (16, 2.3)):
+        ours, plain = best_ms(turns, lambda size=block_tokens: append_tokens(ids, size), lambda: blake3(raw).digest())
+        name = f"{NUM_IDS} ids from a list, blocks of {block_tokens}"
+        results.append(Result(name, ours, target, "ms", plain, ours <= target))
+    chain = append_tokens(ids, 16)
+    [one] = best_ms(turns * 50, lambda: chain.append_tokens(ids, NUM_IDS - 1))
+    results.append(Result("one id more, from a list", one * 1e3, None, "us", None, None))
+    return results
+
+
+def embed_results(turns: int) -> list[Result]:
+    """One thread's share: rows of a block at a time, below the size from which threads take part."""
+    rows = random.Random(1).randbytes(NUM_ROWS * WIDTH * 2)
+    part = 32 * WIDTH * 2
+    parts = [rows[at : at + part] for at in range(0, len(rows), part)]
+    results = []
+    for block_tokens in (16, 32):
+        chain = _core.KeyChain(ROOT, block_tokens=block_tokens)
+
+        def ours(chain: _core.KeyChain = chain) -> None:
+            chain.truncate(0)
+            for piece in parts:
+                chain.append_embeds(piece, dtype="bfloat16", width=WIDTH)
+
+        single, plain = best_ms(turns, ours, lambda: blake3(rows).digest())
+        name = f"{NUM_ROWS} bf16 rows of {WIDTH}, blocks of {block_tokens}, 1 thread"
+        results.append(Result(name, plain / single * 100, 90, "% of plain", plain, plain / single >= 0.9))
+    threads = blake3.AUTO
+    for block_tokens in (16, 256):
+        many, plain = best_ms(
+            turns, lambda size=block_tokens: append_embeds(rows, size), lambda: blake3(rows, max_threads=threads).digest()
+        )
+        name = f"{NUM_ROWS} bf16 rows of {WIDTH}, blocks of {block_tokens}, all threads"
+        results.append(Result(name, plain / many * 100, 90, "% of plain", plain, plain / many >= 0.9))
+    return results
+
+
+def table(results: Sequence[Result]) -> str:
+    lines = [f"{'':<52} {'measured':>18} {'target':>9} {'':>7}  plain BLAKE3"]
+    for result in results:
+        sign = "<=" if result.unit == "ms" else ">="
+        target = "" if result.target is None else f"{sign} {result.target:g}"
+        verdict = "" if result.met is None else ("met" if result.met else "MISSED")
+        plain = "" if result.plain_ms is None else f"{result.plain_ms:.3f} ms"
+        lines.append(f"{result.name:<52} {result.measured:>7.2f} {result.unit:<10} {target:>9} {verdict:>7}  {plain}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--turns", type=int, default=100, help="how often each thing is timed (default 100)")
+    options = parser.parse_args(argv)
+    results = token_results(options.turns) + embed_results(max(3, options.turns // 5))
+    print(json.dumps([asdict(result) for result in results], indent=1) if options.json else table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
