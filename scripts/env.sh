@@ -10,6 +10,10 @@ unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
 STARTED=${KV_STARTED:-$(date +%s)}
 LOGS=build/logs
 mkdir -p "$LOGS"
+# Trust what the machine trusts (a company's proxy has its own certificate); the second name is for older releases of uv.
+for bundle in /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
+  [ -e "$bundle" ] && export UV_SYSTEM_CERTS="${UV_SYSTEM_CERTS:-true}" UV_NATIVE_TLS="${UV_NATIVE_TLS:-true}" && break
+done
 
 say() { printf '[%4ds] %s\n' "$(($(date +%s) - STARTED))" "$*"; }
 die() {
