@@ -6,9 +6,10 @@
 
 pub mod error;
 pub mod evict;
-pub mod index;
+pub(crate) mod index;
 pub mod io;
 pub mod key;
+pub mod lease;
 pub mod store;
 pub mod tag;
 pub mod tier;

@@ -1,7 +1,9 @@
 //! `kvloft._core`: conversions between Python and `kvloft_core`, nothing else.
 
+mod arena;
 mod error;
 mod key;
+mod store;
 mod tokens;
 
 use pyo3::prelude::*;
@@ -9,5 +11,7 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = false)]
 fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     error::register(module)?;
-    key::register(module)
+    key::register(module)?;
+    arena::register(module)?;
+    store::register(module)
 }

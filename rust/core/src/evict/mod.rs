@@ -1,1 +1,85 @@
-//! What goes when a tier is full.
+//! What goes when a tier is full: one trait, a policy a file.
+//!
+//! The store decides *what may go* (a leaf that nobody pins, writes or reads) and the policy decides *which of
+//! those goes*. So no policy can break the rule that a parent never leaves before its children. Policies know numbers and
+//! keys only: no frames, no clock, no randomness; the same calls give the same victims.
+
+mod lru;
+mod noop;
+mod s3fifo;
+
+use std::fmt;
+
+pub use lru::Lru;
+pub use noop::Noop;
+pub use s3fifo::S3Fifo;
+
+use crate::key::ChunkKey;
+use crate::{Error, ErrorKind, Result};
+
+/// A chunk as a policy knows it: small numbers, used again after `remove`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct ChunkId(pub u32);
+
+/// Why a chunk left.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Removal {
+    /// It was the victim: worth remembering, should it come back.
+    Evicted,
+    /// It was forgotten for another reason; its content may be wrong.
+    Dropped,
+}
+
+/// Chooses victims among the chunks of one tier.
+///
+/// The store **guarantees**: an id is `insert`ed once before anything else and `remove`d once; its parent, if given, is
+/// present from its `insert` to its `remove`; `set_evictable` is only called when the value changes (it starts
+/// false); a chunk with a present child is never evictable. Using a chunk means using its whole prefix, but only the
+/// deepest is `touch`ed.
+///
+/// A policy **must**: return from `victim` only ids that are evictable now, and some id whenever there is one (but for
+/// `Noop`); leave the victim in place until `remove`; take at most O(log n) time a call, amortised over all calls.
+pub trait Policy: fmt::Debug + Send {
+    /// `id` is in the tier from now on, behind `parent`.
+    fn insert(&mut self, id: ChunkId, parent: Option<ChunkId>, key: &ChunkKey);
+    /// The prefix that ends with `id` was used.
+    fn touch(&mut self, id: ChunkId);
+    /// `id` may be a victim from now on, or may not.
+    fn set_evictable(&mut self, id: ChunkId, evictable: bool);
+    /// Who should go next; None if nobody may.
+    fn victim(&mut self) -> Option<ChunkId>;
+    /// `id` left the tier.
+    fn remove(&mut self, id: ChunkId, removal: Removal);
+}
+
+/// Which policy a tier has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Eviction {
+    /// Least recently used.
+    #[default]
+    Lru,
+    /// S3-FIFO: new chunks prove themselves in a small queue first.
+    S3Fifo,
+}
+
+impl Eviction {
+    /// `lru` or `s3fifo`; else `InvalidConfig`.
+    pub fn parse(name: &str) -> Result<Self> {
+        match name {
+            "lru" => Ok(Eviction::Lru),
+            "s3fifo" => Ok(Eviction::S3Fifo),
+            _ => Err(Error::new(
+                ErrorKind::InvalidConfig,
+                format!("eviction = \"{name}\" is unknown; use \"lru\" or \"s3fifo\""),
+            )),
+        }
+    }
+
+    /// A policy for a tier that holds `capacity` chunks.
+    pub fn policy(self, capacity: usize) -> Box<dyn Policy> {
+        match self {
+            Eviction::Lru => Box::new(Lru::default()),
+            Eviction::S3Fifo => Box::new(S3Fifo::new(capacity)),
+        }
+    }
+}

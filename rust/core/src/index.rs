@@ -1,1 +1,0 @@
-//! Key -> entry: where a chunk is, who its parent is.

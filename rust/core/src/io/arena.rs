@@ -1,0 +1,281 @@
+//! Frames in shared memory: one memfd, mapped by its owner and by workers of other processes.
+//!
+//! In the owner's process a frame's bytes are reached through its [`Frame`], of which there is exactly one, so the borrow
+//! checker upholds that nobody reads what another thread writes. Workers map the same memory through [`Arena`]; between
+//! processes the leases uphold it: a worker writes only frames that are reserved for it and reads only frames pinned for
+//! it. This is the one file of the core with unsafe code. It must not know keys or who holds a lease.
+#![expect(unsafe_code, reason = "mapping memory and viewing it as bytes has no safe form")]
+
+use std::fmt;
+use std::fs::File;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::ptr::{self, NonNull};
+use std::slice;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use rustix::fs::{MemfdFlags, SealFlags};
+use rustix::mm::{MapFlags, ProtFlags};
+
+use super::part::{Damage, PartSpec, TRAILER_BYTES};
+use crate::{Error, ErrorKind, Result};
+
+/// Frames start and end on pages, so that a disk can read and write them without a bounce copy.
+pub const FRAME_ALIGN: u64 = 4096;
+
+/// A frame's place in the arena.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct FrameId(pub u32);
+
+/// `num_frames` equal frames, mapped shared; unmapped when the last owner of the mapping goes.
+struct Mapping {
+    start: NonNull<u8>,
+    frame_bytes: usize,
+    num_frames: u32,
+}
+
+// SAFETY: the mapping is plain memory, valid in all threads until Drop, which runs once; who may touch which bytes is the
+// business of Frame and Arena below.
+unsafe impl Send for Mapping {}
+// SAFETY: as above; a shared Mapping only hands out addresses.
+unsafe impl Sync for Mapping {}
+
+impl Mapping {
+    /// Maps the whole of `fd`, whose size the caller has made sure is `size_bytes` and cannot shrink.
+    fn new(fd: impl AsFd, frame_bytes: usize, num_frames: u32) -> Result<Self> {
+        let size_bytes = frame_bytes * num_frames as usize;
+        let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
+        // SAFETY: no address is asked for, so the kernel picks memory that nothing of ours lies in.
+        let start =
+            unsafe { rustix::mm::mmap(ptr::null_mut(), size_bytes, access, flags, fd, 0) }.map_err(|error| {
+                Error::io("the frames cannot be mapped", error.into()).with_context("bytes", size_bytes)
+            })?;
+        let start = NonNull::new(start.cast()).expect("a mapping without a fixed address is never at 0");
+        Ok(Self { start, frame_bytes, num_frames })
+    }
+
+    fn size_bytes(&self) -> usize {
+        self.frame_bytes * self.num_frames as usize
+    }
+
+    /// Address of the first byte of `range` of `frame`; `InvalidConfig` unless all of it lies inside.
+    fn at(&self, frame: FrameId, offset: usize, bytes: usize) -> Result<NonNull<u8>> {
+        let inside = offset.checked_add(bytes).is_some_and(|end| end <= self.frame_bytes);
+        if frame.0 >= self.num_frames || !inside {
+            return Err(Error::new(ErrorKind::InvalidConfig, "no such place in the arena")
+                .with_context("frame", frame.0)
+                .with_context("offset", offset)
+                .with_context("bytes", bytes)
+                .with_context("frame_bytes", self.frame_bytes)
+                .with_context("num_frames", self.num_frames));
+        }
+        // SAFETY: frame < num_frames and offset + bytes <= frame_bytes, so the sum is at most the mapping's size, which
+        // is at most isize::MAX (checked before mapping).
+        Ok(unsafe { self.start.add(frame.0 as usize * self.frame_bytes + offset) })
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: start and size are those of the mapping made in new, and nobody has a reference into it: Frames and
+        // Arenas own a part of this Mapping, and slices borrow from them.
+        let _unmapped = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.size_bytes()) };
+    }
+}
+
+impl fmt::Debug for Mapping {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Mapping({} x {})", self.num_frames, self.frame_bytes)
+    }
+}
+
+/// Checks a size; the message leaves naming the setting to the store, which knows it.
+fn checked_size(frame_bytes: u64, num_frames: u32) -> Result<usize> {
+    let total = frame_bytes.checked_mul(u64::from(num_frames)).and_then(|bytes| isize::try_from(bytes).ok());
+    match total {
+        Some(total) if total > 0 && frame_bytes.is_multiple_of(FRAME_ALIGN) => Ok(total.unsigned_abs()),
+        _ => Err(Error::new(
+            ErrorKind::InvalidConfig,
+            "frame_bytes must be a multiple of 4096 and num_frames at least 1",
+        )
+        .with_context("frame_bytes", frame_bytes)
+        .with_context("num_frames", num_frames)),
+    }
+}
+
+/// The one right to a frame's bytes in its owner's process. It is neither copied nor made again, so `&mut Frame` is alone.
+pub struct Frame {
+    mapping: Arc<Mapping>,
+    id: FrameId,
+}
+
+impl Frame {
+    /// Its place in the arena.
+    pub fn id(&self) -> FrameId {
+        self.id
+    }
+
+    fn start(&self) -> NonNull<u8> {
+        self.mapping.at(self.id, 0, self.mapping.frame_bytes).expect("frames are made inside the arena")
+    }
+
+    /// Its bytes, while a lease keeps workers from writing to it.
+    pub fn bytes(&self) -> &[u8] {
+        // SAFETY: start..start + frame_bytes lies in the mapping, which self keeps; in this process the only other way to
+        // these bytes is &mut self, which the borrow excludes. Workers write only frames that are reserved for them, and
+        // the store reads a frame only once it is visible.
+        unsafe { slice::from_raw_parts(self.start().as_ptr(), self.mapping.frame_bytes) }
+    }
+
+    /// Its bytes, to be filled while no worker knows of it.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as in bytes; &mut self excludes any other view in this process, and the store fills a frame only before
+        // it is visible and while it is reserved for nobody else.
+        unsafe { slice::from_raw_parts_mut(self.start().as_ptr(), self.mapping.frame_bytes) }
+    }
+}
+
+impl fmt::Debug for Frame {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Frame({})", self.id.0)
+    }
+}
+
+/// The owner's side: the memory itself. It lives as long as this, any of its frames, or any process that mapped it.
+#[derive(Debug)]
+pub struct HostArena {
+    fd: OwnedFd,
+    mapping: Arc<Mapping>,
+}
+
+impl HostArena {
+    /// New zeroed frames. Memory is taken page by page as frames are first written.
+    ///
+    /// `InvalidConfig` if `frame_bytes` is no multiple of 4096 or nothing would be mapped; `Io` if the system refuses.
+    pub fn create(frame_bytes: u64, num_frames: u32) -> Result<(Self, Vec<Frame>)> {
+        let size_bytes = checked_size(frame_bytes, num_frames)?;
+        let fail = |error: rustix::io::Errno| {
+            Error::io("shared memory cannot be had", error.into()).with_context("bytes", size_bytes)
+        };
+        let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = rustix::fs::memfd_create("kvloft-arena", flags).map_err(fail)?;
+        rustix::fs::ftruncate(&fd, size_bytes as u64).map_err(fail)?;
+        // Nobody can cut the file short under a mapping, which would kill whoever touches it next.
+        rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(fail)?;
+        let mapping = Arc::new(Mapping::new(&fd, size_bytes / num_frames as usize, num_frames)?);
+        let frames = (0..num_frames).map(|id| Frame { mapping: Arc::clone(&mapping), id: FrameId(id) }).collect();
+        Ok((Self { fd, mapping }, frames))
+    }
+
+    /// Where other processes of the same user find it, while this lives.
+    pub fn path(&self) -> String {
+        format!("/proc/{}/fd/{}", rustix::process::getpid().as_raw_nonzero(), self.fd.as_raw_fd())
+    }
+
+    /// Bytes of one frame.
+    pub fn frame_bytes(&self) -> usize {
+        self.mapping.frame_bytes
+    }
+
+    /// How many frames there are.
+    pub fn num_frames(&self) -> u32 {
+        self.mapping.num_frames
+    }
+}
+
+/// A worker's view of the frames, maybe in another process: bounds are checked here, leases are kept by the plans it obeys.
+#[derive(Debug)]
+pub struct Arena {
+    mapping: Mapping,
+    // Trailers are written under this, so that no two threads of this process race on one.
+    trailers: Mutex<()>,
+}
+
+impl Arena {
+    /// Maps the arena at `path` (see [`HostArena::path`]); its size must be the one expected, exactly.
+    pub fn open(path: &str, frame_bytes: u64, num_frames: u32) -> Result<Self> {
+        let size_bytes = checked_size(frame_bytes, num_frames)?;
+        let fail = |message: &str, error: std::io::Error| Error::io(message, error).with_context("path", path);
+        let file =
+            File::options().read(true).write(true).open(path).map_err(|error| {
+                fail("the arena cannot be opened; is the scheduler process of this user alive?", error)
+            })?;
+        let seals = rustix::fs::fcntl_get_seals(&file).map_err(|error| fail("this is no arena", error.into()))?;
+        let len = file.metadata().map_err(|error| fail("the arena's size cannot be read", error))?.len();
+        if !seals.contains(SealFlags::SHRINK) || len != size_bytes as u64 {
+            return Err(Error::new(ErrorKind::InvalidConfig, "the arena is not the one planned for")
+                .with_context("path", path)
+                .with_context("file_bytes", len)
+                .with_context("expected_bytes", size_bytes));
+        }
+        let mapping = Mapping::new(&file, size_bytes / num_frames as usize, num_frames)?;
+        Ok(Self { mapping, trailers: Mutex::new(()) })
+    }
+
+    /// Address of the first frame in this process.
+    pub fn address(&self) -> usize {
+        self.mapping.start.as_ptr().addr()
+    }
+
+    /// Bytes of all frames.
+    pub fn size_bytes(&self) -> usize {
+        self.mapping.size_bytes()
+    }
+
+    /// Bytes of one frame.
+    pub fn frame_bytes(&self) -> usize {
+        self.mapping.frame_bytes
+    }
+
+    /// How many frames there are.
+    pub fn num_frames(&self) -> u32 {
+        self.mapping.num_frames
+    }
+
+    /// Tags the payload of the part of `part_bytes` at `offset` of `frame` and writes its trailer; returns the tag.
+    ///
+    /// The frame must be reserved for the caller, whose writes to it are done. `InvalidConfig` if anything lies outside.
+    pub fn seal(&self, frame: FrameId, offset: usize, part_bytes: usize, spec: &PartSpec<'_>) -> Result<u64> {
+        let end = self.trailer_at(frame, offset, part_bytes)?;
+        let (trailer, tag) = spec.seal(self.payload(frame, offset, spec.payload_bytes(part_bytes)?)?)?;
+        let _alone = self.trailers.lock().unwrap_or_else(PoisonError::into_inner);
+        // SAFETY: the 128 bytes from `end` lie in the mapping (trailer_at), no slice covers them (payloads end before
+        // trailers, payload_bytes), other threads here are kept out by `trailers`, other processes by the reservation.
+        unsafe { ptr::copy_nonoverlapping(trailer.as_ptr(), end.as_ptr(), TRAILER_BYTES) };
+        Ok(tag)
+    }
+
+    /// None if the part holds what `spec` says, else why it must not be used. The frame must be pinned for the caller.
+    pub fn check(
+        &self,
+        frame: FrameId,
+        offset: usize,
+        part_bytes: usize,
+        spec: &PartSpec<'_>,
+    ) -> Result<Option<Damage>> {
+        let end = self.trailer_at(frame, offset, part_bytes)?;
+        let payload = self.payload(frame, offset, spec.payload_bytes(part_bytes)?)?;
+        let mut trailer = [0; TRAILER_BYTES];
+        {
+            let _alone = self.trailers.lock().unwrap_or_else(PoisonError::into_inner);
+            // SAFETY: the 128 bytes from `end` lie in the mapping; writers in this process are kept out by `trailers`.
+            unsafe { ptr::copy_nonoverlapping(end.as_ptr(), trailer.as_mut_ptr(), TRAILER_BYTES) };
+        }
+        Ok(spec.check(payload, &trailer))
+    }
+
+    fn trailer_at(&self, frame: FrameId, offset: usize, part_bytes: usize) -> Result<NonNull<u8>> {
+        self.mapping.at(frame, offset, part_bytes)?;
+        if part_bytes < TRAILER_BYTES {
+            return Err(Error::new(ErrorKind::InvalidConfig, "a part must have room for its trailer of 128 bytes")
+                .with_context("part_bytes", part_bytes));
+        }
+        self.mapping.at(frame, offset + part_bytes - TRAILER_BYTES, TRAILER_BYTES)
+    }
+
+    fn payload(&self, frame: FrameId, offset: usize, bytes: usize) -> Result<&[u8]> {
+        let start = self.mapping.at(frame, offset, bytes)?;
+        // SAFETY: the bytes lie in the mapping, which self keeps. Nobody writes them meanwhile: the frame is reserved for or
+        // pinned by the caller, whose own copies are done, as seal and check demand.
+        Ok(unsafe { slice::from_raw_parts(start.as_ptr(), bytes) })
+    }
+}

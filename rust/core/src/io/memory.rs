@@ -1,0 +1,97 @@
+//! How much memory this process may still take: the machine's and its control groups'.
+//!
+//! Read once by whoever opens a store and passed in, so that the store itself asks nobody. It must not know sizes of frames.
+
+use std::fs;
+use std::path::Path;
+
+/// Bytes that can still be had: the least of what the machine and each enclosing memory control group have left.
+///
+/// None where nothing can be read (no /proc).
+pub fn available_bytes() -> Option<u64> {
+    let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| mem_available(&text));
+    let groups = fs::read_to_string("/proc/self/cgroup").ok().and_then(|text| groups_available(&text));
+    match (machine, groups) {
+        (Some(machine), Some(groups)) => Some(machine.min(groups)),
+        (machine, groups) => machine.or(groups),
+    }
+}
+
+fn mem_available(meminfo: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|line| line.strip_prefix("MemAvailable:"))?;
+    let kib: u64 = line.trim().strip_suffix("kB")?.trim().parse().ok()?;
+    kib.checked_mul(1024)
+}
+
+/// The least that any group on the way to the root has left. A group without a limit says nothing.
+fn groups_available(cgroup: &str) -> Option<u64> {
+    let mut least = None;
+    for line in cgroup.lines() {
+        let mut fields = line.splitn(3, ':');
+        let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
+        let (base, names) = match controllers {
+            "" => ("/sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")),
+            list if list.split(',').any(|name| name == "memory") => {
+                ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
+            }
+            _ => continue,
+        };
+        let mut path = Path::new(path.trim_start_matches('/'));
+        loop {
+            if let Some(left) = group_left(&Path::new(base).join(path), names) {
+                least = Some(least.map_or(left, |least: u64| least.min(left)));
+            }
+            match path.parent() {
+                Some(parent) => path = parent,
+                None => break,
+            }
+        }
+    }
+    least
+}
+
+/// Limit less use; pages of files that nobody has touched lately can be had back, so they do not count as used.
+fn group_left(group: &Path, (limit, usage, inactive): (&str, &str, &str)) -> Option<u64> {
+    let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
+    let (limit, usage) = (number(limit)?, number(usage)?);
+    let stat = fs::read_to_string(group.join("memory.stat")).unwrap_or_default();
+    let reclaimable = stat
+        .lines()
+        .find_map(|line| line.strip_prefix(inactive)?.strip_prefix(' ')?.trim().parse::<u64>().ok())
+        .unwrap_or(0);
+    Some(limit.saturating_sub(usage.saturating_sub(reclaimable)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn meminfo_is_read_in_kib() {
+        assert_eq!(mem_available("MemTotal: 9 kB\nMemAvailable:   12 kB\n"), Some(12 * 1024));
+        assert_eq!(mem_available("MemTotal: 9 kB\n"), None);
+        assert_eq!(mem_available("MemAvailable: many kB\n"), None);
+    }
+
+    #[test]
+    fn a_group_has_left_what_it_does_not_use_but_for_reclaimable_pages() {
+        let group = std::env::temp_dir().join(format!("kvloft-group-{}", std::process::id()));
+        fs::create_dir_all(&group).unwrap();
+        let names = ("memory.max", "memory.current", "inactive_file");
+        fs::write(group.join("memory.current"), "700\n").unwrap();
+        fs::write(group.join("memory.max"), "max\n").unwrap();
+        assert_eq!(group_left(&group, names), None);
+        fs::write(group.join("memory.max"), "1000\n").unwrap();
+        assert_eq!(group_left(&group, names), Some(300));
+        fs::write(group.join("memory.stat"), "inactive_file_x 9\ninactive_file 200\n").unwrap();
+        assert_eq!(group_left(&group, names), Some(500));
+        fs::write(group.join("memory.current"), "1900\n").unwrap();
+        assert_eq!(group_left(&group, names), Some(0));
+        fs::remove_dir_all(&group).unwrap();
+    }
+
+    #[test]
+    fn this_machine_has_some() {
+        assert!(available_bytes().is_none_or(|bytes| bytes > 0));
+    }
+}

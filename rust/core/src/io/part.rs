@@ -1,0 +1,112 @@
+//! A frame's part: payload, padding, and the 128-byte trailer that says whose payload it is.
+//!
+//! The format is ARCHITECTURE.md's "Frames". A part is sealed where its bytes were gathered and checked before they are
+//! used; on any doubt the answer is a [`Damage`], never bytes. This file must not know where parts lie in memory.
+
+use crate::key::ChunkKey;
+use crate::tag::chunk_tag;
+use crate::{Error, ErrorKind, Result};
+
+/// Bytes at the end of each part.
+pub const TRAILER_BYTES: usize = 128;
+
+const MAGIC: [u8; 8] = *b"KVLOFT01";
+
+/// What a part is said to hold: whose KV, in which layout, of which shape.
+#[derive(Debug, Clone, Copy)]
+pub struct PartSpec<'a> {
+    /// Key of the chunk.
+    pub key: ChunkKey,
+    /// Digest of the order and sizes of the pages of a block.
+    pub layout: [u8; 32],
+    /// Bytes of each page of one block, in order.
+    pub page_bytes: &'a [u32],
+    /// Blocks in the payload.
+    pub num_blocks: u32,
+    /// Which rank's part it is.
+    pub rank: u32,
+}
+
+/// Why a part must not be used.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Damage {
+    /// No trailer: the copy into the part never finished.
+    Unsealed,
+    /// Another chunk's bytes.
+    Key,
+    /// The right chunk in another layout.
+    Layout,
+    /// Another number of blocks, payload bytes, or rank.
+    Shape,
+    /// The payload changed after it was sealed.
+    Tag,
+}
+
+impl Damage {
+    /// A word for logs and counters.
+    pub fn as_str(self) -> &'static str {
+        match self {
+            Damage::Unsealed => "unsealed",
+            Damage::Key => "key",
+            Damage::Layout => "layout",
+            Damage::Shape => "shape",
+            Damage::Tag => "tag",
+        }
+    }
+}
+
+impl PartSpec<'_> {
+    /// Bytes of the payload; `InvalidConfig` if they and the trailer do not fit a part of `part_bytes`.
+    pub fn payload_bytes(&self, part_bytes: usize) -> Result<usize> {
+        let block_bytes: u64 = self.page_bytes.iter().map(|&bytes| u64::from(bytes)).sum();
+        let payload = block_bytes.checked_mul(u64::from(self.num_blocks)).and_then(|bytes| usize::try_from(bytes).ok());
+        match payload {
+            Some(payload) if payload.checked_add(TRAILER_BYTES).is_some_and(|bytes| bytes <= part_bytes) => Ok(payload),
+            _ => Err(Error::new(ErrorKind::InvalidConfig, "the pages and the trailer do not fit the part")
+                .with_context("block_bytes", block_bytes)
+                .with_context("num_blocks", self.num_blocks)
+                .with_context("part_bytes", part_bytes)),
+        }
+    }
+
+    /// The trailer of `payload`, and its tag.
+    pub fn seal(&self, payload: &[u8]) -> Result<([u8; TRAILER_BYTES], u64)> {
+        let tag = chunk_tag(payload, self.page_bytes, self.num_blocks)?;
+        Ok((self.trailer(payload.len(), tag), tag))
+    }
+
+    /// None if `trailer` and `payload` are this part's.
+    pub fn check(&self, payload: &[u8], trailer: &[u8; TRAILER_BYTES]) -> Option<Damage> {
+        let expected = self.trailer(payload.len(), 0);
+        let differs = |from: usize, to: usize| trailer[from..to] != expected[from..to];
+        if differs(0, 8) {
+            return Some(Damage::Unsealed);
+        }
+        if differs(8, 40) {
+            return Some(Damage::Key);
+        }
+        if differs(40, 72) {
+            return Some(Damage::Layout);
+        }
+        if differs(80, TRAILER_BYTES) {
+            return Some(Damage::Shape);
+        }
+        match chunk_tag(payload, self.page_bytes, self.num_blocks) {
+            Ok(tag) if tag.to_le_bytes() == trailer[72..80] => None,
+            Ok(_) => Some(Damage::Tag),
+            Err(_) => Some(Damage::Shape),
+        }
+    }
+
+    fn trailer(&self, payload_bytes: usize, tag: u64) -> [u8; TRAILER_BYTES] {
+        let mut trailer = [0; TRAILER_BYTES];
+        trailer[..8].copy_from_slice(&MAGIC);
+        trailer[8..40].copy_from_slice(&self.key.0);
+        trailer[40..72].copy_from_slice(&self.layout);
+        trailer[72..80].copy_from_slice(&tag.to_le_bytes());
+        trailer[80..88].copy_from_slice(&(payload_bytes as u64).to_le_bytes());
+        trailer[88..92].copy_from_slice(&self.num_blocks.to_le_bytes());
+        trailer[92..96].copy_from_slice(&self.rank.to_le_bytes());
+        trailer
+    }
+}

@@ -1,0 +1,52 @@
+//! What a store is opened with, and the checks that need no I/O.
+
+use crate::evict::Eviction;
+use crate::io::arena::FRAME_ALIGN;
+use crate::{Error, ErrorKind, Result};
+
+/// Settings of a store. Whoever opens it has read the clock, the environment and the machine; the store does not.
+#[derive(Debug, Clone)]
+pub struct StoreConfig {
+    /// Bytes of one frame; a multiple of 4096.
+    pub frame_bytes: u64,
+    /// Bytes of host memory for frames (`host_size`); rounded down to whole frames.
+    pub host_bytes: u64,
+    /// Blocks in a full chunk.
+    pub blocks_per_chunk: u32,
+    /// Policy of each tier.
+    pub eviction: Eviction,
+    /// Bytes of memory that may be taken, where known: see [`crate::io::available_bytes`].
+    pub available_bytes: Option<u64>,
+}
+
+impl StoreConfig {
+    /// How many frames fit; `InvalidConfig` names the setting that is wrong, and the fix.
+    pub(crate) fn num_frames(&self) -> Result<u32> {
+        let fail = |message: String| Err(Error::new(ErrorKind::InvalidConfig, message));
+        let Self { frame_bytes, host_bytes, .. } = *self;
+        if frame_bytes == 0 || !frame_bytes.is_multiple_of(FRAME_ALIGN) {
+            return fail(format!("frame_bytes = {frame_bytes} must be a positive multiple of {FRAME_ALIGN}"));
+        }
+        if self.blocks_per_chunk == 0 {
+            return fail("blocks_per_chunk = 0 must be at least 1".into());
+        }
+        if host_bytes < frame_bytes {
+            return fail(format!(
+                "host_size = {host_bytes} bytes holds no frame; set host_size to at least {frame_bytes} bytes (one frame)"
+            ));
+        }
+        if let Some(available) = self.available_bytes.filter(|&available| host_bytes > available) {
+            return fail(format!(
+                "host_size = {host_bytes} bytes is more than the {available} bytes of memory that this machine or \
+                 container has left; lower host_size or give it more memory"
+            ));
+        }
+        match u32::try_from(host_bytes / frame_bytes) {
+            Ok(num_frames) if num_frames < u32::MAX => Ok(num_frames),
+            _ => fail(format!(
+                "host_size = {host_bytes} bytes makes more than 2^32 frames of {frame_bytes}; lower host_size or make \
+                 chunks longer (chunk_tokens)"
+            )),
+        }
+    }
+}

@@ -1,0 +1,242 @@
+"""The store through `kvloft._core`, without a disk: the contract that the scheduler half and the worker half rely on."""
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+from kvloft import _core
+
+NAMESPACE = bytes(32)
+FRAME = 4096
+
+
+def make_store(num_frames: int, **kwargs: object) -> _core.Store:
+    return _core.Store(frame_bytes=FRAME, host_bytes=num_frames * FRAME, namespace=NAMESPACE, **kwargs)  # type: ignore[arg-type]
+
+
+def chain_of(*token_ids: int) -> _core.KeyChain:
+    """Blocks of one token each."""
+    chain = _core.KeyChain(_core.root_key(NAMESPACE, None, None), block_tokens=1)
+    chain.append_tokens(list(token_ids))
+    return chain
+
+
+def save(store: _core.Store, chain: _core.KeyChain, start: int, stop: int, tail_blocks: int = 0) -> int:
+    rows, _ = store.reserve(chain, start, stop, tail_blocks)
+    return store.commit([row[0] for row in rows])
+
+
+def balance(store: _core.Store) -> None:
+    stats = store.stats()
+    assert stats["frames_reserved"] + stats["frames_visible"] + stats["frames_free"] == stats["frames_total"]  # I8
+
+
+def test_what_was_committed_is_found_and_leased() -> None:
+    store = make_store(8)
+    chain = chain_of(1, 2, 3)
+    assert store.lookup(chain) == (0, 0)
+    rows, dropped = store.reserve(chain, 0, 3)
+    assert dropped == 0
+    assert [(row[2], row[3], row[4]) for row in rows] == [(chain.key(i), i, 1) for i in range(3)]
+    assert store.lookup(chain) == (0, 0)  # I3
+    assert store.commit([row[0] for row in rows]) == 3
+    assert store.lookup(chain) == (3, 3)
+    assert store.lookup(chain_of(1, 2, 4)) == (2, 2)
+    lease = store.acquire(chain_of(1, 2, 4))
+    assert lease.poll() == (2, 0)
+    assert lease.frames() == [(row[1], row[2], row[3], row[4], "host") for row in rows[:2]]
+    assert store.stats()["pins"] == 2
+    lease.release()
+    lease.release()
+    assert store.stats()["pins"] == 0
+    assert lease.frames() == []
+    balance(store)
+
+
+def test_aborted_save_frees_its_frame() -> None:
+    store = make_store(2)
+    rows, dropped = store.reserve(chain_of(1, 2, 3), 0, 3)
+    assert (len(rows), dropped) == (2, 1)
+    store.abort([row[0] for row in rows])
+    store.abort([row[0] for row in rows])
+    assert store.commit([row[0] for row in rows]) == 0
+    stats = store.stats()
+    assert (stats["frames_free"], stats["entries"], stats["write_leases"]) == (2, 0, 0)
+
+
+def test_a_full_store_evicts_leaves_and_never_pinned_ones() -> None:
+    store = make_store(3)
+    assert save(store, chain_of(1, 2, 3), 0, 3) == 3
+    lease = store.acquire(chain_of(1, 2))
+    assert save(store, chain_of(1, 9), 0, 2) == 1
+    assert store.lookup(chain_of(1, 2, 3)) == (2, 2)
+    assert save(store, chain_of(7, 8), 0, 2) == 1  # only block 9's frame could go; the pinned prefix stays
+    assert store.lookup(chain_of(1, 2, 3)) == (2, 2)
+    del lease
+    assert save(store, chain_of(7, 8), 0, 2) == 1
+    assert store.lookup(chain_of(7, 8)) == (2, 2)
+    assert store.lookup(chain_of(1, 2, 3)) == (1, 1)
+    balance(store)
+
+
+def test_tails_are_found_anywhere_and_never_taken_for_longer_chunks() -> None:
+    store = make_store(8, blocks_per_chunk=4)
+    short = chain_of(*range(6))
+    assert save(store, short, 0, 1, 2) == 2
+    assert store.lookup(short) == (6, 6)
+    longer = chain_of(*range(20))
+    assert store.lookup(longer) == (6, 6)
+    assert store.lookup(chain_of(*range(5))) == (4, 4)
+    assert [row[2:4] for row in store.acquire(longer).frames()] == [(0, 4), (4, 2)]
+    assert save(store, longer, 1, 5) == 4
+    assert store.lookup(longer) == (20, 20)
+    assert store.lookup(short) == (6, 6)
+    assert store.discard([short.key(5)]) == 1
+    assert store.lookup(short) == (4, 4)
+
+
+def test_discard_takes_descendants_and_keeps_pinned_frames_until_released() -> None:
+    store = make_store(4)
+    chain = chain_of(1, 2, 3)
+    save(store, chain, 0, 3)
+    lease = store.acquire(chain)
+    assert store.discard([chain.key(1), chain.key(1), bytes(32)]) == 2
+    assert store.lookup(chain) == (1, 1)
+    assert len(lease.frames()) == 3
+    assert save(store, chain, 1, 3) == 1  # one frame was free
+    lease.release()
+    assert save(store, chain, 1, 3) == 1
+    assert store.stats()["frames_visible"] == 3
+    balance(store)
+
+
+def test_clear_voids_reservations_and_forgets_pinned_chunks() -> None:
+    store = make_store(4)
+    chain = chain_of(1, 2, 3)
+    save(store, chain, 0, 2)
+    lease = store.acquire(chain)
+    rows, _ = store.reserve(chain, 2, 3)
+    store.clear()
+    assert store.lookup(chain) == (0, 0)
+    assert store.stats()["frames_free"] == 1
+    assert store.commit([row[0] for row in rows]) == 0
+    lease.release()
+    stats = store.stats()
+    assert (stats["frames_free"], stats["entries"], stats["pins"]) == (4, 0, 0)
+
+
+def test_out_of_order_commits_become_visible_with_their_parent() -> None:
+    store = make_store(4)
+    chain = chain_of(1, 2, 3)
+    first, second, third = (row[0] for row in store.reserve(chain, 0, 3)[0])
+    assert store.commit([third]) == 0
+    assert store.commit([second]) == 0
+    assert store.lookup(chain) == (0, 0)
+    assert store.commit([first]) == 3
+    assert store.lookup(chain) == (3, 3)
+
+
+def test_a_closed_store_misses() -> None:
+    store = make_store(2)
+    chain = chain_of(1)
+    save(store, chain, 0, 1)
+    lease = store.acquire(chain)
+    store.close()
+    assert store.lookup(chain) == (0, 0)
+    assert store.reserve(chain_of(2), 0, 1) == ([], 1)
+    assert store.acquire(chain).poll() == (0, 0)
+    assert lease.poll() == (1, 0)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "words"),
+    [
+        ({"host_bytes": 4095}, "host_size"),
+        ({"host_bytes": 1 << 60}, "host_size"),
+        ({"frame_bytes": 1000}, "frame_bytes"),
+        ({"frame_bytes": 0}, "frame_bytes"),
+        ({"eviction": "fifo"}, "eviction"),
+        ({"blocks_per_chunk": 0}, "blocks_per_chunk"),
+        ({"namespace": b"short"}, "namespace"),
+    ],
+)
+def test_bad_settings_are_named(kwargs: dict[str, object], words: str) -> None:
+    settings: dict[str, object] = {"frame_bytes": FRAME, "host_bytes": 8 * FRAME, "namespace": NAMESPACE, **kwargs}
+    with pytest.raises(_core.ConfigError, match=words):
+        _core.Store(**settings)  # type: ignore[arg-type]
+
+
+def test_ranges_outside_the_chain_are_refused() -> None:
+    store = make_store(4, blocks_per_chunk=2)
+    chain = chain_of(1, 2, 3)
+    for start, stop, tail in [(0, 2, 0), (0, 1, 2), (1, 0, 0), (0, 2**32 - 1, 1)]:
+        with pytest.raises(_core.ConfigError):
+            store.reserve(chain, start, stop, tail)
+    balance(store)
+
+
+def view_of(arena: _core.Arena) -> ctypes.Array[ctypes.c_uint8]:
+    return (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)
+
+
+def part(**changes: object) -> dict[str, object]:
+    return {
+        "offset": 0, "part_bytes": 4096, "key": b"k" * 32, "layout": b"l" * 32, "page_bytes": [100, 28], "num_blocks": 2,
+        "rank": 3, **changes,
+    }  # fmt: skip
+
+
+def test_seal_and_check_say_what_is_wrong() -> None:
+    store = make_store(2)
+    arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=2)
+    memory = view_of(arena)
+    for i in range(256):
+        memory[FRAME + i] = i
+    assert arena.check(1, **part()) == "unsealed"  # type: ignore[arg-type]
+    assert arena.seal(1, **part()) == 0xCC6A02042E017C18  # type: ignore[arg-type]
+    assert bytes(memory[FRAME + 3968 : FRAME + 3976]) == b"KVLOFT01"
+    assert arena.check(1, **part()) is None  # type: ignore[arg-type]
+    for change, word in [
+        ({"key": b"K" * 32}, "key"),
+        ({"layout": b"L" * 32}, "layout"),
+        ({"num_blocks": 1}, "shape"),
+        ({"rank": 2}, "shape"),
+        ({"page_bytes": [128, 128]}, "shape"),
+        ({"page_bytes": [28, 100]}, "tag"),
+    ]:
+        assert arena.check(1, **part(**change)) == word  # type: ignore[arg-type]
+    memory[FRAME + 255] ^= 1
+    assert arena.check(1, **part()) == "tag"  # type: ignore[arg-type]
+
+
+def test_places_outside_the_arena_are_refused() -> None:
+    store = make_store(2)
+    arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=2)
+    for frame, change in [
+        (2, {}), (2**32 - 1, {}), (1, {"offset": 1}), (1, {"offset": 2**64 - 1}), (1, {"part_bytes": 100}), (0, {"part_bytes": 0}),
+        (0, {"part_bytes": 2**64 - 1}), (1, {"page_bytes": [2000]}), (1, {"page_bytes": [2**32 - 1] * 9, "num_blocks": 2**32 - 1}),
+    ]:  # fmt: skip
+        for call in (arena.seal, arena.check):
+            with pytest.raises(_core.ConfigError):
+                call(frame, **part(**change))  # type: ignore[arg-type]
+    for path, frames in [(store.arena_path, 3), (store.arena_path, 1)]:
+        with pytest.raises(_core.ConfigError):
+            _core.Arena.open(path, frame_bytes=FRAME, num_frames=frames)
+    with pytest.raises(_core.StoreError):
+        _core.Arena.open("/proc/self/exe", frame_bytes=FRAME, num_frames=1)
+
+
+def test_another_process_sees_and_seals_the_same_frames() -> None:
+    store = make_store(2)
+    code = (
+        "import ctypes, sys; from kvloft import _core\n"
+        f"arena = _core.Arena.open(sys.argv[1], frame_bytes={FRAME}, num_frames=2)\n"
+        "memory = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)\n"
+        "memory[:256] = bytes(range(256))\n"
+        "arena.seal(0, offset=0, part_bytes=4096, key=b'k' * 32, layout=b'l' * 32, page_bytes=[100, 28], num_blocks=2, rank=3)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, store.arena_path], check=True, timeout=60)
+    arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=2)
+    assert arena.check(0, **part()) is None  # type: ignore[arg-type]
