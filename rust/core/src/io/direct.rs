@@ -1,1 +1,191 @@
 //! Files of page-aligned frames, read and written without bounce copies where the file system can.
+//!
+//! [`RawFile`] is one system call per method, so that tests can put a failing file under the disk tier; the loops that
+//! finish short transfers are here too. It must not know slots, records or keys.
+
+use std::fmt;
+use std::fs::{File, OpenOptions};
+use std::io::{Error, ErrorKind, Result};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use rustix::fs::{FallocateFlags, OFlags, fallocate};
+use rustix::io::Errno;
+
+/// Memory, offset and length of a transfer must be multiples of this to go past the page cache; every file system's
+/// own requirement divides it.
+pub const ALIGN_BYTES: usize = 4096;
+
+/// One open file; each method is one system call and may transfer less than asked.
+pub trait RawFile: Send + Sync + fmt::Debug {
+    /// Reads at most `into.len()` bytes at `offset`; 0 at the end of the file.
+    fn pread(&self, into: &mut [u8], offset: u64) -> Result<usize>;
+    /// Writes at most `bytes.len()` bytes at `offset`.
+    fn pwrite(&self, bytes: &[u8], offset: u64) -> Result<usize>;
+    /// The file's length.
+    fn size(&self) -> Result<u64>;
+    /// Cuts the file, or extends it with a hole of zeros.
+    fn set_len(&self, len: u64) -> Result<()>;
+    /// Extends the file from `from` to `to` with zeros whose blocks are there; `Unsupported` where that cannot be had.
+    fn allocate(&self, from: u64, to: u64) -> Result<()>;
+    /// When the file was last written, by its file system's clock, in seconds of Unix time.
+    fn modified_s(&self) -> Result<u64>;
+    /// Whether aligned transfers bypass the page cache.
+    fn is_direct(&self) -> bool;
+}
+
+/// A file of the operating system: a buffered descriptor and, where wanted and possible, one with `O_DIRECT`.
+#[derive(Debug)]
+pub struct OsFile {
+    buffered: File,
+    direct: Option<File>,
+    /// Set once the file system refused a direct transfer although `open` took the flag.
+    direct_refused: AtomicBool,
+}
+
+impl OsFile {
+    /// Opens `path` for reading and writing, made with mode 0600 where missing.
+    pub fn open(path: &Path, direct: bool) -> Result<Self> {
+        let mut options = OpenOptions::new();
+        options.read(true).write(true).create(true).truncate(false).mode(0o600);
+        Self::with_options(path, &options, direct)
+    }
+
+    /// Opens an existing file for reading only.
+    pub fn open_read(path: &Path, direct: bool) -> Result<Self> {
+        Self::with_options(path, OpenOptions::new().read(true), direct)
+    }
+
+    fn with_options(path: &Path, options: &OpenOptions, direct: bool) -> Result<Self> {
+        let flags = |extra: OFlags| (OFlags::NOFOLLOW | extra).bits().cast_signed();
+        let buffered = options.clone().custom_flags(flags(OFlags::empty())).open(path)?;
+        // EINVAL here is how a file system without O_DIRECT says so; any other trouble shows up in use.
+        let direct = direct.then(|| options.clone().custom_flags(flags(OFlags::DIRECT)).open(path).ok()).flatten();
+        Ok(Self { buffered, direct, direct_refused: AtomicBool::new(false) })
+    }
+
+    /// The direct descriptor, if this transfer may use it.
+    fn direct_for(&self, bytes: &[u8], offset: u64) -> Option<&File> {
+        let page = ALIGN_BYTES as u64;
+        let aligned = bytes.as_ptr().addr().is_multiple_of(ALIGN_BYTES)
+            && bytes.len().is_multiple_of(ALIGN_BYTES)
+            && offset.is_multiple_of(page)
+            && !bytes.is_empty();
+        if aligned && self.is_direct() { self.direct.as_ref() } else { None }
+    }
+
+    /// Runs a direct transfer's result past the case "the flag was taken but the transfer is not": None means buffered.
+    fn judge_direct(&self, result: Result<usize>) -> Option<Result<usize>> {
+        match &result {
+            Err(e) if matches!(Errno::from_io_error(e), Some(Errno::INVAL | Errno::OPNOTSUPP)) => {
+                self.direct_refused.store(true, Ordering::Relaxed);
+                None
+            }
+            _ => Some(result),
+        }
+    }
+}
+
+impl RawFile for OsFile {
+    fn pread(&self, into: &mut [u8], offset: u64) -> Result<usize> {
+        if let Some(direct) = self.direct_for(into, offset) {
+            let result = direct.read_at(into, offset);
+            if let Some(done) = self.judge_direct(result) {
+                return done;
+            }
+        }
+        self.buffered.read_at(into, offset)
+    }
+
+    fn pwrite(&self, bytes: &[u8], offset: u64) -> Result<usize> {
+        if let Some(direct) = self.direct_for(bytes, offset)
+            && let Some(done) = self.judge_direct(direct.write_at(bytes, offset))
+        {
+            return done;
+        }
+        self.buffered.write_at(bytes, offset)
+    }
+
+    fn size(&self) -> Result<u64> {
+        Ok(self.buffered.metadata()?.len())
+    }
+
+    fn set_len(&self, len: u64) -> Result<()> {
+        self.buffered.set_len(len)
+    }
+
+    fn allocate(&self, from: u64, to: u64) -> Result<()> {
+        match fallocate(&self.buffered, FallocateFlags::empty(), from, to.saturating_sub(from)) {
+            Err(Errno::OPNOTSUPP | Errno::NOSYS) => Err(Error::from(ErrorKind::Unsupported)),
+            other => Ok(other?),
+        }
+    }
+
+    fn modified_s(&self) -> Result<u64> {
+        Ok(self.buffered.metadata()?.mtime().try_into().unwrap_or(0))
+    }
+
+    fn is_direct(&self) -> bool {
+        self.direct.is_some() && !self.direct_refused.load(Ordering::Relaxed)
+    }
+}
+
+/// Reads all of `into`; `UnexpectedEof` where the file ends before.
+pub fn read_exact_at(file: &dyn RawFile, into: &mut [u8], offset: u64) -> Result<()> {
+    let mut done = 0;
+    while done < into.len() {
+        match file.pread(&mut into[done..], offset + done as u64) {
+            Ok(0) => return Err(Error::from(ErrorKind::UnexpectedEof)),
+            Ok(n) => done += n,
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+/// Writes all of `bytes`.
+pub fn write_all_at(file: &dyn RawFile, bytes: &[u8], offset: u64) -> Result<()> {
+    let mut done = 0;
+    while done < bytes.len() {
+        match file.pwrite(&bytes[done..], offset + done as u64) {
+            Ok(0) => return Err(Error::from(ErrorKind::WriteZero)),
+            Ok(n) => done += n,
+            Err(e) if e.kind() == ErrorKind::Interrupted => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(())
+}
+
+/// A zeroed buffer whose bytes start at a page boundary, for callers without an arena.
+#[derive(Debug)]
+pub struct PageBuffer {
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl PageBuffer {
+    /// `len` bytes of zeros.
+    pub fn new(len: usize) -> Self {
+        let bytes = vec![0_u8; len + ALIGN_BYTES];
+        // A Vec's memory does not move while its length stays, so the offset found here holds.
+        let start = bytes.as_ptr().addr().next_multiple_of(ALIGN_BYTES) - bytes.as_ptr().addr();
+        Self { bytes, start, len }
+    }
+}
+
+impl std::ops::Deref for PageBuffer {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.bytes[self.start..self.start + self.len]
+    }
+}
+
+impl std::ops::DerefMut for PageBuffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.start..self.start + self.len]
+    }
+}

@@ -1,0 +1,182 @@
+//! One namespace's two files, as slots: records in `index.dat`, frames in `frames.dat`.
+//!
+//! The order of a write is here and nowhere else: clear the record, write the frame, write the record. So whenever the
+//! process dies, a record that reads valid has its whole frame behind it (I3). It must not know which slot is whose.
+
+use std::io::{self, ErrorKind};
+use std::path::Path;
+
+use super::namespaces::{FRAMES_NAME, INDEX_NAME};
+use super::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes};
+use super::types::{DiskMeta, SlotId};
+use crate::ChunkKey;
+use crate::io::direct::{OsFile, RawFile, read_exact_at, write_all_at};
+
+/// Where the tier's files come from; a test's own may fail on purpose.
+pub(super) trait OpenFile: Send + Sync {
+    /// Opens `path` for reading and writing, made where missing; `direct` asks for `O_DIRECT` where it works.
+    fn open(&self, path: &Path, direct: bool) -> io::Result<Box<dyn RawFile>>;
+}
+
+/// The operating system's files.
+#[derive(Debug)]
+pub(super) struct OsFiles;
+
+impl OpenFile for OsFiles {
+    fn open(&self, path: &Path, direct: bool) -> io::Result<Box<dyn RawFile>> {
+        Ok(Box::new(OsFile::open(path, direct)?))
+    }
+}
+
+/// Why a frame did not come back.
+#[derive(Debug)]
+pub(super) enum ReadFailure {
+    /// What is there is not that key's bytes; the clause says how it shows.
+    Corrupt(&'static str),
+    /// The operating system refused.
+    Io(io::Error),
+}
+
+impl From<io::Error> for ReadFailure {
+    fn from(error: io::Error) -> Self {
+        match error.kind() {
+            ErrorKind::UnexpectedEof => Self::Corrupt("the file ends before it"),
+            _ => Self::Io(error),
+        }
+    }
+}
+
+/// The two open files of a namespace.
+#[derive(Debug)]
+pub(super) struct SlotFiles {
+    frames: Box<dyn RawFile>,
+    index: Box<dyn RawFile>,
+    frame_bytes: u64,
+    seed: u64,
+}
+
+impl SlotFiles {
+    /// Opens both files in a namespace's directory.
+    pub(super) fn open(dir: &Path, frame_bytes: u64, seed: u64, opener: &dyn OpenFile) -> io::Result<Self> {
+        let index = opener.open(&dir.join(INDEX_NAME), false)?;
+        let frames = opener.open(&dir.join(FRAMES_NAME), true)?;
+        Ok(Self { frames, index, frame_bytes, seed })
+    }
+
+    /// Opens both files of an existing namespace for reading only.
+    pub(super) fn open_read(dir: &Path, frame_bytes: u64, seed: u64) -> io::Result<Self> {
+        let index = Box::new(OsFile::open_read(&dir.join(INDEX_NAME), false)?);
+        let frames = Box::new(OsFile::open_read(&dir.join(FRAMES_NAME), true)?);
+        Ok(Self { frames, index, frame_bytes, seed })
+    }
+
+    /// Slots that each file has whole: (records, frames).
+    pub(super) fn lens(&self) -> io::Result<(u32, u32)> {
+        let whole = |len: u64, each: u64| u32::try_from(len / each).unwrap_or(u32::MAX);
+        Ok((whole(self.index.size()?, RECORD_BYTES as u64), whole(self.frames.size()?, self.frame_bytes)))
+    }
+
+    /// Whether frames bypass the page cache.
+    pub(super) fn is_direct(&self) -> bool {
+        self.frames.is_direct()
+    }
+
+    /// Cuts or extends both files to exactly `slots`; records go first, so that none is ever without its frame.
+    pub(super) fn set_slots(&self, slots: u32) -> io::Result<()> {
+        for (file, len) in [(&self.index, index_offset(slots)), (&self.frames, self.frame_offset(slots))] {
+            if file.size()? != len {
+                file.set_len(len)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Extends both files from `from` to `to` slots with their blocks allocated; on an error they are `from` long again.
+    pub(super) fn grow(&self, from: u32, to: u32) -> io::Result<()> {
+        let result = extend(&*self.index, index_offset(from), index_offset(to))
+            .and_then(|()| extend(&*self.frames, self.frame_offset(from), self.frame_offset(to)));
+        if result.is_err() {
+            // A failed allocation may have kept a part.
+            let _ = self.set_slots(from);
+        }
+        result
+    }
+
+    /// Writes a chunk: record cleared, then frame, then record.
+    pub(super) fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8], sequence: u64) -> io::Result<()> {
+        self.clear_record(slot)?;
+        // The clear has just set this time, so it is the file system's "now".
+        let written_s = self.index.modified_s()?;
+        let payload = record::payload_checksum(frame);
+        write_all_at(&*self.frames, frame, self.frame_offset(slot.0))?;
+        let record = Record { meta: *meta, payload, sequence, written_s };
+        write_all_at(&*self.index, &record.encode(slot, self.seed), index_offset(slot.0))
+    }
+
+    /// Reads the frame of `key` and proves it, record first.
+    pub(super) fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<(), ReadFailure> {
+        let mut bytes = EMPTY;
+        read_exact_at(&*self.index, &mut bytes, index_offset(slot.0))?;
+        match record::parse(&bytes, slot, self.seed) {
+            Parsed::Valid(found) if found.meta.key == *key => self.read_checked(slot, &found, into),
+            Parsed::Valid(_) => Err(ReadFailure::Corrupt("its record names another chunk")),
+            Parsed::Empty => Err(ReadFailure::Corrupt("its record is empty")),
+            Parsed::Bad => Err(ReadFailure::Corrupt("its record is damaged")),
+        }
+    }
+
+    /// Reads the frame that a record describes and compares its checksum.
+    pub(super) fn read_checked(&self, slot: SlotId, record: &Record, into: &mut [u8]) -> Result<(), ReadFailure> {
+        read_exact_at(&*self.frames, into, self.frame_offset(slot.0))?;
+        if record::payload_checksum(into) == record.payload {
+            Ok(())
+        } else {
+            Err(ReadFailure::Corrupt("its checksum differs"))
+        }
+    }
+
+    /// Makes the slot empty.
+    pub(super) fn clear_record(&self, slot: SlotId) -> io::Result<()> {
+        write_all_at(&*self.index, &EMPTY, index_offset(slot.0))
+    }
+
+    /// Reads the first `slots` records in order, a megabyte at a time, and shows each that is not empty.
+    pub(super) fn for_each_record(&self, slots: u32, mut show: impl FnMut(SlotId, Parsed)) -> io::Result<()> {
+        const BATCH: u32 = 8192;
+        let mut buffer = vec![0; RECORD_BYTES * usize::try_from(BATCH.min(slots)).unwrap_or(0)];
+        let mut first = 0;
+        while first < slots {
+            let count = BATCH.min(slots - first);
+            let bytes = &mut buffer[..RECORD_BYTES * usize::try_from(count).unwrap_or(0)];
+            read_exact_at(&*self.index, bytes, index_offset(first))?;
+            for (slot, chunk) in (first..).zip(bytes.as_chunks::<RECORD_BYTES>().0) {
+                self.show_record(SlotId(slot), chunk, &mut show);
+            }
+            first += count;
+        }
+        Ok(())
+    }
+
+    fn show_record(&self, slot: SlotId, bytes: &RecordBytes, show: &mut impl FnMut(SlotId, Parsed)) {
+        match record::parse(bytes, slot, self.seed) {
+            Parsed::Empty => {}
+            parsed => show(slot, parsed),
+        }
+    }
+
+    fn frame_offset(&self, slot: u32) -> u64 {
+        u64::from(slot) * self.frame_bytes
+    }
+}
+
+fn index_offset(slot: u32) -> u64 {
+    u64::from(slot) * RECORD_BYTES as u64
+}
+
+/// Extends a file with allocated blocks, or with a hole where the file system cannot allocate ahead.
+fn extend(file: &dyn RawFile, from: u64, to: u64) -> io::Result<()> {
+    match file.allocate(from, to) {
+        Err(e) if e.kind() == ErrorKind::Unsupported => file.set_len(to),
+        other => other,
+    }
+}

@@ -1,0 +1,110 @@
+//! What is in a disk directory, for `kvloft inspect`: read without the lock and without changing anything.
+//!
+//! An engine may be writing meanwhile, and anything may be damaged: then a number is a little old, or `problem` says so.
+
+use std::fs;
+use std::path::Path;
+
+use super::files::SlotFiles;
+use super::namespaces;
+use super::record::{Parsed, record_seed};
+use super::superblock::Superblock;
+use crate::{Error, ErrorKind, Result};
+
+/// One namespace directory as found.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NamespaceInfo {
+    /// The directory's name: the namespace's first 16 hex digits.
+    pub name: String,
+    /// The line for people from its superblock; empty where that is unreadable.
+    pub description: String,
+    /// Bytes of one frame; 0 where unknown.
+    pub frame_bytes: u64,
+    /// Slots its files hold.
+    pub slots: u64,
+    /// Slots with a readable record.
+    pub chunks: u64,
+    /// What the directory takes on disk.
+    pub bytes: u64,
+    /// When its oldest chunk was written, in seconds of Unix time.
+    pub oldest_s: Option<u64>,
+    /// When its newest chunk was written, in seconds of Unix time.
+    pub newest_s: Option<u64>,
+    /// What is wrong with it, if anything is.
+    pub problem: Option<String>,
+}
+
+/// All namespaces under `dir`, most recently used first. Errors: `InvalidConfig` where `dir` is no disk directory, `Io`.
+pub fn inspect(dir: &Path) -> Result<Vec<NamespaceInfo>> {
+    let mut infos: Vec<_> = list(dir)?.iter().map(inspect_one).collect();
+    infos.reverse();
+    Ok(infos)
+}
+
+/// The namespaces under a path that a person named.
+pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
+    let not_ours = |why: &str| {
+        let message = format!("{} {why}: give the directory that an engine has as its disk_path", dir.display());
+        Error::new(ErrorKind::InvalidConfig, message)
+    };
+    match fs::metadata(dir) {
+        Ok(meta) if meta.is_dir() => {}
+        Ok(_) => return Err(not_ours("is not a directory")),
+        Err(e) => return Err(not_ours("cannot be opened").with_context("cause", e)),
+    }
+    let found = namespaces::scan(dir, None).map_err(|e| Error::io(format!("cannot list {}", dir.display()), e))?;
+    if found.is_empty() && !dir.join(super::lock::FILE_NAME).exists() {
+        return Err(not_ours("is not a disk directory of kvloft"));
+    }
+    Ok(found)
+}
+
+/// A namespace's superblock and files; the error is one clause.
+pub(super) fn open_namespace(found: &namespaces::Found) -> Result<(Superblock, SlotFiles), String> {
+    let superblock = match Superblock::read(&found.path) {
+        Ok(Some(parsed)) => parsed.map_err(|why| format!("superblock {why}"))?,
+        Ok(None) => return Err("superblock missing".to_owned()),
+        Err(e) => return Err(format!("superblock unreadable ({e})")),
+    };
+    let Some(namespace) = superblock.namespace().filter(|n| namespaces::dir_name(n) == found.name) else {
+        return Err("superblock is another namespace's".to_owned());
+    };
+    let files = SlotFiles::open_read(&found.path, superblock.frame_bytes(), record_seed(&namespace))
+        .map_err(|e| format!("files unreadable ({e})"))?;
+    Ok((superblock, files))
+}
+
+fn inspect_one(found: &namespaces::Found) -> NamespaceInfo {
+    let mut info = NamespaceInfo { name: found.name.clone(), bytes: found.bytes, ..NamespaceInfo::default() };
+    match open_namespace(found) {
+        Err(problem) => info.problem = Some(problem),
+        Ok((superblock, files)) => {
+            superblock.description().clone_into(&mut info.description);
+            info.frame_bytes = superblock.frame_bytes();
+            if let Err(e) = count_records(&files, &mut info) {
+                info.problem = Some(format!("index unreadable ({e})"));
+            }
+        }
+    }
+    info
+}
+
+fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) -> std::io::Result<()> {
+    let (records, frames) = files.lens()?;
+    info.slots = u64::from(records.min(frames));
+    let mut bad = 0_u64;
+    files.for_each_record(records, |slot, parsed| match parsed {
+        Parsed::Valid(record) if slot.0 < frames => {
+            info.chunks += 1;
+            let written_s = record.written_s;
+            info.oldest_s = Some(info.oldest_s.map_or(written_s, |s| s.min(written_s)));
+            info.newest_s = Some(info.newest_s.map_or(written_s, |s| s.max(written_s)));
+        }
+        Parsed::Valid(_) | Parsed::Bad => bad += 1,
+        Parsed::Empty => {}
+    })?;
+    if bad > 0 {
+        info.problem = Some(format!("{bad} records damaged or without their frame"));
+    }
+    Ok(())
+}

@@ -1,0 +1,98 @@
+//! The namespace directories under one disk directory: found, measured, and deleted when room is needed.
+//!
+//! Deleting touches nothing but the files that this tier makes, in directories whose names are ours; whatever else a
+//! person put there stays. It must not read what the files hold.
+
+use std::fs::{self, DirBuilder, Metadata};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt};
+use std::path::{Path, PathBuf};
+
+use super::superblock;
+
+/// The records' file in a namespace directory.
+pub(super) const INDEX_NAME: &str = "index.dat";
+/// The frames' file in a namespace directory.
+pub(super) const FRAMES_NAME: &str = "frames.dat";
+/// Every file of ours, the one that makes chunks visible first: a deletion that is cut short leaves no chunk half gone.
+const FILE_NAMES: [&str; 4] = [INDEX_NAME, FRAMES_NAME, superblock::FILE_NAME, superblock::TEMP_NAME];
+const PAGE_BYTES: u64 = 4096;
+
+/// One namespace directory.
+#[derive(Debug, Clone)]
+pub(super) struct Found {
+    /// Its name: 16 hex digits.
+    pub(super) name: String,
+    /// Where it is.
+    pub(super) path: PathBuf,
+    /// What it takes on disk.
+    pub(super) bytes: u64,
+    /// When it was last opened or written (seconds, nanoseconds of Unix time).
+    pub(super) last_used: (i64, i64),
+}
+
+/// A namespace's directory name: the first 16 hex digits.
+pub(super) fn dir_name(namespace: &[u8; 32]) -> String {
+    superblock::hex(&namespace[..8])
+}
+
+/// Makes a directory (and its parents) that only this user can enter.
+pub(super) fn make_dir(path: &Path) -> io::Result<()> {
+    DirBuilder::new().recursive(true).mode(0o700).create(path)
+}
+
+/// All namespace directories under `dir` but `own`, the least recently used first.
+pub(super) fn scan(dir: &Path, own: Option<&str>) -> io::Result<Vec<Found>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(dir)? {
+        let entry = entry?;
+        let Ok(name) = entry.file_name().into_string() else { continue };
+        if is_namespace_name(&name) && own != Some(name.as_str()) && entry.file_type()?.is_dir() {
+            found.push(measure(name, entry.path())?);
+        }
+    }
+    found.sort_by(|a, b| (a.last_used, &a.name).cmp(&(b.last_used, &b.name)));
+    Ok(found)
+}
+
+/// Deletes our files in a namespace directory, then the directory where nothing else is in it.
+pub(super) fn remove(path: &Path) -> io::Result<()> {
+    remove_files(path)?;
+    match fs::remove_dir(path) {
+        Err(e) if !matches!(e.kind(), ErrorKind::NotFound | ErrorKind::DirectoryNotEmpty) => Err(e),
+        _ => Ok(()),
+    }
+}
+
+/// Deletes our files in a namespace directory; returns whether there were any.
+pub(super) fn remove_files(path: &Path) -> io::Result<bool> {
+    let mut any = false;
+    for name in FILE_NAMES {
+        match fs::remove_file(path.join(name)) {
+            Ok(()) => any = true,
+            Err(e) if e.kind() == ErrorKind::NotFound => {}
+            Err(e) => return Err(e),
+        }
+    }
+    Ok(any)
+}
+
+fn is_namespace_name(name: &str) -> bool {
+    name.len() == 16 && name.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
+}
+
+fn measure(name: String, path: PathBuf) -> io::Result<Found> {
+    let mut found = Found { name, bytes: disk_bytes(&fs::symlink_metadata(&path)?), path, last_used: (0, 0) };
+    for entry in fs::read_dir(&found.path)? {
+        // What vanishes or cannot be looked at meanwhile counts nothing.
+        let Ok(meta) = entry?.metadata() else { continue };
+        found.bytes = found.bytes.saturating_add(disk_bytes(&meta));
+        found.last_used = found.last_used.max((meta.mtime(), meta.mtime_nsec()));
+    }
+    Ok(found)
+}
+
+/// The larger of length (in pages) and blocks: a sparse file may still fill up, a preallocated one already has.
+fn disk_bytes(meta: &Metadata) -> u64 {
+    meta.len().next_multiple_of(PAGE_BYTES).max(meta.blocks() * 512)
+}

@@ -1,0 +1,182 @@
+//! Opening a disk directory: owner, superblock, cap, recovery; in that order.
+//!
+//! Whatever is wrong with a namespace's files costs chunks and a count, never the open; what is wrong with the directory
+//! itself is the setting's fault and says so.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, utimensat};
+
+use super::files::{OpenFile, SlotFiles};
+use super::lock::DirLock;
+use super::record::{Parsed, record_seed};
+use super::recover::{self, Recovered};
+use super::slots::Slots;
+use super::superblock::{self, Superblock};
+use super::types::{DiskConfig, DiskEntry, DiskStats, SlotId};
+use super::{budget, errors, namespaces};
+use crate::{Error, ErrorKind, Result};
+
+/// An opened directory, before it becomes a tier.
+#[derive(Debug)]
+pub(super) struct Opened {
+    pub(super) lock: DirLock,
+    pub(super) namespace_dir: PathBuf,
+    pub(super) files: SlotFiles,
+    pub(super) slots: Slots,
+    pub(super) entries: Vec<DiskEntry>,
+    /// The counters that opening moved, and its events.
+    pub(super) stats: DiskStats,
+    /// Bytes that other namespaces take.
+    pub(super) foreign_bytes: u64,
+}
+
+/// Opens the directory; see `DiskTier::open`.
+pub(super) fn open(config: &DiskConfig, opener: &dyn OpenFile) -> Result<Opened> {
+    validate(config)?;
+    namespaces::make_dir(&config.dir).map_err(|e| errors::at_path("make", &config.dir, e))?;
+    let lock = DirLock::acquire(&config.dir)?;
+    let namespace_dir = config.dir.join(namespaces::dir_name(&config.namespace));
+    let mut stats = DiskStats::default();
+    claim_namespace(config, &namespace_dir, &mut stats)
+        .map_err(|e| errors::at_path("make a namespace in", &config.dir, e))?;
+    let failed = |e| errors::at_path("open the files of", &namespace_dir, e);
+    let seed = record_seed(&config.namespace);
+    let files = SlotFiles::open(&namespace_dir, config.frame_bytes, seed, opener).map_err(failed)?;
+    let (keep, foreign_bytes) = fit_cap(config, &files, &mut stats).map_err(failed)?;
+    let found = collect(&files, keep, &mut stats).map_err(failed)?;
+    files.set_slots(keep).map_err(failed)?;
+    let (slots, entries) = settle(&files, keep, found, &mut stats);
+    Ok(Opened { lock, namespace_dir, files, slots, entries, stats, foreign_bytes })
+}
+
+fn validate(config: &DiskConfig) -> Result<()> {
+    let frame_bytes = config.frame_bytes;
+    if frame_bytes == 0 || !frame_bytes.is_multiple_of(4096) || usize::try_from(frame_bytes).is_err() {
+        let message = format!("a frame of {frame_bytes} bytes cannot go to disk: it must be a multiple of 4096");
+        return Err(Error::new(ErrorKind::InvalidConfig, message));
+    }
+    let least = budget::min_cap_bytes(frame_bytes);
+    if config.cap_bytes < least {
+        let message = format!(
+            "disk_size {} does not hold one chunk of {frame_bytes} bytes: set disk_size to at least {least}, or to 0 for no disk",
+            config.cap_bytes
+        );
+        return Err(Error::new(ErrorKind::InvalidConfig, message));
+    }
+    Ok(())
+}
+
+/// Makes the namespace's directory ours: its superblock is this namespace's, and files under any other are gone.
+fn claim_namespace(config: &DiskConfig, dir: &Path, stats: &mut DiskStats) -> io::Result<()> {
+    if fs::symlink_metadata(dir).is_ok_and(|meta| !meta.is_dir()) {
+        fs::remove_file(dir)?;
+        start_afresh(dir, "it was not a directory", stats);
+    }
+    namespaces::make_dir(dir)?;
+    let ours = Superblock::new(&config.namespace, config.frame_bytes, &config.description);
+    match Superblock::read(dir)? {
+        Some(Ok(found)) if found == ours => return touch(dir),
+        Some(Ok(found)) if found.namespace() != ours.namespace() => {
+            start_afresh(dir, "its superblock is another namespace's", stats);
+        }
+        Some(Ok(found)) if found.frame_bytes() != ours.frame_bytes() => {
+            start_afresh(dir, &format!("its frames have {} bytes", found.frame_bytes()), stats);
+        }
+        Some(Ok(_)) => {
+            // Only the line for people changed; a full disk may keep the old one.
+            let _ = ours.write(dir);
+            return Ok(());
+        }
+        Some(Err(why)) => start_afresh(dir, &format!("its superblock is {why}"), stats),
+        None if namespaces::remove_files(dir)? => start_afresh(dir, "it had no superblock", stats),
+        None => return ours.write(dir),
+    }
+    namespaces::remove_files(dir)?;
+    ours.write(dir)
+}
+
+fn start_afresh(dir: &Path, why: &str, stats: &mut DiskStats) {
+    stats.fresh_starts += 1;
+    stats.events.push(format!("{} starts afresh: {why}", dir.display()));
+}
+
+/// Marks the namespace as used now, for the choice of which goes first.
+pub(super) fn touch(dir: &Path) -> io::Result<()> {
+    let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
+    let times = Timestamps { last_access: now, last_modification: now };
+    Ok(utimensat(CWD, dir.join(superblock::FILE_NAME), &times, AtFlags::empty())?)
+}
+
+/// Makes room where the directory is above its cap: (slots that may stay, bytes of other namespaces).
+fn fit_cap(config: &DiskConfig, files: &SlotFiles, stats: &mut DiskStats) -> io::Result<(u32, u64)> {
+    let own = namespaces::dir_name(&config.namespace);
+    let (records, frames) = files.lens()?;
+    let have = records.min(frames);
+    let mut foreign = namespaces::scan(&config.dir, Some(&own))?;
+    let room = config.cap_bytes - budget::FIXED_BYTES;
+    loop {
+        let foreign_bytes = foreign.iter().map(|f| f.bytes).fold(0, u64::saturating_add);
+        let fits = budget::max_slots(room.saturating_sub(foreign_bytes), config.frame_bytes);
+        let over = foreign_bytes > room || fits < have;
+        if !over || foreign.is_empty() {
+            return Ok((have.min(fits), foreign_bytes));
+        }
+        let oldest = foreign.remove(0);
+        namespaces::remove(&oldest.path)?;
+        stats.namespaces_removed += 1;
+        stats.events.push(format!("{} was deleted: the directory is above disk_size", oldest.path.display()));
+    }
+}
+
+/// Reads the index: entries of the first `keep` slots, and counts of what is given up.
+fn collect(files: &SlotFiles, keep: u32, stats: &mut DiskStats) -> io::Result<(Vec<DiskEntry>, Vec<SlotId>)> {
+    let (records, frames) = files.lens()?;
+    let mut entries = Vec::new();
+    let mut bad = Vec::new();
+    files.for_each_record(records, |slot, parsed| match parsed {
+        Parsed::Valid(record) if slot.0 < keep => entries.push(record.entry(slot)),
+        Parsed::Valid(_) if slot.0 < frames => stats.dropped_over_cap += 1,
+        Parsed::Valid(_) | Parsed::Bad if slot.0 >= keep => stats.dropped_records += 1,
+        Parsed::Valid(_) | Parsed::Bad | Parsed::Empty => {
+            stats.dropped_records += 1;
+            bad.push(slot);
+        }
+    })?;
+    Ok((entries, bad))
+}
+
+/// Orders the entries, empties the records of the others, and makes the slots' states.
+fn settle(
+    files: &SlotFiles,
+    keep: u32,
+    (entries, bad): (Vec<DiskEntry>, Vec<SlotId>),
+    stats: &mut DiskStats,
+) -> (Slots, Vec<DiskEntry>) {
+    let Recovered { entries, duplicates, orphans } = recover::recover(entries);
+    stats.recovered = entries.len() as u64;
+    stats.dropped_duplicates = duplicates.len() as u64;
+    stats.dropped_orphans = orphans.len() as u64;
+    let given_up = [stats.dropped_over_cap, stats.dropped_records, stats.dropped_duplicates, stats.dropped_orphans];
+    if given_up.iter().any(|&n| n > 0) {
+        let [over_cap, records, duplicates, orphans] = given_up;
+        stats.events.push(format!(
+            "{} chunks recovered; dropped: {records} damaged, {orphans} without parent, {duplicates} superseded, {over_cap} above disk_size",
+            entries.len()
+        ));
+    }
+    let mut slots = Slots::default();
+    slots.grow(keep);
+    for entry in &entries {
+        slots.mark_used(entry.slot);
+    }
+    for slot in bad.into_iter().chain(duplicates).chain(orphans) {
+        if files.clear_record(slot).is_err() {
+            slots.mark_retired(slot);
+        }
+    }
+    slots.collect_free();
+    (slots, entries)
+}

@@ -1,0 +1,118 @@
+//! The 128-byte record of a slot in `index.dat`: which chunk the slot's frame is, provable on its own.
+//!
+//! Layout, little endian: magic `KVLREC01` (8), key (32), parent (32), payload checksum (u128), sequence (u64), written at
+//! (u64, Unix seconds), number of blocks (u32), depth (u32), slot (u32), zeros (4), checksum of these 120 bytes (u64).
+//! All zeros is an empty slot. Both checksums are XXH3; the record's is seeded with the namespace, so that a record of
+//! another namespace, or at another slot, is not one of ours. It must not do I/O and must not panic on any bytes.
+
+use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128};
+
+use super::types::{DiskEntry, DiskMeta, SlotId};
+use crate::ChunkKey;
+
+/// Size of a record.
+pub(super) const RECORD_BYTES: usize = 128;
+/// A record's bytes.
+pub(super) type RecordBytes = [u8; RECORD_BYTES];
+/// The record of a slot that holds nothing.
+pub(super) const EMPTY: RecordBytes = [0; RECORD_BYTES];
+
+const MAGIC: [u8; 8] = *b"KVLREC01";
+const CHECKED_BYTES: usize = 120;
+
+/// A slot's chunk and the checksum of its frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Record {
+    /// The chunk.
+    pub(super) meta: DiskMeta,
+    /// XXH3-128 of the whole frame.
+    pub(super) payload: u128,
+    /// Order of writing.
+    pub(super) sequence: u64,
+    /// When it was written, by the file system's clock, in seconds of Unix time; for people only.
+    pub(super) written_s: u64,
+}
+
+/// What a slot's 128 bytes are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Parsed {
+    /// All zeros: nothing is here.
+    Empty,
+    /// A whole record of this namespace and slot.
+    Valid(Record),
+    /// Anything else: torn, flipped, foreign or misplaced.
+    Bad,
+}
+
+/// The checksum of a frame, as kept in its record.
+pub(super) fn payload_checksum(frame: &[u8]) -> u128 {
+    xxh3_128(frame)
+}
+
+/// The seed of a namespace's record checksums.
+pub(super) fn record_seed(namespace: &[u8; 32]) -> u64 {
+    u64::from_le_bytes(take(&mut namespace.as_slice()))
+}
+
+impl Record {
+    /// The record's bytes for `slot`.
+    pub(super) fn encode(&self, slot: SlotId, seed: u64) -> RecordBytes {
+        let mut out = EMPTY;
+        let mut at = 0;
+        let mut put = |bytes: &[u8]| {
+            out[at..at + bytes.len()].copy_from_slice(bytes);
+            at += bytes.len();
+        };
+        put(&MAGIC);
+        put(&self.meta.key.0);
+        put(&self.meta.parent.0);
+        put(&self.payload.to_le_bytes());
+        put(&self.sequence.to_le_bytes());
+        put(&self.written_s.to_le_bytes());
+        put(&self.meta.num_blocks.to_le_bytes());
+        put(&self.meta.depth.to_le_bytes());
+        put(&slot.0.to_le_bytes());
+        put(&[0; 4]);
+        let checksum = xxh3_64_with_seed(&out[..CHECKED_BYTES], seed);
+        out[CHECKED_BYTES..].copy_from_slice(&checksum.to_le_bytes());
+        out
+    }
+
+    /// The entry that a recovery hands out.
+    pub(super) fn entry(&self, slot: SlotId) -> DiskEntry {
+        let DiskMeta { key, parent, num_blocks, depth } = self.meta;
+        DiskEntry { slot, key, parent, num_blocks, sequence: self.sequence, depth }
+    }
+}
+
+/// Reads the record at `slot`.
+pub(super) fn parse(bytes: &RecordBytes, slot: SlotId, seed: u64) -> Parsed {
+    if bytes[..MAGIC.len()] != MAGIC {
+        return if *bytes == EMPTY { Parsed::Empty } else { Parsed::Bad };
+    }
+    let mut rest = bytes.as_slice();
+    let _magic: [u8; 8] = take(&mut rest);
+    let meta_key = take(&mut rest);
+    let parent = take(&mut rest);
+    let payload = u128::from_le_bytes(take(&mut rest));
+    let sequence = u64::from_le_bytes(take(&mut rest));
+    let written_s = u64::from_le_bytes(take(&mut rest));
+    let num_blocks = u32::from_le_bytes(take(&mut rest));
+    let depth = u32::from_le_bytes(take(&mut rest));
+    let at = u32::from_le_bytes(take(&mut rest));
+    let zeros: [u8; 4] = take(&mut rest);
+    let checksum = u64::from_le_bytes(take(&mut rest));
+    let whole = xxh3_64_with_seed(&bytes[..CHECKED_BYTES], seed) == checksum;
+    if !whole || at != slot.0 || zeros != [0; 4] {
+        return Parsed::Bad;
+    }
+    let meta = DiskMeta { key: ChunkKey(meta_key), parent: ChunkKey(parent), num_blocks, depth };
+    Parsed::Valid(Record { meta, payload, sequence, written_s })
+}
+
+/// The next N bytes; the callers' sizes add up to a record, which the round-trip tests prove.
+fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
+    let (head, tail) = rest.split_first_chunk::<N>().unwrap_or((&[0; N], &[]));
+    *rest = tail;
+    *head
+}

@@ -1,0 +1,128 @@
+//! `superblock.json`: what a namespace directory is, before a byte of it is believed.
+//!
+//! A small JSON object, so that a person can read it; with a checksum, so that a flipped digit is seen. It must not
+//! decide what happens to a directory whose superblock is wrong.
+
+use std::fs;
+use std::io::{self, Write};
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::Path;
+
+use serde::{Deserialize, Serialize};
+use xxhash_rust::xxh3::xxh3_64;
+
+/// Version of the formats of superblock, index and frames together.
+pub(super) const FORMAT: u32 = 1;
+/// The file's name in a namespace directory.
+pub(super) const FILE_NAME: &str = "superblock.json";
+/// Where the next superblock is written before it takes the name.
+pub(super) const TEMP_NAME: &str = "superblock.json.tmp";
+/// No superblock is longer; a longer file is not read.
+const MAX_BYTES: u64 = 64 * 1024;
+/// A description is cut here, so that the superblock stays within its part of the budget.
+const MAX_DESCRIPTION_CHARS: usize = 1000;
+
+/// A namespace directory's identity.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(super) struct Superblock {
+    format: u32,
+    frame_bytes: u64,
+    namespace: String,
+    description: String,
+    checksum: String,
+}
+
+impl Superblock {
+    /// The superblock of `namespace` with frames of `frame_bytes`.
+    pub(super) fn new(namespace: &[u8; 32], frame_bytes: u64, description: &str) -> Self {
+        let description = description.chars().take(MAX_DESCRIPTION_CHARS).collect();
+        let mut made =
+            Self { format: FORMAT, frame_bytes, namespace: hex(namespace), description, checksum: String::new() };
+        made.checksum = made.compute_checksum();
+        made
+    }
+
+    /// Parses a file's bytes; the error is one clause that says what is wrong.
+    pub(super) fn parse(bytes: &[u8]) -> Result<Self, String> {
+        let parsed: Self = serde_json::from_slice(bytes).map_err(|e| format!("not a superblock ({e})"))?;
+        if parsed.format != FORMAT {
+            return Err(format!("of format {} where this version has {FORMAT}", parsed.format));
+        }
+        if parsed.checksum != parsed.compute_checksum() {
+            return Err("damaged (its checksum differs)".to_owned());
+        }
+        if parsed.namespace().is_none() || parsed.frame_bytes == 0 || !parsed.frame_bytes.is_multiple_of(4096) {
+            return Err("out of range".to_owned());
+        }
+        Ok(parsed)
+    }
+
+    /// Reads `dir/superblock.json`; None where there is none.
+    pub(super) fn read(dir: &Path) -> io::Result<Option<Result<Self, String>>> {
+        let path = dir.join(FILE_NAME);
+        match fs::symlink_metadata(&path) {
+            Ok(meta) if !meta.is_file() || meta.len() > MAX_BYTES => Ok(Some(Err("not a superblock".to_owned()))),
+            Ok(_) => Ok(Some(Self::parse(&fs::read(&path)?))),
+            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// Puts it at `dir/superblock.json` in one step: a reader sees the old one or this one.
+    pub(super) fn write(&self, dir: &Path) -> io::Result<()> {
+        let temp = dir.join(TEMP_NAME);
+        let mut text = serde_json::to_string_pretty(self)?;
+        text.push('\n');
+        let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temp)?;
+        file.write_all(text.as_bytes())?;
+        drop(file);
+        fs::rename(&temp, dir.join(FILE_NAME))
+    }
+
+    /// The full fingerprint; None where the text is not 64 hex digits (`parse` refuses that).
+    pub(super) fn namespace(&self) -> Option<[u8; 32]> {
+        unhex(&self.namespace)
+    }
+
+    /// Bytes of one frame.
+    pub(super) fn frame_bytes(&self) -> u64 {
+        self.frame_bytes
+    }
+
+    /// The line for people.
+    pub(super) fn description(&self) -> &str {
+        &self.description
+    }
+
+    fn compute_checksum(&self) -> String {
+        let text = format!("{}|{}|{}|{}", self.format, self.frame_bytes, self.namespace, self.description);
+        format!("{:016x}", xxh3_64(text.as_bytes()))
+    }
+}
+
+/// Lower-case hex digits of `bytes`.
+pub(super) fn hex(bytes: &[u8]) -> String {
+    const DIGITS: &[u8; 16] = b"0123456789abcdef";
+    bytes.iter().flat_map(|b| [b >> 4, b & 15]).map(|n| char::from(DIGITS[usize::from(n)])).collect()
+}
+
+fn unhex(text: &str) -> Option<[u8; 32]> {
+    let digits = text.as_bytes();
+    if digits.len() != 64 {
+        return None;
+    }
+    let mut out = [0; 32];
+    for (byte, pair) in out.iter_mut().zip(digits.chunks_exact(2)) {
+        *byte = digit(pair[0])? << 4 | digit(pair[1])?;
+    }
+    Some(out)
+}
+
+fn digit(c: u8) -> Option<u8> {
+    match c {
+        b'0'..=b'9' => Some(c - b'0'),
+        b'a'..=b'f' => Some(c - b'a' + 10),
+        _ => None,
+    }
+}

@@ -1,0 +1,72 @@
+//! Tests of the disk tier from the inside: parsers, faults, crashes, and the rules of a directory.
+
+mod life;
+mod parsers;
+
+use std::path::Path;
+
+use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, budget};
+use crate::ChunkKey;
+use crate::io::direct::PageBuffer;
+
+const FRAME: u64 = 8192;
+const NAMESPACE: [u8; 32] = [0xa7; 32];
+
+/// A directory for exactly `slots` frames of `FRAME` bytes.
+fn config(dir: &Path, slots: u32) -> DiskConfig {
+    DiskConfig {
+        dir: dir.to_owned(),
+        cap_bytes: budget::FIXED_BYTES + budget::slots_bytes(slots, FRAME),
+        frame_bytes: FRAME,
+        namespace: NAMESPACE,
+        description: "a test".to_owned(),
+    }
+}
+
+/// Chunks form a binary forest: 0 and 1 are first chunks, `i`'s parent is `i / 2 - 1`.
+fn parent_of(i: u32) -> Option<u32> {
+    (i / 2).checked_sub(1)
+}
+
+fn depth_of(i: u32) -> u32 {
+    parent_of(i).map_or(0, |p| depth_of(p) + 1)
+}
+
+fn key_of(i: u32) -> ChunkKey {
+    ChunkKey(*blake3::hash(&i.to_le_bytes()).as_bytes())
+}
+
+fn meta_of(i: u32) -> DiskMeta {
+    let parent = parent_of(i).map_or(ChunkKey([0; 32]), key_of);
+    DiskMeta { key: key_of(i), parent, num_blocks: i + 1, depth: depth_of(i) }
+}
+
+/// The bytes of a chunk; another `version` has other bytes.
+fn frame_of(i: u32, version: u32) -> PageBuffer {
+    let mut frame = PageBuffer::new(usize::try_from(FRAME).expect("small"));
+    let mut hasher = blake3::Hasher::new();
+    hasher.update(&i.to_le_bytes()).update(&version.to_le_bytes());
+    hasher.finalize_xof().fill(&mut frame);
+    frame
+}
+
+fn put(tier: &DiskTier, i: u32) -> SlotId {
+    let slot = tier.reserve().expect("a slot");
+    tier.write(slot, &meta_of(i), &frame_of(i, 0)).expect("written");
+    slot
+}
+
+fn get(tier: &DiskTier, slot: SlotId, i: u32) -> crate::Result<Vec<u8>> {
+    let mut into = PageBuffer::new(usize::try_from(FRAME).expect("small"));
+    tier.read(slot, &key_of(i), &mut into)?;
+    Ok(into.to_vec())
+}
+
+/// The chunk numbers of recovered entries, in their order.
+fn numbers(entries: &[DiskEntry]) -> Vec<u32> {
+    entries.iter().map(|e| (0..1000).find(|&i| key_of(i) == e.key).expect("a known key")).collect()
+}
+
+fn open(config: &DiskConfig) -> (DiskTier, Vec<DiskEntry>) {
+    DiskTier::open(config.clone()).expect("opens")
+}

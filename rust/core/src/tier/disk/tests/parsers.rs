@@ -1,0 +1,158 @@
+//! Parsers and pure parts against any input: never a panic, never a believed lie.
+
+use proptest::prelude::*;
+
+use super::super::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes};
+use super::super::recover::recover;
+use super::super::superblock::{Superblock, hex};
+use super::*;
+
+fn any_record() -> impl Strategy<Value = Record> {
+    let meta = (any::<[u8; 32]>(), any::<[u8; 32]>(), any::<u32>(), any::<u32>()).prop_map(
+        |(key, parent, num_blocks, depth)| DiskMeta { key: ChunkKey(key), parent: ChunkKey(parent), num_blocks, depth },
+    );
+    (meta, any::<u128>(), any::<u64>(), any::<u64>()).prop_map(|(meta, payload, sequence, written_s)| Record {
+        meta,
+        payload,
+        sequence,
+        written_s,
+    })
+}
+
+fn any_bytes() -> impl Strategy<Value = RecordBytes> {
+    prop::collection::vec(any::<u8>(), RECORD_BYTES).prop_map(|v| v.try_into().expect("128 bytes"))
+}
+
+proptest! {
+    #[test]
+    fn test_record_round_trips_only_at_its_slot_and_namespace(r in any_record(), slot: u32, seed: u64, other: u32) {
+        let bytes = r.encode(SlotId(slot), seed);
+        prop_assert_eq!(record::parse(&bytes, SlotId(slot), seed), Parsed::Valid(r));
+        if other != slot {
+            prop_assert_eq!(record::parse(&bytes, SlotId(other), seed), Parsed::Bad);
+        }
+        prop_assert_eq!(record::parse(&bytes, SlotId(slot), seed ^ 1), Parsed::Bad);
+    }
+
+    #[test]
+    fn test_any_bytes_are_no_record(bytes in any_bytes(), magic: bool, slot: u32, seed: u64) {
+        let mut bytes = bytes;
+        if magic {
+            bytes[..8].copy_from_slice(b"KVLREC01");
+        }
+        prop_assert_eq!(record::parse(&bytes, SlotId(slot), seed), Parsed::Bad);
+    }
+
+    #[test]
+    fn test_a_torn_or_flipped_record_is_bad(
+        old in any_record(), new in any_record(), cut in 1..RECORD_BYTES, bit in 0..RECORD_BYTES * 8
+    ) {
+        let (old, new) = (old.encode(SlotId(3), 9), new.encode(SlotId(3), 9));
+        for base in [EMPTY, old] {
+            let mut torn = base;
+            torn[..cut].copy_from_slice(&new[..cut]);
+            if torn != new && torn != base {
+                prop_assert_eq!(record::parse(&torn, SlotId(3), 9), Parsed::Bad);
+            }
+        }
+        let mut flipped = new;
+        flipped[bit / 8] ^= 1 << (bit % 8);
+        prop_assert_eq!(record::parse(&flipped, SlotId(3), 9), Parsed::Bad);
+    }
+
+    #[test]
+    fn test_superblock_round_trips(namespace: [u8; 32], pages in 1..1_u64 << 40, text: String) {
+        let block = Superblock::new(&namespace, pages * 4096, &text);
+        let json = serde_json::to_vec(&block).unwrap();
+        let parsed = Superblock::parse(&json).unwrap();
+        prop_assert_eq!(parsed.namespace(), Some(namespace));
+        prop_assert_eq!(parsed.frame_bytes(), pages * 4096);
+        prop_assert!(text.starts_with(parsed.description()));
+        prop_assert_eq!(parsed, block);
+    }
+
+    #[test]
+    fn test_any_bytes_are_no_superblock(bytes: Vec<u8>) {
+        prop_assert!(Superblock::parse(&bytes).is_err());
+    }
+
+    #[test]
+    fn test_a_changed_superblock_is_no_superblock(at in 0_usize..300, to: u8) {
+        let block = Superblock::new(&NAMESPACE, 4096, "qwen, 16 blocks");
+        let mut json = serde_json::to_vec_pretty(&block).unwrap();
+        let at = at % json.len();
+        json[at] = to;
+        // Spaces between tokens mean nothing; everything else is under the checksum.
+        prop_assert!(Superblock::parse(&json).map_or(true, |parsed| parsed == block));
+    }
+
+    #[test]
+    fn test_max_slots_is_the_most_that_fit(bytes in 0..1_u64 << 44, pages in 1..2000_u64) {
+        let slots = budget::max_slots(bytes, pages * 4096);
+        prop_assert!(slots == 0 || budget::slots_bytes(slots, pages * 4096) <= bytes);
+        prop_assert!(slots == u32::MAX || budget::slots_bytes(slots + 1, pages * 4096) > bytes);
+    }
+
+    #[test]
+    fn test_recovery_keeps_what_hangs_together(
+        picks in prop::collection::vec((0..40_u32, 0..1000_u64, 0..20_u32), 0..60)
+    ) {
+        // (chunk, sequence, depth forged where 0): duplicates, orphans and lies about depth all occur.
+        let found: Vec<_> = (0..).map(SlotId).zip(picks).map(|(slot, (i, sequence, forge))| {
+            let DiskMeta { key, parent, num_blocks, depth } = meta_of(i);
+            DiskEntry { slot, key, parent, num_blocks, sequence, depth: if forge == 0 { depth + 1 } else { depth } }
+        }).collect();
+        let recovered = recover(found.clone());
+        // Oracle: newest copy of each key, then drop the parentless until nothing changes.
+        let mut live: Vec<_> = found.iter().filter(|e| {
+            !found.iter().any(|o| o.key == e.key && (o.sequence, o.slot) > (e.sequence, e.slot))
+        }).copied().collect();
+        loop {
+            let before = live.clone();
+            live.retain(|e| e.depth == 0 || before.iter().any(|p| p.key == e.parent && p.depth + 1 == e.depth));
+            if live == before { break }
+        }
+        let mut sorted = recovered.entries.clone();
+        sorted.sort_by_key(|e| e.slot);
+        prop_assert_eq!(&sorted, &live);
+        prop_assert_eq!(recovered.entries.len() + recovered.duplicates.len() + recovered.orphans.len(), found.len());
+        for (at, e) in recovered.entries.iter().enumerate() {
+            let earlier = &recovered.entries[..at];
+            prop_assert!(e.depth == 0 || earlier.iter().any(|p| p.key == e.parent), "parents come first");
+            // An entry comes after a younger one only as the ancestor of something older than that.
+            let hoisted = |o: &DiskEntry| recovered.entries[at..].iter().any(|d| d.sequence <= o.sequence);
+            prop_assert!(earlier.iter().all(|o| o.sequence <= e.sequence || hoisted(o)));
+        }
+    }
+}
+
+#[test]
+fn test_an_empty_record_is_empty() {
+    assert_eq!(record::parse(&EMPTY, SlotId(0), 0), Parsed::Empty);
+}
+
+#[test]
+fn test_record_layout_is_the_documented_one() {
+    let meta = DiskMeta { key: ChunkKey([1; 32]), parent: ChunkKey([2; 32]), num_blocks: 3, depth: 4 };
+    let bytes = Record { meta, payload: 5, sequence: 6, written_s: 7 }.encode(SlotId(8), 9);
+    let head =
+        [&b"KVLREC01"[..], &[1; 32], &[2; 32], &5_u128.to_le_bytes(), &6_u64.to_le_bytes(), &7_u64.to_le_bytes()];
+    let tail = [3_u32, 4, 8, 0].map(u32::to_le_bytes).concat();
+    assert_eq!(bytes[..120], [head.concat(), tail].concat());
+}
+
+#[test]
+fn test_oldest_comes_first_unless_its_parent_is_younger() {
+    let entry = |i: u32, sequence| {
+        let DiskMeta { key, parent, num_blocks, depth } = meta_of(i);
+        DiskEntry { slot: SlotId(i), key, parent, num_blocks, sequence, depth }
+    };
+    // 6's parent is 2, whose parent is 0.
+    let recovered = recover(vec![entry(6, 1), entry(1, 2), entry(0, 3), entry(2, 9)]);
+    assert_eq!(numbers(&recovered.entries), [0, 2, 6, 1]);
+}
+
+#[test]
+fn test_hex_is_lower_case_and_padded() {
+    assert_eq!(hex(&[0, 10, 255]), "000aff");
+}

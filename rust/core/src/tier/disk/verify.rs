@@ -1,0 +1,150 @@
+//! Proving every chunk of a disk directory, for `kvloft verify`: all namespaces, a few chunks at a time.
+//!
+//! It owns the directory meanwhile (an engine's writes would look like damage) and changes nothing. Damaged superblocks,
+//! records and frames are findings, never errors.
+
+use std::path::Path;
+
+use super::files::{ReadFailure, SlotFiles};
+use super::inspect::{list, open_namespace};
+use super::lock::DirLock;
+use super::record::{Parsed, Record};
+use super::superblock::hex;
+use super::types::SlotId;
+use crate::Result;
+use crate::io::direct::PageBuffer;
+
+/// The magic of a part's trailer, whose key follows it (ARCHITECTURE.md, Frames).
+const TRAILER_MAGIC: &[u8] = b"KVLOFT01";
+const TRAILER_BYTES: usize = 128;
+
+/// One thing that is not as it should be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Damage {
+    /// The namespace directory's name.
+    pub namespace: String,
+    /// The slot, where it concerns one.
+    pub slot: Option<u32>,
+    /// The key in hex, where the record still names one.
+    pub key: Option<String>,
+    /// What is wrong, in a few words.
+    pub problem: String,
+}
+
+#[derive(Debug)]
+struct Namespace {
+    name: String,
+    files: SlotFiles,
+    buffer: PageBuffer,
+    todo: Vec<(SlotId, Record)>,
+}
+
+/// A walk over every chunk; see `step`.
+#[derive(Debug)]
+pub struct Verifier {
+    namespaces: Vec<Namespace>,
+    /// Found before the first chunk was read.
+    early: Vec<Damage>,
+    num_chunks: u64,
+    num_checked: u64,
+    _lock: Option<DirLock>,
+}
+
+impl Verifier {
+    /// Takes the directory and reads its records. Errors: `Busy` while an engine owns it, `InvalidConfig` where `dir`
+    /// is no disk directory, `Io`.
+    pub fn open(dir: &Path) -> Result<Self> {
+        let found = list(dir)?;
+        let mut verifier = Self {
+            namespaces: Vec::new(),
+            early: Vec::new(),
+            num_chunks: 0,
+            num_checked: 0,
+            _lock: DirLock::acquire_existing(dir)?,
+        };
+        for namespace in &found {
+            match open_namespace(namespace) {
+                Ok((superblock, files)) => verifier.add(&namespace.name, superblock.frame_bytes(), files),
+                Err(problem) => verifier.note(&namespace.name, None, problem),
+            }
+        }
+        Ok(verifier)
+    }
+
+    /// Chunks to check in all.
+    pub fn num_chunks(&self) -> u64 {
+        self.num_chunks
+    }
+
+    /// Chunks checked so far.
+    pub fn num_checked(&self) -> u64 {
+        self.num_checked
+    }
+
+    /// Checks up to `max_chunks` more chunks and returns the damage found. The first call also returns what opening
+    /// found (superblocks, records), so call it at least once.
+    pub fn step(&mut self, max_chunks: u64) -> Vec<Damage> {
+        let mut damage = std::mem::take(&mut self.early);
+        let end = self.num_checked.saturating_add(max_chunks);
+        while self.num_checked < end {
+            let Some(namespace) = self.namespaces.last_mut() else { break };
+            let Some((slot, record)) = namespace.todo.pop() else {
+                self.namespaces.pop();
+                continue;
+            };
+            self.num_checked += 1;
+            damage.extend(namespace.check(slot, &record));
+        }
+        damage
+    }
+
+    fn add(&mut self, name: &str, frame_bytes: u64, files: SlotFiles) {
+        let (records, frames) = match files.lens() {
+            Ok(lens) => lens,
+            Err(e) => return self.note(name, None, format!("files unreadable ({e})")),
+        };
+        let mut todo = Vec::new();
+        let mut bad = Vec::new();
+        let read = files.for_each_record(records, |slot, parsed| match parsed {
+            Parsed::Valid(record) if slot.0 < frames => todo.push((slot, record)),
+            Parsed::Valid(_) => bad.push((slot, "the file of frames ends before it")),
+            _ => bad.push((slot, "record damaged")),
+        });
+        if let Err(e) = read {
+            self.note(name, None, format!("index unreadable ({e})"));
+        }
+        for (slot, problem) in bad {
+            self.note(name, Some(slot.0), problem.to_owned());
+        }
+        let Ok(len) = usize::try_from(frame_bytes) else { return };
+        if todo.is_empty() {
+            // A forged frame size must not make us allocate a buffer for nothing.
+            return;
+        }
+        self.num_chunks += todo.len() as u64;
+        todo.reverse();
+        self.namespaces.push(Namespace { name: name.to_owned(), files, buffer: PageBuffer::new(len), todo });
+    }
+
+    fn note(&mut self, name: &str, slot: Option<u32>, problem: String) {
+        self.early.push(Damage { namespace: name.to_owned(), slot, key: None, problem });
+    }
+}
+
+impl Namespace {
+    fn check(&mut self, slot: SlotId, record: &Record) -> Option<Damage> {
+        let problem = match self.files.read_checked(slot, record, &mut self.buffer) {
+            Ok(()) if names_another_key(&self.buffer, &record.meta.key.0) => "its trailer names another key".to_owned(),
+            Ok(()) => return None,
+            Err(ReadFailure::Corrupt(how)) => how.to_owned(),
+            Err(ReadFailure::Io(e)) => format!("unreadable ({e})"),
+        };
+        Some(Damage { namespace: self.name.clone(), slot: Some(slot.0), key: Some(hex(&record.meta.key.0)), problem })
+    }
+}
+
+/// Whether the frame ends in a trailer of another chunk; a frame without a trailer says nothing.
+fn names_another_key(frame: &[u8], key: &[u8; 32]) -> bool {
+    let trailer = &frame[frame.len().saturating_sub(TRAILER_BYTES)..];
+    trailer.strip_prefix(TRAILER_MAGIC).is_some_and(|rest| !rest.starts_with(key))
+}
