@@ -133,6 +133,7 @@ def _parse_path(value: object) -> str | None:
         return None
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise ValueError(value)
+    value.encode()  # the path crosses into Rust as UTF-8
     return os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111 (plain strings cross into Rust)
 
 
