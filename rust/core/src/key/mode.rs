@@ -20,7 +20,8 @@ pub(super) static EMBEDS: LazyLock<Mode> = LazyLock::new(|| Mode::new("embeds"))
 pub(super) static MIXED: LazyLock<Mode> = LazyLock::new(|| Mode::new("mixed"));
 pub(super) static CHAIN: LazyLock<Mode> = LazyLock::new(|| Mode::new("chain"));
 
-/// From this many bytes on, hashing is spread over rayon's threads; below it, starting them costs more than it saves.
+/// From this many bytes on, hashing is spread over rayon's threads; below it, waking them costs more than it saves.
+/// The pool starts with the first such hash, so a process must not fork and hash in the child after that.
 pub(super) const PARALLEL_BYTES: usize = 512 << 10;
 
 // Domain flags of the BLAKE3 paper, section 2.2, table 3.
