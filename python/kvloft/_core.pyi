@@ -134,16 +134,26 @@ class Store:
     def close(self, timeout_s: float = 30.0) -> None: ...
 
 def disk_inspect(path: str) -> list[dict[str, Any]]:
-    """One dict per namespace directory under ``path``: description, chunks, bytes, slots, oldest, newest."""
+    """One dict per namespace directory under ``path``, most recently used first: namespace (16 hex digits), description,
+    chunks, slots, frame_bytes, bytes, oldest and newest (Unix seconds or None), problem (a sentence part or None).
+
+    Takes no lock, so an engine may own the directory. ConfigError where ``path`` is no disk directory.
+    """
 
 @final
 class DiskVerify:
-    """Walks every chunk of one disk directory, checking key and checksum; a step at a time, for progress."""
+    """Walks every chunk of one disk directory, checking key and checksum; a step at a time, for progress.
+
+    Owns the directory meanwhile: BusyError while an engine does. ConfigError where ``path`` is no disk directory.
+    """
 
     def __new__(cls, path: str) -> DiskVerify: ...
     @property
     def num_chunks(self) -> int: ...
     def step(self, max_chunks: int) -> list[dict[str, str]]:
-        """Check up to max_chunks more; returns the damage found ({namespace, slot, key, problem})."""
+        """Check up to max_chunks more; returns the damage found ({namespace, slot, key, problem}, "" where there is none).
+
+        The first call also returns what opening found (superblocks, records), so call it at least once.
+        """
     @property
     def num_checked(self) -> int: ...

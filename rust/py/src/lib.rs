@@ -1,6 +1,7 @@
 //! `kvloft._core`: conversions between Python and `kvloft_core`, nothing else.
 
 mod arena;
+mod disk;
 mod error;
 mod key;
 mod store;
@@ -13,5 +14,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     error::register(module)?;
     key::register(module)?;
     arena::register(module)?;
+    disk::register(module)?;
     store::register(module)
 }

@@ -1,7 +1,11 @@
 //! Tests of the disk tier from the inside: parsers, faults, crashes, and the rules of a directory.
 
+mod crash;
+mod directory;
+mod fault;
 mod life;
 mod parsers;
+mod verifying;
 
 use std::path::Path;
 

@@ -1,0 +1,80 @@
+"""`kvloft inspect DIR`: what is in a disk directory. Reads it without its lock and changes nothing."""
+
+import argparse
+import json
+import sys
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the argparse subparsers."""
+    parser = subparsers.add_parser("inspect", help="show what a disk directory holds", description=__doc__)
+    parser.add_argument("dir", metavar="DIR", help="the directory an engine has as its disk_path")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table (sizes in bytes, times in Unix seconds)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print one row per namespace; 0, or 2 where DIR is not a disk directory."""
+    # Here and not above: `kvloft config` must work where the extension does not load.
+    from kvloft._core import ConfigError, StoreError, disk_inspect
+
+    try:
+        namespaces = disk_inspect(args.dir)
+    except (ConfigError, StoreError) as e:
+        print(f"kvloft: {e}", file=sys.stderr)
+        return 2
+    if args.json:
+        print(json.dumps(namespaces, indent=2))
+        return 0
+    console = Console()
+    if not namespaces:
+        console.print(f"{args.dir} holds no namespace yet.")
+        return 0
+    console.print(namespace_table(namespaces))
+    total = sum(n["bytes"] for n in namespaces)
+    console.print(f"{format_size(total)} in {len(namespaces)} namespace{'s' if len(namespaces) != 1 else ''}", highlight=False)
+    return 0
+
+
+def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
+    """A table of `disk_inspect`'s rows; the column of problems only where there are any."""
+    problems = any(n["problem"] for n in namespaces)
+    table = Table(row_styles=["", "dim"])
+    table.add_column("namespace", no_wrap=True)
+    table.add_column("description", overflow="fold")
+    for name in ("chunks", "slots", "chunk size", "on disk"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("oldest", no_wrap=True)
+    table.add_column("newest", no_wrap=True)
+    if problems:
+        table.add_column("problem", style="red")
+    for n in namespaces:
+        row = [n["namespace"], n["description"], f"{n['chunks']:,}", f"{n['slots']:,}", format_size(n["frame_bytes"])]
+        row += [format_size(n["bytes"]), format_time(n["oldest"]), format_time(n["newest"])]
+        table.add_row(*row, *([n["problem"] or ""] if problems else []))
+    return table
+
+
+def format_size(size_bytes: int) -> str:
+    """Bytes as people write them: three digits and a binary unit."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
+def format_time(unix_s: int | None) -> str:
+    """Local date and time to the minute; a dash for None or what no calendar holds."""
+    if unix_s is None:
+        return "-"
+    try:
+        return datetime.fromtimestamp(unix_s).astimezone().strftime("%Y-%m-%d %H:%M")
+    except (OverflowError, ValueError, OSError):
+        return "-"

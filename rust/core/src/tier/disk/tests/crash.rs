@@ -1,0 +1,193 @@
+//! Death at any system call (I3): the next open sees whole chunks only, and every chunk that was reported written.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use proptest::prelude::*;
+
+use super::fault::{EIO, ENOSPC, Fault, FaultyFiles};
+use super::*;
+
+const SLOTS: u32 = 6;
+const CHUNKS: u32 = 14;
+
+#[derive(Debug, Clone, Copy)]
+enum Op {
+    Write(u32),
+    Free(u32),
+    Clear,
+    Reopen,
+}
+
+/// What a perfect disk would hold, and what the last cut-off operation leaves open.
+#[derive(Debug, Default)]
+struct Recorder {
+    /// Chunk -> (slot, version) of writes that were reported done.
+    written: BTreeMap<u32, (SlotId, u32)>,
+    /// (chunk, version) that may or may not be there: an operation on it was cut off, or failed.
+    doubtful: BTreeSet<(u32, u32)>,
+    next_version: u32,
+}
+
+impl Recorder {
+    fn run(&mut self, tier: &DiskTier, op: Op) {
+        match op {
+            Op::Write(i) => self.write(tier, i % CHUNKS),
+            Op::Free(i) => {
+                let picked = self.written.keys().nth(i as usize % self.written.len().max(1)).copied();
+                if let Some(chunk) = picked {
+                    self.free(tier, chunk);
+                }
+            }
+            Op::Clear => {
+                self.doubtful.extend(self.written.iter().map(|(&i, &(_, version))| (i, version)));
+                self.written.clear();
+                tier.clear();
+            }
+            Op::Reopen => {}
+        }
+    }
+
+    fn write(&mut self, tier: &DiskTier, chunk: u32) {
+        let has_parent = parent_of(chunk).is_none_or(|p| self.written.contains_key(&p));
+        if !has_parent || self.written.contains_key(&chunk) {
+            return;
+        }
+        let Some(slot) = tier.reserve() else { return };
+        let version = self.next_version;
+        self.next_version += 1;
+        self.doubtful.insert((chunk, version));
+        if tier.write(slot, &meta_of(chunk), &frame_of(chunk, version)).is_ok() {
+            self.doubtful.remove(&(chunk, version));
+            self.written.insert(chunk, (slot, version));
+        } else {
+            tier.free(slot);
+        }
+    }
+
+    /// Frees a chunk and, before it, what hangs on it: as the store does.
+    fn free(&mut self, tier: &DiskTier, chunk: u32) {
+        for child in [2 * chunk + 2, 2 * chunk + 3] {
+            if self.written.contains_key(&child) {
+                self.free(tier, child);
+            }
+        }
+        if let Some((slot, version)) = self.written.remove(&chunk) {
+            self.doubtful.insert((chunk, version));
+            tier.free(slot);
+        }
+    }
+
+    /// Compares with what an open found, byte for byte, and takes that over as the truth.
+    fn check(&mut self, tier: &DiskTier, found: &[DiskEntry]) -> Result<(), TestCaseError> {
+        let mut seen = BTreeMap::new();
+        for (entry, chunk) in found.iter().zip(numbers(found)) {
+            let meta = meta_of(chunk);
+            prop_assert_eq!((entry.parent, entry.num_blocks, entry.depth), (meta.parent, meta.num_blocks, meta.depth));
+            prop_assert!(parent_of(chunk).is_none_or(|p| seen.contains_key(&p)), "parents come first");
+            let bytes = get(tier, entry.slot, chunk).expect("a visible chunk can be read");
+            let reported = self.written.get(&chunk).map(|&(_, version)| version);
+            let versions = self.doubtful.iter().filter(|(i, _)| *i == chunk).map(|&(_, v)| v).chain(reported);
+            let version = versions.into_iter().find(|&v| bytes == frame_of(chunk, v).to_vec());
+            prop_assert!(version.is_some(), "chunk {} is visible with bytes it was never written with", chunk);
+            seen.insert(chunk, (entry.slot, version.unwrap_or_default()));
+        }
+        for (chunk, place) in &self.written {
+            prop_assert_eq!(seen.get(chunk), Some(place), "chunk {} was reported written and is lost", chunk);
+        }
+        prop_assert_eq!(seen.values().map(|(slot, _)| slot).collect::<BTreeSet<_>>().len(), seen.len());
+        self.written = seen;
+        self.doubtful.clear();
+        Ok(())
+    }
+}
+
+fn any_op() -> impl Strategy<Value = Op> {
+    prop_oneof![
+        12 => any::<u32>().prop_map(Op::Write),
+        6 => any::<u32>().prop_map(Op::Free),
+        1 => Just(Op::Clear),
+        1 => Just(Op::Reopen),
+    ]
+}
+
+/// Runs the operations with one fault, then opens with a sound disk, checks, and goes on with a few more operations.
+fn live(ops: &[Op], at: u64, fault: Fault) -> Result<(), TestCaseError> {
+    let dir = tempfile::tempdir().expect("a directory");
+    let config = config(dir.path(), SLOTS);
+    let mut recorder = Recorder::default();
+    let files = FaultyFiles::default();
+    let mut tier = DiskTier::open_with(&config, &files).expect("opens").0;
+    files.0.at(at, fault);
+    for &op in ops {
+        if matches!(op, Op::Reopen) && !matches!(fault, Fault::Refuse(..)) {
+            drop(tier);
+            let Ok((again, found)) = DiskTier::open_with(&config, &files) else {
+                prop_assert!(files.0.has_crashed());
+                return reopen(&config, &mut recorder, &[]);
+            };
+            tier = again;
+            recorder.check(&tier, &found)?;
+        }
+        recorder.run(&tier, op);
+        if files.0.has_crashed() {
+            break;
+        }
+    }
+    drop(tier);
+    reopen(&config, &mut recorder, ops)
+}
+
+fn reopen(config: &DiskConfig, recorder: &mut Recorder, ops: &[Op]) -> Result<(), TestCaseError> {
+    let (tier, found) = open(config);
+    recorder.check(&tier, &found)?;
+    let stats = tier.stats();
+    prop_assert_eq!((stats.slots_used, stats.slots_reserved, stats.slots_retired), (found.len() as u64, 0, 0));
+    for &op in ops.iter().take(12) {
+        recorder.run(&tier, op);
+    }
+    prop_assert!(tier.stats().slots <= u64::from(SLOTS));
+    drop(tier);
+    recorder.doubtful.clear();
+    let (tier, found) = open(config);
+    recorder.check(&tier, &found)?;
+    prop_assert_eq!(numbers(&found).into_iter().collect::<BTreeSet<_>>(), recorder.written.keys().copied().collect());
+    Ok(())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 150, ..ProptestConfig::default() })]
+
+    #[test]
+    fn test_a_crash_at_any_call_leaves_whole_chunks_and_loses_none(
+        ops in prop::collection::vec(any_op(), 1..30), at in 0..70_u64, part: u8
+    ) {
+        live(&ops, at, Fault::Crash(part))?;
+    }
+
+    #[test]
+    fn test_refused_calls_lose_nothing_that_was_reported(
+        ops in prop::collection::vec(any_op(), 1..30), at in 0..70_u64, full: bool, times in 1..6_u64
+    ) {
+        live(&ops, at, Fault::Refuse(if full { ENOSPC } else { EIO }, times))?;
+    }
+}
+
+#[test]
+fn test_a_crash_at_each_call_of_one_history() {
+    let mut ops: Vec<_> = (0..CHUNKS).map(Op::Write).collect();
+    ops.extend([
+        Op::Free(0),
+        Op::Write(0),
+        Op::Reopen,
+        Op::Write(2),
+        Op::Free(3),
+        Op::Write(4),
+        Op::Clear,
+        Op::Write(1),
+    ]);
+    for at in 0..80 {
+        for part in [0, 100, 200, 255] {
+            live(&ops, at, Fault::Crash(part)).unwrap();
+        }
+    }
+}

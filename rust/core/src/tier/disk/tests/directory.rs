@@ -1,0 +1,274 @@
+//! The rules of a directory: one owner, the cap, other namespaces, and files that are not what they should be.
+
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use super::super::{ErrorKind, namespaces};
+use super::*;
+
+/// What `du` says of the directory, by length and by blocks, whichever is more.
+fn du(dir: &Path) -> u64 {
+    let Ok(meta) = fs::symlink_metadata(dir) else { return 0 };
+    let own = (meta.blocks() * 512).max(meta.len());
+    let inside = fs::read_dir(dir).into_iter().flatten().flatten().map(|e| du(&e.path())).sum::<u64>();
+    own + inside
+}
+
+fn namespace_dir(config: &DiskConfig) -> PathBuf {
+    config.dir.join(namespaces::dir_name(&config.namespace))
+}
+
+fn with_namespace(config: &DiskConfig, byte: u8) -> DiskConfig {
+    DiskConfig { namespace: [byte; 32], ..config.clone() }
+}
+
+fn fill(config: &DiskConfig) -> u32 {
+    let (tier, found) = open(config);
+    let mut i = u32::try_from(found.len()).unwrap();
+    while let Some(slot) = tier.reserve() {
+        tier.write(slot, &DiskMeta { depth: 0, ..meta_of(i) }, &frame_of(i, 0)).unwrap();
+        i += 1;
+    }
+    i
+}
+
+#[test]
+fn test_a_second_opener_is_told_who_and_what_to_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 2);
+    let (tier, _) = open(&config);
+    for other in [config.clone(), with_namespace(&config, 1)] {
+        let error = DiskTier::open(other).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Busy);
+        let text = error.to_string();
+        for part in [dir.path().to_str().unwrap(), &format!("process {}", std::process::id()), "another disk_path"] {
+            assert!(text.contains(part), "{text}");
+        }
+    }
+    drop(tier);
+    open(&config);
+}
+
+#[test]
+fn test_only_this_user_may_look() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(&dir.path().join("a/b"), 2);
+    let (tier, _) = open(&config);
+    put(&tier, 0);
+    let mode = |path: &Path| fs::metadata(path).unwrap().permissions().mode() & 0o777;
+    assert_eq!([mode(&config.dir), mode(&namespace_dir(&config))], [0o700; 2]);
+    assert_eq!(mode(&config.dir.join("lock")), 0o600);
+    for file in fs::read_dir(namespace_dir(&config)).unwrap() {
+        assert_eq!(mode(&file.unwrap().path()), 0o600);
+    }
+}
+
+#[test]
+fn test_a_disk_path_that_cannot_work_is_named_with_the_fix() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    fs::write(&file, "x").unwrap();
+    for path in [file.clone(), file.join("below"), PathBuf::from("/proc/kvloft")] {
+        let error = DiskTier::open(config(&path, 2)).unwrap_err();
+        let text = error.to_string();
+        let expected = if path.starts_with("/proc") { ErrorKind::Io } else { ErrorKind::InvalidConfig };
+        assert!(
+            error.kind() == expected && text.contains("disk_path") && text.contains(path.to_str().unwrap()),
+            "{text}"
+        );
+    }
+    assert_eq!(fs::read(&file).unwrap(), b"x");
+}
+
+#[test]
+fn test_a_cap_below_one_chunk_is_named_with_the_least_that_works() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(dir.path(), 1);
+    assert_eq!(fill(&config), 1);
+    config.cap_bytes -= 1;
+    let error = DiskTier::open(config.clone()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidConfig);
+    assert!(error.to_string().contains("disk_size") && error.to_string().contains(&(config.cap_bytes + 1).to_string()));
+    for frame_bytes in [0, 4095, 6144] {
+        let error = DiskTier::open(DiskConfig { frame_bytes, ..config.clone() }).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidConfig);
+    }
+}
+
+#[test]
+fn test_the_cap_holds_at_every_instant() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = DiskConfig { cap_bytes: 3 << 20, ..config(dir.path(), 1) };
+    let done = AtomicBool::new(false);
+    let most = std::thread::scope(|scope| {
+        let watch = scope.spawn(|| {
+            let mut most = 0;
+            while !done.load(Ordering::SeqCst) {
+                most = most.max(du(dir.path()));
+            }
+            most
+        });
+        for (round, cap_mib) in [3, 3, 3, 2, 3, 1].into_iter().enumerate() {
+            let byte = u8::try_from(round).unwrap() % 3;
+            let config = DiskConfig { cap_bytes: cap_mib << 20, ..with_namespace(&base, byte) };
+            fill(&config);
+            assert!(du(dir.path()) <= config.cap_bytes, "{} > {}", du(dir.path()), config.cap_bytes);
+            let (tier, _) = open(&config);
+            assert!(tier.stats().bytes <= config.cap_bytes && tier.stats().bytes >= du(dir.path()));
+        }
+        done.store(true, Ordering::SeqCst);
+        watch.join().unwrap()
+    });
+    assert!(most <= base.cap_bytes, "{most}");
+    assert!(most > base.cap_bytes * 9 / 10, "the cap is used: {most}");
+}
+
+#[test]
+fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
+    let dir = tempfile::tempdir().unwrap();
+    let path_of = |byte: u8| dir.path().join(namespaces::dir_name(&[byte; 32]));
+    // Made elsewhere, so that none makes room for another; namespace 2 is the least recently used, then 3, then 1.
+    for (byte, age_s) in [(1_u8, 100), (2, 300), (3, 200)] {
+        let elsewhere = tempfile::tempdir().unwrap();
+        let other = with_namespace(&config(elsewhere.path(), 4), byte);
+        fill(&other);
+        fs::rename(namespace_dir(&other), path_of(byte)).unwrap();
+        for file in fs::read_dir(path_of(byte)).unwrap() {
+            let file = fs::File::options().write(true).open(file.unwrap().path()).unwrap();
+            let time = file.metadata().unwrap().modified().unwrap() - std::time::Duration::from_secs(age_s);
+            file.set_modified(time).unwrap();
+        }
+    }
+    let foreign: u64 = namespaces::scan(dir.path(), None).unwrap().iter().map(|f| f.bytes).sum();
+    let mut config = config(dir.path(), 1);
+    config.cap_bytes += foreign;
+    let (tier, _) = open(&config);
+    let mut history = Vec::new();
+    loop {
+        let slot = tier.reserve();
+        history.push([1, 2, 3].map(|byte| path_of(byte).exists()));
+        if slot.is_none() {
+            break;
+        }
+    }
+    assert_eq!(history[0], [true; 3], "one more fits beside them");
+    history.dedup();
+    assert_eq!(history, [[true; 3], [true, false, true], [true, false, false], [false; 3]]);
+    assert_eq!(tier.stats().namespaces_removed, 3);
+}
+
+#[test]
+fn test_what_is_not_ours_is_never_deleted() {
+    let dir = tempfile::tempdir().unwrap();
+    let base = config(dir.path(), 6);
+    fill(&with_namespace(&base, 1));
+    let foreign = dir.path().join(namespaces::dir_name(&[1; 32]));
+    fs::write(foreign.join("notes.txt"), "mine").unwrap();
+    fs::create_dir(dir.path().join("photos")).unwrap();
+    fs::write(dir.path().join("photos/index.dat"), "mine").unwrap();
+    let elsewhere = tempfile::tempdir().unwrap();
+    fs::write(elsewhere.path().join("index.dat"), "mine").unwrap();
+    std::os::unix::fs::symlink(elsewhere.path(), dir.path().join("0123456789abcdef")).unwrap();
+    assert!(fill(&base) >= 5);
+    assert_eq!(fs::read_dir(&foreign).unwrap().count(), 1);
+    for path in [foreign.join("notes.txt"), dir.path().join("photos/index.dat"), elsewhere.path().join("index.dat")] {
+        assert_eq!(fs::read(path).unwrap(), b"mine");
+    }
+}
+
+#[test]
+fn test_a_smaller_cap_drops_the_highest_slots_and_their_orphans() {
+    let dir = tempfile::tempdir().unwrap();
+    let large = config(dir.path(), 8);
+    {
+        let (tier, _) = open(&large);
+        let slots: Vec<_> = (0..8).map(|_| tier.reserve().unwrap()).collect();
+        // 2 and 3 are children of 0, which lies in the last slot; 4 and 5 of 1, in the first.
+        for (slot, i) in slots.iter().zip([1, 4, 5, 2, 3, 6, 7, 0]) {
+            tier.write(*slot, &meta_of(i), &frame_of(i, 0)).unwrap();
+        }
+    }
+    let small = config(dir.path(), 5);
+    let (tier, found) = open(&small);
+    assert_eq!(numbers(&found), [1, 4, 5]);
+    let stats = tier.stats();
+    assert_eq!((stats.slots, stats.dropped_over_cap, stats.dropped_orphans), (5, 3, 2));
+    assert!(du(dir.path()) <= small.cap_bytes);
+    for entry in found {
+        let i = numbers(&[entry])[0];
+        assert_eq!(get(&tier, entry.slot, i).unwrap(), frame_of(i, 0).to_vec());
+    }
+    drop(tier);
+    let (tier, found) = open(&large);
+    assert_eq!((numbers(&found), tier.stats().dropped_orphans), (vec![1, 4, 5], 0));
+}
+
+#[test]
+fn test_a_wrong_superblock_starts_afresh_and_is_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 4);
+    let superblock = namespace_dir(&config).join("superblock.json");
+    let good = {
+        open(&config);
+        fs::read_to_string(&superblock).unwrap()
+    };
+    let mut foreign_config = config.clone();
+    foreign_config.namespace[31] ^= 1;
+    let spoil: [(&str, &dyn Fn()); 6] = [
+        ("missing", &|| fs::remove_file(&superblock).unwrap()),
+        ("empty", &|| fs::write(&superblock, "").unwrap()),
+        ("flipped", &|| fs::write(&superblock, good.replace("8192", "8193")).unwrap()),
+        ("newer", &|| fs::write(&superblock, good.replace("\"format\": 1", "\"format\": 2")).unwrap()),
+        ("huge", &|| fs::write(&superblock, vec![b' '; 1 << 20]).unwrap()),
+        ("other frames", &|| drop(DiskTier::open(DiskConfig { frame_bytes: 4096, ..config.clone() }))),
+    ];
+    for (name, spoil) in spoil {
+        let (tier, _) = open(&config);
+        tier.clear();
+        put(&tier, 0);
+        drop(tier);
+        spoil();
+        let (tier, found) = open(&config);
+        assert!(found.is_empty(), "{name}");
+        let stats = tier.stats();
+        assert!(stats.fresh_starts == 1 && stats.events[0].contains("starts afresh"), "{name}: {:?}", stats.events);
+        let slot = put(&tier, 1);
+        assert_eq!(get(&tier, slot, 1).unwrap(), frame_of(1, 0).to_vec());
+    }
+    // Another namespace whose first 16 digits are the same.
+    let (tier, found) = open(&foreign_config);
+    assert!(found.is_empty() && tier.stats().fresh_starts == 1);
+}
+
+#[test]
+fn test_a_new_description_keeps_the_chunks() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 4);
+    put(&open(&config).0, 0);
+    let renamed = DiskConfig { description: "renamed \"model\"\n".repeat(500), ..config };
+    for _ in 0..2 {
+        let (tier, found) = open(&renamed);
+        assert_eq!((numbers(&found), tier.stats().fresh_starts), (vec![0], 0));
+    }
+}
+
+#[test]
+fn test_a_file_in_the_namespaces_place_is_replaced() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 4);
+    fs::write(namespace_dir(&config), "what is this").unwrap();
+    let (tier, _) = open(&config);
+    put(&tier, 0);
+    assert_eq!(tier.stats().fresh_starts, 1);
+}
+
+#[test]
+fn test_an_event_is_noted_for_people_but_the_list_is_short() {
+    let counters = super::super::counters::Counters::default();
+    for i in 0..1000 {
+        counters.event(i.to_string());
+    }
+    assert_eq!(counters.snapshot().events.len(), 64);
+}

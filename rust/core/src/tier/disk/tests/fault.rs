@@ -1,0 +1,296 @@
+//! Files that fail on purpose, at one chosen system call, and what the tier does then.
+
+use std::io;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+use super::super::files::OpenFile;
+use super::super::{Error, ErrorKind};
+use super::*;
+use crate::io::direct::{OsFile, RawFile};
+
+pub(super) const ENOSPC: i32 = 28;
+pub(super) const EIO: i32 = 5;
+
+/// What happens at the chosen call.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Fault {
+    /// The process dies: of a write, this part of 256 is done; nothing after it happens.
+    Crash(u8),
+    /// The operating system refuses, this many calls in a row.
+    Refuse(i32, u64),
+    /// Writes and reads are short, from then on: at most this many bytes.
+    Short(usize),
+}
+
+/// Which calls fail. Counts the calls that change a file, and reads where asked.
+#[derive(Debug, Default)]
+pub(super) struct Script {
+    plan: Mutex<Option<(u64, Fault)>>,
+    calls: AtomicU64,
+    crashed: AtomicBool,
+    /// `allocate` is not to be had on this file system.
+    pub(super) no_allocate: AtomicBool,
+    /// Reads fail too (they count as calls then).
+    pub(super) with_reads: AtomicBool,
+}
+
+enum Verdict {
+    Proceed,
+    Part(usize),
+    Fail(io::Error),
+    Die(u8),
+}
+
+impl Script {
+    /// Fails at the `n`th call from now.
+    pub(super) fn at(&self, n: u64, fault: Fault) {
+        *self.plan.lock().unwrap() = Some((self.calls.load(Ordering::SeqCst) + n, fault));
+    }
+
+    pub(super) fn has_crashed(&self) -> bool {
+        self.crashed.load(Ordering::SeqCst)
+    }
+
+    fn call(&self) -> Verdict {
+        if self.has_crashed() {
+            return Verdict::Fail(dead());
+        }
+        let now = self.calls.fetch_add(1, Ordering::SeqCst);
+        let Some((at, fault)) = *self.plan.lock().unwrap() else { return Verdict::Proceed };
+        match fault {
+            Fault::Crash(part) if now == at => {
+                self.crashed.store(true, Ordering::SeqCst);
+                Verdict::Die(part)
+            }
+            Fault::Refuse(errno, times) if (at..at + times).contains(&now) => {
+                Verdict::Fail(io::Error::from_raw_os_error(errno))
+            }
+            Fault::Short(most) if now >= at => Verdict::Part(most),
+            _ => Verdict::Proceed,
+        }
+    }
+
+    fn whole_call(&self, call: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
+        match self.call() {
+            Verdict::Proceed | Verdict::Part(_) => call(),
+            Verdict::Fail(e) => Err(e),
+            Verdict::Die(part) => {
+                // One call cannot be half seen by the next process, but it may or may not have happened.
+                if part >= 128 {
+                    call()?;
+                }
+                Err(dead())
+            }
+        }
+    }
+}
+
+fn dead() -> io::Error {
+    io::Error::other("this process is dead")
+}
+
+/// Opens the operating system's files behind a script.
+#[derive(Debug, Clone, Default)]
+pub(super) struct FaultyFiles(pub(super) Arc<Script>);
+
+impl OpenFile for FaultyFiles {
+    fn open(&self, path: &Path, direct: bool) -> io::Result<Box<dyn RawFile>> {
+        Ok(Box::new(FaultyFile { file: OsFile::open(path, direct)?, script: self.0.clone() }))
+    }
+}
+
+#[derive(Debug)]
+struct FaultyFile {
+    file: OsFile,
+    script: Arc<Script>,
+}
+
+impl RawFile for FaultyFile {
+    fn pread(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
+        if !self.script.with_reads.load(Ordering::SeqCst) {
+            return self.file.pread(into, offset);
+        }
+        match self.script.call() {
+            Verdict::Proceed => self.file.pread(into, offset),
+            Verdict::Part(most) => {
+                let most = most.min(into.len());
+                self.file.pread(&mut into[..most], offset)
+            }
+            Verdict::Fail(e) => Err(e),
+            Verdict::Die(_) => Err(dead()),
+        }
+    }
+
+    fn pwrite(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
+        match self.script.call() {
+            Verdict::Proceed => self.file.pwrite(bytes, offset),
+            Verdict::Part(most) => self.file.pwrite(&bytes[..most.min(bytes.len())], offset),
+            Verdict::Fail(e) => Err(e),
+            Verdict::Die(part) => {
+                let done = bytes.len() * usize::from(part) / 255;
+                self.file.pwrite(&bytes[..done], offset)?;
+                Err(dead())
+            }
+        }
+    }
+
+    fn size(&self) -> io::Result<u64> {
+        self.file.size()
+    }
+
+    fn set_len(&self, len: u64) -> io::Result<()> {
+        self.script.whole_call(|| self.file.set_len(len))
+    }
+
+    fn allocate(&self, from: u64, to: u64) -> io::Result<()> {
+        if self.script.no_allocate.load(Ordering::SeqCst) {
+            return Err(io::ErrorKind::Unsupported.into());
+        }
+        self.script.whole_call(|| self.file.allocate(from, to))
+    }
+
+    fn modified_s(&self) -> io::Result<u64> {
+        self.file.modified_s()
+    }
+
+    fn is_direct(&self) -> bool {
+        self.file.is_direct()
+    }
+}
+
+fn faulty(config: &DiskConfig) -> (DiskTier, FaultyFiles) {
+    let files = FaultyFiles::default();
+    let (tier, _) = DiskTier::open_with(config, &files).unwrap();
+    (tier, files)
+}
+
+fn try_put(tier: &DiskTier, i: u32) -> Result<SlotId, Error> {
+    let slot = tier.reserve().expect("a slot");
+    tier.write(slot, &meta_of(i), &frame_of(i, 0)).map(|()| slot).inspect_err(|_| tier.free(slot))
+}
+
+#[test]
+fn test_a_write_without_room_is_an_io_error_and_the_slot_is_used_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 3);
+    let (tier, files) = faulty(&config);
+    let kept = put(&tier, 0);
+    for call in 0..3 {
+        files.0.at(call, Fault::Refuse(ENOSPC, 1));
+        let error = try_put(&tier, 1).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Io);
+        assert_eq!(error.io_source().and_then(io::Error::raw_os_error), Some(ENOSPC));
+    }
+    let stats = tier.stats();
+    assert_eq!((stats.slots_used, stats.slots_reserved, stats.slots_retired, stats.write_errors), (1, 0, 0, 3));
+    assert_eq!(get(&tier, kept, 0).unwrap(), frame_of(0, 0).to_vec());
+    let again = try_put(&tier, 1).unwrap();
+    assert_eq!(get(&tier, again, 1).unwrap(), frame_of(1, 0).to_vec());
+}
+
+#[test]
+fn test_a_slot_with_an_io_error_is_retired() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 3);
+    for call in 0..3 {
+        let (tier, files) = faulty(&config);
+        tier.free(tier.reserve().expect("the files have grown"));
+        files.0.at(call, Fault::Refuse(EIO, 1));
+        assert_eq!(try_put(&tier, 1).unwrap_err().kind(), ErrorKind::Io);
+        assert_eq!((tier.stats().slots_retired, tier.stats().slots_reserved), (1, 0));
+        assert!(tier.reserve().is_some() && tier.reserve().is_some());
+        assert_eq!(tier.reserve(), None, "the bad slot is not handed out");
+    }
+}
+
+#[test]
+fn test_a_chunk_that_cannot_be_forgotten_keeps_its_bytes_and_its_slot() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 2);
+    let (tier, files) = faulty(&config);
+    let slot = put(&tier, 0);
+    files.0.at(0, Fault::Refuse(EIO, 1));
+    tier.free(slot);
+    assert_eq!((tier.stats().slots_retired, tier.stats().write_errors), (1, 1));
+    assert_ne!(tier.reserve(), Some(slot));
+    assert_eq!(tier.reserve(), None);
+    drop(tier);
+    let (tier, found) = open(&config);
+    assert_eq!(numbers(&found), [0]);
+    assert_eq!(get(&tier, found[0].slot, 0).unwrap(), frame_of(0, 0).to_vec());
+}
+
+#[test]
+fn test_short_transfers_are_finished() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 2);
+    let (tier, files) = faulty(&config);
+    files.0.with_reads.store(true, Ordering::SeqCst);
+    for most in [1, 77, 4096, 5000] {
+        files.0.at(0, Fault::Short(most));
+        let slot = put(&tier, most.try_into().unwrap());
+        assert_eq!(get(&tier, slot, most.try_into().unwrap()).unwrap(), frame_of(most.try_into().unwrap(), 0).to_vec());
+        tier.free(slot);
+    }
+}
+
+#[test]
+fn test_a_failing_read_is_an_io_error_and_harms_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tier, files) = faulty(&config(dir.path(), 2));
+    let slot = put(&tier, 0);
+    files.0.with_reads.store(true, Ordering::SeqCst);
+    for call in 0..2 {
+        files.0.at(call, Fault::Refuse(EIO, 1));
+        assert_eq!(get(&tier, slot, 0).unwrap_err().kind(), ErrorKind::Io);
+    }
+    assert_eq!((tier.stats().read_errors, tier.stats().corrupt_reads), (2, 0));
+    assert_eq!(get(&tier, slot, 0).unwrap(), frame_of(0, 0).to_vec());
+}
+
+#[test]
+fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(dir.path(), 64);
+    let first = {
+        config.cap_bytes = budget::FIXED_BYTES + budget::slots_bytes(2, FRAME);
+        let (tier, _) = open(&config);
+        [put(&tier, 0), put(&tier, 1)]
+    };
+    config.cap_bytes = budget::FIXED_BYTES + budget::slots_bytes(64, FRAME);
+    let (tier, files) = faulty(&config);
+    files.0.at(0, Fault::Refuse(ENOSPC, u64::MAX / 2));
+    assert_eq!(tier.reserve(), None);
+    assert_eq!(tier.stats().slots, 2);
+    assert!(tier.stats().grow_errors >= 6, "it tried smaller steps, down to one slot");
+    files.0.at(0, Fault::Short(usize::MAX));
+    for (i, slot) in (0..).zip(first) {
+        assert_eq!(get(&tier, slot, i).unwrap(), frame_of(i, 0).to_vec());
+    }
+    // Room may come back: it is tried again after a while, not at every ask.
+    let asks = (1..1000).find(|_| tier.reserve().is_some()).expect("it grows again");
+    assert!(asks > 100, "{asks}");
+}
+
+#[test]
+fn test_part_of_an_extension_is_taken_where_all_of_it_does_not_fit() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tier, files) = faulty(&config(dir.path(), 64));
+    files.0.at(1, Fault::Refuse(ENOSPC, 1));
+    assert!(tier.reserve().is_some());
+    let stats = tier.stats();
+    assert_eq!((stats.slots, stats.grow_errors), (32, 1));
+}
+
+#[test]
+fn test_a_file_system_without_allocation_still_works() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tier, files) = faulty(&config(dir.path(), 4));
+    files.0.no_allocate.store(true, Ordering::SeqCst);
+    for i in 0..4 {
+        let slot = put(&tier, i);
+        assert_eq!(get(&tier, slot, i).unwrap(), frame_of(i, 0).to_vec());
+    }
+    assert_eq!(tier.reserve(), None);
+}

@@ -1,0 +1,167 @@
+//! Damage on disk: a read proves its bytes, an open believes no bad record, and verify and inspect see what is wrong.
+
+use std::fs::{self, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::PathBuf;
+
+use proptest::prelude::*;
+
+use super::super::{Damage, ErrorKind, Verifier, inspect, namespaces};
+use super::*;
+
+fn filled(dir: &Path) -> DiskConfig {
+    let config = config(dir, 8);
+    let (tier, _) = open(&config);
+    for i in 0..6 {
+        put(&tier, i);
+    }
+    config
+}
+
+fn file(config: &DiskConfig, name: &str) -> PathBuf {
+    config.dir.join(namespaces::dir_name(&config.namespace)).join(name)
+}
+
+fn spoil(path: &Path, offset: u64, mask: u8) {
+    let file = OpenOptions::new().read(true).write(true).open(path).unwrap();
+    let mut byte = [0];
+    file.read_exact_at(&mut byte, offset).unwrap();
+    file.write_all_at(&[byte[0] ^ mask], offset).unwrap();
+}
+
+fn verify(dir: &Path) -> Vec<Damage> {
+    let mut verifier = Verifier::open(dir).unwrap();
+    let mut damage = verifier.step(2);
+    while verifier.num_checked() < verifier.num_chunks() {
+        damage.extend(verifier.step(2));
+    }
+    damage
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 120, ..ProptestConfig::default() })]
+
+    #[test]
+    fn test_flipped_bytes_anywhere_cost_chunks_but_never_give_wrong_bytes(
+        flips in prop::collection::vec((0..10_u64, any::<u64>(), 1_u8..), 1..8), cut in prop::option::of(0..70_000_u64)
+    ) {
+        let dir = tempfile::tempdir().unwrap();
+        let config = filled(dir.path());
+        for (which, offset, mask) in flips {
+            let path = file(&config, if which < 4 { "index.dat" } else if which < 9 { "frames.dat" } else { "superblock.json" });
+            let len = fs::metadata(&path).unwrap().len();
+            spoil(&path, offset % len, mask);
+        }
+        if let Some(cut) = cut {
+            let frames = OpenOptions::new().write(true).open(file(&config, "frames.dat")).unwrap();
+            frames.set_len(cut.min(frames.metadata().unwrap().len())).unwrap();
+        }
+        let bad = verify(dir.path()).len();
+        inspect(dir.path()).unwrap();
+        let (tier, found) = open(&config);
+        let mut served = 0;
+        for entry in found {
+            let i = numbers(&[entry])[0];
+            match get(&tier, entry.slot, i) {
+                Ok(bytes) => {
+                    prop_assert_eq!(bytes, frame_of(i, 0).to_vec());
+                    served += 1;
+                }
+                Err(error) => prop_assert_eq!(error.kind(), ErrorKind::Corrupt),
+            }
+        }
+        prop_assert!(served == 6 || bad > 0, "{} of 6 served, and verify saw nothing", served);
+    }
+}
+
+#[test]
+fn test_verify_and_inspect_find_nothing_wrong_with_a_sound_directory() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = filled(dir.path());
+    assert_eq!(verify(dir.path()), []);
+    let found = inspect(dir.path()).unwrap();
+    let info = &found[0];
+    assert_eq!((found.len(), info.chunks, info.slots, info.frame_bytes), (1, 6, 8, FRAME));
+    assert_eq!((info.description.as_str(), &info.problem), ("a test", &None));
+    let now = fs::metadata(file(&config, "index.dat")).unwrap().modified().unwrap();
+    let now = now.duration_since(std::time::UNIX_EPOCH).unwrap().as_secs();
+    assert!(info.oldest_s <= info.newest_s && info.newest_s <= Some(now) && info.oldest_s.unwrap() + 60 > now);
+    assert!(info.bytes >= 6 * FRAME);
+}
+
+#[test]
+fn test_verify_names_each_kind_of_damage() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = filled(dir.path());
+    spoil(&file(&config, "frames.dat"), FRAME * 2 + 17, 1);
+    spoil(&file(&config, "index.dat"), 128 + 60, 1);
+    OpenOptions::new().write(true).open(file(&config, "frames.dat")).unwrap().set_len(FRAME * 5).unwrap();
+    let mut damage: Vec<_> = verify(dir.path()).into_iter().map(|d| (d.slot, d.key.is_some(), d.problem)).collect();
+    damage.sort();
+    let expected = [
+        (Some(1), false, "record damaged"),
+        (Some(2), true, "its checksum differs"),
+        (Some(5), false, "the file of frames ends before it"),
+    ];
+    assert_eq!(damage, expected.map(|(slot, key, problem)| (slot, key, problem.to_owned())));
+    assert_eq!(inspect(dir.path()).unwrap()[0].problem.as_deref(), Some("2 records damaged or without their frame"));
+    let (tier, found) = open(&config);
+    assert_eq!(tier.stats().dropped_records, 2);
+    assert!(numbers(&found).iter().all(|i| [0, 2, 3, 4].contains(i)));
+}
+
+#[test]
+fn test_verify_compares_the_frames_own_trailer() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 4);
+    let (tier, _) = open(&config);
+    for (i, named) in [(0, 0), (1, 5)] {
+        let mut frame = frame_of(i, 0);
+        let trailer = frame.len() - 128;
+        frame[trailer..trailer + 8].copy_from_slice(b"KVLOFT01");
+        frame[trailer + 8..trailer + 40].copy_from_slice(&key_of(named).0);
+        tier.write(tier.reserve().unwrap(), &meta_of(i), &frame).unwrap();
+    }
+    drop(tier);
+    let damage = verify(dir.path());
+    assert_eq!(damage.len(), 1);
+    assert_eq!((damage[0].slot, damage[0].problem.as_str()), (Some(1), "its trailer names another key"));
+}
+
+#[test]
+fn test_verify_sees_superblocks_that_are_damaged_or_in_the_wrong_place() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = filled(dir.path());
+    let good = config.dir.join(namespaces::dir_name(&config.namespace));
+    fs::rename(&good, config.dir.join("00112233445566aa")).unwrap();
+    fs::create_dir(config.dir.join("00112233445566bb")).unwrap();
+    let mut problems: Vec<_> = verify(dir.path()).into_iter().map(|d| d.problem).collect();
+    problems.sort();
+    assert_eq!(problems, ["superblock is another namespace's", "superblock missing"]);
+    assert_eq!(inspect(dir.path()).unwrap().iter().filter(|n| n.problem.is_some()).count(), 2);
+}
+
+#[test]
+fn test_verify_is_busy_while_an_engine_runs_and_inspect_is_not() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = filled(dir.path());
+    let (tier, _) = open(&config);
+    assert_eq!(Verifier::open(dir.path()).unwrap_err().kind(), ErrorKind::Busy);
+    assert_eq!(inspect(dir.path()).unwrap()[0].chunks, 6);
+    drop(tier);
+    let verifier = Verifier::open(dir.path()).unwrap();
+    assert_eq!(DiskTier::open(config.clone()).unwrap_err().kind(), ErrorKind::Busy);
+    drop(verifier);
+    open(&config);
+}
+
+#[test]
+fn test_what_is_no_disk_directory_is_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("file"), "x").unwrap();
+    for path in [dir.path().to_owned(), dir.path().join("file"), dir.path().join("missing")] {
+        assert_eq!(Verifier::open(&path).unwrap_err().kind(), ErrorKind::InvalidConfig);
+        assert_eq!(inspect(&path).unwrap_err().kind(), ErrorKind::InvalidConfig);
+    }
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1, "looking makes nothing");
+}

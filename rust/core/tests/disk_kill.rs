@@ -1,0 +1,135 @@
+//! `kill -9` for real (I3): a child process writes and frees in a loop, dies at a random instant, and what the next open
+//! finds is whole; what the child had reported is there.
+
+#![expect(clippy::unwrap_used, reason = "a helper of a test fails by panicking too")]
+
+use std::collections::{BTreeMap, VecDeque};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use kvloft_core::ChunkKey;
+use kvloft_core::io::direct::PageBuffer;
+use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskTier, SlotId};
+
+const DIR_VARIABLE: &str = "KVLOFT_TEST_KILL_DIR";
+const LIFE_VARIABLE: &str = "KVLOFT_TEST_KILL_LIFE";
+const FRAME: usize = 64 * 1024;
+const LIVES: u64 = 50;
+
+fn config(dir: &Path) -> DiskConfig {
+    DiskConfig {
+        dir: dir.to_owned(),
+        cap_bytes: 3 << 20,
+        frame_bytes: FRAME as u64,
+        namespace: [7; 32],
+        description: "kill test".to_owned(),
+    }
+}
+
+fn key(life: u64, n: u64) -> ChunkKey {
+    ChunkKey(*blake3::hash(&[life.to_le_bytes(), n.to_le_bytes()].concat()).as_bytes())
+}
+
+/// Chunk `n` of a life: chains of four.
+fn meta(life: u64, n: u64) -> DiskMeta {
+    let depth = u32::try_from(n % 4).unwrap();
+    let parent = if depth == 0 { ChunkKey([0; 32]) } else { key(life, n - 1) };
+    DiskMeta { key: key(life, n), parent, num_blocks: 1, depth }
+}
+
+fn fill(frame: &mut [u8], key: &ChunkKey) {
+    blake3::Hasher::new_keyed(&key.0).finalize_xof().fill(frame);
+}
+
+/// The child's part: says "w N" after a write was reported done, "f N" before a free; dies by the parent's hand.
+fn live(dir: &Path, life: u64) {
+    let (tier, _) = DiskTier::open(config(dir)).unwrap();
+    tier.clear();
+    let mut frame = PageBuffer::new(FRAME);
+    let mut out = std::io::stdout().lock();
+    let mut chains: VecDeque<Vec<(u64, SlotId)>> = VecDeque::new();
+    writeln!(out, "ready").unwrap();
+    for n in 0.. {
+        let slot = loop {
+            if let Some(slot) = tier.reserve() {
+                break slot;
+            }
+            // The oldest chain goes, deepest first.
+            for (n, slot) in chains.pop_front().unwrap().into_iter().rev() {
+                writeln!(out, "f {n}").unwrap();
+                tier.free(slot);
+            }
+        };
+        let meta = meta(life, n);
+        fill(&mut frame, &meta.key);
+        tier.write(slot, &meta, &frame).unwrap();
+        writeln!(out, "w {n}").unwrap();
+        if n % 4 == 0 {
+            chains.push_back(Vec::new());
+        }
+        chains.back_mut().unwrap().push((n, slot));
+    }
+}
+
+fn spawn(dir: &Path, life: u64) -> Child {
+    Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "child", "--nocapture", "--test-threads=1"])
+        .env(DIR_VARIABLE, dir)
+        .env(LIFE_VARIABLE, life.to_string())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::null())
+        .spawn()
+        .unwrap()
+}
+
+/// Lets a child live for a while and kills it: chunk number -> whether it must be there (false: its free had begun).
+fn live_and_die(dir: &Path, life: u64) -> BTreeMap<u64, bool> {
+    let mut child = spawn(dir, life);
+    let mut out = BufReader::new(child.stdout.take().unwrap());
+    let mut first = String::new();
+    while !first.ends_with("ready\n") {
+        first.clear();
+        assert_ne!(out.read_line(&mut first).unwrap(), 0, "the child died by itself");
+    }
+    // Instants spread over many writes; the pipe holds thousands of lines, so the child never waits for us.
+    std::thread::sleep(Duration::from_micros(life * 7919 % 60_000));
+    child.kill().unwrap();
+    child.wait().unwrap();
+    let mut text = String::new();
+    out.read_to_string(&mut text).unwrap();
+    // A line that the kill cut off has no newline and says nothing.
+    let whole = text.rfind('\n').map_or("", |end| &text[..end]);
+    whole.lines().filter_map(|line| line.split_once(' ')).map(|(what, n)| (n.parse().unwrap(), what == "w")).collect()
+}
+
+#[test]
+fn child() {
+    // The environment is how the test below talks to this half; without it there is nothing to do here.
+    if let (Ok(dir), Ok(life)) = (std::env::var(DIR_VARIABLE), std::env::var(LIFE_VARIABLE)) {
+        live(Path::new(&dir), life.parse().unwrap());
+    }
+}
+
+#[test]
+fn test_kill_9_at_random_instants_leaves_whole_chunks_and_loses_none_reported() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut written = 0;
+    for life in 0..LIVES {
+        let chunks = live_and_die(dir.path(), life);
+        written += chunks.len();
+        let (tier, found) = DiskTier::open(config(dir.path())).unwrap();
+        let (mut bytes, mut expected) = (PageBuffer::new(FRAME), vec![0; FRAME]);
+        for entry in &found {
+            tier.read(entry.slot, &entry.key, &mut bytes).expect("a visible chunk is whole");
+            fill(&mut expected, &entry.key);
+            assert!(*bytes == *expected, "life {life}: slot {} has another chunk's bytes", entry.slot.0);
+        }
+        for (n, must_be_there) in chunks {
+            let is_there = found.iter().any(|e| e.key == key(life, n));
+            assert!(is_there || !must_be_there, "life {life}: chunk {n} was reported written and is lost");
+        }
+    }
+    assert!(written > 0, "no child lived long enough to write");
+}
