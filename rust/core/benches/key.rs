@@ -15,7 +15,7 @@ const NUM_IDS: u32 = 131_072;
 const ROOT: ChunkKey = ChunkKey([7; 32]);
 /// Rows of 4096 bfloat16, and how many.
 const WIDTH: u32 = 4096;
-const NUM_ROWS: usize = 1024;
+const NUM_ROWS: usize = 512;
 
 fn ids() -> Vec<u32> {
     (0..NUM_IDS).map(|i| i.wrapping_mul(2_654_435_761) % 151_936).collect()
@@ -39,15 +39,20 @@ fn embeds(rows: &[u8], block_tokens: u32) -> KeyChain {
     chain
 }
 
-/// Shortest times of two things done in turns: what they cost when nothing else runs.
-fn in_turns<A, B>(times: usize, mut one: impl FnMut() -> A, mut two: impl FnMut() -> B) -> (Duration, Duration) {
-    let mut best = (Duration::MAX, Duration::MAX);
+/// What two things cost, done in turns: their shortest times, which is what they cost when nothing else runs.
+struct Turns {
+    one: Duration,
+    two: Duration,
+}
+
+fn in_turns<A, B>(times: usize, mut one: impl FnMut() -> A, mut two: impl FnMut() -> B) -> Turns {
+    let mut best = Turns { one: Duration::MAX, two: Duration::MAX };
     for _ in 0..times {
         let start = Instant::now();
         black_box(one());
         let middle = Instant::now();
         black_box(two());
-        best = (best.0.min(middle - start), best.1.min(middle.elapsed()));
+        best = Turns { one: best.one.min(middle - start), two: best.two.min(middle.elapsed()) };
     }
     best
 }
@@ -60,14 +65,14 @@ fn row(what: &str, measured: &str, target: &str, met: bool, plain: &str) {
 fn token_rows() {
     let (ids, bytes) = (ids(), noise(NUM_IDS as usize * 4));
     for (block_tokens, target_ms) in [(256, 0.25), (16, 1.0)] {
-        let (ours, plain) = in_turns(300, || tokens(&ids, block_tokens), || blake3::keyed_hash(&[7; 32], &bytes));
-        let ms = ours.as_secs_f64() * 1e3;
+        let turns = in_turns(300, || tokens(&ids, block_tokens), || blake3::keyed_hash(&[7; 32], &bytes));
+        let ms = turns.one.as_secs_f64() * 1e3;
         row(
             &format!("{NUM_IDS} ids, blocks of {block_tokens}, 1 thread"),
             &format!("{ms:.3} ms"),
             &format!("<= {target_ms:.2} ms"),
             ms <= target_ms,
-            &format!("plain BLAKE3 of the ids {:.3} ms", plain.as_secs_f64() * 1e3),
+            &format!("plain BLAKE3 of the ids {:.3} ms", turns.two.as_secs_f64() * 1e3),
         );
     }
 }
@@ -78,14 +83,18 @@ fn embed_rows() {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
         for block_tokens in [16, 256] {
             let plain = || blake3::Hasher::new_keyed(&[7; 32]).update_rayon(&rows).finalize();
-            let (ours, plain) = pool.install(|| in_turns(101, || embeds(&rows, block_tokens), plain));
-            let ratio = plain.as_secs_f64() / ours.as_secs_f64();
+            let turns = pool.install(|| in_turns(400, || embeds(&rows, block_tokens), plain));
+            let ratio = turns.two.as_secs_f64() / turns.one.as_secs_f64();
             row(
                 &format!("{NUM_ROWS} bf16 rows of {WIDTH}, blocks of {block_tokens}, {threads} threads"),
                 &format!("{:.0} %", ratio * 100.0),
                 ">= 90 %",
                 ratio >= 0.9,
-                &format!("{:.2} ms, plain BLAKE3 {:.2} ms", ours.as_secs_f64() * 1e3, plain.as_secs_f64() * 1e3),
+                &format!(
+                    "{:.2} ms, plain BLAKE3 {:.2} ms",
+                    turns.one.as_secs_f64() * 1e3,
+                    turns.two.as_secs_f64() * 1e3
+                ),
             );
         }
     }
@@ -96,15 +105,15 @@ fn tag_rows() {
         let pages = vec![page_bytes; 64];
         let payload = noise(page_bytes as usize * 64 * num_blocks as usize);
         let copy = || payload.clone();
-        let (ours, copied) = in_turns(25, || chunk_tag(&payload, &pages, num_blocks).expect("a whole payload"), copy);
+        let turns = in_turns(25, || chunk_tag(&payload, &pages, num_blocks).expect("a whole payload"), copy);
         let giga = f64::from(page_bytes) * 64.0 * f64::from(num_blocks) / 1e9;
         let speed = |time: Duration| giga / time.as_secs_f64();
         row(
             &format!("tag of {} MiB in pages of {page_bytes}", payload.len() >> 20),
-            &format!("{:.1} GB/s", speed(ours)),
+            &format!("{:.1} GB/s", speed(turns.one)),
             ">= 5 GB/s",
-            speed(ours) >= 5.0,
-            &format!("a copy {:.1} GB/s", speed(copied)),
+            speed(turns.one) >= 5.0,
+            &format!("a copy {:.1} GB/s", speed(turns.two)),
         );
     }
 }
