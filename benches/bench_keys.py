@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
 from blake3 import blake3
+
 from kvloft import _core
 
 NUM_IDS = 131_072

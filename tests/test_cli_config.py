@@ -3,6 +3,7 @@
 import json
 
 import pytest
+
 from kvloft.cli.__main__ import main
 from kvloft.config import KEYS
 

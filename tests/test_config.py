@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvloft.config import KEYS, Config, describe, format_size, load_config, parse_seconds, parse_size
 from kvloft.errors import ConfigError
 
@@ -24,9 +25,7 @@ JUNK = (
     | st.booleans()
     | st.integers(max_value=-1)
     | st.floats(max_value=-1e-9)
-    | st.sampled_from(
-        [float("nan"), float("inf"), 1 << 70, 1e30, "", " ", "-1", "1..0", "8 GiBs", "٣GiB", "0x10", "1e3", "\ud800"]
-    )
+    | st.sampled_from([float("nan"), float("inf"), 1 << 70, 1e30, "", " ", "-1", "1..0", "8 GiBs", "٣GiB", "0x10", "1e3", "\ud800"])
     | st.binary()
     | st.lists(st.integers())
     | st.dictionaries(st.text(), st.integers())

@@ -66,16 +66,32 @@ class Arena:
     @property
     def num_frames(self) -> int: ...
     def seal(
-        self, frame: int, *, offset: int, part_bytes: int, key: bytes, layout: bytes, page_bytes: Sequence[int],
-        num_blocks: int, rank: int,
+        self,
+        frame: int,
+        *,
+        offset: int,
+        part_bytes: int,
+        key: bytes,
+        layout: bytes,
+        page_bytes: Sequence[int],
+        num_blocks: int,
+        rank: int,
     ) -> int:
         """Tag the payload at ``offset`` of ``frame`` and write the trailer at the end of the part; returns the tag.
 
         The payload is, for each of ``num_blocks`` blocks, pages of ``page_bytes`` each, back to back.
         """
     def check(
-        self, frame: int, *, offset: int, part_bytes: int, key: bytes, layout: bytes, page_bytes: Sequence[int],
-        num_blocks: int, rank: int,
+        self,
+        frame: int,
+        *,
+        offset: int,
+        part_bytes: int,
+        key: bytes,
+        layout: bytes,
+        page_bytes: Sequence[int],
+        num_blocks: int,
+        rank: int,
     ) -> str | None:
         """None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape', 'tag'."""
 
@@ -95,8 +111,17 @@ class Store:
     """Host arena + optional disk tier + index, in this process."""
 
     def __new__(
-        cls, *, frame_bytes: int, host_bytes: int, namespace: bytes, blocks_per_chunk: int = 1, eviction: str = "lru",
-        disk_path: str | None = None, disk_bytes: int = 0, disk_threads: int = 2, description: str = "",
+        cls,
+        *,
+        frame_bytes: int,
+        host_bytes: int,
+        namespace: bytes,
+        blocks_per_chunk: int = 1,
+        eviction: str = "lru",
+        disk_path: str | None = None,
+        disk_bytes: int = 0,
+        disk_threads: int = 2,
+        description: str = "",
     ) -> Store: ...
     @property
     def arena_path(self) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from kvloft import _core
 
 sys.path.append(str(Path(__file__).parents[1]))

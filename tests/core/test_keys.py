@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from kvloft import _core
 
 sys.path.append(str(Path(__file__).parents[1]))

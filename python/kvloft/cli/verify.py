@@ -67,4 +67,6 @@ def _print(num_chunks: int, damage: list[dict[str, str]]) -> None:
     for found in damage:
         table.add_row(found["namespace"], found["slot"] or "-", found["key"][:16] or "-", found["problem"])
     console.print(table)
-    console.print(f"{checked}: {len(damage):,} damaged. An engine that opens the directory counts these as misses.", highlight=False)
+    console.print(
+        f"{checked}: {len(damage):,} damaged. An engine that opens the directory counts these as misses.", highlight=False
+    )

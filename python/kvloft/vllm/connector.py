@@ -7,7 +7,6 @@ goes on. Loads are asynchronous only. Errors at construction are not caught: a w
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -58,7 +57,7 @@ class KVLoftConnector(KVConnectorBase_V1):
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config, kv_cache_config)
-        config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {}, os.environ)
+        config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         self._errors_logged: set[str] = set()
         self._scheduler: SchedulerHalf | None = None
         self._worker: WorkerHalf | None = None

@@ -51,7 +51,7 @@ class KVLoftStats(KVConnectorStats):
     """Numbers of one interval; see ``COUNTERS`` and ``GAUGES``."""
 
     def reset(self) -> None:
-        self.data = {}
+        self.data = dict[str, Any]()
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
         for name, value in other.data.items():
@@ -80,9 +80,7 @@ class KVLoftPromMetrics(KVConnectorPromMetrics):
         for names, cls in ((COUNTERS, self._counter_cls), (GAUGES, self._gauge_cls)):
             for name, help_text in names.items():
                 metric = cls(name=f"vllm:kvloft_{name}", documentation=f"{help_text}.", labelnames=labelnames)
-                self._metrics[name] = {
-                    engine: metric.labels(*values) for engine, values in per_engine_labelvalues.items()
-                }
+                self._metrics[name] = {engine: metric.labels(*values) for engine, values in per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():

@@ -39,7 +39,8 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     backend = getattr(parallel, "distributed_executor_backend", None)
     if parallel.world_size > 1 and backend not in (None, "mp", "uni"):
         raise UnsupportedError(
-            f"kvloft shares memory between the processes of one host, which distributed_executor_backend={backend!r} may not be; use 'mp'"
+            f"kvloft shares memory between the processes of one host, which distributed_executor_backend={backend!r} "
+            "may not be; use 'mp'"
         )
     if getattr(parallel, "nnodes", 1) != 1:
         raise UnsupportedError("kvloft shares memory between the processes of one host; nnodes must be 1")

@@ -115,11 +115,7 @@ def view_step(output: SchedulerOutput) -> StepView:
     blocks: list[Any] = [ids[0] if ids else None for ids in cached.new_block_ids]
     resumed = cached.resumed_req_ids
     if resumed:
-        new += [
-            NewRequest(ReqId(req_id), computed[i], blocks[i] or ())
-            for i, req_id in enumerate(req_ids)
-            if req_id in resumed
-        ]
+        new += [NewRequest(ReqId(req_id), computed[i], blocks[i] or ()) for i, req_id in enumerate(req_ids) if req_id in resumed]
         kept = [i for i, req_id in enumerate(req_ids) if req_id not in resumed]
         req_ids = [req_ids[i] for i in kept]
         computed = [computed[i] for i in kept]
