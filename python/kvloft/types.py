@@ -77,11 +77,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """What became of one LoadPlan; ``bad_keys`` failed their check, with why."""
+    """What became of one LoadPlan; ``bad_keys`` failed their check, with why.
+
+    ``failed``: nothing was copied though no frame is to blame, so none is forgotten for it.
+    """
 
     req_id: ReqId
     load_id: int
     bad_keys: tuple[tuple[ChunkKey, str], ...] = ()
+    failed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,11 @@ class LiveRequest(Protocol):
     @property
     def num_prompt_tokens(self) -> int:
         """Changes only when a streaming session takes its next input."""
+        ...
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Tokens scheduled so far, less the drafts known to be rejected: ahead of the truth only while a step is in flight."""
         ...
 
     @property

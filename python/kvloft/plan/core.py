@@ -75,6 +75,7 @@ class SchedulerCore:
         self._next_load_id = 0
         self._loads: dict[int, _Settling[ReadLease | None]] = {}
         self._tickets: dict[Ticket, _Settling[ChunkKey | None]] = {}
+        self._unsent: list[Ticket] = []
         self.counters: Counter[str] = Counter()
         """Since the last `take_counters`: tokens and events, by the names in ``kvloft.vllm.stats``."""
 
@@ -85,6 +86,9 @@ class SchedulerCore:
         if not self._loads_allowed or live.skip_load:
             return 0
         tracker = self._tracker(live)
+        if tracker.load_failed:
+            # Offered again, the same load could fail again, and vLLM would ask for ever.
+            return 0
         offer = match(tracker, self._store, self._geometry, local_tokens, self._clock(), self._wait_s)
         tracker.asked_step = self._step
         if tracker.lease is not None:
@@ -94,7 +98,9 @@ class SchedulerCore:
     def admit(self, live: LiveRequest, num_tokens: int, block_ids: Sequence[BlockId]) -> None:
         """vLLM gave the request its blocks and takes ``num_tokens`` of the standing offer (0: none of it)."""
         tracker = self._tracker(live)
-        tracker.start_over()
+        # After a load, or with a streaming session's next input, a request is admitted again with the blocks it has.
+        keeps_kv = bool(tracker.blocks) and tracker.blocks[:1] == list(block_ids[:1])
+        tracker.start_over(keeps_kv=keeps_kv)
         tracker.blocks = list(block_ids)
         self._admitted.add(live.req_id)
         self._leased.discard(live.req_id)
@@ -110,13 +116,17 @@ class SchedulerCore:
         for tier, tokens in by_tier.items():
             self.counters[f"load_tokens_{tier}"] += tokens
         if plan.lost:
+            tracker.load_failed = True
             self.counters["load_lost_blocks"] += len(plan.lost)
 
     def fail_load(self, live: LiveRequest, num_tokens: int, block_ids: Sequence[BlockId]) -> None:
         """Plan a load that brings nothing: its request hears at once that these blocks are not there."""
         tracker = self._trackers.get(live.req_id)
         block_tokens = self._geometry.block_tokens
-        begin = (tracker.local_tokens if tracker is not None else 0) // block_tokens
+        begin = 0
+        if tracker is not None:
+            begin = tracker.local_tokens // block_tokens
+            tracker.load_failed = True
         load_id = self._next_load_id
         self._next_load_id += 1
         self._loads[load_id] = _Settling(None, self._num_ranks)
@@ -133,18 +143,35 @@ class SchedulerCore:
         """Turn one schedule() into the worker's plan: queued loads, and saves of what this step completes."""
         self._step += 1
         for req_id in view.preempted:
+            if (tracker := self._trackers.get(req_id)) is None:
+                continue
             # A reset preempts outside a step; such a request may be admitted again before this step names it.
-            if req_id not in self._admitted and (tracker := self._trackers.get(req_id)) is not None:
+            if req_id in self._admitted:
+                tracker.kv_outdated = False
+            else:
                 tracker.start_over()
         self._admitted.clear()
         saves = self._plan_saves(view) if self._saves_allowed else ()
         loads, self._queued_loads = tuple(self._queued_loads), []
         if self._leased:
             self._expire_leases()
+        self._unsent.clear()
         return StepPlan(self._step, self._arena, loads, tuple(saves))
 
     def plan_loads_only(self) -> StepPlan:
-        """A plan without saves, for a step that could not be read: requests that wait must not wait for ever."""
+        """A plan without saves, for a step that could not be read: requests that wait must not wait for ever.
+
+        Block tables may have missed what that step added to them, so nothing of the requests that run is saved until they
+        get a table afresh (I6); what the failed attempt reserved is given back (I5).
+        """
+        self._step += 1
+        self._store.abort(self._unsent)
+        for ticket in self._unsent:
+            del self._tickets[ticket]
+        self._unsent.clear()
+        for tracker in self._trackers.values():
+            tracker.save_blocked = True
+        self._admitted.clear()
         loads, self._queued_loads = tuple(self._queued_loads), []
         return StepPlan(self._step, self._arena, loads)
 
@@ -172,12 +199,17 @@ class SchedulerCore:
         return saves
 
     def _save_latecomers(self, view: StepView, saves: list[SavePlan]) -> None:
-        """Requests of the last step that this one left out: under async scheduling their last token became known only now."""
+        """Requests of the last step that this one left out: under async scheduling their last token became known only now.
+
+        By now drafts may have been rejected that their frontier counts, or a session may have replaced the last sampled
+        token; vLLM's own count has followed either.
+        """
         running = view.running
         if self._last_running != running:
             scheduled = view.num_scheduled_tokens
             for req_id in self._last_running:
                 if req_id not in scheduled and (tracker := self._trackers.get(req_id)) is not None:
+                    tracker.frontier = min(tracker.frontier, tracker.live.num_computed_tokens)
                     if tracker.frontier >= tracker.next_save:
                         self._save(tracker, saves)
         self._last_running = [*running, *(new.req_id for new in view.new)] if view.new else list(running)
@@ -190,6 +222,7 @@ class SchedulerCore:
             saves.append(saving.plan)
             for copy in saving.plan.chunks:
                 self._tickets[copy.ticket] = _Settling(saving.supersedes.get(copy.ticket), self._num_ranks)
+                self._unsent.append(copy.ticket)
 
     def _expire_leases(self) -> None:
         for req_id in list(self._leased):
@@ -227,8 +260,9 @@ class SchedulerCore:
             if result.bad_keys:
                 self._store.discard([key for key, _ in result.bad_keys])
                 self.counters["verify_failures"] += len(result.bad_keys)
-                if (tracker := self._trackers.get(result.req_id)) is not None:
-                    tracker.saved_chunks = 0
+            if (result.bad_keys or result.failed) and (tracker := self._trackers.get(result.req_id)) is not None:
+                tracker.load_failed = True
+                tracker.saved_chunks = 0
             if loading is not None and loading.arrive():
                 del self._loads[result.load_id]
                 if loading.owned is not None:
@@ -245,12 +279,14 @@ class SchedulerCore:
             tracker.drop_lease()
 
     def reset(self) -> None:
-        """Forget every stored chunk; KV that running requests computed before now is not saved any more."""
+        """Forget every stored chunk, also those being saved; KV that requests hold from before now is not saved any more."""
         for tracker in self._trackers.values():
             tracker.drop_lease()
-            tracker.save_blocked = bool(tracker.blocks)
+            tracker.kv_outdated = bool(tracker.blocks)
             tracker.saved_chunks = 0
             tracker.tail_tokens, tracker.tail_key = 0, None
+        for settling in self._tickets.values():
+            settling.failed = True
         self._leased.clear()
         self._store.clear()
 

@@ -24,7 +24,7 @@ class Saving:
 
 def plan_save(tracker: Tracker, store: Store, geometry: Geometry) -> Saving:
     """Reserve frames for every chunk of ``tracker`` that is complete at the end of this step."""
-    if tracker.save_blocked:
+    if tracker.save_blocked or tracker.kv_outdated:
         tracker.next_save = NEVER
         return Saving()
     known = tracker.extend_chain()

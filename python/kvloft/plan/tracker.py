@@ -37,9 +37,11 @@ class Tracker:
         "blocks",
         "chain",
         "frontier",
+        "kv_outdated",
         "lease",
         "lease_tokens",
         "live",
+        "load_failed",
         "local_tokens",
         "next_save",
         "save_blocked",
@@ -61,7 +63,9 @@ class Tracker:
         self.next_save = 0
         """Frontier at which a save can next be planned."""
         self.save_blocked = False
-        """KV in ``blocks`` predates a reset: nothing may be saved until the request starts over."""
+        """``blocks`` may not be the request's table: nothing may be saved until it gets one afresh."""
+        self.kv_outdated = False
+        """KV in ``blocks`` predates a reset: nothing may be saved until it is computed anew."""
         self.tail_tokens = 0
         self.tail_key: ChunkKey | None = None
         self.lease: ReadLease | None = None
@@ -70,6 +74,8 @@ class Tracker:
         self.local_tokens = 0
         self.waiting_since: float | None = None
         self.waited_out = False
+        self.load_failed = False
+        """A load of this request brought less than was promised: it computes the rest of its life by itself."""
         self._restart_chain()
 
     def _restart_chain(self) -> None:
@@ -112,8 +118,9 @@ class Tracker:
             self.chain.append_tokens(token_ids, start, known)
         return known
 
-    def start_over(self) -> None:
-        """The request lost its blocks: what it computes from here on comes from position 0."""
+    def start_over(self, *, keeps_kv: bool = False) -> None:
+        """The request's block table is void. Unless it ``keeps_kv``, what it computes from here on comes from position 0."""
+        self.kv_outdated = self.kv_outdated and keeps_kv
         self.blocks = []
         self.frontier = 0
         self.saved_chunks = 0

@@ -59,7 +59,7 @@ class BrokenMover:
             self._done.bad_blocks.update(plan.lost)
             for copy in plan.chunks:
                 self._done.bad_blocks.update(copy.blocks)
-            self._done.loads.append(LoadResult(plan.req_id, plan.load_id))
+            self._done.loads.append(LoadResult(plan.req_id, plan.load_id, failed=True))
 
     def poll(self) -> Finished:
         done, self._done = self._done, Finished()

@@ -64,6 +64,10 @@ class VllmRequest:
         return self._request.num_prompt_tokens
 
     @property
+    def num_computed_tokens(self) -> int:
+        return self._request.num_computed_tokens
+
+    @property
     def skip_load(self) -> bool:
         return bool(getattr(self._request, "skip_reading_prefix_cache", False))
 

@@ -1,0 +1,384 @@
+"""The store and the key chain of `kvloft.types` again, in dicts: the double that the scheduler half is tested against.
+
+It follows the rules written in `_core.pyi` and checks, at every call, that its caller keeps them too. Where those rules leave
+a choice it takes the one that is worst for the caller (a commit after `clear` is lost, a frame is reused as soon as it may be).
+It must not import kvloft.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+Content = tuple[Any, ...]
+"""What one position reads: ``("token", id)`` or ``("row", bytes, dtype)``, and the items on it."""
+
+
+class KeyBook:
+    """Makes chains and remembers what every key stands for, so that a key can be turned back into its prefix."""
+
+    def __init__(self, block_tokens: int) -> None:
+        self.block_tokens = block_tokens
+        self.prefix_of: dict[bytes, tuple[Content, ...]] = {}
+        """Root first, then one entry a position."""
+
+    def new_chain(self, view: Any) -> "ModelChain":
+        return ModelChain(self, ("root", view.adapter, view.cache_salt))
+
+
+class ModelChain:
+    """Keys of one prefix, a block at a time, by hashing everything before the block's end afresh."""
+
+    def __init__(self, book: KeyBook, root: Content) -> None:
+        self._book = book
+        self.root = root
+        self.positions: list[Content] = []
+        self._items: list[tuple[str, int, int]] = []
+        self._keys: list[bytes] = []
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.positions)
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.positions) // self._book.block_tokens
+
+    def add_item(self, identifier: str, start: int, num_tokens: int) -> None:
+        assert start >= len(self.positions), "an item must be declared before its positions"
+        self._items.append((identifier, start, num_tokens))
+
+    def append_tokens(self, token_ids: Sequence[int], start: int = 0, stop: int | None = None, /) -> None:
+        for token in token_ids[start:stop]:
+            self._append(("token", token))
+
+    def append_embeds(self, rows: Any, *, dtype: str, width: int) -> None:
+        for row in rows:
+            self._append(("row", row, dtype, width))
+
+    def _append(self, content: Content) -> None:
+        at = len(self.positions)
+        self.positions.append(content + tuple(item_content(self._items, at)))
+        if len(self.positions) % self._book.block_tokens == 0:
+            block = self.positions[-self._book.block_tokens :]
+            parent = self._keys[-1] if self._keys else repr(self.root).encode()
+            key = hashlib.sha256(parent + repr(block).encode()).digest()
+            self._keys.append(key)
+            self._book.prefix_of[key] = (self.root, *self.positions)
+
+    def key(self, block: int) -> bytes:
+        return self._keys[block]
+
+
+def item_content(items: Iterable[tuple[str, int, int]], at: int) -> Iterable[Content]:
+    """What the multimodal items that cover position ``at`` put there."""
+    return ((name, at - start) for name, start, count in items if start <= at < start + count)
+
+
+@dataclass(eq=False)
+class Entry:
+    """One chunk. ``state``: reserved (being written), ready, or reading (from disk); no frame means on disk only."""
+
+    key: bytes
+    parent: bytes | None
+    first_block: int
+    num_blocks: int
+    state: str
+    frame: int | None = None
+    disk: Any = None
+    pins: int = 0
+    used: int = 0
+    gone: bool = False
+    """Forgotten; its frame is freed with its last pin or when its ticket or read ends."""
+
+
+class Lease:
+    """Pins on a prefix; entries behind the first one that failed to be read do not count."""
+
+    def __init__(self, store: "ModelStore", entries: list[Entry]) -> None:
+        self._store = store
+        self._entries = entries
+        self._tiers = ["disk" if entry.state == "reading" else "host" for entry in entries]
+        self.released = False
+        for entry in entries:
+            entry.pins += 1
+        store.open_leases.add(self)
+
+    def poll(self) -> tuple[int, int]:
+        assert not self.released
+        ready, pending, broken = 0, 0, False
+        for entry in self._entries:
+            broken = broken or entry.state == "failed"
+            if broken:
+                continue
+            if entry.state == "ready" and not pending:
+                ready += entry.num_blocks
+            else:
+                pending += entry.num_blocks
+        return ready, pending
+
+    def frames(self) -> list[tuple[int, bytes, int, int, str]]:
+        assert not self.released
+        rows: list[tuple[int, bytes, int, int, str]] = []
+        for entry, tier in zip(self._entries, self._tiers, strict=True):
+            if entry.state != "ready":
+                break
+            assert entry.frame is not None
+            rows.append((entry.frame, entry.key, entry.first_block, entry.num_blocks, tier))
+        return rows
+
+    def release(self) -> None:
+        if self.released:
+            return
+        self.released = True
+        self._store.open_leases.discard(self)
+        for entry in self._entries:
+            entry.pins -= 1
+            self._store.free_if_done(entry)
+
+
+@dataclass
+class ModelStore:
+    """Host frames, an optional disk, prefix-aware LRU eviction.
+
+    ``arena[frame]`` is whatever the workers put there. ``tick`` lets disk reads
+    finish. ``drop_next`` reservations find no frame.
+    """
+
+    num_frames: int
+    blocks_per_chunk: int = 1
+    with_disk: bool = False
+    drop_next: int = 0
+    arena: dict[int, Any] = field(default_factory=dict)
+    check_visible: Callable[[bytes, int, Any], None] | None = None
+    """Called with (key, num_blocks, content) of each chunk that becomes visible in host or on disk."""
+
+    def __post_init__(self) -> None:
+        self.entries: dict[bytes, Entry] = {}
+        self.free = list(range(self.num_frames))
+        self.tickets: dict[int, Entry] = {}
+        self.open_leases: set[Lease] = set()
+        self.reading: list[Entry] = []
+        self._hidden: set[int] = set()
+        self._next_ticket = 0
+        self._clock = 0
+
+    # -- what a chain's chunks are --------------------------------------------------------------------------------
+
+    def _chunk(self, chain: ModelChain, index: int) -> tuple[bytes, bytes | None, int, int]:
+        """(key, parent's key, first block, blocks) of full chunk ``index``."""
+        size = self.blocks_per_chunk
+        parent = chain.key(index * size - 1) if index else None
+        return chain.key((index + 1) * size - 1), parent, index * size, size
+
+    def _present(self, chain: ModelChain, in_host: bool) -> list[Entry]:
+        """Full chunks from the start, then the longest tail behind them."""
+        found: list[Entry] = []
+        while (len(found) + 1) * self.blocks_per_chunk <= chain.num_blocks:
+            entry = self.entries.get(self._chunk(chain, len(found))[0])
+            if not self._visible(entry, in_host):
+                break
+            assert entry is not None
+            found.append(entry)
+        full = len(found) * self.blocks_per_chunk
+        for tail in range(min(self.blocks_per_chunk - 1, chain.num_blocks - full), 0, -1):
+            entry = self.entries.get(chain.key(full + tail - 1))
+            if entry is not None and self._visible(entry, in_host):
+                assert (entry.first_block, entry.num_blocks) == (full, tail)
+                return [*found, entry]
+        return found
+
+    @staticmethod
+    def _visible(entry: Entry | None, in_host: bool) -> bool:
+        return entry is not None and (entry.state == "ready" or (not in_host and entry.disk is not None))
+
+    # -- Store protocol -------------------------------------------------------------------------------------------
+
+    def lookup(self, chain: ModelChain) -> tuple[int, int]:
+        host, both = (sum(e.num_blocks for e in self._present(chain, in_host)) for in_host in (True, False))
+        return host, both
+
+    def acquire(self, chain: ModelChain) -> Lease:
+        self._clock += 1
+        entries: list[Entry] = []
+        for entry in self._present(chain, in_host=False):
+            entry.used = self._clock
+            entry.pins += 1  # so that making room for the next one does not take this one's frame
+            entries.append(entry)
+            if entry.frame is None:
+                frame = self._take_frame()
+                if frame is None:
+                    entry.pins -= 1
+                    entries.pop()
+                    break
+                entry.frame, entry.state = frame, "reading"
+                self.reading.append(entry)
+        lease = Lease(self, entries)
+        for entry in entries:
+            entry.pins -= 1
+        return lease
+
+    def reserve(
+        self, chain: ModelChain, start: int, stop: int, tail_blocks: int = 0
+    ) -> tuple[list[tuple[int, int, bytes, int, int]], int]:
+        assert 0 <= start <= stop
+        assert stop * self.blocks_per_chunk + tail_blocks <= chain.num_blocks, "reserved beyond the chain"
+        assert 0 <= tail_blocks < max(self.blocks_per_chunk, 1)
+        wanted = [self._chunk(chain, index) for index in range(start, stop)]
+        if tail_blocks:
+            first = stop * self.blocks_per_chunk
+            parent = chain.key(first - 1) if first else None
+            wanted.append((chain.key(first + tail_blocks - 1), parent, first, tail_blocks))
+        rows: list[tuple[int, int, bytes, int, int]] = []
+        for n, (key, parent, first, size) in enumerate(wanted):
+            entry = self.entries.get(key)
+            if entry is not None and entry.frame is not None:
+                continue
+            row = self._reserve_one(entry, key, parent, first, size)
+            if row is None:
+                return rows, len(wanted) - n
+            rows.append(row)
+        return rows, 0
+
+    def _reserve_one(
+        self, old: Entry | None, key: bytes, parent: bytes | None, first: int, size: int
+    ) -> tuple[int, int, bytes, int, int] | None:
+        above = self.entries.get(parent) if parent is not None else None
+        if parent is not None and (above is None or above.state not in ("ready", "reserved")):
+            return None
+        if self.drop_next:
+            self.drop_next -= 1
+            return None
+        if above is not None:
+            above.pins += 1
+        frame = self._take_frame()
+        if above is not None:
+            above.pins -= 1
+        if frame is None:
+            return None
+        self._clock += 1
+        entry = Entry(key, parent, first, size, "reserved", frame, used=self._clock)
+        if old is not None:
+            entry.disk = old.disk
+            old.gone = True
+        self.entries[key] = entry
+        ticket = self._next_ticket
+        self._next_ticket += 1
+        self.tickets[ticket] = entry
+        self.arena[frame] = None
+        return ticket, frame, key, first, size
+
+    def commit(self, tickets: Sequence[int]) -> int:
+        num_visible = 0
+        for ticket in tickets:
+            entry = self.tickets.pop(ticket)
+            above = self.entries.get(entry.parent) if entry.parent is not None else None
+            if entry.gone or (entry.parent is not None and (above is None or above.state != "ready")):
+                self._forget(entry)
+                self.free_if_done(entry, force=True)
+                continue
+            entry.state = "ready"
+            num_visible += 1
+            assert entry.frame is not None
+            content = self.arena[entry.frame]
+            if self.check_visible is not None:
+                self.check_visible(entry.key, entry.num_blocks, content)
+            if self.with_disk:
+                entry.disk = content
+        return num_visible
+
+    def abort(self, tickets: Sequence[int]) -> None:
+        for ticket in tickets:
+            entry = self.tickets.pop(ticket)
+            self._forget(entry)
+            self.free_if_done(entry, force=True)
+
+    def discard(self, keys: Sequence[bytes]) -> int:
+        dropped = 0
+        for key in keys:
+            entry = self.entries.get(key)
+            if entry is None or entry.state == "reserved":
+                continue
+            dropped += 1
+            self._forget(entry)
+            for child in [e for e in self.entries.values() if e.parent == key]:
+                if child.state == "reserved":
+                    continue  # its commit finds no parent
+                dropped += self.discard([child.key])
+        return dropped
+
+    def clear(self) -> None:
+        for entry in list(self.entries.values()):
+            self._forget(entry)
+
+    def stats(self) -> dict[str, int]:
+        reserved = len(self.tickets)
+        return {"frames": self.num_frames, "free": len(self.free), "reserved": reserved, "leases": len(self.open_leases)}
+
+    # -- frames ---------------------------------------------------------------------------------------------------
+
+    def _forget(self, entry: Entry) -> None:
+        entry.gone = True
+        if self.entries.get(entry.key) is entry:
+            del self.entries[entry.key]
+        if entry.frame is not None:
+            self._hidden.add(entry.frame)
+        self.free_if_done(entry)
+
+    def free_if_done(self, entry: Entry, force: bool = False) -> None:
+        """Give back the frame of a forgotten entry that nobody pins, writes or reads into."""
+        busy = entry.pins or (entry.state == "reserved" and not force) or entry.state == "reading"
+        if entry.gone and entry.frame is not None and not busy:
+            self._hidden.discard(entry.frame)
+            self.arena[entry.frame] = None
+            self.free.append(entry.frame)
+            entry.frame = None
+
+    def _take_frame(self) -> int | None:
+        if not self.free:
+            parents = {e.parent for e in self.entries.values() if e.frame is not None}
+            leaves = [e for e in self.entries.values() if e.state == "ready" and not e.pins and e.key not in parents]
+            if not leaves:
+                return None
+            self.evict(min(leaves, key=lambda e: e.used))
+        return self.free.pop(0)
+
+    def evict(self, entry: Entry) -> None:
+        """Take a leaf's frame; with a disk the chunk stays there."""
+        assert entry.pins == 0, "I4: a pinned frame is not evicted"
+        assert entry.frame is not None
+        self.arena[entry.frame] = None
+        self.free.append(entry.frame)
+        entry.frame, entry.state = None, "disk"
+        if entry.disk is None:
+            del self.entries[entry.key]
+
+    def tick(self, num_reads: int, *, fail: bool = False) -> None:
+        """Let ``num_reads`` disk reads finish, well or badly."""
+        for _ in range(min(num_reads, len(self.reading))):
+            entry = self.reading.pop(0)
+            assert entry.frame is not None
+            if fail:
+                entry.state, entry.gone = "failed", True
+                self._hidden.add(entry.frame)
+                if self.entries.get(entry.key) is entry:
+                    del self.entries[entry.key]
+                    for child in [e for e in self.entries.values() if e.parent == entry.key and e.state != "reserved"]:
+                        self.discard([child.key])
+                self.free_if_done(entry)
+            else:
+                self.arena[entry.frame] = entry.disk
+                entry.state = "ready"
+                self.free_if_done(entry)
+
+    def check(self) -> None:
+        """I8, and presence is monotone: every visible chunk has its parent."""
+        used = [e.frame for e in self.entries.values() if e.frame is not None]
+        assert len(set(used)) == len(used), "one frame, two chunks"
+        hidden = self._hidden - set(used)
+        assert len(used) + len(hidden) + len(self.free) == self.num_frames, "I8"
+        for entry in self.entries.values():
+            if entry.state == "ready" and entry.parent is not None:
+                above = self.entries.get(entry.parent)
+                assert above is not None
+                assert above.frame is not None

@@ -1,0 +1,9 @@
+"""Lets these tests import the symbolic engine beside them and the model store."""
+
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+for folder in (HERE, HERE.parent / "model"):
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))

@@ -1,0 +1,96 @@
+"""What a symbolic engine checks of kvloft: frames that become visible, plans, what is held, tokens that come out."""
+
+from typing import Any
+
+from kvloft.types import LoadPlan, StepPlan
+from sim_request import Request
+
+
+def check_visible(engine: Any, key: bytes, num_blocks: int, content: Any) -> None:
+    """I1, I2, I3, I7: what became visible is, on every rank, the KV of its key's prefix."""
+    prefix = engine.book.prefix_of[key]
+    expected = engine.workers.expected(prefix)[-num_blocks * engine.setup.block_tokens :]
+    assert content is not None, "I3: visible, but never written"
+    assert sorted(content) == list(range(engine.setup.num_ranks)), "I3: visible before every rank wrote it"
+    for rank, (written, payload) in content.items():
+        assert written == key
+        assert payload == expected, f"I1: rank {rank} saved KV that is not its key's"
+    engine.num_saved_blocks += num_blocks
+
+
+def check_plan(engine: Any, plan: StepPlan) -> None:
+    for save in plan.saves:
+        request = engine.requests[save.req_id]
+        for copy in save.chunks:
+            entry = engine.store.tickets[copy.ticket]
+            assert (entry.frame, entry.key, entry.num_blocks) == (copy.frame, copy.key, copy.num_blocks)
+            owned = request.blocks[entry.first_block : entry.first_block + copy.num_blocks]
+            assert list(copy.blocks) == owned, "I6: saved from blocks that are not there"
+            assert 0 not in copy.blocks, "I6: the null block"
+    for load in plan.loads:
+        assert load.load_id not in engine.load_ids, "I10: one load planned twice"
+        engine.load_ids.add(load.load_id)
+        check_load(engine, load)
+
+
+def check_load(engine: Any, load: LoadPlan) -> None:
+    request = engine.requests[load.req_id]
+    assert request.status in ("loading", "finished")
+    assert request.load is not None
+    local, external = request.load
+    size = engine.setup.block_tokens
+    promised = request.blocks[local // size : (local + external) // size]
+    named = [block for copy in load.chunks for block in copy.blocks] + list(load.lost)
+    assert named == promised, "I6: a load names other blocks than were given for it"
+    assert not load.lost, "what was pinned was lost"
+
+
+def reference(engine: Any, request: Request) -> list[int]:
+    """The tokens this request must end with, computed without any cache."""
+    token_ids: list[int] = list(request.history[0])
+    for turn in [*request.history[1:], (request.num_outputs, None)]:
+        for _ in range(turn[0]):
+            probe = Request("probe", token_ids, 1, request.adapter, request.salt, request.rows, request.items)
+            symbols = engine.workers.expected([request.root, *probe.contents()])
+            token_ids = [*token_ids, engine.workers.symbols.sample(symbols[-1])]
+        if turn[1] is not None:
+            token_ids = token_ids[:-1] + turn[1]
+    return token_ids
+
+
+def check_held(engine: Any) -> None:
+    """After every rule: I5, I8, and outputs of whatever ended."""
+    engine.store.check()
+    leases = sum(tracker.lease is not None for tracker in engine.core._trackers.values())
+    assert len(engine.store.open_leases) <= leases + len(engine.core._loads), "I5: a lease without an owner"
+    assert set(engine.store.tickets) == set(engine.core._tickets), "I5: a reservation without an owner"
+    for request in engine.finished:
+        if not request.tainted:
+            assert request.token_ids == reference(engine, request), "a wrong token"
+    engine.finished.clear()
+
+
+def settle(engine: Any) -> None:
+    """Everything must end by itself, and leave nothing behind (I5)."""
+    for request in list(engine.requests.values()):
+        if request.updates is not None and request.status != "finished":
+            engine.feed_session(request, None)
+    for turn in range(600):
+        if turn % 100 == 99:  # sessions can hold each other up; vLLM's user would end one
+            holders = [r for r in engine.waiting if r.updates is not None and r.blocks]
+            if holders:
+                engine.finish(holders[0], aborted=True)
+        if not engine.requests and not engine.core.has_work_in_flight:
+            break
+        engine.run()
+        engine.check()
+    else:
+        raise AssertionError(f"stuck: {[(r.req_id, r.status) for r in engine.requests.values()]}")
+    engine.drain()
+    engine.check()
+    assert not engine.store.open_leases
+    assert not engine.store.tickets
+    core = engine.core
+    for left in (core._trackers, core._loads, core._tickets, core._leased, core._hits, core._queued_loads):
+        assert not left, f"left behind: {left}"
+    assert len(engine.pool.free) == engine.setup.num_blocks - 1

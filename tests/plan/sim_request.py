@@ -1,0 +1,87 @@
+"""The fixed setup of a symbolic engine, and its requests: vLLM's Request and kvloft's `LiveRequest` in one."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvloft.types import EmbedRows, MediaItem, RequestView
+from plan_store import item_content
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What does not change in one engine's life."""
+
+    block_tokens: int = 4
+    blocks_per_chunk: int = 1
+    num_blocks: int = 40
+    num_frames: int = 64
+    with_disk: bool = False
+    num_ranks: int = 1
+    run_ahead: bool = False
+    """Async scheduling: the next step is scheduled before this one's results are in."""
+    num_drafts: int = 0
+    local_cache: bool = True
+    fail_policy: bool = False
+    max_running: int = 8
+    wait_s: float = 5.0
+
+
+@dataclass(eq=False)
+class Request:
+    """vLLM's Request, and at once the `LiveRequest` kvloft sees."""
+
+    req_id: Any
+    token_ids: list[int]
+    max_tokens: int
+    adapter: tuple[str, str] | None = None
+    salt: str | None = None
+    rows: dict[int, str] = field(default_factory=dict)
+    items: tuple[MediaItem, ...] = ()
+    skip_load: bool = False
+    updates: list[list[int]] | None = None
+    """Further input of a streaming session; None for an ordinary request."""
+    status: str = "waiting"
+    num_prompt_tokens: int = 0
+    num_computed_tokens: int = 0
+    placeholders: int = 0
+    in_flight: int = 0
+    stale: int = 0
+    drop_stale: bool = False
+    spec: int = 0
+    num_outputs: int = 0
+    blocks: list[int] = field(default_factory=list)
+    load: tuple[int, int] | None = None
+    """(local, external) tokens of the load it waits for."""
+    history: list[Any] = field(default_factory=list)
+    tainted: bool = False
+    """Weights changed under it: its output is nobody's reference."""
+    num_failed_loads: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_prompt_tokens = len(self.token_ids)
+        self.history = [list(self.token_ids)]
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def root(self) -> Any:
+        return ("root", self.adapter, self.salt)
+
+    def content(self, at: int) -> Any:
+        token = ("row", self.rows[at], "f16", 1) if at in self.rows else ("token", self.token_ids[at])
+        return token + tuple(item_content([(i.identifier, i.start, i.num_tokens) for i in self.items], at))
+
+    def contents(self) -> list[Any]:
+        return [self.content(at) for at in range(self.num_tokens)]
+
+    def view(self) -> RequestView:
+        runs: list[EmbedRows] = []
+        for at in sorted(self.rows):
+            if runs and runs[-1].start + runs[-1].num_rows == at:
+                last = runs.pop()
+                runs.append(EmbedRows(last.start, last.num_rows + 1, [*last.rows, self.rows[at]], "f16", 1))
+            else:
+                runs.append(EmbedRows(at, 1, [self.rows[at]], "f16", 1))
+        return RequestView(self.adapter, self.salt, tuple(runs), self.items)
