@@ -41,10 +41,8 @@ impl WriteLease {
 
 impl Drop for WriteLease {
     fn drop(&mut self) {
-        if let Some(store) = self.store.take()
-            && let Some(mut state) = store.books()
-        {
-            state.abort(self.id);
+        if let Some(store) = self.store.take() {
+            store.with_books(|state| state.abort(self.id));
         }
     }
 }
@@ -71,26 +69,22 @@ impl ReadLease {
     /// How much is ready and how much is still being read. Never blocks on I/O.
     pub fn poll(&self) -> Progress {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        match (held.as_mut(), self.store.books()) {
-            (Some(held), Some(state)) => state.poll(held),
-            _ => Progress::default(),
-        }
+        let progress = held.as_mut().and_then(|held| self.store.with_books(|state| state.poll(held)));
+        progress.unwrap_or_default()
     }
 
     /// Frames of every chunk that is ready now, in order.
     pub fn frames(&self) -> Vec<LeasedFrame> {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        match (held.as_mut(), self.store.books()) {
-            (Some(held), Some(state)) => state.frames(held),
-            _ => Vec::new(),
-        }
+        let frames = held.as_mut().and_then(|held| self.store.with_books(|state| state.frames(held)));
+        frames.unwrap_or_default()
     }
 
     /// Unpins, as dropping does; again does nothing.
     pub fn release(&self) {
         let held = self.held.lock().unwrap_or_else(PoisonError::into_inner).take();
-        if let (Some(held), Some(mut state)) = (held, self.store.books()) {
-            state.release(&held);
+        if let Some(held) = held {
+            self.store.with_books(|state| state.release(&held));
         }
     }
 }

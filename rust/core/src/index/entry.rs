@@ -3,7 +3,7 @@
 use crate::evict::ChunkId;
 use crate::io::FrameId;
 use crate::key::ChunkKey;
-use crate::tier::SlotId;
+use crate::tier::disk::SlotId;
 
 /// Where a chunk is in the host tier.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -131,6 +131,11 @@ impl Entry {
 
     pub(crate) fn generation(&self) -> u32 {
         self.generation
+    }
+
+    /// The block behind its last one.
+    pub(crate) fn end_block(&self) -> u32 {
+        self.first_block + self.num_blocks
     }
 
     pub(crate) fn has_children(&self) -> bool {

@@ -1,8 +1,14 @@
 //! What a store is opened with, and the checks that need no I/O.
 
+use std::path::PathBuf;
+
 use crate::evict::Eviction;
 use crate::io::arena::FRAME_ALIGN;
+use crate::tier::disk::DiskConfig;
 use crate::{Error, ErrorKind, Result};
+
+/// More than any one device is faster with.
+const MAX_DISK_THREADS: u32 = 64;
 
 /// Settings of a store. Whoever opens it has read the clock, the environment and the machine; the store does not.
 #[derive(Debug, Clone)]
@@ -17,6 +23,40 @@ pub struct StoreConfig {
     pub eviction: Eviction,
     /// Bytes of memory that may be taken, where known: see [`crate::io::available_bytes`].
     pub available_bytes: Option<u64>,
+    /// Fingerprint of everything but content that decides KV bytes.
+    pub namespace: [u8; 32],
+    /// The disk tier, if there is one.
+    pub disk: Option<DiskSettings>,
+}
+
+/// Settings of the disk tier.
+#[derive(Debug, Clone)]
+pub struct DiskSettings {
+    /// Its directory (`disk_path`).
+    pub dir: PathBuf,
+    /// Most bytes it may take (`disk_size`).
+    pub cap_bytes: u64,
+    /// Threads that read and write (`disk_threads`).
+    pub num_threads: u32,
+    /// One line for people about the namespace.
+    pub description: String,
+}
+
+impl DiskSettings {
+    /// What the tier is opened with; `InvalidConfig` names the setting that is wrong, and the fix.
+    pub(crate) fn tier(&self, store: &StoreConfig) -> Result<DiskConfig> {
+        if !(1..=MAX_DISK_THREADS).contains(&self.num_threads) {
+            let message = format!("disk_threads = {} must be from 1 to {MAX_DISK_THREADS}", self.num_threads);
+            return Err(Error::new(ErrorKind::InvalidConfig, message));
+        }
+        Ok(DiskConfig {
+            dir: self.dir.clone(),
+            cap_bytes: self.cap_bytes,
+            frame_bytes: store.frame_bytes,
+            namespace: store.namespace,
+            description: self.description.clone(),
+        })
+    }
 }
 
 impl StoreConfig {

@@ -5,15 +5,20 @@
 
 mod check;
 mod config;
+mod disk;
+mod jobs;
 mod load;
 mod lookup;
 mod save;
 mod state;
 mod stats;
+mod threads;
 
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
 
-pub use config::StoreConfig;
+pub use config::{DiskSettings, StoreConfig};
 pub(crate) use load::Held;
 pub use load::{LeasedFrame, Progress, TierName};
 use lookup::Chunks;
@@ -24,18 +29,33 @@ pub use stats::{Counters, Gauges};
 use crate::Result;
 use crate::key::{ChunkKey, KeyChain};
 use crate::lease::{ReadLease, WriteLease};
+use crate::tier::FrameDisk;
+use crate::tier::disk::{DiskEntry, DiskTier};
 use crate::tier::host::HostTier;
 
-/// Host arena and index of one process. All methods take `&self` and may be called from any thread.
+/// Longest wait for a disk thread that is inside one read or write when the store ends.
+const LAST_JOB_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest wait of `clear` for the disk; it is cleared later where that is not enough.
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Host arena, optional disk tier and index of one process. All methods take `&self` and may be called from any thread.
+///
+/// Dropping it stops the disk threads after their job at hand; what was not on disk by then is not there.
 #[derive(Debug)]
 pub struct Store {
     inner: Arc<Inner>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
-/// What the store and its leases share.
+/// What the store, its leases and its disk threads share.
 #[derive(Debug)]
 pub(crate) struct Inner {
     state: Mutex<State>,
+    /// There are jobs.
+    work: Condvar,
+    /// A job ended.
+    idle: Condvar,
+    disk: Option<Arc<dyn FrameDisk>>,
     arena_path: String,
     frame_bytes: u64,
     num_frames: u32,
@@ -44,13 +64,32 @@ pub(crate) struct Inner {
 
 impl Inner {
     /// The books; None for ever after a panic under the lock.
-    pub(crate) fn books(&self) -> Option<MutexGuard<'_, State>> {
+    fn books(&self) -> Option<MutexGuard<'_, State>> {
         self.state.lock().ok()
     }
 
-    /// The books of a store that still serves.
-    fn open_books(&self) -> Option<MutexGuard<'_, State>> {
-        self.books().filter(|state| !state.closed)
+    /// Works on the books, then wakes the disk threads if that left them something to do. None after a failure.
+    pub(crate) fn with_books<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
+        let mut state = self.books()?;
+        let result = work(&mut state);
+        let has_jobs = state.disk.as_ref().is_some_and(disk::DiskBooks::has_jobs);
+        drop(state);
+        if has_jobs {
+            self.work.notify_all();
+        }
+        Some(result)
+    }
+
+    /// As `with_books`, but None for a closed store too.
+    fn with_open_books<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
+        self.with_books(|state| (!state.closed).then(|| work(state))).flatten()
+    }
+
+    /// Waits until `done` or the deadline; true if done. False at once after a failure.
+    fn wait(&self, deadline: Instant, done: impl Fn(&State) -> bool) -> bool {
+        let Some(state) = self.books() else { return false };
+        let left = deadline.saturating_duration_since(Instant::now());
+        self.idle.wait_timeout_while(state, left, |state| !done(state)).is_ok_and(|(_, result)| !result.timed_out())
     }
 }
 
@@ -73,14 +112,45 @@ pub struct Reserved {
 }
 
 impl Store {
-    /// Takes the memory. `InvalidConfig` names the setting that is wrong; `Io` if the system refuses.
+    /// Takes the memory and opens the disk tier. `InvalidConfig` names the setting that is wrong; `Busy` where another
+    /// process owns the disk directory; `Io` if the system refuses.
     pub fn open(config: &StoreConfig) -> Result<Self> {
+        let Some(settings) = &config.disk else { return Self::build(config, None, &[]) };
+        config.num_frames()?; // before a directory is made for a store that cannot be
+        let (disk, found) = DiskTier::open(settings.tier(config)?)?;
+        Self::build(config, Some(Arc::new(disk)), &found)
+    }
+
+    /// As [`Self::open`], with another disk, which holds `found`; `config.disk` says how many threads and chunks it has.
+    #[doc(hidden)]
+    pub fn with_disk(config: &StoreConfig, disk: Arc<dyn FrameDisk>, found: &[DiskEntry]) -> Result<Self> {
+        Self::build(config, Some(disk), found)
+    }
+
+    fn build(config: &StoreConfig, disk: Option<Arc<dyn FrameDisk>>, found: &[DiskEntry]) -> Result<Self> {
         let num_frames = config.num_frames()?;
         let host = HostTier::create(config.frame_bytes, num_frames)?;
         let arena_path = host.arena().path();
-        let state = Mutex::new(State::new(host, config.eviction.policy(num_frames as usize)));
-        let StoreConfig { frame_bytes, blocks_per_chunk, .. } = *config;
-        Ok(Self { inner: Arc::new(Inner { state, arena_path, frame_bytes, num_frames, blocks_per_chunk }) })
+        let cap_bytes = config.disk.as_ref().map_or(0, |disk| disk.cap_bytes);
+        let num_slots = usize::try_from(cap_bytes / config.frame_bytes).unwrap_or(usize::MAX);
+        let disk_policy = disk.as_ref().map(|_| config.eviction.policy(num_slots));
+        let mut state = State::new(host, config.eviction.policy(num_frames as usize), disk_policy);
+        if disk.is_some() {
+            state.recover(found, config.blocks_per_chunk);
+        }
+        let inner = Arc::new(Inner {
+            state: Mutex::new(state),
+            work: Condvar::new(),
+            idle: Condvar::new(),
+            disk,
+            arena_path,
+            frame_bytes: config.frame_bytes,
+            num_frames,
+            blocks_per_chunk: config.blocks_per_chunk,
+        });
+        let num_threads = config.disk.as_ref().map_or(0, |disk| disk.num_threads);
+        let threads = threads::spawn(&inner, num_threads)?;
+        Ok(Self { inner, threads: Mutex::new(threads) })
     }
 
     /// Path that another process of this user may map, see [`crate::io::Arena::open`].
@@ -109,15 +179,17 @@ impl Store {
 
     /// How much of the chain is stored: full chunks, then the longest tail behind them. No side effect (I9).
     pub fn lookup(&self, chain: &KeyChain) -> Lookup {
-        let Some(state) = self.inner.open_books() else { return Lookup::default() };
-        let (host, any) = state.find(&self.chunks(chain));
-        let per_chunk = self.inner.blocks_per_chunk;
-        Lookup { host_blocks: host.blocks(per_chunk), stored_blocks: any.blocks(per_chunk) }
+        let chunks = self.chunks(chain);
+        let Some(state) = self.inner.books().filter(|state| !state.closed) else { return Lookup::default() };
+        let (host, any) = state.find(&chunks);
+        Lookup { host_blocks: host.blocks(chunks.per_chunk()), stored_blocks: any.blocks(chunks.per_chunk()) }
     }
 
-    /// Pins what is in host of the chain's stored prefix.
+    /// Pins what is in host of the chain's stored prefix and starts to read the rest of it from disk, as far as frames can
+    /// be had.
     pub fn acquire(&self, chain: &KeyChain) -> ReadLease {
-        let held = self.inner.open_books().map(|mut state| state.acquire(&self.chunks(chain)));
+        let chunks = self.chunks(chain);
+        let held = self.inner.with_open_books(|state| state.acquire(&chunks));
         ReadLease::new(Arc::clone(&self.inner), held)
     }
 
@@ -127,11 +199,9 @@ impl Store {
     pub fn reserve(&self, chain: &KeyChain, range: SaveRange) -> Result<Reserved> {
         let chunks = self.chunks(chain);
         let wanted = range.check(&chunks)?;
-        let Some(mut state) = self.inner.open_books() else {
+        let Some((reserved, num_dropped)) = self.inner.with_open_books(|state| state.reserve(&chunks, range)) else {
             return Ok(Reserved { leases: Vec::new(), num_dropped: wanted });
         };
-        let (reserved, num_dropped) = state.reserve(&chunks, range);
-        drop(state);
         let lease = |(id, reservation)| WriteLease::new(Arc::clone(&self.inner), id, reservation);
         Ok(Reserved { leases: reserved.into_iter().map(lease).collect(), num_dropped })
     }
@@ -141,20 +211,24 @@ impl Store {
     pub fn commit(&self, leases: impl IntoIterator<Item = WriteLease>) -> u32 {
         let (own, foreign): (Vec<_>, Vec<_>) = leases.into_iter().partition(|lease| lease.is_of(&self.inner));
         drop(foreign);
-        let Some(mut state) = self.inner.books() else { return 0 };
-        own.into_iter().map(|lease| state.commit(lease.disarm())).sum()
+        let ids: Vec<_> = own.into_iter().map(WriteLease::disarm).collect();
+        self.inner.with_books(|state| ids.into_iter().map(|id| state.commit(id)).sum()).unwrap_or(0)
     }
 
     /// Forgets chunks and all that hangs on them, in every tier. Pinned ones cannot be found any more and are freed with
     /// their last pin. Returns how many were forgotten.
     pub fn discard(&self, keys: &[ChunkKey]) -> u64 {
-        self.inner.books().map_or(0, |mut state| state.discard(keys))
+        self.inner.with_books(|state| state.discard(keys)).unwrap_or(0)
     }
 
     /// Forgets everything in every tier. Pinned and reserved frames are freed when their owners end.
+    ///
+    /// Nothing is found from the moment it is called. It waits for the disk, some seconds at most, so that nothing comes
+    /// back after a restart either.
     pub fn clear(&self) {
-        if let Some(mut state) = self.inner.books() {
-            state.clear();
+        if self.inner.with_books(State::clear).is_some() {
+            let cleared = |state: &State| state.disk.as_ref().is_none_or(|disk| !disk.is_clearing());
+            self.inner.wait(Instant::now() + CLEAR_TIMEOUT, cleared);
         }
     }
 
@@ -165,10 +239,22 @@ impl Store {
         counters.named().into_iter().chain(gauges.named()).collect()
     }
 
-    /// Stops serving: lookups miss and reservations are dropped from now on. Leases end as ever.
-    pub fn close(&self) {
-        if let Some(mut state) = self.inner.books() {
-            state.closed = true;
+    /// Waits until every visible chunk that will get to disk is there and every forgotten one is not; false at the deadline.
+    pub fn flush(&self, timeout: Duration) -> bool {
+        let settled = |state: &State| state.disk.as_ref().is_none_or(disk::DiskBooks::is_settled);
+        self.inner.wait(deadline(timeout), settled)
+    }
+
+    /// Stops serving (lookups miss, reservations are dropped), writes what still has to get to disk until the timeout, and
+    /// stops the disk threads. Leases end as ever. Again does nothing.
+    pub fn close(&self, timeout: Duration) {
+        self.inner.with_books(|state| state.closed = true);
+        self.flush(timeout);
+        self.inner.with_books(State::stop);
+        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+        threads::join(threads, LAST_JOB_TIMEOUT);
+        if let Some(disk) = &self.inner.disk {
+            disk.close();
         }
     }
 
@@ -177,4 +263,16 @@ impl Store {
     pub fn check(&self) -> Result<(), String> {
         self.inner.books().ok_or_else(|| "the store failed".to_owned())?.check()
     }
+}
+
+impl Drop for Store {
+    fn drop(&mut self) {
+        self.close(Duration::ZERO);
+    }
+}
+
+/// A deadline that may be asked for with any timeout.
+fn deadline(timeout: Duration) -> Instant {
+    let now = Instant::now();
+    now.checked_add(timeout).unwrap_or(now + Duration::from_secs(1 << 30))
 }

@@ -1,5 +1,6 @@
 //! Saving: reserve a frame, then commit or abort. And forgetting: discard and clear.
 
+use super::disk::Clearing;
 use super::lookup::Chunks;
 use super::state::State;
 use crate::evict::{ChunkId, Removal};
@@ -151,6 +152,11 @@ impl State {
             .collect();
         for id in roots {
             self.counters.cleared += self.detach_tree(id);
+        }
+        // Reads under way end before the disk is cleared; those that wait must not give their slots back after it.
+        self.fail_queued_reads();
+        if let Some(books) = &mut self.disk {
+            books.clearing = Clearing::Wanted;
         }
     }
 }

@@ -5,10 +5,11 @@
 //! nobody finds); only visible leaves that nobody holds are offered to the policy; a detached entry is freed with its last
 //! user; `frames_reserved + frames_visible + free = all` (I8).
 
+use super::disk::DiskBooks;
 use super::stats::{Counters, Gauges};
 use crate::Result;
 use crate::evict::{ChunkId, Policy, Removal};
-use crate::index::{HostState, Index};
+use crate::index::{DiskState, HostState, Index};
 use crate::io::FrameId;
 use crate::tier::host::HostTier;
 
@@ -18,7 +19,7 @@ pub(crate) struct State {
     pub(crate) index: Index,
     pub(crate) host: HostTier,
     pub(crate) host_policy: Box<dyn Policy>,
-    pub(crate) disk: Option<()>,
+    pub(crate) disk: Option<DiskBooks>,
     pub(crate) counters: Counters,
     pub(crate) pins: u64,
     pub(crate) read_leases: u64,
@@ -30,12 +31,12 @@ pub(crate) struct State {
 }
 
 impl State {
-    pub(crate) fn new(host: HostTier, host_policy: Box<dyn Policy>) -> Self {
+    pub(crate) fn new(host: HostTier, host_policy: Box<dyn Policy>, disk_policy: Option<Box<dyn Policy>>) -> Self {
         Self {
             index: Index::default(),
             host,
             host_policy,
-            disk: None,
+            disk: disk_policy.map(DiskBooks::new),
             counters: Counters::default(),
             pins: 0,
             read_leases: 0,
@@ -53,12 +54,18 @@ impl State {
     }
 
     pub(crate) fn gauges(&self) -> Gauges {
+        let disk = self.disk.as_ref();
         Gauges {
             frames_total: u64::from(self.host.arena().num_frames()),
             frames_reserved: self.reserved,
             frames_visible: self.visible,
             frames_free: self.host.num_free() as u64,
             entries: self.index.len() as u64,
+            disk_used: disk.map_or(0, |disk| disk.used),
+            disk_pending: disk.map_or(0, |disk| disk.num_dirty),
+            disk_slots: disk.map_or(0, |disk| disk.slots),
+            disk_bytes: disk.map_or(0, |disk| disk.bytes),
+            reads_pending: disk.map_or(0, |disk| disk.reads.len() as u64),
             pins: self.pins,
             read_leases: self.read_leases,
             write_leases: self.write_leases,
@@ -106,6 +113,15 @@ impl State {
         }
     }
 
+    /// A chunk that was to be filled is not; its frame is free, and it stays as failed until nobody waits for it.
+    pub(crate) fn fail_host(&mut self, id: ChunkId) {
+        let before = std::mem::replace(&mut self.index[id].host, HostState::Failed);
+        self.count_host(before, HostState::Failed);
+        if let Some(frame) = before.frame() {
+            self.host.give(frame);
+        }
+    }
+
     /// Takes the chunk from the host policy, if it is there.
     fn forget_host(&mut self, id: ChunkId, removal: Removal) {
         if self.index[id].host_evictable.take().is_some() {
@@ -142,6 +158,7 @@ impl State {
         let victim = self.host_policy.victim()?;
         debug_assert_eq!(self.index[victim].host_evictable, Some(true), "a policy returns evictable chunks only");
         self.counters.host_evictions += 1;
+        self.counters.disk_dropped += u64::from(self.unwant(victim));
         self.leave_host(victim, Removal::Evicted);
         self.settle(victim);
         self.host.take()
@@ -182,6 +199,7 @@ impl State {
                 continue;
             }
             self.change_host(id, HostState::Visible(frame));
+            self.want_on_disk(id);
             risen += 1;
             ready.extend(
                 self.index.children(id).filter(|&child| matches!(self.index[child].host, HostState::Waiting(_))),
@@ -193,8 +211,7 @@ impl State {
     /// Forgets a chunk that is in no tier any more, and all below it.
     pub(crate) fn settle(&mut self, id: ChunkId) {
         let entry = &self.index[id];
-        let gone = matches!(entry.host, HostState::Absent | HostState::Failed)
-            && entry.disk == crate::index::DiskState::Absent;
+        let gone = entry.host == HostState::Absent && entry.disk == DiskState::Absent;
         if gone && !entry.detached {
             self.detach_tree(id);
         } else {
@@ -210,7 +227,9 @@ impl State {
         for &id in tree.iter().rev() {
             if !self.index[id].detached {
                 self.forget_host(id, Removal::Dropped);
+                self.unwant(id);
                 self.index.detach(id);
+                self.drop_from_disk(id);
                 detached += 1;
             }
         }
@@ -234,7 +253,7 @@ impl State {
     fn free_if_unused(&mut self, id: ChunkId) -> bool {
         let entry = &self.index[id];
         let filling = matches!(entry.host, HostState::Reserved(_) | HostState::Loading(_));
-        if !entry.detached || entry.holds > 0 || entry.has_children() || filling {
+        if !entry.detached || entry.holds > 0 || entry.has_children() || filling || entry.reading {
             return false;
         }
         if entry.host != HostState::Absent {

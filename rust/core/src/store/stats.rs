@@ -15,11 +15,35 @@ pub struct Counters {
     pub discards: u64,
     /// Chunks forgotten by `clear`.
     pub cleared: u64,
+    /// Chunks that left the disk to make room.
+    pub disk_evictions: u64,
+    /// Chunks that could not get to disk: they left host memory first, their parent did not get there, or no slot may be freed.
+    pub disk_dropped: u64,
+    /// Chunks found on disk when the store was opened.
+    pub disk_recovered: u64,
+    /// Chunks written to disk.
+    pub disk_writes: u64,
+    /// Bytes of those.
+    pub disk_bytes_written: u64,
+    /// Microseconds that disk threads spent writing.
+    pub disk_write_us: u64,
+    /// Writes that the system refused (no space, an I/O error).
+    pub disk_write_errors: u64,
+    /// Chunks read from disk.
+    pub disk_reads: u64,
+    /// Bytes of those.
+    pub disk_bytes_read: u64,
+    /// Microseconds that disk threads spent reading.
+    pub disk_read_us: u64,
+    /// Chunks that could not be read: the system refused.
+    pub disk_read_errors: u64,
+    /// Chunks on disk whose bytes were not what their key says.
+    pub disk_verify_failures: u64,
 }
 
 impl Counters {
     /// Names and values.
-    pub(crate) fn named(&self) -> [(&'static str, u64); 6] {
+    pub(crate) fn named(&self) -> [(&'static str, u64); 18] {
         [
             ("commits", self.commits),
             ("aborts", self.aborts),
@@ -27,6 +51,18 @@ impl Counters {
             ("host_evictions", self.host_evictions),
             ("discards", self.discards),
             ("cleared", self.cleared),
+            ("disk_evictions", self.disk_evictions),
+            ("disk_dropped", self.disk_dropped),
+            ("disk_recovered", self.disk_recovered),
+            ("disk_writes", self.disk_writes),
+            ("disk_bytes_written", self.disk_bytes_written),
+            ("disk_write_us", self.disk_write_us),
+            ("disk_write_errors", self.disk_write_errors),
+            ("disk_reads", self.disk_reads),
+            ("disk_bytes_read", self.disk_bytes_read),
+            ("disk_read_us", self.disk_read_us),
+            ("disk_read_errors", self.disk_read_errors),
+            ("disk_verify_failures", self.disk_verify_failures),
         ]
     }
 }
@@ -50,11 +86,21 @@ pub struct Gauges {
     pub read_leases: u64,
     /// Write leases held.
     pub write_leases: u64,
+    /// Chunks on disk.
+    pub disk_used: u64,
+    /// Visible chunks on their way to disk.
+    pub disk_pending: u64,
+    /// Slots that the disk's files hold, as last seen by a disk thread.
+    pub disk_slots: u64,
+    /// Bytes that the disk directory is accounted at, as last seen by a disk thread.
+    pub disk_bytes: u64,
+    /// Chunks that wait to be read from disk.
+    pub reads_pending: u64,
 }
 
 impl Gauges {
     /// Names and values.
-    pub(crate) fn named(&self) -> [(&'static str, u64); 8] {
+    pub(crate) fn named(&self) -> [(&'static str, u64); 13] {
         [
             ("frames_total", self.frames_total),
             ("frames_reserved", self.frames_reserved),
@@ -64,6 +110,11 @@ impl Gauges {
             ("pins", self.pins),
             ("read_leases", self.read_leases),
             ("write_leases", self.write_leases),
+            ("disk_used", self.disk_used),
+            ("disk_pending", self.disk_pending),
+            ("disk_slots", self.disk_slots),
+            ("disk_bytes", self.disk_bytes),
+            ("reads_pending", self.reads_pending),
         ]
     }
 }

@@ -1,0 +1,406 @@
+//! The store under pressure: few frames, few slots, a disk that fails, everything at once in any order.
+//!
+//! What is found depends on the policy and on timing here, so the properties are those that always hold: nothing is found
+//! that was not committed (I1, I3), leased frames never change (I4), counts come back to zero (I5), frames add up (I8),
+//! and the disk is used as its contract says.
+
+mod store_common;
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use kvloft_core::KeyChain;
+use kvloft_core::evict::Eviction;
+use kvloft_core::io::Arena;
+use kvloft_core::key::ChunkKey;
+use kvloft_core::lease::{ReadLease, WriteLease};
+use kvloft_core::store::{Progress, Store, StoreConfig};
+use kvloft_core::tier::FrameDisk;
+use proptest::prelude::*;
+use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, range, save, stat, verify};
+
+const LONG: Duration = Duration::from_secs(20);
+
+fn open(num_frames: u32, per_chunk: u32, eviction: Eviction, disk: &Arc<MemoryDisk>, num_threads: u32) -> Store {
+    let disk_settings = disk_settings(u64::from(disk.capacity), num_threads);
+    let config = StoreConfig { disk: disk_settings, ..config(num_frames, per_chunk, eviction) };
+    Store::with_disk(&config, Arc::clone(disk) as Arc<dyn FrameDisk>, &[]).unwrap()
+}
+
+/// Polls until nothing is pending; the answer then.
+fn settled(lease: &ReadLease) -> Progress {
+    let deadline = Instant::now() + LONG;
+    loop {
+        let progress = lease.poll();
+        if progress.pending_blocks == 0 || Instant::now() > deadline {
+            return progress;
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Save { prompt: usize, len: u32, tail: u32, settle: Settle },
+    Settle { lease: usize, commit: bool },
+    Acquire { prompt: usize, wait: bool },
+    Release { lease: usize },
+    Discard { prompt: usize, block: usize },
+    Clear,
+    Flush,
+    Fault { writes: bool, reads: bool, corrupt: bool },
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Settle {
+    Commit,
+    Abort,
+    Later,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let settle = prop_oneof![4 => Just(Settle::Commit), 1 => Just(Settle::Abort), 1 => Just(Settle::Later)];
+    prop_oneof![
+        8 => (0..64usize, 1..6u32, 0..3u32, settle)
+            .prop_map(|(prompt, len, tail, settle)| Step::Save { prompt, len, tail, settle }),
+        2 => (0..64usize, any::<bool>()).prop_map(|(lease, commit)| Step::Settle { lease, commit }),
+        6 => (0..64usize, any::<bool>()).prop_map(|(prompt, wait)| Step::Acquire { prompt, wait }),
+        4 => (0..64usize).prop_map(|lease| Step::Release { lease }),
+        1 => (0..64usize, 0..9usize).prop_map(|(prompt, block)| Step::Discard { prompt, block }),
+        1 => Just(Step::Clear),
+        2 => Just(Step::Flush),
+        2 => (any::<bool>(), any::<bool>(), any::<bool>())
+            .prop_map(|(writes, reads, corrupt)| Step::Fault { writes, reads: reads && corrupt, corrupt: corrupt && !reads }),
+    ]
+}
+
+struct Run {
+    store: Store,
+    arena: Arena,
+    disk: Arc<MemoryDisk>,
+    per_chunk: u32,
+    committed: BTreeSet<ChunkKey>,
+    writes: Vec<WriteLease>,
+    reads: Vec<ReadLease>,
+}
+
+impl Run {
+    fn chain(&self, prompt: usize) -> KeyChain {
+        let tokens: Vec<u32> = (0..(3 + prompt % 7)).map(|at| u32::from(prompt >> (at / 3) & 1 == 1)).collect();
+        chain(&tokens)
+    }
+
+    fn take(&mut self, step: &Step) {
+        match *step {
+            Step::Save { prompt, len, tail, settle } => self.save(prompt, len, tail, settle),
+            Step::Settle { lease, commit } if !self.writes.is_empty() => {
+                let lease = self.writes.swap_remove(lease % self.writes.len());
+                if commit {
+                    self.committed.insert(lease.reservation().key);
+                    self.store.commit([lease]);
+                }
+            }
+            Step::Acquire { prompt, wait } => {
+                let lease = self.store.acquire(&self.chain(prompt));
+                if wait {
+                    settled(&lease);
+                }
+                self.reads.push(lease);
+            }
+            Step::Release { lease } if !self.reads.is_empty() => {
+                self.reads.swap_remove(lease % self.reads.len());
+            }
+            Step::Settle { .. } | Step::Release { .. } => {}
+            Step::Discard { prompt, block } => {
+                let chain = self.chain(prompt);
+                let block = block % chain.keys().len();
+                let key = chain.keys()[block];
+                self.store.discard(&[key]);
+                self.committed.remove(&key);
+            }
+            Step::Clear => {
+                self.store.clear();
+                self.committed.clear();
+                assert!(self.disk.chunks().is_empty());
+            }
+            Step::Flush => assert!(self.store.flush(LONG)),
+            Step::Fault { writes, reads, corrupt } => {
+                self.disk.fail_writes.store(writes, Ordering::SeqCst);
+                self.disk.fail_reads.store(reads, Ordering::SeqCst);
+                self.disk.corrupt_reads.store(corrupt, Ordering::SeqCst);
+            }
+        }
+        self.verify();
+    }
+
+    fn save(&mut self, prompt: usize, len: u32, tail: u32, settle: Settle) {
+        let chain = self.chain(prompt);
+        let stop = len.min(chain.num_blocks() / self.per_chunk);
+        let tail = tail.min(self.per_chunk - 1).min(chain.num_blocks() - stop * self.per_chunk);
+        let reserved = self.store.reserve(&chain, range(0, stop, tail)).unwrap();
+        reserved.leases.iter().for_each(|lease| fill(&self.arena, lease.reservation()));
+        match settle {
+            Settle::Commit => {
+                self.committed.extend(reserved.leases.iter().map(|lease| lease.reservation().key));
+                self.store.commit(reserved.leases);
+            }
+            Settle::Abort => drop(reserved),
+            Settle::Later => self.writes.extend(reserved.leases),
+        }
+    }
+
+    fn verify(&self) {
+        self.store.check().unwrap();
+        assert_eq!(self.disk.violations(), [""; 0]);
+        assert!(self.disk.num_slots_used() <= self.disk.capacity as usize);
+        for prompt in 0..64 {
+            let chain = self.chain(prompt);
+            let found = self.store.lookup(&chain);
+            assert!(found.host_blocks <= found.stored_blocks);
+            let blocks = found.stored_blocks;
+            let full_ends = (1..=blocks / self.per_chunk).map(|c| c * self.per_chunk);
+            for end in full_ends.chain((blocks > 0).then_some(blocks)) {
+                assert!(self.committed.contains(&chain.keys()[end as usize - 1]), "found what was not committed");
+            }
+        }
+        for lease in &self.reads {
+            for frame in lease.frames() {
+                assert_eq!(verify(&self.arena, frame.frame, frame.key), None);
+            }
+        }
+    }
+
+    fn end(mut self) {
+        self.writes.clear();
+        self.reads.clear();
+        assert!(self.store.flush(LONG));
+        // A read that nobody waits for any more still ends.
+        let deadline = Instant::now() + LONG;
+        while stat(&self.store, "frames_reserved") > 0 && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        self.verify();
+        for name in ["pins", "frames_reserved", "write_leases", "read_leases", "disk_pending", "reads_pending"] {
+            assert_eq!(stat(&self.store, name), 0, "{name}");
+        }
+        assert_eq!(stat(&self.store, "disk_used"), self.disk.num_slots_used() as u64);
+        self.store.clear();
+        assert_eq!(stat(&self.store, "frames_free"), stat(&self.store, "frames_total"));
+        assert_eq!((stat(&self.store, "entries"), self.disk.num_slots_used()), (0, 0));
+        self.store.check().unwrap();
+        self.store.close(LONG);
+        assert_eq!(self.disk.violations(), [""; 0]);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_order_of_events_breaks_an_invariant(
+        steps in prop::collection::vec(step(), 1..60), per_chunk in 1..4u32, num_frames in 1..12u32, num_slots in 0..16u32,
+        num_threads in 1..4u32, s3fifo in any::<bool>(),
+    ) {
+        let eviction = if s3fifo { Eviction::S3Fifo } else { Eviction::Lru };
+        let disk = MemoryDisk::new(num_slots);
+        let store = open(num_frames, per_chunk, eviction, &disk, num_threads);
+        let arena = arena_of(&store);
+        let committed = BTreeSet::new();
+        let mut run = Run { store, arena, disk, per_chunk, committed, writes: Vec::new(), reads: Vec::new() };
+        for step in &steps {
+            run.take(step);
+        }
+        run.end();
+    }
+}
+
+/// A store whose one chain of `len` chunks is on disk only, evicted from `len` frames by others.
+fn on_disk_only(len: u32, disk: &Arc<MemoryDisk>) -> (Store, Arena, KeyChain) {
+    let store = open(len, 1, Eviction::Lru, disk, 2);
+    let arena = arena_of(&store);
+    let wanted = chain(&(0..len).collect::<Vec<_>>());
+    assert_eq!(save(&store, &arena, &wanted, range(0, len, 0)), len);
+    assert!(store.flush(LONG));
+    let other = chain(&(100..100 + len).collect::<Vec<_>>());
+    assert_eq!(save(&store, &arena, &other, range(0, len, 0)), len);
+    assert!(store.flush(LONG));
+    let found = store.lookup(&wanted);
+    assert_eq!((found.host_blocks, found.stored_blocks), (0, len));
+    (store, arena, wanted)
+}
+
+#[test]
+fn a_chain_comes_back_from_disk() {
+    let disk = MemoryDisk::new(64);
+    let (store, arena, wanted) = on_disk_only(8, &disk);
+    let lease = store.acquire(&wanted);
+    assert_eq!(settled(&lease), Progress { ready_blocks: 8, pending_blocks: 0 });
+    let frames = lease.frames();
+    assert_eq!(frames.iter().map(|f| f.key).collect::<Vec<_>>(), wanted.keys());
+    assert!(frames.iter().all(|f| f.tier.as_str() == "disk" && verify(&arena, f.frame, f.key).is_none()));
+    assert_eq!(store.lookup(&wanted).host_blocks, 8);
+    assert!(store.acquire(&wanted).frames().iter().all(|f| f.tier.as_str() == "host"));
+}
+
+#[test]
+fn two_leases_share_one_read_and_acquire_never_waits_for_it() {
+    let disk = MemoryDisk::new(64);
+    let (store, _arena, wanted) = on_disk_only(8, &disk);
+    let gate = disk.read_gate.lock().unwrap();
+    let leases = [store.acquire(&wanted), store.acquire(&wanted)];
+    for lease in &leases {
+        assert_eq!(lease.poll(), Progress { ready_blocks: 0, pending_blocks: 8 });
+    }
+    drop(gate);
+    for lease in &leases {
+        assert_eq!(settled(lease).ready_blocks, 8);
+    }
+    assert_eq!(stat(&store, "disk_reads"), 8);
+}
+
+#[test]
+fn a_lease_dropped_during_its_reads_leaks_nothing() {
+    let disk = MemoryDisk::new(64);
+    let (store, _arena, wanted) = on_disk_only(8, &disk);
+    let gate = disk.read_gate.lock().unwrap();
+    let lease = store.acquire(&wanted);
+    assert_eq!(lease.poll().pending_blocks, 8);
+    drop(lease);
+    drop(gate);
+    let again = store.acquire(&wanted);
+    assert_eq!(settled(&again).ready_blocks, 8);
+    drop(again);
+    store.check().unwrap();
+    assert_eq!((stat(&store, "pins"), stat(&store, "frames_reserved")), (0, 0));
+}
+
+#[test]
+fn failed_and_corrupt_reads_are_misses_and_are_counted() {
+    for corrupt in [false, true] {
+        let disk = MemoryDisk::new(64);
+        let (store, _arena, wanted) = on_disk_only(8, &disk);
+        let flag = if corrupt { &disk.corrupt_reads } else { &disk.fail_reads };
+        flag.store(true, Ordering::SeqCst);
+        let lease = store.acquire(&wanted);
+        assert_eq!(settled(&lease), Progress::default());
+        assert_eq!(lease.frames(), []);
+        drop(lease);
+        assert_eq!(store.lookup(&wanted).stored_blocks, 0, "what hangs on an unreadable chunk is gone too");
+        let counter = if corrupt { "disk_verify_failures" } else { "disk_read_errors" };
+        assert!(stat(&store, counter) >= 1);
+        assert!(store.flush(LONG));
+        assert_eq!(stat(&store, "disk_used"), 8);
+        store.check().unwrap();
+    }
+}
+
+#[test]
+fn a_disk_that_takes_nothing_costs_nothing_but_counts() {
+    let disk = MemoryDisk::new(64);
+    disk.fail_writes.store(true, Ordering::SeqCst);
+    let store = open(4, 1, Eviction::Lru, &disk, 2);
+    let arena = arena_of(&store);
+    let wanted = chain(&[1, 2, 3]);
+    assert_eq!(save(&store, &arena, &wanted, range(0, 3, 0)), 3);
+    assert!(store.flush(LONG));
+    assert_eq!(store.lookup(&wanted).host_blocks, 3);
+    assert!(stat(&store, "disk_write_errors") >= 1);
+    assert_eq!((stat(&store, "disk_used"), disk.num_slots_used()), (0, 0));
+    // When it works again, the next chunk brings its ancestors along.
+    disk.fail_writes.store(false, Ordering::SeqCst);
+    let longer = chain(&[1, 2, 3, 4]);
+    assert_eq!(save(&store, &arena, &longer, range(0, 4, 0)), 1);
+    assert!(store.flush(LONG));
+    assert_eq!(disk.chunks().len(), 4);
+}
+
+#[test]
+fn slow_writes_are_dropped_and_never_waited_for() {
+    let disk = MemoryDisk::new(64);
+    let store = open(4, 1, Eviction::Lru, &disk, 1);
+    let arena = arena_of(&store);
+    let gate = disk.write_gate.lock().unwrap();
+    for turn in 0..10 {
+        assert!(save(&store, &arena, &chain(&[turn * 2, 1]), range(0, 2, 0)) > 0);
+    }
+    assert!(!store.flush(Duration::from_millis(20)));
+    assert!(stat(&store, "disk_dropped") > 0);
+    drop(gate);
+    assert!(store.flush(LONG));
+    store.check().unwrap();
+}
+
+#[test]
+fn a_disk_smaller_than_one_chain_keeps_its_beginning() {
+    let disk = MemoryDisk::new(3);
+    let store = open(8, 1, Eviction::Lru, &disk, 2);
+    let arena = arena_of(&store);
+    assert_eq!(save(&store, &arena, &chain(&[1, 2, 3, 4, 5, 6]), range(0, 6, 0)), 6);
+    assert!(store.flush(LONG));
+    assert_eq!(disk.num_slots_used(), 3);
+    let other = chain(&[7, 8]);
+    assert_eq!(save(&store, &arena, &other, range(0, 2, 0)), 2);
+    assert!(store.flush(LONG));
+    assert!(disk.chunks().contains_key(&other.keys()[1]));
+    assert_eq!((disk.num_slots_used(), stat(&store, "disk_evictions")), (3, 2));
+    assert_eq!(disk.violations(), [""; 0]);
+}
+
+#[test]
+fn a_panicking_disk_is_a_failed_job() {
+    let disk = MemoryDisk::new(64);
+    let (store, arena, wanted) = on_disk_only(4, &disk);
+    disk.panic_in_io.store(true, Ordering::SeqCst);
+    let lease = store.acquire(&wanted);
+    assert_eq!(settled(&lease), Progress::default());
+    assert!(save(&store, &arena, &chain(&[9]), range(0, 1, 0)) <= 1);
+    assert!(store.flush(LONG));
+    store.check().unwrap();
+    store.close(LONG);
+}
+
+#[test]
+fn clear_during_reads_and_writes_leaves_nothing_behind() {
+    let disk = MemoryDisk::new(64);
+    let (store, arena, wanted) = on_disk_only(8, &disk);
+    let read_gate = disk.read_gate.lock().unwrap();
+    let lease = store.acquire(&wanted);
+    std::thread::scope(|scope| {
+        let clearing = scope.spawn(|| store.clear());
+        while store.lookup(&wanted).stored_blocks > 0 {
+            std::thread::yield_now();
+        }
+        drop(read_gate);
+        clearing.join().unwrap();
+    });
+    assert!(disk.chunks().is_empty());
+    assert_eq!(settled(&lease), Progress::default());
+    drop(lease);
+    assert_eq!(save(&store, &arena, &wanted, range(0, 8, 0)), 8);
+    assert!(store.flush(LONG));
+    assert_eq!(disk.chunks().len(), 8);
+    assert_eq!(disk.violations(), [""; 0]);
+    store.check().unwrap();
+}
+
+#[test]
+fn closing_ends_waiting_leases_short_and_keeps_the_disk() {
+    let disk = MemoryDisk::new(64);
+    let (store, _arena, wanted) = on_disk_only(8, &disk);
+    let gate = disk.read_gate.lock().unwrap();
+    let lease = store.acquire(&wanted);
+    std::thread::scope(|scope| {
+        let closing = scope.spawn(|| store.close(Duration::ZERO));
+        while lease.poll().pending_blocks == 8 && !closing.is_finished() {
+            std::thread::yield_now();
+        }
+        drop(gate);
+        closing.join().unwrap();
+    });
+    assert_eq!(settled(&lease).pending_blocks, 0);
+    assert_eq!(disk.chunks().len(), 16);
+    drop(lease);
+    store.check().unwrap();
+}

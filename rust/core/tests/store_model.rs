@@ -1,0 +1,254 @@
+//! The store against an independent model: a dictionary that a person can read in one look.
+//!
+//! Frames are plentiful here, so every answer is determined and must be equal. Pressure and disks: `store_faults.rs`.
+
+mod store_common;
+
+use std::collections::BTreeMap;
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::key::ChunkKey;
+use kvloft_core::lease::{ReadLease, WriteLease};
+use kvloft_core::store::{Lookup, Store};
+use proptest::prelude::*;
+use store_common::{arena_of, chain, config, fill, range, stat, verify};
+
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Chunk {
+    Reserved,
+    Filled,
+    Visible,
+}
+
+/// key -> (parent key, state, number that tells this life of the key from a later one)
+#[derive(Debug, Default)]
+struct Model {
+    chunks: BTreeMap<ChunkKey, (ChunkKey, Chunk, u64)>,
+    lives: u64,
+}
+
+impl Model {
+    fn state(&self, key: &ChunkKey) -> Option<Chunk> {
+        self.chunks.get(key).map(|(_, chunk, _)| *chunk)
+    }
+
+    fn visible(&self, key: &ChunkKey) -> bool {
+        self.state(key) == Some(Chunk::Visible)
+    }
+
+    /// Blocks of the longest visible prefix, found one by one.
+    fn lookup(&self, keys: &[ChunkKey], per_chunk: usize) -> u32 {
+        let full = keys.len() / per_chunk;
+        let mut blocks = (0..full).take_while(|c| self.visible(&keys[(c + 1) * per_chunk - 1])).count() * per_chunk;
+        let longest_tail =
+            (1..per_chunk).filter(|k| keys.get(blocks + k - 1).is_some_and(|key| self.visible(key))).max();
+        blocks += longest_tail.unwrap_or(0);
+        u32::try_from(blocks).unwrap()
+    }
+
+    fn forget(&mut self, key: ChunkKey) -> u64 {
+        let mut forgotten = u64::from(self.chunks.remove(&key).is_some());
+        let children: Vec<_> = self.chunks.iter().filter(|(_, chunk)| chunk.0 == key).map(|(key, _)| *key).collect();
+        for child in children {
+            forgotten += self.forget(child);
+        }
+        forgotten
+    }
+
+    fn raise(&mut self) -> u32 {
+        let roots_and_visible =
+            |model: &Self, parent: &ChunkKey| !model.chunks.contains_key(parent) || model.visible(parent);
+        let mut risen = 0;
+        loop {
+            let next =
+                self.chunks.iter().find(|(_, c)| c.1 == Chunk::Filled && roots_and_visible(self, &c.0)).map(|c| *c.0);
+            let Some(key) = next else { return risen };
+            self.chunks.get_mut(&key).unwrap().1 = Chunk::Visible;
+            risen += 1;
+        }
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Reserve { prompt: usize, start: u32, len: u32, tail: u32 },
+    Commit { lease: usize, num: usize },
+    Abort { lease: usize },
+    Acquire { prompt: usize },
+    Release { lease: usize },
+    Discard { prompt: usize, block: usize },
+    Clear,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        6 => (0..64usize, 0..3u32, 0..5u32, 0..3u32)
+            .prop_map(|(prompt, start, len, tail)| Step::Reserve { prompt, start, len, tail }),
+        6 => (0..64usize, 1..4usize).prop_map(|(lease, num)| Step::Commit { lease, num }),
+        2 => (0..64usize).prop_map(|lease| Step::Abort { lease }),
+        3 => (0..64usize).prop_map(|prompt| Step::Acquire { prompt }),
+        2 => (0..64usize).prop_map(|lease| Step::Release { lease }),
+        1 => (0..64usize, 0..9usize).prop_map(|(prompt, block)| Step::Discard { prompt, block }),
+        1 => Just(Step::Clear),
+    ]
+}
+
+struct Run {
+    store: Store,
+    model: Model,
+    per_chunk: u32,
+    writes: Vec<(WriteLease, u64)>,
+    reads: Vec<(ReadLease, Vec<ChunkKey>)>,
+}
+
+impl Run {
+    /// Prompts share prefixes: the bits of `prompt` are its tokens, in chunks of three blocks, so lengths vary too.
+    fn chain(&self, prompt: usize) -> kvloft_core::KeyChain {
+        let tokens: Vec<u32> = (0..(3 + prompt % 7)).map(|at| u32::from(prompt >> (at / 3) & 1 == 1)).collect();
+        chain(&tokens)
+    }
+
+    fn reserve(&mut self, prompt: usize, start: u32, len: u32, tail: u32) {
+        let chain = self.chain(prompt);
+        let (keys, per_chunk) = (chain.keys(), self.per_chunk);
+        let full = chain.num_blocks() / per_chunk;
+        let start = start.min(full);
+        let stop = (start + len).min(full);
+        let tail = tail.min(per_chunk - 1).min(chain.num_blocks() - stop * per_chunk);
+        let ends = (start..stop).map(|c| (c + 1) * per_chunk).chain((tail > 0).then_some(stop * per_chunk + tail));
+        let mut expected = Vec::new();
+        let mut dropped = 0;
+        for end in ends {
+            let first = (end - 1) / per_chunk * per_chunk;
+            let key = keys[end as usize - 1];
+            let parent = if first == 0 { chain.root() } else { keys[first as usize - 1] };
+            if dropped > 0
+                || (first > 0 && !self.model.chunks.contains_key(&parent) && !self.model.chunks.contains_key(&key))
+            {
+                dropped += 1;
+            } else if !self.model.chunks.contains_key(&key) {
+                self.model.lives += 1;
+                self.model.chunks.insert(key, (parent, Chunk::Reserved, self.model.lives));
+                expected.push((key, first, end - first, self.model.lives));
+            }
+        }
+        let reserved = self.store.reserve(&chain, range(start, stop, tail)).unwrap();
+        assert_eq!(reserved.num_dropped, dropped);
+        assert_eq!(reserved.leases.len(), expected.len());
+        let arena = arena_of(&self.store);
+        for (lease, (key, first_block, num_blocks, life)) in reserved.leases.into_iter().zip(expected) {
+            let got = lease.reservation();
+            assert_eq!((got.key, got.first_block, got.num_blocks), (key, first_block, num_blocks));
+            fill(&arena, got);
+            self.writes.push((lease, life));
+        }
+    }
+
+    fn commit(&mut self, lease: usize, num: usize) {
+        if self.writes.is_empty() {
+            return;
+        }
+        let at = lease % self.writes.len();
+        let end = (at + num).min(self.writes.len());
+        let (leases, lives): (Vec<_>, Vec<_>) = self.writes.drain(at..end).unzip();
+        for life in lives {
+            if let Some(chunk) = self.model.chunks.values_mut().find(|chunk| chunk.2 == life) {
+                chunk.1 = Chunk::Filled;
+            }
+        }
+        assert_eq!(self.store.commit(leases), self.model.raise());
+    }
+
+    fn abort(&mut self, lease: usize) {
+        if self.writes.is_empty() {
+            return;
+        }
+        let (lease, life) = self.writes.swap_remove(lease % self.writes.len());
+        let key = lease.reservation().key;
+        if self.model.chunks.get(&key).is_some_and(|chunk| chunk.2 == life) {
+            self.model.forget(key);
+        }
+        drop(lease);
+    }
+
+    fn acquire(&mut self, prompt: usize) {
+        let chain = self.chain(prompt);
+        let blocks = self.model.lookup(chain.keys(), self.per_chunk as usize);
+        let lease = self.store.acquire(&chain);
+        assert_eq!((lease.poll().ready_blocks, lease.poll().pending_blocks), (blocks, 0));
+        let frames = lease.frames();
+        assert_eq!(frames.iter().map(|f| f.num_blocks).sum::<u32>(), blocks);
+        for frame in &frames {
+            assert_eq!(frame.key, chain.keys()[(frame.first_block + frame.num_blocks) as usize - 1]);
+        }
+        self.reads.push((lease, frames.iter().map(|f| f.key).collect()));
+    }
+
+    fn take(&mut self, step: &Step) {
+        match *step {
+            Step::Reserve { prompt, start, len, tail } => self.reserve(prompt, start, len, tail),
+            Step::Commit { lease, num } => self.commit(lease, num),
+            Step::Abort { lease } => self.abort(lease),
+            Step::Acquire { prompt } => self.acquire(prompt),
+            Step::Release { lease } if !self.reads.is_empty() => {
+                self.reads.swap_remove(lease % self.reads.len());
+            }
+            Step::Release { .. } => {}
+            Step::Discard { prompt, block } => {
+                let chain = self.chain(prompt);
+                let key = chain.keys()[block % chain.keys().len()];
+                assert_eq!(self.store.discard(&[key]), self.model.forget(key));
+            }
+            Step::Clear => {
+                self.store.clear();
+                self.model.chunks.clear();
+            }
+        }
+        self.compare();
+    }
+
+    fn compare(&self) {
+        self.store.check().unwrap();
+        for prompt in 0..64 {
+            let chain = self.chain(prompt);
+            let blocks = self.model.lookup(chain.keys(), self.per_chunk as usize);
+            assert_eq!(self.store.lookup(&chain), Lookup { host_blocks: blocks, stored_blocks: blocks });
+        }
+        assert_eq!(stat(&self.store, "entries"), self.model.chunks.len() as u64);
+        assert_eq!(stat(&self.store, "write_leases"), self.writes.len() as u64);
+        assert_eq!(stat(&self.store, "read_leases"), self.reads.len() as u64);
+        let arena = arena_of(&self.store);
+        for (lease, keys) in &self.reads {
+            // I1, I4: whatever happened since, a leased frame is what it was.
+            let frames = lease.frames();
+            assert_eq!(frames.iter().map(|f| f.key).collect::<Vec<_>>(), *keys);
+            assert!(frames.iter().all(|f| verify(&arena, f.frame, f.key).is_none()));
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
+
+    #[test]
+    fn every_answer_equals_the_dictionary(
+        steps in prop::collection::vec(step(), 1..60), per_chunk in 1..4u32, s3fifo in any::<bool>(),
+    ) {
+        let eviction = if s3fifo { Eviction::S3Fifo } else { Eviction::Lru };
+        let store = Store::open(&config(600, per_chunk, eviction)).unwrap();
+        let mut run = Run { store, model: Model::default(), per_chunk, writes: Vec::new(), reads: Vec::new() };
+        for step in &steps {
+            run.take(step);
+        }
+        // I5: whoever held anything is gone, and so is what they held.
+        run.writes.clear();
+        run.reads.clear();
+        run.store.check().unwrap();
+        for name in ["pins", "frames_reserved", "write_leases", "read_leases"] {
+            prop_assert_eq!(stat(&run.store, name), 0, "{}", name);
+        }
+        run.store.clear();
+        prop_assert_eq!((stat(&run.store, "frames_free"), stat(&run.store, "entries")), (600, 0));
+        prop_assert_eq!(stat(&run.store, "host_evictions"), 0);
+    }
+}
