@@ -3,6 +3,7 @@
 //! What is found depends on the policy and on timing here, so the properties are those that always hold: nothing is found
 //! that was not committed (I1, I3), leased frames never change (I4), counts come back to zero (I5), frames add up (I8),
 //! and the disk is used as its contract says.
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
 
@@ -19,13 +20,13 @@ use kvloft_core::lease::{ReadLease, WriteLease};
 use kvloft_core::store::{Progress, Store, StoreConfig};
 use kvloft_core::tier::FrameDisk;
 use proptest::prelude::*;
-use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, range, save, stat, verify};
+use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, range, save, stat, verify};
 
 const LONG: Duration = Duration::from_secs(20);
 
 fn open(num_frames: u32, per_chunk: u32, eviction: Eviction, disk: &Arc<MemoryDisk>, num_threads: u32) -> Store {
     let disk_settings = disk_settings(u64::from(disk.capacity), num_threads);
-    let config = StoreConfig { disk: disk_settings, ..config(num_frames, per_chunk, eviction) };
+    let config = StoreConfig { disk: Some(disk_settings), ..config(num_frames, per_chunk, eviction) };
     Store::with_disk(&config, Arc::clone(disk) as Arc<dyn FrameDisk>, &[]).unwrap()
 }
 
@@ -87,11 +88,6 @@ struct Run {
 }
 
 impl Run {
-    fn chain(&self, prompt: usize) -> KeyChain {
-        let tokens: Vec<u32> = (0..(3 + prompt % 7)).map(|at| u32::from(prompt >> (at / 3) & 1 == 1)).collect();
-        chain(&tokens)
-    }
-
     fn take(&mut self, step: &Step) {
         match *step {
             Step::Save { prompt, len, tail, settle } => self.save(prompt, len, tail, settle),
@@ -103,18 +99,18 @@ impl Run {
                 }
             }
             Step::Acquire { prompt, wait } => {
-                let lease = self.store.acquire(&self.chain(prompt));
+                let lease = self.store.acquire(&prompt_chain(prompt));
                 if wait {
                     settled(&lease);
                 }
                 self.reads.push(lease);
             }
             Step::Release { lease } if !self.reads.is_empty() => {
-                self.reads.swap_remove(lease % self.reads.len());
+                drop(self.reads.swap_remove(lease % self.reads.len()));
             }
             Step::Settle { .. } | Step::Release { .. } => {}
             Step::Discard { prompt, block } => {
-                let chain = self.chain(prompt);
+                let chain = prompt_chain(prompt);
                 let block = block % chain.keys().len();
                 let key = chain.keys()[block];
                 self.store.discard(&[key]);
@@ -136,7 +132,7 @@ impl Run {
     }
 
     fn save(&mut self, prompt: usize, len: u32, tail: u32, settle: Settle) {
-        let chain = self.chain(prompt);
+        let chain = prompt_chain(prompt);
         let stop = len.min(chain.num_blocks() / self.per_chunk);
         let tail = tail.min(self.per_chunk - 1).min(chain.num_blocks() - stop * self.per_chunk);
         let reserved = self.store.reserve(&chain, range(0, stop, tail)).unwrap();
@@ -156,7 +152,7 @@ impl Run {
         assert_eq!(self.disk.violations(), [""; 0]);
         assert!(self.disk.num_slots_used() <= self.disk.capacity as usize);
         for prompt in 0..64 {
-            let chain = self.chain(prompt);
+            let chain = prompt_chain(prompt);
             let found = self.store.lookup(&chain);
             assert!(found.host_blocks <= found.stored_blocks);
             let blocks = found.stored_blocks;

@@ -1,6 +1,7 @@
 //! The store against an independent model: a dictionary that a person can read in one look.
 //!
 //! Frames are plentiful here, so every answer is determined and must be equal. Pressure and disks: `store_faults.rs`.
+#![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
 
@@ -11,7 +12,7 @@ use kvloft_core::key::ChunkKey;
 use kvloft_core::lease::{ReadLease, WriteLease};
 use kvloft_core::store::{Lookup, Store};
 use proptest::prelude::*;
-use store_common::{arena_of, chain, config, fill, range, stat, verify};
+use store_common::{arena_of, chain, config, fill, prompt_chain, range, stat, verify};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Chunk {
@@ -102,14 +103,8 @@ struct Run {
 }
 
 impl Run {
-    /// Prompts share prefixes: the bits of `prompt` are its tokens, in chunks of three blocks, so lengths vary too.
-    fn chain(&self, prompt: usize) -> kvloft_core::KeyChain {
-        let tokens: Vec<u32> = (0..(3 + prompt % 7)).map(|at| u32::from(prompt >> (at / 3) & 1 == 1)).collect();
-        chain(&tokens)
-    }
-
     fn reserve(&mut self, prompt: usize, start: u32, len: u32, tail: u32) {
-        let chain = self.chain(prompt);
+        let chain = prompt_chain(prompt);
         let (keys, per_chunk) = (chain.keys(), self.per_chunk);
         let full = chain.num_blocks() / per_chunk;
         let start = start.min(full);
@@ -172,7 +167,7 @@ impl Run {
     }
 
     fn acquire(&mut self, prompt: usize) {
-        let chain = self.chain(prompt);
+        let chain = prompt_chain(prompt);
         let blocks = self.model.lookup(chain.keys(), self.per_chunk as usize);
         let lease = self.store.acquire(&chain);
         assert_eq!((lease.poll().ready_blocks, lease.poll().pending_blocks), (blocks, 0));
@@ -191,11 +186,11 @@ impl Run {
             Step::Abort { lease } => self.abort(lease),
             Step::Acquire { prompt } => self.acquire(prompt),
             Step::Release { lease } if !self.reads.is_empty() => {
-                self.reads.swap_remove(lease % self.reads.len());
+                drop(self.reads.swap_remove(lease % self.reads.len()));
             }
             Step::Release { .. } => {}
             Step::Discard { prompt, block } => {
-                let chain = self.chain(prompt);
+                let chain = prompt_chain(prompt);
                 let key = chain.keys()[block % chain.keys().len()];
                 assert_eq!(self.store.discard(&[key]), self.model.forget(key));
             }
@@ -210,7 +205,7 @@ impl Run {
     fn compare(&self) {
         self.store.check().unwrap();
         for prompt in 0..64 {
-            let chain = self.chain(prompt);
+            let chain = prompt_chain(prompt);
             let blocks = self.model.lookup(chain.keys(), self.per_chunk as usize);
             assert_eq!(self.store.lookup(&chain), Lookup { host_blocks: blocks, stored_blocks: blocks });
         }

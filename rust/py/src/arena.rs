@@ -45,7 +45,11 @@ impl Arena {
 
     /// Tag the payload at `offset` of `frame` and write the trailer at the end of the part; returns the tag.
     #[pyo3(signature = (frame, *, offset, part_bytes, key, layout, page_bytes, num_blocks, rank))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
+    #[expect(
+        clippy::too_many_arguments,
+        clippy::needless_pass_by_value,
+        reason = "keyword arguments in Python, handed over"
+    )]
     fn seal(
         &self,
         py: Python<'_>,
@@ -65,7 +69,11 @@ impl Arena {
 
     /// None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape', 'tag'.
     #[pyo3(signature = (frame, *, offset, part_bytes, key, layout, page_bytes, num_blocks, rank))]
-    #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
+    #[expect(
+        clippy::too_many_arguments,
+        clippy::needless_pass_by_value,
+        reason = "keyword arguments in Python, handed over"
+    )]
     fn check(
         &self,
         py: Python<'_>,

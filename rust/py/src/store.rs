@@ -4,13 +4,15 @@
 //! interpreter: whoever holds the store's lock never waits for it. Long ones let it go.
 
 use std::collections::HashMap;
+use std::path::PathBuf;
 use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::key::ChunkKey;
 use kvloft_core::lease::{self, WriteLease};
-use kvloft_core::store::{self, SaveRange, StoreConfig};
+use kvloft_core::store::{self, DiskSettings, SaveRange, StoreConfig};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -57,15 +59,26 @@ impl Store {
         namespace: &[u8],
         blocks_per_chunk: u32,
         eviction: &str,
-        disk_path: Option<&str>,
+        disk_path: Option<PathBuf>,
         disk_bytes: u64,
         disk_threads: u32,
         description: &str,
     ) -> PyResult<Self> {
-        let _ = (digest(namespace, "namespace")?, disk_path, disk_bytes, disk_threads, description);
-        let eviction = Eviction::parse(eviction).map_err(raise)?;
-        let available_bytes = available_bytes();
-        let config = StoreConfig { frame_bytes, host_bytes, blocks_per_chunk, eviction, available_bytes };
+        let disk = disk_path.map(|dir| DiskSettings {
+            dir,
+            cap_bytes: disk_bytes,
+            num_threads: disk_threads,
+            description: description.to_owned(),
+        });
+        let config = StoreConfig {
+            frame_bytes,
+            host_bytes,
+            blocks_per_chunk,
+            eviction: Eviction::parse(eviction).map_err(raise)?,
+            available_bytes: available_bytes(),
+            namespace: digest(namespace, "namespace")?,
+            disk,
+        };
         let inner = py.detach(|| store::Store::open(&config)).map_err(raise)?;
         Ok(Self { tickets: Mutex::default(), inner })
     }
@@ -149,22 +162,28 @@ impl Store {
     }
 
     /// Wait until every visible host chunk that will go to disk is there; False at the deadline.
-    #[expect(clippy::unused_self, reason = "nothing goes to disk yet")]
-    fn flush(&self, timeout_s: f64) -> bool {
-        timeout_s >= 0.0 || timeout_s.is_nan()
+    fn flush(&self, py: Python<'_>, timeout_s: f64) -> bool {
+        py.detach(|| self.inner.flush(timeout(timeout_s)))
     }
 
-    /// Stop serving.
+    /// Stop serving, write to disk what should be there until the timeout, give the disk directory up.
     #[pyo3(signature = (timeout_s=30.0))]
     fn close(&self, py: Python<'_>, timeout_s: f64) {
-        let _ = timeout_s;
-        self.tickets().clear();
-        py.detach(|| self.inner.close());
+        py.detach(|| {
+            let open = std::mem::take(&mut *self.tickets());
+            drop(open);
+            self.inner.close(timeout(timeout_s));
+        });
     }
 
     fn __repr__(&self) -> String {
         format!("Store(num_frames={}, frame_bytes={})", self.inner.num_frames(), self.inner.frame_bytes())
     }
+}
+
+/// Seconds of any kind: negative ones and NaN are none, too many are for ever.
+fn timeout(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }
 
 /// A chunk key out of 32 bytes.

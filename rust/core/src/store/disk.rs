@@ -113,6 +113,7 @@ impl State {
             self.arrive_on_disk(id, slot);
             ids.push(id);
         }
+        self.counters.disk_recovered = ids.len() as u64;
         // Only now, so that chains do not become and cease to be leaves link by link.
         for id in ids {
             self.sync_disk(id);

@@ -63,6 +63,13 @@ pub(crate) struct Held {
     num_chunks: u32,
 }
 
+impl Held {
+    /// The last chunk that is ready.
+    fn ready_end(&self) -> Option<ChunkId> {
+        self.ready.checked_sub(1).map_or(self.host_end, |last| self.loads.get(last).copied())
+    }
+}
+
 /// Ancestors looked at for one that is on disk, to tell the disk that it was used.
 const MAX_TOUCH_STEPS: usize = 64;
 
@@ -117,7 +124,7 @@ impl State {
         while held.loads.get(held.ready).is_some_and(|&id| self.index[id].is_visible()) {
             held.ready += 1;
         }
-        let ready_blocks = self.ready_end(held).map_or(0, |id| self.index[id].end_block());
+        let ready_blocks = held.ready_end().map_or(0, |id| self.index[id].end_block());
         let coming = held.loads.get(held.ready).is_some_and(|&id| {
             let entry = &self.index[id];
             matches!(entry.host, HostState::Loading(_))
@@ -130,14 +137,10 @@ impl State {
         Progress { ready_blocks, pending_blocks: last_block - ready_blocks }
     }
 
-    fn ready_end(&self, held: &Held) -> Option<ChunkId> {
-        held.ready.checked_sub(1).map_or(held.host_end, |last| held.loads.get(last).copied())
-    }
-
     /// Every ready chunk, from position 0.
     pub(crate) fn frames(&self, held: &mut Held) -> Vec<LeasedFrame> {
         self.poll(held);
-        let Some(end) = self.ready_end(held) else { return Vec::new() };
+        let Some(end) = held.ready_end() else { return Vec::new() };
         let num_host = held.host_end.map_or(0, |id| self.index[id].depth + 1);
         let leased = |id| {
             let Entry { host, key, first_block, num_blocks, depth, .. } = self.index[id];

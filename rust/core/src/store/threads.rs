@@ -60,7 +60,9 @@ fn do_next(inner: &Inner, disk: &dyn FrameDisk) -> bool {
             finish(inner, |state| state.end_write(id, frame, outcome, micros))
         }
         Job::Free(slots) => {
-            slots.into_iter().for_each(|slot| free(disk, slot));
+            for slot in slots {
+                free(disk, slot);
+            }
             finish(inner, |_| ())
         }
         Job::Clear => {
@@ -90,10 +92,10 @@ fn wait_for_job(inner: &Inner, disk: &dyn FrameDisk) -> Option<Job> {
         } else {
             // Nothing to do: the time to ask how large the files are, outside the lock.
             drop(state);
-            let stats = guarded(|| Ok(disk.stats())).unwrap_or_default();
+            let seen = guarded(|| Ok(disk.stats())).unwrap_or_default();
             state = inner.books()?;
             let books = state.disk_books();
-            (books.slots, books.bytes) = (stats.slots, stats.bytes);
+            (books.slots, books.bytes) = (seen.slots, seen.bytes);
             looked = true;
         }
     }
@@ -111,13 +113,11 @@ fn finish(inner: &Inner, enter: impl FnOnce(&mut State)) -> bool {
 
 fn write(inner: &Inner, disk: &dyn FrameDisk, meta: &DiskMeta, bytes: &[u8]) -> Written {
     let Some(slot) = find_slot(inner, disk) else { return Written::NoRoom };
-    match guarded(|| disk.write(slot, meta, bytes)) {
-        Ok(()) => Written::In(slot),
-        Err(_) => {
-            free(disk, slot);
-            Written::Failed
-        }
+    if guarded(|| disk.write(slot, meta, bytes)).is_ok() {
+        return Written::In(slot);
     }
+    free(disk, slot);
+    Written::Failed
 }
 
 /// A slot to write to, made free if need be.

@@ -1,5 +1,5 @@
 //! Shared by the store's tests: small chains, frames that say whose they are, and a disk in memory that fails on demand.
-#![allow(dead_code, clippy::allow_attributes, reason = "each test file uses a part of it")]
+#![allow(dead_code, clippy::unwrap_used, clippy::allow_attributes, reason = "tests; each file uses a part of this one")]
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -27,9 +27,9 @@ pub(crate) fn config(num_frames: u32, blocks_per_chunk: u32, eviction: Eviction)
     }
 }
 
-pub(crate) fn disk_settings(num_slots: u64, num_threads: u32) -> Option<DiskSettings> {
+pub(crate) fn disk_settings(num_slots: u64, num_threads: u32) -> DiskSettings {
     let cap_bytes = num_slots * FRAME as u64;
-    Some(DiskSettings { dir: "/nowhere".into(), cap_bytes, num_threads, description: String::new() })
+    DiskSettings { dir: "/nowhere".into(), cap_bytes, num_threads, description: String::new() }
 }
 
 /// Blocks of one token each.
@@ -37,6 +37,12 @@ pub(crate) fn chain(tokens: &[u32]) -> KeyChain {
     let mut chain = KeyChain::new(root_key(&[7; 32], None, None).unwrap(), 1).unwrap();
     chain.append_tokens(tokens).unwrap();
     chain
+}
+
+/// One of 64 prompts of 3 to 9 blocks. The bits of `prompt` are their tokens, three at a time, so they share prefixes.
+pub(crate) fn prompt_chain(prompt: usize) -> KeyChain {
+    let tokens: Vec<u32> = (0..(3 + prompt % 7)).map(|at| u32::from(prompt >> (at / 3) & 1 == 1)).collect();
+    chain(&tokens)
 }
 
 pub(crate) fn range(start: u32, stop: u32, tail_blocks: u32) -> SaveRange {
