@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Every static check, one line each; a failing check shows its output and does not stop the others.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 unset PYTHONPATH PYTHONHOME
 scripts/env.sh lint </dev/null || exit 1
 PATH="$PWD/.venv-lint/bin:$PATH"

