@@ -1,0 +1,65 @@
+// Where the bytes of a piece of work are: tiles of pages in paged KV, segments of chunk payload in staging or in a frame.
+//
+// A tile is at most kTileBytes of one page, the unit that a warp moves. The tile table lists the tiles of *one* block in
+// payload order, for all planes, once per engine; a block is reached by its stride. A segment is a run of tiles of one chunk.
+// All 64-bit address arithmetic of the kernels is here. python/kvloft/transfer/cuda/kernels.py mirrors the structs and
+// compares their sizes. This file must not know dtypes, layers or streams.
+#pragma once
+#include "tag.cuh"
+
+namespace kvloft {
+
+constexpr int kWarpSize = 32;
+constexpr int kCtaThreads = 512;
+constexpr u32 kTileBytes = 4096;
+constexpr int kMaxSegments = 128;
+constexpr int kMaxBlocks = 1024;
+
+// One tile of a block: `num_bytes` at `base + block_id * block_stride`, and at `payload_offset` of the block's payload.
+struct Tile {
+  u64 base;
+  u64 block_stride;
+  u32 payload_offset;
+  u32 num_bytes;
+  u32 plane;
+  u32 first_word;  // of the tile inside its page: byte offset / 8
+};
+static_assert(sizeof(Tile) == 32, "mirrored in kernels.py");
+
+// Tiles [chunk_tile, chunk_tile + n) of one chunk; n ends where the next segment's first_tile begins.
+struct Segment {
+  u64 base;         // where byte 0 of the chunk's payload is (or would be, if the segment starts later)
+  u32 first_tile;   // number of its first tile in the piece
+  u32 chunk_tile;   // number of its first tile in the chunk
+  int block_index;  // block_ids[block_index + i] is the paged block of the chunk's block i
+  u32 reserved;
+};
+static_assert(sizeof(Segment) == 24, "mirrored in kernels.py");
+
+struct PieceParams {
+  const Tile* tiles;  // [tiles_per_block]
+  u64* sums;          // [kMaxSegments], zero between launches
+  u32* num_done;      // CTAs that have added their sums; zero between launches
+  u64* tags_out;      // [num_segments], the finished sums; may be host memory
+  u64 block_bytes;    // payload of one block
+  u32 tiles_per_block;
+  u32 num_planes;
+  u32 num_tiles;
+  u32 num_segments;
+  Segment segments[kMaxSegments];
+  int block_ids[kMaxBlocks];  // < 0: read and tag the payload, but touch no page (the part of a chunk that is not wanted)
+};
+static_assert(sizeof(PieceParams) == 56 + 24 * kMaxSegments + 4 * kMaxBlocks, "mirrored in kernels.py");
+
+// The segment that holds tile `tile` of the piece.
+__device__ __forceinline__ u32 find_segment(const PieceParams& p, const u32 tile) {
+  u32 low = 0;
+  u32 high = p.num_segments;
+  while (high - low > 1) {
+    const u32 mid = (low + high) / 2;
+    if (p.segments[mid].first_tile <= tile) low = mid; else high = mid;
+  }
+  return low;
+}
+
+}  // namespace kvloft

@@ -1,0 +1,32 @@
+// The tag of a chunk, as ARCHITECTURE.md defines it, for device code; rust/core/src/tag.rs is the same on the CPU.
+//
+// tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C)) mod 2^64, w[p, j] the j-th little-endian 64-bit word of page p,
+// pages zero-padded to whole words. Being a sum, any thread may add any word in any order. tests/kernels/test_tag.py compares
+// the constants below with tag.rs. This file must not know where words come from.
+#pragma once
+
+namespace kvloft {
+
+using u8 = unsigned char;
+using u32 = unsigned int;
+using u64 = unsigned long long;
+static_assert(sizeof(u32) == 4 && sizeof(u64) == 8, "the tag is defined on 64-bit words");
+
+constexpr u64 kTagA = 0xb0a12ec3a5fe637dull;
+constexpr u64 kTagB = 0xf7c7770cc1790db7ull;
+constexpr u64 kTagC = 0x8cedaa8195c75ecdull;
+constexpr u64 kTagM1 = 0xaaa3ec2316f39b27ull;
+constexpr u64 kTagM2 = 0x6f8b3af112db4f79ull;
+
+// A bijection of 64 bits: a changed word always changes its term of the sum.
+__device__ __forceinline__ u64 mix(u64 x) {
+  x *= kTagM1;
+  x ^= x >> 32;
+  x *= kTagM2;
+  return x ^ (x >> 29);
+}
+
+// Where word `word` of page `page` stands; the next word is at + kTagB.
+__device__ __forceinline__ u64 tag_position(const u64 page, const u64 word) { return kTagC + page * kTagA + word * kTagB; }
+
+}  // namespace kvloft

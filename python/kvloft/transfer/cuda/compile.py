@@ -1,0 +1,70 @@
+"""Kernels from source: compiled by NVRTC for the device that is there, kept on disk by cuda.core's program cache.
+
+The sources travel in the package (`kvloft/csrc`); nothing here needs nvcc, torch's ABI or, to compile, a GPU. It must not know
+what the kernels are for.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kvloft.errors import UnsupportedError
+
+SOURCE = "chunks.cu"
+KERNEL_NAMES = ("gather_chunks", "scatter_chunks", "tag_chunks")
+VEC_BYTES = (16, 8, 4, 1)
+CACHE_BYTES = 64 << 20
+
+_INCLUDE = re.compile(r'^#include "([^"/]+)"\n', re.MULTILINE)
+
+
+class KernelError(UnsupportedError):
+    """The kernels cannot be had on this machine; the message says what to install or set."""
+
+
+@cache
+def kernel_source() -> str:
+    """All device code as one text: each of our headers in place of its first include."""
+    folder = resources.files("kvloft") / "csrc"
+    seen: set[str] = set()
+
+    def flat(name: str) -> str:
+        if name in seen:
+            return ""
+        seen.add(name)
+        text = (folder / name).read_text(encoding="utf-8").replace("#pragma once\n", "")
+        return _INCLUDE.sub(lambda match: flat(match[1]), text)
+
+    return flat(SOURCE)
+
+
+def compile_kernels(arch: str, vec_bytes: int, cache_dir: Path | None = None) -> bytes:
+    """The cubin for ``arch`` ("sm_90") that moves ``vec_bytes`` at a time, from ``cache_dir`` if it is there.
+
+    Raises KernelError with the compiler's log.
+    """
+    try:
+        from cuda.core import Program, ProgramOptions
+        from cuda.core.utils import FileStreamProgramCache
+    except ImportError as error:
+        raise KernelError(
+            f"kvloft compiles its GPU kernels with NVRTC, and a package for that is missing ({error}): "
+            "pip install 'cuda-core>=1' nvidia-cuda-nvrtc"
+        ) from error
+    options = ProgramOptions(name="kvloft_chunks", arch=arch, std="c++17", lineinfo=True, define_macro=("KVLOFT_VEC_BYTES", str(vec_bytes)))
+    try:
+        store: Any = FileStreamProgramCache(cache_dir, max_size_bytes=CACHE_BYTES) if cache_dir is not None else None
+        program = Program(kernel_source(), "c++", options)
+        return bytes(program.compile("cubin", cache=store).code)
+    except Exception as error:  # cuda.core raises its own types for a missing NVRTC, a bad arch and a compile error
+        raise KernelError(f"kvloft's GPU kernels could not be compiled for {arch}: {error}") from error
+
+
+def default_cache_dir(environ: dict[str, str] | None = None) -> Path:
+    """Where compiled kernels and calibrations are kept: ``$XDG_CACHE_HOME/kvloft`` or ``~/.cache/kvloft``."""
+    base = (environ or {}).get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "kvloft"

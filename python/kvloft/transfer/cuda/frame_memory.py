@@ -1,0 +1,89 @@
+"""This rank's parts of all frames as plain addresses, and their trailers as one numpy column.
+
+Trailers are written and read for many frames at once, with a tag that the GPU made: the format is ARCHITECTURE.md's, and a test
+holds it against `_core.Arena`. It must not know streams or plans.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+MAGIC: Final = b"KVLOFT01"
+TRAILER: Final = np.dtype(
+    [("magic", "V8"), ("key", "V32"), ("layout", "V32"), ("tag", "<u8"), ("payload_bytes", "<u8"), ("num_blocks", "<u4"),
+     ("rank", "<u4"), ("zeros", "V32")]
+)  # fmt: skip
+assert TRAILER.itemsize == 128
+
+
+@dataclass(frozen=True, slots=True)
+class FrameMemory:
+    """Frames at ``address + frame * frame_bytes``; ours is the part of ``part_bytes`` at ``part_offset`` in each."""
+
+    address: int
+    num_frames: int
+    frame_bytes: int
+    part_offset: int
+    part_bytes: int
+    rank: int
+    owner: object
+    """Whatever keeps the memory mapped."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_frames * self.frame_bytes
+
+    def part(self, frame: int) -> int:
+        """Address of our part of ``frame``."""
+        return self.address + frame * self.frame_bytes + self.part_offset
+
+    def trailers(self) -> npt.NDArray[Any]:
+        """[num_frames] of `TRAILER`, a view of the memory itself."""
+        raw = (ctypes.c_uint8 * self.size_bytes).from_address(self.address)
+        offset = self.part_offset + self.part_bytes - TRAILER.itemsize
+        return np.ndarray((self.num_frames,), TRAILER, raw, offset, (self.frame_bytes,))
+
+
+class Trailers:
+    """Seals and checks frames of one layout."""
+
+    def __init__(self, memory: FrameMemory, *, layout: bytes, block_bytes: int) -> None:
+        self._column = memory.trailers()
+        self._layout = np.frombuffer(layout, dtype="V32")[0]
+        self._block_bytes = block_bytes
+        self._rank = memory.rank
+
+    def seal(self, frames: npt.NDArray[Any], keys: Sequence[bytes], tags: npt.NDArray[np.uint64], num_blocks: npt.NDArray[Any]) -> None:
+        """Write the trailers of ``frames``, whose payloads are in place."""
+        rows = np.zeros(len(frames), TRAILER)
+        rows["magic"] = np.frombuffer(MAGIC, dtype="V8")[0]
+        rows["key"] = np.frombuffer(b"".join(keys), dtype="V32")
+        rows["layout"] = self._layout
+        rows["tag"] = tags
+        rows["payload_bytes"] = num_blocks.astype(np.uint64) * np.uint64(self._block_bytes)
+        rows["num_blocks"] = num_blocks
+        rows["rank"] = self._rank
+        self._column[frames] = rows
+
+    def read(self, frames: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """A copy of the trailers of ``frames``."""
+        return self._column[frames]
+
+    def problems(self, rows: npt.NDArray[Any], keys: Sequence[bytes], num_blocks: npt.NDArray[Any]) -> dict[int, str]:
+        """What is wrong with which of ``rows``, before any byte moved: 'unsealed', 'key', 'layout' or 'shape'."""
+        if not len(rows):
+            return {}
+        sealed = rows["magic"] == np.frombuffer(MAGIC, dtype="V8")[0]
+        key = rows["key"] == np.frombuffer(b"".join(keys), dtype="V32")
+        layout = rows["layout"] == self._layout
+        shape = (rows["num_blocks"] == num_blocks) & (rows["rank"] == self._rank)
+        shape &= rows["payload_bytes"] == num_blocks.astype(np.uint64) * np.uint64(self._block_bytes)
+        good = sealed & key & layout & shape
+        named = (("unsealed", sealed), ("key", key), ("layout", layout), ("shape", shape))
+        return {int(i): next(name for name, fine in named if not fine[i]) for i in np.flatnonzero(~good)}

@@ -1,0 +1,166 @@
+"""One direction of copies: its two streams, its ring, and the order of kernel, copy engine and slots between them.
+
+Staged: kernel and copy engine work on different slots at once. Direct: the kernel reads or writes the frames itself, for pieces
+too small to be worth two commands. Which, is `Tuning`'s. Everything is queued on the GPU; only `wait_for` and `stop` wait on the
+host. It must not know plans, keys or tags' meaning.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloft.transfer.cuda import driver
+from kvloft.transfer.cuda.frame_memory import FrameMemory
+from kvloft.transfer.cuda.kernels import MAX_SEGMENTS, Kernels, Launcher
+from kvloft.transfer.cuda.pieces import Piece, Run
+from kvloft.transfer.cuda.staging import DEFAULT_BYTES, Ring, RingSize
+
+MAX_PIECES: Final = 256
+"""In flight in one direction; with 16 MiB slots this is some 75 ms of PCIe Gen5."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """How copies are made on one device; `calibrate` finds it."""
+
+    ring: RingSize = field(default_factory=lambda: RingSize.of(DEFAULT_BYTES))
+    save_ctas: int = 132
+    load_ctas: int = 132
+    direct_ctas: int = 8
+    save_direct_below: int = 0
+    """Pieces of fewer payload bytes go straight to the frames."""
+    load_direct_below: int = 0
+    high_priority: bool = False
+
+
+class _BaseLane:
+    """Streams, events and tag memory that both directions have."""
+
+    def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory, num_ctas: int, direct_below: int) -> None:
+        self.kernel_stream = driver.Stream.create(high_priority=tuning.high_priority)
+        self.copy_stream = driver.Stream.create()
+        self._launcher = Launcher(kernels, self.kernel_stream)
+        self._ring = Ring(tuning.ring, kernels.tiles.device)
+        self._frames = frames
+        self._num_ctas, self._direct_ctas, self._direct_below = num_ctas, tuning.direct_ctas, direct_below
+        self._kernel_done = [driver.Event() for _ in range(MAX_PIECES)]
+        self._copy_done = [driver.Event() for _ in range(MAX_PIECES)]
+        self._tags_address = driver.host_alloc(MAX_PIECES * MAX_SEGMENTS * 8)
+        raw = (ctypes.c_uint64 * (MAX_PIECES * MAX_SEGMENTS)).from_address(self._tags_address)
+        self._tags = np.frombuffer(raw, dtype=np.uint64).reshape(MAX_PIECES, MAX_SEGMENTS)
+        self._next = 0
+        self._num_landed = 0
+
+    def is_full(self, num_flying: int) -> bool:
+        return num_flying >= MAX_PIECES
+
+    def take_tags(self, ticket: int, num_segments: int) -> npt.NDArray[np.uint64]:
+        """The sums of a piece that is done; a piece is taken once, oldest first."""
+        self._num_landed = ticket + 1
+        return self._tags[ticket % MAX_PIECES, :num_segments]
+
+    def stop(self) -> None:
+        """Until nothing of this lane runs any more, whatever became of it."""
+        for stream in (self.kernel_stream, self.copy_stream):
+            with contextlib.suppress(driver.CudaError):
+                stream.synchronize()
+
+    def _launch(self, function: Any, piece: Piece, frames: npt.NDArray[np.int64], ticket: int, slot: int | None) -> None:
+        segments, base, num_ctas = piece.segments, slot, self._num_ctas
+        if base is None:
+            segments, base, num_ctas = piece.segments.copy(), self._frames.part(0), self._direct_ctas
+            segments["base"] = frames.astype(np.uint64) * np.uint64(self._frames.frame_bytes)
+        tags_out = self._tags_address + ticket % MAX_PIECES * MAX_SEGMENTS * 8
+        self._launcher.launch(
+            function, segments=segments, base=base, num_tiles=piece.num_tiles, block_ids=piece.block_ids, tags_out=tags_out,
+            max_ctas=num_ctas,
+        )  # fmt: skip
+
+    def _copy(self, run: Run, slot: int, part_bytes: int, *, to_host: bool) -> None:
+        host, device = self._frames.part(run.frame) + run.part_offset, slot + run.slot_offset
+        stream = self.copy_stream
+        if run.num_rows > 1:
+            host_pitch = self._frames.frame_bytes
+            to, source = (host, device) if to_host else (device, host)
+            to_pitch, source_pitch = (host_pitch, part_bytes) if to_host else (part_bytes, host_pitch)
+            stream.copy_rows(
+                to=to, to_pitch=to_pitch, source=source, source_pitch=source_pitch, row_bytes=run.row_bytes, num_rows=run.num_rows,
+                to_host=to_host,
+            )  # fmt: skip
+        elif to_host:
+            stream.copy_to_host(host, device, run.row_bytes)
+        else:
+            stream.copy_to_device(device, host, run.row_bytes)
+
+
+class SaveLane(_BaseLane):
+    """Paged KV -> slot -> frames."""
+
+    def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory) -> None:
+        super().__init__(kernels, tuning, frames, tuning.save_ctas, tuning.save_direct_below)
+        self._function = kernels.gather
+
+    def submit(self, piece: Piece, frames: npt.NDArray[np.int64]) -> int:
+        """Queue one piece; ``frames`` are those of its segments. Returns its ticket, counting up."""
+        ticket, self._next = self._next, self._next + 1
+        gathered, copied = self._kernel_done[ticket % MAX_PIECES], self._copy_done[ticket % MAX_PIECES]
+        is_direct = piece.num_bytes < self._direct_below
+        slot = None if is_direct else self._ring.take(self.kernel_stream, copied)
+        self._launch(self._function, piece, frames, ticket, slot)
+        gathered.record(self.kernel_stream)
+        if slot is None:
+            copied.record(self.kernel_stream)
+            return ticket
+        self.copy_stream.wait(gathered)
+        for run in piece.runs:
+            self._copy(run, slot, self._frames.part_bytes, to_host=True)
+        copied.record(self.copy_stream)
+        return ticket
+
+    def is_done(self, ticket: int) -> bool:
+        """Whether the payload is in the frames."""
+        return self._copy_done[ticket % MAX_PIECES].is_done()
+
+    def wait_for(self, ticket: int) -> None:
+        self._copy_done[ticket % MAX_PIECES].synchronize()
+
+    def order_after_gather(self, stream: driver.Stream, ticket: int) -> None:
+        """Let ``stream`` go on only when piece ``ticket``, and all before it, have read the paged blocks."""
+        if ticket >= self._num_landed:
+            stream.wait(self._kernel_done[ticket % MAX_PIECES])
+
+
+class LoadLane(_BaseLane):
+    """Frames -> slot -> paged KV."""
+
+    def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory) -> None:
+        super().__init__(kernels, tuning, frames, tuning.load_ctas, tuning.load_direct_below)
+        self._function = kernels.scatter
+
+    def submit(self, piece: Piece, frames: npt.NDArray[np.int64], *, is_pinned: bool = True) -> int:
+        """As `SaveLane.submit`. Frames that are not pinned are copied too: the driver takes them through its own buffers."""
+        ticket, self._next = self._next, self._next + 1
+        scattered, copied = self._kernel_done[ticket % MAX_PIECES], self._copy_done[ticket % MAX_PIECES]
+        is_direct = is_pinned and piece.num_bytes < self._direct_below
+        slot = None if is_direct else self._ring.take(self.copy_stream, scattered)
+        if slot is not None:
+            for run in piece.runs:
+                self._copy(run, slot, self._frames.part_bytes, to_host=False)
+            copied.record(self.copy_stream)
+            self.kernel_stream.wait(copied)
+        self._launch(self._function, piece, frames, ticket, slot)
+        scattered.record(self.kernel_stream)
+        return ticket
+
+    def is_done(self, ticket: int) -> bool:
+        """Whether the pages are in place and the tags known."""
+        return self._kernel_done[ticket % MAX_PIECES].is_done()
+
+    def wait_for(self, ticket: int) -> None:
+        self._kernel_done[ticket % MAX_PIECES].synchronize()

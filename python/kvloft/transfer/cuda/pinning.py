@@ -1,0 +1,116 @@
+"""Pins the host arena in the background, a piece at a time, so that the cache is usable at once with what is pinned so far.
+
+Each piece is first touched by several threads (without changing a byte: other ranks may be writing theirs), on the GPU's NUMA
+node and in huge pages where the system has them, then registered with CUDA. It must not know frames' contents.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+
+from kvloft.transfer.cuda import driver
+
+logger = logging.getLogger(__name__)
+
+GOOD_PIECE_BYTES: Final = 256 << 20
+"""Registering holds a lock of the driver: a launch behind it waits, so pieces are kept well under 1 GiB."""
+_PAGE: Final = 4096
+_MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
+_MPOL_PREFERRED, _SYS_MBIND = 1, {"x86_64": 237, "aarch64": 235}
+
+
+class PinnedRange:
+    """Memory at ``address``, pinned from its start to `num_pinned_bytes`, which grows until all of it is or pinning failed."""
+
+    def __init__(
+        self, address: int, size_bytes: int, *, piece_bytes: int, numa_node: int | None, num_threads: int | None = None
+    ) -> None:
+        """``piece_bytes``: a multiple of the page size; no copy may cross a multiple of it."""
+        self._piece_bytes = piece_bytes
+        self.address = address
+        self.size_bytes = size_bytes
+        self.num_pinned_bytes = 0
+        self.problem: str | None = None
+        self._numa_node = numa_node
+        self._num_threads = num_threads or min(8, os.cpu_count() or 1)
+        self._context = driver.current_context()
+        self._pieces: list[int] = []
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kvloft-pin", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_pinned_bytes >= self.size_bytes
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until pinning is over; False at the deadline."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def close(self) -> None:
+        """Unpin. No copy may be in flight."""
+        self._stop.set()
+        self._thread.join()
+        self.num_pinned_bytes = 0
+        for piece in self._pieces:
+            try:
+                driver.host_unregister(piece)
+            except driver.CudaError as error:
+                logger.warning("kvloft: host memory stays pinned: %s", error)
+        self._pieces.clear()
+
+    def _run(self) -> None:
+        try:
+            driver.use_context(self._context)
+            with ThreadPoolExecutor(self._num_threads, "kvloft-touch") as pool:
+                for begin in range(0, self.size_bytes, self._piece_bytes):
+                    if self._stop.is_set():
+                        return
+                    num_bytes = min(self._piece_bytes, self.size_bytes - begin)
+                    _touch(self.address + begin, num_bytes, self._numa_node, self._num_threads, pool)
+                    driver.host_register(self.address + begin, num_bytes)
+                    self._pieces.append(self.address + begin)
+                    self.num_pinned_bytes = begin + num_bytes
+        except (RuntimeError, OSError) as error:
+            self.problem = str(error)
+            logger.error(
+                "kvloft: pinned %.1f of %.1f GiB of host memory, no more could be had (%s): only that much is used for saves; "
+                "check `ulimit -l` and host_size", self.num_pinned_bytes / 2**30, self.size_bytes / 2**30, error,
+            )  # fmt: skip
+
+
+def _touch(address: int, num_bytes: int, numa_node: int | None, num_threads: int, pool: ThreadPoolExecutor) -> None:
+    """Have the kernel provide the pages, in parallel. All of it is advice: what fails here, registering does slower."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    begin, end = address & -_PAGE, -(-(address + num_bytes) // _PAGE) * _PAGE
+    libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
+    if numa_node is not None and numa_node >= 0:
+        mask = ctypes.c_ulong(1 << numa_node)
+        number = _SYS_MBIND.get(os.uname().machine)
+        if number is not None and numa_node < 64:
+            libc.syscall(
+                number, ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MPOL_PREFERRED, ctypes.byref(mask), 65, 0
+            )
+    step = -(-(end - begin) // num_threads // (2 << 20)) * (2 << 20)
+    calls: list[Any] = [
+        pool.submit(libc.madvise, ctypes.c_void_p(at), ctypes.c_size_t(min(step, end - at)), _MADV_POPULATE_WRITE)
+        for at in range(begin, end, step)
+    ]
+    for call in calls:
+        call.result()
+
+
+def numa_node_of(pci_bus_id: str) -> int | None:
+    """NUMA node of a PCI device ("0000:3b:00.0"), None if the system does not say."""
+    try:
+        node = int((Path("/sys/bus/pci/devices") / pci_bus_id.lower() / "numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None

@@ -1,0 +1,25 @@
+"""Puts the helpers of this folder in reach, and says once why GPU tests are skipped."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """GPU tests are skipped without a GPU, unless NEED_GPU=1 says that there must be one."""
+    mine = [item for item in items if item.get_closest_marker("gpu")]
+    if not mine or os.environ.get("NEED_GPU") == "1":
+        return
+    try:
+        import torch
+
+        reason = None if torch.cuda.is_available() else "no CUDA device"
+    except ImportError:
+        reason = "torch is not installed"
+    if reason is not None:
+        for item in mine:
+            item.add_marker(pytest.mark.skip(reason=f"GPU test: {reason}; run scripts/gpu_check.sh on a GPU machine"))

@@ -1,0 +1,43 @@
+"""What a piece means, spelled out tile by tile in Python: the reference that the cutting into pieces is held against."""
+
+import numpy as np
+
+from kvloft.transfer.cuda.kernels import Geometry
+from kvloft.transfer.cuda.pieces import ChunkTable, Piece, Shape
+
+
+def gather(table: ChunkTable, piece: Piece, shape: Shape, paged: dict[int, np.ndarray], slot: np.ndarray) -> None:
+    """Write the tiles of ``piece`` into ``slot``; ``paged[b]`` is the payload of paged block b."""
+    for begin, to, block_id, offset, size in _tiles(piece, shape.geometry):
+        assert block_id >= 0
+        slot[to : to + size] = paged[block_id][offset : offset + size]
+
+
+def copy_out(piece: Piece, shape: Shape, slot: np.ndarray, parts: np.ndarray) -> None:
+    """Do the runs of a save: ``parts`` is [frames, part_bytes], row f our part of frame f."""
+    for run in piece.runs:
+        if run.num_rows == 1:
+            flat = parts.reshape(-1)
+            assert shape.one_part or run.part_offset + run.row_bytes <= parts.shape[1], "a run crosses another rank's part"
+            at = run.frame * parts.shape[1] + run.part_offset
+            flat[at : at + run.row_bytes] = slot[run.slot_offset : run.slot_offset + run.row_bytes]
+            first, last = run.frame, run.frame + (run.part_offset + run.row_bytes - 1) // parts.shape[1]
+        else:
+            for row in range(run.num_rows):
+                at = run.slot_offset + row * shape.part_bytes
+                parts[run.frame + row, : run.row_bytes] = slot[at : at + run.row_bytes]
+            first, last = run.frame, run.frame + run.num_rows - 1
+        assert first // shape.frames_per_pin == last // shape.frames_per_pin, "a run crosses two pinned pieces"
+
+
+def _tiles(piece: Piece, geometry: Geometry):
+    """(tile, address in the slot, paged block, offset in the block, size) as kernels compute them."""
+    ends = [*piece.segments["first_tile"][1:].tolist(), piece.num_tiles]
+    for segment, end in zip(piece.segments, ends, strict=True):
+        for tile in range(int(segment["first_tile"]), end):
+            chunk_tile = int(segment["chunk_tile"]) + tile - int(segment["first_tile"])
+            block, rest = divmod(chunk_tile, geometry.tiles_per_block)
+            offset = int(geometry.tile_offsets[rest])
+            after = int(geometry.tile_offsets[rest + 1]) if rest + 1 < geometry.tiles_per_block else geometry.block_bytes
+            base = (int(segment["base"]) + block * geometry.block_bytes + offset) % 2**64
+            yield tile, base, int(piece.block_ids[int(segment["block_index"]) + block]), offset, after - offset

@@ -1,0 +1,39 @@
+"""Every kernel compiles for every architecture we name, without a GPU."""
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cuda.core", reason="cuda-core is not installed: pip install 'cuda-core>=1'")
+pytest.importorskip("cuda.bindings.nvrtc", reason="cuda-bindings is not installed")
+
+from kvloft.transfer.cuda.compile import KERNEL_NAMES, VEC_BYTES, KernelError, compile_kernels, kernel_source
+
+
+@pytest.mark.parametrize("vec_bytes", VEC_BYTES)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_100"])
+def test_kernels_compile(arch: str, vec_bytes: int) -> None:
+    cubin = compile_kernels(arch, vec_bytes)
+    assert cubin.startswith(b"\x7fELF")
+    for name in KERNEL_NAMES:
+        assert name.encode() in cubin
+
+
+def test_a_second_compilation_comes_from_the_cache(tmp_path: Path) -> None:
+    first = compile_kernels("sm_90", 16, tmp_path)
+    entries = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert entries
+    assert compile_kernels("sm_90", 16, tmp_path) == first
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == entries
+
+
+def test_a_failed_compilation_says_what_the_compiler_said() -> None:
+    with pytest.raises(KernelError, match="sm_90"):
+        compile_kernels("sm_90", 3)
+
+
+def test_source_is_flat_and_has_each_header_once() -> None:
+    source = kernel_source()
+    assert '#include "' not in source
+    assert source.count("struct PieceParams {") == 1
+    assert source.count("constexpr u64 kTagA") == 1

@@ -1,0 +1,92 @@
+"""Cutting chunk copies into pieces: run against a tile-by-tile model, every byte lands once and where it belongs."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, TILE_BYTES, Geometry
+from kvloft.transfer.cuda.pieces import NOT_WANTED, ChunkTable, Shape, split
+from kvloft.types import BlockId, ChunkCopy, ChunkKey
+from piece_model import copy_out, gather
+
+POISON = 0xA5
+
+
+def geometry_of(page_bytes: list[int]) -> Geometry:
+    offsets, at = [], 0
+    for size in page_bytes:
+        offsets += range(at, at + size, TILE_BYTES)
+        at += size
+    return Geometry(at, len(offsets), np.array(offsets, dtype=np.int64))
+
+
+@st.composite
+def cases(draw: st.DrawFn):
+    pages = draw(st.lists(st.sampled_from([8, 96, 577, 4096, 5000, 8192, 12288]), min_size=1, max_size=4))
+    blocks_per_chunk = draw(st.sampled_from([1, 2, 3, 7]))
+    geometry = geometry_of(pages)
+    part_bytes = -(-(geometry.block_bytes * blocks_per_chunk + 128) // 4096) * 4096
+    slot_bytes = draw(st.sampled_from([8192, 12288, 16384, 65536, 1 << 20]))
+    shape = Shape(geometry, slot_bytes, part_bytes, blocks_per_chunk, draw(st.booleans()), draw(st.sampled_from([1, 2, 5, 1000])))
+    num_chunks = draw(st.integers(0, 12))
+    frames = draw(st.permutations(range(14)))[:num_chunks]
+    if draw(st.booleans()):
+        frames = sorted(frames)
+    num_blocks = [draw(st.integers(1, blocks_per_chunk)) for _ in range(num_chunks)]
+    ids = iter(draw(st.permutations(range(12 * 7))))
+    copies = [
+        ChunkCopy(frame, ChunkKey(bytes([i]) * 32), n, 0, tuple(BlockId(next(ids)) for _ in range(n)))
+        for i, (frame, n) in enumerate(zip(frames, num_blocks, strict=True))
+    ]
+    return shape, copies
+
+
+@given(cases())
+def test_pieces_of_a_save_fill_the_frames(case: tuple[Shape, list[ChunkCopy]]) -> None:
+    shape, copies = case
+    table = ChunkTable.of(copies)
+    random = np.random.default_rng(0)
+    paged = {b: random.integers(0, 256, shape.geometry.block_bytes, dtype=np.uint8) for b in range(12 * 7)}
+    parts = np.full((14, shape.part_bytes), POISON, np.uint8)
+    done, moved = 0, 0
+    for piece in split(table, shape):
+        assert len(piece.segments) <= MAX_SEGMENTS and len(piece.block_ids) <= MAX_BLOCKS
+        slot = np.full(shape.slot_bytes, POISON, np.uint8)
+        gather(table, piece, shape, paged, slot)
+        copy_out(piece, shape, slot, parts)
+        assert piece.begin == done or piece.is_rest_of_chunk
+        done, moved = piece.done_end, moved + piece.num_bytes
+    assert done == len(copies)
+    assert moved == sum(copy.num_blocks for copy in copies) * shape.geometry.block_bytes
+    for copy in copies:
+        want = np.concatenate([paged[b] for b in copy.blocks])
+        assert np.array_equal(parts[copy.frame, : len(want)], want)
+    for frame in set(range(14)) - {copy.frame for copy in copies}:
+        assert (parts[frame] == POISON).all()
+
+
+def test_blocks_that_a_load_does_not_want_are_tagged_only() -> None:
+    copy = ChunkCopy(3, ChunkKey(b"k" * 32), 5, 1, (BlockId(7), BlockId(9)))
+    assert ChunkTable.of([copy]).block_ids.tolist() == [NOT_WANTED, 7, 9, NOT_WANTED, NOT_WANTED]
+
+
+@pytest.mark.parametrize(("num_blocks", "first_block", "blocks"), [(2, 1, (1, 2)), (1, -1, (1, 2)), (0, 0, ()), (1, 2, ())])
+def test_a_copy_outside_its_chunk_is_refused(num_blocks: int, first_block: int, blocks: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError):
+        ChunkTable.of([ChunkCopy(0, ChunkKey(b"k" * 32), num_blocks, first_block, tuple(map(BlockId, blocks)))])
+
+
+@pytest.mark.parametrize(("frame", "block"), [(-1, 0), (4, 0), (0, -2), (0, 10)])
+def test_a_copy_outside_arena_or_paged_kv_is_refused(frame: int, block: int) -> None:
+    table = ChunkTable.of([ChunkCopy(frame, ChunkKey(b"k" * 32), 1, 0, (BlockId(block),))])
+    with pytest.raises(ValueError):
+        table.check(num_frames=4, num_blocks=10, blocks_per_chunk=1)
+
+
+def test_a_slot_smaller_than_a_tile_is_refused() -> None:
+    shape = Shape(geometry_of([8192]), 1024, 12288, 1, True, 1)
+    with pytest.raises(ValueError, match="slot"):
+        list(split(ChunkTable.of([ChunkCopy(0, ChunkKey(b"k" * 32), 1, 0, (BlockId(0),))]), shape))
