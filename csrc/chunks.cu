@@ -59,6 +59,15 @@ __device__ __forceinline__ void store_item(u8* __restrict__ to, const Item<kVecB
   }
 }
 
+// A word's part of the tag. A bench compiles it away to learn what it costs; nothing else does.
+__device__ __forceinline__ u64 term(const u64 word, const u64 position) {
+#ifdef KVLOFT_BENCH_WITHOUT_TAG
+  return 0;
+#else
+  return mix(word ^ position);
+#endif
+}
+
 // One warp moves one tile; returns this lane's part of the sum. `to` null: nothing is written.
 template <int kVecBytes>
 __device__ __forceinline__ u64 move_tile(const u8* __restrict__ from, u8* __restrict__ to, const u32 num_bytes, u64 position) {
@@ -80,7 +89,7 @@ __device__ __forceinline__ u64 move_tile(const u8* __restrict__ from, u8* __rest
       if (at < num_bytes) {
         if (to != nullptr) store_item<kVecBytes>(to + at, items[i], num_bytes - at);
 #pragma unroll
-        for (u32 j = 0; j < It::kWords; ++j) sum += mix(items[i].words[j] ^ (position + j * kTagB));
+        for (u32 j = 0; j < It::kWords; ++j) sum += term(items[i].words[j], position + j * kTagB);
       }
       position += kWarpSize * It::kWords * kTagB;
     }

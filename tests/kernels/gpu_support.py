@@ -32,7 +32,8 @@ class Paged:
 
     def layout(self) -> PagedLayout:
         planes = tuple(
-            Plane(self.buffers[i].untyped_storage(), offset, stride, size, self.num_blocks) for i, offset, stride, size in self.planes
+            Plane(self.buffers[i].untyped_storage(), offset, stride, size, self.num_blocks)
+            for i, offset, stride, size in self.planes
         )
         return PagedLayout(planes, self.num_blocks, bytes(range(32)))
 

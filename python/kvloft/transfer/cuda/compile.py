@@ -42,10 +42,10 @@ def kernel_source() -> str:
     return flat(SOURCE)
 
 
-def compile_kernels(arch: str, vec_bytes: int, cache_dir: Path | None = None) -> bytes:
+def compile_kernels(arch: str, vec_bytes: int, cache_dir: Path | None = None, *, with_tag: bool = True) -> bytes:
     """The cubin for ``arch`` ("sm_90") that moves ``vec_bytes`` at a time, from ``cache_dir`` if it is there.
 
-    Raises KernelError with the compiler's log.
+    ``with_tag=False`` is for a bench that prices the tag. Raises KernelError with the compiler's log.
     """
     try:
         from cuda.core import Program, ProgramOptions
@@ -55,7 +55,8 @@ def compile_kernels(arch: str, vec_bytes: int, cache_dir: Path | None = None) ->
             f"kvloft compiles its GPU kernels with NVRTC, and a package for that is missing ({error}): "
             "pip install 'cuda-core>=1' nvidia-cuda-nvrtc"
         ) from error
-    options = ProgramOptions(name="kvloft_chunks", arch=arch, std="c++17", lineinfo=True, define_macro=("KVLOFT_VEC_BYTES", str(vec_bytes)))
+    macros = [("KVLOFT_VEC_BYTES", str(vec_bytes)), *(() if with_tag else (("KVLOFT_BENCH_WITHOUT_TAG", "1"),))]
+    options = ProgramOptions(name="kvloft_chunks", arch=arch, std="c++17", lineinfo=True, define_macro=macros)
     try:
         store: Any = FileStreamProgramCache(cache_dir, max_size_bytes=CACHE_BYTES) if cache_dir is not None else None
         program = Program(kernel_source(), "c++", options)

@@ -33,7 +33,7 @@ def require() -> None:
 
 
 def _check(result: tuple[Any, ...], what: str) -> Any:
-    if result[0]:
+    if int(result[0]):
         _, name = _cu.cuGetErrorName(result[0])
         raise CudaError(f"{what}: {name.decode() if isinstance(name, bytes) else result[0]}")
     return result[1] if len(result) > 1 else None
@@ -70,7 +70,9 @@ class Stream:
     def copy_to_host(self, to: int, source: int, num_bytes: int) -> None:
         _check(_cu.cuMemcpyDtoHAsync(to, source, num_bytes, self._raw), "cuMemcpyDtoHAsync")
 
-    def copy_rows(self, *, to: int, to_pitch: int, source: int, source_pitch: int, row_bytes: int, num_rows: int, to_host: bool) -> None:
+    def copy_rows(
+        self, *, to: int, to_pitch: int, source: int, source_pitch: int, row_bytes: int, num_rows: int, to_host: bool
+    ) -> None:
         """Equally spaced runs of bytes in one copy-engine command."""
         copy = _cu.CUDA_MEMCPY2D()
         host, device = _cu.CUmemorytype.CU_MEMORYTYPE_HOST, _cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
@@ -99,7 +101,9 @@ class Event:
 
     def __init__(self, *, timing: bool = False) -> None:
         flags = _cu.CUevent_flags
-        self.raw = _check(_cu.cuEventCreate(int(flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING)), "cuEventCreate")
+        self.raw = _check(
+            _cu.cuEventCreate(int(flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING)), "cuEventCreate"
+        )
 
     def record(self, stream: Stream) -> None:
         _check(_cu.cuEventRecord(self.raw, stream._raw), "cuEventRecord")
@@ -136,7 +140,10 @@ def use_context(context: Any) -> None:
 
 def host_register(address: int, num_bytes: int) -> None:
     """Pin memory for every context of this process."""
-    _check(_cu.cuMemHostRegister(address, num_bytes, _cu.CU_MEMHOSTREGISTER_PORTABLE | _cu.CU_MEMHOSTREGISTER_DEVICEMAP), "cuMemHostRegister")
+    _check(
+        _cu.cuMemHostRegister(address, num_bytes, _cu.CU_MEMHOSTREGISTER_PORTABLE | _cu.CU_MEMHOSTREGISTER_DEVICEMAP),
+        "cuMemHostRegister",
+    )
 
 
 def host_unregister(address: int) -> None:
@@ -145,7 +152,9 @@ def host_unregister(address: int) -> None:
 
 def host_alloc(num_bytes: int) -> int:
     """Address of pinned memory of ours."""
-    return int(_check(_cu.cuMemHostAlloc(num_bytes, _cu.CU_MEMHOSTALLOC_PORTABLE | _cu.CU_MEMHOSTALLOC_DEVICEMAP), "cuMemHostAlloc"))
+    return int(
+        _check(_cu.cuMemHostAlloc(num_bytes, _cu.CU_MEMHOSTALLOC_PORTABLE | _cu.CU_MEMHOSTALLOC_DEVICEMAP), "cuMemHostAlloc")
+    )
 
 
 def host_free(address: int) -> None:

@@ -59,7 +59,9 @@ class Trailers:
         self._block_bytes = block_bytes
         self._rank = memory.rank
 
-    def seal(self, frames: npt.NDArray[Any], keys: Sequence[bytes], tags: npt.NDArray[np.uint64], num_blocks: npt.NDArray[Any]) -> None:
+    def seal(
+        self, frames: npt.NDArray[Any], keys: Sequence[bytes], tags: npt.NDArray[np.uint64], num_blocks: npt.NDArray[Any]
+    ) -> None:
         """Write the trailers of ``frames``, whose payloads are in place."""
         rows = np.zeros(len(frames), TRAILER)
         rows["magic"] = np.frombuffer(MAGIC, dtype="V8")[0]

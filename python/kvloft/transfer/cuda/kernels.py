@@ -27,7 +27,14 @@ MAX_SEGMENTS: Final = 128
 MAX_BLOCKS: Final = 1024
 
 TILE: Final = np.dtype(
-    [("base", "<u8"), ("block_stride", "<u8"), ("payload_offset", "<u4"), ("num_bytes", "<u4"), ("plane", "<u4"), ("first_word", "<u4")]
+    [
+        ("base", "<u8"),
+        ("block_stride", "<u8"),
+        ("payload_offset", "<u4"),
+        ("num_bytes", "<u4"),
+        ("plane", "<u4"),
+        ("first_word", "<u4"),
+    ]
 )
 SEGMENT: Final = np.dtype(
     [("base", "<u8"), ("first_tile", "<u4"), ("chunk_tile", "<u4"), ("block_index", "<i4"), ("reserved", "<u4")]
@@ -67,7 +74,9 @@ def vec_bytes_of(layout: PagedLayout) -> int:
 def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
     """The tiles of one block in payload order, dtype `TILE`. Raises UnsupportedError beyond 32-bit offsets."""
     if layout.block_bytes >= 1 << 32:
-        raise UnsupportedError(f"a block of {layout.block_bytes} bytes is too large for kvloft's kernels; use a smaller block_size")
+        raise UnsupportedError(
+            f"a block of {layout.block_bytes} bytes is too large for kvloft's kernels; use a smaller block_size"
+        )
     rows: list[tuple[int, int, int, int, int, int]] = []
     payload_offset = 0
     for number, plane in enumerate(layout.planes):
@@ -100,13 +109,14 @@ class Geometry:
 class Kernels:
     """The compiled kernels for one layout, and its tile table on the device. Made once; launching allocates nothing."""
 
-    def __init__(self, layout: PagedLayout, device: torch.device, cache_dir: Path | None) -> None:
+    def __init__(self, layout: PagedLayout, device: torch.device, cache_dir: Path | None, *, with_tag: bool = True) -> None:
         """Raises KernelError if they cannot be compiled, CudaError if they cannot be loaded."""
         driver.require()
         major, minor = torch.cuda.get_device_capability(device)
         torch.cuda.current_stream(device).synchronize()  # makes the context current on this thread; not in a step
         self.vec_bytes = vec_bytes_of(layout)
-        functions = driver.load_functions(compile_kernels(f"sm_{major}{minor}", self.vec_bytes, cache_dir), KERNEL_NAMES)
+        cubin = compile_kernels(f"sm_{major}{minor}", self.vec_bytes, cache_dir, with_tag=with_tag)
+        functions = driver.load_functions(cubin, KERNEL_NAMES)
         self.gather, self.scatter, self.tag = (functions[name] for name in KERNEL_NAMES)
         self.geometry = Geometry.of(layout)
         self.num_planes = len(layout.planes)

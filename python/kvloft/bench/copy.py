@@ -1,0 +1,160 @@
+"""`kvloft bench copy`: GB/s of saves, loads and both at once by page size, beside the ceiling of the same run.
+
+Also what a running copy costs a matmul and an HBM-bound add, and what the tag costs. Every case is verified bit for bit first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvloft.bench.rig import Case, Ceiling, HostFrames, Rig, beside
+from kvloft.transfer.cuda import driver
+from kvloft.transfer.cuda.lanes import Tuning
+
+KIB = 1024
+PAGES = tuple(n * KIB for n in (4, 8, 16, 18, 32, 64, 128, 512, 2048))
+DIRECTIONS = ("save", "load", "both")
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers belong to."""
+    properties = torch.cuda.get_device_properties(0)
+    version = driver.driver_version()
+    return {
+        "gpu": properties.name,
+        "num_sms": properties.multi_processor_count,
+        "cuda_driver": f"{version // 1000}.{version % 1000 // 10}",
+        "driver": _driver_release(),
+        "torch": torch.__version__,
+        "host": platform.machine(),
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
+    }
+
+
+def _driver_release() -> str:
+    try:
+        return next(
+            word for word in Path("/proc/driver/nvidia/version").read_text().split() if word[:1].isdigit() and "." in word
+        )
+    except (OSError, StopIteration):
+        return "unknown"
+
+
+def run(
+    *,
+    pages: tuple[int, ...] = PAGES,
+    payload_bytes: int = 512 << 20,
+    tuning: Tuning,
+    cache_dir: Path,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """All of it; sizes in bytes, rates in GB/s (1e9 bytes, counted once)."""
+    host = HostFrames(2 * payload_bytes + (64 << 20) + 2 * payload_bytes // 8)
+    result: dict[str, Any] = {"machine": machine(), "tuning": dataclasses.asdict(tuning)}
+    progress("ceiling: one large copy")
+    ceiling = Ceiling(host, payload_bytes)
+    result["ceiling"] = {what: ceiling.gbps(what) for what in DIRECTIONS}
+    ceiling.close()
+    result["pages"] = list(_by_page(pages, host, payload_bytes, tuning, cache_dir, progress))
+    progress("beside compute")
+    result["beside"] = list(_beside(host, payload_bytes, tuning, cache_dir))
+    progress("price of the tag")
+    result["tag"] = _tag_price(host, payload_bytes, tuning, cache_dir)
+    return result
+
+
+def _by_page(
+    pages: tuple[int, ...],
+    host: HostFrames,
+    payload_bytes: int,
+    tuning: Tuning,
+    cache_dir: Path,
+    progress: Callable[[str], None],
+) -> Iterator[dict[str, Any]]:
+    for page_bytes in pages:
+        progress(f"pages of {page_bytes // KIB} KiB")
+        rig = Rig(Case.of(page_bytes), host, payload_bytes, tuning, cache_dir)
+        rig.verify()
+        row: dict[str, Any] = {"page_bytes": page_bytes, "num_planes": rig.case.num_planes}
+        for what in DIRECTIONS:
+            row[what], row[f"{what}_host_us_per_mib"] = rig.median(what)
+        rig.close()
+        yield row
+
+
+def workloads() -> dict[str, Callable[[], object]]:
+    """What runs beside copies: compute-bound and HBM-bound, a millisecond or so each."""
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    c = torch.empty_like(a)
+    x, y = (torch.randn(1 << 28, device="cuda", dtype=torch.float32) for _ in range(2))
+    z = torch.empty_like(x)
+    return {"matmul": lambda: torch.mm(a, b, out=c), "add": lambda: torch.add(x, y, out=z)}
+
+
+def _beside(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path) -> Iterator[dict[str, Any]]:
+    works = workloads()
+    ceiling = Ceiling(host, payload_bytes)
+    for name, work in works.items():
+        for what in ("save", "load"):
+
+            def engine(what: str = what) -> None:
+                for _ in range(4):
+                    ceiling.start(what)
+
+            yield _row("copy engine", name, what, 4 * payload_bytes, beside(work, engine, [ceiling._down, ceiling._up], 60))
+    ceiling.close()
+    rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir)
+    rig.verify()
+    for name, work in works.items():
+        yield _row("kvloft", name, "save", 4 * rig.num_bytes, beside_rig(rig, work, "save"))
+        yield _row("kvloft", name, "load", 4 * rig.num_bytes, beside_rig(rig, work, "load"))
+    rig.close()
+
+
+def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, float, float]:
+    """`beside` with four rounds of the rig's copies."""
+    start = rig.start_save if what == "save" else rig.start_load
+    stream = rig.mover._saves.copy_stream if what == "save" else rig.mover._loads.kernel_stream
+    rig.mover.begin_step(())
+
+    def four() -> None:
+        for _ in range(4):
+            start()
+
+    found = beside(work, four, [stream], 60)
+    rig.mover.drain()
+    return found
+
+
+def _row(by: str, work: str, what: str, num_bytes: int, found: tuple[float, float, float]) -> dict[str, Any]:
+    alone, during, copy = found
+    return {
+        "by": by,
+        "work": work,
+        "copy": what,
+        "slowdown": during / alone,
+        "alone_ms": alone * 1e3,
+        "gbps": num_bytes / copy / 1e9,
+    }
+
+
+def _tag_price(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path) -> dict[str, float]:
+    price: dict[str, float] = {}
+    for with_tag in (False, True):
+        rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir, with_tag=with_tag)
+        for what in ("save", "load"):
+            if with_tag:
+                rig.verify()
+            elif what == "load":
+                rig.start_save()
+                rig.mover.drain()
+            price[f"{what}_{'with' if with_tag else 'without'}"], _ = rig.median(what, 9)
+        rig.close()
+    return price

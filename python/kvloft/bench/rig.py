@@ -1,0 +1,222 @@
+"""A GPU with paged KV of one page size, pinned frames and a mover: what the copy bench measures, and proof that it copies.
+
+Times are GPU events on the mover's own streams. It must not know how results are shown.
+"""
+
+from __future__ import annotations
+
+import mmap
+import random
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvloft.transfer.cuda import driver
+from kvloft.transfer.cuda.frame_memory import FrameMemory
+from kvloft.transfer.cuda.kernels import Kernels
+from kvloft.transfer.cuda.lanes import Tuning
+from kvloft.transfer.cuda.mover import CudaMover
+from kvloft.transfer.layout import PagedLayout, Plane
+from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, ReqId, SavePlan
+
+TRAILER_BYTES = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Paged KV of ``num_planes`` planes of ``page_bytes`` a block."""
+
+    page_bytes: int
+    num_planes: int
+
+    @classmethod
+    def of(cls, page_bytes: int) -> Case:
+        """As many planes as make a block of 2 MiB, at least 1 and at most 64: what models have."""
+        return cls(page_bytes, max(1, min(64, (2 << 20) // page_bytes)))
+
+    @property
+    def block_bytes(self) -> int:
+        return self.page_bytes * self.num_planes
+
+
+class HostFrames:
+    """Anonymous shared memory cut into frames, once for all cases."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._map = mmap.mmap(-1, size_bytes)
+        self.size_bytes = size_bytes
+        self.bytes = np.frombuffer(self._map, np.uint8)
+
+    def memory(self, frame_bytes: int, num_frames: int) -> FrameMemory:
+        assert frame_bytes * num_frames <= self.size_bytes
+        return FrameMemory(self.bytes.ctypes.data, num_frames, frame_bytes, 0, frame_bytes, 0, self._map)
+
+
+class Rig:
+    """Half of the blocks are saved from and half loaded into; ``payload_bytes`` each."""
+
+    def __init__(
+        self, case: Case, host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, *, with_tag: bool = True
+    ) -> None:
+        self.case = case
+        self.num_chunks = payload_bytes // case.block_bytes
+        num_blocks = 2 * self.num_chunks + 1
+        self.buffer = torch.empty(case.num_planes * num_blocks * case.page_bytes, dtype=torch.uint8, device="cuda")
+        self.buffer.random_(0, 256)
+        self.pages = self.buffer.view(case.num_planes, num_blocks, case.page_bytes)
+        storage = self.buffer.untyped_storage()
+        step = num_blocks * case.page_bytes
+        planes = tuple(Plane(storage, i * step, case.page_bytes, case.page_bytes, num_blocks) for i in range(case.num_planes))
+        layout = PagedLayout(planes, num_blocks, bytes(32))
+        part = -(-(case.block_bytes + TRAILER_BYTES) // 4096) * 4096
+        memory = host.memory(part, 2 * self.num_chunks)
+        kernels = Kernels(layout, self.buffer.device, cache_dir, with_tag=with_tag)
+        self.mover = CudaMover(layout, memory, kernels, blocks_per_chunk=1, tuning=tuning)
+        self.mover.wait_pinned()
+        order = random.Random(1).sample(range(1, num_blocks), 2 * self.num_chunks)
+        self._from, self._to = order[: self.num_chunks], order[self.num_chunks :]
+        self.saves = tuple(self._copy(frame, block) for frame, block in enumerate(self._from))
+        self.loads = tuple(self._copy(frame, block) for frame, block in enumerate(self._to))
+        self.spare_saves = tuple(self._copy(frame + self.num_chunks, block) for frame, block in enumerate(self._from))
+        self.num_bytes = self.num_chunks * case.block_bytes
+        self._begin, self._end = driver.Event(timing=True), driver.Event(timing=True)
+
+    def _copy(self, frame: int, block: int) -> ChunkCopy:
+        return ChunkCopy(frame, ChunkKey(frame.to_bytes(32, "little")), 1, 0, (BlockId(block),))
+
+    def start_save(self, copies: tuple[ChunkCopy, ...] | None = None) -> None:
+        self.mover.submit_saves([SavePlan(ReqId("bench"), self.saves if copies is None else copies)])
+
+    def start_load(self) -> None:
+        self.mover.submit_loads([LoadPlan(ReqId("bench"), 0, self.loads)])
+
+    def verify(self) -> None:
+        """Save all, poison the targets, load all: raises RuntimeError unless every byte arrived."""
+        self.pages[:, torch.tensor(self._to, device="cuda")] = 0xA5
+        torch.cuda.synchronize()
+        self.mover.begin_step(())
+        self.start_save()
+        done = self.mover.drain()
+        self.start_load()
+        loaded = self.mover.drain()
+        if done.failed or loaded.bad_blocks or len(done.saved) != self.num_chunks:
+            raise RuntimeError(f"{len(done.failed)} saves failed, {len(loaded.bad_blocks)} blocks were bad")
+        for begin in range(0, self.num_chunks, 64):
+            source, target = (torch.tensor(ids[begin : begin + 64], device="cuda") for ids in (self._from, self._to))
+            if not torch.equal(self.pages[:, source], self.pages[:, target]):
+                raise RuntimeError("loaded pages differ from what was saved")
+
+    def seconds(self, what: str) -> tuple[float, float]:
+        """GPU seconds of one 'save', 'load' or 'both' from its first to its last command, and host seconds to queue it."""
+        mover, clock = self.mover, self.mover._clock
+        saves, loads = mover._saves, mover._loads
+        self.mover.begin_step(())
+        driver.synchronize()
+        first = loads.copy_stream if what == "load" else saves.kernel_stream
+        self._begin.record(first)
+        if what == "both":
+            loads.copy_stream.wait(self._begin)
+        queued = clock()
+        if what != "load":
+            self.start_save(self.spare_saves if what == "both" else None)
+        if what != "save":
+            self.start_load()
+        queued = clock() - queued
+        ends = []
+        for name, stream in (("save", saves.copy_stream), ("load", loads.kernel_stream)):
+            if what in (name, "both"):
+                ends.append(driver.Event(timing=True))
+                ends[-1].record(stream)
+        driver.synchronize()
+        mover.drain()
+        return max(end.seconds_since(self._begin) for end in ends), queued
+
+    def median(self, what: str, num_runs: int = 5) -> tuple[float, float]:
+        """(GB/s in each direction that moves, host microseconds a MiB) of the median run."""
+        self.seconds(what)
+        runs = [self.seconds(what) for _ in range(num_runs)]
+        seconds, queued = (statistics.median(column) for column in zip(*runs, strict=True))
+        return self.num_bytes / seconds / 1e9, queued * 1e6 / (self.num_bytes / 2**20)
+
+    def close(self) -> None:
+        self.mover.close()
+
+
+class Ceiling:
+    """One large copy-engine transfer in each direction, from the same host memory."""
+
+    def __init__(self, host: HostFrames, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._host = host.bytes.ctypes.data
+        self._device = torch.empty(2 * num_bytes, dtype=torch.uint8, device="cuda")  # first: it makes the context
+        self._device.random_(0, 256)
+        driver.host_register(self._host, 2 * num_bytes)
+        self._up, self._down = driver.Stream.create(), driver.Stream.create()
+
+    def start(self, what: str) -> None:
+        at = self._device.data_ptr()
+        if what != "load":
+            self._down.copy_to_host(self._host, at, self._num_bytes)
+        if what != "save":
+            self._up.copy_to_device(at + self._num_bytes, self._host + self._num_bytes, self._num_bytes)
+
+    def seconds(self, what: str) -> float:
+        begin, ends = driver.Event(timing=True), []
+        driver.synchronize()
+        begin.record(self._down)
+        self._up.wait(begin)
+        self.start(what)
+        for stream in (self._down, self._up):
+            ends.append(driver.Event(timing=True))
+            ends[-1].record(stream)
+        driver.synchronize()
+        return max(end.seconds_since(begin) for end in ends)
+
+    def gbps(self, what: str, num_runs: int = 5) -> float:
+        self.seconds(what)
+        return self._num_bytes / statistics.median(self.seconds(what) for _ in range(num_runs)) / 1e9
+
+    def close(self) -> None:
+        driver.synchronize()
+        driver.host_unregister(self._host)
+
+
+def beside(
+    work: Callable[[], object], start_copy: Callable[[], None], streams: list[driver.Stream], num_reps: int
+) -> tuple[float, float, float]:
+    """(seconds of one ``work`` alone, seconds of one while the copy runs, seconds the copy took).
+
+    ``streams`` carry the copy's end; only repetitions that lie wholly within the copy count.
+    """
+    compute = driver.Stream.view(torch.cuda.current_stream().cuda_stream)
+
+    def timed(count: int) -> list[driver.Event]:
+        events = [driver.Event(timing=True) for _ in range(count + 1)]
+        events[0].record(compute)
+        for event in events[1:]:
+            work()
+            event.record(compute)
+        return events
+
+    timed(5)
+    driver.synchronize()
+    events = timed(num_reps)
+    driver.synchronize()
+    alone = statistics.median(b.seconds_since(a) for a, b in zip(events, events[1:], strict=False))
+    zero, ends = driver.Event(timing=True), [driver.Event(timing=True) for _ in streams]
+    zero.record(compute)
+    for stream in streams:
+        stream.wait(zero)
+    start_copy()
+    for end, stream in zip(ends, streams, strict=True):
+        end.record(stream)
+    events = timed(num_reps)
+    driver.synchronize()
+    stop = max(end.seconds_since(zero) for end in ends)
+    marks = [event.seconds_since(zero) for event in events]
+    inside = [b - a for a, b in zip(marks, marks[1:], strict=False) if b <= stop]
+    return alone, statistics.mean(inside[1:]) if len(inside) > 3 else float("nan"), stop

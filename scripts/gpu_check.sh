@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one call: scripts/gpu_check.sh [tests] [sanitize] [copy] [engine]   (default: all four)
+#
+# Needs: an environment with torch for CUDA, cuda-core, cuda-bindings, NVRTC, numpy, pytest, hypothesis and kvloft importable
+# (PYTHONPATH=python does); compute-sanitizer on PATH for `sanitize`, vLLM and the built extension for `engine`.
+# Logs and results go to $OUT (default build/gpu). Fails if a stage fails, or if no GPU test ran.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+OUT=${OUT:-build/gpu}
+PYTHON=${PYTHON:-python3}
+mkdir -p "$OUT"
+export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 NEED_GPU=1
+stages=${*:-tests sanitize copy engine}
+failed=()
+
+say() { printf '\n=== [%4ds] %s\n' "$SECONDS" "$*"; }
+has() { [[ " $stages " == *" $1 "* ]]; }
+stage() {
+  local name=$1
+  shift
+  say "$name: $*"
+  "$@" >"$OUT/$name.log" 2>&1 || failed+=("$name")
+  tail -n "${TAIL:-12}" "$OUT/$name.log"
+}
+pytest() { "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts="--import-mode=importlib" tests/kernels -m gpu "$@"; }
+
+sanitize() {
+  local tool=$1
+  shift
+  # A few small cases of every kernel: the tools slow a program down a hundredfold.
+  KV_NUM_FAULTS=100 compute-sanitizer --tool "$tool" "$@" --error-exitcode 9 --target-processes all \
+    "$PYTHON" -m pytest -q -x -p no:cacheprovider -o addopts="--import-mode=importlib" -o timeout=0 tests/kernels -m gpu \
+    -k "(bitwise and (odd_mix or per_layer_8 or mla) and 3) or partial or ranks or faults or trailers"
+}
+
+if has tests; then
+  stage tests pytest -rA --tb=short
+  grep -Eq '^[0-9]+ passed' "$OUT/tests.log" || grep -Eq ' passed' "$OUT/tests.log" || failed+=("tests: none ran")
+fi
+if has sanitize; then
+  # Newer bindings than driver probe for symbols the driver lacks, which the tool would count as API errors; our own calls check theirs.
+  stage memcheck sanitize memcheck --leak-check no --report-api-errors no
+  stage racecheck sanitize racecheck
+  stage synccheck sanitize synccheck
+  stage initcheck sanitize initcheck
+fi
+has copy && TAIL=60 stage copy "$PYTHON" -m kvloft.cli bench copy --json "$OUT/copy.json" --plot "$OUT/copy.png"
+has engine && TAIL=60 stage engine "$PYTHON" -m kvloft.cli bench engine --json "$OUT/engine.json"
+
+say "done"
+if ((${#failed[@]})); then
+  echo "FAILED: ${failed[*]}"
+  exit 1
+fi
+echo "all stages passed: $stages"
