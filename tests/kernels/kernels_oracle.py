@@ -1,8 +1,8 @@
 """Plain references for the kernels: a tag word by word, a payload page by page. Shares no code with what it checks."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
-import re
 
 import numpy as np
 

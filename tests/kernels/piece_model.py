@@ -1,14 +1,13 @@
 """What a piece means, spelled out tile by tile in Python: the reference that the cutting into pieces is held against."""
 
 import numpy as np
-
 from kvloft.transfer.cuda.kernels import Geometry
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece, Shape
 
 
 def gather(table: ChunkTable, piece: Piece, shape: Shape, paged: dict[int, np.ndarray], slot: np.ndarray) -> None:
     """Write the tiles of ``piece`` into ``slot``; ``paged[b]`` is the payload of paged block b."""
-    for begin, to, block_id, offset, size in _tiles(piece, shape.geometry):
+    for _, to, block_id, offset, size in _tiles(piece, shape.geometry):
         assert block_id >= 0
         slot[to : to + size] = paged[block_id][offset : offset + size]
 

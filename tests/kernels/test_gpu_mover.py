@@ -9,10 +9,20 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.gpu
 
 from gpu_support import (
-    POISON, Frames, Paged, block_outermost, copies_of, load, make_mover, mixed, one_buffer, part_bytes_for, per_layer, save,
+    POISON,
+    Frames,
+    Paged,
+    block_outermost,
+    copies_of,
+    load,
+    make_mover,
+    mixed,
+    one_buffer,
+    part_bytes_for,
+    per_layer,
+    save,
 )  # fmt: skip
 from kernels_oracle import chunk_tag
-
 from kvloft.transfer.cuda.staging import RingSize
 from kvloft.types import BlockId, ChunkCopy, LoadPlan, ReqId, SavePlan
 

@@ -30,9 +30,7 @@ def cases(draw: st.DrawFn):
     geometry = geometry_of(pages)
     part_bytes = -(-(geometry.block_bytes * blocks_per_chunk + 128) // 4096) * 4096
     slot_bytes = draw(st.sampled_from([8192, 12288, 16384, 65536, 1 << 20]))
-    shape = Shape(
-        geometry, slot_bytes, part_bytes, blocks_per_chunk, draw(st.booleans()), draw(st.sampled_from([1, 2, 5, 1000]))
-    )
+    shape = Shape(geometry, slot_bytes, part_bytes, blocks_per_chunk, draw(st.booleans()), draw(st.sampled_from([1, 2, 5, 1000])))
     num_chunks = draw(st.integers(0, 12))
     frames = draw(st.permutations(range(14)))[:num_chunks]
     if draw(st.booleans()):

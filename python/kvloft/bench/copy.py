@@ -108,7 +108,7 @@ def _beside(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Pat
                 for _ in range(4):
                     ceiling.start(what)
 
-            yield _row("copy engine", name, what, 4 * payload_bytes, beside(work, engine, [ceiling._down, ceiling._up], 60))
+            yield _row("copy engine", name, what, 4 * payload_bytes, beside(work, engine, ceiling.streams, 60))
     ceiling.close()
     rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir)
     rig.verify()
@@ -121,7 +121,7 @@ def _beside(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Pat
 def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, float, float]:
     """`beside` with four rounds of the rig's copies."""
     start = rig.start_save if what == "save" else rig.start_load
-    stream = rig.mover._saves.copy_stream if what == "save" else rig.mover._loads.kernel_stream
+    stream = rig.mover.saves.copy_stream if what == "save" else rig.mover.loads.kernel_stream
     rig.mover.begin_step(())
 
     def four() -> None:
@@ -148,7 +148,8 @@ def _row(by: str, work: str, what: str, num_bytes: int, found: tuple[float, floa
 def _tag_price(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path) -> dict[str, float]:
     price: dict[str, float] = {}
     for with_tag in (False, True):
-        rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir, with_tag=with_tag)
+        macros = () if with_tag else (("KVLOFT_BENCH_WITHOUT_TAG", "1"),)
+        rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir, macros=macros)
         for what in ("save", "load"):
             if with_tag:
                 rig.verify()

@@ -8,8 +8,10 @@ from __future__ import annotations
 import mmap
 import random
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +26,8 @@ from kvloft.transfer.layout import PagedLayout, Plane
 from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, ReqId, SavePlan
 
 TRAILER_BYTES = 128
+GATE_CYCLES = 60_000_000
+"""Some 30 ms: longer than it takes to queue both directions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +64,14 @@ class Rig:
     """Half of the blocks are saved from and half loaded into; ``payload_bytes`` each."""
 
     def __init__(
-        self, case: Case, host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, *, with_tag: bool = True
+        self,
+        case: Case,
+        host: HostFrames,
+        payload_bytes: int,
+        tuning: Tuning,
+        cache_dir: Path,
+        *,
+        macros: tuple[tuple[str, str], ...] = (),
     ) -> None:
         self.case = case
         self.num_chunks = payload_bytes // case.block_bytes
@@ -74,7 +85,7 @@ class Rig:
         layout = PagedLayout(planes, num_blocks, bytes(32))
         part = -(-(case.block_bytes + TRAILER_BYTES) // 4096) * 4096
         memory = host.memory(part, 2 * self.num_chunks)
-        kernels = Kernels(layout, self.buffer.device, cache_dir, with_tag=with_tag)
+        kernels = Kernels(layout, self.buffer.device, cache_dir, macros=macros)
         self.mover = CudaMover(layout, memory, kernels, blocks_per_chunk=1, tuning=tuning)
         self.mover.wait_pinned()
         order = random.Random(1).sample(range(1, num_blocks), 2 * self.num_chunks)
@@ -111,24 +122,31 @@ class Rig:
                 raise RuntimeError("loaded pages differ from what was saved")
 
     def seconds(self, what: str) -> tuple[float, float]:
-        """GPU seconds of one 'save', 'load' or 'both' from its first to its last command, and host seconds to queue it."""
-        mover, clock = self.mover, self.mover._clock
-        saves, loads = mover._saves, mover._loads
-        self.mover.begin_step(())
+        """GPU seconds of one 'save', 'load' or 'both' from its first to its last command, and host seconds to queue it.
+
+        'both' starts when both are queued, since one thread queues them one after the other.
+        """
+        mover = self.mover
+        saves, loads = mover.saves, mover.loads
+        mover.begin_step(())
         driver.synchronize()
-        first = loads.copy_stream if what == "load" else saves.kernel_stream
-        self._begin.record(first)
         if what == "both":
-            loads.copy_stream.wait(self._begin)
-        queued = clock()
+            torch.cuda._sleep(GATE_CYCLES)
+            compute = driver.Stream.view(torch.cuda.current_stream().cuda_stream)
+            self._begin.record(compute)
+            for stream in (saves.kernel_stream, loads.copy_stream):
+                stream.wait(self._begin)
+        else:
+            self._begin.record(loads.copy_stream if what == "load" else saves.kernel_stream)
+        queued = time.perf_counter()
         if what != "load":
             self.start_save(self.spare_saves if what == "both" else None)
         if what != "save":
             self.start_load()
-        queued = clock() - queued
+        queued = time.perf_counter() - queued
         ends = []
-        for name, stream in (("save", saves.copy_stream), ("load", loads.kernel_stream)):
-            if what in (name, "both"):
+        for name, lane in (("save", saves), ("load", loads)):
+            for stream in (lane.copy_stream, lane.kernel_stream) if what in (name, "both") else ():
                 ends.append(driver.Event(timing=True))
                 ends[-1].record(stream)
         driver.synchronize()
@@ -156,6 +174,7 @@ class Ceiling:
         self._device.random_(0, 256)
         driver.host_register(self._host, 2 * num_bytes)
         self._up, self._down = driver.Stream.create(), driver.Stream.create()
+        self.streams = [self._down, self._up]
 
     def start(self, what: str) -> None:
         at = self._device.data_ptr()
@@ -206,7 +225,7 @@ def beside(
     driver.synchronize()
     events = timed(num_reps)
     driver.synchronize()
-    alone = statistics.median(b.seconds_since(a) for a, b in zip(events, events[1:], strict=False))
+    alone = statistics.median(b.seconds_since(a) for a, b in pairwise(events))
     zero, ends = driver.Event(timing=True), [driver.Event(timing=True) for _ in streams]
     zero.record(compute)
     for stream in streams:
@@ -218,5 +237,5 @@ def beside(
     driver.synchronize()
     stop = max(end.seconds_since(zero) for end in ends)
     marks = [event.seconds_since(zero) for event in events]
-    inside = [b - a for a, b in zip(marks, marks[1:], strict=False) if b <= stop]
+    inside = [b - a for a, b in pairwise(marks) if b <= stop]
     return alone, statistics.mean(inside[1:]) if len(inside) > 3 else float("nan"), stop

@@ -42,10 +42,12 @@ def kernel_source() -> str:
     return flat(SOURCE)
 
 
-def compile_kernels(arch: str, vec_bytes: int, cache_dir: Path | None = None, *, with_tag: bool = True) -> bytes:
+def compile_kernels(
+    arch: str, vec_bytes: int, cache_dir: Path | None = None, *, macros: tuple[tuple[str, str], ...] = ()
+) -> bytes:
     """The cubin for ``arch`` ("sm_90") that moves ``vec_bytes`` at a time, from ``cache_dir`` if it is there.
 
-    ``with_tag=False`` is for a bench that prices the tag. Raises KernelError with the compiler's log.
+    ``macros`` are for benches that price a part of the kernels. Raises KernelError with the compiler's log.
     """
     try:
         from cuda.core import Program, ProgramOptions
@@ -55,8 +57,8 @@ def compile_kernels(arch: str, vec_bytes: int, cache_dir: Path | None = None, *,
             f"kvloft compiles its GPU kernels with NVRTC, and a package for that is missing ({error}): "
             "pip install 'cuda-core>=1' nvidia-cuda-nvrtc"
         ) from error
-    macros = [("KVLOFT_VEC_BYTES", str(vec_bytes)), *(() if with_tag else (("KVLOFT_BENCH_WITHOUT_TAG", "1"),))]
-    options = ProgramOptions(name="kvloft_chunks", arch=arch, std="c++17", lineinfo=True, define_macro=macros)
+    defined = [("KVLOFT_VEC_BYTES", str(vec_bytes)), *macros]
+    options = ProgramOptions(name="kvloft_chunks", arch=arch, std="c++17", lineinfo=True, define_macro=defined)
     try:
         store: Any = FileStreamProgramCache(cache_dir, max_size_bytes=CACHE_BYTES) if cache_dir is not None else None
         program = Program(kernel_source(), "c++", options)

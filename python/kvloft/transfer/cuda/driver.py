@@ -42,10 +42,10 @@ def _check(result: tuple[Any, ...], what: str) -> Any:
 class Stream:
     """A non-blocking stream of our own, or a view of one that torch owns."""
 
-    __slots__ = ("_raw", "handle")
+    __slots__ = ("handle", "raw")
 
     def __init__(self, raw: Any) -> None:
-        self._raw = raw
+        self.raw = raw
         self.handle = int(raw)
 
     @classmethod
@@ -59,16 +59,16 @@ class Stream:
         return cls(_cu.CUstream(handle))
 
     def wait(self, event: Event) -> None:
-        _check(_cu.cuStreamWaitEvent(self._raw, event.raw, 0), "cuStreamWaitEvent")
+        _check(_cu.cuStreamWaitEvent(self.raw, event.raw, 0), "cuStreamWaitEvent")
 
     def synchronize(self) -> None:
-        _check(_cu.cuStreamSynchronize(self._raw), "cuStreamSynchronize")
+        _check(_cu.cuStreamSynchronize(self.raw), "cuStreamSynchronize")
 
     def copy_to_device(self, to: int, source: int, num_bytes: int) -> None:
-        _check(_cu.cuMemcpyHtoDAsync(to, source, num_bytes, self._raw), "cuMemcpyHtoDAsync")
+        _check(_cu.cuMemcpyHtoDAsync(to, source, num_bytes, self.raw), "cuMemcpyHtoDAsync")
 
     def copy_to_host(self, to: int, source: int, num_bytes: int) -> None:
-        _check(_cu.cuMemcpyDtoHAsync(to, source, num_bytes, self._raw), "cuMemcpyDtoHAsync")
+        _check(_cu.cuMemcpyDtoHAsync(to, source, num_bytes, self.raw), "cuMemcpyDtoHAsync")
 
     def copy_rows(
         self, *, to: int, to_pitch: int, source: int, source_pitch: int, row_bytes: int, num_rows: int, to_host: bool
@@ -82,16 +82,14 @@ class Stream:
         else:
             copy.srcHost, copy.dstDevice = source, _cu.CUdeviceptr(to)
         copy.srcPitch, copy.dstPitch, copy.WidthInBytes, copy.Height = source_pitch, to_pitch, row_bytes, num_rows
-        _check(_cu.cuMemcpy2DAsync(copy, self._raw), "cuMemcpy2DAsync")
+        _check(_cu.cuMemcpy2DAsync(copy, self.raw), "cuMemcpy2DAsync")
 
     def launch(self, function: Any, num_ctas: int, num_threads: int, params_address: int) -> None:
         """``params_address`` is that of an array of pointers to the kernel's parameters, which are copied before it returns."""
-        _check(
-            _cu.cuLaunchKernel(function, num_ctas, 1, 1, num_threads, 1, 1, 0, self._raw, params_address, 0), "cuLaunchKernel"
-        )
+        _check(_cu.cuLaunchKernel(function, num_ctas, 1, 1, num_threads, 1, 1, 0, self.raw, params_address, 0), "cuLaunchKernel")
 
     def destroy(self) -> None:
-        _check(_cu.cuStreamDestroy(self._raw), "cuStreamDestroy")
+        _check(_cu.cuStreamDestroy(self.raw), "cuStreamDestroy")
 
 
 class Event:
@@ -106,7 +104,7 @@ class Event:
         )
 
     def record(self, stream: Stream) -> None:
-        _check(_cu.cuEventRecord(self.raw, stream._raw), "cuEventRecord")
+        _check(_cu.cuEventRecord(self.raw, stream.raw), "cuEventRecord")
 
     def is_done(self) -> bool:
         """Whether the work before it is; raises CudaError if that work failed."""
@@ -130,6 +128,7 @@ def load_functions(cubin: bytes, names: tuple[str, ...]) -> dict[str, Any]:
 
 
 def current_context() -> Any:
+    """The CUDA context of this thread."""
     return _check(_cu.cuCtxGetCurrent(), "cuCtxGetCurrent")
 
 
@@ -147,6 +146,7 @@ def host_register(address: int, num_bytes: int) -> None:
 
 
 def host_unregister(address: int) -> None:
+    """Undo `host_register` of the range that begins there."""
     _check(_cu.cuMemHostUnregister(address), "cuMemHostUnregister")
 
 
@@ -158,6 +158,7 @@ def host_alloc(num_bytes: int) -> int:
 
 
 def host_free(address: int) -> None:
+    """Undo `host_alloc`."""
     _check(_cu.cuMemFreeHost(address), "cuMemFreeHost")
 
 
@@ -167,4 +168,5 @@ def synchronize() -> None:
 
 
 def driver_version() -> int:
+    """As 13000 for CUDA 13.0."""
     return int(_check(_cu.cuDriverGetVersion(), "cuDriverGetVersion"))

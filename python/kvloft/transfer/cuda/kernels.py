@@ -109,13 +109,15 @@ class Geometry:
 class Kernels:
     """The compiled kernels for one layout, and its tile table on the device. Made once; launching allocates nothing."""
 
-    def __init__(self, layout: PagedLayout, device: torch.device, cache_dir: Path | None, *, with_tag: bool = True) -> None:
+    def __init__(
+        self, layout: PagedLayout, device: torch.device, cache_dir: Path | None, *, macros: tuple[tuple[str, str], ...] = ()
+    ) -> None:
         """Raises KernelError if they cannot be compiled, CudaError if they cannot be loaded."""
         driver.require()
         major, minor = torch.cuda.get_device_capability(device)
         torch.cuda.current_stream(device).synchronize()  # makes the context current on this thread; not in a step
         self.vec_bytes = vec_bytes_of(layout)
-        cubin = compile_kernels(f"sm_{major}{minor}", self.vec_bytes, cache_dir, with_tag=with_tag)
+        cubin = compile_kernels(f"sm_{major}{minor}", self.vec_bytes, cache_dir, macros=macros)
         functions = driver.load_functions(cubin, KERNEL_NAMES)
         self.gather, self.scatter, self.tag = (functions[name] for name in KERNEL_NAMES)
         self.geometry = Geometry.of(layout)

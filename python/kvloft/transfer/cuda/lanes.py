@@ -19,7 +19,7 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.frame_memory import FrameMemory
 from kvloft.transfer.cuda.kernels import MAX_SEGMENTS, Kernels, Launcher
 from kvloft.transfer.cuda.pieces import Piece, Run
-from kvloft.transfer.cuda.staging import DEFAULT_BYTES, Ring, RingSize
+from kvloft.transfer.cuda.staging import Ring, RingSize
 
 MAX_PIECES: Final = 256
 """In flight in one direction; with 16 MiB slots this is some 75 ms of PCIe Gen5."""
@@ -29,7 +29,7 @@ MAX_PIECES: Final = 256
 class Tuning:
     """How copies are made on one device; `calibrate` finds it."""
 
-    ring: RingSize = field(default_factory=lambda: RingSize.of(DEFAULT_BYTES))
+    ring: RingSize = field(default_factory=RingSize.of)
     save_ctas: int = 132
     load_ctas: int = 132
     direct_ctas: int = 8
@@ -90,8 +90,8 @@ class _BaseLane:
             to, source = (host, device) if to_host else (device, host)
             to_pitch, source_pitch = (host_pitch, part_bytes) if to_host else (part_bytes, host_pitch)
             stream.copy_rows(
-                to=to, to_pitch=to_pitch, source=source, source_pitch=source_pitch, row_bytes=run.row_bytes, num_rows=run.num_rows,
-                to_host=to_host,
+                to=to, to_pitch=to_pitch, source=source, source_pitch=source_pitch, row_bytes=run.row_bytes,
+                num_rows=run.num_rows, to_host=to_host,
             )  # fmt: skip
         elif to_host:
             stream.copy_to_host(host, device, run.row_bytes)
@@ -144,7 +144,7 @@ class LoadLane(_BaseLane):
         self._function = kernels.scatter
 
     def submit(self, piece: Piece, frames: npt.NDArray[np.int64], *, is_pinned: bool = True) -> int:
-        """As `SaveLane.submit`. Frames that are not pinned are copied too: the driver takes them through its own buffers."""
+        """As `SaveLane.submit`. Frames that are not pinned are copied too, through the driver's own buffers."""
         ticket, self._next = self._next, self._next + 1
         scattered, copied = self._kernel_done[ticket % MAX_PIECES], self._copy_done[ticket % MAX_PIECES]
         is_direct = is_pinned and piece.num_bytes < self._direct_below

@@ -11,9 +11,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import chain
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, groupby
 
 import numpy as np
 import numpy.typing as npt
@@ -33,20 +33,29 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
-class _Job:
-    """The chunks of one submit call: chunks [0, num_done) are reported, or, for a load, are in.
+class _Load:
+    """A LoadPlan under way: how many of its chunks are not in yet, and which were bad."""
 
-    ``tags`` are what the kernels found so far, ``problems`` what is wrong with which chunk, ``plans`` the loads not yet reported
-    as (plan, first chunk, one past its last).
+    plan: LoadPlan
+    num_left: int
+    bad: list[tuple[ChunkKey, str]]
+
+
+@dataclass(slots=True, eq=False)
+class _Job:
+    """Chunks that finish together: as many as one piece takes, or one that takes many pieces.
+
+    ``tags`` are what the kernels found so far; for loads, ``wanted_tags`` is what the trailers say, ``problems`` is what they
+    lack, and ``owners`` are the loads and how many of the chunks, in order, are theirs.
     """
 
-    table: ChunkTable
     copies: Sequence[ChunkCopy]
+    table: ChunkTable
+    pieces: Sequence[Piece]
     tags: npt.NDArray[np.uint64]
-    wanted_tags: npt.NDArray[np.uint64]
-    problems: dict[int, str]
-    plans: deque[tuple[LoadPlan, int, int]]
-    num_done: int = 0
+    wanted_tags: npt.NDArray[np.uint64] | None = None
+    problems: dict[int, str] = field(default_factory=dict)
+    owners: Sequence[tuple[_Load, int]] = ()
 
 
 @dataclass(slots=True)
@@ -75,20 +84,24 @@ class CudaMover:
         self._device = kernels.tiles.device
         self._trailers = Trailers(frames, layout=layout.digest, block_bytes=layout.block_bytes)
         frames_per_pin = max(1, GOOD_PIECE_BYTES // frames.frame_bytes)
+        tuning = replace(tuning, ring=tuning.ring.fitted(frames.part_bytes))
+        one_part = frames.frame_bytes == frames.part_bytes
         self._shape = Shape(
-            kernels.geometry, tuning.ring.slot_bytes, frames.part_bytes, blocks_per_chunk, frames.frame_bytes == frames.part_bytes,
-            frames_per_pin,
-        )  # fmt: skip
-        self._tuning = tuning
-        self._saves = SaveLane(kernels, tuning, frames)
-        self._loads = LoadLane(kernels, tuning, frames)
-        self._flying: dict[SaveLane | LoadLane, deque[_InFlight]] = {self._saves: deque(), self._loads: deque()}
-        self._queued_loads: deque[tuple[_Job, Iterator[Piece]]] = deque()
+            kernels.geometry, tuning.ring.slot_bytes, frames.part_bytes, blocks_per_chunk, one_part, frames_per_pin
+        )
+        self._chunks_per_job = max(1, self._shape.chunks_per_piece)
+        self.saves = SaveLane(kernels, tuning, frames)
+        self.loads = LoadLane(kernels, tuning, frames)
+        self._flying: dict[SaveLane | LoadLane, deque[_InFlight]] = {self.saves: deque(), self.loads: deque()}
+        self._queued_loads: deque[tuple[Sequence[ChunkCopy], Sequence[tuple[_Load, int]]]] = deque()
+        self._queued_pieces: deque[tuple[_Job, Piece]] = deque()
+        self._open_saves: dict[_Job, None] = {}
+        self._open_loads: dict[_Load, None] = {}
         self._step_begun = driver.Event()
         self._forward_done = driver.Event()
         self._last_gather = np.full(layout.num_blocks, -1, dtype=np.int64)
         self._done = Finished()
-        self._busy_until = {self._saves: 0.0, self._loads: 0.0}
+        self._busy_until = {self.saves: 0.0, self.loads: 0.0}
         self._broken: str | None = None
         self.num_dropped_saves = 0
         node = numa_node_of(_pci_bus_id(self._device))
@@ -105,9 +118,9 @@ class CudaMover:
             return
         try:
             compute = self._compute()
-            if rewritten and self._flying[self._saves]:
+            if rewritten and self._flying[self.saves]:
                 ticket = int(self._last_gather[np.asarray(rewritten, dtype=np.int64)].max())
-                self._saves.order_after_gather(compute, ticket)
+                self.saves.order_after_gather(compute, ticket)
             self._step_begun.record(compute)
         except driver.CudaError as error:
             self._break(str(error))
@@ -117,57 +130,47 @@ class CudaMover:
         copies = self._drop_unpinned([copy for plan in plans for copy in plan.chunks])
         if not copies:
             return
-        try:
-            job = self._new_job(copies)
-        except ValueError as error:
-            logger.error("kvloft: saves that cannot be made: %s", error)
-            self._drop(copies)
-            return
+        sent, flying = 0, self._flying[self.saves]
         try:
             self._forward_done.record(self._compute())
-            self._saves.kernel_stream.wait(self._forward_done)
-            for piece in split(job.table, self._shape):
-                if self._saves.is_full(len(self._flying[self._saves])) and not piece.is_rest_of_chunk:
-                    self._drop(copies[piece.begin :])
-                    job.copies = copies[: piece.begin]
-                    break
-                self._last_gather[piece.block_ids] = self._fly(self._saves, job, piece)
-        except (driver.CudaError, ValueError) as error:
-            self._break(str(error), job)
+            self.saves.kernel_stream.wait(self._forward_done)
+            while sent < len(copies) and not self.saves.is_full(len(flying)):
+                batch = copies[sent : sent + self._chunks_per_job]
+                sent += len(batch)
+                self._send_saves(batch)
+        except driver.CudaError as error:
+            self._break(str(error))
+        self._drop(copies[sent:])
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         """Queue loads; those with nothing to copy are reported by the next `poll`."""
-        plans_of = deque[tuple[LoadPlan, int, int]]()
         copies: list[ChunkCopy] = []
+        owners: list[_Load] = []
         for plan in plans:
             self._done.bad_blocks.update(plan.lost)
-            plans_of.append((plan, len(copies), len(copies) + len(plan.chunks)))
-            copies += plan.chunks
-        if self._broken is not None:
-            self._fail_loads(plans_of)
-            return
-        try:
-            job = self._new_job(copies)
-        except ValueError as error:
-            logger.error("kvloft: loads that cannot be made: %s", error)
-            self._fail_loads(plans_of)
-            return
-        job.plans = plans_of
-        rows = self._trailers.read(job.table.frames)
-        job.problems = self._trailers.problems(rows, job.table.keys, job.table.num_blocks)
-        job.wanted_tags = rows["tag"].astype(np.uint64)
-        self._queued_loads.append((job, split(job.table, self._shape)))
-        self._finish_plans(job)
+            load = _Load(plan, len(plan.chunks), [])
+            self._open_loads[load] = None
+            if self._broken is not None:
+                self._report(load, everything_bad=True)
+            elif not plan.chunks:
+                self._report(load)
+            else:
+                copies += plan.chunks
+                owners += [load] * len(plan.chunks)
+        for begin in range(0, len(copies) if self._broken is None else 0, self._chunks_per_job):
+            end = begin + self._chunks_per_job
+            shares = [(load, len(list(group))) for load, group in groupby(owners[begin:end])]
+            self._queued_loads.append((copies[begin:end], shares))
         try:
             self._pump()
-        except (driver.CudaError, ValueError) as error:
+        except driver.CudaError as error:
             self._break(str(error))
 
     def poll(self) -> Finished:
         if self._broken is None:
             try:
-                self._land(self._saves)
-                self._land(self._loads)
+                self._land(self.saves)
+                self._land(self.loads)
                 self._pump()
             except driver.CudaError as error:
                 self._break(str(error))
@@ -176,7 +179,7 @@ class CudaMover:
 
     def drain(self) -> Finished:
         """Waits on the host until nothing is in flight; for sleep and shutdown, not for steps."""
-        while self._broken is None and (self._queued_loads or any(self._flying.values())):
+        while self._broken is None and (self._queued_loads or self._queued_pieces or any(self._flying.values())):
             try:
                 for lane, flying in self._flying.items():
                     if flying:
@@ -204,33 +207,56 @@ class CudaMover:
         """Raises ValueError for a copy that would leave the arena, its frame or the paged KV."""
         table = ChunkTable.of(copies)
         table.check(self._memory.num_frames, self._layout.num_blocks, self._shape.blocks_per_chunk)
-        zeros = np.zeros(len(copies), dtype=np.uint64)
-        return _Job(table, copies, zeros, zeros, {}, deque())
+        return _Job(copies, table, tuple(split(table, self._shape)), np.zeros(len(copies), dtype=np.uint64))
+
+    def _send_saves(self, copies: Sequence[ChunkCopy]) -> None:
+        try:
+            job = self._new_job(copies)
+        except ValueError as error:
+            logger.error("kvloft: saves that cannot be made: %s", error)
+            self._drop(copies)
+            return
+        self._open_saves[job] = None
+        for piece in job.pieces:
+            self._last_gather[piece.block_ids] = self._fly(self.saves, job, piece)
+
+    def _next_load_piece(self) -> tuple[_Job, Piece] | None:
+        """The next piece of the queued loads; checks the trailers of the chunks it makes pieces of."""
+        while not self._queued_pieces and self._queued_loads:
+            copies, owners = self._queued_loads.popleft()
+            try:
+                job = self._new_job(copies)
+            except ValueError as error:
+                for load, count in owners:
+                    mine, copies = copies[:count], copies[count:]
+                    self._finish_load(load, mine, dict.fromkeys(range(count), f"copy: {error}"))
+                continue
+            rows = self._trailers.read(job.table.frames)
+            job.problems = self._trailers.problems(rows, job.table.keys, job.table.num_blocks)
+            job.wanted_tags = rows["tag"].astype(np.uint64)
+            job.owners = owners
+            self._queued_pieces.extend((job, piece) for piece in job.pieces)
+        return self._queued_pieces.popleft() if self._queued_pieces else None
+
+    def _pump(self) -> None:
+        """Send queued loads while the lane has room."""
+        flying, kernel_stream = self._flying[self.loads], self.loads.kernel_stream
+        while not self.loads.is_full(len(flying)) and (following := self._next_load_piece()) is not None:
+            job, piece = following
+            ids = piece.block_ids[piece.block_ids >= 0]
+            if len(ids) and self._flying[self.saves]:
+                self.saves.order_after_gather(kernel_stream, int(self._last_gather[ids].max()))
+            kernel_stream.wait(self._step_begun)
+            self._fly(self.loads, job, piece)
 
     def _fly(self, lane: SaveLane | LoadLane, job: _Job, piece: Piece) -> int:
         frames = job.table.frames[piece.begin : piece.end]
-        if lane is self._loads:
-            ticket = self._loads.submit(piece, frames, is_pinned=self._pinned.is_complete)
+        if lane is self.loads:
+            ticket = self.loads.submit(piece, frames, is_pinned=self._pinned.is_complete)
         else:
             ticket = lane.submit(piece, frames)
         self._flying[lane].append(_InFlight(job, piece, ticket, self._clock()))
         return ticket
-
-    def _pump(self) -> None:
-        """Send queued loads while the lane has room."""
-        flying = self._flying[self._loads]
-        while self._queued_loads and not self._loads.is_full(len(flying)):
-            job, pieces = self._queued_loads[0]
-            piece = next(pieces, None)
-            if piece is None:
-                self._queued_loads.popleft()
-                continue
-            ids = piece.block_ids[piece.block_ids >= 0]
-            if len(ids) and self._flying[self._saves]:
-                self._saves.order_after_gather(self._loads.kernel_stream, int(self._last_gather[ids].max()))
-            if piece.begin == 0:
-                self._loads.kernel_stream.wait(self._step_begun)
-            self._fly(self._loads, job, piece)
 
     def _land(self, lane: SaveLane | LoadLane) -> None:
         """Take in the pieces that are done, oldest first."""
@@ -242,41 +268,48 @@ class CudaMover:
             now = self._clock()
             seconds = now - max(flight.submitted, self._busy_until[lane])
             self._busy_until[lane] = now
-            if lane is self._saves:
+            is_last = piece is job.pieces[-1]
+            if lane is self.saves:
                 self._done.seconds_saving += seconds
-                self._land_save(job, piece)
+                self._done.num_bytes_saved += piece.num_bytes
+                if is_last:
+                    self._finish_saves(job)
             else:
                 self._done.seconds_loading += seconds
-                self._land_load(job, piece)
+                self._done.num_bytes_loaded += piece.num_bytes
+                if is_last:
+                    self._finish_loads(job)
 
-    def _land_save(self, job: _Job, piece: Piece) -> None:
-        self._done.num_bytes_saved += piece.num_bytes
-        done = slice(piece.begin, piece.done_end)
-        if piece.done_end > piece.begin:
-            table = job.table
-            self._trailers.seal(table.frames[done], table.keys[done], job.tags[done], table.num_blocks[done])
-            self._done.saved += [copy.ticket for copy in job.copies[done]]
-            job.num_done = piece.done_end
+    def _finish_saves(self, job: _Job) -> None:
+        self._trailers.seal(job.table.frames, job.table.keys, job.tags, job.table.num_blocks)
+        self._done.saved += [copy.ticket for copy in job.copies]
+        del self._open_saves[job]
 
-    def _land_load(self, job: _Job, piece: Piece) -> None:
-        self._done.num_bytes_loaded += piece.num_bytes
-        for chunk in np.flatnonzero(job.tags[piece.begin : piece.done_end] != job.wanted_tags[piece.begin : piece.done_end]):
-            job.problems.setdefault(piece.begin + int(chunk), "tag")
-        job.num_done = max(job.num_done, piece.done_end)
-        self._finish_plans(job)
+    def _finish_loads(self, job: _Job) -> None:
+        for chunk in np.flatnonzero(job.tags != job.wanted_tags).tolist():
+            job.problems.setdefault(chunk, "tag")
+        begin = 0
+        for load, count in job.owners:
+            problems = {i - begin: problem for i, problem in job.problems.items() if begin <= i < begin + count}
+            self._finish_load(load, job.copies[begin : begin + count], problems)
+            begin += count
 
-    def _finish_plans(self, job: _Job) -> None:
-        """Report the loads whose last chunk is in."""
-        while job.plans and job.plans[0][2] <= job.num_done:
-            plan, begin, end = job.plans.popleft()
-            bad: list[tuple[ChunkKey, str]] = []
-            for chunk in range(begin, end) if job.problems else ():
-                if (problem := job.problems.get(chunk)) is not None:
-                    bad.append((job.copies[chunk].key, problem))
-                    self._done.bad_blocks.update(job.copies[chunk].blocks)
-            if bad:
-                logger.warning("kvloft: %d chunks failed their check (%s); they are misses", len(bad), bad[0][1])
-            self._done.loads.append(LoadResult(plan.req_id, plan.load_id, tuple(bad)))
+    def _finish_load(self, load: _Load, copies: Sequence[ChunkCopy], problems: dict[int, str]) -> None:
+        """These chunks of ``load`` are in, or bad; with its last, it is reported."""
+        for i, problem in problems.items():
+            load.bad.append((copies[i].key, problem))
+            self._done.bad_blocks.update(copies[i].blocks)
+        load.num_left -= len(copies)
+        if not load.num_left:
+            self._report(load)
+
+    def _report(self, load: _Load, *, everything_bad: bool = False) -> None:
+        if load.bad:
+            logger.warning("kvloft: %d chunks failed their check (%s); they are misses", len(load.bad), load.bad[0][1])
+        if everything_bad:
+            self._done.bad_blocks.update(chain.from_iterable(copy.blocks for copy in load.plan.chunks))
+        self._done.loads.append(LoadResult(load.plan.req_id, load.plan.load_id, tuple(load.bad)))
+        del self._open_loads[load]
 
     # -- trouble --------------------------------------------------------------------------------------------------
 
@@ -295,28 +328,20 @@ class CudaMover:
         self.num_dropped_saves += len(copies)
         self._done.failed += [copy.ticket for copy in copies]
 
-    def _fail_loads(self, plans: deque[tuple[LoadPlan, int, int]]) -> None:
-        """Loads that bring nothing."""
-        for plan, _, _ in plans:
-            self._done.bad_blocks.update(chain.from_iterable(copy.blocks for copy in plan.chunks))
-            self._done.loads.append(LoadResult(plan.req_id, plan.load_id))
-        plans.clear()
-
-    def _break(self, reason: str, unsent: _Job | None = None) -> None:
+    def _break(self, reason: str) -> None:
         """After a CUDA error: everything in flight failed, and everything to come does. Waits until no copy runs."""
         logger.error("kvloft: this worker stops moving pages, so nothing is cached any more: %s", reason)
         self._broken = reason
-        for lane in self._flying:
+        for lane, flying in self._flying.items():
             lane.stop()
-        saves = [flight.job for flight in self._flying[self._saves]] + ([unsent] if unsent is not None else [])
-        for job in dict.fromkeys(saves):
-            self._drop(job.copies[job.num_done :])
-        loads = [flight.job for flight in self._flying[self._loads]] + [job for job, _ in self._queued_loads]
-        for job in dict.fromkeys(loads):
-            self._fail_loads(job.plans)
-        for flying in self._flying.values():
             flying.clear()
+        for job in self._open_saves:
+            self._drop(job.copies)
+        for load in list(self._open_loads):
+            self._report(load, everything_bad=True)
+        self._open_saves.clear()
         self._queued_loads.clear()
+        self._queued_pieces.clear()
 
     def _compute(self) -> driver.Stream:
         return driver.Stream.view(torch.cuda.current_stream(self._device).cuda_stream)

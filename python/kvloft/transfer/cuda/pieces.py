@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -147,7 +148,7 @@ def _runs(frames: npt.NDArray[np.int64], payload: npt.NDArray[np.int64], shape: 
     apart = (np.diff(frames) != 1) | (frames[1:] % shape.frames_per_pin == 0)
     cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(frames)]
     part = shape.part_bytes
-    for first, stop in zip(cuts, cuts[1:], strict=False):
+    for first, stop in pairwise(cuts):
         frame, num, last = int(frames[first]), stop - first, int(payload[stop - 1])
         if num == 1 or shape.one_part:
             yield Run(frame, 0, first * part, (num - 1) * part + last, 1)

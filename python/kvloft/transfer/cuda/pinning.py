@@ -95,9 +95,7 @@ def _touch(address: int, num_bytes: int, numa_node: int | None, num_threads: int
         mask = ctypes.c_ulong(1 << numa_node)
         number = _SYS_MBIND.get(os.uname().machine)
         if number is not None and numa_node < 64:
-            libc.syscall(
-                number, ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MPOL_PREFERRED, ctypes.byref(mask), 65, 0
-            )
+            libc.syscall(number, ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MPOL_PREFERRED, ctypes.byref(mask), 65, 0)
     step = -(-(end - begin) // num_threads // (2 << 20)) * (2 << 20)
     calls: list[Any] = [
         pool.submit(libc.madvise, ctypes.c_void_p(at), ctypes.c_size_t(min(step, end - at)), _MADV_POPULATE_WRITE)
