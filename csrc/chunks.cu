@@ -68,33 +68,8 @@ __device__ __forceinline__ u64 term(const u64 word, const u64 position) {
 #endif
 }
 
-#ifndef KVLOFT_STAGE_STORE
-#define KVLOFT_STAGE_STORE 0
-#endif
-#ifndef KVLOFT_DISCARD
-#define KVLOFT_DISCARD 0
-#endif
-
-template <int kVecBytes>
-__device__ __forceinline__ void stage_item(u8* __restrict__ to, const Item<kVecBytes>& item, const u32 num_bytes) {
-#if KVLOFT_STAGE_STORE == 1
-  if constexpr (kVecBytes == 16) {
-    *reinterpret_cast<ulonglong2*>(to) = make_ulonglong2(item.words[0], item.words[1]);
-    return;
-  }
-#elif KVLOFT_STAGE_STORE == 2
-  if constexpr (kVecBytes == 16) {
-    u64 policy;
-    asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-    asm volatile("st.global.L2::cache_hint.v2.u64 [%0], {%1, %2}, %3;" ::"l"(to), "l"(item.words[0]), "l"(item.words[1]), "l"(policy) : "memory");
-    return;
-  }
-#endif
-  store_item<kVecBytes>(to, item, num_bytes);
-}
-
 // One warp moves one tile; returns this lane's part of the sum. `to` null: nothing is written.
-template <int kVecBytes, Verb kVerb>
+template <int kVecBytes>
 __device__ __forceinline__ u64 move_tile(const u8* __restrict__ from, u8* __restrict__ to, const u32 num_bytes, u64 position) {
   using It = Item<kVecBytes>;
   constexpr int kUnroll = kVecBytes >= 8 ? 8 : 2;  // loads in flight per lane: a whole tile at 16 bytes
@@ -112,23 +87,13 @@ __device__ __forceinline__ u64 move_tile(const u8* __restrict__ from, u8* __rest
     for (int i = 0; i < kUnroll; ++i) {
       const u32 at = begin + i * kWarpSize * It::kBytes;
       if (at < num_bytes) {
-        if constexpr (kVerb == Verb::kGather) stage_item<kVecBytes>(to + at, items[i], num_bytes - at);
-        if constexpr (kVerb == Verb::kScatter) {
-          if (to != nullptr) store_item<kVecBytes>(to + at, items[i], num_bytes - at);
-        }
+        if (to != nullptr) store_item<kVecBytes>(to + at, items[i], num_bytes - at);
 #pragma unroll
         for (u32 j = 0; j < It::kWords; ++j) sum += term(items[i].words[j], position + j * kTagB);
       }
       position += kWarpSize * It::kWords * kTagB;
     }
   }
-#if KVLOFT_DISCARD
-  if constexpr (kVerb == Verb::kScatter) {  // staged bytes are used up: their lines need not reach HBM
-    __syncwarp();
-    const u64 line = (reinterpret_cast<u64>(from) + 127) / 128 * 128 + lane * 128;
-    if (line + 128 <= reinterpret_cast<u64>(from) + num_bytes) asm volatile("discard.global.L2 [%0], 128;" ::"l"(line) : "memory");
-  }
-#endif
   return sum;
 }
 
@@ -182,11 +147,11 @@ __device__ __forceinline__ void run_piece(const PieceParams& p) {
     u8* const payload = reinterpret_cast<u8*>(s.base + block * p.block_bytes + t.payload_offset);
     const u64 position = tag_position(static_cast<u64>(block) * p.num_planes + t.plane, t.first_word);
     if constexpr (kVerb == Verb::kGather) {
-      if (page != nullptr) sum += move_tile<kVecBytes, kVerb>(page, payload, t.num_bytes, position);
+      if (page != nullptr) sum += move_tile<kVecBytes>(page, payload, t.num_bytes, position);
     } else if constexpr (kVerb == Verb::kScatter) {
-      sum += move_tile<kVecBytes, kVerb>(payload, page, t.num_bytes, position);
+      sum += move_tile<kVecBytes>(payload, page, t.num_bytes, position);
     } else {
-      if (page != nullptr) sum += move_tile<kVecBytes, kVerb>(page, nullptr, t.num_bytes, position);
+      if (page != nullptr) sum += move_tile<kVecBytes>(page, nullptr, t.num_bytes, position);
     }
   }
   if (warp < p.num_tiles) flush_sum(p, segment, sum);

@@ -24,6 +24,7 @@ FROM_EXTRA: Final = "kv_connector_extra_config"
 FROM_DEFAULT: Final = "default"
 
 Eviction = Literal["lru", "s3fifo"]
+GpuCopies = Literal["kernels", "torch"]
 
 _UNITS: Final = {"": 1, "b": 1} | {
     f"{prefix}{kind}": base ** (power + 1) for power, prefix in enumerate("kmgt") for kind, base in (("ib", 1024), ("b", 1000))
@@ -49,6 +50,8 @@ class Config:
     eviction: Eviction = "lru"
     disk_threads: int = 2
     load_timeout: float = 10.0
+    gpu_copies: GpuCopies = "kernels"
+    staging_size: int = 80 << 20
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -144,6 +147,19 @@ def _parse_text(value: object) -> str:
     return value
 
 
+def _parse_gpu_copies(value: object) -> str:
+    if value not in ("kernels", "torch"):
+        raise ValueError(value)
+    return value
+
+
+def _parse_staging_size(value: object) -> int:
+    size = parse_size(value)
+    if not 1 << 20 <= size <= 1 << 30:
+        raise ValueError(value)
+    return size
+
+
 def _parse_eviction(value: object) -> str:
     if value not in ("lru", "s3fifo"):
         raise ValueError(value)
@@ -175,6 +191,15 @@ KEYS: Final[Mapping[str, KeySpec]] = {
         'a time from 0 to 1h, such as "10s", "250ms" or a number of seconds',
         "how long a request waits for the disk before it takes what is in host memory",
         lambda v: f"{v:g}s",
+    ),
+    "gpu_copies": KeySpec(
+        _parse_gpu_copies, '"kernels" or "torch"', "how KV leaves and enters a GPU: our kernels, or slow copies by torch"
+    ),
+    "staging_size": KeySpec(
+        _parse_staging_size,
+        "a size from 1MiB to 1GiB",
+        "GPU memory of the staging ring of each direction",
+        lambda v: format_size(cast("int", v)),
     ),
 }
 

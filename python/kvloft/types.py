@@ -67,12 +67,16 @@ class ArenaSpec:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """All that the worker half learns in one step."""
+    """All that the worker half learns in one step.
+
+    ``rewritten`` are blocks that this step's forward may write and that a save of an earlier step may still be reading.
+    """
 
     step: int
     arena: ArenaSpec | None = None
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
+    rewritten: tuple[BlockId, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

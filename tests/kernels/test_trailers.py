@@ -51,12 +51,14 @@ def test_rust_and_numpy_read_each_others_trailers() -> None:
     core = pytest.importorskip("kvloft._core", reason="kvloft is not built")
     if not hasattr(core, "Arena"):
         pytest.skip("this build of kvloft._core has no Arena yet")
+    import fcntl
     import os
 
     from kernels_oracle import chunk_tag
 
-    fd = os.memfd_create("kvloft-test")
+    fd = os.memfd_create("kvloft-test", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, FRAMES * PART)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
     arena = core.Arena.open(f"/proc/self/fd/{fd}", frame_bytes=PART, num_frames=FRAMES)
     frames = FrameMemory(arena.address, FRAMES, PART, 0, PART, 0, arena)
     trailers = Trailers(frames, layout=b"L" * 32, block_bytes=BLOCK)

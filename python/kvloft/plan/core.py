@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Generic, TypeVar
 
+from kvloft.plan.fences import Fences
 from kvloft.plan.loads import LEASE_STEPS, match, plan_load
 from kvloft.plan.saves import plan_save
 from kvloft.plan.tracker import Geometry, Tracker
@@ -76,6 +77,7 @@ class SchedulerCore:
         self._loads: dict[int, _Settling[ReadLease | None]] = {}
         self._tickets: dict[Ticket, _Settling[ChunkKey | None]] = {}
         self._unsent: list[Ticket] = []
+        self._fences = Fences()
         self.counters: Counter[str] = Counter()
         """Since the last `take_counters`: tokens and events, by the names in ``kvloft.vllm.stats``."""
 
@@ -151,12 +153,13 @@ class SchedulerCore:
             else:
                 tracker.start_over()
         self._admitted.clear()
+        rewritten = self._fences.rewritten(view, self._geometry.block_tokens)
         saves = self._plan_saves(view) if self._saves_allowed else ()
         loads, self._queued_loads = tuple(self._queued_loads), []
         if self._leased:
             self._expire_leases()
         self._unsent.clear()
-        return StepPlan(self._step, self._arena, loads, tuple(saves))
+        return StepPlan(self._step, self._arena, loads, tuple(saves), rewritten)
 
     def plan_loads_only(self) -> StepPlan:
         """A plan without saves, for a step that could not be read: requests that wait must not wait for ever.
@@ -168,12 +171,13 @@ class SchedulerCore:
         self._store.abort(self._unsent)
         for ticket in self._unsent:
             del self._tickets[ticket]
+            self._fences.settle(ticket)
         self._unsent.clear()
         for tracker in self._trackers.values():
             tracker.save_blocked = True
         self._admitted.clear()
         loads, self._queued_loads = tuple(self._queued_loads), []
-        return StepPlan(self._step, self._arena, loads)
+        return StepPlan(self._step, self._arena, loads, (), self._fences.everything())
 
     def _plan_saves(self, view: StepView) -> list[SavePlan]:
         saves: list[SavePlan] = []
@@ -223,6 +227,7 @@ class SchedulerCore:
             for copy in saving.plan.chunks:
                 self._tickets[copy.ticket] = _Settling(saving.supersedes.get(copy.ticket), self._num_ranks)
                 self._unsent.append(copy.ticket)
+                self._fences.add(copy)
 
     def _expire_leases(self) -> None:
         for req_id in list(self._leased):
@@ -246,6 +251,7 @@ class SchedulerCore:
             if settling is None or not settling.arrive():
                 continue
             del self._tickets[ticket]
+            self._fences.settle(ticket)
             if settling.failed:
                 self._store.abort([ticket])
                 self.counters["save_failed_chunks"] += 1
@@ -297,6 +303,7 @@ class SchedulerCore:
         self._trackers.clear()
         self._store.abort(list(self._tickets))
         self._tickets.clear()
+        self._fences.clear()
         for loading in self._loads.values():
             if loading.owned is not None:
                 loading.owned.release()

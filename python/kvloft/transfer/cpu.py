@@ -13,7 +13,7 @@ import torch
 from kvloft.transfer.frames import FrameWindow
 from kvloft.transfer.layout import PagedLayout, Plane
 from kvloft.transfer.mover import Finished
-from kvloft.types import ChunkCopy, ChunkKey, LoadPlan, LoadResult, SavePlan
+from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, LoadResult, SavePlan
 
 _Run = tuple[torch.Tensor, int, int]
 """(view [planes, blocks, page_bytes] of equally spaced planes, byte offset of the first in a block, bytes of all)."""
@@ -22,14 +22,15 @@ _Run = tuple[torch.Tensor, int, int]
 class CpuMover:
     """Gathers into and scatters out of frames with torch on the calling thread."""
 
-    def __init__(
-        self, layout: PagedLayout, frames: FrameWindow, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, layout: PagedLayout, frames: FrameWindow, clock: Callable[[], float] = time.perf_counter) -> None:
         self._layout = layout
         self._frames = frames
         self._clock = clock
         self._runs = _plane_runs(layout.planes)
         self._done = Finished()
+
+    def begin_step(self, rewritten: Sequence[BlockId]) -> None:
+        """Copies are done when submitted: nothing is ever in flight."""
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         begin = self._clock()
@@ -70,6 +71,9 @@ class CpuMover:
 
     def drain(self) -> Finished:
         return self.poll()
+
+    def close(self) -> None:
+        """Nothing was taken."""
 
     def _gather(self, copy: ChunkCopy) -> None:
         for rows, run, block in self._pairs(copy, first=0):

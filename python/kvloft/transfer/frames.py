@@ -35,10 +35,17 @@ class FrameWindow:
                 "chunk: the scheduler and the worker disagree about the KV cache; please report this model"
             )
         self._arena = _core.Arena.open(spec.path, frame_bytes=spec.frame_bytes, num_frames=spec.num_frames)
-        self._rank = rank
-        self._offset = rank * self.part_bytes
+        self.frame_bytes = spec.frame_bytes
+        self.num_frames = spec.num_frames
+        self.rank = self._rank = rank
+        self.part_offset = self._offset = rank * self.part_bytes
         raw = (ctypes.c_uint8 * self._arena.size_bytes).from_address(self._arena.address)
         self.bytes = torch.frombuffer(raw, dtype=torch.uint8).view(spec.num_frames, spec.frame_bytes)
+
+    @property
+    def address(self) -> int:
+        """Of frame 0; frames are ``frame_bytes`` apart and our part begins at ``part_offset`` in each."""
+        return self._arena.address
 
     def payload(self, frame: int, num_bytes: int) -> torch.Tensor:
         """uint8 view of the first ``num_bytes`` of this rank's payload in ``frame``."""

@@ -29,6 +29,10 @@ class Finished:
 class Mover(Protocol):
     """Moves chunks for one worker. Every submitted ticket and load comes back from `poll` exactly once (I10)."""
 
+    def begin_step(self, rewritten: Sequence[BlockId]) -> None:
+        """Before a forward is launched that may write ``rewritten``: it must come after the saves that still read them (I2)."""
+        ...
+
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         """Gather; called after the forward that wrote the blocks and before any that may write them next (I2)."""
         ...
@@ -43,6 +47,10 @@ class Mover(Protocol):
         """Wait for everything in flight: engine sleep, shutdown."""
         ...
 
+    def close(self) -> None:
+        """Wait for everything in flight and give back what was taken; the mover is not used afterwards."""
+        ...
+
 
 class BrokenMover:
     """Stands in when no mover could be made: every save fails and every load is bad, which makes them misses."""
@@ -50,6 +58,9 @@ class BrokenMover:
     def __init__(self, reason: str) -> None:
         self.reason = reason
         self._done = Finished()
+
+    def begin_step(self, rewritten: Sequence[BlockId]) -> None:
+        """Nothing is ever in flight."""
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         self._done.failed += [copy.ticket for plan in plans for copy in plan.chunks]
@@ -67,3 +78,6 @@ class BrokenMover:
 
     def drain(self) -> Finished:
         return self.poll()
+
+    def close(self) -> None:
+        """Nothing was taken."""

@@ -7,29 +7,33 @@ ordering allows, then takes the report. Each is idempotent within a step, becaus
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from kvloft.transfer.cpu import CpuMover
 from kvloft.transfer.frames import FrameWindow
 from kvloft.transfer.layout import PagedLayout, read_layout
 from kvloft.transfer.mover import BrokenMover, Finished, Mover
+from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover
 from kvloft.types import ArenaSpec, BlockId, ReqId, StepPlan, StepReport
 
 logger = logging.getLogger(__name__)
-
-MakeMover = Callable[[PagedLayout, FrameWindow], Mover]
 
 
 class WorkerCore:
     """The worker half of one rank."""
 
-    def __init__(self, *, rank: int, num_ranks: int, blocks_per_chunk: int, make_mover: MakeMover = CpuMover) -> None:
+    def __init__(
+        self, *, rank: int, num_ranks: int, blocks_per_chunk: int, settings: MoverSettings | None = None,
+        make_mover: MakeMover | None = None,
+    ) -> None:  # fmt: skip
+        """``make_mover`` None: chosen by `register`, by where the KV is."""
+        self._settings = settings or MoverSettings()
         self._rank = rank
         self._num_ranks = num_ranks
         self._blocks_per_chunk = blocks_per_chunk
-        self._make_mover = make_mover
+        self._given_make_mover = make_mover
+        self._make_mover: MakeMover | None = make_mover
         self._layout: PagedLayout | None = None
         self._mover: Mover | None = None
         self._plan = StepPlan(0)
@@ -39,15 +43,22 @@ class WorkerCore:
         self._totals = Finished()
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, fingerprint: str) -> PagedLayout:
-        """Learn where the pages are. Raises LayoutError for layouts that cannot be served."""
+        """Learn where the pages are. Raises LayoutError for layouts, UnsupportedError for GPUs that cannot be served."""
+        if self._mover is not None:
+            self._mover.close()
+            self._mover = None
         self._layout = read_layout(kv_caches, num_blocks, fingerprint)
-        self._mover = None
+        self._make_mover = self._given_make_mover or choose_mover(self._layout, self._blocks_per_chunk, self._settings)
         return self._layout
 
     def begin(self, plan: StepPlan) -> None:
-        """A step starts; nothing is copied yet."""
+        """A step starts: its forward is not launched yet, and nothing is copied yet."""
         self._plan = plan
         self._loads_run = self._saves_run = False
+        if self._mover is None and plan.arena is not None and self._layout is not None:
+            self._ready_mover()
+        if self._mover is not None:
+            self._mover.begin_step(plan.rewritten)
 
     def run_loads(self) -> None:
         """Start this step's loads: their blocks belong to requests that wait."""
@@ -92,13 +103,13 @@ class WorkerCore:
     def shutdown(self) -> None:
         """Wait for copies in flight; their frames are not ours any more afterwards."""
         if self._mover is not None:
-            self._mover.drain()
+            self._mover.close()
 
     def _ready_mover(self) -> Mover:
         """The mover, made on the first plan, when the arena is known. One that cannot be made fails copies, not steps."""
         if self._mover is None:
             try:
-                if self._layout is None or self._plan.arena is None:
+                if self._layout is None or self._plan.arena is None or self._make_mover is None:
                     raise RuntimeError("a plan came before the KV caches were registered")
                 self._mover = self._make_mover(self._layout, self._window(self._layout, self._plan.arena))
             except (RuntimeError, ValueError, OSError) as error:

@@ -64,7 +64,7 @@ class KVLoftConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
         else:
-            self._worker = WorkerHalf(vllm_config, kv_cache_config, self._geometry(config, kv_cache_config))
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, self._geometry(config, kv_cache_config), config)
 
     @staticmethod
     def _geometry(config: Any, kv_cache_config: Any) -> Geometry:

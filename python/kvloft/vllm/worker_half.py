@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 import vllm
 from vllm.platforms import current_platform
 
+from kvloft.config import Config
 from kvloft.plan import Geometry
+from kvloft.transfer.movers import MoverSettings
 from kvloft.transfer.worker import WorkerCore
 from kvloft.vllm.messages import KVLoftMetadata, KVLoftWorkerMetadata
 from kvloft.vllm.stats import KVLoftStats
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
 class WorkerHalf:
     """Everything kvloft does in one of vLLM's worker processes."""
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, geometry: Geometry) -> None:
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, geometry: Geometry, config: Config) -> None:
         parallel = vllm_config.parallel_config
         self._num_blocks = kv_cache_config.num_blocks
         self._fingerprint = "|".join(
@@ -36,6 +38,7 @@ class WorkerHalf:
             rank=parallel.rank % parallel.world_size,
             num_ranks=parallel.world_size,
             blocks_per_chunk=geometry.blocks_per_chunk,
+            settings=MoverSettings(config.gpu_copies, config.staging_size),
         )
         self._bad_blocks: set[int] = set()
         self.hook_errors = 0

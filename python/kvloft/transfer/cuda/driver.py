@@ -117,6 +117,9 @@ class Event:
     def synchronize(self) -> None:
         _check(_cu.cuEventSynchronize(self.raw), "cuEventSynchronize")
 
+    def destroy(self) -> None:
+        _check(_cu.cuEventDestroy(self.raw), "cuEventDestroy")
+
     def seconds_since(self, begin: Event) -> float:
         return float(_check(_cu.cuEventElapsedTime(begin.raw, self.raw), "cuEventElapsedTime")) / 1e3
 

@@ -71,6 +71,15 @@ class _BaseLane:
             with contextlib.suppress(driver.CudaError):
                 stream.synchronize()
 
+    def close(self) -> None:
+        """Give everything back; nothing may be in flight but what `stop` waits for."""
+        self.stop()
+        driver.host_free(self._tags_address)
+        for event in (*self._kernel_done, *self._copy_done):
+            event.destroy()
+        self.kernel_stream.destroy()
+        self.copy_stream.destroy()
+
     def _launch(self, function: Any, piece: Piece, frames: npt.NDArray[np.int64], ticket: int, slot: int | None) -> None:
         segments, base, num_ctas = piece.segments, slot, self._num_ctas
         if base is None:

@@ -122,7 +122,7 @@ class CudaMover:
                 ticket = int(self._last_gather[np.asarray(rewritten, dtype=np.int64)].max())
                 self.saves.order_after_gather(compute, ticket)
             self._step_begun.record(compute)
-        except driver.CudaError as error:
+        except (driver.CudaError, ValueError, IndexError, TypeError) as error:  # unordered, a save could read what is rewritten
             self._break(str(error))
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
@@ -195,6 +195,8 @@ class CudaMover:
         """Drain, unpin. The mover is of no use afterwards."""
         self.drain()
         self._broken = self._broken or "closed"
+        for lane in self._flying:
+            lane.close()
         self._pinned.close()
 
     def wait_pinned(self, timeout_s: float | None = None) -> bool:

@@ -1,0 +1,49 @@
+"""Which mover serves a layout: torch on the CPU, kernels on a GPU, and never a slow one in silence.
+
+It must not know engines. CUDA packages are imported only where the KV is on a GPU.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from kvloft.errors import UnsupportedError
+from kvloft.transfer.cpu import CpuMover
+from kvloft.transfer.frames import FrameWindow
+from kvloft.transfer.layout import PagedLayout
+from kvloft.transfer.mover import Mover
+
+logger = logging.getLogger(__name__)
+
+MakeMover = Callable[[PagedLayout, FrameWindow], Mover]
+
+
+@dataclass(frozen=True, slots=True)
+class MoverSettings:
+    """What a user may say about copies; see `kvloft.config`."""
+
+    gpu_copies: Literal["kernels", "torch"] = "kernels"
+    staging_bytes: int = 80 << 20
+
+
+def choose_mover(layout: PagedLayout, blocks_per_chunk: int, settings: MoverSettings) -> MakeMover:
+    """Raises UnsupportedError if the KV is on a GPU whose kernels cannot be had, unless settings allow torch's copies."""
+    device = layout.planes[0].storage.device
+    if device.type == "cpu":
+        return CpuMover
+    if device.type != "cuda":
+        raise UnsupportedError(
+            f"kvloft serves KV on CPUs and CUDA GPUs, and this engine's is on {device.type!r}; run it without kvloft"
+        )
+    if settings.gpu_copies == "torch":
+        logger.warning("kvloft: gpu_copies=torch: KV is copied page by page and each step waits for it; this is slow")
+        return CpuMover
+    from kvloft.transfer.cuda.setup import prepare
+
+    try:
+        return prepare(layout, blocks_per_chunk=blocks_per_chunk, staging_bytes=settings.staging_bytes)
+    except (UnsupportedError, RuntimeError, ValueError) as error:
+        raise UnsupportedError(f'{error}. To run with slow copies instead, set gpu_copies="torch"') from error
