@@ -2,7 +2,7 @@
 //!
 //! `tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C))` mod 2^64, with w[p, j] the j-th little-endian 64-bit word of
 //! page p (pages in payload order, each padded with zeros to whole words) and
-//! `mix(x): x *= M1; x ^= x >> 32; x *= M2; x ^= x >> 29`. It is a sum, so any number of threads may take part in any
+//! `mix(x): x ^= x >> 32; x *= M1; x ^= x >> 29; x *= M2; x ^= x >> 32`. It is a sum, so any number of threads may take part in any
 //! order, and only 64-bit multiply, xor, shift and add, so a GPU does it while it copies. `mix` is a bijection: damage
 //! inside one word always shows. It finds accidents (torn, stale, swapped, shifted pages), not adversaries.
 //! This file must not know what a page holds.
@@ -69,13 +69,17 @@ fn page_sum(page: &[u8], mut position: u64) -> u64 {
     sum
 }
 
-/// A bijection of 64 bits whose every input bit reaches the output's top half.
+/// A bijection of 64 bits whose every input bit reaches every output bit.
+///
+/// It begins with a shift because a product moves a top bit nowhere: without it, the same top bit flipped in two words
+/// cancelled out in one of 2^24 pairs.
 #[inline]
 fn mix(mut x: u64) -> u64 {
-    x = x.wrapping_mul(M1);
     x ^= x >> 32;
+    x = x.wrapping_mul(M1);
+    x ^= x >> 29;
     x = x.wrapping_mul(M2);
-    x ^ (x >> 29)
+    x ^ (x >> 32)
 }
 
 #[cfg(test)]
@@ -101,10 +105,11 @@ mod tests {
             for j in 0..page.len() / 8 {
                 let word = (0..8).map(|k| u128::from(page[8 * j + k]) << (8 * k)).sum::<u128>();
                 let mut x = word ^ wrap(wrap(p * a) + wrap(j as u128 * b) + c);
-                x = wrap(x * m1);
                 x ^= x >> 32;
+                x = wrap(x * m1);
+                x ^= x >> 29;
                 x = wrap(x * m2);
-                sum = wrap(sum + (x ^ (x >> 29)));
+                sum = wrap(sum + (x ^ (x >> 32)));
             }
         }
         assert_eq!(at, payload.len());
