@@ -198,7 +198,7 @@ mod tests {
         assert_eq!(chunk_tag(&payload, &[100, 28], 2).unwrap(), GOLDEN[2]);
     }
 
-    const GOLDEN: [u64; 3] = [0xf5fb_ee2d_1699_92dd, 0x5b68_be50_0f46_749c, 0xcc6a_0204_2e01_7c18];
+    const GOLDEN: [u64; 3] = [0xfbdc_8c44_c240_fde6, 0xb42f_c555_211f_20b3, 0xab1f_09ef_5473_4709];
 
     #[test]
     fn a_payload_of_another_length_is_refused() {
