@@ -92,8 +92,12 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
+        self._begin(connector_metadata)
+
+    @_miss_on_error(_none)
+    def _begin(self, metadata: Any) -> None:
         if self._worker is not None:
-            self._worker.begin(connector_metadata)
+            self._worker.begin(metadata)
 
     @_miss_on_error(_none)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
