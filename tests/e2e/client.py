@@ -1,0 +1,262 @@
+"""The test's side of an engine process: requests as values, one handle per engine.
+
+Knows the protocol of engine.py and nothing of vLLM.
+"""
+
+import base64
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+BLOCK = 32
+"""Tokens per block of vLLM's CPU backend in all these tests."""
+
+_ids = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class Req:
+    """One greedy request. ``embeds`` is float32 of shape (positions, hidden); with ``is_token`` the prompt is mixed."""
+
+    ids: tuple[int, ...] | None = None
+    embeds: NDArray[np.float32] | None = None
+    is_token: tuple[bool, ...] | None = None
+    max_tokens: int = 8
+    salt: str | None = None
+    lora: tuple[str, int, str] | None = None
+    skip_reading: bool = False
+    logprobs: int | None = None
+    id: str = field(default_factory=lambda: f"r{next(_ids)}")
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.ids) if self.ids is not None else len(self.embeds) if self.embeds is not None else 0
+
+    def again(self, **changes: Any) -> "Req":
+        """The same request under a new id, with ``changes``."""
+        return replace(self, **{"id": f"r{next(_ids)}"} | changes)
+
+    def message(self) -> dict[str, Any]:
+        """Fields of engine.Engine._add."""
+        fields: dict[str, Any] = {"id": self.id, "max_tokens": self.max_tokens, "skip_reading": self.skip_reading,
+                                  "logprobs": self.logprobs}
+        if self.ids is not None:
+            fields["ids"] = list(self.ids)
+        if self.embeds is not None:
+            rows = np.ascontiguousarray(self.embeds, dtype=np.float32)
+            fields |= {"embeds": base64.b64encode(rows.tobytes()).decode(), "width": rows.shape[1]}
+        if self.is_token is not None:
+            fields["is_token"] = list(self.is_token)
+        return fields | {k: v for k, v in {"salt": self.salt, "lora": self.lora and list(self.lora)}.items() if v}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What one request gave: its tokens, and the external tokens of each admission (first, and after preemptions)."""
+
+    tokens: tuple[int, ...]
+    finish: str
+    margin: float | None
+    cached: int | None
+    external: tuple[int, ...]
+    resumed: tuple[int, ...]
+
+    @property
+    def num_external(self) -> int:
+        """External tokens of the first admission."""
+        return self.external[0] if self.external else 0
+
+
+class EngineError(RuntimeError):
+    """The engine's process answered with an error, or died."""
+
+
+class Engine:
+    """One engine process. ``kill`` is kill -9; ``stop`` is a clean shutdown; the block manager pool is tiny."""
+
+    def __init__(self, address: Path, kwargs: dict[str, Any], *, log: Path, env: dict[str, str] | None = None,
+                 v2_shape: bool = False) -> None:
+        self.log = log
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(address))
+        self._stream = self._socket.makefile("rw")
+        self.pid: int = 0
+        self.pid = self._ask("start", kwargs=kwargs, env=env or {}, log=str(log), v2_shape=v2_shape)
+
+    def _ask(self, op: str, **fields: Any) -> Any:
+        try:
+            self._stream.write(json.dumps({"op": op} | fields) + "\n")
+            self._stream.flush()
+            line = self._stream.readline()
+        except (BrokenPipeError, ConnectionResetError):
+            line = ""
+        if not line:
+            raise EngineError(f"engine process died in {op!r}\n{self.tail()}")
+        answer = json.loads(line)
+        if "error" in answer:
+            raise EngineError(f"{op}: {answer['error']}\n{self.tail()}")
+        return answer["ok"]
+
+    def tail(self, num_bytes: int = 3000) -> str:
+        """The end of the engine's log."""
+        with contextlib.suppress(OSError):
+            return self.log.read_bytes()[-num_bytes:].decode(errors="replace")
+        return ""
+
+    def add(self, *requests: Req) -> None:
+        """Queue requests without stepping."""
+        self._ask("add", requests=[r.message() for r in requests])
+
+    def step(self, count: int = 1) -> list[str]:
+        """Run engine steps; returns ids that finished."""
+        return self._ask("step", count=count)
+
+    def run(self) -> dict[str, Result]:
+        """Step until the engine and its transfers are at rest; results by id."""
+        return {i: Result(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+                for i, fields in self._ask("run").items()}
+
+    def ask(self, *requests: Req) -> list[Result]:
+        """Queue all requests at once, run to rest, and return their results in order."""
+        self.add(*requests)
+        results = self.run()
+        return [results[r.id] for r in requests]
+
+    def ask_each(self, *requests: Req) -> list[Result]:
+        """One request after another."""
+        return [self.ask(r)[0] for r in requests]
+
+    def abort(self, *ids: str) -> None:
+        self._ask("abort", ids=list(ids))
+
+    def reset(self, *, connector: bool = False, running: bool = False) -> bool:
+        """reset_prefix_cache."""
+        return self._ask("reset", connector=connector, running=running)
+
+    def state(self) -> dict[str, Any]:
+        return self._ask("state")
+
+    def status(self, request: Req) -> str | None:
+        """vLLM's status name of the request, None once it is forgotten."""
+        return self.state()["status"].get(request.id)
+
+    def metrics(self) -> dict[str, float]:
+        return self._ask("metrics")
+
+    def call(self, path: str, *args: Any) -> Any:
+        """Read or call an attribute of the scheduler-side connector."""
+        return self._ask("call", path=path, args=list(args))
+
+    def stop(self) -> None:
+        """Clean shutdown."""
+        if self.pid:
+            self._ask("stop")
+            self._gone()
+
+    def kill(self) -> None:
+        """kill -9, and wait until the process is gone."""
+        if self.pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self._gone()
+
+    def _gone(self) -> None:
+        self._socket.close()
+        deadline = time.monotonic() + 30
+        while Path(f"/proc/{self.pid}").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self.pid = 0
+
+
+class Zygote:
+    """The process that forks engines; see zygote.py."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = folder / "zygote.sock"
+        self._log = folder / "zygote.log"
+        package = __package__ or ""
+        root = Path(__file__).parents[package.count(".") + 1]
+        env = os.environ | ENV | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", f"{package}.zygote", str(self.address)], env=env, stdout=log, stderr=log,
+                stdin=subprocess.DEVNULL)
+        self._folder, self._count = folder, itertools.count()
+
+    def wait(self, timeout_s: float = 180.0) -> None:
+        """Until it accepts connections."""
+        deadline = time.monotonic() + timeout_s
+        while not self.address.exists():
+            if self._process.poll() is not None or time.monotonic() > deadline:
+                raise EngineError("zygote did not start:\n" + self._log.read_text()[-6000:])
+            time.sleep(0.05)
+
+    def engine(self, kwargs: dict[str, Any], *, env: dict[str, str] | None = None, v2_shape: bool = False) -> Engine:
+        """Fork an engine."""
+        self.wait()
+        log = self._folder / f"engine{next(self._count)}.log"
+        return Engine(self.address, kwargs, log=log, env=env, v2_shape=v2_shape)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+ENV = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "WARNING"),
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONDONTWRITEBYTECODE": "1",
+}
+"""Settings of every vLLM process here; the pool is sized by num_gpu_blocks_override, never by the gigabyte."""
+
+
+def engine_kwargs(model: Path, *, num_blocks: int = 64, max_model_len: int | None = None, **more: Any) -> dict[str, Any]:
+    """Arguments of a small fp32 engine on the CPU."""
+    fits = (num_blocks - 1) * BLOCK
+    return {
+        "model": str(model), "skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32", "seed": 0,
+        "block_size": BLOCK, "max_model_len": max_model_len or min(fits, 1024), "num_gpu_blocks_override": num_blocks,
+        "max_num_seqs": 16, "max_num_batched_tokens": 1024, "enable_prefix_caching": False,
+        "async_scheduling": False, "disable_log_stats": False, "enable_prompt_embeds": True,
+    } | more
+
+
+def kvloft(disk_path: Path | None = None, *, policy: str | None = None, **extra: Any) -> dict[str, Any]:
+    """kv_transfer_config of kvloft with a small host tier and, with ``disk_path``, a disk tier."""
+    settings: dict[str, Any] = {"host_size": "64MiB"} | extra
+    if disk_path is not None:
+        settings |= {"disk_path": str(disk_path), "disk_size": "256MiB"} | extra
+    config: dict[str, Any] = {"kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
+    return config if policy is None else config | {"kv_load_failure_policy": policy}
+
+
+def random_ids(seed: int, count: int) -> tuple[int, ...]:
+    """Token ids without the special ones."""
+    return tuple(int(i) for i in np.random.default_rng(seed).integers(3, 512, count))
+
+
+def full_blocks(num_tokens: int) -> int:
+    """Tokens in the full blocks of a prefix of ``num_tokens``."""
+    return num_tokens // BLOCK * BLOCK
+
+
+def tokens_of(results: Sequence[Result]) -> list[tuple[int, ...]]:
+    return [r.tokens for r in results]

@@ -1,0 +1,94 @@
+"""Fixtures of the end-to-end tests: the model, the zygote, engines by configuration, and the truth.
+
+Truth is the same vLLM without a connector and without a prefix cache.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import tiny
+from .client import Engine, Req, Result, Zygote, engine_kwargs
+
+MARGIN = 3e-4
+"""Least distance of the two best logits along a truth: rounding differs by about 1e-5 between batch shapes."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = [i for i in items if Path(__file__).parent in i.path.parents]
+    if importlib.util.find_spec("vllm") is None:
+        for item in here:
+            item.add_marker(pytest.mark.skip(reason="vLLM is not installed in this environment"))
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of the tiny model."""
+    return tiny.write_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="session")
+def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """The process that forks all engines of this session."""
+    process = Zygote(tmp_path_factory.mktemp("zygote"))
+    yield process
+    process.close()
+
+
+class Truth:
+    """Outputs of an engine without any cache, remembered by request content."""
+
+    def __init__(self, engine: Callable[[], Engine]) -> None:
+        self._make, self._engine, self._known = engine, None, dict[Any, Result]()
+
+    def _run(self, requests: Sequence[Req]) -> list[Result]:
+        if self._engine is None:
+            self._engine = self._make()
+        missing = {self._key(r): r.again(logprobs=2) for r in requests if self._key(r) not in self._known}
+        if missing:
+            self._known |= dict(zip(missing, self._engine.ask(*missing.values()), strict=True))
+        return [self._known[self._key(r)] for r in requests]
+
+    @staticmethod
+    def _key(r: Req) -> Any:
+        return (r.ids, None if r.embeds is None else r.embeds.tobytes(), r.is_token, r.max_tokens, r.lora)
+
+    def tokens(self, request: Req) -> tuple[int, ...]:
+        """What the model says to ``request``; fails if rounding could decide a token (choose another seed)."""
+        result = self._run([request])[0]
+        assert result.margin is not None and result.margin > MARGIN, f"near tie ({result.margin}): choose another seed"
+        return result.tokens
+
+    def clear(self, requests: Sequence[Req]) -> list[Req]:
+        """Those of ``requests`` whose output rounding cannot change."""
+        return [r for r, result in zip(requests, self._run(requests), strict=True) if (result.margin or 0) > MARGIN]
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.kill()
+
+
+@pytest.fixture(scope="session")
+def truth(zygote: Zygote, model: Path) -> Iterator[Truth]:
+    """The truth for requests without adapters."""
+    oracle = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=600)))
+    yield oracle
+    oracle.close()
+
+
+@pytest.fixture
+def start(zygote: Zygote, model: Path) -> Iterator[Callable[..., Engine]]:
+    """Starts engines (``start(num_blocks=..., v2_shape=..., kv_transfer_config=...)``) and kills what is left of them."""
+    engines: list[Engine] = []
+
+    def launch(*, v2_shape: bool = False, env: dict[str, str] | None = None, **kwargs: Any) -> Engine:
+        engine = zygote.engine(engine_kwargs(model, **kwargs), v2_shape=v2_shape, env=env)
+        engines.append(engine)
+        return engine
+
+    yield launch
+    for engine in engines:
+        engine.kill()

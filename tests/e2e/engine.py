@@ -1,0 +1,219 @@
+"""One real vLLM engine in this process, driven by JSON lines over a socket.
+
+Every message is ``{"op": name, ...}``, every answer ``{"ok": value}`` or ``{"error": text}``. The engine core runs in
+this very process (VLLM_ENABLE_V1_MULTIPROCESSING=0), so a test decides when a step happens. Must know nothing of what
+is tested: kvloft is only named in the arguments that the test sends.
+"""
+
+import base64
+import json
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+from . import shapes
+
+STALL_STEPS = 20000
+
+
+class Engine:
+    """The operations a test may ask for; each public ``do_*`` method is one."""
+
+    def __init__(self) -> None:
+        self.llm: Any = None
+        self.core: Any = None
+        self.internal: dict[str, str] = {}
+        self.results: dict[str, dict[str, Any]] = {}
+        self.admissions: list[dict[str, Any]] = []
+
+    # -- life ---------------------------------------------------------------------------------------------------
+
+    def do_start(self, kwargs: dict[str, Any], env: dict[str, str], log: str, v2_shape: bool = False) -> int:
+        """Build the engine with ``kwargs`` of vllm.LLM; logs go to file ``log``; returns this process's id."""
+        _redirect(log)
+        os.environ.update(env)
+        if kwargs.get("async_scheduling"):
+            shapes.allow_async_scheduling()
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
+
+        if transfer := kwargs.get("kv_transfer_config"):
+            from vllm.config import KVTransferConfig
+
+            kwargs["kv_transfer_config"] = KVTransferConfig(**transfer)
+        self.llm = LLMEngine.from_engine_args(EngineArgs(**kwargs))
+        self.core = self.llm.engine_core.engine_core
+        if v2_shape:
+            shapes.emit_v2_shape(self.core.scheduler)
+        self._watch_admissions()
+        return os.getpid()
+
+    def _watch_admissions(self) -> None:
+        """Note, per admitted request, how many external tokens the scheduler took from the connector."""
+        connector = self.core.scheduler.connector
+        if connector is None:
+            return
+        original = connector.update_state_after_alloc
+
+        def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> Any:
+            if num_external_tokens or request.status.name != "WAITING_FOR_REMOTE_KVS":
+                self.admissions.append({"id": request.request_id, "external": num_external_tokens,
+                                        "resumed": request.num_preemptions > 0})
+            return original(request, blocks, num_external_tokens)
+
+        connector.update_state_after_alloc = update_state_after_alloc
+
+    def do_stop(self) -> None:
+        """Shut the engine down in order; the process ends after the answer."""
+        self.llm.engine_core.shutdown()
+        raise SystemExit(0)
+
+    # -- requests -----------------------------------------------------------------------------------------------
+
+    def do_add(self, requests: list[dict[str, Any]]) -> None:
+        """Queue requests; see client.Req for the fields."""
+        for fields in requests:
+            self._add(**fields)
+
+    def _add(self, id: str, max_tokens: int, ids: list[int] | None = None, embeds: str | None = None,
+             width: int = 0, is_token: list[bool] | None = None, salt: str | None = None,
+             lora: list[Any] | None = None, skip_reading: bool = False, logprobs: int | None = None) -> None:
+        import numpy as np
+        import torch
+        from vllm import SamplingParams
+        from vllm.lora.request import LoRARequest
+
+        prompt: dict[str, Any] = {}
+        if embeds is not None:
+            rows = np.frombuffer(base64.b64decode(embeds), dtype=np.float32).reshape(-1, width)
+            prompt["prompt_embeds"] = torch.from_numpy(rows.copy())
+        if ids is not None:
+            prompt["prompt_token_ids"] = ids
+        if is_token is not None:
+            prompt["prompt_is_token_ids"] = is_token
+        if salt is not None:
+            prompt["cache_salt"] = salt
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False,
+                                logprobs=logprobs, skip_reading_prefix_cache=skip_reading or None)
+        adapter = LoRARequest(lora[0], lora[1], lora[2]) if lora else None
+        self.internal[id] = self.llm.add_request(id, prompt, params, lora_request=adapter)
+
+    def do_step(self, count: int = 1) -> list[str]:
+        """Run ``count`` engine steps; returns the ids that finished in them."""
+        finished: list[str] = []
+        for _ in range(count):
+            for output in self.llm.step():
+                if output.finished:
+                    self.results[output.request_id] = self._result(output)
+                    finished.append(output.request_id)
+        return finished
+
+    def do_run(self) -> dict[str, dict[str, Any]]:
+        """Step until nothing is left to do, transfers included; returns and forgets all results."""
+        for _ in range(STALL_STEPS):
+            if not self._busy():
+                break
+            self.do_step()
+        else:
+            raise RuntimeError(f"the engine does not come to rest: {self.do_state()}")
+        results, self.results = self.results, {}
+        return results
+
+    def _busy(self) -> bool:
+        queue = self.core.batch_queue
+        return self.llm.has_unfinished_requests() or self.core.scheduler.has_requests() or bool(queue)
+
+    def _result(self, output: Any) -> dict[str, Any]:
+        completion = output.outputs[0]
+        margin = None
+        if completion.logprobs:
+            tops = [sorted((x.logprob for x in entry.values()), reverse=True) for entry in completion.logprobs]
+            margin = min(top[0] - top[1] for top in tops)
+        internal = self.internal.get(output.request_id, output.request_id)
+        mine = [a for a in self.admissions if a["id"] == internal]
+        return {
+            "tokens": list(completion.token_ids), "finish": completion.finish_reason, "margin": margin,
+            "cached": output.num_cached_tokens, "external": [a["external"] for a in mine if not a["resumed"]],
+            "resumed": [a["external"] for a in mine if a["resumed"]],
+        }
+
+    def do_abort(self, ids: list[str]) -> None:
+        """Abort requests by the ids the test gave them, wherever they are."""
+        self.llm.abort_request([self.internal[i] for i in ids], internal=True)
+
+    # -- the rest -----------------------------------------------------------------------------------------------
+
+    def do_reset(self, connector: bool = False, running: bool = False) -> bool:
+        """reset_prefix_cache; True if vLLM says it worked."""
+        return bool(self.llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
+
+    def do_state(self) -> dict[str, Any]:
+        """Statuses by id, block pool, and what the scheduler still holds."""
+        scheduler = self.core.scheduler
+        back = {v: k for k, v in self.internal.items()}
+        pool = scheduler.kv_cache_manager.block_pool
+        return {
+            "status": {back.get(r, r): q.status.name for r, q in scheduler.requests.items()},
+            "computed": {back.get(r, r): q.num_computed_tokens for r, q in scheduler.requests.items()},
+            "tokens": {back.get(r, r): q.num_tokens for r, q in scheduler.requests.items()},
+            "running": len(scheduler.running), "waiting": len(scheduler.waiting),
+            "free_blocks": pool.get_num_free_blocks(), "num_blocks": pool.num_gpu_blocks,
+            "block_size": scheduler.block_size, "scheduler": type(scheduler).__name__,
+            "v2_shape": bool(scheduler.use_v2_model_runner), "busy": self._busy(),
+        }
+
+    def do_metrics(self) -> dict[str, float]:
+        """vLLM's and kvloft's counters and gauges, summed over labels; histograms by their _sum and _count."""
+        from prometheus_client import REGISTRY
+
+        totals: dict[str, float] = {}
+        for family in REGISTRY.collect():
+            for sample in family.samples:
+                if not sample.name.endswith(("_bucket", "_created")):
+                    totals[sample.name] = totals.get(sample.name, 0.0) + sample.value
+        return totals
+
+    def do_call(self, path: str, args: list[Any] | None = None) -> Any:
+        """Read or call an attribute of the scheduler's connector, by dotted path; for white-box checks."""
+        value = self.core.scheduler.connector
+        for name in path.split("."):
+            value = getattr(value, name)
+        value = value(*(args or [])) if callable(value) else value
+        return json.loads(json.dumps(value, default=repr))
+
+    def do_serve_http(self, argv: list[str], env: dict[str, str], log: str) -> int:
+        """Become ``python -m vllm.entrypoints.openai.api_server``; never returns in order."""
+        raise NotImplementedError
+
+
+def _redirect(path: str) -> None:
+    """Send this process's output, and that of the libraries in it, to a file."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, sys.stdout.fileno() if sys.stdout else 1)
+    os.dup2(fd, 2)
+    os.close(fd)
+
+
+def serve(connection: socket.socket) -> int:
+    """Answer messages until ``stop`` or the end of the connection; returns the exit status."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    engine = Engine()
+    stream = connection.makefile("rw")
+    for line in stream:
+        message: dict[str, Any] = json.loads(line)
+        done = False
+        try:
+            answer: dict[str, Any] = {"ok": getattr(engine, "do_" + message.pop("op"))(**message)}
+        except SystemExit:
+            answer, done = {"ok": None}, True
+        except BaseException:
+            answer = {"error": traceback.format_exc()}
+        stream.write(json.dumps(answer) + "\n")
+        stream.flush()
+        if done:
+            return 0
+    return 0

@@ -1,0 +1,60 @@
+"""Makes vLLM's CPU engine take shapes it would take on a GPU: async scheduling, and Model Runner V2's scheduler output.
+
+The CPU platform switches async scheduling off, and always runs Model Runner V1. Its runner can do the former; for the
+latter the scheduler is told it feeds V2, kvloft sees what V2's scheduler says, and the output is put into V1's shape
+just before the (V1) worker gets it. Runs in the engine's process only.
+"""
+
+from typing import Any
+
+
+def allow_async_scheduling() -> None:
+    """Let ``async_scheduling`` of the arguments stand, instead of the CPU platform's no."""
+    from vllm.platforms.cpu import CpuPlatform
+
+    original: Any = CpuPlatform.check_and_update_config.__func__  # pyright: ignore
+
+    def check(cls: type, vllm_config: Any) -> None:
+        wanted = vllm_config.scheduler_config.async_scheduling
+        original(cls, vllm_config)
+        vllm_config.scheduler_config.async_scheduling = bool(wanted)
+
+    CpuPlatform.check_and_update_config = classmethod(check)  # pyright: ignore
+
+
+def emit_v2_shape(scheduler: Any) -> None:
+    """Let ``scheduler`` emit V2's shape up to build_connector_meta, V1's shape after it."""
+    scheduler.use_v2_model_runner = True
+    original = scheduler._update_after_schedule
+    started: set[str] = set()
+    previous: set[str] = set()
+
+    def update_after_schedule(output: Any) -> None:
+        started.difference_update(output.finished_req_ids)
+        _to_v1_shape(scheduler, output, started, previous)
+        started.update(new.req_id for new in output.scheduled_new_reqs)
+        previous.clear()
+        previous.update(output.num_scheduled_tokens)
+        original(output)
+
+    scheduler._update_after_schedule = update_after_schedule
+
+
+def _to_v1_shape(scheduler: Any, output: Any, started: set[str], previous: set[str]) -> None:
+    cached = output.scheduled_cached_reqs
+    fresh = [new for new in output.scheduled_new_reqs if new.req_id not in started]
+    resumed = [new for new in output.scheduled_new_reqs if new.req_id in started]
+    for new in fresh:
+        assert new.prefill_token_ids is not None, "the scheduler did not emit V2's shape"
+        new.prefill_token_ids = None
+    for new in resumed:
+        request = scheduler.requests[new.req_id]
+        cached.req_ids.append(new.req_id)
+        cached.resumed_req_ids.add(new.req_id)
+        cached.new_block_ids.append(new.block_ids)
+        cached.num_computed_tokens.append(new.num_computed_tokens)
+        cached.num_output_tokens.append(request.num_output_tokens + request.num_output_placeholders)
+    for req_id in cached.req_ids:
+        if req_id not in previous or req_id in cached.resumed_req_ids:
+            cached.all_token_ids[req_id] = list(scheduler.requests[req_id].all_token_ids)
+    output.scheduled_new_reqs = fresh

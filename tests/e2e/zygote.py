@@ -1,0 +1,80 @@
+"""Imports vLLM once, then forks one engine process per connection.
+
+Importing vLLM costs 10-30 s on two cores, building an engine 2 s: with a fork per engine a test can afford a restart.
+Each connection of the Unix socket becomes one child that speaks engine.py's JSON lines; the zygote itself never runs
+a torch operation, so no thread pool exists when it forks. Run as ``python -m <package>.zygote SOCKET``.
+"""
+
+import os
+import signal
+import socket
+import sys
+
+PRELOAD = (
+    "vllm",
+    "vllm.v1.engine.llm_engine",
+    "vllm.v1.engine.core",
+    "vllm.v1.core.sched.async_scheduler",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.distributed.kv_transfer.kv_connector.factory",
+    "vllm.model_executor.models.llama",
+    "vllm.lora.request",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.fused_moe.oracle.int8",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.entrypoints.openai.api_server",
+)
+
+
+def preload() -> None:
+    """Import what every engine needs; a module that this vLLM does not have costs nothing."""
+    import importlib
+
+    for name in PRELOAD:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+    import vllm.model_executor.models.registry as registry
+
+    # vLLM inspects a model class in a fresh process (another 20 s of imports); the model is known to be harmless here.
+    registry._run_in_subprocess = lambda fn: fn()
+
+
+def main(path: str) -> None:
+    """Serve forks until the socket's folder goes away or the parent ends."""
+    parent = os.getppid()
+    preload()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        server.listen(16)
+        server.settimeout(2.0)
+        while os.getppid() == parent:
+            try:
+                connection, _ = server.accept()
+            except TimeoutError:
+                continue
+            if os.fork() == 0:
+                server.close()
+                _child(connection)
+            connection.close()
+
+
+def _child(connection: socket.socket) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    from . import engine
+
+    status = 1
+    try:
+        status = engine.serve(connection)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
