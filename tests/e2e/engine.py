@@ -8,6 +8,7 @@ is tested: kvloft is only named in the arguments that the test sends.
 import base64
 import json
 import os
+import runpy
 import signal
 import socket
 import sys
@@ -185,8 +186,17 @@ class Engine:
         return json.loads(json.dumps(value, default=repr))
 
     def do_serve_http(self, argv: list[str], env: dict[str, str], log: str) -> int:
-        """Become ``python -m vllm.entrypoints.openai.api_server``; never returns in order."""
-        raise NotImplementedError
+        """Become ``python -m vllm.entrypoints.openai.api_server`` in a child of this process; returns its id."""
+        child = os.fork()
+        if child:
+            return child
+        os.setsid()
+        _redirect(log)
+        os.environ.update(env)
+        shapes.fork_processes()
+        sys.argv = ["api_server", *argv]
+        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+        os._exit(0)
 
 
 def _redirect(path: str) -> None:

@@ -58,3 +58,18 @@ def _to_v1_shape(scheduler: Any, output: Any, started: set[str], previous: set[s
         if req_id not in previous or req_id in cached.resumed_req_ids:
             cached.all_token_ids[req_id] = list(scheduler.requests[req_id].all_token_ids)
     output.scheduled_new_reqs = fresh
+
+
+def fork_processes() -> None:
+    """Let vLLM fork its engine and worker processes; the CPU platform spawns them, which imports vLLM twice more (40 s)."""
+    import os
+
+    from vllm.platforms.cpu import CpuPlatform
+
+    original: Any = CpuPlatform.check_and_update_config.__func__  # pyright: ignore
+
+    def check(cls: type, vllm_config: Any) -> None:
+        original(cls, vllm_config)
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+
+    CpuPlatform.check_and_update_config = classmethod(check)  # pyright: ignore

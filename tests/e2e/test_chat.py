@@ -1,0 +1,117 @@
+"""Defect 2: what was generated is found again, under every way of scheduling, and not one token more.
+
+Turn two of a chat is prompt + generated + new words. The last sampled token has no KV (I7), rejected drafts neither.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .client import BLOCK, Engine, Req, full_blocks, kvloft, random_ids
+from .conftest import Truth
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+WAYS: dict[str, dict[str, Any]] = {
+    "sync": {},
+    "async": {"async_scheduling": True},
+    "v2": {"v2_shape": True},
+    "v2-async": {"v2_shape": True, "async_scheduling": True},
+    "chunked": {"max_num_batched_tokens": 48, "max_num_seqs": 4, "enable_chunked_prefill": True},
+    "chunked-async": {"max_num_batched_tokens": 48, "max_num_seqs": 4, "enable_chunked_prefill": True, "async_scheduling": True},
+    "unchunked": {"enable_chunked_prefill": False},
+    "ngram": {"speculative_config": NGRAM, "enable_prompt_embeds": False},
+    "ngram-v2": {"speculative_config": NGRAM, "enable_prompt_embeds": False, "v2_shape": True},
+    "prefix-caching": {"enable_prefix_caching": True},
+    "chunks-of-two-blocks": {"chunk_tokens": 2 * BLOCK},
+    "chunks-of-four-blocks-async": {"chunk_tokens": 4 * BLOCK, "async_scheduling": True},
+}
+
+
+def two_turns(truth: Truth, engine: Engine, seed: int, num_prompt: int, num_output: int) -> None:
+    """Both turns say the truth; turn two loads every full block of turn one that has KV."""
+    first = Req(random_ids(seed, num_prompt), max_tokens=num_output)
+    said = engine.ask(first)[0].tokens
+    assert said == truth.tokens(first)
+    engine.reset()  # the GPU's own prefix cache, if there is one
+    second = Req((first.ids or ()) + said + random_ids(seed + 1, 21), max_tokens=30)
+    result = engine.ask(second)[0]
+    assert result.tokens == truth.tokens(second)
+    assert result.num_external == full_blocks(num_prompt + num_output - 1)
+
+
+@pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.short if w in ("sync", "async") else ()) for w in WAYS])
+def test_turn_two_finds_prompt_and_output_of_turn_one(truth: Truth, start: Callable[..., Engine], way: str) -> None:
+    settings = dict(WAYS[way])
+    extra = {"chunk_tokens": settings.pop("chunk_tokens")} if "chunk_tokens" in settings else {}
+    engine = start(kv_transfer_config=kvloft(**extra), **settings)
+    two_turns(truth, engine, 1000, 70, 50)
+    two_turns(truth, engine, 1010, 70, 58)  # 128 tokens, but only 127 with KV
+    two_turns(truth, engine, 1020, 70, 59)
+    if way not in ("chunked", "chunked-async"):
+        return
+    two_turns(truth, engine, 1030, 200, 20)
+
+
+def test_rejected_drafts_are_never_saved(truth: Truth, start: Callable[..., Engine]) -> None:
+    engine = start(kv_transfer_config=kvloft(), speculative_config=NGRAM, enable_prompt_embeds=False)
+    requests = truth.clear([Req(random_ids(1100 + i, 50 + i), max_tokens=90) for i in range(8)])
+    said = engine.ask(*requests)
+    metrics = engine.metrics()
+    assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    assert metrics["vllm:spec_decode_num_draft_tokens_total"] > metrics["vllm:spec_decode_num_accepted_tokens_total"]
+    seconds = [Req((r.ids or ()) + s.tokens + random_ids(1200 + i, 9), max_tokens=16)
+               for i, (r, s) in enumerate(zip(requests, said, strict=True))]
+    for request, second, result in zip(requests, seconds, engine.ask(*seconds), strict=True):
+        assert second not in truth.clear([second]) or result.tokens == truth.tokens(second)
+        assert result.num_external == full_blocks(request.num_prompt_tokens + 90 - 1)
+
+
+def test_three_turns_with_a_restart_between_each(truth: Truth, start: Callable[..., Engine], tmp_path: Path) -> None:
+    history, computed = random_ids(1300, 45), 0
+    for turn in range(3):
+        engine = start(kv_transfer_config=kvloft(tmp_path), async_scheduling=turn == 1)
+        request = Req(history, max_tokens=40)
+        result = engine.ask(request)[0]
+        assert result.tokens == truth.tokens(request)
+        assert result.num_external == full_blocks(computed)
+        computed = len(history) + 40 - 1
+        history += result.tokens + random_ids(1301 + turn, 17)
+        engine.stop()
+
+
+def test_local_and_external_hits_add_up(truth: Truth, start: Callable[..., Engine]) -> None:
+    engine = start(kv_transfer_config=kvloft(), enable_prefix_caching=True, num_blocks=24)
+    long = Req(random_ids(1400, 10 * BLOCK + 5), max_tokens=4)
+    assert engine.ask(long)[0].tokens == truth.tokens(long)
+    other = Req(random_ids(1401, 18 * BLOCK), max_tokens=4)
+    assert engine.ask(other)[0].tokens == truth.tokens(other)  # evicts the end of the first from the GPU
+    again = long.again()
+    result = engine.ask(again)[0]
+    assert result.tokens == truth.tokens(again)
+    assert 0 < result.num_external < 10 * BLOCK
+    assert result.cached == 10 * BLOCK
+
+
+def test_a_prompt_of_whole_blocks_is_answered_whether_or_not_all_of_it_is_loaded(
+    truth: Truth, start: Callable[..., Engine]
+) -> None:
+    for settings in ({}, {"async_scheduling": True}, {"v2_shape": True}, {"enable_prefix_caching": True}):
+        engine = start(kv_transfer_config=kvloft(), **settings)
+        request = Req(random_ids(1500, 4 * BLOCK), max_tokens=40)
+        for _ in range(3):
+            result = engine.ask(request.again())[0]
+            assert result.tokens == truth.tokens(request)
+            engine.reset()
+        assert result.num_external in (3 * BLOCK, 4 * BLOCK)
+        engine.kill()
+
+
+def test_skip_reading_prefix_cache_computes_and_still_saves(truth: Truth, start: Callable[..., Engine]) -> None:
+    engine = start(kv_transfer_config=kvloft())
+    request = Req(random_ids(1600, 100))
+    for skip, num_external in ((True, 0), (False, 96), (True, 0), (False, 96)):
+        result = engine.ask(request.again(skip_reading=skip))[0]
+        assert (result.tokens, result.num_external) == (truth.tokens(request), num_external)
+    assert not engine.state()["busy"]

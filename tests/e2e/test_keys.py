@@ -1,0 +1,142 @@
+"""Defect 1: what a prefix is must be wholly in its key: embedding rows, adapters, salts; never more is shared than is equal.
+
+Each scenario asserts the exact number of external tokens, and the tokens against vLLM without any cache.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from . import tiny
+from .client import BLOCK, Engine, Req, Zygote, engine_kwargs, full_blocks, kvloft, random_ids
+from .conftest import Truth
+
+NUM_ROWS = 4 * BLOCK + 7
+FULL = full_blocks(NUM_ROWS)
+
+
+def embeds(seed: int, num_rows: int = NUM_ROWS) -> NDArray[np.float32]:
+    """Rows like the model's own embeddings, but of no token."""
+    rng = np.random.default_rng(seed)
+    return (rng.standard_normal((num_rows, tiny.HIDDEN)) * tiny.EMBED_STD).astype(np.float32)
+
+
+def check(truth: Truth, engine: Engine, request: Req, *, num_external: int) -> None:
+    """Ask ``request`` alone: the truth's tokens, and exactly ``num_external`` tokens from kvloft."""
+    request = request.again()
+    result = engine.ask(request)[0]
+    assert result.tokens == truth.tokens(request)
+    assert result.num_external == num_external
+
+
+@pytest.mark.short
+def test_embeddings_of_equal_length_never_share(truth: Truth, start: Callable[..., Engine], tmp_path: Path) -> None:
+    a, b = Req(embeds=embeds(1), salt="one"), Req(embeds=embeds(2), salt="one")
+    half = Req(embeds=np.concatenate([embeds(1)[: 2 * BLOCK], embeds(2)[2 * BLOCK :]]), salt="one")
+    first = start(kv_transfer_config=kvloft(tmp_path))
+    check(truth, first, a, num_external=0)
+    first.stop()
+
+    second = start(kv_transfer_config=kvloft(tmp_path))
+    check(truth, second, b, num_external=0)
+    check(truth, second, a, num_external=FULL)
+    check(truth, second, half, num_external=2 * BLOCK)
+    check(truth, second, a.again(salt="two"), num_external=0)
+    check(truth, second, a.again(salt=None), num_external=0)
+    check(truth, second, a.again(salt="two"), num_external=FULL)
+    check(truth, second, Req((0,) * NUM_ROWS, salt="one"), num_external=0)
+
+
+def test_token_ids_never_share_with_embeddings(truth: Truth, start: Callable[..., Engine]) -> None:
+    ids = random_ids(3, NUM_ROWS)
+    engine = start(kv_transfer_config=kvloft())
+    check(truth, engine, Req((0,) * NUM_ROWS), num_external=0)
+    check(truth, engine, Req(embeds=embeds(1)), num_external=0)
+    check(truth, engine, Req(embeds=np.zeros((NUM_ROWS, tiny.HIDDEN), np.float32)), num_external=0)
+    check(truth, engine, Req((0,) * NUM_ROWS), num_external=FULL)
+    check(truth, engine, Req(ids), num_external=0)
+    check(truth, engine, Req(embeds=tiny.embedding_rows(list(ids))), num_external=0)
+    check(truth, engine, Req(ids), num_external=FULL)
+
+
+def test_one_bit_of_one_row_ends_the_shared_prefix(truth: Truth, start: Callable[..., Engine]) -> None:
+    rows = embeds(4)
+    engine = start(kv_transfer_config=kvloft())
+    check(truth, engine, Req(embeds=rows), num_external=0)
+    for row, num_external in ((0, 0), (BLOCK - 1, 0), (BLOCK, BLOCK), (3 * BLOCK - 1, 2 * BLOCK), (NUM_ROWS - 1, FULL)):
+        changed = rows.copy()
+        changed.view(np.uint32)[row, row % tiny.HIDDEN] ^= 1
+        request = Req(embeds=changed, salt=None)
+        assert engine.ask(request)[0].num_external == num_external, row
+        check(truth, engine, Req(embeds=rows), num_external=FULL)
+
+
+def test_mixed_prompts_share_only_equal_positions(truth: Truth, start: Callable[..., Engine], tmp_path: Path) -> None:
+    ids, rows, others = random_ids(5, NUM_ROWS), embeds(6), embeds(7)
+    position = np.arange(NUM_ROWS)
+    is_token = (position < 40) | (position >= 80)  # rows at 40..79: inside blocks 1 and 2
+    mask = tuple(bool(m) for m in is_token)
+
+    def mixed(tokens: tuple[int, ...], values: NDArray[np.float32]) -> Req:
+        return Req(tokens, embeds=np.where(is_token[:, None], 0, values).astype(np.float32), is_token=mask)
+
+    first = start(kv_transfer_config=kvloft(tmp_path))
+    check(truth, first, mixed(ids, rows), num_external=0)
+    first.stop()
+    engine = start(kv_transfer_config=kvloft(tmp_path))
+    check(truth, engine, mixed(ids, others), num_external=BLOCK)
+    check(truth, engine, mixed(ids, rows), num_external=FULL)
+    check(truth, engine, Req(ids), num_external=BLOCK)
+    check(truth, engine, Req(embeds=rows), num_external=0)
+    check(truth, engine, mixed(ids[:100] + random_ids(8, NUM_ROWS - 100), rows), num_external=3 * BLOCK)
+
+
+def test_generated_tokens_after_embeddings_are_found_again(truth: Truth, start: Callable[..., Engine]) -> None:
+    rows = embeds(9, 60)
+    engine = start(kv_transfer_config=kvloft())
+    said = engine.ask(Req(embeds=rows, max_tokens=50))[0].tokens
+    assert said == truth.tokens(Req(embeds=rows, max_tokens=50))
+    num_tokens = 60 + 50 + 20
+    ids = (0,) * 60 + said + random_ids(10, 20)
+    mask = (False,) * 60 + (True,) * 70
+    padded = np.zeros((num_tokens, tiny.HIDDEN), np.float32)
+    padded[:60] = rows
+    check(truth, engine, Req(ids, embeds=padded, is_token=mask), num_external=full_blocks(60 + 50 - 1))
+    padded = padded.copy()
+    padded[:60] = embeds(11, 60)
+    check(truth, engine, Req(ids, embeds=padded, is_token=mask), num_external=0)
+
+
+@pytest.mark.short
+def test_salts_separate_equal_token_ids(truth: Truth, start: Callable[..., Engine]) -> None:
+    request = Req(random_ids(12, NUM_ROWS))
+    engine = start(kv_transfer_config=kvloft())
+    for salt in (None, "a", "b", "", "ab"):
+        if salt != "":  # vLLM takes no empty salt
+            check(truth, engine, request.again(salt=salt), num_external=0)
+            check(truth, engine, request.again(salt=salt), num_external=FULL)
+
+
+def test_adapters_separate_equal_token_ids(zygote: Zygote, model: Path, start: Callable[..., Engine], tmp_path: Path) -> None:
+    adapters = [(f"adapter{i}", i, str(tiny.write_lora(tmp_path / f"lora{i}", seed=i))) for i in (1, 2)]
+    lora = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8, "enable_prompt_embeds": False}
+    oracle = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=200, **lora)))
+    try:
+        request = Req(random_ids(13, NUM_ROWS))
+        variants = [request.again(lora=adapter) for adapter in (None, *adapters)]
+        assert len({oracle.tokens(v) for v in variants}) == 3, "the adapters change nothing"
+        first = start(kv_transfer_config=kvloft(tmp_path / "disk"), **lora)
+        for variant in variants:
+            check(oracle, first, variant, num_external=0)
+            check(oracle, first, variant, num_external=FULL)
+        first.stop()
+        second = start(kv_transfer_config=kvloft(tmp_path / "disk"), **lora)
+        renamed = request.again(lora=("third", 3, adapters[0][2]))
+        check(oracle, second, variants[1], num_external=FULL)
+        assert second.ask(renamed)[0].num_external == 0
+        check(oracle, second, variants[0], num_external=FULL)
+    finally:
+        oracle.close()

@@ -1,0 +1,71 @@
+"""Defect 3: a request that is preempted and resumed reads its own KV, in both shapes vLLM gives resumed requests.
+
+All engines here have a pool too small for their requests, so that preemption is certain, and asserted.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from .client import BLOCK, Engine, Req, Result, kvloft, random_ids
+from .conftest import Truth
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "v1": {},
+    "v2": {"v2_shape": True},
+    "v1-async": {"async_scheduling": True},
+    "v2-async": {"async_scheduling": True, "v2_shape": True},
+}
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("caching", [False, True], ids=["no-prefix-caching", "prefix-caching"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_requests_in_seven_blocks(truth: Truth, start: Callable[..., Engine], shape: str, caching: bool) -> None:
+    """Request 1 is preempted, request 0 takes its blocks, request 1 resumes with what kvloft kept."""
+    requests = [Req(random_ids(2000 + i, 2 * BLOCK - 2), max_tokens=3 * BLOCK) for i in range(2)]
+    engine = start(num_blocks=8, kv_transfer_config=kvloft(), enable_prefix_caching=caching, **SHAPES[shape])
+    results = engine.ask(*requests)
+    assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
+    assert engine.metrics()["vllm:num_preemptions_total"] > 0
+    assert sum(sum(r.resumed) for r in results) >= BLOCK, "nothing was loaded on resume"
+
+
+def shared_prefix_requests(seed: int, count: int = 30) -> list[Req]:
+    """Requests over three system prompts, of mixed lengths; the largest fits the pool alone."""
+    rng = np.random.default_rng(seed)
+    systems = [random_ids(seed * 10 + i, int(n)) for i, n in enumerate(rng.integers(33, 110, 3))]
+    return [Req(systems[int(rng.integers(3))] + random_ids(seed * 1000 + i, int(rng.integers(1, 60))),
+                max_tokens=int(rng.integers(8, 40))) for i in range(count)]
+
+
+def check_all(truth: Truth, requests: list[Req], results: list[Result]) -> None:
+    wrong = [i for i, (r, x) in enumerate(zip(requests, results, strict=True)) if x.tokens != truth.tokens(r)]
+    assert not wrong, f"requests {wrong} of {len(requests)} say something else than without a cache"
+
+
+@pytest.mark.parametrize("caching", [False, True], ids=["no-prefix-caching", "prefix-caching"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_thirty_requests_with_shared_prefixes_on_thirteen_blocks(
+    truth: Truth, start: Callable[..., Engine], shape: str, caching: bool
+) -> None:
+    engine = start(num_blocks=14, kv_transfer_config=kvloft(), enable_prefix_caching=caching, **SHAPES[shape])
+    resumed, preempted = 0, 0.0
+    for seed in range(5) if "async" not in shape else range(2):
+        requests = truth.clear(shared_prefix_requests(2100 + seed, 32))[:30]
+        assert engine.reset(connector=True)
+        for temperature in ("cold", "warm"):
+            batch = [r.again() for r in requests]
+            results = engine.ask(*batch)
+            check_all(truth, batch, results)
+            resumed += sum(sum(r.resumed) for r in results)
+            if temperature == "warm":
+                assert sum(r.num_external for r in results) > 0
+            total = engine.metrics()["vllm:num_preemptions_total"]
+            assert total > preempted, f"seed {seed}, {temperature}: no preemption"
+            preempted = total
+    assert resumed > 0, "nothing was loaded on resume"
+    state = engine.state()
+    assert not state["busy"] and not state["status"] and state["free_blocks"] == state["num_blocks"] - 1
