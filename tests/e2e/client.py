@@ -7,12 +7,15 @@ import base64
 import contextlib
 import itertools
 import json
+import mmap
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -160,6 +163,28 @@ class Engine:
         """Read or call an attribute of the scheduler-side connector."""
         return self._ask("call", path=path, args=list(args))
 
+    def store(self) -> dict[str, int]:
+        """kvloft's store counters and gauges, right now."""
+        return self.call("_scheduler._store.stats")
+
+    def assert_at_rest(self) -> None:
+        """Nothing is pinned, reserved, queued or held: every owner gave back what it had (I5, I8)."""
+        state, store = self.state(), self.store()
+        assert not state["busy"] and not state["status"], state
+        assert state["free_blocks"] == state["num_blocks"] - 1, state
+        assert (store["pins"], store["frames_reserved"]) == (0, 0), store
+        assert store["frames_visible"] + store["frames_free"] == store["frames_total"], store
+
+    def flip_frames(self, *, keep: int = 0) -> int:
+        """Flip a bit in each of the frames of the host tier that hold something, but for the first ``keep`` of them; how many."""
+        frame_bytes = self.call("_scheduler._store.frame_bytes")
+        with open(self.call("_scheduler._store.arena_path"), "r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
+            frames = np.frombuffer(arena, dtype=np.uint8).reshape(-1, frame_bytes)
+            used = np.flatnonzero(frames[:, :64].any(axis=1))[keep:]
+            frames[used, 5] ^= 1
+            del frames
+        return len(used)
+
     def stop(self) -> None:
         """Clean shutdown."""
         if self.pid:
@@ -179,6 +204,86 @@ class Engine:
         while Path(f"/proc/{self.pid}").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         self.pid = 0
+
+
+class Server:
+    """``vllm serve`` as users run it: API server, engine core and worker in processes of their own, spoken to over HTTP."""
+
+    def __init__(self, address: Path, argv: list[str], *, log: Path, port: int) -> None:
+        self.log, self.url = log, f"http://127.0.0.1:{port}"
+        self._socket = socket.socket(socket.AF_UNIX)
+        self._socket.connect(str(address))
+        self._stream = self._socket.makefile("rw")
+        env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        self.pid = int(self._ask("serve_http", argv=[*argv, "--port", str(port)], env=env, log=str(log)))
+
+    def _ask(self, op: str, **fields: Any) -> Any:
+        self._stream.write(json.dumps({"op": op} | fields) + "\n")
+        self._stream.flush()
+        return json.loads(self._stream.readline())["ok"]
+
+    def wait(self, timeout_s: float = 150.0) -> "Server":
+        """Until it is healthy."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                self.get("/health")
+            except OSError:
+                alive = Path(f"/proc/{self.pid}/cmdline")
+                if time.monotonic() > deadline or not (alive.exists() and alive.read_bytes()):
+                    raise EngineError("server did not start:\n" + self.log.read_text()[-6000:]) from None
+                time.sleep(0.2)
+            else:
+                return self
+
+    def get(self, path: str) -> str:
+        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+            return response.read().decode()
+
+    def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """POST JSON; an error status raises with its body."""
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=120) as response:
+                return json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            raise EngineError(f"{error.code}: {error.read().decode()}") from error
+
+    def metrics(self) -> dict[str, float]:
+        """/metrics, summed over labels."""
+        totals: dict[str, float] = {}
+        for line in self.get("/metrics").splitlines():
+            if line and not line.startswith("#"):
+                name, value = line.split("{")[0].split()[0], line.rsplit(None, 1)[1]
+                totals[name] = totals.get(name, 0.0) + float(value)
+        return totals
+
+    def bench(self, argv: list[str], log: Path) -> None:
+        """``vllm bench serve`` against this server; raises if it fails."""
+        if self._ask("bench", argv=["--base-url", self.url, *argv], log=str(log)) != 0:
+            raise EngineError(log.read_text()[-4000:])
+
+    def stop(self) -> None:
+        """SIGTERM, as a service manager does, and wait until every process is gone."""
+        if self.pid:
+            os.killpg(self.pid, signal.SIGTERM)
+            deadline = time.monotonic() + 60
+            while _group_alive(self.pid) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self._socket.close()
+            self.pid = 0
+
+
+def _group_alive(group: int) -> bool:
+    """Whether a process of the group still runs; zombies do not count."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rsplit(")", 1)[1].split()
+            if int(fields[2]) == group and fields[0] != "Z":
+                return True
+    return False
 
 
 class Zygote:
@@ -209,6 +314,14 @@ class Zygote:
         self.wait()
         log = self._folder / f"engine{next(self._count)}.log"
         return Engine(self.address, kwargs, log=log, env=env, v2_shape=v2_shape)
+
+    def server(self, argv: list[str]) -> Server:
+        """Start a server; the caller waits for it."""
+        self.wait()
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        return Server(self.address, argv, log=self._folder / f"server{next(self._count)}.log", port=port)
 
     def close(self) -> None:
         self._process.kill()

@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from . import shapes
@@ -187,16 +188,47 @@ class Engine:
 
     def do_serve_http(self, argv: list[str], env: dict[str, str], log: str) -> int:
         """Become ``python -m vllm.entrypoints.openai.api_server`` in a child of this process; returns its id."""
-        child = os.fork()
-        if child:
-            return child
+
+        def run() -> None:
+            shapes.fork_processes()
+            sys.argv = ["api_server", *argv]
+            runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+        return _fork(run, env, log)
+
+    def do_bench(self, argv: list[str], log: str) -> int:
+        """Run ``vllm bench serve`` to its end; returns its exit status."""
+
+        def run() -> None:
+            from vllm.benchmarks.serve import add_cli_args, main
+            from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+            parser = FlexibleArgumentParser()
+            add_cli_args(parser)
+            main(parser.parse_args(argv))
+
+        return os.waitstatus_to_exitcode(os.waitpid(_fork(run, {}, log), 0)[1])
+
+
+def _fork(run: Callable[[], None], env: dict[str, str], log: str) -> int:
+    child = os.fork()
+    if child:
+        return child
+    status = 1
+    try:
         os.setsid()
         _redirect(log)
         os.environ.update(env)
-        shapes.fork_processes()
-        sys.argv = ["api_server", *argv]
-        runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
-        os._exit(0)
+        run()
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
 
 
 def _redirect(path: str) -> None:

@@ -1,0 +1,177 @@
+"""The disk tier under real engines: a restart finds it; damage, foreign files and kill -9 cost misses, never a wrong token."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .client import BLOCK, Engine, EngineError, Req, full_blocks, kvloft, random_ids
+from .conftest import Truth
+
+PROMPTS = [Req(random_ids(3000 + i, 150 + 7 * i), max_tokens=12) for i in range(6)]
+
+
+def ask_all(truth: Truth, engine: Engine) -> int:
+    """Ask every prompt; all say the truth. Returns external tokens."""
+    results = engine.ask(*[p.again() for p in PROMPTS])
+    assert [r.tokens for r in results] == [truth.tokens(p) for p in PROMPTS]
+    return sum(r.num_external for r in results)
+
+
+def fill(truth: Truth, start: Callable[..., Engine], folder: Path) -> int:
+    """Serve all prompts cold with a disk at ``folder``, stop; returns the tokens a full hit has."""
+    engine = start(kv_transfer_config=kvloft(folder), num_blocks=120)
+    assert ask_all(truth, engine) == 0
+    engine.stop()
+    return sum(full_blocks(p.num_prompt_tokens) for p in PROMPTS)
+
+
+def the_file(folder: Path, name: str) -> Path:
+    (path,) = folder.glob(f"*/{name}")
+    return path
+
+
+def test_a_restart_finds_the_disk_tier(truth: Truth, start: Callable[..., Engine], tmp_path: Path) -> None:
+    full = fill(truth, start, tmp_path)
+    for _ in range(2):
+        engine = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120)
+        assert ask_all(truth, engine) == full
+        assert engine.metrics()["vllm:kvloft_load_tokens_disk_total"] == full
+        assert ask_all(truth, engine) == full
+        assert engine.metrics()["vllm:kvloft_load_tokens_host_total"] == full
+        engine.assert_at_rest()
+        engine.stop()
+
+
+def test_a_host_tier_smaller_than_the_working_set_is_refilled_from_disk(
+    truth: Truth, start: Callable[..., Engine], tmp_path: Path
+) -> None:
+    engine = start(kv_transfer_config=kvloft(tmp_path, host_size="640KiB", chunk_tokens=BLOCK), num_blocks=120)
+    for _ in range(3):
+        for prompt in PROMPTS:
+            assert engine.ask(prompt.again())[0].tokens == truth.tokens(prompt)
+    metrics = engine.metrics()
+    assert metrics["vllm:kvloft_host_evictions_total"] > 0
+    assert metrics["vllm:kvloft_load_tokens_disk_total"] > 0
+    engine.assert_at_rest()
+
+
+def damage_frames(folder: Path) -> None:
+    path = the_file(folder, "frames.dat")
+    data = np.fromfile(path, dtype=np.uint8)
+    data[::997] ^= 4
+    data.tofile(path)
+
+
+def damage_some_frames(folder: Path) -> None:
+    path = the_file(folder, "frames.dat")
+    data = np.fromfile(path, dtype=np.uint8)
+    data[len(data) // 3 : len(data) // 3 + 100] ^= 255
+    data.tofile(path)
+
+
+def swap_frames(folder: Path) -> None:
+    """Every frame holds another chunk's bytes, checksums and all."""
+    frame_bytes = json.loads(the_file(folder, "superblock.json").read_text())["frame_bytes"]
+    path = the_file(folder, "frames.dat")
+    data = np.fromfile(path, dtype=np.uint8)
+    whole = data[: len(data) // frame_bytes * frame_bytes].reshape(-1, frame_bytes)
+    used = np.flatnonzero(whole.any(axis=1))
+    whole[used] = whole[np.roll(used, 1)]
+    data.tofile(path)
+
+
+def truncate_frames(folder: Path) -> None:
+    path = the_file(folder, "frames.dat")
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 3)
+
+
+def damage_index(folder: Path) -> None:
+    path = the_file(folder, "index.dat")
+    data = np.fromfile(path, dtype=np.uint8)
+    data[40::200] ^= 16
+    data.tofile(path)
+
+
+def truncate_index(folder: Path) -> None:
+    path = the_file(folder, "index.dat")
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2 + 13)
+
+
+def replace_superblock(folder: Path) -> None:
+    the_file(folder, "superblock.json").write_text("not json")
+
+
+def add_foreign_files(folder: Path) -> None:
+    (folder / "README").write_text("what is this doing here")
+    (folder / "0123456789abcdef").mkdir()
+    (folder / "0123456789abcdef" / "frames.dat").write_bytes(b"x" * 12345)
+    (the_file(folder, "index.dat").parent / "frames.dat.tmp").write_bytes(b"y" * 99)
+
+
+@pytest.mark.parametrize(
+    ("damage", "least", "most"),
+    [
+        (damage_frames, 0, 0), (damage_some_frames, 1, 99), (swap_frames, 0, 0), (truncate_frames, 0, 99),
+        (damage_index, 0, 99), (truncate_index, 0, 99), (replace_superblock, 0, 99), (add_foreign_files, 100, 100),
+    ],
+    ids=lambda v: getattr(v, "__name__", str(v)),
+)  # fmt: skip
+def test_damage_costs_misses_and_never_a_token(
+    truth: Truth, start: Callable[..., Engine], tmp_path: Path, damage: Callable[[Path], None], least: int, most: int
+) -> None:
+    full = fill(truth, start, tmp_path)
+    damage(tmp_path)
+    engine = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120)
+    found = ask_all(truth, engine)
+    assert least * full <= 100 * found <= most * full, "percent of the full hit"
+    if damage in (damage_frames, damage_some_frames, swap_frames):
+        metrics = engine.metrics()
+        assert metrics["vllm:kvloft_disk_verify_failures_total"] + metrics["vllm:kvloft_verify_failures_total"] > 0
+    assert ask_all(truth, engine) == full, "the engine did not mend its cache"
+    engine.assert_at_rest()
+    engine.stop()
+    again = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120)
+    assert ask_all(truth, again) == full, "the disk was not mended"
+
+
+@pytest.mark.parametrize("steps", [1, 3, 6, 10, 20])
+def test_kill_9_during_saves_leaves_no_wrong_token(
+    truth: Truth, start: Callable[..., Engine], tmp_path: Path, steps: int
+) -> None:
+    engine = start(kv_transfer_config=kvloft(tmp_path, chunk_tokens=BLOCK), num_blocks=120, max_num_batched_tokens=64)
+    engine.add(*[p.again() for p in PROMPTS])
+    engine.step(steps)
+    engine.kill()
+    again = start(kv_transfer_config=kvloft(tmp_path, chunk_tokens=BLOCK), num_blocks=120)
+    found = ask_all(truth, again)
+    assert found <= sum(full_blocks(p.num_prompt_tokens) for p in PROMPTS)
+    again.assert_at_rest()
+    again.kill()
+    last = start(kv_transfer_config=kvloft(tmp_path, chunk_tokens=BLOCK), num_blocks=120)
+    assert ask_all(truth, last) >= found
+
+
+def test_a_second_engine_on_one_disk_directory_is_told_so(start: Callable[..., Engine], tmp_path: Path) -> None:
+    first = start(kv_transfer_config=kvloft(tmp_path))
+    with pytest.raises(EngineError, match=r"(?i)(another|owned|in use|lock)"):
+        start(kv_transfer_config=kvloft(tmp_path))
+    first.kill()
+    start(kv_transfer_config=kvloft(tmp_path))
+
+
+def test_another_model_finds_nothing_of_this_one(
+    truth: Truth, start: Callable[..., Engine], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from . import tiny
+
+    fill(truth, start, tmp_path)
+    other = tiny.write_model(tmp_path_factory.mktemp("other"), seed=77)
+    engine = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120, model=str(other))
+    results = engine.ask(*[p.again() for p in PROMPTS])
+    assert sum(r.num_external for r in results) == 0
+    assert [r.tokens for r in results] != [truth.tokens(p) for p in PROMPTS]

@@ -1,0 +1,61 @@
+"""How vLLM finds kvloft and how a mistake in its settings is told: by name, by module path, inside MultiConnector."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from .client import BLOCK, Engine, EngineError, Req, kvloft, random_ids
+from .conftest import Truth
+
+REQUEST = Req(random_ids(6000, 100), max_tokens=10)
+
+
+@pytest.mark.parametrize("how", ["name", "module"])
+def test_found_by_name_and_by_module_path(truth: Truth, start: Callable[..., Engine], how: str) -> None:
+    config = kvloft() | ({"kv_connector_module_path": "kvloft.vllm"} if how == "module" else {})
+    engine = start(kv_transfer_config=config)
+    for num_external in (0, 96):
+        result = engine.ask(REQUEST.again())[0]
+        assert (result.tokens, result.num_external) == (truth.tokens(REQUEST), num_external)
+    assert engine.metrics()["vllm:kvloft_load_tokens_host_total"] == 96
+
+
+def test_works_inside_multi_connector(truth: Truth, start: Callable[..., Engine]) -> None:
+    children = [kvloft(namespace=name) for name in ("first", "second")]
+    config: dict[str, Any] = {"kv_connector": "MultiConnector", "kv_role": "kv_both",
+                              "kv_connector_extra_config": {"connectors": children}}
+    engine = start(kv_transfer_config=config)
+    for num_external in (0, 96, 96):
+        result = engine.ask(REQUEST.again())[0]
+        assert (result.tokens, result.num_external) == (truth.tokens(REQUEST), num_external)
+    assert not engine.state()["busy"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "said"),
+    [
+        ({"disk_pth": "/tmp/x"}, r"disk_pth.*disk_path"),
+        ({"host_size": "8 parsecs"}, r"host_size.*8 parsecs"),
+        ({"chunk_tokens": BLOCK + 1}, rf"chunk_tokens.*{BLOCK + 1}.*{BLOCK}"),
+    ],
+)
+def test_a_wrong_setting_stops_the_start_and_is_named(start: Callable[..., Engine], extra: dict[str, Any], said: str) -> None:
+    with pytest.raises(EngineError, match=f"(?s){said}"):
+        start(kv_transfer_config=kvloft(**extra))
+
+
+def test_metrics_add_up(truth: Truth, start: Callable[..., Engine]) -> None:
+    engine = start(kv_transfer_config=kvloft(chunk_tokens=BLOCK), num_blocks=100)
+    requests = [Req(random_ids(6100 + i, 90 + i), max_tokens=10) for i in range(5)]
+    for _ in range(2):
+        engine.ask(*[r.again() for r in requests])
+    metrics, store = engine.metrics(), engine.store()
+    loaded = metrics["vllm:kvloft_load_tokens_host_total"]
+    assert loaded == metrics["vllm:external_prefix_cache_hits_total"] == 5 * 2 * BLOCK
+    assert metrics["vllm:kvloft_saved_chunks_total"] == store["frames_visible"]
+    assert metrics["vllm:kvloft_frames_total"] == store["frames_total"]
+    assert metrics["vllm:kvloft_loaded_bytes_total"] * metrics["vllm:kvloft_saved_chunks_total"] == (
+        metrics["vllm:kvloft_saved_bytes_total"] * loaded / BLOCK)
+    for name in ("hook_errors", "verify_failures", "save_failed_chunks", "load_lost_blocks"):
+        assert metrics[f"vllm:kvloft_{name}_total"] == 0, name
