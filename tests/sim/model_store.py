@@ -1,0 +1,328 @@
+"""The store as a dict: same protocol as ``kvloft._core.Store`` and ``Arena``, obviously right, and as unkind as allowed.
+
+Given a random generator it evicts, refuses and delays whenever the contract lets a store do so. Frames are real shared
+memory, so that real workers can use them. It must not know vLLM.
+"""
+
+import mmap
+import os
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+TRAILER_BYTES = 128
+
+
+@dataclass(eq=False)
+class Entry:
+    """One chunk: in host memory (``frame``), on disk (``saved``), or both; ``reads_left`` polls until a disk read is done."""
+
+    key: bytes
+    parent: bytes | None
+    first_block: int
+    num_blocks: int
+    frame: int | None = None
+    saved: bytes | None = None
+    visible: bool = False
+    pins: int = 0
+    reads_left: int = 0
+    dead: bool = False
+
+
+@dataclass(eq=False)
+class ModelLease:
+    """A pin on every chunk of one prefix."""
+
+    store: "ModelStore"
+    entries: list[tuple[Entry, str]]
+    released: bool = False
+
+    def poll(self) -> tuple[int, int]:
+        ready, pending = 0, 0
+        for entry, _ in self.entries:
+            if entry.reads_left:
+                entry.reads_left -= 1
+                if not entry.reads_left:
+                    self.store.finish_read(entry)
+            if entry.frame is None or entry.reads_left or pending:
+                pending += entry.num_blocks
+            else:
+                ready += entry.num_blocks
+        return ready, pending
+
+    def frames(self) -> list[tuple[int, bytes, int, int, str]]:
+        rows: list[tuple[int, bytes, int, int, str]] = []
+        for entry, tier in self.entries:
+            if entry.frame is None or entry.reads_left:
+                break
+            rows.append((entry.frame, entry.key, entry.first_block, entry.num_blocks, tier))
+        return rows
+
+    def release(self) -> None:
+        if not self.released:
+            self.released = True
+            for entry, _ in self.entries:
+                self.store.unpin(entry)
+
+
+@dataclass(eq=False)
+class ModelStore:
+    """See ``kvloft._core.Store``. With ``unkind`` it makes trouble from that generator."""
+
+    frame_bytes: int
+    host_bytes: int
+    namespace: bytes = b""
+    blocks_per_chunk: int = 1
+    eviction: str = "lru"
+    disk_path: str | None = None
+    disk_bytes: int = 0
+    disk_threads: int = 2
+    description: str = ""
+    unkind: random.Random | None = None
+    entries: dict[bytes, Entry] = field(default_factory=dict)
+    tickets: dict[int, Entry] = field(default_factory=dict)
+    counts: dict[str, int] = field(default_factory=lambda: {"host_evictions": 0, "disk_verify_failures": 0})
+
+    def __post_init__(self) -> None:
+        self.num_frames = max(1, self.host_bytes // self.frame_bytes)
+        self._fd = os.memfd_create("model-store")
+        os.ftruncate(self._fd, self.num_frames * self.frame_bytes)
+        self.arena_path = f"/proc/{os.getpid()}/fd/{self._fd}"
+        self._bytes = map_frames(self.arena_path, self.frame_bytes, self.num_frames)
+        self._free = list(range(self.num_frames))
+        self._next_ticket = 0
+        self._read_back()
+
+    # -- questions ------------------------------------------------------------------------------------------------
+
+    def lookup(self, chain: Any) -> tuple[int, int]:
+        self._mischief()
+        host, total, in_host = 0, 0, True
+        for entry in self._prefix(chain):
+            in_host = in_host and entry.frame is not None and not entry.reads_left
+            host += entry.num_blocks if in_host else 0
+            total += entry.num_blocks
+        return host, total
+
+    def _prefix(self, chain: Any) -> Iterator[Entry]:
+        step, at = self.blocks_per_chunk, 0
+        while at + step <= chain.num_blocks and (entry := self._visible(chain.key(at + step - 1), step)):
+            yield entry
+            at += step
+        for blocks in range(min(step - 1, chain.num_blocks - at), 0, -1):
+            if entry := self._visible(chain.key(at + blocks - 1), blocks):
+                yield entry
+                return
+
+    def _visible(self, key: bytes, num_blocks: int) -> Entry | None:
+        entry = self.entries.get(key)
+        return entry if entry and entry.visible and entry.num_blocks == num_blocks else None
+
+    def acquire(self, chain: Any) -> ModelLease:
+        rows: list[tuple[Entry, str]] = []
+        for entry in self._prefix(chain):
+            tier = "disk" if entry.frame is None or entry.reads_left else "host"
+            entry.pins += 1
+            if entry.frame is None:
+                entry.frame = self._take_frame()
+                if entry.frame is None:
+                    entry.pins -= 1
+                    break
+                entry.reads_left = self.unkind.randint(1, 4) if self.unkind else 1
+            rows.append((entry, tier))
+        return ModelLease(self, rows)
+
+    # -- saves ----------------------------------------------------------------------------------------------------
+
+    def reserve(
+        self, chain: Any, start: int, stop: int, tail_blocks: int = 0
+    ) -> tuple[list[tuple[int, int, bytes, int, int]], int]:
+        self._mischief()
+        step = self.blocks_per_chunk
+        wanted = [(c * step, step) for c in range(start, stop)] + ([(stop * step, tail_blocks)] if tail_blocks else [])
+        rows: list[tuple[int, int, bytes, int, int]] = []
+        for i, (first, count) in enumerate(wanted):
+            key = chain.key(first + count - 1)
+            parent = chain.key(first - 1) if first else None
+            if key in self.entries:
+                continue
+            frame = self._take_frame() if parent is None or parent in self.entries else None
+            if frame is None:
+                return rows, len(wanted) - i
+            entry = self.entries[key] = Entry(key, parent, first, count, frame)
+            self._next_ticket += 1
+            self.tickets[self._next_ticket] = entry
+            rows.append((self._next_ticket, frame, key, first, count))
+        return rows, 0
+
+    def commit(self, tickets: Sequence[int]) -> int:
+        done = 0
+        for ticket in tickets:
+            entry = self.tickets.pop(ticket)
+            parent = self.entries.get(entry.parent) if entry.parent is not None else None
+            if entry.dead or (entry.parent is not None and (parent is None or not parent.visible)):
+                self._kill(entry)
+                continue
+            entry.visible = True
+            done += 1
+            if self.disk_path is not None:
+                assert entry.frame is not None
+                entry.saved = self._bytes[entry.frame].tobytes()
+                self._write(entry)
+        return done
+
+    def abort(self, tickets: Sequence[int]) -> None:
+        for ticket in tickets:
+            self._kill(self.tickets.pop(ticket))
+
+    # -- ends -----------------------------------------------------------------------------------------------------
+
+    def discard(self, keys: Sequence[bytes]) -> int:
+        before = len(self.entries)
+        for key in keys:
+            if entry := self.entries.get(key):
+                self._kill(entry)
+        return before - len(self.entries)
+
+    def clear(self) -> None:
+        for entry in list(self.entries.values()):
+            self._kill(entry)
+
+    def _kill(self, entry: Entry) -> None:
+        """Forget a chunk and what hangs on it; its frame is free when its last owner ends."""
+        if self.entries.get(entry.key) is entry:
+            del self.entries[entry.key]
+            for child in [e for e in self.entries.values() if e.parent == entry.key]:
+                self._kill(child)
+        entry.dead, entry.visible, entry.saved = True, False, None
+        if self.disk_path is not None:
+            self._file(entry.key).unlink(missing_ok=True)
+        self._free_if_unused(entry)
+
+    def unpin(self, entry: Entry) -> None:
+        entry.pins -= 1
+        assert entry.pins >= 0
+        if not entry.pins and entry.reads_left and entry.frame is not None:  # nobody waits for the read any more
+            self._free.append(entry.frame)
+            entry.frame, entry.reads_left = None, 0
+        self._free_if_unused(entry)
+
+    def _free_if_unused(self, entry: Entry) -> None:
+        if entry.dead and not entry.pins and entry.frame is not None and entry not in self.tickets.values():
+            self._free.append(entry.frame)
+            entry.frame = None
+
+    def finish_read(self, entry: Entry) -> None:
+        if entry.saved is None:  # discarded while it was read
+            return
+        assert entry.frame is not None
+        self._bytes[entry.frame] = np.frombuffer(entry.saved, dtype=np.uint8)
+
+    def _take_frame(self) -> int | None:
+        if self.unkind and self.unkind.random() < 0.03:
+            return None
+        if not self._free:
+            self._evict()
+        return self._free.pop(self.unkind.randrange(len(self._free)) if self.unkind else -1) if self._free else None
+
+    def _evict(self) -> None:
+        leaves = [e for e in self.entries.values() if e.visible and not e.pins and e.frame is not None and not self._has_child(e)]
+        if leaves:
+            entry = self.unkind.choice(leaves) if self.unkind else leaves[0]
+            assert entry.frame is not None
+            self.counts["host_evictions"] += 1
+            self._free.append(entry.frame)
+            entry.frame = None
+            if entry.saved is None:
+                del self.entries[entry.key]
+                entry.dead = True
+
+    def _has_child(self, entry: Entry) -> bool:
+        return any(e.parent == entry.key and (e.frame is not None or entry.saved is None) for e in self.entries.values())
+
+    def _mischief(self) -> None:
+        if self.unkind and self.unkind.random() < 0.05:
+            self._evict()
+
+    # -- the rest -------------------------------------------------------------------------------------------------
+
+    def stats(self) -> dict[str, int]:
+        values = self.entries.values()
+        visible = sum(e.visible and e.frame is not None for e in values)
+        return self.counts | {
+            "frames_total": self.num_frames, "frames_free": len(self._free), "frames_visible": visible,
+            "frames_reserved": self.num_frames - len(self._free) - visible, "pins": sum(e.pins for e in values),
+            "disk_used": sum(e.saved is not None for e in values),
+        }  # fmt: skip
+
+    def flush(self, timeout_s: float) -> bool:
+        return True
+
+    def close(self, timeout_s: float = 30.0) -> None:
+        assert not self.tickets, "reservations outlive their owner"
+
+    def _file(self, key: bytes) -> Path:
+        return Path(self.disk_path or "") / self.namespace.hex()[:16] / key.hex()
+
+    def _write(self, entry: Entry) -> None:
+        path = self._file(entry.key)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        head = (entry.parent or b"").rjust(32, b"\0") + entry.first_block.to_bytes(4, "little") + entry.num_blocks.to_bytes(4, "little")
+        path.with_suffix(".tmp").write_bytes(head + (entry.saved or b""))
+        path.with_suffix(".tmp").rename(path)
+
+    def _read_back(self) -> None:
+        for path in Path(self._file(b"").parent).glob("?" * 64) if self.disk_path is not None else ():
+            raw = path.read_bytes()
+            parent = raw[:32] if any(raw[:32]) else None
+            first, count = int.from_bytes(raw[32:36], "little"), int.from_bytes(raw[36:40], "little")
+            key = bytes.fromhex(path.name)
+            self.entries[key] = Entry(key, parent, first, count, saved=raw[40:], visible=True)
+
+
+def map_frames(path: str, frame_bytes: int, num_frames: int) -> NDArray[np.uint8]:
+    """The arena at ``path`` as an array of frames."""
+    fd = os.open(path, os.O_RDWR)
+    try:
+        mapped = mmap.mmap(fd, frame_bytes * num_frames)
+    finally:
+        os.close(fd)
+    return np.frombuffer(mapped, dtype=np.uint8).reshape(num_frames, frame_bytes)
+
+
+class ModelArena:
+    """See ``kvloft._core.Arena``: a tag over payload, key, layout, size and rank, by another function."""
+
+    def __init__(self, path: str, frame_bytes: int, num_frames: int) -> None:
+        self.frames = map_frames(path, frame_bytes, num_frames)
+        self.frame_bytes, self.num_frames, self.size_bytes = frame_bytes, num_frames, frame_bytes * num_frames
+        self.address = self.frames.ctypes.data
+
+    @staticmethod
+    def open(path: str, *, frame_bytes: int, num_frames: int) -> "ModelArena":
+        return ModelArena(path, frame_bytes, num_frames)
+
+    def _trailer(self, frame: int, offset: int, key: bytes, layout: bytes, page_bytes: Sequence[int], num_blocks: int, rank: int) -> bytes:
+        payload = self.frames[frame, offset : offset + num_blocks * sum(page_bytes)].tobytes()
+        tag = blake2b(payload, digest_size=32).digest()
+        return key + blake2b(layout, digest_size=24).digest() + num_blocks.to_bytes(4, "little") + rank.to_bytes(4, "little") + tag
+
+    def seal(self, frame: int, *, offset: int, part_bytes: int, key: bytes, layout: bytes, page_bytes: Sequence[int], num_blocks: int, rank: int) -> int:
+        trailer = self._trailer(frame, offset, key, layout, page_bytes, num_blocks, rank)
+        end = offset + part_bytes
+        self.frames[frame, end - TRAILER_BYTES : end - TRAILER_BYTES + len(trailer)] = np.frombuffer(trailer, dtype=np.uint8)
+        return int.from_bytes(trailer[-8:], "little")
+
+    def check(self, frame: int, *, offset: int, part_bytes: int, key: bytes, layout: bytes, page_bytes: Sequence[int], num_blocks: int, rank: int) -> str | None:
+        trailer = self._trailer(frame, offset, key, layout, page_bytes, num_blocks, rank)
+        end = offset + part_bytes
+        found = self.frames[frame, end - TRAILER_BYTES : end - TRAILER_BYTES + len(trailer)].tobytes()
+        if found == trailer:
+            return None
+        return "key" if found[:32] != trailer[:32] else "shape" if found[32:64] != trailer[32:64] else "tag"
