@@ -1,0 +1,119 @@
+"""A mover as slow as a GPU's: saves read their blocks at once and land later, loads land any time before they are reported.
+
+It checks on the way: a load must find the frame it was promised (I4), a copy must stay in blocks of its request (I6).
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from kvloft.transfer.frames import FrameWindow
+from kvloft.transfer.layout import PagedLayout
+from kvloft.transfer.mover import Finished
+from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, LoadResult, SavePlan
+
+
+@dataclass
+class Trouble:
+    """How often things go wrong, and which keys were damaged on purpose."""
+
+    random: random.Random
+    max_delay: int = 0
+    save_failure: float = 0.0
+    load_failure: float = 0.0
+    damaged: set[bytes] = field(default_factory=set)
+    num_loads_failed: int = 0
+    num_saves_failed: int = 0
+
+    def delay(self) -> int:
+        return self.random.randint(0, self.max_delay)
+
+
+class SlowMover:
+    """See ``kvloft.transfer.mover.Mover``. ``owns(req_id, blocks)`` says whether vLLM still holds them for the request."""
+
+    def __init__(
+        self, layout: PagedLayout, frames: FrameWindow, kv: torch.Tensor, trouble: Trouble,
+        owns: Callable[[str, Sequence[int]], bool],
+    ) -> None:  # fmt: skip
+        self._layout, self._frames, self._kv, self._trouble, self._owns = layout, frames, kv, trouble, owns
+        self._saves: list[tuple[int, ChunkCopy, torch.Tensor]] = []
+        self._loads: list[tuple[int, LoadPlan]] = []
+        self._done = Finished()
+
+    def submit_saves(self, plans: Sequence[SavePlan]) -> None:
+        for plan in plans:
+            for copy in plan.chunks:
+                assert copy.first_block == 0
+                assert len(copy.blocks) == copy.num_blocks
+                gathered = self._kv[list(copy.blocks)].clone()
+                self._saves.append((self._trouble.delay(), copy, gathered))
+
+    def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
+        self._loads += [(self._trouble.delay(), plan) for plan in plans]
+
+    def poll(self) -> Finished:
+        saves, self._saves = self._saves, []
+        for delay, copy, gathered in saves:
+            if delay:
+                self._saves.append((delay - 1, copy, gathered))
+            else:
+                self._land_save(copy, gathered)
+        loads, self._loads = self._loads, []
+        for delay, plan in loads:
+            if delay:
+                self._loads.append((delay - 1, plan))
+            else:
+                self._land_load(plan)
+        done, self._done = self._done, Finished()
+        return done
+
+    def drain(self) -> Finished:
+        self._saves = [(0, c, g) for _, c, g in self._saves]
+        self._loads = [(0, p) for _, p in self._loads]
+        return self.poll()
+
+    def _land_save(self, copy: ChunkCopy, gathered: torch.Tensor) -> None:
+        if self._trouble.random.random() < self._trouble.save_failure:
+            self._trouble.num_saves_failed += 1
+            self._done.failed.append(copy.ticket)
+            return
+        raw = gathered.contiguous().view(torch.uint8).flatten()
+        self._frames.payload(copy.frame, raw.numel()).copy_(raw)
+        self._frames.seal(copy, self._layout.digest, self._layout.page_bytes)
+        self._trouble.damaged.discard(copy.key)
+        self._done.saved.append(copy.ticket)
+        self._done.num_bytes_saved += raw.numel()
+
+    def _land_load(self, plan: LoadPlan) -> None:
+        bad: list[tuple[ChunkKey, str]] = []
+        self._done.bad_blocks.update(plan.lost)
+        assert self._owns(plan.req_id, plan.lost), f"lost blocks {plan.lost} are not {plan.req_id}'s (I6)"
+        for copy in plan.chunks:
+            assert self._owns(plan.req_id, copy.blocks), f"load into blocks {copy.blocks}, not {plan.req_id}'s (I6)"
+            if self._trouble.random.random() < self._trouble.load_failure:
+                self._frames.payload(copy.frame, 8)[:] ^= 1
+                self._trouble.damaged.add(copy.key)
+            problem = self._frames.check(copy, self._layout.digest, self._layout.page_bytes)
+            if problem is None:
+                self._scatter(copy)
+            else:
+                assert copy.key in self._trouble.damaged, f"frame {copy.frame} is not what was promised: {problem} (I4)"
+                bad.append((copy.key, problem))
+                self._done.bad_blocks.update(copy.blocks)
+        if bad or plan.lost:
+            self._trouble.num_loads_failed += 1
+        self._done.loads.append(LoadResult(plan.req_id, plan.load_id, tuple(bad)))
+
+    def _scatter(self, copy: ChunkCopy) -> None:
+        block_bytes = self._layout.block_bytes
+        end = (copy.first_block + len(copy.blocks)) * block_bytes
+        payload = self._frames.payload(copy.frame, end)[copy.first_block * block_bytes :]
+        rows = payload.clone().view(torch.int64).view(len(copy.blocks), -1)
+        self._kv[list(copy.blocks)] = rows
+        self._done.num_bytes_loaded += payload.numel()
+
+
+BlockIds = Sequence[BlockId]
