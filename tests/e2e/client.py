@@ -97,7 +97,11 @@ class Engine:
         self._socket.connect(str(address))
         self._stream = self._socket.makefile("rw")
         self.pid: int = 0
-        self.pid = self._ask("start", kwargs=kwargs, env=env or {}, log=str(log), v2_shape=v2_shape)
+        try:
+            self.pid = self._ask("start", kwargs=kwargs, env=env or {}, log=str(log), v2_shape=v2_shape)
+        except EngineError:
+            self._close()
+            raise
 
     def _ask(self, op: str, **fields: Any) -> Any:
         try:
@@ -198,8 +202,12 @@ class Engine:
                 os.kill(self.pid, signal.SIGKILL)
             self._gone()
 
-    def _gone(self) -> None:
+    def _close(self) -> None:
+        self._stream.close()
         self._socket.close()
+
+    def _gone(self) -> None:
+        self._close()
         deadline = time.monotonic() + 30
         while Path(f"/proc/{self.pid}").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -272,6 +280,7 @@ class Server:
                 time.sleep(0.05)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
+            self._stream.close()
             self._socket.close()
             self.pid = 0
 

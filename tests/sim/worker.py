@@ -5,7 +5,6 @@ It understands both shapes of scheduler output, checks every position it reads, 
 """
 
 import random
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,14 +33,13 @@ class Worker:
 
     def __init__(
         self, connector: Any, kv: torch.Tensor, specs: dict[str, Spec], *, num_drafts: int, early_results: bool,
-        seed: int, stash: Callable[[str, bool], None],
+        seed: int,
     ) -> None:  # fmt: skip
         self.connector, self.kv, self._specs, self._num_drafts = connector, kv, specs, num_drafts
         self._early_results = early_results
         self._random = random.Random(seed)
         self._running: dict[str, Running] = {}
         self._block = kv.shape[1]
-        self._note_admission = stash
 
     def execute(self, output: Any, metadata: Any) -> ModelRunnerOutput:
         """One step; ``metadata`` is the connector's, as it came over the wire."""
@@ -163,6 +161,3 @@ class Worker:
     def drafts(self, req_ids: list[str]) -> list[list[int]]:
         """Drafts for the next step, as the sync scheduler asks for them."""
         return [list(self._running[r].drafts) if r in self._running else [] for r in req_ids]
-
-    def kv_of(self, req_id: str) -> Running | None:
-        return self._running.get(req_id)

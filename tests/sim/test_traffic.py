@@ -1,0 +1,110 @@
+"""Random traffic through the symbolic engine, in every shape: no wrong KV is ever read, and all ends at rest.
+
+Arrivals, aborts, preemptions, resets, lookups that must be asked again, late and failed transfers, rejected drafts and
+streaming sessions, all from one seed; a failure names its seed and repeats.
+"""
+
+import os
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from .engine import BLOCK, Engine, Shape
+from .model_store import ModelArena, ModelStore
+from .symbols import VOCAB, Spec, Turn, contents_of
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+SHAPES: dict[str, Shape] = {
+    f"{'async' if a else 'sync'}-{'v2' if v else 'v1'}{'-caching' if c else ''}": Shape(async_scheduling=a, v2=v, caching=c)
+    for a in (False, True) for v in (False, True) for c in (False, True)
+}  # fmt: skip
+NUM_SEEDS = int(os.environ.get("SIM_SEEDS", "4"))
+
+
+class Traffic:
+    """Requests over a few shared beginnings, so that prefixes are found again."""
+
+    def __init__(self, seed: int, shape: Shape) -> None:
+        self._random = random.Random(seed)
+        self._shape = shape
+        self._longest = (shape.num_blocks - 1) * BLOCK
+        self._stems = [self._ids(self._random.randint(1, 30)) for _ in range(3)]
+        self._count = 0
+
+    def _ids(self, count: int) -> tuple[int, ...]:
+        return tuple(self._random.randrange(3, VOCAB) for _ in range(count))
+
+    def spec(self) -> Spec:
+        self._count += 1
+        pick = self._random
+        ids = (pick.choice(self._stems) + self._ids(pick.randint(0, 12)))[: self._longest - 24]
+        name, max_tokens = f"r{self._count}", pick.randint(1, 20)
+        salt = pick.choice([None, None, None, "x"])
+        kind = pick.random()
+        if kind < 0.15 and not self._shape.num_drafts:
+            return self._embeds(name, ids, max_tokens, salt, mixed=kind < 0.07)
+        if kind < 0.25:
+            turns = tuple(Turn(self._ids(pick.randint(1, 6)), pick.randint(1, 4)) for _ in range(pick.randint(1, 2)))
+            return Spec(name, ids, min(max_tokens, 4), ids, salt=salt, turns=turns)
+        return Spec(name, ids, max_tokens, ids, salt=salt, adapter=pick.choice([None, None, None, "lora"]))
+
+    def _embeds(self, name: str, ids: tuple[int, ...], max_tokens: int, salt: str | None, *, mixed: bool) -> Spec:
+        """Rows of which equal ids have equal ones, so that embeddings share prefixes among themselves."""
+        rows = torch.tensor([[float(i), float(i * i), 1.0, 2.0] for i in ids])
+        raw = [r.numpy().tobytes() for r in rows]
+        mask = tuple(self._random.random() < 0.5 for _ in ids) if mixed else None
+        kept = ids if mixed else None
+        return Spec(name, contents_of(kept, raw, mask), max_tokens, kept, rows, mask, salt)
+
+
+def drive(engine: Engine, seed: int, *, num_requests: int = 30, troubled: bool = True) -> None:
+    """Random events until all requests have come and gone."""
+    events, traffic = random.Random(seed + 2), Traffic(seed, engine.shape)
+    waiting = num_requests
+    for _ in range(20_000):
+        roll = events.random()
+        if waiting and roll < 0.25:
+            waiting -= 1
+            engine.add(traffic.spec())
+        elif troubled and roll < 0.28 and engine.unfinished:
+            engine.abort(events.choice(engine.unfinished))
+        elif troubled and roll < 0.285:
+            engine.reset(running=events.random() < 0.5, connector=events.random() < 0.5)
+        else:
+            engine.step()
+        if not waiting and not engine.unfinished:
+            break
+    engine.run()
+    engine.check()
+    engine.assert_at_rest()
+
+
+def build(monkeypatch: pytest.MonkeyPatch, folder: Path, shape: Shape, seed: int) -> Engine:
+    """An engine whose store is the unkind dict."""
+    from kvloft import _core
+
+    def store(**settings: object) -> ModelStore:
+        return ModelStore(**settings, unkind=random.Random(seed + 3))  # type: ignore[arg-type]
+
+    monkeypatch.setattr(_core, "Store", store, raising=False)
+    monkeypatch.setattr(_core, "Arena", ModelArena, raising=False)
+    return Engine(folder, shape, seed)
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+@pytest.mark.parametrize("name", SHAPES)
+def test_traffic_over_an_unkind_store(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, seed: int) -> None:
+    pick = random.Random(seed)
+    shape = replace(
+        SHAPES[name], max_delay=pick.choice([0, 3]), save_failure=0.02, load_failure=pick.choice([0.0, 0.1]),
+        blocks_per_chunk=pick.choice([1, 1, 2, 4]), host_frames=pick.choice([8, 40]),
+        num_drafts=0 if "async" in name else pick.choice([0, 3]), policy=pick.choice(["recompute", "fail"]),
+        num_blocks=pick.choice([16, 24]), early_results=pick.random() < 0.5,
+    )  # fmt: skip
+    engine = build(monkeypatch, folder, shape, seed)
+    drive(engine, seed)
+    engine.close()
