@@ -142,10 +142,11 @@ class Engine:
             self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
 
     def reset(self, *, running: bool, connector: bool) -> None:
-        """reset_prefix_cache; vLLM cannot reset running requests while one waits for its load."""
-        waiting = any(r.status == RequestStatus.WAITING_FOR_REMOTE_KVS for r in self.scheduler.requests.values())
-        held = bool(self.scheduler.deferred_frees)
-        self.scheduler.reset_prefix_cache(reset_running_requests=running and not waiting and not held, reset_connector=connector)
+        """reset_prefix_cache; vLLM refuses it for running requests while a load or a batch holds blocks."""
+        try:
+            self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+        except RuntimeError as error:
+            assert "remote KV transfer" in str(error)
 
     @property
     def unfinished(self) -> list[str]:
@@ -155,6 +156,12 @@ class Engine:
 
     def step(self) -> None:
         """One turn of the engine core's loop."""
+        self._step()
+        assert not self.trouble.violations, self.trouble.violations
+        errors = self.half.hook_errors + sum(w.connector._worker.hook_errors for w in self.workers)
+        assert not errors, "an exception was turned into a miss; see the log"
+
+    def _step(self) -> None:
         if self.shape.async_scheduling:
             self._step_async()
         elif self.scheduler.has_requests():
@@ -252,8 +259,6 @@ class Engine:
         stats = self.half._store.stats()
         assert (stats["pins"], stats["frames_reserved"]) == (0, 0), stats
         assert stats["frames_visible"] + stats["frames_free"] == stats["frames_total"], stats
-        assert not self.half.hook_errors
-        assert not any(w.connector._worker.hook_errors for w in self.workers)
 
     def close(self) -> None:
         self.scheduler.shutdown()

@@ -47,7 +47,8 @@ class Traffic:
         kind = pick.random()
         if kind < 0.15 and not self._shape.num_drafts:
             return self._embeds(name, ids, max_tokens, salt, mixed=kind < 0.07)
-        if kind < 0.25:
+        # vLLM 0.32 itself keeps KV of cut-off drafts when a session with speculative decoding takes its next turn.
+        if kind < 0.25 and not self._shape.num_drafts:
             turns = tuple(Turn(self._ids(pick.randint(1, 6)), pick.randint(1, 4)) for _ in range(pick.randint(1, 2)))
             return Spec(name, ids, min(max_tokens, 4), ids, salt=salt, turns=turns)
         return Spec(name, ids, max_tokens, ids, salt=salt, adapter=pick.choice([None, None, None, "lora"]))
@@ -95,16 +96,20 @@ def build(monkeypatch: pytest.MonkeyPatch, folder: Path, shape: Shape, seed: int
     return Engine(folder, shape, seed)
 
 
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
-@pytest.mark.parametrize("name", SHAPES)
-def test_traffic_over_an_unkind_store(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, seed: int) -> None:
+def shape_of(name: str, seed: int) -> Shape:
+    """The named shape with the seed's troubles."""
     pick = random.Random(seed)
-    shape = replace(
+    return replace(
         SHAPES[name], max_delay=pick.choice([0, 3]), save_failure=0.02, load_failure=pick.choice([0.0, 0.1]),
         blocks_per_chunk=pick.choice([1, 1, 2, 4]), host_frames=pick.choice([8, 40]),
         num_drafts=0 if "async" in name else pick.choice([0, 3]), policy=pick.choice(["recompute", "fail"]),
         num_blocks=pick.choice([16, 24]), early_results=pick.random() < 0.5,
     )  # fmt: skip
-    engine = build(monkeypatch, folder, shape, seed)
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+@pytest.mark.parametrize("name", SHAPES)
+def test_traffic_over_an_unkind_store(monkeypatch: pytest.MonkeyPatch, folder: Path, name: str, seed: int) -> None:
+    engine = build(monkeypatch, folder, shape_of(name, seed), seed)
     drive(engine, seed)
     engine.close()
