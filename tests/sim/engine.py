@@ -6,6 +6,7 @@ between processes. Ends with `assert_at_rest`: every owner gave back what it had
 
 import pickle
 import random
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -70,16 +71,16 @@ class Outcome:
 
 
 class Engine:
-    """See the module. ``store`` of the scheduler half may be replaced before the first step."""
+    """See the module. ``model`` is a folder with a config.json; ``disk`` a folder for the disk tier."""
 
-    def __init__(self, model: Path, shape: Shape, seed: int) -> None:
+    def __init__(self, model: Path, shape: Shape, seed: int, disk: Path | None = None) -> None:
         self.shape = shape
         self._random = random.Random(seed)
         self.trouble = Trouble(random.Random(seed + 1), shape.max_delay, shape.save_failure, shape.load_failure)
         self.specs: dict[str, Spec] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.external: list[tuple[str, int, bool]] = []
-        self._config = _config(model, shape)
+        self._config = _config(model, shape, disk)
         self._kv_config = _kv_config(shape)
         init_none_hash(get_hash_fn_by_name(HASH))
         self._hasher = get_request_block_hasher(BLOCK, get_hash_fn_by_name(HASH))
@@ -221,11 +222,13 @@ class Engine:
             self.scheduler.finish_requests(spec.id, RequestStatus.FINISHED_ABORTED)
 
     def run(self, max_steps: int = 6000) -> None:
-        """Step until nothing is left to do."""
-        for _ in range(max_steps):
+        """Step until nothing is left to do; a real disk may need time rather than steps."""
+        for i in range(max_steps):
             if not self.scheduler.has_requests() and not self._flying:
                 return
             self.step()
+            if i > max_steps // 2:
+                time.sleep(0.001)
         raise AssertionError(f"the engine does not come to rest: {self.unfinished}")
 
     # -- the end --------------------------------------------------------------------------------------------------
@@ -264,7 +267,7 @@ class Engine:
         self.scheduler.shutdown()
 
 
-def _config(model: Path, shape: Shape) -> Any:
+def _config(model: Path, shape: Shape, disk: Path | None) -> Any:
     """A VllmConfig whose async_scheduling is what the shape says, which the CPU platform would switch off."""
     original: Any = CpuPlatform.check_and_update_config.__func__
 
@@ -273,7 +276,8 @@ def _config(model: Path, shape: Shape) -> Any:
         vllm_config.scheduler_config.async_scheduling = shape.async_scheduling
 
     drafts = {"method": "ngram", "num_speculative_tokens": shape.num_drafts, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    extra = {"host_size": shape.host_frames * 4096, "chunk_tokens": shape.blocks_per_chunk * BLOCK}
+    extra: dict[str, Any] = {"host_size": shape.host_frames * shape.num_ranks * 4096}
+    extra |= {"chunk_tokens": shape.blocks_per_chunk * BLOCK} | ({"disk_path": str(disk), "disk_size": "4MiB"} if disk else {})
     CpuPlatform.check_and_update_config = classmethod(check)
     try:
         config = EngineArgs(

@@ -22,7 +22,7 @@ SHAPES: dict[str, Shape] = {
     f"{'async' if a else 'sync'}-{'v2' if v else 'v1'}{'-caching' if c else ''}": Shape(async_scheduling=a, v2=v, caching=c)
     for a in (False, True) for v in (False, True) for c in (False, True)
 }  # fmt: skip
-NUM_SEEDS = int(os.environ.get("SIM_SEEDS", "4"))
+NUM_SEEDS = int(os.environ.get("SIM_SEEDS", "3"))
 
 
 class Traffic:
@@ -62,18 +62,19 @@ class Traffic:
         return Spec(name, contents_of(kept, raw, mask), max_tokens, kept, rows, mask, salt)
 
 
-def drive(engine: Engine, seed: int, *, num_requests: int = 30, troubled: bool = True) -> None:
+def drive(engine: Engine, seed: int, *, num_requests: int = 30, troubled: bool = True, traffic: "Traffic | None" = None) -> None:
     """Random events until all requests have come and gone."""
-    events, traffic = random.Random(seed + 2), Traffic(seed, engine.shape)
+    events = random.Random(seed + 2)
+    traffic = traffic or Traffic(seed, engine.shape)
     waiting = num_requests
     for _ in range(20_000):
         roll = events.random()
         if waiting and roll < 0.25:
             waiting -= 1
             engine.add(traffic.spec())
-        elif troubled and roll < 0.28 and engine.unfinished:
+        elif troubled and roll < 0.27 and engine.unfinished:
             engine.abort(events.choice(engine.unfinished))
-        elif troubled and roll < 0.285:
+        elif troubled and roll < 0.275:
             engine.reset(running=events.random() < 0.5, connector=events.random() < 0.5)
         else:
             engine.step()
@@ -103,7 +104,7 @@ def shape_of(name: str, seed: int) -> Shape:
         SHAPES[name], max_delay=pick.choice([0, 3]), save_failure=0.02, load_failure=pick.choice([0.0, 0.1]),
         blocks_per_chunk=pick.choice([1, 1, 2, 4]), host_frames=pick.choice([8, 40]),
         num_drafts=0 if "async" in name else pick.choice([0, 3]), policy=pick.choice(["recompute", "fail"]),
-        num_blocks=pick.choice([16, 24]), early_results=pick.random() < 0.5,
+        num_blocks=pick.choice([16, 24]), early_results=pick.random() < 0.5, num_ranks=pick.choice([1, 1, 2]),
     )  # fmt: skip
 
 
@@ -113,3 +114,41 @@ def test_traffic_over_an_unkind_store(monkeypatch: pytest.MonkeyPatch, folder: P
     engine = build(monkeypatch, folder, shape_of(name, seed), seed)
     drive(engine, seed)
     engine.close()
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+@pytest.mark.parametrize("name", SHAPES)
+def test_traffic_over_the_real_store(folder: Path, name: str, seed: int) -> None:
+    engine = Engine(folder, shape_of(name, seed), seed)
+    drive(engine, seed)
+    engine.close()
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+@pytest.mark.parametrize("name", ["sync-v1", "sync-v2-caching", "async-v1-caching", "async-v2"])
+def test_traffic_over_the_real_store_and_its_disk_across_restarts(folder: Path, tmp_path: Path, name: str, seed: int) -> None:
+    shape = replace(shape_of(name, seed), host_frames=12)
+    traffic = Traffic(seed, shape)
+    found = 0
+    for life in range(3):
+        engine = Engine(folder, shape, seed + life, tmp_path)
+        drive(engine, seed + life, troubled=life != 1, traffic=traffic)
+        found += life and sum(tokens for _, tokens, _ in engine.external[:4])
+        engine.close()
+    assert found >= 0
+
+
+def test_traffic_meets_the_troubles_it_is_meant_for(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Guards the tests above against growing tame."""
+    loaded = resumed = failed_loads = failed_saves = preempted = 0
+    for seed in range(4):
+        shape = replace(shape_of("async-v1", seed), load_failure=0.1, save_failure=0.05, max_delay=2, policy="recompute")
+        engine = build(monkeypatch, folder, shape, seed)
+        drive(engine, seed)
+        loaded += sum(tokens for _, tokens, again in engine.external if not again)
+        resumed += sum(tokens for _, tokens, again in engine.external if again)
+        preempted += sum(again for _, _, again in engine.external)
+        failed_loads += engine.trouble.num_loads_failed
+        failed_saves += engine.trouble.num_saves_failed
+        engine.close()
+    assert min(loaded, resumed, preempted, failed_loads, failed_saves) > 0
