@@ -1,4 +1,5 @@
-"""A mover as slow as a GPU's: saves read their blocks at once and land later, loads land any time before they are reported.
+"""A mover as slow as a GPU's, and as late as it may be: a save reads its blocks only when they are about to be rewritten or
+when it lands, a load lands any time before it is reported.
 
 It checks on the way: a load must find the frame it was promised (I4), a copy must stay in blocks of its request (I6).
 """
@@ -46,18 +47,31 @@ class SlowMover:
         owns: Callable[[str, Sequence[int]], bool],
     ) -> None:  # fmt: skip
         self._layout, self._frames, self._kv, self._trouble, self._owns = layout, frames, kv, trouble, owns
-        self._saves: list[tuple[int, ChunkCopy, torch.Tensor]] = []
+        self._saves: list[tuple[int, ChunkCopy, torch.Tensor | None]] = []
         self._loads: list[tuple[int, LoadPlan]] = []
         self._done = Finished()
+
+    def begin_step(self, rewritten: Sequence[int]) -> None:
+        self._gather_before(set(rewritten))
+
+    def _gather_before(self, rewritten: set[int]) -> None:
+        """Read now what is about to be rewritten: the fence of a GPU mover (I2)."""
+        self._saves = [
+            (delay, copy, self._gather(copy) if gathered is None and rewritten & set(copy.blocks) else gathered)
+            for delay, copy, gathered in self._saves
+        ]
+
+    def _gather(self, copy: ChunkCopy) -> torch.Tensor:
+        return self._kv[list(copy.blocks)].clone()
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         for plan in plans:
             for copy in plan.chunks:
                 self._trouble.expect(copy.first_block == 0 and len(copy.blocks) == copy.num_blocks, f"save of a part: {copy}")
-                gathered = self._kv[list(copy.blocks)].clone()
-                self._saves.append((self._trouble.delay(), copy, gathered))
+                self._saves.append((self._trouble.delay(), copy, None))
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
+        self._gather_before({block for plan in plans for copy in plan.chunks for block in copy.blocks})
         self._loads += [(self._trouble.delay(), plan) for plan in plans]
 
     def poll(self) -> Finished:
@@ -66,7 +80,7 @@ class SlowMover:
             if delay:
                 self._saves.append((delay - 1, copy, gathered))
             else:
-                self._land_save(copy, gathered)
+                self._land_save(copy, self._gather(copy) if gathered is None else gathered)
         loads, self._loads = self._loads, []
         for delay, plan in loads:
             if delay:
@@ -80,6 +94,9 @@ class SlowMover:
         self._saves = [(0, c, g) for _, c, g in self._saves]
         self._loads = [(0, p) for _, p in self._loads]
         return self.poll()
+
+    def close(self) -> None:
+        self.drain()
 
     def _land_save(self, copy: ChunkCopy, gathered: torch.Tensor) -> None:
         if self._trouble.random.random() < self._trouble.save_failure:
