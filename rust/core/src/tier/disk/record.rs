@@ -5,7 +5,7 @@
 //! All zeros is an empty slot. Both checksums are XXH3; the record's is seeded with the namespace, so that a record of
 //! another namespace, or at another slot, is not one of ours. It must not do I/O and must not panic on any bytes.
 
-use xxhash_rust::xxh3::{xxh3_64_with_seed, xxh3_128};
+use twox_hash::{XxHash3_64, XxHash3_128};
 
 use super::types::{DiskEntry, DiskMeta, SlotId};
 use crate::ChunkKey;
@@ -46,7 +46,7 @@ pub(super) enum Parsed {
 
 /// The checksum of a frame, as kept in its record.
 pub(super) fn payload_checksum(frame: &[u8]) -> u128 {
-    xxh3_128(frame)
+    XxHash3_128::oneshot(frame)
 }
 
 /// The seed of a namespace's record checksums.
@@ -73,7 +73,7 @@ impl Record {
         put(&self.meta.depth.to_le_bytes());
         put(&slot.0.to_le_bytes());
         put(&[0; 4]);
-        let checksum = xxh3_64_with_seed(&out[..CHECKED_BYTES], seed);
+        let checksum = XxHash3_64::oneshot_with_seed(seed, &out[..CHECKED_BYTES]);
         out[CHECKED_BYTES..].copy_from_slice(&checksum.to_le_bytes());
         out
     }
@@ -102,7 +102,7 @@ pub(super) fn parse(bytes: &RecordBytes, slot: SlotId, seed: u64) -> Parsed {
     let at = u32::from_le_bytes(take(&mut rest));
     let zeros: [u8; 4] = take(&mut rest);
     let checksum = u64::from_le_bytes(take(&mut rest));
-    let whole = xxh3_64_with_seed(&bytes[..CHECKED_BYTES], seed) == checksum;
+    let whole = XxHash3_64::oneshot_with_seed(seed, &bytes[..CHECKED_BYTES]) == checksum;
     if !whole || at != slot.0 || zeros != [0; 4] {
         return Parsed::Bad;
     }

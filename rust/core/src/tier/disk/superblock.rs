@@ -9,7 +9,7 @@ use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
-use xxhash_rust::xxh3::xxh3_64;
+use twox_hash::XxHash3_64;
 
 /// Version of the formats of superblock, index and frames together.
 pub(super) const FORMAT: u32 = 1;
@@ -97,7 +97,7 @@ impl Superblock {
 
     fn compute_checksum(&self) -> String {
         let text = format!("{}|{}|{}|{}", self.format, self.frame_bytes, self.namespace, self.description);
-        format!("{:016x}", xxh3_64(text.as_bytes()))
+        format!("{:016x}", XxHash3_64::oneshot(text.as_bytes()))
     }
 }
 

@@ -1,20 +1,13 @@
 //! The rules of a directory: one owner, the cap, other namespaces, and files that are not what they should be.
 
 use std::fs;
-use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 
 use super::super::{ErrorKind, namespaces};
+use super::fault::{FaultyFiles, du};
 use super::*;
-
-/// What `du` says of the directory, by length and by blocks, whichever is more.
-fn du(dir: &Path) -> u64 {
-    let Ok(meta) = fs::symlink_metadata(dir) else { return 0 };
-    let own = (meta.blocks() * 512).max(meta.len());
-    let inside = fs::read_dir(dir).into_iter().flatten().flatten().map(|e| du(&e.path())).sum::<u64>();
-    own + inside
-}
 
 fn namespace_dir(config: &DiskConfig) -> PathBuf {
     config.dir.join(namespaces::dir_name(&config.namespace))
@@ -25,7 +18,11 @@ fn with_namespace(config: &DiskConfig, byte: u8) -> DiskConfig {
 }
 
 fn fill(config: &DiskConfig) -> u32 {
-    let (tier, found) = open(config);
+    fill_with(config, &FaultyFiles::default())
+}
+
+fn fill_with(config: &DiskConfig, files: &FaultyFiles) -> u32 {
+    let (tier, found) = DiskTier::open_with(config, files).unwrap();
     let mut i = u32::try_from(found.len()).unwrap();
     while let Some(slot) = tier.reserve() {
         tier.write(slot, &DiskMeta { depth: 0, ..meta_of(i) }, &frame_of(i, 0)).unwrap();
@@ -100,29 +97,19 @@ fn test_a_cap_below_one_chunk_is_named_with_the_least_that_works() {
 #[test]
 fn test_the_cap_holds_at_every_instant() {
     let dir = tempfile::tempdir().unwrap();
-    let base = DiskConfig { cap_bytes: 3 << 20, ..config(dir.path(), 1) };
-    let done = AtomicBool::new(false);
-    let most = std::thread::scope(|scope| {
-        let watch = scope.spawn(|| {
-            let mut most = 0;
-            while !done.load(Ordering::SeqCst) {
-                most = most.max(du(dir.path()));
-            }
-            most
-        });
-        for (round, cap_mib) in [3, 3, 3, 2, 3, 1].into_iter().enumerate() {
-            let byte = u8::try_from(round).unwrap() % 3;
-            let config = DiskConfig { cap_bytes: cap_mib << 20, ..with_namespace(&base, byte) };
-            fill(&config);
-            assert!(du(dir.path()) <= config.cap_bytes, "{} > {}", du(dir.path()), config.cap_bytes);
-            let (tier, _) = open(&config);
-            assert!(tier.stats().bytes <= config.cap_bytes && tier.stats().bytes >= du(dir.path()));
-        }
-        done.store(true, Ordering::SeqCst);
-        watch.join().unwrap()
-    });
-    assert!(most <= base.cap_bytes, "{most}");
-    assert!(most > base.cap_bytes * 9 / 10, "the cap is used: {most}");
+    let base = config(dir.path(), 1);
+    for (round, cap_mib) in [3, 3, 3, 2, 3, 1].into_iter().enumerate() {
+        let byte = u8::try_from(round).unwrap() % 3;
+        let config = DiskConfig { cap_bytes: cap_mib << 20, ..with_namespace(&base, byte) };
+        let files = FaultyFiles::default();
+        *files.0.watched.lock().unwrap() = Some(dir.path().to_owned());
+        fill_with(&config, &files);
+        let most = files.0.most_bytes.load(Ordering::SeqCst);
+        assert!(most <= config.cap_bytes, "{most} of {} in round {round}", config.cap_bytes);
+        assert!(most > config.cap_bytes * 9 / 10, "the cap is used: {most} of {}", config.cap_bytes);
+        let (tier, _) = open(&config);
+        assert!(tier.stats().bytes <= config.cap_bytes && tier.stats().bytes >= du(dir.path()));
+    }
 }
 
 #[test]

@@ -1,6 +1,9 @@
 //! Files that fail on purpose, at one chosen system call, and what the tier does then.
 
+use std::fs;
 use std::io;
+use std::os::unix::fs::MetadataExt;
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -33,6 +36,9 @@ pub(super) struct Script {
     pub(super) no_allocate: AtomicBool,
     /// Reads fail too (they count as calls then).
     pub(super) with_reads: AtomicBool,
+    /// A directory to measure after every call that changes a file, and the most it ever was.
+    pub(super) watched: Mutex<Option<PathBuf>>,
+    pub(super) most_bytes: AtomicU64,
 }
 
 enum Verdict {
@@ -71,6 +77,12 @@ impl Script {
         }
     }
 
+    fn observe(&self) {
+        if let Some(dir) = &*self.watched.lock().unwrap() {
+            self.most_bytes.fetch_max(du(dir), Ordering::SeqCst);
+        }
+    }
+
     fn whole_call(&self, call: impl FnOnce() -> io::Result<()>) -> io::Result<()> {
         match self.call() {
             Verdict::Proceed | Verdict::Part(_) => call(),
@@ -88,6 +100,14 @@ impl Script {
 
 fn dead() -> io::Error {
     io::Error::other("this process is dead")
+}
+
+/// What `du` says of the directory, by length or by blocks, whichever is more.
+pub(super) fn du(dir: &Path) -> u64 {
+    let Ok(meta) = fs::symlink_metadata(dir) else { return 0 };
+    let own = (meta.blocks() * 512).max(meta.len());
+    let inside = fs::read_dir(dir).into_iter().flatten().flatten().map(|e| du(&e.path())).sum::<u64>();
+    own + inside
 }
 
 /// Opens the operating system's files behind a script.
@@ -140,14 +160,26 @@ impl RawFile for FaultyFile {
     }
 
     fn set_len(&self, len: u64) -> io::Result<()> {
-        self.script.whole_call(|| self.file.set_len(len))
+        if len <= self.size()? && !self.script.has_crashed() {
+            // Giving space back is not what a full disk refuses.
+            return self.file.set_len(len);
+        }
+        let result = self.script.whole_call(|| self.file.set_len(len));
+        self.script.observe();
+        result
     }
 
     fn allocate(&self, from: u64, to: u64) -> io::Result<()> {
         if self.script.no_allocate.load(Ordering::SeqCst) {
             return Err(io::ErrorKind::Unsupported.into());
         }
-        self.script.whole_call(|| self.file.allocate(from, to))
+        let result = self.script.whole_call(|| self.file.allocate(from, to));
+        if result.is_err() && !self.script.has_crashed() {
+            // A real one may have kept a part of it.
+            self.file.allocate(from, from.midpoint(to))?;
+        }
+        self.script.observe();
+        result
     }
 
     fn modified_s(&self) -> io::Result<u64> {
@@ -263,6 +295,11 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
     files.0.at(0, Fault::Refuse(ENOSPC, u64::MAX / 2));
     assert_eq!(tier.reserve(), None);
     assert_eq!(tier.stats().slots, 2);
+    let size = |name: &str| {
+        let namespace = dir.path().join(super::super::namespaces::dir_name(&NAMESPACE));
+        std::fs::metadata(namespace.join(name)).unwrap().len()
+    };
+    assert_eq!([size("frames.dat"), size("index.dat")], [2 * FRAME, 256], "what a failed growth took is given back");
     assert!(tier.stats().grow_errors >= 6, "it tried smaller steps, down to one slot");
     files.0.at(0, Fault::Short(usize::MAX));
     for (i, slot) in (0..).zip(first) {
