@@ -12,7 +12,7 @@ use kvloft_core::key::ChunkKey;
 use kvloft_core::lease::{ReadLease, WriteLease};
 use kvloft_core::store::{Lookup, Store};
 use proptest::prelude::*;
-use store_common::{arena_of, chain, config, fill, prompt_chain, range, stat, verify};
+use store_common::{arena_of, config, fill, prompt_chain, range, stat, verify};
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Chunk {

@@ -7,6 +7,8 @@
 mod lru;
 mod noop;
 mod s3fifo;
+#[cfg(test)]
+mod tests;
 
 use std::fmt;
 

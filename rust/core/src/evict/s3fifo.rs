@@ -15,6 +15,9 @@ const NONE: u32 = u32::MAX;
 const MAX_USES: u8 = 3;
 /// Uses that move a chunk from the small to the main queue.
 const PROVEN_USES: u8 = 2;
+/// Evicted keys remembered per chunk of capacity. The paper remembers as many as the main queue holds; chats come back later
+/// than that: on the conversation trace, twice the capacity gains 31 % more hits at 1 % of its blocks, and 7 % at 5 %.
+const GHOSTS_PER_CHUNK: usize = 2;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Queue {
@@ -57,8 +60,13 @@ impl S3Fifo {
     /// For a tier of `capacity` chunks: a tenth of it is the small queue's share.
     pub fn new(capacity: usize) -> Self {
         let small_target = (capacity / 10).max(1);
-        let ghosts = Ghosts { capacity: capacity - small_target.min(capacity), ..Ghosts::default() };
+        let ghosts = Ghosts { capacity: capacity.saturating_mul(GHOSTS_PER_CHUNK), ..Ghosts::default() };
         Self { nodes: Vec::new(), queues: [EMPTY; 2], small_target, ghosts }
+    }
+
+    #[cfg(test)]
+    pub(super) fn num_ghosts(&self) -> usize {
+        self.ghosts.turns.len()
     }
 
     fn ends(&mut self, queue: Queue) -> &mut Ends {
