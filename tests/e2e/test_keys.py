@@ -4,6 +4,7 @@ Each scenario asserts the exact number of external tokens, and the tokens agains
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ from .conftest import Truth
 
 NUM_ROWS = 4 * BLOCK + 7
 FULL = full_blocks(NUM_ROWS)
+by_block = partial(kvloft, chunk_tokens=BLOCK)
 
 
 def embeds(seed: int, num_rows: int = NUM_ROWS) -> NDArray[np.float32]:
@@ -36,11 +38,11 @@ def check(truth: Truth, engine: Engine, request: Req, *, num_external: int) -> N
 def test_embeddings_of_equal_length_never_share(truth: Truth, start: Callable[..., Engine], tmp_path: Path) -> None:
     a, b = Req(embeds=embeds(1), salt="one"), Req(embeds=embeds(2), salt="one")
     half = Req(embeds=np.concatenate([embeds(1)[: 2 * BLOCK], embeds(2)[2 * BLOCK :]]), salt="one")
-    first = start(kv_transfer_config=kvloft(tmp_path))
+    first = start(kv_transfer_config=by_block(tmp_path))
     check(truth, first, a, num_external=0)
     first.stop()
 
-    second = start(kv_transfer_config=kvloft(tmp_path))
+    second = start(kv_transfer_config=by_block(tmp_path))
     check(truth, second, b, num_external=0)
     check(truth, second, a, num_external=FULL)
     check(truth, second, half, num_external=2 * BLOCK)
@@ -52,7 +54,7 @@ def test_embeddings_of_equal_length_never_share(truth: Truth, start: Callable[..
 
 def test_token_ids_never_share_with_embeddings(truth: Truth, start: Callable[..., Engine]) -> None:
     ids = random_ids(3, NUM_ROWS)
-    engine = start(kv_transfer_config=kvloft())
+    engine = start(kv_transfer_config=by_block())
     check(truth, engine, Req((0,) * NUM_ROWS), num_external=0)
     check(truth, engine, Req(embeds=embeds(1)), num_external=0)
     check(truth, engine, Req(embeds=np.zeros((NUM_ROWS, tiny.HIDDEN), np.float32)), num_external=0)
@@ -64,7 +66,7 @@ def test_token_ids_never_share_with_embeddings(truth: Truth, start: Callable[...
 
 def test_one_bit_of_one_row_ends_the_shared_prefix(truth: Truth, start: Callable[..., Engine]) -> None:
     rows = embeds(4)
-    engine = start(kv_transfer_config=kvloft())
+    engine = start(kv_transfer_config=by_block())
     check(truth, engine, Req(embeds=rows), num_external=0)
     for row, num_external in ((0, 0), (BLOCK - 1, 0), (BLOCK, BLOCK), (3 * BLOCK - 1, 2 * BLOCK), (NUM_ROWS - 1, FULL)):
         changed = rows.copy()
@@ -83,10 +85,10 @@ def test_mixed_prompts_share_only_equal_positions(truth: Truth, start: Callable[
     def mixed(tokens: tuple[int, ...], values: NDArray[np.float32]) -> Req:
         return Req(tokens, embeds=np.where(is_token[:, None], 0, values).astype(np.float32), is_token=mask)
 
-    first = start(kv_transfer_config=kvloft(tmp_path))
+    first = start(kv_transfer_config=by_block(tmp_path))
     check(truth, first, mixed(ids, rows), num_external=0)
     first.stop()
-    engine = start(kv_transfer_config=kvloft(tmp_path))
+    engine = start(kv_transfer_config=by_block(tmp_path))
     check(truth, engine, mixed(ids, others), num_external=BLOCK)
     check(truth, engine, mixed(ids, rows), num_external=FULL)
     check(truth, engine, Req(ids), num_external=BLOCK)
@@ -96,7 +98,7 @@ def test_mixed_prompts_share_only_equal_positions(truth: Truth, start: Callable[
 
 def test_generated_tokens_after_embeddings_are_found_again(truth: Truth, start: Callable[..., Engine]) -> None:
     rows = embeds(9, 60)
-    engine = start(kv_transfer_config=kvloft())
+    engine = start(kv_transfer_config=by_block())
     said = engine.ask(Req(embeds=rows, max_tokens=50))[0].tokens
     assert said == truth.tokens(Req(embeds=rows, max_tokens=50))
     num_tokens = 60 + 50 + 20
@@ -113,7 +115,7 @@ def test_generated_tokens_after_embeddings_are_found_again(truth: Truth, start: 
 @pytest.mark.short
 def test_salts_separate_equal_token_ids(truth: Truth, start: Callable[..., Engine]) -> None:
     request = Req(random_ids(12, NUM_ROWS))
-    engine = start(kv_transfer_config=kvloft())
+    engine = start(kv_transfer_config=by_block())
     for salt in (None, "a", "b", "", "ab"):
         if salt != "":  # vLLM takes no empty salt
             check(truth, engine, request.again(salt=salt), num_external=0)
@@ -128,12 +130,12 @@ def test_adapters_separate_equal_token_ids(zygote: Zygote, model: Path, start: C
         request = Req(random_ids(13, NUM_ROWS))
         variants = [request.again(lora=adapter) for adapter in (None, *adapters)]
         assert len({oracle.tokens(v) for v in variants}) == 3, "the adapters change nothing"
-        first = start(kv_transfer_config=kvloft(tmp_path / "disk"), **lora)
+        first = start(kv_transfer_config=by_block(tmp_path / "disk"), **lora)
         for variant in variants:
             check(oracle, first, variant, num_external=0)
             check(oracle, first, variant, num_external=FULL)
         first.stop()
-        second = start(kv_transfer_config=kvloft(tmp_path / "disk"), **lora)
+        second = start(kv_transfer_config=by_block(tmp_path / "disk"), **lora)
         renamed = request.again(lora=("third", 3, adapters[0][2]))
         check(oracle, second, variants[1], num_external=FULL)
         assert second.ask(renamed)[0].num_external == 0
