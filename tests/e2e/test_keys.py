@@ -57,7 +57,7 @@ def test_token_ids_never_share_with_embeddings(truth: Truth, start: Callable[...
     engine = start(kv_transfer_config=by_block())
     check(truth, engine, Req((0,) * NUM_ROWS), num_external=0)
     check(truth, engine, Req(embeds=embeds(1)), num_external=0)
-    check(truth, engine, Req(embeds=np.zeros((NUM_ROWS, tiny.HIDDEN), np.float32)), num_external=0)
+    check(truth, engine, Req(embeds=np.full((NUM_ROWS, tiny.HIDDEN), 0.25, np.float32)), num_external=0)
     check(truth, engine, Req((0,) * NUM_ROWS), num_external=FULL)
     check(truth, engine, Req(ids), num_external=0)
     check(truth, engine, Req(embeds=tiny.embedding_rows(list(ids))), num_external=0)
