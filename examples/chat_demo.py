@@ -32,10 +32,11 @@ PASSES = {
     "host": "GPU cleared",
     "disk": "restarted",
 }
-LEGEND = """\
-no cache: vLLM alone, the truth. cold: with kvloft, still empty. GPU cleared: the same engine after vLLM's own
-prefix cache was cleared: host memory. restarted: a new engine process, which finds what is on disk.
-Column GPU: vLLM's own prefix cache, filled by the turns before."""
+LEGEND = (
+    "no cache: vLLM alone, the truth. cold: with kvloft, still empty. GPU cleared: the same engine after vLLM's own prefix "
+    "cache was cleared, so from host memory. restarted: a new engine process, which finds what is on disk. "
+    "The column GPU is vLLM's own prefix cache, filled by the turns before."
+)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",

@@ -36,6 +36,8 @@ def run(args: argparse.Namespace) -> int:
         console.print(f"{args.dir} holds no namespace yet.")
         return 0
     console.print(namespace_table(namespaces))
+    for n in namespaces:
+        console.print(f"{n['namespace']}: {describe(n['description'])}", highlight=False, markup=False)
     total = sum(n["bytes"] for n in namespaces)
     console.print(f"{format_size(total)} in {len(namespaces)} namespace{'s' if len(namespaces) != 1 else ''}", highlight=False)
     return 0
@@ -46,18 +48,28 @@ def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
     problems = any(n["problem"] for n in namespaces)
     table = Table(row_styles=["", "dim"])
     table.add_column("namespace", no_wrap=True)
-    table.add_column("description", overflow="fold")
     for name in ("chunks", "slots", "chunk size", "on disk"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("oldest", no_wrap=True)
-    table.add_column("newest", no_wrap=True)
+    table.add_column("oldest")
+    table.add_column("newest")
     if problems:
         table.add_column("problem", style="red")
     for n in namespaces:
-        row = [n["namespace"], n["description"], f"{n['chunks']:,}", f"{n['slots']:,}", format_size(n["frame_bytes"])]
+        row = [n["namespace"], f"{n['chunks']:,}", f"{n['slots']:,}", format_size(n["frame_bytes"])]
         row += [format_size(n["bytes"]), format_time(n["oldest"]), format_time(n["newest"])]
         table.add_row(*row, *([n["problem"] or ""] if problems else []))
     return table
+
+
+def describe(description: str) -> str:
+    """A namespace's fields as ``name=value, ...``, those that say nothing left out; any other text as it is."""
+    try:
+        fields = json.loads(description)
+    except ValueError:
+        return description
+    return (
+        ", ".join(f"{k}={v}" for k, v in fields.items() if v not in ("", "''", "None")) if isinstance(fields, dict) else description
+    )
 
 
 def format_size(size_bytes: int) -> str:
