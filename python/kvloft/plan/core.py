@@ -308,6 +308,7 @@ class SchedulerCore:
             if loading.owned is not None:
                 loading.owned.release()
         self._loads.clear()
+        self._queued_loads.clear()
 
     @property
     def has_work_in_flight(self) -> bool:

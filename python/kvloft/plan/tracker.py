@@ -100,6 +100,7 @@ class Tracker:
         known = len(token_ids)
         if self.live.num_prompt_tokens != self._num_prompt_tokens or known < self.chain.num_tokens:
             self._restart_chain()
+            self.drop_lease()
             self.saved_chunks = 0
             self.tail_tokens = 0
             self.tail_key = None
