@@ -175,9 +175,7 @@ KEYS: Final[Mapping[str, KeySpec]] = {
         "directory of the disk tier",
         lambda v: str(v or "(none)"),
     ),
-    "disk_size": KeySpec(
-        parse_size, _SIZE_ALLOWED, "cap of the disk tier, never exceeded", lambda v: format_size(cast("int", v))
-    ),
+    "disk_size": KeySpec(parse_size, _SIZE_ALLOWED, "cap of the disk tier, never exceeded", lambda v: format_size(cast("int", v))),
     "chunk_tokens": KeySpec(
         _parse_chunk_tokens,
         '"auto" or a number of tokens from 1 to 1048576',

@@ -62,8 +62,9 @@ class Engine:
 
         def update_state_after_alloc(request: Any, blocks: Any, num_external_tokens: int) -> Any:
             if num_external_tokens or request.status.name != "WAITING_FOR_REMOTE_KVS":
-                self.admissions.append({"id": request.request_id, "external": num_external_tokens,
-                                        "resumed": request.num_preemptions > 0})
+                self.admissions.append(
+                    {"id": request.request_id, "external": num_external_tokens, "resumed": request.num_preemptions > 0}
+                )
             return original(request, blocks, num_external_tokens)
 
         connector.update_state_after_alloc = update_state_after_alloc
@@ -80,9 +81,19 @@ class Engine:
         for fields in requests:
             self._add(**fields)
 
-    def _add(self, id: str, max_tokens: int, ids: list[int] | None = None, embeds: str | None = None,
-             width: int = 0, is_token: list[bool] | None = None, salt: str | None = None,
-             lora: list[Any] | None = None, skip_reading: bool = False, logprobs: int | None = None) -> None:
+    def _add(
+        self,
+        id: str,
+        max_tokens: int,
+        ids: list[int] | None = None,
+        embeds: str | None = None,
+        width: int = 0,
+        is_token: list[bool] | None = None,
+        salt: str | None = None,
+        lora: list[Any] | None = None,
+        skip_reading: bool = False,
+        logprobs: int | None = None,
+    ) -> None:
         import numpy as np
         import torch
         from vllm import SamplingParams
@@ -98,8 +109,14 @@ class Engine:
             prompt["prompt_is_token_ids"] = is_token
         if salt is not None:
             prompt["cache_salt"] = salt
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False,
-                                logprobs=logprobs, skip_reading_prefix_cache=skip_reading or None)
+        params = SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=logprobs,
+            skip_reading_prefix_cache=skip_reading or None,
+        )
         adapter = LoRARequest(lora[0], lora[1], lora[2]) if lora else None
         self.internal[id] = self.llm.add_request(id, prompt, params, lora_request=adapter)
 
@@ -137,8 +154,11 @@ class Engine:
         internal = self.internal.get(output.request_id, output.request_id)
         mine = [a for a in self.admissions if a["id"] == internal]
         return {
-            "tokens": list(completion.token_ids), "finish": completion.finish_reason, "margin": margin,
-            "cached": output.num_cached_tokens, "external": [a["external"] for a in mine if not a["resumed"]],
+            "tokens": list(completion.token_ids),
+            "finish": completion.finish_reason,
+            "margin": margin,
+            "cached": output.num_cached_tokens,
+            "external": [a["external"] for a in mine if not a["resumed"]],
             "resumed": [a["external"] for a in mine if a["resumed"]],
         }
 
@@ -161,10 +181,14 @@ class Engine:
             "status": {back.get(r, r): q.status.name for r, q in scheduler.requests.items()},
             "computed": {back.get(r, r): q.num_computed_tokens for r, q in scheduler.requests.items()},
             "tokens": {back.get(r, r): q.num_tokens for r, q in scheduler.requests.items()},
-            "running": len(scheduler.running), "waiting": len(scheduler.waiting),
-            "free_blocks": pool.get_num_free_blocks(), "num_blocks": pool.num_gpu_blocks,
-            "block_size": scheduler.block_size, "scheduler": type(scheduler).__name__,
-            "v2_shape": bool(scheduler.use_v2_model_runner), "busy": self._busy(),
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "free_blocks": pool.get_num_free_blocks(),
+            "num_blocks": pool.num_gpu_blocks,
+            "block_size": scheduler.block_size,
+            "scheduler": type(scheduler).__name__,
+            "v2_shape": bool(scheduler.use_v2_model_runner),
+            "busy": self._busy(),
         }
 
     def do_metrics(self) -> dict[str, float]:

@@ -62,8 +62,10 @@ def test_rejected_drafts_are_never_saved(truth: Truth, start: Callable[..., Engi
     metrics = engine.metrics()
     assert metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
     assert metrics["vllm:spec_decode_num_draft_tokens_total"] > metrics["vllm:spec_decode_num_accepted_tokens_total"]
-    seconds = [truth.pick(lambda seed, h=(r.ids or ()) + s.tokens: Req(h + random_ids(seed, 9), max_tokens=16), 1200 + i)
-               for i, (r, s) in enumerate(zip(requests, said, strict=True))]
+    seconds = [
+        truth.pick(lambda seed, h=(r.ids or ()) + s.tokens: Req(h + random_ids(seed, 9), max_tokens=16), 1200 + i)
+        for i, (r, s) in enumerate(zip(requests, said, strict=True))
+    ]
     for request, second, result in zip(requests, seconds, engine.ask(*seconds), strict=True):
         assert result.tokens == truth.tokens(second)
         assert result.num_external == full_blocks(request.num_prompt_tokens + 90 - 1)

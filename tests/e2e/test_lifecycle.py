@@ -40,9 +40,7 @@ def test_abort_at_any_step_gives_everything_back(truth: Truth, start: Callable[.
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_abort_while_loading_gives_everything_back(
-    truth: Truth, start: Callable[..., Engine], tmp_path: Path, shape: str
-) -> None:
+def test_abort_while_loading_gives_everything_back(truth: Truth, start: Callable[..., Engine], tmp_path: Path, shape: str) -> None:
     """From disk, so that the lookup itself takes steps; some aborts fall into the wait, some into the load."""
     request = Req(random_ids(5100, 8 * BLOCK + 3), max_tokens=8)
     seen: set[str] = set()

@@ -37,8 +37,13 @@ def shared_prefix_requests(seed: int, count: int = 30) -> list[Req]:
     """Requests over three system prompts, of mixed lengths; the largest fits the pool alone."""
     rng = np.random.default_rng(seed)
     systems = [random_ids(seed * 10 + i, int(n)) for i, n in enumerate(rng.integers(33, 110, 3))]
-    return [Req(systems[int(rng.integers(3))] + random_ids(seed * 1000 + i, int(rng.integers(1, 60))),
-                max_tokens=int(rng.integers(8, 40))) for i in range(count)]
+    return [
+        Req(
+            systems[int(rng.integers(3))] + random_ids(seed * 1000 + i, int(rng.integers(1, 60))),
+            max_tokens=int(rng.integers(8, 40)),
+        )
+        for i in range(count)
+    ]
 
 
 def check_all(truth: Truth, requests: list[Req], results: list[Result]) -> None:

@@ -23,8 +23,11 @@ def test_found_by_name_and_by_module_path(truth: Truth, start: Callable[..., Eng
 
 def test_works_inside_multi_connector(truth: Truth, start: Callable[..., Engine]) -> None:
     children = [kvloft(namespace=name) for name in ("first", "second")]
-    config: dict[str, Any] = {"kv_connector": "MultiConnector", "kv_role": "kv_both",
-                              "kv_connector_extra_config": {"connectors": children}}
+    config: dict[str, Any] = {
+        "kv_connector": "MultiConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"connectors": children},
+    }
     engine = start(kv_transfer_config=config)
     for num_external in (0, 96, 96):
         result = engine.ask(REQUEST.again())[0]
@@ -56,6 +59,7 @@ def test_metrics_add_up(truth: Truth, start: Callable[..., Engine]) -> None:
     assert metrics["vllm:kvloft_saved_chunks_total"] == store["frames_visible"]
     assert metrics["vllm:kvloft_frames_total"] == store["frames_total"]
     assert metrics["vllm:kvloft_loaded_bytes_total"] * metrics["vllm:kvloft_saved_chunks_total"] == (
-        metrics["vllm:kvloft_saved_bytes_total"] * loaded / BLOCK)
+        metrics["vllm:kvloft_saved_bytes_total"] * loaded / BLOCK
+    )
     for name in ("hook_errors", "verify_failures", "save_failed_chunks", "load_lost_blocks"):
         assert metrics[f"vllm:kvloft_{name}_total"] == 0, name

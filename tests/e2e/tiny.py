@@ -99,19 +99,34 @@ def write_model(folder: Path, *, seed: int = SEED, tokenizer: bool = True) -> Pa
 def _write_tokenizer(folder: Path) -> None:
     """Word ``w17`` is token 17; no library is needed to write it, only to read it."""
     vocab = {"<unk>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCAB)}
-    special = [{"id": i, "content": t, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-                "special": True} for t, i in list(vocab.items())[:3]]
+    special = [
+        {"id": i, "content": t, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+        for t, i in list(vocab.items())[:3]
+    ]
     spec = {
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": special, "normalizer": None,
-        "pre_tokenizer": {"type": "WhitespaceSplit"}, "post_processor": None,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": special,
+        "normalizer": None,
+        "pre_tokenizer": {"type": "WhitespaceSplit"},
+        "post_processor": None,
         "decoder": {"type": "WordPiece", "prefix": "##", "cleanup": False},
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
     }
     (folder / "tokenizer.json").write_text(json.dumps(spec))
-    (folder / "tokenizer_config.json").write_text(json.dumps({
-        "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>",
-        "model_max_length": 4096, "clean_up_tokenization_spaces": False,
-    }))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps(
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "bos_token": "<s>",
+                "eos_token": "</s>",
+                "unk_token": "<unk>",
+                "model_max_length": 4096,
+                "clean_up_tokenization_spaces": False,
+            }
+        )
+    )
 
 
 def write_lora(folder: Path, *, seed: int, rank: int = 8) -> Path:
@@ -129,9 +144,24 @@ def write_lora(folder: Path, *, seed: int, rank: int = 8) -> Path:
             tensors[at + "lora_B.weight"] = (rng.standard_normal((rows, rank)) / np.sqrt(rank)).astype(np.float32)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    (folder / "adapter_config.json").write_text(json.dumps({
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none",
-        "target_modules": list(sizes), "base_model_name_or_path": "tiny", "fan_in_fan_out": False, "inference_mode": True,
-        "modules_to_save": None, "layers_to_transform": None, "use_rslora": False, "use_dora": False,
-    }))
+    (folder / "adapter_config.json").write_text(
+        json.dumps(
+            {
+                "peft_type": "LORA",
+                "task_type": "CAUSAL_LM",
+                "r": rank,
+                "lora_alpha": rank,
+                "lora_dropout": 0.0,
+                "bias": "none",
+                "target_modules": list(sizes),
+                "base_model_name_or_path": "tiny",
+                "fan_in_fan_out": False,
+                "inference_mode": True,
+                "modules_to_save": None,
+                "layers_to_transform": None,
+                "use_rslora": False,
+                "use_dora": False,
+            }
+        )
+    )
     return folder

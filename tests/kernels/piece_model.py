@@ -1,6 +1,7 @@
 """What a piece means, spelled out tile by tile in Python: the reference that the cutting into pieces is held against."""
 
 import numpy as np
+
 from kvloft.transfer.cuda.kernels import Geometry
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece, Shape
 

@@ -23,6 +23,7 @@ from gpu_support import (
     save,
 )  # fmt: skip
 from kernels_oracle import chunk_tag
+
 from kvloft.transfer.cuda.staging import RingSize
 from kvloft.types import BlockId, ChunkCopy, LoadPlan, ReqId, SavePlan
 
@@ -237,9 +238,7 @@ def test_every_ticket_and_load_comes_back_once() -> None:
 
     for step in range(300):
         mover.begin_step(())
-        mover.submit_saves(
-            [SavePlan(ReqId("r"), copies_of([2 * step, 2 * step + 1], [[2 * step], [2 * step + 1]], 10 * step + 1))]
-        )
+        mover.submit_saves([SavePlan(ReqId("r"), copies_of([2 * step, 2 * step + 1], [[2 * step], [2 * step + 1]], 10 * step + 1))])
         mover.submit_loads([LoadPlan(ReqId("e"), step, (), (BlockId(3),))])
         take(mover.poll())
     take(mover.drain())

@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="torch is not installed")
 
+from piece_model import copy_out, gather
+
 from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, TILE_BYTES, Geometry
 from kvloft.transfer.cuda.pieces import NOT_WANTED, ChunkTable, Shape, split
 from kvloft.types import BlockId, ChunkCopy, ChunkKey
-from piece_model import copy_out, gather
 
 POISON = 0xA5
 

@@ -2,8 +2,9 @@
 
 from typing import Any
 
-from kvloft.types import LoadPlan, StepPlan
 from sim_request import Request
+
+from kvloft.types import LoadPlan, StepPlan
 
 
 def check_visible(engine: Any, key: bytes, num_blocks: int, content: Any) -> None:

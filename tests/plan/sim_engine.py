@@ -10,12 +10,13 @@ from functools import partial
 from random import Random
 from typing import Any
 
-from kvloft.plan import Geometry, SchedulerCore
-from kvloft.types import NewRequest, StepPlan, StepView
 from plan_store import KeyBook, ModelStore
 from sim_checks import check_held, check_plan, check_visible
 from sim_paged import BlockPool, Work, Workers
 from sim_request import Request, Setup
+
+from kvloft.plan import Geometry, SchedulerCore
+from kvloft.types import NewRequest, StepPlan, StepView
 
 
 @dataclass
@@ -46,9 +47,7 @@ class SymbolicEngine:
             clock=lambda: self.now,
         )
         self.pool = BlockPool(setup.num_blocks)
-        self.workers = Workers(
-            self.store, num_ranks=setup.num_ranks, num_blocks=setup.num_blocks, block_tokens=setup.block_tokens
-        )
+        self.workers = Workers(self.store, num_ranks=setup.num_ranks, num_blocks=setup.num_blocks, block_tokens=setup.block_tokens)
         self.requests: dict[str, Request] = {}
         self.waiting: list[Request] = []
         self.running: list[Request] = []

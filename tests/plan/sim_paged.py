@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
-from kvloft.types import LoadPlan, LoadResult, SavePlan, StepPlan, StepReport, Ticket
 from plan_store import ModelStore
+
+from kvloft.types import LoadPlan, LoadResult, SavePlan, StepPlan, StepReport, Ticket
 
 NUM_TOKEN_IDS = 3
 POISON = -1

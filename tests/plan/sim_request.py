@@ -3,8 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvloft.types import EmbedRows, MediaItem, RequestView
 from plan_store import item_content
+
+from kvloft.types import EmbedRows, MediaItem, RequestView
 
 
 @dataclass(frozen=True)

@@ -103,8 +103,7 @@ class Engine:
         kv = torch.full((self.shape.num_blocks, BLOCK), -1, dtype=torch.int64)
         connector.register_kv_caches({"layer": kv})
         connector._worker.core._make_mover = lambda layout, frames: SlowMover(layout, frames, kv, self.trouble, self._owns)
-        return Worker(connector, kv, self.specs, num_drafts=self.shape.num_drafts,
-                      early_results=self.shape.early_results, seed=7)
+        return Worker(connector, kv, self.specs, num_drafts=self.shape.num_drafts, early_results=self.shape.early_results, seed=7)
 
     def _watch_admissions(self) -> None:
         original: Callable[..., None] = self.scheduler.connector.update_state_after_alloc

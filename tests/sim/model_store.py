@@ -273,7 +273,11 @@ class ModelStore:
     def _write(self, entry: Entry) -> None:
         path = self._file(entry.key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        head = (entry.parent or b"").rjust(32, b"\0") + entry.first_block.to_bytes(4, "little") + entry.num_blocks.to_bytes(4, "little")
+        head = (
+            (entry.parent or b"").rjust(32, b"\0")
+            + entry.first_block.to_bytes(4, "little")
+            + entry.num_blocks.to_bytes(4, "little")
+        )
         path.with_suffix(".tmp").write_bytes(head + (entry.saved or b""))
         path.with_suffix(".tmp").rename(path)
 
@@ -308,18 +312,42 @@ class ModelArena:
     def open(path: str, *, frame_bytes: int, num_frames: int) -> "ModelArena":
         return ModelArena(path, frame_bytes, num_frames)
 
-    def _trailer(self, frame: int, offset: int, key: bytes, layout: bytes, page_bytes: Sequence[int], num_blocks: int, rank: int) -> bytes:
+    def _trailer(
+        self, frame: int, offset: int, key: bytes, layout: bytes, page_bytes: Sequence[int], num_blocks: int, rank: int
+    ) -> bytes:
         payload = self.frames[frame, offset : offset + num_blocks * sum(page_bytes)].tobytes()
         tag = blake2b(payload, digest_size=32).digest()
         return key + blake2b(layout, digest_size=24).digest() + num_blocks.to_bytes(4, "little") + rank.to_bytes(4, "little") + tag
 
-    def seal(self, frame: int, *, offset: int, part_bytes: int, key: bytes, layout: bytes, page_bytes: Sequence[int], num_blocks: int, rank: int) -> int:
+    def seal(
+        self,
+        frame: int,
+        *,
+        offset: int,
+        part_bytes: int,
+        key: bytes,
+        layout: bytes,
+        page_bytes: Sequence[int],
+        num_blocks: int,
+        rank: int,
+    ) -> int:
         trailer = self._trailer(frame, offset, key, layout, page_bytes, num_blocks, rank)
         end = offset + part_bytes
         self.frames[frame, end - TRAILER_BYTES : end - TRAILER_BYTES + len(trailer)] = np.frombuffer(trailer, dtype=np.uint8)
         return int.from_bytes(trailer[-8:], "little")
 
-    def check(self, frame: int, *, offset: int, part_bytes: int, key: bytes, layout: bytes, page_bytes: Sequence[int], num_blocks: int, rank: int) -> str | None:
+    def check(
+        self,
+        frame: int,
+        *,
+        offset: int,
+        part_bytes: int,
+        key: bytes,
+        layout: bytes,
+        page_bytes: Sequence[int],
+        num_blocks: int,
+        rank: int,
+    ) -> str | None:
         trailer = self._trailer(frame, offset, key, layout, page_bytes, num_blocks, rank)
         end = offset + part_bytes
         found = self.frames[frame, end - TRAILER_BYTES : end - TRAILER_BYTES + len(trailer)].tobytes()

@@ -40,9 +40,7 @@ def machine() -> dict[str, Any]:
 
 def _driver_release() -> str:
     try:
-        return next(
-            word for word in Path("/proc/driver/nvidia/version").read_text().split() if word[:1].isdigit() and "." in word
-        )
+        return next(word for word in Path("/proc/driver/nvidia/version").read_text().split() if word[:1].isdigit() and "." in word)
     except (OSError, StopIteration):
         return "unknown"
 

@@ -107,9 +107,7 @@ def _plane_runs(planes: Sequence[Plane]) -> list[_Run]:
             end += 1
         head, count = planes[begin], end - begin
         flat = torch.empty(0, dtype=torch.uint8, device=head.storage.device)
-        view = flat.set_(
-            head.storage, head.offset, (count, head.num_blocks, head.page_bytes), (max(step, 1), head.block_stride, 1)
-        )
+        view = flat.set_(head.storage, head.offset, (count, head.num_blocks, head.page_bytes), (max(step, 1), head.block_stride, 1))
         runs.append((view, offset, count * head.page_bytes))
         offset += count * head.page_bytes
         begin = end

@@ -42,9 +42,7 @@ def kernel_source() -> str:
     return flat(SOURCE)
 
 
-def compile_kernels(
-    arch: str, vec_bytes: int, cache_dir: Path | None = None, *, macros: tuple[tuple[str, str], ...] = ()
-) -> bytes:
+def compile_kernels(arch: str, vec_bytes: int, cache_dir: Path | None = None, *, macros: tuple[tuple[str, str], ...] = ()) -> bytes:
     """The cubin for ``arch`` ("sm_90") that moves ``vec_bytes`` at a time, from ``cache_dir`` if it is there.
 
     ``macros`` are for benches that price a part of the kernels. Raises KernelError with the compiler's log.

@@ -74,9 +74,7 @@ def vec_bytes_of(layout: PagedLayout) -> int:
 def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
     """The tiles of one block in payload order, dtype `TILE`. Raises UnsupportedError beyond 32-bit offsets."""
     if layout.block_bytes >= 1 << 32:
-        raise UnsupportedError(
-            f"a block of {layout.block_bytes} bytes is too large for kvloft's kernels; use a smaller block_size"
-        )
+        raise UnsupportedError(f"a block of {layout.block_bytes} bytes is too large for kvloft's kernels; use a smaller block_size")
     rows: list[tuple[int, int, int, int, int, int]] = []
     payload_offset = 0
     for number, plane in enumerate(layout.planes):

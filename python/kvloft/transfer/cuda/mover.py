@@ -86,9 +86,7 @@ class CudaMover:
         frames_per_pin = max(1, GOOD_PIECE_BYTES // frames.frame_bytes)
         tuning = replace(tuning, ring=tuning.ring.fitted(frames.part_bytes))
         one_part = frames.frame_bytes == frames.part_bytes
-        self._shape = Shape(
-            kernels.geometry, tuning.ring.slot_bytes, frames.part_bytes, blocks_per_chunk, one_part, frames_per_pin
-        )
+        self._shape = Shape(kernels.geometry, tuning.ring.slot_bytes, frames.part_bytes, blocks_per_chunk, one_part, frames_per_pin)
         self._chunks_per_job = max(1, self._shape.chunks_per_piece)
         self.saves = SaveLane(kernels, tuning, frames)
         self.loads = LoadLane(kernels, tuning, frames)
