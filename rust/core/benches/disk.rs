@@ -102,7 +102,9 @@ fn run_tier(tier: &DiskTier, slots: &mut [SlotId], threads: usize, verb: Verb, f
                 // More than a cache holds, as in an arena, and touched: untouched memory is one page of zeros.
                 let mut frames: Vec<_> = (0..16).map(|_| PageBuffer::new(frame_bytes.try_into().unwrap())).collect();
                 let mut random = 0x9e37_79b9 + t as u64;
-                frames.iter_mut().for_each(|frame| frame.fill(t.try_into().unwrap_or(1)));
+                for frame in &mut frames {
+                    frame.fill(t.try_into().unwrap_or(1));
+                }
                 start.wait();
                 let began = Instant::now();
                 while began.elapsed() < SLICE {

@@ -34,6 +34,8 @@ pub(crate) struct DiskBooks {
     pub(super) clearing: Clearing,
     /// Jobs under way.
     pub(super) in_flight: u32,
+    /// Of those, writes.
+    pub(super) writing: u32,
     pub(super) stopping: bool,
     /// Chunks on disk.
     pub(super) used: u64,
@@ -52,6 +54,7 @@ impl DiskBooks {
             trash: Vec::new(),
             clearing: Clearing::No,
             in_flight: 0,
+            writing: 0,
             stopping: false,
             used: 0,
             slots: 0,

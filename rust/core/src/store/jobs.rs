@@ -1,6 +1,7 @@
 //! What disk threads should do next, and what comes of it. Under the lock, without I/O.
 //!
-//! Loads wait for reads, so reads go first; then slots are given back, then frames are written, oldest first.
+//! Loads wait for reads, so reads go first; then slots are given back, then frames are written, oldest first. A slot is given
+//! back only while nothing is written: a chunk under way to disk may hang on the one that was there (it was forgotten since).
 
 use super::disk::Clearing;
 use super::state::State;
@@ -48,7 +49,7 @@ impl State {
             }
             Clearing::No => {
                 let next = self.next_read();
-                next.or_else(|| self.next_free()).or_else(|| self.next_write())?
+                next.or_else(|| if self.disk_books().trash.is_empty() { self.next_write() } else { self.next_free() })?
             }
         };
         self.disk_books().in_flight += 1;
@@ -75,7 +76,11 @@ impl State {
     }
 
     fn next_free(&mut self) -> Option<Job> {
-        let trash = &mut self.disk_books().trash;
+        let books = self.disk_books();
+        if books.writing > 0 {
+            return None;
+        }
+        let trash = &mut books.trash;
         let rest = trash.len().saturating_sub(FREE_BATCH);
         let slots = trash.split_off(rest);
         (!slots.is_empty()).then_some(Job::Free(slots))
@@ -98,6 +103,7 @@ impl State {
                 self.index[id].dirty = Dirty::Writing;
                 self.hold(id);
                 self.begin_disk(id);
+                self.disk_books().writing += 1;
                 return Some(Job::Write { id, meta, frame });
             }
             self.unwant(id);
@@ -156,6 +162,7 @@ impl State {
         self.counters.disk_write_us += micros;
         self.index[id].dirty = Dirty::Clean;
         self.disk_books().num_dirty -= 1;
+        self.disk_books().writing -= 1;
         match outcome {
             Written::In(slot) => {
                 self.counters.disk_writes += 1;
