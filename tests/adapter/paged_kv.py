@@ -26,7 +26,7 @@ class Sizes:
     dtype: torch.dtype = torch.float16
 
     def of(self, axis: str) -> int:
-        return dict(L=self.layers, B=self.blocks, H=self.heads, N=self.tokens, C=self.content)[axis]
+        return {"L": self.layers, "B": self.blocks, "H": self.heads, "N": self.tokens, "C": self.content}[axis]
 
 
 def carve(order: str, sizes: Sizes, *, offset: int = 0) -> dict[str, torch.Tensor]:
@@ -76,7 +76,9 @@ def snapshot(caches: Mapping[str, torch.Tensor]) -> dict[int, np.ndarray]:
     return {t.untyped_storage().data_ptr(): storage_bytes(t).copy() for t in caches.values()}
 
 
-def untouched(caches: Mapping[str, torch.Tensor], before: Mapping[int, np.ndarray], num_blocks: int, written: Sequence[int]) -> bool:
+def untouched(
+    caches: Mapping[str, torch.Tensor], before: Mapping[int, np.ndarray], num_blocks: int, written: Sequence[int]
+) -> bool:
     """Whether all bytes but those of the blocks ``written`` are as before."""
     for place, old in before.items():
         tensors = [t for t in caches.values() if t.untyped_storage().data_ptr() == place]

@@ -91,9 +91,7 @@ def test_steps_without_a_plan_do_nothing(store: _core.Store) -> None:
     worker.shutdown()
 
 
-def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(
-    store: _core.Store, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(store: _core.Store, caplog: pytest.LogCaptureFixture) -> None:
     worker = worker_for()
     plan = plan_of(store)
     assert plan.arena is not None

@@ -54,8 +54,12 @@ class Req:
 
     def message(self) -> dict[str, Any]:
         """Fields of engine.Engine._add."""
-        fields: dict[str, Any] = {"id": self.id, "max_tokens": self.max_tokens, "skip_reading": self.skip_reading,
-                                  "logprobs": self.logprobs}
+        fields: dict[str, Any] = {
+            "id": self.id,
+            "max_tokens": self.max_tokens,
+            "skip_reading": self.skip_reading,
+            "logprobs": self.logprobs,
+        }
         if self.ids is not None:
             fields["ids"] = list(self.ids)
         if self.embeds is not None:
@@ -90,8 +94,9 @@ class EngineError(RuntimeError):
 class Engine:
     """One engine process. ``kill`` is kill -9; ``stop`` is a clean shutdown; the block manager pool is tiny."""
 
-    def __init__(self, address: Path, kwargs: dict[str, Any], *, log: Path, env: dict[str, str] | None = None,
-                 v2_shape: bool = False) -> None:
+    def __init__(
+        self, address: Path, kwargs: dict[str, Any], *, log: Path, env: dict[str, str] | None = None, v2_shape: bool = False
+    ) -> None:
         self.log = log
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(str(address))
@@ -133,8 +138,10 @@ class Engine:
 
     def run(self) -> dict[str, Result]:
         """Step until the engine and its transfers are at rest; results by id."""
-        return {i: Result(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
-                for i, fields in self._ask("run").items()}
+        return {
+            i: Result(**{k: tuple(v) if isinstance(v, list) else v for k, v in fields.items()})
+            for i, fields in self._ask("run").items()
+        }
 
     def ask(self, *requests: Req) -> list[Result]:
         """Queue all requests at once, run to rest, and return their results in order."""
@@ -306,8 +313,12 @@ class Zygote:
         env = os.environ | ENV | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{package}.zygote", str(self.address)], env=env, stdout=log, stderr=log,
-                stdin=subprocess.DEVNULL)
+                [sys.executable, "-m", f"{package}.zygote", str(self.address)],
+                env=env,
+                stdout=log,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+            )
         self._folder, self._count = folder, itertools.count()
 
     def wait(self, timeout_s: float = 180.0) -> None:
@@ -356,10 +367,20 @@ def engine_kwargs(model: Path, *, num_blocks: int = 64, max_model_len: int | Non
     """Arguments of a small fp32 engine on the CPU."""
     fits = (num_blocks - 1) * BLOCK
     return {
-        "model": str(model), "skip_tokenizer_init": True, "enforce_eager": True, "dtype": "float32", "seed": 0,
-        "block_size": BLOCK, "max_model_len": max_model_len or min(fits, 1024), "num_gpu_blocks_override": num_blocks,
-        "max_num_seqs": 16, "max_num_batched_tokens": 1024, "enable_prefix_caching": False,
-        "async_scheduling": False, "disable_log_stats": False, "enable_prompt_embeds": True,
+        "model": str(model),
+        "skip_tokenizer_init": True,
+        "enforce_eager": True,
+        "dtype": "float32",
+        "seed": 0,
+        "block_size": BLOCK,
+        "max_model_len": max_model_len or min(fits, 1024),
+        "num_gpu_blocks_override": num_blocks,
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 1024,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "disable_log_stats": False,
+        "enable_prompt_embeds": True,
     } | more
 
 

@@ -146,9 +146,7 @@ def test_damage_costs_misses_and_never_a_token(
 
 
 @pytest.mark.parametrize("steps", [1, 3, 6, 10, 20])
-def test_kill_9_during_saves_leaves_no_wrong_token(
-    truth: Truth, start: Callable[..., Engine], tmp_path: Path, steps: int
-) -> None:
+def test_kill_9_during_saves_leaves_no_wrong_token(truth: Truth, start: Callable[..., Engine], tmp_path: Path, steps: int) -> None:
     engine = start(kv_transfer_config=kvloft(tmp_path, chunk_tokens=BLOCK), num_blocks=120, max_num_batched_tokens=64)
     engine.add(*[p.again() for p in PROMPTS])
     engine.step(steps)

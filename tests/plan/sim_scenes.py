@@ -1,0 +1,38 @@
+"""What the trap tests share: one prompt, serving it to its end, and asking what is stored of it."""
+
+import pytest
+from sim_engine import SymbolicEngine
+from sim_request import Request
+
+PROMPT = [1, 0, 2, 1, 1, 0, 2, 2, 1, 0, 1, 1, 2, 0, 0, 1, 2, 1]
+both_chunks = pytest.mark.parametrize("blocks_per_chunk", [1, 4])
+both_modes = pytest.mark.parametrize("run_ahead", [False, True])
+
+
+def stored(engine: SymbolicEngine, request: Request, num_tokens: int | None = None) -> int:
+    """Tokens of the request's prefix that a new request would find."""
+    chain = engine.book.new_chain(request.view())
+    for item in request.items:
+        chain.add_item(item.identifier, item.start, item.num_tokens)
+    for content in request.contents()[:num_tokens]:
+        if content[0] == "row":
+            chain.append_embeds([content[1]], dtype="f16", width=1)
+        else:
+            chain.append_tokens([content[1]])
+    return engine.store.lookup(chain)[0] * engine.setup.block_tokens
+
+
+def serve(engine: SymbolicEngine, request: Request, budget: int = 1000) -> Request:
+    engine.add(request)
+    for _ in range(200):
+        if request.status == "finished":
+            break
+        engine.run(1, budget)
+        engine.check()
+    engine.drain()
+    assert request.status == "finished"
+    return request
+
+
+def whole_blocks(num_tokens: int, size: int = 4) -> int:
+    return num_tokens - num_tokens % size

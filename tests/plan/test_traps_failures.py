@@ -1,0 +1,231 @@
+"""Traps of vLLM's connector contract, second part: copies that fail or come late, resets, unreadable steps, ends."""
+
+from typing import Any
+
+import pytest
+from sim_checks import settle
+from sim_engine import SymbolicEngine
+from sim_request import Request, Setup
+from sim_scenes import PROMPT, both_modes, serve, stored, whole_blocks
+
+from kvloft.types import NewRequest, StepReport, StepView
+
+# -- copies that fail, come late, or never -------------------------------------------------------------------------
+
+
+def test_a_chunk_is_visible_only_when_every_rank_saved_it() -> None:
+    engine = SymbolicEngine(Setup(num_ranks=2))
+    request = engine.add(Request("a", list(PROMPT), 9))
+    engine.schedule()
+    engine.execute(None, [100, 0])
+    engine.update()
+    assert stored(engine, request) == 0
+    assert engine.core.has_work_in_flight, "an idle engine must go on polling"
+    engine.schedule()
+    engine.execute(None, [100, 2])
+    engine.update()
+    assert stored(engine, request) == 8
+    settle(engine)
+
+
+def test_a_save_that_failed_on_one_rank_is_never_visible_and_is_made_again() -> None:
+    engine = SymbolicEngine(Setup(num_ranks=2, local_cache=False))
+    request = engine.add(Request("a", list(PROMPT), 12))
+    plan = engine.schedule()
+    torn = plan.saves[0].chunks[1].ticket
+    engine.execute(None, [0, 0])
+    engine.update()
+    engine.workers.ranks[1].in_flight[1].fails = True
+    engine.schedule()
+    engine.execute()
+    engine.update()
+    assert torn not in engine.store.tickets
+    assert stored(engine, request) == 4, "its children have no parent"
+    settle(engine)
+    assert stored(engine, request) > 16, "tried again with the next chunks"
+
+
+def test_a_save_that_finds_no_frame_is_dropped_counted_and_tried_again() -> None:
+    engine = SymbolicEngine(Setup())
+    request = engine.add(Request("a", list(PROMPT), 12))
+    engine.store.drop_next = 1
+    plan = engine.schedule()
+    assert not plan.saves
+    assert engine.core.counters["save_dropped_chunks"] == 4
+    settle(engine)
+    assert stored(engine, request) == whole_blocks(request.num_tokens - 1)
+
+
+@pytest.mark.parametrize("fail_policy", [False, True])
+def test_a_bad_frame_is_forgotten_and_its_request_lives_or_fails_alone(fail_policy: bool) -> None:
+    engine = SymbolicEngine(Setup(local_cache=False, fail_policy=fail_policy))
+    serve(engine, Request("a", list(PROMPT), 2))
+    key = sorted(engine.store.entries.values(), key=lambda e: e.first_block)[2].key
+    engine.workers.corrupt.add(key)
+    request = engine.add(Request("b", list(PROMPT), 3))
+    engine.run(1)
+    assert engine.core.counters["verify_failures"] == 1
+    assert key not in engine.store.entries
+    assert stored(engine, request) == 8
+    engine.workers.corrupt.clear()
+    settle(engine)
+    assert request.tainted == fail_policy
+    if not fail_policy:
+        assert stored(engine, request) == whole_blocks(request.num_tokens - 1), "saved again, from what was computed"
+
+
+def test_loads_that_always_fail_are_not_offered_for_ever() -> None:
+    engine = SymbolicEngine(Setup(local_cache=False))
+    serve(engine, Request("a", list(PROMPT), 2))
+    engine.workers.broken = True
+    request = serve(engine, Request("b", list(PROMPT), 2))
+    assert request.num_failed_loads == 1
+    assert stored(engine, request) == 16, "no frame is to blame"
+
+
+def test_a_load_that_cannot_be_planned_is_heard_of_at_once_and_only_once() -> None:
+    engine = SymbolicEngine(Setup(local_cache=False))
+    serve(engine, Request("a", list(PROMPT), 2))
+    request = Request("b", list(PROMPT), 2)
+    assert engine.core.match(request, 4) == 12
+    engine.core.fail_load(request, 12, [9, 10, 11, 12])  # type: ignore[list-item]
+    plan = engine.core.plan_step(StepView())
+    assert [(load.req_id, load.chunks, load.lost) for load in plan.loads] == [("b", (), (10, 11, 12))]
+    assert engine.core.match(request, 4) == 0
+    engine.core.finish(request.req_id)
+    assert not engine.store.open_leases
+
+
+def test_aborted_while_loading_keeps_the_pins_until_reported() -> None:
+    engine = SymbolicEngine(Setup(local_cache=False, num_ranks=2))
+    serve(engine, Request("a", list(PROMPT), 2))
+    request = engine.add(Request("b", list(PROMPT), 2))
+    engine.schedule()
+    engine.execute(None, [1, 0])
+    engine.finish(request, aborted=True)
+    assert len(engine.store.open_leases) == 1
+    engine.update()
+    assert len(engine.store.open_leases) == 1, "the other rank still reads"
+    settle(engine)
+
+
+def test_null_block_is_never_saved() -> None:
+    engine = SymbolicEngine(Setup())
+    request = Request("a", list(PROMPT), 2)
+    table = [5, 0, 6, 7, 8]
+    engine.core.admit(request, 0, table)  # type: ignore[arg-type]
+    view = StepView(new=[NewRequest(request.req_id, 0, table)], num_scheduled_tokens={request.req_id: 18})  # type: ignore[arg-type]
+    plan = engine.core.plan_step(view)
+    assert [copy.blocks for copy in plan.saves[0].chunks] == [(5,), (6,), (7,)]
+    engine.core.absorb(StepReport(saved=tuple(copy.ticket for copy in plan.saves[0].chunks[1:])))
+    assert not engine.store.entries.keys() - {plan.saves[0].chunks[0].key}, "without their parent they are never visible"
+
+
+# -- resets, unreadable steps, ends --------------------------------------------------------------------------------
+
+
+@both_modes
+def test_chunks_in_flight_over_a_reset_stay_invisible(run_ahead: bool) -> None:
+    engine = SymbolicEngine(Setup(run_ahead=run_ahead, local_cache=False))
+    request = engine.add(Request("a", list(PROMPT), 9))
+    engine.schedule()
+    engine.execute(None, [0])
+    engine.swap_weights_hot()
+    engine.update()
+    settle(engine)
+    assert stored(engine, request) == 0, "its KV is of two makes"
+
+
+def test_chunks_in_flight_over_a_reset_are_aborted_not_left_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SymbolicEngine(Setup())
+    engine.add(Request("a", list(PROMPT), 9))
+    engine.schedule()
+    engine.execute()
+    engine.core.reset()
+    monkeypatch.setattr(engine.store, "commit", None)
+    engine.update()
+    assert not engine.store.tickets
+
+
+def test_a_session_that_goes_on_after_a_reset_does_not_save_what_it_computed_before() -> None:
+    engine = SymbolicEngine(Setup(local_cache=False))
+    request = engine.add(Request("a", PROMPT[:8], 2, updates=[]))
+    engine.run(4)
+    assert request.status == "session"
+    engine.swap_weights_hot()
+    engine.feed_session(request, [1, 1, 2])
+    engine.run(3)
+    engine.feed_session(request, None)
+    settle(engine)
+    assert stored(engine, request) == 0
+
+
+def test_a_preempted_request_saves_again_after_a_reset() -> None:
+    engine = SymbolicEngine(Setup())
+    request = engine.add(Request("a", list(PROMPT), 9))
+    engine.run(3)
+    assert engine.reset_prefix_cache(with_connector=True)
+    settle(engine)
+    assert stored(engine, request) == whole_blocks(request.num_tokens - 1)
+
+
+def test_after_an_unreadable_step_only_requests_with_a_fresh_table_are_saved() -> None:
+    engine = SymbolicEngine(Setup(block_tokens=2))
+    old = engine.add(Request("a", PROMPT[:6], 14))
+    engine.run(2)
+    engine.unreadable_step = True
+    engine.run(4)
+    assert stored(engine, old) == 6
+    new = engine.add(Request("b", [2, 2, *PROMPT[:6]], 4))
+    settle(engine)
+    assert stored(engine, old) == 6
+    assert stored(engine, new) == whole_blocks(new.num_tokens - 1, 2)
+
+
+def test_a_step_that_fails_half_way_gives_back_what_it_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = SymbolicEngine(Setup())
+    engine.add(Request("a", list(PROMPT), 4))
+    engine.add(Request("b", [2, *PROMPT], 4))
+    reserve = engine.store.reserve
+
+    def failing(chain: Any, *args: Any) -> Any:
+        if chain.positions[0][1] == 2:
+            raise RuntimeError("store")
+        return reserve(chain, *args)
+
+    monkeypatch.setattr(engine.store, "reserve", failing)
+    with pytest.raises(RuntimeError, match="store"):
+        engine.schedule()
+    assert engine.store.tickets
+    plan = engine.core.plan_loads_only()
+    assert not plan.saves
+    assert not engine.store.tickets
+    assert not engine.core.has_work_in_flight
+
+
+def test_close_releases_everything() -> None:
+    engine = SymbolicEngine(Setup(local_cache=False))
+    serve(engine, Request("a", list(PROMPT), 2))
+    engine.add(Request("b", list(PROMPT), 2))
+    engine.add(Request("c", [2, *PROMPT], 2))
+    engine.schedule()
+    engine.core.match(Request("d", list(PROMPT), 2), 0)
+    late = Request("e", list(PROMPT), 2)
+    engine.core.match(late, 0)
+    engine.core.admit(late, 16, [11, 12, 13, 14, 15])  # type: ignore[list-item]
+    assert engine.store.tickets
+    assert len(engine.store.open_leases) == 3
+    engine.core.close()
+    assert not engine.store.tickets
+    assert not engine.store.open_leases
+    assert not engine.core.has_work_in_flight
+    assert not engine.core.plan_step(StepView()).loads
+
+
+def test_a_closed_core_hears_late_reports_without_harm() -> None:
+    engine = SymbolicEngine(Setup())
+    engine.add(Request("a", list(PROMPT), 2))
+    plan = engine.schedule()
+    engine.core.close()
+    engine.core.absorb(StepReport(saved=tuple(copy.ticket for save in plan.saves for copy in save.chunks)))
+    assert not engine.store.entries
