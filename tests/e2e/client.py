@@ -187,7 +187,7 @@ class Engine:
         assert store["frames_visible"] + store["frames_free"] == store["frames_total"], store
 
     def flip_frames(self, *, keep: int = 0) -> int:
-        """Flip a bit in each of the frames of the host tier that hold something, but for the first ``keep`` of them; how many."""
+        """Flip a bit in each used frame of the host tier, but for the first ``keep`` of them; returns how many."""
         frame_bytes = self.call("_scheduler._store.frame_bytes")
         with open(self.call("_scheduler._store.arena_path"), "r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
             frames = np.frombuffer(arena, dtype=np.uint8).reshape(-1, frame_bytes)

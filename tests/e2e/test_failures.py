@@ -1,5 +1,7 @@
-"""Loads that fail: what was promised to vLLM turns out damaged. Recompute gives the truth, fail gives a clean error; the
-engine lives."""
+"""Loads that fail: what was promised to vLLM turns out damaged.
+
+Recompute gives the truth, fail gives a clean error; the engine lives.
+"""
 
 from collections.abc import Callable
 from typing import Any

@@ -18,11 +18,14 @@ SHAPES: dict[str, dict[str, Any]] = {
     "v1-async": {"async_scheduling": True},
     "v2-async": {"async_scheduling": True, "v2_shape": True},
 }
+SHORT = {("v1", False), ("v2", False), ("v2-async", True)}
 
 
-@pytest.mark.short
-@pytest.mark.parametrize("caching", [False, True], ids=["no-prefix-caching", "prefix-caching"])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    ("shape", "caching"),
+    [pytest.param(s, c, id=f"{s}-{'caching' if c else 'no-caching'}", marks=pytest.mark.short if (s, c) in SHORT else ())
+     for s in SHAPES for c in (False, True)],
+)  # fmt: skip
 def test_two_requests_in_seven_blocks(truth: Truth, start: Callable[..., Engine], shape: str, caching: bool) -> None:
     """Request 1 is preempted, request 0 takes its blocks, request 1 resumes with what kvloft kept."""
     requests = [Req(random_ids(2000 + i, 2 * BLOCK - 2), max_tokens=3 * BLOCK) for i in range(2)]

@@ -134,12 +134,13 @@ def write_lora(folder: Path, *, seed: int, rank: int = 8) -> Path:
     from safetensors.numpy import save_file
 
     rng = np.random.default_rng(seed)
-    sizes = {"q_proj": NUM_HEADS * HEAD_DIM, "k_proj": NUM_KV_HEADS * HEAD_DIM, "v_proj": NUM_KV_HEADS * HEAD_DIM, "o_proj": HIDDEN}
+    heads, kv_heads = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
+    sizes = {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads, "o_proj": HIDDEN}
     tensors: dict[str, NDArray[np.float32]] = {}
     for layer in range(NUM_LAYERS):
         for name, rows in sizes.items():
             at = f"base_model.model.model.layers.{layer}.self_attn.{name}."
-            cols = NUM_HEADS * HEAD_DIM if name == "o_proj" else HIDDEN
+            cols = heads if name == "o_proj" else HIDDEN
             tensors[at + "lora_A.weight"] = (rng.standard_normal((rank, cols)) / np.sqrt(cols)).astype(np.float32)
             tensors[at + "lora_B.weight"] = (rng.standard_normal((rows, rank)) / np.sqrt(rank)).astype(np.float32)
     folder.mkdir(parents=True, exist_ok=True)

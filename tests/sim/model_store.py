@@ -1,7 +1,8 @@
-"""The store as a dict: same protocol as ``kvloft._core.Store`` and ``Arena``, obviously right, and as unkind as allowed.
+"""The store as a dict: same protocol as ``kvloft._core.Store``, obviously right, and as unkind as allowed.
 
 Given a random generator it evicts, refuses and delays whenever the contract lets a store do so. Frames are real shared
-memory, so that real workers can use them. It must not know vLLM.
+memory, so that real workers can use them; the disk is a copy of the frame that takes polls to come back.
+It must not know vLLM.
 """
 
 import mmap
@@ -9,14 +10,10 @@ import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-TRAILER_BYTES = 128
 
 
 @dataclass(eq=False)
@@ -85,6 +82,7 @@ class ModelStore:
     disk_threads: int = 2
     description: str = ""
     unkind: random.Random | None = None
+    has_disk: bool = False
     entries: dict[bytes, Entry] = field(default_factory=dict)
     tickets: dict[int, Entry] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=lambda: {"host_evictions": 0, "disk_verify_failures": 0})
@@ -97,7 +95,6 @@ class ModelStore:
         self._bytes = map_frames(self.arena_path, self.frame_bytes, self.num_frames)
         self._free = list(range(self.num_frames))
         self._next_ticket = 0
-        self._read_back()
 
     # -- questions ------------------------------------------------------------------------------------------------
 
@@ -171,10 +168,9 @@ class ModelStore:
                 continue
             entry.visible = True
             done += 1
-            if self.disk_path is not None:
+            if self.has_disk:
                 assert entry.frame is not None
                 entry.saved = self._bytes[entry.frame].tobytes()
-                self._write(entry)
         return done
 
     def abort(self, tickets: Sequence[int]) -> None:
@@ -201,8 +197,6 @@ class ModelStore:
             for child in [e for e in self.entries.values() if e.parent == entry.key]:
                 self._kill(child)
         entry.dead, entry.visible, entry.saved = True, False, None
-        if self.disk_path is not None:
-            self._file(entry.key).unlink(missing_ok=True)
         self._free_if_unused(entry)
 
     def unpin(self, entry: Entry) -> None:
@@ -232,7 +226,8 @@ class ModelStore:
         return self._free.pop(self.unkind.randrange(len(self._free)) if self.unkind else -1) if self._free else None
 
     def _evict(self) -> None:
-        leaves = [e for e in self.entries.values() if e.visible and not e.pins and e.frame is not None and not self._has_child(e)]
+        idle = [e for e in self.entries.values() if e.visible and not e.pins and e.frame is not None]
+        leaves = [e for e in idle if not self._has_child(e)]
         if leaves:
             entry = self.unkind.choice(leaves) if self.unkind else leaves[0]
             assert entry.frame is not None
@@ -267,28 +262,6 @@ class ModelStore:
     def close(self, timeout_s: float = 30.0) -> None:
         assert not self.tickets, "reservations outlive their owner"
 
-    def _file(self, key: bytes) -> Path:
-        return Path(self.disk_path or "") / self.namespace.hex()[:16] / key.hex()
-
-    def _write(self, entry: Entry) -> None:
-        path = self._file(entry.key)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        head = (
-            (entry.parent or b"").rjust(32, b"\0")
-            + entry.first_block.to_bytes(4, "little")
-            + entry.num_blocks.to_bytes(4, "little")
-        )
-        path.with_suffix(".tmp").write_bytes(head + (entry.saved or b""))
-        path.with_suffix(".tmp").rename(path)
-
-    def _read_back(self) -> None:
-        for path in Path(self._file(b"").parent).glob("?" * 64) if self.disk_path is not None else ():
-            raw = path.read_bytes()
-            parent = raw[:32] if any(raw[:32]) else None
-            first, count = int.from_bytes(raw[32:36], "little"), int.from_bytes(raw[36:40], "little")
-            key = bytes.fromhex(path.name)
-            self.entries[key] = Entry(key, parent, first, count, saved=raw[40:], visible=True)
-
 
 def map_frames(path: str, frame_bytes: int, num_frames: int) -> NDArray[np.uint8]:
     """The arena at ``path`` as an array of frames."""
@@ -298,59 +271,3 @@ def map_frames(path: str, frame_bytes: int, num_frames: int) -> NDArray[np.uint8
     finally:
         os.close(fd)
     return np.frombuffer(mapped, dtype=np.uint8).reshape(num_frames, frame_bytes)
-
-
-class ModelArena:
-    """See ``kvloft._core.Arena``: a tag over payload, key, layout, size and rank, by another function."""
-
-    def __init__(self, path: str, frame_bytes: int, num_frames: int) -> None:
-        self.frames = map_frames(path, frame_bytes, num_frames)
-        self.frame_bytes, self.num_frames, self.size_bytes = frame_bytes, num_frames, frame_bytes * num_frames
-        self.address = self.frames.ctypes.data
-
-    @staticmethod
-    def open(path: str, *, frame_bytes: int, num_frames: int) -> "ModelArena":
-        return ModelArena(path, frame_bytes, num_frames)
-
-    def _trailer(
-        self, frame: int, offset: int, key: bytes, layout: bytes, page_bytes: Sequence[int], num_blocks: int, rank: int
-    ) -> bytes:
-        payload = self.frames[frame, offset : offset + num_blocks * sum(page_bytes)].tobytes()
-        tag = blake2b(payload, digest_size=32).digest()
-        return key + blake2b(layout, digest_size=24).digest() + num_blocks.to_bytes(4, "little") + rank.to_bytes(4, "little") + tag
-
-    def seal(
-        self,
-        frame: int,
-        *,
-        offset: int,
-        part_bytes: int,
-        key: bytes,
-        layout: bytes,
-        page_bytes: Sequence[int],
-        num_blocks: int,
-        rank: int,
-    ) -> int:
-        trailer = self._trailer(frame, offset, key, layout, page_bytes, num_blocks, rank)
-        end = offset + part_bytes
-        self.frames[frame, end - TRAILER_BYTES : end - TRAILER_BYTES + len(trailer)] = np.frombuffer(trailer, dtype=np.uint8)
-        return int.from_bytes(trailer[-8:], "little")
-
-    def check(
-        self,
-        frame: int,
-        *,
-        offset: int,
-        part_bytes: int,
-        key: bytes,
-        layout: bytes,
-        page_bytes: Sequence[int],
-        num_blocks: int,
-        rank: int,
-    ) -> str | None:
-        trailer = self._trailer(frame, offset, key, layout, page_bytes, num_blocks, rank)
-        end = offset + part_bytes
-        found = self.frames[frame, end - TRAILER_BYTES : end - TRAILER_BYTES + len(trailer)].tobytes()
-        if found == trailer:
-            return None
-        return "key" if found[:32] != trailer[:32] else "shape" if found[32:64] != trailer[32:64] else "tag"

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from .engine import BLOCK, Engine, Shape
-from .model_store import ModelArena, ModelStore
+from .model_store import ModelStore
 from .symbols import VOCAB, Spec, Turn, contents_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -62,7 +62,7 @@ class Traffic:
         return Spec(name, contents_of(kept, raw, mask), max_tokens, kept, rows, mask, salt)
 
 
-def drive(engine: Engine, seed: int, *, num_requests: int = 30, troubled: bool = True, traffic: "Traffic | None" = None) -> None:
+def drive(engine: Engine, seed: int, *, num_requests: int = 30, troubled: bool = True, traffic: Traffic | None = None) -> None:
     """Random events until all requests have come and gone."""
     events = random.Random(seed + 2)
     traffic = traffic or Traffic(seed, engine.shape)
@@ -90,10 +90,9 @@ def build(monkeypatch: pytest.MonkeyPatch, folder: Path, shape: Shape, seed: int
     from kvloft import _core
 
     def store(**settings: object) -> ModelStore:
-        return ModelStore(**settings, unkind=random.Random(seed + 3))  # type: ignore[arg-type]
+        return ModelStore(**settings, unkind=random.Random(seed + 3), has_disk=seed % 2 == 0)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_core, "Store", store, raising=False)
-    monkeypatch.setattr(_core, "Arena", ModelArena, raising=False)
+    monkeypatch.setattr(_core, "Store", store)
     return Engine(folder, shape, seed)
 
 
