@@ -20,10 +20,11 @@ constexpr u64 kTagM2 = 0x6f8b3af112db4f79ull;
 
 // A bijection of 64 bits: a changed word always changes its term of the sum.
 __device__ __forceinline__ u64 mix(u64 x) {
-  x *= kTagM1;
   x ^= x >> 32;
+  x *= kTagM1;
+  x ^= x >> 29;
   x *= kTagM2;
-  return x ^ (x >> 29);
+  return x ^ (x >> 32);
 }
 
 // Where word `word` of page `page` stands; the next word is at + kTagB.

@@ -25,10 +25,12 @@ def page_sum(page: np.ndarray, number: int) -> int:
     words = padded.view("<u8")
     with np.errstate(over="ignore"):
         at = np.arange(len(words), dtype=np.uint64) * np.uint64(_C["B"]) + np.uint64((number * _C["A"] + _C["C"]) % 2**64)
-        x = (words ^ at) * np.uint64(_C["M1"])
+        x = words ^ at
         x ^= x >> np.uint64(32)
-        x *= np.uint64(_C["M2"])
+        x *= np.uint64(_C["M1"])
         x ^= x >> np.uint64(29)
+        x *= np.uint64(_C["M2"])
+        x ^= x >> np.uint64(32)
         return int(x.sum(dtype=np.uint64))
 
 

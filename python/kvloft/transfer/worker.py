@@ -7,6 +7,7 @@ ordering allows, then takes the report. Each is idempotent within a step, becaus
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping
 
 import torch
@@ -41,6 +42,8 @@ class WorkerCore:
         self._pending = Finished()
         self._num_announced = 0
         self._totals = Finished()
+        self.lifetime: Counter[str] = Counter()
+        """Bytes and chunks since the start: saved_bytes, loaded_bytes, saved_chunks, failed_chunks, loads, bad_chunks."""
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, fingerprint: str) -> PagedLayout:
         """Learn where the pages are. Raises LayoutError for layouts, UnsupportedError for GPUs that cannot be served."""
@@ -129,6 +132,12 @@ class WorkerCore:
         pending.failed += done.failed
         pending.loads += done.loads
         pending.bad_blocks |= done.bad_blocks
+        if done.saved or done.failed or done.loads or done.num_bytes_saved or done.num_bytes_loaded:
+            bad_chunks = sum(len(result.bad_keys) for result in done.loads)
+            self.lifetime.update(
+                saved_bytes=done.num_bytes_saved, loaded_bytes=done.num_bytes_loaded, saved_chunks=len(done.saved),
+                failed_chunks=len(done.failed), loads=len(done.loads), bad_chunks=bad_chunks,
+            )  # fmt: skip
         totals.num_bytes_saved += done.num_bytes_saved
         totals.num_bytes_loaded += done.num_bytes_loaded
         totals.seconds_saving += done.seconds_saving
