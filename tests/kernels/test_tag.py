@@ -15,6 +15,6 @@ def test_device_and_rust_constants_agree() -> None:
 
 def test_oracle_makes_the_golden_tags_of_the_rust_core() -> None:
     payload = np.arange(256, dtype=np.uint8)
-    assert chunk_tag(payload, [256], 1) == 0xF5FBEE2D169992DD
-    assert chunk_tag(payload, [64], 4) == 0x5B68BE500F46749C
-    assert chunk_tag(payload, [100, 28], 2) == 0xCC6A02042E017C18
+    assert chunk_tag(payload, [256], 1) == 0xFBDC8C44C240FDE6
+    assert chunk_tag(payload, [64], 4) == 0xB42FC555211F20B3
+    assert chunk_tag(payload, [100, 28], 2) == 0xAB1F09EF54734709

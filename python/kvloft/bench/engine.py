@@ -7,7 +7,6 @@ its own row.
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -42,9 +41,10 @@ def run(
 
 
 def _child(name: str, options: dict[str, Any], log: Path, timeout_s: float) -> dict[str, Any]:
-    command = [sys.executable, "-m", "kvloft.bench.engine_child", name, json.dumps(options)]
+    settings = [f"{key}={value}" for key, value in CHILD_ENV.items()]
+    command = ["env", *settings, sys.executable, "-m", "kvloft.bench.engine_child", name, json.dumps(options)]
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env={**CHILD_ENV, **os.environ})
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
         try:
             status: int | str = process.wait(max(1.0, timeout_s))
         except subprocess.TimeoutExpired:

@@ -226,7 +226,11 @@ def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
         return {}
     ordered = sorted(seconds)
     marks = {p: ordered[min(len(ordered) - 1, len(ordered) * p // 100)] * 1e3 for p in (50, 90, 99)}
-    return {**{f"{name}_p{p}_ms": value for p, value in marks.items()}, f"{name}_steps": len(seconds), f"{name}_max_ms": ordered[-1] * 1e3}
+    return {
+        **{f"{name}_p{p}_ms": value for p, value in marks.items()},
+        f"{name}_steps": len(seconds),
+        f"{name}_max_ms": ordered[-1] * 1e3,
+    }
 
 
 def phase_tokens(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from kvloft import __version__
 from kvloft.errors import ConfigError
 
-COMMANDS = ("config", "inspect", "verify")
+COMMANDS = ("config", "inspect", "verify", "bench", "calibrate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

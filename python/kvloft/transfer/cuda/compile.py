@@ -65,7 +65,6 @@ def compile_kernels(arch: str, vec_bytes: int, cache_dir: Path | None = None, *,
         raise KernelError(f"kvloft's GPU kernels could not be compiled for {arch}: {error}") from error
 
 
-def default_cache_dir(environ: dict[str, str] | None = None) -> Path:
-    """Where compiled kernels and calibrations are kept: ``$XDG_CACHE_HOME/kvloft`` or ``~/.cache/kvloft``."""
-    base = (environ or {}).get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "kvloft"
+def default_cache_dir() -> Path:
+    """Where compiled kernels and calibrations are kept: ``~/.cache/kvloft``."""
+    return Path.home() / ".cache" / "kvloft"
