@@ -90,7 +90,8 @@ def start(zygote: Zygote, model: Path) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def launch(*, v2_shape: bool = False, env: dict[str, str] | None = None, **kwargs: Any) -> Engine:
-        engine = zygote.engine(engine_kwargs(model, **kwargs), v2_shape=v2_shape, env=env)
+        path = kwargs.pop("model", model)
+        engine = zygote.engine(engine_kwargs(path, **kwargs), v2_shape=v2_shape, env=env)
         engines.append(engine)
         return engine
 

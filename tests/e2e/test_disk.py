@@ -175,7 +175,7 @@ def test_another_model_finds_nothing_of_this_one(
 
     fill(truth, start, tmp_path)
     other = tiny.write_model(tmp_path_factory.mktemp("other"), seed=77)
-    engine = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120, model=str(other))
+    engine = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120, model=other)
     results = engine.ask(*[p.again() for p in PROMPTS])
     assert sum(r.num_external for r in results) == 0
     assert [r.tokens for r in results] != [truth.tokens(p) for p in PROMPTS]
