@@ -206,6 +206,16 @@ impl State {
             entry.dirty = Dirty::Queued;
             books.num_dirty += 1;
             books.queue.push_back((id, entry.generation()));
+            self.trim_queue();
+        }
+    }
+
+    /// Keeps the queue from growing with chunks that left host before a slow disk got to them.
+    fn trim_queue(&mut self) {
+        let most = 2 * self.host.arena().num_frames() as usize + 64;
+        if let Some(books) = self.disk.as_mut().filter(|books| books.queue.len() > most) {
+            let index = &self.index;
+            books.queue.retain(|&(id, generation)| index.is_same(id, generation) && index[id].dirty == Dirty::Queued);
         }
     }
 

@@ -14,7 +14,7 @@ mod state;
 mod stats;
 mod threads;
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -35,6 +35,8 @@ use crate::tier::host::HostTier;
 
 /// Longest wait for a disk thread that is inside one read or write when the store ends.
 const LAST_JOB_TIMEOUT: Duration = Duration::from_secs(10);
+/// Longest sleep of whoever waits for the disk before looking again.
+const WAIT_SLICE: Duration = Duration::from_millis(20);
 /// Longest wait of `clear` for the disk; it is cleared later where that is not enough.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -87,9 +89,19 @@ impl Inner {
 
     /// Waits until `done` or the deadline; true if done. False at once after a failure.
     fn wait(&self, deadline: Instant, done: impl Fn(&State) -> bool) -> bool {
-        let Some(state) = self.books() else { return false };
-        let left = deadline.saturating_duration_since(Instant::now());
-        self.idle.wait_timeout_while(state, left, |state| !done(state)).is_ok_and(|(_, result)| !result.timed_out())
+        let Some(mut state) = self.books() else { return false };
+        while !done(&state) {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return false;
+            }
+            // Only ends of jobs are announced; what else may change the answer is looked for now and then.
+            match self.idle.wait_timeout(state, left.min(WAIT_SLICE)) {
+                Ok((books, _)) => state = books,
+                Err(_) => return false,
+            }
+        }
+        true
     }
 }
 
@@ -148,9 +160,13 @@ impl Store {
             num_frames,
             blocks_per_chunk: config.blocks_per_chunk,
         });
-        let num_threads = config.disk.as_ref().map_or(0, |disk| disk.num_threads);
-        let threads = threads::spawn(&inner, num_threads)?;
-        Ok(Self { inner, threads: Mutex::new(threads) })
+        // Dropped with what threads it has, should one more not start.
+        let mut store = Self { inner, threads: Mutex::default() };
+        for nth in 0..config.disk.as_ref().map_or(0, |disk| disk.num_threads) {
+            let thread = threads::spawn(&store.inner, nth)?;
+            store.threads.get_mut().unwrap_or_else(PoisonError::into_inner).extend(thread);
+        }
+        Ok(store)
     }
 
     /// Path that another process of this user may map, see [`crate::io::Arena::open`].
@@ -227,7 +243,7 @@ impl Store {
     /// back after a restart either.
     pub fn clear(&self) {
         if self.inner.with_books(State::clear).is_some() {
-            let cleared = |state: &State| state.disk.as_ref().is_none_or(|disk| !disk.is_clearing());
+            let cleared = |state: &State| state.disk.as_ref().is_none_or(|disk| !disk.is_clearing() || disk.stopping);
             self.inner.wait(Instant::now() + CLEAR_TIMEOUT, cleared);
         }
     }
@@ -242,7 +258,9 @@ impl Store {
     /// Waits until every visible chunk that will get to disk is there and every forgotten one is not; false at the deadline.
     pub fn flush(&self, timeout: Duration) -> bool {
         let settled = |state: &State| state.disk.as_ref().is_none_or(disk::DiskBooks::is_settled);
-        self.inner.wait(deadline(timeout), settled)
+        let stopped = |state: &State| state.disk.as_ref().is_some_and(|disk| disk.stopping);
+        self.inner.wait(deadline(timeout), |state| settled(state) || stopped(state))
+            && self.inner.books().is_some_and(|state| settled(&state))
     }
 
     /// Stops serving (lookups miss, reservations are dropped), writes what still has to get to disk until the timeout, and
@@ -251,7 +269,7 @@ impl Store {
         self.inner.with_books(|state| state.closed = true);
         self.flush(timeout);
         self.inner.with_books(State::stop);
-        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(std::sync::PoisonError::into_inner));
+        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         threads::join(threads, LAST_JOB_TIMEOUT);
         if let Some(disk) = &self.inner.disk {
             disk.close();
@@ -275,4 +293,47 @@ impl Drop for Store {
 fn deadline(timeout: Duration) -> Instant {
     let now = Instant::now();
     now.checked_add(timeout).unwrap_or(now + Duration::from_secs(1 << 30))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::evict::Eviction;
+
+    /// A panic under the lock must not reach whoever asks next: everything is a miss, and guards can still be dropped.
+    #[test]
+    fn a_store_that_failed_inside_misses() {
+        let config = StoreConfig {
+            frame_bytes: 4096,
+            host_bytes: 8 * 4096,
+            blocks_per_chunk: 1,
+            eviction: Eviction::Lru,
+            available_bytes: None,
+            namespace: [0; 32],
+            disk: None,
+        };
+        let store = Store::open(&config).unwrap();
+        let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).unwrap();
+        chain.append_tokens(&[1, 2, 3]).unwrap();
+        let all = SaveRange { start: 0, stop: 3, tail_blocks: 0 };
+        let mut reserved = store.reserve(&chain, all).unwrap();
+        let last = reserved.leases.pop();
+        assert_eq!(store.commit(reserved.leases), 2);
+        let lease = store.acquire(&chain);
+        assert_eq!(lease.poll().ready_blocks, 2);
+        let inner = Arc::clone(&store.inner);
+        let panicked = std::thread::spawn(move || inner.with_books(|_| panic!("asked to"))).join();
+        assert!(panicked.is_err());
+        assert_eq!(store.lookup(&chain), Lookup::default());
+        assert_eq!(store.acquire(&chain).poll(), Progress::default());
+        assert_eq!(lease.frames(), []);
+        assert_eq!(store.reserve(&chain, all).unwrap().num_dropped, 3);
+        assert_eq!(store.commit(last), 0);
+        assert_eq!(store.discard(chain.keys()), 0);
+        store.clear();
+        assert!(!store.flush(Duration::MAX));
+        assert!(store.stats().iter().all(|(_, value)| *value == 0));
+        drop(lease);
+        store.close(Duration::ZERO);
+    }
 }

@@ -19,18 +19,13 @@ use crate::{Error, ErrorKind, Result};
 /// Times a write asks for a slot: another thread may take the one that was just freed.
 const SLOT_TRIES: u32 = 4;
 
-/// Starts the threads; `Io` if the system has none left.
-pub(super) fn spawn(inner: &Arc<Inner>, num_threads: u32) -> Result<Vec<JoinHandle<()>>> {
-    let Some(disk) = &inner.disk else { return Ok(Vec::new()) };
-    (0..num_threads)
-        .map(|nth| {
-            let (inner, disk) = (Arc::clone(inner), Arc::clone(disk));
-            let thread = std::thread::Builder::new().name(format!("kvloft-disk-{nth}"));
-            thread
-                .spawn(move || while do_next(&inner, &*disk) {})
-                .map_err(|error| Error::io("a disk thread cannot be started", error))
-        })
-        .collect()
+/// Starts a thread, if there is a disk; `Io` if the system has none left.
+pub(super) fn spawn(inner: &Arc<Inner>, nth: u32) -> Result<Option<JoinHandle<()>>> {
+    let Some(disk) = &inner.disk else { return Ok(None) };
+    let (inner, disk) = (Arc::clone(inner), Arc::clone(disk));
+    let thread = std::thread::Builder::new().name(format!("kvloft-disk-{nth}"));
+    let thread = thread.spawn(move || while do_next(&inner, &*disk) {});
+    thread.map(Some).map_err(|error| Error::io("a disk thread cannot be started", error))
 }
 
 /// Waits for threads that were told to stop. One that hangs inside the system is left behind at the timeout.

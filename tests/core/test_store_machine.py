@@ -1,0 +1,199 @@
+"""The store in any order of events, from Python, against the dictionary in `tests/model/store.py`: with and without a disk,
+with room to spare (answers are equal) and without (answers are never more than the model's), over restarts.
+"""
+
+import importlib.util
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+from hypothesis import settings
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
+
+from kvloft import _core
+
+_spec = importlib.util.spec_from_file_location("store_model", Path(__file__).parents[1] / "model" / "store.py")
+assert _spec is not None
+assert _spec.loader is not None
+_module = importlib.util.module_from_spec(_spec)
+sys.modules["store_model"] = _module
+_spec.loader.exec_module(_module)
+
+FRAME = 4096
+NAMESPACE = b"m" * 32
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=7).map(tuple)
+
+
+def chain_of(prompt: tuple[int, ...]) -> _core.KeyChain:
+    chain = _core.KeyChain(_core.root_key(NAMESPACE, None, None), block_tokens=1)
+    chain.append_tokens(list(prompt))
+    return chain
+
+
+def spec(key: bytes, num_blocks: int) -> dict[str, Any]:
+    return {
+        "offset": 0, "part_bytes": FRAME, "key": key, "layout": b"l" * 32, "page_bytes": [64, 32], "num_blocks": num_blocks,
+        "rank": 0,
+    }  # fmt: skip
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """One store, and beside it the model of everything that was committed and not forgotten."""
+
+    tickets: Bundle[int] = Bundle("tickets")
+    leases: Bundle[Any] = Bundle("leases")
+
+    @initialize(
+        per_chunk=st.integers(1, 3), num_frames=st.sampled_from([1, 3, 8, 400]), num_slots=st.sampled_from([0, 4, 300]),
+        eviction=st.sampled_from(["lru", "s3fifo"]), threads=st.integers(1, 3),
+    )  # fmt: skip
+    def open(self, per_chunk: int, num_frames: int, num_slots: int, eviction: str, threads: int) -> None:
+        self.path = tempfile.mkdtemp(prefix="kvloft-machine-") if num_slots else None
+        self.settings: dict[str, Any] = {
+            "frame_bytes": FRAME, "host_bytes": num_frames * FRAME, "namespace": NAMESPACE, "blocks_per_chunk": per_chunk,
+            "eviction": eviction, "disk_path": self.path, "disk_bytes": (num_slots + 16) * FRAME, "disk_threads": threads,
+        }  # fmt: skip
+        self.roomy = num_frames == 400
+        self.model = _module.StoreModel(per_chunk)
+        self.held: list[Any] = []
+        self._start()
+
+    def _start(self) -> None:
+        self.store = _core.Store(**self.settings)
+        frames = self.store.num_frames
+        self.arena = _core.Arena.open(self.store.arena_path, frame_bytes=FRAME, num_frames=frames)
+
+    @rule(target=tickets, prompt=prompts, start=st.integers(0, 3), stop=st.integers(0, 7), tail=st.integers(0, 2))
+    def reserve(self, prompt: tuple[int, ...], start: int, stop: int, tail: int) -> Any:
+        per_chunk = self.model.per_chunk
+        full = len(prompt) // per_chunk
+        start = min(start, full)
+        stop = min(max(stop, start), full)
+        tail = min(tail, per_chunk - 1, len(prompt) - stop * per_chunk)
+        chain = chain_of(prompt)
+        rows, dropped = self.store.reserve(chain, start, stop, tail)
+        assert len(rows) + dropped <= stop - start + (tail > 0)
+        for ticket, frame, key, first_block, num_blocks in rows:
+            end = first_block + num_blocks
+            assert key == chain.key(end - 1)
+            if self.roomy:
+                self.model.reserve(ticket, prompt[:end])
+            else:
+                self.model.state.setdefault(prompt[:end], "reserved")
+                self.model.tickets[ticket] = prompt[:end]
+            self.arena.seal(frame, **spec(key, num_blocks))
+        return multiple(*(row[0] for row in rows))
+
+    @rule(taken=st.lists(consumes(tickets), min_size=1, max_size=4))
+    def commit(self, taken: list[int]) -> None:
+        visible = self.store.commit(taken)
+        expected = self.model.commit(taken)
+        if self.roomy:
+            assert visible == expected
+
+    @rule(ticket=consumes(tickets))
+    def abort(self, ticket: int) -> None:
+        self.store.abort([ticket])
+        if self.roomy:
+            self.model.abort(ticket)
+
+    @rule(target=leases, prompt=prompts, wait=st.booleans())
+    def acquire(self, prompt: tuple[int, ...], wait: bool) -> Any:
+        lease = self.store.acquire(chain_of(prompt))
+        self.held.append((lease, prompt))
+        if wait:
+            self._settle(lease)
+            if self.roomy:
+                assert lease.poll() == (self.model.lookup(prompt), 0)
+        return (lease, prompt)
+
+    def _settle(self, lease: _core.ReadLease) -> None:
+        deadline = time.monotonic() + 20
+        while lease.poll()[1]:
+            assert time.monotonic() < deadline
+            time.sleep(0.0005)
+
+    @rule(lease=consumes(leases))
+    def release(self, lease: Any) -> None:
+        lease[0].release()
+        self.held = [other for other in self.held if other is not lease]
+
+    @rule(prompt=prompts)
+    def discard(self, prompt: tuple[int, ...]) -> None:
+        gone = self.store.discard([chain_of(prompt).key(len(prompt) - 1)])
+        expected = self.model.forget(prompt)
+        if self.roomy:
+            assert gone == expected
+
+    @rule()
+    def clear(self) -> None:
+        self.store.clear()
+        self.model.clear()
+
+    @precondition(lambda self: self.path is not None)
+    @rule(flush=st.booleans())
+    def reopen(self, flush: bool) -> None:
+        """Leases of the old store may outlive it; tickets of it mean nothing to the new one."""
+        if flush:
+            assert self.store.flush(20)
+        before = self.store.stats()["disk_used"]
+        self.store.close(20 if flush else 0)
+        for lease, _ in self.held:
+            lease.release()
+        self.held.clear()
+        self._start()
+        stats = self.store.stats()
+        assert stats["disk_verify_failures"] == 0
+        if flush:
+            assert stats["disk_recovered"] == stats["disk_used"] == before
+        self.roomy = False
+        # Reserved chunks are gone; the new store counts tickets afresh, so old ones must not be used again.
+        self.model.state = {prefix: state for prefix, state in self.model.state.items() if state != "reserved"}
+        self.retired = True
+
+    @invariant()
+    def nothing_wrong_is_found(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        stats = self.store.stats()
+        assert stats["frames_reserved"] + stats["frames_visible"] + stats["frames_free"] == stats["frames_total"]  # I8
+        per_chunk = self.model.per_chunk
+        for prefix in list(self.model.state) or [(0, 1, 0)]:
+            host, stored = self.store.lookup(chain_of(prefix))
+            assert host <= stored <= len(prefix)
+            assert all(prefix[:end] in self.model.state for end in range(per_chunk, stored + 1, per_chunk))  # I1, I3
+            if self.roomy:
+                assert (host, stored) == (self.model.lookup(prefix),) * 2
+
+    @invariant()
+    def leased_frames_are_what_they_say(self) -> None:
+        for lease, prompt in getattr(self, "held", []):
+            chain = chain_of(prompt)
+            for frame, key, first_block, num_blocks, _ in lease.frames():
+                assert key == chain.key(first_block + num_blocks - 1)
+                assert self.arena.check(frame, **spec(key, num_blocks)) is None  # I1, I4
+
+    def teardown(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        for lease, _ in self.held:
+            lease.release()
+        self.store.flush(20)
+        deadline = time.monotonic() + 20
+        while self.store.stats()["reads_pending"] and time.monotonic() < deadline:
+            time.sleep(0.001)
+        self.store.clear()
+        stats = self.store.stats()
+        assert (stats["pins"], stats["read_leases"], stats["entries"], stats["disk_used"]) == (0, 0, 0, 0)  # I5
+        assert stats["frames_visible"] == 0
+        self.store.close()
+        if self.path is not None:
+            shutil.rmtree(self.path)
+
+
+TestStoreMachine = StoreMachine.TestCase
+TestStoreMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
