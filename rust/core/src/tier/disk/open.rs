@@ -155,7 +155,7 @@ fn settle(
     (entries, bad): (Vec<DiskEntry>, Vec<SlotId>),
     stats: &mut DiskStats,
 ) -> (Slots, Vec<DiskEntry>) {
-    let Recovered { entries, duplicates, orphans } = recover::recover(entries);
+    let Recovered { entries, duplicates, orphans } = recover::recover(&entries);
     stats.recovered = entries.len() as u64;
     stats.dropped_duplicates = duplicates.len() as u64;
     stats.dropped_orphans = orphans.len() as u64;

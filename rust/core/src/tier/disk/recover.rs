@@ -3,9 +3,6 @@
 //! Each record has proved itself; here they are made consistent: one slot per chunk, every parent present, parents before
 //! children, otherwise oldest first. It must not do I/O.
 
-use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
-
 use super::types::{DiskEntry, SlotId};
 use crate::ChunkKey;
 
@@ -27,40 +24,67 @@ enum Fate {
     Dropped,
 }
 
-/// Keys are digests already: their first 8 bytes are as good a hash as any.
-#[derive(Debug, Default)]
-struct DigestHasher(u64);
-
-impl Hasher for DigestHasher {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        if let Some(first) = bytes.first_chunk::<8>() {
-            self.0 = u64::from_le_bytes(*first);
-        }
-    }
-    fn write_usize(&mut self, _len_prefix: usize) {}
+/// Key -> position in the found entries: open addressing over 4-byte cells, so that a million keys stay in a cache.
+///
+/// Keys are digests already, so their first bytes are as good a hash as any.
+struct Table<'a> {
+    found: &'a [DiskEntry],
+    /// Position + 1; 0 is an empty cell. At most half are taken.
+    cells: Vec<u32>,
 }
 
-type ByKey = HashMap<ChunkKey, usize, BuildHasherDefault<DigestHasher>>;
+impl<'a> Table<'a> {
+    fn new(found: &'a [DiskEntry]) -> Self {
+        Self { found, cells: vec![0; (found.len() * 2).next_power_of_two()] }
+    }
 
-/// Orders and prunes the entries of an index (one per slot, in any order).
-pub(super) fn recover(mut found: Vec<DiskEntry>) -> Recovered {
-    found.sort_unstable_by_key(|e| (e.sequence, e.slot));
+    /// The cell of `key`, taken or where it would go.
+    fn cell(&self, key: &ChunkKey) -> usize {
+        let [a, b, c, d, ..] = key.0;
+        let mask = self.cells.len() - 1;
+        let mut at = u32::from_le_bytes([a, b, c, d]) as usize & mask;
+        while let Some(position) = self.position(at)
+            && self.found[position].key != *key
+        {
+            at = (at + 1) & mask;
+        }
+        at
+    }
+
+    fn position(&self, cell: usize) -> Option<usize> {
+        self.cells[cell].checked_sub(1).map(|position| position as usize)
+    }
+
+    fn get(&self, key: &ChunkKey) -> Option<usize> {
+        self.position(self.cell(key))
+    }
+
+    /// Puts an entry under its key; returns the one that was there.
+    fn insert(&mut self, position: u32) -> Option<usize> {
+        let cell = self.cell(&self.found[position as usize].key);
+        let before = self.position(cell);
+        self.cells[cell] = position + 1;
+        before
+    }
+}
+
+/// Orders and prunes the entries of an index: one per slot, in order of slots.
+pub(super) fn recover(found: &[DiskEntry]) -> Recovered {
+    let mut order: Vec<(u64, u32)> = found.iter().map(|e| e.sequence).zip(0..).collect();
+    order.sort_unstable();
     let mut out = Recovered { entries: Vec::with_capacity(found.len()), ..Recovered::default() };
     let mut fates = vec![Fate::Unknown; found.len()];
-    let mut by_key = ByKey::with_capacity_and_hasher(found.len(), BuildHasherDefault::default());
-    for (i, entry) in found.iter().enumerate() {
+    let mut table = Table::new(found);
+    for &(_, at) in &order {
         // In order of writing, so the newer copy of a chunk takes the older one's place.
-        if let Some(older) = by_key.insert(entry.key, i) {
+        if let Some(older) = table.insert(at) {
             fates[older] = Fate::Dropped;
             out.duplicates.push(found[older].slot);
         }
     }
     let mut path = Vec::new();
-    for i in 0..found.len() {
-        let fate = climb(&found, &by_key, &fates, i, &mut path);
+    for &(_, at) in &order {
+        let fate = climb(&table, &fates, at as usize, &mut path);
         // From the highest unplaced ancestor down to the entry itself.
         for at in path.drain(..).rev() {
             fates[at] = fate;
@@ -76,17 +100,17 @@ pub(super) fn recover(mut found: Vec<DiskEntry>) -> Recovered {
 /// Collects the entry and its ancestors that have no fate yet, and says which fate they share.
 ///
 /// Depth falls by one each step, so a forged cycle of parents ends too.
-fn climb(found: &[DiskEntry], by_key: &ByKey, fates: &[Fate], start: usize, path: &mut Vec<usize>) -> Fate {
+fn climb(table: &Table, fates: &[Fate], start: usize, path: &mut Vec<usize>) -> Fate {
     let mut at = start;
     loop {
         if fates[at] != Fate::Unknown {
             return fates[at];
         }
         path.push(at);
-        let entry = &found[at];
+        let entry = &table.found[at];
         let Some(depth) = entry.depth.checked_sub(1) else { return Fate::Kept };
-        match by_key.get(&entry.parent) {
-            Some(&parent) if found[parent].depth == depth => at = parent,
+        match table.get(&entry.parent) {
+            Some(parent) if table.found[parent].depth == depth => at = parent,
             _ => return Fate::Dropped,
         }
     }

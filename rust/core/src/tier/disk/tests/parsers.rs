@@ -102,7 +102,7 @@ proptest! {
             let DiskMeta { key, parent, num_blocks, depth } = meta_of(i);
             DiskEntry { slot, key, parent, num_blocks, sequence, depth: if forge == 0 { depth + 1 } else { depth } }
         }).collect();
-        let recovered = recover(found.clone());
+        let recovered = recover(&found);
         // Oracle: newest copy of each key, then drop the parentless until nothing changes.
         let mut live: Vec<_> = found.iter().filter(|e| {
             !found.iter().any(|o| o.key == e.key && (o.sequence, o.slot) > (e.sequence, e.slot))
@@ -148,7 +148,7 @@ fn test_oldest_comes_first_unless_its_parent_is_younger() {
         DiskEntry { slot: SlotId(i), key, parent, num_blocks, sequence, depth }
     };
     // 6's parent is 2, whose parent is 0.
-    let recovered = recover(vec![entry(6, 1), entry(1, 2), entry(0, 3), entry(2, 9)]);
+    let recovered = recover(&[entry(6, 1), entry(1, 2), entry(0, 3), entry(2, 9)]);
     assert_eq!(numbers(&recovered.entries), [0, 2, 6, 1]);
 }
 
