@@ -1,0 +1,242 @@
+"""What the scheduler half costs an engine: `python benches/bench_scheduler.py [--json]`.
+
+Steps of 256 decoding requests (vLLM's own SchedulerOutput in, StepPlan out, then the workers' report), and the admission of one
+long prompt, missed and found. The store and the keys are the real ones; no byte of KV is moved. Needs an environment with vLLM.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
+
+from kvloft import _core
+from kvloft.plan import Geometry, SchedulerCore
+from kvloft.types import ArenaSpec, RequestView, StepPlan, StepReport
+from kvloft.vllm.views import AdapterNames, VllmRequest, view_step
+
+BLOCK_TOKENS = 16
+NUM_RUNNING = 256
+PROMPT_TOKENS = 131_072
+TARGET_US = 100.0
+ADAPTERS = AdapterNames()
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One row of the table, times in ``unit``; the target is for the median."""
+
+    name: str
+    median: float
+    p99: float
+    unit: str
+    target: float | None
+    met: bool | None
+
+
+class Engine:
+    """As much of a scheduler as it takes to make SchedulerOutputs: every request decodes one token a step."""
+
+    def __init__(self, num_frames: int, blocks_per_chunk: int, run_ahead: bool = False) -> None:
+        frame_bytes = 4096
+        self.store = _core.Store(
+            frame_bytes=frame_bytes, host_bytes=num_frames * frame_bytes, namespace=bytes(32), blocks_per_chunk=blocks_per_chunk
+        )
+        root = _core.root_key(bytes(32), None, None)
+
+        def new_chain(_: RequestView) -> _core.KeyChain:
+            return _core.KeyChain(root, block_tokens=BLOCK_TOKENS)
+
+        arena = ArenaSpec(self.store.arena_path, self.store.frame_bytes, self.store.num_frames)
+        self.core = SchedulerCore(
+            self.store, new_chain, Geometry(BLOCK_TOKENS, blocks_per_chunk), arena=arena, clock=time.monotonic
+        )
+        self.run_ahead = run_ahead
+        self.requests: list[Any] = []
+        self.next_block = 1
+
+    def request(self, name: str, token_ids: list[int]) -> Any:
+        """What of vLLM's Request kvloft reads."""
+        return SimpleNamespace(
+            request_id=name, _all_token_ids=token_ids, num_prompt_tokens=len(token_ids), num_computed_tokens=0, lora_request=None,
+            cache_salt=None, prompt_embeds=None, mm_features=[], skip_reading_prefix_cache=False, prompt_is_token_ids=None,
+        )  # fmt: skip
+
+    def blocks(self, count: int) -> list[int]:
+        self.next_block += count
+        return list(range(self.next_block - count, self.next_block))
+
+    def admit(self, request: Any) -> SchedulerOutput:
+        """Take a whole prompt in one step, found or not; returns that step."""
+        live = VllmRequest(request, ADAPTERS)
+        num_tokens = len(request._all_token_ids)
+        request.block_ids = self.blocks(num_tokens // BLOCK_TOKENS + 1)
+        self.core.admit(live, 0, request.block_ids)  # type: ignore[arg-type]
+        self.requests.append(request)
+        new = SimpleNamespace(req_id=request.request_id, num_computed_tokens=0, block_ids=(request.block_ids,))
+        return self.output([new], [], {request.request_id: num_tokens})
+
+    def output(self, new: list[Any], running: list[Any], scheduled: dict[str, int]) -> SchedulerOutput:
+        columns = [self.grown(request) for request in running]
+        cached = CachedRequestData(
+            req_ids=[request.request_id for request in running],
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=columns,
+            num_computed_tokens=[request.num_computed_tokens for request in running],
+            num_output_tokens=[1] * len(running),
+        )
+        return SchedulerOutput(
+            scheduled_new_reqs=new,
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens=scheduled,
+            total_num_scheduled_tokens=sum(scheduled.values()),
+            scheduled_spec_decode_tokens={},
+            scheduled_encoder_inputs={},
+            num_common_prefix_blocks=[0],
+            finished_req_ids=set(),
+            free_encoder_mm_hashes=[],
+            preempted_req_ids=set(),
+        )
+
+    def grown(self, request: Any) -> Any:
+        if request.num_computed_tokens // BLOCK_TOKENS < len(request.block_ids):
+            return None
+        fresh = self.blocks(1)
+        request.block_ids += fresh
+        return (fresh,)
+
+    def decode(self) -> SchedulerOutput:
+        """The next step of all requests; the token of the step before is known by now, or one later if it runs ahead."""
+        for request in self.requests:
+            lag = 1 if self.run_ahead else 0
+            while len(request._all_token_ids) <= request.num_computed_tokens - lag:
+                request._all_token_ids.append(request.num_computed_tokens % 50_000)
+        output = self.output([], self.requests, {request.request_id: 1 for request in self.requests})
+        return output
+
+    def plan(self, output: SchedulerOutput) -> StepPlan:
+        return self.core.plan_step(view_step(output))
+
+    def after(self, output: SchedulerOutput) -> None:
+        for request in self.requests:
+            request.num_computed_tokens += output.num_scheduled_tokens.get(request.request_id, 0)
+
+
+def report_of(plan: StepPlan) -> StepReport:
+    return StepReport(saved=tuple(copy.ticket for save in plan.saves for copy in save.chunks))
+
+
+def timed(call: Callable[[], Any]) -> tuple[float, Any]:
+    start = time.perf_counter()
+    answer = call()
+    return (time.perf_counter() - start) * 1e6, answer
+
+
+def row(name: str, times_us: Sequence[float], unit: str = "us", target: float | None = None) -> Result:
+    scale = 1e-3 if unit == "ms" else 1.0
+    median = statistics.median(times_us) * scale
+    p99 = statistics.quantiles(times_us, n=100)[98] * scale if len(times_us) > 1 else median
+    return Result(name, median, p99, unit, target, None if target is None else median <= target)
+
+
+def decode_results(num_steps: int, blocks_per_chunk: int, run_ahead: bool) -> list[Result]:
+    """Requests out of step with each other, so that each step completes a sixteenth of their blocks."""
+    engine = Engine(NUM_RUNNING * (num_steps // BLOCK_TOKENS + 40), blocks_per_chunk, run_ahead)
+    random = Random(0)
+    for i in range(NUM_RUNNING):
+        prompt = [random.randrange(50_000) for _ in range(300 + i % BLOCK_TOKENS)]
+        output = engine.admit(engine.request(f"request-{i}", prompt))
+        engine.core.absorb(report_of(engine.plan(output)))
+        engine.after(output)
+    plans: list[float] = []
+    wholes: list[float] = []
+    gc.collect()
+    gc.freeze()
+    for _ in range(num_steps):
+        output = engine.decode()
+        plan_us, plan = timed(lambda output=output: engine.plan(output))
+        report = report_of(plan)
+        absorb_us, _ = timed(lambda report=report: engine.core.absorb(report))
+        plans.append(plan_us)
+        wholes.append(plan_us + absorb_us)
+        engine.after(output)
+    gc.unfreeze()
+    how = f"{NUM_RUNNING} decoding, chunks of {blocks_per_chunk * BLOCK_TOKENS}{', run ahead' if run_ahead else ''}"
+    engine.store.close()
+    return [row(f"step of {how}: plan", plans), row(f"step of {how}: plan and report", wholes, target=TARGET_US)]
+
+
+def prompt_results(turns: int, blocks_per_chunk: int) -> list[Result]:
+    """One prompt of 131,072 tokens: lookup that misses, plan that saves all of it, lookup and load that find it."""
+    num_chunks = PROMPT_TOKENS // BLOCK_TOKENS // blocks_per_chunk
+    missed: list[float] = []
+    saved: list[float] = []
+    found: list[float] = []
+    loaded: list[float] = []
+    random = Random(1)
+    ids = [random.randrange(50_000) for _ in range(PROMPT_TOKENS)]
+    for _ in range(turns):
+        engine = Engine(num_chunks + 8, blocks_per_chunk)
+        request = engine.request("first", list(ids))
+        us, answer = timed(lambda engine=engine, request=request: engine.core.match(VllmRequest(request, ADAPTERS), 0))
+        assert answer == 0
+        missed.append(us)
+        output = engine.admit(request)
+        us, plan = timed(lambda engine=engine, output=output: engine.plan(output))
+        saved.append(us)
+        engine.core.absorb(report_of(plan))
+        live = VllmRequest(engine.request("second", list(ids)), ADAPTERS)
+        us, answer = timed(lambda engine=engine, live=live: engine.core.match(live, 0))
+        assert answer == PROMPT_TOKENS
+        found.append(us)
+        table = engine.blocks(PROMPT_TOKENS // BLOCK_TOKENS)
+        us, _ = timed(lambda engine=engine, live=live, table=table: engine.core.admit(live, PROMPT_TOKENS, table))
+        loaded.append(us)
+        engine.core.close()
+        engine.store.close()
+    how = f"{PROMPT_TOKENS} tokens, chunks of {blocks_per_chunk * BLOCK_TOKENS}"
+    return [
+        row(f"{how}: keys, lookup that misses", missed, "ms"),
+        row(f"{how}: plan that saves all", saved, "ms"),
+        row(f"{how}: keys, lookup that finds all", found, "ms"),
+        row(f"{how}: plan that loads all", loaded, "ms"),
+    ]
+
+
+def table(results: Sequence[Result]) -> str:
+    lines = [f"{'':<66} {'median':>11} {'p99':>11} {'target':>9}"]
+    for result in results:
+        target = "" if result.target is None else f"<= {result.target:g}"
+        verdict = "" if result.met is None else ("met" if result.met else "MISSED")
+        times = f"{result.median:>8.2f} {result.unit} {result.p99:>8.2f} {result.unit}"
+        lines.append(f"{result.name:<66} {times} {target:>9} {verdict}".rstrip())
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--steps", type=int, default=1000, help="decoding steps timed (default 1000)")
+    options = parser.parse_args(argv)
+    results: list[Result] = []
+    for blocks_per_chunk in (1, 4):
+        for run_ahead in (False, True):
+            results += decode_results(options.steps, blocks_per_chunk, run_ahead)
+    for blocks_per_chunk in (1, 16):
+        results += prompt_results(7, blocks_per_chunk)
+    print(json.dumps([asdict(result) for result in results], indent=1) if options.json else table(results))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
