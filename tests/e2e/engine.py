@@ -169,8 +169,13 @@ class Engine:
     # -- the rest -----------------------------------------------------------------------------------------------
 
     def do_reset(self, connector: bool = False, running: bool = False) -> bool:
-        """reset_prefix_cache; True if vLLM says it worked."""
-        return bool(self.llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
+        """reset_prefix_cache; True if it worked. vLLM refuses it while a batch in flight or a load holds blocks."""
+        try:
+            return bool(self.llm.reset_prefix_cache(reset_running_requests=running, reset_connector=connector))
+        except RuntimeError as error:
+            if "remote KV transfer" not in str(error):
+                raise
+            return False
 
     def do_state(self) -> dict[str, Any]:
         """Statuses by id, block pool, and what the scheduler still holds."""
