@@ -1,0 +1,80 @@
+"""The store as a dictionary: what may be found after each call, whatever was evicted. It must not import kvloft.
+
+The model never evicts, so its answers are upper bounds in a small store and exact in a large one. Keys are whole prefixes
+(tuples of token ids), so that two prefixes are the same chunk only if they are the same tokens.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+Prefix = tuple[int, ...]
+
+
+@dataclass
+class StoreModel:
+    """Chunks by prefix: reserved (by a ticket), filled (committed behind a parent that is not visible yet) or visible."""
+
+    per_chunk: int
+    state: dict[Prefix, str] = field(default_factory=dict)
+    tickets: dict[int, Prefix] = field(default_factory=dict)
+    """Tickets whose chunk is still the one they reserved."""
+
+    def parent(self, prefix: Prefix) -> Prefix:
+        """The full chunk before the last one, () for the root."""
+        return prefix[: (len(prefix) - 1) // self.per_chunk * self.per_chunk]
+
+    def ends(self, prompt: Prefix) -> list[Prefix]:
+        """Every prefix that may be a chunk of ``prompt``: full ones and tails."""
+        return [prompt[:end] for end in range(1, len(prompt) + 1)]
+
+    def reserve(self, ticket: int, prefix: Prefix) -> None:
+        assert prefix not in self.state, "a chunk is reserved once"
+        parent = self.parent(prefix)
+        assert not parent or parent in self.state, "a chunk is reserved behind a present parent"
+        self.state[prefix] = "reserved"
+        self.tickets[ticket] = prefix
+
+    def commit(self, tickets: Sequence[int]) -> int:
+        """Returns how many chunks became visible."""
+        for ticket in tickets:
+            prefix = self.tickets.pop(ticket, None)
+            if prefix is not None:
+                self.state[prefix] = "filled"
+        risen = 0
+        for prefix in sorted(self.state, key=len):
+            parent = self.parent(prefix)
+            if self.state[prefix] == "filled" and (not parent or self.state.get(parent) == "visible"):
+                self.state[prefix] = "visible"
+                risen += 1
+        return risen
+
+    def abort(self, ticket: int) -> None:
+        prefix = self.tickets.get(ticket)
+        if prefix is not None:
+            self.forget(prefix)
+
+    def forget(self, prefix: Prefix) -> int:
+        """Forgets a chunk and what hangs on it; a tail carries nothing. Returns how many chunks went."""
+        if prefix not in self.state:
+            return 0
+        full = len(prefix) % self.per_chunk == 0
+        gone = [other for other in self.state if other == prefix or (full and other[: len(prefix)] == prefix)]
+        for other in gone:
+            del self.state[other]
+        self.tickets = {ticket: kept for ticket, kept in self.tickets.items() if kept not in gone}
+        return len(gone)
+
+    def clear(self) -> None:
+        self.state.clear()
+        self.tickets.clear()
+
+    def visible(self, prefix: Prefix) -> bool:
+        return self.state.get(prefix) == "visible"
+
+    def lookup(self, prompt: Prefix) -> int:
+        """Blocks that a store which never evicts finds."""
+        found = 0
+        while found + self.per_chunk <= len(prompt) and self.visible(prompt[: found + self.per_chunk]):
+            found += self.per_chunk
+        tails = [k for k in range(1, self.per_chunk) if found + k <= len(prompt) and self.visible(prompt[: found + k])]
+        return found + max(tails, default=0)
