@@ -64,7 +64,11 @@ class Engine:
             "max_model_len": 40960, "max_num_batched_tokens": 8192, "max_num_seqs": 64, "gpu_memory_utilization": 0.62,
             "num_gpu_blocks_override": options["num_blocks"], "generation_config": "vllm", "enable_prefix_caching": True,
             "disable_log_stats": True, "seed": 0,
-            "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64]},
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
+            },
         }  # fmt: skip
         transfer = {
             "none": None,
@@ -157,7 +161,9 @@ def phase_ttft(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
     median = {name: statistics.median(row[0] for row in rows) for name, rows in (("cold", cold), ("hbm", hits), ("warm", warm))}
     return {
         "context": context, **{f"{name}_ms": seconds * 1e3 for name, seconds in median.items()},
-        "all_ms": {name: [round(row[0] * 1e3, 2) for row in rows] for name, rows in (("cold", cold), ("hbm", hits), ("warm", warm))},
+        "all_ms": {
+            name: [round(row[0] * 1e3, 2) for row in rows] for name, rows in (("cold", cold), ("hbm", hits), ("warm", warm))
+        },
         "cached_tokens": [row[2] for row in warm], "first_cold": [row[1] for row in cold], "first_hbm": [row[1] for row in hits],
         "first_warm": [row[1] for row in warm], "kv_bytes": num_bytes,
         "loaded_bytes_last_round": after.get("loaded_bytes", 0) - middle.get("loaded_bytes", 0),
@@ -176,7 +182,7 @@ def phase_wave(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
         while engine.engine.has_unfinished_requests() and time.perf_counter() - begin < 60:
             for output in engine.engine.step():
                 if output.finished and any(output.request_id.startswith(name) for name in waiting):
-                    times.append(time.perf_counter() - begin)
+                    times.append(time.perf_counter() - begin)  # noqa: PERF401 (the clock is read output by output)
         return {"makespan_ms": max(times) * 1e3, "mean_ms": statistics.mean(times) * 1e3, "finished": len(times)}
 
     found: dict[str, Any] = {"cold": wave()}
@@ -292,6 +298,7 @@ PHASES: dict[str, Callable[[Engine, dict[str, Any]], dict[str, Any]]] = {
 
 
 def main(name: str, options: dict[str, Any]) -> None:
+    """Run the phases that ``options`` ask for on one engine and print the result as JSON."""
     options["name"] = name
     begin = time.perf_counter()
     engine = Engine(name, options)

@@ -8,10 +8,10 @@ def plot_copy(result: dict[str, Any], path: str) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib import pyplot as plt
 
     pages = [row["page_bytes"] / 1024 for row in result["pages"]]
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    figure, axes = plt.subplots(figsize=(8, 4.5))
     for what, label, colour in (("save", "save", "C0"), ("load", "load", "C1"), ("both", "both at once, each", "C2")):
         axes.plot(pages, [row[what] for row in result["pages"]], "o-", color=colour, label=label)
         axes.axhline(result["ceiling"][what], color=colour, linestyle=":", label=f"one large copy, {what}")
