@@ -10,6 +10,7 @@ use pyo3::types::PyDict;
 use crate::error::raise;
 
 #[pyfunction]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
 fn disk_inspect(py: Python<'_>, path: PathBuf) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let infos = py.detach(|| inspect(&path)).map_err(raise)?;
     infos.iter().map(|info| namespace_dict(py, info)).collect()
@@ -67,7 +68,12 @@ impl DiskVerify {
 
     fn __repr__(&self) -> String {
         let verifier = self.verifier();
-        format!("DiskVerify({:?}, {} of {} chunks checked)", self.path, verifier.num_checked(), verifier.num_chunks())
+        format!(
+            "DiskVerify({}, {} of {} chunks checked)",
+            self.path.display(),
+            verifier.num_checked(),
+            verifier.num_chunks()
+        )
     }
 }
 
