@@ -43,6 +43,8 @@ class ModelLease:
     def poll(self) -> tuple[int, int]:
         ready, pending = 0, 0
         for entry, _ in self.entries:
+            if entry.dead and entry.reads_left:  # forgotten while it was read: nothing from here on will come
+                break
             if entry.reads_left:
                 entry.reads_left -= 1
                 if not entry.reads_left:
@@ -213,9 +215,8 @@ class ModelStore:
             entry.frame = None
 
     def finish_read(self, entry: Entry) -> None:
-        if entry.saved is None:  # discarded while it was read
-            return
         assert entry.frame is not None
+        assert entry.saved is not None
         self._bytes[entry.frame] = np.frombuffer(entry.saved, dtype=np.uint8)
 
     def _take_frame(self) -> int | None:

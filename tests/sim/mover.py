@@ -24,6 +24,8 @@ class Trouble:
     max_delay: int = 0
     save_failure: float = 0.0
     load_failure: float = 0.0
+    crash: float = 0.0
+    """How often a submission raises in its middle."""
     damaged: set[int] = field(default_factory=set)
     num_loads_failed: int = 0
     num_saves_failed: int = 0
@@ -64,15 +66,22 @@ class SlowMover:
     def _gather(self, copy: ChunkCopy) -> torch.Tensor:
         return self._kv[list(copy.blocks)].clone()
 
+    def _crash_now_and_then(self) -> None:
+        if self._trouble.random.random() < self._trouble.crash:
+            raise TypeError("a bug in a mover")
+
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         for plan in plans:
+            self._crash_now_and_then()
             for copy in plan.chunks:
                 self._trouble.expect(copy.first_block == 0 and len(copy.blocks) == copy.num_blocks, f"save of a part: {copy}")
                 self._saves.append((self._trouble.delay(), copy, None))
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         self._gather_before({block for plan in plans for copy in plan.chunks for block in copy.blocks})
-        self._loads += [(self._trouble.delay(), plan) for plan in plans]
+        for plan in plans:
+            self._crash_now_and_then()
+            self._loads.append((self._trouble.delay(), plan))
 
     def poll(self) -> Finished:
         saves, self._saves = self._saves, []

@@ -137,6 +137,16 @@ def test_traffic_over_the_real_store_and_its_disk_across_restarts(folder: Path, 
     assert found >= 0
 
 
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+def test_a_mover_that_raises_costs_misses_and_hangs_nobody(folder: Path, seed: int) -> None:
+    shape = replace(shape_of("async-v2", seed), policy="recompute", load_failure=0.0)
+    engine = Engine(folder, shape, seed)
+    engine.trouble.crash = 0.1
+    drive(engine, seed)
+    assert sum(worker.connector._worker.hook_errors for worker in engine.workers) > 0
+    engine.close()
+
+
 def test_traffic_meets_the_troubles_it_is_meant_for(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     """Guards the tests above against growing tame."""
     loaded = resumed = failed_loads = failed_saves = preempted = 0

@@ -16,7 +16,7 @@ from kvloft.transfer.frames import FrameWindow
 from kvloft.transfer.layout import PagedLayout, read_layout
 from kvloft.transfer.mover import BrokenMover, Finished, Mover
 from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover
-from kvloft.types import ArenaSpec, BlockId, ReqId, StepPlan, StepReport
+from kvloft.types import ArenaSpec, BlockId, LoadResult, ReqId, StepPlan, StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -68,14 +68,24 @@ class WorkerCore:
         if not self._loads_run:
             self._loads_run = True
             if self._plan.loads:
-                self._ready_mover().submit_loads(self._plan.loads)
+                mover = self._ready_mover()
+                try:
+                    mover.submit_loads(self._plan.loads)
+                except Exception:
+                    self._fail_loads(mover)
+                    raise
 
     def run_saves(self) -> None:
         """Start this step's saves: the forward that wrote the blocks has been launched."""
         if not self._saves_run:
             self._saves_run = True
             if self._plan.saves:
-                self._ready_mover().submit_saves(self._plan.saves)
+                mover = self._ready_mover()
+                try:
+                    mover.submit_saves(self._plan.saves)
+                except Exception:
+                    self._fail_saves(mover)
+                    raise
 
     def take_finished_loads(self) -> tuple[set[ReqId], set[BlockId]]:
         """Requests whose load finished since the last call, and the blocks of theirs that hold nothing."""
@@ -124,10 +134,28 @@ class WorkerCore:
         payload_bytes = layout.block_bytes * self._blocks_per_chunk
         return FrameWindow(arena, rank=self._rank, num_ranks=self._num_ranks, payload_bytes=payload_bytes)
 
+    def _fail_loads(self, mover: Mover) -> None:
+        """A mover broke while it took this step's loads: report as failed what it never will, or requests wait for ever."""
+        self._note(mover.drain())
+        done = {result.load_id for result in self._pending.loads}
+        for plan in self._plan.loads:
+            if plan.load_id not in done:
+                self._pending.bad_blocks.update(plan.lost, *(copy.blocks for copy in plan.chunks))
+                self._pending.loads.append(LoadResult(plan.req_id, plan.load_id, failed=True))
+
+    def _fail_saves(self, mover: Mover) -> None:
+        """The same for saves, whose frames would stay reserved."""
+        self._note(mover.drain())
+        done = {*self._pending.saved, *self._pending.failed}
+        tickets = [copy.ticket for plan in self._plan.saves for copy in plan.chunks]
+        self._pending.failed += [ticket for ticket in tickets if ticket not in done]
+
     def _collect(self) -> None:
-        if self._mover is None:
-            return
-        done, pending, totals = self._mover.poll(), self._pending, self._totals
+        if self._mover is not None:
+            self._note(self._mover.poll())
+
+    def _note(self, done: Finished) -> None:
+        pending, totals = self._pending, self._totals
         pending.saved += done.saved
         pending.failed += done.failed
         pending.loads += done.loads
