@@ -258,9 +258,19 @@ class Engine:
         assert pool.get_num_free_blocks() == self.shape.num_blocks - 1
         assert not self.core.has_work_in_flight
         assert not self.core._trackers
-        stats = self.half._store.stats()
+        stats = self._settled_store()
         assert (stats["pins"], stats["frames_reserved"]) == (0, 0), stats
         assert stats["frames_visible"] + stats["frames_free"] == stats["frames_total"], stats
+
+    def _settled_store(self) -> dict[str, int]:
+        """The store's numbers once reads that nobody waits for any more have ended."""
+        stats: dict[str, int] = {}
+        for _ in range(500):
+            stats = self.half._store.stats()
+            if not stats["pins"] and not stats["frames_reserved"]:
+                break
+            time.sleep(0.01)
+        return stats
 
     def close(self) -> None:
         self.scheduler.shutdown()
