@@ -94,7 +94,6 @@ class ModelStore:
         self.num_frames = max(1, self.host_bytes // self.frame_bytes)
         self._fd = os.memfd_create("model-store", os.MFD_ALLOW_SEALING)
         os.ftruncate(self._fd, self.num_frames * self.frame_bytes)
-        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # a worker maps sealed memory only
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)  # as Arena.open demands
         self.arena_path = f"/proc/{os.getpid()}/fd/{self._fd}"
         self._bytes = map_frames(self.arena_path, self.frame_bytes, self.num_frames)
