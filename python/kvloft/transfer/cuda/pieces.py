@@ -20,6 +20,8 @@ from kvloft.types import ChunkCopy, ChunkKey
 NOT_WANTED = -1
 """Block id of a payload block that is tagged and not scattered."""
 _SLOT_ALIGN = 4096
+MAX_PADDING_SHARE = 256
+"""Padding of more than one byte in so many is left out of a copy, row by row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,12 @@ class Shape:
     frames_per_pin: int
 
     @property
+    def copies_padding(self) -> bool:
+        """Whether chunks in neighbouring frames go as one run: not over another rank's part, nor over much padding."""
+        padding = self.part_bytes - self.blocks_per_chunk * self.geometry.block_bytes
+        return self.one_part and padding * MAX_PADDING_SHARE <= self.part_bytes
+
+    @property
     def chunks_per_piece(self) -> int:
         """0: chunks are cut."""
         return min(self.slot_bytes // self.part_bytes, MAX_SEGMENTS, MAX_BLOCKS // self.blocks_per_chunk)
@@ -150,7 +158,7 @@ def _runs(frames: npt.NDArray[np.int64], payload: npt.NDArray[np.int64], shape: 
     part = shape.part_bytes
     for first, stop in pairwise(cuts):
         frame, num, last = int(frames[first]), stop - first, int(payload[stop - 1])
-        if num == 1 or shape.one_part:
+        if num == 1 or shape.copies_padding:
             yield Run(frame, 0, first * part, (num - 1) * part + last, 1)
         else:
             width = int(payload[first:stop].max())
