@@ -4,38 +4,37 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloft.plan.fences import Fences
-from kvloft.types import BlockId, ChunkCopy, ChunkKey, NewRequest, ReqId, StepView, Ticket
+from kvloft.types import BlockId, ChunkCopy, ChunkKey, NewRequest, ReqId, Ticket
 
 
 def copy(ticket: int, *blocks: int) -> ChunkCopy:
     return ChunkCopy(0, ChunkKey(b"k" * 32), len(blocks), 0, tuple(map(BlockId, blocks)), Ticket(ticket))
 
 
-def new(computed: int, *blocks: int) -> StepView:
-    return StepView(new=(NewRequest(ReqId("n"), computed, tuple(map(BlockId, blocks))),))
+def rewritten(fences: Fences, computed: int, *blocks: int) -> tuple[BlockId, ...]:
+    return fences.rewritten((NewRequest(ReqId("n"), computed, tuple(map(BlockId, blocks))),), (), 16)
 
 
 def test_blocks_given_to_a_new_request_are_named_while_a_save_reads_them() -> None:
     fences = Fences()
     fences.add(copy(1, 5, 6))
-    assert fences.rewritten(new(0, 4, 6, 7), 16) == (6,)
+    assert rewritten(fences, 0, 4, 6, 7) == (6,)
     fences.settle(Ticket(1))
-    assert fences.rewritten(new(0, 4, 6, 7), 16) == ()
+    assert rewritten(fences, 0, 4, 6, 7) == ()
 
 
 def test_blocks_that_a_new_request_only_reads_are_not_named() -> None:
     fences = Fences()
     fences.add(copy(1, 5, 6))
-    assert fences.rewritten(new(16, 5, 6), 16) == (6,)
-    assert fences.rewritten(new(31, 5, 6), 16) == (6,)
-    assert fences.rewritten(new(32, 5, 6), 16) == ()
+    assert rewritten(fences, 16, 5, 6) == (6,)
+    assert rewritten(fences, 31, 5, 6) == (6,)
+    assert rewritten(fences, 32, 5, 6) == ()
 
 
 def test_blocks_appended_to_a_running_request_are_named() -> None:
     fences = Fences()
     fences.add(copy(1, 5))
-    view = StepView(running=(ReqId("a"), ReqId("b")), num_computed_tokens=(1, 2), new_block_ids=(None, (BlockId(5),)))
-    assert fences.rewritten(view, 16) == (5,)
+    assert fences.rewritten((), [(ReqId("b"), (BlockId(4), BlockId(5)))], 16) == (5,)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.lists(st.integers(1, 9), max_size=4)), max_size=30))
@@ -50,4 +49,4 @@ def test_named_are_exactly_the_blocks_whose_last_save_is_not_settled(events: lis
             settled.add(ticket)
         want = {block for block, by in last.items() if by not in settled}
         assert set(fences.everything()) == want
-        assert set(fences.rewritten(new(0, *range(1, 10)), 16)) == want
+        assert set(rewritten(fences, 0, *range(1, 10))) == want

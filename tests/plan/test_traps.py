@@ -152,18 +152,36 @@ def test_scheduled_drafts_do_not_count_even_if_more_is_known(as_new: bool) -> No
     if as_new:
         view = StepView(new=[NewRequest(req_id, 4, [1, 2, 3, 4, 5])], **counts)  # type: ignore[list-item]
     else:
+        first = StepView(new=[NewRequest(req_id, 0, [1, 2, 3, 4, 5])], num_scheduled_tokens={req_id: 4})  # type: ignore[list-item]
+        assert [copy.blocks for copy in engine.core.plan_step(first).saves[0].chunks] == [(1,), (2,)]
         view = StepView(running=[req_id], num_computed_tokens=[4], new_block_ids=[None], **counts)
     (plan,) = engine.core.plan_step(view).saves
-    assert [copy.blocks for copy in plan.chunks] == [(1,), (2,), (3,)]
+    assert [copy.blocks for copy in plan.chunks] == [(1,), (2,), (3,)][0 if as_new else 2 :]
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_a_session_that_had_drafts_saves_nothing_of_its_next_input(num_drafts: int) -> None:
+    """vLLM keeps the KV of accepted drafts that the turn's end cut off, under whatever tokens come next."""
+    engine, request = running_alone(12, 4)
+    req_id: Any = request.req_id
+    drafts: Any = {req_id: num_drafts} if num_drafts else {}
+    first = StepView(
+        new=[NewRequest(req_id, 4, [1, 2, 3, 4, 5, 6])], num_scheduled_tokens={req_id: 1 + num_drafts}, num_draft_tokens=drafts
+    )  # type: ignore[arg-type]
+    assert engine.core.plan_step(first).saves
+    request.token_ids = [*request.token_ids[:9], 1, 1, 2, 1]
+    request.num_prompt_tokens = 13
+    engine.core.admit(request, 0, [1, 2, 3, 4, 5, 6])  # type: ignore[arg-type]
+    again = StepView(new=[NewRequest(req_id, 8, [1, 2, 3, 4, 5, 6])], num_scheduled_tokens={req_id: 4})  # type: ignore[list-item]
+    assert bool(engine.core.plan_step(again).saves) == (not num_drafts)
 
 
 def test_a_preempted_request_is_forgotten_whatever_its_own_count_still_says() -> None:
     engine, request = running_alone(12, 4)
     req_id: Any = request.req_id
     counts: Any = {"num_scheduled_tokens": {req_id: 1}}
-    engine.core.plan_step(StepView(running=[req_id], num_computed_tokens=[2], new_block_ids=[None], **counts))
+    engine.core.plan_step(StepView(new=[NewRequest(req_id, 1, [1, 2, 3, 4, 5, 6])], **counts))  # type: ignore[list-item]
     request.num_computed_tokens = 8
-    engine.core._trackers[req_id].frontier = 8
     assert not engine.core.plan_step(StepView(preempted=frozenset([req_id]))).saves
 
 

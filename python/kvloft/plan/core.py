@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Generic, TypeVar
 
-from kvloft.plan.fences import Fences
+from kvloft.plan.fences import Fences, Grown
 from kvloft.plan.loads import LEASE_STEPS, match, plan_load
 from kvloft.plan.saves import plan_save
-from kvloft.plan.tracker import Geometry, Tracker
+from kvloft.plan.tracker import NEVER, Geometry, Tracker
 from kvloft.types import (
     ArenaSpec,
     BlockId,
@@ -35,6 +36,7 @@ from kvloft.types import (
 __all__ = ["Geometry", "SchedulerCore"]
 
 _T = TypeVar("_T")
+_NEVERS = repeat(NEVER)
 
 
 class SchedulerCore:
@@ -71,6 +73,8 @@ class SchedulerCore:
         self._admitted: set[ReqId] = set()
         self._hits: dict[ReqId, dict[str, int]] = {}
         self._leased: set[ReqId] = set()
+        self._next_save: dict[ReqId, int] = {}
+        """Frontier at which a request's next save can be planned: all that a step looks at for most requests."""
         self._last_running: Sequence[ReqId] = ()
         self._queued_loads: list[LoadPlan] = []
         self._next_load_id = 0
@@ -103,6 +107,7 @@ class SchedulerCore:
         # After a load, or with a streaming session's next input, a request is admitted again with the blocks it has.
         keeps_kv = bool(tracker.blocks) and tracker.blocks[:1] == list(block_ids[:1])
         tracker.start_over(keeps_kv=keeps_kv)
+        self._next_save.pop(live.req_id, None)
         tracker.blocks = list(block_ids)
         self._admitted.add(live.req_id)
         self._leased.discard(live.req_id)
@@ -153,8 +158,9 @@ class SchedulerCore:
             else:
                 tracker.start_over()
         self._admitted.clear()
-        rewritten = self._fences.rewritten(view, self._geometry.block_tokens)
-        saves = self._plan_saves(view) if self._saves_allowed else ()
+        grown = [(req_id, blocks) for req_id, blocks in zip(view.running, view.new_block_ids, strict=True) if blocks]
+        rewritten = self._fences.rewritten(view.new, grown, self._geometry.block_tokens)
+        saves = self._plan_saves(view, grown) if self._saves_allowed else ()
         loads, self._queued_loads = tuple(self._queued_loads), []
         if self._leased:
             self._expire_leases()
@@ -179,47 +185,51 @@ class SchedulerCore:
         loads, self._queued_loads = tuple(self._queued_loads), []
         return StepPlan(self._step, self._arena, loads, (), self._fences.everything())
 
-    def _plan_saves(self, view: StepView) -> list[SavePlan]:
+    def _plan_saves(self, view: StepView, grown: Sequence[Grown]) -> list[SavePlan]:
+        """Most requests complete nothing in a step, and their trackers are not even looked at: this runs before every forward."""
         saves: list[SavePlan] = []
-        trackers, scheduled, drafts = self._trackers, view.num_scheduled_tokens, view.num_draft_tokens
+        trackers, next_saves, scheduled, drafts = self._trackers, self._next_save, view.num_scheduled_tokens, view.num_draft_tokens
         for new in view.new:
-            if (tracker := trackers.get(new.req_id)) is None:
-                continue
-            tracker.blocks = list(new.block_ids)
-            tracker.next_save = 0
-            tracker.frontier = new.num_computed_tokens + scheduled[new.req_id] - drafts.get(new.req_id, 0)
-            self._save(tracker, saves)
-        for req_id, computed, blocks in zip(view.running, view.num_computed_tokens, view.new_block_ids, strict=True):
-            if (tracker := trackers.get(req_id)) is None:
-                continue
-            if blocks:
-                tracker.blocks.extend(blocks)
-            tracker.frontier = frontier = computed + scheduled[req_id]
-            if frontier >= tracker.next_save:
-                if drafts:
-                    tracker.frontier -= drafts.get(req_id, 0)
-                self._save(tracker, saves)
+            if (tracker := trackers.get(new.req_id)) is not None:
+                tracker.blocks = list(new.block_ids)
+                self._save(tracker, new.num_computed_tokens + scheduled[new.req_id] - drafts.get(new.req_id, 0), saves)
+        for req_id, blocks in grown:
+            if (tracker := trackers.get(req_id)) is not None:
+                tracker.blocks += blocks
+        due = [
+            (req_id, computed + scheduled[req_id])
+            for req_id, computed, next_save in zip(
+                view.running, view.num_computed_tokens, map(next_saves.get, view.running, _NEVERS)
+            )
+            if computed + scheduled[req_id] >= next_save
+        ]
+        for req_id, frontier in due:
+            self._save(trackers[req_id], frontier - drafts.get(req_id, 0), saves)
         self._save_latecomers(view, saves)
+        for req_id in drafts:
+            if (tracker := trackers.get(req_id)) is not None:
+                tracker.had_drafts = True
         return saves
 
     def _save_latecomers(self, view: StepView, saves: list[SavePlan]) -> None:
         """Requests of the last step that this one left out: under async scheduling their last token became known only now.
 
-        By now drafts may have been rejected that their frontier counts, or a session may have replaced the last sampled
-        token; vLLM's own count has followed either.
+        By now drafts may have been rejected, or a session may have replaced the last sampled token; vLLM's own count has
+        followed either.
         """
         running = view.running
         if self._last_running != running:
             scheduled = view.num_scheduled_tokens
             for req_id in self._last_running:
                 if req_id not in scheduled and (tracker := self._trackers.get(req_id)) is not None:
-                    tracker.frontier = min(tracker.frontier, tracker.live.num_computed_tokens)
-                    if tracker.frontier >= tracker.next_save:
-                        self._save(tracker, saves)
+                    frontier = tracker.live.num_computed_tokens
+                    if frontier >= self._next_save.get(req_id, NEVER):
+                        self._save(tracker, frontier, saves)
         self._last_running = [*running, *(new.req_id for new in view.new)] if view.new else list(running)
 
-    def _save(self, tracker: Tracker, saves: list[SavePlan]) -> None:
-        saving = plan_save(tracker, self._store, self._geometry)
+    def _save(self, tracker: Tracker, frontier: int, saves: list[SavePlan]) -> None:
+        saving = plan_save(tracker, self._store, self._geometry, frontier)
+        self._next_save[tracker.req_id] = saving.next_save
         if saving.num_dropped:
             self.counters["save_dropped_chunks"] += saving.num_dropped
         if saving.plan is not None:
@@ -246,6 +256,8 @@ class SchedulerCore:
             if (settling := self._tickets.get(ticket)) is not None:
                 settling.failed = True
         committed: list[Ticket] = []
+        aborted: list[Ticket] = []
+        superseded: list[ChunkKey] = []
         for ticket in (*report.saved, *report.failed):
             settling = self._tickets.get(ticket)
             if settling is None or not settling.arrive():
@@ -253,12 +265,16 @@ class SchedulerCore:
             del self._tickets[ticket]
             self._fences.settle(ticket)
             if settling.failed:
-                self._store.abort([ticket])
-                self.counters["save_failed_chunks"] += 1
+                aborted.append(ticket)
             else:
                 committed.append(ticket)
                 if settling.owned is not None:
-                    self._store.discard([settling.owned])
+                    superseded.append(settling.owned)
+        if aborted:
+            self._store.abort(aborted)
+            self.counters["save_failed_chunks"] += len(aborted)
+        if superseded:
+            self._store.discard(superseded)
         if committed:
             self.counters["saved_chunks"] += self._store.commit(committed)
         for result in report.loads:
@@ -279,6 +295,7 @@ class SchedulerCore:
     def finish(self, req_id: ReqId) -> None:
         """The request ended, however it ended. Copies in flight settle by themselves (I5)."""
         tracker = self._trackers.pop(req_id, None)
+        self._next_save.pop(req_id, None)
         self._hits.pop(req_id, None)
         self._leased.discard(req_id)
         if tracker is not None:
@@ -301,6 +318,7 @@ class SchedulerCore:
         for tracker in self._trackers.values():
             tracker.drop_lease()
         self._trackers.clear()
+        self._next_save.clear()
         self._store.abort(list(self._tickets))
         self._tickets.clear()
         self._fences.clear()

@@ -6,9 +6,13 @@ The worker orders the next writer after the read (I2). It must not know how.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
 
-from kvloft.types import BlockId, ChunkCopy, StepView, Ticket
+from kvloft.types import BlockId, ChunkCopy, NewRequest, ReqId, Ticket
+
+Grown: TypeAlias = tuple[ReqId, Sequence[BlockId]]
+"""A running request and the blocks that a step adds to its table."""
 
 
 class Fences:
@@ -38,7 +42,7 @@ class Fences:
         """For a step of which nothing is known."""
         return tuple(self._reader_of)
 
-    def rewritten(self, view: StepView, block_tokens: int) -> tuple[BlockId, ...]:
+    def rewritten(self, new: Sequence[NewRequest], grown: Sequence[Grown], block_tokens: int) -> tuple[BlockId, ...]:
         """Blocks that saves may be reading and that this step gives to a request to write.
 
         A new request writes from its first block that is not computed yet; blocks before that are only read.
@@ -46,11 +50,10 @@ class Fences:
         if not self._reader_of:
             return ()
         found: list[BlockId] = []
-        for new in view.new:
-            found += self._among(new.block_ids[new.num_computed_tokens // block_tokens :])
-        for blocks in view.new_block_ids:
-            if blocks:
-                found += self._among(blocks)
+        for request in new:
+            found += self._among(request.block_ids[request.num_computed_tokens // block_tokens :])
+        for _, blocks in grown:
+            found += self._among(blocks)
         return tuple(found)
 
     def _among(self, blocks: Iterable[BlockId]) -> list[BlockId]:

@@ -10,36 +10,41 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from kvloft.plan.tracker import NEVER, Geometry, Tracker
-from kvloft.types import NULL_BLOCK, ChunkCopy, ChunkKey, ReqId, SavePlan, Store, Ticket
+from kvloft.types import NULL_BLOCK, ChunkCopy, ChunkKey, SavePlan, Store, Ticket
 
 
 @dataclass(slots=True)
 class Saving:
-    """What one call of `plan_save` did; ``supersedes`` maps a tail's ticket to the tail it replaces."""
+    """What one call of `plan_save` did; ``supersedes`` maps a tail's ticket to the tail it replaces.
 
+    ``next_save`` is the frontier at which the next chunk (or, with longer chunks, the next block) is complete.
+    """
+
+    next_save: int
     plan: SavePlan | None = None
     num_dropped: int = 0
     supersedes: dict[Ticket, ChunkKey] = field(default_factory=dict)
 
 
-def plan_save(tracker: Tracker, store: Store, geometry: Geometry) -> Saving:
-    """Reserve frames for every chunk of ``tracker`` that is complete at the end of this step."""
-    if tracker.save_blocked or tracker.kv_outdated:
-        tracker.next_save = NEVER
-        return Saving()
+def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int) -> Saving:
+    """Reserve frames for every chunk of ``tracker`` that is complete at the end of this step.
+
+    ``frontier``: tokens whose KV is in the request's blocks by then, drafts left out.
+    """
     known = tracker.extend_chain()
-    limit = min(tracker.frontier, known, len(tracker.blocks) * geometry.block_tokens)
+    if tracker.save_blocked or tracker.kv_outdated:
+        return Saving(NEVER)
+    limit = min(frontier, known, len(tracker.blocks) * geometry.block_tokens)
     num_full = limit // geometry.chunk_tokens
     tail_blocks = _tail_blocks(tracker, geometry, limit, num_full)
+    saving = Saving(limit - limit % geometry.block_tokens + geometry.block_tokens)
     if num_full <= tracker.saved_chunks and not tail_blocks:
-        _set_next_save(tracker, geometry, limit)
-        return Saving()
-    reserved, num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks)
-    saving = Saving(num_dropped=num_dropped)
+        return saving
+    reserved, saving.num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks)
     copies = [copy for row in reserved if (copy := _chunk_copy(tracker, store, row)) is not None]
     if copies:
-        saving.plan = SavePlan(ReqId(tracker.live.req_id), tuple(copies))
-    if num_dropped:
+        saving.plan = SavePlan(tracker.req_id, tuple(copies))
+    if saving.num_dropped:
         # The host part may have shrunk under us; go on from what is really there when the next chunk completes.
         host_blocks, _ = store.lookup(tracker.chain)
         tracker.saved_chunks = min(num_full, host_blocks // geometry.blocks_per_chunk)
@@ -47,7 +52,6 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry) -> Saving:
         tracker.saved_chunks = max(tracker.saved_chunks, num_full)
         if tail_blocks:
             _remember_tail(tracker, geometry, saving, limit)
-    _set_next_save(tracker, geometry, limit)
     return saving
 
 
@@ -83,8 +87,3 @@ def _remember_tail(tracker: Tracker, geometry: Geometry, saving: Saving, limit: 
         saving.supersedes[tickets[0]] = tracker.tail_key
     tracker.tail_tokens = tail_tokens
     tracker.tail_key = key
-
-
-def _set_next_save(tracker: Tracker, geometry: Geometry, limit: int) -> None:
-    """The frontier at which the next chunk (or, with longer chunks, the next block) is complete."""
-    tracker.next_save = limit - limit % geometry.block_tokens + geometry.block_tokens

@@ -36,14 +36,14 @@ class Tracker:
         "asked_step",
         "blocks",
         "chain",
-        "frontier",
+        "had_drafts",
         "kv_outdated",
         "lease",
         "lease_tokens",
         "live",
         "load_failed",
         "local_tokens",
-        "next_save",
+        "req_id",
         "save_blocked",
         "saved_chunks",
         "tail_key",
@@ -55,13 +55,12 @@ class Tracker:
     def __init__(self, live: LiveRequest, new_chain: Callable[[RequestView], KeyChain]) -> None:
         self._new_chain = new_chain
         self.live = live
+        self.req_id = live.req_id
+        self.had_drafts = False
+        """Some step verified draft tokens of this request."""
         self.blocks: list[BlockId] = []
-        self.frontier = 0
-        """Tokens whose KV is in ``blocks`` at the end of the step being planned, drafts left out."""
         self.saved_chunks = 0
         """Leading chunks that are stored, being saved, or were found stored already."""
-        self.next_save = 0
-        """Frontier at which a save can next be planned."""
         self.save_blocked = False
         """``blocks`` may not be the request's table: nothing may be saved until it gets one afresh."""
         self.kv_outdated = False
@@ -104,6 +103,8 @@ class Tracker:
             self.saved_chunks = 0
             self.tail_tokens = 0
             self.tail_key = None
+            # Accepted drafts behind the point where a session cut its output stay computed for vLLM, under the new input.
+            self.kv_outdated |= self.had_drafts
         start = self.chain.num_tokens
         if start == known:
             return known
@@ -123,9 +124,7 @@ class Tracker:
         """The request's block table is void. Unless it ``keeps_kv``, what it computes from here on comes from position 0."""
         self.kv_outdated = self.kv_outdated and keeps_kv
         self.blocks = []
-        self.frontier = 0
         self.saved_chunks = 0
-        self.next_save = 0
         self.save_blocked = False
         self.waiting_since = None
         self.waited_out = False

@@ -1,0 +1,92 @@
+"""Guards of the scheduler half against states that the symbolic engine hardly ever reaches, each called hook by hook."""
+
+from typing import Any
+
+from sim_engine import SymbolicEngine
+from sim_request import Request, Setup
+from sim_scenes import PROMPT, serve
+
+from kvloft.types import BlockId, NewRequest, ReqId, StepPlan, StepReport, StepView
+
+A = ReqId("a")
+
+
+def saved_blocks(plan: StepPlan) -> list[tuple[BlockId, ...]]:
+    return [copy.blocks for save in plan.saves for copy in save.chunks]
+
+
+def settled(engine: SymbolicEngine, plan: StepPlan) -> None:
+    """Every copy is reported, as failed: nothing was written here."""
+    engine.core.absorb(StepReport(failed=tuple(copy.ticket for save in plan.saves for copy in save.chunks)))
+
+
+def view_of_new(computed: int, table: list[int], scheduled: int, req_id: ReqId = A, **more: Any) -> StepView:
+    new: Any = NewRequest(req_id, computed, table)  # type: ignore[arg-type]
+    return StepView(new=[new], num_scheduled_tokens={req_id: scheduled}, **more)
+
+
+def view_of_running(computed: int, scheduled: int, grown: list[int] | None = None) -> StepView:
+    blocks: Any = [grown]
+    return StepView(running=[A], num_computed_tokens=[computed], new_block_ids=blocks, num_scheduled_tokens={A: scheduled})
+
+
+def started(table: list[int], scheduled: int) -> tuple[SymbolicEngine, Request, StepPlan]:
+    """A request of 12 tokens in pages of 2 that was admitted and has had its first step; its saves are under way."""
+    engine = SymbolicEngine(Setup(block_tokens=2))
+    request = Request(A, PROMPT[:12], 9)
+    engine.core.admit(request, 0, table)  # type: ignore[arg-type]
+    return engine, request, engine.core.plan_step(view_of_new(0, table, scheduled))
+
+
+def test_tokens_that_became_fewer_are_offered_only_as_far_as_they_go() -> None:
+    engine = SymbolicEngine(Setup(local_cache=False))
+    serve(engine, Request("b", list(PROMPT), 2))
+    request = Request(A, list(PROMPT), 2)
+    assert engine.core.match(request, 0) == 16
+    del request.token_ids[9:]
+    assert engine.core.match(request, 0) == 8
+    engine.core.finish(A)
+
+
+def test_tokens_that_became_more_are_offered_too() -> None:
+    engine = SymbolicEngine(Setup(local_cache=False))
+    serve(engine, Request("b", list(PROMPT), 2))
+    request = Request(A, PROMPT[:12], 2)
+    assert engine.core.match(request, 0) == 12
+    request.token_ids += PROMPT[12:]
+    assert engine.core.match(request, 0) == 16
+    engine.core.finish(A)
+
+
+def test_a_block_that_comes_later_than_its_tokens_is_saved_when_it_comes() -> None:
+    engine, request, _ = started([1, 2, 3, 4, 5], 12)
+    request.token_ids += [1, 2]
+    assert saved_blocks(engine.core.plan_step(view_of_running(12, 2, [6, 7]))) == [(6,), (7,)]
+
+
+def test_a_request_admitted_again_outside_a_step_saves_nothing_until_a_step_names_it() -> None:
+    """Its own count may by then be that of a load which has not begun."""
+    engine, request, _ = started([1, 2, 3, 4, 5, 6], 2)
+    engine.core.admit(request, 0, [7, 8, 9, 10, 11, 12])  # type: ignore[list-item]
+    request.num_computed_tokens = 8
+    assert not engine.core.plan_step(StepView()).saves
+
+
+def test_a_request_computed_anew_after_a_reset_is_saved_though_its_first_block_is_the_same() -> None:
+    engine, request, _ = started([1, 2, 3, 4, 5, 6], 12)
+    engine.core.reset()
+    assert not engine.core.plan_step(view_of_running(12, 1)).saves
+    engine.core.admit(request, 0, [1, 8, 9, 10, 11, 12])  # type: ignore[list-item]
+    view = view_of_new(0, [1, 8, 9, 10, 11, 12], 12, preempted=frozenset([A]))
+    assert len(saved_blocks(engine.core.plan_step(view))) == 6
+
+
+def test_blocks_that_a_save_still_reads_are_fenced_in_every_kind_of_step() -> None:
+    engine, _, first = started([1, 2, 3, 4, 5, 6], 6)
+    assert saved_blocks(first) == [(1,), (2,), (3,)]
+    assert first.rewritten == (), "its own step writes before the save reads"
+    assert engine.core.plan_step(view_of_new(0, [3, 9, 2], 5, ReqId("b"))).rewritten == (3, 2)
+    assert set(engine.core.plan_loads_only().rewritten) == {1, 2, 3}
+    assert engine.core.plan_step(view_of_running(6, 1, [2])).rewritten == (2,)
+    settled(engine, first)
+    assert engine.core.plan_step(view_of_new(0, [3, 9, 2], 5, ReqId("b"))).rewritten == ()
