@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NewType, Protocol
+from typing import Any, NamedTuple, NewType, Protocol
 
 ReqId = NewType("ReqId", str)
 BlockId = NewType("BlockId", int)
@@ -19,9 +19,8 @@ NULL_BLOCK = BlockId(0)
 """vLLM's block 0 is never anybody's page."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkCopy:
-    """One frame and the blocks of paged KV it is copied from (save) or to (load).
+class ChunkCopy(NamedTuple):
+    """One frame and the blocks of paged KV it is copied from (save) or to (load). A tuple, because plans make thousands.
 
     ``blocks[i]`` is block ``first_block + i`` of the chunk; for a save first_block is 0. ``num_blocks`` is what the frame
     holds, which the trailer must agree with; ``len(blocks)`` may be smaller for a load that needs only the chunk's end.
@@ -48,8 +47,7 @@ class LoadPlan:
     lost: tuple[BlockId, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SavePlan:
+class SavePlan(NamedTuple):
     """Frames to gather for one request, from blocks it owns during this step."""
 
     req_id: ReqId
@@ -176,14 +174,15 @@ class StepView:
     """What one schedule() decided, whichever of vLLM's two shapes it came in.
 
     The running requests come as parallel columns, vLLM's own lists, because this is read every step for every running
-    request. ``new_block_ids[i]`` extends the table of ``running[i]``; None where nothing was added.
+    request. ``grown`` are those whose block table was added to, and what was added.
     """
 
     new: Sequence[NewRequest] = ()
     running: Sequence[ReqId] = ()
     num_computed_tokens: Sequence[int] = ()
-    new_block_ids: Sequence[Sequence[BlockId] | None] = ()
+    grown: Sequence[tuple[ReqId, Sequence[BlockId]]] = ()
     num_scheduled_tokens: Mapping[ReqId, int] = field(default_factory=dict)
+    total_scheduled_tokens: int = 0
     num_draft_tokens: Mapping[ReqId, int] = field(default_factory=dict)
     preempted: frozenset[ReqId] = frozenset()
 

@@ -154,7 +154,7 @@ def test_ranks_share_a_frame_without_touching_each_other() -> None:
     [("payload", "tag"), ("last byte", "tag"), ("trailer", "unsealed"), ("key", "key"), ("layout", "layout"), ("blocks", "shape")],
 )
 def test_a_damaged_frame_is_reported_and_its_blocks_stay_as_they_were(bench: Bench, damage: str, why: str) -> None:
-    save(bench.mover, copy_of(0, (1, 2, 3)), replace(copy_of(1, (4, 5)), key=ChunkKey(b"x" * 32)))
+    save(bench.mover, copy_of(0, (1, 2, 3)), copy_of(1, (4, 5))._replace(key=ChunkKey(b"x" * 32)))
     bad, mover = copy_of(0, (4, 5, 6)), bench.mover
     if damage == "payload":
         bench.frames.bytes[0, 17] ^= 1
@@ -163,11 +163,11 @@ def test_a_damaged_frame_is_reported_and_its_blocks_stay_as_they_were(bench: Ben
     elif damage == "trailer":
         bench.frames.bytes[0, -_core.TRAILER_BYTES :] = 0
     elif damage == "key":
-        bad = replace(bad, key=ChunkKey(b"y" * 32))
+        bad = bad._replace(key=ChunkKey(b"y" * 32))
     elif damage == "layout":
         mover = bench.rank(0, replace(bench.layout, digest=b"z" * 32))[0]
     else:
-        bad = replace(bad, num_blocks=2, blocks=bad.blocks[:2])
+        bad = bad._replace(num_blocks=2, blocks=bad.blocks[:2])
     before = snapshot(bench.caches)
     problems, lost = load(mover, bad, lost=(1,))
     assert problems == [why]

@@ -81,20 +81,20 @@ def _step(resumed: set[str]) -> Any:
     new = SimpleNamespace(req_id="n", num_computed_tokens=16, block_ids=([1, 2, 3],))
     return SimpleNamespace(
         scheduled_new_reqs=[new], scheduled_cached_reqs=cached, num_scheduled_tokens={"a": 1, "b": 9, "n": 20},
-        scheduled_spec_decode_tokens={"a": [5, 6]}, preempted_req_ids={"z"},
+        total_num_scheduled_tokens=30, scheduled_spec_decode_tokens={"a": [5, 6]}, preempted_req_ids={"z"},
     )  # fmt: skip
 
 
 def test_running_requests_extend_their_table() -> None:
     view = view_step(_step(set()))
     assert (list(view.running), list(view.num_computed_tokens)) == (["a", "b"], [40, 32])
-    assert view.new_block_ids == [None, [7, 8]]
+    assert view.grown == [("b", [7, 8])]
     assert [(n.req_id, n.num_computed_tokens, list(n.block_ids)) for n in view.new] == [("n", 16, [1, 2, 3])]
-    assert view.num_draft_tokens == {"a": 2}
+    assert (view.num_draft_tokens, view.total_scheduled_tokens) == ({"a": 2}, 30)
     assert view.preempted == {"z"}
 
 
 def test_resumed_request_comes_as_new_with_its_whole_table() -> None:
     view = view_step(_step({"b"}))
-    assert (list(view.running), list(view.num_computed_tokens), view.new_block_ids) == (["a"], [40], [None])
+    assert (list(view.running), list(view.num_computed_tokens), view.grown) == (["a"], [40], [])
     assert [(n.req_id, n.num_computed_tokens, list(n.block_ids)) for n in view.new] == [("n", 16, [1, 2, 3]), ("b", 32, [7, 8])]

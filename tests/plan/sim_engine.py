@@ -100,8 +100,9 @@ class SymbolicEngine:
             new=[NewRequest(r.req_id, r.num_computed_tokens, list(r.blocks)) for r in new],
             running=[r.req_id for r in was_running],
             num_computed_tokens=[r.num_computed_tokens for r in was_running],
-            new_block_ids=[self._new_blocks.get(r.req_id) or None for r in was_running],  # type: ignore[misc]
+            grown=[(r.req_id, ids) for r in was_running if (ids := self._new_blocks.get(r.req_id))],  # type: ignore[misc]
             num_scheduled_tokens=self._num,  # type: ignore[arg-type]
+            total_scheduled_tokens=sum(self._num.values()),
             num_draft_tokens=self._drafts,  # type: ignore[arg-type]
             preempted=frozenset(self._preempted),  # type: ignore[arg-type]
         )

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloft.plan.fences import Fences
-from kvloft.types import BlockId, ChunkCopy, ChunkKey, NewRequest, ReqId, Ticket
+from kvloft.types import BlockId, ChunkCopy, ChunkKey, NewRequest, ReqId, StepView, Ticket
 
 
 def copy(ticket: int, *blocks: int) -> ChunkCopy:
@@ -12,7 +12,7 @@ def copy(ticket: int, *blocks: int) -> ChunkCopy:
 
 
 def rewritten(fences: Fences, computed: int, *blocks: int) -> tuple[BlockId, ...]:
-    return fences.rewritten((NewRequest(ReqId("n"), computed, tuple(map(BlockId, blocks))),), (), 16)
+    return fences.rewritten(StepView(new=(NewRequest(ReqId("n"), computed, tuple(map(BlockId, blocks))),)), 16)
 
 
 def test_blocks_given_to_a_new_request_are_named_while_a_save_reads_them() -> None:
@@ -34,7 +34,7 @@ def test_blocks_that_a_new_request_only_reads_are_not_named() -> None:
 def test_blocks_appended_to_a_running_request_are_named() -> None:
     fences = Fences()
     fences.add(copy(1, 5))
-    assert fences.rewritten((), [(ReqId("b"), (BlockId(4), BlockId(5)))], 16) == (5,)
+    assert fences.rewritten(StepView(grown=[(ReqId("b"), (BlockId(4), BlockId(5)))]), 16) == (5,)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.lists(st.integers(1, 9), max_size=4)), max_size=30))

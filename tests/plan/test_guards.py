@@ -26,8 +26,8 @@ def view_of_new(computed: int, table: list[int], scheduled: int, req_id: ReqId =
 
 
 def view_of_running(computed: int, scheduled: int, grown: list[int] | None = None) -> StepView:
-    blocks: Any = [grown]
-    return StepView(running=[A], num_computed_tokens=[computed], new_block_ids=blocks, num_scheduled_tokens={A: scheduled})
+    added: Any = [(A, grown)] if grown else []
+    return StepView(running=[A], num_computed_tokens=[computed], grown=added, num_scheduled_tokens={A: scheduled})
 
 
 def started(table: list[int], scheduled: int) -> tuple[SymbolicEngine, Request, StepPlan]:

@@ -154,7 +154,7 @@ def test_scheduled_drafts_do_not_count_even_if_more_is_known(as_new: bool) -> No
     else:
         first = StepView(new=[NewRequest(req_id, 0, [1, 2, 3, 4, 5])], num_scheduled_tokens={req_id: 4})  # type: ignore[list-item]
         assert [copy.blocks for copy in engine.core.plan_step(first).saves[0].chunks] == [(1,), (2,)]
-        view = StepView(running=[req_id], num_computed_tokens=[4], new_block_ids=[None], **counts)
+        view = StepView(running=[req_id], num_computed_tokens=[4], **counts)
     (plan,) = engine.core.plan_step(view).saves
     assert [copy.blocks for copy in plan.chunks] == [(1,), (2,), (3,)][0 if as_new else 2 :]
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from itertools import repeat
+from itertools import compress, count
+from operator import add, ge, gt
 from typing import Generic, TypeVar
 
-from kvloft.plan.fences import Fences, Grown
+from kvloft.plan.fences import Fences
 from kvloft.plan.loads import LEASE_STEPS, match, plan_load
 from kvloft.plan.saves import plan_save
 from kvloft.plan.tracker import NEVER, Geometry, Tracker
@@ -36,7 +37,6 @@ from kvloft.types import (
 __all__ = ["Geometry", "SchedulerCore"]
 
 _T = TypeVar("_T")
-_NEVERS = repeat(NEVER)
 
 
 class SchedulerCore:
@@ -75,12 +75,15 @@ class SchedulerCore:
         self._leased: set[ReqId] = set()
         self._next_save: dict[ReqId, int] = {}
         """Frontier at which a request's next save can be planned: all that a step looks at for most requests."""
+        self._lined_up: Sequence[ReqId] = ()
+        self._before_save: list[int] = []
+        """Of each request in ``_lined_up``, one less than its entry in ``_next_save``."""
         self._last_running: Sequence[ReqId] = ()
         self._queued_loads: list[LoadPlan] = []
         self._next_load_id = 0
         self._loads: dict[int, _Settling[ReadLease | None]] = {}
         self._tickets: dict[Ticket, _Settling[ChunkKey | None]] = {}
-        self._unsent: list[Ticket] = []
+        self._unsent: list[SavePlan] = []
         self._fences = Fences()
         self.counters: Counter[str] = Counter()
         """Since the last `take_counters`: tokens and events, by the names in ``kvloft.vllm.stats``."""
@@ -158,13 +161,12 @@ class SchedulerCore:
             else:
                 tracker.start_over()
         self._admitted.clear()
-        grown = [(req_id, blocks) for req_id, blocks in zip(view.running, view.new_block_ids, strict=True) if blocks]
-        rewritten = self._fences.rewritten(view.new, grown, self._geometry.block_tokens)
-        saves = self._plan_saves(view, grown) if self._saves_allowed else ()
+        rewritten = self._fences.rewritten(view, self._geometry.block_tokens)
+        saves = self._plan_saves(view) if self._saves_allowed else ()
         loads, self._queued_loads = tuple(self._queued_loads), []
         if self._leased:
             self._expire_leases()
-        self._unsent.clear()
+        self._unsent = []
         return StepPlan(self._step, self._arena, loads, tuple(saves), rewritten)
 
     def plan_loads_only(self) -> StepPlan:
@@ -174,42 +176,50 @@ class SchedulerCore:
         get a table afresh (I6); what the failed attempt reserved is given back (I5).
         """
         self._step += 1
-        self._store.abort(self._unsent)
-        for ticket in self._unsent:
+        unsent = [copy.ticket for save in self._unsent for copy in save.chunks]
+        self._store.abort(unsent)
+        for ticket in unsent:
             del self._tickets[ticket]
             self._fences.settle(ticket)
-        self._unsent.clear()
+        self._unsent = []
         for tracker in self._trackers.values():
             tracker.save_blocked = True
         self._admitted.clear()
         loads, self._queued_loads = tuple(self._queued_loads), []
         return StepPlan(self._step, self._arena, loads, (), self._fences.everything())
 
-    def _plan_saves(self, view: StepView, grown: Sequence[Grown]) -> list[SavePlan]:
-        """Most requests complete nothing in a step, and their trackers are not even looked at: this runs before every forward."""
-        saves: list[SavePlan] = []
-        trackers, next_saves, scheduled, drafts = self._trackers, self._next_save, view.num_scheduled_tokens, view.num_draft_tokens
+    def _plan_saves(self, view: StepView) -> list[SavePlan]:
+        saves = self._unsent = []
+        trackers, scheduled, drafts = self._trackers, view.num_scheduled_tokens, view.num_draft_tokens
         for new in view.new:
             if (tracker := trackers.get(new.req_id)) is not None:
                 tracker.blocks = list(new.block_ids)
                 self._save(tracker, new.num_computed_tokens + scheduled[new.req_id] - drafts.get(new.req_id, 0), saves)
-        for req_id, blocks in grown:
+        for req_id, blocks in view.grown:
             if (tracker := trackers.get(req_id)) is not None:
                 tracker.blocks += blocks
-        due = [
-            (req_id, computed + scheduled[req_id])
-            for req_id, computed, next_save in zip(
-                view.running, view.num_computed_tokens, map(next_saves.get, view.running, _NEVERS)
-            )
-            if computed + scheduled[req_id] >= next_save
-        ]
-        for req_id, frontier in due:
-            self._save(trackers[req_id], frontier - drafts.get(req_id, 0), saves)
+        self._save_running(view, saves)
         self._save_latecomers(view, saves)
         for req_id in drafts:
             if (tracker := trackers.get(req_id)) is not None:
                 tracker.had_drafts = True
         return saves
+
+    def _save_running(self, view: StepView, saves: list[SavePlan]) -> None:
+        """Most running requests complete nothing, and of them one number is compared, in columns: every forward waits for this."""
+        running, computed, scheduled = view.running, view.num_computed_tokens, view.num_scheduled_tokens
+        if view.new or self._lined_up != running:
+            self._lined_up = list(running)
+            self._before_save = [self._next_save.get(req_id, NEVER) - 1 for req_id in running]
+        if view.total_scheduled_tokens == len(scheduled):
+            is_due = map(ge, computed, self._before_save)  # one token each
+        else:
+            is_due = map(gt, map(add, computed, map(scheduled.__getitem__, running)), self._before_save)
+        for i in list(compress(count(), is_due)):
+            req_id = running[i]
+            frontier = computed[i] + scheduled[req_id] - view.num_draft_tokens.get(req_id, 0)
+            self._save(self._trackers[req_id], frontier, saves)
+            self._before_save[i] = self._next_save[req_id] - 1
 
     def _save_latecomers(self, view: StepView, saves: list[SavePlan]) -> None:
         """Requests of the last step that this one left out: under async scheduling their last token became known only now.
@@ -235,9 +245,11 @@ class SchedulerCore:
         if saving.plan is not None:
             saves.append(saving.plan)
             for copy in saving.plan.chunks:
-                self._tickets[copy.ticket] = _Settling(saving.supersedes.get(copy.ticket), self._num_ranks)
-                self._unsent.append(copy.ticket)
+                self._tickets[copy.ticket] = _Settling(None, self._num_ranks)
                 self._fences.add(copy)
+            if saving.supersedes is not None:
+                ticket, tail_key = saving.supersedes
+                self._tickets[ticket].owned = tail_key
 
     def _expire_leases(self) -> None:
         for req_id in list(self._leased):
@@ -307,7 +319,7 @@ class SchedulerCore:
             tracker.drop_lease()
             tracker.kv_outdated = bool(tracker.blocks)
             tracker.saved_chunks = 0
-            tracker.tail_tokens, tracker.tail_key = 0, None
+            tracker.tail_blocks, tracker.tail_key = 0, None
         for settling in self._tickets.values():
             settling.failed = True
         self._leased.clear()

@@ -6,13 +6,9 @@ The worker orders the next writer after the read (I2). It must not know how.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable
 
-from kvloft.types import BlockId, ChunkCopy, NewRequest, ReqId, Ticket
-
-Grown: TypeAlias = tuple[ReqId, Sequence[BlockId]]
-"""A running request and the blocks that a step adds to its table."""
+from kvloft.types import BlockId, ChunkCopy, StepView, Ticket
 
 
 class Fences:
@@ -42,7 +38,7 @@ class Fences:
         """For a step of which nothing is known."""
         return tuple(self._reader_of)
 
-    def rewritten(self, new: Sequence[NewRequest], grown: Sequence[Grown], block_tokens: int) -> tuple[BlockId, ...]:
+    def rewritten(self, view: StepView, block_tokens: int) -> tuple[BlockId, ...]:
         """Blocks that saves may be reading and that this step gives to a request to write.
 
         A new request writes from its first block that is not computed yet; blocks before that are only read.
@@ -50,9 +46,9 @@ class Fences:
         if not self._reader_of:
             return ()
         found: list[BlockId] = []
-        for request in new:
+        for request in view.new:
             found += self._among(request.block_ids[request.num_computed_tokens // block_tokens :])
-        for _, blocks in grown:
+        for _, blocks in view.grown:
             found += self._among(blocks)
         return tuple(found)
 

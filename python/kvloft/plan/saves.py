@@ -7,7 +7,7 @@ have a frame now is dropped and counted; it is tried again when the request's ne
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from kvloft.plan.tracker import NEVER, Geometry, Tracker
 from kvloft.types import NULL_BLOCK, ChunkCopy, ChunkKey, SavePlan, Store, Ticket
@@ -15,7 +15,7 @@ from kvloft.types import NULL_BLOCK, ChunkCopy, ChunkKey, SavePlan, Store, Ticke
 
 @dataclass(slots=True)
 class Saving:
-    """What one call of `plan_save` did; ``supersedes`` maps a tail's ticket to the tail it replaces.
+    """What one call of `plan_save` did; ``supersedes`` is a tail's ticket and the tail it replaces.
 
     ``next_save`` is the frontier at which the next chunk (or, with longer chunks, the next block) is complete.
     """
@@ -23,7 +23,7 @@ class Saving:
     next_save: int
     plan: SavePlan | None = None
     num_dropped: int = 0
-    supersedes: dict[Ticket, ChunkKey] = field(default_factory=dict)
+    supersedes: tuple[Ticket, ChunkKey] | None = None
 
 
 def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int) -> Saving:
@@ -34,56 +34,50 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int)
     known = tracker.extend_chain()
     if tracker.save_blocked or tracker.kv_outdated:
         return Saving(NEVER)
-    limit = min(frontier, known, len(tracker.blocks) * geometry.block_tokens)
-    num_full = limit // geometry.chunk_tokens
-    tail_blocks = _tail_blocks(tracker, geometry, limit, num_full)
-    saving = Saving(limit - limit % geometry.block_tokens + geometry.block_tokens)
+    block_tokens, blocks_per_chunk = geometry.block_tokens, geometry.blocks_per_chunk
+    num_blocks = min(frontier // block_tokens, known // block_tokens, len(tracker.blocks))
+    num_full = num_blocks // blocks_per_chunk
+    tail_blocks = _tail_blocks(tracker, geometry, num_blocks, num_full) if blocks_per_chunk > 1 else 0
+    saving = Saving((num_blocks + 1) * block_tokens)
     if num_full <= tracker.saved_chunks and not tail_blocks:
         return saving
     reserved, saving.num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks)
-    copies = [copy for row in reserved if (copy := _chunk_copy(tracker, store, row)) is not None]
+    copies: list[ChunkCopy] = []
+    for ticket, frame, key, first_block, num in reserved:
+        blocks = tuple(tracker.blocks[first_block : first_block + num])
+        if NULL_BLOCK in blocks:
+            store.abort([ticket])
+        else:
+            copies.append(ChunkCopy(frame, ChunkKey(key), num, 0, blocks, Ticket(ticket)))
     if copies:
         saving.plan = SavePlan(tracker.req_id, tuple(copies))
     if saving.num_dropped:
         # The host part may have shrunk under us; go on from what is really there when the next chunk completes.
         host_blocks, _ = store.lookup(tracker.chain)
-        tracker.saved_chunks = min(num_full, host_blocks // geometry.blocks_per_chunk)
+        tracker.saved_chunks = min(num_full, host_blocks // blocks_per_chunk)
     else:
         tracker.saved_chunks = max(tracker.saved_chunks, num_full)
         if tail_blocks:
-            _remember_tail(tracker, geometry, saving, limit)
+            _remember_tail(tracker, geometry, saving, num_blocks)
     return saving
 
 
-def _chunk_copy(tracker: Tracker, store: Store, row: tuple[int, int, bytes, int, int]) -> ChunkCopy | None:
-    ticket, frame, key, first_block, num_blocks = row
-    blocks = tuple(tracker.blocks[first_block : first_block + num_blocks])
-    if len(blocks) != num_blocks or NULL_BLOCK in blocks:
-        store.abort([ticket])
-        return None
-    return ChunkCopy(frame, ChunkKey(key), num_blocks, 0, blocks, Ticket(ticket))
-
-
-def _tail_blocks(tracker: Tracker, geometry: Geometry, limit: int, num_full: int) -> int:
+def _tail_blocks(tracker: Tracker, geometry: Geometry, num_blocks: int, num_full: int) -> int:
     """Whole blocks after the last full chunk worth saving now: at the prompt's end, then block by block."""
-    block_tokens = geometry.block_tokens
-    if geometry.blocks_per_chunk == 1 or limit < _prompt_end(tracker, geometry):
+    if num_blocks < _prompt_blocks(tracker, geometry) or num_blocks <= tracker.tail_blocks:
         return 0
-    tail_blocks = (limit - num_full * geometry.chunk_tokens) // block_tokens
-    tail_end = num_full * geometry.chunk_tokens + tail_blocks * block_tokens
-    return tail_blocks if tail_end > tracker.tail_tokens else 0
+    return num_blocks - num_full * geometry.blocks_per_chunk
 
 
-def _prompt_end(tracker: Tracker, geometry: Geometry) -> int:
-    return tracker.num_prompt_tokens - tracker.num_prompt_tokens % geometry.block_tokens
+def _prompt_blocks(tracker: Tracker, geometry: Geometry) -> int:
+    return tracker.num_prompt_tokens // geometry.block_tokens
 
 
-def _remember_tail(tracker: Tracker, geometry: Geometry, saving: Saving, limit: int) -> None:
+def _remember_tail(tracker: Tracker, geometry: Geometry, saving: Saving, num_blocks: int) -> None:
     """Let a tail made while decoding replace the one before it; the tail at the prompt's end stays for other requests."""
-    tail_tokens = limit - limit % geometry.block_tokens
-    key = ChunkKey(tracker.chain.key(tail_tokens // geometry.block_tokens - 1))
+    key = ChunkKey(tracker.chain.key(num_blocks - 1))
     tickets = [copy.ticket for copy in saving.plan.chunks if copy.key == key] if saving.plan else []
-    if tickets and tracker.tail_key is not None and tracker.tail_tokens > _prompt_end(tracker, geometry):
-        saving.supersedes[tickets[0]] = tracker.tail_key
-    tracker.tail_tokens = tail_tokens
+    if tickets and tracker.tail_key is not None and tracker.tail_blocks > _prompt_blocks(tracker, geometry):
+        saving.supersedes = tickets[0], tracker.tail_key
+    tracker.tail_blocks = num_blocks
     tracker.tail_key = key

@@ -46,8 +46,8 @@ class Tracker:
         "req_id",
         "save_blocked",
         "saved_chunks",
+        "tail_blocks",
         "tail_key",
-        "tail_tokens",
         "waited_out",
         "waiting_since",
     )
@@ -65,7 +65,7 @@ class Tracker:
         """``blocks`` may not be the request's table: nothing may be saved until it gets one afresh."""
         self.kv_outdated = False
         """KV in ``blocks`` predates a reset: nothing may be saved until it is computed anew."""
-        self.tail_tokens = 0
+        self.tail_blocks = 0
         self.tail_key: ChunkKey | None = None
         self.lease: ReadLease | None = None
         self.lease_tokens = 0
@@ -101,7 +101,7 @@ class Tracker:
             self._restart_chain()
             self.drop_lease()
             self.saved_chunks = 0
-            self.tail_tokens = 0
+            self.tail_blocks = 0
             self.tail_key = None
             # Accepted drafts behind the point where a session cut its output stay computed for vLLM, under the new input.
             self.kv_outdated |= self.had_drafts

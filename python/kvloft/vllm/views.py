@@ -116,21 +116,23 @@ def view_step(output: SchedulerOutput) -> StepView:
         for request in output.scheduled_new_reqs
     ]
     req_ids, computed = cached.req_ids, cached.num_computed_tokens
-    blocks: list[Any] = [ids[0] if ids else None for ids in cached.new_block_ids]
-    resumed = cached.resumed_req_ids
-    if resumed:
-        new += [NewRequest(ReqId(req_id), computed[i], blocks[i] or ()) for i, req_id in enumerate(req_ids) if req_id in resumed]
+    grown: list[Any] = [(req_id, ids[0]) for req_id, ids in zip(req_ids, cached.new_block_ids, strict=True) if ids]
+    if resumed := cached.resumed_req_ids:
+        tables = dict(grown)
         kept = [i for i, req_id in enumerate(req_ids) if req_id not in resumed]
-        req_ids = [req_ids[i] for i in kept]
-        computed = [computed[i] for i in kept]
-        blocks = [blocks[i] for i in kept]
+        new += [
+            NewRequest(ReqId(req_id), computed[i], tables.get(req_id, ())) for i, req_id in enumerate(req_ids) if req_id in resumed
+        ]
+        grown = [row for row in grown if row[0] not in resumed]
+        req_ids, computed = [req_ids[i] for i in kept], [computed[i] for i in kept]
     drafts = output.scheduled_spec_decode_tokens
     return StepView(
         new=new,
         running=cast(Sequence[ReqId], req_ids),
         num_computed_tokens=computed,
-        new_block_ids=blocks,
+        grown=grown,
         num_scheduled_tokens=cast(Any, output.num_scheduled_tokens),
+        total_scheduled_tokens=output.total_num_scheduled_tokens,
         num_draft_tokens={ReqId(req_id): len(ids) for req_id, ids in drafts.items()} if drafts else {},
         preempted=cast(Any, preempted_ids(output)),
     )
