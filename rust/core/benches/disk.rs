@@ -12,18 +12,19 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::Barrier;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvloft_core::ChunkKey;
+use kvloft_core::evict::Eviction;
 use kvloft_core::io::direct::PageBuffer;
+use kvloft_core::store::{DiskSettings, Store, StoreConfig};
 use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskTier, SlotId};
 use twox_hash::XxHash3_64;
 
 const FILE_BYTES: u64 = 256 << 20;
 const SLICE: Duration = Duration::from_millis(350);
-/// Ours and fio take turns, so that a noisy neighbour hits both; the better slice of each counts.
-const ROUNDS: usize = 2;
+/// Ours and fio take turns, so that a noisy neighbour hits both; medians count.
+const ROUNDS: usize = 5;
 const CHUNKS: u32 = 1_000_000;
 const NAMESPACE: [u8; 32] = [0x42; 32];
 
@@ -73,13 +74,14 @@ fn measure_frame_size(dir: &Path, frame_bytes: u64, has_fio: bool) -> Vec<f64> {
     let mut ratios = Vec::new();
     for threads in [1, 2, 4] {
         for verb in [Verb::Write, Verb::Read] {
-            let (mut ours, mut fio) = (0.0_f64, 0.0_f64);
+            let (mut ours, mut fio) = (Vec::new(), Vec::new());
             for _ in 0..ROUNDS {
-                ours = ours.max(run_tier(&tier, &mut slots, threads, verb, frame_bytes));
+                ours.push(run_tier(&tier, &mut slots, threads, verb, frame_bytes));
                 if has_fio {
-                    fio = fio.max(run_fio(&file, threads, verb, frame_bytes, tier.stats().direct));
+                    fio.push(run_fio(&file, threads, verb, frame_bytes, tier.stats().direct));
                 }
             }
+            let (ours, fio) = (median(ours), median(fio));
             let name = if verb == Verb::Write { "write" } else { "read" };
             print!("{:>4} KiB {threads:>7} {name:>6} {:>11.2}", frame_bytes / 1024, ours / 1e9);
             if has_fio {
@@ -94,44 +96,57 @@ fn measure_frame_size(dir: &Path, frame_bytes: u64, has_fio: bool) -> Vec<f64> {
     ratios
 }
 
-/// Bytes a second of whole frames at random slots, each thread over its own share.
+/// Bytes a second of whole frames at random slots: the sum over threads, each by its own clock and over its own share.
 fn run_tier(tier: &DiskTier, slots: &mut [SlotId], threads: usize, verb: Verb, frame_bytes: u64) -> f64 {
-    let (done, start) = (AtomicU64::new(0), Barrier::new(threads + 1));
+    let start = Barrier::new(threads);
     let share_len = slots.len().div_ceil(threads);
-    let began = std::thread::scope(|scope| {
-        for (t, share) in slots.chunks_mut(share_len).enumerate() {
-            let (done, start) = (&done, &start);
-            scope.spawn(move || {
-                // More than a cache holds, as in an arena, and touched: untouched memory is one page of zeros.
-                let mut frames: Vec<_> = (0..16).map(|_| PageBuffer::new(frame_bytes.try_into().unwrap())).collect();
-                let mut random = 0x9e37_79b9 + t as u64;
-                for frame in &mut frames {
-                    frame.fill(t.try_into().unwrap_or(1));
-                }
-                start.wait();
-                let began = Instant::now();
-                while began.elapsed() < SLICE {
-                    random = next_random(random);
-                    let at = usize::try_from(random >> 33).unwrap() % share.len();
-                    let slot = &mut share[at];
-                    let frame = &mut frames[usize::try_from(random % 16).unwrap()];
-                    match verb {
-                        Verb::Read => tier.read(*slot, &meta(slot.0).key, frame).unwrap(),
-                        Verb::Write => {
-                            // Another thread may be handed this slot; the share then has the one handed to us.
-                            tier.free(*slot);
-                            *slot = tier.reserve().unwrap();
-                            tier.write(*slot, &meta(slot.0), frame).unwrap();
-                        }
-                    }
-                    done.fetch_add(frame_bytes, Ordering::Relaxed);
-                }
-            });
+    std::thread::scope(|scope| {
+        let shares = slots.chunks_mut(share_len).enumerate();
+        let runs: Vec<_> = shares
+            .map(|(t, share)| {
+                let start = &start;
+                scope.spawn(move || {
+                    let mut frames = frames(t, frame_bytes);
+                    start.wait();
+                    let (began, done) = (Instant::now(), run_share(tier, share, &mut frames, verb));
+                    done as f64 * frame_bytes as f64 / began.elapsed().as_secs_f64()
+                })
+            })
+            .collect();
+        runs.into_iter().map(|run| run.join().unwrap()).sum()
+    })
+}
+
+/// More than a cache holds, as in an arena, and touched: untouched memory is one page of zeros.
+fn frames(thread: usize, frame_bytes: u64) -> Vec<PageBuffer> {
+    let mut frames: Vec<_> = (0..16).map(|_| PageBuffer::new(frame_bytes.try_into().unwrap())).collect();
+    for frame in &mut frames {
+        frame.fill(thread.try_into().unwrap_or(1));
+    }
+    frames
+}
+
+/// How many frames of its share a thread moves in a slice of time.
+fn run_share(tier: &DiskTier, share: &mut [SlotId], frames: &mut [PageBuffer], verb: Verb) -> u64 {
+    let mut random = 0x9e37_79b9 + u64::from(share[0].0);
+    let (began, mut done) = (Instant::now(), 0);
+    while began.elapsed() < SLICE {
+        random = next_random(random);
+        let at = usize::try_from(random >> 33).unwrap() % share.len();
+        let slot = &mut share[at];
+        let frame = &mut frames[usize::try_from(random % 16).unwrap()];
+        match verb {
+            Verb::Read => tier.read(*slot, &meta(slot.0).key, frame).unwrap(),
+            Verb::Write => {
+                // Another thread may be handed this slot; the share then has the one handed to us.
+                tier.free(*slot);
+                *slot = tier.reserve().unwrap();
+                tier.write(*slot, &meta(slot.0), frame).unwrap();
+            }
         }
-        start.wait();
-        Instant::now()
-    });
-    done.load(Ordering::Relaxed) as f64 / began.elapsed().as_secs_f64()
+        done += 1;
+    }
+    done
 }
 
 /// Bytes a second that fio reports for the same pattern.
@@ -180,9 +195,23 @@ fn measure_open(dir: &Path) {
         assert_eq!((found.len(), tier.stats().dropped_records), (CHUNKS as usize, 0));
         let (took, cpu) = (took.as_secs_f64(), cpu.as_secs_f64());
         println!(
-            "ready with {CHUNKS} chunks ({cache} page cache): {took:.2} s, {cpu:.2} s of it on the CPU (target 1 s)"
+            "tier ready with {CHUNKS} chunks ({cache} page cache): {took:.2} s, {cpu:.2} s of it on the CPU (target 1 s)"
         );
     }
+    let store = StoreConfig {
+        frame_bytes: config.frame_bytes,
+        host_bytes: 1 << 20,
+        blocks_per_chunk: 1,
+        eviction: Eviction::Lru,
+        available_bytes: None,
+        namespace: NAMESPACE,
+        disk: Some(DiskSettings { dir, cap_bytes: config.cap_bytes, num_threads: 1, description: config.description }),
+    };
+    let (began, cpu_began) = (Instant::now(), cpu_time());
+    let store = Store::open(&store).unwrap();
+    let (took, cpu) = (began.elapsed().as_secs_f64(), cpu_time().saturating_sub(cpu_began).as_secs_f64());
+    println!("whole store ready with as many (warm page cache): {took:.2} s, {cpu:.2} s of it on the CPU");
+    store.close(Duration::ZERO);
 }
 
 /// Time this thread has run, which a busy machine does not stretch.
@@ -219,6 +248,11 @@ fn meta(slot: u32) -> DiskMeta {
 
 fn next_random(state: u64) -> u64 {
     state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407)
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 fn geometric_mean(ratios: &[f64]) -> Option<f64> {

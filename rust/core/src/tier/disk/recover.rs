@@ -83,8 +83,11 @@ pub(super) fn recover(found: &[DiskEntry]) -> Recovered {
         }
     }
     let mut path = Vec::new();
+    let mut before = None;
     for &(_, at) in &order {
-        let fate = climb(&table, &fates, at as usize, &mut path);
+        let at = at as usize;
+        let fate = climb(&table, &fates, at, before, &mut path);
+        before = Some(at);
         // From the highest unplaced ancestor down to the entry itself.
         for at in path.drain(..).rev() {
             fates[at] = fate;
@@ -99,8 +102,9 @@ pub(super) fn recover(found: &[DiskEntry]) -> Recovered {
 
 /// Collects the entry and its ancestors that have no fate yet, and says which fate they share.
 ///
-/// Depth falls by one each step, so a forged cycle of parents ends too.
-fn climb(table: &Table, fates: &[Fate], start: usize, path: &mut Vec<usize>) -> Fate {
+/// Depth falls by one each step, so a forged cycle of parents ends too. `before` is a guess at the parent that spares most
+/// lookups: chunks of a prefix are written one behind the other.
+fn climb(table: &Table, fates: &[Fate], start: usize, before: Option<usize>, path: &mut Vec<usize>) -> Fate {
     let mut at = start;
     loop {
         if fates[at] != Fate::Unknown {
@@ -109,7 +113,8 @@ fn climb(table: &Table, fates: &[Fate], start: usize, path: &mut Vec<usize>) -> 
         path.push(at);
         let entry = &table.found[at];
         let Some(depth) = entry.depth.checked_sub(1) else { return Fate::Kept };
-        match table.get(&entry.parent) {
+        let is_parent = |&at: &usize| fates[at] == Fate::Kept && table.found[at].key == entry.parent;
+        match before.filter(is_parent).or_else(|| table.get(&entry.parent)) {
             Some(parent) if table.found[parent].depth == depth => at = parent,
             _ => return Fate::Dropped,
         }
