@@ -12,7 +12,6 @@ import pytest
 from .client import BLOCK, Engine, Req, full_blocks, kvloft, random_ids
 from .conftest import Truth
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
 WAYS: dict[str, dict[str, Any]] = {
     "sync": {},
     "async": {"async_scheduling": True},
@@ -21,8 +20,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "chunked": {"max_num_batched_tokens": 48, "max_num_seqs": 4},
     "chunked-async": {"max_num_batched_tokens": 48, "max_num_seqs": 4, "async_scheduling": True},
     "unchunked": {"enable_chunked_prefill": False},
-    "ngram": {"speculative_config": NGRAM, "enable_prompt_embeds": False},
-    "ngram-v2": {"speculative_config": NGRAM, "enable_prompt_embeds": False, "v2_shape": True},
+    "ngram": {},
+    "ngram-v2": {"v2_shape": True},
     "prefix-caching": {"enable_prefix_caching": True},
     "chunks-of-two-blocks": {"chunk_tokens": 2 * BLOCK},
     "chunks-of-four-blocks-async": {"chunk_tokens": 4 * BLOCK, "async_scheduling": True},
@@ -43,8 +42,12 @@ def two_turns(truth: Truth, engine: Engine, seed: int, num_prompt: int, num_outp
 
 
 @pytest.mark.parametrize("way", [pytest.param(w, marks=pytest.mark.short if w in ("sync", "async") else ()) for w in WAYS])
-def test_turn_two_finds_prompt_and_output_of_turn_one(truth: Truth, start: Callable[..., Engine], way: str) -> None:
+def test_turn_two_finds_prompt_and_output_of_turn_one(
+    truth: Truth, start: Callable[..., Engine], request: pytest.FixtureRequest, way: str
+) -> None:
     settings = dict(WAYS[way])
+    if way.startswith("ngram"):
+        settings |= request.getfixturevalue("ngram")
     extra = {"chunk_tokens": settings.pop("chunk_tokens")} if "chunk_tokens" in settings else {}
     engine = start(kv_transfer_config=kvloft(**extra), **settings)
     two_turns(truth, engine, 1000, 70, 50)
@@ -55,8 +58,8 @@ def test_turn_two_finds_prompt_and_output_of_turn_one(truth: Truth, start: Calla
     two_turns(truth, engine, 1030, 200, 20)
 
 
-def test_rejected_drafts_are_never_saved(truth: Truth, start: Callable[..., Engine]) -> None:
-    engine = start(kv_transfer_config=kvloft(), speculative_config=NGRAM, enable_prompt_embeds=False)
+def test_rejected_drafts_are_never_saved(truth: Truth, start: Callable[..., Engine], ngram: dict[str, Any]) -> None:
+    engine = start(kv_transfer_config=kvloft(), **ngram)
     requests = truth.clear([Req(random_ids(1100 + i, 50 + i), max_tokens=90) for i in range(8)])
     said = engine.ask(*requests)
     metrics = engine.metrics()
