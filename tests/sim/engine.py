@@ -221,11 +221,18 @@ class Engine:
             self.scheduler.finish_requests(spec.id, RequestStatus.FINISHED_ABORTED)
 
     def run(self, max_steps: int = 6000) -> None:
-        """Step until nothing is left to do; a real disk may need time rather than steps."""
+        """Step until nothing is left to do; a real disk may need time rather than steps.
+
+        Sessions between two turns keep their blocks, and vLLM preempts none of them: a few can fill the pool and wait for each
+        other for ever, with or without a connector. Its user would end one.
+        """
         for i in range(max_steps):
             if not self.scheduler.has_requests() and not self._flying:
                 return
             self.step()
+            sessions = [r for r in self.unfinished if self.specs[r].turns]
+            if i % 500 == 499 and sessions:
+                self.abort(sessions[0])
             if i > max_steps // 2:
                 time.sleep(0.001)
         raise AssertionError(f"the engine does not come to rest: {self.unfinished}")

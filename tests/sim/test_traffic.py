@@ -4,6 +4,7 @@ Arrivals, aborts, preemptions, resets, lookups that must be asked again, late an
 streaming sessions, all from one seed; a failure names its seed and repeats.
 """
 
+import inspect
 import os
 import random
 from dataclasses import replace
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm.v1.core.sched.scheduler import Scheduler
 
 from .engine import BLOCK, Engine, Shape
 from .model_store import ModelStore
@@ -22,6 +24,8 @@ SHAPES: dict[str, Shape] = {
     f"{'async' if a else 'sync'}-{'v2' if v else 'v1'}{'-caching' if c else ''}": Shape(async_scheduling=a, v2=v, caching=c)
     for a in (False, True) for v in (False, True) for c in (False, True)
 }  # fmt: skip
+TURNS_HAVE_THEIR_OWN_LENGTH = "max_tokens" in inspect.getsource(Scheduler._update_request_as_session)
+"""vLLM 0.30 keeps the max_tokens of a session's first input."""
 NUM_SEEDS = int(os.environ.get("SIM_SEEDS", "3"))
 
 
@@ -49,8 +53,11 @@ class Traffic:
             return self._embeds(name, ids, max_tokens, salt, mixed=kind < 0.07)
         # vLLM 0.32 itself keeps KV of cut-off drafts when a session with speculative decoding takes its next turn.
         if kind < 0.25 and not self._shape.num_drafts:
-            turns = tuple(Turn(self._ids(pick.randint(1, 6)), pick.randint(1, 4)) for _ in range(pick.randint(1, 2)))
-            return Spec(name, ids, min(max_tokens, 4), ids, salt=salt, turns=turns)
+            first = min(max_tokens, 4)
+            turns = [Turn(self._ids(pick.randint(1, 6)), pick.randint(1, 4)) for _ in range(pick.randint(1, 2))]
+            if not TURNS_HAVE_THEIR_OWN_LENGTH:
+                turns = [replace(turn, max_tokens=first) for turn in turns]
+            return Spec(name, ids, first, ids, salt=salt, turns=tuple(turns))
         return Spec(name, ids, max_tokens, ids, salt=salt, adapter=pick.choice([None, None, None, "lora"]))
 
     def _embeds(self, name: str, ids: tuple[int, ...], max_tokens: int, salt: str | None, *, mixed: bool) -> Spec:
