@@ -37,27 +37,27 @@ def run(args: argparse.Namespace) -> int:
         return 0
     console.print(namespace_table(namespaces))
     for n in namespaces:
-        console.print(f"{n['namespace']}: {describe(n['description'])}", highlight=False, markup=False)
+        if n["problem"]:
+            console.print(f"{n['namespace']}: {n['problem']}", highlight=False, markup=False, style="red")
+        if n["description"]:
+            console.print(f"{n['namespace']}: {describe(n['description'])}", highlight=False, markup=False)
     total = sum(n["bytes"] for n in namespaces)
     console.print(f"{format_size(total)} in {len(namespaces)} namespace{'s' if len(namespaces) != 1 else ''}", highlight=False)
     return 0
 
 
 def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
-    """A table of `disk_inspect`'s rows; the column of problems only where there are any."""
-    problems = any(n["problem"] for n in namespaces)
-    table = Table(row_styles=["", "dim"])
+    """A table of `disk_inspect`'s rows, narrow enough for a terminal of 80 columns."""
+    table = Table(row_styles=["", "dim"], padding=(0, 0), collapse_padding=True)
     table.add_column("namespace", no_wrap=True)
     for name in ("chunks", "slots", "chunk size", "on disk"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("oldest")
-    table.add_column("newest")
-    if problems:
-        table.add_column("problem", style="red")
+    table.add_column("oldest", no_wrap=True)
+    table.add_column("newest", no_wrap=True)
     for n in namespaces:
         row = [n["namespace"], f"{n['chunks']:,}", f"{n['slots']:,}", format_size(n["frame_bytes"])]
         row += [format_size(n["bytes"]), format_time(n["oldest"]), format_time(n["newest"])]
-        table.add_row(*row, *([n["problem"] or ""] if problems else []))
+        table.add_row(*row)
     return table
 
 
@@ -83,10 +83,11 @@ def format_size(size_bytes: int) -> str:
 
 
 def format_time(unix_s: int | None) -> str:
-    """Local date and time to the minute; a dash for None or what no calendar holds."""
+    """Local date, with the time of day where it is of this year; a dash for None or what no calendar holds."""
     if unix_s is None:
         return "-"
     try:
-        return datetime.fromtimestamp(unix_s).astimezone().strftime("%Y-%m-%d %H:%M")
+        then = datetime.fromtimestamp(unix_s).astimezone()
+        return then.strftime("%d %b %H:%M" if then.year == datetime.now().astimezone().year else "%Y-%m-%d")
     except (OverflowError, ValueError, OSError):
         return "-"

@@ -46,8 +46,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _walk(verify: "DiskVerify", *, quiet: bool) -> list[dict[str, str]]:
+    console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=quiet, transient=True) as progress:
+    with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
         task = progress.add_task("chunks", total=verify.num_chunks)
         # The first step also hands over what opening found, so it is taken even where there is no chunk.
         damage = verify.step(_CHUNKS_PER_STEP)

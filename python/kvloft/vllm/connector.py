@@ -66,6 +66,12 @@ class KVLoftConnector(KVConnectorBase_V1):
         else:
             self._worker = WorkerHalf(vllm_config, kv_cache_config, self._geometry(config, kv_cache_config), config)
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """No. vLLM asks while it reads its arguments, so wrong settings are said here, before any weights are loaded."""
+        load_config(extra_config or {})
+        return False
+
     @staticmethod
     def _geometry(config: Any, kv_cache_config: Any) -> Geometry:
         block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size

@@ -13,6 +13,7 @@ pub mod lease;
 pub mod store;
 pub mod tag;
 pub mod tier;
+pub(crate) mod units;
 
 pub use error::{Error, ErrorKind, Result};
 pub use key::{ChunkKey, KeyChain};

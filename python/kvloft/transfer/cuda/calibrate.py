@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kvloft import __version__
@@ -128,7 +129,7 @@ class _Bench:
         """Median microseconds from the first command to the end of the last."""
         pieces = self._pieces(self._blocks[size])
         lane = self._lanes[direction, is_direct]
-        frames = np.zeros(1, dtype=np.int64)
+        frames: npt.NDArray[np.int64] = np.zeros(1, dtype=np.int64)
         times = []
         for _ in range(NUM_RUNS + 1):
             begin = time.perf_counter()

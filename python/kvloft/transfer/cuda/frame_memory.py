@@ -63,7 +63,7 @@ class Trailers:
         self, frames: npt.NDArray[Any], keys: Sequence[bytes], tags: npt.NDArray[np.uint64], num_blocks: npt.NDArray[Any]
     ) -> None:
         """Write the trailers of ``frames``, whose payloads are in place."""
-        rows = np.zeros(len(frames), TRAILER)
+        rows: npt.NDArray[Any] = np.zeros(len(frames), TRAILER)
         rows["magic"] = np.frombuffer(MAGIC, dtype="V8")[0]
         rows["key"] = np.frombuffer(b"".join(keys), dtype="V32")
         rows["layout"] = self._layout

@@ -97,7 +97,7 @@ class CudaMover:
         self._open_loads: dict[_Load, None] = {}
         self._step_begun = driver.Event()
         self._forward_done = driver.Event()
-        self._last_gather = np.full(layout.num_blocks, -1, dtype=np.int64)
+        self._last_gather: npt.NDArray[np.int64] = np.full(layout.num_blocks, -1, dtype=np.int64)
         self._done = Finished()
         self._busy_until = {self.saves: 0.0, self.loads: 0.0}
         self._broken: str | None = None

@@ -41,7 +41,7 @@ class ChunkTable:
     def of(cls, copies: Sequence[ChunkCopy]) -> ChunkTable:
         """Raises ValueError for a copy whose blocks are not part of its chunk."""
         num_blocks = np.array([copy.num_blocks for copy in copies], dtype=np.int64)
-        starts = np.zeros(len(copies) + 1, dtype=np.int64)
+        starts: npt.NDArray[np.int64] = np.zeros(len(copies) + 1, dtype=np.int64)
         np.cumsum(num_blocks, out=starts[1:])
         ids: list[int] = []
         for copy in copies:
@@ -139,7 +139,7 @@ def split(table: ChunkTable, shape: Shape) -> Iterator[Piece]:
 def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape) -> Piece:
     geometry = shape.geometry
     num_blocks = table.num_blocks[begin:end]
-    segments = np.zeros(end - begin, SEGMENT)
+    segments: npt.NDArray[Any] = np.zeros(end - begin, SEGMENT)
     segments["base"] = np.arange(end - begin, dtype=np.uint64) * np.uint64(shape.part_bytes)
     blocks_before = table.starts[begin:end] - table.starts[begin]
     segments["first_tile"] = blocks_before * geometry.tiles_per_block
@@ -175,7 +175,7 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Pie
         begin_byte, end_byte = geometry.payload_offset(tile), geometry.payload_offset(stop)
         head = begin_byte % _SLOT_ALIGN  # the slot keeps the payload's alignment
         first_block, last_block = tile // geometry.tiles_per_block, (stop - 1) // geometry.tiles_per_block
-        segments = np.zeros(1, SEGMENT)
+        segments: npt.NDArray[Any] = np.zeros(1, SEGMENT)
         segments["base"] = np.uint64((head - begin_byte) % (1 << 64))
         segments["chunk_tile"] = tile
         segments["block_index"] = -first_block

@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use crate::evict::Eviction;
 use crate::io::arena::FRAME_ALIGN;
 use crate::tier::disk::DiskConfig;
+use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};
 
 /// More than any one device is faster with.
@@ -72,20 +73,24 @@ impl StoreConfig {
         }
         if host_bytes < frame_bytes {
             return fail(format!(
-                "host_size = {host_bytes} bytes holds no frame; set host_size to at least {frame_bytes} bytes (one frame)"
+                "host_size = {} holds no chunk; set host_size to at least {frame_bytes} bytes (one chunk)",
+                size_text(host_bytes)
             ));
         }
         if let Some(available) = self.available_bytes.filter(|&available| host_bytes > available) {
             return fail(format!(
-                "host_size = {host_bytes} bytes is more than the {available} bytes of memory that this machine or \
-                 container has left; lower host_size or give it more memory"
+                "host_size = {} is more than the {} of memory that this machine or container has left; lower host_size \
+                 or give it more memory",
+                size_text(host_bytes),
+                size_text(available)
             ));
         }
         match u32::try_from(host_bytes / frame_bytes) {
             Ok(num_frames) if num_frames < u32::MAX => Ok(num_frames),
             _ => fail(format!(
-                "host_size = {host_bytes} bytes makes more than 2^32 frames of {frame_bytes}; lower host_size or make \
-                 chunks longer (chunk_tokens)"
+                "host_size = {} makes more than 2^32 chunks of {frame_bytes} bytes; lower host_size or make chunks \
+                 longer (chunk_tokens)",
+                size_text(host_bytes)
             )),
         }
     }

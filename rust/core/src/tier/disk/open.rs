@@ -17,6 +17,7 @@ use super::slots::Slots;
 use super::superblock::{self, Superblock};
 use super::types::{DiskConfig, DiskEntry, DiskStats, SlotId};
 use super::{budget, errors, namespaces};
+use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};
 
 /// An opened directory, before it becomes a tier.
@@ -61,8 +62,9 @@ fn validate(config: &DiskConfig) -> Result<()> {
     let least = budget::min_cap_bytes(frame_bytes);
     if config.cap_bytes < least {
         let message = format!(
-            "disk_size {} does not hold one chunk of {frame_bytes} bytes: set disk_size to at least {least}, or to 0 for no disk",
-            config.cap_bytes
+            "disk_size = {} does not hold one chunk of {frame_bytes} bytes: set disk_size to at least {least} bytes, or leave \
+             disk_path out for no disk",
+            size_text(config.cap_bytes)
         );
         return Err(Error::new(ErrorKind::InvalidConfig, message));
     }

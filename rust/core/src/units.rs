@@ -1,0 +1,27 @@
+//! Sizes as people write them, for messages.
+
+/// Bytes with a binary unit, exact where the number is: `32 GiB`, `1.5 MiB`, `4097 bytes`.
+pub(crate) fn size_text(bytes: u64) -> String {
+    for (unit, shift) in [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)] {
+        let hundredths = (u128::from(bytes) * 100) >> shift;
+        if hundredths >= 100 {
+            let (whole, rest) = (hundredths / 100, hundredths % 100);
+            return if rest == 0 { format!("{whole} {unit}") } else { format!("{whole}.{rest:02} {unit}") };
+        }
+    }
+    format!("{bytes} bytes")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::size_text;
+
+    #[test]
+    fn test_sizes_read_as_people_write_them() {
+        let texts = [(0, "0 bytes"), (1023, "1023 bytes"), (1024, "1 KiB"), (1536, "1.50 KiB"), (40 << 30, "40 GiB")];
+        for (bytes, text) in texts {
+            assert_eq!(size_text(bytes), text);
+        }
+        assert_eq!(size_text(u64::MAX), "16777215.99 TiB");
+    }
+}
