@@ -1,6 +1,7 @@
 """`kvloft inspect` and `kvloft verify` over what a real store left on disk, sound and damaged."""
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -104,4 +105,6 @@ def test_sizes_and_times_are_for_people() -> None:
     assert [format_size(n) for n in (0, 1023, 1024, 5 << 29, 3 << 40)] == ["0 B", "1023 B", "1 KiB", "2.5 GiB", "3 TiB"]
     assert format_time(None) == "-"
     assert format_time(2**63) == "-"
-    assert len(format_time(1_700_000_000)) == len("2023-11-14 22:13")
+    assert format_time(1_700_000_000).startswith("2023-11-1")
+    assert len(format_time(1_700_000_000)) == 10
+    assert len(format_time(int(time.time()))) == len("21 Nov 12:30")

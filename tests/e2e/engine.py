@@ -39,6 +39,8 @@ class Engine:
         os.environ.update(env)
         if kwargs.get("async_scheduling"):
             shapes.allow_async_scheduling()
+        if kwargs.get("tensor_parallel_size", 1) > 1:
+            shapes.fork_processes()
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine
 

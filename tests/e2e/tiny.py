@@ -26,7 +26,7 @@ OUT_GAIN = 4.0
 HEAD_GAIN = 3.0
 
 
-def config(max_positions: int = 4096) -> dict[str, object]:
+def config(max_positions: int = 4096, num_heads: int = NUM_HEADS, num_kv_heads: int = NUM_KV_HEADS) -> dict[str, object]:
     """config.json of the model, as transformers writes it."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -34,8 +34,8 @@ def config(max_positions: int = 4096) -> dict[str, object]:
         "hidden_size": HIDDEN,
         "intermediate_size": FFN,
         "num_hidden_layers": NUM_LAYERS,
-        "num_attention_heads": NUM_HEADS,
-        "num_key_value_heads": NUM_KV_HEADS,
+        "num_attention_heads": num_heads,
+        "num_key_value_heads": num_kv_heads,
         "head_dim": HEAD_DIM,
         "vocab_size": VOCAB,
         "max_position_embeddings": max_positions,
@@ -53,7 +53,7 @@ def config(max_positions: int = 4096) -> dict[str, object]:
     }
 
 
-def weights(seed: int = SEED) -> dict[str, NDArray[np.float32]]:
+def weights(seed: int = SEED, num_heads: int = NUM_HEADS, num_kv_heads: int = NUM_KV_HEADS) -> dict[str, NDArray[np.float32]]:
     """All tensors by their Hugging Face names, float32."""
     rng = np.random.default_rng(seed)
 
@@ -67,10 +67,10 @@ def weights(seed: int = SEED) -> dict[str, NDArray[np.float32]]:
         tensors |= {
             at + "input_layernorm.weight": ones,
             at + "post_attention_layernorm.weight": ones,
-            at + "self_attn.q_proj.weight": dense(NUM_HEADS * HEAD_DIM, HIDDEN, QK_GAIN),
-            at + "self_attn.k_proj.weight": dense(NUM_KV_HEADS * HEAD_DIM, HIDDEN, QK_GAIN),
-            at + "self_attn.v_proj.weight": dense(NUM_KV_HEADS * HEAD_DIM, HIDDEN),
-            at + "self_attn.o_proj.weight": dense(HIDDEN, NUM_HEADS * HEAD_DIM, OUT_GAIN),
+            at + "self_attn.q_proj.weight": dense(num_heads * HEAD_DIM, HIDDEN, QK_GAIN),
+            at + "self_attn.k_proj.weight": dense(num_kv_heads * HEAD_DIM, HIDDEN, QK_GAIN),
+            at + "self_attn.v_proj.weight": dense(num_kv_heads * HEAD_DIM, HIDDEN),
+            at + "self_attn.o_proj.weight": dense(HIDDEN, num_heads * HEAD_DIM, OUT_GAIN),
             at + "mlp.gate_proj.weight": dense(FFN, HIDDEN),
             at + "mlp.up_proj.weight": dense(FFN, HIDDEN),
             at + "mlp.down_proj.weight": dense(HIDDEN, FFN),
@@ -83,14 +83,16 @@ def embedding_rows(token_ids: list[int], seed: int = SEED) -> NDArray[np.float32
     return weights(seed)["model.embed_tokens.weight"][token_ids]
 
 
-def write_model(folder: Path, *, seed: int = SEED, tokenizer: bool = True) -> Path:
+def write_model(
+    folder: Path, *, seed: int = SEED, tokenizer: bool = True, num_heads: int = NUM_HEADS, num_kv_heads: int = NUM_KV_HEADS
+) -> Path:
     """Write config, weights and (for the HTTP tests) a tokenizer to ``folder``; returns it."""
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config(), indent=1))
+    (folder / "config.json").write_text(json.dumps(config(num_heads=num_heads, num_kv_heads=num_kv_heads), indent=1))
     (folder / "generation_config.json").write_text(json.dumps({"bos_token_id": 1, "eos_token_id": 2}))
-    save_file(weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights(seed, num_heads, num_kv_heads), folder / "model.safetensors", metadata={"format": "pt"})
     if tokenizer:
         _write_tokenizer(folder)
     return folder

@@ -95,6 +95,7 @@ class Engine:
         self.core = self.half.core
         self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, shape.num_ranks)
         self._flying: deque[tuple[Any, Any]] = deque()
+        self._steps_without_tokens = 0
         self._watch_admissions()
 
     def _worker(self, rank: int) -> Worker:
@@ -157,9 +158,19 @@ class Engine:
     def step(self) -> None:
         """One turn of the engine core's loop."""
         self._step()
+        self._end_a_session_that_blocks()
         assert not self.trouble.violations, self.trouble.violations
         errors = self.half.hook_errors + sum(w.connector._worker.hook_errors for w in self.workers)
         assert not errors or self.trouble.crash, "an exception was turned into a miss; see the log"
+
+    def _end_a_session_that_blocks(self) -> None:
+        """Sessions between two turns keep their blocks, and vLLM preempts none of them: a few can fill the pool and wait for
+        each other for ever, with or without a connector. Their user would end one."""
+        self._steps_without_tokens += 1
+        sessions = [r for r in self.unfinished if self.specs[r].turns] if self._steps_without_tokens > 200 else []
+        if sessions:
+            self._steps_without_tokens = 0
+            self.abort(sessions[0])
 
     def _step(self) -> None:
         if self.shape.async_scheduling:
@@ -206,6 +217,7 @@ class Engine:
             for one in outputs.outputs:
                 outcome = self.outcomes[one.request_id]
                 outcome.tokens += one.new_token_ids
+                self._steps_without_tokens = 0
                 if one.finish_reason is not None and outcome.reason is None:
                     self._ended(self.specs[one.request_id], outcome, str(one.finish_reason))
 
@@ -221,18 +233,11 @@ class Engine:
             self.scheduler.finish_requests(spec.id, RequestStatus.FINISHED_ABORTED)
 
     def run(self, max_steps: int = 6000) -> None:
-        """Step until nothing is left to do; a real disk may need time rather than steps.
-
-        Sessions between two turns keep their blocks, and vLLM preempts none of them: a few can fill the pool and wait for each
-        other for ever, with or without a connector. Its user would end one.
-        """
+        """Step until nothing is left to do; a real disk may need time rather than steps."""
         for i in range(max_steps):
             if not self.scheduler.has_requests() and not self._flying:
                 return
             self.step()
-            sessions = [r for r in self.unfinished if self.specs[r].turns]
-            if i % 500 == 499 and sessions:
-                self.abort(sessions[0])
             if i > max_steps // 2:
                 time.sleep(0.001)
         raise AssertionError(f"the engine does not come to rest: {self.unfinished}")
