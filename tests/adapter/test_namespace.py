@@ -10,12 +10,14 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvloft import _core
 from kvloft.plan import Geometry
-from kvloft.vllm.namespace import namespace_fields, weights_fingerprint
+from kvloft.vllm.namespace import media_ids_are_counted, namespace_fields, weights_fingerprint
 
 BASE: dict[str, Any] = {
     "model": "hub/name", "revision": None, "commit": "abc", "config": {"hidden_size": 64}, "load_format": "auto", "seed": 0,
     "dtype": torch.float32, "quantization": None, "cache_dtype": "auto", "max_model_len": 64, "tensor_parallel_size": 1,
     "kv_heads": 1, "block": 32, "blocks_per_chunk": 1, "user": "", "backend": None, "layout": "LBHNC",
+    "model_weights": "", "load_extra": {}, "quantization_config": None, "model_impl": "auto", "model_class_overrides": {},
+    "media": None,
 }  # fmt: skip
 
 
@@ -34,12 +36,14 @@ def digest(**changes: Any) -> bytes:
     config = SimpleNamespace(
         model_config=SimpleNamespace(
             model=v["model"], revision=v["revision"], hf_config=HfConfig(v["config"], v["commit"]), seed=v["seed"],
-            dtype=v["dtype"], quantization=v["quantization"], max_model_len=v["max_model_len"],
+            dtype=v["dtype"], quantization=v["quantization"], max_model_len=v["max_model_len"], model_weights=v["model_weights"],
+            quantization_config=v["quantization_config"], model_impl=v["model_impl"],
+            model_class_overrides=v["model_class_overrides"], multimodal_config=v["media"],
         ),
         cache_config=SimpleNamespace(cache_dtype=v["cache_dtype"]),
         parallel_config=SimpleNamespace(tensor_parallel_size=v["tensor_parallel_size"]),
-        load_config=SimpleNamespace(load_format=v["load_format"]),
-        attention_config=SimpleNamespace(backend=v["backend"]),
+        load_config=SimpleNamespace(load_format=v["load_format"], model_loader_extra_config=v["load_extra"]),
+        attention_config=SimpleNamespace(backend=v["backend"]), weight_transfer_config=v.get("weight_transfer"),
     )  # fmt: skip
     spec = FullAttentionSpec(block_size=v["block"], num_kv_heads=v["kv_heads"], head_size=32, dtype=torch.float32)
     kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
@@ -55,6 +59,9 @@ def digest(**changes: Any) -> bytes:
         {"model": "hub/other"}, {"revision": "v2"}, {"commit": "def"}, {"config": {"hidden_size": 65}}, {"load_format": "dummy"},
         {"dtype": torch.bfloat16}, {"quantization": "fp8"}, {"cache_dtype": "fp8"}, {"tensor_parallel_size": 2}, {"kv_heads": 2},
         {"block": 64}, {"blocks_per_chunk": 2}, {"user": "blue"}, {"backend": "FLASHINFER"}, {"layout": "LBNHC"},
+        {"model_weights": "s3://other"}, {"load_extra": {"tensorizer_uri": "other.tensors"}},
+        {"quantization_config": {"ignore": ["lm_head"]}}, {"model_impl": "transformers"}, {"model_class_overrides": {"A": "b:B"}},
+        {"media": SimpleNamespace(mm_processor_kwargs={"do_resize": False})}, {"media": SimpleNamespace(video_pruning_rate=0.5)},
     ],
     ids=str,
 )  # fmt: skip
@@ -74,6 +81,36 @@ def test_length_counts_only_where_positions_depend_on_it() -> None:
 def test_dummy_weights_are_told_apart_by_their_seed() -> None:
     assert digest(seed=1) == digest()
     assert digest(load_format="dummy", seed=1) != digest(load_format="dummy")
+
+
+def test_pages_packed_for_another_cpu_are_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    tiles = digest()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert digest() != tiles
+
+
+def test_weights_that_a_trainer_replaces_in_memory_serve_their_own_engine_only() -> None:
+    assert digest(weight_transfer=SimpleNamespace(backend="nccl")) != digest(weight_transfer=SimpleNamespace(backend="nccl"))
+
+
+@pytest.mark.parametrize(("cache_gb", "prefix_caching", "counted"), [(0, False, True), (0, True, False), (4, False, False)])
+def test_media_are_named_by_a_count_only_where_both_caches_are_off(cache_gb: int, *, prefix_caching: bool, counted: bool) -> None:
+    model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb))
+    cache = SimpleNamespace(enable_prefix_caching=prefix_caching)
+    assert media_ids_are_counted(SimpleNamespace(model_config=model, cache_config=cache)) == counted
+    model.multimodal_config = None
+    assert not media_ids_are_counted(SimpleNamespace(model_config=model, cache_config=cache))
+
+
+def test_settings_beside_the_weights_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An adapter's scale and a processor's sizes are in files of their own; the path may begin with the home directory."""
+    settings = tmp_path / "adapter_config.json"
+    settings.write_text('{"lora_alpha": 16}')
+    monkeypatch.setenv("HOME", str(tmp_path.parent))
+    first = weights_fingerprint(f"~/{tmp_path.name}")
+    settings.write_text('{"lora_alpha": 32}')
+    assert len({first, weights_fingerprint(f"~/{tmp_path.name}"), ""}) == 3
 
 
 def test_weights_trained_in_place_are_other_weights(tmp_path: Path) -> None:

@@ -21,7 +21,11 @@ def settings(**changes: Any) -> Any:
     }  # fmt: skip
     parallel.update({key: value for key, value in changes.items() if key in parallel})
     return SimpleNamespace(
-        model_config=SimpleNamespace(model="tiny", is_encoder_decoder=changes.get("is_encoder_decoder", False)),
+        model_config=SimpleNamespace(
+            model="tiny",
+            is_encoder_decoder=changes.get("is_encoder_decoder", False),
+            is_prefix_caching_supported=changes.get("is_prefix_caching_supported", True),
+        ),
         parallel_config=SimpleNamespace(**parallel),
         cache_config=SimpleNamespace(calculate_kv_scales=changes.get("calculate_kv_scales", False)),
         speculative_config=changes.get("speculative_config"),
@@ -41,6 +45,7 @@ def test_one_group_of_full_attention_is_served() -> None:
     ("changes", "specs", "named"),
     [
         ({"is_encoder_decoder": True}, (FULL,), "encoder-decoder"),
+        ({"is_prefix_caching_supported": False}, (FULL,), "pooling"),
         ({}, (FULL, WINDOW), "2"),
         ({}, (WINDOW,), "SlidingWindowSpec"),
         ({"pipeline_parallel_size": 2}, (FULL,), "pipeline_parallel_size=2"),

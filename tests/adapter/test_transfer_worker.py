@@ -107,6 +107,24 @@ def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(store: _core.Sto
     assert len([r for r in caplog.records if "cannot move pages" in r.message]) == 1
 
 
+@pytest.mark.parametrize("error", [TypeError, BaseException], ids=["any error", "a panic in Rust"])
+def test_a_request_hears_of_its_load_whatever_breaks(store: _core.Store, error: type[BaseException]) -> None:
+    def make(layout: PagedLayout, frames: object) -> BrokenMover:
+        raise error
+
+    worker = WorkerCore(rank=0, num_ranks=1, blocks_per_chunk=1, make_mover=make)
+    worker.register(CACHES, 7, "test")
+    with pytest.raises(error):
+        worker.begin(plan_of(store))
+    for run in (worker.run_saves, worker.run_loads):
+        with pytest.raises(error):
+            run()
+    assert worker.take_finished_loads() == ({"l"}, {2})
+    report = worker.take_report()
+    assert report is not None
+    assert (report.failed, [load.failed for load in report.loads]) == ((11,), [True])
+
+
 def test_a_plan_before_registration_fails_copies_and_not_steps(store: _core.Store) -> None:
     worker = WorkerCore(rank=0, num_ranks=1, blocks_per_chunk=1)
     worker.begin(plan_of(store))

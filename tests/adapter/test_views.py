@@ -73,6 +73,23 @@ def test_adapter_is_name_path_and_state_of_its_files(tmp_path: Path) -> None:
     assert AdapterNames().identify(lora) != first, "a new engine loads the new files"
 
 
+def test_adapter_from_a_tensorizer_directory_is_another_one_elsewhere(tmp_path: Path) -> None:
+    try:
+        first, second = (LoRARequest("a", 1, str(tmp_path), tensorizer_config_dict={"tensorizer_dir": name}) for name in "xy")
+    except TypeError:
+        pytest.skip("this vLLM has no adapters from tensorizer directories")
+    assert AdapterNames().identify(first) != AdapterNames().identify(second)
+
+
+def test_media_named_by_a_count_are_this_engines_own() -> None:
+    feature = SimpleNamespace(identifier="renderer0-mm-1-image-0", mm_position=SimpleNamespace(offset=1, length=3))
+    live = request()
+    live.mm_features = [feature]
+    first, second = (VllmRequest(live, AdapterNames(media_prefix=name)).view().items for name in ("x|", "y|"))
+    assert [item.identifier for item in (*first, *second)] == [f"{name}|{feature.identifier}" for name in "xy"]
+    assert VllmRequest(live, AdapterNames()).view().items[0].identifier == feature.identifier
+
+
 def _step(resumed: set[str]) -> Any:
     cached = CachedRequestData(
         req_ids=["a", "b"], resumed_req_ids=resumed, new_token_ids=[], all_token_ids={},

@@ -68,10 +68,11 @@ class WorkerCore:
         if not self._loads_run:
             self._loads_run = True
             if self._plan.loads:
-                mover = self._ready_mover()
+                mover: Mover | None = None
                 try:
+                    mover = self._ready_mover()
                     mover.submit_loads(self._plan.loads)
-                except Exception:
+                except BaseException:  # a panic in Rust is no Exception
                     self._fail_loads(mover)
                     raise
 
@@ -80,10 +81,11 @@ class WorkerCore:
         if not self._saves_run:
             self._saves_run = True
             if self._plan.saves:
-                mover = self._ready_mover()
+                mover: Mover | None = None
                 try:
+                    mover = self._ready_mover()
                     mover.submit_saves(self._plan.saves)
-                except Exception:
+                except BaseException:  # a panic in Rust is no Exception
                     self._fail_saves(mover)
                     raise
 
@@ -134,18 +136,20 @@ class WorkerCore:
         payload_bytes = layout.block_bytes * self._blocks_per_chunk
         return FrameWindow(arena, rank=self._rank, num_ranks=self._num_ranks, payload_bytes=payload_bytes)
 
-    def _fail_loads(self, mover: Mover) -> None:
+    def _fail_loads(self, mover: Mover | None) -> None:
         """A mover broke while it took this step's loads: report as failed what it never will, or requests wait for ever."""
-        self._note(mover.drain())
+        if mover is not None:
+            self._note(mover.drain())
         done = {result.load_id for result in self._pending.loads}
         for plan in self._plan.loads:
             if plan.load_id not in done:
                 self._pending.bad_blocks.update(plan.lost, *(copy.blocks for copy in plan.chunks))
                 self._pending.loads.append(LoadResult(plan.req_id, plan.load_id, failed=True))
 
-    def _fail_saves(self, mover: Mover) -> None:
+    def _fail_saves(self, mover: Mover | None) -> None:
         """The same for saves, whose frames would stay reserved."""
-        self._note(mover.drain())
+        if mover is not None:
+            self._note(mover.drain())
         done = {*self._pending.saved, *self._pending.failed}
         tickets = [copy.ticket for plan in self._plan.saves for copy in plan.chunks]
         self._pending.failed += [ticket for ticket in tickets if ticket not in done]

@@ -38,7 +38,9 @@ def _miss_on_error(default: Callable[..., Any]) -> Callable[[_F], _F]:
         def guarded(self: KVLoftConnector, *args: Any, **kwargs: Any) -> Any:
             try:
                 return hook(self, *args, **kwargs)
-            except Exception:
+            except (KeyboardInterrupt, SystemExit):
+                raise
+            except BaseException:  # a panic in Rust is no Exception
                 self._count_error(hook.__name__)
                 return default(self)
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import platform
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
+import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
@@ -18,7 +21,8 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from kvloft.plan import Geometry
 from kvloft.vllm.compat import layer_page_bytes
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", "config.json")
+"""Ends of names. Configurations count too: an adapter's scale and a processor's sizes decide KV as weights do."""
 _SAMPLE_BYTES = 1 << 16
 
 
@@ -36,14 +40,20 @@ def namespace_fields(
         "commit": getattr(model.hf_config, "_commit_hash", None),
         "config": _digest(json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)),
         "weights": weights_fingerprint(model.model),
+        "weights_from": getattr(model, "model_weights", None) or None,
         "load_format": load.load_format,
+        "load_extra": getattr(load, "model_loader_extra_config", None) or None,
+        "live_weights": uuid4().hex if getattr(vllm_config, "weight_transfer_config", None) is not None else None,
         "dummy_seed": model.seed if str(load.load_format) == "dummy" else None,
         "dtype": model.dtype,
         "quantization": model.quantization,
+        "quantization_config": getattr(model, "quantization_config", None),
+        "model_impl": (getattr(model, "model_impl", None), getattr(model, "model_class_overrides", None)),
+        "media": _media_settings(model),
         "kv_dtype": cache.cache_dtype,
         "kv_scales": getattr(cache, "calculate_kv_scales", None),
         "max_model_len": model.max_model_len if _rope_depends_on_length(model.hf_config) else None,
-        "platform": current_platform.device_name,
+        "platform": _platform(),
         "attention": _attention_backend(vllm_config),
         "layout": getattr(kv_cache_config, "kv_cache_layout", None),
         "pages": _digest(json.dumps(sorted(layer_page_bytes(kv_cache_config).items()))),
@@ -57,16 +67,16 @@ def namespace_fields(
 
 
 def weights_fingerprint(model: str) -> str:
-    """Digest over the weight files of a local model: name, size, time and samples of the bytes of each; "" for a hub name.
+    """Digest over a local model's files of weights and settings: name, size, time and samples of each; "" for a hub name.
 
     A hub name is told apart by its commit. A local folder may be trained on in place, which its name does not show.
     """
-    folder = Path(model)
+    folder = Path(model).expanduser()
     files = [folder] if folder.is_file() else sorted(folder.glob("*")) if folder.is_dir() else []
     digest = hashlib.blake2b(digest_size=16)
     found = False
     for path in files:
-        if path.suffix not in _WEIGHT_SUFFIXES:
+        if not path.name.endswith(_WEIGHT_SUFFIXES):
             continue
         found = True
         stat = path.stat()
@@ -76,6 +86,29 @@ def weights_fingerprint(model: str) -> str:
                 file.seek(position)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest() if found else ""
+
+
+def media_ids_are_counted(vllm_config: Any) -> bool:
+    """Whether vLLM names media by a count that starts afresh with its process, not by their content."""
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    caches_off = getattr(media, "mm_processor_cache_gb", None) == 0 and not vllm_config.cache_config.enable_prefix_caching
+    return media is not None and caches_off
+
+
+def _media_settings(model: Any) -> str | None:
+    """What an engine does to every image, video and audio: vLLM's identifiers tell the input and the request's wishes only."""
+    media = getattr(model, "multimodal_config", None)
+    names = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype")
+    return repr([getattr(media, name, None) for name in names]) if media is not None else None
+
+
+def _platform() -> str:
+    """The CPU backend packs pages by what the CPU can do, which neither shapes nor strides show."""
+    name = str(current_platform.device_name)
+    if not current_platform.is_cpu():
+        return name
+    amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)()
+    return f"{name} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} amx={amx}"
 
 
 def _digest(text: str) -> str:

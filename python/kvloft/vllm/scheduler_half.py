@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 from kvloft import __version__, _core
 from kvloft.config import Config
@@ -21,7 +22,7 @@ from kvloft.transfer.frames import part_bytes_for
 from kvloft.types import ArenaSpec, ReqId, RequestView
 from kvloft.vllm.compat import hit_sources, layer_page_bytes
 from kvloft.vllm.messages import KVLoftWorkerMetadata
-from kvloft.vllm.namespace import namespace_fields
+from kvloft.vllm.namespace import media_ids_are_counted, namespace_fields
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.views import AdapterNames, VllmRequest, view_step
 
@@ -96,7 +97,7 @@ class SchedulerHalf:
             loads_allowed=transfer is None or transfer.is_kv_consumer,
             saves_allowed=transfer is None or transfer.is_kv_producer,
         )
-        self._adapters = AdapterNames()
+        self._adapters = AdapterNames(media_prefix=f"{uuid4().hex}|" if media_ids_are_counted(vllm_config) else "")
         self.hook_errors = 0
         self._last: dict[str, int] = {}
         self._quiet_steps = 0
@@ -128,7 +129,7 @@ class SchedulerHalf:
         """A load that cannot be planned is reported as failed, for its request waits until it hears something."""
         try:
             self.core.admit(VllmRequest(request, self._adapters), num_external_tokens, block_ids)  # type: ignore[arg-type]
-        except Exception:
+        except BaseException:  # a panic in Rust is no Exception
             if num_external_tokens:
                 self.core.fail_load(VllmRequest(request, self._adapters), num_external_tokens, block_ids)  # type: ignore[arg-type]
             raise

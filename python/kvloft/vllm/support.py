@@ -21,6 +21,11 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if getattr(model, "is_encoder_decoder", False):
         raise UnsupportedError(f"kvloft does not serve encoder-decoder models yet, and {model.model!r} is one")
+    if not getattr(model, "is_prefix_caching_supported", True):
+        raise UnsupportedError(
+            f"kvloft serves models whose prefixes vLLM can cache, and {model.model!r} needs every token's output "
+            "(mean or CLS pooling, or attention in both directions); run it without kvloft"
+        )
     groups = kv_cache_config.kv_cache_groups
     if len(groups) != 1:
         raise UnsupportedError(

@@ -27,8 +27,10 @@ class AdapterNames:
     when the workers load them; a request that asks to load in place makes them be looked at again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, media_prefix: str = "") -> None:
+        """``media_prefix`` goes before every media identifier: this engine's own where vLLM counts them."""
         self._seen: dict[tuple[int, str], tuple[str, str]] = {}
+        self.media_prefix = media_prefix
 
     def identify(self, lora: LoRARequest | None) -> tuple[str, str] | None:
         """(name, path and file state) of ``lora``; None for the base model."""
@@ -39,9 +41,15 @@ class AdapterNames:
         if slot not in self._seen or getattr(lora, "load_inplace", False):
             self._seen[slot] = (
                 lora.lora_name,
-                f"{path or lora.lora_int_id}|{weights_fingerprint(path) if path else ''}",
+                f"{path or lora.lora_int_id}|{weights_fingerprint(path) if path else ''}{_elsewhere(lora)}",
             )
         return self._seen[slot]
+
+
+def _elsewhere(lora: LoRARequest) -> str:
+    """Where else an adapter's weights come from."""
+    source = getattr(lora, "tensorizer_config_dict", None)
+    return f"|{sorted(source.items(), key=str)}" if source else ""
 
 
 class VllmRequest:
@@ -78,7 +86,7 @@ class VllmRequest:
             cache_salt=request.cache_salt,
             embeds=_embeds(request),
             items=tuple(
-                MediaItem(feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+                MediaItem(self._adapters.media_prefix + feature.identifier, feature.mm_position.offset, feature.mm_position.length)
                 for feature in request.mm_features
             ),
         )
