@@ -1,5 +1,7 @@
 """vLLM's requests and steps as views: real Request objects, both shapes of a resumed request, mixed prompts, adapters."""
 
+import os
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +73,35 @@ def test_adapter_is_name_path_and_state_of_its_files(tmp_path: Path) -> None:
     file.write_bytes(b"trained further")
     assert names.identify(lora) == first, "the workers loaded the files as they were first seen"
     assert AdapterNames().identify(lora) != first, "a new engine loads the new files"
+
+
+def test_adapter_loaded_in_place_is_another_adapter(tmp_path: Path) -> None:
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(b"one")
+    names = AdapterNames()
+    first = names.identify(LoRARequest("a", 1, str(tmp_path)))
+    file.write_bytes(b"trained further")
+    second = names.identify(LoRARequest("a", 1, str(tmp_path), load_inplace=True))
+    assert second != first
+    assert names.identify(LoRARequest("a", 1, str(tmp_path))) == second
+
+
+def test_adapter_written_since_the_start_is_this_engines_own(tmp_path: Path) -> None:
+    """It was loaded when it was added, and seen with the first request: what was written between the two is not told apart."""
+    file = tmp_path / "adapter_model.safetensors"
+    file.write_bytes(b"loaded, then trained further")
+    later = time.time() + 60
+    os.utime(file, (later, later))
+    lora = LoRARequest("a", 1, str(tmp_path))
+    names = AdapterNames()
+    assert names.identify(lora) == names.identify(lora)
+    assert names.identify(lora) != AdapterNames().identify(lora)
+
+
+def test_adapters_without_a_path_are_told_apart_by_id() -> None:
+    adapters = [SimpleNamespace(lora_name="a", lora_int_id=number, lora_path="") for number in (1, 2)]
+    first, second = (AdapterNames().identify(adapter) for adapter in adapters)  # type: ignore[arg-type]
+    assert first != second
 
 
 def test_adapter_from_a_tensorizer_directory_is_another_one_elsewhere(tmp_path: Path) -> None:

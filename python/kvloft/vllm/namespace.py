@@ -71,13 +71,9 @@ def weights_fingerprint(model: str) -> str:
 
     A hub name is told apart by its commit. A local folder may be trained on in place, which its name does not show.
     """
-    folder = Path(model).expanduser()
-    files = [folder] if folder.is_file() else sorted(folder.glob("*")) if folder.is_dir() else []
     digest = hashlib.blake2b(digest_size=16)
     found = False
-    for path in files:
-        if not path.name.endswith(_WEIGHT_SUFFIXES):
-            continue
+    for path in _weight_files(model):
         found = True
         stat = path.stat()
         digest.update(f"{path.name}|{stat.st_size}|{stat.st_mtime_ns}|".encode())
@@ -86,6 +82,17 @@ def weights_fingerprint(model: str) -> str:
                 file.seek(position)
                 digest.update(file.read(_SAMPLE_BYTES))
     return digest.hexdigest() if found else ""
+
+
+def weights_changed_since(model: str, time_s: float) -> bool:
+    """Whether a local model's files were written after ``time_s`` (Unix time): which state was loaded is not known then."""
+    return any(path.stat().st_mtime > time_s for path in _weight_files(model))
+
+
+def _weight_files(model: str) -> list[Path]:
+    folder = Path(model).expanduser()
+    files = [folder] if folder.is_file() else sorted(folder.glob("*")) if folder.is_dir() else []
+    return [path for path in files if path.name.endswith(_WEIGHT_SUFFIXES)]
 
 
 def media_ids_are_counted(vllm_config: Any) -> bool:

@@ -5,14 +5,16 @@ Only fields that every served release has, or that are asked for with a default,
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
+from uuid import uuid4
 
 import torch
 
 from kvloft.types import BlockId, EmbedRows, MediaItem, NewRequest, ReqId, RequestView, StepView
 from kvloft.vllm.compat import preempted_ids
-from kvloft.vllm.namespace import weights_fingerprint
+from kvloft.vllm.namespace import weights_changed_since, weights_fingerprint
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -24,12 +26,15 @@ class AdapterNames:
     """Identity of each LoRA: its name, and its path with the state of the files there when it was first seen.
 
     An adapter trained further under the same path is another adapter. The files are looked at once per (id, path), which is
-    when the workers load them; a request that asks to load in place makes them be looked at again.
+    when the workers load them; a request that asks to load in place makes them be looked at again. Files written since the
+    engine's start may have been loaded before or after that: then the identity is this engine's own, and no later one has it.
     """
 
     def __init__(self, media_prefix: str = "") -> None:
         """``media_prefix`` goes before every media identifier: this engine's own where vLLM counts them."""
         self._seen: dict[tuple[int, str], tuple[str, str]] = {}
+        self._start_s = time.time()
+        self._own = uuid4().hex
         self.media_prefix = media_prefix
 
     def identify(self, lora: LoRARequest | None) -> tuple[str, str] | None:
@@ -39,10 +44,10 @@ class AdapterNames:
         path = lora.lora_path or ""
         slot = (lora.lora_int_id, path)
         if slot not in self._seen or getattr(lora, "load_inplace", False):
-            self._seen[slot] = (
-                lora.lora_name,
-                f"{path or lora.lora_int_id}|{weights_fingerprint(path) if path else ''}{_elsewhere(lora)}",
-            )
+            state = weights_fingerprint(path) if path else ""
+            if path and weights_changed_since(path, self._start_s):
+                state += f"|{self._own}"
+            self._seen[slot] = lora.lora_name, f"{path or lora.lora_int_id}|{state}{_elsewhere(lora)}"
         return self._seen[slot]
 
 
