@@ -72,10 +72,11 @@ def test_each_field_alone_flips_the_namespace(change: dict[str, Any]) -> None:
     assert digest(**change) != digest()
 
 
-def test_length_counts_only_where_positions_depend_on_it() -> None:
+@pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "su", "yarn"])
+def test_length_counts_only_where_positions_depend_on_it(rope_type: str) -> None:
     assert digest(max_model_len=128) == digest()
-    longrope = {"hidden_size": 64, "rope_scaling": {"rope_type": "longrope"}}
-    assert digest(config=longrope, max_model_len=128) != digest(config=longrope)
+    scaled = {"hidden_size": 64, "rope_scaling": {"rope_type": rope_type}}
+    assert digest(config=scaled, max_model_len=128) != digest(config=scaled)
 
 
 def test_dummy_weights_are_told_apart_by_their_seed() -> None:

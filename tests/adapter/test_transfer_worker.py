@@ -125,6 +125,20 @@ def test_a_request_hears_of_its_load_whatever_breaks(store: _core.Store, error: 
     assert (report.failed, [load.failed for load in report.loads]) == ((11,), [True])
 
 
+def test_registering_again_ends_the_mover_of_the_old_pages(store: _core.Store) -> None:
+    closed: list[int] = []
+
+    class Watched(BrokenMover):
+        def close(self) -> None:
+            closed.append(id(self))
+
+    worker = WorkerCore(rank=0, num_ranks=1, blocks_per_chunk=1, make_mover=lambda _, __: Watched("never moves"))
+    for num_before in range(3):
+        worker.register(CACHES, 7, "test")
+        assert len(set(closed)) == num_before
+        worker.begin(plan_of(store))
+
+
 def test_a_plan_before_registration_fails_copies_and_not_steps(store: _core.Store) -> None:
     worker = WorkerCore(rank=0, num_ranks=1, blocks_per_chunk=1)
     worker.begin(plan_of(store))

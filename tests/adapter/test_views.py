@@ -15,6 +15,7 @@ from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import Request
 
 from kvloft.types import EmbedRows
+from kvloft.vllm.compat import CacheHitSource, hit_sources
 from kvloft.vllm.views import AdapterNames, VllmRequest, view_step
 
 
@@ -119,6 +120,14 @@ def test_media_named_by_a_count_are_this_engines_own() -> None:
     first, second = (VllmRequest(live, AdapterNames(media_prefix=name)).view().items for name in ("x|", "y|"))
     assert [item.identifier for item in (*first, *second)] == [f"{name}|{feature.identifier}" for name in "xy"]
     assert VllmRequest(live, AdapterNames()).view().items[0].identifier == feature.identifier
+
+
+def test_hit_sources_never_exceed_what_was_taken() -> None:
+    if CacheHitSource is None:
+        pytest.skip("this vLLM knows no sources of hits")
+    assert hit_sources({"host": 32, "disk": 16}, 16) == {CacheHitSource.EXTERNAL_UNSPECIFIED: 16}
+    expected = {CacheHitSource.HOST: 32, CacheHitSource.DISK: 16, CacheHitSource.EXTERNAL_UNSPECIFIED: 16}
+    assert hit_sources({"host": 32, "disk": 16}, 64) == expected
 
 
 def _step(resumed: set[str]) -> Any:

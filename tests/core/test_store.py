@@ -1,6 +1,7 @@
 """The store through `kvloft._core`, without a disk: the contract that the scheduler half and the worker half rely on."""
 
 import ctypes
+import os
 import subprocess
 import sys
 
@@ -240,3 +241,13 @@ def test_another_process_sees_and_seals_the_same_frames() -> None:
     subprocess.run([sys.executable, "-c", code, store.arena_path], check=True, timeout=60)
     arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=2)
     assert arena.check(0, **part()) is None  # type: ignore[arg-type]
+
+
+def test_memory_that_somebody_could_cut_short_is_no_arena() -> None:
+    fd = os.memfd_create("no-arena", os.MFD_ALLOW_SEALING)
+    try:
+        os.truncate(fd, 2 * 4096)
+        with pytest.raises(_core.ConfigError):
+            _core.Arena.open(f"/proc/self/fd/{fd}", frame_bytes=4096, num_frames=2)
+    finally:
+        os.close(fd)

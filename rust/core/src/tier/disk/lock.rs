@@ -89,3 +89,21 @@ fn busy(file: &File, dir: &Path) -> Error {
         format!("disk_path {} is in use by {owner}: stop it, or give this engine another disk_path", dir.display());
     Error::new(ErrorKind::Busy, message)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A forked child has the same open file, as the clone here, and drops what it got of its parent's memory.
+    #[test]
+    fn a_forked_child_leaves_the_directory_locked() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut lock = DirLock::acquire(dir.path()).unwrap();
+        let parents = lock.file.try_clone().unwrap();
+        lock.owner_pid += 1;
+        drop(lock);
+        assert_eq!(DirLock::acquire(dir.path()).unwrap_err().kind(), ErrorKind::Busy);
+        drop(parents);
+        assert!(DirLock::acquire(dir.path()).is_ok());
+    }
+}

@@ -132,6 +132,17 @@ fn test_an_empty_record_is_empty() {
 }
 
 #[test]
+fn test_a_record_with_something_where_zeros_belong_is_of_another_version() {
+    let record = Record { meta: meta_of(1), payload: 2, sequence: 3, written_s: 4 };
+    let mut bytes = record.encode(SlotId(5), 6);
+    assert_eq!(record::parse(&bytes, SlotId(5), 6), Parsed::Valid(record));
+    bytes[116] = 1;
+    let checksum = twox_hash::XxHash3_64::oneshot_with_seed(6, &bytes[..120]);
+    bytes[120..].copy_from_slice(&checksum.to_le_bytes());
+    assert_eq!(record::parse(&bytes, SlotId(5), 6), Parsed::Bad);
+}
+
+#[test]
 fn test_record_layout_is_the_documented_one() {
     let meta = DiskMeta { key: ChunkKey([1; 32]), parent: ChunkKey([2; 32]), num_blocks: 3, depth: 4 };
     let bytes = Record { meta, payload: 5, sequence: 6, written_s: 7 }.encode(SlotId(8), 9);
