@@ -224,6 +224,39 @@ def test_loads_follow_saves_of_the_same_blocks() -> None:
     mover.close()
 
 
+class NothingPinned:
+    """A range of which nothing is pinned yet."""
+
+    is_complete = False
+    num_pinned_bytes = 0
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
+def test_frames_not_pinned_yet_are_loaded_and_not_saved_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = per_layer(3, 40, 4096)
+    frames = Frames(40, part_bytes_for(paged.block_bytes))
+    paged.randomize()
+    before = paged.snapshot()
+    copies = copies_of(random.Random(4).sample(range(40), 30), [[block] for block in range(30)])
+    mover = make_mover(paged, frames, 1, ring=RingSize(2, 256 << 10))
+    save(mover, copies)
+    mover.close()
+    monkeypatch.setattr("kvloft.transfer.cuda.mover.PinnedRange", NothingPinned)
+    mover = make_mover(paged, frames, 1, ring=RingSize(2, 256 << 10))
+    check_load(paged, mover, copies, before, seed=5)
+    held = frames.raw.copy()
+    done = save(mover, copies)
+    assert sorted(done.failed) == sorted(copy.ticket for copy in copies) and not done.saved
+    assert np.array_equal(frames.raw, held)
+    mover.close()
+
+
 def test_every_ticket_and_load_comes_back_once() -> None:
     paged = per_layer(2, 600, 512)
     frames = Frames(600, part_bytes_for(paged.block_bytes))

@@ -67,11 +67,15 @@ def plan_load(
     copies: list[ChunkCopy] = []
     by_tier: dict[str, int] = {}
     covered = begin
+    table = tracker.blocks
     for frame, key, first_block, num_blocks, tier in lease.frames() if lease is not None else ():
-        lo, hi = max(begin, first_block), min(end, first_block + num_blocks)
-        if lo >= hi:
-            continue
-        blocks = tuple(tracker.blocks[lo:hi])
+        # No call in here that can be spared: a long prompt has thousands of chunks, and its first byte moves after the last.
+        lo, hi = first_block, first_block + num_blocks
+        if lo < begin or hi > end:
+            lo, hi = max(lo, begin), min(hi, end)
+            if lo >= hi:
+                continue
+        blocks = (table[lo],) if hi - lo == 1 else tuple(table[lo:hi])
         copies.append(ChunkCopy(frame, ChunkKey(key), num_blocks, lo - first_block, blocks))
         by_tier[tier] = by_tier.get(tier, 0) + (hi - lo) * block_tokens
         covered = hi

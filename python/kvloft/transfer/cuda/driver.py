@@ -6,7 +6,12 @@ microsecond and let a copy name raw addresses. It must not know pages, frames or
 
 from __future__ import annotations
 
+import ctypes
+from collections.abc import Sequence
+from functools import cache
 from typing import Any
+
+import numpy as np
 
 from kvloft.errors import UnsupportedError
 
@@ -84,12 +89,53 @@ class Stream:
         copy.srcPitch, copy.dstPitch, copy.WidthInBytes, copy.Height = source_pitch, to_pitch, row_bytes, num_rows
         _check(_cu.cuMemcpy2DAsync(copy, self.raw), "cuMemcpy2DAsync")
 
+    def copy_batch(self, to: Sequence[int], source: Sequence[int], num_bytes: Sequence[int]) -> None:
+        """Many copies between pinned memory and the device as one command, in no order among themselves.
+
+        One by one, copies of a few MiB each leave the link idle between them and fill the stream's queue, at whose end the
+        host would wait. A driver older than 12.8 gets them one by one (`cuMemcpyAsync` infers their direction).
+        """
+        function = _batch_function()
+        if function is None:
+            for each in zip(to, source, num_bytes, strict=True):
+                _check(_cu.cuMemcpyAsync(*each, self.raw), "cuMemcpyAsync")
+            return
+        columns = np.array((to, source, num_bytes), dtype=np.uint64)
+        first, row, failed = columns.ctypes.data, columns.strides[0], ctypes.c_size_t(0)
+        result = function(
+            first, first + row, first + 2 * row, len(to), ctypes.addressof(_BATCH_ATTRIBUTES), ctypes.addressof(_BATCH_FIRST), 1,
+            ctypes.addressof(failed), self.handle,
+        )  # fmt: skip
+        if result:
+            raise CudaError(f"cuMemcpyBatchAsync: error {result} at copy {failed.value}")
+
     def launch(self, function: Any, num_ctas: int, num_threads: int, params_address: int) -> None:
         """``params_address`` is that of an array of pointers to the kernel's parameters, which are copied before it returns."""
         _check(_cu.cuLaunchKernel(function, num_ctas, 1, 1, num_threads, 1, 1, 0, self.raw, params_address, 0), "cuLaunchKernel")
 
     def destroy(self) -> None:
         _check(_cu.cuStreamDestroy(self.raw), "cuStreamDestroy")
+
+
+class _CopyAttributes(ctypes.Structure):
+    """CUmemcpyAttributes: in what order sources are read, two location hints that pinned memory does not need, flags."""
+
+    _fields_ = (("source_order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint))
+
+
+_STREAM_ORDER = 1
+_BATCH_ATTRIBUTES = _CopyAttributes(source_order=_STREAM_ORDER)
+_BATCH_FIRST = ctypes.c_size_t(0)
+
+
+@cache
+def _batch_function() -> Any:
+    """cuMemcpyBatchAsync as of CUDA 12.8, whose signature no binding's version changes; None if the driver has none."""
+    error, address, *_ = _cu.cuGetProcAddress(b"cuMemcpyBatchAsync", 12080, 0)
+    if int(error) or not int(address):
+        return None
+    pointer, size = ctypes.c_void_p, ctypes.c_size_t
+    return ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)(int(address))
 
 
 class Event:

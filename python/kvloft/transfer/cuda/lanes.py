@@ -21,8 +21,9 @@ from kvloft.transfer.cuda.kernels import MAX_SEGMENTS, Kernels, Launcher
 from kvloft.transfer.cuda.pieces import Piece, Run
 from kvloft.transfer.cuda.staging import Ring, RingSize
 
-MAX_PIECES: Final = 256
-"""In flight in one direction; with 16 MiB slots this is some 75 ms of PCIe Gen5."""
+MAX_PIECES: Final = 128
+"""In flight in one direction; with 40 MiB slots this is some 95 ms of PCIe Gen5. A stream takes about a thousand commands, and then
+the host waits: a piece is four or so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,21 +92,32 @@ class _BaseLane:
             max_ctas=num_ctas,
         )  # fmt: skip
 
-    def _copy(self, run: Run, slot: int, part_bytes: int, *, to_host: bool) -> None:
-        host, device = self._frames.part(run.frame) + run.part_offset, slot + run.slot_offset
-        stream = self.copy_stream
-        if run.num_rows > 1:
-            host_pitch = self._frames.frame_bytes
+    def _copy(self, piece: Piece, slot: int, *, to_host: bool, is_pinned: bool = True) -> None:
+        """Move the piece's runs between ``slot`` and the frames."""
+        alone = [run for run in piece.runs if run.num_rows == 1]
+        host = [self._frames.part(run.frame) + run.part_offset for run in alone]
+        device = [slot + run.slot_offset for run in alone]
+        num_bytes = [run.row_bytes for run in alone]
+        if len(alone) > 1 and is_pinned:
             to, source = (host, device) if to_host else (device, host)
-            to_pitch, source_pitch = (host_pitch, part_bytes) if to_host else (part_bytes, host_pitch)
-            stream.copy_rows(
-                to=to, to_pitch=to_pitch, source=source, source_pitch=source_pitch, row_bytes=run.row_bytes,
-                num_rows=run.num_rows, to_host=to_host,
-            )  # fmt: skip
-        elif to_host:
-            stream.copy_to_host(host, device, run.row_bytes)
+            self.copy_stream.copy_batch(to, source, num_bytes)
         else:
-            stream.copy_to_device(device, host, run.row_bytes)
+            one_by_one = self.copy_stream.copy_to_host if to_host else self.copy_stream.copy_to_device
+            for each in zip(*((host, device) if to_host else (device, host)), num_bytes, strict=True):
+                one_by_one(*each)
+        for run in piece.runs:
+            if run.num_rows > 1:
+                self._copy_rows(run, slot, to_host=to_host)
+
+    def _copy_rows(self, run: Run, slot: int, *, to_host: bool) -> None:
+        host, device = self._frames.part(run.frame) + run.part_offset, slot + run.slot_offset
+        host_pitch, device_pitch = self._frames.frame_bytes, self._frames.part_bytes
+        to, source = (host, device) if to_host else (device, host)
+        to_pitch, source_pitch = (host_pitch, device_pitch) if to_host else (device_pitch, host_pitch)
+        self.copy_stream.copy_rows(
+            to=to, to_pitch=to_pitch, source=source, source_pitch=source_pitch, row_bytes=run.row_bytes, num_rows=run.num_rows,
+            to_host=to_host,
+        )  # fmt: skip
 
 
 class SaveLane(_BaseLane):
@@ -127,8 +139,7 @@ class SaveLane(_BaseLane):
             copied.record(self.kernel_stream)
             return ticket
         self.copy_stream.wait(gathered)
-        for run in piece.runs:
-            self._copy(run, slot, self._frames.part_bytes, to_host=True)
+        self._copy(piece, slot, to_host=True)
         copied.record(self.copy_stream)
         return ticket
 
@@ -159,8 +170,7 @@ class LoadLane(_BaseLane):
         is_direct = is_pinned and piece.num_bytes < self._direct_below
         slot = None if is_direct else self._ring.take(self.copy_stream, scattered)
         if slot is not None:
-            for run in piece.runs:
-                self._copy(run, slot, self._frames.part_bytes, to_host=False)
+            self._copy(piece, slot, to_host=False, is_pinned=is_pinned)
             copied.record(self.copy_stream)
             self.kernel_stream.wait(copied)
         self._launch(self._function, piece, frames, ticket, slot)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, groupby
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +31,16 @@ from kvloft.transfer.mover import Finished
 from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, LoadResult, SavePlan
 
 logger = logging.getLogger(__name__)
+
+MIN_PUMP_S = 1e-3
+PUMP_SHARE = 0.05
+"""Host time that one call may spend on sending loads: that, or this share of the time since the last one. The rest goes with the
+next call: a long load must not hold up the requests that decode beside it, nor the link starve behind long steps."""
+SMALL = 4
+"""The first piece of a save and the last of a load are so many times smaller than others: there the link waits for a kernel."""
+
+_FRAME = itemgetter(ChunkCopy._fields.index("frame"))
+"""Chunks are sent in the order of their frames, so that neighbours, in whichever order a store gave them out, are one copy."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,6 +67,26 @@ class _Job:
     wanted_tags: npt.NDArray[np.uint64] | None = None
     problems: dict[int, str] = field(default_factory=dict)
     owners: Sequence[tuple[_Load, int]] = ()
+
+
+@dataclass(slots=True)
+class _Queued:
+    """Chunks of loads not sent yet, and which load each is of; those before ``sent`` are."""
+
+    copies: list[ChunkCopy]
+    owners: list[_Load]
+    sent: int = 0
+
+    def take(self, count: int) -> tuple[list[ChunkCopy], list[tuple[_Load, int]]]:
+        """The next ``count`` chunks at most, and how many of them, in order, are whose.
+
+        The last of many are few: the link waits while they are scattered.
+        """
+        begin, left = self.sent, len(self.copies) - self.sent
+        count = left - count // SMALL if begin and count // SMALL < left <= count else min(count, left)
+        self.sent = begin + count
+        shares = [(load, len(list(group))) for load, group in groupby(self.owners[begin : self.sent])]
+        return self.copies[begin : self.sent], shares
 
 
 @dataclass(slots=True)
@@ -91,7 +122,7 @@ class CudaMover:
         self.saves = SaveLane(kernels, tuning, frames)
         self.loads = LoadLane(kernels, tuning, frames)
         self._flying: dict[SaveLane | LoadLane, deque[_InFlight]] = {self.saves: deque(), self.loads: deque()}
-        self._queued_loads: deque[tuple[Sequence[ChunkCopy], Sequence[tuple[_Load, int]]]] = deque()
+        self._queued_loads: deque[_Queued] = deque()
         self._queued_pieces: deque[tuple[_Job, Piece]] = deque()
         self._open_saves: dict[_Job, None] = {}
         self._open_loads: dict[_Load, None] = {}
@@ -100,6 +131,7 @@ class CudaMover:
         self._last_gather: npt.NDArray[np.int64] = np.full(layout.num_blocks, -1, dtype=np.int64)
         self._done = Finished()
         self._busy_until = {self.saves: 0.0, self.loads: 0.0}
+        self._pumped = clock()
         self._broken: str | None = None
         self.num_dropped_saves = 0
         node = numa_node_of(_pci_bus_id(self._device))
@@ -132,10 +164,11 @@ class CudaMover:
         try:
             self._forward_done.record(self._compute())
             self.saves.kernel_stream.wait(self._forward_done)
+            size = max(1, self._chunks_per_job // SMALL) if len(copies) > self._chunks_per_job else self._chunks_per_job
             while sent < len(copies) and not self.saves.is_full(len(flying)):
-                batch = copies[sent : sent + self._chunks_per_job]
+                batch, size = copies[sent : sent + size], self._chunks_per_job
                 sent += len(batch)
-                self._send_saves(batch)
+                self._send_saves(sorted(batch, key=_FRAME))
         except driver.CudaError as error:
             self._break(str(error))
         self._drop(copies[sent:])
@@ -153,12 +186,10 @@ class CudaMover:
             elif not plan.chunks:
                 self._report(load)
             else:
-                copies += plan.chunks
+                copies += sorted(plan.chunks, key=_FRAME)
                 owners += [load] * len(plan.chunks)
-        for begin in range(0, len(copies) if self._broken is None else 0, self._chunks_per_job):
-            end = begin + self._chunks_per_job
-            shares = [(load, len(list(group))) for load, group in groupby(owners[begin:end])]
-            self._queued_loads.append((copies[begin:end], shares))
+        if copies and self._broken is None:
+            self._queued_loads.append(_Queued(copies, owners))
         try:
             self._pump()
         except driver.CudaError as error:
@@ -177,7 +208,7 @@ class CudaMover:
 
     def drain(self) -> Finished:
         """Waits on the host until nothing is in flight; for sleep and shutdown, not for steps."""
-        while self._broken is None and (self._queued_loads or self._queued_pieces or any(self._flying.values())):
+        while self._broken is None and (self.is_behind or any(self._flying.values())):
             try:
                 for lane, flying in self._flying.items():
                     if flying:
@@ -196,6 +227,11 @@ class CudaMover:
         for lane in self._flying:
             lane.close()
         self._pinned.close()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether loads wait to be sent by the next `poll`."""
+        return bool(self._queued_loads or self._queued_pieces)
 
     def wait_pinned(self, timeout_s: float | None = None) -> bool:
         """Until all host memory is pinned (or could not be)."""
@@ -221,9 +257,12 @@ class CudaMover:
             self._last_gather[piece.block_ids] = self._fly(self.saves, job, piece)
 
     def _next_load_piece(self) -> tuple[_Job, Piece] | None:
-        """The next piece of the queued loads; checks the trailers of the chunks it makes pieces of."""
+        """The next piece of the queued loads."""
         while not self._queued_pieces and self._queued_loads:
-            copies, owners = self._queued_loads.popleft()
+            queued = self._queued_loads[0]
+            copies, owners = queued.take(self._chunks_per_job)
+            if queued.sent == len(queued.copies):
+                self._queued_loads.popleft()
             try:
                 job = self._new_job(copies)
             except ValueError as error:
@@ -231,23 +270,31 @@ class CudaMover:
                     mine, copies = copies[:count], copies[count:]
                     self._finish_load(load, mine, dict.fromkeys(range(count), f"copy: {error}"))
                 continue
-            rows = self._trailers.read(job.table.frames)
-            job.problems = self._trailers.problems(rows, job.table.keys, job.table.num_blocks)
-            job.wanted_tags = rows["tag"].astype(np.uint64)
             job.owners = owners
             self._queued_pieces.extend((job, piece) for piece in job.pieces)
         return self._queued_pieces.popleft() if self._queued_pieces else None
 
+    def _read_trailers(self, job: _Job) -> None:
+        rows = self._trailers.read(job.table.frames)
+        job.problems = self._trailers.problems(rows, job.table.keys, job.table.num_blocks)
+        job.wanted_tags = rows["tag"].astype(np.uint64)
+
     def _pump(self) -> None:
-        """Send queued loads while the lane has room."""
+        """Send queued loads while the lane has room and this call has time."""
         flying, kernel_stream = self._flying[self.loads], self.loads.kernel_stream
-        while not self.loads.is_full(len(flying)) and (following := self._next_load_piece()) is not None:
+        now = self._clock()
+        end = now + max(MIN_PUMP_S, PUMP_SHARE * (now - self._pumped))
+        while now < end and not self.loads.is_full(len(flying)) and (following := self._next_load_piece()) is not None:
             job, piece = following
             ids = piece.block_ids[piece.block_ids >= 0]
             if len(ids) and self._flying[self.saves]:
                 self.saves.order_after_gather(kernel_stream, int(self._last_gather[ids].max()))
             kernel_stream.wait(self._step_begun)
             self._fly(self.loads, job, piece)
+            if piece is job.pieces[0]:  # while the link is at work: it need not wait for so many scattered reads
+                self._read_trailers(job)
+            now = self._clock()
+        self._pumped = now
 
     def _fly(self, lane: SaveLane | LoadLane, job: _Job, piece: Piece) -> int:
         frames = job.table.frames[piece.begin : piece.end]
