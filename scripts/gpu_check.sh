@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: scripts/gpu_check.sh [tests] [sanitize] [copy] [engine]   (default: all four)
+# Everything that needs a GPU, in one call: scripts/gpu_check.sh [tests] [sanitize] [copy] [engine] [equality]   (default: all)
 #
 # Needs: an environment with torch for CUDA, cuda-core, cuda-bindings, NVRTC, numpy, pytest, hypothesis and kvloft importable
-# (PYTHONPATH=python does); compute-sanitizer on PATH for `sanitize`, vLLM and the built extension for `engine`.
+# (PYTHONPATH=python does); compute-sanitizer on PATH for `sanitize`, vLLM and the built extension for the last two.
 # Logs and results go to $OUT (default build/gpu). Fails if a stage fails, or if no GPU test ran.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +10,7 @@ OUT=${OUT:-build/gpu}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 NEED_GPU=1
-stages=${*:-tests sanitize copy engine}
+stages=${*:-tests sanitize copy engine equality}
 failed=()
 
 say() { printf '\n=== [%4ds] %s\n' "$SECONDS" "$*"; }
@@ -45,7 +45,8 @@ if has sanitize; then
   stage initcheck sanitize initcheck
 fi
 has copy && TAIL=60 stage copy "$PYTHON" -m kvloft.cli bench copy --json "$OUT/copy.json" --plot "$OUT/copy.png"
-has engine && TAIL=60 stage engine "$PYTHON" -m kvloft.cli bench engine --json "$OUT/engine.json"
+has engine && TAIL=60 stage engine "$PYTHON" -m kvloft.cli bench engine --json "$OUT/engine.json" --logs "$OUT" ${ENGINE_ARGS:-}
+has equality && TAIL=90 stage equality "$PYTHON" -m kvloft.cli bench equality --json "$OUT/equality.json" --logs "$OUT" ${EQUALITY_ARGS:-}
 
 say "done"
 if ((${#failed[@]})); then

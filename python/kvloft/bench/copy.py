@@ -61,6 +61,8 @@ def run(
     result["ceiling"] = {what: ceiling.gbps(what) for what in DIRECTIONS}
     ceiling.close()
     result["pages"] = list(_by_page(pages, host, payload_bytes, tuning, cache_dir, progress))
+    progress("frames out of order")
+    result["frames"] = list(_by_frame_order(host, payload_bytes, tuning, cache_dir))
     progress("beside compute")
     result["beside"] = list(_beside(host, payload_bytes, tuning, cache_dir))
     progress("price of the tag")
@@ -85,6 +87,15 @@ def _by_page(
             row[what], row[f"{what}_host_us_per_mib"] = rig.median(what)
         rig.close()
         yield row
+
+
+def _by_frame_order(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path) -> Iterator[dict[str, Any]]:
+    """Neighbouring chunks in frames that are not neighbours, as in a store that has evicted."""
+    for order in ("descending", "random"):
+        rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir, frame_order=order)
+        rig.verify()
+        yield {"order": order, **{what: rig.median(what)[0] for what in DIRECTIONS}}
+        rig.close()
 
 
 def workloads() -> dict[str, Callable[[], object]]:

@@ -31,9 +31,12 @@ def sharpen(model: Any) -> int:
     """Random weights of unit gain in place, the same for the same architecture; returns how many parameters there are."""
     import torch
 
-    generator = torch.Generator(device="cuda").manual_seed(20)
+    config = model.config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    parameters = sorted(model.named_parameters())
+    generator = torch.Generator(device=parameters[0][1].device).manual_seed(20)
     count = 0
-    for name, parameter in sorted(model.named_parameters()):
+    for name, parameter in parameters:
         count += parameter.numel()
         if parameter.dim() < 2:
             parameter.data.fill_(1.0)
@@ -41,7 +44,7 @@ def sharpen(model: Any) -> int:
         fan_in = 1.0 if "embed_tokens" in name else float(parameter.shape[-1])
         parameter.data.normal_(0.0, fan_in**-0.5, generator=generator)
         if "qkv_proj" in name:
-            q_and_k = parameter.shape[0] * (32 + 8) // (32 + 16) if parameter.shape[0] == 6144 else parameter.shape[0] * 33 // 34
+            q_and_k = parameter.shape[0] * (heads + kv_heads) // (heads + 2 * kv_heads)
             parameter.data[:q_and_k] *= SHARPNESS
         if "lm_head" in name:
             parameter.data *= 4.0
@@ -127,7 +130,7 @@ class Engine:
         self.settle()
 
 
-def _prompt(rng: random.Random, num_tokens: int) -> list[int]:
+def prompt_of(rng: random.Random, num_tokens: int) -> list[int]:
     """Of its own, so that every connector sees the same whatever ran before."""
     return [rng.randrange(10, 128000) for _ in range(num_tokens)]
 
@@ -140,6 +143,17 @@ def worker_totals() -> dict[str, int]:
     return dict(worker.core.lifetime) if worker is not None else {}
 
 
+def load_trace(options: dict[str, Any]) -> Any:
+    """A `LoadTrace` around kvloft's mover if ``options`` ask for one."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if not options.get("trace") or options["name"] != "kvloft":
+        return None
+    from kvloft.bench.trace import LoadTrace
+
+    return LoadTrace(get_kv_transfer_group()._worker.core._mover)  # noqa: SLF001 (a bench looks inside)
+
+
 def phase_ttft(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
     """Cold, from HBM, and from the connector after the GPU's cache was emptied."""
     context = options["context"]
@@ -148,14 +162,20 @@ def phase_ttft(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
     engine.settle()
     prompts = [engine.prompt(context) for _ in range(2)]
     before = worker_totals()
-    cold = [engine.ttft(p) for p in prompts]
+    cold = [engine.ttft(engine.prompt(context)) for _ in range(options.get("colds", 6))]
+    cold += [engine.ttft(p) for p in prompts]
     engine.settle()
     hits = [engine.ttft(p) for p in prompts for _ in range(2)]
     warm: list[tuple[float, tuple[int, float], int]] = []
+    trace, traced = load_trace(options), list[dict[str, Any]]()
     for _ in range(options.get("rounds", 2)):
         engine.empty_gpu_cache(options["num_blocks"] * engine.block_tokens)
         middle = worker_totals()
-        warm += [engine.ttft(p) for p in prompts]
+        for prompt in prompts:
+            if trace is not None:
+                trace.start()
+            warm.append(engine.ttft(prompt))
+            traced += [trace.summary()] if trace is not None else []
     after = worker_totals()
     num_bytes = engine.bytes_a_token * (context - 1)
     median = {name: statistics.median(row[0] for row in rows) for name, rows in (("cold", cold), ("hbm", hits), ("warm", warm))}
@@ -164,10 +184,10 @@ def phase_ttft(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
         "all_ms": {
             name: [round(row[0] * 1e3, 2) for row in rows] for name, rows in (("cold", cold), ("hbm", hits), ("warm", warm))
         },
-        "cached_tokens": [row[2] for row in warm], "first_cold": [row[1] for row in cold], "first_hbm": [row[1] for row in hits],
-        "first_warm": [row[1] for row in warm], "kv_bytes": num_bytes,
+        "cached_tokens": [row[2] for row in warm], "first_cold": [row[1] for row in cold[-2:]],
+        "first_hbm": [row[1] for row in hits], "first_warm": [row[1] for row in warm], "kv_bytes": num_bytes,
         "loaded_bytes_last_round": after.get("loaded_bytes", 0) - middle.get("loaded_bytes", 0),
-        "saved_bytes": after.get("saved_bytes", 0) - before.get("saved_bytes", 0),
+        "saved_bytes": after.get("saved_bytes", 0) - before.get("saved_bytes", 0), "trace": traced,
     }  # fmt: skip
 
 
@@ -175,21 +195,35 @@ def phase_wave(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
     """Eight prompts of half the context at once."""
     prompts = [engine.prompt(options["context"] // 2) for _ in range(8)]
 
-    def wave() -> dict[str, float]:
+    trace = load_trace(options)
+
+    def wave() -> dict[str, Any]:
+        if trace is not None:
+            trace.start()
         begin = time.perf_counter()
         waiting = {engine.add(p, 1) for p in prompts}
+        added = time.perf_counter() - begin
         times: list[float] = []
+        steps: list[tuple[float, float]] = []
         while engine.engine.has_unfinished_requests() and time.perf_counter() - begin < 60:
+            stepped = time.perf_counter()
             for output in engine.engine.step():
                 if output.finished and any(output.request_id.startswith(name) for name in waiting):
                     times.append(time.perf_counter() - begin)  # noqa: PERF401 (the clock is read output by output)
-        return {"makespan_ms": max(times) * 1e3, "mean_ms": statistics.mean(times) * 1e3, "finished": len(times)}
+            steps.append((time.perf_counter() - stepped, stepped - begin))
+        return {
+            "makespan_ms": max(times) * 1e3, "mean_ms": statistics.mean(times) * 1e3, "finished": len(times),
+            "added_ms": added * 1e3, "steps": len(steps), "first_step_ms": steps[0][0] * 1e3,
+            "finished_ms": [round(seconds * 1e3, 1) for seconds in times],
+            "longest_steps_ms": [(round(took * 1e3, 1), round(at * 1e3, 1)) for took, at in sorted(steps, reverse=True)[:12]],
+            "trace": trace.summary() if trace is not None else None,
+        }  # fmt: skip
 
     found: dict[str, Any] = {"cold": wave()}
     engine.settle()
     found["hbm"] = wave()
     found["warm"] = []
-    for _ in range(options.get("rounds", 2)):
+    for _ in range(1 if options["name"] == "none" else options.get("rounds", 2) + 1):
         engine.empty_gpu_cache(options["num_blocks"] * engine.block_tokens)
         found["warm"].append(wave())
     found["warm_makespan_ms"] = statistics.median(row["makespan_ms"] for row in found["warm"])
@@ -241,7 +275,7 @@ def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
 
 def phase_tokens(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
     """Greedy tokens: cold, from HBM, from the connector, and with loads that copy nothing, which must change them."""
-    prompts = [_prompt(random.Random(n), n) for n in options.get("token_lengths", (3000, 9001, 16384, 20000))]
+    prompts = [prompt_of(random.Random(n), n) for n in options.get("token_lengths", (3000, 9001, 16384, 20000))]
     found: dict[str, Any] = {"cold": [engine.tokens([p], 24)[0] for p in prompts]}
     found["hbm"] = [engine.tokens([p], 24)[0] for p in prompts]
     engine.empty_gpu_cache(options["num_blocks"] * engine.block_tokens)
@@ -278,8 +312,8 @@ class _loads_that_copy_nothing:  # noqa: N801 (used as a statement)
 def phase_load(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
     """200 requests with shared prefixes over a block pool that preempts; their tokens, in order."""
     rng = random.Random(11)
-    stems = [_prompt(rng, rng.randrange(500, 6000)) for _ in range(12)]
-    prompts = [rng.choice(stems)[: rng.randrange(200, 6000)] + _prompt(rng, rng.randrange(1, 300)) for _ in range(200)]
+    stems = [prompt_of(rng, rng.randrange(500, 6000)) for _ in range(12)]
+    prompts = [rng.choice(stems)[: rng.randrange(200, 6000)] + prompt_of(rng, rng.randrange(1, 300)) for _ in range(200)]
     before = worker_totals()
     begin = time.perf_counter()
     tokens = engine.tokens(prompts, 32)

@@ -72,7 +72,9 @@ class Rig:
         cache_dir: Path,
         *,
         macros: tuple[tuple[str, str], ...] = (),
+        frame_order: str = "ascending",
     ) -> None:
+        """``frame_order`` is that of the frames along the chunks: 'ascending', 'descending' or 'random'."""
         self.case = case
         self.num_chunks = payload_bytes // case.block_bytes
         num_blocks = 2 * self.num_chunks + 1
@@ -90,9 +92,13 @@ class Rig:
         self.mover.wait_pinned()
         order = random.Random(1).sample(range(1, num_blocks), 2 * self.num_chunks)
         self._from, self._to = order[: self.num_chunks], order[self.num_chunks :]
-        self.saves = tuple(self._copy(frame, block) for frame, block in enumerate(self._from))
-        self.loads = tuple(self._copy(frame, block) for frame, block in enumerate(self._to))
-        self.spare_saves = tuple(self._copy(frame + self.num_chunks, block) for frame, block in enumerate(self._from))
+        frames = list(range(self.num_chunks))
+        frames.sort(key={"ascending": lambda f: f, "descending": lambda f: -f, "random": lambda f: f * 7919 % 10007}[frame_order])
+        self.saves = tuple(map(self._copy, frames, self._from))
+        self.loads = tuple(map(self._copy, frames, self._to))
+        self.spare_saves = tuple(
+            self._copy(frame + self.num_chunks, block) for frame, block in zip(frames, self._from, strict=True)
+        )
         self.num_bytes = self.num_chunks * case.block_bytes
         self._begin, self._end = driver.Event(timing=True), driver.Event(timing=True)
 
@@ -104,6 +110,8 @@ class Rig:
 
     def start_load(self) -> None:
         self.mover.submit_loads([LoadPlan(ReqId("bench"), 0, self.loads)])
+        while self.mover.is_behind:
+            self.mover.poll()
 
     def verify(self) -> None:
         """Save all, poison the targets, load all: raises RuntimeError unless every byte arrived."""
@@ -112,7 +120,7 @@ class Rig:
         self.mover.begin_step(())
         self.start_save()
         done = self.mover.drain()
-        self.start_load()
+        self.mover.submit_loads([LoadPlan(ReqId("bench"), 0, self.loads)])
         loaded = self.mover.drain()
         if done.failed or loaded.bad_blocks or len(done.saved) != self.num_chunks:
             raise RuntimeError(f"{len(done.failed)} saves failed, {len(loaded.bad_blocks)} blocks were bad")

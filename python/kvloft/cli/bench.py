@@ -1,4 +1,4 @@
-"""`kvloft bench copy` and `kvloft bench engine`: measure this machine's GPU. What measures is imported only when it runs."""
+"""`kvloft bench copy`, `engine` and `equality`: measure this machine's GPU. What measures is imported only when it runs."""
 
 import argparse
 import importlib
@@ -33,8 +33,44 @@ def add_parser(subparsers: Any) -> None:
     engine.add_argument("--timeout", type=float, default=900.0, help="seconds for everything (default 900)")
     engine.add_argument("--logs", default="build/bench", help="folder for the engines' logs (default build/bench)")
     engine.set_defaults(run=run_engine)
-    for kind in (copy, engine):
+    _add_equality(kinds)
+    for kind in kinds.choices.values():
         kind.add_argument("--json", metavar="FILE", help="also write everything measured as JSON")
+
+
+def _add_equality(kinds: Any) -> None:
+    equality = kinds.add_parser("equality", help="whether tokens and pages are the same whatever the cache did; fails if not")
+    equality.add_argument("--setups", default="", help="which engines, in this order (default all; see kvloft/bench/equality.py)")
+    equality.add_argument("--phases", default="prompts,crowd,load", help="of prompts, crowd, load, sleep (default the first three)")
+    equality.add_argument("--at-once", type=int, default=3, help="engines that share the GPU (default 3)")
+    equality.add_argument("--layers", type=int, default=32, help="layers of the model (default 32)")
+    equality.add_argument("--blocks", type=int, default=2000, help="blocks of 16 tokens in GPU memory (default 2000)")
+    equality.add_argument("--host-gib", type=int, default=16, help="host memory of each cache (default 16)")
+    equality.add_argument("--timeout", type=float, default=900.0, help="seconds for everything (default 900)")
+    equality.add_argument("--logs", default="build/bench", help="folder for the engines' logs (default build/bench)")
+    equality.set_defaults(run=run_equality)
+
+
+def run_equality(args: argparse.Namespace) -> int:
+    """Compare tokens and pages; 1 where any was not as it must be."""
+    console = Console()
+    equality = importlib.import_module("kvloft.bench.equality")
+    model = {"num_hidden_layers": args.layers}
+    results = equality.run(
+        setups=args.setups.split(",") if args.setups else equality.DEFAULT_SETUPS, phases=args.phases.split(","),
+        options=equality.options(num_blocks=args.blocks, host_bytes=args.host_gib << 30, model=model), log_dir=Path(args.logs),
+        at_once=args.at_once, timeout_s=args.timeout, progress=lambda text: console.print(text, style="dim"),
+    )  # fmt: skip
+    head, *rows = equality.table(results)
+    table = Table(*head)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    _write(args.json, results)
+    problems = equality.problems(results)
+    for problem in problems:
+        print(f"kvloft: {problem}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 def run_copy(args: argparse.Namespace) -> int:
@@ -71,6 +107,9 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
     for row in result["pages"]:
         cells = [text for what in ("save", "load", "both") for text in (f"{row[what]:.2f}", f"{row[what] / ceiling[what]:.1%}")]
         pages.add_row(f"{row['page_bytes'] / 1024:g} KiB", *cells)
+    for row in result.get("frames", ()):
+        cells = [text for what in ("save", "load", "both") for text in (f"{row[what]:.2f}", f"{row[what] / ceiling[what]:.1%}")]
+        pages.add_row(f"64 KiB, frames {row['order']}", *cells)
     beside = Table("copy by", "direction", "beside", "its time, times alone", "copy GB/s", title="What a running copy costs")
     for row in result["beside"]:
         beside.add_row(row["by"], row["copy"], row["work"], f"{row['slowdown']:.3f}", f"{row['gbps']:.1f}")

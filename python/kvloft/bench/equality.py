@@ -1,0 +1,192 @@
+"""`kvloft bench equality`: are greedy tokens the same whatever the cache did? Engines side by side on one GPU, compared.
+
+Exact equality can only be asked where vLLM itself is exact: in its batch-invariant mode (with the one norm that breaks it put
+right, see `equality_child`) over Triton attention, whose tiles do not depend on the batch; FlashAttention 3 picks its kernel by
+the longest query of a batch, so the same row may round differently. The reference has no connector and no prefix cache. The
+last engines show how far vLLM is from itself without all that. Timings mean nothing here.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvloft.bench.engine import CHILD_ENV
+
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One engine. ``exact``: its tokens must equal the reference's; else its own first run's are only counted against."""
+
+    what: str
+    connector: str = "kvloft"
+    exact: bool = True
+    llm: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+_EXACT = {"VLLM_BATCH_INVARIANT": "1"}
+_TRITON = {"attention_backend": "TRITON_ATTN"}
+
+
+def _exact(what: str, layout: str, *, connector: str = "kvloft", **llm: Any) -> Setup:
+    return Setup(what, connector, llm={**_TRITON, **llm}, env={**_EXACT, "VLLM_KV_CACHE_LAYOUT": layout})
+
+
+SETUPS = {
+    REFERENCE: _exact("no connector, no prefix cache", "NHD", connector="none", enable_prefix_caching=False),
+    "hnd": _exact("kvloft, HND", "HND"),
+    "nhd": _exact("kvloft, NHD", "NHD"),
+    "hnd-nopc": _exact("kvloft, HND, no prefix cache", "HND", enable_prefix_caching=False),
+    "nhd-nopc": _exact("kvloft, NHD, no prefix cache", "NHD", enable_prefix_caching=False),
+    "hnd-sync": _exact("kvloft, HND, no async scheduling", "HND", async_scheduling=False),
+    "plain-pc": _exact("no connector, prefix cache", "NHD", connector="none"),
+    "flash": Setup("kvloft, vLLM's defaults (FlashAttention 3)", exact=False),
+    "plain-flash": Setup("no connector, vLLM's defaults (FlashAttention 3)", "none", exact=False),
+    "plain-flash-invariant": Setup("no connector, FlashAttention 3, batch-invariant mode", "none", exact=False, env=_EXACT),
+}
+DEFAULT_SETUPS = tuple(SETUPS)
+SETUPS["hnd-sleep"] = _exact("kvloft, HND, put to sleep", "HND", enable_sleep_mode=True)
+"""For the phase `sleep`, with `reference`."""
+
+
+def options(*, num_blocks: int, host_bytes: int, model: dict[str, Any]) -> dict[str, Any]:
+    """What the engines have in common: a block pool so small that it preempts."""
+    block_bytes = 16 * 2 * 8 * 128 * 2 * int(model.get("num_hidden_layers", 32))
+    llm = {"max_model_len": 24576, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": num_blocks * block_bytes}
+    return {"num_blocks": num_blocks, "host_bytes": host_bytes, "model": model, "llm": llm}
+
+
+def run(
+    *, setups: Iterable[str], phases: Iterable[str], options: dict[str, Any], log_dir: Path, at_once: int, timeout_s: float,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """{setup: its child's result, or {"error": ...}}; ``at_once`` engines share the GPU."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + timeout_s
+    waiting, running, results = list(setups), dict[str, subprocess.Popen[bytes]](), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                name = waiting.pop(0)
+                asked = {"model_dir": f"{folder}/{name}", "phases": list(phases), "only_first": name == REFERENCE, **options}
+                asked["llm"] = {**options.get("llm", {}), **SETUPS[name].llm}
+                running[name] = _start(name, asked, log_dir / f"equality_{name}.log")
+                progress(f"{name} started")
+            time.sleep(0.2)
+            for name, process in list(running.items()):
+                late = time.monotonic() > deadline
+                if process.poll() is not None or late:
+                    if late:
+                        process.kill()
+                        process.wait()
+                    del running[name]
+                    results[name] = _result(log_dir / f"equality_{name}.log", process.returncode)
+                    progress(f"{name} ended with {process.returncode}")
+            if time.monotonic() > deadline:
+                results |= {name: {"error": "no time was left to start it"} for name in waiting}
+                waiting.clear()
+    return {name: results[name] for name in SETUPS if name in results}
+
+
+def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
+    setup = SETUPS[name]
+    settings = [f"{key}={value}" for key, value in {**CHILD_ENV, **setup.env}.items()]
+    child = [sys.executable, "-m", "kvloft.bench.equality_child", setup.connector, json.dumps(options)]
+    with log.open("w") as file:
+        return subprocess.Popen(["env", *settings, *child], stdout=file, stderr=subprocess.STDOUT)
+
+
+def _result(log: Path, status: int | None) -> dict[str, Any]:
+    text = log.read_text(errors="replace")
+    found = [line[7:] for line in text.splitlines() if line.startswith("RESULT ")]
+    result: dict[str, Any] = json.loads(found[-1]) if found else {}
+    if status != 0:
+        result["error"] = f"ended with {status}: {text[-1500:]}"
+    return result
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one run of one setup showed."""
+
+    setup: str
+    run: str
+    equal: int | None
+    """Requests whose tokens equal the reference's, of ``total`` (this engine's own first run's if it is not exact)."""
+    total: int
+    preemptions: int
+    loaded: int
+    """Chunks loaded and compared with the pages that a forward computed; ``differing`` of them were not the same."""
+    differing: int
+    resaved: str
+    problem: str
+
+
+def judge(results: Mapping[str, Any]) -> list[Row]:
+    """One row a run; a row with a problem fails the check."""
+    wanted = results.get(REFERENCE, {}).get("phases", {})
+    rows: list[Row] = []
+    for name, result in results.items():
+        for phase, runs in result.get("phases", {}).items():
+            first: dict[str, Any] = next(iter((wanted.get(phase, {}) if SETUPS[name].exact else runs).values()), {})
+            reference = first.get("tokens")
+            rows += [_row(name, f"{phase} {run}", found, reference) for run, found in runs.items()]
+    return rows
+
+
+def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int]] | None) -> Row:
+    tokens, audit, moved = found["tokens"], found["audit"], found["moved"]
+    equal = None if reference is None else sum(a == b for a, b in zip(tokens, reference, strict=True))
+    differing = audit.get("loaded_differing", 0)
+    problems: list[str] = []
+    if run.endswith("skipped_load"):
+        if equal is not None and equal * 2 > len(tokens):
+            problems.append("tokens do not depend on the loaded KV")
+        if audit.get("loaded", 0) and not differing:
+            problems.append("the audit saw nothing")
+    else:
+        if SETUPS[name].exact and equal != len(tokens):
+            problems.append("tokens differ")
+        if differing or audit.get("unknown", 0):
+            problems.append("loaded pages differ or are unknown")
+        if SETUPS[name].exact and audit.get("resaved_differing", 0):
+            problems.append("recomputed pages differ")
+        if audit and run.endswith(("warm", "backwards")) and not (audit["loaded"] and moved.get("loaded_bytes")):
+            problems.append("nothing was loaded")
+    if moved.get("bad_chunks"):
+        problems.append("tags failed")
+    resaved = f"{audit.get('resaved_differing', 0)} of {audit.get('resaved', 0)}" if audit else "-"
+    return Row(name, run, equal, len(tokens), found["preemptions"], audit.get("loaded", 0), differing, resaved, "; ".join(problems))
+
+
+def problems(results: Mapping[str, Any]) -> list[str]:
+    """Why the check fails; empty if it does not."""
+    found = [f"{name}: {result['error']}" for name, result in results.items() if "error" in result]
+    rows = judge(results)
+    found += [f"{row.setup}, {row.run}: {row.problem}" for row in rows if row.problem]
+    if any(row.run.startswith("crowd") for row in rows) and not any(row.preemptions for row in rows if row.setup != REFERENCE):
+        found.append("no request was ever preempted")
+    return found
+
+
+def table(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Head and rows of everything that was run."""
+    head = ("engine", "run", "tokens equal", "preempted", "chunks loaded", "differing", "recomputed differing", "")
+    body = [
+        (
+            SETUPS[row.setup].what, row.run, "-" if row.equal is None else f"{row.equal} of {row.total}", str(row.preemptions),
+            str(row.loaded), str(row.differing), row.resaved, row.problem,
+        )
+        for row in judge(results)
+    ]  # fmt: skip
+    return [head, *body]
