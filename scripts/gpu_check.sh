@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: scripts/gpu_check.sh [tests] [sanitize] [copy] [engine] [equality]   (default: all)
+# Everything that needs a GPU, in one call: scripts/gpu_check.sh [tests] [sanitize] [copy] [engine] [kv1] [equality]   (default: all)
 #
 # Needs: an environment with torch for CUDA, cuda-core, cuda-bindings, NVRTC, numpy, pytest, hypothesis and kvloft importable
-# (PYTHONPATH=python does); compute-sanitizer on PATH for `sanitize`, vLLM and the built extension for the last two.
+# (PYTHONPATH=python does); compute-sanitizer on PATH for `sanitize`, vLLM and the built extension for the last three.
 # Logs and results go to $OUT (default build/gpu). Fails if a stage fails, or if no GPU test ran.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +10,7 @@ OUT=${OUT:-build/gpu}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 NEED_GPU=1
-stages=${*:-tests sanitize copy engine equality}
+stages=${*:-tests sanitize copy engine kv1 equality}
 failed=()
 
 say() { printf '\n=== [%4ds] %s\n' "$SECONDS" "$*"; }
@@ -46,9 +46,13 @@ if has sanitize; then
 fi
 has copy && TAIL=60 stage copy "$PYTHON" -m kvloft.cli bench copy --json "$OUT/copy.json" --plot "$OUT/copy.png"
 has engine && TAIL=60 stage engine "$PYTHON" -m kvloft.cli bench engine --json "$OUT/engine.json" --logs "$OUT" ${ENGINE_ARGS:-}
+has kv1 && stage engine_kv1 "$PYTHON" -m kvloft.cli bench engine --connectors native,kvloft --phases ttft --kv-heads 1 --host-gib 12 \
+  --json "$OUT/engine_kv1.json" --logs "$OUT/kv1"
 has equality && TAIL=90 stage equality "$PYTHON" -m kvloft.cli bench equality --json "$OUT/equality.json" --logs "$OUT" ${EQUALITY_ARGS:-}
 
-say "done"
+ls "$OUT"/*.json >/dev/null 2>&1 && "$PYTHON" scripts/gpu_report.py "$OUT" >"$OUT/README.md"
+
+say "done; report in $OUT/README.md"
 if ((${#failed[@]})); then
   echo "FAILED: ${failed[*]}"
   exit 1

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,7 @@ def run(
             while waiting and len(running) < at_once:
                 name = waiting.pop(0)
                 asked = {"model_dir": f"{folder}/{name}", "phases": list(phases), "only_first": name == REFERENCE, **options}
+                asked["invariant"] = bool(SETUPS[name].env.keys() & _EXACT.keys())
                 asked["llm"] = {**options.get("llm", {}), **SETUPS[name].llm}
                 running[name] = _start(name, asked, log_dir / f"equality_{name}.log")
                 progress(f"{name} started")
@@ -177,6 +178,20 @@ def problems(results: Mapping[str, Any]) -> list[str]:
     if any(row.run.startswith("crowd") for row in rows) and not any(row.preemptions for row in rows if row.setup != REFERENCE):
         found.append("no request was ever preempted")
     return found
+
+
+def summary(results: Mapping[str, Any]) -> dict[str, Any]:
+    """What is worth keeping: everything but the tokens themselves."""
+    rows = judge(results)
+    setups = {
+        name: {
+            "what": SETUPS[name].what,
+            **{key: value for key, value in result.items() if key != "phases"},
+            "runs": [asdict(row) for row in rows if row.setup == name],
+        }
+        for name, result in results.items()
+    }
+    return {"setups": setups, "problems": problems(results)}
 
 
 def table(results: Mapping[str, Any]) -> list[tuple[str, ...]]:

@@ -46,7 +46,7 @@ class Subject:
     """The engine, its audit if kvloft is the connector, and how often its scheduler preempted."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
-        if os.environ.get("VLLM_BATCH_INVARIANT") == "1":
+        if options.get("invariant"):
             make_norm_invariant()
         self.engine = Engine(name, options)
         self.scale = options.get("scale", 1.0)

@@ -66,7 +66,7 @@ def run_equality(args: argparse.Namespace) -> int:
     for row in rows:
         table.add_row(*row)
     console.print(table)
-    _write(args.json, results)
+    _write(args.json, equality.summary(results))
     problems = equality.problems(results)
     for problem in problems:
         print(f"kvloft: {problem}", file=sys.stderr)

@@ -1,0 +1,167 @@
+"""Makes the README of a results folder from what `scripts/gpu_check.sh` left there: `python scripts/gpu_report.py FOLDER`.
+
+Prints Markdown: each measured figure beside its target, met or missed, then the folder's NOTES.md as it is. A part whose file is
+missing is left out, so a run of some stages makes a report too. Knows file names and targets, and measures nothing.
+"""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+COPY_TARGET, BOTH_TARGET = 0.98, 0.95
+BESIDE_TARGETS = {"matmul": 1.05, "add": 1.04}
+BESIDE_GBPS = 45.0
+
+
+def main(folder: Path) -> int:
+    """Print the report of ``folder``; 1 if there is nothing to report."""
+    files = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    if not files:
+        print(f"no results in {folder}: run scripts/gpu_check.sh with OUT={folder} first", file=sys.stderr)
+        return 1
+    parts: list[str] = [*_head(files)]
+    if "copy" in files:
+        parts += _copy(files["copy"])
+    if "engine" in files:
+        parts += _engine(files["engine"])
+    if "engine_kv1" in files:
+        parts += _one_kv_head(files["engine_kv1"])
+    for name in sorted(files):
+        if name.startswith("equality"):
+            parts += _equality(files[name])
+    notes = folder / "NOTES.md"
+    print("\n".join(parts) + ("\n\n" + notes.read_text().rstrip() if notes.exists() else ""))
+    return 0
+
+
+def _verdict(met: bool) -> str:
+    return "met" if met else "**missed**"
+
+
+def _head(files: dict[str, Any]) -> Iterator[str]:
+    machine = files.get("copy", {}).get("machine", {})
+    commit = (
+        os.environ.get("COMMIT")
+        or subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    )
+    yield f"# {machine.get('gpu', 'GPU')}, driver {machine.get('driver', '?')}, {machine.get('date', '?')}"
+    yield ""
+    yield f"Commit `{commit}`, torch {machine.get('torch', '?')}. Tables by `scripts/gpu_report.py`, notes by hand."
+
+
+def _copy(copy: dict[str, Any]) -> Iterator[str]:
+    ceiling = copy["ceiling"]
+    yield from ("", "## Copy: chunks of paged KV to and from host frames (`kvloft bench copy`)", "")
+    yield (
+        f"One large copy in the same run: {ceiling['save']:.1f} GB/s out, {ceiling['load']:.1f} in, {ceiling['both']:.1f} each "
+        f"both ways. Targets: {COPY_TARGET:.0%} of that each way, {BOTH_TARGET:.0%} both ways."
+    )
+    yield from ("", "| page | save GB/s | | load GB/s | | both, each | | |", "|---|---|---|---|---|---|---|---|")
+    rows = [(f"{row['page_bytes'] / 1024:g} KiB", row) for row in copy["pages"]]
+    rows += [(f"64 KiB, frames {row['order']}", row) for row in copy.get("frames", ())]
+    for name, row in rows:
+        share = {what: row[what] / ceiling[what] for what in ("save", "load", "both")}
+        met = min(share["save"], share["load"]) >= COPY_TARGET and share["both"] >= BOTH_TARGET
+        cells = " | ".join(f"{row[what]:.2f} | {share[what]:.1%}" for what in ("save", "load", "both"))
+        yield f"| {name} | {cells} | {_verdict(met)} |"
+    yield from (
+        "",
+        "What a running copy costs the computation beside it, as times its time alone (kvloft's targets: matmul 1.05, add",
+    )
+    yield from (
+        "1.04, at 45 GB/s or more):",
+        "",
+        "| copy by | direction | beside | times | copy GB/s | |",
+        "|---|---|---|---|---|---|",
+    )
+    for row in copy["beside"]:
+        met = row["slowdown"] <= BESIDE_TARGETS[row["work"]] and row["gbps"] >= BESIDE_GBPS
+        verdict = _verdict(met) if row["by"] == "kvloft" else ""
+        yield f"| {row['by']} | {row['copy']} | {row['work']} | {row['slowdown']:.3f} | {row['gbps']:.1f} | {verdict} |"
+    tag = copy["tag"]
+    price = max(1 - tag[f"{what}_with"] / tag[f"{what}_without"] for what in ("save", "load"))
+    yield ""
+    yield (
+        f"The tag: save {tag['save_without']:.2f} GB/s without it, {tag['save_with']:.2f} with it; load {tag['load_without']:.2f} "
+        f"and {tag['load_with']:.2f} (target: at most 2 %; {_verdict(price <= 0.02)})."
+    )
+
+
+def _engine(results: dict[str, Any]) -> Iterator[str]:
+    columns = [name for name in ("none", "native", "kvloft") if name in results]
+    none, native, ours = (results.get(name, {}) for name in ("none", "native", "kvloft"))
+    yield from ("", "## Engine: Llama-3.1-8B shape (`kvloft bench engine`), medians, ms", "")
+    yield "native is vLLM's OffloadingConnector; none is vLLM without a connector."
+    yield from ("", f"| | {' | '.join(columns)} | target | |", "|---|" + "---|" * (len(columns) + 2))
+
+    def row(what: str, path: tuple[str, ...], target: str = "", met: bool | None = None) -> str:
+        values = [_get(results[name], path) for name in columns]
+        cells = " | ".join("-" if value is None else f"{value:,.2f}" for value in values)
+        return f"| {what} | {cells} | {target} | {'' if met is None else _verdict(met)} |"
+
+    def ratio(path: tuple[str, ...], rival: dict[str, Any]) -> float:
+        a, b = _get(ours, path), _get(rival, path)
+        return a / b if a and b else float("nan")
+
+    warm, cold = ratio(("ttft", "warm_ms"), native), ratio(("ttft", "cold_ms"), none)
+    yield row("TTFT of 32,768 tokens, cold", ("ttft", "cold_ms"), f"1.005 of none: {cold:.4f}", cold <= 1.005)
+    yield row("the same, warm from host memory", ("ttft", "warm_ms"), f"0.93 of native: {warm:.3f}", warm <= 0.93)
+    yield row("the same, from HBM", ("ttft", "hbm_ms"))
+    wave, prefill = ratio(("wave", "warm_makespan_ms"), native), ratio(("wave", "cold", "makespan_ms"), none)
+    yield row("8 x 16k at once, cold: makespan", ("wave", "cold", "makespan_ms"), f"1.005 of none: {prefill:.4f}", prefill <= 1.005)
+    yield row("8 x 16k at once, warm: makespan", ("wave", "warm_makespan_ms"), f"0.9 of native: {wave:.3f}", wave <= 0.9)
+    for what, label in (("plain", "decode step alone"), ("plain_again", "decode step alone, again"), ("saving", "beside saves")):
+        for mark, limit in (("p50", 1.005), ("p99", 1.03)) if what != "saving" else (("p99", 1.05),):
+            path = ("decode", what, f"alone_{mark}_ms")
+            value = ratio(path, none)
+            yield row(f"{label}, {mark}", path, f"{limit} of none: {value:.3f}", value <= limit)
+    path = ("decode", "saving", "mixed_p99_ms")
+    value = ratio(path, none)
+    yield row("steps that also prefill and save, p99", path, f"1.05 of none: {value:.3f}", value <= 1.05)
+    yield row("steps beside loads, p50", ("decode", "loading", "mixed_p50_ms"))
+    yield row("steps beside loads, p99", ("decode", "loading", "mixed_p99_ms"))
+    yield ""
+    for name in columns:
+        waves = [f"{row['makespan_ms']:.0f} (mean {row['mean_ms']:.0f})" for row in results[name].get("wave", {}).get("warm", ())]
+        if waves and name != "none":
+            yield f"Rounds of 8 x 16k, {name}: {', '.join(waves)}."
+    yield f"Bytes kvloft loaded in the last warm round: {_get(ours, ('ttft', 'loaded_bytes_last_round')) or 0:,.0f}."
+
+
+def _one_kv_head(results: dict[str, Any]) -> Iterator[str]:
+    median = {name: statistics.median(result["ttft"]["all_ms"]["warm"]) for name, result in results.items()}
+    ratio = median["kvloft"] / median["native"]
+    yield ""
+    yield (
+        f"The same shape with one KV head (8 KiB pages), TTFT of 32,768 tokens warm from host memory: native "
+        f"{median['native']:.1f} ms, kvloft {median['kvloft']:.1f}: {ratio:.3f} (target 0.85; {_verdict(ratio <= 0.85)})."
+    )
+
+
+def _equality(found: dict[str, Any]) -> Iterator[str]:
+    yield from ("", "## Token equality and byte audit (`kvloft bench equality`)", "")
+    if "note" in found:
+        yield from (found["note"], "")
+    yield from ("| engine | run | tokens equal | preempted | chunks loaded | of them differing |", "|---|---|---|---|---|---|")
+    for setup in found["setups"].values():
+        for row in setup["runs"]:
+            equal = "-" if row["equal"] is None else f"{row['equal']} of {row['total']}"
+            yield f"| {setup['what']} | {row['run']} | {equal} | {row['preemptions']} | {row['loaded']:,} | {row['differing']:,} |"
+    yield ""
+    yield "Problems: " + ("none." if not found["problems"] else "; ".join(text[:200] for text in found["problems"]))
+
+
+def _get(result: dict[str, Any], path: tuple[str, ...]) -> float | None:
+    value: Any = result
+    for key in path:
+        value = value.get(key) if isinstance(value, dict) else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))
