@@ -91,13 +91,13 @@ class PageAudit:
         return done
 
     def _pages(self, copies: Sequence[ChunkCopy]) -> list[torch.Tensor]:
-        """A clone [blocks, layers, bytes] per copy, made on the current stream."""
+        """A clone [blocks, bytes of all layers] per copy, made on the current stream."""
         if not copies:
             return []
         device = self._tensors[0].device
         ids = torch.tensor([block for copy in copies for block in copy.blocks], dtype=torch.int64).to(device)
         layers = [kv[ids].reshape(len(ids), -1).view(torch.uint8) for kv in self._tensors]
-        return list(torch.stack(layers, dim=1).split([len(copy.blocks) for copy in copies]))
+        return list(torch.cat(layers, dim=1).split([len(copy.blocks) for copy in copies]))
 
     def _compare(self, name: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
         """Count chunks that differ; nothing waits for the device."""
