@@ -231,10 +231,9 @@ class SchedulerCore:
         if self._last_running != running:
             scheduled = view.num_scheduled_tokens
             for req_id in self._last_running:
-                if req_id not in scheduled and (tracker := self._trackers.get(req_id)) is not None:
-                    frontier = tracker.live.num_computed_tokens
-                    if frontier >= self._next_save.get(req_id, NEVER):
-                        self._save(tracker, frontier, saves)
+                if req_id in self._next_save and req_id not in scheduled:
+                    tracker = self._trackers[req_id]
+                    self._save(tracker, tracker.live.num_computed_tokens, saves)
         self._last_running = [*running, *(new.req_id for new in view.new)] if view.new else list(running)
 
     def _save(self, tracker: Tracker, frontier: int, saves: list[SavePlan]) -> None:

@@ -17,7 +17,7 @@ from kvloft.types import NULL_BLOCK, ChunkCopy, ChunkKey, SavePlan, Store, Ticke
 class Saving:
     """What one call of `plan_save` did; ``supersedes`` is a tail's ticket and the tail it replaces.
 
-    ``next_save`` is the frontier at which the next chunk (or, with longer chunks, the next block) is complete.
+    ``next_save`` is the frontier at which the next chunk (or, with longer chunks, the next block) will be complete and known.
     """
 
     next_save: int
@@ -38,7 +38,8 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int)
     num_blocks = min(frontier // block_tokens, known // block_tokens, len(tracker.blocks))
     num_full = num_blocks // blocks_per_chunk
     tail_blocks = _tail_blocks(tracker, geometry, num_blocks, num_full) if blocks_per_chunk > 1 else 0
-    saving = Saving((num_blocks + 1) * block_tokens)
+    # Under async scheduling the tokens come to be known some steps after their KV: by then the frontier is that far ahead.
+    saving = Saving((num_blocks + 1) * block_tokens + max(0, frontier - known))
     if num_full <= tracker.saved_chunks and not tail_blocks:
         return saving
     reserved, saving.num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks)
