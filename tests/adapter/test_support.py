@@ -24,6 +24,7 @@ def settings(**changes: Any) -> Any:
         model_config=SimpleNamespace(
             model="tiny",
             is_encoder_decoder=changes.get("is_encoder_decoder", False),
+            is_diffusion=changes.get("is_diffusion", False),
             is_prefix_caching_supported=changes.get("is_prefix_caching_supported", True),
         ),
         parallel_config=SimpleNamespace(**parallel),
@@ -45,6 +46,7 @@ def test_one_group_of_full_attention_is_served() -> None:
     ("changes", "specs", "named"),
     [
         ({"is_encoder_decoder": True}, (FULL,), "encoder-decoder"),
+        ({"is_diffusion": True}, (FULL,), "diffusion"),
         ({"is_prefix_caching_supported": False}, (FULL,), "pooling"),
         ({}, (FULL, WINDOW), "2"),
         ({}, (WINDOW,), "SlidingWindowSpec"),

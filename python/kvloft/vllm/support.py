@@ -21,6 +21,11 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if getattr(model, "is_encoder_decoder", False):
         raise UnsupportedError(f"kvloft does not serve encoder-decoder models yet, and {model.model!r} is one")
+    if getattr(model, "is_diffusion", False):
+        raise UnsupportedError(
+            f"kvloft keeps KV that no later step changes, and {model.model!r} is a diffusion model, which rewrites its canvas; "
+            "run it without kvloft"
+        )
     if not getattr(model, "is_prefix_caching_supported", True):
         raise UnsupportedError(
             f"kvloft serves models whose prefixes vLLM can cache, and {model.model!r} needs every token's output "
