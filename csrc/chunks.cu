@@ -105,10 +105,7 @@ __device__ __forceinline__ u64 warp_sum(u64 sum) {
 
 __device__ __forceinline__ void flush_sum(const PieceParams& p, const u32 segment, const u64 lane_sum) {
   const u64 sum = warp_sum(lane_sum);
-  if (threadIdx.x % kWarpSize == 0) {
-    atomicAdd(&p.sums[segment], sum);
-    __threadfence();  // before this CTA is counted as done
-  }
+  if (threadIdx.x % kWarpSize == 0) atomicAdd(&p.sums[segment], sum);
 }
 
 // The last CTA hands the sums over and leaves everything zero for the next launch: no memset, no second kernel.
@@ -116,7 +113,7 @@ __device__ __forceinline__ void hand_over_sums(const PieceParams& p) {
   __shared__ bool is_last;
   __syncthreads();
   if (threadIdx.x == 0) {
-    __threadfence();
+    __threadfence();  // what every warp of this CTA added, before this CTA is counted as done
     is_last = atomicAdd(p.num_done, 1u) == gridDim.x - 1;
   }
   __syncthreads();
@@ -128,11 +125,15 @@ __device__ __forceinline__ void hand_over_sums(const PieceParams& p) {
 
 template <int kVecBytes, Verb kVerb>
 __device__ __forceinline__ void run_piece(const PieceParams& p) {
+  // Each warp takes neighbouring tiles, so that it has one segment or two to add to: with tiles dealt out in turn every tile is
+  // of another segment, and all warps wait for each other's atomics (seen on an H200: 118 us a piece of 4 KiB pages, 26 this way).
   constexpr u32 kWarps = kCtaThreads / kWarpSize;
-  const u32 warp = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
-  u32 segment = find_segment(p, warp < p.num_tiles ? warp : 0);
+  const u32 num_each = (p.num_tiles + gridDim.x * kWarps - 1) / (gridDim.x * kWarps);
+  const u32 begin = (blockIdx.x * kWarps + threadIdx.x / kWarpSize) * num_each;
+  const u32 end = min(begin + num_each, p.num_tiles);
+  u32 segment = find_segment(p, begin < end ? begin : 0);
   u64 sum = 0;
-  for (u32 tile = warp; tile < p.num_tiles; tile += gridDim.x * kWarps) {
+  for (u32 tile = begin; tile < end; ++tile) {
     while (segment + 1 < p.num_segments && p.segments[segment + 1].first_tile <= tile) {
       flush_sum(p, segment, sum);
       sum = 0;
@@ -154,7 +155,7 @@ __device__ __forceinline__ void run_piece(const PieceParams& p) {
       if (page != nullptr) sum += move_tile<kVecBytes>(page, nullptr, t.num_bytes, position);
     }
   }
-  if (warp < p.num_tiles) flush_sum(p, segment, sum);
+  if (begin < end) flush_sum(p, segment, sum);
   hand_over_sums(p);
 }
 
