@@ -117,7 +117,7 @@ def _beside(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Pat
                 for _ in range(4):
                     ceiling.start(what)
 
-            yield _row("copy engine", name, what, 4 * payload_bytes, beside(work, engine, ceiling.streams, 60))
+            yield _row("copy engine", name, what, 4 * payload_bytes, beside(work, engine, lambda: None, ceiling.streams, 60))
     ceiling.close()
     rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir)
     rig.verify()
@@ -137,7 +137,7 @@ def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, 
         for _ in range(4):
             start()
 
-    found = beside(work, four, [stream], 60)
+    found = beside(work, four, rig.wait_sent, [stream], 60)
     rig.mover.drain()
     return found
 

@@ -110,8 +110,11 @@ class Rig:
 
     def start_load(self) -> None:
         self.mover.submit_loads([LoadPlan(ReqId("bench"), 0, self.loads)])
+
+    def wait_sent(self) -> None:
+        """Until all that was started is on the GPU: the mover sends a few pieces at a time."""
         while self.mover.is_behind:
-            self.mover.poll()
+            time.sleep(1e-4)
 
     def verify(self) -> None:
         """Save all, poison the targets, load all: raises RuntimeError unless every byte arrived."""
@@ -130,9 +133,9 @@ class Rig:
                 raise RuntimeError("loaded pages differ from what was saved")
 
     def seconds(self, what: str) -> tuple[float, float]:
-        """GPU seconds of one 'save', 'load' or 'both' from its first to its last command, and host seconds to queue it.
+        """GPU seconds of one 'save', 'load' or 'both' from its first to its last command, and host seconds to submit it.
 
-        'both' starts when both are queued, since one thread queues them one after the other.
+        'both' starts when both are submitted, since one thread submits them one after the other.
         """
         mover = self.mover
         saves, loads = mover.saves, mover.loads
@@ -152,6 +155,7 @@ class Rig:
         if what != "save":
             self.start_load()
         queued = time.perf_counter() - queued
+        self.wait_sent()
         ends = []
         for name, lane in (("save", saves), ("load", loads)):
             for stream in (lane.copy_stream, lane.kernel_stream) if what in (name, "both") else ():
@@ -213,11 +217,12 @@ class Ceiling:
 
 
 def beside(
-    work: Callable[[], object], start_copy: Callable[[], None], streams: list[driver.Stream], num_reps: int
-) -> tuple[float, float, float]:
+    work: Callable[[], object], start_copy: Callable[[], None], wait_sent: Callable[[], None], streams: list[driver.Stream],
+    num_reps: int,
+) -> tuple[float, float, float]:  # fmt: skip
     """(seconds of one ``work`` alone, seconds of one while the copy runs, seconds the copy took).
 
-    ``streams`` carry the copy's end; only repetitions that lie wholly within the copy count.
+    ``streams`` carry the copy's end once ``wait_sent`` is back; only repetitions that lie wholly within the copy count.
     """
     compute = driver.Stream.view(torch.cuda.current_stream().cuda_stream)
 
@@ -239,9 +244,10 @@ def beside(
     for stream in streams:
         stream.wait(zero)
     start_copy()
+    events = timed(num_reps)
+    wait_sent()
     for end, stream in zip(ends, streams, strict=True):
         end.record(stream)
-    events = timed(num_reps)
     driver.synchronize()
     stop = max(end.seconds_since(zero) for end in ends)
     marks = [event.seconds_since(zero) for event in events]

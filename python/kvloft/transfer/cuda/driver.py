@@ -129,6 +129,13 @@ _BATCH_FIRST = ctypes.c_size_t(0)
 
 
 @cache
+def _event_synchronize() -> Any:
+    error, address, *_ = _cu.cuGetProcAddress(b"cuEventSynchronize", 12000, 0)
+    _check((error,), "cuGetProcAddress")
+    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(int(address))
+
+
+@cache
 def _batch_function() -> Any:
     """cuMemcpyBatchAsync as of CUDA 12.8, whose signature no binding's version changes; None if the driver has none."""
     error, address, *_ = _cu.cuGetProcAddress(b"cuMemcpyBatchAsync", 12080, 0)
@@ -139,15 +146,14 @@ def _batch_function() -> Any:
 
 
 class Event:
-    """A point in a stream's work."""
+    """A point in a stream's work. Whoever waits for one with ``timing`` spins; for the others, it sleeps."""
 
     __slots__ = ("raw",)
 
     def __init__(self, *, timing: bool = False) -> None:
         flags = _cu.CUevent_flags
-        self.raw = _check(
-            _cu.cuEventCreate(int(flags.CU_EVENT_DEFAULT if timing else flags.CU_EVENT_DISABLE_TIMING)), "cuEventCreate"
-        )
+        quiet = int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_BLOCKING_SYNC)
+        self.raw = _check(_cu.cuEventCreate(int(flags.CU_EVENT_DEFAULT) if timing else quiet), "cuEventCreate")
 
     def record(self, stream: Stream) -> None:
         _check(_cu.cuEventRecord(self.raw, stream.raw), "cuEventRecord")
@@ -161,7 +167,9 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        _check(_cu.cuEventSynchronize(self.raw), "cuEventSynchronize")
+        """Waits without the interpreter's lock, whichever release of the bindings this is."""
+        if result := _event_synchronize()(int(self.raw)):
+            raise CudaError(f"cuEventSynchronize: error {result}")
 
     def destroy(self) -> None:
         _check(_cu.cuEventDestroy(self.raw), "cuEventDestroy")

@@ -22,8 +22,7 @@ from kvloft.transfer.cuda.pieces import Piece, Run
 from kvloft.transfer.cuda.staging import Ring, RingSize
 
 MAX_PIECES: Final = 128
-"""In flight in one direction; with 40 MiB slots this is some 95 ms of PCIe Gen5. A stream takes about a thousand commands, and then
-the host waits: a piece is four or so."""
+"""Queued and in flight in one direction; with 40 MiB slots this is some 95 ms of PCIe Gen5."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +59,15 @@ class _BaseLane:
 
     def is_full(self, num_flying: int) -> bool:
         return num_flying >= MAX_PIECES
+
+    def done_event(self, ticket: int) -> driver.Event:
+        raise NotImplementedError
+
+    def is_done(self, ticket: int) -> bool:
+        return self.done_event(ticket).is_done()
+
+    def wait_for(self, ticket: int) -> None:
+        self.done_event(ticket).synchronize()
 
     def take_tags(self, ticket: int, num_segments: int) -> npt.NDArray[np.uint64]:
         """The sums of a piece that is done; a piece is taken once, oldest first."""
@@ -143,12 +151,9 @@ class SaveLane(_BaseLane):
         copied.record(self.copy_stream)
         return ticket
 
-    def is_done(self, ticket: int) -> bool:
-        """Whether the payload is in the frames."""
-        return self._copy_done[ticket % MAX_PIECES].is_done()
-
-    def wait_for(self, ticket: int) -> None:
-        self._copy_done[ticket % MAX_PIECES].synchronize()
+    def done_event(self, ticket: int) -> driver.Event:
+        """Passes when the payload is in the frames."""
+        return self._copy_done[ticket % MAX_PIECES]
 
     def order_after_gather(self, stream: driver.Stream, ticket: int) -> None:
         """Let ``stream`` go on only when piece ``ticket``, and all before it, have read the paged blocks."""
@@ -177,9 +182,6 @@ class LoadLane(_BaseLane):
         scattered.record(self.kernel_stream)
         return ticket
 
-    def is_done(self, ticket: int) -> bool:
-        """Whether the pages are in place and the tags known."""
-        return self._kernel_done[ticket % MAX_PIECES].is_done()
-
-    def wait_for(self, ticket: int) -> None:
-        self._kernel_done[ticket % MAX_PIECES].synchronize()
+    def done_event(self, ticket: int) -> driver.Event:
+        """Passes when the pages are in place and the tags known."""
+        return self._kernel_done[ticket % MAX_PIECES]

@@ -3,27 +3,32 @@
 Saves: a kernel gathers a piece into a staging slot as soon as the forward that wrote it is done, the copy engine takes it to
 the frames, then the trailer is written. Loads: copied in, checked by tag while a kernel scatters them. Ordering is on the GPU:
 `begin_step` makes the next forward wait for gathers that still read a block it may write (I2), and loads wait for what ran
-before the step. It must not know engines; nothing here allocates GPU memory or waits for the device in a step.
+before the step. What is submitted waits here, a few pieces at a time are on the GPU, and a feeder in each direction sends the
+next (why: `feeder`). It must not know engines; nothing here allocates GPU memory or waits for the device in a step.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain, groupby
 from operator import itemgetter
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kvloft.transfer.cuda import driver
+from kvloft.transfer.cuda.feeder import Feeder
 from kvloft.transfer.cuda.frame_memory import FrameMemory, Trailers
 from kvloft.transfer.cuda.kernels import Kernels
-from kvloft.transfer.cuda.lanes import LoadLane, SaveLane, Tuning
+from kvloft.transfer.cuda.lanes import MAX_PIECES, LoadLane, SaveLane, Tuning
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece, Shape, split
 from kvloft.transfer.cuda.pinning import GOOD_PIECE_BYTES, PinnedRange, numa_node_of
 from kvloft.transfer.layout import PagedLayout
@@ -32,10 +37,9 @@ from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, LoadResult, Sav
 
 logger = logging.getLogger(__name__)
 
-MIN_PUMP_S = 1e-3
-PUMP_SHARE = 0.05
-"""Host time that one call may spend on sending loads: that, or this share of the time since the last one. The rest goes with the
-next call: a long load must not hold up the requests that decode beside it, nor the link starve behind long steps."""
+SLOTS_AHEAD = 3
+"""As many slots' bytes of one direction are on the GPU at a time: what the link is at, and what it does while a feeder wakes up,
+which takes it until another thread lets go of the interpreter. With 40 MiB slots, what an engine copies waits 2.2 ms at most."""
 SMALL = 4
 """The first piece of a save and the last of a load are so many times smaller than others: there the link waits for a kernel."""
 
@@ -53,8 +57,16 @@ class _Load:
 
 
 @dataclass(slots=True, eq=False)
+class _Mark:
+    """A point in the compute stream for queued jobs to start after. While there are ``users``, it is not recorded again."""
+
+    event: driver.Event
+    users: int = 0
+
+
+@dataclass(slots=True, eq=False)
 class _Job:
-    """Chunks that finish together: as many as one piece takes, or one that takes many pieces.
+    """Chunks that finish together: as many as one piece takes, or one that takes many pieces. None is touched before ``after``.
 
     ``tags`` are what the kernels found so far; for loads, ``wanted_tags`` is what the trailers say, ``problems`` is what they
     lack, and ``owners`` are the loads and how many of the chunks, in order, are theirs.
@@ -64,6 +76,7 @@ class _Job:
     table: ChunkTable
     pieces: Sequence[Piece]
     tags: npt.NDArray[np.uint64]
+    after: _Mark
     wanted_tags: npt.NDArray[np.uint64] | None = None
     problems: dict[int, str] = field(default_factory=dict)
     owners: Sequence[tuple[_Load, int]] = ()
@@ -75,6 +88,7 @@ class _Queued:
 
     copies: list[ChunkCopy]
     owners: list[_Load]
+    after: _Mark
     sent: int = 0
 
     def take(self, count: int) -> tuple[list[ChunkCopy], list[tuple[_Load, int]]]:
@@ -122,116 +136,132 @@ class CudaMover:
         self.saves = SaveLane(kernels, tuning, frames)
         self.loads = LoadLane(kernels, tuning, frames)
         self._flying: dict[SaveLane | LoadLane, deque[_InFlight]] = {self.saves: deque(), self.loads: deque()}
+        self._bytes_flying: dict[SaveLane | LoadLane, int] = {self.saves: 0, self.loads: 0}
+        self._bytes_ahead = SLOTS_AHEAD * tuning.ring.slot_bytes
         self._queued_loads: deque[_Queued] = deque()
-        self._queued_pieces: deque[tuple[_Job, Piece]] = deque()
+        self._queued_pieces: dict[SaveLane | LoadLane, deque[tuple[_Job, Piece]]] = {self.saves: deque(), self.loads: deque()}
+        self._num_saves = 0
+        """Pieces of saves so far, sent or queued; each one's number is its ticket once it is sent."""
         self._open_saves: dict[_Job, None] = {}
         self._open_loads: dict[_Load, None] = {}
-        self._step_begun = driver.Event()
-        self._forward_done = driver.Event()
+        self._spare_marks: list[_Mark] = []
+        self._step_begun = _Mark(driver.Event())
         self._last_gather: npt.NDArray[np.int64] = np.full(layout.num_blocks, -1, dtype=np.int64)
         self._done = Finished()
         self._busy_until = {self.saves: 0.0, self.loads: 0.0}
-        self._pumped = clock()
         self._broken: str | None = None
         self.num_dropped_saves = 0
         node = numa_node_of(_pci_bus_id(self._device))
         self._pinned = PinnedRange(
             frames.address, frames.size_bytes, piece_bytes=frames_per_pin * frames.frame_bytes, numa_node=node
         )
-        self._step_begun.record(self._compute())
+        self._step_begun.event.record(self._compute())
+        self._lock = threading.RLock()
+        """Of everything above, for the feeders change it too."""
+        context = driver.current_context()
+        self._feeders = {
+            lane: Feeder(name, self._lock, context, awaited=partial(self._awaited, lane), send=partial(self._feed, lane))
+            for name, lane in (("kvloft-saves", self.saves), ("kvloft-loads", self.loads))
+        }
 
     # -- the seam -------------------------------------------------------------------------------------------------
 
     def begin_step(self, rewritten: Sequence[BlockId]) -> None:
         """Before a forward is launched: ``rewritten`` are blocks it may write that were saved from for another owner."""
-        if self._broken is not None:
-            return
-        try:
-            compute = self._compute()
-            if rewritten and self._flying[self.saves]:
-                ticket = int(self._last_gather[np.asarray(rewritten, dtype=np.int64)].max())
-                self.saves.order_after_gather(compute, ticket)
-            self._step_begun.record(compute)
-        except (driver.CudaError, ValueError, IndexError, TypeError) as error:  # unordered, a save could read what is rewritten
-            self._break(str(error))
+        with self._lock:
+            if self._broken is not None:
+                return
+            try:
+                compute = self._compute()
+                if rewritten:
+                    self._order_after_gathers(compute, np.asarray(rewritten, dtype=np.int64))
+                if self._step_begun.users:
+                    self._step_begun = self._new_mark()
+                self._step_begun.event.record(compute)
+            except (driver.CudaError, ValueError, IndexError, TypeError) as error:  # unordered, a save could read what is rewritten
+                self._break(str(error))
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        """Queue gathers behind the forward just launched. What cannot start now is dropped, never waited for."""
-        copies = self._drop_unpinned([copy for plan in plans for copy in plan.chunks])
-        if not copies:
-            return
-        sent, flying = 0, self._flying[self.saves]
-        try:
-            self._forward_done.record(self._compute())
-            self.saves.kernel_stream.wait(self._forward_done)
-            size = max(1, self._chunks_per_job // SMALL) if len(copies) > self._chunks_per_job else self._chunks_per_job
-            while sent < len(copies) and not self.saves.is_full(len(flying)):
-                batch, size = copies[sent : sent + size], self._chunks_per_job
-                sent += len(batch)
-                self._send_saves(sorted(batch, key=_FRAME))
-        except driver.CudaError as error:
-            self._break(str(error))
-        self._drop(copies[sent:])
+        """Queue gathers behind the forward just launched. What cannot be taken now is dropped, never waited for."""
+        with self._lock:
+            copies = self._drop_unpinned([copy for plan in plans for copy in plan.chunks])
+            if not copies:
+                return
+            done, mark = 0, self._new_mark()
+            mark.users += 1
+            try:
+                mark.event.record(self._compute())
+                size = max(1, self._chunks_per_job // SMALL) if len(copies) > self._chunks_per_job else self._chunks_per_job
+                while done < len(copies):
+                    batch, size = copies[done : done + size], self._chunks_per_job
+                    if not self._queue_saves(sorted(batch, key=_FRAME), mark):
+                        break
+                    done += len(batch)
+            except driver.CudaError as error:
+                self._break(str(error))
+            self._release(mark)
+            self._drop(copies[done:])
+            self._feed(self.saves)
+            self._feeders[self.saves].wake()
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         """Queue loads; those with nothing to copy are reported by the next `poll`."""
         copies: list[ChunkCopy] = []
         owners: list[_Load] = []
-        for plan in plans:
-            self._done.bad_blocks.update(plan.lost)
-            load = _Load(plan, len(plan.chunks), [])
-            self._open_loads[load] = None
-            if self._broken is not None:
-                self._report(load, everything_bad=True)
-            elif not plan.chunks:
-                self._report(load)
-            else:
-                copies += sorted(plan.chunks, key=_FRAME)
-                owners += [load] * len(plan.chunks)
-        if copies and self._broken is None:
-            self._queued_loads.append(_Queued(copies, owners))
-        try:
-            self._pump()
-        except driver.CudaError as error:
-            self._break(str(error))
+        with self._lock:
+            for plan in plans:
+                self._done.bad_blocks.update(plan.lost)
+                load = _Load(plan, len(plan.chunks), [])
+                self._open_loads[load] = None
+                if self._broken is not None:
+                    self._report(load, everything_bad=True)
+                elif not plan.chunks:
+                    self._report(load)
+                else:
+                    copies += sorted(plan.chunks, key=_FRAME)
+                    owners += [load] * len(plan.chunks)
+            if copies and self._broken is None:
+                self._step_begun.users += 1
+                self._queued_loads.append(_Queued(copies, owners, self._step_begun))
+            self._feed(self.loads)
+            self._feeders[self.loads].wake()
 
     def poll(self) -> Finished:
-        if self._broken is None:
-            try:
-                self._land(self.saves)
-                self._land(self.loads)
-                self._pump()
-            except driver.CudaError as error:
-                self._break(str(error))
-        done, self._done = self._done, Finished()
-        return done
+        with self._lock:
+            for lane in self._flying:
+                self._feed(lane)
+            done, self._done = self._done, Finished()
+            return done
 
     def drain(self) -> Finished:
         """Waits on the host until nothing is in flight; for sleep and shutdown, not for steps."""
-        while self._broken is None and (self.is_behind or any(self._flying.values())):
-            try:
-                for lane, flying in self._flying.items():
-                    if flying:
-                        lane.wait_for(flying[0].ticket)
-                    self._land(lane)
-                self._pump()
-            except driver.CudaError as error:
-                self._break(str(error))
-        done, self._done = self._done, Finished()
-        return done
+        with self._lock:
+            while self._broken is None and (self.is_behind or any(self._flying.values())):
+                try:
+                    for lane, flying in self._flying.items():
+                        if flying:
+                            lane.wait_for(flying[0].ticket)
+                except driver.CudaError as error:
+                    self._break(str(error))
+                for lane in self._flying:
+                    self._feed(lane)
+            done, self._done = self._done, Finished()
+            return done
 
     def close(self) -> None:
         """Drain, unpin. The mover is of no use afterwards."""
         self.drain()
         self._broken = self._broken or "closed"
+        for feeder in self._feeders.values():
+            feeder.close()
         for lane in self._flying:
             lane.close()
         self._pinned.close()
 
     @property
     def is_behind(self) -> bool:
-        """Whether loads wait to be sent by the next `poll`."""
-        return bool(self._queued_loads or self._queued_pieces)
+        """Whether copies wait to be sent to the GPU."""
+        return bool(self._queued_loads or any(self._queued_pieces.values()))
 
     def wait_pinned(self, timeout_s: float | None = None) -> bool:
         """Until all host memory is pinned (or could not be)."""
@@ -239,71 +269,114 @@ class CudaMover:
 
     # -- pieces ---------------------------------------------------------------------------------------------------
 
-    def _new_job(self, copies: Sequence[ChunkCopy]) -> _Job:
+    def _new_job(self, copies: Sequence[ChunkCopy], after: _Mark) -> _Job:
         """Raises ValueError for a copy that would leave the arena, its frame or the paged KV."""
         table = ChunkTable.of(copies)
         table.check(self._memory.num_frames, self._layout.num_blocks, self._shape.blocks_per_chunk)
-        return _Job(copies, table, tuple(split(table, self._shape)), np.zeros(len(copies), dtype=np.uint64))
+        job = _Job(copies, table, tuple(split(table, self._shape)), np.zeros(len(copies), dtype=np.uint64), after)
+        after.users += 1
+        return job
 
-    def _send_saves(self, copies: Sequence[ChunkCopy]) -> None:
+    def _queue_saves(self, copies: Sequence[ChunkCopy], after: _Mark) -> bool:
+        """False: there is no room for so many pieces."""
         try:
-            job = self._new_job(copies)
+            job = self._new_job(copies, after)
         except ValueError as error:
             logger.error("kvloft: saves that cannot be made: %s", error)
             self._drop(copies)
-            return
+            return True
+        queued = self._queued_pieces[self.saves]
+        if len(self._flying[self.saves]) + len(queued) + len(job.pieces) > MAX_PIECES:
+            self._release(after)
+            return False
         self._open_saves[job] = None
         for piece in job.pieces:
-            self._last_gather[piece.block_ids] = self._fly(self.saves, job, piece)
+            queued.append((job, piece))
+            self._last_gather[piece.block_ids] = self._num_saves
+            self._num_saves += 1
+        return True
 
-    def _next_load_piece(self) -> tuple[_Job, Piece] | None:
-        """The next piece of the queued loads."""
-        while not self._queued_pieces and self._queued_loads:
-            queued = self._queued_loads[0]
-            copies, owners = queued.take(self._chunks_per_job)
-            if queued.sent == len(queued.copies):
-                self._queued_loads.popleft()
+    def _next_piece(self, lane: SaveLane | LoadLane) -> tuple[_Job, Piece] | None:
+        queued = self._queued_pieces[lane]
+        while lane is self.loads and not queued and self._queued_loads:
+            loads = self._queued_loads[0]
+            copies, owners = loads.take(self._chunks_per_job)
             try:
-                job = self._new_job(copies)
+                job = self._new_job(copies, loads.after)
             except ValueError as error:
                 for load, count in owners:
                     mine, copies = copies[:count], copies[count:]
                     self._finish_load(load, mine, dict.fromkeys(range(count), f"copy: {error}"))
-                continue
-            job.owners = owners
-            self._queued_pieces.extend((job, piece) for piece in job.pieces)
-        return self._queued_pieces.popleft() if self._queued_pieces else None
+            else:
+                job.owners = owners
+                queued.extend((job, piece) for piece in job.pieces)
+            if loads.sent == len(loads.copies):
+                self._queued_loads.popleft()
+                self._release(loads.after)
+        return queued.popleft() if queued else None
+
+    def _new_mark(self) -> _Mark:
+        return self._spare_marks.pop() if self._spare_marks else _Mark(driver.Event())
+
+    def _release(self, mark: _Mark) -> None:
+        mark.users -= 1
+        if not mark.users and mark is not self._step_begun:
+            self._spare_marks.append(mark)
+
+    def _order_after_gathers(self, stream: driver.Stream, blocks: npt.NDArray[np.integer[Any]]) -> None:
+        """Let ``stream`` go on when no save reads ``blocks`` any more; those not sent yet are sent now, for they come first."""
+        if len(blocks) and (self._flying[self.saves] or self._queued_pieces[self.saves]):
+            number = int(self._last_gather[blocks].max())
+            num_unsent = number - (self._num_saves - len(self._queued_pieces[self.saves])) + 1
+            for _ in range(num_unsent):
+                self._fly(self.saves, *self._queued_pieces[self.saves].popleft())
+            self.saves.order_after_gather(stream, number)
 
     def _read_trailers(self, job: _Job) -> None:
         rows = self._trailers.read(job.table.frames)
         job.problems = self._trailers.problems(rows, job.table.keys, job.table.num_blocks)
         job.wanted_tags = rows["tag"].astype(np.uint64)
 
-    def _pump(self) -> None:
-        """Send queued loads while the lane has room and this call has time."""
-        flying, kernel_stream = self._flying[self.loads], self.loads.kernel_stream
-        now = self._clock()
-        end = now + max(MIN_PUMP_S, PUMP_SHARE * (now - self._pumped))
-        while now < end and not self.loads.is_full(len(flying)) and (following := self._next_load_piece()) is not None:
-            job, piece = following
-            ids = piece.block_ids[piece.block_ids >= 0]
-            if len(ids) and self._flying[self.saves]:
-                self.saves.order_after_gather(kernel_stream, int(self._last_gather[ids].max()))
-            kernel_stream.wait(self._step_begun)
-            self._fly(self.loads, job, piece)
-            if piece is job.pieces[0]:  # while the link is at work: it need not wait for so many scattered reads
-                self._read_trailers(job)
-            now = self._clock()
-        self._pumped = now
+    def _awaited(self, lane: SaveLane | LoadLane) -> driver.Event | None:
+        """What must pass before more of ``lane`` can be sent; None if nothing waits to be."""
+        if not (self._queued_pieces[lane] or (lane is self.loads and self._queued_loads)) or not self._flying[lane]:
+            return None
+        return lane.done_event(self._flying[lane][0].ticket)
 
-    def _fly(self, lane: SaveLane | LoadLane, job: _Job, piece: Piece) -> int:
+    def _feed(self, lane: SaveLane | LoadLane) -> None:
+        """Take in what is done and send what there is room for; called by the lane's feeder too."""
+        if self._broken is None:
+            try:
+                self._land(lane)
+                self._send(lane)
+            except Exception as error:  # a feeder that ends would leave requests waiting
+                if not isinstance(error, driver.CudaError):
+                    logger.exception("kvloft: the mover failed")
+                self._break(str(error))
+
+    def _send(self, lane: SaveLane | LoadLane) -> None:
+        """Send queued pieces while there is room ahead of the link. The next piece may be larger than the room."""
+        while self._bytes_flying[lane] < self._bytes_ahead and not lane.is_full(len(self._flying[lane])):
+            if (following := self._next_piece(lane)) is None:
+                break
+            job, piece = following
+            if lane is self.loads:
+                self._order_after_gathers(lane.kernel_stream, piece.block_ids[piece.block_ids >= 0])
+            self._fly(lane, job, piece)
+            if lane is self.loads and piece is job.pieces[0]:
+                self._read_trailers(job)  # while the link is at work: it need not wait for so many scattered reads
+
+    def _fly(self, lane: SaveLane | LoadLane, job: _Job, piece: Piece) -> None:
+        if piece is job.pieces[0]:
+            lane.kernel_stream.wait(job.after.event)
+            self._release(job.after)
         frames = job.table.frames[piece.begin : piece.end]
         if lane is self.loads:
             ticket = self.loads.submit(piece, frames, is_pinned=self._pinned.is_complete)
         else:
             ticket = lane.submit(piece, frames)
+        self._bytes_flying[lane] += piece.num_bytes
         self._flying[lane].append(_InFlight(job, piece, ticket, self._clock()))
-        return ticket
 
     def _land(self, lane: SaveLane | LoadLane) -> None:
         """Take in the pieces that are done, oldest first."""
@@ -311,6 +384,7 @@ class CudaMover:
         while flying and lane.is_done(flying[0].ticket):
             flight = flying.popleft()
             job, piece = flight.job, flight.piece
+            self._bytes_flying[lane] -= piece.num_bytes
             job.tags[piece.begin : piece.end] += lane.take_tags(flight.ticket, len(piece.segments))
             now = self._clock()
             seconds = now - max(flight.submitted, self._busy_until[lane])
@@ -382,13 +456,14 @@ class CudaMover:
         for lane, flying in self._flying.items():
             lane.stop()
             flying.clear()
+            self._queued_pieces[lane].clear()
+            self._bytes_flying[lane] = 0
         for job in self._open_saves:
             self._drop(job.copies)
         for load in list(self._open_loads):
             self._report(load, everything_bad=True)
         self._open_saves.clear()
         self._queued_loads.clear()
-        self._queued_pieces.clear()
 
     def _compute(self) -> driver.Stream:
         return driver.Stream.view(torch.cuda.current_stream(self._device).cuda_stream)

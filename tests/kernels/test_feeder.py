@@ -1,0 +1,96 @@
+"""The feeder thread alone: it sends when the awaited event has passed, sleeps when nothing is queued, and ends. No GPU needed."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvloft.transfer.cuda import driver
+from kvloft.transfer.cuda.feeder import Feeder
+
+WAIT_S = 20.0
+"""For what must happen; a failing test waits so long."""
+
+
+class Lane:
+    """Counts of what was queued, sent and done, and events that a test lets pass."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.queued = 0
+        self.sent = threading.Semaphore(0)
+        self.passed = threading.Semaphore(0)
+        self.waiting = threading.Semaphore(0)
+        self.fails = False
+
+    def synchronize(self) -> None:
+        self.waiting.release()
+        assert self.passed.acquire(timeout=WAIT_S)
+        if self.fails:
+            raise driver.CudaError("cuEventSynchronize: error 700")
+
+    def awaited(self) -> "Lane | None":
+        return self if self.queued else None
+
+    def send(self) -> None:
+        assert self.lock.acquire(blocking=False), "called without the lock"
+        self.lock.release()
+        self.queued -= 1
+        self.sent.release()
+
+    def queue(self, feeder: Feeder, count: int = 1) -> None:
+        with self.lock:
+            self.queued += count
+            feeder.wake()
+
+
+@pytest.fixture
+def lane() -> Lane:
+    return Lane()
+
+
+@pytest.fixture
+def feeder(lane: Lane) -> Iterator[Feeder]:
+    feeder = Feeder("test", lane.lock, None, awaited=lane.awaited, send=lane.send)  # type: ignore[arg-type]
+    yield feeder
+    lane.passed.release(100)
+    feeder.close()
+
+
+def test_sends_once_for_each_event_that_passes(lane: Lane, feeder: Feeder) -> None:
+    lane.queue(feeder, 3)
+    for _ in range(3):
+        assert lane.waiting.acquire(timeout=WAIT_S)
+        assert not lane.sent.acquire(blocking=False), "sent before the event had passed"
+        lane.passed.release()
+        assert lane.sent.acquire(timeout=WAIT_S)
+    assert lane.queued == 0 and not lane.waiting.acquire(timeout=0.05)
+    lane.queue(feeder)
+    lane.passed.release()
+    assert lane.sent.acquire(timeout=WAIT_S), "woken again"
+
+
+def test_the_lock_is_free_while_it_waits(lane: Lane, feeder: Feeder) -> None:
+    lane.queue(feeder)
+    assert lane.waiting.acquire(timeout=WAIT_S)
+    assert lane.lock.acquire(timeout=WAIT_S)
+    lane.lock.release()
+
+
+def test_an_event_that_fails_is_left_to_the_sender(lane: Lane, feeder: Feeder) -> None:
+    lane.fails = True
+    lane.queue(feeder)
+    lane.passed.release()
+    assert lane.sent.acquire(timeout=WAIT_S)
+
+
+def test_close_ends_a_thread_that_sleeps_and_one_that_waits(lane: Lane) -> None:
+    feeder = Feeder("asleep", lane.lock, None, awaited=lane.awaited, send=lane.send)  # type: ignore[arg-type]
+    feeder.close()
+    feeder = Feeder("waiting", lane.lock, None, awaited=lane.awaited, send=lane.send)  # type: ignore[arg-type]
+    lane.queue(feeder, 5)
+    assert lane.waiting.acquire(timeout=WAIT_S)
+    threading.Timer(0.05, lane.passed.release).start()
+    feeder.close()
+    assert lane.queued == 4
+    assert not [thread for thread in threading.enumerate() if thread.name in ("asleep", "waiting")]
