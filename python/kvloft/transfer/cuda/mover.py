@@ -137,7 +137,7 @@ class CudaMover:
         self.loads = LoadLane(kernels, tuning, frames)
         self._flying: dict[SaveLane | LoadLane, deque[_InFlight]] = {self.saves: deque(), self.loads: deque()}
         self._bytes_flying: dict[SaveLane | LoadLane, int] = {self.saves: 0, self.loads: 0}
-        self._bytes_ahead = SLOTS_AHEAD * tuning.ring.slot_bytes
+        self._bytes_ahead = (SLOTS_AHEAD - 1) * tuning.ring.slot_bytes
         self._queued_loads: deque[_Queued] = deque()
         self._queued_pieces: dict[SaveLane | LoadLane, deque[tuple[_Job, Piece]]] = {self.saves: deque(), self.loads: deque()}
         self._num_saves = 0
@@ -192,16 +192,16 @@ class CudaMover:
             try:
                 mark.event.record(self._compute())
                 size = max(1, self._chunks_per_job // SMALL) if len(copies) > self._chunks_per_job else self._chunks_per_job
-                while done < len(copies):
+                while done < len(copies) and self._broken is None:
                     batch, size = copies[done : done + size], self._chunks_per_job
                     if not self._queue_saves(sorted(batch, key=_FRAME), mark):
                         break
                     done += len(batch)
+                    self._feed(self.saves)  # the link is at work while the rest is prepared
             except driver.CudaError as error:
                 self._break(str(error))
             self._release(mark)
             self._drop(copies[done:])
-            self._feed(self.saves)
             self._feeders[self.saves].wake()
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
@@ -355,8 +355,8 @@ class CudaMover:
                 self._break(str(error))
 
     def _send(self, lane: SaveLane | LoadLane) -> None:
-        """Send queued pieces while there is room ahead of the link. The next piece may be larger than the room."""
-        while self._bytes_flying[lane] < self._bytes_ahead and not lane.is_full(len(self._flying[lane])):
+        """Send queued pieces while there is room for one more ahead of the link."""
+        while self._bytes_flying[lane] <= self._bytes_ahead and not lane.is_full(len(self._flying[lane])):
             if (following := self._next_piece(lane)) is None:
                 break
             job, piece = following
