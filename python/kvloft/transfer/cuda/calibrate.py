@@ -77,7 +77,8 @@ def calibrated(kernels: Kernels, ring: RingSize, cache_dir: Path) -> Calibration
 def measure(kernels: Kernels, ring: RingSize) -> Calibration:
     """Copy a few sizes by each route and keep the faster; stops early, with what it has, when the budget is spent."""
     begin = time.perf_counter()
-    tuning = Tuning(ring=ring, save_ctas=kernels.num_sms, load_ctas=kernels.num_sms)
+    half = max(1, kernels.num_sms // 2)  # why: Tuning
+    tuning = Tuning(ring=ring, save_ctas=half, load_ctas=half)
     micros: dict[str, dict[str, dict[str, float]]] = {}
     below = {"save": 0, "load": 0}
     bench = _Bench(kernels, tuning)

@@ -40,8 +40,9 @@ logger = logging.getLogger(__name__)
 SLOTS_AHEAD = 3
 """As many slots' bytes of one direction are on the GPU at a time: what the link is at, and what it does while a feeder wakes up,
 which takes it until another thread lets go of the interpreter. With 40 MiB slots, what an engine copies waits 2.2 ms at most."""
-SMALL = 4
-"""The first piece of a save and the last of a load are so many times smaller than others: there the link waits for a kernel."""
+SMALL_FIRST, SMALL_LAST = 2, 4
+"""The first piece of a save and the last of a load are so many times smaller than others: there the link waits for a kernel. The
+first must take the link as long as it takes to prepare the second."""
 
 _FRAME = itemgetter(ChunkCopy._fields.index("frame"))
 """Chunks are sent in the order of their frames, so that neighbours, in whichever order a store gave them out, are one copy."""
@@ -97,7 +98,8 @@ class _Queued:
         The last of many are few: the link waits while they are scattered.
         """
         begin, left = self.sent, len(self.copies) - self.sent
-        count = left - count // SMALL if begin and count // SMALL < left <= count else min(count, left)
+        last = count // SMALL_LAST
+        count = left - last if begin and last < left <= count else min(count, left)
         self.sent = begin + count
         shares = [(load, len(list(group))) for load, group in groupby(self.owners[begin : self.sent])]
         return self.copies[begin : self.sent], shares
@@ -191,7 +193,7 @@ class CudaMover:
             mark.users += 1
             try:
                 mark.event.record(self._compute())
-                size = max(1, self._chunks_per_job // SMALL) if len(copies) > self._chunks_per_job else self._chunks_per_job
+                size = max(1, self._chunks_per_job // SMALL_FIRST) if len(copies) > self._chunks_per_job else self._chunks_per_job
                 while done < len(copies) and self._broken is None:
                     batch, size = copies[done : done + size], self._chunks_per_job
                     if not self._queue_saves(sorted(batch, key=_FRAME), mark):
