@@ -2,10 +2,11 @@
 //
 // In: PieceParams (kv_layout.cuh). Out: the payload (gather) or the pages (scatter), and tags_out[s], the sum of segment s;
 // the tag of a chunk is the sum over its segments. Every address and length of a piece is a multiple of kVecBytes
-// (16, 8, 4 or 1), which the host checks. Any grid is correct: warps stride over the tiles.
-// Expected: 2 bytes of HBM traffic per payload byte; with 132 CTAs of an H200 about 1.8 TB/s of payload, some 30 times what
-// PCIe takes, so a burst holds the SMs for a few percent of the copy's time (measured: benches/results). The tag costs two
-// 64-bit multiplies per 8 bytes, hidden behind the memory. This file must not know why bytes move, nor their dtype.
+// (16, 8, 4 or 1), which the host checks. Any grid is correct: its warps share the tiles out evenly.
+// Expected: 2 bytes of HBM traffic per payload byte; with 66 CTAs of an H200 (132 SMs) about 1.2 TB/s of payload for any page
+// size, some 22 times what PCIe takes, so a burst holds half the SMs for a few percent of the copy's time (measured:
+// benches/results). The tag costs two 64-bit multiplies per 8 bytes, hidden behind the memory. This file must not know why bytes
+// move, nor their dtype.
 #include "kv_layout.cuh"
 
 namespace kvloft {

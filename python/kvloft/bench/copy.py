@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kvloft.bench.rig import Case, Ceiling, HostFrames, Rig, beside
+from kvloft.bench.rig import Case, Ceiling, HostFrames, Rig, beside, waits
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.lanes import Tuning
 
@@ -65,6 +65,8 @@ def run(
     result["frames"] = list(_by_frame_order(host, payload_bytes, tuning, cache_dir))
     progress("beside compute")
     result["beside"] = list(_beside(host, payload_bytes, tuning, cache_dir))
+    progress("copies of others")
+    result["waits"] = list(_waits(host, payload_bytes, tuning, cache_dir))
     progress("price of the tag")
     result["tag"] = _tag_price(host, payload_bytes, tuning, cache_dir)
     return result
@@ -140,6 +142,35 @@ def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, 
     found = beside(work, four, rig.wait_sent, [stream], 60)
     rig.mover.drain()
     return found
+
+
+def _waits(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path) -> Iterator[dict[str, Any]]:
+    """How long 128 KiB in the same direction wait, as an engine's own do: behind one queue of everything, and beside kvloft."""
+    ceiling = Ceiling(host, payload_bytes)
+    for what in DIRECTIONS[:2]:
+        ceiling.start(what)
+        driver.synchronize()
+        end = driver.Event()
+
+        def start(what: str = what, end: driver.Event = end) -> None:
+            ceiling.start(what)
+            end.record(ceiling.streams[DIRECTIONS.index(what)])
+
+        yield _wait_row("one queue", what, waits(start, end.is_done, what))
+    ceiling.close()
+    rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir)
+    rig.verify()
+    for what in DIRECTIONS[:2]:
+        rig.mover.begin_step(())
+        found = waits(rig.start_save if what == "save" else rig.start_load, lambda: not rig.mover.is_behind, what)
+        rig.mover.drain()
+        yield _wait_row("kvloft", what, found)
+    rig.close()
+
+
+def _wait_row(by: str, what: str, found: list[float]) -> dict[str, Any]:
+    ordered = sorted(found)
+    return {"by": by, "copy": what, "median_ms": ordered[len(ordered) // 2] * 1e3, "max_ms": ordered[-1] * 1e3}
 
 
 def _row(by: str, work: str, what: str, num_bytes: int, found: tuple[float, float, float]) -> dict[str, Any]:

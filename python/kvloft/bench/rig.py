@@ -176,6 +176,26 @@ class Rig:
         self.mover.close()
 
 
+def waits(start: Callable[[], None], is_over: Callable[[], bool], what: str, num_bytes: int = 128 << 10) -> list[float]:
+    """Seconds that copies of ``num_bytes``, one after the other on the compute stream, take while what ``start`` began runs.
+
+    They go the same way ('save': to the host). An engine makes such copies in its steps.
+    """
+    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
+    to, source = (host, device) if what == "save" else (device, host)
+    to.copy_(source)
+    driver.synchronize()
+    start()
+    found: list[float] = []
+    while not found or not is_over():
+        begin = time.perf_counter()
+        to.copy_(source, non_blocking=True)
+        torch.cuda.current_stream().synchronize()
+        found.append(time.perf_counter() - begin)
+    return found
+
+
 class Ceiling:
     """One large copy-engine transfer in each direction, from the same host memory."""
 
