@@ -51,6 +51,11 @@ def _child(name: str, options: dict[str, Any], log: Path, timeout_s: float) -> d
             process.kill()
             process.wait()
             status = "timeout"
+    return result_of(log, status)
+
+
+def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
+    """What a child printed last as ``RESULT {...}``, with an "error" if it did not end well."""
     text = log.read_text(errors="replace")
     found = [line[7:] for line in text.splitlines() if line.startswith("RESULT ")]
     result: dict[str, Any] = json.loads(found[-1]) if found else {}

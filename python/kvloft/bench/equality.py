@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvloft.bench.engine import CHILD_ENV
+from kvloft.bench.engine import CHILD_ENV, result_of
 
 REFERENCE = "reference"
 
@@ -91,7 +91,7 @@ def run(
                         process.kill()
                         process.wait()
                     del running[name]
-                    results[name] = _result(log_dir / f"equality_{name}.log", process.returncode)
+                    results[name] = result_of(log_dir / f"equality_{name}.log", process.returncode)
                     progress(f"{name} ended with {process.returncode}")
             if time.monotonic() > deadline:
                 results |= {name: {"error": "no time was left to start it"} for name in waiting}
@@ -105,15 +105,6 @@ def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[by
     child = [sys.executable, "-m", "kvloft.bench.equality_child", setup.connector, json.dumps(options)]
     with log.open("w") as file:
         return subprocess.Popen(["env", *settings, *child], stdout=file, stderr=subprocess.STDOUT)
-
-
-def _result(log: Path, status: int | None) -> dict[str, Any]:
-    text = log.read_text(errors="replace")
-    found = [line[7:] for line in text.splitlines() if line.startswith("RESULT ")]
-    result: dict[str, Any] = json.loads(found[-1]) if found else {}
-    if status != 0:
-        result["error"] = f"ended with {status}: {text[-1500:]}"
-    return result
 
 
 @dataclass(frozen=True, slots=True)

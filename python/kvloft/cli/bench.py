@@ -4,6 +4,7 @@ import argparse
 import importlib
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +18,30 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser("bench", help="measure copies, or a whole engine, on this machine's GPU", description=__doc__)
     kinds = parser.add_subparsers(required=True, metavar="WHAT")
+    _add_copy(kinds)
+    _add_engine(kinds)
+    _add_equality(kinds)
+    for kind in kinds.choices.values():
+        kind.add_argument("--json", metavar="FILE", help="also write everything measured as JSON")
+
+
+def _add_copy(kinds: Any) -> None:
     copy = kinds.add_parser("copy", help="GB/s of saves and loads by page size, beside the ceiling; what they cost computation")
     copy.add_argument("--mib", type=int, default=1024, help="payload of one measurement (default 1024)")
     copy.add_argument("--plot", metavar="PNG", help="also draw GB/s against page size (needs matplotlib)")
     copy.set_defaults(run=run_copy)
+
+
+def _add_engine(kinds: Any) -> None:
     engine = kinds.add_parser("engine", help="TTFT and decode steps of vLLM alone, with OffloadingConnector and with kvloft")
     engine.add_argument("--connectors", default="none,native,kvloft", help="which, in this order (default none,native,kvloft)")
     engine.add_argument(
         "--phases", default="ttft,wave,decode", help="of ttft, wave, decode, tokens, load (default the first three)"
     )
-    engine.add_argument("--host-gib", type=int, default=40, help="host memory of a cache (default 40)")
-    engine.add_argument("--blocks", type=int, default=9000, help="blocks of 16 tokens in GPU memory (default 9000)")
     engine.add_argument("--context", type=int, default=32768, help="tokens of a long prompt (default 32768)")
     engine.add_argument("--kv-heads", type=int, default=8, help="KV heads of the model (default 8)")
-    engine.add_argument("--timeout", type=float, default=900.0, help="seconds for everything (default 900)")
-    engine.add_argument("--logs", default="build/bench", help="folder for the engines' logs (default build/bench)")
+    _add_sizes(engine, blocks=9000, host_gib=40)
     engine.set_defaults(run=run_engine)
-    _add_equality(kinds)
-    for kind in kinds.choices.values():
-        kind.add_argument("--json", metavar="FILE", help="also write everything measured as JSON")
 
 
 def _add_equality(kinds: Any) -> None:
@@ -44,11 +50,16 @@ def _add_equality(kinds: Any) -> None:
     equality.add_argument("--phases", default="prompts,crowd,load", help="of prompts, crowd, load, sleep (default the first three)")
     equality.add_argument("--at-once", type=int, default=3, help="engines that share the GPU (default 3)")
     equality.add_argument("--layers", type=int, default=32, help="layers of the model (default 32)")
-    equality.add_argument("--blocks", type=int, default=2000, help="blocks of 16 tokens in GPU memory (default 2000)")
-    equality.add_argument("--host-gib", type=int, default=16, help="host memory of each cache (default 16)")
-    equality.add_argument("--timeout", type=float, default=900.0, help="seconds for everything (default 900)")
-    equality.add_argument("--logs", default="build/bench", help="folder for the engines' logs (default build/bench)")
+    _add_sizes(equality, blocks=2000, host_gib=16)
     equality.set_defaults(run=run_equality)
+
+
+def _add_sizes(engines: argparse.ArgumentParser, *, blocks: int, host_gib: int) -> None:
+    """What every bench of whole engines asks for."""
+    engines.add_argument("--blocks", type=int, default=blocks, help=f"blocks of 16 tokens in GPU memory (default {blocks})")
+    engines.add_argument("--host-gib", type=int, default=host_gib, help=f"host memory of each cache (default {host_gib})")
+    engines.add_argument("--timeout", type=float, default=900.0, help="seconds for everything (default 900)")
+    engines.add_argument("--logs", default="build/bench", help="folder for the engines' logs (default build/bench)")
 
 
 def run_equality(args: argparse.Namespace) -> int:
@@ -61,11 +72,7 @@ def run_equality(args: argparse.Namespace) -> int:
         options=equality.options(num_blocks=args.blocks, host_bytes=args.host_gib << 30, model=model), log_dir=Path(args.logs),
         at_once=args.at_once, timeout_s=args.timeout, progress=lambda text: console.print(text, style="dim"),
     )  # fmt: skip
-    head, *rows = equality.table(results)
-    table = Table(*head)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    console.print(_table(equality.table(results)))
     _write(args.json, equality.summary(results))
     problems = equality.problems(results)
     for problem in problems:
@@ -132,11 +139,7 @@ def run_engine(args: argparse.Namespace) -> int:
             connectors=args.connectors.split(","), phases=args.phases.split(","), options=options, log_dir=Path(args.logs),
             timeout_s=args.timeout, progress=status.update,
         )  # fmt: skip
-    head, *rows = engine.table(results)
-    table = Table(*head)
-    for row in rows:
-        table.add_row(*row)
-    console.print(table)
+    console.print(_table(engine.table(results)))
     for what, same in engine.same_tokens(results).items():
         console.print(f"{what}: {same}")
     _write(args.json, results)
@@ -144,6 +147,14 @@ def run_engine(args: argparse.Namespace) -> int:
     for name in failed:
         print(f"kvloft: {name} {results[name]['error']}", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Table:
+    head, *body = rows
+    table = Table(*head)
+    for row in body:
+        table.add_row(*row)
+    return table
 
 
 def _write(path: str | None, result: dict[str, Any]) -> None:

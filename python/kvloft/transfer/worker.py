@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -67,27 +67,15 @@ class WorkerCore:
         """Start this step's loads: their blocks belong to requests that wait."""
         if not self._loads_run:
             self._loads_run = True
-            if self._plan.loads:
-                mover: Mover | None = None
-                try:
-                    mover = self._ready_mover()
-                    mover.submit_loads(self._plan.loads)
-                except BaseException:  # a panic in Rust is no Exception
-                    self._fail_loads(mover)
-                    raise
+            if plans := self._plan.loads:
+                self._hand_over(lambda mover: mover.submit_loads(plans), self._fail_loads)
 
     def run_saves(self) -> None:
         """Start this step's saves: the forward that wrote the blocks has been launched."""
         if not self._saves_run:
             self._saves_run = True
-            if self._plan.saves:
-                mover: Mover | None = None
-                try:
-                    mover = self._ready_mover()
-                    mover.submit_saves(self._plan.saves)
-                except BaseException:  # a panic in Rust is no Exception
-                    self._fail_saves(mover)
-                    raise
+            if plans := self._plan.saves:
+                self._hand_over(lambda mover: mover.submit_saves(plans), self._fail_saves)
 
     def take_finished_loads(self) -> tuple[set[ReqId], set[BlockId]]:
         """Requests whose load finished since the last call, and the blocks of theirs that hold nothing."""
@@ -136,20 +124,28 @@ class WorkerCore:
         payload_bytes = layout.block_bytes * self._blocks_per_chunk
         return FrameWindow(arena, rank=self._rank, num_ranks=self._num_ranks, payload_bytes=payload_bytes)
 
-    def _fail_loads(self, mover: Mover | None) -> None:
-        """A mover broke while it took this step's loads: report as failed what it never will, or requests wait for ever."""
-        if mover is not None:
-            self._note(mover.drain())
+    def _hand_over(self, submit: Callable[[Mover], None], fail: Callable[[], None]) -> None:
+        """Give the mover copies of this step. If it breaks, what it took comes back first, then ``fail`` reports the rest."""
+        mover: Mover | None = None
+        try:
+            mover = self._ready_mover()
+            submit(mover)
+        except BaseException:  # a panic in Rust is no Exception
+            if mover is not None:
+                self._note(mover.drain())
+            fail()
+            raise
+
+    def _fail_loads(self) -> None:
+        """Report as failed this step's loads that the mover never will, or requests wait for ever."""
         done = {result.load_id for result in self._pending.loads}
         for plan in self._plan.loads:
             if plan.load_id not in done:
                 self._pending.bad_blocks.update(plan.lost, *(copy.blocks for copy in plan.chunks))
                 self._pending.loads.append(LoadResult(plan.req_id, plan.load_id, failed=True))
 
-    def _fail_saves(self, mover: Mover | None) -> None:
+    def _fail_saves(self) -> None:
         """The same for saves, whose frames would stay reserved."""
-        if mover is not None:
-            self._note(mover.drain())
         done = {*self._pending.saved, *self._pending.failed}
         tickets = [copy.ticket for plan in self._plan.saves for copy in plan.chunks]
         self._pending.failed += [ticket for ticket in tickets if ticket not in done]

@@ -10,7 +10,7 @@ from typing import Any
 
 try:
     from vllm.v1.metrics.cache_hit_source import CacheHitSource
-except ImportError:  # before 0.31 hits have no source
+except ImportError:  # before 0.32 hits have no source
     CacheHitSource = None
 
 try:
