@@ -83,6 +83,11 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
         met = row["slowdown"] <= BESIDE_TARGETS[row["work"]] and row["gbps"] >= BESIDE_GBPS
         verdict = _verdict(met) if row["by"] == "kvloft" else ""
         yield f"| {row['by']} | {row['copy']} | {row['work']} | {row['slowdown']:.3f} | {row['gbps']:.1f} | {verdict} |"
+    if "waits" in copy:
+        yield from ("", "What 128 KiB of somebody else's, such as an engine's sampled tokens, wait in the same direction:", "")
+        yield from ("| copies by | direction | median ms | longest ms |", "|---|---|---|---|")
+        for row in copy["waits"]:
+            yield f"| {row['by']} | {row['copy']} | {row['median_ms']:.2f} | {row['max_ms']:.2f} |"
     tag = copy["tag"]
     price = max(1 - tag[f"{what}_with"] / tag[f"{what}_without"] for what in ("save", "load"))
     yield ""

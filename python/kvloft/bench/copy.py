@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import platform
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +22,8 @@ from kvloft.transfer.cuda.lanes import Tuning
 KIB = 1024
 PAGES = tuple(n * KIB for n in (4, 8, 16, 18, 32, 64, 128, 512, 2048))
 DIRECTIONS = ("save", "load", "both")
+NUM_BESIDE = 3
+"""Runs of a row beside compute: a matmul's own time differs from one to the next."""
 
 
 def machine() -> dict[str, Any]:
@@ -119,13 +122,14 @@ def _beside(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Pat
                 for _ in range(4):
                     ceiling.start(what)
 
-            yield _row("copy engine", name, what, 4 * payload_bytes, beside(work, engine, lambda: None, ceiling.streams, 60))
+            found = [beside(work, engine, lambda: None, ceiling.streams, 60) for _ in range(NUM_BESIDE)]
+            yield _row("copy engine", name, what, 4 * payload_bytes, found)
     ceiling.close()
     rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir)
     rig.verify()
     for name, work in works.items():
-        yield _row("kvloft", name, "save", 4 * rig.num_bytes, beside_rig(rig, work, "save"))
-        yield _row("kvloft", name, "load", 4 * rig.num_bytes, beside_rig(rig, work, "load"))
+        for what in ("save", "load"):
+            yield _row("kvloft", name, what, 4 * rig.num_bytes, [beside_rig(rig, work, what) for _ in range(NUM_BESIDE)])
     rig.close()
 
 
@@ -173,16 +177,14 @@ def _wait_row(by: str, what: str, found: list[float]) -> dict[str, Any]:
     return {"by": by, "copy": what, "median_ms": ordered[len(ordered) // 2] * 1e3, "max_ms": ordered[-1] * 1e3}
 
 
-def _row(by: str, work: str, what: str, num_bytes: int, found: tuple[float, float, float]) -> dict[str, Any]:
-    alone, during, copy = found
+def _row(by: str, work: str, what: str, num_bytes: int, found: list[tuple[float, float, float]]) -> dict[str, Any]:
+    """Medians over the runs of `beside`."""
+    slowdowns = sorted(during / alone for alone, during, _ in found)
     return {
-        "by": by,
-        "work": work,
-        "copy": what,
-        "slowdown": during / alone,
-        "alone_ms": alone * 1e3,
-        "gbps": num_bytes / copy / 1e9,
-    }
+        "by": by, "work": work, "copy": what, "slowdown": statistics.median(slowdowns), "slowdowns": slowdowns,
+        "alone_ms": statistics.median(alone for alone, _, _ in found) * 1e3,
+        "gbps": statistics.median(num_bytes / copy / 1e9 for _, _, copy in found),
+    }  # fmt: skip
 
 
 def _tag_price(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path) -> dict[str, float]:

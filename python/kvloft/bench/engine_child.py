@@ -144,7 +144,7 @@ def worker_totals() -> dict[str, int]:
 
 
 def wait_pinned(engine: Engine, options: dict[str, Any]) -> None:
-    """Until kvloft's host memory is pinned, which takes seconds after the first request; OffloadingConnector pins before it starts."""
+    """Until kvloft's host memory is pinned: seconds after the first request. OffloadingConnector pins before it starts."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     if options["name"] == "kvloft":

@@ -120,10 +120,15 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
     beside = Table("copy by", "direction", "beside", "its time, times alone", "copy GB/s", title="What a running copy costs")
     for row in result["beside"]:
         beside.add_row(row["by"], row["copy"], row["work"], f"{row['slowdown']:.3f}", f"{row['gbps']:.1f}")
+    waits = Table(
+        "copies by", "direction", "median ms", "longest ms", title="What 128 KiB of somebody else's wait in that direction"
+    )
+    for row in result["waits"]:
+        waits.add_row(row["by"], row["copy"], f"{row['median_ms']:.2f}", f"{row['max_ms']:.2f}")
     tag = Table("", "without tag GB/s", "with tag GB/s", title="Price of the tag")
     for what in ("save", "load"):
         tag.add_row(what, f"{result['tag'][what + '_without']:.2f}", f"{result['tag'][what + '_with']:.2f}")
-    return [pages, beside, tag]
+    return [pages, beside, waits, tag]
 
 
 def run_engine(args: argparse.Namespace) -> int:
