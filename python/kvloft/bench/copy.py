@@ -136,14 +136,14 @@ def _beside(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Pat
 def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, float, float]:
     """`beside` with four rounds of the rig's copies."""
     start = rig.start_save if what == "save" else rig.start_load
-    stream = rig.mover.saves.copy_stream if what == "save" else rig.mover.loads.kernel_stream
+    streams = rig.mover.saves.copy_streams if what == "save" else (rig.mover.loads.kernel_stream,)
     rig.mover.begin_step(())
 
     def four() -> None:
         for _ in range(4):
             start()
 
-    found = beside(work, four, rig.wait_sent, [stream], 60)
+    found = beside(work, four, rig.wait_sent, list(streams), 60)
     rig.mover.drain()
     return found
 

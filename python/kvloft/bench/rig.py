@@ -145,10 +145,10 @@ class Rig:
             torch.cuda._sleep(GATE_CYCLES)  # noqa: SLF001 (torch's own way to keep a stream busy)
             compute = driver.Stream.view(torch.cuda.current_stream().cuda_stream)
             self._begin.record(compute)
-            for stream in (saves.kernel_stream, loads.copy_stream):
+            for stream in (saves.kernel_stream, *loads.copy_streams):
                 stream.wait(self._begin)
         else:
-            self._begin.record(loads.copy_stream if what == "load" else saves.kernel_stream)
+            self._begin.record(loads.copy_streams[0] if what == "load" else saves.kernel_stream)
         queued = time.perf_counter()
         if what != "load":
             self.start_save(self.spare_saves if what == "both" else None)
@@ -158,7 +158,7 @@ class Rig:
         self.wait_sent()
         ends = []
         for name, lane in (("save", saves), ("load", loads)):
-            for stream in (lane.copy_stream, lane.kernel_stream) if what in (name, "both") else ():
+            for stream in (*lane.copy_streams, lane.kernel_stream) if what in (name, "both") else ():
                 ends.append(driver.Event(timing=True))
                 ends[-1].record(stream)
         driver.synchronize()

@@ -26,7 +26,7 @@ class LoadTrace:
     def start(self) -> None:
         """Forget everything; the zero of both clocks is now. The device must be idle."""
         driver.synchronize()
-        self._zero.record(self._lane.copy_stream)
+        self._zero.record(self._lane.copy_streams[0])
         driver.synchronize()
         self._begin = time.perf_counter()
         self._pieces: list[tuple[float, float, int]] = []
@@ -44,7 +44,7 @@ class LoadTrace:
         begin = self._now()
         ticket = int(self._submit(piece, frames, **more))
         if len(self._pieces) < len(self._pool):
-            self._pool[len(self._pieces)].record(self._lane.copy_stream)
+            self._pool[len(self._pieces)].record(self._lane.copy_stream(ticket))
             self._pieces.append((begin, self._now(), piece.num_bytes))
         return ticket
 

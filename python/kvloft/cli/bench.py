@@ -121,7 +121,7 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
     for row in result["beside"]:
         beside.add_row(row["by"], row["copy"], row["work"], f"{row['slowdown']:.3f}", f"{row['gbps']:.1f}")
     waits = Table("copies by", "direction", "median ms", "longest ms", title="What 128 KiB of others wait")
-    for row in result["waits"]:
+    for row in result.get("waits", ()):
         waits.add_row(row["by"], row["copy"], f"{row['median_ms']:.2f}", f"{row['max_ms']:.2f}")
     tag = Table("", "without tag GB/s", "with tag GB/s", title="Price of the tag")
     for what in ("save", "load"):

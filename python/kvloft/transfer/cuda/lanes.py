@@ -23,6 +23,8 @@ from kvloft.transfer.cuda.staging import Ring, RingSize
 
 MAX_PIECES: Final = 128
 """Queued and in flight in one direction; with 40 MiB slots this is some 95 ms of PCIe Gen5."""
+NUM_COPY_STREAMS: Final = 3
+"""A copy engine stays with a stream until its queue is empty, so as many pieces as are on the GPU at a time have a stream each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,7 @@ class _BaseLane:
 
     def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory, num_ctas: int, direct_below: int) -> None:
         self.kernel_stream = driver.Stream.create(high_priority=tuning.high_priority)
-        self.copy_stream = driver.Stream.create()
+        self.copy_streams = tuple(driver.Stream.create() for _ in range(NUM_COPY_STREAMS))
         self._launcher = Launcher(kernels, self.kernel_stream)
         self._ring = Ring(tuning.ring, kernels.tiles.device)
         self._frames = frames
@@ -78,7 +80,7 @@ class _BaseLane:
 
     def stop(self) -> None:
         """Until nothing of this lane runs any more, whatever became of it."""
-        for stream in (self.kernel_stream, self.copy_stream):
+        for stream in (self.kernel_stream, *self.copy_streams):
             with contextlib.suppress(driver.CudaError):
                 stream.synchronize()
 
@@ -89,7 +91,8 @@ class _BaseLane:
         for event in (*self._kernel_done, *self._copy_done):
             event.destroy()
         self.kernel_stream.destroy()
-        self.copy_stream.destroy()
+        for stream in self.copy_streams:
+            stream.destroy()
 
     def _launch(self, function: Any, piece: Piece, frames: npt.NDArray[np.int64], ticket: int, slot: int | None) -> None:
         segments, base, num_ctas = piece.segments, slot, self._num_ctas
@@ -102,7 +105,11 @@ class _BaseLane:
             max_ctas=num_ctas,
         )  # fmt: skip
 
-    def _copy(self, piece: Piece, slot: int, *, to_host: bool, is_pinned: bool = True) -> None:
+    def copy_stream(self, ticket: int) -> driver.Stream:
+        """The stream that copies piece ``ticket``."""
+        return self.copy_streams[ticket % NUM_COPY_STREAMS]
+
+    def _copy(self, stream: driver.Stream, piece: Piece, slot: int, *, to_host: bool, is_pinned: bool = True) -> None:
         """Move the piece's runs between ``slot`` and the frames."""
         alone = [run for run in piece.runs if run.num_rows == 1]
         host = [self._frames.part(run.frame) + run.part_offset for run in alone]
@@ -110,21 +117,21 @@ class _BaseLane:
         num_bytes = [run.row_bytes for run in alone]
         if len(alone) > 1 and is_pinned:
             to, source = (host, device) if to_host else (device, host)
-            self.copy_stream.copy_batch(to, source, num_bytes)
+            stream.copy_batch(to, source, num_bytes)
         else:
-            one_by_one = self.copy_stream.copy_to_host if to_host else self.copy_stream.copy_to_device
+            one_by_one = stream.copy_to_host if to_host else stream.copy_to_device
             for each in zip(*((host, device) if to_host else (device, host)), num_bytes, strict=True):
                 one_by_one(*each)
         for run in piece.runs:
             if run.num_rows > 1:
-                self._copy_rows(run, slot, to_host=to_host)
+                self._copy_rows(stream, run, slot, to_host=to_host)
 
-    def _copy_rows(self, run: Run, slot: int, *, to_host: bool) -> None:
+    def _copy_rows(self, stream: driver.Stream, run: Run, slot: int, *, to_host: bool) -> None:
         host, device = self._frames.part(run.frame) + run.part_offset, slot + run.slot_offset
         host_pitch, device_pitch = self._frames.frame_bytes, self._frames.part_bytes
         to, source = (host, device) if to_host else (device, host)
         to_pitch, source_pitch = (host_pitch, device_pitch) if to_host else (device_pitch, host_pitch)
-        self.copy_stream.copy_rows(
+        stream.copy_rows(
             to=to, to_pitch=to_pitch, source=source, source_pitch=source_pitch, row_bytes=run.row_bytes, num_rows=run.num_rows,
             to_host=to_host,
         )  # fmt: skip
@@ -148,9 +155,10 @@ class SaveLane(_BaseLane):
         if slot is None:
             copied.record(self.kernel_stream)
             return ticket
-        self.copy_stream.wait(gathered)
-        self._copy(piece, slot, to_host=True)
-        copied.record(self.copy_stream)
+        stream = self.copy_stream(ticket)
+        stream.wait(gathered)
+        self._copy(stream, piece, slot, to_host=True)
+        copied.record(stream)
         return ticket
 
     def done_event(self, ticket: int) -> driver.Event:
@@ -175,10 +183,11 @@ class LoadLane(_BaseLane):
         ticket, self._next = self._next, self._next + 1
         scattered, copied = self._kernel_done[ticket % MAX_PIECES], self._copy_done[ticket % MAX_PIECES]
         is_direct = is_pinned and piece.num_bytes < self._direct_below
-        slot = None if is_direct else self._ring.take(self.copy_stream, scattered)
+        stream = self.copy_stream(ticket)
+        slot = None if is_direct else self._ring.take(stream, scattered)
         if slot is not None:
-            self._copy(piece, slot, to_host=False, is_pinned=is_pinned)
-            copied.record(self.copy_stream)
+            self._copy(stream, piece, slot, to_host=False, is_pinned=is_pinned)
+            copied.record(stream)
             self.kernel_stream.wait(copied)
         self._launch(self._function, piece, frames, ticket, slot)
         scattered.record(self.kernel_stream)
