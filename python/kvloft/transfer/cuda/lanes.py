@@ -1,4 +1,4 @@
-"""One direction of copies: its two streams, its ring, and the order of kernel, copy engine and slots between them.
+"""One direction of copies: its streams, its ring, and the order of kernel, copy engine and slots between them.
 
 Staged: kernel and copy engine work on different slots at once. Direct: the kernel reads or writes the frames itself, for pieces
 too small to be worth two commands. Which, is `Tuning`'s. Everything is queued on the GPU; only `wait_for` and `stop` wait on the
