@@ -5,7 +5,7 @@
 # A phase that fails does not stop the others; the table at the end and the exit status tell.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
-unset PYTHONPATH PYTHONHOME
+unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE # vLLM is imported by several processes and need be compiled by one only
 export KV_STARTED=${KV_STARTED:-$(date +%s)}
 NEWEST=0.32.0
 OLDER="0.30.0 0.31.0"
@@ -40,10 +40,18 @@ short() { phase "environment with vLLM $1" scripts/env.sh "$1" && phase "short f
 all() {
   local version
   phase "environment with vLLM $NEWEST" scripts/env.sh "$NEWEST" || return
+  older_environments >build/logs/older.log 2>&1 </dev/null &
   # kvloft-py has conversions only: the Python tests are its tests, and alone it would need a libpython to link with.
   phase "Rust tests" cargo test --quiet --locked --workspace --exclude kvloft-py
   phase "all Python tests on vLLM $NEWEST" pytest_on "$NEWEST" tests
+  wait # what went wrong there goes wrong again below, where it is told
   for version in $OLDER; do short "$version"; done
+}
+
+# Mostly downloads, so they go on beside the tests.
+older_environments() {
+  local version
+  for version in $OLDER; do scripts/env.sh "$version"; done
 }
 
 case "${1:-}-$#" in

@@ -18,11 +18,26 @@ CLEAR, MARGIN = 1e-4, 4e-5
 1e-5 between batch shapes, so a request below cannot be compared exactly."""
 
 
+ZYGOTE = pytest.StashKey[Zygote]()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = [i for i in items if Path(__file__).parent in i.path.parents]
     if importlib.util.find_spec("vllm") is None:
         for item in here:
             item.add_marker(pytest.mark.skip(reason="vLLM is not installed in this environment"))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """The zygote imports vLLM for half a minute: it begins at once, beside the tests that come before these."""
+    wanted = any(Path(__file__).parent in i.path.parents for i in session.items)
+    if wanted and not session.config.option.collectonly and importlib.util.find_spec("vllm") is not None:
+        session.config.stash[ZYGOTE] = Zygote(session.config._tmp_path_factory.mktemp("zygote"))
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if ZYGOTE in config.stash:
+        config.stash[ZYGOTE].close()
 
 
 @pytest.fixture(scope="session")
@@ -32,11 +47,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def zygote(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+def zygote(pytestconfig: pytest.Config) -> Zygote:
     """The process that forks all engines of this session."""
-    process = Zygote(tmp_path_factory.mktemp("zygote"))
-    yield process
-    process.close()
+    return pytestconfig.stash[ZYGOTE]
 
 
 class Truth:

@@ -169,5 +169,5 @@ class SchedulerMachine(RuleBasedStateMachine):
         settle(self.engine)
 
 
-SchedulerMachine.TestCase.settings = settings(deadline=None, stateful_step_count=60, max_examples=150)
+SchedulerMachine.TestCase.settings = settings(stateful_step_count=60)
 TestSchedulerMachine = SchedulerMachine.TestCase
