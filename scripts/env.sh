@@ -3,11 +3,12 @@
 #
 # Needs on the machine: bash, Python >= 3.11, Rust, a C linker. All else comes from PyPI into .venv-* folders of this
 # checkout; nothing is installed outside them. Prints what it does with the seconds gone by; a missing prerequisite is one
-# line that says what to do. Knows how to install, not what to run: see suite.sh and lint.sh.
+# line that says what to do. Knows how to install, not what to run: see suite.sh and lint.sh. PROFILE is cargo's (default: release).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
 STARTED=${KV_STARTED:-$(date +%s)}
+PROFILE=${PROFILE:-release}
 LOGS=build/logs
 mkdir -p "$LOGS"
 # Trust what the machine trusts (a company's proxy has its own certificate); the second name is for older releases of uv.
@@ -69,14 +70,14 @@ check_rust() {
     die "Rust $wanted or newer is needed and this is $found: run 'rustup update', or install from https://rustup.rs"
 }
 
-# The wheel is one for every Python and vLLM (abi3), and is built again only when sources changed.
+# The wheel is one for every Python and vLLM (abi3), and is built again only when sources or the profile changed.
 build_wheel() {
   local sources
-  sources=$(find Cargo.toml Cargo.lock pyproject.toml README.md rust python csrc -type f -not -name '*.pyc' -print0 | sort -z | xargs -0 cat | cksum)
+  sources="$PROFILE "$(find Cargo.toml Cargo.lock pyproject.toml README.md rust python csrc -type f -not -name '*.pyc' -print0 | sort -z | xargs -0 cat | cksum)
   if [ "$(cat build/wheel.sum 2>/dev/null)" != "$sources" ] || ! ls build/wheel/*.whl >/dev/null 2>&1; then
-    say "building the wheel (Rust, release)"
+    say "building the wheel (Rust, profile $PROFILE)"
     rm -rf build/wheel
-    quietly wheel "$UV" tool run --quiet --python "$PY" --from 'maturin>=1.9.4,<2' maturin build --release --locked -i "$PY" --out build/wheel
+    quietly wheel "$UV" tool run --quiet --python "$PY" --from 'maturin>=1.9.4,<2' maturin build --profile "$PROFILE" --locked -i "$PY" --out build/wheel
     echo "$sources" >build/wheel.sum
   fi
 }

@@ -22,7 +22,7 @@ check() {
 }
 
 check "rustfmt" cargo fmt --all --check
-check "clippy" cargo clippy --quiet --locked --workspace --all-targets -- -D warnings
+check "clippy" cargo clippy --quiet --locked --workspace --all-targets --all-features -- -D warnings
 check "ruff check" ruff check .
 check "ruff format" ruff format --check .
 check "mypy --strict" mypy

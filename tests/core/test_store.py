@@ -238,7 +238,7 @@ def test_another_process_sees_and_seals_the_same_frames() -> None:
         "memory[:256] = bytes(range(256))\n"
         "arena.seal(0, offset=0, part_bytes=4096, key=b'k' * 32, layout=b'l' * 32, page_bytes=[100, 28], num_blocks=2, rank=3)\n"
     )
-    subprocess.run([sys.executable, "-c", code, store.arena_path], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code, store.arena_path], check=True, timeout=60 * float(os.environ.get("TEST_PACE", "1")))
     arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=2)
     assert arena.check(0, **part()) is None  # type: ignore[arg-type]
 

@@ -1,5 +1,6 @@
 """The store with a real directory: what survives a restart, what does not, and who may own it."""
 
+import os
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ import pytest
 
 from kvloft import _core
 
+PACE = float(os.environ.get("TEST_PACE", "1"))
 FRAME = 4096
 NAMESPACE = b"n" * 32
 
@@ -44,7 +46,7 @@ def save(store: _core.Store, chain: _core.KeyChain) -> int:
 
 
 def settled(lease: _core.ReadLease) -> tuple[int, int]:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 20 * PACE
     while lease.poll()[1] and time.monotonic() < deadline:
         time.sleep(0.001)
     return lease.poll()

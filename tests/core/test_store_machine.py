@@ -3,6 +3,7 @@ with room to spare (answers are equal) and without (answers are never more than 
 """
 
 import importlib.util
+import os
 import shutil
 import sys
 import tempfile
@@ -15,6 +16,8 @@ from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
 
 from kvloft import _core
+
+PACE = float(os.environ.get("TEST_PACE", "1"))
 
 _spec = importlib.util.spec_from_file_location("store_model", Path(__file__).parents[1] / "model" / "store.py")
 assert _spec is not None
@@ -112,7 +115,7 @@ class StoreMachine(RuleBasedStateMachine):
         return (lease, prompt)
 
     def _settle(self, lease: _core.ReadLease) -> None:
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 20 * PACE
         while lease.poll()[1]:
             assert time.monotonic() < deadline
             time.sleep(0.0005)
@@ -183,7 +186,7 @@ class StoreMachine(RuleBasedStateMachine):
         for lease, _ in self.held:
             lease.release()
         self.store.flush(20)
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 20 * PACE
         while self.store.stats()["reads_pending"] and time.monotonic() < deadline:
             time.sleep(0.001)
         self.store.clear()

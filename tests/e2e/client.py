@@ -27,6 +27,9 @@ from numpy.typing import NDArray
 BLOCK = 32
 """Tokens per block of vLLM's CPU backend in all these tests."""
 
+PACE = float(os.environ.get("TEST_PACE", "1"))
+"""How many times slower than usual this machine is; every wait is scaled by it."""
+
 _ids = itertools.count()
 
 
@@ -181,7 +184,7 @@ class Engine:
     def assert_at_rest(self) -> None:
         """Nothing is pinned, reserved, queued or held: every owner gave back what it had (I5, I8)."""
         state, store = self.state(), self.store()
-        for _ in range(100):  # a disk read that nobody waits for any more takes its time
+        for _ in range(int(100 * PACE)):  # a disk read that nobody waits for any more takes its time
             if not store["pins"] and not store["frames_reserved"]:
                 break
             time.sleep(0.05)
@@ -220,7 +223,7 @@ class Engine:
 
     def _gone(self) -> None:
         self._close()
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 30 * PACE
         while Path(f"/proc/{self.pid}").exists() and time.monotonic() < deadline:
             time.sleep(0.01)
         self.pid = 0
@@ -242,7 +245,7 @@ class Server:
         self._stream.flush()
         return json.loads(self._stream.readline())["ok"]
 
-    def wait(self, timeout_s: float = 150.0) -> "Server":
+    def wait(self, timeout_s: float = 150.0 * PACE) -> "Server":
         """Until it is healthy."""
         deadline = time.monotonic() + timeout_s
         while True:
@@ -257,14 +260,14 @@ class Server:
                 return self
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.url + path, timeout=30) as response:
+        with urllib.request.urlopen(self.url + path, timeout=30 * PACE) as response:
             return response.read().decode()
 
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """POST JSON; an error status raises with its body."""
         request = urllib.request.Request(self.url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=120) as response:
+            with urllib.request.urlopen(request, timeout=120 * PACE) as response:
                 return json.loads(response.read())
         except urllib.error.HTTPError as error:
             raise EngineError(f"{error.code}: {error.read().decode()}") from error
@@ -287,7 +290,7 @@ class Server:
         """SIGTERM, as a service manager does, and wait until every process is gone."""
         if self.pid:
             os.killpg(self.pid, signal.SIGTERM)
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + 60 * PACE
             while _group_alive(self.pid) and time.monotonic() < deadline:
                 time.sleep(0.05)
             with contextlib.suppress(ProcessLookupError):
@@ -326,7 +329,7 @@ class Zygote:
             )
         self._folder, self._count = folder, itertools.count()
 
-    def wait(self, timeout_s: float = 180.0) -> None:
+    def wait(self, timeout_s: float = 180.0 * PACE) -> None:
         """Until it accepts connections."""
         deadline = time.monotonic() + timeout_s
         while not self.address.exists():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from .client import BLOCK, Req, Server, Zygote, full_blocks, kvloft, random_ids
+from .client import BLOCK, PACE, Req, Server, Zygote, full_blocks, kvloft, random_ids
 from .conftest import Truth
 from .test_keys import embeds
 
@@ -61,7 +61,7 @@ def complete(server: Server, model: Path, max_tokens: int = 8, **fields: Any) ->
     return tuple(server.post("/v1/completions", body | fields)["choices"][0]["token_ids"])
 
 
-def settled(server: Server, model: Path, name: str, at_least: float, timeout_s: float = 20.0) -> float:
+def settled(server: Server, model: Path, name: str, at_least: float, timeout_s: float = 20.0 * PACE) -> float:
     """Wait until a metric has grown: statistics travel with engine steps, so each look asks for one token."""
     deadline = time.monotonic() + timeout_s
     while (value := server.metrics().get(name, 0.0)) < at_least and time.monotonic() < deadline:

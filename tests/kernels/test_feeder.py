@@ -1,5 +1,6 @@
 """The feeder thread alone: it sends when the awaited event has passed, sleeps when nothing is queued, and ends. No GPU needed."""
 
+import os
 import threading
 from collections.abc import Iterator
 
@@ -8,7 +9,7 @@ import pytest
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.feeder import Feeder
 
-WAIT_S = 20.0
+WAIT_S = 20.0 * float(os.environ.get("TEST_PACE", "1"))
 """For what must happen; a failing test waits so long."""
 
 

@@ -1,7 +1,7 @@
 //! The disk tier against `fio` on the same file system, in the same run, with the same block size, threads and
 //! `O_DIRECT`; and the time until a directory of a million chunks is ready.
 //!
-//! `cargo bench --bench disk [-- DIR]`: DIR is where to measure (default: the target directory). Under a minute; leaves
+//! `cargo bench --features bench --bench disk [-- DIR]`: DIR is where to measure (default: the target directory). Under a minute; leaves
 //! nothing behind. Target: at least 0.90 of fio, under 1 s until ready.
 #![expect(clippy::unwrap_used, reason = "a bench that cannot run stops with the reason")]
 #![expect(clippy::print_stdout, reason = "the table is what this is for")]

@@ -1,4 +1,4 @@
-//! Hit ratio of each eviction policy on a trace, against the optimum: `cargo bench --bench hit_ratio [-- --trace FILE]`.
+//! Hit ratio of each eviction policy on a trace, against the optimum: `cargo bench --features bench --bench hit_ratio [-- --trace FILE]`.
 //!
 //! A trace is JSON lines with `hash_ids`, one id per prefix block (equal ids mean equal prefixes). Each request is looked up,
 //! leased and saved in a real store. The optimum knows the future: it keeps what is used soonest, which no policy can beat.

@@ -1,4 +1,4 @@
-//! Keys and tags against their targets: `cargo bench --bench key`.
+//! Keys and tags against their targets: `cargo bench --features bench --bench key`.
 //!
 //! Criterion watches for changes between runs; the table at the end holds measured times against targets and against plain
 //! BLAKE3, both the best of many turns in the same run, so that a busy machine does not decide.

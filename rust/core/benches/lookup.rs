@@ -1,4 +1,4 @@
-//! Lookups in a store of a million chunks, against their targets: `cargo bench --bench lookup`.
+//! Lookups in a store of a million chunks, against their targets: `cargo bench --features bench --bench lookup`.
 //!
 //! Each prompt has 131,072 tokens. Lookups go round many prompts, so that the caches of the processor do not hold the answer.
 #![expect(missing_docs, clippy::print_stdout, reason = "criterion's macros make undocumented items; a bench prints")]
