@@ -47,7 +47,7 @@ find_python() {
   die "Python 3.11 to 3.14 is needed and none was found: install one (for example python3.12), or name it: make ... PYTHON=/path/to/python3.12"
 }
 
-# uv from PATH, or from PyPI into a folder of its own.
+# uv from PATH, or from PyPI into a folder of its own: by the Python's pip, or where it has none by a new environment's.
 find_uv() {
   if uv pip install --help 2>/dev/null | grep -q -- --group; then
     command -v uv
@@ -55,8 +55,11 @@ find_uv() {
   fi
   if ! .venv-uv/bin/uv --version >/dev/null 2>&1; then
     rm -rf .venv-uv
-    "$1" -m venv .venv-uv >"$LOGS/uv.log" 2>&1 || die "$1 cannot make virtual environments: install its venv package (Debian and Ubuntu: apt install python3-venv)"
-    quietly uv .venv-uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+    if ! "$1" -m pip install --quiet --disable-pip-version-check --target .venv-uv uv >"$LOGS/uv.log" 2>&1; then
+      rm -rf .venv-uv
+      "$1" -m venv .venv-uv >"$LOGS/uv.log" 2>&1 || die "$1 cannot make virtual environments: install its venv package (Debian and Ubuntu: apt install python3-venv)"
+      quietly uv .venv-uv/bin/python -m pip install --quiet --disable-pip-version-check uv
+    fi
   fi
   echo "$PWD/.venv-uv/bin/uv"
 }
