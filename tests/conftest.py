@@ -1,8 +1,9 @@
 """Shared by all tests: hypothesis profiles, a guard that the installed wheel is what is being tested, vLLM's release, and time.
 
 Time: no test asserts on it, but each waits for what must happen, and a starved machine needs longer for everything. So waits
-are scaled by this machine's pace (TEST_PACE, measured here), and with TEST_DEADLINE (seconds since 1970) tests that have not
-begun by then are left out and counted (in the summary, and in the file that TEST_LEFT_OUT names); those marked short never are.
+are scaled by this machine's pace (TEST_PACE, measured here), properties get fewer examples where it is slow, and with
+TEST_DEADLINE (seconds since 1970) tests that have not begun by then are left out and counted, in the summary and in the file
+that TEST_LEFT_OUT names; those marked short never are.
 """
 
 import importlib.metadata
@@ -20,11 +21,6 @@ USUAL_START_S = 0.25
 """A Python process that imports a few dozen modules, on two cores that nobody else uses."""
 LEFT_OUT = pytest.StashKey[int]()
 
-calm = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
-hypothesis.settings.register_profile("default", **calm)
-hypothesis.settings.register_profile("thorough", max_examples=2000, **calm)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
-
 
 def measured_pace() -> float:
     """How many times slower than usual a process starts here: 1 to 20."""
@@ -35,12 +31,18 @@ def measured_pace() -> float:
 
 if "TEST_PACE" not in os.environ:  # before any other conftest is imported
     os.environ["TEST_PACE"] = f"{measured_pace():.1f}"
+PACE = float(os.environ["TEST_PACE"])
+
+calm = {"deadline": None, "print_blob": True, "suppress_health_check": [hypothesis.HealthCheck.too_slow]}
+hypothesis.settings.register_profile("default", max_examples=100 if PACE < 3 else max(10, int(100 / PACE)), **calm)
+hypothesis.settings.register_profile("thorough", max_examples=2000, **calm)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("timeout", None) is None:
-        config.option.timeout = float(config.getini("timeout")) * float(os.environ["TEST_PACE"])
+        config.option.timeout = float(config.getini("timeout")) * PACE
     config.stash[LEFT_OUT] = 0
 
 
@@ -69,7 +71,7 @@ def pytest_report_header() -> str:
     """Says which kvloft is under test."""
     import kvloft
 
-    return f"kvloft {kvloft.__version__} from {Path(kvloft.__file__).parent}; pace {os.environ['TEST_PACE']} (1 is usual)"
+    return f"kvloft {kvloft.__version__} from {Path(kvloft.__file__).parent}; pace {PACE} (1 is usual)"
 
 
 @pytest.fixture(scope="session")
