@@ -62,7 +62,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     num_left_out = config.stash[LEFT_OUT]
     if num_left_out:
-        terminalreporter.write_line(f"{num_left_out} tests were LEFT OUT: the time given is over (make test MINUTES=...)", yellow=True)
+        terminalreporter.write_line(f"{num_left_out} tests were LEFT OUT: the time given is over (MINUTES)", yellow=True)
     if path := os.environ.get("TEST_LEFT_OUT"):
         Path(path).write_text(f"{num_left_out}\n")
 
