@@ -369,8 +369,8 @@ ENV = {
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
-"""Settings of every vLLM process here; the pool is sized by num_gpu_blocks_override, never by the gigabyte. Engines run eagerly, and
-so does the sampler's one compiled function, which would cost each new environment a run of the C++ compiler."""
+"""Settings of every vLLM process here; the pool is sized by num_gpu_blocks_override, never by the gigabyte. Engines run eagerly,
+and so does the one function that the sampler compiles: it would cost each new environment a run of the C++ compiler."""
 
 
 def engine_kwargs(model: Path, *, num_blocks: int = 64, max_model_len: int | None = None, **more: Any) -> dict[str, Any]:
