@@ -2,13 +2,13 @@
 # Runs the tests against the installed wheel: scripts/suite.sh all | full VLLM_VERSION | short VLLM_VERSION
 #
 # "all" is `make test`: the Rust tests, everything on the newest vLLM, one scenario of each defect on the older ones.
-# A phase that fails does not stop the others; the table at the end and the exit status tell. After MINUTES (75; a usual machine
+# A phase that fails does not stop the others; the table at the end and the exit status tell. After MINUTES (65; a usual machine
 # needs 15 to 20) no new test begins: on a starved machine what matters most is tested, and the table says how much was left out.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE # vLLM is imported by several processes and need be compiled by one only
 export KV_STARTED=${KV_STARTED:-$(date +%s)}
-export TEST_DEADLINE=$((KV_STARTED + ${MINUTES:-75} * 60)) TEST_LEFT_OUT=$PWD/build/left-out
+export TEST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 60)) TEST_LEFT_OUT=$PWD/build/left-out
 export PROFILE=tested # with debug assertions and overflow checks, and each crate compiled once for wheel and Rust tests
 . scripts/cargo_cache.sh
 NEWEST=0.32.0
@@ -32,7 +32,7 @@ phase() {
 
 # in_time NAME COMMAND...: a phase, or, when two thirds of the time are over, a line that says that there was no time for it.
 in_time() {
-  if [ "$(date +%s)" -lt $((KV_STARTED + ${MINUTES:-75} * 40)) ]; then
+  if [ "$(date +%s)" -lt $((KV_STARTED + ${MINUTES:-65} * 40)) ]; then
     phase "$@"
   else
     TABLE+=("$(printf '%-46s LEFT OUT' "$1")")
@@ -80,6 +80,6 @@ esac
 printf '\n'
 printf '%s\n' "${TABLE[@]}"
 verdict=$([ $FAILED = 0 ] && echo 'all passed' || echo 'NOT all passed')
-[ $LEFT_OUT = 0 ] || verdict="$verdict of what ran; LEFT OUT for lack of time (MINUTES=${MINUTES:-75}): $LEFT_OUT"
+[ $LEFT_OUT = 0 ] || verdict="$verdict of what ran; LEFT OUT for lack of time (MINUTES=${MINUTES:-65}): $LEFT_OUT"
 printf 'total %ds: %s\n' $(($(date +%s) - KV_STARTED)) "$verdict"
 exit $FAILED
