@@ -2,8 +2,8 @@
 
 Time: no test asserts on it, but each waits for what must happen, and a starved machine needs longer for everything. So waits
 are scaled by this machine's pace (TEST_PACE, measured here), properties get fewer examples where it is slow, and with
-TEST_DEADLINE (seconds since 1970) tests that have not begun by then are left out and counted, in the summary and in the file
-that TEST_LEFT_OUT names; those marked short never are.
+TEST_DEADLINE (seconds since 1970; TEST_LAST_DEADLINE for those marked short) tests that have not begun by then are left out and
+counted, in the summary and in the file that TEST_LEFT_OUT names.
 """
 
 import importlib.metadata
@@ -54,9 +54,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if time.time() > float(os.environ.get("TEST_DEADLINE", "inf")) and item.get_closest_marker("short") is None:
+    deadline = "TEST_DEADLINE" if item.get_closest_marker("short") is None else "TEST_LAST_DEADLINE"
+    if time.time() > float(os.environ.get(deadline, "inf")):
         item.config.stash[LEFT_OUT] += 1
         pytest.skip("left out: the time given to the tests is over (make test MINUTES=...)")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if session.config.stash[LEFT_OUT] == session.testscollected > 0:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED  # nothing was tested
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

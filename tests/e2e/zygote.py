@@ -5,6 +5,7 @@ Each connection of the Unix socket becomes one child that speaks engine.py's JSO
 a torch operation, so no thread pool exists when it forks. Run as ``python -m <package>.zygote SOCKET``.
 """
 
+import gc
 import os
 import signal
 import socket
@@ -47,6 +48,8 @@ def main(path: str) -> None:
     """Serve forks until the socket's folder goes away or the parent ends."""
     parent = os.getppid()
     preload()
+    gc.collect()
+    gc.freeze()  # an engine's collections then write into none of these pages, which it would have to copy
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(path)
