@@ -398,7 +398,7 @@ def kvloft(disk_path: Path | None = None, *, policy: str | None = None, **extra:
     """kv_transfer_config of kvloft with a small host tier and, with ``disk_path``, a disk tier."""
     settings: dict[str, Any] = {"host_size": "64MiB"} | extra
     if disk_path is not None:
-        settings |= {"disk_path": str(disk_path), "disk_size": "32MiB"} | extra
+        settings |= {"disk_path": str(disk_path), "disk_size": "256MiB"} | extra
     config: dict[str, Any] = {"kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}
     return config if policy is None else config | {"kv_load_failure_policy": policy}
 

@@ -1,7 +1,6 @@
 """The disk tier under real engines: a restart finds it; damage, foreign files and kill -9 cost misses, never a wrong token."""
 
 import json
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,12 +8,10 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from . import tiny
-from .client import BLOCK, Engine, EngineError, Req, Zygote, engine_kwargs, full_blocks, kvloft, random_ids
+from .client import BLOCK, Engine, EngineError, Req, full_blocks, kvloft, random_ids
 from .conftest import Truth
 
 PROMPTS = [Req(random_ids(3000 + i, 150 + 7 * i), max_tokens=12) for i in range(6)]
-FULL = sum(full_blocks(p.num_prompt_tokens) for p in PROMPTS)
 
 
 def ask_all(truth: Truth, engine: Engine) -> int:
@@ -24,20 +21,12 @@ def ask_all(truth: Truth, engine: Engine) -> int:
     return sum(r.num_external for r in results)
 
 
-@pytest.fixture(scope="module")
-def served(truth: Truth, zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A disk directory of an engine that served all prompts cold and stopped."""
-    folder = tmp_path_factory.mktemp("served")
-    engine = zygote.engine(engine_kwargs(model, kv_transfer_config=kvloft(folder), num_blocks=120))
+def fill(truth: Truth, start: Callable[..., Engine], folder: Path) -> int:
+    """Serve all prompts cold with a disk at ``folder``, stop; returns the tokens a full hit has."""
+    engine = start(kv_transfer_config=kvloft(folder), num_blocks=120)
     assert ask_all(truth, engine) == 0
     engine.stop()
-    return folder
-
-
-@pytest.fixture
-def filled(served: Path, tmp_path: Path) -> Path:
-    """A copy of it for one test."""
-    return shutil.copytree(served, tmp_path / "disk")
+    return sum(full_blocks(p.num_prompt_tokens) for p in PROMPTS)
 
 
 def the_file(folder: Path, name: str) -> Path:
@@ -45,13 +34,14 @@ def the_file(folder: Path, name: str) -> Path:
     return path
 
 
-def test_a_restart_finds_the_disk_tier(truth: Truth, start: Callable[..., Engine], filled: Path) -> None:
+def test_a_restart_finds_the_disk_tier(truth: Truth, start: Callable[..., Engine], tmp_path: Path) -> None:
+    full = fill(truth, start, tmp_path)
     for _ in range(2):
-        engine = start(kv_transfer_config=kvloft(filled), num_blocks=120)
-        assert ask_all(truth, engine) == FULL
-        assert engine.metrics()["vllm:kvloft_load_tokens_disk_total"] == FULL
-        assert ask_all(truth, engine) == FULL
-        assert engine.metrics()["vllm:kvloft_load_tokens_host_total"] == FULL
+        engine = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120)
+        assert ask_all(truth, engine) == full
+        assert engine.metrics()["vllm:kvloft_load_tokens_disk_total"] == full
+        assert ask_all(truth, engine) == full
+        assert engine.metrics()["vllm:kvloft_load_tokens_host_total"] == full
         engine.assert_at_rest()
         engine.stop()
 
@@ -138,23 +128,24 @@ def add_foreign_files(folder: Path) -> None:
     ids=lambda v: getattr(v, "__name__", str(v)),
 )  # fmt: skip
 def test_damage_costs_misses_and_never_a_token(
-    truth: Truth, start: Callable[..., Engine], filled: Path, damage: Callable[[Path], None], least: int, most: int
+    truth: Truth, start: Callable[..., Engine], tmp_path: Path, damage: Callable[[Path], None], least: int, most: int
 ) -> None:
-    damage(filled)
-    engine = start(kv_transfer_config=kvloft(filled), num_blocks=120)
+    full = fill(truth, start, tmp_path)
+    damage(tmp_path)
+    engine = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120)
     found = ask_all(truth, engine)
-    assert least * FULL <= 100 * found <= most * FULL, "percent of the full hit"
+    assert least * full <= 100 * found <= most * full, "percent of the full hit"
     if damage in (damage_frames, damage_some_frames, swap_frames):
         metrics = engine.metrics()
         assert metrics["vllm:kvloft_disk_verify_failures_total"] + metrics["vllm:kvloft_verify_failures_total"] > 0
-    assert ask_all(truth, engine) == FULL, "the engine did not mend its cache"
+    assert ask_all(truth, engine) == full, "the engine did not mend its cache"
     engine.assert_at_rest()
     engine.stop()
-    again = start(kv_transfer_config=kvloft(filled), num_blocks=120)
-    assert ask_all(truth, again) == FULL, "the disk was not mended"
+    again = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120)
+    assert ask_all(truth, again) == full, "the disk was not mended"
 
 
-@pytest.mark.parametrize("steps", [1, 6, 20])
+@pytest.mark.parametrize("steps", [1, 3, 6, 10, 20])
 def test_kill_9_during_saves_leaves_no_wrong_token(truth: Truth, start: Callable[..., Engine], tmp_path: Path, steps: int) -> None:
     engine = start(kv_transfer_config=kvloft(tmp_path, chunk_tokens=BLOCK), num_blocks=120, max_num_batched_tokens=64)
     engine.add(*[p.again() for p in PROMPTS])
@@ -162,7 +153,7 @@ def test_kill_9_during_saves_leaves_no_wrong_token(truth: Truth, start: Callable
     engine.kill()
     again = start(kv_transfer_config=kvloft(tmp_path, chunk_tokens=BLOCK), num_blocks=120)
     found = ask_all(truth, again)
-    assert found <= FULL
+    assert found <= sum(full_blocks(p.num_prompt_tokens) for p in PROMPTS)
     again.assert_at_rest()
     again.kill()
     last = start(kv_transfer_config=kvloft(tmp_path, chunk_tokens=BLOCK), num_blocks=120)
@@ -177,9 +168,14 @@ def test_a_second_engine_on_one_disk_directory_is_told_so(start: Callable[..., E
     start(kv_transfer_config=kvloft(tmp_path))
 
 
-def test_another_model_finds_nothing_of_this_one(truth: Truth, start: Callable[..., Engine], filled: Path, tmp_path: Path) -> None:
-    other = tiny.write_model(tmp_path / "other", seed=77)
-    engine = start(kv_transfer_config=kvloft(filled), num_blocks=120, model=other)
+def test_another_model_finds_nothing_of_this_one(
+    truth: Truth, start: Callable[..., Engine], tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    from . import tiny
+
+    fill(truth, start, tmp_path)
+    other = tiny.write_model(tmp_path_factory.mktemp("other"), seed=77)
+    engine = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120, model=other)
     results = engine.ask(*[p.again() for p in PROMPTS])
     assert sum(r.num_external for r in results) == 0
     assert [r.tokens for r in results] != [truth.tokens(p) for p in PROMPTS]

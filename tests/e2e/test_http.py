@@ -29,7 +29,7 @@ def encoded(rows: NDArray[np.float32]) -> str:
 
 
 class Serving:
-    """Starts servers on one model and one disk, one at a time; the last one is left for the next test."""
+    """Starts servers on one model and one disk, one at a time."""
 
     def __init__(self, zygote: Zygote, model: Path, disk: Path) -> None:
         self._zygote, self.model, self._disk = zygote, model, disk
@@ -48,9 +48,9 @@ class Serving:
             self.server.stop()
 
 
-@pytest.fixture(scope="module")
-def serving(zygote: Zygote, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
-    servers = Serving(zygote, model, tmp_path_factory.mktemp("disk"))
+@pytest.fixture
+def serving(zygote: Zygote, model: Path, tmp_path: Path) -> Iterator[Serving]:
+    servers = Serving(zygote, model, tmp_path / "disk")
     yield servers
     servers.stop()
 
@@ -93,18 +93,18 @@ def test_embeddings_over_http_across_a_restart(truth: Truth, serving: Serving) -
 
 
 def test_bench_serve_with_shared_prefixes_fails_no_request_and_metrics_add_up(serving: Serving, tmp_path: Path) -> None:
-    server = serving.server or serving.start()
+    server = serving.start()
     server.bench([
         "--model", str(serving.model), "--dataset-name", "random", "--random-prefix-len", str(3 * BLOCK), "--random-input-len",
-        "40", "--random-output-len", "4", "--num-prompts", "100", "--max-concurrency", "16", "--ignore-eos", "--seed", "3",
+        "40", "--random-output-len", "4", "--num-prompts", "200", "--max-concurrency", "16", "--ignore-eos", "--seed", "3",
         "--disable-tqdm", "--save-result", "--result-dir", str(tmp_path), "--result-filename", "bench.json",
     ], tmp_path / "bench.log")  # fmt: skip
     result = json.loads((tmp_path / "bench.json").read_text())
-    assert (result["completed"], result["failed"]) == (100, 0)
-    settled(server, serving.model, "vllm:kvloft_saved_chunks_total", 100)
+    assert (result["completed"], result["failed"]) == (200, 0)
+    settled(server, serving.model, "vllm:kvloft_saved_chunks_total", 200)
     metrics = server.metrics()
     loaded = metrics["vllm:kvloft_load_tokens_host_total"] + metrics["vllm:kvloft_load_tokens_disk_total"]
-    assert loaded == metrics["vllm:external_prefix_cache_hits_total"] >= 75 * 3 * BLOCK
+    assert loaded == metrics["vllm:external_prefix_cache_hits_total"] >= 150 * 3 * BLOCK
     block_bytes = metrics["vllm:kvloft_saved_bytes_total"] / metrics["vllm:kvloft_saved_chunks_total"]
     assert metrics["vllm:kvloft_loaded_bytes_total"] == loaded / BLOCK * block_bytes
     assert metrics["vllm:kvloft_frames_visible"] + metrics["vllm:kvloft_frames_free"] == metrics["vllm:kvloft_frames_total"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from .client import BLOCK, Engine, Req, full_blocks, kvloft, random_ids, tokens_of
+from .client import BLOCK, Engine, Req, full_blocks, kvloft, random_ids
 from .conftest import Truth
 
 SHAPES: dict[str, dict[str, Any]] = {
@@ -22,7 +22,7 @@ def test_abort_at_any_step_gives_everything_back(truth: Truth, start: Callable[.
     engine = start(num_blocks=40, max_num_batched_tokens=64, kv_transfer_config=kvloft(chunk_tokens=BLOCK), **SHAPES[shape])
     other = Req(random_ids(5001, 50), max_tokens=20)
     for step in range(14):
-        victim = Req(random_ids(5010 + step, 5 * BLOCK + step), max_tokens=20)
+        victim = Req(random_ids(5010 + step, 5 * BLOCK + step), max_tokens=60)
         beside = other.again()
         engine.add(victim, beside)
         engine.step(step)
@@ -42,24 +42,25 @@ def test_abort_at_any_step_gives_everything_back(truth: Truth, start: Callable[.
 @pytest.mark.parametrize("shape", SHAPES)
 def test_abort_while_loading_gives_everything_back(truth: Truth, start: Callable[..., Engine], tmp_path: Path, shape: str) -> None:
     """From disk, so that the lookup itself takes steps; some aborts fall into the wait, some into the load."""
-    requests = [truth.pick(lambda s: Req(random_ids(s, 8 * BLOCK + 3), max_tokens=8), 5100 + i) for i in range(4)]
-    first = start(kv_transfer_config=kvloft(tmp_path, chunk_tokens=BLOCK), **SHAPES[shape])
-    assert tokens_of(first.ask_each(*requests)) == [truth.tokens(r) for r in requests]
-    first.stop()
-    engine = start(kv_transfer_config=kvloft(tmp_path, chunk_tokens=BLOCK), **SHAPES[shape])
+    request = Req(random_ids(5100, 8 * BLOCK + 3), max_tokens=8)
     seen: set[str] = set()
-    for step, request in enumerate(requests, 1):  # each is still on disk only
-        victim = request.again()
-        engine.add(victim)
-        engine.step(step)
-        seen.add(engine.status(victim) or "done")
-        engine.abort(victim.id)
-        engine.run()
-        engine.assert_at_rest()
-        result = engine.ask(request.again())[0]
-        assert result.tokens == truth.tokens(request)
-        assert result.num_external == 8 * BLOCK or "caching" in shape
-        engine.assert_at_rest()
+    for step in range(5):
+        engine = start(kv_transfer_config=kvloft(tmp_path, chunk_tokens=BLOCK), **SHAPES[shape])
+        if step == 0:
+            assert engine.ask(request.again())[0].tokens == truth.tokens(request)
+        else:
+            victim = request.again()
+            engine.add(victim)
+            engine.step(step)
+            seen.add(engine.status(victim) or "done")
+            engine.abort(victim.id)
+            engine.run()
+            engine.assert_at_rest()
+            result = engine.ask(request.again())[0]
+            assert result.tokens == truth.tokens(request)
+            assert result.num_external == 8 * BLOCK or "caching" in shape
+            engine.assert_at_rest()
+        engine.stop()
     assert seen & {"WAITING_FOR_REMOTE_KVS", "WAITING"}, seen
 
 
@@ -99,22 +100,27 @@ def test_reset_in_the_middle_of_running_requests(truth: Truth, start: Callable[.
             engine.assert_at_rest()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_an_idle_engine_has_settled_its_saves_and_one_batch_shares_them(
-    truth: Truth, start: Callable[..., Engine], shape: str
-) -> None:
+def test_an_idle_engine_has_settled_its_saves(truth: Truth, start: Callable[..., Engine]) -> None:
+    for settings in SHAPES.values():
+        engine = start(kv_transfer_config=kvloft(chunk_tokens=BLOCK), **settings)
+        request = Req(random_ids(5400, 4 * BLOCK), max_tokens=1)
+        assert engine.ask(request)[0].tokens == truth.tokens(request)
+        engine.assert_at_rest()
+        assert engine.store()["frames_visible"] == 4
+        engine.kill()
+
+
+def test_prefixes_shared_within_one_batch(truth: Truth, start: Callable[..., Engine]) -> None:
     """Requests that start together save the same chunks at once: each is kept once, and all stay right."""
-    engine = start(num_blocks=100, kv_transfer_config=kvloft(chunk_tokens=BLOCK), **SHAPES[shape])
-    request = Req(random_ids(5400, 4 * BLOCK), max_tokens=1)
-    assert engine.ask(request)[0].tokens == truth.tokens(request)
-    engine.assert_at_rest()
-    assert engine.store()["frames_visible"] == 4
     system = random_ids(5500, 4 * BLOCK)
     requests = truth.clear([Req(system + random_ids(5501 + i, 20), max_tokens=12) for i in range(8)])
-    for _ in range(2):
-        results = engine.ask(*[r.again() for r in requests])
-        assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
-        engine.reset()
-    assert all(r.num_external == 4 * BLOCK for r in results)
-    assert engine.store()["frames_visible"] == 4 + 4 + len(requests) * ((4 * BLOCK + 20 + 12 - 1) // BLOCK - 4)
-    engine.assert_at_rest()
+    for settings in SHAPES.values():
+        engine = start(num_blocks=100, kv_transfer_config=kvloft(chunk_tokens=BLOCK), **settings)
+        for _ in range(2):
+            results = engine.ask(*[r.again() for r in requests])
+            assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
+            engine.reset()
+        assert all(r.num_external == 4 * BLOCK for r in results)
+        assert engine.store()["frames_visible"] == 4 + len(requests) * ((4 * BLOCK + 20 + 12 - 1) // BLOCK - 4)
+        engine.assert_at_rest()
+        engine.kill()

@@ -50,7 +50,7 @@ def test_a_killed_engine_is_gone_and_another_can_start(start: Callable[..., Engi
 
 def test_preemption_in_both_scheduler_shapes_keeps_the_output(truth: Truth, start: Callable[..., Engine]) -> None:
     requests = truth.clear([Req(random_ids(500 + i, 60 + i), max_tokens=50) for i in range(8)])
-    for shape in ({}, {"async_scheduling": True, "v2_shape": True}):
+    for shape in ({}, {"v2_shape": True}, {"async_scheduling": True}, {"async_scheduling": True, "v2_shape": True}):
         engine = start(num_blocks=13, **shape)
         for request, result in zip(requests, engine.ask(*[r.again() for r in requests]), strict=True):
             assert result.tokens == truth.tokens(request), shape

@@ -11,9 +11,10 @@ from .conftest import Truth
 REQUEST = Req(random_ids(6000, 100), max_tokens=10)
 
 
-def test_found_by_module_path(truth: Truth, start: Callable[..., Engine]) -> None:
-    """By name alone it is found in every other test here."""
-    engine = start(kv_transfer_config=kvloft() | {"kv_connector_module_path": "kvloft.vllm"})
+@pytest.mark.parametrize("how", ["name", "module"])
+def test_found_by_name_and_by_module_path(truth: Truth, start: Callable[..., Engine], how: str) -> None:
+    config = kvloft() | ({"kv_connector_module_path": "kvloft.vllm"} if how == "module" else {})
+    engine = start(kv_transfer_config=config)
     for num_external in (0, 96):
         result = engine.ask(REQUEST.again())[0]
         assert (result.tokens, result.num_external) == (truth.tokens(REQUEST), num_external)
