@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -43,7 +44,7 @@ class Tuning:
     high_priority: bool = False
 
 
-class _BaseLane:
+class _BaseLane(ABC):
     """Streams, events and tag memory that both directions have."""
 
     def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory, num_ctas: int, direct_below: int) -> None:
@@ -64,8 +65,8 @@ class _BaseLane:
     def is_full(self, num_flying: int) -> bool:
         return num_flying >= MAX_PIECES
 
-    def done_event(self, ticket: int) -> driver.Event:
-        raise NotImplementedError
+    @abstractmethod
+    def done_event(self, ticket: int) -> driver.Event: ...
 
     def is_done(self, ticket: int) -> bool:
         return self.done_event(ticket).is_done()
