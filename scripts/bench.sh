@@ -3,7 +3,6 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME
-. scripts/cargo_cache.sh
 scripts/env.sh 0.32.0
 cargo bench --quiet --locked -p kvloft-core --features bench
 for bench in benches/*.py; do

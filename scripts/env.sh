@@ -2,15 +2,13 @@
 # Makes one environment with kvloft's wheel in it, from nothing: scripts/env.sh VLLM_VERSION | lint
 #
 # Needs on the machine: bash, Python >= 3.11, Rust, a C linker. All else comes from PyPI into .venv-* folders of this checkout;
-# nothing is installed outside them (packages and compiled crates are cached in ~/.cache). Prints what it does with the seconds
-# gone by; a missing prerequisite is one line that says what to do. Knows how to install, not what to run: see suite.sh and
-# lint.sh. PROFILE is cargo's (default: release).
+# nothing is installed outside them (packages are cached in ~/.cache). Prints what it does with the seconds gone by; a missing
+# prerequisite is one line that says what to do. Knows how to install, not what to run: see suite.sh and lint.sh. PROFILE is cargo's (default: release).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
 STARTED=${KV_STARTED:-$(date +%s)}
 PROFILE=${PROFILE:-release}
-. scripts/cargo_cache.sh
 LOGS=build/logs
 mkdir -p "$LOGS"
 # Trust what the machine trusts (a company's proxy has its own certificate); the second name is for older releases of uv.

@@ -3,7 +3,6 @@
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 unset PYTHONPATH PYTHONHOME
-. scripts/cargo_cache.sh
 scripts/env.sh lint </dev/null || exit 1
 PATH="$PWD/.venv-lint/bin:$PATH"
 OUT=$(mktemp)

@@ -12,7 +12,6 @@ export KV_STARTED=${KV_STARTED:-$(date +%s)}
 export TEST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 60)) TEST_LAST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 72))
 export TEST_LEFT_OUT=$PWD/build/left-out
 export PROFILE=tested # with debug assertions and overflow checks, and each crate compiled once for wheel and Rust tests
-. scripts/cargo_cache.sh
 NEWEST=0.32.0
 OLDER="0.30.0 0.31.0"
 TABLE=()
