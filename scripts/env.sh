@@ -3,7 +3,8 @@
 #
 # Needs on the machine: bash, Python >= 3.11, Rust, a C linker. All else comes from PyPI into .venv-* folders of this checkout;
 # nothing is installed outside them (packages are cached in ~/.cache). Prints what it does with the seconds gone by; a missing
-# prerequisite is one line that says what to do. Knows how to install, not what to run: see suite.sh and lint.sh. PROFILE is cargo's (default: release).
+# prerequisite is one line that says what to do. Knows how to install, not what to run: see suite.sh and lint.sh.
+# PROFILE is cargo's (default: release).
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
