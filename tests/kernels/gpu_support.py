@@ -19,11 +19,17 @@ from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, ReqId, SavePlan
 
 POISON = 0xA5
 CACHE = Path("/tmp/kvloft-test-kernels")
+DEVICE = "cuda"
+"""Where paged KV is; emulated_gpu.py changes it and what follows."""
+
+
+def make_kernels(layout: PagedLayout) -> Kernels:
+    return Kernels(layout, torch.device("cuda", torch.cuda.current_device()), CACHE)
 
 
 @dataclass
 class Paged:
-    """Paged KV on the GPU: buffers of bytes and planes over them."""
+    """Paged KV in HBM: buffers of bytes and planes over them."""
 
     buffers: list[torch.Tensor]
     planes: list[tuple[int, int, int, int]]
@@ -38,7 +44,7 @@ class Paged:
         return PagedLayout(planes, self.num_blocks, bytes(range(32)))
 
     def randomize(self, seed: int = 0) -> None:
-        generator = torch.Generator(device="cuda").manual_seed(seed)
+        generator = torch.Generator(device=DEVICE).manual_seed(seed)
         for buffer in self.buffers:
             buffer.random_(0, 256, generator=generator)
 
@@ -70,25 +76,25 @@ class Paged:
 def per_layer(num_layers: int, num_blocks: int, page: int, offset: int = 0, gap: int = 0) -> Paged:
     """One tensor a layer; pages ``gap`` bytes apart, the first at ``offset``."""
     stride = page + gap
-    buffers = [torch.empty(offset + num_blocks * stride, dtype=torch.uint8, device="cuda") for _ in range(num_layers)]
+    buffers = [torch.empty(offset + num_blocks * stride, dtype=torch.uint8, device=DEVICE) for _ in range(num_layers)]
     return Paged(buffers, [(i, offset, stride, page) for i in range(num_layers)], num_blocks)
 
 
 def one_buffer(num_layers: int, num_blocks: int, page: int) -> Paged:
     """All layers in one buffer, layer outermost."""
-    buffer = torch.empty(num_layers * num_blocks * page, dtype=torch.uint8, device="cuda")
+    buffer = torch.empty(num_layers * num_blocks * page, dtype=torch.uint8, device=DEVICE)
     return Paged([buffer], [(0, i * num_blocks * page, page, page) for i in range(num_layers)], num_blocks)
 
 
 def block_outermost(num_layers: int, num_blocks: int, page: int) -> Paged:
     """All layers of a block side by side."""
-    buffer = torch.empty(num_blocks * num_layers * page, dtype=torch.uint8, device="cuda")
+    buffer = torch.empty(num_blocks * num_layers * page, dtype=torch.uint8, device=DEVICE)
     return Paged([buffer], [(0, i * page, num_layers * page, page) for i in range(num_layers)], num_blocks)
 
 
 def mixed(num_blocks: int, pages: Sequence[int]) -> Paged:
     """Layers whose pages differ in size (MLA with an indexer)."""
-    buffers = [torch.empty(num_blocks * page, dtype=torch.uint8, device="cuda") for page in pages]
+    buffers = [torch.empty(num_blocks * page, dtype=torch.uint8, device=DEVICE) for page in pages]
     return Paged(buffers, [(i, 0, page, page) for i, page in enumerate(pages)], num_blocks)
 
 
@@ -111,7 +117,7 @@ def part_bytes_for(payload: int) -> int:
 
 def make_mover(paged: Paged, frames: Frames, blocks_per_chunk: int, **tuning: object) -> CudaMover:
     layout = paged.layout()
-    kernels = Kernels(layout, torch.device("cuda", torch.cuda.current_device()), CACHE)
+    kernels = make_kernels(layout)
     tuning.setdefault("ring", RingSize(2, 1 << 20))
     mover = CudaMover(layout, frames.memory, kernels, blocks_per_chunk=blocks_per_chunk, tuning=Tuning(**tuning))  # type: ignore[arg-type]
     mover.wait_pinned()

@@ -18,13 +18,14 @@ def tag_constants(text: str) -> dict[str, int]:
 _C = tag_constants(TAG_RS.read_text())
 
 
-def page_sum(page: np.ndarray, number: int) -> int:
-    """The terms of one page (uint8), `number` in payload order."""
+def page_sum(page: np.ndarray, number: int, first_word: int = 0) -> int:
+    """The terms of one page (uint8), `number` in payload order, or of what of it begins with its word ``first_word``."""
     padded = np.zeros(-(-len(page) // 8) * 8, np.uint8)
     padded[: len(page)] = page
     words = padded.view("<u8")
     with np.errstate(over="ignore"):
-        at = np.arange(len(words), dtype=np.uint64) * np.uint64(_C["B"]) + np.uint64((number * _C["A"] + _C["C"]) % 2**64)
+        at = np.arange(first_word, first_word + len(words), dtype=np.uint64) * np.uint64(_C["B"])
+        at += np.uint64((number * _C["A"] + _C["C"]) % 2**64)
         x = words ^ at
         x ^= x >> np.uint64(32)
         x *= np.uint64(_C["M1"])
