@@ -138,7 +138,7 @@ class Steps(RuleBasedStateMachine):
     # -- rules ----------------------------------------------------------------------------------------------------
 
     @rule(
-        random=st.randoms(use_true_random=False),
+        random=st.randoms(use_true_random=True),
         num_written=st.integers(0, 6),
         num_saves=st.integers(0, 9),
         num_loads=st.integers(0, 6),
@@ -210,7 +210,7 @@ class Steps(RuleBasedStateMachine):
                 if (event := self.mover._awaited(lane)) is not None and event.is_done():
                     self.mover._feed(lane)
 
-    @rule(random=st.randoms(use_true_random=False))
+    @rule(random=st.randoms(use_true_random=True))
     def a_bit_flips(self, random: Random) -> None:
         being_loaded = {wanted.saved.frame for chunks in self.loads.values() for wanted in chunks}
         idle = [saved for saved in self.saved if saved.frame not in being_loaded]
