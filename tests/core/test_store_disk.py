@@ -75,7 +75,8 @@ def test_a_restart_finds_what_was_flushed(tmp_path: Path) -> None:
     assert again.stats()["disk_recovered"] == 5
     assert again.lookup(chain) == (0, 5)
     assert load(again, chain_of(1, 2, 3, 9)) == 3
-    assert [row[4] for row in again.acquire(chain).frames()] == ["host"] * 3
+    tiers = [row[4] for row in again.acquire(chain).frames()]
+    assert tiers[:3] == ["host"] * 3 and set(tiers[3:]) <= {"disk"}  # the others may have been read by now
     assert load(again, chain) == 5
     assert again.lookup(chain) == (5, 5)
     again.close()

@@ -207,7 +207,7 @@ class Steps(RuleBasedStateMachine):
     def feeders_run(self) -> None:
         for lane in (self.mover.saves, self.mover.loads):
             with self.mover._lock:
-                if (event := self.mover._awaited(lane)) is not None and event.is_done():
+                if (event := self.mover._awaited(lane)) is not None and (self.gpu.is_broken or event.is_done()):
                     self.mover._feed(lane)
 
     @rule(random=st.randoms(use_true_random=True))
