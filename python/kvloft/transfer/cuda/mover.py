@@ -14,10 +14,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from itertools import chain, groupby
-from operator import itemgetter
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -27,90 +26,20 @@ import torch
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.feeder import Feeder
 from kvloft.transfer.cuda.frame_memory import FrameMemory, Trailers
+from kvloft.transfer.cuda.jobs import FRAME, SMALL_FIRST, InFlight, Job, Load, Mark, QueuedLoad
 from kvloft.transfer.cuda.kernels import Kernels
 from kvloft.transfer.cuda.lanes import MAX_PIECES, LoadLane, SaveLane, Tuning
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece, Shape, split
 from kvloft.transfer.cuda.pinning import GOOD_PIECE_BYTES, PinnedRange, numa_node_of
 from kvloft.transfer.layout import PagedLayout
 from kvloft.transfer.mover import Finished
-from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, LoadResult, SavePlan
+from kvloft.types import BlockId, ChunkCopy, LoadPlan, LoadResult, SavePlan
 
 logger = logging.getLogger(__name__)
 
 SLOTS_AHEAD = 3
 """As many slots' bytes of one direction are on the GPU at a time: what the link is at, and what it does while a feeder wakes up,
 which takes it until another thread lets go of the interpreter. With 40 MiB slots, what an engine copies waits 2.2 ms at most."""
-SMALL_FIRST, SMALL_LAST = 2, 4
-"""The first piece of a save and the last of a load are so many times smaller than others: there the link waits for a kernel. The
-first must take the link as long as it takes to prepare the second."""
-
-_FRAME = itemgetter(ChunkCopy._fields.index("frame"))
-"""Chunks are sent in the order of their frames, so that neighbours, in whichever order a store gave them out, are one copy."""
-
-
-@dataclass(slots=True, eq=False)
-class _Load:
-    """A LoadPlan under way: how many of its chunks are not in yet, and which were bad."""
-
-    plan: LoadPlan
-    num_left: int
-    bad: list[tuple[ChunkKey, str]]
-
-
-@dataclass(slots=True, eq=False)
-class _Mark:
-    """A point in the compute stream for queued jobs to start after. While there are ``users``, it is not recorded again."""
-
-    event: driver.Event
-    users: int = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """Chunks that finish together: as many as one piece takes, or one that takes many pieces. None is touched before ``after``.
-
-    ``tags`` are what the kernels found so far; for loads, ``wanted_tags`` is what the trailers say, ``problems`` is what they
-    lack, and ``owners`` are the loads and how many of the chunks, in order, are theirs.
-    """
-
-    copies: Sequence[ChunkCopy]
-    table: ChunkTable
-    pieces: Sequence[Piece]
-    tags: npt.NDArray[np.uint64]
-    after: _Mark
-    wanted_tags: npt.NDArray[np.uint64] | None = None
-    problems: dict[int, str] = field(default_factory=dict)
-    owners: Sequence[tuple[_Load, int]] = ()
-
-
-@dataclass(slots=True)
-class _Queued:
-    """Chunks of loads not sent yet, and which load each is of; those before ``sent`` are."""
-
-    copies: list[ChunkCopy]
-    owners: list[_Load]
-    after: _Mark
-    sent: int = 0
-
-    def take(self, count: int) -> tuple[list[ChunkCopy], list[tuple[_Load, int]]]:
-        """The next ``count`` chunks at most, and how many of them, in order, are whose.
-
-        The last of many are few: the link waits while they are scattered.
-        """
-        begin, left = self.sent, len(self.copies) - self.sent
-        last = count // SMALL_LAST
-        count = left - last if begin and last < left <= count else min(count, left)
-        self.sent = begin + count
-        shares = [(load, len(list(group))) for load, group in groupby(self.owners[begin : self.sent])]
-        return self.copies[begin : self.sent], shares
-
-
-@dataclass(slots=True)
-class _InFlight:
-    job: _Job
-    piece: Piece
-    ticket: int
-    submitted: float
 
 
 class CudaMover:
@@ -137,17 +66,17 @@ class CudaMover:
         self._chunks_per_job = max(1, self._shape.chunks_per_piece)
         self.saves = SaveLane(kernels, tuning, frames)
         self.loads = LoadLane(kernels, tuning, frames)
-        self._flying: dict[SaveLane | LoadLane, deque[_InFlight]] = {self.saves: deque(), self.loads: deque()}
+        self._flying: dict[SaveLane | LoadLane, deque[InFlight]] = {self.saves: deque(), self.loads: deque()}
         self._bytes_flying: dict[SaveLane | LoadLane, int] = {self.saves: 0, self.loads: 0}
         self._bytes_ahead = (SLOTS_AHEAD - 1) * tuning.ring.slot_bytes
-        self._queued_loads: deque[_Queued] = deque()
-        self._queued_pieces: dict[SaveLane | LoadLane, deque[tuple[_Job, Piece]]] = {self.saves: deque(), self.loads: deque()}
+        self._queued_loads: deque[QueuedLoad] = deque()
+        self._queued_pieces: dict[SaveLane | LoadLane, deque[tuple[Job, Piece]]] = {self.saves: deque(), self.loads: deque()}
         self._num_saves = 0
         """Pieces of saves so far, sent or queued; each one's number is its ticket once it is sent."""
-        self._open_saves: dict[_Job, None] = {}
-        self._open_loads: dict[_Load, None] = {}
-        self._spare_marks: list[_Mark] = []
-        self._step_begun = _Mark(driver.Event())
+        self._open_saves: dict[Job, None] = {}
+        self._open_loads: dict[Load, None] = {}
+        self._spare_marks: list[Mark] = []
+        self._step_begun = Mark(driver.Event())
         self._last_gather: npt.NDArray[np.int64] = np.full(layout.num_blocks, -1, dtype=np.int64)
         self._done = Finished()
         self._busy_until = {self.saves: 0.0, self.loads: 0.0}
@@ -196,7 +125,7 @@ class CudaMover:
                 size = max(1, self._chunks_per_job // SMALL_FIRST) if len(copies) > self._chunks_per_job else self._chunks_per_job
                 while done < len(copies) and self._broken is None:
                     batch, size = copies[done : done + size], self._chunks_per_job
-                    if not self._queue_saves(sorted(batch, key=_FRAME), mark):
+                    if not self._queue_saves(sorted(batch, key=FRAME), mark):
                         break
                     done += len(batch)
                     self._feed(self.saves)  # the link is at work while the rest is prepared
@@ -208,23 +137,18 @@ class CudaMover:
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         """Queue loads; those with nothing to copy are reported by the next `poll`."""
-        copies: list[ChunkCopy] = []
-        owners: list[_Load] = []
         with self._lock:
             for plan in plans:
                 self._done.bad_blocks.update(plan.lost)
-                load = _Load(plan, len(plan.chunks), [])
+                load = Load(plan, len(plan.chunks), [])
                 self._open_loads[load] = None
                 if self._broken is not None:
                     self._report(load, everything_bad=True)
                 elif not plan.chunks:
                     self._report(load)
                 else:
-                    copies += sorted(plan.chunks, key=_FRAME)
-                    owners += [load] * len(plan.chunks)
-            if copies and self._broken is None:
-                self._step_begun.users += 1
-                self._queued_loads.append(_Queued(copies, owners, self._step_begun))
+                    self._step_begun.users += 1
+                    self._queued_loads.append(QueuedLoad(load, list(plan.chunks), self._step_begun))
             self._feed(self.loads)
             self._feeders[self.loads].wake()
 
@@ -271,15 +195,15 @@ class CudaMover:
 
     # -- pieces ---------------------------------------------------------------------------------------------------
 
-    def _new_job(self, copies: Sequence[ChunkCopy], after: _Mark) -> _Job:
+    def _new_job(self, copies: Sequence[ChunkCopy], after: Mark) -> Job:
         """Raises ValueError for a copy that would leave the arena, its frame or the paged KV."""
         table = ChunkTable.of(copies)
         table.check(self._memory.num_frames, self._layout.num_blocks, self._shape.blocks_per_chunk)
-        job = _Job(copies, table, tuple(split(table, self._shape)), np.zeros(len(copies), dtype=np.uint64), after)
+        job = Job(copies, table, tuple(split(table, self._shape)), np.zeros(len(copies), dtype=np.uint64), after)
         after.users += 1
         return job
 
-    def _queue_saves(self, copies: Sequence[ChunkCopy], after: _Mark) -> bool:
+    def _queue_saves(self, copies: Sequence[ChunkCopy], after: Mark) -> bool:
         """False: there is no room for so many pieces."""
         try:
             job = self._new_job(copies, after)
@@ -298,13 +222,13 @@ class CudaMover:
             self._num_saves += 1
         return True
 
-    def _next_piece(self, lane: SaveLane | LoadLane) -> tuple[_Job, Piece] | None:
+    def _next_piece(self, lane: SaveLane | LoadLane) -> tuple[Job, Piece] | None:
         queued = self._queued_pieces[lane]
         while lane is self.loads and not queued and self._queued_loads:
-            loads = self._queued_loads[0]
-            copies, owners = loads.take(self._chunks_per_job)
+            num_waiting = len(self._queued_loads)
+            copies, owners, after = self._take_loads()
             try:
-                job = self._new_job(copies, loads.after)
+                job = self._new_job(copies, after)
             except ValueError as error:
                 for load, count in owners:
                     mine, copies = copies[:count], copies[count:]
@@ -312,15 +236,30 @@ class CudaMover:
             else:
                 job.owners = owners
                 queued.extend((job, piece) for piece in job.pieces)
-            if loads.sent == len(loads.copies):
-                self._queued_loads.popleft()
-                self._release(loads.after)
+            for _ in range(num_waiting - len(self._queued_loads)):
+                self._release(after)
         return queued.popleft() if queued else None
 
-    def _new_mark(self) -> _Mark:
-        return self._spare_marks.pop() if self._spare_marks else _Mark(driver.Event())
+    def _take_loads(self) -> tuple[list[ChunkCopy], list[tuple[Load, int]], Mark]:
+        """Chunks for one piece, of as many loads as it has room for; how many of them, in order, are whose; and after what."""
+        queue, room = self._queued_loads, self._chunks_per_job
+        copies: list[ChunkCopy] = []
+        owners: list[tuple[Load, int]] = []
+        after = queue[0].after
+        while queue and queue[0].after is after and room:
+            waiting = queue[0]
+            taken = waiting.take(room, is_first=not copies and not self._flying[self.loads], is_last=len(queue) == 1)
+            copies += taken
+            owners.append((waiting.load, len(taken)))
+            room = 0 if waiting.num_left else room - len(taken)
+            if not waiting.num_left:
+                queue.popleft()
+        return copies, owners, after
 
-    def _release(self, mark: _Mark) -> None:
+    def _new_mark(self) -> Mark:
+        return self._spare_marks.pop() if self._spare_marks else Mark(driver.Event())
+
+    def _release(self, mark: Mark) -> None:
         mark.users -= 1
         if not mark.users and mark is not self._step_begun:
             self._spare_marks.append(mark)
@@ -334,7 +273,7 @@ class CudaMover:
                 self._fly(self.saves, *self._queued_pieces[self.saves].popleft())
             self.saves.order_after_gather(stream, number)
 
-    def _read_trailers(self, job: _Job) -> None:
+    def _read_trailers(self, job: Job) -> None:
         rows = self._trailers.read(job.table.frames)
         job.problems = self._trailers.problems(rows, job.table.keys, job.table.num_blocks)
         job.wanted_tags = rows["tag"].astype(np.uint64)
@@ -368,7 +307,7 @@ class CudaMover:
             if lane is self.loads and piece is job.pieces[0]:
                 self._read_trailers(job)  # while the link is at work: it need not wait for so many scattered reads
 
-    def _fly(self, lane: SaveLane | LoadLane, job: _Job, piece: Piece) -> None:
+    def _fly(self, lane: SaveLane | LoadLane, job: Job, piece: Piece) -> None:
         if piece is job.pieces[0]:
             lane.kernel_stream.wait(job.after.event)
             self._release(job.after)
@@ -378,7 +317,7 @@ class CudaMover:
         else:
             ticket = lane.submit(piece, frames)
         self._bytes_flying[lane] += piece.num_bytes
-        self._flying[lane].append(_InFlight(job, piece, ticket, self._clock()))
+        self._flying[lane].append(InFlight(job, piece, ticket, self._clock()))
 
     def _land(self, lane: SaveLane | LoadLane) -> None:
         """Take in the pieces that are done, oldest first."""
@@ -403,12 +342,12 @@ class CudaMover:
                 if is_last:
                     self._finish_loads(job)
 
-    def _finish_saves(self, job: _Job) -> None:
+    def _finish_saves(self, job: Job) -> None:
         self._trailers.seal(job.table.frames, job.table.keys, job.tags, job.table.num_blocks)
         self._done.saved += [copy.ticket for copy in job.copies]
         del self._open_saves[job]
 
-    def _finish_loads(self, job: _Job) -> None:
+    def _finish_loads(self, job: Job) -> None:
         for chunk in np.flatnonzero(job.tags != job.wanted_tags).tolist():
             job.problems.setdefault(chunk, "tag")
         begin = 0
@@ -417,7 +356,7 @@ class CudaMover:
             self._finish_load(load, job.copies[begin : begin + count], problems)
             begin += count
 
-    def _finish_load(self, load: _Load, copies: Sequence[ChunkCopy], problems: dict[int, str]) -> None:
+    def _finish_load(self, load: Load, copies: Sequence[ChunkCopy], problems: dict[int, str]) -> None:
         """These chunks of ``load`` are in, or bad; with its last, it is reported."""
         for i, problem in problems.items():
             load.bad.append((copies[i].key, problem))
@@ -426,7 +365,7 @@ class CudaMover:
         if not load.num_left:
             self._report(load)
 
-    def _report(self, load: _Load, *, everything_bad: bool = False) -> None:
+    def _report(self, load: Load, *, everything_bad: bool = False) -> None:
         if load.bad:
             logger.warning("kvloft: %d chunks failed their check (%s); they are misses", len(load.bad), load.bad[0][1])
         if everything_bad:
