@@ -55,23 +55,18 @@ class Trailers:
 
     def __init__(self, memory: FrameMemory, *, layout: bytes, block_bytes: int) -> None:
         self._column = memory.trailers()
-        self._layout = np.frombuffer(layout, dtype="V32")[0]
         self._block_bytes = block_bytes
-        self._rank = memory.rank
+        blank: npt.NDArray[Any] = np.zeros(1, TRAILER)
+        blank["magic"] = np.frombuffer(MAGIC, dtype="V8")
+        blank["layout"] = np.frombuffer(layout, dtype="V32")
+        blank["rank"] = memory.rank
+        self._blank = blank[0]
 
     def seal(
         self, frames: npt.NDArray[Any], keys: Sequence[bytes], tags: npt.NDArray[np.uint64], num_blocks: npt.NDArray[Any]
     ) -> None:
         """Write the trailers of ``frames``, whose payloads are in place."""
-        rows: npt.NDArray[Any] = np.zeros(len(frames), TRAILER)
-        rows["magic"] = np.frombuffer(MAGIC, dtype="V8")[0]
-        rows["key"] = np.frombuffer(b"".join(keys), dtype="V32")
-        rows["layout"] = self._layout
-        rows["tag"] = tags
-        rows["payload_bytes"] = num_blocks.astype(np.uint64) * np.uint64(self._block_bytes)
-        rows["num_blocks"] = num_blocks
-        rows["rank"] = self._rank
-        self._column[frames] = rows
+        self._column[frames] = self._rows(keys, tags, num_blocks)
 
     def read(self, frames: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """A copy of the trailers of ``frames``."""
@@ -79,13 +74,20 @@ class Trailers:
 
     def problems(self, rows: npt.NDArray[Any], keys: Sequence[bytes], num_blocks: npt.NDArray[Any]) -> dict[int, str]:
         """What is wrong with which of ``rows``, before any byte moved: 'unsealed', 'key', 'layout' or 'shape'."""
-        if not len(rows):
+        good = self._rows(keys, rows["tag"], num_blocks)
+        if rows.tobytes() == good.tobytes():
             return {}
-        sealed = rows["magic"] == np.frombuffer(MAGIC, dtype="V8")[0]
-        key = rows["key"] == np.frombuffer(b"".join(keys), dtype="V32")
-        layout = rows["layout"] == self._layout
-        shape = (rows["num_blocks"] == num_blocks) & (rows["rank"] == self._rank)
-        shape &= rows["payload_bytes"] == num_blocks.astype(np.uint64) * np.uint64(self._block_bytes)
-        good = sealed & key & layout & shape
+        sealed, key, layout = (rows[name] == good[name] for name in ("magic", "key", "layout"))
+        shape = np.logical_and.reduce([rows[name] == good[name] for name in ("num_blocks", "rank", "payload_bytes")])
         named = (("unsealed", sealed), ("key", key), ("layout", layout), ("shape", shape))
-        return {int(i): next(name for name, fine in named if not fine[i]) for i in np.flatnonzero(~good)}
+        bad = np.flatnonzero(~(sealed & key & layout & shape))
+        return {int(i): next(name for name, fine in named if not fine[i]) for i in bad}
+
+    def _rows(self, keys: Sequence[bytes], tags: npt.NDArray[np.uint64], num_blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The trailers of chunks as they must be."""
+        rows: npt.NDArray[Any] = np.full(len(keys), self._blank, TRAILER)
+        rows["key"] = np.frombuffer(b"".join(keys), dtype="V32")
+        rows["tag"] = tags
+        rows["num_blocks"] = num_blocks
+        rows["payload_bytes"] = num_blocks * self._block_bytes
+        return rows

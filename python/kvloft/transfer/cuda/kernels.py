@@ -145,6 +145,7 @@ class Launcher:
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self._address = ctypes.addressof(self._pointers)
         self._segments = np.frombuffer(self._params.segments, dtype=SEGMENT)
+        self._bases = self._segments["base"]
         self._block_ids = np.frombuffer(self._params.block_ids, dtype=np.int32)
 
     def launch(
@@ -154,7 +155,7 @@ class Launcher:
         """Run one piece. ``segments`` has its bases relative to ``base``; ``tags_out`` takes one u64 a segment."""
         num_segments = len(segments)
         self._segments[:num_segments] = segments
-        self._segments["base"][:num_segments] += np.uint64(base)
+        self._bases[:num_segments] += np.uint64(base)
         self._block_ids[: len(block_ids)] = block_ids
         params = self._params
         params.tags_out, params.num_tiles, params.num_segments = tags_out, num_tiles, num_segments

@@ -29,7 +29,7 @@ from kvloft.transfer.cuda.frame_memory import FrameMemory, Trailers
 from kvloft.transfer.cuda.jobs import FRAME, SMALL_FIRST, InFlight, Job, Load, Mark, QueuedLoad
 from kvloft.transfer.cuda.kernels import Kernels
 from kvloft.transfer.cuda.lanes import MAX_PIECES, LoadLane, SaveLane, Tuning
-from kvloft.transfer.cuda.pieces import ChunkTable, Piece, Shape, split
+from kvloft.transfer.cuda.pieces import NOT_WANTED, ChunkTable, Piece, Shape, split
 from kvloft.transfer.cuda.pinning import GOOD_PIECE_BYTES, PinnedRange, numa_node_of
 from kvloft.transfer.layout import PagedLayout
 from kvloft.transfer.mover import Finished
@@ -115,7 +115,7 @@ class CudaMover:
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         """Queue gathers behind the forward just launched. What cannot be taken now is dropped, never waited for."""
         with self._lock:
-            copies = self._drop_unpinned([copy for plan in plans for copy in plan.chunks])
+            copies = self._drop_unpinned(list(chain.from_iterable(plan.chunks for plan in plans)))
             if not copies:
                 return
             done, mark = 0, self._new_mark()
@@ -266,8 +266,8 @@ class CudaMover:
 
     def _order_after_gathers(self, stream: driver.Stream, blocks: npt.NDArray[np.integer[Any]]) -> None:
         """Let ``stream`` go on when no save reads ``blocks`` any more; those not sent yet are sent now, for they come first."""
-        if len(blocks) and (self._flying[self.saves] or self._queued_pieces[self.saves]):
-            number = int(self._last_gather[blocks].max())
+        if self._flying[self.saves] or self._queued_pieces[self.saves]:
+            number = int(self._last_gather[blocks[blocks != NOT_WANTED]].max(initial=-1))
             num_unsent = number - (self._num_saves - len(self._queued_pieces[self.saves])) + 1
             for _ in range(num_unsent):
                 self._fly(self.saves, *self._queued_pieces[self.saves].popleft())
@@ -302,7 +302,7 @@ class CudaMover:
                 break
             job, piece = following
             if lane is self.loads:
-                self._order_after_gathers(lane.kernel_stream, piece.block_ids[piece.block_ids >= 0])
+                self._order_after_gathers(lane.kernel_stream, piece.block_ids)
             self._fly(lane, job, piece)
             if lane is self.loads and piece is job.pieces[0]:
                 self._read_trailers(job)  # while the link is at work: it need not wait for so many scattered reads

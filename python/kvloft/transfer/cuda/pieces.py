@@ -7,9 +7,9 @@ apart as their parts do in the arena, so that chunks in neighbouring frames are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ class ChunkTable:
 
     frames: npt.NDArray[np.int64]
     num_blocks: npt.NDArray[np.int64]
-    starts: npt.NDArray[np.int64]
+    starts: Sequence[int]
     block_ids: npt.NDArray[np.int32]
     keys: tuple[ChunkKey, ...]
 
@@ -40,37 +40,39 @@ class ChunkTable:
     @classmethod
     def of(cls, copies: Sequence[ChunkCopy]) -> ChunkTable:
         """Raises ValueError for a copy whose blocks are not part of its chunk."""
-        num_blocks = np.array([copy.num_blocks for copy in copies], dtype=np.int64)
-        starts: npt.NDArray[np.int64] = np.zeros(len(copies) + 1, dtype=np.int64)
-        np.cumsum(num_blocks, out=starts[1:])
-        ids: list[int] = []
-        for copy in copies:
-            rest = copy.num_blocks - copy.first_block - len(copy.blocks)
-            if copy.first_block < 0 or rest < 0 or copy.num_blocks < 1:
-                raise ValueError(f"{len(copy.blocks)} blocks at {copy.first_block} are not within a chunk of {copy.num_blocks}")
-            if copy.first_block or rest:
-                ids += [NOT_WANTED] * copy.first_block
-                ids += copy.blocks
-                ids += [NOT_WANTED] * rest
-            else:
-                ids += copy.blocks
-        frames = np.array([copy.frame for copy in copies], dtype=np.int64)
-        return cls(frames, num_blocks, starts, np.array(ids, dtype=np.int32), tuple(copy.key for copy in copies))
+        # Column by column: the link waits for the first table of a save or a load, and numpy is slow to start.
+        frames, keys, num_blocks, first_blocks, blocks, _ = zip(*copies, strict=True) if copies else ((),) * 6
+        if tuple(map(len, blocks)) == num_blocks and 0 not in num_blocks and not any(first_blocks):
+            ids = list(chain.from_iterable(blocks))
+        else:
+            ids = [block for copy in copies for block in _payload_blocks(copy)]
+        return cls(
+            np.array(frames, dtype=np.int64), np.array(num_blocks, dtype=np.int64), tuple(accumulate(num_blocks, initial=0)),
+            np.array(ids, dtype=np.int32), keys,
+        )  # fmt: skip
 
     def check(self, num_frames: int, num_blocks: int, blocks_per_chunk: int) -> None:
         """Raises ValueError if a copy would reach outside the arena, its frame or the paged KV."""
         if not len(self):
             return
-        if self.frames.min() < 0 or self.frames.max() >= num_frames:
+        frames, block_ids = self.frames.tolist(), self.block_ids.tolist()
+        if min(frames) < 0 or max(frames) >= num_frames:
             raise ValueError(f"a frame is not one of the arena's {num_frames}")
-        if self.num_blocks.max() > blocks_per_chunk:
+        if max(self.num_blocks.tolist()) > blocks_per_chunk:
             raise ValueError(f"a chunk has more than {blocks_per_chunk} blocks")
-        if self.block_ids.min() < NOT_WANTED or self.block_ids.max() >= num_blocks:
+        if min(block_ids) < NOT_WANTED or max(block_ids) >= num_blocks:
             raise ValueError(f"a block is not one of the {num_blocks} of the paged KV")
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
+def _payload_blocks(copy: ChunkCopy) -> list[int]:
+    """A block id, or NOT_WANTED, for every block of the chunk."""
+    rest = copy.num_blocks - copy.first_block - len(copy.blocks)
+    if copy.first_block < 0 or rest < 0 or copy.num_blocks < 1:
+        raise ValueError(f"{len(copy.blocks)} blocks at {copy.first_block} are not within a chunk of {copy.num_blocks}")
+    return [NOT_WANTED] * copy.first_block + list(copy.blocks) + [NOT_WANTED] * rest
+
+
+class Run(NamedTuple):
     """Bytes that one copy-engine command moves: ``num_rows`` of ``row_bytes``, ``frame_bytes`` apart in the arena."""
 
     frame: int
@@ -80,7 +82,7 @@ class Run:
     num_rows: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Piece:
     """One launch. Segment bases are relative to the slot; segment s belongs to chunk ``begin + s``.
 
@@ -112,6 +114,12 @@ class Shape:
     blocks_per_chunk: int
     one_part: bool
     frames_per_pin: int
+    full_segments: npt.NDArray[Any] = field(init=False, compare=False, repr=False)
+    """Of a piece whose chunks are all full, which is nearly every one."""
+
+    def __post_init__(self) -> None:
+        blocks: npt.NDArray[np.int64] = np.full(min(self.chunks_per_piece, MAX_SEGMENTS), self.blocks_per_chunk, dtype=np.int64)
+        object.__setattr__(self, "full_segments", _segments(blocks, self))
 
     @property
     def copies_padding(self) -> bool:
@@ -137,37 +145,44 @@ def split(table: ChunkTable, shape: Shape) -> Iterator[Piece]:
 
 
 def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape) -> Piece:
-    geometry = shape.geometry
-    num_blocks = table.num_blocks[begin:end]
-    segments: npt.NDArray[Any] = np.zeros(end - begin, SEGMENT)
-    segments["base"] = np.arange(end - begin, dtype=np.uint64) * np.uint64(shape.part_bytes)
-    blocks_before = table.starts[begin:end] - table.starts[begin]
-    segments["first_tile"] = blocks_before * geometry.tiles_per_block
-    segments["block_index"] = blocks_before
-    total = int(num_blocks.sum())
+    geometry, num_chunks = shape.geometry, end - begin
+    first, last = table.starts[begin], table.starts[end]
+    total = last - first
+    if total == num_chunks * shape.blocks_per_chunk:
+        segments = shape.full_segments[:num_chunks]
+    else:
+        segments = _segments(table.num_blocks[begin:end], shape)
     return Piece(
-        begin, end, end, segments, table.block_ids[table.starts[begin] : table.starts[end]], total * geometry.tiles_per_block,
-        total * geometry.block_bytes, tuple(_runs(table.frames[begin:end], num_blocks * geometry.block_bytes, shape)),
+        begin, end, end, segments, table.block_ids[first:last], total * geometry.tiles_per_block, total * geometry.block_bytes,
+        tuple(_runs(table.frames[begin:end].tolist(), table.num_blocks[begin:end].tolist(), shape)),
     )  # fmt: skip
 
 
-def _runs(frames: npt.NDArray[np.int64], payload: npt.NDArray[np.int64], shape: Shape) -> Iterator[Run]:
+def _segments(num_blocks: npt.NDArray[np.int64], shape: Shape) -> npt.NDArray[Any]:
+    """Of chunks of so many blocks, one after the other."""
+    segments: npt.NDArray[Any] = np.zeros(len(num_blocks), SEGMENT)
+    blocks_before = np.cumsum(num_blocks) - num_blocks
+    segments["base"] = np.arange(len(num_blocks), dtype=np.uint64) * np.uint64(shape.part_bytes)
+    segments["first_tile"] = blocks_before * shape.geometry.tiles_per_block
+    segments["block_index"] = blocks_before
+    return segments
+
+
+def _runs(frames: list[int], num_blocks: list[int], shape: Shape) -> Iterator[Run]:
     """Copies of chunks in neighbouring frames as one; the last of each only as far as its payload goes."""
-    apart = (np.diff(frames) != 1) | (frames[1:] % shape.frames_per_pin == 0)
-    cuts = [0, *(np.flatnonzero(apart) + 1).tolist(), len(frames)]
-    part = shape.part_bytes
-    for first, stop in pairwise(cuts):
-        frame, num, last = int(frames[first]), stop - first, int(payload[stop - 1])
-        if num == 1 or shape.copies_padding:
-            yield Run(frame, 0, first * part, (num - 1) * part + last, 1)
+    part, block_bytes, per_pin = shape.part_bytes, shape.geometry.block_bytes, shape.frames_per_pin
+    copies_padding = shape.copies_padding
+    apart = [i for i, (before, frame) in enumerate(pairwise(frames), 1) if frame != before + 1 or not frame % per_pin]
+    for first, stop in pairwise((0, *apart, len(frames))):
+        if stop - first == 1 or copies_padding:
+            yield Run(frames[first], 0, first * part, (stop - first - 1) * part + num_blocks[stop - 1] * block_bytes, 1)
         else:
-            width = int(payload[first:stop].max())
-            yield Run(frame, 0, first * part, width, num)
+            yield Run(frames[first], 0, first * part, max(num_blocks[first:stop]) * block_bytes, stop - first)
 
 
 def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Piece]:
     """Runs of tiles of one chunk that is larger than a slot."""
-    geometry, first_id = shape.geometry, int(table.starts[chunk])
+    geometry, first_id = shape.geometry, table.starts[chunk]
     num_tiles = int(table.num_blocks[chunk]) * geometry.tiles_per_block
     tile = 0
     while tile < num_tiles:
