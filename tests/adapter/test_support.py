@@ -26,6 +26,8 @@ def settings(**changes: Any) -> Any:
             is_encoder_decoder=changes.get("is_encoder_decoder", False),
             is_diffusion=changes.get("is_diffusion", False),
             is_prefix_caching_supported=changes.get("is_prefix_caching_supported", True),
+            enable_sleep_mode="sleep_mode_backend" in changes,
+            sleep_mode_backend=changes.get("sleep_mode_backend", "cumem"),
         ),
         parallel_config=SimpleNamespace(**parallel),
         cache_config=SimpleNamespace(calculate_kv_scales=changes.get("calculate_kv_scales", False)),
@@ -40,6 +42,7 @@ def groups(*specs: Any) -> KVCacheConfig:
 
 def test_one_group_of_full_attention_is_served() -> None:
     check_supported(settings(speculative_config=SimpleNamespace(method="ngram")), groups(FULL))
+    check_supported(settings(sleep_mode_backend="cumem"), groups(FULL))
 
 
 @pytest.mark.parametrize(
@@ -47,6 +50,7 @@ def test_one_group_of_full_attention_is_served() -> None:
     [
         ({"is_encoder_decoder": True}, (FULL,), "encoder-decoder"),
         ({"is_diffusion": True}, (FULL,), "diffusion"),
+        ({"sleep_mode_backend": "cuda-checkpoint"}, (FULL,), "sleep_mode_backend='cuda-checkpoint'"),
         ({"is_prefix_caching_supported": False}, (FULL,), "pooling"),
         ({}, (FULL, WINDOW), "2"),
         ({}, (WINDOW,), "SlidingWindowSpec"),

@@ -1,7 +1,7 @@
 """`kvloft bench engine`: plain vLLM, vLLM's OffloadingConnector and kvloft, one after the other on the same GPU and prompts.
 
-Each runs in a process of its own (`engine_child`). It must not import vLLM itself, so that one that cannot start costs only
-its own row.
+Each runs in a process of its own (`engine_child`); only the phase `cold` has all of them at once, in turns. It must not import
+vLLM itself, so that one that cannot start costs only its own row.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -32,11 +33,24 @@ def run(
     results: dict[str, Any] = {}
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory() as folder:
-        for name in connectors:
+        asked = {"model_dir": f"{folder}/model", "turns": folder, "names": list(connectors), **options}
+        if "cold" in phases:
+            progress("cold prompts, in turns")
+            with ThreadPoolExecutor() as pool:
+                together = {
+                    name: pool.submit(
+                        _child, name,
+                        {**asked, "model_dir": f"{folder}/{name}", "phases": ["cold"], "llm": {"gpu_memory_utilization": 0.3}},
+                        log_dir / f"engine_cold_{name}.log", deadline - time.monotonic(),
+                    )
+                    for name in connectors
+                }  # fmt: skip
+            results = {name: child.result() for name, child in together.items()}
+        alone = [phase for phase in phases if phase != "cold"]
+        for name in connectors if alone else ():
             progress(name)
-            asked = {"model_dir": f"{folder}/model", "phases": list(phases), **options}
-            log = log_dir / f"engine_{name}.log"
-            results[name] = _child(name, asked, log, deadline - time.monotonic())
+            found = _child(name, {**asked, "phases": alone}, log_dir / f"engine_{name}.log", deadline - time.monotonic())
+            results[name] = {**results.get(name, {}), **found}
     return results
 
 
@@ -79,6 +93,7 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
         if any(value != "-" for value in values):
             rows.append((label, *values))
 
+    row("TTFT cold, in turns, ms", "cold", "cold_ms")
     for what in ("cold", "warm", "hbm"):
         row(f"TTFT {what}, ms", "ttft", f"{what}_ms")
     row("bytes loaded, last round", "ttft", "loaded_bytes_last_round")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvloft.bench.audit import PageAudit, paged_kv, poison
-from kvloft.bench.engine_child import Engine, prompt_of, worker_totals
+from kvloft.bench.engine_child import Engine, prompt_of, sharpen, worker_totals
 
 LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 
@@ -171,10 +171,12 @@ def phase_sleep(subject: Subject) -> dict[str, Any]:
 
     def tokens() -> list[tuple[int, ...]]:
         if subject.engine.engine.vllm_config.model_config.enable_sleep_mode:
-            for _ in range(2):
+            for level in (1, 2, 1):
                 subject.engine.tokens(prompts, 1)
-                subject.engine.llm.sleep(level=1)
+                subject.engine.llm.sleep(level=level)
                 subject.engine.llm.wake_up()
+                if level == 2:
+                    subject.engine.llm.apply_model(sharpen)  # the weights were given up
             subject.empty_hbm()
         return subject.engine.tokens(prompts, 24)
 

@@ -36,7 +36,7 @@ def _add_engine(kinds: Any) -> None:
     engine = kinds.add_parser("engine", help="TTFT and decode steps of vLLM alone, with OffloadingConnector and with kvloft")
     engine.add_argument("--connectors", default="none,native,kvloft", help="which, in this order (default none,native,kvloft)")
     engine.add_argument(
-        "--phases", default="ttft,wave,decode", help="of ttft, wave, decode, tokens, load (default the first three)"
+        "--phases", default="cold,ttft,wave,decode", help="of cold, ttft, wave, decode, tokens, load (default the first four)"
     )
     engine.add_argument("--context", type=int, default=32768, help="tokens of a long prompt (default 32768)")
     engine.add_argument("--kv-heads", type=int, default=8, help="KV heads of the model (default 8)")

@@ -103,6 +103,11 @@ class WorkerCore:
         totals, self._totals = self._totals, Finished()
         return totals
 
+    def drain(self) -> None:
+        """Wait for copies in flight; what became of them is reported as ever."""
+        if self._mover is not None:
+            self._note(self._mover.drain())
+
     def shutdown(self) -> None:
         """Wait for copies in flight; their frames are not ours any more afterwards."""
         if self._mover is not None:

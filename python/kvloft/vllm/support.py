@@ -46,6 +46,12 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     for setting in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, setting, 1) != 1:
             raise UnsupportedError(f"kvloft does not serve {setting}={getattr(parallel, setting)} yet; set it to 1")
+    sleeper = getattr(model, "sleep_mode_backend", "cumem")
+    if getattr(model, "enable_sleep_mode", False) and sleeper != "cumem":
+        raise UnsupportedError(
+            f"kvloft does not serve sleep_mode_backend={sleeper!r}: it could not end its copies before pages are unmapped; "
+            "use 'cumem', or leave enable_sleep_mode off"
+        )
     backend = getattr(parallel, "distributed_executor_backend", None)
     if parallel.world_size > 1 and backend not in (None, "mp", "uni"):
         raise UnsupportedError(

@@ -16,6 +16,7 @@ from kvloft.plan import Geometry
 from kvloft.transfer.movers import MoverSettings
 from kvloft.transfer.worker import WorkerCore
 from kvloft.vllm.messages import KVLoftMetadata, KVLoftWorkerMetadata
+from kvloft.vllm.sleep import drain_before_sleep
 from kvloft.vllm.stats import KVLoftStats
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class WorkerHalf:
             blocks_per_chunk=geometry.blocks_per_chunk,
             settings=MoverSettings(config.gpu_copies, config.staging_size),
         )
+        if vllm_config.model_config.enable_sleep_mode:
+            drain_before_sleep(self.core)
         self._bad_blocks: set[int] = set()
         self.hook_errors = 0
 
