@@ -83,17 +83,15 @@ class QueuedLoad:
     def take(self, count: int, *, is_first: bool, is_last: bool) -> list[ChunkCopy]:
         """The next ``count`` chunks at most; fewer where the link has nothing else to do before (``is_first``) or after them.
 
-        All but the first are in the order of their frames: the link is at work while they are sorted.
+        What follows the first two pieces is sorted as a whole: by then the link has work for longer than that takes.
         """
-        begin, left = self.sent, self.num_left
+        begin, left, few = self.sent, self.num_left, count // SMALL_LAST
+        if begin >= count and not self.is_sorted:
+            self.copies[begin:] = sorted(self.copies[begin:], key=FRAME)
+            self.is_sorted = True
         if is_first and left > count:
             count = max(1, count // SMALL_FIRST)
-        else:
-            if not self.is_sorted:
-                self.copies[begin:] = sorted(self.copies[begin:], key=FRAME)
-                self.is_sorted = True
-            few = count // SMALL_LAST
-            if is_last and begin and few < left <= count:
-                count = left - few
+        elif is_last and begin and few < left <= count:
+            count = left - few
         self.sent = min(begin + count, len(self.copies))
-        return self.copies[begin : self.sent]
+        return sorted(self.copies[begin : self.sent], key=FRAME)

@@ -317,6 +317,7 @@ class CudaMover:
         """Send queued pieces while there is room for one more ahead of the link."""
         if lane is self.saves and self._held_after is not None:
             return
+        started: list[Job] = []
         while self._bytes_flying[lane] <= self._bytes_ahead and not lane.is_full(len(self._flying[lane])):
             if (following := self._next_piece(lane)) is None:
                 break
@@ -325,7 +326,9 @@ class CudaMover:
                 self._order_after_gathers(lane.kernel_stream, piece.block_ids)
             self._fly(lane, job, piece)
             if lane is self.loads and piece is job.pieces[0]:
-                self._read_trailers(job)  # while the link is at work: it need not wait for so many scattered reads
+                started.append(job)
+        for job in started:
+            self._read_trailers(job)  # while the link is at work: it need not wait for so many scattered reads
 
     def _fly(self, lane: SaveLane | LoadLane, job: Job, piece: Piece) -> None:
         if piece is job.pieces[0]:
