@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -36,11 +36,11 @@ def run(
         asked = {"model_dir": f"{folder}/model", "turns": folder, "names": list(connectors), **options}
         if "cold" in phases:
             progress("cold prompts, in turns")
+            shared = shared_gpu(options["num_blocks"], options.get("model", {}))
             with ThreadPoolExecutor() as pool:
                 together = {
                     name: pool.submit(
-                        _child, name,
-                        {**asked, "model_dir": f"{folder}/{name}", "phases": ["cold"], "llm": {"gpu_memory_utilization": 0.3}},
+                        _child, name, {**asked, "model_dir": f"{folder}/{name}", "phases": ["cold"], "llm": shared},
                         log_dir / f"engine_cold_{name}.log", deadline - time.monotonic(),
                     )
                     for name in connectors
@@ -52,6 +52,12 @@ def run(
             found = _child(name, {**asked, "phases": alone}, log_dir / f"engine_{name}.log", deadline - time.monotonic())
             results[name] = {**results.get(name, {}), **found}
     return results
+
+
+def shared_gpu(num_blocks: int, model: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's settings for engines that start on a GPU together: none measures what the others leave free."""
+    block_bytes = 16 * 2 * int(model.get("num_key_value_heads", 8)) * 128 * 2 * int(model.get("num_hidden_layers", 32))
+    return {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": num_blocks * block_bytes}
 
 
 def _child(name: str, options: dict[str, Any], log: Path, timeout_s: float) -> dict[str, Any]:

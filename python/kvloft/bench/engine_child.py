@@ -209,7 +209,7 @@ def phase_cold(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
     engine.settle()
     turns = Turns(Path(options["turns"]), options["name"], options["names"])
     seconds = []
-    for _ in range(options.get("colds", 12)):
+    for _ in range(options.get("colds", 8)):
         with turns.mine():
             seconds.append(engine.ttft(engine.prompt(context))[0])
             time.sleep(0.1)  # what it saved is on its way

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvloft.bench.engine import CHILD_ENV, result_of
+from kvloft.bench.engine import CHILD_ENV, result_of, shared_gpu
 
 REFERENCE = "reference"
 
@@ -61,8 +61,7 @@ SETUPS["hnd-sleep"] = _exact("kvloft, HND, put to sleep", "HND", enable_sleep_mo
 
 def options(*, num_blocks: int, host_bytes: int, model: dict[str, Any]) -> dict[str, Any]:
     """What the engines have in common: a block pool so small that it preempts."""
-    block_bytes = 16 * 2 * 8 * 128 * 2 * int(model.get("num_hidden_layers", 32))
-    llm = {"max_model_len": 24576, "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": num_blocks * block_bytes}
+    llm = {"max_model_len": 24576, **shared_gpu(num_blocks, model)}
     return {"num_blocks": num_blocks, "host_bytes": host_bytes, "model": model, "llm": llm}
 
 
