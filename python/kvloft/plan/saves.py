@@ -7,10 +7,18 @@ have a frame now is dropped and counted; it is tried again when the request's ne
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain, compress, repeat
+from operator import not_
+from typing import cast
 
+from kvloft.plan.copies import chunk_copies
 from kvloft.plan.tracker import NEVER, Geometry, Tracker
-from kvloft.types import NULL_BLOCK, ChunkCopy, ChunkKey, SavePlan, Store, Ticket
+from kvloft.types import NULL_BLOCK, BlockId, ChunkKey, SavePlan, Store, Ticket
+
+_Reserved = Sequence[tuple[int, int, bytes, int, int]]
+"""As from `Store.reserve`: ticket, frame, key, first block, number of blocks."""
 
 
 @dataclass(slots=True)
@@ -18,12 +26,16 @@ class Saving:
     """What one call of `plan_save` did; ``supersedes`` is a tail's ticket and the tail it replaces.
 
     ``next_save`` is the frontier at which the next chunk (or, with longer chunks, the next block) will be complete and known.
+    Of the plan, ``tickets`` are those of its chunks, ``blocks`` the blocks of all of them, and ``readers`` the ticket of each.
     """
 
     next_save: int
     plan: SavePlan | None = None
     num_dropped: int = 0
     supersedes: tuple[Ticket, ChunkKey] | None = None
+    tickets: Sequence[Ticket] = ()
+    blocks: Sequence[BlockId] = ()
+    readers: Iterable[Ticket] = ()
 
 
 def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int) -> Saving:
@@ -43,15 +55,8 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int)
     if num_full <= tracker.saved_chunks and not tail_blocks:
         return saving
     reserved, saving.num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks)
-    copies: list[ChunkCopy] = []
-    for ticket, frame, key, first_block, num in reserved:
-        blocks = tuple(tracker.blocks[first_block : first_block + num])
-        if NULL_BLOCK in blocks:
-            store.abort([ticket])
-        else:
-            copies.append(ChunkCopy(frame, ChunkKey(key), num, 0, blocks, Ticket(ticket)))
-    if copies:
-        saving.plan = SavePlan(tracker.req_id, tuple(copies))
+    if reserved:
+        _fill(saving, tracker, store, reserved)
     if saving.num_dropped:
         # The host part may have shrunk under us; go on from what is really there when the next chunk completes.
         host_blocks, _ = store.lookup(tracker.chain)
@@ -61,6 +66,29 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int)
         if tail_blocks:
             _remember_tail(tracker, geometry, saving, num_blocks)
     return saving
+
+
+def _fill(saving: Saving, tracker: Tracker, store: Store, reserved: _Reserved) -> None:
+    """Plan a copy into each reserved frame, but for chunks with a null block: their frames are given back."""
+    table = tracker.blocks
+    numbers, frames, keys, firsts, nums = zip(*reserved, strict=True)
+    tickets = cast("tuple[Ticket, ...]", numbers)
+    if nums.count(1) == len(nums):
+        column = list(map(table.__getitem__, firsts))
+        blocks: list[tuple[BlockId, ...]] = list(zip(column, strict=True))
+        readers: Iterable[Ticket] = tickets
+    else:
+        blocks = [tuple(table[first : first + num]) for first, num in zip(firsts, nums, strict=True)]
+        column = list(chain.from_iterable(blocks))
+        readers = chain.from_iterable(map(repeat, tickets, map(len, blocks)))
+    if NULL_BLOCK in column:
+        is_null = [NULL_BLOCK in of_chunk for of_chunk in blocks]
+        store.abort(list(compress(tickets, is_null)))
+        if rest := list(compress(reserved, map(not_, is_null))):
+            _fill(saving, tracker, store, rest)
+        return
+    saving.plan = SavePlan(tracker.req_id, chunk_copies(frames, keys, nums, blocks, tickets))
+    saving.tickets, saving.blocks, saving.readers = tickets, column, readers
 
 
 def _tail_blocks(tracker: Tracker, geometry: Geometry, num_blocks: int, num_full: int) -> int:
