@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloft.plan.fences import Fences
-from kvloft.types import BlockId, NewRequest, ReqId, StepView, Ticket
+from kvloft.types import BlockId, ChunkCopy, ChunkKey, NewRequest, ReqId, StepView, Ticket
 
 
 class Saves:
@@ -15,7 +15,8 @@ class Saves:
         self.fences = Fences(self.in_flight)
 
     def add(self, ticket: int, *blocks: int) -> None:
-        self.fences.add(list(map(BlockId, blocks)), [Ticket(ticket)] * len(blocks))
+        copy = ChunkCopy(0, ChunkKey(b"k" * 32), len(blocks), 0, tuple(map(BlockId, blocks)), Ticket(ticket))
+        self.fences.add([copy])
         self.in_flight.add(Ticket(ticket))
 
     def settle(self, ticket: int) -> None:

@@ -5,10 +5,15 @@ So nothing here is done for each chunk but what runs in C. It must not know what
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import repeat
 
 from kvloft.types import BlockId, ChunkCopy
+
+MANY = 256
+"""From so many chunks on, a plan is made with the `collector_at_rest`."""
 
 _NO_TICKET: int = ChunkCopy._field_defaults["ticket"]
 
@@ -26,3 +31,19 @@ def chunk_copies(
     rows = zip(frames, keys, nums_blocks, repeat(0), blocks, tickets, strict=False)
     # What ``ChunkCopy._make`` does, less a call in Python for each.
     return tuple(map(tuple.__new__, repeat(ChunkCopy), rows))
+
+
+@contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """Let the cycle collector wait while a long plan is made: it would run dozens of times, and nothing of a plan is in a cycle.
+
+    What it would have looked at several times it then looks at once.
+    """
+    if not gc.isenabled():
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

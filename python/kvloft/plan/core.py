@@ -237,8 +237,8 @@ class SchedulerCore:
             self.counters["save_dropped_chunks"] += saving.num_dropped
         if saving.plan is not None:
             saves.append(saving.plan)
-            self._fences.add(saving.blocks, saving.readers)
-            self._tickets.add(saving.tickets)
+            self._fences.add(saving.plan.chunks)
+            self._tickets.add(saving.plan.chunks)
             if saving.supersedes is not None:
                 self._tickets.supersede(*saving.supersedes)
 

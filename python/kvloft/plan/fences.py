@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
 
-from kvloft.types import BlockId, StepView, Ticket
+from kvloft.types import BlockId, ChunkCopy, StepView, Ticket
 
 
 class Fences:
@@ -20,11 +20,16 @@ class Fences:
         self._reader_of: dict[BlockId, Ticket] = {}
         """Each block's last save. One that was settled stays until nothing is in flight: there are no more than blocks."""
 
-    def add(self, blocks: Iterable[BlockId], tickets: Iterable[Ticket]) -> None:
-        """Saves are planned, of each block by the ticket beside it. Called before the tickets are in flight."""
+    def add(self, copies: Sequence[ChunkCopy]) -> None:
+        """Saves are planned. Called before their tickets are in flight."""
         if not self._in_flight:
             self._reader_of.clear()
-        self._reader_of.update(zip(blocks, tickets, strict=True))
+        for copy in copies:
+            blocks = copy.blocks
+            if len(blocks) == 1:
+                self._reader_of[blocks[0]] = copy.ticket
+            else:
+                self._reader_of.update(dict.fromkeys(blocks, copy.ticket))
 
     def clear(self) -> None:
         """Forget everything."""

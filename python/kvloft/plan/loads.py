@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvloft.plan.copies import chunk_copies
+from kvloft.plan.copies import MANY, chunk_copies, collector_at_rest
 from kvloft.plan.tracker import Geometry, Tracker
 from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, ReadLease, ReqId, Store
 
@@ -71,8 +71,11 @@ def plan_load(
     begin = tracker.local_tokens // block_tokens
     end = (tracker.local_tokens + num_tokens) // block_tokens
     lease, tracker.lease = tracker.lease, None
-    frames = lease.frames() if lease is not None else []
-    copies, by_tier, covered = _copies(tracker.blocks, frames, begin, end)
+    if end - begin < MANY:
+        copies, by_tier, covered = _copies(tracker.blocks, lease.frames() if lease is not None else [], begin, end)
+    else:
+        with collector_at_rest():
+            copies, by_tier, covered = _copies(tracker.blocks, lease.frames() if lease is not None else [], begin, end)
     by_tier = {tier: num_blocks * block_tokens for tier, num_blocks in by_tier.items()}
     lost: tuple[BlockId, ...] = tuple(tracker.blocks[covered:end])
     return LoadPlan(ReqId(tracker.live.req_id), load_id, copies, lost), lease, by_tier

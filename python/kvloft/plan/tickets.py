@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress, repeat
 
-from kvloft.types import ChunkKey, Ticket
+from kvloft.types import ChunkCopy, ChunkKey, Ticket
 
 
 @dataclass(slots=True)
@@ -39,9 +39,10 @@ class Tickets:
     def __iter__(self) -> Iterator[Ticket]:
         return iter(self.in_flight)
 
-    def add(self, tickets: Iterable[Ticket]) -> None:
+    def add(self, copies: Sequence[ChunkCopy]) -> None:
         """These saves are planned."""
-        self.in_flight.update(dict.fromkeys(tickets, self._num_ranks))
+        for copy in copies:
+            self.in_flight[copy.ticket] = self._num_ranks
 
     def supersede(self, ticket: Ticket, key: ChunkKey) -> None:
         """Once ``ticket`` is committed, nobody needs ``key`` any more."""
