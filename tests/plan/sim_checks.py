@@ -92,6 +92,7 @@ def settle(engine: Any) -> None:
     assert not engine.store.open_leases
     assert not engine.store.tickets
     core = engine.core
-    for left in (core._trackers, core._loads, core._tickets, core._leased, core._hits, core._queued_loads):
+    unsettled = (core._tickets, core._tickets._failed, core._tickets._supersedes)
+    for left in (*unsettled, core._trackers, core._loads, core._leased, core._hits, core._queued_loads):
         assert not left, f"left behind: {left}"
     assert len(engine.pool.free) == engine.setup.num_blocks - 1

@@ -7,46 +7,58 @@ from kvloft.plan.fences import Fences
 from kvloft.types import BlockId, ChunkCopy, ChunkKey, NewRequest, ReqId, StepView, Ticket
 
 
-def copy(ticket: int, *blocks: int) -> ChunkCopy:
-    return ChunkCopy(0, ChunkKey(b"k" * 32), len(blocks), 0, tuple(map(BlockId, blocks)), Ticket(ticket))
+class Saves:
+    """Saves in flight, and the fences of their blocks."""
+
+    def __init__(self) -> None:
+        self.in_flight: set[Ticket] = set()
+        self.fences = Fences(self.in_flight)
+
+    def add(self, ticket: int, *blocks: int) -> None:
+        copy = ChunkCopy(0, ChunkKey(b"k" * 32), len(blocks), 0, tuple(map(BlockId, blocks)), Ticket(ticket))
+        self.fences.add([copy])
+        self.in_flight.add(Ticket(ticket))
+
+    def settle(self, ticket: int) -> None:
+        self.in_flight.discard(Ticket(ticket))
 
 
-def rewritten(fences: Fences, computed: int, *blocks: int) -> tuple[BlockId, ...]:
-    return fences.rewritten(StepView(new=(NewRequest(ReqId("n"), computed, tuple(map(BlockId, blocks))),)), 16)
+def rewritten(saves: Saves, computed: int, *blocks: int) -> tuple[BlockId, ...]:
+    return saves.fences.rewritten(StepView(new=(NewRequest(ReqId("n"), computed, tuple(map(BlockId, blocks))),)), 16)
 
 
 def test_blocks_given_to_a_new_request_are_named_while_a_save_reads_them() -> None:
-    fences = Fences()
-    fences.add(copy(1, 5, 6))
-    assert rewritten(fences, 0, 4, 6, 7) == (6,)
-    fences.settle(Ticket(1))
-    assert rewritten(fences, 0, 4, 6, 7) == ()
+    saves = Saves()
+    saves.add(1, 5, 6)
+    assert rewritten(saves, 0, 4, 6, 7) == (6,)
+    saves.settle(1)
+    assert rewritten(saves, 0, 4, 6, 7) == ()
 
 
 def test_blocks_that_a_new_request_only_reads_are_not_named() -> None:
-    fences = Fences()
-    fences.add(copy(1, 5, 6))
-    assert rewritten(fences, 16, 5, 6) == (6,)
-    assert rewritten(fences, 31, 5, 6) == (6,)
-    assert rewritten(fences, 32, 5, 6) == ()
+    saves = Saves()
+    saves.add(1, 5, 6)
+    assert rewritten(saves, 16, 5, 6) == (6,)
+    assert rewritten(saves, 31, 5, 6) == (6,)
+    assert rewritten(saves, 32, 5, 6) == ()
 
 
 def test_blocks_appended_to_a_running_request_are_named() -> None:
-    fences = Fences()
-    fences.add(copy(1, 5))
-    assert fences.rewritten(StepView(grown=[(ReqId("b"), (BlockId(4), BlockId(5)))]), 16) == (5,)
+    saves = Saves()
+    saves.add(1, 5)
+    assert saves.fences.rewritten(StepView(grown=[(ReqId("b"), (BlockId(4), BlockId(5)))]), 16) == (5,)
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.lists(st.integers(1, 9), max_size=4)), max_size=30))
 def test_named_are_exactly_the_blocks_whose_last_save_is_not_settled(events: list[tuple[bool, int, list[int]]]) -> None:
-    fences, last, settled = Fences(), {}, set()
+    saves, last, settled = Saves(), {}, set()
     for is_add, ticket, blocks in events:
         if is_add and ticket not in settled and ticket not in last.values():
-            fences.add(copy(ticket, *blocks))
+            saves.add(ticket, *blocks)
             last.update(dict.fromkeys(blocks, ticket))
         elif not is_add:
-            fences.settle(Ticket(ticket))
+            saves.settle(ticket)
             settled.add(ticket)
         want = {block for block, by in last.items() if by not in settled}
-        assert set(fences.everything()) == want
-        assert set(rewritten(fences, 0, *range(1, 10))) == want
+        assert set(saves.fences.everything()) == want
+        assert set(rewritten(saves, 0, *range(1, 10))) == want

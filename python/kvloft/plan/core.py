@@ -10,16 +10,15 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import compress, count
 from operator import add, ge, gt
-from typing import Generic, TypeVar
 
 from kvloft.plan.fences import Fences
 from kvloft.plan.loads import LEASE_STEPS, match, plan_load
 from kvloft.plan.saves import plan_save
+from kvloft.plan.tickets import Tickets
 from kvloft.plan.tracker import NEVER, Geometry, Tracker
 from kvloft.types import (
     ArenaSpec,
     BlockId,
-    ChunkKey,
     KeyChain,
     LiveRequest,
     LoadPlan,
@@ -31,12 +30,9 @@ from kvloft.types import (
     StepReport,
     StepView,
     Store,
-    Ticket,
 )
 
 __all__ = ["Geometry", "SchedulerCore"]
-
-_T = TypeVar("_T")
 
 
 class SchedulerCore:
@@ -81,10 +77,10 @@ class SchedulerCore:
         self._last_running: Sequence[ReqId] = ()
         self._queued_loads: list[LoadPlan] = []
         self._next_load_id = 0
-        self._loads: dict[int, _Settling[ReadLease | None]] = {}
-        self._tickets: dict[Ticket, _Settling[ChunkKey | None]] = {}
+        self._loads: dict[int, _Loading] = {}
+        self._tickets = Tickets(num_ranks)
         self._unsent: list[SavePlan] = []
-        self._fences = Fences()
+        self._fences = Fences(self._tickets.in_flight)
         self.counters: Counter[str] = Counter()
         """Since the last `take_counters`: tokens and events, by the names in ``kvloft.vllm.stats``."""
 
@@ -121,7 +117,7 @@ class SchedulerCore:
         self._next_load_id += 1
         plan, lease, by_tier = plan_load(tracker, self._geometry, num_tokens, load_id)
         self._hits[live.req_id] = by_tier
-        self._loads[load_id] = _Settling(lease, self._num_ranks)
+        self._loads[load_id] = _Loading(lease, self._num_ranks)
         self._queued_loads.append(plan)
         for tier, tokens in by_tier.items():
             self.counters[f"load_tokens_{tier}"] += tokens
@@ -139,7 +135,7 @@ class SchedulerCore:
             tracker.load_failed = True
         load_id = self._next_load_id
         self._next_load_id += 1
-        self._loads[load_id] = _Settling(None, self._num_ranks)
+        self._loads[load_id] = _Loading(None, self._num_ranks)
         lost = tuple(block_ids[begin : begin + num_tokens // block_tokens])
         self._queued_loads.append(LoadPlan(live.req_id, load_id, (), lost))
 
@@ -178,9 +174,7 @@ class SchedulerCore:
         self._step += 1
         unsent = [copy.ticket for save in self._unsent for copy in save.chunks]
         self._store.abort(unsent)
-        for ticket in unsent:
-            del self._tickets[ticket]
-            self._fences.settle(ticket)
+        self._tickets.forget(unsent)
         self._unsent = []
         for tracker in self._trackers.values():
             tracker.save_blocked = True
@@ -243,12 +237,10 @@ class SchedulerCore:
             self.counters["save_dropped_chunks"] += saving.num_dropped
         if saving.plan is not None:
             saves.append(saving.plan)
-            for copy in saving.plan.chunks:
-                self._tickets[copy.ticket] = _Settling(None, self._num_ranks)
-                self._fences.add(copy)
+            self._fences.add(saving.plan.chunks)
+            self._tickets.add(saving.plan.chunks)
             if saving.supersedes is not None:
-                ticket, tail_key = saving.supersedes
-                self._tickets[ticket].owned = tail_key
+                self._tickets.supersede(*saving.supersedes)
 
     def _expire_leases(self) -> None:
         for req_id in list(self._leased):
@@ -263,31 +255,15 @@ class SchedulerCore:
 
     def absorb(self, report: StepReport) -> None:
         """Settle what the workers report: commit or abort saves, release the pins of loads, forget what failed its check."""
-        for ticket in report.failed:
-            if (settling := self._tickets.get(ticket)) is not None:
-                settling.failed = True
-        committed: list[Ticket] = []
-        aborted: list[Ticket] = []
-        superseded: list[ChunkKey] = []
-        for ticket in (*report.saved, *report.failed):
-            settling = self._tickets.get(ticket)
-            if settling is None or not settling.arrive():
-                continue
-            del self._tickets[ticket]
-            self._fences.settle(ticket)
-            if settling.failed:
-                aborted.append(ticket)
-            else:
-                committed.append(ticket)
-                if settling.owned is not None:
-                    superseded.append(settling.owned)
-        if aborted:
-            self._store.abort(aborted)
-            self.counters["save_failed_chunks"] += len(aborted)
-        if superseded:
-            self._store.discard(superseded)
-        if committed:
-            self.counters["saved_chunks"] += self._store.commit(committed)
+        if report.saved or report.failed:
+            settled = self._tickets.settle(report.saved, report.failed)
+            if settled.aborted:
+                self._store.abort(settled.aborted)
+                self.counters["save_failed_chunks"] += len(settled.aborted)
+            if settled.superseded:
+                self._store.discard(settled.superseded)
+            if settled.committed:
+                self.counters["saved_chunks"] += self._store.commit(settled.committed)
         for result in report.loads:
             loading = self._loads.get(result.load_id)
             if result.bad_keys:
@@ -298,8 +274,8 @@ class SchedulerCore:
                 tracker.saved_chunks = 0
             if loading is not None and loading.arrive():
                 del self._loads[result.load_id]
-                if loading.owned is not None:
-                    loading.owned.release()
+                if loading.lease is not None:
+                    loading.lease.release()
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -319,8 +295,7 @@ class SchedulerCore:
             tracker.kv_outdated = bool(tracker.blocks)
             tracker.saved_chunks = 0
             tracker.tail_blocks, tracker.tail_key = 0, None
-        for settling in self._tickets.values():
-            settling.failed = True
+        self._tickets.fail_all()
         self._leased.clear()
         self._store.clear()
 
@@ -334,8 +309,8 @@ class SchedulerCore:
         self._tickets.clear()
         self._fences.clear()
         for loading in self._loads.values():
-            if loading.owned is not None:
-                loading.owned.release()
+            if loading.lease is not None:
+                loading.lease.release()
         self._loads.clear()
         self._queued_loads.clear()
 
@@ -351,15 +326,14 @@ class SchedulerCore:
         return tracker
 
 
-class _Settling(Generic[_T]):
-    """Something in flight: what it owns, and how many ranks have yet to report it."""
+class _Loading:
+    """A load in flight: the pins that it needs, and how many ranks have yet to report it."""
 
-    __slots__ = ("failed", "owned", "remaining")
+    __slots__ = ("lease", "remaining")
 
-    def __init__(self, owned: _T, remaining: int) -> None:
-        self.owned = owned
+    def __init__(self, lease: ReadLease | None, remaining: int) -> None:
+        self.lease = lease
         self.remaining = remaining
-        self.failed = False
 
     def arrive(self) -> bool:
         """Count one rank's report; True for the last one."""

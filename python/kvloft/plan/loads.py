@@ -6,10 +6,17 @@ with the next offer, the admission, the request's end, or after ``LEASE_STEPS`` 
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvloft.plan.copies import MANY, chunk_copies, collector_at_rest
 from kvloft.plan.tracker import Geometry, Tracker
 from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, ReadLease, ReqId, Store
+
+_Leased = Sequence[tuple[int, bytes, int, int, str]]
+"""As from `ReadLease.frames`: frame, key, first block, number of blocks, tier."""
 
 LEASE_STEPS = 64
 """Steps a lease may live without its request being asked about again."""
@@ -64,20 +71,46 @@ def plan_load(
     begin = tracker.local_tokens // block_tokens
     end = (tracker.local_tokens + num_tokens) // block_tokens
     lease, tracker.lease = tracker.lease, None
+    if end - begin < MANY:
+        copies, by_tier, covered = _copies(tracker.blocks, lease.frames() if lease is not None else [], begin, end)
+    else:
+        with collector_at_rest():
+            copies, by_tier, covered = _copies(tracker.blocks, lease.frames() if lease is not None else [], begin, end)
+    by_tier = {tier: num_blocks * block_tokens for tier, num_blocks in by_tier.items()}
+    lost: tuple[BlockId, ...] = tuple(tracker.blocks[covered:end])
+    return LoadPlan(ReqId(tracker.live.req_id), load_id, copies, lost), lease, by_tier
+
+
+def _copies(table: Sequence[BlockId], leased: _Leased, begin: int, end: int) -> tuple[tuple[ChunkCopy, ...], dict[str, int], int]:
+    """Copies to blocks [begin, end) of the table from the frames of a prefix; blocks by tier; and the block they end before."""
+    if not leased:
+        return (), {}, begin
+    frames, keys, firsts, nums, tiers = zip(*leased, strict=True)
+    if nums.count(1) < len(nums):
+        return _copies_of_longer(table, leased, begin, end)
+    if firsts[0] < begin or firsts[-1] >= end:
+        # The frames of a prefix come in its order.
+        inside = leased[bisect_left(firsts, begin) : bisect_left(firsts, end)]
+        return _copies(table, inside, begin, end)
+    blocks = zip(map(table.__getitem__, firsts), strict=True)
+    by_tier = {tiers[0]: len(tiers)} if tiers.count(tiers[0]) == len(tiers) else dict(Counter(tiers))
+    return chunk_copies(frames, keys, nums, blocks), by_tier, firsts[-1] + 1
+
+
+def _copies_of_longer(
+    table: Sequence[BlockId], leased: _Leased, begin: int, end: int
+) -> tuple[tuple[ChunkCopy, ...], dict[str, int], int]:
+    """The same for chunks of several blocks: of the first and the last of them only some blocks may be wanted."""
     copies: list[ChunkCopy] = []
     by_tier: dict[str, int] = {}
     covered = begin
-    table = tracker.blocks
-    for frame, key, first_block, num_blocks, tier in lease.frames() if lease is not None else ():
-        # No call in here that can be spared: a long prompt has thousands of chunks, and its first byte moves after the last.
+    for frame, key, first_block, num_blocks, tier in leased:
         lo, hi = first_block, first_block + num_blocks
         if lo < begin or hi > end:
             lo, hi = max(lo, begin), min(hi, end)
             if lo >= hi:
                 continue
-        blocks = (table[lo],) if hi - lo == 1 else tuple(table[lo:hi])
-        copies.append(ChunkCopy(frame, ChunkKey(key), num_blocks, lo - first_block, blocks))
-        by_tier[tier] = by_tier.get(tier, 0) + (hi - lo) * block_tokens
+        copies.append(ChunkCopy(frame, ChunkKey(key), num_blocks, lo - first_block, tuple(table[lo:hi])))
+        by_tier[tier] = by_tier.get(tier, 0) + (hi - lo)
         covered = hi
-    lost: tuple[BlockId, ...] = tuple(tracker.blocks[covered:end])
-    return LoadPlan(ReqId(tracker.live.req_id), load_id, tuple(copies), lost), lease, by_tier
+    return tuple(copies), by_tier, covered

@@ -7,10 +7,20 @@ have a frame now is dropped and counted; it is tried again when the request's ne
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
+from operator import contains
 
+from kvloft.plan.copies import MANY, chunk_copies, collector_at_rest
 from kvloft.plan.tracker import NEVER, Geometry, Tracker
-from kvloft.types import NULL_BLOCK, ChunkCopy, ChunkKey, SavePlan, Store, Ticket
+from kvloft.types import NULL_BLOCK, BlockId, ChunkCopy, ChunkKey, SavePlan, Store, Ticket
+
+_Reserved = Sequence[tuple[int, int, bytes, int, int]]
+"""As from `Store.reserve`: ticket, frame, key, first block, number of blocks."""
+
+_FEW = 2
+"""Columns have their price too: with so few chunks, as a step of decoding completes, one by one is cheaper."""
 
 
 @dataclass(slots=True)
@@ -42,16 +52,11 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int)
     saving = Saving((num_blocks + 1) * block_tokens + max(0, frontier - known))
     if num_full <= tracker.saved_chunks and not tail_blocks:
         return saving
-    reserved, saving.num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks)
-    copies: list[ChunkCopy] = []
-    for ticket, frame, key, first_block, num in reserved:
-        blocks = tuple(tracker.blocks[first_block : first_block + num])
-        if NULL_BLOCK in blocks:
-            store.abort([ticket])
-        else:
-            copies.append(ChunkCopy(frame, ChunkKey(key), num, 0, blocks, Ticket(ticket)))
-    if copies:
-        saving.plan = SavePlan(tracker.req_id, tuple(copies))
+    if num_full - tracker.saved_chunks < MANY:
+        _reserve(saving, tracker, store, num_full, tail_blocks)
+    else:
+        with collector_at_rest():
+            _reserve(saving, tracker, store, num_full, tail_blocks)
     if saving.num_dropped:
         # The host part may have shrunk under us; go on from what is really there when the next chunk completes.
         host_blocks, _ = store.lookup(tracker.chain)
@@ -61,6 +66,42 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int)
         if tail_blocks:
             _remember_tail(tracker, geometry, saving, num_blocks)
     return saving
+
+
+def _reserve(saving: Saving, tracker: Tracker, store: Store, num_full: int, tail_blocks: int) -> None:
+    """Reserve what is missing up to ``num_full`` chunks and the tail behind them, and plan its copies."""
+    reserved, saving.num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks)
+    if len(reserved) > _FEW:
+        saving.plan = _plan_of_columns(tracker, reserved)
+    if reserved and saving.plan is None:
+        saving.plan = _plan_one_by_one(tracker, store, reserved)
+
+
+def _plan_of_columns(tracker: Tracker, reserved: _Reserved) -> SavePlan | None:
+    """What `_plan_one_by_one` makes, with no step in Python for a chunk of one block; None if there is a null block."""
+    table = tracker.blocks
+    tickets, frames, keys, firsts, nums = zip(*reserved, strict=True)
+    blocks: Sequence[tuple[BlockId, ...]]
+    if nums.count(1) == len(nums):
+        column = list(map(table.__getitem__, firsts))
+        has_null = NULL_BLOCK in column
+        blocks = list(zip(column, strict=True))
+    else:
+        blocks = [tuple(table[first : first + num]) for first, num in zip(firsts, nums, strict=True)]
+        has_null = any(map(contains, blocks, repeat(NULL_BLOCK)))
+    return None if has_null else SavePlan(tracker.req_id, chunk_copies(frames, keys, nums, blocks, tickets))
+
+
+def _plan_one_by_one(tracker: Tracker, store: Store, reserved: _Reserved) -> SavePlan | None:
+    """A copy into each reserved frame, but for chunks with a null block: their frames are given back."""
+    copies: list[ChunkCopy] = []
+    for ticket, frame, key, first_block, num in reserved:
+        blocks = tuple(tracker.blocks[first_block : first_block + num])
+        if NULL_BLOCK in blocks:
+            store.abort([ticket])
+        else:
+            copies.append(ChunkCopy(frame, ChunkKey(key), num, 0, blocks, Ticket(ticket)))
+    return SavePlan(tracker.req_id, tuple(copies)) if copies else None
 
 
 def _tail_blocks(tracker: Tracker, geometry: Geometry, num_blocks: int, num_full: int) -> int:
