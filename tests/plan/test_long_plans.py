@@ -102,6 +102,14 @@ def test_loads_planned_in_columns_are_those_planned_one_by_one(tiers: list[str],
     assert covered == max(begin, min(len(tiers), begin + length)), "what is not covered is lost"
 
 
+def test_a_longer_chunk_behind_a_short_one_is_loaded_whole() -> None:
+    """No store leases such a prefix; if one did, no block may be left out unheard of."""
+    table = list(map(BlockId, range(100, 110)))
+    copies, by_tier, covered = _copies(table, [(50, b"a" * 32, 0, 1, "host"), (51, b"b" * 32, 1, 2, "host")], 0, 4)
+    assert [chunk.blocks for chunk in copies] == [(100,), (101, 102)]
+    assert (by_tier, covered) == ({"host": 3}, 3)
+
+
 # -- tickets -------------------------------------------------------------------------------------------------------
 
 

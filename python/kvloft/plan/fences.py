@@ -49,8 +49,7 @@ class Fences:
         found: list[BlockId] = []
         for request in view.new:
             found += self._among(request.block_ids[request.num_computed_tokens // block_tokens :])
-        for _, blocks in view.grown:
-            found += self._among(blocks)
+        found += self._among([block for _, blocks in view.grown for block in blocks])
         return tuple(found)
 
     def _among(self, blocks: Sequence[BlockId]) -> Iterable[BlockId]:

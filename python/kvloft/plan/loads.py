@@ -85,6 +85,8 @@ def _copies(table: Sequence[BlockId], leased: _Leased, begin: int, end: int) -> 
     """Copies to blocks [begin, end) of the table from the frames of a prefix; blocks by tier; and the block they end before."""
     if not leased:
         return (), {}, begin
+    if leased[0][3] > 1:
+        return _copies_of_longer(table, leased, begin, end)
     frames, keys, firsts, nums, tiers = zip(*leased, strict=True)
     if nums.count(1) < len(nums):
         return _copies_of_longer(table, leased, begin, end)
