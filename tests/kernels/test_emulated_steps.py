@@ -208,9 +208,8 @@ class Steps(RuleBasedStateMachine):
     def feeders_run(self) -> None:
         for lane in (self.mover.saves, self.mover.loads):
             with self.mover._lock:
-                found = self.mover._awaited(lane)
-                if found is not None and (self.gpu.is_broken or found[0].is_done()):
-                    self.mover._feed_more(lane)
+                if (event := self.mover._awaited(lane)) is not None and (self.gpu.is_broken or event.is_done()):
+                    self.mover._feed(lane)
 
     @rule(random=st.randoms(use_true_random=True))
     def a_bit_flips(self, random: Random) -> None:

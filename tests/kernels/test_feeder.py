@@ -23,7 +23,6 @@ class Lane:
         self.passed = threading.Semaphore(0)
         self.waiting = threading.Semaphore(0)
         self.fails = False
-        self.pause_s = 0.0
 
     def synchronize(self) -> None:
         self.waiting.release()
@@ -31,8 +30,8 @@ class Lane:
         if self.fails:
             raise driver.CudaError("cuEventSynchronize: error 700")
 
-    def awaited(self) -> "tuple[Lane, float] | None":
-        return (self, self.pause_s) if self.queued else None
+    def awaited(self) -> "Lane | None":
+        return self if self.queued else None
 
     def send(self) -> None:
         assert self.lock.acquire(blocking=False), "called without the lock"
@@ -70,24 +69,6 @@ def test_sends_once_for_each_event_that_passes(lane: Lane, feeder: Feeder) -> No
     lane.queue(feeder)
     lane.passed.release()
     assert lane.sent.acquire(timeout=WAIT_S), "woken again"
-
-
-def test_pauses_after_the_event(lane: Lane, feeder: Feeder, monkeypatch: pytest.MonkeyPatch) -> None:
-    paused: list[float] = []
-
-    def pause(seconds: float) -> None:
-        assert lane.passed.acquire(blocking=False) is False, "paused before the event had passed"
-        assert lane.lock.acquire(timeout=WAIT_S), "paused with the lock held"
-        lane.lock.release()
-        paused.append(seconds)
-
-    monkeypatch.setattr("kvloft.transfer.cuda.feeder.time.sleep", pause)
-    lane.pause_s = 0.25
-    lane.queue(feeder)
-    assert lane.waiting.acquire(timeout=WAIT_S) and not paused
-    lane.passed.release()
-    assert lane.sent.acquire(timeout=WAIT_S)
-    assert paused == [0.25]
 
 
 def test_the_lock_is_free_while_it_waits(lane: Lane, feeder: Feeder) -> None:

@@ -1,6 +1,5 @@
 """What of saves and loads is on the GPU when, with lanes whose pieces a test lets finish. Needs no GPU."""
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from kvloft.transfer.cuda import mover as mover_module
 from kvloft.transfer.cuda.frame_memory import FrameMemory, Trailers
 from kvloft.transfer.cuda.kernels import Geometry
 from kvloft.transfer.cuda.lanes import MAX_PIECES, Tuning
-from kvloft.transfer.cuda.mover import HOLD_S, SLOTS_AHEAD, CudaMover
+from kvloft.transfer.cuda.mover import SLOTS_AHEAD, CudaMover
 from kvloft.transfer.cuda.staging import RingSize
 from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, ReqId, SavePlan, Ticket
 
@@ -181,10 +180,9 @@ class Queues(RuleBasedStateMachine):
     @rule()
     def feeders_run(self) -> None:
         for lane in (self.mover.saves, self.mover.loads):
-            if (found := self.mover._awaited(lane)) is not None:
-                if not found[1]:
-                    lane.num_done += 1  # type: ignore[union-attr]
-                self.mover._feed_more(lane)
+            if self.mover._awaited(lane) is not None:
+                lane.num_done += 1  # type: ignore[union-attr]
+                self.mover._feed(lane)
 
     @invariant()
     def few_pieces_are_ahead_of_the_link(self) -> None:
@@ -217,64 +215,3 @@ class Queues(RuleBasedStateMachine):
 
 Queues.TestCase.settings = settings(max_examples=max(10, settings().max_examples // 4), stateful_step_count=25)
 TestQueues = Queues.TestCase
-
-
-@pytest.fixture
-def queues() -> Iterator[Queues]:
-    queues = Queues()
-    yield queues
-    queues.teardown()
-
-
-def save(queues: Queues, num_chunks: int, first: int = 0) -> None:
-    """As a step whose forward wrote blocks ``first`` and following."""
-    mover, frames = queues.mover, range(queues.next_frame, queues.next_frame + num_chunks)
-    queues.next_frame += num_chunks
-    queues.clock.log.append(("forward",))
-    copies = [
-        ChunkCopy(f, ChunkKey(f.to_bytes(32, "little")), 1, 0, (BlockId(first + i),), Ticket(f)) for i, f in enumerate(frames)
-    ]
-    queues.unsaved.update((copy.ticket, copy.blocks[0]) for copy in copies)
-    queues.saved_after.update((copy.frame, len(queues.clock.log)) for copy in copies)
-    mover.submit_saves([SavePlan(ReqId("s"), tuple(copies))])
-
-
-def num_sent(queues: Queues) -> int:
-    return len(queues.mover.saves.pieces)  # type: ignore[attr-defined]
-
-
-def test_the_tokens_of_a_step_go_before_a_long_save(queues: Queues) -> None:
-    mover = queues.mover
-    save(queues, 4 * CHUNKS_A_SLOT)
-    mover.poll()
-    mover.begin_step([])
-    assert num_sent(queues) == 0
-    found = mover._awaited(mover.saves)
-    assert found is not None and found[1] == HOLD_S, "the feeder was not told to wait for longer than the forward"
-    assert queues.clock.log[found[0].at] == ("mark", found[0]) and queues.clock.log[found[0].at - 1] == ("forward",)
-    mover._feed_more(mover.saves)
-    assert num_sent(queues) == SLOTS_AHEAD
-    save(queues, 4 * CHUNKS_A_SLOT, first=20)
-    found = mover._awaited(mover.saves)
-    assert found is not None and found[1] == 0, "what comes behind a save that is under way waits for it, and no longer"
-
-
-def test_a_short_save_goes_at_once(queues: Queues) -> None:
-    save(queues, CHUNKS_A_SLOT)
-    assert num_sent(queues) == 1
-
-
-def test_whoever_rewrites_a_block_does_not_overtake_a_save_that_waits(queues: Queues) -> None:
-    mover = queues.mover
-    save(queues, 4 * CHUNKS_A_SLOT)
-    mover.begin_step([BlockId(CHUNKS_A_SLOT)])
-    assert num_sent(queues) == 2, "the first piece is small, and the second has the block"
-    queues.check_awaited("compute", {CHUNKS_A_SLOT})
-    mover._feed_more(mover.saves)
-    assert num_sent(queues) > 2
-
-
-def test_draining_does_not_wait_for_a_feeder(queues: Queues) -> None:
-    save(queues, 4 * CHUNKS_A_SLOT)
-    queues.take(queues.mover.drain())
-    assert not queues.unsaved and num_sent(queues) > 3

@@ -178,7 +178,8 @@ def phase_ttft(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
     hits = [engine.ttft(p) for p in prompts for _ in range(2)]
     warm: list[tuple[float, tuple[int, float], int]] = []
     trace, traced = load_trace(options), list[dict[str, Any]]()
-    for _ in range(options.get("rounds", 2)):
+    middle = before
+    for _ in range(0 if options["name"] == "none" else options.get("rounds", 2)):
         engine.empty_gpu_cache(options["num_blocks"] * engine.block_tokens)
         middle = worker_totals()
         for prompt in prompts:
@@ -188,12 +189,10 @@ def phase_ttft(engine: Engine, options: dict[str, Any]) -> dict[str, Any]:
             traced += [trace.summary()] if trace is not None else []
     after = worker_totals()
     num_bytes = engine.bytes_a_token * (context - 1)
-    median = {name: statistics.median(row[0] for row in rows) for name, rows in (("cold", cold), ("hbm", hits), ("warm", warm))}
+    found = {name: [row[0] * 1e3 for row in rows] for name, rows in (("cold", cold), ("hbm", hits), ("warm", warm)) if rows}
     return {
-        "context": context, **{f"{name}_ms": seconds * 1e3 for name, seconds in median.items()},
-        "all_ms": {
-            name: [round(row[0] * 1e3, 2) for row in rows] for name, rows in (("cold", cold), ("hbm", hits), ("warm", warm))
-        },
+        "context": context, **{f"{name}_ms": statistics.median(times) for name, times in found.items()},
+        "all_ms": {name: [round(each, 2) for each in times] for name, times in found.items()},
         "cached_tokens": [row[2] for row in warm], "first_cold": [row[1] for row in cold[-2:]],
         "first_hbm": [row[1] for row in hits], "first_warm": [row[1] for row in warm], "kv_bytes": num_bytes,
         "loaded_bytes_last_round": after.get("loaded_bytes", 0) - middle.get("loaded_bytes", 0),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +16,7 @@ from kvloft.transfer.cuda import driver
 
 
 class Feeder:
-    """Calls ``send`` under ``lock`` each time the event that ``awaited`` names has passed, and the seconds that go with it.
+    """Calls ``send`` under ``lock`` each time the event that ``awaited`` names has passed.
 
     ``awaited`` is called under ``lock`` too; None means that nothing is queued, and the thread sleeps until `wake`. ``send``
     must not raise.
@@ -29,7 +28,7 @@ class Feeder:
         lock: threading.RLock,
         context: Any,
         *,
-        awaited: Callable[[], tuple[driver.Event, float] | None],
+        awaited: Callable[[], driver.Event | None],
         send: Callable[[], None],
     ) -> None:
         """Starts the thread, in the CUDA context ``context`` (None: in none)."""
@@ -55,19 +54,16 @@ class Feeder:
     def _run(self) -> None:
         if self._context is not None:
             driver.use_context(self._context)
-        while (found := self._wait_for_work()) is not None:
-            event, pause_s = found
+        while (event := self._wait_for_work()) is not None:
             with contextlib.suppress(driver.CudaError):  # whoever sends meets the same error, and says so
                 event.synchronize()
-            if pause_s:
-                time.sleep(pause_s)
             with self._changed:
                 self._send()
 
-    def _wait_for_work(self) -> tuple[driver.Event, float] | None:
+    def _wait_for_work(self) -> driver.Event | None:
         with self._changed:
             while not self._closing:
-                if (found := self._awaited()) is not None:
-                    return found
+                if (event := self._awaited()) is not None:
+                    return event
                 self._changed.wait()
         return None

@@ -13,9 +13,9 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece
 from kvloft.types import ChunkCopy, ChunkKey, LoadPlan
 
-SMALL_FIRST, SMALL_LAST = 2, 4
-"""The first piece of a save or a load, and the last of a load, are so many times smaller than others: there the link waits for
-the host or for a kernel. The first must take the link as long as it takes to prepare the second."""
+SMALL_FIRST_SAVE, SMALL_FIRST_LOAD, SMALL_LAST_LOAD = 4, 2, 4
+"""Where the link waits for the host or for a kernel, a piece is so many times smaller than others. The first must take the link
+as long as it takes to prepare the second: 165 to 175 us on an H200's host, and 10 MiB take 190."""
 
 FRAME = itemgetter(ChunkCopy._fields.index("frame"))
 """Chunks are sent in the order of their frames, so that neighbours, in whichever order a store gave them out, are one copy."""
@@ -85,12 +85,12 @@ class QueuedLoad:
 
         What follows the first two pieces is sorted as a whole: by then the link has work for longer than that takes.
         """
-        begin, left, few = self.sent, self.num_left, count // SMALL_LAST
+        begin, left, few = self.sent, self.num_left, count // SMALL_LAST_LOAD
         if begin >= count and not self.is_sorted:
             self.copies[begin:] = sorted(self.copies[begin:], key=FRAME)
             self.is_sorted = True
         if is_first and left > count:
-            count = max(1, count // SMALL_FIRST)
+            count = max(1, count // SMALL_FIRST_LOAD)
         elif is_last and begin and few < left <= count:
             count = left - few
         self.sent = min(begin + count, len(self.copies))

@@ -26,7 +26,7 @@ import torch
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.feeder import Feeder
 from kvloft.transfer.cuda.frame_memory import FrameMemory, Trailers
-from kvloft.transfer.cuda.jobs import FRAME, SMALL_FIRST, InFlight, Job, Load, Mark, QueuedLoad
+from kvloft.transfer.cuda.jobs import FRAME, SMALL_FIRST_SAVE, InFlight, Job, Load, Mark, QueuedLoad
 from kvloft.transfer.cuda.kernels import Kernels
 from kvloft.transfer.cuda.lanes import MAX_PIECES, LoadLane, SaveLane, Tuning
 from kvloft.transfer.cuda.pieces import NOT_WANTED, ChunkTable, Piece, Shape, split
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 SLOTS_AHEAD = 3
 """As many slots' bytes of one direction are on the GPU at a time: what the link is at, and what it does while a feeder wakes up,
 which takes it until another thread lets go of the interpreter. With 40 MiB slots, what an engine copies waits 2.2 ms at most."""
-HOLD_S = 0.0015
-"""So long after its forward a save of many pieces starts, if none is under way: the tokens sampled meanwhile go first."""
+NUM_MARKS = 8
+"""Made at start; more steps with copies that have not started are rare, and then more are made."""
 
 
 class CudaMover:
@@ -55,7 +55,6 @@ class CudaMover:
         *,
         blocks_per_chunk: int,
         tuning: Tuning,
-        hold_s: float = HOLD_S,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Allocates the staging rings and starts pinning ``frames``. Raises CudaError, or ValueError for a ring too small."""
@@ -74,14 +73,11 @@ class CudaMover:
         self._bytes_ahead = (SLOTS_AHEAD - 1) * tuning.ring.slot_bytes
         self._queued_loads: deque[QueuedLoad] = deque()
         self._queued_pieces: dict[SaveLane | LoadLane, deque[tuple[Job, Piece]]] = {self.saves: deque(), self.loads: deque()}
-        self._hold_s = hold_s
-        self._held_after: driver.Event | None = None
-        """While it is set, queued saves wait until ``hold_s`` after it, unless somebody must write what they read."""
         self._num_saves = 0
         """Pieces of saves so far, sent or queued; each one's number is its ticket once it is sent."""
         self._open_saves: dict[Job, None] = {}
         self._open_loads: dict[Load, None] = {}
-        self._spare_marks: list[Mark] = []
+        self._spare_marks = [Mark(driver.Event()) for _ in range(NUM_MARKS)]
         self._step_begun = Mark(driver.Event())
         self._last_gather: npt.NDArray[np.int64] = np.full(layout.num_blocks, -1, dtype=np.int64)
         self._done = Finished()
@@ -97,7 +93,7 @@ class CudaMover:
         """Of everything above, for the feeders change it too."""
         context = driver.current_context()
         self._feeders = {
-            lane: Feeder(name, self._lock, context, awaited=partial(self._awaited, lane), send=partial(self._feed_more, lane))
+            lane: Feeder(name, self._lock, context, awaited=partial(self._awaited, lane), send=partial(self._feed, lane))
             for name, lane in (("kvloft-saves", self.saves), ("kvloft-loads", self.loads))
         }
 
@@ -121,17 +117,17 @@ class CudaMover:
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         """Queue gathers behind the forward just launched. What cannot be taken now is dropped, never waited for."""
         with self._lock:
-            copies = self._drop_unpinned(list(chain.from_iterable(plan.chunks for plan in plans)))
+            every = plans[0].chunks if len(plans) == 1 else list(chain.from_iterable(plan.chunks for plan in plans))
+            copies = self._drop_unpinned(every)
             if not copies:
                 return
             done, mark = 0, self._new_mark()
             mark.users += 1
             try:
                 mark.event.record(self._compute())
-                is_first = not self._flying[self.saves] and not self._queued_pieces[self.saves]
-                if self._hold_s and is_first and len(copies) > self._chunks_per_job:
-                    self._held_after = mark.event
-                size = max(1, self._chunks_per_job // SMALL_FIRST) if len(copies) > self._chunks_per_job else self._chunks_per_job
+                size = self._chunks_per_job
+                if len(copies) > size:
+                    size = max(1, size // SMALL_FIRST_SAVE)
                 while done < len(copies) and self._broken is None:
                     batch, size = copies[done : done + size], self._chunks_per_job
                     if not self._queue_saves(sorted(batch, key=FRAME), mark):
@@ -171,7 +167,6 @@ class CudaMover:
     def drain(self) -> Finished:
         """Waits on the host until nothing is in flight; for sleep and shutdown, not for steps."""
         with self._lock:
-            self._held_after = None
             while self._broken is None and (self.is_behind or any(self._flying.values())):
                 try:
                     for lane, flying in self._flying.items():
@@ -288,22 +283,14 @@ class CudaMover:
         job.problems = self._trailers.problems(rows, job.table.keys, job.table.num_blocks)
         job.wanted_tags = rows["tag"].astype(np.uint64)
 
-    def _awaited(self, lane: SaveLane | LoadLane) -> tuple[driver.Event, float] | None:
-        """What must pass before more of ``lane`` can be sent, and seconds to wait then; None if nothing waits to be."""
-        if not (self._queued_pieces[lane] or (lane is self.loads and self._queued_loads)):
+    def _awaited(self, lane: SaveLane | LoadLane) -> driver.Event | None:
+        """What must pass before more of ``lane`` can be sent; None if nothing waits to be."""
+        if not (self._queued_pieces[lane] or (lane is self.loads and self._queued_loads)) or not self._flying[lane]:
             return None
-        if lane is self.saves and self._held_after is not None:
-            return self._held_after, self._hold_s
-        return (lane.done_event(self._flying[lane][0].ticket), 0.0) if self._flying[lane] else None
-
-    def _feed_more(self, lane: SaveLane | LoadLane) -> None:
-        """What a feeder does when that has passed."""
-        if lane is self.saves:
-            self._held_after = None
-        self._feed(lane)
+        return lane.done_event(self._flying[lane][0].ticket)
 
     def _feed(self, lane: SaveLane | LoadLane) -> None:
-        """Take in what is done and send what there is room for."""
+        """Take in what is done and send what there is room for; called by the lane's feeder too."""
         if self._broken is None:
             try:
                 self._land(lane)
@@ -315,8 +302,6 @@ class CudaMover:
 
     def _send(self, lane: SaveLane | LoadLane) -> None:
         """Send queued pieces while there is room for one more ahead of the link."""
-        if lane is self.saves and self._held_after is not None:
-            return
         started: list[Job] = []
         while self._bytes_flying[lane] <= self._bytes_ahead and not lane.is_full(len(self._flying[lane])):
             if (following := self._next_piece(lane)) is None:
@@ -398,7 +383,7 @@ class CudaMover:
 
     # -- trouble --------------------------------------------------------------------------------------------------
 
-    def _drop_unpinned(self, copies: list[ChunkCopy]) -> list[ChunkCopy]:
+    def _drop_unpinned(self, copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
         """Copies to frames that are pinned; the others are dropped, as all are when the mover is broken."""
         if self._broken is not None:
             self._drop(copies)
@@ -428,7 +413,6 @@ class CudaMover:
             self._report(load, everything_bad=True)
         self._open_saves.clear()
         self._queued_loads.clear()
-        self._held_after = None
 
     def _compute(self) -> driver.Stream:
         return driver.Stream.view(torch.cuda.current_stream(self._device).cuda_stream)
