@@ -6,9 +6,9 @@ torch nor vLLM nor the Rust extension.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NewType, Protocol
+from typing import Any, NamedTuple, NewType, Protocol, overload
 
 ReqId = NewType("ReqId", str)
 BlockId = NewType("BlockId", int)
@@ -34,6 +34,43 @@ class ChunkCopy(NamedTuple):
     ticket: Ticket = Ticket(-1)
 
 
+class LeasedChunks(Sequence[ChunkCopy]):
+    """Chunks of one block each, as a lease gave them and with the blocks they go to; a ChunkCopy is made when it is asked for.
+
+    A long prompt has thousands, its first byte moves once they are planned, and most are sent much later than that.
+    """
+
+    __slots__ = ("_blocks", "_leased")
+
+    def __init__(self, leased: Sequence[tuple[int, bytes, int, int, str]], blocks: Sequence[BlockId]) -> None:
+        """``leased`` as from `ReadLease.frames`; ``blocks[i]`` is where the i-th goes."""
+        self._leased = leased
+        self._blocks = blocks
+
+    def __len__(self) -> int:
+        return len(self._leased)
+
+    @overload
+    def __getitem__(self, index: int) -> ChunkCopy: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[ChunkCopy, ...]: ...
+    def __getitem__(self, index: int | slice) -> ChunkCopy | tuple[ChunkCopy, ...]:
+        if isinstance(index, slice):
+            rows = zip(self._leased[index], self._blocks[index], strict=True)
+            return tuple([ChunkCopy(row[0], ChunkKey(row[1]), 1, 0, (block,)) for row, block in rows])
+        frame, key, *_ = self._leased[index]
+        return ChunkCopy(frame, ChunkKey(key), 1, 0, (self._blocks[index],))
+
+    def __iter__(self) -> Iterator[ChunkCopy]:
+        return iter(self[:])
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self))
+
+
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
     """Frames to scatter for one request, which waits until the worker reports it.
@@ -43,7 +80,7 @@ class LoadPlan:
 
     req_id: ReqId
     load_id: int
-    chunks: tuple[ChunkCopy, ...]
+    chunks: Sequence[ChunkCopy]
     lost: tuple[BlockId, ...] = ()
 
 

@@ -10,13 +10,16 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
-from kvloft.plan.copies import MANY, chunk_copies, collector_at_rest
+from kvloft.plan.copies import MANY, collector_at_rest
 from kvloft.plan.tracker import Geometry, Tracker
-from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, ReadLease, ReqId, Store
+from kvloft.types import BlockId, ChunkCopy, ChunkKey, LeasedChunks, LoadPlan, ReadLease, ReqId, Store
 
 _Leased = Sequence[tuple[int, bytes, int, int, str]]
 """As from `ReadLease.frames`: frame, key, first block, number of blocks, tier."""
+
+_FIRST_BLOCK, _NUM_BLOCKS, _TIER = itemgetter(2), itemgetter(3), itemgetter(4)
 
 LEASE_STEPS = 64
 """Steps a lease may live without its request being asked about again."""
@@ -81,28 +84,29 @@ def plan_load(
     return LoadPlan(ReqId(tracker.live.req_id), load_id, copies, lost), lease, by_tier
 
 
-def _copies(table: Sequence[BlockId], leased: _Leased, begin: int, end: int) -> tuple[tuple[ChunkCopy, ...], dict[str, int], int]:
+def _copies(table: Sequence[BlockId], leased: _Leased, begin: int, end: int) -> tuple[Sequence[ChunkCopy], dict[str, int], int]:
     """Copies to blocks [begin, end) of the table from the frames of a prefix; blocks by tier; and the block they end before."""
     if not leased:
         return (), {}, begin
-    if leased[0][3] > 1:
-        return _copies_of_longer(table, leased, begin, end)
-    frames, keys, firsts, nums, tiers = zip(*leased, strict=True)
+    nums = list(map(_NUM_BLOCKS, leased))
     if nums.count(1) < len(nums):
         return _copies_of_longer(table, leased, begin, end)
-    if firsts[0] < begin or firsts[-1] >= end:
+    first, last = leased[0][2], leased[-1][2]
+    if first < begin or last >= end:
         # The frames of a prefix come in its order.
-        inside = leased[bisect_left(firsts, begin) : bisect_left(firsts, end)]
+        inside = leased[bisect_left(leased, begin, key=_FIRST_BLOCK) : bisect_left(leased, end, key=_FIRST_BLOCK)]
         return _copies(table, inside, begin, end)
-    blocks = zip(map(table.__getitem__, firsts), strict=True)
+    if last - first + 1 != len(leased):
+        return _copies_of_longer(table, leased, begin, end)
+    tiers = list(map(_TIER, leased))
     by_tier = {tiers[0]: len(tiers)} if tiers.count(tiers[0]) == len(tiers) else dict(Counter(tiers))
-    return chunk_copies(frames, keys, nums, blocks), by_tier, firsts[-1] + 1
+    return LeasedChunks(leased, tuple(table[first : last + 1])), by_tier, last + 1
 
 
 def _copies_of_longer(
     table: Sequence[BlockId], leased: _Leased, begin: int, end: int
 ) -> tuple[tuple[ChunkCopy, ...], dict[str, int], int]:
-    """The same for chunks of several blocks: of the first and the last of them only some blocks may be wanted."""
+    """The same for any chunks: of the first and the last of them only some blocks may be wanted."""
     copies: list[ChunkCopy] = []
     by_tier: dict[str, int] = {}
     covered = begin

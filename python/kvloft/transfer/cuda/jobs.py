@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -13,12 +14,20 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece
 from kvloft.types import ChunkCopy, ChunkKey, LoadPlan
 
-SMALL_FIRST_SAVE, SMALL_FIRST_LOAD, SMALL_LAST_LOAD = 4, 2, 4
-"""Where the link waits for the host or for a kernel, a piece is so many times smaller than others. The first must take the link
-as long as it takes to prepare the second: 165 to 175 us on an H200's host, and 10 MiB take 190."""
-
+PREPARE_US, PREPARE_CHUNK_US = 80.0, 1.6
+"""To prepare a piece takes so long, and so much longer for each of its chunks (seen on an H200's host: 60 to 100 us for 20
+chunks, 175 for 79)."""
+LINK_BYTES_A_US = 55_000.0
+SMALL_LAST = 4
+"""The last piece of a load is so many times smaller than others: the link waits while it is scattered."""
 FRAME = itemgetter(ChunkCopy._fields.index("frame"))
 """Chunks are sent in the order of their frames, so that neighbours, in whichever order a store gave them out, are one copy."""
+
+
+def chunks_of_first(chunks_per_piece: int, part_bytes: int) -> int:
+    """Chunks of the first piece, before which the link is idle: as few as take it as long as it takes to prepare the second."""
+    enough = (PREPARE_US + PREPARE_CHUNK_US * chunks_per_piece) * LINK_BYTES_A_US / part_bytes
+    return min(chunks_per_piece, math.ceil(enough))
 
 
 @dataclass(slots=True, eq=False)
@@ -71,27 +80,30 @@ class QueuedLoad:
     """Chunks of a load that are not sent yet: those from ``sent`` on."""
 
     load: Load
-    copies: list[ChunkCopy]
+    copies: Sequence[ChunkCopy]
     after: Mark
     sent: int = 0
     is_sorted: bool = False
+    num_dropped: int = 0
+    """Leading copies that were sent and are not in ``copies`` any more."""
 
     @property
     def num_left(self) -> int:
-        return len(self.copies) - self.sent
+        return self.num_dropped + len(self.copies) - self.sent
 
-    def take(self, count: int, *, is_first: bool, is_last: bool) -> list[ChunkCopy]:
-        """The next ``count`` chunks at most; fewer where the link has nothing else to do before (``is_first``) or after them.
+    def take(self, count: int, *, first: int, is_last: bool) -> list[ChunkCopy]:
+        """The next ``count`` chunks at most; only ``first``, if not 0, where the link has nothing else to do before them,
+        and fewer where it has nothing to do after them.
 
         What follows the first two pieces is sorted as a whole: by then the link has work for longer than that takes.
         """
-        begin, left, few = self.sent, self.num_left, count // SMALL_LAST_LOAD
+        begin, left, few = self.sent, self.num_left, count // SMALL_LAST
         if begin >= count and not self.is_sorted:
-            self.copies[begin:] = sorted(self.copies[begin:], key=FRAME)
-            self.is_sorted = True
-        if is_first and left > count:
-            count = max(1, count // SMALL_FIRST_LOAD)
+            self.copies = sorted(self.copies[begin:], key=FRAME)
+            self.is_sorted, self.num_dropped = True, begin
+        if first and left > count:
+            count = first
         elif is_last and begin and few < left <= count:
             count = left - few
-        self.sent = min(begin + count, len(self.copies))
-        return sorted(self.copies[begin : self.sent], key=FRAME)
+        self.sent += min(count, left)
+        return sorted(self.copies[begin - self.num_dropped : self.sent - self.num_dropped], key=FRAME)

@@ -26,7 +26,7 @@ import torch
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.feeder import Feeder
 from kvloft.transfer.cuda.frame_memory import FrameMemory, Trailers
-from kvloft.transfer.cuda.jobs import FRAME, SMALL_FIRST_SAVE, InFlight, Job, Load, Mark, QueuedLoad
+from kvloft.transfer.cuda.jobs import FRAME, InFlight, Job, Load, Mark, QueuedLoad, chunks_of_first
 from kvloft.transfer.cuda.kernels import Kernels
 from kvloft.transfer.cuda.lanes import MAX_PIECES, LoadLane, SaveLane, Tuning
 from kvloft.transfer.cuda.pieces import NOT_WANTED, ChunkTable, Piece, Shape, split
@@ -66,6 +66,7 @@ class CudaMover:
         one_part = frames.frame_bytes == frames.part_bytes
         self._shape = Shape(kernels.geometry, tuning.ring.slot_bytes, frames.part_bytes, blocks_per_chunk, one_part, frames_per_pin)
         self._chunks_per_job = max(1, self._shape.chunks_per_piece)
+        self._first_chunks = chunks_of_first(self._chunks_per_job, frames.part_bytes)
         self.saves = SaveLane(kernels, tuning, frames)
         self.loads = LoadLane(kernels, tuning, frames)
         self._flying: dict[SaveLane | LoadLane, deque[InFlight]] = {self.saves: deque(), self.loads: deque()}
@@ -127,7 +128,7 @@ class CudaMover:
                 mark.event.record(self._compute())
                 size = self._chunks_per_job
                 if len(copies) > size:
-                    size = max(1, size // SMALL_FIRST_SAVE)
+                    size = self._first_chunks
                 while done < len(copies) and self._broken is None:
                     batch, size = copies[done : done + size], self._chunks_per_job
                     if not self._queue_saves(sorted(batch, key=FRAME), mark):
@@ -153,7 +154,7 @@ class CudaMover:
                     self._report(load)
                 else:
                     self._step_begun.users += 1
-                    self._queued_loads.append(QueuedLoad(load, list(plan.chunks), self._step_begun))
+                    self._queued_loads.append(QueuedLoad(load, plan.chunks, self._step_begun))
             self._feed(self.loads)
             self._feeders[self.loads].wake()
 
@@ -253,7 +254,8 @@ class CudaMover:
         after = queue[0].after
         while queue and queue[0].after is after and room:
             waiting = queue[0]
-            taken = waiting.take(room, is_first=not copies and not self._flying[self.loads], is_last=len(queue) == 1)
+            first = self._first_chunks if not copies and not self._flying[self.loads] else 0
+            taken = waiting.take(room, first=first, is_last=len(queue) == 1)
             copies += taken
             owners.append((waiting.load, len(taken)))
             room = 0 if waiting.num_left else room - len(taken)
