@@ -24,8 +24,6 @@ from kvloft.transfer.cuda.staging import Ring, RingSize
 
 MAX_PIECES: Final = 128
 """Queued and in flight in one direction; with 40 MiB slots this is some 95 ms of PCIe Gen5."""
-NUM_COPY_STREAMS: Final = 3
-"""A copy engine stays with a stream until its queue is empty, so as many pieces as are on the GPU at a time have a stream each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +47,11 @@ class _BaseLane(ABC):
 
     def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory, num_ctas: int, direct_below: int) -> None:
         self.kernel_stream = driver.Stream.create(high_priority=tuning.high_priority)
-        self.copy_streams = tuple(driver.Stream.create() for _ in range(NUM_COPY_STREAMS))
+        self.copy_streams = tuple(driver.Stream.create() for _ in range(tuning.ring.num_slots))
+        """One a slot. A copy engine stays with a stream while that has a copy that may start, then turns to the next; a slot's next
+        copy may not start before the kernel had the slot, so others' copies wait for one copy of each slot and no longer."""
+        self.last_copy_stream = self.copy_streams[0]
+        """The one that the last piece went by, if it was staged."""
         self._launcher = Launcher(kernels, self.kernel_stream)
         self._ring = Ring(tuning.ring, kernels.tiles.device)
         self._frames = frames
@@ -106,10 +108,6 @@ class _BaseLane(ABC):
             max_ctas=num_ctas,
         )  # fmt: skip
 
-    def copy_stream(self, ticket: int) -> driver.Stream:
-        """The stream that copies piece ``ticket``."""
-        return self.copy_streams[ticket % NUM_COPY_STREAMS]
-
     def _copy(self, stream: driver.Stream, piece: Piece, slot: int, *, to_host: bool, is_pinned: bool = True) -> None:
         """Move the piece's runs between ``slot`` and the frames."""
         alone = [run for run in piece.runs if run.num_rows == 1]
@@ -150,13 +148,14 @@ class SaveLane(_BaseLane):
         ticket, self._next = self._next, self._next + 1
         gathered, copied = self._kernel_done[ticket % MAX_PIECES], self._copy_done[ticket % MAX_PIECES]
         is_direct = piece.num_bytes < self._direct_below
+        stream = self.copy_streams[self._ring.next_slot]
         slot = None if is_direct else self._ring.take(self.kernel_stream, copied)
         self._launch(self._function, piece, frames, ticket, slot)
         gathered.record(self.kernel_stream)
         if slot is None:
             copied.record(self.kernel_stream)
             return ticket
-        stream = self.copy_stream(ticket)
+        self.last_copy_stream = stream
         stream.wait(gathered)
         self._copy(stream, piece, slot, to_host=True)
         copied.record(stream)
@@ -184,9 +183,10 @@ class LoadLane(_BaseLane):
         ticket, self._next = self._next, self._next + 1
         scattered, copied = self._kernel_done[ticket % MAX_PIECES], self._copy_done[ticket % MAX_PIECES]
         is_direct = is_pinned and piece.num_bytes < self._direct_below
-        stream = self.copy_stream(ticket)
+        stream = self.copy_streams[self._ring.next_slot]
         slot = None if is_direct else self._ring.take(stream, scattered)
         if slot is not None:
+            self.last_copy_stream = stream
             self._copy(stream, piece, slot, to_host=False, is_pinned=is_pinned)
             copied.record(stream)
             self.kernel_stream.wait(copied)

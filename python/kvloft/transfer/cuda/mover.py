@@ -37,9 +37,10 @@ from kvloft.types import BlockId, ChunkCopy, LoadPlan, LoadResult, SavePlan
 
 logger = logging.getLogger(__name__)
 
-SLOTS_AHEAD = 3
-"""As many slots' bytes of one direction are on the GPU at a time: what the link is at, and what it does while a feeder wakes up,
-which takes it until another thread lets go of the interpreter. With 40 MiB slots, what an engine copies waits 2.2 ms at most."""
+SLOTS_AHEAD = 8
+"""As many slots' bytes of one direction are on the GPU at a time: with 40 MiB slots, 6 ms of the link. A feeder may have to wait
+for the interpreter, which another thread keeps for up to 5 ms; with 3 slots an engine's loads took 4 to 6 % longer. What an engine
+copies does not wait for all of them: see `lanes`."""
 NUM_MARKS = 8
 """Made at start; more steps with copies that have not started are rare, and then more are made."""
 

@@ -55,6 +55,11 @@ class Ring:
         self._freed: list[driver.Event | None] = [None] * size.num_slots
         self._next = 0
 
+    @property
+    def next_slot(self) -> int:
+        """Number of the slot that `take` gives out next."""
+        return self._next
+
     def take(self, stream: driver.Stream, freed: driver.Event) -> int:
         """The next slot's address, usable in ``stream`` from here on; it is free again once ``freed`` has passed.
 
