@@ -67,7 +67,7 @@ class CudaMover:
         one_part = frames.frame_bytes == frames.part_bytes
         self._shape = Shape(kernels.geometry, tuning.ring.slot_bytes, frames.part_bytes, blocks_per_chunk, one_part, frames_per_pin)
         self._chunks_per_job = max(1, self._shape.chunks_per_piece)
-        self._first_chunks = chunks_of_first(self._chunks_per_job, frames.part_bytes)
+        self._first_save, self._first_load = chunks_of_first(self._chunks_per_job, frames.part_bytes)
         self.saves = SaveLane(kernels, tuning, frames)
         self.loads = LoadLane(kernels, tuning, frames)
         self._flying: dict[SaveLane | LoadLane, deque[InFlight]] = {self.saves: deque(), self.loads: deque()}
@@ -129,7 +129,7 @@ class CudaMover:
                 mark.event.record(self._compute())
                 size = self._chunks_per_job
                 if len(copies) > size:
-                    size = self._first_chunks
+                    size = self._first_save
                 while done < len(copies) and self._broken is None:
                     batch, size = copies[done : done + size], self._chunks_per_job
                     if not self._queue_saves(sorted(batch, key=FRAME), mark):
@@ -255,7 +255,7 @@ class CudaMover:
         after = queue[0].after
         while queue and queue[0].after is after and room:
             waiting = queue[0]
-            first = self._first_chunks if not copies and not self._flying[self.loads] else 0
+            first = self._first_load if not copies and not self._flying[self.loads] else 0
             taken = waiting.take(room, first=first, is_last=len(queue) == 1)
             copies += taken
             owners.append((waiting.load, len(taken)))
