@@ -50,7 +50,7 @@ class Lane:
         return num_flying >= MAX_PIECES
 
     def submit(self, piece: Any, frames: Any, *, is_pinned: bool = True) -> int:
-        self.pieces.append((piece, frames.astype(np.uint64)))
+        self.pieces.append((piece, np.array(frames, np.uint64)))
         self.clock.log.append((self.name, "piece", len(self.pieces) - 1))
         if self.before_submit is not None:
             self.before_submit(piece)

@@ -62,17 +62,15 @@ class Trailers:
         blank["rank"] = memory.rank
         self._blank = blank[0]
 
-    def seal(
-        self, frames: npt.NDArray[Any], keys: Sequence[bytes], tags: npt.NDArray[np.uint64], num_blocks: npt.NDArray[Any]
-    ) -> None:
+    def seal(self, frames: npt.ArrayLike, keys: Sequence[bytes], tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike) -> None:
         """Write the trailers of ``frames``, whose payloads are in place."""
-        self._column[frames] = self._rows(keys, tags, num_blocks)
+        self._column[np.asarray(frames)] = self._rows(keys, tags, num_blocks)
 
-    def read(self, frames: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def read(self, frames: npt.ArrayLike) -> npt.NDArray[Any]:
         """A copy of the trailers of ``frames``."""
-        return self._column[frames]
+        return self._column[np.asarray(frames)]
 
-    def problems(self, rows: npt.NDArray[Any], keys: Sequence[bytes], num_blocks: npt.NDArray[Any]) -> dict[int, str]:
+    def problems(self, rows: npt.NDArray[Any], keys: Sequence[bytes], num_blocks: npt.ArrayLike) -> dict[int, str]:
         """What is wrong with which of ``rows``, before any byte moved: 'unsealed', 'key', 'layout' or 'shape'."""
         good = self._rows(keys, rows["tag"], num_blocks)
         if rows.tobytes() == good.tobytes():
@@ -83,11 +81,11 @@ class Trailers:
         bad = np.flatnonzero(~(sealed & key & layout & shape))
         return {int(i): next(name for name, fine in named if not fine[i]) for i in bad}
 
-    def _rows(self, keys: Sequence[bytes], tags: npt.NDArray[np.uint64], num_blocks: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    def _rows(self, keys: Sequence[bytes], tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike) -> npt.NDArray[Any]:
         """The trailers of chunks as they must be."""
         rows: npt.NDArray[Any] = np.full(len(keys), self._blank, TRAILER)
         rows["key"] = np.frombuffer(b"".join(keys), dtype="V32")
         rows["tag"] = tags
         rows["num_blocks"] = num_blocks
-        rows["payload_bytes"] = num_blocks * self._block_bytes
+        rows["payload_bytes"] = np.asarray(num_blocks) * self._block_bytes
         return rows

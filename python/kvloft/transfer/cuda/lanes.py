@@ -97,11 +97,11 @@ class _BaseLane(ABC):
         for stream in self.copy_streams:
             stream.destroy()
 
-    def _launch(self, function: Any, piece: Piece, frames: npt.NDArray[np.int64], ticket: int, slot: int | None) -> None:
+    def _launch(self, function: Any, piece: Piece, frames: npt.ArrayLike, ticket: int, slot: int | None) -> None:
         segments, base, num_ctas = piece.segments, slot, self._num_ctas
         if base is None:
             segments, base, num_ctas = piece.segments.copy(), self._frames.part(0), self._direct_ctas
-            segments["base"] = frames.astype(np.uint64) * np.uint64(self._frames.frame_bytes)
+            segments["base"] = np.asarray(frames, dtype=np.uint64) * np.uint64(self._frames.frame_bytes)
         tags_out = self._tags_address + ticket % MAX_PIECES * MAX_SEGMENTS * 8
         self._launcher.launch(
             function, segments=segments, base=base, num_tiles=piece.num_tiles, block_ids=piece.block_ids, tags_out=tags_out,
@@ -143,7 +143,7 @@ class SaveLane(_BaseLane):
         super().__init__(kernels, tuning, frames, tuning.save_ctas, tuning.save_direct_below)
         self._function = kernels.gather
 
-    def submit(self, piece: Piece, frames: npt.NDArray[np.int64]) -> int:
+    def submit(self, piece: Piece, frames: npt.ArrayLike) -> int:
         """Queue one piece; ``frames`` are those of its segments. Returns its ticket, counting up."""
         ticket, self._next = self._next, self._next + 1
         gathered, copied = self._kernel_done[ticket % MAX_PIECES], self._copy_done[ticket % MAX_PIECES]
@@ -178,7 +178,7 @@ class LoadLane(_BaseLane):
         super().__init__(kernels, tuning, frames, tuning.load_ctas, tuning.load_direct_below)
         self._function = kernels.scatter
 
-    def submit(self, piece: Piece, frames: npt.NDArray[np.int64], *, is_pinned: bool = True) -> int:
+    def submit(self, piece: Piece, frames: npt.ArrayLike, *, is_pinned: bool = True) -> int:
         """As `SaveLane.submit`. Frames that are not pinned are copied too, through the driver's own buffers."""
         ticket, self._next = self._next, self._next + 1
         scattered, copied = self._kernel_done[ticket % MAX_PIECES], self._copy_done[ticket % MAX_PIECES]

@@ -132,10 +132,13 @@ class CudaMover:
                     size = self._first_save
                 while done < len(copies) and self._broken is None:
                     batch, size = copies[done : done + size], self._chunks_per_job
-                    if not self._queue_saves(sorted(batch, key=FRAME), mark):
+                    first_number = self._num_saves
+                    if (pieces := self._queue_saves(sorted(batch, key=FRAME), mark)) is None:
                         break
                     done += len(batch)
                     self._feed(self.saves)  # the link is at work while the rest is prepared
+                    for number, piece in enumerate(pieces, first_number):
+                        self._last_gather[piece.block_ids] = number
             except driver.CudaError as error:
                 self._break(str(error))
             self._release(mark)
@@ -210,24 +213,22 @@ class CudaMover:
         after.users += 1
         return job
 
-    def _queue_saves(self, copies: Sequence[ChunkCopy], after: Mark) -> bool:
-        """False: there is no room for so many pieces."""
+    def _queue_saves(self, copies: Sequence[ChunkCopy], after: Mark) -> Sequence[Piece] | None:
+        """The pieces that were queued; None: there is no room for so many."""
         try:
             job = self._new_job(copies, after)
         except ValueError as error:
             logger.error("kvloft: saves that cannot be made: %s", error)
             self._drop(copies)
-            return True
+            return ()
         queued = self._queued_pieces[self.saves]
         if len(self._flying[self.saves]) + len(queued) + len(job.pieces) > MAX_PIECES:
             self._release(after)
-            return False
+            return None
         self._open_saves[job] = None
-        for piece in job.pieces:
-            queued.append((job, piece))
-            self._last_gather[piece.block_ids] = self._num_saves
-            self._num_saves += 1
-        return True
+        queued.extend((job, piece) for piece in job.pieces)
+        self._num_saves += len(job.pieces)
+        return job.pieces
 
     def _next_piece(self, lane: SaveLane | LoadLane) -> tuple[Job, Piece] | None:
         queued = self._queued_pieces[lane]

@@ -28,11 +28,13 @@ MAX_PADDING_SHARE = 256
 class ChunkTable:
     """Chunk copies as columns: chunk c has frame ``frames[c]`` and paged blocks ``block_ids[starts[c]:starts[c + 1]]``."""
 
-    frames: npt.NDArray[np.int64]
-    num_blocks: npt.NDArray[np.int64]
+    frames: tuple[int, ...]
+    num_blocks: tuple[int, ...]
     starts: Sequence[int]
     block_ids: npt.NDArray[np.int32]
     keys: tuple[ChunkKey, ...]
+    block_bounds: tuple[int, int]
+    """The least and the greatest of ``block_ids``."""
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -40,27 +42,26 @@ class ChunkTable:
     @classmethod
     def of(cls, copies: Sequence[ChunkCopy]) -> ChunkTable:
         """Raises ValueError for a copy whose blocks are not part of its chunk."""
-        # Column by column: the link waits for the first table of a save or a load, and numpy is slow to start.
+        # Column by column and in tuples: the link waits for the first table of a save or a load, and numpy is slow to start.
         frames, keys, num_blocks, first_blocks, blocks, _ = zip(*copies, strict=True) if copies else ((),) * 6
         if tuple(map(len, blocks)) == num_blocks and 0 not in num_blocks and not any(first_blocks):
             ids = list(chain.from_iterable(blocks))
         else:
             ids = [block for copy in copies for block in _payload_blocks(copy)]
-        return cls(
-            np.array(frames, dtype=np.int64), np.array(num_blocks, dtype=np.int64), tuple(accumulate(num_blocks, initial=0)),
-            np.array(ids, dtype=np.int32), keys,
-        )  # fmt: skip
+        bounds = (min(ids), max(ids)) if ids else (0, 0)
+        starts = tuple(accumulate(num_blocks, initial=0))
+        # Ids beyond 32 bits are no blocks either: `check` sees the bounds as they came.
+        return cls(frames, num_blocks, starts, np.array(ids).astype(np.int32), keys, bounds)
 
     def check(self, num_frames: int, num_blocks: int, blocks_per_chunk: int) -> None:
         """Raises ValueError if a copy would reach outside the arena, its frame or the paged KV."""
         if not len(self):
             return
-        frames, block_ids = self.frames.tolist(), self.block_ids.tolist()
-        if min(frames) < 0 or max(frames) >= num_frames:
+        if min(self.frames) < 0 or max(self.frames) >= num_frames:
             raise ValueError(f"a frame is not one of the arena's {num_frames}")
-        if max(self.num_blocks.tolist()) > blocks_per_chunk:
+        if max(self.num_blocks) > blocks_per_chunk:
             raise ValueError(f"a chunk has more than {blocks_per_chunk} blocks")
-        if min(block_ids) < NOT_WANTED or max(block_ids) >= num_blocks:
+        if self.block_bounds[0] < NOT_WANTED or self.block_bounds[1] >= num_blocks:
             raise ValueError(f"a block is not one of the {num_blocks} of the paged KV")
 
 
@@ -151,10 +152,10 @@ def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape) -> Piec
     if total == num_chunks * shape.blocks_per_chunk:
         segments = shape.full_segments[:num_chunks]
     else:
-        segments = _segments(table.num_blocks[begin:end], shape)
+        segments = _segments(np.array(table.num_blocks[begin:end]), shape)
     return Piece(
         begin, end, end, segments, table.block_ids[first:last], total * geometry.tiles_per_block, total * geometry.block_bytes,
-        tuple(_runs(table.frames[begin:end].tolist(), table.num_blocks[begin:end].tolist(), shape)),
+        tuple(_runs(table.frames[begin:end], table.num_blocks[begin:end], shape)),
     )  # fmt: skip
 
 
@@ -168,7 +169,7 @@ def _segments(num_blocks: npt.NDArray[np.int64], shape: Shape) -> npt.NDArray[An
     return segments
 
 
-def _runs(frames: list[int], num_blocks: list[int], shape: Shape) -> Iterator[Run]:
+def _runs(frames: Sequence[int], num_blocks: Sequence[int], shape: Shape) -> Iterator[Run]:
     """Copies of chunks in neighbouring frames as one; the last of each only as far as its payload goes."""
     part, block_bytes, per_pin = shape.part_bytes, shape.geometry.block_bytes, shape.frames_per_pin
     copies_padding = shape.copies_padding
@@ -183,7 +184,7 @@ def _runs(frames: list[int], num_blocks: list[int], shape: Shape) -> Iterator[Ru
 def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Piece]:
     """Runs of tiles of one chunk that is larger than a slot."""
     geometry, first_id = shape.geometry, table.starts[chunk]
-    num_tiles = int(table.num_blocks[chunk]) * geometry.tiles_per_block
+    num_tiles = table.num_blocks[chunk] * geometry.tiles_per_block
     tile = 0
     while tile < num_tiles:
         stop = _last_tile(tile, num_tiles, shape)
@@ -197,7 +198,7 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Pie
         yield Piece(
             chunk, chunk + 1, chunk + 1 if stop == num_tiles else chunk, segments,
             table.block_ids[first_id + first_block : first_id + last_block + 1], stop - tile, end_byte - begin_byte,
-            (Run(int(table.frames[chunk]), begin_byte, head, end_byte - begin_byte, 1),), tile > 0,
+            (Run(table.frames[chunk], begin_byte, head, end_byte - begin_byte, 1),), tile > 0,
         )  # fmt: skip
         tile = stop
 
