@@ -43,7 +43,9 @@ class LeasedChunks(Sequence[ChunkCopy]):
     __slots__ = ("_blocks", "_leased")
 
     def __init__(self, leased: Sequence[tuple[int, bytes, int, int, str]], blocks: Sequence[BlockId]) -> None:
-        """``leased`` as from `ReadLease.frames`; ``blocks[i]`` is where the i-th goes."""
+        """``leased`` as from `ReadLease.frames`; ``blocks[i]`` is where the i-th goes. Raises ValueError unless they pair up."""
+        if len(leased) != len(blocks):
+            raise ValueError(f"{len(leased)} chunks for {len(blocks)} blocks")
         self._leased = leased
         self._blocks = blocks
 

@@ -61,3 +61,14 @@ def test_engines_of_one_process_drain_once_each_and_gone_ones_not() -> None:
 def test_an_allocator_that_cannot_be_watched_is_an_error() -> None:
     with pytest.raises(AttributeError):
         drain_before_sleep(Core("a", []), object())
+
+
+def test_one_that_cannot_drain_stops_neither_the_others_nor_the_sleep(caplog: pytest.LogCaptureFixture) -> None:
+    log: list[Any] = []
+    allocator, cores = Allocator(log), [Core(name, log) for name in "abc"]
+    for core in cores:
+        drain_before_sleep(core, allocator)
+    cores[1].drain = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    with caplog.at_level("ERROR", logger="vllm.kvloft"):
+        allocator.sleep()
+    assert sorted(log[:2]) == ["a drained", "c drained"] and log[2:] == [("sleep", None)]

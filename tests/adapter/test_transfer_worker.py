@@ -70,6 +70,18 @@ def test_a_load_is_reported_to_the_scheduler_half_only_once_the_engine_was_told(
     assert worker.take_report() is None
 
 
+def test_what_a_drain_brought_is_reported_as_ever(store: _core.Store) -> None:
+    worker = worker_for()
+    worker.begin(plan_of(store))
+    worker.run_saves()
+    worker.run_loads()
+    worker.drain()
+    assert worker.take_finished_loads() == ({"l"}, set())
+    report = worker.take_report()
+    assert report is not None
+    assert report.saved == (11,) and [result.load_id for result in report.loads] == [5]
+
+
 def test_bad_blocks_come_no_later_than_the_request(store: _core.Store) -> None:
     worker = worker_for()
     worker.begin(replace(plan_of(store), saves=()))  # frame 0 was never sealed

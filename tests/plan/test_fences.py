@@ -49,16 +49,28 @@ def test_blocks_appended_to_a_running_request_are_named() -> None:
     assert saves.fences.rewritten(StepView(grown=[(ReqId("b"), (BlockId(4), BlockId(5)))]), 16) == (5,)
 
 
+def test_a_save_that_waits_keeps_its_fence_when_a_later_one_of_the_block_is_dropped() -> None:
+    saves = Saves()
+    saves.add(1, 5)
+    saves.add(2, 5, 6)
+    saves.settle(2)
+    assert rewritten(saves, 0, 5) == (5,)
+    saves.settle(1)
+    assert rewritten(saves, 0, 5) == ()
+    saves.add(3, 7)
+    assert saves.fences._reader_of.keys() == {7} and not saves.fences._earlier, "what was settled is forgotten"
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.lists(st.integers(1, 9), max_size=4)), max_size=30))
-def test_named_are_exactly_the_blocks_whose_last_save_is_not_settled(events: list[tuple[bool, int, list[int]]]) -> None:
-    saves, last, settled = Saves(), {}, set()
+def test_named_are_exactly_the_blocks_that_a_save_in_flight_reads(events: list[tuple[bool, int, list[int]]]) -> None:
+    saves, reads, settled = Saves(), dict[int, list[int]](), set()
     for is_add, ticket, blocks in events:
-        if is_add and ticket not in settled and ticket not in last.values():
+        if is_add and ticket not in settled and ticket not in reads:
             saves.add(ticket, *blocks)
-            last.update(dict.fromkeys(blocks, ticket))
+            reads[ticket] = blocks
         elif not is_add:
             saves.settle(ticket)
             settled.add(ticket)
-        want = {block for block, by in last.items() if by not in settled}
+        want = {block for ticket, blocks in reads.items() if ticket not in settled for block in blocks}
         assert set(saves.fences.everything()) == want
         assert set(rewritten(saves, 0, *range(1, 10))) == want

@@ -110,6 +110,20 @@ def test_a_longer_chunk_behind_a_short_one_is_loaded_whole() -> None:
     assert (by_tier, covered) == ({"host": 3}, 3)
 
 
+def test_a_block_table_shorter_than_promised_is_an_error_where_it_is_planned() -> None:
+    """Not in the worker, where the request would hear nothing."""
+    leased = [(50 + i, bytes([i]) * 32, i, 1, "host") for i in range(4)]
+    with pytest.raises(ValueError, match="4 chunks for 3 blocks"):
+        _copies(list(map(BlockId, (7, 8, 9))), leased, 0, 4)
+
+
+def test_leased_chunks_with_a_gap_are_planned_one_by_one() -> None:
+    """No store leases such a prefix either."""
+    leased = [(50, b"a" * 32, 0, 1, "host"), (51, b"b" * 32, 2, 1, "host")]
+    copies, _, covered = _copies(list(map(BlockId, (7, 8, 9))), leased, 0, 3)
+    assert [chunk.blocks for chunk in copies] == [(7,), (9,)] and covered == 3
+
+
 # -- tickets -------------------------------------------------------------------------------------------------------
 
 

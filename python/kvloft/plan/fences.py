@@ -19,21 +19,25 @@ class Fences:
         self._in_flight = in_flight
         self._reader_of: dict[BlockId, Ticket] = {}
         """Each block's last save. One that was settled stays until nothing is in flight: there are no more than blocks."""
+        self._earlier: dict[BlockId, tuple[Ticket, ...]] = {}
+        """Saves of a block that were in flight when its last was planned: that one may be dropped while they wait."""
 
     def add(self, copies: Sequence[ChunkCopy]) -> None:
         """Saves are planned. Called before their tickets are in flight."""
         if not self._in_flight:
-            self._reader_of.clear()
+            self.clear()
+        in_flight, reader_of = self._in_flight, self._reader_of
         for copy in copies:
-            blocks = copy.blocks
-            if len(blocks) == 1:
-                self._reader_of[blocks[0]] = copy.ticket
-            else:
-                self._reader_of.update(dict.fromkeys(blocks, copy.ticket))
+            for block in copy.blocks:
+                if (before := reader_of.get(block)) is not None and before in in_flight:
+                    others = self._earlier.get(block, ())
+                    self._earlier[block] = (*(ticket for ticket in others if ticket in in_flight), before)
+                reader_of[block] = copy.ticket
 
     def clear(self) -> None:
         """Forget everything."""
         self._reader_of.clear()
+        self._earlier.clear()
 
     def everything(self) -> tuple[BlockId, ...]:
         """For a step of which nothing is known."""
@@ -54,4 +58,11 @@ class Fences:
 
     def _among(self, blocks: Sequence[BlockId]) -> Iterable[BlockId]:
         # For a block that was never saved the reader is None, which is no ticket.
-        return compress(blocks, map(self._in_flight.__contains__, map(self._reader_of.get, blocks)))
+        in_flight, earlier = self._in_flight, self._earlier
+        is_read: Iterable[bool] = map(in_flight.__contains__, map(self._reader_of.get, blocks))
+        if earlier:
+            is_read = [
+                read or any(ticket in in_flight for ticket in earlier.get(block, ()))
+                for block, read in zip(blocks, is_read, strict=True)
+            ]
+        return compress(blocks, is_read)

@@ -6,9 +6,12 @@ kernel on unmapped pages would end the engine. So the allocator's own methods th
 
 from __future__ import annotations
 
+import logging
 from functools import wraps
 from typing import Any, Protocol
 from weakref import WeakSet
+
+logger = logging.getLogger("vllm.kvloft")
 
 UNMAPPING = ("sleep", "discard")
 """Methods of vLLM's CuMemAllocator; ``discard`` is not in every release."""
@@ -43,7 +46,10 @@ def _drained(method: Any) -> Any:
     @wraps(method)
     def unmapping(*args: Any, **kwargs: Any) -> Any:
         for core in list(_waiting):
-            core.drain()
+            try:
+                core.drain()
+            except Exception:
+                logger.exception("kvloft: copies in flight could not be waited for before memory is unmapped")
         return method(*args, **kwargs)
 
     unmapping.kvloft_drains = True  # type: ignore[attr-defined]

@@ -1,0 +1,80 @@
+"""Feeders alone, on the emulated GPU: what nobody polls for is sent all the same, and lands where it belongs. Needs no GPU."""
+
+import os
+import random
+import time
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+import torch
+from emulated_gpu import emulated
+from gpu_support import Frames, copies_of, make_mover, part_bytes_for, per_layer
+
+from kvloft.transfer.cuda import jobs
+from kvloft.transfer.cuda.mover import NUM_MARKS, CudaMover
+from kvloft.transfer.cuda.staging import RingSize
+from kvloft.types import BlockId, LeasedChunks, LoadPlan, ReqId, SavePlan
+
+DEADLINE_S = 20.0 * float(os.environ.get("TEST_PACE", "1"))
+BLOCKS = 300
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the feeders did not send it"
+        time.sleep(2e-3)
+
+
+def all_sent(mover: CudaMover) -> bool:
+    with mover._lock:
+        return not mover.is_behind
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "num_slots", "slot_pages"), [(1, 2, 1), (2, 1, 5), (127, 2, 40), (128, 3, 5), (129, 2, 200)]
+)
+def test_feeders_send_what_nobody_polls_for(
+    num_chunks: int, num_slots: int, slot_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 2)
+    chance = random.Random(num_chunks)
+    with emulated(num_chunks):
+        paged = per_layer(2, BLOCKS, 900)
+        paged.randomize(num_chunks)
+        before = paged.snapshot()
+        frames = Frames(BLOCKS, part_bytes_for(paged.block_bytes))
+        mover = make_mover(paged, frames, 1, ring=RingSize(num_slots, slot_pages * 4096))
+        mover._pinned.wait()
+        sources, targets = chance.sample(range(150), num_chunks), chance.sample(range(150, BLOCKS), num_chunks)
+        copies = copies_of(chance.sample(range(BLOCKS), num_chunks), [[block] for block in sources])
+        mover.begin_step(())
+        mover.submit_saves([SavePlan(ReqId("r"), tuple(copies))])
+        until(lambda: all_sent(mover))
+        assert sorted(mover.drain().saved) == sorted(copy.ticket for copy in copies)
+        cuts = sorted({0, num_chunks, *chance.choices(range(num_chunks), k=3)})
+        plans = []
+        for number, (begin, end) in enumerate(pairwise(cuts)):
+            rows = [(copy.frame, copy.key, i, 1, "host") for i, copy in enumerate(copies[begin:end])]
+            blocks = tuple(map(BlockId, targets[begin:end]))
+            plans.append(LoadPlan(ReqId(f"l{number}"), number, LeasedChunks(rows, blocks)))
+        mover.begin_step(())
+        mover.submit_loads(plans)
+        until(lambda: all_sent(mover))
+        done = mover.drain()
+        assert sorted(result.load_id for result in done.loads) == list(range(len(plans))) and not done.bad_blocks
+        assert torch.equal(paged.payload(targets), paged.payload(sources, before))
+        in_use = 1  # the step's
+        assert len(mover._spare_marks) >= NUM_MARKS - in_use, "marks leak"
+        mover.close()
+
+
+@pytest.mark.parametrize("part_bytes", [4096, 1 << 20, 1 << 40])
+@pytest.mark.parametrize("chunks_per_piece", [1, 2, 39, 128])
+def test_a_first_piece_is_never_empty_and_never_more_than_a_piece(chunks_per_piece: int, part_bytes: int) -> None:
+    save, load = jobs.chunks_of_first(chunks_per_piece, part_bytes)
+    assert 1 <= save <= load <= chunks_per_piece
