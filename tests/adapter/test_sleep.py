@@ -1,10 +1,14 @@
 """Engine sleep: what is in flight ends before vLLM's allocator unmaps anything, whichever of its methods does it."""
 
 import gc
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvloft.config import Config
+from kvloft.plan import Geometry
+from kvloft.vllm import worker_half
 from kvloft.vllm.sleep import drain_before_sleep
 
 
@@ -72,3 +76,16 @@ def test_one_that_cannot_drain_stops_neither_the_others_nor_the_sleep(caplog: py
     with caplog.at_level("ERROR", logger="vllm.kvloft"):
         allocator.sleep()
     assert sorted(log[:2]) == ["a drained", "c drained"] and log[2:] == [("sleep", None)]
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_worker_drains_before_sleep_if_its_engine_can_sleep(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores: list[Any] = []
+    monkeypatch.setattr(worker_half, "drain_before_sleep", cores.append)
+    settings: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(rank=0, world_size=1),
+        model_config=SimpleNamespace(dtype="float32", enable_sleep_mode=is_on),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+    half = worker_half.WorkerHalf(settings, SimpleNamespace(num_blocks=4), Geometry(16, 1), Config())  # type: ignore[arg-type]
+    assert cores == ([half.core] if is_on else [])
