@@ -36,6 +36,8 @@ pub(crate) struct DiskBooks {
     pub(super) in_flight: u32,
     /// Of those, writes.
     pub(super) writing: u32,
+    /// Of those, jobs that give slots back.
+    pub(super) freeing: u32,
     pub(super) stopping: bool,
     /// Chunks on disk.
     pub(super) used: u64,
@@ -55,6 +57,7 @@ impl DiskBooks {
             clearing: Clearing::No,
             in_flight: 0,
             writing: 0,
+            freeing: 0,
             stopping: false,
             used: 0,
             slots: 0,
@@ -64,7 +67,7 @@ impl DiskBooks {
 
     /// Whether all that should be on disk is there, and nothing that should not.
     pub(super) fn is_settled(&self) -> bool {
-        self.num_dirty == 0 && self.trash.is_empty() && self.clearing == Clearing::No
+        self.num_dirty == 0 && self.trash.is_empty() && self.freeing == 0 && self.clearing == Clearing::No
     }
 
     pub(super) fn is_clearing(&self) -> bool {

@@ -83,7 +83,11 @@ impl State {
         let trash = &mut books.trash;
         let rest = trash.len().saturating_sub(FREE_BATCH);
         let slots = trash.split_off(rest);
-        (!slots.is_empty()).then_some(Job::Free(slots))
+        if slots.is_empty() {
+            return None;
+        }
+        books.freeing += 1;
+        Some(Job::Free(slots))
     }
 
     fn next_write(&mut self) -> Option<Job> {

@@ -58,7 +58,7 @@ fn do_next(inner: &Inner, disk: &dyn FrameDisk) -> bool {
             for slot in slots {
                 free(disk, slot);
             }
-            finish(inner, |_| ())
+            finish(inner, |state| state.disk_books().freeing -= 1)
         }
         Job::Clear => {
             // Should this panic, chunks stay on disk that no key leads to; the next open finds them.

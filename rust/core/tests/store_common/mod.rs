@@ -90,6 +90,10 @@ pub(crate) struct MemoryDisk {
     pub(crate) read_gate: Mutex<()>,
     /// Writes wait while this is held.
     pub(crate) write_gate: Mutex<()>,
+    /// Slots are not given back while this is held.
+    pub(crate) free_gate: Mutex<()>,
+    /// Some slot was to be given back.
+    pub(crate) is_freeing: AtomicBool,
     slots: Mutex<Slots>,
 }
 
@@ -168,6 +172,8 @@ impl FrameDisk for MemoryDisk {
     }
 
     fn free(&self, slot: SlotId) {
+        self.is_freeing.store(true, Ordering::SeqCst);
+        let _gate = self.free_gate.lock().unwrap();
         let mut slots = self.slots.lock().unwrap();
         if slots.reserved.remove(&slot.0).is_none() {
             slots.violations.push(format!("{slot:?} was freed twice"));
