@@ -171,12 +171,12 @@ impl Run {
     fn end(mut self) {
         self.writes.clear();
         self.reads.clear();
-        assert!(self.store.flush(LONG));
-        // A read that nobody waits for any more still ends.
+        // A read that nobody waits for any more still ends, and what cannot be read leaves the disk.
         let deadline = Instant::now() + LONG;
         while stat(&self.store, "frames_reserved") > 0 && Instant::now() < deadline {
             std::thread::sleep(Duration::from_micros(200));
         }
+        assert!(self.store.flush(LONG));
         self.verify();
         for name in ["pins", "frames_reserved", "write_leases", "read_leases", "disk_pending", "reads_pending"] {
             assert_eq!(stat(&self.store, name), 0, "{name}");
@@ -307,6 +307,29 @@ fn flush_waits_for_slots_that_a_thread_is_giving_back() {
     drop(gate);
     assert!(store.flush(LONG));
     assert_eq!((stat(&store, "disk_used"), disk.num_slots_used()), (8, 8));
+}
+
+#[test]
+fn flush_waits_for_slots_of_forgotten_chunks_that_are_still_being_read() {
+    for fail_reads in [false, true] {
+        let disk = MemoryDisk::new(64);
+        let (store, _arena, wanted) = on_disk_only(8, &disk);
+        disk.fail_reads.store(fail_reads, Ordering::SeqCst);
+        let gate = disk.read_gate.lock().unwrap();
+        let lease = store.acquire(&wanted);
+        let deadline = Instant::now() + LONG;
+        while stat(&store, "reads_pending") > 6 {
+            assert!(Instant::now() < deadline, "no thread reads");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        store.discard(&wanted.keys()[..1]);
+        assert!(!store.flush(Duration::from_millis(20)), "two of them are being read, and on disk still");
+        drop(gate);
+        assert!(store.flush(LONG));
+        assert_eq!((stat(&store, "disk_used"), disk.num_slots_used()), (8, 8));
+        drop(lease);
+        store.check().unwrap();
+    }
 }
 
 #[test]

@@ -34,6 +34,8 @@ pub(super) fn check(state: &State) -> Result<(), String> {
     if let Some(disk) = &state.disk {
         let used = state.index.iter().filter(|(_, entry)| entry.is_on_disk()).count() as u64;
         ensure!(used == disk.used, "{} chunks on disk, counted {used}", disk.used);
+        let doomed = state.index.iter().filter(|(_, entry)| entry.is_on_disk() && entry.detached).count() as u64;
+        ensure!(doomed == disk.num_doomed, "{} forgotten chunks on disk, counted {doomed}", disk.num_doomed);
         let dirty = state.index.iter().filter(|(_, entry)| entry.dirty != Dirty::Clean).count() as u64;
         ensure!(dirty == disk.num_dirty, "{} chunks to write, counted {dirty}", disk.num_dirty);
     }

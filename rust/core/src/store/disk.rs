@@ -38,6 +38,8 @@ pub(crate) struct DiskBooks {
     pub(super) writing: u32,
     /// Of those, jobs that give slots back.
     pub(super) freeing: u32,
+    /// Forgotten chunks that are on disk until a read of them ends.
+    pub(super) num_doomed: u64,
     pub(super) stopping: bool,
     /// Chunks on disk.
     pub(super) used: u64,
@@ -58,6 +60,7 @@ impl DiskBooks {
             in_flight: 0,
             writing: 0,
             freeing: 0,
+            num_doomed: 0,
             stopping: false,
             used: 0,
             slots: 0,
@@ -67,7 +70,8 @@ impl DiskBooks {
 
     /// Whether all that should be on disk is there, and nothing that should not.
     pub(super) fn is_settled(&self) -> bool {
-        self.num_dirty == 0 && self.trash.is_empty() && self.freeing == 0 && self.clearing == Clearing::No
+        let nothing_to_free = self.num_doomed == 0 && self.trash.is_empty() && self.freeing == 0;
+        self.num_dirty == 0 && nothing_to_free && self.clearing == Clearing::No
     }
 
     pub(super) fn is_clearing(&self) -> bool {
@@ -159,7 +163,10 @@ impl State {
             self.sync_disk(parent);
         }
         let DiskState::Present(slot) = before else { return None };
-        self.disk_books().used -= 1;
+        let detached = self.index[id].detached;
+        let books = self.disk_books();
+        books.used -= 1;
+        books.num_doomed -= u64::from(detached);
         Some(slot)
     }
 
@@ -167,6 +174,13 @@ impl State {
     pub(super) fn forget_disk(&mut self, id: ChunkId, removal: Removal) {
         if self.index[id].disk_evictable.take().is_some() {
             self.disk_books().policy.remove(id, removal);
+        }
+    }
+
+    /// A chunk that is on disk was forgotten: it leaves with `drop_from_disk`, at once or when its read ends.
+    pub(super) fn doom(&mut self, id: ChunkId) {
+        if self.index[id].is_on_disk() {
+            self.disk_books().num_doomed += 1;
         }
     }
 

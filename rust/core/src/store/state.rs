@@ -229,6 +229,7 @@ impl State {
                 self.forget_host(id, Removal::Dropped);
                 self.unwant(id);
                 self.index.detach(id);
+                self.doom(id);
                 self.drop_from_disk(id);
                 detached += 1;
             }
