@@ -1,7 +1,9 @@
 """`kvloft inspect` and `kvloft verify`: what a person and a script read, and the exit status on damage."""
 
 import json
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,6 +53,47 @@ def damage_one_payload(folder: Path) -> None:
     path.write_bytes(data)
 
 
+def test_a_long_list_of_damage_is_cut_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvloft.cli.verify.MAX_ROWS", 2)
+    frames_file(folder).write_bytes(b"")
+    assert main(["verify", str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert f"and {NUM_CHUNKS - 2} more" in out
+    assert out.count("ends before it") == 2
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_folders_of_other_data_parallel_engines_are_named(folder: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("dp1", "dp12", "dpx", "other"):
+        (folder / name).mkdir()
+    assert main([command, str(folder)]) == 0
+    assert "dp1, dp12 in" in capsys.readouterr().err
+    assert main([command, str(folder / "dp1")]) == 2
+    (folder / "other" / "dp1").mkdir()
+    assert main([command, str(folder / "other")]) == 2
+    assert "dp1 in" in capsys.readouterr().err
+
+
+def test_a_problem_that_is_gone_a_moment_later_was_an_engine_at_work(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, looks = _core.disk_inspect, [2]
+
+    def look(path: str) -> list[dict[str, Any]]:
+        found = real(path)
+        looks[0] -= 1
+        return [{**found[0], "problem": "half written"}] if looks[0] >= 0 else found
+
+    monkeypatch.setattr(_core, "disk_inspect", look)
+    assert main(["inspect", str(folder), "--json"]) == 0
+    assert "half written" not in capsys.readouterr().out
+    looks[0] = 9
+    assert main(["inspect", str(folder), "--json"]) == 0
+    assert "half written" in capsys.readouterr().out
+
+
 def test_inspect_shows_each_namespace_and_its_fields(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(folder)]) == 0
     out = capsys.readouterr().out
@@ -85,6 +128,35 @@ def test_verify_of_a_truncated_file_is_status_1(folder: Path) -> None:
     path = frames_file(folder)
     path.write_bytes(path.read_bytes()[:FRAME])
     assert main(["verify", "--json", str(folder)]) == 1
+
+
+@pytest.mark.parametrize(("num_bytes", "says"), [(None, "index.dat is missing"), (0, "index.dat is empty beside")])
+def test_verify_of_a_lost_index_is_status_1(
+    folder: Path, capsys: pytest.CaptureFixture[str], num_bytes: int | None, says: str
+) -> None:
+    index = frames_file(folder).with_name("index.dat")
+    index.unlink()
+    if num_bytes is not None:
+        index.write_bytes(bytes(num_bytes))
+    assert main(["verify", "--json", str(folder)]) == 1
+    (damage,) = json.loads(capsys.readouterr().out)["damage"]
+    assert damage["problem"].startswith(says)
+    assert main(["verify", str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert "0 chunks checked: 1 problem found." in out
+    assert main(["inspect", "--json", str(folder)]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["problem"] == damage["problem"]
+
+
+def test_verify_of_a_directory_in_use_is_one_sentence_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = _core.Store(frame_bytes=FRAME, host_bytes=8 * FRAME, namespace=NAMESPACE, disk_path=str(tmp_path), disk_bytes=1 << 20)
+    assert main(["verify", str(tmp_path)]) == 2
+    store.close()
+    assert capsys.readouterr().err == (
+        f"kvloft: {tmp_path} is in use by process {os.getpid()}: stop that process and verify again, "
+        "or use `kvloft inspect`, which needs no stop\n"
+    )
+    assert main(["verify", str(tmp_path)]) == 0, "nothing saved yet is no damage"
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])

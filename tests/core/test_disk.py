@@ -8,7 +8,8 @@ import pytest
 
 from kvloft import _core
 from kvloft.cli.__main__ import main
-from kvloft.cli.inspect import format_size, format_time
+from kvloft.cli.inspect import format_time
+from kvloft.config import size_text
 
 FRAME = 4096
 NAMESPACE = bytes(range(32))
@@ -102,7 +103,7 @@ def test_what_is_no_disk_directory_is_a_usage_error(tmp_path: Path, capsys: pyte
 
 
 def test_sizes_and_times_are_for_people() -> None:
-    assert [format_size(n) for n in (0, 1023, 1024, 5 << 29, 3 << 40)] == ["0 B", "1023 B", "1 KiB", "2.5 GiB", "3 TiB"]
+    assert [size_text(n) for n in (0, 1023, 1024, 5 << 29, 3 << 40)] == ["0 B", "1023 B", "1 KiB", "2.5 GiB", "3 TiB"]
     assert format_time(None) == "-"
     assert format_time(2**63) == "-"
     assert format_time(1_700_000_000).startswith("2023-11-1")

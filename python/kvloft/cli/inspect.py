@@ -3,16 +3,27 @@
 import argparse
 import json
 import sys
+import time
+from collections.abc import Callable
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from kvloft.config import size_text
+
+NUM_MORE_LOOKS, LOOK_AGAIN_S = 2, 0.1
+
 
 def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
-    parser = subparsers.add_parser("inspect", help="show what a disk directory holds", description=__doc__)
+    parser = subparsers.add_parser(
+        "inspect",
+        help="show what a disk directory holds",
+        description="Show what a disk directory holds: one line for each namespace. Reads only, also while an engine uses it.",
+    )
     parser.add_argument("dir", metavar="DIR", help="the directory an engine has as its disk_path")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table (sizes in bytes, times in Unix seconds)")
     parser.set_defaults(run=run)
@@ -24,10 +35,12 @@ def run(args: argparse.Namespace) -> int:
     from kvloft._core import ConfigError, StoreError, disk_inspect
 
     try:
-        namespaces = disk_inspect(args.dir)
+        namespaces = _look(disk_inspect, args.dir)
     except (ConfigError, StoreError) as e:
         print(f"kvloft: {e}", file=sys.stderr)
+        tell_of_other_engines(args.dir)
         return 2
+    tell_of_other_engines(args.dir)
     if args.json:
         print(json.dumps(namespaces, indent=2))
         return 0
@@ -42,8 +55,26 @@ def run(args: argparse.Namespace) -> int:
         if n["description"]:
             console.print(f"{n['namespace']}: {describe(n['description'])}", highlight=False, markup=False)
     total = sum(n["bytes"] for n in namespaces)
-    console.print(f"{format_size(total)} in {len(namespaces)} namespace{'s' if len(namespaces) != 1 else ''}", highlight=False)
+    console.print(f"{size_text(total)} in {len(namespaces)} namespace{'s' if len(namespaces) != 1 else ''}", highlight=False)
     return 0
+
+
+def _look(disk_inspect: Callable[[str], list[dict[str, Any]]], folder: str) -> list[dict[str, Any]]:
+    """What is there. A problem counts if it is still there a moment later: an engine may be growing or shrinking its files."""
+    namespaces = disk_inspect(folder)
+    for _ in range(NUM_MORE_LOOKS):
+        if not any(n["problem"] for n in namespaces):
+            break
+        time.sleep(LOOK_AGAIN_S)
+        namespaces = disk_inspect(folder)
+    return namespaces
+
+
+def tell_of_other_engines(folder: str) -> None:
+    """Say which data-parallel engines have folders of their own in ``folder``: nothing was looked at there."""
+    names = sorted(path.name for path in Path(folder).glob("dp[1-9]*") if path.is_dir() and path.name[2:].isdecimal())
+    if names:
+        print(f"kvloft: {', '.join(names)} in {folder} belong to other data-parallel engines; give their own path", file=sys.stderr)
 
 
 def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
@@ -55,8 +86,8 @@ def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
     table.add_column("oldest", no_wrap=True)
     table.add_column("newest", no_wrap=True)
     for n in namespaces:
-        row = [n["namespace"], f"{n['chunks']:,}", f"{n['slots']:,}", format_size(n["frame_bytes"])]
-        row += [format_size(n["bytes"]), format_time(n["oldest"]), format_time(n["newest"])]
+        row = [n["namespace"], f"{n['chunks']:,}", f"{n['slots']:,}", size_text(n["frame_bytes"])]
+        row += [size_text(n["bytes"]), format_time(n["oldest"]), format_time(n["newest"])]
         table.add_row(*row)
     return table
 
@@ -70,16 +101,6 @@ def describe(description: str) -> str:
     return (
         ", ".join(f"{k}={v}" for k, v in fields.items() if v not in ("", "''", "None")) if isinstance(fields, dict) else description
     )
-
-
-def format_size(size_bytes: int) -> str:
-    """Bytes as people write them: three digits and a binary unit."""
-    value = float(size_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"
 
 
 def format_time(unix_s: int | None) -> str:

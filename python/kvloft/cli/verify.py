@@ -9,18 +9,24 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from kvloft.cli.inspect import tell_of_other_engines
+
 if TYPE_CHECKING:
     from kvloft._core import DiskVerify
 
 _CHUNKS_PER_STEP = 16
+MAX_ROWS = 40
 
 
 def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
         "verify",
-        help="prove every chunk of a disk directory",
-        description=f"{__doc__} Exit status: 0 all right, 1 damage found, 2 not done (wrong DIR, or an engine is using it).",
+        help="check every chunk of a disk directory for damage",
+        description=(
+            "Read every chunk of a disk directory and compare its key and checksum. Changes nothing. "
+            "Exit status: 0 all right, 1 damage found, 2 not done (wrong DIR, or an engine is using it)."
+        ),
     )
     parser.add_argument("dir", metavar="DIR", help="the directory an engine has as its disk_path")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -37,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
         damage = _walk(verify, quiet=args.json)
     except (ConfigError, StoreError) as e:
         print(f"kvloft: {e}", file=sys.stderr)
+        tell_of_other_engines(args.dir)
         return 2
+    tell_of_other_engines(args.dir)
     if args.json:
         print(json.dumps({"chunks": verify.num_chunks, "damage": damage}, indent=2))
     else:
@@ -65,9 +73,13 @@ def _print(num_chunks: int, damage: list[dict[str, str]]) -> None:
         console.print(f"{checked}: no damage", highlight=False)
         return
     table = Table("namespace", "slot", "key", "problem")
-    for found in damage:
+    for found in damage[:MAX_ROWS]:
         table.add_row(found["namespace"], found["slot"] or "-", found["key"][:16] or "-", found["problem"])
     console.print(table)
-    console.print(
-        f"{checked}: {len(damage):,} damaged. An engine that opens the directory counts these as misses.", highlight=False
-    )
+    if len(damage) > MAX_ROWS:
+        console.print(f"... and {len(damage) - MAX_ROWS:,} more (--json has them all)", highlight=False)
+    if all(found["slot"] for found in damage):
+        verdict = f"{len(damage):,} damaged"
+    else:  # a file of the directory itself: how many chunks it had is not known
+        verdict = f"{len(damage):,} problem{'s' if len(damage) != 1 else ''} found"
+    console.print(f"{checked}: {verdict}. To an engine, what is lost or damaged is a miss.", highlight=False)

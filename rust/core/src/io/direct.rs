@@ -58,8 +58,12 @@ impl OsFile {
     }
 
     fn with_options(path: &Path, options: &OpenOptions, direct: bool) -> Result<Self> {
-        let flags = |extra: OFlags| (OFlags::NOFOLLOW | extra).bits().cast_signed();
+        // Without O_NONBLOCK, opening a FIFO waits for its other end.
+        let flags = |extra: OFlags| (OFlags::NOFOLLOW | OFlags::NONBLOCK | extra).bits().cast_signed();
         let buffered = options.clone().custom_flags(flags(OFlags::empty())).open(path)?;
+        if !buffered.metadata()?.is_file() {
+            return Err(Error::new(ErrorKind::InvalidInput, "it is not a regular file"));
+        }
         // EINVAL here is how a file system without O_DIRECT says so; any other trouble shows up in use.
         let direct = direct.then(|| options.clone().custom_flags(flags(OFlags::DIRECT)).open(path).ok()).flatten();
         Ok(Self { buffered, direct, direct_refused: AtomicBool::new(false) })

@@ -11,6 +11,7 @@ use crate::{Error, ErrorKind};
 pub(super) fn at_path(action: &str, path: &Path, error: io::Error) -> Error {
     let problem = match error.kind() {
         Io::NotADirectory | Io::AlreadyExists => "is, or leads through, something that is not a directory",
+        Io::NotFound => "cannot be created there, for its file system takes no new directory",
         Io::PermissionDenied => "may not be written by this user",
         Io::ReadOnlyFilesystem => "is on a read-only file system",
         Io::InvalidFilename => "is not a possible file name",

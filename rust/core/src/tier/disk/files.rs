@@ -12,6 +12,8 @@ use super::types::{DiskMeta, SlotId};
 use crate::ChunkKey;
 use crate::io::direct::{OsFile, RawFile, read_exact_at, write_all_at};
 
+const MAX_RECORDS_BEYOND_FRAMES: u32 = 1 << 20;
+
 /// Where the tier's files come from; a test's own may fail on purpose.
 pub(super) trait OpenFile: Send + Sync {
     /// Opens `path` for reading and writing, made where missing; `direct` asks for `O_DIRECT` where it works.
@@ -63,17 +65,33 @@ impl SlotFiles {
         Ok(Self { frames, index, frame_bytes, seed })
     }
 
-    /// Opens both files of an existing namespace for reading only.
-    pub(super) fn open_read(dir: &Path, frame_bytes: u64, seed: u64) -> io::Result<Self> {
-        let index = Box::new(OsFile::open_read(&dir.join(INDEX_NAME), false)?);
-        let frames = Box::new(OsFile::open_read(&dir.join(FRAMES_NAME), true)?);
-        Ok(Self { frames, index, frame_bytes, seed })
+    /// Opens both files of an existing namespace for reading only; None where it was made and never held a chunk. The error is
+    /// one clause.
+    pub(super) fn open_read(dir: &Path, frame_bytes: u64, seed: u64) -> Result<Option<Self>, String> {
+        let open = |name: &str, direct| match OsFile::open_read(&dir.join(name), direct) {
+            Ok(file) => Ok(Some(Box::new(file))),
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+            Err(e) => Err(format!("{name} cannot be opened ({e})")),
+        };
+        let missing = |name: &str| Err(format!("{name} is missing: the chunks of this namespace are lost"));
+        match (open(INDEX_NAME, false)?, open(FRAMES_NAME, true)?) {
+            (Some(index), Some(frames)) => Ok(Some(Self { frames, index, frame_bytes, seed })),
+            (None, None) => Ok(None),
+            // The index is made first; a kill may come before the frames.
+            (Some(index), None) if index.size().is_ok_and(|size| size == 0) => Ok(None),
+            (Some(_), None) => missing(FRAMES_NAME),
+            (None, Some(_)) => missing(INDEX_NAME),
+        }
     }
 
-    /// Slots that each file has whole: (records, frames).
+    /// Slots that each file has whole: (records, frames). Of records far beyond the frames, which no engine leaves, only the
+    /// first count: a forged length must not make anyone read terabytes of holes.
     pub(super) fn lens(&self) -> io::Result<(u32, u32)> {
         let whole = |len: u64, each: u64| u32::try_from(len / each).unwrap_or(u32::MAX);
-        Ok((whole(self.index.size()?, RECORD_BYTES as u64), whole(self.frames.size()?, self.frame_bytes)))
+        // Frames first: an engine that grows its files meanwhile extends the index before them.
+        let frames = whole(self.frames.size()?, self.frame_bytes);
+        let records = whole(self.index.size()?, RECORD_BYTES as u64);
+        Ok((records.min(frames.saturating_add(MAX_RECORDS_BEYOND_FRAMES)), frames))
     }
 
     /// Whether frames bypass the page cache.

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::Path;
 
 use super::files::SlotFiles;
-use super::namespaces;
+use super::namespaces::{self, INDEX_NAME};
 use super::record::{Parsed, record_seed};
 use super::superblock::Superblock;
 use crate::{Error, ErrorKind, Result};
@@ -59,19 +59,30 @@ pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     Ok(found)
 }
 
-/// A namespace's superblock and files; the error is one clause.
-pub(super) fn open_namespace(found: &namespaces::Found) -> Result<(Superblock, SlotFiles), String> {
+/// A namespace's superblock, and its files unless there were never any; the error is one clause.
+pub(super) fn open_namespace(found: &namespaces::Found) -> Result<(Superblock, Option<SlotFiles>), String> {
     let superblock = match Superblock::read(&found.path) {
-        Ok(Some(parsed)) => parsed.map_err(|why| format!("superblock {why}"))?,
-        Ok(None) => return Err("superblock missing".to_owned()),
-        Err(e) => return Err(format!("superblock unreadable ({e})")),
+        Ok(Some(parsed)) => parsed.map_err(|why| format!("superblock.json is {why}"))?,
+        Ok(None) => return Err("superblock.json is missing".to_owned()),
+        Err(e) => return Err(format!("superblock.json cannot be read ({e})")),
     };
     let Some(namespace) = superblock.namespace().filter(|n| namespaces::dir_name(n) == found.name) else {
-        return Err("superblock is another namespace's".to_owned());
+        return Err("superblock.json is another namespace's".to_owned());
     };
-    let files = SlotFiles::open_read(&found.path, superblock.frame_bytes(), record_seed(&namespace))
-        .map_err(|e| format!("files unreadable ({e})"))?;
+    let files = SlotFiles::open_read(&found.path, superblock.frame_bytes(), record_seed(&namespace))?;
     Ok((superblock, files))
+}
+
+/// What an index shorter than the frames has lost, as one clause. The tier itself keeps a record for every frame: it extends
+/// the index first, and only a kill between its two steps of shrinking leaves this behind, of chunks that were given up.
+pub(super) fn lost_records(records: u32, frames: u32) -> Option<String> {
+    match records {
+        _ if records >= frames => None,
+        0 => Some(format!("{INDEX_NAME} is empty beside {frames} frames: the chunks in them are lost")),
+        _ => {
+            Some(format!("{INDEX_NAME} has records for {records} of {frames} frames: those without a record are lost"))
+        }
+    }
 }
 
 fn inspect_one(found: &namespaces::Found) -> NamespaceInfo {
@@ -81,7 +92,7 @@ fn inspect_one(found: &namespaces::Found) -> NamespaceInfo {
         Ok((superblock, files)) => {
             superblock.description().clone_into(&mut info.description);
             info.frame_bytes = superblock.frame_bytes();
-            if let Err(e) = count_records(&files, &mut info) {
+            if let Some(Err(e)) = files.map(|files| count_records(&files, &mut info)) {
                 info.problem = Some(format!("index unreadable ({e})"));
             }
         }
@@ -103,6 +114,7 @@ fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) -> std::io::Result
         Parsed::Valid(_) | Parsed::Bad => bad += 1,
         Parsed::Empty => {}
     })?;
+    info.problem = lost_records(records, frames);
     if bad > 0 {
         info.problem = Some(format!("{bad} records damaged or without their frame"));
     }

@@ -17,6 +17,13 @@ use crate::{Error, ErrorKind, Result};
 /// The file's name in the directory.
 pub(super) const FILE_NAME: &str = "lock";
 
+/// Who wants the directory, for the advice in the error.
+#[derive(Debug, Clone, Copy)]
+enum Asker {
+    Engine,
+    Reader,
+}
+
 /// The directory is ours until this is released or dropped.
 #[derive(Debug)]
 pub(super) struct DirLock {
@@ -38,7 +45,7 @@ impl DirLock {
             .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
             .open(&path)
             .map_err(|e| errors::at_path("open the lock file of", dir, e))?;
-        let lock = Self::lock(file, dir)?;
+        let lock = Self::lock(file, dir, Asker::Engine)?;
         // The text is a courtesy: a full disk must not keep a good cache from opening.
         let text = format!("{}\n", lock.owner_pid);
         let _ = lock.file.set_len(0);
@@ -48,17 +55,18 @@ impl DirLock {
 
     /// Takes the directory for reading only, without making or changing anything; None where there is no lock file.
     pub(super) fn acquire_existing(dir: &Path) -> Result<Option<Self>> {
-        match File::open(dir.join(FILE_NAME)) {
-            Ok(file) => Self::lock(file, dir).map(Some),
+        let options = OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).to_owned();
+        match options.open(dir.join(FILE_NAME)) {
+            Ok(file) => Self::lock(file, dir, Asker::Reader).map(Some),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(errors::at_path("open the lock file of", dir, e)),
         }
     }
 
-    fn lock(file: File, dir: &Path) -> Result<Self> {
+    fn lock(file: File, dir: &Path, asker: Asker) -> Result<Self> {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
             Ok(()) => Ok(Self { file, owner_pid: std::process::id() }),
-            Err(Errno::WOULDBLOCK) => Err(busy(&file, dir)),
+            Err(Errno::WOULDBLOCK) => Err(busy(&file, dir, asker)),
             Err(e) => Err(errors::at_path("lock", dir, e.into())),
         }
     }
@@ -77,7 +85,7 @@ impl Drop for DirLock {
     }
 }
 
-fn busy(file: &File, dir: &Path) -> Error {
+fn busy(file: &File, dir: &Path, asker: Asker) -> Error {
     let mut text = String::new();
     let _ = file.take(32).read_to_string(&mut text);
     let owner = match text.trim().parse::<u32>() {
@@ -85,8 +93,15 @@ fn busy(file: &File, dir: &Path) -> Error {
         Ok(pid) => format!("a process that was started by process {pid}, which is gone"),
         Err(_) => "another process".to_owned(),
     };
-    let message =
-        format!("disk_path {} is in use by {owner}: stop it, or give this engine another disk_path", dir.display());
+    let dir = dir.display();
+    let message = match asker {
+        Asker::Engine => {
+            format!("disk_path {dir} is in use by {owner}: stop it, or give this engine another disk_path")
+        }
+        Asker::Reader => format!(
+            "{dir} is in use by {owner}: stop that process and verify again, or use `kvloft inspect`, which needs no stop"
+        ),
+    };
     Error::new(ErrorKind::Busy, message)
 }
 

@@ -1,7 +1,7 @@
 //! Opening a disk directory: owner, superblock, cap, recovery; in that order.
 //!
-//! Whatever is wrong with a namespace's files costs chunks and a count, never the open; what is wrong with the directory
-//! itself is the setting's fault and says so.
+//! Whatever is wrong with what a namespace's files hold costs chunks and a count, never the open; what is wrong with the directory
+//! itself, or is no file where one must be, is the setting's fault and says so.
 
 use std::fs;
 use std::io;
@@ -82,7 +82,7 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, stats: &mut DiskStats) -> io
     match Superblock::read(dir)? {
         Some(Ok(found)) if found == ours => return touch(dir),
         Some(Ok(found)) if found.namespace() != ours.namespace() => {
-            start_afresh(dir, "its superblock is another namespace's", stats);
+            start_afresh(dir, "its superblock.json is another namespace's", stats);
         }
         Some(Ok(found)) if found.frame_bytes() != ours.frame_bytes() => {
             start_afresh(dir, &format!("its frames have {} bytes", found.frame_bytes()), stats);
@@ -92,8 +92,8 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, stats: &mut DiskStats) -> io
             let _ = ours.write(dir);
             return Ok(());
         }
-        Some(Err(why)) => start_afresh(dir, &format!("its superblock is {why}"), stats),
-        None if namespaces::remove_files(dir)? => start_afresh(dir, "it had no superblock", stats),
+        Some(Err(why)) => start_afresh(dir, &format!("its superblock.json is {why}"), stats),
+        None if namespaces::remove_files(dir)? => start_afresh(dir, "it had no superblock.json", stats),
         None => return ours.write(dir),
     }
     namespaces::remove_files(dir)?;

@@ -22,6 +22,9 @@ const MAX_BYTES: u64 = 64 * 1024;
 /// A description is cut here, so that the superblock stays within its part of the budget.
 const MAX_DESCRIPTION_CHARS: usize = 1000;
 
+/// Completes "superblock.json is ..." for what some other program (or a torn write) left there.
+const NOT_OURS: &str = "not one that kvloft wrote";
+
 /// A namespace directory's identity.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -45,7 +48,7 @@ impl Superblock {
 
     /// Parses a file's bytes; the error is one clause that says what is wrong.
     pub(super) fn parse(bytes: &[u8]) -> Result<Self, String> {
-        let parsed: Self = serde_json::from_slice(bytes).map_err(|e| format!("not a superblock ({e})"))?;
+        let parsed: Self = serde_json::from_slice(bytes).map_err(|_| NOT_OURS.to_owned())?;
         if parsed.format != FORMAT {
             return Err(format!("of format {} where this version has {FORMAT}", parsed.format));
         }
@@ -53,7 +56,7 @@ impl Superblock {
             return Err("damaged (its checksum differs)".to_owned());
         }
         if parsed.namespace().is_none() || parsed.frame_bytes == 0 || !parsed.frame_bytes.is_multiple_of(4096) {
-            return Err("out of range".to_owned());
+            return Err("damaged (a value is out of range)".to_owned());
         }
         Ok(parsed)
     }
@@ -62,7 +65,7 @@ impl Superblock {
     pub(super) fn read(dir: &Path) -> io::Result<Option<Result<Self, String>>> {
         let path = dir.join(FILE_NAME);
         match fs::symlink_metadata(&path) {
-            Ok(meta) if !meta.is_file() || meta.len() > MAX_BYTES => Ok(Some(Err("not a superblock".to_owned()))),
+            Ok(meta) if !meta.is_file() || meta.len() > MAX_BYTES => Ok(Some(Err(NOT_OURS.to_owned()))),
             Ok(_) => Ok(Some(Self::parse(&fs::read(&path)?))),
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),

@@ -6,7 +6,7 @@
 use std::path::Path;
 
 use super::files::{ReadFailure, SlotFiles};
-use super::inspect::{list, open_namespace};
+use super::inspect::{list, lost_records, open_namespace};
 use super::lock::DirLock;
 use super::record::{Parsed, Record};
 use super::superblock::hex;
@@ -64,7 +64,8 @@ impl Verifier {
         };
         for namespace in &found {
             match open_namespace(namespace) {
-                Ok((superblock, files)) => verifier.add(&namespace.name, superblock.frame_bytes(), files),
+                Ok((superblock, Some(files))) => verifier.add(&namespace.name, superblock.frame_bytes(), files),
+                Ok((_, None)) => {}
                 Err(problem) => verifier.note(&namespace.name, None, problem),
             }
         }
@@ -103,6 +104,9 @@ impl Verifier {
             Ok(lens) => lens,
             Err(e) => return self.note(name, None, format!("files unreadable ({e})")),
         };
+        if let Some(problem) = lost_records(records, frames) {
+            self.note(name, None, problem);
+        }
         let mut todo = Vec::new();
         let mut bad = Vec::new();
         let read = files.for_each_record(records, |slot, parsed| match parsed {

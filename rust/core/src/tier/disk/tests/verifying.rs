@@ -110,6 +110,119 @@ fn test_verify_names_each_kind_of_damage() {
     assert!(numbers(&found).iter().all(|i| [0, 2, 3, 4].contains(i)));
 }
 
+fn problems_of(dir: &Path) -> Vec<String> {
+    verify(dir).into_iter().map(|d| d.problem).collect()
+}
+
+#[test]
+fn test_verify_and_inspect_report_records_that_are_gone_from_beside_their_frames() {
+    let lost = "those without a record are lost";
+    for (records, problem) in [
+        (0, "index.dat is empty beside 8 frames: the chunks in them are lost".to_owned()),
+        (2, format!("index.dat has records for 2 of 8 frames: {lost}")),
+        (7, format!("index.dat has records for 7 of 8 frames: {lost}")),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let config = filled(dir.path());
+        let index = OpenOptions::new().write(true).open(file(&config, "index.dat")).unwrap();
+        index.set_len(records * 128 + 5).unwrap();
+        assert_eq!(problems_of(dir.path()), std::slice::from_ref(&problem));
+        assert_eq!(inspect(dir.path()).unwrap()[0].problem, Some(problem));
+    }
+}
+
+#[test]
+fn test_verify_and_inspect_name_a_file_that_is_missing() {
+    for name in ["index.dat", "frames.dat"] {
+        let dir = tempfile::tempdir().unwrap();
+        let config = filled(dir.path());
+        fs::remove_file(file(&config, name)).unwrap();
+        let problem = format!("{name} is missing: the chunks of this namespace are lost");
+        assert_eq!(problems_of(dir.path()), std::slice::from_ref(&problem));
+        assert_eq!(inspect(dir.path()).unwrap()[0].problem, Some(problem));
+    }
+}
+
+#[test]
+fn test_verify_finds_nothing_wrong_where_nothing_was_saved_yet() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tier, _) = open(&config(dir.path(), 8));
+    tier.close();
+    assert_eq!(verify(dir.path()), []);
+    assert_eq!(inspect(dir.path()).unwrap()[0].problem, None);
+}
+
+/// An engine makes superblock, index and frames in this order, and may be killed between them.
+#[test]
+fn test_verify_finds_nothing_wrong_where_an_engine_was_killed_before_it_had_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = filled(dir.path());
+    fs::remove_file(file(&config, "frames.dat")).unwrap();
+    OpenOptions::new().write(true).open(file(&config, "index.dat")).unwrap().set_len(0).unwrap();
+    assert!(problems_of(dir.path()).is_empty());
+    fs::remove_file(file(&config, "index.dat")).unwrap();
+    assert!(problems_of(dir.path()).is_empty());
+}
+
+#[test]
+fn test_what_is_no_regular_file_is_a_problem_and_is_not_waited_for() {
+    for name in ["index.dat", "frames.dat", "superblock.json"] {
+        let dir = tempfile::tempdir().unwrap();
+        let config = filled(dir.path());
+        fs::remove_file(file(&config, name)).unwrap();
+        rustix::fs::mknodat(
+            rustix::fs::CWD,
+            file(&config, name),
+            rustix::fs::FileType::Fifo,
+            rustix::fs::Mode::from_raw_mode(0o600),
+            0,
+        )
+        .unwrap();
+        assert_eq!(problems_of(dir.path()).len(), 1, "{name}");
+    }
+}
+
+#[test]
+fn test_an_index_of_terabytes_of_holes_is_not_read_to_its_end() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = filled(dir.path());
+    OpenOptions::new().write(true).open(file(&config, "index.dat")).unwrap().set_len(1 << 40).unwrap();
+    assert!(verify(dir.path()).is_empty());
+    assert_eq!(inspect(dir.path()).unwrap()[0].chunks, 6);
+    let (_tier, found) = open(&config);
+    assert_eq!(found.len(), 6);
+    assert!(fs::metadata(file(&config, "index.dat")).unwrap().len() < 1 << 20);
+}
+
+#[test]
+fn test_a_foreign_superblock_is_told_in_plain_words() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = filled(dir.path());
+    let path = file(&config, "superblock.json");
+    for foreign in ["{\"a\": 1}", "hello", ""] {
+        fs::write(&path, foreign).unwrap();
+        assert_eq!(problems_of(dir.path()), ["superblock.json is not one that kvloft wrote"]);
+    }
+    let (tier, _) = open(&config);
+    let event = &tier.stats().events[0];
+    assert!(event.ends_with("starts afresh: its superblock.json is not one that kvloft wrote"), "{event}");
+}
+
+#[test]
+fn test_verify_of_a_busy_directory_names_the_owner_and_what_to_do() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_tier, _) = open(&filled(dir.path()));
+    let text = Verifier::open(dir.path()).unwrap_err().to_string();
+    let pid = std::process::id();
+    assert_eq!(
+        text,
+        format!(
+            "{} is in use by process {pid}: stop that process and verify again, or use `kvloft inspect`, which needs no stop",
+            dir.path().display()
+        )
+    );
+}
+
 #[test]
 fn test_verify_compares_the_frames_own_trailer() {
     let dir = tempfile::tempdir().unwrap();
@@ -137,7 +250,7 @@ fn test_verify_sees_superblocks_that_are_damaged_or_in_the_wrong_place() {
     fs::create_dir(config.dir.join("00112233445566bb")).unwrap();
     let mut problems: Vec<_> = verify(dir.path()).into_iter().map(|d| d.problem).collect();
     problems.sort();
-    assert_eq!(problems, ["superblock is another namespace's", "superblock missing"]);
+    assert_eq!(problems, ["superblock.json is another namespace's", "superblock.json is missing"]);
     assert_eq!(inspect(dir.path()).unwrap().iter().filter(|n| n.problem.is_some()).count(), 2);
 }
 
