@@ -17,7 +17,7 @@ BASE: dict[str, Any] = {
     "dtype": torch.float32, "quantization": None, "cache_dtype": "auto", "max_model_len": 64, "tensor_parallel_size": 1,
     "kv_heads": 1, "block": 32, "blocks_per_chunk": 1, "user": "", "backend": None, "layout": "LBHNC",
     "model_weights": "", "load_extra": {}, "quantization_config": None, "model_impl": "auto", "model_class_overrides": {},
-    "media": None,
+    "media": None, "additional": {}, "override_generation_config": {}, "disable_sliding_window": False,
 }  # fmt: skip
 
 
@@ -25,7 +25,6 @@ class HfConfig:
     def __init__(self, fields: dict[str, Any], commit: str) -> None:
         self._fields = fields
         self._commit_hash = commit
-        self.rope_scaling = fields.get("rope_scaling")
 
     def to_dict(self) -> dict[str, Any]:
         return self._fields
@@ -39,11 +38,13 @@ def digest(**changes: Any) -> bytes:
             dtype=v["dtype"], quantization=v["quantization"], max_model_len=v["max_model_len"], model_weights=v["model_weights"],
             quantization_config=v["quantization_config"], model_impl=v["model_impl"],
             model_class_overrides=v["model_class_overrides"], multimodal_config=v["media"],
+            override_generation_config=v["override_generation_config"], disable_sliding_window=v["disable_sliding_window"],
         ),
         cache_config=SimpleNamespace(cache_dtype=v["cache_dtype"]),
         parallel_config=SimpleNamespace(tensor_parallel_size=v["tensor_parallel_size"]),
         load_config=SimpleNamespace(load_format=v["load_format"], model_loader_extra_config=v["load_extra"]),
         attention_config=SimpleNamespace(backend=v["backend"]), weight_transfer_config=v.get("weight_transfer"),
+        additional_config=v["additional"],
     )  # fmt: skip
     spec = FullAttentionSpec(block_size=v["block"], num_kv_heads=v["kv_heads"], head_size=32, dtype=torch.float32)
     kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
@@ -61,6 +62,8 @@ def digest(**changes: Any) -> bytes:
         {"block": 64}, {"blocks_per_chunk": 2}, {"user": "blue"}, {"backend": "FLASHINFER"}, {"layout": "LBNHC"},
         {"model_weights": "s3://other"}, {"load_extra": {"tensorizer_uri": "other.tensors"}},
         {"quantization_config": {"ignore": ["lm_head"]}}, {"model_impl": "transformers"}, {"model_class_overrides": {"A": "b:B"}},
+        {"max_model_len": 128}, {"additional": {"a": 1}},
+        {"override_generation_config": {"attn_temperature_tuning": True}}, {"disable_sliding_window": True},
         {"media": SimpleNamespace(mm_processor_kwargs={"do_resize": False})}, {"media": SimpleNamespace(video_pruning_rate=0.5)},
     ],
     ids=str,
@@ -68,13 +71,6 @@ def digest(**changes: Any) -> bytes:
 def test_each_field_alone_flips_the_namespace(change: dict[str, Any]) -> None:
     assert digest() == digest()
     assert digest(**change) != digest()
-
-
-@pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "su", "yarn"])
-def test_length_counts_only_where_positions_depend_on_it(rope_type: str) -> None:
-    assert digest(max_model_len=128) == digest()
-    scaled = {"hidden_size": 64, "rope_scaling": {"rope_type": rope_type}}
-    assert digest(config=scaled, max_model_len=128) != digest(config=scaled)
 
 
 def test_dummy_weights_are_told_apart_by_their_seed() -> None:

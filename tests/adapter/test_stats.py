@@ -1,10 +1,13 @@
 """Numbers across processes: counters add up, gauges take the newest, every name has its Prometheus metric."""
 
+import logging
 from types import SimpleNamespace
 
+import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvloft.vllm.connector import KVLoftConnector
+from kvloft.vllm.scheduler_half import SchedulerHalf
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 
 
@@ -20,6 +23,18 @@ def test_counters_add_and_gauges_take_the_newest() -> None:
 def test_stats_survive_the_trip_to_the_api_server() -> None:
     assert KVLoftConnector.build_kv_connector_stats({"saved_chunks": 2}).data == {"saved_chunks": 2}
     assert KVLoftConnector.build_kv_connector_stats().is_empty()
+
+
+def test_damage_on_disk_is_told_in_the_log_but_not_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
+    half = object.__new__(SchedulerHalf)
+    half._namespace, half._next_warning_s = bytes(32), 0.0
+    with caplog.at_level(logging.WARNING, "kvloft"):
+        half._warn_of_damage(0)
+        assert not caplog.records
+        for _ in range(3):
+            half._warn_of_damage(2)
+    (record,) = caplog.records
+    assert "2 chunks on disk had other bytes" in record.getMessage()
 
 
 def test_every_name_reaches_prometheus() -> None:

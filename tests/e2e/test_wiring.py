@@ -1,10 +1,13 @@
 """How vLLM finds kvloft and how a mistake in its settings is told: by name, by module path, inside MultiConnector."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from . import tiny
 from .client import BLOCK, Engine, EngineError, Req, kvloft, random_ids
 from .conftest import Truth
 
@@ -46,6 +49,18 @@ def test_works_inside_multi_connector(truth: Truth, start: Callable[..., Engine]
 def test_a_wrong_setting_stops_the_start_and_is_named(start: Callable[..., Engine], extra: dict[str, Any], said: str) -> None:
     with pytest.raises(EngineError, match=f"(?s){said}"):
         start(kv_transfer_config=kvloft(**extra))
+
+
+@pytest.mark.parametrize("environment", [{}, {"KVLOFT_HOST_SZE": "1GiB"}], ids=["extra config", "environment"])
+def test_a_wrong_setting_is_told_before_any_weights_are_loaded(
+    start: Callable[..., Engine], tmp_path: Path, environment: dict[str, str]
+) -> None:
+    """There are no weights to load here."""
+    (tmp_path / "config.json").write_text(json.dumps(tiny.config()))
+    extra = {} if environment else {"host_sze": "1GiB"}
+    with pytest.raises(EngineError, match=r"(?is)host_sze.*did you mean.*host_size") as told:
+        start(model=tmp_path, kv_transfer_config=kvloft(**extra), env=environment)
+    assert "weights" not in str(told.value), "it came late"
 
 
 def test_metrics_add_up(truth: Truth, start: Callable[..., Engine]) -> None:

@@ -52,7 +52,9 @@ def namespace_fields(
         "media": _media_settings(model),
         "kv_dtype": cache.cache_dtype,
         "kv_scales": getattr(cache, "calculate_kv_scales", None),
-        "max_model_len": model.max_model_len if _rope_depends_on_length(model.hf_config) else None,
+        "max_model_len": model.max_model_len,  # Llama 4's attention and LongRoPE's factors depend on it, nested in any config
+        "model_settings": _model_settings(model),
+        "additional": getattr(vllm_config, "additional_config", None) or None,
         "platform": _platform(),
         "attention": _attention_backend(vllm_config),
         "layout": getattr(kv_cache_config, "kv_cache_layout", None),
@@ -102,6 +104,12 @@ def media_ids_are_counted(vllm_config: Any) -> bool:
     return media is not None and caches_off
 
 
+def _model_settings(model: Any) -> str:
+    """What a user sets besides the model that models read when they are built (Llama 4 takes its temperature tuning so)."""
+    names = ("override_generation_config", "disable_sliding_window", "disable_cascade_attn")
+    return repr([str(getattr(model, name, None) or None) for name in names])
+
+
 def _media_settings(model: Any) -> str | None:
     """What an engine does to every image, video and audio: vLLM's identifiers tell the input and the request's wishes only."""
     media = getattr(model, "multimodal_config", None)
@@ -120,12 +128,6 @@ def _platform() -> str:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _rope_depends_on_length(hf_config: Any) -> bool:
-    """Some position encodings (dynamic NTK, LongRoPE) choose their factors by the maximum length."""
-    scaling = getattr(hf_config, "rope_scaling", None) or getattr(hf_config, "rope_parameters", None)
-    return bool(scaling) and any(word in str(scaling) for word in ("dynamic", "longrope", "su", "yarn"))
 
 
 def _attention_backend(vllm_config: VllmConfig) -> str | None:

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from kvloft import __version__, _core
-from kvloft.config import Config
+from kvloft.config import Config, size_text
 from kvloft.errors import ConfigError
+from kvloft.machine import warnings
 from kvloft.plan import Geometry, SchedulerCore
 from kvloft.transfer.frames import part_bytes_for
 from kvloft.types import ArenaSpec, ReqId, RequestView
@@ -41,6 +42,7 @@ GOOD_CHUNK_BYTES = 128 << 10
 MAX_AUTO_CHUNK_TOKENS = 1024
 STATS_STEPS = 32
 """Steps between two looks at the store's own counters when nothing else happened."""
+WARN_EVERY_S = 60.0
 
 
 def choose_geometry(config: Config, block_tokens: int, block_bytes: int) -> Geometry:
@@ -61,10 +63,26 @@ def choose_geometry(config: Config, block_tokens: int, block_bytes: int) -> Geom
     return Geometry(block_tokens, config.chunk_tokens // block_tokens)
 
 
+def tiers_text(config: Config, geometry: Geometry, frame_bytes: int, *, num_frames: int, num_found: int) -> str:
+    """What the log says at start about chunks and tiers; ``num_found`` chunks were on disk already."""
+    chunk = f"{_count(geometry.chunk_tokens, 'token')} ({_count(geometry.blocks_per_chunk, 'block')}, {size_text(frame_bytes)})"
+    host = f"host {size_text(config.host_size)} in {_count(num_frames, 'frame')}"
+    disk = "no disk"
+    if config.disk_path:
+        disk = f"disk {config.disk_path} up to {size_text(config.disk_size)} with {_count(num_found, 'chunk')} found"
+    return f"chunks of {chunk}, {host}, {disk}, eviction {config.eviction}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
 class SchedulerHalf:
     """Everything kvloft does in vLLM's scheduler process."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config) -> None:
+        for warning in warnings(config):  # first, for the store makes its directory
+            logger.warning("kvloft: %s", warning)
         parallel = vllm_config.parallel_config
         block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
         block_bytes = sum(layer_page_bytes(kv_cache_config).values())
@@ -101,6 +119,7 @@ class SchedulerHalf:
         self.hook_errors = 0
         self._last: dict[str, int] = {}
         self._quiet_steps = 0
+        self._next_warning_s = 0.0
         self._log_start(config, fields)
 
     def _new_chain(self, view: RequestView) -> _core.KeyChain:
@@ -109,14 +128,10 @@ class SchedulerHalf:
 
     def _log_start(self, config: Config, fields: list[tuple[str, str]]) -> None:
         stats = self._store.stats()
-        disk = "no disk"
-        if config.disk_path:
-            disk = f"disk {config.disk_path} up to {config.disk_size / 2**30:.2f} GiB, {stats.get('disk_used', 0)} chunks found"
-        logger.info(
-            "kvloft %s: namespace %s, chunks of %d tokens (%d blocks, %.1f KiB), host %.2f GiB in %d frames, %s, eviction %s",
-            __version__, self._namespace.hex()[:16], self.geometry.chunk_tokens, self.geometry.blocks_per_chunk,
-            self._store.frame_bytes / 1024, config.host_size / 2**30, self._store.num_frames, disk, config.eviction,
-        )  # fmt: skip
+        tiers = tiers_text(
+            config, self.geometry, self._store.frame_bytes, num_frames=self._store.num_frames, num_found=stats.get("disk_used", 0)
+        )
+        logger.info("kvloft %s: namespace %s, %s", __version__, self._namespace.hex()[:16], tiers)
         logger.debug("kvloft namespace fields: %s", fields)
 
     # -- hooks ----------------------------------------------------------------------------------------------------
@@ -164,7 +179,18 @@ class SchedulerHalf:
                 data[name] = data.get(name, 0) + delta
         data.update((name, stats[name]) for name in GAUGES if name in stats)
         self._last = stats
+        self._warn_of_damage(data.get("disk_verify_failures", 0))
         return KVLoftStats(data)
+
+    def _warn_of_damage(self, num_chunks: int) -> None:
+        """At most once in `WARN_EVERY_S`; the metric counts them all."""
+        if num_chunks and time.monotonic() >= self._next_warning_s:
+            self._next_warning_s = time.monotonic() + WARN_EVERY_S
+            logger.warning(
+                "kvloft: %s on disk had other bytes than were written (namespace %s); each was a miss. "
+                "Look at the disk's health, or stop the engine and run `kvloft verify`",
+                _count(num_chunks, "chunk"), self._namespace.hex()[:16],
+            )  # fmt: skip
 
     def close(self) -> None:
         self.core.close()
@@ -172,8 +198,11 @@ class SchedulerHalf:
 
 
 def _disk_path(config: Config, parallel: Any) -> str | None:
-    """Each data-parallel engine owns a directory of its own."""
-    if config.disk_path is None or parallel.data_parallel_size <= 1:
-        return config.disk_path
-    rank = getattr(parallel, "data_parallel_index", None)
-    return str(Path(config.disk_path) / f"dp{parallel.data_parallel_rank if rank is None else rank}")
+    """Each data-parallel engine owns a directory of its own: the first disk_path itself, others ``dpN`` in it.
+
+    The index says which engine this is, nothing else does: a dense model's engines are independent, and vLLM resets their size
+    to 1 and their rank to 0 (`reconfigure_for_independent_dp_rank`).
+    """
+    index = getattr(parallel, "data_parallel_index", None)
+    rank = parallel.data_parallel_rank if index is None else index
+    return config.disk_path if config.disk_path is None or rank == 0 else str(Path(config.disk_path) / f"dp{rank}")

@@ -8,12 +8,17 @@ from __future__ import annotations
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvloft.errors import UnsupportedError
 
 _WHOLE_PREFIX_SPECS = {"FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec"}
-"""Specs whose blocks hold every token's KV for the request's whole life."""
+"""Specs whose blocks hold every token's KV for the request's whole life.
+
+A sliding window or a local chunk beside full attention comes here as FullAttentionSpec too: for a connector of one block table
+vLLM promotes such layers (`unify_hybrid_kv_cache_specs`), keeps all their blocks, and leaves the window to the computation.
+"""
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
@@ -35,7 +40,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
     if len(groups) != 1:
         raise UnsupportedError(
             f"kvloft serves models with one KV cache group, and {model.model!r} has {len(groups)} "
-            "(sliding windows or state-space layers beside full attention); run it without kvloft"
+            "(as state-space layers beside attention make them); run it without kvloft"
         )
     for spec in _layer_specs(groups[0].kv_cache_spec):
         name = type(spec).__name__
@@ -43,6 +48,17 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             raise UnsupportedError(
                 f"kvloft serves full attention and MLA, and {model.model!r} keeps its KV as {name}; run it without kvloft"
             )
+        if getattr(spec, "non_causal", False):
+            raise UnsupportedError(
+                f"kvloft serves KV that only earlier tokens decide, and in {model.model!r} a prompt's tokens attend to later ones "
+                "(prefix LM); run it without kvloft"
+            )
+    chunked_prefill = getattr(getattr(vllm_config, "scheduler_config", None), "enable_chunked_prefill", True)
+    if current_platform.is_cpu() and getattr(model, "use_mla", False) and not chunked_prefill:
+        raise UnsupportedError(
+            f"kvloft gives back the beginning of a prompt, and vLLM on this CPU computes prompts of MLA models ({model.model!r}) "
+            "only whole (it needs AMX for more); run it without kvloft"
+        )
     for setting in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, setting, 1) != 1:
             raise UnsupportedError(f"kvloft does not serve {setting}={getattr(parallel, setting)} yet; set it to 1")

@@ -1,0 +1,103 @@
+"""Wrong settings are told while vLLM checks its arguments: by vLLM's own factory, before anything else is made or loaded."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+from kvloft.errors import ConfigError
+from kvloft.vllm import KVLoftConnector
+from kvloft.vllm.plugin import NAME, check_settings_early, register
+
+OTHER = "ExampleConnector"
+
+
+@pytest.fixture
+def factory() -> Iterator[Any]:
+    """vLLM's factory as a first call of the plugin leaves it; as it was afterwards."""
+    method, registry = vars(KVConnectorFactory)["get_connector_class"], dict(KVConnectorFactory._registry)
+    current: Any = KVConnectorFactory.get_connector_class
+    if hasattr(current, "kvloft_checks"):
+        KVConnectorFactory.get_connector_class = staticmethod(current.__wrapped__)  # type: ignore[method-assign]
+    register()
+    register()
+    yield KVConnectorFactory
+    KVConnectorFactory.get_connector_class = method  # type: ignore[method-assign]
+    KVConnectorFactory._registry = registry
+
+
+def transfer(name: str = NAME, **more: Any) -> KVTransferConfig:
+    return KVTransferConfig(kv_connector=name, kv_role="kv_both", **more)
+
+
+BY_NAME_AND_MODULE = pytest.mark.parametrize("how", [{}, {"kv_connector_module_path": "kvloft.vllm"}], ids=["name", "module"])
+
+
+@BY_NAME_AND_MODULE
+def test_a_wrong_setting_is_told_when_vllm_asks_whether_the_hybrid_manager_may_run(factory: Any, how: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"host_sze.*did you mean host_size"):
+        factory.supports_hma_config(transfer(kv_connector_extra_config={"host_sze": "1GiB"}, **how))
+    assert factory.supports_hma_config(transfer(kv_connector_extra_config={"host_size": "1GiB"}, **how)) is False
+
+
+def test_a_wrong_setting_inside_multi_connector_is_told(factory: Any) -> None:
+    child = {"kv_connector": NAME, "kv_role": "kv_both", "kv_connector_extra_config": {"host_sze": "1GiB"}}
+    with pytest.raises(ConfigError, match="host_sze"):
+        factory.supports_hma_config(transfer("MultiConnector", kv_connector_extra_config={"connectors": [child]}))
+
+
+def test_a_wrong_environment_variable_is_told_and_a_wrong_file_too(
+    factory: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("KVLOFT_HOST_SZE", "1GiB")
+    with pytest.raises(ConfigError, match=r"KVLOFT_HOST_SZE.*did you mean KVLOFT_HOST_SIZE"):
+        factory.get_connector_class(transfer())
+    monkeypatch.delenv("KVLOFT_HOST_SZE")
+    (tmp_path / "kvloft.yaml").write_text("host_sze: 1GiB\n")
+    monkeypatch.setenv("KVLOFT_CONFIG", str(tmp_path / "kvloft.yaml"))
+    with pytest.raises(ConfigError, match=r"host_sze.*file .*kvloft\.yaml"):
+        factory.get_connector_class(transfer())
+
+
+def test_what_was_right_at_start_is_not_read_again(factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert factory.get_connector_class(transfer()) is KVLoftConnector
+    monkeypatch.setenv("KVLOFT_HOST_SZE", "1GiB")
+    assert factory.get_connector_class(transfer()) is KVLoftConnector
+
+
+def test_other_connectors_are_none_of_our_business(factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLOFT_HOST_SZE", "1GiB")
+    given = transfer(OTHER, kv_connector_extra_config={"host_sze": 1})
+    assert factory.get_connector_class(given).__name__ == OTHER
+    with pytest.raises(ValueError, match="Unsupported connector type: nothing"):
+        factory.get_connector_class(transfer("nothing"))
+
+
+def test_it_is_wrapped_once_and_passes_on_what_it_is_given() -> None:
+    calls: list[Any] = []
+
+    class Factory:
+        @classmethod
+        def get_connector_class(cls, config: Any, *args: Any, **kwargs: Any) -> Any:
+            calls.append((args, kwargs))
+            return KVLoftConnector
+
+    for _ in range(2):
+        check_settings_early(Factory)
+    wrapped: Any = Factory.get_connector_class
+    assert not hasattr(wrapped.__wrapped__, "kvloft_checks")
+    given = SimpleNamespace(kv_connector_extra_config=None)
+    assert Factory().get_connector_class(given, 1, more=2) is KVLoftConnector
+    assert calls == [((1,), {"more": 2})]
+
+
+def test_a_factory_that_looks_up_in_another_way_is_left_alone() -> None:
+    class Factory:
+        pass
+
+    check_settings_early(Factory)
+    assert "get_connector_class" not in vars(Factory)
