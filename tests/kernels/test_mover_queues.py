@@ -145,18 +145,18 @@ class Queues(RuleBasedStateMachine):
         rewritten = [block for block in blocks[: seed.randrange(10)] if block in self.unsaved.values()]
         read = {ticket for ticket, block in self.unsaved.items() if block in rewritten}
         self.mover.begin_step([BlockId(block) for block in rewritten])
-        self.clock.log.append(("forward",))
         sent = self.sent_saves()
         assert read - set(self.mover._done.failed) <= sent, "a forward may write what a save not sent yet has to read"
         self.check_awaited("compute", set(rewritten))
         if num_loads:
             frames = seed.sample(range(LOADED), num_loads)
             copies = [ChunkCopy(f, ChunkKey(f.to_bytes(32, "little")), 1, 0, (BlockId(blocks[i]),)) for i, f in enumerate(frames)]
-            self.waiting_loads.add(self.next_load)
-            self.loaded_after += [sum(entry[0] == "forward" for entry in self.clock.log) - 1] * num_loads
-            plan = LoadPlan(ReqId("l"), self.next_load, tuple(copies))
-            self.next_load += 1
-            self.mover.submit_loads([plan])
+            self.loaded_after += [sum(entry[0] == "forward" for entry in self.clock.log)] * num_loads
+            for part in (copies[: num_loads // 2], copies[num_loads // 2 :]):
+                self.waiting_loads.add(self.next_load)
+                self.mover.submit_loads([LoadPlan(ReqId("l"), self.next_load, tuple(part))])
+                self.next_load += 1
+        self.clock.log.append(("forward",))
         if num_saves:
             places = range(self.next_frame, self.next_frame + num_saves)
             self.next_frame += num_saves

@@ -80,7 +80,8 @@ class CudaMover:
         self._open_saves: dict[Job, None] = {}
         self._open_loads: dict[Load, None] = {}
         self._spare_marks = [Mark(driver.Event()) for _ in range(NUM_MARKS)]
-        self._step_begun = Mark(driver.Event())
+        self._before_loads: Mark | None = None
+        """Behind all that was launched before this step's loads; recorded with the first of them, for most steps have none."""
         self._last_gather: npt.NDArray[np.int64] = np.full(layout.num_blocks, -1, dtype=np.int64)
         self._done = Finished()
         self._busy_until = {self.saves: 0.0, self.loads: 0.0}
@@ -90,7 +91,6 @@ class CudaMover:
         self._pinned = PinnedRange(
             frames.address, frames.size_bytes, piece_bytes=frames_per_pin * frames.frame_bytes, numa_node=node
         )
-        self._step_begun.event.record(self._compute())
         self._lock = threading.RLock()
         """Of everything above, for the feeders change it too."""
         context = driver.current_context()
@@ -106,13 +106,14 @@ class CudaMover:
         with self._lock:
             if self._broken is not None:
                 return
+            if (mark := self._before_loads) is not None:
+                self._before_loads = None
+                if not mark.users:
+                    self._spare_marks.append(mark)
+            if not rewritten:
+                return
             try:
-                compute = self._compute()
-                if rewritten:
-                    self._order_after_gathers(compute, np.asarray(rewritten, dtype=np.int64))
-                if self._step_begun.users:
-                    self._step_begun = self._new_mark()
-                self._step_begun.event.record(compute)
+                self._order_after_gathers(self._compute(), np.asarray(rewritten, dtype=np.int64))
             except (driver.CudaError, ValueError, IndexError, TypeError) as error:  # unordered, a save could read what is rewritten
                 self._break(str(error))
 
@@ -148,17 +149,18 @@ class CudaMover:
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         """Queue loads; those with nothing to copy are reported by the next `poll`."""
         with self._lock:
+            after = self._mark_before_loads()
             for plan in plans:
                 self._done.bad_blocks.update(plan.lost)
                 load = Load(plan, len(plan.chunks), [])
                 self._open_loads[load] = None
-                if self._broken is not None:
+                if after is None:
                     self._report(load, everything_bad=True)
                 elif not plan.chunks:
                     self._report(load)
                 else:
-                    self._step_begun.users += 1
-                    self._queued_loads.append(QueuedLoad(load, plan.chunks, self._step_begun))
+                    after.users += 1
+                    self._queued_loads.append(QueuedLoad(load, plan.chunks, after))
             self._feed(self.loads)
             self._feeders[self.loads].wake()
 
@@ -268,9 +270,20 @@ class CudaMover:
     def _new_mark(self) -> Mark:
         return self._spare_marks.pop() if self._spare_marks else Mark(driver.Event())
 
+    def _mark_before_loads(self) -> Mark | None:
+        """What this step's loads come after; None when the mover is broken."""
+        if self._before_loads is None and self._broken is None:
+            mark = self._new_mark()
+            try:
+                mark.event.record(self._compute())
+                self._before_loads = mark
+            except driver.CudaError as error:
+                self._break(str(error))
+        return self._before_loads if self._broken is None else None
+
     def _release(self, mark: Mark) -> None:
         mark.users -= 1
-        if not mark.users and mark is not self._step_begun:
+        if not mark.users and mark is not self._before_loads:
             self._spare_marks.append(mark)
 
     def _order_after_gathers(self, stream: driver.Stream, blocks: npt.NDArray[np.integer[Any]]) -> None:

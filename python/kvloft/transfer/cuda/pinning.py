@@ -82,7 +82,7 @@ class PinnedRange:
             self.problem = str(error)
             logger.error(
                 "kvloft: pinned %.1f of %.1f GiB of host memory, no more could be had (%s): only that much is used for saves; "
-                "check `ulimit -l` and host_size", self.num_pinned_bytes / 2**30, self.size_bytes / 2**30, error,
+                "lower host_size, or give the container more memory", self.num_pinned_bytes / 2**30, self.size_bytes / 2**30, error,
             )  # fmt: skip
 
 
