@@ -1,6 +1,7 @@
 """`kvloft config`: what a person and a script read, and how mistakes end."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -33,6 +34,43 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(capsys: pytest.CaptureFixt
     assert captured.out == ""
     assert captured.err.startswith("kvloft: ")
     assert captured.err.count("\n") == 1
+
+
+def test_a_file_as_disk_path_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.write_text("x")
+    for path in (file, file / "below"):
+        assert main(["config", "--extra", json.dumps({"disk_path": str(path)})]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err.startswith(f"kvloft: disk_path = {path} (kv_connector_extra_config) ")
+        assert f"{file} is a file" in captured.err
+        assert captured.err.count("\n") == 1
+    assert main(["config", "--extra", json.dumps({"disk_path": str(tmp_path / "not" / "yet")})]) == 0
+
+
+def test_more_memory_than_the_machine_has_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in ([], ["--json"]):
+        assert main(["config", *flags, "--extra", '{"host_size": "900TiB"}']) == 0
+        captured = capsys.readouterr()
+        assert captured.err.startswith("kvloft: warning: host_size = 900TiB is more than this machine's memory of ")
+        assert captured.err.count("\n") == 1
+        assert main(["config", *flags, "--extra", '{"host_size": "4KiB"}']) == 0
+        assert capsys.readouterr().err == ""
+
+
+def test_what_only_an_engine_can_check_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--extra", '{"chunk_tokens": 17}']) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "chunk_tokens is a multiple of the model's block size" in out
+
+
+@pytest.mark.parametrize("command", [[], ["config"], ["inspect"], ["verify"], ["calibrate"]])
+def test_help_is_written_for_people(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
+    with pytest.raises(SystemExit) as exit_:
+        main([*command, "--help"])
+    assert exit_.value.code == 0
+    assert "`" not in capsys.readouterr().out
 
 
 def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -103,6 +103,16 @@ def format_size(size_bytes: int) -> str:
     return str(size_bytes)
 
 
+def size_text(size_bytes: int) -> str:
+    """Bytes as people read them: up to four digits and a binary unit, "256 MiB" or "1.5 GiB"."""
+    value = float(size_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
+
+
 def _quantity(value: object) -> tuple[Decimal, str]:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError(value)
@@ -137,7 +147,10 @@ def _parse_path(value: object) -> str | None:
     if not isinstance(value, str) or not value.strip() or "\0" in value:
         raise ValueError(value)
     value.encode()  # the path crosses into Rust as UTF-8
-    return os.path.abspath(os.path.expanduser(value))  # noqa: PTH100, PTH111 (plain strings cross into Rust)
+    value = os.path.expanduser(value)  # noqa: PTH111 (as below)
+    if value.startswith("~"):
+        raise ValueError(value)
+    return os.path.abspath(value)  # noqa: PTH100 (plain strings cross into Rust)
 
 
 def _parse_text(value: object) -> str:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import PROMPT, serve
@@ -90,3 +91,41 @@ def test_blocks_that_a_save_still_reads_are_fenced_in_every_kind_of_step() -> No
     assert engine.core.plan_step(view_of_running(6, 1, [2])).rewritten == (2,)
     settled(engine, first)
     assert engine.core.plan_step(view_of_new(0, [3, 9, 2], 5, ReqId("b"))).rewritten == ()
+
+
+@pytest.mark.parametrize(("num_frames", "table"), [(5, [1, 2, 3, 4, 5, 6]), (5, [1, 0, 3, 4, 5, 6]), (1, [1, 2])])
+def test_what_a_save_reserved_is_given_back_if_planning_it_fails(
+    num_frames: int, table: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The store fails just when it is asked what there is of chunks that found no frame."""
+    engine = SymbolicEngine(Setup(block_tokens=2, num_frames=num_frames))
+    engine.core.admit(Request(A, PROMPT[:12], 9), 0, table)  # type: ignore[arg-type]
+
+    def lookup(chain: Any) -> Any:
+        assert len(engine.store.tickets) == num_frames - table.count(0), "as many as there are frames, but for null blocks"
+        raise RuntimeError
+
+    monkeypatch.setattr(engine.store, "lookup", lookup)
+    with pytest.raises(RuntimeError):
+        engine.core.plan_step(view_of_new(0, table, 12))
+    assert not engine.core.plan_loads_only().saves
+    assert not engine.store.tickets, "reserved until the engine ends"
+    engine.core.close()
+
+
+def test_what_a_save_reserved_is_given_back_if_its_tail_cannot_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last thing that planning does before the plan is the caller's."""
+    engine = SymbolicEngine(Setup(block_tokens=2, blocks_per_chunk=2, num_frames=8))
+    table = list(range(1, 7))
+    engine.core.admit(Request(A, PROMPT[:10], 9), 0, table)  # type: ignore[arg-type]
+
+    def remember(*_: Any) -> None:
+        assert engine.store.tickets
+        raise RuntimeError
+
+    monkeypatch.setattr("kvloft.plan.saves._remember_tail", remember)
+    with pytest.raises(RuntimeError):
+        engine.core.plan_step(view_of_new(0, table, 10))
+    assert not engine.core.plan_loads_only().saves
+    assert not engine.store.tickets, "reserved until the engine ends"
+    engine.core.close()

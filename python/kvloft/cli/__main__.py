@@ -31,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
-    parser = argparse.ArgumentParser(prog="kvloft", description="Look at kvloft's settings and its disk tier.")
+    parser = argparse.ArgumentParser(
+        prog="kvloft", description="Look at kvloft's settings, at its disk tier and at its speed on a GPU."
+    )
     parser.add_argument("--version", action="version", version=f"kvloft {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:

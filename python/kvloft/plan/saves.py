@@ -27,12 +27,14 @@ _FEW = 2
 class Saving:
     """What one call of `plan_save` did; ``supersedes`` is a tail's ticket and the tail it replaces.
 
-    ``next_save`` is the frontier at which the next chunk (or, with longer chunks, the next block) will be complete and known.
+    ``reserved`` is what the plan holds, ``next_save`` the frontier at which the next chunk (or, with longer chunks, the next block)
+    will be complete and known.
     """
 
     next_save: int
     plan: SavePlan | None = None
     num_dropped: int = 0
+    reserved: _Reserved = ()
     supersedes: tuple[Ticket, ChunkKey] | None = None
 
 
@@ -52,29 +54,35 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int)
     saving = Saving((num_blocks + 1) * block_tokens + max(0, frontier - known))
     if num_full <= tracker.saved_chunks and not tail_blocks:
         return saving
-    if num_full - tracker.saved_chunks < MANY:
-        _reserve(saving, tracker, store, num_full, tail_blocks)
-    else:
-        with collector_at_rest():
+    is_planned = False
+    try:
+        if num_full - tracker.saved_chunks < MANY:
             _reserve(saving, tracker, store, num_full, tail_blocks)
-    if saving.num_dropped:
-        # The host part may have shrunk under us; go on from what is really there when the next chunk completes.
-        host_blocks, _ = store.lookup(tracker.chain)
-        tracker.saved_chunks = min(num_full, host_blocks // blocks_per_chunk)
-    else:
-        tracker.saved_chunks = max(tracker.saved_chunks, num_full)
-        if tail_blocks:
-            _remember_tail(tracker, geometry, saving, num_blocks)
+        else:
+            with collector_at_rest():
+                _reserve(saving, tracker, store, num_full, tail_blocks)
+        if saving.num_dropped:
+            # The host part may have shrunk under us; go on from what is really there when the next chunk completes.
+            host_blocks, _ = store.lookup(tracker.chain)
+            tracker.saved_chunks = min(num_full, host_blocks // blocks_per_chunk)
+        else:
+            tracker.saved_chunks = max(tracker.saved_chunks, num_full)
+            if tail_blocks:
+                _remember_tail(tracker, geometry, saving, num_blocks)
+        is_planned = True
+    finally:
+        if not is_planned:  # until the plan is the caller's, nobody else knows its tickets (I5)
+            store.abort([ticket for ticket, *_ in saving.reserved])
     return saving
 
 
 def _reserve(saving: Saving, tracker: Tracker, store: Store, num_full: int, tail_blocks: int) -> None:
     """Reserve what is missing up to ``num_full`` chunks and the tail behind them, and plan its copies."""
-    reserved, saving.num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks)
-    if len(reserved) > _FEW:
-        saving.plan = _plan_of_columns(tracker, reserved)
-    if reserved and saving.plan is None:
-        saving.plan = _plan_one_by_one(tracker, store, reserved)
+    saving.reserved, saving.num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks)
+    if len(saving.reserved) > _FEW:
+        saving.plan = _plan_of_columns(tracker, saving.reserved)
+    if saving.reserved and saving.plan is None:
+        saving.plan = _plan_one_by_one(saving, tracker, store)
 
 
 def _plan_of_columns(tracker: Tracker, reserved: _Reserved) -> SavePlan | None:
@@ -92,12 +100,14 @@ def _plan_of_columns(tracker: Tracker, reserved: _Reserved) -> SavePlan | None:
     return None if has_null else SavePlan(tracker.req_id, chunk_copies(frames, keys, nums, blocks, tickets))
 
 
-def _plan_one_by_one(tracker: Tracker, store: Store, reserved: _Reserved) -> SavePlan | None:
+def _plan_one_by_one(saving: Saving, tracker: Tracker, store: Store) -> SavePlan | None:
     """A copy into each reserved frame, but for chunks with a null block: their frames are given back."""
     copies: list[ChunkCopy] = []
-    for ticket, frame, key, first_block, num in reserved:
+    for row in saving.reserved:
+        ticket, frame, key, first_block, num = row
         blocks = tuple(tracker.blocks[first_block : first_block + num])
         if NULL_BLOCK in blocks:
+            saving.reserved = [other for other in saving.reserved if other is not row]
             store.abort([ticket])
         else:
             copies.append(ChunkCopy(frame, ChunkKey(key), num, 0, blocks, Ticket(ticket)))

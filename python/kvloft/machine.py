@@ -1,0 +1,80 @@
+"""What this machine says about settings before a model is known: what cannot work is refused, what may not is a warning.
+
+It changes nothing and makes no directory. It must not know vLLM or the store.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+from kvloft.config import Config, format_size, size_text
+from kvloft.errors import ConfigError
+
+
+def refuse_impossible(config: Config) -> None:
+    """Raise ConfigError where disk_path is, or leads through, something that is not a directory."""
+    if config.disk_path is None:
+        return
+    nearest = _nearest(Path(config.disk_path))
+    if not nearest.is_dir():
+        raise ConfigError(
+            f"disk_path = {config.disk_path} ({config.origin('disk_path')}) cannot be a directory, for {nearest} is a file; "
+            "set disk_path to a writable local directory."
+        )
+
+
+def warnings(config: Config) -> list[str]:
+    """One sentence for each setting that this machine may not have room or rights for."""
+    found = [_memory(config.host_size)]
+    if config.disk_path is not None:
+        path = Path(config.disk_path)
+        rights = _rights(path)
+        found += [rights] if rights is not None else [_room(path, config.disk_size), _company(path)]
+    return [text for text in found if text is not None]
+
+
+def _nearest(path: Path) -> Path:
+    """The closest place that is there, as far as this user can see."""
+    return next((place for place in (path, *path.parents) if os.path.exists(place)), path)  # noqa: PTH110 (Path's raises for what is hidden)
+
+
+def _memory(host_size: int) -> str | None:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if host_size <= memory:
+        return None
+    return (
+        f"host_size = {format_size(host_size)} is more than this machine's memory of {size_text(memory)}; "
+        "an engine does not start with it here."
+    )
+
+
+def _rights(path: Path) -> str | None:
+    nearest = _nearest(path)
+    if os.access(nearest, os.W_OK | os.X_OK) and not str(nearest).startswith("/proc"):
+        return None
+    return f"disk_path = {path} cannot be made or written here, for {nearest} is not writable."
+
+
+def _room(path: Path, disk_size: int) -> str | None:
+    """What the directory holds already counts as room."""
+    try:
+        free = shutil.disk_usage(_nearest(path)).free
+        ours = sum(file.stat().st_blocks * 512 for file in path.glob("*/*.dat"))
+    except OSError:
+        return None
+    if disk_size <= free + ours:
+        return None
+    return (
+        f"disk_size = {format_size(disk_size)} is more than the {size_text(free + ours)} that disk_path = {path} has room for; "
+        "when the disk is full, chunks are dropped and counted (disk_write_errors)."
+    )
+
+
+def _company(path: Path) -> str | None:
+    try:
+        names = [each.name for each in path.iterdir()]
+    except OSError:
+        return None
+    if not names or "lock" in names:
+        return None
+    return f"disk_path = {path} holds files that are not kvloft's; they stay, but a directory of its own is easier to clean up."

@@ -1,0 +1,77 @@
+"""What this machine says about settings before a model is known; nothing is made or changed by asking."""
+
+import os
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvloft.config import load_config
+from kvloft.errors import ConfigError
+from kvloft.machine import refuse_impossible, warnings
+
+
+def said(**extra: object) -> list[str]:
+    return warnings(load_config({key: str(value) for key, value in extra.items()}, {}))
+
+
+def test_what_fits_is_silent_and_makes_nothing(tmp_path: Path) -> None:
+    assert said(host_size="1MiB", disk_path=tmp_path / "new" / "cache", disk_size="1MiB") == []
+    assert not (tmp_path / "new").exists()
+
+
+def test_more_host_memory_than_there_is(tmp_path: Path) -> None:
+    (text,) = said(host_size="900TiB")
+    assert text.startswith("host_size = 900TiB is more than this machine's memory")
+
+
+def test_more_disk_than_there_is_and_what_is_ours_counts_as_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (text,) = said(disk_path=tmp_path, disk_size="900TiB")
+    assert "disk_size = 900TiB is more than the" in text
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 20))
+    assert said(disk_path=tmp_path, disk_size="2MiB")
+    (tmp_path / "namespace").mkdir()
+    (tmp_path / "lock").touch()
+    (tmp_path / "namespace" / "frames.dat").write_bytes(bytes(1 << 20))
+    assert said(disk_path=tmp_path, disk_size="2MiB") == []
+
+
+def test_a_directory_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (text,) = said(disk_path="/proc/nope", disk_size="1MiB")
+    assert "disk_path = /proc/nope cannot be made" in text
+    monkeypatch.setattr("os.access", lambda *_: False)
+    (text,) = said(disk_path=tmp_path / "x", disk_size="1MiB")
+    assert f"{tmp_path} is not writable" in text
+
+
+def test_what_this_user_may_not_look_at_is_a_warning_and_no_traceback(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = os.stat
+
+    def hidden(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if str(path).startswith(f"{tmp_path}/hidden/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path, *args, **kwargs)
+
+    (tmp_path / "hidden").mkdir()
+    monkeypatch.setattr("os.stat", hidden)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    config = load_config({"disk_path": f"{tmp_path}/hidden/cache", "disk_size": "1MiB"}, {})
+    refuse_impossible(config)
+    (text,) = warnings(config)
+    assert "hidden is not writable" in text
+
+
+def test_a_directory_of_somebody_else(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    (text,) = said(disk_path=tmp_path, disk_size="1MiB")
+    assert "files that are not kvloft's" in text
+    (tmp_path / "lock").touch()
+    assert said(disk_path=tmp_path, disk_size="1MiB") == []
+
+
+def test_a_file_is_no_directory(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="is a file"):
+        refuse_impossible(load_config({"disk_path": str(tmp_path / "file" / "x")}, {}))
