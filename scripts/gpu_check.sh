@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: scripts/gpu_check.sh [tests] [copy] [engine] [sanitize] [kv1] [equality]   (default: all)
+# Everything that needs a GPU, in one call: scripts/gpu_check.sh [tests] [copy] [engine] [sanitize] [profile] [kv1] [equality]
+# (default: all).
 #
 # Needs: an environment with torch for CUDA, cuda-core, cuda-bindings, NVRTC, numpy, pytest, hypothesis and kvloft importable
-# (PYTHONPATH=python does); compute-sanitizer on PATH for `sanitize`, vLLM and the built extension for the last three.
+# (PYTHONPATH=python does); compute-sanitizer on PATH for `sanitize`, ncu for `profile`, vLLM and the built extension for engines.
 # Logs and results go to $OUT (default build/gpu). Fails if a stage fails, or if no GPU test ran.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -10,7 +11,7 @@ OUT=${OUT:-build/gpu}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 NEED_GPU=1
-stages=${*:-tests copy engine sanitize kv1 equality}
+stages=${*:-tests copy engine sanitize profile kv1 equality}
 failed=()
 
 say() { printf '\n=== [%4ds] %s\n' "$SECONDS" "$*"; }
@@ -45,6 +46,12 @@ if has sanitize; then
   stage racecheck sanitize racecheck
   stage synccheck sanitize synccheck
   stage initcheck sanitize initcheck
+fi
+if has profile; then # pages of 4 KiB, the hardest: gathers and scatters of whole pieces, then the bench is killed
+  say "profile"
+  ncu --kill on -k 'regex:(gather|scatter)' --launch-skip 4 --launch-count 6 --section SpeedOfLight --section Occupancy \
+    --section WarpStateStats --section MemoryWorkloadAnalysis "$PYTHON" -m kvloft.cli bench copy --mib 256 >"$OUT/ncu.txt" 2>&1
+  grep -c 'Duration' "$OUT/ncu.txt" || failed+=("profile: nothing was profiled")
 fi
 has kv1 && stage engine_kv1 "$PYTHON" -m kvloft.cli bench engine --connectors native,kvloft --phases ttft --kv-heads 1 --host-gib 12 \
   --json "$OUT/engine_kv1.json" --logs "$OUT/kv1"

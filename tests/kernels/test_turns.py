@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloft.bench.turns import Turns
+from kvloft.bench.turns import Turns, leave
 
 NAMES = ("none", "native", "kvloft")
 
@@ -34,6 +34,25 @@ def test_every_round_is_in_the_order_of_names(tmp_path: Path) -> None:
     for thread in threads:
         thread.join()
     assert log == list(NAMES) * 5
+
+
+def test_nobody_waits_for_one_that_has_left(tmp_path: Path) -> None:
+    log: list[str] = []
+
+    def take_turns(name: str, count: int) -> None:
+        turns = Turns(tmp_path, name, NAMES)
+        for _ in range(count):
+            with turns.mine():
+                log.append(name)
+        turns.leave()
+
+    leave(tmp_path, "native")  # it never started
+    threads = [threading.Thread(target=take_turns, args=(name, count)) for name, count in (("kvloft", 4), ("none", 2))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert log == ["none", "kvloft", "none", "kvloft", "kvloft", "kvloft"]
 
 
 def test_one_that_never_comes_is_an_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`kvloft bench copy`: GB/s of saves, loads and both at once by page size, beside the ceiling of the same run.
+"""`kvloft bench copy`: GB/s of saves, loads and both at once by page size, each in turns with one large copy, the ceiling.
 
 Also what a running copy costs a matmul and an HBM-bound add, and what the tag costs. Every case is verified bit for bit first.
 """
@@ -57,21 +57,20 @@ def run(
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
     """All of it; sizes in bytes, rates in GB/s (1e9 bytes, counted once)."""
+    ceiling = Ceiling(HostFrames(2 * payload_bytes), payload_bytes)
     host = HostFrames(2 * payload_bytes + (64 << 20) + 2 * payload_bytes // 8)
     result: dict[str, Any] = {"machine": machine(), "tuning": dataclasses.asdict(tuning)}
-    progress("ceiling: one large copy")
-    ceiling = Ceiling(host, payload_bytes)
-    result["ceiling"] = {what: ceiling.gbps(what) for what in DIRECTIONS}
-    ceiling.close()
-    result["pages"] = list(_by_page(pages, host, payload_bytes, tuning, cache_dir, progress))
+    result["pages"] = list(_by_page(pages, host, payload_bytes, tuning, cache_dir, ceiling, progress))
+    result["ceiling"] = {what: statistics.median(row[f"{what}_ceiling"] for row in result["pages"]) for what in DIRECTIONS}
     progress("frames out of order")
-    result["frames"] = list(_by_frame_order(host, payload_bytes, tuning, cache_dir))
+    result["frames"] = list(_by_frame_order(host, payload_bytes, tuning, cache_dir, ceiling))
     progress("beside compute")
-    result["beside"] = list(_beside(host, payload_bytes, tuning, cache_dir))
+    result["beside"] = list(_beside(host, payload_bytes, tuning, cache_dir, ceiling))
     progress("copies of others")
-    result["waits"] = list(_waits(host, payload_bytes, tuning, cache_dir))
+    result["waits"] = list(_waits(host, payload_bytes, tuning, cache_dir, ceiling))
     progress("price of the tag")
     result["tag"] = _tag_price(host, payload_bytes, tuning, cache_dir)
+    ceiling.close()
     return result
 
 
@@ -81,25 +80,33 @@ def _by_page(
     payload_bytes: int,
     tuning: Tuning,
     cache_dir: Path,
+    ceiling: Ceiling,
     progress: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
     for page_bytes in pages:
         progress(f"pages of {page_bytes // KIB} KiB")
         rig = Rig(Case.of(page_bytes), host, payload_bytes, tuning, cache_dir)
         rig.verify()
-        row: dict[str, Any] = {"page_bytes": page_bytes, "num_planes": rig.case.num_planes}
-        for what in DIRECTIONS:
-            row[what], row[f"{what}_host_us_per_mib"] = rig.median(what)
+        yield {"page_bytes": page_bytes, "num_planes": rig.case.num_planes, **_row_of(rig, ceiling)}
         rig.close()
-        yield row
 
 
-def _by_frame_order(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path) -> Iterator[dict[str, Any]]:
+def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
+    """GB/s of each direction and of one large copy, in turns: what else the host's memory has to do changes within seconds."""
+    row: dict[str, float] = {}
+    for what in DIRECTIONS:
+        row[what], row[f"{what}_host_us_per_mib"], row[f"{what}_ceiling"] = rig.median(what, ceiling)
+    return row
+
+
+def _by_frame_order(
+    host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, ceiling: Ceiling
+) -> Iterator[dict[str, Any]]:
     """Neighbouring chunks in frames that are not neighbours, as in a store that has evicted."""
     for order in ("descending", "random"):
         rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir, frame_order=order)
         rig.verify()
-        yield {"order": order, **{what: rig.median(what)[0] for what in DIRECTIONS}}
+        yield {"order": order, **_row_of(rig, ceiling)}
         rig.close()
 
 
@@ -112,9 +119,8 @@ def workloads() -> dict[str, Callable[[], object]]:
     return {"matmul": lambda: torch.mm(a, b, out=c), "add": lambda: torch.add(x, y, out=z)}
 
 
-def _beside(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path) -> Iterator[dict[str, Any]]:
+def _beside(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, ceiling: Ceiling) -> Iterator[dict[str, Any]]:
     works = workloads()
-    ceiling = Ceiling(host, payload_bytes)
     for name, work in works.items():
         for what in ("save", "load"):
 
@@ -124,7 +130,6 @@ def _beside(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Pat
 
             found = [beside(work, engine, lambda: None, ceiling.streams, 60) for _ in range(NUM_BESIDE)]
             yield _row("copy engine", name, what, 4 * payload_bytes, found)
-    ceiling.close()
     rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir)
     rig.verify()
     for name, work in works.items():
@@ -148,9 +153,8 @@ def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, 
     return found
 
 
-def _waits(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path) -> Iterator[dict[str, Any]]:
+def _waits(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, ceiling: Ceiling) -> Iterator[dict[str, Any]]:
     """How long 128 KiB in the same direction wait, as an engine's own do: behind one queue of everything, and beside kvloft."""
-    ceiling = Ceiling(host, payload_bytes)
     for what in DIRECTIONS[:2]:
         ceiling.start(what)
         driver.synchronize()
@@ -161,7 +165,6 @@ def _waits(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path
             end.record(ceiling.streams[DIRECTIONS.index(what)])
 
         yield _wait_row("one queue", what, waits(start, end.is_done, what))
-    ceiling.close()
     rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir)
     rig.verify()
     for what in DIRECTIONS[:2]:
@@ -198,6 +201,6 @@ def _tag_price(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: 
             elif what == "load":
                 rig.start_save()
                 rig.mover.drain()
-            price[f"{what}_{'with' if with_tag else 'without'}"], _ = rig.median(what, 9)
+            price[f"{what}_{'with' if with_tag else 'without'}"] = rig.median(what)[0]
         rig.close()
     return price

@@ -1,77 +1,143 @@
-"""`kvloft bench engine`: plain vLLM, vLLM's OffloadingConnector and kvloft, one after the other on the same GPU and prompts.
+"""`kvloft bench engine`: plain vLLM, vLLM's OffloadingConnector and kvloft on one GPU, in turns.
 
-Each runs in a process of its own (`engine_child`); only the phase `cold` has all of them at once, in turns. It must not import
-vLLM itself, so that one that cannot start costs only its own row.
+Each runs in a process of its own (`engine_child`). Decoding is measured with one engine on the GPU at a time, and so is everything
+where the GPU has not room for all. It must not import vLLM itself, so that one that cannot start costs only its own row.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvloft.bench.turns import leave
+from kvloft.errors import UnsupportedError
+
 CONNECTORS = ("none", "native", "kvloft")
+PHASES = ("cold", "ttft", "wave", "decode")
+ALONE = ("decode",)
+"""Plain vLLM's decode steps were up to 4 % shorter beside other engines on the GPU, idle ones, than alone; nobody serves so."""
 CHILD_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
     "VLLM_PLUGINS": "",
 }  # fmt: skip
+WEIGHT_BYTES = 2 * 8_030_261_248
+OTHER_BYTES = 5 << 30
+"""Of an engine, beside weights and paged KV: activations of 8,192 tokens, CUDA graphs, kvloft's staging, the CUDA context."""
+POLL_S = 0.2
+
+
+def gpu_bytes(needed: Sequence[str] = ("torch", "vllm")) -> int:
+    """Memory of the GPU to measure. Raises UnsupportedError where there is none, or a module that is ``needed`` is not there."""
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UnsupportedError(f"{' and '.join(missing)} cannot be imported; run it in the environment that has vLLM for CUDA")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError("torch finds no NVIDIA GPU that it can use")
+    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def run(
     *, connectors: Sequence[str], phases: Sequence[str], options: dict[str, Any], log_dir: Path, timeout_s: float,
-    progress: Callable[[str], None],
+    together: bool, progress: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """{connector: result of its phases, or {"error": ...}}; logs go to ``log_dir``."""
+    """{connector: result of its phases, or {"error": ...}}; logs go to ``log_dir``. ``together``: in turns, where that is fair."""
     log_dir.mkdir(parents=True, exist_ok=True)
-    results: dict[str, Any] = {}
     deadline = time.monotonic() + timeout_s
-    with tempfile.TemporaryDirectory() as folder:
-        asked = {"model_dir": f"{folder}/model", "turns": folder, "names": list(connectors), **options}
-        if "cold" in phases:
-            progress("cold prompts, in turns")
-            shared = shared_gpu(options["num_blocks"], options.get("model", {}))
-            with ThreadPoolExecutor() as pool:
-                together = {
-                    name: pool.submit(
-                        _child, name, {**asked, "model_dir": f"{folder}/{name}", "phases": ["cold"], "llm": shared},
-                        log_dir / f"engine_cold_{name}.log", deadline - time.monotonic(),
-                    )
-                    for name in connectors
-                }  # fmt: skip
-            results = {name: child.result() for name, child in together.items()}
-        alone = [phase for phase in phases if phase != "cold"]
-        for name in connectors if alone else ():
-            progress(name)
-            found = _child(name, {**asked, "phases": alone}, log_dir / f"engine_{name}.log", deadline - time.monotonic())
-            results[name] = {**results.get(name, {}), **found}
+    results: dict[str, Any] = {name: {} for name in connectors}
+    groups = _groups(connectors, phases, together=together)
+    for number, (names, asked_phases) in enumerate(groups):
+        with tempfile.TemporaryDirectory() as folder:
+            asked = {"turns": folder, "names": list(names), "phases": list(asked_phases), **options}
+            asked["llm"] = shared_gpu(options["num_blocks"], options.get("model", {}))
+            logs = {name: log_dir / f"engine_{name}{'_alone' if number and together else ''}.log" for name in names}
+            children = {name: _start(name, {**asked, "model_dir": f"{folder}/model-{name}"}, log) for name, log in logs.items()}
+            share = (deadline - time.monotonic()) / (len(groups) - number)
+            if len(names) > 1:
+                share = deadline - time.monotonic()
+            for name, found in _wait(children, logs, share, partial(_left, Path(folder), asked_phases), progress).items():
+                _add(results[name], found)
     return results
+
+
+def _add(result: dict[str, Any], found: dict[str, Any]) -> None:
+    """What another process of the same connector found; totals add up, and an error stays."""
+    totals = {key: result.get("totals", {}).get(key, 0) + value for key, value in found.get("totals", {}).items()}
+    result |= {**found, **({"totals": totals} if totals else {})}
+
+
+def _groups(connectors: Sequence[str], phases: Sequence[str], *, together: bool) -> list[tuple[list[str], list[str]]]:
+    """Which engines are on the GPU at a time, and for what."""
+    shared = [phase for phase in phases if phase not in ALONE]
+    alone = [phase for phase in phases if phase in ALONE]
+    if not together:
+        return [([name], list(phases)) for name in connectors]
+    return [(list(connectors), shared)] * bool(shared) + [([name], alone) for name in connectors if alone]
+
+
+def fit_together(num_engines: int, num_blocks: int, model: Mapping[str, Any], total_bytes: int) -> bool:
+    """Whether so many engines have room on a GPU of ``total_bytes``."""
+    return num_engines * (WEIGHT_BYTES + OTHER_BYTES + num_blocks * _block_bytes(model)) <= total_bytes
 
 
 def shared_gpu(num_blocks: int, model: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's settings for engines that start on a GPU together: none measures what the others leave free."""
-    block_bytes = 16 * 2 * int(model.get("num_key_value_heads", 8)) * 128 * 2 * int(model.get("num_hidden_layers", 32))
-    return {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": num_blocks * block_bytes}
+    return {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": num_blocks * _block_bytes(model)}
 
 
-def _child(name: str, options: dict[str, Any], log: Path, timeout_s: float) -> dict[str, Any]:
+def _block_bytes(model: Mapping[str, Any]) -> int:
+    return 16 * 2 * int(model.get("num_key_value_heads", 8)) * 128 * 2 * int(model.get("num_hidden_layers", 32))
+
+
+def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
     settings = [f"{key}={value}" for key, value in CHILD_ENV.items()]
     command = ["env", *settings, sys.executable, "-m", "kvloft.bench.engine_child", name, json.dumps(options)]
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            status: int | str = process.wait(max(1.0, timeout_s))
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            status = "timeout"
-    return result_of(log, status)
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+
+
+def _wait(
+    children: Mapping[str, subprocess.Popen[bytes]], logs: Mapping[str, Path], timeout_s: float, left: Callable[[str], None],
+    progress: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Results in the order of ``children``; one that ended says so to the others by ``left``, however it ended."""
+    status: dict[str, int | str] = {}
+    deadline = time.monotonic() + timeout_s
+    try:
+        while len(status) < len(children):
+            for name, child in children.items():
+                late = time.monotonic() > deadline
+                if name not in status and (late or child.poll() is not None):
+                    status[name] = "timeout" if late else child.returncode
+                    left(name)
+            progress(", ".join(f"{name}: {_phase(logs[name])}" for name in children if name not in status))
+            time.sleep(POLL_S)
+    finally:
+        for child in children.values():
+            child.kill()
+            child.wait()
+    return {name: result_of(logs[name], status[name]) for name in children}
+
+
+def _phase(log: Path) -> str:
+    """What the child said last that it does."""
+    said = [line[6:] for line in log.read_text(errors="replace").splitlines() if line.startswith("PHASE ")]
+    return said[-1] if said else "starts"
+
+
+def _left(folder: Path, phases: Sequence[str], name: str) -> None:
+    for phase in phases:
+        leave(folder / phase, name)
 
 
 def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
@@ -80,12 +146,13 @@ def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
     found = [line[7:] for line in text.splitlines() if line.startswith("RESULT ")]
     result: dict[str, Any] = json.loads(found[-1]) if found else {}
     if status != 0:
-        result["error"] = f"ended with {status}: {text[-1500:]}"
+        why = "was not done in time (--timeout)" if status == "timeout" else f"ended with {status}"
+        result["error"] = f"{why}; the end of {log}:\n{text[-1500:] or '(it is empty)'}"
     return result
 
 
 def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Rows (what, then one column a connector) of everything that was measured by all."""
+    """Rows (what, then one column a connector) of everything that was measured by any."""
     names = list(results)
     rows: list[tuple[str, ...]] = [("", *names)]
 
@@ -99,37 +166,18 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
         if any(value != "-" for value in values):
             rows.append((label, *values))
 
-    row("TTFT cold, in turns, ms", "cold", "cold_ms")
-    for what in ("cold", "warm", "hbm"):
+    row("TTFT cold, ms", "cold", "cold_ms")
+    for what in ("warm", "hbm"):
         row(f"TTFT {what}, ms", "ttft", f"{what}_ms")
     row("bytes loaded, last round", "ttft", "loaded_bytes_last_round")
-    row("8 at once: cold makespan, ms", "wave", "cold", "makespan_ms")
+    for what in ("saved_bytes", "loaded_bytes", "bad_chunks"):
+        row(f"in all: {what.replace('_', ' ').replace('bad chunks', 'loaded chunks with a wrong tag')}", "totals", what)
+    row("8 at once: cold makespan, ms", "wave", "cold_makespan_ms")
     row("8 at once: warm makespan, ms", "wave", "warm_makespan_ms")
-    for what in ("plain", "plain_again", "saving", "loading"):
-        for load in ("alone", "mixed"):
+    for mark in ("p50", "p99"):
+        row(f"decode step: {mark}, ms", "decode", "plain", f"alone_{mark}_ms")
+    for what in ("saving", "loading"):
+        for kind, label in (("all", ""), ("alone", ", nothing else in them"), ("mixed", ", with an arrived prompt")):
             for mark in ("p50", "p99"):
-                row(f"decode {what}, steps {load}: {mark}, ms", "decode", what, f"{load}_{mark}_ms")
+                row(f"decode steps beside {what}{label}: {mark}, ms", "decode", what, f"{kind}_{mark}_ms")
     return rows
-
-
-def same_tokens(results: dict[str, Any]) -> dict[str, Any]:
-    """Whether greedy tokens agree: between connectors, and cold against warm; and that a load skipped is not the same."""
-    found: dict[str, Any] = {}
-    plain = results.get("none", {}).get("tokens", {})
-    for name, result in results.items():
-        tokens = result.get("tokens", {})
-        for kind in ("cold", "hbm", "warm", "skipped_load"):
-            if kind in tokens and plain:
-                found[f"{name} {kind} = none cold"] = [_same(a, b) for a, b in zip(tokens[kind], plain["cold"], strict=True)]
-        load, plain_load = result.get("load", {}), results.get("none", {}).get("load", {})
-        for kind in ("tokens", "again"):
-            if kind in load and plain_load:
-                pairs = list(zip(load[kind], plain_load["tokens"], strict=True))
-                found[f"{name} load {kind} = none"] = f"{sum(a == b for a, b in pairs)} of {len(pairs)}"
-    return found
-
-
-def _same(a: Sequence[int], b: Sequence[int]) -> str:
-    """How many of the first tokens agree."""
-    count = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return f"{count}/{max(len(a), len(b))}"

@@ -90,7 +90,7 @@ def run(
                         process.kill()
                         process.wait()
                     del running[name]
-                    results[name] = result_of(log_dir / f"equality_{name}.log", process.returncode)
+                    results[name] = result_of(log_dir / f"equality_{name}.log", "timeout" if late else process.returncode)
                     progress(f"{name} ended with {process.returncode}")
             if time.monotonic() > deadline:
                 results |= {name: {"error": "no time was left to start it"} for name in waiting}

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvloft.bench.audit import PageAudit, paged_kv, poison
-from kvloft.bench.engine_child import Engine, prompt_of, sharpen, worker_totals
+from kvloft.bench.llama import Engine, prompt_of, sharpen, worker_totals
 
 LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 

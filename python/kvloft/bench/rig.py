@@ -5,6 +5,7 @@ Times are GPU events on the mover's own streams. It must not know how results ar
 
 from __future__ import annotations
 
+import gc
 import mmap
 import random
 import statistics
@@ -26,6 +27,7 @@ from kvloft.transfer.layout import PagedLayout, Plane
 from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, ReqId, SavePlan
 
 TRAILER_BYTES = 128
+NUM_RUNS = 15
 GATE_CYCLES = 60_000_000
 """Some 30 ms: longer than it takes to queue both directions."""
 
@@ -101,6 +103,8 @@ class Rig:
         )
         self.num_bytes = self.num_chunks * case.block_bytes
         self._begin, self._end = driver.Event(timing=True), driver.Event(timing=True)
+        gc.collect()
+        gc.freeze()  # as vLLM does with what it has when it starts: the collector looks at what a step makes, not at all of it
 
     def _copy(self, frame: int, block: int) -> ChunkCopy:
         return ChunkCopy(frame, ChunkKey(frame.to_bytes(32, "little")), 1, 0, (BlockId(block),))
@@ -165,14 +169,22 @@ class Rig:
         mover.drain()
         return max(end.seconds_since(self._begin) for end in ends), queued
 
-    def median(self, what: str, num_runs: int = 5) -> tuple[float, float]:
-        """(GB/s in each direction that moves, host microseconds a MiB) of the median run."""
+    def median(self, what: str, ceiling: Ceiling | None = None) -> tuple[float, float, float]:
+        """Medians of `NUM_RUNS` runs.
+
+        GB/s in each direction that moves, host microseconds a MiB, and GB/s of ``ceiling`` in turns with them (0 without one).
+        """
         self.seconds(what)
-        runs = [self.seconds(what) for _ in range(num_runs)]
+        runs: list[tuple[float, float]] = []
+        ceilings: list[float] = []
+        for _ in range(NUM_RUNS):
+            ceilings.append(ceiling.gbps(what) if ceiling is not None else 0.0)
+            runs.append(self.seconds(what))
         seconds, queued = (statistics.median(column) for column in zip(*runs, strict=True))
-        return self.num_bytes / seconds / 1e9, queued * 1e6 / (self.num_bytes / 2**20)
+        return self.num_bytes / seconds / 1e9, queued * 1e6 / (self.num_bytes / 2**20), statistics.median(ceilings)
 
     def close(self) -> None:
+        gc.unfreeze()
         self.mover.close()
 
 
@@ -227,9 +239,9 @@ class Ceiling:
         driver.synchronize()
         return max(end.seconds_since(begin) for end in ends)
 
-    def gbps(self, what: str, num_runs: int = 5) -> float:
-        self.seconds(what)
-        return self._num_bytes / statistics.median(self.seconds(what) for _ in range(num_runs)) / 1e9
+    def gbps(self, what: str) -> float:
+        """Of one run, in each direction that moves."""
+        return self._num_bytes / self.seconds(what) / 1e9
 
     def close(self) -> None:
         driver.synchronize()

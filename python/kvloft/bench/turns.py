@@ -1,5 +1,5 @@
-"""Turns of engines that share a GPU: each measures one prompt while the others are idle, so that what slows a GPU in the course
-of a run (heat, above all: a percent in a minute of prefills was seen) slows them all alike. It must not know what is measured.
+"""Turns of engines that share a GPU: each measures one thing while the others are idle, so that what changes in the course of a
+run (a GPU that gets warm, neighbours on the host's cores) meets them all alike. It must not know what is measured.
 """
 
 from __future__ import annotations
@@ -13,30 +13,43 @@ POLL_S = 0.002
 
 
 class Turns:
-    """Processes that take turns in the order of ``names``, through files in ``folder``."""
+    """Processes that take turns in the order of ``names``, through files in ``folder``; whoever has left is not waited for."""
 
-    def __init__(self, folder: Path, name: str, names: Sequence[str], *, timeout_s: float = 300.0) -> None:
+    def __init__(self, folder: Path, name: str, names: Sequence[str], *, timeout_s: float = 600.0) -> None:
         """Says that ``name`` is ready, and waits until all are. Raises TimeoutError where one never comes."""
         self._folder, self._timeout_s = folder, timeout_s
-        self._mine, self._count = list(names).index(name), len(names)
+        self._names, self._mine = list(names), list(names).index(name)
+        folder.mkdir(parents=True, exist_ok=True)
         (folder / f"ready-{name}").touch()
-        self._wait(lambda: all((folder / f"ready-{other}").exists() for other in names), "another engine never got ready")
+        self._wait(lambda: all((folder / f"ready-{other}").exists() for other in self._present()), "another engine never got ready")
 
     @contextmanager
     def mine(self) -> Iterator[None]:
         """Waits for this process's next turn, and passes it on at the end, also where the turn failed."""
-        done = self._folder / f"done-{self._mine}"
-        self._wait(lambda: self._num_done() % self._count == self._mine, "another engine kept its turn")
+        self._wait(self._is_mine, "another engine kept its turn")
         try:
             yield
         finally:
-            with done.open("ab") as file:
+            with (self._folder / f"done-{self._names[self._mine]}").open("ab") as file:
                 file.write(b".")
 
-    def _num_done(self) -> int:
-        """Turns taken so far by all: a byte each."""
-        paths = (self._folder / f"done-{i}" for i in range(self._count))
-        return sum(path.stat().st_size for path in paths if path.exists())
+    def leave(self) -> None:
+        """Take no more turns."""
+        leave(self._folder, self._names[self._mine])
+
+    def _is_mine(self) -> bool:
+        """Whether nobody else who is here had fewer turns, or as few and is named earlier: true of one process at a time."""
+        order = {name: (self._num_done(name), i) for i, name in enumerate(self._names)}
+        mine = self._names[self._mine]
+        return all(order[mine] <= order[name] for name in self._present())
+
+    def _present(self) -> list[str]:
+        return [name for name in self._names if not (self._folder / f"left-{name}").exists()]
+
+    def _num_done(self, name: str) -> int:
+        """Turns taken so far: a byte each."""
+        path = self._folder / f"done-{name}"
+        return path.stat().st_size if path.exists() else 0
 
     def _wait(self, is_over: Callable[[], bool], problem: str) -> None:
         deadline = time.monotonic() + self._timeout_s
@@ -44,3 +57,9 @@ class Turns:
             if time.monotonic() > deadline:
                 raise TimeoutError(f"{problem} within {self._timeout_s:.0f} s")
             time.sleep(POLL_S)
+
+
+def leave(folder: Path, name: str) -> None:
+    """Say for ``name``, whose process may be dead, that it takes no more turns."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"left-{name}").touch()

@@ -1,0 +1,158 @@
+"""`kvloft bench engine` without a GPU: wrong arguments and missing hardware are one sentence, and an engine that dies costs only
+its own row. What it measures runs on a GPU."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloft.bench import engine
+from kvloft.bench.engine import fit_together, result_of, run
+from kvloft.cli.__main__ import main
+from kvloft.errors import UnsupportedError
+
+CHILD = """
+import json, sys
+from pathlib import Path
+from kvloft.bench.turns import Turns
+name, options = sys.argv[1], json.loads(sys.argv[2])
+print("ASKED", sys.argv[2], flush=True)
+print("RESULT", json.dumps({"name": name}), flush=True)
+if name == "native":
+    sys.exit("this one cannot start")
+for phase in options["phases"]:
+    print("PHASE", phase, flush=True)
+    turns = Turns(Path(options["turns"]) / phase, name, options["names"], timeout_s=30)
+    for _ in range(3):
+        with turns.mine():
+            pass
+    turns.leave()
+print("RESULT", json.dumps({"name": name, "cold": {"cold_ms": 1.5}, "totals": {"loads": 5, "bad_chunks": 0}}), flush=True)
+"""
+
+
+@pytest.fixture
+def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children that take turns and measure nothing; "native" dies before its first."""
+
+    def start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
+        with log.open("w") as file:
+            return subprocess.Popen([sys.executable, "-c", CHILD, name, json.dumps(options)], stdout=file, stderr=subprocess.STDOUT)
+
+    monkeypatch.setattr(engine, "_start", start)
+
+
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.usefixtures("fake_engines")
+def test_an_engine_that_dies_costs_only_its_own_row(tmp_path: Path, together: bool) -> None:
+    said: list[str] = []
+    found = run(
+        connectors=("none", "native", "kvloft"), phases=("cold", "wave"), options={"num_blocks": 10}, log_dir=tmp_path,
+        timeout_s=60.0, together=together, progress=said.append,
+    )  # fmt: skip
+    assert list(found) == ["none", "native", "kvloft"]
+    assert "this one cannot start" in found["native"]["error"]
+    assert "error" not in found["none"]
+    assert found["kvloft"]["cold"]["cold_ms"] == 1.5
+    assert ("TTFT cold, ms", "1.50", "-", "1.50") in engine.table(found)
+
+
+@pytest.mark.usefixtures("fake_engines")
+def test_engines_that_take_too_long_are_killed_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "CHILD", "import time; time.sleep(600)")
+    begin = time.monotonic()
+    found = run(
+        connectors=("none", "kvloft"), phases=("cold",), options={"num_blocks": 10}, log_dir=tmp_path, timeout_s=0.5,
+        together=True, progress=lambda _: None,
+    )  # fmt: skip
+    assert time.monotonic() - begin < 60
+    assert all("--timeout" in result["error"] and "empty" in result["error"] for result in found.values())
+
+
+@pytest.mark.usefixtures("fake_engines")
+def test_decoding_is_measured_with_one_engine_at_a_time(tmp_path: Path) -> None:
+    found = run(
+        connectors=("none", "kvloft"), phases=("cold", "decode"), options={"num_blocks": 10}, log_dir=tmp_path,
+        timeout_s=60.0, together=True, progress=lambda _: None,
+    )  # fmt: skip
+    shared, alone = (
+        json.loads((tmp_path / f"engine_kvloft{end}.log").read_text().split("ASKED ")[1].splitlines()[0]) for end in ("", "_alone")
+    )
+    assert (shared["names"], shared["phases"]) == (["none", "kvloft"], ["cold"])
+    assert (alone["names"], alone["phases"]) == (["kvloft"], ["decode"])
+    assert found["kvloft"]["totals"] == {"loads": 10, "bad_chunks": 0}, "5 in each of its two processes"
+    assert not any("error" in result for result in found.values())
+
+
+def test_the_last_result_counts_and_a_bad_end_is_an_error(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text('RESULT {"a": 1}\nnoise\nRESULT {"a": 2}\nthe end')
+    assert result_of(log, 0) == {"a": 2}
+    assert "the end" in result_of(log, -9)["error"]
+
+
+def test_engines_share_a_gpu_only_where_all_have_room() -> None:
+    assert fit_together(3, 9000, {}, 150 << 30)
+    assert not fit_together(3, 9000, {}, 80 << 30)
+    assert fit_together(1, 9000, {}, 80 << 30)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        ("engine --connectors foo", "'foo' is none of none, native, kvloft"),
+        ("engine --connectors kvloft,kvloft", "twice"),
+        ("engine --phases cold,foo", "'foo' is none of"),
+        ("engine --context 0", "whole number"),
+        ("engine --blocks x", "whole number"),
+        ("engine --kv-heads 7", "invalid choice"),
+        ("engine --json /nowhere/x.json", "cannot be written"),
+        ("equality --phases zzz", "'zzz' is none of"),
+        ("copy --mib 0", "whole number"),
+        ("copy --plot /nowhere/x.png", "cannot be written"),
+    ],
+)
+def test_wrong_arguments_are_refused_in_one_sentence(argv: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["bench", *argv.split()])
+    assert words in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_wrong_setup_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "equality", "--setups", "zzz"]) == 2
+    assert "'zzz' is none of reference, hnd" in capsys.readouterr().err
+
+
+def test_a_wrong_copy_is_no_missing_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def run(**_: Any) -> None:
+        raise RuntimeError("loaded pages differ from what was saved")
+
+    monkeypatch.setattr("kvloft.bench.engine.gpu_bytes", lambda needed: 1)
+    monkeypatch.setattr("kvloft.bench.copy.run", run)
+    assert main(["bench", "copy"]) == 1
+    assert "failed: loaded pages differ" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["copy", "engine", "equality"])
+def test_without_a_gpu_no_engine_starts(what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr(subprocess, "Popen", None)
+    assert main(["bench", what]) == 2
+    assert "cannot run here" in capsys.readouterr().err
+
+
+def test_without_vllm_the_sentence_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UnsupportedError, match="torch and vllm cannot be imported"):
+        engine.gpu_bytes()
+
+
+@pytest.mark.parametrize("kib", ["0", "-4", "3"])
+def test_calibrate_refuses_pages_that_no_model_has(kib: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["calibrate", "--page-kib", kib])
+    assert "--page-kib" in capsys.readouterr().err

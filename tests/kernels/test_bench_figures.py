@@ -1,0 +1,84 @@
+"""What GPU benches make of what they measured: percentiles, medians of runs, the report's verdicts; on figures made up here."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloft.bench.engine_child import _by_kind, _middle, _percentiles
+from kvloft.cli.bench import _rates
+
+REPORT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"
+
+
+def test_percentiles_are_of_the_sorted_steps_in_milliseconds() -> None:
+    found = _percentiles("alone", [n / 1000 for n in range(200, 0, -1)])
+    marks = {"alone_p50_ms": 101, "alone_p90_ms": 181, "alone_p99_ms": 199, "alone_steps": 200, "alone_max_ms": 200}
+    assert found == pytest.approx(marks)
+    assert _percentiles("alone", []) == {}
+
+
+def test_steps_before_the_first_arrival_are_in_no_figure() -> None:
+    found = _by_kind([(9.0, "before"), (0.001, "alone"), (0.002, "mixed"), (0.003, "mixed")])
+    assert (found["all_steps"], found["alone_steps"], found["mixed_steps"]) == (3, 1, 2)
+    assert found["all_max_ms"] == pytest.approx(3.0)
+
+
+def test_one_disturbed_run_does_not_decide() -> None:
+    runs = [{"p99": value} for value in (6.0, 99.0, 6.2)]
+    assert _middle(runs) == {"p99": 6.2, "runs": runs}
+
+
+def test_a_share_is_of_the_ceiling_measured_beside_it() -> None:
+    row = {"save": 49.0, "save_ceiling": 50.0, "load": 54.0, "load_ceiling": 54.0, "both": 40.0, "both_ceiling": 50.0}
+    assert _rates(row) == ["49.00", "98.0%", "54.00", "100.0%", "40.00", "80.0%"]
+
+
+def report(folder: Path, capsys: pytest.CaptureFixture[str], **files: Any) -> str:
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    spec = importlib.util.spec_from_file_location("gpu_report", REPORT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.main(folder) == 0
+    return capsys.readouterr().out
+
+
+def copy_row(**shares: float) -> dict[str, float]:
+    row = {"page_bytes": 4096.0}
+    for what in ("save", "load", "both"):
+        row |= {what: 50.0 * shares.get(what, 1.0), f"{what}_ceiling": 50.0}
+    return row
+
+
+@pytest.mark.parametrize(
+    ("shares", "verdict"),
+    [({}, "met"), ({"save": 0.979}, "missed"), ({"load": 0.979}, "missed"), ({"both": 0.951}, "met"), ({"both": 0.949}, "missed")],
+)
+def test_the_report_judges_copies_by_their_own_ceiling(
+    shares: dict[str, float], verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = {
+        "machine": {}, "ceiling": dict.fromkeys(("save", "load", "both"), 500.0), "pages": [copy_row(**shares)], "beside": [],
+        "tag": dict.fromkeys(("save_with", "save_without", "load_with", "load_without"), 1.0),
+    }  # fmt: skip
+    (line,) = (text for text in report(tmp_path, capsys, copy=copy).splitlines() if text.startswith("| 4 KiB"))
+    assert line.strip("| *").endswith(verdict)
+
+
+@pytest.mark.parametrize(("warm", "verdict"), [([110.0, 205.0, 900.0], "met"), ([111.0, 212.0, 318.0], "**missed**")])
+def test_the_report_pairs_a_warm_prompt_with_the_hit_right_after_it(
+    warm: list[float], verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The link's time is 100 ms, the hits 10, 100 and 200: pair by pair, the median decides."""
+    ttft = {"kv_bytes": 5e9, "all_ms": {"warm": warm, "hbm": [10.0, 100.0, 200.0]}}
+    copy = {
+        "machine": {}, "ceiling": {"save": 50.0, "load": 50.0, "both": 50.0}, "pages": [], "beside": [],
+        "tag": dict.fromkeys(("save_with", "save_without", "load_with", "load_without"), 1.0),
+    }  # fmt: skip
+    out = report(tmp_path, capsys, copy=copy, engine={"kvloft": {"ttft": ttft}})
+    (line,) = (text for text in out.splitlines() if text.startswith("Each warm TTFT beside 100.0 ms"))
+    assert f"target 1.05; {verdict})" in line
