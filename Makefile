@@ -26,5 +26,6 @@ lint: ## formatters, clippy, ruff, mypy --strict, stub test, import contracts, h
 bench: ## every bench, Rust and Python; ratios are printed beside the targets
 	@scripts/bench.sh
 
-clean: ## remove environments and build outputs
-	rm -rf .venv-* build target dist
+clean: ## remove environments, build outputs and caches of the checkout
+	rm -rf .venv-* build target dist .mypy_cache .ruff_cache .hypothesis .import_linter_cache .pytest_cache python/kvloft/_core*.so
+	find python tests examples scripts benches -type d -name __pycache__ -prune -exec rm -rf {} +

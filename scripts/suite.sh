@@ -3,7 +3,7 @@
 #
 # "all" is `make test`: the Rust tests, everything on the newest vLLM, one scenario of each defect on the older ones.
 # A phase that fails does not stop the others; the table at the end and the exit status tell. After MINUTES (65; a usual machine
-# needs 15 to 20) no new test begins but those of the short form, and after a fifth more not these: on a starved machine what
+# needs 12 to 20) no new test begins but those of the short form, and after a fifth more not these: on a starved machine what
 # matters most is tested, and the table says how much was left out.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
@@ -62,7 +62,7 @@ all() {
   phase "environment with vLLM $NEWEST" scripts/env.sh "$NEWEST" || return
   older_environments >build/logs/older.log 2>&1 </dev/null &
   # kvloft-py has conversions only: the Python tests are its tests, and alone it would need a libpython to link with.
-  phase "Rust tests" cargo test --quiet --locked --profile "$PROFILE" --workspace --exclude kvloft-py
+  phase "Rust tests" cargo test --quiet --locked --no-fail-fast --profile "$PROFILE" --workspace --exclude kvloft-py
   phase "all Python tests on vLLM $NEWEST" pytest_on "$NEWEST" tests
   wait # what went wrong there goes wrong again below, where it is told
   for version in $OLDER; do short "$version"; done
