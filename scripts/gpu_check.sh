@@ -47,9 +47,10 @@ if has sanitize; then
   stage synccheck sanitize synccheck
   stage initcheck sanitize initcheck
 fi
-if has profile; then # pages of 4 KiB, the hardest: gathers and scatters of whole pieces, then the bench is killed
+if has profile; then # pages of 4 KiB, the hardest: gathers and scatters of whole pieces, then the bench is killed; clocks stay
+  # as they are, for the GPU may be others' too
   say "profile"
-  ncu --kill on -k 'regex:(gather|scatter)' --launch-skip 4 --launch-count 6 --section SpeedOfLight --section Occupancy \
+  ncu --clock-control none --kill on -k 'regex:(gather|scatter)' --launch-skip 4 --launch-count 6 --section SpeedOfLight --section Occupancy \
     --section WarpStateStats --section MemoryWorkloadAnalysis "$PYTHON" -m kvloft.cli bench copy --mib 256 >"$OUT/ncu.txt" 2>&1
   grep -c 'Duration' "$OUT/ncu.txt" || failed+=("profile: nothing was profiled")
 fi

@@ -245,6 +245,14 @@ def test_a_file_that_is_no_mapping_of_settings_gives_one_sentence(tmp_path: Path
     assert str(file) in one_sentence(error)
 
 
+def test_a_file_that_sets_something_twice_is_an_error_that_names_it(tmp_path: Path) -> None:
+    file = tmp_path / "twice.yaml"
+    file.write_text("host_size: 1GiB\neviction: lru\n'host_size': 2GiB\n")
+    with pytest.raises(ConfigError, match="sets host_size twice") as error:
+        load_config({}, {"KVLOFT_CONFIG": str(file)})
+    assert str(file) in one_sentence(error)
+
+
 def test_an_empty_file_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "empty.yaml"
     file.write_text("# nothing yet\n")

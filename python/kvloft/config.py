@@ -267,7 +267,8 @@ def _from_file(environ: Mapping[str, str]) -> _Layer:
     blame = f"{ENV_FILE} = {path!r} (environment)"
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123 (a NUL in the name must be a ValueError here, too)
-            document = yaml.safe_load(file)
+            text = file.read()
+        document = yaml.safe_load(text)
     except OSError as e:
         raise ConfigError(f"{blame} cannot be read ({e.strerror}); it must name a YAML file.") from e
     except (yaml.YAMLError, ValueError) as e:
@@ -278,7 +279,17 @@ def _from_file(environ: Mapping[str, str]) -> _Layer:
         return {}
     if not isinstance(document, dict):
         raise ConfigError(f"{blame} holds a {type(document).__name__}; it must hold lines such as: host_size: 8GiB")
+    if twice := _first_twice(text):  # PyYAML would take the last one without a word
+        raise ConfigError(f"{blame} sets {twice} twice; leave one of the two lines out")
     return {_known(key, f"file {path}"): (value, f"file {path}") for key, value in document.items()}
+
+
+def _first_twice(text: str) -> str | None:
+    """The first key that a YAML mapping has twice."""
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    assert isinstance(node, yaml.MappingNode)
+    keys = [key.value for key, _ in node.value]
+    return next((key for i, key in enumerate(keys) if key in keys[:i]), None)
 
 
 def _known(key: object, origin: str, spell: Callable[[str], str] = str, written: str | None = None) -> str:
