@@ -179,7 +179,7 @@ def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[
 
     found: dict[str, Any] = {}
     runs: list[dict[str, float]] = []
-    for _ in range(num_runs + 2):
+    for _ in range(num_runs + 4):
         with turn(turns):
             runs.append(_percentiles("alone", [seconds for seconds, _ in run([])]))
     found["plain"] = _middle(runs)
