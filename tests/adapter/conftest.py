@@ -1,8 +1,26 @@
-"""Lets these tests import the helpers beside them."""
+"""Lets these tests import the helpers beside them, and what several of them need."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+import pytest
 
 HERE = str(Path(__file__).resolve().parent)
 if HERE not in sys.path:
     sys.path.insert(0, HERE)
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Puts a file into a Hugging Face cache as a download of ``name`` at ``commit`` leaves it."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+
+    def put(name: str, file: str, commit: str, revision: str = "main") -> None:
+        repo = tmp_path / f"models--{name.replace('/', '--')}"
+        for folder in (repo / "refs", repo / "snapshots" / commit):
+            folder.mkdir(parents=True, exist_ok=True)
+        (repo / "refs" / revision).write_text(commit)
+        (repo / "snapshots" / commit / file).write_text("{}")
+
+    return put

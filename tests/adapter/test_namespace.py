@@ -89,6 +89,22 @@ def test_weights_that_a_trainer_replaces_in_memory_serve_their_own_engine_only()
     assert digest(weight_transfer=SimpleNamespace(backend="nccl")) != digest(weight_transfer=SimpleNamespace(backend="nccl"))
 
 
+@pytest.mark.parametrize("name", ["hub/name", "/no/such/folder", "./models/a/b", "s3://bucket/model"])
+def test_weights_of_which_nothing_is_known_serve_their_own_engine_only(name: str) -> None:
+    """Another hub's, say: the name alone does not show that they were trained further."""
+    assert digest(model=name, commit=None) != digest(model=name, commit=None)
+
+
+@pytest.mark.parametrize(("file", "revision"), [("config.json", None), ("params.json", "v2")])
+def test_a_configuration_without_a_commit_has_that_of_the_hubs_cache(hub_cache: Any, file: str, revision: str | None) -> None:
+    """Mistral's format: its configurations are not transformers' own."""
+    hub_cache("hub/name", file, "c0ffee", revision or "main")
+    first = digest(commit=None, revision=revision)
+    assert digest(commit=None, revision=revision) == first == digest(commit="c0ffee", revision=revision)
+    hub_cache("hub/name", file, "decade", revision or "main")
+    assert digest(commit=None, revision=revision) != first
+
+
 @pytest.mark.parametrize(("cache_gb", "prefix_caching", "counted"), [(0, False, True), (0, True, False), (4, False, False)])
 def test_media_are_named_by_a_count_only_where_both_caches_are_off(cache_gb: int, *, prefix_caching: bool, counted: bool) -> None:
     model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb))

@@ -96,10 +96,28 @@ def test_adapter_written_since_the_start_is_this_engines_own(tmp_path: Path) -> 
     assert names.identify(lora) != AdapterNames().identify(lora)
 
 
-def test_adapters_without_a_path_are_told_apart_by_id() -> None:
-    adapters = [SimpleNamespace(lora_name="a", lora_int_id=number, lora_path="") for number in (1, 2)]
-    first, second = (AdapterNames().identify(adapter) for adapter in adapters)  # type: ignore[arg-type]
+@pytest.mark.parametrize("path", ["", "hub/adapter", "/no/such/folder"])
+def test_adapters_of_which_no_file_is_seen_are_this_engines_own(path: str) -> None:
+    """vLLM loads what the hub has at that time, or tensors that a trainer hands over under a path that stands for nothing."""
+    names = AdapterNames()
+    adapters: list[Any] = [SimpleNamespace(lora_name="a", lora_int_id=number, lora_path=path) for number in (1, 2)]
+    first, second = map(names.identify, adapters)
     assert first != second
+    assert names.identify(adapters[0]) == first, "but within the engine it is one adapter"
+    assert AdapterNames().identify(adapters[0]) != first
+    adapters[0].load_inplace = True
+    assert names.identify(adapters[0]) != first, "loaded again, it may be another"
+
+
+def test_an_adapter_of_the_hub_is_told_apart_by_its_commit_when_offline(hub_cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_cache("hub/adapter", "adapter_config.json", "c0ffee")
+    lora = LoRARequest("a", 1, "hub/adapter")
+    assert AdapterNames().identify(lora) != AdapterNames().identify(lora), "vLLM asks the hub for a newer one"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    first = AdapterNames().identify(lora)
+    assert first == AdapterNames().identify(lora)
+    hub_cache("hub/adapter", "adapter_config.json", "decade")
+    assert AdapterNames().identify(lora) != first
 
 
 def test_adapter_from_a_tensorizer_directory_is_another_one_elsewhere(tmp_path: Path) -> None:
@@ -109,6 +127,7 @@ def test_adapter_from_a_tensorizer_directory_is_another_one_elsewhere(tmp_path: 
         for name in "xy"
     )
     assert AdapterNames().identify(first) != AdapterNames().identify(second)  # type: ignore[arg-type]
+    assert AdapterNames().identify(first) != AdapterNames().identify(first), "what is there now"  # type: ignore[arg-type]
 
 
 def test_media_named_by_a_count_are_this_engines_own() -> None:

@@ -14,6 +14,8 @@ from uuid import uuid4
 
 import torch
 import vllm
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -32,19 +34,23 @@ def namespace_fields(
     """Fields of ``_core.namespace_digest``; two engines with equal fields may serve each other's KV."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     load = vllm_config.load_config
+    commit = getattr(model.hf_config, "_commit_hash", None) or hub_commit(model.model, model.revision)
+    weights = weights_fingerprint(model.model)
+    is_dummy = str(load.load_format) == "dummy"
     fields: dict[str, Any] = {
         "user": user_namespace,
         "model": model.model,
         "revision": model.revision,
         "code_revision": getattr(model, "code_revision", None),
-        "commit": getattr(model.hf_config, "_commit_hash", None),
+        "commit": commit,
         "config": _digest(json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)),
-        "weights": weights_fingerprint(model.model),
+        "weights": weights,
+        "unknown_weights": None if commit or weights or is_dummy else uuid4().hex,  # of this engine's process only
         "weights_from": getattr(model, "model_weights", None) or None,
         "load_format": load.load_format,
         "load_extra": getattr(load, "model_loader_extra_config", None) or None,
         "live_weights": uuid4().hex if getattr(vllm_config, "weight_transfer_config", None) is not None else None,
-        "dummy_seed": model.seed if str(load.load_format) == "dummy" else None,
+        "dummy_seed": model.seed if is_dummy else None,
         "dtype": model.dtype,
         "quantization": model.quantization,
         "quantization_config": getattr(model, "quantization_config", None),
@@ -89,6 +95,21 @@ def weights_fingerprint(model: str) -> str:
 def weights_changed_since(model: str, time_s: float) -> bool:
     """Whether a local model's files were written after ``time_s`` (Unix time): which state was loaded is not known then."""
     return any(path.stat().st_mtime > time_s for path in _weight_files(model))
+
+
+def hub_commit(name: str, revision: str | None = None) -> str | None:
+    """The commit of Hugging Face's hub that this machine's cache has for ``name``; None for what is not there or not of that hub.
+
+    After a load that is the commit that was loaded. No connection is made.
+    """
+    for file in ("config.json", "params.json", "adapter_config.json"):
+        try:
+            found = try_to_load_from_cache(name, file, revision=revision)
+        except HFValidationError:  # a path, say
+            return None
+        if isinstance(found, str):
+            return Path(found).parent.name
+    return None
 
 
 def _weight_files(model: str) -> list[Path]:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
 
 import torch
+from huggingface_hub import constants as hub
 
 from kvloft.types import BlockId, EmbedRows, MediaItem, NewRequest, ReqId, RequestView, StepView
 from kvloft.vllm.compat import preempted_ids
-from kvloft.vllm.namespace import weights_changed_since, weights_fingerprint
+from kvloft.vllm.namespace import hub_commit, weights_changed_since, weights_fingerprint
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -28,13 +29,13 @@ class AdapterNames:
     An adapter trained further under the same path is another adapter. The files are looked at once per (id, path), which is
     when the workers load them; a request that asks to load in place makes them be looked at again. Files written since the
     engine's start may have been loaded before or after that: then the identity is this engine's own, and no later one has it.
+    So it is where no file is to be seen: vLLM loads what the hub has by then, unless it is offline.
     """
 
     def __init__(self, media_prefix: str = "") -> None:
         """``media_prefix`` goes before every media identifier: this engine's own where vLLM counts them."""
         self._seen: dict[tuple[int, str], tuple[str, str]] = {}
         self._start_s = time.time()
-        self._own = uuid4().hex
         self.media_prefix = media_prefix
 
     def identify(self, lora: LoRARequest | None) -> tuple[str, str] | None:
@@ -44,17 +45,17 @@ class AdapterNames:
         path = lora.lora_path or ""
         slot = (lora.lora_int_id, path)
         if slot not in self._seen or getattr(lora, "load_inplace", False):
-            state = weights_fingerprint(path) if path else ""
-            if path and weights_changed_since(path, self._start_s):
-                state += f"|{self._own}"
-            self._seen[slot] = lora.lora_name, f"{path or lora.lora_int_id}|{state}{_elsewhere(lora)}"
+            self._seen[slot] = lora.lora_name, f"{path}|{self._state(lora, path)}"
         return self._seen[slot]
 
-
-def _elsewhere(lora: LoRARequest) -> str:
-    """Where else an adapter's weights come from."""
-    source = getattr(lora, "tensorizer_config_dict", None)
-    return f"|{sorted(source.items(), key=str)}" if source else ""
+    def _state(self, lora: LoRARequest, path: str) -> str:
+        own = uuid4().hex
+        if getattr(lora, "tensorizer_config_dict", None):
+            return own  # the weights are elsewhere
+        state = weights_fingerprint(path) if path else ""
+        if not state:
+            return (hub_commit(path) if path and hub.HF_HUB_OFFLINE else None) or own
+        return f"{state}|{own}" if weights_changed_since(path, self._start_s) else state
 
 
 class VllmRequest:
