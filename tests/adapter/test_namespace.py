@@ -38,6 +38,7 @@ def digest(**changes: Any) -> bytes:
             dtype=v["dtype"], quantization=v["quantization"], max_model_len=v["max_model_len"], model_weights=v["model_weights"],
             quantization_config=v["quantization_config"], model_impl=v["model_impl"],
             model_class_overrides=v["model_class_overrides"], multimodal_config=v["media"],
+            hf_config_path=v.get("hf_config_path"),
             override_generation_config=v["override_generation_config"], disable_sliding_window=v["disable_sliding_window"],
         ),
         cache_config=SimpleNamespace(cache_dtype=v["cache_dtype"]),
@@ -93,6 +94,7 @@ def test_weights_that_a_trainer_replaces_in_memory_serve_their_own_engine_only()
 def test_weights_of_which_nothing_is_known_serve_their_own_engine_only(name: str) -> None:
     """Another hub's, say: the name alone does not show that they were trained further."""
     assert digest(model=name, commit=None) != digest(model=name, commit=None)
+    assert digest(model=name, hf_config_path="hub/other") != digest(model=name, hf_config_path="hub/other")
 
 
 @pytest.mark.parametrize(("file", "revision"), [("config.json", None), ("params.json", "v2")])

@@ -122,6 +122,9 @@ def test_an_adapter_of_the_hub_is_told_apart_by_its_commit_when_offline(hub_cach
 
 def test_adapter_from_a_tensorizer_directory_is_another_one_elsewhere(tmp_path: Path) -> None:
     """A field of vLLM 0.31 and older; 0.32's LoRARequest has it no more, so it is put on by hand."""
+    settings = tmp_path / "adapter_config.json"
+    settings.write_text("{}")
+    os.utime(settings, (0, 0))
     first, second = (
         SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path), tensorizer_config_dict={"tensorizer_dir": name})
         for name in "xy"

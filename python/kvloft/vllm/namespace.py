@@ -34,7 +34,9 @@ def namespace_fields(
     """Fields of ``_core.namespace_digest``; two engines with equal fields may serve each other's KV."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     load = vllm_config.load_config
-    commit = getattr(model.hf_config, "_commit_hash", None) or hub_commit(model.model, model.revision)
+    # A configuration from elsewhere has a commit of its own, which says nothing of the weights.
+    commit = None if getattr(model, "hf_config_path", None) else getattr(model.hf_config, "_commit_hash", None)
+    commit = commit or hub_commit(model.model, model.revision)
     weights = weights_fingerprint(model.model)
     is_dummy = str(load.load_format) == "dummy"
     fields: dict[str, Any] = {
