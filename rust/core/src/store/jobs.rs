@@ -190,6 +190,16 @@ impl State {
         self.unhold(id);
     }
 
+    /// Slots were given back.
+    pub(super) fn end_free(&mut self) {
+        self.disk_books().freeing -= 1;
+    }
+
+    /// The disk is empty.
+    pub(super) fn end_clear(&mut self) {
+        self.disk_books().clearing = Clearing::No;
+    }
+
     /// Queues the children that stood behind a chunk that is on disk now.
     fn wake_behind(&mut self, id: ChunkId) {
         let behind: Vec<_> =

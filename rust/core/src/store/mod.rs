@@ -296,44 +296,4 @@ fn deadline(timeout: Duration) -> Instant {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::evict::Eviction;
-
-    /// A panic under the lock must not reach whoever asks next: everything is a miss, and guards can still be dropped.
-    #[test]
-    fn a_store_that_failed_inside_misses() {
-        let config = StoreConfig {
-            frame_bytes: 4096,
-            host_bytes: 8 * 4096,
-            blocks_per_chunk: 1,
-            eviction: Eviction::Lru,
-            available_bytes: None,
-            namespace: [0; 32],
-            disk: None,
-        };
-        let store = Store::open(&config).unwrap();
-        let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).unwrap();
-        chain.append_tokens(&[1, 2, 3]).unwrap();
-        let all = SaveRange { start: 0, stop: 3, tail_blocks: 0 };
-        let mut reserved = store.reserve(&chain, all).unwrap();
-        let last = reserved.leases.pop();
-        assert_eq!(store.commit(reserved.leases), 2);
-        let lease = store.acquire(&chain);
-        assert_eq!(lease.poll().ready_blocks, 2);
-        let inner = Arc::clone(&store.inner);
-        let panicked = std::thread::spawn(move || inner.with_books(|_| panic!("asked to"))).join();
-        assert!(panicked.is_err());
-        assert_eq!(store.lookup(&chain), Lookup::default());
-        assert_eq!(store.acquire(&chain).poll(), Progress::default());
-        assert_eq!(lease.frames(), []);
-        assert_eq!(store.reserve(&chain, all).unwrap().num_dropped, 3);
-        assert_eq!(store.commit(last), 0);
-        assert_eq!(store.discard(chain.keys()), 0);
-        store.clear();
-        assert!(!store.flush(Duration::MAX));
-        assert!(store.stats().iter().all(|(_, value)| *value == 0));
-        drop(lease);
-        store.close(Duration::ZERO);
-    }
-}
+mod tests;

@@ -9,7 +9,6 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::Inner;
-use super::disk::Clearing;
 use super::jobs::{Job, Written};
 use super::state::State;
 use crate::tier::FrameDisk;
@@ -58,7 +57,7 @@ fn do_next(inner: &Inner, disk: &dyn FrameDisk) -> bool {
             for slot in slots {
                 free(disk, slot);
             }
-            finish(inner, |state| state.disk_books().freeing -= 1)
+            finish(inner, State::end_free)
         }
         Job::Clear => {
             // Should this panic, chunks stay on disk that no key leads to; the next open finds them.
@@ -66,7 +65,7 @@ fn do_next(inner: &Inner, disk: &dyn FrameDisk) -> bool {
                 disk.clear();
                 Ok(())
             });
-            finish(inner, |state| state.disk_books().clearing = Clearing::No)
+            finish(inner, State::end_clear)
         }
     }
 }
