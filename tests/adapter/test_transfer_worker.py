@@ -1,5 +1,6 @@
 """WorkerCore: one step's plan through a mover; idempotent hooks, reports taken once, a broken mover is only misses."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -178,3 +179,18 @@ def test_another_mover_can_be_plugged_in(store: _core.Store) -> None:
     worker.run_saves()
     worker.run_loads()
     assert len(made) == 1
+
+
+def test_a_mover_hears_before_the_forward_whether_loads_come(store: _core.Store) -> None:
+    """vLLM submits them only after it, and they should not wait for it."""
+    heard: list[bool] = []
+
+    class Listening(BrokenMover):
+        def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
+            heard.append(has_loads)
+
+    worker = WorkerCore(rank=0, num_ranks=1, blocks_per_chunk=1, make_mover=lambda _, __: Listening("test"))
+    worker.register(CACHES, 7, "test")
+    worker.begin(plan_of(store))
+    worker.begin(replace(plan_of(store), loads=()))
+    assert heard == [True, False]

@@ -150,7 +150,7 @@ class Steps(RuleBasedStateMachine):
         loads = self.choose_loads(random, mine, num_loads)  # takes its blocks from ``mine``
         written = mine[:num_written]
         read_by_saves = {block for saved in self.unsaved.values() for block in saved.blocks}
-        self.mover.begin_step([BlockId(block) for block in written if block in read_by_saves])
+        self.mover.begin_step([BlockId(block) for block in written if block in read_by_saves], has_loads=random.random() < 0.8)
         if not self.gpu.is_broken:
             self.enqueue_forward(random, mine)
             for block in written:

@@ -99,6 +99,25 @@ def test_a_load_waits_for_no_later_step() -> None:
     mover.close()
 
 
+def test_a_load_submitted_after_its_steps_forward_does_not_wait_for_it() -> None:
+    """As vLLM does since 0.30."""
+    paged, _, mover = rig()
+    paged.randomize(1)
+    want = paged.snapshot()
+    copies = copies_of(range(BLOCKS), [[block] for block in range(BLOCKS)])
+    save(mover, copies)
+    paged.poison()
+    mover.begin_step((), has_loads=True)
+    torch.cuda._sleep(LONG_CYCLES)
+    gate = torch.cuda.Event()
+    gate.record()
+    mover.submit_loads([LoadPlan(ReqId("r"), 1, copies)])
+    until(lambda: bool(mover.poll().loads))
+    assert not gate.query(), "it waited for a forward that its blocks have no part in"
+    assert torch.equal(paged.buffers[0], want[0])
+    mover.close()
+
+
 def test_a_save_waits_for_no_later_step() -> None:
     paged, _, mover = rig()
     paged.randomize(1)
@@ -147,7 +166,7 @@ class Engine:
         rng.shuffle(usable)
         rewritten, others = usable[: len(usable) // 3], usable[len(usable) // 3 :]
         read = {copy.blocks[0] for copy in self.saving.values()}
-        self.mover.begin_step([BlockId(block) for block in rewritten if block in read])
+        self.mover.begin_step([BlockId(block) for block in rewritten if block in read], has_loads=number % 2 == 0)
         frames = rng.sample(self.ready, min(len(self.ready), rng.randrange(20)))
         targets, others = others[: len(frames)], others[len(frames) :]
         if copies := [self.copy_of[f]._replace(blocks=(BlockId(b),)) for f, b in zip(frames, targets, strict=False)]:

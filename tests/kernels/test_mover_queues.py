@@ -144,19 +144,24 @@ class Queues(RuleBasedStateMachine):
         blocks = seed.sample(range(NUM_BLOCKS), NUM_BLOCKS)
         rewritten = [block for block in blocks[: seed.randrange(10)] if block in self.unsaved.values()]
         read = {ticket for ticket, block in self.unsaved.items() if block in rewritten}
-        self.mover.begin_step([BlockId(block) for block in rewritten])
+        self.mover.begin_step([BlockId(block) for block in rewritten], has_loads=num_loads > 0)
         sent = self.sent_saves()
         assert read - set(self.mover._done.failed) <= sent, "a forward may write what a save not sent yet has to read"
         self.check_awaited("compute", set(rewritten))
+        num_forwards = sum(entry[0] == "forward" for entry in self.clock.log)
+        forward_is_first = seed.random() < 0.5  # vLLM submits loads before the forward up to 0.29, after it since 0.30
+        if forward_is_first:
+            self.clock.log.append(("forward",))
         if num_loads:
             frames = seed.sample(range(LOADED), num_loads)
             copies = [ChunkCopy(f, ChunkKey(f.to_bytes(32, "little")), 1, 0, (BlockId(blocks[i]),)) for i, f in enumerate(frames)]
-            self.loaded_after += [sum(entry[0] == "forward" for entry in self.clock.log)] * num_loads
+            self.loaded_after += [num_forwards] * num_loads
             for part in (copies[: num_loads // 2], copies[num_loads // 2 :]):
                 self.waiting_loads.add(self.next_load)
                 self.mover.submit_loads([LoadPlan(ReqId("l"), self.next_load, tuple(part))])
                 self.next_load += 1
-        self.clock.log.append(("forward",))
+        if not forward_is_first:
+            self.clock.log.append(("forward",))
         if num_saves:
             places = range(self.next_frame, self.next_frame + num_saves)
             self.next_frame += num_saves

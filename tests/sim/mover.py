@@ -53,7 +53,7 @@ class SlowMover:
         self._loads: list[tuple[int, LoadPlan]] = []
         self._done = Finished()
 
-    def begin_step(self, rewritten: Sequence[int]) -> None:
+    def begin_step(self, rewritten: Sequence[int], *, has_loads: bool = False) -> None:
         self._gather_before(set(rewritten))
 
     def _gather_before(self, rewritten: set[int]) -> None:

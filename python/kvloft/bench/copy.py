@@ -142,7 +142,7 @@ def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, 
     """`beside` with four rounds of the rig's copies."""
     start = rig.start_save if what == "save" else rig.start_load
     streams = rig.mover.saves.copy_streams if what == "save" else (rig.mover.loads.kernel_stream,)
-    rig.mover.begin_step(())
+    rig.mover.begin_step((), has_loads=what == "load")
 
     def four() -> None:
         for _ in range(4):

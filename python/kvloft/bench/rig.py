@@ -143,7 +143,7 @@ class Rig:
         """
         mover = self.mover
         saves, loads = mover.saves, mover.loads
-        mover.begin_step(())
+        mover.begin_step((), has_loads=what != "save")
         driver.synchronize()
         if what == "both":
             torch.cuda._sleep(GATE_CYCLES)  # noqa: SLF001 (torch's own way to keep a stream busy)

@@ -29,7 +29,7 @@ class CpuMover:
         self._runs = _plane_runs(layout.planes)
         self._done = Finished()
 
-    def begin_step(self, rewritten: Sequence[BlockId]) -> None:
+    def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """Copies are done when submitted: nothing is ever in flight."""
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:

@@ -29,8 +29,12 @@ class Finished:
 class Mover(Protocol):
     """Moves chunks for one worker. Every submitted ticket and load comes back from `poll` exactly once (I10)."""
 
-    def begin_step(self, rewritten: Sequence[BlockId]) -> None:
-        """Before a forward is launched that may write ``rewritten``: it must come after the saves that still read them (I2)."""
+    def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
+        """Before a forward is launched that may write ``rewritten``: it must come after the saves that still read them (I2).
+
+        ``has_loads``: loads will be submitted in this step, perhaps after the forward was launched (as vLLM does since 0.30);
+        they come after what was launched before now, and need not wait for that forward.
+        """
         ...
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
@@ -59,7 +63,7 @@ class BrokenMover:
         self.reason = reason
         self._done = Finished()
 
-    def begin_step(self, rewritten: Sequence[BlockId]) -> None:
+    def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """Nothing is ever in flight."""
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:

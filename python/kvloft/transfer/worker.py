@@ -61,7 +61,7 @@ class WorkerCore:
         if self._mover is None and plan.arena is not None and self._layout is not None:
             self._ready_mover()
         if self._mover is not None:
-            self._mover.begin_step(plan.rewritten)
+            self._mover.begin_step(plan.rewritten, has_loads=bool(plan.loads))
 
     def run_loads(self) -> None:
         """Start this step's loads: their blocks belong to requests that wait."""

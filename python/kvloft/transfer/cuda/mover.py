@@ -81,7 +81,7 @@ class CudaMover:
         self._open_loads: dict[Load, None] = {}
         self._spare_marks = [Mark(driver.Event()) for _ in range(NUM_MARKS)]
         self._before_loads: Mark | None = None
-        """Behind all that was launched before this step's loads; recorded with the first of them, for most steps have none."""
+        """Behind all that was launched before this step; recorded in steps with loads only, for most have none."""
         self._last_gather: npt.NDArray[np.int64] = np.full(layout.num_blocks, -1, dtype=np.int64)
         self._done = Finished()
         self._busy_until = {self.saves: 0.0, self.loads: 0.0}
@@ -101,7 +101,7 @@ class CudaMover:
 
     # -- the seam -------------------------------------------------------------------------------------------------
 
-    def begin_step(self, rewritten: Sequence[BlockId]) -> None:
+    def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """Before a forward is launched: ``rewritten`` are blocks it may write that were saved from for another owner."""
         with self._lock:
             if self._broken is not None:
@@ -110,7 +110,9 @@ class CudaMover:
                 self._before_loads = None
                 if not mark.users:
                     self._spare_marks.append(mark)
-            if not rewritten:
+            if has_loads:
+                self._mark_before_loads()
+            if not rewritten or self._broken is not None:
                 return
             try:
                 self._order_after_gathers(self._compute(), np.asarray(rewritten, dtype=np.int64))
