@@ -6,6 +6,7 @@ missing is left out, so a run of some stages makes a report too. Knows file name
 
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -34,6 +35,9 @@ def main(folder: Path) -> int:
     for name in sorted(files):
         if name.startswith("equality"):
             parts += _equality(files[name])
+    profile = folder / "ncu.txt"
+    if profile.exists():
+        parts += _profile(profile.read_text())
     notes = folder / "NOTES.md"
     print("\n".join(parts) + ("\n\n" + notes.read_text().rstrip() if notes.exists() else ""))
     return 0
@@ -176,6 +180,21 @@ def _equality(found: dict[str, Any]) -> Iterator[str]:
             yield f"| {setup['what']} | {row['run']} | {equal} | {row['preemptions']} | {row['loaded']:,} | {row['differing']:,} |"
     yield ""
     yield "Problems: " + ("none." if not found["problems"] else "; ".join(text[:200] for text in found["problems"]))
+
+
+def _profile(text: str) -> Iterator[str]:
+    """ncu's own text: a row for each launch that it names."""
+    metrics = ("Duration", "DRAM Throughput", "Compute (SM) Throughput", "Achieved Occupancy")
+    launches: list[tuple[str, dict[str, str]]] = []
+    for line in text.splitlines():
+        if launch := re.match(r" +(\w+_chunks) \((\d+), 1, 1\)x", line):
+            launches.append((f"`{launch[1]}` | {launch[2]}", {}))
+        elif launches and (value := re.match(r" +(\S.*?)  +(\S+) +([\d.,]+)\s*$", line)) and value[1] in metrics:
+            launches[-1][1].setdefault(value[1], value[3] if value[2] == "%" else f"{value[3]} {value[2]}")
+    yield from ("", "## Kernels alone (`ncu`, clocks as they were; pages of 4 KiB)", "")
+    yield from ("| kernel | CTAs | takes | HBM busy, % | SMs busy, % | occupancy, % |", "|---|---|---|---|---|---|")
+    for name, found in launches:
+        yield f"| {name} | " + " | ".join(found.get(metric, "-") for metric in metrics) + " |"
 
 
 def _get(result: dict[str, Any], path: tuple[str, ...]) -> float | None:

@@ -82,3 +82,21 @@ def test_the_report_pairs_a_warm_prompt_with_the_hit_right_after_it(
     out = report(tmp_path, capsys, copy=copy, engine={"kvloft": {"ttft": ttft}})
     (line,) = (text for text in out.splitlines() if text.startswith("Each warm TTFT beside 100.0 ms"))
     assert f"target 1.05; {verdict})" in line
+
+
+def test_the_report_has_a_row_for_each_launch_that_was_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "ncu.txt").write_text(
+        "==PROF== Connected to process 7\n"
+        "  gather_chunks (66, 1, 1)x(512, 1, 1), Context 1, Stream 13, Device 0, CC 9.0\n"
+        "    Memory Throughput                 %        26.60\n"
+        "    DRAM Throughput                   %        26.50\n"
+        "    Duration                         us        47.68\n"
+        "    Compute (SM) Throughput           %        13.82\n"
+        "    Memory Throughput           Tbyte/s         1.28\n"
+        "    Achieved Occupancy                        %        24.99\n"
+        "  scatter_chunks (66, 1, 1)x(512, 1, 1), Context 1, Stream 15, Device 0, CC 9.0\n"
+        "    Duration                         us     1,053.09\n"
+    )
+    out = report(tmp_path, capsys, nothing={})
+    assert "| `gather_chunks` | 66 | 47.68 us | 26.50 | 13.82 | 24.99 |" in out
+    assert "| `scatter_chunks` | 66 | 1,053.09 us | - | - | - |" in out
