@@ -23,6 +23,14 @@ def refuse_impossible(config: Config) -> None:
         )
 
 
+def refuse_here(config: Config) -> None:
+    """Raise ConfigError where no engine can start with these settings on this machine."""
+    refuse_impossible(config)
+    found = [_memory(config.host_size), _rights(Path(config.disk_path)) if config.disk_path is not None else None]
+    for text in filter(None, found):
+        raise ConfigError(f"{text} Set another.")
+
+
 def warnings(config: Config) -> list[str]:
     """One sentence for each setting that this machine may not have room or rights for."""
     found = [_memory(config.host_size)]
@@ -66,7 +74,7 @@ def _room(path: Path, disk_size: int) -> str | None:
         return None
     return (
         f"disk_size = {format_size(disk_size)} is more than the {size_text(free + ours)} that disk_path = {path} has room for; "
-        "when the disk is full, chunks are dropped and counted (disk_write_errors)."
+        "when the disk is full, chunks take the place of others or are dropped and counted (disk_dropped)."
     )
 
 

@@ -20,14 +20,16 @@ def test_chunks_are_whole_blocks_or_refused() -> None:
 
 def test_the_start_line_is_in_units_and_numbers_as_people_write_them() -> None:
     config = Config(host_size=256 << 20, disk_path="/cache", disk_size=1 << 30)
-    assert tiers_text(config, Geometry(32, 1), 132 << 10, num_frames=1985, num_found=1) == (
-        "chunks of 32 tokens (1 block, 132 KiB), host 256 MiB in 1985 frames, disk /cache up to 1 GiB with 1 chunk found, "
+    assert tiers_text(config, Geometry(32, 1), 132 << 10, disk_path="/cache/dp1", num_frames=1985, num_found=1) == (
+        "chunks of 32 tokens (1 block, 132 KiB), host 256 MiB in 1985 frames, disk /cache/dp1 up to 1 GiB with 1 chunk found, "
         "eviction lru"
     )
-    assert tiers_text(Config(host_size=3 << 29), Geometry(16, 4), 4096, num_frames=1, num_found=0) == (
+    assert tiers_text(Config(host_size=3 << 29), Geometry(16, 4), 4096, disk_path=None, num_frames=1, num_found=0) == (
         "chunks of 64 tokens (4 blocks, 4 KiB), host 1.5 GiB in 1 frame, no disk, eviction lru"
     )
-    assert "up to 1 GiB with 0 chunks found" in tiers_text(config, Geometry(1, 1), 4096, num_frames=2, num_found=0)
+    assert "up to 1 GiB with 0 chunks found" in tiers_text(
+        config, Geometry(1, 1), 4096, disk_path="/cache", num_frames=2, num_found=0
+    )
 
 
 def test_each_data_parallel_engine_has_a_directory_of_its_own() -> None:

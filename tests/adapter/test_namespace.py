@@ -1,6 +1,5 @@
 """The namespace: each field that decides KV bytes, changed alone, changes the digest (through the real extension)."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +9,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvloft import _core
 from kvloft.plan import Geometry
-from kvloft.vllm.namespace import media_ids_are_counted, namespace_fields, weights_fingerprint
+from kvloft.vllm.namespace import ENVIRONMENT, media_ids_are_counted, namespace_fields
 
 BASE: dict[str, Any] = {
     "model": "hub/name", "revision": None, "commit": "abc", "config": {"hidden_size": 64}, "load_format": "auto", "seed": 0,
@@ -38,11 +37,14 @@ def digest(**changes: Any) -> bytes:
             dtype=v["dtype"], quantization=v["quantization"], max_model_len=v["max_model_len"], model_weights=v["model_weights"],
             quantization_config=v["quantization_config"], model_impl=v["model_impl"],
             model_class_overrides=v["model_class_overrides"], multimodal_config=v["media"],
-            hf_config_path=v.get("hf_config_path"),
             override_generation_config=v["override_generation_config"], disable_sliding_window=v["disable_sliding_window"],
         ),
         cache_config=SimpleNamespace(cache_dtype=v["cache_dtype"]),
-        parallel_config=SimpleNamespace(tensor_parallel_size=v["tensor_parallel_size"]),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=v["tensor_parallel_size"], worker_extension_cls=v.get("worker_extension", "")
+        ),
+        lora_config=SimpleNamespace(**v["lora"]) if v.get("lora") else None,
+        kernel_config=SimpleNamespace(**v.get("kernels", {})),
         load_config=SimpleNamespace(load_format=v["load_format"], model_loader_extra_config=v["load_extra"]),
         attention_config=SimpleNamespace(backend=v["backend"]), weight_transfer_config=v.get("weight_transfer"),
         additional_config=v["additional"],
@@ -90,21 +92,40 @@ def test_weights_that_a_trainer_replaces_in_memory_serve_their_own_engine_only()
     assert digest(weight_transfer=SimpleNamespace(backend="nccl")) != digest(weight_transfer=SimpleNamespace(backend="nccl"))
 
 
-@pytest.mark.parametrize("name", ["hub/name", "/no/such/folder", "./models/a/b", "s3://bucket/model"])
-def test_weights_of_which_nothing_is_known_serve_their_own_engine_only(name: str) -> None:
-    """Another hub's, say: the name alone does not show that they were trained further."""
-    assert digest(model=name, commit=None) != digest(model=name, commit=None)
-    assert digest(model=name, hf_config_path="hub/other") != digest(model=name, hf_config_path="hub/other")
+def test_an_engine_whose_workers_have_code_of_the_users_is_one_of_its_own() -> None:
+    """Trainers write into the model so."""
+    assert digest(worker_extension="trainer.Extension") != digest(worker_extension="trainer.Extension")
 
 
-@pytest.mark.parametrize(("file", "revision"), [("config.json", None), ("params.json", "v2")])
-def test_a_configuration_without_a_commit_has_that_of_the_hubs_cache(hub_cache: Any, file: str, revision: str | None) -> None:
-    """Mistral's format: its configurations are not transformers' own."""
-    hub_cache("hub/name", file, "c0ffee", revision or "main")
-    first = digest(commit=None, revision=revision)
-    assert digest(commit=None, revision=revision) == first == digest(commit="c0ffee", revision=revision)
-    hub_cache("hub/name", file, "decade", revision or "main")
-    assert digest(commit=None, revision=revision) != first
+@pytest.mark.parametrize("name", ENVIRONMENT)
+def test_environment_that_changes_what_is_computed_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(name, raising=False)
+    without = digest()
+    monkeypatch.setenv(name, "1")
+    first = digest()
+    monkeypatch.setenv(name, "2")
+    assert len({without, first, digest()}) == 3
+
+
+def test_settings_of_adapters_count() -> None:
+    """Also that there are any: vLLM 0.32 on CPUs computes requests without an adapter with one that is in the same batch."""
+    lora = {"target_modules": None, "lora_dtype": "auto"}
+    found = [digest(lora=value) for value in (None, lora, lora | {"target_modules": ["o_proj"]}, lora | {"lora_dtype": "float16"})]
+    assert len(set(found)) == 4
+    assert digest(lora=lora) == found[1]
+
+
+def test_backends_that_may_quantize_count() -> None:
+    assert digest(kernels={"moe_backend": "marlin"}) != digest(kernels={"moe_backend": "triton"})
+
+
+def test_a_configuration_with_keys_that_are_no_text_has_a_digest() -> None:
+    config = {"layer_map": {0: 1, "default": 2}}
+    assert digest(config=config) == digest(config=config) != digest(config={"layer_map": {"0": 1, "default": 2}})
+
+
+def test_weights_of_which_nothing_is_known_serve_this_run_only() -> None:
+    assert digest(commit=None) != digest(commit=None)
 
 
 @pytest.mark.parametrize(("cache_gb", "prefix_caching", "counted"), [(0, False, True), (0, True, False), (4, False, False)])
@@ -114,23 +135,3 @@ def test_media_are_named_by_a_count_only_where_both_caches_are_off(cache_gb: int
     assert media_ids_are_counted(SimpleNamespace(model_config=model, cache_config=cache)) == counted
     model.multimodal_config = None
     assert not media_ids_are_counted(SimpleNamespace(model_config=model, cache_config=cache))
-
-
-def test_settings_beside_the_weights_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An adapter's scale and a processor's sizes are in files of their own; the path may begin with the home directory."""
-    settings = tmp_path / "adapter_config.json"
-    settings.write_text('{"lora_alpha": 16}')
-    monkeypatch.setenv("HOME", str(tmp_path.parent))
-    first = weights_fingerprint(f"~/{tmp_path.name}")
-    settings.write_text('{"lora_alpha": 32}')
-    assert len({first, weights_fingerprint(f"~/{tmp_path.name}"), ""}) == 3
-
-
-def test_weights_trained_in_place_are_other_weights(tmp_path: Path) -> None:
-    assert weights_fingerprint("hub/name") == ""
-    assert weights_fingerprint(str(tmp_path)) == ""
-    file = tmp_path / "model.safetensors"
-    file.write_bytes(bytes(300_000))
-    first = weights_fingerprint(str(tmp_path))
-    file.write_bytes(bytes(150_000) + b"\1" + bytes(149_999))
-    assert weights_fingerprint(str(tmp_path)) != first

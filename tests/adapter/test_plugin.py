@@ -44,6 +44,13 @@ def test_a_wrong_setting_is_told_when_vllm_asks_whether_the_hybrid_manager_may_r
     assert factory.supports_hma_config(transfer(kv_connector_extra_config={"host_size": "1GiB"}, **how)) is False
 
 
+def test_what_this_machine_cannot_do_is_told_then_too(factory: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^kvloft: host_size = 900TiB is more than this machine's memory"):
+        factory.get_connector_class(transfer(kv_connector_extra_config={"host_size": "900TiB"}))
+    with pytest.raises(ConfigError, match=r"^kvloft: disk_path = /proc/kvloft cannot be made or written here"):
+        factory.get_connector_class(transfer(kv_connector_extra_config={"disk_path": "/proc/kvloft"}))
+
+
 def test_a_wrong_setting_inside_multi_connector_is_told(factory: Any) -> None:
     child = {"kv_connector": NAME, "kv_role": "kv_both", "kv_connector_extra_config": {"host_sze": "1GiB"}}
     with pytest.raises(ConfigError, match="host_sze"):

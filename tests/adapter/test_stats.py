@@ -1,7 +1,9 @@
 """Numbers across processes: counters add up, gauges take the newest, every name has its Prometheus metric."""
 
 import logging
+from collections import Counter as Counts
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -25,16 +27,51 @@ def test_stats_survive_the_trip_to_the_api_server() -> None:
     assert KVLoftConnector.build_kv_connector_stats().is_empty()
 
 
-def test_damage_on_disk_is_told_in_the_log_but_not_again_and_again(caplog: pytest.LogCaptureFixture) -> None:
-    half = object.__new__(SchedulerHalf)
-    half._namespace, half._next_warning_s = bytes(32), 0.0
+class FakeStore:
+    """A store's counters, as a test sets them."""
+
+    def __init__(self) -> None:
+        self.numbers = dict.fromkeys((*COUNTERS, *GAUGES), 0)
+
+    def stats(self) -> dict[str, int]:
+        return dict(self.numbers)
+
+
+@pytest.fixture
+def half() -> Any:
+    """As much of a scheduler half as its statistics need."""
+    half: Any = object.__new__(SchedulerHalf)
+    half._namespace, half._next_warning_s, half._last, half._quiet_steps, half.hook_errors = bytes(32), {}, {}, 0, 0
+    half._store, half.core = FakeStore(), SimpleNamespace(counters=Counts())
+    return half
+
+
+def counted(half: Any, **more: int) -> None:
+    half.core.counters["saved_chunks"] += 1
+    for name, number in more.items():
+        half._store.numbers[name] += number
+    half.take_stats()
+
+
+def test_damage_on_disk_is_told_in_the_log_but_not_again_and_again(half: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kvloft"):
-        half._warn_of_damage(0)
+        counted(half)
         assert not caplog.records
         for _ in range(3):
-            half._warn_of_damage(2)
+            counted(half, disk_verify_failures=2)
     (record,) = caplog.records
     assert "2 chunks on disk had other bytes" in record.getMessage()
+
+
+@pytest.mark.parametrize("name", ["disk_dropped", "disk_write_errors"])
+def test_a_disk_that_takes_nothing_is_told_in_the_log(half: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "kvloft"):
+        counted(half, disk_bytes_written=4096, **{name: 3})
+        assert not caplog.records, "a slow disk drops some chunks and takes others"
+        for _ in range(3):
+            counted(half, **{name: 3})
+    (record,) = caplog.records
+    assert "3 chunks did not get to disk" in record.getMessage()
 
 
 def test_every_name_reaches_prometheus() -> None:

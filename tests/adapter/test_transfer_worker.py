@@ -194,3 +194,22 @@ def test_a_mover_hears_before_the_forward_whether_loads_come(store: _core.Store)
     worker.begin(plan_of(store))
     worker.begin(replace(plan_of(store), loads=()))
     assert heard == [True, False]
+
+
+def test_a_worker_that_was_stopped_moves_nothing_any_more(store: _core.Store) -> None:
+    worker = worker_for()
+    worker.begin(plan_of(store))
+    worker.run_saves()
+    worker.stop("test")
+    report = worker.take_report()
+    assert report is not None
+    assert report.saved == (11,), "what was in flight is reported as ever"
+    worker.register(CACHES, 7, "test")
+    worker.begin(plan_of(store, 2))
+    worker.run_saves()
+    worker.run_loads()
+    assert worker.take_finished_loads() == ({"l"}, {2})
+    report = worker.take_report()
+    assert report is not None
+    assert (report.saved, report.failed) == ((), (11,))
+    assert report.loads[0].failed

@@ -1,6 +1,5 @@
 """vLLM's requests and steps as views: real Request objects, both shapes of a resumed request, mixed prompts, adapters."""
 
-import os
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +14,9 @@ from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import Request
 
 from kvloft.types import EmbedRows
-from kvloft.vllm import compat
+from kvloft.vllm import compat, views
 from kvloft.vllm.views import AdapterNames, VllmRequest, view_step
+from kvloft.vllm.weights import look
 
 
 def request(**changes: Any) -> Request:
@@ -59,54 +59,83 @@ def test_mixed_prompt_takes_each_position_from_what_the_model_reads() -> None:
     assert raw(runs[1]) == rows[5:6].numpy().tobytes()
 
 
-def test_adapter_is_name_path_and_state_of_its_files(tmp_path: Path) -> None:
-    file = tmp_path / "adapter_model.safetensors"
-    file.write_bytes(b"one")
-    lora = LoRARequest("a", 1, str(tmp_path))
+@pytest.fixture
+def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An adapter's folder, older than the engine."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"one")
+    files = look(str(folder))
+    assert files is not None
+    monkeypatch.setattr(views, "engine_start_s", lambda: files.latest_s + 0.01)
+    time.sleep(0.05)  # more than a file system's clock tick
+    return folder
+
+
+def test_adapter_is_name_path_and_state_of_its_files(adapter: Path) -> None:
+    lora = LoRARequest("a", 1, str(adapter))
     names = AdapterNames()
     first = names.identify(lora)
-    assert first is not None
     assert names.identify(None) is None
-    assert first != names.identify(LoRARequest("b", 2, str(tmp_path)))
-    file.write_bytes(b"trained further")
-    assert names.identify(lora) == first, "the workers loaded the files as they were first seen"
-    assert AdapterNames().identify(lora) != first, "a new engine loads the new files"
+    assert first == names.identify(lora) == AdapterNames().identify(lora) is not None
+    assert first != names.identify(LoRARequest("b", 2, str(adapter)))
+    (adapter / "checkpoint-1").mkdir()
+    (adapter / "checkpoint-1" / "optimizer.pt").write_text("x")
+    assert first != names.identify(lora), "the folder has another entry"
 
 
-def test_adapter_loaded_in_place_is_another_adapter(tmp_path: Path) -> None:
-    file = tmp_path / "adapter_model.safetensors"
-    file.write_bytes(b"one")
+@pytest.mark.parametrize("change", ["content", "link"])
+def test_an_adapter_that_changed_since_the_start_is_this_runs_own(adapter: Path, change: str) -> None:
+    """Which state the workers loaded, and load after they had no room for it, files do not show."""
+    link = adapter.parent / "current"
+    link.symlink_to(adapter)
+    lora = LoRARequest("a", 1, str(link if change == "link" else adapter))
     names = AdapterNames()
-    first = names.identify(LoRARequest("a", 1, str(tmp_path)))
-    file.write_bytes(b"trained further")
-    second = names.identify(LoRARequest("a", 1, str(tmp_path), load_inplace=True))
-    assert second != first
-    assert names.identify(LoRARequest("a", 1, str(tmp_path))) == second
+    if change == "content":
+        first = names.identify(lora)
+        (adapter / "adapter_model.safetensors").write_bytes(b"trained further")
+        assert names.identify(lora) != first
+    second = names.identify(lora)
+    assert names.identify(lora) == second, "within the run it is one adapter"
+    assert AdapterNames().identify(lora) != second
+    (adapter / "adapter_model.safetensors").write_bytes(b"and once more")
+    assert names.identify(lora) != second
 
 
-def test_adapter_written_since_the_start_is_this_engines_own(tmp_path: Path) -> None:
-    """It was loaded when it was added, and seen with the first request: what was written between the two is not told apart."""
-    file = tmp_path / "adapter_model.safetensors"
-    file.write_bytes(b"loaded, then trained further")
-    later = time.time() + 60
-    os.utime(file, (later, later))
-    lora = LoRARequest("a", 1, str(tmp_path))
+def test_an_adapter_loaded_in_place_is_shared_with_nobody(adapter: Path) -> None:
+    """Workers load it again in each step of the request."""
     names = AdapterNames()
-    assert names.identify(lora) == names.identify(lora)
-    assert names.identify(lora) != AdapterNames().identify(lora)
+    first = names.identify(LoRARequest("a", 1, str(adapter)))
+    again = LoRARequest("a", 1, str(adapter), load_inplace=True)
+    assert len({first, names.identify(again), names.identify(again)}) == 3
+    assert names.identify(LoRARequest("a", 1, str(adapter))) == first
+
+
+def test_another_adapter_under_a_known_number_is_shared_with_nobody(adapter: Path) -> None:
+    """Workers go on with the one that they have."""
+    names = AdapterNames()
+    first = names.identify(LoRARequest("a", 1, str(adapter)))
+    other = LoRARequest("b", 1, str(adapter))
+    assert len({first, names.identify(other), names.identify(other), AdapterNames().identify(other)}) == 4
+    assert names.identify(LoRARequest("a", 1, str(adapter))) == first
+
+
+def test_the_shape_that_a_request_gives_its_adapter_counts(adapter: Path) -> None:
+    loras: list[Any] = [
+        SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(adapter), is_3d_lora_weight=is_3d) for is_3d in (False, True)
+    ]
+    assert AdapterNames().identify(loras[0]) != AdapterNames().identify(loras[1])
 
 
 @pytest.mark.parametrize("path", ["", "hub/adapter", "/no/such/folder"])
-def test_adapters_of_which_no_file_is_seen_are_this_engines_own(path: str) -> None:
+def test_adapters_of_which_no_file_is_seen_are_this_runs_own(path: str) -> None:
     """vLLM loads what the hub has at that time, or tensors that a trainer hands over under a path that stands for nothing."""
     names = AdapterNames()
-    adapters: list[Any] = [SimpleNamespace(lora_name="a", lora_int_id=number, lora_path=path) for number in (1, 2)]
-    first, second = map(names.identify, adapters)
+    loras: list[Any] = [SimpleNamespace(lora_name="a", lora_int_id=number, lora_path=path) for number in (1, 2)]
+    first, second = map(names.identify, loras)
     assert first != second
-    assert names.identify(adapters[0]) == first, "but within the engine it is one adapter"
-    assert AdapterNames().identify(adapters[0]) != first
-    adapters[0].load_inplace = True
-    assert names.identify(adapters[0]) != first, "loaded again, it may be another"
+    assert names.identify(loras[0]) == first, "but within the run it is one adapter"
+    assert AdapterNames().identify(loras[0]) != first
 
 
 def test_an_adapter_of_the_hub_is_told_apart_by_its_commit_when_offline(hub_cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,17 +149,12 @@ def test_an_adapter_of_the_hub_is_told_apart_by_its_commit_when_offline(hub_cach
     assert AdapterNames().identify(lora) != first
 
 
-def test_adapter_from_a_tensorizer_directory_is_another_one_elsewhere(tmp_path: Path) -> None:
+def test_an_adapter_from_a_tensorizer_directory_is_this_runs_own(adapter: Path) -> None:
     """A field of vLLM 0.31 and older; 0.32's LoRARequest has it no more, so it is put on by hand."""
-    settings = tmp_path / "adapter_config.json"
-    settings.write_text("{}")
-    os.utime(settings, (0, 0))
-    first, second = (
-        SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(tmp_path), tensorizer_config_dict={"tensorizer_dir": name})
-        for name in "xy"
+    lora: Any = SimpleNamespace(
+        lora_name="a", lora_int_id=1, lora_path=str(adapter), tensorizer_config_dict={"tensorizer_dir": "x"}
     )
-    assert AdapterNames().identify(first) != AdapterNames().identify(second)  # type: ignore[arg-type]
-    assert AdapterNames().identify(first) != AdapterNames().identify(first), "what is there now"  # type: ignore[arg-type]
+    assert AdapterNames().identify(lora) != AdapterNames().identify(lora)
 
 
 def test_media_named_by_a_count_are_this_engines_own() -> None:

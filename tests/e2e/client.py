@@ -163,6 +163,10 @@ class Engine:
         """reset_prefix_cache."""
         return self._ask("reset", connector=connector, running=running)
 
+    def reload(self, path: Path) -> None:
+        """reload_weights from another model's folder."""
+        self._ask("reload", path=str(path))
+
     def state(self) -> dict[str, Any]:
         return self._ask("state")
 

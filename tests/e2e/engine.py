@@ -179,6 +179,10 @@ class Engine:
                 raise
             return False
 
+    def do_reload(self, path: str) -> None:
+        """Put another model's weights into the running engine."""
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
+
     def do_state(self) -> dict[str, Any]:
         """Statuses by id, block pool, and what the scheduler still holds."""
         scheduler = self.core.scheduler

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from .client import BLOCK, Engine, EngineError, Req, full_blocks, kvloft, random_ids
+from . import tiny
+from .client import BLOCK, Engine, EngineError, Req, Zygote, engine_kwargs, full_blocks, kvloft, random_ids
 from .conftest import Truth
 
 PROMPTS = [Req(random_ids(3000 + i, 150 + 7 * i), max_tokens=12) for i in range(6)]
@@ -179,3 +180,22 @@ def test_another_model_finds_nothing_of_this_one(
     results = engine.ask(*[p.again() for p in PROMPTS])
     assert sum(r.num_external for r in results) == 0
     assert [r.tokens for r in results] != [truth.tokens(p) for p in PROMPTS]
+
+
+def test_weights_replaced_in_a_running_engine_are_neither_served_nor_kept(
+    zygote: Zygote, truth: Truth, start: Callable[..., Engine], tmp_path: Path
+) -> None:
+    """Nothing of vLLM's tells a connector; the namespace is still that of the weights from the start."""
+    other = tiny.write_model(tmp_path / "other", seed=99)
+    others = Truth(lambda: zygote.engine(engine_kwargs(other, num_blocks=200)))
+    known, new = PROMPTS[:2]
+    engine = start(kv_transfer_config=kvloft(tmp_path / "disk"), num_blocks=120)
+    assert engine.ask(known.again())[0].tokens == truth.tokens(known) != others.tokens(known)
+    engine.reload(other)
+    assert engine.reset()
+    assert [r.tokens for r in engine.ask(known.again(), new.again())] == [others.tokens(known), others.tokens(new)]
+    engine.stop()
+    engine = start(kv_transfer_config=kvloft(tmp_path / "disk"), num_blocks=120)
+    assert [r.tokens for r in engine.ask(known.again(), new.again())] == [truth.tokens(known), truth.tokens(new)]
+    assert engine.metrics()["vllm:kvloft_load_tokens_disk_total"] == full_blocks(known.num_prompt_tokens)
+    others.close()

@@ -32,7 +32,8 @@ def run(args: argparse.Namespace) -> int:
     try:
         found = importlib.import_module("kvloft.bench.calibration").calibration(args.page_kib << 10)
     except (ImportError, RuntimeError, UnsupportedError) as error:
-        print(f"kvloft: there is nothing to calibrate here: {error}", file=sys.stderr)
+        hint = "; run it in the environment that has vLLM for CUDA" if isinstance(error, ImportError) else ""
+        print(f"kvloft: there is nothing to calibrate here: {error}{hint}", file=sys.stderr)
         return 2
     if args.json:
         print(json.dumps({"summary": found.summary(), "seconds": found.seconds, "micros": found.micros}, indent=1))

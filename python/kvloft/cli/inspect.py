@@ -74,7 +74,10 @@ def tell_of_other_engines(folder: str) -> None:
     """Say which data-parallel engines have folders of their own in ``folder``: nothing was looked at there."""
     names = sorted(path.name for path in Path(folder).glob("dp[1-9]*") if path.is_dir() and path.name[2:].isdecimal())
     if names:
-        print(f"kvloft: {', '.join(names)} in {folder} belong to other data-parallel engines; give their own path", file=sys.stderr)
+        print(
+            f"kvloft: {', '.join(names)} in {folder} are of other data-parallel engines: give the path of one to look there",
+            file=sys.stderr,
+        )
 
 
 def namespace_table(namespaces: list[dict[str, Any]]) -> Table:

@@ -37,6 +37,7 @@ class WorkerCore:
         self._make_mover: MakeMover | None = make_mover
         self._layout: PagedLayout | None = None
         self._mover: Mover | None = None
+        self._why_stopped: str | None = None
         self._plan = StepPlan(0)
         self._loads_run = self._saves_run = True
         self._pending = Finished()
@@ -108,6 +109,16 @@ class WorkerCore:
         if self._mover is not None:
             self._note(self._mover.drain())
 
+    def stop(self, reason: str) -> None:
+        """From now on every save and load fails, which makes them misses; what is in flight ends first, and is reported as ever."""
+        if self._why_stopped is None:
+            logger.error("kvloft: this worker moves no pages from now on, so nothing is cached: %s", reason)
+        self._why_stopped = reason
+        if self._mover is not None:
+            self._note(self._mover.drain())
+            self._mover.close()
+            self._mover = BrokenMover(reason)
+
     def shutdown(self) -> None:
         """Wait for copies in flight; their frames are not ours any more afterwards."""
         if self._mover is not None:
@@ -117,6 +128,8 @@ class WorkerCore:
         """The mover, made on the first plan, when the arena is known. One that cannot be made fails copies, not steps."""
         if self._mover is None:
             try:
+                if self._why_stopped is not None:
+                    raise RuntimeError(self._why_stopped)
                 if self._layout is None or self._plan.arena is None or self._make_mover is None:
                     raise RuntimeError("a plan came before the KV caches were registered")
                 self._mover = self._make_mover(self._layout, self._window(self._layout, self._plan.arena))

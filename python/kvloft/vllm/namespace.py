@@ -7,25 +7,28 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
-from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
 import torch
+import transformers
 import vllm
-from huggingface_hub import try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
 from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvloft.plan import Geometry
 from kvloft.vllm.compat import layer_page_bytes
+from kvloft.vllm.weights import model_fields
 
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".tensors", "config.json")
-"""Ends of names. Configurations count too: an adapter's scale and a processor's sizes decide KV as weights do."""
-_SAMPLE_BYTES = 1 << 16
+ENVIRONMENT = (
+    "VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_CPU_INT4_W4A8",
+    "VLLM_MARLIN_INPUT_DTYPE", "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+)  # fmt: skip
+"""What changes KV and is set nowhere else."""
 
 
 def namespace_fields(
@@ -34,25 +37,19 @@ def namespace_fields(
     """Fields of ``_core.namespace_digest``; two engines with equal fields may serve each other's KV."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     load = vllm_config.load_config
-    # A configuration from elsewhere has a commit of its own, which says nothing of the weights.
-    commit = None if getattr(model, "hf_config_path", None) else getattr(model.hf_config, "_commit_hash", None)
-    commit = commit or hub_commit(model.model, model.revision)
-    weights = weights_fingerprint(model.model)
-    is_dummy = str(load.load_format) == "dummy"
     fields: dict[str, Any] = {
         "user": user_namespace,
         "model": model.model,
         "revision": model.revision,
         "code_revision": getattr(model, "code_revision", None),
-        "commit": commit,
-        "config": _digest(json.dumps(model.hf_config.to_dict(), sort_keys=True, default=str)),
-        "weights": weights,
-        "unknown_weights": None if commit or weights or is_dummy else uuid4().hex,  # of this engine's process only
+        "config": _digest(json.dumps(_plain(model.hf_config.to_dict()), sort_keys=True, default=str)),
+        **model_fields(model, load),
         "weights_from": getattr(model, "model_weights", None) or None,
         "load_format": load.load_format,
         "load_extra": getattr(load, "model_loader_extra_config", None) or None,
-        "live_weights": uuid4().hex if getattr(vllm_config, "weight_transfer_config", None) is not None else None,
-        "dummy_seed": model.seed if is_dummy else None,
+        "live_weights": uuid4().hex if _are_replaced(vllm_config) else None,
+        "dummy_seed": model.seed if str(load.load_format) == "dummy" else None,
+        "lora": _lora_settings(getattr(vllm_config, "lora_config", None)),
         "dtype": model.dtype,
         "quantization": model.quantization,
         "quantization_config": getattr(model, "quantization_config", None),
@@ -71,53 +68,12 @@ def namespace_fields(
         "chunk_tokens": geometry.chunk_tokens,
         "tensor_parallel": parallel.tensor_parallel_size,
         "expert_parallel": getattr(parallel, "enable_expert_parallel", None),
+        "environment": [f"{name}={os.environ[name]}" for name in ENVIRONMENT if name in os.environ] or None,
+        "kernels": _kernel_settings(getattr(vllm_config, "kernel_config", None)),
+        "transformers": transformers.__version__,  # sizes of images, code of models
         "vllm": vllm.__version__,
     }
     return [(name, repr(value) if value is not None else "") for name, value in fields.items()]
-
-
-def weights_fingerprint(model: str) -> str:
-    """Digest over a local model's files of weights and settings: name, size, time and samples of each; "" for a hub name.
-
-    A hub name is told apart by its commit. A local folder may be trained on in place, which its name does not show.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    found = False
-    for path in _weight_files(model):
-        found = True
-        stat = path.stat()
-        digest.update(f"{path.name}|{stat.st_size}|{stat.st_mtime_ns}|".encode())
-        with path.open("rb") as file:
-            for position in (0, stat.st_size // 2, max(0, stat.st_size - _SAMPLE_BYTES)):
-                file.seek(position)
-                digest.update(file.read(_SAMPLE_BYTES))
-    return digest.hexdigest() if found else ""
-
-
-def weights_changed_since(model: str, time_s: float) -> bool:
-    """Whether a local model's files were written after ``time_s`` (Unix time): which state was loaded is not known then."""
-    return any(path.stat().st_mtime > time_s for path in _weight_files(model))
-
-
-def hub_commit(name: str, revision: str | None = None) -> str | None:
-    """The commit of Hugging Face's hub that this machine's cache has for ``name``; None for what is not there or not of that hub.
-
-    After a load that is the commit that was loaded. No connection is made.
-    """
-    for file in ("config.json", "params.json", "adapter_config.json"):
-        try:
-            found = try_to_load_from_cache(name, file, revision=revision)
-        except HFValidationError:  # a path, say
-            return None
-        if isinstance(found, str):
-            return Path(found).parent.name
-    return None
-
-
-def _weight_files(model: str) -> list[Path]:
-    folder = Path(model).expanduser()
-    files = [folder] if folder.is_file() else sorted(folder.glob("*")) if folder.is_dir() else []
-    return [path for path in files if path.name.endswith(_WEIGHT_SUFFIXES)]
 
 
 def media_ids_are_counted(vllm_config: Any) -> bool:
@@ -125,6 +81,29 @@ def media_ids_are_counted(vllm_config: Any) -> bool:
     media = getattr(vllm_config.model_config, "multimodal_config", None)
     caches_off = getattr(media, "mm_processor_cache_gb", None) == 0 and not vllm_config.cache_config.enable_prefix_caching
     return media is not None and caches_off
+
+
+def _are_replaced(vllm_config: Any) -> bool:
+    """Whether a trainer may put other weights into the running engine."""
+    extension = getattr(vllm_config.parallel_config, "worker_extension_cls", None)
+    return getattr(vllm_config, "weight_transfer_config", None) is not None or bool(extension)
+
+
+def _lora_settings(lora: Any) -> list[tuple[str, str]] | None:
+    """All of them: they say which modules an adapter changes, and in which precision."""
+    return sorted((name, str(value)) for name, value in vars(lora).items()) if lora is not None else None
+
+
+def _kernel_settings(kernels: Any) -> list[str] | None:
+    """Backends that may quantize what others do not."""
+    return [str(getattr(kernels, name, None)) for name in ("moe_backend", "linear_backend")] if kernels is not None else None
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with text for keys, which JSON can sort whatever they were."""
+    if isinstance(value, dict):
+        return {f"{type(key).__name__} {key}": _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 def _model_settings(model: Any) -> str:
@@ -136,7 +115,14 @@ def _model_settings(model: Any) -> str:
 def _media_settings(model: Any) -> str | None:
     """What an engine does to every image, video and audio: vLLM's identifiers tell the input and the request's wishes only."""
     media = getattr(model, "multimodal_config", None)
-    names = ("mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype")
+    names = (
+        "mm_processor_kwargs",
+        "media_io_kwargs",
+        "video_pruning_rate",
+        "video_pruning_method",
+        "mm_encoder_attn_dtype",
+        "mm_encoder_fp8_scale_path",
+    )
     return repr([getattr(media, name, None) for name in names]) if media is not None else None
 
 

@@ -11,6 +11,9 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvloft.config import load_config
+from kvloft.errors import ConfigError
+from kvloft.machine import refuse_here
+from kvloft.vllm.weights import note_start
 
 NAME = "KVLoftConnector"
 MODULE = "kvloft.vllm.connector"
@@ -18,6 +21,7 @@ MODULE = "kvloft.vllm.connector"
 
 def register() -> None:
     """Register the connector by name; vLLM may call this more than once in a process."""
+    note_start()
     if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - vLLM offers no public question
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     check_settings_early(KVConnectorFactory)
@@ -41,7 +45,10 @@ def check_settings_early(factory: Any) -> None:
         if getattr(connector, "__module__", None) == MODULE:
             extra = kv_transfer_config.kv_connector_extra_config or {}
             if repr(extra) not in right:
-                load_config(extra)
+                try:
+                    refuse_here(load_config(extra))
+                except ConfigError as error:
+                    raise ConfigError(f"kvloft: {error}") from error  # inside a ValidationError of vLLM's, say
                 right.add(repr(extra))
         return connector
 

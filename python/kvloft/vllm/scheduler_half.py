@@ -43,6 +43,14 @@ MAX_AUTO_CHUNK_TOKENS = 1024
 STATS_STEPS = 32
 """Steps between two looks at the store's own counters when nothing else happened."""
 WARN_EVERY_S = 60.0
+DAMAGE = (
+    "kvloft: %s on disk had other bytes than were written (namespace %s); each was a miss. "
+    "Look at the disk's health, or stop the engine and run `kvloft verify`"
+)
+NO_ROOM = (
+    "kvloft: %s did not get to disk since the last look, and none did (namespace %s); host memory serves on. "
+    "Has the file system of disk_path room and rights left?"
+)
 
 
 def choose_geometry(config: Config, block_tokens: int, block_bytes: int) -> Geometry:
@@ -63,13 +71,15 @@ def choose_geometry(config: Config, block_tokens: int, block_bytes: int) -> Geom
     return Geometry(block_tokens, config.chunk_tokens // block_tokens)
 
 
-def tiers_text(config: Config, geometry: Geometry, frame_bytes: int, *, num_frames: int, num_found: int) -> str:
-    """What the log says at start about chunks and tiers; ``num_found`` chunks were on disk already."""
+def tiers_text(
+    config: Config, geometry: Geometry, frame_bytes: int, *, disk_path: str | None, num_frames: int, num_found: int
+) -> str:
+    """What the log says at start about chunks and tiers; ``num_found`` chunks were in this engine's ``disk_path`` already."""
     chunk = f"{_count(geometry.chunk_tokens, 'token')} ({_count(geometry.blocks_per_chunk, 'block')}, {size_text(frame_bytes)})"
     host = f"host {size_text(config.host_size)} in {_count(num_frames, 'frame')}"
     disk = "no disk"
-    if config.disk_path:
-        disk = f"disk {config.disk_path} up to {size_text(config.disk_size)} with {_count(num_found, 'chunk')} found"
+    if disk_path:
+        disk = f"disk {disk_path} up to {size_text(config.disk_size)} with {_count(num_found, 'chunk')} found"
     return f"chunks of {chunk}, {host}, {disk}, eviction {config.eviction}"
 
 
@@ -119,18 +129,19 @@ class SchedulerHalf:
         self.hook_errors = 0
         self._last: dict[str, int] = {}
         self._quiet_steps = 0
-        self._next_warning_s = 0.0
-        self._log_start(config, fields)
+        self._next_warning_s: dict[str, float] = {}
+        self._log_start(config, fields, _disk_path(config, parallel))
 
     def _new_chain(self, view: RequestView) -> _core.KeyChain:
         root = _core.root_key(self._namespace, view.adapter, view.cache_salt)
         return _core.KeyChain(root, block_tokens=self.geometry.block_tokens)
 
-    def _log_start(self, config: Config, fields: list[tuple[str, str]]) -> None:
+    def _log_start(self, config: Config, fields: list[tuple[str, str]], disk_path: str | None) -> None:
         stats = self._store.stats()
         tiers = tiers_text(
-            config, self.geometry, self._store.frame_bytes, num_frames=self._store.num_frames, num_found=stats.get("disk_used", 0)
-        )
+            config, self.geometry, self._store.frame_bytes, disk_path=disk_path, num_frames=self._store.num_frames,
+            num_found=stats.get("disk_used", 0),
+        )  # fmt: skip
         logger.info("kvloft %s: namespace %s, %s", __version__, self._namespace.hex()[:16], tiers)
         logger.debug("kvloft namespace fields: %s", fields)
 
@@ -179,18 +190,15 @@ class SchedulerHalf:
                 data[name] = data.get(name, 0) + delta
         data.update((name, stats[name]) for name in GAUGES if name in stats)
         self._last = stats
-        self._warn_of_damage(data.get("disk_verify_failures", 0))
+        self._warn(data.get("disk_verify_failures", 0), DAMAGE)
+        self._warn(0 if data.get("disk_bytes_written") else data.get("disk_dropped", 0) + data.get("disk_write_errors", 0), NO_ROOM)
         return KVLoftStats(data)
 
-    def _warn_of_damage(self, num_chunks: int) -> None:
-        """At most once in `WARN_EVERY_S`; the metric counts them all."""
-        if num_chunks and time.monotonic() >= self._next_warning_s:
-            self._next_warning_s = time.monotonic() + WARN_EVERY_S
-            logger.warning(
-                "kvloft: %s on disk had other bytes than were written (namespace %s); each was a miss. "
-                "Look at the disk's health, or stop the engine and run `kvloft verify`",
-                _count(num_chunks, "chunk"), self._namespace.hex()[:16],
-            )  # fmt: skip
+    def _warn(self, num_chunks: int, text: str) -> None:
+        """At most once in `WARN_EVERY_S` of each kind; the metrics count them all."""
+        if num_chunks and time.monotonic() >= self._next_warning_s.get(text, 0.0):
+            self._next_warning_s[text] = time.monotonic() + WARN_EVERY_S
+            logger.warning(text, _count(num_chunks, "chunk"), self._namespace.hex()[:16])
 
     def close(self) -> None:
         self.core.close()

@@ -34,7 +34,7 @@ COUNTERS: dict[str, str] = {
     "disk_write_errors": "Writes to disk that failed",
     "disk_read_errors": "Reads from disk that failed",
     "disk_verify_failures": "Chunks on disk whose bytes were not what their key says",
-    "disk_dropped": "Chunks evicted from host before they reached disk",
+    "disk_dropped": "Chunks that never reached disk: it had no room, or they left host before",
 }
 GAUGES: dict[str, str] = {
     "frames_total": "Frames in host memory",

@@ -5,7 +5,6 @@ Only fields that every served release has, or that are asked for with a default,
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 from uuid import uuid4
@@ -15,7 +14,7 @@ from huggingface_hub import constants as hub
 
 from kvloft.types import BlockId, EmbedRows, MediaItem, NewRequest, ReqId, RequestView, StepView
 from kvloft.vllm.compat import preempted_ids
-from kvloft.vllm.namespace import hub_commit, weights_changed_since, weights_fingerprint
+from kvloft.vllm.weights import Look, engine_start_s, hub_commit, look
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -24,38 +23,44 @@ if TYPE_CHECKING:
 
 
 class AdapterNames:
-    """Identity of each LoRA: its name, and its path with the state of the files there when it was first seen.
+    """Identity of each LoRA: its name and path, and what shows which weights it has.
 
-    An adapter trained further under the same path is another adapter. The files are looked at once per (id, path), which is
-    when the workers load them; a request that asks to load in place makes them be looked at again. Files written since the
-    engine's start may have been loaded before or after that: then the identity is this engine's own, and no later one has it.
-    So it is where no file is to be seen: vLLM loads what the hub has by then, unless it is offline.
+    Another run may have it only where its files are as they were when this engine began (or where a commit says it): whenever the
+    workers loaded it, those were its weights. Otherwise it is this run's own, and another one each time its files changed. vLLM
+    itself tells adapters apart by name in its prefix cache, and by number in its workers.
     """
 
     def __init__(self, media_prefix: str = "") -> None:
         """``media_prefix`` goes before every media identifier: this engine's own where vLLM counts them."""
-        self._seen: dict[tuple[int, str], tuple[str, str]] = {}
-        self._start_s = time.time()
+        self._seen: dict[tuple[str, str], tuple[Look | None, str]] = {}
+        self._first_of: dict[int, tuple[str, str]] = {}
+        self._start_s = engine_start_s()
         self.media_prefix = media_prefix
 
     def identify(self, lora: LoRARequest | None) -> tuple[str, str] | None:
-        """(name, path and file state) of ``lora``; None for the base model."""
+        """(name, path and which weights) of ``lora``; None for the base model."""
         if lora is None:
             return None
         path = lora.lora_path or ""
-        slot = (lora.lora_int_id, path)
-        if slot not in self._seen or getattr(lora, "load_inplace", False):
-            self._seen[slot] = lora.lora_name, f"{path}|{self._state(lora, path)}"
-        return self._seen[slot]
+        if getattr(lora, "load_inplace", False) or self._first_of.setdefault(lora.lora_int_id, (lora.lora_name, path)) != (
+            lora.lora_name, path,
+        ):  # fmt: skip
+            # Loaded again with each step, or another adapter under a number that workers know already.
+            return lora.lora_name, uuid4().hex
+        slot = (f"{lora.lora_int_id} {lora.lora_name}", path)
+        files = look(path, below=False)  # vLLM looks no further either
+        if slot not in self._seen or self._seen[slot][0] != files:
+            self._seen[slot] = files, self._state(lora, path, files)
+        shape = getattr(lora, "is_3d_lora_weight", None)
+        return lora.lora_name, f"{path}|{self._seen[slot][1]}{f'|3d={shape}' if shape is not None else ''}"
 
-    def _state(self, lora: LoRARequest, path: str) -> str:
-        own = uuid4().hex
+    def _state(self, lora: LoRARequest, path: str, files: Look | None) -> str:
         if getattr(lora, "tensorizer_config_dict", None):
-            return own  # the weights are elsewhere
-        state = weights_fingerprint(path) if path else ""
-        if not state:
-            return (hub_commit(path) if path and hub.HF_HUB_OFFLINE else None) or own
-        return f"{state}|{own}" if weights_changed_since(path, self._start_s) else state
+            return uuid4().hex  # the weights are elsewhere
+        if files is None:
+            # vLLM loads what the hub has by then, unless it is offline; or a trainer hands tensors over.
+            return (hub_commit(path) if path and hub.HF_HUB_OFFLINE else None) or uuid4().hex
+        return files.fingerprint() if files.latest_s <= self._start_s else uuid4().hex
 
 
 class VllmRequest:

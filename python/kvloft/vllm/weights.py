@@ -1,0 +1,189 @@
+"""Which weights an engine runs with, as far as files and commits show it: what two runs may share depends on it.
+
+vLLM tells no connector what it loaded, so files are looked at and must not have changed since the engine's process began. Where
+nothing shows what was loaded, or too late, the identity is this run's own: a needless miss costs time, a wrong hit an answer.
+Trouble with a file is never an error here. It must not know requests or the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+import psutil
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+logger = logging.getLogger("vllm.kvloft")
+
+MAX_ENTRIES: Final = 10_000
+"""In more files and folders nobody looks for what changed."""
+FILE_FORMATS: Final = {
+    "auto", "hf", "pt", "safetensors", "npcache", "gguf", "mistral", "bitsandbytes", "sharded_state", "fastsafetensors",
+    "runai_streamer", "runai_streamer_sharded",
+}  # fmt: skip
+"""Load formats that take the weights from the model's own folder."""
+_SAMPLE_BYTES = 1 << 16
+_CLOCK_S = 1.0
+"""A process's start is known to a second; no model is loaded so soon after it."""
+_registered_s = 0.0
+
+
+def note_start() -> None:
+    """vLLM loads its plugins in this process, and no weights were loaded before the first time."""
+    global _registered_s
+    _registered_s = _registered_s or time.time()
+
+
+def engine_start_s() -> float:
+    """Unix time before which files must have been as they are now, for the engine of this process to have loaded them."""
+    return max(psutil.Process().create_time() + _CLOCK_S, _registered_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Files below a path, as (name, size, mtime, ctime in ns); the latest change of one, or of a link or folder there."""
+
+    root: str
+    files: tuple[tuple[bytes, int, int, int], ...]
+    latest_s: float
+
+    def fingerprint(self) -> str:
+        """Digest over names, sizes, times and samples of all files."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, size, mtime, ctime in self.files:
+            digest.update(b"%d|%s|%d|%d|%d|" % (len(name), name, size, mtime, ctime))
+            for sample in _samples(os.path.join(os.fsencode(self.root), name) if name else os.fsencode(self.root), size):  # noqa: PTH118
+                digest.update(sample)
+        return digest.hexdigest()
+
+
+def look(path: str, *, below: bool = True) -> Look | None:
+    """Files of a local model or adapter, hidden ones left out, with folders ``below`` it or without.
+
+    None where there are none, or more than one can look at.
+    """
+    if not path:
+        return None
+    try:
+        root = os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 (pathlib raises for unknown users)
+        latest = max(_links_to(root), default=0.0)
+        entries = list(_entries(os.fsencode(root), below=below))
+    except (OSError, ValueError, RuntimeError) as error:
+        logger.debug("kvloft: the files of %.200s cannot be looked at: %.200s", path, error)
+        return None
+    files = []
+    for name, status, times in entries:
+        latest = max(latest, *times)
+        if stat.S_ISREG(status.st_mode):
+            files.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return Look(root, tuple(sorted(files)), latest) if files else None
+
+
+def _entries(root: bytes, *, below: bool) -> Iterator[tuple[bytes, os.stat_result, tuple[float, ...]]]:
+    """Of ``root`` and all below it: name, what it leads to, and times of change, those of links included."""
+    todo, count = [b""], 0
+    while todo:
+        name = todo.pop()
+        path = os.path.join(root, name) if name else root  # noqa: PTH118
+        if (count := count + 1) > MAX_ENTRIES:
+            raise ValueError(f"more than {MAX_ENTRIES} files and folders")
+        try:
+            own = os.lstat(path)
+            status = os.stat(path)  # noqa: PTH116 (bytes)
+        except OSError:  # gone, or a link to nothing: vLLM loads nothing from it either
+            continue
+        is_folder = stat.S_ISDIR(status.st_mode)
+        if is_folder and name and not below:
+            continue
+        yield name, status, (own.st_mtime, own.st_ctime, status.st_mtime, status.st_ctime)
+        if is_folder:
+            inside = os.listdir(path)  # noqa: PTH208 (bytes)
+            todo += [os.path.join(name, each) if name else each for each in inside if not each.startswith(b".")]  # noqa: PTH118
+
+
+def _links_to(path: str) -> Iterator[float]:
+    """Times of change of the links on the way to ``path``."""
+    for each in (Path(path), *Path(path).parents):
+        if each.is_symlink():
+            own = each.lstat()
+            yield max(own.st_mtime, own.st_ctime)
+
+
+def _samples(path: bytes, size: int) -> Iterator[bytes]:
+    """Beginning, middle and end; nothing of a file that cannot be read."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        for position in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+            yield os.pread(file, _SAMPLE_BYTES, position)
+    except OSError:
+        return
+    finally:
+        os.close(file)
+
+
+def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = None) -> str | None:
+    """The commit of Hugging Face's hub that this machine's cache has for ``name``; None for what is not there or not of that hub.
+
+    After a load that is the commit that was loaded. No connection is made.
+    """
+    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+        return None
+    for file in ("config.json", "params.json", "adapter_config.json"):
+        try:
+            found = try_to_load_from_cache(name, file, cache_dir=cache_dir, revision=revision)
+        except (HFValidationError, OSError, ValueError):  # a path, say
+            return None
+        if isinstance(found, str):
+            return Path(found).parent.name
+    return None
+
+
+def model_fields(model: Any, load: Any) -> dict[str, str | None]:
+    """The namespace's fields of a model's weights; ``model`` and ``load`` are vLLM's ModelConfig and LoadConfig."""
+    # A configuration from elsewhere has a commit of its own, which says nothing of the weights.
+    elsewhere = getattr(model, "hf_config_path", None)
+    commit = None if elsewhere else getattr(model.hf_config, "_commit_hash", None)
+    commit = commit or hub_commit(model.model, model.revision, getattr(load, "download_dir", None) if elsewhere else None)
+    files = look(model.model)
+    unknown = None
+    if str(load.load_format) != "dummy":
+        unknown = _why_unknown(model, str(load.load_format), commit, files)
+    if unknown:
+        logger.warning("kvloft: %s: what is kept serves this run of the engine only", unknown)
+    return {
+        "commit": commit,
+        "weights": files.fingerprint() if files else "",
+        "unknown_weights": uuid4().hex if unknown else None,
+    }
+
+
+def _why_unknown(model: Any, load_format: str, commit: str | None, files: Look | None) -> str | None:
+    """Why it cannot be told which weights were loaded; None if it can."""
+    settings = model.hf_config.to_dict()
+    others = [name for name, value in settings.items() if str(name).endswith("_model_id") and value]
+    code = [str(value) for value in dict(settings.get("auto_map") or {}).values()]
+    if getattr(model, "model_weights", None):
+        return f"weights of {model.model} come from {model.model_weights}, whose state is not seen"
+    if load_format not in FILE_FORMATS:
+        return f"load_format={load_format} may take weights of {model.model} from anywhere"
+    if others:
+        return f"{model.model} loads another model ({', '.join(others)})"
+    if any("--" in each and each.partition("--")[0] != model.model for each in code):
+        return f"the code of {model.model} is in another repository"
+    if commit is None and files is None:
+        return f"neither files nor a commit show which weights of {model.model} were loaded"
+    if files is not None and files.latest_s > engine_start_s():
+        return f"files of {model.model} changed after the engine's start"
+    return None
