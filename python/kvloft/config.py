@@ -9,7 +9,7 @@ import difflib
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from typing import Final, Literal, NamedTuple, cast
@@ -258,6 +258,11 @@ def _from_environ(environ: Mapping[str, str]) -> _Layer:
             key = suffix.lower() if suffix.isupper() else suffix
             layer[_known(key, "environment", lambda k: f"{ENV_PREFIX}{k.upper()}", name)] = (value, origin)
     return layer
+
+
+def engine_environment(names: Iterable[str]) -> list[str]:
+    """``NAME=value`` of those variables that are set: not kvloft's settings, but the engine's that nothing else shows."""
+    return [f"{name}={os.environ[name]}" for name in names if name in os.environ]
 
 
 def _from_file(environ: Mapping[str, str]) -> _Layer:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from typing import Any
 from uuid import uuid4
@@ -19,6 +18,7 @@ from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvloft.config import engine_environment
 from kvloft.plan import Geometry
 from kvloft.vllm.compat import layer_page_bytes
 from kvloft.vllm.weights import model_fields
@@ -68,7 +68,7 @@ def namespace_fields(
         "chunk_tokens": geometry.chunk_tokens,
         "tensor_parallel": parallel.tensor_parallel_size,
         "expert_parallel": getattr(parallel, "enable_expert_parallel", None),
-        "environment": [f"{name}={os.environ[name]}" for name in ENVIRONMENT if name in os.environ] or None,
+        "environment": engine_environment(ENVIRONMENT) or None,
         "kernels": _kernel_settings(getattr(vllm_config, "kernel_config", None)),
         "transformers": transformers.__version__,  # sizes of images, code of models
         "vllm": vllm.__version__,

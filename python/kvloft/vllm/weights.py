@@ -21,6 +21,7 @@ from uuid import uuid4
 import psutil
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from vllm import envs
 
 logger = logging.getLogger("vllm.kvloft")
 
@@ -138,7 +139,7 @@ def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = N
 
     After a load that is the commit that was loaded. No connection is made.
     """
-    if os.environ.get("VLLM_USE_MODELSCOPE", "").lower() in ("1", "true"):
+    if envs.VLLM_USE_MODELSCOPE:
         return None
     for file in ("config.json", "params.json", "adapter_config.json"):
         try:
