@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvloft.vllm import reload
-from kvloft.vllm.reload import stop_when_reloaded
+from kvloft.vllm.reload import stop_scheduler_when_reloaded, stop_worker_when_reloaded
 
 
 class Core:
@@ -47,8 +47,8 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_other_weights_stop_the_cache_first(model: Path, args: Any, kwargs: Any) -> None:
     worker, core = new_worker(), Core(fails=True)
-    stop_when_reloaded(core, str(model), worker)
-    stop_when_reloaded(core, str(model), worker)
+    stop_worker_when_reloaded(core, str(model), worker)
+    stop_worker_when_reloaded(core, str(model), worker)
     running = worker()
     assert running.reload_weights(*args, **kwargs) == "done"
     assert running.calls == [(args, kwargs)]
@@ -57,7 +57,7 @@ def test_other_weights_stop_the_cache_first(model: Path, args: Any, kwargs: Any)
 
 def test_the_same_weights_again_change_nothing(model: Path) -> None:
     worker, core = new_worker(), Core()
-    stop_when_reloaded(core, str(model), worker)
+    stop_worker_when_reloaded(core, str(model), worker)
     worker().reload_weights()
     worker().reload_weights(weights_path=None)
     assert core.reasons == []
@@ -65,7 +65,7 @@ def test_the_same_weights_again_change_nothing(model: Path) -> None:
 
 def test_files_written_since_the_start_are_other_weights(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, core = new_worker(), Core()
-    stop_when_reloaded(core, str(model), worker)
+    stop_worker_when_reloaded(core, str(model), worker)
     monkeypatch.setattr(reload, "engine_start_s", lambda: 0.0)
     worker().reload_weights()
     assert len(core.reasons) == 1
@@ -73,7 +73,7 @@ def test_files_written_since_the_start_are_other_weights(model: Path, monkeypatc
 
 def test_an_engine_that_is_gone_is_not_told(model: Path) -> None:
     worker, core = new_worker(), Core()
-    stop_when_reloaded(core, str(model), worker)
+    stop_worker_when_reloaded(core, str(model), worker)
     reasons = core.reasons
     del core
     gc.collect()
@@ -81,9 +81,36 @@ def test_an_engine_that_is_gone_is_not_told(model: Path) -> None:
     assert reasons == []
 
 
-def test_vllms_own_worker_is_wrapped() -> None:
+def test_vllms_own_methods_are_wrapped() -> None:
+    from vllm.v1.engine.core import EngineCore
     from vllm.v1.worker.gpu_worker import Worker
 
     core = Core()
-    stop_when_reloaded(core, "hub/name")
+    stop_worker_when_reloaded(core, "hub/name")
+    stop_scheduler_when_reloaded(core, "hub/name")
     assert hasattr(Worker.reload_weights, "kvloft_stops")
+    assert hasattr(EngineCore.collective_rpc, "kvloft_stops")
+
+
+def test_the_scheduler_hears_when_the_engine_is_asked(model: Path) -> None:
+    calls: list[Any] = []
+
+    class Engine:
+        def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[str]:
+            calls.append((method, timeout, args, kwargs))
+            return ["done"]
+
+    half = Core()
+    for _ in range(2):
+        stop_scheduler_when_reloaded(half, str(model), Engine)
+    engine = Engine()
+    assert engine.collective_rpc("reload_weights") == ["done"]
+    engine.collective_rpc("add_lora", 3.0, ("adapter",))
+    engine.collective_rpc(len, args=("adapter",))
+    assert half.reasons == []
+    engine.collective_rpc("reload_weights", kwargs={"weights_path": "/other"})
+    assert len(half.reasons) == 1
+    assert calls[1:] == [
+        ("add_lora", 3.0, ("adapter",), None), (len, None, ("adapter",), None),
+        ("reload_weights", None, (), {"weights_path": "/other"}),
+    ]  # fmt: skip

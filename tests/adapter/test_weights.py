@@ -1,6 +1,8 @@
 """What shows which weights were loaded: files, links and commits; when they show nothing, or too late, a run is alone."""
 
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -188,3 +190,13 @@ def test_a_damaged_cache_is_no_error(hub_cache: Any, tmp_path: Path) -> None:
     hub_cache("hub/name", "config.json", "c0ffee")
     (tmp_path / "models--hub--name" / "refs" / "main").write_bytes(b"\xff")
     assert hub_commit("hub/name") is None
+
+
+def test_the_engines_start_is_known_to_a_tick() -> None:
+    code = "import time; t = time.time(); from kvloft.vllm.weights import engine_start_s, note_start; "
+    code += "s = engine_start_s(); note_start(); r = engine_start_s(); note_start(); print(t, s, r, engine_start_s())"
+    before = time.time()
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    begun, start, registered, again = map(float, out.split()[-4:])
+    assert before - 0.02 <= start <= begun
+    assert start < registered == again, "only the first time counts: later ones may come after a load"

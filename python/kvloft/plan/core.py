@@ -299,6 +299,13 @@ class SchedulerCore:
         self._leased.clear()
         self._store.clear()
 
+    def stop(self) -> None:
+        """Offer, save and forget nothing from now on; what is in flight settles as ever."""
+        self._loads_allowed = self._saves_allowed = False
+        for tracker in self._trackers.values():
+            tracker.drop_lease()
+        self._leased.clear()
+
     def close(self) -> None:
         """Release every pin and reservation that is still ours."""
         for tracker in self._trackers.values():

@@ -24,6 +24,7 @@ from kvloft.types import ArenaSpec, ReqId, RequestView
 from kvloft.vllm.compat import hit_sources, layer_page_bytes
 from kvloft.vllm.messages import KVLoftWorkerMetadata
 from kvloft.vllm.namespace import media_ids_are_counted, namespace_fields
+from kvloft.vllm.reload import stop_scheduler_when_reloaded
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.views import AdapterNames, VllmRequest, view_step
 
@@ -130,6 +131,7 @@ class SchedulerHalf:
         self._last: dict[str, int] = {}
         self._quiet_steps = 0
         self._next_warning_s: dict[str, float] = {}
+        stop_scheduler_when_reloaded(self, vllm_config.model_config.model)
         self._log_start(config, fields, _disk_path(config, parallel))
 
     def _new_chain(self, view: RequestView) -> _core.KeyChain:
@@ -199,6 +201,11 @@ class SchedulerHalf:
         if num_chunks and time.monotonic() >= self._next_warning_s.get(text, 0.0):
             self._next_warning_s[text] = time.monotonic() + WARN_EVERY_S
             logger.warning(text, _count(num_chunks, "chunk"), self._namespace.hex()[:16])
+
+    def stop(self, reason: str) -> None:
+        """Neither offer nor save anything from now on."""
+        logger.error("kvloft: nothing is cached any more in this run of the engine: %s", reason)
+        self.core.stop()
 
     def close(self) -> None:
         self.core.close()

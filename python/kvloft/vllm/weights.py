@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, Final
 from uuid import uuid4
 
-import psutil
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 from vllm import envs
@@ -33,8 +32,6 @@ FILE_FORMATS: Final = {
 }  # fmt: skip
 """Load formats that take the weights from the model's own folder."""
 _SAMPLE_BYTES = 1 << 16
-_CLOCK_S = 1.0
-"""A process's start is known to a second; no model is loaded so soon after it."""
 _registered_s = 0.0
 
 
@@ -46,7 +43,9 @@ def note_start() -> None:
 
 def engine_start_s() -> float:
     """Unix time before which files must have been as they are now, for the engine of this process to have loaded them."""
-    return max(psutil.Process().create_time() + _CLOCK_S, _registered_s)
+    since_boot = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+    age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
+    return max(time.time() - age, _registered_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from kvloft.plan import Geometry
 from kvloft.transfer.movers import MoverSettings
 from kvloft.transfer.worker import WorkerCore
 from kvloft.vllm.messages import KVLoftMetadata, KVLoftWorkerMetadata
-from kvloft.vllm.reload import stop_when_reloaded
+from kvloft.vllm.reload import stop_worker_when_reloaded
 from kvloft.vllm.sleep import drain_before_sleep
 from kvloft.vllm.stats import KVLoftStats
 
@@ -44,7 +44,7 @@ class WorkerHalf:
         )
         if vllm_config.model_config.enable_sleep_mode:
             drain_before_sleep(self.core)
-        stop_when_reloaded(self.core, vllm_config.model_config.model)
+        stop_worker_when_reloaded(self.core, vllm_config.model_config.model)
         self._bad_blocks: set[int] = set()
         self.hook_errors = 0
 
