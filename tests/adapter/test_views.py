@@ -1,5 +1,6 @@
 """vLLM's requests and steps as views: real Request objects, both shapes of a resumed request, mixed prompts, adapters."""
 
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import Request
 
 from kvloft.types import EmbedRows
-from kvloft.vllm import compat, views
+from kvloft.vllm import compat, views, weights
 from kvloft.vllm.views import AdapterNames, VllmRequest, view_step
 from kvloft.vllm.weights import look
 
@@ -147,6 +148,21 @@ def test_an_adapter_of_the_hub_is_told_apart_by_its_commit_when_offline(hub_cach
     assert first == AdapterNames().identify(lora)
     hub_cache("hub/adapter", "adapter_config.json", "decade")
     assert AdapterNames().identify(lora) != first
+
+
+@pytest.mark.timeout(60)
+def test_a_file_system_that_hangs_holds_nobody_up(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile requests with adapters share with nobody."""
+    lora = LoRARequest("a", 1, str(adapter))
+    names = AdapterNames()
+    first = names.identify(lora)
+    hangs, asked = threading.Event(), list[str]()
+    monkeypatch.setattr(weights, "look", lambda path, **_: (asked.append(path), hangs.wait(), look(path, below=False))[2])
+    assert len({first, *(names.identify(lora) for _ in range(5))}) == 6
+    assert len(asked) == 1, "only the first one waits"
+    hangs.set()
+    while names.identify(lora) != first:
+        time.sleep(0.01)
 
 
 def test_an_adapter_from_a_tensorizer_directory_is_this_runs_own(adapter: Path) -> None:

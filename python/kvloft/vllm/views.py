@@ -14,7 +14,7 @@ from huggingface_hub import constants as hub
 
 from kvloft.types import BlockId, EmbedRows, MediaItem, NewRequest, ReqId, RequestView, StepView
 from kvloft.vllm.compat import preempted_ids
-from kvloft.vllm.weights import Look, engine_start_s, hub_commit, look
+from kvloft.vllm.weights import Look, LooksInTime, engine_start_s, hub_commit
 
 if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
@@ -35,6 +35,7 @@ class AdapterNames:
         self._seen: dict[tuple[str, str], tuple[Look | None, str]] = {}
         self._first_of: dict[int, tuple[str, str]] = {}
         self._start_s = engine_start_s()
+        self._looks = LooksInTime()
         self.media_prefix = media_prefix
 
     def identify(self, lora: LoRARequest | None) -> tuple[str, str] | None:
@@ -48,7 +49,10 @@ class AdapterNames:
             # Loaded again with each step, or another adapter under a number that workers know already.
             return lora.lora_name, uuid4().hex
         slot = (f"{lora.lora_int_id} {lora.lora_name}", path)
-        files = look(path, below=False)  # vLLM looks no further either
+        try:
+            files = self._looks.look(path)
+        except TimeoutError:
+            return lora.lora_name, uuid4().hex
         if slot not in self._seen or self._seen[slot][0] != files:
             self._seen[slot] = files, self._state(lora, path, files)
         shape = getattr(lora, "is_3d_lora_weight", None)

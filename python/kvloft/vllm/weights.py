@@ -11,10 +11,12 @@ import hashlib
 import logging
 import os
 import stat
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import Any, Final
 from uuid import uuid4
 
@@ -26,6 +28,7 @@ logger = logging.getLogger("vllm.kvloft")
 
 MAX_ENTRIES: Final = 10_000
 """In more files and folders nobody looks for what changed."""
+LOOK_TIMEOUT_S: Final = 0.5
 FILE_FORMATS: Final = {
     "auto", "hf", "pt", "safetensors", "npcache", "gguf", "mistral", "bitsandbytes", "sharded_state", "fastsafetensors",
     "runai_streamer", "runai_streamer_sharded",
@@ -86,6 +89,42 @@ def look(path: str, *, below: bool = True) -> Look | None:
         if stat.S_ISREG(status.st_mode):
             files.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
     return Look(root, tuple(sorted(files)), latest) if files else None
+
+
+class LooksInTime:
+    """Looks at folders on a thread of its own, for a scheduler that must not wait for a file system that hangs."""
+
+    def __init__(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._asked: SimpleQueue[tuple[str, SimpleQueue[Look | None]]] = SimpleQueue()
+        self._late: SimpleQueue[Look | None] | None = None
+        self._thread: threading.Thread | None = None
+
+    def look(self, path: str) -> Look | None:
+        """As `look`, without folders below, as vLLM does with adapters. Raises TimeoutError, at once while an earlier one hangs."""
+        if self._late is not None and self._late.empty():
+            raise TimeoutError(path)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvloft-looks", daemon=True)
+            self._thread.start()
+        answer: SimpleQueue[Look | None] = SimpleQueue()
+        self._late = answer
+        self._asked.put((path, answer))
+        try:
+            found = answer.get(timeout=self._timeout_s)
+        except Empty:
+            raise TimeoutError(path) from None
+        self._late = None
+        return found
+
+    def _run(self) -> None:
+        while True:
+            path, answer = self._asked.get()
+            found = None
+            try:
+                found = look(path, below=False)
+            finally:  # whoever asked waits
+                answer.put(found)
 
 
 def _entries(root: bytes, *, below: bool) -> Iterator[tuple[bytes, os.stat_result, tuple[float, ...]]]:
