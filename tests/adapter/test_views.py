@@ -150,6 +150,16 @@ def test_an_adapter_of_the_hub_is_told_apart_by_its_commit_when_offline(hub_cach
     assert AdapterNames().identify(lora) != first
 
 
+def test_an_error_while_looking_is_a_miss_and_the_next_look_works(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = LoRARequest("a", 1, str(adapter))
+    names = AdapterNames()
+    first = names.identify(lora)
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "look", lambda *_, **__: 1 / 0)
+        assert names.identify(lora) != first
+    assert names.identify(lora) == first
+
+
 @pytest.mark.timeout(60)
 def test_a_file_system_that_hangs_holds_nobody_up(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Meanwhile requests with adapters share with nobody."""

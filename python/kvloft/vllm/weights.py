@@ -123,8 +123,9 @@ class LooksInTime:
             found = None
             try:
                 found = look(path, below=False)
-            finally:  # whoever asked waits
-                answer.put(found)
+            except Exception:
+                logger.exception("kvloft: the files of %.200s cannot be looked at", path)
+            answer.put(found)
 
 
 def _entries(root: bytes, *, below: bool) -> Iterator[tuple[bytes, os.stat_result, tuple[float, ...]]]:
