@@ -105,6 +105,7 @@ def test_inspect_json_is_for_scripts(folder: Path, capsys: pytest.CaptureFixture
     assert main(["inspect", "--json", str(folder)]) == 0
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["namespace"], row["chunks"], row["frame_bytes"]) == (NAMESPACE.hex()[:16], NUM_CHUNKS, FRAME)
+    assert row["fields"]["dtype"] == "torch.float32"
 
 
 def test_verify_of_a_sound_directory_is_status_0(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

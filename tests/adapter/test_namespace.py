@@ -1,5 +1,6 @@
 """The namespace: each field that decides KV bytes, changed alone, changes the digest (through the real extension)."""
 
+import json
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 
 from kvloft import _core
 from kvloft.plan import Geometry
-from kvloft.vllm.namespace import ENVIRONMENT, media_ids_are_counted, namespace_fields
+from kvloft.vllm.namespace import ENVIRONMENT, MAX_DESCRIPTION_CHARS, description_of, media_ids_are_counted, namespace_fields
 
 BASE: dict[str, Any] = {
     "model": "hub/name", "revision": None, "commit": "abc", "config": {"hidden_size": 64}, "load_format": "auto", "seed": 0,
@@ -135,3 +136,15 @@ def test_media_are_named_by_a_count_only_where_both_caches_are_off(cache_gb: int
     assert media_ids_are_counted(SimpleNamespace(model_config=model, cache_config=cache)) == counted
     model.multimodal_config = None
     assert not media_ids_are_counted(SimpleNamespace(model_config=model, cache_config=cache))
+
+
+def test_the_description_is_json_that_a_superblock_has_room_for() -> None:
+    fields = [
+        ("model", "'some/model'"), ("user", "''"), ("commit", ""), ("media", '"[None, 1]"'), ("tokens", "16"), ("torn", "'a"),
+        ("odd", "'\u00e9'"),
+    ]  # fmt: skip
+    said = {"model": "some/model", "media": "[None, 1]", "tokens": "16", "torn": "'a", "odd": "\u00e9"}
+    assert json.loads(description_of(fields)) == said
+    long = json.loads(description_of([(f"field{i}", repr("x" * 10_000)) for i in range(50)]))
+    assert list(long) == [f"field{i}" for i in range(len(long))] and len(long) >= 3
+    assert len(description_of([(f"field{i}", repr("\u00e9" * 10_000)) for i in range(50)])) <= MAX_DESCRIPTION_CHARS

@@ -1,6 +1,7 @@
 """Entry point of the `kvloft` command. Each command is a module with `add_parser(subparsers)` and `run(args) -> int`."""
 
 import argparse
+import errno
 import importlib
 import importlib.util
 import os
@@ -27,6 +28,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except KeyboardInterrupt:
         return 130
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
+            raise
+        print(f"kvloft: the output cannot be written ({e.strerror})", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         return 2
     tell_of_other_engines(args.dir)
     if args.json:
-        print(json.dumps(namespaces, indent=2))
+        print(json.dumps([{**n, "fields": _fields(n["description"])} for n in namespaces], indent=2))
         return 0
     console = Console()
     if not namespaces:
@@ -97,13 +97,17 @@ def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
 
 def describe(description: str) -> str:
     """A namespace's fields as ``name=value, ...``, those that say nothing left out; any other text as it is."""
+    fields = _fields(description)
+    return ", ".join(f"{k}={v}" for k, v in fields.items() if v not in ("", "''", "None")) if fields else description
+
+
+def _fields(description: str) -> dict[str, str] | None:
+    """A namespace's fields; None for any other text."""
     try:
         fields = json.loads(description)
     except ValueError:
-        return description
-    return (
-        ", ".join(f"{k}={v}" for k, v in fields.items() if v not in ("", "''", "None")) if isinstance(fields, dict) else description
-    )
+        return None
+    return fields if isinstance(fields, dict) else None
 
 
 def format_time(unix_s: int | None) -> str:

@@ -5,9 +5,11 @@ On doubt a field goes in: a needless miss costs time, a wrong hit costs an answe
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import platform
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -23,6 +25,9 @@ from kvloft.plan import Geometry
 from kvloft.vllm.compat import layer_page_bytes
 from kvloft.vllm.weights import model_fields
 
+MAX_DESCRIPTION_CHARS = 1000
+"""As in rust/core/src/tier/disk/superblock.rs."""
+MAX_VALUE_CHARS = 200
 ENVIRONMENT = (
     "VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_CPU_INT4_W4A8",
     "VLLM_MARLIN_INPUT_DTYPE", "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG",
@@ -74,6 +79,27 @@ def namespace_fields(
         "vllm": vllm.__version__,
     }
     return [(name, repr(value) if value is not None else "") for name, value in fields.items()]
+
+
+def description_of(fields: Sequence[tuple[str, str]]) -> str:
+    """The fields that say something, as a JSON object of text no longer than a superblock keeps, for `kvloft inspect`."""
+    said: dict[str, str] = {}
+    for name, value in fields:
+        text = _unquoted(value)
+        if text not in ("", "None"):
+            said[name] = text[:MAX_VALUE_CHARS]
+    while len(description := json.dumps(said, ensure_ascii=False)) > MAX_DESCRIPTION_CHARS:
+        said.popitem()
+    return description
+
+
+def _unquoted(value: str) -> str:
+    """A text's own characters where ``value`` is its repr."""
+    try:
+        text = ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return value
+    return text if isinstance(text, str) else value
 
 
 def media_ids_are_counted(vllm_config: Any) -> bool:

@@ -6,7 +6,6 @@ It must not touch KV bytes. Errors are turned into misses by the connector, exce
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Mapping
@@ -23,7 +22,7 @@ from kvloft.transfer.frames import part_bytes_for
 from kvloft.types import ArenaSpec, ReqId, RequestView
 from kvloft.vllm.compat import hit_sources, layer_page_bytes
 from kvloft.vllm.messages import KVLoftWorkerMetadata
-from kvloft.vllm.namespace import media_ids_are_counted, namespace_fields
+from kvloft.vllm.namespace import description_of, media_ids_are_counted, namespace_fields
 from kvloft.vllm.reload import stop_scheduler_when_reloaded
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.views import AdapterNames, VllmRequest, view_step
@@ -111,7 +110,7 @@ class SchedulerHalf:
             disk_path=_disk_path(config, parallel),
             disk_bytes=config.disk_bytes,
             disk_threads=config.disk_threads,
-            description=json.dumps(dict(fields)),
+            description=description_of(fields),
         )
         transfer = vllm_config.kv_transfer_config
         arena = ArenaSpec(self._store.arena_path, self._store.frame_bytes, self._store.num_frames)
