@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvloft.vllm import weights
-from kvloft.vllm.weights import FILE_FORMATS, hub_commit, look, model_fields
+from kvloft.vllm.weights import FILE_FORMATS, engine_start_s, hub_commit, look, model_fields
 
 LONG_AGO = (1_000_000_000, 1_000_000_000)
 
@@ -200,3 +200,14 @@ def test_the_engines_start_is_known_to_a_tick() -> None:
     begun, start, registered, again = map(float, out.split()[-4:])
     assert before - 0.02 <= start <= begun
     assert start < registered == again, "only the first time counts: later ones may come after a load"
+
+
+def test_without_proc_every_file_may_be_newer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreadable(*_: object) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(weights, "engine_start_s", engine_start_s)
+    monkeypatch.setattr(weights, "_registered_s", 0.0)
+    monkeypatch.setattr(weights.Path, "read_text", unreadable)
+    assert engine_start_s() == 0.0
+    assert not is_shared(str(folder))

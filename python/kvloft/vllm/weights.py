@@ -46,8 +46,11 @@ def note_start() -> None:
 
 def engine_start_s() -> float:
     """Unix time before which files must have been as they are now, for the engine of this process to have loaded them."""
-    since_boot = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
+    try:
+        since_boot = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
+    except (OSError, ValueError, IndexError, AttributeError):  # no /proc: then every file may be newer
+        return _registered_s
     return max(time.time() - age, _registered_s)
 
 
