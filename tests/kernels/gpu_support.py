@@ -115,11 +115,14 @@ def part_bytes_for(payload: int) -> int:
     return -(-(payload + 128) // 4096) * 4096
 
 
-def make_mover(paged: Paged, frames: Frames, blocks_per_chunk: int, **tuning: object) -> CudaMover:
+def make_mover(paged: Paged, frames: Frames, blocks_per_chunk: int, *, gathers_first: bool = False, **tuning: object) -> CudaMover:
     layout = paged.layout()
     kernels = make_kernels(layout)
     tuning.setdefault("ring", RingSize(2, 1 << 20))
-    mover = CudaMover(layout, frames.memory, kernels, blocks_per_chunk=blocks_per_chunk, tuning=Tuning(**tuning))  # type: ignore[arg-type]
+    mover = CudaMover(
+        layout, frames.memory, kernels, blocks_per_chunk=blocks_per_chunk, tuning=Tuning(**tuning),  # type: ignore[arg-type]
+        gathers_first=gathers_first,
+    )  # fmt: skip
     mover.wait_pinned()
     return mover
 

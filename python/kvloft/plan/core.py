@@ -34,6 +34,9 @@ from kvloft.types import (
 
 __all__ = ["Geometry", "SchedulerCore"]
 
+MAX_FAILED_LOADS = 8
+"""After so many in a row the workers move nothing any more, and an offer only makes requests wait, or fail."""
+
 
 class SchedulerCore:
     """The scheduler half.
@@ -78,6 +81,7 @@ class SchedulerCore:
         self._queued_loads: list[LoadPlan] = []
         self._next_load_id = 0
         self._loads: dict[int, _Loading] = {}
+        self._failed_in_a_row = 0
         self._tickets = Tickets(num_ranks)
         self._unsent: list[SavePlan] = []
         self._fences = Fences(self._tickets.in_flight)
@@ -269,6 +273,9 @@ class SchedulerCore:
             if result.bad_keys:
                 self._store.discard([key for key, _ in result.bad_keys])
                 self.counters["verify_failures"] += len(result.bad_keys)
+            self._failed_in_a_row = self._failed_in_a_row + 1 if result.failed else 0
+            if self._failed_in_a_row >= MAX_FAILED_LOADS:
+                self.stop()
             if (result.bad_keys or result.failed) and (tracker := self._trackers.get(result.req_id)) is not None:
                 tracker.load_failed = True
                 tracker.saved_chunks = 0

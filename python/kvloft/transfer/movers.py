@@ -23,10 +23,12 @@ MakeMover = Callable[[PagedLayout, FrameWindow], Mover]
 
 @dataclass(frozen=True, slots=True)
 class MoverSettings:
-    """What a user may say about copies; see `kvloft.config`."""
+    """What a user may say about copies (see `kvloft.config`), and what the engine does with blocks."""
 
     gpu_copies: Literal["kernels", "torch"] = "kernels"
     staging_bytes: int = 80 << 20
+    gathers_first: bool = False
+    """The engine writes new blocks before it says which they are: it zeroes them."""
 
 
 def choose_mover(layout: PagedLayout, blocks_per_chunk: int, settings: MoverSettings) -> MakeMover:
@@ -44,6 +46,8 @@ def choose_mover(layout: PagedLayout, blocks_per_chunk: int, settings: MoverSett
     from kvloft.transfer.cuda.setup import prepare
 
     try:
-        return prepare(layout, blocks_per_chunk=blocks_per_chunk, staging_bytes=settings.staging_bytes)
+        return prepare(
+            layout, blocks_per_chunk=blocks_per_chunk, staging_bytes=settings.staging_bytes, gathers_first=settings.gathers_first
+        )
     except (UnsupportedError, RuntimeError, ValueError) as error:
         raise UnsupportedError(f'{error}. To run with slow copies instead, set gpu_copies="torch"') from error

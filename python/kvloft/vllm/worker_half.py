@@ -40,7 +40,12 @@ class WorkerHalf:
             rank=parallel.rank % parallel.world_size,
             num_ranks=parallel.world_size,
             blocks_per_chunk=geometry.blocks_per_chunk,
-            settings=MoverSettings(config.gpu_copies, config.staging_size),
+            # vLLM zeroes new blocks before any hook of the step.
+            settings=MoverSettings(
+                config.gpu_copies,
+                config.staging_size,
+                gathers_first=bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False)),
+            ),
         )
         if vllm_config.model_config.enable_sleep_mode:
             drain_before_sleep(self.core)

@@ -56,9 +56,15 @@ class CudaMover:
         *,
         blocks_per_chunk: int,
         tuning: Tuning,
+        gathers_first: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Allocates the staging rings and starts pinning ``frames``. Raises CudaError, or ValueError for a ring too small."""
+        """Allocates the staging rings and starts pinning ``frames``. Raises CudaError, or ValueError for a ring too small.
+
+        ``gathers_first``: whatever follows a step's saves on the compute stream waits for their gathers, for an engine that writes
+        blocks before `begin_step` names them.
+        """
+        self._gathers_first = gathers_first
         self._layout, self._memory, self._kernels, self._clock = layout, frames, kernels, clock
         self._device = kernels.tiles.device
         self._trailers = Trailers(frames, layout=layout.digest, block_bytes=layout.block_bytes)
@@ -142,6 +148,8 @@ class CudaMover:
                     self._feed(self.saves)  # the link is at work while the rest is prepared
                     for number, piece in enumerate(pieces, first_number):
                         self._last_gather[piece.block_ids] = number
+                        if self._gathers_first:
+                            self._order_after_gathers(self._compute(), piece.block_ids)
             except driver.CudaError as error:
                 self._break(str(error))
             self._release(mark)
@@ -397,7 +405,7 @@ class CudaMover:
             logger.warning("kvloft: %d chunks failed their check (%s); they are misses", len(load.bad), load.bad[0][1])
         if everything_bad:
             self._done.bad_blocks.update(chain.from_iterable(copy.blocks for copy in load.plan.chunks))
-        self._done.loads.append(LoadResult(load.plan.req_id, load.plan.load_id, tuple(load.bad)))
+        self._done.loads.append(LoadResult(load.plan.req_id, load.plan.load_id, tuple(load.bad), failed=everything_bad))
         del self._open_loads[load]
 
     # -- trouble --------------------------------------------------------------------------------------------------

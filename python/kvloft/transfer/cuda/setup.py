@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def prepare(
-    layout: PagedLayout, *, blocks_per_chunk: int, staging_bytes: int, cache_dir: Path | None = None
+    layout: PagedLayout, *, blocks_per_chunk: int, staging_bytes: int, gathers_first: bool = False, cache_dir: Path | None = None
 ) -> Callable[[PagedLayout, FrameWindow], CudaMover]:
     """Compile and calibrate for ``layout``; what is returned makes the mover. Raises UnsupportedError or CudaError."""
     device = layout.planes[0].storage.device
@@ -42,6 +42,9 @@ def prepare(
             window.address, window.num_frames, window.frame_bytes, window.part_offset, window.part_bytes, window.rank, window
         )
         with torch.cuda.device(device):
-            return CudaMover(same_layout, memory, kernels, blocks_per_chunk=blocks_per_chunk, tuning=calibration.tuning)
+            return CudaMover(
+                same_layout, memory, kernels, blocks_per_chunk=blocks_per_chunk, tuning=calibration.tuning,
+                gathers_first=gathers_first,
+            )  # fmt: skip
 
     return make
