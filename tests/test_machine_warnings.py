@@ -75,3 +75,12 @@ def test_a_file_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="is a file"):
         refuse_impossible(load_config({"disk_path": str(tmp_path / "file" / "x")}, {}))
+
+
+def test_a_folder_whose_name_begins_like_proc_is_one_like_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvloft.machine._nearest", lambda path: Path("/processed"))
+    monkeypatch.setattr(os, "access", lambda *_: True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1 << 40))
+    assert said(disk_path="/processed/kv", disk_size="1MiB") == []
+    monkeypatch.setattr("kvloft.machine._nearest", lambda path: Path("/proc"))
+    assert said(disk_path="/proc/kv", disk_size="1MiB")

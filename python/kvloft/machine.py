@@ -58,7 +58,7 @@ def _memory(host_size: int) -> str | None:
 
 def _rights(path: Path) -> str | None:
     nearest = _nearest(path)
-    if os.access(nearest, os.W_OK | os.X_OK) and not str(nearest).startswith("/proc"):
+    if os.access(nearest, os.W_OK | os.X_OK) and Path("/proc") not in (nearest, *nearest.parents):
         return None
     return f"disk_path = {path} cannot be made or written here, for {nearest} is not writable."
 

@@ -84,7 +84,8 @@ def test_a_worker_drains_before_sleep_if_its_engine_can_sleep(is_on: bool, monke
     monkeypatch.setattr(worker_half, "drain_before_sleep", cores.append)
     settings: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(rank=0, world_size=1),
-        model_config=SimpleNamespace(dtype="float32", enable_sleep_mode=is_on, model="hub/name"),
+        model_config=SimpleNamespace(dtype="float32", enable_sleep_mode=is_on, model="hub/name", revision=None),
+        load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )
     half = worker_half.WorkerHalf(settings, SimpleNamespace(num_blocks=4), Geometry(16, 1), Config())  # type: ignore[arg-type]

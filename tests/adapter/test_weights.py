@@ -104,12 +104,15 @@ def relink(link: Path, to: Path) -> None:
         lambda model: (model.rename(model.parent / "was"), (model.parent / "was").rename(model)),
         lambda model: relink(model.parent / "current", model),
         lambda model: (model.parent / "other" / "sub").mkdir(parents=True) or relink(model / "linked", model.parent / "other"),
+        lambda model: relink(model.parent / "step", model.parent),
+        lambda model: (model.parent.rename(model.parent.parent / "was"), (model.parent.parent / "was").rename(model.parent)),
     ],
 )
 def test_what_changed_since_the_engines_start_serves_this_run_only(
     folder: Path, change: Callable[[Path], object], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (folder.parent / "current").symlink_to(folder)
+    (folder.parent / "step").symlink_to(folder.parent)
+    (folder.parent / "current").symlink_to(folder.parent / "step" / "model")
     (folder / "linked").symlink_to(folder / "whisper")
     before = look(str(folder.parent / "current"))
     assert before is not None
@@ -146,6 +149,9 @@ def test_code_from_another_repository_serves_this_run_only() -> None:
     code = {"auto_map": {"AutoModel": "hub/name--modeling.Model"}}
     assert is_shared("hub/name", commit="abc", config=code)
     assert not is_shared("hub/fine-tuned", commit="abc", config=code)
+    several = {"auto_map": {"AutoTokenizer": ["hub/name--tokenizer.Slow", None]}}
+    assert is_shared("hub/name", commit="abc", config=several)
+    assert is_shared("hub/name", commit="abc", config={"auto_map": "odd"})
 
 
 @pytest.mark.timeout(60)
@@ -158,6 +164,25 @@ def test_odd_files_are_neither_an_error_nor_waited_for(folder: Path) -> None:
     (folder / "unreadable.bin").chmod(0)
     with open(os.path.join(os.fsencode(folder), b"\xff.bin"), "w") as file:
         file.write("x")
+    assert is_shared(str(folder))
+
+
+def test_a_folder_below_that_cannot_be_listed_is_left_out(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as lost+found at the root of a volume."""
+    listed = os.listdir
+
+    def listdir(path: bytes) -> list[bytes]:
+        if path.endswith(b"whisper"):
+            raise PermissionError
+        return listed(path)
+
+    monkeypatch.setattr(os, "listdir", listdir)
+    assert is_shared(str(folder))
+
+
+def test_a_link_back_is_followed_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "latest").symlink_to(folder)
+    monkeypatch.setattr(weights, "MAX_ENTRIES", 9)
     assert is_shared(str(folder))
 
 

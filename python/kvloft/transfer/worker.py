@@ -111,13 +111,14 @@ class WorkerCore:
 
     def stop(self, reason: str) -> None:
         """From now on every save and load fails, which makes them misses; what is in flight ends first, and is reported as ever."""
-        if self._why_stopped is None:
-            logger.error("kvloft: this worker moves no pages from now on, so nothing is cached: %s", reason)
+        if self._why_stopped is not None:
+            return
+        logger.error("kvloft: this worker moves no pages from now on, so nothing is cached: %s", reason)
         self._why_stopped = reason
-        if self._mover is not None:
-            self._note(self._mover.drain())
-            self._mover.close()
+        if (mover := self._mover) is not None:
             self._mover = BrokenMover(reason)
+            self._note(mover.drain())
+            mover.close()
 
     def shutdown(self) -> None:
         """Wait for copies in flight; their frames are not ours any more afterwards."""

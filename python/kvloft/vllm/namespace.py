@@ -52,7 +52,7 @@ def namespace_fields(
         "weights_from": getattr(model, "model_weights", None) or None,
         "load_format": load.load_format,
         "load_extra": getattr(load, "model_loader_extra_config", None) or None,
-        "live_weights": uuid4().hex if _are_replaced(vllm_config) else None,
+        "live_weights": uuid4().hex if are_replaced(vllm_config) else None,
         "dummy_seed": model.seed if str(load.load_format) == "dummy" else None,
         "lora": _lora_settings(getattr(vllm_config, "lora_config", None)),
         "dtype": model.dtype,
@@ -109,7 +109,7 @@ def media_ids_are_counted(vllm_config: Any) -> bool:
     return media is not None and caches_off
 
 
-def _are_replaced(vllm_config: Any) -> bool:
+def are_replaced(vllm_config: Any) -> bool:
     """Whether a trainer may put other weights into the running engine."""
     extension = getattr(vllm_config.parallel_config, "worker_extension_cls", None)
     return getattr(vllm_config, "weight_transfer_config", None) is not None or bool(extension)

@@ -22,8 +22,8 @@ from kvloft.transfer.frames import part_bytes_for
 from kvloft.types import ArenaSpec, ReqId, RequestView
 from kvloft.vllm.compat import hit_sources, layer_page_bytes
 from kvloft.vllm.messages import KVLoftWorkerMetadata
-from kvloft.vllm.namespace import description_of, media_ids_are_counted, namespace_fields
-from kvloft.vllm.reload import stop_scheduler_when_reloaded
+from kvloft.vllm.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
+from kvloft.vllm.reload import see_adapters_before_they_load, stop_scheduler_when_reloaded
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.views import AdapterNames, VllmRequest, view_step
 
@@ -126,11 +126,14 @@ class SchedulerHalf:
             saves_allowed=transfer is None or transfer.is_kv_producer,
         )
         self._adapters = AdapterNames(media_prefix=f"{uuid4().hex}|" if media_ids_are_counted(vllm_config) else "")
+        see_adapters_before_they_load(self._adapters)
         self.hook_errors = 0
         self._last: dict[str, int] = {}
         self._quiet_steps = 0
         self._next_warning_s: dict[str, float] = {}
-        stop_scheduler_when_reloaded(self, vllm_config.model_config.model)
+        self._is_stopped = False
+        self._is_live = are_replaced(vllm_config)
+        stop_scheduler_when_reloaded(self, vllm_config.model_config, vllm_config.load_config)
         self._log_start(config, fields, _disk_path(config, parallel))
 
     def _new_chain(self, view: RequestView) -> _core.KeyChain:
@@ -202,7 +205,12 @@ class SchedulerHalf:
             logger.warning(text, _count(num_chunks, "chunk"), self._namespace.hex()[:16])
 
     def stop(self, reason: str) -> None:
-        """Neither offer nor save anything from now on."""
+        """Neither offer nor save anything from now on; where a trainer replaces weights again and again, forget what is there."""
+        if self._is_live:
+            self.core.reset()
+        if self._is_live or self._is_stopped:
+            return
+        self._is_stopped = True
         logger.error("kvloft: nothing is cached any more in this run of the engine: %s", reason)
         self.core.stop()
 

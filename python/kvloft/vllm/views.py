@@ -26,13 +26,14 @@ class AdapterNames:
     """Identity of each LoRA: its name and path, and what shows which weights it has.
 
     Another run may have it only where its files are as they were when this engine began (or where a commit says it): whenever the
-    workers loaded it, those were its weights. Otherwise it is this run's own, and another one each time its files changed. vLLM
-    itself tells adapters apart by name in its prefix cache, and by number in its workers.
+    workers loaded it, those were its weights. Otherwise it is this run's own; and once its files are others than when it was first
+    seen, no request shares it with another. vLLM itself tells adapters apart by name in its prefix cache, by number in its workers.
     """
 
     def __init__(self, media_prefix: str = "") -> None:
         """``media_prefix`` goes before every media identifier: this engine's own where vLLM counts them."""
-        self._seen: dict[tuple[str, str], tuple[Look | None, str]] = {}
+        self._seen: dict[tuple[str, str], tuple[Look | None, str | None]] = {}
+        """What was seen first, and the identity for as long as that is what is seen."""
         self._first_of: dict[int, tuple[str, str]] = {}
         self._start_s = engine_start_s()
         self._looks = LooksInTime()
@@ -53,10 +54,15 @@ class AdapterNames:
             files = self._looks.look(path)
         except TimeoutError:
             return lora.lora_name, uuid4().hex
-        if slot not in self._seen or self._seen[slot][0] != files:
+        if slot not in self._seen:
             self._seen[slot] = files, self._state(lora, path, files)
+        first, state = self._seen[slot]
+        if state is None or first != files:
+            # Which of its states the workers have, or load after they had no room for it, is not known any more.
+            self._seen[slot] = first, None
+            return lora.lora_name, uuid4().hex
         shape = getattr(lora, "is_3d_lora_weight", None)
-        return lora.lora_name, f"{path}|{self._seen[slot][1]}{f'|3d={shape}' if shape is not None else ''}"
+        return lora.lora_name, f"{path}|{state}{f'|3d={shape}' if shape is not None else ''}"
 
     def _state(self, lora: LoRARequest, path: str, files: Look | None) -> str:
         if getattr(lora, "tensorizer_config_dict", None):

@@ -28,6 +28,7 @@ logger = logging.getLogger("vllm.kvloft")
 
 MAX_ENTRIES: Final = 10_000
 """In more files and folders nobody looks for what changed."""
+MAX_LINKS: Final = 64
 LOOK_TIMEOUT_S: Final = 0.5
 FILE_FORMATS: Final = {
     "auto", "hf", "pt", "safetensors", "npcache", "gguf", "mistral", "bitsandbytes", "sharded_state", "fastsafetensors",
@@ -99,18 +100,21 @@ class LooksInTime:
 
     def __init__(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._asked: SimpleQueue[tuple[str, SimpleQueue[Look | None]]] = SimpleQueue()
-        self._late: SimpleQueue[Look | None] | None = None
+        self._asked: SimpleQueue[tuple[str, SimpleQueue[Look | TimeoutError | None]]] = SimpleQueue()
+        self._late: SimpleQueue[Look | TimeoutError | None] | None = None
         self._thread: threading.Thread | None = None
 
     def look(self, path: str) -> Look | None:
-        """As `look`, without folders below, as vLLM does with adapters. Raises TimeoutError, at once while an earlier one hangs."""
+        """As `look`, without folders below, as vLLM does with adapters.
+
+        Raises TimeoutError if that fails, at once while an earlier one hangs.
+        """
         if self._late is not None and self._late.empty():
             raise TimeoutError(path)
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="kvloft-looks", daemon=True)
             self._thread.start()
-        answer: SimpleQueue[Look | None] = SimpleQueue()
+        answer: SimpleQueue[Look | TimeoutError | None] = SimpleQueue()
         self._late = answer
         self._asked.put((path, answer))
         try:
@@ -118,12 +122,14 @@ class LooksInTime:
         except Empty:
             raise TimeoutError(path) from None
         self._late = None
+        if isinstance(found, TimeoutError):
+            raise found
         return found
 
     def _run(self) -> None:
         while True:
             path, answer = self._asked.get()
-            found = None
+            found: Look | TimeoutError | None = TimeoutError(path)
             try:
                 found = look(path, below=False)
             except Exception:
@@ -134,6 +140,7 @@ class LooksInTime:
 def _entries(root: bytes, *, below: bool) -> Iterator[tuple[bytes, os.stat_result, tuple[float, ...]]]:
     """Of ``root`` and all below it: name, what it leads to, and times of change, those of links included."""
     todo, count = [b""], 0
+    folders: set[tuple[int, int]] = set()
     while todo:
         name = todo.pop()
         path = os.path.join(root, name) if name else root  # noqa: PTH118
@@ -148,17 +155,34 @@ def _entries(root: bytes, *, below: bool) -> Iterator[tuple[bytes, os.stat_resul
         if is_folder and name and not below:
             continue
         yield name, status, (own.st_mtime, own.st_ctime, status.st_mtime, status.st_ctime)
-        if is_folder:
-            inside = os.listdir(path)  # noqa: PTH208 (bytes)
+        if is_folder and (status.st_dev, status.st_ino) not in folders:
+            folders.add((status.st_dev, status.st_ino))
+            try:
+                inside = os.listdir(path)  # noqa: PTH208 (bytes)
+            except OSError:
+                if not name:
+                    raise
+                continue  # such as lost+found: vLLM sees nothing in it either
             todo += [os.path.join(name, each) if name else each for each in inside if not each.startswith(b".")]  # noqa: PTH118
 
 
 def _links_to(path: str) -> Iterator[float]:
-    """Times of change of the links on the way to ``path``."""
-    for each in (Path(path), *Path(path).parents):
-        if each.is_symlink():
-            own = each.lstat()
-            yield max(own.st_mtime, own.st_ctime)
+    """Times of change of the links on the way to ``path``, links behind links included, and of folders there that were renamed."""
+    todo, seen = [path], {path}
+    while todo:
+        place = Path(todo.pop())
+        for each in (place, *place.parents):
+            own = each.lstat() if os.path.lexists(each) else None
+            if own is None:
+                continue
+            if stat.S_ISLNK(own.st_mode):
+                yield max(own.st_mtime, own.st_ctime)
+                target = os.path.abspath(each.parent / each.readlink() / place.relative_to(each))  # noqa: PTH100 (one link at a time)
+                if target not in seen and len(seen) < MAX_LINKS:
+                    seen.add(target)
+                    todo.append(target)
+            elif each != place and own.st_ctime_ns != own.st_mtime_ns:
+                yield own.st_ctime  # a new entry in it changes both times alike, a new name of its own only this one
 
 
 def _samples(path: bytes, size: int) -> Iterator[bytes]:
@@ -216,7 +240,8 @@ def _why_unknown(model: Any, load_format: str, commit: str | None, files: Look |
     """Why it cannot be told which weights were loaded; None if it can."""
     settings = model.hf_config.to_dict()
     others = [name for name, value in settings.items() if str(name).endswith("_model_id") and value]
-    code = [str(value) for value in dict(settings.get("auto_map") or {}).values()]
+    auto_map = settings.get("auto_map")
+    code = [str(name) for names in auto_map.values() for name in _as_list(names)] if isinstance(auto_map, dict) else []
     if getattr(model, "model_weights", None):
         return f"weights of {model.model} come from {model.model_weights}, whose state is not seen"
     if load_format not in FILE_FORMATS:
@@ -230,3 +255,7 @@ def _why_unknown(model: Any, load_format: str, commit: str | None, files: Look |
     if files is not None and files.latest_s > engine_start_s():
         return f"files of {model.model} changed after the engine's start"
     return None
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]

@@ -16,6 +16,7 @@ from kvloft.plan import Geometry
 from kvloft.transfer.movers import MoverSettings
 from kvloft.transfer.worker import WorkerCore
 from kvloft.vllm.messages import KVLoftMetadata, KVLoftWorkerMetadata
+from kvloft.vllm.namespace import are_replaced
 from kvloft.vllm.reload import stop_worker_when_reloaded
 from kvloft.vllm.sleep import drain_before_sleep
 from kvloft.vllm.stats import KVLoftStats
@@ -49,7 +50,8 @@ class WorkerHalf:
         )
         if vllm_config.model_config.enable_sleep_mode:
             drain_before_sleep(self.core)
-        stop_worker_when_reloaded(self.core, vllm_config.model_config.model)
+        if not are_replaced(vllm_config):
+            stop_worker_when_reloaded(self.core, vllm_config.model_config, vllm_config.load_config)
         self._bad_blocks: set[int] = set()
         self.hook_errors = 0
 
