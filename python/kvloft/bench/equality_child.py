@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvloft.bench.audit import PageAudit, paged_kv, poison
-from kvloft.bench.llama import Engine, prompt_of, sharpen, worker_totals
+from kvloft.bench.llama import Engine, apply_model, prompt_of, sharpen, worker_totals
 
 LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 
@@ -176,7 +176,7 @@ def phase_sleep(subject: Subject) -> dict[str, Any]:
                 subject.engine.llm.sleep(level=level)
                 subject.engine.llm.wake_up()
                 if level == 2:
-                    subject.engine.llm.apply_model(sharpen)  # the weights were given up
+                    apply_model(subject.engine.llm, sharpen)  # the weights were given up
             subject.empty_hbm()
         return subject.engine.tokens(prompts, 24)
 

@@ -83,7 +83,7 @@ class Engine:
             settings["kv_transfer_config"] = KVTransferConfig(**transfer)
         self.sampling = SamplingParams
         self.llm = LLM(**settings)
-        self.num_parameters = self.llm.apply_model(sharpen)[0]
+        self.num_parameters = apply_model(self.llm, sharpen)[0]
         self.engine = self.llm.llm_engine
         self.block_tokens = 16
         self._random = random.Random(7)
@@ -127,6 +127,15 @@ class Engine:
             if self.llm.reset_prefix_cache():
                 return
         raise RuntimeError("vLLM's prefix cache could not be emptied: some blocks are never freed")
+
+
+def apply_model(llm: Any, function: Any) -> list[Any]:
+    """As ``llm.apply_model`` of an engine in this process, unseen by kvloft, which would cache nothing after it.
+
+    All engines that share anything here have the same done to them before their first request.
+    """
+    found: list[Any] = llm.llm_engine.engine_core.engine_core.model_executor.collective_rpc("apply_model", args=(function,))
+    return found
 
 
 def prompt_of(rng: random.Random, num_tokens: int) -> list[int]:
