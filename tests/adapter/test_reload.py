@@ -150,7 +150,8 @@ class Engine:
         (("reload_weights",), {}, False), (("add_lora", 3.0, ("adapter",)), {}, False), (("sleep",), {"args": (1,)}, False),
         (("reload_weights",), {"kwargs": {"weights_path": "/other"}}, True),
         (("reload_weights", None, ("x",)), {}, True), ((), {"method": "reload_weights", "args": ("x",)}, True),
-        ((len,), {"args": ("adapter",)}, True), (("apply_model",), {"args": (len,)}, True), (("update_config",), {}, True),
+        ((len,), {"args": ("adapter",)}, True), ((["not", "hashable"],), {}, True),
+        (("apply_model",), {"args": (len,)}, True), (("update_config",), {}, True),
         (("train_on",), {}, True),
     ],
 )  # fmt: skip

@@ -126,7 +126,7 @@ def _may_replace(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool | None:
     method = given.get("method")
     if method == METHOD:
         return _is_other(given.get("args") or (), given.get("kwargs") or {})
-    return None if method in HARMLESS else True
+    return None if isinstance(method, str) and method in HARMLESS else True
 
 
 def _is_other(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
