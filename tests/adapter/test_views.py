@@ -99,6 +99,15 @@ def test_an_adapter_that_changed_since_the_start_is_this_runs_own(adapter: Path,
     assert len({first, *(names.identify(lora) for _ in range(5))}) == 6, "workers may have either state"
 
 
+def test_an_adapter_that_was_another_meanwhile_is_shared_with_nobody(adapter: Path) -> None:
+    """Put back as it was, to the last time: workers may have loaded what was there in between."""
+    names, lora = AdapterNames(), LoRARequest("a", 1, str(adapter))
+    first, seen = names.identify(lora), names._looks.look(str(adapter))
+    names._looks = SimpleNamespace(look=iter([None, seen, seen]).__next__)  # type: ignore[assignment]
+    names._looks.look = lambda path, after=names._looks.look: after()  # type: ignore[method-assign,misc]
+    assert len({first, *(names.identify(lora) for _ in range(3))}) == 4
+
+
 def test_an_adapter_loaded_in_place_is_shared_with_nobody(adapter: Path) -> None:
     """Workers load it again in each step of the request."""
     names = AdapterNames()
