@@ -213,6 +213,7 @@ class Ceiling:
 
     def __init__(self, host: HostFrames, num_bytes: int) -> None:
         self._num_bytes = num_bytes
+        self._frames = host  # kept: memory that goes while it is registered gives its address to the next, which cannot be then
         self._host = host.bytes.ctypes.data
         self._device = torch.empty(2 * num_bytes, dtype=torch.uint8, device="cuda")  # first: it makes the context
         self._device.random_(0, 256)
