@@ -16,18 +16,12 @@ def gather(table: ChunkTable, piece: Piece, shape: Shape, paged: dict[int, np.nd
 def copy_out(piece: Piece, shape: Shape, slot: np.ndarray, parts: np.ndarray) -> None:
     """Do the runs of a save: ``parts`` is [frames, part_bytes], row f our part of frame f."""
     for run in piece.runs:
-        if run.num_rows == 1:
-            flat = parts.reshape(-1)
-            assert shape.one_part or run.part_offset + run.row_bytes <= parts.shape[1], "a run crosses another rank's part"
-            at = run.frame * parts.shape[1] + run.part_offset
-            flat[at : at + run.row_bytes] = slot[run.slot_offset : run.slot_offset + run.row_bytes]
-            first, last = run.frame, run.frame + (run.part_offset + run.row_bytes - 1) // parts.shape[1]
-        else:
-            for row in range(run.num_rows):
-                at = run.slot_offset + row * shape.part_bytes
-                parts[run.frame + row, : run.row_bytes] = slot[at : at + run.row_bytes]
-            first, last = run.frame, run.frame + run.num_rows - 1
-        assert first // shape.frames_per_pin == last // shape.frames_per_pin, "a run crosses two pinned pieces"
+        assert run.part_offset + run.row_bytes <= parts.shape[1], "a run crosses another rank's part"
+        for row in range(run.num_rows):
+            at = run.slot_offset + row * shape.part_bytes
+            parts[run.frame + row, run.part_offset : run.part_offset + run.row_bytes] = slot[at : at + run.row_bytes]
+        last = run.frame + run.num_rows - 1
+        assert run.frame // shape.frames_per_pin == last // shape.frames_per_pin, "a run crosses two pinned pieces"
 
 
 def _tiles(piece: Piece, geometry: Geometry):

@@ -1,11 +1,15 @@
 """Feeders alone, on the emulated GPU: what nobody polls for is sent all the same, and lands where it belongs. Needs no GPU."""
 
 import os
+import queue
 import random
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 
+import numpy.typing as npt
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
@@ -15,7 +19,8 @@ from emulated_gpu import emulated
 from gpu_support import Frames, copies_of, make_mover, part_bytes_for, per_layer
 
 from kvloft.transfer.cuda import jobs
-from kvloft.transfer.cuda.mover import NUM_MARKS, CudaMover
+from kvloft.transfer.cuda.mover import NUM_MARKS
+from kvloft.transfer.cuda.pieces import Piece
 from kvloft.transfer.cuda.staging import RingSize
 from kvloft.types import BlockId, LeasedChunks, LoadPlan, ReqId, SavePlan
 
@@ -28,11 +33,6 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "the feeders did not send it"
         time.sleep(2e-3)
-
-
-def all_sent(mover: CudaMover) -> bool:
-    with mover._lock:
-        return not mover.is_behind
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_feeders_send_what_nobody_polls_for(
         copies = copies_of(chance.sample(range(BLOCKS), num_chunks), [[block] for block in sources])
         mover.begin_step(())
         mover.submit_saves([SavePlan(ReqId("r"), tuple(copies))])
-        until(lambda: all_sent(mover))
+        until(lambda: not mover.is_behind)
         assert sorted(mover.drain().saved) == sorted(copy.ticket for copy in copies)
         cuts = sorted({0, num_chunks, *chance.choices(range(num_chunks), k=3)})
         plans = []
@@ -64,12 +64,43 @@ def test_feeders_send_what_nobody_polls_for(
             plans.append(LoadPlan(ReqId(f"l{number}"), number, LeasedChunks(rows, blocks)))
         mover.begin_step(())
         mover.submit_loads(plans)
-        until(lambda: all_sent(mover))
+        until(lambda: not mover.is_behind)
         done = mover.drain()
         assert sorted(result.load_id for result in done.loads) == list(range(len(plans))) and not done.bad_blocks
         assert torch.equal(paged.payload(targets), paged.payload(sources, before))
         in_use = 1  # the step's
         assert len(mover._spare_marks) >= NUM_MARKS - in_use, "marks leak"
+        mover.close()
+
+
+def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or whoever asks then, a bench, takes a copy for done whose last piece has not begun."""
+    monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
+    is_at_last, may_send = threading.Event(), threading.Event()
+    with emulated(7):
+        paged = per_layer(2, BLOCKS, 900)
+        mover = make_mover(paged, Frames(BLOCKS, part_bytes_for(paged.block_bytes)), 1, ring=RingSize(2, 4096))
+        mover._pinned.wait()
+        copies = copies_of(list(range(20)), [[block] for block in range(20)])
+        submit = mover.saves.submit
+
+        def slow(piece: Piece, frames: npt.ArrayLike) -> int:
+            if threading.current_thread() is not threading.main_thread() and not mover._queued_pieces[mover.saves]:
+                is_at_last.set()
+                assert may_send.wait(DEADLINE_S)
+            return submit(piece, frames)
+
+        monkeypatch.setattr(mover.saves, "submit", slow)
+        mover.begin_step(())
+        mover.submit_saves([SavePlan(ReqId("r"), tuple(copies))])
+        assert is_at_last.wait(DEADLINE_S), "no feeder came to the last piece"
+        answers: queue.Queue[bool] = queue.Queue()
+        threading.Thread(target=lambda: answers.put(mover.is_behind), daemon=True).start()
+        with suppress(queue.Empty):  # it may wait for the feeder, too
+            assert answers.get(timeout=0.3)
+        may_send.set()
+        until(lambda: not mover.is_behind)
+        assert len(mover.drain().saved) == 20
         mover.close()
 
 

@@ -31,7 +31,7 @@ def cases(draw: st.DrawFn):
     geometry = geometry_of(pages)
     part_bytes = -(-(geometry.block_bytes * blocks_per_chunk + 128) // 4096) * 4096
     slot_bytes = draw(st.sampled_from([8192, 12288, 16384, 65536, 1 << 20]))
-    shape = Shape(geometry, slot_bytes, part_bytes, blocks_per_chunk, draw(st.booleans()), draw(st.sampled_from([1, 2, 5, 1000])))
+    shape = Shape(geometry, slot_bytes, part_bytes, blocks_per_chunk, draw(st.sampled_from([1, 2, 5, 1000])))
     num_chunks = draw(st.integers(0, 12))
     frames = draw(st.permutations(range(14)))[:num_chunks]
     if draw(st.booleans()):
@@ -67,6 +67,8 @@ def test_pieces_of_a_save_fill_the_frames(case: tuple[Shape, list[ChunkCopy]]) -
         assert np.array_equal(parts[copy.frame, : len(want)], want)
     for frame in set(range(14)) - {copy.frame for copy in copies}:
         assert (parts[frame] == POISON).all()
+    payload_bytes = shape.blocks_per_chunk * shape.geometry.block_bytes
+    assert (parts[:, payload_bytes:] == POISON).all(), "trailers, or another rank's part, are behind a payload"
 
 
 def test_blocks_that_a_load_does_not_want_are_tagged_only() -> None:
@@ -88,6 +90,6 @@ def test_a_copy_outside_arena_or_paged_kv_is_refused(frame: int, block: int) -> 
 
 
 def test_a_slot_smaller_than_a_tile_is_refused() -> None:
-    shape = Shape(geometry_of([8192]), 1024, 12288, 1, True, 1)
+    shape = Shape(geometry_of([8192]), 1024, 12288, 1, 1)
     with pytest.raises(ValueError, match="slot"):
         list(split(ChunkTable.of([ChunkCopy(0, ChunkKey(b"k" * 32), 1, 0, (BlockId(0),))]), shape))

@@ -94,8 +94,10 @@ def _by_page(
 def _row_of(rig: Rig, ceiling: Ceiling) -> dict[str, float]:
     """GB/s of each direction and of one large copy, in turns: what else the host's memory has to do changes within seconds."""
     row: dict[str, float] = {}
-    for what in DIRECTIONS:
-        row[what], row[f"{what}_host_us_per_mib"], row[f"{what}_ceiling"] = rig.median(what, ceiling)
+    for what in (*DIRECTIONS, "save_idle"):
+        rate = rig.median(what, ceiling)
+        row |= {what: rate.gbps, f"{what}_host_us_per_mib": rate.host_us_per_mib}
+        row |= {f"{what}_ceiling": rate.ceiling_gbps, f"{what}_share": rate.share}
     return row
 
 
@@ -201,6 +203,6 @@ def _tag_price(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: 
             elif what == "load":
                 rig.start_save()
                 rig.mover.drain()
-            price[f"{what}_{'with' if with_tag else 'without'}"] = rig.median(what)[0]
+            price[f"{what}_{'with' if with_tag else 'without'}"] = rig.median(what).gbps
         rig.close()
     return price

@@ -6,6 +6,7 @@ Times are GPU events on the mover's own streams. It must not know how results ar
 from __future__ import annotations
 
 import gc
+import math
 import mmap
 import random
 import statistics
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,9 +29,20 @@ from kvloft.transfer.layout import PagedLayout, Plane
 from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, ReqId, SavePlan
 
 TRAILER_BYTES = 128
-NUM_RUNS = 15
+NUM_RUNS = 21
 GATE_CYCLES = 60_000_000
 """Some 30 ms: longer than it takes to queue both directions."""
+FORWARD_CYCLES = 4_000_000
+"""Some 2 ms, the shortest of forwards: an engine's saves are submitted while the forward that writes their blocks runs."""
+
+
+class Rate(NamedTuple):
+    """Medians of some runs: GB/s in each direction that moves, host microseconds a MiB, GB/s of the ceiling, share of it."""
+
+    gbps: float
+    host_us_per_mib: float
+    ceiling_gbps: float
+    share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,18 +150,18 @@ class Rig:
                 raise RuntimeError("loaded pages differ from what was saved")
 
     def seconds(self, what: str) -> tuple[float, float]:
-        """GPU seconds of one 'save', 'load' or 'both' from its first to its last command, and host seconds to submit it.
+        """GPU seconds of one 'save', 'save_idle', 'load' or 'both' from its first to its last command; host seconds to submit it.
 
-        'both' starts when both are submitted, since one thread submits them one after the other.
+        'save' is from the end of a kernel that was running when it was submitted, as a forward is; 'save_idle' and 'load' are from
+        their submission, with nothing else on the GPU. 'both' starts when both are submitted, since one thread submits them one
+        after the other.
         """
         mover = self.mover
         saves, loads = mover.saves, mover.loads
-        mover.begin_step((), has_loads=what != "save")
+        mover.begin_step((), has_loads=what in ("load", "both"))
         driver.synchronize()
-        if what == "both":
-            torch.cuda._sleep(GATE_CYCLES)  # noqa: SLF001 (torch's own way to keep a stream busy)
-            compute = driver.Stream.view(torch.cuda.current_stream().cuda_stream)
-            self._begin.record(compute)
+        if what in ("save", "both"):
+            occupy(self._begin, FORWARD_CYCLES if what == "save" else GATE_CYCLES)
             for stream in (saves.kernel_stream, *loads.copy_streams):
                 stream.wait(self._begin)
         else:
@@ -156,32 +169,29 @@ class Rig:
         queued = time.perf_counter()
         if what != "load":
             self.start_save(self.spare_saves if what == "both" else None)
-        if what != "save":
+        if what in ("load", "both"):
             self.start_load()
         queued = time.perf_counter() - queued
         self.wait_sent()
         ends = []
-        for name, lane in (("save", saves), ("load", loads)):
-            for stream in (*lane.copy_streams, lane.kernel_stream) if what in (name, "both") else ():
+        for names, lane in ((("save", "save_idle", "both"), saves), (("load", "both"), loads)):
+            for stream in (*lane.copy_streams, lane.kernel_stream) if what in names else ():
                 ends.append(driver.Event(timing=True))
                 ends[-1].record(stream)
         driver.synchronize()
         mover.drain()
         return max(end.seconds_since(self._begin) for end in ends), queued
 
-    def median(self, what: str, ceiling: Ceiling | None = None) -> tuple[float, float, float]:
-        """Medians of `NUM_RUNS` runs.
-
-        GB/s in each direction that moves, host microseconds a MiB, and GB/s of ``ceiling`` in turns with them (0 without one).
-        """
+    def median(self, what: str, ceiling: Ceiling | None = None) -> Rate:
+        """Of `NUM_RUNS` runs, each right after one of ``ceiling``: what else the host's memory has to do hits both of a pair."""
         self.seconds(what)
-        runs: list[tuple[float, float]] = []
-        ceilings: list[float] = []
+        runs: list[Rate] = []
         for _ in range(NUM_RUNS):
-            ceilings.append(ceiling.gbps(what) if ceiling is not None else 0.0)
-            runs.append(self.seconds(what))
-        seconds, queued = (statistics.median(column) for column in zip(*runs, strict=True))
-        return self.num_bytes / seconds / 1e9, queued * 1e6 / (self.num_bytes / 2**20), statistics.median(ceilings)
+            limit = ceiling.gbps(what) if ceiling is not None else math.inf
+            seconds, queued = self.seconds(what)
+            gbps = self.num_bytes / seconds / 1e9
+            runs.append(Rate(gbps, queued * 1e6 / (self.num_bytes / 2**20), limit, gbps / limit))
+        return Rate(*map(statistics.median, zip(*runs, strict=True)))
 
     def close(self) -> None:
         gc.unfreeze()
@@ -208,6 +218,12 @@ def waits(start: Callable[[], None], is_over: Callable[[], bool], what: str, num
     return found
 
 
+def occupy(then: driver.Event, cycles: int) -> None:
+    """Keep the compute stream busy for so many cycles, then record ``then``."""
+    torch.cuda._sleep(cycles)  # noqa: SLF001 (torch's own way to keep a stream busy)
+    then.record(driver.Stream.view(torch.cuda.current_stream().cuda_stream))
+
+
 class Ceiling:
     """One large copy-engine transfer in each direction, from the same host memory."""
 
@@ -222,16 +238,21 @@ class Ceiling:
         self.streams = [self._down, self._up]
 
     def start(self, what: str) -> None:
+        """'save', 'load' or 'both' ('save_idle' is a 'save')."""
         at = self._device.data_ptr()
         if what != "load":
             self._down.copy_to_host(self._host, at, self._num_bytes)
-        if what != "save":
+        if what in ("load", "both"):
             self._up.copy_to_device(at + self._num_bytes, self._host + self._num_bytes, self._num_bytes)
 
     def seconds(self, what: str) -> float:
         begin, ends = driver.Event(timing=True), []
         driver.synchronize()
-        begin.record(self._down)
+        if what == "save":
+            occupy(begin, FORWARD_CYCLES)
+            self._down.wait(begin)
+        else:
+            begin.record(self._down)
         self._up.wait(begin)
         self.start(what)
         for stream in (self._down, self._up):

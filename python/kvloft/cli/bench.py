@@ -188,7 +188,7 @@ def run_copy(args: argparse.Namespace) -> int:
 def _copy_tables(result: dict[str, Any]) -> list[Table]:
     ceiling, machine = result["ceiling"], result["machine"]
     pages = Table(
-        "page", "save GB/s", "of ceiling", "load GB/s", "of ceiling", "both, each", "of ceiling",
+        "page", "save GB/s", "of ceiling", "load GB/s", "of ceiling", "both, each", "of ceiling", "save, idle GPU", "of ceiling",
         title=f"{machine['gpu']}, driver {machine['driver']}, {machine['date']}: one large copy {ceiling['save']:.1f} out, "
         f"{ceiling['load']:.1f} in, {ceiling['both']:.1f} each both ways",
     )  # fmt: skip
@@ -209,8 +209,9 @@ def _copy_tables(result: dict[str, Any]) -> list[Table]:
 
 
 def _rates(row: dict[str, Any]) -> list[str]:
-    """GB/s in each direction, and the share of the ceiling measured in turns with it."""
-    return [text for what in ("save", "load", "both") for text in (f"{row[what]:.2f}", f"{row[what] / row[f'{what}_ceiling']:.1%}")]
+    """GB/s in each direction, and the median share of the ceiling measured right before."""
+    whats = ("save", "load", "both", "save_idle")
+    return [text for what in whats for text in (f"{row[what]:.2f}", f"{row[f'{what}_share']:.1%}")]
 
 
 def run_engine(args: argparse.Namespace) -> int:

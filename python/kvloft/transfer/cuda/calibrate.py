@@ -118,7 +118,7 @@ class _Bench:
         memory = FrameMemory(self._address, 1, part, 0, part, 0, None)
         self._kernels = kernels
         small = RingSize(2, 8 << 20)
-        self._shape = Shape(kernels.geometry, small.slot_bytes, part, max(self._blocks.values()), True, 1)
+        self._shape = Shape(kernels.geometry, small.slot_bytes, part, max(self._blocks.values()), 1)
         direct = Tuning(ring=small, direct_ctas=tuning.direct_ctas, save_direct_below=1 << 62, load_direct_below=1 << 62)
         staged = Tuning(ring=small, save_ctas=tuning.save_ctas, load_ctas=tuning.load_ctas)
         self._lanes: dict[tuple[str, bool], SaveLane | LoadLane] = {}

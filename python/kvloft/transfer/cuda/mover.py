@@ -70,8 +70,7 @@ class CudaMover:
         self._trailers = Trailers(frames, layout=layout.digest, block_bytes=layout.block_bytes)
         frames_per_pin = max(1, GOOD_PIECE_BYTES // frames.frame_bytes)
         tuning = replace(tuning, ring=tuning.ring.fitted(frames.part_bytes))
-        one_part = frames.frame_bytes == frames.part_bytes
-        self._shape = Shape(kernels.geometry, tuning.ring.slot_bytes, frames.part_bytes, blocks_per_chunk, one_part, frames_per_pin)
+        self._shape = Shape(kernels.geometry, tuning.ring.slot_bytes, frames.part_bytes, blocks_per_chunk, frames_per_pin)
         self._chunks_per_job = max(1, self._shape.chunks_per_piece)
         self._first_save, self._first_load = chunks_of_first(self._chunks_per_job, frames.part_bytes)
         self.saves = SaveLane(kernels, tuning, frames)
@@ -209,7 +208,8 @@ class CudaMover:
     @property
     def is_behind(self) -> bool:
         """Whether copies wait to be sent to the GPU."""
-        return bool(self._queued_loads or any(self._queued_pieces.values()))
+        with self._lock:  # a feeder may have taken the last piece and not have sent it yet
+            return bool(self._queued_loads or any(self._queued_pieces.values()))
 
     def wait_pinned(self, timeout_s: float | None = None) -> bool:
         """Until all host memory is pinned (or could not be)."""

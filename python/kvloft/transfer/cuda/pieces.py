@@ -20,8 +20,6 @@ from kvloft.types import ChunkCopy, ChunkKey
 NOT_WANTED = -1
 """Block id of a payload block that is tagged and not scattered."""
 _SLOT_ALIGN = 4096
-MAX_PADDING_SHARE = 256
-"""Padding of more than one byte in so many is left out of a copy, row by row."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +103,13 @@ class Piece:
 class Shape:
     """What bounds a piece: a slot's size, and how parts lie in frames.
 
-    ``one_part``: a frame has no other rank's part. No copy may cross a multiple of ``frames_per_pin``: memory is pinned in
-    pieces, and a copy over two of them is an error.
+    No copy may cross a multiple of ``frames_per_pin``: memory is pinned in pieces, and a copy over two of them is an error.
     """
 
     geometry: Geometry
     slot_bytes: int
     part_bytes: int
     blocks_per_chunk: int
-    one_part: bool
     frames_per_pin: int
     full_segments: npt.NDArray[Any] = field(init=False, compare=False, repr=False)
     """Of a piece whose chunks are all full, which is nearly every one."""
@@ -121,12 +117,6 @@ class Shape:
     def __post_init__(self) -> None:
         blocks: npt.NDArray[np.int64] = np.full(min(self.chunks_per_piece, MAX_SEGMENTS), self.blocks_per_chunk, dtype=np.int64)
         object.__setattr__(self, "full_segments", _segments(blocks, self))
-
-    @property
-    def copies_padding(self) -> bool:
-        """Whether chunks in neighbouring frames go as one run: not over another rank's part, nor over much padding."""
-        padding = self.part_bytes - self.blocks_per_chunk * self.geometry.block_bytes
-        return self.one_part and padding * MAX_PADDING_SHARE <= self.part_bytes
 
     @property
     def chunks_per_piece(self) -> int:
@@ -170,15 +160,11 @@ def _segments(num_blocks: npt.NDArray[np.int64], shape: Shape) -> npt.NDArray[An
 
 
 def _runs(frames: Sequence[int], num_blocks: Sequence[int], shape: Shape) -> Iterator[Run]:
-    """Copies of chunks in neighbouring frames as one; the last of each only as far as its payload goes."""
+    """Copies of chunks in neighbouring frames as one, row by row: between payloads are padding, trailers and others' parts."""
     part, block_bytes, per_pin = shape.part_bytes, shape.geometry.block_bytes, shape.frames_per_pin
-    copies_padding = shape.copies_padding
     apart = [i for i, (before, frame) in enumerate(pairwise(frames), 1) if frame != before + 1 or not frame % per_pin]
     for first, stop in pairwise((0, *apart, len(frames))):
-        if stop - first == 1 or copies_padding:
-            yield Run(frames[first], 0, first * part, (stop - first - 1) * part + num_blocks[stop - 1] * block_bytes, 1)
-        else:
-            yield Run(frames[first], 0, first * part, max(num_blocks[first:stop]) * block_bytes, stop - first)
+        yield Run(frames[first], 0, first * part, max(num_blocks[first:stop]) * block_bytes, stop - first)
 
 
 def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Piece]:
