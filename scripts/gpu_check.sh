@@ -2,8 +2,8 @@
 # Everything that needs a GPU, in one call: scripts/gpu_check.sh [tests] [copy] [engine] [sanitize] [profile] [kv1] [equality]
 # (default: all).
 #
-# Needs: an environment with torch for CUDA, cuda-core, cuda-bindings, NVRTC, numpy, pytest, hypothesis and kvloft importable
-# (PYTHONPATH=python does); compute-sanitizer on PATH for `sanitize`, ncu for `profile`, vLLM and the built extension for engines.
+# Needs: an environment with torch for CUDA, cuda-core, cuda-bindings, NVRTC, numpy, rich, PyYAML, pytest, hypothesis and kvloft
+# importable (PYTHONPATH=python does); compute-sanitizer on PATH for `sanitize`, ncu for `profile`, vLLM and the built extension for engines.
 # Logs and results go to $OUT (default build/gpu). Fails if a stage fails, or if no GPU test ran.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -11,8 +11,12 @@ OUT=${OUT:-build/gpu}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 NEED_GPU=1
-stages=${*:-tests copy engine sanitize profile kv1 equality}
+ALL="tests copy engine sanitize profile kv1 equality"
+stages=${*:-$ALL}
 failed=()
+for name in $stages; do
+  [[ " $ALL " == *" $name "* ]] || { echo "$name is no stage: name some of $ALL, or none for all" >&2 && exit 2; }
+done
 
 say() { printf '\n=== [%4ds] %s\n' "$SECONDS" "$*"; }
 has() { [[ " $stages " == *" $1 "* ]]; }
@@ -58,9 +62,11 @@ has kv1 && stage engine_kv1 "$PYTHON" -m kvloft.cli bench engine --connectors na
   --json "$OUT/engine_kv1.json" --logs "$OUT/kv1"
 has equality && TAIL=90 stage equality "$PYTHON" -m kvloft.cli bench equality --json "$OUT/equality.json" --logs "$OUT" ${EQUALITY_ARGS:-}
 
-ls "$OUT"/*.json >/dev/null 2>&1 && "$PYTHON" scripts/gpu_report.py "$OUT" >"$OUT/README.md"
-
-say "done; report in $OUT/README.md"
+if ls "$OUT"/*.json >/dev/null 2>&1; then
+  "$PYTHON" scripts/gpu_report.py "$OUT" >"$OUT/README.md" || failed+=("report")
+  say "report in $OUT/README.md"
+fi
+say "done"
 if ((${#failed[@]})); then
   echo "FAILED: ${failed[*]}"
   exit 1

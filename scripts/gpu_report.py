@@ -65,11 +65,11 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
         f"One large copy, in turns with each: {ceiling['save']:.1f} GB/s out, {ceiling['load']:.1f} in, {ceiling['both']:.1f} each "
         f"both ways (medians). Targets: {COPY_TARGET:.0%} of that each way, {BOTH_TARGET:.0%} both ways."
     )
-    yield from (
-        "Saves are submitted while a kernel runs, as an engine's are, and timed from its end; the last columns, without a target,",
-        "are saves on an idle GPU, timed from the host's call.",
-        "",
-    )
+    if any("save_idle" in row for row in copy["pages"]):
+        yield "Saves, and both ways at once, are submitted while a kernel runs, as an engine's saves are, and timed from its end;"
+        yield "loads from their submission. Each run's share is of a large copy right before it, timed the same way. The last"
+        yield "columns, without a target, are saves on an idle GPU, timed from their submission."
+    yield ""
     yield from (
         "| page | save GB/s | | load GB/s | | both, each | | | save, idle GPU | |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -77,10 +77,11 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
     rows = [(f"{row['page_bytes'] / 1024:g} KiB", row) for row in copy["pages"]]
     rows += [(f"64 KiB, frames {row['order']}", row) for row in copy.get("frames", ())]
     for name, row in rows:
-        share = {what: row[f"{what}_share"] for what in ("save", "load", "both")}
+        share = {what: _share(row, what, ceiling) for what in ("save", "load", "both")}
         met = min(share["save"], share["load"]) >= COPY_TARGET and share["both"] >= BOTH_TARGET
         cells = " | ".join(f"{row[what]:.2f} | {share[what]:.1%}" for what in share)
-        yield f"| {name} | {cells} | {_verdict(met)} | {row['save_idle']:.2f} | {row['save_idle_share']:.1%} |"
+        idle = f"{row['save_idle']:.2f} | {row['save_idle_share']:.1%}" if "save_idle" in row else "- | -"
+        yield f"| {name} | {cells} | {_verdict(met)} | {idle} |"
     yield from (
         "",
         "What a running copy costs the computation beside it, as times its time alone (kvloft's targets: matmul 1.05, add",
@@ -107,6 +108,11 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
         f"The tag: save {tag['save_without']:.2f} GB/s without it, {tag['save_with']:.2f} with it; load {tag['load_without']:.2f} "
         f"and {tag['load_with']:.2f} (target: at most 2 %; {_verdict(price <= 0.02)})."
     )
+
+
+def _share(row: dict[str, Any], what: str, ceiling: dict[str, float]) -> float:
+    """Of the ceiling measured right before each run; older benches measured it once a row, or once."""
+    return float(row.get(f"{what}_share") or row[what] / row.get(f"{what}_ceiling", ceiling[what]))
 
 
 def _bound(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str]:
@@ -175,7 +181,8 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
 def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
     """Of every cold prompt: those alone, and the waves of eight of half the length; all tokens over all their time."""
     context = _get(result, ("ttft", "context"))
-    alone, waves = result.get("cold", {}).get("all_ms", ()), result.get("wave", {}).get("cold", ())
+    alone = result.get("cold", {}).get("all_ms", ())
+    waves = [wave for wave in result.get("wave", {}).get("cold", ()) if isinstance(wave, dict)]  # older benches had one, not a list
     if not context or not (alone or waves):
         return None
     total_ms = sum(alone) + sum(wave["makespan_ms"] for wave in waves)

@@ -8,6 +8,8 @@ import pytest
 from kvloft.cli.__main__ import main
 from kvloft.config import KEYS
 
+TWICE = '{"host_size": "1GiB", "host_size": "2GiB"}'
+
 
 def test_table_names_every_key_with_value_and_origin(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLOFT_HOST_SIZE", "2GiB")
@@ -27,13 +29,21 @@ def test_json_is_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown["eviction"] == {"value": "lru", "from": "default"}
 
 
-@pytest.mark.parametrize("extra", ["{", "[]", '{"host_size": "many"}', '{"hostsize": 1}'])
+@pytest.mark.parametrize("extra", ["{", "[]", '{"host_size": "many"}', '{"hostsize": 1}', TWICE, "[" * 9000, f"[{'9' * 5000}]"])
 def test_a_mistake_is_one_line_on_stderr_and_status_2(capsys: pytest.CaptureFixture[str], extra: str) -> None:
     assert main(["config", "--extra", extra]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("kvloft: ")
     assert captured.err.count("\n") == 1
+    assert len(captured.err) < 500
+
+
+def test_a_long_value_is_shown_whole_where_nobody_watches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    path = tmp_path / ("long" * 40)
+    assert main(["config", "--extra", json.dumps({"disk_path": str(path)})]) == 0
+    shown = "".join("".join(line.split("│")[2:3]).strip() for line in capsys.readouterr().out.splitlines())
+    assert str(path) in shown
 
 
 def test_a_file_as_disk_path_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

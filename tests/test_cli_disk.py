@@ -160,9 +160,12 @@ def test_verify_of_a_directory_in_use_is_one_sentence_with_what_to_do(tmp_path: 
     assert main(["verify", str(tmp_path)]) == 0, "nothing saved yet is no damage"
 
 
+@pytest.mark.parametrize("name", ["nothing", "x" * 300])
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_a_wrong_directory_is_one_line_and_status_2(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([command, str(tmp_path / "nothing")]) == 2
+def test_a_wrong_directory_is_one_line_and_status_2(
+    command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path / name)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
     assert captured.err.startswith("kvloft: ")

@@ -84,6 +84,20 @@ def test_empty_environment_variable_means_not_given() -> None:
 
 
 @pytest.mark.parametrize(
+    "name",
+    ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR", "DISK_SERVICE_HOST"],
+)
+def test_what_kubernetes_sets_for_a_service_of_that_name_is_no_setting(name: str) -> None:
+    assert load_config({}, {f"KVLOFT_{name}": "10.0.0.1"}) == Config()
+
+
+@pytest.mark.parametrize("name", ["HOST", "SERVICE", "PORTS", "PORT_TCP", "SERVICE_HOSTS"])
+def test_what_is_like_it_is_a_mistake(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not a setting"):
+        load_config({}, {f"KVLOFT_{name}": "10.0.0.1"})
+
+
+@pytest.mark.parametrize(
     ("text", "size"),
     [
         ("8GiB", 8 << 30),
@@ -240,6 +254,14 @@ def test_a_disk_size_that_does_nothing_is_an_error() -> None:
 def test_a_file_that_is_no_mapping_of_settings_gives_one_sentence(tmp_path: Path, content: bytes) -> None:
     file = tmp_path / "bad.yaml"
     file.write_bytes(content)
+    with pytest.raises(ConfigError) as error:
+        load_config({}, {"KVLOFT_CONFIG": str(file)})
+    assert str(file) in one_sentence(error)
+
+
+def test_a_file_that_is_nested_too_deeply_gives_one_sentence(tmp_path: Path) -> None:
+    file = tmp_path / "deep.yaml"
+    file.write_text("[" * 3000)
     with pytest.raises(ConfigError) as error:
         load_config({}, {"KVLOFT_CONFIG": str(file)})
     assert str(file) in one_sentence(error)

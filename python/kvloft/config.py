@@ -242,6 +242,9 @@ def describe(config: Config) -> list[tuple[str, str, str]]:
     return [(name, KEYS[name].show(getattr(config, name)), config.origin(name)) for name in names]
 
 
+_KUBERNETES: Final = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$")
+"""Kubernetes sets such variables in every container for a Service whose name begins with "kvloft"; nobody meant a setting."""
+
 _Layer = dict[str, tuple[object, str]]
 
 
@@ -252,7 +255,7 @@ def _from_extra(extra: Mapping[str, object]) -> _Layer:
 def _from_environ(environ: Mapping[str, str]) -> _Layer:
     layer: _Layer = {}
     for name, value in sorted(environ.items()):
-        if name.startswith(ENV_PREFIX) and name != ENV_FILE and value:
+        if name.startswith(ENV_PREFIX) and name != ENV_FILE and value and not _KUBERNETES.search(name):
             origin = f"environment variable {name}"
             suffix = name.removeprefix(ENV_PREFIX)
             key = suffix.lower() if suffix.isupper() else suffix
@@ -274,6 +277,8 @@ def _from_file(environ: Mapping[str, str]) -> _Layer:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123 (a NUL in the name must be a ValueError here, too)
             text = file.read()
         document = yaml.safe_load(text)
+    except RecursionError as e:
+        raise ConfigError(f"{blame} is nested too deeply; it must hold lines such as: host_size: 8GiB") from e
     except OSError as e:
         raise ConfigError(f"{blame} cannot be read ({e.strerror}); it must name a YAML file.") from e
     except (yaml.YAMLError, ValueError) as e:

@@ -33,6 +33,8 @@ class Record:
 
     def __init__(self) -> None:
         self.is_done = False
+        self.at = 0
+        """Commands run by then, on all streams: what passes for time here."""
 
 
 class Gpu:
@@ -45,11 +47,20 @@ class Gpu:
         self.compute = Stream(self)
         self.is_broken = False
         self.kept: list[Any] = []
+        self.registered: dict[int, int] = {}
+        """Pinned ranges: address and size in bytes."""
         self.num_run = 0
 
     def check(self) -> None:
         if self.is_broken:
             raise CudaError("CUDA_ERROR_ILLEGAL_ADDRESS, as the test wanted it")
+
+    def check_host(self, address: int, num_bytes: int) -> None:
+        """A copy may not leave the range that was pinned at once; memory of no such range is the device's, or pageable."""
+        for begin, size in list(self.registered.items()):
+            if address < begin + size and begin < address + num_bytes:
+                inside = begin <= address and address + num_bytes <= begin + size
+                assert inside, "the driver refuses a copy over the end of what was registered at once"
 
     def advance(self, num_commands: int) -> None:
         """Run some commands, if there are as many that may run."""
@@ -105,6 +116,8 @@ class Stream:
         self.gpu.run_until(lambda: not self.queue)
 
     def copy_to_device(self, to: int, source: int, num_bytes: int) -> None:
+        self.gpu.check_host(to, num_bytes)
+        self.gpu.check_host(source, num_bytes)
         self.enqueue(lambda: ctypes.memmove(to, source, num_bytes))
 
     copy_to_host = copy_to_device
@@ -113,6 +126,8 @@ class Stream:
         self, *, to: int, to_pitch: int, source: int, source_pitch: int, row_bytes: int, num_rows: int, to_host: bool
     ) -> None:
         assert row_bytes <= min(to_pitch, source_pitch), "cuMemcpy2DAsync refuses rows wider than their pitch"
+        host, pitch = (to, to_pitch) if to_host else (source, source_pitch)
+        self.gpu.check_host(host, (num_rows - 1) * pitch + row_bytes)
         for row in range(num_rows):
             self.copy_to_device(to + row * to_pitch, source + row * source_pitch, row_bytes)
 
@@ -143,7 +158,11 @@ class Event:
 
     def record(self, stream: Stream) -> None:
         record = Record()
-        stream.enqueue(lambda: setattr(record, "is_done", True))
+
+        def pass_it() -> None:
+            record.is_done, record.at = True, self.gpu.num_run
+
+        stream.enqueue(pass_it)
         self.last = record
 
     def is_done(self) -> bool:
@@ -155,6 +174,10 @@ class Event:
     def synchronize(self) -> None:
         last = self.last
         self.gpu.run_until(lambda: last is None or last.is_done)
+
+    def seconds_since(self, begin: "Event") -> float:
+        assert self.last is not None and self.last.is_done and begin.last is not None and begin.last.is_done
+        return float(self.last.at - begin.last.at)
 
     def destroy(self) -> None: ...
 
@@ -191,7 +214,7 @@ def run_kernel(verb: str, params: PieceParams, gpu: Gpu) -> None:
 
 def fake_driver(gpu: Gpu) -> Any:
     """What the movers use of `kvloft.transfer.cuda.driver`."""
-    registered: dict[int, int] = {}
+    registered = gpu.registered
 
     def host_alloc(num_bytes: int) -> int:
         memory = np.full(-(-num_bytes // 8), NEVER_WRITTEN, np.uint64)
@@ -203,6 +226,7 @@ def fake_driver(gpu: Gpu) -> Any:
         Stream=stream, Event=lambda **_: Event(gpu), CudaError=CudaError, current_context=lambda: None, use_context=lambda _: None,
         host_alloc=host_alloc, host_free=lambda _: None, registered=registered,
         host_register=registered.__setitem__, host_unregister=registered.__delitem__,
+        synchronize=lambda: gpu.run_until(lambda: gpu.is_idle),
     )  # fmt: skip
 
 

@@ -108,6 +108,7 @@ class Queues(RuleBasedStateMachine):
         self.loaded_after: list[int] = []  # of each chunk to load, in order: how many forwards were launched before its step
         self.waiting_loads: set[int] = set()
         self.unsaved: dict[int, int] = {}  # ticket -> block
+        self.dropped: set[int] = set()  # frames
         self.saved_after: dict[int, int] = {}  # frame -> where in the log its forward had been launched
 
     def teardown(self) -> None:
@@ -134,6 +135,7 @@ class Queues(RuleBasedStateMachine):
 
     def take(self, done: Any) -> None:
         assert not done.bad_blocks
+        self.dropped.update(done.failed)
         for ticket in (*done.saved, *done.failed):
             del self.unsaved[ticket]
         for result in done.loads:
@@ -197,6 +199,12 @@ class Queues(RuleBasedStateMachine):
             if lane is self.mover.loads:
                 assert num_bytes <= SLOTS_AHEAD * CHUNKS_A_SLOT * PART
             assert len(flying) + len(self.mover._queued_pieces[lane]) <= MAX_PIECES
+
+    @invariant()
+    def it_is_behind_until_everything_was_sent(self) -> None:
+        unsent_saves = set(self.saved_after) - self.sent_saves() - self.dropped - set(self.mover._done.failed)
+        num_loads_sent = sum(len(frames) for _, frames in self.mover.loads.pieces)  # type: ignore[attr-defined]
+        assert self.mover.is_behind == (bool(unsent_saves) or num_loads_sent < len(self.loaded_after))
 
     def sent_saves(self) -> set[int]:
         return {int(frame) for _, frames in self.mover.saves.pieces for frame in frames}  # type: ignore[attr-defined]

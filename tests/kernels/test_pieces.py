@@ -13,7 +13,7 @@ from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, TILE_BYTES, G
 from kvloft.transfer.cuda.pieces import NOT_WANTED, ChunkTable, Shape, split
 from kvloft.types import BlockId, ChunkCopy, ChunkKey
 
-POISON = 0xA5
+POISON, STALE = 0xA5, 0x5A
 
 
 def geometry_of(page_bytes: list[int]) -> Geometry:
@@ -55,7 +55,7 @@ def test_pieces_of_a_save_fill_the_frames(case: tuple[Shape, list[ChunkCopy]]) -
     done, moved = 0, 0
     for piece in split(table, shape):
         assert len(piece.segments) <= MAX_SEGMENTS and len(piece.block_ids) <= MAX_BLOCKS
-        slot = np.full(shape.slot_bytes, POISON, np.uint8)
+        slot = np.full(shape.slot_bytes, STALE, np.uint8)
         gather(table, piece, shape, paged, slot)
         copy_out(piece, shape, slot, parts)
         assert piece.begin == done or piece.is_rest_of_chunk
@@ -65,10 +65,11 @@ def test_pieces_of_a_save_fill_the_frames(case: tuple[Shape, list[ChunkCopy]]) -
     for copy in copies:
         want = np.concatenate([paged[b] for b in copy.blocks])
         assert np.array_equal(parts[copy.frame, : len(want)], want)
+        assert (parts[copy.frame, len(want) :] == POISON).all(), (
+            "behind a payload are trailers, other ranks' parts, nobody's old bytes"
+        )
     for frame in set(range(14)) - {copy.frame for copy in copies}:
         assert (parts[frame] == POISON).all()
-    payload_bytes = shape.blocks_per_chunk * shape.geometry.block_bytes
-    assert (parts[:, payload_bytes:] == POISON).all(), "trailers, or another rank's part, are behind a payload"
 
 
 def test_blocks_that_a_load_does_not_want_are_tagged_only() -> None:
@@ -87,6 +88,13 @@ def test_a_copy_outside_arena_or_paged_kv_is_refused(frame: int, block: int) -> 
     table = ChunkTable.of([ChunkCopy(frame, ChunkKey(b"k" * 32), 1, 0, (BlockId(block),))])
     with pytest.raises(ValueError):
         table.check(num_frames=4, num_blocks=10, blocks_per_chunk=1)
+
+
+def test_a_chunk_of_too_many_blocks_is_refused() -> None:
+    table = ChunkTable.of([ChunkCopy(0, ChunkKey(b"k" * 32), 3, 0, (BlockId(0), BlockId(1), BlockId(2)))])
+    table.check(num_frames=4, num_blocks=10, blocks_per_chunk=3)
+    with pytest.raises(ValueError, match="more than 2 blocks"):
+        table.check(num_frames=4, num_blocks=10, blocks_per_chunk=2)
 
 
 def test_a_slot_smaller_than_a_tile_is_refused() -> None:

@@ -3,6 +3,7 @@
 import torch
 
 from kvloft.bench.rig import Case
+from kvloft.errors import UnsupportedError
 from kvloft.transfer.cuda.calibrate import Calibration, measure
 from kvloft.transfer.cuda.compile import default_cache_dir
 from kvloft.transfer.cuda.kernels import Kernels
@@ -11,7 +12,9 @@ from kvloft.transfer.layout import PagedLayout, Plane
 
 
 def calibration(page_bytes: int) -> Calibration:
-    """Measured now, not taken from the cache. Raises RuntimeError without a GPU."""
+    """Measured now, not taken from the cache. Raises UnsupportedError without a GPU."""
+    if not torch.cuda.is_available():
+        raise UnsupportedError("torch finds no NVIDIA GPU that it can use")
     case, num_blocks = Case.of(page_bytes), 8
     buffer = torch.zeros(case.block_bytes * num_blocks, dtype=torch.uint8, device="cuda")
     step = page_bytes * num_blocks

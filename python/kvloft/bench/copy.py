@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
-from kvloft.bench.rig import Case, Ceiling, HostFrames, Rig, beside, waits
+from kvloft.bench.rig import FRAME_ORDERS, Case, Ceiling, HostFrames, Rig, beside, waits
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.lanes import Tuning
 
 KIB = 1024
 PAGES = tuple(n * KIB for n in (4, 8, 16, 18, 32, 64, 128, 512, 2048))
 DIRECTIONS = ("save", "load", "both")
+NUM_ROUNDS = 4
+"""Of copies beside compute, one behind the other."""
 NUM_BESIDE = 3
 """Runs of a row beside compute: a matmul's own time differs from one to the next."""
 
@@ -105,7 +107,7 @@ def _by_frame_order(
     host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Path, ceiling: Ceiling
 ) -> Iterator[dict[str, Any]]:
     """Neighbouring chunks in frames that are not neighbours, as in a store that has evicted."""
-    for order in ("descending", "random"):
+    for order in [name for name in FRAME_ORDERS if name != "ascending"]:
         rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir, frame_order=order)
         rig.verify()
         yield {"order": order, **_row_of(rig, ceiling)}
@@ -127,31 +129,32 @@ def _beside(host: HostFrames, payload_bytes: int, tuning: Tuning, cache_dir: Pat
         for what in ("save", "load"):
 
             def engine(what: str = what) -> None:
-                for _ in range(4):
+                for _ in range(NUM_ROUNDS):
                     ceiling.start(what)
 
             found = [beside(work, engine, lambda: None, ceiling.streams, 60) for _ in range(NUM_BESIDE)]
-            yield _row("copy engine", name, what, 4 * payload_bytes, found)
+            yield _row("copy engine", name, what, NUM_ROUNDS * payload_bytes, found)
     rig = Rig(Case.of(64 * KIB), host, payload_bytes, tuning, cache_dir)
     rig.verify()
     for name, work in works.items():
         for what in ("save", "load"):
-            yield _row("kvloft", name, what, 4 * rig.num_bytes, [beside_rig(rig, work, what) for _ in range(NUM_BESIDE)])
+            found = [beside_rig(rig, work, what) for _ in range(NUM_BESIDE)]
+            yield _row("kvloft", name, what, NUM_ROUNDS * rig.num_bytes, found)
     rig.close()
 
 
 def beside_rig(rig: Rig, work: Callable[[], object], what: str) -> tuple[float, float, float]:
-    """`beside` with four rounds of the rig's copies."""
+    """`beside` with `NUM_ROUNDS` of the rig's copies. Raises RuntimeError if the mover dropped some."""
     start = rig.start_save if what == "save" else rig.start_load
     streams = rig.mover.saves.copy_streams if what == "save" else (rig.mover.loads.kernel_stream,)
     rig.mover.begin_step((), has_loads=what == "load")
 
-    def four() -> None:
-        for _ in range(4):
+    def rounds() -> None:
+        for _ in range(NUM_ROUNDS):
             start()
 
-    found = beside(work, four, rig.wait_sent, list(streams), 60)
-    rig.mover.drain()
+    found = beside(work, rounds, rig.wait_sent, list(streams), 60)
+    rig.check(rig.mover.drain(), saves=what == "save", loads=what == "load", num_rounds=NUM_ROUNDS)
     return found
 
 

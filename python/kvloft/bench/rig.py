@@ -26,6 +26,7 @@ from kvloft.transfer.cuda.kernels import Kernels
 from kvloft.transfer.cuda.lanes import Tuning
 from kvloft.transfer.cuda.mover import CudaMover
 from kvloft.transfer.layout import PagedLayout, Plane
+from kvloft.transfer.mover import Finished
 from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, ReqId, SavePlan
 
 TRAILER_BYTES = 128
@@ -34,6 +35,15 @@ GATE_CYCLES = 60_000_000
 """Some 30 ms: longer than it takes to queue both directions."""
 FORWARD_CYCLES = 4_000_000
 """Some 2 ms, the shortest of forwards: an engine's saves are submitted while the forward that writes their blocks runs."""
+
+
+FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
+    "ascending": lambda frame: (0, frame),
+    "descending": lambda frame: (0, -frame),
+    "random": lambda frame: (frame * 7919 % 10007, 0),
+    "in pairs": lambda frame: (frame // 2 * 7919 % 10007, frame),
+}
+"""What frames are sorted by, for each order that the bench measures."""
 
 
 class Rate(NamedTuple):
@@ -89,7 +99,7 @@ class Rig:
         macros: tuple[tuple[str, str], ...] = (),
         frame_order: str = "ascending",
     ) -> None:
-        """``frame_order`` is that of the frames along the chunks: 'ascending', 'descending' or 'random'."""
+        """``frame_order`` is one of FRAME_ORDERS: that of the frames along the chunks."""
         self.case = case
         self.num_chunks = payload_bytes // case.block_bytes
         num_blocks = 2 * self.num_chunks + 1
@@ -107,15 +117,14 @@ class Rig:
         self.mover.wait_pinned()
         order = random.Random(1).sample(range(1, num_blocks), 2 * self.num_chunks)
         self._from, self._to = order[: self.num_chunks], order[self.num_chunks :]
-        frames = list(range(self.num_chunks))
-        frames.sort(key={"ascending": lambda f: f, "descending": lambda f: -f, "random": lambda f: f * 7919 % 10007}[frame_order])
+        frames = sorted(range(self.num_chunks), key=FRAME_ORDERS[frame_order])
         self.saves = tuple(map(self._copy, frames, self._from))
         self.loads = tuple(map(self._copy, frames, self._to))
         self.spare_saves = tuple(
             self._copy(frame + self.num_chunks, block) for frame, block in zip(frames, self._from, strict=True)
         )
         self.num_bytes = self.num_chunks * case.block_bytes
-        self._begin, self._end = driver.Event(timing=True), driver.Event(timing=True)
+        self._begin = driver.Event(timing=True)
         gc.collect()
         gc.freeze()  # as vLLM does with what it has when it starts: the collector looks at what a step makes, not at all of it
 
@@ -142,8 +151,8 @@ class Rig:
         done = self.mover.drain()
         self.mover.submit_loads([LoadPlan(ReqId("bench"), 0, self.loads)])
         loaded = self.mover.drain()
-        if done.failed or loaded.bad_blocks or len(done.saved) != self.num_chunks:
-            raise RuntimeError(f"{len(done.failed)} saves failed, {len(loaded.bad_blocks)} blocks were bad")
+        self.check(done, saves=True, loads=False)
+        self.check(loaded, saves=False, loads=True)
         for begin in range(0, self.num_chunks, 64):
             source, target = (torch.tensor(ids[begin : begin + 64], device="cuda") for ids in (self._from, self._to))
             if not torch.equal(self.pages[:, source], self.pages[:, target]):
@@ -179,8 +188,17 @@ class Rig:
                 ends.append(driver.Event(timing=True))
                 ends[-1].record(stream)
         driver.synchronize()
-        mover.drain()
+        self.check(mover.drain(), saves=what != "load", loads=what in ("load", "both"))
         return max(end.seconds_since(self._begin) for end in ends), queued
+
+    def check(self, done: Finished, *, saves: bool, loads: bool, num_rounds: int = 1) -> None:
+        """Raises RuntimeError unless ``done`` says that every chunk of so many rounds was moved."""
+        expected = (num_rounds * self.num_chunks * saves, num_rounds * loads)
+        if (len(done.saved), len(done.loads)) != expected or done.failed or done.bad_blocks:
+            raise RuntimeError(
+                f"{len(done.saved)} chunks of {expected[0]} were saved and {len(done.failed)} dropped, {len(done.loads)} loads of "
+                f"{expected[1]} ended with {len(done.bad_blocks)} bad blocks: these are no figures of {self.num_bytes} bytes"
+            )
 
     def median(self, what: str, ceiling: Ceiling | None = None) -> Rate:
         """Of `NUM_RUNS` runs, each right after one of ``ceiling``: what else the host's memory has to do hits both of a pair."""
@@ -225,7 +243,10 @@ def occupy(then: driver.Event, cycles: int) -> None:
 
 
 class Ceiling:
-    """One large copy-engine transfer in each direction, from the same host memory."""
+    """One large copy-engine transfer in each direction, of host memory of its own, pinned in one piece as a program would.
+
+    Timed as the rig's are: behind a kernel, but for 'load' and 'save_idle'.
+    """
 
     def __init__(self, host: HostFrames, num_bytes: int) -> None:
         self._num_bytes = num_bytes
@@ -248,7 +269,7 @@ class Ceiling:
     def seconds(self, what: str) -> float:
         begin, ends = driver.Event(timing=True), []
         driver.synchronize()
-        if what == "save":
+        if what in ("save", "both"):
             occupy(begin, FORWARD_CYCLES)
             self._down.wait(begin)
         else:

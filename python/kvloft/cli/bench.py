@@ -73,7 +73,9 @@ def _add_copy(kinds: Any) -> None:
         "copy", help="GB/s of saves and loads by page size, beside the ceiling; what they cost computation",
         description=f"GB/s of saves and loads by page size, in turns with one large copy; what they cost computation. {STATUS}",
     )  # fmt: skip
-    copy.add_argument("--mib", type=_whole(64, 65536), default=1024, help="payload of one measurement, MiB (default 1024)")
+    copy.add_argument(
+        "--mib", type=_whole(64, 1024), default=1024, help="payload of one measurement, MiB, 64 to 1024 (default 1024)"
+    )
     copy.add_argument("--plot", metavar="PNG", type=_writable, help="also draw GB/s against page size (needs matplotlib)")
     copy.set_defaults(run=run_copy)
 
@@ -90,7 +92,9 @@ def _add_engine(kinds: Any) -> None:
         help="which of cold (first tokens of new prompts), ttft (of known ones), wave (eight prompts at once), decode (steps "
         "alone, beside saves and beside loads); default all",
     )  # fmt: skip
-    engine.add_argument("--context", type=_whole(2048, 40000), default=32768, help="tokens of a long prompt (default 32768)")
+    engine.add_argument(
+        "--context", type=_whole(2048, 40000), default=32768, help="tokens of a long prompt, 2048 to 40000 (default 32768)"
+    )
     engine.add_argument("--kv-heads", type=int, choices=(1, 2, 4, 8, 16, 32), default=8, help="KV heads of the model (default 8)")
     engine.add_argument("--one-by-one", action="store_true", help="one engine after the other, which takes less GPU memory")
     _add_sizes(engine, blocks=9000, host_gib=40)
@@ -102,7 +106,9 @@ def _add_equality(kinds: Any) -> None:
         "equality", help="whether tokens and pages are the same whatever the cache did; fails if not",
         description=f"Compares greedy tokens, and loaded pages byte for byte, with those of vLLM without any cache. {STATUS}",
     )  # fmt: skip
-    equality.add_argument("--setups", default="", help="which engines, in this order (default all; a wrong name lists them)")
+    equality.add_argument(
+        "--setups", default="", help="which engines, in this order (default all but hnd-sleep; a wrong name lists them)"
+    )
     equality.add_argument(
         "--phases", type=_names("prompts", "crowd", "load", "sleep"), default=["prompts", "crowd", "load"],
         help="which of prompts, crowd, load, sleep (default the first three)",

@@ -8,12 +8,14 @@ import sys
 from typing import Any, Final
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvloft.config import Config, describe, load_config
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_impossible, warnings
 
+MAX_SHOWN: Final = 200
+"""Characters of a wrong --extra in an error."""
 NOT_CHECKED: Final = (
     "Checked at engine start, not here: that chunk_tokens is a multiple of the model's block size, that no other engine has "
     "disk_path, and that the model is one kvloft serves."
@@ -45,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(_as_json(config), indent=2))
         return 0
-    table = Table("key", "value", "from")
+    table = Table("key", Column("value", overflow="fold"), Column("from", overflow="fold"))
     for row in describe(config):
         table.add_row(*row)
     console = Console()
@@ -55,13 +57,21 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _extra(text: str) -> dict[str, object]:
+    shown = repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
     try:
-        extra = json.loads(text)
-    except ValueError as e:
-        raise ConfigError(f"--extra {text!r} is not JSON ({e}); it must be an object of settings.") from e
+        extra = json.loads(text, object_pairs_hook=_each_once)
+    except (ValueError, RecursionError) as e:
+        raise ConfigError(f"--extra {shown} is not JSON ({e}); it must be an object of settings.") from e
     if not isinstance(extra, dict):
-        raise ConfigError(f"--extra {text!r} is a {type(extra).__name__}; it must be an object of settings.")
+        raise ConfigError(f"--extra {shown} is a {type(extra).__name__}; it must be an object of settings.")
     return extra
+
+
+def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    names = [name for name, _ in pairs]
+    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+        raise ConfigError(f"--extra sets {twice} twice; leave one of the two out.")
+    return dict(pairs)
 
 
 def _as_json(config: Config) -> dict[str, dict[str, object]]:

@@ -1,6 +1,7 @@
 """`kvloft inspect DIR`: what is in a disk directory. Reads it without its lock and changes nothing."""
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -72,7 +73,9 @@ def _look(disk_inspect: Callable[[str], list[dict[str, Any]]], folder: str) -> l
 
 def tell_of_other_engines(folder: str) -> None:
     """Say which data-parallel engines have folders of their own in ``folder``: nothing was looked at there."""
-    names = sorted(path.name for path in Path(folder).glob("dp[1-9]*") if path.is_dir() and path.name[2:].isdecimal())
+    names: list[str] = []
+    with contextlib.suppress(OSError, ValueError):  # what is wrong with the folder was said already
+        names = sorted(path.name for path in Path(folder).glob("dp[1-9]*") if path.is_dir() and path.name[2:].isdecimal())
     if names:
         print(
             f"kvloft: {', '.join(names)} in {folder} are of other data-parallel engines: give the path of one to look there",

@@ -109,8 +109,7 @@ fn optimum(trace: &Trace, capacity: usize) -> usize {
 }
 
 fn load() -> Option<(String, Trace)> {
-    let asked =
-        std::env::args().skip_while(|arg| arg != "--trace").nth(1).or_else(|| std::env::var("KVLOFT_TRACE").ok());
+    let asked = std::env::args().skip_while(|arg| arg != "--trace").nth(1).or_else(|| std::env::var("TRACE").ok());
     // Benches run in the package's folder, traces are named from the repository's.
     let root = PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
     let Some(text) = std::fs::read_to_string(root.join(asked.as_deref().unwrap_or(DEFAULT_TRACE))).ok() else {

@@ -139,13 +139,12 @@ def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape) -> Piec
     geometry, num_chunks = shape.geometry, end - begin
     first, last = table.starts[begin], table.starts[end]
     total = last - first
-    if total == num_chunks * shape.blocks_per_chunk:
-        segments = shape.full_segments[:num_chunks]
-    else:
-        segments = _segments(np.array(table.num_blocks[begin:end]), shape)
+    lengths = table.num_blocks[begin:end]
+    are_full = total == num_chunks * shape.blocks_per_chunk
+    segments = shape.full_segments[:num_chunks] if are_full else _segments(np.array(lengths), shape)
     return Piece(
         begin, end, end, segments, table.block_ids[first:last], total * geometry.tiles_per_block, total * geometry.block_bytes,
-        tuple(_runs(table.frames[begin:end], table.num_blocks[begin:end], shape)),
+        tuple(_runs(table.frames[begin:end], lengths, shape, are_full=are_full)),
     )  # fmt: skip
 
 
@@ -159,12 +158,17 @@ def _segments(num_blocks: npt.NDArray[np.int64], shape: Shape) -> npt.NDArray[An
     return segments
 
 
-def _runs(frames: Sequence[int], num_blocks: Sequence[int], shape: Shape) -> Iterator[Run]:
-    """Copies of chunks in neighbouring frames as one, row by row: between payloads are padding, trailers and others' parts."""
+def _runs(frames: Sequence[int], num_blocks: Sequence[int], shape: Shape, *, are_full: bool) -> Iterator[Run]:
+    """Copies of chunks in neighbouring frames as one, row by row: between payloads are padding, trailers and others' parts.
+
+    Chunks of a run are equally long: behind a shorter one's payload, a slot has what was there before.
+    """
     part, block_bytes, per_pin = shape.part_bytes, shape.geometry.block_bytes, shape.frames_per_pin
     apart = [i for i, (before, frame) in enumerate(pairwise(frames), 1) if frame != before + 1 or not frame % per_pin]
+    if not are_full:
+        apart = sorted({*apart, *(i for i, (before, length) in enumerate(pairwise(num_blocks), 1) if length != before)})
     for first, stop in pairwise((0, *apart, len(frames))):
-        yield Run(frames[first], 0, first * part, max(num_blocks[first:stop]) * block_bytes, stop - first)
+        yield Run(frames[first], 0, first * part, num_blocks[first] * block_bytes, stop - first)
 
 
 def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Piece]:

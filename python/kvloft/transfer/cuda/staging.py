@@ -48,7 +48,7 @@ class Ring:
 
     def __init__(self, size: RingSize, device: torch.device) -> None:
         self.size = size
-        # Zeroed: of a chunk that is not full, the rest of its row travels along with longer ones.
+        # Zeroed, so that a mistake in what is copied could not show another process's old data.
         self._memory = torch.zeros(size.num_slots * size.slot_bytes + _ALIGN, dtype=torch.uint8, device=device)
         base = -(-self._memory.data_ptr() // _ALIGN) * _ALIGN
         self._slots = tuple(base + i * size.slot_bytes for i in range(size.num_slots))

@@ -1,0 +1,115 @@
+"""The copy bench's rig on the emulated GPU: a run lasts from its data being there to its last byte, and says so if any was dropped.
+
+Time is the number of commands run. Needs no GPU.
+"""
+
+import gc
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+import torch
+from emulated_gpu import EmulatedKernels, Gpu, Stream, emulated
+
+from kvloft.bench import copy as copy_bench
+from kvloft.bench import rig as rig_module
+from kvloft.bench.rig import FRAME_ORDERS, Case, Ceiling, HostFrames, Rig
+from kvloft.transfer.cuda import lanes, mover
+from kvloft.transfer.cuda.lanes import Tuning
+from kvloft.transfer.cuda.staging import RingSize
+
+PAGE, PART, CHUNKS = 4096, 8192, 30
+GATE_COMMANDS = 40
+
+
+class Link:
+    """Copies between host frames and the device, as they happen."""
+
+    def __init__(self, gpu: Gpu, host: HostFrames) -> None:
+        self.gpu, self.begin = gpu, host.bytes.ctypes.data
+        self.end = self.begin + host.size_bytes
+        self.copies: list[tuple[int, int]] = []
+        """(when, bytes)."""
+
+    def saw(self, to: int, source: int, num_bytes: int) -> None:
+        if any(self.begin <= address < self.end for address in (to, source)):
+            self.copies.append((self.gpu.num_run, num_bytes))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
+    with emulated(3) as gpu:
+        driver = lanes.driver
+        cuda = SimpleNamespace(
+            _sleep=lambda _: [gpu.compute.enqueue(lambda: None) for _ in range(GATE_COMMANDS)], synchronize=driver.synchronize,
+            current_stream=lambda *_: SimpleNamespace(cuda_stream=0),
+        )  # fmt: skip
+        on_host = {name: getattr(torch, name) for name in ("uint8", "equal")}
+        fake_torch = SimpleNamespace(
+            cuda=cuda, empty=lambda *size, dtype, device: torch.empty(*size, dtype=dtype),
+            tensor=lambda values, device: torch.tensor(values), **on_host,
+        )  # fmt: skip
+        monkeypatch.setattr(rig_module, "driver", driver)
+        monkeypatch.setattr(rig_module, "torch", fake_torch)
+        monkeypatch.setattr(rig_module, "Kernels", lambda layout, *_, **__: EmulatedKernels(layout))
+        yield gpu
+
+
+def make_rig(host: HostFrames, order: str = "ascending", slot_parts: int = 2) -> Rig:
+    tuning = Tuning(ring=RingSize(2, slot_parts * PART))
+    return Rig(Case(PAGE, 1), host, CHUNKS * PAGE, tuning, Path("/nowhere"), frame_order=order)
+
+
+@pytest.mark.parametrize("order", FRAME_ORDERS)
+@pytest.mark.parametrize("what", ["save", "save_idle", "load", "both"])
+def test_a_run_is_timed_from_its_data_to_its_last_byte(what: str, order: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mover, "SLOTS_AHEAD", 2)
+    host = HostFrames(2 * CHUNKS * PART)
+    link = Link(gpu, host)
+    rig = make_rig(host, order)
+    rig.verify()
+
+    def seen(self: Stream, to: int, source: int, num_bytes: int) -> None:
+        self.enqueue(lambda: link.saw(to, source, num_bytes))
+
+    for _ in range(4):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Stream, "copy_to_device", seen)
+            patch.setattr(Stream, "copy_to_host", seen)
+            patch.setattr(rig, "check", lambda *_, **__: None)  # nothing arrives, for nothing is moved
+            link.copies.clear()
+            gates = gpu.num_run
+            seconds, _ = rig.seconds(what)
+        begin = rig._begin.last.at  # type: ignore[attr-defined]
+        assert sum(num_bytes for _, num_bytes in link.copies) == CHUNKS * PAGE * (2 if what == "both" else 1)
+        assert begin <= min(when for when, _ in link.copies), "a copy began before the time that it counts from"
+        assert max(when for when, _ in link.copies) <= begin + seconds, "a copy ended after the time that counts"
+        assert (begin - gates >= GATE_COMMANDS) == (what in ("save", "both"))
+    rig.close()
+
+
+def test_a_run_that_moved_less_is_no_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mover drops what there is no room for: its rate would be one of bytes that nobody moved."""
+    rig = make_rig(HostFrames(2 * CHUNKS * PART), slot_parts=1)
+    rig.verify()
+    monkeypatch.setattr(mover, "MAX_PIECES", 3)
+    with pytest.raises(RuntimeError, match="dropped"):
+        rig.seconds("save")
+    with pytest.raises(RuntimeError, match="dropped"):
+        copy_bench.beside_rig(rig, lambda: None, "save")
+    rig.close()
+
+
+def test_a_ceiling_keeps_its_memory_while_it_is_registered(gpu: Gpu) -> None:
+    host = HostFrames(8 * PAGE)
+    alive = weakref.ref(host)
+    ceiling = Ceiling(host, 4 * PAGE)
+    del host
+    gc.collect()
+    assert alive() is not None
+    ceiling.close()
