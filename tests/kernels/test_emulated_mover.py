@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason="torch is not installed")
 
 import test_gpu_mover as on_gpu
-from emulated_gpu import Gpu, Stream, emulated
+from emulated_gpu import Event, Gpu, Stream, emulated
 from gpu_support import POISON, Frames, copies_of, make_mover, part_bytes_for, per_layer, save
 
 from kvloft._core import TRAILER_BYTES
@@ -43,8 +44,10 @@ test_copies_outside_the_arena_are_failures_not_writes = on_gpu.test_copies_outsi
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-def test_nothing_is_written_behind_a_payload(num_ranks: int) -> None:
-    """Chunks of one to three blocks in neighbouring frames, behind longer ones that used the same slots."""
+def test_nothing_is_written_behind_a_payload(num_ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks of one to three blocks in neighbouring frames, behind longer ones that used the same slots; five frames are pinned at
+    a time."""
+    monkeypatch.setattr("kvloft.transfer.cuda.mover.GOOD_PIECE_BYTES", 5 * 8192 * num_ranks)
     paged = per_layer(2, 300, 900)
     paged.randomize(7)
     frames = Frames(60, part_bytes_for(paged.block_bytes * 3), num_ranks - 1, num_ranks)
@@ -75,6 +78,7 @@ def counting(name: str, original: Callable[..., None], counts: Counter[str]) -> 
     [
         ([3 * i + j for i in range(12) for j in range(2)], {"copy_batch": 1}),
         ([*range(12), *range(20, 32)], {"copy_rows": 2}),
+        ([*range(6), *range(20, 26)], {"copy_rows": 2}),
         ([*range(12), 20, 21, 30], {"copy_rows": 1, "copy_batch": 1}),
         ([*range(24)], {"copy_rows": 1}),
     ],
@@ -105,6 +109,7 @@ def test_one_failed_call_is_told_once_and_nothing_is_written_after(seed: int, fa
         paged = per_layer(2, 60, 900)
         paged.randomize(1)
         frames = Frames(60, part_bytes_for(paged.block_bytes))
+        patch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", chance.choice([1, 2, 8]))
         mover = make_mover(paged, frames, 1, ring=RingSize(2, chance.choice([1, 3]) * 4096))
         old = copies_of(range(10), [[block] for block in range(10)])
         assert len(save(mover, old).saved) == 10
@@ -143,6 +148,26 @@ def test_one_failed_call_is_told_once_and_nothing_is_written_after(seed: int, fa
         gpu.advance(10**6)
         assert np.array_equal(frames.raw, held), "written after it was reported"
         mover.close()
+
+
+def test_a_load_is_behind_until_its_last_piece_is_sent(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks larger than a slot are many pieces, which wait one behind the other."""
+    monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
+    monkeypatch.setattr(
+        "kvloft.transfer.cuda.mover.Feeder", lambda *_, **__: SimpleNamespace(wake=lambda: None, close=lambda: None)
+    )
+    paged = per_layer(3, 40, 8192)
+    paged.randomize(5)
+    frames = Frames(8, part_bytes_for(paged.block_bytes * 4))
+    mover = make_mover(paged, frames, 4, ring=RingSize(2, 4 * 4096))
+    copies = copies_of([2], [[3, 4, 5, 6]])
+    assert len(save(mover, copies).saved) == 1
+    monkeypatch.setattr(Event, "is_done", lambda self: self.last is None or self.last.is_done)
+    mover.begin_step((), has_loads=True)
+    mover.submit_loads([LoadPlan(ReqId("r"), 1, copies)])
+    assert mover.is_behind and not mover._queued_loads
+    assert not mover.drain().bad_blocks and not mover.is_behind
+    mover.close()
 
 
 def test_after_a_break_loads_say_that_they_failed(gpu: Gpu) -> None:

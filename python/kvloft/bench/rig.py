@@ -171,10 +171,10 @@ class Rig:
         driver.synchronize()
         if what in ("save", "both"):
             occupy(self._begin, FORWARD_CYCLES if what == "save" else GATE_CYCLES)
-            for stream in (saves.kernel_stream, *loads.copy_streams):
-                stream.wait(self._begin)
         else:
             self._begin.record(loads.copy_streams[0] if what == "load" else saves.kernel_stream)
+        for stream in (saves.kernel_stream, *loads.copy_streams):
+            stream.wait(self._begin)
         queued = time.perf_counter()
         if what != "load":
             self.start_save(self.spare_saves if what == "both" else None)
