@@ -18,8 +18,10 @@ import torch
 from emulated_gpu import EmulatedKernels, Gpu, Stream, emulated
 
 from kvloft.bench import copy as copy_bench
+from kvloft.bench import link as link_module
 from kvloft.bench import rig as rig_module
-from kvloft.bench.rig import FRAME_ORDERS, Case, Ceiling, HostFrames, Rig
+from kvloft.bench.link import Ceiling, HostFrames
+from kvloft.bench.rig import FRAME_ORDERS, Case, Rig
 from kvloft.transfer.cuda import lanes, mover
 from kvloft.transfer.cuda.lanes import Tuning
 from kvloft.transfer.cuda.staging import RingSize
@@ -56,8 +58,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
             cuda=cuda, empty=lambda *size, dtype, device: torch.empty(*size, dtype=dtype),
             tensor=lambda values, device: torch.tensor(values), **on_host,
         )  # fmt: skip
-        monkeypatch.setattr(rig_module, "driver", driver)
-        monkeypatch.setattr(rig_module, "torch", fake_torch)
+        for module in (rig_module, link_module):
+            monkeypatch.setattr(module, "driver", driver)
+            monkeypatch.setattr(module, "torch", fake_torch)
         monkeypatch.setattr(rig_module, "Kernels", lambda layout, *_, **__: EmulatedKernels(layout))
         yield gpu
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from kvloft.bench.rig import FRAME_ORDERS, Case, Ceiling, HostFrames, Rig, beside, waits
+from kvloft.bench.link import Ceiling, HostFrames, beside, waits
+from kvloft.bench.rig import FRAME_ORDERS, Case, Rig
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.lanes import Tuning
 

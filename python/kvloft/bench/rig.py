@@ -7,21 +7,18 @@ from __future__ import annotations
 
 import gc
 import math
-import mmap
 import random
 import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
+from kvloft.bench.link import FORWARD_CYCLES, Ceiling, HostFrames, occupy
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.frame_memory import FrameMemory
 from kvloft.transfer.cuda.kernels import Kernels
 from kvloft.transfer.cuda.lanes import Tuning
 from kvloft.transfer.cuda.mover import CudaMover
@@ -33,8 +30,6 @@ TRAILER_BYTES = 128
 NUM_RUNS = 21
 GATE_CYCLES = 60_000_000
 """Some 30 ms: longer than it takes to queue both directions."""
-FORWARD_CYCLES = 4_000_000
-"""Some 2 ms, the shortest of forwards: an engine's saves are submitted while the forward that writes their blocks runs."""
 
 
 FRAME_ORDERS: dict[str, Callable[[int], tuple[int, int]]] = {
@@ -70,19 +65,6 @@ class Case:
     @property
     def block_bytes(self) -> int:
         return self.page_bytes * self.num_planes
-
-
-class HostFrames:
-    """Anonymous shared memory cut into frames, once for all cases."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self._map = mmap.mmap(-1, size_bytes)
-        self.size_bytes = size_bytes
-        self.bytes = np.frombuffer(self._map, np.uint8)
-
-    def memory(self, frame_bytes: int, num_frames: int) -> FrameMemory:
-        assert frame_bytes * num_frames <= self.size_bytes
-        return FrameMemory(self.bytes.ctypes.data, num_frames, frame_bytes, 0, frame_bytes, 0, self._map)
 
 
 class Rig:
@@ -214,117 +196,3 @@ class Rig:
     def close(self) -> None:
         gc.unfreeze()
         self.mover.close()
-
-
-def waits(start: Callable[[], None], is_over: Callable[[], bool], what: str, num_bytes: int = 128 << 10) -> list[float]:
-    """Seconds that copies of ``num_bytes``, one after the other on the compute stream, take while what ``start`` began runs.
-
-    They go the same way ('save': to the host). An engine makes such copies in its steps.
-    """
-    host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-    device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-    to, source = (host, device) if what == "save" else (device, host)
-    to.copy_(source)
-    driver.synchronize()
-    start()
-    found: list[float] = []
-    while not found or not is_over():
-        begin = time.perf_counter()
-        to.copy_(source, non_blocking=True)
-        torch.cuda.current_stream().synchronize()
-        found.append(time.perf_counter() - begin)
-    return found
-
-
-def occupy(then: driver.Event, cycles: int) -> None:
-    """Keep the compute stream busy for so many cycles, then record ``then``."""
-    torch.cuda._sleep(cycles)  # noqa: SLF001 (torch's own way to keep a stream busy)
-    then.record(driver.Stream.view(torch.cuda.current_stream().cuda_stream))
-
-
-class Ceiling:
-    """One large copy-engine transfer in each direction, of host memory of its own, pinned in one piece as a program would.
-
-    Timed as the rig's are: behind a kernel, but for 'load' and 'save_idle'.
-    """
-
-    def __init__(self, host: HostFrames, num_bytes: int) -> None:
-        self._num_bytes = num_bytes
-        self._frames = host  # kept: memory that goes while it is registered gives its address to the next, which cannot be then
-        self._host = host.bytes.ctypes.data
-        self._device = torch.empty(2 * num_bytes, dtype=torch.uint8, device="cuda")  # first: it makes the context
-        self._device.random_(0, 256)
-        driver.host_register(self._host, 2 * num_bytes)
-        self._up, self._down = driver.Stream.create(), driver.Stream.create()
-        self.streams = [self._down, self._up]
-
-    def start(self, what: str) -> None:
-        """'save', 'load' or 'both' ('save_idle' is a 'save')."""
-        at = self._device.data_ptr()
-        if what != "load":
-            self._down.copy_to_host(self._host, at, self._num_bytes)
-        if what in ("load", "both"):
-            self._up.copy_to_device(at + self._num_bytes, self._host + self._num_bytes, self._num_bytes)
-
-    def seconds(self, what: str) -> float:
-        begin, ends = driver.Event(timing=True), []
-        driver.synchronize()
-        if what in ("save", "both"):
-            occupy(begin, FORWARD_CYCLES)
-            self._down.wait(begin)
-        else:
-            begin.record(self._down)
-        self._up.wait(begin)
-        self.start(what)
-        for stream in (self._down, self._up):
-            ends.append(driver.Event(timing=True))
-            ends[-1].record(stream)
-        driver.synchronize()
-        return max(end.seconds_since(begin) for end in ends)
-
-    def gbps(self, what: str) -> float:
-        """Of one run, in each direction that moves."""
-        return self._num_bytes / self.seconds(what) / 1e9
-
-    def close(self) -> None:
-        driver.synchronize()
-        driver.host_unregister(self._host)
-
-
-def beside(
-    work: Callable[[], object], start_copy: Callable[[], None], wait_sent: Callable[[], None], streams: list[driver.Stream],
-    num_reps: int,
-) -> tuple[float, float, float]:  # fmt: skip
-    """(seconds of one ``work`` alone, seconds of one while the copy runs, seconds the copy took).
-
-    ``streams`` carry the copy's end once ``wait_sent`` is back; only repetitions that lie wholly within the copy count.
-    """
-    compute = driver.Stream.view(torch.cuda.current_stream().cuda_stream)
-
-    def timed(count: int) -> list[driver.Event]:
-        events = [driver.Event(timing=True) for _ in range(count + 1)]
-        events[0].record(compute)
-        for event in events[1:]:
-            work()
-            event.record(compute)
-        return events
-
-    timed(5)
-    driver.synchronize()
-    events = timed(num_reps)
-    driver.synchronize()
-    alone = statistics.median(b.seconds_since(a) for a, b in pairwise(events))
-    zero, ends = driver.Event(timing=True), [driver.Event(timing=True) for _ in streams]
-    zero.record(compute)
-    for stream in streams:
-        stream.wait(zero)
-    start_copy()
-    events = timed(num_reps)
-    wait_sent()
-    for end, stream in zip(ends, streams, strict=True):
-        end.record(stream)
-    driver.synchronize()
-    stop = max(end.seconds_since(zero) for end in ends)
-    marks = [event.seconds_since(zero) for event in events]
-    inside = [b - a for a, b in pairwise(marks) if b <= stop]
-    return alone, statistics.mean(inside[1:]) if len(inside) > 3 else float("nan"), stop
