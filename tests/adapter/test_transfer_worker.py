@@ -104,6 +104,15 @@ def test_steps_without_a_plan_do_nothing(store: _core.Store) -> None:
     worker.shutdown()
 
 
+def assert_all_failed(worker: WorkerCore) -> None:
+    """The save and the load of `plan_of` are reported, as failed, and the load's block is to be computed."""
+    assert worker.take_finished_loads() == ({"l"}, {2})
+    report = worker.take_report()
+    assert report is not None
+    assert (report.saved, report.failed) == ((), (11,))
+    assert [(r.bad_keys, r.failed) for r in report.loads] == [((), True)], "no frame is to blame"
+
+
 def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(store: _core.Store, caplog: pytest.LogCaptureFixture) -> None:
     worker = worker_for()
     plan = plan_of(store)
@@ -112,11 +121,7 @@ def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(store: _core.Sto
         worker.begin(replace(plan, step=step, arena=replace(plan.arena, path="/nowhere")))
         worker.run_loads()
         worker.run_saves()
-        assert worker.take_finished_loads() == ({"l"}, {2})
-        report = worker.take_report()
-        assert report is not None
-        assert (report.saved, report.failed) == ((), (11,))
-        assert [(r.bad_keys, r.failed) for r in report.loads] == [((), True)], "no frame is to blame"
+        assert_all_failed(worker)
     assert len([r for r in caplog.records if "cannot move pages" in r.message]) == 1
 
 
@@ -208,8 +213,4 @@ def test_a_worker_that_was_stopped_moves_nothing_any_more(store: _core.Store) ->
     worker.begin(plan_of(store, 2))
     worker.run_saves()
     worker.run_loads()
-    assert worker.take_finished_loads() == ({"l"}, {2})
-    report = worker.take_report()
-    assert report is not None
-    assert (report.saved, report.failed) == ((), (11,))
-    assert report.loads[0].failed
+    assert_all_failed(worker)

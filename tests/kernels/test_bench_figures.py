@@ -96,6 +96,23 @@ def test_the_report_judges_copies_by_their_own_ceiling(
     assert line.split("|")[8].strip(" *") == verdict
 
 
+def test_the_report_shows_every_figure_of_a_copy_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    figures = {"save": 51.0, "load": 52.0, "both": 53.0, "save_idle": 54.0}
+    shares = {"save_share": 0.991, "load_share": 0.992, "both_share": 0.993, "save_idle_share": 0.974}
+    row = {"page_bytes": 4096.0, **figures, **shares}
+    older = {"page_bytes": 8192.0, "save": 49.0, "load": 49.5, "both": 45.0, "save_ceiling": 50.0}
+    copy = {
+        "machine": {}, "ceiling": dict.fromkeys(("save", "load", "both"), 50.0), "pages": [row, older], "beside": [],
+        "frames": [{**row, "order": "in pairs", "load_share": 0.97}],
+        "tag": dict.fromkeys(("save_with", "save_without", "load_with", "load_without"), 1.0),
+    }  # fmt: skip
+    out = report(tmp_path, capsys, copy=copy)
+    cells = "51.00 | 99.1% | 52.00 | {}% | 53.00 | 99.3% | {} | 54.00 | 97.4% | **missed** |"
+    assert f"| 4 KiB | {cells.format('99.2', 'met')}" in out
+    assert f"| 64 KiB, frames in pairs | {cells.format('97.0', '**missed**')}" in out
+    assert "| 8 KiB | 49.00 | 98.0% | 49.50 | 99.0% | 45.00 | 90.0% | **missed** | - | - |" in out
+
+
 @pytest.mark.parametrize(("last_ms", "verdict"), [(2010.0, "met"), (2020.0, "**missed**")])
 def test_the_report_pools_every_cold_prompt(
     last_ms: float, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
