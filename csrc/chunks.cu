@@ -146,7 +146,7 @@ __device__ __forceinline__ void run_piece(const PieceParams& p) {
     const Tile t = p.tiles[chunk_tile - block * p.tiles_per_block];
     const int block_id = p.block_ids[s.block_index + static_cast<int>(block)];
     u8* const page = block_id < 0 ? nullptr : reinterpret_cast<u8*>(t.base + static_cast<u64>(block_id) * t.block_stride);
-    u8* const payload = reinterpret_cast<u8*>(s.base + block * p.block_bytes + t.payload_offset);
+    u8* const payload = reinterpret_cast<u8*>(p.base + s.base + block * p.block_bytes + t.payload_offset);
     const u64 position = tag_position(static_cast<u64>(block) * p.num_planes + t.plane, t.first_word);
     if constexpr (kVerb == Verb::kGather) {
       if (page != nullptr) sum += move_tile<kVecBytes>(page, payload, t.num_bytes, position);

@@ -28,7 +28,7 @@ static_assert(sizeof(Tile) == 32, "mirrored in kernels.py");
 
 // Tiles [chunk_tile, chunk_tile + n) of one chunk; n ends where the next segment's first_tile begins.
 struct Segment {
-  u64 base;         // where byte 0 of the chunk's payload is (or would be, if the segment starts later)
+  u64 base;         // where byte 0 of the chunk's payload is (or would be, if the segment starts later), from PieceParams' base
   u32 first_tile;   // number of its first tile in the piece
   u32 chunk_tile;   // number of its first tile in the chunk
   int block_index;  // block_ids[block_index + i] is the paged block of the chunk's block i
@@ -42,6 +42,7 @@ struct PieceParams {
   u32* num_done;      // CTAs that have added their sums; zero between launches
   u64* tags_out;      // [num_segments], the finished sums; may be host memory
   u64 block_bytes;    // payload of one block
+  u64 base;           // what the segments' bases count from: a staging slot, or the frames
   u32 tiles_per_block;
   u32 num_planes;
   u32 num_tiles;
@@ -49,7 +50,7 @@ struct PieceParams {
   Segment segments[kMaxSegments];
   int block_ids[kMaxBlocks];  // < 0: read and tag the payload, but touch no page (the part of a chunk that is not wanted)
 };
-static_assert(sizeof(PieceParams) == 56 + 24 * kMaxSegments + 4 * kMaxBlocks, "mirrored in kernels.py");
+static_assert(sizeof(PieceParams) == 64 + 24 * kMaxSegments + 4 * kMaxBlocks, "mirrored in kernels.py");
 
 // The segment that holds tile `tile` of the piece.
 __device__ __forceinline__ u32 find_segment(const PieceParams& p, const u32 tile) {

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, NewType, Protocol, overload
+from typing import Any, Generic, NamedTuple, NewType, Protocol, TypeVar, overload
 
 ReqId = NewType("ReqId", str)
 BlockId = NewType("BlockId", int)
@@ -34,23 +34,30 @@ class ChunkCopy(NamedTuple):
     ticket: Ticket = Ticket(-1)
 
 
-class LeasedChunks(Sequence[ChunkCopy]):
-    """Chunks of one block each, as a lease gave them and with the blocks they go to; a ChunkCopy is made when it is asked for.
+_Row = TypeVar("_Row")
 
-    A long prompt has thousands, its first byte moves once they are planned, and most are sent much later than that.
+
+class _ChunksOfOneBlock(Sequence[ChunkCopy], Generic[_Row]):
+    """Chunks of one block each: rows of a store, and the blocks they go to or come from. A ChunkCopy is made when it is asked for.
+
+    A long prompt has thousands, a forward or the first byte of a load waits until they are planned, and most are sent much later.
     """
 
-    __slots__ = ("_blocks", "_leased")
+    __slots__ = ("_rows", "blocks")
 
-    def __init__(self, leased: Sequence[tuple[int, bytes, int, int, str]], blocks: Sequence[BlockId]) -> None:
-        """``leased`` as from `ReadLease.frames`; ``blocks[i]`` is where the i-th goes. Raises ValueError unless they pair up."""
-        if len(leased) != len(blocks):
-            raise ValueError(f"{len(leased)} chunks for {len(blocks)} blocks")
-        self._leased = leased
-        self._blocks = blocks
+    def __init__(self, rows: Sequence[_Row], blocks: Sequence[BlockId]) -> None:
+        """``blocks[i]`` belongs to ``rows[i]``. Raises ValueError unless they pair up."""
+        if len(rows) != len(blocks):
+            raise ValueError(f"{len(rows)} chunks for {len(blocks)} blocks")
+        self._rows = rows
+        self.blocks = blocks
+
+    @staticmethod
+    def _copies(rows: Sequence[_Row], blocks: Sequence[BlockId]) -> list[ChunkCopy]:
+        raise NotImplementedError
 
     def __len__(self) -> int:
-        return len(self._leased)
+        return len(self._rows)
 
     @overload
     def __getitem__(self, index: int) -> ChunkCopy: ...
@@ -58,10 +65,8 @@ class LeasedChunks(Sequence[ChunkCopy]):
     def __getitem__(self, index: slice) -> tuple[ChunkCopy, ...]: ...
     def __getitem__(self, index: int | slice) -> ChunkCopy | tuple[ChunkCopy, ...]:
         if isinstance(index, slice):
-            rows = zip(self._leased[index], self._blocks[index], strict=True)
-            return tuple([ChunkCopy(row[0], ChunkKey(row[1]), 1, 0, (block,)) for row, block in rows])
-        frame, key, *_ = self._leased[index]
-        return ChunkCopy(frame, ChunkKey(key), 1, 0, (self._blocks[index],))
+            return tuple(self._copies(self._rows[index], self.blocks[index]))
+        return self._copies([self._rows[index]], [self.blocks[index]])[0]
 
     def __iter__(self) -> Iterator[ChunkCopy]:
         return iter(self[:])
@@ -71,6 +76,28 @@ class LeasedChunks(Sequence[ChunkCopy]):
 
     def __hash__(self) -> int:
         return hash(tuple(self))
+
+
+class LeasedChunks(_ChunksOfOneBlock[tuple[int, bytes, int, int, str]]):
+    """Chunks of a load; rows as from `ReadLease.frames`."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def _copies(rows: Sequence[tuple[int, bytes, int, int, str]], blocks: Sequence[BlockId]) -> list[ChunkCopy]:
+        return [ChunkCopy(row[0], ChunkKey(row[1]), 1, 0, (block,)) for row, block in zip(rows, blocks, strict=True)]
+
+
+class ReservedChunks(_ChunksOfOneBlock[tuple[int, int, bytes, int, int]]):
+    """Chunks of a save; rows as from `Store.reserve`."""
+
+    __slots__ = ()
+
+    @staticmethod
+    def _copies(rows: Sequence[tuple[int, int, bytes, int, int]], blocks: Sequence[BlockId]) -> list[ChunkCopy]:
+        return [
+            ChunkCopy(row[1], ChunkKey(row[2]), 1, 0, (block,), Ticket(row[0])) for row, block in zip(rows, blocks, strict=True)
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +117,7 @@ class SavePlan(NamedTuple):
     """Frames to gather for one request, from blocks it owns during this step."""
 
     req_id: ReqId
-    chunks: tuple[ChunkCopy, ...]
+    chunks: Sequence[ChunkCopy]
 
 
 @dataclass(frozen=True, slots=True)

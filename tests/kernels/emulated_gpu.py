@@ -199,7 +199,7 @@ def run_kernel(verb: str, params: PieceParams, gpu: Gpu) -> None:
         num_bytes = int(tile["num_bytes"])
         block_id = int(params.block_ids[int(segment["block_index"]) + block])
         page = int(tile["base"]) + block_id * int(tile["block_stride"]) if block_id >= 0 else None
-        payload = (int(segment["base"]) + block * params.block_bytes + int(tile["payload_offset"])) % 2**64
+        payload = (params.base + int(segment["base"]) + block * params.block_bytes + int(tile["payload_offset"])) % 2**64
         if verb == "gather":
             if page is None:
                 continue
@@ -252,8 +252,8 @@ def emulated(seed: int = 0) -> Iterator[Gpu]:
         for name in ("mover", "lanes", "staging", "feeder", "pinning"):
             patch.setattr(f"kvloft.transfer.cuda.{name}.driver", fake)
         patch.setattr(mover_module, "_pci_bus_id", lambda _: "")
-        idle = SimpleNamespace(cuda_stream=0, synchronize=lambda: None)
-        patch.setattr(torch.cuda, "current_stream", lambda _=None: idle)
+        patch.setattr(mover_module, "_current_stream", lambda _: gpu.compute.handle)
+        patch.setattr(torch.cuda, "current_stream", lambda _=None: SimpleNamespace(cuda_stream=0, synchronize=lambda: None))
         patch.setattr("gpu_support.DEVICE", "cpu")
         patch.setattr("gpu_support.make_kernels", EmulatedKernels)
         yield gpu

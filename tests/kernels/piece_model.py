@@ -26,8 +26,9 @@ def copy_out(piece: Piece, shape: Shape, slot: np.ndarray, parts: np.ndarray) ->
 
 def _tiles(piece: Piece, geometry: Geometry):
     """(tile, address in the slot, paged block, offset in the block, size) as kernels compute them."""
-    ends = [*piece.segments["first_tile"][1:].tolist(), piece.num_tiles]
-    for segment, end in zip(piece.segments, ends, strict=True):
+    segments = piece.segments[: piece.num_segments]
+    ends = [*segments["first_tile"][1:].tolist(), piece.num_tiles]
+    for segment, end in zip(segments, ends, strict=True):
         for tile in range(int(segment["first_tile"]), end):
             chunk_tile = int(segment["chunk_tile"]) + tile - int(segment["first_tile"])
             block, rest = divmod(chunk_tile, geometry.tiles_per_block)

@@ -11,6 +11,8 @@ from itertools import pairwise
 
 import numpy.typing as npt
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("torch", reason="torch is not installed")
 
@@ -104,8 +106,16 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(monkeypatch
         mover.close()
 
 
-@pytest.mark.parametrize("part_bytes", [4096, 1 << 20, 1 << 40])
-@pytest.mark.parametrize("chunks_per_piece", [1, 2, 39, 128])
-def test_a_first_piece_is_never_empty_and_never_more_than_a_piece(chunks_per_piece: int, part_bytes: int) -> None:
-    save, load = jobs.chunks_of_first(chunks_per_piece, part_bytes)
-    assert 1 <= save <= load <= chunks_per_piece
+@given(st.integers(1, 200), st.integers(12, 42).map(lambda bits: 1 << bits), st.sampled_from([1.0, 100.0, 1e6]))
+def test_first_pieces_grow_and_are_less_than_a_piece(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> None:
+    sizes = [0, *jobs.ramp(chunks_per_piece, part_bytes, prepare_us), chunks_per_piece]
+    assert sizes == sorted(set(sizes)), "an empty piece, one that is smaller than the one before it, or more than a piece"
+
+
+@pytest.mark.parametrize("part_bytes", [256 << 10, 512 << 10, 1 << 20, 2 << 20])
+def test_first_pieces_keep_the_link_at_work_while_the_next_is_prepared(part_bytes: int) -> None:
+    per_piece = (40 << 20) // part_bytes
+    sizes = [*jobs.ramp(per_piece, part_bytes, 100.0), per_piece]
+    assert sizes[0] < per_piece / 2
+    for few, following in pairwise(sizes):
+        assert few * part_bytes / jobs.LINK_BYTES_A_US >= 100.0 + following * jobs.PREPARE_CHUNK_US

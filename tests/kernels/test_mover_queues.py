@@ -88,10 +88,13 @@ class Queues(RuleBasedStateMachine):
             "SaveLane": lambda *_: next(lanes), "LoadLane": lambda *_: next(lanes), "PinnedRange": lambda *_, **__: pinned,
             "numa_node_of": lambda _: 0, "_pci_bus_id": lambda _: "",
             "Feeder": lambda *_, **__: SimpleNamespace(wake=lambda: None),
-            "driver": SimpleNamespace(Event=self.clock.event, CudaError=OSError, current_context=lambda: None),
+            "driver": SimpleNamespace(
+                Event=self.clock.event, CudaError=OSError, current_context=lambda: None, Stream=SimpleNamespace(view=lambda _: None)
+            ),
         }.items():  # fmt: skip
             self.patch.setattr(mover_module, name, value)
         self.patch.setattr(CudaMover, "_compute", lambda _: "compute")
+        self.patch.setattr(mover_module, "_current_stream", lambda _: 0)
         self.raw = np.zeros((NUM_FRAMES, PART), np.uint8)
         memory = FrameMemory(self.raw.ctypes.data, NUM_FRAMES, PART, 0, PART, 0, self.raw)
         layout: Any = SimpleNamespace(digest=bytes(32), block_bytes=BLOCK_BYTES, num_blocks=NUM_BLOCKS)

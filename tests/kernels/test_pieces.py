@@ -54,7 +54,7 @@ def test_pieces_of_a_save_fill_the_frames(case: tuple[Shape, list[ChunkCopy]]) -
     parts = np.full((14, shape.part_bytes), POISON, np.uint8)
     done, moved = 0, 0
     for piece in split(table, shape):
-        assert len(piece.segments) <= MAX_SEGMENTS and len(piece.block_ids) <= MAX_BLOCKS
+        assert piece.num_segments <= len(piece.segments) <= MAX_SEGMENTS and len(piece.block_ids) <= MAX_BLOCKS
         slot = np.full(shape.slot_bytes, STALE, np.uint8)
         gather(table, piece, shape, paged, slot)
         copy_out(piece, shape, slot, parts)

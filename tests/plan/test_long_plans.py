@@ -1,6 +1,8 @@
 """Plans made in columns are those made chunk by chunk, null blocks and chunks stored already left out; and tickets settle alike."""
 
 import gc
+import pickle
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,15 +11,11 @@ from hypothesis import strategies as st
 from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 
-from kvloft.plan import saves
+from kvloft.plan import loads, saves
 from kvloft.plan.copies import MANY, chunk_copies, collector_at_rest
 from kvloft.plan.loads import _copies, _copies_of_longer
 from kvloft.plan.tickets import Tickets
-from kvloft.types import BlockId, ChunkCopy, ChunkKey, NewRequest, StepView, Ticket
-
-
-def copy(ticket: int) -> ChunkCopy:
-    return ChunkCopy(0, ChunkKey(b"k" * 32), 1, 0, (BlockId(1),), Ticket(ticket))
+from kvloft.types import BlockId, ChunkCopy, ChunkKey, NewRequest, ReqId, StepReport, StepView, Ticket
 
 
 def numbers(*tickets: int) -> tuple[Ticket, ...]:
@@ -83,6 +81,56 @@ def test_a_long_plan_leaves_the_collector_as_it_was() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_reserved_chunks_with_a_gap_are_planned_with_their_own_blocks() -> None:
+    """No store reserves such chunks of a prefix."""
+    tracker: Any = SimpleNamespace(blocks=list(map(BlockId, (7, 8, 9))), req_id=ReqId("r"))
+    rows = [(4, 50, b"a" * 32, 0, 1), (5, 51, b"b" * 32, 2, 1)]
+    plan = saves._plan_of_blocks(tracker, rows)
+    assert plan is not None
+    keys = [ChunkKey(row[2]) for row in rows]
+    wanted = (ChunkCopy(50, keys[0], 1, 0, (BlockId(7),), Ticket(4)), ChunkCopy(51, keys[1], 1, 0, (BlockId(9),), Ticket(5)))
+    assert plan.chunks == wanted and hash(plan.chunks) == hash(wanted)
+    assert pickle.loads(pickle.dumps(plan)) == plan, "plans go to the workers of other processes"
+    assert plan.chunks[-1] == wanted[1] and plan.chunks[:1] == wanted[:1]
+
+
+# -- lookups -------------------------------------------------------------------------------------------------------
+
+
+def offered(num_tokens: int, stored: int, blocks_per_chunk: int, first_look: int) -> tuple[int | None, int]:
+    """What is offered of a prompt of which so many tokens are stored, and how many got keys for it."""
+    engine = SymbolicEngine(Setup(block_tokens=2, blocks_per_chunk=blocks_per_chunk, num_frames=64))
+    request = Request("a", [i % 3 for i in range(num_tokens)], 2)
+    blocks = list(map(BlockId, range(1, stored // 2 + 1)))
+    engine.store.check_visible = lambda *_: None  # nobody computes any KV here
+    if blocks:
+        other = Request("b", request.token_ids[:stored], 2)
+        engine.core.admit(other, 0, blocks)
+        view = StepView(new=[NewRequest(ReqId("b"), 0, blocks)], num_scheduled_tokens={ReqId("b"): stored})
+        plan = engine.core.plan_step(view)
+        engine.core.absorb(StepReport(saved=tuple(chunk.ticket for save in plan.saves for chunk in save.chunks)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loads, "FIRST_LOOK_TOKENS", first_look)
+        found = engine.core.match(request, 0)
+    return found, engine.core._trackers[ReqId("a")].chain.num_tokens
+
+
+@given(
+    num_tokens=st.integers(1, 90),
+    stored=st.integers(0, 90),
+    blocks_per_chunk=st.sampled_from([1, 3]),
+    first_look=st.integers(1, 20),
+)
+def test_what_is_offered_does_not_depend_on_how_far_keys_are_made_at_first(
+    num_tokens: int, stored: int, blocks_per_chunk: int, first_look: int
+) -> None:
+    stored = min(stored, num_tokens)
+    found, num_keyed = offered(num_tokens, stored, blocks_per_chunk, first_look)
+    assert found == offered(num_tokens, stored, blocks_per_chunk, 1 << 30)[0]
+    chunk_tokens = 2 * blocks_per_chunk
+    assert num_keyed <= max(first_look, 4 * (stored + chunk_tokens + 2)), "the keys of what is not stored were waited for"
 
 
 # -- loads ---------------------------------------------------------------------------------------------------------
@@ -156,7 +204,7 @@ def test_tickets_settle_once_every_rank_reported_whatever_a_report_names(
 ) -> None:
     """Reports of all tickets, as a rank makes them, between reports of any: some twice, some unknown, some settled."""
     tickets, model = Tickets(num_ranks), OneByOne(num_ranks)
-    tickets.add([copy(i) for i in range(5)])
+    tickets.add_many(numbers(*range(5)))
     model.left = dict.fromkeys(range(5), num_ranks)
     for is_whole, (saved_, failed) in zip([*whole, *[False] * 8], [*events, *[([], [])] * 8], strict=False):
         if is_whole:
@@ -171,7 +219,7 @@ def test_tickets_settle_once_every_rank_reported_whatever_a_report_names(
 def test_what_a_failed_ticket_would_have_superseded_stays() -> None:
     for is_failed in (False, True):
         tickets = Tickets(1)
-        tickets.add([copy(1), copy(2)])
+        tickets.add([ChunkCopy(0, ChunkKey(b"k" * 32), 1, 0, (BlockId(1),), ticket) for ticket in numbers(1, 2)])
         tickets.supersede(Ticket(2), ChunkKey(b"t" * 32))
         settled = tickets.settle(numbers(1), ()) if is_failed else tickets.settle(numbers(1, 2), ())
         if is_failed:

@@ -25,11 +25,13 @@ from kvloft.types import (
     ReadLease,
     ReqId,
     RequestView,
+    ReservedChunks,
     SavePlan,
     StepPlan,
     StepReport,
     StepView,
     Store,
+    Ticket,
 )
 
 __all__ = ["Geometry", "SchedulerCore"]
@@ -241,8 +243,13 @@ class SchedulerCore:
             self.counters["save_dropped_chunks"] += saving.num_dropped
         if saving.plan is not None:
             saves.append(saving.plan)
-            self._fences.add(saving.plan.chunks)
-            self._tickets.add(saving.plan.chunks)
+            if isinstance(saving.plan.chunks, ReservedChunks):
+                tickets = [Ticket(row[0]) for row in saving.reserved]
+                self._fences.add_many(saving.plan.chunks.blocks, tickets)
+                self._tickets.add_many(tickets)
+            else:
+                self._fences.add(saving.plan.chunks)
+                self._tickets.add(saving.plan.chunks)
             if saving.supersedes is not None:
                 self._tickets.supersede(*saving.supersedes)
 

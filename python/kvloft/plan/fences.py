@@ -30,9 +30,23 @@ class Fences:
         for copy in copies:
             for block in copy.blocks:
                 if (before := reader_of.get(block)) is not None and before in in_flight:
-                    others = self._earlier.get(block, ())
-                    self._earlier[block] = (*(ticket for ticket in others if ticket in in_flight), before)
+                    self._keep(before, block)
                 reader_of[block] = copy.ticket
+
+    def add_many(self, blocks: Sequence[BlockId], tickets: Sequence[Ticket]) -> None:
+        """The same for chunks of one block each, with nothing done in Python for each: ``tickets[i]`` reads ``blocks[i]``."""
+        if not self._in_flight:
+            self.clear()
+        in_flight, reader_of = self._in_flight, self._reader_of
+        # For a block that was never saved the reader is None, which is no ticket.
+        for block in compress(blocks, map(in_flight.__contains__, map(reader_of.get, blocks))):
+            self._keep(reader_of[block], block)
+        reader_of.update(zip(blocks, tickets, strict=True))
+
+    def _keep(self, before: Ticket, block: BlockId) -> None:
+        """``before`` is in flight, and ``block`` has another last save now."""
+        others = self._earlier.get(block, ())
+        self._earlier[block] = (*(ticket for ticket in others if ticket in self._in_flight), before)
 
     def clear(self) -> None:
         """Forget everything."""

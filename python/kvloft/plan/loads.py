@@ -25,6 +25,11 @@ LEASE_STEPS = 64
 """Steps a lease may live without its request being asked about again."""
 
 
+FIRST_LOOK_TOKENS, LOOK_FURTHER = 2048, 4
+"""So many tokens get keys for the first lookup, and so many times more for the next. Of a prompt that nobody has seen the first
+chunk says all, and its first forward waits for the keys."""
+
+
 @dataclass(slots=True)
 class Offer:
     """Answer to one lookup: ``num_tokens`` beyond what vLLM has, or None for "ask again"."""
@@ -37,13 +42,13 @@ def match(tracker: Tracker, store: Store, geometry: Geometry, local_tokens: int,
 
     May be called any number of times and its answer dropped (I9).
     """
-    num_tokens = tracker.extend_chain()
+    num_tokens = tracker.extend_chain(FIRST_LOOK_TOKENS)
     tracker.local_tokens = local_tokens
     block_tokens = geometry.block_tokens
     if tracker.lease is not None and tracker.lease_tokens != num_tokens:
         tracker.drop_lease()
     if tracker.lease is None:
-        _, stored_blocks = store.lookup(tracker.chain)
+        stored_blocks = _look_up(tracker, store, geometry)
         if stored_blocks * block_tokens <= local_tokens:
             return Offer(0)
         tracker.lease = store.acquire(tracker.chain)
@@ -61,6 +66,18 @@ def match(tracker: Tracker, store: Store, geometry: Geometry, local_tokens: int,
             tracker.drop_lease()
         return Offer(0)
     return Offer(offered)
+
+
+def _look_up(tracker: Tracker, store: Store, geometry: Geometry) -> int:
+    """Blocks that the store has of the request's prefix. Keys are made as far as they are found, and somewhat further."""
+    limit = FIRST_LOOK_TOKENS
+    while True:
+        known = tracker.extend_chain(limit)
+        _, stored_blocks = store.lookup(tracker.chain)
+        # Whatever ends before the chain's last whole chunk ends there with a longer chain, too.
+        if stored_blocks + geometry.blocks_per_chunk <= tracker.chain.num_blocks or tracker.chain.num_tokens == known:
+            return stored_blocks
+        limit *= LOOK_FURTHER
 
 
 def plan_load(

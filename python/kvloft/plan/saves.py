@@ -14,7 +14,7 @@ from operator import contains
 
 from kvloft.plan.copies import MANY, chunk_copies, collector_at_rest
 from kvloft.plan.tracker import NEVER, Geometry, Tracker
-from kvloft.types import NULL_BLOCK, BlockId, ChunkCopy, ChunkKey, SavePlan, Store, Ticket
+from kvloft.types import NULL_BLOCK, ChunkCopy, ChunkKey, ReservedChunks, SavePlan, Store, Ticket
 
 _Reserved = Sequence[tuple[int, int, bytes, int, int]]
 """As from `Store.reserve`: ticket, frame, key, first block, number of blocks."""
@@ -43,7 +43,7 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int)
 
     ``frontier``: tokens whose KV is in the request's blocks by then, drafts left out.
     """
-    known = tracker.extend_chain()
+    known = tracker.extend_chain(frontier)
     if tracker.save_blocked or tracker.kv_outdated:
         return Saving(NEVER)
     block_tokens, blocks_per_chunk = geometry.block_tokens, geometry.blocks_per_chunk
@@ -57,10 +57,10 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int)
     is_planned = False
     try:
         if num_full - tracker.saved_chunks < MANY:
-            _reserve(saving, tracker, store, num_full, tail_blocks)
+            _reserve(saving, tracker, store, geometry, num_full, tail_blocks)
         else:
             with collector_at_rest():
-                _reserve(saving, tracker, store, num_full, tail_blocks)
+                _reserve(saving, tracker, store, geometry, num_full, tail_blocks)
         if saving.num_dropped:
             # The host part may have shrunk under us; go on from what is really there when the next chunk completes.
             host_blocks, _ = store.lookup(tracker.chain)
@@ -76,27 +76,32 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int)
     return saving
 
 
-def _reserve(saving: Saving, tracker: Tracker, store: Store, num_full: int, tail_blocks: int) -> None:
+def _reserve(saving: Saving, tracker: Tracker, store: Store, geometry: Geometry, num_full: int, tail_blocks: int) -> None:
     """Reserve what is missing up to ``num_full`` chunks and the tail behind them, and plan its copies."""
     saving.reserved, saving.num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks)
     if len(saving.reserved) > _FEW:
-        saving.plan = _plan_of_columns(tracker, saving.reserved)
+        plan = _plan_of_blocks if geometry.blocks_per_chunk == 1 else _plan_of_columns
+        saving.plan = plan(tracker, saving.reserved)
     if saving.reserved and saving.plan is None:
         saving.plan = _plan_one_by_one(saving, tracker, store)
 
 
+def _plan_of_blocks(tracker: Tracker, reserved: _Reserved) -> SavePlan | None:
+    """What `_plan_one_by_one` makes, with nothing made for a chunk, each of which has one block; None if there is a null block."""
+    table, first, last = tracker.blocks, reserved[0][3], reserved[-1][3]
+    if last - first + 1 == len(reserved):  # they come in the prefix's order
+        blocks = table[first : last + 1]
+    else:
+        blocks = [table[row[3]] for row in reserved]
+    return None if NULL_BLOCK in blocks else SavePlan(tracker.req_id, ReservedChunks(reserved, blocks))
+
+
 def _plan_of_columns(tracker: Tracker, reserved: _Reserved) -> SavePlan | None:
-    """What `_plan_one_by_one` makes, with no step in Python for a chunk of one block; None if there is a null block."""
+    """What `_plan_one_by_one` makes, with less done in Python for each chunk; None if there is a null block."""
     table = tracker.blocks
     tickets, frames, keys, firsts, nums = zip(*reserved, strict=True)
-    blocks: Sequence[tuple[BlockId, ...]]
-    if nums.count(1) == len(nums):
-        column = list(map(table.__getitem__, firsts))
-        has_null = NULL_BLOCK in column
-        blocks = list(zip(column, strict=True))
-    else:
-        blocks = [tuple(table[first : first + num]) for first, num in zip(firsts, nums, strict=True)]
-        has_null = any(map(contains, blocks, repeat(NULL_BLOCK)))
+    blocks = [tuple(table[first : first + num]) for first, num in zip(firsts, nums, strict=True)]
+    has_null = any(map(contains, blocks, repeat(NULL_BLOCK)))
     return None if has_null else SavePlan(tracker.req_id, chunk_copies(frames, keys, nums, blocks, tickets))
 
 

@@ -44,6 +44,10 @@ class Tickets:
         for copy in copies:
             self.in_flight[copy.ticket] = self._num_ranks
 
+    def add_many(self, tickets: Sequence[Ticket]) -> None:
+        """The same for many, with nothing done in Python for each."""
+        self.in_flight.update(dict.fromkeys(tickets, self._num_ranks))
+
     def supersede(self, ticket: Ticket, key: ChunkKey) -> None:
         """Once ``ticket`` is committed, nobody needs ``key`` any more."""
         self._supersedes[ticket] = key

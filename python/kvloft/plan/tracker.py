@@ -89,8 +89,8 @@ class Tracker:
     def num_prompt_tokens(self) -> int:
         return self._num_prompt_tokens
 
-    def extend_chain(self) -> int:
-        """Take in the confirmed tokens that came since the last call; returns how many there are now.
+    def extend_chain(self, limit: int = NEVER) -> int:
+        """Take in confirmed tokens that came since the last call, as far as position ``limit``; returns how many there are now.
 
         A streaming session replaces its last sampled token when it takes new input, which a length alone does not
         show; its prompt length does. Then the keys are made afresh (they come out equal where the tokens are equal).
@@ -106,18 +106,19 @@ class Tracker:
             # Accepted drafts behind the point where a session cut its output stay computed for vLLM, under the new input.
             self.kv_outdated |= self.had_drafts
         start = self.chain.num_tokens
-        if start == known:
+        end = known if self._view.embeds else min(known, limit)
+        if start >= end:
             return known
         for rows in self._view.embeds:
-            end = rows.start + rows.num_rows
-            if end <= start:
+            behind = rows.start + rows.num_rows
+            if behind <= start:
                 continue
             if rows.start > start:
                 self.chain.append_tokens(token_ids, start, rows.start)
             self.chain.append_embeds(rows.rows, dtype=rows.dtype, width=rows.width)
-            start = end
-        if start < known:
-            self.chain.append_tokens(token_ids, start, known)
+            start = behind
+        if start < end:
+            self.chain.append_tokens(token_ids, start, end)
         return known
 
     def start_over(self, *, keeps_kv: bool = False) -> None:

@@ -1,7 +1,8 @@
 """The few CUDA driver calls that the movers make, with errors as exceptions and handles as plain ints.
 
 torch owns the context; this only uses the one that is current. Driver calls instead of torch's wrappers because they cost a
-microsecond and let a copy name raw addresses. It must not know pages, frames or plans.
+microsecond and let a copy name raw addresses; those of every piece by ctypes, for the bindings' own Python is slow to start (see
+`_Calls`). It must not know pages, frames or plans.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -39,9 +40,17 @@ def require() -> None:
 
 def _check(result: tuple[Any, ...], what: str) -> Any:
     if int(result[0]):
-        _, name = _cu.cuGetErrorName(result[0])
-        raise CudaError(f"{what}: {name.decode() if isinstance(name, bytes) else result[0]}")
+        raise _failed(int(result[0]), what)
     return result[1] if len(result) > 1 else None
+
+
+def _failed(result: int, what: str) -> CudaError:
+    """The error to raise for a driver's answer other than 0."""
+    try:
+        _, name = _cu.cuGetErrorName(_cu.CUresult(result))
+    except ValueError:  # newer than the bindings
+        name = None
+    return CudaError(f"{what}: {name.decode() if isinstance(name, bytes) else f'error {result}'}")
 
 
 class Stream:
@@ -64,7 +73,8 @@ class Stream:
         return cls(_cu.CUstream(handle))
 
     def wait(self, event: Event) -> None:
-        _check(_cu.cuStreamWaitEvent(self.raw, event.raw, 0), "cuStreamWaitEvent")
+        if result := _calls().wait(self.handle, event.handle, 0):
+            raise _failed(result, "cuStreamWaitEvent")
 
     def synchronize(self) -> None:
         _check(_cu.cuStreamSynchronize(self.raw), "cuStreamSynchronize")
@@ -79,15 +89,13 @@ class Stream:
         self, *, to: int, to_pitch: int, source: int, source_pitch: int, row_bytes: int, num_rows: int, to_host: bool
     ) -> None:
         """Equally spaced runs of bytes in one copy-engine command."""
-        copy = _cu.CUDA_MEMCPY2D()
-        host, device = _cu.CUmemorytype.CU_MEMORYTYPE_HOST, _cu.CUmemorytype.CU_MEMORYTYPE_DEVICE
-        copy.srcMemoryType, copy.dstMemoryType = (device, host) if to_host else (host, device)
         if to_host:
-            copy.srcDevice, copy.dstHost = _cu.CUdeviceptr(source), to
+            sides = _Side(0, 0, _DEVICE, 0, source, 0, source_pitch), _Side(0, 0, _HOST, to, 0, 0, to_pitch)
         else:
-            copy.srcHost, copy.dstDevice = source, _cu.CUdeviceptr(to)
-        copy.srcPitch, copy.dstPitch, copy.WidthInBytes, copy.Height = source_pitch, to_pitch, row_bytes, num_rows
-        _check(_cu.cuMemcpy2DAsync(copy, self.raw), "cuMemcpy2DAsync")
+            sides = _Side(0, 0, _HOST, source, 0, 0, source_pitch), _Side(0, 0, _DEVICE, 0, to, 0, to_pitch)
+        copy = _Copy2D(*sides, row_bytes, num_rows)
+        if result := _calls().copy_2d(ctypes.addressof(copy), self.handle):
+            raise _failed(result, "cuMemcpy2DAsync")
 
     def copy_batch(self, to: Sequence[int], source: Sequence[int], num_bytes: Sequence[int]) -> None:
         """Many copies between pinned memory and the device as one command, in no order among themselves.
@@ -107,11 +115,12 @@ class Stream:
             ctypes.addressof(failed), self.handle,
         )  # fmt: skip
         if result:
-            raise CudaError(f"cuMemcpyBatchAsync: error {result} at copy {failed.value}")
+            raise _failed(result, f"cuMemcpyBatchAsync at copy {failed.value}")
 
-    def launch(self, function: Any, num_ctas: int, num_threads: int, params_address: int) -> None:
+    def launch(self, function: int, num_ctas: int, num_threads: int, params_address: int) -> None:
         """``params_address`` is that of an array of pointers to the kernel's parameters, which are copied before it returns."""
-        _check(_cu.cuLaunchKernel(function, num_ctas, 1, 1, num_threads, 1, 1, 0, self.raw, params_address, 0), "cuLaunchKernel")
+        if result := _calls().launch(function, num_ctas, 1, 1, num_threads, 1, 1, 0, self.handle, params_address, None):
+            raise _failed(result, "cuLaunchKernel")
 
     def destroy(self) -> None:
         _check(_cu.cuStreamDestroy(self.raw), "cuStreamDestroy")
@@ -128,11 +137,56 @@ _BATCH_ATTRIBUTES = _CopyAttributes(source_order=_STREAM_ORDER)
 _BATCH_FIRST = ctypes.c_size_t(0)
 
 
+_HOST, _DEVICE = 1, 2
+
+
+class _Side(ctypes.Structure):
+    """Where from, or where to: host or device, and bytes from one row to the next."""
+
+    _fields_ = (
+        ("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("kind", ctypes.c_int), ("host", ctypes.c_uint64),
+        ("device", ctypes.c_uint64), ("array", ctypes.c_uint64), ("pitch", ctypes.c_size_t),
+    )  # fmt: skip
+
+
+class _Copy2D(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (("source", _Side), ("to", _Side), ("row_bytes", ctypes.c_size_t), ("num_rows", ctypes.c_size_t))
+
+
+assert ctypes.sizeof(_Copy2D) == 128
+
+
+class _Calls(NamedTuple):
+    """What every piece needs, by address: through the bindings, the first copy of a save on an idle GPU was 100 us later.
+
+    They run without the interpreter's lock, whichever release of the bindings this is.
+    """
+
+    launch: Any
+    copy_2d: Any
+    record: Any
+    wait: Any
+    synchronize: Any
+
+
 @cache
-def _event_synchronize() -> Any:
-    error, address, *_ = _cu.cuGetProcAddress(b"cuEventSynchronize", 12000, 0)
-    _check((error,), "cuGetProcAddress")
-    return ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)(int(address))
+def _calls() -> _Calls:
+    pointer, number = ctypes.c_void_p, ctypes.c_uint
+
+    def call(name: bytes, *arguments: Any) -> Any:
+        error, address, *_ = _cu.cuGetProcAddress(name, 12000, 0)
+        _check((error,), "cuGetProcAddress")
+        return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(int(address))
+
+    return _Calls(
+        launch=call(b"cuLaunchKernel", pointer, *(number,) * 7, pointer, pointer, pointer),
+        copy_2d=call(b"cuMemcpy2DAsync", pointer, pointer),
+        record=call(b"cuEventRecord", pointer, pointer),
+        wait=call(b"cuStreamWaitEvent", pointer, pointer, number),
+        synchronize=call(b"cuEventSynchronize", pointer),
+    )
 
 
 @cache
@@ -148,15 +202,17 @@ def _batch_function() -> Any:
 class Event:
     """A point in a stream's work. Whoever waits for one with ``timing`` spins; for the others, it sleeps."""
 
-    __slots__ = ("raw",)
+    __slots__ = ("handle", "raw")
 
     def __init__(self, *, timing: bool = False) -> None:
         flags = _cu.CUevent_flags
         quiet = int(flags.CU_EVENT_DISABLE_TIMING) | int(flags.CU_EVENT_BLOCKING_SYNC)
         self.raw = _check(_cu.cuEventCreate(int(flags.CU_EVENT_DEFAULT) if timing else quiet), "cuEventCreate")
+        self.handle = int(self.raw)
 
     def record(self, stream: Stream) -> None:
-        _check(_cu.cuEventRecord(self.raw, stream.raw), "cuEventRecord")
+        if result := _calls().record(self.handle, stream.handle):
+            raise _failed(result, "cuEventRecord")
 
     def is_done(self) -> bool:
         """Whether the work before it is; raises CudaError if that work failed."""
@@ -167,9 +223,8 @@ class Event:
         return True
 
     def synchronize(self) -> None:
-        """Waits without the interpreter's lock, whichever release of the bindings this is."""
-        if result := _event_synchronize()(int(self.raw)):
-            raise CudaError(f"cuEventSynchronize: error {result}")
+        if result := _calls().synchronize(self.handle):
+            raise _failed(result, "cuEventSynchronize")
 
     def destroy(self) -> None:
         _check(_cu.cuEventDestroy(self.raw), "cuEventDestroy")
@@ -178,10 +233,10 @@ class Event:
         return float(_check(_cu.cuEventElapsedTime(begin.raw, self.raw), "cuEventElapsedTime")) / 1e3
 
 
-def load_functions(cubin: bytes, names: tuple[str, ...]) -> dict[str, Any]:
+def load_functions(cubin: bytes, names: tuple[str, ...]) -> dict[str, int]:
     """Kernels by name, loaded into the current context (and kept for the life of the process)."""
     module = _check(_cu.cuModuleLoadData(cubin), "cuModuleLoadData")
-    return {name: _check(_cu.cuModuleGetFunction(module, name.encode()), "cuModuleGetFunction") for name in names}
+    return {name: int(_check(_cu.cuModuleGetFunction(module, name.encode()), "cuModuleGetFunction")) for name in names}
 
 
 def current_context() -> Any:

@@ -14,9 +14,9 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece
 from kvloft.types import ChunkCopy, ChunkKey, LoadPlan
 
-PREPARE_US, PREPARE_CHUNK_US = 150.0, 1.6
-"""To prepare and send a piece takes so long, and so much longer for each of its chunks, with something to spare (seen on an
-H200's host, once all is warm: 60 to 100 us for 20 chunks, 175 for 79; with a first piece for 110 us, saves lost 0.5 %)."""
+SAVE_PREPARE_US, LOAD_PREPARE_US, PREPARE_CHUNK_US = 100.0, 150.0, 1.5
+"""To prepare and send one of the first pieces takes so long (of a load, its predecessor's kernel is launched before it), and so
+much longer for each of its chunks: seen on an H200's host, whose caches hold other things by then."""
 LINK_BYTES_A_US = 55_000.0
 SMALL_LAST = 4
 """The last piece of a load is so many times smaller than others: the link waits while it is scattered."""
@@ -24,15 +24,19 @@ FRAME = itemgetter(ChunkCopy._fields.index("frame"))
 """Chunks are sent in the order of their frames, so that neighbours, in whichever order a store gave them out, are one copy."""
 
 
-def chunks_of_first(chunks_per_piece: int, part_bytes: int) -> tuple[int, int]:
-    """Chunks of the first piece of a save and of a load, before which the link is idle.
+def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int, ...]:
+    """Chunks of the first pieces that a link takes which is idle before them; those after are full.
 
-    As few as take the link as long as it takes to prepare the second; of a load half a piece at least, for more happens before
-    its second (less lost up to 0.8 %).
+    The link waits for the first, so it has few; each keeps the link at work for as long as it takes to prepare the next.
     """
-    enough = (PREPARE_US + PREPARE_CHUNK_US * chunks_per_piece) * LINK_BYTES_A_US / part_bytes
-    save = min(chunks_per_piece, math.ceil(enough))
-    return save, max(save, chunks_per_piece // 2)
+    link_us = part_bytes / LINK_BYTES_A_US
+    spare_us = link_us - PREPARE_CHUNK_US
+    size = chunks_per_piece if spare_us <= 0 else math.ceil(1.2 * prepare_us / spare_us)  # the next has a few more than it
+    sizes: list[int] = []
+    while size < chunks_per_piece:
+        sizes.append(size)
+        size = max(size + 1, int((size * link_us - prepare_us) / PREPARE_CHUNK_US))
+    return tuple(sizes)
 
 
 @dataclass(slots=True, eq=False)
@@ -96,19 +100,19 @@ class QueuedLoad:
     def num_left(self) -> int:
         return self.num_dropped + len(self.copies) - self.sent
 
-    def take(self, count: int, *, first: int, is_last: bool) -> list[ChunkCopy]:
-        """The next ``count`` chunks at most; only ``first``, if not 0, where the link has nothing else to do before them,
-        and fewer where it has nothing to do after them.
+    def take(self, count: int, *, few: int, is_last: bool) -> list[ChunkCopy]:
+        """The next ``count`` chunks at most; only ``few``, if not 0, where the link waits for them or has little to do before them,
+        and not all of them where it has nothing to do after them.
 
-        What follows the first two pieces is sorted as a whole: by then the link has work for longer than that takes.
+        What follows the first pieces is sorted as a whole: by then the link has work for longer than that takes.
         """
-        begin, left, few = self.sent, self.num_left, count // SMALL_LAST
-        if begin >= count and not self.is_sorted:
+        begin, left, last = self.sent, self.num_left, count // SMALL_LAST
+        if begin > count and not self.is_sorted:
             self.copies = sorted(self.copies[begin:], key=FRAME)
             self.is_sorted, self.num_dropped = True, begin
-        if first and left > count:
-            count = first
-        elif is_last and begin and few < left <= count:
-            count = left - few
+        if few and left > count:
+            count = few
+        elif is_last and begin and last < left <= count:
+            count = left - last
         self.sent += min(count, left)
         return sorted(self.copies[begin - self.num_dropped : self.sent - self.num_dropped], key=FRAME)

@@ -51,6 +51,7 @@ class PieceParams(ctypes.Structure):
         ("num_done", ctypes.c_uint64),
         ("tags_out", ctypes.c_uint64),
         ("block_bytes", ctypes.c_uint64),
+        ("base", ctypes.c_uint64),
         ("tiles_per_block", ctypes.c_uint32),
         ("num_planes", ctypes.c_uint32),
         ("num_tiles", ctypes.c_uint32),
@@ -60,7 +61,7 @@ class PieceParams(ctypes.Structure):
     )
 
 
-assert ctypes.sizeof(PieceParams) == 56 + 24 * MAX_SEGMENTS + 4 * MAX_BLOCKS  # as kv_layout.cuh asserts
+assert ctypes.sizeof(PieceParams) == 64 + 24 * MAX_SEGMENTS + 4 * MAX_BLOCKS  # as kv_layout.cuh asserts
 
 
 def vec_bytes_of(layout: PagedLayout) -> int:
@@ -145,19 +146,22 @@ class Launcher:
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
         self._address = ctypes.addressof(self._pointers)
         self._segments = np.frombuffer(self._params.segments, dtype=SEGMENT)
-        self._bases = self._segments["base"]
+        self._written: npt.NDArray[Any] | None = None
+        """What ``_segments`` begins with, if it may be wanted again."""
         self._block_ids = np.frombuffer(self._params.block_ids, dtype=np.int32)
 
     def launch(
-        self, function: Any, *, segments: npt.NDArray[Any], base: int, num_tiles: int, block_ids: npt.NDArray[np.int32],
-        tags_out: int, max_ctas: int,
+        self, function: Any, *, segments: npt.NDArray[Any], num_segments: int, base: int, num_tiles: int,
+        block_ids: npt.NDArray[np.int32], tags_out: int, max_ctas: int,
     ) -> None:  # fmt: skip
-        """Run one piece. ``segments`` has its bases relative to ``base``; ``tags_out`` takes one u64 a segment."""
-        num_segments = len(segments)
-        self._segments[:num_segments] = segments
-        self._bases[:num_segments] += np.uint64(base)
+        """Run one piece of the first ``num_segments`` of ``segments``, whose bases count from ``base``.
+
+        ``tags_out`` takes one u64 a segment. Nobody may change ``segments`` afterwards: the same ones are not written again.
+        """
+        if segments is not self._written:
+            self._segments[: len(segments)] = self._written = segments
         self._block_ids[: len(block_ids)] = block_ids
         params = self._params
-        params.tags_out, params.num_tiles, params.num_segments = tags_out, num_tiles, num_segments
+        params.base, params.tags_out, params.num_tiles, params.num_segments = base, tags_out, num_tiles, num_segments
         num_ctas = min(max_ctas, -(-num_tiles // WARPS_PER_CTA))
         self._stream.launch(function, num_ctas, CTA_THREADS, self._address)

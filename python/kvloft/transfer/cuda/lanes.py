@@ -104,12 +104,12 @@ class _BaseLane(ABC):
     def _launch(self, function: Any, piece: Piece, frames: npt.ArrayLike, ticket: int, slot: int | None) -> None:
         segments, base, num_ctas = piece.segments, slot, self._num_ctas
         if base is None:
-            segments, base, num_ctas = piece.segments.copy(), self._frames.part(0), self._direct_ctas
+            segments, base, num_ctas = segments[: piece.num_segments].copy(), self._frames.part(0), self._direct_ctas
             segments["base"] = np.asarray(frames, dtype=np.uint64) * np.uint64(self._frames.frame_bytes)
         tags_out = self._tags_address + ticket % MAX_PIECES * MAX_SEGMENTS * 8
         self._launcher.launch(
-            function, segments=segments, base=base, num_tiles=piece.num_tiles, block_ids=piece.block_ids, tags_out=tags_out,
-            max_ctas=num_ctas,
+            function, segments=segments, num_segments=piece.num_segments, base=base, num_tiles=piece.num_tiles,
+            block_ids=piece.block_ids, tags_out=tags_out, max_ctas=num_ctas,
         )  # fmt: skip
 
     def _copy(self, stream: driver.Stream, piece: Piece, slot: int, *, to_host: bool, is_pinned: bool = True) -> None:

@@ -83,7 +83,7 @@ class Run(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """One launch. Segment bases are relative to the slot; segment s belongs to chunk ``begin + s``.
+    """One launch. Segment bases are relative to the slot; segment s belongs to chunk ``begin + s``, and more may be there.
 
     Chunks [begin, done_end) are complete after it; a chunk in several pieces is complete after its last.
     """
@@ -97,6 +97,10 @@ class Piece:
     num_bytes: int
     runs: tuple[Run, ...]
     is_rest_of_chunk: bool = False
+
+    @property
+    def num_segments(self) -> int:
+        return self.end - self.begin
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +120,9 @@ class Shape:
 
     def __post_init__(self) -> None:
         blocks: npt.NDArray[np.int64] = np.full(min(self.chunks_per_piece, MAX_SEGMENTS), self.blocks_per_chunk, dtype=np.int64)
-        object.__setattr__(self, "full_segments", _segments(blocks, self))
+        segments = _segments(blocks, self)
+        segments.flags.writeable = False  # launches that begin with them write them once
+        object.__setattr__(self, "full_segments", segments)
 
     @property
     def chunks_per_piece(self) -> int:
@@ -141,7 +147,7 @@ def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape) -> Piec
     total = last - first
     lengths = table.num_blocks[begin:end]
     are_full = total == num_chunks * shape.blocks_per_chunk
-    segments = shape.full_segments[:num_chunks] if are_full else _segments(np.array(lengths), shape)
+    segments = shape.full_segments if are_full else _segments(np.array(lengths), shape)
     return Piece(
         begin, end, end, segments, table.block_ids[first:last], total * geometry.tiles_per_block, total * geometry.block_bytes,
         tuple(_runs(table.frames[begin:end], lengths, shape, are_full=are_full)),
