@@ -128,6 +128,14 @@ def test_the_report_pools_every_cold_prompt(
     assert line.startswith("| cold prefill of both, tokens/s | 1,500 | 1,49") and line.endswith(f"| {verdict} |")
 
 
+def test_the_report_says_what_a_cold_prompt_is_made_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cold = {"none": {"cold_ms": 1236.0, "before_ms": 11.0, "gpu_ms": 1222.0, "after_ms": 3.0}, "native": {"cold_ms": 1300.0}}
+    out = report(tmp_path, capsys, engine={name: {"cold": found} for name, found in cold.items()})
+    assert "| of it until the first forward starts | 11.00 | - |  |  |" in out
+    assert "| of it from there to the end of the last forward | 1,222.00 | - |  |  |" in out
+    assert "| of it until the token is there | 3.00 | - |  |  |" in out
+
+
 @pytest.mark.parametrize(("warm", "verdict"), [([110.0, 205.0, 900.0], "met"), ([111.0, 212.0, 318.0], "**missed**")])
 def test_the_report_pairs_a_warm_prompt_with_the_hit_right_after_it(
     warm: list[float], verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

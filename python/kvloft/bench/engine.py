@@ -33,6 +33,11 @@ WEIGHT_BYTES = 2 * 8_030_261_248
 OTHER_BYTES = 5 << 30
 """Of an engine, beside weights and paged KV: activations of 8,192 tokens, CUDA graphs, kvloft's staging, the CUDA context."""
 POLL_S = 0.2
+COLD_PARTS = {
+    "before_ms": "until the first forward starts",
+    "gpu_ms": "from there to the end of the last forward",
+    "after_ms": "until the token is there",
+}
 
 
 def gpu_bytes(needed: Sequence[str] = ("torch", "vllm")) -> int:
@@ -167,6 +172,8 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
             rows.append((label, *values))
 
     row("TTFT cold, ms", "cold", "cold_ms")
+    for part, label in COLD_PARTS.items():
+        row(f"of it {label}, ms", "cold", part)
     for what in ("warm", "hbm"):
         row(f"TTFT {what}, ms", "ttft", f"{what}_ms")
     row("bytes loaded, last round", "ttft", "loaded_bytes_last_round")

@@ -16,7 +16,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvloft.bench.llama import Engine, worker_totals
+from kvloft.bench.link import current_stream
+from kvloft.bench.llama import Engine, apply_model, worker_totals
+from kvloft.bench.parts import ForwardParts, Parts
 from kvloft.bench.turns import Turns
 
 LANDED_S = 0.1
@@ -96,17 +98,27 @@ def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 
 
 def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """TTFT of prompts nobody has seen."""
+    """TTFT of prompts nobody has seen, and what it is made of."""
     context = options["context"]
     with turn(turns):
         for length in (2048, context):
             engine.ttft(engine.prompt(length))
         engine.settle()
-    seconds = []
+    around = ForwardParts(apply_model(engine.llm, lambda model: model)[0], current_stream)
+    seconds, parts = list[float](), list[Parts]()
     for _ in range(options.get("colds", 12)):
         with turn(turns):
-            seconds.append(engine.ttft(engine.prompt(context))[0])
-    return {"cold_ms": statistics.median(seconds) * 1e3, "all_ms": [round(each * 1e3, 2) for each in seconds]}
+            prompt = engine.prompt(context)
+            around.start()
+            seconds.append(engine.ttft(prompt)[0])
+            parts.append(around.take(seconds[-1]))
+    around.close()
+    median_ms = [statistics.median(column) * 1e3 for column in zip(*parts, strict=True)]
+    return {
+        "cold_ms": statistics.median(seconds) * 1e3, "all_ms": [round(each * 1e3, 2) for each in seconds],
+        **dict(zip(("before_ms", "gpu_ms", "after_ms"), median_ms, strict=True)),
+        "parts_ms": [[round(part * 1e3, 3) for part in each] for each in parts],
+    }  # fmt: skip
 
 
 def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:

@@ -34,10 +34,15 @@ class HostFrames:
         return FrameMemory(self.bytes.ctypes.data, num_frames, frame_bytes, 0, frame_bytes, 0, self._map)
 
 
+def current_stream() -> driver.Stream:
+    """torch's."""
+    return driver.Stream.view(torch.cuda.current_stream().cuda_stream)
+
+
 def occupy(then: driver.Event, cycles: int) -> None:
     """Keep the compute stream busy for so many cycles, then record ``then``."""
     torch.cuda._sleep(cycles)  # noqa: SLF001 (torch's own way to keep a stream busy)
-    then.record(driver.Stream.view(torch.cuda.current_stream().cuda_stream))
+    then.record(current_stream())
 
 
 class Ceiling:
@@ -97,7 +102,7 @@ def beside(
 
     ``streams`` carry the copy's end once ``wait_sent`` is back; only repetitions that lie wholly within the copy count.
     """
-    compute = driver.Stream.view(torch.cuda.current_stream().cuda_stream)
+    compute = current_stream()
 
     def timed(count: int) -> list[driver.Event]:
         events = [driver.Event(timing=True) for _ in range(count + 1)]
