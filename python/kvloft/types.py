@@ -72,7 +72,7 @@ class _ChunksOfOneBlock(Sequence[ChunkCopy], Generic[_Row]):
         return iter(self[:])
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and tuple(self) == tuple(other)
+        return isinstance(other, tuple | _ChunksOfOneBlock) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
         return hash(tuple(self))

@@ -95,6 +95,7 @@ class Queues(RuleBasedStateMachine):
             self.patch.setattr(mover_module, name, value)
         self.patch.setattr(CudaMover, "_compute", lambda _: "compute")
         self.patch.setattr(mover_module, "_current_stream", lambda _: 0)
+        self.patch.setattr(mover_module, "ramp", lambda chunks_per_piece, *_: tuple(range(1, chunks_per_piece)))
         self.raw = np.zeros((NUM_FRAMES, PART), np.uint8)
         memory = FrameMemory(self.raw.ctypes.data, NUM_FRAMES, PART, 0, PART, 0, self.raw)
         layout: Any = SimpleNamespace(digest=bytes(32), block_bytes=BLOCK_BYTES, num_blocks=NUM_BLOCKS)

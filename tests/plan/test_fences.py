@@ -1,5 +1,6 @@
 """Blocks that a save still reads are named in the step that gives them to another writer, and in no other (I2)."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,6 +63,32 @@ def test_a_save_that_waits_keeps_its_fence_when_a_later_one_of_the_block_is_drop
     assert rewritten(saves, 0, 5) == ()
     saves.add(3, 7)
     assert saves.fences._reader_of.keys() == {7} and not saves.fences._earlier, "what was settled is forgotten"
+
+
+@pytest.mark.parametrize("tickets", [(1, 3, 5), (2, 4, 6), (1, 2, 3), (2, 3, 4)])
+def test_of_three_saves_of_a_block_the_first_keeps_its_fence_when_the_others_are_dropped(tickets: tuple[int, ...]) -> None:
+    saves = Saves()
+    for ticket in tickets:
+        saves.add(ticket, 5)
+    for ticket in tickets[:0:-1]:
+        saves.settle(ticket)
+        assert rewritten(saves, 0, 5) == (5,)
+    saves.settle(tickets[0])
+    assert rewritten(saves, 0, 5) == ()
+
+
+@pytest.mark.parametrize("ticket", [3, 4])
+def test_what_was_settled_is_forgotten_and_what_waits_is_not_kept_for_ever(ticket: int) -> None:
+    saves = Saves()
+    saves.add(1, 5)
+    saves.add(2, 5)
+    saves.settle(1)
+    saves.add(6, 5)
+    assert saves.fences._earlier == {5: (2,)}, "a save that was settled is still among those of its block"
+    saves.settle(2)
+    saves.settle(6)
+    saves.add(ticket, 7)
+    assert saves.fences._reader_of.keys() == {7} and not saves.fences._earlier
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.lists(st.integers(1, 9), max_size=4)), max_size=30))

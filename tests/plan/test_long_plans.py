@@ -2,6 +2,7 @@
 
 import gc
 import pickle
+from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
@@ -96,11 +97,25 @@ def test_reserved_chunks_with_a_gap_are_planned_with_their_own_blocks() -> None:
     assert plan.chunks[-1] == wanted[1] and plan.chunks[:1] == wanted[:1]
 
 
+def test_each_block_is_fenced_by_its_own_save() -> None:
+    engine = SymbolicEngine(Setup(block_tokens=1, num_frames=64))
+    engine.store.check_visible = lambda *_: None  # nobody computes any KV here
+    request, table = Request("a", [i % 3 for i in range(9)], 2), list(map(BlockId, range(101, 110)))
+    engine.core.admit(request, 0, table)
+    plan = engine.core.plan_step(StepView(new=[NewRequest(ReqId("a"), 0, table)], num_scheduled_tokens={ReqId("a"): 8}))
+    (save,) = plan.saves
+    assert [chunk.blocks for chunk in save.chunks] == [(block,) for block in table[:8]]
+    for num_settled, chunk in enumerate(save.chunks, 1):
+        engine.core.absorb(StepReport(saved=(chunk.ticket,)))
+        assert sorted(engine.core._fences.everything()) == table[num_settled:8]
+
+
 # -- lookups -------------------------------------------------------------------------------------------------------
 
 
-def offered(num_tokens: int, stored: int, blocks_per_chunk: int, first_look: int) -> tuple[int | None, int]:
-    """What is offered of a prompt of which so many tokens are stored, and how many got keys for it."""
+def offered(num_tokens: int, stored: int, blocks_per_chunk: int, first_look: int) -> tuple[int | None, int, int, bool]:
+    """What is offered of a prompt of which so many tokens are stored; how many got keys for it, in how many lookups; whether its
+    lease is kept when it is asked for again."""
     engine = SymbolicEngine(Setup(block_tokens=2, blocks_per_chunk=blocks_per_chunk, num_frames=64))
     request = Request("a", [i % 3 for i in range(num_tokens)], 2)
     blocks = list(map(BlockId, range(1, stored // 2 + 1)))
@@ -113,8 +128,13 @@ def offered(num_tokens: int, stored: int, blocks_per_chunk: int, first_look: int
         engine.core.absorb(StepReport(saved=tuple(chunk.ticket for save in plan.saves for chunk in save.chunks)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loads, "FIRST_LOOK_TOKENS", first_look)
+        lookups, look_up = count(), engine.store.lookup
+        patch.setattr(engine.store, "lookup", lambda chain: (next(lookups), look_up(chain))[1])
         found = engine.core.match(request, 0)
-    return found, engine.core._trackers[ReqId("a")].chain.num_tokens
+        tracker = engine.core._trackers[ReqId("a")]
+        num_keyed, num_lookups, lease = tracker.chain.num_tokens, next(lookups), tracker.lease
+        assert engine.core.match(request, 0) == found
+    return found, num_keyed, num_lookups, tracker.lease is lease
 
 
 @given(
@@ -127,10 +147,30 @@ def test_what_is_offered_does_not_depend_on_how_far_keys_are_made_at_first(
     num_tokens: int, stored: int, blocks_per_chunk: int, first_look: int
 ) -> None:
     stored = min(stored, num_tokens)
-    found, num_keyed = offered(num_tokens, stored, blocks_per_chunk, first_look)
+    found, num_keyed, _, is_kept = offered(num_tokens, stored, blocks_per_chunk, first_look)
+    assert is_kept
     assert found == offered(num_tokens, stored, blocks_per_chunk, 1 << 30)[0]
     chunk_tokens = 2 * blocks_per_chunk
     assert num_keyed <= max(first_look, 4 * (stored + chunk_tokens + 2)), "the keys of what is not stored were waited for"
+
+
+def test_a_prompt_that_nobody_has_seen_gets_keys_of_its_beginning_and_of_what_is_saved() -> None:
+    """The rest is not waited for by its first forward."""
+    engine = SymbolicEngine(Setup(block_tokens=16, num_frames=1024))
+    request, table = Request("a", [i % 7 for i in range(9000)], 2), list(map(BlockId, range(1, 601)))
+    tracker = engine.core._tracker(request)
+    assert engine.core.match(request, 0) == 0
+    assert tracker.chain.num_tokens == loads.FIRST_LOOK_TOKENS
+    engine.core.admit(request, 0, table[:240])
+    engine.core.plan_step(StepView(new=[NewRequest(ReqId("a"), 0, table[:240])], num_scheduled_tokens={ReqId("a"): 3840}))
+    assert tracker.chain.num_tokens == 3840
+
+
+def test_a_long_prompt_that_is_found_is_looked_up_a_few_times() -> None:
+    found, num_keyed, num_lookups, is_kept = offered(90, 80, 1, 1)
+    assert (found, num_keyed) == (80, 90)
+    assert num_lookups == 5, "1, 4, 16, 64 tokens, and all"
+    assert is_kept
 
 
 # -- loads ---------------------------------------------------------------------------------------------------------

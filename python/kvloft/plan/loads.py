@@ -75,7 +75,7 @@ def _look_up(tracker: Tracker, store: Store, geometry: Geometry) -> int:
         known = tracker.extend_chain(limit)
         _, stored_blocks = store.lookup(tracker.chain)
         # Whatever ends before the chain's last whole chunk ends there with a longer chain, too.
-        if stored_blocks + geometry.blocks_per_chunk <= tracker.chain.num_blocks or tracker.chain.num_tokens == known:
+        if stored_blocks + geometry.blocks_per_chunk <= tracker.chain.num_blocks or tracker.chain.num_tokens >= known:
             return stored_blocks
         limit *= LOOK_FURTHER
 

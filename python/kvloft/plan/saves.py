@@ -89,10 +89,10 @@ def _reserve(saving: Saving, tracker: Tracker, store: Store, geometry: Geometry,
 def _plan_of_blocks(tracker: Tracker, reserved: _Reserved) -> SavePlan | None:
     """What `_plan_one_by_one` makes, with nothing made for a chunk, each of which has one block; None if there is a null block."""
     table, first, last = tracker.blocks, reserved[0][3], reserved[-1][3]
-    if last - first + 1 == len(reserved):  # they come in the prefix's order
-        blocks = table[first : last + 1]
+    if last - first + 1 == len(reserved):  # a store reserves in the prefix's order
+        blocks = tuple(table[first : last + 1])
     else:
-        blocks = [table[row[3]] for row in reserved]
+        blocks = tuple([table[row[3]] for row in reserved])
     return None if NULL_BLOCK in blocks else SavePlan(tracker.req_id, ReservedChunks(reserved, blocks))
 
 

@@ -80,10 +80,12 @@ class Stream:
         _check(_cu.cuStreamSynchronize(self.raw), "cuStreamSynchronize")
 
     def copy_to_device(self, to: int, source: int, num_bytes: int) -> None:
-        _check(_cu.cuMemcpyHtoDAsync(to, source, num_bytes, self.raw), "cuMemcpyHtoDAsync")
+        if result := _calls().to_device(to, source, num_bytes, self.handle):
+            raise _failed(result, "cuMemcpyHtoDAsync")
 
     def copy_to_host(self, to: int, source: int, num_bytes: int) -> None:
-        _check(_cu.cuMemcpyDtoHAsync(to, source, num_bytes, self.raw), "cuMemcpyDtoHAsync")
+        if result := _calls().to_host(to, source, num_bytes, self.handle):
+            raise _failed(result, "cuMemcpyDtoHAsync")
 
     def copy_rows(
         self, *, to: int, to_pitch: int, source: int, source_pitch: int, row_bytes: int, num_rows: int, to_host: bool
@@ -166,37 +168,48 @@ class _Calls(NamedTuple):
 
     launch: Any
     copy_2d: Any
+    to_device: Any
+    to_host: Any
     record: Any
+    query: Any
     wait: Any
     synchronize: Any
 
 
+def _address_of(name: str, version: int) -> int | None:
+    """Of the driver's function as of that CUDA version (13000 for 13.0); None if the driver has none."""
+    error, address, *_ = _cu.cuGetProcAddress(name.encode(), version, 0)
+    return None if int(error) else int(address) or None
+
+
 @cache
 def _calls() -> _Calls:
-    pointer, number = ctypes.c_void_p, ctypes.c_uint
+    pointer, number, address = ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint64
 
-    def call(name: bytes, *arguments: Any) -> Any:
-        error, address, *_ = _cu.cuGetProcAddress(name, 12000, 0)
-        _check((error,), "cuGetProcAddress")
-        return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(int(address))
+    def call(name: str, *arguments: Any) -> Any:
+        if (found := _address_of(name, 12000)) is None:
+            raise CudaError(f"the driver has no {name} of CUDA 12: kvloft's GPU path needs a newer one")
+        return ctypes.CFUNCTYPE(ctypes.c_int, *arguments)(found)
 
     return _Calls(
-        launch=call(b"cuLaunchKernel", pointer, *(number,) * 7, pointer, pointer, pointer),
-        copy_2d=call(b"cuMemcpy2DAsync", pointer, pointer),
-        record=call(b"cuEventRecord", pointer, pointer),
-        wait=call(b"cuStreamWaitEvent", pointer, pointer, number),
-        synchronize=call(b"cuEventSynchronize", pointer),
+        launch=call("cuLaunchKernel", pointer, *(number,) * 7, pointer, pointer, pointer),
+        copy_2d=call("cuMemcpy2DAsync", pointer, pointer),
+        to_device=call("cuMemcpyHtoDAsync", address, address, ctypes.c_size_t, pointer),
+        to_host=call("cuMemcpyDtoHAsync", address, address, ctypes.c_size_t, pointer),
+        record=call("cuEventRecord", pointer, pointer),
+        query=call("cuEventQuery", pointer),
+        wait=call("cuStreamWaitEvent", pointer, pointer, number),
+        synchronize=call("cuEventSynchronize", pointer),
     )
 
 
 @cache
 def _batch_function() -> Any:
     """cuMemcpyBatchAsync as of CUDA 12.8, whose signature no binding's version changes; None if the driver has none."""
-    error, address, *_ = _cu.cuGetProcAddress(b"cuMemcpyBatchAsync", 12080, 0)
-    if int(error) or not int(address):
+    if (address := _address_of("cuMemcpyBatchAsync", 12080)) is None:
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    return ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)(int(address))
+    return ctypes.CFUNCTYPE(ctypes.c_int, pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer)(address)
 
 
 class Event:
@@ -216,11 +229,10 @@ class Event:
 
     def is_done(self) -> bool:
         """Whether the work before it is; raises CudaError if that work failed."""
-        (result,) = _cu.cuEventQuery(self.raw)
-        if int(result) == NOT_READY:
-            return False
-        _check((result,), "cuEventQuery")
-        return True
+        result = _calls().query(self.handle)
+        if result not in (0, NOT_READY):
+            raise _failed(result, "cuEventQuery")
+        return bool(result == 0)
 
     def synchronize(self) -> None:
         if result := _calls().synchronize(self.handle):

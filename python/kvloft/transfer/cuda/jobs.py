@@ -20,6 +20,8 @@ much longer for each of its chunks: seen on an H200's host, whose caches hold ot
 LINK_BYTES_A_US = 55_000.0
 SMALL_LAST = 4
 """The last piece of a load is so many times smaller than others: the link waits while it is scattered."""
+SORTED_PIECES = 4
+"""Of a load: as many pieces' chunks are sorted at once."""
 FRAME = itemgetter(ChunkCopy._fields.index("frame"))
 """Chunks are sent in the order of their frames, so that neighbours, in whichever order a store gave them out, are one copy."""
 
@@ -92,27 +94,29 @@ class QueuedLoad:
     copies: Sequence[ChunkCopy]
     after: Mark
     sent: int = 0
-    is_sorted: bool = False
-    num_dropped: int = 0
-    """Leading copies that were sent and are not in ``copies`` any more."""
+    window: list[ChunkCopy] = field(default_factory=list)
+    """Those from ``sent`` on that are sorted already, last first."""
 
     @property
     def num_left(self) -> int:
-        return self.num_dropped + len(self.copies) - self.sent
+        return len(self.copies) - self.sent
 
-    def take(self, count: int, *, few: int, is_last: bool) -> list[ChunkCopy]:
-        """The next ``count`` chunks at most; only ``few``, if not 0, where the link waits for them or has little to do before them,
-        and not all of them where it has nothing to do after them.
+    def take(self, count: int, *, per_piece: int, is_last: bool) -> list[ChunkCopy]:
+        """The next ``count`` chunks at most, in the order of their frames; not all of them where the link has nothing to do after.
 
-        What follows the first pieces is sorted as a whole: by then the link has work for longer than that takes.
+        What follows the first piece's worth is sorted some pieces at a time: by then the link has work for longer than that takes.
         """
-        begin, left, last = self.sent, self.num_left, count // SMALL_LAST
-        if begin > count and not self.is_sorted:
-            self.copies = sorted(self.copies[begin:], key=FRAME)
-            self.is_sorted, self.num_dropped = True, begin
-        if few and left > count:
-            count = few
-        elif is_last and begin and last < left <= count:
+        begin, left, last = self.sent, self.num_left, per_piece // SMALL_LAST
+        if is_last and begin and last < left <= count:
             count = left - last
-        self.sent += min(count, left)
-        return sorted(self.copies[begin - self.num_dropped : self.sent - self.num_dropped], key=FRAME)
+        count = min(count, left)
+        if not self.window and begin > per_piece:
+            self.window = sorted(self.copies[begin : begin + SORTED_PIECES * per_piece], key=FRAME, reverse=True)
+        self.sent += count
+        if not self.window:
+            return sorted(self.copies[begin : self.sent], key=FRAME)
+        taken = self.window[: -count - 1 : -1]
+        del self.window[-count:]
+        if (num_more := count - len(taken)) > 0:
+            taken = sorted([*taken, *self.copies[self.sent - num_more : self.sent]], key=FRAME)
+        return taken

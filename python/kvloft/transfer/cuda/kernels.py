@@ -147,7 +147,7 @@ class Launcher:
         self._address = ctypes.addressof(self._pointers)
         self._segments = np.frombuffer(self._params.segments, dtype=SEGMENT)
         self._written: npt.NDArray[Any] | None = None
-        """What ``_segments`` begins with, if it may be wanted again."""
+        """What ``_segments`` begins with: of full chunks it is the same piece after piece."""
         self._block_ids = np.frombuffer(self._params.block_ids, dtype=np.int32)
 
     def launch(

@@ -279,10 +279,11 @@ class CudaMover:
         owners: list[tuple[Load, int]] = []
         after = queue[0].after
         nth = self._num_loads_since_idle = self._num_loads_since_idle + 1 if self._flying[self.loads] else 0
+        if nth < len(self._few_loaded) and sum(waiting.num_left for waiting in queue if waiting.after is after) > room:
+            room = self._few_loaded[nth]
         while queue and queue[0].after is after and room:
             waiting = queue[0]
-            few = self._few_loaded[nth] if not copies and nth < len(self._few_loaded) else 0
-            taken = waiting.take(room, few=few, is_last=len(queue) == 1)
+            taken = waiting.take(room, per_piece=self._chunks_per_job, is_last=len(queue) == 1)
             copies += taken
             owners.append((waiting.load, len(taken)))
             room = 0 if waiting.num_left else room - len(taken)
