@@ -20,6 +20,7 @@ BESIDE_GBPS = 45.0
 COLD_PARTS = {
     "before_ms": "until the first forward starts",
     "gpu_ms": "from there to the end of the last forward",
+    "between_ms": "of that, between forwards",
     "after_ms": "until the token is there",
 }
 
@@ -150,19 +151,23 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
         cells = " | ".join("-" if value is None else f"{value:,.2f}" for value in values)
         return f"| {what} | {cells} | {target} | {'' if met is None else _verdict(met)} |"
 
+    def parts(*path: str) -> Iterator[str]:
+        for part, what in COLD_PARTS.items():
+            if any(_get(result, (*path, part)) is not None for result in results.values()):
+                yield row(f"- {what}", (*path, part))
+
     def ratio(path: tuple[str, ...], rival: dict[str, Any]) -> float:
         a, b = _get(ours, path), _get(rival, path)
         return a / b if a and b else float("nan")
 
     warm, cold = ratio(("ttft", "warm_ms"), native), ratio(("cold", "cold_ms"), none)
     yield row("TTFT of 32,768 tokens, cold", ("cold", "cold_ms"), f"1.005 of none: {cold:.4f}", cold <= 1.005)
-    for part, what in COLD_PARTS.items():
-        if any(_get(result, ("cold", part)) is not None for result in results.values()):
-            yield row(f"of it {what}", ("cold", part))
+    yield from parts("cold")
     yield row("the same, warm from host memory", ("ttft", "warm_ms"), f"0.93 of native: {warm:.3f}", warm <= 0.93)
     yield row("the same, from HBM", ("ttft", "hbm_ms"))
     wave, prefill = ratio(("wave", "warm_makespan_ms"), native), ratio(("wave", "cold_makespan_ms"), none)
     yield row("8 x 16k at once, cold: makespan", ("wave", "cold_makespan_ms"), f"1.005 of none: {prefill:.4f}", prefill <= 1.005)
+    yield from parts("wave", "cold_parts")
     rates = {name: _cold_tokens_a_second(results[name]) for name in columns}
     if (plain := rates.get("none")) and (rate := rates.get("kvloft")):
         cells = " | ".join("-" if rates[name] is None else f"{rates[name]:,.0f}" for name in columns)

@@ -129,11 +129,18 @@ def test_the_report_pools_every_cold_prompt(
 
 
 def test_the_report_says_what_a_cold_prompt_is_made_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    cold = {"none": {"cold_ms": 1236.0, "before_ms": 11.0, "gpu_ms": 1222.0, "after_ms": 3.0}, "native": {"cold_ms": 1300.0}}
-    out = report(tmp_path, capsys, engine={name: {"cold": found} for name, found in cold.items()})
-    assert "| of it until the first forward starts | 11.00 | - |  |  |" in out
-    assert "| of it from there to the end of the last forward | 1,222.00 | - |  |  |" in out
-    assert "| of it until the token is there | 3.00 | - |  |  |" in out
+    parts = {"before_ms": 11.0, "gpu_ms": 1222.0, "between_ms": 2.0, "after_ms": 3.0}
+    wave = {"cold_makespan_ms": 4000.0, "cold_parts": {**parts, "gpu_ms": 3900.0}}
+    none = {"cold": {"cold_ms": 1236.0, **parts}, "wave": wave}
+    out = report(tmp_path, capsys, engine={"none": none, "native": {"cold": {"cold_ms": 1300.0}}}).splitlines()
+    for whole, gpu in (("TTFT of 32,768 tokens, cold", "1,222.00"), ("8 x 16k at once, cold: makespan", "3,900.00")):
+        at = next(i for i, line in enumerate(out) if line.startswith(f"| {whole}"))
+        assert out[at + 1 : at + 5] == [
+            "| - until the first forward starts | 11.00 | - |  |  |",
+            f"| - from there to the end of the last forward | {gpu} | - |  |  |",
+            "| - of that, between forwards | 2.00 | - |  |  |",
+            "| - until the token is there | 3.00 | - |  |  |",
+        ]
 
 
 @pytest.mark.parametrize(("warm", "verdict"), [([110.0, 205.0, 900.0], "met"), ([111.0, 212.0, 318.0], "**missed**")])

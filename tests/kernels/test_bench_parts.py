@@ -1,5 +1,6 @@
 """What a first token's time is made of, around a model of torch's on the emulated GPU. Needs no GPU."""
 
+from itertools import chain, repeat
 from types import SimpleNamespace
 
 import pytest
@@ -29,11 +30,11 @@ class Model(torch.nn.Module):
 def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     with emulated(1) as gpu:
         monkeypatch.setattr(parts, "driver", lanes.driver)
-        clock = iter([0.0, 10.0, 10.5, 20.0, 20.25])
+        clock = chain([0.0, 10.0, 10.5, 20.0, 20.25], repeat(30.0))
         monkeypatch.setattr(parts, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
         model = Model(gpu)
         around = ForwardParts(model, lambda: gpu.compute)
-        with pytest.raises(RuntimeError, match="no forward"):
+        with pytest.raises(RuntimeError, match="0 forwards"):
             around.take(1.0)
         for _ in range(2):  # two requests
             around.start()
@@ -41,11 +42,18 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(monkeypa
                 model()
                 gpu.compute.enqueue(lambda: None)  # sampling
             found = around.take(100.0)
-            # An event counts what ran before it: after the first event, 3 forwards, 2 of sampling, 3 events behind forwards.
-            assert found.gpu_s == 3 * 7 + 2 + 3
+            # An event counts what ran before it: behind the first event 3 forwards, 2 of sampling, 3 events at ends, 2 at begins.
+            assert found.gpu_s == 3 * 7 + 2 + 3 + 2
+            assert found.between_s == 2 * 2, "a command of sampling, and the event"
             assert found.before_s in (0.5, 0.25)
-            assert sum(found) == 100.0
+            assert found.before_s + found.gpu_s + found.after_s == 100.0
+        around.start()
+        for _ in range(parts.MAX_FORWARDS + 1):
+            model()
+        with pytest.raises(RuntimeError, match=f"{parts.MAX_FORWARDS + 1} forwards"):
+            around.take(100.0)
+        around.start()
         around.close()
         model()
-        gpu.compute.synchronize()
-        assert around._last.last is not None and around._last.last.at < gpu.num_run - 7, "a hook is still there"
+        with pytest.raises(RuntimeError, match="0 forwards"):
+            around.take(100.0)

@@ -96,6 +96,7 @@ def test_saves_begin_with_few_chunks_on_an_idle_link_only(rig: Rig) -> None:
     [
         ([20], [2, 3, 6, 6, 2, 1]),
         ([1, 19], [2, 3, 6, 6, 2, 1]),
+        ([17], [2, 3, 6, 5, 1]),
         ([7, 7, 7, 7], [2, 3, 6, 6, 6, 4, 1]),
         ([PER_PIECE], [PER_PIECE]),
         ([1, 2, 3], [PER_PIECE]),

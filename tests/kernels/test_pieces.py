@@ -101,3 +101,10 @@ def test_a_slot_smaller_than_a_tile_is_refused() -> None:
     shape = Shape(geometry_of([8192]), 1024, 12288, 1, 1)
     with pytest.raises(ValueError, match="slot"):
         list(split(ChunkTable.of([ChunkCopy(0, ChunkKey(b"k" * 32), 1, 0, (BlockId(0),))]), shape))
+
+
+def test_segments_that_pieces_share_cannot_be_changed() -> None:
+    """A launch that has them already does not write them again."""
+    shape = Shape(geometry_of([4096]), 1 << 20, 8192, 1, 1000)
+    with pytest.raises(ValueError, match="read-only"):
+        shape.full_segments["base"][0] = 1

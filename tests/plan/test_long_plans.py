@@ -16,7 +16,7 @@ from kvloft.plan import loads, saves
 from kvloft.plan.copies import MANY, chunk_copies, collector_at_rest
 from kvloft.plan.loads import _copies, _copies_of_longer
 from kvloft.plan.tickets import Tickets
-from kvloft.types import BlockId, ChunkCopy, ChunkKey, NewRequest, ReqId, StepReport, StepView, Ticket
+from kvloft.types import BlockId, ChunkCopy, ChunkKey, NewRequest, ReqId, ReservedChunks, StepReport, StepView, Ticket
 
 
 def numbers(*tickets: int) -> tuple[Ticket, ...]:
@@ -94,6 +94,11 @@ def test_reserved_chunks_with_a_gap_are_planned_with_their_own_blocks() -> None:
     wanted = (ChunkCopy(50, keys[0], 1, 0, (BlockId(7),), Ticket(4)), ChunkCopy(51, keys[1], 1, 0, (BlockId(9),), Ticket(5)))
     assert plan.chunks == wanted and hash(plan.chunks) == hash(wanted)
     assert pickle.loads(pickle.dumps(plan)) == plan, "plans go to the workers of other processes"
+    assert isinstance(plan.chunks, ReservedChunks) and isinstance(plan.chunks.blocks, tuple), "a plan is a value"
+    whole = saves._plan_of_blocks(tracker, [(4, 50, b"a" * 32, 0, 1), (5, 51, b"b" * 32, 1, 1)])
+    assert whole is not None and isinstance(whole.chunks, ReservedChunks)
+    tracker.blocks[:] = []  # the request's table changes; a plan does not
+    assert whole.chunks.blocks == (7, 8)
     assert plan.chunks[-1] == wanted[1] and plan.chunks[:1] == wanted[:1]
 
 

@@ -36,6 +36,7 @@ POLL_S = 0.2
 COLD_PARTS = {
     "before_ms": "until the first forward starts",
     "gpu_ms": "from there to the end of the last forward",
+    "between_ms": "of that, between forwards",
     "after_ms": "until the token is there",
 }
 
@@ -173,13 +174,15 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
 
     row("TTFT cold, ms", "cold", "cold_ms")
     for part, label in COLD_PARTS.items():
-        row(f"of it {label}, ms", "cold", part)
+        row(f"  {label}, ms", "cold", part)
     for what in ("warm", "hbm"):
         row(f"TTFT {what}, ms", "ttft", f"{what}_ms")
     row("bytes loaded, last round", "ttft", "loaded_bytes_last_round")
     for what in ("saved_bytes", "loaded_bytes", "bad_chunks"):
         row(f"in all: {what.replace('_', ' ').replace('bad chunks', 'loaded chunks with a wrong tag')}", "totals", what)
     row("8 at once: cold makespan, ms", "wave", "cold_makespan_ms")
+    for part, label in COLD_PARTS.items():
+        row(f"  {label}, ms", "wave", "cold_parts", part)
     row("8 at once: warm makespan, ms", "wave", "warm_makespan_ms")
     for mark in ("p50", "p99"):
         row(f"decode step: {mark}, ms", "decode", "plain", f"alone_{mark}_ms")

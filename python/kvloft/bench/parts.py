@@ -1,4 +1,4 @@
-"""What a first token's time is made of: the host's until the first forward starts, the GPU's until the last ends, and the rest.
+"""What the time of first tokens is made of: the host's until the first forward starts, the GPU's until the last ends, and the rest.
 
 Whole times scatter by a percent with the GPU's clock and the host's cores; the parts say where a connector's share is. It must not
 know connectors.
@@ -13,14 +13,19 @@ from kvloft.transfer.cuda import driver
 
 
 class Parts(NamedTuple):
-    """Of one request, in seconds."""
+    """Of one request, or several at once, in seconds."""
 
     before_s: float
-    """From `ForwardParts.start` until its first forward was launched on a GPU that had nothing to do."""
+    """From `ForwardParts.start` until the first forward was launched on a GPU that had nothing to do."""
     gpu_s: float
-    """From there to the end of its last forward."""
+    """From there to the end of the last forward."""
+    between_s: float
+    """Of that, what is between forwards."""
     after_s: float
-    """Until the caller had the token."""
+    """Until the caller had the last token."""
+
+
+MAX_FORWARDS = 256
 
 
 class ForwardParts:
@@ -29,32 +34,38 @@ class ForwardParts:
     def __init__(self, model: Any, stream: Any) -> None:
         """``stream()`` is the `driver.Stream` that forwards are launched on."""
         self._stream = stream
-        self._first, self._last = driver.Event(timing=True), driver.Event(timing=True)
+        self._begins, self._ends = ([driver.Event(timing=True) for _ in range(MAX_FORWARDS)] for _ in range(2))
         self._hooks = (model.register_forward_pre_hook(self._before), model.register_forward_hook(self._after))
         self.start()
 
     def start(self) -> None:
-        """The request is sent now."""
+        """It is sent now."""
         self._begin_s = time.perf_counter()
         self._first_s: float | None = None
+        self._num = 0
 
     def take(self, seconds: float) -> Parts:
-        """Of the request that was sent at `start` and took so many ``seconds``. Raises RuntimeError if it had no forward."""
-        if self._first_s is None:
-            raise RuntimeError("no forward was seen")
+        """Of what was sent at `start` and took so many ``seconds``. Raises RuntimeError without a forward, or with too many."""
+        if self._first_s is None or self._num > MAX_FORWARDS:
+            raise RuntimeError(f"{self._num} forwards were seen; there must be 1 to {MAX_FORWARDS}")
         driver.synchronize()
-        gpu_s = self._last.seconds_since(self._first)
+        begins, ends = self._begins[: self._num], self._ends[: self._num]
+        gpu_s = ends[-1].seconds_since(begins[0])
+        between_s = sum(begin.seconds_since(end) for end, begin in zip(ends, begins[1:], strict=False))
         before_s = self._first_s - self._begin_s
-        return Parts(before_s, gpu_s, seconds - before_s - gpu_s)
+        return Parts(before_s, gpu_s, between_s, seconds - before_s - gpu_s)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
 
     def _before(self, *_: Any) -> None:
+        if self._num < MAX_FORWARDS:
+            self._begins[self._num].record(self._stream())
         if self._first_s is None:
-            self._first.record(self._stream())
             self._first_s = time.perf_counter()
 
     def _after(self, *_: Any) -> None:
-        self._last.record(self._stream())
+        if self._num < MAX_FORWARDS:
+            self._ends[self._num].record(self._stream())
+        self._num += 1

@@ -24,7 +24,7 @@ from kvloft.transfer.cuda.lanes import Tuning
 from kvloft.transfer.cuda.mover import CudaMover
 from kvloft.transfer.layout import PagedLayout, Plane
 from kvloft.transfer.mover import Finished
-from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, ReqId, SavePlan
+from kvloft.types import BlockId, LeasedChunks, LoadPlan, ReqId, ReservedChunks, SavePlan
 
 TRAILER_BYTES = 128
 NUM_RUNS = 21
@@ -97,27 +97,30 @@ class Rig:
         kernels = Kernels(layout, self.buffer.device, cache_dir, macros=macros)
         self.mover = CudaMover(layout, memory, kernels, blocks_per_chunk=1, tuning=tuning)
         self.mover.wait_pinned()
-        order = random.Random(1).sample(range(1, num_blocks), 2 * self.num_chunks)
+        order = list(map(BlockId, random.Random(1).sample(range(1, num_blocks), 2 * self.num_chunks)))
         self._from, self._to = order[: self.num_chunks], order[self.num_chunks :]
-        frames = sorted(range(self.num_chunks), key=FRAME_ORDERS[frame_order])
-        self.saves = tuple(map(self._copy, frames, self._from))
-        self.loads = tuple(map(self._copy, frames, self._to))
-        self.spare_saves = tuple(
-            self._copy(frame + self.num_chunks, block) for frame, block in zip(frames, self._from, strict=True)
-        )
+        self._frames = sorted(range(self.num_chunks), key=FRAME_ORDERS[frame_order])
         self.num_bytes = self.num_chunks * case.block_bytes
         self._begin = driver.Event(timing=True)
         gc.collect()
         gc.freeze()  # as vLLM does with what it has when it starts: the collector looks at what a step makes, not at all of it
 
-    def _copy(self, frame: int, block: int) -> ChunkCopy:
-        return ChunkCopy(frame, ChunkKey(frame.to_bytes(32, "little")), 1, 0, (BlockId(block),))
+    def save_plan(self, *, elsewhere: bool = False) -> SavePlan:
+        """New rows, as the scheduler half has them from a store in each step; ``elsewhere``: to frames that loads do not read."""
+        first = self.num_chunks if elsewhere else 0
+        rows = [(i, first + frame, (first + frame).to_bytes(32, "little"), i, 1) for i, frame in enumerate(self._frames)]
+        return SavePlan(ReqId("bench"), ReservedChunks(rows, tuple(self._from)))
 
-    def start_save(self, copies: tuple[ChunkCopy, ...] | None = None) -> None:
-        self.mover.submit_saves([SavePlan(ReqId("bench"), self.saves if copies is None else copies)])
+    def load_plan(self) -> LoadPlan:
+        """The same for a load."""
+        rows = [(frame, frame.to_bytes(32, "little"), i, 1, "host") for i, frame in enumerate(self._frames)]
+        return LoadPlan(ReqId("bench"), 0, LeasedChunks(rows, tuple(self._to)))
 
-    def start_load(self) -> None:
-        self.mover.submit_loads([LoadPlan(ReqId("bench"), 0, self.loads)])
+    def start_save(self, plan: SavePlan | None = None) -> None:
+        self.mover.submit_saves([plan or self.save_plan()])
+
+    def start_load(self, plan: LoadPlan | None = None) -> None:
+        self.mover.submit_loads([plan or self.load_plan()])
 
     def wait_sent(self) -> None:
         """Until all that was started is on the GPU: the mover sends a few pieces at a time."""
@@ -131,7 +134,7 @@ class Rig:
         self.mover.begin_step(())
         self.start_save()
         done = self.mover.drain()
-        self.mover.submit_loads([LoadPlan(ReqId("bench"), 0, self.loads)])
+        self.start_load()
         loaded = self.mover.drain()
         self.check(done, saves=True, loads=False)
         self.check(loaded, saves=False, loads=True)
@@ -149,6 +152,7 @@ class Rig:
         """
         mover = self.mover
         saves, loads = mover.saves, mover.loads
+        save_plan, load_plan = self.save_plan(elsewhere=what == "both"), self.load_plan()
         mover.begin_step((), has_loads=what in ("load", "both"))
         driver.synchronize()
         if what in ("save", "both"):
@@ -159,9 +163,9 @@ class Rig:
             stream.wait(self._begin)
         queued = time.perf_counter()
         if what != "load":
-            self.start_save(self.spare_saves if what == "both" else None)
+            self.start_save(save_plan)
         if what in ("load", "both"):
-            self.start_load()
+            self.start_load(load_plan)
         queued = time.perf_counter() - queued
         self.wait_sent()
         ends = []

@@ -106,7 +106,7 @@ class Tracker:
             # Accepted drafts behind the point where a session cut its output stay computed for vLLM, under the new input.
             self.kv_outdated |= self.had_drafts
         start = self.chain.num_tokens
-        end = known if self._view.embeds else min(known, limit)
+        end = min(known, limit)
         if start >= end:
             return known
         for rows in self._view.embeds:
