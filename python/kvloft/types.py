@@ -6,9 +6,10 @@ torch nor vLLM nor the Rust extension.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, NamedTuple, NewType, Protocol, TypeVar, overload
+from typing import Any, ClassVar, NamedTuple, NewType, Protocol, Self, overload
 
 ReqId = NewType("ReqId", str)
 BlockId = NewType("BlockId", int)
@@ -34,70 +35,86 @@ class ChunkCopy(NamedTuple):
     ticket: Ticket = Ticket(-1)
 
 
-_Row = TypeVar("_Row")
-
-
-class _ChunksOfOneBlock(Sequence[ChunkCopy], Generic[_Row]):
+class BlockChunks(Sequence[ChunkCopy], ABC):
     """Chunks of one block each: rows of a store, and the blocks they go to or come from. A ChunkCopy is made when it is asked for.
 
-    A long prompt has thousands, a forward or the first byte of a load waits until they are planned, and most are sent much later.
+    A long prompt has thousands, and a forward or the first byte of a load waits for them: whoever wants all takes columns.
     """
 
-    __slots__ = ("_rows", "blocks")
+    __slots__ = ("blocks", "rows")
+    FRAME: ClassVar[int]
+    KEY: ClassVar[int]
+    """Where a row has them."""
 
-    def __init__(self, rows: Sequence[_Row], blocks: Sequence[BlockId]) -> None:
+    def __init__(self, rows: Sequence[Any], blocks: Sequence[BlockId]) -> None:
         """``blocks[i]`` belongs to ``rows[i]``. Raises ValueError unless they pair up."""
         if len(rows) != len(blocks):
             raise ValueError(f"{len(rows)} chunks for {len(blocks)} blocks")
-        self._rows = rows
+        self.rows = rows
         self.blocks = blocks
 
     @staticmethod
-    def _copies(rows: Sequence[_Row], blocks: Sequence[BlockId]) -> list[ChunkCopy]:
-        raise NotImplementedError
+    @abstractmethod
+    def _copy(row: Any, block: BlockId) -> ChunkCopy: ...
+
+    def columns(self) -> tuple[tuple[int, ...], tuple[ChunkKey, ...]]:
+        """Frames and keys."""
+        every = tuple(zip(*self.rows, strict=True))
+        return (every[self.FRAME], every[self.KEY]) if every else ((), ())
+
+    def by_frame(self) -> Self:
+        """The same in the order of their frames."""
+        frames = [row[self.FRAME] for row in self.rows]
+        if frames == sorted(frames):
+            return self
+        order = sorted(range(len(frames)), key=frames.__getitem__)
+        return type(self)([self.rows[i] for i in order], tuple([self.blocks[i] for i in order]))
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self.rows)
 
     @overload
     def __getitem__(self, index: int) -> ChunkCopy: ...
     @overload
-    def __getitem__(self, index: slice) -> tuple[ChunkCopy, ...]: ...
-    def __getitem__(self, index: int | slice) -> ChunkCopy | tuple[ChunkCopy, ...]:
+    def __getitem__(self, index: slice) -> Self: ...
+    def __getitem__(self, index: int | slice) -> ChunkCopy | Self:
         if isinstance(index, slice):
-            return tuple(self._copies(self._rows[index], self.blocks[index]))
-        return self._copies([self._rows[index]], [self.blocks[index]])[0]
+            return type(self)(self.rows[index], self.blocks[index])
+        return self._copy(self.rows[index], self.blocks[index])
 
     def __iter__(self) -> Iterator[ChunkCopy]:
-        return iter(self[:])
+        return map(self._copy, self.rows, self.blocks)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, tuple | _ChunksOfOneBlock) and tuple(self) == tuple(other)
+        return isinstance(other, tuple | BlockChunks) and tuple(self) == tuple(other)
 
     def __hash__(self) -> int:
         return hash(tuple(self))
 
 
-class LeasedChunks(_ChunksOfOneBlock[tuple[int, bytes, int, int, str]]):
-    """Chunks of a load; rows as from `ReadLease.frames`."""
+class LeasedChunks(BlockChunks):
+    """Chunks of a load; rows as from `ReadLease.frames`: (frame, key, first block, number of blocks, tier)."""
 
     __slots__ = ()
+    FRAME, KEY = 0, 1
 
     @staticmethod
-    def _copies(rows: Sequence[tuple[int, bytes, int, int, str]], blocks: Sequence[BlockId]) -> list[ChunkCopy]:
-        return [ChunkCopy(row[0], ChunkKey(row[1]), 1, 0, (block,)) for row, block in zip(rows, blocks, strict=True)]
+    def _copy(row: tuple[int, bytes, int, int, str], block: BlockId) -> ChunkCopy:
+        return ChunkCopy(row[0], ChunkKey(row[1]), 1, 0, (block,))
 
 
-class ReservedChunks(_ChunksOfOneBlock[tuple[int, int, bytes, int, int]]):
-    """Chunks of a save; rows as from `Store.reserve`."""
+class ReservedChunks(BlockChunks):
+    """Chunks of a save; rows as from `Store.reserve`: (ticket, frame, key, first block, number of blocks)."""
 
     __slots__ = ()
+    FRAME, KEY = 1, 2
+
+    def tickets(self) -> list[Ticket]:
+        return [row[0] for row in self.rows]
 
     @staticmethod
-    def _copies(rows: Sequence[tuple[int, int, bytes, int, int]], blocks: Sequence[BlockId]) -> list[ChunkCopy]:
-        return [
-            ChunkCopy(row[1], ChunkKey(row[2]), 1, 0, (block,), Ticket(row[0])) for row, block in zip(rows, blocks, strict=True)
-        ]
+    def _copy(row: tuple[int, int, bytes, int, int], block: BlockId) -> ChunkCopy:
+        return ChunkCopy(row[1], ChunkKey(row[2]), 1, 0, (block,), Ticket(row[0]))
 
 
 @dataclass(frozen=True, slots=True)

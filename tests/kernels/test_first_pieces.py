@@ -17,7 +17,7 @@ from gpu_support import Frames, Paged, copies_of, load, make_mover, part_bytes_f
 
 from kvloft.transfer.cuda import jobs
 from kvloft.transfer.cuda import mover as mover_module
-from kvloft.transfer.cuda.jobs import FRAME, Load, Mark, QueuedLoad
+from kvloft.transfer.cuda.jobs import Load, Mark, QueuedLoad
 from kvloft.transfer.cuda.mover import CudaMover
 from kvloft.transfer.cuda.staging import RingSize
 from kvloft.types import ChunkCopy, LoadPlan, ReqId, SavePlan
@@ -132,7 +132,7 @@ def test_a_load_hands_out_each_chunk_once_in_the_order_of_frames(num: int, per_p
     while waiting.num_left:
         room = min(rooms[len(handed) % len(rooms)], per_piece)
         taken = waiting.take(room, per_piece=per_piece, is_last=True)
-        assert 1 <= len(taken) <= room and taken == sorted(taken, key=FRAME)
+        assert 1 <= len(taken) <= room and list(taken) == sorted(taken, key=lambda copy: copy.frame)
         handed += taken
         assert waiting.num_left == num - len(handed)
     assert sorted(handed) == sorted(copies)

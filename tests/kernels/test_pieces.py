@@ -9,9 +9,10 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from piece_model import copy_out, gather
 
+from kvloft.transfer.cuda.jobs import by_frame, tickets_of
 from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, TILE_BYTES, Geometry
 from kvloft.transfer.cuda.pieces import NOT_WANTED, ChunkTable, Shape, split
-from kvloft.types import BlockId, ChunkCopy, ChunkKey
+from kvloft.types import BlockChunks, BlockId, ChunkCopy, ChunkKey, LeasedChunks, ReservedChunks, Ticket
 
 POISON, STALE = 0xA5, 0x5A
 
@@ -108,3 +109,35 @@ def test_segments_that_pieces_share_cannot_be_changed() -> None:
     shape = Shape(geometry_of([4096]), 1 << 20, 8192, 1, 1000)
     with pytest.raises(ValueError, match="read-only"):
         shape.full_segments["base"][0] = 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9)), max_size=9, unique_by=lambda row: row[0]), st.booleans())
+def test_rows_of_a_store_mean_the_copies_they_stand_for(rows: list[tuple[int, int]], is_save: bool) -> None:
+    blocks = tuple(BlockId(block) for _, block in rows)
+    keys = [ChunkKey(frame.to_bytes(32, "little")) for frame, _ in rows]
+    chunks: BlockChunks
+    if is_save:
+        chunks = ReservedChunks(
+            [(7 + frame, frame, key, i, 1) for i, ((frame, _), key) in enumerate(zip(rows, keys, strict=True))], blocks
+        )
+    else:
+        chunks = LeasedChunks(
+            [(frame, key, i, 1, "host") for i, ((frame, _), key) in enumerate(zip(rows, keys, strict=True))], blocks
+        )
+    copies = tuple(
+        ChunkCopy(frame, key, 1, 0, (BlockId(block),), Ticket(7 + frame if is_save else -1))
+        for (frame, block), key in zip(rows, keys, strict=True)
+    )
+    assert chunks == copies and list(chunks) == list(copies) and tickets_of(chunks) == tickets_of(copies)
+    assert by_frame(chunks) == tuple(by_frame(copies)) == tuple(sorted(copies))
+    assert [chunks[i] for i in range(-len(copies), len(copies))] == [*copies, *copies]
+    assert chunks[1:-1] == copies[1:-1] and type(chunks[1:-1]) is type(chunks)
+    ours, theirs = ChunkTable.of(chunks), ChunkTable.of(copies)
+    assert (ours.frames, ours.keys, ours.num_blocks, ours.block_bounds) == (
+        theirs.frames,
+        theirs.keys,
+        theirs.num_blocks,
+        theirs.block_bounds,
+    )
+    assert tuple(ours.starts) == tuple(theirs.starts) and ours.block_ids.tolist() == theirs.block_ids.tolist()
+    assert ours.block_ids.dtype == theirs.block_ids.dtype and len(ours) == len(theirs)

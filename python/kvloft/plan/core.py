@@ -31,7 +31,6 @@ from kvloft.types import (
     StepReport,
     StepView,
     Store,
-    Ticket,
 )
 
 __all__ = ["Geometry", "SchedulerCore"]
@@ -244,7 +243,7 @@ class SchedulerCore:
         if saving.plan is not None:
             saves.append(saving.plan)
             if isinstance(saving.plan.chunks, ReservedChunks):
-                tickets = [Ticket(row[0]) for row in saving.reserved]
+                tickets = saving.plan.chunks.tickets()
                 self._fences.add_many(saving.plan.chunks.blocks, tickets)
                 self._tickets.add_many(tickets)
             else:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece
-from kvloft.types import ChunkCopy, ChunkKey, LoadPlan
+from kvloft.types import BlockChunks, ChunkCopy, ChunkKey, LoadPlan, ReservedChunks, Ticket
 
 SAVE_PREPARE_US, LOAD_PREPARE_US, PREPARE_CHUNK_US = 100.0, 150.0, 1.5
 """To prepare and send one of the first pieces takes so long (of a load, its predecessor's kernel is launched before it), and so
@@ -22,8 +22,7 @@ SMALL_LAST = 4
 """The last piece of a load is so many times smaller than others: the link waits while it is scattered."""
 SORTED_PIECES = 4
 """Of a load: as many pieces' chunks are sorted at once."""
-FRAME = itemgetter(ChunkCopy._fields.index("frame"))
-"""Chunks are sent in the order of their frames, so that neighbours, in whichever order a store gave them out, are one copy."""
+_FRAME = itemgetter(ChunkCopy._fields.index("frame"))
 
 
 def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int, ...]:
@@ -39,6 +38,16 @@ def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int
         sizes.append(size)
         size = max(size + 1, int((size * link_us - prepare_us) / PREPARE_CHUNK_US))
     return tuple(sizes)
+
+
+def by_frame(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
+    """Chunks in the order of their frames, so that neighbours, in whichever order a store gave them out, are one copy."""
+    return copies.by_frame() if isinstance(copies, BlockChunks) else sorted(copies, key=_FRAME)
+
+
+def tickets_of(copies: Sequence[ChunkCopy]) -> list[Ticket]:
+    """Of each of these saves."""
+    return copies.tickets() if isinstance(copies, ReservedChunks) else [copy.ticket for copy in copies]
 
 
 @dataclass(slots=True, eq=False)
@@ -94,14 +103,15 @@ class QueuedLoad:
     copies: Sequence[ChunkCopy]
     after: Mark
     sent: int = 0
-    window: list[ChunkCopy] = field(default_factory=list)
-    """Those from ``sent`` on that are sorted already, last first."""
+    window: Sequence[ChunkCopy] = ()
+    """Some that are sorted already; those from ``used`` on are not sent yet."""
+    used: int = 0
 
     @property
     def num_left(self) -> int:
         return len(self.copies) - self.sent
 
-    def take(self, count: int, *, per_piece: int, is_last: bool) -> list[ChunkCopy]:
+    def take(self, count: int, *, per_piece: int, is_last: bool) -> Sequence[ChunkCopy]:
         """The next ``count`` chunks at most, in the order of their frames; not all of them where the link has nothing to do after.
 
         What follows the first piece's worth is sorted some pieces at a time: by then the link has work for longer than that takes.
@@ -110,13 +120,13 @@ class QueuedLoad:
         if is_last and begin and last < left <= count:
             count = left - last
         count = min(count, left)
-        if not self.window and begin > per_piece:
-            self.window = sorted(self.copies[begin : begin + SORTED_PIECES * per_piece], key=FRAME, reverse=True)
+        if self.used == len(self.window) and begin > per_piece:
+            self.window, self.used = by_frame(self.copies[begin : begin + SORTED_PIECES * per_piece]), 0
         self.sent += count
-        if not self.window:
-            return sorted(self.copies[begin : self.sent], key=FRAME)
-        taken = self.window[: -count - 1 : -1]
-        del self.window[-count:]
-        if (num_more := count - len(taken)) > 0:
-            taken = sorted([*taken, *self.copies[self.sent - num_more : self.sent]], key=FRAME)
+        if self.used == len(self.window):
+            return by_frame(self.copies[begin : self.sent])
+        taken = self.window[self.used : self.used + count]
+        self.used += len(taken)
+        if num_more := count - len(taken):
+            taken = by_frame([*taken, *self.copies[self.sent - num_more : self.sent]])
         return taken

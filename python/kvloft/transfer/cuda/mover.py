@@ -27,7 +27,6 @@ from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.feeder import Feeder
 from kvloft.transfer.cuda.frame_memory import FrameMemory, Trailers
 from kvloft.transfer.cuda.jobs import (
-    FRAME,
     LOAD_PREPARE_US,
     SAVE_PREPARE_US,
     InFlight,
@@ -35,7 +34,9 @@ from kvloft.transfer.cuda.jobs import (
     Load,
     Mark,
     QueuedLoad,
+    by_frame,
     ramp,
+    tickets_of,
 )
 from kvloft.transfer.cuda.kernels import Kernels
 from kvloft.transfer.cuda.lanes import MAX_PIECES, LoadLane, SaveLane, Tuning
@@ -153,7 +154,7 @@ class CudaMover:
                 while done < len(copies) and self._broken is None:
                     batch = copies[done : done + next(sizes)]
                     first_number = self._num_saves
-                    if (pieces := self._queue_saves(sorted(batch, key=FRAME), mark)) is None:
+                    if (pieces := self._queue_saves(by_frame(batch), mark)) is None:
                         break
                     done += len(batch)
                     self._feed(self.saves)  # the link is at work while the rest is prepared
@@ -272,10 +273,10 @@ class CudaMover:
                 self._release(after)
         return queued.popleft() if queued else None
 
-    def _take_loads(self) -> tuple[list[ChunkCopy], list[tuple[Load, int]], Mark]:
+    def _take_loads(self) -> tuple[Sequence[ChunkCopy], list[tuple[Load, int]], Mark]:
         """Chunks for one piece, of as many loads as it has room for; how many of them, in order, are whose; and after what."""
         queue, room = self._queued_loads, self._chunks_per_job
-        copies: list[ChunkCopy] = []
+        copies: Sequence[ChunkCopy] = ()
         owners: list[tuple[Load, int]] = []
         after = queue[0].after
         nth = self._num_loads_since_idle = self._num_loads_since_idle + 1 if self._flying[self.loads] else 0
@@ -284,7 +285,7 @@ class CudaMover:
         while queue and queue[0].after is after and room:
             waiting = queue[0]
             taken = waiting.take(room, per_piece=self._chunks_per_job, is_last=len(queue) == 1)
-            copies += taken
+            copies = [*copies, *taken] if owners else taken
             owners.append((waiting.load, len(taken)))
             room = 0 if waiting.num_left else room - len(taken)
             if not waiting.num_left:
@@ -393,7 +394,7 @@ class CudaMover:
 
     def _finish_saves(self, job: Job) -> None:
         self._trailers.seal(job.table.frames, job.table.keys, job.tags, job.table.num_blocks)
-        self._done.saved += [copy.ticket for copy in job.copies]
+        self._done.saved += tickets_of(job.copies)
         del self._open_saves[job]
 
     def _finish_loads(self, job: Job) -> None:
@@ -437,7 +438,7 @@ class CudaMover:
 
     def _drop(self, copies: Sequence[ChunkCopy]) -> None:
         self.num_dropped_saves += len(copies)
-        self._done.failed += [copy.ticket for copy in copies]
+        self._done.failed += tickets_of(copies)
 
     def _break(self, reason: str) -> None:
         """After a CUDA error: everything in flight failed, and everything to come does. Waits until no copy runs."""

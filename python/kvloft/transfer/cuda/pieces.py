@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, SEGMENT, Geometry
-from kvloft.types import ChunkCopy, ChunkKey
+from kvloft.types import BlockChunks, ChunkCopy, ChunkKey
 
 NOT_WANTED = -1
 """Block id of a payload block that is tagged and not scattered."""
@@ -41,13 +41,26 @@ class ChunkTable:
     def of(cls, copies: Sequence[ChunkCopy]) -> ChunkTable:
         """Raises ValueError for a copy whose blocks are not part of its chunk."""
         # Column by column and in tuples: the link waits for the first table of a save or a load, and numpy is slow to start.
+        if isinstance(copies, BlockChunks):
+            frames, keys = copies.columns()
+            return cls._of(frames, (1,) * len(frames), range(len(frames) + 1), copies.blocks, keys)
         frames, keys, num_blocks, first_blocks, blocks, _ = zip(*copies, strict=True) if copies else ((),) * 6
         if tuple(map(len, blocks)) == num_blocks and 0 not in num_blocks and not any(first_blocks):
             ids = list(chain.from_iterable(blocks))
         else:
             ids = [block for copy in copies for block in _payload_blocks(copy)]
+        return cls._of(frames, num_blocks, tuple(accumulate(num_blocks, initial=0)), ids, keys)
+
+    @classmethod
+    def _of(
+        cls,
+        frames: tuple[int, ...],
+        num_blocks: tuple[int, ...],
+        starts: Sequence[int],
+        ids: Sequence[int],
+        keys: tuple[ChunkKey, ...],
+    ) -> ChunkTable:
         bounds = (min(ids), max(ids)) if ids else (0, 0)
-        starts = tuple(accumulate(num_blocks, initial=0))
         # Ids beyond 32 bits are no blocks either: `check` sees the bounds as they came.
         return cls(frames, num_blocks, starts, np.array(ids).astype(np.int32), keys, bounds)
 
