@@ -158,6 +158,27 @@ def test_the_report_pairs_a_warm_prompt_with_the_hit_right_after_it(
     assert f"target 1.05; {verdict})" in line
 
 
+@pytest.mark.parametrize(
+    ("last", "verdicts"), [(1.004, ["met", "met", "met"]), (1.006, ["**missed**", "**missed**", "**missed**"])]
+)
+def test_the_report_takes_the_median_of_runs_with_new_processes(
+    last: float, verdicts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Kvloft takes 0.9, 1.02 and ``last`` times as long; the second run had no plain engine, and counts for nothing."""
+
+    def engine(times: float) -> dict[str, Any]:
+        one, wave = 1000.0 * times, 4000.0 * times
+        waves = {"cold": [{"makespan_ms": wave, "mean_ms": 1.0}], "cold_makespan_ms": wave}
+        return {"cold": {"context": 1000, "cold_ms": one, "all_ms": [one]}, "wave": waves}
+
+    runs = [{"none": engine(1.0), "kvloft": engine(times)} for times in (0.9, 7.0, 1.02, last)]
+    del runs[1]["none"]
+    out = report(tmp_path, capsys, engine=runs[0], **{f"engine_again_{i}": run for i, run in enumerate(runs[1:])}).splitlines()
+    assert "| 2 | 1.0200 | 1.0200 | 0.9804 |" in out and not any(line.startswith("| 4 ") for line in out)
+    (line,) = (text for text in out if text.startswith("| median"))
+    assert line == f"| median | {last:.4f} {verdicts[0]} | {last:.4f} {verdicts[1]} | {1 / last:.4f} {verdicts[2]} |"
+
+
 def test_the_report_has_a_row_for_each_launch_that_was_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ncu.txt").write_text(
         "==PROF== Connected to process 7\n"
