@@ -115,8 +115,8 @@ def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
             parts.append(around.take(seconds[-1]))
     around.close()
     return {
-        "context": context, "cold_ms": statistics.median(seconds) * 1e3, "all_ms": [round(each * 1e3, 2) for each in seconds], **_medians(parts),
-        "parts_ms": [_milliseconds(each) for each in parts],
+        "context": context, "cold_ms": statistics.median(seconds) * 1e3, **_medians(parts),
+        "all_ms": [round(each * 1e3, 2) for each in seconds], "parts_ms": [_milliseconds(each) for each in parts],
     }  # fmt: skip
 
 
