@@ -97,6 +97,17 @@ def test_a_run_is_timed_from_its_data_to_its_last_byte(what: str, order: str, gp
     rig.close()
 
 
+@pytest.mark.parametrize("order", FRAME_ORDERS)
+def test_saves_beside_loads_go_to_frames_that_nobody_reads(order: str, gpu: Gpu) -> None:
+    rig = make_rig(HostFrames(2 * CHUNKS * PART), order)
+    frames = {name: [copy.frame for copy in plan.chunks] for name, plan in (
+        ("saved", rig.save_plan()), ("loaded", rig.load_plan()), ("elsewhere", rig.save_plan(elsewhere=True))
+    )}  # fmt: skip
+    assert frames["saved"] == frames["loaded"] and sorted(frames["saved"]) == list(range(CHUNKS))
+    assert sorted(frames["elsewhere"]) == list(range(CHUNKS, 2 * CHUNKS))
+    rig.close()
+
+
 def test_a_run_that_moved_less_is_no_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mover drops what there is no room for: its rate would be one of bytes that nobody moved."""
     rig = make_rig(HostFrames(2 * CHUNKS * PART), slot_parts=1)

@@ -20,7 +20,7 @@ from kvloft.transfer.cuda import mover as mover_module
 from kvloft.transfer.cuda.jobs import Load, Mark, QueuedLoad
 from kvloft.transfer.cuda.mover import CudaMover
 from kvloft.transfer.cuda.staging import RingSize
-from kvloft.types import ChunkCopy, LoadPlan, ReqId, SavePlan
+from kvloft.types import ChunkCopy, LoadPlan, ReqId, ReservedChunks, SavePlan
 
 PER_PIECE, BLOCKS = 6, 120
 
@@ -112,6 +112,17 @@ def test_loads_begin_with_few_chunks_whosever_they_are(rig: Rig, counts: list[in
         assert sorted(result.load_id for result in done.loads) == list(range(len(counts))) and not done.bad_blocks
         rig.sent()
     assert torch.equal(rig.paged.payload(range(60, 60 + sum(counts))), rig.paged.payload(range(sum(counts))))
+
+
+def test_saves_are_sent_in_the_order_of_frames_whatever_order_they_come_in(rig: Rig) -> None:
+    """`Rig.noted` looks at each piece."""
+    rig.mover.begin_step(())
+    backwards = copies_of(range(20)[::-1], [[block] for block in range(20)])
+    rows = [(copy.ticket, 20 + copy.frame, copy.key, i, 1) for i, copy in enumerate(backwards)]
+    for chunks in (backwards, ReservedChunks(rows, tuple(copy.blocks[0] for copy in backwards))):
+        rig.mover.submit_saves([SavePlan(ReqId("s"), chunks)])
+        assert sorted(rig.mover.drain().saved) == list(range(1, 21))
+    assert rig.sent() == [2, 3, 6, 6, 3] * 2
 
 
 def test_loads_behind_others_that_still_run_are_full_pieces(rig: Rig) -> None:
