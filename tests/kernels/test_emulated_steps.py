@@ -218,7 +218,7 @@ class Steps(RuleBasedStateMachine):
     @rule(random=st.randoms(use_true_random=True))
     def a_bit_flips(self, random: Random) -> None:
         being_loaded = {wanted.saved.frame for chunks in self.loads.values() for wanted in chunks}
-        idle = [saved for saved in self.saved if saved.frame not in being_loaded]
+        idle = [saved for saved in self.saved if saved.frame not in being_loaded and not saved.is_damaged]  # it may flip back
         if idle and random.random() < 0.3:
             saved = random.choice(idle)
             self.frames.parts[saved.frame, random.randrange(len(saved.payload))] ^= 1 << random.randrange(8)
