@@ -38,11 +38,16 @@ class Link:
         self.end = self.begin + host.size_bytes
         self.copies: list[tuple[int, int]] = []
         """(when, bytes)."""
+        self.touched: dict[str, set[int]] = {"read": set(), "written": set()}
+        """Addresses of host frames."""
 
     def move(self, to: int, source: int, num_bytes: int) -> None:
         ctypes.memmove(to, source, num_bytes)
         if any(self.begin <= address < self.end for address in (to, source)):
             self.copies.append((self.gpu.num_run, num_bytes))
+            is_write = self.begin <= to < self.end
+            at = to if is_write else source
+            self.touched["written" if is_write else "read"].update(range(at, at + num_bytes))
 
 
 @pytest.fixture
@@ -87,10 +92,12 @@ def test_a_run_is_timed_from_its_data_to_its_last_byte(what: str, order: str, gp
             patch.setattr(Stream, "copy_to_device", seen)
             patch.setattr(Stream, "copy_to_host", seen)
             link.copies.clear()
+            link.touched = {"read": set(), "written": set()}
             gates = gpu.num_run
             seconds, _ = rig.seconds(what)
         begin = rig._begin.last.at  # type: ignore[attr-defined]
         assert sum(num_bytes for _, num_bytes in link.copies) == CHUNKS * PAGE * (2 if what == "both" else 1)
+        assert not link.touched["read"] & link.touched["written"], "what is loaded is saved anew meanwhile"
         assert begin <= min(when for when, _ in link.copies), "a copy began before the time that it counts from"
         assert max(when for when, _ in link.copies) <= begin + seconds, "a copy ended after the time that counts"
         assert (begin - gates >= GATE_COMMANDS) == (what in ("save", "both"))

@@ -108,3 +108,37 @@ def test_a_function_that_the_driver_has_not_is_an_error_not_a_crash(monkeypatch:
     with pytest.raises(CudaError, match="cuLaunchKernel"):
         driver._calls.__wrapped__()
     assert driver._batch_function.__wrapped__() is None
+
+
+def test_every_argument_reaches_its_function_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of the machine's own calling convention, which say what they were given."""
+    num = {
+        "cuLaunchKernel": 11, "cuMemcpy2DAsync": 2, "cuMemcpyHtoDAsync": 4, "cuMemcpyDtoHAsync": 4, "cuEventRecord": 2,
+        "cuEventQuery": 1, "cuStreamWaitEvent": 3, "cuEventSynchronize": 1,
+    }  # fmt: skip
+    given: dict[str, tuple[int, ...]] = {}
+    kept: list[Any] = []
+
+    def address_of(name: bytes, version: int, flags: int) -> tuple[int, int, int]:
+        text = name.decode()
+        kept.append(ctypes.CFUNCTYPE(ctypes.c_int, *(ctypes.c_uint64,) * num[text])(lambda *args: given.update({text: args}) or 0))
+        return 0, ctypes.cast(kept[-1], ctypes.c_void_p).value or 0, 0
+
+    monkeypatch.setattr(driver, "_cu", SimpleNamespace(cuGetProcAddress=address_of))
+    calls = driver._calls.__wrapped__()
+    a, b, size = HANDLE, 0xFFFF_8234_5678_9ABC, 5 << 32
+    calls.to_device(a, b, size, HANDLE)
+    calls.to_host(b, a, size, HANDLE)
+    calls.copy_2d(a, HANDLE)
+    calls.record(a, HANDLE)
+    calls.query(a)
+    calls.wait(a, HANDLE, 0)
+    calls.synchronize(a)
+    calls.launch(a, 66, 1, 1, 512, 1, 1, 0, HANDLE, b, None)
+    launch = given.pop("cuLaunchKernel")
+    assert (launch[0], *(value & 0xFFFF_FFFF for value in launch[1:8]), *launch[8:]) == (a, 66, 1, 1, 512, 1, 1, 0, HANDLE, b, 0)
+    assert (*given.pop("cuStreamWaitEvent")[:2],) == (a, HANDLE)
+    assert given == {
+        "cuMemcpyHtoDAsync": (a, b, size, HANDLE), "cuMemcpyDtoHAsync": (b, a, size, HANDLE), "cuMemcpy2DAsync": (a, HANDLE),
+        "cuEventRecord": (a, HANDLE), "cuEventQuery": (a,), "cuEventSynchronize": (a,),
+    }  # fmt: skip

@@ -20,7 +20,7 @@ from kvloft.transfer.cuda import mover as mover_module
 from kvloft.transfer.cuda.jobs import Load, Mark, QueuedLoad
 from kvloft.transfer.cuda.mover import CudaMover
 from kvloft.transfer.cuda.staging import RingSize
-from kvloft.types import ChunkCopy, LoadPlan, ReqId, ReservedChunks, SavePlan
+from kvloft.types import BlockId, ChunkCopy, LeasedChunks, LoadPlan, ReqId, ReservedChunks, SavePlan
 
 PER_PIECE, BLOCKS = 6, 120
 
@@ -123,6 +123,81 @@ def test_saves_are_sent_in_the_order_of_frames_whatever_order_they_come_in(rig: 
         rig.mover.submit_saves([SavePlan(ReqId("s"), chunks)])
         assert sorted(rig.mover.drain().saved) == list(range(1, 21))
     assert rig.sent() == [2, 3, 6, 6, 3] * 2
+
+
+def rows_of(copies: Sequence[ChunkCopy]) -> ReservedChunks:
+    return ReservedChunks([(c.ticket, c.frame, c.key, i, 1) for i, c in enumerate(copies)], tuple(c.blocks[0] for c in copies))
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_saves_that_are_not_taken_are_told_each_once(rig: Rig, in_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = copies_of(range(20), [[block] for block in range(20)])
+    plan = SavePlan(ReqId("s"), rows_of(copies) if in_rows else copies)
+    with monkeypatch.context() as patch:
+        patch.setattr(mover_module, "MAX_PIECES", 3)
+        rig.mover.begin_step(())
+        rig.mover.submit_saves([plan])
+        done = rig.mover.drain()
+    assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 12)), list(range(12, 21)))
+    with monkeypatch.context() as patch:
+        part = rig.mover._memory.frame_bytes
+        patch.setattr(rig.mover, "_pinned", SimpleNamespace(is_complete=False, num_pinned_bytes=7 * part))
+        rig.mover.submit_saves([plan])
+        done = rig.mover.drain()
+    assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 8)), list(range(8, 21)))
+    rig.mover._break("as the test wanted it")
+    rig.mover.submit_saves([plan])
+    assert (done := rig.mover.drain()).saved == [] and sorted(done.failed) == list(range(1, 21))
+
+
+def test_a_load_that_cannot_be_made_takes_no_other_with_it(rig: Rig) -> None:
+    """They share a piece; what is said to be bad is thrown away."""
+    save(rig.mover, copies_of(range(60), [[block] for block in range(60)]))
+    rows = [(frame, (frame + 1).to_bytes(32, "little"), 0, 1, "host") for frame in range(6)]
+    plans = [
+        LoadPlan(ReqId("a"), 0, LeasedChunks(rows[:2], (BlockId(70), BlockId(71)))),
+        LoadPlan(ReqId("b"), 1, LeasedChunks(rows[2:4], (BlockId(72), BlockId(10**6)))),
+        LoadPlan(ReqId("c"), 2, LeasedChunks(rows[4:], (BlockId(74), BlockId(75)))),
+        LoadPlan(ReqId("d"), 3, LeasedChunks(rows[:1], (BlockId(2**80),))),
+    ]
+    rig.mover.begin_step((), has_loads=True)
+    rig.mover.submit_loads(plans)
+    done = rig.mover.drain()
+    assert {result.load_id: len(result.bad_keys) for result in done.loads} == {0: 0, 1: 2, 2: 0, 3: 1}
+    assert done.bad_blocks == {72, 10**6, 2**80}
+    assert torch.equal(rig.paged.payload([70, 71, 74, 75]), rig.paged.payload([0, 1, 4, 5]))
+    rig.mover.begin_step(())
+    assert all(not mark.users for mark in rig.mover._spare_marks)
+
+
+def test_what_other_steps_load_makes_no_first_piece_small(rig: Rig) -> None:
+    """Their chunks cannot be in it."""
+    loads = [Load(LoadPlan(ReqId("l"), i, copies_of(range(4), [[0]] * 4)), 4, []) for i in range(2)]
+    for load_ in loads:
+        mark = Mark(mover_module.driver.Event(), users=1)
+        rig.mover._queued_loads.append(QueuedLoad(load_, load_.plan.chunks, mark))
+    taken, owners, _ = rig.mover._take_loads()
+    assert len(taken) == 4 and owners == [(loads[0], 4)]
+    rig.mover._queued_loads.clear()
+
+
+def test_nothing_is_sorted_before_the_first_piece_is_out() -> None:
+    class Watched(tuple):  # type: ignore[type-arg]
+        longest = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            Watched.longest = max(Watched.longest, len(found))
+            return found
+
+    copies = Watched(copies_of(range(100), [[0]] * 100))
+    waiting = QueuedLoad(Load(LoadPlan(ReqId("l"), 0, copies), 100, []), copies, Mark(event=None))  # type: ignore[arg-type]
+    for room in (2, 4):
+        waiting.take(room, per_piece=PER_PIECE, is_last=True)
+        assert Watched.longest == room
+    waiting.take(PER_PIECE, per_piece=PER_PIECE, is_last=True)
+    waiting.take(PER_PIECE, per_piece=PER_PIECE, is_last=True)
+    assert Watched.longest == jobs.SORTED_PIECES * PER_PIECE
 
 
 def test_loads_behind_others_that_still_run_are_full_pieces(rig: Rig) -> None:

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvloft.bench.engine import COLD_PARTS
 from kvloft.bench.link import current_stream
 from kvloft.bench.llama import Engine, apply_model, worker_totals
 from kvloft.bench.parts import ForwardParts, Parts
@@ -106,7 +105,7 @@ def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
             engine.ttft(engine.prompt(length))
         engine.settle()
     around = ForwardParts(apply_model(engine.llm, lambda model: model)[0], current_stream)
-    seconds, parts = list[float](), list[Parts]()
+    seconds, parts = list[float](), list[Parts | None]()
     for _ in range(options.get("colds", 12)):
         with turn(turns):
             prompt = engine.prompt(context)
@@ -120,13 +119,14 @@ def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
     }  # fmt: skip
 
 
-def _milliseconds(parts: Parts) -> dict[str, float]:
-    return {name.replace("_s", "_ms"): round(seconds * 1e3, 3) for name, seconds in parts._asdict().items()}
+def _milliseconds(parts: Parts | None) -> dict[str, float]:
+    return {name.replace("_s", "_ms"): round(seconds * 1e3, 3) for name, seconds in parts._asdict().items()} if parts else {}
 
 
-def _medians(every: Sequence[Parts]) -> dict[str, float]:
-    """Of each part, in milliseconds."""
-    return _milliseconds(Parts(*map(statistics.median, zip(*every, strict=True))))
+def _medians(every: Sequence[Parts | None]) -> dict[str, float]:
+    """Of each part, in milliseconds; nothing where there was nothing to take."""
+    taken = [parts for parts in every if parts is not None]
+    return _milliseconds(Parts(*map(statistics.median, zip(*taken, strict=True)))) if taken else {}
 
 
 def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
@@ -137,6 +137,7 @@ def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
     def wave(prompts: Sequence[list[int]]) -> dict[str, Any]:
         if trace is not None:
             trace.start()
+        around.start()
         begin = time.perf_counter()
         waiting = {engine.add(p, 1) for p in prompts}
         added = time.perf_counter() - begin
@@ -158,12 +159,13 @@ def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 
     found: dict[str, Any] = {"cold": [], "hbm": None, "warm": []}
     prompts: list[list[int]] = []
+    parts: list[Parts | None] = []
     for _ in range(options.get("colds", 12) // 4):
         prompts = [engine.prompt(options["context"] // 2) for _ in range(8)]
         with turn(turns):
-            around.start()  # of cold prompts only: a CUDA graph's replay is no forward of the model
             found["cold"].append(wave(prompts))
-            found["cold"][-1]["parts_ms"] = _milliseconds(around.take(found["cold"][-1]["makespan_ms"] / 1e3))
+            parts.append(around.take(found["cold"][-1]["makespan_ms"] / 1e3))
+            found["cold"][-1]["parts_ms"] = _milliseconds(parts[-1])
             engine.settle()
     around.close()
     with turn(turns):
@@ -176,7 +178,7 @@ def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
         if found[kind]:
             found[f"{kind}_makespan_ms"] = statistics.median(row["makespan_ms"] for row in found[kind])
     if found["cold"]:
-        found["cold_parts"] = {part: statistics.median(row["parts_ms"][part] for row in found["cold"]) for part in COLD_PARTS}
+        found["cold_parts"] = _medians(parts)
     return found
 
 

@@ -260,18 +260,26 @@ class CudaMover:
         while lane is self.loads and not queued and self._queued_loads:
             num_waiting = len(self._queued_loads)
             copies, owners, after = self._take_loads()
-            try:
-                job = self._new_job(copies, after)
-            except ValueError as error:
-                for load, count in owners:
-                    mine, copies = copies[:count], copies[count:]
-                    self._finish_load(load, mine, dict.fromkeys(range(count), f"copy: {error}"))
-            else:
-                job.owners = owners
-                queued.extend((job, piece) for piece in job.pieces)
+            queued.extend((job, piece) for job in self._load_jobs(copies, owners, after) for piece in job.pieces)
             for _ in range(num_waiting - len(self._queued_loads)):
                 self._release(after)
         return queued.popleft() if queued else None
+
+    def _load_jobs(self, copies: Sequence[ChunkCopy], owners: Sequence[tuple[Load, int]], after: Mark) -> list[Job]:
+        """One job. A load with a copy that cannot be made fails by itself, and its neighbours in the piece get jobs of their own."""
+        try:
+            job = self._new_job(copies, after)
+        except ValueError as error:
+            if len(owners) == 1:
+                self._finish_load(owners[0][0], copies, dict.fromkeys(range(len(copies)), f"copy: {error}"))
+                return []
+            jobs: list[Job] = []
+            for load, count in owners:
+                jobs += self._load_jobs(copies[:count], [(load, count)], after)
+                copies = copies[count:]
+            return jobs
+        job.owners = owners
+        return [job]
 
     def _take_loads(self) -> tuple[Sequence[ChunkCopy], list[tuple[Load, int]], Mark]:
         """Chunks for one piece, of as many loads as it has room for; how many of them, in order, are whose; and after what."""

@@ -61,8 +61,9 @@ class ChunkTable:
         keys: tuple[ChunkKey, ...],
     ) -> ChunkTable:
         bounds = (min(ids), max(ids)) if ids else (0, 0)
-        # Ids beyond 32 bits are no blocks either: `check` sees the bounds as they came.
-        return cls(frames, num_blocks, starts, np.array(ids).astype(np.int32), keys, bounds)
+        # Ids beyond 32 bits are no blocks either: `check` sees the bounds as they came, and nothing else of such a table counts.
+        fits = bounds[0] >= -(1 << 31) and bounds[1] < 1 << 31
+        return cls(frames, num_blocks, starts, np.array(ids if fits else [0] * len(ids), dtype=np.int32), keys, bounds)
 
     def check(self, num_frames: int, num_blocks: int, blocks_per_chunk: int) -> None:
         """Raises ValueError if a copy would reach outside the arena, its frame or the paged KV."""
