@@ -45,7 +45,7 @@ class ForwardParts:
         self._num = 0
 
     def take(self, seconds: float) -> Parts | None:
-        """Of what was sent at `start` and took so many ``seconds``; None without a forward (a graph's replay is none), or with too many."""
+        """Of what was sent at `start` and took so many ``seconds``; None without a forward (a replay is none) or with too many."""
         if self._first_s is None or self._num > MAX_FORWARDS:
             return None
         driver.synchronize()

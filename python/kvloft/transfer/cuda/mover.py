@@ -266,7 +266,7 @@ class CudaMover:
         return queued.popleft() if queued else None
 
     def _load_jobs(self, copies: Sequence[ChunkCopy], owners: Sequence[tuple[Load, int]], after: Mark) -> list[Job]:
-        """One job. A load with a copy that cannot be made fails by itself, and its neighbours in the piece get jobs of their own."""
+        """One job. A load with a copy that cannot be made fails alone, and its neighbours in the piece get jobs of their own."""
         try:
             job = self._new_job(copies, after)
         except ValueError as error:
