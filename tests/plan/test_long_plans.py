@@ -24,9 +24,9 @@ def numbers(*tickets: int) -> tuple[Ticket, ...]:
 
 
 def test_a_copy_made_of_columns_is_like_any_other() -> None:
-    (made,) = chunk_copies([3], [b"k" * 32], [1], [(BlockId(7),)])
+    (made,) = chunk_copies([3], [b"k" * 32], [1], [(BlockId(7),)], [5])
     assert type(made) is ChunkCopy
-    assert made == ChunkCopy(3, ChunkKey(b"k" * 32), 1, 0, (BlockId(7),))
+    assert made == ChunkCopy(3, ChunkKey(b"k" * 32), 1, 0, (BlockId(7),), Ticket(5))
 
 
 # -- saves ---------------------------------------------------------------------------------------------------------

@@ -15,19 +15,15 @@ from kvloft.types import BlockId, ChunkCopy
 MANY = 256
 """From so many chunks on, a plan is made with the `collector_at_rest`."""
 
-_NO_TICKET: int = ChunkCopy._field_defaults["ticket"]
-
 
 def chunk_copies(
     frames: Iterable[int],
     keys: Iterable[bytes],
     nums_blocks: Iterable[int],
     blocks: Iterable[tuple[BlockId, ...]],
-    tickets: Iterable[int] | None = None,
+    tickets: Iterable[int],
 ) -> tuple[ChunkCopy, ...]:
     """One copy for each row of the columns, which are equally long; ``blocks`` begin with the chunk's first."""
-    if tickets is None:
-        tickets = repeat(_NO_TICKET)
     rows = zip(frames, keys, nums_blocks, repeat(0), blocks, tickets, strict=False)
     # What ``ChunkCopy._make`` does, less a call in Python for each.
     return tuple(map(tuple.__new__, repeat(ChunkCopy), rows))
