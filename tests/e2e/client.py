@@ -181,6 +181,10 @@ class Engine:
         """Read or call an attribute of the scheduler-side connector."""
         return self._ask("call", path=path, args=list(args))
 
+    def detach(self, *, away: bool) -> None:
+        """Take the connector away, or put it back."""
+        self._ask("detach", away=away)
+
     def store(self) -> dict[str, int]:
         """kvloft's store counters and gauges, right now."""
         return self.call("_scheduler._store.stats")

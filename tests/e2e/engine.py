@@ -6,6 +6,7 @@ is tested: kvloft is only named in the arguments that the test sends.
 """
 
 import base64
+import contextlib
 import json
 import os
 import runpy
@@ -27,6 +28,7 @@ class Engine:
     def __init__(self) -> None:
         self.llm: Any = None
         self.core: Any = None
+        self.away = contextlib.ExitStack()
         self.internal: dict[str, str] = {}
         self.results: dict[str, dict[str, Any]] = {}
         self.admissions: list[dict[str, Any]] = []
@@ -220,6 +222,15 @@ class Engine:
             value = getattr(value, name)
         value = value(*(args or [])) if callable(value) else value
         return json.loads(json.dumps(value, default=repr))
+
+    def do_detach(self, away: bool) -> None:
+        """Take the connector away, as the benches do, or put it back."""
+        from kvloft.bench.attached import detached
+
+        if away:
+            self.away.enter_context(detached(self.llm))
+        else:
+            self.away.close()
 
     def do_serve_http(self, argv: list[str], env: dict[str, str], log: str) -> int:
         """Become ``python -m vllm.entrypoints.openai.api_server`` in a child of this process; returns its id."""

@@ -78,3 +78,41 @@ def test_metrics_add_up(truth: Truth, start: Callable[..., Engine]) -> None:
     )
     for name in ("hook_errors", "verify_failures", "save_failed_chunks", "load_lost_blocks"):
         assert metrics[f"vllm:kvloft_{name}_total"] == 0, name
+
+
+@pytest.mark.parametrize("async_scheduling", [False, True])
+def test_a_bench_can_take_the_connector_away_and_put_it_back(
+    truth: Truth, start: Callable[..., Engine], async_scheduling: bool
+) -> None:
+    engine = start(kv_transfer_config=kvloft(chunk_tokens=BLOCK), num_blocks=100, async_scheduling=async_scheduling)
+    requests = [Req(random_ids(6200 + i, 3 * BLOCK + 7), max_tokens=4) for i in range(3)]
+
+    def saved_and_loaded() -> tuple[float, float]:
+        metrics = engine.metrics()
+        return engine.store()["frames_visible"], metrics.get("vllm:kvloft_load_tokens_host_total", 0)
+
+    def ask(request: Req) -> None:
+        assert engine.ask(request.again())[0].tokens == truth.tokens(request)
+
+    ask(requests[0])
+    ask(Req(random_ids(6300, 5), max_tokens=2))  # what was saved lands
+    before = saved_and_loaded()
+    assert before == (3, 0)
+    running = Req(random_ids(6301, 5), max_tokens=10)
+    engine.add(running)
+    engine.step(2)
+    with pytest.raises(EngineError, match="requests that run"):
+        engine.detach(away=True)
+    engine.run()
+    engine.detach(away=True)
+    engine.reset()
+    for request in requests[:2]:
+        ask(request)
+    engine.detach(away=False)
+    assert saved_and_loaded() == before, "nothing of a request without the connector is its business"
+    ask(requests[2])
+    engine.reset()
+    for request in requests:
+        ask(request)
+    assert saved_and_loaded()[1] == 2 * 3 * BLOCK, "the first and the last were saved, the second was not"
+    engine.assert_at_rest()

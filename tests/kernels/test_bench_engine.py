@@ -88,6 +88,14 @@ def test_decoding_is_measured_with_one_engine_at_a_time(tmp_path: Path) -> None:
     assert not any("error" in result for result in found.values())
 
 
+def test_without_a_connector_there_is_none_to_detach() -> None:
+    names = ("none", "kvloft")
+    found = engine._groups(names, ("cold", "attached"), together=True)
+    assert found == [(["none", "kvloft"], ["cold"]), (["kvloft"], ["attached"])]
+    assert engine._groups(names, ("attached",), together=True) == [(["kvloft"], ["attached"])]
+    assert engine._groups(names, ("cold", "attached"), together=False) == [(["none"], ["cold"]), (["kvloft"], ["cold", "attached"])]
+
+
 def test_the_last_result_counts_and_a_bad_end_is_an_error(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text('RESULT {"a": 1}\nnoise\nRESULT {"a": 2}\nthe end')

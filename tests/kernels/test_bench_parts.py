@@ -1,6 +1,7 @@
 """What a first token's time is made of, around a model of torch's on the emulated GPU. Needs no GPU."""
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from itertools import chain, repeat
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 import torch
 from emulated_gpu import Gpu, emulated
 
-from kvloft.bench import engine, engine_child, parts
+from kvloft.bench import attached, cold, engine, engine_child, parts
 from kvloft.bench.parts import ForwardParts
 from kvloft.transfer.cuda import lanes
 
@@ -89,24 +90,66 @@ class Wave:
 
     empty_gpu_cache = settle
 
+    def ttft(self, prompt: list[int]) -> tuple[float, tuple[int, float], int]:
+        self.model()
+        return 0.5, (1, 0.0), 0
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
+    """What the benches find in any engine, and take apart."""
+    with emulated(1) as gpu:
+        found = Model(gpu)
+        monkeypatch.setattr(parts, "driver", lanes.driver)
+        monkeypatch.setattr(cold, "apply_model", lambda llm, function: [function(found)])
+        monkeypatch.setattr(cold, "current_stream", lambda: gpu.compute)
+        monkeypatch.setattr(engine_child, "LANDED_S", 0)
+        yield found
+
 
 @pytest.mark.parametrize("is_graph", [False, True])
-def test_waves_are_taken_apart_where_their_forwards_can_be_seen(is_graph: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    with emulated(1) as gpu:
-        model = Model(gpu)
-        monkeypatch.setattr(parts, "driver", lanes.driver)
-        for name, value in {
-            "apply_model": lambda llm, function: [function(model)],
-            "current_stream": lambda: gpu.compute,
-            "LANDED_S": 0,
-        }.items():
-            monkeypatch.setattr(engine_child, name, value)
-        turns: Any = SimpleNamespace(mine=nullcontext)
-        wave: Any = Wave(model, is_graph=is_graph)
-        found = engine_child.phase_wave(wave, turns, {"context": 64, "name": "kvloft", "colds": 12, "rounds": 1})
-        assert len(found["cold"]) == 3 and len(found["warm"]) == 2 and found["cold_makespan_ms"] > 0
-        if is_graph:
-            assert found["cold_parts"] == {} and all(row["parts_ms"] == {} for row in found["cold"])
-        else:
-            assert found["cold_parts"]["gpu_ms"] == 1e3 * (8 * 7 + 8 + 7)
-            assert set(found["cold_parts"]) == set(engine.COLD_PARTS) == set(found["cold"][0]["parts_ms"])
+def test_waves_are_taken_apart_where_their_forwards_can_be_seen(is_graph: bool, model: Model) -> None:
+    turns: Any = SimpleNamespace(mine=nullcontext)
+    wave: Any = Wave(model, is_graph=is_graph)
+    found = engine_child.phase_wave(wave, turns, {"context": 64, "name": "kvloft", "colds": 12, "rounds": 1})
+    assert len(found["cold"]) == 3 and len(found["warm"]) == 2 and found["cold_makespan_ms"] > 0
+    if is_graph:
+        assert found["cold_parts"] == {} and all(row["parts_ms"] == {} for row in found["cold"])
+    else:
+        assert found["cold_parts"]["gpu_ms"] == 1e3 * (8 * 7 + 8 + 7)
+        assert set(found["cold_parts"]) == set(engine.COLD_PARTS) == set(found["cold"][0]["parts_ms"])
+
+
+def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forward of the engine with its connector has a command more; each must find its way to its own column."""
+    away: list[str] = []
+    order: list[str] = []
+
+    @contextmanager
+    def without(engine: Any) -> Iterator[None]:
+        assert engine is wave, "vLLM's engine, not the bench's"
+        away.append("yes")
+        yield
+        away.clear()
+
+    def forward() -> None:
+        order.append("detached" if away else "attached")
+        for _ in range(7 + (not away)):
+            model.gpu.compute.enqueue(lambda: None)
+
+    monkeypatch.setattr(attached, "detached", without)
+    monkeypatch.setattr(model, "forward", forward)
+    wave: Any = Wave(model, is_graph=False)
+    turns: Any = SimpleNamespace(mine=nullcontext)
+    found = engine_child.phase_attached(wave, turns, {"context": 64, "name": "kvloft", "colds": 4})
+    assert order[2:10] == ["attached", "detached", "detached", "attached"] * 2
+    assert order[10:] == ["attached"] * 8 + ["detached"] * 16 + ["attached"] * 8
+    prompts, waves = found["prompts"], found["waves"]
+    for kind, length in (("attached", 8), ("detached", 7)):
+        assert prompts[kind]["gpu_ms"] == 1e3 * (length + 1), "with the event before it"
+        assert waves[kind]["gpu_ms"] == 1e3 * (8 * length + 8 + 7)
+        assert len(prompts[kind]["all_ms"]) == len(prompts[kind]["parts_ms"]) == 4 and prompts[kind]["ms"] == 500.0
+        assert len(waves[kind]["all_ms"]) == 2
+    rows = engine.table({"kvloft": {"attached": found}})[1:]
+    assert rows[0] == ("in one process, connector detached: TTFT cold, ms", "500.00")
+    assert len(rows) == 4 * (1 + len(engine.COLD_PARTS))

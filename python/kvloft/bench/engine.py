@@ -21,8 +21,8 @@ from kvloft.bench.turns import leave
 from kvloft.errors import UnsupportedError
 
 CONNECTORS = ("none", "native", "kvloft")
-PHASES = ("cold", "ttft", "wave", "decode")
-ALONE = ("decode",)
+PHASES = ("cold", "ttft", "wave", "decode", "attached")
+ALONE = ("decode", "attached")
 """Plain vLLM's decode steps were up to 4 % shorter beside other engines on the GPU, idle ones, than alone; nobody serves so."""
 CHILD_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
@@ -84,11 +84,12 @@ def _add(result: dict[str, Any], found: dict[str, Any]) -> None:
 
 def _groups(connectors: Sequence[str], phases: Sequence[str], *, together: bool) -> list[tuple[list[str], list[str]]]:
     """Which engines are on the GPU at a time, and for what."""
-    shared = [phase for phase in phases if phase not in ALONE]
-    alone = [phase for phase in phases if phase in ALONE]
+    phases_of = {name: [phase for phase in phases if (name, phase) != ("none", "attached")] for name in connectors}
     if not together:
-        return [([name], list(phases)) for name in connectors]
-    return [(list(connectors), shared)] * bool(shared) + [([name], alone) for name in connectors if alone]
+        return [([name], phases_of[name]) for name in connectors if phases_of[name]]
+    shared = [phase for phase in phases if phase not in ALONE]
+    alone = [([name], [phase for phase in phases_of[name] if phase in ALONE]) for name in connectors]
+    return [(list(connectors), shared)] * bool(shared) + [group for group in alone if group[1]]
 
 
 def fit_together(num_engines: int, num_blocks: int, model: Mapping[str, Any], total_bytes: int) -> bool:
@@ -183,6 +184,11 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
     row("8 at once: cold makespan, ms", "wave", "cold_makespan_ms")
     for part, label in COLD_PARTS.items():
         row(f"  {label}, ms", "wave", "cold_parts", part)
+    for what, label in (("prompts", "TTFT cold"), ("waves", "8 at once: cold makespan")):
+        for kind in ("detached", "attached"):
+            row(f"in one process, connector {kind}: {label}, ms", "attached", what, kind, "ms")
+            for part, part_label in COLD_PARTS.items():
+                row(f"  {part_label}, ms", "attached", what, kind, part)
     row("8 at once: warm makespan, ms", "wave", "warm_makespan_ms")
     for mark in ("p50", "p99"):
         row(f"decode step: {mark}, ms", "decode", "plain", f"alone_{mark}_ms")

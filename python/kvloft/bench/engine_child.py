@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvloft.bench.link import current_stream
-from kvloft.bench.llama import Engine, apply_model, worker_totals
-from kvloft.bench.parts import ForwardParts, Parts
+from kvloft.bench.attached import compare
+from kvloft.bench.cold import cold_prompt, cold_wave, forward_parts, medians, milliseconds, wave
+from kvloft.bench.llama import Engine, worker_totals
+from kvloft.bench.parts import Parts
 from kvloft.bench.turns import Turns
 
 LANDED_S = 0.1
@@ -104,82 +105,53 @@ def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
         for length in (2048, context):
             engine.ttft(engine.prompt(length))
         engine.settle()
-    around = ForwardParts(apply_model(engine.llm, lambda model: model)[0], current_stream)
+    around = forward_parts(engine)
     seconds, parts = list[float](), list[Parts | None]()
     for _ in range(options.get("colds", 12)):
         with turn(turns):
-            prompt = engine.prompt(context)
-            around.start()
-            seconds.append(engine.ttft(prompt)[0])
-            parts.append(around.take(seconds[-1]))
+            one, taken = cold_prompt(engine, engine.prompt(context), around)
+            seconds.append(one)
+            parts.append(taken)
     around.close()
     return {
-        "context": context, "cold_ms": statistics.median(seconds) * 1e3, **_medians(parts),
-        "all_ms": [round(each * 1e3, 2) for each in seconds], "parts_ms": [_milliseconds(each) for each in parts],
+        "context": context, "cold_ms": statistics.median(seconds) * 1e3, **medians(parts),
+        "all_ms": [round(each * 1e3, 2) for each in seconds], "parts_ms": [milliseconds(each) for each in parts],
     }  # fmt: skip
 
 
-def _milliseconds(parts: Parts | None) -> dict[str, float]:
-    return {name.replace("_s", "_ms"): round(seconds * 1e3, 3) for name, seconds in parts._asdict().items()} if parts else {}
-
-
-def _medians(every: Sequence[Parts | None]) -> dict[str, float]:
-    """Of each part, in milliseconds; nothing where there was nothing to take."""
-    taken = [parts for parts in every if parts is not None]
-    return _milliseconds(Parts(*map(statistics.median, zip(*taken, strict=True)))) if taken else {}
-
-
 def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """Eight prompts of half the context at once: cold (twice, others each time), from HBM, and from the connector."""
+    """Eight prompts of half the context at once: cold (others each time), from HBM, and from the connector."""
     trace = load_trace(options)
-    around = ForwardParts(apply_model(engine.llm, lambda model: model)[0], current_stream)
-
-    def wave(prompts: Sequence[list[int]]) -> dict[str, Any]:
-        if trace is not None:
-            trace.start()
-        around.start()
-        begin = time.perf_counter()
-        waiting = {engine.add(p, 1) for p in prompts}
-        added = time.perf_counter() - begin
-        times: list[float] = []
-        steps: list[tuple[float, float]] = []
-        while engine.engine.has_unfinished_requests() and time.perf_counter() - begin < 60:
-            stepped = time.perf_counter()
-            for output in engine.engine.step():
-                if output.finished and any(output.request_id.startswith(name) for name in waiting):
-                    times.append(time.perf_counter() - begin)  # noqa: PERF401 (the clock is read output by output)
-            steps.append((time.perf_counter() - stepped, stepped - begin))
-        return {
-            "makespan_ms": max(times) * 1e3, "mean_ms": statistics.mean(times) * 1e3, "finished": len(times),
-            "added_ms": added * 1e3, "steps": len(steps), "first_step_ms": steps[0][0] * 1e3,
-            "finished_ms": [round(seconds * 1e3, 1) for seconds in times],
-            "longest_steps_ms": [(round(took * 1e3, 1), round(at * 1e3, 1)) for took, at in sorted(steps, reverse=True)[:12]],
-            "trace": trace.summary() if trace is not None else None,
-        }  # fmt: skip
-
+    around = forward_parts(engine)
     found: dict[str, Any] = {"cold": [], "hbm": None, "warm": []}
     prompts: list[list[int]] = []
     parts: list[Parts | None] = []
     for _ in range(options.get("colds", 12) // 4):
         prompts = [engine.prompt(options["context"] // 2) for _ in range(8)]
         with turn(turns):
-            found["cold"].append(wave(prompts))
-            parts.append(around.take(found["cold"][-1]["makespan_ms"] / 1e3))
-            found["cold"][-1]["parts_ms"] = _milliseconds(parts[-1])
+            row, taken = cold_wave(engine, prompts, around)
+            found["cold"].append(row)
+            parts.append(taken)
             engine.settle()
     around.close()
     with turn(turns):
-        found["hbm"] = wave(prompts)
+        found["hbm"] = wave(engine, prompts, trace)
     for _ in range(0 if options["name"] == "none" else options.get("rounds", 4) + 1):
         with turn(turns):
             engine.empty_gpu_cache()
-            found["warm"].append(wave(prompts))
+            found["warm"].append(wave(engine, prompts, trace))
     for kind in ("cold", "warm"):
         if found[kind]:
             found[f"{kind}_makespan_ms"] = statistics.median(row["makespan_ms"] for row in found[kind])
     if found["cold"]:
-        found["cold_parts"] = _medians(parts)
+        found["cold_parts"] = medians(parts)
     return found
+
+
+def phase_attached(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
+    """What the connector adds to cold prompts: with it and without it, in this process."""
+    with turn(turns):
+        return compare(engine, options["context"], options.get("colds", 12), options.get("colds", 12) // 2)
 
 
 def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
@@ -251,6 +223,7 @@ def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
 
 PHASES: dict[str, Callable[[Engine, Turns, dict[str, Any]], dict[str, Any]]] = {
     "cold": phase_cold, "ttft": phase_ttft, "wave": phase_wave, "decode": phase_decode,
+    "attached": phase_attached,
 }  # fmt: skip
 
 

@@ -85,12 +85,13 @@ def _add_engine(kinds: Any) -> None:
         "engine", help="TTFT and decode steps of vLLM alone, with OffloadingConnector and with kvloft",
         description=f"First tokens and decode steps of vLLM alone, with OffloadingConnector and with kvloft, on one GPU. {STATUS}",
     )  # fmt: skip
-    names, phases = ("none", "native", "kvloft"), ("cold", "ttft", "wave", "decode")
+    names, phases = ("none", "native", "kvloft"), ("cold", "ttft", "wave", "decode", "attached")
     engine.add_argument("--connectors", type=_names(*names), default=list(names), help=f"which of {','.join(names)} (default all)")
     engine.add_argument(
-        "--phases", type=_names(*phases), default=list(phases),
+        "--phases", type=_names(*phases), default=list(phases[:-1]),
         help="which of cold (first tokens of new prompts), ttft (of known ones), wave (eight prompts at once), decode (steps "
-        "alone, beside saves and beside loads); default all",
+        "alone, beside saves and beside loads), attached (new prompts with the connector and without it, in one process); "
+        "default all but the last",
     )  # fmt: skip
     engine.add_argument(
         "--context", type=_whole(2048, 40000), default=32768, help="tokens of a long prompt, 2048 to 40000 (default 32768)"
