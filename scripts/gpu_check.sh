@@ -49,6 +49,9 @@ if has prefill; then # again, with new processes: one is faster or slower than t
     TAIL=30 stage "engine_again_$number" "$PYTHON" -m kvloft.cli bench engine --connectors none,kvloft --phases cold,wave \
       --json "$OUT/engine_again_$number.json" --logs "$OUT/again_$number"
   done
+  # And what the connector adds with all else the same: in one process, with it and without it.
+  TAIL=30 stage engine_attached "$PYTHON" -m kvloft.cli bench engine --connectors kvloft --phases attached \
+    --json "$OUT/engine_attached.json" --logs "$OUT/attached"
 fi
 if has sanitize; then
   # Newer bindings than driver probe for symbols the driver lacks, which the tool would count as API errors; our own calls check theirs.

@@ -22,6 +22,7 @@ COLD_PARTS = {
     "gpu_ms": "from there to the end of the last forward",
     "between_ms": "of that, between forwards",
     "after_ms": "until the token is there",
+    "collected_ms": "of all of it, Python's garbage collections",
 }
 
 
@@ -37,6 +38,9 @@ def main(folder: Path) -> int:
     if "engine" in files:
         parts += _engine(files["engine"], files.get("copy", {}).get("ceiling", {}).get("load"))
     parts += _again([files[name] for name in sorted(files) if name == "engine" or name.startswith("engine_again")])
+    for name in sorted(files):
+        if name.startswith("engine_attached"):
+            parts += _attached(files[name])
     if "engine_kv1" in files:
         parts += _one_kv_head(files["engine_kv1"])
     for name in sorted(files):
@@ -224,6 +228,29 @@ def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
     one, wave, rate = (statistics.median(column) for column in zip(*rows, strict=True))
     verdicts = (one, one <= 1.005), (wave, wave <= 1.005), (rate, rate >= 0.995)
     yield f"| median | {' | '.join(f'{value:.4f} {_verdict(met)}' for value, met in verdicts)} |"
+
+
+def _attached(results: dict[str, Any]) -> Iterator[str]:
+    """What a connector adds, with all else the same: in one process, with it and without it in turns."""
+    for connector, result in results.items():
+        found = result.get("attached", {})
+        kinds = [found.get(what, {}) for what in ("prompts", "waves")]
+        if not all(kind.get(state, {}).get("ms") for kind in kinds for state in ("attached", "detached")):
+            continue
+        yield from ("", f"Cold prefill in one process of {connector}, with the connector and without it in turns, medians, ms:", "")
+        yield from ("| | without | with | target | |", "|---|---|---|---|---|")
+        context = found["context"]
+        labels = f"TTFT of {context:,} tokens", f"8 x {context // 2048}k at once: makespan"
+        for kind, what in zip(kinds, labels, strict=True):
+            without, with_it = kind["detached"], kind["attached"]
+            ratio = with_it["ms"] / without["ms"]
+            yield (
+                f"| {what} (of {len(with_it['all_ms'])}) | {without['ms']:,.2f} | {with_it['ms']:,.2f} "
+                f"| 1.005: {ratio:.4f} | {_verdict(ratio <= 1.005)} |"
+            )
+            for part, label in COLD_PARTS.items():
+                if part in without and part in with_it:
+                    yield f"| - {label} | {without[part]:,.2f} | {with_it[part]:,.2f} | | |"
 
 
 def _one_kv_head(results: dict[str, Any]) -> Iterator[str]:

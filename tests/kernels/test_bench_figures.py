@@ -179,6 +179,24 @@ def test_the_report_takes_the_median_of_runs_with_new_processes(
     assert line == f"| median | {last:.4f} {verdicts[0]} | {last:.4f} {verdicts[1]} | {1 / last:.4f} {verdicts[2]} |"
 
 
+def test_the_report_compares_one_process_with_its_connector_and_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def kind(without_ms: float, with_ms: float) -> dict[str, Any]:
+        return {
+            "detached": {"ms": without_ms, "gpu_ms": without_ms - 20, "all_ms": [1, 2]},
+            "attached": {"ms": with_ms, "gpu_ms": with_ms - 23, "all_ms": [1, 2]},
+        }
+
+    measured: dict[str, Any] = {"attached": {"context": 32768, "prompts": kind(1000, 1005), "waves": kind(4000, 4021)}}
+    out = report(tmp_path, capsys, engine_attached={"kvloft": measured})
+    assert "in one process of kvloft" in out
+    assert "| TTFT of 32,768 tokens (of 2) | 1,000.00 | 1,005.00 | 1.005: 1.0050 | met |" in out
+    assert "| 8 x 16k at once: makespan (of 2) | 4,000.00 | 4,021.00 | 1.005: 1.0052 | **missed** |" in out
+    assert "| - from there to the end of the last forward | 980.00 | 982.00 | | |" in out
+    assert "of that, between forwards" not in out, "what was not measured"
+    del measured["attached"]["waves"]["attached"]["ms"]
+    assert "one process" not in report(tmp_path, capsys, engine_attached={"kvloft": measured, "native": {"error": "died"}})
+
+
 def test_the_report_has_a_row_for_each_launch_that_was_profiled(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "ncu.txt").write_text(
         "==PROF== Connected to process 7\n"

@@ -1,5 +1,7 @@
 """What a first token's time is made of, around a model of torch's on the emulated GPU. Needs no GPU."""
 
+import gc
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain, repeat
@@ -30,11 +32,22 @@ class Model(torch.nn.Module):
             self.gpu.compute.enqueue(lambda: None)
 
 
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """But those that a test asks for; and no watcher of them stays behind."""
+    gc.disable()
+    before = list(gc.callbacks)
+    yield
+    gc.enable()
+    assert gc.callbacks == before
+
+
+@pytest.mark.usefixtures("no_collections")
 def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     with emulated(1) as gpu:
         monkeypatch.setattr(parts, "driver", lanes.driver)
         clock = chain([0.0, 10.0, 10.5, 20.0, 20.25], repeat(30.0))
-        monkeypatch.setattr(parts, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+        monkeypatch.setattr(parts, "time", SimpleNamespace(perf_counter=lambda: next(clock), monotonic=time.monotonic))
         model = Model(gpu)
         around = ForwardParts(model, lambda: gpu.compute)
         assert around.take(1.0) is None, "there was no forward"
@@ -50,6 +63,12 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(monkeypa
             assert found.between_s == 2 * 2, "a command of sampling, and the event"
             assert found.before_s in (0.5, 0.25)
             assert found.before_s + found.gpu_s + found.after_s == 100.0
+        around.start()
+        model()
+        assert (found := around.take(100.0)) is not None and found.collected_s == 0
+        model()
+        gc.collect()
+        assert (found := around.take(100.0)) is not None and found.collected_s > 0
         around.start()
         for _ in range(parts.MAX_FORWARDS + 1):
             model()

@@ -38,6 +38,7 @@ COLD_PARTS = {
     "gpu_ms": "from there to the end of the last forward",
     "between_ms": "of that, between forwards",
     "after_ms": "until the token is there",
+    "collected_ms": "of all of it, Python's garbage collections",
 }
 
 

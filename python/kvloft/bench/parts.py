@@ -6,6 +6,7 @@ know connectors.
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any, NamedTuple
 
@@ -23,6 +24,8 @@ class Parts(NamedTuple):
     """Of that, what is between forwards."""
     after_s: float
     """Until the caller had the last token."""
+    collected_s: float
+    """Of all of it, what Python's garbage collections took, wherever they fell."""
 
 
 MAX_FORWARDS = 256
@@ -36,12 +39,14 @@ class ForwardParts:
         self._stream = stream
         self._begins, self._ends = ([driver.Event(timing=True) for _ in range(MAX_FORWARDS)] for _ in range(2))
         self._hooks = (model.register_forward_pre_hook(self._before), model.register_forward_hook(self._after))
+        gc.callbacks.append(self._collecting)
         self.start()
 
     def start(self) -> None:
         """It is sent now."""
         self._begin_s = time.perf_counter()
         self._first_s: float | None = None
+        self._collected_s = 0.0
         self._num = 0
 
     def take(self, seconds: float) -> Parts | None:
@@ -53,11 +58,18 @@ class ForwardParts:
         gpu_s = ends[-1].seconds_since(begins[0])
         between_s = sum(begin.seconds_since(end) for end, begin in zip(ends, begins[1:], strict=False))
         before_s = self._first_s - self._begin_s
-        return Parts(before_s, gpu_s, between_s, seconds - before_s - gpu_s)
+        return Parts(before_s, gpu_s, between_s, seconds - before_s - gpu_s, self._collected_s)
 
     def close(self) -> None:
         for hook in self._hooks:
             hook.remove()
+        gc.callbacks.remove(self._collecting)
+
+    def _collecting(self, phase: str, info: dict[str, int]) -> None:
+        if phase == "start":
+            self._collection_began_s = time.monotonic()
+        else:
+            self._collected_s += time.monotonic() - self._collection_began_s
 
     def _before(self, *_: Any) -> None:
         if self._num < MAX_FORWARDS:
