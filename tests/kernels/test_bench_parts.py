@@ -1,11 +1,12 @@
 """What a first token's time is made of, around a model of torch's on the emulated GPU. Needs no GPU."""
 
 import gc
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import chain, repeat
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from emulated_gpu import Gpu, emulated
 
 from kvloft.bench import attached, cold, engine, engine_child, parts
-from kvloft.bench.parts import ForwardParts
+from kvloft.bench.parts import ForwardParts, Parts
 from kvloft.transfer.cuda import lanes
 
 
@@ -69,6 +70,9 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(monkeypa
         model()
         gc.collect()
         assert (found := around.take(100.0)) is not None and found.collected_s > 0
+        around.start()
+        model()
+        assert (found := around.take(100.0)) is not None and found.collected_s == 0
         around.start()
         for _ in range(parts.MAX_FORWARDS + 1):
             model()
@@ -137,6 +141,23 @@ def test_waves_are_taken_apart_where_their_forwards_can_be_seen(is_graph: bool, 
     else:
         assert found["cold_parts"]["gpu_ms"] == 1e3 * (8 * 7 + 8 + 7)
         assert set(found["cold_parts"]) == set(engine.COLD_PARTS) == set(found["cold"][0]["parts_ms"])
+        of_first = found["cold"][0]["parts_ms"]
+        assert sum(of_first[f"{part}_ms"] for part in ("before", "gpu", "after")) == pytest.approx(
+            found["cold"][0]["makespan_ms"], abs=0.01
+        )
+
+
+def test_one_disturbed_prompt_does_not_decide_and_one_without_parts_does_not_count() -> None:
+    every = [Parts(*(float(n) for _ in range(5))) for n in (1, 2, 90)]
+    assert cold.medians([*every, None]) == dict.fromkeys(engine.COLD_PARTS, 2000.0)
+    assert cold.medians([None]) == {} == cold.milliseconds(None)
+
+
+def test_a_trace_begins_with_its_wave(model: Model) -> None:
+    said: list[str] = []
+    trace = SimpleNamespace(start=lambda: said.append("start"), summary=lambda: said)
+    assert cold.wave(Wave(model, is_graph=False), [[1]], trace)["trace"] == ["start"]  # type: ignore[arg-type]
+    assert cold.wave(Wave(model, is_graph=False), [[1]])["trace"] is None  # type: ignore[arg-type]
 
 
 def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,3 +193,30 @@ def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(mod
     rows = engine.table({"kvloft": {"attached": found}})[1:]
     assert rows[0] == ("in one process, connector detached: TTFT cold, ms", "500.00")
     assert len(rows) == 4 * (1 + len(engine.COLD_PARTS))
+
+
+def test_a_connector_comes_back_whatever_happened_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    state = SimpleNamespace(_KV_CONNECTOR_AGENT="agent")
+    for name in ("vllm", "vllm.distributed", "vllm.distributed.kv_transfer"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["vllm.distributed.kv_transfer"], "kv_transfer_state", state, raising=False)
+    scheduler = SimpleNamespace(connector="connector", defer_block_free=True)
+    disabled: list[bool] = []
+    runner = SimpleNamespace(kv_connector=SimpleNamespace(set_disabled=disabled.append))
+    executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=runner)))
+    core = SimpleNamespace(scheduler=scheduler, model_executor=executor)
+    is_busy = False
+    engine: Any = SimpleNamespace(has_unfinished_requests=lambda: is_busy, engine_core=SimpleNamespace(engine_core=core))
+
+    def seen() -> tuple[Any, ...]:
+        return scheduler.connector, scheduler.defer_block_free, state._KV_CONNECTOR_AGENT, disabled[-1:]
+
+    with pytest.raises(KeyError), attached.detached(engine):
+        assert seen() == (None, False, None, [True])
+        raise KeyError
+    assert seen() == ("connector", True, "agent", [False])
+    is_busy = True
+    with pytest.raises(RuntimeError, match="requests that run"), attached.detached(engine):
+        pass
+    assert seen() == ("connector", True, "agent", [False])
+    assert disabled == [True, False]
