@@ -32,7 +32,7 @@ def main(folder: Path) -> int:
     if not files:
         print(f"no results in {folder}: run scripts/gpu_check.sh with OUT={folder} first", file=sys.stderr)
         return 1
-    parts: list[str] = [*_head(files)]
+    parts: list[str] = [*_head(files), *_failed(files)]
     if "copy" in files:
         parts += _copy(files["copy"])
     if "engine" in files:
@@ -69,6 +69,14 @@ def _head(files: dict[str, Any]) -> Iterator[str]:
     yield f"Commit `{commit}`, torch {machine.get('torch', '?')}. Tables by `scripts/gpu_report.py`, notes by hand."
 
 
+def _failed(files: dict[str, Any]) -> Iterator[str]:
+    """Engines that did not end well: what they measured before counts, but nobody should have to ask."""
+    for name, results in files.items():
+        for connector, result in results.items() if name.startswith("engine") else ():
+            if "error" in result:
+                yield from ("", f"**{connector} failed** (`{name}.json`): {result['error'].splitlines()[0][:200]}")
+
+
 def _copy(copy: dict[str, Any]) -> Iterator[str]:
     ceiling = copy["ceiling"]
     yield from ("", "## Copy: chunks of paged KV to and from host frames (`kvloft bench copy`)", "")
@@ -90,10 +98,10 @@ def _copy(copy: dict[str, Any]) -> Iterator[str]:
     for name, row in rows:
         share = {what: _share(row, what, ceiling) for what in ("save", "load", "both")}
         met = min(share["save"], share["load"]) >= COPY_TARGET and share["both"] >= BOTH_TARGET
-        cells = " | ".join(f"{row[what]:.2f} | {share[what]:.1%}" for what in share)
+        cells = " | ".join(f"{row[what]:.2f} | {share[what]:.2%}" for what in share)
         idle = "- | - | "
         if "save_idle" in row:
-            idle = f"{row['save_idle']:.2f} | {row['save_idle_share']:.1%} | {_verdict(row['save_idle_share'] >= COPY_TARGET)}"
+            idle = f"{row['save_idle']:.2f} | {row['save_idle_share']:.2%} | {_verdict(row['save_idle_share'] >= COPY_TARGET)}"
         yield f"| {name} | {cells} | {_verdict(met)} | {idle} |"
     yield from (
         "",
@@ -199,11 +207,14 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
 
 
 def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
-    """Of every cold prompt: those alone, and the waves of eight of half the length; all tokens over all their time."""
+    """Of every cold prompt: those alone, and the waves of eight of half the length; all tokens over all their time.
+
+    None unless there are both, with every prompt of them: engines are compared by the same work.
+    """
     context = _get(result, ("cold", "context")) or _get(result, ("ttft", "context"))
     alone = result.get("cold", {}).get("all_ms", ())
     waves = [wave for wave in result.get("wave", {}).get("cold", ()) if isinstance(wave, dict)]  # older benches had one, not a list
-    if not context or not (alone or waves):
+    if not context or not alone or not waves or any(wave.get("finished", 8) != 8 for wave in waves):
         return None
     total_ms = sum(alone) + sum(wave["makespan_ms"] for wave in waves)
     return (len(alone) * context + len(waves) * 8 * context / 2) / total_ms * 1e3
@@ -211,23 +222,29 @@ def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
 
 def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
     """Cold prefill of several runs, each with processes of its own: a process is faster or slower than the next by 0.3 %."""
+    context = next((found for run in runs if (found := _get(run.get("none", {}), ("cold", "context")))), 0.0)
     rows: list[tuple[float, float, float]] = []
+    num_failed = 0
     for run in runs:
         none, ours = run.get("none", {}), run.get("kvloft", {})
         paths = (("cold", "cold_ms"), ("wave", "cold_makespan_ms"))
         times = [(_get(ours, path), _get(none, path)) for path in paths]
         rates = _cold_tokens_a_second(ours), _cold_tokens_a_second(none)
-        if all(a and b for a, b in (*times, rates)):
+        num_failed += "error" in ours
+        if all(a and b for a, b in (*times, rates)) and _get(none, ("cold", "context")) == context:
             rows.append(tuple(a / b for a, b in (*times, rates)))  # type: ignore[arg-type, operator]
-    if len(rows) < 2:
+    if len(rows) + num_failed < 2:
         return
     yield from ("", f"Cold prefill in {len(rows)} runs, each with new processes; kvloft's figure over plain vLLM's:", "")
-    yield from ("| run | single prompts | 8 x 16k: makespan | tokens/s of both |", "|---|---|---|---|")
+    yield from ("| run | single prompts | 8 at once: makespan | tokens/s of both |", "|---|---|---|---|")
     for number, row in enumerate(rows, 1):
         yield f"| {number} | {' | '.join(f'{value:.4f}' for value in row)} |"
-    one, wave, rate = (statistics.median(column) for column in zip(*rows, strict=True))
-    verdicts = (one, one <= 1.005), (wave, wave <= 1.005), (rate, rate >= 0.995)
-    yield f"| median | {' | '.join(f'{value:.4f} {_verdict(met)}' for value, met in verdicts)} |"
+    if num_failed:
+        yield f"| kvloft failed in {num_failed} | {' | '.join([_verdict(False)] * 3)} |"
+    elif rows:
+        one, wave, rate = (statistics.median(column) for column in zip(*rows, strict=True))
+        verdicts = (one, one <= 1.005), (wave, wave <= 1.005), (rate, rate >= 0.995)
+        yield f"| median | {' | '.join(f'{value:.4f} {_verdict(met)}' for value, met in verdicts)} |"
 
 
 def _attached(results: dict[str, Any]) -> Iterator[str]:

@@ -101,7 +101,7 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
     running = Req(random_ids(6301, 5), max_tokens=10)
     engine.add(running)
     engine.step(2)
-    with pytest.raises(EngineError, match="requests that run"):
+    with pytest.raises(EngineError, match="cannot be taken away"):
         engine.detach(away=True)
     engine.run()
     engine.detach(away=True)
@@ -116,3 +116,40 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
         ask(request)
     assert saved_and_loaded()[1] == 2 * 3 * BLOCK, "the first and the last were saved, the second was not"
     engine.assert_at_rest()
+
+
+def test_no_step_crosses_the_moment_when_a_connector_goes_or_comes(truth: Truth, start: Callable[..., Engine]) -> None:
+    """A step that does would be reported to nobody: its saves never end, and vLLM keeps its blocks for ever."""
+    engine = start(kv_transfer_config=kvloft(chunk_tokens=BLOCK), num_blocks=100, async_scheduling=True)
+    num_free = engine.state()["free_blocks"]
+
+    def until_done(request: Req) -> None:
+        """As `LLM.generate`, which does not wait for a step that is still under way."""
+        engine.add(request)
+        while request.id not in engine.step(1):
+            pass
+
+    until_done(Req(random_ids(6400, 3 * BLOCK), max_tokens=3))
+    assert engine.state()["busy"]
+    engine.detach(away=True)
+    assert not engine.state()["busy"]
+    until_done(Req(random_ids(6401, 3 * BLOCK), max_tokens=3))
+    assert engine.state()["busy"]
+    engine.detach(away=False)
+    assert not engine.state()["busy"]
+    aborted = Req(random_ids(6402, 3 * BLOCK), max_tokens=30)
+    engine.add(aborted)
+    engine.step(3)
+    engine.abort(aborted.id)
+    engine.detach(away=True)
+    running = Req(random_ids(6403, 3 * BLOCK), max_tokens=30)
+    engine.add(running)
+    engine.step(3)
+    with pytest.raises(EngineError, match="nor be given"):
+        engine.detach(away=False)
+    engine.abort(running.id)
+    engine.run()
+    engine.assert_at_rest()
+    assert engine.reset() and engine.state()["free_blocks"] == num_free
+    for request in truth.clear([Req(random_ids(6404 + i, 70), max_tokens=4) for i in range(2)]):
+        assert engine.ask(request)[0].tokens == truth.tokens(request)

@@ -96,6 +96,13 @@ def test_without_a_connector_there_is_none_to_detach() -> None:
     assert engine._groups(names, ("cold", "attached"), together=False) == [(["none"], ["cold"]), (["kvloft"], ["cold", "attached"])]
 
 
+def test_nothing_to_measure_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert engine._groups(("none",), ("attached",), together=False) == []
+    monkeypatch.setattr(engine, "gpu_bytes", lambda: 150 << 30)
+    assert main(["bench", "engine", "--connectors", "none", "--phases", "attached", "--logs", str(tmp_path)]) == 2
+    assert "nothing to measure" in capsys.readouterr().err
+
+
 def test_the_last_result_counts_and_a_bad_end_is_an_error(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text('RESULT {"a": 1}\nnoise\nRESULT {"a": 2}\nthe end')

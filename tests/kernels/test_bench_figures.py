@@ -107,10 +107,10 @@ def test_the_report_shows_every_figure_of_a_copy_row(tmp_path: Path, capsys: pyt
         "tag": dict.fromkeys(("save_with", "save_without", "load_with", "load_without"), 1.0),
     }  # fmt: skip
     out = report(tmp_path, capsys, copy=copy)
-    cells = "51.00 | 99.1% | 52.00 | {}% | 53.00 | 99.3% | {} | 54.00 | 97.4% | **missed** |"
-    assert f"| 4 KiB | {cells.format('99.2', 'met')}" in out
-    assert f"| 64 KiB, frames in pairs | {cells.format('97.0', '**missed**')}" in out
-    assert "| 8 KiB | 49.00 | 98.0% | 49.50 | 99.0% | 45.00 | 90.0% | **missed** | - | - |" in out
+    cells = "51.00 | 99.10% | 52.00 | {}% | 53.00 | 99.30% | {} | 54.00 | 97.40% | **missed** |"
+    assert f"| 4 KiB | {cells.format('99.20', 'met')}" in out
+    assert f"| 64 KiB, frames in pairs | {cells.format('97.00', '**missed**')}" in out
+    assert "| 8 KiB | 49.00 | 98.00% | 49.50 | 99.00% | 45.00 | 90.00% | **missed** | - | - |" in out
 
 
 @pytest.mark.parametrize(("last_ms", "verdict"), [(2010.0, "met"), (2020.0, "**missed**")])
@@ -126,6 +126,38 @@ def test_the_report_pools_every_cold_prompt(
     out = report(tmp_path, capsys, engine={"none": engine(900.0, 1100.0, 2000.0), "kvloft": engine(1050.0, 950.5, last_ms)})
     (line,) = (text for text in out.splitlines() if text.startswith("| cold prefill of both"))
     assert line.startswith("| cold prefill of both, tokens/s | 1,500 | 1,49") and line.endswith(f"| {verdict} |")
+
+
+def test_the_report_compares_rates_of_the_same_work_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def engine(one_ms: float, wave_ms: float | None, finished: int = 8) -> dict[str, Any]:
+        wave = {"cold": [{"makespan_ms": wave_ms, "mean_ms": 1.0, "finished": finished}], "cold_makespan_ms": wave_ms}
+        return {"cold": {"context": 1000, "cold_ms": one_ms, "all_ms": [one_ms]}, **({"wave": wave} if wave_ms else {})}
+
+    good = engine(1000.0, 4000.0)
+    for none, ours in (
+        (engine(1000.0, None), engine(1050.0, 4400.0)),  # plain vLLM died before its waves
+        (good, engine(1050.0, None)),
+        (good, {"wave": good["wave"]}),
+        (good, engine(1000.0, 1500.0, 3)),  # a wave that hung
+    ):
+        out = report(tmp_path, capsys, engine={"none": none, "kvloft": ours}, engine_again_1={"none": good, "kvloft": ours})
+        assert "cold prefill of both" not in out and "| median" not in out
+    assert "cold prefill of both" in report(tmp_path, capsys, engine={"none": good, "kvloft": good})
+
+
+def test_the_report_says_which_engine_failed_and_counts_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def engine(context: int) -> dict[str, Any]:
+        waves = {"cold": [{"makespan_ms": 4000.0, "mean_ms": 1.0}], "cold_makespan_ms": 4000.0}
+        return {"cold": {"context": context, "cold_ms": 1000.0, "all_ms": [1000.0]}, "wave": waves}
+
+    same = {"none": engine(32768), "kvloft": engine(32768)}
+    died = {**same, "kvloft": {"error": "ended with -11; the end of x:\nCUDA error"}}
+    out = report(tmp_path, capsys, engine=same, engine_again_1=same, engine_again_2=died)
+    assert "**kvloft failed** (`engine_again_2.json`): ended with -11; the end of x:" in out
+    assert "| kvloft failed in 1 | **missed** | **missed** | **missed** |" in out and "| median" not in out
+    (tmp_path / "engine_again_2.json").unlink()
+    out = report(tmp_path, capsys, engine=same, engine_again_1={"none": engine(4096), "kvloft": engine(4096)})
+    assert "runs, each with new processes" not in out, "one run of each length"
 
 
 def test_the_report_says_what_a_cold_prompt_is_made_of(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

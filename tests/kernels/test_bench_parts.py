@@ -78,6 +78,10 @@ def test_the_gpus_part_is_from_the_first_forward_to_the_end_of_the_last(monkeypa
             model()
         assert around.take(100.0) is None, "more forwards than there are events"
         around.start()
+        for _ in range(parts.MAX_FORWARDS):
+            model()
+        assert around.take(100.0) is not None
+        around.start()
         around.close()
         model()
         assert around.take(100.0) is None, "a hook is still there"
@@ -153,6 +157,38 @@ def test_one_disturbed_prompt_does_not_decide_and_one_without_parts_does_not_cou
     assert cold.medians([None]) == {} == cold.milliseconds(None)
 
 
+def test_a_wave_that_hangs_is_no_fast_wave(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    aborted: list[str] = []
+    steps = iter(range(1000))
+
+    class Hanging(Wave):
+        def step(self) -> list[Any]:
+            if next(steps) < 3:
+                return [SimpleNamespace(finished=False, request_id=f"{self.waiting[0]}-x"), *super().step()]
+            time.sleep(0.01)
+            return []
+
+        def abort_request(self, names: list[str]) -> None:
+            aborted.extend(names)
+
+    monkeypatch.setattr(cold, "WAVE_TIMEOUT_S", 0.2)
+    with pytest.raises(RuntimeError, match="3 of 8 prompts had their token after 0 s"):
+        cold.wave(Hanging(model, is_graph=True), [[1]] * 8)  # type: ignore[arg-type]
+    assert aborted == [f"r{n}" for n in range(1, 9)]
+
+
+def test_a_waves_makespan_is_until_its_last_prompt(model: Model) -> None:
+    class Slow(Wave):
+        def step(self) -> list[Any]:
+            time.sleep(0.02)
+            return super().step()
+
+    row = cold.wave(Slow(model, is_graph=True), [[1]] * 3)  # type: ignore[arg-type]
+    assert (
+        row["finished"] == 3 and row["makespan_ms"] >= 60 and row["makespan_ms"] == pytest.approx(row["finished_ms"][-1], abs=0.1)
+    )
+
+
 def test_a_trace_begins_with_its_wave(model: Model) -> None:
     said: list[str] = []
     trace = SimpleNamespace(start=lambda: said.append("start"), summary=lambda: said)
@@ -204,7 +240,8 @@ def test_a_connector_comes_back_whatever_happened_without_it(monkeypatch: pytest
     disabled: list[bool] = []
     runner = SimpleNamespace(kv_connector=SimpleNamespace(set_disabled=disabled.append))
     executor = SimpleNamespace(driver_worker=SimpleNamespace(worker=SimpleNamespace(model_runner=runner)))
-    core = SimpleNamespace(scheduler=scheduler, model_executor=executor)
+    scheduler.has_requests = lambda: False
+    core = SimpleNamespace(scheduler=scheduler, model_executor=executor, batch_queue=None)
     is_busy = False
     engine: Any = SimpleNamespace(has_unfinished_requests=lambda: is_busy, engine_core=SimpleNamespace(engine_core=core))
 
@@ -216,7 +253,12 @@ def test_a_connector_comes_back_whatever_happened_without_it(monkeypatch: pytest
         raise KeyError
     assert seen() == ("connector", True, "agent", [False])
     is_busy = True
-    with pytest.raises(RuntimeError, match="requests that run"), attached.detached(engine):
+    with pytest.raises(RuntimeError, match="cannot be taken away"), attached.detached(engine):
         pass
     assert seen() == ("connector", True, "agent", [False])
+    assert disabled == [True, False]
+    is_busy, core.batch_queue, engine.step = False, ["a step"], lambda: None
+    monkeypatch.setattr(attached, "REST_S", 0.1)
+    with pytest.raises(RuntimeError, match="did not come to rest"), attached.detached(engine):
+        pass
     assert disabled == [True, False]

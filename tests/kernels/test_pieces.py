@@ -141,3 +141,13 @@ def test_rows_of_a_store_mean_the_copies_they_stand_for(rows: list[tuple[int, in
     )
     assert tuple(ours.starts) == tuple(theirs.starts) and ours.block_ids.tolist() == theirs.block_ids.tolist()
     assert ours.block_ids.dtype == theirs.block_ids.dtype and len(ours) == len(theirs)
+
+
+@pytest.mark.parametrize("block", [-(1 << 80), -(1 << 31) - 1, -(1 << 31), -2, 10, (1 << 31) - 1, 1 << 31, 1 << 32, 1 << 80])
+@pytest.mark.parametrize("in_columns", [False, True])
+def test_a_block_that_is_none_is_refused_however_wide_its_number(block: int, in_columns: bool) -> None:
+    copy = ChunkCopy(3, ChunkKey(bytes(32)), 1, 0, (BlockId(block),), Ticket(-1))
+    table = ChunkTable.of(LeasedChunks([(3, ChunkKey(bytes(32)), 0, 1, "host")], (BlockId(block),)) if in_columns else (copy,))
+    with pytest.raises(ValueError, match="not one of the 10 of the paged KV"):
+        table.check(num_frames=4, num_blocks=10, blocks_per_chunk=1)
+    ChunkTable.of((copy._replace(blocks=(BlockId(9),)),)).check(num_frames=4, num_blocks=10, blocks_per_chunk=1)

@@ -7,6 +7,7 @@ as is to be measured. Here only the connector changes. It must not know which on
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -15,18 +16,19 @@ from kvloft.bench.cold import cold_prompt, cold_wave, forward_parts, medians, mi
 from kvloft.bench.llama import Engine
 from kvloft.bench.parts import Parts
 
+REST_S = 60.0
+
 
 @contextmanager
 def detached(engine: Any) -> Iterator[None]:
     """As if ``engine``, vLLM's LLMEngine in this process, had been started without a connector; it is back at the end.
 
-    Raises RuntimeError while there are requests: their blocks may be the connector's.
+    Raises RuntimeError while there are requests, before or after: their blocks, or reports of them, are the connector's, or not.
     """
     from vllm.distributed.kv_transfer import kv_transfer_state
 
-    if engine.has_unfinished_requests():
-        raise RuntimeError("a connector cannot be taken away from requests that run")
     core = engine.engine_core.engine_core
+    _bring_to_rest(engine, core)
     scheduler = core.scheduler
     in_runner = getattr(core.model_executor.driver_worker.worker.model_runner, "kv_connector", None)  # vLLM's newer runner
     settings = {"connector": None, "defer_block_free": False}
@@ -39,12 +41,28 @@ def detached(engine: Any) -> Iterator[None]:
         if in_runner is not None:
             in_runner.set_disabled(True)
         yield
+        _bring_to_rest(engine, core)
     finally:
         if in_runner is not None:
             in_runner.set_disabled(False)
         kv_transfer_state._KV_CONNECTOR_AGENT = agent  # noqa: SLF001
         for name, value in kept.items():
             setattr(scheduler, name, value)
+
+
+def _bring_to_rest(engine: Any, core: Any) -> None:
+    """Until no step is under way: with async scheduling one still is when the last request has its tokens.
+
+    What it reports is lost, and what it reckoned is wrong, if the connector goes or comes before. Raises RuntimeError while there
+    are requests.
+    """
+    deadline = time.monotonic() + REST_S
+    while not engine.has_unfinished_requests() and (core.batch_queue or core.scheduler.has_requests()):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the engine did not come to rest within {REST_S:.0f} s")
+        engine.step()
+    if engine.has_unfinished_requests():
+        raise RuntimeError("a connector cannot be taken away from requests that run, nor be given to them")
 
 
 def compare(engine: Engine, context: int, num_prompts: int, num_waves: int) -> dict[str, Any]:
@@ -64,12 +82,14 @@ def compare(engine: Engine, context: int, num_prompts: int, num_waves: int) -> d
         row, parts = cold_wave(engine, tokens, around)
         return float(row["makespan_ms"]), parts
 
-    found = {
-        "prompts": _in_turns(engine, prompt, num_prompts, [context]),
-        "waves": _in_turns(engine, wave, num_waves, [context // 2] * 8),
-    }
-    around.close()
-    return {"context": context, **found}
+    try:
+        return {
+            "context": context,
+            "prompts": _in_turns(engine, prompt, num_prompts, [context]),
+            "waves": _in_turns(engine, wave, num_waves, [context // 2] * 8),
+        }
+    finally:
+        around.close()
 
 
 def _in_turns(

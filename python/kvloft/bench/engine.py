@@ -58,11 +58,18 @@ def run(
     *, connectors: Sequence[str], phases: Sequence[str], options: dict[str, Any], log_dir: Path, timeout_s: float,
     together: bool, progress: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """{connector: result of its phases, or {"error": ...}}; logs go to ``log_dir``. ``together``: in turns, where that is fair."""
+    """{connector: result of its phases, or {"error": ...}}; logs go to ``log_dir``. ``together``: in turns, where that is fair.
+
+    Raises UnsupportedError where there is nothing to measure.
+    """
     log_dir.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + timeout_s
     results: dict[str, Any] = {name: {} for name in connectors}
     groups = _groups(connectors, phases, together=together)
+    if not groups:
+        raise UnsupportedError(
+            "'attached' compares an engine with itself without its connector; --connectors names none that has one"
+        )
     for number, (names, asked_phases) in enumerate(groups):
         with tempfile.TemporaryDirectory() as folder:
             asked = {"turns": folder, "names": list(names), "phases": list(asked_phases), **options}

@@ -235,11 +235,15 @@ def run_engine(args: argparse.Namespace) -> int:
     if not together:
         console.print("One engine after the other: what changes on the machine meanwhile counts as their difference.", style="dim")
     options = {"num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "context": args.context, "model": model}
-    with console.status("starting") as status:
-        results = engine.run(
-            connectors=args.connectors, phases=args.phases, options=options, log_dir=Path(args.logs), timeout_s=args.timeout,
-            together=together, progress=status.update,
-        )  # fmt: skip
+    try:
+        with console.status("starting") as status:
+            results = engine.run(
+                connectors=args.connectors, phases=args.phases, options=options, log_dir=Path(args.logs), timeout_s=args.timeout,
+                together=together, progress=status.update,
+            )  # fmt: skip
+    except UnsupportedError as error:
+        print(f"kvloft: there is nothing to measure: {error}", file=sys.stderr)
+        return 2
     console.print(_table(engine.table(results)))
     _write(args.json, results)
     failed = [name for name, result in results.items() if "error" in result]
