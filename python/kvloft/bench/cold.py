@@ -1,7 +1,6 @@
 """Prompts nobody has seen, one at a time or eight at once: how long they take, and what of it is whose part.
 
-Python's garbage is collected before each: a collection looks at every token of the prompts that are there, and where in a round
-the next one falls is the same for all rounds of a process and another for the next process. It must not know connectors.
+Python's garbage is collected before each, so that none but its own is collected meanwhile. It must not know connectors.
 """
 
 from __future__ import annotations
