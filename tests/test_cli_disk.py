@@ -121,6 +121,7 @@ def test_verify_finds_one_flipped_bit_and_is_status_1(folder: Path, capsys: pyte
     shown = json.loads(capsys.readouterr().out)
     assert len(shown["damage"]) == 1
     assert shown["damage"][0]["namespace"] == NAMESPACE.hex()[:16]
+    assert 0 <= shown["damage"][0]["slot"] < NUM_CHUNKS, "a number"
     assert main(["verify", str(folder)]) == 1
     assert "1 damaged" in capsys.readouterr().out
 
@@ -141,7 +142,7 @@ def test_verify_of_a_lost_index_is_status_1(
         index.write_bytes(bytes(num_bytes))
     assert main(["verify", "--json", str(folder)]) == 1
     (damage,) = json.loads(capsys.readouterr().out)["damage"]
-    assert damage["problem"].startswith(says)
+    assert damage["problem"].startswith(says) and (damage["slot"], damage["key"]) == (None, None)
     assert main(["verify", str(folder)]) == 1
     out = capsys.readouterr().out
     assert "0 chunks checked: 1 problem found." in out

@@ -10,7 +10,7 @@ import pytest
 
 from kvloft.config import load_config
 from kvloft.errors import ConfigError
-from kvloft.machine import refuse_impossible, warnings
+from kvloft.machine import refuse_here, refuse_impossible, warnings
 
 
 def said(**extra: object) -> list[str]:
@@ -84,3 +84,12 @@ def test_a_folder_whose_name_begins_like_proc_is_one_like_others(monkeypatch: py
     assert said(disk_path="/processed/kv", disk_size="1MiB") == []
     monkeypatch.setattr("kvloft.machine._nearest", lambda path: Path("/proc"))
     assert said(disk_path="/proc/kv", disk_size="1MiB")
+
+
+def test_a_refusal_names_the_setting_and_where_it_is_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Set another host_size; this one is from environment variable KVLOFT_HOST_SIZE\.$"):
+        refuse_here(load_config({}, {"KVLOFT_HOST_SIZE": "900TiB"}))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    config = load_config({"disk_path": str(tmp_path / "x"), "disk_size": "1MiB"}, {})
+    with pytest.raises(ConfigError, match=r"not writable\. Set another disk_path; this one is from .*extra"):
+        refuse_here(config)

@@ -26,9 +26,13 @@ def refuse_impossible(config: Config) -> None:
 def refuse_here(config: Config) -> None:
     """Raise ConfigError where no engine can start with these settings on this machine."""
     refuse_impossible(config)
-    found = [_memory(config.host_size), _rights(Path(config.disk_path)) if config.disk_path is not None else None]
-    for text in filter(None, found):
-        raise ConfigError(f"{text} Set another.")
+    found = {
+        "host_size": _memory(config.host_size),
+        "disk_path": _rights(Path(config.disk_path)) if config.disk_path is not None else None,
+    }
+    for key, text in found.items():
+        if text is not None:
+            raise ConfigError(f"{text} Set another {key}; this one is from {config.origin(key)}.")
 
 
 def warnings(config: Config) -> list[str]:

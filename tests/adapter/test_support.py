@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import KVTransferConfig
 from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import (
@@ -21,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvloft.errors import UnsupportedError
-from kvloft.vllm.support import check_supported
+from kvloft.vllm.support import check_supported, transfer_warnings
 
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
 WINDOW = SlidingWindowSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=64)
@@ -142,3 +143,19 @@ def test_state_space_layers_are_refused_by_vllm_or_by_us() -> None:
         check_supported(settings(), groups(FULL, MAMBA))
     with pytest.raises(UnsupportedError, match="MambaSpec"):
         check_supported(settings(), merged(MAMBA))
+
+
+@pytest.mark.parametrize(
+    ("role", "policy", "said"),
+    [
+        ("kv_both", "recompute", []),
+        ("kv_both", "fail", ["recompute"]),
+        ("kv_producer", "fail", ["never loads"]),
+        ("kv_consumer", "recompute", ["never saves"]),
+        ("kv_consumer", "fail", ["never saves", "recompute"]),
+    ],
+)
+def test_half_a_cache_and_requests_that_may_fail_are_told(role: Any, policy: Any, said: list[str]) -> None:
+    found = transfer_warnings(KVTransferConfig(kv_connector="KVLoftConnector", kv_role=role, kv_load_failure_policy=policy))
+    assert len(found) == len(said) and all(words in text for words, text in zip(said, found, strict=True))
+    assert transfer_warnings(None) == []

@@ -47,7 +47,8 @@ def run(args: argparse.Namespace) -> int:
         return 2
     tell_of_other_engines(args.dir)
     if args.json:
-        print(json.dumps({"chunks": verify.num_chunks, "damage": damage}, indent=2))
+        rows = [{**found, "slot": int(found["slot"]) if found["slot"] else None, "key": found["key"] or None} for found in damage]
+        print(json.dumps({"chunks": verify.num_chunks, "damage": rows}, indent=2))
     else:
         _print(verify.num_chunks, damage)
     return 1 if damage else 0

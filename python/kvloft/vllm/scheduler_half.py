@@ -25,6 +25,7 @@ from kvloft.vllm.messages import KVLoftWorkerMetadata
 from kvloft.vllm.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
 from kvloft.vllm.reload import see_adapters_before_they_load, stop_scheduler_when_reloaded
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
+from kvloft.vllm.support import transfer_warnings
 from kvloft.vllm.views import AdapterNames, VllmRequest, view_step
 
 if TYPE_CHECKING:
@@ -135,6 +136,8 @@ class SchedulerHalf:
         self._is_live = are_replaced(vllm_config)
         stop_scheduler_when_reloaded(self, vllm_config.model_config, vllm_config.load_config)
         self._log_start(config, fields, _disk_path(config, parallel))
+        for text in transfer_warnings(transfer):
+            logger.warning("kvloft: %s", text)
 
     def _new_chain(self, view: RequestView) -> _core.KeyChain:
         root = _core.root_key(self._namespace, view.adapter, view.cache_salt)

@@ -89,6 +89,23 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
         )
 
 
+def transfer_warnings(transfer: Any) -> list[str]:
+    """What ``transfer``, vLLM's KVTransferConfig or None, asks for and may not be meant: a sentence each."""
+    if transfer is None:
+        return []
+    found = []
+    if not transfer.is_kv_consumer:
+        found.append(f'"kv_role" is "{transfer.kv_role}": this engine saves and never loads; "kv_both" does both')
+    if not transfer.is_kv_producer:
+        found.append(f'"kv_role" is "{transfer.kv_role}": this engine loads and never saves; "kv_both" does both')
+    if transfer.is_kv_consumer and getattr(transfer, "kv_load_failure_policy", "recompute") != "recompute":
+        found.append(
+            'vLLM ends a request with an error where a load fails; with "kv_load_failure_policy": "recompute" it is computed '
+            "instead (in --kv-transfer-config; around MultiConnector, if kvloft is in one)"
+        )
+    return found
+
+
 def _layer_specs(spec: Any) -> list[Any]:
     per_layer = getattr(spec, "kv_cache_specs", None)
     return list(per_layer.values()) if per_layer else [spec]
