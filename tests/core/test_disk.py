@@ -89,7 +89,7 @@ def test_verify_finds_a_flipped_bit_and_exits_1(
     assert main(["verify", str(disk), "--json"]) == 1
     (damage,) = json.loads(capsys.readouterr().out)["damage"]
     assert damage["namespace"] == NAMESPACE[:8].hex()
-    assert (damage["slot"], damage["problem"]) == (str(offset // (FRAME if name == "frames.dat" else 128)), problem)
+    assert (damage["slot"], damage["problem"]) == (offset // (FRAME if name == "frames.dat" else 128), problem)
     assert main(["verify", str(disk)]) == 1
     assert "1 damaged" in capsys.readouterr().out
 
