@@ -44,7 +44,7 @@ if has tests; then
 fi
 has copy && TAIL=60 stage copy "$PYTHON" -m kvloft.cli bench copy --json "$OUT/copy.json" --plot "$OUT/copy.png"
 has engine && TAIL=60 stage engine "$PYTHON" -m kvloft.cli bench engine --json "$OUT/engine.json" --logs "$OUT" ${ENGINE_ARGS:-}
-if has prefill; then # again, with new processes: one is faster or slower than the next by 0.3 %, more than what is measured
+if has prefill; then # again, with new processes: one run differs from the next by as much as is judged
   rm -f "$OUT"/engine_again_*.json # of an earlier call: the report takes all that there are
   for number in $(seq "${PREFILL_RUNS:-3}"); do
     TAIL=30 stage "engine_again_$number" "$PYTHON" -m kvloft.cli bench engine --connectors none,kvloft --phases cold,wave \

@@ -221,7 +221,7 @@ def _cold_tokens_a_second(result: dict[str, Any]) -> float | None:
 
 
 def _again(runs: list[dict[str, Any]]) -> Iterator[str]:
-    """Cold prefill of several runs, each with processes of its own: a process is faster or slower than the next by 0.3 %."""
+    """Cold prefill of several runs, each with processes of its own: one run differs from the next by as much as is judged here."""
     context = next((found for run in runs if (found := _get(run.get("none", {}), ("cold", "context")))), 0.0)
     rows: list[tuple[float, float, float]] = []
     num_failed = 0

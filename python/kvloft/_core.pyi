@@ -175,8 +175,9 @@ class DiskVerify:
     def __new__(cls, path: str) -> DiskVerify: ...
     @property
     def num_chunks(self) -> int: ...
-    def step(self, max_chunks: int) -> list[dict[str, str]]:
-        """Check up to max_chunks more; returns the damage found ({namespace, slot, key, problem}, "" where there is none).
+    def step(self, max_chunks: int) -> list[dict[str, Any]]:
+        """Check up to max_chunks more; returns the damage found ({namespace, slot, key in hex, problem}; slot and key are
+        None where the damage is of none).
 
         The first call also returns what opening found (superblocks, records), so call it at least once.
         """

@@ -96,6 +96,16 @@ def test_without_a_connector_there_is_none_to_detach() -> None:
     assert engine._groups(names, ("cold", "attached"), together=False) == [(["none"], ["cold"]), (["kvloft"], ["cold", "attached"])]
 
 
+def test_every_phase_that_can_be_asked_for_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    from kvloft.bench.engine_child import PHASES
+
+    with pytest.raises(SystemExit):
+        main(["bench", "engine", "--phases", "zzz"])
+    said = capsys.readouterr().err.replace("'", "").splitlines()[-1]
+    assert said.split("is none of ")[1].split(", ") == list(PHASES)
+
+
 def test_nothing_to_measure_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert engine._groups(("none",), ("attached",), together=False) == []
     monkeypatch.setattr(engine, "gpu_bytes", lambda: 150 << 30)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvloft.bench import engine
 from kvloft.bench.engine_child import _by_kind, _middle, _percentiles
 from kvloft.bench.rig import Rig
 from kvloft.cli.bench import _rates
@@ -126,6 +127,14 @@ def test_the_report_pools_every_cold_prompt(
     out = report(tmp_path, capsys, engine={"none": engine(900.0, 1100.0, 2000.0), "kvloft": engine(1050.0, 950.5, last_ms)})
     (line,) = (text for text in out.splitlines() if text.startswith("| cold prefill of both"))
     assert line.startswith("| cold prefill of both, tokens/s | 1,500 | 1,49") and line.endswith(f"| {verdict} |")
+
+
+def test_the_report_knows_every_part() -> None:
+    spec = importlib.util.spec_from_file_location("gpu_report", REPORT)
+    assert spec is not None and spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    assert found.COLD_PARTS == engine.COLD_PARTS
 
 
 def test_the_report_compares_rates_of_the_same_work_only(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -208,11 +208,22 @@ def test_with_and_without_a_connector_take_turns_and_neither_is_always_first(mod
         yield
         away.clear()
 
+    collected = gc.collect
+
+    def collect() -> int:
+        assert settled == [True], "what was saved before has landed"
+        settled.clear()
+        return collected()
+
     def forward() -> None:
+        assert settled == [] or len(order) < 2, "garbage was collected before this one"
         order.append("detached" if away else "attached")
         for _ in range(7 + (not away)):
             model.gpu.compute.enqueue(lambda: None)
 
+    settled: list[bool] = []
+    monkeypatch.setattr(Wave, "settle", lambda self: settled.append(True))
+    monkeypatch.setattr(cold, "gc", SimpleNamespace(collect=collect))
     monkeypatch.setattr(attached, "detached", without)
     monkeypatch.setattr(model, "forward", forward)
     wave: Any = Wave(model, is_graph=False)

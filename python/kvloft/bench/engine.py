@@ -20,10 +20,9 @@ from typing import Any
 from kvloft.bench.turns import leave
 from kvloft.errors import UnsupportedError
 
-CONNECTORS = ("none", "native", "kvloft")
-PHASES = ("cold", "ttft", "wave", "decode", "attached")
 ALONE = ("decode", "attached")
-"""Plain vLLM's decode steps were up to 4 % shorter beside other engines on the GPU, idle ones, than alone; nobody serves so."""
+"""Plain vLLM's decode steps were up to 4 % shorter beside other engines on the GPU, idle ones, than alone; nobody serves so.
+And what is compared within one process needs no other."""
 CHILD_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
     "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",

@@ -47,14 +47,13 @@ def run(args: argparse.Namespace) -> int:
         return 2
     tell_of_other_engines(args.dir)
     if args.json:
-        rows = [{**found, "slot": int(found["slot"]) if found["slot"] else None, "key": found["key"] or None} for found in damage]
-        print(json.dumps({"chunks": verify.num_chunks, "damage": rows}, indent=2))
+        print(json.dumps({"chunks": verify.num_chunks, "damage": damage}, indent=2))
     else:
         _print(verify.num_chunks, damage)
     return 1 if damage else 0
 
 
-def _walk(verify: "DiskVerify", *, quiet: bool) -> list[dict[str, str]]:
+def _walk(verify: "DiskVerify", *, quiet: bool) -> list[dict[str, Any]]:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
@@ -67,7 +66,7 @@ def _walk(verify: "DiskVerify", *, quiet: bool) -> list[dict[str, str]]:
     return damage
 
 
-def _print(num_chunks: int, damage: list[dict[str, str]]) -> None:
+def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
     console = Console()
     checked = f"{num_chunks:,} chunk{'s' if num_chunks != 1 else ''} checked"
     if not damage:
@@ -75,12 +74,17 @@ def _print(num_chunks: int, damage: list[dict[str, str]]) -> None:
         return
     table = Table("namespace", "slot", "key", "problem")
     for found in damage[:MAX_ROWS]:
-        table.add_row(found["namespace"], found["slot"] or "-", found["key"][:16] or "-", found["problem"])
+        table.add_row(found["namespace"], *_cells(found), found["problem"])
     console.print(table)
     if len(damage) > MAX_ROWS:
         console.print(f"... and {len(damage) - MAX_ROWS:,} more (--json has them all)", highlight=False)
-    if all(found["slot"] for found in damage):
+    if all(found["slot"] is not None for found in damage):
         verdict = f"{len(damage):,} damaged"
     else:  # a file of the directory itself: how many chunks it had is not known
         verdict = f"{len(damage):,} problem{'s' if len(damage) != 1 else ''} found"
     console.print(f"{checked}: {verdict}. To an engine, what is lost or damaged is a miss.", highlight=False)
+
+
+def _cells(found: dict[str, Any]) -> tuple[str, str]:
+    """Slot and key, where the damage is of one."""
+    return "-" if found["slot"] is None else str(found["slot"]), (found["key"] or "-")[:16]

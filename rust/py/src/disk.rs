@@ -80,8 +80,8 @@ impl DiskVerify {
 fn damage_dict<'py>(py: Python<'py>, found: &Damage) -> PyResult<Bound<'py, PyDict>> {
     let dict = PyDict::new(py);
     dict.set_item("namespace", &found.namespace)?;
-    dict.set_item("slot", found.slot.map_or_else(String::new, |slot| slot.to_string()))?;
-    dict.set_item("key", found.key.as_deref().unwrap_or_default())?;
+    dict.set_item("slot", found.slot)?;
+    dict.set_item("key", found.key.as_deref())?;
     dict.set_item("problem", &found.problem)?;
     Ok(dict)
 }
