@@ -1,7 +1,7 @@
 // The tag of a chunk, as ARCHITECTURE.md defines it, for device code; rust/core/src/tag.rs is the same on the CPU.
 //
 // tag = sum over (p, j) of mix(w[p, j] ^ (p * A + j * B + C)) mod 2^64, w[p, j] the j-th little-endian 64-bit word of page p,
-// pages zero-padded to whole words. Being a sum, any thread may add any word in any order. tests/kernels/test_tag.py compares
+// pages zero-padded to whole words. Being a sum, any thread may add any word in any order. tests/gpu/test_tag.py compares
 // the constants below with tag.rs. This file must not know where words come from.
 #pragma once
 
