@@ -7,7 +7,22 @@ use crate::evict::ChunkId;
 use crate::index::Entry;
 use crate::key::{ChunkKey, KeyChain};
 
-/// A chain cut into chunks: the keys that matter to the store.
+/// What the store is asked about: the keys of a prefix, one a block, and the key of the empty prefix.
+#[derive(Debug, Clone, Copy)]
+pub struct Prefix<'a> {
+    /// The key of the empty prefix.
+    pub root: ChunkKey,
+    /// Keys of the blocks, from position 0; fewer than 2^32.
+    pub keys: &'a [ChunkKey],
+}
+
+impl<'a> From<&'a KeyChain> for Prefix<'a> {
+    fn from(chain: &'a KeyChain) -> Self {
+        Self { root: chain.root(), keys: chain.keys() }
+    }
+}
+
+/// A prefix cut into chunks: the keys that matter to the store.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Chunks<'a> {
     root: ChunkKey,
@@ -16,12 +31,15 @@ pub(crate) struct Chunks<'a> {
 }
 
 impl<'a> Chunks<'a> {
-    pub(crate) fn new(chain: &'a KeyChain, per_chunk: u32) -> Self {
-        Self { root: chain.root(), keys: chain.keys(), per_chunk }
+    pub(crate) fn new(prefix: impl Into<Prefix<'a>>, per_chunk: u32) -> Self {
+        let Prefix { root, keys } = prefix.into();
+        // What lies behind 2^32 blocks is not looked at.
+        let keys = &keys[..keys.len().min(u32::MAX as usize)];
+        Self { root, keys, per_chunk }
     }
 
     pub(crate) fn num_blocks(&self) -> u32 {
-        u32::try_from(self.keys.len()).expect("a chain's positions fit in u32")
+        u32::try_from(self.keys.len()).expect("cut to fit when it was made")
     }
 
     /// Full chunks.

@@ -22,12 +22,13 @@ pub use config::{DiskSettings, StoreConfig};
 pub(crate) use load::Held;
 pub use load::{LeasedFrame, Progress, TierName};
 use lookup::Chunks;
+pub use lookup::Prefix;
 pub use save::{Reservation, SaveRange};
 use state::State;
 pub use stats::{Counters, Gauges};
 
 use crate::Result;
-use crate::key::{ChunkKey, KeyChain};
+use crate::key::ChunkKey;
 use crate::lease::{ReadLease, WriteLease};
 use crate::tier::FrameDisk;
 use crate::tier::disk::{DiskEntry, DiskTier};
@@ -189,31 +190,31 @@ impl Store {
         self.inner.blocks_per_chunk
     }
 
-    fn chunks<'a>(&self, chain: &'a KeyChain) -> Chunks<'a> {
-        Chunks::new(chain, self.inner.blocks_per_chunk)
+    fn chunks<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Chunks<'a> {
+        Chunks::new(prefix, self.inner.blocks_per_chunk)
     }
 
-    /// How much of the chain is stored: full chunks, then the longest tail behind them. No side effect (I9).
-    pub fn lookup(&self, chain: &KeyChain) -> Lookup {
-        let chunks = self.chunks(chain);
+    /// How much of the prefix is stored: full chunks, then the longest tail behind them. No side effect (I9).
+    pub fn lookup<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Lookup {
+        let chunks = self.chunks(prefix);
         let Some(state) = self.inner.books().filter(|state| !state.closed) else { return Lookup::default() };
         let (host, any) = state.find(&chunks);
         Lookup { host_blocks: host.blocks(chunks.per_chunk()), stored_blocks: any.blocks(chunks.per_chunk()) }
     }
 
-    /// Pins what is in host of the chain's stored prefix and starts to read the rest of it from disk, as far as frames can
+    /// Pins what is in host of the stored part of a prefix and starts to read the rest of it from disk, as far as frames can
     /// be had.
-    pub fn acquire(&self, chain: &KeyChain) -> ReadLease {
-        let chunks = self.chunks(chain);
+    pub fn acquire<'a>(&self, prefix: impl Into<Prefix<'a>>) -> ReadLease {
+        let chunks = self.chunks(prefix);
         let held = self.inner.with_open_books(|state| state.acquire(&chunks));
         ReadLease::new(Arc::clone(&self.inner), held)
     }
 
     /// Reserves frames for those chunks of `range` that are neither in host nor being filled.
     ///
-    /// It stops at the first that cannot be had. `InvalidConfig` if the chain has not got the range.
-    pub fn reserve(&self, chain: &KeyChain, range: SaveRange) -> Result<Reserved> {
-        let chunks = self.chunks(chain);
+    /// It stops at the first that cannot be had. `InvalidConfig` if the prefix has not got the range.
+    pub fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, range: SaveRange) -> Result<Reserved> {
+        let chunks = self.chunks(prefix);
         let wanted = range.check(&chunks)?;
         let Some((reserved, num_dropped)) = self.inner.with_open_books(|state| state.reserve(&chunks, range)) else {
             return Ok(Reserved { leases: Vec::new(), num_dropped: wanted });

@@ -4,6 +4,7 @@ mod jobs;
 
 use super::*;
 use crate::evict::Eviction;
+use crate::key::KeyChain;
 
 /// A panic under the lock must not reach whoever asks next: everything is a miss, and guards can still be dropped.
 #[test]
