@@ -3,8 +3,11 @@
 Sizes are bytes, counts are tokens or blocks as named. Every key is 32 bytes.
 """
 
-from collections.abc import Sequence
-from typing import Any, Final, final
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, final, overload
+
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId, Ticket
 
 class StoreError(RuntimeError):
     """The store could not do what was asked (I/O, corrupt file, closed)."""
@@ -96,19 +99,44 @@ class Arena:
         """None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape', 'tag'."""
 
 @final
+class ChunkBatch:
+    """Chunks to copy, as columns; see ``kvloft.seam.batch``. Immutable, compared by value, pickled as its columns."""
+
+    def __new__(cls, frames: bytes, keys: bytes, num_blocks: bytes, blocks: bytes, tickets: bytes) -> ChunkBatch:
+        """Out of `columns`. Raises ConfigError where they do not fit together."""
+    @staticmethod
+    def concat(batches: Sequence[Any]) -> ChunkBatch:
+        """All chunks of ``batches``, which all have tickets, or none of them."""
+    def columns(self) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+        """Frames (u32), keys (32 bytes), numbers of blocks (u32), blocks (i32, -1: not copied) and tickets (u64, or none)."""
+    def tickets(self) -> list[Ticket]: ...
+    def block_ids(self) -> list[BlockId]:
+        """Blocks that are copied, of all chunks."""
+    def by_frame(self) -> ChunkBatch: ...
+    def take(self, positions: Sequence[int]) -> ChunkBatch: ...
+    def check(self, *, num_frames: int, num_blocks: int, blocks_per_chunk: int) -> None:
+        """Raises ConfigError if a copy would reach outside the arena, its frame or the paged KV."""
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[ChunkCopy]: ...
+    @overload
+    def __getitem__(self, index: int) -> ChunkCopy: ...
+    @overload
+    def __getitem__(self, index: slice) -> ChunkBatch: ...
+
+@final
 class ReadLease:
     """Pins on the host part of a prefix; disk chunks behind it are being read in. Dropping it unpins."""
 
     def poll(self) -> tuple[int, int]:
         """(blocks ready and pinned from position 0, blocks still being read). Never blocks."""
-    def frames(self) -> list[tuple[int, bytes, int, int, str]]:
-        """(frame, key, first_block, num_blocks, tier) of each ready chunk in order; tier is 'host' or 'disk'
-        (where it was when the lease was taken)."""
+    def batch(self, table: Sequence[int], begin: int, end: int) -> tuple[ChunkBatch, dict[str, int]]:
+        """Chunks for the blocks ``table[begin:end]``, and how many blocks come from each tier ('host' or 'disk': where it was
+        when the lease was taken). Ends before the first block that is not ready. Bounds outside the table raise ConfigError."""
     def release(self) -> None: ...
 
 @final
-class Store:
-    """Host arena + optional disk tier + index, in this process."""
+class Session:
+    """A store (host arena, optional disk tier, index), and what one engine has in flight in it."""
 
     def __new__(
         cls,
@@ -117,12 +145,13 @@ class Store:
         host_bytes: int,
         namespace: bytes,
         blocks_per_chunk: int = 1,
+        num_ranks: int = 1,
         eviction: str = "lru",
         disk_path: str | None = None,
         disk_bytes: int = 0,
         disk_threads: int = 2,
         description: str = "",
-    ) -> Store: ...
+    ) -> Session: ...
     @property
     def arena_path(self) -> str:
         """Path another process of this user may open: /proc/PID/fd/N of a memfd."""
@@ -130,28 +159,37 @@ class Store:
     def frame_bytes(self) -> int: ...
     @property
     def num_frames(self) -> int: ...
+    @property
+    def num_in_flight(self) -> int:
+        """Reservations that some rank has not reported."""
     def lookup(self, chain: KeyChain) -> tuple[int, int]:
         """(blocks in host, blocks in host or disk), each a count from position 0: full chunks, then the longest tail
         behind them, wherever in the chain that is. No side effect."""
     def acquire(self, chain: KeyChain) -> ReadLease:
         """Pin the host part, start reading the disk part into host frames as far as they can be had."""
     def reserve(
-        self, chain: KeyChain, start: int, stop: int, tail_blocks: int = 0
-    ) -> tuple[list[tuple[int, int, bytes, int, int]], int]:
+        self, chain: KeyChain, start: int, stop: int, tail_blocks: int, table: Sequence[int]
+    ) -> tuple[ChunkBatch, int]:
         """Reserve frames for full chunks [start, stop) and, with tail_blocks, for a tail of so many blocks behind them.
 
-        Returns ([(ticket, frame, key, first_block, num_blocks)], num_dropped). Chunks already visible or
-        being written are skipped; it stops at the first chunk that cannot be had (no frame, or no parent) and
-        counts that one and the rest as dropped.
+        Returns (chunks, num_dropped); ``table`` are the request's blocks from position 0. Chunks already visible or being
+        written are skipped, and so are those with a null block; it stops at the first chunk that cannot be had (no frame,
+        or no parent) and counts that one and the rest as dropped. Reservations are in flight until they are settled or aborted.
         """
-    def commit(self, tickets: Sequence[int]) -> int:
-        """Make reserved chunks visible; returns how many did (a chunk whose parent is gone is aborted)."""
-    def abort(self, tickets: Sequence[int]) -> None: ...
+    def supersede(self, ticket: int, key: bytes) -> None:
+        """Once ``ticket`` is committed, discard ``key``."""
+    def settle(self, saved: Sequence[int], failed: Sequence[int] = ()) -> tuple[int, int]:
+        """Take in one rank's report. With the last rank's, a chunk becomes visible if no rank failed it (and its parent is
+        there), or its frame is given back. Returns (chunks that became visible, chunks that some rank failed)."""
+    def abort(self, tickets: Sequence[int] | None = None) -> None:
+        """Give reserved frames back that no rank will report; None: all of them."""
+    def being_read(self, blocks: Sequence[int] | None = None) -> list[BlockId]:
+        """Those of ``blocks`` that a save in flight may still read; None: every such block."""
     def discard(self, keys: Sequence[bytes]) -> int:
         """Forget chunks (and what hangs on them) in every tier: failed verification, superseded tails. Pinned
         ones vanish from lookup at once and are freed with their last pin. Returns how many were dropped."""
     def clear(self) -> None:
-        """Forget everything in every tier; pinned or reserved frames are freed when their owner ends."""
+        """Forget everything in every tier, also what is in flight; pinned or reserved frames are freed when their owner ends."""
     def stats(self) -> dict[str, int]:
         """Counters and gauges; see rust/core/src/store/stats.rs for the names."""
     def flush(self, timeout_s: float) -> bool:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from chunk_batch import Chunks, InFlight, Session, chunks_to_load
+
 Content = tuple[Any, ...]
 """What one position reads: ``("token", id)`` or ``("row", bytes, dtype)``, and the items on it."""
 
@@ -117,7 +119,10 @@ class Lease:
                 pending += entry.num_blocks
         return ready, pending
 
-    def frames(self) -> list[tuple[int, bytes, int, int, str]]:
+    def batch(self, table: Sequence[int], begin: int, end: int) -> tuple[Chunks, dict[str, int]]:
+        return chunks_to_load(self.rows(), table, begin, end)
+
+    def rows(self) -> list[tuple[int, bytes, int, int, str]]:
         assert not self.released
         rows: list[tuple[int, bytes, int, int, str]] = []
         for entry, tier in zip(self._entries, self._tiers, strict=True):
@@ -138,7 +143,7 @@ class Lease:
 
 
 @dataclass
-class ModelStore:
+class ModelStore(Session):
     """Host frames, an optional disk, prefix-aware LRU eviction.
 
     ``arena[frame]`` is whatever the workers put there. ``tick`` lets disk reads
@@ -149,6 +154,7 @@ class ModelStore:
     blocks_per_chunk: int = 1
     with_disk: bool = False
     drop_next: int = 0
+    num_ranks: int = 1
     arena: dict[int, Any] = field(default_factory=dict)
     check_visible: Callable[[bytes, int, Any], None] | None = None
     """Called with (key, num_blocks, content) of each chunk that becomes visible in host or on disk."""
@@ -157,6 +163,7 @@ class ModelStore:
         self.entries: dict[bytes, Entry] = {}
         self.free = list(range(self.num_frames))
         self.tickets: dict[int, Entry] = {}
+        self.in_flight = InFlight(self.num_ranks)
         self.open_leases: set[Lease] = set()
         self.reading: list[Entry] = []
         self._hidden: set[int] = set()
@@ -192,7 +199,7 @@ class ModelStore:
     def _visible(entry: Entry | None, in_host: bool) -> bool:
         return entry is not None and (entry.state == "ready" or (not in_host and entry.disk is not None))
 
-    # -- Store protocol -------------------------------------------------------------------------------------------
+    # -- Session protocol -----------------------------------------------------------------------------------------
 
     def lookup(self, chain: ModelChain) -> tuple[int, int]:
         host, both = (sum(e.num_blocks for e in self._present(chain, in_host)) for in_host in (True, False))
@@ -218,7 +225,7 @@ class ModelStore:
             entry.pins -= 1
         return lease
 
-    def reserve(
+    def reserve_rows(
         self, chain: ModelChain, start: int, stop: int, tail_blocks: int = 0
     ) -> tuple[list[tuple[int, int, bytes, int, int]], int]:
         assert 0 <= start <= stop
@@ -268,7 +275,7 @@ class ModelStore:
         self.arena[frame] = None
         return ticket, frame, key, first, size
 
-    def commit(self, tickets: Sequence[int]) -> int:
+    def commit_tickets(self, tickets: Sequence[int]) -> int:
         num_visible = 0
         for ticket in tickets:
             entry = self.tickets.pop(ticket)
@@ -287,7 +294,7 @@ class ModelStore:
                 entry.disk = content
         return num_visible
 
-    def abort(self, tickets: Sequence[int]) -> None:
+    def abort_tickets(self, tickets: Sequence[int]) -> None:
         for ticket in tickets:
             entry = self.tickets.pop(ticket)
             self._forget(entry)
@@ -307,7 +314,7 @@ class ModelStore:
                 dropped += self.discard([child.key])
         return dropped
 
-    def clear(self) -> None:
+    def forget_everything(self) -> None:
         for entry in list(self.entries.values()):
             self._forget(entry)
 

@@ -64,7 +64,7 @@ def check_held(engine: Any) -> None:
     engine.store.check()
     leases = sum(tracker.lease is not None for tracker in engine.core._trackers.values())
     assert len(engine.store.open_leases) <= leases + len(engine.core._loads), "I5: a lease without an owner"
-    assert set(engine.store.tickets) == set(engine.core._tickets), "I5: a reservation without an owner"
+    assert set(engine.store.tickets) == set(engine.store.in_flight.left), "I5: a reservation without an owner"
     for request in engine.finished:
         if not request.tainted:
             assert request.token_ids == reference(engine, request), "a wrong token"
@@ -92,7 +92,8 @@ def settle(engine: Any) -> None:
     assert not engine.store.open_leases
     assert not engine.store.tickets
     core = engine.core
-    unsettled = (core._tickets, core._tickets._failed, core._tickets._supersedes)
+    in_flight = engine.store.in_flight
+    unsettled = (in_flight.left, in_flight.blocks, in_flight.failed, in_flight.supersedes)
     for left in (*unsettled, core._trackers, core._loads, core._leased, core._hits, core._queued_loads):
         assert not left, f"left behind: {left}"
     assert len(engine.pool.free) == engine.setup.num_blocks - 1

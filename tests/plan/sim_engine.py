@@ -37,7 +37,7 @@ class SymbolicEngine:
     def __init__(self, setup: Setup, store: ModelStore | None = None, book: KeyBook | None = None) -> None:
         self.setup = setup
         self.book = book or KeyBook(setup.block_tokens)
-        self.store = store or ModelStore(setup.num_frames, setup.blocks_per_chunk, setup.with_disk)
+        self.store = store or ModelStore(setup.num_frames, setup.blocks_per_chunk, setup.with_disk, num_ranks=setup.num_ranks)
         self.store.check_visible = partial(check_visible, self)
         self.now = 0.0
         self.core = SchedulerCore(

@@ -233,7 +233,7 @@ class Workers:
             lost |= {block for copy in load.chunks for block in copy.blocks}
             return LoadResult(load.req_id, load.load_id, failed=True), lost
         for copy in load.chunks:
-            pinned = [row[0] for lease in self.store.open_leases for row in lease.frames()]
+            pinned = [row[0] for lease in self.store.open_leases for row in lease.rows()]
             assert copy.frame in pinned, "I4: a worker reads a frame that is not pinned"
             key, payload = self.store.arena[copy.frame][rank.number]
             if key != copy.key or copy.key in self.corrupt:

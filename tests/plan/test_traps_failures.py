@@ -137,17 +137,6 @@ def test_chunks_in_flight_over_a_reset_stay_invisible(run_ahead: bool) -> None:
     assert stored(engine, request) == 0, "its KV is of two makes"
 
 
-def test_chunks_in_flight_over_a_reset_are_aborted_not_left_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = SymbolicEngine(Setup())
-    engine.add(Request("a", list(PROMPT), 9))
-    engine.schedule()
-    engine.execute()
-    engine.core.reset()
-    monkeypatch.setattr(engine.store, "commit", None)
-    engine.update()
-    assert not engine.store.tickets
-
-
 def test_a_session_that_goes_on_after_a_reset_does_not_save_what_it_computed_before() -> None:
     engine = SymbolicEngine(Setup(local_cache=False))
     request = engine.add(Request("a", PROMPT[:8], 2, updates=[]))

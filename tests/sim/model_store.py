@@ -1,4 +1,4 @@
-"""The store as a dict: same protocol as ``kvloft._core.Store``, obviously right, and as unkind as allowed.
+"""The store as a dict: same protocol as ``kvloft._core.Session``, obviously right, and as unkind as allowed.
 
 Given a random generator it evicts, refuses and delays whenever the contract lets a store do so. Frames are real shared
 memory, so that real workers can use them; the disk is a copy of the frame that takes polls to come back.
@@ -6,15 +6,25 @@ It must not know vLLM.
 """
 
 import fcntl
+import importlib.util
 import mmap
 import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from kvloft import _core
+
+_spec = importlib.util.spec_from_file_location("chunk_batch", Path(__file__).parents[1] / "model" / "chunk_batch.py")
+assert _spec is not None
+assert _spec.loader is not None
+model = importlib.util.module_from_spec(_spec)
+_spec.loader.exec_module(model)
 
 
 @dataclass(eq=False)
@@ -56,7 +66,11 @@ class ModelLease:
                 ready += entry.num_blocks
         return ready, pending
 
-    def frames(self) -> list[tuple[int, bytes, int, int, str]]:
+    def batch(self, table: Sequence[int], begin: int, end: int) -> tuple[Any, dict[str, int]]:
+        chunks, by_tier = model.chunks_to_load(self.rows(), table, begin, end)
+        return _core.ChunkBatch(*chunks.columns()), by_tier
+
+    def rows(self) -> list[tuple[int, bytes, int, int, str]]:
         rows: list[tuple[int, bytes, int, int, str]] = []
         for entry, tier in self.entries:
             if entry.frame is None or entry.reads_left:
@@ -72,13 +86,14 @@ class ModelLease:
 
 
 @dataclass(eq=False)
-class ModelStore:
-    """See ``kvloft._core.Store``. With ``unkind`` it makes trouble from that generator."""
+class ModelStore(model.Session):  # type: ignore[name-defined,misc]
+    """See ``kvloft._core.Session``. With ``unkind`` it makes trouble from that generator."""
 
     frame_bytes: int
     host_bytes: int
     namespace: bytes = b""
     blocks_per_chunk: int = 1
+    num_ranks: int = 1
     eviction: str = "lru"
     disk_path: str | None = None
     disk_bytes: int = 0
@@ -99,6 +114,7 @@ class ModelStore:
         self._bytes = map_frames(self.arena_path, self.frame_bytes, self.num_frames)
         self._free = list(range(self.num_frames))
         self._next_ticket = 0
+        self.in_flight = model.InFlight(self.num_ranks)
 
     # -- questions ------------------------------------------------------------------------------------------------
 
@@ -141,7 +157,11 @@ class ModelStore:
 
     # -- saves ----------------------------------------------------------------------------------------------------
 
-    def reserve(
+    def reserve(self, *asked: Any) -> tuple[Any, int]:
+        chunks, num_dropped = super().reserve(*asked)
+        return _core.ChunkBatch(*chunks.columns()), num_dropped
+
+    def reserve_rows(
         self, chain: Any, start: int, stop: int, tail_blocks: int = 0
     ) -> tuple[list[tuple[int, int, bytes, int, int]], int]:
         self._mischief()
@@ -162,7 +182,7 @@ class ModelStore:
             rows.append((self._next_ticket, frame, key, first, count))
         return rows, 0
 
-    def commit(self, tickets: Sequence[int]) -> int:
+    def commit_tickets(self, tickets: Sequence[int]) -> int:
         done = 0
         for ticket in tickets:
             entry = self.tickets.pop(ticket)
@@ -177,7 +197,7 @@ class ModelStore:
                 entry.saved = self._bytes[entry.frame].tobytes()
         return done
 
-    def abort(self, tickets: Sequence[int]) -> None:
+    def abort_tickets(self, tickets: Sequence[int]) -> None:
         for ticket in tickets:
             self._kill(self.tickets.pop(ticket))
 
@@ -190,7 +210,7 @@ class ModelStore:
                 self._kill(entry)
         return before - len(self.entries)
 
-    def clear(self) -> None:
+    def forget_everything(self) -> None:
         for entry in list(self.entries.values()):
             self._kill(entry)
 

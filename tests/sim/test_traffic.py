@@ -99,7 +99,7 @@ def build(monkeypatch: pytest.MonkeyPatch, folder: Path, shape: Shape, seed: int
     def store(**settings: object) -> ModelStore:
         return ModelStore(**settings, unkind=random.Random(seed + 3), has_disk=seed % 2 == 0)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(_core, "Store", store)
+    monkeypatch.setattr(_core, "Session", store)
     return Engine(folder, shape, seed)
 
 

@@ -10,15 +10,16 @@ import math
 import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
+from kvloft import _core
 from kvloft.bench.link import FORWARD_CYCLES, Ceiling, HostFrames, occupy
-from kvloft.seam.batch import LeasedChunks, ReservedChunks
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import driver
@@ -108,15 +109,13 @@ class Rig:
         gc.freeze()  # as vLLM does with what it has when it starts: the collector looks at what a step makes, not at all of it
 
     def save_plan(self, *, elsewhere: bool = False) -> SavePlan:
-        """New rows, as the scheduler half has them from a store in each step; ``elsewhere``: to frames that loads do not read."""
+        """New chunks, as the scheduler half has them from a store in each step; ``elsewhere``: to frames that loads do not read."""
         first = self.num_chunks if elsewhere else 0
-        rows = [(i, first + frame, (first + frame).to_bytes(32, "little"), i, 1) for i, frame in enumerate(self._frames)]
-        return SavePlan(ReqId("bench"), ReservedChunks(rows, tuple(self._from)))
+        return SavePlan(ReqId("bench"), _batch([first + frame for frame in self._frames], self._from, tickets=range(self.num_chunks)))
 
     def load_plan(self) -> LoadPlan:
         """The same for a load."""
-        rows = [(frame, frame.to_bytes(32, "little"), i, 1, "host") for i, frame in enumerate(self._frames)]
-        return LoadPlan(ReqId("bench"), 0, LeasedChunks(rows, tuple(self._to)))
+        return LoadPlan(ReqId("bench"), 0, _batch(self._frames, self._to))
 
     def start_save(self, plan: SavePlan | None = None) -> None:
         self.mover.submit_saves([plan or self.save_plan()])
@@ -202,3 +201,12 @@ class Rig:
     def close(self) -> None:
         gc.unfreeze()
         self.mover.close()
+
+
+def _batch(frames: Sequence[int], blocks: Sequence[BlockId], tickets: Sequence[int] = ()) -> _core.ChunkBatch:
+    """Chunks of one block each."""
+    keys = b"".join(frame.to_bytes(32, "little") for frame in frames)
+    columns = [np.array(column, kind).tobytes() for column, kind in (
+        (frames, "<u4"), ([1] * len(frames), "<u4"), (blocks, "<i4"), (tickets, "<u8")
+    )]  # fmt: skip
+    return _core.ChunkBatch(columns[0], keys, *columns[1:])

@@ -11,16 +11,14 @@ from collections.abc import Callable, Sequence
 from itertools import compress, count
 from operator import add, ge, gt
 
-from kvloft.plan.fences import Fences
+from kvloft.plan.fences import rewritten
 from kvloft.plan.loads import LEASE_STEPS, match, plan_load
 from kvloft.plan.saves import plan_save
-from kvloft.plan.tickets import Tickets
 from kvloft.plan.tracker import NEVER, Tracker
-from kvloft.seam.batch import ReservedChunks
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape
-from kvloft.seam.store import KeyChain, ReadLease, Store
+from kvloft.seam.store import KeyChain, ReadLease, Session
 from kvloft.seam.views import LiveRequest, RequestView, StepView
 
 MAX_FAILED_LOADS = 8
@@ -36,7 +34,7 @@ class SchedulerCore:
 
     def __init__(
         self,
-        store: Store,
+        store: Session,
         new_chain: Callable[[RequestView], KeyChain],
         shape: CacheShape,
         *,
@@ -70,9 +68,7 @@ class SchedulerCore:
         self._next_load_id = 0
         self._loads: dict[int, _Loading] = {}
         self._failed_in_a_row = 0
-        self._tickets = Tickets(shape.num_ranks)
         self._unsent: list[SavePlan] = []
-        self._fences = Fences(self._tickets.in_flight)
         self.counters: Counter[str] = Counter()
         """Since the last `take_counters`: tokens and events, by the names in ``kvloft.vllm.stats``."""
 
@@ -129,7 +125,7 @@ class SchedulerCore:
         self._next_load_id += 1
         self._loads[load_id] = _Loading(None, self._num_ranks)
         lost = tuple(block_ids[begin : begin + num_tokens // block_tokens])
-        self._queued_loads.append(LoadPlan(live.req_id, load_id, (), lost))
+        self._queued_loads.append(LoadPlan(live.req_id, load_id, lost=lost))
 
     def hit_tokens(self, req_id: ReqId) -> dict[str, int]:
         """Tokens by tier of the load most recently planned for ``req_id``; what was lost counts for no tier."""
@@ -149,13 +145,13 @@ class SchedulerCore:
             else:
                 tracker.start_over()
         self._admitted.clear()
-        rewritten = self._fences.rewritten(view, self._shape.full.block_tokens)
+        fenced = rewritten(view, self._store, self._shape.full.block_tokens)
         saves = self._plan_saves(view) if self._saves_allowed else ()
         loads, self._queued_loads = tuple(self._queued_loads), []
         if self._leased:
             self._expire_leases()
         self._unsent = []
-        return StepPlan(self._step, self._arena, loads, tuple(saves), rewritten)
+        return StepPlan(self._step, self._arena, loads, tuple(saves), fenced)
 
     def plan_loads_only(self) -> StepPlan:
         """A plan without saves, for a step that could not be read: requests that wait must not wait for ever.
@@ -164,15 +160,13 @@ class SchedulerCore:
         get a table afresh (I6); what the failed attempt reserved is given back (I5).
         """
         self._step += 1
-        unsent = [copy.ticket for save in self._unsent for copy in save.chunks]
-        self._store.abort(unsent)
-        self._tickets.forget(unsent)
+        self._store.abort([ticket for save in self._unsent for ticket in save.chunks.tickets()])
         self._unsent = []
         for tracker in self._trackers.values():
             tracker.save_blocked = True
         self._admitted.clear()
         loads, self._queued_loads = tuple(self._queued_loads), []
-        return StepPlan(self._step, self._arena, loads, (), self._fences.everything())
+        return StepPlan(self._step, self._arena, loads, (), tuple(map(BlockId, self._store.being_read())))
 
     def _plan_saves(self, view: StepView) -> list[SavePlan]:
         saves = self._unsent = []
@@ -229,15 +223,6 @@ class SchedulerCore:
             self.counters["save_dropped_chunks"] += saving.num_dropped
         if saving.plan is not None:
             saves.append(saving.plan)
-            if isinstance(saving.plan.chunks, ReservedChunks):
-                tickets = saving.plan.chunks.tickets()
-                self._fences.add_many(saving.plan.chunks.blocks, tickets)
-                self._tickets.add_many(tickets)
-            else:
-                self._fences.add(saving.plan.chunks)
-                self._tickets.add(saving.plan.chunks)
-            if saving.supersedes is not None:
-                self._tickets.supersede(*saving.supersedes)
 
     def _expire_leases(self) -> None:
         for req_id in list(self._leased):
@@ -253,14 +238,11 @@ class SchedulerCore:
     def absorb(self, report: StepReport) -> None:
         """Settle what the workers report: commit or abort saves, release the pins of loads, forget what failed its check."""
         if report.saved or report.failed:
-            settled = self._tickets.settle(report.saved, report.failed)
-            if settled.aborted:
-                self._store.abort(settled.aborted)
-                self.counters["save_failed_chunks"] += len(settled.aborted)
-            if settled.superseded:
-                self._store.discard(settled.superseded)
-            if settled.committed:
-                self.counters["saved_chunks"] += self._store.commit(settled.committed)
+            num_saved, num_failed = self._store.settle(report.saved, report.failed)
+            if num_saved:
+                self.counters["saved_chunks"] += num_saved
+            if num_failed:
+                self.counters["save_failed_chunks"] += num_failed
         for result in report.loads:
             loading = self._loads.get(result.load_id)
             if result.bad_keys:
@@ -295,7 +277,6 @@ class SchedulerCore:
             tracker.kv_outdated = bool(tracker.blocks)
             tracker.saved_chunks = 0
             tracker.tail_blocks, tracker.tail_key = 0, None
-        self._tickets.fail_all()
         self._leased.clear()
         self._store.clear()
 
@@ -312,9 +293,7 @@ class SchedulerCore:
             tracker.drop_lease()
         self._trackers.clear()
         self._next_save.clear()
-        self._store.abort(list(self._tickets))
-        self._tickets.clear()
-        self._fences.clear()
+        self._store.abort()
         for loading in self._loads.values():
             if loading.lease is not None:
                 loading.lease.release()
@@ -324,7 +303,7 @@ class SchedulerCore:
     @property
     def has_work_in_flight(self) -> bool:
         """Copies that some worker has not reported yet: the engine must go on polling."""
-        return bool(self._tickets or self._loads)
+        return bool(self._store.num_in_flight or self._loads)
 
     def _tracker(self, live: LiveRequest) -> Tracker:
         tracker = self._trackers.get(live.req_id)

@@ -2,33 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.batch import ChunkBatch
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.shape import ArenaSpec
 
 
 @dataclass(frozen=True, slots=True)
 class LoadPlan:
-    """Frames to scatter for one request, which waits until the worker reports it.
+    """Frames to scatter for one request, which waits until the worker reports it; no ``chunks``: none of them is there.
 
     ``lost`` are blocks that were promised to vLLM but whose frames are gone: the worker reports them as load errors.
     """
 
     req_id: ReqId
     load_id: int
-    chunks: Sequence[ChunkCopy]
+    chunks: ChunkBatch | tuple[()] = ()
     lost: tuple[BlockId, ...] = ()
+
+    def blocks(self) -> list[BlockId]:
+        """All that were promised, lost or not."""
+        return [*(self.chunks.block_ids() if self.chunks else ()), *self.lost]
 
 
 class SavePlan(NamedTuple):
     """Frames to gather for one request, from blocks it owns during this step."""
 
     req_id: ReqId
-    chunks: Sequence[ChunkCopy]
+    chunks: ChunkBatch
 
 
 @dataclass(frozen=True, slots=True)

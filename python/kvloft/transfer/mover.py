@@ -68,13 +68,11 @@ class BrokenMover:
         """Nothing is ever in flight."""
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        self._done.failed += [copy.ticket for plan in plans for copy in plan.chunks]
+        self._done.failed += [ticket for plan in plans for ticket in plan.chunks.tickets()]
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         for plan in plans:
-            self._done.bad_blocks.update(plan.lost)
-            for copy in plan.chunks:
-                self._done.bad_blocks.update(copy.blocks)
+            self._done.bad_blocks.update(plan.blocks())
             self._done.loads.append(LoadResult(plan.req_id, plan.load_id, failed=True))
 
     def poll(self) -> Finished:

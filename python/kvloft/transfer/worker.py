@@ -78,7 +78,7 @@ class WorkerCore:
             self._saves_run = True
             if not self._is_writer:
                 # Another rank writes the same bytes; the ticket is settled when all have reported it.
-                self._pending.saved += [copy.ticket for plan in self._plan.saves for copy in plan.chunks]
+                self._pending.saved += [ticket for plan in self._plan.saves for ticket in plan.chunks.tickets()]
             elif plans := self._plan.saves:
                 self._hand_over(lambda mover: mover.submit_saves(plans), self._fail_saves)
 
@@ -164,13 +164,13 @@ class WorkerCore:
         done = {result.load_id for result in self._pending.loads}
         for plan in self._plan.loads:
             if plan.load_id not in done:
-                self._pending.bad_blocks.update(plan.lost, *(copy.blocks for copy in plan.chunks))
+                self._pending.bad_blocks.update(plan.blocks())
                 self._pending.loads.append(LoadResult(plan.req_id, plan.load_id, failed=True))
 
     def _fail_saves(self) -> None:
         """The same for saves, whose frames would stay reserved."""
         done = {*self._pending.saved, *self._pending.failed}
-        tickets = [copy.ticket for plan in self._plan.saves for copy in plan.chunks]
+        tickets = [ticket for plan in self._plan.saves for ticket in plan.chunks.tickets()]
         self._pending.failed += [ticket for ticket in tickets if ticket not in done]
 
     def _collect(self) -> None:

@@ -20,6 +20,7 @@ from kvloft.plan import SchedulerCore
 from kvloft.seam.ids import ReqId
 from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.seam.views import RequestView
+from kvloft.store import open_store
 from kvloft.vllm.compat import hit_sources
 from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.identity.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
@@ -78,16 +79,8 @@ class SchedulerHalf:
         self.shape = cache_shape(vllm_config, kv_cache_config, config)
         fields = namespace_fields(vllm_config, kv_cache_config, self.shape, config.namespace)
         self._namespace = _core.namespace_digest(fields)
-        self._store = _core.Store(
-            frame_bytes=self.shape.frame_bytes,
-            host_bytes=config.host_size,
-            namespace=self._namespace,
-            blocks_per_chunk=self.shape.full.blocks_per_chunk,
-            eviction=config.eviction,
-            disk_path=_disk_path(config, parallel),
-            disk_bytes=config.disk_bytes,
-            disk_threads=config.disk_threads,
-            description=description_of(fields),
+        self._store = open_store(
+            config, self.shape, self._namespace, disk_path=_disk_path(config, parallel), description=description_of(fields)
         )
         transfer = vllm_config.kv_transfer_config
         arena = ArenaSpec(self._store.arena_path, self._store.frame_bytes, self._store.num_frames)

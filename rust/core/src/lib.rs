@@ -2,16 +2,20 @@
 //!
 //! Data flow: `key` (content -> `ChunkKey`) -> `index` (key -> entry) -> `store` (lookup, lease, reserve,
 //! commit) -> `tier` (host frames, disk slots), with `evict` choosing what goes and `tag` proving bytes.
+//! Engines ask a store through a `session`, with chunks in `batch`es, and count their reports in `tickets`.
 //! Nothing here knows Python, CUDA, vLLM, the clock or the environment.
 
+pub mod batch;
 pub mod error;
 pub mod evict;
 pub(crate) mod index;
 pub mod io;
 pub mod key;
 pub mod lease;
+pub mod session;
 pub mod store;
 pub mod tag;
+pub mod tickets;
 pub mod tier;
 pub(crate) mod units;
 

@@ -59,7 +59,7 @@ impl KeyChain {
 
     /// Append `token_ids[start:stop]`.
     #[pyo3(signature = (token_ids, start=0, stop=None, /))]
-    fn append_tokens(&self, token_ids: &Bound<'_, PyAny>, start: isize, stop: Option<isize>) -> PyResult<()> {
+    fn append_tokens(&self, token_ids: &Bound<'_, PyAny>, start: i64, stop: Option<i64>) -> PyResult<()> {
         let ids = self::token_ids(token_ids, start, stop)?;
         let append = || self.lock()?.append_tokens(&ids).map_err(raise);
         if ids.len() < DETACH_TOKENS { append() } else { token_ids.py().detach(append) }

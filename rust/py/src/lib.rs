@@ -1,10 +1,11 @@
 //! `kvloft._core`: conversions between Python and `kvloft_core`, nothing else.
 
 mod arena;
+mod batch;
 mod disk;
 mod error;
 mod key;
-mod store;
+mod session;
 mod tokens;
 
 use pyo3::prelude::*;
@@ -15,5 +16,6 @@ fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     key::register(module)?;
     arena::register(module)?;
     disk::register(module)?;
-    store::register(module)
+    batch::register(module)?;
+    session::register(module)
 }

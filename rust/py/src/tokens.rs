@@ -1,4 +1,4 @@
-//! Token ids and row bytes out of Python objects, without a Python-level copy.
+//! Token ids, block ids and row bytes out of Python objects, without a Python-level copy.
 //!
 //! Reading a list of 100,000 ids is the longest thing a scheduler hook does here, so exact lists of exact ints are read
 //! through borrowed references; everything else goes the slow, owned way. A bad element always raises: no
@@ -18,28 +18,39 @@ use crate::error::ConfigError;
 /// `sequence[start:stop]` as ids; `ConfigError` names the first element that is not an int in 0..2^32.
 ///
 /// Unlike a slice, bounds outside the sequence raise: fewer ids than asked for would be another prefix.
-pub(crate) fn token_ids(sequence: &Bound<'_, PyAny>, start: isize, stop: Option<isize>) -> PyResult<Vec<u32>> {
-    if let Ok(list) = sequence.cast_exact::<PyList>() {
-        let range = bounds(list.len(), start, stop)?;
-        return list_ids(list, range);
-    }
-    if sequence.is_instance_of::<PyBytes>() || sequence.is_instance_of::<PyByteArray>() {
-        return Err(PyTypeError::new_err("token_ids is a bytes object; pass a sequence of ints"));
-    }
-    let sequence = sequence.cast::<PySequence>()?;
-    let range = bounds(sequence.len()?, start, stop)?;
-    range.map(|index| slow_id(&sequence.get_item(index)?, index)).collect()
+pub(crate) fn token_ids(sequence: &Bound<'_, PyAny>, start: i64, stop: Option<i64>) -> PyResult<Vec<u32>> {
+    ids("token_ids", sequence, start, stop)
 }
 
-fn bounds(len: usize, start: isize, stop: Option<isize>) -> PyResult<Range<usize>> {
+/// `sequence[start:stop]` as block ids; `ConfigError` for bounds outside the sequence or what is not an int in 0..2^31.
+pub(crate) fn block_ids(sequence: &Bound<'_, PyAny>, start: u32, stop: Option<u32>) -> PyResult<Vec<i32>> {
+    let ids = ids("block_ids", sequence, start.into(), stop.map(i64::from))?;
+    let ids = ids.into_iter().map(i32::try_from).collect::<Result<_, _>>();
+    ids.map_err(|_| ConfigError::new_err("a block id is not an int in 0..2**31"))
+}
+
+fn ids(name: &str, sequence: &Bound<'_, PyAny>, start: i64, stop: Option<i64>) -> PyResult<Vec<u32>> {
+    if let Ok(list) = sequence.cast_exact::<PyList>() {
+        let range = bounds(name, list.len(), start, stop)?;
+        return list_ids(name, list, range);
+    }
+    if sequence.is_instance_of::<PyBytes>() || sequence.is_instance_of::<PyByteArray>() {
+        return Err(PyTypeError::new_err(format!("{name} is a bytes object; pass a sequence of ints")));
+    }
+    let sequence = sequence.cast::<PySequence>()?;
+    let range = bounds(name, sequence.len()?, start, stop)?;
+    range.map(|index| slow_id(name, &sequence.get_item(index)?, index)).collect()
+}
+
+fn bounds(name: &str, len: usize, start: i64, stop: Option<i64>) -> PyResult<Range<usize>> {
     let stop_at = stop.map_or(Ok(len), usize::try_from);
     match (usize::try_from(start), stop_at) {
         (Ok(start), Ok(stop)) if start <= stop && stop <= len => Ok(start..stop),
-        _ => Err(ConfigError::new_err(format!("[{start}:{}] is not a part of {len} token_ids", stop.unwrap_or(-1)))),
+        _ => Err(ConfigError::new_err(format!("[{start}:{}] is not a part of {len} {name}", stop.unwrap_or(-1)))),
     }
 }
 
-fn list_ids(list: &Bound<'_, PyList>, range: Range<usize>) -> PyResult<Vec<u32>> {
+fn list_ids(name: &str, list: &Bound<'_, PyList>, range: Range<usize>) -> PyResult<Vec<u32>> {
     let mut ids = Vec::with_capacity(range.len());
     for index in range {
         // SAFETY: `list` is a live list and this thread is attached. The index fits isize because it is below a list's
@@ -55,7 +66,7 @@ fn list_ids(list: &Bound<'_, PyList>, range: Range<usize>) -> PyResult<Vec<u32>>
             ids.push(id);
         } else {
             drop(PyErr::take(list.py())); // PyLong_AsLong's OverflowError, if it set one
-            ids.push(slow_id(&list.get_item(index)?, index)?);
+            ids.push(slow_id(name, &list.get_item(index)?, index)?);
         }
     }
     Ok(ids)
@@ -63,10 +74,10 @@ fn list_ids(list: &Bound<'_, PyList>, range: Range<usize>) -> PyResult<Vec<u32>>
 
 /// Any object with `__index__`, held by an own reference.
 #[cold]
-fn slow_id(item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
+fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
     item.extract().map_err(|cause| {
         let shown = item.repr().map_or_else(|_| "?".into(), |repr| repr.to_string());
-        let error = ConfigError::new_err(format!("token_ids[{index}] = {shown:.80} is not an int in 0..2**32"));
+        let error = ConfigError::new_err(format!("{name}[{index}] = {shown:.80} is not an int in 0..2**32"));
         error.set_cause(item.py(), Some(cause));
         error
     })

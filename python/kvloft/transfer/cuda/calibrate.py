@@ -20,9 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloft import __version__
-from kvloft.seam.batch import ChunkCopy
-from kvloft.seam.ids import BlockId, ChunkKey
+from kvloft import __version__, _core
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.frame_memory import FrameMemory
 from kvloft.transfer.cuda.kernels import Kernels
@@ -142,8 +140,8 @@ class _Bench:
         return statistics.median(times[1:]) * 1e6
 
     def _pieces(self, num_blocks: int) -> tuple[Piece, ...]:
-        copy = ChunkCopy(0, ChunkKey(bytes(32)), num_blocks, 0, (BlockId(0),) * num_blocks)
-        return tuple(split(ChunkTable.of([copy]), self._shape))
+        chunk = _core.ChunkBatch(bytes(4), bytes(32), num_blocks.to_bytes(4, "little"), bytes(4 * num_blocks), b"")
+        return tuple(split(ChunkTable.of(chunk), self._shape))
 
     def close(self) -> None:
         for lane in self._lanes.values():

@@ -7,7 +7,6 @@ holds it against `_core.Arena`. It must not know streams or plans.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -62,15 +61,15 @@ class Trailers:
         blank["rank"] = memory.rank
         self._blank = blank[0]
 
-    def seal(self, frames: npt.ArrayLike, keys: Sequence[bytes], tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike) -> None:
-        """Write the trailers of ``frames``, whose payloads are in place."""
+    def seal(self, frames: npt.ArrayLike, keys: bytes, tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike) -> None:
+        """Write the trailers of ``frames``, whose payloads are in place; ``keys`` are theirs, 32 bytes each."""
         self._column[np.asarray(frames)] = self._rows(keys, tags, num_blocks)
 
     def read(self, frames: npt.ArrayLike) -> npt.NDArray[Any]:
         """A copy of the trailers of ``frames``."""
         return self._column[np.asarray(frames)]
 
-    def problems(self, rows: npt.NDArray[Any], keys: Sequence[bytes], num_blocks: npt.ArrayLike) -> dict[int, str]:
+    def problems(self, rows: npt.NDArray[Any], keys: bytes, num_blocks: npt.ArrayLike) -> dict[int, str]:
         """What is wrong with which of ``rows``, before any byte moved: 'unsealed', 'key', 'layout' or 'shape'."""
         good = self._rows(keys, rows["tag"], num_blocks)
         if rows.tobytes() == good.tobytes():
@@ -81,10 +80,10 @@ class Trailers:
         bad = np.flatnonzero(~(sealed & key & layout & shape))
         return {int(i): next(name for name, fine in named if not fine[i]) for i in bad}
 
-    def _rows(self, keys: Sequence[bytes], tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike) -> npt.NDArray[Any]:
+    def _rows(self, keys: bytes, tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike) -> npt.NDArray[Any]:
         """The trailers of chunks as they must be."""
-        rows: npt.NDArray[Any] = np.full(len(keys), self._blank, TRAILER)
-        rows["key"] = np.frombuffer(b"".join(keys), dtype="V32")
+        rows: npt.NDArray[Any] = np.full(len(keys) // 32, self._blank, TRAILER)
+        rows["key"] = np.frombuffer(keys, dtype="V32")
         rows["tag"] = tags
         rows["num_blocks"] = num_blocks
         rows["payload_bytes"] = np.asarray(num_blocks) * self._block_bytes

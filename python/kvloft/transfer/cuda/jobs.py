@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from kvloft.seam.batch import BlockChunks, ChunkCopy, ReservedChunks
-from kvloft.seam.ids import ChunkKey, Ticket
+from kvloft import _core
+from kvloft.seam.batch import ChunkBatch
+from kvloft.seam.ids import ChunkKey
 from kvloft.seam.plan import LoadPlan
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece
@@ -24,7 +24,6 @@ SMALL_LAST = 4
 """The last piece of a load is so many times smaller than others: the link waits while it is scattered."""
 SORTED_PIECES = 4
 """Of a load: as many pieces' chunks are sorted at once."""
-_FRAME = itemgetter(ChunkCopy._fields.index("frame"))
 
 
 def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int, ...]:
@@ -40,16 +39,6 @@ def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int
         sizes.append(size)
         size = max(size + 1, int((size * link_us - prepare_us) / PREPARE_CHUNK_US))
     return tuple(sizes)
-
-
-def by_frame(copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
-    """Chunks in the order of their frames, so that neighbours, in whichever order a store gave them out, are one copy."""
-    return copies.by_frame() if isinstance(copies, BlockChunks) else sorted(copies, key=_FRAME)
-
-
-def tickets_of(copies: Sequence[ChunkCopy]) -> list[Ticket]:
-    """Of each of these saves."""
-    return copies.tickets() if isinstance(copies, ReservedChunks) else [copy.ticket for copy in copies]
 
 
 @dataclass(slots=True, eq=False)
@@ -77,7 +66,7 @@ class Job:
     lack, and ``owners`` are the loads and how many of the chunks, in order, are theirs.
     """
 
-    copies: Sequence[ChunkCopy]
+    chunks: ChunkBatch
     table: ChunkTable
     pieces: Sequence[Piece]
     tags: npt.NDArray[np.uint64]
@@ -102,18 +91,18 @@ class QueuedLoad:
     """Chunks of a load that are not sent yet: those from ``sent`` on."""
 
     load: Load
-    copies: Sequence[ChunkCopy]
+    chunks: ChunkBatch
     after: Mark
     sent: int = 0
-    window: Sequence[ChunkCopy] = ()
+    window: ChunkBatch | tuple[()] = ()
     """Some that are sorted already; those from ``used`` on are not sent yet."""
     used: int = 0
 
     @property
     def num_left(self) -> int:
-        return len(self.copies) - self.sent
+        return len(self.chunks) - self.sent
 
-    def take(self, count: int, *, per_piece: int, is_last: bool) -> Sequence[ChunkCopy]:
+    def take(self, count: int, *, per_piece: int, is_last: bool) -> ChunkBatch:
         """The next ``count`` chunks at most, in the order of their frames; not all of them where the link has nothing to do after.
 
         What follows the first piece's worth is sorted some pieces at a time: by then the link has work for longer than that takes.
@@ -123,12 +112,12 @@ class QueuedLoad:
             count = left - last
         count = min(count, left)
         if self.used == len(self.window) and begin > per_piece:
-            self.window, self.used = by_frame(self.copies[begin : begin + SORTED_PIECES * per_piece]), 0
+            self.window, self.used = self.chunks[begin : begin + SORTED_PIECES * per_piece].by_frame(), 0
         self.sent += count
-        if self.used == len(self.window):
-            return by_frame(self.copies[begin : self.sent])
+        if not self.window or self.used == len(self.window):
+            return self.chunks[begin : self.sent].by_frame()
         taken = self.window[self.used : self.used + count]
         self.used += len(taken)
         if num_more := count - len(taken):
-            taken = by_frame([*taken, *self.copies[self.sent - num_more : self.sent]])
+            taken = _core.ChunkBatch.concat([taken, self.chunks[self.sent - num_more : self.sent]]).by_frame()
         return taken

@@ -23,7 +23,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvloft.seam.batch import ChunkCopy
+from kvloft import _core
+from kvloft.seam.batch import ChunkBatch
 from kvloft.seam.ids import BlockId
 from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 from kvloft.transfer.cuda import driver
@@ -37,9 +38,7 @@ from kvloft.transfer.cuda.jobs import (
     Load,
     Mark,
     QueuedLoad,
-    by_frame,
     ramp,
-    tickets_of,
 )
 from kvloft.transfer.cuda.kernels import Kernels
 from kvloft.transfer.cuda.lanes import MAX_PIECES, LoadLane, SaveLane, Tuning
@@ -143,20 +142,20 @@ class CudaMover:
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         """Queue gathers behind the forward just launched. What cannot be taken now is dropped, never waited for."""
         with self._lock:
-            every = plans[0].chunks if len(plans) == 1 else list(chain.from_iterable(plan.chunks for plan in plans))
-            copies = self._drop_unpinned(every)
-            if not copies:
+            every = plans[0].chunks if len(plans) == 1 else _core.ChunkBatch.concat([plan.chunks for plan in plans])
+            chunks = self._drop_unpinned(every)
+            if not chunks:
                 return
             done, mark = 0, self._new_mark()
             mark.users += 1
             try:
                 mark.event.record(self._compute())
-                is_long = len(copies) > self._chunks_per_job
+                is_long = len(chunks) > self._chunks_per_job
                 sizes = chain(self._few_saved if is_long and not self._flying[self.saves] else (), repeat(self._chunks_per_job))
-                while done < len(copies) and self._broken is None:
-                    batch = copies[done : done + next(sizes)]
+                while done < len(chunks) and self._broken is None:
+                    batch = chunks[done : done + next(sizes)]
                     first_number = self._num_saves
-                    if (pieces := self._queue_saves(by_frame(batch), mark)) is None:
+                    if (pieces := self._queue_saves(batch.by_frame(), mark)) is None:
                         break
                     done += len(batch)
                     self._feed(self.saves)  # the link is at work while the rest is prepared
@@ -167,7 +166,7 @@ class CudaMover:
             except driver.CudaError as error:
                 self._break(str(error))
             self._release(mark)
-            self._drop(copies[done:])
+            self._drop(chunks[done:])
             self._feeders[self.saves].wake()
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
@@ -232,21 +231,23 @@ class CudaMover:
 
     # -- pieces ---------------------------------------------------------------------------------------------------
 
-    def _new_job(self, copies: Sequence[ChunkCopy], after: Mark) -> Job:
+    def _new_job(self, chunks: ChunkBatch, after: Mark) -> Job:
         """Raises ValueError for a copy that would leave the arena, its frame or the paged KV."""
-        table = ChunkTable.of(copies)
-        table.check(self._memory.num_frames, self._layout.num_blocks, self._shape.blocks_per_chunk)
-        job = Job(copies, table, tuple(split(table, self._shape)), np.zeros(len(copies), dtype=np.uint64), after)
+        chunks.check(
+            num_frames=self._memory.num_frames, num_blocks=self._layout.num_blocks, blocks_per_chunk=self._shape.blocks_per_chunk
+        )
+        table = ChunkTable.of(chunks)
+        job = Job(chunks, table, tuple(split(table, self._shape)), np.zeros(len(chunks), dtype=np.uint64), after)
         after.users += 1
         return job
 
-    def _queue_saves(self, copies: Sequence[ChunkCopy], after: Mark) -> Sequence[Piece] | None:
+    def _queue_saves(self, chunks: ChunkBatch, after: Mark) -> Sequence[Piece] | None:
         """The pieces that were queued; None: there is no room for so many."""
         try:
-            job = self._new_job(copies, after)
+            job = self._new_job(chunks, after)
         except ValueError as error:
             logger.error("kvloft: saves that cannot be made: %s", error)
-            self._drop(copies)
+            self._drop(chunks)
             return ()
         queued = self._queued_pieces[self.saves]
         if len(self._flying[self.saves]) + len(queued) + len(job.pieces) > MAX_PIECES:
@@ -261,32 +262,32 @@ class CudaMover:
         queued = self._queued_pieces[lane]
         while lane is self.loads and not queued and self._queued_loads:
             num_waiting = len(self._queued_loads)
-            copies, owners, after = self._take_loads()
-            queued.extend((job, piece) for job in self._load_jobs(copies, owners, after) for piece in job.pieces)
+            chunks, owners, after = self._take_loads()
+            queued.extend((job, piece) for job in self._load_jobs(chunks, owners, after) for piece in job.pieces)
             for _ in range(num_waiting - len(self._queued_loads)):
                 self._release(after)
         return queued.popleft() if queued else None
 
-    def _load_jobs(self, copies: Sequence[ChunkCopy], owners: Sequence[tuple[Load, int]], after: Mark) -> list[Job]:
+    def _load_jobs(self, chunks: ChunkBatch, owners: Sequence[tuple[Load, int]], after: Mark) -> list[Job]:
         """One job. A load with a copy that cannot be made fails alone, and its neighbours in the piece get jobs of their own."""
         try:
-            job = self._new_job(copies, after)
+            job = self._new_job(chunks, after)
         except ValueError as error:
             if len(owners) == 1:
-                self._finish_load(owners[0][0], copies, dict.fromkeys(range(len(copies)), f"copy: {error}"))
+                self._finish_load(owners[0][0], chunks, dict.fromkeys(range(len(chunks)), f"copy: {error}"))
                 return []
             jobs: list[Job] = []
             for load, count in owners:
-                jobs += self._load_jobs(copies[:count], [(load, count)], after)
-                copies = copies[count:]
+                jobs += self._load_jobs(chunks[:count], [(load, count)], after)
+                chunks = chunks[count:]
             return jobs
         job.owners = owners
         return [job]
 
-    def _take_loads(self) -> tuple[Sequence[ChunkCopy], list[tuple[Load, int]], Mark]:
+    def _take_loads(self) -> tuple[ChunkBatch, list[tuple[Load, int]], Mark]:
         """Chunks for one piece, of as many loads as it has room for; how many of them, in order, are whose; and after what."""
         queue, room = self._queued_loads, self._chunks_per_job
-        copies: Sequence[ChunkCopy] = ()
+        chunks: list[ChunkBatch] = []
         owners: list[tuple[Load, int]] = []
         after = queue[0].after
         nth = self._num_loads_since_idle = self._num_loads_since_idle + 1 if self._flying[self.loads] else 0
@@ -295,12 +296,12 @@ class CudaMover:
         while queue and queue[0].after is after and room:
             waiting = queue[0]
             taken = waiting.take(room, per_piece=self._chunks_per_job, is_last=len(queue) == 1)
-            copies = [*copies, *taken] if owners else taken
+            chunks.append(taken)
             owners.append((waiting.load, len(taken)))
             room = 0 if waiting.num_left else room - len(taken)
             if not waiting.num_left:
                 queue.popleft()
-        return copies, owners, after
+        return chunks[0] if len(chunks) == 1 else _core.ChunkBatch.concat(chunks), owners, after
 
     def _new_mark(self) -> Mark:
         return self._spare_marks.pop() if self._spare_marks else Mark(driver.Event())
@@ -404,7 +405,7 @@ class CudaMover:
 
     def _finish_saves(self, job: Job) -> None:
         self._trailers.seal(job.table.frames, job.table.keys, job.tags, job.table.num_blocks)
-        self._done.saved += tickets_of(job.copies)
+        self._done.saved += job.chunks.tickets()
         del self._open_saves[job]
 
     def _finish_loads(self, job: Job) -> None:
@@ -413,15 +414,15 @@ class CudaMover:
         begin = 0
         for load, count in job.owners:
             problems = {i - begin: problem for i, problem in job.problems.items() if begin <= i < begin + count}
-            self._finish_load(load, job.copies[begin : begin + count], problems)
+            self._finish_load(load, job.chunks[begin : begin + count], problems)
             begin += count
 
-    def _finish_load(self, load: Load, copies: Sequence[ChunkCopy], problems: dict[int, str]) -> None:
+    def _finish_load(self, load: Load, chunks: ChunkBatch, problems: dict[int, str]) -> None:
         """These chunks of ``load`` are in, or bad; with its last, it is reported."""
         for i, problem in problems.items():
-            load.bad.append((copies[i].key, problem))
-            self._done.bad_blocks.update(copies[i].blocks)
-        load.num_left -= len(copies)
+            load.bad.append((chunks[i].key, problem))
+            self._done.bad_blocks.update(chunks[i].blocks)
+        load.num_left -= len(chunks)
         if not load.num_left:
             self._report(load)
 
@@ -429,26 +430,27 @@ class CudaMover:
         if load.bad:
             logger.warning("kvloft: %d chunks failed their check (%s); they are misses", len(load.bad), load.bad[0][1])
         if everything_bad:
-            self._done.bad_blocks.update(chain.from_iterable(copy.blocks for copy in load.plan.chunks))
+            self._done.bad_blocks.update(load.plan.blocks())
         self._done.loads.append(LoadResult(load.plan.req_id, load.plan.load_id, tuple(load.bad), failed=everything_bad))
         del self._open_loads[load]
 
     # -- trouble --------------------------------------------------------------------------------------------------
 
-    def _drop_unpinned(self, copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
-        """Copies to frames that are pinned; the others are dropped, as all are when the mover is broken."""
+    def _drop_unpinned(self, chunks: ChunkBatch) -> ChunkBatch | tuple[()]:
+        """Chunks with frames that are pinned; the others are dropped, as all are when the mover is broken."""
         if self._broken is not None:
-            self._drop(copies)
-            return []
+            self._drop(chunks)
+            return ()
         if self._pinned.is_complete:
-            return copies
+            return chunks
         num_pinned = self._pinned.num_pinned_bytes // self._memory.frame_bytes
-        self._drop([copy for copy in copies if copy.frame >= num_pinned])
-        return [copy for copy in copies if copy.frame < num_pinned]
+        is_pinned = np.frombuffer(chunks.columns()[0], dtype=np.uint32) < num_pinned
+        self._drop(chunks.take(np.flatnonzero(~is_pinned).tolist()))
+        return chunks.take(np.flatnonzero(is_pinned).tolist())
 
-    def _drop(self, copies: Sequence[ChunkCopy]) -> None:
-        self.num_dropped_saves += len(copies)
-        self._done.failed += tickets_of(copies)
+    def _drop(self, chunks: ChunkBatch) -> None:
+        self.num_dropped_saves += len(chunks)
+        self._done.failed += chunks.tickets()
 
     def _break(self, reason: str) -> None:
         """After a CUDA error: everything in flight failed, and everything to come does. Waits until no copy runs."""
@@ -460,7 +462,7 @@ class CudaMover:
             self._queued_pieces[lane].clear()
             self._bytes_flying[lane] = 0
         for job in self._open_saves:
-            self._drop(job.copies)
+            self._drop(job.chunks)
         for load in list(self._open_loads):
             self._report(load, everything_bad=True)
         self._open_saves.clear()

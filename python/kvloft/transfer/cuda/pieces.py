@@ -1,4 +1,4 @@
-"""Cuts a list of chunk copies into pieces: what one kernel launch and one staging slot take. Arithmetic only.
+"""Cuts a batch of chunks into pieces: what one kernel launch and one staging slot take. Arithmetic only.
 
 A piece is whole chunks while they fit in a slot, or a run of tiles of one chunk that does not. In a slot, chunks stand as far
 apart as their parts do in the arena, so that chunks in neighbouring frames are one copy. It must not know CUDA.
@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from kvloft.seam.batch import BlockChunks, ChunkCopy
-from kvloft.seam.ids import ChunkKey
+from kvloft.seam.batch import ChunkBatch
 from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, SEGMENT, BlockTiles
 
 NOT_WANTED = -1
@@ -25,65 +24,24 @@ _SLOT_ALIGN = 4096
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """Chunk copies as columns: chunk c has frame ``frames[c]`` and paged blocks ``block_ids[starts[c]:starts[c + 1]]``."""
+    """A batch as pieces are cut from it: chunk c has frame ``frames[c]`` and paged blocks ``block_ids[starts[c]:starts[c + 1]]``."""
 
-    frames: tuple[int, ...]
-    num_blocks: tuple[int, ...]
+    frames: Sequence[int]
+    num_blocks: Sequence[int]
     starts: Sequence[int]
     block_ids: npt.NDArray[np.int32]
-    keys: tuple[ChunkKey, ...]
-    block_bounds: tuple[int, int]
-    """The least and the greatest of ``block_ids``."""
+    keys: bytes
 
     def __len__(self) -> int:
-        return len(self.keys)
+        return len(self.frames)
 
     @classmethod
-    def of(cls, copies: Sequence[ChunkCopy]) -> ChunkTable:
-        """Raises ValueError for a copy whose blocks are not part of its chunk."""
-        # Column by column and in tuples: the link waits for the first table of a save or a load, and numpy is slow to start.
-        if isinstance(copies, BlockChunks):
-            frames, keys = copies.columns()
-            return cls._of(frames, (1,) * len(frames), range(len(frames) + 1), copies.blocks, keys)
-        frames, keys, num_blocks, first_blocks, blocks, _ = zip(*copies, strict=True) if copies else ((),) * 6
-        if tuple(map(len, blocks)) == num_blocks and 0 not in num_blocks and not any(first_blocks):
-            ids = list(chain.from_iterable(blocks))
-        else:
-            ids = [block for copy in copies for block in _payload_blocks(copy)]
-        return cls._of(frames, num_blocks, tuple(accumulate(num_blocks, initial=0)), ids, keys)
-
-    @classmethod
-    def _of(
-        cls,
-        frames: tuple[int, ...],
-        num_blocks: tuple[int, ...],
-        starts: Sequence[int],
-        ids: Sequence[int],
-        keys: tuple[ChunkKey, ...],
-    ) -> ChunkTable:
-        bounds = (min(ids), max(ids)) if ids else (0, 0)
-        # Ids beyond 32 bits are no blocks either: `check` sees the bounds as they came, and nothing else of such a table counts.
-        fits = bounds[0] >= -(1 << 31) and bounds[1] < 1 << 31
-        return cls(frames, num_blocks, starts, np.array(ids if fits else [0] * len(ids), dtype=np.int32), keys, bounds)
-
-    def check(self, num_frames: int, num_blocks: int, blocks_per_chunk: int) -> None:
-        """Raises ValueError if a copy would reach outside the arena, its frame or the paged KV."""
-        if not len(self):
-            return
-        if min(self.frames) < 0 or max(self.frames) >= num_frames:
-            raise ValueError(f"a frame is not one of the arena's {num_frames}")
-        if max(self.num_blocks) > blocks_per_chunk:
-            raise ValueError(f"a chunk has more than {blocks_per_chunk} blocks")
-        if self.block_bounds[0] < NOT_WANTED or self.block_bounds[1] >= num_blocks:
-            raise ValueError(f"a block is not one of the {num_blocks} of the paged KV")
-
-
-def _payload_blocks(copy: ChunkCopy) -> list[int]:
-    """A block id, or NOT_WANTED, for every block of the chunk."""
-    rest = copy.num_blocks - copy.first_block - len(copy.blocks)
-    if copy.first_block < 0 or rest < 0 or copy.num_blocks < 1:
-        raise ValueError(f"{len(copy.blocks)} blocks at {copy.first_block} are not within a chunk of {copy.num_blocks}")
-    return [NOT_WANTED] * copy.first_block + list(copy.blocks) + [NOT_WANTED] * rest
+    def of(cls, chunks: ChunkBatch) -> ChunkTable:
+        frames, keys, num_blocks, blocks, _ = chunks.columns()
+        # Lists where pieces are cut in Python: the link waits for the first table, and numpy is slow to start.
+        nums = memoryview(num_blocks).cast("I").tolist()
+        ids = np.frombuffer(blocks, dtype=np.int32)
+        return cls(memoryview(frames).cast("I").tolist(), nums, tuple(accumulate(nums, initial=0)), ids, keys)
 
 
 class Run(NamedTuple):

@@ -1,0 +1,129 @@
+//! `ChunkBatch`: conversions only; the meaning is in `kvloft_core::batch`.
+
+use std::sync::Arc;
+
+use kvloft_core::batch::{self, Columns};
+use pyo3::exceptions::PyIndexError;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBytes, PyIterator, PyList, PySlice, PyTuple};
+
+use crate::error::raise;
+
+/// Chunks to copy, as columns: see `kvloft.seam.batch`.
+#[pyclass(frozen, eq, sequence, module = "kvloft._core")]
+#[derive(PartialEq)]
+pub(crate) struct ChunkBatch {
+    pub(crate) inner: Arc<batch::ChunkBatch>,
+}
+
+impl From<batch::ChunkBatch> for ChunkBatch {
+    fn from(inner: batch::ChunkBatch) -> Self {
+        Self { inner: Arc::new(inner) }
+    }
+}
+
+type Column<'py> = Bound<'py, PyBytes>;
+type Columns5<'py> = (Column<'py>, Column<'py>, Column<'py>, Column<'py>, Column<'py>);
+
+impl ChunkBatch {
+    /// One chunk as a `kvloft.seam.batch.ChunkCopy`.
+    fn row<'py>(&self, py: Python<'py>, nth: usize) -> PyResult<Bound<'py, PyAny>> {
+        static ROW: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+        let chunk = self.inner.chunk(nth);
+        let blocks = PyTuple::new(py, chunk.blocks)?;
+        let key = PyBytes::new(py, &chunk.key.0);
+        let ticket = chunk.ticket.map_or(-1, u64::cast_signed);
+        let fields = (chunk.frame.0, key, chunk.num_blocks, chunk.first_block, blocks, ticket);
+        ROW.import(py, "kvloft.seam.batch", "ChunkCopy")?.call1(fields)
+    }
+}
+
+#[pymethods]
+impl ChunkBatch {
+    /// Out of `columns`, as pickle does; `ConfigError` where they do not fit together.
+    #[new]
+    fn new(frames: &[u8], keys: &[u8], num_blocks: &[u8], blocks: &[u8], tickets: &[u8]) -> PyResult<Self> {
+        let columns = Columns { frames, keys, num_blocks, blocks, tickets };
+        batch::ChunkBatch::from_columns(&columns).map(Self::from).map_err(raise)
+    }
+
+    /// All chunks of `batches`, one after the other.
+    #[staticmethod]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+    fn concat(batches: Vec<PyRef<'_, Self>>) -> Self {
+        batch::ChunkBatch::concat(batches.iter().map(|batch| &*batch.inner)).into()
+    }
+
+    /// Frames (u32), keys (32 bytes), numbers of blocks (u32), blocks (i32) and tickets (u64), little endian.
+    fn columns<'py>(&self, py: Python<'py>) -> Columns5<'py> {
+        let Columns { frames, keys, num_blocks, blocks, tickets } = self.inner.columns();
+        let bytes = |column: &[u8]| PyBytes::new(py, column);
+        (bytes(&frames), bytes(&keys), bytes(&num_blocks), bytes(&blocks), bytes(&tickets))
+    }
+
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyAny>, Columns5<'py>) {
+        (slf.get_type().into_any(), slf.get().columns(slf.py()))
+    }
+
+    /// Numbers of the reservations; none for loads.
+    fn tickets(&self) -> &[u64] {
+        self.inner.tickets()
+    }
+
+    /// Paged blocks that are copied, of all chunks.
+    fn block_ids(&self) -> Vec<i32> {
+        self.inner.wanted_blocks().collect()
+    }
+
+    /// In the order of frames.
+    fn by_frame(&self) -> Self {
+        self.inner.by_frame().into()
+    }
+
+    /// The chunks at these positions, in this order.
+    fn take(&self, positions: Vec<usize>) -> PyResult<Self> {
+        if positions.iter().any(|nth| *nth >= self.inner.len()) {
+            return Err(PyIndexError::new_err("no such chunk"));
+        }
+        Ok(self.inner.take(positions).into())
+    }
+
+    /// `ConfigError` if a copy would reach outside the arena, its frame or the paged KV.
+    #[pyo3(signature = (*, num_frames, num_blocks, blocks_per_chunk))]
+    fn check(&self, num_frames: u32, num_blocks: u32, blocks_per_chunk: u32) -> PyResult<()> {
+        self.inner.check(num_frames, num_blocks, blocks_per_chunk).map_err(raise)
+    }
+
+    fn __len__(&self) -> usize {
+        self.inner.len()
+    }
+
+    fn __getitem__<'py>(&self, py: Python<'py>, index: &Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>> {
+        let len = self.inner.len().cast_signed();
+        if let Ok(slice) = index.cast::<PySlice>() {
+            let at = slice.indices(len)?;
+            let positions = (0..at.slicelength).map(|nth| (at.start + nth.cast_signed() * at.step).cast_unsigned());
+            return Ok(Bound::new(py, Self::from(self.inner.take(positions)))?.into_any());
+        }
+        let index: isize = index.extract()?;
+        let index = if index < 0 { index + len } else { index };
+        if !(0..len).contains(&index) {
+            return Err(PyIndexError::new_err("no such chunk"));
+        }
+        self.row(py, index.cast_unsigned())
+    }
+
+    fn __iter__<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyIterator>> {
+        let rows: Vec<_> = (0..self.inner.len()).map(|nth| self.row(py, nth)).collect::<PyResult<_>>()?;
+        PyList::new(py, rows)?.try_iter()
+    }
+
+    fn __repr__(&self) -> String {
+        format!("ChunkBatch({} chunks, {} blocks)", self.inner.len(), self.inner.wanted_blocks().count())
+    }
+}
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<ChunkBatch>()
+}

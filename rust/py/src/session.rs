@@ -1,0 +1,252 @@
+//! `Session` and `ReadLease`: conversions only; the meaning is in `kvloft_core::session`.
+//!
+//! Short calls keep the interpreter: whoever holds a lock of the session never waits for it. Long ones let it go.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::io::available_bytes;
+use kvloft_core::key::ChunkKey;
+use kvloft_core::session::{EngineSession, LeaseId, Local};
+use kvloft_core::store::{DiskSettings, Prefix, SaveRange, StoreConfig};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+
+use crate::batch::ChunkBatch;
+use crate::error::raise;
+use crate::key::{KeyChain, digest};
+use crate::tokens::block_ids;
+
+/// A store, and what one engine has in flight in it.
+#[pyclass(frozen, module = "kvloft._core")]
+pub(crate) struct Session {
+    inner: Arc<EngineSession>,
+    blocks_per_chunk: u32,
+}
+
+#[pymethods]
+impl Session {
+    #[new]
+    #[pyo3(signature = (
+        *, frame_bytes, host_bytes, namespace, blocks_per_chunk=1, num_ranks=1, eviction="lru", disk_path=None, disk_bytes=0,
+        disk_threads=2, description="",
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
+    fn new(
+        py: Python<'_>,
+        frame_bytes: u64,
+        host_bytes: u64,
+        namespace: &[u8],
+        blocks_per_chunk: u32,
+        num_ranks: u32,
+        eviction: &str,
+        disk_path: Option<PathBuf>,
+        disk_bytes: u64,
+        disk_threads: u32,
+        description: &str,
+    ) -> PyResult<Self> {
+        let disk = disk_path.map(|dir| DiskSettings {
+            dir,
+            cap_bytes: disk_bytes,
+            num_threads: disk_threads,
+            description: description.to_owned(),
+        });
+        let config = StoreConfig {
+            frame_bytes,
+            host_bytes,
+            blocks_per_chunk,
+            eviction: Eviction::parse(eviction).map_err(raise)?,
+            available_bytes: available_bytes(),
+            namespace: digest(namespace, "namespace")?,
+            disk,
+        };
+        let local = py.detach(|| Local::open(&config)).map_err(raise)?;
+        Ok(Self { inner: Arc::new(EngineSession::new(Box::new(local), num_ranks)), blocks_per_chunk })
+    }
+
+    /// Path another process of this user may open.
+    #[getter]
+    fn arena_path(&self) -> &str {
+        &self.inner.session().arena().path
+    }
+
+    #[getter]
+    fn frame_bytes(&self) -> u64 {
+        self.inner.session().arena().frame_bytes
+    }
+
+    #[getter]
+    fn num_frames(&self) -> u32 {
+        self.inner.session().arena().num_frames
+    }
+
+    /// Saves that some rank has not reported.
+    #[getter]
+    fn num_in_flight(&self) -> usize {
+        self.inner.num_in_flight()
+    }
+
+    /// (blocks in host, blocks in host or disk), each a count from position 0.
+    fn lookup(&self, chain: &KeyChain) -> PyResult<(u32, u32)> {
+        let found = self.inner.session().lookup(Prefix::from(&*chain.lock()?));
+        Ok((found.host_blocks, found.stored_blocks))
+    }
+
+    /// Pin the host part, start reading the disk part into host frames as far as they can be had.
+    fn acquire(&self, chain: &KeyChain) -> PyResult<ReadLease> {
+        let id = self.inner.session().acquire(Prefix::from(&*chain.lock()?));
+        Ok(ReadLease { session: Arc::clone(&self.inner), id })
+    }
+
+    /// Reserve frames for full chunks `[start, stop)` and a tail of `tail_blocks` behind them.
+    fn reserve(
+        &self,
+        chain: &KeyChain,
+        start: u32,
+        stop: u32,
+        tail_blocks: u32,
+        table: &Bound<'_, PyAny>,
+    ) -> PyResult<(ChunkBatch, u32)> {
+        let first = start.saturating_mul(self.blocks_per_chunk);
+        let end = stop.saturating_mul(self.blocks_per_chunk).saturating_add(tail_blocks);
+        let blocks = block_ids(table, first, Some(end.max(first)))?;
+        let range = SaveRange { start, stop, tail_blocks };
+        let chain = chain.lock()?;
+        let (saves, num_dropped) = self.inner.reserve(Prefix::from(&*chain), range, &blocks, first).map_err(raise)?;
+        Ok((ChunkBatch { inner: saves }, num_dropped))
+    }
+
+    /// Once `ticket` is committed, `key` is not needed any more.
+    fn supersede(&self, ticket: u64, key: ChunkKeyBytes) {
+        self.inner.supersede(ticket, key.0);
+    }
+
+    /// Take in one rank's report; (chunks that became visible, chunks that some rank failed).
+    #[pyo3(signature = (saved, failed=Vec::new()))]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+    fn settle(&self, saved: Vec<u64>, failed: Vec<u64>) -> (u32, usize) {
+        let report = self.inner.settle(&saved, &failed);
+        (report.num_visible, report.num_failed)
+    }
+
+    /// Give reserved frames back that no rank will report; all of them for None.
+    #[pyo3(signature = (tickets=None))]
+    fn abort(&self, tickets: Option<Vec<u64>>) {
+        tickets.map_or_else(|| self.inner.abort_all(), |tickets| self.inner.abort(&tickets));
+    }
+
+    /// Those of `blocks` that a save in flight reads; every such block for None.
+    #[pyo3(signature = (blocks=None))]
+    fn being_read(&self, blocks: Option<&Bound<'_, PyAny>>) -> PyResult<Vec<i32>> {
+        let blocks = blocks.map(|blocks| block_ids(blocks, 0, None)).transpose()?;
+        Ok(self.inner.being_read(blocks.as_deref()))
+    }
+
+    /// Forget chunks (and what hangs on them) in every tier; returns how many were dropped.
+    fn discard(&self, keys: Vec<ChunkKeyBytes>) -> u64 {
+        let keys: Vec<_> = keys.into_iter().map(|key| key.0).collect();
+        self.inner.session().discard(&keys)
+    }
+
+    /// Forget everything in every tier.
+    fn clear(&self, py: Python<'_>) {
+        py.detach(|| self.inner.clear());
+    }
+
+    /// Counters and gauges; names as in `rust/core/src/store/stats.rs`.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = PyDict::new(py);
+        for (name, value) in self.inner.session().stats() {
+            stats.set_item(name, value)?;
+        }
+        Ok(stats)
+    }
+
+    /// Wait until every visible host chunk that will go to disk is there; False at the deadline.
+    fn flush(&self, py: Python<'_>, timeout_s: f64) -> bool {
+        py.detach(|| self.inner.session().flush(timeout(timeout_s)))
+    }
+
+    /// Stop serving, write to disk what should be there until the timeout, give the disk directory up.
+    #[pyo3(signature = (timeout_s=30.0))]
+    fn close(&self, py: Python<'_>, timeout_s: f64) {
+        py.detach(|| self.inner.session().close(timeout(timeout_s)));
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Session(num_frames={}, frame_bytes={})", self.num_frames(), self.frame_bytes())
+    }
+}
+
+/// Seconds of any kind: negative ones and NaN are none, too many are for ever.
+fn timeout(seconds: f64) -> Duration {
+    Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
+}
+
+/// A chunk key out of 32 bytes.
+#[derive(Clone, Copy)]
+struct ChunkKeyBytes(ChunkKey);
+
+impl<'py> FromPyObject<'_, 'py> for ChunkKeyBytes {
+    type Error = PyErr;
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        digest(object.extract::<&[u8]>()?, "key").map(|key| Self(ChunkKey(key)))
+    }
+}
+
+/// Pins on the host part of a prefix; disk chunks behind it are being read in. Dropping it unpins.
+#[pyclass(frozen, module = "kvloft._core")]
+pub(crate) struct ReadLease {
+    session: Arc<EngineSession>,
+    id: LeaseId,
+}
+
+#[pymethods]
+impl ReadLease {
+    /// (blocks ready and pinned from position 0, blocks still being read).
+    fn poll(&self) -> (u32, u32) {
+        let progress = self.session.session().poll(self.id);
+        (progress.ready_blocks, progress.pending_blocks)
+    }
+
+    /// Chunks for the blocks `table[begin:end]` as far as they are ready, and how many blocks come from which tier.
+    fn batch<'py>(
+        &self,
+        table: &Bound<'py, PyAny>,
+        begin: u32,
+        end: u32,
+    ) -> PyResult<(ChunkBatch, Bound<'py, PyDict>)> {
+        let blocks = block_ids(table, begin, Some(end))?;
+        let (chunks, from) = self.session.load(self.id, &blocks, begin);
+        let by_tier = PyDict::new(table.py());
+        for (tier, num_blocks) in [("host", from.host), ("disk", from.disk)] {
+            if num_blocks > 0 {
+                by_tier.set_item(tier, num_blocks)?;
+            }
+        }
+        Ok((ChunkBatch { inner: Arc::new(chunks) }, by_tier))
+    }
+
+    /// Unpin now.
+    fn release(&self) {
+        self.session.session().release(self.id);
+    }
+
+    fn __repr__(&self) -> String {
+        let (ready_blocks, pending_blocks) = self.poll();
+        format!("ReadLease(ready_blocks={ready_blocks}, pending_blocks={pending_blocks})")
+    }
+}
+
+impl Drop for ReadLease {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Session>()?;
+    module.add_class::<ReadLease>()
+}

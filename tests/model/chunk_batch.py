@@ -1,0 +1,186 @@
+"""Batches of chunks and the tickets of saves in flight again, a chunk at a time and obviously: doubles of `_core.ChunkBatch`
+and of what `_core.Session` counts. It must not import kvloft.
+"""
+
+import struct
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+NULL_BLOCK, NOT_WANTED = 0, -1
+
+
+class Chunk(NamedTuple):
+    """As `kvloft.seam.batch.ChunkCopy`."""
+
+    frame: int
+    key: bytes
+    num_blocks: int
+    first_block: int
+    blocks: tuple[int, ...]
+    ticket: int = -1
+
+    def payload(self) -> list[int]:
+        """One entry for each block of the frame."""
+        behind = self.num_blocks - self.first_block - len(self.blocks)
+        return [NOT_WANTED] * self.first_block + list(self.blocks) + [NOT_WANTED] * behind
+
+
+class Chunks(tuple[Chunk, ...]):
+    """As `_core.ChunkBatch`."""
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        return Chunks(found) if isinstance(index, slice) else found
+
+    def columns(self) -> tuple[bytes, bytes, bytes, bytes, bytes]:
+        blocks = [block for chunk in self for block in Chunk(*chunk).payload()]
+        tickets = self.tickets()
+        n = len(self)
+        return (
+            struct.pack(f"<{n}I", *(chunk.frame for chunk in self)),
+            b"".join(chunk.key for chunk in self),
+            struct.pack(f"<{n}I", *(chunk.num_blocks for chunk in self)),
+            struct.pack(f"<{len(blocks)}i", *blocks),
+            struct.pack(f"<{len(tickets)}Q", *tickets),
+        )
+
+    def tickets(self) -> list[int]:
+        return [chunk.ticket for chunk in self if chunk.ticket != -1]
+
+    def block_ids(self) -> list[int]:
+        return [block for chunk in self for block in chunk.blocks]
+
+    def by_frame(self) -> "Chunks":
+        return Chunks(sorted(self, key=lambda chunk: chunk.frame))
+
+    def take(self, positions: Sequence[int]) -> "Chunks":
+        return Chunks(self[at] for at in positions)
+
+
+def chunks_to_load(
+    leased: Iterable[tuple[int, bytes, int, int, str]], table: Sequence[int], begin: int, end: int
+) -> tuple[Chunks, dict[str, int]]:
+    """Of leased (frame, key, first block, number of blocks, tier): those for blocks [begin, end), and blocks by tier."""
+    assert 0 <= begin <= end <= len(table), "blocks were promised that the request has not got"
+    chunks: list[Chunk] = []
+    by_tier: dict[str, int] = {}
+    at = begin
+    for frame, key, first, num, tier in leased:
+        mine = [block for block in range(first, first + num) if begin <= block < end]
+        if not mine:
+            continue
+        if mine[0] != at:
+            break
+        at = mine[-1] + 1
+        chunks.append(Chunk(frame, key, num, mine[0] - first, tuple(table[block] for block in mine)))
+        by_tier[tier] = by_tier.get(tier, 0) + len(mine)
+    return Chunks(chunks), by_tier
+
+
+class InFlight:
+    """Saves that some rank has not reported yet."""
+
+    def __init__(self, num_ranks: int = 1) -> None:
+        self.num_ranks = num_ranks
+        self.left: dict[int, int] = {}
+        self.failed: set[int] = set()
+        self.blocks: dict[int, tuple[int, ...]] = {}
+        self.supersedes: dict[int, bytes] = {}
+
+    def add(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            self.left[chunk.ticket] = self.num_ranks
+            self.blocks[chunk.ticket] = chunk.blocks
+
+    def settle(self, saved: Sequence[int], failed: Sequence[int]) -> tuple[list[int], list[int], list[bytes]]:
+        """(committed, aborted, keys that the committed ones replace)."""
+        self.failed |= set(failed) & self.left.keys()
+        committed: list[int] = []
+        aborted: list[int] = []
+        superseded: list[bytes] = []
+        for ticket in [*saved, *failed]:
+            if ticket not in self.left:
+                continue
+            self.left[ticket] -= 1
+            if self.left[ticket]:
+                continue
+            (aborted if ticket in self.failed else committed).append(ticket)
+            if ticket in self.supersedes and ticket not in self.failed:
+                superseded.append(self.supersedes[ticket])
+            self.forget([ticket])
+        return committed, aborted, superseded
+
+    def forget(self, tickets: Sequence[int]) -> None:
+        for ticket in tickets:
+            del self.left[ticket], self.blocks[ticket]
+            self.failed.discard(ticket)
+            self.supersedes.pop(ticket, None)
+
+    def being_read(self, blocks: Iterable[int] | None) -> list[int]:
+        read = {block for mine in self.blocks.values() for block in mine}
+        return sorted(read) if blocks is None else [block for block in blocks if block in read]
+
+
+class Session:
+    """What both stores of `tests/` share: the session over a store that can reserve rows, commit, abort, discard and forget."""
+
+    in_flight: InFlight
+
+    @property
+    def num_in_flight(self) -> int:
+        return len(self.in_flight.left)
+
+    def reserve(self, chain: Any, start: int, stop: int, tail_blocks: int, table: Sequence[int]) -> tuple[Chunks, int]:
+        rows, num_dropped = self.reserve_rows(chain, start, stop, tail_blocks)
+        chunks: list[Chunk] = []
+        for ticket, frame, key, first, num in rows:
+            blocks = tuple(table[first : first + num])
+            assert len(blocks) == num, "a save of blocks that the request has not got"
+            if NULL_BLOCK in blocks:
+                self.abort_tickets([ticket])
+            else:
+                chunks.append(Chunk(frame, key, num, 0, blocks, ticket))
+        self.in_flight.add(chunks)
+        return Chunks(chunks), num_dropped
+
+    def supersede(self, ticket: int, key: bytes) -> None:
+        assert ticket in self.in_flight.left
+        self.in_flight.supersedes[ticket] = key
+
+    def settle(self, saved: Sequence[int], failed: Sequence[int] = ()) -> tuple[int, int]:
+        committed, aborted, superseded = self.in_flight.settle(saved, failed)
+        if aborted:
+            self.abort_tickets(aborted)
+        if superseded:
+            self.discard(superseded)
+        return (self.commit_tickets(committed) if committed else 0), len(aborted)
+
+    def abort(self, tickets: Sequence[int] | None = None) -> None:
+        tickets = list(self.in_flight.left) if tickets is None else tickets
+        self.in_flight.forget(tickets)
+        self.abort_tickets(tickets)
+
+    def being_read(self, blocks: Sequence[int] | None = None) -> list[int]:
+        return self.in_flight.being_read(blocks)
+
+    def clear(self) -> None:
+        self.in_flight.failed |= self.in_flight.left.keys()
+        self.forget_everything()
+
+    def reserve_rows(
+        self, chain: Any, start: int, stop: int, tail_blocks: int = 0
+    ) -> tuple[list[tuple[int, int, bytes, int, int]], int]:
+        """[(ticket, frame, key, first block, number of blocks)], and how many chunks could not be had."""
+        raise NotImplementedError
+
+    def commit_tickets(self, tickets: Sequence[int]) -> int:
+        raise NotImplementedError
+
+    def abort_tickets(self, tickets: Sequence[int]) -> None:
+        raise NotImplementedError
+
+    def discard(self, keys: Sequence[bytes]) -> int:
+        raise NotImplementedError
+
+    def forget_everything(self) -> None:
+        raise NotImplementedError
