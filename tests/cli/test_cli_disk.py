@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from batches import reserve
+
 from kvloft import _core
 from kvloft.cli.__main__ import main
 
@@ -19,7 +21,7 @@ NUM_CHUNKS = 5
 def folder(tmp_path: Path) -> Path:
     """A disk directory with five chunks."""
     fields = {"model": "'some/model'", "dtype": "torch.float32", "user": "''"}
-    store = _core.Store(
+    store = _core.Session(
         frame_bytes=FRAME,
         host_bytes=8 * FRAME,
         namespace=NAMESPACE,
@@ -30,10 +32,10 @@ def folder(tmp_path: Path) -> Path:
     chain = _core.KeyChain(_core.root_key(NAMESPACE, None, None), block_tokens=1)
     chain.append_tokens(list(range(NUM_CHUNKS)))
     arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=store.num_frames)
-    rows, _ = store.reserve(chain, 0, NUM_CHUNKS)
+    rows, _ = reserve(store, chain, 0, NUM_CHUNKS)
     for _, frame, key, _, _ in rows:
         arena.seal(frame, offset=0, part_bytes=FRAME, key=key, layout=bytes(32), page_bytes=[64], num_blocks=1, rank=0)
-    assert store.commit([row[0] for row in rows]) == NUM_CHUNKS
+    assert store.settle([row[0] for row in rows])[0] == NUM_CHUNKS
     assert store.flush(20)
     store.close()
     return tmp_path
@@ -151,7 +153,7 @@ def test_verify_of_a_lost_index_is_status_1(
 
 
 def test_verify_of_a_directory_in_use_is_one_sentence_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    store = _core.Store(frame_bytes=FRAME, host_bytes=8 * FRAME, namespace=NAMESPACE, disk_path=str(tmp_path), disk_bytes=1 << 20)
+    store = _core.Session(frame_bytes=FRAME, host_bytes=8 * FRAME, namespace=NAMESPACE, disk_path=str(tmp_path), disk_bytes=1 << 20)
     assert main(["verify", str(tmp_path)]) == 2
     store.close()
     assert capsys.readouterr().err == (

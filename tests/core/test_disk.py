@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from batches import reserve
+
 from kvloft import _core
 from kvloft.cli.__main__ import main
 from kvloft.cli.inspect import format_time
@@ -22,16 +24,16 @@ def disk(tmp_path: Path) -> Path:
     store = _open_store(tmp_path / "disk")
     chain = _core.KeyChain(_core.root_key(NAMESPACE, None, None), block_tokens=1)
     chain.append_tokens(list(range(NUM_CHUNKS)))
-    rows, dropped = store.reserve(chain, 0, NUM_CHUNKS)
+    rows, dropped = reserve(store, chain, 0, NUM_CHUNKS)
     assert (len(rows), dropped) == (NUM_CHUNKS, 0)
-    assert store.commit([row[0] for row in rows]) == NUM_CHUNKS
+    assert store.settle([row[0] for row in rows])[0] == NUM_CHUNKS
     assert store.flush(30.0)
     store.close()
     return tmp_path / "disk"
 
 
-def _open_store(path: Path) -> _core.Store:
-    return _core.Store(
+def _open_store(path: Path) -> _core.Session:
+    return _core.Session(
         frame_bytes=FRAME,
         host_bytes=16 * FRAME,
         namespace=NAMESPACE,

@@ -7,14 +7,16 @@ import sys
 
 import pytest
 
+from batches import frames, reserve, tiers
+
 from kvloft import _core
 
 NAMESPACE = bytes(32)
 FRAME = 4096
 
 
-def make_store(num_frames: int, **kwargs: object) -> _core.Store:
-    return _core.Store(frame_bytes=FRAME, host_bytes=num_frames * FRAME, namespace=NAMESPACE, **kwargs)  # type: ignore[arg-type]
+def make_store(num_frames: int, **kwargs: object) -> _core.Session:
+    return _core.Session(frame_bytes=FRAME, host_bytes=num_frames * FRAME, namespace=NAMESPACE, **kwargs)  # type: ignore[arg-type]
 
 
 def chain_of(*token_ids: int) -> _core.KeyChain:
@@ -24,12 +26,12 @@ def chain_of(*token_ids: int) -> _core.KeyChain:
     return chain
 
 
-def save(store: _core.Store, chain: _core.KeyChain, start: int, stop: int, tail_blocks: int = 0) -> int:
-    rows, _ = store.reserve(chain, start, stop, tail_blocks)
-    return store.commit([row[0] for row in rows])
+def save(store: _core.Session, chain: _core.KeyChain, start: int, stop: int, tail_blocks: int = 0) -> int:
+    rows, _ = reserve(store, chain, start, stop, tail_blocks)
+    return store.settle([row[0] for row in rows])[0]
 
 
-def balance(store: _core.Store) -> None:
+def balance(store: _core.Session) -> None:
     stats = store.stats()
     assert stats["frames_reserved"] + stats["frames_visible"] + stats["frames_free"] == stats["frames_total"]  # I8
 
@@ -38,31 +40,31 @@ def test_what_was_committed_is_found_and_leased() -> None:
     store = make_store(8)
     chain = chain_of(1, 2, 3)
     assert store.lookup(chain) == (0, 0)
-    rows, dropped = store.reserve(chain, 0, 3)
+    rows, dropped = reserve(store, chain, 0, 3)
     assert dropped == 0
     assert [(row[2], row[3], row[4]) for row in rows] == [(chain.key(i), i, 1) for i in range(3)]
     assert store.lookup(chain) == (0, 0)  # I3
-    assert store.commit([row[0] for row in rows]) == 3
+    assert store.settle([row[0] for row in rows])[0] == 3
     assert store.lookup(chain) == (3, 3)
     assert store.lookup(chain_of(1, 2, 4)) == (2, 2)
     lease = store.acquire(chain_of(1, 2, 4))
     assert lease.poll() == (2, 0)
-    assert lease.frames() == [(row[1], row[2], row[3], row[4], "host") for row in rows[:2]]
+    assert frames(lease) == [row[1:] for row in rows[:2]] and tiers(lease) == {"host": 2}
     assert store.stats()["pins"] == 2
     lease.release()
     lease.release()
     assert store.stats()["pins"] == 0
-    assert lease.frames() == []
+    assert frames(lease) == []
     balance(store)
 
 
 def test_aborted_save_frees_its_frame() -> None:
     store = make_store(2)
-    rows, dropped = store.reserve(chain_of(1, 2, 3), 0, 3)
+    rows, dropped = reserve(store, chain_of(1, 2, 3), 0, 3)
     assert (len(rows), dropped) == (2, 1)
     store.abort([row[0] for row in rows])
     store.abort([row[0] for row in rows])
-    assert store.commit([row[0] for row in rows]) == 0
+    assert store.settle([row[0] for row in rows])[0] == 0
     stats = store.stats()
     assert (stats["frames_free"], stats["entries"], stats["write_leases"]) == (2, 0, 0)
 
@@ -90,7 +92,7 @@ def test_tails_are_found_anywhere_and_never_taken_for_longer_chunks() -> None:
     longer = chain_of(*range(20))
     assert store.lookup(longer) == (6, 6)
     assert store.lookup(chain_of(*range(5))) == (4, 4)
-    assert [row[2:4] for row in store.acquire(longer).frames()] == [(0, 4), (4, 2)]
+    assert [row[2:] for row in frames(store.acquire(longer))] == [(0, 4), (4, 2)]
     assert save(store, longer, 1, 5) == 4
     assert store.lookup(longer) == (20, 20)
     assert store.lookup(short) == (6, 6)
@@ -105,7 +107,7 @@ def test_discard_takes_descendants_and_keeps_pinned_frames_until_released() -> N
     lease = store.acquire(chain)
     assert store.discard([chain.key(1), chain.key(1), bytes(32)]) == 2
     assert store.lookup(chain) == (1, 1)
-    assert len(lease.frames()) == 3
+    assert len(frames(lease)) == 3
     assert save(store, chain, 1, 3) == 1  # one frame was free
     lease.release()
     assert save(store, chain, 1, 3) == 1
@@ -118,11 +120,11 @@ def test_clear_voids_reservations_and_forgets_pinned_chunks() -> None:
     chain = chain_of(1, 2, 3)
     save(store, chain, 0, 2)
     lease = store.acquire(chain)
-    rows, _ = store.reserve(chain, 2, 3)
+    rows, _ = reserve(store, chain, 2, 3)
     store.clear()
     assert store.lookup(chain) == (0, 0)
     assert store.stats()["frames_free"] == 1
-    assert store.commit([row[0] for row in rows]) == 0
+    assert store.settle([row[0] for row in rows])[0] == 0
     lease.release()
     stats = store.stats()
     assert (stats["frames_free"], stats["entries"], stats["pins"]) == (4, 0, 0)
@@ -131,11 +133,11 @@ def test_clear_voids_reservations_and_forgets_pinned_chunks() -> None:
 def test_out_of_order_commits_become_visible_with_their_parent() -> None:
     store = make_store(4)
     chain = chain_of(1, 2, 3)
-    first, second, third = (row[0] for row in store.reserve(chain, 0, 3)[0])
-    assert store.commit([third]) == 0
-    assert store.commit([second]) == 0
+    first, second, third = (row[0] for row in reserve(store, chain, 0, 3)[0])
+    assert store.settle([third])[0] == 0
+    assert store.settle([second])[0] == 0
     assert store.lookup(chain) == (0, 0)
-    assert store.commit([first]) == 3
+    assert store.settle([first])[0] == 3
     assert store.lookup(chain) == (3, 3)
 
 
@@ -146,7 +148,7 @@ def test_a_closed_store_misses() -> None:
     lease = store.acquire(chain)
     store.close()
     assert store.lookup(chain) == (0, 0)
-    assert store.reserve(chain_of(2), 0, 1) == ([], 1)
+    assert reserve(store, chain_of(2), 0, 1) == ([], 1)
     assert store.acquire(chain).poll() == (0, 0)
     assert lease.poll() == (1, 0)
 
@@ -166,7 +168,7 @@ def test_a_closed_store_misses() -> None:
 def test_bad_settings_are_named(kwargs: dict[str, object], words: str) -> None:
     settings: dict[str, object] = {"frame_bytes": FRAME, "host_bytes": 8 * FRAME, "namespace": NAMESPACE, **kwargs}
     with pytest.raises(_core.ConfigError, match=words):
-        _core.Store(**settings)  # type: ignore[arg-type]
+        _core.Session(**settings)  # type: ignore[arg-type]
 
 
 def test_ranges_outside_the_chain_are_refused() -> None:
@@ -174,7 +176,7 @@ def test_ranges_outside_the_chain_are_refused() -> None:
     chain = chain_of(1, 2, 3)
     for start, stop, tail in [(0, 2, 0), (0, 1, 2), (1, 0, 0), (0, 2**32 - 1, 1)]:
         with pytest.raises(_core.ConfigError):
-            store.reserve(chain, start, stop, tail)
+            reserve(store, chain, start, stop, tail)
     balance(store)
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from batches import frames, reserve, tiers
+
 from kvloft import _core
 
 PACE = float(os.environ.get("TEST_PACE", "1"))
@@ -15,12 +17,12 @@ FRAME = 4096
 NAMESPACE = b"n" * 32
 
 
-def make_store(path: Path, *, num_frames: int = 8, num_slots: int = 64, **kwargs: object) -> _core.Store:
+def make_store(path: Path, *, num_frames: int = 8, num_slots: int = 64, **kwargs: object) -> _core.Session:
     settings: dict[str, object] = {
         "frame_bytes": FRAME, "host_bytes": num_frames * FRAME, "namespace": NAMESPACE, "disk_path": str(path),
         "disk_bytes": (num_slots + 16) * FRAME, "description": "a test", **kwargs,
     }  # fmt: skip
-    return _core.Store(**settings)  # type: ignore[arg-type]
+    return _core.Session(**settings)  # type: ignore[arg-type]
 
 
 def chain_of(*token_ids: int) -> _core.KeyChain:
@@ -33,16 +35,16 @@ def spec(key: bytes) -> dict[str, object]:
     return {"offset": 0, "part_bytes": FRAME, "key": key, "layout": bytes(32), "page_bytes": [], "num_blocks": 1, "rank": 0}
 
 
-def arena_of(store: _core.Store) -> _core.Arena:
+def arena_of(store: _core.Session) -> _core.Arena:
     return _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=store.num_frames)
 
 
-def save(store: _core.Store, chain: _core.KeyChain) -> int:
+def save(store: _core.Session, chain: _core.KeyChain) -> int:
     arena = arena_of(store)
-    rows, _ = store.reserve(chain, 0, chain.num_blocks)
+    rows, _ = reserve(store, chain, 0, chain.num_blocks)
     for _, frame, key, _, _ in rows:
         arena.seal(frame, **spec(key))  # type: ignore[arg-type]
-    return store.commit([row[0] for row in rows])
+    return store.settle([row[0] for row in rows])[0]
 
 
 def settled(lease: _core.ReadLease) -> tuple[int, int]:
@@ -52,13 +54,13 @@ def settled(lease: _core.ReadLease) -> tuple[int, int]:
     return lease.poll()
 
 
-def load(store: _core.Store, chain: _core.KeyChain) -> int:
+def load(store: _core.Session, chain: _core.KeyChain) -> int:
     """Blocks that come back, each proven to be the right one."""
     lease = store.acquire(chain)
     blocks, pending = settled(lease)
     assert pending == 0
     arena = arena_of(store)
-    for frame, key, first_block, _, _ in lease.frames():
+    for frame, key, first_block, _ in frames(lease):
         assert key == chain.key(first_block)
         assert arena.check(frame, **spec(key)) is None  # type: ignore[arg-type]
     return blocks
@@ -75,8 +77,8 @@ def test_a_restart_finds_what_was_flushed(tmp_path: Path) -> None:
     assert again.stats()["disk_recovered"] == 5
     assert again.lookup(chain) == (0, 5)
     assert load(again, chain_of(1, 2, 3, 9)) == 3
-    tiers = [row[4] for row in again.acquire(chain).frames()]
-    assert tiers[:3] == ["host"] * 3 and set(tiers[3:]) <= {"disk"}  # the others may have been read by now
+    by_tier = tiers(again.acquire(chain))
+    assert by_tier.pop("host") == 3 and by_tier.keys() <= {"disk"}  # the others may have been read by now
     assert load(again, chain) == 5
     assert again.lookup(chain) == (5, 5)
     again.close()
@@ -162,14 +164,14 @@ def test_bad_disk_settings_are_named(tmp_path: Path, threads: int) -> None:
 
 def test_a_killed_process_leaves_whole_chunks_only(tmp_path: Path) -> None:
     code = (
-        "import sys; sys.path.insert(0, sys.argv[2]); from pathlib import Path\n"
+        "import sys; sys.path[:0] = sys.argv[2:]; from pathlib import Path\n"
         "from test_store_disk import chain_of, make_store, save\n"
         "store = make_store(Path(sys.argv[1]), num_frames=64)\n"
         "for turn in range(10**6): print(turn, flush=True), save(store, chain_of(turn, 1, 2, 3))\n"
     )
     turns = recovered = 0
     for round_ in range(3):
-        args = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)]
+        args = [sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent), str(Path(__file__).parents[1] / "model")]
         with subprocess.Popen(args, stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             for _ in range(100):

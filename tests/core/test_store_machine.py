@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
+from batches import frames, reserve
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, precondition, rule
 
@@ -66,7 +67,7 @@ class StoreMachine(RuleBasedStateMachine):
         self._start()
 
     def _start(self) -> None:
-        self.store = _core.Store(**self.settings)
+        self.store = _core.Session(**self.settings)
         frames = self.store.num_frames
         self.arena = _core.Arena.open(self.store.arena_path, frame_bytes=FRAME, num_frames=frames)
 
@@ -78,7 +79,7 @@ class StoreMachine(RuleBasedStateMachine):
         stop = min(max(stop, start), full)
         tail = min(tail, per_chunk - 1, len(prompt) - stop * per_chunk)
         chain = chain_of(prompt)
-        rows, dropped = self.store.reserve(chain, start, stop, tail)
+        rows, dropped = reserve(self.store, chain, start, stop, tail)
         assert len(rows) + dropped <= stop - start + (tail > 0)
         for ticket, frame, key, first_block, num_blocks in rows:
             end = first_block + num_blocks
@@ -93,7 +94,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(taken=st.lists(consumes(tickets), min_size=1, max_size=4))
     def commit(self, taken: list[int]) -> None:
-        visible = self.store.commit(taken)
+        visible = self.store.settle(taken)[0]
         expected = self.model.commit(taken)
         if self.roomy:
             assert visible == expected
@@ -176,7 +177,7 @@ class StoreMachine(RuleBasedStateMachine):
     def leased_frames_are_what_they_say(self) -> None:
         for lease, prompt in getattr(self, "held", []):
             chain = chain_of(prompt)
-            for frame, key, first_block, num_blocks, _ in lease.frames():
+            for frame, key, first_block, num_blocks in frames(lease):
                 assert key == chain.key(first_block + num_blocks - 1)
                 assert self.arena.check(frame, **spec(key, num_blocks)) is None  # I1, I4
 

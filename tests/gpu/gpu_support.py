@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from batches import batch_of
 
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
@@ -142,11 +143,11 @@ def copies_of(frames: Sequence[int], blocks: Sequence[Sequence[int]], first_key:
 
 def save(mover: CudaMover, copies: Sequence[ChunkCopy]) -> Finished:
     mover.begin_step(())
-    mover.submit_saves([SavePlan(ReqId("r"), tuple(copies))])
+    mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
     return mover.drain()
 
 
 def load(mover: CudaMover, copies: Sequence[ChunkCopy]) -> Finished:
     mover.begin_step(())
-    mover.submit_loads([LoadPlan(ReqId("r"), 1, tuple(copies))])
+    mover.submit_loads([LoadPlan(ReqId("r"), 1, batch_of(copies))])
     return mover.drain()

@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
+from batches import batch_of
 from emulated_gpu import emulated
 from gpu_support import Frames, copies_of, make_mover, part_bytes_for, per_layer
 
-from kvloft.seam.batch import LeasedChunks
-from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.ids import BlockId, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import jobs
 from kvloft.transfer.cuda.mover import NUM_MARKS
@@ -57,15 +57,17 @@ def test_feeders_send_what_nobody_polls_for(
         sources, targets = chance.sample(range(150), num_chunks), chance.sample(range(150, BLOCKS), num_chunks)
         copies = copies_of(chance.sample(range(BLOCKS), num_chunks), [[block] for block in sources])
         mover.begin_step(())
-        mover.submit_saves([SavePlan(ReqId("r"), tuple(copies))])
+        mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
         until(lambda: not mover.is_behind)
         assert sorted(mover.drain().saved) == sorted(copy.ticket for copy in copies)
         cuts = sorted({0, num_chunks, *chance.choices(range(num_chunks), k=3)})
         plans = []
         for number, (begin, end) in enumerate(pairwise(cuts)):
-            rows = [(copy.frame, copy.key, i, 1, "host") for i, copy in enumerate(copies[begin:end])]
-            blocks = tuple(map(BlockId, targets[begin:end]))
-            plans.append(LoadPlan(ReqId(f"l{number}"), number, LeasedChunks(rows, blocks)))
+            moved = [
+                copy._replace(blocks=(BlockId(block),), ticket=Ticket(-1))
+                for copy, block in zip(copies[begin:end], targets[begin:end], strict=True)
+            ]
+            plans.append(LoadPlan(ReqId(f"l{number}"), number, batch_of(moved)))
         mover.begin_step(())
         mover.submit_loads(plans)
         until(lambda: not mover.is_behind)
@@ -96,7 +98,7 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(monkeypatch
 
         monkeypatch.setattr(mover.saves, "submit", slow)
         mover.begin_step(())
-        mover.submit_saves([SavePlan(ReqId("r"), tuple(copies))])
+        mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
         assert is_at_last.wait(DEADLINE_S), "no feeder came to the last piece"
         answers: queue.Queue[bool] = queue.Queue()
         threading.Thread(target=lambda: answers.put(mover.is_behind), daemon=True).start()

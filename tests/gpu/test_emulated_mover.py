@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason="torch is not installed")
 
 import test_gpu_mover as on_gpu
+from batches import batch_of
 from emulated_gpu import Event, Gpu, Stream, emulated
 from gpu_support import POISON, Frames, copies_of, make_mover, part_bytes_for, per_layer, save
 
@@ -129,12 +130,12 @@ def test_one_failed_call_is_told_once_and_nothing_is_written_after(seed: int, fa
             mover.begin_step((), has_loads=True)
             targets = chance.sample(range(30, 60), 3)
             loads = [copy._replace(blocks=(BlockId(block),)) for copy, block in zip(old, targets, strict=False)]
-            mover.submit_loads([LoadPlan(ReqId("l"), step, tuple(loads))])
+            mover.submit_loads([LoadPlan(ReqId("l"), step, batch_of(loads))])
             fresh = copies_of(
                 range(10 + 9 * step, 19 + 9 * step), [[block] for block in chance.sample(range(30), 9)], 100 + 9 * step
             )
             saves += fresh
-            mover.submit_saves([SavePlan(ReqId("s"), fresh)])
+            mover.submit_saves([SavePlan(ReqId("s"), batch_of(fresh))])
             if chance.random() < 0.5:
                 results.append(mover.poll())
         results.append(mover.drain())
@@ -166,7 +167,7 @@ def test_a_load_is_behind_until_its_last_piece_is_sent(gpu: Gpu, monkeypatch: py
     assert len(save(mover, copies).saved) == 1
     monkeypatch.setattr(Event, "is_done", lambda self: self.last is None or self.last.is_done)
     mover.begin_step((), has_loads=True)
-    mover.submit_loads([LoadPlan(ReqId("r"), 1, copies)])
+    mover.submit_loads([LoadPlan(ReqId("r"), 1, batch_of(copies))])
     assert mover.is_behind and not mover._queued_loads
     assert not mover.drain().bad_blocks and not mover.is_behind
     mover.close()
@@ -176,7 +177,7 @@ def test_after_a_break_loads_say_that_they_failed(gpu: Gpu) -> None:
     """Or their requests would be offered the same again and again. One was under way, one comes later."""
     paged = per_layer(2, 23, 37, offset=3, gap=5)
     mover = make_mover(paged, Frames(8, part_bytes_for(paged.block_bytes)), 1)
-    load = LoadPlan(ReqId("r"), 1, copies_of([0, 1], [[3], [4]]))
+    load = LoadPlan(ReqId("r"), 1, batch_of(copies_of([0, 1], [[3], [4]])))
     mover.submit_loads([load])
     gpu.stop_forever()
     mover.submit_loads([replace(load, load_id=2)])

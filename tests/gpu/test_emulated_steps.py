@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 pytest.importorskip("torch", reason="torch is not installed")
 
+from batches import batch_of
 from emulated_gpu import emulated
 from gpu_support import POISON, Frames, key_of, make_mover, part_bytes_for, per_layer
 from kernels_oracle import chunk_tag
@@ -166,12 +167,12 @@ class Steps(RuleBasedStateMachine):
             for wanted in loads:
                 self.held.update(dict.fromkeys(map(int, wanted.copy.blocks)))
             self.loads[self.next_load] = loads
-            plan = LoadPlan(ReqId("l"), self.next_load, tuple(wanted.copy for wanted in loads))
+            plan = LoadPlan(ReqId("l"), self.next_load, batch_of(wanted.copy for wanted in loads))
             self.next_load += 1
             self.mover.submit_loads([plan])
         saves = self.choose_saves(random, [block for block in mine if self.held[block] is not None], num_saves)
         if saves:
-            self.mover.submit_saves([SavePlan(ReqId("s"), tuple(saves))])
+            self.mover.submit_saves([SavePlan(ReqId("s"), batch_of(saves))])
 
     def choose_loads(self, random: Random, mine: list[int], count: int) -> list[Wanted]:
         wanted: list[Wanted] = []

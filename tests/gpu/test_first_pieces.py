@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 pytest.importorskip("torch", reason="torch is not installed")
 
 import torch
+from batches import batch_of
 from emulated_gpu import Gpu, emulated
 from gpu_support import Frames, Paged, copies_of, load, make_mover, part_bytes_for, per_layer, save
 
-from kvloft.seam.batch import ChunkCopy, LeasedChunks, ReservedChunks
-from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import jobs
 from kvloft.transfer.cuda import mover as mover_module
@@ -57,7 +58,7 @@ class Rig:
         self.mover.begin_step(())
         places = iter(range(BLOCKS))
         plans = [[next(places) for _ in range(count)] for count in counts]
-        self.mover.submit_saves([SavePlan(ReqId("s"), copies_of(plan, [[p] for p in plan], plan[0] + 1)) for plan in plans])
+        self.mover.submit_saves([SavePlan(ReqId("s"), batch_of(copies_of(plan, [[p] for p in plan], plan[0] + 1))) for plan in plans])
         return self.sent()
 
     def submit_loads(self, *counts: int) -> list[int]:
@@ -65,7 +66,7 @@ class Rig:
         places = iter(range(BLOCKS))
         plans = [[next(places) for _ in range(count)] for count in counts]
         loads = [copies_of(plan, [[p + 60] for p in plan], plan[0] + 1) for plan in plans]
-        self.mover.submit_loads([LoadPlan(ReqId("l"), i, copies) for i, copies in enumerate(loads)])
+        self.mover.submit_loads([LoadPlan(ReqId("l"), i, batch_of(copies)) for i, copies in enumerate(loads)])
         return self.sent()
 
 
@@ -120,21 +121,14 @@ def test_saves_are_sent_in_the_order_of_frames_whatever_order_they_come_in(rig: 
     """`Rig.noted` looks at each piece."""
     rig.mover.begin_step(())
     backwards = copies_of(range(20)[::-1], [[block] for block in range(20)])
-    rows = [(copy.ticket, 20 + copy.frame, copy.key, i, 1) for i, copy in enumerate(backwards)]
-    for chunks in (backwards, ReservedChunks(rows, tuple(copy.blocks[0] for copy in backwards))):
-        rig.mover.submit_saves([SavePlan(ReqId("s"), chunks)])
-        assert sorted(rig.mover.drain().saved) == list(range(1, 21))
-    assert rig.sent() == [2, 3, 6, 6, 3] * 2
+    rig.mover.submit_saves([SavePlan(ReqId("s"), batch_of(backwards))])
+    assert sorted(rig.mover.drain().saved) == list(range(1, 21))
+    assert rig.sent() == [2, 3, 6, 6, 3]
 
 
-def rows_of(copies: Sequence[ChunkCopy]) -> ReservedChunks:
-    return ReservedChunks([(c.ticket, c.frame, c.key, i, 1) for i, c in enumerate(copies)], tuple(c.blocks[0] for c in copies))
-
-
-@pytest.mark.parametrize("in_rows", [False, True])
-def test_saves_that_are_not_taken_are_told_each_once(rig: Rig, in_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_saves_that_are_not_taken_are_told_each_once(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     copies = copies_of(range(20), [[block] for block in range(20)])
-    plan = SavePlan(ReqId("s"), rows_of(copies) if in_rows else copies)
+    plan = SavePlan(ReqId("s"), batch_of(copies))
     with monkeypatch.context() as patch:
         patch.setattr(mover_module, "MAX_PIECES", 3)
         rig.mover.begin_step(())
@@ -155,18 +149,16 @@ def test_saves_that_are_not_taken_are_told_each_once(rig: Rig, in_rows: bool, mo
 def test_a_load_that_cannot_be_made_takes_no_other_with_it(rig: Rig) -> None:
     """They share a piece; what is said to be bad is thrown away."""
     save(rig.mover, copies_of(range(60), [[block] for block in range(60)]))
-    rows = [(frame, (frame + 1).to_bytes(32, "little"), 0, 1, "host") for frame in range(6)]
+    wanted = [("a", (0, 70), (1, 71)), ("b", (2, 72), (3, 10**6)), ("c", (4, 74), (5, 75)), ("d", (0, BLOCKS))]
     plans = [
-        LoadPlan(ReqId("a"), 0, LeasedChunks(rows[:2], (BlockId(70), BlockId(71)))),
-        LoadPlan(ReqId("b"), 1, LeasedChunks(rows[2:4], (BlockId(72), BlockId(10**6)))),
-        LoadPlan(ReqId("c"), 2, LeasedChunks(rows[4:], (BlockId(74), BlockId(75)))),
-        LoadPlan(ReqId("d"), 3, LeasedChunks(rows[:1], (BlockId(2**80),))),
+        LoadPlan(ReqId(name), i, batch_of(copies_of([frame], [[block]], frame + 1)[0] for frame, block in moved))
+        for i, (name, *moved) in enumerate(wanted)
     ]
     rig.mover.begin_step((), has_loads=True)
     rig.mover.submit_loads(plans)
     done = rig.mover.drain()
     assert {result.load_id: len(result.bad_keys) for result in done.loads} == {0: 0, 1: 2, 2: 0, 3: 1}
-    assert done.bad_blocks == {72, 10**6, 2**80}
+    assert done.bad_blocks == {72, 10**6, BLOCKS}
     assert torch.equal(rig.paged.payload([70, 71, 74, 75]), rig.paged.payload([0, 1, 4, 5]))
     rig.mover.begin_step(())
     assert all(not mark.users for mark in rig.mover._spare_marks)
@@ -174,7 +166,7 @@ def test_a_load_that_cannot_be_made_takes_no_other_with_it(rig: Rig) -> None:
 
 def test_what_other_steps_load_makes_no_first_piece_small(rig: Rig) -> None:
     """Their chunks cannot be in it."""
-    loads = [Load(LoadPlan(ReqId("l"), i, copies_of(range(4), [[0]] * 4)), 4, []) for i in range(2)]
+    loads = [Load(LoadPlan(ReqId("l"), i, batch_of(copies_of(range(4), [[0]] * 4))), 4, []) for i in range(2)]
     for load_ in loads:
         mark = Mark(mover_module.driver.Event(), users=1)
         rig.mover._queued_loads.append(QueuedLoad(load_, load_.plan.chunks, mark))
@@ -184,16 +176,19 @@ def test_what_other_steps_load_makes_no_first_piece_small(rig: Rig) -> None:
 
 
 def test_nothing_is_sorted_before_the_first_piece_is_out() -> None:
-    class Watched(tuple):  # type: ignore[type-arg]
+    class Watched:
         longest = 0
 
+        def __len__(self) -> int:
+            return len(batch)
+
         def __getitem__(self, index: Any) -> Any:
-            found = super().__getitem__(index)
+            found = batch[index]
             Watched.longest = max(Watched.longest, len(found))
             return found
 
-    copies = Watched(copies_of(range(100), [[0]] * 100))
-    waiting = QueuedLoad(Load(LoadPlan(ReqId("l"), 0, copies), 100, []), copies, Mark(event=None))  # type: ignore[arg-type]
+    batch, copies = batch_of(copies_of(range(100), [[0]] * 100)), Watched()
+    waiting = QueuedLoad(Load(LoadPlan(ReqId("l"), 0), 100, []), copies, Mark(event=None))  # type: ignore[arg-type]
     for room in (2, 4):
         waiting.take(room, per_piece=PER_PIECE, is_last=True)
         assert Watched.longest == room
@@ -215,7 +210,7 @@ def test_loads_behind_others_that_still_run_are_full_pieces(rig: Rig) -> None:
 )  # fmt: skip
 def test_a_load_hands_out_each_chunk_once_in_the_order_of_frames(num: int, per_piece: int, rooms: list[int], seed: Any) -> None:
     copies = copies_of(seed.sample(range(1000), num), [[0]] * num)
-    waiting = QueuedLoad(Load(LoadPlan(ReqId("l"), 0, copies), num, []), copies, Mark(event=None))  # type: ignore[arg-type]
+    waiting = QueuedLoad(Load(LoadPlan(ReqId("l"), 0), num, []), batch_of(copies), Mark(event=None))  # type: ignore[arg-type]
     handed: list[ChunkCopy] = []
     while waiting.num_left:
         room = min(rooms[len(handed) % len(rooms)], per_piece)

@@ -8,6 +8,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.gpu
 
+from batches import batch_of
 from gpu_support import (
     POISON,
     Frames,
@@ -170,7 +171,7 @@ def test_save_reads_after_the_forward_and_before_the_next_writer() -> None:
         paged.randomize(seed)
         want = paged.buffers[0].clone()
         copies = copies_of(list(range(64)), [[b] for b in range(64)])
-        mover.submit_saves([SavePlan(ReqId("r"), copies)])
+        mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
         mover.begin_step(list(map(BlockId, range(64))))
         paged.poison()
         done = mover.drain()
@@ -195,7 +196,7 @@ def test_load_writes_after_the_last_reader() -> None:
         big = torch.tanh(big @ big)
     seen = paged.buffers[0].clone()
     mover.begin_step(())
-    mover.submit_loads([LoadPlan(ReqId("r"), 1, copies)])
+    mover.submit_loads([LoadPlan(ReqId("r"), 1, batch_of(copies))])
     mover.drain()
     assert (seen == POISON).all()
     mover.close()
@@ -214,9 +215,9 @@ def test_loads_follow_saves_of_the_same_blocks() -> None:
     second = paged.buffers[0].clone()
     others = copies_of(list(range(64, 128)), [[b] for b in range(64)], first_key=1000)
     mover.begin_step(())
-    mover.submit_saves([SavePlan(ReqId("s"), others)])
+    mover.submit_saves([SavePlan(ReqId("s"), batch_of(others))])
     mover.begin_step(())
-    mover.submit_loads([LoadPlan(ReqId("l"), 1, mine)])
+    mover.submit_loads([LoadPlan(ReqId("l"), 1, batch_of(mine))])
     done = mover.drain()
     assert len(done.saved) == 64 and not done.bad_blocks
     assert torch.equal(paged.buffers[0], first)
@@ -273,7 +274,7 @@ def test_every_ticket_and_load_comes_back_once() -> None:
 
     for step in range(300):
         mover.begin_step(())
-        mover.submit_saves([SavePlan(ReqId("r"), copies_of([2 * step, 2 * step + 1], [[2 * step], [2 * step + 1]], 10 * step + 1))])
+        mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies_of([2 * step, 2 * step + 1], [[2 * step], [2 * step + 1]], 10 * step + 1)))])
         mover.submit_loads([LoadPlan(ReqId("e"), step, (), (BlockId(3),))])
         take(mover.poll())
     take(mover.drain())

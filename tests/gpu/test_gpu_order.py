@@ -10,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = pytest.mark.gpu
 
+from batches import batch_of
 from gpu_support import Frames, Paged, block_outermost, copies_of, make_mover, part_bytes_for, save
 
 from kvloft.seam.batch import ChunkCopy
@@ -46,12 +47,12 @@ def test_feeders_send_everything_by_themselves() -> None:
     want = paged.snapshot()
     copies = copies_of(range(BLOCKS), [[block] for block in range(BLOCKS)])
     mover.begin_step(())
-    mover.submit_saves([SavePlan(ReqId("r"), copies)])
+    mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
     until(lambda: not mover.is_behind)
     assert len(mover.drain().saved) == BLOCKS
     paged.poison()
     mover.begin_step(())
-    mover.submit_loads([LoadPlan(ReqId("r"), 1, copies)])
+    mover.submit_loads([LoadPlan(ReqId("r"), 1, batch_of(copies))])
     until(lambda: not mover.is_behind)
     assert not mover.drain().bad_blocks
     assert torch.equal(paged.buffers[0], want[0])
@@ -70,9 +71,9 @@ def test_few_bytes_are_on_the_gpu_at_a_time(verb: str) -> None:
     gate.record()
     mover.begin_step(())
     if verb == "save":
-        mover.submit_saves([SavePlan(ReqId("r"), copies)])
+        mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
     else:
-        mover.submit_loads([LoadPlan(ReqId("r"), 1, copies)])
+        mover.submit_loads([LoadPlan(ReqId("r"), 1, batch_of(copies))])
     time.sleep(0.05)
     flying = sum(flight.piece.num_bytes for flights in mover._flying.values() for flight in flights)
     assert not gate.query(), "the GPU was to be busy"
@@ -93,12 +94,12 @@ def test_a_load_waits_neither_for_its_steps_forward_nor_for_a_later_one(is_submi
     paged.poison()
     mover.begin_step((), has_loads=is_submitted == "after")
     if is_submitted == "before":
-        mover.submit_loads([LoadPlan(ReqId("r"), 1, copies)])
+        mover.submit_loads([LoadPlan(ReqId("r"), 1, batch_of(copies))])
     torch.cuda._sleep(LONG_CYCLES)
     gate = torch.cuda.Event()
     gate.record()
     if is_submitted == "after":
-        mover.submit_loads([LoadPlan(ReqId("r"), 1, copies)])
+        mover.submit_loads([LoadPlan(ReqId("r"), 1, batch_of(copies))])
     mover.begin_step(())
     until(lambda: bool(mover.poll().loads))
     assert not gate.query(), "it waited for a forward that its blocks have no part in"
@@ -111,12 +112,12 @@ def test_a_save_waits_for_no_later_step() -> None:
     paged.randomize(1)
     copies = copies_of(range(BLOCKS), [[block] for block in range(BLOCKS)])
     mover.begin_step(())
-    mover.submit_saves([SavePlan(ReqId("r"), copies)])
+    mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies))])
     torch.cuda._sleep(LONG_CYCLES)
     gate = torch.cuda.Event()
     gate.record()
     mover.begin_step(())
-    mover.submit_saves([SavePlan(ReqId("r"), copies_of([BLOCKS], [[0]], first_key=1000))])
+    mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies_of([BLOCKS], [[0]], first_key=1000)))])
     saved: list[int] = []
 
     def first_are_saved() -> bool:
@@ -159,7 +160,7 @@ class Engine:
         targets, others = others[: len(frames)], others[len(frames) :]
         if copies := [self.copy_of[f]._replace(blocks=(BlockId(b),)) for f, b in zip(frames, targets, strict=False)]:
             self.loading[number] = copies
-            self.mover.submit_loads([LoadPlan(ReqId("l"), number, tuple(copies))])
+            self.mover.submit_loads([LoadPlan(ReqId("l"), number, batch_of(copies))])
         for _ in range(rng.randrange(3)):
             self.busy = torch.tanh(self.busy @ self.busy)
         for block in rewritten:
@@ -175,7 +176,7 @@ class Engine:
         for copy in copies:
             self.stored[copy.frame] = self.pages[copy.blocks[0]].clone()
             self.copy_of[copy.frame] = self.saving[copy.ticket] = copy
-        self.mover.submit_saves([SavePlan(ReqId("s"), copies)])
+        self.mover.submit_saves([SavePlan(ReqId("s"), batch_of(copies))])
 
     def take(self, done: Finished) -> None:
         assert not done.bad_blocks

@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 pytest.importorskip("torch", reason="torch is not installed")
 
+from batches import batch_of
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
@@ -108,7 +109,7 @@ class Queues(RuleBasedStateMachine):
         self.mover = CudaMover(layout, memory, kernels, blocks_per_chunk=1, tuning=tuning)
         self.mover.loads.before_submit = self.load_is_sent  # type: ignore[attr-defined]
         frames = np.arange(LOADED)
-        keys = [int(i).to_bytes(32, "little") for i in frames]
+        keys = b"".join(int(i).to_bytes(32, "little") for i in frames)
         Trailers(memory, layout=bytes(32), block_bytes=BLOCK_BYTES).seal(frames, keys, frames.astype(np.uint64), frames * 0 + 1)
         self.next_frame, self.next_load = LOADED, 0
         self.loaded_after: list[int] = []  # of each chunk to load, in order: how many forwards were launched before its step
@@ -166,7 +167,7 @@ class Queues(RuleBasedStateMachine):
             self.loaded_after += [num_forwards] * num_loads
             for part in (copies[: num_loads // 2], copies[num_loads // 2 :]):
                 self.waiting_loads.add(self.next_load)
-                self.mover.submit_loads([LoadPlan(ReqId("l"), self.next_load, tuple(part))])
+                self.mover.submit_loads([LoadPlan(ReqId("l"), self.next_load, batch_of(part))])
                 self.next_load += 1
         if not forward_is_first:
             self.clock.log.append(("forward",))
@@ -178,7 +179,7 @@ class Queues(RuleBasedStateMachine):
             ]
             self.unsaved.update((copy.ticket, copy.blocks[0]) for copy in saves)
             self.saved_after.update((copy.frame, len(self.clock.log)) for copy in saves)
-            self.mover.submit_saves([SavePlan(ReqId("s"), tuple(saves))])
+            self.mover.submit_saves([SavePlan(ReqId("s"), batch_of(saves))])
 
     @rule(num_saves=st.integers(0, 4), num_loads=st.integers(0, 4))
     def pieces_finish(self, num_saves: int, num_loads: int) -> None:

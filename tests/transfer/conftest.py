@@ -1,6 +1,7 @@
-"""Lets these tests import the paged KV beside them."""
+"""Lets these tests import the paged KV beside them, and the models of `tests/model`."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE), str(HERE.parent / "model")]

@@ -35,7 +35,7 @@ class Bench:
             GroupShape(16, BLOCKS_PER_CHUNK), payload_bytes=payload, part_bytes=part_bytes_for(payload), num_ranks=num_ranks
         )
         frame_bytes = self.shape.frame_bytes
-        self.store = _core.Store(
+        self.store = _core.Session(
             frame_bytes=frame_bytes, host_bytes=frame_bytes * 4, namespace=bytes(32), blocks_per_chunk=BLOCKS_PER_CHUNK
         )
         self.spec = ArenaSpec(self.store.arena_path, self.store.frame_bytes, self.store.num_frames)

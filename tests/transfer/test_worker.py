@@ -7,6 +7,7 @@ import pytest
 import torch
 from paged_kv import Sizes, carve
 
+from batches import batch_of
 from kvloft import _core
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
@@ -24,8 +25,8 @@ SHAPE = CacheShape.of_one_group(GroupShape(16), payload_bytes=BLOCK_BYTES, part_
 
 
 @pytest.fixture
-def store() -> _core.Store:
-    return _core.Store(frame_bytes=PART_BYTES, host_bytes=PART_BYTES * 4, namespace=bytes(32))
+def store() -> _core.Session:
+    return _core.Session(frame_bytes=PART_BYTES, host_bytes=PART_BYTES * 4, namespace=bytes(32))
 
 
 def worker_for(caches: dict[str, torch.Tensor] = CACHES) -> WorkerCore:
@@ -38,14 +39,14 @@ def copy_of(frame: int, block: int, ticket: int = -1) -> ChunkCopy:
     return ChunkCopy(frame, ChunkKey(bytes([frame]) * 32), 1, 0, (BlockId(block),), Ticket(ticket))
 
 
-def plan_of(store: _core.Store, step: int = 1) -> StepPlan:
+def plan_of(store: _core.Session, step: int = 1) -> StepPlan:
     """Saves block 1, loads frame 0 into block 2."""
     arena = ArenaSpec(store.arena_path, store.frame_bytes, store.num_frames)
-    loads = (LoadPlan(ReqId("l"), 5, (copy_of(0, 2),)),)
-    return StepPlan(step, arena, loads, (SavePlan(ReqId("s"), (copy_of(0, 1, 11),)),))
+    loads = (LoadPlan(ReqId("l"), 5, batch_of([copy_of(0, 2)])),)
+    return StepPlan(step, arena, loads, (SavePlan(ReqId("s"), batch_of([copy_of(0, 1, 11)])),))
 
 
-def test_each_hook_may_be_called_again_within_a_step(store: _core.Store) -> None:
+def test_each_hook_may_be_called_again_within_a_step(store: _core.Session) -> None:
     worker = worker_for()
     worker.begin(replace(plan_of(store), loads=()))
     for _ in range(3):
@@ -59,7 +60,7 @@ def test_each_hook_may_be_called_again_within_a_step(store: _core.Store) -> None
     assert worker.take_totals().num_bytes_saved == 0
 
 
-def test_a_load_is_reported_to_the_scheduler_half_only_once_the_engine_was_told(store: _core.Store) -> None:
+def test_a_load_is_reported_to_the_scheduler_half_only_once_the_engine_was_told(store: _core.Session) -> None:
     worker = worker_for()
     worker.begin(plan_of(store))
     worker.run_saves()
@@ -75,7 +76,7 @@ def test_a_load_is_reported_to_the_scheduler_half_only_once_the_engine_was_told(
     assert worker.take_report() is None
 
 
-def test_what_a_drain_brought_is_reported_as_ever(store: _core.Store) -> None:
+def test_what_a_drain_brought_is_reported_as_ever(store: _core.Session) -> None:
     worker = worker_for()
     worker.begin(plan_of(store))
     worker.run_saves()
@@ -87,7 +88,7 @@ def test_what_a_drain_brought_is_reported_as_ever(store: _core.Store) -> None:
     assert report.saved == (11,) and [result.load_id for result in report.loads] == [5]
 
 
-def test_bad_blocks_come_no_later_than_the_request(store: _core.Store) -> None:
+def test_bad_blocks_come_no_later_than_the_request(store: _core.Session) -> None:
     worker = worker_for()
     worker.begin(replace(plan_of(store), saves=()))  # frame 0 was never sealed
     worker.run_loads()
@@ -97,7 +98,7 @@ def test_bad_blocks_come_no_later_than_the_request(store: _core.Store) -> None:
     assert [why for result in report.loads for _, why in result.bad_keys] == ["unsealed"]
 
 
-def test_steps_without_a_plan_do_nothing(store: _core.Store) -> None:
+def test_steps_without_a_plan_do_nothing(store: _core.Session) -> None:
     worker = worker_for()
     worker.run_loads()
     worker.run_saves()
@@ -117,7 +118,7 @@ def assert_all_failed(worker: WorkerCore) -> None:
     assert [(r.bad_keys, r.failed) for r in report.loads] == [((), True)], "no frame is to blame"
 
 
-def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(store: _core.Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(store: _core.Session, caplog: pytest.LogCaptureFixture) -> None:
     worker = worker_for()
     plan = plan_of(store)
     assert plan.arena is not None
@@ -130,7 +131,7 @@ def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(store: _core.Sto
 
 
 @pytest.mark.parametrize("error", [TypeError, BaseException], ids=["any error", "a panic in Rust"])
-def test_a_request_hears_of_its_load_whatever_breaks(store: _core.Store, error: type[BaseException]) -> None:
+def test_a_request_hears_of_its_load_whatever_breaks(store: _core.Session, error: type[BaseException]) -> None:
     def make(layout: PagedLayout, frames: object) -> BrokenMover:
         raise error
 
@@ -147,7 +148,7 @@ def test_a_request_hears_of_its_load_whatever_breaks(store: _core.Store, error: 
     assert (report.failed, [load.failed for load in report.loads]) == ((11,), [True])
 
 
-def test_registering_again_ends_the_mover_of_the_old_pages(store: _core.Store) -> None:
+def test_registering_again_ends_the_mover_of_the_old_pages(store: _core.Session) -> None:
     closed: list[int] = []
 
     class Watched(BrokenMover):
@@ -161,7 +162,7 @@ def test_registering_again_ends_the_mover_of_the_old_pages(store: _core.Store) -
         worker.begin(plan_of(store))
 
 
-def test_a_plan_before_registration_fails_copies_and_not_steps(store: _core.Store) -> None:
+def test_a_plan_before_registration_fails_copies_and_not_steps(store: _core.Session) -> None:
     worker = WorkerCore(SHAPE, rank=0)
     worker.begin(plan_of(store))
     worker.run_saves()
@@ -175,7 +176,7 @@ def test_registering_refuses_what_cannot_be_read() -> None:
         worker_for({"layer": torch.zeros(8, 2)})
 
 
-def test_another_mover_can_be_plugged_in(store: _core.Store) -> None:
+def test_another_mover_can_be_plugged_in(store: _core.Session) -> None:
     made: list[PagedLayout] = []
 
     def make(layout: PagedLayout, frames: object) -> BrokenMover:
@@ -190,7 +191,7 @@ def test_another_mover_can_be_plugged_in(store: _core.Store) -> None:
     assert len(made) == 1
 
 
-def test_a_mover_hears_before_the_forward_whether_loads_come(store: _core.Store) -> None:
+def test_a_mover_hears_before_the_forward_whether_loads_come(store: _core.Session) -> None:
     """vLLM submits them only after it, and they should not wait for it."""
     heard: list[bool] = []
 
@@ -205,7 +206,7 @@ def test_a_mover_hears_before_the_forward_whether_loads_come(store: _core.Store)
     assert heard == [True, False]
 
 
-def test_a_worker_that_was_stopped_moves_nothing_any_more(store: _core.Store) -> None:
+def test_a_worker_that_was_stopped_moves_nothing_any_more(store: _core.Session) -> None:
     worker = worker_for()
     worker.begin(plan_of(store))
     worker.run_saves()
