@@ -1,12 +1,13 @@
 """What the scheduler half costs an engine: `python benches/bench_scheduler.py [--json]`.
 
 Steps of 256 decoding requests (vLLM's own SchedulerOutput in, StepPlan out, then the workers' report), and the admission of one
-long prompt, missed and found. The store and the keys are the real ones; no byte of KV is moved. Needs an environment with vLLM.
+long prompt, missed and found, and of many found ones at once. The store and the keys are the real ones; no byte of KV is moved. Needs an environment with vLLM.
 """
 
 import argparse
 import gc
 import json
+import pickle
 import statistics
 import sys
 import time
@@ -20,7 +21,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 from kvloft import _core
 from kvloft.plan import SchedulerCore
-from kvloft.seam.plan import StepPlan, StepReport
+from kvloft.seam.plan import LoadResult, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
 from kvloft.seam.views import RequestView
 from kvloft.vllm.identity.adapters import AdapterNames
@@ -29,6 +30,7 @@ from kvloft.vllm.views import VllmRequest, view_step
 BLOCK_TOKENS = 16
 NUM_RUNNING = 256
 PROMPT_TOKENS = 131_072
+NUM_CROWD, CROWD_TOKENS = 40, 32_768
 TARGET_US = 100.0
 ADAPTERS = AdapterNames()
 
@@ -50,7 +52,8 @@ class Engine:
 
     def __init__(self, num_frames: int, blocks_per_chunk: int, run_ahead: bool = False) -> None:
         frame_bytes = 4096
-        self.store = _core.Store(
+        open_store = getattr(_core, "Session", None) or _core.Store  # what it was called before, so that both can be compared
+        self.store = open_store(
             frame_bytes=frame_bytes, host_bytes=num_frames * frame_bytes, namespace=bytes(32), blocks_per_chunk=blocks_per_chunk
         )
         root = _core.root_key(bytes(32), None, None)
@@ -224,6 +227,47 @@ def prompt_results(turns: int, blocks_per_chunk: int) -> list[Result]:
     ]
 
 
+def crowd_results(turns: int) -> list[Result]:
+    """Many cached prompts admitted in one schedule: lookups, then their loads and the plan that has them, then its way to a worker."""
+    num_chunks = CROWD_TOKENS // BLOCK_TOKENS
+    engine = Engine(NUM_CROWD * num_chunks, 1)
+    prompts = [[(nth * 7919 + i * 31) % 50_000 for i in range(CROWD_TOKENS)] for nth in range(NUM_CROWD)]
+    for nth, ids in enumerate(prompts):
+        engine.core.absorb(report_of(engine.plan(engine.admit(engine.request(f"first-{nth}", list(ids))))))
+    found: list[float] = []
+    admitted: list[float] = []
+    sent: list[float] = []
+    for turn in range(turns):
+        lives = [VllmRequest(engine.request(f"{turn}-{nth}", list(ids)), ADAPTERS) for nth, ids in enumerate(prompts)]
+        tables = [engine.blocks(num_chunks) for _ in lives]
+        idle = engine.output([], [], {})
+        gc.collect()
+
+        def match(lives: list[VllmRequest] = lives) -> None:
+            assert all(engine.core.match(live, 0) == CROWD_TOKENS for live in lives)
+
+        def admit(lives: list[VllmRequest] = lives, tables: list[list[int]] = tables, idle: Any = idle) -> StepPlan:
+            for live, blocks in zip(lives, tables, strict=True):
+                engine.core.admit(live, CROWD_TOKENS, blocks)  # type: ignore[arg-type]
+            return engine.plan(idle)
+
+        found.append(timed(match)[0])
+        us, plan = timed(admit)
+        admitted.append(us)
+        sent.append(timed(lambda plan=plan: pickle.loads(pickle.dumps(plan)))[0])
+        assert sum(len(load.chunks) for load in plan.loads) == NUM_CROWD * num_chunks
+        engine.core.absorb(StepReport(loads=tuple(LoadResult(load.req_id, load.load_id) for load in plan.loads)))
+        for live in lives:
+            engine.core.finish(live.req_id)
+    engine.store.close()
+    how = f"{NUM_CROWD} cached prompts of {CROWD_TOKENS} tokens"
+    return [
+        row(f"{how}: keys, lookups", found, "ms"),
+        row(f"{how}: admitted in one schedule", admitted, "ms"),
+        row(f"{how}: their plan to a worker", sent, "ms"),
+    ]
+
+
 def table(results: Sequence[Result]) -> str:
     lines = [f"{'':<66} {'median':>11} {'p99':>11} {'target':>9}"]
     for result in results:
@@ -245,6 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results += decode_results(options.steps, blocks_per_chunk, run_ahead)
     for blocks_per_chunk in (1, 16):
         results += prompt_results(7, blocks_per_chunk)
+    results += crowd_results(7)
     print(json.dumps([asdict(result) for result in results], indent=1) if options.json else table(results))
     return 0
 

@@ -1,0 +1,151 @@
+"""`_core.Session` makes batches and counts tickets as the doubles of `tests/model` do, in any order of events."""
+
+from typing import Any
+
+import pytest
+from batches import reserve
+from chunk_batch import Chunks, InFlight, chunks_to_load
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from kvloft import _core
+
+FRAME = 4096
+NAMESPACE = b"s" * 32
+
+
+def session(num_frames: int, **kwargs: Any) -> _core.Session:
+    return _core.Session(frame_bytes=FRAME, host_bytes=num_frames * FRAME, namespace=NAMESPACE, **kwargs)
+
+
+def chain_of(prompt: list[int]) -> _core.KeyChain:
+    chain = _core.KeyChain(_core.root_key(NAMESPACE, None, None), block_tokens=1)
+    chain.append_tokens(prompt)
+    return chain
+
+
+@given(
+    num_blocks=st.integers(1, 14), per_chunk=st.integers(1, 4), stored=st.integers(0, 14), span=st.tuples(st.integers(0, 14), st.integers(0, 14)),
+    as_list=st.booleans(),
+)  # fmt: skip
+def test_a_lease_gives_the_chunks_of_any_part_of_a_prompt(
+    num_blocks: int, per_chunk: int, stored: int, span: tuple[int, int], as_list: bool
+) -> None:
+    """Chunks at either end may be wanted in part; behind the last one that is stored there is nothing."""
+    store, chain = session(16, blocks_per_chunk=per_chunk), chain_of(list(range(num_blocks)))
+    stored = min(stored, num_blocks)
+    rows, dropped = reserve(store, chain, 0, stored // per_chunk, stored % per_chunk)
+    assert dropped == 0
+    assert store.settle([row[0] for row in rows]) == (len(rows), 0)
+    begin, end = sorted(min(at, num_blocks) for at in span)
+    table = [1000 + 3 * i for i in range(num_blocks)]
+    leased = [(frame, key, first, num, "host") for _, frame, key, first, num in rows]
+    found = store.acquire(chain).batch(table if as_list else tuple(table), begin, end)
+    model, by_tier = chunks_to_load(leased, table, begin, end)
+    assert (tuple(found[0]), found[1]) == (tuple(model), by_tier)
+    assert found[0].columns() == model.columns()
+
+
+@pytest.mark.parametrize("table", [[5, 6], [5, 6, -1], [5, 6, 2**31], [5, 6, "7"], b"567", [5, 6, None]])
+def test_a_table_that_is_none_is_refused_and_nothing_stays_reserved(table: Any) -> None:
+    """What the worker is told is made here: there the request would hear nothing of it."""
+    store, chain = session(8), chain_of([1, 2, 3])
+    store.settle([row[0] for row in reserve(store, chain, 0, 2)[0]])
+    lease = store.acquire(chain)
+    with pytest.raises((_core.ConfigError, TypeError)):
+        store.reserve(chain, 0, 3, 0, table)
+    with pytest.raises((_core.ConfigError, TypeError)):
+        lease.batch(table, 0, 3)
+    stats = store.stats()
+    assert (store.num_in_flight, stats["frames_reserved"]) == (0, 0)
+
+
+def test_a_session_that_ends_leaves_nothing_reserved_or_pinned() -> None:
+    store, chain = session(8), chain_of([1, 2, 3])
+    rows, _ = reserve(store, chain, 0, 3)
+    store.settle([rows[0][0]])
+    lease = store.acquire(chain)
+    assert (store.stats()["pins"], store.stats()["frames_reserved"]) == (1, 2)
+    del lease
+    assert store.stats()["pins"] == 0
+    store.close()
+    assert store.stats()["frames_reserved"] == 0
+    assert store.settle([row[0] for row in rows]) == (0, 0)
+
+
+class Saves(RuleBasedStateMachine):
+    """Reports of ranks over chunks of one block, none of which hangs on another; beside them the model's count."""
+
+    @initialize(num_ranks=st.integers(1, 3))
+    def open(self, num_ranks: int) -> None:
+        self.store = session(64, num_ranks=num_ranks)
+        self.model = InFlight(num_ranks)
+        self.visible: dict[int, bool] = {}
+        self.prompt_of: dict[int, int] = {}
+        self.every: list[int] = []
+        self.next_prompt = 0
+
+    def key(self, prompt: int) -> bytes:
+        return chain_of([prompt]).key(0)
+
+    @rule(blocks=st.lists(st.integers(0, 6), min_size=1, max_size=5))
+    def saves_are_planned(self, blocks: list[int]) -> None:
+        """Of requests that share blocks, as happens over time; block 0 is nobody's."""
+        for block in blocks:
+            prompt, self.next_prompt = self.next_prompt, self.next_prompt + 1
+            chunks, dropped = self.store.reserve(chain_of([prompt]), 0, 1, 0, [block])
+            if dropped:
+                continue
+            assert [chunk.blocks for chunk in chunks] == ([(block,)] if block else []), "the null block was saved"
+            self.model.add(Chunks(chunks))
+            for ticket in chunks.tickets():
+                self.prompt_of[ticket] = prompt
+                self.every.append(ticket)
+
+    @rule(random=st.randoms(use_true_random=False), with_unknown=st.booleans(), is_whole=st.booleans())
+    def a_rank_reports(self, random: Any, with_unknown: bool, is_whole: bool) -> None:
+        """All that is in flight, as a rank does; or any, some twice, some settled long ago, some never heard of."""
+        tickets = list(self.model.left) if is_whole else random.choices(self.every, k=random.randrange(6)) if self.every else []
+        failed = [ticket for ticket in tickets if random.random() < 0.2]
+        saved = [ticket for ticket in tickets if ticket not in failed] + [10**9] * with_unknown
+        committed, aborted, superseded = self.model.settle(saved, failed)
+        assert self.store.settle(saved, failed) == (len(committed), len(aborted))
+        self.visible |= {self.prompt_of[ticket]: True for ticket in committed}
+        for key in superseded:
+            self.visible |= {prompt: False for prompt in self.visible if self.key(prompt) == key}
+
+    @rule(random=st.randoms(use_true_random=False))
+    def a_tail_replaces_another(self, random: Any) -> None:
+        if self.model.left and self.visible:
+            ticket, key = random.choice(list(self.model.left)), self.key(random.choice(list(self.visible)))
+            self.store.supersede(ticket, key)
+            self.model.supersedes[ticket] = key
+
+    @rule(random=st.randoms(use_true_random=False), everything=st.booleans())
+    def plans_are_given_up(self, random: Any, everything: bool) -> None:
+        tickets = [ticket for ticket in self.model.left if everything or random.random() < 0.3]
+        self.store.abort(None if everything else tickets)
+        self.model.forget(tickets)
+
+    @rule()
+    def everything_is_forgotten(self) -> None:
+        self.store.clear()
+        self.model.failed |= self.model.left.keys()
+        self.visible.clear()
+
+    @invariant()
+    def it_counts_as_the_model(self) -> None:
+        if hasattr(self, "store"):
+            assert self.store.num_in_flight == len(self.model.left)
+            assert self.store.stats()["frames_reserved"] == len(self.model.left), "I5"
+            assert sorted(self.store.being_read()) == self.model.being_read(None), "I2"
+            assert self.store.being_read(list(range(9))) == self.model.being_read(range(9))
+            found = {prompt for prompt in range(self.next_prompt) if self.store.lookup(chain_of([prompt]))[0]}
+            assert found <= {prompt for prompt, visible in self.visible.items() if visible}, "I3"
+            if self.next_prompt <= 60:
+                assert found == {prompt for prompt, visible in self.visible.items() if visible}
+
+
+TestSaves = Saves.TestCase
+TestSaves.settings = settings(max_examples=settings().max_examples // 4, stateful_step_count=25)
