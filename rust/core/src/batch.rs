@@ -172,7 +172,7 @@ impl ChunkBatch {
         let end = begin.saturating_add(u32::try_from(table.len()).unwrap_or(u32::MAX));
         let mut covered = begin;
         for chunk in leased {
-            let chunk_end = chunk.first_block + chunk.num_blocks;
+            let chunk_end = chunk.first_block.saturating_add(chunk.num_blocks);
             let (lo, hi) = (chunk.first_block.max(begin), chunk_end.min(end));
             if lo >= hi {
                 continue;

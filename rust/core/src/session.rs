@@ -225,12 +225,9 @@ impl EngineSession {
         let (reserved, num_dropped) = self.session.reserve(prefix, range)?;
         let made = ChunkBatch::of_saves(&reserved, table, first);
         let (saves, without_kv) = made.inspect_err(|_| {
-            let tickets: Vec<_> = reserved.iter().map(|chunk| chunk.ticket).collect();
-            self.session.abort(&tickets);
+            self.give_back(&reserved.iter().map(|chunk| chunk.ticket).collect::<Vec<_>>());
         })?;
-        if !without_kv.is_empty() {
-            self.session.abort(&without_kv);
-        }
+        self.give_back(&without_kv);
         let saves = Arc::new(saves);
         lock(&self.tickets).add(&saves);
         Ok((saves, num_dropped))
@@ -244,9 +241,7 @@ impl EngineSession {
     /// Takes in one rank's report.
     pub fn settle(&self, saved: &[u64], failed: &[u64]) -> Report {
         let settled = lock(&self.tickets).settle(saved, failed);
-        if !settled.aborted.is_empty() {
-            self.session.abort(&settled.aborted);
-        }
+        self.give_back(&settled.aborted);
         if !settled.superseded.is_empty() {
             self.session.discard(&settled.superseded);
         }
@@ -258,13 +253,19 @@ impl EngineSession {
     /// Gives reservations back that no rank will report.
     pub fn abort(&self, tickets: &[u64]) {
         let known = lock(&self.tickets).forget(tickets);
-        self.session.abort(&known);
+        self.give_back(&known);
     }
 
     /// Gives back everything that is in flight.
     pub fn abort_all(&self) {
         let known = lock(&self.tickets).forget_all();
-        self.session.abort(&known);
+        self.give_back(&known);
+    }
+
+    fn give_back(&self, tickets: &[u64]) {
+        if !tickets.is_empty() {
+            self.session.abort(tickets);
+        }
     }
 
     /// Forgets everything, also what is being saved.
