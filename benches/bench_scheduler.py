@@ -1,7 +1,8 @@
 """What the scheduler half costs an engine: `python benches/bench_scheduler.py [--json]`.
 
-Steps of 256 decoding requests (vLLM's own SchedulerOutput in, StepPlan out, then the workers' report), and the admission of one
-long prompt, missed and found, and of many found ones at once. The store and the keys are the real ones; no byte of KV is moved. Needs an environment with vLLM.
+Steps of 256 decoding requests (vLLM's own SchedulerOutput in, StepPlan out, then the workers' report), the admission of one
+long prompt, missed and found, and of many found ones at once. The store and the keys are the real ones; no byte of KV is moved.
+Needs an environment with vLLM.
 """
 
 import argparse
@@ -228,7 +229,7 @@ def prompt_results(turns: int, blocks_per_chunk: int) -> list[Result]:
 
 
 def crowd_results(turns: int) -> list[Result]:
-    """Many cached prompts admitted in one schedule: lookups, then their loads and the plan that has them, then its way to a worker."""
+    """Many cached prompts admitted in one schedule: lookups, the plan that has their loads, and its way to a worker."""
     num_chunks = CROWD_TOKENS // BLOCK_TOKENS
     engine = Engine(NUM_CROWD * num_chunks, 1)
     prompts = [[(nth * 7919 + i * 31) % 50_000 for i in range(CROWD_TOKENS)] for nth in range(NUM_CROWD)]

@@ -167,9 +167,7 @@ class Session:
         behind them, wherever in the chain that is. No side effect."""
     def acquire(self, chain: KeyChain) -> ReadLease:
         """Pin the host part, start reading the disk part into host frames as far as they can be had."""
-    def reserve(
-        self, chain: KeyChain, start: int, stop: int, tail_blocks: int, table: Sequence[int]
-    ) -> tuple[ChunkBatch, int]:
+    def reserve(self, chain: KeyChain, start: int, stop: int, tail_blocks: int, table: Sequence[int]) -> tuple[ChunkBatch, int]:
         """Reserve frames for full chunks [start, stop) and, with tail_blocks, for a tail of so many blocks behind them.
 
         Returns (chunks, num_dropped); ``table`` are the request's blocks from position 0. Chunks already visible or being

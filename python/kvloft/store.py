@@ -7,9 +7,7 @@ from kvloft.config import Config
 from kvloft.seam.shape import CacheShape
 
 
-def open_store(
-    config: Config, shape: CacheShape, namespace: bytes, *, disk_path: str | None, description: str
-) -> _core.Session:
+def open_store(config: Config, shape: CacheShape, namespace: bytes, *, disk_path: str | None, description: str) -> _core.Session:
     """A session with the store that ``config`` asks for; ``disk_path`` is this engine's own directory.
 
     Raises ConfigError, BusyError where another process owns the directory, StoreError if the system refuses.

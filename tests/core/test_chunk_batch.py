@@ -36,7 +36,12 @@ def assert_same(real: _core.ChunkBatch, model: Chunks) -> None:
     assert real == batch_of(model)
 
 
-@given(model=batches(), begin=st.none() | st.integers(-9, 9), end=st.none() | st.integers(-9, 9), step=st.sampled_from([None, 1, 2, -1]))
+@given(
+    model=batches(),
+    begin=st.none() | st.integers(-9, 9),
+    end=st.none() | st.integers(-9, 9),
+    step=st.sampled_from([None, 1, 2, -1]),
+)
 def test_a_batch_is_what_its_chunks_are(model: Chunks, begin: int | None, end: int | None, step: int | None) -> None:
     real = batch_of(model)
     assert_same(real, model)

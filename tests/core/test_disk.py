@@ -5,7 +5,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from batches import reserve
 
 from kvloft import _core

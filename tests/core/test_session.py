@@ -26,8 +26,8 @@ def chain_of(prompt: list[int]) -> _core.KeyChain:
 
 
 @given(
-    num_blocks=st.integers(1, 14), per_chunk=st.integers(1, 4), stored=st.integers(0, 14), span=st.tuples(st.integers(0, 14), st.integers(0, 14)),
-    as_list=st.booleans(),
+    num_blocks=st.integers(1, 14), per_chunk=st.integers(1, 4), stored=st.integers(0, 14),
+    span=st.tuples(st.integers(0, 14), st.integers(0, 14)), as_list=st.booleans(),
 )  # fmt: skip
 def test_a_lease_gives_the_chunks_of_any_part_of_a_prompt(
     num_blocks: int, per_chunk: int, stored: int, span: tuple[int, int], as_list: bool

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
 from batches import frames, reserve, tiers
 
 from kvloft import _core
@@ -224,9 +223,9 @@ def test_places_outside_the_arena_are_refused() -> None:
         for call in (arena.seal, arena.check):
             with pytest.raises(_core.ConfigError):
                 call(frame, **part(**change))  # type: ignore[arg-type]
-    for path, frames in [(store.arena_path, 3), (store.arena_path, 1)]:
+    for path, num_frames in [(store.arena_path, 3), (store.arena_path, 1)]:
         with pytest.raises(_core.ConfigError):
-            _core.Arena.open(path, frame_bytes=FRAME, num_frames=frames)
+            _core.Arena.open(path, frame_bytes=FRAME, num_frames=num_frames)
     with pytest.raises(_core.StoreError):
         _core.Arena.open("/proc/self/exe", frame_bytes=FRAME, num_frames=1)
 

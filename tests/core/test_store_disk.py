@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-
 from batches import frames, reserve, tiers
 
 from kvloft import _core

@@ -58,7 +58,9 @@ class Rig:
         self.mover.begin_step(())
         places = iter(range(BLOCKS))
         plans = [[next(places) for _ in range(count)] for count in counts]
-        self.mover.submit_saves([SavePlan(ReqId("s"), batch_of(copies_of(plan, [[p] for p in plan], plan[0] + 1))) for plan in plans])
+        self.mover.submit_saves(
+            [SavePlan(ReqId("s"), batch_of(copies_of(plan, [[p] for p in plan], plan[0] + 1))) for plan in plans]
+        )
         return self.sent()
 
     def submit_loads(self, *counts: int) -> list[int]:

@@ -274,7 +274,9 @@ def test_every_ticket_and_load_comes_back_once() -> None:
 
     for step in range(300):
         mover.begin_step(())
-        mover.submit_saves([SavePlan(ReqId("r"), batch_of(copies_of([2 * step, 2 * step + 1], [[2 * step], [2 * step + 1]], 10 * step + 1)))])
+        mover.submit_saves(
+            [SavePlan(ReqId("r"), batch_of(copies_of([2 * step, 2 * step + 1], [[2 * step], [2 * step + 1]], 10 * step + 1)))]
+        )
         mover.submit_loads([LoadPlan(ReqId("e"), step, (), (BlockId(3),))])
         take(mover.poll())
     take(mover.drain())

@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 pytest.importorskip("torch", reason="torch is not installed")
 
 from batches import batch_of
+
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan

@@ -5,9 +5,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from batches import batch_of
 from paged_kv import Sizes, carve
 
-from batches import batch_of
 from kvloft import _core
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket

@@ -111,7 +111,9 @@ class Rig:
     def save_plan(self, *, elsewhere: bool = False) -> SavePlan:
         """New chunks, as the scheduler half has them from a store in each step; ``elsewhere``: to frames that loads do not read."""
         first = self.num_chunks if elsewhere else 0
-        return SavePlan(ReqId("bench"), _batch([first + frame for frame in self._frames], self._from, tickets=range(self.num_chunks)))
+        return SavePlan(
+            ReqId("bench"), _batch([first + frame for frame in self._frames], self._from, tickets=range(self.num_chunks))
+        )
 
     def load_plan(self) -> LoadPlan:
         """The same for a load."""

@@ -166,7 +166,7 @@ class SchedulerCore:
             tracker.save_blocked = True
         self._admitted.clear()
         loads, self._queued_loads = tuple(self._queued_loads), []
-        return StepPlan(self._step, self._arena, loads, (), tuple(map(BlockId, self._store.being_read())))
+        return StepPlan(self._step, self._arena, loads, (), tuple(self._store.being_read()))
 
     def _plan_saves(self, view: StepView) -> list[SavePlan]:
         saves = self._unsent = []

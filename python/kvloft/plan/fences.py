@@ -21,4 +21,4 @@ def rewritten(view: StepView, store: Session, block_tokens: int) -> tuple[BlockI
     given = [block for _, blocks in view.grown for block in blocks]
     for request in view.new:
         given += request.block_ids[request.num_computed_tokens // block_tokens :]
-    return tuple(map(BlockId, store.being_read(given))) if given else ()
+    return tuple(store.being_read(given)) if given else ()

@@ -24,7 +24,7 @@ _SLOT_ALIGN = 4096
 
 @dataclass(frozen=True, slots=True)
 class ChunkTable:
-    """A batch as pieces are cut from it: chunk c has frame ``frames[c]`` and paged blocks ``block_ids[starts[c]:starts[c + 1]]``."""
+    """A batch as pieces are cut from it: chunk c has frame ``frames[c]`` and blocks ``block_ids[starts[c]:starts[c + 1]]``."""
 
     frames: Sequence[int]
     num_blocks: Sequence[int]
