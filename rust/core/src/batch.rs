@@ -70,7 +70,7 @@ pub struct BlocksByTier {
     pub disk: u32,
 }
 
-fn invalid(what: &'static str) -> Error {
+pub(crate) fn invalid(what: &'static str) -> Error {
     Error::new(ErrorKind::InvalidConfig, what)
 }
 

@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use crate::Result;
-use crate::batch::{BlocksByTier, ChunkBatch};
+use crate::batch::{BlocksByTier, ChunkBatch, invalid};
 use crate::key::ChunkKey;
 use crate::lease::{ReadLease, WriteLease};
 use crate::store::{LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveRange, Store, StoreConfig};
@@ -47,7 +47,7 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn frames(&self, lease: LeaseId) -> Vec<LeasedFrame>;
     /// Unpins; again does nothing.
     fn release(&self, lease: LeaseId);
-    /// Reserves what is missing of a range; and how many chunks could not be had.
+    /// Reserves what is missing of a range; and how many chunks could not be had. Tickets count up.
     fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)>;
     /// Makes reserved chunks visible; returns how many became so.
     fn commit(&self, tickets: &[u64]) -> u32;
@@ -223,13 +223,15 @@ impl EngineSession {
         first: u32,
     ) -> Result<(Arc<ChunkBatch>, u32)> {
         let (reserved, num_dropped) = self.session.reserve(prefix, range)?;
-        let made = ChunkBatch::of_saves(&reserved, table, first);
+        let made = ChunkBatch::of_saves(&reserved, table, first).and_then(|(saves, without_kv)| {
+            let saves = Arc::new(saves);
+            let is_added = lock(&self.tickets).add(&saves);
+            is_added.then_some((saves, without_kv)).ok_or_else(|| invalid("tickets of a store do not count up"))
+        });
         let (saves, without_kv) = made.inspect_err(|_| {
             self.give_back(&reserved.iter().map(|chunk| chunk.ticket).collect::<Vec<_>>());
         })?;
         self.give_back(&without_kv);
-        let saves = Arc::new(saves);
-        lock(&self.tickets).add(&saves);
         Ok((saves, num_dropped))
     }
 

@@ -60,12 +60,14 @@ fn leases_and_reservations_are_numbers_that_may_be_used_after_their_end() {
     assert_ne!(session.acquire(Prefix::from(&chain)), lease, "a number is never used again");
 }
 
+type Calls = Arc<Mutex<Vec<(&'static str, Vec<u64>)>>>;
+
 /// A store that reserves what it likes, and remembers what it was told.
 #[derive(Debug)]
 struct Odd {
     arena: ArenaInfo,
     rows: Vec<Reservation>,
-    calls: Arc<Mutex<Vec<(&'static str, Vec<u64>)>>>,
+    calls: Calls,
 }
 
 impl Odd {
@@ -117,8 +119,6 @@ impl Session for Odd {
 fn row(ticket: u64, first_block: u32, num_blocks: u32) -> Reservation {
     Reservation { ticket, frame: FrameId(9), key: ChunkKey([2; 32]), first_block, num_blocks }
 }
-
-type Calls = Arc<Mutex<Vec<(&'static str, Vec<u64>)>>>;
 
 fn odd(rows: Vec<Reservation>) -> (EngineSession, Calls) {
     let calls = Arc::default();
@@ -180,7 +180,8 @@ fn a_save_has_its_readers_until_it_is_settled() {
     let batch = Arc::new(ChunkBatch::from_columns(&borrowed).expect("a batch"));
     assert_eq!(batch.columns(), columns);
     let mut tickets = Tickets::new(1);
-    tickets.add(&batch);
+    assert!(tickets.add(&batch));
+    assert!(!tickets.add(&batch), "numbers are not used again");
     assert_eq!(tickets.read_among(&[9, 8, 7]), [8, 7]);
     tickets.settle(&[1], &[]);
     assert_eq!(tickets.read_among(&[9, 8, 7]), [8], "the other save reads it too");
