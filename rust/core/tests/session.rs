@@ -181,6 +181,10 @@ fn a_save_has_its_readers_until_it_is_settled() {
     assert_eq!(batch.columns(), columns);
     let mut tickets = Tickets::new(1);
     assert!(tickets.add(&batch));
+    tickets.settle(&[2], &[]);
+    assert_eq!(tickets.read_among(&[9, 8, 7]), [8, 7], "the earlier save of a block waits longer");
+    let mut tickets = Tickets::new(1);
+    assert!(tickets.add(&batch));
     assert!(!tickets.add(&batch), "numbers are not used again");
     assert_eq!(tickets.read_among(&[9, 8, 7]), [8, 7]);
     tickets.settle(&[1], &[]);
