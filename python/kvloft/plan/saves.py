@@ -79,9 +79,9 @@ def _prompt_blocks(tracker: Tracker, shape: CacheShape) -> int:
 def _remember_tail(tracker: Tracker, store: Session, shape: CacheShape, chunks: ChunkBatch, num_blocks: int) -> None:
     """Let a tail made while decoding replace the one before it; the tail at the prompt's end stays for other requests."""
     key = ChunkKey(tracker.chain.key(num_blocks - 1))
-    if chunks and tracker.tail_key is not None and tracker.tail_blocks > _prompt_blocks(tracker, shape):
-        last = chunks[-1]
-        if last.key == key:
-            store.supersede(last.ticket, tracker.tail_key)
+    if tracker.tail_key is not None and tracker.tail_blocks > _prompt_blocks(tracker, shape):
+        _, keys, *_ = chunks.columns()
+        if keys.endswith(key):  # or it is stored already, or has a null block
+            store.supersede(chunks.tickets()[-1], tracker.tail_key)
     tracker.tail_blocks = num_blocks
     tracker.tail_key = key

@@ -83,6 +83,9 @@ impl Tickets {
         if self.is_empty() {
             self.reader_of.clear();
         }
+        self.next_ticket = last.saturating_add(1);
+        let saves = vec![Save { num_left: self.num_ranks, failed: false }; batch.len()];
+        self.flights.insert(first, Flight { num_open: saves.len(), batch: Arc::clone(batch), saves });
         let mut earlier = std::mem::take(&mut self.earlier);
         earlier.retain(|(_, ticket)| self.find(*ticket).is_some());
         for (nth, ticket) in batch.tickets().iter().enumerate() {
@@ -92,9 +95,6 @@ impl Tickets {
             }
         }
         self.earlier = earlier;
-        self.next_ticket = last + 1;
-        let saves = vec![Save { num_left: self.num_ranks, failed: false }; batch.len()];
-        self.flights.insert(first, Flight { num_open: saves.len(), batch: Arc::clone(batch), saves });
         true
     }
 
