@@ -1,8 +1,11 @@
 """What a long prompt is offered and what of it is saved, whatever it is cut into."""
 
 from itertools import count
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from chunk_batch import chunks_to_load
 from hypothesis import given
 from hypothesis import strategies as st
 from sim_engine import SymbolicEngine
@@ -11,6 +14,7 @@ from sim_request import Request, Setup
 from kvloft.plan import loads
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import StepReport
+from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.seam.views import NewRequest, StepView
 
 
@@ -126,3 +130,44 @@ def test_every_missing_chunk_is_saved_from_its_own_blocks_but_for_those_with_a_n
         before = end
     assert [chunk.blocks for save in plan.saves for chunk in save.chunks] == wanted
     assert set(engine.store.tickets) == {chunk.ticket for save in plan.saves for chunk in save.chunks}, "I5"
+
+
+@pytest.mark.parametrize("tail_block", [109, 0])
+def test_a_tail_replaces_the_one_before_it_unless_it_is_not_saved(tail_block: int) -> None:
+    """Chunks of four blocks: the prompt has five, then two steps of decoding make a tail of two, and a full chunk with a tail."""
+    engine = SymbolicEngine(Setup(block_tokens=1, blocks_per_chunk=4, num_frames=64))
+    engine.store.check_visible = lambda *_: None  # nobody computes any KV here
+    request, table = Request("a", [0, 1, 2, 0, 1], 9), list(map(BlockId, range(101, 106)))
+    engine.core.admit(request, 0, table)
+    views = [StepView(new=[NewRequest(ReqId("a"), 0, table)], num_scheduled_tokens={ReqId("a"): 5}, total_scheduled_tokens=5)]
+    for computed, fresh in ((5, [106]), (6, [107, 108, tail_block])):
+        views.append(StepView(
+            running=[ReqId("a")], num_computed_tokens=[computed], grown=[(ReqId("a"), list(map(BlockId, fresh)))],
+            num_scheduled_tokens={ReqId("a"): len(fresh)}, total_scheduled_tokens=len(fresh),
+        ))  # fmt: skip
+    for view in views:
+        request.token_ids += [2] * (sum(view.num_scheduled_tokens.values()) if view.running else 0)
+        plan = engine.core.plan_step(view)
+        last = [chunk.blocks for save in plan.saves for chunk in save.chunks]
+    assert last == ([(105, 106, 107, 108), (109,)] if tail_block else [(105, 106, 107, 108)])
+    replaced = {plan.saves[0].chunks[-1].ticket: engine.core._trackers[ReqId("a")].chain.key(5)}
+    assert engine.store.in_flight.supersedes == (replaced if tail_block else {})
+
+
+# -- loads ---------------------------------------------------------------------------------------------------------
+
+
+@given(num_leased=st.integers(0, 9), local=st.integers(0, 9), promised=st.integers(0, 9))
+def test_blocks_that_were_promised_and_are_not_leased_are_lost(num_leased: int, local: int, promised: int) -> None:
+    table = list(map(BlockId, range(100, 120)))
+    rows = [(50 + i, bytes([i]) * 32, i, 1, "disk" if i % 2 else "host") for i in range(num_leased)]
+    lease = SimpleNamespace(batch=lambda table, begin, end: chunks_to_load(rows, table, begin, end))
+    live = SimpleNamespace(req_id=ReqId("a"))
+    tracker: Any = SimpleNamespace(lease=lease, blocks=table, local_tokens=2 * local, live=live)
+    shape = CacheShape.of_one_group(GroupShape(2))
+    plan, kept, by_tier = loads.plan_load(tracker, shape, 2 * promised, 3)
+    covered = max(local, min(num_leased, local + promised))
+    assert [block for chunk in plan.chunks for block in chunk.blocks] == table[local:covered]
+    assert list(plan.lost) == table[covered : local + promised]
+    assert sorted(plan.blocks()) == table[local : local + promised]
+    assert (kept, tracker.lease, sum(by_tier.values())) == (lease, None, 2 * (covered - local))
