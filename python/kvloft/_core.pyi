@@ -119,9 +119,9 @@ class ChunkBatch:
     def __len__(self) -> int: ...
     def __iter__(self) -> Iterator[ChunkCopy]: ...
     @overload
-    def __getitem__(self, index: int) -> ChunkCopy: ...
+    def __getitem__(self, index: int, /) -> ChunkCopy: ...
     @overload
-    def __getitem__(self, index: slice) -> ChunkBatch: ...
+    def __getitem__(self, index: slice, /) -> ChunkBatch: ...
 
 @final
 class ReadLease:
@@ -176,7 +176,7 @@ class Session:
         """
     def supersede(self, ticket: int, key: bytes) -> None:
         """Once ``ticket`` is committed, discard ``key``."""
-    def settle(self, saved: Sequence[int], failed: Sequence[int] = ()) -> tuple[int, int]:
+    def settle(self, saved: Sequence[int], failed: Sequence[int] = ...) -> tuple[int, int]:
         """Take in one rank's report. With the last rank's, a chunk becomes visible if no rank failed it (and its parent is
         there), or its frame is given back. Returns (chunks that became visible, chunks that some rank failed)."""
     def abort(self, tickets: Sequence[int] | None = None) -> None:
