@@ -20,7 +20,7 @@ constexpr u64 kTagM2 = 0x6f8b3af112db4f79ull;
 
 // A bijection of 64 bits: a changed word always changes its term of the sum.
 __device__ __forceinline__ u64 mix(u64 x) {
-  x ^= x >> 32;
+  x ^= (x >> 17 | x << 47) ^ (x >> 36 | x << 28);  // rotations: a product would leave a flipped top bit where it is
   x *= kTagM1;
   x ^= x >> 29;
   x *= kTagM2;

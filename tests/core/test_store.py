@@ -197,7 +197,7 @@ def test_seal_and_check_say_what_is_wrong() -> None:
         memory[FRAME + i] = i
     assert arena.check(1, **part()) == "unsealed"  # type: ignore[arg-type]
     assert arena.seal(1, **part()) == 0xAB1F09EF54734709  # type: ignore[arg-type]
-    assert bytes(memory[FRAME + 3968 : FRAME + 3976]) == b"KVLOFT01"
+    assert bytes(memory[FRAME + 3968 : FRAME + 3976]) == b"KVLOFT02"
     assert arena.check(1, **part()) is None  # type: ignore[arg-type]
     for change, word in [
         ({"key": b"K" * 32}, "key"),
