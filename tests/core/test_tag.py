@@ -19,7 +19,7 @@ FRAME = 4096
 
 @pytest.fixture(scope="module")
 def arena() -> _core.Arena:
-    store = _core.Store(frame_bytes=FRAME, num_frames=1)
+    store = _core.Store(frame_bytes=FRAME, host_bytes=FRAME, namespace=bytes(32))
     return _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=1)
 
 
