@@ -15,8 +15,9 @@ SHIM = """
 #define __device__
 #define __forceinline__ inline
 #include "tag.cuh"
-extern "C" unsigned long long device_mix(unsigned long long x) { return kvloft::mix(x); }
-extern "C" unsigned long long device_position(unsigned long long page, unsigned long long word) { return kvloft::tag_position(page, word); }
+using kvloft::u64;
+extern "C" u64 device_mix(u64 x) { return kvloft::mix(x); }
+extern "C" u64 device_position(u64 page, u64 word) { return kvloft::tag_position(page, word); }
 """
 
 
