@@ -14,6 +14,9 @@ from kernels_oracle import VECTORS, chunk_tag, mix
 SHIM = """
 #define __device__
 #define __forceinline__ inline
+inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned by) {
+  return ((unsigned long long)high << 32 | low) >> (by & 31);
+}
 #include "tag.cuh"
 using kvloft::u64;
 extern "C" u64 device_mix(u64 x) { return kvloft::mix(x); }
