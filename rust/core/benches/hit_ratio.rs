@@ -14,7 +14,7 @@ use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::store::{SaveRange, Store, StoreConfig};
 
 const DEFAULT_TRACE: &str = "../shared/data/conversation_trace.first6000.jsonl";
-const PERCENTS: [u32; 4] = [1, 5, 20, 50];
+const PERCENTS: [u32; 5] = [1, 5, 10, 20, 50];
 const FRAME_BYTES: u64 = 4096;
 
 /// Block ids of each request, in order of arrival.
@@ -27,18 +27,17 @@ fn main() {
     println!("{name}: {} requests, {total} blocks, {unique} unique", trace.len());
     println!(
         "{:>5} {:>8} {:>9} | {:>9} {:>9} | {:>9} {:>9}",
-        "size", "blocks", "optimum", "lru", "of opt.", "s3fifo", "of opt."
+        "size", "blocks", "optimum", "lru", "of opt.", "lrfu", "of opt."
     );
     for percent in PERCENTS {
         let capacity = (unique * percent as usize).div_ceil(100).max(1);
         let best = ratio(optimum(&trace, capacity), total);
         let start = Instant::now();
-        let [lru, s3fifo] =
-            [Eviction::Lru, Eviction::S3Fifo].map(|policy| ratio(replay(&trace, capacity, policy), total));
+        let [lru, lrfu] = [Eviction::Lru, Eviction::Lrfu].map(|policy| ratio(replay(&trace, capacity, policy), total));
         println!(
-            "{percent:>4}% {capacity:>8} {best:>9.4} | {lru:>9.4} {:>8.1}% | {s3fifo:>9.4} {:>8.1}%   ({:.1} s)",
+            "{percent:>4}% {capacity:>8} {best:>9.4} | {lru:>9.4} {:>8.1}% | {lrfu:>9.4} {:>8.1}%   ({:.1} s)",
             100.0 * lru / best,
-            100.0 * s3fifo / best,
+            100.0 * lrfu / best,
             start.elapsed().as_secs_f64()
         );
     }
