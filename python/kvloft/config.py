@@ -47,7 +47,7 @@ class Config:
     disk_size: int = 64 << 30
     chunk_tokens: int | Literal["auto"] = "auto"
     namespace: str = ""
-    eviction: Eviction = "lru"
+    eviction: Eviction = "lrfu"
     disk_threads: int = 2
     load_timeout: float = 10.0
     gpu_copies: GpuCopies = "kernels"
