@@ -26,7 +26,8 @@ fn cpu_time() -> Duration {
 /// Wall and CPU times of each save.
 fn measure(eviction: Eviction) -> [Times; 2] {
     let store = full_store(PROMPT_CHUNKS, eviction);
-    let (mut walls, mut cpus) = (Vec::new(), Vec::new());
+    let most = (NUM_PROMPTS * PROMPT_CHUNKS) as usize;
+    let (mut walls, mut cpus) = (Vec::with_capacity(most), Vec::with_capacity(most)); // growing would be measured too
     let num_stored = NUM_CHUNKS / PROMPT_CHUNKS;
     for nth in 0..NUM_PROMPTS {
         // Old prompts, of which some are gone by now, and new ones.
@@ -39,8 +40,9 @@ fn measure(eviction: Eviction) -> [Times; 2] {
             let (cpu, wall) = (cpu_time(), Instant::now());
             let reserved = store.reserve(&chain, range).expect("the chain has the range");
             store.commit(reserved.leases);
-            walls.push(wall.elapsed());
-            cpus.push(cpu_time().saturating_sub(cpu));
+            let (wall, cpu) = (wall.elapsed(), cpu_time().saturating_sub(cpu));
+            walls.push(wall);
+            cpus.push(cpu);
         }
     }
     let evictions = store.stats().into_iter().find(|(name, _)| *name == "host_evictions").map_or(0, |(_, num)| num);
