@@ -2,7 +2,7 @@
 //! The optimum knows the future: it keeps what is used soonest, which no policy can beat.
 
 use std::collections::{BTreeSet, HashMap};
-use std::path::PathBuf;
+use std::path::Path;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
@@ -15,7 +15,7 @@ use crate::trace::{Trace, load};
 const SIZES: [(u32, f64); 5] = [(1, 0.98), (5, 1.4), (10, 0.98), (20, 0.98), (50, 0.98)];
 const FRAME_BYTES: u64 = 4096;
 
-pub(crate) fn run(asked: Option<PathBuf>) {
+pub(crate) fn run(asked: Option<&Path>) {
     let (name, trace) = load(asked);
     let unique = trace.iter().flatten().collect::<BTreeSet<_>>().len();
     let total: usize = trace.iter().map(Vec::len).sum();
@@ -28,10 +28,10 @@ pub(crate) fn run(asked: Option<PathBuf>) {
         let capacity = (unique * percent as usize).div_ceil(100).max(1);
         let ratio = |hits: usize| hits as f64 / total as f64;
         let best = ratio(optimum(&trace, capacity));
-        let [lru, lrfu] = [Eviction::Lru, Eviction::Lrfu].map(|policy| ratio(replay(&trace, capacity, policy)));
-        let more = lrfu / lru;
+        let [lru, ours] = [Eviction::Lru, Eviction::default()].map(|policy| ratio(replay(&trace, capacity, policy)));
+        let more = ours / lru;
         println!(
-            "{percent:>4}% {capacity:>8} {best:>9.4} {lru:>9.4} {lrfu:>9.4} {more:>10.3} {target:>8} {:>7}",
+            "{percent:>4}% {capacity:>8} {best:>9.4} {lru:>9.4} {ours:>9.4} {more:>10.3} {target:>8} {:>7}",
             verdict(more >= target)
         );
     }

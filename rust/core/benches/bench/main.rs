@@ -14,7 +14,7 @@ mod saves;
 mod table;
 mod trace;
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 /// The value behind `--name`.
 fn option(name: &str) -> Option<String> {
@@ -28,7 +28,9 @@ fn main() {
         match section {
             "hashing" => hashing::run(),
             "lookup" => lookup::run(),
-            "eviction" => eviction::run(option("--trace").or_else(|| std::env::var("TRACE").ok()).map(PathBuf::from)),
+            "eviction" => {
+                eviction::run(option("--trace").or_else(|| std::env::var("TRACE").ok()).as_deref().map(Path::new))
+            }
             "saves" => saves::run(),
             _ => disk::run(option("--dir").map(PathBuf::from)),
         }

@@ -1,7 +1,7 @@
 //! Requests to replay: a file of JSON lines with `hash_ids`, one id per prefix block (equal ids mean equal prefixes), or where
 //! there is none a synthetic one: chats of several turns over few system prompts, popular ones more often.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 const DEFAULT_TRACE: &str = "../shared/data/conversation_trace.first6000.jsonl";
 
@@ -9,10 +9,10 @@ const DEFAULT_TRACE: &str = "../shared/data/conversation_trace.first6000.jsonl";
 pub(crate) type Trace = Vec<Vec<u32>>;
 
 /// The trace asked for, else the default one where it is, else the synthetic one; and its name.
-pub(crate) fn load(asked: Option<PathBuf>) -> (String, Trace) {
+pub(crate) fn load(asked: Option<&Path>) -> (String, Trace) {
     // Benches run in the package's folder, traces are named from the repository's.
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
-    let path = root.join(asked.as_deref().unwrap_or(Path::new(DEFAULT_TRACE)));
+    let path = root.join(asked.unwrap_or(Path::new(DEFAULT_TRACE)));
     if asked.is_none() && !path.exists() {
         return ("a synthetic chat trace".into(), synthetic());
     }
