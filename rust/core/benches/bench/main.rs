@@ -29,7 +29,7 @@ fn main() {
             "hashing" => hashing::run(),
             "lookup" => lookup::run(),
             "eviction" => {
-                eviction::run(option("--trace").or_else(|| std::env::var("TRACE").ok()).as_deref().map(Path::new))
+                eviction::run(option("--trace").or_else(|| std::env::var("TRACE").ok()).as_deref().map(Path::new));
             }
             "saves" => saves::run(),
             _ => disk::run(option("--dir").map(PathBuf::from)),

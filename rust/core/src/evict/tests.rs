@@ -38,7 +38,9 @@ impl Oracle {
     /// `prefix` is the touched chunk and all above it.
     fn touch(&mut self, prefix: &[u32], event: f64) {
         self.clock += event;
-        prefix.iter().for_each(|id| self.chunks.get_mut(id).unwrap().times.push(self.clock));
+        for id in prefix {
+            self.chunks.get_mut(id).unwrap().times.push(self.clock);
+        }
     }
 
     fn remove(&mut self, id: u32, parent: Option<u32>, removal: Removal) {
@@ -306,7 +308,12 @@ fn ghosts_are_bounded_and_the_oldest_of_a_set_goes_first() {
     let found: Vec<_> = fingerprints.iter().filter_map(|&fingerprint| ghosts.take(fingerprint)).collect();
     assert_eq!(found.len(), 400, "four per chunk");
     assert!(found.iter().all(|ghost| ghost.last > 8000), "the newest of each set");
-    assert!(found.iter().all(|ghost| ghost.reused == (ghost.last % 2 == 0) && ghost.worth == f64::from(ghost.last)));
+    assert!(
+        found
+            .iter()
+            .all(|ghost| ghost.reused == (ghost.last % 2 == 0)
+                && ghost.worth.to_bits() == f64::from(ghost.last).to_bits())
+    );
     let recent: Vec<_> = found.iter().filter(|ghost| ghost.recent).collect();
     assert_eq!(recent.len(), 100, "one per chunk");
     assert!(recent.iter().all(|ghost| ghost.last > 9600));
@@ -340,7 +347,9 @@ fn what_is_used_stays_through_a_flood_of_what_is_not() {
     let mut forest = Forest::new(Lrfu::new(20));
     let used: Vec<_> = (0..5).map(|number| forest.insert(None, number)).collect();
     for number in 100..300 {
-        used.iter().for_each(|&id| forest.touch(id));
+        for &id in &used {
+            forest.touch(id);
+        }
         forest.insert(None, number);
         if forest.parents.len() > 20 {
             assert!(!used.contains(&forest.evict().unwrap()));
@@ -385,7 +394,9 @@ fn polls_are_one_use() {
     (0..50).for_each(|_| forest.touch(polled));
     forest.touch(used);
     let ids: Vec<_> = forest.parents.keys().copied().filter(|&id| id != polled && id != used).collect();
-    ids.into_iter().for_each(|id| forest.remove(id, Removal::Dropped));
+    for id in ids {
+        forest.remove(id, Removal::Dropped);
+    }
     assert_eq!(forest.victim(), Some(polled), "50 looks in one moment are less than 4 uses");
 }
 
