@@ -62,8 +62,8 @@ all() {
   local version
   phase "environment with vLLM $NEWEST" scripts/env.sh "$NEWEST" || return
   older_environments >build/logs/older.log 2>&1 </dev/null &
-  # kvloft-py has conversions only: the Python tests are its tests, and alone it would need a libpython to link with.
-  phase "Rust tests" cargo test --quiet --locked --no-fail-fast --profile "$PROFILE" --workspace --exclude kvloft-py
+  # The core's; kvloft-py has conversions only, and the Python tests are its tests.
+  phase "Rust tests" cargo test --quiet --locked --no-fail-fast --profile "$PROFILE"
   phase "all Python tests on vLLM $NEWEST" pytest_on "$NEWEST" tests
   wait # what went wrong there goes wrong again below, where it is told
   for version in $OLDER; do short "$version"; done

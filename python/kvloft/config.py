@@ -23,7 +23,7 @@ ENV_FILE: Final = "KVLOFT_CONFIG"
 FROM_EXTRA: Final = "kv_connector_extra_config"
 FROM_DEFAULT: Final = "default"
 
-Eviction = Literal["lru", "s3fifo"]
+Eviction = Literal["lrfu", "lru"]
 GpuCopies = Literal["kernels", "torch"]
 
 _UNITS: Final = {"": 1, "b": 1} | {
@@ -47,7 +47,7 @@ class Config:
     disk_size: int = 64 << 30
     chunk_tokens: int | Literal["auto"] = "auto"
     namespace: str = ""
-    eviction: Eviction = "lru"
+    eviction: Eviction = "lrfu"
     disk_threads: int = 2
     load_timeout: float = 10.0
     gpu_copies: GpuCopies = "kernels"
@@ -174,7 +174,7 @@ def _parse_staging_size(value: object) -> int:
 
 
 def _parse_eviction(value: object) -> str:
-    if value not in ("lru", "s3fifo"):
+    if value not in ("lrfu", "lru"):
         raise ValueError(value)
     return value
 
@@ -195,7 +195,7 @@ KEYS: Final[Mapping[str, KeySpec]] = {
         "tokens in a chunk: a multiple of vLLM's block size",
     ),
     "namespace": KeySpec(_parse_text, "text", "keeps caches of one model apart", lambda v: repr(v) if v else "(empty)"),
-    "eviction": KeySpec(_parse_eviction, '"lru" or "s3fifo"', "which chunks leave first"),
+    "eviction": KeySpec(_parse_eviction, '"lrfu" or "lru"', "which chunks leave first"),
     "disk_threads": KeySpec(_parse_count(1, _MAX_THREADS), "a number from 1 to 256", "threads that read and write the disk tier"),
     "load_timeout": KeySpec(
         parse_seconds,

@@ -79,7 +79,7 @@ class ModelStore:
     host_bytes: int
     namespace: bytes = b""
     blocks_per_chunk: int = 1
-    eviction: str = "lru"
+    eviction: str = "lrfu"
     disk_path: str | None = None
     disk_bytes: int = 0
     disk_threads: int = 2

@@ -48,7 +48,7 @@ impl Store {
 impl Store {
     #[new]
     #[pyo3(signature = (
-        *, frame_bytes, host_bytes, namespace, blocks_per_chunk=1, eviction="lru", disk_path=None, disk_bytes=0,
+        *, frame_bytes, host_bytes, namespace, blocks_per_chunk=1, eviction="lrfu", disk_path=None, disk_bytes=0,
         disk_threads=2, description="",
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]

@@ -388,9 +388,9 @@ proptest! {
     #[test]
     fn no_order_of_disk_jobs_breaks_a_promise(
         steps in prop::collection::vec(step(), 1..150), per_chunk in 1..4u32, num_frames in 1..8u32, num_slots in 0..12u32,
-        num_threads in 1..5usize, s3fifo in any::<bool>(),
+        num_threads in 1..5usize, lrfu in any::<bool>(),
     ) {
-        let eviction = if s3fifo { Eviction::S3Fifo } else { Eviction::Lru };
+        let eviction = if lrfu { Eviction::Lrfu } else { Eviction::Lru };
         let mut run = Run::new(num_frames, num_slots, per_chunk, eviction, num_threads);
         for step in &steps {
             run.take(step);

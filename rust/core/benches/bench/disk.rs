@@ -1,11 +1,8 @@
 //! The disk tier against `fio` on the same file system, in the same run, with the same block size, threads and
 //! `O_DIRECT`; and the time until a directory of a million chunks is ready.
 //!
-//! `cargo bench --features bench --bench disk [-- DIR]`: DIR is where to measure (default: the target directory). Under a minute; leaves
-//! nothing behind. Target: at least 0.90 of fio, under 1 s until ready.
+//! Measures in the target directory unless told where, and leaves nothing behind. Target: at least 0.90 of fio, under 1 s until ready.
 #![expect(clippy::unwrap_used, reason = "a bench that cannot run stops with the reason")]
-#![expect(clippy::print_stdout, reason = "the table is what this is for")]
-#![expect(clippy::cast_precision_loss, reason = "throughput in GB/s needs three digits")]
 
 use std::fs::{self, OpenOptions};
 use std::io::Write;
@@ -21,6 +18,8 @@ use kvloft_core::store::{DiskSettings, Store, StoreConfig};
 use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskTier, SlotId};
 use twox_hash::XxHash3_64;
 
+use crate::table::title;
+
 const FILE_BYTES: u64 = 256 << 20;
 const SLICE: Duration = Duration::from_millis(350);
 /// Ours and fio take turns, so that a noisy neighbour hits both; medians count.
@@ -34,15 +33,11 @@ enum Verb {
     Read,
 }
 
-fn main() {
-    if std::env::args().any(|a| a == "--open") {
-        return measure_open(tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap().path());
-    }
-    let chosen = std::env::args().skip(1).find(|a| !a.starts_with('-')).map(PathBuf::from);
+pub(crate) fn run(chosen: Option<PathBuf>) {
     let parent = chosen.unwrap_or_else(|| PathBuf::from(env!("CARGO_TARGET_TMPDIR")));
     let dir = tempfile::Builder::new().prefix("kvloft-bench-").tempdir_in(&parent).unwrap();
     let has_fio = Command::new("fio").arg("--version").output().is_ok_and(|out| out.status.success());
-    println!("disk tier in {}", parent.display());
+    title(&format!("Disk tier in {}", parent.display()));
     if !has_fio {
         println!("fio is not installed (apt-get install fio): the comparison is left out");
     }
@@ -202,7 +197,7 @@ fn measure_open(dir: &Path) {
         frame_bytes: config.frame_bytes,
         host_bytes: 1 << 20,
         blocks_per_chunk: 1,
-        eviction: Eviction::Lru,
+        eviction: Eviction::default(),
         available_bytes: None,
         namespace: NAMESPACE,
         disk: Some(DiskSettings { dir, cap_bytes: config.cap_bytes, num_threads: 1, description: config.description }),
