@@ -7,6 +7,9 @@
 mod budget;
 mod counters;
 mod errors;
+#[cfg(any(test, feature = "faults"))]
+#[doc(hidden)]
+pub mod faults;
 mod files;
 mod gate;
 mod growth;
