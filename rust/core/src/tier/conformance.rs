@@ -213,6 +213,9 @@ impl Walk<'_> {
             if self.read_into(slot, chunk, &mut frame).is_ok() {
                 hold!(self.is(&frame, chunk, version), "chunk {chunk} has other bytes after a clear");
                 self.written.insert(chunk, (slot, version));
+            } else if self.place.may_lose() {
+                // Damaged is not free; what is free already is not freed twice.
+                hold!(self.tier.free(slot).is_ok(), "a sound tier does not free {slot:?}");
             }
         }
         // Parents may be gone before their children: those go too.
