@@ -339,6 +339,10 @@ impl RawFile for FaultFile {
         self.file.size()
     }
 
+    fn next_data(&self, offset: u64) -> io::Result<Option<u64>> {
+        self.file.next_data(offset)
+    }
+
     fn set_len(&self, len: u64) -> io::Result<()> {
         if len <= self.size()? && !self.files.has_crashed() {
             // Giving space back is not what a full disk refuses.

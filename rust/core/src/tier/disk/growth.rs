@@ -151,23 +151,12 @@ impl Growth {
         plan.is_full || skip
     }
 
-    /// Slots that fit the cap; other namespaces go, least recently used first, only if else not one more fits.
+    /// Slots that fit the cap; other namespaces go only if else not one more fits.
     fn make_room(&self, have: u32, counters: &Counters) -> u32 {
-        let Ok(foreign) = namespaces::scan(&self.dir, Some(&self.own_name)) else { return have };
-        let mut foreign_bytes = foreign.iter().map(|f| f.bytes).fold(0, u64::saturating_add);
-        for oldest in &foreign {
-            if self.slots_that_fit(foreign_bytes) > have {
-                break;
-            }
-            match namespaces::remove(&oldest.path) {
-                Ok(()) => {
-                    foreign_bytes = foreign_bytes.saturating_sub(oldest.bytes);
-                    counters.namespaces_removed.add(1);
-                    counters.event(format!("{} was deleted to make room", oldest.path.display()));
-                }
-                Err(error) => counters.event(format!("{} cannot be deleted: {error}", oldest.path.display())),
-            }
-        }
+        let is_enough = |foreign_bytes| self.slots_that_fit(foreign_bytes) > have;
+        let made = namespaces::make_room(&self.dir, &self.own_name, is_enough, |line| counters.event(line));
+        let Ok((foreign_bytes, num_removed)) = made else { return have };
+        counters.namespaces_removed.add(num_removed);
         self.foreign_bytes.store(foreign_bytes, Ordering::Relaxed);
         let room = self.slots_that_fit(foreign_bytes);
         let mut plan = self.plan();
@@ -180,8 +169,7 @@ impl Growth {
     }
 
     fn slots_that_fit(&self, foreign_bytes: u64) -> u32 {
-        let room = self.cap_bytes - budget::FIXED_BYTES;
-        budget::max_slots(room.saturating_sub(foreign_bytes), self.frame_bytes)
+        budget::max_slots_beside(foreign_bytes, self.cap_bytes, self.frame_bytes)
     }
 
     fn plan(&self) -> MutexGuard<'_, Plan> {

@@ -17,6 +17,7 @@ mod inspect;
 mod lock;
 mod namespaces;
 mod open;
+mod owner;
 mod record;
 mod recover;
 mod slots;

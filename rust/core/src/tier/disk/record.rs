@@ -5,7 +5,9 @@
 //! All zeros is an empty slot. Both checksums are XXH3; the record's is seeded with the namespace, so that a record of
 //! another namespace, or at another slot, is not one of ours. It must not do I/O and must not panic on any bytes.
 
-use twox_hash::{XxHash3_64, XxHash3_128};
+use twox_hash::XxHash3_64;
+/// The checksum of a frame that is read in pieces.
+pub(super) use twox_hash::XxHash3_128 as PayloadHasher;
 
 use super::types::{DiskEntry, DiskMeta, SlotId};
 use crate::ChunkKey;
@@ -46,7 +48,7 @@ pub(super) enum Parsed {
 
 /// The checksum of a frame, as kept in its record.
 pub(super) fn payload_checksum(frame: &[u8]) -> u128 {
-    XxHash3_128::oneshot(frame)
+    PayloadHasher::oneshot(frame)
 }
 
 /// The seed of a namespace's record checksums.

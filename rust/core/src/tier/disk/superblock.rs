@@ -4,10 +4,11 @@
 //! decide what happens to a directory whose superblock is wrong.
 
 use std::fs;
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
@@ -66,21 +67,27 @@ impl Superblock {
         let path = dir.join(FILE_NAME);
         match fs::symlink_metadata(&path) {
             Ok(meta) if !meta.is_file() || meta.len() > MAX_BYTES => Ok(Some(Err(NOT_OURS.to_owned()))),
-            Ok(_) => Ok(Some(Self::parse(&fs::read(&path)?))),
+            Ok(_) => {
+                let mut bytes = Vec::new();
+                open_options().read(true).open(&path)?.take(MAX_BYTES).read_to_end(&mut bytes)?;
+                Ok(Some(Self::parse(&bytes)))
+            }
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),
         }
     }
 
-    /// Puts it at `dir/superblock.json` in one step: a reader sees the old one or this one.
+    /// Puts it at `dir/superblock.json` in one step: a reader sees the old one or this one. What fails leaves nothing.
     pub(super) fn write(&self, dir: &Path) -> io::Result<()> {
         let temp = dir.join(TEMP_NAME);
-        let mut text = serde_json::to_string_pretty(self)?;
-        text.push('\n');
-        let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temp)?;
-        file.write_all(text.as_bytes())?;
-        drop(file);
-        fs::rename(&temp, dir.join(FILE_NAME))
+        let text = serde_json::to_string_pretty(self)? + "\n";
+        let _ = fs::remove_file(&temp);
+        let put = || {
+            // A new file: neither a link nor what another process has open is written to.
+            open_options().write(true).create_new(true).open(&temp)?.write_all(text.as_bytes())?;
+            fs::rename(&temp, dir.join(FILE_NAME))
+        };
+        put().inspect_err(|_| drop(fs::remove_file(&temp)))
     }
 
     /// The full fingerprint; None where the text is not 64 hex digits (`parse` refuses that).
@@ -102,6 +109,13 @@ impl Superblock {
         let text = format!("{}|{}|{}|{}", self.format, self.frame_bytes, self.namespace, self.description);
         format!("{:016x}", XxHash3_64::oneshot(text.as_bytes()))
     }
+}
+
+/// No link is followed, and no FIFO waited for.
+fn open_options() -> fs::OpenOptions {
+    let mut options = fs::OpenOptions::new();
+    options.mode(0o600).custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed());
+    options
 }
 
 /// Lower-case hex digits of `bytes`.
