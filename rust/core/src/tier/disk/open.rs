@@ -64,8 +64,9 @@ pub(super) fn open(config: &DiskConfig, opener: &dyn OpenFiles) -> Result<Opened
 
 fn validate(config: &DiskConfig) -> Result<()> {
     let frame_bytes = config.frame_bytes;
-    if frame_bytes == 0 || !frame_bytes.is_multiple_of(4096) || usize::try_from(frame_bytes).is_err() {
-        let message = format!("a frame of {frame_bytes} bytes cannot go to disk: it must be a multiple of 4096");
+    if !superblock::is_frame_size(frame_bytes) {
+        let message =
+            format!("a frame of {frame_bytes} bytes cannot go to disk: it must be a multiple of 4096, at most 16 GiB");
         return Err(Error::new(ErrorKind::InvalidConfig, message));
     }
     let least = budget::min_cap_bytes(frame_bytes);

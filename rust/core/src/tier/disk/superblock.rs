@@ -26,6 +26,14 @@ const MAX_DESCRIPTION_CHARS: usize = 1000;
 /// Completes "superblock.json is ..." for what some other program (or a torn write) left there.
 const NOT_OURS: &str = "not one that kvloft wrote";
 
+/// No frame is larger: what reads one must end.
+const MAX_FRAME_BYTES: u64 = 16 << 30;
+
+/// Whether frames may have this size.
+pub(super) fn is_frame_size(bytes: u64) -> bool {
+    bytes > 0 && bytes.is_multiple_of(4096) && bytes <= MAX_FRAME_BYTES && usize::try_from(bytes).is_ok()
+}
+
 /// A namespace directory's identity.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
@@ -56,7 +64,7 @@ impl Superblock {
         if parsed.checksum != parsed.compute_checksum() {
             return Err("damaged (its checksum differs)".to_owned());
         }
-        if parsed.namespace().is_none() || parsed.frame_bytes == 0 || !parsed.frame_bytes.is_multiple_of(4096) {
+        if parsed.namespace().is_none() || !is_frame_size(parsed.frame_bytes) {
             return Err("damaged (a value is out of range)".to_owned());
         }
         Ok(parsed)

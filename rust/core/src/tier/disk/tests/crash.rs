@@ -69,10 +69,15 @@ impl Recorder {
 
     /// Frees a chunk and, before it, what hangs on it: as the store does.
     fn free(&mut self, tier: &DiskTier, chunk: u32) {
-        for child in [2 * chunk + 2, 2 * chunk + 3] {
+        let children = [2 * chunk + 2, 2 * chunk + 3];
+        for child in children {
             if self.written.contains_key(&child) {
                 self.free(tier, child);
             }
+        }
+        if children.iter().any(|child| self.written.contains_key(child)) {
+            // One could not be freed, so its parent stays too.
+            return;
         }
         let Some(&(slot, version)) = self.written.get(&chunk) else { return };
         match tier.free(slot) {

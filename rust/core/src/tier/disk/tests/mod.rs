@@ -4,6 +4,8 @@ mod conforming;
 mod crash;
 mod directory;
 mod fault;
+mod hanging;
+mod hostile;
 mod life;
 mod parsers;
 mod verifying;
