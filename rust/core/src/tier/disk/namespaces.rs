@@ -36,8 +36,12 @@ pub(super) fn dir_name(namespace: &[u8; 32]) -> String {
     superblock::hex(&namespace[..8])
 }
 
-/// Makes a directory (and its parents) that only this user can enter.
+/// Makes a directory (and its parents) that only this user can enter, unless it is there: on a frozen file system even the
+/// attempt would wait.
 pub(super) fn make_dir(path: &Path) -> io::Result<()> {
+    if path.is_dir() {
+        return Ok(());
+    }
     DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
