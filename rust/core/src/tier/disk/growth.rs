@@ -37,12 +37,19 @@ pub(super) struct Growth {
     ended: Condvar,
 }
 
+/// Whether a thread grows the files now.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+enum Grower {
+    #[default]
+    None,
+    Busy,
+    /// It takes longer than anyone waits: until it ends the files are as good as full.
+    Slow,
+}
+
 #[derive(Debug, Default)]
 struct Plan {
-    /// A thread grows the files now.
-    is_growing: bool,
-    /// It takes longer than anyone waits: until it ends the files are as good as full.
-    is_slow: bool,
+    grower: Grower,
     /// Nothing more can ever fit: the cap is ours alone and full.
     is_full: bool,
     /// The last growth failed; a person was told.
@@ -55,9 +62,7 @@ struct Turn<'a>(&'a Growth);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        let mut plan = self.0.plan();
-        (plan.is_growing, plan.is_slow) = (false, false);
-        drop(plan);
+        self.0.plan().grower = Grower::None;
         self.0.ended.notify_all();
     }
 }
@@ -107,16 +112,12 @@ impl Growth {
 
     /// Waits for a thread that grows the files, if that does not take long. None where there is no sense in growing now.
     fn turn(&self) -> Option<Turn<'_>> {
-        let is_other = |plan: &mut Plan| plan.is_growing && !plan.is_slow;
-        let waited = self.ended.wait_timeout_while(self.plan(), MAX_WAIT, is_other);
+        let waited = self.ended.wait_timeout_while(self.plan(), MAX_WAIT, |plan| plan.grower == Grower::Busy);
         let (mut plan, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        if plan.is_growing {
-            plan.is_slow = true;
-            return None;
-        }
-        plan.is_growing = true;
+        let is_mine = plan.grower == Grower::None;
+        plan.grower = if is_mine { Grower::Busy } else { Grower::Slow };
         drop(plan);
-        Some(Turn(self))
+        is_mine.then(|| Turn(self))
     }
 
     /// Grows the files beyond `have` slots; returns how many there are now.

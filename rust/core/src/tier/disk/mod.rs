@@ -11,6 +11,9 @@ mod errors;
 #[doc(hidden)]
 pub mod faults;
 mod files;
+#[cfg(any(test, feature = "faults"))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod gate;
 mod growth;
 mod inspect;

@@ -112,6 +112,14 @@ pub(super) fn parse(bytes: &RecordBytes, slot: SlotId, seed: u64) -> Parsed {
     Parsed::Valid(Record { meta, payload, sequence, written_s })
 }
 
+/// Makes any bytes a record whose checksum is right, as a forger would.
+#[cfg(any(test, feature = "faults"))]
+pub(super) fn forge_checksum(bytes: &mut RecordBytes, seed: u64) {
+    bytes[..MAGIC.len()].copy_from_slice(&MAGIC);
+    let checksum = XxHash3_64::oneshot_with_seed(seed, &bytes[..CHECKED_BYTES]);
+    bytes[CHECKED_BYTES..].copy_from_slice(&checksum.to_le_bytes());
+}
+
 /// The next N bytes; the callers' sizes add up to a record, which the round-trip tests prove.
 fn take<const N: usize>(rest: &mut &[u8]) -> [u8; N] {
     let (head, tail) = rest.split_first_chunk::<N>().unwrap_or((&[0; N], &[]));

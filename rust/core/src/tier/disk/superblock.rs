@@ -113,6 +113,15 @@ impl Superblock {
         &self.description
     }
 
+    /// Any JSON of the right shape with the right checksum, as a forger would have it.
+    #[cfg(any(test, feature = "faults"))]
+    pub(super) fn forge(bytes: &[u8]) -> Option<Vec<u8>> {
+        let mut forged: Self = serde_json::from_slice(bytes).ok()?;
+        forged.format = FORMAT;
+        forged.checksum = forged.compute_checksum();
+        serde_json::to_vec(&forged).ok()
+    }
+
     fn compute_checksum(&self) -> String {
         let text = format!("{}|{}|{}|{}", self.format, self.frame_bytes, self.namespace, self.description);
         format!("{:016x}", XxHash3_64::oneshot(text.as_bytes()))

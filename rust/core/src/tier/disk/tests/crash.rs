@@ -82,7 +82,7 @@ impl Recorder {
         let Some(&(slot, version)) = self.written.get(&chunk) else { return };
         match tier.free(slot) {
             Err(_) if !self.files.has_crashed() => {
-                assert_eq!(get(tier, slot, chunk).unwrap(), frame_of(chunk, version).to_vec())
+                assert_eq!(get(tier, slot, chunk).unwrap(), frame_of(chunk, version).to_vec());
             }
             result => {
                 self.written.remove(&chunk);

@@ -70,8 +70,8 @@ fn test_close_waits_for_nothing_and_the_last_call_inside_gives_the_directory_up(
         if call[0] == Call::Allocate {
             // Growth is what hangs: a tier of its own, before anything is there.
             let fresh = Hanging::new(4);
-            let hung = fresh.hang(call, |tier| tier.reserve());
-            fresh.with(|tier| tier.close());
+            let hung = fresh.hang(call, LocalTier::reserve);
+            fresh.with(LocalTier::close);
             assert_eq!(fresh.reopen().unwrap_err().kind(), ErrorKind::Busy, "two owners");
             fresh.files.heal();
             hung.join().unwrap();
@@ -85,7 +85,7 @@ fn test_close_waits_for_nothing_and_the_last_call_inside_gives_the_directory_up(
                 get(tier, slot, 0).map(drop)
             }
         });
-        it.with(|tier| tier.close());
+        it.with(LocalTier::close);
         assert_eq!(it.with(move |tier| get(tier, slot, 0)).unwrap_err().kind(), ErrorKind::Closed);
         assert_eq!(it.reopen().unwrap_err().kind(), ErrorKind::Busy, "two owners");
         it.files.heal();
@@ -113,13 +113,13 @@ fn test_growth_that_hangs_delays_neither_reads_nor_writes_nor_stats() {
     let (tier, _) = DiskTier::open_with_files(&it.config, &it.files).unwrap();
     let it = Hanging { tier: Arc::new(tier), ..it };
     let (slot, spare) = (put(&it.tier, 0), it.tier.reserve().unwrap());
-    let grower = it.hang(&[Call::Allocate], |tier| tier.reserve());
+    let grower = it.hang(&[Call::Allocate], LocalTier::reserve);
     assert_eq!(it.with(|tier| tier.stats().slots), 2);
     assert_eq!(it.with(move |tier| get(tier, slot, 0)).unwrap(), frame_of(0, 0).to_vec());
     it.with(move |tier| tier.write(spare, &meta_of(1), &frame_of(1, 0))).unwrap();
-    assert_eq!(it.with(|tier| tier.reserve()), None, "not now");
+    assert_eq!(it.with(LocalTier::reserve), None, "not now");
     it.with(move |tier| tier.free(slot)).unwrap();
-    assert_eq!(it.with(|tier| tier.reserve()), Some(slot), "what is free can be had");
+    assert_eq!(it.with(LocalTier::reserve), Some(slot), "what is free can be had");
     it.files.heal();
     assert!(grower.join().unwrap().is_some());
     assert!(it.tier.reserve().is_some(), "growing is possible again");
