@@ -18,7 +18,7 @@ use crate::io::direct::PageBuffer;
 const TRAILER_MAGIC: &[u8] = b"KVLOFT01";
 const TRAILER_BYTES: usize = 128;
 /// Frames are read in pieces of this size.
-const PIECE_BYTES: u64 = 1024 * 1024;
+const PIECE_BYTES: usize = 1024 * 1024;
 /// Damaged records of one namespace that are told one by one.
 const MAX_BAD_RECORDS: u64 = 1000;
 
@@ -39,7 +39,6 @@ pub struct Damage {
 struct Namespace {
     name: String,
     files: SlotFiles,
-    buffer: PageBuffer,
     todo: Vec<SlotId>,
 }
 
@@ -47,6 +46,7 @@ struct Namespace {
 #[derive(Debug)]
 pub struct Verifier {
     namespaces: Vec<Namespace>,
+    buffer: PageBuffer,
     /// Found before the first chunk was read.
     early: Vec<Damage>,
     num_chunks: u64,
@@ -61,6 +61,7 @@ impl Verifier {
         let found = list(dir)?;
         let mut verifier = Self {
             namespaces: Vec::new(),
+            buffer: PageBuffer::new(PIECE_BYTES),
             early: Vec::new(),
             num_chunks: 0,
             num_checked: 0,
@@ -68,7 +69,7 @@ impl Verifier {
         };
         for namespace in &found {
             match open_namespace(namespace) {
-                Ok((superblock, Some(files))) => verifier.add(&namespace.name, superblock.frame_bytes(), files),
+                Ok((_, Some(files))) => verifier.add(&namespace.name, files),
                 Ok((_, None)) => {}
                 Err(problem) => verifier.note(&namespace.name, None, problem),
             }
@@ -98,12 +99,12 @@ impl Verifier {
                 continue;
             };
             self.num_checked += 1;
-            damage.extend(namespace.check(slot));
+            damage.extend(namespace.check(slot, &mut self.buffer));
         }
         damage
     }
 
-    fn add(&mut self, name: &str, frame_bytes: u64, files: SlotFiles) {
+    fn add(&mut self, name: &str, files: SlotFiles) {
         let (records, frames) = match files.lens() {
             Ok(lens) => lens,
             Err(e) => return self.note(name, None, format!("files unreadable ({e})")),
@@ -132,8 +133,7 @@ impl Verifier {
         }
         self.num_chunks += todo.len() as u64;
         todo.reverse();
-        let piece = usize::try_from(frame_bytes.min(PIECE_BYTES)).unwrap_or(0);
-        self.namespaces.push(Namespace { name: name.to_owned(), files, buffer: PageBuffer::new(piece), todo });
+        self.namespaces.push(Namespace { name: name.to_owned(), files, todo });
     }
 
     fn note(&mut self, name: &str, slot: Option<u32>, problem: String) {
@@ -142,11 +142,11 @@ impl Verifier {
 }
 
 impl Namespace {
-    fn check(&mut self, slot: SlotId) -> Option<Damage> {
+    fn check(&self, slot: SlotId, buffer: &mut [u8]) -> Option<Damage> {
         let record = self.files.read_record(slot);
         let key = record.as_ref().ok().map(|record| record.meta.key);
         let result = record.and_then(|record| {
-            let end = self.files.check(slot, &record, &mut self.buffer)?;
+            let end = self.files.check(slot, &record, buffer)?;
             Ok(names_another_key(end, &record.meta.key.0))
         });
         let problem = match result {

@@ -256,4 +256,6 @@ fn test_an_event_is_noted_for_people_but_the_list_is_short() {
     }
     assert_eq!(counters.take_events(), (0..64).map(|i| i.to_string()).collect::<Vec<_>>());
     assert!(counters.take_events().is_empty(), "each once");
+    counters.event("63".to_owned());
+    assert!(counters.take_events().is_empty(), "also where it happens again");
 }
