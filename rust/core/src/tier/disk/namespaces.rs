@@ -95,9 +95,9 @@ pub(super) fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether something that is no regular file has the name of one of ours.
+/// Whether something that is no regular file has the name of records or frames.
 pub(super) fn has_strange_files(path: &Path) -> bool {
-    FILE_NAMES.iter().any(|name| fs::symlink_metadata(path.join(name)).is_ok_and(|meta| !meta.is_file()))
+    [INDEX_NAME, FRAMES_NAME].iter().any(|name| fs::symlink_metadata(path.join(name)).is_ok_and(|meta| !meta.is_file()))
 }
 
 /// Deletes our files in a namespace directory; returns whether there were any.

@@ -92,6 +92,20 @@ fn test_no_link_is_followed() {
     assert_eq!(fs::read(&target).unwrap(), b"precious");
 }
 
+/// A new line for people is written beside chunks that stay, where a link may wait.
+#[test]
+fn test_a_link_in_the_place_of_the_next_superblock_is_not_followed() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = DiskConfig { description: "renamed".to_owned(), ..filled(dir.path()) };
+    let own = config.dir.join(namespaces::dir_name(&config.namespace));
+    let target = dir.path().join("mine");
+    fs::write(&target, "precious").unwrap();
+    symlink(&target, own.join("superblock.json.tmp")).unwrap();
+    assert_eq!(open(&config).1.len(), 4);
+    assert_eq!(fs::read(&target).unwrap(), b"precious");
+    assert_eq!(inspect(dir.path()).unwrap()[0].description, "renamed");
+}
+
 #[test]
 fn test_a_lock_that_is_deleted_under_its_owner_makes_no_second_owner() {
     let dir = tempfile::tempdir().unwrap();
