@@ -144,6 +144,17 @@ fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
 }
 
 #[test]
+fn test_opening_a_new_namespace_brings_a_directory_below_a_smaller_cap() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 8);
+    fill(&with_namespace(&config, 1));
+    let small = DiskConfig { cap_bytes: budget::min_cap_bytes(FRAME), ..config };
+    let (tier, _) = open(&small);
+    assert_eq!((tier.stats().namespaces_removed, tier.take_events().len()), (1, 1));
+    assert!(tier.stats().bytes <= small.cap_bytes && du(dir.path()) <= small.cap_bytes);
+}
+
+#[test]
 fn test_what_is_not_ours_is_never_deleted() {
     let dir = tempfile::tempdir().unwrap();
     let base = config(dir.path(), 6);
