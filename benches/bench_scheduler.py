@@ -19,9 +19,12 @@ from typing import Any
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 from kvloft import _core
-from kvloft.plan import Geometry, SchedulerCore
-from kvloft.types import ArenaSpec, RequestView, StepPlan, StepReport
-from kvloft.vllm.views import AdapterNames, VllmRequest, view_step
+from kvloft.plan import SchedulerCore
+from kvloft.seam.plan import StepPlan, StepReport
+from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
+from kvloft.seam.views import RequestView
+from kvloft.vllm.identity.adapters import AdapterNames
+from kvloft.vllm.views import VllmRequest, view_step
 
 BLOCK_TOKENS = 16
 NUM_RUNNING = 256
@@ -57,7 +60,11 @@ class Engine:
 
         arena = ArenaSpec(self.store.arena_path, self.store.frame_bytes, self.store.num_frames)
         self.core = SchedulerCore(
-            self.store, new_chain, Geometry(BLOCK_TOKENS, blocks_per_chunk), arena=arena, clock=time.monotonic
+            self.store,
+            new_chain,
+            CacheShape.of_one_group(GroupShape(BLOCK_TOKENS, blocks_per_chunk)),
+            arena=arena,
+            clock=time.monotonic,
         )
         self.run_ahead = run_ahead
         self.requests: list[Any] = []

@@ -27,14 +27,14 @@ stage() {
   "$@" >"$OUT/$name.log" 2>&1 || failed+=("$name")
   tail -n "${TAIL:-12}" "$OUT/$name.log"
 }
-pytest() { "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts="--import-mode=importlib" tests/kernels -m gpu "$@"; }
+pytest() { "$PYTHON" -m pytest -q -p no:cacheprovider -o addopts="--import-mode=importlib" tests/gpu -m gpu "$@"; }
 
 sanitize() {
   local tool=$1
   shift
   # A few small cases of every kernel: the tools slow a program down a hundredfold.
   KV_NUM_FAULTS=100 compute-sanitizer --tool "$tool" "$@" --error-exitcode 9 --target-processes all \
-    "$PYTHON" -m pytest -q -x -p no:cacheprovider -o addopts="--import-mode=importlib" -o timeout=0 tests/kernels -m gpu \
+    "$PYTHON" -m pytest -q -x -p no:cacheprovider -o addopts="--import-mode=importlib" -o timeout=0 tests/gpu -m gpu \
     -k "(bitwise and (odd_mix or per_layer_8 or mla) and 3) or partial or ranks or faults or trailers or feeders_send"
 }
 

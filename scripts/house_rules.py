@@ -13,6 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 UNSAFE_FILES = {"rust/core/src/io/arena.rs", "rust/py/src/tokens.rs"}
 ENVIRONMENT_FILE = "python/kvloft/config.py"
+PURE_FOLDERS = ("python/kvloft/plan/", "python/kvloft/seam/")
 MAX_LINES = 500
 HEAVY = ("torch", "vllm", "numpy", "yaml", "rich")
 
@@ -44,7 +45,10 @@ def environment_elsewhere() -> Iterator[str]:
 def extension_elsewhere() -> Iterator[str]:
     """Values, settings and the scheduler half do not import the extension (import-linter cannot see compiled modules)."""
     for name, text in sources("python/kvloft", ".py"):
-        pure = name.startswith("python/kvloft/plan/") or name.rpartition("/")[2] in ("types.py", "errors.py", "config.py")
+        pure = name.startswith(("python/kvloft/plan/", "python/kvloft/seam/")) or name.rpartition("/")[2] in (
+            "errors.py",
+            "config.py",
+        )
         if pure and "/cli/" not in name and re.search(r"^\s*(from|import) kvloft(\._core|.* _core\b)", text, re.MULTILINE):
             yield f"{name}: imports the extension"
 

@@ -100,8 +100,9 @@ class Engine:
     ) -> None:
         import numpy as np
         import torch
-        from vllm import SamplingParams
         from vllm.lora.request import LoRARequest
+
+        from vllm import SamplingParams
 
         prompt: dict[str, Any] = {}
         if embeds is not None:

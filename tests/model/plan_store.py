@@ -1,4 +1,4 @@
-"""The store and the key chain of `kvloft.types` again, in dicts: the double that the scheduler half is tested against.
+"""The store and the key chain of `kvloft.seam` again, in dicts: the double that the scheduler half is tested against.
 
 It follows the rules written in `_core.pyi` and checks, at every call, that its caller keeps them too. Where those rules leave
 a choice it takes the one that is worst for the caller (a commit after `clear` is lost, a frame is reused as soon as it may be).

@@ -4,7 +4,7 @@ from typing import Any
 
 from sim_request import Request
 
-from kvloft.types import LoadPlan, StepPlan
+from kvloft.seam.plan import LoadPlan, StepPlan
 
 
 def check_visible(engine: Any, key: bytes, num_blocks: int, content: Any) -> None:

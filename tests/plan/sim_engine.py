@@ -15,8 +15,10 @@ from sim_checks import check_held, check_plan, check_visible
 from sim_paged import BlockPool, Work, Workers
 from sim_request import Request, Setup
 
-from kvloft.plan import Geometry, SchedulerCore
-from kvloft.types import NewRequest, StepPlan, StepView
+from kvloft.plan import SchedulerCore
+from kvloft.seam.plan import StepPlan
+from kvloft.seam.shape import CacheShape, GroupShape
+from kvloft.seam.views import NewRequest, StepView
 
 
 @dataclass
@@ -41,8 +43,7 @@ class SymbolicEngine:
         self.core = SchedulerCore(
             self.store,
             self.book.new_chain,
-            Geometry(setup.block_tokens, setup.blocks_per_chunk),
-            num_ranks=setup.num_ranks,
+            CacheShape.of_one_group(GroupShape(setup.block_tokens, setup.blocks_per_chunk), num_ranks=setup.num_ranks),
             wait_s=setup.wait_s,
             clock=lambda: self.now,
         )

@@ -11,7 +11,8 @@ from typing import Any
 
 from plan_store import ModelStore
 
-from kvloft.types import LoadPlan, LoadResult, SavePlan, StepPlan, StepReport, Ticket
+from kvloft.seam.ids import Ticket
+from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan, StepPlan, StepReport
 
 NUM_TOKEN_IDS = 3
 POISON = -1

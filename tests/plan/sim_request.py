@@ -5,7 +5,7 @@ from typing import Any
 
 from plan_store import item_content
 
-from kvloft.types import EmbedRows, MediaItem, RequestView
+from kvloft.seam.views import EmbedRows, MediaItem, RequestView
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvloft.plan.fences import Fences
-from kvloft.types import BlockId, ChunkCopy, ChunkKey, NewRequest, ReqId, StepView, Ticket
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
+from kvloft.seam.views import NewRequest, StepView
 
 
 class Saves:

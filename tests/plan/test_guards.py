@@ -8,7 +8,9 @@ from sim_request import Request, Setup
 from sim_scenes import PROMPT, serve
 
 from kvloft.plan.core import MAX_FAILED_LOADS
-from kvloft.types import BlockId, LoadResult, NewRequest, ReqId, StepPlan, StepReport, StepView
+from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.plan import LoadResult, StepPlan, StepReport
+from kvloft.seam.views import NewRequest, StepView
 
 A = ReqId("a")
 

@@ -16,7 +16,10 @@ from kvloft.plan import loads, saves
 from kvloft.plan.copies import MANY, chunk_copies, collector_at_rest
 from kvloft.plan.loads import _copies, _copies_of_longer
 from kvloft.plan.tickets import Tickets
-from kvloft.types import BlockId, ChunkCopy, ChunkKey, NewRequest, ReqId, ReservedChunks, StepReport, StepView, Ticket
+from kvloft.seam.batch import ChunkCopy, ReservedChunks
+from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
+from kvloft.seam.plan import StepReport
+from kvloft.seam.views import NewRequest, StepView
 
 
 def numbers(*tickets: int) -> tuple[Ticket, ...]:

@@ -13,7 +13,7 @@ from sim_checks import settle
 from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 
-from kvloft.types import MediaItem
+from kvloft.seam.views import MediaItem
 
 STORIES = ([0] * 60, [1, 0, 2, 1, 1] * 12, [1, 0, 2, 1, 0] * 12, [2, 2, 0, 1, 2, 0, 1] * 9)
 """Prompts are beginnings of few stories, so that they share prefixes; the second and third part at position 4."""

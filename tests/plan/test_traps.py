@@ -10,7 +10,7 @@ from sim_request import Request, Setup
 from sim_scenes import PROMPT, both_chunks, both_modes, serve, stored, whole_blocks
 
 from kvloft.plan.loads import LEASE_STEPS
-from kvloft.types import MediaItem, NewRequest, StepView
+from kvloft.seam.views import MediaItem, NewRequest, StepView
 
 # -- what is saved -------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,8 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import PROMPT, both_modes, serve, stored, whole_blocks
 
-from kvloft.types import NewRequest, StepReport, StepView
+from kvloft.seam.plan import StepReport
+from kvloft.seam.views import NewRequest, StepView
 
 # -- copies that fail, come late, or never -------------------------------------------------------------------------
 

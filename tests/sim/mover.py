@@ -10,10 +10,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import ChunkKey
+from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 from kvloft.transfer.frames import FrameWindow
 from kvloft.transfer.layout import PagedLayout
 from kvloft.transfer.mover import Finished
-from kvloft.types import ChunkCopy, ChunkKey, LoadPlan, LoadResult, SavePlan
 
 
 @dataclass

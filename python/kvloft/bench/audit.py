@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import ChunkKey
+from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 from kvloft.transfer.mover import Finished
-from kvloft.types import ChunkCopy, ChunkKey, LoadPlan, LoadResult, SavePlan
 
 
 def paged_kv(engine: Any) -> list[torch.Tensor]:

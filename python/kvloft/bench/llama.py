@@ -52,8 +52,9 @@ class Engine:
     """vLLM in this process, and the few things the phases do with it."""
 
     def __init__(self, name: str, options: dict[str, Any]) -> None:
-        from vllm import LLM, SamplingParams
         from vllm.config import KVTransferConfig
+
+        from vllm import LLM, SamplingParams
 
         folder = Path(options["model_dir"])
         folder.mkdir(parents=True, exist_ok=True)

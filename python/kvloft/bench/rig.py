@@ -18,13 +18,15 @@ from typing import NamedTuple
 import torch
 
 from kvloft.bench.link import FORWARD_CYCLES, Ceiling, HostFrames, occupy
+from kvloft.seam.batch import LeasedChunks, ReservedChunks
+from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.kernels import Kernels
 from kvloft.transfer.cuda.lanes import Tuning
 from kvloft.transfer.cuda.mover import CudaMover
 from kvloft.transfer.layout import PagedLayout, Plane
 from kvloft.transfer.mover import Finished
-from kvloft.types import BlockId, LeasedChunks, LoadPlan, ReqId, ReservedChunks, SavePlan
 
 TRAILER_BYTES = 128
 NUM_RUNS = 21

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import repeat
 
-from kvloft.types import BlockId, ChunkCopy
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId
 
 MANY = 256
 """From so many chunks on, a plan is made with the `collector_at_rest`."""

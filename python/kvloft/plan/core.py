@@ -15,25 +15,13 @@ from kvloft.plan.fences import Fences
 from kvloft.plan.loads import LEASE_STEPS, match, plan_load
 from kvloft.plan.saves import plan_save
 from kvloft.plan.tickets import Tickets
-from kvloft.plan.tracker import NEVER, Geometry, Tracker
-from kvloft.types import (
-    ArenaSpec,
-    BlockId,
-    KeyChain,
-    LiveRequest,
-    LoadPlan,
-    ReadLease,
-    ReqId,
-    RequestView,
-    ReservedChunks,
-    SavePlan,
-    StepPlan,
-    StepReport,
-    StepView,
-    Store,
-)
-
-__all__ = ["Geometry", "SchedulerCore"]
+from kvloft.plan.tracker import NEVER, Tracker
+from kvloft.seam.batch import ReservedChunks
+from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.plan import LoadPlan, SavePlan, StepPlan, StepReport
+from kvloft.seam.shape import ArenaSpec, CacheShape
+from kvloft.seam.store import KeyChain, ReadLease, Store
+from kvloft.seam.views import LiveRequest, RequestView, StepView
 
 MAX_FAILED_LOADS = 8
 """After so many in a row the workers move nothing any more, and an offer only makes requests wait, or fail."""
@@ -42,7 +30,7 @@ MAX_FAILED_LOADS = 8
 class SchedulerCore:
     """The scheduler half.
 
-    ``num_ranks`` workers each report every ticket and load once; only then is it settled (I10). ``wait_s`` bounds how long one
+    Each rank of ``shape`` reports every ticket and load once; only then is it settled (I10). ``wait_s`` bounds how long one
     request may be told "ask again" while disk chunks are read.
     """
 
@@ -50,10 +38,9 @@ class SchedulerCore:
         self,
         store: Store,
         new_chain: Callable[[RequestView], KeyChain],
-        geometry: Geometry,
+        shape: CacheShape,
         *,
         arena: ArenaSpec | None = None,
-        num_ranks: int = 1,
         wait_s: float = 10.0,
         clock: Callable[[], float],
         loads_allowed: bool = True,
@@ -61,9 +48,9 @@ class SchedulerCore:
     ) -> None:
         self._store = store
         self._new_chain = new_chain
-        self._geometry = geometry
+        self._shape = shape
         self._arena = arena
-        self._num_ranks = num_ranks
+        self._num_ranks = shape.num_ranks
         self._wait_s = wait_s
         self._clock = clock
         self._loads_allowed = loads_allowed
@@ -83,7 +70,7 @@ class SchedulerCore:
         self._next_load_id = 0
         self._loads: dict[int, _Loading] = {}
         self._failed_in_a_row = 0
-        self._tickets = Tickets(num_ranks)
+        self._tickets = Tickets(shape.num_ranks)
         self._unsent: list[SavePlan] = []
         self._fences = Fences(self._tickets.in_flight)
         self.counters: Counter[str] = Counter()
@@ -99,7 +86,7 @@ class SchedulerCore:
         if tracker.load_failed:
             # Offered again, the same load could fail again, and vLLM would ask for ever.
             return 0
-        offer = match(tracker, self._store, self._geometry, local_tokens, self._clock(), self._wait_s)
+        offer = match(tracker, self._store, self._shape, local_tokens, self._clock(), self._wait_s)
         tracker.asked_step = self._step
         if tracker.lease is not None:
             self._leased.add(live.req_id)
@@ -120,7 +107,7 @@ class SchedulerCore:
             return
         load_id = self._next_load_id
         self._next_load_id += 1
-        plan, lease, by_tier = plan_load(tracker, self._geometry, num_tokens, load_id)
+        plan, lease, by_tier = plan_load(tracker, self._shape, num_tokens, load_id)
         self._hits[live.req_id] = by_tier
         self._loads[load_id] = _Loading(lease, self._num_ranks)
         self._queued_loads.append(plan)
@@ -133,7 +120,7 @@ class SchedulerCore:
     def fail_load(self, live: LiveRequest, num_tokens: int, block_ids: Sequence[BlockId]) -> None:
         """Plan a load that brings nothing: its request hears at once that these blocks are not there."""
         tracker = self._trackers.get(live.req_id)
-        block_tokens = self._geometry.block_tokens
+        block_tokens = self._shape.full.block_tokens
         begin = 0
         if tracker is not None:
             begin = tracker.local_tokens // block_tokens
@@ -162,7 +149,7 @@ class SchedulerCore:
             else:
                 tracker.start_over()
         self._admitted.clear()
-        rewritten = self._fences.rewritten(view, self._geometry.block_tokens)
+        rewritten = self._fences.rewritten(view, self._shape.full.block_tokens)
         saves = self._plan_saves(view) if self._saves_allowed else ()
         loads, self._queued_loads = tuple(self._queued_loads), []
         if self._leased:
@@ -236,7 +223,7 @@ class SchedulerCore:
         self._last_running = [*running, *(new.req_id for new in view.new)] if view.new else list(running)
 
     def _save(self, tracker: Tracker, frontier: int, saves: list[SavePlan]) -> None:
-        saving = plan_save(tracker, self._store, self._geometry, frontier)
+        saving = plan_save(tracker, self._store, self._shape, frontier)
         self._next_save[tracker.req_id] = saving.next_save
         if saving.num_dropped:
             self.counters["save_dropped_chunks"] += saving.num_dropped

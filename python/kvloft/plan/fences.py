@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from itertools import compress
 
-from kvloft.types import BlockId, ChunkCopy, StepView, Ticket
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId, Ticket
+from kvloft.seam.views import StepView
 
 
 class Fences:

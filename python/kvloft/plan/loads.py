@@ -13,8 +13,12 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from kvloft.plan.copies import MANY, collector_at_rest
-from kvloft.plan.tracker import Geometry, Tracker
-from kvloft.types import BlockId, ChunkCopy, ChunkKey, LeasedChunks, LoadPlan, ReadLease, ReqId, Store
+from kvloft.plan.tracker import Tracker
+from kvloft.seam.batch import ChunkCopy, LeasedChunks
+from kvloft.seam.ids import BlockId, ChunkKey, ReqId
+from kvloft.seam.plan import LoadPlan
+from kvloft.seam.shape import CacheShape
+from kvloft.seam.store import ReadLease, Store
 
 _Leased = Sequence[tuple[int, bytes, int, int, str]]
 """As from `ReadLease.frames`: frame, key, first block, number of blocks, tier."""
@@ -37,18 +41,18 @@ class Offer:
     num_tokens: int | None
 
 
-def match(tracker: Tracker, store: Store, geometry: Geometry, local_tokens: int, now: float, wait_s: float) -> Offer:
+def match(tracker: Tracker, store: Store, shape: CacheShape, local_tokens: int, now: float, wait_s: float) -> Offer:
     """Offer what the store holds beyond ``local_tokens``; None while disk chunks are being read, at most ``wait_s``.
 
     May be called any number of times and its answer dropped (I9).
     """
     num_tokens = tracker.extend_chain(FIRST_LOOK_TOKENS)
     tracker.local_tokens = local_tokens
-    block_tokens = geometry.block_tokens
+    block_tokens = shape.full.block_tokens
     if tracker.lease is not None and tracker.lease_tokens != num_tokens:
         tracker.drop_lease()
     if tracker.lease is None:
-        stored_blocks = _look_up(tracker, store, geometry)
+        stored_blocks = _look_up(tracker, store, shape)
         if stored_blocks * block_tokens <= local_tokens:
             return Offer(0)
         tracker.lease = store.acquire(tracker.chain)
@@ -68,26 +72,26 @@ def match(tracker: Tracker, store: Store, geometry: Geometry, local_tokens: int,
     return Offer(offered)
 
 
-def _look_up(tracker: Tracker, store: Store, geometry: Geometry) -> int:
+def _look_up(tracker: Tracker, store: Store, shape: CacheShape) -> int:
     """Blocks that the store has of the request's prefix. Keys are made as far as they are found, and somewhat further."""
     limit = FIRST_LOOK_TOKENS
     while True:
         known = tracker.extend_chain(limit)
         _, stored_blocks = store.lookup(tracker.chain)
         # Whatever ends before the chain's last whole chunk ends there with a longer chain, too.
-        if stored_blocks + geometry.blocks_per_chunk <= tracker.chain.num_blocks or tracker.chain.num_tokens >= known:
+        if stored_blocks + shape.full.blocks_per_chunk <= tracker.chain.num_blocks or tracker.chain.num_tokens >= known:
             return stored_blocks
         limit *= LOOK_FURTHER
 
 
 def plan_load(
-    tracker: Tracker, geometry: Geometry, num_tokens: int, load_id: int
+    tracker: Tracker, shape: CacheShape, num_tokens: int, load_id: int
 ) -> tuple[LoadPlan, ReadLease | None, dict[str, int]]:
     """Turn the standing offer into copies for blocks [local, local + num_tokens).
 
     Returns the plan, the lease that must outlive it, and tokens by tier. What the lease no longer covers is ``lost``.
     """
-    block_tokens = geometry.block_tokens
+    block_tokens = shape.full.block_tokens
     begin = tracker.local_tokens // block_tokens
     end = (tracker.local_tokens + num_tokens) // block_tokens
     lease, tracker.lease = tracker.lease, None

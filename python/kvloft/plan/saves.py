@@ -13,8 +13,12 @@ from itertools import repeat
 from operator import contains
 
 from kvloft.plan.copies import MANY, chunk_copies, collector_at_rest
-from kvloft.plan.tracker import NEVER, Geometry, Tracker
-from kvloft.types import NULL_BLOCK, ChunkCopy, ChunkKey, ReservedChunks, SavePlan, Store, Ticket
+from kvloft.plan.tracker import NEVER, Tracker
+from kvloft.seam.batch import ChunkCopy, ReservedChunks
+from kvloft.seam.ids import NULL_BLOCK, ChunkKey, Ticket
+from kvloft.seam.plan import SavePlan
+from kvloft.seam.shape import CacheShape
+from kvloft.seam.store import Store
 
 _Reserved = Sequence[tuple[int, int, bytes, int, int]]
 """As from `Store.reserve`: ticket, frame, key, first block, number of blocks."""
@@ -38,7 +42,7 @@ class Saving:
     supersedes: tuple[Ticket, ChunkKey] | None = None
 
 
-def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int) -> Saving:
+def plan_save(tracker: Tracker, store: Store, shape: CacheShape, frontier: int) -> Saving:
     """Reserve frames for every chunk of ``tracker`` that is complete at the end of this step.
 
     ``frontier``: tokens whose KV is in the request's blocks by then, drafts left out.
@@ -46,10 +50,10 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int)
     known = tracker.extend_chain(frontier)
     if tracker.save_blocked or tracker.kv_outdated:
         return Saving(NEVER)
-    block_tokens, blocks_per_chunk = geometry.block_tokens, geometry.blocks_per_chunk
+    block_tokens, blocks_per_chunk = shape.full.block_tokens, shape.full.blocks_per_chunk
     num_blocks = min(frontier // block_tokens, known // block_tokens, len(tracker.blocks))
     num_full = num_blocks // blocks_per_chunk
-    tail_blocks = _tail_blocks(tracker, geometry, num_blocks, num_full) if blocks_per_chunk > 1 else 0
+    tail_blocks = _tail_blocks(tracker, shape, num_blocks, num_full) if blocks_per_chunk > 1 else 0
     # Under async scheduling the tokens come to be known some steps after their KV: by then the frontier is that far ahead.
     saving = Saving((num_blocks + 1) * block_tokens + max(0, frontier - known))
     if num_full <= tracker.saved_chunks and not tail_blocks:
@@ -57,10 +61,10 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int)
     is_planned = False
     try:
         if num_full - tracker.saved_chunks < MANY:
-            _reserve(saving, tracker, store, geometry, num_full, tail_blocks)
+            _reserve(saving, tracker, store, shape, num_full, tail_blocks)
         else:
             with collector_at_rest():
-                _reserve(saving, tracker, store, geometry, num_full, tail_blocks)
+                _reserve(saving, tracker, store, shape, num_full, tail_blocks)
         if saving.num_dropped:
             # The host part may have shrunk under us; go on from what is really there when the next chunk completes.
             host_blocks, _ = store.lookup(tracker.chain)
@@ -68,7 +72,7 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int)
         else:
             tracker.saved_chunks = max(tracker.saved_chunks, num_full)
             if tail_blocks:
-                _remember_tail(tracker, geometry, saving, num_blocks)
+                _remember_tail(tracker, shape, saving, num_blocks)
         is_planned = True
     finally:
         if not is_planned:  # until the plan is the caller's, nobody else knows its tickets (I5)
@@ -76,11 +80,11 @@ def plan_save(tracker: Tracker, store: Store, geometry: Geometry, frontier: int)
     return saving
 
 
-def _reserve(saving: Saving, tracker: Tracker, store: Store, geometry: Geometry, num_full: int, tail_blocks: int) -> None:
+def _reserve(saving: Saving, tracker: Tracker, store: Store, shape: CacheShape, num_full: int, tail_blocks: int) -> None:
     """Reserve what is missing up to ``num_full`` chunks and the tail behind them, and plan its copies."""
     saving.reserved, saving.num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks)
     if len(saving.reserved) > _FEW:
-        plan = _plan_of_blocks if geometry.blocks_per_chunk == 1 else _plan_of_columns
+        plan = _plan_of_blocks if shape.full.blocks_per_chunk == 1 else _plan_of_columns
         saving.plan = plan(tracker, saving.reserved)
     if saving.reserved and saving.plan is None:
         saving.plan = _plan_one_by_one(saving, tracker, store)
@@ -119,22 +123,22 @@ def _plan_one_by_one(saving: Saving, tracker: Tracker, store: Store) -> SavePlan
     return SavePlan(tracker.req_id, tuple(copies)) if copies else None
 
 
-def _tail_blocks(tracker: Tracker, geometry: Geometry, num_blocks: int, num_full: int) -> int:
+def _tail_blocks(tracker: Tracker, shape: CacheShape, num_blocks: int, num_full: int) -> int:
     """Whole blocks after the last full chunk worth saving now: at the prompt's end, then block by block."""
-    if num_blocks < _prompt_blocks(tracker, geometry) or num_blocks <= tracker.tail_blocks:
+    if num_blocks < _prompt_blocks(tracker, shape) or num_blocks <= tracker.tail_blocks:
         return 0
-    return num_blocks - num_full * geometry.blocks_per_chunk
+    return num_blocks - num_full * shape.full.blocks_per_chunk
 
 
-def _prompt_blocks(tracker: Tracker, geometry: Geometry) -> int:
-    return tracker.num_prompt_tokens // geometry.block_tokens
+def _prompt_blocks(tracker: Tracker, shape: CacheShape) -> int:
+    return tracker.num_prompt_tokens // shape.full.block_tokens
 
 
-def _remember_tail(tracker: Tracker, geometry: Geometry, saving: Saving, num_blocks: int) -> None:
+def _remember_tail(tracker: Tracker, shape: CacheShape, saving: Saving, num_blocks: int) -> None:
     """Let a tail made while decoding replace the one before it; the tail at the prompt's end stays for other requests."""
     key = ChunkKey(tracker.chain.key(num_blocks - 1))
     tickets = [copy.ticket for copy in saving.plan.chunks if copy.key == key] if saving.plan else []
-    if tickets and tracker.tail_key is not None and tracker.tail_blocks > _prompt_blocks(tracker, geometry):
+    if tickets and tracker.tail_key is not None and tracker.tail_blocks > _prompt_blocks(tracker, shape):
         saving.supersedes = tickets[0], tracker.tail_key
     tracker.tail_blocks = num_blocks
     tracker.tail_key = key

@@ -11,7 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import compress, repeat
 
-from kvloft.types import ChunkCopy, ChunkKey, Ticket
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import ChunkKey, Ticket
 
 
 @dataclass(slots=True)

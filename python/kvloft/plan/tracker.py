@@ -6,24 +6,13 @@ A tracker never decides; `loads` and `saves` do. It must not know vLLM: it reads
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from kvloft.types import BlockId, ChunkKey, KeyChain, LiveRequest, ReadLease, RequestView
+from kvloft.seam.ids import BlockId, ChunkKey
+from kvloft.seam.store import KeyChain, ReadLease
+from kvloft.seam.views import LiveRequest, RequestView
 
 NEVER = 1 << 62
 """A token count no request reaches."""
-
-
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Sizes in tokens and blocks. ``chunk_tokens == block_tokens * blocks_per_chunk``."""
-
-    block_tokens: int
-    blocks_per_chunk: int
-
-    @property
-    def chunk_tokens(self) -> int:
-        return self.block_tokens * self.blocks_per_chunk
 
 
 class Tracker:

@@ -10,10 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId, ChunkKey
+from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 from kvloft.transfer.frames import FrameWindow
 from kvloft.transfer.layout import PagedLayout, Plane
 from kvloft.transfer.mover import Finished
-from kvloft.types import BlockId, ChunkCopy, ChunkKey, LoadPlan, LoadResult, SavePlan
 
 _Run = tuple[torch.Tensor, int, int]
 """(view [planes, blocks, page_bytes] of equally spaced planes, byte offset of the first in a block, bytes of all)."""

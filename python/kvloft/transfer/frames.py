@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 
 from kvloft import _core
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.transfer.layout import LayoutError
-from kvloft.types import ArenaSpec, ChunkCopy
 
 PART_ALIGN = 4096
 """Parts start and end on pages, so that frames can be read and written without bounce copies."""
@@ -26,19 +27,20 @@ def part_bytes_for(payload_bytes: int) -> int:
 class FrameWindow:
     """This rank's part of every frame, as bytes of one shared tensor."""
 
-    def __init__(self, spec: ArenaSpec, *, rank: int, num_ranks: int, payload_bytes: int) -> None:
-        """Map the arena. Raises LayoutError if its frames cannot hold ``payload_bytes`` per rank."""
-        self.part_bytes = spec.frame_bytes // num_ranks
-        if spec.frame_bytes % num_ranks or self.part_bytes < part_bytes_for(payload_bytes):
+    def __init__(self, spec: ArenaSpec, shape: CacheShape, *, shard: int, payload_bytes: int) -> None:
+        """Map the arena. Raises LayoutError if its frames cannot hold ``payload_bytes`` in this shard's part."""
+        part = shape.shards[shard]
+        self.part_bytes = part.part_bytes
+        if spec.frame_bytes != shape.frame_bytes or part.part_bytes < part_bytes_for(payload_bytes):
             raise LayoutError(
-                f"frames of {spec.frame_bytes} bytes for {num_ranks} ranks cannot hold this rank's {payload_bytes} bytes a "
+                f"frames of {spec.frame_bytes} bytes in {len(shape.shards)} shards cannot hold this rank's {payload_bytes} bytes a "
                 "chunk: the scheduler and the worker disagree about the KV cache; please report this model"
             )
         self._arena = _core.Arena.open(spec.path, frame_bytes=spec.frame_bytes, num_frames=spec.num_frames)
         self.frame_bytes = spec.frame_bytes
         self.num_frames = spec.num_frames
-        self.rank = self._rank = rank
-        self.part_offset = self._offset = rank * self.part_bytes
+        self.rank = self._rank = shard
+        self.part_offset = self._offset = part.offset
         raw = (ctypes.c_uint8 * self._arena.size_bytes).from_address(self._arena.address)
         self.bytes = torch.frombuffer(raw, dtype=torch.uint8).view(spec.num_frames, spec.frame_bytes)
 

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from kvloft.types import BlockId, LoadPlan, LoadResult, SavePlan, Ticket
+from kvloft.seam.ids import BlockId, Ticket
+from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 
 
 @dataclass(slots=True)

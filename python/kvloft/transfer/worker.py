@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping
 
 import torch
 
+from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.plan import LoadResult, StepPlan, StepReport
+from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.transfer.frames import FrameWindow
 from kvloft.transfer.layout import PagedLayout, read_layout
 from kvloft.transfer.mover import BrokenMover, Finished, Mover
 from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover
-from kvloft.types import ArenaSpec, BlockId, LoadResult, ReqId, StepPlan, StepReport
 
 logger = logging.getLogger(__name__)
 
@@ -25,14 +27,13 @@ class WorkerCore:
     """The worker half of one rank."""
 
     def __init__(
-        self, *, rank: int, num_ranks: int, blocks_per_chunk: int, settings: MoverSettings | None = None,
-        make_mover: MakeMover | None = None,
-    ) -> None:  # fmt: skip
+        self, shape: CacheShape, *, rank: int, settings: MoverSettings | None = None, make_mover: MakeMover | None = None
+    ) -> None:
         """``make_mover`` None: chosen by `register`, by where the KV is."""
         self._settings = settings or MoverSettings()
-        self._rank = rank
-        self._num_ranks = num_ranks
-        self._blocks_per_chunk = blocks_per_chunk
+        self._shape = shape
+        self._shard = shape.shard_of(rank)
+        self._is_writer = shape.shards[self._shard].writer == rank
         self._given_make_mover = make_mover
         self._make_mover: MakeMover | None = make_mover
         self._layout: PagedLayout | None = None
@@ -52,7 +53,7 @@ class WorkerCore:
             self._mover.close()
             self._mover = None
         self._layout = read_layout(kv_caches, num_blocks, fingerprint)
-        self._make_mover = self._given_make_mover or choose_mover(self._layout, self._blocks_per_chunk, self._settings)
+        self._make_mover = self._given_make_mover or choose_mover(self._layout, self._shape.full.blocks_per_chunk, self._settings)
         return self._layout
 
     def begin(self, plan: StepPlan) -> None:
@@ -75,7 +76,10 @@ class WorkerCore:
         """Start this step's saves: the forward that wrote the blocks has been launched."""
         if not self._saves_run:
             self._saves_run = True
-            if plans := self._plan.saves:
+            if not self._is_writer:
+                # Another rank writes the same bytes; the ticket is settled when all have reported it.
+                self._pending.saved += [copy.ticket for plan in self._plan.saves for copy in plan.chunks]
+            elif plans := self._plan.saves:
                 self._hand_over(lambda mover: mover.submit_saves(plans), self._fail_saves)
 
     def take_finished_loads(self) -> tuple[set[ReqId], set[BlockId]]:
@@ -140,8 +144,8 @@ class WorkerCore:
         return self._mover
 
     def _window(self, layout: PagedLayout, arena: ArenaSpec) -> FrameWindow:
-        payload_bytes = layout.block_bytes * self._blocks_per_chunk
-        return FrameWindow(arena, rank=self._rank, num_ranks=self._num_ranks, payload_bytes=payload_bytes)
+        payload_bytes = layout.block_bytes * self._shape.full.blocks_per_chunk
+        return FrameWindow(arena, self._shape, shard=self._shard, payload_bytes=payload_bytes)
 
     def _hand_over(self, submit: Callable[[Mover], None], fail: Callable[[], None]) -> None:
         """Give the mover copies of this step. If it breaks, what it took comes back first, then ``fail`` reports the rest."""

@@ -18,7 +18,7 @@ try:
 except ImportError as error:  # pragma: no cover - older than anything we serve
     raise ImportError("kvloft needs vLLM 0.26 or newer (KVConnectorWorkerMetadata is missing)") from error
 
-__all__ = ["CacheHitSource", "KVConnectorWorkerMetadata", "hit_sources", "layer_page_bytes", "preempted_ids"]
+__all__ = ["CacheHitSource", "KVConnectorWorkerMetadata", "hit_sources", "preempted_ids"]
 
 
 def hit_sources(by_tier: dict[str, int], num_tokens: int) -> dict[Any, int]:
@@ -38,11 +38,3 @@ def hit_sources(by_tier: dict[str, int], num_tokens: int) -> dict[Any, int]:
 def preempted_ids(scheduler_output: Any) -> frozenset[str]:
     """Requests preempted in or just before this step."""
     return frozenset(getattr(scheduler_output, "preempted_req_ids", None) or ())
-
-
-def layer_page_bytes(kv_cache_config: Any) -> dict[str, int]:
-    """Bytes of one page of every layer in the (only) KV cache group."""
-    group = kv_cache_config.kv_cache_groups[0]
-    spec = group.kv_cache_spec
-    per_layer = getattr(spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: each layer its own size
-    return {name: (per_layer[name] if per_layer else spec).page_size_bytes for name in group.layer_names}

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
 
 from kvloft.config import load_config
-from kvloft.plan import Geometry
-from kvloft.types import StepPlan
-from kvloft.vllm.compat import layer_page_bytes
+from kvloft.seam.plan import StepPlan
 from kvloft.vllm.messages import KVLoftMetadata, KVLoftWorkerMetadata
-from kvloft.vllm.scheduler_half import SchedulerHalf, choose_geometry
+from kvloft.vllm.scheduler_half import SchedulerHalf
+from kvloft.vllm.shape import cache_shape
 from kvloft.vllm.stats import KVLoftPromMetrics, KVLoftStats
 from kvloft.vllm.support import check_supported
 from kvloft.vllm.worker_half import WorkerHalf
@@ -66,18 +65,13 @@ class KVLoftConnector(KVConnectorBase_V1):
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
         else:
-            self._worker = WorkerHalf(vllm_config, kv_cache_config, self._geometry(config, kv_cache_config), config)
+            self._worker = WorkerHalf(vllm_config, kv_cache_config, cache_shape(vllm_config, kv_cache_config, config), config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         """No. vLLM asks while it reads its arguments, so wrong settings are said here, before any weights are loaded."""
         load_config(extra_config or {})
         return False
-
-    @staticmethod
-    def _geometry(config: Any, kv_cache_config: Any) -> Geometry:
-        block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        return choose_geometry(config, block_tokens, sum(layer_page_bytes(kv_cache_config).values()))
 
     def _count_error(self, hook: str) -> None:
         half = self._scheduler or self._worker

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata
 
-from kvloft.types import StepPlan, StepReport
+from kvloft.seam.plan import StepPlan, StepReport
 from kvloft.vllm.compat import KVConnectorWorkerMetadata
 
 

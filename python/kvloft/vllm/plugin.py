@@ -13,7 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from kvloft.config import load_config
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here
-from kvloft.vllm.weights import note_start
+from kvloft.vllm.identity.weights import note_start
 
 NAME = "KVLoftConnector"
 MODULE = "kvloft.vllm.connector"

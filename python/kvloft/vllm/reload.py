@@ -14,7 +14,7 @@ from functools import wraps
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, WeakSet
 
-from kvloft.vllm.weights import Look, engine_start_s, hub_commit, look
+from kvloft.vllm.identity.weights import Look, engine_start_s, hub_commit, look
 
 logger = logging.getLogger("vllm.kvloft")
 

@@ -15,18 +15,20 @@ from uuid import uuid4
 
 from kvloft import __version__, _core
 from kvloft.config import Config, size_text
-from kvloft.errors import ConfigError
 from kvloft.machine import warnings
-from kvloft.plan import Geometry, SchedulerCore
-from kvloft.transfer.frames import part_bytes_for
-from kvloft.types import ArenaSpec, ReqId, RequestView
-from kvloft.vllm.compat import hit_sources, layer_page_bytes
+from kvloft.plan import SchedulerCore
+from kvloft.seam.ids import ReqId
+from kvloft.seam.shape import ArenaSpec, CacheShape
+from kvloft.seam.views import RequestView
+from kvloft.vllm.compat import hit_sources
+from kvloft.vllm.identity.adapters import AdapterNames
+from kvloft.vllm.identity.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
 from kvloft.vllm.messages import KVLoftWorkerMetadata
-from kvloft.vllm.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
 from kvloft.vllm.reload import see_adapters_before_they_load, stop_scheduler_when_reloaded
+from kvloft.vllm.shape import cache_shape
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.support import transfer_warnings
-from kvloft.vllm.views import AdapterNames, VllmRequest, view_step
+from kvloft.vllm.views import VllmRequest, view_step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -34,13 +36,10 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from kvloft.types import StepPlan
+    from kvloft.seam.plan import StepPlan
 
 logger = logging.getLogger("vllm.kvloft")
 
-GOOD_CHUNK_BYTES = 128 << 10
-"""A block of at least this size, over all layers of a rank, is a chunk by itself: it moves and stores well."""
-MAX_AUTO_CHUNK_TOKENS = 1024
 STATS_STEPS = 32
 """Steps between two looks at the store's own counters when nothing else happened."""
 WARN_EVERY_S = 60.0
@@ -54,29 +53,10 @@ NO_ROOM = (
 )
 
 
-def choose_geometry(config: Config, block_tokens: int, block_bytes: int) -> Geometry:
-    """Blocks a chunk has: as configured, else the fewest (a power of two) that make a chunk worth moving.
-
-    Raises ConfigError if ``chunk_tokens`` is not a multiple of the engine's block size.
-    """
-    if config.chunk_tokens == "auto":
-        blocks = 1
-        while blocks * block_bytes < GOOD_CHUNK_BYTES and blocks * 2 * block_tokens <= MAX_AUTO_CHUNK_TOKENS:
-            blocks *= 2
-        return Geometry(block_tokens, blocks)
-    if config.chunk_tokens % block_tokens:
-        raise ConfigError(
-            f"chunk_tokens={config.chunk_tokens} is not a multiple of vLLM's block size of {block_tokens} tokens; "
-            f"use {block_tokens}, {2 * block_tokens}, ... or leave it at 'auto'"
-        )
-    return Geometry(block_tokens, config.chunk_tokens // block_tokens)
-
-
-def tiers_text(
-    config: Config, geometry: Geometry, frame_bytes: int, *, disk_path: str | None, num_frames: int, num_found: int
-) -> str:
+def tiers_text(config: Config, shape: CacheShape, *, disk_path: str | None, num_frames: int, num_found: int) -> str:
     """What the log says at start about chunks and tiers; ``num_found`` chunks were in this engine's ``disk_path`` already."""
-    chunk = f"{_count(geometry.chunk_tokens, 'token')} ({_count(geometry.blocks_per_chunk, 'block')}, {size_text(frame_bytes)})"
+    full = shape.full
+    chunk = f"{_count(full.chunk_tokens, 'token')} ({_count(full.blocks_per_chunk, 'block')}, {size_text(shape.frame_bytes)})"
     host = f"host {size_text(config.host_size)} in {_count(num_frames, 'frame')}"
     disk = "no disk"
     if disk_path:
@@ -95,18 +75,14 @@ class SchedulerHalf:
         for warning in warnings(config):  # first, for the store makes its directory
             logger.warning("kvloft: %s", warning)
         parallel = vllm_config.parallel_config
-        block_tokens = kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
-        block_bytes = sum(layer_page_bytes(kv_cache_config).values())
-        self.geometry = choose_geometry(config, block_tokens, block_bytes)
-        num_ranks = parallel.world_size
-        frame_bytes = num_ranks * part_bytes_for(block_bytes * self.geometry.blocks_per_chunk)
-        fields = namespace_fields(vllm_config, kv_cache_config, self.geometry, config.namespace)
+        self.shape = cache_shape(vllm_config, kv_cache_config, config)
+        fields = namespace_fields(vllm_config, kv_cache_config, self.shape, config.namespace)
         self._namespace = _core.namespace_digest(fields)
         self._store = _core.Store(
-            frame_bytes=frame_bytes,
+            frame_bytes=self.shape.frame_bytes,
             host_bytes=config.host_size,
             namespace=self._namespace,
-            blocks_per_chunk=self.geometry.blocks_per_chunk,
+            blocks_per_chunk=self.shape.full.blocks_per_chunk,
             eviction=config.eviction,
             disk_path=_disk_path(config, parallel),
             disk_bytes=config.disk_bytes,
@@ -118,9 +94,8 @@ class SchedulerHalf:
         self.core = SchedulerCore(
             self._store,
             self._new_chain,
-            self.geometry,
+            self.shape,
             arena=arena,
-            num_ranks=num_ranks,
             wait_s=config.load_timeout,
             clock=time.monotonic,
             loads_allowed=transfer is None or transfer.is_kv_consumer,
@@ -141,12 +116,12 @@ class SchedulerHalf:
 
     def _new_chain(self, view: RequestView) -> _core.KeyChain:
         root = _core.root_key(self._namespace, view.adapter, view.cache_salt)
-        return _core.KeyChain(root, block_tokens=self.geometry.block_tokens)
+        return _core.KeyChain(root, block_tokens=self.shape.hash_tokens)
 
     def _log_start(self, config: Config, fields: list[tuple[str, str]], disk_path: str | None) -> None:
         stats = self._store.stats()
         tiers = tiers_text(
-            config, self.geometry, self._store.frame_bytes, disk_path=disk_path, num_frames=self._store.num_frames,
+            config, self.shape, disk_path=disk_path, num_frames=self._store.num_frames,
             num_found=stats.get("disk_used", 0),
         )  # fmt: skip
         logger.info("kvloft %s: namespace %s, %s", __version__, self._namespace.hex()[:16], tiers)

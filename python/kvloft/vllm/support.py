@@ -12,6 +12,7 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvloft.errors import UnsupportedError
+from kvloft.vllm.shape import layer_specs, num_groups
 
 _WHOLE_PREFIX_SPECS = {"FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec"}
 """Specs whose blocks hold every token's KV for the request's whole life.
@@ -36,13 +37,12 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> 
             f"kvloft serves models whose prefixes vLLM can cache, and {model.model!r} needs every token's output "
             "(mean or CLS pooling, or attention in both directions); run it without kvloft"
         )
-    groups = kv_cache_config.kv_cache_groups
-    if len(groups) != 1:
+    if num_groups(kv_cache_config) != 1:
         raise UnsupportedError(
-            f"kvloft serves models with one KV cache group, and {model.model!r} has {len(groups)} "
+            f"kvloft serves models with one KV cache group, and {model.model!r} has {num_groups(kv_cache_config)} "
             "(as state-space layers beside attention make them); run it without kvloft"
         )
-    for spec in _layer_specs(groups[0].kv_cache_spec):
+    for spec in layer_specs(kv_cache_config).values():
         name = type(spec).__name__
         if name not in _WHOLE_PREFIX_SPECS:
             raise UnsupportedError(
@@ -104,11 +104,6 @@ def transfer_warnings(transfer: Any) -> list[str]:
             "instead (in --kv-transfer-config; around MultiConnector, if kvloft is in one)"
         )
     return found
-
-
-def _layer_specs(spec: Any) -> list[Any]:
-    per_layer = getattr(spec, "kv_cache_specs", None)
-    return list(per_layer.values()) if per_layer else [spec]
 
 
 def _has_draft_kv(speculative: Any) -> bool:

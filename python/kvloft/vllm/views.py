@@ -7,70 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
-from uuid import uuid4
 
 import torch
-from huggingface_hub import constants as hub
 
-from kvloft.types import BlockId, EmbedRows, MediaItem, NewRequest, ReqId, RequestView, StepView
+from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.views import EmbedRows, MediaItem, NewRequest, RequestView, StepView
 from kvloft.vllm.compat import preempted_ids
-from kvloft.vllm.weights import Look, LooksInTime, engine_start_s, hub_commit
+from kvloft.vllm.identity.adapters import AdapterNames
 
 if TYPE_CHECKING:
-    from vllm.lora.request import LoRARequest
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
-
-
-class AdapterNames:
-    """Identity of each LoRA: its name and path, and what shows which weights it has.
-
-    Another run may have it only where its files are as they were when this engine began (or where a commit says it): whenever the
-    workers loaded it, those were its weights. Otherwise it is this run's own; and once its files are others than when it was first
-    seen, no request shares it with another. vLLM itself tells adapters apart by name in its prefix cache, by number in its workers.
-    """
-
-    def __init__(self, media_prefix: str = "") -> None:
-        """``media_prefix`` goes before every media identifier: this engine's own where vLLM counts them."""
-        self._seen: dict[tuple[str, str], tuple[Look | None, str | None]] = {}
-        """What was seen first, and the identity for as long as that is what is seen."""
-        self._first_of: dict[int, tuple[str, str]] = {}
-        self._start_s = engine_start_s()
-        self._looks = LooksInTime()
-        self.media_prefix = media_prefix
-
-    def identify(self, lora: LoRARequest | None) -> tuple[str, str] | None:
-        """(name, path and which weights) of ``lora``; None for the base model."""
-        if lora is None:
-            return None
-        path = lora.lora_path or ""
-        if getattr(lora, "load_inplace", False) or self._first_of.setdefault(lora.lora_int_id, (lora.lora_name, path)) != (
-            lora.lora_name, path,
-        ):  # fmt: skip
-            # Loaded again with each step, or another adapter under a number that workers know already.
-            return lora.lora_name, uuid4().hex
-        slot = (f"{lora.lora_int_id} {lora.lora_name}", path)
-        try:
-            files = self._looks.look(path)
-        except TimeoutError:
-            return lora.lora_name, uuid4().hex
-        if slot not in self._seen:
-            self._seen[slot] = files, self._state(lora, path, files)
-        first, state = self._seen[slot]
-        if state is None or first != files:
-            # Which of its states the workers have, or load after they had no room for it, is not known any more.
-            self._seen[slot] = first, None
-            return lora.lora_name, uuid4().hex
-        shape = getattr(lora, "is_3d_lora_weight", None)
-        return lora.lora_name, f"{path}|{state}{f'|3d={shape}' if shape is not None else ''}"
-
-    def _state(self, lora: LoRARequest, path: str, files: Look | None) -> str:
-        if getattr(lora, "tensorizer_config_dict", None):
-            return uuid4().hex  # the weights are elsewhere
-        if files is None:
-            # vLLM loads what the hub has by then, unless it is offline; or a trainer hands tensors over.
-            return (hub_commit(path) if path and hub.HF_HUB_OFFLINE else None) or uuid4().hex
-        return files.fingerprint() if files.latest_s <= self._start_s else uuid4().hex
 
 
 class VllmRequest:

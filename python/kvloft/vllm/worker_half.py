@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import vllm
 from vllm.platforms import current_platform
 
+import vllm
 from kvloft.config import Config
-from kvloft.plan import Geometry
+from kvloft.seam.shape import CacheShape
 from kvloft.transfer.movers import MoverSettings
 from kvloft.transfer.worker import WorkerCore
+from kvloft.vllm.identity.namespace import are_replaced
 from kvloft.vllm.messages import KVLoftMetadata, KVLoftWorkerMetadata
-from kvloft.vllm.namespace import are_replaced
 from kvloft.vllm.reload import stop_worker_when_reloaded
 from kvloft.vllm.sleep import drain_before_sleep
 from kvloft.vllm.stats import KVLoftStats
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 class WorkerHalf:
     """Everything kvloft does in one of vLLM's worker processes."""
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, geometry: Geometry, config: Config) -> None:
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: CacheShape, config: Config) -> None:
         parallel = vllm_config.parallel_config
         self._num_blocks = kv_cache_config.num_blocks
         self._fingerprint = "|".join(
@@ -38,9 +38,8 @@ class WorkerHalf:
              str(vllm_config.cache_config.cache_dtype))
         )  # fmt: skip
         self.core = WorkerCore(
+            shape,
             rank=parallel.rank % parallel.world_size,
-            num_ranks=parallel.world_size,
-            blocks_per_chunk=geometry.blocks_per_chunk,
             # vLLM zeroes new blocks before any hook of the step.
             settings=MoverSettings(
                 config.gpu_copies,

@@ -21,13 +21,14 @@ import numpy.typing as npt
 import torch
 
 from kvloft import __version__
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId, ChunkKey
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.frame_memory import FrameMemory
 from kvloft.transfer.cuda.kernels import Kernels
 from kvloft.transfer.cuda.lanes import LoadLane, SaveLane, Tuning
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece, Shape, split
 from kvloft.transfer.cuda.staging import RingSize
-from kvloft.types import BlockId, ChunkCopy, ChunkKey
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +111,7 @@ class _Bench:
     """
 
     def __init__(self, kernels: Kernels, tuning: Tuning) -> None:
-        block_bytes = kernels.geometry.block_bytes
+        block_bytes = kernels.block_tiles.block_bytes
         self._blocks = {size: max(1, min(256, size // block_bytes)) for size in SIZES}
         part = -(-(block_bytes * max(self._blocks.values()) + 128) // 4096) * 4096
         self._address = driver.host_alloc(part)
@@ -118,7 +119,7 @@ class _Bench:
         memory = FrameMemory(self._address, 1, part, 0, part, 0, None)
         self._kernels = kernels
         small = RingSize(2, 8 << 20)
-        self._shape = Shape(kernels.geometry, small.slot_bytes, part, max(self._blocks.values()), 1)
+        self._shape = Shape(kernels.block_tiles, small.slot_bytes, part, max(self._blocks.values()), 1)
         direct = Tuning(ring=small, direct_ctas=tuning.direct_ctas, save_direct_below=1 << 62, load_direct_below=1 << 62)
         staged = Tuning(ring=small, save_ctas=tuning.save_ctas, load_ctas=tuning.load_ctas)
         self._lanes: dict[tuple[str, bool], SaveLane | LoadLane] = {}
@@ -152,8 +153,16 @@ class _Bench:
 
 def _key(kernels: Kernels, ring: RingSize) -> str:
     name = torch.cuda.get_device_name(kernels.tiles.device)
-    geometry = kernels.geometry
-    parts = (name, driver.driver_version(), __version__, kernels.vec_bytes, geometry.block_bytes, geometry.tiles_per_block, ring)
+    tiles = kernels.block_tiles
+    parts = (
+        name,
+        driver.driver_version(),
+        __version__,
+        kernels.vec_bytes,
+        tiles.block_bytes,
+        tiles.tiles_per_block,
+        ring,
+    )
     return "|".join(map(str, parts))
 
 

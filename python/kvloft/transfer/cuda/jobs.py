@@ -10,9 +10,11 @@ from operator import itemgetter
 import numpy as np
 import numpy.typing as npt
 
+from kvloft.seam.batch import BlockChunks, ChunkCopy, ReservedChunks
+from kvloft.seam.ids import ChunkKey, Ticket
+from kvloft.seam.plan import LoadPlan
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece
-from kvloft.types import BlockChunks, ChunkCopy, ChunkKey, LoadPlan, ReservedChunks, Ticket
 
 SAVE_PREPARE_US, LOAD_PREPARE_US, PREPARE_CHUNK_US = 100.0, 150.0, 1.5
 """To prepare and send one of the first pieces takes so long (of a load, its predecessor's kernel is launched before it), and so

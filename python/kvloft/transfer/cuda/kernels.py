@@ -87,7 +87,7 @@ def tile_table(layout: PagedLayout) -> npt.NDArray[Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Geometry:
+class BlockTiles:
     """What of a layout the splitting into pieces needs. ``tile_offsets[t]`` is tile t's byte offset in a block."""
 
     block_bytes: int
@@ -95,7 +95,7 @@ class Geometry:
     tile_offsets: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, layout: PagedLayout) -> Geometry:
+    def of(cls, layout: PagedLayout) -> BlockTiles:
         tiles = tile_table(layout)
         return cls(layout.block_bytes, len(tiles), tiles["payload_offset"].astype(np.int64))
 
@@ -119,7 +119,7 @@ class Kernels:
         cubin = compile_kernels(f"sm_{major}{minor}", self.vec_bytes, cache_dir, macros=macros)
         functions = driver.load_functions(cubin, KERNEL_NAMES)
         self.gather, self.scatter, self.tag = (functions[name] for name in KERNEL_NAMES)
-        self.geometry = Geometry.of(layout)
+        self.block_tiles = BlockTiles.of(layout)
         self.num_planes = len(layout.planes)
         table = torch.from_numpy(tile_table(layout).view(np.uint8).copy())
         self.tiles = table.to(device)
@@ -134,13 +134,13 @@ class Launcher:
         self._stream = stream
         self._sums = torch.zeros(MAX_SEGMENTS + 1, dtype=torch.int64, device=kernels.tiles.device)
         torch.cuda.current_stream(kernels.tiles.device).synchronize()  # the zeros are there before any launch; not in a step
-        geometry = kernels.geometry
+        block_tiles = kernels.block_tiles
         self._params = PieceParams(
             tiles=kernels.tiles.data_ptr(),
             sums=self._sums.data_ptr(),
             num_done=self._sums.data_ptr() + 8 * MAX_SEGMENTS,
-            block_bytes=geometry.block_bytes,
-            tiles_per_block=geometry.tiles_per_block,
+            block_bytes=block_tiles.block_bytes,
+            tiles_per_block=block_tiles.tiles_per_block,
             num_planes=kernels.num_planes,
         )
         self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))

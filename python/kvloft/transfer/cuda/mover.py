@@ -23,6 +23,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId
+from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.feeder import Feeder
 from kvloft.transfer.cuda.frame_memory import FrameMemory, Trailers
@@ -44,7 +47,6 @@ from kvloft.transfer.cuda.pieces import NOT_WANTED, ChunkTable, Piece, Shape, sp
 from kvloft.transfer.cuda.pinning import GOOD_PIECE_BYTES, PinnedRange, numa_node_of
 from kvloft.transfer.layout import PagedLayout
 from kvloft.transfer.mover import Finished
-from kvloft.types import BlockId, ChunkCopy, LoadPlan, LoadResult, SavePlan
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +83,7 @@ class CudaMover:
         self._trailers = Trailers(frames, layout=layout.digest, block_bytes=layout.block_bytes)
         frames_per_pin = max(1, GOOD_PIECE_BYTES // frames.frame_bytes)
         tuning = replace(tuning, ring=tuning.ring.fitted(frames.part_bytes))
-        self._shape = Shape(kernels.geometry, tuning.ring.slot_bytes, frames.part_bytes, blocks_per_chunk, frames_per_pin)
+        self._shape = Shape(kernels.block_tiles, tuning.ring.slot_bytes, frames.part_bytes, blocks_per_chunk, frames_per_pin)
         self._chunks_per_job = max(1, self._shape.chunks_per_piece)
         self._few_saved = ramp(self._chunks_per_job, frames.part_bytes, SAVE_PREPARE_US)
         self._few_loaded = ramp(self._chunks_per_job, frames.part_bytes, LOAD_PREPARE_US)

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, SEGMENT, Geometry
-from kvloft.types import BlockChunks, ChunkCopy, ChunkKey
+from kvloft.seam.batch import BlockChunks, ChunkCopy
+from kvloft.seam.ids import ChunkKey
+from kvloft.transfer.cuda.kernels import MAX_BLOCKS, MAX_SEGMENTS, SEGMENT, BlockTiles
 
 NOT_WANTED = -1
 """Block id of a payload block that is tagged and not scattered."""
@@ -124,7 +125,7 @@ class Shape:
     No copy may cross a multiple of ``frames_per_pin``: memory is pinned in pieces, and a copy over two of them is an error.
     """
 
-    geometry: Geometry
+    block_tiles: BlockTiles
     slot_bytes: int
     part_bytes: int
     blocks_per_chunk: int
@@ -156,14 +157,14 @@ def split(table: ChunkTable, shape: Shape) -> Iterator[Piece]:
 
 
 def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape) -> Piece:
-    geometry, num_chunks = shape.geometry, end - begin
+    tiles, num_chunks = shape.block_tiles, end - begin
     first, last = table.starts[begin], table.starts[end]
     total = last - first
     lengths = table.num_blocks[begin:end]
     are_full = total == num_chunks * shape.blocks_per_chunk
     segments = shape.full_segments if are_full else _segments(np.array(lengths), shape)
     return Piece(
-        begin, end, end, segments, table.block_ids[first:last], total * geometry.tiles_per_block, total * geometry.block_bytes,
+        begin, end, end, segments, table.block_ids[first:last], total * tiles.tiles_per_block, total * tiles.block_bytes,
         tuple(_runs(table.frames[begin:end], lengths, shape, are_full=are_full)),
     )  # fmt: skip
 
@@ -173,7 +174,7 @@ def _segments(num_blocks: npt.NDArray[np.int64], shape: Shape) -> npt.NDArray[An
     segments: npt.NDArray[Any] = np.zeros(len(num_blocks), SEGMENT)
     blocks_before = np.cumsum(num_blocks) - num_blocks
     segments["base"] = np.arange(len(num_blocks), dtype=np.uint64) * np.uint64(shape.part_bytes)
-    segments["first_tile"] = blocks_before * shape.geometry.tiles_per_block
+    segments["first_tile"] = blocks_before * shape.block_tiles.tiles_per_block
     segments["block_index"] = blocks_before
     return segments
 
@@ -183,7 +184,7 @@ def _runs(frames: Sequence[int], num_blocks: Sequence[int], shape: Shape, *, are
 
     Chunks of a run are equally long: behind a shorter one's payload, a slot has what was there before.
     """
-    part, block_bytes, per_pin = shape.part_bytes, shape.geometry.block_bytes, shape.frames_per_pin
+    part, block_bytes, per_pin = shape.part_bytes, shape.block_tiles.block_bytes, shape.frames_per_pin
     apart = [i for i, (before, frame) in enumerate(pairwise(frames), 1) if frame != before + 1 or not frame % per_pin]
     if not are_full:
         apart = sorted({*apart, *(i for i, (before, length) in enumerate(pairwise(num_blocks), 1) if length != before)})
@@ -193,14 +194,14 @@ def _runs(frames: Sequence[int], num_blocks: Sequence[int], shape: Shape, *, are
 
 def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Piece]:
     """Runs of tiles of one chunk that is larger than a slot."""
-    geometry, first_id = shape.geometry, table.starts[chunk]
-    num_tiles = table.num_blocks[chunk] * geometry.tiles_per_block
+    tiles, first_id = shape.block_tiles, table.starts[chunk]
+    num_tiles = table.num_blocks[chunk] * tiles.tiles_per_block
     tile = 0
     while tile < num_tiles:
         stop = _last_tile(tile, num_tiles, shape)
-        begin_byte, end_byte = geometry.payload_offset(tile), geometry.payload_offset(stop)
+        begin_byte, end_byte = tiles.payload_offset(tile), tiles.payload_offset(stop)
         head = begin_byte % _SLOT_ALIGN  # the slot keeps the payload's alignment
-        first_block, last_block = tile // geometry.tiles_per_block, (stop - 1) // geometry.tiles_per_block
+        first_block, last_block = tile // tiles.tiles_per_block, (stop - 1) // tiles.tiles_per_block
         segments: npt.NDArray[Any] = np.zeros(1, SEGMENT)
         segments["base"] = np.uint64((head - begin_byte) % (1 << 64))
         segments["chunk_tile"] = tile
@@ -215,12 +216,12 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Pie
 
 def _last_tile(tile: int, num_tiles: int, shape: Shape) -> int:
     """One past the last tile that fits in a slot with ``tile``. Raises ValueError if not even one does."""
-    geometry = shape.geometry
-    begin = geometry.payload_offset(tile)
+    tiles = shape.block_tiles
+    begin = tiles.payload_offset(tile)
     room = shape.slot_bytes - begin % _SLOT_ALIGN
-    block, rest = divmod(begin + room, geometry.block_bytes)
-    stop = block * geometry.tiles_per_block + int(np.searchsorted(geometry.tile_offsets, rest, side="right")) - 1
-    stop = min(stop, num_tiles, (tile // geometry.tiles_per_block + MAX_BLOCKS) * geometry.tiles_per_block)
+    block, rest = divmod(begin + room, tiles.block_bytes)
+    stop = block * tiles.tiles_per_block + int(np.searchsorted(tiles.tile_offsets, rest, side="right")) - 1
+    stop = min(stop, num_tiles, (tile // tiles.tiles_per_block + MAX_BLOCKS) * tiles.tiles_per_block)
     if stop <= tile:
         raise ValueError(f"a staging slot of {shape.slot_bytes} bytes is too small")
     return stop

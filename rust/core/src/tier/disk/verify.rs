@@ -13,10 +13,8 @@ use super::superblock::hex;
 use super::types::SlotId;
 use crate::Result;
 use crate::io::direct::PageBuffer;
+use crate::io::part::{MAGIC, TRAILER_BYTES};
 
-/// The magic of a part's trailer, whose key follows it (ARCHITECTURE.md, Frames).
-const TRAILER_MAGIC: &[u8] = b"KVLOFT01";
-const TRAILER_BYTES: usize = 128;
 /// Frames are read in pieces of this size.
 const PIECE_BYTES: usize = 1024 * 1024;
 /// Damaged records of one namespace that are told one by one.
@@ -162,5 +160,5 @@ impl Namespace {
 /// Whether the frame ends in a trailer of another chunk; a frame without a trailer says nothing.
 fn names_another_key(frame: &[u8], key: &[u8; 32]) -> bool {
     let trailer = &frame[frame.len().saturating_sub(TRAILER_BYTES)..];
-    trailer.strip_prefix(TRAILER_MAGIC).is_some_and(|rest| !rest.starts_with(key))
+    trailer.strip_prefix(&MAGIC).is_some_and(|rest| !rest.starts_with(key))
 }

@@ -211,11 +211,21 @@ fn test_a_wrong_superblock_starts_afresh_and_is_counted() {
     };
     let mut foreign_config = config.clone();
     foreign_config.namespace[31] ^= 1;
-    let spoil: [(&str, &dyn Fn()); 6] = [
+    // As the first version wrote it, checksum and all.
+    let older = |text: &str| {
+        let mut block: serde_json::Value = serde_json::from_str(text).unwrap();
+        block["format"] = 1.into();
+        let fields = ["format", "frame_bytes", "namespace", "description"].map(|name| block[name].to_string());
+        let summed = fields.join("|").replace('"', "");
+        block["checksum"] = format!("{:016x}", twox_hash::XxHash3_64::oneshot(summed.as_bytes())).into();
+        block.to_string()
+    };
+    let spoil: [(&str, &dyn Fn()); 7] = [
         ("missing", &|| fs::remove_file(&superblock).unwrap()),
         ("empty", &|| fs::write(&superblock, "").unwrap()),
         ("flipped", &|| fs::write(&superblock, good.replace("8192", "8193")).unwrap()),
-        ("newer", &|| fs::write(&superblock, good.replace("\"format\": 1", "\"format\": 2")).unwrap()),
+        ("older", &|| fs::write(&superblock, older(&good)).unwrap()),
+        ("newer", &|| fs::write(&superblock, good.replace("\"format\": 2", "\"format\": 3")).unwrap()),
         ("huge", &|| fs::write(&superblock, vec![b' '; 1 << 20]).unwrap()),
         ("other frames", &|| drop(DiskTier::open(DiskConfig { frame_bytes: 4096, ..config.clone() }))),
     ];

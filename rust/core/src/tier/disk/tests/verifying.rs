@@ -231,7 +231,7 @@ fn test_verify_compares_the_frames_own_trailer() {
     for (i, named) in [(0, 0), (1, 5)] {
         let mut frame = frame_of(i, 0);
         let trailer = frame.len() - 128;
-        frame[trailer..trailer + 8].copy_from_slice(b"KVLOFT01");
+        frame[trailer..trailer + 8].copy_from_slice(b"KVLOFT02");
         frame[trailer + 8..trailer + 40].copy_from_slice(&key_of(named).0);
         tier.write(tier.reserve().unwrap(), &meta_of(i), &frame).unwrap();
     }

@@ -1,0 +1,11 @@
+"""Ids that both halves share. They are plain ints, strings and bytes at run time."""
+
+from typing import NewType
+
+ReqId = NewType("ReqId", str)
+BlockId = NewType("BlockId", int)
+ChunkKey = NewType("ChunkKey", bytes)
+Ticket = NewType("Ticket", int)
+
+NULL_BLOCK = BlockId(0)
+"""vLLM's block 0 is never anybody's page."""

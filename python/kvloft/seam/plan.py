@@ -1,0 +1,67 @@
+"""All that crosses between the halves: a StepPlan to the workers, a StepReport back. Immutable values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
+from kvloft.seam.shape import ArenaSpec
+
+
+@dataclass(frozen=True, slots=True)
+class LoadPlan:
+    """Frames to scatter for one request, which waits until the worker reports it.
+
+    ``lost`` are blocks that were promised to vLLM but whose frames are gone: the worker reports them as load errors.
+    """
+
+    req_id: ReqId
+    load_id: int
+    chunks: Sequence[ChunkCopy]
+    lost: tuple[BlockId, ...] = ()
+
+
+class SavePlan(NamedTuple):
+    """Frames to gather for one request, from blocks it owns during this step."""
+
+    req_id: ReqId
+    chunks: Sequence[ChunkCopy]
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """All that the worker half learns in one step.
+
+    ``rewritten`` are blocks that this step's forward may write and that a save of an earlier step may still be reading.
+    """
+
+    step: int
+    arena: ArenaSpec | None = None
+    loads: tuple[LoadPlan, ...] = ()
+    saves: tuple[SavePlan, ...] = ()
+    rewritten: tuple[BlockId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LoadResult:
+    """What became of one LoadPlan; ``bad_keys`` failed their check, with why.
+
+    ``failed``: nothing was copied though no frame is to blame, so none is forgotten for it.
+    """
+
+    req_id: ReqId
+    load_id: int
+    bad_keys: tuple[tuple[ChunkKey, str], ...] = ()
+    failed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What the worker half did: each save ticket is in exactly one of the two tuples, once per rank."""
+
+    saved: tuple[Ticket, ...] = ()
+    failed: tuple[Ticket, ...] = ()
+    loads: tuple[LoadResult, ...] = ()

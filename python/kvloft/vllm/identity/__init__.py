@@ -1,0 +1,1 @@
+"""What an engine's KV depends on besides a prompt's content: its namespace, its weights, its adapters."""

@@ -1,0 +1,171 @@
+"""The namespace: everything but content that decides KV bytes, as (name, value) pairs for one digest.
+
+On doubt a field goes in: a needless miss costs time, a wrong hit costs an answer. It must not know the store.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import platform
+from collections.abc import Sequence
+from typing import Any
+from uuid import uuid4
+
+import torch
+import transformers
+from vllm.config import VllmConfig
+from vllm.platforms import current_platform
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+import vllm
+from kvloft.config import engine_environment
+from kvloft.seam.shape import CacheShape
+from kvloft.vllm.identity.weights import model_fields
+from kvloft.vllm.shape import layer_page_bytes
+
+MAX_DESCRIPTION_CHARS = 1000
+"""As in rust/core/src/tier/disk/superblock.rs."""
+MAX_VALUE_CHARS = 200
+ENVIRONMENT = (
+    "VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_CPU_INT4_W4A8",
+    "VLLM_MARLIN_INPUT_DTYPE", "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+)  # fmt: skip
+"""What changes KV and is set nowhere else."""
+
+
+def namespace_fields(
+    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: CacheShape, user_namespace: str
+) -> list[tuple[str, str]]:
+    """Fields of ``_core.namespace_digest``; two engines with equal fields may serve each other's KV."""
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    load = vllm_config.load_config
+    fields: dict[str, Any] = {
+        "user": user_namespace,
+        "model": model.model,
+        "revision": model.revision,
+        "code_revision": getattr(model, "code_revision", None),
+        "config": _digest(json.dumps(_plain(model.hf_config.to_dict()), sort_keys=True, default=str)),
+        **model_fields(model, load),
+        "weights_from": getattr(model, "model_weights", None) or None,
+        "load_format": load.load_format,
+        "load_extra": getattr(load, "model_loader_extra_config", None) or None,
+        "live_weights": uuid4().hex if are_replaced(vllm_config) else None,
+        "dummy_seed": model.seed if str(load.load_format) == "dummy" else None,
+        "lora": _lora_settings(getattr(vllm_config, "lora_config", None)),
+        "dtype": model.dtype,
+        "quantization": model.quantization,
+        "quantization_config": getattr(model, "quantization_config", None),
+        "model_impl": (getattr(model, "model_impl", None), getattr(model, "model_class_overrides", None)),
+        "media": _media_settings(model),
+        "kv_dtype": cache.cache_dtype,
+        "kv_scales": getattr(cache, "calculate_kv_scales", None),
+        "max_model_len": model.max_model_len,  # Llama 4's attention and LongRoPE's factors depend on it, nested in any config
+        "model_settings": _model_settings(model),
+        "additional": getattr(vllm_config, "additional_config", None) or None,
+        "platform": _platform(),
+        "attention": _attention_backend(vllm_config),
+        "layout": getattr(kv_cache_config, "kv_cache_layout", None),
+        "pages": _digest(json.dumps(sorted(layer_page_bytes(kv_cache_config).items()))),
+        "block_tokens": shape.hash_tokens,
+        "chunk_tokens": shape.full.chunk_tokens,
+        "tensor_parallel": parallel.tensor_parallel_size,
+        "shards": len(shape.shards),
+        "expert_parallel": getattr(parallel, "enable_expert_parallel", None),
+        "environment": engine_environment(ENVIRONMENT) or None,
+        "kernels": _kernel_settings(getattr(vllm_config, "kernel_config", None)),
+        "transformers": transformers.__version__,  # sizes of images, code of models
+        "vllm": vllm.__version__,
+    }
+    return [(name, repr(value) if value is not None else "") for name, value in fields.items()]
+
+
+def description_of(fields: Sequence[tuple[str, str]]) -> str:
+    """The fields that say something, as a JSON object of text no longer than a superblock keeps, for `kvloft inspect`."""
+    said: dict[str, str] = {}
+    for name, value in fields:
+        text = _unquoted(value)
+        if text not in ("", "None"):
+            said[name] = text[:MAX_VALUE_CHARS]
+    while len(description := json.dumps(said, ensure_ascii=False)) > MAX_DESCRIPTION_CHARS:
+        said.popitem()
+    return description
+
+
+def _unquoted(value: str) -> str:
+    """A text's own characters where ``value`` is its repr."""
+    try:
+        text = ast.literal_eval(value)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return value
+    return text if isinstance(text, str) else value
+
+
+def media_ids_are_counted(vllm_config: Any) -> bool:
+    """Whether vLLM names media by a count that starts afresh with its process, not by their content."""
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    caches_off = getattr(media, "mm_processor_cache_gb", None) == 0 and not vllm_config.cache_config.enable_prefix_caching
+    return media is not None and caches_off
+
+
+def are_replaced(vllm_config: Any) -> bool:
+    """Whether a trainer may put other weights into the running engine."""
+    extension = getattr(vllm_config.parallel_config, "worker_extension_cls", None)
+    return getattr(vllm_config, "weight_transfer_config", None) is not None or bool(extension)
+
+
+def _lora_settings(lora: Any) -> list[tuple[str, str]] | None:
+    """All of them: they say which modules an adapter changes, and in which precision."""
+    return sorted((name, str(value)) for name, value in vars(lora).items()) if lora is not None else None
+
+
+def _kernel_settings(kernels: Any) -> list[str] | None:
+    """Backends that may quantize what others do not."""
+    return [str(getattr(kernels, name, None)) for name in ("moe_backend", "linear_backend")] if kernels is not None else None
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with text for keys, which JSON can sort whatever they were."""
+    if isinstance(value, dict):
+        return {f"{type(key).__name__} {key}": _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def _model_settings(model: Any) -> str:
+    """What a user sets besides the model that models read when they are built (Llama 4 takes its temperature tuning so)."""
+    names = ("override_generation_config", "disable_sliding_window", "disable_cascade_attn")
+    return repr([str(getattr(model, name, None) or None) for name in names])
+
+
+def _media_settings(model: Any) -> str | None:
+    """What an engine does to every image, video and audio: vLLM's identifiers tell the input and the request's wishes only."""
+    media = getattr(model, "multimodal_config", None)
+    names = (
+        "mm_processor_kwargs",
+        "media_io_kwargs",
+        "video_pruning_rate",
+        "video_pruning_method",
+        "mm_encoder_attn_dtype",
+        "mm_encoder_fp8_scale_path",
+    )
+    return repr([getattr(media, name, None) for name in names]) if media is not None else None
+
+
+def _platform() -> str:
+    """The CPU backend packs pages by what the CPU can do, which neither shapes nor strides show."""
+    name = str(current_platform.device_name)
+    if not current_platform.is_cpu():
+        return name
+    amx = getattr(torch.cpu, "_is_amx_tile_supported", lambda: None)()
+    return f"{name} {platform.machine()} {torch.backends.cpu.get_cpu_capability()} amx={amx}"
+
+
+def _digest(text: str) -> str:
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _attention_backend(vllm_config: VllmConfig) -> str | None:
+    attention = getattr(vllm_config, "attention_config", None)
+    return str(getattr(attention, "backend", None)) if attention is not None else None

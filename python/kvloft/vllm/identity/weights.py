@@ -1,0 +1,262 @@
+"""Which weights an engine runs with, as far as files and commits show it: what two runs may share depends on it.
+
+vLLM tells no connector what it loaded, so files are looked at and must not have changed since the engine's process began. Where
+nothing shows what was loaded, or too late, the identity is this run's own: a needless miss costs time, a wrong hit an answer.
+Trouble with a file is never an error here. It must not know requests or the store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Final
+from uuid import uuid4
+
+from huggingface_hub import try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+
+from vllm import envs
+
+logger = logging.getLogger("vllm.kvloft")
+
+MAX_ENTRIES: Final = 10_000
+"""In more files and folders nobody looks for what changed."""
+MAX_LINKS: Final = 64
+LOOK_TIMEOUT_S: Final = 0.5
+FILE_FORMATS: Final = {
+    "auto", "hf", "pt", "safetensors", "npcache", "gguf", "mistral", "bitsandbytes", "sharded_state", "fastsafetensors",
+    "runai_streamer", "runai_streamer_sharded",
+}  # fmt: skip
+"""Load formats that take the weights from the model's own folder."""
+_SAMPLE_BYTES = 1 << 16
+_registered_s = 0.0
+
+
+def note_start() -> None:
+    """vLLM loads its plugins in this process, and no weights were loaded before the first time."""
+    global _registered_s
+    _registered_s = _registered_s or time.time()
+
+
+def engine_start_s() -> float:
+    """Unix time before which files must have been as they are now, for the engine of this process to have loaded them."""
+    try:
+        since_boot = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]) / os.sysconf("SC_CLK_TCK")
+        age = time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot
+    except (OSError, ValueError, IndexError, AttributeError):  # no /proc: then every file may be newer
+        return _registered_s
+    return max(time.time() - age, _registered_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Files below a path, as (name, size, mtime, ctime in ns); the latest change of one, or of a link or folder there."""
+
+    root: str
+    files: tuple[tuple[bytes, int, int, int], ...]
+    latest_s: float
+
+    def fingerprint(self) -> str:
+        """Digest over names, sizes, times and samples of all files."""
+        digest = hashlib.blake2b(digest_size=16)
+        for name, size, mtime, ctime in self.files:
+            digest.update(b"%d|%s|%d|%d|%d|" % (len(name), name, size, mtime, ctime))
+            for sample in _samples(os.path.join(os.fsencode(self.root), name) if name else os.fsencode(self.root), size):  # noqa: PTH118
+                digest.update(sample)
+        return digest.hexdigest()
+
+
+def look(path: str, *, below: bool = True) -> Look | None:
+    """Files of a local model or adapter, hidden ones left out, with folders ``below`` it or without.
+
+    None where there are none, or more than one can look at.
+    """
+    if not path:
+        return None
+    try:
+        root = os.path.abspath(os.path.expanduser(path))  # noqa: PTH100, PTH111 (pathlib raises for unknown users)
+        latest = max(_links_to(root), default=0.0)
+        entries = list(_entries(os.fsencode(root), below=below))
+    except (OSError, ValueError, RuntimeError) as error:
+        logger.debug("kvloft: the files of %.200s cannot be looked at: %.200s", path, error)
+        return None
+    files = []
+    for name, status, times in entries:
+        latest = max(latest, *times)
+        if stat.S_ISREG(status.st_mode):
+            files.append((name, status.st_size, status.st_mtime_ns, status.st_ctime_ns))
+    return Look(root, tuple(sorted(files)), latest) if files else None
+
+
+class LooksInTime:
+    """Looks at folders on a thread of its own, for a scheduler that must not wait for a file system that hangs."""
+
+    def __init__(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
+        self._timeout_s = timeout_s
+        self._asked: SimpleQueue[tuple[str, SimpleQueue[Look | TimeoutError | None]]] = SimpleQueue()
+        self._late: SimpleQueue[Look | TimeoutError | None] | None = None
+        self._thread: threading.Thread | None = None
+
+    def look(self, path: str) -> Look | None:
+        """As `look`, without folders below, as vLLM does with adapters.
+
+        Raises TimeoutError if that fails, at once while an earlier one hangs.
+        """
+        if self._late is not None and self._late.empty():
+            raise TimeoutError(path)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="kvloft-looks", daemon=True)
+            self._thread.start()
+        answer: SimpleQueue[Look | TimeoutError | None] = SimpleQueue()
+        self._late = answer
+        self._asked.put((path, answer))
+        try:
+            found = answer.get(timeout=self._timeout_s)
+        except Empty:
+            raise TimeoutError(path) from None
+        self._late = None
+        if isinstance(found, TimeoutError):
+            raise found
+        return found
+
+    def _run(self) -> None:
+        while True:
+            path, answer = self._asked.get()
+            found: Look | TimeoutError | None = TimeoutError(path)
+            try:
+                found = look(path, below=False)
+            except Exception:
+                logger.exception("kvloft: the files of %.200s cannot be looked at", path)
+            answer.put(found)
+
+
+def _entries(root: bytes, *, below: bool) -> Iterator[tuple[bytes, os.stat_result, tuple[float, ...]]]:
+    """Of ``root`` and all below it: name, what it leads to, and times of change, those of links included."""
+    todo, count = [b""], 0
+    folders: set[tuple[int, int]] = set()
+    while todo:
+        name = todo.pop()
+        path = os.path.join(root, name) if name else root  # noqa: PTH118
+        if (count := count + 1) > MAX_ENTRIES:
+            raise ValueError(f"more than {MAX_ENTRIES} files and folders")
+        try:
+            own = os.lstat(path)
+            status = os.stat(path)  # noqa: PTH116 (bytes)
+        except OSError:  # gone, or a link to nothing: vLLM loads nothing from it either
+            continue
+        is_folder = stat.S_ISDIR(status.st_mode)
+        if is_folder and name and not below:
+            continue
+        yield name, status, (own.st_mtime, own.st_ctime, status.st_mtime, status.st_ctime)
+        if is_folder and (status.st_dev, status.st_ino) not in folders:
+            folders.add((status.st_dev, status.st_ino))
+            try:
+                inside = os.listdir(path)  # noqa: PTH208 (bytes)
+            except OSError:
+                if not name:
+                    raise
+                continue  # such as lost+found: vLLM sees nothing in it either
+            todo += [os.path.join(name, each) if name else each for each in inside if not each.startswith(b".")]  # noqa: PTH118
+
+
+def _links_to(path: str) -> Iterator[float]:
+    """Times of change of the links on the way to ``path``, links behind links included, and of folders there that were renamed."""
+    todo, seen = [path], {path}
+    while todo:
+        place = Path(todo.pop())
+        for each in (place, *place.parents):
+            own = each.lstat() if os.path.lexists(each) else None
+            if own is None:
+                continue
+            if stat.S_ISLNK(own.st_mode):
+                yield max(own.st_mtime, own.st_ctime)
+                target = os.path.abspath(each.parent / each.readlink() / place.relative_to(each))  # noqa: PTH100 (one link at a time)
+                if target not in seen and len(seen) < MAX_LINKS:
+                    seen.add(target)
+                    todo.append(target)
+            elif each != place and own.st_ctime_ns != own.st_mtime_ns:
+                yield own.st_ctime  # a new entry in it changes both times alike, a new name of its own only this one
+
+
+def _samples(path: bytes, size: int) -> Iterator[bytes]:
+    """Beginning, middle and end; nothing of a file that cannot be read."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return
+    try:
+        for position in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
+            yield os.pread(file, _SAMPLE_BYTES, position)
+    except OSError:
+        return
+    finally:
+        os.close(file)
+
+
+def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = None) -> str | None:
+    """The commit of Hugging Face's hub that this machine's cache has for ``name``; None for what is not there or not of that hub.
+
+    After a load that is the commit that was loaded. No connection is made.
+    """
+    if envs.VLLM_USE_MODELSCOPE:
+        return None
+    for file in ("config.json", "params.json", "adapter_config.json"):
+        try:
+            found = try_to_load_from_cache(name, file, cache_dir=cache_dir, revision=revision)
+        except (HFValidationError, OSError, ValueError):  # a path, say
+            return None
+        if isinstance(found, str):
+            return Path(found).parent.name
+    return None
+
+
+def model_fields(model: Any, load: Any) -> dict[str, str | None]:
+    """The namespace's fields of a model's weights; ``model`` and ``load`` are vLLM's ModelConfig and LoadConfig."""
+    # A configuration from elsewhere has a commit of its own, which says nothing of the weights.
+    elsewhere = getattr(model, "hf_config_path", None)
+    commit = None if elsewhere else getattr(model.hf_config, "_commit_hash", None)
+    commit = commit or hub_commit(model.model, model.revision, getattr(load, "download_dir", None) if elsewhere else None)
+    files = look(model.model)
+    unknown = None
+    if str(load.load_format) != "dummy":
+        unknown = _why_unknown(model, str(load.load_format), commit, files)
+    if unknown:
+        logger.warning("kvloft: %s: what is kept serves this run of the engine only", unknown)
+    return {
+        "commit": commit,
+        "weights": files.fingerprint() if files else "",
+        "unknown_weights": uuid4().hex if unknown else None,
+    }
+
+
+def _why_unknown(model: Any, load_format: str, commit: str | None, files: Look | None) -> str | None:
+    """Why it cannot be told which weights were loaded; None if it can."""
+    settings = model.hf_config.to_dict()
+    others = [name for name, value in settings.items() if str(name).endswith("_model_id") and value]
+    auto_map = settings.get("auto_map")
+    code = [str(name) for names in auto_map.values() for name in _as_list(names)] if isinstance(auto_map, dict) else []
+    if getattr(model, "model_weights", None):
+        return f"weights of {model.model} come from {model.model_weights}, whose state is not seen"
+    if load_format not in FILE_FORMATS:
+        return f"load_format={load_format} may take weights of {model.model} from anywhere"
+    if others:
+        return f"{model.model} loads another model ({', '.join(others)})"
+    if any("--" in each and each.partition("--")[0] != model.model for each in code):
+        return f"the code of {model.model} is in another repository"
+    if commit is None and files is None:
+        return f"neither files nor a commit show which weights of {model.model} were loaded"
+    if files is not None and files.latest_s > engine_start_s():
+        return f"files of {model.model} changed after the engine's start"
+    return None
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]

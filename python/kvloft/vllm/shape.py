@@ -1,0 +1,87 @@
+"""vLLM's KV cache configuration as a CacheShape: the one place that looks into its groups.
+
+It decides chunk sizes and which ranks hold the same bytes, nothing later than start.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvloft.config import Config
+from kvloft.errors import ConfigError
+from kvloft.seam.shape import CacheShape, GroupShape
+from kvloft.transfer.frames import part_bytes_for
+
+GOOD_CHUNK_BYTES = 128 << 10
+"""A block of at least this size, over all layers of a rank, is a chunk by itself: it moves and stores well."""
+MAX_AUTO_CHUNK_TOKENS = 1024
+
+
+def cache_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> CacheShape:
+    """The shape that both halves share. Raises ConfigError where ``chunk_tokens`` does not fit vLLM's block size."""
+    block_bytes = sum(layer_page_bytes(kv_cache_config).values())
+    group = choose_group(config, _only_spec(kv_cache_config).block_size, block_bytes)
+    payload_bytes = block_bytes * group.blocks_per_chunk
+    return CacheShape.of_one_group(
+        group,
+        payload_bytes=payload_bytes,
+        part_bytes=part_bytes_for(payload_bytes),
+        num_ranks=vllm_config.parallel_config.world_size,
+        num_replicas=num_replicas(vllm_config),
+    )
+
+
+def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
+    """The KV cache spec of every layer, by its name, in vLLM's order."""
+    specs: dict[str, Any] = {}
+    for group in kv_cache_config.kv_cache_groups:
+        per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)  # UniformTypeKVCacheSpecs: each layer its own size
+        specs.update((name, per_layer[name] if per_layer else group.kv_cache_spec) for name in group.layer_names)
+    return specs
+
+
+def layer_page_bytes(kv_cache_config: Any) -> dict[str, int]:
+    """Bytes of one page of every layer."""
+    return {name: spec.page_size_bytes for name, spec in layer_specs(kv_cache_config).items()}
+
+
+def num_groups(kv_cache_config: Any) -> int:
+    """KV cache groups that vLLM made of the model's layers."""
+    return len(kv_cache_config.kv_cache_groups)
+
+
+def _only_spec(kv_cache_config: Any) -> Any:
+    (group,) = kv_cache_config.kv_cache_groups  # `check_supported` has refused others
+    return group.kv_cache_spec
+
+
+def choose_group(config: Config, block_tokens: int, block_bytes: int) -> GroupShape:
+    """Blocks a chunk has: as configured, else the fewest (a power of two) that make a chunk worth moving.
+
+    Raises ConfigError if ``chunk_tokens`` is not a multiple of the engine's block size.
+    """
+    if config.chunk_tokens == "auto":
+        blocks = 1
+        while blocks * block_bytes < GOOD_CHUNK_BYTES and blocks * 2 * block_tokens <= MAX_AUTO_CHUNK_TOKENS:
+            blocks *= 2
+        return GroupShape(block_tokens, blocks)
+    if config.chunk_tokens % block_tokens:
+        raise ConfigError(
+            f"chunk_tokens={config.chunk_tokens} is not a multiple of vLLM's block size of {block_tokens} tokens; "
+            f"use {block_tokens}, {2 * block_tokens}, ... or leave it at 'auto'"
+        )
+    return GroupShape(block_tokens, config.chunk_tokens // block_tokens)
+
+
+def num_replicas(vllm_config: Any) -> int:
+    """Neighbouring tensor-parallel ranks that hold the same KV: all of them for MLA, several where heads are fewer than ranks.
+
+    vLLM gives rank r the KV head ``r // (ranks // heads)`` then (`QKVParallelLinear`).
+    """
+    model, num_ranks = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
+    if num_ranks == 1:
+        return 1
+    if getattr(model, "use_mla", False):
+        return num_ranks
+    num_heads = model.get_total_num_kv_heads()
+    return num_ranks // num_heads if 0 < num_heads < num_ranks and num_ranks % num_heads == 0 else 1

@@ -1,0 +1,113 @@
+"""The equality check itself: whatever goes wrong with tokens or pages, it must say so. Needs no GPU."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from kvloft.bench.audit import PageAudit, poison
+from kvloft.bench.equality import REFERENCE, problems, summary
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId, ChunkKey, ReqId
+from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
+from kvloft.transfer.mover import Finished
+
+
+def run(tokens: list[list[int]], **audit: int) -> dict[str, Any]:
+    counts = dict.fromkeys(("saved", "loaded", "loaded_differing", "resaved", "resaved_differing", "unknown"), 0) | audit
+    return {"tokens": tokens, "preemptions": 1, "moved": {"loaded_bytes": 5, "bad_chunks": 0}, "audit": counts}
+
+
+def good() -> dict[str, Any]:
+    tokens = [[1, 2], [3, 4]]
+    warm = {"cold": run(tokens), "warm": run(tokens, loaded=3), "skipped_load": run([[9], [9]], loaded=3, loaded_differing=3)}
+    return {
+        REFERENCE: {"phases": {"prompts": {"cold": {**run(tokens), "audit": {}}}}},
+        "hnd": {"phases": {"prompts": warm, "crowd": {"cold": run(tokens), "warm": run(tokens, loaded=1)}}},
+    }
+
+
+def test_nothing_wrong_is_no_problem() -> None:
+    found = good()
+    found[REFERENCE]["phases"]["crowd"] = {"cold": {**run([[1, 2], [3, 4]]), "audit": {}}}
+    assert problems(found) == []
+    assert summary(found)["setups"]["hnd"]["runs"][0]["equal"] == 2
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "tokens differ": lambda runs: runs["warm"].update(tokens=[[1, 2], [3, 5]]),
+    "loaded pages differ or are unknown": lambda runs: runs["warm"]["audit"].update(loaded_differing=1),
+    "recomputed pages differ": lambda runs: runs["cold"]["audit"].update(resaved_differing=1),
+    "nothing was loaded": lambda runs: runs["warm"]["audit"].update(loaded=0),
+    "tokens do not depend on the loaded KV": lambda runs: runs["skipped_load"].update(tokens=[[1, 2], [3, 4]]),
+    "the audit saw nothing": lambda runs: runs["skipped_load"]["audit"].update(loaded_differing=0),
+    "tags failed": lambda runs: runs["warm"]["moved"].update(bad_chunks=1),
+}
+
+
+@pytest.mark.parametrize("problem", WRONG)
+def test_each_wrong_is_named(problem: str) -> None:
+    found = deepcopy(good())
+    WRONG[problem](found["hnd"]["phases"]["prompts"])
+    assert any(problem in text for text in problems(found))
+
+
+def test_an_engine_that_failed_or_never_preempted_is_a_problem() -> None:
+    found = good()
+    for row in found["hnd"]["phases"]["crowd"].values():
+        row["preemptions"] = 0
+    for row in found["hnd"]["phases"]["prompts"].values():
+        row["preemptions"] = 0
+    assert any("preempted" in text for text in problems(found | {"nhd": {"error": "x"}}))
+    assert "nhd: x" in problems(found | {"nhd": {"error": "x"}})
+
+
+class CopyingMover:
+    """Keeps clones of saved blocks and copies them back at once; ``spoil`` damages what it copies."""
+
+    def __init__(self, kv: list[torch.Tensor]) -> None:
+        self.kv, self.kept, self.done, self.spoil = kv, {}, Finished(), False
+
+    def submit_saves(self, plans: list[SavePlan]) -> None:
+        for copy in (copy for plan in plans for copy in plan.chunks):
+            self.kept[copy.key] = [layer[list(copy.blocks)].clone() for layer in self.kv]
+
+    def submit_loads(self, plans: list[LoadPlan]) -> None:
+        for plan in plans:
+            for copy in plan.chunks:
+                for layer, pages in zip(self.kv, self.kept[copy.key], strict=True):
+                    layer[list(copy.blocks)] = pages + self.spoil
+            self.done.loads.append(LoadResult(plan.req_id, plan.load_id))
+
+    def poll(self) -> Finished:
+        done, self.done = self.done, Finished()
+        return done
+
+
+def test_the_audit_sees_spoiled_skipped_and_unknown_pages() -> None:
+    kv = [torch.zeros(8, 2, 4), torch.zeros(8, 3, 4)]
+    poison(kv, 1)
+    mover = CopyingMover(kv)
+    audit = PageAudit(mover, kv)
+    chunks = [ChunkCopy(i, ChunkKey(bytes([i]) * 32), 1, 0, (BlockId(i),)) for i in range(3)]
+    mover.submit_saves([SavePlan(ReqId("r"), tuple(chunks))])
+
+    def load(number: int) -> dict[str, int]:
+        moved = tuple(copy._replace(blocks=(BlockId(copy.blocks[0] + 4),)) for copy in chunks)
+        mover.submit_loads([LoadPlan(ReqId("r"), number, moved)])
+        assert [result.load_id for result in mover.poll().loads] == [number]
+        return audit.take_counts()
+
+    counts = load(1)
+    assert (counts["saved"], counts["loaded"], counts["loaded_differing"]) == (3, 3, 0)
+    mover.spoil = True
+    assert load(2)["loaded_differing"] == 3
+    poison(kv, 2)
+    audit.skip_loads = True
+    assert load(3)["loaded_differing"] == 3
+    audit.skip_loads = mover.spoil = False
+    audit.forget()
+    assert load(4)["unknown"] == 3

@@ -1,0 +1,173 @@
+"""`kvloft inspect` and `kvloft verify`: what a person and a script read, and the exit status on damage."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloft import _core
+from kvloft.cli.__main__ import main
+
+FRAME = 4096
+NAMESPACE = b"n" * 32
+NUM_CHUNKS = 5
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A disk directory with five chunks."""
+    fields = {"model": "'some/model'", "dtype": "torch.float32", "user": "''"}
+    store = _core.Store(
+        frame_bytes=FRAME,
+        host_bytes=8 * FRAME,
+        namespace=NAMESPACE,
+        disk_path=str(tmp_path),
+        disk_bytes=80 * FRAME,
+        description=json.dumps(fields),
+    )
+    chain = _core.KeyChain(_core.root_key(NAMESPACE, None, None), block_tokens=1)
+    chain.append_tokens(list(range(NUM_CHUNKS)))
+    arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=store.num_frames)
+    rows, _ = store.reserve(chain, 0, NUM_CHUNKS)
+    for _, frame, key, _, _ in rows:
+        arena.seal(frame, offset=0, part_bytes=FRAME, key=key, layout=bytes(32), page_bytes=[64], num_blocks=1, rank=0)
+    assert store.commit([row[0] for row in rows]) == NUM_CHUNKS
+    assert store.flush(20)
+    store.close()
+    return tmp_path
+
+
+def frames_file(folder: Path) -> Path:
+    (path,) = folder.glob("*/frames.dat")
+    return path
+
+
+def damage_one_payload(folder: Path) -> None:
+    """Flip one payload bit of the first slot that holds a chunk."""
+    path = frames_file(folder)
+    data = bytearray(path.read_bytes())
+    at = next(i for i in range(0, len(data), FRAME) if data[i + FRAME - 128 : i + FRAME - 120] == b"KVLOFT02")
+    data[at + 7] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_long_list_of_damage_is_cut_and_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("kvloft.cli.verify.MAX_ROWS", 2)
+    frames_file(folder).write_bytes(b"")
+    assert main(["verify", str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert f"and {NUM_CHUNKS - 2} more" in out
+    assert out.count("ends before it") == 2
+
+
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_folders_of_other_data_parallel_engines_are_named(folder: Path, command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("dp1", "dp12", "dpx", "other"):
+        (folder / name).mkdir()
+    assert main([command, str(folder)]) == 0
+    assert "dp1, dp12 in" in capsys.readouterr().err
+    assert main([command, str(folder / "dp1")]) == 2
+    (folder / "other" / "dp1").mkdir()
+    assert main([command, str(folder / "other")]) == 2
+    assert "dp1 in" in capsys.readouterr().err
+
+
+def test_a_problem_that_is_gone_a_moment_later_was_an_engine_at_work(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real, looks = _core.disk_inspect, [2]
+
+    def look(path: str) -> list[dict[str, Any]]:
+        found = real(path)
+        looks[0] -= 1
+        return [{**found[0], "problem": "half written"}] if looks[0] >= 0 else found
+
+    monkeypatch.setattr(_core, "disk_inspect", look)
+    assert main(["inspect", str(folder), "--json"]) == 0
+    assert "half written" not in capsys.readouterr().out
+    looks[0] = 9
+    assert main(["inspect", str(folder), "--json"]) == 0
+    assert "half written" in capsys.readouterr().out
+
+
+def test_inspect_shows_each_namespace_and_its_fields(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", str(folder)]) == 0
+    out = capsys.readouterr().out
+    assert NAMESPACE.hex()[:16] in out
+    assert "model='some/model', dtype=torch.float32\n" in out
+
+
+def test_inspect_json_is_for_scripts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["inspect", "--json", str(folder)]) == 0
+    (row,) = json.loads(capsys.readouterr().out)
+    assert (row["namespace"], row["chunks"], row["frame_bytes"]) == (NAMESPACE.hex()[:16], NUM_CHUNKS, FRAME)
+    assert row["fields"]["dtype"] == "torch.float32"
+
+
+def test_verify_of_a_sound_directory_is_status_0(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(folder)]) == 0
+    assert "no damage" in capsys.readouterr().out
+    assert main(["verify", "--json", str(folder)]) == 0
+    assert json.loads(capsys.readouterr().out) == {"chunks": NUM_CHUNKS, "damage": []}
+
+
+def test_verify_finds_one_flipped_bit_and_is_status_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    damage_one_payload(folder)
+    assert main(["verify", "--json", str(folder)]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert len(shown["damage"]) == 1
+    assert shown["damage"][0]["namespace"] == NAMESPACE.hex()[:16]
+    assert 0 <= shown["damage"][0]["slot"] < NUM_CHUNKS, "a number"
+    assert main(["verify", str(folder)]) == 1
+    assert "1 damaged" in capsys.readouterr().out
+
+
+def test_verify_of_a_truncated_file_is_status_1(folder: Path) -> None:
+    path = frames_file(folder)
+    path.write_bytes(path.read_bytes()[:FRAME])
+    assert main(["verify", "--json", str(folder)]) == 1
+
+
+@pytest.mark.parametrize(("num_bytes", "says"), [(None, "index.dat is missing"), (0, "index.dat is empty beside")])
+def test_verify_of_a_lost_index_is_status_1(
+    folder: Path, capsys: pytest.CaptureFixture[str], num_bytes: int | None, says: str
+) -> None:
+    index = frames_file(folder).with_name("index.dat")
+    index.unlink()
+    if num_bytes is not None:
+        index.write_bytes(bytes(num_bytes))
+    assert main(["verify", "--json", str(folder)]) == 1
+    (damage,) = json.loads(capsys.readouterr().out)["damage"]
+    assert damage["problem"].startswith(says) and (damage["slot"], damage["key"]) == (None, None)
+    assert main(["verify", str(folder)]) == 1
+    out = capsys.readouterr().out
+    assert "0 chunks checked: 1 problem found." in out
+    assert main(["inspect", "--json", str(folder)]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["problem"] == damage["problem"]
+
+
+def test_verify_of_a_directory_in_use_is_one_sentence_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = _core.Store(frame_bytes=FRAME, host_bytes=8 * FRAME, namespace=NAMESPACE, disk_path=str(tmp_path), disk_bytes=1 << 20)
+    assert main(["verify", str(tmp_path)]) == 2
+    store.close()
+    assert capsys.readouterr().err == (
+        f"kvloft: {tmp_path} is in use by process {os.getpid()}: stop that process and verify again, "
+        "or use `kvloft inspect`, which needs no stop\n"
+    )
+    assert main(["verify", str(tmp_path)]) == 0, "nothing saved yet is no damage"
+
+
+@pytest.mark.parametrize("name", ["nothing", "x" * 300])
+@pytest.mark.parametrize("command", ["inspect", "verify"])
+def test_a_wrong_directory_is_one_line_and_status_2(
+    command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, str(tmp_path / name)]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("kvloft: ")
+    assert captured.err.count("\n") == 1

@@ -1,0 +1,261 @@
+"""A GPU in numpy for the movers' own streams, ring and kernels: commands of different streams run in an order that chance picks.
+
+It stands in for `driver` and the compiled kernels and does what CUDA promises, no more: a stream's commands run in their order, an
+event stands for its latest record, what no event orders may run in any order. A mover that is right here for many seeds has no
+missing wait that these show; that the real kernels do the same with bytes is what the tests marked gpu are for.
+"""
+
+import ctypes
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from kernels_oracle import page_sum
+
+from kvloft.transfer.cuda import kernels as kernels_module
+from kvloft.transfer.cuda import mover as mover_module
+from kvloft.transfer.cuda.driver import CudaError
+from kvloft.transfer.cuda.kernels import TILE, BlockTiles, PieceParams, tile_table, vec_bytes_of
+from kvloft.transfer.layout import PagedLayout
+
+NEVER_WRITTEN = 0xFEED_FACE_DEAD_BEEF
+
+
+class Record:
+    """One recording of an event: done when its stream came that far."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.at = 0
+        """Commands run by then, on all streams: what passes for time here."""
+
+
+class Gpu:
+    """Streams, and the order in which their heads run. All state changes under one lock: feeders are threads."""
+
+    def __init__(self, seed: int = 0) -> None:
+        self.random = random.Random(seed)
+        self.lock = threading.RLock()
+        self.streams: list[deque[tuple[Record | None, Callable[[], None]]]] = []
+        self.compute = Stream(self)
+        self.is_broken = False
+        self.kept: list[Any] = []
+        self.registered: dict[int, int] = {}
+        """Pinned ranges: address and size in bytes."""
+        self.num_run = 0
+
+    def check(self) -> None:
+        if self.is_broken:
+            raise CudaError("CUDA_ERROR_ILLEGAL_ADDRESS, as the test wanted it")
+
+    def check_host(self, address: int, num_bytes: int) -> None:
+        """A copy may not leave the range that was pinned at once; memory of no such range is the device's, or pageable."""
+        for begin, size in list(self.registered.items()):
+            if address < begin + size and begin < address + num_bytes:
+                inside = begin <= address and address + num_bytes <= begin + size
+                assert inside, "the driver refuses a copy over the end of what was registered at once"
+
+    def advance(self, num_commands: int) -> None:
+        """Run some commands, if there are as many that may run."""
+        with self.lock:
+            for _ in range(num_commands):
+                ready = [s for s in self.streams if s and (s[0][0] is None or s[0][0].is_done)]
+                if not ready or self.is_broken:
+                    return
+                self.random.choice(ready).popleft()[1]()
+                self.num_run += 1
+
+    def run_until(self, is_over: Callable[[], bool]) -> None:
+        while True:
+            with self.lock:
+                self.check()
+                if is_over():
+                    return
+                before = self.num_run
+                self.advance(1)
+                assert self.num_run > before, "the GPU waits for something that nobody enqueued"
+
+    def stop_forever(self) -> None:
+        """A sticky error: what was enqueued never runs, and every call fails from now on."""
+        with self.lock:
+            self.is_broken = True
+            for stream in self.streams:
+                stream.clear()
+
+    @property
+    def is_idle(self) -> bool:
+        return not any(self.streams)
+
+
+class Stream:
+    """As driver.Stream."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.queue: deque[tuple[Record | None, Callable[[], None]]] = deque()
+        self.handle = len(gpu.streams)
+        gpu.streams.append(self.queue)
+
+    def enqueue(self, action: Callable[[], None], after: Record | None = None) -> None:
+        with self.gpu.lock:
+            self.gpu.check()
+            self.queue.append((after, action))
+
+    def wait(self, event: "Event") -> None:
+        if event.last is not None:
+            self.enqueue(lambda: None, event.last)
+
+    def synchronize(self) -> None:
+        self.gpu.run_until(lambda: not self.queue)
+
+    def copy_to_device(self, to: int, source: int, num_bytes: int) -> None:
+        self.gpu.check_host(to, num_bytes)
+        self.gpu.check_host(source, num_bytes)
+        self.enqueue(lambda: ctypes.memmove(to, source, num_bytes))
+
+    copy_to_host = copy_to_device
+
+    def copy_rows(
+        self, *, to: int, to_pitch: int, source: int, source_pitch: int, row_bytes: int, num_rows: int, to_host: bool
+    ) -> None:
+        assert row_bytes <= min(to_pitch, source_pitch), "cuMemcpy2DAsync refuses rows wider than their pitch"
+        host, pitch = (to, to_pitch) if to_host else (source, source_pitch)
+        self.gpu.check_host(host, (num_rows - 1) * pitch + row_bytes)
+        for row in range(num_rows):
+            self.copy_to_device(to + row * to_pitch, source + row * source_pitch, row_bytes)
+
+    def copy_batch(self, to: Sequence[int], source: Sequence[int], num_bytes: Sequence[int]) -> None:
+        copies = list(zip(to, source, num_bytes, strict=True))
+        self.gpu.random.shuffle(copies)
+        for each in copies:
+            self.copy_to_device(*each)
+
+    def launch(self, function: str, num_ctas: int, num_threads: int, params_address: int) -> None:
+        assert num_ctas > 0, "cuLaunchKernel refuses an empty grid"
+        pointer = ctypes.c_void_p.from_address(params_address).value
+        assert pointer is not None
+        params = PieceParams.from_buffer_copy(ctypes.string_at(pointer, ctypes.sizeof(PieceParams)))
+        self.enqueue(lambda: run_kernel(function, params, self.gpu))
+
+    def destroy(self) -> None:
+        assert not self.queue or self.gpu.is_broken, "a stream with work was destroyed"
+
+
+class Event:
+    """As driver.Event."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+        self.last: Record | None = None
+        self.raw = 0
+
+    def record(self, stream: Stream) -> None:
+        record = Record()
+
+        def pass_it() -> None:
+            record.is_done, record.at = True, self.gpu.num_run
+
+        stream.enqueue(pass_it)
+        self.last = record
+
+    def is_done(self) -> bool:
+        with self.gpu.lock:
+            self.gpu.check()
+            self.gpu.advance(self.gpu.random.randrange(4))
+            return self.last is None or self.last.is_done
+
+    def synchronize(self) -> None:
+        last = self.last
+        self.gpu.run_until(lambda: last is None or last.is_done)
+
+    def seconds_since(self, begin: "Event") -> float:
+        assert self.last is not None and self.last.is_done and begin.last is not None and begin.last.is_done
+        return float(self.last.at - begin.last.at)
+
+    def destroy(self) -> None: ...
+
+
+def run_kernel(verb: str, params: PieceParams, gpu: Gpu) -> None:
+    """Every tile of a piece as chunks.cu moves it, in any order; the sums at the end."""
+    tiles = np.frombuffer(ctypes.string_at(params.tiles, TILE.itemsize * params.tiles_per_block), TILE)
+    segments = np.frombuffer(params.segments, kernels_module.SEGMENT)[: params.num_segments]
+    first_tiles = segments["first_tile"].tolist()
+    assert first_tiles[0] == 0 and first_tiles == sorted(first_tiles)
+    sums = [0] * params.num_segments
+    order = list(range(params.num_tiles))
+    gpu.random.shuffle(order)
+    for number in order:
+        at = int(np.searchsorted(segments["first_tile"], number, side="right")) - 1
+        segment = segments[at]
+        block, rest = divmod(int(segment["chunk_tile"]) + number - first_tiles[at], params.tiles_per_block)
+        tile = tiles[rest]
+        num_bytes = int(tile["num_bytes"])
+        block_id = int(params.block_ids[int(segment["block_index"]) + block])
+        page = int(tile["base"]) + block_id * int(tile["block_stride"]) if block_id >= 0 else None
+        payload = (params.base + int(segment["base"]) + block * params.block_bytes + int(tile["payload_offset"])) % 2**64
+        if verb == "gather":
+            if page is None:
+                continue
+            ctypes.memmove(payload, page, num_bytes)
+        elif page is not None:
+            ctypes.memmove(page, payload, num_bytes)
+        words = np.frombuffer(ctypes.string_at(payload, num_bytes), np.uint8)
+        sums[at] += page_sum(words, block * params.num_planes + int(tile["plane"]), int(tile["first_word"]))
+    tags_out = (ctypes.c_uint64 * params.num_segments).from_address(params.tags_out)
+    tags_out[:] = [total % 2**64 for total in sums]
+
+
+def fake_driver(gpu: Gpu) -> Any:
+    """What the movers use of `kvloft.transfer.cuda.driver`."""
+    registered = gpu.registered
+
+    def host_alloc(num_bytes: int) -> int:
+        memory = np.full(-(-num_bytes // 8), NEVER_WRITTEN, np.uint64)
+        gpu.kept.append(memory)  # for the life of the test: a late write may not hit what is somebody else's by then
+        return memory.ctypes.data
+
+    stream = SimpleNamespace(create=lambda **_: Stream(gpu), view=lambda _: gpu.compute)
+    return SimpleNamespace(
+        Stream=stream, Event=lambda **_: Event(gpu), CudaError=CudaError, current_context=lambda: None, use_context=lambda _: None,
+        host_alloc=host_alloc, host_free=lambda _: None, registered=registered,
+        host_register=registered.__setitem__, host_unregister=registered.__delitem__,
+        synchronize=lambda: gpu.run_until(lambda: gpu.is_idle),
+    )  # fmt: skip
+
+
+class EmulatedKernels:
+    """As kernels.Kernels, with nothing compiled."""
+
+    gather, scatter, tag = "gather", "scatter", "tag"
+    num_sms = 132
+
+    def __init__(self, layout: PagedLayout, *_: object) -> None:
+        self.vec_bytes = vec_bytes_of(layout)
+        self.block_tiles = BlockTiles.of(layout)
+        self.num_planes = len(layout.planes)
+        self.tiles = torch.from_numpy(tile_table(layout).view(np.uint8).copy())
+
+
+@contextmanager
+def emulated(seed: int = 0) -> Iterator[Gpu]:
+    """While it lasts, movers that are made run on the emulated GPU and paged KV is made in host memory."""
+    gpu = Gpu(seed)
+    fake = fake_driver(gpu)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("mover", "lanes", "staging", "feeder", "pinning"):
+            patch.setattr(f"kvloft.transfer.cuda.{name}.driver", fake)
+        patch.setattr(mover_module, "_pci_bus_id", lambda _: "")
+        patch.setattr(mover_module, "_current_stream", lambda _: gpu.compute.handle)
+        patch.setattr(torch.cuda, "current_stream", lambda _=None: SimpleNamespace(cuda_stream=0, synchronize=lambda: None))
+        patch.setattr(mover_module, "ramp", lambda chunks_per_piece, *_: tuple(range(1, chunks_per_piece)))  # as of large chunks
+        patch.setattr("gpu_support.DEVICE", "cpu")
+        patch.setattr("gpu_support.make_kernels", EmulatedKernels)
+        yield gpu
+        assert not fake.registered or gpu.is_broken, "host memory stays pinned"

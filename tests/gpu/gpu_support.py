@@ -1,0 +1,152 @@
+"""What the GPU tests share: paged KV in many layouts, frames in plain memory, movers made for both, and the torch reference."""
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
+from kvloft.seam.plan import LoadPlan, SavePlan
+from kvloft.transfer.cuda.frame_memory import FrameMemory
+from kvloft.transfer.cuda.kernels import Kernels
+from kvloft.transfer.cuda.lanes import Tuning
+from kvloft.transfer.cuda.mover import CudaMover
+from kvloft.transfer.cuda.staging import RingSize
+from kvloft.transfer.layout import PagedLayout, Plane
+from kvloft.transfer.mover import Finished
+
+POISON = 0xA5
+CACHE = Path("/tmp/kvloft-test-kernels")
+DEVICE = "cuda"
+"""Where paged KV is; emulated_gpu.py changes it and what follows."""
+
+
+def make_kernels(layout: PagedLayout) -> Kernels:
+    return Kernels(layout, torch.device("cuda", torch.cuda.current_device()), CACHE)
+
+
+@dataclass
+class Paged:
+    """Paged KV in HBM: buffers of bytes and planes over them."""
+
+    buffers: list[torch.Tensor]
+    planes: list[tuple[int, int, int, int]]
+    """(buffer, offset, block_stride, page_bytes)."""
+    num_blocks: int
+
+    def layout(self) -> PagedLayout:
+        planes = tuple(
+            Plane(self.buffers[i].untyped_storage(), offset, stride, size, self.num_blocks)
+            for i, offset, stride, size in self.planes
+        )
+        return PagedLayout(planes, self.num_blocks, bytes(range(32)))
+
+    def randomize(self, seed: int = 0) -> None:
+        generator = torch.Generator(device=DEVICE).manual_seed(seed)
+        for buffer in self.buffers:
+            buffer.random_(0, 256, generator=generator)
+
+    def poison(self) -> None:
+        for buffer in self.buffers:
+            buffer.fill_(POISON)
+
+    def snapshot(self) -> list[torch.Tensor]:
+        return [buffer.clone() for buffer in self.buffers]
+
+    def payload(self, blocks: Sequence[int], buffers: list[torch.Tensor] | None = None) -> torch.Tensor:
+        """The reference gather: torch slices, page by page."""
+        buffers = buffers or self.buffers
+        return torch.cat([buffers[i][o + b * s : o + b * s + n] for b in blocks for i, o, s, n in self.planes])
+
+    def place(self, buffers: list[torch.Tensor], payload: torch.Tensor, blocks: Sequence[int]) -> None:
+        """The reference scatter, into ``buffers``."""
+        at = 0
+        for b in blocks:
+            for i, o, s, n in self.planes:
+                buffers[i][o + b * s : o + b * s + n] = payload[at : at + n]
+                at += n
+
+    @property
+    def block_bytes(self) -> int:
+        return sum(plane[3] for plane in self.planes)
+
+
+def per_layer(num_layers: int, num_blocks: int, page: int, offset: int = 0, gap: int = 0) -> Paged:
+    """One tensor a layer; pages ``gap`` bytes apart, the first at ``offset``."""
+    stride = page + gap
+    buffers = [torch.empty(offset + num_blocks * stride, dtype=torch.uint8, device=DEVICE) for _ in range(num_layers)]
+    return Paged(buffers, [(i, offset, stride, page) for i in range(num_layers)], num_blocks)
+
+
+def one_buffer(num_layers: int, num_blocks: int, page: int) -> Paged:
+    """All layers in one buffer, layer outermost."""
+    buffer = torch.empty(num_layers * num_blocks * page, dtype=torch.uint8, device=DEVICE)
+    return Paged([buffer], [(0, i * num_blocks * page, page, page) for i in range(num_layers)], num_blocks)
+
+
+def block_outermost(num_layers: int, num_blocks: int, page: int) -> Paged:
+    """All layers of a block side by side."""
+    buffer = torch.empty(num_blocks * num_layers * page, dtype=torch.uint8, device=DEVICE)
+    return Paged([buffer], [(0, i * page, num_layers * page, page) for i in range(num_layers)], num_blocks)
+
+
+def mixed(num_blocks: int, pages: Sequence[int]) -> Paged:
+    """Layers whose pages differ in size (MLA with an indexer)."""
+    buffers = [torch.empty(num_blocks * page, dtype=torch.uint8, device=DEVICE) for page in pages]
+    return Paged(buffers, [(i, 0, page, page) for i, page in enumerate(pages)], num_blocks)
+
+
+class Frames:
+    """Frames in anonymous memory, poisoned."""
+
+    def __init__(self, num_frames: int, part_bytes: int, rank: int = 0, num_ranks: int = 1) -> None:
+        self._map = mmap.mmap(-1, num_frames * part_bytes * num_ranks)
+        self.raw = np.frombuffer(self._map, np.uint8).reshape(num_frames, num_ranks, part_bytes)
+        self.parts = self.raw[:, rank]
+        self.raw[:] = POISON
+        self.memory = FrameMemory(
+            self.raw.ctypes.data, num_frames, part_bytes * num_ranks, rank * part_bytes, part_bytes, rank, self._map
+        )
+
+
+def part_bytes_for(payload: int) -> int:
+    return -(-(payload + 128) // 4096) * 4096
+
+
+def make_mover(paged: Paged, frames: Frames, blocks_per_chunk: int, *, gathers_first: bool = False, **tuning: object) -> CudaMover:
+    layout = paged.layout()
+    kernels = make_kernels(layout)
+    tuning.setdefault("ring", RingSize(2, 1 << 20))
+    mover = CudaMover(
+        layout, frames.memory, kernels, blocks_per_chunk=blocks_per_chunk, tuning=Tuning(**tuning),  # type: ignore[arg-type]
+        gathers_first=gathers_first,
+    )  # fmt: skip
+    mover.wait_pinned()
+    return mover
+
+
+def key_of(number: int) -> ChunkKey:
+    return ChunkKey(number.to_bytes(32, "little"))
+
+
+def copies_of(frames: Sequence[int], blocks: Sequence[Sequence[int]], first_key: int = 1) -> tuple[ChunkCopy, ...]:
+    return tuple(
+        ChunkCopy(frame, key_of(first_key + i), len(ids), 0, tuple(map(BlockId, ids)), Ticket(first_key + i))
+        for i, (frame, ids) in enumerate(zip(frames, blocks, strict=True))
+    )
+
+
+def save(mover: CudaMover, copies: Sequence[ChunkCopy]) -> Finished:
+    mover.begin_step(())
+    mover.submit_saves([SavePlan(ReqId("r"), tuple(copies))])
+    return mover.drain()
+
+
+def load(mover: CudaMover, copies: Sequence[ChunkCopy]) -> Finished:
+    mover.begin_step(())
+    mover.submit_loads([LoadPlan(ReqId("r"), 1, tuple(copies))])
+    return mover.drain()

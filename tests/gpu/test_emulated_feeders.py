@@ -1,0 +1,123 @@
+"""Feeders alone, on the emulated GPU: what nobody polls for is sent all the same, and lands where it belongs. Needs no GPU."""
+
+import os
+import queue
+import random
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
+
+import numpy.typing as npt
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+import torch
+from emulated_gpu import emulated
+from gpu_support import Frames, copies_of, make_mover, part_bytes_for, per_layer
+
+from kvloft.seam.batch import LeasedChunks
+from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.plan import LoadPlan, SavePlan
+from kvloft.transfer.cuda import jobs
+from kvloft.transfer.cuda.mover import NUM_MARKS
+from kvloft.transfer.cuda.pieces import Piece
+from kvloft.transfer.cuda.staging import RingSize
+
+DEADLINE_S = 20.0 * float(os.environ.get("TEST_PACE", "1"))
+BLOCKS = 300
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < deadline, "the feeders did not send it"
+        time.sleep(2e-3)
+
+
+@pytest.mark.parametrize(
+    ("num_chunks", "num_slots", "slot_pages"), [(1, 2, 1), (2, 1, 5), (127, 2, 40), (128, 3, 5), (129, 2, 200)]
+)
+def test_feeders_send_what_nobody_polls_for(
+    num_chunks: int, num_slots: int, slot_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 2)
+    chance = random.Random(num_chunks)
+    with emulated(num_chunks):
+        paged = per_layer(2, BLOCKS, 900)
+        paged.randomize(num_chunks)
+        before = paged.snapshot()
+        frames = Frames(BLOCKS, part_bytes_for(paged.block_bytes))
+        mover = make_mover(paged, frames, 1, ring=RingSize(num_slots, slot_pages * 4096))
+        mover._pinned.wait()
+        sources, targets = chance.sample(range(150), num_chunks), chance.sample(range(150, BLOCKS), num_chunks)
+        copies = copies_of(chance.sample(range(BLOCKS), num_chunks), [[block] for block in sources])
+        mover.begin_step(())
+        mover.submit_saves([SavePlan(ReqId("r"), tuple(copies))])
+        until(lambda: not mover.is_behind)
+        assert sorted(mover.drain().saved) == sorted(copy.ticket for copy in copies)
+        cuts = sorted({0, num_chunks, *chance.choices(range(num_chunks), k=3)})
+        plans = []
+        for number, (begin, end) in enumerate(pairwise(cuts)):
+            rows = [(copy.frame, copy.key, i, 1, "host") for i, copy in enumerate(copies[begin:end])]
+            blocks = tuple(map(BlockId, targets[begin:end]))
+            plans.append(LoadPlan(ReqId(f"l{number}"), number, LeasedChunks(rows, blocks)))
+        mover.begin_step(())
+        mover.submit_loads(plans)
+        until(lambda: not mover.is_behind)
+        done = mover.drain()
+        assert sorted(result.load_id for result in done.loads) == list(range(len(plans))) and not done.bad_blocks
+        assert torch.equal(paged.payload(targets), paged.payload(sources, before))
+        mover.begin_step(())  # gives back the step's own
+        assert len(mover._spare_marks) >= NUM_MARKS, "marks leak"
+        mover.close()
+
+
+def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or whoever asks then, a bench, takes a copy for done whose last piece has not begun."""
+    monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
+    is_at_last, may_send = threading.Event(), threading.Event()
+    with emulated(7):
+        paged = per_layer(2, BLOCKS, 900)
+        mover = make_mover(paged, Frames(BLOCKS, part_bytes_for(paged.block_bytes)), 1, ring=RingSize(2, 4096))
+        mover._pinned.wait()
+        copies = copies_of(list(range(20)), [[block] for block in range(20)])
+        submit = mover.saves.submit
+
+        def slow(piece: Piece, frames: npt.ArrayLike) -> int:
+            if threading.current_thread() is not threading.main_thread() and not mover._queued_pieces[mover.saves]:
+                is_at_last.set()
+                assert may_send.wait(DEADLINE_S)
+            return submit(piece, frames)
+
+        monkeypatch.setattr(mover.saves, "submit", slow)
+        mover.begin_step(())
+        mover.submit_saves([SavePlan(ReqId("r"), tuple(copies))])
+        assert is_at_last.wait(DEADLINE_S), "no feeder came to the last piece"
+        answers: queue.Queue[bool] = queue.Queue()
+        threading.Thread(target=lambda: answers.put(mover.is_behind), daemon=True).start()
+        with suppress(queue.Empty):  # it may wait for the feeder, too
+            assert answers.get(timeout=0.3)
+        may_send.set()
+        until(lambda: not mover.is_behind)
+        assert len(mover.drain().saved) == 20
+        mover.close()
+
+
+@given(st.integers(1, 200), st.integers(12, 42).map(lambda bits: 1 << bits), st.sampled_from([1.0, 100.0, 1e6]))
+def test_first_pieces_grow_and_are_less_than_a_piece(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> None:
+    sizes = [0, *jobs.ramp(chunks_per_piece, part_bytes, prepare_us), chunks_per_piece]
+    assert sizes == sorted(set(sizes)), "an empty piece, one that is smaller than the one before it, or more than a piece"
+
+
+@pytest.mark.parametrize("part_bytes", [256 << 10, 512 << 10, 1 << 20, 2 << 20])
+def test_first_pieces_keep_the_link_at_work_while_the_next_is_prepared(part_bytes: int) -> None:
+    per_piece = (40 << 20) // part_bytes
+    sizes = [*jobs.ramp(per_piece, part_bytes, 100.0), per_piece]
+    assert sizes[0] < per_piece / 2
+    for few, following in pairwise(sizes):
+        assert few * part_bytes / jobs.LINK_BYTES_A_US >= 100.0 + following * jobs.PREPARE_CHUNK_US

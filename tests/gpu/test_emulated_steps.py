@@ -1,0 +1,289 @@
+"""CudaMover's bytes on the emulated GPU: random steps that rewrite, read, save and load, against a dict of what each block holds.
+
+What a save stores is what its block held when it was asked for, whatever is rewritten since; what a forward reads is what was
+written, whatever is loaded meanwhile; a damaged frame is reported. Needs no GPU.
+"""
+
+import os
+from dataclasses import dataclass
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from emulated_gpu import emulated
+from gpu_support import POISON, Frames, key_of, make_mover, part_bytes_for, per_layer
+from kernels_oracle import chunk_tag
+
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
+from kvloft.seam.plan import LoadPlan, SavePlan
+from kvloft.transfer.cuda import mover as mover_module
+from kvloft.transfer.cuda.staging import RingSize
+from kvloft.transfer.mover import Finished
+
+NUM_BLOCKS, NUM_FRAMES, CHUNK = 23, 61, 3
+SHAPES = {
+    "chunks share a piece": (37, {"ring": RingSize(2, 2 * 4096)}),
+    "a chunk takes many pieces": (4099, {"ring": RingSize(2, 12 << 10)}),
+    "small ones go directly": (37, {"ring": RingSize(3, 3 * 4096), "save_direct_below": 300, "load_direct_below": 400}),
+}
+
+
+@dataclass
+class Saved:
+    """A chunk that was asked to be saved: what its frame must hold once it is."""
+
+    frame: int
+    key: ChunkKey
+    blocks: list[int]
+    payload: np.ndarray
+    is_damaged: bool = False
+
+
+@dataclass
+class Wanted:
+    """A chunk of a load: what ``blocks`` must hold once it is reported, or that it must be reported as bad."""
+
+    saved: Saved
+    copy: ChunkCopy
+    payload: np.ndarray
+    is_bad: bool
+
+
+class Steps(RuleBasedStateMachine):
+    @initialize(seed=st.integers(0, 2**32), shape=st.sampled_from(sorted(SHAPES)), zeroes=st.booleans())
+    def start(self, seed: int, shape: str, zeroes: bool) -> None:
+        self.zeroes = zeroes
+        self.context = emulated(seed)
+        self.gpu = self.context.__enter__()
+        self.patch = pytest.MonkeyPatch()
+        no_thread = SimpleNamespace(wake=lambda: None, close=lambda: None)
+        self.patch.setattr(mover_module, "Feeder", lambda *_, **__: no_thread)
+        pinned = SimpleNamespace(is_complete=True, close=lambda: None, wait=lambda _: True)
+        self.patch.setattr(mover_module, "PinnedRange", lambda *_, **__: pinned)
+        page, tuning = SHAPES[shape]
+        self.paged = per_layer(2, NUM_BLOCKS, page, offset=3, gap=5)
+        self.paged.poison()
+        self.frames = Frames(NUM_FRAMES, part_bytes_for(CHUNK * self.paged.block_bytes), rank=1, num_ranks=2)
+        self.mover = make_mover(self.paged, self.frames, CHUNK, gathers_first=zeroes, **tuning)
+        self.buffers = [buffer.numpy() for buffer in self.paged.buffers]
+        self.random = np.random.default_rng(seed)
+        self.held: dict[int, np.ndarray | None] = dict.fromkeys(range(NUM_BLOCKS))  # None: nobody may rely on it
+        self.free = set(range(NUM_FRAMES))
+        self.unsaved: dict[int, Saved] = {}
+        self.saved: list[Saved] = []
+        self.loads: dict[int, list[Wanted]] = {}
+        self.bad_blocks: set[int] = set()
+        self.wrong: list[str] = []
+        self.next_ticket = self.next_load = 1
+        for block in range(NUM_BLOCKS):
+            self.enqueue_write(block)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "gpu"):
+            return
+        try:
+            self.take(self.mover.drain())
+            self.mover.close()
+            assert not self.unsaved and not self.loads, "not everything was reported"
+            if not self.gpu.is_broken:
+                self.gpu.run_until(lambda: self.gpu.is_idle)
+                for block, payload in self.held.items():
+                    assert payload is None or np.array_equal(self.now(block), payload)
+            assert not self.wrong, self.wrong
+            self.check_nothing_else_was_written()
+            self.context.__exit__(None, None, None)
+        finally:
+            self.patch.undo()
+            self.context.gen.close()  # type: ignore[attr-defined]
+
+    # -- the engine's side ----------------------------------------------------------------------------------------
+
+    def pages(self, block: int) -> list[np.ndarray]:
+        return [self.buffers[i][o + block * s : o + block * s + n] for i, o, s, n in self.paged.planes]
+
+    def now(self, block: int) -> np.ndarray:
+        return np.concatenate(self.pages(block))
+
+    def enqueue_write(self, block: int) -> None:
+        payload = self.random.integers(0, 256, self.paged.block_bytes, np.uint8)
+
+        def write() -> None:
+            at = 0
+            for page in self.pages(block):
+                page[:] = payload[at : at + len(page)]
+                at += len(page)
+
+        self.gpu.compute.enqueue(write)
+        self.held[block] = payload
+
+    def enqueue_read(self, block: int) -> None:
+        want = self.held[block]
+
+        def read() -> None:
+            if not np.array_equal(self.now(block), want):
+                self.wrong.append(f"a forward read what was not in block {block}")
+
+        self.gpu.compute.enqueue(read)
+
+    def enqueue_forward(self, random: Random, blocks: list[int]) -> None:
+        for block in random.sample(blocks, min(len(blocks), 4)):
+            if self.held[block] is not None:
+                self.enqueue_read(block)
+
+    # -- rules ----------------------------------------------------------------------------------------------------
+
+    @rule(
+        random=st.randoms(use_true_random=True),
+        num_written=st.integers(0, 6),
+        num_saves=st.integers(0, 9),
+        num_loads=st.integers(0, 6),
+    )
+    def step(self, random: Random, num_written: int, num_saves: int, num_loads: int) -> None:
+        loading = {int(block) for chunks in self.loads.values() for wanted in chunks for block in wanted.copy.blocks}
+        mine = random.sample(sorted(set(range(NUM_BLOCKS)) - loading), NUM_BLOCKS - len(loading))
+        loads = self.choose_loads(random, mine, num_loads)  # takes its blocks from ``mine``
+        written = mine[:num_written]
+        read_by_saves = {block for saved in self.unsaved.values() for block in saved.blocks}
+        if self.zeroes and not self.gpu.is_broken:
+            for block in written:  # as vLLM zeroes new blocks, before any hook of the step
+                self.enqueue_write(block)
+        self.mover.begin_step([BlockId(block) for block in written if block in read_by_saves], has_loads=random.random() < 0.8)
+        if not self.gpu.is_broken:
+            self.enqueue_forward(random, mine)
+            for block in written:
+                self.enqueue_write(block)
+            self.enqueue_forward(random, written)
+        if loads:
+            for wanted in loads:
+                self.held.update(dict.fromkeys(map(int, wanted.copy.blocks)))
+            self.loads[self.next_load] = loads
+            plan = LoadPlan(ReqId("l"), self.next_load, tuple(wanted.copy for wanted in loads))
+            self.next_load += 1
+            self.mover.submit_loads([plan])
+        saves = self.choose_saves(random, [block for block in mine if self.held[block] is not None], num_saves)
+        if saves:
+            self.mover.submit_saves([SavePlan(ReqId("s"), tuple(saves))])
+
+    def choose_loads(self, random: Random, mine: list[int], count: int) -> list[Wanted]:
+        wanted: list[Wanted] = []
+        for saved in random.sample(self.saved, min(count, len(self.saved))):
+            first = random.randrange(len(saved.blocks))
+            num = random.randint(1, len(saved.blocks) - first)
+            if num > len(mine):
+                break
+            blocks = tuple(BlockId(mine.pop()) for _ in range(num))
+            key = key_of(10**6) if random.random() < 0.1 else saved.key
+            size = self.paged.block_bytes
+            copy = ChunkCopy(saved.frame, key, len(saved.blocks), first, blocks)
+            payload = saved.payload[first * size : (first + num) * size]
+            wanted.append(Wanted(saved, copy, payload, saved.is_damaged or key != saved.key))
+        return wanted
+
+    def choose_saves(self, random: Random, blocks: list[int], count: int) -> list[ChunkCopy]:
+        copies: list[ChunkCopy] = []
+        for _ in range(min(count, len(self.free))):
+            mine = random.sample(blocks, min(len(blocks), random.randint(1, CHUNK)))
+            if not mine:
+                break
+            frame = random.choice(sorted(self.free))
+            self.free.remove(frame)
+            ticket, self.next_ticket = self.next_ticket, self.next_ticket + 1
+            payload = np.concatenate([self.held[block] for block in mine])  # type: ignore[misc]
+            self.unsaved[ticket] = Saved(frame, key_of(ticket), mine, payload)
+            copies.append(ChunkCopy(frame, key_of(ticket), len(mine), 0, tuple(map(BlockId, mine)), Ticket(ticket)))
+        return copies
+
+    @rule(num_commands=st.integers(1, 60))
+    def gpu_runs(self, num_commands: int) -> None:
+        self.gpu.advance(num_commands)
+
+    @rule()
+    def engine_polls(self) -> None:
+        self.take(self.mover.poll())
+
+    @rule()
+    def feeders_run(self) -> None:
+        for lane in (self.mover.saves, self.mover.loads):
+            with self.mover._lock:
+                if (event := self.mover._awaited(lane)) is not None and (self.gpu.is_broken or event.is_done()):
+                    self.mover._feed(lane)
+
+    @rule(random=st.randoms(use_true_random=True))
+    def a_bit_flips(self, random: Random) -> None:
+        being_loaded = {wanted.saved.frame for chunks in self.loads.values() for wanted in chunks}
+        idle = [saved for saved in self.saved if saved.frame not in being_loaded and not saved.is_damaged]  # it may flip back
+        if idle and random.random() < 0.3:
+            saved = random.choice(idle)
+            self.frames.parts[saved.frame, random.randrange(len(saved.payload))] ^= 1 << random.randrange(8)
+            saved.is_damaged = True
+
+    @rule()
+    def frames_are_given_to_others(self) -> None:
+        being_loaded = {wanted.saved.frame for chunks in self.loads.values() for wanted in chunks}
+        gone = [saved for saved in self.saved if saved.frame not in being_loaded][::2]
+        self.saved = [saved for saved in self.saved if saved not in gone]
+        self.free.update(saved.frame for saved in gone)
+
+    @precondition(lambda self: self.next_ticket > 60)
+    @rule()
+    def the_gpu_breaks(self) -> None:
+        self.gpu.stop_forever()
+        self.held = dict.fromkeys(range(NUM_BLOCKS))
+
+    # -- what comes back ------------------------------------------------------------------------------------------
+
+    def take(self, done: Finished) -> None:
+        suspects = {
+            int(b) for chunks in self.loads.values() for w in chunks if w.is_bad or self.gpu.is_broken for b in w.copy.blocks
+        }
+        assert done.bad_blocks <= suspects, "a chunk that is as it was saved was called bad"
+        self.bad_blocks |= done.bad_blocks  # they may come before their load's end
+        for result in done.loads:
+            chunks = self.loads.pop(result.load_id)
+            bad_keys = sorted(key for key, _ in result.bad_keys)
+            assert not result.failed or self.gpu.is_broken
+            assert self.gpu.is_broken or bad_keys == sorted(wanted.copy.key for wanted in chunks if wanted.is_bad)
+            for wanted in chunks:
+                blocks = list(map(int, wanted.copy.blocks))
+                if wanted.is_bad or self.bad_blocks.issuperset(blocks):
+                    assert self.bad_blocks.issuperset(blocks), "a chunk that is not what was saved may be read"
+                    self.bad_blocks.difference_update(blocks)
+                    continue
+                got = np.concatenate([self.now(block) for block in blocks])
+                assert np.array_equal(got, wanted.payload), "a load brought something else"
+                self.held.update(zip(blocks, wanted.payload.reshape(len(blocks), -1), strict=True))
+        for ticket in done.failed:
+            self.free.add(self.unsaved.pop(ticket).frame)
+        trailers = self.frames.memory.trailers()
+        for ticket in done.saved:
+            saved = self.unsaved.pop(ticket)
+            assert np.array_equal(self.frames.parts[saved.frame, : len(saved.payload)], saved.payload), "saved something else"
+            page_bytes = [plane[3] for plane in self.paged.planes]
+            assert int(trailers[saved.frame]["tag"]) == chunk_tag(saved.payload, page_bytes, len(saved.blocks))
+            self.saved.append(saved)
+
+    def check_nothing_else_was_written(self) -> None:
+        assert (self.frames.raw[:, 0] == POISON).all(), "another rank's part was written"
+        for saved in self.saved:
+            payload = self.frames.parts[saved.frame, : len(saved.payload)]
+            assert saved.is_damaged or np.array_equal(payload, saved.payload), "a saved frame was written again"
+        for buffer, (_, offset, stride, size) in zip(self.buffers, self.paged.planes, strict=True):
+            is_gap = np.ones(len(buffer), bool)
+            for block in range(NUM_BLOCKS):
+                is_gap[offset + block * stride : offset + block * stride + size] = False
+            assert (buffer[is_gap] == POISON).all(), "written between pages"
+
+
+Steps.TestCase.settings = settings(
+    max_examples=max(10, settings().max_examples // 4), stateful_step_count=40, derandomize="CI" in os.environ
+)
+TestSteps: Any = Steps.TestCase

@@ -1,0 +1,242 @@
+"""Pieces of a save or a load that begin on an idle link are small at first, whoever's chunks are in them. Needs no GPU."""
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+import torch
+from emulated_gpu import Gpu, emulated
+from gpu_support import Frames, Paged, copies_of, load, make_mover, part_bytes_for, per_layer, save
+
+from kvloft.seam.batch import ChunkCopy, LeasedChunks, ReservedChunks
+from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.plan import LoadPlan, SavePlan
+from kvloft.transfer.cuda import jobs
+from kvloft.transfer.cuda import mover as mover_module
+from kvloft.transfer.cuda.jobs import Load, Mark, QueuedLoad
+from kvloft.transfer.cuda.mover import CudaMover
+from kvloft.transfer.cuda.staging import RingSize
+
+PER_PIECE, BLOCKS = 6, 120
+
+
+class Rig:
+    """A mover whose first pieces have 2 and 3 chunks, later ones 6; how many chunks each piece had, as they were sent."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(mover_module, "ramp", lambda *_: (2, 3))
+        patch.setattr(mover_module, "SLOTS_AHEAD", 100)
+        self.paged: Paged = per_layer(2, BLOCKS, 900)
+        self.paged.randomize(1)
+        frames = Frames(BLOCKS, part_bytes_for(self.paged.block_bytes))
+        self.mover: CudaMover = make_mover(self.paged, frames, 1, ring=RingSize(2, PER_PIECE * 4096))
+        self.sizes: list[int] = []
+        for lane in (self.mover.saves, self.mover.loads):
+            patch.setattr(lane, "submit", self.noted(lane.submit))
+
+    def noted(self, submit: Any) -> Any:
+        def noting(piece: Any, frames: Sequence[int], **more: Any) -> Any:
+            assert list(frames) == sorted(frames), "neighbours in the arena are not one copy"
+            self.sizes.append(piece.num_segments)
+            return submit(piece, frames, **more)
+
+        return noting
+
+    def sent(self) -> list[int]:
+        sizes, self.sizes[:] = list(self.sizes), []
+        return sizes
+
+    def submit_saves(self, *counts: int) -> list[int]:
+        self.mover.begin_step(())
+        places = iter(range(BLOCKS))
+        plans = [[next(places) for _ in range(count)] for count in counts]
+        self.mover.submit_saves([SavePlan(ReqId("s"), copies_of(plan, [[p] for p in plan], plan[0] + 1)) for plan in plans])
+        return self.sent()
+
+    def submit_loads(self, *counts: int) -> list[int]:
+        self.mover.begin_step((), has_loads=True)
+        places = iter(range(BLOCKS))
+        plans = [[next(places) for _ in range(count)] for count in counts]
+        loads = [copies_of(plan, [[p + 60] for p in plan], plan[0] + 1) for plan in plans]
+        self.mover.submit_loads([LoadPlan(ReqId("l"), i, copies) for i, copies in enumerate(loads)])
+        return self.sent()
+
+
+@pytest.fixture
+def gpu() -> Iterator[Gpu]:
+    with emulated(5) as gpu:
+        yield gpu
+
+
+@pytest.fixture
+def rig(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
+    rig = Rig(monkeypatch)
+    yield rig
+    rig.mover.close()
+
+
+def test_saves_begin_with_few_chunks_on_an_idle_link_only(rig: Rig) -> None:
+    assert rig.submit_saves(20) == [2, 3, 6, 6, 3]
+    assert rig.submit_saves(20) == [6, 6, 6, 2], "the link is at work for longer than it takes to prepare a piece"
+    rig.mover.drain()
+    assert rig.submit_saves(3, 17) == [2, 3, 6, 6, 3]
+    rig.mover.drain()
+    assert rig.submit_saves(PER_PIECE) == [PER_PIECE], "nothing comes after it"
+    rig.mover.drain()
+    assert rig.submit_saves(PER_PIECE + 1) == [2, 3, 2]
+
+
+@pytest.mark.parametrize(
+    ("counts", "sizes"),
+    [
+        ([20], [2, 3, 6, 6, 2, 1]),
+        ([1, 19], [2, 3, 6, 6, 2, 1]),
+        ([17], [2, 3, 6, 5, 1]),
+        ([7, 7, 7, 7], [2, 3, 6, 6, 6, 4, 1]),
+        ([PER_PIECE], [PER_PIECE]),
+        ([1, 2, 3], [PER_PIECE]),
+        ([1, 1, 1, 1, 1, 2], [2, 5]),
+    ],
+)
+def test_loads_begin_with_few_chunks_whosever_they_are(rig: Rig, counts: list[int], sizes: list[int]) -> None:
+    save(rig.mover, copies_of(range(60), [[block] for block in range(60)]))
+    rig.sent()
+    for _ in range(2):  # the second time the link is idle again
+        assert rig.submit_loads(*counts) == sizes
+        done = rig.mover.drain()
+        assert sorted(result.load_id for result in done.loads) == list(range(len(counts))) and not done.bad_blocks
+        rig.sent()
+    assert torch.equal(rig.paged.payload(range(60, 60 + sum(counts))), rig.paged.payload(range(sum(counts))))
+
+
+def test_saves_are_sent_in_the_order_of_frames_whatever_order_they_come_in(rig: Rig) -> None:
+    """`Rig.noted` looks at each piece."""
+    rig.mover.begin_step(())
+    backwards = copies_of(range(20)[::-1], [[block] for block in range(20)])
+    rows = [(copy.ticket, 20 + copy.frame, copy.key, i, 1) for i, copy in enumerate(backwards)]
+    for chunks in (backwards, ReservedChunks(rows, tuple(copy.blocks[0] for copy in backwards))):
+        rig.mover.submit_saves([SavePlan(ReqId("s"), chunks)])
+        assert sorted(rig.mover.drain().saved) == list(range(1, 21))
+    assert rig.sent() == [2, 3, 6, 6, 3] * 2
+
+
+def rows_of(copies: Sequence[ChunkCopy]) -> ReservedChunks:
+    return ReservedChunks([(c.ticket, c.frame, c.key, i, 1) for i, c in enumerate(copies)], tuple(c.blocks[0] for c in copies))
+
+
+@pytest.mark.parametrize("in_rows", [False, True])
+def test_saves_that_are_not_taken_are_told_each_once(rig: Rig, in_rows: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = copies_of(range(20), [[block] for block in range(20)])
+    plan = SavePlan(ReqId("s"), rows_of(copies) if in_rows else copies)
+    with monkeypatch.context() as patch:
+        patch.setattr(mover_module, "MAX_PIECES", 3)
+        rig.mover.begin_step(())
+        rig.mover.submit_saves([plan])
+        done = rig.mover.drain()
+    assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 12)), list(range(12, 21)))
+    with monkeypatch.context() as patch:
+        part = rig.mover._memory.frame_bytes
+        patch.setattr(rig.mover, "_pinned", SimpleNamespace(is_complete=False, num_pinned_bytes=7 * part))
+        rig.mover.submit_saves([plan])
+        done = rig.mover.drain()
+    assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 8)), list(range(8, 21)))
+    rig.mover._break("as the test wanted it")
+    rig.mover.submit_saves([plan])
+    assert (done := rig.mover.drain()).saved == [] and sorted(done.failed) == list(range(1, 21))
+
+
+def test_a_load_that_cannot_be_made_takes_no_other_with_it(rig: Rig) -> None:
+    """They share a piece; what is said to be bad is thrown away."""
+    save(rig.mover, copies_of(range(60), [[block] for block in range(60)]))
+    rows = [(frame, (frame + 1).to_bytes(32, "little"), 0, 1, "host") for frame in range(6)]
+    plans = [
+        LoadPlan(ReqId("a"), 0, LeasedChunks(rows[:2], (BlockId(70), BlockId(71)))),
+        LoadPlan(ReqId("b"), 1, LeasedChunks(rows[2:4], (BlockId(72), BlockId(10**6)))),
+        LoadPlan(ReqId("c"), 2, LeasedChunks(rows[4:], (BlockId(74), BlockId(75)))),
+        LoadPlan(ReqId("d"), 3, LeasedChunks(rows[:1], (BlockId(2**80),))),
+    ]
+    rig.mover.begin_step((), has_loads=True)
+    rig.mover.submit_loads(plans)
+    done = rig.mover.drain()
+    assert {result.load_id: len(result.bad_keys) for result in done.loads} == {0: 0, 1: 2, 2: 0, 3: 1}
+    assert done.bad_blocks == {72, 10**6, 2**80}
+    assert torch.equal(rig.paged.payload([70, 71, 74, 75]), rig.paged.payload([0, 1, 4, 5]))
+    rig.mover.begin_step(())
+    assert all(not mark.users for mark in rig.mover._spare_marks)
+
+
+def test_what_other_steps_load_makes_no_first_piece_small(rig: Rig) -> None:
+    """Their chunks cannot be in it."""
+    loads = [Load(LoadPlan(ReqId("l"), i, copies_of(range(4), [[0]] * 4)), 4, []) for i in range(2)]
+    for load_ in loads:
+        mark = Mark(mover_module.driver.Event(), users=1)
+        rig.mover._queued_loads.append(QueuedLoad(load_, load_.plan.chunks, mark))
+    taken, owners, _ = rig.mover._take_loads()
+    assert len(taken) == 4 and owners == [(loads[0], 4)]
+    rig.mover._queued_loads.clear()
+
+
+def test_nothing_is_sorted_before_the_first_piece_is_out() -> None:
+    class Watched(tuple):  # type: ignore[type-arg]
+        longest = 0
+
+        def __getitem__(self, index: Any) -> Any:
+            found = super().__getitem__(index)
+            Watched.longest = max(Watched.longest, len(found))
+            return found
+
+    copies = Watched(copies_of(range(100), [[0]] * 100))
+    waiting = QueuedLoad(Load(LoadPlan(ReqId("l"), 0, copies), 100, []), copies, Mark(event=None))  # type: ignore[arg-type]
+    for room in (2, 4):
+        waiting.take(room, per_piece=PER_PIECE, is_last=True)
+        assert Watched.longest == room
+    waiting.take(PER_PIECE, per_piece=PER_PIECE, is_last=True)
+    waiting.take(PER_PIECE, per_piece=PER_PIECE, is_last=True)
+    assert Watched.longest == jobs.SORTED_PIECES * PER_PIECE
+
+
+def test_loads_behind_others_that_still_run_are_full_pieces(rig: Rig) -> None:
+    save(rig.mover, copies_of(range(60), [[block] for block in range(60)]))
+    rig.sent()
+    assert rig.submit_loads(20)[:2] == [2, 3]
+    assert rig.submit_loads(20)[:2] == [6, 6]
+    rig.mover.drain()
+
+
+@given(
+    num=st.integers(1, 300), per_piece=st.integers(1, 12), rooms=st.lists(st.integers(1, 12), min_size=1), seed=st.randoms()
+)  # fmt: skip
+def test_a_load_hands_out_each_chunk_once_in_the_order_of_frames(num: int, per_piece: int, rooms: list[int], seed: Any) -> None:
+    copies = copies_of(seed.sample(range(1000), num), [[0]] * num)
+    waiting = QueuedLoad(Load(LoadPlan(ReqId("l"), 0, copies), num, []), copies, Mark(event=None))  # type: ignore[arg-type]
+    handed: list[ChunkCopy] = []
+    while waiting.num_left:
+        room = min(rooms[len(handed) % len(rooms)], per_piece)
+        taken = waiting.take(room, per_piece=per_piece, is_last=True)
+        assert 1 <= len(taken) <= room and list(taken) == sorted(taken, key=lambda copy: copy.frame)
+        handed += taken
+        assert waiting.num_left == num - len(handed)
+    assert sorted(handed) == sorted(copies)
+    window = jobs.SORTED_PIECES * per_piece
+    late = handed[2 * per_piece :]
+    assert sum(a.frame > b.frame for a, b in pairwise(late)) <= 2 * (num // window + 2)
+
+
+def test_the_compute_stream_is_the_one_that_is_current_now(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine may switch streams between steps; a mark in another stream orders nothing (I2)."""
+    mover = Rig(monkeypatch).mover
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mover_module.driver.Stream, "view", lambda handle: SimpleNamespace(handle=handle))
+        for handle in (7, 9, 9, 7):
+            patch.setattr(mover_module, "_current_stream", lambda _, handle=handle: handle)
+            assert mover._compute().handle == handle
+    mover._compute_stream = gpu.compute  # type: ignore[assignment]
+    assert not load(mover, ()).bad_blocks
+    mover.close()

@@ -1,0 +1,293 @@
+"""Saves and loads on a GPU, bit for bit against torch: layouts x page sizes x odd dims x permutations, poisoned destinations."""
+
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+pytestmark = pytest.mark.gpu
+
+from gpu_support import (
+    POISON,
+    Frames,
+    Paged,
+    block_outermost,
+    copies_of,
+    load,
+    make_mover,
+    mixed,
+    one_buffer,
+    part_bytes_for,
+    per_layer,
+    save,
+)  # fmt: skip
+from kernels_oracle import chunk_tag
+
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.plan import LoadPlan, SavePlan
+from kvloft.transfer.cuda.staging import RingSize
+
+LAYOUTS = {
+    "per_layer_16": lambda: per_layer(5, 37, 4096 * 3),
+    "per_layer_8": lambda: per_layer(3, 37, 4096 + 8, gap=16),
+    "per_layer_4": lambda: per_layer(3, 29, 5036),
+    "per_layer_1": lambda: per_layer(3, 29, 4099, offset=3, gap=7),
+    "tiny_pages": lambda: per_layer(2, 41, 16),
+    "one_byte_pages": lambda: per_layer(7, 41, 1),
+    "one_buffer_18k": lambda: one_buffer(7, 31, 18 << 10),
+    "block_outermost_64k": lambda: block_outermost(3, 23, 64 << 10),
+    "mla_and_indexer": lambda: mixed(23, [656 * 64, 132 * 64, 656 * 64, 132 * 64]),
+    "odd_mix": lambda: mixed(19, [577, 1, 8192, 4100, 13]),
+    "two_mebibytes": lambda: block_outermost(1, 11, 2 << 20),
+}
+ROUTES = {
+    "staged": {"ring": RingSize(2, 1 << 20)},
+    "one_slot": {"ring": RingSize(1, 256 << 10)},
+    "direct": {"save_direct_below": 1 << 40, "load_direct_below": 1 << 40},
+    "few_ctas": {"save_ctas": 3, "load_ctas": 2, "ring": RingSize(3, 300 << 10)},
+}
+
+
+def random_chunks(paged: Paged, blocks_per_chunk: int, num_frames: int, seed: int) -> tuple[list[int], list[list[int]]]:
+    """Some frames and the blocks for each, all different, tails among them."""
+    rng = random.Random(seed)
+    blocks = rng.sample(range(paged.num_blocks), paged.num_blocks)
+    chunks = []
+    while blocks and len(chunks) < num_frames - 2:
+        size = blocks_per_chunk if rng.random() < 0.7 else rng.randint(1, blocks_per_chunk)
+        chunks.append(blocks[:size])
+        blocks = blocks[size:]
+    frames = rng.sample(range(num_frames), len(chunks))
+    return (sorted(frames) if rng.random() < 0.5 else frames), chunks
+
+
+@pytest.mark.parametrize("blocks_per_chunk", [1, 3])
+@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_round_trip_is_bitwise(layout: str, route: str, blocks_per_chunk: int) -> None:
+    paged = LAYOUTS[layout]()
+    num_frames = paged.num_blocks + 3
+    frames = Frames(num_frames, part_bytes_for(paged.block_bytes * blocks_per_chunk))
+    mover = make_mover(paged, frames, blocks_per_chunk, **ROUTES[route])
+    page_bytes = [plane[3] for plane in paged.planes]
+    for seed in range(2):
+        paged.randomize(seed)
+        before = paged.snapshot()
+        frames.raw[:] = POISON
+        places, chunks = random_chunks(paged, blocks_per_chunk, num_frames, seed)
+        copies = copies_of(places, chunks)
+        done = save(mover, copies)
+        assert sorted(done.saved) == [copy.ticket for copy in copies] and not done.failed
+        trailers = frames.memory.trailers()
+        for frame, blocks in zip(places, chunks, strict=True):
+            want = paged.payload(blocks).cpu().numpy()
+            assert np.array_equal(frames.parts[frame, : len(want)], want)
+            assert int(trailers[frame]["tag"]) == chunk_tag(want, page_bytes, len(blocks))
+        for frame in set(range(num_frames)) - set(places):
+            assert (frames.raw[frame] == POISON).all(), "a frame nobody asked for was written"
+        for now, then in zip(paged.buffers, before, strict=True):
+            assert torch.equal(now, then), "a save changed its source"
+        check_load(paged, mover, copies, before, seed)
+    mover.close()
+
+
+def check_load(paged: Paged, mover, copies, saved: list[torch.Tensor], seed: int) -> None:
+    """Load everything into other blocks of poisoned KV; all else stays poison."""
+    paged.poison()
+    target = random.Random(seed + 100).sample(range(paged.num_blocks), paged.num_blocks)
+    want = paged.snapshot()
+    moved, at = [], 0
+    for copy in copies:
+        ids = target[at : at + copy.num_blocks]
+        at += copy.num_blocks
+        moved.append(ChunkCopy(copy.frame, copy.key, copy.num_blocks, 0, tuple(map(BlockId, ids))))
+        paged.place(want, paged.payload(copy.blocks, saved), ids)
+    done = load(mover, moved)
+    assert [result.bad_keys for result in done.loads] == [()] and not done.bad_blocks
+    for now, then in zip(paged.buffers, want, strict=True):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_partial_loads_write_only_what_they_want(route: str) -> None:
+    paged = per_layer(3, 41, 4096 + 16)
+    frames = Frames(6, part_bytes_for(paged.block_bytes * 7))
+    mover = make_mover(paged, frames, 7, **ROUTES[route])
+    paged.randomize()
+    saved = paged.snapshot()
+    chunks = [list(range(7 * i, 7 * i + 7)) for i in range(4)]
+    copies = copies_of([4, 1, 2, 5], chunks)
+    save(mover, copies)
+    paged.poison()
+    want = paged.snapshot()
+    part = []
+    for (first, count), copy, target in zip([(0, 7), (2, 5), (1, 3), (6, 1)], copies, [30, 20, 10, 0], strict=True):
+        ids = tuple(BlockId(target + i) for i in range(count))
+        part.append(ChunkCopy(copy.frame, copy.key, 7, first, ids))
+        paged.place(want, paged.payload(copy.blocks[first : first + count], saved), ids)
+    done = load(mover, part)
+    assert not done.bad_blocks
+    for now, then in zip(paged.buffers, want, strict=True):
+        assert torch.equal(now, then)
+    mover.close()
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_ranks_stay_in_their_part(rank: int) -> None:
+    paged = one_buffer(3, 16, 8192)
+    frames = Frames(12, part_bytes_for(paged.block_bytes), rank, 3)
+    mover = make_mover(paged, frames, 1)
+    paged.randomize()
+    saved = paged.snapshot()
+    copies = copies_of([3, 4, 5, 6, 9], [[5], [2], [15], [0], [7]])
+    save(mover, copies)
+    others = np.delete(frames.raw, rank, axis=1)
+    assert (others == POISON).all()
+    for copy in copies:
+        want = paged.payload(copy.blocks).cpu().numpy()
+        assert np.array_equal(frames.parts[copy.frame, : len(want)], want)
+    paged.poison()
+    assert not load(mover, copies).bad_blocks
+    for copy in copies:
+        assert torch.equal(paged.payload(copy.blocks), paged.payload(copy.blocks, saved))
+    mover.close()
+
+
+def test_save_reads_after_the_forward_and_before_the_next_writer() -> None:
+    """The compute stream is kept busy, so that a gather that did not wait, or a writer that did not, would show."""
+    paged = block_outermost(4, 64, 64 << 10)
+    frames = Frames(64, part_bytes_for(paged.block_bytes))
+    mover = make_mover(paged, frames, 1, ring=RingSize(2, 256 << 10))
+    big = torch.randn(4096, 4096, device="cuda")
+    for seed in range(4):
+        paged.poison()
+        torch.cuda.synchronize()
+        mover.begin_step(())
+        for _ in range(20):
+            big = torch.tanh(big @ big)
+        paged.randomize(seed)
+        want = paged.buffers[0].clone()
+        copies = copies_of(list(range(64)), [[b] for b in range(64)])
+        mover.submit_saves([SavePlan(ReqId("r"), copies)])
+        mover.begin_step(list(map(BlockId, range(64))))
+        paged.poison()
+        done = mover.drain()
+        assert len(done.saved) == 64
+        for copy in copies:
+            block = paged.payload(copy.blocks, [want]).cpu().numpy()
+            assert np.array_equal(frames.parts[copy.frame, : len(block)], block)
+    mover.close()
+
+
+def test_load_writes_after_the_last_reader() -> None:
+    paged = block_outermost(4, 64, 64 << 10)
+    frames = Frames(64, part_bytes_for(paged.block_bytes))
+    mover = make_mover(paged, frames, 1)
+    paged.randomize(1)
+    copies = copies_of(list(range(64)), [[b] for b in range(64)])
+    save(mover, copies)
+    paged.poison()
+    big = torch.randn(4096, 4096, device="cuda")
+    torch.cuda.synchronize()
+    for _ in range(20):
+        big = torch.tanh(big @ big)
+    seen = paged.buffers[0].clone()
+    mover.begin_step(())
+    mover.submit_loads([LoadPlan(ReqId("r"), 1, copies)])
+    mover.drain()
+    assert (seen == POISON).all()
+    mover.close()
+
+
+def test_loads_follow_saves_of_the_same_blocks() -> None:
+    """A block saved for one owner and loaded for the next, with no host wait between."""
+    paged = block_outermost(2, 64, 256 << 10)
+    frames = Frames(128, part_bytes_for(paged.block_bytes))
+    mover = make_mover(paged, frames, 1, ring=RingSize(2, 1 << 20))
+    paged.randomize(3)
+    first = paged.buffers[0].clone()
+    mine = copies_of(list(range(64)), [[b] for b in range(64)])
+    save(mover, mine)
+    paged.randomize(4)
+    second = paged.buffers[0].clone()
+    others = copies_of(list(range(64, 128)), [[b] for b in range(64)], first_key=1000)
+    mover.begin_step(())
+    mover.submit_saves([SavePlan(ReqId("s"), others)])
+    mover.begin_step(())
+    mover.submit_loads([LoadPlan(ReqId("l"), 1, mine)])
+    done = mover.drain()
+    assert len(done.saved) == 64 and not done.bad_blocks
+    assert torch.equal(paged.buffers[0], first)
+    for copy in others:
+        want = paged.payload(copy.blocks, [second]).cpu().numpy()
+        assert np.array_equal(frames.parts[copy.frame, : len(want)], want)
+    mover.close()
+
+
+class NothingPinned:
+    """A range of which nothing is pinned yet."""
+
+    is_complete = False
+    num_pinned_bytes = 0
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        return False
+
+    def close(self) -> None: ...
+
+
+def test_frames_not_pinned_yet_are_loaded_and_not_saved_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = per_layer(3, 40, 4096)
+    frames = Frames(40, part_bytes_for(paged.block_bytes))
+    paged.randomize()
+    before = paged.snapshot()
+    copies = copies_of(random.Random(4).sample(range(40), 30), [[block] for block in range(30)])
+    mover = make_mover(paged, frames, 1, ring=RingSize(2, 256 << 10))
+    save(mover, copies)
+    mover.close()
+    monkeypatch.setattr("kvloft.transfer.cuda.mover.PinnedRange", NothingPinned)
+    mover = make_mover(paged, frames, 1, ring=RingSize(2, 256 << 10))
+    check_load(paged, mover, copies, before, seed=5)
+    held = frames.raw.copy()
+    done = save(mover, copies)
+    assert sorted(done.failed) == sorted(copy.ticket for copy in copies) and not done.saved
+    assert np.array_equal(frames.raw, held)
+    mover.close()
+
+
+def test_every_ticket_and_load_comes_back_once() -> None:
+    paged = per_layer(2, 600, 512)
+    frames = Frames(600, part_bytes_for(paged.block_bytes))
+    mover = make_mover(paged, frames, 1, ring=RingSize(2, 256 << 10))
+    paged.randomize()
+    saved, failed, loads = [], [], []
+
+    def take(done) -> None:
+        saved.extend(done.saved)
+        failed.extend(done.failed)
+        loads.extend(result.load_id for result in done.loads)
+
+    for step in range(300):
+        mover.begin_step(())
+        mover.submit_saves([SavePlan(ReqId("r"), copies_of([2 * step, 2 * step + 1], [[2 * step], [2 * step + 1]], 10 * step + 1))])
+        mover.submit_loads([LoadPlan(ReqId("e"), step, (), (BlockId(3),))])
+        take(mover.poll())
+    take(mover.drain())
+    assert sorted(saved + failed) == sorted(t for step in range(300) for t in (10 * step + 1, 10 * step + 2))
+    assert loads == list(range(300)) and len(saved) > 100
+    mover.close()
+
+
+def test_copies_outside_the_arena_are_failures_not_writes() -> None:
+    paged = per_layer(2, 8, 512)
+    frames = Frames(4, part_bytes_for(paged.block_bytes))
+    mover = make_mover(paged, frames, 1)
+    done = save(mover, copies_of([4], [[1]]))
+    assert done.failed and not done.saved
+    done = load(mover, copies_of([0], [[9]]))
+    assert done.bad_blocks == {9} and len(done.loads) == 1
+    mover.close()

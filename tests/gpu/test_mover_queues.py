@@ -1,0 +1,236 @@
+"""What of saves and loads is on the GPU when, with lanes whose pieces a test lets finish. Needs no GPU."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
+from kvloft.seam.plan import LoadPlan, SavePlan
+from kvloft.transfer.cuda import mover as mover_module
+from kvloft.transfer.cuda.frame_memory import FrameMemory, Trailers
+from kvloft.transfer.cuda.kernels import BlockTiles
+from kvloft.transfer.cuda.lanes import MAX_PIECES, Tuning
+from kvloft.transfer.cuda.mover import SLOTS_AHEAD, CudaMover
+from kvloft.transfer.cuda.staging import RingSize
+
+NUM_BLOCKS, NUM_FRAMES, PART, BLOCK_BYTES, CHUNKS_A_SLOT = 40, 4000, 4096, 3800, 3
+LOADED = 64
+"""Frames below are sealed, for loads."""
+
+
+class Clock:
+    """What was enqueued on the GPU, in order: the compute stream's marks and waits, and the pieces of both lanes."""
+
+    def __init__(self) -> None:
+        self.log: list[tuple[Any, ...]] = []
+
+    def event(self) -> SimpleNamespace:
+        event = SimpleNamespace(at=None)
+        event.record = lambda stream: (setattr(event, "at", len(self.log)), self.log.append(("mark", event)))
+        return event
+
+
+class Lane:
+    """Pieces are done when `finish` says so; a chunk's tag is its frame's number."""
+
+    def __init__(self, clock: Clock, name: str) -> None:
+        self.clock, self.name = clock, name
+        self.kernel_stream: Any = SimpleNamespace(wait=lambda event: clock.log.append((name, "after", event.at)))
+        self.pieces: list[Any] = []
+        self.num_done = 0
+        self.before_submit: Any = None
+
+    def is_full(self, num_flying: int) -> bool:
+        return num_flying >= MAX_PIECES
+
+    def submit(self, piece: Any, frames: Any, *, is_pinned: bool = True) -> int:
+        self.pieces.append((piece, np.array(frames, np.uint64)))
+        self.clock.log.append((self.name, "piece", len(self.pieces) - 1))
+        if self.before_submit is not None:
+            self.before_submit(piece)
+        return len(self.pieces) - 1
+
+    def is_done(self, ticket: int) -> bool:
+        return ticket < self.num_done
+
+    def wait_for(self, ticket: int) -> None:
+        self.num_done = max(self.num_done, ticket + 1)
+
+    def done_event(self, ticket: int) -> int:
+        return ticket
+
+    def take_tags(self, ticket: int, num_segments: int) -> Any:
+        return self.pieces[ticket][1]
+
+    def order_after_gather(self, stream: Any, ticket: int) -> None:
+        assert ticket < len(self.pieces), "waits for a gather that was never sent"
+        self.clock.log.append(("wait", stream, ticket))
+
+    def stop(self) -> None: ...
+
+
+class Queues(RuleBasedStateMachine):
+    """Steps that rewrite, save and load at random, while pieces finish at random."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.clock = Clock()
+        self.patch = pytest.MonkeyPatch()
+        lanes = iter([Lane(self.clock, "save"), Lane(self.clock, "load")])
+        pinned = SimpleNamespace(is_complete=True, close=lambda: None)
+        for name, value in {
+            "SaveLane": lambda *_: next(lanes), "LoadLane": lambda *_: next(lanes), "PinnedRange": lambda *_, **__: pinned,
+            "numa_node_of": lambda _: 0, "_pci_bus_id": lambda _: "",
+            "Feeder": lambda *_, **__: SimpleNamespace(wake=lambda: None),
+            "driver": SimpleNamespace(
+                Event=self.clock.event, CudaError=OSError, current_context=lambda: None, Stream=SimpleNamespace(view=lambda _: None)
+            ),
+        }.items():  # fmt: skip
+            self.patch.setattr(mover_module, name, value)
+        self.patch.setattr(CudaMover, "_compute", lambda _: "compute")
+        self.patch.setattr(mover_module, "_current_stream", lambda _: 0)
+        self.patch.setattr(mover_module, "ramp", lambda chunks_per_piece, *_: tuple(range(1, chunks_per_piece)))
+        self.raw = np.zeros((NUM_FRAMES, PART), np.uint8)
+        memory = FrameMemory(self.raw.ctypes.data, NUM_FRAMES, PART, 0, PART, 0, self.raw)
+        layout: Any = SimpleNamespace(digest=bytes(32), block_bytes=BLOCK_BYTES, num_blocks=NUM_BLOCKS)
+        kernels: Any = SimpleNamespace(
+            block_tiles=BlockTiles(BLOCK_BYTES, 1, np.zeros(1, dtype=np.int64)), tiles=SimpleNamespace(device=None)
+        )
+        tuning = Tuning(RingSize(2, CHUNKS_A_SLOT * PART))
+        self.mover = CudaMover(layout, memory, kernels, blocks_per_chunk=1, tuning=tuning)
+        self.mover.loads.before_submit = self.load_is_sent  # type: ignore[attr-defined]
+        frames = np.arange(LOADED)
+        keys = [int(i).to_bytes(32, "little") for i in frames]
+        Trailers(memory, layout=bytes(32), block_bytes=BLOCK_BYTES).seal(frames, keys, frames.astype(np.uint64), frames * 0 + 1)
+        self.next_frame, self.next_load = LOADED, 0
+        self.loaded_after: list[int] = []  # of each chunk to load, in order: how many forwards were launched before its step
+        self.waiting_loads: set[int] = set()
+        self.unsaved: dict[int, int] = {}  # ticket -> block
+        self.dropped: set[int] = set()  # frames
+        self.saved_after: dict[int, int] = {}  # frame -> where in the log its forward had been launched
+
+    def teardown(self) -> None:
+        try:
+            self.take(self.mover.drain())
+            assert not self.unsaved and not self.waiting_loads
+            self.check_order()
+        finally:
+            self.patch.undo()
+
+    def gathers_awaited(self, stream: Any) -> int:
+        """Number of the last gather that ``stream`` waits for; those before it come before it."""
+        return max((entry[2] for entry in self.clock.log if entry[0] == "wait" and entry[1] is stream), default=-1)
+
+    def check_awaited(self, stream: Any, blocks: set[int]) -> None:
+        """Every gather that was sent and may still read ``blocks`` comes before what ``stream`` does next."""
+        saves: Any = self.mover.saves
+        awaited = max(self.gathers_awaited(stream), saves.num_done - 1)
+        late = [i for i, (piece, _) in enumerate(saves.pieces) if i > awaited and blocks & set(piece.block_ids.tolist())]
+        assert not late, "what a gather has yet to read may be overwritten"
+
+    def load_is_sent(self, piece: Any) -> None:
+        self.check_awaited(self.mover.loads.kernel_stream, set(piece.block_ids.tolist()))
+
+    def take(self, done: Any) -> None:
+        assert not done.bad_blocks
+        self.dropped.update(done.failed)
+        for ticket in (*done.saved, *done.failed):
+            del self.unsaved[ticket]
+        for result in done.loads:
+            self.waiting_loads.remove(result.load_id)
+
+    @rule(seed=st.randoms(use_true_random=False), num_saves=st.integers(0, 30), num_loads=st.integers(0, 20))
+    def step(self, seed: Any, num_saves: int, num_loads: int) -> None:
+        blocks = seed.sample(range(NUM_BLOCKS), NUM_BLOCKS)
+        rewritten = [block for block in blocks[: seed.randrange(10)] if block in self.unsaved.values()]
+        read = {ticket for ticket, block in self.unsaved.items() if block in rewritten}
+        self.mover.begin_step([BlockId(block) for block in rewritten], has_loads=num_loads > 0)
+        sent = self.sent_saves()
+        assert read - set(self.mover._done.failed) <= sent, "a forward may write what a save not sent yet has to read"
+        self.check_awaited("compute", set(rewritten))
+        num_forwards = sum(entry[0] == "forward" for entry in self.clock.log)
+        forward_is_first = seed.random() < 0.5  # vLLM submits loads before the forward up to 0.29, after it since 0.30
+        if forward_is_first:
+            self.clock.log.append(("forward",))
+        if num_loads:
+            frames = seed.sample(range(LOADED), num_loads)
+            copies = [ChunkCopy(f, ChunkKey(f.to_bytes(32, "little")), 1, 0, (BlockId(blocks[i]),)) for i, f in enumerate(frames)]
+            self.loaded_after += [num_forwards] * num_loads
+            for part in (copies[: num_loads // 2], copies[num_loads // 2 :]):
+                self.waiting_loads.add(self.next_load)
+                self.mover.submit_loads([LoadPlan(ReqId("l"), self.next_load, tuple(part))])
+                self.next_load += 1
+        if not forward_is_first:
+            self.clock.log.append(("forward",))
+        if num_saves:
+            places = range(self.next_frame, self.next_frame + num_saves)
+            self.next_frame += num_saves
+            saves = [
+                ChunkCopy(f, ChunkKey(f.to_bytes(32, "little")), 1, 0, (BlockId(seed.choice(blocks)),), Ticket(f)) for f in places
+            ]
+            self.unsaved.update((copy.ticket, copy.blocks[0]) for copy in saves)
+            self.saved_after.update((copy.frame, len(self.clock.log)) for copy in saves)
+            self.mover.submit_saves([SavePlan(ReqId("s"), tuple(saves))])
+
+    @rule(num_saves=st.integers(0, 4), num_loads=st.integers(0, 4))
+    def pieces_finish(self, num_saves: int, num_loads: int) -> None:
+        for lane, count in ((self.mover.saves, num_saves), (self.mover.loads, num_loads)):
+            lane.num_done = min(len(lane.pieces), lane.num_done + count)  # type: ignore[attr-defined]
+
+    @rule()
+    def engine_polls(self) -> None:
+        self.take(self.mover.poll())
+
+    @precondition(lambda self: self.mover.is_behind)
+    @rule()
+    def feeders_run(self) -> None:
+        for lane in (self.mover.saves, self.mover.loads):
+            if self.mover._awaited(lane) is not None:
+                lane.num_done += 1  # type: ignore[union-attr]
+                self.mover._feed(lane)
+
+    @invariant()
+    def few_pieces_are_ahead_of_the_link(self) -> None:
+        for lane, flying in self.mover._flying.items():
+            num_bytes = sum(flight.piece.num_bytes for flight in flying)
+            assert num_bytes == self.mover._bytes_flying[lane]
+            if lane is self.mover.loads:
+                assert num_bytes <= SLOTS_AHEAD * CHUNKS_A_SLOT * PART
+            assert len(flying) + len(self.mover._queued_pieces[lane]) <= MAX_PIECES
+
+    @invariant()
+    def it_is_behind_until_everything_was_sent(self) -> None:
+        unsent_saves = set(self.saved_after) - self.sent_saves() - self.dropped - set(self.mover._done.failed)
+        num_loads_sent = sum(len(frames) for _, frames in self.mover.loads.pieces)  # type: ignore[attr-defined]
+        assert self.mover.is_behind == (bool(unsent_saves) or num_loads_sent < len(self.loaded_after))
+
+    def sent_saves(self) -> set[int]:
+        return {int(frame) for _, frames in self.mover.saves.pieces for frame in frames}  # type: ignore[attr-defined]
+
+    def check_order(self) -> None:
+        """A save's kernel starts after the forward that wrote, and after no later one; a load's after what ran before its step."""
+        forwards = [i for i, entry in enumerate(self.clock.log) if entry[0] == "forward"]
+        after = {"save": -1, "load": -1}
+        loads = iter(self.loaded_after)
+        for entry in self.clock.log:
+            if entry[1:2] == ("after",):
+                after[entry[0]] = sum(forward < entry[2] for forward in forwards)
+            elif entry[:2] == ("save", "piece"):
+                for frame in self.mover.saves.pieces[entry[2]][1]:  # type: ignore[attr-defined]
+                    assert after["save"] == sum(forward < self.saved_after[int(frame)] for forward in forwards)
+            elif entry[:2] == ("load", "piece"):
+                for _ in self.mover.loads.pieces[entry[2]][1]:  # type: ignore[attr-defined]
+                    assert after["load"] == next(loads)
+        assert next(loads, None) is None, "a load was never sent"
+
+
+Queues.TestCase.settings = settings(max_examples=max(10, settings().max_examples // 4), stateful_step_count=25)
+TestQueues = Queues.TestCase

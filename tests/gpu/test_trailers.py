@@ -1,0 +1,72 @@
+"""Trailers written for many frames at once are those of ARCHITECTURE.md, byte by byte."""
+
+import mmap
+import struct
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from kvloft.transfer.cuda.frame_memory import FrameMemory, Trailers
+
+PART, FRAMES, BLOCK = 8192, 6, 1000
+
+
+def memory(rank: int = 0, num_ranks: int = 1) -> tuple[FrameMemory, np.ndarray]:
+    buffer = np.frombuffer(mmap.mmap(-1, FRAMES * PART * num_ranks), np.uint8)
+    buffer[:] = 0xA5
+    frames = FrameMemory(buffer.ctypes.data, FRAMES, PART * num_ranks, PART * rank, PART, rank, buffer)
+    return frames, buffer.reshape(FRAMES, num_ranks, PART)
+
+
+@pytest.mark.parametrize(("rank", "num_ranks"), [(0, 1), (1, 3)])
+def test_sealed_trailer_is_as_documented_and_nothing_else_changes(rank: int, num_ranks: int) -> None:
+    frames, raw = memory(rank, num_ranks)
+    layout, keys = b"L" * 32, [b"a" * 32, b"b" * 32]
+    Trailers(frames, layout=layout, block_bytes=BLOCK).seal(
+        np.array([4, 1]), keys, np.array([2**63 + 5, 7], dtype=np.uint64), np.array([3, 1])
+    )
+    for frame, key, tag, blocks in ((4, keys[0], 2**63 + 5, 3), (1, keys[1], 7, 1)):
+        want = struct.pack("<8s32s32sQQII32x", b"KVLOFT02", key, layout, tag, blocks * BLOCK, blocks, rank)
+        assert raw[frame, rank, -128:].tobytes() == want
+        raw[frame, rank, -128:] = 0xA5
+    assert (raw == 0xA5).all()
+
+
+def test_each_wrong_field_has_its_name() -> None:
+    frames, raw = memory()
+    trailers = Trailers(frames, layout=b"L" * 32, block_bytes=BLOCK)
+    every = np.arange(FRAMES)
+    keys, blocks = [bytes([i]) * 32 for i in range(FRAMES)], np.full(FRAMES, 2)
+    trailers.seal(every, keys, np.zeros(FRAMES, np.uint64), blocks)
+    assert trailers.problems(trailers.read(every), keys, blocks) == {}
+    for frame, at in ((0, 0), (1, 8), (2, 40), (3, 80), (4, 88), (5, 92)):
+        raw[frame, 0, PART - 128 + at] ^= 1
+    found = trailers.problems(trailers.read(every), keys, blocks)
+    assert found == {0: "unsealed", 1: "key", 2: "layout", 3: "shape", 4: "shape", 5: "shape"}
+
+
+def test_rust_and_numpy_read_each_others_trailers() -> None:
+    core = pytest.importorskip("kvloft._core", reason="kvloft is not built")
+    import fcntl
+    import os
+
+    from kernels_oracle import chunk_tag
+
+    fd = os.memfd_create("kvloft-test", os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, FRAMES * PART)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    arena = core.Arena.open(f"/proc/self/fd/{fd}", frame_bytes=PART, num_frames=FRAMES)
+    frames = FrameMemory(arena.address, FRAMES, PART, 0, PART, 0, arena)
+    trailers = Trailers(frames, layout=b"L" * 32, block_bytes=BLOCK)
+    raw = np.ndarray((FRAMES, PART), np.uint8, (__import__("ctypes").c_uint8 * (FRAMES * PART)).from_address(arena.address))
+    raw[:, : 3 * BLOCK] = np.random.default_rng(1).integers(0, 256, (FRAMES, 3 * BLOCK), dtype=np.uint8)
+    shape = {"offset": 0, "part_bytes": PART, "layout": b"L" * 32, "page_bytes": [600, 400], "rank": 0}
+    tag = chunk_tag(raw[2, : 3 * BLOCK], [600, 400], 3)
+    trailers.seal(np.array([2]), [b"k" * 32], np.array([tag], dtype=np.uint64), np.array([3]))
+    assert arena.check(2, key=b"k" * 32, num_blocks=3, **shape) is None
+    assert arena.seal(4, key=b"q" * 32, num_blocks=3, **shape) == chunk_tag(raw[4, : 3 * BLOCK], [600, 400], 3)
+    rows = trailers.read(np.array([4]))
+    assert trailers.problems(rows, [b"q" * 32], np.array([3])) == {}
+    os.close(fd)

@@ -1,0 +1,236 @@
+"""The CPU mover against address arithmetic: right bytes, nothing else touched, and every failure a report."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from paged_kv import ORDERS, Sizes, block_bytes, carve, random_bytes, snapshot, storage_bytes, untouched
+
+from kvloft import _core
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
+from kvloft.seam.plan import LoadPlan, SavePlan
+from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
+from kvloft.transfer.cpu import CpuMover
+from kvloft.transfer.frames import FrameWindow, part_bytes_for
+from kvloft.transfer.layout import LayoutError, PagedLayout, read_layout
+
+KEY = ChunkKey(bytes(range(32)))
+BLOCKS_PER_CHUNK = 3
+
+
+class Bench:
+    """One engine's paged KV, an arena of its own, and a mover between them."""
+
+    def __init__(self, caches: dict[str, torch.Tensor], num_blocks: int, num_ranks: int = 1, rank: int = 0) -> None:
+        self.caches = caches
+        self.num_blocks = num_blocks
+        self.layout = read_layout(caches, num_blocks, "test")
+        payload = self.layout.block_bytes * BLOCKS_PER_CHUNK
+        self.shape = CacheShape.of_one_group(
+            GroupShape(16, BLOCKS_PER_CHUNK), payload_bytes=payload, part_bytes=part_bytes_for(payload), num_ranks=num_ranks
+        )
+        frame_bytes = self.shape.frame_bytes
+        self.store = _core.Store(
+            frame_bytes=frame_bytes, host_bytes=frame_bytes * 4, namespace=bytes(32), blocks_per_chunk=BLOCKS_PER_CHUNK
+        )
+        self.spec = ArenaSpec(self.store.arena_path, self.store.frame_bytes, self.store.num_frames)
+        self.mover, self.frames = self.rank(rank)
+        self.frames.bytes.fill_(0xEE)
+
+    def rank(self, rank: int, layout: PagedLayout | None = None) -> tuple[CpuMover, FrameWindow]:
+        payload = self.layout.block_bytes * BLOCKS_PER_CHUNK
+        frames = FrameWindow(self.spec, self.shape, shard=rank, payload_bytes=payload)
+        return CpuMover(layout or self.layout, frames), frames
+
+    def expected(self, blocks: tuple[int, ...]) -> bytes:
+        return b"".join(block_bytes(self.caches, self.num_blocks, block) for block in blocks)
+
+    def fill(self, seed: int) -> None:
+        for place in {t.untyped_storage().data_ptr(): t for t in self.caches.values()}.values():
+            raw = storage_bytes(place)
+            raw[:] = random_bytes(raw.size, seed).numpy()
+
+
+def copy_of(frame: int, blocks: tuple[int, ...], *, num_blocks: int | None = None, first: int = 0, ticket: int = 7) -> ChunkCopy:
+    total = len(blocks) if num_blocks is None else num_blocks
+    return ChunkCopy(frame, KEY, total, first, tuple(BlockId(b) for b in blocks), Ticket(ticket))
+
+
+def save(mover: CpuMover, *copies: ChunkCopy) -> tuple[list[int], list[int]]:
+    mover.submit_saves([SavePlan(ReqId("r"), copies)])
+    done = mover.poll()
+    return list(done.saved), list(done.failed)
+
+
+def load(mover: CpuMover, *copies: ChunkCopy, lost: tuple[int, ...] = ()) -> tuple[list[str], set[int]]:
+    """(problems, bad blocks)"""
+    mover.submit_loads([LoadPlan(ReqId("r"), 3, copies, tuple(BlockId(b) for b in lost))])
+    done = mover.poll()
+    (result,) = done.loads
+    assert (result.req_id, result.load_id) == ("r", 3)
+    return [why for _, why in result.bad_keys], set(done.bad_blocks)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench(carve("LBHNC", Sizes()), 7)
+    bench.fill(1)
+    yield bench
+    bench.store.close()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    order=st.sampled_from(ORDERS),
+    sizes=st.builds(
+        Sizes,
+        *[st.sampled_from([1, 2, 3])] * 1,
+        blocks=st.sampled_from([5, 7, 11]),
+        heads=st.sampled_from([1, 2, 3]),
+        tokens=st.sampled_from([1, 4, 7]),
+        content=st.sampled_from([1, 3, 16]),
+        dtype=st.sampled_from([torch.uint8, torch.bfloat16, torch.float32]),
+    ),
+    offset=st.sampled_from([0, 5]),
+    blocks=st.permutations(range(5)),
+    num_blocks=st.integers(1, BLOCKS_PER_CHUNK),
+    first=st.integers(0, BLOCKS_PER_CHUNK - 1),
+    num_loaded=st.integers(0, BLOCKS_PER_CHUNK),
+)
+def test_what_is_gathered_is_scattered_and_nothing_else_changes(
+    order: str, sizes: Sizes, offset: int, blocks: list[int], num_blocks: int, first: int, num_loaded: int
+) -> None:
+    bench = Bench(carve(order, sizes, offset=offset), sizes.blocks)
+    bench.fill(1)
+    source, target = tuple(blocks[:num_blocks]), tuple(blocks[num_blocks:][:num_loaded])
+    first = min(first, num_blocks - 1)
+    target = target[: num_blocks - first]
+    before, arena = snapshot(bench.caches), bench.frames.bytes.clone()
+
+    assert save(bench.mover, copy_of(2, source)) == ([7], [])
+    payload = bench.expected(source)
+    assert bench.frames.payload(2, len(payload)).numpy().tobytes() == payload
+    assert untouched(bench.caches, before, sizes.blocks, []), "gathering only reads"
+    after = bench.frames.bytes.clone()
+    arena[2, : len(payload)] = after[2, : len(payload)]
+    arena[2, bench.frames.part_bytes - _core.TRAILER_BYTES :] = after[2, bench.frames.part_bytes - _core.TRAILER_BYTES :]
+    assert torch.equal(arena, after), "only payload and trailer of its own frame are written"
+
+    wanted = bench.expected(source[first : first + len(target)])
+    bench.fill(2)
+    before = snapshot(bench.caches)
+    assert load(bench.mover, copy_of(2, target, num_blocks=num_blocks, first=first)) == ([], set())
+    assert bench.expected(target) == wanted
+    assert untouched(bench.caches, before, sizes.blocks, target)
+    assert torch.equal(bench.frames.bytes, after), "scattering only reads"
+    bench.store.close()
+
+
+def test_a_tail_is_the_beginning_of_the_longer_chunk(bench: Bench) -> None:
+    save(bench.mover, copy_of(0, (4, 2)), copy_of(1, (4, 2, 5)))
+    size = 2 * bench.layout.block_bytes
+    assert torch.equal(bench.frames.payload(0, size), bench.frames.payload(1, size))
+    assert load(bench.mover, copy_of(0, (1,), num_blocks=3))[0] == ["shape"], "and is not taken for it"
+
+
+def test_ranks_share_a_frame_without_touching_each_other() -> None:
+    bench = Bench(carve("LBHNC", Sizes()), 7, num_ranks=2)
+    other, window = bench.rank(1)
+    bench.fill(1)
+    save(bench.mover, copy_of(0, (1, 2, 3)))
+    first = bench.frames.bytes.clone()
+    bench.fill(2)
+    save(other, copy_of(0, (4, 5, 6)))
+    part = window.part_bytes
+    assert torch.equal(bench.frames.bytes[0, :part], first[0, :part])
+    assert load(bench.mover, copy_of(0, (1, 2, 3))) == ([], set())
+    assert load(other, copy_of(0, (1, 2, 3))) == ([], set())
+    bench.frames.bytes[0, :part] = bench.frames.bytes[0, part:]
+    assert load(bench.mover, copy_of(0, (1, 2, 3)))[0] == ["shape"], "another rank's part is not mine"
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [("payload", "tag"), ("last byte", "tag"), ("trailer", "unsealed"), ("key", "key"), ("layout", "layout"), ("blocks", "shape")],
+)
+def test_a_damaged_frame_is_reported_and_its_blocks_stay_as_they_were(bench: Bench, damage: str, why: str) -> None:
+    save(bench.mover, copy_of(0, (1, 2, 3)), copy_of(1, (4, 5))._replace(key=ChunkKey(b"x" * 32)))
+    bad, mover = copy_of(0, (4, 5, 6)), bench.mover
+    if damage == "payload":
+        bench.frames.bytes[0, 17] ^= 1
+    elif damage == "last byte":
+        bench.frames.bytes[0, 3 * bench.layout.block_bytes - 1] ^= 128
+    elif damage == "trailer":
+        bench.frames.bytes[0, -_core.TRAILER_BYTES :] = 0
+    elif damage == "key":
+        bad = bad._replace(key=ChunkKey(b"y" * 32))
+    elif damage == "layout":
+        mover = bench.rank(0, replace(bench.layout, digest=b"z" * 32))[0]
+    else:
+        bad = bad._replace(num_blocks=2, blocks=bad.blocks[:2])
+    before = snapshot(bench.caches)
+    problems, lost = load(mover, bad, lost=(1,))
+    assert problems == [why]
+    assert lost == {1, *bad.blocks}
+    assert untouched(bench.caches, before, 7, [])
+
+
+def test_every_byte_of_the_payload_is_under_the_tag(bench: Bench) -> None:
+    save(bench.mover, copy_of(0, (1, 2, 3)))
+    rng = np.random.default_rng(5)
+    size = 3 * bench.layout.block_bytes
+    for at in [0, size - 1, *rng.integers(0, size, 200)]:
+        bench.frames.bytes[0, int(at)] ^= 1 << int(rng.integers(8))
+        assert load(bench.mover, copy_of(0, (4, 5, 6)))[0] == ["tag"]
+        save(bench.mover, copy_of(0, (1, 2, 3)))
+
+
+def test_a_good_chunk_beside_a_bad_one_is_loaded(bench: Bench) -> None:
+    save(bench.mover, copy_of(0, (1,)), copy_of(1, (2,)))
+    wanted = bench.expected((2,))
+    bench.frames.bytes[0, 0] ^= 1
+    problems, lost = load(bench.mover, copy_of(0, (5,)), copy_of(1, (6,)))
+    assert (problems, lost) == (["tag"], {5})
+    assert bench.expected((6,)) == wanted
+
+
+def test_a_copy_that_cannot_be_made_fails_alone(bench: Bench) -> None:
+    """A block the pool does not have: a failed ticket or a bad load, and the rest goes on."""
+    assert save(bench.mover, copy_of(0, (1, 99, 3), ticket=1), copy_of(1, (2,), ticket=2)) == ([2], [1])
+    assert save(bench.mover, copy_of(77, (1,), ticket=3), copy_of(2, (4,), ticket=4)) == ([4], [3])
+    problems, lost = load(bench.mover, copy_of(1, (99,)), copy_of(2, (5,)), copy_of(77, (6,)))
+    assert len(problems) == 2
+    assert lost == {99, 6}
+
+
+def test_a_frame_half_written_is_not_proven_by_the_trailer_of_the_one_before(bench: Bench) -> None:
+    save(bench.mover, copy_of(0, (1, 2, 3)))
+    bench.fill(9)
+    assert save(bench.mover, copy_of(0, (4, 99, 6)))[1] == [7]
+    assert load(bench.mover, copy_of(0, (1, 2, 3)))[0] == ["tag"]
+
+
+def test_each_copy_is_reported_once_and_counted(bench: Bench) -> None:
+    bench.mover.submit_saves([])
+    bench.mover.submit_loads([])
+    assert not bench.mover.poll().loads
+    bench.mover.submit_saves([SavePlan(ReqId("r"), (copy_of(0, (1, 2), ticket=1), copy_of(1, (3,), ticket=2)))])
+    bench.mover.submit_loads([LoadPlan(ReqId("r"), 9, (copy_of(0, (4,), num_blocks=2, first=1),))])
+    done = bench.mover.drain()
+    assert (done.saved, [r.load_id for r in done.loads]) == ([1, 2], [9])
+    assert done.num_bytes_saved == 3 * bench.layout.block_bytes
+    assert done.num_bytes_loaded == bench.layout.block_bytes
+    again = bench.mover.poll()
+    assert not (again.saved or again.failed or again.loads or again.bad_blocks or again.num_bytes_saved)
+
+
+def test_frames_too_small_for_this_rank_are_refused(bench: Bench) -> None:
+    with pytest.raises(LayoutError, match="cannot hold"):
+        FrameWindow(bench.spec, bench.shape, shard=0, payload_bytes=bench.spec.frame_bytes)
+    with pytest.raises(LayoutError, match="cannot hold"):
+        FrameWindow(bench.spec, CacheShape.of_one_group(GroupShape(16), num_ranks=3), shard=0, payload_bytes=1)

@@ -1,0 +1,220 @@
+"""WorkerCore: one step's plan through a mover; idempotent hooks, reports taken once, a broken mover is only misses."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from paged_kv import Sizes, carve
+
+from kvloft import _core
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
+from kvloft.seam.plan import LoadPlan, SavePlan, StepPlan
+from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
+from kvloft.transfer.frames import part_bytes_for
+from kvloft.transfer.layout import LayoutError, PagedLayout
+from kvloft.transfer.mover import BrokenMover
+from kvloft.transfer.worker import WorkerCore
+
+CACHES = carve("LBHNC", Sizes())
+BLOCK_BYTES = sum(t[0].numel() * t.element_size() for t in CACHES.values())
+PART_BYTES = part_bytes_for(BLOCK_BYTES)
+SHAPE = CacheShape.of_one_group(GroupShape(16), payload_bytes=BLOCK_BYTES, part_bytes=PART_BYTES)
+
+
+@pytest.fixture
+def store() -> _core.Store:
+    return _core.Store(frame_bytes=PART_BYTES, host_bytes=PART_BYTES * 4, namespace=bytes(32))
+
+
+def worker_for(caches: dict[str, torch.Tensor] = CACHES) -> WorkerCore:
+    worker = WorkerCore(SHAPE, rank=0)
+    worker.register(caches, 7, "test")
+    return worker
+
+
+def copy_of(frame: int, block: int, ticket: int = -1) -> ChunkCopy:
+    return ChunkCopy(frame, ChunkKey(bytes([frame]) * 32), 1, 0, (BlockId(block),), Ticket(ticket))
+
+
+def plan_of(store: _core.Store, step: int = 1) -> StepPlan:
+    """Saves block 1, loads frame 0 into block 2."""
+    arena = ArenaSpec(store.arena_path, store.frame_bytes, store.num_frames)
+    loads = (LoadPlan(ReqId("l"), 5, (copy_of(0, 2),)),)
+    return StepPlan(step, arena, loads, (SavePlan(ReqId("s"), (copy_of(0, 1, 11),)),))
+
+
+def test_each_hook_may_be_called_again_within_a_step(store: _core.Store) -> None:
+    worker = worker_for()
+    worker.begin(replace(plan_of(store), loads=()))
+    for _ in range(3):
+        worker.run_saves()
+        worker.run_loads()
+    report = worker.take_report()
+    assert report is not None
+    assert report.saved == (11,)
+    assert worker.take_report() is None
+    assert worker.take_totals().num_bytes_saved == BLOCK_BYTES
+    assert worker.take_totals().num_bytes_saved == 0
+
+
+def test_a_load_is_reported_to_the_scheduler_half_only_once_the_engine_was_told(store: _core.Store) -> None:
+    worker = worker_for()
+    worker.begin(plan_of(store))
+    worker.run_saves()
+    worker.run_loads()
+    report = worker.take_report()
+    assert report is not None
+    assert not report.loads
+    assert worker.take_finished_loads() == ({"l"}, set())
+    assert worker.take_finished_loads() == (set(), set())
+    report = worker.take_report()
+    assert report is not None
+    assert [result.load_id for result in report.loads] == [5]
+    assert worker.take_report() is None
+
+
+def test_what_a_drain_brought_is_reported_as_ever(store: _core.Store) -> None:
+    worker = worker_for()
+    worker.begin(plan_of(store))
+    worker.run_saves()
+    worker.run_loads()
+    worker.drain()
+    assert worker.take_finished_loads() == ({"l"}, set())
+    report = worker.take_report()
+    assert report is not None
+    assert report.saved == (11,) and [result.load_id for result in report.loads] == [5]
+
+
+def test_bad_blocks_come_no_later_than_the_request(store: _core.Store) -> None:
+    worker = worker_for()
+    worker.begin(replace(plan_of(store), saves=()))  # frame 0 was never sealed
+    worker.run_loads()
+    assert worker.take_finished_loads() == ({"l"}, {2})
+    report = worker.take_report()
+    assert report is not None
+    assert [why for result in report.loads for _, why in result.bad_keys] == ["unsealed"]
+
+
+def test_steps_without_a_plan_do_nothing(store: _core.Store) -> None:
+    worker = worker_for()
+    worker.run_loads()
+    worker.run_saves()
+    worker.begin(StepPlan(1))
+    worker.run_loads()
+    worker.run_saves()
+    assert worker.take_report() is None
+    worker.shutdown()
+
+
+def assert_all_failed(worker: WorkerCore) -> None:
+    """The save and the load of `plan_of` are reported, as failed, and the load's block is to be computed."""
+    assert worker.take_finished_loads() == ({"l"}, {2})
+    report = worker.take_report()
+    assert report is not None
+    assert (report.saved, report.failed) == ((), (11,))
+    assert [(r.bad_keys, r.failed) for r in report.loads] == [((), True)], "no frame is to blame"
+
+
+def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(store: _core.Store, caplog: pytest.LogCaptureFixture) -> None:
+    worker = worker_for()
+    plan = plan_of(store)
+    assert plan.arena is not None
+    for step in (1, 2):
+        worker.begin(replace(plan, step=step, arena=replace(plan.arena, path="/nowhere")))
+        worker.run_loads()
+        worker.run_saves()
+        assert_all_failed(worker)
+    assert len([r for r in caplog.records if "cannot move pages" in r.message]) == 1
+
+
+@pytest.mark.parametrize("error", [TypeError, BaseException], ids=["any error", "a panic in Rust"])
+def test_a_request_hears_of_its_load_whatever_breaks(store: _core.Store, error: type[BaseException]) -> None:
+    def make(layout: PagedLayout, frames: object) -> BrokenMover:
+        raise error
+
+    worker = WorkerCore(SHAPE, rank=0, make_mover=make)
+    worker.register(CACHES, 7, "test")
+    with pytest.raises(error):
+        worker.begin(plan_of(store))
+    for run in (worker.run_saves, worker.run_loads):
+        with pytest.raises(error):
+            run()
+    assert worker.take_finished_loads() == ({"l"}, {2})
+    report = worker.take_report()
+    assert report is not None
+    assert (report.failed, [load.failed for load in report.loads]) == ((11,), [True])
+
+
+def test_registering_again_ends_the_mover_of_the_old_pages(store: _core.Store) -> None:
+    closed: list[int] = []
+
+    class Watched(BrokenMover):
+        def close(self) -> None:
+            closed.append(id(self))
+
+    worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Watched("never moves"))
+    for num_before in range(3):
+        worker.register(CACHES, 7, "test")
+        assert len(set(closed)) == num_before
+        worker.begin(plan_of(store))
+
+
+def test_a_plan_before_registration_fails_copies_and_not_steps(store: _core.Store) -> None:
+    worker = WorkerCore(SHAPE, rank=0)
+    worker.begin(plan_of(store))
+    worker.run_saves()
+    report = worker.take_report()
+    assert report is not None
+    assert report.failed == (11,)
+
+
+def test_registering_refuses_what_cannot_be_read() -> None:
+    with pytest.raises(LayoutError):
+        worker_for({"layer": torch.zeros(8, 2)})
+
+
+def test_another_mover_can_be_plugged_in(store: _core.Store) -> None:
+    made: list[PagedLayout] = []
+
+    def make(layout: PagedLayout, frames: object) -> BrokenMover:
+        made.append(layout)
+        return BrokenMover("test")
+
+    worker = WorkerCore(SHAPE, rank=0, make_mover=make)
+    worker.register(CACHES, 7, "test")
+    worker.begin(plan_of(store))
+    worker.run_saves()
+    worker.run_loads()
+    assert len(made) == 1
+
+
+def test_a_mover_hears_before_the_forward_whether_loads_come(store: _core.Store) -> None:
+    """vLLM submits them only after it, and they should not wait for it."""
+    heard: list[bool] = []
+
+    class Listening(BrokenMover):
+        def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
+            heard.append(has_loads)
+
+    worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Listening("test"))
+    worker.register(CACHES, 7, "test")
+    worker.begin(plan_of(store))
+    worker.begin(replace(plan_of(store), loads=()))
+    assert heard == [True, False]
+
+
+def test_a_worker_that_was_stopped_moves_nothing_any_more(store: _core.Store) -> None:
+    worker = worker_for()
+    worker.begin(plan_of(store))
+    worker.run_saves()
+    worker.stop("test")
+    report = worker.take_report()
+    assert report is not None
+    assert report.saved == (11,), "what was in flight is reported as ever"
+    worker.register(CACHES, 7, "test")
+    worker.begin(plan_of(store, 2))
+    worker.run_saves()
+    worker.run_loads()
+    assert_all_failed(worker)

@@ -1,0 +1,67 @@
+"""What a hook raises inside vLLM: whatever breaks in kvloft is a miss; only what ends the process passes through."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvloft.seam.plan import StepPlan
+from kvloft.vllm.connector import KVLoftConnector
+from kvloft.vllm.scheduler_half import SchedulerHalf
+
+
+class PanicLike(BaseException):
+    """As pyo3's PanicException, which is no Exception."""
+
+
+def broken(error: type[BaseException]) -> KVLoftConnector:
+    """A connector whose scheduler half raises ``error`` wherever it is asked."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    half = SimpleNamespace(
+        match=fail, admit=fail, plan_step=fail, absorb=fail, finish=fail, take_stats=fail, close=fail, hook_errors=0,
+        core=SimpleNamespace(plan_loads_only=lambda: StepPlan(7), reset=fail),
+    )  # fmt: skip
+    connector = object.__new__(KVLoftConnector)
+    connector._errors_logged, connector._worker, connector._scheduler = set(), None, half  # type: ignore[assignment]
+    return connector
+
+
+@pytest.mark.parametrize("error", [RuntimeError, PanicLike])
+def test_whatever_breaks_in_a_hook_is_a_miss_and_counted(error: type[BaseException]) -> None:
+    connector = broken(error)
+    blocks = SimpleNamespace(get_block_ids=lambda: ([1],))
+    assert connector.get_num_new_matched_tokens(None, 0) == (0, False)
+    connector.update_state_after_alloc(None, blocks, 16)
+    assert connector.build_connector_meta(None).plan == StepPlan(7)
+    assert connector.request_finished(None, []) == (False, None)
+    assert connector.reset_cache() is False
+    assert connector.get_kv_connector_stats() is None
+    connector.shutdown()
+    assert connector._scheduler is not None
+    assert connector._scheduler.hook_errors == 7
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_what_ends_the_process_passes_through(error: type[BaseException]) -> None:
+    with pytest.raises(error):
+        broken(error).get_num_new_matched_tokens(None, 0)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, PanicLike])
+def test_a_request_whose_load_cannot_be_planned_is_told_so(error: type[BaseException]) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    told: list[int] = []
+    half = object.__new__(SchedulerHalf)
+    half._adapters = None  # type: ignore[assignment]
+    half.core = SimpleNamespace(admit=fail, fail_load=lambda _, num_tokens, __: told.append(num_tokens))  # type: ignore[assignment]
+    request: Any = SimpleNamespace(request_id="r")
+    with pytest.raises(error):
+        half.admit(request, [1], 16)
+    with pytest.raises(error):
+        half.admit(request, [1], 0)
+    assert told == [16]

@@ -1,0 +1,156 @@
+"""The namespace: each field that decides KV bytes, changed alone, changes the digest (through the real extension)."""
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+from kvloft import _core
+from kvloft.seam.shape import CacheShape, GroupShape
+from kvloft.vllm.identity.namespace import (
+    ENVIRONMENT,
+    MAX_DESCRIPTION_CHARS,
+    description_of,
+    media_ids_are_counted,
+    namespace_fields,
+)
+
+BASE: dict[str, Any] = {
+    "model": "hub/name", "revision": None, "commit": "abc", "config": {"hidden_size": 64}, "load_format": "auto", "seed": 0,
+    "dtype": torch.float32, "quantization": None, "cache_dtype": "auto", "max_model_len": 64, "tensor_parallel_size": 1,
+    "kv_heads": 1, "block": 32, "blocks_per_chunk": 1, "user": "", "backend": None, "layout": "LBHNC",
+    "model_weights": "", "load_extra": {}, "quantization_config": None, "model_impl": "auto", "model_class_overrides": {},
+    "media": None, "additional": {}, "override_generation_config": {}, "disable_sliding_window": False,
+}  # fmt: skip
+
+
+class HfConfig:
+    def __init__(self, fields: dict[str, Any], commit: str) -> None:
+        self._fields = fields
+        self._commit_hash = commit
+
+    def to_dict(self) -> dict[str, Any]:
+        return self._fields
+
+
+def digest(**changes: Any) -> bytes:
+    v = BASE | changes
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(
+            model=v["model"], revision=v["revision"], hf_config=HfConfig(v["config"], v["commit"]), seed=v["seed"],
+            dtype=v["dtype"], quantization=v["quantization"], max_model_len=v["max_model_len"], model_weights=v["model_weights"],
+            quantization_config=v["quantization_config"], model_impl=v["model_impl"],
+            model_class_overrides=v["model_class_overrides"], multimodal_config=v["media"],
+            override_generation_config=v["override_generation_config"], disable_sliding_window=v["disable_sliding_window"],
+        ),
+        cache_config=SimpleNamespace(cache_dtype=v["cache_dtype"]),
+        parallel_config=SimpleNamespace(
+            tensor_parallel_size=v["tensor_parallel_size"], worker_extension_cls=v.get("worker_extension", "")
+        ),
+        lora_config=SimpleNamespace(**v["lora"]) if v.get("lora") else None,
+        kernel_config=SimpleNamespace(**v.get("kernels", {})),
+        load_config=SimpleNamespace(load_format=v["load_format"], model_loader_extra_config=v["load_extra"]),
+        attention_config=SimpleNamespace(backend=v["backend"]), weight_transfer_config=v.get("weight_transfer"),
+        additional_config=v["additional"],
+    )  # fmt: skip
+    spec = FullAttentionSpec(block_size=v["block"], num_kv_heads=v["kv_heads"], head_size=32, dtype=torch.float32)
+    kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    assert hasattr(kv, "kv_cache_layout")
+    kv.kv_cache_layout = v["layout"]
+    shape = CacheShape.of_one_group(GroupShape(v["block"], v["blocks_per_chunk"]))
+    return _core.namespace_digest(namespace_fields(config, kv, shape, v["user"]))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "hub/other"}, {"revision": "v2"}, {"commit": "def"}, {"config": {"hidden_size": 65}}, {"load_format": "dummy"},
+        {"dtype": torch.bfloat16}, {"quantization": "fp8"}, {"cache_dtype": "fp8"}, {"tensor_parallel_size": 2}, {"kv_heads": 2},
+        {"block": 64}, {"blocks_per_chunk": 2}, {"user": "blue"}, {"backend": "FLASHINFER"}, {"layout": "LBNHC"},
+        {"model_weights": "s3://other"}, {"load_extra": {"tensorizer_uri": "other.tensors"}},
+        {"quantization_config": {"ignore": ["lm_head"]}}, {"model_impl": "transformers"}, {"model_class_overrides": {"A": "b:B"}},
+        {"max_model_len": 128}, {"additional": {"a": 1}},
+        {"override_generation_config": {"attn_temperature_tuning": True}}, {"disable_sliding_window": True},
+        {"media": SimpleNamespace(mm_processor_kwargs={"do_resize": False})}, {"media": SimpleNamespace(video_pruning_rate=0.5)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_each_field_alone_flips_the_namespace(change: dict[str, Any]) -> None:
+    assert digest() == digest()
+    assert digest(**change) != digest()
+
+
+def test_dummy_weights_are_told_apart_by_their_seed() -> None:
+    assert digest(seed=1) == digest()
+    assert digest(load_format="dummy", seed=1) != digest(load_format="dummy")
+
+
+def test_pages_packed_for_another_cpu_are_other_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+    tiles = digest()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert digest() != tiles
+
+
+def test_weights_that_a_trainer_replaces_in_memory_serve_their_own_engine_only() -> None:
+    assert digest(weight_transfer=SimpleNamespace(backend="nccl")) != digest(weight_transfer=SimpleNamespace(backend="nccl"))
+
+
+def test_an_engine_whose_workers_have_code_of_the_users_is_one_of_its_own() -> None:
+    """Trainers write into the model so."""
+    assert digest(worker_extension="trainer.Extension") != digest(worker_extension="trainer.Extension")
+
+
+@pytest.mark.parametrize("name", ENVIRONMENT)
+def test_environment_that_changes_what_is_computed_counts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(name, raising=False)
+    without = digest()
+    monkeypatch.setenv(name, "1")
+    first = digest()
+    monkeypatch.setenv(name, "2")
+    assert len({without, first, digest()}) == 3
+
+
+def test_settings_of_adapters_count() -> None:
+    """Also that there are any: vLLM 0.32 on CPUs computes requests without an adapter with one that is in the same batch."""
+    lora = {"target_modules": None, "lora_dtype": "auto"}
+    found = [digest(lora=value) for value in (None, lora, lora | {"target_modules": ["o_proj"]}, lora | {"lora_dtype": "float16"})]
+    assert len(set(found)) == 4
+    assert digest(lora=lora) == found[1]
+
+
+def test_backends_that_may_quantize_count() -> None:
+    assert digest(kernels={"moe_backend": "marlin"}) != digest(kernels={"moe_backend": "triton"})
+
+
+def test_a_configuration_with_keys_that_are_no_text_has_a_digest() -> None:
+    config = {"layer_map": {0: 1, "default": 2}}
+    assert digest(config=config) == digest(config=config) != digest(config={"layer_map": {"0": 1, "default": 2}})
+
+
+def test_weights_of_which_nothing_is_known_serve_this_run_only() -> None:
+    assert digest(commit=None) != digest(commit=None)
+
+
+@pytest.mark.parametrize(("cache_gb", "prefix_caching", "counted"), [(0, False, True), (0, True, False), (4, False, False)])
+def test_media_are_named_by_a_count_only_where_both_caches_are_off(cache_gb: int, *, prefix_caching: bool, counted: bool) -> None:
+    model = SimpleNamespace(multimodal_config=SimpleNamespace(mm_processor_cache_gb=cache_gb))
+    cache = SimpleNamespace(enable_prefix_caching=prefix_caching)
+    assert media_ids_are_counted(SimpleNamespace(model_config=model, cache_config=cache)) == counted
+    model.multimodal_config = None
+    assert not media_ids_are_counted(SimpleNamespace(model_config=model, cache_config=cache))
+
+
+def test_the_description_is_json_that_a_superblock_has_room_for() -> None:
+    fields = [
+        ("model", "'some/model'"), ("user", "''"), ("commit", ""), ("media", '"[None, 1]"'), ("tokens", "16"), ("torn", "'a"),
+        ("odd", "'\u00e9'"),
+    ]  # fmt: skip
+    said = {"model": "some/model", "media": "[None, 1]", "tokens": "16", "torn": "'a", "odd": "\u00e9"}
+    assert json.loads(description_of(fields)) == said
+    long = json.loads(description_of([(f"field{i}", repr("x" * 10_000)) for i in range(50)]))
+    assert list(long) == [f"field{i}" for i in range(len(long))] and len(long) >= 3
+    assert len(description_of([(f"field{i}", repr("\u00e9" * 10_000)) for i in range(50)])) <= MAX_DESCRIPTION_CHARS

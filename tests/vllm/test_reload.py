@@ -1,0 +1,187 @@
+"""Weights replaced in a running engine: from then on nothing is saved and nothing loaded; the same weights again change nothing."""
+
+import gc
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvloft.vllm import reload
+from kvloft.vllm.reload import see_adapters_before_they_load, stop_scheduler_when_reloaded, stop_worker_when_reloaded
+
+
+class Core:
+    def __init__(self, *, fails: bool = False) -> None:
+        self.reasons: list[str] = []
+        self.fails = fails
+
+    def stop(self, reason: str) -> None:
+        self.reasons.append(reason)
+        if self.fails:
+            raise RuntimeError("a bug")
+
+
+def new_worker() -> Any:
+    class Worker:
+        def __init__(self) -> None:
+            self.calls: list[Any] = []
+            self.during: Any = lambda: None
+
+        def reload_weights(self, *args: Any, **kwargs: Any) -> str:
+            self.during()
+            self.calls.append((args, kwargs))
+            return "done"
+
+    return Worker
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """vLLM's ModelConfig of a folder that is older than the engine."""
+    (tmp_path / "model.safetensors").write_text("one")
+    files = reload.look(str(tmp_path))
+    assert files is not None
+    monkeypatch.setattr(reload, "engine_start_s", lambda: files.latest_s + 0.01)
+    return SimpleNamespace(model=str(tmp_path), revision=None)
+
+
+AUTO, DUMMY = SimpleNamespace(load_format="auto"), SimpleNamespace(load_format="dummy")
+
+
+def watched(model: Any, load: Any = AUTO) -> tuple[Any, Core]:
+    """A worker, and what is to be stopped."""
+    worker, core = new_worker(), Core()
+    for _ in range(2):
+        stop_worker_when_reloaded(core, model, load, worker)
+    return worker(), core
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((["weights"],), {}), ((), {"weights_path": "/other"}), ((), {"weights_iterator": iter(())})]
+)
+def test_other_weights_stop_the_cache(model: Any, args: Any, kwargs: Any) -> None:
+    worker, core = watched(model)
+    core.fails = True
+    assert worker.reload_weights(*args, **kwargs) == "done"
+    assert worker.calls == [(args, kwargs)]
+    assert core.reasons
+
+
+def test_the_same_weights_again_change_nothing(model: Any) -> None:
+    worker, core = watched(model)
+    worker.reload_weights()
+    worker.reload_weights(weights_path=None)
+    assert core.reasons == []
+
+
+@pytest.mark.parametrize("what", ["written", "gone", "too many", "newer at the start"])
+def test_other_files_are_other_weights(model: Any, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, core = watched(model)
+    file = Path(model.model) / "model.safetensors"
+    if what == "written":
+        file.write_text("two")
+    elif what == "gone":
+        file.unlink()
+    elif what == "too many":
+        monkeypatch.setattr("kvloft.vllm.identity.weights.MAX_ENTRIES", 1)
+    else:
+        monkeypatch.setattr(reload, "engine_start_s", lambda: 0.0)
+    worker.reload_weights()
+    assert core.reasons
+
+
+def test_weights_that_were_made_up_are_others_than_those_of_a_file(model: Any) -> None:
+    worker, core = watched(model, DUMMY)
+    worker.reload_weights()
+    assert core.reasons
+
+
+def test_a_newer_commit_of_the_hub_is_seen_when_it_was_loaded(hub_cache: Any) -> None:
+    hub_cache("hub/name", "config.json", "c0ffee")
+    worker, core = watched(SimpleNamespace(model="hub/name", revision=None))
+    worker.reload_weights()
+    assert core.reasons == []
+    worker.during = lambda: hub_cache("hub/name", "config.json", "decade")
+    worker.reload_weights()
+    assert core.reasons
+
+
+def test_a_model_of_which_nothing_is_seen_may_be_another() -> None:
+    worker, core = watched(SimpleNamespace(model="hub/unknown", revision=None))
+    worker.reload_weights()
+    assert core.reasons
+
+
+def test_an_engine_that_is_gone_is_not_told(model: Any) -> None:
+    worker, core = watched(model)
+    reasons = core.reasons
+    del core
+    gc.collect()
+    worker.reload_weights("other")
+    assert reasons == []
+
+
+def test_vllms_own_methods_are_wrapped(model: Any) -> None:
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.gpu_worker import Worker
+
+    core = Core()
+    stop_worker_when_reloaded(core, model, AUTO)
+    stop_scheduler_when_reloaded(core, model, AUTO)
+    assert hasattr(Worker.reload_weights, "kvloft_stops")
+    assert hasattr(EngineCore.collective_rpc, "kvloft_stops")
+
+
+class Engine:
+    """vLLM's engine core, as far as it is called here."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def collective_rpc(self, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> list[str]:
+        self.calls.append((method, timeout, args, kwargs))
+        return ["done"]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "stops"),
+    [
+        (("reload_weights",), {}, False), (("add_lora", 3.0, ("adapter",)), {}, False), (("sleep",), {"args": (1,)}, False),
+        (("reload_weights",), {"kwargs": {"weights_path": "/other"}}, True),
+        (("reload_weights", None, ("x",)), {}, True), ((), {"method": "reload_weights", "args": ("x",)}, True),
+        ((len,), {"args": ("adapter",)}, True), ((["not", "hashable"],), {}, True),
+        (("apply_model",), {"args": (len,)}, True), (("update_config",), {}, True),
+        (("train_on",), {}, True),
+    ],
+)  # fmt: skip
+def test_the_scheduler_hears_when_the_engine_is_asked(model: Any, args: Any, kwargs: Any, stops: bool) -> None:
+    class Asked(Engine):
+        collective_rpc = Engine.collective_rpc
+
+    half, engine = Core(), Asked()
+    for _ in range(2):
+        stop_scheduler_when_reloaded(half, model, AUTO, Asked)
+    assert engine.collective_rpc(*args, **kwargs) == ["done"]
+    assert bool(half.reasons) == stops
+    assert len(engine.calls) == 1
+
+
+def test_an_adapter_is_seen_before_it_is_loaded() -> None:
+    log: list[Any] = []
+
+    class Adding:
+        def add_lora(self, lora_request: Any) -> bool:
+            log.append(("loaded", lora_request))
+            return True
+
+    class Names:
+        def identify(self, lora: Any) -> None:
+            log.append(("seen", lora))
+            raise OSError
+
+    names = Names()
+    for _ in range(2):
+        see_adapters_before_they_load(names, Adding)
+    assert Adding().add_lora("a") is True
+    assert log == [("seen", "a"), ("loaded", "a")]

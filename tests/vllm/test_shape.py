@@ -1,0 +1,82 @@
+"""What the scheduler half makes of its settings before it has a store: chunk sizes, and whose directory is whose."""
+
+from types import SimpleNamespace
+
+import pytest
+from vllm.config import ParallelConfig
+
+from kvloft.config import Config
+from kvloft.errors import ConfigError
+from kvloft.seam.shape import CacheShape, GroupShape
+from kvloft.vllm.scheduler_half import _disk_path, tiers_text
+from kvloft.vllm.shape import choose_group, num_replicas
+
+
+def shape_of(block_tokens: int, blocks_per_chunk: int, frame_bytes: int) -> CacheShape:
+    return CacheShape.of_one_group(GroupShape(block_tokens, blocks_per_chunk), part_bytes=frame_bytes)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_heads", "use_mla", "expected"),
+    [(1, 8, False, 1), (4, 8, False, 1), (8, 8, False, 1), (8, 2, False, 4), (8, 1, False, 8), (8, 3, False, 1), (4, 1, True, 4)],
+)
+def test_ranks_with_the_same_bytes_share_one_part(num_ranks: int, num_heads: int, use_mla: bool, expected: int) -> None:
+    model = SimpleNamespace(use_mla=use_mla, get_total_num_kv_heads=lambda: num_heads)
+    config = SimpleNamespace(model_config=model, parallel_config=SimpleNamespace(tensor_parallel_size=num_ranks))
+    assert num_replicas(config) == expected
+
+
+def test_replicas_read_the_part_that_the_first_of_them_writes() -> None:
+    shape = CacheShape.of_one_group(GroupShape(16), part_bytes=8192, num_ranks=4, num_replicas=2)
+    assert [shape.shard_of(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert [(shard.writer, shard.offset) for shard in shape.shards] == [(0, 0), (2, 8192)]
+    assert (shape.frame_bytes, shape.num_ranks) == (16384, 4)
+    with pytest.raises(ValueError, match="rank 4"):
+        shape.shard_of(4)
+    with pytest.raises(ValueError, match="3 ranks"):
+        CacheShape.of_one_group(GroupShape(16), num_ranks=3, num_replicas=2)
+
+
+def test_chunks_are_whole_blocks_or_refused() -> None:
+    assert choose_group(Config(chunk_tokens=64), 32, 4096) == GroupShape(32, 2)
+    for tokens in (16, 48, 65):
+        with pytest.raises(ConfigError, match=f"chunk_tokens={tokens}"):
+            choose_group(Config(chunk_tokens=tokens), 32, 4096)
+
+
+def test_the_start_line_is_in_units_and_numbers_as_people_write_them() -> None:
+    config = Config(host_size=256 << 20, disk_path="/cache", disk_size=1 << 30)
+    assert tiers_text(config, shape_of(32, 1, 132 << 10), disk_path="/cache/dp1", num_frames=1985, num_found=1) == (
+        "chunks of 32 tokens (1 block, 132 KiB), host 256 MiB in 1985 frames, disk /cache/dp1 up to 1 GiB with 1 chunk found, "
+        "eviction lru"
+    )
+    assert tiers_text(Config(host_size=3 << 29), shape_of(16, 4, 4096), disk_path=None, num_frames=1, num_found=0) == (
+        "chunks of 64 tokens (4 blocks, 4 KiB), host 1.5 GiB in 1 frame, no disk, eviction lru"
+    )
+    assert "up to 1 GiB with 0 chunks found" in tiers_text(
+        config, shape_of(1, 1, 4096), disk_path="/cache", num_frames=2, num_found=0
+    )
+
+
+def test_each_data_parallel_engine_has_a_directory_of_its_own() -> None:
+    config = Config(disk_path="/cache")
+    alone = SimpleNamespace(data_parallel_size=1, data_parallel_rank=0, data_parallel_index=0)
+    assert _disk_path(config, alone) == "/cache"
+    assert _disk_path(Config(), alone) is None
+    assert _disk_path(config, SimpleNamespace(data_parallel_size=2, data_parallel_rank=0, data_parallel_index=1)) == "/cache/dp1"
+    assert _disk_path(config, SimpleNamespace(data_parallel_size=2, data_parallel_rank=1)) == "/cache/dp1"
+
+
+@pytest.mark.parametrize("is_moe", [False, True])
+def test_engines_that_vllm_makes_independent_have_one_too(is_moe: bool) -> None:
+    """As vLLM's engine process does it: a dense model's engine is told that it is the only one, but for its index."""
+    paths = []
+    for index in range(3):
+        parallel = ParallelConfig(data_parallel_size=3, data_parallel_size_local=3)
+        parallel.data_parallel_index = index
+        if is_moe:
+            parallel.data_parallel_rank = index
+        else:
+            parallel.reconfigure_for_independent_dp_rank()
+        paths.append(_disk_path(Config(disk_path="/cache"), parallel))
+    assert paths == ["/cache", "/cache/dp1", "/cache/dp2"]

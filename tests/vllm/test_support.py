@@ -1,0 +1,161 @@
+"""What is refused at start: each with one sentence, nothing half-served. Real KV specs, settings as plain namespaces."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.config import KVTransferConfig
+from vllm.v1.core.kv_cache_utils import get_kv_cache_groups
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SinkFullAttentionSpec,
+    SlidingWindowSpec,
+)
+from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+from kvloft.errors import UnsupportedError
+from kvloft.vllm.support import check_supported, transfer_warnings
+
+FULL = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+WINDOW = SlidingWindowSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, sliding_window=64)
+MLA = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+
+
+def per_layer(*specs: Any) -> Any:
+    """One group whose layers have specs of their own, as vLLM's UniformTypeKVCacheSpecs."""
+    return SimpleNamespace(kv_cache_specs={f"layer{i}": spec for i, spec in enumerate(specs)})
+
+
+def settings(**changes: Any) -> Any:
+    parallel: dict[str, Any] = {
+        "pipeline_parallel_size": 1, "world_size": 1, "distributed_executor_backend": None, "nnodes": 1,
+        "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
+    }  # fmt: skip
+    parallel.update({key: value for key, value in changes.items() if key in parallel})
+    return SimpleNamespace(
+        model_config=SimpleNamespace(
+            model="tiny",
+            is_encoder_decoder=changes.get("is_encoder_decoder", False),
+            is_diffusion=changes.get("is_diffusion", False),
+            is_prefix_caching_supported=changes.get("is_prefix_caching_supported", True),
+            use_mla=changes.get("use_mla", False),
+            enable_sleep_mode="sleep_mode_backend" in changes,
+            sleep_mode_backend=changes.get("sleep_mode_backend", "cumem"),
+        ),
+        parallel_config=SimpleNamespace(**parallel),
+        cache_config=SimpleNamespace(calculate_kv_scales=changes.get("calculate_kv_scales", False)),
+        speculative_config=changes.get("speculative_config"),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=changes.get("enable_chunked_prefill", True)),
+    )
+
+
+def groups(*specs: Any) -> KVCacheConfig:
+    layers = [KVCacheGroupSpec(list(getattr(spec, "kv_cache_specs", [f"layer{i}"])), spec) for i, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=layers)
+
+
+def test_one_group_of_full_attention_is_served() -> None:
+    check_supported(settings(speculative_config=SimpleNamespace(method="ngram")), groups(FULL))
+    check_supported(settings(sleep_mode_backend="cumem"), groups(FULL))
+    check_supported(settings(use_mla=True), groups(MLA))
+    check_supported(
+        settings(), groups(SinkFullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, sink_len=32))
+    )
+    check_supported(settings(), groups(per_layer(FULL, MLA)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "specs", "named"),
+    [
+        ({"is_encoder_decoder": True}, (FULL,), "encoder-decoder"),
+        ({"is_diffusion": True}, (FULL,), "diffusion"),
+        ({"sleep_mode_backend": "cuda-checkpoint"}, (FULL,), "sleep_mode_backend='cuda-checkpoint'"),
+        ({"is_prefix_caching_supported": False}, (FULL,), "pooling"),
+        ({}, (FULL, WINDOW), "2"),
+        ({}, (WINDOW,), "SlidingWindowSpec"),
+        ({}, (per_layer(FULL, WINDOW),), "SlidingWindowSpec"),
+        ({}, (per_layer(FULL, replace(FULL, non_causal=True)),), "prefix LM"),
+        ({"use_mla": True, "enable_chunked_prefill": False}, (MLA,), "MLA"),
+        ({}, (replace(FULL, non_causal=True),), "prefix LM"),
+        ({"pipeline_parallel_size": 2}, (FULL,), "pipeline_parallel_size=2"),
+        ({"decode_context_parallel_size": 2}, (FULL,), "decode_context_parallel_size=2"),
+        ({"prefill_context_parallel_size": 2}, (FULL,), "prefill_context_parallel_size=2"),
+        ({"world_size": 2, "distributed_executor_backend": "ray"}, (FULL,), "ray"),
+        ({"nnodes": 2}, (FULL,), "nnodes"),
+        ({"calculate_kv_scales": True}, (FULL,), "calculate_kv_scales"),
+        ({"speculative_config": SimpleNamespace(method="eagle3")}, (FULL,), "eagle3"),
+    ],
+)
+def test_what_would_be_served_wrongly_is_refused_by_name(changes: dict[str, Any], specs: tuple[Any, ...], named: str) -> None:
+    with pytest.raises(UnsupportedError) as caught:
+        check_supported(settings(**changes), groups(*specs))
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+# -- what vLLM makes of a model's layers for a connector of one block table ---------------------------------------
+
+
+SIZES: Any = {"block_size": 32, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+CHUNKED = ChunkedLocalAttentionSpec(**SIZES, attention_chunk_size=64)
+MAMBA = MambaSpec(block_size=32, shapes=((2, 512), (3, 32)), dtypes=(torch.float32, torch.float32))
+WIDE = FullAttentionSpec(**SIZES | {"head_size": 64})
+
+
+def merged(*layers: Any) -> KVCacheConfig:
+    """The groups of a model with these layers, by vLLM's own rules without its hybrid manager."""
+    engine: Any = SimpleNamespace(scheduler_config=SimpleNamespace(disable_hybrid_kv_cache_manager=True))
+    groups = get_kv_cache_groups(engine, {f"layer{i}": spec for i, spec in enumerate(layers)})
+    return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+@pytest.mark.parametrize("layers", [(WINDOW, WINDOW, FULL), (FULL, WINDOW), (CHUNKED, FULL, CHUNKED), (WINDOW, WIDE)])
+def test_windows_and_local_chunks_beside_full_attention_are_served_as_full_attention(layers: tuple[Any, ...]) -> None:
+    config = merged(*layers)
+    check_supported(settings(), config)
+    (group,) = config.kv_cache_groups
+    specs = getattr(group.kv_cache_spec, "kv_cache_specs", {"": group.kv_cache_spec}).values()
+    managers = {KVCacheSpecRegistry.get_manager_class(spec) for spec in specs}
+    assert managers == {FullAttentionManager}, "the manager that frees nothing before its request ends"
+    assert FullAttentionManager.get_num_skipped_tokens is SingleTypeKVCacheManager.get_num_skipped_tokens
+    assert FullAttentionManager.remove_skipped_blocks is SingleTypeKVCacheManager.remove_skipped_blocks
+
+
+@pytest.mark.parametrize(("layers", "named"), [((WINDOW, WINDOW), "SlidingWindowSpec"), ((CHUNKED,), "ChunkedLocalAttentionSpec")])
+def test_windows_or_local_chunks_in_every_layer_are_refused(layers: tuple[Any, ...], named: str) -> None:
+    """vLLM leaves such a model as it is, and gives away what is out of the window."""
+    with pytest.raises(UnsupportedError, match=named):
+        check_supported(settings(), merged(*layers))
+
+
+def test_state_space_layers_are_refused_by_vllm_or_by_us() -> None:
+    with pytest.raises(ValueError, match="promote"):
+        merged(MAMBA, FULL)
+    with pytest.raises(UnsupportedError, match=r"one KV cache group.*has 2 .*state-space"):
+        check_supported(settings(), groups(FULL, MAMBA))
+    with pytest.raises(UnsupportedError, match="MambaSpec"):
+        check_supported(settings(), merged(MAMBA))
+
+
+@pytest.mark.parametrize(
+    ("role", "policy", "said"),
+    [
+        ("kv_both", "recompute", []),
+        ("kv_both", "fail", ["recompute"]),
+        ("kv_producer", "fail", ["never loads"]),
+        ("kv_consumer", "recompute", ["never saves"]),
+        ("kv_consumer", "fail", ["never saves", "recompute"]),
+    ],
+)
+def test_half_a_cache_and_requests_that_may_fail_are_told(role: Any, policy: Any, said: list[str]) -> None:
+    found = transfer_warnings(KVTransferConfig(kv_connector="KVLoftConnector", kv_role=role, kv_load_failure_policy=policy))
+    assert len(found) == len(said) and all(words in text for words, text in zip(said, found, strict=True))
+    assert transfer_warnings(None) == []

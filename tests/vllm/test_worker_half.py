@@ -1,0 +1,127 @@
+"""The worker half in its engine: copies end before memory is unmapped, gathers go before zeroes, other weights stop it."""
+
+import gc
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.kv_cache_interface import KVCacheConfig
+
+from kvloft.config import Config
+from kvloft.seam.shape import CacheShape, GroupShape
+from kvloft.transfer.cuda import setup
+from kvloft.transfer.movers import choose_mover
+from kvloft.vllm import worker_half
+from kvloft.vllm.sleep import drain_before_sleep
+
+
+class Allocator:
+    """vLLM's, as far as it matters: says what was done in which order."""
+
+    def __init__(self, log: list[Any]) -> None:
+        self.log = log
+
+    def sleep(self, offload_tags: tuple[str, ...] | None = None) -> None:
+        self.log.append(("sleep", offload_tags))
+
+    def wake_up(self) -> None:
+        self.log.append("wake_up")
+
+
+class NewerAllocator(Allocator):
+    def discard(self, tags: tuple[str, ...]) -> None:
+        self.log.append(("discard", tags))
+
+
+class Core:
+    def __init__(self, name: str, log: list[Any]) -> None:
+        self.name, self.log = name, log
+
+    def drain(self) -> None:
+        self.log.append(f"{self.name} drained")
+
+
+def test_copies_end_before_memory_is_unmapped() -> None:
+    log: list[Any] = []
+    allocator, core = NewerAllocator(log), Core("a", log)
+    drain_before_sleep(core, allocator)
+    allocator.sleep(offload_tags=("weights",))
+    allocator.wake_up()
+    allocator.discard(("kv_cache",))
+    assert log == ["a drained", ("sleep", ("weights",)), "wake_up", "a drained", ("discard", ("kv_cache",))]
+
+
+def test_engines_of_one_process_drain_once_each_and_gone_ones_not() -> None:
+    log: list[Any] = []
+    allocator, first, second = Allocator(log), Core("a", log), Core("b", log)
+    for core in (first, second):
+        drain_before_sleep(core, allocator)
+    allocator.sleep()
+    assert sorted(log[:2]) == ["a drained", "b drained"] and log[2:] == [("sleep", None)]
+    log.clear()
+    del first, core
+    gc.collect()
+    allocator.sleep()
+    assert log == ["b drained", ("sleep", None)]
+
+
+def test_an_allocator_that_cannot_be_watched_is_an_error() -> None:
+    with pytest.raises(AttributeError):
+        drain_before_sleep(Core("a", []), object())
+
+
+def test_one_that_cannot_drain_stops_neither_the_others_nor_the_sleep(caplog: pytest.LogCaptureFixture) -> None:
+    log: list[Any] = []
+    allocator, cores = Allocator(log), [Core(name, log) for name in "abc"]
+    for core in cores:
+        drain_before_sleep(core, allocator)
+    cores[1].drain = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+    with caplog.at_level("ERROR", logger="vllm.kvloft"):
+        allocator.sleep()
+    assert sorted(log[:2]) == ["a drained", "c drained"] and log[2:] == [("sleep", None)]
+
+
+def half_of(*, can_sleep: bool = False, zeroes: bool = False, extension: str = "") -> worker_half.WorkerHalf:
+    settings: Any = SimpleNamespace(
+        parallel_config=SimpleNamespace(rank=0, world_size=1, worker_extension_cls=extension),
+        model_config=SimpleNamespace(dtype="float32", enable_sleep_mode=can_sleep, model="hub/name", revision=None),
+        load_config=SimpleNamespace(load_format="auto"),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+    )
+    kv: Any = SimpleNamespace(num_blocks=4, needs_kv_cache_zeroing=zeroes)
+    return worker_half.WorkerHalf(settings, kv, CacheShape.of_one_group(GroupShape(16)), Config())
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_a_worker_drains_before_sleep_if_its_engine_can_sleep(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores: list[Any] = []
+    monkeypatch.setattr(worker_half, "drain_before_sleep", cores.append)
+    half = half_of(can_sleep=is_on)
+    assert cores == ([half.core] if is_on else [])
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(zeroes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From vLLM's own answer to the GPU mover; the engine zeroes before any hook of the step."""
+    assert hasattr(KVCacheConfig, "needs_kv_cache_zeroing")
+    settings = half_of(zeroes=zeroes).core._settings
+    given: list[Any] = []
+    monkeypatch.setattr(setup, "Kernels", lambda *_: SimpleNamespace(vec_bytes=16, num_planes=1))
+    monkeypatch.setattr(setup, "calibrated", lambda *_: SimpleNamespace(tuning=None, summary=lambda: ""))
+    monkeypatch.setattr(setup, "CudaMover", lambda *_, **options: given.append(options["gathers_first"]))
+    monkeypatch.setattr(setup.torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(setup.torch.cuda, "get_device_name", lambda _: "a GPU")
+    storage = SimpleNamespace(device=SimpleNamespace(type="cuda"))
+    layout: Any = SimpleNamespace(planes=[SimpleNamespace(storage=storage)], block_bytes=4096)
+    window: Any = SimpleNamespace(address=0, num_frames=1, frame_bytes=4096, part_offset=0, part_bytes=4096, rank=0)
+    choose_mover(layout, 1, settings)(layout, window)
+    assert given == [zeroes]
+
+
+@pytest.mark.parametrize(("extension", "stops"), [("", True), ("trainer.Extension", False)])
+def test_a_worker_stops_at_other_weights_but_for_a_trainers(extension: str, stops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    cores: list[Any] = []
+    monkeypatch.setattr(worker_half, "stop_worker_when_reloaded", lambda core, *_: cores.append(core))
+    half = half_of(extension=extension)
+    assert cores == ([half.core] if stops else [])
