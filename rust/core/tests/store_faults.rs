@@ -18,16 +18,17 @@ use kvloft_core::io::Arena;
 use kvloft_core::key::ChunkKey;
 use kvloft_core::lease::{ReadLease, WriteLease};
 use kvloft_core::store::{Progress, Store, StoreConfig};
-use kvloft_core::tier::FrameDisk;
+use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::memory::MemoryTier;
 use proptest::prelude::*;
-use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, range, save, stat, verify};
+use store_common::{arena_of, chain, config, disk_settings, fill, prompt_chain, range, save, stat, verify};
 
 const LONG: Duration = Duration::from_secs(20);
 
-fn open(num_frames: u32, per_chunk: u32, eviction: Eviction, disk: &Arc<MemoryDisk>, num_threads: u32) -> Store {
+fn open(num_frames: u32, per_chunk: u32, eviction: Eviction, disk: &Arc<MemoryTier>, num_threads: u32) -> Store {
     let disk_settings = disk_settings(u64::from(disk.capacity), num_threads);
     let config = StoreConfig { disk: Some(disk_settings), ..config(num_frames, per_chunk, eviction) };
-    Store::with_disk(&config, Arc::clone(disk) as Arc<dyn FrameDisk>, &[]).unwrap()
+    Store::with_disk(&config, Arc::clone(disk) as Arc<dyn LocalTier>, &[]).unwrap()
 }
 
 /// Polls until nothing is pending; the answer then.
@@ -80,7 +81,7 @@ fn step() -> impl Strategy<Value = Step> {
 struct Run {
     store: Store,
     arena: Arena,
-    disk: Arc<MemoryDisk>,
+    disk: Arc<MemoryTier>,
     per_chunk: u32,
     committed: BTreeSet<ChunkKey>,
     writes: Vec<WriteLease>,
@@ -200,7 +201,7 @@ proptest! {
         num_threads in 1..4u32, lrfu in any::<bool>(),
     ) {
         let eviction = if lrfu { Eviction::Lrfu } else { Eviction::Lru };
-        let disk = MemoryDisk::new(num_slots);
+        let disk = MemoryTier::new(num_slots);
         let store = open(num_frames, per_chunk, eviction, &disk, num_threads);
         let arena = arena_of(&store);
         let committed = BTreeSet::new();
@@ -213,7 +214,7 @@ proptest! {
 }
 
 /// A store whose one chain of `len` chunks is on disk only, evicted from `len` frames by others.
-fn on_disk_only(len: u32, disk: &Arc<MemoryDisk>) -> (Store, Arena, KeyChain) {
+fn on_disk_only(len: u32, disk: &Arc<MemoryTier>) -> (Store, Arena, KeyChain) {
     let store = open(len, 1, Eviction::Lru, disk, 2);
     let arena = arena_of(&store);
     let wanted = chain(&(0..len).collect::<Vec<_>>());
@@ -229,7 +230,7 @@ fn on_disk_only(len: u32, disk: &Arc<MemoryDisk>) -> (Store, Arena, KeyChain) {
 
 #[test]
 fn a_chain_comes_back_from_disk() {
-    let disk = MemoryDisk::new(64);
+    let disk = MemoryTier::new(64);
     let (store, arena, wanted) = on_disk_only(8, &disk);
     let lease = store.acquire(&wanted);
     assert_eq!(settled(&lease), Progress { ready_blocks: 8, pending_blocks: 0 });
@@ -242,7 +243,7 @@ fn a_chain_comes_back_from_disk() {
 
 #[test]
 fn two_leases_share_one_read_and_acquire_never_waits_for_it() {
-    let disk = MemoryDisk::new(64);
+    let disk = MemoryTier::new(64);
     let (store, _arena, wanted) = on_disk_only(8, &disk);
     let gate = disk.read_gate.lock().unwrap();
     let leases = [store.acquire(&wanted), store.acquire(&wanted)];
@@ -258,7 +259,7 @@ fn two_leases_share_one_read_and_acquire_never_waits_for_it() {
 
 #[test]
 fn a_lease_dropped_during_its_reads_leaks_nothing() {
-    let disk = MemoryDisk::new(64);
+    let disk = MemoryTier::new(64);
     let (store, _arena, wanted) = on_disk_only(8, &disk);
     let gate = disk.read_gate.lock().unwrap();
     let lease = store.acquire(&wanted);
@@ -275,7 +276,7 @@ fn a_lease_dropped_during_its_reads_leaks_nothing() {
 #[test]
 fn failed_and_corrupt_reads_are_misses_and_are_counted() {
     for corrupt in [false, true] {
-        let disk = MemoryDisk::new(64);
+        let disk = MemoryTier::new(64);
         let (store, _arena, wanted) = on_disk_only(8, &disk);
         let flag = if corrupt { &disk.corrupt_reads } else { &disk.fail_reads };
         flag.store(true, Ordering::SeqCst);
@@ -294,7 +295,7 @@ fn failed_and_corrupt_reads_are_misses_and_are_counted() {
 
 #[test]
 fn flush_waits_for_slots_that_a_thread_is_giving_back() {
-    let disk = MemoryDisk::new(64);
+    let disk = MemoryTier::new(64);
     let (store, _arena, wanted) = on_disk_only(8, &disk);
     let gate = disk.free_gate.lock().unwrap();
     store.discard(&wanted.keys()[..1]);
@@ -312,7 +313,7 @@ fn flush_waits_for_slots_that_a_thread_is_giving_back() {
 #[test]
 fn flush_waits_for_slots_of_forgotten_chunks_that_are_still_being_read() {
     for fail_reads in [false, true] {
-        let disk = MemoryDisk::new(64);
+        let disk = MemoryTier::new(64);
         let (store, _arena, wanted) = on_disk_only(8, &disk);
         disk.fail_reads.store(fail_reads, Ordering::SeqCst);
         let gate = disk.read_gate.lock().unwrap();
@@ -334,7 +335,7 @@ fn flush_waits_for_slots_of_forgotten_chunks_that_are_still_being_read() {
 
 #[test]
 fn a_disk_that_takes_nothing_costs_nothing_but_counts() {
-    let disk = MemoryDisk::new(64);
+    let disk = MemoryTier::new(64);
     disk.fail_writes.store(true, Ordering::SeqCst);
     let store = open(4, 1, Eviction::Lru, &disk, 2);
     let arena = arena_of(&store);
@@ -354,7 +355,7 @@ fn a_disk_that_takes_nothing_costs_nothing_but_counts() {
 
 #[test]
 fn slow_writes_are_dropped_and_never_waited_for() {
-    let disk = MemoryDisk::new(64);
+    let disk = MemoryTier::new(64);
     let store = open(4, 1, Eviction::Lru, &disk, 1);
     let arena = arena_of(&store);
     let gate = disk.write_gate.lock().unwrap();
@@ -370,7 +371,7 @@ fn slow_writes_are_dropped_and_never_waited_for() {
 
 #[test]
 fn a_disk_smaller_than_one_chain_keeps_its_beginning() {
-    let disk = MemoryDisk::new(3);
+    let disk = MemoryTier::new(3);
     let store = open(8, 1, Eviction::Lru, &disk, 2);
     let arena = arena_of(&store);
     assert_eq!(save(&store, &arena, &chain(&[1, 2, 3, 4, 5, 6]), range(0, 6, 0)), 6);
@@ -386,7 +387,7 @@ fn a_disk_smaller_than_one_chain_keeps_its_beginning() {
 
 #[test]
 fn a_panicking_disk_is_a_failed_job() {
-    let disk = MemoryDisk::new(64);
+    let disk = MemoryTier::new(64);
     let (store, arena, wanted) = on_disk_only(4, &disk);
     disk.panic_in_io.store(true, Ordering::SeqCst);
     let lease = store.acquire(&wanted);
@@ -399,7 +400,7 @@ fn a_panicking_disk_is_a_failed_job() {
 
 #[test]
 fn clear_during_reads_and_writes_leaves_nothing_behind() {
-    let disk = MemoryDisk::new(64);
+    let disk = MemoryTier::new(64);
     let (store, arena, wanted) = on_disk_only(8, &disk);
     let read_gate = disk.read_gate.lock().unwrap();
     let lease = store.acquire(&wanted);
@@ -423,7 +424,7 @@ fn clear_during_reads_and_writes_leaves_nothing_behind() {
 
 #[test]
 fn closing_ends_waiting_leases_short_and_keeps_the_disk() {
-    let disk = MemoryDisk::new(64);
+    let disk = MemoryTier::new(64);
     let (store, _arena, wanted) = on_disk_only(8, &disk);
     let gate = disk.read_gate.lock().unwrap();
     let lease = store.acquire(&wanted);

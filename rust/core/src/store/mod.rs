@@ -29,7 +29,7 @@ pub use stats::{Counters, Gauges};
 use crate::Result;
 use crate::key::{ChunkKey, KeyChain};
 use crate::lease::{ReadLease, WriteLease};
-use crate::tier::FrameDisk;
+use crate::tier::LocalTier;
 use crate::tier::disk::{DiskEntry, DiskTier};
 use crate::tier::host::HostTier;
 
@@ -57,7 +57,7 @@ pub(crate) struct Inner {
     work: Condvar,
     /// A job ended.
     idle: Condvar,
-    disk: Option<Arc<dyn FrameDisk>>,
+    disk: Option<Arc<dyn LocalTier>>,
     arena_path: String,
     frame_bytes: u64,
     num_frames: u32,
@@ -135,11 +135,11 @@ impl Store {
 
     /// As [`Self::open`], with another disk, which holds `found`; `config.disk` says how many threads and chunks it has.
     #[doc(hidden)]
-    pub fn with_disk(config: &StoreConfig, disk: Arc<dyn FrameDisk>, found: &[DiskEntry]) -> Result<Self> {
+    pub fn with_disk(config: &StoreConfig, disk: Arc<dyn LocalTier>, found: &[DiskEntry]) -> Result<Self> {
         Self::build(config, Some(disk), found)
     }
 
-    fn build(config: &StoreConfig, disk: Option<Arc<dyn FrameDisk>>, found: &[DiskEntry]) -> Result<Self> {
+    fn build(config: &StoreConfig, disk: Option<Arc<dyn LocalTier>>, found: &[DiskEntry]) -> Result<Self> {
         let num_frames = config.num_frames()?;
         let host = HostTier::create(config.frame_bytes, num_frames)?;
         let arena_path = host.arena().path();

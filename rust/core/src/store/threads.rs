@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use super::Inner;
 use super::jobs::{Job, Written};
 use super::state::State;
-use crate::tier::FrameDisk;
+use crate::tier::LocalTier;
 use crate::tier::disk::{DiskMeta, SlotId};
 use crate::{Error, ErrorKind, Result};
 
@@ -42,7 +42,7 @@ pub(super) fn join(threads: Vec<JoinHandle<()>>, timeout: Duration) {
 }
 
 /// Waits for a job and does it; false when there will be none.
-fn do_next(inner: &Inner, disk: &dyn FrameDisk) -> bool {
+fn do_next(inner: &Inner, disk: &dyn LocalTier) -> bool {
     let Some(job) = wait_for_job(inner, disk) else { return false };
     match job {
         Job::Read { id, slot, key, mut frame } => {
@@ -61,16 +61,13 @@ fn do_next(inner: &Inner, disk: &dyn FrameDisk) -> bool {
         }
         Job::Clear => {
             // Should this panic, chunks stay on disk that no key leads to; the next open finds them.
-            let _ = guarded(|| {
-                disk.clear();
-                Ok(())
-            });
+            let _ = guarded(|| disk.clear());
             finish(inner, State::end_clear)
         }
     }
 }
 
-fn wait_for_job(inner: &Inner, disk: &dyn FrameDisk) -> Option<Job> {
+fn wait_for_job(inner: &Inner, disk: &dyn LocalTier) -> Option<Job> {
     let mut looked = false;
     let mut state = inner.books()?;
     loop {
@@ -105,7 +102,7 @@ fn finish(inner: &Inner, enter: impl FnOnce(&mut State)) -> bool {
     entered.is_some()
 }
 
-fn write(inner: &Inner, disk: &dyn FrameDisk, meta: &DiskMeta, bytes: &[u8]) -> Written {
+fn write(inner: &Inner, disk: &dyn LocalTier, meta: &DiskMeta, bytes: &[u8]) -> Written {
     let Some(slot) = find_slot(inner, disk) else { return Written::NoRoom };
     if guarded(|| disk.write(slot, meta, bytes)).is_ok() {
         return Written::In(slot);
@@ -115,7 +112,7 @@ fn write(inner: &Inner, disk: &dyn FrameDisk, meta: &DiskMeta, bytes: &[u8]) -> 
 }
 
 /// A slot to write to, made free if need be.
-fn find_slot(inner: &Inner, disk: &dyn FrameDisk) -> Option<SlotId> {
+fn find_slot(inner: &Inner, disk: &dyn LocalTier) -> Option<SlotId> {
     for _ in 0..SLOT_TRIES {
         if let Some(slot) = guarded(|| Ok(disk.reserve())).ok()? {
             return Some(slot);
@@ -126,12 +123,9 @@ fn find_slot(inner: &Inner, disk: &dyn FrameDisk) -> Option<SlotId> {
     None
 }
 
-fn free(disk: &dyn FrameDisk, slot: SlotId) {
+fn free(disk: &dyn LocalTier, slot: SlotId) {
     // A slot that could not be given back is lost until the next open; nothing leads to it.
-    let _ = guarded(|| {
-        disk.free(slot);
-        Ok(())
-    });
+    let _ = guarded(|| disk.free(slot));
 }
 
 /// A panic of the disk tier as an error.

@@ -1,17 +1,10 @@
-//! Shared by the store's tests: small chains, frames that say whose they are, and a disk in memory that fails on demand.
+//! Shared by the store's tests: small chains and frames that say whose they are.
 #![allow(dead_code, clippy::unwrap_used, clippy::allow_attributes, reason = "tests; each file uses a part of this one")]
-
-use std::collections::{BTreeMap, HashMap};
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex};
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::{Arena, Damage, FrameId, PartSpec};
 use kvloft_core::key::{ChunkKey, KeyChain, root_key};
 use kvloft_core::store::{DiskSettings, Reservation, SaveRange, Store, StoreConfig};
-use kvloft_core::tier::FrameDisk;
-use kvloft_core::tier::disk::{DiskMeta, DiskStats, SlotId};
-use kvloft_core::{Error, ErrorKind, Result};
 
 pub(crate) const FRAME: usize = 4096;
 
@@ -76,117 +69,4 @@ pub(crate) fn save(store: &Store, arena: &Arena, chain: &KeyChain, range: SaveRa
     let reserved = store.reserve(chain, range).unwrap();
     reserved.leases.iter().for_each(|lease| fill(arena, lease.reservation()));
     store.commit(reserved.leases)
-}
-
-/// Slots in memory. It panics when the store breaks its side of the contract.
-#[derive(Debug, Default)]
-pub(crate) struct MemoryDisk {
-    pub(crate) capacity: u32,
-    pub(crate) fail_writes: AtomicBool,
-    pub(crate) fail_reads: AtomicBool,
-    pub(crate) corrupt_reads: AtomicBool,
-    pub(crate) panic_in_io: AtomicBool,
-    /// Reads wait while this is held.
-    pub(crate) read_gate: Mutex<()>,
-    /// Writes wait while this is held.
-    pub(crate) write_gate: Mutex<()>,
-    /// Slots are not given back while this is held.
-    pub(crate) free_gate: Mutex<()>,
-    /// Some slot was to be given back.
-    pub(crate) is_freeing: AtomicBool,
-    slots: Mutex<Slots>,
-}
-
-#[derive(Debug, Default)]
-struct Slots {
-    reserved: BTreeMap<u32, Option<(DiskMeta, Vec<u8>)>>,
-    violations: Vec<String>,
-}
-
-impl MemoryDisk {
-    pub(crate) fn new(capacity: u32) -> Arc<Self> {
-        Arc::new(Self { capacity, ..Self::default() })
-    }
-
-    /// What is written, by key.
-    pub(crate) fn chunks(&self) -> HashMap<ChunkKey, DiskMeta> {
-        self.slots.lock().unwrap().reserved.values().flatten().map(|(meta, _)| (meta.key, *meta)).collect()
-    }
-
-    pub(crate) fn num_slots_used(&self) -> usize {
-        self.slots.lock().unwrap().reserved.len()
-    }
-
-    /// Contract breaches seen so far.
-    pub(crate) fn violations(&self) -> Vec<String> {
-        self.slots.lock().unwrap().violations.clone()
-    }
-
-    fn io(&self, flag: &AtomicBool) -> Result<()> {
-        assert!(!self.panic_in_io.load(Ordering::SeqCst), "asked to panic");
-        let failed = || Error::io("asked to fail", std::io::Error::from_raw_os_error(5));
-        if flag.load(Ordering::SeqCst) { Err(failed()) } else { Ok(()) }
-    }
-}
-
-impl FrameDisk for MemoryDisk {
-    fn reserve(&self) -> Option<SlotId> {
-        let mut slots = self.slots.lock().unwrap();
-        let free = (0..self.capacity).find(|slot| !slots.reserved.contains_key(slot))?;
-        slots.reserved.insert(free, None);
-        Some(SlotId(free))
-    }
-
-    fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {
-        let _gate = self.write_gate.lock().unwrap();
-        self.io(&self.fail_writes)?;
-        let mut slots = self.slots.lock().unwrap();
-        let parent_there =
-            meta.depth == 0 || slots.reserved.values().flatten().any(|(other, _)| other.key == meta.parent);
-        if !parent_there {
-            slots.violations.push(format!("{meta:?} was written before its parent"));
-        }
-        match slots.reserved.get_mut(&slot.0) {
-            Some(place @ None) => *place = Some((*meta, frame.to_vec())),
-            _ => slots.violations.push(format!("{slot:?} was written without being reserved")),
-        }
-        Ok(())
-    }
-
-    fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<()> {
-        let _gate = self.read_gate.lock().unwrap();
-        into.fill(0xee);
-        self.io(&self.fail_reads)?;
-        let corrupt = || Error::new(ErrorKind::Corrupt, "asked to be corrupt");
-        if self.corrupt_reads.load(Ordering::SeqCst) {
-            return Err(corrupt());
-        }
-        let mut slots = self.slots.lock().unwrap();
-        let found = slots.reserved.get(&slot.0).and_then(Option::as_ref).filter(|(meta, _)| meta.key == *key).cloned();
-        let Some((_, bytes)) = found else {
-            slots.violations.push(format!("{slot:?} was read for a key that is not there"));
-            return Err(corrupt());
-        };
-        into.copy_from_slice(&bytes);
-        Ok(())
-    }
-
-    fn free(&self, slot: SlotId) {
-        self.is_freeing.store(true, Ordering::SeqCst);
-        let _gate = self.free_gate.lock().unwrap();
-        let mut slots = self.slots.lock().unwrap();
-        if slots.reserved.remove(&slot.0).is_none() {
-            slots.violations.push(format!("{slot:?} was freed twice"));
-        }
-    }
-
-    fn stats(&self) -> DiskStats {
-        DiskStats::default()
-    }
-
-    fn clear(&self) {
-        self.slots.lock().unwrap().reserved.retain(|_, place| place.is_none());
-    }
-
-    fn close(&self) {}
 }
