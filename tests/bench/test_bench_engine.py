@@ -174,10 +174,3 @@ def test_without_vllm_the_sentence_names_it(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match="torch and vllm cannot be imported"):
         engine.gpu_bytes()
-
-
-@pytest.mark.parametrize("kib", ["0", "-4", "3"])
-def test_calibrate_refuses_pages_that_no_model_has(kib: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["calibrate", "--page-kib", kib])
-    assert "--page-kib" in capsys.readouterr().err

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -88,11 +87,11 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(monkeypatch
         copies = copies_of(list(range(20)), [[block] for block in range(20)])
         submit = mover.saves.submit
 
-        def slow(piece: Piece, frames: npt.ArrayLike) -> int:
+        def slow(piece: Piece) -> int:
             if threading.current_thread() is not threading.main_thread() and not mover._queued_pieces[mover.saves]:
                 is_at_last.set()
                 assert may_send.wait(DEADLINE_S)
-            return submit(piece, frames)
+            return submit(piece)
 
         monkeypatch.setattr(mover.saves, "submit", slow)
         mover.begin_step(())

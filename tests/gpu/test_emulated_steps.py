@@ -33,7 +33,7 @@ NUM_BLOCKS, NUM_FRAMES, CHUNK = 23, 61, 3
 SHAPES = {
     "chunks share a piece": (37, {"ring": RingSize(2, 2 * 4096)}),
     "a chunk takes many pieces": (4099, {"ring": RingSize(2, 12 << 10)}),
-    "small ones go directly": (37, {"ring": RingSize(3, 3 * 4096), "save_direct_below": 300, "load_direct_below": 400}),
+    "three slots": (37, {"ring": RingSize(3, 3 * 4096)}),
 }
 
 

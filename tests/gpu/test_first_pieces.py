@@ -14,6 +14,7 @@ pytest.importorskip("torch", reason="torch is not installed")
 import torch
 from emulated_gpu import Gpu, emulated
 from gpu_support import Frames, Paged, copies_of, load, make_mover, part_bytes_for, per_layer, save
+from piece_model import frames_of
 
 from kvloft.seam.batch import ChunkCopy, LeasedChunks, ReservedChunks
 from kvloft.seam.ids import BlockId, ReqId
@@ -42,10 +43,10 @@ class Rig:
             patch.setattr(lane, "submit", self.noted(lane.submit))
 
     def noted(self, submit: Any) -> Any:
-        def noting(piece: Any, frames: Sequence[int], **more: Any) -> Any:
-            assert list(frames) == sorted(frames), "neighbours in the arena are not one copy"
+        def noting(piece: Any, **more: Any) -> Any:
+            assert frames_of(piece) == sorted(frames_of(piece)), "neighbours in the arena are not one copy"
             self.sizes.append(piece.num_segments)
-            return submit(piece, frames, **more)
+            return submit(piece, **more)
 
         return noting
 

@@ -11,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 pytest.importorskip("torch", reason="torch is not installed")
 
+from piece_model import frames_of
+
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
@@ -51,8 +53,8 @@ class Lane:
     def is_full(self, num_flying: int) -> bool:
         return num_flying >= MAX_PIECES
 
-    def submit(self, piece: Any, frames: Any, *, is_pinned: bool = True) -> int:
-        self.pieces.append((piece, np.array(frames, np.uint64)))
+    def submit(self, piece: Any, *, is_pinned: bool = True) -> int:
+        self.pieces.append((piece, np.array(frames_of(piece), np.uint64)))
         self.clock.log.append((self.name, "piece", len(self.pieces) - 1))
         if self.before_submit is not None:
             self.before_submit(piece)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from kvloft import __version__
 from kvloft.errors import ConfigError
 
-COMMANDS = ("config", "inspect", "verify", "bench", "calibrate")
+COMMANDS = ("config", "inspect", "verify", "bench")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -371,11 +371,10 @@ class CudaMover:
         if piece is job.pieces[0]:
             lane.kernel_stream.wait(job.after.event)
             self._release(job.after)
-        frames = job.table.frames[piece.begin : piece.end]
         if lane is self.loads:
-            ticket = self.loads.submit(piece, frames, is_pinned=self._pinned.is_complete)
+            ticket = self.loads.submit(piece, is_pinned=self._pinned.is_complete)
         else:
-            ticket = lane.submit(piece, frames)
+            ticket = lane.submit(piece)
         self._bytes_flying[lane] += piece.num_bytes
         self._flying[lane].append(InFlight(job, piece, ticket, self._clock()))
 
