@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvloft.bench import engine
-from kvloft.bench.engine_child import _by_kind, _middle, _percentiles
+from benches.gpu import engine
+from benches.gpu.engine_child import _by_kind, _middle, _percentiles
 from kvloft.bench.rig import Rig
-from kvloft.cli.bench import _rates
+from kvloft.bench.command import _rates
 
 WHATS = ("save", "load", "both", "save_idle")
 REPORT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from kvloft.bench.link import current_stream
-from kvloft.bench.llama import Engine, apply_model
-from kvloft.bench.parts import ForwardParts, Parts
+from benches.gpu.llama import Engine, apply_model
+from benches.gpu.parts import ForwardParts, Parts
 
 WAVE_TIMEOUT_S = 60.0
 

@@ -1,4 +1,4 @@
-"""One engine with one connector (or none), measured in a process of its own: `python -m kvloft.bench.engine_child NAME JSON`.
+"""One engine with one connector (or none), measured in a process of its own: `python -m benches.gpu.engine_child NAME JSON`.
 
 Everything measured is a turn (`turns`), taken while the other engines on the GPU are idle. Prints one line `RESULT {...}` after
 each phase, and `PHASE name` before.
@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvloft.bench.attached import compare
-from kvloft.bench.cold import cold_prompt, cold_wave, forward_parts, medians, milliseconds, wave
-from kvloft.bench.llama import Engine, worker_totals
-from kvloft.bench.parts import Parts
-from kvloft.bench.turns import Turns
+from benches.gpu.attached import compare
+from benches.gpu.cold import cold_prompt, cold_wave, forward_parts, medians, milliseconds, wave
+from benches.gpu.llama import Engine, worker_totals
+from benches.gpu.parts import Parts
+from benches.gpu.turns import Turns
 
 LANDED_S = 0.1
 """After a turn: what it saved is on its way, and must not run beside the next engine's turn."""
@@ -50,7 +50,7 @@ def load_trace(options: dict[str, Any]) -> Any:
 
     if not options.get("trace") or options["name"] != "kvloft":
         return None
-    from kvloft.bench.trace import LoadTrace
+    from benches.gpu.trace import LoadTrace
 
     return LoadTrace(get_kv_transfer_group()._worker.core._mover)  # noqa: SLF001 (a bench looks inside)
 

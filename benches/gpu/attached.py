@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from kvloft.bench.cold import cold_prompt, cold_wave, forward_parts, medians, milliseconds
-from kvloft.bench.llama import Engine
-from kvloft.bench.parts import Parts
+from benches.gpu.cold import cold_prompt, cold_wave, forward_parts, medians, milliseconds
+from benches.gpu.llama import Engine
+from benches.gpu.parts import Parts
 
 REST_S = 60.0
 

@@ -1,4 +1,4 @@
-"""One engine's greedy tokens under everything that could change them: `python -m kvloft.bench.equality_child NAME JSON`.
+"""One engine's greedy tokens under everything that could change them: `python -m benches.gpu.equality_child NAME JSON`.
 
 Prompts one at a time (cold, from HBM, from the connector, with loads that copy nothing), many at once in a block pool that
 preempts, and 200 random requests. Before each warm run the prefix cache is emptied and the paged KV overwritten with noise, so
@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvloft.bench.audit import PageAudit, paged_kv, poison
-from kvloft.bench.llama import Engine, apply_model, prompt_of, sharpen, worker_totals
+from benches.gpu.audit import PageAudit, paged_kv, poison
+from benches.gpu.llama import Engine, apply_model, prompt_of, sharpen, worker_totals
 
 LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 
