@@ -43,15 +43,15 @@ if has tests; then
   grep -Eq '^[0-9]+ passed' "$OUT/tests.log" || grep -Eq ' passed' "$OUT/tests.log" || failed+=("tests: none ran")
 fi
 has copy && TAIL=60 stage copy "$PYTHON" -m kvloft.cli bench copy --json "$OUT/copy.json" --plot "$OUT/copy.png"
-has engine && TAIL=60 stage engine "$PYTHON" -m kvloft.cli bench engine --json "$OUT/engine.json" --logs "$OUT" ${ENGINE_ARGS:-}
+has engine && TAIL=60 stage engine "$PYTHON" -m benches.gpu.engine --json "$OUT/engine.json" --logs "$OUT" ${ENGINE_ARGS:-}
 if has prefill; then # again, with new processes: one run differs from the next by as much as is judged
   rm -f "$OUT"/engine_again_*.json # of an earlier call: the report takes all that there are
   for number in $(seq "${PREFILL_RUNS:-3}"); do
-    TAIL=30 stage "engine_again_$number" "$PYTHON" -m kvloft.cli bench engine --connectors none,kvloft --phases cold,wave \
+    TAIL=30 stage "engine_again_$number" "$PYTHON" -m benches.gpu.engine --connectors none,kvloft --phases cold,wave \
       --json "$OUT/engine_again_$number.json" --logs "$OUT/again_$number"
   done
   # And what the connector adds with all else the same: in one process, with it and without it.
-  TAIL=30 stage engine_attached "$PYTHON" -m kvloft.cli bench engine --connectors kvloft --phases attached \
+  TAIL=30 stage engine_attached "$PYTHON" -m benches.gpu.engine --connectors kvloft --phases attached \
     --json "$OUT/engine_attached.json" --logs "$OUT/attached"
 fi
 if has sanitize; then
@@ -68,9 +68,9 @@ if has profile; then # pages of 4 KiB, the hardest: gathers and scatters of whol
     --section WarpStateStats --section MemoryWorkloadAnalysis "$PYTHON" -m kvloft.cli bench copy --mib 256 >"$OUT/ncu.txt" 2>&1
   grep -c 'Duration' "$OUT/ncu.txt" || failed+=("profile: nothing was profiled")
 fi
-has kv1 && stage engine_kv1 "$PYTHON" -m kvloft.cli bench engine --connectors native,kvloft --phases ttft --kv-heads 1 --host-gib 12 \
+has kv1 && stage engine_kv1 "$PYTHON" -m benches.gpu.engine --connectors native,kvloft --phases ttft --kv-heads 1 --host-gib 12 \
   --json "$OUT/engine_kv1.json" --logs "$OUT/kv1"
-has equality && TAIL=90 stage equality "$PYTHON" -m kvloft.cli bench equality --json "$OUT/equality.json" --logs "$OUT" ${EQUALITY_ARGS:-}
+has equality && TAIL=90 stage equality "$PYTHON" -m benches.gpu.equality --json "$OUT/equality.json" --logs "$OUT" ${EQUALITY_ARGS:-}
 
 if ls "$OUT"/*.json >/dev/null 2>&1; then
   "$PYTHON" scripts/gpu_report.py "$OUT" >"$OUT/README.md" || failed+=("report")

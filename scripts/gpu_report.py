@@ -155,7 +155,7 @@ def _bound(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str]
 def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str]:
     columns = [name for name in ("none", "native", "kvloft") if name in results]
     none, native, ours = (results.get(name, {}) for name in ("none", "native", "kvloft"))
-    yield from ("", "## Engine: Llama-3.1-8B shape (`kvloft bench engine`), medians, ms", "")
+    yield from ("", "## Engine: Llama-3.1-8B shape (`benches/gpu/engine.py`), medians, ms", "")
     yield "native is vLLM's OffloadingConnector; none is vLLM without a connector. Engines take turns, measurement by measurement."
     yield from ("", f"| | {' | '.join(columns)} | target | |", "|---|" + "---|" * (len(columns) + 2))
 
@@ -281,7 +281,7 @@ def _one_kv_head(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _equality(found: dict[str, Any]) -> Iterator[str]:
-    yield from ("", "## Token equality and byte audit (`kvloft bench equality`)", "")
+    yield from ("", "## Token equality and byte audit (`benches/gpu/equality.py`)", "")
     if "note" in found:
         yield from (found["note"], "")
     yield from ("| engine | run | tokens equal | preempted | chunks loaded | of them differing |", "|---|---|---|---|---|---|")

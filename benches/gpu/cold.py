@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from kvloft.bench.link import current_stream
 from benches.gpu.llama import Engine, apply_model
 from benches.gpu.parts import ForwardParts, Parts
+from kvloft.bench.link import current_stream
 
 WAVE_TIMEOUT_S = 60.0
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benches.gpu.options import STATUS, add_sizes, names, table_of
+from benches.gpu.options import STATUS, add_sizes, some_of, table_of
 from benches.gpu.turns import leave
 from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
@@ -206,10 +206,10 @@ def parser() -> argparse.ArgumentParser:
     )
     connectors, phases = ("none", "native", "kvloft"), ("cold", "ttft", "wave", "decode", "attached")
     engine.add_argument(
-        "--connectors", type=names(*connectors), default=list(connectors), help=f"which of {','.join(connectors)} (default all)"
+        "--connectors", type=some_of(*connectors), default=list(connectors), help=f"which of {','.join(connectors)} (default all)"
     )
     engine.add_argument(
-        "--phases", type=names(*phases), default=list(phases[:-1]),
+        "--phases", type=some_of(*phases), default=list(phases[:-1]),
         help="which of cold (first tokens of new prompts), ttft (of known ones), wave (eight prompts at once), decode (steps "
         "alone, beside saves and beside loads), attached (new prompts with the connector and without it, in one process); "
         "default all but the last",

@@ -40,7 +40,7 @@ def wait_pinned(engine: Engine, options: dict[str, Any]) -> None:
 
     if options["name"] == "kvloft":
         engine.ttft(engine.prompt(64))
-        mover = get_kv_transfer_group()._worker.core._mover  # noqa: SLF001 (a bench looks inside)
+        mover = get_kv_transfer_group()._worker.core._mover
         getattr(mover, "wait_pinned", lambda timeout: None)(120.0)
 
 
@@ -52,7 +52,7 @@ def load_trace(options: dict[str, Any]) -> Any:
         return None
     from benches.gpu.trace import LoadTrace
 
-    return LoadTrace(get_kv_transfer_group()._worker.core._mover)  # noqa: SLF001 (a bench looks inside)
+    return LoadTrace(get_kv_transfer_group()._worker.core._mover)
 
 
 def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benches.gpu.engine import CHILD_ENV, ROOT, result_of, shared_gpu
-from benches.gpu.options import STATUS, add_sizes, names, table_of
+from benches.gpu.options import STATUS, add_sizes, some_of, table_of
 from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
 
@@ -208,11 +208,11 @@ def parser() -> argparse.ArgumentParser:
         description=f"Compares greedy tokens, and loaded pages byte for byte, with those of vLLM without any cache. {STATUS}",
     )
     equality.add_argument(
-        "--setups", type=names(*SETUPS), default=list(DEFAULT_SETUPS),
+        "--setups", type=some_of(*SETUPS), default=list(DEFAULT_SETUPS),
         help="which engines, in this order (default all but hnd-sleep; a wrong name lists them)",
     )  # fmt: skip
     equality.add_argument(
-        "--phases", type=names("prompts", "crowd", "load", "sleep"), default=["prompts", "crowd", "load"],
+        "--phases", type=some_of("prompts", "crowd", "load", "sleep"), default=["prompts", "crowd", "load"],
         help="which of prompts, crowd, load, sleep (default the first three)",
     )  # fmt: skip
     equality.add_argument("--at-once", type=whole(1, 16), default=3, help="engines that share the GPU (default 3)")

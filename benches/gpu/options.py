@@ -10,7 +10,7 @@ from kvloft.bench.command import add_json, whole
 STATUS = "Exit status: 0 all right, 1 something failed or was not equal, 2 it cannot run here."
 
 
-def names(*allowed: str) -> Callable[[str], list[str]]:
+def some_of(*allowed: str) -> Callable[[str], list[str]]:
     """An argparse type: some of ``allowed``, separated by commas, none twice."""
 
     def parse(text: str) -> list[str]:

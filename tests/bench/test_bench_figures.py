@@ -11,8 +11,8 @@ import pytest
 
 from benches.gpu import engine
 from benches.gpu.engine_child import _by_kind, _middle, _percentiles
-from kvloft.bench.rig import Rig
 from kvloft.bench.command import _rates
+from kvloft.bench.rig import Rig
 
 WHATS = ("save", "load", "both", "save_idle")
 REPORT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"

@@ -1,7 +1,7 @@
 """One direction of copies: its streams, its ring, and the order of kernel, copy engine and slots between them.
 
-Kernel and copy engine work on different slots at once. Everything is queued on the GPU; only `wait_for` and `stop` wait on the host.
-It must not know plans, keys or tags' meaning.
+Kernel and copy engine work on different slots at once. Everything is queued on the GPU; only `wait_for` and `stop` wait on the
+host. It must not know plans, keys or tags' meaning.
 """
 
 from __future__ import annotations

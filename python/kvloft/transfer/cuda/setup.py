@@ -32,8 +32,9 @@ def prepare(
         kernels = Kernels(layout, device, (cache_dir or default_cache_dir()) / "kernels")
     tuning = Tuning(RingSize.of(staging_bytes), max(1, kernels.num_sms // 2))
     logger.info(
-        "kvloft: kernels of %d-byte accesses for %d planes, %d KiB a block, on %s; %d x %d MiB of staging each way", kernels.vec_bytes, kernels.num_planes,
-        layout.block_bytes >> 10, torch.cuda.get_device_name(device), tuning.ring.num_slots, tuning.ring.slot_bytes >> 20,
+        "kvloft: kernels of %d-byte accesses for %d planes, %d KiB a block, on %s; %d x %d MiB of staging each way",
+        kernels.vec_bytes, kernels.num_planes, layout.block_bytes >> 10, torch.cuda.get_device_name(device),
+        tuning.ring.num_slots, tuning.ring.slot_bytes >> 20,
     )  # fmt: skip
 
     def make(same_layout: PagedLayout, window: FrameWindow) -> CudaMover:
