@@ -144,7 +144,7 @@ def test_saves_that_are_not_taken_are_told_each_once(rig: Rig, in_rows: bool, mo
     assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 12)), list(range(12, 21)))
     with monkeypatch.context() as patch:
         part = rig.mover._memory.frame_bytes
-        patch.setattr(rig.mover, "_pinned", SimpleNamespace(is_complete=False, num_pinned_bytes=7 * part))
+        patch.setattr(rig.mover, "_pinned", SimpleNamespace(is_complete=False, is_over=True, num_pinned_bytes=7 * part))
         rig.mover.submit_saves([plan])
         done = rig.mover.drain()
     assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 8)), list(range(8, 21)))

@@ -228,7 +228,7 @@ def test_loads_follow_saves_of_the_same_blocks() -> None:
 class NothingPinned:
     """A range of which nothing is pinned yet."""
 
-    is_complete = False
+    is_complete = is_over = False
     num_pinned_bytes = 0
 
     def __init__(self, *_: object, **__: object) -> None: ...

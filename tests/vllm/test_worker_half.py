@@ -113,7 +113,9 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(zeroes: b
     monkeypatch.setattr(setup.torch.cuda, "get_device_name", lambda _: "a GPU")
     storage = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     layout: Any = SimpleNamespace(planes=[SimpleNamespace(storage=storage)], block_bytes=4096)
-    window: Any = SimpleNamespace(address=0, num_frames=1, frame_bytes=4096, part_offset=0, part_bytes=4096, rank=0)
+    window: Any = SimpleNamespace(
+        address=0, num_frames=1, frame_bytes=4096, part_offset=0, part_bytes=4096, rank=0, is_shared=False
+    )
     choose_mover(layout, 1, settings)(layout, window)
     assert given == [zeroes]
 

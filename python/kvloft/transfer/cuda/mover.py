@@ -4,7 +4,8 @@ Saves: a kernel gathers a piece into a staging slot as soon as the forward that 
 the frames, then the trailer is written. Loads: copied in, checked by tag while a kernel scatters them. Ordering is on the GPU:
 `begin_step` makes the next forward wait for gathers that still read a block it may write (I2), and loads wait for what ran
 before the step. What is submitted waits here, a few pieces at a time are on the GPU, and a feeder in each direction sends the
-next (why: `feeder`). It must not know engines; nothing here allocates GPU memory or waits for the device in a step.
+next (why: `feeder`). While host memory is being pinned, saves to frames behind the pinned ones wait too, and fail only where their
+blocks are written again first. It must not know engines; nothing here allocates GPU memory or waits for the device in a step.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class CudaMover:
         ``gathers_first``: whatever follows a step's saves on the compute stream waits for their gathers, for an engine that writes
         blocks before `begin_step` names them.
         """
+        self._lock = threading.RLock()
+        """Of everything here, for the feeders and the thread that pins change it too."""
         self._gathers_first = gathers_first
         self._layout, self._memory, self._kernels, self._clock = layout, frames, kernels, clock
         self._device = kernels.tiles.device
@@ -107,18 +110,20 @@ class CudaMover:
         self._done = Finished()
         self._busy_until = {self.saves: 0.0, self.loads: 0.0}
         self._broken: str | None = None
+        self._waits_for_pins = True
+        """Off while everything must be sent: a save whose frames are not pinned then fails."""
         self.num_dropped_saves = 0
-        node = numa_node_of(_pci_bus_id(self._device))
-        self._pinned = PinnedRange(
-            frames.address, frames.size_bytes, piece_bytes=frames_per_pin * frames.frame_bytes, numa_node=node
-        )
-        self._lock = threading.RLock()
-        """Of everything above, for the feeders change it too."""
         context = driver.current_context()
         self._feeders = {
             lane: Feeder(name, self._lock, context, awaited=partial(self._awaited, lane), send=partial(self._feed, lane))
             for name, lane in (("kvloft-saves", self.saves), ("kvloft-loads", self.loads))
         }
+        # Ranks on two sockets would each claim all pages for their own: the last one that asks would have them.
+        node = None if frames.is_shared else numa_node_of(_pci_bus_id(self._device))
+        self._pinned = PinnedRange(
+            frames.address, frames.size_bytes, piece_bytes=frames_per_pin * frames.frame_bytes, numa_node=node,
+            on_progress=self._feed_saves,
+        )  # fmt: skip
 
     # -- the seam -------------------------------------------------------------------------------------------------
 
@@ -144,7 +149,7 @@ class CudaMover:
         """Queue gathers behind the forward just launched. What cannot be taken now is dropped, never waited for."""
         with self._lock:
             every = plans[0].chunks if len(plans) == 1 else list(chain.from_iterable(plan.chunks for plan in plans))
-            copies = self._drop_unpinned(every)
+            copies = self._drop_hopeless(every)
             if not copies:
                 return
             done, mark = 0, self._new_mark()
@@ -196,8 +201,9 @@ class CudaMover:
             return done
 
     def drain(self) -> Finished:
-        """Waits on the host until nothing is in flight; for sleep and shutdown, not for steps."""
+        """Waits on the host until nothing is in flight; for sleep and shutdown, not for steps. What waits to be pinned fails."""
         with self._lock:
+            self._waits_for_pins = False
             while self._broken is None and (self.is_behind or any(self._flying.values())):
                 try:
                     for lane, flying in self._flying.items():
@@ -207,6 +213,7 @@ class CudaMover:
                     self._break(str(error))
                 for lane in self._flying:
                     self._feed(lane)
+            self._waits_for_pins = True
             done, self._done = self._done, Finished()
             return done
 
@@ -356,6 +363,8 @@ class CudaMover:
         """Send queued pieces while there is room for one more ahead of the link."""
         started: list[Job] = []
         while self._bytes_flying[lane] <= self._bytes_ahead and not lane.is_full(len(self._flying[lane])):
+            if lane is self.saves and self._must_wait_for_pins():
+                break
             if (following := self._next_piece(lane)) is None:
                 break
             job, piece = following
@@ -371,10 +380,13 @@ class CudaMover:
         if piece is job.pieces[0]:
             lane.kernel_stream.wait(job.after.event)
             self._release(job.after)
+        is_pinned = self._is_pinned(job)
         if lane is self.loads:
-            ticket = self.loads.submit(piece, is_pinned=self._pinned.is_complete)
+            ticket = self.loads.submit(piece, is_pinned=is_pinned)
+        elif is_pinned:
+            ticket = self.saves.submit(piece)
         else:
-            ticket = lane.submit(piece)
+            job.is_dropped, ticket = True, self.saves.skip()
         self._bytes_flying[lane] += piece.num_bytes
         self._flying[lane].append(InFlight(job, piece, ticket, self._clock()))
 
@@ -402,8 +414,11 @@ class CudaMover:
                     self._finish_loads(job)
 
     def _finish_saves(self, job: Job) -> None:
-        self._trailers.seal(job.table.frames, job.table.keys, job.tags, job.table.num_blocks)
-        self._done.saved += tickets_of(job.copies)
+        if job.is_dropped:
+            self._drop(job.copies)
+        else:
+            self._trailers.seal(job.table.frames, job.table.keys, job.tags, job.table.num_blocks)
+            self._done.saved += tickets_of(job.copies)
         del self._open_saves[job]
 
     def _finish_loads(self, job: Job) -> None:
@@ -434,16 +449,32 @@ class CudaMover:
 
     # -- trouble --------------------------------------------------------------------------------------------------
 
-    def _drop_unpinned(self, copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
-        """Copies to frames that are pinned; the others are dropped, as all are when the mover is broken."""
-        if self._broken is not None:
-            self._drop(copies)
-            return []
-        if self._pinned.is_complete:
+    def _drop_hopeless(self, copies: Sequence[ChunkCopy]) -> Sequence[ChunkCopy]:
+        """All but those that can never be made: to frames that could not be pinned, or any when the mover is broken."""
+        if self._broken is None and (self._pinned.is_complete or not self._pinned.is_over):
             return copies
-        num_pinned = self._pinned.num_pinned_bytes // self._memory.frame_bytes
-        self._drop([copy for copy in copies if copy.frame >= num_pinned])
-        return [copy for copy in copies if copy.frame < num_pinned]
+        num_usable = self._num_pinned if self._broken is None else 0
+        self._drop([copy for copy in copies if copy.frame >= num_usable])
+        return [copy for copy in copies if copy.frame < num_usable]
+
+    @property
+    def _num_pinned(self) -> int:
+        """Frames from the first on that copies can use directly."""
+        return self._pinned.num_pinned_bytes // self._memory.frame_bytes
+
+    def _is_pinned(self, job: Job) -> bool:
+        return self._pinned.is_complete or max(job.table.frames) < self._num_pinned
+
+    def _must_wait_for_pins(self) -> bool:
+        """Whether the next save has frames that are still to be pinned; the store gives out the lowest first, as they are pinned."""
+        queued = self._queued_pieces[self.saves]
+        return bool(queued) and self._waits_for_pins and not self._pinned.is_over and not self._is_pinned(queued[0][0])
+
+    def _feed_saves(self) -> None:
+        """More frames are pinned, or no more will be."""
+        with self._lock:
+            self._feed(self.saves)
+            self._feeders[self.saves].wake()
 
     def _drop(self, copies: Sequence[ChunkCopy]) -> None:
         self.num_dropped_saves += len(copies)

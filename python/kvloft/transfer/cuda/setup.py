@@ -39,8 +39,9 @@ def prepare(
 
     def make(same_layout: PagedLayout, window: FrameWindow) -> CudaMover:
         memory = FrameMemory(
-            window.address, window.num_frames, window.frame_bytes, window.part_offset, window.part_bytes, window.rank, window
-        )
+            window.address, window.num_frames, window.frame_bytes, window.part_offset, window.part_bytes, window.rank, window,
+            window.is_shared,
+        )  # fmt: skip
         with torch.cuda.device(device):
             return CudaMover(
                 same_layout, memory, kernels, blocks_per_chunk=blocks_per_chunk, tuning=tuning,
