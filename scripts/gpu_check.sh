@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: scripts/gpu_check.sh [tests] [copy] [engine] [prefill] [sanitize] [profile] [kv1] [equality]
-# (default: all).
+# Everything that needs a GPU, in one call: scripts/gpu_check.sh [STAGE ...] (default: all). Stages:
+#   tests copy sanitize profile                     kernels, link, tools; no vLLM
+#   startup engine prefill kv1                      first seconds, first tokens, decode steps; beside OffloadingConnector
+#   chats                                           a closed loop of chats; beside PegaFlow and LMCache too, where they are installed
+#   crowd equality                                  preemptions beside plain vLLM's; tokens and pages equal
 #
+# Any vLLM from 0.26 on: an unpacked one goes before the rest, PYTHONPATH=DIR/site (peers: PYTHONPATH=DIR/site2:DIR/site). One command may
+# be short of time: ENGINE_ARGS, CHATS_ARGS and EQUALITY_ARGS go to those benches (--timeout 500); what was measured by then is kept.
 # Needs: an environment with torch for CUDA, cuda-core, cuda-bindings, NVRTC, numpy, rich, PyYAML, pytest, hypothesis and kvloft
 # importable (PYTHONPATH=python does); compute-sanitizer on PATH for `sanitize`, ncu for `profile`, vLLM and the built extension for engines.
 # Logs and results go to $OUT (default build/gpu). Fails if a stage fails, or if no GPU test ran.
@@ -11,7 +16,7 @@ OUT=${OUT:-build/gpu}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 NEED_GPU=1
-ALL="tests copy engine prefill sanitize profile kv1 equality"
+ALL="tests copy startup engine chats crowd prefill sanitize profile kv1 equality"
 stages=${*:-$ALL}
 failed=()
 for name in $stages; do
@@ -43,7 +48,13 @@ if has tests; then
   grep -Eq '^[0-9]+ passed' "$OUT/tests.log" || grep -Eq ' passed' "$OUT/tests.log" || failed+=("tests: none ran")
 fi
 has copy && TAIL=60 stage copy "$PYTHON" -m kvloft.cli bench copy --json "$OUT/copy.json" --plot "$OUT/copy.png"
+# Saves that fail while 60 GiB of host memory are being pinned: none may.
+has startup && stage startup "$PYTHON" -m benches.gpu.engine --connectors kvloft --phases startup --host-gib "${STARTUP_GIB:-60}" --timeout 240 \
+  --json "$OUT/engine_startup.json" --logs "$OUT/startup"
 has engine && TAIL=60 stage engine "$PYTHON" -m benches.gpu.engine --json "$OUT/engine.json" --logs "$OUT" ${ENGINE_ARGS:-}
+has chats && TAIL=30 stage chats "$PYTHON" -m benches.gpu.chats --json "$OUT/chats.json" --logs "$OUT/chats" ${CHATS_ARGS:-}
+has crowd && TAIL=30 stage crowd "$PYTHON" -m benches.gpu.equality --setups reference,plain-pc,hnd --phases crowd --timeout 400 \
+  --json "$OUT/equality_crowd.json" --logs "$OUT/crowd"
 if has prefill; then # again, with new processes: one run differs from the next by as much as is judged
   rm -f "$OUT"/engine_again_*.json # of an earlier call: the report takes all that there are
   for number in $(seq "${PREFILL_RUNS:-3}"); do

@@ -24,7 +24,7 @@ from kvloft.errors import UnsupportedError
 
 ROOT = Path(__file__).resolve().parents[2]
 """Where `-m benches.gpu.NAME` finds this package."""
-ALONE = ("decode", "attached")
+ALONE = ("decode", "attached", "startup")
 """Plain vLLM's decode steps were up to 4 % shorter beside other engines on the GPU, idle ones, than alone; nobody serves so.
 And what is compared within one process needs no other."""
 CHILD_ENV = {
@@ -188,6 +188,8 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
             row(f"in one process, connector {kind}: {label}, ms", "attached", what, kind, "ms")
             for part, part_label in COLD_PARTS.items():
                 row(f"  {part_label}, ms", "attached", what, kind, part)
+    for what in ("saved_chunks", "failed_chunks", "pinned_gib"):
+        row(f"first 10 s: {what.replace('_', ' ')}", "startup", what)
     row("8 at once: warm makespan, ms", "wave", "warm_makespan_ms")
     for mark in ("p50", "p99"):
         row(f"decode step: {mark}, ms", "decode", "plain", f"alone_{mark}_ms")
@@ -204,15 +206,15 @@ def parser() -> argparse.ArgumentParser:
         prog="engine",
         description=f"First tokens and decode steps of vLLM alone, with OffloadingConnector and with kvloft, on one GPU. {STATUS}",
     )
-    connectors, phases = ("none", "native", "kvloft"), ("cold", "ttft", "wave", "decode", "attached")
+    connectors, phases = ("none", "native", "kvloft"), ("cold", "ttft", "wave", "decode", "attached", "startup")
     engine.add_argument(
         "--connectors", type=some_of(*connectors), default=list(connectors), help=f"which of {','.join(connectors)} (default all)"
     )
     engine.add_argument(
-        "--phases", type=some_of(*phases), default=list(phases[:-1]),
+        "--phases", type=some_of(*phases), default=list(phases[:-2]),
         help="which of cold (first tokens of new prompts), ttft (of known ones), wave (eight prompts at once), decode (steps "
-        "alone, beside saves and beside loads), attached (new prompts with the connector and without it, in one process); "
-        "default all but the last",
+        "alone, beside saves and beside loads), attached (new prompts with the connector and without it, in one process), startup "
+        "(saves that fail while host memory is pinned; first, or alone); default all but the last two",
     )  # fmt: skip
     engine.add_argument(
         "--context", type=whole(2048, 40000), default=32768, help="tokens of a long prompt, 2048 to 40000 (default 32768)"

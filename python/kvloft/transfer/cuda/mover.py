@@ -466,9 +466,9 @@ class CudaMover:
         return self._pinned.is_complete or max(job.table.frames) < self._num_pinned
 
     def _must_wait_for_pins(self) -> bool:
-        """Whether the next save has frames that are still to be pinned; the store gives out the lowest first, as they are pinned."""
+        """Whether the next save has frames that are still to be pinned. Both the store and pinning begin with the lowest."""
         queued = self._queued_pieces[self.saves]
-        return bool(queued) and self._waits_for_pins and not self._pinned.is_over and not self._is_pinned(queued[0][0])
+        return bool(queued) and self._waits_for_pins and not self._is_pinned(queued[0][0]) and not self._pinned.is_over
 
     def _feed_saves(self) -> None:
         """More frames are pinned, or no more will be."""
