@@ -305,8 +305,8 @@ def _startup(results: dict[str, Any]) -> Iterator[str]:
         if found := result.get("startup"):
             yield from ("", "## The first seconds, while host memory is being pinned", "")
             yield (
-                f"After {found['rows'][-1]['at_s']:.1f} s, {found['pinned_gib']:.1f} GiB pinned: {found['saved_chunks']:,} chunks saved, "
-                f"{found['failed_chunks']:,} failed (target: 0; {_verdict(not found['failed_chunks'])})."
+                f"After {found['rows'][-1]['at_s']:.1f} s, {found['pinned_gib']:.1f} GiB pinned: {found['saved_chunks']:,} chunks "
+                f"saved, {found['failed_chunks']:,} failed (target: 0; {_verdict(not found['failed_chunks'])})."
             )
 
 
