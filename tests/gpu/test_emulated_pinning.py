@@ -93,7 +93,7 @@ def make_rig(patch: pytest.MonkeyPatch, *, gathers_first: bool = False, num_rank
     paged.randomize(1)
     frames = Frames(BLOCKS, part_bytes_for(paged.block_bytes), num_ranks=num_ranks)
     mover = make_mover(paged, frames, 1, gathers_first=gathers_first, ring=RingSize(2, 3 * 4096))
-    pins = mover._pinned
+    pins = mover._shared.pinned
     assert isinstance(pins, Pins)
     return Rig(paged, frames, mover, pins)
 

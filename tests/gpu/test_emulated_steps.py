@@ -212,10 +212,10 @@ class Steps(RuleBasedStateMachine):
 
     @rule()
     def feeders_run(self) -> None:
-        for lane in (self.mover.saves, self.mover.loads):
-            with self.mover._lock:
-                if (event := self.mover._awaited(lane)) is not None and (self.gpu.is_broken or event.is_done()):
-                    self.mover._feed(lane)
+        for half in (self.mover._saves, self.mover._loads):
+            with self.mover._shared.lock:
+                if (event := half.awaited()) is not None and (self.gpu.is_broken or event.is_done()):
+                    half.feed()
 
     @rule(random=st.randoms(use_true_random=True))
     def a_bit_flips(self, random: Random) -> None:
