@@ -226,7 +226,7 @@ class Engine:
 
     def do_detach(self, away: bool) -> None:
         """Take the connector away, as the benches do, or put it back."""
-        from kvloft.bench.attached import detached
+        from benches.gpu.attached import detached
 
         if away:
             self.away.enter_context(detached(self.llm))

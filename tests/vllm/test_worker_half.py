@@ -107,14 +107,15 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(zeroes: b
     assert hasattr(KVCacheConfig, "needs_kv_cache_zeroing")
     settings = half_of(zeroes=zeroes).core._settings
     given: list[Any] = []
-    monkeypatch.setattr(setup, "Kernels", lambda *_: SimpleNamespace(vec_bytes=16, num_planes=1))
-    monkeypatch.setattr(setup, "calibrated", lambda *_: SimpleNamespace(tuning=None, summary=lambda: ""))
+    monkeypatch.setattr(setup, "Kernels", lambda *_: SimpleNamespace(vec_bytes=16, num_planes=1, num_sms=132))
     monkeypatch.setattr(setup, "CudaMover", lambda *_, **options: given.append(options["gathers_first"]))
     monkeypatch.setattr(setup.torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(setup.torch.cuda, "get_device_name", lambda _: "a GPU")
     storage = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     layout: Any = SimpleNamespace(planes=[SimpleNamespace(storage=storage)], block_bytes=4096)
-    window: Any = SimpleNamespace(address=0, num_frames=1, frame_bytes=4096, part_offset=0, part_bytes=4096, rank=0)
+    window: Any = SimpleNamespace(
+        address=0, num_frames=1, frame_bytes=4096, part_offset=0, part_bytes=4096, rank=0, is_shared=False
+    )
     choose_mover(layout, 1, settings)(layout, window)
     assert given == [zeroes]
 
