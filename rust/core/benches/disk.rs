@@ -18,6 +18,7 @@ use kvloft_core::ChunkKey;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::direct::PageBuffer;
 use kvloft_core::store::{DiskSettings, Store, StoreConfig};
+use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskTier, SlotId};
 use twox_hash::XxHash3_64;
 
@@ -139,7 +140,7 @@ fn run_share(tier: &DiskTier, share: &mut [SlotId], frames: &mut [PageBuffer], v
             Verb::Read => tier.read(*slot, &meta(slot.0).key, frame).unwrap(),
             Verb::Write => {
                 // Another thread may be handed this slot; the share then has the one handed to us.
-                tier.free(*slot);
+                tier.free(*slot).unwrap();
                 *slot = tier.reserve().unwrap();
                 tier.write(*slot, &meta(slot.0), frame).unwrap();
             }

@@ -16,9 +16,8 @@ use kvloft_core::KeyChain;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::Arena;
 use kvloft_core::key::ChunkKey;
-use kvloft_core::lease::{ReadLease, WriteLease};
-use kvloft_core::store::{Progress, Store, StoreConfig};
-use kvloft_core::tier::FrameDisk;
+use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig, WriteLease};
+use kvloft_core::tier::LocalTier;
 use proptest::prelude::*;
 use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, range, save, stat, verify};
 
@@ -27,7 +26,7 @@ const LONG: Duration = Duration::from_secs(20);
 fn open(num_frames: u32, per_chunk: u32, eviction: Eviction, disk: &Arc<MemoryDisk>, num_threads: u32) -> Store {
     let disk_settings = disk_settings(u64::from(disk.capacity), num_threads);
     let config = StoreConfig { disk: Some(disk_settings), ..config(num_frames, per_chunk, eviction) };
-    Store::with_disk(&config, Arc::clone(disk) as Arc<dyn FrameDisk>, &[]).unwrap()
+    Store::with_disk(&config, Arc::clone(disk) as Arc<dyn LocalTier>, &[]).unwrap()
 }
 
 /// Polls until nothing is pending; the answer then.

@@ -9,7 +9,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::io::{Arena, Damage, FrameId, PartSpec};
 use kvloft_core::key::{ChunkKey, KeyChain, root_key};
 use kvloft_core::store::{DiskSettings, Reservation, SaveRange, Store, StoreConfig};
-use kvloft_core::tier::FrameDisk;
+use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskMeta, DiskStats, SlotId};
 use kvloft_core::{Error, ErrorKind, Result};
 
@@ -129,7 +129,7 @@ impl MemoryDisk {
     }
 }
 
-impl FrameDisk for MemoryDisk {
+impl LocalTier for MemoryDisk {
     fn reserve(&self) -> Option<SlotId> {
         let mut slots = self.slots.lock().unwrap();
         let free = (0..self.capacity).find(|slot| !slots.reserved.contains_key(slot))?;
@@ -171,21 +171,27 @@ impl FrameDisk for MemoryDisk {
         Ok(())
     }
 
-    fn free(&self, slot: SlotId) {
+    fn free(&self, slot: SlotId) -> Result<()> {
         self.is_freeing.store(true, Ordering::SeqCst);
         let _gate = self.free_gate.lock().unwrap();
         let mut slots = self.slots.lock().unwrap();
         if slots.reserved.remove(&slot.0).is_none() {
             slots.violations.push(format!("{slot:?} was freed twice"));
         }
+        Ok(())
     }
 
     fn stats(&self) -> DiskStats {
         DiskStats::default()
     }
 
-    fn clear(&self) {
+    fn take_events(&self) -> Vec<String> {
+        Vec::new()
+    }
+
+    fn clear(&self) -> Result<()> {
         self.slots.lock().unwrap().reserved.retain(|_, place| place.is_none());
+        Ok(())
     }
 
     fn close(&self) {}

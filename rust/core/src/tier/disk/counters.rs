@@ -39,10 +39,10 @@ pub(super) struct Counters {
 }
 
 impl Counters {
-    /// Starts from what opening counted.
-    pub(super) fn new(mut at_open: DiskStats) -> Self {
-        let events = Mutex::new(std::mem::take(&mut at_open.events));
-        Self { at_open, events, ..Self::default() }
+    /// Starts from what opening counted and saw.
+    pub(super) fn new(at_open: DiskStats, mut events: Vec<String>) -> Self {
+        events.truncate(MAX_EVENTS);
+        Self { at_open, events: Mutex::new(events), ..Self::default() }
     }
 
     /// Notes an event, up to a limit.
@@ -51,6 +51,11 @@ impl Counters {
         if events.len() < MAX_EVENTS {
             events.push(line);
         }
+    }
+
+    /// The events noted since the last call.
+    pub(super) fn take_events(&self) -> Vec<String> {
+        std::mem::take(&mut *self.events.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// The counters' part of the stats; gauges are left at zero.
@@ -65,8 +70,7 @@ impl Counters {
             read_errors: self.read_errors.get(),
             corrupt_reads: self.corrupt_reads.get(),
             grow_errors: self.grow_errors.get(),
-            events: self.events.lock().unwrap_or_else(PoisonError::into_inner).clone(),
-            ..self.at_open.clone()
+            ..self.at_open
         }
     }
 }

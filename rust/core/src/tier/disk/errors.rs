@@ -3,8 +3,6 @@
 use std::io::{self, ErrorKind as Io};
 use std::path::Path;
 
-use rustix::io::Errno;
-
 use crate::{Error, ErrorKind};
 
 /// An error of an operation on the directory itself: `InvalidConfig` where another `disk_path` is the fix, else `Io`.
@@ -20,9 +18,4 @@ pub(super) fn at_path(action: &str, path: &Path, error: io::Error) -> Error {
     };
     let message = format!("disk_path {} {problem}: set disk_path to a writable local directory", path.display());
     Error::new(ErrorKind::InvalidConfig, message).with_context("cause", error)
-}
-
-/// Whether the error says "no room" and nothing about the health of the place.
-pub(super) fn is_full(error: &io::Error) -> bool {
-    matches!(Errno::from_io_error(error), Some(Errno::NOSPC | Errno::DQUOT | Errno::FBIG))
 }

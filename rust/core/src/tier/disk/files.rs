@@ -15,16 +15,16 @@ use crate::io::direct::{OsFile, RawFile, read_exact_at, write_all_at};
 const MAX_RECORDS_BEYOND_FRAMES: u32 = 1 << 20;
 
 /// Where the tier's files come from; a test's own may fail on purpose.
-pub(super) trait OpenFile: Send + Sync {
+pub trait OpenFiles: std::fmt::Debug + Send + Sync {
     /// Opens `path` for reading and writing, made where missing; `direct` asks for `O_DIRECT` where it works.
     fn open(&self, path: &Path, direct: bool) -> io::Result<Box<dyn RawFile>>;
 }
 
 /// The operating system's files.
-#[derive(Debug)]
-pub(super) struct OsFiles;
+#[derive(Debug, Clone, Copy)]
+pub struct OsFiles;
 
-impl OpenFile for OsFiles {
+impl OpenFiles for OsFiles {
     fn open(&self, path: &Path, direct: bool) -> io::Result<Box<dyn RawFile>> {
         Ok(Box::new(OsFile::open(path, direct)?))
     }
@@ -59,7 +59,7 @@ pub(super) struct SlotFiles {
 
 impl SlotFiles {
     /// Opens both files in a namespace's directory.
-    pub(super) fn open(dir: &Path, frame_bytes: u64, seed: u64, opener: &dyn OpenFile) -> io::Result<Self> {
+    pub(super) fn open(dir: &Path, frame_bytes: u64, seed: u64, opener: &dyn OpenFiles) -> io::Result<Self> {
         let index = opener.open(&dir.join(INDEX_NAME), false)?;
         let frames = opener.open(&dir.join(FRAMES_NAME), true)?;
         Ok(Self { frames, index, frame_bytes, seed })
@@ -120,14 +120,17 @@ impl SlotFiles {
         result
     }
 
-    /// Writes a chunk: record cleared, then frame, then record.
-    pub(super) fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8], sequence: u64) -> io::Result<()> {
+    /// The first half of writing a chunk: record cleared, then frame. Where it fails, a record that was empty still is.
+    pub(super) fn write_frame(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8], sequence: u64) -> io::Result<Record> {
         self.clear_record(slot)?;
         // The clear has just set this time, so it is the file system's "now".
         let written_s = self.index.modified_s()?;
-        let payload = record::payload_checksum(frame);
         write_all_at(&*self.frames, frame, self.frame_offset(slot.0))?;
-        let record = Record { meta: *meta, payload, sequence, written_s };
+        Ok(Record { meta: *meta, payload: record::payload_checksum(frame), sequence, written_s })
+    }
+
+    /// The second half: the record, which makes the chunk visible.
+    pub(super) fn write_record(&self, slot: SlotId, record: &Record) -> io::Result<()> {
         write_all_at(&*self.index, &record.encode(slot, self.seed), index_offset(slot.0))
     }
 

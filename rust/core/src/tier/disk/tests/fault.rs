@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-use super::super::files::OpenFile;
+use super::super::files::OpenFiles;
 use super::super::{Error, ErrorKind};
 use super::*;
 use crate::io::direct::{OsFile, RawFile};
@@ -114,7 +114,7 @@ pub(super) fn du(dir: &Path) -> u64 {
 #[derive(Debug, Clone, Default)]
 pub(super) struct FaultyFiles(pub(super) Arc<Script>);
 
-impl OpenFile for FaultyFiles {
+impl OpenFiles for FaultyFiles {
     fn open(&self, path: &Path, direct: bool) -> io::Result<Box<dyn RawFile>> {
         Ok(Box::new(FaultyFile { file: OsFile::open(path, direct)?, script: self.0.clone() }))
     }
@@ -193,13 +193,13 @@ impl RawFile for FaultyFile {
 
 fn faulty(config: &DiskConfig) -> (DiskTier, FaultyFiles) {
     let files = FaultyFiles::default();
-    let (tier, _) = DiskTier::open_with(config, &files).unwrap();
+    let (tier, _) = DiskTier::open_with_files(config, &files).unwrap();
     (tier, files)
 }
 
 fn try_put(tier: &DiskTier, i: u32) -> Result<SlotId, Error> {
     let slot = tier.reserve().expect("a slot");
-    tier.write(slot, &meta_of(i), &frame_of(i, 0)).map(|()| slot).inspect_err(|_| tier.free(slot))
+    tier.write(slot, &meta_of(i), &frame_of(i, 0)).map(|()| slot).inspect_err(|_| tier.free(slot).unwrap())
 }
 
 #[test]
@@ -215,42 +215,63 @@ fn test_a_write_without_room_is_an_io_error_and_the_slot_is_used_again() {
         assert_eq!(error.io_source().and_then(io::Error::raw_os_error), Some(ENOSPC));
     }
     let stats = tier.stats();
-    assert_eq!((stats.slots_used, stats.slots_reserved, stats.slots_retired, stats.write_errors), (1, 0, 0, 3));
+    assert_eq!((stats.slots_used, stats.slots_reserved, stats.write_errors), (1, 0, 3));
     assert_eq!(get(&tier, kept, 0).unwrap(), frame_of(0, 0).to_vec());
     let again = try_put(&tier, 1).unwrap();
     assert_eq!(get(&tier, again, 1).unwrap(), frame_of(1, 0).to_vec());
 }
 
 #[test]
-fn test_a_slot_with_an_io_error_is_retired() {
+fn test_a_slot_that_refused_a_write_is_tried_last() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(dir.path(), 3);
     for call in 0..3 {
         let (tier, files) = faulty(&config);
-        tier.free(tier.reserve().expect("the files have grown"));
+        tier.free(tier.reserve().expect("the files have grown")).unwrap();
+        let slot = tier.reserve().unwrap();
         files.0.at(call, Fault::Refuse(EIO, 1));
-        assert_eq!(try_put(&tier, 1).unwrap_err().kind(), ErrorKind::Io);
-        assert_eq!((tier.stats().slots_retired, tier.stats().slots_reserved), (1, 0));
-        assert!(tier.reserve().is_some() && tier.reserve().is_some());
-        assert_eq!(tier.reserve(), None, "the bad slot is not handed out");
+        assert_eq!(tier.write(slot, &meta_of(1), &frame_of(1, 0)).unwrap_err().kind(), ErrorKind::Io);
+        tier.free(slot).unwrap();
+        assert_eq!((tier.stats().slots_used, tier.stats().slots_reserved), (0, 0));
+        let order: Vec<_> = (0..3).map(|_| tier.reserve().unwrap()).collect();
+        assert_eq!(order[2], slot, "what failed is handed out last, but it is handed out");
     }
 }
 
 #[test]
-fn test_a_chunk_that_cannot_be_forgotten_keeps_its_bytes_and_its_slot() {
+fn test_a_write_that_never_reached_its_record_gives_its_slot_back_without_io() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tier, files) = faulty(&config(dir.path(), 1));
+    for call in 0..2 {
+        let slot = tier.reserve().expect("the slot came back");
+        files.0.at(call, Fault::Refuse(EIO, u64::MAX / 2));
+        assert!(tier.write(slot, &meta_of(0), &frame_of(0, 0)).is_err());
+        tier.free(slot).expect("its record is empty");
+        files.0.at(0, Fault::Short(usize::MAX));
+    }
+}
+
+#[test]
+fn test_a_chunk_that_cannot_be_forgotten_stays_with_its_caller_and_can_be_read() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(dir.path(), 2);
     let (tier, files) = faulty(&config);
     let slot = put(&tier, 0);
-    files.0.at(0, Fault::Refuse(EIO, 1));
-    tier.free(slot);
-    assert_eq!((tier.stats().slots_retired, tier.stats().write_errors), (1, 1));
+    for clear in [false, true] {
+        files.0.at(0, Fault::Refuse(EIO, 1));
+        let error = if clear { tier.clear() } else { tier.free(slot) }.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Io);
+        assert_eq!(get(&tier, slot, 0).unwrap(), frame_of(0, 0).to_vec());
+    }
+    assert_eq!((tier.stats().slots_used, tier.stats().write_errors), (1, 2));
     assert_ne!(tier.reserve(), Some(slot));
     assert_eq!(tier.reserve(), None);
     drop(tier);
     let (tier, found) = open(&config);
     assert_eq!(numbers(&found), [0]);
-    assert_eq!(get(&tier, found[0].slot, 0).unwrap(), frame_of(0, 0).to_vec());
+    tier.free(found[0].slot).unwrap();
+    drop(tier);
+    assert!(open(&config).1.is_empty());
 }
 
 #[test]
@@ -263,7 +284,7 @@ fn test_short_transfers_are_finished() {
         files.0.at(0, Fault::Short(most));
         let slot = put(&tier, most.try_into().unwrap());
         assert_eq!(get(&tier, slot, most.try_into().unwrap()).unwrap(), frame_of(most.try_into().unwrap(), 0).to_vec());
-        tier.free(slot);
+        tier.free(slot).unwrap();
     }
 }
 

@@ -9,7 +9,7 @@ mod verifying;
 
 use std::path::Path;
 
-use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, budget};
+use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, LocalTier, SlotId, budget};
 use crate::ChunkKey;
 use crate::io::direct::PageBuffer;
 

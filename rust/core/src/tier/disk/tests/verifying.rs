@@ -204,7 +204,7 @@ fn test_a_foreign_superblock_is_told_in_plain_words() {
         assert_eq!(problems_of(dir.path()), ["superblock.json is not one that kvloft wrote"]);
     }
     let (tier, _) = open(&config);
-    let event = &tier.stats().events[0];
+    let event = &tier.take_events()[0];
     assert!(event.ends_with("starts afresh: its superblock.json is not one that kvloft wrote"), "{event}");
 }
 
