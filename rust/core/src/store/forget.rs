@@ -129,6 +129,17 @@ impl State {
         }
     }
 
+    /// What was filled for a forgotten chunk is of no use: its frame is free.
+    pub(super) fn abandon(&mut self, id: ChunkId) {
+        let parent = self.index[id].parent;
+        self.leave_host(id, Removal::Dropped);
+        self.drop_from_disk(id);
+        self.reap(id);
+        if let Some(parent) = parent {
+            self.end_failed(parent);
+        }
+    }
+
     /// Forgets a chunk that is in no tier any more.
     pub(super) fn settle(&mut self, id: ChunkId) {
         let entry = &self.index[id];

@@ -6,7 +6,7 @@
 use super::books::{Attached, Clearing, Direction};
 use super::state::State;
 use crate::evict::{ChunkId, Removal};
-use crate::index::{Filler, Presence, Wish};
+use crate::index::{Presence, Wish};
 use crate::io::Frame;
 use crate::key::ChunkKey;
 use crate::tier::disk::{DiskMeta, SlotId};
@@ -203,9 +203,7 @@ impl State {
             self.counters.disk_bytes_read += num_bytes;
         }
         if self.index[id].detached {
-            self.leave_host(id, Removal::Dropped);
-            self.drop_from_disk(id);
-            return self.reap(id);
+            return self.abandon(id);
         }
         if end.outcome.is_ok() {
             self.fill(id);
@@ -217,8 +215,6 @@ impl State {
             let now_s = u32::try_from(self.now.as_secs()).unwrap_or(u32::MAX);
             self.index[id].unreadable_until_s = now_s.saturating_add(AGAIN_AFTER_S);
         }
-        self.index[id].filler = Filler::Failed;
-        self.sync_disk(id);
         self.fail_host(id);
     }
 

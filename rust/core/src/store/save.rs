@@ -2,7 +2,7 @@
 
 use super::lookup::Chunks;
 use super::state::State;
-use crate::evict::{ChunkId, Removal};
+use crate::evict::ChunkId;
 use crate::index::{Filler, NewEntry};
 use crate::io::FrameId;
 use crate::key::ChunkKey;
@@ -119,8 +119,7 @@ impl State {
             return true;
         }
         self.counters.aborts += 1;
-        self.leave_host(id, Removal::Dropped);
-        self.reap(id);
+        self.abandon(id);
         false
     }
 

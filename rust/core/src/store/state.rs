@@ -244,12 +244,16 @@ impl State {
         }
         for &next in all.iter().rev() {
             let entry = &mut self.index[next];
+            if entry.host.is_absent() || entry.detached {
+                continue; // it left with its last child, or is here twice
+            }
             if next == id || !entry.is_filling() {
                 entry.filler = Filler::Failed;
             }
             if self.index[next].disk.is_absent() {
                 self.detach(next);
             } else {
+                self.sync_disk(next);
                 self.end_failed(next);
             }
         }

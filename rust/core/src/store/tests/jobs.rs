@@ -195,7 +195,10 @@ impl Run {
                 let key = prompt_chain(prompt).keys()[block];
                 self.state.discard(&[key]);
                 let below = (0..NUM_PROMPTS).map(prompt_chain).filter(|chain| chain.keys()[block] == key);
-                let gone: BTreeSet<_> = below.flat_map(|chain| chain.keys()[block..].to_vec()).collect();
+                // Nothing hangs on a tail.
+                let is_full = (block as u32 + 1).is_multiple_of(self.per_chunk);
+                let end = if is_full { PROMPT_BLOCKS as usize } else { block + 1 };
+                let gone: BTreeSet<_> = below.flat_map(|chain| chain.keys()[block..end].to_vec()).collect();
                 self.forget(|key| gone.contains(key));
             }
             Step::Clear => {
