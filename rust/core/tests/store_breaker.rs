@@ -178,7 +178,10 @@ fn closing_clearing_and_asking_do_not_wait_for_io_that_hangs() {
     let lease = store.acquire(&cold[0]);
     until("a thread reads", || disk.num_reads.load(Ordering::SeqCst) == u64::from(THREADS));
     store.clear(); // some seconds: the disk is cleared later
-    assert!(store.take_events().iter().any(|event| event.contains("not cleared")), "nothing said that a restart finds it");
+    assert!(
+        store.take_events().iter().any(|event| event.contains("not cleared")),
+        "nothing said that a restart finds it"
+    );
     for prompt in &cold {
         assert_eq!(store.lookup(prompt), kvloft_core::store::Lookup::default());
     }

@@ -48,6 +48,7 @@ pub(crate) struct NewEntry {
 
 /// One chunk.
 #[derive(Debug, Clone, Copy)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts about a chunk")]
 pub(crate) struct Entry {
     pub(crate) key: ChunkKey,
     pub(crate) parent_key: ChunkKey,

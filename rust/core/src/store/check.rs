@@ -90,15 +90,15 @@ fn check_attached(state: &State, id: ChunkId, entry: &Entry) -> Result<(), Strin
     let known = entry.host.place().map(|_| may_go);
     ensure!(entry.host_evictable == known, "the host policy was not told about {entry:?}");
     let may_go = entry.disk.is_here() && entry.disk_children == 0 && !entry.is_read();
-    ensure!(
-        entry.disk_evictable == entry.disk.place().map(|_| may_go),
-        "the disk policy was not told about {entry:?}"
-    );
+    ensure!(entry.disk_evictable == entry.disk.place().map(|_| may_go), "the disk policy was not told about {entry:?}");
     ensure!(!entry.host.is_absent() || !entry.disk.is_absent(), "{entry:?} is nowhere");
     let failed = entry.filler == Filler::Failed;
     ensure!(!failed || entry.host_children > 0, "a failed chunk waits for nothing: {entry:?}");
     ensure!(!entry.is_queued() || entry.holds > 0 || entry.host_children > 0, "a read for no lease: {entry:?}");
-    ensure!(!matches!(entry.host, Presence::Coming(_)) || entry.filler != Filler::Nobody || entry.parent.is_some(), "{entry:?} waits");
+    ensure!(
+        !matches!(entry.host, Presence::Coming(_)) || entry.filler != Filler::Nobody || entry.parent.is_some(),
+        "{entry:?} waits"
+    );
     if let Some(parent) = entry.parent.map(|parent| &state.index[parent]) {
         ensure!(!parent.detached, "{entry:?} outlives its parent");
         ensure!(entry.host.is_absent() || !parent.host.is_absent(), "host is not monotone at {entry:?}");

@@ -103,8 +103,7 @@ impl State {
         if self.index[id].detached {
             return;
         }
-        let count =
-            if self.index.is_old(id) { &mut self.counters.cleared } else { &mut self.counters.discards };
+        let count = if self.index.is_old(id) { &mut self.counters.cleared } else { &mut self.counters.discards };
         *count += 1;
         self.detach(id);
     }

@@ -146,9 +146,7 @@ impl State {
             return None;
         }
         while let Some((id, generation)) = self.disk_books().queue.pop_front() {
-            if !self.index.is_same(id, generation)
-                || self.index[id].wish != Wish::Queued
-                || !self.parent_is_on_disk(id)
+            if !self.index.is_same(id, generation) || self.index[id].wish != Wish::Queued || !self.parent_is_on_disk(id)
             {
                 continue;
             }
@@ -191,7 +189,7 @@ impl State {
 
     /// A read ended. What could not be read stays on disk for another try later; only proven damage is forgotten, with what
     /// hangs on it: none of that is visible in host, for a chunk that is read is not.
-    pub(super) fn end_read(&mut self, id: ChunkId, frame: Frame, end: ReadEnd, micros: u64) {
+    pub(super) fn end_read(&mut self, id: ChunkId, frame: Frame, end: &ReadEnd, micros: u64) {
         let num_bytes = frame.bytes().len() as u64;
         self.host.give_back(frame);
         self.counters.disk_read_us += micros;
@@ -269,7 +267,9 @@ impl State {
         self.disk_books().clearing = if cleared { Clearing::No } else { Clearing::Wanted };
         if !cleared {
             self.counters.disk_write_errors += 1;
-            self.tell("the disk tier could not be cleared; it is tried again, and until then a restart finds it".to_owned());
+            self.tell(
+                "the disk tier could not be cleared; it is tried again, and until then a restart finds it".to_owned(),
+            );
         }
     }
 

@@ -121,10 +121,10 @@ impl State {
         let is_readable = entry.disk.is_here() && self.now.as_secs() >= u64::from(entry.unreadable_until_s);
         let may_come = entry.parent.is_none_or(|parent| !self.index[parent].host.is_absent());
         let will_come = entry.host.is_here() || entry.is_coming() && entry.filler != Filler::Lease;
-        if !will_come && !(entry.host.is_absent() && is_readable && may_come) {
-            return false;
-        }
         if !will_come {
+            if !entry.host.is_absent() || !is_readable || !may_come {
+                return false;
+            }
             self.enter_host(id, Filler::Read);
             self.sync_disk(id);
             self.trim_reads();

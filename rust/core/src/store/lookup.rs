@@ -138,7 +138,9 @@ impl State {
                 break;
             }
             let fits = entry.end_block() == behind && entry.parent.is_none() == (entry.first_block == 0);
-            let is_ours = fits && entry.key == *chunks.key_of_blocks(behind) && entry.parent_key == chunks.parent_key(entry.depth);
+            let is_ours = fits
+                && entry.key == *chunks.key_of_blocks(behind)
+                && entry.parent_key == chunks.parent_key(entry.depth);
             if !is_ours || entry.doomed || entry.detached {
                 unsound = Some((id, entry.depth, is_ours));
             }
@@ -149,7 +151,9 @@ impl State {
             }
         }
         let Some((id, depth, is_ours)) = unsound else {
-            unproven.into_iter().for_each(|id| self.index[id].proven = true);
+            for id in unproven {
+                self.index[id].proven = true;
+            }
             return None;
         };
         if !is_ours {

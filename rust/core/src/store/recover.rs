@@ -71,7 +71,8 @@ impl State {
     /// The entry of a found chunk, on disk now; None where its place is impossible, it was discarded, or is on disk elsewhere.
     fn recover(&mut self, found: &DiskEntry, before: Option<ChunkId>, blocks_per_chunk: u32) -> Option<ChunkId> {
         let DiskEntry { key, parent: parent_key, depth, num_blocks, slot, .. } = *found;
-        let first_block = depth.checked_mul(blocks_per_chunk).filter(|first| first.checked_add(num_blocks).is_some())?;
+        let first_block =
+            depth.checked_mul(blocks_per_chunk).filter(|first| first.checked_add(num_blocks).is_some())?;
         let parent = if depth == 0 { None } else { Some(before.or_else(|| self.index.get(&parent_key))?) };
         let fits = parent.is_none_or(|parent| {
             let parent = &self.index[parent];

@@ -63,8 +63,10 @@ impl State {
             let key = *chunks.key_of_blocks(first_block + num_blocks);
             let parent_key = chunks.parent_key(depth);
             let new = NewEntry { key, parent_key, parent: None, depth, first_block, num_blocks, proven: true };
-            let Some(new) = self.place(new) else { continue };
-            let Some((id, frame)) = new.and_then(|new| self.reserve_one(new)) else {
+            if self.is_there(&new) {
+                continue;
+            }
+            let Some((id, frame)) = self.reserve_one(new) else {
                 let dropped = wanted - nth;
                 self.counters.reserve_dropped += u64::from(dropped);
                 return (reserved, dropped);
@@ -75,30 +77,34 @@ impl State {
         (reserved, 0)
     }
 
-    /// The new chunk with its parent: Some(None) if there is none that has a frame, None if the chunk is in host or coming.
-    ///
-    /// What has its key but hangs elsewhere is being forgotten, or was forged on disk.
-    fn place(&mut self, new: NewEntry) -> Option<Option<NewEntry>> {
-        let parent = if new.depth == 0 { None } else { self.index.get(&new.parent_key) };
-        if let Some(id) = self.index.get(&new.key) {
-            let entry = &self.index[id];
-            if entry.parent != parent && (parent.is_some() || new.depth == 0) || entry.first_block != new.first_block {
-                self.doom(id);
-            } else if !entry.host.is_absent() && !entry.is_queued() {
-                return None;
-            }
+    /// The entry of the parent's key.
+    fn parent_of(&self, new: &NewEntry) -> Option<ChunkId> {
+        if new.depth == 0 { None } else { self.index.get(&new.parent_key) }
+    }
+
+    /// Whether the chunk is in host or being filled. What has its key but hangs elsewhere is being forgotten, or was forged on
+    /// disk.
+    fn is_there(&mut self, new: &NewEntry) -> bool {
+        let Some(id) = self.index.get(&new.key) else { return false };
+        let (entry, parent) = (&self.index[id], self.parent_of(new));
+        let is_elsewhere = entry.parent != parent && (parent.is_some() || new.depth == 0);
+        if is_elsewhere || entry.first_block != new.first_block {
+            self.doom(id);
+            return false;
         }
-        let parent_fits = parent.is_some_and(|parent| {
+        !entry.host.is_absent() && !entry.is_queued()
+    }
+
+    /// A frame for the chunk, under a parent that has one; a read of it that has not begun becomes this save.
+    fn reserve_one(&mut self, new: NewEntry) -> Option<(ChunkId, FrameId)> {
+        let parent = self.parent_of(&new);
+        let fits = parent.map_or(new.depth == 0, |parent| {
             let parent = &self.index[parent];
             parent.has_frame() && parent.end_block() == new.first_block
         });
+        let frame = if fits { self.take_frame_under(parent)? } else { return None };
         let proven = parent.is_none_or(|parent| self.index[parent].proven);
-        Some((new.depth == 0 || parent_fits).then_some(NewEntry { parent, proven, ..new }))
-    }
-
-    /// A frame for the chunk; a read of it that has not begun becomes this save.
-    fn reserve_one(&mut self, new: NewEntry) -> Option<(ChunkId, FrameId)> {
-        let frame = self.take_frame_under(new.parent)?;
+        let new = NewEntry { parent, proven, ..new };
         let id = self.index.get(&new.key).unwrap_or_else(|| self.index.insert(new));
         if self.index[id].is_queued() {
             self.index[id].filler = Filler::Lease;

@@ -88,7 +88,7 @@ fn do_next(inner: &Inner, disk: &dyn LocalTier) -> bool {
         Job::Read { id, slot, key, mut frame } => {
             let (end, micros) = timed(|| read(disk, slot, &key, frame.bytes_mut()));
             let is_well = end.outcome.as_ref().map_or_else(|error| error.kind() == ErrorKind::Corrupt, |()| true);
-            finish(inner, ticket, Some(is_well), |state| state.end_read(id, frame, end, micros))
+            finish(inner, ticket, Some(is_well), |state| state.end_read(id, frame, &end, micros))
         }
         Job::Write { id, meta, frame, spare } => {
             let (outcome, micros) = timed(|| write(inner, disk, &meta, frame.bytes(), spare));

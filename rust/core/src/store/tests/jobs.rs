@@ -196,7 +196,7 @@ impl Run {
                 self.state.discard(&[key]);
                 let below = (0..NUM_PROMPTS).map(prompt_chain).filter(|chain| chain.keys()[block] == key);
                 // Nothing hangs on a tail.
-                let is_full = (block as u32 + 1).is_multiple_of(self.per_chunk);
+                let is_full = (block + 1).is_multiple_of(self.per_chunk as usize);
                 let end = if is_full { PROMPT_BLOCKS as usize } else { block + 1 };
                 let gone: BTreeSet<_> = below.flat_map(|chain| chain.keys()[block..end].to_vec()).collect();
                 self.forget(|key| gone.contains(key));
@@ -265,7 +265,7 @@ impl Run {
             }
             Under::Read { id, frame, outcome: Some(outcome), .. } => {
                 let num_refused = u64::from(outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Io));
-                self.state.end_read(id, frame, ReadEnd { outcome, num_refused: 2 * num_refused }, 1);
+                self.state.end_read(id, frame, &ReadEnd { outcome, num_refused: 2 * num_refused }, 1);
                 Err(Some(num_refused == 0))
             }
             Under::Write { id, frame, place: Place::Over(outcome), .. } => {
@@ -277,7 +277,7 @@ impl Run {
                 })
             }
             Under::Write { id, meta, frame, tries, place } => {
-                let place = self.write_on(meta, tries, place, io);
+                let place = self.write_on(meta, tries, &place, io);
                 Ok(Under::Write { id, meta, frame, tries: tries + 1, place })
             }
             Under::Free { mut slots, failed } => match slots.last() {
@@ -314,8 +314,8 @@ impl Run {
     }
 
     /// A write goes on: find a slot, make room, write.
-    fn write_on(&mut self, meta: DiskMeta, tries: u32, place: Place, io: Io) -> Place {
-        match place {
+    fn write_on(&mut self, meta: DiskMeta, tries: u32, place: &Place, io: Io) -> Place {
+        match *place {
             Place::None => {
                 let free = (0..self.num_slots).find(|slot| !self.slots.contains_key(slot));
                 if let Some(free) = free {
