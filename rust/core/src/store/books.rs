@@ -41,7 +41,7 @@ pub(super) struct UnderWay {
     pub(super) direction: Direction,
     started: Duration,
     /// It opened the breakers already.
-    hangs: bool,
+    pub(super) hangs: bool,
 }
 
 /// What the lock guards of the disk tier.

@@ -3,7 +3,7 @@
 //! Loads wait for reads, so reads go first; then slots are freed, then frames are written, oldest first. A slot is freed only
 //! while nothing is written: a chunk under way to disk may hang on the one that was there (it was forgotten since).
 
-use super::books::{Attached, Clearing, Direction};
+use super::books::{Attached, Clearing, Direction, UnderWay};
 use super::state::State;
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Presence, Wish};
@@ -84,7 +84,13 @@ impl State {
         let now = self.now;
         let books = self.disk_books();
         let Some(at) = books.under_way.iter().position(|job| job.ticket == ticket) else { return };
-        let direction = books.under_way.swap_remove(at).direction;
+        let UnderWay { direction, hangs, .. } = books.under_way.swap_remove(at);
+        if hangs && is_well == Some(true) {
+            // What hung answers: so does the other direction, as far as this one knew.
+            books.reading.end(is_well, now);
+            books.writes.end(is_well, now);
+            return self.tell("the disk tier answers again".to_owned());
+        }
         let breaker = books.breaker(direction);
         let before = breaker.is_open();
         breaker.end(is_well, now);

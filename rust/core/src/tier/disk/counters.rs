@@ -5,6 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::types::DiskStats;
 
+/// Events that wait to be taken, and events that are remembered as told.
 const MAX_EVENTS: usize = 64;
 
 /// A counter that any thread may move.
@@ -22,11 +23,17 @@ impl Counter {
     }
 }
 
+#[derive(Debug, Default)]
+struct Events {
+    waiting: Vec<String>,
+    told: Vec<String>,
+}
+
 /// Counters that move after open; `at_open` holds the others.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     at_open: DiskStats,
-    events: Mutex<Vec<String>>,
+    events: Mutex<Events>,
     pub(super) writes: Counter,
     pub(super) write_bytes: Counter,
     pub(super) reads: Counter,
@@ -40,22 +47,30 @@ pub(super) struct Counters {
 
 impl Counters {
     /// Starts from what opening counted and saw.
-    pub(super) fn new(at_open: DiskStats, mut events: Vec<String>) -> Self {
-        events.truncate(MAX_EVENTS);
-        Self { at_open, events: Mutex::new(events), ..Self::default() }
+    pub(super) fn new(at_open: DiskStats, events: Vec<String>) -> Self {
+        let counters = Self { at_open, ..Self::default() };
+        for line in events {
+            counters.event(line);
+        }
+        counters
     }
 
-    /// Notes an event, up to a limit.
+    /// Notes an event, up to a limit, and not again what was told lately.
     pub(super) fn event(&self, line: String) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        if events.len() < MAX_EVENTS {
-            events.push(line);
+        if events.waiting.len() < MAX_EVENTS && !events.waiting.contains(&line) && !events.told.contains(&line) {
+            events.waiting.push(line);
         }
     }
 
     /// The events noted since the last call.
     pub(super) fn take_events(&self) -> Vec<String> {
-        std::mem::take(&mut *self.events.lock().unwrap_or_else(PoisonError::into_inner))
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken = std::mem::take(&mut events.waiting);
+        if !taken.is_empty() {
+            events.told.clone_from(&taken);
+        }
+        taken
     }
 
     /// The counters' part of the stats; gauges are left at zero.

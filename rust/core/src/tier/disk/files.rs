@@ -7,12 +7,10 @@ use std::io::{self, ErrorKind};
 use std::path::Path;
 
 use super::namespaces::{FRAMES_NAME, INDEX_NAME};
-use super::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes};
+use super::record::{self, EMPTY, Parsed, PayloadHasher, RECORD_BYTES, Record, RecordBytes};
 use super::types::{DiskMeta, SlotId};
 use crate::ChunkKey;
 use crate::io::direct::{OsFile, RawFile, read_exact_at, write_all_at};
-
-const MAX_RECORDS_BEYOND_FRAMES: u32 = 1 << 20;
 
 /// Where the tier's files come from; a test's own may fail on purpose.
 pub trait OpenFiles: std::fmt::Debug + Send + Sync {
@@ -47,6 +45,8 @@ impl From<io::Error> for ReadFailure {
         }
     }
 }
+
+const DIFFERS: ReadFailure = ReadFailure::Corrupt("its checksum differs");
 
 /// The two open files of a namespace.
 #[derive(Debug)]
@@ -84,14 +84,13 @@ impl SlotFiles {
         }
     }
 
-    /// Slots that each file has whole: (records, frames). Of records far beyond the frames, which no engine leaves, only the
-    /// first count: a forged length must not make anyone read terabytes of holes.
+    /// Slots that each file has whole: (records, frames).
     pub(super) fn lens(&self) -> io::Result<(u32, u32)> {
         let whole = |len: u64, each: u64| u32::try_from(len / each).unwrap_or(u32::MAX);
         // Frames first: an engine that grows its files meanwhile extends the index before them.
         let frames = whole(self.frames.size()?, self.frame_bytes);
         let records = whole(self.index.size()?, RECORD_BYTES as u64);
-        Ok((records.min(frames.saturating_add(MAX_RECORDS_BEYOND_FRAMES)), frames))
+        Ok((records, frames))
     }
 
     /// Whether frames bypass the page cache.
@@ -136,24 +135,42 @@ impl SlotFiles {
 
     /// Reads the frame of `key` and proves it, record first.
     pub(super) fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<(), ReadFailure> {
+        let found = self.read_record(slot)?;
+        if found.meta.key != *key {
+            return Err(ReadFailure::Corrupt("its record names another chunk"));
+        }
+        read_exact_at(&*self.frames, into, self.frame_offset(slot.0))?;
+        if record::payload_checksum(into) == found.payload { Ok(()) } else { Err(DIFFERS) }
+    }
+
+    /// Reads the record of a slot that should have one.
+    pub(super) fn read_record(&self, slot: SlotId) -> Result<Record, ReadFailure> {
         let mut bytes = EMPTY;
         read_exact_at(&*self.index, &mut bytes, index_offset(slot.0))?;
         match record::parse(&bytes, slot, self.seed) {
-            Parsed::Valid(found) if found.meta.key == *key => self.read_checked(slot, &found, into),
-            Parsed::Valid(_) => Err(ReadFailure::Corrupt("its record names another chunk")),
+            Parsed::Valid(found) => Ok(found),
             Parsed::Empty => Err(ReadFailure::Corrupt("its record is empty")),
             Parsed::Bad => Err(ReadFailure::Corrupt("its record is damaged")),
         }
     }
 
-    /// Reads the frame that a record describes and compares its checksum.
-    pub(super) fn read_checked(&self, slot: SlotId, record: &Record, into: &mut [u8]) -> Result<(), ReadFailure> {
-        read_exact_at(&*self.frames, into, self.frame_offset(slot.0))?;
-        if record::payload_checksum(into) == record.payload {
-            Ok(())
-        } else {
-            Err(ReadFailure::Corrupt("its checksum differs"))
+    /// Compares a frame's checksum with its record's, a buffer at a time: no frame size that a file names makes anyone
+    /// allocate it. Returns the last piece.
+    pub(super) fn check<'b>(
+        &self,
+        slot: SlotId,
+        record: &Record,
+        buffer: &'b mut [u8],
+    ) -> Result<&'b [u8], ReadFailure> {
+        let mut checksum = PayloadHasher::default();
+        let (mut done, mut piece) = (0, 0);
+        while done < self.frame_bytes {
+            piece = buffer.len().min(usize::try_from(self.frame_bytes - done).unwrap_or(usize::MAX));
+            read_exact_at(&*self.frames, &mut buffer[..piece], self.frame_offset(slot.0) + done)?;
+            checksum.write(&buffer[..piece]);
+            done += piece as u64;
         }
+        if checksum.finish_128() == record.payload { Ok(&buffer[..piece]) } else { Err(DIFFERS) }
     }
 
     /// Makes the slot empty.
@@ -161,19 +178,22 @@ impl SlotFiles {
         write_all_at(&*self.index, &EMPTY, index_offset(slot.0))
     }
 
-    /// Reads the first `slots` records in order, a megabyte at a time, and shows each that is not empty.
+    /// Reads the first `slots` records in order, a megabyte at a time, and shows each that is not empty. Holes are not read: a
+    /// forged length costs nothing.
     pub(super) fn for_each_record(&self, slots: u32, mut show: impl FnMut(SlotId, Parsed)) -> io::Result<()> {
         const BATCH: u32 = 8192;
         let mut buffer = vec![0; RECORD_BYTES * usize::try_from(BATCH.min(slots)).unwrap_or(0)];
         let mut first = 0;
         while first < slots {
-            let count = BATCH.min(slots - first);
+            let Some(at) = self.index.next_data(index_offset(first))? else { return Ok(()) };
+            first = first.max(u32::try_from(at / RECORD_BYTES as u64).unwrap_or(u32::MAX));
+            let count = BATCH.min(slots.saturating_sub(first));
             let bytes = &mut buffer[..RECORD_BYTES * usize::try_from(count).unwrap_or(0)];
             read_exact_at(&*self.index, bytes, index_offset(first))?;
             for (slot, chunk) in (first..).zip(bytes.as_chunks::<RECORD_BYTES>().0) {
                 self.show_record(SlotId(slot), chunk, &mut show);
             }
-            first += count;
+            first = first.saturating_add(count);
         }
         Ok(())
     }

@@ -37,12 +37,19 @@ pub(super) struct Growth {
     ended: Condvar,
 }
 
+/// Whether a thread grows the files now.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+enum Grower {
+    #[default]
+    None,
+    Busy,
+    /// It takes longer than anyone waits: until it ends the files are as good as full.
+    Slow,
+}
+
 #[derive(Debug, Default)]
 struct Plan {
-    /// A thread grows the files now.
-    is_growing: bool,
-    /// It takes longer than anyone waits: until it ends the files are as good as full.
-    is_slow: bool,
+    grower: Grower,
     /// Nothing more can ever fit: the cap is ours alone and full.
     is_full: bool,
     /// The last growth failed; a person was told.
@@ -55,9 +62,7 @@ struct Turn<'a>(&'a Growth);
 
 impl Drop for Turn<'_> {
     fn drop(&mut self) {
-        let mut plan = self.0.plan();
-        (plan.is_growing, plan.is_slow) = (false, false);
-        drop(plan);
+        self.0.plan().grower = Grower::None;
         self.0.ended.notify_all();
     }
 }
@@ -107,16 +112,12 @@ impl Growth {
 
     /// Waits for a thread that grows the files, if that does not take long. None where there is no sense in growing now.
     fn turn(&self) -> Option<Turn<'_>> {
-        let is_other = |plan: &mut Plan| plan.is_growing && !plan.is_slow;
-        let waited = self.ended.wait_timeout_while(self.plan(), MAX_WAIT, is_other);
+        let waited = self.ended.wait_timeout_while(self.plan(), MAX_WAIT, |plan| plan.grower == Grower::Busy);
         let (mut plan, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        if plan.is_growing {
-            plan.is_slow = true;
-            return None;
-        }
-        plan.is_growing = true;
+        let is_mine = plan.grower == Grower::None;
+        plan.grower = if is_mine { Grower::Busy } else { Grower::Slow };
         drop(plan);
-        Some(Turn(self))
+        is_mine.then(|| Turn(self))
     }
 
     /// Grows the files beyond `have` slots; returns how many there are now.
@@ -151,23 +152,12 @@ impl Growth {
         plan.is_full || skip
     }
 
-    /// Slots that fit the cap; other namespaces go, least recently used first, only if else not one more fits.
+    /// Slots that fit the cap; other namespaces go only if else not one more fits.
     fn make_room(&self, have: u32, counters: &Counters) -> u32 {
-        let Ok(foreign) = namespaces::scan(&self.dir, Some(&self.own_name)) else { return have };
-        let mut foreign_bytes = foreign.iter().map(|f| f.bytes).fold(0, u64::saturating_add);
-        for oldest in &foreign {
-            if self.slots_that_fit(foreign_bytes) > have {
-                break;
-            }
-            match namespaces::remove(&oldest.path) {
-                Ok(()) => {
-                    foreign_bytes = foreign_bytes.saturating_sub(oldest.bytes);
-                    counters.namespaces_removed.add(1);
-                    counters.event(format!("{} was deleted to make room", oldest.path.display()));
-                }
-                Err(error) => counters.event(format!("{} cannot be deleted: {error}", oldest.path.display())),
-            }
-        }
+        let is_enough = |foreign_bytes| self.slots_that_fit(foreign_bytes) > have;
+        let made = namespaces::make_room(&self.dir, &self.own_name, is_enough, |line| counters.event(line));
+        let Ok((foreign_bytes, num_removed)) = made else { return have };
+        counters.namespaces_removed.add(num_removed);
         self.foreign_bytes.store(foreign_bytes, Ordering::Relaxed);
         let room = self.slots_that_fit(foreign_bytes);
         let mut plan = self.plan();
@@ -180,8 +170,7 @@ impl Growth {
     }
 
     fn slots_that_fit(&self, foreign_bytes: u64) -> u32 {
-        let room = self.cap_bytes - budget::FIXED_BYTES;
-        budget::max_slots(room.saturating_sub(foreign_bytes), self.frame_bytes)
+        budget::max_slots_beside(foreign_bytes, self.cap_bytes, self.frame_bytes)
     }
 
     fn plan(&self) -> MutexGuard<'_, Plan> {

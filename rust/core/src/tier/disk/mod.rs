@@ -7,13 +7,20 @@
 mod budget;
 mod counters;
 mod errors;
+#[cfg(any(test, feature = "faults"))]
+#[doc(hidden)]
+pub mod faults;
 mod files;
+#[cfg(any(test, feature = "faults"))]
+#[doc(hidden)]
+pub mod fuzzing;
 mod gate;
 mod growth;
 mod inspect;
 mod lock;
 mod namespaces;
 mod open;
+mod owner;
 mod record;
 mod recover;
 mod slots;

@@ -16,7 +16,7 @@ use super::recover::{self, Recovered};
 use super::slots::Slots;
 use super::superblock::{self, Superblock};
 use super::types::{DiskConfig, DiskEntry, DiskStats, SlotId};
-use super::{budget, errors, namespaces};
+use super::{budget, errors, namespaces, owner};
 use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};
 
@@ -44,14 +44,17 @@ pub(super) fn open(config: &DiskConfig, opener: &dyn OpenFiles) -> Result<Opened
     let namespace_dir = config.dir.join(namespaces::dir_name(&config.namespace));
     let mut stats = DiskStats::default();
     let mut events = Vec::new();
-    claim_namespace(config, &namespace_dir, &mut events)
-        .map_err(|e| errors::at_path("make a namespace in", &config.dir, e))?;
+    let failed = |e| Error::io(format!("cannot open the namespace {}", namespace_dir.display()), e);
+    make_namespace(&namespace_dir, &mut events).map_err(failed)?;
+    owner::check_at(&config.dir, &namespace_dir)?;
+    for name in namespaces::FILE_NAMES {
+        owner::check_at(&config.dir, &namespace_dir.join(name))?;
+    }
+    claim_namespace(config, &namespace_dir, &mut events).map_err(failed)?;
     stats.fresh_starts = events.len() as u64;
-    let failed = |e| errors::at_path("open the files of", &namespace_dir, e);
     let seed = record_seed(&config.namespace);
     let files = SlotFiles::open(&namespace_dir, config.frame_bytes, seed, opener).map_err(failed)?;
-    let (keep, foreign_bytes) = fit_cap(config, &files, &mut events).map_err(failed)?;
-    stats.namespaces_removed = events.len() as u64 - stats.fresh_starts;
+    let (keep, foreign_bytes) = fit_cap(config, &files, &mut stats, &mut events).map_err(failed)?;
     let found = collect(&files, keep, &mut stats).map_err(failed)?;
     files.set_slots(keep).map_err(failed)?;
     let (slots, entries) = settle(&files, keep, found, &mut stats);
@@ -61,8 +64,9 @@ pub(super) fn open(config: &DiskConfig, opener: &dyn OpenFiles) -> Result<Opened
 
 fn validate(config: &DiskConfig) -> Result<()> {
     let frame_bytes = config.frame_bytes;
-    if frame_bytes == 0 || !frame_bytes.is_multiple_of(4096) || usize::try_from(frame_bytes).is_err() {
-        let message = format!("a frame of {frame_bytes} bytes cannot go to disk: it must be a multiple of 4096");
+    if !superblock::is_frame_size(frame_bytes) {
+        let message =
+            format!("a frame of {frame_bytes} bytes cannot go to disk: it must be a multiple of 4096, at most 16 GiB");
         return Err(Error::new(ErrorKind::InvalidConfig, message));
     }
     let least = budget::min_cap_bytes(frame_bytes);
@@ -77,15 +81,22 @@ fn validate(config: &DiskConfig) -> Result<()> {
     Ok(())
 }
 
-/// Makes the namespace's directory ours: its superblock is this namespace's, and files under any other are gone.
-fn claim_namespace(config: &DiskConfig, dir: &Path, events: &mut Vec<String>) -> io::Result<()> {
+/// Makes the namespace's directory; what has its name and is none, or is a link to one, goes.
+fn make_namespace(dir: &Path, events: &mut Vec<String>) -> io::Result<()> {
     if fs::symlink_metadata(dir).is_ok_and(|meta| !meta.is_dir()) {
         fs::remove_file(dir)?;
         start_afresh(dir, "it was not a directory", events);
     }
-    namespaces::make_dir(dir)?;
+    namespaces::make_dir(dir)
+}
+
+/// Makes the namespace ours: its superblock is this namespace's, and files under any other are gone.
+fn claim_namespace(config: &DiskConfig, dir: &Path, events: &mut Vec<String>) -> io::Result<()> {
     let ours = Superblock::new(&config.namespace, config.frame_bytes, &config.description);
     match Superblock::read(dir)? {
+        Some(Ok(_)) if namespaces::has_strange_files(dir) => {
+            start_afresh(dir, "one of its files is not a regular file", events);
+        }
         Some(Ok(found)) if found == ours => return touch(dir),
         Some(Ok(found)) if found.namespace() != ours.namespace() => {
             start_afresh(dir, "its superblock.json is another namespace's", events);
@@ -114,27 +125,24 @@ fn start_afresh(dir: &Path, why: &str, events: &mut Vec<String>) {
 fn touch(dir: &Path) -> io::Result<()> {
     let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
     let times = Timestamps { last_access: now, last_modification: now };
-    Ok(utimensat(CWD, dir.join(superblock::FILE_NAME), &times, AtFlags::empty())?)
+    Ok(utimensat(CWD, dir.join(superblock::FILE_NAME), &times, AtFlags::SYMLINK_NOFOLLOW)?)
 }
 
 /// Makes room where the directory is above its cap: (slots that may stay, bytes of other namespaces).
-fn fit_cap(config: &DiskConfig, files: &SlotFiles, events: &mut Vec<String>) -> io::Result<(u32, u64)> {
-    let own = namespaces::dir_name(&config.namespace);
+fn fit_cap(
+    config: &DiskConfig,
+    files: &SlotFiles,
+    stats: &mut DiskStats,
+    events: &mut Vec<String>,
+) -> io::Result<(u32, u64)> {
     let (records, frames) = files.lens()?;
     let have = records.min(frames);
-    let mut foreign = namespaces::scan(&config.dir, Some(&own))?;
-    let room = config.cap_bytes - budget::FIXED_BYTES;
-    loop {
-        let foreign_bytes = foreign.iter().map(|f| f.bytes).fold(0, u64::saturating_add);
-        let fits = budget::max_slots(room.saturating_sub(foreign_bytes), config.frame_bytes);
-        let over = foreign_bytes > room || fits < have;
-        if !over || foreign.is_empty() {
-            return Ok((have.min(fits), foreign_bytes));
-        }
-        let oldest = foreign.remove(0);
-        namespaces::remove(&oldest.path)?;
-        events.push(format!("{} was deleted: the directory is above disk_size", oldest.path.display()));
-    }
+    let fits = |foreign_bytes| budget::max_slots_beside(foreign_bytes, config.cap_bytes, config.frame_bytes);
+    let is_enough = |bytes| bytes <= config.cap_bytes - budget::FIXED_BYTES && fits(bytes) >= have;
+    let own = namespaces::dir_name(&config.namespace);
+    let (foreign_bytes, num_removed) = namespaces::make_room(&config.dir, &own, is_enough, |line| events.push(line))?;
+    stats.namespaces_removed = num_removed;
+    Ok((have.min(fits(foreign_bytes)), foreign_bytes))
 }
 
 /// Reads the index: entries of the first `keep` slots, and counts of what is given up.

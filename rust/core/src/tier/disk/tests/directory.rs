@@ -3,10 +3,9 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
 
+use super::super::faults::{FaultFiles, du};
 use super::super::{ErrorKind, namespaces};
-use super::fault::{FaultyFiles, du};
 use super::*;
 
 fn namespace_dir(config: &DiskConfig) -> PathBuf {
@@ -18,10 +17,10 @@ fn with_namespace(config: &DiskConfig, byte: u8) -> DiskConfig {
 }
 
 fn fill(config: &DiskConfig) -> u32 {
-    fill_with(config, &FaultyFiles::default())
+    fill_with(config, &FaultFiles::default())
 }
 
-fn fill_with(config: &DiskConfig, files: &FaultyFiles) -> u32 {
+fn fill_with(config: &DiskConfig, files: &FaultFiles) -> u32 {
     let (tier, found) = DiskTier::open_with_files(config, files).unwrap();
     let mut i = u32::try_from(found.len()).unwrap();
     while let Some(slot) = tier.reserve() {
@@ -99,10 +98,10 @@ fn test_the_cap_holds_at_every_instant() {
     for (round, cap_mib) in [3, 3, 3, 2, 3, 1].into_iter().enumerate() {
         let byte = u8::try_from(round).unwrap() % 3;
         let config = DiskConfig { cap_bytes: cap_mib << 20, ..with_namespace(&base, byte) };
-        let files = FaultyFiles::default();
-        *files.0.watched.lock().unwrap() = Some(dir.path().to_owned());
+        let files = FaultFiles::default();
+        files.watch(dir.path());
         fill_with(&config, &files);
-        let most = files.0.most_bytes.load(Ordering::SeqCst);
+        let most = files.most_bytes();
         assert!(most <= config.cap_bytes, "{most} of {} in round {round}", config.cap_bytes);
         assert!(most > config.cap_bytes * 9 / 10, "the cap is used: {most} of {}", config.cap_bytes);
         let (tier, _) = open(&config);
@@ -257,4 +256,6 @@ fn test_an_event_is_noted_for_people_but_the_list_is_short() {
     }
     assert_eq!(counters.take_events(), (0..64).map(|i| i.to_string()).collect::<Vec<_>>());
     assert!(counters.take_events().is_empty(), "each once");
+    counters.event("63".to_owned());
+    assert!(counters.take_events().is_empty(), "also where it happens again");
 }

@@ -1,8 +1,11 @@
 //! Tests of the disk tier from the inside: parsers, faults, crashes, and the rules of a directory.
 
+mod conforming;
 mod crash;
 mod directory;
 mod fault;
+mod hanging;
+mod hostile;
 mod life;
 mod parsers;
 mod verifying;
