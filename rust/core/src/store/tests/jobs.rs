@@ -32,6 +32,7 @@ const SLOT_TRIES: u32 = 4;
 enum Step {
     Reserve {
         prompt: usize,
+        start: u32,
         stop: u32,
         tail: u32,
     },
@@ -83,7 +84,8 @@ enum Io {
 fn step() -> impl Strategy<Value = Step> {
     let io = prop_oneof![6 => Just(Io::Works), 1 => Just(Io::Fails), 1 => Just(Io::Corrupts)];
     prop_oneof![
-        3 => (0..NUM_PROMPTS, 1..=PROMPT_BLOCKS, 0..3u32).prop_map(|(prompt, stop, tail)| Step::Reserve { prompt, stop, tail }),
+        3 => (0..NUM_PROMPTS, 0..3u32, 1..=PROMPT_BLOCKS, 0..3u32)
+            .prop_map(|(prompt, start, stop, tail)| Step::Reserve { prompt, start, stop, tail }),
         4 => (0..64usize, prop::bool::weighted(0.85)).prop_map(|(nth, commit)| Step::Settle { nth, commit }),
         4 => (0..NUM_PROMPTS, 1..=PROMPT_BLOCKS).prop_map(|(prompt, stop)| Step::Save { prompt, stop }),
         5 => (0..NUM_PROMPTS, prop_oneof![4 => Just(u32::MAX), 1 => 0..4u32])
@@ -158,12 +160,12 @@ impl Run {
 
     fn take(&mut self, step: &Step) {
         match *step {
-            Step::Reserve { prompt, stop, tail } => {
-                let reserved = self.reserve(prompt, stop, tail);
+            Step::Reserve { prompt, start, stop, tail } => {
+                let reserved = self.reserve(prompt, start, stop, tail);
                 self.writes.extend(reserved);
             }
             Step::Save { prompt, stop } => {
-                for write in self.reserve(prompt, stop, 0) {
+                for write in self.reserve(prompt, 0, stop, 0) {
                     self.commit(write);
                 }
             }
@@ -224,12 +226,13 @@ impl Run {
         }
     }
 
-    fn reserve(&mut self, prompt: usize, stop: u32, tail: u32) -> Vec<(ChunkId, Option<ChunkKey>)> {
+    fn reserve(&mut self, prompt: usize, start: u32, stop: u32, tail: u32) -> Vec<(ChunkId, Option<ChunkKey>)> {
         let chain = prompt_chain(prompt);
         let stop = stop.min(PROMPT_BLOCKS / self.per_chunk);
         let tail_blocks = tail.min(self.per_chunk - 1).min(PROMPT_BLOCKS - stop * self.per_chunk);
-        let (reserved, _) =
-            self.state.reserve(&Chunks::new(&chain, self.per_chunk), SaveRange { start: 0, stop, tail_blocks });
+        let (reserved, _) = self
+            .state
+            .reserve(&Chunks::new(&chain, self.per_chunk), SaveRange { start: start.min(stop), stop, tail_blocks });
         for (_, reservation) in &reserved {
             let mut frame = self.state.host.lend(reservation.frame).expect("a reserved frame is nobody else's (I4)");
             frame.bytes_mut()[..32].copy_from_slice(&reservation.key.0);
@@ -466,6 +469,12 @@ impl Run {
             self.state.release(held);
         }
         self.finish_jobs();
+        assert_eq!(
+            self.state.gauges().frames_reserved,
+            0,
+            "a frame is reserved and for no lease: {:?}",
+            self.state.index
+        );
         self.state.clear();
         self.forget(|_| true);
         self.finish_jobs();

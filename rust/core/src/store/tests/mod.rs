@@ -48,12 +48,8 @@ fn a_store_that_failed_inside_misses() {
 #[test]
 fn disk_threads_end_when_the_lock_is_poisoned() {
     let dir = tempfile::tempdir().unwrap();
-    let disk = DiskSettings {
-        dir: dir.path().to_owned(),
-        cap_bytes: 64 << 20,
-        num_threads: 3,
-        description: String::new(),
-    };
+    let disk =
+        DiskSettings { dir: dir.path().to_owned(), cap_bytes: 64 << 20, num_threads: 3, description: String::new() };
     let config = StoreConfig {
         frame_bytes: 4096,
         host_bytes: 8 * 4096,
