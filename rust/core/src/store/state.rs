@@ -253,6 +253,13 @@ impl State {
             if self.index[next].disk.is_absent() {
                 self.detach(next);
             } else {
+                if let Some(parent) = self.index[next].parent
+                    && next != id
+                    && self.index[next].is_filling()
+                {
+                    // Its parent may yet fail on its own, when this one is filled and waits for it.
+                    self.waiters.entry(parent).or_default().push(next);
+                }
                 self.sync_disk(next);
                 self.end_failed(next);
             }

@@ -504,3 +504,21 @@ proptest! {
         run.end(is_faultless);
     }
 }
+
+/// A chain on disk is saved again, and its first chunk is aborted while others behind it are filled from the end.
+#[test]
+fn what_is_filled_behind_a_failed_chunk_fails_with_it() {
+    let mut run = Run::new(6, 12, 1, Eviction::Lru, 1);
+    run.take(&Step::Save { prompt: 0, stop: 6 });
+    run.finish_jobs();
+    run.take(&Step::Save { prompt: 63, stop: 6 });
+    let mut writes = run.reserve(0, 0, 6, 0);
+    assert_eq!(writes.len(), 6);
+    run.state.abort(writes.remove(0).0);
+    run.writes = writes;
+    for nth in (0..5).rev() {
+        run.take(&Step::Settle { nth, commit: nth > 1 });
+    }
+    assert_eq!(run.state.gauges().frames_reserved, 0);
+    run.end(true);
+}
