@@ -1,8 +1,6 @@
 //! A disk that hangs, refuses or is not there costs what is on it, for a while, and nothing else.
 //!
 //! Time stands still until a test moves it, so nothing here depends on how fast the machine is.
-#![expect(clippy::unwrap_used, reason = "tests")]
-
 mod store_common;
 
 use std::sync::Arc;
