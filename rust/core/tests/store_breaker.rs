@@ -251,6 +251,12 @@ fn a_forged_record_is_a_miss() {
         vec![entry(0, other.keys()[0], root, 0), entry(1, keys[1], other.keys()[0], 1), entry(2, keys[2], keys[1], 2)],
         vec![entry(0, keys[0], root, 0), entry(1, keys[2], keys[0], 1), entry(2, keys[3], keys[2], 2)],
         vec![entry(0, keys[0], other.root(), 1)],
+        vec![
+            entry(0, other.keys()[0], root, 0),
+            entry(1, other.keys()[1], other.keys()[0], 1),
+            entry(2, other.keys()[2], other.keys()[1], 2),
+            entry(3, keys[3], other.keys()[2], 3),
+        ],
     ];
     for found in forgeries {
         let disk = MemoryDisk::new(16);
