@@ -25,6 +25,7 @@ class Setup:
     fail_policy: bool = False
     max_running: int = 8
     wait_s: float = 5.0
+    save_prompts_only: bool = False
 
 
 @dataclass(eq=False)

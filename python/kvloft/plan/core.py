@@ -15,6 +15,7 @@ from kvloft.plan.breaker import RETRY_S, Breaker
 from kvloft.plan.fences import Fences
 from kvloft.plan.flights import Flight, Flights
 from kvloft.plan.loads import plan_load
+from kvloft.plan.pins import Pins
 from kvloft.plan.queue import Queue
 from kvloft.plan.saves import plan_save
 from kvloft.plan.tickets import Tickets
@@ -120,7 +121,7 @@ class SchedulerCore:
         if num_tokens <= 0:
             tracker.drop_lease()
             return
-        tracker.stop_counting_pins()
+        pins = self._queue.begin_load(tracker)
         load_id = self._next_load_id
         self._next_load_id += 1
         plan, lease, by_tier = plan_load(tracker, self._shape, num_tokens, load_id)
@@ -128,7 +129,7 @@ class SchedulerCore:
             begin = tracker.local_tokens // self._shape.full.block_tokens
             self._flights.begin(live.req_id, Flight(tracker.chain, begin, begin + num_tokens // self._shape.full.block_tokens))
         self._hits[live.req_id] = by_tier
-        self._loads[load_id] = _Loading(lease, self._num_ranks)
+        self._loads[load_id] = _Loading(lease, self._num_ranks, pins)
         self._queued_loads.append(plan)
         for tier, tokens in by_tier.items():
             self.counters[f"load_tokens_{tier}"] += tokens
@@ -293,6 +294,8 @@ class SchedulerCore:
                 del self._loads[result.load_id]
                 if loading.lease is not None:
                     loading.lease.release()
+                if loading.pins is not None:
+                    self._queue.loading.remove(loading.pins)
                 self._count_copies(failed=loading.failed)
 
     def _count_copies(self, *, failed: bool) -> None:
@@ -370,10 +373,11 @@ class SchedulerCore:
 class _Loading:
     """A load in flight: the pins that it needs, how many ranks have yet to report it, and what they said."""
 
-    __slots__ = ("failed", "lease", "remaining")
+    __slots__ = ("failed", "lease", "pins", "remaining")
 
-    def __init__(self, lease: ReadLease | None, remaining: int) -> None:
+    def __init__(self, lease: ReadLease | None, remaining: int, pins: Pins | None = None) -> None:
         self.lease = lease
+        self.pins = pins
         self.remaining = remaining
         self.failed = False
         """On some rank nothing was copied."""

@@ -9,11 +9,10 @@ what is on disk is read for the first that asks, then for those behind it as lon
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 
 from kvloft.plan.flights import Flights
-from kvloft.plan.pins import PinBudget, Pins
-from kvloft.plan.tracker import Tracker
+from kvloft.plan.pins import PinCount, Pins, stride_of
+from kvloft.plan.tracker import NEVER, Tracker
 from kvloft.seam.ids import ReqId
 from kvloft.seam.shape import CacheShape
 from kvloft.seam.store import Store
@@ -21,7 +20,7 @@ from kvloft.seam.store import Store
 LEASE_S = 60.0
 """How long a lease may live without its request being asked about again."""
 
-FIRST_LOOK_TOKENS, LOOK_FURTHER = 2048, 4
+FIRST_LOOK_TOKENS, LOOK_FURTHER = 512, 4
 """So many tokens get keys for the first lookup, and so many times more for the next. Of a prompt that nobody has seen the first
 chunk says all, and its first forward waits for the keys."""
 
@@ -38,7 +37,10 @@ class Queue:
         self._wait_s = wait_s
         self._clock = clock
         self._flights = flights
-        self.budget = PinBudget(num_frames, self._blocks_per_chunk)
+        self._num_frames = NEVER if num_frames is None else num_frames
+        self.waiting = PinCount(stride_of(self._num_frames), self._blocks_per_chunk)
+        self.loading = PinCount(stride_of(self._num_frames), self._blocks_per_chunk)
+        """Of loads in flight: what they leave is shared out."""
         self.leased: dict[ReqId, Tracker] = {}
         self.told_to_wait: dict[ReqId, Tracker] = {}
         self._step = 0
@@ -58,18 +60,24 @@ class Queue:
         if tracker is None:
             return False
         lease, flight = tracker.lease, tracker.flight
+        now = self._asked(tracker)
         if lease is None and flight is None:
             return self._without_turn not in (None, tracker)
-        now = self._clock()
-        if lease is not None:
-            tracker.asked_s, tracker.asked_step = now, self._step
-            if self._first is None:
-                self._first = tracker
+        if self._first is None and lease is not None:
+            self._first = tracker
         if flight is not None:
             is_same = not flight.has_ended and tracker.local_tokens == local_tokens
         else:
             is_same = lease is not None and lease.poll()[1] > 0
         return is_same and tracker.waiting_since is not None and now - tracker.waiting_since < self._wait_s
+
+    def _asked(self, tracker: Tracker) -> float:
+        """The time. While vLLM did not ask, because no seat was free, it was not us whom the request waited for."""
+        now = self._clock()
+        if tracker.waiting_since is not None and tracker.asked_step < self._step - 1:
+            tracker.waiting_since += now - tracker.asked_s
+        tracker.asked_s, tracker.asked_step = now, self._step
+        return now
 
     def match(self, tracker: Tracker, local_tokens: int, *, may_wait: bool) -> int | None:
         """Tokens beyond ``local_tokens`` that can be loaded now; None means ask again, for ``wait_s`` at most once it has its turn.
@@ -82,8 +90,7 @@ class Queue:
         tracker.local_tokens = local_tokens
         if tracker.lease is not None and tracker.lease_tokens != num_tokens:
             tracker.drop_lease()
-        now = self._clock()
-        num_offered = self._match(tracker, num_tokens, now, may_wait=may_wait)
+        num_offered = self._match(tracker, num_tokens, self._asked(tracker), may_wait=may_wait)
         if num_offered is None:
             self.told_to_wait[tracker.req_id] = tracker
         return num_offered
@@ -96,7 +103,7 @@ class Queue:
                 return 0
             if may_wait and self._is_coming(tracker, num_tokens, now):
                 return None
-            if stored_blocks > host_blocks and not self._has_turn(tracker, stored_blocks, now):
+            if stored_blocks > host_blocks and not self._has_turn(tracker, stored_blocks):
                 if may_wait and now >= self._no_turns_until_s and self._wait_s > 0:
                     self._first, self._without_turn = self._first or tracker, self._without_turn or tracker
                     return None
@@ -105,13 +112,13 @@ class Queue:
                 tracker.waited_out = True
             self._acquire(tracker, num_tokens, stored_blocks)
         assert tracker.lease is not None
-        tracker.asked_s, tracker.asked_step = now, self._step
         ready_blocks, pending_blocks = tracker.lease.poll()
-        if pending_blocks and may_wait:
-            if self._has_time(tracker, now):
-                self._first = self._first or tracker
+        if pending_blocks:
+            self._first = self._first or tracker
+            if may_wait and self._has_time(tracker, now):
                 return None
-            self._no_turns_until_s = now + self._wait_s
+            if may_wait:
+                self._no_turns_until_s = now + self._wait_s
         offered = ready_blocks * self._block_tokens - local_tokens
         if offered <= 0:
             if not pending_blocks:
@@ -153,39 +160,50 @@ class Queue:
 
     # -- pins -----------------------------------------------------------------------------------------------------
 
-    def _has_turn(self, tracker: Tracker, stored_blocks: int, now: float) -> bool:
+    def _has_turn(self, tracker: Tracker, stored_blocks: int) -> bool:
         """Whether it may pin what it needs from disk. The first that asks always may, or all would wait for each other."""
         if self._without_turn not in (None, tracker):
             return False
         is_first = self._first in (None, tracker)
-        pins = self.budget.pins_of(tracker.chain, stored_blocks)
-        if not self.budget.fits(pins):
-            if not is_first:
-                return False
-            # It stands before all that are not asked now; what was read for them stays in host for a while.
-            for other in list(self.leased.values()):
-                if other.asked_step < self._step - 1:
-                    other.drop_lease()
+        if not is_first and self.waiting.num_with(self.waiting.pins_of(tracker.chain, stored_blocks)) > self._max_pinned:
+            return False
         if self._without_turn is tracker:
             self._without_turn = None
         return True
 
+    @property
+    def _max_pinned(self) -> int:
+        return (self._num_frames - self.loading.num_chunks) // 2
+
     def _acquire(self, tracker: Tracker, num_tokens: int, stored_blocks: int) -> None:
         tracker.lease = self._store.acquire(tracker.chain)
         tracker.lease_tokens = num_tokens
-        pins = self.budget.pins_of(tracker.chain, stored_blocks)
-        self.budget.add(pins)
+        tracker.pins = self.waiting.pins_of(tracker.chain, stored_blocks)
+        self.waiting.add(tracker.pins)
         self.leased[tracker.req_id] = tracker
-        tracker.uncount_pins = partial(self._uncount, tracker.req_id, pins)
+        tracker.stop_counting = self._stop_counting
 
-    def _uncount(self, req_id: ReqId, pins: Pins) -> None:
-        self.budget.remove(pins)
-        self.leased.pop(req_id, None)
+    def _stop_counting(self, tracker: Tracker) -> None:
+        if tracker.pins is not None:
+            self.waiting.remove(tracker.pins)
+            tracker.pins = None
+            self.leased.pop(tracker.req_id, None)
+
+    def begin_load(self, tracker: Tracker) -> Pins | None:
+        """It is admitted, and its load has the lease: what that pins, until the load ends."""
+        pins = tracker.pins
+        self._stop_counting(tracker)
+        if pins is not None:
+            self.loading.add(pins)
+        return pins
 
     # -- steps and ends -------------------------------------------------------------------------------------------
 
     def next_step(self) -> None:
         """vLLM asks from the front again. Leases fall whose requests it has not asked about for long."""
+        if self.waiting.num_chunks > self._max_pinned:  # the first that asked needed much: those whom vLLM passes over give way
+            for tracker in [tracker for tracker in self.leased.values() if tracker.asked_step < self._step]:
+                tracker.drop_lease()
         self._step += 1
         self._first = self._without_turn = None
         if self.leased and (now := self._clock()) >= self._next_expiry_s:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvloft.plan.flights import Flight
+from kvloft.plan.pins import Pins
 from kvloft.seam.ids import BlockId, ChunkKey
 from kvloft.seam.store import KeyChain, ReadLease
 from kvloft.seam.views import LiveRequest, RequestView
@@ -36,12 +37,13 @@ class Tracker:
         "live",
         "load_failed",
         "local_tokens",
+        "pins",
         "req_id",
         "save_blocked",
         "saved_chunks",
+        "stop_counting",
         "tail_blocks",
         "tail_key",
-        "uncount_pins",
         "waited_out",
         "waiting_since",
     )
@@ -65,8 +67,9 @@ class Tracker:
         self.tail_key: ChunkKey | None = None
         self.lease: ReadLease | None = None
         self.lease_tokens = 0
-        self.uncount_pins: Callable[[], None] | None = None
-        """While vLLM has not admitted it: ends the counting of what its lease pins."""
+        self.pins: Pins | None = None
+        """While vLLM has not admitted it: what its lease is counted for."""
+        self.stop_counting: Callable[[Tracker], None] | None = None
         self.flight: Flight | None = None
         """Another request's load that it waits for."""
         self.asked_step = 0
@@ -138,13 +141,8 @@ class Tracker:
 
     def drop_lease(self) -> None:
         """Unpin what the last match pinned (I5)."""
-        self.stop_counting_pins()
+        if self.stop_counting is not None:
+            self.stop_counting(self)
         if self.lease is not None:
             self.lease.release()
             self.lease = None
-
-    def stop_counting_pins(self) -> None:
-        """The lease falls, or the request is admitted and its load has the lease."""
-        if self.uncount_pins is not None:
-            self.uncount_pins()
-            self.uncount_pins = None

@@ -1,0 +1,108 @@
+"""Loads that fail again and again: each counts once, nothing is moved for a while, and then one is tried."""
+
+from typing import Any
+
+import pytest
+from sim_engine import SymbolicEngine
+from sim_request import Request, Setup
+from sim_scenes import PROMPT, serve
+
+from kvloft.plan.breaker import MAX_FAILED_LOADS, RETRY_S
+from kvloft.seam.ids import ReqId
+from kvloft.seam.plan import LoadResult, StepReport
+
+count = iter(range(1 << 30))
+
+
+def warm(num_ranks: int = 1) -> SymbolicEngine:
+    engine = SymbolicEngine(Setup(local_cache=False, num_ranks=num_ranks, num_blocks=200))
+    serve(engine, Request("before", list(PROMPT), 2))
+    return engine
+
+
+def offered(engine: SymbolicEngine) -> int | None:
+    request = Request(f"asked{next(count)}", list(PROMPT), 2)
+    tokens = engine.core.match(request, 0)
+    engine.core.finish(request.req_id)
+    return tokens
+
+
+def load(engine: SymbolicEngine, *, broken: set[int]) -> bool:
+    """Load the prompt, which fails on ranks ``broken``; False if it was not offered."""
+    request: Any = Request(f"r{next(count)}", list(PROMPT), 2)
+    if not engine.core.match(request, 0):
+        engine.core.finish(request.req_id)
+        return False
+    engine.core.admit(request, 16, list(range(1, 6)))
+    load_id = max(engine.core._loads)
+    engine.core._queued_loads.clear()  # no worker is here to run it
+    for rank in range(engine.setup.num_ranks):
+        engine.core.absorb(StepReport(loads=(LoadResult(ReqId(request.req_id), load_id, failed=rank in broken),)))
+    engine.core.finish(request.req_id)
+    return True
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_a_failed_load_counts_once_whichever_ranks_failed(num_ranks: int) -> None:
+    engine = warm(num_ranks)
+    for broken in ({0}, {num_ranks - 1}, set(range(num_ranks))):
+        for _ in range(MAX_FAILED_LOADS - 1):
+            assert load(engine, broken=broken)
+        assert load(engine, broken=set()), "one that succeeds starts the count over"
+    for _ in range(MAX_FAILED_LOADS):
+        assert engine.core.counters["load_breaker_trips"] == 0
+        assert load(engine, broken={0})
+    assert engine.core.counters["load_breaker_trips"] == 1
+    assert offered(engine) == 0
+
+
+def tripped() -> SymbolicEngine:
+    engine = warm()
+    while load(engine, broken={0}):
+        pass
+    return engine
+
+
+def test_while_loads_fail_nothing_is_saved_and_later_all_of_it_is() -> None:
+    engine = tripped()
+    request = engine.add(Request("new", [1] * 9, 30))
+    engine.run(6)
+    assert engine.num_saved_blocks == 4, "only what was saved before"
+    engine.now += RETRY_S
+    engine.run(6)
+    assert engine.num_saved_blocks >= 4 + request.num_computed_tokens // 4 - 1
+    engine.check()
+
+
+def test_after_a_while_one_load_is_tried_and_ends_the_pause_or_begins_another() -> None:
+    engine = tripped()
+    engine.now += RETRY_S - 1
+    assert offered(engine) == 0
+    engine.now += 1
+    assert load(engine, broken={0})
+    assert engine.core.counters["load_breaker_trips"] == 2
+    assert offered(engine) == 0
+    engine.now += RETRY_S
+    assert load(engine, broken=set())
+    for _ in range(MAX_FAILED_LOADS):
+        assert load(engine, broken={0})
+    assert not load(engine, broken={0})
+
+
+def test_only_one_load_at_a_time_is_tried() -> None:
+    engine = tripped()
+    engine.now += RETRY_S
+    first: Any = Request("first", list(PROMPT), 2)
+    assert engine.core.match(first, 0) == 16
+    engine.core.admit(first, 16, list(range(1, 6)))
+    assert offered(engine) == 0
+
+
+def test_a_save_that_fails_while_loads_are_tried_again_begins_another_pause() -> None:
+    engine = tripped()
+    engine.now += RETRY_S
+    engine.failure_rate = 1.0
+    engine.add(Request("new", [1] * 9, 5))
+    engine.run(2)
+    assert engine.core.counters["load_breaker_trips"] == 2
+    assert offered(engine) == 0
