@@ -61,6 +61,8 @@ class SchedulerCore:
         self._flights = Flights() if shares_blocks else None
         num_frames = arena.num_frames if arena is not None else None
         self._queue = Queue(store, shape, wait_s=wait_s, clock=clock, num_frames=num_frames, flights=self._flights)
+        self.still_waits = self._queue.still_waits
+        """Whether `match` would say None as it did before: asked about thousands in every step, before anything is made for them."""
         self._breaker = Breaker(retry_loads_s)
         self._save_prompts_only = save_prompts_only
         self._loads_allowed = loads_allowed
@@ -85,10 +87,6 @@ class SchedulerCore:
         """Since the last `take_counters`: tokens and events, by the names in ``kvloft.vllm.stats``."""
 
     # -- lookups and admission ------------------------------------------------------------------------------------
-
-    def still_waits(self, req_id: ReqId, local_tokens: int) -> bool:
-        """Whether `match` would say None as it did before. Costs little: a crowd is asked about in every step."""
-        return self._queue.still_waits(req_id, local_tokens)
 
     def match(self, live: LiveRequest, local_tokens: int, *, may_wait: bool = True) -> int | None:
         """Tokens the store can give beyond ``local_tokens``; None means ask again next step (I9).

@@ -43,10 +43,13 @@ class Queue:
         """Of loads in flight: what they leave is shared out."""
         self.leased: dict[ReqId, Tracker] = {}
         self.told_to_wait: dict[ReqId, Tracker] = {}
+        """For the disk, or for another's load."""
+        self.in_line: set[ReqId] = set()
+        """Told to wait until others pin less: to ask about these must cost next to nothing."""
         self._step = 0
         self._first: Tracker | None = None
         """The first in this step that waits with pins, or for them."""
-        self._without_turn: Tracker | None = None
+        self._without_turn: ReqId | None = None
         """The first in this step that must wait until others pin less: those behind it wait, too."""
         self._no_turns_until_s = float("-inf")
         """The disk did not keep up: until then none waits for its turn, for it would wait as long as all before it."""
@@ -56,13 +59,13 @@ class Queue:
 
     def still_waits(self, req_id: ReqId, local_tokens: int) -> bool:
         """Whether the last answer was "ask again", and it would be again. Thousands are asked about in every step."""
+        if req_id in self.in_line:
+            return self._without_turn not in (None, req_id)
         tracker = self.told_to_wait.get(req_id)
         if tracker is None:
             return False
         lease, flight = tracker.lease, tracker.flight
         now = self._asked(tracker)
-        if lease is None and flight is None:
-            return self._without_turn not in (None, tracker)
         if self._first is None and lease is not None:
             self._first = tracker
         if flight is not None:
@@ -84,14 +87,16 @@ class Queue:
 
         May be called any number of times and its answer dropped (I9).
         """
-        self.told_to_wait.pop(tracker.req_id, None)
+        self.forget(tracker.req_id)
         tracker.flight = None
         num_tokens = tracker.extend_chain(FIRST_LOOK_TOKENS)
         tracker.local_tokens = local_tokens
         if tracker.lease is not None and tracker.lease_tokens != num_tokens:
             tracker.drop_lease()
         num_offered = self._match(tracker, num_tokens, self._asked(tracker), may_wait=may_wait)
-        if num_offered is None:
+        if num_offered is None and tracker.lease is None and tracker.flight is None:
+            self.in_line.add(tracker.req_id)
+        elif num_offered is None:
             self.told_to_wait[tracker.req_id] = tracker
         return num_offered
 
@@ -105,7 +110,7 @@ class Queue:
                 return None
             if stored_blocks > host_blocks and not self._has_turn(tracker, stored_blocks):
                 if may_wait and now >= self._no_turns_until_s and self._wait_s > 0:
-                    self._first, self._without_turn = self._first or tracker, self._without_turn or tracker
+                    self._first, self._without_turn = self._first or tracker, self._without_turn or tracker.req_id
                     return None
                 if host_blocks * self._block_tokens <= local_tokens:
                     return 0
@@ -162,13 +167,12 @@ class Queue:
 
     def _has_turn(self, tracker: Tracker, stored_blocks: int) -> bool:
         """Whether it may pin what it needs from disk. The first that asks always may, or all would wait for each other."""
-        if self._without_turn not in (None, tracker):
+        if self._without_turn not in (None, tracker.req_id):
             return False
         is_first = self._first in (None, tracker)
         if not is_first and self.waiting.num_with(self.waiting.pins_of(tracker.chain, stored_blocks)) > self._max_pinned:
             return False
-        if self._without_turn is tracker:
-            self._without_turn = None
+        self._without_turn = None
         return True
 
     @property
@@ -214,9 +218,11 @@ class Queue:
     def forget(self, req_id: ReqId) -> None:
         """It was admitted, or it ended."""
         self.told_to_wait.pop(req_id, None)
+        self.in_line.discard(req_id)
 
     def clear(self) -> None:
         """Unpin everything; whoever was told to wait is looked up afresh."""
         for tracker in list(self.leased.values()):
             tracker.drop_lease()
         self.told_to_wait.clear()
+        self.in_line.clear()
