@@ -230,9 +230,9 @@ def crowd_results(num_steps: int) -> list[Result]:
     """10,000 waiting requests whose prompts are being read from disk: what asking about all of them costs, for each request."""
     engine = Engine(1000, 1)
     found, engine.store = engine.store, DiskThatHangs(engine.store)
-    engine.core._store = engine.store  # noqa: SLF001
+    engine.core._store = engine.store
     if (queue := getattr(engine.core, "_queue", None)) is not None:
-        queue._store = engine.store  # noqa: SLF001
+        queue._store = engine.store
     random = Random(2)
     crowd = [engine.request(f"waits-{i}", [random.randrange(50_000) for _ in range(64)]) for i in range(NUM_WAITING)]
     still_waits = getattr(engine.core, "still_waits", lambda *_: False)

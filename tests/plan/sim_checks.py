@@ -96,7 +96,17 @@ def settle(engine: Any) -> None:
     assert not engine.store.tickets
     core = engine.core
     unsettled = (core._tickets, core._tickets._failed, core._tickets._supersedes)
-    for left in (*unsettled, core._trackers, core._loads, core._queue.leased, core._queue.told_to_wait, core._queue.in_line, core._flights, core._hits, core._queued_loads):
+    for left in (
+        *unsettled,
+        core._trackers,
+        core._loads,
+        core._queue.leased,
+        core._queue.told_to_wait,
+        core._queue.in_line,
+        core._flights,
+        core._hits,
+        core._queued_loads,
+    ):
         assert not left, f"left behind: {left}"
     assert core._queue.waiting.num_chunks == core._queue.loading.num_chunks == 0, "pins that are counted for ever"
     assert len(engine.pool.free) == engine.setup.num_blocks - 1

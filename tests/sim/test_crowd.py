@@ -45,7 +45,9 @@ def herd_of(engine: Engine) -> tuple[int, int, int]:
 @pytest.mark.parametrize("is_async", [False, True])
 @pytest.mark.parametrize("num_blocks", [256, 64])
 def test_a_herd_with_one_prefix_loads_it_once(folder: Path, num_blocks: int, is_async: bool) -> None:
-    shape = Shape(async_scheduling=is_async, caching=True, num_blocks=num_blocks, max_seqs=HERD, max_batched_tokens=64, host_frames=200)
+    shape = Shape(
+        async_scheduling=is_async, caching=True, num_blocks=num_blocks, max_seqs=HERD, max_batched_tokens=64, host_frames=200
+    )
     engine = Engine(folder, shape, 1)
     loaded, most, _ = herd_of(engine)
     engine.close()

@@ -62,7 +62,7 @@ class SchedulerCore:
         num_frames = arena.num_frames if arena is not None else None
         self._queue = Queue(store, shape, wait_s=wait_s, clock=clock, num_frames=num_frames, flights=self._flights)
         self.still_waits = self._queue.still_waits
-        """Whether `match` would say None as it did before: asked about thousands in every step, before anything is made for them."""
+        """Whether `match` would say None as it did before: to ask of thousands in every step, before anything is made for them."""
         self._breaker = Breaker(retry_loads_s)
         self._save_prompts_only = save_prompts_only
         self._loads_allowed = loads_allowed

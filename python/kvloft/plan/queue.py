@@ -26,10 +26,17 @@ chunk says all, and its first forward waits for the keys."""
 
 
 class Queue:
-    """Requests that vLLM has not admitted. ``flights`` None: vLLM shares no blocks between requests, so none waits for another's."""
+    """Requests that vLLM has not admitted. ``flights`` None: vLLM shares no blocks among requests, so none waits for another."""
 
     def __init__(
-        self, store: Store, shape: CacheShape, *, wait_s: float, clock: Callable[[], float], num_frames: int | None, flights: Flights | None
+        self,
+        store: Store,
+        shape: CacheShape,
+        *,
+        wait_s: float,
+        clock: Callable[[], float],
+        num_frames: int | None,
+        flights: Flights | None,
     ) -> None:
         self._store = store
         self._block_tokens = shape.full.block_tokens

@@ -132,7 +132,7 @@ class SchedulerHalf:
     # -- hooks ----------------------------------------------------------------------------------------------------
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self.core.still_waits(request.request_id, num_computed_tokens):  # type: ignore[arg-type]
+        if self.core.still_waits(request.request_id, num_computed_tokens):
             return None, False
         tokens = self.core.match(VllmRequest(request, self._adapters), num_computed_tokens)
         return tokens, bool(tokens)
