@@ -27,18 +27,23 @@ def offered(engine: SymbolicEngine) -> int | None:
     return tokens
 
 
-def load(engine: SymbolicEngine, *, broken: set[int]) -> bool:
-    """Load the prompt, which fails on ranks ``broken``; False if it was not offered."""
+def begin(engine: SymbolicEngine) -> tuple[ReqId, int]:
+    """Begin to load the prompt."""
     request: Any = Request(f"r{next(count)}", list(PROMPT), 2)
-    if not engine.core.match(request, 0):
-        engine.core.finish(request.req_id)
-        return False
+    assert engine.core.match(request, 0) == 16
     engine.core.admit(request, 16, list(range(1, 6)))
-    load_id = max(engine.core._loads)
     engine.core._queued_loads.clear()  # no worker is here to run it
+    return request.req_id, max(engine.core._loads)
+
+
+def load(engine: SymbolicEngine, *, broken: set[int]) -> bool:
+    """Load the prompt, which fails on ranks ``broken``; False if it is not offered."""
+    if not offered(engine):
+        return False
+    req_id, load_id = begin(engine)
     for rank in range(engine.setup.num_ranks):
-        engine.core.absorb(StepReport(loads=(LoadResult(ReqId(request.req_id), load_id, failed=rank in broken),)))
-    engine.core.finish(request.req_id)
+        engine.core.absorb(StepReport(loads=(LoadResult(req_id, load_id, failed=rank in broken),)))
+    engine.core.finish(req_id)
     return True
 
 
@@ -84,9 +89,25 @@ def test_after_a_while_one_load_is_tried_and_ends_the_pause_or_begins_another() 
     assert offered(engine) == 0
     engine.now += RETRY_S
     assert load(engine, broken=set())
+    begin(engine)
+    assert offered(engine) == 16, "as many at a time as come"
     for _ in range(MAX_FAILED_LOADS):
         assert load(engine, broken={0})
     assert not load(engine, broken={0})
+
+
+def test_loads_that_fail_late_do_not_lengthen_the_pause() -> None:
+    engine = warm()
+    late = [begin(engine) for _ in range(2)]
+    while load(engine, broken={0}):
+        pass
+    engine.now += RETRY_S / 2
+    for req_id, load_id in late:
+        engine.core.absorb(StepReport(loads=(LoadResult(req_id, load_id, failed=True),)))
+        engine.core.finish(req_id)
+    assert engine.core.counters["load_breaker_trips"] == 1
+    engine.now += RETRY_S / 2
+    assert offered(engine) == 16
 
 
 def test_only_one_load_at_a_time_is_tried() -> None:

@@ -129,6 +129,16 @@ def test_a_wait_ends_when_vllm_has_more_itself() -> None:
     settle(engine)
 
 
+def test_blocks_that_vllm_evicted_again_are_not_waited_for() -> None:
+    engine = warm()
+    first = with_load_in_flight(engine)
+    engine.run(2)
+    assert first.status in ("running", "finished")
+    second = engine.add(Request("second", [*PROMPT[:WHOLE], 0], 2))
+    assert engine.core.match(second, 0) == WHOLE
+    settle(engine)
+
+
 # -- turns at host memory ---------------------------------------------------------------------------------------------
 
 
@@ -179,8 +189,21 @@ def test_those_who_wait_pin_half_of_host_memory_and_none_gets_zero_before_its_tu
     engine.core.close()
 
 
-def test_the_first_in_the_queue_may_pin_more_than_half_and_a_small_one_behind_does_not_pass() -> None:
-    engine, requests = on_disk(3, num_frames=6, local_cache=False)
+def test_the_first_in_the_queue_may_pin_more_than_half() -> None:
+    engine, requests = on_disk(2, num_frames=6, local_cache=False)
+    assert ask(engine, requests) == [None] * 2
+    assert pinned_frames(engine) == 4
+    engine.store.tick(100)
+    assert ask(engine, requests) == [16, None]
+    engine.core.finish(requests[0].req_id)
+    assert ask(engine, requests[1:]) == [None]
+    engine.store.tick(100)
+    assert ask(engine, requests[1:]) == [16]
+    engine.core.close()
+
+
+def test_a_small_one_that_would_fit_does_not_pass_those_before_it() -> None:
+    engine, requests = on_disk(3, num_frames=12, local_cache=False)
     small = Request("small", requests[2].token_ids[:9], 1)
     for _ in range(3):
         assert ask(engine, [*requests[:2], small]) == [None] * 3
@@ -190,7 +213,7 @@ def test_the_first_in_the_queue_may_pin_more_than_half_and_a_small_one_behind_do
     engine.core.finish(requests[0].req_id)
     assert ask(engine, [requests[1], small]) == [None, None]
     engine.store.tick(100)
-    assert ask(engine, [requests[1], small]) == [16, None]
+    assert ask(engine, [requests[1], small]) == [16, 8]
     engine.core.close()
 
 
@@ -245,7 +268,7 @@ def test_no_turn_is_waited_for_where_none_may_wait() -> None:
 
 
 def test_a_prefix_that_many_wait_for_counts_once() -> None:
-    engine, requests = on_disk(1, num_frames=24, local_cache=False)
+    engine, requests = on_disk(1, num_frames=12, local_cache=False)
     crowd = [Request(f"c{i}", [*requests[0].token_ids, i, i], 1) for i in range(12)]
     assert ask(engine, crowd) == [None] * 12
     assert pinned_frames(engine) == 4
