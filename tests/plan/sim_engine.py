@@ -49,6 +49,7 @@ class SymbolicEngine:
             clock=lambda: self.now,
             shares_blocks=setup.local_cache,
             save_prompts_only=setup.save_prompts_only,
+            max_running=setup.max_running,
         )
         self.pool = BlockPool(setup.num_blocks)
         self.workers = Workers(self.store, num_ranks=setup.num_ranks, num_blocks=setup.num_blocks, block_tokens=setup.block_tokens)

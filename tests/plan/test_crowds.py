@@ -139,6 +139,24 @@ def test_blocks_that_vllm_evicted_again_are_not_waited_for() -> None:
     settle(engine)
 
 
+def test_no_more_is_loaded_than_there_are_seats_and_one_ahead_unless_loads_hang() -> None:
+    engine = warm(local_cache=False, max_running=2, num_blocks=60, wait_s=5.0)
+    for i in range(5):
+        engine.add(Request(f"r{i}", [*PROMPT[:WHOLE], i % 3], 2))
+    engine.schedule()
+    assert [request.status for request in engine.requests.values()] == ["loading"] * 3 + ["waiting"] * 2
+    assert engine.core.match(Request("cold", [2] * 9, 1), 0) == 0
+    assert engine.core.match(engine.requests["r3"], 0) is None
+    assert engine.core.match(engine.requests["r3"], 0, may_wait=False) == WHOLE
+    engine.core.finish(ReqId("cold"))
+    engine.core._queue.next_step()
+    assert engine.core.match(engine.requests["r4"], 0) is None
+    engine.core._queue.next_step()
+    engine.now += 5.1
+    assert engine.core.match(engine.requests["r4"], 0) == WHOLE
+    settle(engine)
+
+
 # -- turns at host memory ---------------------------------------------------------------------------------------------
 
 

@@ -89,3 +89,24 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(folder: P
     assert not engine.core.counters["save_dropped_chunks"]
     engine.assert_at_rest()
     engine.close()
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_loads_for_which_there_is_no_seat_preempt_nobody(folder: Path, is_async: bool) -> None:
+    """vLLM admits loads beyond its seats, and cannot preempt them."""
+    shape = Shape(async_scheduling=is_async, caching=True, num_blocks=220, max_seqs=4, max_batched_tokens=64, host_frames=800)
+    engine = Engine(folder, shape, 1)
+    prompts = [prefix(12, salt) for salt in range(24)]
+    for i, prompt in enumerate(prompts):
+        engine.add(spec(f"before{i}", (*prompt, 3), 1))
+        engine.run()
+    engine.reset(running=False, connector=False)
+    engine.external.clear()
+    for i, prompt in enumerate(prompts):
+        engine.add(spec(f"r{i}", (*prompt, 3, 4), 96))
+    engine.run()
+    engine.check()
+    assert not any(is_resumed for _, _, is_resumed in engine.external)
+    assert sum(tokens for _, tokens, _ in engine.external) == len(prompts) * 12 * BLOCK
+    engine.assert_at_rest()
+    engine.close()

@@ -7,7 +7,7 @@ store. It never touches bytes and knows no engine: views come in, plans go out. 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress, count
 from operator import add, ge, gt
 
@@ -34,7 +34,7 @@ class SchedulerCore:
     Each rank of ``shape`` reports every ticket and load once; only then is it settled (I10). ``wait_s`` bounds how long one
     request may be told "ask again" while disk chunks are read, or while another's load brings what it wants: that only where
     vLLM ``shares_blocks``, which it does with its prefix cache. ``retry_loads_s``: when loads are tried again after many failed;
-    None: never. ``save_prompts_only``: for requests that do not say.
+    None: never. ``save_prompts_only``: for requests that do not say. ``max_running``: seats of the engine; None: not known.
     """
 
     def __init__(
@@ -51,6 +51,7 @@ class SchedulerCore:
         shares_blocks: bool = False,
         retry_loads_s: float | None = RETRY_S,
         save_prompts_only: bool = False,
+        max_running: int | None = None,
     ) -> None:
         self._store = store
         self._new_chain = new_chain
@@ -58,9 +59,10 @@ class SchedulerCore:
         self._arena = arena
         self._num_ranks = shape.num_ranks
         self._clock = clock
-        self._flights = Flights() if shares_blocks else None
+        self._flights = Flights()
         num_frames = arena.num_frames if arena is not None else None
         self._queue = Queue(store, shape, wait_s=wait_s, clock=clock, num_frames=num_frames, flights=self._flights)
+        self._queue.shares_blocks, self._queue.max_running = shares_blocks, max_running
         self.still_waits = self._queue.still_waits
         """Whether `match` would say None as it did before: to ask of thousands in every step, before anything is made for them."""
         self._breaker = Breaker(retry_loads_s)
@@ -69,6 +71,7 @@ class SchedulerCore:
         self._saves_allowed = saves_allowed
         self._step = 0
         self._trackers: dict[ReqId, Tracker] = {}
+        self._scheduled: Mapping[ReqId, int] = {}
         self._admitted: set[ReqId] = set()
         self._hits: dict[ReqId, dict[str, int]] = {}
         self._next_save: dict[ReqId, int] = {}
@@ -115,17 +118,19 @@ class SchedulerCore:
         tracker.blocks = list(block_ids)
         self._admitted.add(live.req_id)
         self._queue.forget(live.req_id)
-        self._end_flight(live.req_id)
+        self._flights.end(live.req_id)
         if num_tokens <= 0:
             tracker.drop_lease()
+            self._queue.num_running += 1
             return
         pins = self._queue.begin_load(tracker)
         load_id = self._next_load_id
         self._next_load_id += 1
         plan, lease, by_tier = plan_load(tracker, self._shape, num_tokens, load_id)
-        if self._flights is not None and not plan.lost:
+        if not plan.lost:
             begin = tracker.local_tokens // self._shape.full.block_tokens
-            self._flights.begin(live.req_id, Flight(tracker.chain, begin, begin + num_tokens // self._shape.full.block_tokens))
+            end = begin + num_tokens // self._shape.full.block_tokens
+            self._flights.begin(live.req_id, Flight(tracker.chain, begin, end, self._clock()))
         self._hits[live.req_id] = by_tier
         self._loads[load_id] = _Loading(lease, self._num_ranks, pins)
         self._queued_loads.append(plan)
@@ -159,6 +164,8 @@ class SchedulerCore:
         """Turn one schedule() into the worker's plan: queued loads, and saves of what this step completes."""
         self._step += 1
         self._queue.next_step()
+        self._queue.num_running = len(view.running) + len(view.new)
+        self._scheduled = view.num_scheduled_tokens
         for req_id in view.preempted:
             if (tracker := self._trackers.get(req_id)) is None:
                 continue
@@ -287,7 +294,7 @@ class SchedulerCore:
                 continue
             loading.failed |= result.failed
             if is_bad:
-                self._end_flight(result.req_id)
+                self._flights.end(result.req_id)
             if loading.arrive():
                 del self._loads[result.load_id]
                 if loading.lease is not None:
@@ -302,10 +309,6 @@ class SchedulerCore:
             self.counters["load_breaker_trips"] += 1
             self._queue.clear()
 
-    def _end_flight(self, req_id: ReqId) -> None:
-        if self._flights is not None:
-            self._flights.end(req_id)
-
     # -- ends -----------------------------------------------------------------------------------------------------
 
     def finish(self, req_id: ReqId) -> None:
@@ -314,7 +317,9 @@ class SchedulerCore:
         self._next_save.pop(req_id, None)
         self._hits.pop(req_id, None)
         self._queue.forget(req_id)
-        self._end_flight(req_id)
+        self._flights.end(req_id)
+        if req_id in self._scheduled:
+            self._queue.num_running -= 1
         if tracker is not None:
             tracker.drop_lease()
 
@@ -341,8 +346,7 @@ class SchedulerCore:
         for tracker in self._trackers.values():
             tracker.drop_lease()
         self._queue.clear()
-        if self._flights is not None:
-            self._flights.clear()
+        self._flights.clear()
         self._trackers.clear()
         self._next_save.clear()
         self._store.abort(list(self._tickets))

@@ -13,12 +13,13 @@ from kvloft.seam.store import KeyChain
 class Flight:
     """Blocks [begin, end) of ``chain`` on their way. ``has_ended``: nothing is to be waited for any more."""
 
-    __slots__ = ("begin", "chain", "end", "has_ended")
+    __slots__ = ("began_s", "begin", "chain", "end", "has_ended")
 
-    def __init__(self, chain: KeyChain, begin: int, end: int) -> None:
+    def __init__(self, chain: KeyChain, begin: int, end: int, began_s: float) -> None:
         self.chain = chain
         self.begin = begin
         self.end = end
+        self.began_s = began_s
         self.has_ended = False
 
 
@@ -27,6 +28,10 @@ class Flights:
 
     def __init__(self) -> None:
         self._by_request: dict[ReqId, Flight] = {}
+
+    def num_since(self, time_s: float) -> int:
+        """Flights that began then or later: one that hangs holds nobody up for long."""
+        return sum(flight.began_s >= time_s for flight in self._by_request.values())
 
     def __len__(self) -> int:
         return len(self._by_request)

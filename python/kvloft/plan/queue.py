@@ -26,7 +26,7 @@ chunk says all, and its first forward waits for the keys."""
 
 
 class Queue:
-    """Requests that vLLM has not admitted. ``flights`` None: vLLM shares no blocks among requests, so none waits for another."""
+    """Requests that vLLM has not admitted."""
 
     def __init__(
         self,
@@ -36,7 +36,7 @@ class Queue:
         wait_s: float,
         clock: Callable[[], float],
         num_frames: int | None,
-        flights: Flights | None,
+        flights: Flights,
     ) -> None:
         self._store = store
         self._block_tokens = shape.full.block_tokens
@@ -44,6 +44,10 @@ class Queue:
         self._wait_s = wait_s
         self._clock = clock
         self._flights = flights
+        self.shares_blocks = False
+        """vLLM shares blocks among requests; where it does not, none waits for another's load."""
+        self.max_running: int | None = None
+        self.num_running = 0
         self._num_frames = NEVER if num_frames is None else num_frames
         self.waiting = PinCount(stride_of(self._num_frames), self._blocks_per_chunk)
         self.loading = PinCount(stride_of(self._num_frames), self._blocks_per_chunk)
@@ -115,9 +119,12 @@ class Queue:
                 return 0
             if may_wait and self._is_coming(tracker, num_tokens, now):
                 return None
+            if may_wait and self._seats_are_taken(now):
+                self._stand_in_line(tracker)
+                return None
             if stored_blocks > host_blocks and not self._has_turn(tracker, stored_blocks):
                 if may_wait and now >= self._no_turns_until_s and self._wait_s > 0:
-                    self._first, self._without_turn = self._first or tracker, self._without_turn or tracker.req_id
+                    self._stand_in_line(tracker)
                     return None
                 if host_blocks * self._block_tokens <= local_tokens:
                     return 0
@@ -136,10 +143,22 @@ class Queue:
             if not pending_blocks:
                 tracker.drop_lease()
             return 0
-        if may_wait and self._is_coming(tracker, num_tokens, now):
+        if may_wait and (self._is_coming(tracker, num_tokens, now) or self._seats_are_taken(now)):
             self._first = self._first or tracker
             return None
         return offered
+
+    def _seats_are_taken(self, now: float) -> bool:
+        """Whether requests that load will take all seats. More loads would only hold blocks, which vLLM then takes from those that
+        run: it cannot preempt a load. Some are loaded ahead, so that no seat stays empty for one.
+        """
+        if self.max_running is None:
+            return False
+        ahead = max(1, self.max_running // 8)
+        return self.num_running + self._flights.num_since(now - self._wait_s) >= self.max_running + ahead
+
+    def _stand_in_line(self, tracker: Tracker) -> None:
+        self._first, self._without_turn = self._first or tracker, self._without_turn or tracker.req_id
 
     def _look_up(self, tracker: Tracker) -> tuple[int, int]:
         """Blocks of the request's prefix in host, and in any tier. Keys are made as far as they are found, and somewhat further."""
@@ -156,7 +175,7 @@ class Queue:
         """Whether another request's load brings the first block that this one lacks, and vLLM will share it."""
         block = tracker.local_tokens // self._block_tokens
         # vLLM computes the last token itself, so its own hits end before it.
-        if not self._flights or (block + 1) * self._block_tokens >= num_tokens or block >= tracker.chain.num_blocks:
+        if not self.shares_blocks or (block + 1) * self._block_tokens >= num_tokens or block >= tracker.chain.num_blocks:
             return False
         flight = self._flights.find(tracker.chain, block)
         if flight is None or not self._has_time(tracker, now):

@@ -102,6 +102,7 @@ class SchedulerHalf:
             saves_allowed=transfer is None or transfer.is_kv_producer,
             shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
             save_prompts_only=config.save == "prompt",
+            max_running=vllm_config.scheduler_config.max_num_seqs,
         )
         self._adapters = AdapterNames(media_prefix=f"{uuid4().hex}|" if media_ids_are_counted(vllm_config) else "")
         see_adapters_before_they_load(self._adapters)
