@@ -145,6 +145,7 @@ def test_no_more_is_loaded_than_there_are_seats_and_one_ahead_unless_loads_hang(
         engine.add(Request(f"r{i}", [*PROMPT[:WHOLE], i % 3], 2))
     engine.schedule()
     assert [request.status for request in engine.requests.values()] == ["loading"] * 3 + ["waiting"] * 2
+    assert len(engine.store.open_leases) == 3, "who waits for a seat pins nothing"
     assert engine.core.match(Request("cold", [2] * 9, 1), 0) == 0
     assert engine.core.match(engine.requests["r3"], 0) is None
     assert engine.core.match(engine.requests["r3"], 0, may_wait=False) == WHOLE
@@ -233,6 +234,17 @@ def test_a_small_one_that_would_fit_does_not_pass_those_before_it() -> None:
     engine.store.tick(100)
     assert ask(engine, [requests[1], small]) == [16, 8]
     engine.core.close()
+
+
+def test_what_was_read_is_not_loaded_before_there_is_a_seat() -> None:
+    engine, requests = on_disk(5, num_frames=200, local_cache=False, max_running=2)
+    assert ask(engine, requests) == [None] * 5
+    engine.store.tick(100)
+    for request in requests:
+        engine.add(request)
+    engine.schedule()
+    assert [request.status for request in requests] == ["loading"] * 3 + ["waiting"] * 2
+    settle(engine)
 
 
 def test_one_that_vllm_asks_about_no_more_gives_way_to_the_first_that_it_does() -> None:
