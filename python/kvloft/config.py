@@ -23,6 +23,7 @@ ENV_FILE: Final = "KVLOFT_CONFIG"
 FROM_EXTRA: Final = "kv_connector_extra_config"
 FROM_DEFAULT: Final = "default"
 
+Save = Literal["all", "prompt"]
 Eviction = Literal["lrfu", "lru"]
 GpuCopies = Literal["kernels", "torch"]
 
@@ -47,6 +48,7 @@ class Config:
     disk_size: int = 64 << 30
     chunk_tokens: int | Literal["auto"] = "auto"
     namespace: str = ""
+    save: Save = "all"
     eviction: Eviction = "lrfu"
     disk_threads: int = 2
     load_timeout: float = 10.0
@@ -166,6 +168,12 @@ def _parse_gpu_copies(value: object) -> str:
     return value
 
 
+def _parse_save(value: object) -> str:
+    if value not in ("all", "prompt"):
+        raise ValueError(value)
+    return value
+
+
 def _parse_staging_size(value: object) -> int:
     size = parse_size(value)
     if not 1 << 20 <= size <= 1 << 30:
@@ -195,6 +203,7 @@ KEYS: Final[Mapping[str, KeySpec]] = {
         "tokens in a chunk: a multiple of vLLM's block size",
     ),
     "namespace": KeySpec(_parse_text, "text", "keeps caches of one model apart", lambda v: repr(v) if v else "(empty)"),
+    "save": KeySpec(_parse_save, '"all" or "prompt"', "what of a request is saved: all of it, or not what it generates"),
     "eviction": KeySpec(_parse_eviction, '"lrfu" or "lru"', "which chunks leave first"),
     "disk_threads": KeySpec(_parse_count(1, _MAX_THREADS), "a number from 1 to 256", "threads that read and write the disk tier"),
     "load_timeout": KeySpec(

@@ -44,6 +44,23 @@ def test_token_ids_are_vllms_own_growing_list() -> None:
     assert live.num_prompt_tokens == 10
 
 
+@pytest.mark.parametrize(
+    ("params", "wish"),
+    [
+        ({"kvloft": {"save": "prompt"}}, "prompt"),
+        ({"kvloft": {"save": "all"}, "other": 1}, "all"),
+        ({"kvloft": {"save": "none"}}, None),
+        ({"kvloft": "prompt"}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_a_request_may_say_what_to_save(params: Any, wish: str | None) -> None:
+    extra = {"kv_transfer_params": params} if params is not None else None
+    live = VllmRequest(request(sampling_params=SamplingParams(max_tokens=4, extra_args=extra)), AdapterNames())
+    assert live.saves == wish
+
+
 def test_embeds_only_prompt_is_one_run_of_raw_rows() -> None:
     rows = torch.randn(7, 5, dtype=torch.bfloat16)
     view = VllmRequest(request(prompt_token_ids=None, prompt_embeds=rows), AdapterNames()).view()

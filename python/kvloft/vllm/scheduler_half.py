@@ -100,6 +100,9 @@ class SchedulerHalf:
             clock=time.monotonic,
             loads_allowed=transfer is None or transfer.is_kv_consumer,
             saves_allowed=transfer is None or transfer.is_kv_producer,
+            shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
+            save_prompts_only=config.save == "prompt",
+            max_running=vllm_config.scheduler_config.max_num_seqs,
         )
         self._adapters = AdapterNames(media_prefix=f"{uuid4().hex}|" if media_ids_are_counted(vllm_config) else "")
         see_adapters_before_they_load(self._adapters)
@@ -130,6 +133,8 @@ class SchedulerHalf:
     # -- hooks ----------------------------------------------------------------------------------------------------
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        if self.core.still_waits(request.request_id, num_computed_tokens):
+            return None, False
         tokens = self.core.match(VllmRequest(request, self._adapters), num_computed_tokens)
         return tokens, bool(tokens)
 

@@ -6,7 +6,7 @@ Only fields that every served release has, or that are asked for with a default,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -46,6 +46,13 @@ class VllmRequest:
     @property
     def skip_load(self) -> bool:
         return bool(getattr(self._request, "skip_reading_prefix_cache", False))
+
+    @property
+    def saves(self) -> Literal["all", "prompt"] | None:
+        params = getattr(self._request, "kv_transfer_params", None)
+        ours = params.get("kvloft") if isinstance(params, dict) else None
+        wish = ours.get("save") if isinstance(ours, dict) else None
+        return wish if wish in ("all", "prompt") else None
 
     def view(self) -> RequestView:
         request = self._request
