@@ -45,7 +45,9 @@ class VllmRequest:
 
     @property
     def skip_load(self) -> bool:
-        return bool(getattr(self._request, "skip_reading_prefix_cache", False))
+        """Asked to read no cache, or to take its KV from a prefill server, which another connector fetches."""
+        transfer: Any = getattr(self._request, "kv_transfer_params", None) or {}
+        return bool(getattr(self._request, "skip_reading_prefix_cache", False) or transfer.get("do_remote_prefill"))
 
     def view(self) -> RequestView:
         request = self._request
