@@ -23,6 +23,7 @@ ENV_FILE: Final = "KVLOFT_CONFIG"
 FROM_EXTRA: Final = "kv_connector_extra_config"
 FROM_DEFAULT: Final = "default"
 
+Save = Literal["all", "prompt"]
 Eviction = Literal["lru", "s3fifo"]
 GpuCopies = Literal["kernels", "torch"]
 
@@ -47,9 +48,11 @@ class Config:
     disk_size: int = 64 << 30
     chunk_tokens: int | Literal["auto"] = "auto"
     namespace: str = ""
+    save: Save = "all"
     eviction: Eviction = "lru"
     disk_threads: int = 2
     load_timeout: float = 10.0
+    clear_on_pause: bool = False
     gpu_copies: GpuCopies = "kernels"
     staging_size: int = 80 << 20
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -166,6 +169,19 @@ def _parse_gpu_copies(value: object) -> str:
     return value
 
 
+def _parse_save(value: object) -> str:
+    if value not in ("all", "prompt"):
+        raise ValueError(value)
+    return value
+
+
+def _parse_switch(value: object) -> bool:
+    text = str(value).strip().lower() if isinstance(value, bool | str) else value
+    if text not in ("true", "false"):
+        raise ValueError(value)
+    return text == "true"
+
+
 def _parse_staging_size(value: object) -> int:
     size = parse_size(value)
     if not 1 << 20 <= size <= 1 << 30:
@@ -195,6 +211,7 @@ KEYS: Final[Mapping[str, KeySpec]] = {
         "tokens in a chunk: a multiple of vLLM's block size",
     ),
     "namespace": KeySpec(_parse_text, "text", "keeps caches of one model apart", lambda v: repr(v) if v else "(empty)"),
+    "save": KeySpec(_parse_save, '"all" or "prompt"', "what of a request is saved: all of it, or not what it generates"),
     "eviction": KeySpec(_parse_eviction, '"lru" or "s3fifo"', "which chunks leave first"),
     "disk_threads": KeySpec(_parse_count(1, _MAX_THREADS), "a number from 1 to 256", "threads that read and write the disk tier"),
     "load_timeout": KeySpec(
@@ -202,6 +219,9 @@ KEYS: Final[Mapping[str, KeySpec]] = {
         'a time from 0 to 1h, such as "10s", "250ms" or a number of seconds',
         "how long a request waits for the disk before it takes what is in host memory",
         lambda v: f"{v:g}s",
+    ),
+    "clear_on_pause": KeySpec(
+        _parse_switch, "true or false", "whether a pause or sleep of the engine that clears vLLM's caches empties this one, too"
     ),
     "gpu_copies": KeySpec(
         _parse_gpu_copies, '"kernels" or "torch"', "how KV leaves and enters a GPU: our kernels, or slow copies by torch"

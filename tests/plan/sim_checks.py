@@ -93,6 +93,6 @@ def settle(engine: Any) -> None:
     assert not engine.store.tickets
     core = engine.core
     unsettled = (core._tickets, core._tickets._failed, core._tickets._supersedes)
-    for left in (*unsettled, core._trackers, core._loads, core._leased, core._hits, core._queued_loads):
+    for left in (*unsettled, core._trackers, core._loads, core._queue.leased, core._queue.told_to_wait, core._flights, core._hits, core._queued_loads):
         assert not left, f"left behind: {left}"
     assert len(engine.pool.free) == engine.setup.num_blocks - 1

@@ -39,6 +39,7 @@ class Request:
     rows: dict[int, str] = field(default_factory=dict)
     items: tuple[MediaItem, ...] = ()
     skip_load: bool = False
+    saves: Any = None
     updates: list[list[int]] | None = None
     """Further input of a streaming session; None for an ordinary request."""
     status: str = "waiting"

@@ -45,12 +45,13 @@ class Patch:
     missing: Missing
 
     def find(self) -> Any:
-        """The owner, if it has the method; else None."""
+        """The owner, if it has the method and not only an interface's; else None."""
         try:
             owner = getattr(import_module(self.module), self.owner, None)
         except ImportError:
             return None
-        return owner if hasattr(owner, self.method) else None
+        method = getattr(owner, self.method, None)
+        return owner if method is not None and not getattr(method, "__isabstractmethod__", False) else None
 
 
 _CORE, _ALLOCATOR = "vllm.v1.engine.core", "vllm.device_allocator.cumem"
