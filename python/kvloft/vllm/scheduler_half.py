@@ -133,7 +133,7 @@ class SchedulerHalf:
         self._is_stopped = False
         self._is_live = are_replaced(vllm_config)
         self._may_wait = False
-        self._clears_on_pause = not notice_pauses(self) or config.clear_on_pause or self._is_live
+        self._clears_on_pause = not notice_pauses(self) or config.on_pause == "clear" or self._is_live
         self._weights_go = False
         stop_scheduler_when_reloaded(self, vllm_config.model_config, vllm_config.load_config)
         self._log_start(config, fields, _disk_path(config, parallel))
