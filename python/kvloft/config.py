@@ -168,7 +168,7 @@ def _choice(*allowed: str) -> Callable[[object], str]:
     def parse(value: object) -> str:
         if value not in allowed:
             raise ValueError(value)
-        return cast("str", value)
+        return value
 
     return parse
 
@@ -196,7 +196,9 @@ KEYS: Final[Mapping[str, KeySpec]] = {
         "tokens in a chunk: a multiple of vLLM's block size",
     ),
     "namespace": KeySpec(_parse_text, "text", "keeps caches of one model apart", lambda v: repr(v) if v else "(empty)"),
-    "save": KeySpec(_choice("all", "prompt"), '"all" or "prompt"', "what of a request is saved: all of it, or not what it generates"),
+    "save": KeySpec(
+        _choice("all", "prompt"), '"all" or "prompt"', "what of a request is saved: all of it, or not what it generates"
+    ),
     "eviction": KeySpec(_choice("lru", "s3fifo"), '"lru" or "s3fifo"', "which chunks leave first"),
     "disk_threads": KeySpec(_parse_count(1, _MAX_THREADS), "a number from 1 to 256", "threads that read and write the disk tier"),
     "load_timeout": KeySpec(

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -39,7 +39,7 @@ class HungDisk(ModelStore):
 class Sibling(KVConnectorBase_V1):
     """Another connector, which has two blocks of every prompt."""
 
-    given: list[int] = []
+    given: ClassVar[list[int]] = []
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
         return 2 * BLOCK, True

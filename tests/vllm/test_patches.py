@@ -1,9 +1,8 @@
-"""The table of what is wrapped in vLLM: each target is there in this release, and where one is missing its row's consequence follows."""
+"""The table of what is wrapped in vLLM: each target is there in this release; where one is missing, what its row says follows."""
 
 import gc
 import importlib
 import inspect
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -88,11 +87,8 @@ def test_wrapped_once_whoever_asks_and_arguments_and_results_pass() -> None:
 
 
 def public_names(owner: type) -> set[str]:
-    return {name for name in dir(owner) if not name.startswith("_") and (callable(getattr(owner, name)) or _is_property(owner, name))}
-
-
-def _is_property(owner: type, name: str) -> bool:
-    return isinstance(inspect.getattr_static(owner, name), property)
+    public = {name: inspect.getattr_static(owner, name) for name in dir(owner) if not name.startswith("_")}
+    return {name for name, value in public.items() if callable(getattr(owner, name)) or isinstance(value, property)}
 
 
 def methods_of_workers() -> set[str]:
@@ -140,7 +136,7 @@ def test_whatever_unmaps_pages_is_wrapped() -> None:
 
 
 @pytest.fixture
-def engine() -> Iterator[Any]:
+def engine() -> Any:
     """vLLM's engine core as far as pauses go, and a half that notices them."""
 
     class Core:
@@ -167,7 +163,7 @@ def engine() -> Iterator[Any]:
 
     half = Half()
     assert patches.notice_pauses(half, Core)
-    yield SimpleNamespace(core=Core(), half=half)
+    return SimpleNamespace(core=Core(), half=half)
 
 
 def test_a_reset_of_a_pause_is_told_from_a_users(engine: Any) -> None:
@@ -180,7 +176,8 @@ def test_a_reset_of_a_pause_is_told_from_a_users(engine: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "kwargs", "told"), [((), {}, 0), ((0,), {}, 0), ((1, "wait"), {}, 0), ((2,), {}, 1), ((), {"level": 2}, 1), ((3,), {}, 1)]
+    ("args", "kwargs", "told"),
+    [((), {}, 0), ((0,), {}, 0), ((1, "wait"), {}, 0), ((2,), {}, 1), ((), {"level": 2}, 1), ((3,), {}, 1)],
 )
 def test_a_sleep_that_does_not_keep_the_weights_is_told(engine: Any, args: Any, kwargs: Any, told: int) -> None:
     engine.core.sleep(*args, **kwargs)

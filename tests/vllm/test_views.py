@@ -1,4 +1,4 @@
-"""vLLM's requests and steps as views: real Request objects, both shapes of a resumed request, mixed prompts, requests for elsewhere."""
+"""vLLM's requests and steps as views: real Request objects, both shapes of a resumed request, mixed prompts, KV from elsewhere."""
 
 from types import SimpleNamespace
 from typing import Any

@@ -13,6 +13,7 @@ from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.cuda import setup
 from kvloft.transfer.movers import choose_mover
 from kvloft.vllm import worker_half
+from kvloft.vllm.connector import KVLoftConnector
 from kvloft.vllm.patches import drain_before_sleep
 
 
@@ -88,12 +89,27 @@ def half_of(*, can_sleep: bool = False, zeroes: bool = False, extension: str = "
     return worker_half.WorkerHalf(settings, kv, CacheShape.of_one_group(GroupShape(16)), Config())
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_a_worker_drains_before_sleep_if_its_engine_can_sleep(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_on", "has_hook", "drains"), [(True, False, True), (True, True, False), (False, False, False)])
+def test_a_worker_drains_before_sleep_if_its_engine_can_sleep(
+    is_on: bool, has_hook: bool, drains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 and newer call a hook of the connector instead."""
     cores: list[Any] = []
     monkeypatch.setattr(worker_half, "drain_before_sleep", cores.append)
+    base: Any = type("Base", (), {"unregister_kv_caches": None} if has_hook else {})
+    monkeypatch.setattr(worker_half, "KVConnectorBase_V1", base)
     half = half_of(can_sleep=is_on)
-    assert cores == ([half.core] if is_on else [])
+    assert cores == ([half.core] if drains else [])
+
+
+def test_vllms_hooks_of_sleep_reach_the_worker() -> None:
+    log: list[str] = []
+    connector = object.__new__(KVLoftConnector)
+    core: Any = SimpleNamespace(suspend=lambda: log.append("suspend"), resume=lambda: log.append("resume"))
+    connector._worker, connector._scheduler = SimpleNamespace(core=core), None  # type: ignore[assignment]
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
+    assert log == ["suspend", "resume"]
 
 
 @pytest.mark.parametrize("zeroes", [True, False])

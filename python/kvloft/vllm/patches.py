@@ -76,8 +76,8 @@ ENGINE_SLEEP = Patch(
     "pause and sleep empty the cache, the disk tier too", Missing.LESS,
 )  # fmt: skip
 ADD_REQUEST = Patch(
-    "vllm.v1.core.sched.scheduler", "Scheduler", "add_request", "a connector is not told whether it is the engine's own or one of"
-    " MultiConnector's, nor asked whether blocks must wait for the step in flight before they are free (all preempt in 0.26 to 0.29)",
+    "vllm.v1.core.sched.scheduler", "Scheduler", "add_request", "a connector is not told whether it is a child of MultiConnector,"
+    " nor asked whether blocks must stay taken until a step in flight has ended (0.26 to 0.29 preempt everyone meanwhile)",
     "0.33", "requests do not wait for chunks on disk, and vLLM preempts more requests under async scheduling", Missing.LESS,
 )  # fmt: skip
 FIND_CLASS = Patch(
