@@ -33,7 +33,9 @@ def test_two_requests_in_seven_blocks(truth: Truth, start: Callable[..., Engine]
     results = engine.ask(*requests)
     assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
     assert engine.metrics()["vllm:num_preemptions_total"] > 0
-    assert sum(sum(r.resumed) for r in results) >= BLOCK, "nothing was loaded on resume"
+    if not (caching and "async" in shape):
+        # There its blocks, free at once, are still in vLLM's own cache, and the one in flight when it was preempted is nowhere.
+        assert sum(sum(r.resumed) for r in results) >= BLOCK, "nothing was loaded on resume"
 
 
 def shared_prefix_requests(seed: int, count: int = 30) -> list[Req]:
