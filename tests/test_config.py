@@ -18,6 +18,7 @@ GOOD = {
     "namespace": st.text(st.characters(exclude_categories=["Cs"])),
     "save": st.sampled_from(["all", "prompt"]),
     "eviction": st.sampled_from(["lrfu", "lru"]),
+    "on_pause": st.sampled_from(["keep", "clear"]),
     "disk_threads": st.integers(1, 256),
     "load_timeout": st.integers(0, 3600) | st.integers(0, 3600).map(lambda s: f"{s}s"),
 }

@@ -24,7 +24,20 @@ from kvloft.vllm.compat import hit_sources
 from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.identity.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
 from kvloft.vllm.messages import KVLoftWorkerMetadata
-from kvloft.vllm.reload import see_adapters_before_they_load, stop_scheduler_when_reloaded
+from kvloft.vllm.patches import (
+    ADD_ADAPTER,
+    ADD_REQUEST,
+    ENGINE_RPC,
+    ENGINE_SLEEP,
+    FIND_CLASS,
+    PAUSE_RESET,
+    WORKER_RELOAD,
+    is_pausing,
+    notice_pauses,
+    see_adapters_before_they_load,
+    settle,
+    stop_scheduler_when_reloaded,
+)
 from kvloft.vllm.shape import cache_shape
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.support import transfer_warnings
@@ -76,7 +89,12 @@ class SchedulerHalf:
             logger.warning("kvloft: %s", warning)
         parallel = vllm_config.parallel_config
         self.shape = cache_shape(vllm_config, kv_cache_config, config)
+        has_adapters = getattr(vllm_config, "lora_config", None) is not None
+        wanted = [ENGINE_RPC, WORKER_RELOAD, PAUSE_RESET, ENGINE_SLEEP, ADD_REQUEST, FIND_CLASS, *([ADD_ADAPTER] * has_adapters)]
+        is_blind = settle(wanted)
         fields = namespace_fields(vllm_config, kv_cache_config, self.shape, config.namespace)
+        if is_blind:
+            fields.append(("unseen_reloads", uuid4().hex))
         self._namespace = _core.namespace_digest(fields)
         self._store = _core.Store(
             frame_bytes=self.shape.frame_bytes,
@@ -104,7 +122,10 @@ class SchedulerHalf:
             save_prompts_only=config.save == "prompt",
             max_running=vllm_config.scheduler_config.max_num_seqs,
         )
-        self._adapters = AdapterNames(media_prefix=f"{uuid4().hex}|" if media_ids_are_counted(vllm_config) else "")
+        self._adapters = AdapterNames(
+            media_prefix=f"{uuid4().hex}|" if media_ids_are_counted(vllm_config) else "",
+            are_seen=ADD_ADAPTER.find() is not None,
+        )
         see_adapters_before_they_load(self._adapters)
         self.hook_errors = 0
         self._last: dict[str, int] = {}
@@ -112,10 +133,14 @@ class SchedulerHalf:
         self._next_warning_s: dict[str, float] = {}
         self._is_stopped = False
         self._is_live = are_replaced(vllm_config)
+        self._may_wait = False
+        self._clears_on_pause = not notice_pauses(self) or config.on_pause == "clear" or self._is_live
+        self._weights_go = False
         stop_scheduler_when_reloaded(self, vllm_config.model_config, vllm_config.load_config)
         self._log_start(config, fields, _disk_path(config, parallel))
         for text in transfer_warnings(transfer):
             logger.warning("kvloft: %s", text)
+        self._tell_events()
 
     def _new_chain(self, view: RequestView) -> _core.KeyChain:
         root = _core.root_key(self._namespace, view.adapter, view.cache_salt)
@@ -132,10 +157,14 @@ class SchedulerHalf:
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
+    def found_alone(self) -> None:
+        """The engine has no other connector: to say "ask again" holds no sibling's tokens back."""
+        self._may_wait = True
+
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self.core.still_waits(request.request_id, num_computed_tokens):
+        if self._may_wait and self.core.still_waits(ReqId(request.request_id), num_computed_tokens):
             return None, False
-        tokens = self.core.match(VllmRequest(request, self._adapters), num_computed_tokens)
+        tokens = self.core.match(VllmRequest(request, self._adapters), num_computed_tokens, may_wait=self._may_wait)
         return tokens, bool(tokens)
 
     def admit(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
@@ -160,6 +189,20 @@ class SchedulerHalf:
     def finish(self, request: Request) -> None:
         self.core.finish(ReqId(request.request_id))
 
+    def weights_will_go(self) -> None:
+        """As vLLM sleeps at level 2: what it computes once it is awake is not known to be the same."""
+        self._weights_go = True
+
+    def reset(self) -> None:
+        """Forget everything; but a pause that keeps the weights makes nothing wrong, so what is there stays.
+
+        Of an engine whose weights a trainer replaces, a pause may be the only sign of that.
+        """
+        if is_pausing() and not (self._clears_on_pause or self._weights_go):
+            return
+        self._weights_go = False
+        self.core.reset()
+
     def take_stats(self) -> KVLoftStats | None:
         """Numbers since the last call. The store is only asked when something happened, or now and then."""
         counters = self.core.counters
@@ -179,7 +222,13 @@ class SchedulerHalf:
         self._last = stats
         self._warn(data.get("disk_verify_failures", 0), DAMAGE)
         self._warn(0 if data.get("disk_bytes_written") else data.get("disk_dropped", 0) + data.get("disk_write_errors", 0), NO_ROOM)
+        self._tell_events()
         return KVLoftStats(data)
+
+    def _tell_events(self) -> None:
+        """What the store wants a person to see, each once."""
+        for event in getattr(self._store, "take_events", tuple)():
+            logger.warning("kvloft: %s (namespace %s)", event, self._namespace.hex()[:16])
 
     def _warn(self, num_chunks: int, text: str) -> None:
         """At most once in `WARN_EVERY_S` of each kind; the metrics count them all."""
@@ -200,6 +249,7 @@ class SchedulerHalf:
     def close(self) -> None:
         self.core.close()
         self._store.close()
+        self._tell_events()
 
 
 def _disk_path(config: Config, parallel: Any) -> str | None:
