@@ -17,6 +17,7 @@ from kvloft import __version__, _core
 from kvloft.config import Config, size_text
 from kvloft.machine import warnings
 from kvloft.plan import SchedulerCore
+from kvloft.plan.breaker import MAX_FAILED_LOADS, RETRY_S
 from kvloft.seam.ids import ReqId
 from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.seam.views import RequestView
@@ -63,6 +64,11 @@ DAMAGE = (
 NO_ROOM = (
     "kvloft: %s did not get to disk since the last look, and none did (namespace %s); host memory serves on. "
     "Has the file system of disk_path room and rights left?"
+)
+
+LOADS_FAIL = (
+    "kvloft: %s loads in a row failed, so nothing is loaded or saved for a while (namespace %%s); requests are computed instead. "
+    "The workers' log says why" % MAX_FAILED_LOADS
 )
 
 
@@ -121,6 +127,8 @@ class SchedulerHalf:
             shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
             save_prompts_only=config.save == "prompt",
             max_running=vllm_config.scheduler_config.max_num_seqs,
+            # Where a failed load ends its request, trying again would cost answers.
+            retry_loads_s=RETRY_S if getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute" else None,
         )
         self._adapters = AdapterNames(
             media_prefix=f"{uuid4().hex}|" if media_ids_are_counted(vllm_config) else "",
@@ -222,12 +230,14 @@ class SchedulerHalf:
         self._last = stats
         self._warn(data.get("disk_verify_failures", 0), DAMAGE)
         self._warn(0 if data.get("disk_bytes_written") else data.get("disk_dropped", 0) + data.get("disk_write_errors", 0), NO_ROOM)
+        if data.get("load_breaker_trips"):
+            logger.error(LOADS_FAIL, self._namespace.hex()[:16])
         self._tell_events()
         return KVLoftStats(data)
 
     def _tell_events(self) -> None:
         """What the store wants a person to see, each once."""
-        for event in getattr(self._store, "take_events", tuple)():
+        for event in self._store.take_events():
             logger.warning("kvloft: %s (namespace %s)", event, self._namespace.hex()[:16])
 
     def _warn(self, num_chunks: int, text: str) -> None:
