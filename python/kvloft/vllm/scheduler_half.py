@@ -67,8 +67,8 @@ NO_ROOM = (
 )
 
 LOADS_FAIL = (
-    "kvloft: %s loads in a row failed, so nothing is loaded or saved for a while (namespace %%s); requests are computed instead. "
-    "The workers' log says why" % MAX_FAILED_LOADS
+    f"kvloft: {MAX_FAILED_LOADS} loads in a row failed, so nothing is loaded or saved for a while (namespace %s); requests are "
+    "computed instead. The workers' log says why"
 )
 
 
