@@ -20,7 +20,12 @@ constexpr u64 kTagM2 = 0x6f8b3af112db4f79ull;
 
 // A bijection of 64 bits: a changed word always changes its term of the sum.
 __device__ __forceinline__ u64 mix(u64 x) {
-  x ^= x >> 32;
+  // The rotations by 17 and 36, in halves: from 64-bit shifts the compiler makes the same instructions but spills registers.
+  const u32 low = static_cast<u32>(x);
+  const u32 high = static_cast<u32>(x >> 32);
+  const u32 mixed_low = low ^ __funnelshift_r(low, high, 17) ^ __funnelshift_r(high, low, 4);
+  const u32 mixed_high = high ^ __funnelshift_r(high, low, 17) ^ __funnelshift_r(low, high, 4);
+  x = static_cast<u64>(mixed_high) << 32 | mixed_low;
   x *= kTagM1;
   x ^= x >> 29;
   x *= kTagM2;

@@ -4,7 +4,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME
 scripts/env.sh 0.32.0
-cargo bench --quiet --locked -p kvloft-core --features bench
+cargo bench --quiet --locked
 for bench in benches/*.py; do
   [ -e "$bench" ] || continue
   printf '\n== %s\n' "$bench"

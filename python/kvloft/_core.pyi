@@ -146,7 +146,7 @@ class Session:
         namespace: bytes,
         blocks_per_chunk: int = 1,
         num_ranks: int = 1,
-        eviction: str = "lru",
+        eviction: str = "lrfu",
         disk_path: str | None = None,
         disk_bytes: int = 0,
         disk_threads: int = 2,
@@ -190,6 +190,8 @@ class Session:
         """Forget everything in every tier, also what is in flight; pinned or reserved frames are freed when their owner ends."""
     def stats(self) -> dict[str, int]:
         """Counters and gauges; see rust/core/src/store/stats.rs for the names."""
+    def take_events(self) -> list[str]:
+        """What a person should see of the disk tier, once each."""
     def flush(self, timeout_s: float) -> bool:
         """Wait until every visible host chunk that will go to disk is there; False at the deadline."""
     def close(self, timeout_s: float = 30.0) -> None: ...

@@ -1,7 +1,7 @@
-"""Lets these tests import the emulated GPU of `tests/gpu`, and the models of `tests/model`."""
+"""Lets these tests import the emulated GPU of `tests/gpu`, the models of `tests/model`, and `benches`."""
 
 import sys
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(TESTS / "gpu"), str(TESTS / "model")]
+sys.path[:0] = [str(TESTS / "gpu"), str(TESTS / "model"), str(TESTS.parent)]

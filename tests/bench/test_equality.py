@@ -8,8 +8,10 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from kvloft.bench.audit import PageAudit, poison
-from kvloft.bench.equality import REFERENCE, problems, summary
+from batches import batch_of
+
+from benches.gpu.audit import PageAudit, poison
+from benches.gpu.equality import REFERENCE, problems, summary
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId
 from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
@@ -93,11 +95,11 @@ def test_the_audit_sees_spoiled_skipped_and_unknown_pages() -> None:
     mover = CopyingMover(kv)
     audit = PageAudit(mover, kv)
     chunks = [ChunkCopy(i, ChunkKey(bytes([i]) * 32), 1, 0, (BlockId(i),)) for i in range(3)]
-    mover.submit_saves([SavePlan(ReqId("r"), tuple(chunks))])
+    mover.submit_saves([SavePlan(ReqId("r"), batch_of(chunks))])
 
     def load(number: int) -> dict[str, int]:
         moved = tuple(copy._replace(blocks=(BlockId(copy.blocks[0] + 4),)) for copy in chunks)
-        mover.submit_loads([LoadPlan(ReqId("r"), number, moved)])
+        mover.submit_loads([LoadPlan(ReqId("r"), number, batch_of(moved))])
         assert [result.load_id for result in mover.poll().loads] == [number]
         return audit.take_counts()
 

@@ -26,7 +26,7 @@ def test_json_is_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     shown = json.loads(capsys.readouterr().out)
     assert list(shown) == list(KEYS)
     assert shown["disk_size"] == {"value": 1 << 30, "from": "kv_connector_extra_config"}
-    assert shown["eviction"] == {"value": "lru", "from": "default"}
+    assert shown["eviction"] == {"value": "lrfu", "from": "default"}
 
 
 @pytest.mark.parametrize("extra", ["{", "[]", '{"host_size": "many"}', '{"hostsize": 1}', TWICE, "[" * 9000, f"[{'9' * 5000}]"])
@@ -75,7 +75,7 @@ def test_what_only_an_engine_can_check_is_said(capsys: pytest.CaptureFixture[str
     assert "chunk_tokens is a multiple of the model's block size" in out
 
 
-@pytest.mark.parametrize("command", [[], ["config"], ["inspect"], ["verify"], ["calibrate"]])
+@pytest.mark.parametrize("command", [[], ["config"], ["inspect"], ["verify"]])
 def test_help_is_written_for_people(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([*command, "--help"])

@@ -49,7 +49,7 @@ def damage_one_payload(folder: Path) -> None:
     """Flip one payload bit of the first slot that holds a chunk."""
     path = frames_file(folder)
     data = bytearray(path.read_bytes())
-    at = next(i for i in range(0, len(data), FRAME) if data[i + FRAME - 128 : i + FRAME - 120] == b"KVLOFT01")
+    at = next(i for i in range(0, len(data), FRAME) if data[i + FRAME - 128 : i + FRAME - 120] == b"KVLOFT02")
     data[at + 7] ^= 1
     path.write_bytes(data)
 

@@ -167,6 +167,22 @@ class Engine:
         """reload_weights from another model's folder."""
         self._ask("reload", path=str(path))
 
+    def print(self) -> str:
+        """What ``print(llm)`` shows."""
+        return self._ask("print")
+
+    def rpc(self, method: str, *args: Any) -> None:
+        """collective_rpc."""
+        self._ask("rpc", method=method, args=list(args))
+
+    def core(self, method: str, **kwargs: Any) -> None:
+        """A method of vLLM's engine core."""
+        self._ask("core", method=method, kwargs=kwargs)
+
+    def preempt_as_0_26(self, *, deferred: bool = False) -> None:
+        """0.26's rule of preemption; ``deferred``: with its late freeing too, as for any other connector."""
+        self._ask("old_preemption", deferred=deferred)
+
     def state(self) -> dict[str, Any]:
         return self._ask("state")
 

@@ -1,21 +1,22 @@
 """Plain references for the kernels: a tag word by word, a payload page by page. Shares no code with what it checks."""
 
-import re
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
-TAG_RS = Path(__file__).resolve().parents[2] / "rust/core/src/tag.rs"
+VECTORS = json.loads((Path(__file__).parents[1] / "vectors" / "tag.json").read_text(encoding="utf-8"))
+_C = {name: int(digits, 16) for name, digits in VECTORS["constants"].items()}
 
 
-def tag_constants(text: str) -> dict[str, int]:
-    """A, B, C, M1, M2 as written in tag.rs or tag.cuh."""
-    found = re.findall(r"\b(?:kTag)?(A|B|C|M1|M2)\b(?:: u64)? = 0x([0-9a-f_]+)", text)
-    return {name: int(digits.replace("_", ""), 16) for name, digits in found}
-
-
-_C = tag_constants(TAG_RS.read_text())
+def mix(x: np.ndarray) -> np.ndarray:
+    """ARCHITECTURE.md's, of uint64."""
+    with np.errstate(over="ignore"):
+        x = x ^ (x >> np.uint64(17) | x << np.uint64(47)) ^ (x >> np.uint64(36) | x << np.uint64(28))
+        x = x * np.uint64(_C["M1"])
+        x = (x ^ x >> np.uint64(29)) * np.uint64(_C["M2"])
+        return x ^ x >> np.uint64(32)
 
 
 def page_sum(page: np.ndarray, number: int, first_word: int = 0) -> int:
@@ -26,13 +27,7 @@ def page_sum(page: np.ndarray, number: int, first_word: int = 0) -> int:
     with np.errstate(over="ignore"):
         at = np.arange(first_word, first_word + len(words), dtype=np.uint64) * np.uint64(_C["B"])
         at += np.uint64((number * _C["A"] + _C["C"]) % 2**64)
-        x = words ^ at
-        x ^= x >> np.uint64(32)
-        x *= np.uint64(_C["M1"])
-        x ^= x >> np.uint64(29)
-        x *= np.uint64(_C["M2"])
-        x ^= x >> np.uint64(32)
-        return int(x.sum(dtype=np.uint64))
+    return int(mix(words ^ at).sum(dtype=np.uint64))
 
 
 def chunk_tag(payload: np.ndarray, page_bytes: Sequence[int], num_blocks: int) -> int:

@@ -28,7 +28,7 @@ def test_sealed_trailer_is_as_documented_and_nothing_else_changes(rank: int, num
         np.array([4, 1]), b"".join(keys), np.array([2**63 + 5, 7], dtype=np.uint64), np.array([3, 1])
     )
     for frame, key, tag, blocks in ((4, keys[0], 2**63 + 5, 3), (1, keys[1], 7, 1)):
-        want = struct.pack("<8s32s32sQQII32x", b"KVLOFT01", key, layout, tag, blocks * BLOCK, blocks, rank)
+        want = struct.pack("<8s32s32sQQII32x", b"KVLOFT02", key, layout, tag, blocks * BLOCK, blocks, rank)
         assert raw[frame, rank, -128:].tobytes() == want
         raw[frame, rank, -128:] = 0xA5
     assert (raw == 0xA5).all()

@@ -94,7 +94,7 @@ class ModelStore(model.Session):  # type: ignore[name-defined,misc]
     namespace: bytes = b""
     blocks_per_chunk: int = 1
     num_ranks: int = 1
-    eviction: str = "lru"
+    eviction: str = "lrfu"
     disk_path: str | None = None
     disk_bytes: int = 0
     disk_threads: int = 2
@@ -269,6 +269,9 @@ class ModelStore(model.Session):  # type: ignore[name-defined,misc]
             self._evict()
 
     # -- the rest -------------------------------------------------------------------------------------------------
+
+    def take_events(self) -> list[str]:
+        return []
 
     def stats(self) -> dict[str, int]:
         values = self.entries.values()

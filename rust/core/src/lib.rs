@@ -11,7 +11,6 @@ pub mod evict;
 pub(crate) mod index;
 pub mod io;
 pub mod key;
-pub mod lease;
 pub mod session;
 pub mod store;
 pub mod tag;

@@ -12,8 +12,9 @@ use std::time::Duration;
 use crate::Result;
 use crate::batch::{BlocksByTier, ChunkBatch, invalid};
 use crate::key::ChunkKey;
-use crate::lease::{ReadLease, WriteLease};
-use crate::store::{LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveRange, Store, StoreConfig};
+use crate::store::{
+    LeasedFrame, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store, StoreConfig, WriteLease,
+};
 use crate::tickets::Tickets;
 
 /// Number of a read lease, never used again by its session.
@@ -59,6 +60,8 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn clear(&self);
     /// Counters and gauges by name.
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)>;
+    /// What a person should see in the log since the last call, each once.
+    fn take_events(&self) -> Vec<String>;
     /// Waits until every visible chunk that will get to disk is there; false at the deadline.
     fn flush(&self, timeout: Duration) -> bool;
     /// Ends reservations and stops serving; leases end by themselves.
@@ -168,6 +171,10 @@ impl Session for Local {
 
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)> {
         self.store.stats().into_iter().map(|(name, value)| (name.into(), value)).collect()
+    }
+
+    fn take_events(&self) -> Vec<String> {
+        self.store.take_events()
     }
 
     fn flush(&self, timeout: Duration) -> bool {

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use kvloft_core::ChunkKey;
 use kvloft_core::io::direct::PageBuffer;
+use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskTier, SlotId};
 
 const DIR_VARIABLE: &str = "KVLOFT_TEST_KILL_DIR";
@@ -46,7 +47,7 @@ fn fill(frame: &mut [u8], key: &ChunkKey) {
 /// The child's part: says "w N" after a write was reported done, "f N" before a free; dies by the parent's hand.
 fn live(dir: &Path, life: u64) {
     let (tier, _) = DiskTier::open(config(dir)).unwrap();
-    tier.clear();
+    tier.clear().unwrap();
     let mut frame = PageBuffer::new(FRAME);
     let mut out = std::io::stdout().lock();
     let mut chains: VecDeque<Vec<(u64, SlotId)>> = VecDeque::new();
@@ -59,7 +60,7 @@ fn live(dir: &Path, life: u64) {
             // The oldest chain goes, deepest first.
             for (n, slot) in chains.pop_front().unwrap().into_iter().rev() {
                 writeln!(out, "f {n}").unwrap();
-                tier.free(slot);
+                tier.free(slot).unwrap();
             }
         };
         let meta = meta(life, n);

@@ -110,6 +110,9 @@ impl Session for Odd {
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)> {
         Vec::new()
     }
+    fn take_events(&self) -> Vec<String> {
+        Vec::new()
+    }
     fn flush(&self, _: Duration) -> bool {
         true
     }

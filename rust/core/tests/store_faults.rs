@@ -16,9 +16,7 @@ use kvloft_core::KeyChain;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::Arena;
 use kvloft_core::key::ChunkKey;
-use kvloft_core::lease::{ReadLease, WriteLease};
-use kvloft_core::store::{Progress, Store, StoreConfig};
-use kvloft_core::tier::FrameDisk;
+use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig, WriteLease};
 use proptest::prelude::*;
 use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, range, save, stat, verify};
 
@@ -27,7 +25,7 @@ const LONG: Duration = Duration::from_secs(20);
 fn open(num_frames: u32, per_chunk: u32, eviction: Eviction, disk: &Arc<MemoryDisk>, num_threads: u32) -> Store {
     let disk_settings = disk_settings(u64::from(disk.capacity), num_threads);
     let config = StoreConfig { disk: Some(disk_settings), ..config(num_frames, per_chunk, eviction) };
-    Store::with_disk(&config, Arc::clone(disk) as Arc<dyn FrameDisk>, &[]).unwrap()
+    disk.open(&config, &[])
 }
 
 /// Polls until nothing is pending; the answer then.
@@ -51,7 +49,8 @@ enum Step {
     Discard { prompt: usize, block: usize },
     Clear,
     Flush,
-    Fault { writes: bool, reads: bool, corrupt: bool },
+    Fault { writes: bool, reads: bool, corrupt: bool, frees: bool },
+    Wait { seconds: u64 },
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -72,8 +71,9 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0..64usize, 0..9usize).prop_map(|(prompt, block)| Step::Discard { prompt, block }),
         1 => Just(Step::Clear),
         2 => Just(Step::Flush),
-        2 => (any::<bool>(), any::<bool>(), any::<bool>())
-            .prop_map(|(writes, reads, corrupt)| Step::Fault { writes, reads: reads && corrupt, corrupt: corrupt && !reads }),
+        2 => (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>())
+            .prop_map(|(writes, reads, corrupt, frees)| Step::Fault { writes, reads: reads && corrupt, corrupt: corrupt && !reads, frees }),
+        1 => (0..90u64).prop_map(|seconds| Step::Wait { seconds }),
     ]
 }
 
@@ -117,18 +117,32 @@ impl Run {
                 self.committed.remove(&key);
             }
             Step::Clear => {
+                self.heal();
+                self.disk.wait(61);
                 self.store.clear();
                 self.committed.clear();
+                assert!(self.disk.flush(&self.store));
                 assert!(self.disk.chunks().is_empty());
             }
-            Step::Flush => assert!(self.store.flush(LONG)),
-            Step::Fault { writes, reads, corrupt } => {
+            Step::Flush => {
+                self.heal();
+                assert!(self.disk.flush(&self.store));
+            }
+            Step::Wait { seconds } => self.disk.wait(seconds),
+            Step::Fault { writes, reads, corrupt, frees } => {
+                self.disk.fail_frees.store(frees, Ordering::SeqCst);
                 self.disk.fail_writes.store(writes, Ordering::SeqCst);
                 self.disk.fail_reads.store(reads, Ordering::SeqCst);
                 self.disk.corrupt_reads.store(corrupt, Ordering::SeqCst);
             }
         }
         self.verify();
+    }
+
+    fn heal(&self) {
+        for fault in [&self.disk.fail_writes, &self.disk.fail_reads, &self.disk.corrupt_reads, &self.disk.fail_frees] {
+            fault.store(false, Ordering::SeqCst);
+        }
     }
 
     fn save(&mut self, prompt: usize, len: u32, tail: u32, settle: Settle) {
@@ -169,6 +183,7 @@ impl Run {
     }
 
     fn end(mut self) {
+        self.heal();
         self.writes.clear();
         self.reads.clear();
         // A read that nobody waits for any more still ends, and what cannot be read leaves the disk.
@@ -176,15 +191,16 @@ impl Run {
         while stat(&self.store, "frames_reserved") > 0 && Instant::now() < deadline {
             std::thread::sleep(Duration::from_micros(200));
         }
-        assert!(self.store.flush(LONG));
+        assert!(self.disk.flush(&self.store));
         self.verify();
         for name in ["pins", "frames_reserved", "write_leases", "read_leases", "disk_pending", "reads_pending"] {
             assert_eq!(stat(&self.store, name), 0, "{name}");
         }
-        assert_eq!(stat(&self.store, "disk_used"), self.disk.num_slots_used() as u64);
+        assert_eq!(stat(&self.store, "disk_used"), self.disk.chunks().len() as u64);
         self.store.clear();
+        assert!(self.disk.flush(&self.store));
         assert_eq!(stat(&self.store, "frames_free"), stat(&self.store, "frames_total"));
-        assert_eq!((stat(&self.store, "entries"), self.disk.num_slots_used()), (0, 0));
+        assert_eq!((stat(&self.store, "entries"), self.disk.chunks().len()), (0, 0));
         self.store.check().unwrap();
         self.store.close(LONG);
         assert_eq!(self.disk.violations(), [""; 0]);
@@ -197,9 +213,9 @@ proptest! {
     #[test]
     fn no_order_of_events_breaks_an_invariant(
         steps in prop::collection::vec(step(), 1..60), per_chunk in 1..4u32, num_frames in 1..12u32, num_slots in 0..16u32,
-        num_threads in 1..4u32, s3fifo in any::<bool>(),
+        num_threads in 1..4u32, lrfu in any::<bool>(),
     ) {
-        let eviction = if s3fifo { Eviction::S3Fifo } else { Eviction::Lru };
+        let eviction = if lrfu { Eviction::Lrfu } else { Eviction::Lru };
         let disk = MemoryDisk::new(num_slots);
         let store = open(num_frames, per_chunk, eviction, &disk, num_threads);
         let arena = arena_of(&store);
@@ -283,11 +299,12 @@ fn failed_and_corrupt_reads_are_misses_and_are_counted() {
         assert_eq!(settled(&lease), Progress::default());
         assert_eq!(lease.frames(), []);
         drop(lease);
-        assert_eq!(store.lookup(&wanted).stored_blocks, 0, "what hangs on an unreadable chunk is gone too");
+        let left = if corrupt { 0 } else { 8 };
+        assert_eq!(store.lookup(&wanted).stored_blocks, left, "only proven damage is forgotten, with what hangs on it");
         let counter = if corrupt { "disk_verify_failures" } else { "disk_read_errors" };
         assert!(stat(&store, counter) >= 1);
         assert!(store.flush(LONG));
-        assert_eq!(stat(&store, "disk_used"), 8);
+        assert_eq!(stat(&store, "disk_used"), 8 + u64::from(left));
         store.check().unwrap();
     }
 }

@@ -9,8 +9,7 @@ use std::collections::BTreeMap;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::ChunkKey;
-use kvloft_core::lease::{ReadLease, WriteLease};
-use kvloft_core::store::{Lookup, Store};
+use kvloft_core::store::{Lookup, ReadLease, Store, WriteLease};
 use proptest::prelude::*;
 use store_common::{arena_of, config, fill, prompt_chain, range, stat, verify};
 
@@ -227,9 +226,9 @@ proptest! {
 
     #[test]
     fn every_answer_equals_the_dictionary(
-        steps in prop::collection::vec(step(), 1..60), per_chunk in 1..4u32, s3fifo in any::<bool>(),
+        steps in prop::collection::vec(step(), 1..60), per_chunk in 1..4u32, lrfu in any::<bool>(),
     ) {
-        let eviction = if s3fifo { Eviction::S3Fifo } else { Eviction::Lru };
+        let eviction = if lrfu { Eviction::Lrfu } else { Eviction::Lru };
         let store = Store::open(&config(600, per_chunk, eviction)).unwrap();
         let mut run = Run { store, model: Model::default(), per_chunk, writes: Vec::new(), reads: Vec::new() };
         for step in &steps {

@@ -30,7 +30,7 @@ pub(crate) struct Session {
 impl Session {
     #[new]
     #[pyo3(signature = (
-        *, frame_bytes, host_bytes, namespace, blocks_per_chunk=1, num_ranks=1, eviction="lru", disk_path=None, disk_bytes=0,
+        *, frame_bytes, host_bytes, namespace, blocks_per_chunk=1, num_ranks=1, eviction="lrfu", disk_path=None, disk_bytes=0,
         disk_threads=2, description="",
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
@@ -162,6 +162,11 @@ impl Session {
             stats.set_item(name, value)?;
         }
         Ok(stats)
+    }
+
+    /// What a person should see of the disk tier, once each.
+    fn take_events(&self) -> Vec<String> {
+        self.inner.session().take_events()
     }
 
     /// Wait until every visible host chunk that will go to disk is there; False at the deadline.

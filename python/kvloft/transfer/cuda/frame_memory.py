@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-MAGIC: Final = b"KVLOFT01"
+MAGIC: Final = b"KVLOFT02"
 TRAILER: Final = np.dtype(
     [("magic", "V8"), ("key", "V32"), ("layout", "V32"), ("tag", "<u8"), ("payload_bytes", "<u8"), ("num_blocks", "<u4"),
      ("rank", "<u4"), ("zeros", "V32")]
@@ -33,6 +33,8 @@ class FrameMemory:
     rank: int
     owner: object
     """Whatever keeps the memory mapped."""
+    is_shared: bool = False
+    """Whether other ranks use these frames too."""
 
     @property
     def size_bytes(self) -> int:

@@ -4,17 +4,16 @@
 //! those goes*. So no policy can break the rule that a parent never leaves before its children. Policies know numbers and
 //! keys only: no frames, no clock, no randomness; the same calls give the same victims.
 
-mod lru;
+mod ghosts;
+mod lrfu;
 mod noop;
-mod s3fifo;
 #[cfg(test)]
 mod tests;
 
 use std::fmt;
 
-pub use lru::Lru;
+pub use lrfu::Lrfu;
 pub use noop::Noop;
-pub use s3fifo::S3Fifo;
 
 use crate::key::ChunkKey;
 use crate::{Error, ErrorKind, Result};
@@ -40,7 +39,7 @@ pub enum Removal {
 /// deepest is `touch`ed.
 ///
 /// A policy **must**: return from `victim` only ids that are evictable now, and some id whenever there is one (but for
-/// `Noop`); leave the victim in place until `remove`; take at most O(log n) time a call, amortised over all calls.
+/// `Noop`); leave the victim in place until `remove`; take O(log n) time in every call, for the store's lock is held.
 pub trait Policy: fmt::Debug + Send {
     /// `id` is in the tier from now on, behind `parent`.
     fn insert(&mut self, id: ChunkId, parent: Option<ChunkId>, key: &ChunkKey);
@@ -57,22 +56,25 @@ pub trait Policy: fmt::Debug + Send {
 /// Which policy a tier has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Eviction {
-    /// Least recently used.
+    /// Least recently and frequently used, with a memory of evicted chunks.
     #[default]
+    Lrfu,
+    /// Least recently used.
     Lru,
-    /// S3-FIFO: new chunks prove themselves in a small queue first.
-    S3Fifo,
 }
 
 impl Eviction {
-    /// `lru` or `s3fifo`; else `InvalidConfig`.
+    /// Every policy.
+    pub const ALL: [Self; 2] = [Eviction::Lrfu, Eviction::Lru];
+
+    /// `lrfu` or `lru`; else `InvalidConfig`.
     pub fn parse(name: &str) -> Result<Self> {
         match name {
+            "lrfu" => Ok(Eviction::Lrfu),
             "lru" => Ok(Eviction::Lru),
-            "s3fifo" => Ok(Eviction::S3Fifo),
             _ => Err(Error::new(
                 ErrorKind::InvalidConfig,
-                format!("eviction = \"{name}\" is unknown; use \"lru\" or \"s3fifo\""),
+                format!("eviction = \"{name}\" is unknown; use \"lrfu\" or \"lru\""),
             )),
         }
     }
@@ -80,8 +82,8 @@ impl Eviction {
     /// A policy for a tier that holds `capacity` chunks.
     pub fn policy(self, capacity: usize) -> Box<dyn Policy> {
         match self {
-            Eviction::Lru => Box::new(Lru::default()),
-            Eviction::S3Fifo => Box::new(S3Fifo::new(capacity)),
+            Eviction::Lrfu => Box::new(Lrfu::new(capacity)),
+            Eviction::Lru => Box::new(Lrfu::lru()),
         }
     }
 }

@@ -10,7 +10,7 @@ use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use rustix::fs::{FallocateFlags, OFlags, fallocate};
+use rustix::fs::{FallocateFlags, OFlags, SeekFrom, fallocate, seek};
 use rustix::io::Errno;
 
 /// Memory, offset and length of a transfer must be multiples of this to go past the page cache; every file system's
@@ -25,6 +25,8 @@ pub trait RawFile: Send + Sync + fmt::Debug {
     fn pwrite(&self, bytes: &[u8], offset: u64) -> Result<usize>;
     /// The file's length.
     fn size(&self) -> Result<u64>;
+    /// Where data begin at or behind `offset`; None where only a hole is left.
+    fn next_data(&self, offset: u64) -> Result<Option<u64>>;
     /// Cuts the file, or extends it with a hole of zeros.
     fn set_len(&self, len: u64) -> Result<()>;
     /// Extends the file from `from` to `to` with zeros whose blocks are there; `Unsupported` where that cannot be had.
@@ -113,6 +115,16 @@ impl RawFile for OsFile {
 
     fn size(&self) -> Result<u64> {
         Ok(self.buffered.metadata()?.len())
+    }
+
+    fn next_data(&self, offset: u64) -> Result<Option<u64>> {
+        match seek(&self.buffered, SeekFrom::Data(offset)) {
+            Ok(at) => Ok(Some(at)),
+            Err(Errno::NXIO) => Ok(None),
+            // A file system that knows no holes has none.
+            Err(Errno::INVAL) => Ok(Some(offset)),
+            Err(e) => Err(e.into()),
+        }
     }
 
     fn set_len(&self, len: u64) -> Result<()> {

@@ -10,7 +10,8 @@ use crate::{Error, ErrorKind, Result};
 /// Bytes at the end of each part.
 pub const TRAILER_BYTES: usize = 128;
 
-const MAGIC: [u8; 8] = *b"KVLOFT01";
+/// How a trailer begins. The number covers the tag's definition too: a part of another format reads as unsealed.
+pub(crate) const MAGIC: [u8; 8] = *b"KVLOFT02";
 
 /// What a part is said to hold: whose KV, in which layout, of which shape.
 #[derive(Debug, Clone, Copy)]

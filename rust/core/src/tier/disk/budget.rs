@@ -31,3 +31,8 @@ pub(super) fn max_slots(bytes: u64, frame_bytes: u64) -> u32 {
 pub(super) fn min_cap_bytes(frame_bytes: u64) -> u64 {
     FIXED_BYTES + slots_bytes(1, frame_bytes)
 }
+
+/// Most slots that fit `cap_bytes` beside other namespaces.
+pub(super) fn max_slots_beside(foreign_bytes: u64, cap_bytes: u64, frame_bytes: u64) -> u32 {
+    max_slots(cap_bytes.saturating_sub(FIXED_BYTES).saturating_sub(foreign_bytes), frame_bytes)
+}

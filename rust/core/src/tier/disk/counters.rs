@@ -5,6 +5,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::types::DiskStats;
 
+/// Events that wait to be taken, and events that are remembered as told.
 const MAX_EVENTS: usize = 64;
 
 /// A counter that any thread may move.
@@ -22,11 +23,17 @@ impl Counter {
     }
 }
 
+#[derive(Debug, Default)]
+struct Events {
+    waiting: Vec<String>,
+    told: Vec<String>,
+}
+
 /// Counters that move after open; `at_open` holds the others.
 #[derive(Debug, Default)]
 pub(super) struct Counters {
     at_open: DiskStats,
-    events: Mutex<Vec<String>>,
+    events: Mutex<Events>,
     pub(super) writes: Counter,
     pub(super) write_bytes: Counter,
     pub(super) reads: Counter,
@@ -39,18 +46,31 @@ pub(super) struct Counters {
 }
 
 impl Counters {
-    /// Starts from what opening counted.
-    pub(super) fn new(mut at_open: DiskStats) -> Self {
-        let events = Mutex::new(std::mem::take(&mut at_open.events));
-        Self { at_open, events, ..Self::default() }
+    /// Starts from what opening counted and saw.
+    pub(super) fn new(at_open: DiskStats, events: Vec<String>) -> Self {
+        let counters = Self { at_open, ..Self::default() };
+        for line in events {
+            counters.event(line);
+        }
+        counters
     }
 
-    /// Notes an event, up to a limit.
+    /// Notes an event, up to a limit, and not again what was told lately.
     pub(super) fn event(&self, line: String) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
-        if events.len() < MAX_EVENTS {
-            events.push(line);
+        if events.waiting.len() < MAX_EVENTS && !events.waiting.contains(&line) && !events.told.contains(&line) {
+            events.waiting.push(line);
         }
+    }
+
+    /// The events noted since the last call.
+    pub(super) fn take_events(&self) -> Vec<String> {
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let taken = std::mem::take(&mut events.waiting);
+        if !taken.is_empty() {
+            events.told.clone_from(&taken);
+        }
+        taken
     }
 
     /// The counters' part of the stats; gauges are left at zero.
@@ -65,8 +85,7 @@ impl Counters {
             read_errors: self.read_errors.get(),
             corrupt_reads: self.corrupt_reads.get(),
             grow_errors: self.grow_errors.get(),
-            events: self.events.lock().unwrap_or_else(PoisonError::into_inner).clone(),
-            ..self.at_open.clone()
+            ..self.at_open
         }
     }
 }

@@ -1,28 +1,25 @@
-//! How this tier's I/O errors become the core's: which of them a setting can fix.
+//! How an error of opening the directory becomes the core's: which of them only another setting can fix.
 
 use std::io::{self, ErrorKind as Io};
 use std::path::Path;
 
-use rustix::io::Errno;
-
 use crate::{Error, ErrorKind};
 
-/// An error of an operation on the directory itself: `InvalidConfig` where another `disk_path` is the fix, else `Io`.
+/// An error of an operation on the directory itself: `InvalidConfig` where this `disk_path` can never work; else `Io`, for
+/// permissions are given, file systems mounted and disks emptied while an engine runs.
 pub(super) fn at_path(action: &str, path: &Path, error: io::Error) -> Error {
-    let problem = match error.kind() {
+    let never = match error.kind() {
         Io::NotADirectory | Io::AlreadyExists => "is, or leads through, something that is not a directory",
         Io::NotFound => "cannot be created there, for its file system takes no new directory",
-        Io::PermissionDenied => "may not be written by this user",
-        Io::ReadOnlyFilesystem => "is on a read-only file system",
         Io::InvalidFilename => "is not a possible file name",
         Io::Unsupported => "is on a file system without what a disk tier needs (flock)",
+        Io::PermissionDenied => return Error::io(advice(path, "may not be written by this user"), error),
+        Io::ReadOnlyFilesystem => return Error::io(advice(path, "is on a read-only file system"), error),
         _ => return Error::io(format!("cannot {action} disk_path {}", path.display()), error),
     };
-    let message = format!("disk_path {} {problem}: set disk_path to a writable local directory", path.display());
-    Error::new(ErrorKind::InvalidConfig, message).with_context("cause", error)
+    Error::new(ErrorKind::InvalidConfig, advice(path, never)).with_context("cause", error)
 }
 
-/// Whether the error says "no room" and nothing about the health of the place.
-pub(super) fn is_full(error: &io::Error) -> bool {
-    matches!(Errno::from_io_error(error), Some(Errno::NOSPC | Errno::DQUOT | Errno::FBIG))
+fn advice(path: &Path, problem: &str) -> String {
+    format!("disk_path {} {problem}: set disk_path to a writable local directory", path.display())
 }

@@ -7,24 +7,22 @@ use std::io::{self, ErrorKind};
 use std::path::Path;
 
 use super::namespaces::{FRAMES_NAME, INDEX_NAME};
-use super::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes};
+use super::record::{self, EMPTY, Parsed, PayloadHasher, RECORD_BYTES, Record, RecordBytes};
 use super::types::{DiskMeta, SlotId};
 use crate::ChunkKey;
 use crate::io::direct::{OsFile, RawFile, read_exact_at, write_all_at};
 
-const MAX_RECORDS_BEYOND_FRAMES: u32 = 1 << 20;
-
 /// Where the tier's files come from; a test's own may fail on purpose.
-pub(super) trait OpenFile: Send + Sync {
+pub trait OpenFiles: std::fmt::Debug + Send + Sync {
     /// Opens `path` for reading and writing, made where missing; `direct` asks for `O_DIRECT` where it works.
     fn open(&self, path: &Path, direct: bool) -> io::Result<Box<dyn RawFile>>;
 }
 
 /// The operating system's files.
-#[derive(Debug)]
-pub(super) struct OsFiles;
+#[derive(Debug, Clone, Copy)]
+pub struct OsFiles;
 
-impl OpenFile for OsFiles {
+impl OpenFiles for OsFiles {
     fn open(&self, path: &Path, direct: bool) -> io::Result<Box<dyn RawFile>> {
         Ok(Box::new(OsFile::open(path, direct)?))
     }
@@ -48,6 +46,8 @@ impl From<io::Error> for ReadFailure {
     }
 }
 
+const DIFFERS: ReadFailure = ReadFailure::Corrupt("its checksum differs");
+
 /// The two open files of a namespace.
 #[derive(Debug)]
 pub(super) struct SlotFiles {
@@ -59,7 +59,7 @@ pub(super) struct SlotFiles {
 
 impl SlotFiles {
     /// Opens both files in a namespace's directory.
-    pub(super) fn open(dir: &Path, frame_bytes: u64, seed: u64, opener: &dyn OpenFile) -> io::Result<Self> {
+    pub(super) fn open(dir: &Path, frame_bytes: u64, seed: u64, opener: &dyn OpenFiles) -> io::Result<Self> {
         let index = opener.open(&dir.join(INDEX_NAME), false)?;
         let frames = opener.open(&dir.join(FRAMES_NAME), true)?;
         Ok(Self { frames, index, frame_bytes, seed })
@@ -84,14 +84,13 @@ impl SlotFiles {
         }
     }
 
-    /// Slots that each file has whole: (records, frames). Of records far beyond the frames, which no engine leaves, only the
-    /// first count: a forged length must not make anyone read terabytes of holes.
+    /// Slots that each file has whole: (records, frames).
     pub(super) fn lens(&self) -> io::Result<(u32, u32)> {
         let whole = |len: u64, each: u64| u32::try_from(len / each).unwrap_or(u32::MAX);
         // Frames first: an engine that grows its files meanwhile extends the index before them.
         let frames = whole(self.frames.size()?, self.frame_bytes);
         let records = whole(self.index.size()?, RECORD_BYTES as u64);
-        Ok((records.min(frames.saturating_add(MAX_RECORDS_BEYOND_FRAMES)), frames))
+        Ok((records, frames))
     }
 
     /// Whether frames bypass the page cache.
@@ -120,37 +119,58 @@ impl SlotFiles {
         result
     }
 
-    /// Writes a chunk: record cleared, then frame, then record.
-    pub(super) fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8], sequence: u64) -> io::Result<()> {
+    /// The first half of writing a chunk: record cleared, then frame. Where it fails, a record that was empty still is.
+    pub(super) fn write_frame(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8], sequence: u64) -> io::Result<Record> {
         self.clear_record(slot)?;
         // The clear has just set this time, so it is the file system's "now".
         let written_s = self.index.modified_s()?;
-        let payload = record::payload_checksum(frame);
         write_all_at(&*self.frames, frame, self.frame_offset(slot.0))?;
-        let record = Record { meta: *meta, payload, sequence, written_s };
+        Ok(Record { meta: *meta, payload: record::payload_checksum(frame), sequence, written_s })
+    }
+
+    /// The second half: the record, which makes the chunk visible.
+    pub(super) fn write_record(&self, slot: SlotId, record: &Record) -> io::Result<()> {
         write_all_at(&*self.index, &record.encode(slot, self.seed), index_offset(slot.0))
     }
 
     /// Reads the frame of `key` and proves it, record first.
     pub(super) fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<(), ReadFailure> {
+        let found = self.read_record(slot)?;
+        if found.meta.key != *key {
+            return Err(ReadFailure::Corrupt("its record names another chunk"));
+        }
+        read_exact_at(&*self.frames, into, self.frame_offset(slot.0))?;
+        if record::payload_checksum(into) == found.payload { Ok(()) } else { Err(DIFFERS) }
+    }
+
+    /// Reads the record of a slot that should have one.
+    pub(super) fn read_record(&self, slot: SlotId) -> Result<Record, ReadFailure> {
         let mut bytes = EMPTY;
         read_exact_at(&*self.index, &mut bytes, index_offset(slot.0))?;
         match record::parse(&bytes, slot, self.seed) {
-            Parsed::Valid(found) if found.meta.key == *key => self.read_checked(slot, &found, into),
-            Parsed::Valid(_) => Err(ReadFailure::Corrupt("its record names another chunk")),
+            Parsed::Valid(found) => Ok(found),
             Parsed::Empty => Err(ReadFailure::Corrupt("its record is empty")),
             Parsed::Bad => Err(ReadFailure::Corrupt("its record is damaged")),
         }
     }
 
-    /// Reads the frame that a record describes and compares its checksum.
-    pub(super) fn read_checked(&self, slot: SlotId, record: &Record, into: &mut [u8]) -> Result<(), ReadFailure> {
-        read_exact_at(&*self.frames, into, self.frame_offset(slot.0))?;
-        if record::payload_checksum(into) == record.payload {
-            Ok(())
-        } else {
-            Err(ReadFailure::Corrupt("its checksum differs"))
+    /// Compares a frame's checksum with its record's, a buffer at a time: no frame size that a file names makes anyone
+    /// allocate it. Returns the last piece.
+    pub(super) fn check<'b>(
+        &self,
+        slot: SlotId,
+        record: &Record,
+        buffer: &'b mut [u8],
+    ) -> Result<&'b [u8], ReadFailure> {
+        let mut checksum = PayloadHasher::default();
+        let (mut done, mut piece) = (0, 0);
+        while done < self.frame_bytes {
+            piece = buffer.len().min(usize::try_from(self.frame_bytes - done).unwrap_or(usize::MAX));
+            read_exact_at(&*self.frames, &mut buffer[..piece], self.frame_offset(slot.0) + done)?;
+            checksum.write(&buffer[..piece]);
+            done += piece as u64;
         }
+        if checksum.finish_128() == record.payload { Ok(&buffer[..piece]) } else { Err(DIFFERS) }
     }
 
     /// Makes the slot empty.
@@ -158,19 +178,22 @@ impl SlotFiles {
         write_all_at(&*self.index, &EMPTY, index_offset(slot.0))
     }
 
-    /// Reads the first `slots` records in order, a megabyte at a time, and shows each that is not empty.
+    /// Reads the first `slots` records in order, a megabyte at a time, and shows each that is not empty. Holes are not read: a
+    /// forged length costs nothing.
     pub(super) fn for_each_record(&self, slots: u32, mut show: impl FnMut(SlotId, Parsed)) -> io::Result<()> {
         const BATCH: u32 = 8192;
         let mut buffer = vec![0; RECORD_BYTES * usize::try_from(BATCH.min(slots)).unwrap_or(0)];
         let mut first = 0;
         while first < slots {
-            let count = BATCH.min(slots - first);
+            let Some(at) = self.index.next_data(index_offset(first))? else { return Ok(()) };
+            first = first.max(u32::try_from(at / RECORD_BYTES as u64).unwrap_or(u32::MAX));
+            let count = BATCH.min(slots.saturating_sub(first));
             let bytes = &mut buffer[..RECORD_BYTES * usize::try_from(count).unwrap_or(0)];
             read_exact_at(&*self.index, bytes, index_offset(first))?;
             for (slot, chunk) in (first..).zip(bytes.as_chunks::<RECORD_BYTES>().0) {
                 self.show_record(SlotId(slot), chunk, &mut show);
             }
-            first += count;
+            first = first.saturating_add(count);
         }
         Ok(())
     }

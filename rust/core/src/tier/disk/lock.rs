@@ -1,7 +1,8 @@
-//! `DIR/lock`: one owner per disk directory, over all its namespaces.
+//! One owner per disk directory, over all its namespaces.
 //!
-//! An exclusive `flock`, which the kernel drops when the owner dies, however it dies; the file's text (the owner's pid) is
-//! only for the other's error message. It must not know what the directory holds.
+//! An exclusive `flock`, which the kernel drops when the owner dies, however it dies: on the directory itself, for a file in
+//! it may be deleted under its owner, and on `DIR/lock`, for file systems that cannot lock directories. The file's text (the
+//! owner's pid) is only for the other's error message. It must not know what the directory holds.
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
@@ -11,7 +12,7 @@ use std::path::Path;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
-use super::errors;
+use super::{errors, owner};
 use crate::{Error, ErrorKind, Result};
 
 /// The file's name in the directory.
@@ -27,54 +28,69 @@ enum Asker {
 /// The directory is ours until this is released or dropped.
 #[derive(Debug)]
 pub(super) struct DirLock {
-    file: File,
-    /// A forked child has the same open file; its drop must not unlock the parent's directory.
+    files: Vec<File>,
+    /// A forked child has the same open files; its drop must not unlock the parent's directory.
     owner_pid: u32,
 }
 
 impl DirLock {
-    /// Takes the directory for writing; makes the lock file where missing. `Busy` where another owner lives.
+    /// Takes the directory for writing; makes the lock file where missing. `Busy` where another owner lives, `Io` where
+    /// another user may write.
     pub(super) fn acquire(dir: &Path) -> Result<Self> {
+        let failed = |e| errors::at_path("open the lock file of", dir, e);
+        let mut lock = Self::lock_dir(dir, Asker::Engine)?;
+        owner::check(dir, dir, &lock.files[0].metadata().map_err(failed)?)?;
         let path = dir.join(FILE_NAME);
-        let file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create(true)
-            .truncate(false)
-            .mode(0o600)
-            .custom_flags(OFlags::NOFOLLOW.bits().cast_signed())
-            .open(&path)
-            .map_err(|e| errors::at_path("open the lock file of", dir, e))?;
-        let lock = Self::lock(file, dir, Asker::Engine)?;
+        owner::check_at(dir, &path)?;
+        let mut options = open_options(OFlags::NOFOLLOW);
+        let file = options.write(true).create(true).truncate(false).mode(0o600).open(&path).map_err(failed)?;
+        lock.add(file, dir, Asker::Engine)?;
         // The text is a courtesy: a full disk must not keep a good cache from opening.
         let text = format!("{}\n", lock.owner_pid);
-        let _ = lock.file.set_len(0);
-        let _ = lock.file.write_all_at(text.as_bytes(), 0);
+        let _ = lock.files[1].set_len(0);
+        let _ = lock.files[1].write_all_at(text.as_bytes(), 0);
         Ok(lock)
     }
 
-    /// Takes the directory for reading only, without making or changing anything; None where there is no lock file.
-    pub(super) fn acquire_existing(dir: &Path) -> Result<Option<Self>> {
-        let options = OpenOptions::new().read(true).custom_flags(OFlags::NONBLOCK.bits().cast_signed()).to_owned();
-        match options.open(dir.join(FILE_NAME)) {
-            Ok(file) => Self::lock(file, dir, Asker::Reader).map(Some),
-            Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
-            Err(e) => Err(errors::at_path("open the lock file of", dir, e)),
+    /// Takes the directory for reading only, without making or changing anything.
+    pub(super) fn acquire_existing(dir: &Path) -> Result<Self> {
+        let mut lock = Self::lock_dir(dir, Asker::Reader)?;
+        match open_options(OFlags::NOFOLLOW).open(dir.join(FILE_NAME)) {
+            Ok(file) => lock.add(file, dir, Asker::Reader)?,
+            Err(e) if e.kind() == io::ErrorKind::NotFound => {}
+            Err(e) => return Err(errors::at_path("open the lock file of", dir, e)),
         }
+        Ok(lock)
     }
 
-    fn lock(file: File, dir: &Path, asker: Asker) -> Result<Self> {
+    fn lock_dir(dir: &Path, asker: Asker) -> Result<Self> {
+        let file = open_options(OFlags::DIRECTORY).open(dir).map_err(|e| errors::at_path("open", dir, e))?;
+        let result = flock(&file, FlockOperation::NonBlockingLockExclusive);
+        // Some network file systems lock only what is open for writing; there the lock file has to do.
+        if result == Err(Errno::WOULDBLOCK) { Err(busy(dir, asker)) } else { Ok(Self::of(file)) }
+    }
+
+    fn of(file: File) -> Self {
+        Self { files: vec![file], owner_pid: std::process::id() }
+    }
+
+    fn add(&mut self, file: File, dir: &Path, asker: Asker) -> Result<()> {
         match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => Ok(Self { file, owner_pid: std::process::id() }),
-            Err(Errno::WOULDBLOCK) => Err(busy(&file, dir, asker)),
+            Ok(()) => {
+                self.files.push(file);
+                Ok(())
+            }
+            Err(Errno::WOULDBLOCK) => Err(busy(dir, asker)),
             Err(e) => Err(errors::at_path("lock", dir, e.into())),
         }
     }
 
-    /// Gives the directory up now, even if a forked child still has the file open.
+    /// Gives the directory up now, even if a forked child still has the files open.
     pub(super) fn release(&self) {
         if self.owner_pid == std::process::id() {
-            let _ = flock(&self.file, FlockOperation::Unlock);
+            for file in &self.files {
+                let _ = flock(file, FlockOperation::Unlock);
+            }
         }
     }
 }
@@ -85,9 +101,18 @@ impl Drop for DirLock {
     }
 }
 
-fn busy(file: &File, dir: &Path, asker: Asker) -> Error {
+/// For reading; without `O_NONBLOCK`, opening a FIFO waits for its other end.
+fn open_options(flags: OFlags) -> OpenOptions {
+    let mut options = OpenOptions::new();
+    options.read(true).custom_flags((OFlags::NONBLOCK | flags).bits().cast_signed());
+    options
+}
+
+fn busy(dir: &Path, asker: Asker) -> Error {
     let mut text = String::new();
-    let _ = file.take(32).read_to_string(&mut text);
+    if let Ok(file) = open_options(OFlags::NOFOLLOW).open(dir.join(FILE_NAME)) {
+        let _ = file.take(32).read_to_string(&mut text);
+    }
     let owner = match text.trim().parse::<u32>() {
         Ok(pid) if Path::new("/proc").join(pid.to_string()).exists() => format!("process {pid}"),
         Ok(pid) => format!("a process that was started by process {pid}, which is gone"),
@@ -114,7 +139,7 @@ mod tests {
     fn a_forked_child_leaves_the_directory_locked() {
         let dir = tempfile::tempdir().unwrap();
         let mut lock = DirLock::acquire(dir.path()).unwrap();
-        let parents = lock.file.try_clone().unwrap();
+        let parents: Vec<_> = lock.files.iter().map(|file| file.try_clone().unwrap()).collect();
         lock.owner_pid += 1;
         drop(lock);
         assert_eq!(DirLock::acquire(dir.path()).unwrap_err().kind(), ErrorKind::Busy);

@@ -15,7 +15,7 @@ pub(super) const INDEX_NAME: &str = "index.dat";
 /// The frames' file in a namespace directory.
 pub(super) const FRAMES_NAME: &str = "frames.dat";
 /// Every file of ours, the one that makes chunks visible first: a deletion that is cut short leaves no chunk half gone.
-const FILE_NAMES: [&str; 4] = [INDEX_NAME, FRAMES_NAME, superblock::FILE_NAME, superblock::TEMP_NAME];
+pub(super) const FILE_NAMES: [&str; 4] = [INDEX_NAME, FRAMES_NAME, superblock::FILE_NAME, superblock::TEMP_NAME];
 const PAGE_BYTES: u64 = 4096;
 
 /// One namespace directory.
@@ -36,8 +36,12 @@ pub(super) fn dir_name(namespace: &[u8; 32]) -> String {
     superblock::hex(&namespace[..8])
 }
 
-/// Makes a directory (and its parents) that only this user can enter.
+/// Makes a directory (and its parents) that only this user can enter, unless it is there: on a frozen file system even the
+/// attempt would wait.
 pub(super) fn make_dir(path: &Path) -> io::Result<()> {
+    if path.is_dir() {
+        return Ok(());
+    }
     DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
@@ -48,11 +52,38 @@ pub(super) fn scan(dir: &Path, own: Option<&str>) -> io::Result<Vec<Found>> {
         let entry = entry?;
         let Ok(name) = entry.file_name().into_string() else { continue };
         if is_namespace_name(&name) && own != Some(name.as_str()) && entry.file_type()?.is_dir() {
-            found.push(measure(name, entry.path())?);
+            found.push(measure(name, entry.path()));
         }
     }
     found.sort_by(|a, b| (a.last_used, &a.name).cmp(&(b.last_used, &b.name)));
     Ok(found)
+}
+
+/// Deletes other namespaces than `own`, the least recently used first, until `is_enough` of the bytes that are left. Returns
+/// those bytes and how many were deleted; `note` gets a line for each.
+pub(super) fn make_room(
+    dir: &Path,
+    own: &str,
+    is_enough: impl Fn(u64) -> bool,
+    mut note: impl FnMut(String),
+) -> io::Result<(u64, u64)> {
+    let foreign = scan(dir, Some(own))?;
+    let mut bytes = foreign.iter().map(|f| f.bytes).fold(0, u64::saturating_add);
+    let mut num_removed = 0;
+    for Found { path, bytes: freed, .. } in &foreign {
+        if is_enough(bytes) {
+            break;
+        }
+        match remove(path) {
+            Ok(()) => {
+                bytes = bytes.saturating_sub(*freed);
+                num_removed += 1;
+                note(format!("{} was deleted to make room", path.display()));
+            }
+            Err(error) => note(format!("{} cannot be deleted: {error}", path.display())),
+        }
+    }
+    Ok((bytes, num_removed))
 }
 
 /// Deletes our files in a namespace directory, then the directory where nothing else is in it.
@@ -62,6 +93,11 @@ pub(super) fn remove(path: &Path) -> io::Result<()> {
         Err(e) if !matches!(e.kind(), ErrorKind::NotFound | ErrorKind::DirectoryNotEmpty) => Err(e),
         _ => Ok(()),
     }
+}
+
+/// Whether something that is no regular file has the name of records or frames.
+pub(super) fn has_strange_files(path: &Path) -> bool {
+    [INDEX_NAME, FRAMES_NAME].iter().any(|name| fs::symlink_metadata(path.join(name)).is_ok_and(|meta| !meta.is_file()))
 }
 
 /// Deletes our files in a namespace directory; returns whether there were any.
@@ -81,15 +117,15 @@ fn is_namespace_name(name: &str) -> bool {
     name.len() == 16 && name.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'))
 }
 
-fn measure(name: String, path: PathBuf) -> io::Result<Found> {
-    let mut found = Found { name, bytes: disk_bytes(&fs::symlink_metadata(&path)?), path, last_used: (0, 0) };
-    for entry in fs::read_dir(&found.path)? {
-        // What vanishes or cannot be looked at meanwhile counts nothing.
-        let Ok(meta) = entry?.metadata() else { continue };
+/// What vanishes or cannot be looked at meanwhile counts nothing.
+fn measure(name: String, path: PathBuf) -> Found {
+    let mut found = Found { name, bytes: 0, path, last_used: (0, 0) };
+    found.bytes = fs::symlink_metadata(&found.path).map_or(0, |meta| disk_bytes(&meta));
+    for meta in fs::read_dir(&found.path).into_iter().flatten().flatten().filter_map(|entry| entry.metadata().ok()) {
         found.bytes = found.bytes.saturating_add(disk_bytes(&meta));
         found.last_used = found.last_used.max((meta.mtime(), meta.mtime_nsec()));
     }
-    Ok(found)
+    found
 }
 
 /// The larger of length (in pages) and blocks: a sparse file may still fill up, a preallocated one already has.

@@ -5,7 +5,9 @@
 //! All zeros is an empty slot. Both checksums are XXH3; the record's is seeded with the namespace, so that a record of
 //! another namespace, or at another slot, is not one of ours. It must not do I/O and must not panic on any bytes.
 
-use twox_hash::{XxHash3_64, XxHash3_128};
+use twox_hash::XxHash3_64;
+/// The checksum of a frame that is read in pieces.
+pub(super) use twox_hash::XxHash3_128 as PayloadHasher;
 
 use super::types::{DiskEntry, DiskMeta, SlotId};
 use crate::ChunkKey;
@@ -46,7 +48,7 @@ pub(super) enum Parsed {
 
 /// The checksum of a frame, as kept in its record.
 pub(super) fn payload_checksum(frame: &[u8]) -> u128 {
-    XxHash3_128::oneshot(frame)
+    PayloadHasher::oneshot(frame)
 }
 
 /// The seed of a namespace's record checksums.
@@ -108,6 +110,14 @@ pub(super) fn parse(bytes: &RecordBytes, slot: SlotId, seed: u64) -> Parsed {
     }
     let meta = DiskMeta { key: ChunkKey(meta_key), parent: ChunkKey(parent), num_blocks, depth };
     Parsed::Valid(Record { meta, payload, sequence, written_s })
+}
+
+/// Makes any bytes a record whose checksum is right, as a forger would.
+#[cfg(any(test, feature = "faults"))]
+pub(super) fn forge_checksum(bytes: &mut RecordBytes, seed: u64) {
+    bytes[..MAGIC.len()].copy_from_slice(&MAGIC);
+    let checksum = XxHash3_64::oneshot_with_seed(seed, &bytes[..CHECKED_BYTES]);
+    bytes[CHECKED_BYTES..].copy_from_slice(&checksum.to_le_bytes());
 }
 
 /// The next N bytes; the callers' sizes add up to a record, which the round-trip tests prove.

@@ -3,6 +3,8 @@
 //! Each record has proved itself; here they are made consistent: one slot per chunk, every parent present, parents before
 //! children, otherwise oldest first. It must not do I/O.
 
+use std::hash::{BuildHasher, RandomState};
+
 use super::types::{DiskEntry, SlotId};
 use crate::ChunkKey;
 
@@ -26,22 +28,24 @@ enum Fate {
 
 /// Key -> position in the found entries: open addressing over 4-byte cells, so that a million keys stay in a cache.
 ///
-/// Keys are digests already, so their first bytes are as good a hash as any.
+/// Keys are digests, but whoever writes an index chooses them; so their cells depend on a number that nobody knows. It
+/// decides how long this takes and nothing else.
 struct Table<'a> {
     found: &'a [DiskEntry],
+    hasher: RandomState,
     /// Position + 1; 0 is an empty cell. At most half are taken.
     cells: Vec<u32>,
 }
 
 impl<'a> Table<'a> {
     fn new(found: &'a [DiskEntry]) -> Self {
-        Self { found, cells: vec![0; (found.len() * 2).next_power_of_two()] }
+        Self { found, hasher: RandomState::new(), cells: vec![0; (found.len() * 2).next_power_of_two()] }
     }
 
     /// The cell of `key`, taken or where it would go.
     fn cell(&self, key: &ChunkKey) -> usize {
-        let [a, b, c, d, ..] = key.0;
         let mask = self.cells.len() - 1;
+        let [a, b, c, d, ..] = self.hasher.hash_one(key.0).to_le_bytes();
         let mut at = u32::from_le_bytes([a, b, c, d]) as usize & mask;
         while let Some(position) = self.position(at)
             && self.found[position].key != *key

@@ -1,38 +1,41 @@
 //! Who has which slot. Pure state, no I/O.
 //!
-//! Invariant: free + reserved + used + retired = slots, and only a free slot is ever handed out.
+//! Invariant: free + reserved + used = slots, and only a free slot is ever handed out. Free slots are handed out in the order
+//! in which they became free, so a place that refuses writes is not tried again at once.
+
+use std::collections::VecDeque;
 
 use super::types::SlotId;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum State {
-    Free,
-    /// The caller's; its record on disk is empty.
-    Reserved,
-    /// The caller's; a write failed part-way. `true`: the place itself may be bad.
-    Failed(bool),
+    /// `true`: its record on disk may not be empty.
+    Free(bool),
+    /// The caller's, not written; `true` as for `Free`.
+    Reserved(bool),
+    /// The caller's, with a chunk in it.
     Used,
-    Retired,
+    /// Its record is being cleared.
+    Leaving,
 }
 
-/// How the caller's part with a slot ends, and what must happen to its record first.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Release {
-    /// It is nobody's: nothing to do.
-    Nothing,
-    /// Its record is empty already.
-    Clean,
-    /// Its record must be cleared first.
-    Clear,
+/// What a slot was before it began to leave.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Before(State);
+
+impl Before {
+    /// Whether its record must be cleared before the slot is free.
+    pub(super) fn may_have_record(self) -> bool {
+        matches!(self.0, State::Used | State::Reserved(true))
+    }
 }
 
 /// The state of every slot.
 #[derive(Debug, Default)]
 pub(super) struct Slots {
     states: Vec<State>,
-    free: Vec<u32>,
+    free: VecDeque<u32>,
     used: u64,
-    retired: u64,
 }
 
 impl Slots {
@@ -46,21 +49,16 @@ impl Slots {
         self.used
     }
 
-    /// Slots out of use.
-    pub(super) fn retired(&self) -> u64 {
-        self.retired
-    }
-
     /// Slots that callers hold and have not written.
     pub(super) fn reserved(&self) -> u64 {
-        self.states.len() as u64 - self.free.len() as u64 - self.used - self.retired
+        self.states.len() as u64 - self.free.len() as u64 - self.used
     }
 
-    /// Adds free slots up to `len`; they are handed out in ascending order.
+    /// Adds free slots up to `len`.
     pub(super) fn grow(&mut self, len: u32) {
         let old = self.len();
-        self.states.resize(self.states.len().max(usize_of(len)), State::Free);
-        self.free.splice(0..0, (old..len).rev());
+        self.states.resize(self.states.len().max(usize_of(len)), State::Free(false));
+        self.free.extend(old..len);
     }
 
     /// At open: the slot holds a chunk. Call `collect_free` once all are marked.
@@ -69,28 +67,34 @@ impl Slots {
         self.used += 1;
     }
 
-    /// At open: the slot is not to be used.
-    pub(super) fn mark_retired(&mut self, slot: SlotId) {
-        self.states[usize_of(slot.0)] = State::Retired;
-        self.retired += 1;
+    /// At open: the slot is free, but its record could not be cleared.
+    pub(super) fn mark_unsure(&mut self, slot: SlotId) {
+        self.states[usize_of(slot.0)] = State::Free(true);
     }
 
-    /// Makes the list of free slots from the states.
+    /// Makes the list of free slots from the states; those whose record could not be cleared come last.
     pub(super) fn collect_free(&mut self) {
         let states = &self.states;
-        self.free = (0..self.len()).rev().filter(|&i| states[usize_of(i)] == State::Free).collect();
+        let in_state = |state| (0..self.len()).filter(move |&i| states[usize_of(i)] == state);
+        self.free = in_state(State::Free(false)).chain(in_state(State::Free(true))).collect();
     }
 
     /// A free slot, now reserved.
     pub(super) fn take(&mut self) -> Option<SlotId> {
-        let slot = self.free.pop()?;
-        self.states[usize_of(slot)] = State::Reserved;
+        let slot = self.free.pop_front()?;
+        let state = &mut self.states[usize_of(slot)];
+        *state = State::Reserved(*state == State::Free(true));
         Some(SlotId(slot))
     }
 
     /// Whether a caller may write the slot.
     pub(super) fn may_write(&self, slot: SlotId) -> bool {
-        matches!(self.get(slot), Some(State::Reserved | State::Failed(_)))
+        matches!(self.get(slot), Some(State::Reserved(_)))
+    }
+
+    /// A write of the record begins: from now on it may be there.
+    pub(super) fn unsure(&mut self, slot: SlotId) {
+        self.states[usize_of(slot.0)] = State::Reserved(true);
     }
 
     /// A write went through.
@@ -99,35 +103,24 @@ impl Slots {
         self.used += 1;
     }
 
-    /// A write failed; `bad` where the place itself may be to blame.
-    pub(super) fn failed(&mut self, slot: SlotId, bad: bool) {
-        self.states[usize_of(slot.0)] = State::Failed(bad);
+    /// Begins to take the slot from its caller: end it with `left` or `stays`. None if no caller has it.
+    pub(super) fn leaving(&mut self, slot: SlotId) -> Option<Before> {
+        let before = self.get(slot).filter(|state| matches!(state, State::Reserved(_) | State::Used))?;
+        self.states[usize_of(slot.0)] = State::Leaving;
+        self.used -= u64::from(before == State::Used);
+        Some(Before(before))
     }
 
-    /// What must be done before the caller's slot can be `released`.
-    pub(super) fn before_release(&self, slot: SlotId) -> Release {
-        match self.get(slot) {
-            Some(State::Reserved) => Release::Clean,
-            Some(State::Failed(_) | State::Used) => Release::Clear,
-            Some(State::Free | State::Retired) | None => Release::Nothing,
-        }
+    /// The slot is free; its record is empty.
+    pub(super) fn left(&mut self, slot: SlotId) {
+        self.states[usize_of(slot.0)] = State::Free(false);
+        self.free.push_back(slot.0);
     }
 
-    /// The caller's slot is free again, or retired where its place is bad or its record could not be cleared.
-    pub(super) fn released(&mut self, slot: SlotId, cleared: bool) {
-        let state = &mut self.states[usize_of(slot.0)];
-        match *state {
-            State::Free | State::Retired => return,
-            State::Used => self.used -= 1,
-            State::Reserved | State::Failed(_) => {}
-        }
-        if cleared && *state != State::Failed(true) {
-            *state = State::Free;
-            self.free.push(slot.0);
-        } else {
-            *state = State::Retired;
-            self.retired += 1;
-        }
+    /// The slot stays its caller's, as it was.
+    pub(super) fn stays(&mut self, slot: SlotId, before: Before) {
+        self.states[usize_of(slot.0)] = before.0;
+        self.used += u64::from(before.0 == State::Used);
     }
 
     /// Every slot that holds a chunk, in ascending order.

@@ -4,15 +4,16 @@
 //! decide what happens to a directory whose superblock is wrong.
 
 use std::fs;
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
 use std::path::Path;
 
+use rustix::fs::OFlags;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
 /// Version of the formats of superblock, index and frames together.
-pub(super) const FORMAT: u32 = 1;
+pub(super) const FORMAT: u32 = 2;
 /// The file's name in a namespace directory.
 pub(super) const FILE_NAME: &str = "superblock.json";
 /// Where the next superblock is written before it takes the name.
@@ -24,6 +25,14 @@ const MAX_DESCRIPTION_CHARS: usize = 1000;
 
 /// Completes "superblock.json is ..." for what some other program (or a torn write) left there.
 const NOT_OURS: &str = "not one that kvloft wrote";
+
+/// No frame is larger: what reads one must end.
+const MAX_FRAME_BYTES: u64 = 16 << 30;
+
+/// Whether frames may have this size.
+pub(super) fn is_frame_size(bytes: u64) -> bool {
+    bytes > 0 && bytes.is_multiple_of(4096) && bytes <= MAX_FRAME_BYTES && usize::try_from(bytes).is_ok()
+}
 
 /// A namespace directory's identity.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -55,7 +64,7 @@ impl Superblock {
         if parsed.checksum != parsed.compute_checksum() {
             return Err("damaged (its checksum differs)".to_owned());
         }
-        if parsed.namespace().is_none() || parsed.frame_bytes == 0 || !parsed.frame_bytes.is_multiple_of(4096) {
+        if parsed.namespace().is_none() || !is_frame_size(parsed.frame_bytes) {
             return Err("damaged (a value is out of range)".to_owned());
         }
         Ok(parsed)
@@ -66,21 +75,27 @@ impl Superblock {
         let path = dir.join(FILE_NAME);
         match fs::symlink_metadata(&path) {
             Ok(meta) if !meta.is_file() || meta.len() > MAX_BYTES => Ok(Some(Err(NOT_OURS.to_owned()))),
-            Ok(_) => Ok(Some(Self::parse(&fs::read(&path)?))),
+            Ok(_) => {
+                let mut bytes = Vec::new();
+                open_options().read(true).open(&path)?.take(MAX_BYTES).read_to_end(&mut bytes)?;
+                Ok(Some(Self::parse(&bytes)))
+            }
             Err(e) if e.kind() == io::ErrorKind::NotFound => Ok(None),
             Err(e) => Err(e),
         }
     }
 
-    /// Puts it at `dir/superblock.json` in one step: a reader sees the old one or this one.
+    /// Puts it at `dir/superblock.json` in one step: a reader sees the old one or this one. What fails leaves nothing.
     pub(super) fn write(&self, dir: &Path) -> io::Result<()> {
         let temp = dir.join(TEMP_NAME);
-        let mut text = serde_json::to_string_pretty(self)?;
-        text.push('\n');
-        let mut file = fs::OpenOptions::new().write(true).create(true).truncate(true).mode(0o600).open(&temp)?;
-        file.write_all(text.as_bytes())?;
-        drop(file);
-        fs::rename(&temp, dir.join(FILE_NAME))
+        let text = serde_json::to_string_pretty(self)? + "\n";
+        let _ = fs::remove_file(&temp);
+        let put = || {
+            // A new file: neither a link nor what another process has open is written to.
+            open_options().write(true).create_new(true).open(&temp)?.write_all(text.as_bytes())?;
+            fs::rename(&temp, dir.join(FILE_NAME))
+        };
+        put().inspect_err(|_| drop(fs::remove_file(&temp)))
     }
 
     /// The full fingerprint; None where the text is not 64 hex digits (`parse` refuses that).
@@ -98,10 +113,26 @@ impl Superblock {
         &self.description
     }
 
+    /// Any JSON of the right shape with the right checksum, as a forger would have it.
+    #[cfg(any(test, feature = "faults"))]
+    pub(super) fn forge(bytes: &[u8]) -> Option<Vec<u8>> {
+        let mut forged: Self = serde_json::from_slice(bytes).ok()?;
+        forged.format = FORMAT;
+        forged.checksum = forged.compute_checksum();
+        serde_json::to_vec(&forged).ok()
+    }
+
     fn compute_checksum(&self) -> String {
         let text = format!("{}|{}|{}|{}", self.format, self.frame_bytes, self.namespace, self.description);
         format!("{:016x}", XxHash3_64::oneshot(text.as_bytes()))
     }
+}
+
+/// No link is followed, and no FIFO waited for.
+fn open_options() -> fs::OpenOptions {
+    let mut options = fs::OpenOptions::new();
+    options.mode(0o600).custom_flags((OFlags::NOFOLLOW | OFlags::NONBLOCK).bits().cast_signed());
+    options
 }
 
 /// Lower-case hex digits of `bytes`.

@@ -56,16 +56,14 @@ pub struct DiskEntry {
 }
 
 /// Gauges and counters since open.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct DiskStats {
-    /// Slots the files hold now (free, reserved, used and retired ones).
+    /// Slots the files hold now (free, reserved and used ones).
     pub slots: u64,
     /// Slots that hold a chunk.
     pub slots_used: u64,
     /// Slots reserved and not yet written or freed.
     pub slots_reserved: u64,
-    /// Slots taken out of use after an I/O error.
-    pub slots_retired: u64,
     /// Bytes the whole directory is accounted at.
     pub bytes: u64,
     /// The cap on `bytes`.
@@ -102,6 +100,4 @@ pub struct DiskStats {
     pub corrupt_reads: u64,
     /// Times that the files could not grow (ENOSPC and the like; not the cap).
     pub grow_errors: u64,
-    /// What happened that a person should see in the log, oldest first, at most 64 lines.
-    pub events: Vec<String>,
 }

@@ -8,15 +8,17 @@ use std::path::Path;
 use super::files::{ReadFailure, SlotFiles};
 use super::inspect::{list, lost_records, open_namespace};
 use super::lock::DirLock;
-use super::record::{Parsed, Record};
+use super::record::Parsed;
 use super::superblock::hex;
 use super::types::SlotId;
 use crate::Result;
 use crate::io::direct::PageBuffer;
+use crate::io::part::{MAGIC, TRAILER_BYTES};
 
-/// The magic of a part's trailer, whose key follows it (ARCHITECTURE.md, Frames).
-const TRAILER_MAGIC: &[u8] = b"KVLOFT01";
-const TRAILER_BYTES: usize = 128;
+/// Frames are read in pieces of this size.
+const PIECE_BYTES: usize = 1024 * 1024;
+/// Damaged records of one namespace that are told one by one.
+const MAX_BAD_RECORDS: u64 = 1000;
 
 /// One thing that is not as it should be.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -35,19 +37,19 @@ pub struct Damage {
 struct Namespace {
     name: String,
     files: SlotFiles,
-    buffer: PageBuffer,
-    todo: Vec<(SlotId, Record)>,
+    todo: Vec<SlotId>,
 }
 
 /// A walk over every chunk; see `step`.
 #[derive(Debug)]
 pub struct Verifier {
     namespaces: Vec<Namespace>,
+    buffer: PageBuffer,
     /// Found before the first chunk was read.
     early: Vec<Damage>,
     num_chunks: u64,
     num_checked: u64,
-    _lock: Option<DirLock>,
+    _lock: DirLock,
 }
 
 impl Verifier {
@@ -57,6 +59,7 @@ impl Verifier {
         let found = list(dir)?;
         let mut verifier = Self {
             namespaces: Vec::new(),
+            buffer: PageBuffer::new(PIECE_BYTES),
             early: Vec::new(),
             num_chunks: 0,
             num_checked: 0,
@@ -64,7 +67,7 @@ impl Verifier {
         };
         for namespace in &found {
             match open_namespace(namespace) {
-                Ok((superblock, Some(files))) => verifier.add(&namespace.name, superblock.frame_bytes(), files),
+                Ok((_, Some(files))) => verifier.add(&namespace.name, files),
                 Ok((_, None)) => {}
                 Err(problem) => verifier.note(&namespace.name, None, problem),
             }
@@ -89,17 +92,17 @@ impl Verifier {
         let end = self.num_checked.saturating_add(max_chunks);
         while self.num_checked < end {
             let Some(namespace) = self.namespaces.last_mut() else { break };
-            let Some((slot, record)) = namespace.todo.pop() else {
+            let Some(slot) = namespace.todo.pop() else {
                 self.namespaces.pop();
                 continue;
             };
             self.num_checked += 1;
-            damage.extend(namespace.check(slot, &record));
+            damage.extend(namespace.check(slot, &mut self.buffer));
         }
         damage
     }
 
-    fn add(&mut self, name: &str, frame_bytes: u64, files: SlotFiles) {
+    fn add(&mut self, name: &str, files: SlotFiles) {
         let (records, frames) = match files.lens() {
             Ok(lens) => lens,
             Err(e) => return self.note(name, None, format!("files unreadable ({e})")),
@@ -108,26 +111,27 @@ impl Verifier {
             self.note(name, None, problem);
         }
         let mut todo = Vec::new();
-        let mut bad = Vec::new();
-        let read = files.for_each_record(records, |slot, parsed| match parsed {
-            Parsed::Valid(record) if slot.0 < frames => todo.push((slot, record)),
-            Parsed::Valid(_) => bad.push((slot, "the file of frames ends before it")),
-            _ => bad.push((slot, "record damaged")),
+        let mut num_bad = 0_u64;
+        let read = files.for_each_record(records, |slot, parsed| {
+            let problem = match parsed {
+                Parsed::Valid(_) if slot.0 < frames => return todo.push(slot),
+                Parsed::Valid(_) => "the file of frames ends before it",
+                _ => "record damaged",
+            };
+            num_bad += 1;
+            if num_bad <= MAX_BAD_RECORDS {
+                self.note(name, Some(slot.0), problem.to_owned());
+            }
         });
+        if num_bad > MAX_BAD_RECORDS {
+            self.note(name, None, format!("{} more records damaged or without their frame", num_bad - MAX_BAD_RECORDS));
+        }
         if let Err(e) = read {
             self.note(name, None, format!("index unreadable ({e})"));
         }
-        for (slot, problem) in bad {
-            self.note(name, Some(slot.0), problem.to_owned());
-        }
-        let Ok(len) = usize::try_from(frame_bytes) else { return };
-        if todo.is_empty() {
-            // A forged frame size must not make us allocate a buffer for nothing.
-            return;
-        }
         self.num_chunks += todo.len() as u64;
         todo.reverse();
-        self.namespaces.push(Namespace { name: name.to_owned(), files, buffer: PageBuffer::new(len), todo });
+        self.namespaces.push(Namespace { name: name.to_owned(), files, todo });
     }
 
     fn note(&mut self, name: &str, slot: Option<u32>, problem: String) {
@@ -136,19 +140,25 @@ impl Verifier {
 }
 
 impl Namespace {
-    fn check(&mut self, slot: SlotId, record: &Record) -> Option<Damage> {
-        let problem = match self.files.read_checked(slot, record, &mut self.buffer) {
-            Ok(()) if names_another_key(&self.buffer, &record.meta.key.0) => "its trailer names another key".to_owned(),
-            Ok(()) => return None,
+    fn check(&self, slot: SlotId, buffer: &mut [u8]) -> Option<Damage> {
+        let record = self.files.read_record(slot);
+        let key = record.as_ref().ok().map(|record| record.meta.key);
+        let result = record.and_then(|record| {
+            let end = self.files.check(slot, &record, buffer)?;
+            Ok(names_another_key(end, &record.meta.key.0))
+        });
+        let problem = match result {
+            Ok(true) => "its trailer names another key".to_owned(),
+            Ok(false) => return None,
             Err(ReadFailure::Corrupt(how)) => how.to_owned(),
             Err(ReadFailure::Io(e)) => format!("unreadable ({e})"),
         };
-        Some(Damage { namespace: self.name.clone(), slot: Some(slot.0), key: Some(hex(&record.meta.key.0)), problem })
+        Some(Damage { namespace: self.name.clone(), slot: Some(slot.0), key: key.map(|key| hex(&key.0)), problem })
     }
 }
 
 /// Whether the frame ends in a trailer of another chunk; a frame without a trailer says nothing.
 fn names_another_key(frame: &[u8], key: &[u8; 32]) -> bool {
     let trailer = &frame[frame.len().saturating_sub(TRAILER_BYTES)..];
-    trailer.strip_prefix(TRAILER_MAGIC).is_some_and(|rest| !rest.starts_with(key))
+    trailer.strip_prefix(&MAGIC).is_some_and(|rest| !rest.starts_with(key))
 }

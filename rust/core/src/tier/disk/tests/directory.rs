@@ -3,10 +3,9 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::sync::atomic::Ordering;
 
+use super::super::faults::{FaultFiles, du};
 use super::super::{ErrorKind, namespaces};
-use super::fault::{FaultyFiles, du};
 use super::*;
 
 fn namespace_dir(config: &DiskConfig) -> PathBuf {
@@ -18,11 +17,11 @@ fn with_namespace(config: &DiskConfig, byte: u8) -> DiskConfig {
 }
 
 fn fill(config: &DiskConfig) -> u32 {
-    fill_with(config, &FaultyFiles::default())
+    fill_with(config, &FaultFiles::default())
 }
 
-fn fill_with(config: &DiskConfig, files: &FaultyFiles) -> u32 {
-    let (tier, found) = DiskTier::open_with(config, files).unwrap();
+fn fill_with(config: &DiskConfig, files: &FaultFiles) -> u32 {
+    let (tier, found) = DiskTier::open_with_files(config, files).unwrap();
     let mut i = u32::try_from(found.len()).unwrap();
     while let Some(slot) = tier.reserve() {
         tier.write(slot, &DiskMeta { depth: 0, ..meta_of(i) }, &frame_of(i, 0)).unwrap();
@@ -99,10 +98,10 @@ fn test_the_cap_holds_at_every_instant() {
     for (round, cap_mib) in [3, 3, 3, 2, 3, 1].into_iter().enumerate() {
         let byte = u8::try_from(round).unwrap() % 3;
         let config = DiskConfig { cap_bytes: cap_mib << 20, ..with_namespace(&base, byte) };
-        let files = FaultyFiles::default();
-        *files.0.watched.lock().unwrap() = Some(dir.path().to_owned());
+        let files = FaultFiles::default();
+        files.watch(dir.path());
         fill_with(&config, &files);
-        let most = files.0.most_bytes.load(Ordering::SeqCst);
+        let most = files.most_bytes();
         assert!(most <= config.cap_bytes, "{most} of {} in round {round}", config.cap_bytes);
         assert!(most > config.cap_bytes * 9 / 10, "the cap is used: {most} of {}", config.cap_bytes);
         let (tier, _) = open(&config);
@@ -142,6 +141,17 @@ fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
     history.dedup();
     assert_eq!(history, [[true; 3], [true, false, true], [true, false, false], [false; 3]]);
     assert_eq!(tier.stats().namespaces_removed, 3);
+}
+
+#[test]
+fn test_opening_a_new_namespace_brings_a_directory_below_a_smaller_cap() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 8);
+    fill(&with_namespace(&config, 1));
+    let small = DiskConfig { cap_bytes: budget::min_cap_bytes(FRAME), ..config };
+    let (tier, _) = open(&small);
+    assert_eq!((tier.stats().namespaces_removed, tier.take_events().len()), (1, 1));
+    assert!(tier.stats().bytes <= small.cap_bytes && du(dir.path()) <= small.cap_bytes);
 }
 
 #[test]
@@ -201,24 +211,34 @@ fn test_a_wrong_superblock_starts_afresh_and_is_counted() {
     };
     let mut foreign_config = config.clone();
     foreign_config.namespace[31] ^= 1;
-    let spoil: [(&str, &dyn Fn()); 6] = [
+    // As the first version wrote it, checksum and all.
+    let older = |text: &str| {
+        let mut block: serde_json::Value = serde_json::from_str(text).unwrap();
+        block["format"] = 1.into();
+        let fields = ["format", "frame_bytes", "namespace", "description"].map(|name| block[name].to_string());
+        let summed = fields.join("|").replace('"', "");
+        block["checksum"] = format!("{:016x}", twox_hash::XxHash3_64::oneshot(summed.as_bytes())).into();
+        block.to_string()
+    };
+    let spoil: [(&str, &dyn Fn()); 7] = [
         ("missing", &|| fs::remove_file(&superblock).unwrap()),
         ("empty", &|| fs::write(&superblock, "").unwrap()),
         ("flipped", &|| fs::write(&superblock, good.replace("8192", "8193")).unwrap()),
-        ("newer", &|| fs::write(&superblock, good.replace("\"format\": 1", "\"format\": 2")).unwrap()),
+        ("older", &|| fs::write(&superblock, older(&good)).unwrap()),
+        ("newer", &|| fs::write(&superblock, good.replace("\"format\": 2", "\"format\": 3")).unwrap()),
         ("huge", &|| fs::write(&superblock, vec![b' '; 1 << 20]).unwrap()),
         ("other frames", &|| drop(DiskTier::open(DiskConfig { frame_bytes: 4096, ..config.clone() }))),
     ];
     for (name, spoil) in spoil {
         let (tier, _) = open(&config);
-        tier.clear();
+        tier.clear().unwrap();
         put(&tier, 0);
         drop(tier);
         spoil();
         let (tier, found) = open(&config);
         assert!(found.is_empty(), "{name}");
-        let stats = tier.stats();
-        assert!(stats.fresh_starts == 1 && stats.events[0].contains("starts afresh"), "{name}: {:?}", stats.events);
+        let events = tier.take_events();
+        assert!(tier.stats().fresh_starts == 1 && events[0].contains("starts afresh"), "{name}: {events:?}");
         let slot = put(&tier, 1);
         assert_eq!(get(&tier, slot, 1).unwrap(), frame_of(1, 0).to_vec());
     }
@@ -255,5 +275,8 @@ fn test_an_event_is_noted_for_people_but_the_list_is_short() {
     for i in 0..1000 {
         counters.event(i.to_string());
     }
-    assert_eq!(counters.snapshot().events.len(), 64);
+    assert_eq!(counters.take_events(), (0..64).map(|i| i.to_string()).collect::<Vec<_>>());
+    assert!(counters.take_events().is_empty(), "each once");
+    counters.event("63".to_owned());
+    assert!(counters.take_events().is_empty(), "also where it happens again");
 }

@@ -1,15 +1,18 @@
 //! Tests of the disk tier from the inside: parsers, faults, crashes, and the rules of a directory.
 
+mod conforming;
 mod crash;
 mod directory;
 mod fault;
+mod hanging;
+mod hostile;
 mod life;
 mod parsers;
 mod verifying;
 
 use std::path::Path;
 
-use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, budget};
+use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, LocalTier, SlotId, budget};
 use crate::ChunkKey;
 use crate::io::direct::PageBuffer;
 

@@ -2,6 +2,7 @@
 
 use proptest::prelude::*;
 
+use super::super::fuzzing;
 use super::super::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes};
 use super::super::recover::recover;
 use super::super::superblock::{Superblock, hex};
@@ -61,7 +62,7 @@ proptest! {
     }
 
     #[test]
-    fn test_superblock_round_trips(namespace: [u8; 32], pages in 1..1_u64 << 40, text: String) {
+    fn test_superblock_round_trips(namespace: [u8; 32], pages in 1..=1_u64 << 22, text: String) {
         let block = Superblock::new(&namespace, pages * 4096, &text);
         let json = serde_json::to_vec(&block).unwrap();
         let parsed = Superblock::parse(&json).unwrap();
@@ -123,6 +124,19 @@ proptest! {
             let hoisted = |o: &DiskEntry| recovered.entries[at..].iter().any(|d| d.sequence <= o.sequence);
             prop_assert!(earlier.iter().all(|o| o.sequence <= e.sequence || hoisted(o)));
         }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
+
+    /// The fuzz targets of `rust/core/fuzz`, for as long as a test may take.
+    #[test]
+    fn test_no_bytes_make_the_tier_believe_a_lie(data in prop::collection::vec(any::<u8>(), 0..2000)) {
+        fuzzing::parse_record(&data);
+        fuzzing::parse_superblock(&data);
+        fuzzing::recover_index(&data);
+        fuzzing::open_directory(tempfile::tempdir().unwrap().path(), &data);
     }
 }
 

@@ -1,0 +1,116 @@
+"""What a connector adds to cold prompts, in one and the same process: with it and without it, in turns.
+
+The same two engines compared again in new processes differed by -0.2 to +0.7 % on an H200 (benches/results), and that is as much as
+is to be measured. Here only the connector changes. It must not know which one it is.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+from benches.gpu.cold import cold_prompt, cold_wave, forward_parts, medians, milliseconds
+from benches.gpu.llama import Engine
+from benches.gpu.parts import Parts
+
+REST_S = 60.0
+
+
+@contextmanager
+def detached(engine: Any) -> Iterator[None]:
+    """As if ``engine``, vLLM's LLMEngine in this process, had been started without a connector; it is back at the end.
+
+    Raises RuntimeError while there are requests, before or after: their blocks, or reports of them, are the connector's, or not.
+    """
+    from vllm.distributed.kv_transfer import kv_transfer_state
+
+    core = engine.engine_core.engine_core
+    _bring_to_rest(engine, core)
+    scheduler = core.scheduler
+    in_runner = getattr(core.model_executor.driver_worker.worker.model_runner, "kv_connector", None)  # vLLM's newer runner
+    settings = {"connector": None, "defer_block_free": False}
+    kept = {name: getattr(scheduler, name) for name in settings if hasattr(scheduler, name)}
+    agent = kv_transfer_state._KV_CONNECTOR_AGENT
+    try:
+        for name in kept:
+            setattr(scheduler, name, settings[name])
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
+        if in_runner is not None:
+            in_runner.set_disabled(True)
+        yield
+        _bring_to_rest(engine, core)
+    finally:
+        if in_runner is not None:
+            in_runner.set_disabled(False)
+        kv_transfer_state._KV_CONNECTOR_AGENT = agent
+        for name, value in kept.items():
+            setattr(scheduler, name, value)
+
+
+def _bring_to_rest(engine: Any, core: Any) -> None:
+    """Until no step is under way: with async scheduling one still is when the last request has its tokens.
+
+    What it reports is lost, and what it reckoned is wrong, if the connector goes or comes before. Raises RuntimeError while there
+    are requests.
+    """
+    deadline = time.monotonic() + REST_S
+    while not engine.has_unfinished_requests() and (core.batch_queue or core.scheduler.has_requests()):
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"the engine did not come to rest within {REST_S:.0f} s")
+        engine.step()
+    if engine.has_unfinished_requests():
+        raise RuntimeError("a connector cannot be taken away from requests that run, nor be given to them")
+
+
+def compare(engine: Engine, context: int, num_prompts: int, num_waves: int) -> dict[str, Any]:
+    """Prompts of ``context`` tokens, and waves of eight of half of it, half of each with the connector and half without.
+
+    {"prompts" or "waves": {"attached" or "detached": {"ms": median, "all_ms": [...], "parts_ms": [...], each part's median}}}
+    """
+    for _ in range(2):
+        engine.ttft(engine.prompt(context))
+    around = forward_parts(engine)
+
+    def prompt(tokens: Sequence[list[int]]) -> tuple[float, Parts | None]:
+        seconds, parts = cold_prompt(engine, tokens[0], around)
+        return seconds * 1e3, parts
+
+    def wave(tokens: Sequence[list[int]]) -> tuple[float, Parts | None]:
+        row, parts = cold_wave(engine, tokens, around)
+        return float(row["makespan_ms"]), parts
+
+    try:
+        return {
+            "context": context,
+            "prompts": _in_turns(engine, prompt, num_prompts, [context]),
+            "waves": _in_turns(engine, wave, num_waves, [context // 2] * 8),
+        }
+    finally:
+        around.close()
+
+
+def _in_turns(
+    engine: Engine, measure: Callable[[Sequence[list[int]]], tuple[float, Parts | None]], count: int, lengths: Sequence[int]
+) -> dict[str, Any]:
+    """``count`` of each kind, the first of each two the other one every time; what was saved lands before each."""
+    times: dict[str, list[float]] = {"attached": [], "detached": []}
+    parts: dict[str, list[Parts | None]] = {"attached": [], "detached": []}
+    for number in range(count):
+        for kind in sorted(times, reverse=number % 2 == 1):
+            prompts = [engine.prompt(length) for length in lengths]
+            engine.settle()
+            with detached(engine.engine) if kind == "detached" else nullcontext():
+                took_ms, taken = measure(prompts)
+            times[kind].append(took_ms)
+            parts[kind].append(taken)
+    return {
+        kind: {
+            "ms": statistics.median(times[kind]), **medians(parts[kind]), "all_ms": [round(each, 2) for each in times[kind]],
+            "parts_ms": [milliseconds(each) for each in parts[kind]],
+        }
+        for kind in times
+        if times[kind]
+    }  # fmt: skip

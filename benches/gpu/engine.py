@@ -1,0 +1,259 @@
+"""`python -m benches.gpu.engine`: plain vLLM, vLLM's OffloadingConnector and kvloft on one GPU, in turns.
+
+Each runs in a process of its own (`engine_child`). Decoding is measured with one engine on the GPU at a time, and so is everything
+where the GPU has not room for all. It must not import vLLM itself, so that one that cannot start costs only its own row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benches.gpu.options import STATUS, add_sizes, some_of, table_of
+from benches.gpu.turns import leave
+from kvloft.bench.command import console, gpu_bytes, whole, write
+from kvloft.errors import UnsupportedError
+
+ROOT = Path(__file__).resolve().parents[2]
+"""Where `-m benches.gpu.NAME` finds this package."""
+ALONE = ("decode", "attached", "startup")
+"""Plain vLLM's decode steps were up to 4 % shorter beside other engines on the GPU, idle ones, than alone; nobody serves so.
+And what is compared within one process needs no other."""
+CHILD_ENV = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
+    "VLLM_PLUGINS": "",
+}  # fmt: skip
+WEIGHT_BYTES = 2 * 8_030_261_248
+OTHER_BYTES = 5 << 30
+"""Of an engine, beside weights and paged KV: activations of 8,192 tokens, CUDA graphs, kvloft's staging, the CUDA context."""
+POLL_S = 0.2
+COLD_PARTS = {
+    "before_ms": "until the first forward starts",
+    "gpu_ms": "from there to the end of the last forward",
+    "between_ms": "of that, between forwards",
+    "after_ms": "until the token is there",
+    "collected_ms": "of all of it, Python's garbage collections",
+}
+
+
+def run(
+    *, connectors: Sequence[str], phases: Sequence[str], options: dict[str, Any], log_dir: Path, timeout_s: float,
+    together: bool, progress: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """{connector: result of its phases, or {"error": ...}}; logs go to ``log_dir``. ``together``: in turns, where that is fair.
+
+    Raises UnsupportedError where there is nothing to measure.
+    """
+    log_dir.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + timeout_s
+    results: dict[str, Any] = {name: {} for name in connectors}
+    groups = _groups(connectors, phases, together=together)
+    if not groups:
+        raise UnsupportedError(
+            "'attached' compares an engine with itself without its connector; --connectors names none that has one"
+        )
+    for number, (names, asked_phases) in enumerate(groups):
+        with tempfile.TemporaryDirectory() as folder:
+            asked = {"turns": folder, "names": list(names), "phases": list(asked_phases), **options}
+            asked["llm"] = shared_gpu(options["num_blocks"], options.get("model", {}))
+            logs = {name: log_dir / f"engine_{name}{'_alone' if number and together else ''}.log" for name in names}
+            children = {name: _start(name, {**asked, "model_dir": f"{folder}/model-{name}"}, log) for name, log in logs.items()}
+            share = (deadline - time.monotonic()) / (len(groups) - number)
+            if len(names) > 1:
+                share = deadline - time.monotonic()
+            for name, found in _wait(children, logs, share, partial(_left, Path(folder), asked_phases), progress).items():
+                _add(results[name], found)
+    return results
+
+
+def _add(result: dict[str, Any], found: dict[str, Any]) -> None:
+    """What another process of the same connector found; totals add up, and an error stays."""
+    totals = {key: result.get("totals", {}).get(key, 0) + value for key, value in found.get("totals", {}).items()}
+    result |= {**found, **({"totals": totals} if totals else {})}
+
+
+def _groups(connectors: Sequence[str], phases: Sequence[str], *, together: bool) -> list[tuple[list[str], list[str]]]:
+    """Which engines are on the GPU at a time, and for what."""
+    phases_of = {name: [phase for phase in phases if (name, phase) != ("none", "attached")] for name in connectors}
+    if not together:
+        return [([name], phases_of[name]) for name in connectors if phases_of[name]]
+    shared = [phase for phase in phases if phase not in ALONE]
+    alone = [([name], [phase for phase in phases_of[name] if phase in ALONE]) for name in connectors]
+    return [(list(connectors), shared)] * bool(shared) + [group for group in alone if group[1]]
+
+
+def fit_together(num_engines: int, num_blocks: int, model: Mapping[str, Any], total_bytes: int) -> bool:
+    """Whether so many engines have room on a GPU of ``total_bytes``."""
+    return num_engines * (WEIGHT_BYTES + OTHER_BYTES + num_blocks * _block_bytes(model)) <= total_bytes
+
+
+def shared_gpu(num_blocks: int, model: Mapping[str, Any]) -> dict[str, Any]:
+    """vLLM's settings for engines that start on a GPU together: none measures what the others leave free."""
+    return {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": num_blocks * _block_bytes(model)}
+
+
+def _block_bytes(model: Mapping[str, Any]) -> int:
+    return 16 * 2 * int(model.get("num_key_value_heads", 8)) * 128 * 2 * int(model.get("num_hidden_layers", 32))
+
+
+def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
+    settings = [f"{key}={value}" for key, value in CHILD_ENV.items()]
+    command = ["env", *settings, sys.executable, "-m", "benches.gpu.engine_child", name, json.dumps(options)]
+    with log.open("w") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
+
+
+def _wait(
+    children: Mapping[str, subprocess.Popen[bytes]], logs: Mapping[str, Path], timeout_s: float, left: Callable[[str], None],
+    progress: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """Results in the order of ``children``; one that ended says so to the others by ``left``, however it ended."""
+    status: dict[str, int | str] = {}
+    deadline = time.monotonic() + timeout_s
+    try:
+        while len(status) < len(children):
+            for name, child in children.items():
+                late = time.monotonic() > deadline
+                if name not in status and (late or child.poll() is not None):
+                    status[name] = "timeout" if late else child.returncode
+                    left(name)
+            progress(", ".join(f"{name}: {_phase(logs[name])}" for name in children if name not in status))
+            time.sleep(POLL_S)
+    finally:
+        for child in children.values():
+            child.kill()
+            child.wait()
+    return {name: result_of(logs[name], status[name]) for name in children}
+
+
+def _phase(log: Path) -> str:
+    """What the child said last that it does."""
+    said = [line[6:] for line in log.read_text(errors="replace").splitlines() if line.startswith("PHASE ")]
+    return said[-1] if said else "starts"
+
+
+def _left(folder: Path, phases: Sequence[str], name: str) -> None:
+    for phase in phases:
+        leave(folder / phase, name)
+
+
+def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
+    """What a child printed last as ``RESULT {...}``, with an "error" if it did not end well."""
+    text = log.read_text(errors="replace")
+    found = [line[7:] for line in text.splitlines() if line.startswith("RESULT ")]
+    result: dict[str, Any] = json.loads(found[-1]) if found else {}
+    if status != 0:
+        why = "was not done in time (--timeout)" if status == "timeout" else f"ended with {status}"
+        result["error"] = f"{why}; the end of {log}:\n{text[-1500:] or '(it is empty)'}"
+    return result
+
+
+def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Rows (what, then one column a connector) of everything that was measured by any."""
+    names = list(results)
+    rows: list[tuple[str, ...]] = [("", *names)]
+
+    def row(label: str, *path: str) -> None:
+        values = []
+        for name in names:
+            value: Any = results[name]
+            for key in path:
+                value = value.get(key) if isinstance(value, dict) else None
+            values.append(f"{value:.2f}" if isinstance(value, float) else "-" if value is None else str(value))
+        if any(value != "-" for value in values):
+            rows.append((label, *values))
+
+    row("TTFT cold, ms", "cold", "cold_ms")
+    for part, label in COLD_PARTS.items():
+        row(f"  {label}, ms", "cold", part)
+    for what in ("warm", "hbm"):
+        row(f"TTFT {what}, ms", "ttft", f"{what}_ms")
+    row("bytes loaded, last round", "ttft", "loaded_bytes_last_round")
+    for what in ("saved_bytes", "loaded_bytes", "bad_chunks"):
+        row(f"in all: {what.replace('_', ' ').replace('bad chunks', 'loaded chunks with a wrong tag')}", "totals", what)
+    row("8 at once: cold makespan, ms", "wave", "cold_makespan_ms")
+    for part, label in COLD_PARTS.items():
+        row(f"  {label}, ms", "wave", "cold_parts", part)
+    for what, label in (("prompts", "TTFT cold"), ("waves", "8 at once: cold makespan")):
+        for kind in ("detached", "attached"):
+            row(f"in one process, connector {kind}: {label}, ms", "attached", what, kind, "ms")
+            for part, part_label in COLD_PARTS.items():
+                row(f"  {part_label}, ms", "attached", what, kind, part)
+    for what in ("saved_chunks", "failed_chunks", "pinned_gib"):
+        row(f"first 10 s: {what.replace('_', ' ')}", "startup", what)
+    row("8 at once: warm makespan, ms", "wave", "warm_makespan_ms")
+    for mark in ("p50", "p99"):
+        row(f"decode step: {mark}, ms", "decode", "plain", f"alone_{mark}_ms")
+    for what in ("saving", "loading"):
+        for kind, label in (("all", ""), ("alone", ", nothing else in them"), ("mixed", ", with an arrived prompt")):
+            for mark in ("p50", "p99"):
+                row(f"decode steps beside {what}{label}: {mark}, ms", "decode", what, f"{kind}_{mark}_ms")
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    """This bench's command line."""
+    engine = argparse.ArgumentParser(
+        prog="engine",
+        description=f"First tokens and decode steps of vLLM alone, with OffloadingConnector and with kvloft, on one GPU. {STATUS}",
+    )
+    connectors, phases = ("none", "native", "kvloft"), ("cold", "ttft", "wave", "decode", "attached", "startup")
+    engine.add_argument(
+        "--connectors", type=some_of(*connectors), default=list(connectors), help=f"which of {','.join(connectors)} (default all)"
+    )
+    engine.add_argument(
+        "--phases", type=some_of(*phases), default=list(phases[:-2]),
+        help="which of cold (first tokens of new prompts), ttft (of known ones), wave (eight prompts at once), decode (steps "
+        "alone, beside saves and beside loads), attached (new prompts with the connector and without it, in one process), startup "
+        "(saves that fail while host memory is pinned; first, or alone); default all but the last two",
+    )  # fmt: skip
+    engine.add_argument(
+        "--context", type=whole(2048, 40000), default=32768, help="tokens of a long prompt, 2048 to 40000 (default 32768)"
+    )
+    engine.add_argument("--kv-heads", type=int, choices=(1, 2, 4, 8, 16, 32), default=8, help="KV heads of the model (default 8)")
+    engine.add_argument("--one-by-one", action="store_true", help="one engine after the other, which takes less GPU memory")
+    add_sizes(engine, blocks=9000, host_gib=40)
+    return engine
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure engines; 1 where one of them failed, 2 where none can run."""
+    args, screen = parser().parse_args(argv), console()
+    model = {"num_key_value_heads": args.kv_heads}
+    try:
+        room = fit_together(len(args.connectors), args.blocks, model, gpu_bytes())
+    except UnsupportedError as error:
+        print(f"kvloft: the engine bench cannot run here: {error}", file=sys.stderr)
+        return 2
+    together = room and not args.one_by_one
+    if not together:
+        screen.print("One engine after the other: what changes on the machine meanwhile counts as their difference.", style="dim")
+    options = {"num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "context": args.context, "model": model}
+    try:
+        with screen.status("starting") as status:
+            results = run(
+                connectors=args.connectors, phases=args.phases, options=options, log_dir=Path(args.logs), timeout_s=args.timeout,
+                together=together, progress=status.update,
+            )  # fmt: skip
+    except UnsupportedError as error:
+        print(f"kvloft: there is nothing to measure: {error}", file=sys.stderr)
+        return 2
+    screen.print(table_of(table(results)))
+    write(args.json, results)
+    failed = [name for name, result in results.items() if "error" in result]
+    for name in failed:
+        print(f"kvloft: {name} {results[name]['error']}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,277 @@
+"""One engine with one connector (or none), measured in a process of its own: `python -m benches.gpu.engine_child NAME JSON`.
+
+Everything measured is a turn (`turns`), taken while the other engines on the GPU are idle. Prints one line `RESULT {...}` after
+each phase, and `PHASE name` before.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benches.gpu.attached import compare
+from benches.gpu.cold import cold_prompt, cold_wave, forward_parts, medians, milliseconds, wave
+from benches.gpu.llama import Engine, worker_totals
+from benches.gpu.parts import Parts
+from benches.gpu.turns import Turns
+
+LANDED_S = 0.1
+"""After a turn: what it saved is on its way, and must not run beside the next engine's turn."""
+
+
+@contextmanager
+def turn(turns: Turns) -> Iterator[None]:
+    """This engine's next turn, with nothing of it left on the link at its end."""
+    with turns.mine():
+        yield
+        time.sleep(LANDED_S)
+
+
+def wait_pinned(engine: Engine, options: dict[str, Any]) -> None:
+    """Until kvloft's host memory is pinned: seconds after the first request. OffloadingConnector pins before it starts."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if options["name"] == "kvloft":
+        engine.ttft(engine.prompt(64))
+        mover = get_kv_transfer_group()._worker.core._mover
+        getattr(mover, "wait_pinned", lambda timeout: None)(120.0)
+
+
+def load_trace(options: dict[str, Any]) -> Any:
+    """A `LoadTrace` around kvloft's mover if ``options`` ask for one."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    if not options.get("trace") or options["name"] != "kvloft":
+        return None
+    from benches.gpu.trace import LoadTrace
+
+    return LoadTrace(get_kv_transfer_group()._worker.core._mover)
+
+
+def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
+    """From the connector after the GPU's cache was emptied, and at once again from HBM; cold too (compare `phase_cold`'s)."""
+    context = options["context"]
+    with turn(turns):
+        engine.ttft(engine.prompt(2048))
+        engine.ttft(engine.prompt(context))
+        engine.settle()
+    prompts = [engine.prompt(context) for _ in range(2)]
+    before = worker_totals()
+    cold, warm, hits = [], list[tuple[float, tuple[int, float], int]](), []
+    for prompt in prompts:
+        with turn(turns):
+            cold.append(engine.ttft(prompt))
+            engine.settle()
+    trace, traced = load_trace(options), list[dict[str, Any]]()
+    middle = before
+    for _ in range(options.get("rounds", 4)):
+        with turn(turns):
+            if options["name"] != "none":
+                engine.empty_gpu_cache()
+        middle = worker_totals()
+        for prompt in prompts:
+            with turn(turns):
+                if trace is not None:
+                    trace.start()
+                first = engine.ttft(prompt)
+                traced += [trace.summary()] if trace is not None else []
+                if options["name"] != "none":
+                    warm.append(first)
+                hits.append(engine.ttft(prompt))
+    after = worker_totals()
+    found = {name: [row[0] * 1e3 for row in rows] for name, rows in (("cold", cold), ("hbm", hits), ("warm", warm)) if rows}
+    return {
+        "context": context, **{f"{name}_ms": statistics.median(times) for name, times in found.items()},
+        "all_ms": {name: [round(each, 2) for each in times] for name, times in found.items()},
+        "cached_tokens": [row[2] for row in warm], "first_cold": [row[1] for row in cold],
+        "first_hbm": [row[1] for row in hits], "first_warm": [row[1] for row in warm],
+        "kv_bytes": engine.bytes_a_token * (context - 1),
+        "loaded_bytes_last_round": after.get("loaded_bytes", 0) - middle.get("loaded_bytes", 0),
+        "saved_bytes": after.get("saved_bytes", 0) - before.get("saved_bytes", 0), "trace": traced,
+    }  # fmt: skip
+
+
+def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
+    """TTFT of prompts nobody has seen, and what it is made of."""
+    context = options["context"]
+    with turn(turns):
+        for length in (2048, context):
+            engine.ttft(engine.prompt(length))
+        engine.settle()
+    around = forward_parts(engine)
+    seconds, parts = list[float](), list[Parts | None]()
+    for _ in range(options.get("colds", 12)):
+        with turn(turns):
+            one, taken = cold_prompt(engine, engine.prompt(context), around)
+            seconds.append(one)
+            parts.append(taken)
+    around.close()
+    return {
+        "context": context, "cold_ms": statistics.median(seconds) * 1e3, **medians(parts),
+        "all_ms": [round(each * 1e3, 2) for each in seconds], "parts_ms": [milliseconds(each) for each in parts],
+    }  # fmt: skip
+
+
+def phase_wave(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
+    """Eight prompts of half the context at once: cold (others each time), from HBM, and from the connector."""
+    trace = load_trace(options)
+    around = forward_parts(engine)
+    found: dict[str, Any] = {"cold": [], "hbm": None, "warm": []}
+    prompts: list[list[int]] = []
+    parts: list[Parts | None] = []
+    for _ in range(options.get("colds", 12) // 4):
+        prompts = [engine.prompt(options["context"] // 2) for _ in range(8)]
+        with turn(turns):
+            row, taken = cold_wave(engine, prompts, around)
+            found["cold"].append(row)
+            parts.append(taken)
+            engine.settle()
+    around.close()
+    with turn(turns):
+        found["hbm"] = wave(engine, prompts, trace)
+    for _ in range(0 if options["name"] == "none" else options.get("rounds", 4) + 1):
+        with turn(turns):
+            engine.empty_gpu_cache()
+            found["warm"].append(wave(engine, prompts, trace))
+    for kind in ("cold", "warm"):
+        if found[kind]:
+            found[f"{kind}_makespan_ms"] = statistics.median(row["makespan_ms"] for row in found[kind])
+    if found["cold"]:
+        found["cold_parts"] = medians(parts)
+    return found
+
+
+def phase_attached(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
+    """What the connector adds to cold prompts: with it and without it, in this process."""
+    with turn(turns):
+        return compare(engine, options["context"], options.get("colds", 12), options.get("colds", 12) // 2)
+
+
+def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
+    """The first seconds of an engine, while its host memory is being pinned: saves that fail, and how far pinning is."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    rows: list[dict[str, float]] = []
+    begin = time.perf_counter()
+    with turn(turns):
+        while not rows or rows[-1]["at_s"] < options.get("startup_s", 10.0):
+            wave(engine, [engine.prompt(options["context"] // 4) for _ in range(4)])
+            worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+            mover = worker.core._mover if worker is not None else None
+            pinned = getattr(mover, "num_pinned_bytes", 0)
+            rows.append({"at_s": time.perf_counter() - begin, "pinned_gib": pinned / 2**30, **worker_totals()})
+    last = rows[-1]
+    counts = {f"{what}_chunks": last.get(f"{what}_chunks", 0) for what in ("saved", "failed")}
+    return {"rows": rows, "pinned_gib": last["pinned_gib"], **counts}
+
+
+def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
+    """Steps of 16 running requests: alone, while 16k-token prompts arrive and are saved, while they are loaded again."""
+    running = [engine.prompt(1000) for _ in range(16)]
+    num_runs, num_arriving = options.get("rounds", 4), 8
+
+    def run(arriving: Sequence[list[int]]) -> list[tuple[float, str]]:
+        """Seconds of each step from the twentieth on: "alone", or "mixed" if an arrived prompt was in it; "before" any came."""
+        for prompt in running:
+            engine.add([*prompt[:-8], *engine.prompt(8)], 400)
+        queue, pending, steps, count = list(arriving), set[str](), list[tuple[float, str]](), 0
+        while engine.engine.has_unfinished_requests():
+            if count >= 60 and queue and not pending and (count - 60) % 40 == 0:
+                pending.add(engine.add(queue.pop(0), 2))
+            kind = "mixed" if pending else "before" if len(queue) == len(arriving) else "alone"
+            begin = time.perf_counter()
+            outputs = engine.engine.step()
+            steps.append((time.perf_counter() - begin, kind))
+            count += 1
+            for output in outputs:
+                if output.finished:
+                    pending = {name for name in pending if not output.request_id.startswith(name)}
+        return steps[20:]
+
+    found: dict[str, Any] = {}
+    runs: list[dict[str, float]] = []
+    for _ in range(num_runs + 4):
+        with turn(turns):
+            runs.append(_percentiles("alone", [seconds for seconds, _ in run([])]))
+    found["plain"] = _middle(runs)
+    runs, big = [], list[list[int]]()
+    for _ in range(num_runs // 2 + 1):
+        big = [engine.prompt(options["context"] // 2) for _ in range(num_arriving)]
+        with turn(turns):
+            runs.append(_by_kind(run(big)))
+            engine.settle()
+    found["saving"] = _middle(runs)
+    with turn(turns):
+        if options["name"] != "none":
+            engine.empty_gpu_cache()
+        found["loading"] = _by_kind(run(big if options["name"] != "none" else [p[::-1] for p in big]))
+    return found
+
+
+def _middle(runs: Sequence[dict[str, float]]) -> dict[str, Any]:
+    """Of each figure the median over the runs: a run that the host disturbed does not decide a percentile. And all of them."""
+    return {**{name: statistics.median(run[name] for run in runs) for name in runs[0]}, "runs": list(runs)}
+
+
+def _by_kind(steps: Sequence[tuple[float, str]]) -> dict[str, float]:
+    """``all``: every step from the first arrival on, which is what a running request waits for its next token."""
+    kinds = {kind: [seconds for seconds, other in steps if other == kind] for kind in ("alone", "mixed")}
+    every = [seconds for seconds, kind in steps if kind != "before"]
+    return {**_percentiles("all", every), **_percentiles("alone", kinds["alone"]), **_percentiles("mixed", kinds["mixed"])}
+
+
+def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
+    if not seconds:
+        return {}
+    ordered = sorted(seconds)
+    marks = {p: ordered[min(len(ordered) - 1, len(ordered) * p // 100)] * 1e3 for p in (50, 90, 99)}
+    return {
+        **{f"{name}_p{p}_ms": value for p, value in marks.items()},
+        f"{name}_steps": len(seconds),
+        f"{name}_max_ms": ordered[-1] * 1e3,
+    }
+
+
+PHASES: dict[str, Callable[[Engine, Turns, dict[str, Any]], dict[str, Any]]] = {
+    "cold": phase_cold, "ttft": phase_ttft, "wave": phase_wave, "decode": phase_decode,
+    "attached": phase_attached, "startup": phase_startup,
+}  # fmt: skip
+
+
+def main(name: str, options: dict[str, Any]) -> None:
+    """Run the phases that ``options`` ask for on one engine and print the result as JSON."""
+    import vllm
+
+    options["name"] = name
+    begin = time.perf_counter()
+    print("PHASE start", flush=True)
+    engine = Engine(name, options)
+    result: dict[str, Any] = {"name": name, "start_s": time.perf_counter() - begin, "parameters": engine.num_parameters}
+    result["vllm"] = vllm.__version__
+    result["v2_runner"] = bool(getattr(engine.engine.vllm_config, "use_v2_model_runner", False))
+    print("RESULT", json.dumps(result), flush=True)
+    for phase in options["phases"]:
+        if phase != "startup":
+            wait_pinned(engine, options)
+        print("PHASE", phase, flush=True)
+        turns = Turns(Path(options["turns"]) / phase, name, options["names"])
+        begin = time.perf_counter()
+        result[phase] = PHASES[phase](engine, turns, options)
+        result[phase]["phase_s"] = time.perf_counter() - begin
+        turns.leave()
+        print("RESULT", json.dumps(result), flush=True)
+    result["totals"] = worker_totals()
+    print("RESULT", json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)  # an engine's own shutdown may hang on some releases, and everything is printed

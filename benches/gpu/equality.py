@@ -1,0 +1,247 @@
+"""`python -m benches.gpu.equality`: are greedy tokens the same whatever the cache did? Engines side by side on one GPU, compared.
+
+Exact equality can only be asked where vLLM itself is exact: in its batch-invariant mode (with the one norm that breaks it put
+right, see `equality_child`) over Triton attention, whose tiles do not depend on the batch; FlashAttention 3 picks its kernel by
+the longest query of a batch, so the same row may round differently. The reference has no connector and no prefix cache. The
+last engines show how far vLLM is from itself without all that. Timings mean nothing here.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from benches.gpu.engine import CHILD_ENV, ROOT, result_of, shared_gpu
+from benches.gpu.options import STATUS, add_sizes, some_of, table_of
+from kvloft.bench.command import console, gpu_bytes, whole, write
+from kvloft.errors import UnsupportedError
+
+REFERENCE = "reference"
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One engine. ``exact``: its tokens must equal the reference's; else its own first run's are only counted against."""
+
+    what: str
+    connector: str = "kvloft"
+    exact: bool = True
+    llm: Mapping[str, Any] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+_EXACT = {"VLLM_BATCH_INVARIANT": "1"}
+_TRITON = {"attention_backend": "TRITON_ATTN"}
+
+
+def _exact(what: str, layout: str, *, connector: str = "kvloft", **llm: Any) -> Setup:
+    return Setup(what, connector, llm={**_TRITON, **llm}, env={**_EXACT, "VLLM_KV_CACHE_LAYOUT": layout})
+
+
+SETUPS = {
+    REFERENCE: _exact("no connector, no prefix cache", "NHD", connector="none", enable_prefix_caching=False),
+    "hnd": _exact("kvloft, HND", "HND"),
+    "nhd": _exact("kvloft, NHD", "NHD"),
+    "hnd-nopc": _exact("kvloft, HND, no prefix cache", "HND", enable_prefix_caching=False),
+    "nhd-nopc": _exact("kvloft, NHD, no prefix cache", "NHD", enable_prefix_caching=False),
+    "hnd-sync": _exact("kvloft, HND, no async scheduling", "HND", async_scheduling=False),
+    "plain-pc": _exact("no connector, prefix cache", "NHD", connector="none"),
+    "flash": Setup("kvloft, vLLM's defaults (FlashAttention 3)", exact=False),
+    "plain-flash": Setup("no connector, vLLM's defaults (FlashAttention 3)", "none", exact=False),
+    "plain-flash-invariant": Setup("no connector, FlashAttention 3, batch-invariant mode", "none", exact=False, env=_EXACT),
+}
+DEFAULT_SETUPS = tuple(SETUPS)
+SETUPS["hnd-sleep"] = _exact("kvloft, HND, put to sleep", "HND", enable_sleep_mode=True)
+"""For the phase `sleep`, with `reference`."""
+
+
+def options(*, num_blocks: int, host_bytes: int, model: dict[str, Any]) -> dict[str, Any]:
+    """What the engines have in common: a block pool so small that it preempts."""
+    llm = {"max_model_len": 24576, **shared_gpu(num_blocks, model)}
+    return {"num_blocks": num_blocks, "host_bytes": host_bytes, "model": model, "llm": llm}
+
+
+def run(
+    *, setups: Iterable[str], phases: Iterable[str], options: dict[str, Any], log_dir: Path, at_once: int, timeout_s: float,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """{setup: its child's result, or {"error": ...}}; ``at_once`` engines share the GPU."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + timeout_s
+    waiting, running, results = list(setups), dict[str, subprocess.Popen[bytes]](), dict[str, Any]()
+    with tempfile.TemporaryDirectory() as folder:
+        while waiting or running:
+            while waiting and len(running) < at_once:
+                name = waiting.pop(0)
+                asked = {"model_dir": f"{folder}/{name}", "phases": list(phases), "only_first": name == REFERENCE, **options}
+                asked["invariant"] = bool(SETUPS[name].env.keys() & _EXACT.keys())
+                asked["llm"] = {**options.get("llm", {}), **SETUPS[name].llm}
+                running[name] = _start(name, asked, log_dir / f"equality_{name}.log")
+                progress(f"{name} started")
+            time.sleep(0.2)
+            for name, process in list(running.items()):
+                late = time.monotonic() > deadline
+                if process.poll() is not None or late:
+                    if late:
+                        process.kill()
+                        process.wait()
+                    del running[name]
+                    results[name] = result_of(log_dir / f"equality_{name}.log", "timeout" if late else process.returncode)
+                    progress(f"{name} ended with {process.returncode}")
+            if time.monotonic() > deadline:
+                results |= {name: {"error": "no time was left to start it"} for name in waiting}
+                waiting.clear()
+    return {name: results[name] for name in SETUPS if name in results}
+
+
+def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
+    setup = SETUPS[name]
+    settings = [f"{key}={value}" for key, value in {**CHILD_ENV, **setup.env}.items()]
+    child = [sys.executable, "-m", "benches.gpu.equality_child", setup.connector, json.dumps(options)]
+    with log.open("w") as file:
+        return subprocess.Popen(["env", *settings, *child], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What one run of one setup showed."""
+
+    setup: str
+    run: str
+    equal: int | None
+    """Requests whose tokens equal the reference's, of ``total`` (this engine's own first run's if it is not exact)."""
+    total: int
+    preemptions: int
+    loaded: int
+    """Chunks loaded and compared with the pages that a forward computed; ``differing`` of them were not the same."""
+    differing: int
+    resaved: str
+    problem: str
+
+
+def judge(results: Mapping[str, Any]) -> list[Row]:
+    """One row a run; a row with a problem fails the check."""
+    wanted = results.get(REFERENCE, {}).get("phases", {})
+    rows: list[Row] = []
+    for name, result in results.items():
+        for phase, runs in result.get("phases", {}).items():
+            first: dict[str, Any] = next(iter((wanted.get(phase, {}) if SETUPS[name].exact else runs).values()), {})
+            reference = first.get("tokens")
+            rows += [_row(name, f"{phase} {run}", found, reference) for run, found in runs.items()]
+    return rows
+
+
+def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int]] | None) -> Row:
+    tokens, audit, moved = found["tokens"], found["audit"], found["moved"]
+    equal = None if reference is None else sum(a == b for a, b in zip(tokens, reference, strict=True))
+    differing = audit.get("loaded_differing", 0)
+    problems: list[str] = []
+    if run.endswith("skipped_load"):
+        if equal is not None and equal * 2 > len(tokens):
+            problems.append("tokens do not depend on the loaded KV")
+        if audit.get("loaded", 0) and not differing:
+            problems.append("the audit saw nothing")
+    else:
+        if SETUPS[name].exact and equal != len(tokens):
+            problems.append("tokens differ")
+        if differing or audit.get("unknown", 0):
+            problems.append("loaded pages differ or are unknown")
+        if SETUPS[name].exact and audit.get("resaved_differing", 0):
+            problems.append("recomputed pages differ")
+        if audit and run.endswith(("warm", "backwards")) and not (audit["loaded"] and moved.get("loaded_bytes")):
+            problems.append("nothing was loaded")
+    if moved.get("bad_chunks"):
+        problems.append("tags failed")
+    resaved = f"{audit.get('resaved_differing', 0)} of {audit.get('resaved', 0)}" if audit else "-"
+    return Row(name, run, equal, len(tokens), found["preemptions"], audit.get("loaded", 0), differing, resaved, "; ".join(problems))
+
+
+def problems(results: Mapping[str, Any]) -> list[str]:
+    """Why the check fails; empty if it does not."""
+    found = [f"{name}: {result['error']}" for name, result in results.items() if "error" in result]
+    rows = judge(results)
+    found += [f"{row.setup}, {row.run}: {row.problem}" for row in rows if row.problem]
+    if any(row.run.startswith("crowd") for row in rows) and not any(row.preemptions for row in rows if row.setup != REFERENCE):
+        found.append("no request was ever preempted")
+    return found
+
+
+def summary(results: Mapping[str, Any]) -> dict[str, Any]:
+    """What is worth keeping: everything but the tokens themselves."""
+    rows = judge(results)
+    setups = {
+        name: {
+            "what": SETUPS[name].what,
+            **{key: value for key, value in result.items() if key != "phases"},
+            "runs": [asdict(row) for row in rows if row.setup == name],
+        }
+        for name, result in results.items()
+    }
+    return {"setups": setups, "problems": problems(results)}
+
+
+def table(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Head and rows of everything that was run."""
+    head = ("engine", "run", "tokens equal", "preempted", "chunks loaded", "differing", "recomputed differing", "")
+    body = [
+        (
+            SETUPS[row.setup].what, row.run, "-" if row.equal is None else f"{row.equal} of {row.total}", str(row.preemptions),
+            str(row.loaded), str(row.differing), row.resaved, row.problem,
+        )
+        for row in judge(results)
+    ]  # fmt: skip
+    return [head, *body]
+
+
+def parser() -> argparse.ArgumentParser:
+    """This bench's command line."""
+    equality = argparse.ArgumentParser(
+        prog="equality",
+        description=f"Compares greedy tokens, and loaded pages byte for byte, with those of vLLM without any cache. {STATUS}",
+    )
+    equality.add_argument(
+        "--setups", type=some_of(*SETUPS), default=list(DEFAULT_SETUPS),
+        help="which engines, in this order (default all but hnd-sleep; a wrong name lists them)",
+    )  # fmt: skip
+    equality.add_argument(
+        "--phases", type=some_of("prompts", "crowd", "load", "sleep"), default=["prompts", "crowd", "load"],
+        help="which of prompts, crowd, load, sleep (default the first three)",
+    )  # fmt: skip
+    equality.add_argument("--at-once", type=whole(1, 16), default=3, help="engines that share the GPU (default 3)")
+    equality.add_argument("--layers", type=whole(1, 128), default=32, help="layers of the model (default 32)")
+    add_sizes(equality, blocks=2000, host_gib=16)
+    return equality
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare tokens and pages; 1 where any was not as it must be, 2 where nothing can be compared."""
+    args, screen = parser().parse_args(argv), console()
+    try:
+        gpu_bytes()
+    except UnsupportedError as error:
+        print(f"kvloft: the equality bench cannot run here: {error}", file=sys.stderr)
+        return 2
+    model = {"num_hidden_layers": args.layers}
+    results = run(
+        setups=args.setups, phases=args.phases,
+        options=options(num_blocks=args.blocks, host_bytes=args.host_gib << 30, model=model), log_dir=Path(args.logs),
+        at_once=args.at_once, timeout_s=args.timeout, progress=lambda text: screen.print(text, style="dim"),
+    )  # fmt: skip
+    screen.print(table_of(table(results)))
+    write(args.json, summary(results))
+    found = problems(results)
+    for problem in found:
+        print(f"kvloft: {problem}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,216 @@
+"""One engine's greedy tokens under everything that could change them: `python -m benches.gpu.equality_child NAME JSON`.
+
+Prompts one at a time (cold, from HBM, from the connector, with loads that copy nothing), many at once in a block pool that
+preempts, and 200 random requests. Before each warm run the prefix cache is emptied and the paged KV overwritten with noise, so
+that only bytes which were loaded can give the same tokens. Prints `RESULT {...}` after each phase.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from benches.gpu.audit import PageAudit, paged_kv, poison
+from benches.gpu.llama import Engine, apply_model, prompt_of, sharpen, worker_totals
+
+LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
+
+
+def make_norm_invariant() -> None:
+    """Let vLLM's batch-invariant mode keep its word for the norm that adds a residual.
+
+    It calls a CUDA kernel whose block size, and so whose order of summing, depends on whether a step has 256 tokens: the row of
+    a decoding request then rounds differently beside a prefill (vLLM 0.26.0).
+    """
+    from vllm.model_executor.layers import layernorm
+
+    plain = getattr(layernorm, "rms_norm_batch_invariant", None)
+    if plain is None:
+        return
+
+    def norm(value: Any, weight: Any, eps: float = 1e-6, residual: Any = None) -> Any:
+        if residual is None:
+            return plain(value, weight, eps)
+        residual = value + residual
+        return plain(residual, weight, eps), residual
+
+    layernorm.rms_norm_batch_invariant = norm
+
+
+class Subject:
+    """The engine, its audit if kvloft is the connector, and how often its scheduler preempted."""
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        if options.get("invariant"):
+            make_norm_invariant()
+        self.engine = Engine(name, options)
+        self.scale = options.get("scale", 1.0)
+        self.only_first = bool(options.get("only_first"))
+        self.scheduler = self.engine.engine.engine_core.engine_core.scheduler
+        self.num_preemptions = 0
+        preempt = self.scheduler._preempt_request
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            self.num_preemptions += 1
+            return preempt(*args, **kwargs)
+
+        self.scheduler._preempt_request = counted
+        self.has_prefix_cache = bool(self.engine.engine.vllm_config.cache_config.enable_prefix_caching)
+        self._tensors = paged_kv(self.engine.engine)
+        self._num_poisoned = 0
+        self.audit: PageAudit | None = None
+        if name == "kvloft":
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            self.engine.settle()
+            worker = get_kv_transfer_group()._worker
+            mover = worker.core._mover
+            getattr(mover, "wait_pinned", lambda timeout: None)(60.0)
+            self.audit = PageAudit(mover, self._tensors)
+
+    def prompt(self, rng: random.Random, num_tokens: int) -> list[int]:
+        return prompt_of(rng, max(2, int(num_tokens * self.scale)))
+
+    def empty_hbm(self) -> None:
+        """Nothing in HBM can be hit, and every page of it is wrong."""
+        for _ in range(50):
+            self.engine.settle()
+            if not self.has_prefix_cache or self.engine.llm.reset_prefix_cache():
+                break
+        else:
+            raise RuntimeError("the prefix cache could not be emptied")
+        self._num_poisoned += 1
+        poison(self._tensors, self._num_poisoned)
+
+    def measured(self, runs: dict[str, Callable[[], list[tuple[int, ...]]]]) -> dict[str, Any]:
+        """Each run's tokens (the first's only, of a reference), with what was moved, audited and preempted meanwhile."""
+        found: dict[str, Any] = {}
+        for name, run in list(runs.items())[: 1 if self.only_first else None]:
+            before, preempted, begin = worker_totals(), self.num_preemptions, time.perf_counter()
+            row: dict[str, Any] = {"tokens": run()}
+            row["seconds"] = time.perf_counter() - begin
+            after = worker_totals()
+            row["preemptions"] = self.num_preemptions - preempted
+            row["moved"] = {key: after[key] - before.get(key, 0) for key in after}
+            row["audit"] = self.audit.take_counts() if self.audit is not None else {}
+            found[name] = row
+        return found
+
+
+def phase_prompts(subject: Subject) -> dict[str, Any]:
+    """One at a time."""
+    prompts = [subject.prompt(random.Random(n), n) for n in LENGTHS]
+
+    def one_by_one() -> list[tuple[int, ...]]:
+        return [subject.engine.tokens([prompt], 24)[0] for prompt in prompts]
+
+    def twice() -> list[tuple[int, ...]]:
+        return [[subject.engine.tokens([prompt], 24)[0] for _ in range(2)][1] for prompt in prompts]
+
+    def warm() -> list[tuple[int, ...]]:
+        subject.empty_hbm()
+        return one_by_one()
+
+    runs = {"cold": one_by_one}
+    if subject.has_prefix_cache:
+        runs["hbm"] = twice
+    if subject.has_prefix_cache or subject.audit is not None:
+        runs["warm"] = warm
+    if subject.audit is not None:
+        audit = subject.audit
+
+        def skipped() -> list[tuple[int, ...]]:
+            subject.empty_hbm()
+            audit.skip_loads = True
+            try:
+                return one_by_one()
+            finally:
+                audit.skip_loads = False
+
+        runs["skipped_load"] = skipped
+    return subject.measured(runs)
+
+
+def phase_crowd(subject: Subject) -> dict[str, Any]:
+    """More decoding at once than the block pool holds, so that requests are preempted and come back."""
+    rng = random.Random(5)
+    prompts = [subject.prompt(rng, rng.randrange(300, 1000)) for _ in range(56)]
+
+    def at_once() -> list[tuple[int, ...]]:
+        return subject.engine.tokens(prompts, 160)
+
+    def warm() -> list[tuple[int, ...]]:
+        subject.empty_hbm()
+        return at_once()
+
+    return subject.measured({"cold": at_once, "warm": warm})
+
+
+def phase_load(subject: Subject) -> dict[str, Any]:
+    """200 random requests with shared beginnings, then the same in the opposite order after HBM was emptied."""
+    rng = random.Random(11)
+    stems = [subject.prompt(rng, rng.randrange(500, 4000)) for _ in range(12)]
+    longest = int(4000 * subject.scale)
+    prompts = [rng.choice(stems)[: rng.randrange(100, longest)] + subject.prompt(rng, rng.randrange(10, 300)) for _ in range(200)]
+
+    def backwards() -> list[tuple[int, ...]]:
+        subject.empty_hbm()
+        return subject.engine.tokens(prompts[::-1], 32)[::-1]
+
+    return subject.measured({"first": lambda: subject.engine.tokens(prompts, 32), "backwards": backwards})
+
+
+def phase_sleep(subject: Subject) -> dict[str, Any]:
+    """Prompts whose saves are still under way when the engine is put to sleep; woken up, it must answer as ever."""
+    prompts = [subject.prompt(random.Random(100 + n), 3000) for n in range(8)]
+
+    def tokens() -> list[tuple[int, ...]]:
+        if subject.engine.engine.vllm_config.model_config.enable_sleep_mode:
+            for level in (1, 2, 1):
+                subject.engine.tokens(prompts, 1)
+                subject.engine.llm.sleep(level=level)
+                subject.engine.llm.wake_up()
+                if level == 2:
+                    apply_model(subject.engine.llm, sharpen)  # the weights were given up
+            subject.empty_hbm()
+        return subject.engine.tokens(prompts, 24)
+
+    return subject.measured({"first": tokens})
+
+
+PHASES: dict[str, Callable[[Subject], dict[str, Any]]] = {
+    "prompts": phase_prompts,
+    "crowd": phase_crowd,
+    "load": phase_load,
+    "sleep": phase_sleep,
+}
+
+
+def main(name: str, options: dict[str, Any]) -> None:
+    """Run the phases that ``options`` ask for and print what came out as JSON."""
+    begin = time.perf_counter()
+    subject = Subject(name, options)
+    config = subject.engine.engine.vllm_config
+    result: dict[str, Any] = {
+        "start_s": time.perf_counter() - begin, "parameters": subject.engine.num_parameters,
+        "async_scheduling": bool(config.scheduler_config.async_scheduling),
+        "cudagraphs": str(config.compilation_config.cudagraph_mode),
+        "kv_strides": list(paged_kv(subject.engine.engine)[0].stride()),
+        "v2_runner": bool(getattr(config, "use_v2_model_runner", False)), "phases": {},
+    }  # fmt: skip
+    for phase in options["phases"]:
+        result["phases"][phase] = PHASES[phase](subject)
+        if subject.audit is not None:
+            subject.audit.forget()
+        print("RESULT", json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)  # an engine's own shutdown may hang on some releases, and everything is printed

@@ -1,0 +1,155 @@
+"""An 8B Llama shape with random weights made sharp, served by vLLM in this process: what the engine benches measure.
+
+Sharp: attention logits have a spread of several units, so that the next token depends on single tokens of the prompt, and so on
+the KV that was loaded. It must not know what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benches.gpu.peers import CONNECTORS
+
+MODEL = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+    "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "attention_bias": False,
+    "mlp_bias": False,
+}  # fmt: skip
+SHARPNESS = 2.5
+"""Standard deviation of queries' and keys' entries; its square is that of the attention logits."""
+
+
+def sharpen(model: Any) -> int:
+    """Random weights of unit gain in place, the same for the same architecture; returns how many parameters there are."""
+    import torch
+
+    config = model.config
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    parameters = sorted(model.named_parameters())
+    generator = torch.Generator(device=parameters[0][1].device).manual_seed(20)
+    count = 0
+    for name, parameter in parameters:
+        count += parameter.numel()
+        if parameter.dim() < 2:
+            parameter.data.fill_(1.0)
+            continue
+        fan_in = 1.0 if "embed_tokens" in name else float(parameter.shape[-1])
+        parameter.data.normal_(0.0, fan_in**-0.5, generator=generator)
+        if "qkv_proj" in name:
+            q_and_k = parameter.shape[0] * (heads + kv_heads) // (heads + 2 * kv_heads)
+            parameter.data[:q_and_k] *= SHARPNESS
+        if "lm_head" in name:
+            parameter.data *= 4.0
+    return count
+
+
+class Engine:
+    """vLLM in this process, and the few things the phases do with it."""
+
+    def __init__(self, name: str, options: dict[str, Any]) -> None:
+        from vllm.config import KVTransferConfig
+
+        from vllm import LLM, SamplingParams
+
+        folder = Path(options["model_dir"])
+        folder.mkdir(parents=True, exist_ok=True)
+        model = {**MODEL, **options.get("model", {})}
+        (folder / "config.json").write_text(json.dumps(model))
+        settings: dict[str, Any] = {
+            "model": str(folder), "skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16",
+            "max_model_len": 40960, "max_num_batched_tokens": 8192, "max_num_seqs": 64, "gpu_memory_utilization": 0.62,
+            "num_gpu_blocks_override": options["num_blocks"], "generation_config": "vllm", "enable_prefix_caching": True,
+            "disable_log_stats": True, "seed": 0,
+            "compilation_config": {
+                "mode": 0,
+                "cudagraph_mode": "FULL_DECODE_ONLY",
+                "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64],
+            },
+        }  # fmt: skip
+        transfer = {
+            "none": None,
+            "native": {"kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+                       "kv_connector_extra_config": {"cpu_bytes_to_use": options["host_bytes"]}},
+            "kvloft": {"kv_connector": "KVLoftConnector", "kv_connector_module_path": "kvloft.vllm.connector", "kv_role": "kv_both",
+                       "kv_load_failure_policy": "recompute",
+                       "kv_connector_extra_config": {"host_size": options["host_bytes"], **options.get("extra", {})}},
+            **CONNECTORS,
+        }[name]  # fmt: skip
+        settings.update(options.get("llm", {}))
+        if transfer is not None:
+            settings["kv_transfer_config"] = KVTransferConfig(**transfer)
+        self.sampling = SamplingParams
+        self.llm = LLM(**settings)
+        self.num_parameters = apply_model(self.llm, sharpen)[0]
+        self.engine = self.llm.llm_engine
+        self.block_tokens = 16
+        self._random = random.Random(7)
+        self._next = 0
+        self.bytes_a_token = model["num_hidden_layers"] * 2 * model["num_key_value_heads"] * model["head_dim"] * 2
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        return [self._random.randrange(10, 128000) for _ in range(num_tokens)]
+
+    def params(self, max_tokens: int, **more: Any) -> Any:
+        return self.sampling(max_tokens=max_tokens, temperature=0, detokenize=False, ignore_eos=True, **more)
+
+    def ttft(self, prompt: list[int]) -> tuple[float, tuple[int, float], int]:
+        """(seconds, (token, its logprob), tokens that were cached)."""
+        begin = time.perf_counter()
+        output = self.llm.generate([{"prompt_token_ids": prompt}], self.params(1, logprobs=1), use_tqdm=False)[0]
+        seconds = time.perf_counter() - begin
+        first = output.outputs[0]
+        return seconds, (first.token_ids[0], round(next(iter(first.logprobs[0].values())).logprob, 5)), output.num_cached_tokens
+
+    def tokens(self, prompts: Sequence[list[int]], max_tokens: int) -> list[tuple[int, ...]]:
+        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], self.params(max_tokens), use_tqdm=False)
+        return [tuple(output.outputs[0].token_ids) for output in outputs]
+
+    def add(self, prompt: list[int], max_tokens: int) -> str:
+        self._next += 1
+        name = f"bench{self._next}"
+        self.engine.add_request(name, {"prompt_token_ids": prompt}, self.params(max_tokens))
+        return name
+
+    def settle(self) -> None:
+        """Let saves land: small requests keep the engine stepping."""
+        for _ in range(4):
+            self.ttft(self.prompt(40))
+            time.sleep(0.1)
+
+    def empty_gpu_cache(self) -> None:
+        """Nothing in HBM can be hit any more; what the connector keeps stays. Raises RuntimeError where vLLM will not."""
+        for _ in range(50):
+            self.settle()
+            if self.llm.reset_prefix_cache():
+                return
+        raise RuntimeError("vLLM's prefix cache could not be emptied: some blocks are never freed")
+
+
+def apply_model(llm: Any, function: Any) -> list[Any]:
+    """As ``llm.apply_model`` of an engine in this process, unseen by kvloft, which would cache nothing after it.
+
+    All engines that share anything here have the same done to them before their first request.
+    """
+    found: list[Any] = llm.llm_engine.engine_core.engine_core.model_executor.collective_rpc("apply_model", args=(function,))
+    return found
+
+
+def prompt_of(rng: random.Random, num_tokens: int) -> list[int]:
+    """Of its own, so that every connector sees the same whatever ran before."""
+    return [rng.randrange(10, 128000) for _ in range(num_tokens)]
+
+
+def worker_totals() -> dict[str, int]:
+    """What kvloft's worker moved since its start, if that is the connector."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+    return dict(worker.core.lifetime) if worker is not None else {}

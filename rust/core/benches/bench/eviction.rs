@@ -1,0 +1,96 @@
+//! Hit ratio of each policy on a trace, beside LRU's and the optimum. Each request is looked up, leased and saved in a real store.
+//! The optimum knows the future: it keeps what is used soonest, which no policy can beat.
+
+use std::collections::{BTreeSet, HashMap};
+use std::path::Path;
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::key::{ChunkKey, KeyChain};
+use kvloft_core::store::{SaveRange, Store, StoreConfig};
+
+use crate::table::{title, verdict};
+use crate::trace::{Trace, load};
+
+/// Sizes in percent of the unique blocks, and the least that the default policy should find, as a multiple of LRU's hits.
+const SIZES: [(u32, f64); 5] = [(1, 0.98), (5, 1.4), (10, 0.98), (20, 0.98), (50, 0.98)];
+const FRAME_BYTES: u64 = 4096;
+
+pub(crate) fn run(asked: Option<&Path>) {
+    let (name, trace) = load(asked);
+    let unique = trace.iter().flatten().collect::<BTreeSet<_>>().len();
+    let total: usize = trace.iter().map(Vec::len).sum();
+    title(&format!("Eviction: hit ratio on {name}: {} requests, {total} blocks, {unique} unique", trace.len()));
+    println!(
+        "{:>5} {:>8} {:>9} {:>9} {:>9} {:>10} {:>8} {:>7}",
+        "size", "blocks", "optimum", "lru", "lrfu", "lrfu/lru", "target", ""
+    );
+    for (percent, target) in SIZES {
+        let capacity = (unique * percent as usize).div_ceil(100).max(1);
+        let ratio = |hits: usize| hits as f64 / total as f64;
+        let best = ratio(optimum(&trace, capacity));
+        let [lru, ours] = [Eviction::Lru, Eviction::default()].map(|policy| ratio(replay(&trace, capacity, policy)));
+        let more = ours / lru;
+        println!(
+            "{percent:>4}% {capacity:>8} {best:>9.4} {lru:>9.4} {ours:>9.4} {more:>10.3} {target:>8} {:>7}",
+            verdict(more >= target)
+        );
+    }
+}
+
+/// Hits of a store of `capacity` frames.
+fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> usize {
+    let config = StoreConfig {
+        frame_bytes: FRAME_BYTES,
+        host_bytes: capacity as u64 * FRAME_BYTES,
+        blocks_per_chunk: 1,
+        eviction,
+        available_bytes: None,
+        namespace: [0; 32],
+        disk: None,
+    };
+    let store = Store::open(&config).expect("address space for the frames");
+    let mut hits = 0;
+    for ids in trace {
+        let mut chain = KeyChain::new(ChunkKey([7; 32]), 1).expect("a valid chain");
+        chain.append_tokens(ids).expect("room for all ids");
+        let lease = store.acquire(&chain);
+        let start = lease.poll().ready_blocks;
+        hits += start as usize;
+        let range = SaveRange { start, stop: chain.num_blocks(), tail_blocks: 0 };
+        let reserved = store.reserve(&chain, range).expect("the chain has the range");
+        store.commit(reserved.leases);
+    }
+    store.check().expect("the invariants hold");
+    hits
+}
+
+/// Hits of whoever knows the future. A block's parent is used whenever it is, so of two the deeper is never needed sooner,
+/// and presence stays monotone by itself.
+fn optimum(trace: &Trace, capacity: usize) -> usize {
+    let mut next_uses: HashMap<u32, Vec<usize>> = HashMap::new();
+    for (turn, ids) in trace.iter().enumerate().rev() {
+        for &id in ids {
+            next_uses.entry(id).or_default().push(turn);
+        }
+    }
+    let mut cached: HashMap<u32, (usize, usize)> = HashMap::new();
+    let mut order: BTreeSet<((usize, usize), u32)> = BTreeSet::new();
+    let mut hits = 0;
+    for ids in trace {
+        hits += ids.iter().take_while(|id| cached.contains_key(id)).count();
+        for (depth, id) in ids.iter().enumerate() {
+            let uses = next_uses.get_mut(id).expect("every id was seen");
+            uses.pop();
+            let rank = (uses.last().copied().unwrap_or(usize::MAX), depth);
+            if let Some(before) = cached.insert(*id, rank) {
+                order.remove(&(before, *id));
+            }
+            order.insert((rank, *id));
+        }
+        while cached.len() > capacity {
+            let (_, id) = order.pop_last().expect("as many as are cached");
+            cached.remove(&id);
+        }
+    }
+    hits
+}

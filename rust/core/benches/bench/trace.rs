@@ -1,0 +1,57 @@
+//! Requests to replay: a file of JSON lines with `hash_ids`, one id per prefix block (equal ids mean equal prefixes), or where
+//! there is none a synthetic one: chats of several turns over few system prompts, popular ones more often.
+
+use std::path::Path;
+
+const DEFAULT_TRACE: &str = "../shared/data/conversation_trace.first6000.jsonl";
+
+/// Block ids of each request, in order of arrival.
+pub(crate) type Trace = Vec<Vec<u32>>;
+
+/// The trace asked for, else the default one where it is, else the synthetic one; and its name.
+pub(crate) fn load(asked: Option<&Path>) -> (String, Trace) {
+    // Benches run in the package's folder, traces are named from the repository's.
+    let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
+    let path = root.join(asked.unwrap_or(Path::new(DEFAULT_TRACE)));
+    if asked.is_none() && !path.exists() {
+        return ("a synthetic chat trace".into(), synthetic());
+    }
+    let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    let ids = |line: &str| {
+        let line: serde_json::Value = serde_json::from_str(line).ok()?;
+        line["hash_ids"].as_array()?.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect()
+    };
+    let trace = text.lines().map(ids).collect::<Option<Trace>>();
+    (path.display().to_string(), trace.unwrap_or_else(|| panic!("{}: not a trace", path.display())))
+}
+
+/// Chats of up to 8 turns, a few hundred open at a time; each turn repeats the chat so far and adds some blocks.
+fn synthetic() -> Trace {
+    let mut seed = 1u64;
+    let mut below = |limit: u32| {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        u32::try_from((seed >> 33) % u64::from(limit)).expect("below a u32")
+    };
+    let mut next_id = 1000;
+    let mut chats: Vec<Vec<u32>> = Vec::new();
+    let mut trace = Trace::new();
+    for _ in 0..6000 {
+        if chats.len() < 300 || below(4) == 0 {
+            // Small numbers are much likelier: a product of two uniform ones.
+            let system = below(40) * below(40) / 40;
+            chats.push((0..4).map(|at| system * 4 + at).collect());
+        }
+        // Young chats go on more often than old ones.
+        let age = below(30) * below(30) % u32::try_from(chats.len()).expect("few chats");
+        let at = chats.len() - 1 - age as usize;
+        for _ in 0..=below(8) {
+            next_id += 1;
+            chats[at].push(next_id);
+        }
+        trace.push(chats[at].clone());
+        if below(8) == 0 {
+            chats.remove(at);
+        }
+    }
+    trace
+}

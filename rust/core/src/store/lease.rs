@@ -1,0 +1,104 @@
+//! Leases as guards: dropping a write lease aborts it, dropping a read lease unpins (I5).
+//!
+//! They hold on to the store's inside, so that a lease may outlive its `Store`. They must not know how frames are found.
+
+use std::fmt;
+use std::sync::{Arc, Mutex, PoisonError};
+
+use super::inner::Inner;
+use super::load::{Held, LeasedFrame, Progress};
+use super::save::Reservation;
+use crate::evict::ChunkId;
+
+/// A frame reserved for one chunk, until [`crate::store::Store::commit`] takes it or it is dropped.
+#[must_use = "dropping a write lease aborts it"]
+pub struct WriteLease {
+    /// None once it was committed.
+    store: Option<Arc<Inner>>,
+    id: ChunkId,
+    reservation: Reservation,
+}
+
+impl WriteLease {
+    pub(crate) fn new(store: Arc<Inner>, id: ChunkId, reservation: Reservation) -> Self {
+        Self { store: Some(store), id, reservation }
+    }
+
+    /// Which chunk goes where.
+    pub fn reservation(&self) -> &Reservation {
+        &self.reservation
+    }
+
+    /// Whether it belongs to the store whose inside this is.
+    pub(crate) fn is_of(&self, store: &Arc<Inner>) -> bool {
+        self.store.as_ref().is_some_and(|own| Arc::ptr_eq(own, store))
+    }
+
+    /// Ends the lease without aborting it: the caller commits the chunk.
+    pub(crate) fn disarm(mut self) -> ChunkId {
+        self.store = None;
+        self.id
+    }
+}
+
+impl Drop for WriteLease {
+    fn drop(&mut self) {
+        if let Some(store) = self.store.take() {
+            store.with_books(|state| state.abort(self.id));
+        }
+    }
+}
+
+impl fmt::Debug for WriteLease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WriteLease").field("reservation", &self.reservation).finish_non_exhaustive()
+    }
+}
+
+/// Pins on a prefix. Chunks behind its host part may still be on their way from disk.
+#[must_use = "dropping a read lease unpins its frames"]
+pub struct ReadLease {
+    store: Arc<Inner>,
+    /// None once it was released, or if the store had failed when it was taken.
+    held: Mutex<Option<Held>>,
+}
+
+impl ReadLease {
+    pub(crate) fn new(store: Arc<Inner>, held: Option<Held>) -> Self {
+        Self { store, held: Mutex::new(held) }
+    }
+
+    /// How much is ready and how much is still being read. Never blocks on I/O.
+    pub fn poll(&self) -> Progress {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let progress = held.as_mut().and_then(|held| self.store.with_books(|state| state.poll(held)));
+        progress.unwrap_or_default()
+    }
+
+    /// Frames of every chunk that is ready now, in order.
+    pub fn frames(&self) -> Vec<LeasedFrame> {
+        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
+        let frames = held.as_mut().and_then(|held| self.store.with_books(|state| state.frames(held)));
+        frames.unwrap_or_default()
+    }
+
+    /// Unpins, as dropping does; again does nothing.
+    pub fn release(&self) {
+        let held = self.held.lock().unwrap_or_else(PoisonError::into_inner).take();
+        if let Some(held) = held {
+            self.store.with_books(|state| state.release(held));
+        }
+    }
+}
+
+impl Drop for ReadLease {
+    fn drop(&mut self) {
+        self.release();
+    }
+}
+
+impl fmt::Debug for ReadLease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ReadLease").field("progress", &self.poll()).finish_non_exhaustive()
+    }
+}

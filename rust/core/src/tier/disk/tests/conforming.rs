@@ -1,0 +1,149 @@
+//! The suite of every local tier, over this one on sound and on sick files, and over the one in memory.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+
+use proptest::prelude::*;
+
+use super::super::faults::{Call, EIO, ENOSPC, EROFS, Fault, FaultFiles, Rule, du};
+use super::*;
+use crate::tier::conformance::{Op, Opened, Place, check};
+use crate::tier::memory::MemoryTier;
+
+const SLOTS: u32 = 6;
+
+#[derive(Debug, Default)]
+struct OnFiles {
+    dir: Option<tempfile::TempDir>,
+    files: FaultFiles,
+    /// Whether faults that say nothing and damage may come too.
+    is_liar: bool,
+    may_lose: AtomicBool,
+}
+
+impl OnFiles {
+    fn new(is_liar: bool) -> Self {
+        let dir = tempfile::tempdir().expect("a directory");
+        let files = FaultFiles::new(1);
+        files.watch(dir.path());
+        Self { dir: Some(dir), files, is_liar, ..Self::default() }
+    }
+
+    fn config(&self) -> DiskConfig {
+        config(self.dir.as_ref().expect("made").path(), SLOTS)
+    }
+}
+
+impl Place for OnFiles {
+    fn frame_bytes(&self) -> usize {
+        usize::try_from(FRAME).expect("small")
+    }
+
+    fn capacity(&self) -> usize {
+        SLOTS as usize
+    }
+
+    fn open(&self) -> Opened {
+        let (tier, found) = DiskTier::open_with_files(&self.config(), &self.files).expect("opens");
+        (Arc::new(tier), found)
+    }
+
+    fn fault(&self, which: Option<u32>) {
+        const READS: &[Call] = &[Call::Read];
+        const WRITES: &[Call] = &[Call::Write];
+        const BOTH: &[Call] = &[Call::Read, Call::Write];
+        self.files.heal();
+        let Some(which) = which else { return };
+        let at = which as usize / 16;
+        let rule = match which % 16 {
+            0 => Rule::new(Fault::Refuse(EIO)).on(WRITES),
+            1 => Rule::new(Fault::Refuse(ENOSPC)).chance(100),
+            2 => Rule::new(Fault::Refuse(EROFS)),
+            3 => Rule::new(Fault::Refuse(EIO)).on(READS),
+            4 => Rule::new(Fault::Refuse(EIO)).on(BOTH).chance(80),
+            5 => Rule::new(Fault::Short(1 + at % 5000)).on(BOTH),
+            6 => Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index.dat").chance(128),
+            7 => Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("frames.dat").chance(128),
+            _ if !self.is_liar => return,
+            8 | 9 => Rule::new(Fault::Torn(at % 9000, Some(EIO))).chance(128),
+            10 | 11 => Rule::new(Fault::Torn(at % 9000, None)).chance(128),
+            12 | 13 => Rule::new(Fault::Lost).on(WRITES).chance(128),
+            14 => Rule::new(Fault::Flip(at)).on(READS).chance(128),
+            _ => Rule::new(Fault::Flip(at)).on(WRITES).chance(128),
+        };
+        self.may_lose.fetch_or(which % 16 >= 8, Ordering::SeqCst);
+        self.files.inject(rule);
+    }
+
+    fn may_lose(&self) -> bool {
+        self.may_lose.load(Ordering::SeqCst)
+    }
+}
+
+#[derive(Debug)]
+struct InMemory(Mutex<Arc<MemoryTier>>);
+
+impl InMemory {
+    fn tier(&self) -> Arc<MemoryTier> {
+        Arc::clone(&self.0.lock().unwrap())
+    }
+}
+
+impl Place for InMemory {
+    fn frame_bytes(&self) -> usize {
+        64
+    }
+
+    fn capacity(&self) -> usize {
+        SLOTS as usize
+    }
+
+    fn open(&self) -> Opened {
+        let (tier, found) = self.tier().reopen();
+        *self.0.lock().unwrap() = Arc::clone(&tier);
+        (tier, found)
+    }
+
+    fn fault(&self, which: Option<u32>) {
+        let tier = self.tier();
+        for (bit, flag) in [&tier.fail_writes, &tier.fail_reads, &tier.fail_frees].into_iter().enumerate() {
+            flag.store(which.is_some_and(|which| which >> bit & 1 == 1), Ordering::SeqCst);
+        }
+    }
+}
+
+fn any_ops() -> impl Strategy<Value = Vec<Op>> {
+    prop::collection::vec((any::<u8>(), any::<u32>()).prop_map(|(what, which)| Op::from_numbers(what, which)), 1..120)
+}
+
+fn conforms(place: &dyn Place, ops: &[Op]) -> Result<(), TestCaseError> {
+    check(place, ops).map_err(TestCaseError::fail)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 100, ..ProptestConfig::default() })]
+
+    #[test]
+    fn test_the_tier_in_memory_conforms(ops in any_ops()) {
+        conforms(&InMemory(Mutex::new(MemoryTier::new(SLOTS))), &ops)?;
+    }
+
+    #[test]
+    fn test_a_refusing_disk_conforms(ops in any_ops()) {
+        let place = OnFiles::new(false);
+        conforms(&place, &ops)?;
+        prop_assert!(place.files.most_bytes() <= place.config().cap_bytes);
+        prop_assert!(du(&place.config().dir) <= place.config().cap_bytes);
+    }
+
+    #[test]
+    fn test_a_lying_disk_gives_no_wrong_bytes(ops in any_ops()) {
+        conforms(&OnFiles::new(true), &ops)?;
+    }
+
+    #[test]
+    fn test_a_sound_disk_conforms(ops in any_ops()) {
+        let ops: Vec<_> = ops.into_iter().filter(|op| !matches!(op, Op::Fault(_))).collect();
+        conforms(&OnFiles::new(false), &ops)?;
+    }
+}

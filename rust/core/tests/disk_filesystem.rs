@@ -1,0 +1,244 @@
+//! The disk tier on real file systems in trouble: full, frozen, and become read-only by an error.
+//!
+//! They are mounted here, from files; where that is not possible (no root, no loop device) a test says so and ends.
+
+#![expect(clippy::unwrap_used, reason = "a helper of a test fails by panicking too")]
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::time::Duration;
+
+use kvloft_core::io::direct::PageBuffer;
+use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId};
+use kvloft_core::{ChunkKey, ErrorKind};
+use tempfile::TempDir;
+
+const FRAME: usize = 64 * 1024;
+const HUNG: Duration = Duration::from_secs(60);
+
+fn run(program: &str, args: &[&str]) -> bool {
+    let status = Command::new(program).args(args).stdout(Stdio::null()).stderr(Stdio::null()).status();
+    status.is_ok_and(|status| status.success())
+}
+
+/// A file system of this test's own; unmounted when dropped, whatever was done to it.
+struct Mounted {
+    kind: &'static str,
+    dir: TempDir,
+}
+
+impl Mounted {
+    fn new(kind: &'static str, size_mib: u64) -> Option<Self> {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("mnt")).unwrap();
+        fs::File::create(dir.path().join("image")).unwrap().set_len(size_mib << 20).unwrap();
+        let it = Self { kind, dir };
+        let is_made = kind == "tmpfs" || run("mkfs.ext4", &["-q", "-F", it.path("image").to_str().unwrap()]);
+        if is_made && it.mount(size_mib) {
+            return Some(it);
+        }
+        eprintln!("not run: a {kind} cannot be mounted here");
+        None
+    }
+
+    fn mount(&self, size_mib: u64) -> bool {
+        let (image, mnt, size) = (self.path("image"), self.path("mnt"), format!("size={size_mib}m"));
+        let (image, mnt) = (image.to_str().unwrap(), mnt.to_str().unwrap());
+        match self.kind {
+            "tmpfs" => run("mount", &["-t", "tmpfs", "-o", &size, "none", mnt]),
+            _ => run("mount", &["-o", "loop,errors=remount-ro", image, mnt]),
+        }
+    }
+
+    fn path(&self, name: &str) -> PathBuf {
+        self.dir.path().join(name)
+    }
+
+    fn freeze(&self, flag: &str) -> bool {
+        run("fsfreeze", &[flag, self.path("mnt").to_str().unwrap()])
+    }
+
+    fn config(&self, num_slots: u64) -> DiskConfig {
+        DiskConfig {
+            dir: self.path("mnt/cache"),
+            cap_bytes: 128 * 1024 + num_slots * (FRAME as u64 + 256),
+            frame_bytes: FRAME as u64,
+            namespace: [7; 32],
+            description: "a sick file system".to_owned(),
+        }
+    }
+
+    /// Takes all the room there is, to the last byte.
+    fn fill(&self) -> PathBuf {
+        let path = self.path("mnt/filler");
+        let mut file = fs::File::create(&path).unwrap();
+        for size in [1 << 20, 4096, 1] {
+            while std::io::Write::write_all(&mut file, &vec![1; size]).is_ok() {}
+        }
+        let _ = file.sync_all();
+        path
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        self.freeze("-u");
+        let mnt = self.path("mnt");
+        let _ = run("umount", &[mnt.to_str().unwrap()]) || run("umount", &["-l", mnt.to_str().unwrap()]);
+    }
+}
+
+fn key(i: u32) -> ChunkKey {
+    ChunkKey(*blake3::hash(&i.to_le_bytes()).as_bytes())
+}
+
+fn frame(i: u32) -> PageBuffer {
+    let mut frame = PageBuffer::new(FRAME);
+    blake3::Hasher::new_keyed(&key(i).0).finalize_xof().fill(&mut frame);
+    frame
+}
+
+fn write(tier: &DiskTier, slot: SlotId, i: u32) -> kvloft_core::Result<()> {
+    tier.write(slot, &DiskMeta { key: key(i), parent: ChunkKey([0; 32]), num_blocks: 1, depth: 0 }, &frame(i))
+}
+
+fn put(tier: &DiskTier, i: u32) -> SlotId {
+    let slot = tier.reserve().unwrap();
+    write(tier, slot, i).unwrap();
+    slot
+}
+
+fn is_whole(tier: &DiskTier, slot: SlotId, i: u32) -> bool {
+    let mut into = PageBuffer::new(FRAME);
+    tier.read(slot, &key(i), &mut into).is_ok_and(|()| *into == *frame(i))
+}
+
+fn keys(found: &[DiskEntry]) -> Vec<ChunkKey> {
+    found.iter().map(|entry| entry.key).collect()
+}
+
+/// The result of something that must not hang; a hung file system is thawed first, so that the test can end.
+fn within<T: Send + 'static>(mounted: &Mounted, work: impl FnOnce() -> T + Send + 'static) -> T {
+    let (send, receive) = channel();
+    std::thread::spawn(move || send.send(work()));
+    receive.recv_timeout(HUNG).unwrap_or_else(|_| {
+        mounted.freeze("-u");
+        panic!("it waits for a frozen file system")
+    })
+}
+
+fn full_and_emptied_again(kind: &'static str, size_mib: u64) {
+    let Some(mounted) = Mounted::new(kind, size_mib) else { return };
+    fs::create_dir(mounted.path("mnt/cache")).unwrap();
+    let filler = mounted.fill();
+    for _ in 0..2 {
+        match DiskTier::open(mounted.config(8)) {
+            // Some file systems still have room for a directory and a small file; then there is no slot.
+            Ok((tier, _)) => assert_eq!(tier.reserve(), None),
+            Err(error) => assert_eq!(error.kind(), ErrorKind::Io, "worth another try: {error}"),
+        }
+    }
+    fs::remove_file(filler).unwrap();
+    let (tier, found) = DiskTier::open(mounted.config(8)).unwrap();
+    assert!(found.is_empty());
+    assert_eq!((tier.take_events(), tier.stats().fresh_starts), (Vec::new(), 0), "nothing half made was left");
+    let slots: Vec<_> = (0..8).map(|i| put(&tier, i)).collect();
+    // Full again beside a cache: what is allocated can still be written, read and freed.
+    mounted.fill();
+    tier.free(slots[0]).unwrap();
+    put(&tier, 9);
+    assert!((1..8).all(|i| is_whole(&tier, slots[i as usize], i)));
+    drop(tier);
+    let (_tier, found) = DiskTier::open(mounted.config(8)).unwrap();
+    assert_eq!(keys(&found), (1..8).chain([9]).map(key).collect::<Vec<_>>());
+}
+
+#[test]
+fn test_a_full_ext4_is_worth_another_try() {
+    full_and_emptied_again("ext4", 24);
+}
+
+#[test]
+fn test_a_full_tmpfs_is_worth_another_try() {
+    full_and_emptied_again("tmpfs", 2);
+}
+
+#[test]
+fn test_a_frozen_file_system_holds_up_its_own_calls_only() {
+    let Some(mounted) = Mounted::new("ext4", 24) else { return };
+    let config = mounted.config(8);
+    let tier = Arc::new(DiskTier::open(config.clone()).unwrap().0);
+    let (slot, spare) = (put(&tier, 0), tier.reserve().unwrap());
+    if !mounted.freeze("-f") {
+        eprintln!("not run: this file system cannot be frozen");
+        return;
+    }
+    let (begun, hears) = channel();
+    let writer = Arc::clone(&tier);
+    let hung = std::thread::spawn(move || {
+        begun.send(()).unwrap();
+        write(&writer, spare, 1)
+    });
+    hears.recv().unwrap();
+    // It hangs now or soon; either way the calls below must end.
+    let reader = Arc::clone(&tier);
+    assert!(within(&mounted, move || is_whole(&reader, slot, 0)));
+    let closer = Arc::clone(&tier);
+    within(&mounted, move || {
+        let _ = (closer.stats(), closer.take_events());
+        closer.close();
+    });
+    if !hung.is_finished() {
+        let again = config.clone();
+        let error = within(&mounted, move || DiskTier::open(again).unwrap_err());
+        assert_eq!(error.kind(), ErrorKind::Busy, "two owners: {error}");
+    }
+    assert!(mounted.freeze("-u"));
+    let is_written = hung.join().unwrap().is_ok();
+    drop(tier);
+    let (tier, found) = DiskTier::open(config).unwrap();
+    assert_eq!(found.len(), 1 + usize::from(is_written));
+    assert!(is_whole(&tier, slot, 0));
+}
+
+#[test]
+fn test_a_file_system_that_becomes_read_only_costs_no_chunk() {
+    let Some(mounted) = Mounted::new("ext4", 24) else { return };
+    let config = mounted.config(8);
+    let (tier, _) = DiskTier::open(config.clone()).unwrap();
+    let mut slots: Vec<_> = (0..6).map(|i| put(&tier, i)).collect();
+    slots.push(tier.reserve().unwrap());
+    // The error also loses what did not reach the device yet, as a power loss does.
+    assert!(run("sync", &["-f", mounted.path("mnt").to_str().unwrap()]));
+    if !break_ext4(&mounted.path("mnt")) {
+        eprintln!("not run: the kernel does not break an ext4 on request");
+        return;
+    }
+    for round in 0..20 {
+        assert_eq!(write(&tier, slots[6], 6).unwrap_err().kind(), ErrorKind::Io);
+        tier.free(slots[6]).expect("nothing of it was written");
+        slots[6] = tier.reserve().expect("it came back");
+        assert_eq!(tier.free(slots[round % 6]).unwrap_err().kind(), ErrorKind::Io);
+    }
+    assert_eq!(tier.clear().unwrap_err().kind(), ErrorKind::Io);
+    assert_eq!(tier.stats().slots_used, 6);
+    assert!((0..6).all(|i| is_whole(&tier, slots[i as usize], i)));
+    drop(tier);
+    assert_eq!(DiskTier::open(config.clone()).unwrap_err().kind(), ErrorKind::Io, "worth another try");
+    assert!(run("umount", &[mounted.path("mnt").to_str().unwrap()]) && mounted.mount(24));
+    let (_tier, found) = DiskTier::open(config).unwrap();
+    assert_eq!(keys(&found), (0..6).map(key).collect::<Vec<_>>());
+}
+
+/// Makes an ext4 report an error to itself, upon which it becomes read-only, as after a failed write of its own.
+fn break_ext4(mnt: &Path) -> bool {
+    let output = Command::new("findmnt").args(["-no", "SOURCE", mnt.to_str().unwrap()]).output();
+    let Ok(output) = output else { return false };
+    let device = String::from_utf8_lossy(&output.stdout).trim().trim_start_matches("/dev/").to_owned();
+    fs::write(format!("/sys/fs/ext4/{device}/trigger_fs_error"), "1").is_ok()
+        && fs::write(mnt.join("probe"), "x").is_err()
+}
