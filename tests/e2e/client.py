@@ -205,6 +205,17 @@ class Engine:
         """kvloft's store counters and gauges, right now."""
         return self.call("_scheduler._store.stats")
 
+    def flush(self) -> None:
+        """Until what belongs on disk is there."""
+        assert self.call("_scheduler._store.flush", 60.0 * PACE) is True
+
+    def wait_for_disk(self) -> None:
+        """Until chunks on disk can be found."""
+        deadline = time.monotonic() + 60 * PACE
+        while not self.store()["disk_used"]:
+            assert time.monotonic() < deadline, "the disk tier was not opened again"
+            time.sleep(0.1)
+
     def assert_at_rest(self) -> None:
         """Nothing is pinned, reserved, queued or held: every owner gave back what it had (I5, I8)."""
         state, store = self.state(), self.store()
