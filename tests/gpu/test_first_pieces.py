@@ -1,6 +1,6 @@
 """Pieces of a save or a load that begin on an idle link are small at first, whoever's chunks are in them. Needs no GPU."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
