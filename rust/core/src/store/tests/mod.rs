@@ -2,6 +2,7 @@
 
 mod breaker;
 mod jobs;
+mod steps;
 
 use super::*;
 use crate::evict::Eviction;

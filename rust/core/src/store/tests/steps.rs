@@ -1,0 +1,88 @@
+//! What happens to a store in `jobs`: steps by chance, over prompts that share prefixes.
+
+use proptest::prelude::*;
+
+use crate::key::{KeyChain, root_key};
+
+pub(super) const NUM_PROMPTS: usize = 6;
+pub(super) const PROMPT_BLOCKS: u32 = 6;
+
+#[derive(Debug, Clone)]
+pub(super) enum Step {
+    Reserve {
+        prompt: usize,
+        start: u32,
+        stop: u32,
+        tail: u32,
+    },
+    /// Reserve and commit.
+    Save {
+        prompt: usize,
+        stop: u32,
+    },
+    Settle {
+        nth: usize,
+        commit: bool,
+    },
+    Acquire {
+        prompt: usize,
+        max_reads: u32,
+    },
+    Release {
+        nth: usize,
+    },
+    Discard {
+        prompt: usize,
+        block: usize,
+    },
+    Clear,
+    /// A slice of what is to be forgotten.
+    Forget {
+        budget: usize,
+    },
+    /// Time goes by.
+    Wait {
+        millis: u64,
+    },
+    /// A disk thread asks for a job.
+    Take,
+    /// A job under way goes on: its next I/O, or its outcome is entered.
+    Go {
+        nth: usize,
+        io: Io,
+    },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Io {
+    Works,
+    Fails,
+    Corrupts,
+}
+
+pub(super) fn step() -> impl Strategy<Value = Step> {
+    let io = prop_oneof![6 => Just(Io::Works), 1 => Just(Io::Fails), 1 => Just(Io::Corrupts)];
+    prop_oneof![
+        3 => (0..NUM_PROMPTS, 0..3u32, 1..=PROMPT_BLOCKS, 0..3u32)
+            .prop_map(|(prompt, start, stop, tail)| Step::Reserve { prompt, start, stop, tail }),
+        4 => (0..64usize, prop::bool::weighted(0.85)).prop_map(|(nth, commit)| Step::Settle { nth, commit }),
+        4 => (0..NUM_PROMPTS, 1..=PROMPT_BLOCKS).prop_map(|(prompt, stop)| Step::Save { prompt, stop }),
+        5 => (0..NUM_PROMPTS, prop_oneof![4 => Just(u32::MAX), 1 => 0..4u32])
+            .prop_map(|(prompt, max_reads)| Step::Acquire { prompt, max_reads }),
+        3 => (0..4usize).prop_map(|budget| Step::Forget { budget }),
+        2 => prop_oneof![3 => 0..3_000u64, 1 => 0..70_000u64].prop_map(|millis| Step::Wait { millis }),
+        4 => (0..64usize).prop_map(|nth| Step::Release { nth }),
+        2 => (0..NUM_PROMPTS, 0..PROMPT_BLOCKS as usize).prop_map(|(prompt, block)| Step::Discard { prompt, block }),
+        1 => prop::bool::weighted(0.2).prop_map(|clear| if clear { Step::Clear } else { Step::Take }),
+        10 => Just(Step::Take),
+        16 => (0..64usize, io).prop_map(|(nth, io)| Step::Go { nth, io }),
+    ]
+}
+
+/// Prompts share prefixes: bit d of `prompt` is block d's token.
+pub(super) fn prompt_chain(prompt: usize) -> KeyChain {
+    let mut chain = KeyChain::new(root_key(&[7; 32], None, None).unwrap(), 1).unwrap();
+    let tokens: Vec<u32> = (0..PROMPT_BLOCKS).map(|at| u32::from(prompt >> at & 1 == 1)).collect();
+    chain.append_tokens(&tokens).unwrap();
+    chain
+}
