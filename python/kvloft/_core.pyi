@@ -190,6 +190,8 @@ class Session:
         """Forget everything in every tier, also what is in flight; pinned or reserved frames are freed when their owner ends."""
     def stats(self) -> dict[str, int]:
         """Counters and gauges; see rust/core/src/store/stats.rs for the names."""
+    def limit_frames(self, num_frames: int) -> None:
+        """Take frames below ``num_frames`` only from now on: workers cannot copy to the others yet."""
     def take_events(self) -> list[str]:
         """What a person should see of the disk tier, once each."""
     def flush(self, timeout_s: float) -> bool:

@@ -318,6 +318,9 @@ class ModelStore(Session):
         for entry in list(self.entries.values()):
             self._forget(entry)
 
+    def limit_frames(self, num_frames: int) -> None:
+        self.frame_limit = num_frames
+
     def stats(self) -> dict[str, int]:
         reserved = len(self.tickets)
         return {"frames": self.num_frames, "free": len(self.free), "reserved": reserved, "leases": len(self.open_leases)}

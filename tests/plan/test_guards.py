@@ -131,3 +131,11 @@ def test_what_a_save_reserved_is_given_back_if_its_tail_cannot_be_remembered(mon
     assert not engine.core.plan_loads_only().saves
     assert not engine.store.tickets, "reserved until the engine ends"
     engine.core.close()
+
+
+def test_frames_that_some_rank_cannot_copy_to_are_not_taken() -> None:
+    engine = SymbolicEngine(Setup(num_ranks=2))
+    for rank, num_frames, limit in ((0, 9, 9), (1, 4, 4), (0, 30, 4), (1, 1 << 31, 30)):
+        engine.core.absorb(StepReport(usable_frames=(rank, num_frames)))
+        assert engine.store.frame_limit == limit
+    engine.core.close()

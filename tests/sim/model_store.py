@@ -273,6 +273,9 @@ class ModelStore(model.Session):  # type: ignore[name-defined,misc]
     def take_events(self) -> list[str]:
         return []
 
+    def limit_frames(self, num_frames: int) -> None:
+        raise AssertionError("workers here can copy to every frame")
+
     def stats(self) -> dict[str, int]:
         values = self.entries.values()
         visible = sum(e.visible and e.frame is not None for e in values)

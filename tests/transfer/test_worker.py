@@ -16,7 +16,7 @@ from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
 from kvloft.transfer.frames import part_bytes_for
 from kvloft.transfer.layout import LayoutError, PagedLayout
 from kvloft.transfer.mover import BrokenMover
-from kvloft.transfer.worker import WorkerCore
+from kvloft.transfer.worker import ALL_FRAMES, WorkerCore
 
 CACHES = carve("LBHNC", Sizes())
 BLOCK_BYTES = sum(t[0].numel() * t.element_size() for t in CACHES.values())
@@ -204,6 +204,21 @@ def test_a_mover_hears_before_the_forward_whether_loads_come(store: _core.Sessio
     worker.begin(plan_of(store))
     worker.begin(replace(plan_of(store), loads=()))
     assert heard == [True, False]
+
+
+def test_usable_frames_are_reported_when_they_change(store: _core.Session) -> None:
+    class Pinning(BrokenMover):
+        usable_frames = 0
+
+    mover = Pinning("test")
+    worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)
+    worker.register(CACHES, 7, "test")
+    worker.begin(replace(plan_of(store), saves=(), loads=()))
+    told = []
+    for mover.usable_frames in (0, 0, 5, 5, None, None):
+        report = worker.take_report()
+        told.append(report.usable_frames if report is not None else None)
+    assert told == [(0, 0), None, (0, 5), None, (0, ALL_FRAMES), None]
 
 
 def test_a_worker_that_was_stopped_moves_nothing_any_more(store: _core.Session) -> None:

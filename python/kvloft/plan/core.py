@@ -82,6 +82,8 @@ class SchedulerCore:
         self._next_load_id = 0
         self._loads: dict[int, _Loading] = {}
         self._unsent: list[SavePlan] = []
+        self._usable_frames: dict[int, int] = {}
+        """By rank, where workers said so: how many of the first frames they can copy to."""
         self.counters: Counter[str] = Counter()
         """Since the last `take_counters`: tokens and events, by the names in ``kvloft.vllm.stats``."""
 
@@ -256,6 +258,10 @@ class SchedulerCore:
 
     def absorb(self, report: StepReport) -> None:
         """Settle what the workers report: commit or abort saves, release the pins of loads, forget what failed its check."""
+        if report.usable_frames is not None:
+            rank, num_frames = report.usable_frames
+            self._usable_frames[rank] = num_frames
+            self._store.limit_frames(min(self._usable_frames.values()))
         if report.saved or report.failed:
             num_saved, num_failed = self._store.settle(report.saved, report.failed)
             if num_saved:

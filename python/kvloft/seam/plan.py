@@ -63,8 +63,12 @@ class LoadResult:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What the worker half did: each save ticket is in exactly one of the two tuples, once per rank."""
+    """What the worker half did: each save ticket is in exactly one of the two tuples, once per rank.
+
+    ``usable_frames`` is (rank, how many of the first frames it can copy to), where that changed.
+    """
 
     saved: tuple[Ticket, ...] = ()
     failed: tuple[Ticket, ...] = ()
     loads: tuple[LoadResult, ...] = ()
+    usable_frames: tuple[int, int] | None = None

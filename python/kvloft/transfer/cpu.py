@@ -24,6 +24,8 @@ _Run = tuple[torch.Tensor, int, int]
 class CpuMover:
     """Gathers into and scatters out of frames with torch on the calling thread."""
 
+    usable_frames = None
+
     def __init__(self, layout: PagedLayout, frames: FrameWindow, clock: Callable[[], float] = time.perf_counter) -> None:
         self._layout = layout
         self._frames = frames

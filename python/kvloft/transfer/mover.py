@@ -30,6 +30,11 @@ class Finished:
 class Mover(Protocol):
     """Moves chunks for one worker. Every submitted ticket and load comes back from `poll` exactly once (I10)."""
 
+    @property
+    def usable_frames(self) -> int | None:
+        """How many of the first frames can be copied to now; None: all."""
+        ...
+
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """Before a forward is launched that may write ``rewritten``: it must come after the saves that still read them (I2).
 
@@ -63,6 +68,8 @@ class BrokenMover:
     def __init__(self, reason: str) -> None:
         self.reason = reason
         self._done = Finished()
+
+    usable_frames = None
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """Nothing is ever in flight."""

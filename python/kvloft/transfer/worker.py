@@ -22,6 +22,9 @@ from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover
 
 logger = logging.getLogger(__name__)
 
+ALL_FRAMES = (1 << 32) - 1
+"""No arena has more."""
+
 
 class WorkerCore:
     """The worker half of one rank."""
@@ -32,6 +35,8 @@ class WorkerCore:
         """``make_mover`` None: chosen by `register`, by where the KV is."""
         self._settings = settings or MoverSettings()
         self._shape = shape
+        self._rank = rank
+        self._told_usable: int | None = None
         self._shard = shape.shard_of(rank)
         self._is_writer = shape.shards[self._shard].writer == rank
         self._given_make_mover = make_mover
@@ -97,13 +102,22 @@ class WorkerCore:
         self._collect()
         done = self._pending
         loads = done.loads[: self._num_announced]
-        if not (done.saved or done.failed or loads):
+        usable = self._usable_frames()
+        if not (done.saved or done.failed or loads or usable):
             return None
-        report = StepReport(tuple(done.saved), tuple(done.failed), tuple(loads))
+        report = StepReport(tuple(done.saved), tuple(done.failed), tuple(loads), usable)
         done.saved, done.failed = [], []
         del done.loads[: self._num_announced]
         self._num_announced = 0
         return report
+
+    def _usable_frames(self) -> tuple[int, int] | None:
+        """What the scheduler half was not told yet of the frames that this rank can copy to."""
+        usable = self._mover.usable_frames if self._mover is not None else None
+        if usable == self._told_usable:
+            return None
+        self._told_usable = usable
+        return self._rank, ALL_FRAMES if usable is None else usable
 
     def take_totals(self) -> Finished:
         """Bytes and seconds since the last call."""

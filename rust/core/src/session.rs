@@ -60,6 +60,8 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn clear(&self);
     /// Counters and gauges by name.
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)>;
+    /// Frames from this one on are not taken from now on: workers cannot copy to them yet.
+    fn limit_frames(&self, num_frames: u32);
     /// What a person should see in the log since the last call, each once.
     fn take_events(&self) -> Vec<String>;
     /// Waits until every visible chunk that will get to disk is there; false at the deadline.
@@ -171,6 +173,10 @@ impl Session for Local {
 
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)> {
         self.store.stats().into_iter().map(|(name, value)| (name.into(), value)).collect()
+    }
+
+    fn limit_frames(&self, num_frames: u32) {
+        self.store.limit_frames(num_frames);
     }
 
     fn take_events(&self) -> Vec<String> {

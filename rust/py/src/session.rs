@@ -164,6 +164,11 @@ impl Session {
         Ok(stats)
     }
 
+    /// Frames from this one on are not taken from now on: workers cannot copy to them yet.
+    fn limit_frames(&self, num_frames: u32) {
+        self.inner.session().limit_frames(num_frames);
+    }
+
     /// What a person should see of the disk tier, once each.
     fn take_events(&self) -> Vec<String> {
         self.inner.session().take_events()

@@ -153,6 +153,11 @@ class CudaMover:
         return self._saves.num_dropped
 
     @property
+    def usable_frames(self) -> int | None:
+        """Those that are pinned; None where all are."""
+        return None if self._shared.is_all_pinned else self._shared.num_pinned
+
+    @property
     def num_pinned_bytes(self) -> int:
         """Of host memory, so far."""
         return self._shared.pinned.num_pinned_bytes if self._shared.pinned is not None else 0

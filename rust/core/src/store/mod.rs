@@ -245,6 +245,11 @@ impl Store {
         }
     }
 
+    /// Takes frames below `num_frames` only from now on, for saves and reads: workers cannot copy to the others yet.
+    pub fn limit_frames(&self, num_frames: u32) {
+        self.inner.with_books(|state| state.host.limit(num_frames));
+    }
+
     /// What a person should see in the log since the last call, oldest first: each once, and not many.
     pub fn take_events(&self) -> Vec<String> {
         let mut events = self.inner.with_books(|state| std::mem::take(&mut state.events)).unwrap_or_default();
