@@ -127,12 +127,19 @@ def test_discarded_and_cleared_chunks_stay_away_after_a_restart(tmp_path: Path) 
     last.close()
 
 
-def test_a_second_owner_gets_a_clear_error(tmp_path: Path) -> None:
+def test_a_second_owner_serves_from_host_memory_until_the_first_is_gone(tmp_path: Path) -> None:
+    chain = chain_of(1, 2, 3)
     store = make_store(tmp_path)
-    with pytest.raises(_core.BusyError):
-        make_store(tmp_path)
+    save(store, chain)
+    second = make_store(tmp_path)
+    assert (second.stats()["disk_broken"], second.lookup(chain)) == (1, (0, 0))
     store.close()
-    make_store(tmp_path).close()
+    deadline = time.monotonic() + 30
+    while second.stats()["disk_broken"]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert second.lookup(chain) == (0, 3)
+    second.close()
 
 
 def test_damaged_frames_are_misses_and_are_counted(tmp_path: Path) -> None:

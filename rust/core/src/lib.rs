@@ -9,7 +9,6 @@ pub mod evict;
 pub(crate) mod index;
 pub mod io;
 pub mod key;
-pub mod lease;
 pub mod store;
 pub mod tag;
 pub mod tier;

@@ -16,19 +16,16 @@ use kvloft_core::KeyChain;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::Arena;
 use kvloft_core::key::ChunkKey;
-use kvloft_core::lease::{ReadLease, WriteLease};
-use kvloft_core::store::{Progress, Store, StoreConfig};
-use kvloft_core::tier::LocalTier;
-use kvloft_core::tier::memory::MemoryTier;
+use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig, WriteLease};
 use proptest::prelude::*;
-use store_common::{arena_of, chain, config, disk_settings, fill, prompt_chain, range, save, stat, verify};
+use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, range, save, stat, verify};
 
 const LONG: Duration = Duration::from_secs(20);
 
-fn open(num_frames: u32, per_chunk: u32, eviction: Eviction, disk: &Arc<MemoryTier>, num_threads: u32) -> Store {
+fn open(num_frames: u32, per_chunk: u32, eviction: Eviction, disk: &Arc<MemoryDisk>, num_threads: u32) -> Store {
     let disk_settings = disk_settings(u64::from(disk.capacity), num_threads);
     let config = StoreConfig { disk: Some(disk_settings), ..config(num_frames, per_chunk, eviction) };
-    Store::with_disk(&config, Arc::clone(disk) as Arc<dyn LocalTier>, &[]).unwrap()
+    disk.open(&config, &[])
 }
 
 /// Polls until nothing is pending; the answer then.
@@ -52,7 +49,8 @@ enum Step {
     Discard { prompt: usize, block: usize },
     Clear,
     Flush,
-    Fault { writes: bool, reads: bool, corrupt: bool },
+    Fault { writes: bool, reads: bool, corrupt: bool, frees: bool },
+    Wait { seconds: u64 },
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -73,15 +71,16 @@ fn step() -> impl Strategy<Value = Step> {
         1 => (0..64usize, 0..9usize).prop_map(|(prompt, block)| Step::Discard { prompt, block }),
         1 => Just(Step::Clear),
         2 => Just(Step::Flush),
-        2 => (any::<bool>(), any::<bool>(), any::<bool>())
-            .prop_map(|(writes, reads, corrupt)| Step::Fault { writes, reads: reads && corrupt, corrupt: corrupt && !reads }),
+        2 => (any::<bool>(), any::<bool>(), any::<bool>(), any::<bool>())
+            .prop_map(|(writes, reads, corrupt, frees)| Step::Fault { writes, reads: reads && corrupt, corrupt: corrupt && !reads, frees }),
+        1 => (0..90u64).prop_map(|seconds| Step::Wait { seconds }),
     ]
 }
 
 struct Run {
     store: Store,
     arena: Arena,
-    disk: Arc<MemoryTier>,
+    disk: Arc<MemoryDisk>,
     per_chunk: u32,
     committed: BTreeSet<ChunkKey>,
     writes: Vec<WriteLease>,
@@ -118,18 +117,32 @@ impl Run {
                 self.committed.remove(&key);
             }
             Step::Clear => {
+                self.heal();
+                self.disk.wait(61);
                 self.store.clear();
                 self.committed.clear();
+                assert!(self.disk.flush(&self.store));
                 assert!(self.disk.chunks().is_empty());
             }
-            Step::Flush => assert!(self.store.flush(LONG)),
-            Step::Fault { writes, reads, corrupt } => {
+            Step::Flush => {
+                self.heal();
+                assert!(self.disk.flush(&self.store));
+            }
+            Step::Wait { seconds } => self.disk.wait(seconds),
+            Step::Fault { writes, reads, corrupt, frees } => {
+                self.disk.fail_frees.store(frees, Ordering::SeqCst);
                 self.disk.fail_writes.store(writes, Ordering::SeqCst);
                 self.disk.fail_reads.store(reads, Ordering::SeqCst);
                 self.disk.corrupt_reads.store(corrupt, Ordering::SeqCst);
             }
         }
         self.verify();
+    }
+
+    fn heal(&self) {
+        for fault in [&self.disk.fail_writes, &self.disk.fail_reads, &self.disk.corrupt_reads, &self.disk.fail_frees] {
+            fault.store(false, Ordering::SeqCst);
+        }
     }
 
     fn save(&mut self, prompt: usize, len: u32, tail: u32, settle: Settle) {
@@ -170,6 +183,7 @@ impl Run {
     }
 
     fn end(mut self) {
+        self.heal();
         self.writes.clear();
         self.reads.clear();
         // A read that nobody waits for any more still ends, and what cannot be read leaves the disk.
@@ -177,15 +191,16 @@ impl Run {
         while stat(&self.store, "frames_reserved") > 0 && Instant::now() < deadline {
             std::thread::sleep(Duration::from_micros(200));
         }
-        assert!(self.store.flush(LONG));
+        assert!(self.disk.flush(&self.store));
         self.verify();
         for name in ["pins", "frames_reserved", "write_leases", "read_leases", "disk_pending", "reads_pending"] {
             assert_eq!(stat(&self.store, name), 0, "{name}");
         }
-        assert_eq!(stat(&self.store, "disk_used"), self.disk.num_slots_used() as u64);
+        assert_eq!(stat(&self.store, "disk_used"), self.disk.chunks().len() as u64);
         self.store.clear();
+        assert!(self.disk.flush(&self.store));
         assert_eq!(stat(&self.store, "frames_free"), stat(&self.store, "frames_total"));
-        assert_eq!((stat(&self.store, "entries"), self.disk.num_slots_used()), (0, 0));
+        assert_eq!((stat(&self.store, "entries"), self.disk.chunks().len()), (0, 0));
         self.store.check().unwrap();
         self.store.close(LONG);
         assert_eq!(self.disk.violations(), [""; 0]);
@@ -201,7 +216,7 @@ proptest! {
         num_threads in 1..4u32, lrfu in any::<bool>(),
     ) {
         let eviction = if lrfu { Eviction::Lrfu } else { Eviction::Lru };
-        let disk = MemoryTier::new(num_slots);
+        let disk = MemoryDisk::new(num_slots);
         let store = open(num_frames, per_chunk, eviction, &disk, num_threads);
         let arena = arena_of(&store);
         let committed = BTreeSet::new();
@@ -214,7 +229,7 @@ proptest! {
 }
 
 /// A store whose one chain of `len` chunks is on disk only, evicted from `len` frames by others.
-fn on_disk_only(len: u32, disk: &Arc<MemoryTier>) -> (Store, Arena, KeyChain) {
+fn on_disk_only(len: u32, disk: &Arc<MemoryDisk>) -> (Store, Arena, KeyChain) {
     let store = open(len, 1, Eviction::Lru, disk, 2);
     let arena = arena_of(&store);
     let wanted = chain(&(0..len).collect::<Vec<_>>());
@@ -230,7 +245,7 @@ fn on_disk_only(len: u32, disk: &Arc<MemoryTier>) -> (Store, Arena, KeyChain) {
 
 #[test]
 fn a_chain_comes_back_from_disk() {
-    let disk = MemoryTier::new(64);
+    let disk = MemoryDisk::new(64);
     let (store, arena, wanted) = on_disk_only(8, &disk);
     let lease = store.acquire(&wanted);
     assert_eq!(settled(&lease), Progress { ready_blocks: 8, pending_blocks: 0 });
@@ -243,7 +258,7 @@ fn a_chain_comes_back_from_disk() {
 
 #[test]
 fn two_leases_share_one_read_and_acquire_never_waits_for_it() {
-    let disk = MemoryTier::new(64);
+    let disk = MemoryDisk::new(64);
     let (store, _arena, wanted) = on_disk_only(8, &disk);
     let gate = disk.read_gate.lock().unwrap();
     let leases = [store.acquire(&wanted), store.acquire(&wanted)];
@@ -259,7 +274,7 @@ fn two_leases_share_one_read_and_acquire_never_waits_for_it() {
 
 #[test]
 fn a_lease_dropped_during_its_reads_leaks_nothing() {
-    let disk = MemoryTier::new(64);
+    let disk = MemoryDisk::new(64);
     let (store, _arena, wanted) = on_disk_only(8, &disk);
     let gate = disk.read_gate.lock().unwrap();
     let lease = store.acquire(&wanted);
@@ -276,7 +291,7 @@ fn a_lease_dropped_during_its_reads_leaks_nothing() {
 #[test]
 fn failed_and_corrupt_reads_are_misses_and_are_counted() {
     for corrupt in [false, true] {
-        let disk = MemoryTier::new(64);
+        let disk = MemoryDisk::new(64);
         let (store, _arena, wanted) = on_disk_only(8, &disk);
         let flag = if corrupt { &disk.corrupt_reads } else { &disk.fail_reads };
         flag.store(true, Ordering::SeqCst);
@@ -284,18 +299,19 @@ fn failed_and_corrupt_reads_are_misses_and_are_counted() {
         assert_eq!(settled(&lease), Progress::default());
         assert_eq!(lease.frames(), []);
         drop(lease);
-        assert_eq!(store.lookup(&wanted).stored_blocks, 0, "what hangs on an unreadable chunk is gone too");
+        let left = if corrupt { 0 } else { 8 };
+        assert_eq!(store.lookup(&wanted).stored_blocks, left, "only proven damage is forgotten, with what hangs on it");
         let counter = if corrupt { "disk_verify_failures" } else { "disk_read_errors" };
         assert!(stat(&store, counter) >= 1);
         assert!(store.flush(LONG));
-        assert_eq!(stat(&store, "disk_used"), 8);
+        assert_eq!(stat(&store, "disk_used"), 8 + u64::from(left));
         store.check().unwrap();
     }
 }
 
 #[test]
 fn flush_waits_for_slots_that_a_thread_is_giving_back() {
-    let disk = MemoryTier::new(64);
+    let disk = MemoryDisk::new(64);
     let (store, _arena, wanted) = on_disk_only(8, &disk);
     let gate = disk.free_gate.lock().unwrap();
     store.discard(&wanted.keys()[..1]);
@@ -313,7 +329,7 @@ fn flush_waits_for_slots_that_a_thread_is_giving_back() {
 #[test]
 fn flush_waits_for_slots_of_forgotten_chunks_that_are_still_being_read() {
     for fail_reads in [false, true] {
-        let disk = MemoryTier::new(64);
+        let disk = MemoryDisk::new(64);
         let (store, _arena, wanted) = on_disk_only(8, &disk);
         disk.fail_reads.store(fail_reads, Ordering::SeqCst);
         let gate = disk.read_gate.lock().unwrap();
@@ -335,7 +351,7 @@ fn flush_waits_for_slots_of_forgotten_chunks_that_are_still_being_read() {
 
 #[test]
 fn a_disk_that_takes_nothing_costs_nothing_but_counts() {
-    let disk = MemoryTier::new(64);
+    let disk = MemoryDisk::new(64);
     disk.fail_writes.store(true, Ordering::SeqCst);
     let store = open(4, 1, Eviction::Lru, &disk, 2);
     let arena = arena_of(&store);
@@ -355,7 +371,7 @@ fn a_disk_that_takes_nothing_costs_nothing_but_counts() {
 
 #[test]
 fn slow_writes_are_dropped_and_never_waited_for() {
-    let disk = MemoryTier::new(64);
+    let disk = MemoryDisk::new(64);
     let store = open(4, 1, Eviction::Lru, &disk, 1);
     let arena = arena_of(&store);
     let gate = disk.write_gate.lock().unwrap();
@@ -371,7 +387,7 @@ fn slow_writes_are_dropped_and_never_waited_for() {
 
 #[test]
 fn a_disk_smaller_than_one_chain_keeps_its_beginning() {
-    let disk = MemoryTier::new(3);
+    let disk = MemoryDisk::new(3);
     let store = open(8, 1, Eviction::Lru, &disk, 2);
     let arena = arena_of(&store);
     assert_eq!(save(&store, &arena, &chain(&[1, 2, 3, 4, 5, 6]), range(0, 6, 0)), 6);
@@ -387,7 +403,7 @@ fn a_disk_smaller_than_one_chain_keeps_its_beginning() {
 
 #[test]
 fn a_panicking_disk_is_a_failed_job() {
-    let disk = MemoryTier::new(64);
+    let disk = MemoryDisk::new(64);
     let (store, arena, wanted) = on_disk_only(4, &disk);
     disk.panic_in_io.store(true, Ordering::SeqCst);
     let lease = store.acquire(&wanted);
@@ -400,7 +416,7 @@ fn a_panicking_disk_is_a_failed_job() {
 
 #[test]
 fn clear_during_reads_and_writes_leaves_nothing_behind() {
-    let disk = MemoryTier::new(64);
+    let disk = MemoryDisk::new(64);
     let (store, arena, wanted) = on_disk_only(8, &disk);
     let read_gate = disk.read_gate.lock().unwrap();
     let lease = store.acquire(&wanted);
@@ -424,7 +440,7 @@ fn clear_during_reads_and_writes_leaves_nothing_behind() {
 
 #[test]
 fn closing_ends_waiting_leases_short_and_keeps_the_disk() {
-    let disk = MemoryTier::new(64);
+    let disk = MemoryDisk::new(64);
     let (store, _arena, wanted) = on_disk_only(8, &disk);
     let gate = disk.read_gate.lock().unwrap();
     let lease = store.acquire(&wanted);

@@ -9,8 +9,7 @@ use std::collections::BTreeMap;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::ChunkKey;
-use kvloft_core::lease::{ReadLease, WriteLease};
-use kvloft_core::store::{Lookup, Store};
+use kvloft_core::store::{Lookup, ReadLease, Store, WriteLease};
 use proptest::prelude::*;
 use store_common::{arena_of, config, fill, prompt_chain, range, stat, verify};
 

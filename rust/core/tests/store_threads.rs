@@ -4,14 +4,11 @@
 
 mod store_common;
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::store::{Store, StoreConfig};
-use kvloft_core::tier::LocalTier;
-use kvloft_core::tier::memory::MemoryTier;
-use store_common::{arena_of, config, disk_settings, fill, prompt_chain, range, stat, verify};
+use store_common::{MemoryDisk, arena_of, config, disk_settings, fill, prompt_chain, range, stat, verify};
 
 const THREADS: usize = 4;
 const TURNS: usize = 400;
@@ -52,9 +49,9 @@ fn live(store: &Store, seed: usize) {
 #[test]
 fn threads_share_a_store_without_harm() {
     for eviction in [Eviction::Lru, Eviction::Lrfu] {
-        let disk = MemoryTier::new(40);
+        let disk = MemoryDisk::new(40);
         let settings = StoreConfig { disk: Some(disk_settings(40, 3)), ..config(48, 1, eviction) };
-        let store = Store::with_disk(&settings, Arc::clone(&disk) as Arc<dyn LocalTier>, &[]).unwrap();
+        let store = disk.open(&settings, &[]);
         std::thread::scope(|scope| {
             for seed in 0..THREADS {
                 let store = &store;

@@ -11,8 +11,7 @@ use std::time::Duration;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::key::ChunkKey;
-use kvloft_core::lease::{self, WriteLease};
-use kvloft_core::store::{self, DiskSettings, SaveRange, StoreConfig};
+use kvloft_core::store::{self, DiskSettings, SaveRange, StoreConfig, WriteLease};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict};
 
@@ -199,7 +198,7 @@ impl<'py> FromPyObject<'_, 'py> for PyBackedKey {
 /// Pins on the host part of a prefix; disk chunks behind it are being read in. Dropping it unpins.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct ReadLease {
-    inner: lease::ReadLease,
+    inner: store::ReadLease,
 }
 
 #[pymethods]

@@ -4,7 +4,7 @@ use std::collections::HashSet;
 
 use super::state::State;
 use crate::evict::ChunkId;
-use crate::index::{Dirty, DiskState, Entry, HostState};
+use crate::index::{Entry, Filler, Presence, Wish};
 
 macro_rules! ensure {
     ($holds:expr, $($message:tt)+) => {
@@ -18,11 +18,16 @@ pub(super) fn check(state: &State) -> Result<(), String> {
     let mut frames = HashSet::new();
     let (mut visible, mut reserved, mut attached) = (0, 0, 0);
     for (id, entry) in state.index.iter() {
-        check_entry(state, id, entry)?;
-        attached += usize::from(!entry.detached);
-        if let Some(frame) = entry.host.frame() {
+        check_links(state, id, entry)?;
+        if entry.detached {
+            check_detached(entry)?;
+        } else {
+            check_attached(state, id, entry)?;
+            attached += usize::from(!entry.doomed && !state.index.is_old(id));
+        }
+        if let Some(frame) = entry.host.place() {
             ensure!(frames.insert(frame), "I4: {frame:?} is held twice");
-            *(if entry.is_visible() { &mut visible } else { &mut reserved }) += 1;
+            *(if entry.host.is_here() { &mut visible } else { &mut reserved }) += 1;
         }
     }
     let gauges = state.gauges();
@@ -31,59 +36,78 @@ pub(super) fn check(state: &State) -> Result<(), String> {
         (visible, reserved) == (gauges.frames_visible, gauges.frames_reserved),
         "gauges {gauges:?}, counted {visible} visible and {reserved} reserved"
     );
-    if let Some(disk) = &state.disk {
-        let used = state.index.iter().filter(|(_, entry)| entry.is_on_disk()).count() as u64;
-        ensure!(used == disk.used, "{} chunks on disk, counted {used}", disk.used);
-        let doomed = state.index.iter().filter(|(_, entry)| entry.is_on_disk() && entry.detached).count() as u64;
-        ensure!(doomed == disk.num_doomed, "{} forgotten chunks on disk, counted {doomed}", disk.num_doomed);
-        let dirty = state.index.iter().filter(|(_, entry)| entry.dirty != Dirty::Clean).count() as u64;
-        ensure!(dirty == disk.num_dirty, "{} chunks to write, counted {dirty}", disk.num_dirty);
-    }
     ensure!(visible + reserved + gauges.frames_free == gauges.frames_total, "I8: {gauges:?}");
+    check_disk(state)
+}
+
+fn check_disk(state: &State) -> Result<(), String> {
+    let Some(disk) = &state.disk else { return Ok(()) };
+    let count = |holds: &dyn Fn(&Entry) -> bool| state.index.iter().filter(|(_, entry)| holds(entry)).count() as u64;
+    let counts = [
+        ("chunks on disk", disk.used, count(&|entry| entry.disk.place().is_some())),
+        ("forgotten ones there", disk.num_lingering, count(&|entry| entry.disk.place().is_some() && entry.detached)),
+        ("chunks to write", disk.num_dirty, count(&|entry| entry.wish != Wish::None)),
+        ("chunks to read", disk.num_queued, count(&Entry::is_queued)),
+        ("writes", disk.writing.into(), count(&|entry| entry.wish == Wish::Writing)),
+    ];
+    for (what, said, counted) in counts {
+        ensure!(said == counted, "{what}: {said}, counted {counted}");
+    }
+    let mut slots = HashSet::new();
+    let here = state.index.iter().filter_map(|(_, entry)| entry.disk.place());
+    for slot in here.chain(disk.trash.iter().chain(&disk.stuck).chain(&disk.spare).copied()) {
+        ensure!(slots.insert(slot), "{slot:?} is held twice");
+    }
     Ok(())
 }
 
-fn check_entry(state: &State, id: ChunkId, entry: &Entry) -> Result<(), String> {
-    let children: Vec<&Entry> = state.index.children(id).map(|child| &state.index[child]).collect();
-    let host_children = children.iter().filter(|child| child.host != HostState::Absent).count();
+fn check_links(state: &State, id: ChunkId, entry: &Entry) -> Result<(), String> {
+    let children = || state.index.iter().map(|(_, child)| child).filter(|child| child.parent == Some(id));
+    let host_children = children().filter(|child| !child.host.is_absent()).count();
     ensure!(entry.host_children as usize == host_children, "host_children of {entry:?}: counted {host_children}");
-    let disk_children = children.iter().filter(|child| child.disk != DiskState::Absent).count();
+    let disk_children = children().filter(|child| !child.disk.is_absent()).count();
     ensure!(entry.disk_children as usize == disk_children, "disk_children of {entry:?}: counted {disk_children}");
-    for child in &children {
-        ensure!(child.parent == Some(id), "links of {entry:?} and {child:?}");
-    }
-    if entry.detached {
-        ensure!(
-            entry.host_evictable.is_none() && entry.disk_evictable.is_none(),
-            "a policy knows a forgotten chunk: {entry:?}"
-        );
-        let used = entry.holds > 0
-            || !children.is_empty()
-            || entry.reading
-            || matches!(entry.host, HostState::Reserved(_) | HostState::Loading(_));
-        ensure!(used, "a forgotten chunk that nobody uses was not freed: {entry:?}");
-        return Ok(());
-    }
-    ensure!(state.index.get(&entry.key) == Some(id), "the key of {entry:?} leads elsewhere");
-    ensure!(entry.host != HostState::Failed || state.closed, "a failed chunk can be found: {entry:?}");
-    let may_go = entry.is_visible() && entry.host_children == 0 && entry.holds == 0;
-    let known = (entry.host != HostState::Absent).then_some(may_go);
-    ensure!(entry.host_evictable == known, "the host policy was not told about {entry:?}");
-    let may_go = entry.disk_children == 0 && !entry.reading;
+    ensure!(entry.has_children() == children().next().is_some(), "the children of {entry:?} are not linked");
+    Ok(())
+}
+
+fn check_detached(entry: &Entry) -> Result<(), String> {
     ensure!(
-        entry.disk_evictable == entry.is_on_disk().then_some(may_go),
-        "the disk policy was not told about {entry:?}"
+        entry.host_evictable.is_none() && entry.disk_evictable.is_none(),
+        "a policy knows a forgotten chunk: {entry:?}"
     );
-    ensure!(entry.host != HostState::Absent || entry.disk != DiskState::Absent, "{entry:?} is nowhere");
+    let used = entry.holds > 0 || entry.has_children() || entry.is_filling() || !entry.disk.is_absent();
+    ensure!(used, "a forgotten chunk without a user was not freed: {entry:?}");
+    ensure!(matches!(entry.wish, Wish::None | Wish::Writing), "a forgotten chunk waits to be written: {entry:?}");
+    Ok(())
+}
+
+fn check_attached(state: &State, id: ChunkId, entry: &Entry) -> Result<(), String> {
+    let is_mapped = !entry.doomed && !state.index.is_old(id);
+    ensure!((state.index.get(&entry.key) == Some(id)) == is_mapped, "where the key of {entry:?} leads");
+    ensure!(is_mapped || state.is_forgetting(), "{entry:?} is never forgotten");
+    let may_go = entry.host.is_here() && entry.host_children == 0 && entry.holds == 0;
+    let known = entry.host.place().map(|_| may_go);
+    ensure!(entry.host_evictable == known, "the host policy was not told about {entry:?}");
+    let may_go = entry.disk.is_here() && entry.disk_children == 0 && !entry.is_read();
+    ensure!(entry.disk_evictable == entry.disk.place().map(|_| may_go), "the disk policy was not told about {entry:?}");
+    ensure!(!entry.host.is_absent() || !entry.disk.is_absent(), "{entry:?} is nowhere");
+    let failed = entry.filler == Filler::Failed;
+    ensure!(!failed || entry.host_children > 0, "a failed chunk waits for nothing: {entry:?}");
+    ensure!(!entry.is_queued() || entry.holds > 0 || entry.host_children > 0, "a read for no lease: {entry:?}");
+    ensure!(
+        !matches!(entry.host, Presence::Coming(_)) || entry.filler != Filler::Nobody || entry.parent.is_some(),
+        "{entry:?} waits"
+    );
     if let Some(parent) = entry.parent.map(|parent| &state.index[parent]) {
         ensure!(!parent.detached, "{entry:?} outlives its parent");
-        ensure!(
-            entry.host == HostState::Absent || parent.host != HostState::Absent,
-            "host is not monotone at {entry:?}"
-        );
-        ensure!(!entry.is_visible() || parent.is_visible(), "visibility is not monotone at {entry:?}");
-        ensure!(entry.disk == DiskState::Absent || parent.is_on_disk(), "the disk is not monotone at {entry:?}");
+        ensure!(entry.host.is_absent() || !parent.host.is_absent(), "host is not monotone at {entry:?}");
+        let frames_fit = entry.host.place().is_none() || parent.host.place().is_some();
+        ensure!(frames_fit, "frames are not monotone at {entry:?}");
+        ensure!(!entry.host.is_here() || parent.host.is_here(), "visibility is not monotone at {entry:?}");
+        ensure!(entry.disk.is_absent() || parent.disk.is_here(), "the disk is not monotone at {entry:?}");
         ensure!((parent.key, parent.depth + 1) == (entry.parent_key, entry.depth), "place of {entry:?}");
+        ensure!(!entry.proven || parent.proven, "{entry:?} is proven alone");
     }
     Ok(())
 }

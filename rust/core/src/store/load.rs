@@ -3,7 +3,7 @@
 use super::lookup::{Chunks, Found};
 use super::state::State;
 use crate::evict::ChunkId;
-use crate::index::{Entry, HostState};
+use crate::index::{Entry, Filler};
 use crate::io::FrameId;
 use crate::key::ChunkKey;
 
@@ -53,14 +53,12 @@ pub struct Progress {
 /// What a read lease holds: a visible prefix, and behind it chunks that are being read.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
-    /// The last chunk of all, which is held, and with it its whole prefix.
-    end: Option<ChunkId>,
-    /// The last chunk that was in host.
+    /// The last chunk that was in host: held, and with it its whole prefix, of `num_host` chunks.
     host_end: Option<ChunkId>,
-    /// Chunks behind it, in order; those before `ready` are visible.
+    num_host: u32,
+    /// Chunks behind it, in order, each held; those before `ready` are visible.
     loads: Vec<ChunkId>,
     ready: usize,
-    num_chunks: u32,
 }
 
 impl Held {
@@ -68,95 +66,137 @@ impl Held {
     fn ready_end(&self) -> Option<ChunkId> {
         self.ready.checked_sub(1).map_or(self.host_end, |last| self.loads.get(last).copied())
     }
+
+    fn num_pins(&self) -> u64 {
+        u64::from(self.num_host) + self.loads.len() as u64
+    }
 }
 
 /// Ancestors looked at for one that is on disk, to tell the disk that it was used.
 const MAX_TOUCH_STEPS: usize = 64;
 
 impl State {
-    /// Holds the longest prefix that is in host, and what can be brought there from disk.
-    pub(crate) fn acquire(&mut self, chunks: &Chunks<'_>) -> Held {
+    /// Holds the longest prefix that is in host, and wants up to `max_reads` chunks behind it from disk.
+    pub(crate) fn acquire(&mut self, chunks: &Chunks<'_>, max_reads: u32) -> Held {
         let (host, any) = self.find(chunks);
         let per_chunk = chunks.per_chunk();
-        let full_end = host.chunks.checked_sub(1).and_then(|last| self.visible(chunks.key(last)));
-        let mut held = Held { end: full_end, host_end: full_end, ..Held::default() };
+        let full_end = host.chunks.checked_sub(1).and_then(|last| self.visible(chunks, (last + 1) * per_chunk));
+        let mut held = Held { host_end: full_end, ..Held::default() };
         if any.blocks(per_chunk) > host.blocks(per_chunk) {
-            self.start_reads(chunks, host.chunks, any, &mut held);
+            held.loads = self.want_reads(chunks, host.chunks, any, max_reads);
         }
         if held.loads.is_empty() && host.tail_blocks > 0 {
-            held.host_end = self.visible(chunks.key_of_blocks(host.blocks(per_chunk)));
-            held.end = held.host_end;
+            let tail = self.visible(chunks, host.blocks(per_chunk));
+            held.host_end = tail.filter(|&tail| self.index[tail].parent == full_end).or(full_end);
         }
-        if let Some(end) = held.end {
-            held.num_chunks = self.index[end].depth + 1;
+        if let Some(end) = held.host_end {
+            held.num_host = self.index[end].depth + 1;
             self.hold(end);
-            self.touch(end);
+            self.host_policy.touch(end);
         }
-        self.pins += u64::from(held.num_chunks);
+        self.touch_disk(held.loads.last().copied().or(held.host_end));
+        self.pins += held.num_pins();
         self.read_leases += 1;
         held
     }
 
-    /// Reads chunks behind `from` full ones as far as frames can be had.
-    fn start_reads(&mut self, chunks: &Chunks<'_>, from: u32, to: Found, held: &mut Held) {
-        let full = (from..to.chunks).map(|chunk| chunks.key(chunk));
-        let tail = (to.tail_blocks > 0).then(|| chunks.key_of_blocks(to.blocks(chunks.per_chunk())));
-        for key in full.chain(tail) {
-            match self.index.get(key) {
-                Some(id) if self.start_read(id) => held.loads.push(id),
+    /// Chunks behind `from` full ones that come from disk, each held.
+    fn want_reads(&mut self, chunks: &Chunks<'_>, from: u32, to: Found, max_reads: u32) -> Vec<ChunkId> {
+        let per_chunk = chunks.per_chunk();
+        let full = (from..to.chunks).map(|chunk| (chunk + 1) * per_chunk);
+        let tail = (to.tail_blocks > 0).then(|| to.blocks(per_chunk));
+        let mut loads = Vec::new();
+        for end in full.chain(tail).take(max_reads as usize) {
+            match self.index.get(chunks.key_of_blocks(end)) {
+                Some(id) if self.want_read(id) => loads.push(id),
                 _ => break,
             }
-            held.end = held.loads.last().copied();
+        }
+        loads
+    }
+
+    /// Wants a chunk from disk and holds it; false if it will not come. It takes a frame only when a disk thread begins.
+    fn want_read(&mut self, id: ChunkId) -> bool {
+        let entry = self.index[id];
+        let is_readable = entry.disk.is_here() && self.now.as_secs() >= u64::from(entry.unreadable_until_s);
+        let may_come = entry.parent.is_none_or(|parent| !self.index[parent].host.is_absent());
+        let will_come = entry.host.is_here() || entry.is_coming() && entry.filler != Filler::Lease;
+        if !will_come {
+            if !entry.host.is_absent() || !is_readable || !may_come {
+                return false;
+            }
+            self.enter_host(id, Filler::Read);
+            self.sync_disk(id);
+            self.trim_reads();
+            let books = self.disk_books();
+            books.num_queued += 1;
+            books.reads.push_back((id, entry.generation()));
+        }
+        self.hold(id);
+        true
+    }
+
+    /// Keeps the queue from growing with reads that were cancelled.
+    fn trim_reads(&mut self) {
+        let index = &self.index;
+        if let Some(books) = self.disk.as_mut().filter(|books| books.reads.len() as u64 > 2 * books.num_queued + 64) {
+            books.reads.retain(|&(id, generation)| index.is_same(id, generation) && index[id].is_queued());
         }
     }
 
-    fn touch(&mut self, end: ChunkId) {
-        self.host_policy.touch(end);
-        let Some(books) = &mut self.disk else { return };
+    fn touch_disk(&mut self, end: Option<ChunkId>) {
+        let (Some(end), Some(books)) = (end, &mut self.disk) else { return };
         let on_disk = |id: &ChunkId| self.index[*id].disk_evictable.is_some();
         if let Some(id) = self.index.ancestry(end).take(MAX_TOUCH_STEPS).find(on_disk) {
             books.policy.touch(id);
         }
     }
 
-    /// How far it is. What failed to load ends the lease there.
-    pub(crate) fn poll(&self, held: &mut Held) -> Progress {
-        while held.loads.get(held.ready).is_some_and(|&id| self.index[id].is_visible()) {
+    /// How far it is. What failed to load ends the lease there, and so does a tier that is left alone.
+    pub(crate) fn poll(&mut self, held: &mut Held) -> Progress {
+        while held.loads.get(held.ready).is_some_and(|&id| self.index[id].host.is_here()) {
             held.ready += 1;
         }
-        let ready_blocks = held.ready_end().map_or(0, |id| self.index[id].end_block());
-        let coming = held.loads.get(held.ready).is_some_and(|&id| {
-            let entry = &self.index[id];
-            matches!(entry.host, HostState::Loading(_))
-                || matches!(entry.host, HostState::Waiting(_)) && !entry.detached
-        });
-        if !coming {
-            held.loads.truncate(held.ready);
+        let answers = self.disk.as_ref().is_some_and(|disk| disk.answers(self.now));
+        let comes = |&id: &ChunkId| self.index[id].is_coming() && (answers || !self.index[id].is_read());
+        if !held.loads.get(held.ready).is_some_and(comes) {
+            self.let_go(held, held.ready);
         }
+        let ready_blocks = held.ready_end().map_or(0, |id| self.index[id].end_block());
         let last_block = held.loads.last().map_or(ready_blocks, |&id| self.index[id].end_block());
         Progress { ready_blocks, pending_blocks: last_block - ready_blocks }
     }
 
     /// Every ready chunk, from position 0.
-    pub(crate) fn frames(&self, held: &mut Held) -> Vec<LeasedFrame> {
+    pub(crate) fn frames(&mut self, held: &mut Held) -> Vec<LeasedFrame> {
         self.poll(held);
         let Some(end) = held.ready_end() else { return Vec::new() };
-        let num_host = held.host_end.map_or(0, |id| self.index[id].depth + 1);
         let leased = |id| {
             let Entry { host, key, first_block, num_blocks, depth, .. } = self.index[id];
-            let tier = if depth < num_host { TierName::Host } else { TierName::Disk };
-            Some(LeasedFrame { frame: host.frame()?, key, first_block, num_blocks, tier })
+            let tier = if depth < held.num_host { TierName::Host } else { TierName::Disk };
+            Some(LeasedFrame { frame: host.place()?, key, first_block, num_blocks, tier })
         };
         let mut frames: Vec<_> = self.index.ancestry(end).filter_map(leased).collect();
         frames.reverse();
         frames
     }
 
+    /// Gives up the loads from the `keep`th on, deepest first: reads that have not begun end with their last lease.
+    fn let_go(&mut self, held: &mut Held, keep: usize) {
+        let before = held.num_pins();
+        for id in held.loads.split_off(keep).into_iter().rev() {
+            self.unhold(id);
+        }
+        held.ready = held.ready.min(keep);
+        self.pins -= before - held.num_pins();
+    }
+
     /// Ends a lease. Reads under way go on: what they bring is found by others.
-    pub(crate) fn release(&mut self, held: &Held) {
-        self.pins -= u64::from(held.num_chunks);
+    pub(crate) fn release(&mut self, mut held: Held) {
+        self.let_go(&mut held, 0);
+        self.pins -= held.num_pins();
         self.read_leases -= 1;
-        if let Some(end) = held.end {
+        if let Some(end) = held.host_end {
             self.unhold(end);
         }
     }

@@ -1,13 +1,29 @@
 //! How much of a prefix is here. Presence is monotone in each tier, so a few probes find its end.
 //!
-//! This file only reads.
+//! While chunks are being forgotten presence has gaps, and a record on disk may lie about its place: so what was found is
+//! compared on the way up to the root, once for each chunk.
 
 use super::state::State;
 use crate::evict::ChunkId;
 use crate::index::Entry;
 use crate::key::{ChunkKey, KeyChain};
 
-/// A chain cut into chunks: the keys that matter to the store.
+/// What the store is asked about: the keys of a prefix, one a block, and the key of the empty prefix.
+#[derive(Debug, Clone, Copy)]
+pub struct Prefix<'a> {
+    /// The key of the empty prefix.
+    pub root: ChunkKey,
+    /// Keys of the blocks, from position 0; fewer than 2^32.
+    pub keys: &'a [ChunkKey],
+}
+
+impl<'a> From<&'a KeyChain> for Prefix<'a> {
+    fn from(chain: &'a KeyChain) -> Self {
+        Self { root: chain.root(), keys: chain.keys() }
+    }
+}
+
+/// A prefix cut into chunks: the keys that matter to the store.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Chunks<'a> {
     root: ChunkKey,
@@ -16,12 +32,15 @@ pub(crate) struct Chunks<'a> {
 }
 
 impl<'a> Chunks<'a> {
-    pub(crate) fn new(chain: &'a KeyChain, per_chunk: u32) -> Self {
-        Self { root: chain.root(), keys: chain.keys(), per_chunk }
+    pub(crate) fn new(prefix: impl Into<Prefix<'a>>, per_chunk: u32) -> Self {
+        let Prefix { root, keys } = prefix.into();
+        // What lies behind 2^32 blocks is not looked at.
+        let keys = &keys[..keys.len().min(u32::MAX as usize)];
+        Self { root, keys, per_chunk }
     }
 
     pub(crate) fn num_blocks(&self) -> u32 {
-        u32::try_from(self.keys.len()).expect("a chain's positions fit in u32")
+        u32::try_from(self.keys.len()).expect("cut to fit when it was made")
     }
 
     /// Full chunks.
@@ -44,6 +63,11 @@ impl<'a> Chunks<'a> {
         if chunks == 0 { self.root } else { *self.key(chunks - 1) }
     }
 
+    /// The first `num_full` chunks alone.
+    fn before(self, num_full: u32) -> Self {
+        Self { keys: &self.keys[..(num_full * self.per_chunk) as usize], ..self }
+    }
+
     pub(crate) fn per_chunk(&self) -> u32 {
         self.per_chunk
     }
@@ -63,32 +87,87 @@ impl Found {
 }
 
 impl State {
-    /// The entry of `key`, if a lease may have its host frame.
-    pub(crate) fn visible(&self, key: &ChunkKey) -> Option<ChunkId> {
-        self.index.get(key).filter(|&id| self.index[id].is_visible())
+    /// The entry of the chunk that ends behind `end` blocks, if a lease may have its frame.
+    pub(super) fn visible(&self, chunks: &Chunks<'_>, end: u32) -> Option<ChunkId> {
+        self.get(chunks, end, |entry| entry.host.is_here())
     }
 
-    /// What is in host, and what is in host or on disk.
-    pub(crate) fn find(&self, chunks: &Chunks<'_>) -> (Found, Found) {
-        let any = |entry: &Entry| entry.is_visible() || entry.is_on_disk();
-        let num_any = leading(chunks.num_full(), |chunk| self.has(chunks.key(chunk), any));
-        let num_host = leading(num_any, |chunk| self.has(chunks.key(chunk), Entry::is_visible));
-        let host = Found { chunks: num_host, tail_blocks: self.find_tail(chunks, num_host, Entry::is_visible) };
-        if self.disk.is_none() {
-            return (host, host);
+    /// The entry of the chunk that ends behind `end` blocks, if it is `present` and its shape is right.
+    fn get(&self, chunks: &Chunks<'_>, end: u32, present: impl Fn(&Entry) -> bool) -> Option<ChunkId> {
+        let id = self.index.get(chunks.key_of_blocks(end))?;
+        let entry = &self.index[id];
+        let fits = entry.end_block() == end && entry.first_block == (end - 1) / chunks.per_chunk * chunks.per_chunk;
+        (fits && present(entry)).then_some(id)
+    }
+
+    /// What is in host, and what is in host or can be read from disk. What is not what its key says is forgotten on the way.
+    pub(crate) fn find(&mut self, chunks: &Chunks<'_>) -> (Found, Found) {
+        let mut chunks = *chunks;
+        loop {
+            let (host, any) = self.find_present(&chunks);
+            match self.first_unsound(&chunks, any) {
+                None => return (host, any),
+                Some(depth) => chunks = chunks.before(depth),
+            }
         }
-        (host, Found { chunks: num_any, tail_blocks: self.find_tail(chunks, num_any, any) })
     }
 
-    fn has(&self, key: &ChunkKey, present: impl Fn(&Entry) -> bool) -> bool {
-        self.index.get(key).is_some_and(|id| present(&self.index[id]))
+    fn find_present(&self, chunks: &Chunks<'_>) -> (Found, Found) {
+        let per_chunk = chunks.per_chunk;
+        let is_here = |entry: &Entry| entry.host.is_here();
+        let any = |entry: &Entry| entry.host.is_here() || entry.disk.is_here();
+        let answers = self.disk.as_ref().is_some_and(|disk| disk.answers(self.now));
+        let find = |most: u32, present: &dyn Fn(&Entry) -> bool| {
+            let chunks_found = leading(most, |chunk| self.get(chunks, (chunk + 1) * per_chunk, present).is_some());
+            Found { chunks: chunks_found, tail_blocks: self.find_tail(chunks, chunks_found, present) }
+        };
+        let stored = if answers { find(chunks.num_full(), &any) } else { find(chunks.num_full(), &is_here) };
+        (if answers { find(stored.chunks, &is_here) } else { stored }, stored)
+    }
+
+    /// The highest of the chunks found that is not this prefix's: it is being forgotten, or a forged record says that it is
+    /// elsewhere than its key does. What was compared once need not be again.
+    fn first_unsound(&mut self, chunks: &Chunks<'_>, found: Found) -> Option<u32> {
+        let blocks = found.blocks(chunks.per_chunk);
+        let end = self.index.get(chunks.keys.get(blocks.checked_sub(1)? as usize)?)?;
+        let is_forgetting = self.is_forgetting();
+        let (mut unsound, mut unproven, mut behind) = (None, Vec::new(), blocks);
+        for id in self.index.ancestry(end) {
+            let entry = &self.index[id];
+            if entry.proven && !is_forgetting {
+                break;
+            }
+            let fits = entry.end_block() == behind && entry.parent.is_none() == (entry.first_block == 0);
+            let is_ours = fits
+                && entry.key == *chunks.key_of_blocks(behind)
+                && entry.parent_key == chunks.parent_key(entry.depth);
+            if !is_ours || entry.doomed || entry.detached {
+                unsound = Some((id, entry.depth, is_ours));
+            }
+            unproven.push(id);
+            behind = entry.first_block;
+            if !is_ours || behind == 0 {
+                break;
+            }
+        }
+        let Some((id, depth, is_ours)) = unsound else {
+            for id in unproven {
+                self.index[id].proven = true;
+            }
+            return None;
+        };
+        if !is_ours {
+            self.counters.disk_verify_failures += 1;
+            self.doom(id);
+        }
+        Some(depth.min(found.chunks))
     }
 
     /// Blocks of the longest tail behind `num_full` chunks.
-    pub(crate) fn find_tail(&self, chunks: &Chunks<'_>, num_full: u32, present: impl Fn(&Entry) -> bool) -> u32 {
+    fn find_tail(&self, chunks: &Chunks<'_>, num_full: u32, present: &dyn Fn(&Entry) -> bool) -> u32 {
         let first = num_full * chunks.per_chunk;
         let longest = (chunks.per_chunk - 1).min(chunks.num_blocks() - first);
-        (1..=longest).rev().find(|blocks| self.has(chunks.key_of_blocks(first + blocks), &present)).unwrap_or(0)
+        (1..=longest).rev().find(|blocks| self.get(chunks, first + blocks, present).is_some()).unwrap_or(0)
     }
 }
 

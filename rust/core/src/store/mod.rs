@@ -3,42 +3,52 @@
 //! One index over the tiers behind one lock. No call waits for a disk but those that say so. A store that failed inside
 //! (a panic under the lock) answers with misses from then on. It must not know Python, tokens' meaning or what pages hold.
 
+mod books;
+mod breaker;
 mod check;
 mod config;
 mod disk;
+mod forget;
+mod inner;
 mod jobs;
+mod lease;
 mod load;
 mod lookup;
+mod recover;
 mod save;
 mod state;
 mod stats;
 mod threads;
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 pub use config::{DiskSettings, StoreConfig};
-pub(crate) use load::Held;
+use inner::Inner;
+pub use inner::{Clock, Opener};
+pub use lease::{ReadLease, WriteLease};
 pub use load::{LeasedFrame, Progress, TierName};
 use lookup::Chunks;
+pub use lookup::Prefix;
 pub use save::{Reservation, SaveRange};
 use state::State;
 pub use stats::{Counters, Gauges};
 
-use crate::Result;
-use crate::key::{ChunkKey, KeyChain};
-use crate::lease::{ReadLease, WriteLease};
+use crate::key::ChunkKey;
 use crate::tier::LocalTier;
 use crate::tier::disk::{DiskEntry, DiskTier};
 use crate::tier::host::HostTier;
+use crate::{ErrorKind, Result};
 
-/// Longest wait for a disk thread that is inside one read or write when the store ends.
-const LAST_JOB_TIMEOUT: Duration = Duration::from_secs(10);
-/// Longest sleep of whoever waits for the disk before looking again.
-const WAIT_SLICE: Duration = Duration::from_millis(20);
+/// Longest wait for disk threads that are inside a job when the store ends.
+const LAST_JOB_TIMEOUT: Duration = Duration::from_millis(800);
 /// Longest wait of `clear` for the disk; it is cleared later where that is not enough.
-const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
+/// Chunks on disk that the index has room for from the start.
+const MAX_RESERVED: usize = 1 << 24;
+/// Time until a tier that could not be opened is tried again.
+const REOPEN_AFTER: Duration = Duration::from_secs(1);
 
 /// Host arena, optional disk tier and index of one process. All methods take `&self` and may be called from any thread.
 ///
@@ -47,62 +57,6 @@ const CLEAR_TIMEOUT: Duration = Duration::from_secs(10);
 pub struct Store {
     inner: Arc<Inner>,
     threads: Mutex<Vec<JoinHandle<()>>>,
-}
-
-/// What the store, its leases and its disk threads share.
-#[derive(Debug)]
-pub(crate) struct Inner {
-    state: Mutex<State>,
-    /// There are jobs.
-    work: Condvar,
-    /// A job ended.
-    idle: Condvar,
-    disk: Option<Arc<dyn LocalTier>>,
-    arena_path: String,
-    frame_bytes: u64,
-    num_frames: u32,
-    blocks_per_chunk: u32,
-}
-
-impl Inner {
-    /// The books; None for ever after a panic under the lock.
-    fn books(&self) -> Option<MutexGuard<'_, State>> {
-        self.state.lock().ok()
-    }
-
-    /// Works on the books, then wakes the disk threads if that left them something to do. None after a failure.
-    pub(crate) fn with_books<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
-        let mut state = self.books()?;
-        let result = work(&mut state);
-        let has_jobs = state.disk.as_ref().is_some_and(disk::DiskBooks::has_jobs);
-        drop(state);
-        if has_jobs {
-            self.work.notify_all();
-        }
-        Some(result)
-    }
-
-    /// As `with_books`, but None for a closed store too.
-    fn with_open_books<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
-        self.with_books(|state| (!state.closed).then(|| work(state))).flatten()
-    }
-
-    /// Waits until `done` or the deadline; true if done. False at once after a failure.
-    fn wait(&self, deadline: Instant, done: impl Fn(&State) -> bool) -> bool {
-        let Some(mut state) = self.books() else { return false };
-        while !done(&state) {
-            let left = deadline.saturating_duration_since(Instant::now());
-            if left.is_zero() {
-                return false;
-            }
-            // Only ends of jobs are announced; what else may change the answer is looked for now and then.
-            match self.idle.wait_timeout(state, left.min(WAIT_SLICE)) {
-                Ok((books, _)) => state = books,
-                Err(_) => return false,
-            }
-        }
-        true
-    }
 }
 
 /// What [`Store::lookup`] found, in blocks from position 0.
@@ -124,37 +78,65 @@ pub struct Reserved {
 }
 
 impl Store {
-    /// Takes the memory and opens the disk tier. `InvalidConfig` names the setting that is wrong; `Busy` where another
-    /// process owns the disk directory; `Io` if the system refuses.
+    /// Takes the memory and opens the disk tier. `InvalidConfig` names the setting that is wrong; `Io` if the system refuses
+    /// memory or threads. A disk tier that cannot be opened for another reason (another owner, an I/O error) is an event, and
+    /// is tried again while the store serves from host memory.
     pub fn open(config: &StoreConfig) -> Result<Self> {
-        let Some(settings) = &config.disk else { return Self::build(config, None, &[]) };
+        let start = Instant::now();
+        let clock = Box::new(move || start.elapsed());
+        let Some(settings) = &config.disk else { return Self::build(config, None, clock) };
         config.num_frames()?; // before a directory is made for a store that cannot be
-        let (disk, found) = DiskTier::open(settings.tier(config)?)?;
-        Self::build(config, Some(Arc::new(disk)), &found)
+        let tier = settings.tier(config)?;
+        let opener: Opener = Box::new(move || {
+            let (disk, found) = DiskTier::open(tier.clone())?;
+            Ok((Arc::new(disk), found))
+        });
+        Self::build(config, Some(opener), clock)
     }
 
     /// As [`Self::open`], with another disk, which holds `found`; `config.disk` says how many threads and chunks it has.
     #[doc(hidden)]
     pub fn with_disk(config: &StoreConfig, disk: Arc<dyn LocalTier>, found: &[DiskEntry]) -> Result<Self> {
-        Self::build(config, Some(disk), found)
+        let (start, found) = (Instant::now(), found.to_vec());
+        let opener: Opener = Box::new(move || Ok((Arc::clone(&disk), found.clone())));
+        Self::with_tier(config, opener, Box::new(move || start.elapsed()))
     }
 
-    fn build(config: &StoreConfig, disk: Option<Arc<dyn LocalTier>>, found: &[DiskEntry]) -> Result<Self> {
+    /// As [`Self::open`], with another disk and another clock.
+    #[doc(hidden)]
+    pub fn with_tier(config: &StoreConfig, opener: Opener, clock: Clock) -> Result<Self> {
+        Self::build(config, Some(opener), clock)
+    }
+
+    fn build(config: &StoreConfig, opener: Option<Opener>, clock: Clock) -> Result<Self> {
         let num_frames = config.num_frames()?;
         let host = HostTier::create(config.frame_bytes, num_frames)?;
         let arena_path = host.arena().path();
         let cap_bytes = config.disk.as_ref().map_or(0, |disk| disk.cap_bytes);
         let num_slots = usize::try_from(cap_bytes / config.frame_bytes).unwrap_or(usize::MAX);
-        let disk_policy = disk.as_ref().map(|_| config.eviction.policy(num_slots));
+        let disk_policy = opener.as_ref().map(|_| config.eviction.policy(num_slots));
         let mut state = State::new(host, config.eviction.policy(num_frames as usize), disk_policy);
-        if disk.is_some() {
-            state.recover(found, config.blocks_per_chunk);
+        // A table that grows later would hold everybody up. Memory that is not used is not touched.
+        let most_on_disk = if opener.is_some() { num_slots.min(MAX_RESERVED) } else { 0 };
+        state.index.reserve(num_frames as usize + most_on_disk);
+        let disk = OnceLock::new();
+        match opener.as_ref().map(|open| open()) {
+            None => {}
+            Some(Ok((tier, found))) => {
+                state.attach(found);
+                while state.recover_some(config.blocks_per_chunk) {}
+                disk.get_or_init(|| tier);
+            }
+            Some(Err(error)) if error.kind() == ErrorKind::InvalidConfig => return Err(error),
+            Some(Err(error)) => state.postpone(REOPEN_AFTER, &error.to_string()),
         }
         let inner = Arc::new(Inner {
             state: Mutex::new(state),
             work: Condvar::new(),
             idle: Condvar::new(),
             disk,
+            opener,
+            clock,
             arena_path,
             frame_bytes: config.frame_bytes,
             num_frames,
@@ -164,7 +146,7 @@ impl Store {
         let mut store = Self { inner, threads: Mutex::default() };
         for nth in 0..config.disk.as_ref().map_or(0, |disk| disk.num_threads) {
             let thread = threads::spawn(&store.inner, nth)?;
-            store.threads.get_mut().unwrap_or_else(PoisonError::into_inner).extend(thread);
+            store.threads.get_mut().unwrap_or_else(PoisonError::into_inner).push(thread);
         }
         Ok(store)
     }
@@ -189,31 +171,40 @@ impl Store {
         self.inner.blocks_per_chunk
     }
 
-    fn chunks<'a>(&self, chain: &'a KeyChain) -> Chunks<'a> {
-        Chunks::new(chain, self.inner.blocks_per_chunk)
+    fn chunks<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Chunks<'a> {
+        Chunks::new(prefix, self.inner.blocks_per_chunk)
     }
 
-    /// How much of the chain is stored: full chunks, then the longest tail behind them. No side effect (I9).
-    pub fn lookup(&self, chain: &KeyChain) -> Lookup {
-        let chunks = self.chunks(chain);
-        let Some(state) = self.inner.books().filter(|state| !state.closed) else { return Lookup::default() };
-        let (host, any) = state.find(&chunks);
-        Lookup { host_blocks: host.blocks(chunks.per_chunk()), stored_blocks: any.blocks(chunks.per_chunk()) }
+    /// How much of the prefix is stored: full chunks, then the longest tail behind them; of a disk that is left alone, nothing.
+    /// Asking is free (I9).
+    pub fn lookup<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Lookup {
+        let chunks = self.chunks(prefix);
+        let found = self.inner.with_open_books(|state| state.find(&chunks));
+        let blocks = |found: lookup::Found| found.blocks(chunks.per_chunk());
+        found.map_or_else(Lookup::default, |(host, any)| Lookup {
+            host_blocks: blocks(host),
+            stored_blocks: blocks(any),
+        })
     }
 
-    /// Pins what is in host of the chain's stored prefix and starts to read the rest of it from disk, as far as frames can
-    /// be had.
-    pub fn acquire(&self, chain: &KeyChain) -> ReadLease {
-        let chunks = self.chunks(chain);
-        let held = self.inner.with_open_books(|state| state.acquire(&chunks));
+    /// Pins what is in host of the stored part of a prefix, and wants the rest of it from disk. A read takes a frame when it
+    /// begins; the lease ends before a chunk that no frame can be had for, or that cannot be read.
+    pub fn acquire<'a>(&self, prefix: impl Into<Prefix<'a>>) -> ReadLease {
+        self.acquire_at_most(prefix, u32::MAX)
+    }
+
+    /// As [`Self::acquire`], with at most `max_reads` chunks from disk.
+    pub fn acquire_at_most<'a>(&self, prefix: impl Into<Prefix<'a>>, max_reads: u32) -> ReadLease {
+        let chunks = self.chunks(prefix);
+        let held = self.inner.with_open_books(|state| state.acquire(&chunks, max_reads));
         ReadLease::new(Arc::clone(&self.inner), held)
     }
 
     /// Reserves frames for those chunks of `range` that are neither in host nor being filled.
     ///
-    /// It stops at the first that cannot be had. `InvalidConfig` if the chain has not got the range.
-    pub fn reserve(&self, chain: &KeyChain, range: SaveRange) -> Result<Reserved> {
-        let chunks = self.chunks(chain);
+    /// It stops at the first that cannot be had. `InvalidConfig` if the prefix has not got the range.
+    pub fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, range: SaveRange) -> Result<Reserved> {
+        let chunks = self.chunks(prefix);
         let wanted = range.check(&chunks)?;
         let Some((reserved, num_dropped)) = self.inner.with_open_books(|state| state.reserve(&chunks, range)) else {
             return Ok(Reserved { leases: Vec::new(), num_dropped: wanted });
@@ -232,20 +223,33 @@ impl Store {
     }
 
     /// Forgets chunks and all that hangs on them, in every tier. Pinned ones cannot be found any more and are freed with
-    /// their last pin. Returns how many were forgotten.
+    /// their last pin. Returns how many are forgotten already; what hangs on a large one is forgotten piece by piece.
     pub fn discard(&self, keys: &[ChunkKey]) -> u64 {
         self.inner.with_books(|state| state.discard(keys)).unwrap_or(0)
     }
 
     /// Forgets everything in every tier. Pinned and reserved frames are freed when their owners end.
     ///
-    /// Nothing is found from the moment it is called. It waits for the disk, some seconds at most, so that nothing comes
-    /// back after a restart either.
+    /// Nothing is found from the moment it is called. It waits some seconds at most for the disk, so that nothing comes back
+    /// after a restart either; a disk that does not answer is cleared later, and an event says so.
     pub fn clear(&self) {
-        if self.inner.with_books(State::clear).is_some() {
-            let cleared = |state: &State| state.disk.as_ref().is_none_or(|disk| !disk.is_clearing() || disk.stopping);
-            self.inner.wait(Instant::now() + CLEAR_TIMEOUT, cleared);
+        self.inner.with_books(State::clear);
+        let cleared = |state: &State| match &state.disk {
+            Some(disk) if disk.is_clearing() => (!disk.is_hopeless(state.now)).then_some(false),
+            _ => Some(true),
+        };
+        if !self.inner.wait(Instant::now() + CLEAR_TIMEOUT, cleared) {
+            self.inner.with_books(|state| {
+                state.tell("the disk tier is not cleared yet; until it is, a restart finds its chunks".to_owned());
+            });
         }
+    }
+
+    /// What a person should see in the log since the last call, oldest first: each once, and not many.
+    pub fn take_events(&self) -> Vec<String> {
+        let mut events = self.inner.with_books(|state| std::mem::take(&mut state.events)).unwrap_or_default();
+        events.extend(self.inner.disk.get().map(|disk| disk.take_events()).unwrap_or_default());
+        events
     }
 
     /// Counters and gauges by name; all 0 after an internal failure.
@@ -255,23 +259,28 @@ impl Store {
         counters.named().into_iter().chain(gauges.named()).collect()
     }
 
-    /// Waits until every visible chunk that will get to disk is there and every forgotten one is not; false at the deadline.
+    /// Waits until every visible chunk that will get to disk is there and every forgotten one is not; false at the deadline, or
+    /// as soon as it cannot be met because the disk is left alone for longer.
     pub fn flush(&self, timeout: Duration) -> bool {
-        let settled = |state: &State| state.disk.as_ref().is_none_or(disk::DiskBooks::is_settled);
-        let stopped = |state: &State| state.disk.as_ref().is_some_and(|disk| disk.stopping);
-        self.inner.wait(deadline(timeout), |state| settled(state) || stopped(state))
-            && self.inner.books().is_some_and(|state| settled(&state))
+        let (start, start_time) = (Instant::now(), (self.inner.clock)());
+        let deadline = start_time.saturating_add(timeout);
+        let settled = |state: &State| match &state.disk {
+            Some(disk) if !disk.is_settled() => (!disk.is_hopeless(deadline)).then_some(false),
+            _ => Some(true),
+        };
+        self.inner.wait(start.checked_add(timeout).unwrap_or(start + Duration::from_secs(1 << 30)), settled)
     }
 
     /// Stops serving (lookups miss, reservations are dropped), writes what still has to get to disk until the timeout, and
-    /// stops the disk threads. Leases end as ever. Again does nothing.
+    /// stops the disk threads; one that hangs is left behind, and ends by itself. Leases end as before. Again does nothing.
     pub fn close(&self, timeout: Duration) {
         self.inner.with_books(|state| state.closed = true);
         self.flush(timeout);
         self.inner.with_books(State::stop);
+        self.inner.work.notify_all();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         threads::join(threads, LAST_JOB_TIMEOUT);
-        if let Some(disk) = &self.inner.disk {
+        if let Some(disk) = self.inner.disk.get() {
             disk.close();
         }
     }
@@ -279,7 +288,7 @@ impl Store {
     /// Counts everything again and compares; for tests. The error is the first contradiction.
     #[doc(hidden)]
     pub fn check(&self) -> Result<(), String> {
-        self.inner.books().ok_or_else(|| "the store failed".to_owned())?.check()
+        check::check(&*self.inner.books().ok_or_else(|| "the store failed".to_owned())?)
     }
 }
 
@@ -287,12 +296,6 @@ impl Drop for Store {
     fn drop(&mut self) {
         self.close(Duration::ZERO);
     }
-}
-
-/// A deadline that may be asked for with any timeout.
-fn deadline(timeout: Duration) -> Instant {
-    let now = Instant::now();
-    now.checked_add(timeout).unwrap_or(now + Duration::from_secs(1 << 30))
 }
 
 #[cfg(test)]

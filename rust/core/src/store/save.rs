@@ -1,10 +1,9 @@
-//! Saving: reserve a frame, then commit or abort. And forgetting: discard and clear.
+//! Saving: reserve a frame, then commit or abort.
 
-use super::disk::Clearing;
 use super::lookup::Chunks;
 use super::state::State;
-use crate::evict::{ChunkId, Removal};
-use crate::index::{Entry, HostState, NewEntry};
+use crate::evict::ChunkId;
+use crate::index::{Filler, NewEntry};
 use crate::io::FrameId;
 use crate::key::ChunkKey;
 use crate::{Error, ErrorKind, Result};
@@ -63,10 +62,11 @@ impl State {
             let first_block = depth * chunks.per_chunk();
             let key = *chunks.key_of_blocks(first_block + num_blocks);
             let parent_key = chunks.parent_key(depth);
-            if self.index.get(&key).is_some_and(|id| self.index[id].host != HostState::Absent) {
+            let new = NewEntry { key, parent_key, parent: None, depth, first_block, num_blocks, proven: true };
+            if self.is_there(&new) {
                 continue;
             }
-            let Some((id, frame)) = self.reserve_one(key, parent_key, depth, first_block, num_blocks) else {
+            let Some((id, frame)) = self.reserve_one(new) else {
                 let dropped = wanted - nth;
                 self.counters.reserve_dropped += u64::from(dropped);
                 return (reserved, dropped);
@@ -77,86 +77,85 @@ impl State {
         (reserved, 0)
     }
 
-    fn reserve_one(
-        &mut self,
-        key: ChunkKey,
-        parent_key: ChunkKey,
-        depth: u32,
-        first_block: u32,
-        num_blocks: u32,
-    ) -> Option<(ChunkId, FrameId)> {
-        let parent = if depth == 0 { None } else { Some(self.index.get(&parent_key)?) };
-        if parent.is_some_and(|parent| self.index[parent].host == HostState::Absent) {
-            return None;
+    /// The entry of the parent's key.
+    fn parent_of(&self, new: &NewEntry) -> Option<ChunkId> {
+        if new.depth == 0 { None } else { self.index.get(&new.parent_key) }
+    }
+
+    /// Whether the chunk is in host or being filled. What has its key but hangs elsewhere is being forgotten, or was forged on
+    /// disk.
+    fn is_there(&mut self, new: &NewEntry) -> bool {
+        let Some(id) = self.index.get(&new.key) else { return false };
+        let (entry, parent) = (&self.index[id], self.parent_of(new));
+        let is_elsewhere = entry.parent != parent && (parent.is_some() || new.depth == 0);
+        if is_elsewhere || entry.first_block != new.first_block {
+            self.doom(id);
+            return false;
         }
-        let frame = self.take_frame_under(parent)?;
-        let new = NewEntry { key, parent_key, parent, depth, first_block, num_blocks };
-        let id = self.index.get(&key).unwrap_or_else(|| self.index.insert(new));
-        self.enter_host(id, HostState::Reserved(frame));
+        !entry.host.is_absent() && !entry.is_queued()
+    }
+
+    /// A frame for the chunk, under a parent that has one; a read of it that has not begun becomes this save.
+    fn reserve_one(&mut self, new: NewEntry) -> Option<(ChunkId, FrameId)> {
+        let parent = self.parent_of(&new);
+        let fits = parent.map_or(new.depth == 0, |parent| {
+            let parent = &self.index[parent];
+            parent.has_frame() && parent.end_block() == new.first_block
+        });
+        let frame = if fits { self.take_frame_under(parent)? } else { return None };
+        let proven = parent.is_none_or(|parent| self.index[parent].proven);
+        let new = NewEntry { parent, proven, ..new };
+        let id = self.index.get(&new.key).unwrap_or_else(|| self.index.insert(new));
+        if self.index[id].is_queued() {
+            self.index[id].filler = Filler::Lease;
+            self.disk_books().num_queued -= 1;
+        } else {
+            self.enter_host(id, Filler::Lease);
+        }
+        self.give_frame(id, frame);
+        self.sync_disk(id);
         self.write_leases += 1;
         Some((id, frame))
     }
 
+    /// Ends a write lease; false if its chunk was forgotten meanwhile, and so is aborted.
+    fn end_write_lease(&mut self, id: ChunkId) -> bool {
+        self.write_leases -= 1;
+        if !self.index[id].detached {
+            return true;
+        }
+        self.counters.aborts += 1;
+        self.abandon(id);
+        false
+    }
+
     /// A reserved chunk is filled; returns how many chunks became visible by it.
     pub(crate) fn commit(&mut self, id: ChunkId) -> u32 {
-        let HostState::Reserved(frame) = self.index[id].host else { return 0 };
-        self.write_leases -= 1;
-        if self.index[id].detached {
-            self.counters.aborts += 1;
-            self.leave_host(id, Removal::Dropped);
-            self.reap(id);
+        if !self.end_write_lease(id) {
             return 0;
         }
-        self.change_host(id, HostState::Waiting(frame));
-        let risen = self.rise(id);
+        let risen = self.fill(id);
         self.counters.commits += u64::from(risen);
         risen
     }
 
+    /// A chunk's bytes are in its frame: it becomes visible with its parent, or fails with it. Returns how many became so.
+    pub(super) fn fill(&mut self, id: ChunkId) -> u32 {
+        let parent = self.index[id].parent;
+        if parent.is_some_and(|parent| !self.index[parent].has_frame()) {
+            self.fail_host(id);
+            return 0;
+        }
+        self.index[id].filler = Filler::Nobody;
+        self.sync_disk(id);
+        self.rise(id)
+    }
+
     /// A reserved chunk will not be filled.
     pub(crate) fn abort(&mut self, id: ChunkId) {
-        let HostState::Reserved(_) = self.index[id].host else { return };
-        self.write_leases -= 1;
-        self.counters.aborts += 1;
-        if !self.index[id].detached {
-            // Whatever hangs on it in host could only wait for it.
-            let waits = |entry: &Entry| entry.host != HostState::Absent && !entry.detached;
-            let behind: Vec<_> = self.index.children(id).filter(|&child| waits(&self.index[child])).collect();
-            for child in behind {
-                self.detach_tree(child);
-            }
-        }
-        self.leave_host(id, Removal::Dropped);
-        self.settle(id);
-    }
-
-    /// Forgets chunks and all that hangs on them; returns how many chunks are gone.
-    pub(crate) fn discard(&mut self, keys: &[ChunkKey]) -> u64 {
-        let mut discarded = 0;
-        for key in keys {
-            if let Some(id) = self.index.get(key) {
-                discarded += self.detach_tree(id);
-            }
-        }
-        self.counters.discards += discarded;
-        discarded
-    }
-
-    /// Forgets everything.
-    pub(crate) fn clear(&mut self) {
-        let roots: Vec<_> = self
-            .index
-            .iter()
-            .filter(|(_, entry)| !entry.detached && entry.parent.is_none())
-            .map(|(id, _)| id)
-            .collect();
-        for id in roots {
-            self.counters.cleared += self.detach_tree(id);
-        }
-        // Reads under way end before the disk is cleared; those that wait must not give their slots back after it.
-        self.fail_queued_reads();
-        if let Some(books) = &mut self.disk {
-            books.clearing = Clearing::Wanted;
+        if self.end_write_lease(id) {
+            self.counters.aborts += 1;
+            self.fail_host(id);
         }
     }
 }

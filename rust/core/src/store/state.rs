@@ -1,17 +1,24 @@
-//! All that the store's one lock guards, and the small moves that keep its counts right.
+//! All that the store's one lock guards, and the small moves that keep its counts right in host.
 //!
 //! Everything else (reserve, commit, leases, disk threads) is made of these moves. An entry is *present* in host while its
-//! host state is not `Absent`. Rules upheld here: a present chunk's parent is present (but for detached entries, which
-//! nobody finds); only visible leaves that nobody holds are offered to the policy; a detached entry is freed with its last
-//! user; `frames_reserved + frames_visible + free = all` (I8).
+//! presence there is not `Absent`. Rules upheld here: a present chunk's parent is present (but for detached entries, which
+//! nothing finds); only chunks that are here, are leaves and are not held are offered to the policy; a detached entry is
+//! freed with its last user; `frames_reserved + frames_visible + free = all` (I8).
 
-use super::disk::DiskBooks;
+use std::collections::HashMap;
+use std::time::Duration;
+
+use super::books::DiskBooks;
 use super::stats::{Counters, Gauges};
-use crate::Result;
 use crate::evict::{ChunkId, Policy, Removal};
-use crate::index::{DiskState, HostState, Index};
+use crate::index::{Filler, Index, Presence};
 use crate::io::FrameId;
 use crate::tier::host::HostTier;
+
+/// Chunks forgotten by one call: some 0.2 ms.
+const SLICE: usize = 256;
+/// Most lines for people that wait to be taken.
+const MAX_EVENTS: usize = 64;
 
 /// The index, the tiers' books and the policies.
 #[derive(Debug)]
@@ -21,10 +28,22 @@ pub(crate) struct State {
     pub(crate) host_policy: Box<dyn Policy>,
     pub(crate) disk: Option<DiskBooks>,
     pub(crate) counters: Counters,
+    /// Time since the store was opened, as the last caller read it.
+    pub(crate) now: Duration,
     pub(crate) pins: u64,
     pub(crate) read_leases: u64,
     pub(crate) write_leases: u64,
     pub(crate) closed: bool,
+    /// What a person should see.
+    pub(crate) events: Vec<String>,
+    /// Children that came to host before their parent was visible.
+    pub(super) waiters: HashMap<ChunkId, Vec<ChunkId>>,
+    /// Chunks to forget with all below them, with their generation: a stack, walked in slices.
+    pub(super) doomed: Vec<(ChunkId, u32)>,
+    /// Entries below this one are still to be looked at for roots from before the last `clear`.
+    pub(super) sweep: u32,
+    /// Chunks forgotten by one call.
+    pub(super) slice: usize,
     next_ticket: u64,
     reserved: u64,
     visible: u64,
@@ -38,10 +57,16 @@ impl State {
             host_policy,
             disk: disk_policy.map(DiskBooks::new),
             counters: Counters::default(),
+            now: Duration::ZERO,
             pins: 0,
             read_leases: 0,
             write_leases: 0,
             closed: false,
+            events: Vec::new(),
+            waiters: HashMap::new(),
+            doomed: Vec::new(),
+            sweep: 0,
+            slice: SLICE,
             next_ticket: 1,
             reserved: 0,
             visible: 0,
@@ -51,6 +76,13 @@ impl State {
     pub(crate) fn new_ticket(&mut self) -> u64 {
         self.next_ticket += 1;
         self.next_ticket - 1
+    }
+
+    /// Notes what a person should see; what is too much is dropped.
+    pub(crate) fn tell(&mut self, event: String) {
+        if self.events.len() < MAX_EVENTS {
+            self.events.push(event);
+        }
     }
 
     pub(crate) fn gauges(&self) -> Gauges {
@@ -65,7 +97,9 @@ impl State {
             disk_pending: disk.map_or(0, |disk| disk.num_dirty),
             disk_slots: disk.map_or(0, |disk| disk.slots),
             disk_bytes: disk.map_or(0, |disk| disk.bytes),
-            reads_pending: disk.map_or(0, |disk| disk.reads.len() as u64),
+            disk_broken: disk.map_or(0, |disk| u64::from(disk.is_broken())),
+            disk_trips: disk.map_or(0, |disk| disk.reading.num_trips + disk.writes.num_trips),
+            reads_pending: disk.map_or(0, |disk| disk.num_queued),
             pins: self.pins,
             read_leases: self.read_leases,
             write_leases: self.write_leases,
@@ -74,37 +108,56 @@ impl State {
 
     // -- host presence ------------------------------------------------------------------------------------------
 
-    /// Makes an absent chunk present with a frame to be filled.
-    pub(crate) fn enter_host(&mut self, id: ChunkId, state: HostState) {
-        debug_assert_eq!(self.index[id].host, HostState::Absent);
-        let parent = self.index[id].parent;
-        if let Some(parent) = parent {
+    /// A chunk that is not in host will come there. Its parent is present.
+    pub(super) fn enter_host(&mut self, id: ChunkId, filler: Filler) {
+        debug_assert!(self.index[id].host.is_absent());
+        let entry = &mut self.index[id];
+        (entry.host, entry.filler) = (Presence::Coming(None), filler);
+        if let Some(parent) = entry.parent {
             self.index[parent].host_children += 1;
             self.sync_host(parent);
+            if !self.index[parent].host.is_here() {
+                self.waiters.entry(parent).or_default().push(id);
+            }
         }
-        self.count_host(HostState::Absent, state);
+    }
+
+    /// A chunk that is coming has a frame from now on. Its parent has one.
+    pub(super) fn give_frame(&mut self, id: ChunkId, frame: FrameId) {
+        debug_assert!(self.index[id].is_queued());
+        self.change_host(id, Presence::Coming(Some(frame)));
         let entry = &mut self.index[id];
-        entry.host = state;
         entry.host_evictable = Some(false);
-        let key = entry.key;
+        let (parent, key) = (entry.parent, entry.key);
         self.host_policy.insert(id, parent, &key);
     }
 
-    /// From one present state to another, with the same frame.
-    pub(crate) fn change_host(&mut self, id: ChunkId, state: HostState) {
-        let before = std::mem::replace(&mut self.index[id].host, state);
-        debug_assert_eq!(before.frame(), state.frame());
-        self.count_host(before, state);
+    /// From one presence to another, with the same frame if it had one.
+    pub(super) fn change_host(&mut self, id: ChunkId, presence: Presence<FrameId>) {
+        let before = std::mem::replace(&mut self.index[id].host, presence);
+        for (presence, up) in [(before, false), (presence, true)] {
+            let count = match presence {
+                Presence::Absent | Presence::Coming(None) => continue,
+                Presence::Coming(Some(_)) => &mut self.reserved,
+                Presence::Here(_) | Presence::Leaving(_) => &mut self.visible,
+            };
+            *count = if up { *count + 1 } else { *count - 1 };
+        }
         self.sync_host(id);
     }
 
     /// Takes the frame away and makes the chunk absent; it may have to be settled or reaped after.
-    pub(crate) fn leave_host(&mut self, id: ChunkId, removal: Removal) {
+    pub(super) fn leave_host(&mut self, id: ChunkId, removal: Removal) {
         self.forget_host(id, removal);
-        let before = std::mem::replace(&mut self.index[id].host, HostState::Absent);
-        debug_assert_ne!(before, HostState::Absent);
-        self.count_host(before, HostState::Absent);
-        if let Some(frame) = before.frame() {
+        self.waiters.remove(&id);
+        let before = self.index[id].host;
+        debug_assert!(!before.is_absent());
+        if self.index[id].is_queued() {
+            self.disk_books().num_queued -= 1;
+        }
+        self.change_host(id, Presence::Absent);
+        self.index[id].filler = Filler::Nobody;
+        if let Some(frame) = before.place() {
             self.host.give(frame);
         }
         if let Some(parent) = self.index[id].parent {
@@ -113,37 +166,17 @@ impl State {
         }
     }
 
-    /// A chunk that was to be filled is not; its frame is free, and it stays as failed until nobody waits for it.
-    pub(crate) fn fail_host(&mut self, id: ChunkId) {
-        let before = std::mem::replace(&mut self.index[id].host, HostState::Failed);
-        self.count_host(before, HostState::Failed);
-        if let Some(frame) = before.frame() {
-            self.host.give(frame);
-        }
-    }
-
     /// Takes the chunk from the host policy, if it is there.
-    fn forget_host(&mut self, id: ChunkId, removal: Removal) {
+    pub(super) fn forget_host(&mut self, id: ChunkId, removal: Removal) {
         if self.index[id].host_evictable.take().is_some() {
             self.host_policy.remove(id, removal);
         }
     }
 
-    fn count_host(&mut self, before: HostState, after: HostState) {
-        for (state, up) in [(before, false), (after, true)] {
-            let count = match state {
-                HostState::Absent | HostState::Failed => continue,
-                HostState::Visible(_) => &mut self.visible,
-                HostState::Reserved(_) | HostState::Loading(_) | HostState::Waiting(_) => &mut self.reserved,
-            };
-            *count = if up { *count + 1 } else { *count - 1 };
-        }
-    }
-
     /// Tells the host policy whether the chunk may go now, if that changed.
-    pub(crate) fn sync_host(&mut self, id: ChunkId) {
+    pub(super) fn sync_host(&mut self, id: ChunkId) {
         let entry = &mut self.index[id];
-        let evictable = entry.is_visible() && entry.host_children == 0 && entry.holds == 0 && !entry.detached;
+        let evictable = entry.host.is_here() && entry.host_children == 0 && entry.holds == 0 && !entry.detached;
         if entry.host_evictable.is_some_and(|before| before != evictable) {
             entry.host_evictable = Some(evictable);
             self.host_policy.set_evictable(id, evictable);
@@ -151,7 +184,7 @@ impl State {
     }
 
     /// A free frame, made free if need be; None if every frame is in use. What must stay is held by the caller.
-    pub(crate) fn take_frame(&mut self) -> Option<FrameId> {
+    pub(super) fn take_frame(&mut self) -> Option<FrameId> {
         if let Some(frame) = self.host.take() {
             return Some(frame);
         }
@@ -165,7 +198,7 @@ impl State {
     }
 
     /// A frame for a child of `parent`, which does not leave meanwhile.
-    pub(crate) fn take_frame_under(&mut self, parent: Option<ChunkId>) -> Option<FrameId> {
+    pub(super) fn take_frame_under(&mut self, parent: Option<ChunkId>) -> Option<FrameId> {
         let Some(parent) = parent else { return self.take_frame() };
         self.hold(parent);
         let frame = self.take_frame();
@@ -173,99 +206,103 @@ impl State {
         frame
     }
 
-    // -- holds, and leaving ---------------------------------------------------------------------------------------
-
-    /// Keeps the chunk, and so its whole prefix, in host.
-    pub(crate) fn hold(&mut self, id: ChunkId) {
-        self.index[id].holds += 1;
-        self.sync_host(id);
-    }
-
-    /// Ends one hold.
-    pub(crate) fn unhold(&mut self, id: ChunkId) {
-        self.index[id].holds -= 1;
-        self.sync_host(id);
-        self.reap(id);
-    }
-
     /// Makes the chunk visible if it is filled and its parent is visible, and then what waited for it; returns how many.
-    pub(crate) fn rise(&mut self, id: ChunkId) -> u32 {
+    pub(super) fn rise(&mut self, id: ChunkId) -> u32 {
         let mut risen = 0;
         let mut ready = vec![id];
         while let Some(id) = ready.pop() {
             let entry = &self.index[id];
-            let HostState::Waiting(frame) = entry.host else { continue };
-            if entry.detached || entry.parent.is_some_and(|parent| !self.index[parent].is_visible()) {
+            let (Presence::Coming(Some(frame)), Filler::Nobody) = (entry.host, entry.filler) else { continue };
+            if entry.detached || entry.parent.is_some_and(|parent| !self.index[parent].host.is_here()) {
                 continue;
             }
-            self.change_host(id, HostState::Visible(frame));
+            self.change_host(id, Presence::Here(frame));
             self.want_on_disk(id);
             risen += 1;
-            ready.extend(
-                self.index.children(id).filter(|&child| matches!(self.index[child].host, HostState::Waiting(_))),
-            );
+            ready.extend(self.take_waiters(id));
         }
         risen
     }
 
-    /// Forgets a chunk that is in no tier any more, and all below it.
-    pub(crate) fn settle(&mut self, id: ChunkId) {
-        let entry = &self.index[id];
-        let gone = entry.host == HostState::Absent && entry.disk == DiskState::Absent;
-        if gone && !entry.detached {
-            self.detach_tree(id);
-        } else {
-            self.reap(id);
-        }
+    /// Children that came to host while `id` was not visible, and are still coming.
+    pub(super) fn take_waiters(&mut self, id: ChunkId) -> Vec<ChunkId> {
+        let mut children = self.waiters.remove(&id).unwrap_or_default();
+        let index = &self.index;
+        children.retain(|&child| index.is_child(child, id) && matches!(index[child].host, Presence::Coming(_)));
+        children
     }
 
-    /// Forgets a chunk and all below it: no key leads to them from now on, and what nobody uses is freed. Returns how many.
-    pub(crate) fn detach_tree(&mut self, id: ChunkId) -> u64 {
-        let tree = self.index.subtree(id);
-        let mut detached = 0;
-        // Children first, as the policies are promised.
-        for &id in tree.iter().rev() {
-            if !self.index[id].detached {
-                self.forget_host(id, Removal::Dropped);
-                self.unwant(id);
-                self.index.detach(id);
-                self.doom(id);
-                self.drop_from_disk(id);
-                detached += 1;
+    /// A chunk will not come to host, nor what could only wait for it. Those whose frame somebody else has, and those above
+    /// them, leave when that ends.
+    pub(super) fn fail_host(&mut self, id: ChunkId) {
+        let mut all = vec![id];
+        let mut at = 0;
+        while let Some(&next) = all.get(at) {
+            let children = self.take_waiters(next);
+            all.extend(children);
+            at += 1;
+        }
+        for &next in all.iter().rev() {
+            let entry = &mut self.index[next];
+            if entry.host.is_absent() || entry.detached {
+                continue; // it left with its last child, or is here twice
+            }
+            if next == id || !entry.is_filling() {
+                entry.filler = Filler::Failed;
+            }
+            if self.index[next].disk.is_absent() {
+                self.detach(next);
+            } else {
+                if let Some(parent) = self.index[next].parent
+                    && next != id
+                    && self.index[next].is_filling()
+                {
+                    // Its parent may yet fail on its own, when this one is filled and waits for it.
+                    self.waiters.entry(parent).or_default().push(next);
+                }
+                self.sync_disk(next);
+                self.end_failed(next);
             }
         }
-        for &id in tree.iter().rev() {
-            self.free_if_unused(id);
-        }
-        detached
     }
 
-    /// Frees a detached entry that nobody uses any more, and those above it that only waited for it.
-    pub(crate) fn reap(&mut self, id: ChunkId) {
+    /// Takes a failed chunk out of host, once nothing hangs on it there; then those above it.
+    pub(super) fn end_failed(&mut self, id: ChunkId) {
         let mut next = Some(id);
         while let Some(id) = next {
-            next = self.index[id].parent;
-            if !self.free_if_unused(id) {
+            let entry = &self.index[id];
+            if entry.filler != Filler::Failed || entry.host_children > 0 || entry.detached {
                 break;
             }
-        }
-    }
-
-    fn free_if_unused(&mut self, id: ChunkId) -> bool {
-        let entry = &self.index[id];
-        let filling = matches!(entry.host, HostState::Reserved(_) | HostState::Loading(_));
-        if !entry.detached || entry.holds > 0 || entry.has_children() || filling || entry.reading {
-            return false;
-        }
-        if entry.host != HostState::Absent {
+            next = entry.parent;
             self.leave_host(id, Removal::Dropped);
+            self.sync_disk(id);
+            self.settle(id);
         }
-        self.index.remove(id);
-        true
     }
 
-    /// Everything the counts say, counted again from the entries; the first contradiction is the error.
-    pub(crate) fn check(&self) -> Result<(), String> {
-        super::check::check(self)
+    // -- holds ----------------------------------------------------------------------------------------------------
+
+    /// Keeps the chunk, and so its whole prefix, in host.
+    pub(super) fn hold(&mut self, id: ChunkId) {
+        self.index[id].holds += 1;
+        self.sync_host(id);
+    }
+
+    /// Ends one hold. A read that has not begun and that nothing wants any more is cancelled.
+    pub(super) fn unhold(&mut self, id: ChunkId) {
+        self.index[id].holds -= 1;
+        self.sync_host(id);
+        let entry = &self.index[id];
+        let parent = entry.parent;
+        if entry.holds > 0 || !entry.is_queued() || entry.host_children > 0 {
+            return self.reap(id);
+        }
+        self.leave_host(id, Removal::Dropped);
+        self.sync_disk(id);
+        self.settle(id);
+        if let Some(parent) = parent {
+            self.end_failed(parent);
+        }
     }
 }

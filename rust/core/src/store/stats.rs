@@ -11,7 +11,7 @@ pub struct Counters {
     pub reserve_dropped: u64,
     /// Chunks that left host memory to make room.
     pub host_evictions: u64,
-    /// Chunks forgotten by `discard` and by failed reads, with all that hung on them.
+    /// Chunks forgotten by `discard` and for proven damage, with all that hung on them.
     pub discards: u64,
     /// Chunks forgotten by `clear`.
     pub cleared: u64,
@@ -27,7 +27,7 @@ pub struct Counters {
     pub disk_bytes_written: u64,
     /// Microseconds that disk threads spent writing.
     pub disk_write_us: u64,
-    /// Writes that the system refused (no space, an I/O error).
+    /// Writes that the system refused (no space, an I/O error), and slots that could not be freed.
     pub disk_write_errors: u64,
     /// Chunks read from disk.
     pub disk_reads: u64,
@@ -35,9 +35,9 @@ pub struct Counters {
     pub disk_bytes_read: u64,
     /// Microseconds that disk threads spent reading.
     pub disk_read_us: u64,
-    /// Chunks that could not be read: the system refused.
+    /// Tries to read a chunk that the system refused; each is tried twice.
     pub disk_read_errors: u64,
-    /// Chunks on disk whose bytes were not what their key says.
+    /// Chunks on disk whose bytes, or whose place in their prefix, were not what their key says.
     pub disk_verify_failures: u64,
 }
 
@@ -94,13 +94,17 @@ pub struct Gauges {
     pub disk_slots: u64,
     /// Bytes that the disk directory is accounted at, as last seen by a disk thread.
     pub disk_bytes: u64,
-    /// Chunks that wait to be read from disk.
+    /// 1 while the disk tier is left alone, for reads, writes or both, because it fails, hangs or could not be opened.
+    pub disk_broken: u64,
+    /// Times that it began to be left alone.
+    pub disk_trips: u64,
+    /// Chunks that wait to be read from disk; they have no frame yet.
     pub reads_pending: u64,
 }
 
 impl Gauges {
     /// Names and values.
-    pub(crate) fn named(&self) -> [(&'static str, u64); 13] {
+    pub(crate) fn named(&self) -> [(&'static str, u64); 15] {
         [
             ("frames_total", self.frames_total),
             ("frames_reserved", self.frames_reserved),
@@ -114,6 +118,8 @@ impl Gauges {
             ("disk_pending", self.disk_pending),
             ("disk_slots", self.disk_slots),
             ("disk_bytes", self.disk_bytes),
+            ("disk_broken", self.disk_broken),
+            ("disk_trips", self.disk_trips),
             ("reads_pending", self.reads_pending),
         ]
     }

@@ -1,9 +1,11 @@
 //! Tests that look inside the store.
 
+mod breaker;
 mod jobs;
 
 use super::*;
 use crate::evict::Eviction;
+use crate::key::KeyChain;
 
 /// A panic under the lock must not reach whoever asks next: everything is a miss, and guards can still be dropped.
 #[test]
@@ -40,4 +42,32 @@ fn a_store_that_failed_inside_misses() {
     assert!(store.stats().iter().all(|(_, value)| *value == 0));
     drop(lease);
     store.close(Duration::ZERO);
+}
+
+/// Disk threads that wait for work are not left behind by a store that failed, nor do they hold up its end.
+#[test]
+fn disk_threads_end_when_the_lock_is_poisoned() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk =
+        DiskSettings { dir: dir.path().to_owned(), cap_bytes: 64 << 20, num_threads: 3, description: String::new() };
+    let config = StoreConfig {
+        frame_bytes: 4096,
+        host_bytes: 8 * 4096,
+        blocks_per_chunk: 1,
+        eviction: Eviction::Lru,
+        available_bytes: None,
+        namespace: [0; 32],
+        disk: Some(disk),
+    };
+    let store = Store::open(&config).unwrap();
+    let inner = Arc::clone(&store.inner);
+    let panicked = std::thread::spawn(move || inner.with_books(|_| panic!("asked to"))).join();
+    assert!(panicked.is_err());
+    let threads = std::mem::take(&mut *store.threads.lock().unwrap());
+    assert_eq!(threads.len(), 3);
+    for thread in threads {
+        thread.join().unwrap();
+    }
+    store.close(Duration::ZERO);
+    assert!(Store::open(&config).unwrap().take_events().is_empty(), "the directory was given up");
 }

@@ -5,8 +5,10 @@
 use std::fmt;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use super::inner::Inner;
+use super::load::{Held, LeasedFrame, Progress};
+use super::save::Reservation;
 use crate::evict::ChunkId;
-use crate::store::{Held, Inner, LeasedFrame, Progress, Reservation};
 
 /// A frame reserved for one chunk, until [`crate::store::Store::commit`] takes it or it is dropped.
 #[must_use = "dropping a write lease aborts it"]
@@ -84,7 +86,7 @@ impl ReadLease {
     pub fn release(&self) {
         let held = self.held.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(held) = held {
-            self.store.with_books(|state| state.release(&held));
+            self.store.with_books(|state| state.release(held));
         }
     }
 }

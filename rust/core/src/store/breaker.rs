@@ -1,0 +1,72 @@
+//! Leaves one direction of a tier alone while it fails or hangs, and lets one operation at a time find out whether it is well.
+//!
+//! Pure state: times are of the store's clock and passed in.
+
+use std::time::Duration;
+
+/// Errors in a row that open it.
+const MAX_ERRORS: u32 = 4;
+/// An operation under way for longer hangs.
+pub(super) const HANG_AFTER: Duration = Duration::from_secs(5);
+/// Time until the first probe; each one that fails doubles it.
+const FIRST_BACKOFF: Duration = Duration::from_secs(1);
+const LONGEST_BACKOFF: Duration = Duration::from_secs(60);
+
+#[derive(Debug, Default)]
+pub(super) struct Breaker {
+    num_errors: u32,
+    /// Zero while closed.
+    backoff: Duration,
+    retry_at: Duration,
+    is_probing: bool,
+    pub(super) num_trips: u64,
+}
+
+impl Breaker {
+    pub(super) fn is_open(&self) -> bool {
+        !self.backoff.is_zero()
+    }
+
+    /// Whether work for the tier is accepted: it is well, or a probe is due.
+    pub(super) fn accepts(&self, now: Duration) -> bool {
+        now >= self.retry_at
+    }
+
+    /// Whether an operation may begin.
+    pub(super) fn may_begin(&self, now: Duration) -> bool {
+        self.accepts(now) && !self.is_probing
+    }
+
+    pub(super) fn begin(&mut self) {
+        self.is_probing = self.is_open();
+    }
+
+    /// An operation ended: well, badly, or without saying anything about the tier.
+    pub(super) fn end(&mut self, is_well: Option<bool>, now: Duration) {
+        self.is_probing = false;
+        match is_well {
+            Some(true) => (self.num_errors, self.backoff, self.retry_at) = Default::default(),
+            Some(false) => {
+                self.num_errors += 1;
+                if self.is_open() || self.num_errors >= MAX_ERRORS {
+                    self.trip(now);
+                }
+            }
+            None => {}
+        }
+    }
+
+    /// Opens, or stays open for longer. What began before it opened changes nothing until a probe is due.
+    pub(super) fn trip(&mut self, now: Duration) {
+        if self.accepts(now) {
+            self.num_trips += u64::from(!self.is_open());
+            self.backoff = (self.backoff * 2).clamp(FIRST_BACKOFF, LONGEST_BACKOFF);
+            self.retry_at = now + self.backoff;
+        }
+    }
+
+    /// When the next operation may begin.
+    pub(super) fn retry_at(&self) -> Duration {
+        self.retry_at
+    }
+}

@@ -1,0 +1,103 @@
+//! What the store, its leases and its disk threads share: the books behind one lock, and how to wait for them.
+
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, Instant};
+
+use super::books::DiskBooks;
+use super::state::State;
+use crate::Result;
+use crate::tier::LocalTier;
+use crate::tier::disk::DiskEntry;
+
+/// Longest sleep of whoever waits for the disk before looking again.
+const WAIT_SLICE: Duration = Duration::from_millis(20);
+
+/// Opens the disk tier; it is asked again where that fails.
+pub type Opener = Box<dyn Fn() -> Result<(Arc<dyn LocalTier>, Vec<DiskEntry>)> + Send + Sync>;
+/// Time since some moment before; it never goes back.
+pub type Clock = Box<dyn Fn() -> Duration + Send + Sync>;
+
+pub(crate) struct Inner {
+    pub(super) state: Mutex<State>,
+    /// There are jobs.
+    pub(super) work: Condvar,
+    /// A job ended.
+    pub(super) idle: Condvar,
+    /// None until it could be opened.
+    pub(super) disk: OnceLock<Arc<dyn LocalTier>>,
+    pub(super) opener: Option<Opener>,
+    pub(super) clock: Clock,
+    pub(super) arena_path: String,
+    pub(super) frame_bytes: u64,
+    pub(super) num_frames: u32,
+    pub(super) blocks_per_chunk: u32,
+}
+
+/// Wakes the disk threads when a panic poisons the lock: they would wait for work that cannot come.
+struct WakeOnPanic<'a>(&'a Condvar);
+
+impl Drop for WakeOnPanic<'_> {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.notify_all();
+        }
+    }
+}
+
+impl Inner {
+    /// The books, with the time; None from a panic under the lock on.
+    pub(super) fn books(&self) -> Option<MutexGuard<'_, State>> {
+        let mut state = self.state.lock().ok()?;
+        state.set_time((self.clock)());
+        Some(state)
+    }
+
+    /// Works on the books, then forgets a slice of what is to be forgotten and wakes the disk threads if there is something to
+    /// do. None after a failure.
+    pub(crate) fn with_books<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
+        let _wake = WakeOnPanic(&self.work);
+        let mut state = self.books()?;
+        let result = work(&mut state);
+        if state.is_forgetting() {
+            state.forget_slice();
+        }
+        let has_jobs = state.disk.as_ref().is_some_and(DiskBooks::has_jobs);
+        drop(state);
+        if has_jobs {
+            self.work.notify_all();
+        }
+        Some(result)
+    }
+
+    /// As `with_books`, but None for a closed store too.
+    pub(super) fn with_open_books<T>(&self, work: impl FnOnce(&mut State) -> T) -> Option<T> {
+        self.with_books(|state| (!state.closed).then(|| work(state))).flatten()
+    }
+
+    /// Waits until `done` says so, the deadline, or `done` has no hope (None); true if done. False at once after a failure.
+    pub(super) fn wait(&self, deadline: Instant, done: impl Fn(&State) -> Option<bool>) -> bool {
+        loop {
+            let Some(mut state) = self.books() else { return false };
+            let left = deadline.saturating_duration_since(Instant::now());
+            if state.is_forgetting() && !left.is_zero() {
+                state.forget_slice();
+                continue;
+            }
+            match done(&state) {
+                Some(false) => {}
+                answer => return answer.is_some(),
+            }
+            // Only ends of jobs are announced; what else may change the answer is looked for now and then.
+            if left.is_zero() || self.idle.wait_timeout(state, left.min(WAIT_SLICE)).is_err() {
+                return false;
+            }
+        }
+    }
+}
+
+impl fmt::Debug for Inner {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Inner").field("state", &self.state).field("disk", &self.disk).finish_non_exhaustive()
+    }
+}

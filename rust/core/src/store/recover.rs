@@ -1,0 +1,104 @@
+//! Entering what a tier holds when it is opened: at the start, or later beside what is in host by then.
+
+use std::time::Duration;
+
+use super::books::{Attached, Clearing};
+use super::state::State;
+use crate::evict::ChunkId;
+use crate::index::NewEntry;
+use crate::tier::disk::DiskEntry;
+
+/// Chunks entered by one call: some 0.2 ms.
+pub(super) const SLICE: usize = 512;
+
+impl State {
+    /// The tier is there and holds `found`, parents before children; false if there is no use for it any more.
+    pub(super) fn attach(&mut self, mut found: Vec<DiskEntry>) -> bool {
+        let Some(books) = self.disk.as_mut().filter(|books| !books.stopping) else { return false };
+        books.attached = Attached::Yes;
+        if books.clearing == Clearing::No {
+            found.reverse();
+            books.found = found;
+        }
+        true
+    }
+
+    /// The tier could not be opened: again after `wait`.
+    pub(super) fn postpone(&mut self, wait: Duration, why: &str) {
+        self.tell(format!("the disk tier cannot be opened, and is tried again in {} s: {why}", wait.as_secs()));
+        let retry_at = self.now + wait;
+        self.disk_books().attached = Attached::NotBefore(retry_at);
+    }
+
+    /// Whether the caller should open the tier now; then `attach` or `postpone` must follow.
+    pub(super) fn must_open(&mut self) -> bool {
+        let now = self.now;
+        let books = self.disk_books();
+        let is_due = matches!(books.attached, Attached::NotBefore(time) if now >= time);
+        if is_due {
+            books.attached = Attached::Opening;
+        }
+        is_due
+    }
+
+    /// Enters some of what was found; false if nothing is left. What does not fit is freed.
+    pub(super) fn recover_some(&mut self, blocks_per_chunk: u32) -> bool {
+        let mut ids: Vec<ChunkId> = Vec::new();
+        for _ in 0..SLICE {
+            let Some(entry) = self.disk.as_mut().and_then(|books| books.found.pop()) else { break };
+            // Chunks of a prefix come one behind the other, which spares most lookups.
+            let before = ids.last().copied().filter(|&id| self.index[id].key == entry.parent);
+            if let Some(id) = self.recover(&entry, before, blocks_per_chunk) {
+                ids.push(id);
+            } else {
+                let books = self.disk_books();
+                books.trash.push(entry.slot);
+                books.unwelcome.insert(entry.key);
+            }
+        }
+        self.counters.disk_recovered += ids.len() as u64;
+        // Only now, so that chains do not become and cease to be leaves link by link.
+        for id in ids {
+            self.sync_disk(id);
+        }
+        let Some(books) = self.disk.as_mut() else { return false };
+        if books.found.is_empty() {
+            books.unwelcome.clear();
+        }
+        !books.found.is_empty()
+    }
+
+    /// The entry of a found chunk, on disk now; None where its place is impossible, it was discarded, or is on disk elsewhere.
+    fn recover(&mut self, found: &DiskEntry, before: Option<ChunkId>, blocks_per_chunk: u32) -> Option<ChunkId> {
+        let DiskEntry { key, parent: parent_key, depth, num_blocks, slot, .. } = *found;
+        let first_block =
+            depth.checked_mul(blocks_per_chunk).filter(|first| first.checked_add(num_blocks).is_some())?;
+        let parent = if depth == 0 { None } else { Some(before.or_else(|| self.index.get(&parent_key))?) };
+        let fits = parent.is_none_or(|parent| {
+            let parent = &self.index[parent];
+            parent.end_block() == first_block && parent.depth + 1 == depth && parent.disk.is_here()
+        });
+        let unwelcome = &self.disk_books().unwelcome;
+        if !fits
+            || !(1..=blocks_per_chunk).contains(&num_blocks)
+            || unwelcome.contains(&key)
+            || depth > 0 && unwelcome.contains(&parent_key)
+        {
+            return None;
+        }
+        let id = if let Some(id) = self.index.get(&key) {
+            let entry = &self.index[id];
+            if entry.parent != parent || entry.num_blocks != num_blocks || !entry.disk.is_absent() {
+                return None;
+            }
+            id
+        } else {
+            self.index.insert(NewEntry { key, parent_key, parent, depth, first_block, num_blocks, proven: false })
+        };
+        self.unwant(id);
+        self.begin_disk(id);
+        self.arrive_on_disk(id, slot);
+        self.wake_behind(id);
+        Some(id)
+    }
+}

@@ -1,0 +1,53 @@
+//! The breaker alone, and the moments at which it opens, probes and closes.
+
+use std::time::Duration;
+
+use super::super::breaker::Breaker;
+
+fn seconds(seconds: u64) -> Duration {
+    Duration::from_secs(seconds)
+}
+
+fn fail(breaker: &mut Breaker, now: Duration) {
+    breaker.begin();
+    breaker.end(Some(false), now);
+}
+
+#[test]
+fn four_errors_in_a_row_open_it_and_one_success_starts_the_count_again() {
+    let mut breaker = Breaker::default();
+    for _ in 0..3 {
+        fail(&mut breaker, seconds(10));
+    }
+    breaker.end(Some(true), seconds(10));
+    for _ in 0..3 {
+        fail(&mut breaker, seconds(10));
+    }
+    breaker.end(None, seconds(10));
+    assert!(!breaker.is_open() && breaker.may_begin(seconds(10)));
+    fail(&mut breaker, seconds(10));
+    assert!(breaker.is_open() && !breaker.accepts(seconds(10)));
+    assert_eq!(breaker.num_trips, 1);
+}
+
+#[test]
+fn one_probe_at_a_time_and_each_failed_one_doubles_the_wait_up_to_a_minute() {
+    let mut breaker = Breaker::default();
+    breaker.trip(seconds(0));
+    let (mut now, mut waits) = (seconds(0), Vec::new());
+    for _ in 0..8 {
+        waits.push((breaker.retry_at() - now).as_secs());
+        // What began before it opened says nothing new.
+        breaker.end(Some(false), now);
+        now = breaker.retry_at();
+        assert!(!breaker.accepts(now - Duration::from_millis(1)) && breaker.may_begin(now));
+        breaker.begin();
+        assert!(!breaker.may_begin(now) && breaker.accepts(now));
+        breaker.end(Some(false), now);
+    }
+    assert_eq!(waits, [1, 2, 4, 8, 16, 32, 60, 60]);
+    assert_eq!(breaker.num_trips, 1);
+    breaker.begin();
+    breaker.end(Some(true), now);
+    assert!(!breaker.is_open() && breaker.may_begin(now));
+}

@@ -1,0 +1,302 @@
+//! A disk that hangs, refuses or is not there costs what is on it, for a while, and nothing else.
+//!
+//! Time stands still until a test moves it, so nothing here depends on how fast the machine is.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod store_common;
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use kvloft_core::KeyChain;
+use kvloft_core::evict::Eviction;
+use kvloft_core::key::ChunkKey;
+use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig};
+use kvloft_core::tier::disk::{DiskEntry, SlotId};
+use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, range, save, stat};
+
+const LONG: Duration = Duration::from_secs(20);
+const THREADS: u32 = 2;
+
+fn settings(num_frames: u32, disk: &MemoryDisk) -> StoreConfig {
+    let disk = disk_settings(u64::from(disk.capacity), THREADS);
+    StoreConfig { disk: Some(disk), ..config(num_frames, 1, Eviction::Lru) }
+}
+
+fn until(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + LONG;
+    while !holds() {
+        assert!(Instant::now() < deadline, "never: {what}");
+        std::thread::sleep(Duration::from_micros(200));
+    }
+}
+
+fn settled(lease: &ReadLease) -> Progress {
+    until("a lease settles", || lease.poll().pending_blocks == 0);
+    lease.poll()
+}
+
+fn save_all(store: &Store, chain: &KeyChain) -> u32 {
+    save(store, &arena_of(store), chain, range(0, chain.num_blocks(), 0))
+}
+
+/// Chains of `len` blocks from token `first` on, which share nothing.
+fn chains(num: u32, len: u32, first: u32) -> Vec<KeyChain> {
+    let tokens = |nth: u32| (0..len).map(|at| first + nth * len + at).collect::<Vec<_>>();
+    (0..num).map(|nth| chain(&tokens(nth))).collect()
+}
+
+/// Ten prompts of 8 chunks on disk, none of them in host, where 16 hot chunks are.
+fn cold_prompts(disk: &Arc<MemoryDisk>) -> (Store, Vec<KeyChain>, KeyChain) {
+    let store = disk.open(&settings(16, disk), &[]);
+    let cold = chains(10, 8, 0);
+    for prompt in &cold {
+        assert_eq!(save_all(&store, prompt), 8);
+        assert!(store.flush(LONG));
+    }
+    let hot = chain(&(1000..1016).collect::<Vec<_>>());
+    assert_eq!(save_all(&store, &hot), 16);
+    assert!(store.flush(LONG));
+    (store, cold, hot)
+}
+
+#[test]
+fn a_hung_disk_takes_a_frame_a_thread_and_reads_for_no_lease() {
+    let disk = MemoryDisk::new(200);
+    let (store, cold, hot) = cold_prompts(&disk);
+    let gate = disk.read_gate.lock().unwrap();
+    let leases: Vec<_> = cold.iter().map(|prompt| store.acquire(prompt)).collect();
+    assert!(leases.iter().all(|lease| lease.poll().pending_blocks == 8));
+    until("all threads read", || disk.num_reads.load(Ordering::SeqCst) == u64::from(THREADS));
+    assert_eq!(stat(&store, "frames_reserved"), u64::from(THREADS), "queued reads have no frame");
+    assert_eq!(store.lookup(&hot).host_blocks, 16 - THREADS, "what is in host stays");
+    drop(leases);
+    assert_eq!((stat(&store, "reads_pending"), stat(&store, "pins")), (0, 0));
+    drop(gate);
+    until("the reads end", || stat(&store, "frames_reserved") == 0);
+    let kept = store.acquire(&cold[9]);
+    assert_eq!(settled(&kept).ready_blocks, 8);
+    assert_eq!(disk.num_reads.load(Ordering::SeqCst), u64::from(THREADS) + 8, "a read ran for no lease");
+    store.check().unwrap();
+}
+
+#[test]
+fn a_cancelled_read_stays_for_the_lease_that_still_wants_it() {
+    let disk = MemoryDisk::new(200);
+    let (store, cold, _hot) = cold_prompts(&disk);
+    let gate = disk.read_gate.lock().unwrap();
+    let (first, second) = (store.acquire(&cold[0]), store.acquire_at_most(&cold[0], 5));
+    assert_eq!((first.poll().pending_blocks, second.poll().pending_blocks), (8, 5));
+    first.release();
+    assert_eq!(second.poll().pending_blocks, 5);
+    drop(gate);
+    assert_eq!(settled(&second).ready_blocks, 5);
+    assert_eq!(disk.num_reads.load(Ordering::SeqCst), 5);
+}
+
+#[test]
+fn a_tier_that_hangs_is_left_alone_and_asked_again() {
+    let disk = MemoryDisk::new(200);
+    let (store, cold, hot) = cold_prompts(&disk);
+    let gate = disk.read_gate.lock().unwrap();
+    let lease = store.acquire(&cold[0]);
+    until("a thread reads", || disk.num_reads.load(Ordering::SeqCst) == u64::from(THREADS));
+    assert_eq!(stat(&store, "disk_broken"), 0);
+    disk.wait(5);
+    assert_eq!(lease.poll(), Progress::default(), "a lease does not wait for a tier that hangs");
+    assert_eq!((stat(&store, "disk_broken"), stat(&store, "disk_trips")), (1, 2));
+    let found = store.lookup(&cold[0]);
+    assert_eq!((found.stored_blocks, store.lookup(&hot).host_blocks), (0, 16 - THREADS));
+    assert_eq!(store.acquire(&cold[1]).poll(), Progress::default());
+    assert!(!store.take_events().is_empty());
+    assert!(store.take_events().is_empty(), "each event once");
+    drop(gate);
+    until("the hung reads end", || stat(&store, "frames_reserved") == 0);
+    disk.wait(2);
+    assert_eq!(settled(&store.acquire(&cold[0])).ready_blocks, 8);
+    assert_eq!(settled(&store.acquire(&cold[1])).ready_blocks, 8);
+    store.check().unwrap();
+}
+
+#[test]
+fn refused_writes_leave_what_is_on_disk_alone() {
+    for fail_frees in [false, true] {
+        let disk = MemoryDisk::new(24);
+        let store = disk.open(&settings(8, &disk), &[]);
+        for prompt in chains(3, 8, 0) {
+            assert_eq!(save_all(&store, &prompt), 8);
+            assert!(store.flush(LONG));
+        }
+        assert_eq!(disk.chunks().len(), 24);
+        disk.fail_writes.store(true, Ordering::SeqCst);
+        disk.fail_frees.store(fail_frees, Ordering::SeqCst);
+        for prompt in chains(100, 8, 1000) {
+            assert!(save_all(&store, &prompt) > 0, "host memory serves on");
+        }
+        until("it trips", || stat(&store, "disk_broken") == 1);
+        let left = disk.chunks().len();
+        assert!(left >= if fail_frees { 24 } else { 20 }, "{left} of 24 chunks are left");
+        assert!(stat(&store, "disk_write_errors") >= 1);
+        assert_eq!(stat(&store, "disk_used"), left as u64);
+        let read = store.acquire(&chains(1, 8, 0)[0]);
+        assert!(settled(&read).ready_blocks >= 4, "reads go on");
+        drop(read);
+        for fault in [&disk.fail_writes, &disk.fail_frees] {
+            fault.store(false, Ordering::SeqCst);
+        }
+        assert!(disk.flush(&store));
+        let new = chain(&[5000, 5001]);
+        assert_eq!(save_all(&store, &new), 2);
+        assert!(disk.flush(&store));
+        assert!(disk.chunks().contains_key(&new.keys()[1]), "it writes again");
+        assert_eq!((stat(&store, "disk_broken"), disk.chunks().len()), (0, 24));
+        store.check().unwrap();
+    }
+}
+
+#[test]
+fn a_chunk_that_cannot_be_read_stays_and_is_read_later() {
+    let disk = MemoryDisk::new(200);
+    let (store, cold, _hot) = cold_prompts(&disk);
+    disk.fail_reads.store(true, Ordering::SeqCst);
+    assert_eq!(settled(&store.acquire(&cold[0])), Progress::default());
+    disk.fail_reads.store(false, Ordering::SeqCst);
+    assert!(stat(&store, "disk_read_errors") >= 2, "it is tried twice");
+    assert_eq!(store.acquire(&cold[0]).poll(), Progress::default(), "and not again at once");
+    assert_eq!(settled(&store.acquire(&cold[1])).ready_blocks, 8, "others are read");
+    disk.wait(61);
+    assert_eq!(settled(&store.acquire(&cold[0])).ready_blocks, 8);
+    assert_eq!(stat(&store, "discards"), 0);
+}
+
+#[test]
+fn closing_clearing_and_asking_do_not_wait_for_io_that_hangs() {
+    let disk = MemoryDisk::new(200);
+    let (store, cold, _hot) = cold_prompts(&disk);
+    let gates = (disk.read_gate.lock().unwrap(), disk.write_gate.lock().unwrap(), disk.free_gate.lock().unwrap());
+    let lease = store.acquire(&cold[0]);
+    until("a thread reads", || disk.num_reads.load(Ordering::SeqCst) == u64::from(THREADS));
+    store.clear(); // some seconds: the disk is cleared later
+    assert!(
+        store.take_events().iter().any(|event| event.contains("not cleared")),
+        "nothing said that a restart finds it"
+    );
+    for prompt in &cold {
+        assert_eq!(store.lookup(prompt), kvloft_core::store::Lookup::default());
+    }
+    assert_eq!((stat(&store, "entries"), store.flush(Duration::ZERO)), (0, false));
+    assert_eq!(disk.chunks().len(), 96);
+    store.close(Duration::ZERO);
+    assert_eq!(lease.frames(), []);
+    drop(gates);
+    drop(lease);
+}
+
+#[test]
+fn a_clear_that_hung_comes_through_later() {
+    let disk = MemoryDisk::new(200);
+    let (store, cold, _hot) = cold_prompts(&disk);
+    let gate = disk.read_gate.lock().unwrap();
+    let lease = store.acquire(&cold[0]);
+    until("a thread reads", || disk.num_reads.load(Ordering::SeqCst) == u64::from(THREADS));
+    disk.wait(5);
+    store.clear();
+    drop(gate);
+    assert!(disk.flush(&store));
+    assert_eq!((disk.chunks().len(), stat(&store, "disk_used")), (0, 0));
+    drop(lease);
+    store.check().unwrap();
+}
+
+#[test]
+fn a_tier_that_cannot_be_opened_is_attached_later() {
+    let disk = MemoryDisk::new(200);
+    let (first, cold, hot) = cold_prompts(&disk);
+    drop(first);
+    let found = disk.entries();
+    assert_eq!(found.len(), 96);
+    disk.fail_opens.store(true, Ordering::SeqCst);
+    let store = disk.open(&settings(16, &disk), &found);
+    assert_eq!(stat(&store, "disk_broken"), 1);
+    assert!(store.take_events().iter().any(|event| event.contains("cannot be opened")));
+    assert_eq!(save_all(&store, &hot), 16, "host memory serves");
+    assert_eq!(store.lookup(&cold[0]).stored_blocks, 0);
+    store.discard(&cold[1].keys()[..1]);
+    disk.fail_opens.store(false, Ordering::SeqCst);
+    disk.wait(61);
+    until("it is attached", || stat(&store, "disk_broken") == 0);
+    assert!(disk.flush(&store));
+    assert_eq!(disk.violations(), [""; 0]);
+    assert_eq!((stat(&store, "disk_used"), stat(&store, "disk_writes")), (96, 0), "hot chunks are there already");
+    assert_eq!(settled(&store.acquire(&cold[0])).ready_blocks, 8);
+    store.check().unwrap();
+}
+
+/// A record that is valid in itself and lies about its place.
+#[test]
+fn a_forged_record_is_a_miss() {
+    let wanted = chain(&[1, 2, 3, 4]);
+    let other = chain(&[7, 8, 9, 10]);
+    let (root, keys) = (wanted.root(), wanted.keys());
+    let entry = |slot: u32, key: ChunkKey, parent: ChunkKey, depth: u32| DiskEntry {
+        slot: SlotId(slot),
+        key,
+        parent,
+        num_blocks: 1,
+        sequence: u64::from(slot),
+        depth,
+    };
+    let forgeries = [
+        vec![entry(0, keys[3], root, 0)],
+        vec![entry(0, other.keys()[0], root, 0), entry(1, keys[1], other.keys()[0], 1)],
+        vec![entry(0, other.keys()[0], root, 0), entry(1, keys[1], other.keys()[0], 1), entry(2, keys[2], keys[1], 2)],
+        vec![entry(0, keys[0], root, 0), entry(1, keys[2], keys[0], 1), entry(2, keys[3], keys[2], 2)],
+        vec![entry(0, keys[0], other.root(), 1)],
+    ];
+    for found in forgeries {
+        let disk = MemoryDisk::new(16);
+        disk.put(&found);
+        let store = disk.open(&settings(8, &disk), &found);
+        let lease = store.acquire(&wanted);
+        let progress = settled(&lease);
+        let frames = lease.frames();
+        assert_eq!(frames.iter().map(|frame| frame.num_blocks).sum::<u32>(), progress.ready_blocks);
+        for (frame, key) in frames.iter().zip(keys) {
+            assert_eq!((frame.key, frame.num_blocks), (*key, 1), "a frame for the wrong block");
+        }
+        assert!(progress.ready_blocks <= 1);
+        drop(lease);
+        assert_eq!(save_all(&store, &wanted), 4 - progress.ready_blocks, "what is forged is replaced");
+        assert!(disk.flush(&store));
+        assert_eq!(store.lookup(&wanted).host_blocks, 4);
+        store.check().unwrap();
+    }
+}
+
+#[test]
+fn a_large_tree_is_forgotten_at_once_and_freed_in_slices() {
+    const LEAVES: u32 = 3000;
+    let store = Store::open(&config(LEAVES + 1, 1, Eviction::Lru)).unwrap();
+    let leaves: Vec<_> = (0..LEAVES).map(|leaf| chain(&[1, 10 + leaf])).collect();
+    for leaf in &leaves {
+        assert!(save_all(&store, leaf) >= 1);
+    }
+    let hub = leaves[0].keys()[0];
+    let kept = store.acquire(&leaves[7]);
+    assert!(store.discard(&[hub]) < 600, "one call does a slice");
+    assert!(stat(&store, "entries") > 1000);
+    for leaf in &leaves[..50] {
+        assert_eq!(store.lookup(leaf).host_blocks, 0);
+    }
+    assert_eq!(save_all(&store, &leaves[5]), 2, "it can be saved again at once");
+    assert_eq!(store.lookup(&leaves[5]).host_blocks, 2);
+    assert_eq!(store.lookup(&leaves[6]).host_blocks, 1, "what hung on the one before is not found under the new one");
+    assert_eq!(kept.frames().len(), 2);
+    assert!(store.flush(LONG));
+    store.check().unwrap();
+    assert_eq!((stat(&store, "entries"), stat(&store, "frames_visible")), (2, 4));
+    drop(kept);
+    store.clear();
+    assert_eq!((stat(&store, "entries"), stat(&store, "frames_free")), (0, u64::from(LEAVES) + 1));
+}
