@@ -25,7 +25,7 @@ use spells::{Disk, damage_at_rest};
 use worker::{Shared, Worker, until};
 
 /// The store's time runs so much faster than the clock: its breakers, back-offs and hangs come and go in milliseconds.
-const HASTE: u32 = 200;
+const HASTE: u32 = 500;
 const WORKERS: u64 = 4;
 /// A life without any operation for so long hangs.
 const HANGS: Duration = Duration::from_secs(120);
@@ -78,7 +78,7 @@ impl Fire {
         let cap_bytes = (64 << 10) + dice.pick(&[300_u64, 1500, 3000]) * (FRAME as u64 + 160);
         let config = StoreConfig {
             frame_bytes: FRAME as u64,
-            host_bytes: dice.pick(&[40, 160, 400]) * FRAME as u64,
+            host_bytes: dice.pick(&[60, 200, 300]) * FRAME as u64,
             blocks_per_chunk: PER_CHUNK,
             eviction: dice.pick(&Eviction::ALL),
             available_bytes: None,

@@ -65,11 +65,13 @@ pub(crate) struct Recorder {
     chunks: Vec<Chunk>,
 }
 
-/// The bytes of a version of a chunk: whose they are, then noise that is its own.
-pub(crate) fn bytes_of(chunk: usize, version: u64) -> Vec<u8> {
+/// Makes the bytes of a version of a chunk: whose they are, then noise that is its own.
+pub(crate) fn write_bytes(chunk: usize, version: u64, into: &mut [u8; FRAME]) {
     let mut noise = Dice((chunk as u64) << 40 ^ version);
-    let words = (2..FRAME / 8).map(|_| noise.roll());
-    [chunk as u64, version].into_iter().chain(words).flat_map(u64::to_le_bytes).collect()
+    let (words, _) = into.as_chunks_mut::<8>();
+    words.iter_mut().for_each(|word| *word = noise.roll().to_le_bytes());
+    words[0] = (chunk as u64).to_le_bytes();
+    words[1] = version.to_le_bytes();
 }
 
 fn word(bytes: &[u8], nth: usize) -> u64 {
@@ -187,7 +189,7 @@ impl Recorder {
     }
 
     /// Compares every byte of a chunk's frame with what was committed, from version `floor` on; the error says how it is wrong.
-    pub(crate) fn check_bytes(&self, key: &ChunkKey, floor: u64, bytes: &[u8]) -> Result<u64, String> {
+    pub(crate) fn check_bytes(&self, key: &ChunkKey, floor: u64, bytes: &[u8; FRAME]) -> Result<u64, String> {
         let chunk = self.id(key);
         let (whose, version) = (word(bytes, 0), word(bytes, 1));
         let state = self.with_versions(chunk, |versions| versions.get(usize::try_from(version).unwrap()).copied());
@@ -196,7 +198,12 @@ impl Recorder {
                 "chunk {chunk} has bytes of version {version} of {whose}, {state:?}; versions below {floor} are forgotten"
             ));
         }
-        let at = bytes.iter().zip(bytes_of(chunk, version)).position(|(a, b)| *a != b);
-        at.map_or(Ok(version), |at| Err(format!("chunk {chunk}, version {version}: byte {at} is wrong")))
+        let mut right = [0; FRAME];
+        write_bytes(chunk, version, &mut right);
+        if *bytes == right {
+            return Ok(version);
+        }
+        let at = bytes.iter().zip(&right).position(|(a, b)| a != b);
+        Err(format!("chunk {chunk}, version {version}: byte {at:?} is wrong"))
     }
 }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::KeyChain;
 use kvloft_core::store::{LeasedFrame, ReadLease, SaveRange, Store, WriteLease};
 
-use super::recorder::{Dice, FRAME, PER_CHUNK, Recorder, bytes_of};
+use super::recorder::{Dice, FRAME, PER_CHUNK, Recorder, write_bytes};
 
 /// What all workers share in one life.
 #[derive(Debug)]
@@ -75,20 +75,20 @@ impl<'a> Worker<'a> {
 
     fn step(&mut self) {
         match self.dice.below(1000) {
-            0..300 if self.loans.len() < MAX_LOANS => self.acquire(),
-            0..600 => self.look_at_loan(),
-            600..780 => self.save(),
-            780..850 => {
+            0..400 if self.loans.len() < MAX_LOANS => self.acquire(),
+            0..800 => self.look_at_loan(),
+            800..840 => self.save(),
+            840..880 => {
                 let num = self.dice.below(40);
                 self.commit(num);
             }
-            850..870 => {
+            880..890 => {
                 let num = self.dice.below(8);
                 self.abort(num);
             }
-            870..960 => self.lookup(),
-            960..975 => self.discard(),
-            975..990 => self.stats(),
+            890..970 => self.lookup(),
+            970..972 => self.discard(),
+            972..990 => self.stats(),
             990..995 => {
                 self.shared.store.flush(Duration::from_micros(self.dice.roll() % 2000));
                 self.count("flush");
@@ -97,7 +97,7 @@ impl<'a> Worker<'a> {
                 self.shared.store.take_events();
                 self.count("take_events");
             }
-            _ if self.dice.in_100(4) => {
+            _ if self.dice.in_100(1) => {
                 let all = self.shared.recorder.all();
                 self.shared.store.clear();
                 self.shared.recorder.forget(&all);
@@ -159,7 +159,7 @@ impl<'a> Worker<'a> {
     }
 
     fn check_frame(&mut self, loan: &mut Loan<'_>, nth: usize, leased: &LeasedFrame) -> Result<(), String> {
-        let mut bytes = vec![0; FRAME];
+        let mut bytes = [0; FRAME];
         self.arena.read_exact_at(&mut bytes, u64::from(leased.frame.0) * FRAME as u64).unwrap();
         let floor = loan.floors[(leased.first_block + leased.num_blocks) as usize - 1];
         let version = self.shared.recorder.check_bytes(&leased.key, floor, &bytes)?;
@@ -184,17 +184,16 @@ impl<'a> Worker<'a> {
         let tail_blocks = tail.min(chain.num_blocks() - stop * PER_CHUNK);
         let reserved = self.shared.store.reserve(chain, SaveRange { start, stop, tail_blocks }).unwrap();
         self.count("reserve");
+        let mut bytes = [0; FRAME];
         for lease in reserved.leases {
             let (chunk, frame) = (self.shared.recorder.id(&lease.reservation().key), lease.reservation().frame);
             let version = self.shared.recorder.reserve(chunk);
-            let mut bytes = bytes_of(chunk, version);
-            let fate = self.dice.below(100);
-            if fate < 3 {
-                // A copy that breaks off, and an abort.
-                bytes.truncate(self.dice.below(FRAME));
-            }
-            self.arena.write_all_at(&bytes, u64::from(frame.0) * FRAME as u64).unwrap();
-            if fate < 3 {
+            write_bytes(chunk, version, &mut bytes);
+            // Some copies break off, and are aborted.
+            let is_whole = !self.dice.in_100(3);
+            let len = if is_whole { FRAME } else { self.dice.below(FRAME) };
+            self.arena.write_all_at(&bytes[..len], u64::from(frame.0) * FRAME as u64).unwrap();
+            if !is_whole {
                 self.shared.recorder.abort(chunk, version);
                 drop(lease);
                 self.count("abort");
