@@ -78,7 +78,7 @@ impl Fire {
         let cap_bytes = (64 << 10) + dice.pick(&[300_u64, 1500, 3000]) * (FRAME as u64 + 160);
         let config = StoreConfig {
             frame_bytes: FRAME as u64,
-            host_bytes: dice.pick(&[60, 200, 300]) * FRAME as u64,
+            host_bytes: dice.pick(&[40, 100, 200]) * FRAME as u64,
             blocks_per_chunk: PER_CHUNK,
             eviction: dice.pick(&Eviction::ALL),
             available_bytes: None,

@@ -84,7 +84,7 @@ impl Recorder {
         for family in 0..FAMILIES {
             for variant in 0..VARIANTS {
                 let len = 12 + (family * 7 + variant * 11) % 84;
-                let shared = len * variant / VARIANTS;
+                let shared = len * variant / (2 * VARIANTS);
                 let token = |at: u32| family * 1000 + if at < shared { 0 } else { 1 + variant } + at * 100_000;
                 let mut chain = KeyChain::new(root_key(&[7; 32], None, None).unwrap(), 1).unwrap();
                 chain.append_tokens(&(0..len).map(token).collect::<Vec<_>>()).unwrap();

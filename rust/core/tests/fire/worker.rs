@@ -43,7 +43,7 @@ pub(crate) struct Worker<'a> {
     pub(crate) bytes_compared: u64,
 }
 
-const MAX_LOANS: usize = 5;
+const MAX_LOANS: usize = 3;
 
 impl<'a> Worker<'a> {
     pub(crate) fn new(shared: &'a Shared<'a>, seed: u64) -> Self {
@@ -69,7 +69,7 @@ impl<'a> Worker<'a> {
 
     fn prompt(&mut self) -> &'a KeyChain {
         // Some are asked for more often.
-        let end = if self.dice.in_100(30) { 16 } else { self.shared.recorder.prompts.len() };
+        let end = if self.dice.in_100(5) { 16 } else { self.shared.recorder.prompts.len() };
         &self.shared.recorder.prompts[self.dice.below(end)]
     }
 
