@@ -10,6 +10,7 @@ pub(crate) mod index;
 pub mod io;
 pub mod key;
 pub mod store;
+pub(crate) mod sync;
 pub mod tag;
 pub mod tier;
 pub(crate) mod units;
