@@ -22,7 +22,9 @@ pub struct StoreConfig {
     pub blocks_per_chunk: u32,
     /// Policy of each tier.
     pub eviction: Eviction,
-    /// Bytes of memory that may be taken, where known: see [`crate::io::available_bytes`].
+    /// Bytes of memory that may be taken, where known: see [`crate::io::available_bytes`]. It is compared once: pages are taken
+    /// as frames are first used, so stores opened at the same time each see the same free memory. To take them all at the
+    /// start would hold it up by seconds for each 10 GiB, and a promise between processes has no owner that outlives them.
     pub available_bytes: Option<u64>,
     /// Fingerprint of everything but content that decides KV bytes.
     pub namespace: [u8; 32],

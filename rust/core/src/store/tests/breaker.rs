@@ -36,11 +36,11 @@ fn one_probe_at_a_time_and_each_failed_one_doubles_the_wait_up_to_a_minute() {
     breaker.trip(seconds(0));
     let (mut now, mut waits) = (seconds(0), Vec::new());
     for _ in 0..8 {
-        waits.push((breaker.retry_at() - now).as_secs());
+        waits.push(breaker.retry_at().saturating_sub(now).as_secs());
         // What began before it opened says nothing new.
         breaker.end(Some(false), now);
         now = breaker.retry_at();
-        assert!(!breaker.accepts(now - Duration::from_millis(1)) && breaker.may_begin(now));
+        assert!(!breaker.accepts(now.saturating_sub(Duration::from_millis(1))) && breaker.may_begin(now));
         breaker.begin();
         assert!(!breaker.may_begin(now) && breaker.accepts(now));
         breaker.end(Some(false), now);
