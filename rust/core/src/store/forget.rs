@@ -17,7 +17,9 @@ impl State {
     /// Forgets chunks and all that hangs on them; returns how many are gone already.
     pub(crate) fn discard(&mut self, keys: &[ChunkKey]) -> u64 {
         for key in keys {
-            if let Some(books) = self.disk.as_mut().filter(|books| books.attached != Attached::Yes || !books.found.is_empty()) {
+            if let Some(books) =
+                self.disk.as_mut().filter(|books| books.attached != Attached::Yes || !books.found.is_empty())
+            {
                 books.unwelcome.insert(*key);
             }
             if let Some(id) = self.index.get(key) {

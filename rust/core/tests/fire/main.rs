@@ -116,8 +116,7 @@ impl Fire {
         let end = dice.pick(&[End::Clean, End::UnderFire, End::UnderFire, End::Overlap]);
         let stop = AtomicBool::new(false);
         let time = Duration::from_millis(50 + dice.roll() % 1500).min(most);
-        let shared =
-            Shared { store: &store, recorder: &self.recorder, stop: &stop, pulse: &self.pulse, cap_bytes };
+        let shared = Shared { store: &store, recorder: &self.recorder, stop: &stop, pulse: &self.pulse, cap_bytes };
         let mut workers: Vec<_> = (0..WORKERS).map(|_| Worker::new(&shared, dice.roll())).collect();
         let mut loans = Vec::new();
         std::thread::scope(|scope| {
