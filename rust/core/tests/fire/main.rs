@@ -166,15 +166,27 @@ impl Fire {
             store.check().unwrap();
         }
         assert_eq!(self.disk.measure(), 0, "bytes above the cap");
-        if dice.in_100(30) && DirIsFree::wait(&self.disk.dir) {
+        self.change_disk(dice);
+    }
+
+    /// Between two lives, with nobody at the files: damage, or another disk, or nothing.
+    fn change_disk(&mut self, dice: &mut Dice) {
+        let is_honest = self.disk.is_honest.load(Ordering::SeqCst);
+        let what = dice.below(100);
+        if what >= 50 || !DirIsFree::wait(&self.disk.dir) {
+            return;
+        }
+        if what < 20 {
+            // A new disk; of what was saved before, nothing can come back.
+            std::fs::remove_dir_all(&self.disk.dir).unwrap();
+            self.recorder.forget(&self.recorder.all());
+            self.disk.has_lied.store(false, Ordering::SeqCst);
+            self.disk.is_honest.store(dice.in_100(50), Ordering::SeqCst);
+        } else if !is_honest {
             let num_flips = damage_at_rest(&self.disk.dir, dice);
             self.count("bits flipped at rest", num_flips);
             self.disk.has_lied.store(true, Ordering::SeqCst);
             self.recorder.remember();
-        } else if dice.in_100(20) && DirIsFree::wait(&self.disk.dir) {
-            // A new directory: from here on the disk is honest until it lies again.
-            std::fs::remove_dir_all(&self.disk.dir).unwrap();
-            self.disk.has_lied.store(false, Ordering::SeqCst);
         }
     }
 

@@ -25,6 +25,8 @@ pub(crate) struct Disk {
     over: AtomicBool,
     /// Damage that the disk does not own up to may have happened.
     pub(crate) has_lied: AtomicBool,
+    /// It may refuse and hang, but does not lie.
+    pub(crate) is_honest: AtomicBool,
     limit: Mutex<Limit>,
     most_over_cap: AtomicU64,
     pub(crate) num_measured: AtomicU64,
@@ -46,6 +48,7 @@ impl Disk {
             is_calm: AtomicBool::new(false),
             over: AtomicBool::new(false),
             has_lied: AtomicBool::new(false),
+            is_honest: AtomicBool::new(true),
             limit: Mutex::default(),
             most_over_cap: AtomicU64::new(0),
             num_measured: AtomicU64::new(0),
@@ -128,9 +131,13 @@ impl Disk {
         let at = dice.below(FRAME_BITS);
         let rare = u8::try_from(1 + dice.below(8)).unwrap();
         let often = u8::try_from(64 + dice.below(190)).unwrap();
-        let kind = dice.below(20);
-        if matches!(kind, 8..=15) {
-            self.has_lied.store(true, Ordering::SeqCst);
+        let mut kind = dice.below(20);
+        if LIES.contains(&kind) {
+            if self.is_honest.load(Ordering::SeqCst) {
+                kind -= LIES.start;
+            } else {
+                self.has_lied.store(true, Ordering::SeqCst);
+            }
         }
         match kind {
             0 => Rule::new(Fault::Refuse(EIO)).on(WRITES).chance(often),
@@ -157,6 +164,8 @@ impl Disk {
 }
 
 const FRAME_BITS: usize = 4096 * 8;
+/// Kinds of spells that report what was not done, or give other bytes.
+const LIES: std::ops::Range<usize> = 8..16;
 
 /// Flips bits in the files themselves, while no tier is open.
 pub(crate) fn damage_at_rest(dir: &Path, dice: &mut Dice) -> u64 {
