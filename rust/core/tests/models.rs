@@ -89,7 +89,9 @@ fn with_callers(last: impl Fn(&Store) + Send + Sync + 'static) {
             })
             .collect();
         last(&store);
-        callers.into_iter().for_each(|caller| caller.join().unwrap());
+        for caller in callers {
+            caller.join().unwrap();
+        }
         store.check().unwrap();
         for name in ["pins", "read_leases", "write_leases"] {
             assert_eq!(stat(&store, name), 0, "{name}");
@@ -136,7 +138,7 @@ fn a_closed_tier_gives_its_directory_up_with_the_last_call() {
         let call = |n: u8| {
             let tier = Arc::clone(&tier);
             thread::spawn(move || {
-                let Some(slot) = tier.reserve() else { return None };
+                let slot = tier.reserve()?;
                 let meta = DiskMeta { key: ChunkKey([n; 32]), parent: ChunkKey([0; 32]), num_blocks: 1, depth: 0 };
                 let written = tier.write(slot, &meta, &[n; 4096]);
                 assert!(written.is_ok() || written.is_err_and(|error| error.kind() == ErrorKind::Closed));

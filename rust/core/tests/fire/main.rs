@@ -90,18 +90,18 @@ impl Fire {
                 description: String::new(),
             }),
         };
-        let opened = self.disk.expect_cap(cap_bytes);
-        let (files, reads, dir) = (self.disk.files.clone(), Arc::clone(&self.reads), self.disk.dir.clone());
+        let is_open = self.disk.expect_cap(cap_bytes);
+        let (files, reads, place) = (self.disk.files.clone(), Arc::clone(&self.reads), self.disk.dir.clone());
         let opener = move || {
             let config = DiskConfig {
-                dir: dir.clone(),
+                dir: place.clone(),
                 cap_bytes,
                 frame_bytes: FRAME as u64,
                 namespace: [7; 32],
                 description: String::new(),
             };
             let (tier, found) = DiskTier::open_with_files(&config, &files)?;
-            opened.store(true, Ordering::SeqCst);
+            is_open.store(true, Ordering::SeqCst);
             Ok((Arc::new(Counting { tier, reads: Arc::clone(&reads) }) as Arc<_>, found))
         };
         let start = Instant::now();
@@ -134,13 +134,17 @@ impl Fire {
         store.close(wait);
         let longest_close = self.longest_close.max(start.elapsed().saturating_sub(wait));
         // Leases outlive the end: what they hold is what it was.
-        loans.iter_mut().for_each(|loan| workers[0].check(loan));
+        for loan in &mut loans {
+            workers[0].check(loan);
+        }
         drop(loans);
         let finished: Vec<_> = workers.into_iter().map(|worker| (worker.counts, worker.bytes_compared)).collect();
         self.longest_close = longest_close;
         for (counts, bytes) in finished {
             self.bytes_compared += bytes;
-            counts.into_iter().for_each(|(what, num)| self.count(what, num));
+            for (what, num) in counts {
+                self.count(what, num);
+            }
         }
         self.count("close", 1);
         self.count("open", 1);

@@ -69,7 +69,9 @@ pub(crate) struct Recorder {
 pub(crate) fn write_bytes(chunk: usize, version: u64, into: &mut [u8; FRAME]) {
     let mut noise = Dice((chunk as u64) << 40 ^ version);
     let (words, _) = into.as_chunks_mut::<8>();
-    words.iter_mut().for_each(|word| *word = noise.roll().to_le_bytes());
+    for word in &mut *words {
+        *word = noise.roll().to_le_bytes();
+    }
     words[0] = (chunk as u64).to_le_bytes();
     words[1] = version.to_le_bytes();
 }
@@ -167,7 +169,9 @@ impl Recorder {
 
     /// What was forgotten may be found again: the disk was not told.
     pub(crate) fn remember(&self) {
-        self.chunks.iter().for_each(|chunk| chunk.floor.store(0, Ordering::SeqCst));
+        for chunk in &self.chunks {
+            chunk.floor.store(0, Ordering::SeqCst);
+        }
     }
 
     /// The least version of each block's chunk that a lease taken from now on may have.

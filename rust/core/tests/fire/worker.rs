@@ -193,12 +193,12 @@ impl<'a> Worker<'a> {
             let is_whole = !self.dice.in_100(3);
             let len = if is_whole { FRAME } else { self.dice.below(FRAME) };
             self.arena.write_all_at(&bytes[..len], u64::from(frame.0) * FRAME as u64).unwrap();
-            if !is_whole {
+            if is_whole {
+                self.saves.push((lease, chunk, version));
+            } else {
                 self.shared.recorder.abort(chunk, version);
                 drop(lease);
                 self.count("abort");
-            } else {
-                self.saves.push((lease, chunk, version));
             }
         }
         if self.dice.in_100(85) {
@@ -212,7 +212,9 @@ impl<'a> Worker<'a> {
             return;
         }
         let saves: Vec<_> = self.saves.drain(..num).collect();
-        saves.iter().for_each(|(_, chunk, version)| self.shared.recorder.commit(*chunk, *version));
+        for (_, chunk, version) in &saves {
+            self.shared.recorder.commit(*chunk, *version);
+        }
         self.shared.store.commit(saves.into_iter().map(|(lease, ..)| lease));
         self.count("commit");
     }
