@@ -6,7 +6,7 @@ PYTHON ?=
 MINUTES ?= 65
 export PYTHON MINUTES
 
-.PHONY: help demo test test-vllm lint bench clean
+.PHONY: help demo test test-vllm lint bench soak wheels clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -25,6 +25,12 @@ lint: ## formatters, clippy, ruff, mypy --strict, stub test, import contracts, h
 
 bench: ## every bench, Rust and Python; ratios are printed beside the targets
 	@scripts/bench.sh
+
+soak: ## engines, store and faults together for MINUTES (30); tokens, pins, memory, handles and threads are watched
+	@MINUTES=$(if $(filter file,$(origin MINUTES)),30,$(MINUTES)) scripts/soak.sh
+
+wheels: ## manylinux wheels and an sdist in dist/, installed and imported where this machine can run them
+	@scripts/wheels.sh
 
 clean: ## remove environments, build outputs and caches of the checkout
 	rm -rf .venv-* build target dist .mypy_cache .ruff_cache .hypothesis .import_linter_cache .pytest_cache python/kvloft/_core*.so

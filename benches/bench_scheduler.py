@@ -30,6 +30,8 @@ BLOCK_TOKENS = 16
 NUM_RUNNING = 256
 PROMPT_TOKENS = 131_072
 TARGET_US = 100.0
+NUM_WAITING = 10_000
+TARGET_ASK_US = 2.0
 ADAPTERS = AdapterNames()
 
 
@@ -224,6 +226,54 @@ def prompt_results(turns: int, blocks_per_chunk: int) -> list[Result]:
     ]
 
 
+def crowd_results(num_steps: int) -> list[Result]:
+    """10,000 waiting requests whose prompts are being read from disk: what asking about all of them costs, for each request."""
+    engine = Engine(1000, 1)
+    found, engine.store = engine.store, DiskThatHangs(engine.store)
+    engine.core._store = engine.store
+    if (queue := getattr(engine.core, "_queue", None)) is not None:
+        queue._store = engine.store
+    random = Random(2)
+    crowd = [engine.request(f"waits-{i}", [random.randrange(50_000) for _ in range(64)]) for i in range(NUM_WAITING)]
+    still_waits = getattr(engine.core, "still_waits", lambda *_: False)
+
+    def ask() -> None:
+        for request in crowd:
+            if not still_waits(request.request_id, 0) and engine.core.match(VllmRequest(request, ADAPTERS), 0) is not None:
+                raise AssertionError("answered though its chunks are not there")
+
+    gc.collect()
+    gc.freeze()  # as vLLM does when it starts
+    first = [timed(ask)[0] / NUM_WAITING]
+    again: list[float] = []
+    for _ in range(num_steps):
+        engine.plan(engine.output([], [], {}))
+        again.append(timed(ask)[0] / NUM_WAITING)
+    gc.unfreeze()
+    engine.core.close()
+    found.close()
+    how = f"{NUM_WAITING} waiting for the disk"
+    return [row(f"{how}: first ask of each", first), row(f"{how}: each told to ask again", again, target=TARGET_ASK_US)]
+
+
+class DiskThatHangs:
+    """A store that has every prompt on disk, from which nothing comes."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.lease = store.acquire(_core.KeyChain(_core.root_key(bytes(32), None, None), block_tokens=BLOCK_TOKENS))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def lookup(self, chain: Any) -> tuple[int, int]:
+        return 0, chain.num_blocks
+
+    def acquire(self, chain: Any) -> Any:
+        lease = self.lease
+        return SimpleNamespace(poll=lambda: (lease.poll()[0], chain.num_blocks), release=lambda: None)
+
+
 def table(results: Sequence[Result]) -> str:
     lines = [f"{'':<66} {'median':>11} {'p99':>11} {'target':>9}"]
     for result in results:
@@ -245,6 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             results += decode_results(options.steps, blocks_per_chunk, run_ahead)
     for blocks_per_chunk in (1, 16):
         results += prompt_results(7, blocks_per_chunk)
+    results += crowd_results(20)
     print(json.dumps([asdict(result) for result in results], indent=1) if options.json else table(results))
     return 0
 

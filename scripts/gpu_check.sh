@@ -1,7 +1,12 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one call: scripts/gpu_check.sh [tests] [copy] [engine] [prefill] [sanitize] [profile] [kv1] [equality]
-# (default: all).
+# Everything that needs a GPU, in one call: scripts/gpu_check.sh [STAGE ...] (default: all). Stages:
+#   tests copy sanitize profile                     kernels, link, tools; no vLLM
+#   startup engine prefill kv1                      first seconds, first tokens, decode steps; beside OffloadingConnector
+#   chats                                           a closed loop of chats; beside PegaFlow and LMCache too, where they are installed
+#   crowd equality                                  preemptions beside plain vLLM's; tokens and pages equal
 #
+# Any vLLM from 0.26 on: an unpacked one goes before the rest, PYTHONPATH=DIR/site (peers: PYTHONPATH=DIR/site2:DIR/site). One command may
+# be short of time: ENGINE_ARGS, CHATS_ARGS and EQUALITY_ARGS go to those benches (--timeout 500); what was measured by then is kept.
 # Needs: an environment with torch for CUDA, cuda-core, cuda-bindings, NVRTC, numpy, rich, PyYAML, pytest, hypothesis and kvloft
 # importable (PYTHONPATH=python does); compute-sanitizer on PATH for `sanitize`, ncu for `profile`, vLLM and the built extension for engines.
 # Logs and results go to $OUT (default build/gpu). Fails if a stage fails, or if no GPU test ran.
@@ -11,7 +16,7 @@ OUT=${OUT:-build/gpu}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 NEED_GPU=1
-ALL="tests copy engine prefill sanitize profile kv1 equality"
+ALL="tests copy startup engine chats crowd prefill sanitize profile kv1 equality"
 stages=${*:-$ALL}
 failed=()
 for name in $stages; do
@@ -43,15 +48,21 @@ if has tests; then
   grep -Eq '^[0-9]+ passed' "$OUT/tests.log" || grep -Eq ' passed' "$OUT/tests.log" || failed+=("tests: none ran")
 fi
 has copy && TAIL=60 stage copy "$PYTHON" -m kvloft.cli bench copy --json "$OUT/copy.json" --plot "$OUT/copy.png"
-has engine && TAIL=60 stage engine "$PYTHON" -m kvloft.cli bench engine --json "$OUT/engine.json" --logs "$OUT" ${ENGINE_ARGS:-}
+# Saves that fail while 60 GiB of host memory are being pinned: none may.
+has startup && stage startup "$PYTHON" -m benches.gpu.engine --connectors kvloft --phases startup --host-gib "${STARTUP_GIB:-60}" --timeout 240 \
+  --json "$OUT/engine_startup.json" --logs "$OUT/startup"
+has engine && TAIL=60 stage engine "$PYTHON" -m benches.gpu.engine --json "$OUT/engine.json" --logs "$OUT" ${ENGINE_ARGS:-}
+has chats && TAIL=30 stage chats "$PYTHON" -m benches.gpu.chats --json "$OUT/chats.json" --logs "$OUT/chats" ${CHATS_ARGS:-}
+has crowd && TAIL=30 stage crowd "$PYTHON" -m benches.gpu.equality --setups reference,plain-pc,hnd --phases crowd --timeout 400 \
+  --json "$OUT/equality_crowd.json" --logs "$OUT/crowd"
 if has prefill; then # again, with new processes: one run differs from the next by as much as is judged
   rm -f "$OUT"/engine_again_*.json # of an earlier call: the report takes all that there are
   for number in $(seq "${PREFILL_RUNS:-3}"); do
-    TAIL=30 stage "engine_again_$number" "$PYTHON" -m kvloft.cli bench engine --connectors none,kvloft --phases cold,wave \
+    TAIL=30 stage "engine_again_$number" "$PYTHON" -m benches.gpu.engine --connectors none,kvloft --phases cold,wave \
       --json "$OUT/engine_again_$number.json" --logs "$OUT/again_$number"
   done
   # And what the connector adds with all else the same: in one process, with it and without it.
-  TAIL=30 stage engine_attached "$PYTHON" -m kvloft.cli bench engine --connectors kvloft --phases attached \
+  TAIL=30 stage engine_attached "$PYTHON" -m benches.gpu.engine --connectors kvloft --phases attached \
     --json "$OUT/engine_attached.json" --logs "$OUT/attached"
 fi
 if has sanitize; then
@@ -68,9 +79,9 @@ if has profile; then # pages of 4 KiB, the hardest: gathers and scatters of whol
     --section WarpStateStats --section MemoryWorkloadAnalysis "$PYTHON" -m kvloft.cli bench copy --mib 256 >"$OUT/ncu.txt" 2>&1
   grep -c 'Duration' "$OUT/ncu.txt" || failed+=("profile: nothing was profiled")
 fi
-has kv1 && stage engine_kv1 "$PYTHON" -m kvloft.cli bench engine --connectors native,kvloft --phases ttft --kv-heads 1 --host-gib 12 \
+has kv1 && stage engine_kv1 "$PYTHON" -m benches.gpu.engine --connectors native,kvloft --phases ttft --kv-heads 1 --host-gib 12 \
   --json "$OUT/engine_kv1.json" --logs "$OUT/kv1"
-has equality && TAIL=90 stage equality "$PYTHON" -m kvloft.cli bench equality --json "$OUT/equality.json" --logs "$OUT" ${EQUALITY_ARGS:-}
+has equality && TAIL=90 stage equality "$PYTHON" -m benches.gpu.equality --json "$OUT/equality.json" --logs "$OUT" ${EQUALITY_ARGS:-}
 
 if ls "$OUT"/*.json >/dev/null 2>&1; then
   "$PYTHON" scripts/gpu_report.py "$OUT" >"$OUT/README.md" || failed+=("report")

@@ -5,6 +5,7 @@ missing is left out, so a run of some stages makes a report too. Knows file name
 """
 
 import json
+import math
 import os
 import re
 import statistics
@@ -35,6 +36,9 @@ def main(folder: Path) -> int:
     parts: list[str] = [*_head(files), *_failed(files)]
     if "copy" in files:
         parts += _copy(files["copy"])
+    parts += _startup(files.get("engine_startup", {}))
+    if "chats" in files:
+        parts += _chats(files["chats"])
     if "engine" in files:
         parts += _engine(files["engine"], files.get("copy", {}).get("ceiling", {}).get("load"))
     parts += _again([files[name] for name in sorted(files) if name == "engine" or name.startswith("engine_again")])
@@ -46,6 +50,8 @@ def main(folder: Path) -> int:
     for name in sorted(files):
         if name.startswith("equality"):
             parts += _equality(files[name])
+    if "equality_crowd" in files:
+        parts += _crowd(files["equality_crowd"])
     profile = folder / "ncu.txt"
     if profile.exists():
         parts += _profile(profile.read_text())
@@ -155,7 +161,7 @@ def _bound(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str]
 def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str]:
     columns = [name for name in ("none", "native", "kvloft") if name in results]
     none, native, ours = (results.get(name, {}) for name in ("none", "native", "kvloft"))
-    yield from ("", "## Engine: Llama-3.1-8B shape (`kvloft bench engine`), medians, ms", "")
+    yield from ("", "## Engine: Llama-3.1-8B shape (`benches/gpu/engine.py`), medians, ms", "")
     yield "native is vLLM's OffloadingConnector; none is vLLM without a connector. Engines take turns, measurement by measurement."
     yield from ("", f"| | {' | '.join(columns)} | target | |", "|---|" + "---|" * (len(columns) + 2))
 
@@ -281,7 +287,7 @@ def _one_kv_head(results: dict[str, Any]) -> Iterator[str]:
 
 
 def _equality(found: dict[str, Any]) -> Iterator[str]:
-    yield from ("", "## Token equality and byte audit (`kvloft bench equality`)", "")
+    yield from ("", "## Token equality and byte audit (`benches/gpu/equality.py`)", "")
     if "note" in found:
         yield from (found["note"], "")
     yield from ("| engine | run | tokens equal | preempted | chunks loaded | of them differing |", "|---|---|---|---|---|---|")
@@ -291,6 +297,52 @@ def _equality(found: dict[str, Any]) -> Iterator[str]:
             yield f"| {setup['what']} | {row['run']} | {equal} | {row['preemptions']} | {row['loaded']:,} | {row['differing']:,} |"
     yield ""
     yield "Problems: " + ("none." if not found["problems"] else "; ".join(text[:200] for text in found["problems"]))
+
+
+def _startup(results: dict[str, Any]) -> Iterator[str]:
+    """Saves while host memory is being pinned."""
+    for result in results.values():
+        if found := result.get("startup"):
+            yield from ("", "## The first seconds, while host memory is being pinned", "")
+            yield (
+                f"After {found['rows'][-1]['at_s']:.1f} s, {found['pinned_gib']:.1f} GiB pinned: {found['saved_chunks']:,} chunks "
+                f"saved, {found['failed_chunks']:,} failed (target: 0; {_verdict(not found['failed_chunks'])})."
+            )
+
+
+def _chats(results: dict[str, Any]) -> Iterator[str]:
+    """Each engine's makespan beside the fastest of the others."""
+    yield from ("", "## A closed loop of chats (`benches/gpu/chats.py`), one engine at a time", "")
+    yield from ("| | makespan, s | all runs | cached of known tokens | preempted | |", "|---|---|---|---|---|---|")
+    runs = {name: [run for run in result["runs"] if not run["unfinished"]] for name, result in results.items()}
+    medians = {name: statistics.median(run["makespan_s"] for run in found) for name, found in runs.items() if found}
+    best = min((value for name, value in medians.items() if name != "kvloft"), default=math.inf)
+    for name, found in runs.items():
+        if name not in medians:
+            yield f"| {name} | - | - | - | - | {results[name].get('error', 'not measured').splitlines()[0][:120]} |"
+            continue
+        known, cached = (sum(run[f"{what}_tokens"] for run in found) for what in ("known", "cached"))
+        verdict = f"at most the fastest other's {best:.1f}: {_verdict(medians[name] <= best)}" if name == "kvloft" else ""
+        every, preempted = (
+            ", ".join(texts) for texts in zip(*((f"{r['makespan_s']:.1f}", str(r["preemptions"])) for r in found), strict=True)
+        )
+        yield f"| {name} | {medians[name]:.1f} | {every} | {cached / max(known, 1):.1%} | {preempted} | {verdict} |"
+
+
+def _crowd(found: dict[str, Any]) -> Iterator[str]:
+    """Preemptions with the connector beside those without, of the same crowd, both with a prefix cache."""
+    counts = {
+        name: sum(row["preemptions"] for row in setup["runs"] if row["run"] == "crowd cold")
+        for name, setup in found["setups"].items()
+    }
+    if {"plain-pc", "hnd"} <= counts.keys():
+        plain, ours = counts["plain-pc"], counts["hnd"]
+        equal = not found["problems"]
+        yield ""
+        yield (
+            f"Preemptions of a crowd: {ours} with kvloft, {plain} of plain vLLM (target: at most 1.2 times as many, tokens equal; "
+            f"{_verdict(equal and ours <= 1.2 * plain)})."
+        )
 
 
 def _profile(text: str) -> Iterator[str]:

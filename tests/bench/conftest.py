@@ -1,6 +1,7 @@
-"""Lets these tests import the emulated GPU of `tests/gpu`."""
+"""Lets these tests import the emulated GPU of `tests/gpu`, and `benches`."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "gpu"))
+TESTS = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(TESTS / "gpu"), str(TESTS.parent)]

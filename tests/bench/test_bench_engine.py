@@ -1,4 +1,4 @@
-"""`kvloft bench engine` without a GPU: wrong arguments and missing hardware are one sentence, and an engine that dies costs only
+"""`benches.gpu.engine` without a GPU: wrong arguments and missing hardware are one sentence, and an engine that dies costs only
 its own row. What it measures runs on a GPU."""
 
 import json
@@ -10,15 +10,18 @@ from typing import Any
 
 import pytest
 
-from kvloft.bench import engine
-from kvloft.bench.engine import fit_together, result_of, run
+from benches.gpu import engine, equality
+from benches.gpu.engine import fit_together, result_of, run
+from kvloft.bench import command
 from kvloft.cli.__main__ import main
 from kvloft.errors import UnsupportedError
+
+MAINS = {"copy": lambda argv: main(["bench", "copy", *argv]), "engine": engine.main, "equality": equality.main}
 
 CHILD = """
 import json, sys
 from pathlib import Path
-from kvloft.bench.turns import Turns
+from benches.gpu.turns import Turns
 name, options = sys.argv[1], json.loads(sys.argv[2])
 print("ASKED", sys.argv[2], flush=True)
 print("RESULT", json.dumps({"name": name}), flush=True)
@@ -98,10 +101,10 @@ def test_without_a_connector_there_is_none_to_detach() -> None:
 
 def test_every_phase_that_can_be_asked_for_can_be_run(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("torch", reason="torch is not installed")
-    from kvloft.bench.engine_child import PHASES
+    from benches.gpu.engine_child import PHASES
 
     with pytest.raises(SystemExit):
-        main(["bench", "engine", "--phases", "zzz"])
+        engine.main(["--phases", "zzz"])
     said = capsys.readouterr().err.replace("'", "").splitlines()[-1]
     assert said.split("is none of ")[1].split(", ") == list(PHASES)
 
@@ -109,7 +112,7 @@ def test_every_phase_that_can_be_asked_for_can_be_run(capsys: pytest.CaptureFixt
 def test_nothing_to_measure_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert engine._groups(("none",), ("attached",), together=False) == []
     monkeypatch.setattr(engine, "gpu_bytes", lambda: 150 << 30)
-    assert main(["bench", "engine", "--connectors", "none", "--phases", "attached", "--logs", str(tmp_path)]) == 2
+    assert engine.main(["--connectors", "none", "--phases", "attached", "--logs", str(tmp_path)]) == 2
     assert "nothing to measure" in capsys.readouterr().err
 
 
@@ -130,25 +133,26 @@ def test_engines_share_a_gpu_only_where_all_have_room() -> None:
     ("argv", "words"),
     [
         ("engine --connectors foo", "'foo' is none of none, native, kvloft"),
-        ("engine --connectors kvloft,kvloft", "twice"),
+        ("engine --connectors kvloft,kvloft", "one name twice"),
         ("engine --phases cold,foo", "'foo' is none of"),
-        ("engine --context 0", "whole number"),
-        ("engine --blocks x", "whole number"),
+        ("engine --context 0", "not an integer"),
+        ("engine --blocks x", "not an integer"),
         ("engine --kv-heads 7", "invalid choice"),
         ("engine --json /nowhere/x.json", "cannot be written"),
         ("equality --phases zzz", "'zzz' is none of"),
-        ("copy --mib 0", "whole number"),
+        ("copy --mib 0", "not an integer"),
         ("copy --plot /nowhere/x.png", "cannot be written"),
     ],
 )
 def test_wrong_arguments_are_refused_in_one_sentence(argv: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["bench", *argv.split()])
+        MAINS[argv.split()[0]](argv.split()[1:])
     assert words in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_a_wrong_setup_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", "equality", "--setups", "zzz"]) == 2
+    with pytest.raises(SystemExit, match="2"):
+        equality.main(["--setups", "zzz"])
     assert "'zzz' is none of reference, hnd" in capsys.readouterr().err
 
 
@@ -156,7 +160,7 @@ def test_a_wrong_copy_is_no_missing_gpu(monkeypatch: pytest.MonkeyPatch, capsys:
     def run(**_: Any) -> None:
         raise RuntimeError("loaded pages differ from what was saved")
 
-    monkeypatch.setattr("kvloft.bench.engine.gpu_bytes", lambda needed: 1)
+    monkeypatch.setattr("kvloft.bench.command.gpu_bytes", lambda needed: 1)
     monkeypatch.setattr("kvloft.bench.copy.run", run)
     assert main(["bench", "copy"]) == 1
     assert "failed: loaded pages differ" in capsys.readouterr().err
@@ -166,18 +170,11 @@ def test_a_wrong_copy_is_no_missing_gpu(monkeypatch: pytest.MonkeyPatch, capsys:
 def test_without_a_gpu_no_engine_starts(what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(subprocess, "Popen", None)
-    assert main(["bench", what]) == 2
+    assert MAINS[what]([]) == 2
     assert "cannot run here" in capsys.readouterr().err
 
 
 def test_without_vllm_the_sentence_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UnsupportedError, match="torch and vllm cannot be imported"):
-        engine.gpu_bytes()
-
-
-@pytest.mark.parametrize("kib", ["0", "-4", "3"])
-def test_calibrate_refuses_pages_that_no_model_has(kib: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="2"):
-        main(["calibrate", "--page-kib", kib])
-    assert "--page-kib" in capsys.readouterr().err
+        command.gpu_bytes()

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from kvloft.bench import engine
-from kvloft.bench.engine_child import _by_kind, _middle, _percentiles
+from benches.gpu import engine
+from benches.gpu.engine_child import _by_kind, _middle, _percentiles
+from kvloft.bench.command import _rates
 from kvloft.bench.rig import Rig
-from kvloft.cli.bench import _rates
 
 WHATS = ("save", "load", "both", "save_idle")
 REPORT = Path(__file__).parents[2] / "scripts" / "gpu_report.py"
@@ -255,3 +255,38 @@ def test_the_report_has_a_row_for_each_launch_that_was_profiled(tmp_path: Path, 
     out = report(tmp_path, capsys, nothing={})
     assert "| `gather_chunks` | 66 | 47.68 us | 26.50 | 13.82 | 24.99 |" in out
     assert "| `scatter_chunks` | 66 | 1,053.09 us | - | - | - |" in out
+
+
+def test_the_report_compares_chats_with_the_fastest_of_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def runs(*seconds: float) -> dict[str, Any]:
+        return {
+            "runs": [{"makespan_s": s, "unfinished": 0, "known_tokens": 4, "cached_tokens": 3, "preemptions": 2} for s in seconds]
+        }
+
+    cut_off = {"runs": [{"makespan_s": 1.0, "unfinished": 5}], "error": "5 turns were not answered in time"}
+    found = report(
+        tmp_path, capsys, chats={"none": runs(59.0), "native": cut_off, "pegaflow": runs(34.0, 33.0), "kvloft": runs(33.4)}
+    )
+    assert "| kvloft | 33.4 | 33.4 | 75.0% | 2 | at most the fastest other's 33.5: met |" in found
+    assert "| native | - | - | - | - | 5 turns" in found, "a run that was cut off is no makespan"
+    assert "**missed**" in report(tmp_path, capsys, chats={"none": runs(30.0), "kvloft": runs(33.4)})
+
+
+@pytest.mark.parametrize(("failed", "verdict"), [(0, "met"), (1, "**missed**")])
+def test_the_report_counts_saves_that_failed_at_start(
+    failed: int, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    startup = {"rows": [{"at_s": 10.1}], "pinned_gib": 42.0, "saved_chunks": 9000, "failed_chunks": failed}
+    assert f"{failed:,} failed (target: 0; {verdict})" in report(tmp_path, capsys, engine_startup={"kvloft": {"startup": startup}})
+
+
+@pytest.mark.parametrize(
+    ("ours", "problems", "verdict"), [(12, [], "met"), (13, [], "**missed**"), (1, ["tokens differ"], "**missed**")]
+)
+def test_the_report_compares_preemptions_of_a_crowd(
+    ours: int, problems: list[str], verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"run": "crowd cold", "equal": 1, "total": 1, "loaded": 0, "differing": 0}
+    setups = {name: {"what": name, "runs": [{**row, "preemptions": count}]} for name, count in (("plain-pc", 10), ("hnd", ours))}
+    crowd = {"setups": setups, "problems": problems}
+    assert f"tokens equal; {verdict})" in report(tmp_path, capsys, equality_crowd=crowd)

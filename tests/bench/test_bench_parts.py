@@ -16,8 +16,8 @@ pytest.importorskip("torch", reason="torch is not installed")
 import torch
 from emulated_gpu import Gpu, emulated
 
-from kvloft.bench import attached, cold, engine, engine_child, parts
-from kvloft.bench.parts import ForwardParts, Parts
+from benches.gpu import attached, cold, engine, engine_child, parts
+from benches.gpu.parts import ForwardParts, Parts
 from kvloft.transfer.cuda import lanes
 
 

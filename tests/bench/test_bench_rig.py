@@ -22,7 +22,7 @@ from kvloft.bench import link as link_module
 from kvloft.bench import rig as rig_module
 from kvloft.bench.link import Ceiling, HostFrames
 from kvloft.bench.rig import FRAME_ORDERS, Case, Rig
-from kvloft.transfer.cuda import lanes, mover
+from kvloft.transfer.cuda import lanes, mover, saves
 from kvloft.transfer.cuda.lanes import Tuning
 from kvloft.transfer.cuda.staging import RingSize
 
@@ -119,7 +119,7 @@ def test_a_run_that_moved_less_is_no_run(gpu: Gpu, monkeypatch: pytest.MonkeyPat
     """A mover drops what there is no room for: its rate would be one of bytes that nobody moved."""
     rig = make_rig(HostFrames(2 * CHUNKS * PART), slot_parts=1)
     rig.verify()
-    monkeypatch.setattr(mover, "MAX_PIECES", 3)
+    monkeypatch.setattr(saves, "MAX_PIECES", 3)
     with pytest.raises(RuntimeError, match="dropped"):
         rig.seconds("save")
     with pytest.raises(RuntimeError, match="dropped"):

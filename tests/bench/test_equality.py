@@ -8,8 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
-from kvloft.bench.audit import PageAudit, poison
-from kvloft.bench.equality import REFERENCE, problems, summary
+from benches.gpu.audit import PageAudit, poison
+from benches.gpu.equality import REFERENCE, problems, summary
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId
 from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvloft.bench.turns import Turns, leave
+from benches.gpu.turns import Turns, leave
 
 NAMES = ("none", "native", "kvloft")
 

@@ -75,7 +75,7 @@ def test_what_only_an_engine_can_check_is_said(capsys: pytest.CaptureFixture[str
     assert "chunk_tokens is a multiple of the model's block size" in out
 
 
-@pytest.mark.parametrize("command", [[], ["config"], ["inspect"], ["verify"], ["calibrate"]])
+@pytest.mark.parametrize("command", [[], ["config"], ["inspect"], ["verify"]])
 def test_help_is_written_for_people(capsys: pytest.CaptureFixture[str], command: list[str]) -> None:
     with pytest.raises(SystemExit) as exit_:
         main([*command, "--help"])

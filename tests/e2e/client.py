@@ -167,6 +167,22 @@ class Engine:
         """reload_weights from another model's folder."""
         self._ask("reload", path=str(path))
 
+    def print(self) -> str:
+        """What ``print(llm)`` shows."""
+        return self._ask("print")
+
+    def rpc(self, method: str, *args: Any) -> None:
+        """collective_rpc."""
+        self._ask("rpc", method=method, args=list(args))
+
+    def core(self, method: str, **kwargs: Any) -> None:
+        """A method of vLLM's engine core."""
+        self._ask("core", method=method, kwargs=kwargs)
+
+    def preempt_as_0_26(self, *, deferred: bool = False) -> None:
+        """0.26's rule of preemption; ``deferred``: with its late freeing too, as for any other connector."""
+        self._ask("old_preemption", deferred=deferred)
+
     def state(self) -> dict[str, Any]:
         return self._ask("state")
 
@@ -188,6 +204,17 @@ class Engine:
     def store(self) -> dict[str, int]:
         """kvloft's store counters and gauges, right now."""
         return self.call("_scheduler._store.stats")
+
+    def flush(self) -> None:
+        """Until what belongs on disk is there."""
+        assert self.call("_scheduler._store.flush", 60.0 * PACE) is True
+
+    def wait_for_disk(self) -> None:
+        """Until chunks on disk can be found."""
+        deadline = time.monotonic() + 60 * PACE
+        while not self.store()["disk_used"]:
+            assert time.monotonic() < deadline, "the disk tier was not opened again"
+            time.sleep(0.1)
 
     def assert_at_rest(self) -> None:
         """Nothing is pinned, reserved, queued or held: every owner gave back what it had (I5, I8)."""

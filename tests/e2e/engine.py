@@ -182,6 +182,28 @@ class Engine:
                 raise
             return False
 
+    def do_print(self) -> str:
+        """What ``print(llm)`` prints, by LLM's own method."""
+        from vllm import LLM
+
+        llm = object.__new__(LLM)
+        llm.llm_engine, llm._cached_repr = self.llm, None
+        return repr(llm)
+
+    def do_rpc(self, method: str, args: list[Any]) -> None:
+        """collective_rpc."""
+        self.llm.collective_rpc(method, args=tuple(args))
+
+    def do_core(self, method: str, kwargs: dict[str, Any]) -> None:
+        """Call a method of vLLM's engine core: sleep, wake_up, pause_scheduler, resume_scheduler."""
+        getattr(self.core, method)(**kwargs)
+
+    def do_old_preemption(self, deferred: bool) -> None:
+        """Preempt as vLLM 0.26 did, and if ``deferred``, free blocks as late, whatever was decided before."""
+        shapes.preempt_as_0_26(self.core.scheduler)
+        if deferred:
+            self.core.scheduler.defer_block_free = True
+
     def do_reload(self, path: str) -> None:
         """Put another model's weights into the running engine."""
         self.llm.collective_rpc("reload_weights", kwargs={"weights_path": path})
@@ -226,7 +248,7 @@ class Engine:
 
     def do_detach(self, away: bool) -> None:
         """Take the connector away, as the benches do, or put it back."""
-        from kvloft.bench.attached import detached
+        from benches.gpu.attached import detached
 
         if away:
             self.away.enter_context(detached(self.llm))

@@ -60,6 +60,18 @@ def _to_v1_shape(scheduler: Any, output: Any, started: set[str], previous: set[s
     output.scheduled_new_reqs = fresh
 
 
+def preempt_as_0_26(scheduler: Any) -> None:
+    """Let ``scheduler`` preempt on where the last victim's blocks are deferred, as 0.26 to 0.29 do; 0.30 and newer stop there."""
+    import sys
+
+    original = scheduler._request_blocks_can_be_freed
+
+    def request_blocks_can_be_freed(request: Any) -> bool:
+        return sys._getframe(1).f_code.co_name == "schedule" or original(request)
+
+    scheduler._request_blocks_can_be_freed = request_blocks_can_be_freed
+
+
 def fork_processes() -> None:
     """Let vLLM fork its engine and worker processes; the CPU platform spawns them, which imports vLLM twice more (40 s)."""
     import os

@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from . import tiny
-from .client import BLOCK, Engine, EngineError, Req, Zygote, engine_kwargs, full_blocks, kvloft, random_ids
+from .client import BLOCK, Engine, Req, Zygote, engine_kwargs, full_blocks, kvloft, random_ids
 from .conftest import Truth
 
 PROMPTS = [Req(random_ids(3000 + i, 150 + 7 * i), max_tokens=12) for i in range(6)]
@@ -161,12 +161,20 @@ def test_kill_9_during_saves_leaves_no_wrong_token(truth: Truth, start: Callable
     assert ask_all(truth, last) >= found
 
 
-def test_a_second_engine_on_one_disk_directory_is_told_so(start: Callable[..., Engine], tmp_path: Path) -> None:
+def test_a_second_engine_on_one_disk_directory_has_host_memory_until_the_first_ends(
+    truth: Truth, start: Callable[..., Engine], tmp_path: Path
+) -> None:
     first = start(kv_transfer_config=kvloft(tmp_path))
-    with pytest.raises(EngineError, match=r"(?i)(another|owned|in use|lock)"):
-        start(kv_transfer_config=kvloft(tmp_path))
+    assert first.ask(PROMPTS[0].again())[0].tokens == truth.tokens(PROMPTS[0])
+    first.flush()
+    second = start(kv_transfer_config=kvloft(tmp_path), num_blocks=120)
+    assert second.ask(PROMPTS[1].again())[0].tokens == truth.tokens(PROMPTS[1])
+    assert second.log.read_text().count("host memory only") == 1
+    assert f"in use by process {first.pid}" in second.log.read_text()
     first.kill()
-    start(kv_transfer_config=kvloft(tmp_path))
+    second.wait_for_disk()
+    result = second.ask(PROMPTS[0].again())[0]
+    assert (result.tokens, result.num_external) == (truth.tokens(PROMPTS[0]), full_blocks(PROMPTS[0].num_prompt_tokens))
 
 
 def test_another_model_finds_nothing_of_this_one(

@@ -81,8 +81,6 @@ def test_reset_with_the_connector_forgets_and_without_it_keeps(
     assert (result.tokens, result.num_external) == (truth.tokens(request), 0), "a forgotten chunk came back from disk"
 
 
-# With async scheduling vLLM itself frees a preempted request's blocks only after the step in flight, with any kv_both
-# connector, and refuses the reset ("Failed to reset KV cache"); the requests must come out right all the same.
 @pytest.mark.parametrize("shape", SHAPES)
 def test_reset_in_the_middle_of_running_requests(truth: Truth, start: Callable[..., Engine], shape: str) -> None:
     engine = start(num_blocks=40, max_num_batched_tokens=96, kv_transfer_config=kvloft(chunk_tokens=BLOCK), **SHAPES[shape])
@@ -94,7 +92,7 @@ def test_reset_in_the_middle_of_running_requests(truth: Truth, start: Callable[.
             finished = engine.step(steps)
             assert not finished
             if not any(s == "WAITING_FOR_REMOTE_KVS" for s in engine.state()["status"].values()):
-                assert engine.reset(running=True, connector=connector) or shape != "sync"
+                assert engine.reset(running=True, connector=connector)
             results = engine.run()
             assert [results[r.id].tokens for r in batch] == [truth.tokens(r) for r in requests], (connector, steps)
             engine.assert_at_rest()
@@ -111,7 +109,7 @@ def test_an_idle_engine_has_settled_its_saves(truth: Truth, start: Callable[...,
 
 
 def test_prefixes_shared_within_one_batch(truth: Truth, start: Callable[..., Engine]) -> None:
-    """Requests that start together save the same chunks at once: each is kept once, and all stay right."""
+    """Requests that start together save the same chunks at once, and want them at once: each is kept once, and all stay right."""
     system = random_ids(5500, 4 * BLOCK)
     requests = truth.clear([Req(system + random_ids(5501 + i, 20), max_tokens=12) for i in range(8)])
     for settings in SHAPES.values():
@@ -120,7 +118,8 @@ def test_prefixes_shared_within_one_batch(truth: Truth, start: Callable[..., Eng
             results = engine.ask(*[r.again() for r in requests])
             assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
             engine.reset()
-        assert all(r.num_external == 4 * BLOCK for r in results)
+        loaders = 1 if "enable_prefix_caching" in settings else len(requests)  # the others share its blocks
+        assert sorted(r.num_external for r in results) == [0] * (len(requests) - loaders) + [4 * BLOCK] * loaders
         assert engine.store()["frames_visible"] == 4 + len(requests) * ((4 * BLOCK + 20 + 12 - 1) // BLOCK - 4)
         engine.assert_at_rest()
         engine.kill()

@@ -33,7 +33,9 @@ def test_two_requests_in_seven_blocks(truth: Truth, start: Callable[..., Engine]
     results = engine.ask(*requests)
     assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
     assert engine.metrics()["vllm:num_preemptions_total"] > 0
-    assert sum(sum(r.resumed) for r in results) >= BLOCK, "nothing was loaded on resume"
+    if not (caching and "async" in shape):
+        # There its blocks, free at once, are still in vLLM's own cache, and the one in flight when it was preempted is nowhere.
+        assert sum(sum(r.resumed) for r in results) >= BLOCK, "nothing was loaded on resume"
 
 
 def shared_prefix_requests(seed: int, count: int = 30) -> list[Req]:
@@ -77,3 +79,22 @@ def test_thirty_requests_with_shared_prefixes_on_thirteen_blocks(
     assert resumed > 0, "nothing was loaded on resume"
     state = engine.state()
     assert not state["busy"] and not state["status"] and state["free_blocks"] == state["num_blocks"] - 1
+
+
+@pytest.mark.parametrize("caching", [False, True], ids=["no-prefix-caching", "prefix-caching"])
+def test_a_crowd_is_preempted_as_rarely_as_without_a_connector(truth: Truth, start: Callable[..., Engine], caching: bool) -> None:
+    """Under async scheduling and 0.26's rule: one victim after another, while the blocks of the first wait to be free."""
+    requests = truth.clear([Req(random_ids(2300 + i, 60 + i), max_tokens=60) for i in range(12)])
+    settings: dict[str, Any] = {"num_blocks": 16, "async_scheduling": True, "enable_prefix_caching": caching}
+    preemptions: list[float] = []
+    for transfer, deferred in ((None, False), (kvloft(), False), (kvloft(), True)):
+        engine = start(**settings, **({"kv_transfer_config": transfer} if transfer else {}))
+        engine.ask(Req(random_ids(2399, 5), max_tokens=1))  # what is decided at the first request is decided
+        engine.preempt_as_0_26(deferred=deferred)
+        results = engine.ask(*[r.again() for r in requests])
+        assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
+        preemptions.append(engine.metrics()["vllm:num_preemptions_total"])
+        engine.kill()
+    plain, ours, deferred_ones = preemptions
+    assert 0 < ours <= 1.2 * plain
+    assert deferred_ones > 1.5 * ours, f"this crowd shows nothing: {preemptions}"

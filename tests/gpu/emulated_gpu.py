@@ -249,7 +249,7 @@ def emulated(seed: int = 0) -> Iterator[Gpu]:
     gpu = Gpu(seed)
     fake = fake_driver(gpu)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("mover", "lanes", "staging", "feeder", "pinning"):
+        for name in ("mover", "saves", "loads", "shared", "lanes", "staging", "feeder", "pinning"):
             patch.setattr(f"kvloft.transfer.cuda.{name}.driver", fake)
         patch.setattr(mover_module, "_pci_bus_id", lambda _: "")
         patch.setattr(mover_module, "_current_stream", lambda _: gpu.compute.handle)

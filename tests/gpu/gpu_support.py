@@ -109,8 +109,9 @@ class Frames:
         self.parts = self.raw[:, rank]
         self.raw[:] = POISON
         self.memory = FrameMemory(
-            self.raw.ctypes.data, num_frames, part_bytes * num_ranks, rank * part_bytes, part_bytes, rank, self._map
-        )
+            self.raw.ctypes.data, num_frames, part_bytes * num_ranks, rank * part_bytes, part_bytes, rank, self._map,
+            is_shared=num_ranks > 1,
+        )  # fmt: skip
 
 
 def part_bytes_for(payload: int) -> int:

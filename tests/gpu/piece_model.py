@@ -6,6 +6,11 @@ from kvloft.transfer.cuda.kernels import BlockTiles
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece, Shape
 
 
+def frames_of(piece: Piece) -> list[int]:
+    """The frames of a piece of whole chunks, in the order of its segments."""
+    return [run.frame + row for run in piece.runs for row in range(run.num_rows)]
+
+
 def gather(table: ChunkTable, piece: Piece, shape: Shape, paged: dict[int, np.ndarray], slot: np.ndarray) -> None:
     """Write the tiles of ``piece`` into ``slot``; ``paged[b]`` is the payload of paged block b."""
     for _, to, block_id, offset, size in _tiles(piece, shape.block_tiles):

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
 
-import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,8 +23,8 @@ from kvloft.seam.batch import LeasedChunks
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import jobs
-from kvloft.transfer.cuda.mover import NUM_MARKS
 from kvloft.transfer.cuda.pieces import Piece
+from kvloft.transfer.cuda.shared import NUM_MARKS
 from kvloft.transfer.cuda.staging import RingSize
 
 DEADLINE_S = 20.0 * float(os.environ.get("TEST_PACE", "1"))
@@ -53,7 +52,7 @@ def test_feeders_send_what_nobody_polls_for(
         before = paged.snapshot()
         frames = Frames(BLOCKS, part_bytes_for(paged.block_bytes))
         mover = make_mover(paged, frames, 1, ring=RingSize(num_slots, slot_pages * 4096))
-        mover._pinned.wait()
+        mover.wait_pinned()
         sources, targets = chance.sample(range(150), num_chunks), chance.sample(range(150, BLOCKS), num_chunks)
         copies = copies_of(chance.sample(range(BLOCKS), num_chunks), [[block] for block in sources])
         mover.begin_step(())
@@ -73,7 +72,7 @@ def test_feeders_send_what_nobody_polls_for(
         assert sorted(result.load_id for result in done.loads) == list(range(len(plans))) and not done.bad_blocks
         assert torch.equal(paged.payload(targets), paged.payload(sources, before))
         mover.begin_step(())  # gives back the step's own
-        assert len(mover._spare_marks) >= NUM_MARKS, "marks leak"
+        assert len(mover._shared.spare_marks) >= NUM_MARKS, "marks leak"
         mover.close()
 
 
@@ -84,15 +83,15 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(monkeypatch
     with emulated(7):
         paged = per_layer(2, BLOCKS, 900)
         mover = make_mover(paged, Frames(BLOCKS, part_bytes_for(paged.block_bytes)), 1, ring=RingSize(2, 4096))
-        mover._pinned.wait()
+        mover.wait_pinned()
         copies = copies_of(list(range(20)), [[block] for block in range(20)])
         submit = mover.saves.submit
 
-        def slow(piece: Piece, frames: npt.ArrayLike) -> int:
-            if threading.current_thread() is not threading.main_thread() and not mover._queued_pieces[mover.saves]:
+        def slow(piece: Piece) -> int:
+            if threading.current_thread() is not threading.main_thread() and not mover._saves.flights.queued:
                 is_at_last.set()
                 assert may_send.wait(DEADLINE_S)
-            return submit(piece, frames)
+            return submit(piece)
 
         monkeypatch.setattr(mover.saves, "submit", slow)
         mover.begin_step(())

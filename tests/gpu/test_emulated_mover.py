@@ -167,7 +167,7 @@ def test_a_load_is_behind_until_its_last_piece_is_sent(gpu: Gpu, monkeypatch: py
     monkeypatch.setattr(Event, "is_done", lambda self: self.last is None or self.last.is_done)
     mover.begin_step((), has_loads=True)
     mover.submit_loads([LoadPlan(ReqId("r"), 1, copies)])
-    assert mover.is_behind and not mover._queued_loads
+    assert mover.is_behind and not mover._loads.waiting
     assert not mover.drain().bad_blocks and not mover.is_behind
     mover.close()
 

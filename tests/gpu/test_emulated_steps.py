@@ -33,7 +33,7 @@ NUM_BLOCKS, NUM_FRAMES, CHUNK = 23, 61, 3
 SHAPES = {
     "chunks share a piece": (37, {"ring": RingSize(2, 2 * 4096)}),
     "a chunk takes many pieces": (4099, {"ring": RingSize(2, 12 << 10)}),
-    "small ones go directly": (37, {"ring": RingSize(3, 3 * 4096), "save_direct_below": 300, "load_direct_below": 400}),
+    "three slots": (37, {"ring": RingSize(3, 3 * 4096)}),
 }
 
 
@@ -212,10 +212,10 @@ class Steps(RuleBasedStateMachine):
 
     @rule()
     def feeders_run(self) -> None:
-        for lane in (self.mover.saves, self.mover.loads):
-            with self.mover._lock:
-                if (event := self.mover._awaited(lane)) is not None and (self.gpu.is_broken or event.is_done()):
-                    self.mover._feed(lane)
+        for half in (self.mover._saves, self.mover._loads):
+            with self.mover._shared.lock:
+                if (event := half.awaited()) is not None and (self.gpu.is_broken or event.is_done()):
+                    half.feed()
 
     @rule(random=st.randoms(use_true_random=True))
     def a_bit_flips(self, random: Random) -> None:

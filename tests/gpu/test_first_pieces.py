@@ -14,12 +14,14 @@ pytest.importorskip("torch", reason="torch is not installed")
 import torch
 from emulated_gpu import Gpu, emulated
 from gpu_support import Frames, Paged, copies_of, load, make_mover, part_bytes_for, per_layer, save
+from piece_model import frames_of
 
 from kvloft.seam.batch import ChunkCopy, LeasedChunks, ReservedChunks
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import jobs
 from kvloft.transfer.cuda import mover as mover_module
+from kvloft.transfer.cuda import saves as saves_module
 from kvloft.transfer.cuda.jobs import Load, Mark, QueuedLoad
 from kvloft.transfer.cuda.mover import CudaMover
 from kvloft.transfer.cuda.staging import RingSize
@@ -42,10 +44,10 @@ class Rig:
             patch.setattr(lane, "submit", self.noted(lane.submit))
 
     def noted(self, submit: Any) -> Any:
-        def noting(piece: Any, frames: Sequence[int], **more: Any) -> Any:
-            assert list(frames) == sorted(frames), "neighbours in the arena are not one copy"
+        def noting(piece: Any, **more: Any) -> Any:
+            assert frames_of(piece) == sorted(frames_of(piece)), "neighbours in the arena are not one copy"
             self.sizes.append(piece.num_segments)
-            return submit(piece, frames, **more)
+            return submit(piece, **more)
 
         return noting
 
@@ -136,14 +138,14 @@ def test_saves_that_are_not_taken_are_told_each_once(rig: Rig, in_rows: bool, mo
     copies = copies_of(range(20), [[block] for block in range(20)])
     plan = SavePlan(ReqId("s"), rows_of(copies) if in_rows else copies)
     with monkeypatch.context() as patch:
-        patch.setattr(mover_module, "MAX_PIECES", 3)
+        patch.setattr(saves_module, "MAX_PIECES", 3)
         rig.mover.begin_step(())
         rig.mover.submit_saves([plan])
         done = rig.mover.drain()
     assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 12)), list(range(12, 21)))
     with monkeypatch.context() as patch:
-        part = rig.mover._memory.frame_bytes
-        patch.setattr(rig.mover, "_pinned", SimpleNamespace(is_complete=False, num_pinned_bytes=7 * part))
+        part = rig.mover._shared.memory.frame_bytes
+        patch.setattr(rig.mover._shared, "pinned", SimpleNamespace(is_complete=False, is_over=True, num_pinned_bytes=7 * part))
         rig.mover.submit_saves([plan])
         done = rig.mover.drain()
     assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 8)), list(range(8, 21)))
@@ -169,7 +171,7 @@ def test_a_load_that_cannot_be_made_takes_no_other_with_it(rig: Rig) -> None:
     assert done.bad_blocks == {72, 10**6, 2**80}
     assert torch.equal(rig.paged.payload([70, 71, 74, 75]), rig.paged.payload([0, 1, 4, 5]))
     rig.mover.begin_step(())
-    assert all(not mark.users for mark in rig.mover._spare_marks)
+    assert all(not mark.users for mark in rig.mover._shared.spare_marks)
 
 
 def test_what_other_steps_load_makes_no_first_piece_small(rig: Rig) -> None:
@@ -177,10 +179,10 @@ def test_what_other_steps_load_makes_no_first_piece_small(rig: Rig) -> None:
     loads = [Load(LoadPlan(ReqId("l"), i, copies_of(range(4), [[0]] * 4)), 4, []) for i in range(2)]
     for load_ in loads:
         mark = Mark(mover_module.driver.Event(), users=1)
-        rig.mover._queued_loads.append(QueuedLoad(load_, load_.plan.chunks, mark))
-    taken, owners, _ = rig.mover._take_loads()
+        rig.mover._loads.waiting.append(QueuedLoad(load_, load_.plan.chunks, mark))
+    taken, owners, _ = rig.mover._loads._take()
     assert len(taken) == 4 and owners == [(loads[0], 4)]
-    rig.mover._queued_loads.clear()
+    rig.mover._loads.waiting.clear()
 
 
 def test_nothing_is_sorted_before_the_first_piece_is_out() -> None:

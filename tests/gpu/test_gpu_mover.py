@@ -45,8 +45,7 @@ LAYOUTS = {
 ROUTES = {
     "staged": {"ring": RingSize(2, 1 << 20)},
     "one_slot": {"ring": RingSize(1, 256 << 10)},
-    "direct": {"save_direct_below": 1 << 40, "load_direct_below": 1 << 40},
-    "few_ctas": {"save_ctas": 3, "load_ctas": 2, "ring": RingSize(3, 300 << 10)},
+    "few_ctas": {"num_ctas": 3, "ring": RingSize(3, 300 << 10)},
 }
 
 
@@ -229,7 +228,7 @@ def test_loads_follow_saves_of_the_same_blocks() -> None:
 class NothingPinned:
     """A range of which nothing is pinned yet."""
 
-    is_complete = False
+    is_complete = is_over = False
     num_pinned_bytes = 0
 
     def __init__(self, *_: object, **__: object) -> None: ...

@@ -74,7 +74,7 @@ def test_few_bytes_are_on_the_gpu_at_a_time(verb: str) -> None:
     else:
         mover.submit_loads([LoadPlan(ReqId("r"), 1, copies)])
     time.sleep(0.05)
-    flying = sum(flight.piece.num_bytes for flights in mover._flying.values() for flight in flights)
+    flying = sum(flight.piece.num_bytes for half in (mover._saves, mover._loads) for flight in half.flights.flying)
     assert not gate.query(), "the GPU was to be busy"
     assert 0 < flying <= SLOTS_AHEAD * RING.slot_bytes < BLOCKS * paged.block_bytes
     done = mover.drain()

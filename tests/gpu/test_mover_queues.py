@@ -11,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 pytest.importorskip("torch", reason="torch is not installed")
 
+from piece_model import frames_of
+
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
@@ -51,8 +53,8 @@ class Lane:
     def is_full(self, num_flying: int) -> bool:
         return num_flying >= MAX_PIECES
 
-    def submit(self, piece: Any, frames: Any, *, is_pinned: bool = True) -> int:
-        self.pieces.append((piece, np.array(frames, np.uint64)))
+    def submit(self, piece: Any, *, is_pinned: bool = True) -> int:
+        self.pieces.append((piece, np.array(frames_of(piece), np.uint64)))
         self.clock.log.append((self.name, "piece", len(self.pieces) - 1))
         if self.before_submit is not None:
             self.before_submit(piece)
@@ -90,11 +92,13 @@ class Queues(RuleBasedStateMachine):
             "SaveLane": lambda *_: next(lanes), "LoadLane": lambda *_: next(lanes), "PinnedRange": lambda *_, **__: pinned,
             "numa_node_of": lambda _: 0, "_pci_bus_id": lambda _: "",
             "Feeder": lambda *_, **__: SimpleNamespace(wake=lambda: None),
-            "driver": SimpleNamespace(
-                Event=self.clock.event, CudaError=OSError, current_context=lambda: None, Stream=SimpleNamespace(view=lambda _: None)
-            ),
         }.items():  # fmt: skip
             self.patch.setattr(mover_module, name, value)
+        driver = SimpleNamespace(
+            Event=self.clock.event, CudaError=OSError, current_context=lambda: None, Stream=SimpleNamespace(view=lambda _: None)
+        )
+        for module in ("mover", "saves", "loads", "shared"):
+            self.patch.setattr(f"kvloft.transfer.cuda.{module}.driver", driver)
         self.patch.setattr(CudaMover, "_compute", lambda _: "compute")
         self.patch.setattr(mover_module, "_current_stream", lambda _: 0)
         self.patch.setattr(mover_module, "ramp", lambda chunks_per_piece, *_: tuple(range(1, chunks_per_piece)))
@@ -154,7 +158,7 @@ class Queues(RuleBasedStateMachine):
         read = {ticket for ticket, block in self.unsaved.items() if block in rewritten}
         self.mover.begin_step([BlockId(block) for block in rewritten], has_loads=num_loads > 0)
         sent = self.sent_saves()
-        assert read - set(self.mover._done.failed) <= sent, "a forward may write what a save not sent yet has to read"
+        assert read - set(self.mover._shared.done.failed) <= sent, "a forward may write what a save not sent yet has to read"
         self.check_awaited("compute", set(rewritten))
         num_forwards = sum(entry[0] == "forward" for entry in self.clock.log)
         forward_is_first = seed.random() < 0.5  # vLLM submits loads before the forward up to 0.29, after it since 0.30
@@ -192,23 +196,23 @@ class Queues(RuleBasedStateMachine):
     @precondition(lambda self: self.mover.is_behind)
     @rule()
     def feeders_run(self) -> None:
-        for lane in (self.mover.saves, self.mover.loads):
-            if self.mover._awaited(lane) is not None:
-                lane.num_done += 1  # type: ignore[union-attr]
-                self.mover._feed(lane)
+        for half in (self.mover._saves, self.mover._loads):
+            if half.awaited() is not None:
+                half.flights.lane.num_done += 1  # type: ignore[union-attr]
+                half.feed()
 
     @invariant()
     def few_pieces_are_ahead_of_the_link(self) -> None:
-        for lane, flying in self.mover._flying.items():
-            num_bytes = sum(flight.piece.num_bytes for flight in flying)
-            assert num_bytes == self.mover._bytes_flying[lane]
-            if lane is self.mover.loads:
+        for flights in (self.mover._saves.flights, self.mover._loads.flights):
+            num_bytes = sum(flight.piece.num_bytes for flight in flights.flying)
+            assert num_bytes == flights.num_bytes
+            if flights.lane is self.mover.loads:
                 assert num_bytes <= SLOTS_AHEAD * CHUNKS_A_SLOT * PART
-            assert len(flying) + len(self.mover._queued_pieces[lane]) <= MAX_PIECES
+            assert len(flights.flying) + len(flights.queued) <= MAX_PIECES
 
     @invariant()
     def it_is_behind_until_everything_was_sent(self) -> None:
-        unsent_saves = set(self.saved_after) - self.sent_saves() - self.dropped - set(self.mover._done.failed)
+        unsent_saves = set(self.saved_after) - self.sent_saves() - self.dropped - set(self.mover._shared.done.failed)
         num_loads_sent = sum(len(frames) for _, frames in self.mover.loads.pieces)  # type: ignore[attr-defined]
         assert self.mover.is_behind == (bool(unsent_saves) or num_loads_sent < len(self.loaded_after))
 

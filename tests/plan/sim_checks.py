@@ -64,6 +64,9 @@ def check_held(engine: Any) -> None:
     engine.store.check()
     leases = sum(tracker.lease is not None for tracker in engine.core._trackers.values())
     assert len(engine.store.open_leases) <= leases + len(engine.core._loads), "I5: a lease without an owner"
+    queue = engine.core._queue
+    assert queue.leased.keys() == {t.req_id for t in engine.core._trackers.values() if t.lease is not None}
+    assert (queue.waiting.num_chunks == 0) == (not queue.leased)
     assert set(engine.store.tickets) == set(engine.core._tickets), "I5: a reservation without an owner"
     for request in engine.finished:
         if not request.tainted:
@@ -93,6 +96,17 @@ def settle(engine: Any) -> None:
     assert not engine.store.tickets
     core = engine.core
     unsettled = (core._tickets, core._tickets._failed, core._tickets._supersedes)
-    for left in (*unsettled, core._trackers, core._loads, core._leased, core._hits, core._queued_loads):
+    for left in (
+        *unsettled,
+        core._trackers,
+        core._loads,
+        core._queue.leased,
+        core._queue.told_to_wait,
+        core._queue.in_line,
+        core._flights,
+        core._hits,
+        core._queued_loads,
+    ):
         assert not left, f"left behind: {left}"
+    assert core._queue.waiting.num_chunks == core._queue.loading.num_chunks == 0, "pins that are counted for ever"
     assert len(engine.pool.free) == engine.setup.num_blocks - 1

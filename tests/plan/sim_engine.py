@@ -17,7 +17,7 @@ from sim_request import Request, Setup
 
 from kvloft.plan import SchedulerCore
 from kvloft.seam.plan import StepPlan
-from kvloft.seam.shape import CacheShape, GroupShape
+from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
 from kvloft.seam.views import NewRequest, StepView
 
 
@@ -44,8 +44,12 @@ class SymbolicEngine:
             self.store,
             self.book.new_chain,
             CacheShape.of_one_group(GroupShape(setup.block_tokens, setup.blocks_per_chunk), num_ranks=setup.num_ranks),
+            arena=ArenaSpec("", 1, setup.num_frames),
             wait_s=setup.wait_s,
             clock=lambda: self.now,
+            shares_blocks=setup.local_cache,
+            save_prompts_only=setup.save_prompts_only,
+            max_running=setup.max_running,
         )
         self.pool = BlockPool(setup.num_blocks)
         self.workers = Workers(self.store, num_ranks=setup.num_ranks, num_blocks=setup.num_blocks, block_tokens=setup.block_tokens)

@@ -25,6 +25,7 @@ class Setup:
     fail_policy: bool = False
     max_running: int = 8
     wait_s: float = 5.0
+    save_prompts_only: bool = False
 
 
 @dataclass(eq=False)
@@ -39,6 +40,7 @@ class Request:
     rows: dict[int, str] = field(default_factory=dict)
     items: tuple[MediaItem, ...] = ()
     skip_load: bool = False
+    saves: Any = None
     updates: list[list[int]] | None = None
     """Further input of a streaming session; None for an ordinary request."""
     status: str = "waiting"

@@ -7,9 +7,8 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import PROMPT, serve
 
-from kvloft.plan.core import MAX_FAILED_LOADS
 from kvloft.seam.ids import BlockId, ReqId
-from kvloft.seam.plan import LoadResult, StepPlan, StepReport
+from kvloft.seam.plan import StepPlan, StepReport
 from kvloft.seam.views import NewRequest, StepView
 
 A = ReqId("a")
@@ -132,24 +131,3 @@ def test_what_a_save_reserved_is_given_back_if_its_tail_cannot_be_remembered(mon
     assert not engine.core.plan_loads_only().saves
     assert not engine.store.tickets, "reserved until the engine ends"
     engine.core.close()
-
-
-def test_workers_that_only_fail_are_asked_no_more() -> None:
-    """Each offer would make a request wait, or fail where vLLM is told so."""
-    engine = SymbolicEngine(Setup(local_cache=False))
-    serve(engine, Request("b", list(PROMPT), 2))
-
-    def report(count: int, *, failed: bool) -> None:
-        engine.core.absorb(StepReport(loads=(LoadResult(ReqId("gone"), -1, failed=failed),) * count))
-
-    def offered() -> int | None:
-        tokens = engine.core.match(Request(A, list(PROMPT), 2), 0)
-        engine.core.finish(A)
-        return tokens
-
-    report(MAX_FAILED_LOADS - 1, failed=True)
-    report(1, failed=False)
-    report(MAX_FAILED_LOADS - 1, failed=True)
-    assert offered() == 16
-    report(1, failed=True)
-    assert offered() == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 
-from kvloft.plan import loads, saves
+from kvloft.plan import queue, saves
 from kvloft.plan.copies import MANY, chunk_copies, collector_at_rest
 from kvloft.plan.loads import _copies, _copies_of_longer
 from kvloft.plan.tickets import Tickets
@@ -135,7 +135,7 @@ def offered(num_tokens: int, stored: int, blocks_per_chunk: int, first_look: int
         plan = engine.core.plan_step(view)
         engine.core.absorb(StepReport(saved=tuple(chunk.ticket for save in plan.saves for chunk in save.chunks)))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loads, "FIRST_LOOK_TOKENS", first_look)
+        patch.setattr(queue, "FIRST_LOOK_TOKENS", first_look)
         lookups, look_up = count(), engine.store.lookup
         patch.setattr(engine.store, "lookup", lambda chain: (next(lookups), look_up(chain))[1])
         found = engine.core.match(request, 0)
@@ -168,7 +168,7 @@ def test_a_prompt_that_nobody_has_seen_gets_keys_of_its_beginning_and_of_what_is
     request, table = Request("a", [i % 7 for i in range(9000)], 2), list(map(BlockId, range(1, 601)))
     tracker = engine.core._tracker(request)
     assert engine.core.match(request, 0) == 0
-    assert tracker.chain.num_tokens == loads.FIRST_LOOK_TOKENS
+    assert tracker.chain.num_tokens == queue.FIRST_LOOK_TOKENS
     engine.core.admit(request, 0, table[:240])
     engine.core.plan_step(StepView(new=[NewRequest(ReqId("a"), 0, table[:240])], num_scheduled_tokens={ReqId("a"): 3840}))
     assert tracker.chain.num_tokens == 3840

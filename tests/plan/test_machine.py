@@ -156,6 +156,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     def step_cannot_be_read(self) -> None:
         self.engine.unreadable_step = True
 
+    @rule()
+    def no_request_waits_for_ever(self) -> None:
+        """Where disk and loads hang, each is answered within its time, as long as vLLM asks."""
+        engine = self.engine
+        crowd = [r for r in engine.waiting if r.num_computed_tokens == 0 and r.status in ("waiting", "preempted")]
+        answers: dict[str, int | None] = {}
+        for _ in range(4):
+            for request in crowd:
+                local = len(engine._local_hit(request)) * engine.setup.block_tokens
+                answers[request.req_id] = engine._ask(request, local, Random(0), 0.0)
+            engine.core._queue.next_step()
+            engine.now += engine.setup.wait_s * 0.6
+        assert None not in answers.values(), "told to ask again beyond its time"
+
     @invariant()
     def all_invariants(self) -> None:
         if hasattr(self, "engine"):

@@ -9,7 +9,7 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import PROMPT, both_chunks, both_modes, serve, stored, whole_blocks
 
-from kvloft.plan.loads import LEASE_STEPS
+from kvloft.plan.queue import LEASE_S
 from kvloft.seam.views import MediaItem, NewRequest, StepView
 
 # -- what is saved -------------------------------------------------------------------------------------------------
@@ -250,10 +250,12 @@ def test_a_match_never_taken_is_unpinned_after_a_while() -> None:
     serve(engine, Request("a", list(PROMPT), 2))
     asked = Request("b", list(PROMPT), 2)
     assert engine.core.match(asked, 0) == 16
-    for _ in range(LEASE_STEPS):
+    for _ in range(100):  # steps of an engine that has no seat for it
+        engine.now += LEASE_S / 100
         engine.schedule()
         engine.drain()
         assert len(engine.store.open_leases) == 1
+    engine.now += LEASE_S / 4
     engine.schedule()
     engine.drain()
     assert not engine.store.open_leases

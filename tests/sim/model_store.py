@@ -250,6 +250,9 @@ class ModelStore:
 
     # -- the rest -------------------------------------------------------------------------------------------------
 
+    def take_events(self) -> list[str]:
+        return []
+
     def stats(self) -> dict[str, int]:
         values = self.entries.values()
         visible = sum(e.visible and e.frame is not None for e in values)

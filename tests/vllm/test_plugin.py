@@ -21,7 +21,7 @@ def factory() -> Iterator[Any]:
     """vLLM's factory as a first call of the plugin leaves it; as it was afterwards."""
     method, registry = vars(KVConnectorFactory)["get_connector_class"], dict(KVConnectorFactory._registry)
     current: Any = KVConnectorFactory.get_connector_class
-    if hasattr(current, "kvloft_checks"):
+    if hasattr(current, "kvloft_wraps"):
         KVConnectorFactory.get_connector_class = staticmethod(current.__wrapped__)  # type: ignore[method-assign]
     register()
     register()
@@ -96,7 +96,7 @@ def test_it_is_wrapped_once_and_passes_on_what_it_is_given() -> None:
     for _ in range(2):
         check_settings_early(Factory)
     wrapped: Any = Factory.get_connector_class
-    assert not hasattr(wrapped.__wrapped__, "kvloft_checks")
+    assert not hasattr(wrapped.__wrapped__, "kvloft_wraps")
     given = SimpleNamespace(kv_connector_extra_config=None)
     assert Factory().get_connector_class(given, 1, more=2) is KVLoftConnector
     assert calls == [((1,), {"more": 2})]

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from kvloft.vllm import reload
-from kvloft.vllm.reload import see_adapters_before_they_load, stop_scheduler_when_reloaded, stop_worker_when_reloaded
+from kvloft.vllm.identity import reload
+from kvloft.vllm.patches import see_adapters_before_they_load, stop_scheduler_when_reloaded, stop_worker_when_reloaded
 
 
 class Core:
@@ -122,17 +122,6 @@ def test_an_engine_that_is_gone_is_not_told(model: Any) -> None:
     assert reasons == []
 
 
-def test_vllms_own_methods_are_wrapped(model: Any) -> None:
-    from vllm.v1.engine.core import EngineCore
-    from vllm.v1.worker.gpu_worker import Worker
-
-    core = Core()
-    stop_worker_when_reloaded(core, model, AUTO)
-    stop_scheduler_when_reloaded(core, model, AUTO)
-    assert hasattr(Worker.reload_weights, "kvloft_stops")
-    assert hasattr(EngineCore.collective_rpc, "kvloft_stops")
-
-
 class Engine:
     """vLLM's engine core, as far as it is called here."""
 
@@ -152,7 +141,7 @@ class Engine:
         (("reload_weights", None, ("x",)), {}, True), ((), {"method": "reload_weights", "args": ("x",)}, True),
         ((len,), {"args": ("adapter",)}, True), ((["not", "hashable"],), {}, True),
         (("apply_model",), {"args": (len,)}, True), (("update_config",), {}, True),
-        (("train_on",), {}, True),
+        (("train_on",), {}, True), (("get_model_inspection",), {}, False), (("synchronize_device",), {}, False),
     ],
 )  # fmt: skip
 def test_the_scheduler_hears_when_the_engine_is_asked(model: Any, args: Any, kwargs: Any, stops: bool) -> None:

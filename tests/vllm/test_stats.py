@@ -33,6 +33,9 @@ class FakeStore:
     def __init__(self) -> None:
         self.numbers = dict.fromkeys((*COUNTERS, *GAUGES), 0)
 
+    def take_events(self) -> list[str]:
+        return []
+
     def stats(self) -> dict[str, int]:
         return dict(self.numbers)
 

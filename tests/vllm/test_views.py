@@ -1,24 +1,18 @@
-"""vLLM's requests and steps as views: real Request objects, both shapes of a resumed request, mixed prompts, adapters."""
+"""vLLM's requests and steps as views: real Request objects, both shapes of a resumed request, mixed prompts, KV from elsewhere."""
 
-import threading
-import time
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import Request
 
 from kvloft.seam.views import EmbedRows
 from kvloft.vllm import compat
-from kvloft.vllm.identity import adapters, weights
 from kvloft.vllm.identity.adapters import AdapterNames
-from kvloft.vllm.identity.weights import look
 from kvloft.vllm.views import VllmRequest, view_step
 
 
@@ -44,6 +38,23 @@ def test_token_ids_are_vllms_own_growing_list() -> None:
     assert live.num_prompt_tokens == 10
 
 
+@pytest.mark.parametrize(
+    ("params", "wish"),
+    [
+        ({"kvloft": {"save": "prompt"}}, "prompt"),
+        ({"kvloft": {"save": "all"}, "other": 1}, "all"),
+        ({"kvloft": {"save": "none"}}, None),
+        ({"kvloft": "prompt"}, None),
+        ({}, None),
+        (None, None),
+    ],
+)
+def test_a_request_may_say_what_to_save(params: Any, wish: str | None) -> None:
+    extra = {"kv_transfer_params": params} if params is not None else None
+    live = VllmRequest(request(sampling_params=SamplingParams(max_tokens=4, extra_args=extra)), AdapterNames())
+    assert live.saves == wish
+
+
 def test_embeds_only_prompt_is_one_run_of_raw_rows() -> None:
     rows = torch.randn(7, 5, dtype=torch.bfloat16)
     view = VllmRequest(request(prompt_token_ids=None, prompt_embeds=rows), AdapterNames()).view()
@@ -62,132 +73,14 @@ def test_mixed_prompt_takes_each_position_from_what_the_model_reads() -> None:
     assert raw(runs[1]) == rows[5:6].numpy().tobytes()
 
 
-@pytest.fixture
-def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An adapter's folder, older than the engine."""
-    folder = tmp_path / "adapter"
-    folder.mkdir()
-    (folder / "adapter_model.safetensors").write_bytes(b"one")
-    files = look(str(folder))
-    assert files is not None
-    monkeypatch.setattr(adapters, "engine_start_s", lambda: files.latest_s + 0.01)
-    time.sleep(0.05)  # more than a file system's clock tick
-    return folder
-
-
-def test_adapter_is_name_path_and_state_of_its_files(adapter: Path) -> None:
-    lora = LoRARequest("a", 1, str(adapter))
-    names = AdapterNames()
-    first = names.identify(lora)
-    assert names.identify(None) is None
-    assert first == names.identify(lora) == AdapterNames().identify(lora) is not None
-    assert first != names.identify(LoRARequest("b", 2, str(adapter)))
-    (adapter / "checkpoint-1").mkdir()
-    (adapter / "checkpoint-1" / "optimizer.pt").write_text("x")
-    assert first != names.identify(lora), "the folder has another entry"
-
-
-@pytest.mark.parametrize("change", ["content", "link"])
-def test_an_adapter_that_changed_since_the_start_is_this_runs_own(adapter: Path, change: str) -> None:
-    """Which state the workers loaded, and load after they had no room for it, files do not show."""
-    link = adapter.parent / "current"
-    link.symlink_to(adapter)
-    lora = LoRARequest("a", 1, str(link if change == "link" else adapter))
-    names = AdapterNames()
-    first = names.identify(lora)
-    assert names.identify(lora) == first, "within the run it is one adapter"
-    assert (AdapterNames().identify(lora) == first) == (change == "content")
-    (adapter / "adapter_model.safetensors").write_bytes(b"trained further")
-    assert len({first, *(names.identify(lora) for _ in range(5))}) == 6, "workers may have either state"
-
-
-def test_an_adapter_that_was_another_meanwhile_is_shared_with_nobody(adapter: Path) -> None:
-    """Put back as it was, to the last time: workers may have loaded what was there in between."""
-    names, lora = AdapterNames(), LoRARequest("a", 1, str(adapter))
-    first, seen = names.identify(lora), names._looks.look(str(adapter))
-    names._looks = SimpleNamespace(look=iter([None, seen, seen]).__next__)  # type: ignore[assignment]
-    names._looks.look = lambda path, after=names._looks.look: after()  # type: ignore[method-assign,misc]
-    assert len({first, *(names.identify(lora) for _ in range(3))}) == 4
-
-
-def test_an_adapter_loaded_in_place_is_shared_with_nobody(adapter: Path) -> None:
-    """Workers load it again in each step of the request."""
-    names = AdapterNames()
-    first = names.identify(LoRARequest("a", 1, str(adapter)))
-    again = LoRARequest("a", 1, str(adapter), load_inplace=True)
-    assert len({first, names.identify(again), names.identify(again)}) == 3
-    assert names.identify(LoRARequest("a", 1, str(adapter))) == first
-
-
-def test_another_adapter_under_a_known_number_is_shared_with_nobody(adapter: Path) -> None:
-    """Workers go on with the one that they have."""
-    names = AdapterNames()
-    first = names.identify(LoRARequest("a", 1, str(adapter)))
-    other = LoRARequest("b", 1, str(adapter))
-    assert len({first, names.identify(other), names.identify(other), AdapterNames().identify(other)}) == 4
-    assert names.identify(LoRARequest("a", 1, str(adapter))) == first
-
-
-def test_the_shape_that_a_request_gives_its_adapter_counts(adapter: Path) -> None:
-    loras: list[Any] = [
-        SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(adapter), is_3d_lora_weight=is_3d) for is_3d in (False, True)
-    ]
-    assert AdapterNames().identify(loras[0]) != AdapterNames().identify(loras[1])
-
-
-@pytest.mark.parametrize("path", ["", "hub/adapter", "/no/such/folder"])
-def test_adapters_of_which_no_file_is_seen_are_this_runs_own(path: str) -> None:
-    """vLLM loads what the hub has at that time, or tensors that a trainer hands over under a path that stands for nothing."""
-    names = AdapterNames()
-    loras: list[Any] = [SimpleNamespace(lora_name="a", lora_int_id=number, lora_path=path) for number in (1, 2)]
-    first, second = map(names.identify, loras)
-    assert first != second
-    assert names.identify(loras[0]) == first, "but within the run it is one adapter"
-    assert AdapterNames().identify(loras[0]) != first
-
-
-def test_an_adapter_of_the_hub_is_told_apart_by_its_commit_when_offline(hub_cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    hub_cache("hub/adapter", "adapter_config.json", "c0ffee")
-    lora = LoRARequest("a", 1, "hub/adapter")
-    assert AdapterNames().identify(lora) != AdapterNames().identify(lora), "vLLM asks the hub for a newer one"
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    first = AdapterNames().identify(lora)
-    assert first == AdapterNames().identify(lora)
-    hub_cache("hub/adapter", "adapter_config.json", "decade")
-    assert AdapterNames().identify(lora) != first
-
-
-def test_an_error_while_looking_is_a_miss_and_the_next_look_works(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lora = LoRARequest("a", 1, str(adapter))
-    names = AdapterNames()
-    first = names.identify(lora)
-    with monkeypatch.context() as patch:
-        patch.setattr(weights, "look", lambda *_, **__: 1 / 0)
-        assert names.identify(lora) != first
-    assert names.identify(lora) == first
-
-
-@pytest.mark.timeout(60)
-def test_a_file_system_that_hangs_holds_nobody_up(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meanwhile requests with adapters share with nobody."""
-    lora = LoRARequest("a", 1, str(adapter))
-    names = AdapterNames()
-    first = names.identify(lora)
-    hangs, asked = threading.Event(), list[str]()
-    monkeypatch.setattr(weights, "look", lambda path, **_: (asked.append(path), hangs.wait(), look(path, below=False))[2])
-    assert len({first, *(names.identify(lora) for _ in range(5))}) == 6
-    assert len(asked) == 1, "only the first one waits"
-    hangs.set()
-    while names.identify(lora) != first:
-        time.sleep(0.01)
-
-
-def test_an_adapter_from_a_tensorizer_directory_is_this_runs_own(adapter: Path) -> None:
-    """A field of vLLM 0.31 and older; 0.32's LoRARequest has it no more, so it is put on by hand."""
-    lora: Any = SimpleNamespace(
-        lora_name="a", lora_int_id=1, lora_path=str(adapter), tensorizer_config_dict={"tensorizer_dir": "x"}
-    )
-    assert AdapterNames().identify(lora) != AdapterNames().identify(lora)
+@pytest.mark.parametrize(
+    ("params", "skips"),
+    [(None, False), ({"do_remote_prefill": False}, False), ({"do_remote_prefill": True}, True), ("text", False),
+     ({"do_remote_decode": True}, False)],
+)  # fmt: skip
+def test_a_request_whose_kv_comes_from_a_prefill_server_is_not_offered_any(params: Any, skips: bool) -> None:
+    live = request(sampling_params=SamplingParams(max_tokens=4, extra_args={"kv_transfer_params": params}))
+    assert VllmRequest(live, AdapterNames()).skip_load == skips
 
 
 def test_media_named_by_a_count_are_this_engines_own() -> None:

@@ -13,7 +13,8 @@ from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.cuda import setup
 from kvloft.transfer.movers import choose_mover
 from kvloft.vllm import worker_half
-from kvloft.vllm.sleep import drain_before_sleep
+from kvloft.vllm.connector import KVLoftConnector
+from kvloft.vllm.patches import drain_before_sleep
 
 
 class Allocator:
@@ -66,11 +67,6 @@ def test_engines_of_one_process_drain_once_each_and_gone_ones_not() -> None:
     assert log == ["b drained", ("sleep", None)]
 
 
-def test_an_allocator_that_cannot_be_watched_is_an_error() -> None:
-    with pytest.raises(AttributeError):
-        drain_before_sleep(Core("a", []), object())
-
-
 def test_one_that_cannot_drain_stops_neither_the_others_nor_the_sleep(caplog: pytest.LogCaptureFixture) -> None:
     log: list[Any] = []
     allocator, cores = Allocator(log), [Core(name, log) for name in "abc"]
@@ -93,12 +89,27 @@ def half_of(*, can_sleep: bool = False, zeroes: bool = False, extension: str = "
     return worker_half.WorkerHalf(settings, kv, CacheShape.of_one_group(GroupShape(16)), Config())
 
 
-@pytest.mark.parametrize("is_on", [True, False])
-def test_a_worker_drains_before_sleep_if_its_engine_can_sleep(is_on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("is_on", "has_hook", "drains"), [(True, False, True), (True, True, False), (False, False, False)])
+def test_a_worker_drains_before_sleep_if_its_engine_can_sleep(
+    is_on: bool, has_hook: bool, drains: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 and newer call a hook of the connector instead."""
     cores: list[Any] = []
     monkeypatch.setattr(worker_half, "drain_before_sleep", cores.append)
+    base: Any = type("Base", (), {"unregister_kv_caches": None} if has_hook else {})
+    monkeypatch.setattr(worker_half, "KVConnectorBase_V1", base)
     half = half_of(can_sleep=is_on)
-    assert cores == ([half.core] if is_on else [])
+    assert cores == ([half.core] if drains else [])
+
+
+def test_vllms_hooks_of_sleep_reach_the_worker() -> None:
+    log: list[str] = []
+    connector = object.__new__(KVLoftConnector)
+    core: Any = SimpleNamespace(suspend=lambda: log.append("suspend"), resume=lambda: log.append("resume"))
+    connector._worker, connector._scheduler = SimpleNamespace(core=core), None  # type: ignore[assignment]
+    connector.unregister_kv_caches()
+    connector.restore_kv_caches()
+    assert log == ["suspend", "resume"]
 
 
 @pytest.mark.parametrize("zeroes", [True, False])
@@ -107,14 +118,15 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(zeroes: b
     assert hasattr(KVCacheConfig, "needs_kv_cache_zeroing")
     settings = half_of(zeroes=zeroes).core._settings
     given: list[Any] = []
-    monkeypatch.setattr(setup, "Kernels", lambda *_: SimpleNamespace(vec_bytes=16, num_planes=1))
-    monkeypatch.setattr(setup, "calibrated", lambda *_: SimpleNamespace(tuning=None, summary=lambda: ""))
+    monkeypatch.setattr(setup, "Kernels", lambda *_: SimpleNamespace(vec_bytes=16, num_planes=1, num_sms=132))
     monkeypatch.setattr(setup, "CudaMover", lambda *_, **options: given.append(options["gathers_first"]))
     monkeypatch.setattr(setup.torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(setup.torch.cuda, "get_device_name", lambda _: "a GPU")
     storage = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     layout: Any = SimpleNamespace(planes=[SimpleNamespace(storage=storage)], block_bytes=4096)
-    window: Any = SimpleNamespace(address=0, num_frames=1, frame_bytes=4096, part_offset=0, part_bytes=4096, rank=0)
+    window: Any = SimpleNamespace(
+        address=0, num_frames=1, frame_bytes=4096, part_offset=0, part_bytes=4096, rank=0, is_shared=False
+    )
     choose_mover(layout, 1, settings)(layout, window)
     assert given == [zeroes]
 

@@ -2,16 +2,14 @@
 
 import argparse
 import errno
-import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
 
 from kvloft import __version__
+from kvloft.bench import command as bench
+from kvloft.cli import config, inspect, verify
 from kvloft.errors import ConfigError
-
-COMMANDS = ("config", "inspect", "verify", "bench", "calibrate")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,10 +41,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvloft {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for name in COMMANDS:
-        module = f"kvloft.cli.{name}"
-        if importlib.util.find_spec(module) is not None:
-            importlib.import_module(module).add_parser(subparsers)
+    for command in (config, inspect, verify, bench):
+        command.add_parser(subparsers)
     return parser
 
 

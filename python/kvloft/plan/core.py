@@ -7,12 +7,16 @@ store. It never touches bytes and knows no engine: views come in, plans go out. 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import compress, count
 from operator import add, ge, gt
 
+from kvloft.plan.breaker import RETRY_S, Breaker
 from kvloft.plan.fences import Fences
-from kvloft.plan.loads import LEASE_STEPS, match, plan_load
+from kvloft.plan.flights import Flight, Flights
+from kvloft.plan.loads import plan_load
+from kvloft.plan.pins import Pins
+from kvloft.plan.queue import Queue
 from kvloft.plan.saves import plan_save
 from kvloft.plan.tickets import Tickets
 from kvloft.plan.tracker import NEVER, Tracker
@@ -23,15 +27,14 @@ from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.seam.store import KeyChain, ReadLease, Store
 from kvloft.seam.views import LiveRequest, RequestView, StepView
 
-MAX_FAILED_LOADS = 8
-"""After so many in a row the workers move nothing any more, and an offer only makes requests wait, or fail."""
-
 
 class SchedulerCore:
     """The scheduler half.
 
     Each rank of ``shape`` reports every ticket and load once; only then is it settled (I10). ``wait_s`` bounds how long one
-    request may be told "ask again" while disk chunks are read.
+    request may be told "ask again" while disk chunks are read, or while another's load brings what it wants: that only where
+    vLLM ``shares_blocks``, which it does with its prefix cache. ``retry_loads_s``: when loads are tried again after many failed;
+    None: never. ``save_prompts_only``: for requests that do not say. ``max_running``: seats of the engine; None: not known.
     """
 
     def __init__(
@@ -45,21 +48,32 @@ class SchedulerCore:
         clock: Callable[[], float],
         loads_allowed: bool = True,
         saves_allowed: bool = True,
+        shares_blocks: bool = False,
+        retry_loads_s: float | None = RETRY_S,
+        save_prompts_only: bool = False,
+        max_running: int | None = None,
     ) -> None:
         self._store = store
         self._new_chain = new_chain
         self._shape = shape
         self._arena = arena
         self._num_ranks = shape.num_ranks
-        self._wait_s = wait_s
         self._clock = clock
+        self._flights = Flights()
+        num_frames = arena.num_frames if arena is not None else None
+        self._queue = Queue(store, shape, wait_s=wait_s, clock=clock, num_frames=num_frames, flights=self._flights)
+        self._queue.shares_blocks, self._queue.max_running = shares_blocks, max_running
+        self.still_waits = self._queue.still_waits
+        """Whether `match` would say None as it did before: to ask of thousands in every step, before anything is made for them."""
+        self._breaker = Breaker(retry_loads_s)
+        self._save_prompts_only = save_prompts_only
         self._loads_allowed = loads_allowed
         self._saves_allowed = saves_allowed
         self._step = 0
         self._trackers: dict[ReqId, Tracker] = {}
+        self._scheduled: Mapping[ReqId, int] = {}
         self._admitted: set[ReqId] = set()
         self._hits: dict[ReqId, dict[str, int]] = {}
-        self._leased: set[ReqId] = set()
         self._next_save: dict[ReqId, int] = {}
         """Frontier at which a request's next save can be planned: all that a step looks at for most requests."""
         self._lined_up: Sequence[ReqId] = ()
@@ -69,7 +83,6 @@ class SchedulerCore:
         self._queued_loads: list[LoadPlan] = []
         self._next_load_id = 0
         self._loads: dict[int, _Loading] = {}
-        self._failed_in_a_row = 0
         self._tickets = Tickets(shape.num_ranks)
         self._unsent: list[SavePlan] = []
         self._fences = Fences(self._tickets.in_flight)
@@ -78,19 +91,22 @@ class SchedulerCore:
 
     # -- lookups and admission ------------------------------------------------------------------------------------
 
-    def match(self, live: LiveRequest, local_tokens: int) -> int | None:
-        """Tokens the store can give beyond ``local_tokens``; None means ask again next step (I9)."""
+    def match(self, live: LiveRequest, local_tokens: int, *, may_wait: bool = True) -> int | None:
+        """Tokens the store can give beyond ``local_tokens``; None means ask again next step (I9).
+
+        Unless it ``may_wait``: then what can be loaded now is all there is.
+        """
+        if may_wait and self._queue.still_waits(live.req_id, local_tokens):
+            return None
         if not self._loads_allowed or live.skip_load:
             return 0
         tracker = self._tracker(live)
         if tracker.load_failed:
             # Offered again, the same load could fail again, and vLLM would ask for ever.
             return 0
-        offer = match(tracker, self._store, self._shape, local_tokens, self._clock(), self._wait_s)
-        tracker.asked_step = self._step
-        if tracker.lease is not None:
-            self._leased.add(live.req_id)
-        return offer.num_tokens
+        if self._breaker.has_tripped and (self._loads or not self._breaker.lets_pass(self._clock())):
+            return 0  # one load at a time is tried
+        return self._queue.match(tracker, local_tokens, may_wait=may_wait)
 
     def admit(self, live: LiveRequest, num_tokens: int, block_ids: Sequence[BlockId]) -> None:
         """vLLM gave the request its blocks and takes ``num_tokens`` of the standing offer (0: none of it)."""
@@ -101,15 +117,22 @@ class SchedulerCore:
         self._next_save.pop(live.req_id, None)
         tracker.blocks = list(block_ids)
         self._admitted.add(live.req_id)
-        self._leased.discard(live.req_id)
+        self._queue.forget(live.req_id)
+        self._flights.end(live.req_id)
         if num_tokens <= 0:
             tracker.drop_lease()
+            self._queue.num_running += 1
             return
+        pins = self._queue.begin_load(tracker)
         load_id = self._next_load_id
         self._next_load_id += 1
         plan, lease, by_tier = plan_load(tracker, self._shape, num_tokens, load_id)
+        if not plan.lost:
+            begin = tracker.local_tokens // self._shape.full.block_tokens
+            end = begin + num_tokens // self._shape.full.block_tokens
+            self._flights.begin(live.req_id, Flight(tracker.chain, begin, end, self._clock()))
         self._hits[live.req_id] = by_tier
-        self._loads[load_id] = _Loading(lease, self._num_ranks)
+        self._loads[load_id] = _Loading(lease, self._num_ranks, pins)
         self._queued_loads.append(plan)
         for tier, tokens in by_tier.items():
             self.counters[f"load_tokens_{tier}"] += tokens
@@ -140,6 +163,9 @@ class SchedulerCore:
     def plan_step(self, view: StepView) -> StepPlan:
         """Turn one schedule() into the worker's plan: queued loads, and saves of what this step completes."""
         self._step += 1
+        self._queue.next_step()
+        self._queue.num_running = len(view.running) + len(view.new)
+        self._scheduled = view.num_scheduled_tokens
         for req_id in view.preempted:
             if (tracker := self._trackers.get(req_id)) is None:
                 continue
@@ -152,8 +178,6 @@ class SchedulerCore:
         rewritten = self._fences.rewritten(view, self._shape.full.block_tokens)
         saves = self._plan_saves(view) if self._saves_allowed else ()
         loads, self._queued_loads = tuple(self._queued_loads), []
-        if self._leased:
-            self._expire_leases()
         self._unsent = []
         return StepPlan(self._step, self._arena, loads, tuple(saves), rewritten)
 
@@ -164,6 +188,7 @@ class SchedulerCore:
         get a table afresh (I6); what the failed attempt reserved is given back (I5).
         """
         self._step += 1
+        self._queue.next_step()
         unsent = [copy.ticket for save in self._unsent for copy in save.chunks]
         self._store.abort(unsent)
         self._tickets.forget(unsent)
@@ -223,8 +248,11 @@ class SchedulerCore:
         self._last_running = [*running, *(new.req_id for new in view.new)] if view.new else list(running)
 
     def _save(self, tracker: Tracker, frontier: int, saves: list[SavePlan]) -> None:
+        if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
+            self._next_save[tracker.req_id] = frontier + self._shape.full.block_tokens
+            return
         saving = plan_save(tracker, self._store, self._shape, frontier)
-        self._next_save[tracker.req_id] = saving.next_save
+        self._next_save[tracker.req_id] = saving.next_save if frontier < tracker.save_limit else NEVER
         if saving.num_dropped:
             self.counters["save_dropped_chunks"] += saving.num_dropped
         if saving.plan is not None:
@@ -239,15 +267,6 @@ class SchedulerCore:
             if saving.supersedes is not None:
                 self._tickets.supersede(*saving.supersedes)
 
-    def _expire_leases(self) -> None:
-        for req_id in list(self._leased):
-            tracker = self._trackers.get(req_id)
-            if tracker is None or tracker.lease is None:
-                self._leased.discard(req_id)
-            elif self._step - tracker.asked_step > LEASE_STEPS:
-                tracker.drop_lease()
-                self._leased.discard(req_id)
-
     # -- reports --------------------------------------------------------------------------------------------------
 
     def absorb(self, report: StepReport) -> None:
@@ -257,6 +276,8 @@ class SchedulerCore:
             if settled.aborted:
                 self._store.abort(settled.aborted)
                 self.counters["save_failed_chunks"] += len(settled.aborted)
+                if self._breaker.has_tripped:
+                    self._count_copies(failed=True)
             if settled.superseded:
                 self._store.discard(settled.superseded)
             if settled.committed:
@@ -266,16 +287,27 @@ class SchedulerCore:
             if result.bad_keys:
                 self._store.discard([key for key, _ in result.bad_keys])
                 self.counters["verify_failures"] += len(result.bad_keys)
-            self._failed_in_a_row = self._failed_in_a_row + 1 if result.failed else 0
-            if self._failed_in_a_row >= MAX_FAILED_LOADS:
-                self.stop()
-            if (result.bad_keys or result.failed) and (tracker := self._trackers.get(result.req_id)) is not None:
+            if (is_bad := bool(result.bad_keys) or result.failed) and (tracker := self._trackers.get(result.req_id)) is not None:
                 tracker.load_failed = True
                 tracker.saved_chunks = 0
-            if loading is not None and loading.arrive():
+            if loading is None:
+                continue
+            loading.failed |= result.failed
+            if is_bad:
+                self._flights.end(result.req_id)
+            if loading.arrive():
                 del self._loads[result.load_id]
                 if loading.lease is not None:
                     loading.lease.release()
+                if loading.pins is not None:
+                    self._queue.loading.remove(loading.pins)
+                self._count_copies(failed=loading.failed)
+
+    def _count_copies(self, *, failed: bool) -> None:
+        """A load ended on every rank, or, while they are tried again, a save failed."""
+        if self._breaker.count(self._clock(), failed=failed):
+            self.counters["load_breaker_trips"] += 1
+            self._queue.clear()
 
     # -- ends -----------------------------------------------------------------------------------------------------
 
@@ -284,7 +316,10 @@ class SchedulerCore:
         tracker = self._trackers.pop(req_id, None)
         self._next_save.pop(req_id, None)
         self._hits.pop(req_id, None)
-        self._leased.discard(req_id)
+        self._queue.forget(req_id)
+        self._flights.end(req_id)
+        if req_id in self._scheduled:
+            self._queue.num_running -= 1
         if tracker is not None:
             tracker.drop_lease()
 
@@ -296,7 +331,7 @@ class SchedulerCore:
             tracker.saved_chunks = 0
             tracker.tail_blocks, tracker.tail_key = 0, None
         self._tickets.fail_all()
-        self._leased.clear()
+        self._queue.clear()
         self._store.clear()
 
     def stop(self) -> None:
@@ -304,12 +339,14 @@ class SchedulerCore:
         self._loads_allowed = self._saves_allowed = False
         for tracker in self._trackers.values():
             tracker.drop_lease()
-        self._leased.clear()
+        self._queue.clear()
 
     def close(self) -> None:
         """Release every pin and reservation that is still ours."""
         for tracker in self._trackers.values():
             tracker.drop_lease()
+        self._queue.clear()
+        self._flights.clear()
         self._trackers.clear()
         self._next_save.clear()
         self._store.abort(list(self._tickets))
@@ -329,18 +366,23 @@ class SchedulerCore:
     def _tracker(self, live: LiveRequest) -> Tracker:
         tracker = self._trackers.get(live.req_id)
         if tracker is None:
-            tracker = self._trackers[live.req_id] = Tracker(live, self._new_chain)
+            saves = live.saves
+            prompt_only = self._save_prompts_only if saves is None else saves == "prompt"
+            tracker = self._trackers[live.req_id] = Tracker(live, self._new_chain, prompt_only=prompt_only)
         return tracker
 
 
 class _Loading:
-    """A load in flight: the pins that it needs, and how many ranks have yet to report it."""
+    """A load in flight: the pins that it needs, how many ranks have yet to report it, and what they said."""
 
-    __slots__ = ("lease", "remaining")
+    __slots__ = ("failed", "lease", "pins", "remaining")
 
-    def __init__(self, lease: ReadLease | None, remaining: int) -> None:
+    def __init__(self, lease: ReadLease | None, remaining: int, pins: Pins | None = None) -> None:
         self.lease = lease
+        self.pins = pins
         self.remaining = remaining
+        self.failed = False
+        """On some rank nothing was copied."""
 
     def arrive(self) -> bool:
         """Count one rank's report; True for the last one."""

@@ -47,6 +47,7 @@ def plan_save(tracker: Tracker, store: Store, shape: CacheShape, frontier: int) 
 
     ``frontier``: tokens whose KV is in the request's blocks by then, drafts left out.
     """
+    frontier = min(frontier, tracker.save_limit)
     known = tracker.extend_chain(frontier)
     if tracker.save_blocked or tracker.kv_outdated:
         return Saving(NEVER)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from kvloft.plan.flights import Flight
+from kvloft.plan.pins import Pins
 from kvloft.seam.ids import BlockId, ChunkKey
 from kvloft.seam.store import KeyChain, ReadLease
 from kvloft.seam.views import LiveRequest, RequestView
@@ -21,10 +23,13 @@ class Tracker:
     __slots__ = (
         "_new_chain",
         "_num_prompt_tokens",
+        "_prompt_only",
         "_view",
+        "asked_s",
         "asked_step",
         "blocks",
         "chain",
+        "flight",
         "had_drafts",
         "kv_outdated",
         "lease",
@@ -32,17 +37,21 @@ class Tracker:
         "live",
         "load_failed",
         "local_tokens",
+        "pins",
         "req_id",
         "save_blocked",
         "saved_chunks",
+        "stop_counting",
         "tail_blocks",
         "tail_key",
         "waited_out",
         "waiting_since",
     )
 
-    def __init__(self, live: LiveRequest, new_chain: Callable[[RequestView], KeyChain]) -> None:
+    def __init__(self, live: LiveRequest, new_chain: Callable[[RequestView], KeyChain], *, prompt_only: bool = False) -> None:
+        """``prompt_only``: what it generates is not saved."""
         self._new_chain = new_chain
+        self._prompt_only = prompt_only
         self.live = live
         self.req_id = live.req_id
         self.had_drafts = False
@@ -58,7 +67,13 @@ class Tracker:
         self.tail_key: ChunkKey | None = None
         self.lease: ReadLease | None = None
         self.lease_tokens = 0
+        self.pins: Pins | None = None
+        """While vLLM has not admitted it: what its lease is counted for."""
+        self.stop_counting: Callable[[Tracker], None] | None = None
+        self.flight: Flight | None = None
+        """Another request's load that it waits for."""
         self.asked_step = 0
+        self.asked_s = 0.0
         self.local_tokens = 0
         self.waiting_since: float | None = None
         self.waited_out = False
@@ -77,6 +92,11 @@ class Tracker:
     @property
     def num_prompt_tokens(self) -> int:
         return self._num_prompt_tokens
+
+    @property
+    def save_limit(self) -> int:
+        """Tokens that are saved at most."""
+        return self._num_prompt_tokens if self._prompt_only else NEVER
 
     def extend_chain(self, limit: int = NEVER) -> int:
         """Take in confirmed tokens that came since the last call, as far as position ``limit``; returns how many there are now.
@@ -121,6 +141,8 @@ class Tracker:
 
     def drop_lease(self) -> None:
         """Unpin what the last match pinned (I5)."""
+        if self.stop_counting is not None:
+            self.stop_counting(self)
         if self.lease is not None:
             self.lease.release()
             self.lease = None

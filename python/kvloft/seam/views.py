@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from kvloft.seam.ids import BlockId, ReqId
 
@@ -65,6 +65,11 @@ class LiveRequest(Protocol):
     @property
     def skip_load(self) -> bool:
         """The request asked not to read any prefix cache."""
+        ...
+
+    @property
+    def saves(self) -> Literal["all", "prompt"] | None:
+        """What of it to save; None: it does not say."""
         ...
 
     def view(self) -> RequestView: ...

@@ -41,6 +41,7 @@ class FrameWindow:
         self.num_frames = spec.num_frames
         self.rank = self._rank = shard
         self.part_offset = self._offset = part.offset
+        self.is_shared = shape.num_ranks > 1
         raw = (ctypes.c_uint8 * self._arena.size_bytes).from_address(self._arena.address)
         self.bytes = torch.frombuffer(raw, dtype=torch.uint8).view(spec.num_frames, spec.frame_bytes)
 

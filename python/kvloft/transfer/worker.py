@@ -38,6 +38,7 @@ class WorkerCore:
         self._make_mover: MakeMover | None = make_mover
         self._layout: PagedLayout | None = None
         self._mover: Mover | None = None
+        self._suspended: list[Mover | None] = []
         self._why_stopped: str | None = None
         self._plan = StepPlan(0)
         self._loads_run = self._saves_run = True
@@ -49,9 +50,10 @@ class WorkerCore:
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, fingerprint: str) -> PagedLayout:
         """Learn where the pages are. Raises LayoutError for layouts, UnsupportedError for GPUs that cannot be served."""
-        if self._mover is not None:
-            self._mover.close()
-            self._mover = None
+        for mover in (self._mover, *self._suspended):
+            if mover is not None:
+                mover.close()
+        self._mover, self._suspended = None, []
         self._layout = read_layout(kv_caches, num_blocks, fingerprint)
         self._make_mover = self._given_make_mover or choose_mover(self._layout, self._shape.full.blocks_per_chunk, self._settings)
         return self._layout
@@ -113,6 +115,22 @@ class WorkerCore:
         if self._mover is not None:
             self._note(self._mover.drain())
 
+    def suspend(self) -> None:
+        """The pages go away: wait for copies in flight, and touch none until `resume`. Again does nothing."""
+        if not self._suspended:
+            self.drain()
+            self._suspended, self._mover = [self._mover], BrokenMover("the engine sleeps")
+
+    def resume(self) -> None:
+        """The pages are where they were before `suspend`. Again does nothing."""
+        if self._suspended:
+            self.drain()
+            mover = self._suspended.pop()
+            if self._why_stopped is None:
+                self._mover = mover
+            elif mover is not None:
+                mover.close()
+
     def stop(self, reason: str) -> None:
         """From now on every save and load fails, which makes them misses; what is in flight ends first, and is reported as ever."""
         if self._why_stopped is not None:
@@ -126,8 +144,9 @@ class WorkerCore:
 
     def shutdown(self) -> None:
         """Wait for copies in flight; their frames are not ours any more afterwards."""
-        if self._mover is not None:
-            self._mover.close()
+        for mover in (self._mover, *self._suspended):
+            if mover is not None:
+                mover.close()
 
     def _ready_mover(self) -> Mover:
         """The mover, made on the first plan, when the arena is known. One that cannot be made fails copies, not steps."""

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from kvloft.config import load_config
 from kvloft.seam.plan import StepPlan
 from kvloft.vllm.messages import KVLoftMetadata, KVLoftWorkerMetadata
+from kvloft.vllm.patches import meet_scheduler
 from kvloft.vllm.scheduler_half import SchedulerHalf
 from kvloft.vllm.shape import cache_shape
 from kvloft.vllm.stats import KVLoftPromMetrics, KVLoftStats
@@ -64,6 +65,7 @@ class KVLoftConnector(KVConnectorBase_V1):
         self._worker: WorkerHalf | None = None
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
+            meet_scheduler(self)
         else:
             self._worker = WorkerHalf(vllm_config, kv_cache_config, cache_shape(vllm_config, kv_cache_config, config), config)
 
@@ -91,6 +93,18 @@ class KVLoftConnector(KVConnectorBase_V1):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._worker is not None
         self._worker.register(kv_caches)
+
+    @_miss_on_error(_none)
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33 and newer: the engine goes to sleep, and the pages away."""
+        assert self._worker is not None
+        self._worker.core.suspend()
+
+    @_miss_on_error(_none)
+    def restore_kv_caches(self) -> None:
+        """The pages are where they were."""
+        assert self._worker is not None
+        self._worker.core.resume()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
@@ -177,8 +191,13 @@ class KVLoftConnector(KVConnectorBase_V1):
     @_miss_on_error(lambda self: False)
     def reset_cache(self) -> bool | None:
         assert self._scheduler is not None
-        self._scheduler.core.reset()
+        self._scheduler.reset()
         return True
+
+    def found_alone(self) -> None:
+        """This is the engine's own connector, and not one of MultiConnector's; see `meet_scheduler`."""
+        assert self._scheduler is not None
+        self._scheduler.found_alone()
 
     # -- both -----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ It also has wrong settings told before any weights are loaded. It must not impor
 
 from __future__ import annotations
 
-from functools import wraps
+from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -14,6 +14,7 @@ from kvloft.config import load_config
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here
 from kvloft.vllm.identity.weights import note_start
+from kvloft.vllm.patches import FIND_CLASS, wrap
 
 NAME = "KVLoftConnector"
 MODULE = "kvloft.vllm.connector"
@@ -34,16 +35,13 @@ def check_settings_early(factory: Any) -> None:
     the hybrid KV cache manager?), with the settings at hand. No hook of a connector is called then in every mode. What was
     found right is not read again: a file that changes later ends no engine that runs.
     """
-    original = getattr(factory, "get_connector_class", None)
-    if original is None or hasattr(original, "kvloft_checks"):
-        return
     right: set[str] = set()
 
-    @wraps(original)
-    def get_connector_class(kv_transfer_config: Any, *args: Any, **kwargs: Any) -> Any:
-        connector = original(kv_transfer_config, *args, **kwargs)
+    def get_connector_class(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        connector = method(*args, **kwargs)
         if getattr(connector, "__module__", None) == MODULE:
-            extra = kv_transfer_config.kv_connector_extra_config or {}
+            transfer = args[0] if args else kwargs["kv_transfer_config"]
+            extra = transfer.kv_connector_extra_config or {}
             if repr(extra) not in right:
                 try:
                     refuse_here(load_config(extra))
@@ -52,5 +50,4 @@ def check_settings_early(factory: Any) -> None:
                 right.add(repr(extra))
         return connector
 
-    get_connector_class.kvloft_checks = True  # type: ignore[attr-defined]
-    factory.get_connector_class = staticmethod(get_connector_class)
+    wrap(FIND_CLASS, get_connector_class, factory)

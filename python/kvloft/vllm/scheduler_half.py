@@ -17,6 +17,7 @@ from kvloft import __version__, _core
 from kvloft.config import Config, size_text
 from kvloft.machine import warnings
 from kvloft.plan import SchedulerCore
+from kvloft.plan.breaker import MAX_FAILED_LOADS, RETRY_S
 from kvloft.seam.ids import ReqId
 from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.seam.views import RequestView
@@ -24,7 +25,20 @@ from kvloft.vllm.compat import hit_sources
 from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.identity.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
 from kvloft.vllm.messages import KVLoftWorkerMetadata
-from kvloft.vllm.reload import see_adapters_before_they_load, stop_scheduler_when_reloaded
+from kvloft.vllm.patches import (
+    ADD_ADAPTER,
+    ADD_REQUEST,
+    ENGINE_RPC,
+    ENGINE_SLEEP,
+    FIND_CLASS,
+    PAUSE_RESET,
+    WORKER_RELOAD,
+    is_pausing,
+    notice_pauses,
+    see_adapters_before_they_load,
+    settle,
+    stop_scheduler_when_reloaded,
+)
 from kvloft.vllm.shape import cache_shape
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.support import transfer_warnings
@@ -52,6 +66,11 @@ NO_ROOM = (
     "Has the file system of disk_path room and rights left?"
 )
 
+LOADS_FAIL = (
+    f"kvloft: {MAX_FAILED_LOADS} loads in a row failed, so nothing is loaded or saved for a while (namespace %s); requests are "
+    "computed instead. The workers' log says why"
+)
+
 
 def tiers_text(config: Config, shape: CacheShape, *, disk_path: str | None, num_frames: int, num_found: int) -> str:
     """What the log says at start about chunks and tiers; ``num_found`` chunks were in this engine's ``disk_path`` already."""
@@ -76,7 +95,12 @@ class SchedulerHalf:
             logger.warning("kvloft: %s", warning)
         parallel = vllm_config.parallel_config
         self.shape = cache_shape(vllm_config, kv_cache_config, config)
+        has_adapters = getattr(vllm_config, "lora_config", None) is not None
+        wanted = [ENGINE_RPC, WORKER_RELOAD, PAUSE_RESET, ENGINE_SLEEP, ADD_REQUEST, FIND_CLASS, *([ADD_ADAPTER] * has_adapters)]
+        is_blind = settle(wanted)
         fields = namespace_fields(vllm_config, kv_cache_config, self.shape, config.namespace)
+        if is_blind:
+            fields.append(("unseen_reloads", uuid4().hex))
         self._namespace = _core.namespace_digest(fields)
         self._store = _core.Store(
             frame_bytes=self.shape.frame_bytes,
@@ -100,8 +124,16 @@ class SchedulerHalf:
             clock=time.monotonic,
             loads_allowed=transfer is None or transfer.is_kv_consumer,
             saves_allowed=transfer is None or transfer.is_kv_producer,
+            shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
+            save_prompts_only=config.save == "prompt",
+            max_running=vllm_config.scheduler_config.max_num_seqs,
+            # Where a failed load ends its request, trying again would cost answers.
+            retry_loads_s=RETRY_S if getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute" else None,
         )
-        self._adapters = AdapterNames(media_prefix=f"{uuid4().hex}|" if media_ids_are_counted(vllm_config) else "")
+        self._adapters = AdapterNames(
+            media_prefix=f"{uuid4().hex}|" if media_ids_are_counted(vllm_config) else "",
+            are_seen=ADD_ADAPTER.find() is not None,
+        )
         see_adapters_before_they_load(self._adapters)
         self.hook_errors = 0
         self._last: dict[str, int] = {}
@@ -109,10 +141,14 @@ class SchedulerHalf:
         self._next_warning_s: dict[str, float] = {}
         self._is_stopped = False
         self._is_live = are_replaced(vllm_config)
+        self._may_wait = False
+        self._clears_on_pause = not notice_pauses(self) or config.on_pause == "clear" or self._is_live
+        self._weights_go = False
         stop_scheduler_when_reloaded(self, vllm_config.model_config, vllm_config.load_config)
         self._log_start(config, fields, _disk_path(config, parallel))
         for text in transfer_warnings(transfer):
             logger.warning("kvloft: %s", text)
+        self._tell_events()
 
     def _new_chain(self, view: RequestView) -> _core.KeyChain:
         root = _core.root_key(self._namespace, view.adapter, view.cache_salt)
@@ -129,8 +165,14 @@ class SchedulerHalf:
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
+    def found_alone(self) -> None:
+        """The engine has no other connector: to say "ask again" holds no sibling's tokens back."""
+        self._may_wait = True
+
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        tokens = self.core.match(VllmRequest(request, self._adapters), num_computed_tokens)
+        if self._may_wait and self.core.still_waits(ReqId(request.request_id), num_computed_tokens):
+            return None, False
+        tokens = self.core.match(VllmRequest(request, self._adapters), num_computed_tokens, may_wait=self._may_wait)
         return tokens, bool(tokens)
 
     def admit(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
@@ -155,6 +197,20 @@ class SchedulerHalf:
     def finish(self, request: Request) -> None:
         self.core.finish(ReqId(request.request_id))
 
+    def weights_will_go(self) -> None:
+        """As vLLM sleeps at level 2: what it computes once it is awake is not known to be the same."""
+        self._weights_go = True
+
+    def reset(self) -> None:
+        """Forget everything; but a pause that keeps the weights makes nothing wrong, so what is there stays.
+
+        Of an engine whose weights a trainer replaces, a pause may be the only sign of that.
+        """
+        if is_pausing() and not (self._clears_on_pause or self._weights_go):
+            return
+        self._weights_go = False
+        self.core.reset()
+
     def take_stats(self) -> KVLoftStats | None:
         """Numbers since the last call. The store is only asked when something happened, or now and then."""
         counters = self.core.counters
@@ -174,7 +230,15 @@ class SchedulerHalf:
         self._last = stats
         self._warn(data.get("disk_verify_failures", 0), DAMAGE)
         self._warn(0 if data.get("disk_bytes_written") else data.get("disk_dropped", 0) + data.get("disk_write_errors", 0), NO_ROOM)
+        if data.get("load_breaker_trips"):
+            logger.error(LOADS_FAIL, self._namespace.hex()[:16])
+        self._tell_events()
         return KVLoftStats(data)
+
+    def _tell_events(self) -> None:
+        """What the store wants a person to see, each once."""
+        for event in self._store.take_events():
+            logger.warning("kvloft: %s (namespace %s)", event, self._namespace.hex()[:16])
 
     def _warn(self, num_chunks: int, text: str) -> None:
         """At most once in `WARN_EVERY_S` of each kind; the metrics count them all."""
@@ -195,6 +259,7 @@ class SchedulerHalf:
     def close(self) -> None:
         self.core.close()
         self._store.close()
+        self._tell_events()
 
 
 def _disk_path(config: Config, parallel: Any) -> str | None:

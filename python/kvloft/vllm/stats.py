@@ -25,6 +25,7 @@ COUNTERS: dict[str, str] = {
     "save_seconds": "Seconds spent saving, all ranks",
     "save_dropped_chunks": "Saves dropped because no frame could be had at once",
     "save_failed_chunks": "Saves that failed while copying",
+    "load_breaker_trips": "Times that loads and saves were paused because loads failed",
     "verify_failures": "Chunks that failed their check when loaded",
     "hook_errors": "Errors inside kvloft that were turned into misses",
     "host_evictions": "Chunks evicted from host memory",
@@ -34,6 +35,7 @@ COUNTERS: dict[str, str] = {
     "disk_write_errors": "Writes to disk that failed",
     "disk_read_errors": "Reads from disk that failed",
     "disk_verify_failures": "Chunks on disk whose bytes were not what their key says",
+    "disk_trips": "Times that the disk tier was left alone after errors or a hang",
     "disk_dropped": "Chunks that never reached disk: it had no room, or they left host before",
 }
 GAUGES: dict[str, str] = {
@@ -43,6 +45,7 @@ GAUGES: dict[str, str] = {
     "frames_free": "Frames that hold nothing",
     "pins": "Chunks pinned by readers",
     "disk_used": "Chunks on disk",
+    "disk_broken": "1 while the disk tier is left alone after errors or a hang",
 }
 
 

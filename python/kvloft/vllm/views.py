@@ -6,7 +6,7 @@ Only fields that every served release has, or that are asked for with a default,
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
@@ -45,7 +45,19 @@ class VllmRequest:
 
     @property
     def skip_load(self) -> bool:
-        return bool(getattr(self._request, "skip_reading_prefix_cache", False))
+        """It is to read no cache, or its KV comes from a prefill server, and another connector fetches it."""
+        wanted_from_elsewhere = self._transfer_params().get("do_remote_prefill")
+        return bool(getattr(self._request, "skip_reading_prefix_cache", False) or wanted_from_elsewhere)
+
+    @property
+    def saves(self) -> Literal["all", "prompt"] | None:
+        ours = self._transfer_params().get("kvloft")
+        wish = ours.get("save") if isinstance(ours, dict) else None
+        return wish if wish in ("all", "prompt") else None
+
+    def _transfer_params(self) -> dict[str, Any]:
+        params = getattr(self._request, "kv_transfer_params", None)
+        return params if isinstance(params, dict) else {}
 
     def view(self) -> RequestView:
         request = self._request

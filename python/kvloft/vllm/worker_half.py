@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
 
 import vllm
@@ -17,8 +18,7 @@ from kvloft.transfer.movers import MoverSettings
 from kvloft.transfer.worker import WorkerCore
 from kvloft.vllm.identity.namespace import are_replaced
 from kvloft.vllm.messages import KVLoftMetadata, KVLoftWorkerMetadata
-from kvloft.vllm.reload import stop_worker_when_reloaded
-from kvloft.vllm.sleep import drain_before_sleep
+from kvloft.vllm.patches import drain_before_sleep, stop_worker_when_reloaded
 from kvloft.vllm.stats import KVLoftStats
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class WorkerHalf:
                 gathers_first=bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False)),
             ),
         )
-        if vllm_config.model_config.enable_sleep_mode:
+        if vllm_config.model_config.enable_sleep_mode and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
             drain_before_sleep(self.core)
         if not are_replaced(vllm_config):
             stop_worker_when_reloaded(self.core, vllm_config.model_config, vllm_config.load_config)

@@ -160,6 +160,11 @@ impl Store {
         Ok(stats)
     }
 
+    /// What a person should see of the disk tier, once each.
+    fn take_events(&self) -> Vec<String> {
+        self.inner.take_events()
+    }
+
     /// Wait until every visible host chunk that will go to disk is there; False at the deadline.
     fn flush(&self, py: Python<'_>, timeout_s: f64) -> bool {
         py.detach(|| self.inner.flush(timeout(timeout_s)))

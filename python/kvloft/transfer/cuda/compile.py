@@ -66,5 +66,5 @@ def compile_kernels(arch: str, vec_bytes: int, cache_dir: Path | None = None, *,
 
 
 def default_cache_dir() -> Path:
-    """Where compiled kernels and calibrations are kept: ``~/.cache/kvloft``."""
+    """Where compiled kernels are kept: ``~/.cache/kvloft``."""
     return Path.home() / ".cache" / "kvloft"

@@ -63,10 +63,11 @@ class Stream:
         self.handle = int(raw)
 
     @classmethod
-    def create(cls, *, high_priority: bool = False) -> Stream:
-        _, low, high = _cu.cuCtxGetStreamPriorityRange()
+    def create(cls) -> Stream:
+        """Of the lowest priority: computation goes first."""
+        _, low, _ = _cu.cuCtxGetStreamPriorityRange()
         flags = _cu.CUstream_flags.CU_STREAM_NON_BLOCKING
-        return cls(_check(_cu.cuStreamCreateWithPriority(int(flags), high if high_priority else low), "cuStreamCreate"))
+        return cls(_check(_cu.cuStreamCreateWithPriority(int(flags), low), "cuStreamCreate"))
 
     @classmethod
     def view(cls, handle: int) -> Stream:

@@ -34,6 +34,8 @@ class FrameMemory:
     rank: int
     owner: object
     """Whatever keeps the memory mapped."""
+    is_shared: bool = False
+    """Whether other ranks use these frames too."""
 
     @property
     def size_bytes(self) -> int:

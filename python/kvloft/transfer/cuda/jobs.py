@@ -85,6 +85,8 @@ class Job:
     wanted_tags: npt.NDArray[np.uint64] | None = None
     problems: dict[int, str] = field(default_factory=dict)
     owners: Sequence[tuple[Load, int]] = ()
+    is_dropped: bool = False
+    """A save of which some was not copied."""
 
 
 @dataclass(slots=True)

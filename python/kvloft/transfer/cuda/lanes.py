@@ -1,7 +1,6 @@
 """One direction of copies: its streams, its ring, and the order of kernel, copy engine and slots between them.
 
-Staged: kernel and copy engine work on different slots at once. Direct: the kernel reads or writes the frames itself, for pieces
-too small to be worth two commands. Which, is `Tuning`'s. Everything is queued on the GPU; only `wait_for` and `stop` wait on the
+Kernel and copy engine work on different slots at once. Everything is queued on the GPU; only `wait_for` and `stop` wait on the
 host. It must not know plans, keys or tags' meaning.
 """
 
@@ -32,34 +31,32 @@ FEW_ROWS: Final = 8
 
 @dataclass(frozen=True, slots=True)
 class Tuning:
-    """How copies are made on one device; `calibrate` finds it."""
+    """How copies are made on one device.
+
+    Every piece is staged. With that, pages of 4 KiB to 2 MiB reach 98 % of one large copy (benches/results/h200-2026-11-22); no
+    measured row shows a kernel that reads or writes the frames itself to be faster.
+    """
 
     ring: RingSize = field(default_factory=RingSize.of)
-    save_ctas: int = 66
-    load_ctas: int = 66
+    num_ctas: int = 66
     """A CTA for half of the SMs, by default an H200's: a piece takes 35 us instead of 30, and what computes beside it keeps the
     other half (a matmul beside a save: 1.00 of its time alone, 1.13 with all SMs, 1.10 with a quarter)."""
-    direct_ctas: int = 8
-    save_direct_below: int = 0
-    """Pieces of fewer payload bytes go straight to the frames."""
-    load_direct_below: int = 0
-    high_priority: bool = False
 
 
 class _BaseLane(ABC):
     """Streams, events and tag memory that both directions have."""
 
-    def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory, num_ctas: int, direct_below: int) -> None:
-        self.kernel_stream = driver.Stream.create(high_priority=tuning.high_priority)
+    def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory) -> None:
+        self.kernel_stream = driver.Stream.create()
         self.copy_streams = tuple(driver.Stream.create() for _ in range(tuning.ring.num_slots))
         """One a slot. A copy engine stays with a stream while that has a copy that may start, then turns to the next; a slot's next
         copy may not start before the kernel had the slot, so others' copies wait for one copy of each slot and no longer."""
         self.last_copy_stream = self.copy_streams[0]
-        """The one that the last piece went by, if it was staged."""
+        """The one that the last piece went by."""
         self._launcher = Launcher(kernels, self.kernel_stream)
         self._ring = Ring(tuning.ring, kernels.tiles.device)
         self._frames = frames
-        self._num_ctas, self._direct_ctas, self._direct_below = num_ctas, tuning.direct_ctas, direct_below
+        self._num_ctas = tuning.num_ctas
         self._kernel_done = [driver.Event() for _ in range(MAX_PIECES)]
         self._copy_done = [driver.Event() for _ in range(MAX_PIECES)]
         self._tags_address = driver.host_alloc(MAX_PIECES * MAX_SEGMENTS * 8)
@@ -101,15 +98,11 @@ class _BaseLane(ABC):
         for stream in self.copy_streams:
             stream.destroy()
 
-    def _launch(self, function: Any, piece: Piece, frames: npt.ArrayLike, ticket: int, slot: int | None) -> None:
-        segments, base, num_ctas = piece.segments, slot, self._num_ctas
-        if base is None:
-            segments, base, num_ctas = segments[: piece.num_segments].copy(), self._frames.part(0), self._direct_ctas
-            segments["base"] = np.asarray(frames, dtype=np.uint64) * np.uint64(self._frames.frame_bytes)
+    def _launch(self, function: Any, piece: Piece, ticket: int, slot: int) -> None:
         tags_out = self._tags_address + ticket % MAX_PIECES * MAX_SEGMENTS * 8
         self._launcher.launch(
-            function, segments=segments, num_segments=piece.num_segments, base=base, num_tiles=piece.num_tiles,
-            block_ids=piece.block_ids, tags_out=tags_out, max_ctas=num_ctas,
+            function, segments=piece.segments, num_segments=piece.num_segments, base=slot, num_tiles=piece.num_tiles,
+            block_ids=piece.block_ids, tags_out=tags_out, max_ctas=self._num_ctas,
         )  # fmt: skip
 
     def _copy(self, stream: driver.Stream, piece: Piece, slot: int, *, to_host: bool, is_pinned: bool = True) -> None:
@@ -149,25 +142,27 @@ class SaveLane(_BaseLane):
     """Paged KV -> slot -> frames."""
 
     def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory) -> None:
-        super().__init__(kernels, tuning, frames, tuning.save_ctas, tuning.save_direct_below)
+        super().__init__(kernels, tuning, frames)
         self._function = kernels.gather
 
-    def submit(self, piece: Piece, frames: npt.ArrayLike) -> int:
-        """Queue one piece; ``frames`` are those of its segments. Returns its ticket, counting up."""
+    def submit(self, piece: Piece) -> int:
+        """Queue one piece. Returns its ticket, counting up."""
         ticket, self._next = self._next, self._next + 1
         gathered, copied = self._kernel_done[ticket % MAX_PIECES], self._copy_done[ticket % MAX_PIECES]
-        is_direct = piece.num_bytes < self._direct_below
-        stream = self.copy_streams[self._ring.next_slot]
-        slot = None if is_direct else self._ring.take(self.kernel_stream, copied)
-        self._launch(self._function, piece, frames, ticket, slot)
+        self.last_copy_stream = stream = self.copy_streams[self._ring.next_slot]
+        slot = self._ring.take(self.kernel_stream, copied)
+        self._launch(self._function, piece, ticket, slot)
         gathered.record(self.kernel_stream)
-        if slot is None:
-            copied.record(self.kernel_stream)
-            return ticket
-        self.last_copy_stream = stream
         stream.wait(gathered)
         self._copy(stream, piece, slot, to_host=True)
         copied.record(stream)
+        return ticket
+
+    def skip(self) -> int:
+        """The next ticket, for a piece that is not copied."""
+        ticket, self._next = self._next, self._next + 1
+        for event in (self._kernel_done[ticket % MAX_PIECES], self._copy_done[ticket % MAX_PIECES]):
+            event.record(self.kernel_stream)
         return ticket
 
     def done_event(self, ticket: int) -> driver.Event:
@@ -184,22 +179,19 @@ class LoadLane(_BaseLane):
     """Frames -> slot -> paged KV."""
 
     def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory) -> None:
-        super().__init__(kernels, tuning, frames, tuning.load_ctas, tuning.load_direct_below)
+        super().__init__(kernels, tuning, frames)
         self._function = kernels.scatter
 
-    def submit(self, piece: Piece, frames: npt.ArrayLike, *, is_pinned: bool = True) -> int:
+    def submit(self, piece: Piece, *, is_pinned: bool = True) -> int:
         """As `SaveLane.submit`. Frames that are not pinned are copied too, through the driver's own buffers."""
         ticket, self._next = self._next, self._next + 1
         scattered, copied = self._kernel_done[ticket % MAX_PIECES], self._copy_done[ticket % MAX_PIECES]
-        is_direct = is_pinned and piece.num_bytes < self._direct_below
-        stream = self.copy_streams[self._ring.next_slot]
-        slot = None if is_direct else self._ring.take(stream, scattered)
-        if slot is not None:
-            self.last_copy_stream = stream
-            self._copy(stream, piece, slot, to_host=False, is_pinned=is_pinned)
-            copied.record(stream)
-            self.kernel_stream.wait(copied)
-        self._launch(self._function, piece, frames, ticket, slot)
+        self.last_copy_stream = stream = self.copy_streams[self._ring.next_slot]
+        slot = self._ring.take(stream, scattered)
+        self._copy(stream, piece, slot, to_host=False, is_pinned=is_pinned)
+        copied.record(stream)
+        self.kernel_stream.wait(copied)
+        self._launch(self._function, piece, ticket, slot)
         scattered.record(self.kernel_stream)
         return ticket
 

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
@@ -29,14 +30,26 @@ class PinnedRange:
     """Memory at ``address``, pinned from its start to `num_pinned_bytes`, which grows until all of it is or pinning failed."""
 
     def __init__(
-        self, address: int, size_bytes: int, *, piece_bytes: int, numa_node: int | None, num_threads: int | None = None
+        self,
+        address: int,
+        size_bytes: int,
+        *,
+        piece_bytes: int,
+        numa_node: int | None,
+        on_progress: Callable[[], None],
+        num_threads: int | None = None,
     ) -> None:
-        """``piece_bytes``: a multiple of the page size; no copy may cross a multiple of it."""
+        """``piece_bytes``: a multiple of the page size; no copy may cross a multiple of it.
+
+        ``on_progress`` is called by the thread that pins, when more is pinned and when pinning is over.
+        """
+        self._on_progress = on_progress
         self._piece_bytes = piece_bytes
         self.address = address
         self.size_bytes = size_bytes
         self.num_pinned_bytes = 0
-        self.problem: str | None = None
+        self.is_over = False
+        """Nothing more will be pinned, whether or not all of it is."""
         self._numa_node = numa_node
         self._num_threads = num_threads or min(8, os.cpu_count() or 1)
         self._context = driver.current_context()
@@ -78,12 +91,15 @@ class PinnedRange:
                     driver.host_register(self.address + begin, num_bytes)
                     self._pieces.append(self.address + begin)
                     self.num_pinned_bytes = begin + num_bytes
+                    self._on_progress()
         except (RuntimeError, OSError) as error:
-            self.problem = str(error)
             logger.error(
                 "kvloft: pinned %.1f of %.1f GiB of host memory, no more could be had (%s): only that much is used for saves; "
                 "lower host_size, or give the container more memory", self.num_pinned_bytes / 2**30, self.size_bytes / 2**30, error,
             )  # fmt: skip
+        finally:
+            self.is_over = True
+            self._on_progress()
 
 
 def _touch(address: int, num_bytes: int, numa_node: int | None, num_threads: int, pool: ThreadPoolExecutor) -> None:

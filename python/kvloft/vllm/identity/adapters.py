@@ -21,8 +21,12 @@ class AdapterNames:
     seen, no request shares it with another. vLLM itself tells adapters apart by name in its prefix cache, by number in its workers.
     """
 
-    def __init__(self, media_prefix: str = "") -> None:
-        """``media_prefix`` goes before every media identifier: this engine's own where vLLM counts them."""
+    def __init__(self, media_prefix: str = "", *, are_seen: bool = True) -> None:
+        """``media_prefix`` goes before every media identifier: this engine's own where vLLM counts them.
+
+        Unless adapters ``are_seen`` before they are loaded, no request shares one with another.
+        """
+        self._are_seen = are_seen
         self._seen: dict[tuple[str, str], tuple[Look | None, str | None]] = {}
         """What was seen first, and the identity for as long as that is what is seen."""
         self._first_of: dict[int, tuple[str, str]] = {}
@@ -34,6 +38,8 @@ class AdapterNames:
         """(name, path and which weights) of ``lora``; None for the base model."""
         if lora is None:
             return None
+        if not self._are_seen:
+            return lora.lora_name, uuid4().hex
         path = lora.lora_path or ""
         if getattr(lora, "load_inplace", False) or self._first_of.setdefault(lora.lora_int_id, (lora.lora_name, path)) != (
             lora.lora_name, path,

@@ -49,6 +49,8 @@ pub(super) struct UnderWay {
 pub(crate) struct DiskBooks {
     pub(super) policy: Box<dyn Policy>,
     pub(super) attached: Attached,
+    /// Why it could not be opened, as a person was told last.
+    pub(super) told: String,
     /// Chunks to write, with their generation; those that are not `Queued` any more are skipped.
     pub(super) queue: VecDeque<(ChunkId, u32)>,
     /// Chunks that wait for their parent to be written.
@@ -90,6 +92,7 @@ impl DiskBooks {
         Self {
             policy,
             attached: Attached::Opening,
+            told: String::new(),
             queue: VecDeque::new(),
             behind: HashMap::new(),
             num_dirty: 0,

@@ -25,9 +25,15 @@ impl State {
 
     /// The tier could not be opened: again after `wait`.
     pub(super) fn postpone(&mut self, wait: Duration, why: &str) {
-        self.tell(format!("the disk tier cannot be opened, and is tried again in {} s: {why}", wait.as_secs()));
         let retry_at = self.now + wait;
-        self.disk_books().attached = Attached::NotBefore(retry_at);
+        let books = self.disk_books();
+        books.attached = Attached::NotBefore(retry_at);
+        if books.told != why {
+            why.clone_into(&mut books.told);
+            self.tell(format!(
+                "the disk tier cannot be opened, so this engine has host memory only until it can: {why}"
+            ));
+        }
     }
 
     /// Whether the caller should open the tier now; then `attach` or `postpone` must follow.

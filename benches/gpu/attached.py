@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from kvloft.bench.cold import cold_prompt, cold_wave, forward_parts, medians, milliseconds
-from kvloft.bench.llama import Engine
-from kvloft.bench.parts import Parts
+from benches.gpu.cold import cold_prompt, cold_wave, forward_parts, medians, milliseconds
+from benches.gpu.llama import Engine
+from benches.gpu.parts import Parts
 
 REST_S = 60.0
 
@@ -33,11 +33,11 @@ def detached(engine: Any) -> Iterator[None]:
     in_runner = getattr(core.model_executor.driver_worker.worker.model_runner, "kv_connector", None)  # vLLM's newer runner
     settings = {"connector": None, "defer_block_free": False}
     kept = {name: getattr(scheduler, name) for name in settings if hasattr(scheduler, name)}
-    agent = kv_transfer_state._KV_CONNECTOR_AGENT  # noqa: SLF001 (vLLM has no call for it)
+    agent = kv_transfer_state._KV_CONNECTOR_AGENT
     try:
         for name in kept:
             setattr(scheduler, name, settings[name])
-        kv_transfer_state._KV_CONNECTOR_AGENT = None  # noqa: SLF001
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
         if in_runner is not None:
             in_runner.set_disabled(True)
         yield
@@ -45,7 +45,7 @@ def detached(engine: Any) -> Iterator[None]:
     finally:
         if in_runner is not None:
             in_runner.set_disabled(False)
-        kv_transfer_state._KV_CONNECTOR_AGENT = agent  # noqa: SLF001
+        kv_transfer_state._KV_CONNECTOR_AGENT = agent
         for name, value in kept.items():
             setattr(scheduler, name, value)
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benches.gpu.peers import CONNECTORS
+
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
     "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
@@ -78,6 +80,7 @@ class Engine:
             "kvloft": {"kv_connector": "KVLoftConnector", "kv_connector_module_path": "kvloft.vllm.connector", "kv_role": "kv_both",
                        "kv_load_failure_policy": "recompute",
                        "kv_connector_extra_config": {"host_size": options["host_bytes"], **options.get("extra", {})}},
+            **CONNECTORS,
         }[name]  # fmt: skip
         settings.update(options.get("llm", {}))
         if transfer is not None:

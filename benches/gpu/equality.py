@@ -1,4 +1,4 @@
-"""`kvloft bench equality`: are greedy tokens the same whatever the cache did? Engines side by side on one GPU, compared.
+"""`python -m benches.gpu.equality`: are greedy tokens the same whatever the cache did? Engines side by side on one GPU, compared.
 
 Exact equality can only be asked where vLLM itself is exact: in its batch-invariant mode (with the one norm that breaks it put
 right, see `equality_child`) over Triton attention, whose tiles do not depend on the batch; FlashAttention 3 picks its kernel by
@@ -8,17 +8,21 @@ last engines show how far vLLM is from itself without all that. Timings mean not
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kvloft.bench.engine import CHILD_ENV, result_of, shared_gpu
+from benches.gpu.engine import CHILD_ENV, ROOT, result_of, shared_gpu
+from benches.gpu.options import STATUS, add_sizes, some_of, table_of
+from kvloft.bench.command import console, gpu_bytes, whole, write
+from kvloft.errors import UnsupportedError
 
 REFERENCE = "reference"
 
@@ -101,9 +105,9 @@ def run(
 def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
     setup = SETUPS[name]
     settings = [f"{key}={value}" for key, value in {**CHILD_ENV, **setup.env}.items()]
-    child = [sys.executable, "-m", "kvloft.bench.equality_child", setup.connector, json.dumps(options)]
+    child = [sys.executable, "-m", "benches.gpu.equality_child", setup.connector, json.dumps(options)]
     with log.open("w") as file:
-        return subprocess.Popen(["env", *settings, *child], stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(["env", *settings, *child], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,3 +199,49 @@ def table(results: Mapping[str, Any]) -> list[tuple[str, ...]]:
         for row in judge(results)
     ]  # fmt: skip
     return [head, *body]
+
+
+def parser() -> argparse.ArgumentParser:
+    """This bench's command line."""
+    equality = argparse.ArgumentParser(
+        prog="equality",
+        description=f"Compares greedy tokens, and loaded pages byte for byte, with those of vLLM without any cache. {STATUS}",
+    )
+    equality.add_argument(
+        "--setups", type=some_of(*SETUPS), default=list(DEFAULT_SETUPS),
+        help="which engines, in this order (default all but hnd-sleep; a wrong name lists them)",
+    )  # fmt: skip
+    equality.add_argument(
+        "--phases", type=some_of("prompts", "crowd", "load", "sleep"), default=["prompts", "crowd", "load"],
+        help="which of prompts, crowd, load, sleep (default the first three)",
+    )  # fmt: skip
+    equality.add_argument("--at-once", type=whole(1, 16), default=3, help="engines that share the GPU (default 3)")
+    equality.add_argument("--layers", type=whole(1, 128), default=32, help="layers of the model (default 32)")
+    add_sizes(equality, blocks=2000, host_gib=16)
+    return equality
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare tokens and pages; 1 where any was not as it must be, 2 where nothing can be compared."""
+    args, screen = parser().parse_args(argv), console()
+    try:
+        gpu_bytes()
+    except UnsupportedError as error:
+        print(f"kvloft: the equality bench cannot run here: {error}", file=sys.stderr)
+        return 2
+    model = {"num_hidden_layers": args.layers}
+    results = run(
+        setups=args.setups, phases=args.phases,
+        options=options(num_blocks=args.blocks, host_bytes=args.host_gib << 30, model=model), log_dir=Path(args.logs),
+        at_once=args.at_once, timeout_s=args.timeout, progress=lambda text: screen.print(text, style="dim"),
+    )  # fmt: skip
+    screen.print(table_of(table(results)))
+    write(args.json, summary(results))
+    found = problems(results)
+    for problem in found:
+        print(f"kvloft: {problem}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -11,9 +11,9 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from benches.gpu.llama import Engine, apply_model
+from benches.gpu.parts import ForwardParts, Parts
 from kvloft.bench.link import current_stream
-from kvloft.bench.llama import Engine, apply_model
-from kvloft.bench.parts import ForwardParts, Parts
 
 WAVE_TIMEOUT_S = 60.0
 

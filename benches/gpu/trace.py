@@ -40,9 +40,9 @@ class LoadTrace:
         self._submit_loads(plans)
         self._calls.append((begin, self._now()))
 
-    def _traced_submit(self, piece: Any, frames: Any, **more: Any) -> int:
+    def _traced_submit(self, piece: Any, **more: Any) -> int:
         begin = self._now()
-        ticket = int(self._submit(piece, frames, **more))
+        ticket = int(self._submit(piece, **more))
         if len(self._pieces) < len(self._pool):
             self._pool[len(self._pieces)].record(self._lane.last_copy_stream)
             self._pieces.append((begin, self._now(), piece.num_bytes))

@@ -1,4 +1,4 @@
-"""One engine's greedy tokens under everything that could change them: `python -m kvloft.bench.equality_child NAME JSON`.
+"""One engine's greedy tokens under everything that could change them: `python -m benches.gpu.equality_child NAME JSON`.
 
 Prompts one at a time (cold, from HBM, from the connector, with loads that copy nothing), many at once in a block pool that
 preempts, and 200 random requests. Before each warm run the prefix cache is emptied and the paged KV overwritten with noise, so
@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvloft.bench.audit import PageAudit, paged_kv, poison
-from kvloft.bench.llama import Engine, apply_model, prompt_of, sharpen, worker_totals
+from benches.gpu.audit import PageAudit, paged_kv, poison
+from benches.gpu.llama import Engine, apply_model, prompt_of, sharpen, worker_totals
 
 LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
 
@@ -53,13 +53,13 @@ class Subject:
         self.only_first = bool(options.get("only_first"))
         self.scheduler = self.engine.engine.engine_core.engine_core.scheduler
         self.num_preemptions = 0
-        preempt = self.scheduler._preempt_request  # noqa: SLF001 (counted from outside, on every release)
+        preempt = self.scheduler._preempt_request
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             self.num_preemptions += 1
             return preempt(*args, **kwargs)
 
-        self.scheduler._preempt_request = counted  # noqa: SLF001
+        self.scheduler._preempt_request = counted
         self.has_prefix_cache = bool(self.engine.engine.vllm_config.cache_config.enable_prefix_caching)
         self._tensors = paged_kv(self.engine.engine)
         self._num_poisoned = 0
@@ -68,8 +68,8 @@ class Subject:
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
             self.engine.settle()
-            worker = get_kv_transfer_group()._worker  # noqa: SLF001 (a check looks inside)
-            mover = worker.core._mover  # noqa: SLF001
+            worker = get_kv_transfer_group()._worker
+            mover = worker.core._mover
             getattr(mover, "wait_pinned", lambda timeout: None)(60.0)
             self.audit = PageAudit(mover, self._tensors)
 

@@ -1,4 +1,4 @@
-"""`kvloft bench engine`: plain vLLM, vLLM's OffloadingConnector and kvloft on one GPU, in turns.
+"""`python -m benches.gpu.engine`: plain vLLM, vLLM's OffloadingConnector and kvloft on one GPU, in turns.
 
 Each runs in a process of its own (`engine_child`). Decoding is measured with one engine on the GPU at a time, and so is everything
 where the GPU has not room for all. It must not import vLLM itself, so that one that cannot start costs only its own row.
@@ -6,7 +6,7 @@ where the GPU has not room for all. It must not import vLLM itself, so that one 
 
 from __future__ import annotations
 
-import importlib.util
+import argparse
 import json
 import subprocess
 import sys
@@ -17,10 +17,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from kvloft.bench.turns import leave
+from benches.gpu.options import STATUS, add_sizes, some_of, table_of
+from benches.gpu.turns import leave
+from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
 
-ALONE = ("decode", "attached")
+ROOT = Path(__file__).resolve().parents[2]
+"""Where `-m benches.gpu.NAME` finds this package."""
+ALONE = ("decode", "attached", "startup")
 """Plain vLLM's decode steps were up to 4 % shorter beside other engines on the GPU, idle ones, than alone; nobody serves so.
 And what is compared within one process needs no other."""
 CHILD_ENV = {
@@ -39,18 +43,6 @@ COLD_PARTS = {
     "after_ms": "until the token is there",
     "collected_ms": "of all of it, Python's garbage collections",
 }
-
-
-def gpu_bytes(needed: Sequence[str] = ("torch", "vllm")) -> int:
-    """Memory of the GPU to measure. Raises UnsupportedError where there is none, or a module that is ``needed`` is not there."""
-    missing = [name for name in needed if importlib.util.find_spec(name) is None]
-    if missing:
-        raise UnsupportedError(f"{' and '.join(missing)} cannot be imported; run it in the environment that has vLLM for CUDA")
-    import torch
-
-    if not torch.cuda.is_available():
-        raise UnsupportedError("torch finds no NVIDIA GPU that it can use")
-    return int(torch.cuda.get_device_properties(0).total_memory)
 
 
 def run(
@@ -115,9 +107,9 @@ def _block_bytes(model: Mapping[str, Any]) -> int:
 
 def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
     settings = [f"{key}={value}" for key, value in CHILD_ENV.items()]
-    command = ["env", *settings, sys.executable, "-m", "kvloft.bench.engine_child", name, json.dumps(options)]
+    command = ["env", *settings, sys.executable, "-m", "benches.gpu.engine_child", name, json.dumps(options)]
     with log.open("w") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
 
 
 def _wait(
@@ -196,6 +188,8 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
             row(f"in one process, connector {kind}: {label}, ms", "attached", what, kind, "ms")
             for part, part_label in COLD_PARTS.items():
                 row(f"  {part_label}, ms", "attached", what, kind, part)
+    for what in ("saved_chunks", "failed_chunks", "pinned_gib"):
+        row(f"first 10 s: {what.replace('_', ' ')}", "startup", what)
     row("8 at once: warm makespan, ms", "wave", "warm_makespan_ms")
     for mark in ("p50", "p99"):
         row(f"decode step: {mark}, ms", "decode", "plain", f"alone_{mark}_ms")
@@ -204,3 +198,62 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
             for mark in ("p50", "p99"):
                 row(f"decode steps beside {what}{label}: {mark}, ms", "decode", what, f"{kind}_{mark}_ms")
     return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    """This bench's command line."""
+    engine = argparse.ArgumentParser(
+        prog="engine",
+        description=f"First tokens and decode steps of vLLM alone, with OffloadingConnector and with kvloft, on one GPU. {STATUS}",
+    )
+    connectors, phases = ("none", "native", "kvloft"), ("cold", "ttft", "wave", "decode", "attached", "startup")
+    engine.add_argument(
+        "--connectors", type=some_of(*connectors), default=list(connectors), help=f"which of {','.join(connectors)} (default all)"
+    )
+    engine.add_argument(
+        "--phases", type=some_of(*phases), default=list(phases[:-2]),
+        help="which of cold (first tokens of new prompts), ttft (of known ones), wave (eight prompts at once), decode (steps "
+        "alone, beside saves and beside loads), attached (new prompts with the connector and without it, in one process), startup "
+        "(saves that fail while host memory is pinned; first, or alone); default all but the last two",
+    )  # fmt: skip
+    engine.add_argument(
+        "--context", type=whole(2048, 40000), default=32768, help="tokens of a long prompt, 2048 to 40000 (default 32768)"
+    )
+    engine.add_argument("--kv-heads", type=int, choices=(1, 2, 4, 8, 16, 32), default=8, help="KV heads of the model (default 8)")
+    engine.add_argument("--one-by-one", action="store_true", help="one engine after the other, which takes less GPU memory")
+    add_sizes(engine, blocks=9000, host_gib=40)
+    return engine
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure engines; 1 where one of them failed, 2 where none can run."""
+    args, screen = parser().parse_args(argv), console()
+    model = {"num_key_value_heads": args.kv_heads}
+    try:
+        room = fit_together(len(args.connectors), args.blocks, model, gpu_bytes())
+    except UnsupportedError as error:
+        print(f"kvloft: the engine bench cannot run here: {error}", file=sys.stderr)
+        return 2
+    together = room and not args.one_by_one
+    if not together:
+        screen.print("One engine after the other: what changes on the machine meanwhile counts as their difference.", style="dim")
+    options = {"num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "context": args.context, "model": model}
+    try:
+        with screen.status("starting") as status:
+            results = run(
+                connectors=args.connectors, phases=args.phases, options=options, log_dir=Path(args.logs), timeout_s=args.timeout,
+                together=together, progress=status.update,
+            )  # fmt: skip
+    except UnsupportedError as error:
+        print(f"kvloft: there is nothing to measure: {error}", file=sys.stderr)
+        return 2
+    screen.print(table_of(table(results)))
+    write(args.json, results)
+    failed = [name for name, result in results.items() if "error" in result]
+    for name in failed:
+        print(f"kvloft: {name} {results[name]['error']}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

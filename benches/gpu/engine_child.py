@@ -1,4 +1,4 @@
-"""One engine with one connector (or none), measured in a process of its own: `python -m kvloft.bench.engine_child NAME JSON`.
+"""One engine with one connector (or none), measured in a process of its own: `python -m benches.gpu.engine_child NAME JSON`.
 
 Everything measured is a turn (`turns`), taken while the other engines on the GPU are idle. Prints one line `RESULT {...}` after
 each phase, and `PHASE name` before.
@@ -16,11 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from kvloft.bench.attached import compare
-from kvloft.bench.cold import cold_prompt, cold_wave, forward_parts, medians, milliseconds, wave
-from kvloft.bench.llama import Engine, worker_totals
-from kvloft.bench.parts import Parts
-from kvloft.bench.turns import Turns
+from benches.gpu.attached import compare
+from benches.gpu.cold import cold_prompt, cold_wave, forward_parts, medians, milliseconds, wave
+from benches.gpu.llama import Engine, worker_totals
+from benches.gpu.parts import Parts
+from benches.gpu.turns import Turns
 
 LANDED_S = 0.1
 """After a turn: what it saved is on its way, and must not run beside the next engine's turn."""
@@ -40,7 +40,7 @@ def wait_pinned(engine: Engine, options: dict[str, Any]) -> None:
 
     if options["name"] == "kvloft":
         engine.ttft(engine.prompt(64))
-        mover = get_kv_transfer_group()._worker.core._mover  # noqa: SLF001 (a bench looks inside)
+        mover = get_kv_transfer_group()._worker.core._mover
         getattr(mover, "wait_pinned", lambda timeout: None)(120.0)
 
 
@@ -50,9 +50,9 @@ def load_trace(options: dict[str, Any]) -> Any:
 
     if not options.get("trace") or options["name"] != "kvloft":
         return None
-    from kvloft.bench.trace import LoadTrace
+    from benches.gpu.trace import LoadTrace
 
-    return LoadTrace(get_kv_transfer_group()._worker.core._mover)  # noqa: SLF001 (a bench looks inside)
+    return LoadTrace(get_kv_transfer_group()._worker.core._mover)
 
 
 def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
@@ -154,6 +154,24 @@ def phase_attached(engine: Engine, turns: Turns, options: dict[str, Any]) -> dic
         return compare(engine, options["context"], options.get("colds", 12), options.get("colds", 12) // 2)
 
 
+def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
+    """The first seconds of an engine, while its host memory is being pinned: saves that fail, and how far pinning is."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
+    rows: list[dict[str, float]] = []
+    begin = time.perf_counter()
+    with turn(turns):
+        while not rows or rows[-1]["at_s"] < options.get("startup_s", 10.0):
+            wave(engine, [engine.prompt(options["context"] // 4) for _ in range(4)])
+            worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
+            mover = worker.core._mover if worker is not None else None
+            pinned = getattr(mover, "num_pinned_bytes", 0)
+            rows.append({"at_s": time.perf_counter() - begin, "pinned_gib": pinned / 2**30, **worker_totals()})
+    last = rows[-1]
+    counts = {f"{what}_chunks": last.get(f"{what}_chunks", 0) for what in ("saved", "failed")}
+    return {"rows": rows, "pinned_gib": last["pinned_gib"], **counts}
+
+
 def phase_decode(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
     """Steps of 16 running requests: alone, while 16k-token prompts arrive and are saved, while they are loaded again."""
     running = [engine.prompt(1000) for _ in range(16)]
@@ -223,21 +241,25 @@ def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
 
 PHASES: dict[str, Callable[[Engine, Turns, dict[str, Any]], dict[str, Any]]] = {
     "cold": phase_cold, "ttft": phase_ttft, "wave": phase_wave, "decode": phase_decode,
-    "attached": phase_attached,
+    "attached": phase_attached, "startup": phase_startup,
 }  # fmt: skip
 
 
 def main(name: str, options: dict[str, Any]) -> None:
     """Run the phases that ``options`` ask for on one engine and print the result as JSON."""
+    import vllm
+
     options["name"] = name
     begin = time.perf_counter()
     print("PHASE start", flush=True)
     engine = Engine(name, options)
     result: dict[str, Any] = {"name": name, "start_s": time.perf_counter() - begin, "parameters": engine.num_parameters}
+    result["vllm"] = vllm.__version__
     result["v2_runner"] = bool(getattr(engine.engine.vllm_config, "use_v2_model_runner", False))
     print("RESULT", json.dumps(result), flush=True)
-    wait_pinned(engine, options)
     for phase in options["phases"]:
+        if phase != "startup":
+            wait_pinned(engine, options)
         print("PHASE", phase, flush=True)
         turns = Turns(Path(options["turns"]) / phase, name, options["names"])
         begin = time.perf_counter()

@@ -1,0 +1,161 @@
+"""`python -m benches.gpu.chats`: a closed loop of chats on plain vLLM, OffloadingConnector, kvloft, PegaFlow and LMCache.
+
+One engine on the GPU at a time, each in a process of its own (`chats_child`), in turns for as many rounds as asked. What was
+measured is written after each, so that a run that is cut off leaves what it has. It must not import vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benches.gpu.chats_child import Load
+from benches.gpu.engine import CHILD_ENV, ROOT, result_of
+from benches.gpu.options import STATUS, add_sizes, some_of, table_of
+from benches.gpu.peers import NAMES as PEERS
+from benches.gpu.peers import daemon, env_of, is_installed
+from kvloft.bench.command import console, gpu_bytes, whole, write
+from kvloft.errors import UnsupportedError
+
+CONNECTORS = ("none", "native", "kvloft", *PEERS)
+KILL_S = 15.0
+"""A child stops by itself when its time is over; that much later it is killed."""
+LEAST_S = 45.0
+"""With less time than that left, no engine starts."""
+
+
+def run(
+    *, connectors: Sequence[str], rounds: int, options: dict[str, Any], log_dir: Path, timeout_s: float,
+    keep: Callable[[dict[str, Any]], None], progress: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """{connector: {"runs": [...], "start_s", maybe "error"}}; ``keep`` is given everything so far after each engine."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + timeout_s
+    results: dict[str, Any] = {name: {"runs": []} for name in connectors}
+    order = [(number, name) for number in range(rounds) for name in connectors]
+    for nth, (number, name) in enumerate(order):
+        left_s = deadline - time.monotonic()
+        if left_s < LEAST_S:
+            results[name].setdefault("error", "no time was left to start it")
+            continue
+        progress(f"{name}, round {number + 1}")
+        child_s = min(options["child_s"], max(LEAST_S, left_s / (len(order) - nth) * 1.5), left_s - KILL_S)
+        found = _measure(name, {**options, "child_s": child_s}, log_dir / f"chats_{name}_{number + 1}.log")
+        runs = results[name]["runs"] + found.pop("runs", [])
+        results[name] |= {**found, "runs": runs}
+        keep(results)
+    return results
+
+
+def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
+    """One process; whatever goes wrong with it or its daemon is in "error"."""
+    if not is_installed(name):
+        return {"error": f"{name} is not installed"}
+    host_gib = options["host_bytes"] >> 30
+    try:
+        with tempfile.TemporaryDirectory() as folder, daemon(name, host_gib, log.with_suffix(".server.log")):
+            settings = [f"{key}={value}" for key, value in {**CHILD_ENV, **env_of(name, host_gib)}.items()]
+            child = _child(name, {**options, "model_dir": f"{folder}/model"})
+            with log.open("w") as file:
+                process = subprocess.Popen(["env", *settings, *child], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
+            status: int | str
+            try:
+                status = process.wait(options["child_s"] + KILL_S)
+            except subprocess.TimeoutExpired:
+                status = "timeout"
+            finally:
+                process.kill()
+                process.wait()
+    except (RuntimeError, OSError) as error:
+        return {"error": str(error)}
+    found = result_of(log, status)
+    unfinished = sum(each["unfinished"] for each in found.get("runs", ()))
+    if unfinished and "error" not in found:
+        found["error"] = f"{unfinished} turns were not answered in time"
+    return found
+
+
+def _child(name: str, options: dict[str, Any]) -> list[str]:
+    return [sys.executable, "-m", "benches.gpu.chats_child", name, json.dumps(options)]
+
+
+def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Head, and a row for each engine: medians over its runs that ended."""
+    rows: list[tuple[str, ...]] = [
+        ("", "makespan, s", "all of them, s", "cached of known tokens", "preempted", "TTFT by turn, ms", "problem")
+    ]
+    for name, result in results.items():
+        runs = [each for each in result["runs"] if not each["unfinished"]]
+        problem = str(result.get("error", "")).splitlines()[:1]
+        if not runs:
+            rows.append((name, "-", "-", "-", "-", "-", *(problem or ["nothing was measured"])))
+            continue
+        known = sum(each["known_tokens"] for each in runs)
+        cached = sum(each["cached_tokens"] for each in runs)
+        turns = zip(*(each["ttft_ms"] for each in runs), strict=True)
+        rows.append((
+            name, f"{statistics.median(each['makespan_s'] for each in runs):.1f}",
+            ", ".join(f"{each['makespan_s']:.1f}" for each in runs), f"{cached:,} of {known:,} ({cached / max(known, 1):.1%})",
+            ", ".join(str(each["preemptions"]) for each in runs),
+            ", ".join(f"{statistics.median(turn):.0f}" for turn in turns), *(problem or [""]),
+        ))  # fmt: skip
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    """This bench's command line."""
+    load = Load()
+    chats = argparse.ArgumentParser(
+        prog="chats", description=f"A closed loop of chats, with each external cache in turn and with none. {STATUS}"
+    )
+    chats.add_argument(
+        "--connectors", type=some_of(*CONNECTORS), default=list(CONNECTORS), help=f"which of {','.join(CONNECTORS)} (default all)"
+    )
+    for name, value in asdict(load).items():
+        option = "--" + name.removeprefix("num_").replace("_", "-")
+        chats.add_argument(option, dest=name, type=whole(1, 100_000), default=value, help=f"default {value}")
+    chats.add_argument("--seqs", type=whole(1, 1024), default=32, help="sequences that run at once (default 32)")
+    chats.add_argument("--rounds", type=whole(1, 10), default=1, help="processes of each engine, in turns (default 1)")
+    chats.add_argument("--repeats", type=whole(1, 10), default=2, help="runs in each process (default 2)")
+    chats.add_argument("--each", type=whole(60, 3600), default=180, help="seconds for a process, its start too (default 180)")
+    add_sizes(chats, blocks=5625, host_gib=40)
+    return chats
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; 1 where an engine failed, 2 where none can run."""
+    args, screen = parser().parse_args(argv), console()
+    try:
+        gpu_bytes()
+    except UnsupportedError as error:
+        print(f"kvloft: the chats bench cannot run here: {error}", file=sys.stderr)
+        return 2
+    load = {name: getattr(args, name) for name in asdict(Load())}
+    longest = args.first_tokens + (args.num_turns - 1) * args.more_tokens + args.num_turns * args.generated_tokens
+    options = {
+        "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "load": load, "repeats": args.repeats, "child_s": args.each,
+        "llm": {"max_num_seqs": args.seqs, "max_model_len": longest + 64},
+    }  # fmt: skip
+    results = run(
+        connectors=args.connectors, rounds=args.rounds, options=options, log_dir=Path(args.logs), timeout_s=args.timeout,
+        keep=lambda found: write(args.json, found), progress=lambda text: screen.print(text, style="dim"),
+    )  # fmt: skip
+    screen.print(table_of(table(results)))
+    write(args.json, results)
+    failed = {name: result["error"] for name, result in results.items() if "error" in result}
+    for name, problem in failed.items():
+        print(f"kvloft: {name} {problem}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,144 @@
+"""One engine under a closed loop of chats, in a process of its own: `python -m benches.gpu.chats_child NAME JSON`.
+
+Each chat sends its next turn when the one before is answered: all that was said so far, and some new tokens. Prints a line
+`RESULT {...}` when each run of all chats is over, and one when its time is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What all chats do. Sizes in tokens."""
+
+    num_chats: int = 64
+    num_turns: int = 5
+    first_tokens: int = 4000
+    more_tokens: int = 400
+    generated_tokens: int = 150
+
+
+@dataclass(slots=True)
+class Chat:
+    """What was said so far, and when the turn under way was sent."""
+
+    said: list[int]
+    turn: int = 0
+    sent_s: float = 0.0
+    first_s: float | None = None
+
+
+@dataclass(slots=True)
+class Seen:
+    """Of the turns that are over."""
+
+    ttfts_s: list[list[float]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    known_tokens: int = 0
+    """Of prompts, what an earlier turn had in it already."""
+    cached_tokens: int = 0
+    num_turns: int = 0
+
+
+def run_chats(
+    engine: Any, load: Load, deadline_s: float, clock: Callable[[], float] = time.perf_counter
+) -> dict[str, Any]:  # fmt: skip
+    """Makespan and hits of every chat's every turn. Past ``deadline_s`` of the clock it stops, and says so in "unfinished"."""
+    chats: dict[str, Chat] = {}
+    seen = Seen([[] for _ in range(load.num_turns)])
+    begin = clock()
+    for _ in range(load.num_chats):
+        _send(engine, chats, Chat(engine.prompt(load.first_tokens)), load, clock)
+    while chats and clock() < deadline_s:
+        for output in engine.engine.step():
+            name = output.request_id.partition("-")[0]
+            if (chat := chats.get(name)) is None:
+                continue
+            if chat.first_s is None and output.outputs and output.outputs[0].token_ids:
+                chat.first_s = clock()
+            if output.finished:
+                del chats[name]
+                _take(seen, chat, output, load, clock())
+                if chat.turn + 1 < load.num_turns:
+                    said = [*chat.said, *output.outputs[0].token_ids, *engine.prompt(load.more_tokens)]
+                    _send(engine, chats, Chat(said, chat.turn + 1), load, clock)
+    if chats:
+        engine.engine.abort_request(sorted(chats))
+    return {
+        "makespan_s": clock() - begin, "unfinished": load.num_chats * load.num_turns - seen.num_turns,
+        "prompt_tokens": seen.prompt_tokens, "known_tokens": seen.known_tokens, "cached_tokens": seen.cached_tokens,
+        "ttft_ms": [round(statistics.median(turn) * 1e3, 1) if turn else None for turn in seen.ttfts_s],
+    }  # fmt: skip
+
+
+def _send(engine: Any, chats: dict[str, Chat], chat: Chat, load: Load, clock: Callable[[], float]) -> None:
+    chat.sent_s = clock()
+    chats[engine.add(chat.said, load.generated_tokens)] = chat
+
+
+def _take(seen: Seen, chat: Chat, output: Any, load: Load, now_s: float) -> None:
+    seen.num_turns += 1
+    seen.ttfts_s[chat.turn].append((chat.first_s or now_s) - chat.sent_s)
+    seen.prompt_tokens += len(chat.said)
+    seen.known_tokens += len(chat.said) - load.more_tokens if chat.turn else 0
+    seen.cached_tokens += output.num_cached_tokens or 0
+
+
+def count_preemptions(engine: Any) -> list[int]:
+    """[how many so far], of the scheduler in this process."""
+    scheduler = engine.engine.engine_core.engine_core.scheduler
+    preempt, count = scheduler._preempt_request, [0]
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        return preempt(*args, **kwargs)
+
+    scheduler._preempt_request = counted
+    return count
+
+
+def main(name: str, options: dict[str, Any]) -> None:
+    """Start the engine and run the chats ``options["repeats"]`` times, with others each time."""
+    import vllm
+    from benches.gpu.engine_child import wait_pinned
+    from benches.gpu.llama import Engine, worker_totals
+
+    begin = time.perf_counter()
+    options["name"] = name
+    print("PHASE start", flush=True)
+    engine = Engine(name, options)
+    preemptions = count_preemptions(engine)
+    result: dict[str, Any] = {"name": name, "start_s": time.perf_counter() - begin, "runs": [], "vllm": vllm.__version__}
+    engine.ttft(engine.prompt(2048))
+    wait_pinned(engine, options)
+    engine.settle()
+    deadline_s = begin + options["child_s"]
+    for number in range(options["repeats"]):
+        if number and time.perf_counter() + result["runs"][-1]["makespan_s"] > deadline_s:
+            break
+        print("PHASE run", number + 1, flush=True)
+        before, preempted = worker_totals(), preemptions[0]
+        found = run_chats(engine, Load(**options["load"]), deadline_s)
+        after = worker_totals()
+        found["preemptions"] = preemptions[0] - preempted
+        found["moved"] = {key: after[key] - before.get(key, 0) for key in after}
+        result["runs"].append(found)
+        print("RESULT", json.dumps(result), flush=True)
+        if found["unfinished"]:
+            break
+        engine.settle()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)  # an engine's own shutdown may hang on some releases, and everything is printed

@@ -1,0 +1,103 @@
+"""Other external caches beside kvloft: their connector settings, their environment, and PegaFlow's daemon. They must be installed.
+
+It must not import vLLM or a peer: one that cannot start costs only its own row.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+CONNECTORS: dict[str, dict[str, Any]] = {
+    "lmcache": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
+    "pegaflow": {"kv_connector": "PegaKVConnector", "kv_role": "kv_both", "kv_connector_module_path": "pegaflow.connector"},
+}
+NAMES = tuple(CONNECTORS)
+PEGAFLOW_PORT, PEGAFLOW_HTTP = 50055, "http://127.0.0.1:9091"
+READY_S, STOP_S = 60.0, 10.0
+
+
+def env_of(name: str, host_gib: int) -> dict[str, str]:
+    """What the engine of ``name`` needs in its environment."""
+    if name == "lmcache":
+        return {
+            "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": str(host_gib),
+            "LMCACHE_CHUNK_SIZE": "256",
+        }  # fmt: skip
+    if name == "pegaflow":
+        return {"PEGAFLOW_HOST": "http://127.0.0.1", "PEGAFLOW_PORT": str(PEGAFLOW_PORT)}
+    return {}
+
+
+@contextmanager
+def daemon(name: str, host_gib: int, log: Path) -> Iterator[None]:
+    """PegaFlow's server while it lasts, ready; nothing for the others. Raises RuntimeError if it does not get ready."""
+    if name != "pegaflow":
+        yield
+        return
+    command, env = _pegaflow(host_gib)
+    with log.open("w") as file:
+        server = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        _wait_ready(server, log)
+        yield
+    finally:
+        _stop(server)
+
+
+def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
+    """Its command and environment; it links against a Python and a CUDA runtime that the pack brings or the machine has."""
+    package = find_spec("pegaflow")
+    torch = find_spec("torch")
+    if package is None or package.origin is None or torch is None or torch.origin is None:
+        raise RuntimeError("pegaflow or torch cannot be imported")
+    folder, site = Path(package.origin).parent, Path(torch.origin).parents[1]
+    home, server = folder.parent / "pyhome", folder / "pegaflow-server-py"
+    with suppress(OSError):
+        server.chmod(0o755)
+    found = [list(site.glob(f"nvidia/*/lib/{name}.so.13*")) for name in ("libcudart", "libnvrtc")]
+    libraries = [str(home / "lib"), *(str(paths[0].parent) for paths in found if paths), str(home / "fallback")]
+    old = os.environ.get("LD_LIBRARY_PATH", "")
+    env = {
+        **os.environ, "LD_LIBRARY_PATH": ":".join([*libraries, *filter(None, [old])]), "PYTHONHOME": str(home),
+        "PYTHONPATH": f"{folder.parent}:{site}", "PYTHONDONTWRITEBYTECODE": "1",
+    }  # fmt: skip
+    command = [
+        str(server), "--addr", f"127.0.0.1:{PEGAFLOW_PORT}", "--http-addr", PEGAFLOW_HTTP.removeprefix("http://"), "--devices", "0",
+        "--pool-size", f"{host_gib}gb", "--trace-sample-rate", "0",
+    ]  # fmt: skip
+    return command, env
+
+
+def _wait_ready(server: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + READY_S
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    while server.poll() is None and time.monotonic() < deadline:
+        with suppress(urllib.error.URLError, OSError):
+            opener.open(f"{PEGAFLOW_HTTP}/health", timeout=2.0).close()
+            return
+        time.sleep(0.25)
+    raise RuntimeError(f"its server did not get ready: {log.read_text(errors='replace')[-1000:]}")
+
+
+def _stop(server: subprocess.Popen[bytes]) -> None:
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        with suppress(ProcessLookupError):
+            os.killpg(server.pid, sign)
+        with suppress(subprocess.TimeoutExpired):
+            server.wait(STOP_S)
+            return
+
+
+def is_installed(name: str) -> bool:
+    """Whether the peer's package can be imported; others need none."""
+    return name not in CONNECTORS or find_spec(name) is not None

@@ -1,0 +1,148 @@
+"""`kvloft bench copy`: measure this machine's GPU. What measures, and torch with it, is imported only when it runs.
+
+All that can be wrong with the arguments, or with the machine, is said before anything starts.
+"""
+
+import argparse
+import importlib.util
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvloft.errors import UnsupportedError
+
+STATUS = "Exit status: 0 all right, 1 something failed or was not equal, 2 it cannot run here."
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the argparse subparsers."""
+    parser = subparsers.add_parser(
+        "bench", help="measure copies on this machine's GPU",
+        description="Measure this machine's GPU. Medians; each figure beside its ceiling, of the same run.",
+    )  # fmt: skip
+    kinds = parser.add_subparsers(required=True, metavar="WHAT")
+    _add_copy(kinds)
+
+
+def whole(low: int, high: int) -> Callable[[str], int]:
+    """An argparse type: an integer within limits."""
+
+    def parse(text: str) -> int:
+        if not text.isdecimal() or not low <= int(text) <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not an integer from {low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def writable(text: str) -> str:
+    """An argparse type: a file that can be written, so that what took minutes is not lost for a wrong path."""
+    path = Path(text).absolute()
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be written")
+    return text
+
+
+def _add_copy(kinds: Any) -> None:
+    copy = kinds.add_parser(
+        "copy", help="GB/s of saves and loads by page size, beside the ceiling; what they cost computation",
+        description=f"GB/s of saves and loads by page size, in turns with one large copy; what they cost computation. {STATUS}",
+    )  # fmt: skip
+    copy.add_argument(
+        "--mib", type=whole(64, 1024), default=1024, help="payload of one measurement, MiB, 64 to 1024 (default 1024)"
+    )
+    copy.add_argument("--plot", metavar="PNG", type=writable, help="also draw GB/s against page size (needs matplotlib)")
+    add_json(copy)
+    copy.set_defaults(run=run_copy)
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """What every bench asks for."""
+    parser.add_argument("--json", metavar="FILE", type=writable, help="also write everything measured to FILE, as JSON")
+
+
+def console() -> Console:
+    """Tables that are not cut where there is no terminal."""
+    return Console(width=None if sys.stdout.isatty() else 150)
+
+
+def gpu_bytes(needed: Sequence[str] = ("torch", "vllm")) -> int:
+    """Memory of the GPU to measure. Raises UnsupportedError where there is none, or a module that is ``needed`` is not there."""
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UnsupportedError(f"{' and '.join(missing)} cannot be imported; run it in the environment that has vLLM for CUDA")
+    import torch
+
+    if not torch.cuda.is_available():
+        raise UnsupportedError("torch finds no NVIDIA GPU that it can use")
+    return int(torch.cuda.get_device_properties(0).total_memory)
+
+
+def run_copy(args: argparse.Namespace) -> int:
+    """Measure copies; 1 where a copy was wrong or broke, 2 where there is nothing to measure."""
+    screen = console()
+    try:
+        gpu_bytes(("torch",))
+        from kvloft.bench import copy
+        from kvloft.transfer.cuda.compile import default_cache_dir
+        from kvloft.transfer.cuda.lanes import Tuning
+
+        with screen.status("starting") as status:
+            result = copy.run(
+                payload_bytes=args.mib << 20, tuning=Tuning(), cache_dir=default_cache_dir(), progress=status.update
+            )  # fmt: skip
+    except (ImportError, UnsupportedError) as error:
+        print(f"kvloft: the copy bench cannot run here: {error}", file=sys.stderr)
+        return 2
+    except RuntimeError as error:
+        print(f"kvloft: the copy bench failed: {error}", file=sys.stderr)
+        return 1
+    for table in _copy_tables(result):
+        screen.print(table)
+    write(args.json, result)
+    if args.plot:
+        from kvloft.bench.plot import plot_copy
+
+        plot_copy(result, args.plot)
+    return 0
+
+
+def _copy_tables(result: dict[str, Any]) -> list[Table]:
+    ceiling, machine = result["ceiling"], result["machine"]
+    pages = Table(
+        "page", "save GB/s", "of ceiling", "load GB/s", "of ceiling", "both, each", "of ceiling", "save, idle GPU", "of ceiling",
+        title=f"{machine['gpu']}, driver {machine['driver']}, {machine['date']}: one large copy {ceiling['save']:.1f} out, "
+        f"{ceiling['load']:.1f} in, {ceiling['both']:.1f} each both ways",
+    )  # fmt: skip
+    for row in result["pages"]:
+        pages.add_row(f"{row['page_bytes'] / 1024:g} KiB", *_rates(row))
+    for row in result.get("frames", ()):
+        pages.add_row(f"64 KiB, frames {row['order']}", *_rates(row))
+    beside = Table("copy by", "direction", "beside", "its time, times alone", "copy GB/s", title="What a running copy costs")
+    for row in result["beside"]:
+        beside.add_row(row["by"], row["copy"], row["work"], f"{row['slowdown']:.3f}", f"{row['gbps']:.1f}")
+    waits = Table("copies by", "direction", "median ms", "longest ms", title="What 128 KiB of others wait")
+    for row in result.get("waits", ()):
+        waits.add_row(row["by"], row["copy"], f"{row['median_ms']:.2f}", f"{row['max_ms']:.2f}")
+    tag = Table("", "without tag GB/s", "with tag GB/s", title="Price of the tag")
+    for what in ("save", "load"):
+        tag.add_row(what, f"{result['tag'][what + '_without']:.2f}", f"{result['tag'][what + '_with']:.2f}")
+    return [pages, beside, waits, tag]
+
+
+def _rates(row: dict[str, Any]) -> list[str]:
+    """GB/s in each direction, and the median share of the ceiling measured right before."""
+    whats = ("save", "load", "both", "save_idle")
+    return [text for what in whats for text in (f"{row[what]:.2f}", f"{row[f'{what}_share']:.1%}")]
+
+
+def write(path: str | None, result: dict[str, Any]) -> None:
+    """As JSON, if there is a path."""
+    if path:
+        Path(path).write_text(json.dumps(result, indent=1) + "\n")

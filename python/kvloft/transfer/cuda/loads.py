@@ -1,0 +1,201 @@
+"""The load half of CudaMover: loads that wait, the pieces they are cut into, and what is said of them.
+
+Chunks are cut into pieces when there is room on the link. A load is reported once, with every chunk that failed its check. Of saves
+it knows only that a block they still read may not be scattered to.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.plan import LoadPlan, LoadResult
+from kvloft.transfer.cuda import driver
+from kvloft.transfer.cuda.jobs import Job, Load, Mark, QueuedLoad
+from kvloft.transfer.cuda.lanes import LoadLane
+from kvloft.transfer.cuda.pieces import Piece
+from kvloft.transfer.cuda.shared import Flights, Shared
+
+logger = logging.getLogger(__name__)
+
+
+class Loads:
+    """Copies in, checks and scatters, in the order in which they were submitted."""
+
+    def __init__(
+        self,
+        shared: Shared,
+        lane: LoadLane,
+        *,
+        few_first: tuple[int, ...],
+        bytes_ahead: int,
+        order_after_saves: Callable[[driver.Stream, npt.NDArray[np.integer[Any]]], None],
+    ) -> None:
+        """``few_first``: chunks of the first pieces that an idle link takes."""
+        self._shared, self._lane = shared, lane
+        self._few_first, self._order_after_saves = few_first, order_after_saves
+        self.flights = Flights(lane, bytes_ahead, shared)
+        self.waiting: deque[QueuedLoad] = deque()
+        self._num_since_idle = 0
+        self._open: dict[Load, None] = {}
+        self._before: Mark | None = None
+        """Behind all that was launched before this step; recorded in steps with loads only, for most have none."""
+
+    @property
+    def is_behind(self) -> bool:
+        return bool(self.waiting or self.flights.queued)
+
+    def begin_step(self, *, has_loads: bool) -> None:
+        if self._before is not None:
+            self._shared.release(self._before)
+            self._before = None
+        if has_loads:
+            self._mark_before()
+
+    def submit(self, plans: Sequence[LoadPlan]) -> None:
+        """Queue loads; those with nothing to copy are reported at once. Nothing is sent."""
+        after = self._mark_before()
+        for plan in plans:
+            self._shared.done.bad_blocks.update(plan.lost)
+            load = Load(plan, len(plan.chunks), [])
+            self._open[load] = None
+            if after is None:
+                self._report(load, everything_bad=True)
+            elif not plan.chunks:
+                self._report(load)
+            else:
+                after.users += 1
+                self.waiting.append(QueuedLoad(load, plan.chunks, after))
+
+    def awaited(self) -> driver.Event | None:
+        """What must pass before more can be sent; None if nothing waits to be."""
+        return self.flights.first_event() if self.is_behind else None
+
+    def feed(self) -> None:
+        """Take in what is done and send what there is room for."""
+        if self._shared.broken is None:
+            with self._shared.guarded():
+                self._land()
+                self._send()
+
+    def _send(self) -> None:
+        started: list[Job] = []
+        while self.flights.has_room() and (following := self._next_piece()) is not None:
+            job, piece = following
+            self._order_after_saves(self._lane.kernel_stream, piece.block_ids)
+            self.flights.begin(job, piece)
+            self.flights.add(job, piece, self._lane.submit(piece, is_pinned=self._shared.is_pinned(job)))
+            if piece is job.pieces[0]:
+                started.append(job)
+        for job in started:
+            self._read_trailers(job)  # while the link is at work: it need not wait for so many scattered reads
+
+    def stop(self) -> None:
+        """Everything under way is bad; waits until nothing runs."""
+        self.flights.stop()
+        for load in list(self._open):
+            self._report(load, everything_bad=True)
+        self.waiting.clear()
+
+    def _mark_before(self) -> Mark | None:
+        """What this step's loads come after; None when the mover is broken."""
+        if self._before is None and self._shared.broken is None:
+            try:
+                self._before = self._shared.mark()
+            except driver.CudaError as error:
+                self._shared.fail(str(error))
+        return self._before if self._shared.broken is None else None
+
+    def _next_piece(self) -> tuple[Job, Piece] | None:
+        queued = self.flights.queued
+        while not queued and self.waiting:
+            num_waiting = len(self.waiting)
+            copies, owners, after = self._take()
+            queued.extend((job, piece) for job in self._jobs(copies, owners, after) for piece in job.pieces)
+            for _ in range(num_waiting - len(self.waiting)):
+                self._shared.release(after)
+        return queued.popleft() if queued else None
+
+    def _jobs(self, copies: Sequence[ChunkCopy], owners: Sequence[tuple[Load, int]], after: Mark) -> list[Job]:
+        """One job. A load with a copy that cannot be made fails alone, and its neighbours in the piece get jobs of their own."""
+        try:
+            job = self._shared.new_job(copies, after)
+        except ValueError as error:
+            if len(owners) == 1:
+                self._finish_load(owners[0][0], copies, dict.fromkeys(range(len(copies)), f"copy: {error}"))
+                return []
+            jobs: list[Job] = []
+            for load, count in owners:
+                jobs += self._jobs(copies[:count], [(load, count)], after)
+                copies = copies[count:]
+            return jobs
+        job.owners = owners
+        return [job]
+
+    def _take(self) -> tuple[Sequence[ChunkCopy], list[tuple[Load, int]], Mark]:
+        """Chunks for one piece, of as many loads as it has room for; how many of them, in order, are whose; and after what."""
+        queue, per_job = self.waiting, self._shared.chunks_per_job
+        room = per_job
+        copies: Sequence[ChunkCopy] = ()
+        owners: list[tuple[Load, int]] = []
+        after = queue[0].after
+        nth = self._num_since_idle = self._num_since_idle + 1 if self.flights.flying else 0
+        if nth < len(self._few_first) and sum(waiting.num_left for waiting in queue if waiting.after is after) > room:
+            room = self._few_first[nth]
+        while queue and queue[0].after is after and room:
+            waiting = queue[0]
+            taken = waiting.take(room, per_piece=per_job, is_last=len(queue) == 1)
+            copies = [*copies, *taken] if owners else taken
+            owners.append((waiting.load, len(taken)))
+            room = 0 if waiting.num_left else room - len(taken)
+            if not waiting.num_left:
+                queue.popleft()
+        return copies, owners, after
+
+    def _read_trailers(self, job: Job) -> None:
+        trailers = self._shared.trailers
+        rows = trailers.read(job.table.frames)
+        job.problems = trailers.problems(rows, job.table.keys, job.table.num_blocks)
+        job.wanted_tags = rows["tag"].astype(np.uint64)
+
+    def _land(self) -> None:
+        done = self._shared.done
+        for job, piece, seconds in self.flights.landed():
+            done.seconds_loading += seconds
+            done.num_bytes_loaded += piece.num_bytes
+            if piece is job.pieces[-1]:
+                self._finish(job)
+
+    def _finish(self, job: Job) -> None:
+        for chunk in np.flatnonzero(job.tags != job.wanted_tags).tolist():
+            job.problems.setdefault(chunk, "tag")
+        begin = 0
+        for load, count in job.owners:
+            problems = {i - begin: problem for i, problem in job.problems.items() if begin <= i < begin + count}
+            self._finish_load(load, job.copies[begin : begin + count], problems)
+            begin += count
+
+    def _finish_load(self, load: Load, copies: Sequence[ChunkCopy], problems: dict[int, str]) -> None:
+        """These chunks of ``load`` are in, or bad; with its last, it is reported."""
+        for i, problem in problems.items():
+            load.bad.append((copies[i].key, problem))
+            self._shared.done.bad_blocks.update(copies[i].blocks)
+        load.num_left -= len(copies)
+        if not load.num_left:
+            self._report(load)
+
+    def _report(self, load: Load, *, everything_bad: bool = False) -> None:
+        done = self._shared.done
+        if load.bad:
+            logger.warning("kvloft: %d chunks failed their check (%s); they are misses", len(load.bad), load.bad[0][1])
+        if everything_bad:
+            done.bad_blocks.update(chain.from_iterable(copy.blocks for copy in load.plan.chunks))
+        done.loads.append(LoadResult(load.plan.req_id, load.plan.load_id, tuple(load.bad), failed=everything_bad))
+        del self._open[load]

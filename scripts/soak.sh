@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Engines, store and faults together: make soak MINUTES=n (30 unless given). Two real engines on sick disks, and beside them the
+# store under faulty files. Results go to build/soak/.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+unset PYTHONPATH PYTHONHOME
+MINUTES=${MINUTES:-30}
+scripts/env.sh 0.32.0 || exit 1
+mkdir -p build/soak
+cargo build --quiet --release --locked -p kvloft-core --tests || exit 1
+KV_FIRE_SECONDS=$((MINUTES * 60)) cargo test --quiet --release --locked -p kvloft-core --test fire >build/soak/store.log 2>&1 </dev/null &
+store=$!
+.venv-0.32.0/bin/python -m tests.e2e.soak --minutes "$MINUTES" --json build/soak/engines.json
+engines=$?
+wait $store
+store=$?
+tail -n 12 build/soak/store.log
+[ $engines = 0 ] && [ $store = 0 ] && echo "soak of $MINUTES minutes: nothing wrong" && exit 0
+echo "soak of $MINUTES minutes: engines $engines, store $store (0 is right); see build/soak/"
+exit 1

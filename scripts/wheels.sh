@@ -1,0 +1,54 @@
+#!/usr/bin/env bash
+# Builds what is published into dist/: manylinux wheels for x86_64 and aarch64, and an sdist. Then installs and imports what this machine can run.
+#
+# Needs Python, Rust and, for the other architecture, its Rust target (`rustup target add`); a target that is not installed is named and
+# left out, and the exit status is 1 unless ALLOW_MISSING=1. maturin and zig (the linker of both) come from PyPI. glibc 2.28 and newer.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
+ARCHES="x86_64 aarch64"
+TOOLS=.venv-wheels
+missing=()
+
+say() { printf '[%4ds] %s\n' "$SECONDS" "$*"; }
+has_target() { [ -d "$(rustc --print target-libdir --target "$1-unknown-linux-gnu" 2>/dev/null)" ]; }
+
+[ -x "$TOOLS/bin/maturin" ] && "$TOOLS/bin/python" -c 'import ziglang' 2>/dev/null || {
+  say "installing maturin and zig into $TOOLS"
+  "${PYTHON:-python3}" -m venv "$TOOLS"
+  "$TOOLS/bin/python" -m pip install --quiet --disable-pip-version-check 'maturin[zig]>=1.9.4,<2'
+}
+PATH="$PWD/$TOOLS/bin:$PATH"
+rm -rf dist
+
+say "sdist"
+maturin sdist --out dist
+for arch in $ARCHES; do
+  if ! has_target "$arch"; then
+    say "no wheel for $arch: its Rust target is not installed (rustup target add $arch-unknown-linux-gnu)"
+    missing+=("$arch")
+    continue
+  fi
+  say "wheel for $arch"
+  maturin build --release --locked --strip --zig --compatibility manylinux_2_28 --target "$arch-unknown-linux-gnu" --out dist
+done
+
+# installed FILE: a fresh environment can install it and import all that needs neither vLLM nor torch.
+installed() {
+  local venv
+  venv=$(mktemp -d)
+  "${PYTHON:-python3}" -m venv "$venv"
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$1"
+  "$venv/bin/python" -c 'import kvloft, kvloft.plan, kvloft.config; from kvloft import _core; print(kvloft.__version__, _core.Store.__name__)'
+  "$venv/bin/kvloft" config >/dev/null
+  rm -rf "$venv"
+}
+say "installing and importing the wheel for $(uname -m)"
+installed dist/*"$(uname -m)".whl
+say "installing and importing the sdist"
+installed dist/*.tar.gz
+ls -l dist
+if ((${#missing[@]})) && [ "${ALLOW_MISSING:-}" != 1 ]; then
+  say "left out: ${missing[*]}"
+  exit 1
+fi

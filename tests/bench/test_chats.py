@@ -1,0 +1,151 @@
+"""The closed loop of chats without a GPU: what a turn says, what is counted, and that no engine takes another's figures with it."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from benches.gpu import chats, peers
+from benches.gpu.chats_child import Load, run_chats
+
+LOAD = {"num_chats": 3, "num_turns": 2, "first_tokens": 8, "more_tokens": 4, "generated_tokens": 2}
+RUN = {
+    "makespan_s": 2.0, "unfinished": 0, "prompt_tokens": 20, "known_tokens": 10, "cached_tokens": 5, "ttft_ms": [3.0, 1.0],
+    "preemptions": 7, "moved": {},
+}  # fmt: skip
+CHILD = """
+import json, sys, time
+name, options = sys.argv[1], json.loads(sys.argv[2])
+run = json.loads(sys.argv[3])
+if name == "native":
+    sys.exit("this one cannot start")
+print("RESULT", json.dumps({"name": name, "start_s": 1.0, "runs": [run]}), flush=True)
+if name == "none":
+    time.sleep(600)
+if name == "kvloft":
+    late = {**run, "unfinished": 4}
+    print("RESULT", json.dumps({"name": name, "start_s": 1.0, "runs": [run, late]}), flush=True)
+"""
+
+
+class FakeEngine:
+    """Answers everything in two steps: a first token, then the second; ids get a suffix, as vLLM's do."""
+
+    def __init__(self) -> None:
+        self.engine = self
+        self.prompts: dict[str, list[int]] = {}
+        self.sent: list[list[int]] = []
+        self.steps: dict[str, int] = {}
+        self.aborted: list[str] = []
+        self._numbers, self._tokens = count(1), count(1000)
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        return [next(self._tokens) for _ in range(num_tokens)]
+
+    def add(self, prompt: list[int], max_tokens: int) -> str:
+        assert max_tokens == 2
+        name = f"bench{next(self._numbers)}"
+        self.prompts[name], self.steps[name] = prompt, 0
+        self.sent.append(prompt)
+        return name
+
+    def step(self) -> Iterator[Any]:
+        for name, prompt in list(self.prompts.items()):
+            self.steps[name] += 1
+            is_last = self.steps[name] == 2
+            if is_last:
+                del self.prompts[name]
+            output = SimpleNamespace(token_ids=[1, 2][: self.steps[name]])
+            yield SimpleNamespace(
+                request_id=f"{name}-0a1b", outputs=[output], finished=is_last, num_cached_tokens=len(prompt) // 2
+            )  # fmt: skip
+
+    def abort_request(self, names: list[str]) -> None:
+        self.aborted = names
+
+
+def test_each_turn_says_everything_so_far() -> None:
+    engine, clock = FakeEngine(), count()
+    found = run_chats(
+        engine, Load(num_chats=11, num_turns=3, first_tokens=8, more_tokens=4, generated_tokens=2), 10**9, lambda: next(clock)
+    )
+    assert len(engine.sent) == 33 and not engine.aborted
+    for prompt in engine.sent[11:]:
+        before = next(other for other in engine.sent if other == prompt[: len(prompt) - 6])
+        assert prompt == [*before, 1, 2, *prompt[-4:]] and prompt[0] >= 1000
+    assert {len(prompt) for prompt in engine.sent} == {8, 14, 20}
+    assert found["unfinished"] == 0 and found["prompt_tokens"] == 11 * (8 + 14 + 20)
+    assert found["known_tokens"] == 11 * (10 + 16) and found["cached_tokens"] == 11 * (4 + 7 + 10)
+    assert len(found["ttft_ms"]) == 3 and all(found["ttft_ms"])
+
+
+def test_a_loop_whose_time_is_over_says_what_is_missing() -> None:
+    engine, clock = FakeEngine(), count()
+    found = run_chats(
+        engine, Load(num_chats=5, num_turns=3, first_tokens=8, more_tokens=4, generated_tokens=2), 20, lambda: next(clock)
+    )
+    assert found["unfinished"] > 0 and engine.aborted
+
+
+@pytest.fixture
+def fake_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        chats, "_child", lambda name, options: [sys.executable, "-c", CHILD, name, json.dumps(options), json.dumps(RUN)]
+    )
+    monkeypatch.setattr(chats, "KILL_S", 0.5)
+    monkeypatch.setattr(chats, "LEAST_S", 0.1)
+    monkeypatch.setattr(chats, "is_installed", lambda name: name != "lmcache")
+
+
+@pytest.mark.usefixtures("fake_children")
+def test_whatever_becomes_of_an_engine_the_others_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def daemon(name: str, *_: Any) -> Iterator[None]:
+        if name == "pegaflow":
+            raise RuntimeError("its server did not get ready")
+        yield
+
+    monkeypatch.setattr(chats, "daemon", daemon)
+    kept: list[str] = []
+    found = chats.run(
+        connectors=chats.CONNECTORS, rounds=2, options={"host_bytes": 1 << 30, "child_s": 5.0, "load": LOAD}, log_dir=tmp_path,
+        timeout_s=60.0, keep=lambda results: kept.append(json.dumps(results)), progress=lambda _: None,
+    )  # fmt: skip
+    assert len(found["none"]["runs"]) == 2 and "--timeout" in found["none"]["error"], "killed after its figures were printed"
+    assert "cannot start" in found["native"]["error"] and "not answered" in found["kvloft"]["error"]
+    assert "server" in found["pegaflow"]["error"] and "not installed" in found["lmcache"]["error"]
+    assert len(kept) == 10 and json.loads(kept[0])["none"]["runs"], "what is there is kept after each"
+    rows = {row[0]: row for row in chats.table(found)}
+    assert rows["kvloft"][1:5] == ("2.0", "2.0, 2.0", "10 of 20 (50.0%)", "7, 7")
+    assert rows["native"][1] == "-" and rows["none"][5] == "3, 1"
+
+
+@pytest.mark.usefixtures("fake_children")
+def test_without_time_no_engine_starts(tmp_path: Path) -> None:
+    found = chats.run(
+        connectors=("none",), rounds=1, options={"host_bytes": 1 << 30, "child_s": 5.0}, log_dir=tmp_path, timeout_s=0.0,
+        keep=lambda _: None, progress=lambda _: None,
+    )  # fmt: skip
+    assert found == {"none": {"runs": [], "error": "no time was left to start it"}}
+
+
+def test_a_daemon_that_dies_is_an_error_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peers, "_pegaflow", lambda _: ([sys.executable, "-c", "raise SystemExit('no such pool')"], None))
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match="no such pool"), peers.daemon("pegaflow", 1, tmp_path / "log"):
+        pass
+    assert time.monotonic() - begin < 60
+
+
+def test_without_a_gpu_no_chat_begins(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("torch", reason="torch is not installed")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert chats.main([]) == 2
+    assert "cannot run here" in capsys.readouterr().err

@@ -1,0 +1,81 @@
+"""A real ext4 in a file, mounted by loop, that a test can make sick: read-only, frozen or full.
+
+Needs root and loop devices. It must not know what is stored there.
+"""
+
+import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+class Ext4:
+    """One mounted file system at ``path``. Every method is idempotent."""
+
+    def __init__(self, image: Path, path: Path) -> None:
+        self._image = image
+        self.path = path
+        self._is_frozen = False
+
+    def read_only(self) -> None:
+        """What the kernel does after an error (``errors=remount-ro``), although files are open for writing.
+
+        What was written before is on the device. It lasts until `mount_again`.
+        """
+        os.sync()
+        subprocess.run(["mount", "-o", "remount,abort", str(self.path)], capture_output=True, check=True)
+
+    def mount_again(self) -> None:
+        """Heal it; no file may be open any more."""
+        subprocess.run(["umount", str(self.path)], check=True)
+        subprocess.run(["mount", "-o", "loop", str(self._image), str(self.path)], check=True, capture_output=True)
+
+    def freeze(self) -> None:
+        """Writes hang until `thaw`."""
+        if not self._is_frozen:
+            subprocess.run(["fsfreeze", "--freeze", str(self.path)], check=True)
+            self._is_frozen = True
+
+    def thaw(self) -> None:
+        if self._is_frozen:
+            subprocess.run(["fsfreeze", "--unfreeze", str(self.path)], check=True)
+            self._is_frozen = False
+
+    def fill(self) -> None:
+        """Leave no free block."""
+        with open(self.path / "filler", "wb") as file:
+            block = bytes(1 << 20)
+            while True:
+                try:
+                    file.write(block)
+                    file.flush()
+                except OSError:
+                    if len(block) == 4096:
+                        break
+                    block = bytes(4096)
+
+    def make_room(self) -> None:
+        (self.path / "filler").unlink(missing_ok=True)
+
+
+def can_mount() -> bool:
+    """Whether this process may mount at all."""
+    return os.geteuid() == 0 and Path("/dev/loop-control").exists()
+
+
+@contextmanager
+def mounted(folder: Path, size_mib: int = 64) -> Iterator[Ext4]:
+    """A fresh file system under ``folder``. Raises OSError or CalledProcessError where it cannot be made."""
+    image, path = folder / "image", folder / "mount"
+    path.mkdir(parents=True)
+    with open(image, "wb") as file:
+        file.truncate(size_mib << 20)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", str(image)], check=True, capture_output=True)
+    subprocess.run(["mount", "-o", "loop", str(image), str(path)], check=True, capture_output=True)
+    disk = Ext4(image, path)
+    try:
+        yield disk
+    finally:
+        disk.thaw()
+        subprocess.run(["umount", "--lazy", str(path)], check=False, capture_output=True)

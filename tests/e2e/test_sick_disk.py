@@ -1,0 +1,108 @@
+"""A disk that goes read-only, freezes or is full, under a real engine on a real file system.
+
+Host memory serves on, saves into it go on, every token is right, the engine stops, and what was good on disk before is there after.
+"""
+
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from .client import Engine, Req, full_blocks, kvloft, random_ids
+from .conftest import Truth
+from .ext4 import Ext4, can_mount, mounted
+
+OLD = [Req(random_ids(7000 + i, 130 + 9 * i), max_tokens=8) for i in range(4)]
+NEW = [Req(random_ids(7100 + i, 130 + 9 * i), max_tokens=8) for i in range(4)]
+FULL_HIT = sum(full_blocks(r.num_prompt_tokens) for r in OLD)
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Ext4]:
+    if not can_mount():
+        pytest.skip("a file system can be mounted by root only, and needs loop devices")
+    try:
+        with mounted(tmp_path / "ext4") as ext4:
+            yield ext4
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no file system could be mounted here: {error}")
+
+
+def ask(truth: Truth, engine: Engine, requests: list[Req]) -> int:
+    """Ask each; all say the truth. Returns external tokens."""
+    results = engine.ask_each(*[r.again() for r in requests])
+    assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
+    return sum(r.num_external for r in results)
+
+
+def filled(truth: Truth, start: Callable[..., Engine], folder: Path) -> Engine:
+    """An engine that has the old prompts in host memory and on disk."""
+    engine = start(kv_transfer_config=kvloft(folder, disk_size="32MiB", load_timeout="1s"), num_blocks=120)
+    assert ask(truth, engine, OLD) == 0
+    engine.flush()
+    return engine
+
+
+def goes_on(truth: Truth, engine: Engine) -> None:
+    """Hits in host memory, and saves into it."""
+    assert ask(truth, engine, OLD) == FULL_HIT
+    assert ask(truth, engine, NEW) == 0
+    assert ask(truth, engine, NEW) == sum(full_blocks(r.num_prompt_tokens) for r in NEW)
+    assert ask(truth, engine, OLD) == FULL_HIT
+
+
+def is_there_after(truth: Truth, start: Callable[..., Engine], folder: Path) -> None:
+    """A new engine finds on the healed disk what was good before."""
+    engine = start(kv_transfer_config=kvloft(folder, disk_size="32MiB"), num_blocks=120)
+    assert ask(truth, engine, OLD) == FULL_HIT
+    assert engine.metrics()["vllm:kvloft_load_tokens_disk_total"] == FULL_HIT
+    engine.assert_at_rest()
+    engine.stop()
+
+
+def test_a_disk_that_goes_read_only_costs_nothing_that_was_good(truth: Truth, start: Callable[..., Engine], disk: Ext4) -> None:
+    engine = filled(truth, start, disk.path / "cache")
+    disk.read_only()
+    goes_on(truth, engine)
+    for i in range(10):  # more saves than the tier has room for
+        ask(truth, engine, [Req(random_ids(7200 + i, 300), max_tokens=2)])
+    engine.stop()
+    disk.mount_again()
+    is_there_after(truth, start, disk.path / "cache")
+
+
+def test_a_disk_that_freezes_holds_up_neither_requests_nor_the_stop(truth: Truth, start: Callable[..., Engine], disk: Ext4) -> None:
+    engine = filled(truth, start, disk.path / "cache")
+    disk.freeze()
+    # Should the stop hang, the file system thaws so that the test ends; the flag tells.
+    rescued = threading.Event()
+    rescue = threading.Timer(100.0, lambda: (rescued.set(), disk.thaw()))
+    rescue.start()
+    try:
+        goes_on(truth, engine)
+        engine.stop()
+        assert not rescued.is_set(), "the engine waited for a frozen disk"
+    finally:
+        rescue.cancel()
+        disk.thaw()
+    is_there_after(truth, start, disk.path / "cache")
+
+
+def test_a_full_disk_keeps_what_it_has(truth: Truth, start: Callable[..., Engine], disk: Ext4) -> None:
+    engine = filled(truth, start, disk.path / "cache")
+    disk.fill()
+    goes_on(truth, engine)
+    engine.stop()
+    disk.make_room()
+    is_there_after(truth, start, disk.path / "cache")
+
+
+def test_an_engine_starts_on_a_disk_that_takes_nothing(truth: Truth, start: Callable[..., Engine], disk: Ext4) -> None:
+    disk.fill()
+    engine = start(kv_transfer_config=kvloft(disk.path / "cache", disk_size="32MiB"), num_blocks=120)
+    assert ask(truth, engine, OLD) == 0
+    assert ask(truth, engine, OLD) == FULL_HIT
+    assert "host memory only" in engine.log.read_text()
+    engine.stop()

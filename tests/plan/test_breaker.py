@@ -1,0 +1,129 @@
+"""Loads that fail again and again: each counts once, nothing is moved for a while, and then one is tried."""
+
+from typing import Any
+
+import pytest
+from sim_engine import SymbolicEngine
+from sim_request import Request, Setup
+from sim_scenes import PROMPT, serve
+
+from kvloft.plan.breaker import MAX_FAILED_LOADS, RETRY_S
+from kvloft.seam.ids import ReqId
+from kvloft.seam.plan import LoadResult, StepReport
+
+count = iter(range(1 << 30))
+
+
+def warm(num_ranks: int = 1) -> SymbolicEngine:
+    engine = SymbolicEngine(Setup(local_cache=False, num_ranks=num_ranks, num_blocks=200))
+    serve(engine, Request("before", list(PROMPT), 2))
+    return engine
+
+
+def offered(engine: SymbolicEngine) -> int | None:
+    request = Request(f"asked{next(count)}", list(PROMPT), 2)
+    tokens = engine.core.match(request, 0)
+    engine.core.finish(request.req_id)
+    return tokens
+
+
+def begin(engine: SymbolicEngine) -> tuple[ReqId, int]:
+    """Begin to load the prompt."""
+    request: Any = Request(f"r{next(count)}", list(PROMPT), 2)
+    assert engine.core.match(request, 0) == 16
+    engine.core.admit(request, 16, list(range(1, 6)))
+    engine.core._queued_loads.clear()  # no worker is here to run it
+    return request.req_id, max(engine.core._loads)
+
+
+def load(engine: SymbolicEngine, *, broken: set[int]) -> bool:
+    """Load the prompt, which fails on ranks ``broken``; False if it is not offered."""
+    if not offered(engine):
+        return False
+    req_id, load_id = begin(engine)
+    for rank in range(engine.setup.num_ranks):
+        engine.core.absorb(StepReport(loads=(LoadResult(req_id, load_id, failed=rank in broken),)))
+    engine.core.finish(req_id)
+    return True
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 8])
+def test_a_failed_load_counts_once_whichever_ranks_failed(num_ranks: int) -> None:
+    engine = warm(num_ranks)
+    for broken in ({0}, {num_ranks - 1}, set(range(num_ranks))):
+        for _ in range(MAX_FAILED_LOADS - 1):
+            assert load(engine, broken=broken)
+        assert load(engine, broken=set()), "one that succeeds starts the count over"
+    for _ in range(MAX_FAILED_LOADS):
+        assert engine.core.counters["load_breaker_trips"] == 0
+        assert load(engine, broken={0})
+    assert engine.core.counters["load_breaker_trips"] == 1
+    assert offered(engine) == 0
+
+
+def tripped() -> SymbolicEngine:
+    engine = warm()
+    while load(engine, broken={0}):
+        pass
+    return engine
+
+
+def test_while_loads_fail_nothing_is_saved_and_later_all_of_it_is() -> None:
+    engine = tripped()
+    request = engine.add(Request("new", [1] * 9, 30))
+    engine.run(6)
+    assert engine.num_saved_blocks == 4, "only what was saved before"
+    engine.now += RETRY_S
+    engine.run(6)
+    assert engine.num_saved_blocks >= 4 + request.num_computed_tokens // 4 - 1
+    engine.check()
+
+
+def test_after_a_while_one_load_is_tried_and_ends_the_pause_or_begins_another() -> None:
+    engine = tripped()
+    engine.now += RETRY_S - 1
+    assert offered(engine) == 0
+    engine.now += 1
+    assert load(engine, broken={0})
+    assert engine.core.counters["load_breaker_trips"] == 2
+    assert offered(engine) == 0
+    engine.now += RETRY_S
+    assert load(engine, broken=set())
+    begin(engine)
+    assert offered(engine) == 16, "as many at a time as come"
+    for _ in range(MAX_FAILED_LOADS):
+        assert load(engine, broken={0})
+    assert not load(engine, broken={0})
+
+
+def test_loads_that_fail_late_do_not_lengthen_the_pause() -> None:
+    engine = warm()
+    late = [begin(engine) for _ in range(2)]
+    while load(engine, broken={0}):
+        pass
+    engine.now += RETRY_S / 2
+    for req_id, load_id in late:
+        engine.core.absorb(StepReport(loads=(LoadResult(req_id, load_id, failed=True),)))
+        engine.core.finish(req_id)
+    assert engine.core.counters["load_breaker_trips"] == 1
+    engine.now += RETRY_S / 2
+    assert offered(engine) == 16
+
+
+def test_only_one_load_at_a_time_is_tried() -> None:
+    engine = tripped()
+    engine.now += RETRY_S
+    first: Any = Request("first", list(PROMPT), 2)
+    assert engine.core.match(first, 0) == 16
+    engine.core.admit(first, 16, list(range(1, 6)))
+    assert offered(engine) == 0
+
+
+def test_a_save_that_fails_while_loads_are_tried_again_begins_another_pause() -> None:
+    engine = tripped()
+    engine.now += RETRY_S
+    engine.failure_rate = 1.0
+    engine.add(Request("new", [1] * 9, 5))
+    engine.run(2)
+    assert engine.core.counters["load_breaker_trips"] == 2
+    assert offered(engine) == 0

@@ -1,0 +1,321 @@
+"""Requests that wait in a crowd: shared loads, turns at host memory, and what ends a wait. Each called hook by hook."""
+
+from typing import Any
+
+import pytest
+from plan_store import Lease
+from sim_checks import settle
+from sim_engine import SymbolicEngine
+from sim_request import Request, Setup
+from sim_scenes import PROMPT, serve
+
+from kvloft.plan.queue import LEASE_S
+from kvloft.seam.ids import ReqId
+from kvloft.seam.plan import LoadResult, StepReport
+from kvloft.seam.views import StepView
+
+BLOCK = 4
+WHOLE = 16
+"""Tokens of whole blocks in PROMPT."""
+
+
+def warm(**setup: Any) -> SymbolicEngine:
+    """PROMPT is in host memory, and nothing in vLLM's own cache."""
+    engine = SymbolicEngine(Setup(**setup))
+    serve(engine, Request("before", list(PROMPT), 2))
+    engine.reset_prefix_cache(with_connector=False)
+    return engine
+
+
+def with_load_in_flight(engine: SymbolicEngine, **more: Any) -> Request:
+    first = engine.add(Request("first", list(PROMPT), 2, **more))
+    engine.schedule()
+    assert first.load == (0, WHOLE)
+    return first
+
+
+def local_tokens(engine: SymbolicEngine, request: Request) -> int:
+    return len(engine._local_hit(request)) * BLOCK
+
+
+# -- loads in flight are shared -------------------------------------------------------------------------------------
+
+
+def test_blocks_on_their_way_to_the_gpu_are_waited_for_and_then_shared() -> None:
+    engine = warm()
+    with_load_in_flight(engine)
+    second = engine.add(Request("second", [*PROMPT[:WHOLE], 0, 0, 1], 2))
+    for _ in range(3):
+        assert engine.core.match(second, 0) is None
+        assert engine.core.still_waits(second.req_id, 0)
+    assert len(engine.store.open_leases) == 1, "who waits for another's load pins nothing"
+    settle(engine)
+    assert engine.num_loaded_tokens == WHOLE
+
+
+def test_a_prompt_that_parts_from_the_load_waits_for_the_shared_part_only() -> None:
+    engine = warm()
+    other = [*PROMPT[:8], 2, 2, 2, 2, 2]
+    serve(engine, Request("other", list(other), 2))
+    engine.reset_prefix_cache(with_connector=False)
+    before = engine.num_loaded_tokens
+    with_load_in_flight(engine)
+    second = engine.add(Request("second", list(other), 2))
+    assert engine.core.match(second, 0) is None
+    assert engine.core.match(second, 8) == 4, "its own part is no part of that load"
+    settle(engine)
+    assert engine.num_loaded_tokens - before == WHOLE + 4
+
+
+@pytest.mark.parametrize("end", ["failed", "bad", "aborted"])
+def test_when_the_load_comes_to_nothing_a_waiter_gets_its_own_at_once(end: str) -> None:
+    engine = warm(num_ranks=2)
+    first = with_load_in_flight(engine)
+    second = engine.add(Request("second", [*PROMPT[:WHOLE], 0], 2))
+    assert engine.core.match(second, 0) is None
+    (load_id,) = engine.core._loads
+    if end == "aborted":
+        engine.finish(first, aborted=True)
+    elif end == "failed":
+        engine.core.absorb(StepReport(loads=(LoadResult(ReqId("first"), load_id, failed=True),)))
+    else:
+        last = engine.core._trackers[ReqId("first")].chain.key(3)
+        engine.core.absorb(StepReport(loads=(LoadResult(ReqId("first"), load_id, ((last, "tag"),)),)))  # type: ignore[arg-type]
+    assert not engine.core.still_waits(second.req_id, 0)
+    assert engine.core.match(second, 0) == (12 if end == "bad" else WHOLE)
+    engine.core.close()
+
+
+def test_a_load_that_hangs_is_waited_for_no_longer_than_a_disk() -> None:
+    engine = warm(wait_s=5.0)
+    with_load_in_flight(engine)
+    second = engine.add(Request("second", [*PROMPT[:WHOLE], 0], 2))
+    assert engine.core.match(second, 0) is None
+    engine.now += 4.9
+    assert engine.core.still_waits(second.req_id, 0)
+    engine.now += 0.2
+    assert not engine.core.still_waits(second.req_id, 0)
+    assert engine.core.match(second, 0) == WHOLE
+    settle(engine)
+
+
+@pytest.mark.parametrize("why", ["no prefix cache", "another salt", "a part that vLLM has", "may not wait", "the last block"])
+def test_where_vllm_would_not_share_the_blocks_no_request_waits(why: str) -> None:
+    engine = warm(local_cache=why != "no prefix cache")
+    if why == "another salt":
+        serve(engine, Request("salted", list(PROMPT), 2, salt="x"))
+        engine.reset_prefix_cache(with_connector=False)
+    with_load_in_flight(engine)
+    second = Request("second", PROMPT[:WHOLE] if why == "the last block" else [*PROMPT[:WHOLE], 0], 2)
+    local = 12 if why == "the last block" else 0
+    if why == "another salt":
+        second.salt = "x"
+    if why == "a part that vLLM has":
+        local = WHOLE
+    engine.add(second)
+    answer = engine.core.match(second, local, may_wait=why != "may not wait")
+    assert answer == WHOLE - local
+    settle(engine)
+
+
+def test_a_wait_ends_when_vllm_has_more_itself() -> None:
+    engine = warm()
+    with_load_in_flight(engine)
+    second = engine.add(Request("second", [*PROMPT[:WHOLE], 0], 2))
+    assert engine.core.match(second, 0) is None
+    assert engine.core.still_waits(second.req_id, 0)
+    assert not engine.core.still_waits(second.req_id, WHOLE)
+    assert engine.core.match(second, WHOLE) == 0
+    settle(engine)
+
+
+def test_blocks_that_vllm_evicted_again_are_not_waited_for() -> None:
+    engine = warm()
+    first = with_load_in_flight(engine)
+    engine.run(2)
+    assert first.status in ("running", "finished")
+    second = engine.add(Request("second", [*PROMPT[:WHOLE], 0], 2))
+    assert engine.core.match(second, 0) == WHOLE
+    settle(engine)
+
+
+def test_no_more_is_loaded_than_there_are_seats_and_one_ahead_unless_loads_hang() -> None:
+    engine = warm(local_cache=False, max_running=2, num_blocks=60, wait_s=5.0)
+    for i in range(5):
+        engine.add(Request(f"r{i}", [*PROMPT[:WHOLE], i % 3], 2))
+    engine.schedule()
+    assert [request.status for request in engine.requests.values()] == ["loading"] * 3 + ["waiting"] * 2
+    assert len(engine.store.open_leases) == 3, "who waits for a seat pins nothing"
+    assert engine.core.match(Request("cold", [2] * 9, 1), 0) == 0
+    assert engine.core.match(engine.requests["r3"], 0) is None
+    assert engine.core.match(engine.requests["r3"], 0, may_wait=False) == WHOLE
+    engine.core.finish(ReqId("cold"))
+    engine.core._queue.next_step()
+    assert engine.core.match(engine.requests["r4"], 0) is None
+    engine.core._queue.next_step()
+    engine.now += 5.1
+    assert engine.core.match(engine.requests["r4"], 0) == WHOLE
+    settle(engine)
+
+
+# -- turns at host memory ---------------------------------------------------------------------------------------------
+
+
+def on_disk(num_prompts: int, **setup: Any) -> tuple[SymbolicEngine, list[Request]]:
+    """Prompts of four blocks, of which only the disk has anything."""
+    engine = SymbolicEngine(Setup(with_disk=True, num_blocks=60, **setup))
+    prompts = [[i % 3, i // 3 % 3, i // 9, *PROMPT[:14]] for i in range(num_prompts)]
+    for i, prompt in enumerate(prompts):
+        serve(engine, Request(f"before{i}", list(prompt), 1))
+    assert not any(request.status != "finished" for request in engine.requests.values())
+    engine.reset_prefix_cache(with_connector=False)
+    for entry in sorted(engine.store.entries.values(), key=lambda e: -e.first_block):
+        if entry.frame is not None:
+            engine.store.evict(entry)
+    return engine, [Request(f"r{i}", list(prompt), 1) for i, prompt in enumerate(prompts)]
+
+
+def pinned_frames(engine: SymbolicEngine) -> int:
+    leases: set[Lease] = {tracker.lease for tracker in engine.core._trackers.values() if tracker.lease is not None}  # type: ignore[misc]
+    return len({entry.frame for lease in leases for entry in lease._entries})
+
+
+def ask(engine: SymbolicEngine, requests: list[Request]) -> list[int | None]:
+    """One step in which vLLM asks about all and has room for none."""
+    engine.now += 0.01
+    answers: list[int | None] = []
+    for request in requests:
+        may_be_short = engine.core.still_waits(request.req_id, 0)
+        answers.append(engine.core.match(request, 0))
+        assert not may_be_short or answers[-1] is None
+        assert engine.core.match(request, 0) == answers[-1], "I9: asking changed the answer"
+    engine.core.plan_step(StepView())
+    return answers
+
+
+def test_those_who_wait_pin_half_of_host_memory_and_none_gets_zero_before_its_turn() -> None:
+    engine, requests = on_disk(12, num_frames=24, local_cache=False)
+    for _ in range(4):
+        assert ask(engine, requests) == [None] * 12
+        assert pinned_frames(engine) == 12
+    assert [r.req_id for r in requests if engine.core._trackers[r.req_id].lease] == ["r0", "r1", "r2"]
+    engine.store.tick(100)
+    assert ask(engine, requests) == [16] * 3 + [None] * 9
+    for request in requests[:2]:
+        engine.core.finish(request.req_id)
+    assert ask(engine, requests[2:]) == [16] + [None] * 9
+    assert [r.req_id for r in requests[2:] if engine.core._trackers[r.req_id].lease] == ["r2", "r3", "r4"]
+    engine.core.close()
+
+
+def test_the_first_in_the_queue_may_pin_more_than_half() -> None:
+    engine, requests = on_disk(2, num_frames=6, local_cache=False)
+    assert ask(engine, requests) == [None] * 2
+    assert pinned_frames(engine) == 4
+    engine.store.tick(100)
+    assert ask(engine, requests) == [16, None]
+    engine.core.finish(requests[0].req_id)
+    assert ask(engine, requests[1:]) == [None]
+    engine.store.tick(100)
+    assert ask(engine, requests[1:]) == [16]
+    engine.core.close()
+
+
+def test_a_small_one_that_would_fit_does_not_pass_those_before_it() -> None:
+    engine, requests = on_disk(3, num_frames=12, local_cache=False)
+    small = Request("small", requests[2].token_ids[:9], 1)
+    for _ in range(3):
+        assert ask(engine, [*requests[:2], small]) == [None] * 3
+        assert pinned_frames(engine) == 4
+    engine.store.tick(100)
+    assert ask(engine, [*requests[:2], small]) == [16, None, None]
+    engine.core.finish(requests[0].req_id)
+    assert ask(engine, [requests[1], small]) == [None, None]
+    engine.store.tick(100)
+    assert ask(engine, [requests[1], small]) == [16, 8]
+    engine.core.close()
+
+
+def test_what_was_read_is_not_loaded_before_there_is_a_seat() -> None:
+    engine, requests = on_disk(5, num_frames=200, local_cache=False, max_running=2)
+    assert ask(engine, requests) == [None] * 5
+    engine.store.tick(100)
+    for request in requests:
+        engine.add(request)
+    engine.schedule()
+    assert [request.status for request in requests] == ["loading"] * 3 + ["waiting"] * 2
+    settle(engine)
+
+
+def test_one_that_vllm_asks_about_no_more_gives_way_to_the_first_that_it_does() -> None:
+    engine, requests = on_disk(3, num_frames=8, local_cache=False)
+    assert ask(engine, requests[:2]) == [None] * 2
+    for _ in range(3):
+        assert ask(engine, requests[2:]) == [None]
+    assert [r.req_id for r in requests if r.req_id in engine.core._trackers and engine.core._trackers[r.req_id].lease] == ["r2"]
+    engine.core.close()
+
+
+def test_what_is_in_host_memory_is_offered_past_those_who_wait_for_the_disk() -> None:
+    engine, requests = on_disk(4, num_frames=40, local_cache=False)
+    serve(engine, Request("warm", [2] * 17, 1))
+    for lease in requests[:3]:
+        assert engine.core.match(lease, 0) is None
+    assert engine.core.match(Request("hot", [2] * 17, 1), 0) == 16
+    assert engine.core.match(Request("cold", [1, 1, 1, 1, 1, 1], 1), 0) == 0
+    engine.core.close()
+
+
+def test_a_disk_that_does_not_answer_holds_the_last_in_the_queue_no_longer_than_the_first() -> None:
+    engine, requests = on_disk(12, num_frames=24, local_cache=False, wait_s=5.0)
+    assert ask(engine, requests) == [None] * 12
+    engine.now += 5.0
+    assert ask(engine, requests) == [0] * 12
+    engine.core.close()
+
+
+def test_while_vllm_has_no_seat_a_request_does_not_use_up_its_wait() -> None:
+    engine, requests = on_disk(1, num_frames=24, local_cache=False, wait_s=5.0)
+    assert ask(engine, requests) == [None]
+    engine.now += 2
+    assert ask(engine, requests) == [None]
+    for _ in range(3):
+        engine.now += 4
+        engine.core.plan_step(StepView())
+    assert ask(engine, requests) == [None]
+    engine.now += 2.5
+    assert ask(engine, requests) == [None]
+    engine.now += 0.5
+    assert ask(engine, requests) == [0]
+    engine.core.close()
+
+
+def test_no_turn_is_waited_for_where_none_may_wait() -> None:
+    engine, requests = on_disk(12, num_frames=24, local_cache=False)
+    assert [engine.core.match(request, 0, may_wait=False) for request in requests] == [0] * 12
+    assert pinned_frames(engine) == 12
+    engine.core.close()
+
+
+def test_a_prefix_that_many_wait_for_counts_once() -> None:
+    engine, requests = on_disk(1, num_frames=12, local_cache=False)
+    crowd = [Request(f"c{i}", [*requests[0].token_ids, i, i], 1) for i in range(12)]
+    assert ask(engine, crowd) == [None] * 12
+    assert pinned_frames(engine) == 4
+    assert all(engine.core._trackers[r.req_id].lease for r in crowd)
+    engine.store.tick(100)
+    assert ask(engine, crowd) == [16] * 12
+    engine.core.close()
+    assert engine.core._queue.waiting.num_chunks == 0
+
+
+def test_leases_end_by_time_and_what_was_read_is_still_there() -> None:
+    engine, requests = on_disk(1, num_frames=24, local_cache=False)
+    assert ask(engine, requests) == [None]
+    engine.store.tick(100)
+    engine.now += LEASE_S + 1
+    for _ in range(100):
+        engine.core.plan_step(StepView())
+    assert not engine.store.open_leases
+    assert ask(engine, requests) == [16]
+    engine.core.close()

@@ -1,0 +1,122 @@
+"""Inside vLLM's real MultiConnector, under its real scheduler: kvloft's waits hold no sibling's tokens back."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+
+from kvloft import _core
+from vllm import SamplingParams
+
+from . import engine as sim
+from .engine import BLOCK, Engine, Shape
+from .model_store import ModelLease, ModelStore
+from .symbols import Spec
+
+SPEC = Spec("r", tuple(range(3, 3 + 4 * BLOCK + 1)), 2, tuple(range(3, 3 + 4 * BLOCK + 1)))
+
+
+class NeverReady(ModelLease):
+    """Pins on chunks that a disk has, and will not give."""
+
+    def poll(self) -> tuple[int, int]:
+        return 0, 4
+
+
+class HungDisk(ModelStore):
+    """Has every prefix, on a disk that does not answer."""
+
+    def lookup(self, chain: Any) -> tuple[int, int]:
+        return 0, min(4, chain.num_blocks)
+
+    def acquire(self, chain: Any, *_: Any, **__: Any) -> ModelLease:
+        return NeverReady(self, [])
+
+
+class Sibling(KVConnectorBase_V1):
+    """Another connector, which has two blocks of every prompt."""
+
+    given: ClassVar[list[int]] = []
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+        return 2 * BLOCK, True
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self.given.append(num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+        return KVConnectorMetadata()
+
+    def start_load_kv(self, *_: Any, **__: Any) -> None: ...
+    def wait_for_layer_load(self, layer_name: str) -> None: ...
+    def save_kv_layer(self, *_: Any, **__: Any) -> None: ...
+    def wait_for_save(self) -> None: ...
+
+
+@pytest.fixture
+def scheduler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Makes vLLM's scheduler with kvloft over a hung disk: alone, or before a sibling; the request waits in it."""
+    monkeypatch.setattr(_core, "Store", lambda **settings: HungDisk(**settings))
+    monkeypatch.setattr(Sibling, "given", [])
+    monkeypatch.setitem(KVConnectorFactory._registry, "Sibling", lambda: Sibling)
+    made: list[Any] = []
+
+    def make(*, has_sibling: bool) -> Any:
+        original = sim._config
+
+        def config(*args: Any) -> Any:
+            settings = original(*args)
+            transfer = settings.kv_transfer_config
+            if has_sibling:
+                child = {"kv_connector": "KVLoftConnector", "kv_connector_module_path": "kvloft.vllm", "kv_role": "kv_both",
+                         "kv_connector_extra_config": transfer.kv_connector_extra_config}  # fmt: skip
+                transfer.kv_connector, transfer.kv_connector_module_path = "MultiConnector", None
+                transfer.kv_connector_extra_config = {"connectors": [child, {"kv_connector": "Sibling", "kv_role": "kv_both"}]}
+            return settings
+
+        monkeypatch.setattr(sim, "_config", config)
+        engine = object.__new__(Engine)
+        shape = engine.shape = Shape(num_blocks=30)
+        made.append(scheduler_of(engine, folder, shape))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.shutdown()
+
+
+def scheduler_of(engine: Engine, folder: Path, shape: Shape) -> Any:
+    settings, kv = sim._config(folder, shape, None), sim._kv_config(shape)
+    sim.init_none_hash(sim.get_hash_fn_by_name(sim.HASH))
+    engine._hasher = sim.get_request_block_hasher(BLOCK, sim.get_hash_fn_by_name(sim.HASH))
+    scheduler = sim.Scheduler(
+        vllm_config=settings, kv_cache_config=kv, block_size=BLOCK, hash_block_size=BLOCK,
+        structured_output_manager=sim.StructuredOutputManager(settings), log_stats=True,
+    )  # fmt: skip
+    scheduler.add_request(engine._request(SPEC, SPEC.ids, SPEC.max_tokens, resumable=False))
+    return scheduler
+
+
+def test_alone_a_request_waits_for_its_disk(scheduler: Any) -> None:
+    waiting = scheduler(has_sibling=False)
+    for _ in range(3):
+        assert waiting.schedule().total_num_scheduled_tokens == 0
+    assert waiting.requests["r"].status.name == "WAITING"
+
+
+def test_beside_a_sibling_it_takes_what_the_sibling_has_at_once(scheduler: Any) -> None:
+    waiting = scheduler(has_sibling=True)
+    waiting.schedule()
+    assert Sibling.given == [2 * BLOCK]
+    assert waiting.requests["r"].status.name == "WAITING_FOR_REMOTE_KVS"
+
+
+def test_a_request_of_a_prefill_server_is_left_to_the_sibling(scheduler: Any) -> None:
+    waiting = scheduler(has_sibling=False)
+    params = SamplingParams(temperature=0.0, max_tokens=2, extra_args={"kv_transfer_params": {"do_remote_prefill": True}})
+    first = waiting.requests["r"]
+    first.sampling_params, first.kv_transfer_params = params, params.extra_args["kv_transfer_params"]
+    assert waiting.schedule().total_num_scheduled_tokens > 0, "it computes what nobody brings"

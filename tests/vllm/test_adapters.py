@@ -1,0 +1,148 @@
+"""Identities of LoRA adapters: shared by requests, runs and restarts only where it is known which weights the workers have."""
+
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.lora.request import LoRARequest
+
+from kvloft.vllm.identity import adapters, weights
+from kvloft.vllm.identity.adapters import AdapterNames
+from kvloft.vllm.identity.weights import look
+
+
+@pytest.fixture
+def adapter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An adapter's folder, older than the engine."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    (folder / "adapter_model.safetensors").write_bytes(b"one")
+    files = look(str(folder))
+    assert files is not None
+    monkeypatch.setattr(adapters, "engine_start_s", lambda: files.latest_s + 0.01)
+    time.sleep(0.05)  # more than a file system's clock tick
+    return folder
+
+
+def test_adapter_is_name_path_and_state_of_its_files(adapter: Path) -> None:
+    lora = LoRARequest("a", 1, str(adapter))
+    names = AdapterNames()
+    first = names.identify(lora)
+    assert names.identify(None) is None
+    assert first == names.identify(lora) == AdapterNames().identify(lora) is not None
+    assert first != names.identify(LoRARequest("b", 2, str(adapter)))
+    (adapter / "checkpoint-1").mkdir()
+    (adapter / "checkpoint-1" / "optimizer.pt").write_text("x")
+    assert first != names.identify(lora), "the folder has another entry"
+
+
+@pytest.mark.parametrize("change", ["content", "link"])
+def test_an_adapter_that_changed_since_the_start_is_this_runs_own(adapter: Path, change: str) -> None:
+    """Which state the workers loaded, and load after they had no room for it, files do not show."""
+    link = adapter.parent / "current"
+    link.symlink_to(adapter)
+    lora = LoRARequest("a", 1, str(link if change == "link" else adapter))
+    names = AdapterNames()
+    first = names.identify(lora)
+    assert names.identify(lora) == first, "within the run it is one adapter"
+    assert (AdapterNames().identify(lora) == first) == (change == "content")
+    (adapter / "adapter_model.safetensors").write_bytes(b"trained further")
+    assert len({first, *(names.identify(lora) for _ in range(5))}) == 6, "workers may have either state"
+
+
+def test_an_adapter_that_was_another_meanwhile_is_shared_with_nobody(adapter: Path) -> None:
+    """Put back as it was, to the last time: workers may have loaded what was there in between."""
+    names, lora = AdapterNames(), LoRARequest("a", 1, str(adapter))
+    first, seen = names.identify(lora), names._looks.look(str(adapter))
+    names._looks = SimpleNamespace(look=iter([None, seen, seen]).__next__)  # type: ignore[assignment]
+    names._looks.look = lambda path, after=names._looks.look: after()  # type: ignore[method-assign,misc]
+    assert len({first, *(names.identify(lora) for _ in range(3))}) == 4
+
+
+def test_an_adapter_loaded_in_place_is_shared_with_nobody(adapter: Path) -> None:
+    """Workers load it again in each step of the request."""
+    names = AdapterNames()
+    first = names.identify(LoRARequest("a", 1, str(adapter)))
+    again = LoRARequest("a", 1, str(adapter), load_inplace=True)
+    assert len({first, names.identify(again), names.identify(again)}) == 3
+    assert names.identify(LoRARequest("a", 1, str(adapter))) == first
+
+
+def test_another_adapter_under_a_known_number_is_shared_with_nobody(adapter: Path) -> None:
+    """Workers go on with the one that they have."""
+    names = AdapterNames()
+    first = names.identify(LoRARequest("a", 1, str(adapter)))
+    other = LoRARequest("b", 1, str(adapter))
+    assert len({first, names.identify(other), names.identify(other), AdapterNames().identify(other)}) == 4
+    assert names.identify(LoRARequest("a", 1, str(adapter))) == first
+
+
+def test_the_shape_that_a_request_gives_its_adapter_counts(adapter: Path) -> None:
+    loras: list[Any] = [
+        SimpleNamespace(lora_name="a", lora_int_id=1, lora_path=str(adapter), is_3d_lora_weight=is_3d) for is_3d in (False, True)
+    ]
+    assert AdapterNames().identify(loras[0]) != AdapterNames().identify(loras[1])
+
+
+@pytest.mark.parametrize("path", ["", "hub/adapter", "/no/such/folder"])
+def test_adapters_of_which_no_file_is_seen_are_this_runs_own(path: str) -> None:
+    """vLLM loads what the hub has at that time, or tensors that a trainer hands over under a path that stands for nothing."""
+    names = AdapterNames()
+    loras: list[Any] = [SimpleNamespace(lora_name="a", lora_int_id=number, lora_path=path) for number in (1, 2)]
+    first, second = map(names.identify, loras)
+    assert first != second
+    assert names.identify(loras[0]) == first, "but within the run it is one adapter"
+    assert AdapterNames().identify(loras[0]) != first
+
+
+def test_an_adapter_of_the_hub_is_told_apart_by_its_commit_when_offline(hub_cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub_cache("hub/adapter", "adapter_config.json", "c0ffee")
+    lora = LoRARequest("a", 1, "hub/adapter")
+    assert AdapterNames().identify(lora) != AdapterNames().identify(lora), "vLLM asks the hub for a newer one"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    first = AdapterNames().identify(lora)
+    assert first == AdapterNames().identify(lora)
+    hub_cache("hub/adapter", "adapter_config.json", "decade")
+    assert AdapterNames().identify(lora) != first
+
+
+def test_an_error_while_looking_is_a_miss_and_the_next_look_works(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lora = LoRARequest("a", 1, str(adapter))
+    names = AdapterNames()
+    first = names.identify(lora)
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "look", lambda *_, **__: 1 / 0)
+        assert names.identify(lora) != first
+    assert names.identify(lora) == first
+
+
+@pytest.mark.timeout(60)
+def test_a_file_system_that_hangs_holds_nobody_up(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile requests with adapters share with nobody."""
+    lora = LoRARequest("a", 1, str(adapter))
+    names = AdapterNames()
+    first = names.identify(lora)
+    hangs, asked = threading.Event(), list[str]()
+    monkeypatch.setattr(weights, "look", lambda path, **_: (asked.append(path), hangs.wait(), look(path, below=False))[2])
+    assert len({first, *(names.identify(lora) for _ in range(5))}) == 6
+    assert len(asked) == 1, "only the first one waits"
+    hangs.set()
+    while names.identify(lora) != first:
+        time.sleep(0.01)
+
+
+def test_an_adapter_from_a_tensorizer_directory_is_this_runs_own(adapter: Path) -> None:
+    """A field of vLLM 0.31 and older; 0.32's LoRARequest has it no more, so it is put on by hand."""
+    lora: Any = SimpleNamespace(
+        lora_name="a", lora_int_id=1, lora_path=str(adapter), tensorizer_config_dict={"tensorizer_dir": "x"}
+    )
+    assert AdapterNames().identify(lora) != AdapterNames().identify(lora)
+
+
+def test_where_loads_of_adapters_are_not_seen_no_request_shares_one(adapter: Path) -> None:
+    names, lora = AdapterNames(are_seen=False), LoRARequest("a", 1, str(adapter))
+    assert names.identify(lora) != names.identify(lora)
+    assert names.identify(None) is None

@@ -1,0 +1,37 @@
+"""What the store wants a person to see reaches vLLM's log: as a warning, with the namespace, each once."""
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvloft.config import load_config
+from kvloft.errors import ConfigError
+from kvloft.machine import refuse_here
+from kvloft.vllm.scheduler_half import SchedulerHalf
+
+
+def test_events_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    events = [["/cache/x starts afresh: its superblock is damaged", "the disk tier is left alone"], [], ["it is back"]]
+    half: Any = object.__new__(SchedulerHalf)
+    half._store = SimpleNamespace(take_events=iter(events).__next__, stats=dict, close=lambda: None)
+    half._namespace = bytes(range(32))
+    half.core = SimpleNamespace(counters={"x": 1}, close=lambda: None)
+    half.hook_errors, half._quiet_steps, half._last, half._next_warning_s = 0, 0, {}, {}
+    half._tell_events()
+    half.take_stats()
+    half.close()
+    texts = [*events[0], *events[2]]
+    assert [r.message for r in caplog.records] == [f"kvloft: {text} (namespace 0001020304050607)" for text in texts]
+    assert {r.levelname for r in caplog.records} == {"WARNING"}
+
+
+def test_a_file_system_that_became_read_only_is_no_mistake_in_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config({"disk_path": str(tmp_path / "disk")}, {})
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(ConfigError, match="cannot be made or written"):
+        refuse_here(config)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
+    refuse_here(config)

@@ -1,0 +1,243 @@
+"""The table of what is wrapped in vLLM: each target is there in this release; where one is missing, what its row says follows."""
+
+import gc
+import importlib
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+from kvloft.errors import UnsupportedError
+from kvloft.vllm import patches
+from kvloft.vllm.identity.reload import HARMLESS, NOT_HARMLESS
+from kvloft.vllm.patches import PATCHES, Missing, Patch, settle, wrap
+
+pytestmark = pytest.mark.short
+HOOK_FOR_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_told_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "_told", set())
+
+
+def name_of(patch: Patch) -> str:
+    return f"{patch.owner}.{patch.method}"
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=name_of)
+def test_each_target_is_there(patch: Patch) -> None:
+    """Fails where a release renames one: then the wrapping, or the row, has to follow."""
+    assert patch.find() is not None
+    assert settle([patch]) is False
+
+
+@pytest.mark.parametrize("patch", PATCHES, ids=name_of)
+def test_a_renamed_target_has_the_consequence_that_its_row_states(
+    patch: Patch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(patch.find(), patch.method)
+    wrap(patch, lambda *_: None)  # nothing to wrap, and nothing breaks
+    if patch.missing is Missing.REFUSE:
+        with pytest.raises(UnsupportedError, match=rf"{patch.owner}\.{patch.method}"):
+            settle([patch])
+        return
+    for _ in range(2):
+        assert settle([patch]) is (patch.missing is Missing.THIS_RUN)
+    (record,) = caplog.records
+    assert name_of(patch) in record.message and patch.lost in record.message and record.levelname == "WARNING"
+
+
+def test_a_module_that_is_gone_counts_as_renamed() -> None:
+    gone = Patch("vllm.no_such_module", "Owner", "method", "", "", "", Missing.THIS_RUN)
+    assert settle([gone]) is True
+
+
+def test_wrapped_once_whoever_asks_and_arguments_and_results_pass() -> None:
+    calls: list[Any] = []
+
+    class Core:
+        def collective_rpc(self, *args: Any, **kwargs: Any) -> Any:
+            calls.append((args, kwargs))
+            return "done"
+
+        @staticmethod
+        def add_lora(value: int) -> int:
+            return value
+
+        @classmethod
+        def sleep(cls, value: int) -> Any:
+            return cls, value
+
+    def around(method: Any, args: Any, kwargs: Any) -> Any:
+        calls.append("around")
+        return method(*args, **kwargs)
+
+    for _ in range(2):
+        for patch in (patches.ENGINE_RPC, patches.ADD_ADAPTER, patches.ENGINE_SLEEP):
+            wrap(patch, around, Core)
+    assert Core().collective_rpc(1, more=2) == "done"
+    assert (Core.add_lora(3), Core().add_lora(4), Core.sleep(5)) == (3, 4, (Core, 5))
+    assert calls == ["around", ((1,), {"more": 2}), *["around"] * 3]
+
+
+# -- workers ------------------------------------------------------------------------------------------------------
+
+
+def public_names(owner: type) -> set[str]:
+    public = {name: inspect.getattr_static(owner, name) for name in dir(owner) if not name.startswith("_")}
+    return {name for name, value in public.items() if callable(getattr(owner, name)) or isinstance(value, property)}
+
+
+def methods_of_workers() -> set[str]:
+    found: set[str] = set()
+    for module, owner in (
+        ("vllm.v1.worker.gpu_worker", "Worker"), ("vllm.v1.worker.cpu_worker", "CPUWorker"),
+        ("vllm.v1.worker.worker_base", "WorkerBase"), ("vllm.v1.worker.worker_base", "WorkerWrapperBase"),
+    ):  # fmt: skip
+        found |= public_names(getattr(importlib.import_module(module), owner))
+    return found
+
+
+def test_each_method_of_vllms_workers_was_judged() -> None:
+    """A new one counts as replacing weights until somebody has read it and put it into one of the two sets."""
+    assert methods_of_workers() - HARMLESS - NOT_HARMLESS == set()
+    assert not HARMLESS & NOT_HARMLESS
+
+
+def test_no_judged_name_is_stale(vllm_release: tuple[int, int]) -> None:
+    """Names that only other releases have are listed here, so that a typing error is none."""
+    later = {
+        (0, 31): {"discard", "randomize_dummy_inputs"},
+        (0, 32): {"compute_weight_checksums", "release_late_interaction_query_cache", "reset_weights",
+                  "shutdown_weight_transfer_engine"},
+        (0, 33): {"get_simple_cpu_offload_num_cpu_blocks"},
+    }  # fmt: skip
+    of_others = {name for release, names in later.items() if release > vllm_release for name in names}
+    assert (HARMLESS | NOT_HARMLESS) - methods_of_workers() == of_others
+
+
+@pytest.mark.skipif(HOOK_FOR_SLEEP, reason="this vLLM asks connectors before it unmaps pages")
+def test_whatever_unmaps_pages_is_wrapped() -> None:
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    unmapping = {
+        name for name, method in vars(CuMemAllocator).items()
+        if inspect.isfunction(method) and "unmap_and_release(" in inspect.getsource(method)
+    }  # fmt: skip
+    wrapped = {patches.SLEEP.method, patches.DISCARD.method}
+    # At the end of the process, and for blocks that torch gives back.
+    assert unmapping - {"release_pools", "use_memory_pool", "_trim", "_python_free_callback"} == wrapped
+
+
+# -- pauses, schedulers -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def engine() -> Any:
+    """vLLM's engine core as far as pauses go, and a half that notices them."""
+
+    class Core:
+        def __init__(self) -> None:
+            self.seen: list[bool] = []
+
+        def reset(self) -> None:
+            self.seen.append(patches.is_pausing())
+
+        def _reset_caches(self, *, fails: bool = False) -> None:
+            self.reset()
+            if fails:
+                raise RuntimeError("Failed to reset the KV connector cache.")
+
+        def sleep(self, level: int = 1, mode: str = "abort") -> None:
+            if level:
+                self._reset_caches()
+
+    class Half:
+        num_told = 0
+
+        def weights_will_go(self) -> None:
+            self.num_told += 1
+
+    half = Half()
+    assert patches.notice_pauses(half, Core)
+    return SimpleNamespace(core=Core(), half=half)
+
+
+def test_a_reset_of_a_pause_is_told_from_a_users(engine: Any) -> None:
+    engine.core.reset()
+    engine.core._reset_caches()
+    with pytest.raises(RuntimeError):
+        engine.core._reset_caches(fails=True)
+    engine.core.reset()
+    assert engine.core.seen == [False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "told"),
+    [((), {}, 0), ((0,), {}, 0), ((1, "wait"), {}, 0), ((2,), {}, 1), ((), {"level": 2}, 1), ((3,), {}, 1)],
+)
+def test_a_sleep_that_does_not_keep_the_weights_is_told(engine: Any, args: Any, kwargs: Any, told: int) -> None:
+    engine.core.sleep(*args, **kwargs)
+    assert engine.half.num_told == told
+
+
+@pytest.mark.parametrize("patch", [patches.PAUSE_RESET, patches.ENGINE_SLEEP], ids=name_of)
+def test_without_either_it_cannot_be_told_whether_weights_stay(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
+    half = SimpleNamespace
+    assert patches.notice_pauses(half)
+    monkeypatch.delattr(patch.find(), patch.method)
+    assert not patches.notice_pauses(half)
+
+
+class Connector:
+    num_found = 0
+
+    def found_alone(self) -> None:
+        self.num_found += 1
+
+
+def new_scheduler(connector: Any, **more: Any) -> Any:
+    class Scheduler:
+        def __init__(self) -> None:
+            self.connector, self.added = connector, list[int]()
+            vars(self).update({"defer_block_free": True} | more)
+
+        def add_request(self, request: int) -> None:
+            self.added.append(request)
+
+    return Scheduler
+
+
+def test_the_engines_own_connector_is_found_before_the_first_request_and_once() -> None:
+    own = Connector()
+    cls = new_scheduler(own)
+    patches.meet_scheduler(own, cls)
+    scheduler = cls()
+    for i in range(3):
+        scheduler.add_request(i)
+    assert (scheduler.added, own.num_found, scheduler.defer_block_free) == ([0, 1, 2], 1, False)
+
+
+@pytest.mark.parametrize("other", [None, SimpleNamespace(children="ours"), Connector()])
+def test_a_child_of_another_connector_is_not_found(other: Any) -> None:
+    child = Connector()
+    cls = new_scheduler(other)
+    patches.meet_scheduler(child, cls)
+    scheduler = cls()
+    scheduler.add_request(1)
+    assert (scheduler.added, child.num_found, scheduler.defer_block_free) == ([1], 0, True)
+    del child
+    gc.collect()
+    assert not [each for each in patches._not_met if type(each) is Connector]
+
+
+def test_a_scheduler_whose_own_reads_of_free_pages_come_late_keeps_deferring() -> None:
+    own = Connector()
+    cls = new_scheduler(own, defer_async_loads=True)
+    patches.meet_scheduler(own, cls)
+    scheduler = cls()
+    scheduler.add_request(1)
+    assert (own.num_found, scheduler.defer_block_free) == (1, True)
