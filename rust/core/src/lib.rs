@@ -13,6 +13,7 @@ pub mod io;
 pub mod key;
 pub mod session;
 pub mod store;
+pub(crate) mod sync;
 pub mod tag;
 pub mod tickets;
 pub mod tier;

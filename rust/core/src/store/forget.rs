@@ -4,7 +4,7 @@
 //! are promised, a slice a call. Until then a chunk below it still has its key: lookups and reservations look at the whole
 //! way up while anything is doomed. A clear takes all keys away at once and finds the trees it left by walking the slab.
 
-use super::books::Clearing;
+use super::books::{Attached, Clearing};
 use super::state::State;
 use crate::evict::{ChunkId, Removal};
 use crate::index::Presence;
@@ -17,7 +17,9 @@ impl State {
     /// Forgets chunks and all that hangs on them; returns how many are gone already.
     pub(crate) fn discard(&mut self, keys: &[ChunkKey]) -> u64 {
         for key in keys {
-            if let Some(books) = self.disk.as_mut().filter(|books| !books.found.is_empty()) {
+            if let Some(books) =
+                self.disk.as_mut().filter(|books| books.attached != Attached::Yes || !books.found.is_empty())
+            {
                 books.unwelcome.insert(*key);
             }
             if let Some(id) = self.index.get(key) {

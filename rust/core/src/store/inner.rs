@@ -1,12 +1,13 @@
 //! What the store, its leases and its disk threads share: the books behind one lock, and how to wait for them.
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::books::DiskBooks;
 use super::state::State;
 use crate::Result;
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::tier::LocalTier;
 use crate::tier::disk::DiskEntry;
 

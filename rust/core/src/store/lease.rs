@@ -3,12 +3,13 @@
 //! They hold on to the store's inside, so that a lease may outlive its `Store`. They must not know how frames are found.
 
 use std::fmt;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, PoisonError};
 
 use super::inner::Inner;
 use super::load::{Held, LeasedFrame, Progress};
 use super::save::Reservation;
 use crate::evict::ChunkId;
+use crate::sync::Mutex;
 
 /// A frame reserved for one chunk, until [`crate::store::Store::commit`] takes it or it is dropped.
 #[must_use = "dropping a write lease aborts it"]

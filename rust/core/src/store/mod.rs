@@ -20,8 +20,7 @@ mod state;
 mod stats;
 mod threads;
 
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 pub use config::{DiskSettings, StoreConfig};
@@ -36,6 +35,8 @@ use state::State;
 pub use stats::{Counters, Gauges};
 
 use crate::key::ChunkKey;
+use crate::sync::thread::JoinHandle;
+use crate::sync::{Condvar, Mutex};
 use crate::tier::LocalTier;
 use crate::tier::disk::{DiskEntry, DiskTier};
 use crate::tier::host::HostTier;

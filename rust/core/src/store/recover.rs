@@ -68,7 +68,7 @@ impl State {
             self.sync_disk(id);
         }
         let Some(books) = self.disk.as_mut() else { return false };
-        if books.found.is_empty() {
+        if books.found.is_empty() && books.attached == Attached::Yes {
             books.unwelcome.clear();
         }
         !books.found.is_empty()

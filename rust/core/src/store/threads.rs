@@ -5,12 +5,13 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use super::inner::Inner;
 use super::jobs::{Job, ReadEnd, Written};
 use super::state::State;
+use crate::sync::has_ended;
+use crate::sync::thread::{self, JoinHandle};
 use crate::tier::LocalTier;
 use crate::tier::disk::{DiskMeta, SlotId};
 use crate::{Error, ErrorKind, Result};
@@ -26,7 +27,7 @@ const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 /// Starts a thread; `Io` if the system has none left.
 pub(super) fn spawn(inner: &Arc<Inner>, nth: u32) -> Result<JoinHandle<()>> {
     let inner = Arc::clone(inner);
-    let thread = std::thread::Builder::new().name(format!("kvloft-disk-{nth}"));
+    let thread = thread::Builder::new().name(format!("kvloft-disk-{nth}"));
     let work = move || while inner.disk.get().map_or_else(|| open(&inner), |disk| do_next(&inner, &**disk)) {};
     thread.spawn(work).map_err(|error| Error::io("a disk thread cannot be started", error))
 }
@@ -35,10 +36,10 @@ pub(super) fn spawn(inner: &Arc<Inner>, nth: u32) -> Result<JoinHandle<()>> {
 pub(super) fn join(threads: Vec<JoinHandle<()>>, timeout: Duration) {
     let deadline = Instant::now() + timeout;
     for thread in threads {
-        while !thread.is_finished() && Instant::now() < deadline {
-            std::thread::sleep(Duration::from_millis(1));
+        while !has_ended(&thread) && Instant::now() < deadline {
+            thread::sleep(Duration::from_millis(1));
         }
-        if thread.is_finished() {
+        if has_ended(&thread) {
             // A panic was counted where it mattered: as a poisoned lock.
             let _ = thread.join();
         }
@@ -126,7 +127,7 @@ fn wait_for_job(inner: &Inner, disk: &dyn LocalTier) -> Option<(u64, Job)> {
             state.forget_slice();
             drop(state);
             inner.idle.notify_all();
-            std::thread::yield_now();
+            thread::yield_now();
             continue;
         }
         if let Some(job) = state.next_job() {

@@ -72,3 +72,17 @@ fn disk_threads_end_when_the_lock_is_poisoned() {
     store.close(Duration::ZERO);
     assert!(Store::open(&config).unwrap().take_events().is_empty(), "the directory was given up");
 }
+
+/// All threads see a tier that was opened late a moment before the books get what it holds.
+#[test]
+fn a_discard_while_the_tier_is_opened_holds() {
+    let host = HostTier::create(4096, 4).unwrap();
+    let mut state = State::new(host, Eviction::Lru.policy(4), Some(Eviction::Lru.policy(4)));
+    let (key, parent) = (ChunkKey([1; 32]), ChunkKey([0; 32]));
+    state.discard(&[key]);
+    assert!(!state.recover_some(1), "nothing was handed over yet");
+    let slot = crate::tier::disk::SlotId(0);
+    assert!(state.attach(vec![DiskEntry { slot, key, parent, num_blocks: 1, sequence: 0, depth: 0 }]));
+    while state.recover_some(1) {}
+    assert_eq!(state.index.get(&key), None);
+}

@@ -3,6 +3,7 @@
 //! `FaultFiles` goes below the real tier (`DiskTier::open_with_files`), so tests of any layer above meet a sick disk as an
 //! engine does. It must not know what slots or records are.
 
+use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::io;
 use std::os::unix::fs::MetadataExt;
@@ -57,6 +58,32 @@ pub enum Fault {
     Flip(usize),
     /// The process dies: of a write this part of 255 lands, and nothing happens after it.
     Crash(u8),
+}
+
+impl Fault {
+    /// Its kind, for counts.
+    fn name(self) -> &'static str {
+        match self {
+            Fault::Refuse(ENOSPC) => "enospc",
+            Fault::Refuse(EROFS) => "erofs",
+            Fault::Refuse(_) => "eio",
+            Fault::Hang => "hang",
+            Fault::Short(_) => "short",
+            Fault::Torn(..) => "torn",
+            Fault::Lost => "lost",
+            Fault::Flip(_) => "flip",
+            Fault::Crash(_) => "crash",
+        }
+    }
+}
+
+thread_local! {
+    static FAULTS_HERE: Cell<u64> = const { Cell::new(0) };
+}
+
+/// Calls of this thread that met a fault so far.
+pub fn faults_here() -> u64 {
+    FAULTS_HERE.get()
 }
 
 /// Which calls meet a fault.
@@ -129,7 +156,7 @@ struct Script {
     /// Grows with every `release`: calls that hang since an older one go on.
     releases: u64,
     calls: BTreeMap<Call, u64>,
-    faults: u64,
+    faults: BTreeMap<&'static str, u64>,
     watched: Option<PathBuf>,
 }
 
@@ -181,7 +208,12 @@ impl FaultFiles {
 
     /// Calls that met a fault so far.
     pub fn num_faults(&self) -> u64 {
-        self.script().faults
+        self.script().faults.values().sum()
+    }
+
+    /// As `num_faults`, by kind.
+    pub fn faults_by_kind(&self) -> BTreeMap<&'static str, u64> {
+        self.script().faults.clone()
     }
 
     /// Whether `Crash` happened.
@@ -217,7 +249,8 @@ impl FaultFiles {
         let Some(rule) = script.rules.iter_mut().find_map(|rule| rule.hits(call, file, random).then_some(*rule)) else {
             return Ok(None);
         };
-        script.faults += 1;
+        *script.faults.entry(rule.fault.name()).or_default() += 1;
+        FAULTS_HERE.set(FAULTS_HERE.get() + 1);
         match rule.fault {
             Fault::Refuse(number) => Err(io::Error::from_raw_os_error(number)),
             Fault::Crash(_) => {

@@ -1,9 +1,8 @@
 //! Who is inside the tier, and whether it was closed. It never waits: the last call to leave a closed tier gives the
 //! directory up, so a call that hangs keeps the directory, and there are never two owners.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-
 use super::lock::DirLock;
+use crate::sync::atomic::{AtomicU64, Ordering};
 
 /// The bit that says "closed"; below it, the number of calls inside.
 const CLOSED: u64 = 1 << 63;

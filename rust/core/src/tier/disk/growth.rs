@@ -5,8 +5,7 @@
 //! files grow or namespaces are deleted.
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::budget;
@@ -15,6 +14,8 @@ use super::files::SlotFiles;
 use super::namespaces;
 use super::slots::Slots;
 use super::types::{DiskConfig, SlotId};
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 
 /// The files grow by about this much at a time: few allocations, and no more taken than soon used.
 const EXTENT_BYTES: u64 = 64 * 1024 * 1024;

@@ -32,14 +32,15 @@ mod verify;
 mod tests;
 
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::PoisonError;
 
 pub use inspect::{NamespaceInfo, inspect};
 pub use types::{DiskConfig, DiskEntry, DiskMeta, DiskStats, SlotId};
 pub use verify::{Damage, Verifier};
 
 use super::LocalTier;
+use crate::sync::atomic::{AtomicU64, Ordering};
+use crate::sync::{Mutex, MutexGuard};
 use crate::{ChunkKey, Error, ErrorKind, Result};
 use counters::Counters;
 #[doc(hidden)]

@@ -1,0 +1,77 @@
+//! The real disk tier, with its chunk reads counted. It changes nothing.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::disk::faults::faults_here;
+use kvloft_core::tier::disk::{DiskMeta, DiskStats, DiskTier, SlotId};
+use kvloft_core::{ChunkKey, ErrorKind, Result};
+
+/// Chunk reads of all lives.
+#[derive(Debug, Default)]
+pub(crate) struct Reads {
+    /// During a spell of faults, or not.
+    pub(crate) all: AtomicU64,
+    /// At least one of its calls met a fault.
+    pub(crate) faulted: AtomicU64,
+    /// The chunk came all the same.
+    pub(crate) faulted_good: AtomicU64,
+    pub(crate) refused: AtomicU64,
+    pub(crate) corrupt: AtomicU64,
+    pub(crate) writes: AtomicU64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Counting {
+    pub(crate) tier: DiskTier,
+    pub(crate) reads: Arc<Reads>,
+}
+
+fn count(counter: &AtomicU64, hit: bool) {
+    counter.fetch_add(u64::from(hit), Ordering::Relaxed);
+}
+
+impl LocalTier for Counting {
+    fn reserve(&self) -> Option<SlotId> {
+        self.tier.reserve()
+    }
+
+    fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {
+        count(&self.reads.writes, true);
+        self.tier.write(slot, meta, frame)
+    }
+
+    fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<()> {
+        let before = faults_here();
+        let result = self.tier.read(slot, key, into);
+        let (reads, is_faulted) = (&self.reads, faults_here() > before);
+        let failed_as = |kind| result.as_ref().is_err_and(|error| error.kind() == kind);
+        count(&reads.all, true);
+        count(&reads.faulted, is_faulted);
+        count(&reads.faulted_good, is_faulted && result.is_ok());
+        count(&reads.refused, failed_as(ErrorKind::Io));
+        count(&reads.corrupt, failed_as(ErrorKind::Corrupt));
+        result
+    }
+
+    fn free(&self, slot: SlotId) -> Result<()> {
+        self.tier.free(slot)
+    }
+
+    fn stats(&self) -> DiskStats {
+        self.tier.stats()
+    }
+
+    fn take_events(&self) -> Vec<String> {
+        self.tier.take_events()
+    }
+
+    fn clear(&self) -> Result<()> {
+        self.tier.clear()
+    }
+
+    fn close(&self) {
+        self.tier.close();
+    }
+}

@@ -1,0 +1,294 @@
+//! Storage under fire: the real store over the real disk tier over files that fail, against a recorder of what was acknowledged.
+//!
+//! Lives of a store on one directory follow each other, under other caps, after clean ends, under fire and while calls hang.
+//! `KV_FIRE_SECONDS` says how long (20 s unless given), `KV_FIRE_SEED` which choices; a line of JSON has the counts.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod counting;
+mod recorder;
+mod spells;
+mod worker;
+
+use std::collections::BTreeMap;
+use std::io::Write;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
+
+use counting::{Counting, Reads};
+use kvloft_core::evict::Eviction;
+use kvloft_core::store::{DiskSettings, Store, StoreConfig};
+use kvloft_core::tier::disk::{DiskConfig, DiskTier};
+use recorder::{Dice, FRAME, PER_CHUNK, Recorder};
+use spells::{Disk, damage_at_rest};
+use worker::{Shared, Worker, until};
+
+/// The store's time runs so much faster than the clock: its breakers, back-offs and hangs come and go in milliseconds.
+const HASTE: u32 = 500;
+const WORKERS: u64 = 4;
+/// A life without any operation for so long hangs.
+const HANGS: Duration = Duration::from_secs(120);
+
+/// The whole run.
+struct Fire {
+    disk: Arc<Disk>,
+    recorder: Recorder,
+    reads: Arc<Reads>,
+    seed: u64,
+    pulse: Arc<AtomicU64>,
+    counts: BTreeMap<&'static str, u64>,
+    bytes_compared: u64,
+    longest_close: Duration,
+    /// Closed stores whose threads may still hang in a call.
+    hung: Vec<Store>,
+}
+
+/// How a life ends.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    /// The fire ends first, and all gets to disk.
+    Clean,
+    /// The store closes under fire; then the fire ends.
+    UnderFire,
+    /// The next life begins under fire too, maybe while calls of this one hang.
+    Overlap,
+}
+
+impl Fire {
+    fn new(dir: &Path, seed: u64) -> Self {
+        Self {
+            disk: Arc::new(Disk::new(dir, seed)),
+            recorder: Recorder::new(),
+            reads: Arc::default(),
+            seed,
+            pulse: Arc::default(),
+            counts: BTreeMap::new(),
+            bytes_compared: 0,
+            longest_close: Duration::ZERO,
+            hung: Vec::new(),
+        }
+    }
+
+    fn count(&mut self, what: &'static str, num: u64) {
+        *self.counts.entry(what).or_default() += num;
+    }
+
+    fn open(&self, dice: &mut Dice) -> (Store, u64) {
+        let cap_bytes = (64 << 10) + dice.pick(&[300_u64, 1500, 3000]) * (FRAME as u64 + 160);
+        let config = StoreConfig {
+            frame_bytes: FRAME as u64,
+            host_bytes: dice.pick(&[40, 100, 200]) * FRAME as u64,
+            blocks_per_chunk: PER_CHUNK,
+            eviction: dice.pick(&Eviction::ALL),
+            available_bytes: None,
+            namespace: [7; 32],
+            disk: Some(DiskSettings {
+                dir: self.disk.dir.clone(),
+                cap_bytes,
+                num_threads: u32::try_from(1 + dice.below(4)).unwrap(),
+                description: String::new(),
+            }),
+        };
+        let is_open = self.disk.expect_cap(cap_bytes);
+        let (files, reads, place) = (self.disk.files.clone(), Arc::clone(&self.reads), self.disk.dir.clone());
+        let opener = move || {
+            let config = DiskConfig {
+                dir: place.clone(),
+                cap_bytes,
+                frame_bytes: FRAME as u64,
+                namespace: [7; 32],
+                description: String::new(),
+            };
+            let (tier, found) = DiskTier::open_with_files(&config, &files)?;
+            is_open.store(true, Ordering::SeqCst);
+            Ok((Arc::new(Counting { tier, reads: Arc::clone(&reads) }) as Arc<_>, found))
+        };
+        let start = Instant::now();
+        let clock = Box::new(move || start.elapsed() * HASTE);
+        (Store::with_tier(&config, Box::new(opener), clock).unwrap(), cap_bytes)
+    }
+
+    /// One life of a store, from open to its end.
+    fn live(&mut self, dice: &mut Dice, most: Duration) {
+        let (store, cap_bytes) = self.open(dice);
+        self.disk.end_peace();
+        let end = dice.pick(&[End::Clean, End::UnderFire, End::UnderFire, End::Overlap]);
+        let stop = AtomicBool::new(false);
+        let time = Duration::from_millis(50 + dice.roll() % 1500).min(most);
+        let shared = Shared { store: &store, recorder: &self.recorder, stop: &stop, pulse: &self.pulse, cap_bytes };
+        let mut workers: Vec<_> = (0..WORKERS).map(|_| Worker::new(&shared, dice.roll())).collect();
+        let mut loans = Vec::new();
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = workers.iter_mut().map(|worker| scope.spawn(|| worker.work())).collect();
+            std::thread::sleep(time);
+            stop.store(true, Ordering::SeqCst);
+            loans = threads.into_iter().flat_map(|thread| thread.join().expect("a worker is right")).collect();
+        });
+        if end == End::Clean {
+            self.disk.calm();
+            until("a healed disk settles", || store.flush(Duration::from_secs(60)));
+        }
+        let wait = Duration::from_millis(dice.roll() % 40);
+        let start = Instant::now();
+        store.close(wait);
+        let longest_close = self.longest_close.max(start.elapsed().saturating_sub(wait));
+        // Leases outlive the end: what they hold is what it was.
+        for loan in &mut loans {
+            workers[0].check(loan);
+        }
+        drop(loans);
+        let finished: Vec<_> = workers.into_iter().map(|worker| (worker.counts, worker.bytes_compared)).collect();
+        self.longest_close = longest_close;
+        for (counts, bytes) in finished {
+            self.bytes_compared += bytes;
+            for (what, num) in counts {
+                self.count(what, num);
+            }
+        }
+        self.count("close", 1);
+        self.count("open", 1);
+        self.hung.push(store);
+        self.bury(end, dice);
+    }
+
+    /// What must hold after a life: nobody holds anything, and nothing is above the cap.
+    fn bury(&mut self, end: End, dice: &mut Dice) {
+        if end != End::Clean || self.disk.has_lied.load(Ordering::SeqCst) {
+            self.recorder.remember();
+        }
+        if end == End::Overlap && self.hung.len() < 3 {
+            self.count("ends that overlap", 1);
+            return;
+        }
+        self.disk.calm();
+        for store in std::mem::take(&mut self.hung) {
+            let stat = |name: &str| store.stats().into_iter().find(|(known, _)| *known == name).unwrap().1;
+            for name in ["frames_reserved", "pins", "read_leases", "write_leases", "reads_pending"] {
+                until(name, || stat(name) == 0);
+            }
+            store.check().unwrap();
+        }
+        assert_eq!(self.disk.measure(), 0, "bytes above the cap");
+        self.change_disk(dice);
+    }
+
+    /// Between two lives, with nobody at the files: damage, or another disk, or nothing.
+    fn change_disk(&mut self, dice: &mut Dice) {
+        let is_honest = self.disk.is_honest.load(Ordering::SeqCst);
+        let what = dice.below(100);
+        if what >= 50 || !DirIsFree::wait(&self.disk.dir) {
+            return;
+        }
+        if what < 20 {
+            // A new disk; of what was saved before, nothing can come back.
+            std::fs::remove_dir_all(&self.disk.dir).unwrap();
+            self.recorder.forget(&self.recorder.all());
+            self.disk.has_lied.store(false, Ordering::SeqCst);
+            self.disk.is_honest.store(dice.in_100(50), Ordering::SeqCst);
+        } else if !is_honest {
+            let num_flips = damage_at_rest(&self.disk.dir, dice);
+            self.count("bits flipped at rest", num_flips);
+            self.disk.has_lied.store(true, Ordering::SeqCst);
+            self.recorder.remember();
+        }
+    }
+
+    fn report(&self, lives: u64, seconds: f64) -> String {
+        let load = |counter: &AtomicU64| counter.load(Ordering::SeqCst);
+        let is_operation = |what: &str| !what.contains(' ');
+        let operations: u64 = self.counts.iter().filter(|(what, _)| is_operation(what)).map(|(_, num)| num).sum();
+        let quoted = |counts: &BTreeMap<&str, u64>| {
+            counts.iter().map(|(what, num)| format!("\"{what}\": {num}")).collect::<Vec<_>>().join(", ")
+        };
+        format!(
+            "{{\"seed\": {}, \"seconds\": {seconds:.1}, \"lives\": {lives}, \"operations\": {operations}, \"chunk_reads\": {}, \
+             \"faulted_chunk_reads\": {}, \"faulted_and_good\": {}, \"reads_refused\": {}, \"reads_corrupt\": {}, \
+             \"chunk_writes\": {}, \"bytes_compared\": {}, \"wrong_bytes\": 0, \"bytes_above_cap\": {}, \
+             \"sizes_measured\": {}, \"longest_close_ms\": {}, \"faults\": {{{}}}, \"counts\": {{{}}}}}",
+            self.seed,
+            load(&self.reads.all),
+            load(&self.reads.faulted),
+            load(&self.reads.faulted_good),
+            load(&self.reads.refused),
+            load(&self.reads.corrupt),
+            load(&self.reads.writes),
+            self.bytes_compared,
+            self.disk.measure(),
+            load(&self.disk.num_measured),
+            self.longest_close.as_millis(),
+            quoted(&self.disk.files.faults_by_kind()),
+            quoted(&self.counts),
+        )
+    }
+}
+
+/// Whether the directory has no owner any more: the last call inside a closed tier gives it up.
+struct DirIsFree;
+
+impl DirIsFree {
+    fn wait(dir: &Path) -> bool {
+        let Ok(file) = std::fs::File::open(dir) else { return false };
+        let deadline = Instant::now() + Duration::from_secs(10);
+        while file.try_lock().is_err() {
+            if Instant::now() > deadline {
+                return false;
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        true
+    }
+}
+
+fn env(name: &str, default: u64) -> u64 {
+    // The environment is how a person and scripts/soak.sh say how long; a test has no arguments.
+    std::env::var(name).ok().map_or(default, |text| text.parse().expect("a number"))
+}
+
+/// Ends the process where nothing moves any more: a hang is a failure, not a wait.
+fn watch_pulse(pulse: &AtomicU64, over: &AtomicBool, seed: u64) {
+    let (mut last, mut since) = (0, Instant::now());
+    while !over.load(Ordering::SeqCst) {
+        std::thread::sleep(Duration::from_millis(50));
+        let now = pulse.load(Ordering::SeqCst);
+        if now != last {
+            (last, since) = (now, Instant::now());
+        }
+        if since.elapsed() > HANGS {
+            let _ = writeln!(std::io::stderr(), "HANG: seed {seed}, {now} operations");
+            std::process::abort();
+        }
+    }
+}
+
+#[test]
+fn what_was_acknowledged_is_served_right_or_not_at_all() {
+    static PANICS: AtomicU64 = AtomicU64::new(0);
+    let (seconds, seed) = (env("KV_FIRE_SECONDS", 20), env("KV_FIRE_SEED", 14));
+    // The store survives a panic of the tier, so that it has to be counted here.
+    let print = std::panic::take_hook();
+    std::panic::set_hook(Box::new(move |info| {
+        PANICS.fetch_add(1, Ordering::SeqCst);
+        print(info);
+    }));
+    let place = tempfile::tempdir_in("/dev/shm").or_else(|_| tempfile::tempdir()).unwrap();
+    let mut fire = Fire::new(&place.path().join("disk"), seed);
+    let (disk, pulse, over) = (Arc::clone(&fire.disk), Arc::clone(&fire.pulse), Arc::new(AtomicBool::new(false)));
+    std::thread::spawn(move || disk.burn(Dice(seed ^ 0xf1fe)));
+    let is_over = Arc::clone(&over);
+    std::thread::spawn(move || watch_pulse(&pulse, &is_over, seed));
+    let (start, mut dice, mut lives) = (Instant::now(), Dice(seed), 0);
+    let length = Duration::from_secs(seconds);
+    while start.elapsed() < length {
+        fire.live(&mut dice, length.saturating_sub(start.elapsed()));
+        lives += 1;
+        assert_eq!(PANICS.load(Ordering::SeqCst), 0, "something panicked");
+    }
+    fire.bury(End::UnderFire, &mut dice);
+    fire.disk.end();
+    over.store(true, Ordering::SeqCst);
+    // Past the harness, which shows nothing of a test that passes.
+    writeln!(std::io::stderr(), "{}", fire.report(lives, start.elapsed().as_secs_f64())).unwrap();
+    let reads = fire.reads.faulted.load(Ordering::SeqCst);
+    assert!(reads > 0 && fire.bytes_compared > 0, "there was no fire");
+}

@@ -1,0 +1,213 @@
+//! What was acknowledged, kept apart from the store: every chunk's versions, and what a leased frame must hold.
+//!
+//! Each save of a chunk is another version with other bytes. A lease may hand out only a version that was committed, of the
+//! chunk at that place of the prefix, and none from before a discard that had returned when the lease was taken.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, PoisonError};
+
+use kvloft_core::KeyChain;
+use kvloft_core::key::{ChunkKey, root_key};
+use kvloft_core::store::LeasedFrame;
+
+pub(crate) const FRAME: usize = 4096;
+pub(crate) const PER_CHUNK: u32 = 3;
+const FAMILIES: u32 = 24;
+const VARIANTS: u32 = 8;
+
+/// Random numbers that anybody can make again: `SplitMix64`.
+#[derive(Debug, Clone)]
+pub(crate) struct Dice(pub(crate) u64);
+
+impl Dice {
+    pub(crate) fn roll(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+
+    /// A number below `end`.
+    pub(crate) fn below(&mut self, end: usize) -> usize {
+        usize::try_from(self.roll() % end as u64).unwrap()
+    }
+
+    pub(crate) fn in_100(&mut self, percent: usize) -> bool {
+        self.below(100) < percent
+    }
+
+    pub(crate) fn pick<T: Copy>(&mut self, from: &[T]) -> T {
+        from[self.below(from.len())]
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Version {
+    Reserved,
+    Committed,
+    Aborted,
+}
+
+#[derive(Debug, Default)]
+struct Chunk {
+    children: Vec<usize>,
+    versions: Mutex<Vec<Version>>,
+    /// Versions below it are forgotten.
+    floor: AtomicU64,
+}
+
+#[derive(Debug)]
+pub(crate) struct Recorder {
+    pub(crate) prompts: Vec<KeyChain>,
+    ids: HashMap<ChunkKey, usize>,
+    chunks: Vec<Chunk>,
+}
+
+/// Makes the bytes of a version of a chunk: whose they are, then noise that is its own.
+pub(crate) fn write_bytes(chunk: usize, version: u64, into: &mut [u8; FRAME]) {
+    let mut noise = Dice((chunk as u64) << 40 ^ version);
+    let (words, _) = into.as_chunks_mut::<8>();
+    for word in &mut *words {
+        *word = noise.roll().to_le_bytes();
+    }
+    words[0] = (chunk as u64).to_le_bytes();
+    words[1] = version.to_le_bytes();
+}
+
+fn word(bytes: &[u8], nth: usize) -> u64 {
+    u64::from_le_bytes(bytes[nth * 8..nth * 8 + 8].try_into().unwrap())
+}
+
+impl Recorder {
+    pub(crate) fn new() -> Self {
+        let mut made = Self { prompts: Vec::new(), ids: HashMap::new(), chunks: Vec::new() };
+        for family in 0..FAMILIES {
+            for variant in 0..VARIANTS {
+                let len = 12 + (family * 7 + variant * 11) % 84;
+                let shared = len * variant / (2 * VARIANTS);
+                let token = |at: u32| family * 1000 + if at < shared { 0 } else { 1 + variant } + at * 100_000;
+                let mut chain = KeyChain::new(root_key(&[7; 32], None, None).unwrap(), 1).unwrap();
+                chain.append_tokens(&(0..len).map(token).collect::<Vec<_>>()).unwrap();
+                made.learn(&chain);
+                made.prompts.push(chain);
+            }
+        }
+        made
+    }
+
+    /// Every chunk that the prompt can have: each of its blocks may be the end of a tail.
+    fn learn(&mut self, chain: &KeyChain) {
+        let mut parent = None;
+        for (at, key) in (1..).zip(chain.keys()) {
+            let new = self.chunks.len();
+            let id = *self.ids.entry(*key).or_insert(new);
+            if id == new {
+                self.chunks.push(Chunk::default());
+                if let Some(parent) = parent {
+                    let parent: &mut Chunk = &mut self.chunks[parent];
+                    parent.children.push(id);
+                }
+            }
+            if at % PER_CHUNK == 0 {
+                parent = Some(id);
+            }
+        }
+    }
+
+    pub(crate) fn id(&self, key: &ChunkKey) -> usize {
+        self.ids[key]
+    }
+
+    fn with_versions<T>(&self, chunk: usize, work: impl FnOnce(&mut Vec<Version>) -> T) -> T {
+        work(&mut self.chunks[chunk].versions.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    /// A new version, for the frame that was reserved.
+    pub(crate) fn reserve(&self, chunk: usize) -> u64 {
+        self.with_versions(chunk, |versions| {
+            versions.push(Version::Reserved);
+            versions.len() as u64 - 1
+        })
+    }
+
+    fn set(&self, chunk: usize, version: u64, to: Version) {
+        self.with_versions(chunk, |versions| versions[usize::try_from(version).unwrap()] = to);
+    }
+
+    /// To be called before the commit is.
+    pub(crate) fn commit(&self, chunk: usize, version: u64) {
+        self.set(chunk, version, Version::Committed);
+    }
+
+    pub(crate) fn abort(&self, chunk: usize, version: u64) {
+        self.set(chunk, version, Version::Aborted);
+    }
+
+    /// The chunk and what hangs on it, each with its number of versions: to be taken before a discard.
+    pub(crate) fn below(&self, chunk: usize) -> Vec<(usize, u64)> {
+        let (mut found, mut next) = (Vec::new(), vec![chunk]);
+        while let Some(id) = next.pop() {
+            found.push((id, self.with_versions(id, |versions| versions.len() as u64)));
+            next.extend(&self.chunks[id].children);
+        }
+        found
+    }
+
+    /// All chunks, as `below`.
+    pub(crate) fn all(&self) -> Vec<(usize, u64)> {
+        (0..self.chunks.len()).map(|id| (id, self.with_versions(id, |versions| versions.len() as u64))).collect()
+    }
+
+    /// The discard returned: none of these versions may come back.
+    pub(crate) fn forget(&self, forgotten: &[(usize, u64)]) {
+        for &(id, floor) in forgotten {
+            self.chunks[id].floor.fetch_max(floor, Ordering::SeqCst);
+        }
+    }
+
+    /// What was forgotten may be found again: the disk was not told.
+    pub(crate) fn remember(&self) {
+        for chunk in &self.chunks {
+            chunk.floor.store(0, Ordering::SeqCst);
+        }
+    }
+
+    /// The least version of each block's chunk that a lease taken from now on may have.
+    pub(crate) fn floors(&self, chain: &KeyChain) -> Vec<u64> {
+        chain.keys().iter().map(|key| self.chunks[self.id(key)].floor.load(Ordering::SeqCst)).collect()
+    }
+
+    /// Whether these frames are the prefix of `chain` from position 0 on; the error says how they are not.
+    pub(crate) fn check_places(chain: &KeyChain, frames: &[LeasedFrame]) -> Result<(), String> {
+        let mut end = 0;
+        for leased in frames {
+            let fits = leased.first_block == end && (1..=PER_CHUNK).contains(&leased.num_blocks);
+            end += leased.num_blocks;
+            if !fits || chain.keys().get(end as usize - 1) != Some(&leased.key) {
+                return Err(format!("{leased:?} is not the next chunk of its prefix"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares every byte of a chunk's frame with what was committed, from version `floor` on; the error says how it is wrong.
+    pub(crate) fn check_bytes(&self, key: &ChunkKey, floor: u64, bytes: &[u8; FRAME]) -> Result<u64, String> {
+        let chunk = self.id(key);
+        let (whose, version) = (word(bytes, 0), word(bytes, 1));
+        let state = self.with_versions(chunk, |versions| versions.get(usize::try_from(version).unwrap()).copied());
+        if whose != chunk as u64 || state != Some(Version::Committed) || version < floor {
+            return Err(format!(
+                "chunk {chunk} has bytes of version {version} of {whose}, {state:?}; versions below {floor} are forgotten"
+            ));
+        }
+        let mut right = [0; FRAME];
+        write_bytes(chunk, version, &mut right);
+        if *bytes == right {
+            return Ok(version);
+        }
+        let at = bytes.iter().zip(&right).position(|(a, b)| a != b);
+        Err(format!("chunk {chunk}, version {version}: byte {at:?} is wrong"))
+    }
+}

@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Address and leak sanitizers over the two files with unsafe code: the core's tests, and the extension's token tests in Python.
+# It needs the nightly toolchain, and gcc's libasan and an environment of scripts/env.sh for the Python half.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+unset PYTHONPATH PYTHONHOME
+export RUSTFLAGS=-Zsanitizer=address CARGO_TARGET_DIR=target/sanitize KV_FIRE_SECONDS=${KV_FIRE_SECONDS:-20}
+TARGET=x86_64-unknown-linux-gnu
+PYTHON=${PYTHON:-$PWD/.venv-0.32.0/bin/python}
+
+cargo +nightly test --quiet --locked --target $TARGET -p kvloft-core --lib --test store_threads --test store_faults --test fire -- --skip no_order_of_disk_jobs
+
+PYO3_PYTHON=$PYTHON cargo +nightly build --quiet --locked --target $TARGET -p kvloft-py
+rm -rf build/sanitize
+mkdir -p build/sanitize
+cp -r python/kvloft build/sanitize/kvloft
+cp target/sanitize/$TARGET/debug/lib_core.so build/sanitize/kvloft/_core.abi3.so
+# The interpreter leaks on purpose, so leaks are the Rust half's.
+LD_PRELOAD=$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONPATH=build/sanitize \
+  "$PYTHON" -m pytest -q -p no:cacheprovider --noconftest tests/core/test_key_chain.py tests/core/test_keys.py tests/core/test_tag.py
