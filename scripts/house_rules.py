@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[1]
 UNSAFE_FILES = {"rust/core/src/io/arena.rs", "rust/py/src/tokens.rs"}
 ENVIRONMENT_FILE = "python/kvloft/config.py"
 PURE_FOLDERS = ("python/kvloft/plan/", "python/kvloft/seam/")
+PATCHES_FILE = "python/kvloft/vllm/patches.py"
 MAX_LINES = 500
 HEAVY = ("torch", "vllm", "numpy", "yaml", "rich")
 
@@ -54,9 +55,12 @@ def extension_elsewhere() -> Iterator[str]:
 
 
 def hidden_imports() -> Iterator[str]:
-    """No import goes around the contracts in pyproject.toml, which see import statements only."""
+    """No import goes around the contracts in pyproject.toml, which see import statements only.
+
+    But for the table of what is wrapped in vLLM: it names vLLM's modules, which its folder may import.
+    """
     for name, text in sources("python/kvloft", ".py"):
-        if re.search(r"\b(import_module|__import__|run_module|exec)\(", text):
+        if name != PATCHES_FILE and re.search(r"\b(import_module|__import__|run_module|exec)\(", text):
             yield f"{name}: imports a module by its name as a string, which no import contract sees"
 
 
