@@ -168,6 +168,8 @@ def _engine(results: dict[str, Any], ceiling_gbps: float | None) -> Iterator[str
     def row(what: str, path: tuple[str, ...], target: str = "", met: bool | None = None) -> str:
         values = [_get(results[name], path) for name in columns]
         cells = " | ".join("-" if value is None else f"{value:,.2f}" for value in values)
+        if target.endswith("nan"):
+            return f"| {what} | {cells} | not compared | |"
         return f"| {what} | {cells} | {target} | {'' if met is None else _verdict(met)} |"
 
     def parts(*path: str) -> Iterator[str]:
