@@ -46,6 +46,8 @@ class Trouble:
 class SlowMover:
     """See ``kvloft.transfer.mover.Mover``. ``owns(req_id, blocks)`` says whether vLLM still holds them for the request."""
 
+    usable_frames = None
+
     def __init__(
         self, layout: PagedLayout, frames: FrameWindow, kv: torch.Tensor, trouble: Trouble,
         owns: Callable[[str, Sequence[int]], bool],
