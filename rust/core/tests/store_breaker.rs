@@ -109,6 +109,13 @@ fn a_tier_that_hangs_is_left_alone_and_asked_again() {
     assert_eq!(store.acquire(&cold[1]).poll(), Progress::default());
     assert!(!store.take_events().is_empty());
     assert!(store.take_events().is_empty(), "each event once");
+    disk.wait(2); // a probe is due, but every thread hangs
+    let probe = store.acquire(&cold[0]);
+    assert_eq!(
+        (store.lookup(&cold[0]).stored_blocks, probe.poll()),
+        (0, Progress::default()),
+        "no thread is left to read"
+    );
     drop(gate);
     until("the hung reads end", || stat(&store, "frames_reserved") == 0);
     disk.wait(2);
