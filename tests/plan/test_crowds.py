@@ -319,3 +319,20 @@ def test_leases_end_by_time_and_what_was_read_is_still_there() -> None:
     assert not engine.store.open_leases
     assert ask(engine, requests) == [16]
     engine.core.close()
+
+
+def test_a_load_that_cannot_be_planned_is_not_counted_until_the_engine_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = warm()
+    request = Request("a", list(PROMPT), 2)
+    assert engine.core.match(request, 0) == WHOLE
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError
+
+    monkeypatch.setattr("kvloft.plan.core.plan_load", fail)
+    with pytest.raises(RuntimeError):
+        engine.core.admit(request, WHOLE, [1, 2, 3, 4])  # type: ignore[list-item]
+    engine.core.fail_load(request, WHOLE, [1, 2, 3, 4])  # type: ignore[list-item]
+    engine.core.finish(request.req_id)
+    assert not engine.store.open_leases
+    assert (engine.core._queue.waiting.num_chunks, engine.core._queue.loading.num_chunks) == (0, 0)

@@ -121,10 +121,10 @@ class SchedulerCore:
             tracker.drop_lease()
             self._queue.num_running += 1
             return
-        pins = self._queue.begin_load(tracker)
         load_id = self._next_load_id
         self._next_load_id += 1
         plan, lease, by_tier = plan_load(tracker, self._shape, num_tokens, load_id)
+        pins = self._queue.begin_load(tracker)  # only now: no report would take them from the count if that failed
         if not plan.lost:
             begin = tracker.local_tokens // self._shape.full.block_tokens
             end = begin + num_tokens // self._shape.full.block_tokens

@@ -109,6 +109,13 @@ fn a_tier_that_hangs_is_left_alone_and_asked_again() {
     assert_eq!(store.acquire(&cold[1]).poll(), Progress::default());
     assert!(!store.take_events().is_empty());
     assert!(store.take_events().is_empty(), "each event once");
+    disk.wait(2); // a probe is due, but every thread hangs
+    let probe = store.acquire(&cold[0]);
+    assert_eq!(
+        (store.lookup(&cold[0]).stored_blocks, probe.poll()),
+        (0, Progress::default()),
+        "no thread is left to read"
+    );
     drop(gate);
     until("the hung reads end", || stat(&store, "frames_reserved") == 0);
     disk.wait(2);
@@ -307,4 +314,18 @@ fn a_large_tree_is_forgotten_at_once_and_freed_in_slices() {
     drop(kept);
     store.clear();
     assert_eq!((stat(&store, "entries"), stat(&store, "frames_free")), (0, u64::from(LEAVES) + 1));
+}
+
+#[test]
+fn chunks_in_frames_that_are_held_back_do_not_cost_a_save() {
+    let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
+    let prompts = chains(3, 4, 0);
+    for prompt in &prompts[..2] {
+        assert_eq!(save_all(&store, prompt), 4);
+    }
+    drop(store.acquire(&prompts[0])); // in the lowest frames, and now used last
+    store.limit_frames(4);
+    assert_eq!(save_all(&store, &prompts[2]), 4);
+    assert_eq!(stat(&store, "host_evictions"), 8);
+    store.check().unwrap();
 }

@@ -68,6 +68,8 @@ pub(crate) struct DiskBooks {
     /// Reserved slots without a chunk, left by writes that failed.
     pub(super) spare: Vec<SlotId>,
     pub(super) clearing: Clearing,
+    /// Threads that do jobs, one at a time each.
+    pub(super) num_threads: usize,
     pub(super) under_way: Vec<UnderWay>,
     /// Of those, writes, and jobs that free slots.
     pub(super) writing: u32,
@@ -103,6 +105,7 @@ impl DiskBooks {
             stuck_until: Duration::ZERO,
             spare: Vec::new(),
             clearing: Clearing::No,
+            num_threads: usize::MAX,
             under_way: Vec::new(),
             writing: 0,
             freeing: 0,
@@ -143,7 +146,12 @@ impl DiskBooks {
 
     /// Whether reads may be asked for now.
     pub(super) fn answers(&self, now: Duration) -> bool {
-        self.attached == Attached::Yes && !self.stopping && self.reading.accepts(now)
+        self.attached == Attached::Yes && !self.stopping && self.reading.accepts(now) && !self.all_hang()
+    }
+
+    /// Whether no thread is left that could probe: what is asked for would wait for a job that may never end.
+    fn all_hang(&self) -> bool {
+        self.under_way.iter().filter(|job| job.hangs).count() >= self.num_threads
     }
 
     pub(super) fn is_broken(&self) -> bool {

@@ -120,6 +120,9 @@ impl Store {
         // A table that grows later would hold everybody up. Memory that is not used is not touched.
         let most_on_disk = if opener.is_some() { num_slots.min(MAX_RESERVED) } else { 0 };
         state.index.reserve(num_frames as usize + most_on_disk);
+        if let Some((books, settings)) = state.disk.as_mut().zip(config.disk.as_ref()) {
+            books.num_threads = settings.num_threads as usize;
+        }
         let disk = OnceLock::new();
         match opener.as_ref().map(|open| open()) {
             None => {}

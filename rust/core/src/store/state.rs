@@ -17,6 +17,8 @@ use crate::tier::host::HostTier;
 
 /// Chunks forgotten by one call: some 0.2 ms.
 const SLICE: usize = 256;
+/// Most chunks that leave for one frame.
+const MAX_VICTIMS: usize = 64;
 /// Most lines for people that wait to be taken.
 const MAX_EVENTS: usize = 64;
 
@@ -185,15 +187,18 @@ impl State {
 
     /// A free frame, made free if need be; None if every frame is in use. What must stay is held by the caller.
     pub(super) fn take_frame(&mut self) -> Option<FrameId> {
-        if let Some(frame) = self.host.take() {
-            return Some(frame);
+        // The first victim's frame will do, unless it is one that is held back now.
+        for _ in 0..MAX_VICTIMS {
+            if let Some(frame) = self.host.take() {
+                return Some(frame);
+            }
+            let victim = self.host_policy.victim()?;
+            debug_assert_eq!(self.index[victim].host_evictable, Some(true), "a policy returns evictable chunks only");
+            self.counters.host_evictions += 1;
+            self.counters.disk_dropped += u64::from(self.unwant(victim));
+            self.leave_host(victim, Removal::Evicted);
+            self.settle(victim);
         }
-        let victim = self.host_policy.victim()?;
-        debug_assert_eq!(self.index[victim].host_evictable, Some(true), "a policy returns evictable chunks only");
-        self.counters.host_evictions += 1;
-        self.counters.disk_dropped += u64::from(self.unwant(victim));
-        self.leave_host(victim, Removal::Evicted);
-        self.settle(victim);
         self.host.take()
     }
 
