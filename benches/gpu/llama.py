@@ -152,4 +152,5 @@ def worker_totals() -> dict[str, int]:
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
-    return dict(worker.core.lifetime) if worker is not None else {}
+    core = getattr(worker, "core", None)  # PegaFlow has a `_worker` too, of another kind
+    return dict(core.lifetime) if core is not None else {}
