@@ -60,34 +60,3 @@ class Mover(Protocol):
     def close(self) -> None:
         """Wait for everything in flight and give back what was taken; the mover is not used afterwards."""
         ...
-
-
-class BrokenMover:
-    """Stands in when no mover could be made: every save fails and every load is bad, which makes them misses."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        self._done = Finished()
-
-    usable_frames = None
-
-    def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
-        """Nothing is ever in flight."""
-
-    def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        self._done.failed += [ticket for plan in plans for ticket in plan.chunks.tickets()]
-
-    def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
-        for plan in plans:
-            self._done.bad_blocks.update(plan.blocks())
-            self._done.loads.append(LoadResult(plan.req_id, plan.load_id, failed=True))
-
-    def poll(self) -> Finished:
-        done, self._done = self._done, Finished()
-        return done
-
-    def drain(self) -> Finished:
-        return self.poll()
-
-    def close(self) -> None:
-        """Nothing was taken."""
