@@ -24,7 +24,7 @@ from kvloft.bench.link import Ceiling, HostFrames
 from kvloft.bench.rig import FRAME_ORDERS, Case, Rig
 from kvloft.transfer.cuda import lanes, mover, saves
 from kvloft.transfer.cuda.lanes import Tuning
-from kvloft.transfer.cuda.staging import RingSize
+from kvloft.transfer.cuda.lanes import RingSize
 
 PAGE, PART, CHUNKS = 4096, 8192, 30
 GATE_COMMANDS = 40

@@ -25,7 +25,7 @@ from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import jobs
 from kvloft.transfer.cuda.pieces import Piece
 from kvloft.transfer.cuda.shared import NUM_MARKS
-from kvloft.transfer.cuda.staging import RingSize
+from kvloft.transfer.cuda.lanes import RingSize, Sent
 
 DEADLINE_S = 20.0 * float(os.environ.get("TEST_PACE", "1"))
 BLOCKS = 300
@@ -89,11 +89,11 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(monkeypatch
         copies = copies_of(list(range(20)), [[block] for block in range(20)])
         submit = mover.saves.submit
 
-        def slow(piece: Piece) -> int:
-            if threading.current_thread() is not threading.main_thread() and not mover._saves.flights.queued:
+        def slow(piece: Piece, **more: bool) -> Sent:
+            if threading.current_thread() is not threading.main_thread() and not mover._saves.queued:
                 is_at_last.set()
                 assert may_send.wait(DEADLINE_S)
-            return submit(piece)
+            return submit(piece, **more)
 
         monkeypatch.setattr(mover.saves, "submit", slow)
         mover.begin_step(())

@@ -25,7 +25,7 @@ from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda.driver import CudaError
-from kvloft.transfer.cuda.staging import RingSize
+from kvloft.transfer.cuda.lanes import RingSize
 
 
 @pytest.fixture(autouse=True)

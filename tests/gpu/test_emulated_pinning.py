@@ -25,7 +25,7 @@ from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import mover as mover_module
 from kvloft.transfer.cuda import pinning
 from kvloft.transfer.cuda.mover import CudaMover
-from kvloft.transfer.cuda.staging import RingSize
+from kvloft.transfer.cuda.lanes import RingSize
 
 BLOCKS = 60
 
@@ -177,7 +177,7 @@ def test_loads_go_by_dma_where_their_frames_are_pinned(rig: Rig, monkeypatch: py
     told: list[tuple[int, bool]] = []
     submit = rig.mover.loads.submit
 
-    def noted(piece: Any, *, is_pinned: bool) -> int:
+    def noted(piece: Any, *, is_pinned: bool) -> Any:
         told.append((max(run.frame + run.num_rows for run in piece.runs), is_pinned))
         return submit(piece, is_pinned=is_pinned)
 

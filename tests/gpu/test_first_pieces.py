@@ -25,7 +25,8 @@ from kvloft.transfer.cuda import mover as mover_module
 from kvloft.transfer.cuda import saves as saves_module
 from kvloft.transfer.cuda.jobs import Load, Mark, QueuedLoad
 from kvloft.transfer.cuda.mover import CudaMover
-from kvloft.transfer.cuda.staging import RingSize
+from kvloft.transfer.cuda.shared import NUM_MARKS
+from kvloft.transfer.cuda.lanes import RingSize
 
 PER_PIECE, BLOCKS = 6, 120
 
@@ -165,14 +166,14 @@ def test_a_load_that_cannot_be_made_takes_no_other_with_it(rig: Rig) -> None:
     assert done.bad_blocks == {72, 10**6, BLOCKS}
     assert torch.equal(rig.paged.payload([70, 71, 74, 75]), rig.paged.payload([0, 1, 4, 5]))
     rig.mover.begin_step(())
-    assert all(not mark.users for mark in rig.mover._shared.spare_marks)
+    assert len(rig.mover._shared.spare_marks) >= NUM_MARKS, "marks leak"
 
 
 def test_what_other_steps_load_makes_no_first_piece_small(rig: Rig) -> None:
     """Their chunks cannot be in it."""
     loads = [Load(LoadPlan(ReqId("l"), i, batch_of(copies_of(range(4), [[0]] * 4))), 4, []) for i in range(2)]
     for load_ in loads:
-        mark = Mark(mover_module.driver.Event(), users=1)
+        mark = Mark(mover_module.driver.Event(), [])
         rig.mover._loads.waiting.append(QueuedLoad(load_, load_.plan.chunks, mark))
     taken, owners, _ = rig.mover._loads._take()
     assert len(taken) == 4 and owners == [(loads[0], 4)]
@@ -192,7 +193,7 @@ def test_nothing_is_sorted_before_the_first_piece_is_out() -> None:
             return found
 
     batch, copies = batch_of(copies_of(range(100), [[0]] * 100)), Watched()
-    waiting = QueuedLoad(Load(LoadPlan(ReqId("l"), 0), 100, []), copies, Mark(event=None))  # type: ignore[arg-type]
+    waiting = QueuedLoad(Load(LoadPlan(ReqId("l"), 0), 100, []), copies, Mark(None, []))  # type: ignore[arg-type]
     for room in (2, 4):
         waiting.take(room, per_piece=PER_PIECE, is_last=True)
         assert Watched.longest == room
@@ -214,7 +215,7 @@ def test_loads_behind_others_that_still_run_are_full_pieces(rig: Rig) -> None:
 )  # fmt: skip
 def test_a_load_hands_out_each_chunk_once_in_the_order_of_frames(num: int, per_piece: int, rooms: list[int], seed: Any) -> None:
     copies = copies_of(seed.sample(range(1000), num), [[0]] * num)
-    waiting = QueuedLoad(Load(LoadPlan(ReqId("l"), 0), num, []), batch_of(copies), Mark(event=None))  # type: ignore[arg-type]
+    waiting = QueuedLoad(Load(LoadPlan(ReqId("l"), 0), num, []), batch_of(copies), Mark(None, []))  # type: ignore[arg-type]
     handed: list[ChunkCopy] = []
     while waiting.num_left:
         room = min(rooms[len(handed) % len(rooms)], per_piece)

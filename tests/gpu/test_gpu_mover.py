@@ -28,7 +28,8 @@ from kernels_oracle import chunk_tag
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
-from kvloft.transfer.cuda.staging import RingSize
+from kvloft.transfer.cuda.lanes import RingSize
+from kvloft.transfer.cuda.trailers import trailers_of
 
 LAYOUTS = {
     "per_layer_16": lambda: per_layer(5, 37, 4096 * 3),
@@ -80,7 +81,7 @@ def test_round_trip_is_bitwise(layout: str, route: str, blocks_per_chunk: int) -
         copies = copies_of(places, chunks)
         done = save(mover, copies)
         assert sorted(done.saved) == [copy.ticket for copy in copies] and not done.failed
-        trailers = frames.memory.trailers()
+        trailers = trailers_of(frames.memory)
         for frame, blocks in zip(places, chunks, strict=True):
             want = paged.payload(blocks).cpu().numpy()
             assert np.array_equal(frames.parts[frame, : len(want)], want)

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from kvloft.transfer.cuda.frame_memory import FrameMemory, Trailers
+from kvloft.transfer.cuda.trailers import Trailers
+from kvloft.transfer.frames import FrameMemory
 
 PART, FRAMES, BLOCK = 8192, 6, 1000
 

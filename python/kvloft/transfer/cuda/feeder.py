@@ -9,33 +9,31 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
-from typing import Any
+from typing import Protocol
 
 from kvloft.transfer.cuda import driver
 
 
+class Fed(Protocol):
+    """What has copies to send. Both methods are called under the lock."""
+
+    def awaited(self) -> driver.Event | None:
+        """After which event more can be sent; None means that nothing is queued, and the thread sleeps until `Feeder.wake`."""
+        ...
+
+    def feed(self) -> None:
+        """Send what there is room for. Must not raise."""
+        ...
+
+
 class Feeder:
-    """Calls ``send`` under ``lock`` each time the event that ``awaited`` names has passed.
+    """Has ``fed`` send under ``lock`` each time the event that it awaits has passed."""
 
-    ``awaited`` is called under ``lock`` too; None means that nothing is queued, and the thread sleeps until `wake`. ``send``
-    must not raise.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        lock: threading.RLock,
-        context: Any,
-        *,
-        awaited: Callable[[], driver.Event | None],
-        send: Callable[[], None],
-    ) -> None:
-        """Starts the thread, in the CUDA context ``context`` (None: in none)."""
+    def __init__(self, name: str, lock: threading.RLock, fed: Fed) -> None:
+        """Starts the thread, in the CUDA context that is current."""
         self._changed = threading.Condition(lock)
-        self._awaited = awaited
-        self._send = send
-        self._context = context
+        self._fed = fed
+        self._context = driver.current_context()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -52,18 +50,17 @@ class Feeder:
         self._thread.join()
 
     def _run(self) -> None:
-        if self._context is not None:
-            driver.use_context(self._context)
+        driver.use_context(self._context)
         while (event := self._wait_for_work()) is not None:
             with contextlib.suppress(driver.CudaError):  # whoever sends meets the same error, and says so
                 event.synchronize()
             with self._changed:
-                self._send()
+                self._fed.feed()
 
     def _wait_for_work(self) -> driver.Event | None:
         with self._changed:
             while not self._closing:
-                if (event := self._awaited()) is not None:
+                if (event := self._fed.awaited()) is not None:
                     return event
                 self._changed.wait()
         return None

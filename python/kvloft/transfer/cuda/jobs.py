@@ -52,16 +52,20 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A point in the compute stream for queued jobs to start after. While there are ``users``, it is not recorded again."""
+    """A point in the compute stream for queued jobs to start after. When nobody has it any more, its event is used again."""
 
     event: driver.Event
-    users: int = 0
+    spare: list[driver.Event]
+
+    def __del__(self) -> None:
+        self.spare.append(self.event)
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Chunks that finish together: as many as one piece takes, or one that takes many pieces. None is touched before ``after``.
+    """Chunks that finish together: as many as one piece takes, or one that takes many pieces.
 
+    None is touched before ``after``, which is forgotten once the first piece is behind it on the GPU.
     ``tags`` are what the kernels found so far; for loads, ``wanted_tags`` is what the trailers say, ``problems`` is what they
     lack, and ``owners`` are the loads and how many of the chunks, in order, are theirs.
     """
@@ -70,22 +74,12 @@ class Job:
     table: ChunkTable
     pieces: Sequence[Piece]
     tags: npt.NDArray[np.uint64]
-    after: Mark
+    after: Mark | None
     wanted_tags: npt.NDArray[np.uint64] | None = None
     problems: dict[int, str] = field(default_factory=dict)
     owners: Sequence[tuple[Load, int]] = ()
-    is_dropped: bool = False
-    """A save of which some was not copied."""
-
-
-@dataclass(slots=True)
-class InFlight:
-    """A piece that is on the GPU since ``submitted``."""
-
-    job: Job
-    piece: Piece
-    ticket: int
-    submitted: float
+    is_all_pinned: bool = True
+    """Whether the frames of every piece were pinned when it was sent; where not, a save was not made."""
 
 
 @dataclass(slots=True)

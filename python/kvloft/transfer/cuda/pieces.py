@@ -56,20 +56,18 @@ class Run(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """One launch. Segment bases are relative to the slot; segment s belongs to chunk ``begin + s``, and more may be there.
+    """One launch, of chunks [begin, end) or of a part of one.
 
-    Chunks [begin, done_end) are complete after it; a chunk in several pieces is complete after its last.
+    Segment bases are relative to the slot; segment s belongs to chunk ``begin + s``, and more may be there.
     """
 
     begin: int
     end: int
-    done_end: int
     segments: npt.NDArray[Any]
     block_ids: npt.NDArray[np.int32]
     num_tiles: int
     num_bytes: int
     runs: tuple[Run, ...]
-    is_rest_of_chunk: bool = False
 
     @property
     def num_segments(self) -> int:
@@ -122,7 +120,7 @@ def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape) -> Piec
     are_full = total == num_chunks * shape.blocks_per_chunk
     segments = shape.full_segments if are_full else _segments(np.array(lengths), shape)
     return Piece(
-        begin, end, end, segments, table.block_ids[first:last], total * tiles.tiles_per_block, total * tiles.block_bytes,
+        begin, end, segments, table.block_ids[first:last], total * tiles.tiles_per_block, total * tiles.block_bytes,
         tuple(_runs(table.frames[begin:end], lengths, shape, are_full=are_full)),
     )  # fmt: skip
 
@@ -165,9 +163,9 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Pie
         segments["chunk_tile"] = tile
         segments["block_index"] = -first_block
         yield Piece(
-            chunk, chunk + 1, chunk + 1 if stop == num_tiles else chunk, segments,
+            chunk, chunk + 1, segments,
             table.block_ids[first_id + first_block : first_id + last_block + 1], stop - tile, end_byte - begin_byte,
-            (Run(table.frames[chunk], begin_byte, head, end_byte - begin_byte, 1),), tile > 0,
+            (Run(table.frames[chunk], begin_byte, head, end_byte - begin_byte, 1),),
         )  # fmt: skip
         tile = stop
 

@@ -1,17 +1,18 @@
-"""This rank's parts of all frames as plain addresses, and their trailers as one numpy column.
+"""The trailers of this rank's parts as one numpy column.
 
-Trailers are written and read for many frames at once, with a tag that the GPU made: the format is ARCHITECTURE.md's, and a test
+They are written and read for many frames at once, with a tag that the GPU made: the format is ARCHITECTURE.md's, and a test
 holds it against `_core.Arena`. It must not know streams or plans.
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+from kvloft.transfer.frames import FrameMemory
 
 MAGIC: Final = b"KVLOFT02"
 TRAILER: Final = np.dtype(
@@ -21,41 +22,18 @@ TRAILER: Final = np.dtype(
 assert TRAILER.itemsize == 128
 
 
-@dataclass(frozen=True, slots=True)
-class FrameMemory:
-    """Frames at ``address + frame * frame_bytes``; ours is the part of ``part_bytes`` at ``part_offset`` in each."""
-
-    address: int
-    num_frames: int
-    frame_bytes: int
-    part_offset: int
-    part_bytes: int
-    rank: int
-    owner: object
-    """Whatever keeps the memory mapped."""
-    is_shared: bool = False
-    """Whether other ranks use these frames too."""
-
-    @property
-    def size_bytes(self) -> int:
-        return self.num_frames * self.frame_bytes
-
-    def part(self, frame: int) -> int:
-        """Address of our part of ``frame``."""
-        return self.address + frame * self.frame_bytes + self.part_offset
-
-    def trailers(self) -> npt.NDArray[Any]:
-        """[num_frames] of `TRAILER`, a view of the memory itself."""
-        raw = (ctypes.c_uint8 * self.size_bytes).from_address(self.address)
-        offset = self.part_offset + self.part_bytes - TRAILER.itemsize
-        return np.ndarray((self.num_frames,), TRAILER, raw, offset, (self.frame_bytes,))
+def trailers_of(memory: FrameMemory) -> npt.NDArray[Any]:
+    """[num_frames] of `TRAILER`, a view of the memory itself."""
+    raw = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
+    offset = memory.part_offset + memory.part_bytes - TRAILER.itemsize
+    return np.ndarray((memory.num_frames,), TRAILER, raw, offset, (memory.frame_bytes,))
 
 
 class Trailers:
     """Seals and checks frames of one layout."""
 
     def __init__(self, memory: FrameMemory, *, layout: bytes, block_bytes: int) -> None:
-        self._column = memory.trailers()
+        self._column = trailers_of(memory)
         self._block_bytes = block_bytes
         blank: npt.NDArray[Any] = np.zeros(1, TRAILER)
         blank["magic"] = np.frombuffer(MAGIC, dtype="V8")
