@@ -98,14 +98,10 @@ __device__ __forceinline__ u64 move_tile(const u8* __restrict__ from, u8* __rest
   return sum;
 }
 
-__device__ __forceinline__ u64 warp_sum(u64 sum) {
+// Adds up what the lanes of a warp have of a segment's sum.
+__device__ __forceinline__ void flush_sum(const PieceParams& p, const u32 segment, u64 sum) {
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) sum += __shfl_down_sync(0xffffffffu, sum, distance);
-  return sum;
-}
-
-__device__ __forceinline__ void flush_sum(const PieceParams& p, const u32 segment, const u64 lane_sum) {
-  const u64 sum = warp_sum(lane_sum);
   if (threadIdx.x % kWarpSize == 0) atomicAdd(&p.sums[segment], sum);
 }
 

@@ -165,7 +165,7 @@ def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict
             wave(engine, [engine.prompt(options["context"] // 4) for _ in range(4)])
             worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
             mover = worker.core._mover if worker is not None else None
-            pinned = getattr(mover, "num_pinned_bytes", 0)
+            pinned = mover._shared.pinned.num_pinned_bytes if hasattr(mover, "_shared") else 0
             rows.append({"at_s": time.perf_counter() - begin, "pinned_gib": pinned / 2**30, **worker_totals()})
     last = rows[-1]
     counts = {f"{what}_chunks": last.get(f"{what}_chunks", 0) for what in ("saved", "failed")}

@@ -250,7 +250,7 @@ def emulated(seed: int = 0) -> Iterator[Gpu]:
     with pytest.MonkeyPatch.context() as patch:
         for name in ("mover", "saves", "loads", "shared", "lanes", "feeder", "pinning"):
             patch.setattr(f"kvloft.transfer.cuda.{name}.driver", fake)
-        patch.setattr(mover_module, "_pci_bus_id", lambda _: "")
+        patch.setattr(mover_module, "numa_node_of", lambda _: None)
         patch.setattr(mover_module, "_current_stream", lambda _: gpu.compute.handle)
         patch.setattr(torch.cuda, "current_stream", lambda _=None: SimpleNamespace(cuda_stream=0, synchronize=lambda: None))
         patch.setattr(mover_module, "ramp", lambda chunks_per_piece, *_: tuple(range(1, chunks_per_piece)))  # as of large chunks

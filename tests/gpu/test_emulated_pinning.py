@@ -25,7 +25,6 @@ from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import mover as mover_module
 from kvloft.transfer.cuda import pinning
 from kvloft.transfer.cuda.mover import CudaMover
-from kvloft.transfer.cuda.lanes import RingSize
 
 BLOCKS = 60
 
@@ -93,7 +92,7 @@ def make_rig(patch: pytest.MonkeyPatch, *, gathers_first: bool = False, num_rank
     paged = per_layer(2, BLOCKS, 900)
     paged.randomize(1)
     frames = Frames(BLOCKS, part_bytes_for(paged.block_bytes), num_ranks=num_ranks)
-    mover = make_mover(paged, frames, 1, gathers_first=gathers_first, ring=RingSize(2, 3 * 4096))
+    mover = make_mover(paged, frames, 1, gathers_first=gathers_first, ring=(2, 3 * 4096))
     pins = mover._shared.pinned
     assert isinstance(pins, Pins)
     return Rig(paged, frames, mover, pins)

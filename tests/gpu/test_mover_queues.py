@@ -24,7 +24,6 @@ from kvloft.transfer.frames import FrameMemory
 from kvloft.transfer.cuda.kernels import BlockTiles
 from kvloft.transfer.cuda.lanes import MAX_PIECES, Tuning
 from kvloft.transfer.cuda.mover import SLOTS_AHEAD, CudaMover
-from kvloft.transfer.cuda.lanes import RingSize
 
 NUM_BLOCKS, NUM_FRAMES, PART, BLOCK_BYTES, CHUNKS_A_SLOT = 40, 4000, 4096, 3800, 3
 LOADED = 64
@@ -93,7 +92,7 @@ class Queues(RuleBasedStateMachine):
         pinned = SimpleNamespace(is_complete=True, close=lambda: None)
         for name, value in {
             "Lane": lambda *_, to_host: Lane(self.clock, "save" if to_host else "load"), "PinnedRange": lambda *_, **__: pinned,
-            "numa_node_of": lambda _: 0, "_pci_bus_id": lambda _: "",
+            "numa_node_of": lambda _: 0,
             "Feeder": lambda *_, **__: SimpleNamespace(wake=lambda: None),
         }.items():  # fmt: skip
             self.patch.setattr(mover_module, name, value)
@@ -111,7 +110,7 @@ class Queues(RuleBasedStateMachine):
         kernels: Any = SimpleNamespace(
             block_tiles=BlockTiles(BLOCK_BYTES, 1, np.zeros(1, dtype=np.int64)), tiles=SimpleNamespace(device=None)
         )
-        tuning = Tuning(RingSize(2, CHUNKS_A_SLOT * PART))
+        tuning = Tuning(2, CHUNKS_A_SLOT * PART)
         self.mover = CudaMover(layout, memory, kernels, blocks_per_chunk=1, tuning=tuning)
         self.mover.loads.before_submit = self.load_is_sent  # type: ignore[attr-defined]
         frames = np.arange(LOADED)

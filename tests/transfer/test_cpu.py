@@ -146,7 +146,7 @@ def test_ranks_share_a_frame_without_touching_each_other() -> None:
     first = bench.frames.bytes.clone()
     bench.fill(2)
     save(other, copy_of(0, (4, 5, 6)))
-    part = window.part_bytes
+    part = window.memory.part_bytes
     assert torch.equal(bench.frames.bytes[0, :part], first[0, :part])
     assert load(bench.mover, copy_of(0, (1, 2, 3))) == ([], set())
     assert load(other, copy_of(0, (1, 2, 3))) == ([], set())

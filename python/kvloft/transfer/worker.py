@@ -7,14 +7,13 @@ ordering allows, then takes the report. Each is idempotent within a step, becaus
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
 
 from kvloft.seam.ids import BlockId, ReqId, Ticket
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
-from kvloft.seam.shape import ArenaSpec, CacheShape
+from kvloft.seam.shape import CacheShape
 from kvloft.transfer.frames import FrameWindow
 from kvloft.transfer.layout import PagedLayout, read_layout
 from kvloft.transfer.mover import Finished, Mover
@@ -51,8 +50,6 @@ class WorkerCore:
         self._pending = Finished()
         self._num_announced = 0
         self._totals = Finished()
-        self.lifetime: Counter[str] = Counter()
-        """Bytes and chunks since the start: saved_bytes, loaded_bytes, saved_chunks, failed_chunks, loads, bad_chunks."""
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, fingerprint: str) -> PagedLayout:
         """Learn where the pages are. Raises LayoutError for layouts, UnsupportedError for GPUs that cannot be served."""
@@ -161,15 +158,13 @@ class WorkerCore:
             try:
                 if self._layout is None or self._plan.arena is None or self._make_mover is None:
                     raise RuntimeError("a plan came before the KV caches were registered")
-                self._mover = self._make_mover(self._layout, self._window(self._layout, self._plan.arena))
+                payload_bytes = self._layout.block_bytes * self._shape.full.blocks_per_chunk
+                window = FrameWindow(self._plan.arena, self._shape, shard=self._shard, payload_bytes=payload_bytes)
+                self._mover = self._make_mover(self._layout, window)
             except (RuntimeError, ValueError, OSError) as error:
                 logger.error("kvloft: this worker cannot move pages, so nothing is cached: %s", error)
                 self._could_be_made = False
         return self._mover
-
-    def _window(self, layout: PagedLayout, arena: ArenaSpec) -> FrameWindow:
-        payload_bytes = layout.block_bytes * self._shape.full.blocks_per_chunk
-        return FrameWindow(arena, self._shape, shard=self._shard, payload_bytes=payload_bytes)
 
     def _hand_over(self, submit: Callable[[Mover], None], fail: Callable[[], None]) -> None:
         """Give the mover copies of this step. If it breaks, what it took comes back first, then ``fail`` reports the rest."""
@@ -212,12 +207,6 @@ class WorkerCore:
         pending.failed += done.failed
         pending.loads += done.loads
         pending.bad_blocks |= done.bad_blocks
-        if done.saved or done.failed or done.loads or done.num_bytes_saved or done.num_bytes_loaded:
-            bad_chunks = sum(len(result.bad_keys) for result in done.loads)
-            self.lifetime.update(
-                saved_bytes=done.num_bytes_saved, loaded_bytes=done.num_bytes_loaded, saved_chunks=len(done.saved),
-                failed_chunks=len(done.failed), loads=len(done.loads), bad_chunks=bad_chunks,
-            )  # fmt: skip
         totals.num_bytes_saved += done.num_bytes_saved
         totals.num_bytes_loaded += done.num_bytes_loaded
         totals.seconds_saving += done.seconds_saving

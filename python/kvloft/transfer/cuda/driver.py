@@ -18,41 +18,28 @@ import numpy as np
 NOT_READY: Final = 600
 """CUDA_ERROR_NOT_READY, the answer of a query, not an error."""
 _HOST, _DEVICE = 1, 2
-_STREAM_ORDER = 1
+_BATCH_ATTRIBUTES, _BATCH_FIRST = (c_int * 6)(1), c_size_t(0)
+"""CUmemcpyAttributes of all copies of a batch: sources are read in stream order; no hints of locations, no flags."""
 _NON_BLOCKING = 1
 _QUIET_EVENT = 1 | 2
 """CU_EVENT_BLOCKING_SYNC, CU_EVENT_DISABLE_TIMING."""
 _PORTABLE_AND_MAPPED = 1 | 2
 
-_ARGUMENTS: Final[dict[str, tuple[Any, ...]]] = {
-    "cuCtxGetCurrent": (c_void_p,),
-    "cuCtxGetStreamPriorityRange": (c_void_p, c_void_p),
-    "cuCtxSetCurrent": (c_void_p,),
-    "cuCtxSynchronize": (),
-    "cuDriverGetVersion": (c_void_p,),
-    "cuEventCreate": (c_void_p, c_uint),
-    "cuEventDestroy_v2": (c_void_p,),
-    "cuEventElapsedTime": (c_void_p, c_void_p, c_void_p),
-    "cuEventQuery": (c_void_p,),
-    "cuEventRecord": (c_void_p, c_void_p),
-    "cuEventSynchronize": (c_void_p,),
-    "cuLaunchKernel": (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p),
-    "cuMemFreeHost": (c_void_p,),
-    "cuMemHostAlloc": (c_void_p, c_size_t, c_uint),
-    "cuMemHostRegister_v2": (c_void_p, c_size_t, c_uint),
-    "cuMemHostUnregister": (c_void_p,),
-    "cuMemcpy2DAsync_v2": (c_void_p, c_void_p),
-    "cuMemcpyAsync": (c_uint64, c_uint64, c_size_t, c_void_p),
-    "cuMemcpyBatchAsync": (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p),
-    "cuMemcpyDtoHAsync_v2": (c_void_p, c_uint64, c_size_t, c_void_p),
-    "cuMemcpyHtoDAsync_v2": (c_uint64, c_void_p, c_size_t, c_void_p),
-    "cuModuleGetFunction": (c_void_p, c_void_p, c_void_p),
-    "cuModuleLoadData": (c_void_p, c_void_p),
-    "cuStreamCreateWithPriority": (c_void_p, c_uint, c_int),
-    "cuStreamDestroy_v2": (c_void_p,),
-    "cuStreamSynchronize": (c_void_p,),
-    "cuStreamWaitEvent": (c_void_p, c_void_p, c_uint),
-}
+_SIGNATURES: Final[tuple[tuple[str, tuple[Any, ...]], ...]] = (
+    ("cuCtxSynchronize", ()),
+    ("cuCtxGetCurrent cuCtxSetCurrent cuDriverGetVersion cuMemFreeHost cuMemHostUnregister", (c_void_p,)),
+    ("cuEventDestroy_v2 cuEventQuery cuEventSynchronize cuStreamDestroy_v2 cuStreamSynchronize", (c_void_p,)),
+    ("cuCtxGetStreamPriorityRange cuEventRecord cuMemcpy2DAsync_v2 cuModuleLoadData", (c_void_p, c_void_p)),
+    ("cuEventElapsedTime cuModuleGetFunction", (c_void_p, c_void_p, c_void_p)),
+    ("cuEventCreate", (c_void_p, c_uint)),
+    ("cuMemHostAlloc cuMemHostRegister_v2", (c_void_p, c_size_t, c_uint)),
+    ("cuStreamCreateWithPriority", (c_void_p, c_uint, c_int)),
+    ("cuStreamWaitEvent", (c_void_p, c_void_p, c_uint)),
+    ("cuMemcpyAsync cuMemcpyDtoHAsync_v2 cuMemcpyHtoDAsync_v2", (c_uint64, c_uint64, c_size_t, c_void_p)),
+    ("cuMemcpyBatchAsync", (c_void_p, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p, c_size_t, c_void_p, c_void_p)),
+    ("cuLaunchKernel", (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p)),
+)
+_ARGUMENTS: Final = {name: arguments for names, arguments in _SIGNATURES for name in names.split()}
 """By the name that the library exports, which stands for one signature for ever."""
 
 
@@ -132,9 +119,14 @@ class Stream:
     def copy_rows(
         self, *, host: int, host_pitch: int, device: int, device_pitch: int, row_bytes: int, num_rows: int, to_host: bool
     ) -> None:
-        """Equally spaced runs of bytes in one copy-engine command."""
-        sides = _Side(0, 0, _HOST, host, 0, 0, host_pitch), _Side(0, 0, _DEVICE, 0, device, 0, device_pitch)
-        copy = _Copy2D(*(sides[::-1] if to_host else sides), row_bytes, num_rows)
+        """Equally spaced runs of bytes in one copy-engine command.
+
+        CUDA_MEMCPY2D is from where, to where, and the rows' size and number; a side is x, y, kind of memory, addresses on the host,
+        on the device and of an array, and bytes from one row to the next.
+        """
+        sides = (0, 0, _HOST, host, 0, 0, host_pitch), (0, 0, _DEVICE, 0, device, 0, device_pitch)
+        source, to = sides[::-1] if to_host else sides
+        copy = (c_uint64 * 16)(*source, *to, row_bytes, num_rows)
         _cu.cuMemcpy2DAsync_v2(ctypes.addressof(copy), self.handle)
 
     def copy_batch(self, to: Sequence[int], source: Sequence[int], num_bytes: Sequence[int]) -> None:
@@ -160,34 +152,6 @@ class Stream:
 
     def destroy(self) -> None:
         _cu.cuStreamDestroy_v2(self.handle)
-
-
-class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes: in what order sources are read, two location hints that pinned memory does not need, flags."""
-
-    _fields_ = (("source_order", c_int), ("hints", c_int * 4), ("flags", c_uint))
-
-
-_BATCH_ATTRIBUTES = _CopyAttributes(source_order=_STREAM_ORDER)
-_BATCH_FIRST = c_size_t(0)
-
-
-class _Side(ctypes.Structure):
-    """Where from, or where to: host or device, and bytes from one row to the next."""
-
-    _fields_ = (
-        ("x", c_size_t), ("y", c_size_t), ("kind", c_int), ("host", c_uint64), ("device", c_uint64), ("array", c_uint64),
-        ("pitch", c_size_t),
-    )  # fmt: skip
-
-
-class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D."""
-
-    _fields_ = (("source", _Side), ("to", _Side), ("row_bytes", c_size_t), ("num_rows", c_size_t))
-
-
-assert ctypes.sizeof(_Copy2D) == 128
 
 
 class Event:

@@ -9,30 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from typing import Protocol
 
 from kvloft.transfer.cuda import driver
-
-
-class Fed(Protocol):
-    """What has copies to send. Both methods are called under the lock."""
-
-    def awaited(self) -> driver.Event | None:
-        """After which event more can be sent; None means that nothing is queued, and the thread sleeps until `Feeder.wake`."""
-        ...
-
-    def feed(self) -> None:
-        """Send what there is room for. Must not raise."""
-        ...
+from kvloft.transfer.cuda.shared import Half
 
 
 class Feeder:
-    """Has ``fed`` send under ``lock`` each time the event that it awaits has passed."""
+    """Feeds ``half`` under ``lock`` each time the event that it awaits has passed; sleeps while it awaits none, until `wake`."""
 
-    def __init__(self, name: str, lock: threading.RLock, fed: Fed) -> None:
+    def __init__(self, name: str, lock: threading.RLock, half: Half) -> None:
         """Starts the thread, in the CUDA context that is current."""
         self._changed = threading.Condition(lock)
-        self._fed = fed
+        self._half = half
         self._context = driver.current_context()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -51,16 +39,13 @@ class Feeder:
 
     def _run(self) -> None:
         driver.use_context(self._context)
-        while (event := self._wait_for_work()) is not None:
+        while True:
+            with self._changed:
+                while (event := self._half.awaited()) is None and not self._closing:
+                    self._changed.wait()
+                if event is None or self._closing:
+                    return
             with contextlib.suppress(driver.CudaError):  # whoever sends meets the same error, and says so
                 event.synchronize()
             with self._changed:
-                self._fed.feed()
-
-    def _wait_for_work(self) -> driver.Event | None:
-        with self._changed:
-            while not self._closing:
-                if (event := self._fed.awaited()) is not None:
-                    return event
-                self._changed.wait()
-        return None
+                self._half.feed()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import cycle
 from typing import Any, Final
 
@@ -28,33 +29,8 @@ FEW_RUNS: Final = 2
 FEW_ROWS: Final = 8
 """Of a piece with more runs than that, those of so few rows go in one batch: the link idles for 5 us between commands."""
 
-DEFAULT_STAGING_BYTES: Final = 80 << 20
-"""Of one direction. A kernel that fills the GPU holds the next gather back for its whole length, so the slots must hold what the
-link takes meanwhile: an 8192^3 matmul lasts 1.4 to 1.6 ms, 80 MiB 1.5 ms."""
 MIN_SLOT_BYTES: Final = 256 << 10
 _ALIGN: Final = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class RingSize:
-    """Slots of one direction."""
-
-    num_slots: int
-    slot_bytes: int
-
-    @classmethod
-    def of(cls, total_bytes: int = DEFAULT_STAGING_BYTES, num_slots: int = 2) -> RingSize:
-        """Raises ValueError if a slot would be smaller than MIN_SLOT_BYTES."""
-        slot_bytes = total_bytes // num_slots // _ALIGN * _ALIGN
-        if slot_bytes < MIN_SLOT_BYTES:
-            raise ValueError(f"a staging ring of {total_bytes} bytes is too small; use at least {num_slots * MIN_SLOT_BYTES}")
-        return cls(num_slots, slot_bytes)
-
-    def fitted(self, part_bytes: int) -> RingSize:
-        """Slots of the nearest whole number of parts, if one fits at all: a slot that is not full keeps the link waiting."""
-        if part_bytes > self.slot_bytes:
-            return self
-        return RingSize(self.num_slots, round(self.slot_bytes / part_bytes) * part_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +41,27 @@ class Tuning:
     measured row shows a kernel that reads or writes the frames itself to be faster.
     """
 
-    ring: RingSize = field(default_factory=RingSize.of)
+    num_slots: int = 2
+    slot_bytes: int = 40 << 20
+    """Of each slot, in each direction. A kernel that fills the GPU holds the next gather back for its whole length, so the slots must
+    hold what the link takes meanwhile: an 8192^3 matmul lasts 1.4 to 1.6 ms, 80 MiB 1.5 ms."""
     num_ctas: int = 66
     """A CTA for half of the SMs, by default an H200's: a piece takes 35 us instead of 30, and what computes beside it keeps the
     other half (a matmul beside a save: 1.00 of its time alone, 1.13 with all SMs, 1.10 with a quarter)."""
+
+    @classmethod
+    def of(cls, staging_bytes: int, num_sms: int) -> Tuning:
+        """With so much staging in each direction. Raises ValueError if a slot would be smaller than MIN_SLOT_BYTES."""
+        slot_bytes = staging_bytes // cls().num_slots // _ALIGN * _ALIGN
+        if slot_bytes < MIN_SLOT_BYTES:
+            raise ValueError(f"{staging_bytes} bytes of staging are too few; use at least {cls().num_slots * MIN_SLOT_BYTES}")
+        return cls(slot_bytes=slot_bytes, num_ctas=max(1, num_sms // 2))
+
+    def fitted(self, part_bytes: int) -> Tuning:
+        """Slots of the nearest whole number of parts, if one fits at all: a slot that is not full keeps the link waiting."""
+        if part_bytes > self.slot_bytes:
+            return self
+        return replace(self, slot_bytes=round(self.slot_bytes / part_bytes) * part_bytes)
 
 
 @dataclass(slots=True)
@@ -100,17 +93,17 @@ class Lane:
 
     def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory, *, to_host: bool) -> None:
         """Allocates the slots."""
-        ring, device = tuning.ring, kernels.tiles.device
+        device, slot_bytes = kernels.tiles.device, tuning.slot_bytes
         self._to_host, self._frames, self._num_ctas = to_host, frames, tuning.num_ctas
         self._function = kernels.gather if to_host else kernels.scatter
         self.kernel_stream = driver.Stream.create()
-        self.copy_streams = tuple(driver.Stream.create() for _ in range(ring.num_slots))
+        self.copy_streams = tuple(driver.Stream.create() for _ in range(tuning.num_slots))
         self.last_copy_stream = self.copy_streams[0]
         """The one that the last piece went by."""
         # Zeroed, so that a mistake in what is copied could not show another process's old data.
-        self._staging = torch.zeros(ring.num_slots * ring.slot_bytes + _ALIGN, dtype=torch.uint8, device=device)
+        self._staging = torch.zeros(tuning.num_slots * slot_bytes + _ALIGN, dtype=torch.uint8, device=device)
         base = -(-self._staging.data_ptr() // _ALIGN) * _ALIGN
-        self._slots = cycle([_Slot(base + i * ring.slot_bytes, stream) for i, stream in enumerate(self.copy_streams)])
+        self._slots = cycle([_Slot(base + i * slot_bytes, stream) for i, stream in enumerate(self.copy_streams)])
         self._params = _Params(kernels)
         self._tags_address = driver.host_alloc(MAX_PIECES * MAX_SEGMENTS * 8)
         raw = (ctypes.c_uint64 * (MAX_PIECES * MAX_SEGMENTS)).from_address(self._tags_address)
@@ -129,20 +122,16 @@ class Lane:
             return sent
         slot = next(self._slots)
         self.last_copy_stream = slot.stream
-        first, second = (self.kernel_stream, slot.stream) if self._to_host else (slot.stream, self.kernel_stream)
+        launch, copy = partial(self._launch, piece, sent, slot), partial(self._copy, piece, slot, is_pinned=is_pinned)
+        steps = ((self.kernel_stream, launch), (slot.stream, copy))
+        (first, begin), (second, finish) = steps if self._to_host else steps[::-1]
         if slot.freed is not None:
             first.wait(slot.freed)
         slot.freed = sent.done
-        if self._to_host:
-            self._launch(piece, sent, slot)
-        else:
-            self._copy(piece, slot, is_pinned=is_pinned)
+        begin()
         sent.read.record(first)
         second.wait(sent.read)
-        if self._to_host:
-            self._copy(piece, slot)
-        else:
-            self._launch(piece, sent, slot)
+        finish()
         sent.done.record(second)
         return sent
 
@@ -167,7 +156,7 @@ class Lane:
         num_ctas = min(self._num_ctas, -(-piece.num_tiles // WARPS_PER_CTA))
         self.kernel_stream.launch(self._function, num_ctas, CTA_THREADS, address)
 
-    def _copy(self, piece: Piece, slot: _Slot, *, is_pinned: bool = True) -> None:
+    def _copy(self, piece: Piece, slot: _Slot, *, is_pinned: bool) -> None:
         """Move the piece's runs between ``slot`` and the frames; those not pinned go through the driver's own buffers."""
         stream, pitch, part_bytes = slot.stream, self._frames.frame_bytes, self._frames.part_bytes
         host: list[int] = []

@@ -18,7 +18,7 @@ from kvloft import _core
 from kvloft.seam.batch import ChunkBatch
 from kvloft.seam.plan import LoadPlan, LoadResult
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.jobs import Job, Load, Mark, QueuedLoad
+from kvloft.transfer.cuda.jobs import Job, Load, Mark
 from kvloft.transfer.cuda.lanes import Lane
 from kvloft.transfer.cuda.pieces import Piece
 from kvloft.transfer.cuda.shared import Half, Shared
@@ -35,7 +35,7 @@ class Loads(Half):
     ) -> None:  # fmt: skip
         super().__init__(shared, lane, few_first)
         self._order_after_saves = order_after_saves
-        self.waiting: deque[QueuedLoad] = deque()
+        self.waiting: deque[Load] = deque()
         self._num_since_idle = 0
         self._open: dict[Load, None] = {}
         self._before: Mark | None = None
@@ -55,14 +55,16 @@ class Loads(Half):
         after = self._mark_before()
         for plan in plans:
             self._shared.done.bad_blocks.update(plan.lost)
-            load = Load(plan, len(plan.chunks), [])
+            load = Load(plan, after, len(plan.chunks))
             self._open[load] = None
             if after is None:
                 self._report(load, everything_bad=True)
             elif not plan.chunks:
                 self._report(load)
+            elif (problem := self._shared.problem_of(plan.chunks)) is not None:
+                self._finish_load(load, plan.chunks, dict.fromkeys(range(len(plan.chunks)), problem))
             else:
-                self.waiting.append(QueuedLoad(load, plan.chunks, after))
+                self.waiting.append(load)
 
     def _send(self) -> None:
         started: list[Job] = []
@@ -73,7 +75,8 @@ class Loads(Half):
             if piece is job.pieces[0]:
                 started.append(job)
         for job in started:
-            self._read_trailers(job)  # while the link is at work: it need not wait for so many scattered reads
+            # While the link is at work: it need not wait for so many scattered reads.
+            job.wanted_tags, job.problems = self._shared.trailers.read(job.table.frames, job.table.keys, job.table.num_blocks)
 
     def stop(self) -> None:
         super().stop()
@@ -89,51 +92,29 @@ class Loads(Half):
         return self._before if self._shared.broken is None else None
 
     def _next_piece(self) -> tuple[Job, Piece] | None:
-        while not self.queued and self.waiting:
-            self.queued.extend((job, piece) for job in self._jobs(*self._take()) for piece in job.pieces)
+        if not self.queued and self.waiting:
+            job = self._shared.new_job(*self._take())
+            self.queued.extend((job, piece) for piece in job.pieces)
         return self.queued.popleft() if self.queued else None
 
-    def _jobs(self, chunks: ChunkBatch, owners: Sequence[tuple[Load, int]], after: Mark) -> list[Job]:
-        """One job. A load with a copy that cannot be made fails alone, and its neighbours in the piece get jobs of their own."""
-        try:
-            job = self._shared.new_job(chunks, after)
-        except ValueError as error:
-            if len(owners) == 1:
-                self._finish_load(owners[0][0], chunks, dict.fromkeys(range(len(chunks)), f"copy: {error}"))
-                return []
-            jobs: list[Job] = []
-            for load, count in owners:
-                jobs += self._jobs(chunks[:count], [(load, count)], after)
-                chunks = chunks[count:]
-            return jobs
-        job.owners = owners
-        return [job]
-
-    def _take(self) -> tuple[ChunkBatch, list[tuple[Load, int]], Mark]:
-        """Chunks for one piece, of as many loads as it has room for; how many of them, in order, are whose; and after what."""
+    def _take(self) -> tuple[ChunkBatch, Mark | None, list[tuple[Load, int]]]:
+        """Chunks for one piece, of as many loads as it has room for; after what; how many of them, in order, are whose."""
         queue, per_job = self.waiting, self._shared.chunks_per_job
-        room = per_job
+        room, after = per_job, queue[0].after
         chunks: list[ChunkBatch] = []
         owners: list[tuple[Load, int]] = []
-        after = queue[0].after
         nth = self._num_since_idle = self._num_since_idle + 1 if self.flying else 0
-        if nth < len(self._few_first) and sum(waiting.num_left for waiting in queue if waiting.after is after) > room:
+        if nth < len(self._few_first) and sum(load.num_left for load in queue if load.after is after) > room:
             room = self._few_first[nth]
         while queue and queue[0].after is after and room:
-            waiting = queue[0]
-            taken = waiting.take(room, per_piece=per_job, is_last=len(queue) == 1)
-            chunks.append(taken)
-            owners.append((waiting.load, len(taken)))
-            room = 0 if waiting.num_left else room - len(taken)
-            if not waiting.num_left:
+            load = queue[0]
+            chunks.append(load.take(room, per_piece=per_job, is_last=len(queue) == 1))
+            owners.append((load, len(chunks[-1])))
+            room = 0 if load.num_left else room - len(chunks[-1])
+            if not load.num_left:
                 queue.popleft()
-        return chunks[0] if len(chunks) == 1 else _core.ChunkBatch.concat(chunks), owners, after
-
-    def _read_trailers(self, job: Job) -> None:
-        trailers = self._shared.trailers
-        rows = trailers.read(job.table.frames)
-        job.problems = trailers.problems(rows, job.table.keys, job.table.num_blocks)
-        job.wanted_tags = rows["tag"].astype(np.uint64)
+                load.after = None
+        return chunks[0] if len(chunks) == 1 else _core.ChunkBatch.concat(chunks), after, owners
 
     def _has_landed(self, job: Job, piece: Piece, seconds: float) -> None:
         self._shared.done.seconds_loading += seconds
@@ -155,8 +136,8 @@ class Loads(Half):
         for i, problem in problems.items():
             load.bad.append((chunks[i].key, problem))
             self._shared.done.bad_blocks.update(chunks[i].blocks)
-        load.num_left -= len(chunks)
-        if not load.num_left:
+        load.num_missing -= len(chunks)
+        if not load.num_missing:
             self._report(load)
 
     def _report(self, load: Load, *, everything_bad: bool = False) -> None:

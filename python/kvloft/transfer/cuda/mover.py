@@ -11,9 +11,7 @@ nothing here allocates GPU memory or waits for the device in a step.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -25,7 +23,7 @@ from kvloft.transfer.cuda.compile import default_cache_dir
 from kvloft.transfer.cuda.feeder import Feeder
 from kvloft.transfer.cuda.jobs import LOAD_PREPARE_US, SAVE_PREPARE_US, ramp
 from kvloft.transfer.cuda.kernels import Kernels
-from kvloft.transfer.cuda.lanes import Lane, RingSize, Tuning
+from kvloft.transfer.cuda.lanes import Lane, Tuning
 from kvloft.transfer.cuda.loads import Loads
 from kvloft.transfer.cuda.pieces import Shape
 from kvloft.transfer.cuda.pinning import GOOD_PIECE_BYTES, PinnedRange, numa_node_of
@@ -48,16 +46,9 @@ class CudaMover:
     """Moves chunks for one GPU."""
 
     def __init__(
-        self,
-        layout: PagedLayout,
-        frames: FrameMemory,
-        kernels: Kernels,
-        *,
-        blocks_per_chunk: int,
-        tuning: Tuning,
+        self, layout: PagedLayout, frames: FrameMemory, kernels: Kernels, *, blocks_per_chunk: int, tuning: Tuning,
         gathers_first: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Allocates the staging rings and starts pinning ``frames``. Raises CudaError, or ValueError for a ring too small.
 
         ``gathers_first``: whatever follows a step's saves on the compute stream waits for their gathers, for an engine that writes
@@ -65,13 +56,11 @@ class CudaMover:
         """
         self._device = kernels.tiles.device
         frames_per_pin = max(1, GOOD_PIECE_BYTES // frames.frame_bytes)
-        tuning = replace(tuning, ring=tuning.ring.fitted(frames.part_bytes))
-        slot_bytes = tuning.ring.slot_bytes
-        shape = Shape(kernels.block_tiles, slot_bytes, frames.part_bytes, blocks_per_chunk, frames_per_pin)
-        self._compute_stream = driver.Stream.view(_current_stream(self._device))
+        tuning = tuning.fitted(frames.part_bytes)
+        shape = Shape(kernels.block_tiles, tuning.slot_bytes, frames.part_bytes, blocks_per_chunk, frames_per_pin)
         trailers = Trailers(frames, layout=layout.digest, block_bytes=layout.block_bytes)
-        bytes_ahead = (SLOTS_AHEAD - 1) * slot_bytes
-        self._shared = shared = Shared(layout, frames, trailers, shape, bytes_ahead, self._compute, self._break, clock)
+        bytes_ahead = (SLOTS_AHEAD - 1) * tuning.slot_bytes
+        self._shared = shared = Shared(layout, frames, trailers, shape, bytes_ahead, self._compute, self._break)
         self.saves, self.loads = (Lane(kernels, tuning, frames, to_host=to_host) for to_host in (True, False))
         few_saved, few_loaded = (ramp(shared.chunks_per_job, frames.part_bytes, us) for us in (SAVE_PREPARE_US, LOAD_PREPARE_US))
         self._saves = Saves(shared, self.saves, few_saved, gathers_first=gathers_first)
@@ -80,7 +69,7 @@ class CudaMover:
             Feeder(name, shared.lock, half) for name, half in (("kvloft-saves", self._saves), ("kvloft-loads", self._loads))
         ]
         # Ranks on two sockets would each claim all pages for their own: the last one that asks would have them.
-        node = None if frames.is_shared else numa_node_of(_pci_bus_id(self._device))
+        node = None if frames.is_shared else numa_node_of(self._device)
         shared.pinned = PinnedRange(
             frames.address, frames.size_bytes, piece_bytes=frames_per_pin * frames.frame_bytes, numa_node=node,
             on_progress=self._feed_saves,
@@ -146,11 +135,6 @@ class CudaMover:
         """Those that are pinned; None where all are."""
         return None if self._shared.pinned.is_complete else self._shared.num_pinned
 
-    @property
-    def num_pinned_bytes(self) -> int:
-        """Of host memory, so far."""
-        return self._shared.pinned.num_pinned_bytes
-
     def wait_pinned(self, timeout_s: float | None = None) -> bool:
         """Until all host memory is pinned (or could not be)."""
         return self._shared.pinned.wait(timeout_s)
@@ -175,22 +159,13 @@ class CudaMover:
         self._loads.stop()
 
     def _compute(self) -> driver.Stream:
-        handle = _current_stream(self._device)
-        if handle != self._compute_stream.handle:
-            self._compute_stream = driver.Stream.view(handle)
-        return self._compute_stream
+        """The one that is current now: an engine may switch between steps."""
+        return driver.Stream.view(_current_stream(self._device))
 
 
 def _current_stream(device: torch.device) -> int:
     """What ``torch.cuda.current_stream(device).cuda_stream`` is, 60 to 90 us sooner where the host's caches hold other things."""
     return int(torch._C._cuda_getCurrentRawStream(device.index))  # noqa: SLF001 (as torch's own compiled code asks)
-
-
-def _pci_bus_id(device: torch.device) -> str:
-    properties = torch.cuda.get_device_properties(device)
-    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-    domain, bus, number = (int(getattr(properties, name, 0)) for name in names)
-    return f"{domain:04x}:{bus:02x}:{number:02x}.0"
 
 
 def prepare(
@@ -203,11 +178,11 @@ def prepare(
     device = layout.planes[0].storage.device
     with torch.cuda.device(device):
         kernels = Kernels(layout, device, default_cache_dir() / "kernels")
-    tuning = Tuning(RingSize.of(staging_bytes), max(1, kernels.num_sms // 2))
+    tuning = Tuning.of(staging_bytes, kernels.num_sms)
     logger.info(
         "kvloft: kernels of %d-byte accesses for %d planes, %d KiB a block, on %s; %d x %d MiB of staging each way",
         kernels.vec_bytes, kernels.num_planes, layout.block_bytes >> 10, torch.cuda.get_device_name(device),
-        tuning.ring.num_slots, tuning.ring.slot_bytes >> 20,
+        tuning.num_slots, tuning.slot_bytes >> 20,
     )  # fmt: skip
 
     def make(same_layout: PagedLayout, window: FrameWindow) -> CudaMover:

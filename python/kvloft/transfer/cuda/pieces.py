@@ -32,9 +32,6 @@ class ChunkTable:
     block_ids: npt.NDArray[np.int32]
     keys: bytes
 
-    def __len__(self) -> int:
-        return len(self.frames)
-
     @classmethod
     def of(cls, chunks: ChunkBatch) -> ChunkTable:
         frames, keys, num_blocks, blocks, _ = chunks.columns()
@@ -105,11 +102,11 @@ def split(table: ChunkTable, shape: Shape) -> Iterator[Piece]:
     """The pieces of ``table``, in order."""
     per_piece = shape.chunks_per_piece
     if not per_piece:
-        for chunk in range(len(table)):
+        for chunk in range(len(table.frames)):
             yield from _parts_of_chunk(table, chunk, shape)
         return
-    for begin in range(0, len(table), per_piece):
-        yield _whole_chunks(table, begin, min(begin + per_piece, len(table)), shape)
+    for begin in range(0, len(table.frames), per_piece):
+        yield _whole_chunks(table, begin, min(begin + per_piece, len(table.frames)), shape)
 
 
 def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape) -> Piece:

@@ -42,9 +42,9 @@ class Saves(Half):
 
     def submit(self, plans: Sequence[SavePlan]) -> None:
         """Queue gathers behind the forward just launched, and send the first; what cannot be taken is dropped."""
-        every = plans[0].chunks if len(plans) == 1 else _core.ChunkBatch.concat([plan.chunks for plan in plans])
-        chunks = self._without_hopeless(every)
-        if not chunks:
+        chunks = plans[0].chunks if len(plans) == 1 else _core.ChunkBatch.concat([plan.chunks for plan in plans])
+        if not chunks or self._shared.broken is not None:
+            self._drop(chunks)
             return
         done, per_job = 0, self._shared.chunks_per_job
         with self._shared.guarded():
@@ -84,24 +84,13 @@ class Saves(Half):
     def _drop(self, chunks: ChunkBatch) -> None:
         self._shared.done.failed += chunks.tickets()
 
-    def _without_hopeless(self, chunks: ChunkBatch) -> ChunkBatch:
-        """All but those that can never be made, which are dropped: to frames that could not be pinned, or any after an error."""
-        shared = self._shared
-        if shared.broken is None and (shared.pinned.is_complete or not shared.pinned.is_over):
-            return chunks
-        num_usable = shared.num_pinned if shared.broken is None else 0
-        is_usable = np.frombuffer(chunks.columns()[0], dtype=np.uint32) < num_usable
-        self._drop(chunks.take(np.flatnonzero(~is_usable).tolist()))
-        return chunks.take(np.flatnonzero(is_usable).tolist())
-
     def _queue(self, chunks: ChunkBatch, after: Mark) -> Sequence[Piece] | None:
         """The pieces that were queued; None: there is no room for so many."""
-        try:
-            job = self._shared.new_job(chunks, after)
-        except ValueError as error:
-            logger.error("kvloft: saves that cannot be made: %s", error)
+        if (problem := self._shared.problem_of(chunks)) is not None:
+            logger.error("kvloft: saves that cannot be made: %s", problem)
             self._drop(chunks)
             return ()
+        job = self._shared.new_job(chunks, after)
         if len(self.flying) + len(self.queued) + len(job.pieces) > MAX_PIECES:
             return None
         self._open[job] = None

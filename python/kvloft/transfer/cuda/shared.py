@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -18,7 +19,7 @@ import numpy as np
 
 from kvloft.seam.batch import ChunkBatch
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.jobs import Job, Mark
+from kvloft.transfer.cuda.jobs import Job, Load, Mark
 from kvloft.transfer.cuda.lanes import MAX_PIECES, Lane, Sent
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece, Shape, split
 from kvloft.transfer.cuda.pinning import PinnedRange
@@ -45,7 +46,6 @@ class Shared:
     """When so many of one direction are on the GPU, no more are sent."""
     compute: Callable[[], driver.Stream]
     fail: Callable[[str], None]
-    clock: Callable[[], float]
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Of everything, for feeders and the thread that pins change it too."""
     done: Finished = field(default_factory=Finished)
@@ -78,13 +78,19 @@ class Shared:
         mark.event.record(self.compute())
         return mark
 
-    def new_job(self, chunks: ChunkBatch, after: Mark) -> Job:
-        """Raises ValueError for a copy that would leave the arena, its frame or the paged KV."""
-        chunks.check(
-            num_frames=self.memory.num_frames, num_blocks=self.layout.num_blocks, blocks_per_chunk=self.shape.blocks_per_chunk
-        )
+    def problem_of(self, chunks: ChunkBatch) -> str | None:
+        """Which copy would leave the arena, its frame or the paged KV; None if none does."""
+        blocks_per_chunk = self.shape.blocks_per_chunk
+        try:
+            chunks.check(num_frames=self.memory.num_frames, num_blocks=self.layout.num_blocks, blocks_per_chunk=blocks_per_chunk)
+        except ValueError as error:
+            return f"copy: {error}"
+        return None
+
+    def new_job(self, chunks: ChunkBatch, after: Mark | None, owners: Sequence[tuple[Load, int]] = ()) -> Job:
+        """``chunks`` have no problem."""
         table = ChunkTable.of(chunks)
-        return Job(chunks, table, tuple(split(table, self.shape)), np.zeros(len(chunks), dtype=np.uint64), after)
+        return Job(chunks, table, tuple(split(table, self.shape)), np.zeros(len(chunks), dtype=np.uint64), after, owners)
 
     @property
     def num_pinned(self) -> int:
@@ -165,13 +171,13 @@ class Half(ABC):
         job.is_all_pinned = job.is_all_pinned and is_pinned
         sent = self.lane.submit(piece, is_pinned=is_pinned)
         self.num_bytes += piece.num_bytes
-        self.flying.append(InFlight(job, piece, sent, self._shared.clock()))
+        self.flying.append(InFlight(job, piece, sent, time.perf_counter()))
 
     def _land(self) -> None:
         while self.flying and self.flying[0].sent.done.is_done():
             job, piece, sent, submitted = self.flying.popleft()
             self.num_bytes -= piece.num_bytes
             job.tags[piece.begin : piece.end] += sent.tags[: piece.num_segments]
-            now = self._shared.clock()
+            now = time.perf_counter()
             seconds, self._busy_until = now - max(submitted, self._busy_until), now
             self._has_landed(job, piece, seconds)

@@ -45,20 +45,20 @@ class Trailers:
         """Write the trailers of ``frames``, whose payloads are in place; ``keys`` are theirs, 32 bytes each."""
         self._column[np.asarray(frames)] = self._rows(keys, tags, num_blocks)
 
-    def read(self, frames: npt.ArrayLike) -> npt.NDArray[Any]:
-        """A copy of the trailers of ``frames``."""
-        return self._column[np.asarray(frames)]
-
-    def problems(self, rows: npt.NDArray[Any], keys: bytes, num_blocks: npt.ArrayLike) -> dict[int, str]:
-        """What is wrong with which of ``rows``, before any byte moved: 'unsealed', 'key', 'layout' or 'shape'."""
-        good = self._rows(keys, rows["tag"], num_blocks)
+    def read(
+        self, frames: npt.ArrayLike, keys: bytes, num_blocks: npt.ArrayLike
+    ) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
+        """The tags of ``frames``, and what is wrong with which, before any byte moves: 'unsealed', 'key', 'layout' or 'shape'."""
+        rows = self._column[np.asarray(frames)]
+        tags = rows["tag"].astype(np.uint64)
+        good = self._rows(keys, tags, num_blocks)
         if rows.tobytes() == good.tobytes():
-            return {}
+            return tags, {}
         sealed, key, layout = (rows[name] == good[name] for name in ("magic", "key", "layout"))
         shape = np.logical_and.reduce([rows[name] == good[name] for name in ("num_blocks", "rank", "payload_bytes")])
         named = (("unsealed", sealed), ("key", key), ("layout", layout), ("shape", shape))
         bad = np.flatnonzero(~(sealed & key & layout & shape))
-        return {int(i): next(name for name, fine in named if not fine[i]) for i in bad}
+        return tags, {int(i): next(name for name, fine in named if not fine[i]) for i in bad}
 
     def _rows(self, keys: bytes, tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike) -> npt.NDArray[Any]:
         """The trailers of chunks as they must be."""
