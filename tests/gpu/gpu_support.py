@@ -12,10 +12,10 @@ from batches import batch_of
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
-from kvloft.transfer.frames import FrameMemory
 from kvloft.transfer.cuda.kernels import Kernels
 from kvloft.transfer.cuda.lanes import Tuning
 from kvloft.transfer.cuda.mover import CudaMover
+from kvloft.transfer.frames import FrameMemory
 from kvloft.transfer.layout import PagedLayout, Plane
 from kvloft.transfer.mover import Finished
 

@@ -23,9 +23,9 @@ from gpu_support import Frames, copies_of, make_mover, part_bytes_for, per_layer
 from kvloft.seam.ids import BlockId, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import jobs
+from kvloft.transfer.cuda.lanes import Sent
 from kvloft.transfer.cuda.pieces import Piece
 from kvloft.transfer.cuda.shared import NUM_MARKS
-from kvloft.transfer.cuda.lanes import Sent
 
 DEADLINE_S = 20.0 * float(os.environ.get("TEST_PACE", "1"))
 BLOCKS = 300

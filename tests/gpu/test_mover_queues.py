@@ -19,11 +19,11 @@ from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import mover as mover_module
-from kvloft.transfer.cuda.trailers import Trailers
-from kvloft.transfer.frames import FrameMemory
 from kvloft.transfer.cuda.kernels import BlockTiles
 from kvloft.transfer.cuda.lanes import MAX_PIECES, Tuning
 from kvloft.transfer.cuda.mover import SLOTS_AHEAD, CudaMover
+from kvloft.transfer.cuda.trailers import Trailers
+from kvloft.transfer.frames import FrameMemory
 
 NUM_BLOCKS, NUM_FRAMES, PART, BLOCK_BYTES, CHUNKS_A_SLOT = 40, 4000, 4096, 3800, 3
 LOADED = 64

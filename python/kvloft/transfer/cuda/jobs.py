@@ -75,19 +75,20 @@ class Load:
 
         What follows the first piece's worth is sorted some pieces at a time: by then the link has work for longer than that takes.
         """
-        begin, left, last = self.num_sent, self.num_left, per_piece // SMALL_LAST
+        chunks, begin, left, last = self.plan.chunks, self.num_sent, self.num_left, per_piece // SMALL_LAST
+        assert chunks, "loads of nothing do not wait"
         if is_last and begin and last < left <= count:
             count = left - last
         count = min(count, left)
         if self.used == len(self.window) and begin > per_piece:
-            self.window, self.used = self.plan.chunks[begin : begin + SORTED_PIECES * per_piece].by_frame(), 0
+            self.window, self.used = chunks[begin : begin + SORTED_PIECES * per_piece].by_frame(), 0
         self.num_sent += count
         if not self.window or self.used == len(self.window):
-            return self.plan.chunks[begin : self.num_sent].by_frame()
+            return chunks[begin : self.num_sent].by_frame()
         taken = self.window[self.used : self.used + count]
         self.used += len(taken)
         if num_more := count - len(taken):
-            taken = _core.ChunkBatch.concat([taken, self.plan.chunks[self.num_sent - num_more : self.num_sent]]).by_frame()
+            taken = _core.ChunkBatch.concat([taken, chunks[self.num_sent - num_more : self.num_sent]]).by_frame()
         return taken
 
 

@@ -43,8 +43,8 @@ class Tuning:
 
     num_slots: int = 2
     slot_bytes: int = 40 << 20
-    """Of each slot, in each direction. A kernel that fills the GPU holds the next gather back for its whole length, so the slots must
-    hold what the link takes meanwhile: an 8192^3 matmul lasts 1.4 to 1.6 ms, 80 MiB 1.5 ms."""
+    """A kernel that fills the GPU holds the next gather back for its whole length, so the slots of a direction must hold what the
+    link takes meanwhile: an 8192^3 matmul lasts 1.4 to 1.6 ms, 80 MiB 1.5 ms."""
     num_ctas: int = 66
     """A CTA for half of the SMs, by default an H200's: a piece takes 35 us instead of 30, and what computes beside it keeps the
     other half (a matmul beside a save: 1.00 of its time alone, 1.13 with all SMs, 1.10 with a quarter)."""
@@ -68,8 +68,8 @@ class Tuning:
 class _Slot:
     """A place in HBM for one piece at a time, free again once ``freed`` has passed.
 
-    Each has a stream for its copies. A copy engine stays with a stream while that has a copy that may start, then turns to the next;
-    a slot's next copy may not start before the kernel had the slot, so others' copies wait for one copy of each slot and no longer.
+    Each has a stream for its copies. A copy engine stays with a stream while that has a copy that may start, then takes the next; a
+    slot's next copy may not start before the kernel had the slot, so others' copies wait for one copy of each slot and no longer.
     """
 
     address: int

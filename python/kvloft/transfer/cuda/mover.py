@@ -121,7 +121,8 @@ class CudaMover:
         """Drain, unpin. The mover is of no use afterwards."""
         self.drain()
         self._shared.broken = self._shared.broken or "closed"
-        for user in (*self._feeders, self.saves, self.loads, self._shared.pinned):
+        users: tuple[Feeder | Lane | PinnedRange, ...] = (*self._feeders, self.saves, self.loads, self._shared.pinned)
+        for user in users:
             user.close()
 
     @property

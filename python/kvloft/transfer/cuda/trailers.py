@@ -45,9 +45,7 @@ class Trailers:
         """Write the trailers of ``frames``, whose payloads are in place; ``keys`` are theirs, 32 bytes each."""
         self._column[np.asarray(frames)] = self._rows(keys, tags, num_blocks)
 
-    def read(
-        self, frames: npt.ArrayLike, keys: bytes, num_blocks: npt.ArrayLike
-    ) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
+    def read(self, frames: npt.ArrayLike, keys: bytes, num_blocks: npt.ArrayLike) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
         """The tags of ``frames``, and what is wrong with which, before any byte moves: 'unsealed', 'key', 'layout' or 'shape'."""
         rows = self._column[np.asarray(frames)]
         tags = rows["tag"].astype(np.uint64)
