@@ -24,7 +24,6 @@ from kvloft.bench.link import Ceiling, HostFrames
 from kvloft.bench.rig import FRAME_ORDERS, Case, Rig
 from kvloft.transfer.cuda import lanes, mover, saves
 from kvloft.transfer.cuda.lanes import Tuning
-from kvloft.transfer.cuda.staging import RingSize
 
 PAGE, PART, CHUNKS = 4096, 8192, 30
 GATE_COMMANDS = 40
@@ -71,7 +70,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 
 def make_rig(host: HostFrames, order: str = "ascending", slot_parts: int = 2) -> Rig:
-    tuning = Tuning(ring=RingSize(2, slot_parts * PART))
+    tuning = Tuning(2, slot_parts * PART)
     return Rig(Case(PAGE, 1), host, CHUNKS * PAGE, tuning, Path("/nowhere"), frame_order=order)
 
 

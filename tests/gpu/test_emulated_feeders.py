@@ -23,9 +23,9 @@ from gpu_support import Frames, copies_of, make_mover, part_bytes_for, per_layer
 from kvloft.seam.ids import BlockId, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import jobs
+from kvloft.transfer.cuda.lanes import Sent
 from kvloft.transfer.cuda.pieces import Piece
 from kvloft.transfer.cuda.shared import NUM_MARKS
-from kvloft.transfer.cuda.staging import RingSize
 
 DEADLINE_S = 20.0 * float(os.environ.get("TEST_PACE", "1"))
 BLOCKS = 300
@@ -51,7 +51,7 @@ def test_feeders_send_what_nobody_polls_for(
         paged.randomize(num_chunks)
         before = paged.snapshot()
         frames = Frames(BLOCKS, part_bytes_for(paged.block_bytes))
-        mover = make_mover(paged, frames, 1, ring=RingSize(num_slots, slot_pages * 4096))
+        mover = make_mover(paged, frames, 1, ring=(num_slots, slot_pages * 4096))
         mover.wait_pinned()
         sources, targets = chance.sample(range(150), num_chunks), chance.sample(range(150, BLOCKS), num_chunks)
         copies = copies_of(chance.sample(range(BLOCKS), num_chunks), [[block] for block in sources])
@@ -84,16 +84,16 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(monkeypatch
     is_at_last, may_send = threading.Event(), threading.Event()
     with emulated(7):
         paged = per_layer(2, BLOCKS, 900)
-        mover = make_mover(paged, Frames(BLOCKS, part_bytes_for(paged.block_bytes)), 1, ring=RingSize(2, 4096))
+        mover = make_mover(paged, Frames(BLOCKS, part_bytes_for(paged.block_bytes)), 1, ring=(2, 4096))
         mover.wait_pinned()
         copies = copies_of(list(range(20)), [[block] for block in range(20)])
         submit = mover.saves.submit
 
-        def slow(piece: Piece) -> int:
-            if threading.current_thread() is not threading.main_thread() and not mover._saves.flights.queued:
+        def slow(piece: Piece, **more: bool) -> Sent:
+            if threading.current_thread() is not threading.main_thread() and not mover._saves.queued:
                 is_at_last.set()
                 assert may_send.wait(DEADLINE_S)
-            return submit(piece)
+            return submit(piece, **more)
 
         monkeypatch.setattr(mover.saves, "submit", slow)
         mover.begin_step(())

@@ -118,7 +118,8 @@ def test_what_is_gathered_is_scattered_and_nothing_else_changes(
     assert untouched(bench.caches, before, sizes.blocks, []), "gathering only reads"
     after = bench.frames.bytes.clone()
     arena[2, : len(payload)] = after[2, : len(payload)]
-    arena[2, bench.frames.part_bytes - _core.TRAILER_BYTES :] = after[2, bench.frames.part_bytes - _core.TRAILER_BYTES :]
+    trailer_at = bench.frames.memory.part_bytes - _core.TRAILER_BYTES
+    arena[2, trailer_at:] = after[2, trailer_at:]
     assert torch.equal(arena, after), "only payload and trailer of its own frame are written"
 
     wanted = bench.expected(source[first : first + len(target)])
@@ -146,7 +147,7 @@ def test_ranks_share_a_frame_without_touching_each_other() -> None:
     first = bench.frames.bytes.clone()
     bench.fill(2)
     save(other, copy_of(0, (4, 5, 6)))
-    part = window.part_bytes
+    part = window.memory.part_bytes
     assert torch.equal(bench.frames.bytes[0, :part], first[0, :part])
     assert load(bench.mover, copy_of(0, (1, 2, 3))) == ([], set())
     assert load(other, copy_of(0, (1, 2, 3))) == ([], set())

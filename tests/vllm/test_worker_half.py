@@ -10,7 +10,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvloft.config import Config
 from kvloft.seam.shape import CacheShape, GroupShape
-from kvloft.transfer.cuda import setup
+from kvloft.transfer.cuda import mover
 from kvloft.transfer.movers import choose_mover
 from kvloft.vllm import worker_half
 from kvloft.vllm.connector import KVLoftConnector
@@ -118,15 +118,13 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(zeroes: b
     assert hasattr(KVCacheConfig, "needs_kv_cache_zeroing")
     settings = half_of(zeroes=zeroes).core._settings
     given: list[Any] = []
-    monkeypatch.setattr(setup, "Kernels", lambda *_: SimpleNamespace(vec_bytes=16, num_planes=1, num_sms=132))
-    monkeypatch.setattr(setup, "CudaMover", lambda *_, **options: given.append(options["gathers_first"]))
-    monkeypatch.setattr(setup.torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(setup.torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(mover, "Kernels", lambda *_: SimpleNamespace(vec_bytes=16, num_planes=1, num_sms=132))
+    monkeypatch.setattr(mover, "CudaMover", lambda *_, **options: given.append(options["gathers_first"]))
+    monkeypatch.setattr(mover.torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(mover.torch.cuda, "get_device_name", lambda _: "a GPU")
     storage = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     layout: Any = SimpleNamespace(planes=[SimpleNamespace(storage=storage)], block_bytes=4096)
-    window: Any = SimpleNamespace(
-        address=0, num_frames=1, frame_bytes=4096, part_offset=0, part_bytes=4096, rank=0, is_shared=False
-    )
+    window: Any = SimpleNamespace(memory=None)
     choose_mover(layout, 1, settings)(layout, window)
     assert given == [zeroes]
 
