@@ -137,7 +137,7 @@ pub fn open_directory(dir: &Path, data: &[u8]) {
     let mut input = Input(data);
     let config = DiskConfig {
         dir: dir.to_owned(),
-        cap_bytes: budget::FIXED_BYTES + budget::slots_bytes(1 + input.small(20), FRAME_BYTES),
+        cap_bytes: budget::dir_bytes(1 + input.small(20), FRAME_BYTES, 0),
         frame_bytes: FRAME_BYTES,
         namespace: NAMESPACE,
         description: "fuzzed".to_owned(),

@@ -5,11 +5,9 @@
 
 use std::path::Path;
 
-use super::files::{ReadFailure, SlotFiles};
-use super::inspect::{list, lost_records, open_namespace};
+use super::files::{self, SlotFiles};
+use super::inspect::{Unreadable, list, lost_records, open_namespace};
 use super::lock::DirLock;
-use super::record::Parsed;
-use super::superblock::hex;
 use super::types::SlotId;
 use crate::Result;
 use crate::io::direct::PageBuffer;
@@ -31,6 +29,8 @@ pub struct Damage {
     pub key: Option<String>,
     /// What is wrong, in a few words.
     pub problem: String,
+    /// True where nothing is known to be damaged: another version made the namespace, so nothing of it was checked.
+    pub is_other_format: bool,
 }
 
 #[derive(Debug)]
@@ -69,7 +69,10 @@ impl Verifier {
             match open_namespace(namespace) {
                 Ok((_, Some(files))) => verifier.add(&namespace.name, files),
                 Ok((_, None)) => {}
-                Err(problem) => verifier.note(&namespace.name, None, problem),
+                Err(Unreadable { problem, is_other_format }) => {
+                    let name = namespace.name.clone();
+                    verifier.early.push(Damage { namespace: name, slot: None, key: None, problem, is_other_format });
+                }
             }
         }
         Ok(verifier)
@@ -103,46 +106,39 @@ impl Verifier {
     }
 
     fn add(&mut self, name: &str, files: SlotFiles) {
-        let (records, frames) = match files.lens() {
-            Ok(lens) => lens,
-            Err(e) => return self.note(name, None, format!("files unreadable ({e})")),
-        };
-        if let Some(problem) = lost_records(records, frames) {
-            self.note(name, None, problem);
-        }
         let mut todo = Vec::new();
         let mut num_bad = 0_u64;
-        let read = files.for_each_record(records, |slot, parsed| {
-            let problem = match parsed {
-                Parsed::Valid(_) if slot.0 < frames => return todo.push(slot),
-                Parsed::Valid(_) => "the file of frames ends before it",
-                _ => "record damaged",
-            };
-            num_bad += 1;
-            if num_bad <= MAX_BAD_RECORDS {
-                self.note(name, Some(slot.0), problem.to_owned());
+        let walked = files.for_each_record(|slot, found| match found {
+            Ok(_) => todo.push(slot),
+            Err(problem) => {
+                num_bad += 1;
+                if num_bad <= MAX_BAD_RECORDS {
+                    self.note(name, Some(slot.0), problem.to_owned());
+                }
             }
         });
         if num_bad > MAX_BAD_RECORDS {
             self.note(name, None, format!("{} more records damaged or without their frame", num_bad - MAX_BAD_RECORDS));
         }
-        if let Err(e) = read {
-            self.note(name, None, format!("index unreadable ({e})"));
-        }
+        let problem = match walked {
+            Ok((records, frames)) => lost_records(records, frames),
+            Err(e) => Some(format!("index unreadable ({e})")),
+        };
+        problem.into_iter().for_each(|problem| self.note(name, None, problem));
         self.num_chunks += todo.len() as u64;
         todo.reverse();
         self.namespaces.push(Namespace { name: name.to_owned(), files, todo });
     }
 
     fn note(&mut self, name: &str, slot: Option<u32>, problem: String) {
-        self.early.push(Damage { namespace: name.to_owned(), slot, key: None, problem });
+        self.early.push(Damage { namespace: name.to_owned(), slot, key: None, problem, is_other_format: false });
     }
 }
 
 impl Namespace {
     fn check(&self, slot: SlotId, buffer: &mut [u8]) -> Option<Damage> {
         let record = self.files.read_record(slot);
-        let key = record.as_ref().ok().map(|record| record.meta.key);
+        let key = record.as_ref().ok().map(|record| record.meta.key.to_string());
         let result = record.and_then(|record| {
             let end = self.files.check(slot, &record, buffer)?;
             Ok(names_another_key(end, &record.meta.key.0))
@@ -150,10 +146,10 @@ impl Namespace {
         let problem = match result {
             Ok(true) => "its trailer names another key".to_owned(),
             Ok(false) => return None,
-            Err(ReadFailure::Corrupt(how)) => how.to_owned(),
-            Err(ReadFailure::Io(e)) => format!("unreadable ({e})"),
+            Err(e) if files::is_damage(&e) => e.to_string(),
+            Err(e) => format!("unreadable ({e})"),
         };
-        Some(Damage { namespace: self.name.clone(), slot: Some(slot.0), key: key.map(|key| hex(&key.0)), problem })
+        Some(Damage { namespace: self.name.clone(), slot: Some(slot.0), key, problem, is_other_format: false })
     }
 }
 

@@ -148,7 +148,7 @@ fn test_opening_a_new_namespace_brings_a_directory_below_a_smaller_cap() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(dir.path(), 8);
     fill(&with_namespace(&config, 1));
-    let small = DiskConfig { cap_bytes: budget::min_cap_bytes(FRAME), ..config };
+    let small = DiskConfig { cap_bytes: budget::dir_bytes(1, FRAME, 0), ..config };
     let (tier, _) = open(&small);
     assert_eq!((tier.stats().namespaces_removed, tier.take_events().len()), (1, 1));
     assert!(tier.stats().bytes <= small.cap_bytes && du(dir.path()) <= small.cap_bytes);
@@ -271,12 +271,12 @@ fn test_a_file_in_the_namespaces_place_is_replaced() {
 
 #[test]
 fn test_an_event_is_noted_for_people_but_the_list_is_short() {
-    let counters = super::super::counters::Counters::default();
+    let mut books = super::super::books::Books::default();
     for i in 0..1000 {
-        counters.event(i.to_string());
+        books.event(i.to_string());
     }
-    assert_eq!(counters.take_events(), (0..64).map(|i| i.to_string()).collect::<Vec<_>>());
-    assert!(counters.take_events().is_empty(), "each once");
-    counters.event("63".to_owned());
-    assert!(counters.take_events().is_empty(), "also where it happens again");
+    assert_eq!(books.take_events(), (0..64).map(|i| i.to_string()).collect::<Vec<_>>());
+    assert!(books.take_events().is_empty(), "each once");
+    books.event("63".to_owned());
+    assert!(books.take_events().is_empty(), "also where it happens again");
 }

@@ -23,7 +23,7 @@ const NAMESPACE: [u8; 32] = [0xa7; 32];
 fn config(dir: &Path, slots: u32) -> DiskConfig {
     DiskConfig {
         dir: dir.to_owned(),
-        cap_bytes: budget::FIXED_BYTES + budget::slots_bytes(slots, FRAME),
+        cap_bytes: budget::dir_bytes(slots, FRAME, 0),
         frame_bytes: FRAME,
         namespace: NAMESPACE,
         description: "a test".to_owned(),
