@@ -69,7 +69,12 @@ impl OsFile {
     }
 
     /// One transfer of memory at `offset`: past the page cache where all is aligned and the file system takes it.
-    fn transfer(&self, memory: (usize, usize), offset: u64, mut io: impl FnMut(&File) -> Result<usize>) -> Result<usize> {
+    fn transfer(
+        &self,
+        memory: (usize, usize),
+        offset: u64,
+        mut io: impl FnMut(&File) -> Result<usize>,
+    ) -> Result<usize> {
         let (address, len) = memory;
         let is_aligned = (address | len).is_multiple_of(ALIGN_BYTES) && offset.is_multiple_of(ALIGN_BYTES as u64);
         if let Some(direct) = self.direct.as_ref().filter(|_| is_aligned && len > 0 && self.is_direct()) {
@@ -127,36 +132,5 @@ impl RawFile for OsFile {
 
     fn is_direct(&self) -> bool {
         self.direct.is_some() && !self.direct_refused.load(Ordering::Relaxed)
-    }
-}
-
-/// A zeroed buffer whose bytes start at a page boundary, for callers without an arena.
-#[derive(Debug)]
-pub struct PageBuffer {
-    bytes: Vec<u8>,
-    start: usize,
-    len: usize,
-}
-
-impl PageBuffer {
-    /// `len` bytes of zeros.
-    pub fn new(len: usize) -> Self {
-        let bytes = vec![0_u8; len + ALIGN_BYTES];
-        // A Vec's memory does not move while its length stays, so the offset found here holds.
-        let start = bytes.as_ptr().addr().next_multiple_of(ALIGN_BYTES) - bytes.as_ptr().addr();
-        Self { bytes, start, len }
-    }
-}
-
-impl std::ops::Deref for PageBuffer {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        &self.bytes[self.start..self.start + self.len]
-    }
-}
-
-impl std::ops::DerefMut for PageBuffer {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.bytes[self.start..self.start + self.len]
     }
 }

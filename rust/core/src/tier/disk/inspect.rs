@@ -9,6 +9,7 @@ use super::files::SlotFiles;
 use super::namespaces::{self, INDEX_NAME};
 use super::record::{Record, record_seed};
 use super::superblock::{Refusal, Superblock};
+use super::verify::Damage;
 use crate::{Error, ErrorKind, Result};
 
 /// One namespace directory as found.
@@ -59,37 +60,23 @@ pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     Ok(found)
 }
 
-/// Why nothing in a namespace can be read.
-#[derive(Debug, Default)]
-pub(super) struct Unreadable {
-    /// One clause.
-    pub(super) problem: String,
-    /// Nothing is wrong with it but that another version made it.
-    pub(super) is_other_format: bool,
-}
-
-impl From<String> for Unreadable {
-    fn from(problem: String) -> Self {
-        Self { problem, is_other_format: false }
-    }
-}
-
-/// A namespace's superblock, and its files unless there were never any.
-pub(super) fn open_namespace(found: &namespaces::Found) -> Result<(Superblock, Option<SlotFiles>), Unreadable> {
+/// A namespace's superblock, and its files unless there were never any; or why nothing in it can be read.
+pub(super) fn open_namespace(found: &namespaces::Found) -> Result<(Superblock, Option<SlotFiles>), Damage> {
+    let fail = |problem: String| Damage::new(&found.name, None, problem);
     let superblock = match Superblock::read(&found.path) {
         Ok(Some(Ok(superblock))) => superblock,
         Ok(Some(Err(why @ Refusal::OtherFormat(_)))) => {
             let problem = format!("superblock.json is {why}: an engine of this version starts this namespace over");
-            return Err(Unreadable { problem, is_other_format: true });
+            return Err(Damage { is_other_format: true, ..fail(problem) });
         }
-        Ok(Some(Err(why))) => return Err(format!("superblock.json is {why}").into()),
-        Ok(None) => return Err("superblock.json is missing".to_owned().into()),
-        Err(e) => return Err(format!("superblock.json cannot be read ({e})").into()),
+        Ok(Some(Err(why))) => return Err(fail(format!("superblock.json is {why}"))),
+        Ok(None) => return Err(fail("superblock.json is missing".to_owned())),
+        Err(e) => return Err(fail(format!("superblock.json cannot be read ({e})"))),
     };
     let Some(namespace) = superblock.namespace().filter(|n| namespaces::dir_name(n) == found.name) else {
-        return Err("superblock.json is another namespace's".to_owned().into());
+        return Err(fail("superblock.json is another namespace's".to_owned()));
     };
-    let files = SlotFiles::open_read(&found.path, superblock.frame_bytes(), record_seed(&namespace))?;
+    let files = SlotFiles::open_read(&found.path, superblock.frame_bytes, record_seed(&namespace)).map_err(fail)?;
     Ok((superblock, files))
 }
 
@@ -108,10 +95,10 @@ pub(super) fn lost_records(records: u32, frames: u32) -> Option<String> {
 fn inspect_one(found: &namespaces::Found) -> NamespaceInfo {
     let mut info = NamespaceInfo { name: found.name.clone(), bytes: found.bytes, ..NamespaceInfo::default() };
     match open_namespace(found) {
-        Err(unreadable) => info.problem = Some(unreadable.problem),
+        Err(damage) => info.problem = Some(damage.problem),
         Ok((superblock, files)) => {
-            superblock.description().clone_into(&mut info.description);
-            info.frame_bytes = superblock.frame_bytes();
+            info.description = superblock.description;
+            info.frame_bytes = superblock.frame_bytes;
             if let Some(files) = files {
                 count_records(&files, &mut info);
             }

@@ -95,8 +95,8 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Re
         Some(Ok(found)) if found.namespace() != ours.namespace() => {
             "its superblock.json is another namespace's".to_owned()
         }
-        Some(Ok(found)) if found.frame_bytes() != ours.frame_bytes() => {
-            format!("its frames have {} bytes", found.frame_bytes())
+        Some(Ok(found)) if found.frame_bytes != ours.frame_bytes => {
+            format!("its frames have {} bytes", found.frame_bytes)
         }
         Some(Ok(_)) => {
             // Only the line for people changed; a full disk may keep the old one.

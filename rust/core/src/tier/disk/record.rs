@@ -74,7 +74,8 @@ impl Record {
         put(&self.meta.num_blocks.to_le_bytes());
         put(&self.meta.depth.to_le_bytes());
         put(&slot.0.to_le_bytes());
-        sign(&mut out, seed);
+        let checksum = XxHash3_64::oneshot_with_seed(seed, &out[..CHECKED_BYTES]);
+        out[CHECKED_BYTES..].copy_from_slice(&checksum.to_le_bytes());
         out
     }
 
@@ -100,19 +101,6 @@ pub(super) fn parse(bytes: &RecordBytes, slot: SlotId, seed: u64) -> Parsed {
     let record = Record { meta: DiskMeta { key, parent, num_blocks, depth }, payload, sequence, written_s };
     // Magic, slot, zeros and checksum are right where the same record would be written so.
     if record.encode(slot, seed) == *bytes { Parsed::Valid(record) } else { Parsed::Bad }
-}
-
-/// Puts the checksum at the end.
-fn sign(bytes: &mut RecordBytes, seed: u64) {
-    let checksum = XxHash3_64::oneshot_with_seed(seed, &bytes[..CHECKED_BYTES]);
-    bytes[CHECKED_BYTES..].copy_from_slice(&checksum.to_le_bytes());
-}
-
-/// Makes any bytes a record whose checksum is right, as a forger would.
-#[cfg(any(test, feature = "faults"))]
-pub(super) fn forge_checksum(bytes: &mut RecordBytes, seed: u64) {
-    bytes[..MAGIC.len()].copy_from_slice(&MAGIC);
-    sign(bytes, seed);
 }
 
 /// The next N bytes; the callers' sizes add up to a record, which the round-trip tests prove.

@@ -57,11 +57,13 @@ pub(super) fn is_frame_size(bytes: u64) -> bool {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Superblock {
-    format: u32,
-    frame_bytes: u64,
+    pub(super) format: u32,
+    /// Bytes of one frame.
+    pub(super) frame_bytes: u64,
     namespace: String,
-    description: String,
-    checksum: String,
+    /// The line for people.
+    pub(super) description: String,
+    pub(super) checksum: String,
 }
 
 impl Superblock {
@@ -123,26 +125,8 @@ impl Superblock {
         blake3::Hash::from_hex(&self.namespace).ok().map(Into::into)
     }
 
-    /// Bytes of one frame.
-    pub(super) fn frame_bytes(&self) -> u64 {
-        self.frame_bytes
-    }
-
-    /// The line for people.
-    pub(super) fn description(&self) -> &str {
-        &self.description
-    }
-
-    /// Any JSON of the right shape with the right checksum, as a forger would have it.
-    #[cfg(any(test, feature = "faults"))]
-    pub(super) fn forge(bytes: &[u8]) -> Option<Vec<u8>> {
-        let mut forged: Self = serde_json::from_slice(bytes).ok()?;
-        forged.format = FORMAT;
-        forged.checksum = forged.compute_checksum();
-        serde_json::to_vec(&forged).ok()
-    }
-
-    fn compute_checksum(&self) -> String {
+    /// What `checksum` must be.
+    pub(super) fn compute_checksum(&self) -> String {
         let text = format!("{}|{}|{}|{}", self.format, self.frame_bytes, self.namespace, self.description);
         format!("{:016x}", XxHash3_64::oneshot(text.as_bytes()))
     }

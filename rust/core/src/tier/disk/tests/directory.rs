@@ -5,7 +5,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
 use super::super::faults::{FaultFiles, du};
-use super::super::{ErrorKind, namespaces};
+use super::super::{ErrorKind, namespaces, paths};
 use super::*;
 
 fn namespace_dir(config: &DiskConfig) -> PathBuf {
@@ -74,6 +74,22 @@ fn test_a_disk_path_that_cannot_work_is_named_with_the_fix() {
         assert!(text.contains(": set disk_path to a writable local directory"), "{text}");
     }
     assert_eq!(fs::read(&file).unwrap(), b"x");
+}
+
+/// What may pass leaves the engine running without its disk, which is tried again; only what never can ends its start.
+#[test]
+fn test_only_what_can_never_work_is_the_settings_fault() {
+    use rustix::io::Errno;
+    let never = [Errno::NOTDIR, Errno::EXIST, Errno::NOENT, Errno::NAMETOOLONG, Errno::OPNOTSUPP];
+    let passes =
+        [Errno::ACCESS, Errno::PERM, Errno::ROFS, Errno::IO, Errno::NOSPC, Errno::MFILE, Errno::STALE, Errno::LOOP];
+    for (errnos, kind) in [(&never[..], ErrorKind::InvalidConfig), (&passes[..], ErrorKind::Io)] {
+        for &errno in errnos {
+            let error = paths::dir_error("open", Path::new("/a/b"), errno.into());
+            assert_eq!(error.kind(), kind, "{errno:?}: {error}");
+            assert!(error.to_string().contains("disk_path /a/b"), "{error}");
+        }
+    }
 }
 
 #[test]
@@ -211,20 +227,11 @@ fn test_a_wrong_superblock_starts_afresh_and_is_counted() {
     };
     let mut foreign_config = config.clone();
     foreign_config.namespace[31] ^= 1;
-    // As the first version wrote it, checksum and all.
-    let older = |text: &str| {
-        let mut block: serde_json::Value = serde_json::from_str(text).unwrap();
-        block["format"] = 1.into();
-        let fields = ["format", "frame_bytes", "namespace", "description"].map(|name| block[name].to_string());
-        let summed = fields.join("|").replace('"', "");
-        block["checksum"] = format!("{:016x}", twox_hash::XxHash3_64::oneshot(summed.as_bytes())).into();
-        block.to_string()
-    };
     let spoil: [(&str, &dyn Fn()); 7] = [
         ("missing", &|| fs::remove_file(&superblock).unwrap()),
         ("empty", &|| fs::write(&superblock, "").unwrap()),
         ("flipped", &|| fs::write(&superblock, good.replace("8192", "8193")).unwrap()),
-        ("older", &|| fs::write(&superblock, older(&good)).unwrap()),
+        ("older", &|| fs::write(&superblock, of_format(1, &good)).unwrap()),
         ("newer", &|| fs::write(&superblock, good.replace("\"format\": 2", "\"format\": 3")).unwrap()),
         ("huge", &|| fs::write(&superblock, vec![b' '; 1 << 20]).unwrap()),
         ("other frames", &|| drop(DiskTier::open(DiskConfig { frame_bytes: 4096, ..config.clone() }))),

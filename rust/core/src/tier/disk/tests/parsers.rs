@@ -67,8 +67,8 @@ proptest! {
         let json = serde_json::to_vec(&block).unwrap();
         let parsed = Superblock::parse(&json).unwrap();
         prop_assert_eq!(parsed.namespace(), Some(namespace));
-        prop_assert_eq!(parsed.frame_bytes(), pages * 4096);
-        prop_assert!(text.starts_with(parsed.description()));
+        prop_assert_eq!(parsed.frame_bytes, pages * 4096);
+        prop_assert!(text.starts_with(&parsed.description));
         prop_assert_eq!(parsed, block);
     }
 
