@@ -39,8 +39,12 @@ impl Slots {
     /// At open: `len` slots, those of `entries` with a chunk, those of `unsure` with a record that could not be cleared.
     pub(super) fn found(len: u32, entries: &[DiskEntry], unsure: &[SlotId]) -> Self {
         let mut states = vec![State::Free(false); len as usize];
-        unsure.iter().for_each(|slot| states[slot.0 as usize] = State::Free(true));
-        entries.iter().for_each(|entry| states[entry.slot.0 as usize] = State::Used);
+        for slot in unsure {
+            states[slot.0 as usize] = State::Free(true);
+        }
+        for entry in entries {
+            states[entry.slot.0 as usize] = State::Used;
+        }
         let is_clean = |&slot: &u32| states[slot as usize] == State::Free(false);
         let free = (0..len).filter(is_clean).chain(unsure.iter().map(|slot| slot.0)).collect();
         Self { states, free, used: entries.len() as u64 }

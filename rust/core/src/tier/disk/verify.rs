@@ -50,7 +50,8 @@ pub struct Verifier {
     num_checked: usize,
     /// Found before the first chunk was read.
     early: Vec<Damage>,
-    buffer: Frame,
+    /// One frame of memory that is aligned as direct reads need it.
+    buffer: Vec<Frame>,
     _lock: DirLock,
 }
 
@@ -60,8 +61,7 @@ impl Verifier {
     pub fn open(dir: &Path) -> Result<Self> {
         let found = list(dir)?;
         let lock = DirLock::acquire_existing(dir)?;
-        let (_, mut frames) = HostArena::create(PIECE_BYTES, 1)?;
-        let buffer = frames.pop().expect("one was asked for");
+        let (_, buffer) = HostArena::create(PIECE_BYTES, 1)?;
         let (namespaces, chunks, early) = (Vec::new(), Vec::new(), Vec::new());
         let mut verifier = Self { namespaces, chunks, num_checked: 0, early, buffer, _lock: lock };
         for namespace in found {
@@ -89,9 +89,10 @@ impl Verifier {
     pub fn step(&mut self, max_chunks: u64) -> Vec<Damage> {
         let mut damage = std::mem::take(&mut self.early);
         let max_chunks = usize::try_from(max_chunks).unwrap_or(usize::MAX);
+        let buffer = self.buffer[0].bytes_mut();
         for &(at, slot) in self.chunks.iter().skip(self.num_checked).take(max_chunks) {
             let (name, files) = &self.namespaces[at];
-            damage.extend(check(name, files, slot, self.buffer.bytes_mut()));
+            damage.extend(check(name, files, slot, buffer));
             self.num_checked += 1;
         }
         damage
