@@ -216,8 +216,8 @@ class DiskVerify:
     @property
     def num_chunks(self) -> int: ...
     def step(self, max_chunks: int) -> list[dict[str, Any]]:
-        """Check up to max_chunks more; returns the damage found ({namespace, slot, key in hex, problem}; slot and key are
-        None where the damage is of none).
+        """Check up to max_chunks more; returns the damage found ({namespace, slot, key in hex, problem, is_other_format}; slot
+        and key are None where the damage is of none). A namespace of another format is not damaged: it was not checked.
 
         The first call also returns what opening found (superblocks, records), so call it at least once.
         """

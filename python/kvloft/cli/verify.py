@@ -25,7 +25,9 @@ def add_parser(subparsers: Any) -> None:
         help="check every chunk of a disk directory for damage",
         description=(
             "Read every chunk of a disk directory and compare its key and checksum. Changes nothing. "
-            "Exit status: 0 all right, 1 damage found, 2 not done (wrong DIR, or an engine is using it)."
+            "Exit status: 0 all right, 1 damage found, 2 not done (wrong DIR, or an engine is using it), "
+            "3 no damage found, but another version of kvloft made some of it, which cannot be checked: "
+            "an engine of this version starts that over."
         ),
     )
     parser.add_argument("dir", metavar="DIR", help="the directory an engine has as its disk_path")
@@ -34,23 +36,27 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Walk the directory; 0 without damage, 1 with, 2 where it could not be walked."""
+    """Walk the directory; 0 without damage, 1 with, 2 where it could not be walked, 3 where another version made some of it."""
     # Here and not above: `kvloft config` must work where the extension does not load.
     from kvloft._core import ConfigError, DiskVerify, StoreError
 
     try:
         verify = DiskVerify(args.dir)
-        damage = _walk(verify, quiet=args.json)
+        found = _walk(verify, quiet=args.json)
     except (ConfigError, StoreError) as e:
         print(f"kvloft: {e}", file=sys.stderr)
         tell_of_other_engines(args.dir)
         return 2
     tell_of_other_engines(args.dir)
+    others = [row for row in found if row.pop("is_other_format")]
+    damage = [row for row in found if row not in others]
     if args.json:
-        print(json.dumps({"chunks": verify.num_chunks, "damage": damage}, indent=2))
+        print(json.dumps({"chunks": verify.num_chunks, "damage": damage, "other_format": others}, indent=2))
     else:
         _print(verify.num_chunks, damage)
-    return 1 if damage else 0
+        for other in others:
+            print(f"{other['namespace']} is not damaged and was not checked: {other['problem']}.")
+    return 1 if damage else 3 if others else 0
 
 
 def _walk(verify: "DiskVerify", *, quiet: bool) -> list[dict[str, Any]]:

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use kvloft_core::io::direct::PageBuffer;
 use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::conformance::PageBuffer;
 use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId};
 use kvloft_core::{ChunkKey, ErrorKind};
 use tempfile::TempDir;

@@ -14,10 +14,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
-use kvloft_core::io::direct::PageBuffer;
 use kvloft_core::key::root_key;
 use kvloft_core::store::{DiskSettings, SaveRange, Store, StoreConfig};
 use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::conformance::PageBuffer;
 use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskTier, SlotId};
 use kvloft_core::{ChunkKey, KeyChain};
 

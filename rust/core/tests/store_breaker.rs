@@ -4,15 +4,16 @@
 mod store_common;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvloft_core::KeyChain;
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::ChunkKey;
 use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig};
-use kvloft_core::tier::disk::{DiskEntry, SlotId};
-use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, range, save, stat};
+use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskTier, SlotId};
+use store_common::{FRAME, MemoryDisk, arena_of, chain, config, disk_settings, range, save, stat};
 
 const LONG: Duration = Duration::from_secs(20);
 const THREADS: u32 = 2;
@@ -239,6 +240,31 @@ fn a_tier_that_cannot_be_opened_is_attached_later() {
     store.check().unwrap();
 }
 
+/// An engine that ends may still have the directory when the next one starts.
+#[test]
+fn a_directory_in_use_is_attached_once_its_owner_is_gone() {
+    let dir = tempfile::tempdir().unwrap();
+    let tier = DiskConfig {
+        dir: dir.path().to_owned(),
+        cap_bytes: 1 << 20,
+        frame_bytes: FRAME as u64,
+        namespace: [7; 32],
+        description: String::new(),
+    };
+    let (owner, _) = DiskTier::open(tier.clone()).unwrap();
+    let open = move || DiskTier::open(tier.clone()).map(|(tier, found)| (Arc::new(tier) as Arc<dyn LocalTier>, found));
+    let seconds = Arc::new(AtomicU64::new(0));
+    let clock = Arc::clone(&seconds);
+    let now = move || Duration::from_secs(clock.load(Ordering::SeqCst));
+    let settings = StoreConfig { disk: Some(disk_settings(8, THREADS)), ..config(8, 1, Eviction::Lru) };
+    let store = Store::with_tier(&settings, Box::new(open), Box::new(now)).unwrap();
+    assert_eq!(stat(&store, "disk_broken"), 1);
+    assert!(store.take_events().iter().any(|event| event.contains("is in use by process")));
+    drop(owner);
+    seconds.store(61, Ordering::SeqCst);
+    until("it is attached", || stat(&store, "disk_broken") == 0);
+}
+
 /// A record that is valid in itself and lies about its place.
 #[test]
 fn a_forged_record_is_a_miss() {
@@ -271,7 +297,7 @@ fn a_forged_record_is_a_miss() {
     ];
     for found in forgeries {
         let disk = MemoryDisk::new(16);
-        disk.put(&found);
+        disk.put(&found, FRAME);
         let store = disk.open(&settings(8, &disk), &found);
         let lease = store.acquire(&wanted);
         let progress = settled(&lease);

@@ -83,6 +83,7 @@ fn damage_dict<'py>(py: Python<'py>, found: &Damage) -> PyResult<Bound<'py, PyDi
     dict.set_item("slot", found.slot)?;
     dict.set_item("key", found.key.as_deref())?;
     dict.set_item("problem", &found.problem)?;
+    dict.set_item("is_other_format", found.is_other_format)?;
     Ok(dict)
 }
 

@@ -9,6 +9,7 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
 use super::superblock;
+use super::types::DiskConfig;
 
 /// The records' file in a namespace directory.
 pub(super) const INDEX_NAME: &str = "index.dat";
@@ -33,7 +34,7 @@ pub(super) struct Found {
 
 /// A namespace's directory name: the first 16 hex digits.
 pub(super) fn dir_name(namespace: &[u8; 32]) -> String {
-    superblock::hex(&namespace[..8])
+    superblock::hex(namespace)[..16].to_owned()
 }
 
 /// Makes a directory (and its parents) that only this user can enter, unless it is there: on a frozen file system even the
@@ -59,15 +60,14 @@ pub(super) fn scan(dir: &Path, own: Option<&str>) -> io::Result<Vec<Found>> {
     Ok(found)
 }
 
-/// Deletes other namespaces than `own`, the least recently used first, until `is_enough` of the bytes that are left. Returns
-/// those bytes and how many were deleted; `note` gets a line for each.
+/// Deletes other namespaces, the least recently used first, until `is_enough` of the bytes that are left. Returns those bytes
+/// and how many were deleted; `note` gets a line for each.
 pub(super) fn make_room(
-    dir: &Path,
-    own: &str,
+    config: &DiskConfig,
     is_enough: impl Fn(u64) -> bool,
     mut note: impl FnMut(String),
 ) -> io::Result<(u64, u64)> {
-    let foreign = scan(dir, Some(own))?;
+    let foreign = scan(&config.dir, Some(&dir_name(&config.namespace)))?;
     let mut bytes = foreign.iter().map(|f| f.bytes).fold(0, u64::saturating_add);
     let mut num_removed = 0;
     for Found { path, bytes: freed, .. } in &foreign {

@@ -4,6 +4,7 @@
 
 use std::path::PathBuf;
 
+use super::{budget, namespaces};
 use crate::ChunkKey;
 
 /// One frame-sized place in `frames.dat`, with its record in `index.dat`.
@@ -23,6 +24,18 @@ pub struct DiskConfig {
     pub namespace: [u8; 32],
     /// One line for people (`kvloft inspect`): which model and shape this namespace is.
     pub description: String,
+}
+
+impl DiskConfig {
+    /// Where this namespace's files are.
+    pub(super) fn namespace_dir(&self) -> PathBuf {
+        self.dir.join(namespaces::dir_name(&self.namespace))
+    }
+
+    /// Most slots that fit beside so much of other namespaces.
+    pub(super) fn max_slots(&self, foreign_bytes: u64) -> u32 {
+        budget::max_slots(self.cap_bytes, self.frame_bytes, foreign_bytes)
+    }
 }
 
 /// A chunk as it is written.

@@ -141,11 +141,11 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = config(dir.path(), 64);
     let first = {
-        config.cap_bytes = budget::FIXED_BYTES + budget::slots_bytes(2, FRAME);
+        config.cap_bytes = budget::dir_bytes(2, FRAME, 0);
         let (tier, _) = open(&config);
         [put(&tier, 0), put(&tier, 1)]
     };
-    config.cap_bytes = budget::FIXED_BYTES + budget::slots_bytes(64, FRAME);
+    config.cap_bytes = budget::dir_bytes(64, FRAME, 0);
     let (tier, files) = faulty(&config);
     files.inject(Rule::new(Fault::Refuse(ENOSPC)));
     assert_eq!(tier.reserve(), None);

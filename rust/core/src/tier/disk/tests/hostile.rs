@@ -92,6 +92,20 @@ fn test_no_link_is_followed() {
     assert_eq!(fs::read(&target).unwrap(), b"precious");
 }
 
+#[test]
+fn test_a_link_in_the_namespaces_place_is_replaced_and_what_it_points_to_stays() {
+    let (dir, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let config = config(dir.path(), 4);
+    let own = config.dir.join(namespaces::dir_name(&config.namespace));
+    fs::write(elsewhere.path().join("index.dat"), "precious").unwrap();
+    symlink(elsewhere.path(), &own).unwrap();
+    let (tier, _) = open(&config);
+    put(&tier, 0);
+    assert!(fs::symlink_metadata(&own).unwrap().is_dir() && tier.stats().fresh_starts == 1);
+    assert_eq!(fs::read(elsewhere.path().join("index.dat")).unwrap(), b"precious");
+    assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 1);
+}
+
 /// A new line for people is written beside chunks that stay, where a link may wait.
 #[test]
 fn test_a_link_in_the_place_of_the_next_superblock_is_not_followed() {

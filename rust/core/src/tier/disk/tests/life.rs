@@ -51,6 +51,20 @@ fn test_a_freed_chunk_is_gone_now_and_after_a_restart() {
 }
 
 #[test]
+fn test_files_that_are_cut_under_a_tier_are_damage() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 2);
+    let (tier, _) = open(&config);
+    let slots = [put(&tier, 0), put(&tier, 1)];
+    for (name, len) in [("frames.dat", FRAME + 1), ("index.dat", 5)] {
+        let file = std::fs::File::options().write(true).open(config.namespace_dir().join(name)).unwrap();
+        file.set_len(len).unwrap();
+        assert_eq!(get(&tier, slots[1], 1).unwrap_err().kind(), ErrorKind::Corrupt, "{name}");
+    }
+    assert_eq!((tier.stats().corrupt_reads, tier.stats().read_errors), (2, 0));
+}
+
+#[test]
 fn test_every_slot_of_the_cap_can_be_had_again_and_again() {
     let dir = tempfile::tempdir().unwrap();
     let (tier, _) = open(&config(dir.path(), 5));

@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::super::fuzzing;
 use super::super::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes};
 use super::super::recover::recover;
-use super::super::superblock::{Superblock, hex};
+use super::super::superblock::Superblock;
 use super::*;
 
 fn any_record() -> impl Strategy<Value = Record> {
@@ -67,8 +67,8 @@ proptest! {
         let json = serde_json::to_vec(&block).unwrap();
         let parsed = Superblock::parse(&json).unwrap();
         prop_assert_eq!(parsed.namespace(), Some(namespace));
-        prop_assert_eq!(parsed.frame_bytes(), pages * 4096);
-        prop_assert!(text.starts_with(parsed.description()));
+        prop_assert_eq!(parsed.frame_bytes, pages * 4096);
+        prop_assert!(text.starts_with(&parsed.description));
         prop_assert_eq!(parsed, block);
     }
 
@@ -88,10 +88,11 @@ proptest! {
     }
 
     #[test]
-    fn test_max_slots_is_the_most_that_fit(bytes in 0..1_u64 << 44, pages in 1..2000_u64) {
-        let slots = budget::max_slots(bytes, pages * 4096);
-        prop_assert!(slots == 0 || budget::slots_bytes(slots, pages * 4096) <= bytes);
-        prop_assert!(slots == u32::MAX || budget::slots_bytes(slots + 1, pages * 4096) > bytes);
+    fn test_max_slots_is_the_most_that_fit(bytes in 0..1_u64 << 44, foreign in 0..1_u64 << 40, pages in 1..2000_u64) {
+        let (frame_bytes, foreign_bytes) = (pages * 4096, foreign.min(bytes));
+        let slots = budget::max_slots(bytes, frame_bytes, foreign_bytes);
+        prop_assert!(slots == 0 || budget::dir_bytes(slots, frame_bytes, foreign_bytes) <= bytes);
+        prop_assert!(slots == u32::MAX || budget::dir_bytes(slots + 1, frame_bytes, foreign_bytes) > bytes);
     }
 
     #[test]
@@ -175,9 +176,4 @@ fn test_oldest_comes_first_unless_its_parent_is_younger() {
     // 6's parent is 2, whose parent is 0.
     let recovered = recover(&[entry(6, 1), entry(1, 2), entry(0, 3), entry(2, 9)]);
     assert_eq!(numbers(&recovered.entries), [0, 2, 6, 1]);
-}
-
-#[test]
-fn test_hex_is_lower_case_and_padded() {
-    assert_eq!(hex(&[0, 10, 255]), "000aff");
 }
