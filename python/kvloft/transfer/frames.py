@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -56,14 +57,14 @@ class FrameWindow:
 
     def seal(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> None:
         """Tag the payload just gathered and write the trailer."""
-        self._arena.seal(
-            copy.frame, offset=self._offset, part_bytes=self.part_bytes, key=copy.key, layout=layout,
-            page_bytes=page_bytes, num_blocks=copy.num_blocks, rank=self._rank,
-        )  # fmt: skip
+        self._arena.seal(copy.frame, self._part(copy, layout, page_bytes))
 
     def check(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> str | None:
         """None if the frame is what ``copy.key`` stands for, else what is wrong with it."""
-        return self._arena.check(
-            copy.frame, offset=self._offset, part_bytes=self.part_bytes, key=copy.key, layout=layout,
-            page_bytes=page_bytes, num_blocks=copy.num_blocks, rank=self._rank,
-        )  # fmt: skip
+        return self._arena.check(copy.frame, self._part(copy, layout, page_bytes))
+
+    def _part(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> dict[str, Any]:
+        return {
+            "offset": self._offset, "part_bytes": self.part_bytes, "key": copy.key, "layout": layout,
+            "page_bytes": page_bytes, "num_blocks": copy.num_blocks, "rank": self._rank,
+        }  # fmt: skip

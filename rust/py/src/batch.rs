@@ -123,7 +123,3 @@ impl ChunkBatch {
         format!("ChunkBatch({} chunks, {} blocks)", self.inner.len(), self.inner.wanted_blocks().count())
     }
 }
-
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<ChunkBatch>()
-}

@@ -14,7 +14,7 @@ pub(crate) struct HostTier {
     arena: HostArena,
     frames: Vec<Option<Frame>>,
     free: Vec<FrameId>,
-    /// Free frames that are not handed out: those from `limit` on.
+    /// Free frames from `limit` on.
     held_back: BinaryHeap<Reverse<u32>>,
     limit: u32,
 }
@@ -37,7 +37,7 @@ impl HostTier {
         self.free.len() + self.held_back.len()
     }
 
-    /// Hands out only frames below `limit` from now on: workers cannot copy to the others yet. Lowering it is for once.
+    /// Only frames below `limit` are for saves from now on: workers cannot copy to the others yet. Lowering it is for once.
     pub(crate) fn limit(&mut self, limit: u32) {
         if limit < self.limit {
             self.held_back.extend(self.free.extract_if(.., |frame| frame.0 >= limit).map(|frame| Reverse(frame.0)));
@@ -51,9 +51,19 @@ impl HostTier {
         }
     }
 
-    /// A free frame, if there is one.
+    /// A free frame that workers can copy to, if there is one.
     pub(crate) fn take(&mut self) -> Option<FrameId> {
         self.free.pop()
+    }
+
+    /// A free frame to read into, if there is one: workers can copy from any, only not from all as fast.
+    pub(crate) fn take_any(&mut self) -> Option<FrameId> {
+        self.take().or_else(|| self.held_back.pop().map(|Reverse(frame)| FrameId(frame)))
+    }
+
+    /// Whether workers can copy to any frame at all.
+    pub(crate) fn takes_saves(&self) -> bool {
+        self.limit > 0
     }
 
     /// Takes a frame back that nobody uses any more.
