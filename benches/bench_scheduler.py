@@ -316,7 +316,7 @@ class DiskThatHangs:
 
     def acquire(self, chain: Any) -> Any:
         lease = self.lease
-        return SimpleNamespace(poll=lambda: (lease.poll()[0], chain.num_blocks), release=lambda: None)
+        return SimpleNamespace(poll=lambda: (lease.poll()[0], chain.num_blocks), batch=lease.batch, release=lambda: None)
 
 
 def table(results: Sequence[Result]) -> str:

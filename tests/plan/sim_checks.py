@@ -107,7 +107,6 @@ def settle(engine: Any) -> None:
         core._queue.loading.leases,
         core._queue.told_to_wait,
         core._queue.flights,
-        core._hits,
         core._queued_loads,
     ):
         assert not left, f"left behind: {left}"

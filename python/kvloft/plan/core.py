@@ -30,7 +30,7 @@ class SchedulerCore:
     Each rank of ``shape`` reports every ticket and load once; only then is it settled (I10). ``wait_s`` bounds how long one
     request may be told "ask again" while disk chunks are read, or while another's load brings what it wants: that only where
     vLLM ``shares_blocks``, which it does with its prefix cache. ``retry_loads_s``: when loads are tried again after many failed;
-    None: never. ``save_prompts_only``: for requests that do not say. ``max_running``: seats of the engine; None: not known.
+    infinite: never. ``save_prompts_only``: for requests that do not say. ``max_running``: seats of the engine; None: not known.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class SchedulerCore:
         loads_allowed: bool = True,
         saves_allowed: bool = True,
         shares_blocks: bool = False,
-        retry_loads_s: float | None = RETRY_S,
+        retry_loads_s: float = RETRY_S,
         save_prompts_only: bool = False,
         max_running: int | None = None,
     ) -> None:
@@ -62,7 +62,6 @@ class SchedulerCore:
         self._trackers: dict[ReqId, Tracker] = {}
         self._scheduled: Mapping[ReqId, int] = {}
         self._admitted: set[ReqId] = set()
-        self._hits: dict[ReqId, dict[str, int]] = {}
         self._next_save: dict[ReqId, int] = {}
         """Frontier at which a request's next save can be planned: all that a step looks at for most requests."""
         self._lined_up: list[ReqId] = []
@@ -85,8 +84,6 @@ class SchedulerCore:
 
         Unless it ``may_wait``: then what can be loaded now is all there is.
         """
-        if may_wait and self._queue.still_waits(live.req_id, local_tokens):
-            return None
         if not self._loads_allowed or live.skip_load:
             return 0
         tracker = self._tracker(live)
@@ -114,7 +111,7 @@ class SchedulerCore:
         plan, lease, by_tier = plan_load(tracker, self._group.block_tokens, num_tokens, next(self._load_ids))
         if lease is not None:
             self._queue.begin_load(tracker, lease, num_tokens, is_whole=not plan.lost)
-        self._hits[live.req_id] = by_tier
+        tracker.loaded_tokens = by_tier
         self._queue_load(plan, lease)
         for tier, tokens in by_tier.items():
             self.counters[f"load_tokens_{tier}"] += tokens
@@ -135,9 +132,9 @@ class SchedulerCore:
         self._loads[plan.load_id] = Loading(lease, self._num_ranks, is_tried=bool(plan.chunks))
         self._queued_loads.append(plan)
 
-    def hit_tokens(self, req_id: ReqId) -> dict[str, int]:
+    def hit_tokens(self, req_id: ReqId) -> Mapping[str, int]:
         """Tokens by tier of the load most recently planned for ``req_id``; what was lost counts for no tier."""
-        return self._hits.get(req_id, {})
+        return tracker.loaded_tokens if (tracker := self._trackers.get(req_id)) is not None else {}
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -253,14 +250,19 @@ class SchedulerCore:
             if result.bad_keys:
                 self._store.discard([key for key, _ in result.bad_keys])
                 self.counters["verify_failures"] += len(result.bad_keys)
-            if result.bad_keys or result.failed:
+            if has_failed := bool(result.bad_keys) or result.failed:
                 self._queue.flights.pop(result.req_id, None)
                 if (tracker := self._trackers.get(result.req_id)) is not None:
                     tracker.load_failed = True
                     tracker.saved_chunks = 0
-            loading = self._loads.get(result.load_id)
-            if loading is not None and loading.arrive(result):
+            if (loading := self._loads.get(result.load_id)) is None:
+                continue
+            loading.has_failed |= has_failed
+            loading.num_ranks_left -= 1
+            if not loading.num_ranks_left:
                 del self._loads[result.load_id]
+                if loading.lease is not None:
+                    loading.lease.release()
                 if loading.is_tried or loading.has_failed:
                     self._count_copies(failed=loading.has_failed)
 
@@ -276,7 +278,6 @@ class SchedulerCore:
         """The request ended, however it ended. Copies in flight settle by themselves (I5)."""
         tracker = self._trackers.pop(req_id, None)
         self._next_save.pop(req_id, None)
-        self._hits.pop(req_id, None)
         self._queue.forget(req_id)
         if req_id in self._scheduled:
             self._queue.num_running -= 1
@@ -304,7 +305,8 @@ class SchedulerCore:
         self._next_save.clear()
         self._store.abort()
         for loading in self._loads.values():
-            loading.release()
+            if loading.lease is not None:
+                loading.lease.release()
         self._loads.clear()
         self._queued_loads.clear()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvloft.plan.pins import Lease
 from kvloft.plan.tracker import Tracker
 from kvloft.seam.batch import ChunkBatch
-from kvloft.seam.plan import LoadPlan, LoadResult
+from kvloft.seam.plan import LoadPlan
 
 
 @dataclass(slots=True)
@@ -20,19 +20,6 @@ class Loading:
     """There was something to copy."""
     has_failed: bool = False
     """On some rank nothing was copied, or other bytes than were saved."""
-
-    def arrive(self, result: LoadResult) -> bool:
-        """Count one rank's report; True, and the lease falls, with the last one."""
-        self.has_failed |= result.failed or bool(result.bad_keys)
-        self.num_ranks_left -= 1
-        if self.num_ranks_left > 0:
-            return False
-        self.release()
-        return True
-
-    def release(self) -> None:
-        if self.lease is not None:
-            self.lease.release()
 
 
 def plan_load(tracker: Tracker, block_tokens: int, num_tokens: int, load_id: int) -> tuple[LoadPlan, Lease | None, dict[str, int]]:

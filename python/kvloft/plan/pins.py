@@ -19,41 +19,36 @@ class Pins:
     """Chunks that some leases pin, each once, by ``stride`` chunks at a time."""
 
     def __init__(self, num_frames: int, blocks_per_chunk: int) -> None:
-        # What is left behind a lease's last stride counts for each, so small memories need short ones.
+        # A lease's last stride counts as a whole one, so small memories need short ones.
         self._stride = max(1, min(MAX_STRIDE, num_frames // 64))
-        self._blocks_per_chunk = blocks_per_chunk
+        self._stride_blocks = self._stride * blocks_per_chunk
         self._num_users: dict[bytes, int] = {}
-        self._num_left = 0
         self.leases: dict[Lease, None] = {}
 
     @property
     def num_chunks(self) -> int:
         """Pinned now."""
-        return len(self._num_users) * self._stride + self._num_left
+        return len(self._num_users) * self._stride
 
-    def strides(self, chain: KeyChain, num_blocks: int) -> tuple[list[bytes], int]:
-        """What a lease on the first ``num_blocks`` of ``chain`` pins: keys of its strides' ends, and chunks behind them."""
-        size = self._stride * self._blocks_per_chunk
-        keys = [chain.key(end - 1) for end in range(size, num_blocks + 1, size)]
-        return keys, -(-num_blocks // self._blocks_per_chunk) - len(keys) * self._stride
+    def strides(self, chain: KeyChain, num_blocks: int) -> list[bytes]:
+        """What a lease on the first ``num_blocks`` of ``chain`` pins: keys of its strides' ends."""
+        return [chain.key(end - 1) for end in (*range(self._stride_blocks, num_blocks, self._stride_blocks), num_blocks)]
 
-    def num_with(self, keys: list[bytes], num_left: int) -> int:
+    def num_with(self, strides: list[bytes]) -> int:
         """How many it would be with these."""
-        return self.num_chunks + self._stride * sum(key not in self._num_users for key in keys) + num_left
+        return self.num_chunks + self._stride * sum(key not in self._num_users for key in strides)
 
     def add(self, lease: Lease) -> None:
         self.leases[lease] = None
-        for key in lease.keys:
+        for key in lease.strides:
             self._num_users[key] = self._num_users.get(key, 0) + 1
-        self._num_left += lease.num_left
 
     def remove(self, lease: Lease) -> None:
         del self.leases[lease]
-        for key in lease.keys:
+        for key in lease.strides:
             self._num_users[key] -= 1
             if not self._num_users[key]:
                 del self._num_users[key]
-        self._num_left -= lease.num_left
 
 
 class Lease:
@@ -61,7 +56,7 @@ class Lease:
 
     def __init__(self, tracker: Tracker, lease: ReadLease, pins: Pins, num_tokens: int, num_blocks: int) -> None:
         self.tracker, self.num_tokens = tracker, num_tokens
-        self.keys, self.num_left = pins.strides(tracker.chain, num_blocks)
+        self.strides = pins.strides(tracker.chain, num_blocks)
         self.poll, self.batch = lease.poll, lease.batch
         self._lease, self._pins = lease, pins
         pins.add(self)

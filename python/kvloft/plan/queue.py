@@ -183,7 +183,7 @@ class Queue:
         if self._without_turn not in (None, tracker.req_id):
             return False
         is_first = self._first in (None, tracker)
-        if not is_first and self.waiting.num_with(*self.waiting.strides(tracker.chain, stored_blocks)) > self._max_pinned:
+        if not is_first and self.waiting.num_with(self.waiting.strides(tracker.chain, stored_blocks)) > self._max_pinned:
             return False
         self._without_turn = None
         return True

@@ -5,7 +5,7 @@ A tracker never decides; `queue`, `loads` and `saves` do. It must not know vLLM:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -60,6 +60,8 @@ class Tracker:
     asked_s: float = 0.0
     waiting_since: float | None = None
     waited_out: bool = False
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    """By tier, of the load planned last."""
     load_failed: bool = False
     """A load of this request brought less than was promised: it computes the rest of its life by itself."""
     _view: RequestView = field(init=False)

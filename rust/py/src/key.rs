@@ -78,13 +78,9 @@ impl KeyChain {
     fn __repr__(&self) -> PyResult<String> {
         let chain = self.lock()?;
         let last = chain.keys().last().map_or_else(|| chain.root(), |key| *key).to_string();
-        Ok(format!(
-            "KeyChain(block_tokens={}, num_tokens={}, num_blocks={}, last={}...)",
-            chain.block_tokens(),
-            chain.num_tokens(),
-            chain.num_blocks(),
-            &last[..16]
-        ))
+        let (block_tokens, num_tokens, num_blocks) = (chain.block_tokens(), chain.num_tokens(), chain.num_blocks());
+        let sizes = format!("block_tokens={block_tokens}, num_tokens={num_tokens}, num_blocks={num_blocks}");
+        Ok(format!("KeyChain({sizes}, last={}...)", &last[..16]))
     }
 }
 
