@@ -239,7 +239,8 @@ def test_another_process_sees_and_seals_the_same_frames() -> None:
         f"arena = _core.Arena.open(sys.argv[1], frame_bytes={FRAME}, num_frames=2)\n"
         "memory = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)\n"
         "memory[:256] = bytes(range(256))\n"
-        "arena.seal(0, dict(offset=0, part_bytes=4096, key=b'k' * 32, layout=b'l' * 32, page_bytes=[100, 28], num_blocks=2, rank=3))\n"
+        "part = dict(offset=0, part_bytes=4096, key=b'k' * 32, layout=b'l' * 32, page_bytes=[100, 28], num_blocks=2, rank=3)\n"
+        "arena.seal(0, part)\n"
     )
     subprocess.run([sys.executable, "-c", code, store.arena_path], check=True, timeout=60 * float(os.environ.get("TEST_PACE", "1")))
     arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=2)
