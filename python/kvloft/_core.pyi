@@ -37,8 +37,6 @@ class KeyChain:
 
     def __new__(cls, root: bytes, *, block_tokens: int) -> KeyChain: ...
     @property
-    def block_tokens(self) -> int: ...
-    @property
     def num_tokens(self) -> int:
         """Positions appended so far."""
     @property
@@ -50,8 +48,6 @@ class KeyChain:
         """Append ``token_ids[start:stop]`` (a list is read in place). Bounds outside it and bad ids raise ConfigError."""
     def append_embeds(self, rows: Any, *, dtype: str, width: int) -> None:
         """Append embedding rows: a C-contiguous buffer of n x width elements of ``dtype``, raw bytes."""
-    def truncate(self, num_tokens: int) -> int:
-        """Forget positions from ``num_tokens`` on, down to a full block; returns how many are left. Items stay declared."""
     def key(self, block: int) -> bytes: ...
 
 @final
@@ -64,39 +60,14 @@ class Arena:
     def address(self) -> int: ...
     @property
     def size_bytes(self) -> int: ...
-    @property
-    def frame_bytes(self) -> int: ...
-    @property
-    def num_frames(self) -> int: ...
-    def seal(
-        self,
-        frame: int,
-        *,
-        offset: int,
-        part_bytes: int,
-        key: bytes,
-        layout: bytes,
-        page_bytes: Sequence[int],
-        num_blocks: int,
-        rank: int,
-    ) -> int:
-        """Tag the payload at ``offset`` of ``frame`` and write the trailer at the end of the part; returns the tag.
+    def seal(self, frame: int, part: dict[str, Any]) -> int:
+        """Tag the payload of ``part`` of ``frame`` and write the trailer at the part's end; returns the tag.
 
-        The payload is, for each of ``num_blocks`` blocks, pages of ``page_bytes`` each, back to back.
+        ``part``: offset, part_bytes, key, layout, page_bytes, num_blocks, rank. The payload is, for each of num_blocks blocks,
+        pages of page_bytes each, back to back. Raises ConfigError for a place outside the arena.
         """
-    def check(
-        self,
-        frame: int,
-        *,
-        offset: int,
-        part_bytes: int,
-        key: bytes,
-        layout: bytes,
-        page_bytes: Sequence[int],
-        num_blocks: int,
-        rank: int,
-    ) -> str | None:
-        """None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape', 'tag'."""
+    def check(self, frame: int, part: dict[str, Any]) -> str | None:
+        """None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape', 'tag'. ``part`` as in `seal`."""
 
 @final
 class ChunkBatch:
@@ -191,7 +162,7 @@ class Session:
     def stats(self) -> dict[str, int]:
         """Counters and gauges; see rust/core/src/store/stats.rs for the names."""
     def limit_frames(self, num_frames: int) -> None:
-        """Take frames below ``num_frames`` only from now on: workers cannot copy to the others yet."""
+        """Saves take frames below ``num_frames`` only from now on: workers cannot copy to the others yet."""
     def take_events(self) -> list[str]:
         """What a person should see of the disk tier, once each."""
     def flush(self, timeout_s: float) -> bool:

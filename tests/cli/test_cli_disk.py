@@ -36,7 +36,8 @@ def folder(tmp_path: Path) -> Path:
     arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=store.num_frames)
     rows, _ = reserve(store, chain, 0, NUM_CHUNKS)
     for _, frame, key, _, _ in rows:
-        arena.seal(frame, offset=0, part_bytes=FRAME, key=key, layout=bytes(32), page_bytes=[64], num_blocks=1, rank=0)
+        part = {"offset": 0, "part_bytes": FRAME, "key": key, "layout": bytes(32), "page_bytes": [64], "num_blocks": 1, "rank": 0}
+        arena.seal(frame, part)
     assert store.settle([row[0] for row in rows])[0] == NUM_CHUNKS
     assert store.flush(20)
     store.close()

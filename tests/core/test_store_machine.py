@@ -89,7 +89,7 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 self.model.state.setdefault(prompt[:end], "reserved")
                 self.model.tickets[ticket] = prompt[:end]
-            self.arena.seal(frame, **spec(key, num_blocks))
+            self.arena.seal(frame, spec(key, num_blocks))
         return multiple(*(row[0] for row in rows))
 
     @rule(taken=st.lists(consumes(tickets), min_size=1, max_size=4))
@@ -179,7 +179,7 @@ class StoreMachine(RuleBasedStateMachine):
             chain = chain_of(prompt)
             for frame, key, first_block, num_blocks in frames(lease):
                 assert key == chain.key(first_block + num_blocks - 1)
-                assert self.arena.check(frame, **spec(key, num_blocks)) is None  # I1, I4
+                assert self.arena.check(frame, spec(key, num_blocks)) is None  # I1, I4
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):

@@ -66,8 +66,8 @@ def test_rust_and_numpy_read_each_others_trailers() -> None:
     shape = {"offset": 0, "part_bytes": PART, "layout": b"L" * 32, "page_bytes": [600, 400], "rank": 0}
     tag = chunk_tag(raw[2, : 3 * BLOCK], [600, 400], 3)
     trailers.seal(np.array([2]), b"k" * 32, np.array([tag], dtype=np.uint64), np.array([3]))
-    assert arena.check(2, key=b"k" * 32, num_blocks=3, **shape) is None
-    assert arena.seal(4, key=b"q" * 32, num_blocks=3, **shape) == chunk_tag(raw[4, : 3 * BLOCK], [600, 400], 3)
+    assert arena.check(2, {**shape, "key": b"k" * 32, "num_blocks": 3}) is None
+    assert arena.seal(4, {**shape, "key": b"q" * 32, "num_blocks": 3}) == chunk_tag(raw[4, : 3 * BLOCK], [600, 400], 3)
     tags, problems = trailers.read(np.array([4]), b"q" * 32, np.array([3]))
     assert problems == {} and tags[0] == chunk_tag(raw[4, : 3 * BLOCK], [600, 400], 3)
     os.close(fd)

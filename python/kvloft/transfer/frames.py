@@ -74,15 +74,15 @@ class FrameWindow:
 
     def seal(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> None:
         """Tag the payload just gathered and write the trailer."""
-        self._arena.seal(copy.frame, **self._part_of(copy), layout=layout, page_bytes=page_bytes)
+        self._arena.seal(copy.frame, self._part_of(copy, layout, page_bytes))
 
     def check(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> str | None:
         """None if the frame is what ``copy.key`` stands for, else what is wrong with it."""
-        return self._arena.check(copy.frame, **self._part_of(copy), layout=layout, page_bytes=page_bytes)
+        return self._arena.check(copy.frame, self._part_of(copy, layout, page_bytes))
 
-    def _part_of(self, copy: ChunkCopy) -> dict[str, Any]:
+    def _part_of(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> dict[str, Any]:
         part = self.memory
         return {
-            "offset": part.part_offset, "part_bytes": part.part_bytes, "key": copy.key, "num_blocks": copy.num_blocks,
-            "rank": part.rank,
+            "offset": part.part_offset, "part_bytes": part.part_bytes, "key": copy.key, "layout": layout,
+            "page_bytes": page_bytes, "num_blocks": copy.num_blocks, "rank": part.rank,
         }  # fmt: skip

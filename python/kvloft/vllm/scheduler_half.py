@@ -7,6 +7,7 @@ It must not touch KV bytes. Errors are turned into misses by the connector, exce
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -121,7 +122,7 @@ class SchedulerHalf:
             save_prompts_only=config.save == "prompt",
             max_running=vllm_config.scheduler_config.max_num_seqs,
             # Where a failed load ends its request, trying again would cost answers.
-            retry_loads_s=RETRY_S if getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute" else None,
+            retry_loads_s=RETRY_S if getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute" else math.inf,
         )
         self._adapters = AdapterNames(
             media_prefix=f"{uuid4().hex}|" if media_ids_are_counted(vllm_config) else "",

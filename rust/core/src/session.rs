@@ -60,7 +60,7 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn clear(&self);
     /// Counters and gauges by name.
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)>;
-    /// Frames from this one on are not taken from now on: workers cannot copy to them yet.
+    /// Saves take no frames from this one on from now on: workers cannot copy to them yet.
     fn limit_frames(&self, num_frames: u32);
     /// What a person should see in the log since the last call, each once.
     fn take_events(&self) -> Vec<String>;

@@ -355,3 +355,32 @@ fn chunks_in_frames_that_are_held_back_do_not_cost_a_save() {
     assert_eq!(stat(&store, "host_evictions"), 8);
     store.check().unwrap();
 }
+
+#[test]
+fn what_is_on_disk_is_read_though_workers_can_copy_to_few_frames_or_none() {
+    let disk = MemoryDisk::new(200);
+    let (store, cold, _) = cold_prompts(&disk);
+    for num_frames in [3, 0] {
+        store.limit_frames(num_frames);
+        let leases: Vec<_> = cold[..2].iter().map(|prompt| store.acquire(prompt)).collect();
+        for lease in &leases {
+            assert_eq!(settled(lease), Progress { ready_blocks: 8, pending_blocks: 0 }, "{num_frames} frames");
+        }
+        store.check().unwrap();
+        drop(leases);
+        for prompt in &cold[2..4] {
+            settled(&store.acquire(prompt)); // the first two leave
+        }
+    }
+}
+
+#[test]
+fn a_save_for_which_there_is_no_frame_at_all_evicts_nothing() {
+    let disk = MemoryDisk::new(200);
+    let (store, cold, hot) = cold_prompts(&disk);
+    store.limit_frames(0);
+    assert_eq!(save_all(&store, &chains(1, 4, 5000)[0]), 0);
+    assert_eq!(store.lookup(&hot).host_blocks, 16);
+    settled(&store.acquire(&cold[0]));
+    assert_eq!(store.lookup(&cold[0]).host_blocks, 8);
+}

@@ -11,7 +11,7 @@ use crate::error::raise;
 
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-fn disk_inspect(py: Python<'_>, path: PathBuf) -> PyResult<Vec<Bound<'_, PyDict>>> {
+pub(crate) fn disk_inspect(py: Python<'_>, path: PathBuf) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let infos = py.detach(|| inspect(&path)).map_err(raise)?;
     infos.iter().map(|info| namespace_dict(py, info)).collect()
 }
@@ -32,7 +32,7 @@ fn namespace_dict<'py>(py: Python<'py>, info: &NamespaceInfo) -> PyResult<Bound<
 
 /// Walks every chunk of one disk directory, checking key and checksum; a step at a time, for progress.
 #[pyclass(frozen, module = "kvloft._core", name = "DiskVerify")]
-struct DiskVerify {
+pub(crate) struct DiskVerify {
     path: PathBuf,
     verifier: Mutex<Verifier>,
 }
@@ -85,9 +85,4 @@ fn damage_dict<'py>(py: Python<'py>, found: &Damage) -> PyResult<Bound<'py, PyDi
     dict.set_item("problem", &found.problem)?;
     dict.set_item("is_other_format", found.is_other_format)?;
     Ok(dict)
-}
-
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(disk_inspect, module)?)?;
-    module.add_class::<DiskVerify>()
 }

@@ -114,17 +114,6 @@ impl KeyChain {
         Ok(())
     }
 
-    /// Forgets positions from `num_tokens` on, down to a full block; returns how many are left.
-    ///
-    /// Where nothing is to be forgotten, nothing changes. Items stay declared.
-    pub fn truncate(&mut self, num_tokens: u32) -> u32 {
-        if num_tokens < self.num_tokens() {
-            self.keys.truncate((num_tokens / self.block_tokens) as usize);
-            self.pending.clear();
-        }
-        self.num_tokens()
-    }
-
     fn check_room(&self, num: usize) -> Result<()> {
         match u32::try_from(num) {
             Ok(num) if self.num_tokens().checked_add(num).is_some() => Ok(()),

@@ -249,7 +249,7 @@ impl Store {
         }
     }
 
-    /// Takes frames below `num_frames` only from now on, for saves and reads: workers cannot copy to the others yet.
+    /// Saves take frames below `num_frames` only from now on: workers cannot copy to the others yet. Reads from disk take any.
     pub fn limit_frames(&self, num_frames: u32) {
         self.inner.with_books(|state| state.host.limit(num_frames));
     }

@@ -6,6 +6,7 @@ use crate::evict::ChunkId;
 use crate::index::{Filler, NewEntry};
 use crate::io::FrameId;
 use crate::key::ChunkKey;
+use crate::tier::host::HostTier;
 use crate::{Error, ErrorKind, Result};
 
 /// A frame reserved for one chunk. Blocks count from the prefix's start.
@@ -102,7 +103,8 @@ impl State {
             let parent = &self.index[parent];
             parent.has_frame() && parent.end_block() == new.first_block
         });
-        let frame = if fits { self.take_frame_under(parent)? } else { return None };
+        let fits = fits && self.host.takes_saves(); // or chunks would be evicted for nothing
+        let frame = if fits { self.take_frame_under(parent, HostTier::take)? } else { return None };
         let proven = parent.is_none_or(|parent| self.index[parent].proven);
         let new = NewEntry { parent, proven, ..new };
         let id = self.index.get(&new.key).unwrap_or_else(|| self.index.insert(new));

@@ -185,11 +185,11 @@ impl State {
         }
     }
 
-    /// A free frame, made free if need be; None if every frame is in use. What must stay is held by the caller.
-    pub(super) fn take_frame(&mut self) -> Option<FrameId> {
+    /// A free frame by `take`, made free if need be; None if every frame is in use. What must stay is held by the caller.
+    fn take_frame(&mut self, take: fn(&mut HostTier) -> Option<FrameId>) -> Option<FrameId> {
         // The first victim's frame will do, unless it is one that is held back now.
         for _ in 0..MAX_VICTIMS {
-            if let Some(frame) = self.host.take() {
+            if let Some(frame) = take(&mut self.host) {
                 return Some(frame);
             }
             let victim = self.host_policy.victim()?;
@@ -199,14 +199,18 @@ impl State {
             self.leave_host(victim, Removal::Evicted);
             self.settle(victim);
         }
-        self.host.take()
+        take(&mut self.host)
     }
 
     /// A frame for a child of `parent`, which does not leave meanwhile.
-    pub(super) fn take_frame_under(&mut self, parent: Option<ChunkId>) -> Option<FrameId> {
-        let Some(parent) = parent else { return self.take_frame() };
+    pub(super) fn take_frame_under(
+        &mut self,
+        parent: Option<ChunkId>,
+        take: fn(&mut HostTier) -> Option<FrameId>,
+    ) -> Option<FrameId> {
+        let Some(parent) = parent else { return self.take_frame(take) };
         self.hold(parent);
-        let frame = self.take_frame();
+        let frame = self.take_frame(take);
         self.unhold(parent);
         frame
     }

@@ -12,7 +12,7 @@ use crate::io::{Frame, FrameId, HostArena};
 pub(crate) struct HostTier {
     arena: HostArena,
     frames: Vec<Option<Frame>>,
-    /// The lowest are handed out first: their memory is already touched, and those from `limit` on are held back.
+    /// The lowest are handed out first: their memory is already touched, and workers can copy to those below `limit`.
     free: BTreeSet<FrameId>,
     limit: u32,
 }
@@ -34,16 +34,26 @@ impl HostTier {
         self.free.len()
     }
 
-    /// Hands out only frames below `limit` from now on: workers cannot copy to the others yet.
+    /// Only frames below `limit` are for saves from now on: workers cannot copy to the others yet.
     pub(crate) fn limit(&mut self, limit: u32) {
         self.limit = limit;
     }
 
-    /// A free frame below the limit, if there is one.
+    /// A free frame that workers can copy to, if there is one.
     pub(crate) fn take(&mut self) -> Option<FrameId> {
         let frame = *self.free.first().filter(|frame| frame.0 < self.limit)?;
         self.free.remove(&frame);
         Some(frame)
+    }
+
+    /// A free frame to read into, if there is one: workers can copy from any, only not from all as fast.
+    pub(crate) fn take_any(&mut self) -> Option<FrameId> {
+        self.free.pop_first()
+    }
+
+    /// Whether workers can copy to any frame at all.
+    pub(crate) fn takes_saves(&self) -> bool {
+        self.limit > 0
     }
 
     /// Takes a frame back that nobody uses any more.
