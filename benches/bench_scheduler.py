@@ -23,7 +23,7 @@ from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 from kvloft import _core
 from kvloft.plan import SchedulerCore
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
-from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
+from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.seam.views import RequestView
 from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.views import VllmRequest, view_step
@@ -68,7 +68,7 @@ class Engine:
         self.core = SchedulerCore(
             self.store,
             new_chain,
-            CacheShape.of_one_group(GroupShape(BLOCK_TOKENS, blocks_per_chunk)),
+            CacheShape(BLOCK_TOKENS, blocks_per_chunk),
             arena=arena,
             clock=time.monotonic,
         )

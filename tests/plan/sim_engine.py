@@ -17,7 +17,7 @@ from sim_request import Request, Setup
 
 from kvloft.plan import SchedulerCore
 from kvloft.seam.plan import StepPlan
-from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
+from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.seam.views import NewRequest, StepView
 
 
@@ -43,7 +43,7 @@ class SymbolicEngine:
         self.core = SchedulerCore(
             self.store,
             self.book.new_chain,
-            CacheShape.of_one_group(GroupShape(setup.block_tokens, setup.blocks_per_chunk), num_ranks=setup.num_ranks),
+            CacheShape(setup.block_tokens, setup.blocks_per_chunk, num_ranks=setup.num_ranks),
             arena=ArenaSpec("", 1, setup.num_frames),
             wait_s=setup.wait_s,
             clock=lambda: self.now,

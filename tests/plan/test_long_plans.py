@@ -14,7 +14,7 @@ from sim_request import Request, Setup
 from kvloft.plan import loads, queue
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import StepReport
-from kvloft.seam.shape import CacheShape, GroupShape
+from kvloft.seam.shape import CacheShape
 from kvloft.seam.views import NewRequest, StepView
 
 
@@ -164,7 +164,7 @@ def test_blocks_that_were_promised_and_are_not_leased_are_lost(num_leased: int, 
     lease = SimpleNamespace(batch=lambda table, begin, end: chunks_to_load(rows, table, begin, end))
     live = SimpleNamespace(req_id=ReqId("a"))
     tracker: Any = SimpleNamespace(lease=lease, blocks=table, local_tokens=2 * local, live=live)
-    shape = CacheShape.of_one_group(GroupShape(2))
+    shape = CacheShape(2)
     plan, kept, by_tier = loads.plan_load(tracker, shape, 2 * promised, 3)
     covered = max(local, min(num_leased, local + promised))
     assert [block for chunk in plan.chunks for block in chunk.blocks] == table[local:covered]

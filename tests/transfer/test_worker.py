@@ -12,7 +12,7 @@ from kvloft import _core
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan, StepPlan
-from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
+from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.transfer.frames import part_bytes_for
 from kvloft.transfer.layout import LayoutError, PagedLayout
 from kvloft.transfer.mover import BrokenMover
@@ -21,7 +21,7 @@ from kvloft.transfer.worker import ALL_FRAMES, WorkerCore
 CACHES = carve("LBHNC", Sizes())
 BLOCK_BYTES = sum(t[0].numel() * t.element_size() for t in CACHES.values())
 PART_BYTES = part_bytes_for(BLOCK_BYTES)
-SHAPE = CacheShape.of_one_group(GroupShape(16), payload_bytes=BLOCK_BYTES, part_bytes=PART_BYTES)
+SHAPE = CacheShape(16, part_bytes=PART_BYTES)
 
 
 @pytest.fixture

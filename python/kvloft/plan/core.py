@@ -126,8 +126,8 @@ class SchedulerCore:
         plan, lease, by_tier = plan_load(tracker, self._shape, num_tokens, load_id)
         pins = self._queue.begin_load(tracker)  # only now: no report would take them from the count if that failed
         if not plan.lost:
-            begin = tracker.local_tokens // self._shape.full.block_tokens
-            end = begin + num_tokens // self._shape.full.block_tokens
+            begin = tracker.local_tokens // self._shape.block_tokens
+            end = begin + num_tokens // self._shape.block_tokens
             self._flights.begin(live.req_id, Flight(tracker.chain, begin, end, self._clock()))
         self._hits[live.req_id] = by_tier
         self._loads[load_id] = _Loading(lease, self._num_ranks, pins)
@@ -141,7 +141,7 @@ class SchedulerCore:
     def fail_load(self, live: LiveRequest, num_tokens: int, block_ids: Sequence[BlockId]) -> None:
         """Plan a load that brings nothing: its request hears at once that these blocks are not there."""
         tracker = self._trackers.get(live.req_id)
-        block_tokens = self._shape.full.block_tokens
+        block_tokens = self._shape.block_tokens
         begin = 0
         if tracker is not None:
             begin = tracker.local_tokens // block_tokens
@@ -173,7 +173,7 @@ class SchedulerCore:
             else:
                 tracker.start_over()
         self._admitted.clear()
-        fenced = rewritten(view, self._store, self._shape.full.block_tokens)
+        fenced = rewritten(view, self._store, self._shape.block_tokens)
         saves = self._plan_saves(view) if self._saves_allowed else ()
         loads, self._queued_loads = tuple(self._queued_loads), []
         self._unsent = []
@@ -245,7 +245,7 @@ class SchedulerCore:
 
     def _save(self, tracker: Tracker, frontier: int, saves: list[SavePlan]) -> None:
         if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
-            self._next_save[tracker.req_id] = frontier + self._shape.full.block_tokens
+            self._next_save[tracker.req_id] = frontier + self._shape.block_tokens
             return
         saving = plan_save(tracker, self._store, self._shape, frontier)
         self._next_save[tracker.req_id] = saving.next_save if frontier < tracker.save_limit else NEVER

@@ -17,7 +17,7 @@ def plan_load(
 
     Returns the plan, the lease that must outlive it, and tokens by tier. What the lease no longer covers is ``lost``.
     """
-    block_tokens = shape.full.block_tokens
+    block_tokens = shape.block_tokens
     begin = tracker.local_tokens // block_tokens
     end = (tracker.local_tokens + num_tokens) // block_tokens
     chunks: ChunkBatch | tuple[()] = ()

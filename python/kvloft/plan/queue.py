@@ -39,8 +39,8 @@ class Queue:
         flights: Flights,
     ) -> None:
         self._store = store
-        self._block_tokens = shape.full.block_tokens
-        self._blocks_per_chunk = shape.full.blocks_per_chunk
+        self._block_tokens = shape.block_tokens
+        self._blocks_per_chunk = shape.blocks_per_chunk
         self._wait_s = wait_s
         self._clock = clock
         self._flights = flights

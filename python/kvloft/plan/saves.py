@@ -38,7 +38,7 @@ def plan_save(tracker: Tracker, store: Session, shape: CacheShape, frontier: int
     known = tracker.extend_chain(frontier)
     if tracker.save_blocked or tracker.kv_outdated:
         return Saving(NEVER)
-    block_tokens, blocks_per_chunk = shape.full.block_tokens, shape.full.blocks_per_chunk
+    block_tokens, blocks_per_chunk = shape.block_tokens, shape.blocks_per_chunk
     num_blocks = min(frontier // block_tokens, known // block_tokens, len(tracker.blocks))
     num_full = num_blocks // blocks_per_chunk
     tail_blocks = _tail_blocks(tracker, shape, num_blocks, num_full) if blocks_per_chunk > 1 else 0
@@ -70,11 +70,11 @@ def _tail_blocks(tracker: Tracker, shape: CacheShape, num_blocks: int, num_full:
     """Whole blocks after the last full chunk worth saving now: at the prompt's end, then block by block."""
     if num_blocks < _prompt_blocks(tracker, shape) or num_blocks <= tracker.tail_blocks:
         return 0
-    return num_blocks - num_full * shape.full.blocks_per_chunk
+    return num_blocks - num_full * shape.blocks_per_chunk
 
 
 def _prompt_blocks(tracker: Tracker, shape: CacheShape) -> int:
-    return tracker.num_prompt_tokens // shape.full.block_tokens
+    return tracker.num_prompt_tokens // shape.block_tokens
 
 
 def _remember_tail(tracker: Tracker, store: Session, shape: CacheShape, chunks: ChunkBatch, num_blocks: int) -> None:

@@ -38,7 +38,7 @@ class WorkerCore:
         self._rank = rank
         self._told_usable: int | None = None
         self._shard = shape.shard_of(rank)
-        self._is_writer = shape.shards[self._shard].writer == rank
+        self._is_writer = shape.is_writer(rank)
         self._given_make_mover = make_mover
         self._make_mover: MakeMover | None = make_mover
         self._layout: PagedLayout | None = None
@@ -60,7 +60,7 @@ class WorkerCore:
                 mover.close()
         self._mover, self._suspended = None, []
         self._layout = read_layout(kv_caches, num_blocks, fingerprint)
-        self._make_mover = self._given_make_mover or choose_mover(self._layout, self._shape.full.blocks_per_chunk, self._settings)
+        self._make_mover = self._given_make_mover or choose_mover(self._layout, self._shape.blocks_per_chunk, self._settings)
         return self._layout
 
     def begin(self, plan: StepPlan) -> None:
@@ -177,7 +177,7 @@ class WorkerCore:
         return self._mover
 
     def _window(self, layout: PagedLayout, arena: ArenaSpec) -> FrameWindow:
-        payload_bytes = layout.block_bytes * self._shape.full.blocks_per_chunk
+        payload_bytes = layout.block_bytes * self._shape.blocks_per_chunk
         return FrameWindow(arena, self._shape, shard=self._shard, payload_bytes=payload_bytes)
 
     def _hand_over(self, submit: Callable[[Mover], None], fail: Callable[[], None]) -> None:
