@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvloft.config import size_text
 
@@ -99,12 +99,9 @@ def _tell_of_other_engines(folder: str) -> None:
 
 def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
     """A table of `disk_inspect`'s rows, narrow enough for a terminal of 80 columns."""
-    table = Table(row_styles=["", "dim"], padding=(0, 0), collapse_padding=True)
-    table.add_column("namespace", no_wrap=True)
-    for name in ("chunks", "slots", "chunk size", "on disk"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("oldest", no_wrap=True)
-    table.add_column("newest", no_wrap=True)
+    numbers = (Column(name, justify="right", no_wrap=True) for name in ("chunks", "slots", "chunk size", "on disk"))
+    namespace, oldest, newest = (Column(name, no_wrap=True) for name in ("namespace", "oldest", "newest"))
+    table = Table(namespace, *numbers, oldest, newest, row_styles=["", "dim"], padding=(0, 0), collapse_padding=True)
     for n in namespaces:
         row = [n["namespace"], f"{n['chunks']:,}", f"{n['slots']:,}", size_text(n["frame_bytes"])]
         row += [size_text(n["bytes"]), format_time(n["oldest"]), format_time(n["newest"])]

@@ -76,7 +76,7 @@ def _miss_on_error(default: Callable[..., Any] = lambda _: None) -> Callable[[_F
 class KVLoftConnector(KVConnectorBase_V1):
     """External KV cache for vLLM; see kvloft's README for settings and metrics."""
 
-    # Of these only the one of this process's role is there, and vLLM calls its hooks alone.
+    # Only the half of this process's role is set; vLLM calls only its hooks.
     _scheduler: SchedulerHalf
     _worker: WorkerHalf
     _half: SchedulerHalf | WorkerHalf

@@ -153,7 +153,7 @@ def listen(patch: Patch, listener: Callable[..., Any], owner: Any = None) -> Non
     wrap(patch, around, owner)
 
 
-def _logged(patch: Patch, told: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _logged(patch: Patch, told: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     try:
         return told(*args, **kwargs)
     except Exception:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -83,16 +84,8 @@ def _embeds(request: Request) -> tuple[EmbedRows, ...]:
     if rows is None:
         return ()
     is_token = getattr(request, "prompt_is_token_ids", None) or [False] * len(rows)
-    runs: list[EmbedRows] = []
-    begin = 0
-    while begin < len(rows):
-        end = begin + 1
-        while end < len(rows) and is_token[end] == is_token[begin]:
-            end += 1
-        if not is_token[begin]:
-            runs.append(_rows(rows, begin, end))
-        begin = end
-    return tuple(runs)
+    runs = [list(run) for is_id, run in groupby(range(len(rows)), lambda at: bool(is_token[at])) if not is_id]
+    return tuple(_rows(rows, run[0], run[-1] + 1) for run in runs)
 
 
 def _rows(tensor: torch.Tensor, begin: int, end: int) -> EmbedRows:

@@ -31,28 +31,18 @@ class WorkerHalf:
     """Everything kvloft does in one of vLLM's worker processes."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: CacheShape, config: Config) -> None:
-        parallel = vllm_config.parallel_config
+        model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
         self._num_blocks = kv_cache_config.num_blocks
-        self._fingerprint = "|".join(
-            (vllm.__version__, current_platform.device_name, str(vllm_config.model_config.dtype),
-             str(vllm_config.cache_config.cache_dtype))
-        )  # fmt: skip
-        self.core = WorkerCore(
-            shape,
-            rank=parallel.rank % parallel.world_size,
-            # vLLM zeroes new blocks before any hook of the step.
-            settings=MoverSettings(
-                config.gpu_copies,
-                config.staging_size,
-                gathers_first=bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False)),
-            ),
-        )
-        if vllm_config.model_config.enable_sleep_mode and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+        self._fingerprint = f"{vllm.__version__}|{current_platform.device_name}|{model.dtype}|{cache.cache_dtype}"
+        zeroes_first = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))  # new blocks, before any hook of the step
+        settings = MoverSettings(config.gpu_copies, config.staging_size, gathers_first=zeroes_first)
+        self.core = WorkerCore(shape, rank=parallel.rank % parallel.world_size, settings=settings)
+        if model.enable_sleep_mode and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
             settle([SLEEP])
             for patch in (SLEEP, DISCARD):
                 listen(patch, self.drain, SLEEP.find().get_instance())
         if not are_replaced(vllm_config):
-            self._watch = WeightsWatch(vllm_config.model_config, vllm_config.load_config, self.core.stop)
+            self._watch = WeightsWatch(model, vllm_config.load_config, self.core.stop)
             listen(WORKER_RELOAD, self._watch.hear_reload)
         self._bad_blocks: set[int] = set()
         self.hook_errors = 0
