@@ -68,7 +68,7 @@ class Engine:
         self.core = SchedulerCore(
             self.store,
             new_chain,
-            CacheShape.of_one_group(GroupShape(BLOCK_TOKENS, blocks_per_chunk)),
+            CacheShape((GroupShape(BLOCK_TOKENS, blocks_per_chunk),)),
             arena=arena,
             clock=time.monotonic,
         )

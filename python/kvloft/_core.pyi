@@ -71,7 +71,10 @@ class Arena:
 
 @final
 class ChunkBatch:
-    """Chunks to copy, as columns; see ``kvloft.seam.batch``. Immutable, compared by value, pickled as its columns."""
+    """Chunks to copy, as columns; see ``kvloft.seam.batch``. Immutable, compared by value, pickled as its columns.
+
+    A long prompt has thousands, and a forward or the first byte of a load waits for them: whoever wants all takes columns.
+    """
 
     def __new__(cls, frames: bytes, keys: bytes, num_blocks: bytes, blocks: bytes, tickets: bytes) -> ChunkBatch:
         """Out of `columns`. Raises ConfigError where they do not fit together."""
@@ -83,7 +86,8 @@ class ChunkBatch:
     def tickets(self) -> list[Ticket]: ...
     def block_ids(self) -> list[BlockId]:
         """Blocks that are copied, of all chunks."""
-    def by_frame(self) -> ChunkBatch: ...
+    def by_frame(self) -> ChunkBatch:
+        """In the order of frames, so that neighbours, in whichever order a store gave them out, are one copy."""
     def take(self, positions: Sequence[int]) -> ChunkBatch: ...
     def check(self, *, num_frames: int, num_blocks: int, blocks_per_chunk: int) -> None:
         """Raises ConfigError if a copy would reach outside the arena, its frame or the paged KV."""

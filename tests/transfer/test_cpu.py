@@ -31,9 +31,7 @@ class Bench:
         self.num_blocks = num_blocks
         self.layout = read_layout(caches, num_blocks, "test")
         payload = self.layout.block_bytes * BLOCKS_PER_CHUNK
-        self.shape = CacheShape.of_one_group(
-            GroupShape(16, BLOCKS_PER_CHUNK), payload_bytes=payload, part_bytes=part_bytes_for(payload), num_ranks=num_ranks
-        )
+        self.shape = CacheShape((GroupShape(16, BLOCKS_PER_CHUNK),), part_bytes=part_bytes_for(payload), num_ranks=num_ranks)
         frame_bytes = self.shape.frame_bytes
         self.store = _core.Session(
             frame_bytes=frame_bytes, host_bytes=frame_bytes * 4, namespace=bytes(32), blocks_per_chunk=BLOCKS_PER_CHUNK
@@ -234,4 +232,4 @@ def test_frames_too_small_for_this_rank_are_refused(bench: Bench) -> None:
     with pytest.raises(LayoutError, match="cannot hold"):
         FrameWindow(bench.spec, bench.shape, shard=0, payload_bytes=bench.spec.frame_bytes)
     with pytest.raises(LayoutError, match="cannot hold"):
-        FrameWindow(bench.spec, CacheShape.of_one_group(GroupShape(16), num_ranks=3), shard=0, payload_bytes=1)
+        FrameWindow(bench.spec, CacheShape((GroupShape(16),), num_ranks=3), shard=0, payload_bytes=1)

@@ -21,7 +21,7 @@ from kvloft.transfer.worker import ALL_FRAMES, WorkerCore
 CACHES = carve("LBHNC", Sizes())
 BLOCK_BYTES = sum(t[0].numel() * t.element_size() for t in CACHES.values())
 PART_BYTES = part_bytes_for(BLOCK_BYTES)
-SHAPE = CacheShape.of_one_group(GroupShape(16), payload_bytes=BLOCK_BYTES, part_bytes=PART_BYTES)
+SHAPE = CacheShape((GroupShape(16),), part_bytes=PART_BYTES)
 
 
 @pytest.fixture

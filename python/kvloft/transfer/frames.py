@@ -55,15 +55,14 @@ class FrameWindow:
 
     def __init__(self, spec: ArenaSpec, shape: CacheShape, *, shard: int, payload_bytes: int) -> None:
         """Map the arena. Raises LayoutError if its frames cannot hold ``payload_bytes`` in this shard's part."""
-        part = shape.shards[shard]
-        if spec.frame_bytes != shape.frame_bytes or part.part_bytes < part_bytes_for(payload_bytes):
+        if spec.frame_bytes != shape.frame_bytes or shape.part_bytes < part_bytes_for(payload_bytes):
             raise LayoutError(
-                f"frames of {spec.frame_bytes} bytes in {len(shape.shards)} shards cannot hold this rank's {payload_bytes} bytes a "
+                f"frames of {spec.frame_bytes} bytes in {shape.num_shards} shards cannot hold this rank's {payload_bytes} bytes a "
                 "chunk: the scheduler and the worker disagree about the KV cache; please report this model"
             )
         self._arena = arena = _core.Arena.open(spec.path, frame_bytes=spec.frame_bytes, num_frames=spec.num_frames)
         self.memory = FrameMemory(
-            arena.address, spec.num_frames, spec.frame_bytes, part.offset, part.part_bytes, shard, arena, shape.num_ranks > 1
+            arena.address, spec.num_frames, spec.frame_bytes, shard * shape.part_bytes, shape.part_bytes, shard, arena, shape.num_ranks > 1
         )
         raw = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)
         self.bytes = torch.frombuffer(raw, dtype=torch.uint8).view(spec.num_frames, spec.frame_bytes)

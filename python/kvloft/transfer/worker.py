@@ -37,7 +37,7 @@ class WorkerCore:
         self._rank = rank
         self._told_usable: int | None = None
         self._shard = shape.shard_of(rank)
-        self._is_writer = shape.shards[self._shard].writer == rank
+        self._is_writer = shape.is_writer(rank)
         self._given_make_mover = make_mover
         self._make_mover: MakeMover | None = make_mover
         self._layout: PagedLayout | None = None
