@@ -9,7 +9,7 @@ from typing import Any
 
 from kvloft.config import Config
 from kvloft.errors import ConfigError
-from kvloft.seam.shape import CacheShape
+from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.frames import part_bytes_for
 
 GOOD_CHUNK_BYTES = 128 << 10
@@ -23,8 +23,7 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> Cache
     block_tokens, block_bytes = group.kv_cache_spec.block_size, sum(page_bytes(kv_cache_config).values())
     blocks_per_chunk = choose_blocks(config, block_tokens, block_bytes)
     return CacheShape(
-        block_tokens,
-        blocks_per_chunk,
+        (GroupShape(block_tokens, blocks_per_chunk),),
         part_bytes=part_bytes_for(block_bytes * blocks_per_chunk),
         num_ranks=vllm_config.parallel_config.world_size,
         num_replicas=num_replicas(vllm_config),
