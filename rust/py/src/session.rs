@@ -9,7 +9,8 @@ use std::time::Duration;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::key::ChunkKey;
-use kvloft_core::session::{EngineSession, LeaseId, Local};
+use kvloft_core::engine::EngineSession;
+use kvloft_core::session::{LeaseId, Local};
 use kvloft_core::store::{DiskSettings, Prefix, SaveRange, StoreConfig};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -229,7 +230,7 @@ impl ReadLease {
         end: u32,
     ) -> PyResult<(ChunkBatch, Bound<'py, PyDict>)> {
         let blocks = block_ids(table, begin, Some(end))?;
-        let (chunks, from) = self.session.load(self.id, &blocks, begin);
+        let (chunks, from) = self.session.load(self.id, &blocks, begin).map_err(raise)?;
         let by_tier = PyDict::new(table.py());
         for (tier, num_blocks) in [("host", from.host), ("disk", from.disk)] {
             if num_blocks > 0 {

@@ -86,10 +86,10 @@ pub struct Lrfu {
     /// Floats that are not negative have the order of their bits.
     queue: BTreeSet<(u64, u32)>,
     clock: f64,
-    half_life: f64,
+    pub(super) half_life: f64,
     events: u32,
     touches_apart: u32,
-    ghosts: Ghosts,
+    pub(super) ghosts: Ghosts,
     mean_return: f64,
     num_returns: f64,
     trust: f64,
@@ -125,16 +125,6 @@ impl Lrfu {
             trust: 1.0,
             reused_share: 0.5,
         }
-    }
-
-    #[cfg(test)]
-    pub(super) fn half_life(&self) -> f64 {
-        self.half_life
-    }
-
-    #[cfg(test)]
-    pub(super) fn without_ghosts(self) -> Self {
-        Self { ghosts: Ghosts::default(), ..self }
     }
 
     fn tick(&mut self) {

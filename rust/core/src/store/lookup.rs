@@ -73,19 +73,6 @@ impl<'a> Chunks<'a> {
     }
 }
 
-/// What one tier, or any, holds of a chain: full chunks, and blocks of the longest tail behind them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Found {
-    pub(crate) chunks: u32,
-    pub(crate) tail_blocks: u32,
-}
-
-impl Found {
-    pub(crate) fn blocks(self, per_chunk: u32) -> u32 {
-        self.chunks * per_chunk + self.tail_blocks
-    }
-}
-
 impl State {
     /// The entry of the chunk that ends behind `end` blocks, if a lease may have its frame.
     pub(super) fn visible(&self, chunks: &Chunks<'_>, end: u32) -> Option<ChunkId> {
@@ -94,14 +81,15 @@ impl State {
 
     /// The entry of the chunk that ends behind `end` blocks, if it is `present` and its shape is right.
     fn get(&self, chunks: &Chunks<'_>, end: u32, present: impl Fn(&Entry) -> bool) -> Option<ChunkId> {
-        let id = self.index.get(chunks.key_of_blocks(end))?;
+        let id = self.index.get(chunks.keys.get(end.checked_sub(1)? as usize)?)?;
         let entry = &self.index[id];
         let fits = entry.end_block() == end && entry.first_block == (end - 1) / chunks.per_chunk * chunks.per_chunk;
         (fits && present(entry)).then_some(id)
     }
 
-    /// What is in host, and what is in host or can be read from disk. What is not what its key says is forgotten on the way.
-    pub(crate) fn find(&mut self, chunks: &Chunks<'_>) -> (Found, Found) {
+    /// Blocks in host, and blocks in host or on a disk that can be read: full chunks, then the longest tail behind them. What is
+    /// not what its key says is forgotten on the way.
+    pub(crate) fn find(&mut self, chunks: &Chunks<'_>) -> (u32, u32) {
         let mut chunks = *chunks;
         loop {
             let (host, any) = self.find_present(&chunks);
@@ -112,23 +100,31 @@ impl State {
         }
     }
 
-    fn find_present(&self, chunks: &Chunks<'_>) -> (Found, Found) {
-        let per_chunk = chunks.per_chunk;
+    fn find_present(&self, chunks: &Chunks<'_>) -> (u32, u32) {
         let is_here = |entry: &Entry| entry.host.is_here();
-        let any = |entry: &Entry| entry.host.is_here() || entry.disk.is_here();
-        let answers = self.disk.as_ref().is_some_and(|disk| disk.answers(self.now));
-        let find = |most: u32, present: &dyn Fn(&Entry) -> bool| {
-            let chunks_found = leading(most, |chunk| self.get(chunks, (chunk + 1) * per_chunk, present).is_some());
-            Found { chunks: chunks_found, tail_blocks: self.find_tail(chunks, chunks_found, present) }
-        };
-        let stored = if answers { find(chunks.num_full(), &any) } else { find(chunks.num_full(), &is_here) };
-        (if answers { find(stored.chunks, &is_here) } else { stored }, stored)
+        if !self.disk.answers(self.now) {
+            let host = self.find_end(chunks, chunks.num_full(), is_here);
+            return (host, host);
+        }
+        let stored = self.find_end(chunks, chunks.num_full(), |entry| is_here(entry) || entry.disk.is_here());
+        (self.find_end(chunks, stored / chunks.per_chunk, is_here), stored)
+    }
+
+    /// Blocks that are `present`: of the first `num_full` full chunks, and of the longest tail behind those.
+    fn find_end(&self, chunks: &Chunks<'_>, num_full: u32, present: impl Fn(&Entry) -> bool + Copy) -> u32 {
+        let per_chunk = chunks.per_chunk;
+        let full = leading(num_full, |chunk| self.get(chunks, (chunk + 1) * per_chunk, present).is_some()) * per_chunk;
+        let longest = (per_chunk - 1).min(chunks.num_blocks() - full);
+        (1..=longest)
+            .rev()
+            .map(|tail| full + tail)
+            .find(|&end| self.get(chunks, end, present).is_some())
+            .unwrap_or(full)
     }
 
     /// The highest of the chunks found that is not this prefix's: it is being forgotten, or a forged record says that it is
     /// elsewhere than its key does. What was compared once need not be again.
-    fn first_unsound(&mut self, chunks: &Chunks<'_>, found: Found) -> Option<u32> {
-        let blocks = found.blocks(chunks.per_chunk);
+    fn first_unsound(&mut self, chunks: &Chunks<'_>, blocks: u32) -> Option<u32> {
         let end = self.index.get(chunks.keys.get(blocks.checked_sub(1)? as usize)?)?;
         let is_forgetting = self.is_forgetting();
         let (mut unsound, mut unproven, mut behind) = (None, Vec::new(), blocks);
@@ -157,22 +153,15 @@ impl State {
             return None;
         };
         if !is_ours {
-            self.counters.disk_verify_failures += 1;
+            self.stats.disk_verify_failures += 1;
             self.doom(id);
         }
-        Some(depth.min(found.chunks))
-    }
-
-    /// Blocks of the longest tail behind `num_full` chunks.
-    fn find_tail(&self, chunks: &Chunks<'_>, num_full: u32, present: &dyn Fn(&Entry) -> bool) -> u32 {
-        let first = num_full * chunks.per_chunk;
-        let longest = (chunks.per_chunk - 1).min(chunks.num_blocks() - first);
-        (1..=longest).rev().find(|blocks| self.get(chunks, first + blocks, present).is_some()).unwrap_or(0)
+        Some(depth.min(blocks / chunks.per_chunk))
     }
 }
 
 /// How many of 0..num hold, where none holds behind one that does not: all, or gallop and halve.
-fn leading(num: u32, mut holds: impl FnMut(u32) -> bool) -> u32 {
+pub(super) fn leading(num: u32, mut holds: impl FnMut(u32) -> bool) -> u32 {
     if num == 0 || holds(num - 1) {
         return num;
     }
@@ -188,25 +177,4 @@ fn leading(num: u32, mut holds: impl FnMut(u32) -> bool) -> u32 {
         if holds(middle) { yes = middle + 1 } else { no = middle }
     }
     yes
-}
-
-#[cfg(test)]
-mod tests {
-    use super::leading;
-
-    #[test]
-    fn leading_finds_every_end_with_few_probes() {
-        for num in 0..200 {
-            for end in 0..=num {
-                let mut probes = 0;
-                let found = leading(num, |at| {
-                    assert!(at < num);
-                    probes += 1;
-                    at < end
-                });
-                assert_eq!(found, end, "{num}");
-                assert!(probes <= 17, "{probes} probes for {end} of {num}");
-            }
-        }
-    }
 }

@@ -3,7 +3,7 @@
 use super::lookup::Chunks;
 use super::state::State;
 use crate::evict::ChunkId;
-use crate::index::{Filler, NewEntry};
+use crate::index::{Entry, Filler};
 use crate::io::FrameId;
 use crate::key::ChunkKey;
 use crate::{Error, ErrorKind, Result};
@@ -62,13 +62,13 @@ impl State {
             let first_block = depth * chunks.per_chunk();
             let key = *chunks.key_of_blocks(first_block + num_blocks);
             let parent_key = chunks.parent_key(depth);
-            let new = NewEntry { key, parent_key, parent: None, depth, first_block, num_blocks, proven: true };
+            let new = Entry { key, parent_key, depth, first_block, num_blocks, ..Entry::default() };
             if self.is_there(&new) {
                 continue;
             }
             let Some((id, frame)) = self.reserve_one(new) else {
                 let dropped = wanted - nth;
-                self.counters.reserve_dropped += u64::from(dropped);
+                self.stats.reserve_dropped += u64::from(dropped);
                 return (reserved, dropped);
             };
             let ticket = self.new_ticket();
@@ -78,13 +78,13 @@ impl State {
     }
 
     /// The entry of the parent's key.
-    fn parent_of(&self, new: &NewEntry) -> Option<ChunkId> {
+    fn parent_of(&self, new: &Entry) -> Option<ChunkId> {
         if new.depth == 0 { None } else { self.index.get(&new.parent_key) }
     }
 
     /// Whether the chunk is in host or being filled. What has its key but hangs elsewhere is being forgotten, or was forged on
     /// disk.
-    fn is_there(&mut self, new: &NewEntry) -> bool {
+    fn is_there(&mut self, new: &Entry) -> bool {
         let Some(id) = self.index.get(&new.key) else { return false };
         let (entry, parent) = (&self.index[id], self.parent_of(new));
         let is_elsewhere = entry.parent != parent && (parent.is_some() || new.depth == 0);
@@ -96,7 +96,7 @@ impl State {
     }
 
     /// A frame for the chunk, under a parent that has one; a read of it that has not begun becomes this save.
-    fn reserve_one(&mut self, new: NewEntry) -> Option<(ChunkId, FrameId)> {
+    fn reserve_one(&mut self, new: Entry) -> Option<(ChunkId, FrameId)> {
         let parent = self.parent_of(&new);
         let fits = parent.map_or(new.depth == 0, |parent| {
             let parent = &self.index[parent];
@@ -104,27 +104,26 @@ impl State {
         });
         let frame = if fits { self.take_frame_under(parent)? } else { return None };
         let proven = parent.is_none_or(|parent| self.index[parent].proven);
-        let new = NewEntry { parent, proven, ..new };
-        let id = self.index.get(&new.key).unwrap_or_else(|| self.index.insert(new));
+        let id = self.index.get(&new.key).unwrap_or_else(|| self.index.insert(Entry { parent, proven, ..new }));
         if self.index[id].is_queued() {
             self.index[id].filler = Filler::Lease;
-            self.disk_books().num_queued -= 1;
+            self.disk.num_queued -= 1;
         } else {
             self.enter_host(id, Filler::Lease);
         }
         self.give_frame(id, frame);
         self.sync_disk(id);
-        self.write_leases += 1;
+        self.stats.write_leases += 1;
         Some((id, frame))
     }
 
     /// Ends a write lease; false if its chunk was forgotten meanwhile, and so is aborted.
     fn end_write_lease(&mut self, id: ChunkId) -> bool {
-        self.write_leases -= 1;
+        self.stats.write_leases -= 1;
         if !self.index[id].detached {
             return true;
         }
-        self.counters.aborts += 1;
+        self.stats.aborts += 1;
         self.abandon(id);
         false
     }
@@ -135,7 +134,7 @@ impl State {
             return 0;
         }
         let risen = self.fill(id);
-        self.counters.commits += u64::from(risen);
+        self.stats.commits += u64::from(risen);
         risen
     }
 
@@ -154,7 +153,7 @@ impl State {
     /// A reserved chunk will not be filled.
     pub(crate) fn abort(&mut self, id: ChunkId) {
         if self.end_write_lease(id) {
-            self.counters.aborts += 1;
+            self.stats.aborts += 1;
             self.fail_host(id);
         }
     }
