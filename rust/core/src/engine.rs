@@ -5,7 +5,8 @@
 //! writer has to wait (I2). Tickets are the engine's own and count up for as long as it lives, whatever numbers the store
 //! gives its reservations: so a late report never settles another save.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::Result;
@@ -41,10 +42,9 @@ struct Save {
 /// Saves that some rank has not reported.
 #[derive(Debug)]
 struct Flights {
-    /// Save n has ticket `first + n`; None once it is settled. The first one is in flight.
-    saves: VecDeque<Option<Save>>,
-    first: u64,
-    num_open: usize,
+    /// By ticket.
+    saves: HashMap<u64, Save>,
+    next_ticket: u64,
     /// The store's highest number so far.
     last_reservation: u64,
     /// How many saves in flight read each block.
@@ -52,48 +52,35 @@ struct Flights {
 }
 
 impl Flights {
-    fn find(&mut self, ticket: u64) -> Option<&mut Option<Save>> {
-        let nth = usize::try_from(ticket.checked_sub(self.first)?).ok()?;
-        self.saves.get_mut(nth).filter(|save| save.is_some())
-    }
-
-    fn find_open(&mut self, ticket: u64) -> Option<&mut Save> {
-        self.find(ticket)?.as_mut()
-    }
-
     /// These saves are planned: gives them their tickets.
     fn add(&mut self, mut batch: ChunkBatch, num_ranks: u32) -> Arc<ChunkBatch> {
-        let reservations = batch.number(self.first + self.saves.len() as u64);
+        let reservations = batch.number(self.next_ticket);
         if reservations.first().is_some_and(|first| *first <= self.last_reservation) {
             // The store began anew and knows nothing of what is in flight: it must not be told of it under old numbers.
-            self.saves.iter_mut().flatten().for_each(|save| save.reservation = None);
+            self.saves.values_mut().for_each(|save| save.reservation = None);
         }
         self.last_reservation = reservations.last().copied().unwrap_or(self.last_reservation);
-        self.num_open += reservations.len();
         for block in batch.wanted_blocks() {
             *self.readers.entry(block).or_default() += 1;
         }
         let batch = Arc::new(batch);
-        self.saves.extend(reservations.into_iter().enumerate().map(|(nth, reservation)| {
+        for (nth, reservation) in reservations.into_iter().enumerate() {
             let (reservation, batch) = (Some(reservation), Arc::clone(&batch));
-            Some(Save { reservation, batch, nth, num_left: num_ranks, failed: false, supersedes: None })
-        }));
+            let save = Save { reservation, batch, nth, num_left: num_ranks, failed: false, supersedes: None };
+            self.saves.insert(self.next_ticket, save);
+            self.next_ticket += 1;
+        }
         batch
     }
 
     /// The save is in flight no longer.
     fn remove(&mut self, ticket: u64) -> Option<Save> {
-        let save = self.find(ticket)?.take()?;
-        self.num_open -= 1;
-        while let Some(None) = self.saves.front() {
-            self.saves.pop_front();
-            self.first += 1;
-        }
+        let save = self.saves.remove(&ticket)?;
         for block in save.batch.chunk(save.nth).blocks {
-            if let Some(num) = self.readers.get_mut(block) {
-                *num -= 1;
-                if *num == 0 {
-                    self.readers.remove(block);
+            if let Entry::Occupied(mut num) = self.readers.entry(*block) {
+                *num.get_mut() -= 1;
+                if *num.get() == 0 {
+                    num.remove();
                 }
             }
         }
@@ -112,8 +99,8 @@ pub struct EngineSession {
 impl EngineSession {
     /// Each of `num_ranks` reports every ticket once.
     pub fn new(session: Box<dyn Session>, num_ranks: u32) -> Self {
-        let (saves, readers) = (VecDeque::new(), HashMap::new());
-        let flights = Flights { saves, first: 1, num_open: 0, last_reservation: 0, readers };
+        let (saves, readers) = (HashMap::new(), HashMap::new());
+        let flights = Flights { saves, next_ticket: 1, last_reservation: 0, readers };
         Self { session, num_ranks, flights: Mutex::new(flights) }
     }
 
@@ -153,7 +140,7 @@ impl EngineSession {
 
     /// Once `ticket` is committed, `key` is not needed any more.
     pub fn supersede(&self, ticket: u64, key: ChunkKey) {
-        if let Some(save) = self.flights().find_open(ticket) {
+        if let Some(save) = self.flights().saves.get_mut(&ticket) {
             save.supersedes = Some(key);
         }
     }
@@ -162,13 +149,13 @@ impl EngineSession {
     pub fn settle(&self, saved: &[u64], failed: &[u64]) -> Report {
         let mut flights = self.flights();
         for ticket in failed {
-            if let Some(save) = flights.find_open(*ticket) {
+            if let Some(save) = flights.saves.get_mut(ticket) {
                 save.failed = true;
             }
         }
         let (mut written, mut aborted) = (Vec::new(), Vec::new());
         for ticket in saved.iter().chain(failed) {
-            match flights.find_open(*ticket) {
+            match flights.saves.get_mut(ticket) {
                 Some(save) if save.num_left > 1 => save.num_left -= 1,
                 _ => {
                     let Some(save) = flights.remove(*ticket) else { continue };
@@ -197,9 +184,8 @@ impl EngineSession {
 
     /// Gives back everything that is in flight.
     pub fn abort_all(&self) {
-        let flights = self.flights();
-        let every: Vec<_> = (flights.first..).take(flights.saves.len()).collect();
-        drop(flights);
+        let mut every: Vec<_> = self.flights().saves.keys().copied().collect();
+        every.sort_unstable(); // what happens to a store does not depend on chance
         self.abort(&every);
     }
 
@@ -212,13 +198,13 @@ impl EngineSession {
 
     /// Forgets everything, also what is being saved.
     pub fn clear(&self) {
-        self.flights().saves.iter_mut().flatten().for_each(|save| save.failed = true);
+        self.flights().saves.values_mut().for_each(|save| save.failed = true);
         self.session.clear();
     }
 
     /// Saves that some rank has not reported.
     pub fn num_in_flight(&self) -> usize {
-        self.flights().num_open
+        self.flights().saves.len()
     }
 
     /// Those of `blocks` that a save in flight reads; every such block for None.

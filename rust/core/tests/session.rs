@@ -217,9 +217,8 @@ fn columns_become_a_batch_and_back() {
 
 #[test]
 fn a_save_has_its_readers_until_it_is_settled() {
-    let rows = vec![row(1, 0, 2), row(2, 2, 1)];
     let begin = || {
-        let (engine, _) = odd(1, &[rows.clone()]);
+        let (engine, _) = odd(1, &[vec![row(1, 0, 2), row(2, 2, 1)]]);
         engine.reserve(Prefix::from(&chain(9)), whole(3), &[7, 8, 8], 0).expect("in the table");
         engine
     };

@@ -5,12 +5,12 @@
 //! else: what the counts in an entry mean, and when one may go, is the store's business.
 
 mod entry;
+mod table;
 
-use std::collections::HashMap;
-use std::hash::{BuildHasherDefault, Hasher};
 use std::ops;
 
 pub(crate) use entry::{Entry, Filler, Presence, Wish};
+use table::Table;
 
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
@@ -18,7 +18,7 @@ use crate::key::ChunkKey;
 /// A map and a slab with links between parents and children.
 #[derive(Debug, Default)]
 pub(crate) struct Index {
-    map: HashMap<ChunkKey, ChunkId, BuildHasherDefault<FirstBytes>>,
+    map: Table,
     entries: Vec<Entry>,
     vacant: Vec<u32>,
     /// The last first chunk of a prefix that was added; the others are its siblings.
@@ -43,7 +43,7 @@ impl ops::IndexMut<ChunkId> for Index {
 impl Index {
     /// The entry that `key` leads to.
     pub(crate) fn get(&self, key: &ChunkKey) -> Option<ChunkId> {
-        self.map.get(key).copied()
+        self.map.get(key, |id| self[id].key == *key)
     }
 
     /// Entries that a key leads to.
@@ -59,6 +59,7 @@ impl Index {
 
     /// A new entry without any presence, linked behind its parent. The key must be free.
     pub(crate) fn insert(&mut self, new: Entry) -> ChunkId {
+        debug_assert!(self.get(&new.key).is_none(), "a key leads to one entry");
         debug_assert!(new.parent.is_none_or(|parent| !self[parent].detached), "children hang on what can be found");
         let id = self.vacant.pop().map(ChunkId).unwrap_or_else(|| {
             self.entries.push(Entry::default());
@@ -71,17 +72,14 @@ impl Index {
         }
         let generation = self[id].generation + 1;
         self[id] = Entry { next_sibling, generation, live: true, ..new };
-        let before = self.map.insert(new.key, id);
-        debug_assert!(before.is_none(), "a key leads to one entry");
+        self.map.insert(&new.key, id);
         id
     }
 
     /// Forgets the entry's key; an entry that came later may have it.
     pub(crate) fn unmap(&mut self, id: ChunkId) {
         let key = self[id].key;
-        if self.get(&key) == Some(id) {
-            self.map.remove(&key);
-        }
+        self.map.remove(&key, id);
     }
 
     /// Forgets every key at once. The entries stay; `old_root` leads to them.
@@ -156,20 +154,4 @@ impl Index {
     pub(crate) fn iter(&self) -> impl Iterator<Item = (ChunkId, &Entry)> {
         (0..).map(ChunkId).zip(&self.entries).filter(|(_, entry)| entry.live)
     }
-}
-
-/// Keys are digests: eight of their bytes are as good a hash as any.
-#[derive(Debug, Default)]
-struct FirstBytes(u64);
-
-impl Hasher for FirstBytes {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        if let Some(first) = bytes.first_chunk() {
-            self.0 = u64::from_le_bytes(*first);
-        }
-    }
-    fn write_usize(&mut self, _length: usize) {}
 }

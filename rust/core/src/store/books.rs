@@ -165,13 +165,8 @@ impl DiskBooks {
 
     /// Opens both breakers for each operation that hangs, once; returns whether one was found.
     pub(super) fn find_hangs(&mut self, now: Duration) -> bool {
-        let mut found = false;
-        for job in &mut self.under_way {
-            if !job.hangs && now.saturating_sub(job.started) >= HANG_AFTER {
-                job.hangs = true;
-                found = true;
-            }
-        }
+        let hangs = |job: &&mut UnderWay| !job.hangs && now.saturating_sub(job.started) >= HANG_AFTER;
+        let found = self.under_way.iter_mut().filter(hangs).map(|job| job.hangs = true).count() > 0;
         if found {
             self.reading.trip(now);
             self.writes.trip(now);

@@ -30,7 +30,6 @@ pub(crate) struct Inner {
     pub(super) opener: Option<Opener>,
     pub(super) clock: Clock,
     pub(super) arena: ArenaInfo,
-    pub(super) blocks_per_chunk: u32,
 }
 
 /// Wakes the disk threads when a panic poisons the lock: they would wait for work that cannot come.

@@ -1,6 +1,6 @@
 //! Loading: pin what is in host, start reading what is on disk, and say how far it got.
 
-use super::lookup::Chunks;
+use super::lookup::Prefix;
 use super::state::State;
 use crate::evict::ChunkId;
 use crate::index::{Entry, Filler};
@@ -67,16 +67,16 @@ const MAX_TOUCH_STEPS: usize = 64;
 
 impl State {
     /// Holds the longest prefix that is in host, and wants the chunks behind it from disk.
-    pub(crate) fn acquire(&mut self, chunks: &Chunks<'_>) -> Held {
-        let (host, any) = self.find(chunks);
-        let full = host - host % chunks.per_chunk();
-        let full_end = self.visible(chunks, full);
+    pub(crate) fn acquire(&mut self, prefix: &Prefix<'_>) -> Held {
+        let (host, any) = self.find(prefix);
+        let full = host - host % self.per_chunk;
+        let full_end = self.visible(prefix, full);
         let mut held = Held { host_end: full_end, ..Held::default() };
         if any > host {
-            held.loads = self.want_reads(chunks, full, any);
+            held.loads = self.want_reads(prefix, full, any);
         }
         if held.loads.is_empty() && host > full {
-            let tail = self.visible(chunks, host);
+            let tail = self.visible(prefix, host);
             held.host_end = tail.filter(|&tail| self.index[tail].parent == full_end).or(full_end);
         }
         if let Some(end) = held.host_end {
@@ -91,12 +91,12 @@ impl State {
     }
 
     /// Chunks between two numbers of blocks that come from disk, each held.
-    fn want_reads(&mut self, chunks: &Chunks<'_>, from: u32, to: u32) -> Vec<ChunkId> {
+    fn want_reads(&mut self, prefix: &Prefix<'_>, from: u32, to: u32) -> Vec<ChunkId> {
         let mut loads = Vec::new();
         let mut end = from;
         while end < to {
-            end = to.min(end.saturating_add(chunks.per_chunk()));
-            match self.index.get(chunks.key_of_blocks(end)) {
+            end = to.min(end.saturating_add(self.per_chunk));
+            match self.index.get(&prefix.key_of(end)) {
                 Some(id) if self.want_read(id) => loads.push(id),
                 _ => break,
             }

@@ -30,7 +30,6 @@ use inner::Inner;
 pub use inner::{Clock, Opener};
 pub use lease::{ReadLease, WriteLease};
 pub use load::{LeasedFrame, Progress, TierName};
-use lookup::Chunks;
 pub use lookup::Prefix;
 pub use save::{Reservation, SaveRange};
 use state::State;
@@ -105,7 +104,7 @@ impl Store {
         let cap_bytes = settings.map_or(0, |disk| disk.cap_bytes);
         let num_slots = usize::try_from(cap_bytes / config.frame_bytes).unwrap_or(usize::MAX);
         let policy = |capacity| config.eviction.policy(capacity);
-        let mut state = State::new(host, policy(num_frames as usize), policy(num_slots));
+        let mut state = State::new(host, config.blocks_per_chunk, policy(num_frames as usize), policy(num_slots));
         // A table that grows later would hold everybody up. Memory that is not used is not touched.
         state.index.reserve(num_frames as usize + num_slots.min(MAX_RESERVED));
         let num_threads = settings.map_or(0, |disk| disk.num_threads);
@@ -115,7 +114,7 @@ impl Store {
             None => {}
             Some(Ok((tier, found))) => {
                 state.attach(found);
-                while state.recover_some(config.blocks_per_chunk) {}
+                while state.recover_some() {}
                 disk.get_or_init(|| tier);
             }
             Some(Err(error)) if error.kind() == ErrorKind::InvalidConfig => return Err(error),
@@ -129,7 +128,6 @@ impl Store {
             opener,
             clock,
             arena,
-            blocks_per_chunk: config.blocks_per_chunk,
         });
         // Dropped with what threads it has, should one more not start.
         let mut store = Self { inner, threads: Mutex::default() };
@@ -145,15 +143,10 @@ impl Store {
         &self.inner.arena
     }
 
-    fn chunks<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Chunks<'a> {
-        Chunks::new(prefix, self.inner.blocks_per_chunk)
-    }
-
     /// How much of the prefix is stored: full chunks, then the longest tail behind them; of a disk that is left alone, nothing.
     /// Asking is free (I9).
     pub fn lookup<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Lookup {
-        let chunks = self.chunks(prefix);
-        let found = self.inner.with_open_books(|state| state.find(&chunks));
+        let found = self.inner.with_open_books(|state| state.find(&prefix.into()));
         let (host_blocks, stored_blocks) = found.unwrap_or_default();
         Lookup { host_blocks, stored_blocks }
     }
@@ -161,8 +154,7 @@ impl Store {
     /// Pins what is in host of the stored part of a prefix, and wants the rest of it from disk. A read takes a frame when it
     /// begins; the lease ends before a chunk that no frame can be had for, or that cannot be read.
     pub fn acquire<'a>(&self, prefix: impl Into<Prefix<'a>>) -> ReadLease {
-        let chunks = self.chunks(prefix);
-        let held = self.inner.with_open_books(|state| state.acquire(&chunks));
+        let held = self.inner.with_open_books(|state| state.acquire(&prefix.into()));
         ReadLease::new(Arc::clone(&self.inner), held)
     }
 
@@ -170,11 +162,8 @@ impl Store {
     ///
     /// It stops at the first that cannot be had. `InvalidConfig` if the prefix has not got the range.
     pub fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, range: SaveRange) -> Result<Reserved> {
-        let chunks = self.chunks(prefix);
-        let wanted = range.check(&chunks)?;
-        let Some((reserved, num_dropped)) = self.inner.with_open_books(|state| state.reserve(&chunks, range)) else {
-            return Ok(Reserved { leases: Vec::new(), num_dropped: wanted });
-        };
+        let reserved = self.inner.with_open_books(|state| state.reserve(&prefix.into(), range));
+        let (reserved, num_dropped) = reserved.unwrap_or_else(|| Ok((Vec::new(), range.num_chunks())))?;
         let lease = |(id, reservation)| WriteLease::new(Arc::clone(&self.inner), id, reservation);
         Ok(Reserved { leases: reserved.into_iter().map(lease).collect(), num_dropped })
     }

@@ -43,13 +43,13 @@ impl State {
     }
 
     /// Enters some of what was found; false if nothing is left. What does not fit is freed.
-    pub(super) fn recover_some(&mut self, blocks_per_chunk: u32) -> bool {
+    pub(super) fn recover_some(&mut self) -> bool {
         let mut ids: Vec<ChunkId> = Vec::new();
         for _ in 0..SLICE {
             let Some(entry) = self.disk.found.pop() else { break };
             // Chunks of a prefix come one behind the other, which spares most lookups.
             let before = ids.last().copied().filter(|&id| self.index[id].key == entry.parent);
-            if let Some(id) = self.recover(&entry, before, blocks_per_chunk) {
+            if let Some(id) = self.recover(&entry, before) {
                 ids.push(id);
             } else {
                 self.disk.trash.push(entry.slot);
@@ -68,10 +68,9 @@ impl State {
     }
 
     /// The entry of a found chunk, on disk now; None where its place is impossible, it was discarded, or is on disk elsewhere.
-    fn recover(&mut self, found: &DiskEntry, before: Option<ChunkId>, blocks_per_chunk: u32) -> Option<ChunkId> {
+    fn recover(&mut self, found: &DiskEntry, before: Option<ChunkId>) -> Option<ChunkId> {
         let DiskEntry { key, parent: parent_key, depth, num_blocks, slot, .. } = *found;
-        let first_block =
-            depth.checked_mul(blocks_per_chunk).filter(|first| first.checked_add(num_blocks).is_some())?;
+        let first_block = depth.checked_mul(self.per_chunk).filter(|first| first.checked_add(num_blocks).is_some())?;
         let parent = if depth == 0 { None } else { Some(before.or_else(|| self.index.get(&parent_key))?) };
         let fits = parent.is_none_or(|parent| {
             let parent = &self.index[parent];
@@ -79,7 +78,7 @@ impl State {
         });
         let unwelcome = &self.disk.unwelcome;
         if !fits
-            || !(1..=blocks_per_chunk).contains(&num_blocks)
+            || !(1..=self.per_chunk).contains(&num_blocks)
             || unwelcome.contains(&key)
             || depth > 0 && unwelcome.contains(&parent_key)
         {

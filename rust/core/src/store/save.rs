@@ -1,6 +1,6 @@
 //! Saving: reserve a frame, then commit or abort.
 
-use super::lookup::Chunks;
+use super::lookup::Prefix;
 use super::state::State;
 use crate::evict::ChunkId;
 use crate::index::{Entry, Filler};
@@ -35,33 +35,39 @@ pub struct SaveRange {
 }
 
 impl SaveRange {
-    /// Chunks asked for; `InvalidConfig` if the chain has not got them all.
-    pub(crate) fn check(self, chunks: &Chunks<'_>) -> Result<u32> {
+    /// `InvalidConfig` if the prefix has not got all the chunks.
+    fn check(self, prefix: &Prefix<'_>, per_chunk: u32) -> Result<()> {
         let Self { start, stop, tail_blocks } = self;
-        let end = u64::from(stop) * u64::from(chunks.per_chunk()) + u64::from(tail_blocks);
-        if start > stop || tail_blocks >= chunks.per_chunk() || end > u64::from(chunks.num_blocks()) {
-            return Err(Error::new(ErrorKind::InvalidConfig, "no such chunks in this chain")
-                .with_context("start", start)
-                .with_context("stop", stop)
-                .with_context("tail_blocks", tail_blocks)
-                .with_context("num_blocks", chunks.num_blocks())
-                .with_context("blocks_per_chunk", chunks.per_chunk()));
+        let end = u64::from(stop) * u64::from(per_chunk) + u64::from(tail_blocks);
+        if start <= stop && tail_blocks < per_chunk && end <= u64::from(prefix.num_blocks()) {
+            return Ok(());
         }
-        Ok(stop - start + u32::from(tail_blocks > 0))
+        let error = Error::new(ErrorKind::InvalidConfig, "no such chunks in this chain").with_context("start", start);
+        let error = error.with_context("stop", stop).with_context("tail_blocks", tail_blocks);
+        Err(error.with_context("num_blocks", prefix.num_blocks()).with_context("blocks_per_chunk", per_chunk))
+    }
+
+    /// Chunks asked for.
+    pub(crate) fn num_chunks(self) -> u32 {
+        self.stop.saturating_sub(self.start) + u32::from(self.tail_blocks > 0)
     }
 }
 
 impl State {
-    /// Reserves what is missing of a checked range; returns it and how many chunks could not be had.
-    pub(crate) fn reserve(&mut self, chunks: &Chunks<'_>, range: SaveRange) -> (Vec<(ChunkId, Reservation)>, u32) {
+    /// Reserves what is missing of a range; returns it and how many chunks could not be had.
+    pub(crate) fn reserve(
+        &mut self,
+        prefix: &Prefix<'_>,
+        range: SaveRange,
+    ) -> Result<(Vec<(ChunkId, Reservation)>, u32)> {
+        range.check(prefix, self.per_chunk)?;
         let mut reserved = Vec::new();
-        let wanted = range.stop - range.start + u32::from(range.tail_blocks > 0);
+        let wanted = range.num_chunks();
         for nth in 0..wanted {
             let depth = range.start + nth;
-            let num_blocks = if depth < range.stop { chunks.per_chunk() } else { range.tail_blocks };
-            let first_block = depth * chunks.per_chunk();
-            let key = *chunks.key_of_blocks(first_block + num_blocks);
-            let parent_key = chunks.parent_key(depth);
+            let num_blocks = if depth < range.stop { self.per_chunk } else { range.tail_blocks };
+            let first_block = depth * self.per_chunk;
+            let (key, parent_key) = (prefix.key_of(first_block + num_blocks), prefix.key_of(first_block));
             let new = Entry { key, parent_key, depth, first_block, num_blocks, ..Entry::default() };
             if self.is_there(&new) {
                 continue;
@@ -69,12 +75,12 @@ impl State {
             let Some((id, frame)) = self.reserve_one(new) else {
                 let dropped = wanted - nth;
                 self.stats.reserve_dropped += u64::from(dropped);
-                return (reserved, dropped);
+                return Ok((reserved, dropped));
             };
             let ticket = self.new_ticket();
             reserved.push((id, Reservation { ticket, frame, key, first_block, num_blocks }));
         }
-        (reserved, 0)
+        Ok((reserved, 0))
     }
 
     /// The entry of the parent's key.

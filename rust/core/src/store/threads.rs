@@ -116,7 +116,7 @@ fn wait_for_job(inner: &Inner, disk: &dyn LocalTier) -> Option<(u64, Job)> {
             return None;
         }
         // A slice a lock; then whoever waits for it has a turn.
-        if state.recover_some(inner.blocks_per_chunk) || state.is_forgetting() {
+        if state.recover_some() || state.is_forgetting() {
             state.forget_slice();
             drop(state);
             inner.idle.notify_all();
@@ -158,8 +158,12 @@ fn write(inner: &Inner, disk: &dyn LocalTier, meta: &DiskMeta, bytes: &[u8], spa
         Ok(None) => return Written::NoRoom,
         Err(_) => return Written::Failed(None),
     };
-    let written = guarded(|| disk.write(slot, meta, bytes));
-    written.map_or(Written::Failed(Some(slot)), |()| Written::In(slot))
+    if guarded(|| disk.write(slot, meta, bytes)).is_ok() {
+        return Written::In(slot);
+    }
+    // Where that fails too, the next write has it.
+    let freed = guarded(|| disk.free(slot)).is_ok();
+    Written::Failed((!freed).then_some(slot))
 }
 
 /// A slot to write to, made free if need be. Err if the tier refused to free one: its chunk is there as before.

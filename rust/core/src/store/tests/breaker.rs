@@ -51,3 +51,21 @@ fn one_probe_at_a_time_and_each_failed_one_doubles_the_wait_up_to_a_minute() {
     breaker.end(1, Some(true), now);
     assert!(!breaker.is_open() && breaker.may_begin(now));
 }
+
+#[test]
+fn an_older_operation_does_not_end_the_probe_of_a_later_one() {
+    let mut breaker = Breaker::default();
+    breaker.begin(1);
+    breaker.begin(2);
+    breaker.trip(seconds(0));
+    let now = breaker.retry_at();
+    breaker.begin(3);
+    breaker.end(1, None, now);
+    assert!(!breaker.may_begin(now), "3 is still finding out");
+    breaker.end(3, Some(false), now);
+    let now = breaker.retry_at();
+    assert!(breaker.may_begin(now));
+    breaker.begin(4);
+    breaker.end(2, Some(true), now);
+    assert!(breaker.may_begin(now), "2 says that all is well");
+}

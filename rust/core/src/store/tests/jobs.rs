@@ -12,7 +12,7 @@ use proptest::prelude::*;
 
 use super::super::jobs::{End, Job, Written};
 use super::super::load::Held;
-use super::super::lookup::{Chunks, Prefix};
+use super::super::lookup::Prefix;
 use super::super::save::SaveRange;
 use super::super::state::State;
 use super::steps::{Io, NUM_PROMPTS, PROMPT_BLOCKS, Step, prompt_chain, step};
@@ -62,7 +62,7 @@ impl Run {
     fn new(num_frames: u32, num_slots: u32, per_chunk: u32, eviction: Eviction, num_threads: usize) -> Self {
         let host = HostTier::create(4096, num_frames).unwrap();
         let policies = (eviction.policy(num_frames as usize), eviction.policy(num_slots as usize));
-        let mut state = State::new(host, policies.0, policies.1);
+        let mut state = State::new(host, per_chunk, policies.0, policies.1);
         assert!(state.attach(Vec::new()));
         Self {
             state,
@@ -99,7 +99,7 @@ impl Run {
             Step::Acquire { prompt, num_blocks } => {
                 let chain = prompt_chain(prompt);
                 let prefix = Prefix { root: chain.root(), keys: &chain.keys()[..num_blocks] };
-                let held = self.state.acquire(&Chunks::new(prefix, self.per_chunk));
+                let held = self.state.acquire(&prefix);
                 self.reads.push(held);
             }
             Step::Forget { budget } => {
@@ -150,9 +150,8 @@ impl Run {
         let chain = prompt_chain(prompt);
         let stop = stop.min(PROMPT_BLOCKS / self.per_chunk);
         let tail_blocks = tail.min(self.per_chunk - 1).min(PROMPT_BLOCKS - stop * self.per_chunk);
-        let (reserved, _) = self
-            .state
-            .reserve(&Chunks::new(&chain, self.per_chunk), SaveRange { start: start.min(stop), stop, tail_blocks });
+        let (reserved, _) =
+            self.state.reserve(&Prefix::from(&chain), SaveRange { start: start.min(stop), stop, tail_blocks }).unwrap();
         for (_, reservation) in &reserved {
             let mut frame = self.state.host.lend(reservation.frame).expect("a reserved frame is nobody else's (I4)");
             frame.bytes_mut()[..32].copy_from_slice(&reservation.key.0);
@@ -242,7 +241,10 @@ impl Run {
                 self.write(slot, meta);
                 Place::Over(Written::In(slot))
             }
-            Place::Reserved(slot) => Place::Over(Written::Failed(Some(slot))),
+            Place::Reserved(slot) => {
+                let freed = io == Io::Corrupts && self.free(slot, Io::Works);
+                Place::Over(Written::Failed((!freed).then_some(slot)))
+            }
             Place::Over(_) => unreachable!("its outcome is entered"),
         }
     }
@@ -276,7 +278,7 @@ impl Run {
         super::check::check(&self.state).unwrap();
         for prompt in 0..NUM_PROMPTS {
             let chain = prompt_chain(prompt);
-            let (host, any) = self.state.find(&Chunks::new(&chain, self.per_chunk));
+            let (host, any) = self.state.find(&Prefix::from(&chain));
             for blocks in [host, any] {
                 let full_ends = (1..=blocks / self.per_chunk).map(|chunk| chunk * self.per_chunk);
                 for end in full_ends.chain((blocks > 0).then_some(blocks)) {
