@@ -96,12 +96,6 @@ fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
     blocks[start..stop].iter().all(|block| *block >= 0).then_some(start..stop)
 }
 
-impl Default for ChunkBatch {
-    fn default() -> Self {
-        Self::with_capacity(0)
-    }
-}
-
 impl ChunkBatch {
     fn with_capacity(num_chunks: usize) -> Self {
         let mut starts = Vec::with_capacity(num_chunks + 1);
@@ -271,7 +265,7 @@ impl ChunkBatch {
 
     /// All chunks of `batches`, which all have tickets, or none of them.
     pub fn concat<'a>(batches: impl IntoIterator<Item = &'a Self>) -> Self {
-        let mut all = Self::default();
+        let mut all = Self::with_capacity(0);
         for batch in batches {
             let before = all.blocks.len();
             all.frames.extend_from_slice(&batch.frames);

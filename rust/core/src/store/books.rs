@@ -103,6 +103,7 @@ pub(crate) struct DiskBooks {
     pub(super) freeing: u32,
     /// Forgotten chunks that are on disk until a job with them ends.
     pub(super) num_lingering: u64,
+    /// No more jobs; leases that wait for reads end short.
     pub(super) stopping: bool,
     /// What opening found and is not entered yet, first ones last; and keys that were discarded meanwhile.
     pub(super) found: Vec<DiskEntry>,
@@ -131,9 +132,14 @@ impl DiskBooks {
         wants || self.clearing == Clearing::Wanted || self.stopping
     }
 
+    /// Whether there is a tier that is not open.
+    fn is_away(&self) -> bool {
+        matches!(self.attached, Attached::NotBefore(_) | Attached::Opening)
+    }
+
     /// Whether what the tier holds may not be known yet.
     pub(super) fn is_recovering(&self) -> bool {
-        matches!(self.attached, Attached::NotBefore(_) | Attached::Opening) || !self.found.is_empty()
+        self.is_away() || !self.found.is_empty()
     }
 
     /// Whether reads may be asked for now.
@@ -147,8 +153,7 @@ impl DiskBooks {
     }
 
     pub(super) fn is_broken(&self) -> bool {
-        let is_away = matches!(self.attached, Attached::NotBefore(_) | Attached::Opening);
-        is_away || self.reading.is_open() || self.writes.is_open()
+        self.is_away() || self.reading.is_open() || self.writes.is_open()
     }
 
     pub(super) fn breaker(&mut self, direction: Direction) -> &mut Breaker {

@@ -292,10 +292,4 @@ impl State {
         }
         is_cleared
     }
-
-    /// Nothing more will be read or written but the jobs at hand; leases that wait for reads end short.
-    pub(super) fn stop(&mut self) {
-        self.closed = true;
-        self.disk.stopping = true;
-    }
 }

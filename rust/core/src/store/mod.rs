@@ -234,7 +234,7 @@ impl Store {
     pub fn close(&self, timeout: Duration) {
         self.inner.with_books(|state| state.closed = true);
         self.flush(timeout);
-        self.inner.with_books(State::stop);
+        self.inner.with_books(|state| state.disk.stopping = true);
         self.inner.work.notify_all();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         threads::join(threads, LAST_JOB_TIMEOUT);
