@@ -99,7 +99,7 @@ fn store_config(dir: &Path) -> StoreConfig {
 /// The other child's part: prompts of eight chunks are saved as fast as it goes, over what is there.
 fn save(dir: &Path, life: u64) {
     let store = Store::open(&store_config(dir)).unwrap();
-    let arena = File::options().write(true).open(store.arena_path()).unwrap();
+    let arena = File::options().write(true).open(&store.arena().path).unwrap();
     let mut frame = vec![0; FRAME];
     let mut out = std::io::stdout().lock();
     writeln!(out, "ready").unwrap();

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::KeyChain;
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::ChunkKey;
-use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig};
+use kvloft_core::store::{Prefix, Progress, ReadLease, Store, StoreConfig};
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskTier, SlotId};
 use store_common::{FRAME, MemoryDisk, arena_of, chain, config, disk_settings, range, save, stat};
@@ -85,7 +85,8 @@ fn a_cancelled_read_stays_for_the_lease_that_still_wants_it() {
     let disk = MemoryDisk::new(200);
     let (store, cold, _hot) = cold_prompts(&disk);
     let gate = disk.read_gate.lock().unwrap();
-    let (first, second) = (store.acquire(&cold[0]), store.acquire_at_most(&cold[0], 5));
+    let half = Prefix { root: cold[0].root(), keys: &cold[0].keys()[..5] };
+    let (first, second) = (store.acquire(&cold[0]), store.acquire(half));
     assert_eq!((first.poll().pending_blocks, second.poll().pending_blocks), (8, 5));
     first.release();
     assert_eq!(second.poll().pending_blocks, 5);
@@ -257,7 +258,7 @@ fn a_directory_in_use_is_attached_once_its_owner_is_gone() {
     let clock = Arc::clone(&seconds);
     let now = move || Duration::from_secs(clock.load(Ordering::SeqCst));
     let settings = StoreConfig { disk: Some(disk_settings(8, THREADS)), ..config(8, 1, Eviction::Lru) };
-    let store = Store::with_tier(&settings, Box::new(open), Box::new(now)).unwrap();
+    let store = Store::with_tier(&settings, Some(Box::new(open)), Box::new(now)).unwrap();
     assert_eq!(stat(&store, "disk_broken"), 1);
     assert!(store.take_events().iter().any(|event| event.contains("is in use by process")));
     drop(owner);

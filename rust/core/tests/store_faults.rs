@@ -16,7 +16,7 @@ use kvloft_core::KeyChain;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::Arena;
 use kvloft_core::key::ChunkKey;
-use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig, WriteLease};
+use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig, TierName, WriteLease};
 use proptest::prelude::*;
 use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, range, save, stat, verify};
 
@@ -251,9 +251,9 @@ fn a_chain_comes_back_from_disk() {
     assert_eq!(settled(&lease), Progress { ready_blocks: 8, pending_blocks: 0 });
     let frames = lease.frames();
     assert_eq!(frames.iter().map(|f| f.key).collect::<Vec<_>>(), wanted.keys());
-    assert!(frames.iter().all(|f| f.tier.as_str() == "disk" && verify(&arena, f.frame, f.key).is_none()));
+    assert!(frames.iter().all(|f| f.tier == TierName::Disk && verify(&arena, f.frame, f.key).is_none()));
     assert_eq!(store.lookup(&wanted).host_blocks, 8);
-    assert!(store.acquire(&wanted).frames().iter().all(|f| f.tier.as_str() == "host"));
+    assert!(store.acquire(&wanted).frames().iter().all(|f| f.tier == TierName::Host));
 }
 
 #[test]

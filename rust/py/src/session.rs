@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
-use kvloft_core::session::{EngineSession, LeaseId, Local};
+use kvloft_core::engine::EngineSession;
+use kvloft_core::session::{LeaseId, Local};
 use kvloft_core::store::{DiskSettings, Prefix, SaveRange, StoreConfig};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
@@ -207,7 +208,7 @@ impl ReadLease {
         end: u32,
     ) -> PyResult<(ChunkBatch, Bound<'py, PyDict>)> {
         let blocks = block_ids(table, begin, Some(end))?;
-        let (chunks, from) = self.session.load(self.id, &blocks, begin);
+        let (chunks, from) = self.session.load(self.id, &blocks, begin).map_err(raise)?;
         let by_tier = [("host", from.host), ("disk", from.disk)].into_iter().filter(|(_, num_blocks)| *num_blocks > 0);
         Ok((chunks.into(), by_tier.into_py_dict(table.py())?))
     }

@@ -86,10 +86,10 @@ pub struct Lrfu {
     /// Floats that are not negative have the order of their bits.
     queue: BTreeSet<(u64, u32)>,
     clock: f64,
-    half_life: f64,
+    pub(super) half_life: f64,
     events: u32,
     touches_apart: u32,
-    ghosts: Ghosts,
+    pub(super) ghosts: Ghosts,
     mean_return: f64,
     num_returns: f64,
     trust: f64,
@@ -127,16 +127,6 @@ impl Lrfu {
         }
     }
 
-    #[cfg(test)]
-    pub(super) fn half_life(&self) -> f64 {
-        self.half_life
-    }
-
-    #[cfg(test)]
-    pub(super) fn without_ghosts(self) -> Self {
-        Self { ghosts: Ghosts::default(), ..self }
-    }
-
     fn tick(&mut self) {
         self.events = self.events.wrapping_add(1);
         self.clock += 1.0 / self.half_life;
@@ -156,18 +146,14 @@ impl Lrfu {
         self.half_life = HALF_LIFE_PER_RETURN * self.mean_return.max(1.0) * self.trust;
     }
 
-    fn enqueue(&mut self, id: u32) {
-        let node = &self.nodes[id as usize];
-        if node.evictable {
-            self.queue.insert((node.worth().to_bits(), id));
-        }
+    /// Its place in the queue, if it has one.
+    fn place(&self, id: ChunkId) -> Option<(u64, u32)> {
+        let node = &self.nodes[id.0 as usize];
+        node.evictable.then(|| (node.worth().to_bits(), id.0))
     }
 
-    fn dequeue(&mut self, id: u32) {
-        let node = &self.nodes[id as usize];
-        if node.evictable {
-            self.queue.remove(&(node.worth().to_bits(), id));
-        }
+    fn dequeue(&mut self, id: ChunkId) {
+        self.place(id).map(|place| self.queue.remove(&place));
     }
 }
 
@@ -191,7 +177,7 @@ impl Policy for Lrfu {
     }
 
     fn touch(&mut self, id: ChunkId) {
-        self.dequeue(id.0);
+        self.dequeue(id);
         let again = self.events.wrapping_sub(self.nodes[id.0 as usize].last) < self.touches_apart;
         if !again {
             self.tick();
@@ -199,13 +185,13 @@ impl Policy for Lrfu {
         let node = &mut self.nodes[id.0 as usize];
         node.touches = if again { node.touches.max(self.clock) } else { sum(node.touches, self.clock) };
         node.last = self.events;
-        self.enqueue(id.0);
+        self.queue.extend(self.place(id));
     }
 
     fn set_evictable(&mut self, id: ChunkId, evictable: bool) {
-        self.dequeue(id.0);
+        self.dequeue(id);
         self.nodes[id.0 as usize].evictable = evictable;
-        self.enqueue(id.0);
+        self.queue.extend(self.place(id));
     }
 
     fn victim(&mut self) -> Option<ChunkId> {
@@ -213,7 +199,7 @@ impl Policy for Lrfu {
     }
 
     fn remove(&mut self, id: ChunkId, removal: Removal) {
-        self.dequeue(id.0);
+        self.dequeue(id);
         let node = self.nodes[id.0 as usize];
         if node.parent != NO_PARENT {
             // A parent with a child present is not evictable, so it has no place in the queue that would have to move.

@@ -6,14 +6,12 @@
 
 mod ghosts;
 mod lrfu;
-mod noop;
 #[cfg(test)]
 mod tests;
 
 use std::fmt;
 
 pub use lrfu::Lrfu;
-pub use noop::Noop;
 
 use crate::key::ChunkKey;
 use crate::{Error, ErrorKind, Result};
@@ -38,8 +36,8 @@ pub enum Removal {
 /// false); a chunk with a present child is never evictable. Using a chunk means using its whole prefix, but only the
 /// deepest is `touch`ed.
 ///
-/// A policy **must**: return from `victim` only ids that are evictable now, and some id whenever there is one (but for
-/// `Noop`); leave the victim in place until `remove`; take O(log n) time in every call, for the store's lock is held.
+/// A policy **must**: return from `victim` only ids that are evictable now, and some id whenever there is one;
+/// leave the victim in place until `remove`; take O(log n) time in every call, for the store's lock is held.
 pub trait Policy: fmt::Debug + Send {
     /// `id` is in the tier from now on, behind `parent`.
     fn insert(&mut self, id: ChunkId, parent: Option<ChunkId>, key: &ChunkKey);
@@ -72,10 +70,10 @@ impl Eviction {
         match name {
             "lrfu" => Ok(Eviction::Lrfu),
             "lru" => Ok(Eviction::Lru),
-            _ => Err(Error::new(
-                ErrorKind::InvalidConfig,
-                format!("eviction = \"{name}\" is unknown; use \"lrfu\" or \"lru\""),
-            )),
+            _ => {
+                let message = format!("eviction = \"{name}\" is unknown; use \"lrfu\" or \"lru\"");
+                Err(Error::new(ErrorKind::InvalidConfig, message))
+            }
         }
     }
 

@@ -24,7 +24,7 @@ pub use root::{namespace_digest, root_key};
 pub const KEY_SCHEMA: u32 = 1;
 
 /// A chained digest: it stands for the whole prefix up to the chunk's end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct ChunkKey(pub [u8; 32]);
 
 /// Lowercase hex, 64 digits.

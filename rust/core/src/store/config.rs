@@ -32,6 +32,17 @@ pub struct StoreConfig {
     pub disk: Option<DiskSettings>,
 }
 
+/// How another process of this user maps the frames.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ArenaInfo {
+    /// What [`crate::io::Arena::open`] takes.
+    pub path: String,
+    /// Bytes of one frame.
+    pub frame_bytes: u64,
+    /// Frames in host memory.
+    pub num_frames: u32,
+}
+
 /// Settings of the disk tier.
 #[derive(Debug, Clone)]
 pub struct DiskSettings {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::{Arena, Damage, FrameId, PartSpec};
 use kvloft_core::key::{ChunkKey, KeyChain, root_key};
-use kvloft_core::store::{DiskSettings, Reservation, SaveRange, Store, StoreConfig};
+use kvloft_core::store::{ArenaInfo, DiskSettings, Reservation, SaveRange, Store, StoreConfig};
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::DiskEntry;
 use kvloft_core::tier::memory::MemoryTier;
@@ -60,7 +60,8 @@ fn spec(key: ChunkKey) -> PartSpec<'static> {
 }
 
 pub(crate) fn arena_of(store: &Store) -> Arena {
-    Arena::open(store.arena_path(), store.frame_bytes(), store.num_frames()).unwrap()
+    let ArenaInfo { path, frame_bytes, num_frames } = store.arena();
+    Arena::open(path, *frame_bytes, *num_frames).unwrap()
 }
 
 /// What a worker does with a reserved frame: from now on the frame says that it is `key`'s.
@@ -114,7 +115,7 @@ impl MemoryDisk {
             Ok((Arc::clone(&disk.tier) as Arc<dyn LocalTier>, found.clone()))
         };
         let now = move || Duration::from_millis(clock.now_ms.load(Ordering::SeqCst));
-        Store::with_tier(config, Box::new(open), Box::new(now)).unwrap()
+        Store::with_tier(config, Some(Box::new(open)), Box::new(now)).unwrap()
     }
 
     pub(crate) fn wait(&self, seconds: u64) {
