@@ -1,17 +1,16 @@
-//! Least recently and frequently used (LRFU; Lee et al., IEEE Transactions on Computers, 2001), over prefixes, with a
-//! memory of evicted chunks.
+//! Least recently used, where chunks that were used again age more slowly; and LRU, where they do not.
 //!
-//! A use counts 1, and half of that after each half-life. The clock counts half-lives, so a chunk is worth
-//! `log2(sum of 2^(time of use))`, which does not change between uses: a queue in order of worth stays in order. LRU is
-//! the same with a half-life so short that only the last use counts.
-//!
-//! The half-life follows the workload, so there is no setting. It is a multiple of the mean time after which evicted
-//! chunks come back, in events (inserts, and touches that count). Where chunks that were used once come back sooner than
-//! those used again, earlier uses say little, and `trust` shortens it until both kinds come back at the same rate.
+//! There are two queues in order of the last use: chunks that were used once, and chunks that were used again, also
+//! those that came back after an eviction. The victim is the older of their two heads, where the age of a reused chunk is
+//! divided by `credit`. The credit follows the workload, so there is no setting. It begins with 1, which is LRU. When an
+//! evicted chunk comes back, its kind was evicted too soon: the credit grows if it was reused, and else shrinks, until
+//! evictions of both kinds are regretted equally often. So it grows where most chunks are never used again, and is gone
+//! after few returns where a new working set replaces the old. Compare ARC (Megiddo and Modha, FAST 2003), which
+//! balances sizes; ages need no count of the chunks that are not leaves.
 //!
 //! Using a chunk uses its ancestors too, yet only the deepest is written: an ancestor cannot be a victim before its
-//! descendants are gone, and a leaving chunk hands its touches up. So a chunk that becomes a leaf has the worth that
-//! counting every use of its prefix would have given it, and a touch costs the same at any depth.
+//! descendants are gone, and a leaving chunk hands its uses up. So a chunk that becomes a leaf stands where stamping
+//! each use on its whole prefix would have put it, and a touch costs the same at any depth.
 
 use std::collections::BTreeSet;
 
@@ -20,80 +19,47 @@ use super::{ChunkId, Policy, Removal};
 use crate::key::ChunkKey;
 
 const NO_PARENT: u32 = u32::MAX;
-const NEVER: f64 = f64::NEG_INFINITY;
-/// In events. An event then takes 64 half-lives, and 1 + 2^-64 is 1: an older use adds nothing to a newer one.
-const LRU_HALF_LIFE: f64 = 1.0 / 64.0;
-/// Half-life per mean time of return. On the conversation trace 2 and 3 find as much within 3 % at every size.
-const HALF_LIFE_PER_RETURN: f64 = 2.5;
 /// Touches of a chunk within this share of the capacity are one use: a waiting request is looked up many times.
 const TOUCHES_APART: u32 = 64;
-/// The mean time of return begins with the capacity, which weighs as much as so many returns.
-const FIRST_WEIGHT: f64 = 64.0;
-/// What the mean has seen before weighs at most as much as so many returns.
-const MAX_WEIGHT: f64 = 1024.0;
-/// How much one return changes `trust`, where half of the evicted chunks were used again.
-const TRUST_STEP: f64 = 1.0 / 1024.0;
-const MIN_TRUST: f64 = 1.0 / 16.0;
-/// Evictions after which the share of chunks that were used again has followed by two thirds.
+/// This share of the capacity in returns of one kind changes the credit by e, where half of the evicted chunks were reused.
+const RETURNS_PER_E: f64 = 1.0 / 12.0;
+/// With more, a reused chunk would take too long to leave when its working set is gone.
+const MAX_CREDIT: f64 = 256.0;
+/// Evictions after which the share of reused chunks has followed by two thirds.
 const SHARE_WEIGHT: f64 = 256.0;
 const MIN_SHARE: f64 = 1.0 / 50.0;
 
-/// What is known of a chunk: 48 bytes, and at most 32 in the queue while it is evictable.
+/// What is known of a chunk: 24 bytes, and at most 32 in a queue while it is evictable.
 #[derive(Debug, Clone, Copy)]
 struct Node {
-    /// Its insert, and what was remembered of earlier stays.
-    own: f64,
-    /// Touches of prefixes that end here, and those that descendants handed up.
-    touches: f64,
-    /// The most a descendant was worth when it left: one request's saves come in steps, and each goes on with one use.
-    floor: f64,
     fingerprint: u64,
-    /// Its last use, in events, which wrap.
-    last: u32,
+    /// Its last use, or a descendant's, in events.
+    last: u64,
     parent: u32,
     evictable: bool,
-    /// It was evicted before.
-    returned: bool,
+    /// It was used more than once, counting uses before an eviction.
+    reused: bool,
 }
 
 impl Node {
-    const VACANT: Self = Self {
-        own: NEVER,
-        touches: NEVER,
-        floor: NEVER,
-        fingerprint: 0,
-        last: 0,
-        parent: NO_PARENT,
-        evictable: false,
-        returned: false,
-    };
-
-    fn worth(&self) -> f64 {
-        sum(self.own, self.touches).max(self.floor)
-    }
+    const VACANT: Self = Self { fingerprint: 0, last: 0, parent: NO_PARENT, evictable: false, reused: false };
 }
 
-/// `log2(2^a + 2^b)`.
-fn sum(a: f64, b: f64) -> f64 {
-    let (less, more) = if a < b { (a, b) } else { (b, a) };
-    if less == NEVER { more } else { more + (1.0 + (less - more).exp2()).log2() }
-}
-
-/// Evictable chunks in order of worth.
+/// Evictable chunks in order of their last use.
 #[derive(Debug)]
 pub struct Lrfu {
     nodes: Vec<Node>,
-    /// Floats that are not negative have the order of their bits.
-    queue: BTreeSet<(u64, u32)>,
-    clock: f64,
-    half_life: f64,
-    events: u32,
-    touches_apart: u32,
+    /// Chunks that were used once, and chunks that were used again.
+    queues: [BTreeSet<(u64, u32)>; 2],
+    /// Inserts, and touches that count.
+    events: u64,
+    touches_apart: u64,
     ghosts: Ghosts,
-    mean_return: f64,
-    num_returns: f64,
-    trust: f64,
-    /// Share of newly evicted chunks that were used again.
+    /// A reused chunk ages so many times more slowly.
+    credit: f64,
+    /// How much a return changes the logarithm of the credit, where all evicted chunks are of its kind.
+    step: f64,
+    /// Share of newly evicted chunks that were reused.
     reused_share: f64,
 }
 
@@ -102,10 +68,9 @@ impl Lrfu {
     pub fn new(capacity: usize) -> Self {
         let chunks = u32::try_from(capacity).unwrap_or(u32::MAX).max(1);
         Self {
-            half_life: HALF_LIFE_PER_RETURN * f64::from(chunks),
-            touches_apart: chunks / TOUCHES_APART,
+            touches_apart: u64::from(chunks / TOUCHES_APART),
             ghosts: Ghosts::new(capacity),
-            mean_return: f64::from(chunks),
+            step: 0.5 / (RETURNS_PER_E * f64::from(chunks)),
             ..Self::lru()
         }
     }
@@ -114,22 +79,19 @@ impl Lrfu {
     pub fn lru() -> Self {
         Self {
             nodes: Vec::new(),
-            queue: BTreeSet::new(),
-            clock: 0.0,
-            half_life: LRU_HALF_LIFE,
+            queues: Default::default(),
             events: 0,
             touches_apart: 0,
             ghosts: Ghosts::default(),
-            mean_return: 0.0,
-            num_returns: FIRST_WEIGHT,
-            trust: 1.0,
+            credit: 1.0,
+            step: 0.0,
             reused_share: 0.5,
         }
     }
 
     #[cfg(test)]
-    pub(super) fn half_life(&self) -> f64 {
-        self.half_life
+    pub(super) fn credit(&self) -> f64 {
+        self.credit
     }
 
     #[cfg(test)]
@@ -137,98 +99,84 @@ impl Lrfu {
         Self { ghosts: Ghosts::default(), ..self }
     }
 
-    fn tick(&mut self) {
-        self.events = self.events.wrapping_add(1);
-        self.clock += 1.0 / self.half_life;
+    /// Events since a use.
+    fn age(&self, last: u64) -> f64 {
+        f64::from(u32::try_from(self.events - last).unwrap_or(u32::MAX))
     }
 
-    /// An evicted chunk is back.
-    fn learn(&mut self, ghost: Ghost) {
-        let return_time = f64::from(self.events.wrapping_sub(ghost.last));
-        self.num_returns = (self.num_returns + 1.0).min(MAX_WEIGHT);
-        self.mean_return += (return_time - self.mean_return) / self.num_returns;
-        if ghost.recent {
-            // Per eviction of its kind, so that with equal rates the steps cancel out.
-            let share = self.reused_share.clamp(MIN_SHARE, 1.0 - MIN_SHARE);
-            let step = if ghost.reused { 0.5 / share } else { -0.5 / (1.0 - share) };
-            self.trust = (self.trust * (1.0 + TRUST_STEP * step)).clamp(MIN_TRUST, 1.0);
-        }
-        self.half_life = HALF_LIFE_PER_RETURN * self.mean_return.max(1.0) * self.trust;
+    /// A chunk is back that was evicted not long ago.
+    fn regret(&mut self, reused: bool) {
+        // Per eviction of its kind, so that with equal rates the steps cancel out.
+        let share = self.reused_share.clamp(MIN_SHARE, 1.0 - MIN_SHARE);
+        let step = if reused { self.step / share } else { -self.step / (1.0 - share) };
+        self.credit = (self.credit * step.exp()).clamp(1.0, MAX_CREDIT);
     }
 
-    fn enqueue(&mut self, id: u32) {
-        let node = &self.nodes[id as usize];
+    /// Changes a node, whose place in its queue may change with that.
+    fn update(&mut self, id: ChunkId, change: impl FnOnce(&mut Node)) {
+        let node = &mut self.nodes[id.0 as usize];
         if node.evictable {
-            self.queue.insert((node.worth().to_bits(), id));
+            self.queues[usize::from(node.reused)].remove(&(node.last, id.0));
         }
-    }
-
-    fn dequeue(&mut self, id: u32) {
-        let node = &self.nodes[id as usize];
+        change(node);
         if node.evictable {
-            self.queue.remove(&(node.worth().to_bits(), id));
+            self.queues[usize::from(node.reused)].insert((node.last, id.0));
         }
     }
 }
 
 impl Policy for Lrfu {
     fn insert(&mut self, id: ChunkId, parent: Option<ChunkId>, key: &ChunkKey) {
-        self.tick();
+        self.events += 1;
         let fingerprint = fingerprint(key);
-        let mut own = self.clock;
         let ghost = self.ghosts.take(fingerprint);
-        if let Some(ghost) = ghost {
-            own = sum(ghost.worth, self.clock);
-            self.learn(ghost);
+        if let Some(Ghost { reused, recent: true }) = ghost {
+            self.regret(reused);
         }
         let at = id.0 as usize;
         if at >= self.nodes.len() {
             self.nodes.resize(at + 1, Node::VACANT);
         }
         let parent = parent.map_or(NO_PARENT, |parent| parent.0);
-        self.nodes[at] =
-            Node { own, fingerprint, last: self.events, parent, returned: ghost.is_some(), ..Node::VACANT };
+        self.nodes[at] = Node { fingerprint, last: self.events, parent, evictable: false, reused: ghost.is_some() };
     }
 
     fn touch(&mut self, id: ChunkId) {
-        self.dequeue(id.0);
-        let again = self.events.wrapping_sub(self.nodes[id.0 as usize].last) < self.touches_apart;
-        if !again {
-            self.tick();
-        }
-        let node = &mut self.nodes[id.0 as usize];
-        node.touches = if again { node.touches.max(self.clock) } else { sum(node.touches, self.clock) };
-        node.last = self.events;
-        self.enqueue(id.0);
+        let counts = self.events - self.nodes[id.0 as usize].last >= self.touches_apart;
+        self.events += u64::from(counts);
+        let last = self.events;
+        self.update(id, |node| {
+            node.last = last;
+            node.reused |= counts;
+        });
     }
 
     fn set_evictable(&mut self, id: ChunkId, evictable: bool) {
-        self.dequeue(id.0);
-        self.nodes[id.0 as usize].evictable = evictable;
-        self.enqueue(id.0);
+        self.update(id, |node| node.evictable = evictable);
     }
 
     fn victim(&mut self) -> Option<ChunkId> {
-        self.queue.first().map(|&(_, id)| ChunkId(id))
+        let [once, reused] = [0, 1].map(|nth: usize| self.queues[nth].first().copied());
+        let id = match (once, reused) {
+            (Some(once), Some(reused)) if self.age(reused.0) > self.age(once.0) * self.credit => reused.1,
+            (once, reused) => once.or(reused)?.1,
+        };
+        Some(ChunkId(id))
     }
 
     fn remove(&mut self, id: ChunkId, removal: Removal) {
-        self.dequeue(id.0);
+        self.update(id, |node| node.evictable = false);
         let node = self.nodes[id.0 as usize];
         if node.parent != NO_PARENT {
-            // A parent with a child present is not evictable, so it has no place in the queue that would have to move.
+            // A parent with a child present is not evictable, so it has no place in a queue that would have to move.
             let parent = &mut self.nodes[node.parent as usize];
             debug_assert!(!parent.evictable, "a parent is never evictable before its children left");
-            parent.touches = sum(parent.touches, node.touches);
-            parent.floor = parent.floor.max(node.worth());
-            if self.events.wrapping_sub(node.last) < self.events.wrapping_sub(parent.last) {
-                parent.last = node.last;
-            }
+            parent.last = parent.last.max(node.last);
+            parent.reused |= node.reused;
         }
         if removal == Removal::Evicted {
-            let reused = node.returned || node.touches > NEVER;
-            self.reused_share += (f64::from(u8::from(reused)) - self.reused_share) / SHARE_WEIGHT;
-            self.ghosts.put(node.fingerprint, node.worth(), node.last, reused);
+            self.reused_share += (f64::from(u8::from(node.reused)) - self.reused_share) / SHARE_WEIGHT;
+            self.ghosts.put(node.fingerprint, node.reused);
         }
     }
 }

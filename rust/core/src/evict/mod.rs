@@ -1,4 +1,4 @@
-//! What goes when a tier is full: one trait, a policy a file.
+//! What goes when a tier is full.
 //!
 //! The store decides *what may go* (a leaf that nobody pins, writes or reads) and the policy decides *which of
 //! those goes*. So no policy can break the rule that a parent never leaves before its children. Policies know numbers and
@@ -6,14 +6,12 @@
 
 mod ghosts;
 mod lrfu;
-mod noop;
 #[cfg(test)]
 mod tests;
 
 use std::fmt;
 
 pub use lrfu::Lrfu;
-pub use noop::Noop;
 
 use crate::key::ChunkKey;
 use crate::{Error, ErrorKind, Result};
@@ -38,8 +36,8 @@ pub enum Removal {
 /// false); a chunk with a present child is never evictable. Using a chunk means using its whole prefix, but only the
 /// deepest is `touch`ed.
 ///
-/// A policy **must**: return from `victim` only ids that are evictable now, and some id whenever there is one (but for
-/// `Noop`); leave the victim in place until `remove`; take O(log n) time in every call, for the store's lock is held.
+/// A policy **must**: return from `victim` only ids that are evictable now, and some id whenever there is one; leave the
+/// victim in place until `remove`; take O(log n) time in every call, for the store's lock is held.
 pub trait Policy: fmt::Debug + Send {
     /// `id` is in the tier from now on, behind `parent`.
     fn insert(&mut self, id: ChunkId, parent: Option<ChunkId>, key: &ChunkKey);
@@ -56,7 +54,7 @@ pub trait Policy: fmt::Debug + Send {
 /// Which policy a tier has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Eviction {
-    /// Least recently and frequently used, with a memory of evicted chunks.
+    /// Least recently used, where reused chunks age more slowly: how much follows from which evicted chunks come back.
     #[default]
     Lrfu,
     /// Least recently used.
