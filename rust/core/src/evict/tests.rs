@@ -357,11 +357,13 @@ fn a_new_working_set_takes_over_after_few_returns() {
     const CAPACITY: u32 = 60;
     let mut forest = Forest::new(Lrfu::new(CAPACITY as usize));
     forest.replay(CAPACITY as usize, regulars_in_a_flood(CAPACITY));
-    assert!(forest.policy.credit() > 4.0, "{}", forest.policy.credit());
+    let before = forest.policy.credit();
+    assert!(before > 4.0, "{before}");
     let new = |round: u32| round_of(2_000_000, round, CAPACITY - 10);
     forest.replay(CAPACITY as usize, (0..3).flat_map(new));
     let hits = forest.replay(CAPACITY as usize, (3..6).flat_map(new));
     assert_eq!(hits, 3 * (CAPACITY - 10));
+    assert!(forest.policy.credit() < before / 2.0, "{} after {before}", forest.policy.credit());
 }
 
 #[test]
