@@ -17,7 +17,7 @@ GOOD = {
     "chunk_tokens": st.just("auto") | st.integers(1, 1 << 20),
     "namespace": st.text(st.characters(exclude_categories=["Cs"])),
     "save": st.sampled_from(["all", "prompt"]),
-    "eviction": st.sampled_from(["lrfu", "lru"]),
+    "eviction": st.sampled_from(["adaptive", "lru"]),
     "on_pause": st.sampled_from(["keep", "clear"]),
     "disk_threads": st.integers(1, 256),
     "load_timeout": st.integers(0, 3600) | st.integers(0, 3600).map(lambda s: f"{s}s"),
@@ -52,7 +52,7 @@ def test_defaults_need_no_source() -> None:
 
 def test_stronger_source_wins_and_is_named(tmp_path: Path) -> None:
     file = tmp_path / "kvloft.yaml"
-    file.write_text("host_size: 1GiB\neviction: lrfu\ndisk_path: /cache\ndisk_threads: 5\n")
+    file.write_text("host_size: 1GiB\neviction: adaptive\ndisk_path: /cache\ndisk_threads: 5\n")
     environ = {"KVLOFT_CONFIG": str(file), "KVLOFT_HOST_SIZE": "2GiB", "KVLOFT_EVICTION": "lru", "PATH": "/bin"}
     config = load_config({"host_size": "3GiB"}, environ)
     assert (config.host_size, config.eviction, config.disk_path, config.disk_threads) == (3 << 30, "lru", "/cache", 5)

@@ -121,7 +121,7 @@ class Session:
         namespace: bytes,
         blocks_per_chunk: int = 1,
         num_ranks: int = 1,
-        eviction: str = "lrfu",
+        eviction: str = "adaptive",
         disk_path: str | None = None,
         disk_bytes: int = 0,
         disk_threads: int = 2,

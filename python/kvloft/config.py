@@ -152,7 +152,7 @@ class Config:
     chunk_tokens: int | Literal["auto"] = _set("auto", _TOKENS)
     namespace: str = _set("", _TEXT)
     save: Literal["all", "prompt"] = _set("all", _choice("all", "prompt"))
-    eviction: Literal["lrfu", "lru"] = _set("lrfu", _choice("lrfu", "lru"))
+    eviction: Literal["adaptive", "lru"] = _set("adaptive", _choice("adaptive", "lru"))
     disk_threads: int = _set(2, _THREADS)
     load_timeout: float = _set(10.0, _TIME)
     on_pause: Literal["keep", "clear"] = _set("keep", _choice("keep", "clear"))

@@ -26,7 +26,7 @@ def test_json_is_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     shown = json.loads(capsys.readouterr().out)
     assert list(shown) == list(KEYS)
     assert shown["disk_size"] == {"value": 1 << 30, "from": "kv_connector_extra_config"}
-    assert shown["eviction"] == {"value": "lrfu", "from": "default"}
+    assert shown["eviction"] == {"value": "adaptive", "from": "default"}
 
 
 @pytest.mark.parametrize("extra", ["{", "[]", '{"host_size": "many"}', '{"hostsize": 1}', TWICE, "[" * 9000, f"[{'9' * 5000}]"])

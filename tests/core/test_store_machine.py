@@ -53,7 +53,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(
         per_chunk=st.integers(1, 3), num_frames=st.sampled_from([1, 3, 8, 400]), num_slots=st.sampled_from([0, 4, 300]),
-        eviction=st.sampled_from(["lrfu", "lru"]), threads=st.integers(1, 3),
+        eviction=st.sampled_from(["adaptive", "lru"]), threads=st.integers(1, 3),
     )  # fmt: skip
     def open(self, per_chunk: int, num_frames: int, num_slots: int, eviction: str, threads: int) -> None:
         self.path = tempfile.mkdtemp(prefix="kvloft-machine-") if num_slots else None

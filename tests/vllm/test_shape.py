@@ -48,10 +48,10 @@ def test_the_start_line_is_in_units_and_numbers_as_people_write_them() -> None:
     config = Config(host_size=256 << 20, disk_path="/cache", disk_size=1 << 30)
     assert tiers_text(config, shape_of(32, 1, 132 << 10), disk_path="/cache/dp1", num_frames=1985, num_found=1) == (
         "chunks of 32 tokens (1 block, 132 KiB), host 256 MiB in 1985 frames, disk /cache/dp1 up to 1 GiB with 1 chunk found, "
-        "eviction lrfu"
+        "eviction adaptive"
     )
     assert tiers_text(Config(host_size=3 << 29), shape_of(16, 4, 4096), disk_path=None, num_frames=1, num_found=0) == (
-        "chunks of 64 tokens (4 blocks, 4 KiB), host 1.5 GiB in 1 frame, no disk, eviction lrfu"
+        "chunks of 64 tokens (4 blocks, 4 KiB), host 1.5 GiB in 1 frame, no disk, eviction adaptive"
     )
     assert "up to 1 GiB with 0 chunks found" in tiers_text(
         config, shape_of(1, 1, 4096), disk_path="/cache", num_frames=2, num_found=0

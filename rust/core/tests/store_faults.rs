@@ -213,9 +213,9 @@ proptest! {
     #[test]
     fn no_order_of_events_breaks_an_invariant(
         steps in prop::collection::vec(step(), 1..60), per_chunk in 1..4u32, num_frames in 1..12u32, num_slots in 0..16u32,
-        num_threads in 1..4u32, lrfu in any::<bool>(),
+        num_threads in 1..4u32, adaptive in any::<bool>(),
     ) {
-        let eviction = if lrfu { Eviction::Lrfu } else { Eviction::Lru };
+        let eviction = if adaptive { Eviction::Adaptive } else { Eviction::Lru };
         let disk = MemoryDisk::new(num_slots);
         let store = open(num_frames, per_chunk, eviction, &disk, num_threads);
         let arena = arena_of(&store);

@@ -6,9 +6,9 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvloft_core::engine::EngineSession;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
-use kvloft_core::engine::EngineSession;
 use kvloft_core::session::{LeaseId, Local};
 use kvloft_core::store::{DiskSettings, Prefix, SaveRange, StoreConfig};
 use pyo3::prelude::*;
@@ -37,7 +37,7 @@ pub(crate) struct Session {
 impl Session {
     #[new]
     #[pyo3(signature = (
-        *, frame_bytes, host_bytes, namespace, blocks_per_chunk=1, num_ranks=1, eviction="lrfu", disk_path=None, disk_bytes=0,
+        *, frame_bytes, host_bytes, namespace, blocks_per_chunk=1, num_ranks=1, eviction="adaptive", disk_path=None, disk_bytes=0,
         disk_threads=2, description="",
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]

@@ -395,9 +395,9 @@ proptest! {
     #[test]
     fn no_order_of_disk_jobs_breaks_a_promise(
         steps in prop::collection::vec(step(), 1..150), per_chunk in 1..4u32, num_frames in 1..8u32, num_slots in 0..12u32,
-        num_threads in 1..5usize, lrfu in any::<bool>(), slice in prop_oneof![Just(0usize), Just(1), Just(256)],
+        num_threads in 1..5usize, adaptive in any::<bool>(), slice in prop_oneof![Just(0usize), Just(1), Just(256)],
     ) {
-        let eviction = if lrfu { Eviction::Lrfu } else { Eviction::Lru };
+        let eviction = if adaptive { Eviction::Adaptive } else { Eviction::Lru };
         let mut run = Run::new(num_frames, num_slots, per_chunk, eviction, num_threads);
         run.state.slice = slice;
         for step in &steps {
