@@ -298,7 +298,7 @@ def _config(model: Path, shape: Shape, disk: Path | None) -> Any:
 
     drafts = {"method": "ngram", "num_speculative_tokens": shape.num_drafts, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
     extra: dict[str, Any] = {"host_size": shape.host_frames * shape.num_ranks * 4096}
-    extra |= {"chunk_tokens": shape.full.blocks_per_chunk * BLOCK} | ({"disk_path": str(disk), "disk_size": "4MiB"} if disk else {})
+    extra |= {"chunk_tokens": shape.blocks_per_chunk * BLOCK} | ({"disk_path": str(disk), "disk_size": "4MiB"} if disk else {})
     CpuPlatform.check_and_update_config = classmethod(check)
     try:
         config = EngineArgs(

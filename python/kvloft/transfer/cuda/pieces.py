@@ -114,7 +114,7 @@ def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape) -> Piec
     first, last = table.starts[begin], table.starts[end]
     total = last - first
     lengths = table.num_blocks[begin:end]
-    are_full = total == num_chunks * shape.full.blocks_per_chunk
+    are_full = total == num_chunks * shape.blocks_per_chunk
     segments = shape.full_segments if are_full else _segments(np.array(lengths), shape)
     return Piece(
         begin, end, segments, table.block_ids[first:last], total * tiles.tiles_per_block, total * tiles.block_bytes,

@@ -80,7 +80,7 @@ class Shared:
 
     def problem_of(self, chunks: ChunkBatch) -> str | None:
         """Which copy would leave the arena, its frame or the paged KV; None if none does."""
-        blocks_per_chunk = self.shape.full.blocks_per_chunk
+        blocks_per_chunk = self.shape.blocks_per_chunk
         try:
             chunks.check(num_frames=self.memory.num_frames, num_blocks=self.layout.num_blocks, blocks_per_chunk=blocks_per_chunk)
         except ValueError as error:
