@@ -152,4 +152,4 @@ def test_a_worker_stops_at_other_weights_but_for_a_trainers(extension: str, stop
     assert heard.keys() == ({WORKER_RELOAD} if stops else set())
     if stops:
         heard[WORKER_RELOAD](None, "other weights")
-    assert (half.core._why_stopped is not None) == stops
+    assert half.core._is_stopped == stops
