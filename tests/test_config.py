@@ -69,9 +69,9 @@ def test_null_disk_path_switches_the_disk_tier_off_over_a_weaker_source() -> Non
     assert config.disk_bytes == 0
 
 
-def test_a_home_that_nobody_has_is_no_folder_named_tilde() -> None:
+def test_an_unknown_users_home_is_no_folder_named_tilde() -> None:
     with pytest.raises(ConfigError, match="disk_path"):
-        load_config({"disk_path": "~nobody-has-this-name/cache"}, {})
+        load_config({"disk_path": "~no-user-has-this-name/cache"}, {})
 
 
 def test_disk_path_is_absolute_and_tilde_is_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

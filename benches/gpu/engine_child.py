@@ -99,7 +99,7 @@ def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 
 
 def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """TTFT of prompts nobody has seen, and what it is made of."""
+    """TTFT of prompts not seen before, and what it is made of."""
     context = options["context"]
     with turn(turns):
         for length in (2048, context):

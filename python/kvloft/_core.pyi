@@ -73,7 +73,7 @@ class Arena:
 class ChunkBatch:
     """Chunks to copy, as columns; see ``kvloft.seam.batch``. Immutable, compared by value, pickled as its columns.
 
-    A long prompt has thousands, and a forward or the first byte of a load waits for them: whoever wants all takes columns.
+    A long prompt has thousands, and a forward or the first byte of a load waits for them: to read all of them, take the columns.
     """
 
     def __new__(cls, frames: bytes, keys: bytes, num_blocks: bytes, blocks: bytes, tickets: bytes) -> ChunkBatch:
@@ -177,14 +177,14 @@ def disk_inspect(path: str) -> list[dict[str, Any]]:
     """One dict per namespace directory under ``path``, most recently used first: namespace (16 hex digits), description,
     chunks, slots, frame_bytes, bytes, oldest and newest (Unix seconds or None), problem (a sentence part or None).
 
-    Takes no lock, so an engine may own the directory. ConfigError where ``path`` is no disk directory.
+    Takes no lock, so an engine may own the directory. ConfigError where ``path`` is not a disk directory.
     """
 
 @final
 class DiskVerify:
     """Walks every chunk of one disk directory, checking key and checksum; a step at a time, for progress.
 
-    Owns the directory meanwhile: BusyError while an engine does. ConfigError where ``path`` is no disk directory.
+    Owns the directory meanwhile: BusyError while an engine does. ConfigError where ``path`` is not a disk directory.
     """
 
     def __new__(cls, path: str) -> DiskVerify: ...

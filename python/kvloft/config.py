@@ -200,7 +200,7 @@ def describe(config: Config) -> list[tuple[str, str, str]]:
 
 
 _KUBERNETES: Final = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT(_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)$")
-"""Kubernetes sets such variables in every container for a Service whose name begins with "kvloft"; nobody meant a setting."""
+"""Kubernetes sets such variables in every container for a Service whose name begins with "kvloft"; they are not settings."""
 
 _Layer = dict[str, tuple[object, str]]
 

@@ -39,7 +39,7 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(capsys: pytest.CaptureFixt
     assert len(captured.err) < 500
 
 
-def test_a_long_value_is_shown_whole_where_nobody_watches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_long_value_is_shown_whole_without_a_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / ("long" * 40)
     assert main(["config", "--extra", json.dumps({"disk_path": str(path)})]) == 0
     shown = "".join("".join(line.split("│")[2:3]).strip() for line in capsys.readouterr().out.splitlines())

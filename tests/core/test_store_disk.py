@@ -105,7 +105,7 @@ def test_more_than_host_holds_comes_from_disk_as_far_as_frames_go(tmp_path: Path
         assert load(store, chain) == 4
     pinned = store.acquire(chains[0])
     assert settled(pinned) == (4, 0)
-    assert settled(store.acquire(chains[1])) == (0, 0)  # every frame is pinned: a miss, and nobody waits
+    assert settled(store.acquire(chains[1])) == (0, 0)  # every frame is pinned: a miss, and no wait
     store.close()
 
 

@@ -80,7 +80,7 @@ class Gpu:
                     return
                 before = self.num_run
                 self.advance(1)
-                assert self.num_run > before, "the GPU waits for something that nobody enqueued"
+                assert self.num_run > before, "the GPU waits for something that was not enqueued"
 
     def stop_forever(self) -> None:
         """A sticky error: what was enqueued never runs, and every call fails from now on."""

@@ -1,4 +1,4 @@
-"""Feeders alone, on the emulated GPU: what nobody polls for is sent all the same, and lands where it belongs. Needs no GPU."""
+"""Feeders alone, on the emulated GPU: what is not polled for is sent all the same, and lands where it belongs. Needs no GPU."""
 
 import os
 import queue
@@ -41,7 +41,7 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("num_chunks", "num_slots", "slot_pages"), [(1, 2, 1), (2, 1, 5), (127, 2, 40), (128, 3, 5), (129, 2, 200)]
 )
-def test_feeders_send_what_nobody_polls_for(
+def test_feeders_send_what_is_not_polled_for(
     num_chunks: int, num_slots: int, slot_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 2)
@@ -79,7 +79,7 @@ def test_feeders_send_what_nobody_polls_for(
 
 
 def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or whoever asks then, a bench, takes a copy for done whose last piece has not begun."""
+    """Or a caller that asks then, a bench, takes a copy for done whose last piece has not begun."""
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
     is_at_last, may_send = threading.Event(), threading.Event()
     with emulated(7):

@@ -77,7 +77,7 @@ class Steps(RuleBasedStateMachine):
         self.mover = make_mover(self.paged, self.frames, CHUNK, gathers_first=zeroes, **tuning)
         self.buffers = [buffer.numpy() for buffer in self.paged.buffers]
         self.random = np.random.default_rng(seed)
-        self.held: dict[int, np.ndarray | None] = dict.fromkeys(range(NUM_BLOCKS))  # None: nobody may rely on it
+        self.held: dict[int, np.ndarray | None] = dict.fromkeys(range(NUM_BLOCKS))  # None: not to be relied on
         self.free = set(range(NUM_FRAMES))
         self.unsaved: dict[int, Saved] = {}
         self.saved: list[Saved] = []

@@ -1,4 +1,4 @@
-"""Pieces of a save or a load that begin on an idle link are small at first, whoever's chunks are in them. Needs no GPU."""
+"""Pieces of a save or a load that begin on an idle link are small at first, for any request. Needs no GPU."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -110,7 +110,7 @@ def test_saves_begin_with_few_chunks_on_an_idle_link_only(rig: Rig) -> None:
         ([1, 1, 1, 1, 1, 2], [2, 5]),
     ],
 )
-def test_loads_begin_with_few_chunks_whosever_they_are(rig: Rig, counts: list[int], sizes: list[int]) -> None:
+def test_loads_begin_with_few_chunks_of_any_request(rig: Rig, counts: list[int], sizes: list[int]) -> None:
     save(rig.mover, copies_of(range(60), [[block] for block in range(60)]))
     rig.sent()
     for _ in range(2):  # the second time the link is idle again

@@ -86,7 +86,7 @@ def test_round_trip_is_bitwise(layout: str, route: str, blocks_per_chunk: int) -
             assert np.array_equal(frames.parts[frame, : len(want)], want)
             assert int(trailers[frame]["tag"]) == chunk_tag(want, page_bytes, len(blocks))
         for frame in set(range(num_frames)) - set(places):
-            assert (frames.raw[frame] == POISON).all(), "a frame nobody asked for was written"
+            assert (frames.raw[frame] == POISON).all(), "a frame that was not asked for was written"
         for now, then in zip(paged.buffers, before, strict=True):
             assert torch.equal(now, then), "a save changed its source"
         check_load(paged, mover, copies, before, seed)

@@ -68,7 +68,7 @@ def test_pieces_of_a_save_fill_the_frames(case: tuple[Shape, list[ChunkCopy]]) -
         want = np.concatenate([paged[b] for b in copy.blocks])
         assert np.array_equal(parts[copy.frame, : len(want)], want)
         assert (parts[copy.frame, len(want) :] == POISON).all(), (
-            "behind a payload are trailers, other ranks' parts, nobody's old bytes"
+            "behind a payload are trailers, other ranks' parts, no request's old bytes"
         )
     for frame in set(range(14)) - {copy.frame for copy in copies}:
         assert (parts[frame] == POISON).all()

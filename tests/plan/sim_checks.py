@@ -110,5 +110,5 @@ def settle(engine: Any) -> None:
         core._queued_loads,
     ):
         assert not left, f"left behind: {left}"
-    assert core._queue.waiting.num_chunks == core._queue.loading.num_chunks == 0, "pins that are counted for ever"
+    assert core._queue.waiting.num_chunks == core._queue.loading.num_chunks == 0, "pins that stay counted"
     assert len(engine.pool.free) == engine.setup.num_blocks - 1

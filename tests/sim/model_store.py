@@ -226,7 +226,7 @@ class ModelStore(model.Session):  # type: ignore[name-defined,misc]
     def unpin(self, entry: Entry) -> None:
         entry.pins -= 1
         assert entry.pins >= 0
-        if not entry.pins and entry.reads_left and entry.frame is not None:  # nobody waits for the read any more
+        if not entry.pins and entry.reads_left and entry.frame is not None:  # the read is not waited for any more
             self._free.append(entry.frame)
             entry.frame, entry.reads_left = None, 0
         self._free_if_unused(entry)

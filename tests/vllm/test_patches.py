@@ -64,7 +64,7 @@ def test_a_module_that_is_gone_counts_as_renamed() -> None:
     assert settle([gone]) is True
 
 
-def test_wrapped_once_whoever_asks_and_arguments_and_results_pass() -> None:
+def test_wrapped_once_however_often_and_arguments_and_results_pass() -> None:
     calls: list[Any] = []
 
     class Core:

@@ -88,7 +88,7 @@ class SchedulerCore:
             return 0
         tracker = self._tracker(live)
         if tracker.load_failed:
-            # Offered again, the same load could fail again, and vLLM would ask for ever.
+            # Offered again, the same load could fail again, and vLLM would ask again and again.
             return 0
         if self._breaker.has_tripped and (self._loads or not self._breaker.lets_pass(self._clock())):
             return 0  # one load at a time is tried
@@ -155,7 +155,7 @@ class SchedulerCore:
         return self._finish_plan(tuple(saves), fenced)
 
     def plan_loads_only(self) -> StepPlan:
-        """A plan without saves, for a step that could not be read: requests that wait must not wait for ever.
+        """A plan without saves, for a step that could not be read: requests that wait must not wait permanently.
 
         Block tables may have missed what that step added to them, so nothing of the requests that run is saved until they
         get a table afresh (I6); what the failed attempt reserved is given back (I5).
@@ -293,7 +293,7 @@ class SchedulerCore:
         self._store.clear()
 
     def stop(self) -> None:
-        """Offer, save and forget nothing from now on; what is in flight settles as ever."""
+        """Offer, save and forget nothing from now on; what is in flight settles as usual."""
         self._loads_allowed = self._saves_allowed = False
         self._queue.clear()
 

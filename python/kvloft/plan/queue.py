@@ -24,7 +24,7 @@ LEASE_S = 60.0
 """How long a lease may live without its request being asked about again."""
 
 FIRST_LOOK_TOKENS, LOOK_FURTHER = 512, 4
-"""So many tokens get keys for the first lookup, and so many times more for the next. Of a prompt that nobody has seen the first
+"""So many tokens get keys for the first lookup, and so many times more for the next. Of a prompt not seen before the first
 chunk says all, and its first forward waits for the keys."""
 
 
@@ -224,6 +224,6 @@ class Queue:
         self.flights.pop(req_id, None)
 
     def clear(self) -> None:
-        """Unpin what requests wait with; whoever was told to wait is looked up afresh."""
+        """Unpin what requests wait with; requests that were told to wait are looked up afresh."""
         self._drop_leases(lambda _: True)
         self.told_to_wait.clear()

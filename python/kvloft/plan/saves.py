@@ -45,7 +45,7 @@ def plan_save(tracker: Tracker, store: Session, group: GroupShape, frontier: int
             tracker.saved_chunks = max(tracker.saved_chunks, num_full)
             if tail_blocks:
                 _remember_tail(tracker, store, chunks, num_blocks, prompt_blocks)
-    except BaseException:  # nobody else knows its tickets yet (I5)
+    except BaseException:  # nothing else knows its tickets yet (I5)
         store.abort(chunks.tickets())
         raise
     return next_save, chunks or None, num_dropped

@@ -62,8 +62,9 @@ class FrameWindow:
             )
         self._arena = arena = _core.Arena.open(spec.path, frame_bytes=spec.frame_bytes, num_frames=spec.num_frames)
         self.memory = FrameMemory(
-            arena.address, spec.num_frames, spec.frame_bytes, shard * shape.part_bytes, shape.part_bytes, shard, arena, shape.num_ranks > 1
-        )
+            arena.address, spec.num_frames, spec.frame_bytes, shard * shape.part_bytes, shape.part_bytes, shard, arena,
+            is_shared=shape.num_ranks > 1,
+        )  # fmt: skip
         raw = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)
         self.bytes = torch.frombuffer(raw, dtype=torch.uint8).view(spec.num_frames, spec.frame_bytes)
 

@@ -90,7 +90,7 @@ def _planes_of(name: str, tensor: torch.Tensor, num_blocks: int) -> list[Plane]:
     """
     if tensor.shape[0] % num_blocks:
         raise LayoutError(
-            f"layer {name!r} has a KV tensor of shape {tuple(tensor.shape)}, whose first dimension is no multiple of the "
+            f"layer {name!r} has a KV tensor of shape {tuple(tensor.shape)}, whose first dimension is not a multiple of the "
             f"{num_blocks} blocks; this attention backend's layout is not supported"
         )
     if tensor.shape[0] != num_blocks:

@@ -120,7 +120,7 @@ class WorkerCore:
         return totals
 
     def drain(self) -> None:
-        """Wait for copies in flight; what became of them is reported as ever."""
+        """Wait for copies in flight; what became of them is reported as usual."""
         if self._mover is not None:
             self._note(self._mover.drain())
 
@@ -135,7 +135,7 @@ class WorkerCore:
         self._is_asleep = False
 
     def stop(self, reason: str) -> None:
-        """From now on every save and load fails, which makes them misses; what is in flight ends first, and is reported as ever."""
+        """From now on every save and load fails, which makes them misses; what is in flight ends first and is reported."""
         if self._is_stopped:
             return
         logger.error("kvloft: this worker moves no pages from now on, so nothing is cached: %s", reason)
@@ -182,7 +182,7 @@ class WorkerCore:
                 fail()
 
     def _fail_loads(self) -> None:
-        """Report as failed this step's loads that the mover never will, or requests wait for ever."""
+        """Report as failed this step's loads that the mover never will, or requests wait permanently."""
         done = {result.load_id for result in self._pending.loads}
         plans = [plan for plan in self._plan.loads if plan.load_id not in done]
         results = [LoadResult(plan.req_id, plan.load_id, failed=True) for plan in plans]

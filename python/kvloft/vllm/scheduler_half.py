@@ -1,6 +1,6 @@
 """The scheduler half inside vLLM: settings, namespace, store and SchedulerCore put together; one method a hook.
 
-It must not touch KV bytes. Errors are turned into misses by the connector, except where a request would then wait for ever
+It must not touch KV bytes. Errors are turned into misses by the connector, except where a request would then wait permanently
 (`admit`), which is settled here.
 """
 
@@ -62,7 +62,8 @@ LOADS_FAIL = (
 
 def tiers_text(config: Config, shape: CacheShape, *, disk_path: str | None, num_frames: int, num_found: int) -> str:
     """What the log says at start about chunks and tiers; ``num_found`` chunks were in this engine's ``disk_path`` already."""
-    chunk = f"{_count(shape.full.chunk_tokens, 'token')} ({_count(shape.full.blocks_per_chunk, 'block')}, {size_text(shape.frame_bytes)})"
+    group, frame = shape.full, size_text(shape.frame_bytes)
+    chunk = f"{_count(group.chunk_tokens, 'token')} ({_count(group.blocks_per_chunk, 'block')}, {frame})"
     host = f"host {size_text(config.host_size)} in {_count(num_frames, 'frame')}"
     disk = "no disk"
     if disk_path:

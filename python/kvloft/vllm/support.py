@@ -1,4 +1,4 @@
-"""What kvloft does not serve yet, refused at start with one sentence that says so: never half-served.
+"""What kvloft does not support yet: such an engine does not start, and the error says why.
 
 It must not decide anything later than start.
 """
@@ -87,7 +87,7 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
 
 
 def transfer_warnings(transfer: Any) -> list[str]:
-    """What ``transfer``, vLLM's KVTransferConfig or None, asks for and may not be meant: a sentence each."""
+    """What ``transfer``, vLLM's KVTransferConfig or None, asks for that may be a mistake, as sentences."""
     if transfer is None:
         return []
     found = []

@@ -186,7 +186,7 @@ impl Run {
         self.heal();
         self.writes.clear();
         self.reads.clear();
-        // A read that nobody waits for any more still ends, and what cannot be read leaves the disk.
+        // A read that is not waited for any more still ends, and what cannot be read leaves the disk.
         let deadline = Instant::now() + LONG;
         while stat(&self.store, "frames_reserved") > 0 && Instant::now() < deadline {
             std::thread::sleep(Duration::from_micros(200));

@@ -234,7 +234,7 @@ proptest! {
         for step in &steps {
             run.take(step);
         }
-        // I5: whoever held anything is gone, and so is what they held.
+        // I5: all owners are gone, and so is what they held.
         run.writes.clear();
         run.reads.clear();
         run.store.check().unwrap();

@@ -17,7 +17,7 @@ const DETACH_BYTES: usize = 64 << 10;
 /// Keys of one request's prefix, one per block, extended as tokens arrive.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct KeyChain {
-    // Whoever holds it never waits for the interpreter, so it may be waited for while attached.
+    // Its holder never waits for the interpreter, so it may be waited for while attached.
     inner: Mutex<key::KeyChain>,
 }
 

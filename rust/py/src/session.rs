@@ -1,6 +1,6 @@
 //! `Session` and `ReadLease`: conversions only; the meaning is in `kvloft_core::session`.
 //!
-//! Short calls keep the interpreter: whoever holds a lock of the session never waits for it. Long ones let it go.
+//! Short calls keep the interpreter: the holder of a session's lock never waits for it. Long ones let it go.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -180,7 +180,7 @@ impl Session {
     }
 }
 
-/// Seconds of any kind: negative ones and NaN are none, too many are for ever.
+/// Seconds of any kind: negative ones and NaN count as 0, too many as no limit.
 fn timeout(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }

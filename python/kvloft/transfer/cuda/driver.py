@@ -40,7 +40,7 @@ _SIGNATURES: Final[tuple[tuple[str, tuple[Any, ...]], ...]] = (
     ("cuLaunchKernel", (c_void_p, *(c_uint,) * 7, c_void_p, c_void_p, c_void_p)),
 )
 _ARGUMENTS: Final = {name: arguments for names, arguments in _SIGNATURES for name in names.split()}
-"""By the name that the library exports, which stands for one signature for ever."""
+"""By the name that the library exports, which stands for one signature permanently."""
 
 
 class CudaError(RuntimeError):
@@ -155,7 +155,7 @@ class Stream:
 
 
 class Event:
-    """A point in a stream's work. Whoever waits for one with ``timing`` spins; for the others, it sleeps."""
+    """A point in a stream's work. Waiting for one with ``timing`` spins; for the others, it sleeps."""
 
     __slots__ = ("handle",)
 

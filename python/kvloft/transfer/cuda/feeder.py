@@ -45,7 +45,7 @@ class Feeder:
                     self._changed.wait()
                 if event is None or self._closing:
                     return
-            with contextlib.suppress(driver.CudaError):  # whoever sends meets the same error, and says so
+            with contextlib.suppress(driver.CudaError):  # the sender meets the same error, and reports it
                 event.synchronize()
             with self._changed:
                 self._half.feed()

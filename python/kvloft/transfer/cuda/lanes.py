@@ -198,7 +198,7 @@ class _Params:
         self._address = ctypes.addressof(self._pointers)
         self._segments = np.frombuffer(self._params.segments, dtype=SEGMENT)
         self._written: npt.NDArray[Any] | None = None
-        """What ``_segments`` begins with: of full chunks it is the same piece after piece, so nobody may change a piece's."""
+        """What ``_segments`` begins with: of full chunks it is the same piece after piece, so a piece's must not change."""
         self._block_ids = np.frombuffer(self._params.block_ids, dtype=np.int32)
 
     def filled(self, piece: Piece, base: int, tags_out: int) -> int:

@@ -80,7 +80,8 @@ fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
     hits
 }
 
-/// Hits of each request for whoever knows the future. A block's parent is used whenever it is, so of two the deeper is never needed sooner,
+/// Hits of each request of a policy that knows the future. A block's parent is used whenever it is, so of two the deeper is
+/// never needed sooner,
 /// and presence stays monotone by itself.
 fn optimum(trace: &Trace, capacity: usize) -> Vec<usize> {
     let mut next_uses: HashMap<u32, Vec<usize>> = HashMap::new();

@@ -1,6 +1,6 @@
 //! What goes when a tier is full.
 //!
-//! The store decides *what may go* (a leaf that nobody pins, writes or reads) and the policy decides *which of
+//! The store decides *what may go* (a leaf that is not pinned, written or read) and the policy decides *which of
 //! those goes*. So no policy can break the rule that a parent never leaves before its children. Policies know numbers and
 //! keys only: no frames, no clock, no randomness; the same calls give the same victims.
 
@@ -45,7 +45,7 @@ pub trait Policy: fmt::Debug + Send {
     fn touch(&mut self, id: ChunkId);
     /// `id` may be a victim from now on, or may not.
     fn set_evictable(&mut self, id: ChunkId, evictable: bool);
-    /// Who should go next; None if nobody may.
+    /// What should go next; None if nothing may.
     fn victim(&mut self) -> Option<ChunkId>;
     /// `id` left the tier.
     fn remove(&mut self, id: ChunkId, removal: Removal);

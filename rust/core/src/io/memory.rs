@@ -1,6 +1,6 @@
 //! How much memory this process may still take: the machine's and its control groups'.
 //!
-//! Read once by whoever opens a store and passed in, so that the store itself asks nobody. It must not know sizes of frames.
+//! Read once by the opener of a store and passed in, so that the store itself asks nothing. It must not know sizes of frames.
 
 use std::fs;
 use std::path::Path;
@@ -37,7 +37,7 @@ fn groups_available(cgroup: &str) -> Option<u64> {
     cgroup.lines().filter_map(left_of).min()
 }
 
-/// Limit less use; pages of files that nobody has touched lately can be had back, so they do not count as used.
+/// Limit less use; pages of files that were not touched lately can be had back, so they do not count as used.
 fn group_left(group: &Path, (limit, usage, inactive): (&str, &str, &str)) -> Option<u64> {
     let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
     let (limit, usage) = (number(limit)?, number(usage)?);

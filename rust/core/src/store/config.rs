@@ -11,7 +11,7 @@ use crate::{Error, ErrorKind, Result};
 /// More than any one device is faster with.
 const MAX_DISK_THREADS: u32 = 64;
 
-/// Settings of a store. Whoever opens it has read the clock, the environment and the machine; the store does not.
+/// Settings of a store. Its opener has read the clock, the environment and the machine; the store does not.
 #[derive(Debug, Clone)]
 pub struct StoreConfig {
     /// Bytes of one frame; a multiple of 4096.

@@ -1,4 +1,4 @@
-//! Forgetting: at once for whoever asks, in slices for the books.
+//! Forgetting: at once for the caller, in slices for the books.
 //!
 //! A *doomed* chunk has no key any more; it and all below it are walked depth-first, children before parents as the policies
 //! are promised, a slice a call. Until then a chunk below it still has its key: lookups and reservations look at the whole

@@ -11,7 +11,7 @@ use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::tier::LocalTier;
 use crate::tier::disk::DiskEntry;
 
-/// Longest sleep of whoever waits for the disk before looking again.
+/// Longest sleep of a thread that waits for the disk before it looks again.
 const WAIT_SLICE: Duration = Duration::from_millis(20);
 
 /// Opens the disk tier; it is asked again where that fails.

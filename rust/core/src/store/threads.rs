@@ -115,7 +115,7 @@ fn wait_for_job(inner: &Inner, disk: &dyn LocalTier) -> Option<(u64, Job)> {
         if state.disk.stopping {
             return None;
         }
-        // A slice a lock; then whoever waits for it has a turn.
+        // A slice a lock; then a thread that waits for it has a turn.
         if state.recover_some() || state.is_forgetting() {
             state.forget_slice();
             drop(state);

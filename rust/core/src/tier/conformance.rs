@@ -89,7 +89,7 @@ pub trait Place {
     /// Begins (some number) or ends (None) a spell of faults.
     fn fault(&self, _which: Option<u32>) {}
     /// Whether a fault so far may have lost or damaged what was acknowledged. Then chunks may be gone or come back; wrong
-    /// bytes are as wrong as ever.
+    /// bytes are as wrong as before.
     fn may_lose(&self) -> bool {
         false
     }
@@ -304,7 +304,7 @@ impl Walk<'_> {
             // Its next read says the same.
             Err(_) => versions.into_iter().next_back().filter(|_| self.place.may_lose()),
         };
-        let version = version.ok_or_else(|| format!("chunk {chunk} came back with bytes that nobody acknowledged"))?;
+        let version = version.ok_or_else(|| format!("chunk {chunk} came back with unacknowledged bytes"))?;
         hold!(self.written.insert(chunk, (slot, version)).is_none(), "chunk {chunk} was found twice");
         Ok(())
     }

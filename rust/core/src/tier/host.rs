@@ -56,7 +56,7 @@ impl HostTier {
         self.limit > 0
     }
 
-    /// Takes a frame back that nobody uses any more.
+    /// Takes a frame back that is not used any more.
     pub(crate) fn give(&mut self, frame: FrameId) {
         debug_assert!(self.frames[frame.0 as usize].is_some(), "invariant I4: frame {} is lent", frame.0);
         let is_new = self.free.insert(frame);

@@ -12,7 +12,7 @@ use crate::key::{ChunkKey, KeyChain};
 use crate::tier::disk::DiskEntry;
 use crate::tier::host::HostTier;
 
-/// A panic under the lock must not reach whoever asks next: everything is a miss, and guards can still be dropped.
+/// A panic under the lock must not reach the next caller: everything is a miss, and guards can still be dropped.
 #[test]
 fn a_store_that_failed_inside_misses() {
     let config = StoreConfig {
@@ -140,7 +140,7 @@ fn nobody_waits_for_a_disk_whose_threads_all_hang() {
     books.begin(2, Direction::Write, Duration::ZERO);
     assert!(!books.is_hopeless(2 * second) && books.find_hangs(5 * second));
     assert!(books.is_hopeless(5 * second), "it is left alone");
-    assert!(books.is_hopeless(60 * second), "a probe is due, but nobody can begin it");
+    assert!(books.is_hopeless(60 * second), "a probe is due, but no thread can begin it");
     books.under_way.pop();
     assert!(!books.is_hopeless(60 * second), "a thread came back");
 }

@@ -3,7 +3,7 @@
 //!
 //! What threads do only now and then happens here by choice, and every case can be repeated. Checked at each step: the books
 //! (`check`), the disk's contract, that no frame holds another chunk's bytes, and that `flush` would tell the truth; at the
-//! end, that nothing waits for ever and nothing is left.
+//! end, that nothing waits permanently and nothing is left.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -153,7 +153,7 @@ impl Run {
         let (reserved, _) =
             self.state.reserve(&Prefix::from(&chain), SaveRange { start: start.min(stop), stop, tail_blocks }).unwrap();
         for (_, reservation) in &reserved {
-            let mut frame = self.state.host.lend(reservation.frame).expect("a reserved frame is nobody else's (I4)");
+            let mut frame = self.state.host.lend(reservation.frame).expect("a reserved frame has one owner (I4)");
             frame.bytes_mut()[..32].copy_from_slice(&reservation.key.0);
             self.state.host.give_back(frame);
         }

@@ -35,7 +35,7 @@ pub struct NamespaceInfo {
     pub problem: Option<String>,
 }
 
-/// All namespaces under `dir`, most recently used first. Errors: `InvalidConfig` where `dir` is no disk directory, `Io`.
+/// All namespaces under `dir`, most recently used first. Errors: `InvalidConfig` where `dir` is not a disk directory, `Io`.
 pub fn inspect(dir: &Path) -> Result<Vec<NamespaceInfo>> {
     let mut infos: Vec<_> = list(dir)?.iter().map(inspect_one).collect();
     infos.reverse();

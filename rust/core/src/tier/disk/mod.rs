@@ -48,7 +48,7 @@ use lock::DirLock;
 
 /// An open disk directory of one namespace. All methods take `&self` and may be called from any thread.
 ///
-/// No lock is held while the system works, so one slow or hung call delays nobody else.
+/// No lock is held while the system works, so one slow or hung call delays no other.
 #[derive(Debug)]
 pub struct DiskTier {
     config: DiskConfig,

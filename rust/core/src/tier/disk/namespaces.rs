@@ -95,7 +95,7 @@ pub(super) fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether something that is no regular file has the name of records or frames.
+/// Whether something that is not a regular file has the name of records or frames.
 pub(super) fn has_strange_files(path: &Path) -> bool {
     [INDEX_NAME, FRAMES_NAME].iter().any(|name| fs::symlink_metadata(path.join(name)).is_ok_and(|meta| !meta.is_file()))
 }

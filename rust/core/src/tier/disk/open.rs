@@ -1,7 +1,7 @@
 //! Opening a disk directory: owner, superblock, cap, recovery; in that order.
 //!
 //! Whatever is wrong with what a namespace's files hold costs chunks and a count, never the open; what is wrong with the directory
-//! itself, or is no file where one must be, is the setting's fault and says so.
+//! itself, or is not a file where one must be, is the setting's fault and says so.
 
 use std::fs;
 use std::io;

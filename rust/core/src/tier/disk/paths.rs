@@ -7,8 +7,8 @@ use std::path::Path;
 
 use crate::{Error, ErrorKind, Result};
 
-/// Whether only this user (and root) may write what `meta` is of. What another user may change is not believed: whoever
-/// writes an index chooses which chunk is served under which key. `Io`, for a person can mend it while the engine runs.
+/// Whether only this user (and root) may write what `meta` is of. What another user may change is not believed: the
+/// writer of an index chooses which chunk is served under which key. `Io`, for a person can mend it while the engine runs.
 pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Result<()> {
     let (dir, path, me) = (disk_path.display(), path.display(), rustix::process::geteuid().as_raw());
     let problem = if meta.uid() != me {

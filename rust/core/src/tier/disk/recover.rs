@@ -30,8 +30,8 @@ enum Fate {
 struct Places<'a> {
     found: &'a [DiskEntry],
     fates: Vec<Fate>,
-    /// Positions by key. Keys are digests, but whoever writes an index chooses them; so this stays std's map, whose cells
-    /// depend on a number that nobody knows.
+    /// Positions by key. Keys are digests, but the writer of an index chooses them; so this stays std's map, whose cells
+    /// depend on a secret number.
     by_key: HashMap<&'a ChunkKey, usize>,
 }
 

@@ -57,7 +57,7 @@ pub struct Verifier {
 
 impl Verifier {
     /// Takes the directory and reads its records. Errors: `Busy` while an engine owns it, `InvalidConfig` where `dir`
-    /// is no disk directory, `Io`.
+    /// is not a disk directory, `Io`.
     pub fn open(dir: &Path) -> Result<Self> {
         let found = list(dir)?;
         let lock = DirLock::acquire_existing(dir)?;

@@ -1,7 +1,7 @@
 //! What every `RemoteTier` must do, as a walk of random calls against a model: run it over each implementation.
 //!
 //! What comes back as there is exactly what was once put under its key, whole, for a frame of its size; everything else is a miss
-//! or an error. Hints come in the order of their keys. No call outlives its deadline by much, also where nobody answers.
+//! or an error. Hints come in the order of their keys. No call outlives its deadline by much, also where no answer comes.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ impl Op {
 pub trait Place {
     /// The tier, empty.
     fn open(&self) -> Arc<dyn RemoteTier>;
-    /// Somebody else evicts a frame; false if nobody can.
+    /// Another user evicts a frame; false if none can.
     fn evict(&self, _key: &ChunkKey) -> bool {
         false
     }
@@ -200,7 +200,7 @@ impl Walk<'_> {
         match result {
             Err(_) => Err("a call goes on after its deadline".to_owned()),
             Ok(Err(error)) if error.kind() == ErrorKind::Io => Ok(()),
-            Ok(other) => Err(format!("nobody answered, and a call ended with {other:?}")),
+            Ok(other) => Err(format!("no answer came, and a call ended with {other:?}")),
         }
     }
 }

@@ -182,7 +182,7 @@ fn test_keys_that_begin_alike_do_not_make_recovery_slow() {
     let found: Vec<_> = (0..200_000).map(entry).collect();
     let (send, receive) = channel();
     std::thread::spawn(move || send.send(recover(&found)));
-    let recovered = receive.recv_timeout(Duration::from_secs(60)).expect("recovery goes on for ever");
+    let recovered = receive.recv_timeout(Duration::from_secs(60)).expect("recovery does not end");
     assert_eq!((recovered.entries.len(), recovered.orphans.len()), (100_000, 100_000));
 }
 
