@@ -88,7 +88,6 @@ class ChunkBatch:
         """Blocks that are copied, of all chunks."""
     def by_frame(self) -> ChunkBatch:
         """In the order of frames, so that neighbours, in whichever order a store gave them out, are one copy."""
-    def take(self, positions: Sequence[int]) -> ChunkBatch: ...
     def check(self, *, num_frames: int, num_blocks: int, blocks_per_chunk: int) -> None:
         """Raises ConfigError if a copy would reach outside the arena, its frame or the paged KV."""
     def __len__(self) -> int: ...

@@ -54,9 +54,6 @@ class Chunks(tuple[Chunk, ...]):
     def by_frame(self) -> "Chunks":
         return Chunks(sorted(self, key=lambda chunk: chunk.frame))
 
-    def take(self, positions: Sequence[int]) -> "Chunks":
-        return Chunks(self[at] for at in positions)
-
 
 def chunks_to_load(
     leased: Iterable[tuple[int, bytes, int, int, str]], table: Sequence[int], begin: int, end: int

@@ -6,19 +6,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """One KV cache group: layers that share a block table. Sizes are in tokens and blocks.
-
-    ``kind`` says which blocks a prefix of L tokens needs; "full" needs all of them.
-    """
+    """One KV cache group: layers that share a block table, of which a prefix needs all blocks. Sizes are in tokens and blocks."""
 
     block_tokens: int
     blocks_per_chunk: int = 1
-    kind: Literal["full"] = "full"
 
     @property
     def chunk_tokens(self) -> int:

@@ -53,7 +53,6 @@ NO_ROOM = (
     "kvloft: %s did not get to disk since the last look, and none did (namespace %s); host memory serves on. "
     "Has the file system of disk_path room and rights left?"
 )
-
 LOADS_FAIL = (
     f"kvloft: {MAX_FAILED_LOADS} loads in a row failed, so nothing is loaded or saved for a while (namespace %s); requests are "
     "computed instead. The workers' log says why"

@@ -6,7 +6,7 @@ Only fields that every served release has, or that are asked for with a default,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -124,7 +124,7 @@ def view_step(output: SchedulerOutput) -> StepView:
     )
 
 
-def hit_sources(by_tier: dict[str, int], num_tokens: int) -> dict[Any, int]:
+def hit_sources(by_tier: Mapping[str, int], num_tokens: int) -> dict[Any, int]:
     """Tokens by vLLM's source labels, summing to ``num_tokens``; what no tier accounts for is unspecified."""
     if CacheHitSource is None:
         return {}

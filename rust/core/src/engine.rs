@@ -15,15 +15,6 @@ use crate::key::ChunkKey;
 use crate::session::{LeaseId, Session};
 use crate::store::{Prefix, SaveRange};
 
-/// What one report of a rank did.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Report {
-    /// Chunks that became visible.
-    pub num_visible: u32,
-    /// Chunks that some rank could not write.
-    pub num_failed: usize,
-}
-
 /// One chunk that is being saved.
 #[derive(Debug)]
 struct Save {
@@ -145,8 +136,9 @@ impl EngineSession {
         }
     }
 
-    /// Takes in one rank's report. Tickets that are not in flight mean nothing.
-    pub fn settle(&self, saved: &[u64], failed: &[u64]) -> Report {
+    /// Takes in one rank's report; returns how many chunks became visible, and how many some rank could not write. Tickets that
+    /// are not in flight mean nothing.
+    pub fn settle(&self, saved: &[u64], failed: &[u64]) -> (u32, usize) {
         let mut flights = self.flights();
         for ticket in failed {
             if let Some(save) = flights.saves.get_mut(ticket) {
@@ -171,7 +163,7 @@ impl EngineSession {
         }
         let reservations: Vec<_> = written.iter().filter_map(|save| save.reservation).collect();
         let num_visible = if reservations.is_empty() { 0 } else { self.session.commit(&reservations) };
-        Report { num_visible, num_failed: aborted.len() }
+        (num_visible, aborted.len())
     }
 
     /// Gives reservations back that no rank will report.

@@ -118,7 +118,7 @@ fn is_whole(tier: &DiskTier, slot: SlotId, i: u32) -> bool {
 }
 
 fn keys(found: &[DiskEntry]) -> Vec<ChunkKey> {
-    found.iter().map(|entry| entry.key).collect()
+    found.iter().map(|entry| entry.meta.key).collect()
 }
 
 /// The result of something that must not hang; a hung file system is thawed first, so that the test can end.

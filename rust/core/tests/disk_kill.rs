@@ -162,11 +162,11 @@ fn recovered(dir: &Path, life: u64) -> Vec<ChunkKey> {
     let (tier, found) = DiskTier::open(config(dir)).unwrap();
     let (mut bytes, mut expected) = (PageBuffer::new(FRAME), vec![0; FRAME]);
     for entry in &found {
-        tier.read(entry.slot, &entry.key, &mut bytes).expect("a visible chunk is whole");
-        fill(&mut expected, &entry.key);
+        tier.read(entry.slot, &entry.meta.key, &mut bytes).expect("a visible chunk is whole");
+        fill(&mut expected, &entry.meta.key);
         assert!(*bytes == *expected, "life {life}: slot {} has another chunk's bytes", entry.slot.0);
     }
-    found.into_iter().map(|entry| entry.key).collect()
+    found.into_iter().map(|entry| entry.meta.key).collect()
 }
 
 #[test]

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvloft_core::batch::{ChunkBatch, Columns};
-use kvloft_core::engine::{EngineSession, Report};
+use kvloft_core::engine::EngineSession;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::FrameId;
 use kvloft_core::key::{ChunkKey, KeyChain};
@@ -147,9 +147,9 @@ fn the_store_hears_once_of_each_ticket() {
     let (engine, calls) = odd(2, &[vec![row(5, 0, 1), row(6, 1, 2), row(7, 3, 1)]]);
     let (saves, _) = engine.reserve(Prefix::from(&chain(9)), whole(4), &[4, 5, 0, 7], 0).expect("in the table");
     assert_eq!(saves.tickets(), [1, 2], "a chunk with a null block has no KV");
-    assert_eq!(engine.settle(&[1, 2], &[]), Report::default());
-    assert_eq!(engine.settle(&[1], &[2]), Report { num_visible: 1, num_failed: 1 });
-    assert_eq!(engine.settle(&[1, 2], &[2]), Report::default());
+    assert_eq!(engine.settle(&[1, 2], &[]), (0, 0));
+    assert_eq!(engine.settle(&[1], &[2]), (1, 1));
+    assert_eq!(engine.settle(&[1, 2], &[2]), (0, 0));
     engine.abort(&[1, 2, 3]);
     let every = calls.lock().expect("no panic");
     assert_eq!(*every, [("abort", vec![6]), ("abort", vec![7]), ("commit", vec![5])]);
@@ -162,10 +162,10 @@ fn a_store_that_begins_anew_uses_its_numbers_again() {
     let reserve = || engine.reserve(Prefix::from(&chain(9)), whole(2), &[4, 5], 0).expect("in the table").0;
     let (before, after, last) = (reserve(), reserve(), reserve());
     assert_eq!(engine.num_in_flight(), 4);
-    assert_eq!(engine.settle(before.tickets(), &[]), Report { num_visible: 0, num_failed: 2 });
+    assert_eq!(engine.settle(before.tickets(), &[]), (0, 2));
     engine.abort(before.tickets());
     assert!(calls.lock().expect("no panic").is_empty(), "the store does not know of them");
-    assert_eq!(engine.settle(after.tickets(), &[]).num_visible, 1);
+    assert_eq!(engine.settle(after.tickets(), &[]), (1, 0));
     engine.abort(last.tickets());
     assert_eq!(*calls.lock().expect("no panic"), [("commit", vec![1]), ("abort", vec![2])]);
     assert_eq!(engine.num_in_flight(), 0);

@@ -12,7 +12,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::key::ChunkKey;
 use kvloft_core::store::{Prefix, Progress, ReadLease, Store, StoreConfig};
 use kvloft_core::tier::LocalTier;
-use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskTier, SlotId};
+use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId};
 use store_common::{FRAME, MemoryDisk, arena_of, chain, config, disk_settings, range, save, stat};
 
 const LONG: Duration = Duration::from_secs(20);
@@ -274,11 +274,8 @@ fn a_forged_record_is_a_miss() {
     let (root, keys) = (wanted.root(), wanted.keys());
     let entry = |slot: u32, key: ChunkKey, parent: ChunkKey, depth: u32| DiskEntry {
         slot: SlotId(slot),
-        key,
-        parent,
-        num_blocks: 1,
+        meta: DiskMeta { key, parent, num_blocks: 1, depth },
         sequence: u64::from(slot),
-        depth,
     };
     let forgeries = [
         vec![entry(0, keys[3], root, 0)],

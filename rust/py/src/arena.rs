@@ -19,7 +19,7 @@ pub(crate) struct Arena {
 /// A part of a frame as Python describes it, a dict: where it is, and what its trailer says.
 #[derive(FromPyObject)]
 #[pyo3(from_item_all)]
-struct Part {
+struct FramePart {
     offset: usize,
     part_bytes: usize,
     key: KeyBytes,
@@ -29,7 +29,7 @@ struct Part {
     rank: u32,
 }
 
-impl Part {
+impl FramePart {
     fn spec(&self) -> PartSpec<'_> {
         let Self { key, layout, ref page_bytes, num_blocks, rank, .. } = *self;
         PartSpec { key: key.0, layout: layout.0.0, page_bytes, num_blocks, rank }
@@ -48,19 +48,19 @@ impl Arena {
 
     /// Tag the payload of a part of `frame` and write the trailer at the end of the part; returns the tag.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-    fn seal(&self, py: Python<'_>, frame: u32, part: Part) -> PyResult<u64> {
+    fn seal(&self, py: Python<'_>, frame: u32, part: FramePart) -> PyResult<u64> {
         let seal = || self.inner.seal(FrameId(frame), part.offset, part.part_bytes, &part.spec());
         py.detach(seal).map_err(raise)
     }
 
     /// None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape', 'tag'.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-    fn check(&self, py: Python<'_>, frame: u32, part: Part) -> PyResult<Option<&'static str>> {
+    fn check(&self, py: Python<'_>, frame: u32, part: FramePart) -> PyResult<Option<&'static str>> {
         let check = || self.inner.check(FrameId(frame), part.offset, part.part_bytes, &part.spec());
         Ok(py.detach(check).map_err(raise)?.map(io::Damage::as_str))
     }
 
     fn __repr__(&self) -> String {
-        format!("Arena(num_frames={}, frame_bytes={})", self.inner.num_frames(), self.inner.frame_bytes())
+        format!("Arena(size_bytes={})", self.size_bytes)
     }
 }

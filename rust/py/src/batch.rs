@@ -77,14 +77,6 @@ impl ChunkBatch {
         self.inner.by_frame().into()
     }
 
-    /// The chunks at these positions, in this order.
-    fn take(&self, positions: Vec<usize>) -> PyResult<Self> {
-        if positions.iter().any(|nth| *nth >= self.inner.len()) {
-            return Err(PyIndexError::new_err("no such chunk"));
-        }
-        Ok(self.inner.take(positions).into())
-    }
-
     /// `ConfigError` if a copy would reach outside the arena, its frame or the paged KV.
     #[pyo3(signature = (*, num_frames, num_blocks, blocks_per_chunk))]
     fn check(&self, num_frames: u32, num_blocks: u32, blocks_per_chunk: u32) -> PyResult<()> {

@@ -33,7 +33,6 @@ fn namespace_dict<'py>(py: Python<'py>, info: &NamespaceInfo) -> PyResult<Bound<
 /// Walks every chunk of one disk directory, checking key and checksum; a step at a time, for progress.
 #[pyclass(frozen, module = "kvloft._core", name = "DiskVerify")]
 pub(crate) struct DiskVerify {
-    path: PathBuf,
     verifier: Mutex<Verifier>,
 }
 
@@ -46,9 +45,10 @@ impl DiskVerify {
 #[pymethods]
 impl DiskVerify {
     #[new]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
         let verifier = py.detach(|| Verifier::open(&path)).map_err(raise)?;
-        Ok(Self { path, verifier: Mutex::new(verifier) })
+        Ok(Self { verifier: Mutex::new(verifier) })
     }
 
     #[getter]
@@ -68,12 +68,7 @@ impl DiskVerify {
 
     fn __repr__(&self) -> String {
         let verifier = self.verifier();
-        format!(
-            "DiskVerify({}, {} of {} chunks checked)",
-            self.path.display(),
-            verifier.num_checked(),
-            verifier.num_chunks()
-        )
+        format!("DiskVerify({} of {} chunks checked)", verifier.num_checked(), verifier.num_chunks())
     }
 }
 

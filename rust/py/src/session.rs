@@ -121,8 +121,7 @@ impl Session {
     #[pyo3(signature = (saved, failed=Vec::new()))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn settle(&self, saved: Vec<u64>, failed: Vec<u64>) -> (u32, usize) {
-        let report = self.inner.settle(&saved, &failed);
-        (report.num_visible, report.num_failed)
+        self.inner.settle(&saved, &failed)
     }
 
     /// Give reserved frames back that no rank will report; all of them for None.

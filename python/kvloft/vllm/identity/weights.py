@@ -228,7 +228,8 @@ def _why_unknown(model: Any, load_format: str, commit: str | None, files: Look |
     settings = model.hf_config.to_dict()
     others = [name for name, value in settings.items() if str(name).endswith("_model_id") and value]
     auto_map = settings.get("auto_map")
-    code = [str(name) for names in auto_map.values() for name in _as_list(names)] if isinstance(auto_map, dict) else []
+    values = auto_map.values() if isinstance(auto_map, dict) else ()
+    code = [str(name) for each in values for name in (each if isinstance(each, list | tuple) else [each])]
     if getattr(model, "model_weights", None):
         return f"weights of {model.model} come from {model.model_weights}, whose state is not seen"
     if load_format not in FILE_FORMATS:
@@ -242,7 +243,3 @@ def _why_unknown(model: Any, load_format: str, commit: str | None, files: Look |
     if files is not None and files.latest_s > engine_start_s():
         return f"files of {model.model} changed after the engine's start"
     return None
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]

@@ -70,10 +70,10 @@ impl Eviction {
         match name {
             "adaptive" => Ok(Eviction::Adaptive),
             "lru" => Ok(Eviction::Lru),
-            _ => Err(Error::new(
-                ErrorKind::InvalidConfig,
-                format!("eviction = \"{name}\" is unknown; use \"adaptive\" or \"lru\""),
-            )),
+            _ => {
+                let message = format!("eviction = \"{name}\" is unknown; use \"adaptive\" or \"lru\"");
+                Err(Error::new(ErrorKind::InvalidConfig, message))
+            }
         }
     }
 

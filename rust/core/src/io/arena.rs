@@ -6,7 +6,6 @@
 //! it. This is the one file of the core with unsafe code. It must not know keys or who holds a lease.
 #![expect(unsafe_code, reason = "mapping memory and viewing it as bytes has no safe form")]
 
-use std::fmt;
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::{self, NonNull};
@@ -27,6 +26,7 @@ pub const FRAME_ALIGN: u64 = 4096;
 pub struct FrameId(pub u32);
 
 /// `num_frames` equal frames, mapped shared; unmapped when the last owner of the mapping goes.
+#[derive(Debug)]
 struct Mapping {
     start: NonNull<u8>,
     frame_bytes: usize,
@@ -82,12 +82,6 @@ impl Drop for Mapping {
     }
 }
 
-impl fmt::Debug for Mapping {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Mapping({} x {})", self.num_frames, self.frame_bytes)
-    }
-}
-
 /// Checks a size; the message leaves naming the setting to the store, which knows it.
 fn checked_size(frame_bytes: u64, num_frames: u32) -> Result<usize> {
     let total = frame_bytes.checked_mul(u64::from(num_frames)).and_then(|bytes| isize::try_from(bytes).ok());
@@ -103,6 +97,7 @@ fn checked_size(frame_bytes: u64, num_frames: u32) -> Result<usize> {
 }
 
 /// The one right to a frame's bytes in its owner's process. It is neither copied nor made again, so `&mut Frame` is alone.
+#[derive(Debug)]
 pub struct Frame {
     mapping: Arc<Mapping>,
     id: FrameId,
@@ -134,17 +129,10 @@ impl Frame {
     }
 }
 
-impl fmt::Debug for Frame {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Frame({})", self.id.0)
-    }
-}
-
 /// The owner's side: the memory itself. It lives as long as this, any of its frames, or any process that mapped it.
 #[derive(Debug)]
 pub struct HostArena {
     fd: OwnedFd,
-    mapping: Arc<Mapping>,
 }
 
 impl HostArena {
@@ -163,22 +151,12 @@ impl HostArena {
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(fail)?;
         let mapping = Arc::new(Mapping::new(&fd, size_bytes / num_frames as usize, num_frames)?);
         let frames = (0..num_frames).map(|id| Frame { mapping: Arc::clone(&mapping), id: FrameId(id) }).collect();
-        Ok((Self { fd, mapping }, frames))
+        Ok((Self { fd }, frames))
     }
 
     /// Where other processes of the same user find it, while this lives.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", rustix::process::getpid().as_raw_nonzero(), self.fd.as_raw_fd())
-    }
-
-    /// Bytes of one frame.
-    pub fn frame_bytes(&self) -> usize {
-        self.mapping.frame_bytes
-    }
-
-    /// How many frames there are.
-    pub fn num_frames(&self) -> u32 {
-        self.mapping.num_frames
     }
 }
 
@@ -219,16 +197,6 @@ impl Arena {
     /// Bytes of all frames.
     pub fn size_bytes(&self) -> usize {
         self.mapping.size_bytes()
-    }
-
-    /// Bytes of one frame.
-    pub fn frame_bytes(&self) -> usize {
-        self.mapping.frame_bytes
-    }
-
-    /// How many frames there are.
-    pub fn num_frames(&self) -> u32 {
-        self.mapping.num_frames
     }
 
     /// Tags the payload of the part of `part_bytes` at `offset` of `frame` and writes its trailer; returns the tag.

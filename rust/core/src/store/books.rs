@@ -124,7 +124,7 @@ impl DiskBooks {
     pub(super) fn is_hopeless(&self, deadline: Duration) -> bool {
         let is_stuck = !self.stuck.is_empty() && self.stuck_until > deadline;
         let is_absent = matches!(self.attached, Attached::NotBefore(time) if time > deadline);
-        self.stopping || is_absent || is_stuck || self.writes.retry_at() > deadline || self.all_hang()
+        self.stopping || is_absent || is_stuck || self.writes.retry_at > deadline || self.all_hang()
     }
 
     pub(super) fn has_jobs(&self) -> bool {

@@ -17,7 +17,8 @@ pub(super) struct Breaker {
     num_errors: u32,
     /// Zero while closed.
     backoff: Duration,
-    retry_at: Duration,
+    /// When the next operation may begin.
+    pub(super) retry_at: Duration,
     /// The operation that finds out.
     probe: Option<u64>,
     pub(super) num_trips: u64,
@@ -64,10 +65,5 @@ impl Breaker {
             self.backoff = (self.backoff * 2).clamp(FIRST_BACKOFF, LONGEST_BACKOFF);
             self.retry_at = now + self.backoff;
         }
-    }
-
-    /// When the next operation may begin.
-    pub(super) fn retry_at(&self) -> Duration {
-        self.retry_at
     }
 }

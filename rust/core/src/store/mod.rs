@@ -47,8 +47,6 @@ const LAST_JOB_TIMEOUT: Duration = Duration::from_millis(800);
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 /// Chunks on disk that the index has room for from the start.
 const MAX_RESERVED: usize = 1 << 24;
-/// Time until a tier that could not be opened is tried again.
-const REOPEN_AFTER: Duration = Duration::from_secs(1);
 
 /// Host arena, optional disk tier and index of one process. All methods take `&self` and may be called from any thread.
 ///
@@ -118,7 +116,7 @@ impl Store {
                 disk.get_or_init(|| tier);
             }
             Some(Err(error)) if error.kind() == ErrorKind::InvalidConfig => return Err(error),
-            Some(Err(error)) => state.postpone(REOPEN_AFTER, &error.to_string()),
+            Some(Err(error)) => state.postpone(threads::FIRST_REOPEN, &error.to_string()),
         }
         let inner = Arc::new(Inner {
             state: Mutex::new(state),

@@ -6,7 +6,7 @@ use super::books::{Attached, Clearing};
 use super::state::State;
 use crate::evict::ChunkId;
 use crate::index::Entry;
-use crate::tier::disk::DiskEntry;
+use crate::tier::disk::{DiskEntry, DiskMeta, SlotId};
 
 /// Chunks entered by one call: some 0.2 ms.
 pub(super) const SLICE: usize = 512;
@@ -48,12 +48,12 @@ impl State {
         for _ in 0..SLICE {
             let Some(entry) = self.disk.found.pop() else { break };
             // Chunks of a prefix come one behind the other, which spares most lookups.
-            let before = ids.last().copied().filter(|&id| self.index[id].key == entry.parent);
-            if let Some(id) = self.recover(&entry, before) {
+            let before = ids.last().copied().filter(|&id| self.index[id].key == entry.meta.parent);
+            if let Some(id) = self.recover(entry.meta, entry.slot, before) {
                 ids.push(id);
             } else {
                 self.disk.trash.push(entry.slot);
-                self.disk.unwelcome.insert(entry.key);
+                self.disk.unwelcome.insert(entry.meta.key);
             }
         }
         self.stats.disk_recovered += ids.len() as u64;
@@ -68,8 +68,8 @@ impl State {
     }
 
     /// The entry of a found chunk, on disk now; None where its place is impossible, it was discarded, or is on disk elsewhere.
-    fn recover(&mut self, found: &DiskEntry, before: Option<ChunkId>) -> Option<ChunkId> {
-        let DiskEntry { key, parent: parent_key, depth, num_blocks, slot, .. } = *found;
+    fn recover(&mut self, found: DiskMeta, slot: SlotId, before: Option<ChunkId>) -> Option<ChunkId> {
+        let DiskMeta { key, parent: parent_key, depth, num_blocks } = found;
         let first_block = depth.checked_mul(self.per_chunk).filter(|first| first.checked_add(num_blocks).is_some())?;
         let parent = if depth == 0 { None } else { Some(before.or_else(|| self.index.get(&parent_key))?) };
         let fits = parent.is_none_or(|parent| {

@@ -89,7 +89,7 @@ impl State {
     /// Every number, as it is now.
     pub(crate) fn stats(&self) -> Stats {
         let (host, disk) = (&self.host, &self.disk);
-        let (frames_total, frames_free) = (u64::from(host.arena().num_frames()), host.num_free() as u64);
+        let (frames_total, frames_free) = host.num_frames();
         Stats {
             frames_total,
             frames_reserved: frames_total - frames_free - self.stats.frames_visible,

@@ -22,7 +22,7 @@ const SLOT_TRIES: u32 = 4;
 /// Longest sleep of a thread: the time may bring work (a probe, a tier to open) that nothing announces.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 /// Time until a tier that could not be opened is tried again; each time doubles it.
-const FIRST_REOPEN: Duration = Duration::from_secs(1);
+pub(super) const FIRST_REOPEN: Duration = Duration::from_secs(1);
 const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 
 /// Starts a thread; `Io` if the system has none left.

@@ -290,9 +290,9 @@ impl Walk<'_> {
 
     /// Takes over an entry that the next open found.
     fn found(&mut self, entry: &DiskEntry, before: &BTreeMap<u32, (SlotId, u32)>) -> Result<(), String> {
-        let chunk = (0..NUM_CHUNKS).find(|&chunk| key_of(chunk) == entry.key).ok_or("an unknown key was found")?;
-        let DiskEntry { slot, key, parent, num_blocks, depth, .. } = *entry;
-        hold!(DiskMeta { key, parent, num_blocks, depth } == meta_of(chunk), "chunk {chunk} changed");
+        let chunk = (0..NUM_CHUNKS).find(|&chunk| key_of(chunk) == entry.meta.key).ok_or("an unknown key was found")?;
+        let slot = entry.slot;
+        hold!(entry.meta == meta_of(chunk), "chunk {chunk} changed");
         let has_parent = parent_of(chunk).is_none_or(|p| self.written.contains_key(&p));
         hold!(has_parent, "chunk {chunk} came without its parent");
         let reported = before.get(&chunk).map(|&(_, version)| version);

@@ -30,8 +30,9 @@ impl HostTier {
         &self.arena
     }
 
-    pub(crate) fn num_free(&self) -> usize {
-        self.free.len()
+    /// All frames, and the free ones.
+    pub(crate) fn num_frames(&self) -> (u64, u64) {
+        (self.frames.len() as u64, self.free.len() as u64)
     }
 
     /// Only frames below `limit` are for saves from now on: workers cannot copy to the others yet.

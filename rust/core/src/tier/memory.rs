@@ -71,18 +71,16 @@ impl MemoryTier {
     /// What an open finds, in order of writing.
     pub fn entries(&self) -> Vec<DiskEntry> {
         let slots = self.slots();
-        let entry = |(sequence, &slot): (u64, &u32)| {
-            let DiskMeta { key, parent, num_blocks, depth } = slots.written[&slot].0;
-            DiskEntry { slot: SlotId(slot), key, parent, num_blocks, sequence, depth }
-        };
+        let entry =
+            |(sequence, &slot): (u64, &u32)| DiskEntry { slot: SlotId(slot), meta: slots.written[&slot].0, sequence };
         (0..).zip(&slots.order).map(entry).collect()
     }
 
     /// Makes it hold these chunks, with `frame_bytes` zeros each.
     pub fn put(&self, found: &[DiskEntry], frame_bytes: usize) {
         let mut slots = self.slots();
-        for &DiskEntry { slot, key, parent, num_blocks, depth, .. } in found {
-            slots.written.insert(slot.0, (DiskMeta { key, parent, num_blocks, depth }, vec![0; frame_bytes]));
+        for &DiskEntry { slot, meta, .. } in found {
+            slots.written.insert(slot.0, (meta, vec![0; frame_bytes]));
             slots.order.push(slot.0);
         }
     }

@@ -36,10 +36,10 @@ fn one_probe_at_a_time_and_each_failed_one_doubles_the_wait_up_to_a_minute() {
     breaker.trip(seconds(0));
     let (mut now, mut waits) = (seconds(0), Vec::new());
     for _ in 0..8 {
-        waits.push(breaker.retry_at().saturating_sub(now).as_secs());
+        waits.push(breaker.retry_at.saturating_sub(now).as_secs());
         // What began before it opened says nothing new.
         breaker.end(1, Some(false), now);
-        now = breaker.retry_at();
+        now = breaker.retry_at;
         assert!(!breaker.accepts(now.saturating_sub(Duration::from_millis(1))) && breaker.may_begin(now));
         breaker.begin(1);
         assert!(!breaker.may_begin(now) && breaker.accepts(now));
@@ -58,12 +58,12 @@ fn an_older_operation_does_not_end_the_probe_of_a_later_one() {
     breaker.begin(1);
     breaker.begin(2);
     breaker.trip(seconds(0));
-    let now = breaker.retry_at();
+    let now = breaker.retry_at;
     breaker.begin(3);
     breaker.end(1, None, now);
     assert!(!breaker.may_begin(now), "3 is still finding out");
     breaker.end(3, Some(false), now);
-    let now = breaker.retry_at();
+    let now = breaker.retry_at;
     assert!(breaker.may_begin(now));
     breaker.begin(4);
     breaker.end(2, Some(true), now);

@@ -9,7 +9,7 @@ use super::super::state::State;
 use super::super::{DiskSettings, Lookup, Progress, SaveRange, Store, StoreConfig};
 use crate::evict::Eviction;
 use crate::key::{ChunkKey, KeyChain};
-use crate::tier::disk::DiskEntry;
+use crate::tier::disk::{DiskEntry, DiskMeta};
 use crate::tier::host::HostTier;
 
 /// A panic under the lock must not reach the next caller: everything is a miss, and guards can still be dropped.
@@ -87,7 +87,11 @@ fn a_discard_while_the_tier_is_opened_holds() {
     state.discard(&[key]);
     assert!(!state.recover_some(), "nothing was handed over yet");
     let slot = crate::tier::disk::SlotId(0);
-    assert!(state.attach(vec![DiskEntry { slot, key, parent, num_blocks: 1, sequence: 0, depth: 0 }]));
+    assert!(state.attach(vec![DiskEntry {
+        slot,
+        meta: DiskMeta { key, parent, num_blocks: 1, depth: 0 },
+        sequence: 0
+    }]));
     while state.recover_some() {}
     assert_eq!(state.index.get(&key), None);
 }
@@ -96,7 +100,8 @@ fn found(number: u32) -> DiskEntry {
     let mut key = [0; 32];
     key[..4].copy_from_slice(&number.to_le_bytes());
     let slot = crate::tier::disk::SlotId(number);
-    DiskEntry { slot, key: ChunkKey(key), parent: ChunkKey([9; 32]), num_blocks: 1, sequence: 0, depth: 0 }
+    let meta = DiskMeta { key: ChunkKey(key), parent: ChunkKey([9; 32]), num_blocks: 1, depth: 0 };
+    DiskEntry { slot, meta, sequence: 0 }
 }
 
 /// A disk that stays away for weeks must not cost memory for each chunk that was discarded meanwhile.
@@ -106,12 +111,12 @@ fn too_many_discards_before_the_disk_is_opened_clear_it() {
     let mut state = State::new(host, 1, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
     state.disk.attached = Attached::Opening;
     for number in 0..200_000 {
-        state.discard(&[found(number).key]);
+        state.discard(&[found(number).meta.key]);
     }
     assert!(state.disk.unwelcome.len() < 100_000, "it grows with every discard");
     assert!(state.attach((0..4).map(found).collect()));
     while state.recover_some() {}
-    assert_eq!((0..4).find_map(|number| state.index.get(&found(number).key)), None);
+    assert_eq!((0..4).find_map(|number| state.index.get(&found(number).meta.key)), None);
     assert!(matches!(state.next_job(), Some((_, Job::Clear))), "nor does another life find them");
 }
 
@@ -122,12 +127,12 @@ fn too_many_discards_while_chunks_are_entered_free_the_others() {
     assert!(state.attach((0..600).map(found).collect()));
     assert!(state.recover_some(), "a slice is entered, and some is left");
     for number in 1000..200_000 {
-        state.discard(&[found(number).key]);
+        state.discard(&[found(number).meta.key]);
     }
     assert!(state.disk.unwelcome.len() < 100_000, "it grows with every discard");
     while state.recover_some() {}
-    assert_eq!(state.index.get(&found(599).key), None);
-    assert!(state.index.get(&found(0).key).is_some());
+    assert_eq!(state.index.get(&found(599).meta.key), None);
+    assert!(state.index.get(&found(0).meta.key).is_some());
     assert!(matches!(state.next_job(), Some((_, Job::Free(_)))));
     super::check::check(&state).unwrap();
 }

@@ -3,7 +3,9 @@
 //! Pure arithmetic: bytes of so many slots, and slots that fit so many bytes. File data is counted in whole pages; each
 //! slot also pays for the file system's own map of where its pieces are, which `du` counts too.
 
-const PAGE_BYTES: u64 = 4096;
+use super::types::DiskConfig;
+
+pub(super) const PAGE_BYTES: u64 = 4096;
 /// `lock`, `superblock.json` with its successor, and the directories themselves.
 pub(super) const FIXED_BYTES: u64 = 64 * 1024;
 /// One record, plus two extents of 12 bytes (a frame written amid unwritten ones splits its extent), rounded up.
@@ -16,8 +18,9 @@ pub(super) fn dir_bytes(slots: u32, frame_bytes: u64, foreign_bytes: u64) -> u64
     slots.saturating_mul(frame_bytes).saturating_add(overhead + FIXED_BYTES).saturating_add(foreign_bytes)
 }
 
-/// Most slots that fit `cap_bytes` beside other namespaces.
-pub(super) fn max_slots(cap_bytes: u64, frame_bytes: u64, foreign_bytes: u64) -> u32 {
+/// Most slots that fit the cap beside so much of other namespaces.
+pub(super) fn max_slots(config: &DiskConfig, foreign_bytes: u64) -> u32 {
+    let DiskConfig { cap_bytes, frame_bytes, .. } = *config;
     // Pages of overhead are rounded up once, so the quotient may be one page too generous: step back then.
     let bytes = cap_bytes.saturating_sub(FIXED_BYTES).saturating_sub(foreign_bytes);
     let mut slots = u32::try_from(bytes / (frame_bytes + SLOT_OVERHEAD_BYTES)).unwrap_or(u32::MAX);

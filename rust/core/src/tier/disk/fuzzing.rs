@@ -11,7 +11,7 @@ use twox_hash::XxHash3_64;
 use super::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes, record_seed};
 use super::recover::recover;
 use super::superblock::{self, Superblock};
-use super::{DiskConfig, DiskMeta, DiskTier, LocalTier, SlotId, Verifier, budget, inspect, namespaces};
+use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, LocalTier, SlotId, Verifier, budget, inspect, namespaces};
 use crate::tier::conformance::PageBuffer;
 use crate::{ChunkKey, ErrorKind};
 
@@ -135,7 +135,7 @@ pub fn recover_index(data: &[u8]) {
     let seed = record_seed(&NAMESPACE);
     let records = index.as_chunks::<RECORD_BYTES>().0.iter();
     let found = (0..).map(SlotId).zip(records).filter_map(|(slot, bytes)| match record::parse(bytes, slot, seed) {
-        Parsed::Valid(record) => Some(record.entry(slot)),
+        Parsed::Valid(record) => Some(DiskEntry { slot, meta: record.meta, sequence: record.sequence }),
         Parsed::Empty | Parsed::Bad => None,
     });
     let found: Vec<_> = found.collect();
@@ -143,9 +143,10 @@ pub fn recover_index(data: &[u8]) {
     let kept = &recovered.entries;
     assert_eq!(kept.len() + recovered.duplicates.len() + recovered.orphans.len(), found.len());
     for (at, entry) in kept.iter().enumerate() {
-        assert!(kept[..at].iter().all(|other| other.key != entry.key), "found twice");
-        let has_parent = kept[..at].iter().any(|p| p.key == entry.parent && p.depth + 1 == entry.depth);
-        assert!(entry.depth == 0 || has_parent, "found without its parent");
+        assert!(kept[..at].iter().all(|other| other.meta.key != entry.meta.key), "found twice");
+        let has_parent =
+            kept[..at].iter().any(|p| p.meta.key == entry.meta.parent && p.meta.depth + 1 == entry.meta.depth);
+        assert!(entry.meta.depth == 0 || has_parent, "found without its parent");
     }
 }
 
@@ -171,8 +172,10 @@ pub fn open_directory(dir: &Path, data: &[u8]) {
     assert!(stats.bytes <= stats.cap_bytes, "{stats:?}");
     let mut frame = PageBuffer::new(4096);
     for entry in found {
-        let result = tier.read(entry.slot, &entry.key, &mut frame);
-        assert!(result.is_ok_and(|()| frame.iter().all(|&b| b == 0)) || true_damage(&tier, &entry.key, entry.slot));
+        let result = tier.read(entry.slot, &entry.meta.key, &mut frame);
+        assert!(
+            result.is_ok_and(|()| frame.iter().all(|&b| b == 0)) || true_damage(&tier, &entry.meta.key, entry.slot)
+        );
         tier.free(entry.slot).expect("a chunk can be forgotten");
     }
     let slot = tier.reserve().expect("all slots are free");

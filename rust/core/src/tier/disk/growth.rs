@@ -7,7 +7,7 @@ use std::sync::PoisonError;
 use std::time::Duration;
 
 use super::types::SlotId;
-use super::{DiskTier, namespaces};
+use super::{DiskTier, budget, namespaces};
 use crate::sync::MutexGuard;
 
 /// The files grow by about this much at a time: few allocations, and no more taken than soon used.
@@ -106,13 +106,11 @@ impl DiskTier {
 
     /// Slots that fit the cap; other namespaces go only if else not one more than `have` fits.
     fn make_room(&self, have: u32) -> u32 {
-        let is_enough = |foreign_bytes| self.config.max_slots(foreign_bytes) > have;
+        let is_enough = |foreign_bytes| budget::max_slots(&self.config, foreign_bytes) > have;
         let made = namespaces::make_room(&self.config, is_enough, |line| self.books().event(line));
-        let Ok((foreign_bytes, num_removed)) = made else { return have };
-        let mut books = self.books();
-        books.stats.namespaces_removed += num_removed;
-        books.foreign_bytes = foreign_bytes;
-        self.config.max_slots(foreign_bytes)
+        let Ok(foreign_bytes) = made else { return have };
+        self.books().foreign_bytes = foreign_bytes;
+        budget::max_slots(&self.config, foreign_bytes)
     }
 
     fn growth(&self) -> MutexGuard<'_, Growth> {

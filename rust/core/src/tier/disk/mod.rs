@@ -87,16 +87,12 @@ impl DiskTier {
         let leaving = self.books().slots.leaving(slot);
         let Some(before) = leaving else { return Ok(()) };
         let cleared = if before.may_have_record() { self.files.clear_record(slot) } else { Ok(()) };
-        let mut books = self.books();
+        let slots = &mut self.books().slots;
         match cleared {
-            Ok(()) => books.slots.left(slot),
-            Err(error) => {
-                books.slots.stays(slot, before);
-                books.stats.write_errors += 1;
-                return Err(self.io_error("free", slot, error));
-            }
+            Ok(()) => slots.left(slot),
+            Err(_) => slots.stays(slot, before),
         }
-        Ok(())
+        cleared.map_err(|error| self.io_error("free", slot, error))
     }
 
     /// The sequence of a write that may begin.
@@ -140,35 +136,22 @@ impl LocalTier for DiskTier {
         self.check_size(frame.len())?;
         let sequence = self.begin_write(slot)?;
         let written = self.files.write(slot, meta, frame, sequence, || self.books().slots.unsure(slot));
-        let mut books = self.books();
-        if let Err(error) = written {
-            books.stats.write_errors += 1;
-            return Err(self.io_error("write", slot, error));
-        }
-        books.slots.written(slot);
-        books.stats.writes += 1;
-        books.stats.write_bytes += self.config.frame_bytes;
+        written.map_err(|error| self.io_error("write", slot, error))?;
+        self.books().slots.written(slot);
         Ok(())
     }
 
     fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<()> {
         let _inside = self.enter()?;
         self.check_size(into.len())?;
-        let result = self.files.read(slot, key, into);
-        let mut books = self.books();
-        let Err(error) = result else {
-            books.stats.reads += 1;
-            books.stats.read_bytes += self.config.frame_bytes;
-            return Ok(());
-        };
-        if files::is_damage(&error) {
-            books.stats.corrupt_reads += 1;
+        self.files.read(slot, key, into).map_err(|error| {
+            if !files::is_damage(&error) {
+                return self.io_error("read", slot, error);
+            }
             let dir = self.config.namespace_dir();
             let message = format!("the chunk in {} is not the one asked for: {error}", dir.display());
-            return Err(Error::new(ErrorKind::Corrupt, message).with_context("slot", slot.0));
-        }
-        books.stats.read_errors += 1;
-        Err(self.io_error("read", slot, error))
+            Error::new(ErrorKind::Corrupt, message).with_context("slot", slot.0)
+        })
     }
 
     fn free(&self, slot: SlotId) -> Result<()> {

@@ -14,7 +14,7 @@ use super::books::Books;
 use super::files::{OpenFiles, SlotFiles};
 use super::growth::Growth;
 use super::lock::DirLock;
-use super::record::record_seed;
+use super::record::{Record, record_seed};
 use super::recover::{self, Recovered};
 use super::slots::Slots;
 use super::superblock::{self, Superblock};
@@ -129,10 +129,8 @@ fn fit_cap(config: &DiskConfig, files: &SlotFiles, books: &mut Books) -> io::Res
     let (records, frames) = files.lens()?;
     let have = records.min(frames);
     let is_enough = |foreign| budget::dir_bytes(have, config.frame_bytes, foreign) <= config.cap_bytes;
-    let (foreign_bytes, num_removed) = namespaces::make_room(config, is_enough, |line| books.event(line))?;
-    books.stats.namespaces_removed = num_removed;
-    books.foreign_bytes = foreign_bytes;
-    Ok(have.min(config.max_slots(foreign_bytes)))
+    books.foreign_bytes = namespaces::make_room(config, is_enough, |line| books.event(line))?;
+    Ok(have.min(budget::max_slots(config, books.foreign_bytes)))
 }
 
 /// Reads the index: what the first `keep` slots hold, those of them whose record must go, and counts of what is given up.
@@ -140,7 +138,7 @@ fn collect(files: &SlotFiles, keep: u32, stats: &mut DiskStats) -> io::Result<(V
     let mut entries = Vec::new();
     let mut unsound = Vec::new();
     files.for_each_record(|slot, found| match found {
-        Ok(record) if slot.0 < keep => entries.push(record.entry(slot)),
+        Ok(Record { meta, sequence, .. }) if slot.0 < keep => entries.push(DiskEntry { slot, meta, sequence }),
         Ok(_) => stats.dropped_over_cap += 1,
         Err(_) => {
             stats.dropped_records += 1;

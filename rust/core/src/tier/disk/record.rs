@@ -9,7 +9,7 @@ use twox_hash::XxHash3_64;
 /// The checksum of a frame that is read in pieces.
 pub(super) use twox_hash::XxHash3_128 as PayloadHasher;
 
-use super::types::{DiskEntry, DiskMeta, SlotId};
+use super::types::{DiskMeta, SlotId};
 use crate::ChunkKey;
 
 /// Size of a record.
@@ -77,12 +77,6 @@ impl Record {
         let checksum = XxHash3_64::oneshot_with_seed(seed, &out[..CHECKED_BYTES]);
         out[CHECKED_BYTES..].copy_from_slice(&checksum.to_le_bytes());
         out
-    }
-
-    /// The entry that a recovery hands out.
-    pub(super) fn entry(&self, slot: SlotId) -> DiskEntry {
-        let DiskMeta { key, parent, num_blocks, depth } = self.meta;
-        DiskEntry { slot, key, parent, num_blocks, sequence: self.sequence, depth }
     }
 }
 

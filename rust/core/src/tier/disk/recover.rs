@@ -44,7 +44,7 @@ pub(super) fn recover(found: &[DiskEntry]) -> Recovered {
     let mut places = Places { found, fates: vec![Fate::Unknown; found.len()], by_key };
     for &at in &order {
         // In order of writing, so the newer copy of a chunk takes the older one's place.
-        if let Some(older) = places.by_key.insert(&found[at].key, at) {
+        if let Some(older) = places.by_key.insert(&found[at].meta.key, at) {
             places.fates[older] = Fate::Dropped;
             out.duplicates.push(found[older].slot);
         }
@@ -78,11 +78,11 @@ impl Places<'_> {
                 return self.fates[at];
             }
             path.push(at);
-            let entry = &self.found[at];
+            let entry = &self.found[at].meta;
             let Some(depth) = entry.depth.checked_sub(1) else { return Fate::Kept };
-            let is_parent = |&at: &usize| self.fates[at] == Fate::Kept && self.found[at].key == entry.parent;
+            let is_parent = |&at: &usize| self.fates[at] == Fate::Kept && self.found[at].meta.key == entry.parent;
             match before.filter(is_parent).or_else(|| self.by_key.get(&entry.parent).copied()) {
-                Some(parent) if self.found[parent].depth == depth => at = parent,
+                Some(parent) if self.found[parent].meta.depth == depth => at = parent,
                 _ => return Fate::Dropped,
             }
         }

@@ -156,7 +156,7 @@ fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
     assert_eq!(history[0], [true; 3], "one more fits beside them");
     history.dedup();
     assert_eq!(history, [[true; 3], [true, false, true], [true, false, false], [false; 3]]);
-    assert_eq!(tier.stats().namespaces_removed, 3);
+    assert_eq!(tier.take_events().len(), 3, "a person is told of each");
 }
 
 #[test]
@@ -166,7 +166,7 @@ fn test_opening_a_new_namespace_brings_a_directory_below_a_smaller_cap() {
     fill(&with_namespace(&config, 1));
     let small = DiskConfig { cap_bytes: budget::dir_bytes(1, FRAME, 0), ..config };
     let (tier, _) = open(&small);
-    assert_eq!((tier.stats().namespaces_removed, tier.take_events().len()), (1, 1));
+    assert_eq!(tier.take_events().len(), 1);
     assert!(tier.stats().bytes <= small.cap_bytes && du(dir.path()) <= small.cap_bytes);
 }
 

@@ -17,8 +17,7 @@ fn test_a_chunk_comes_back_in_this_life_and_the_next() {
     let (tier, found) = open(&config);
     assert_eq!(numbers(&found), [0, 2, 6, 1]);
     for (entry, (i, slot)) in found.iter().zip(&slots) {
-        let meta = DiskMeta { key: entry.key, parent: entry.parent, num_blocks: entry.num_blocks, depth: entry.depth };
-        assert_eq!((entry.slot, meta), (*slot, meta_of(*i)));
+        assert_eq!((entry.slot, entry.meta), (*slot, meta_of(*i)));
         assert_eq!(get(&tier, entry.slot, *i).unwrap(), frame_of(*i, 0).to_vec());
     }
     assert_eq!(tier.stats().recovered, 4);
@@ -45,7 +44,6 @@ fn test_a_freed_chunk_is_gone_now_and_after_a_restart() {
     tier.free(a).unwrap();
     assert_eq!(get(&tier, a, 0).unwrap_err().kind(), ErrorKind::Corrupt);
     assert_eq!(get(&tier, b, 0).unwrap_err().kind(), ErrorKind::Corrupt, "another chunk's slot");
-    assert_eq!(tier.stats().corrupt_reads, 2);
     drop(tier);
     assert_eq!(numbers(&open(&config).1), [1]);
 }
@@ -61,7 +59,6 @@ fn test_files_that_are_cut_under_a_tier_are_damage() {
         file.set_len(len).unwrap();
         assert_eq!(get(&tier, slots[1], 1).unwrap_err().kind(), ErrorKind::Corrupt, "{name}");
     }
-    assert_eq!((tier.stats().corrupt_reads, tier.stats().read_errors), (2, 0));
 }
 
 #[test]
@@ -182,5 +179,4 @@ fn test_threads_share_a_tier() {
     });
     let stats = tier.stats();
     assert_eq!((stats.slots_used, stats.slots_reserved), (0, 0));
-    assert_eq!((stats.writes, stats.reads), (320, 320));
 }

@@ -71,7 +71,7 @@ fn get(tier: &DiskTier, slot: SlotId, i: u32) -> crate::Result<Vec<u8>> {
 
 /// The chunk numbers of recovered entries, in their order.
 fn numbers(entries: &[DiskEntry]) -> Vec<u32> {
-    entries.iter().map(|e| (0..1000).find(|&i| key_of(i) == e.key).expect("a known key")).collect()
+    entries.iter().map(|e| (0..1000).find(|&i| key_of(i) == e.meta.key).expect("a known key")).collect()
 }
 
 /// A superblock as a version with another format would have written it, checksum and all.
