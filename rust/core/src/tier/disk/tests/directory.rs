@@ -157,6 +157,7 @@ fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
     history.dedup();
     assert_eq!(history, [[true; 3], [true, false, true], [true, false, false], [false; 3]]);
     assert_eq!(tier.take_events().len(), 3, "a person is told of each");
+    assert!(tier.stats().bytes <= config.cap_bytes, "they are not counted any more");
 }
 
 #[test]
