@@ -83,10 +83,9 @@ def embed_results(turns: int) -> list[Result]:
     parts = [rows[at : at + part] for at in range(0, len(rows), part)]
     results = []
     for block_tokens in (16, 32):
-        chain = _core.KeyChain(ROOT, block_tokens=block_tokens)
 
-        def ours(chain: _core.KeyChain = chain) -> None:
-            chain.truncate(0)
+        def ours(block_tokens: int = block_tokens) -> None:
+            chain = _core.KeyChain(ROOT, block_tokens=block_tokens)
             for piece in parts:
                 chain.append_embeds(piece, dtype="bfloat16", width=WIDTH)
 

@@ -68,7 +68,7 @@ class Engine:
         self.core = SchedulerCore(
             self.store,
             new_chain,
-            CacheShape.of_one_group(GroupShape(BLOCK_TOKENS, blocks_per_chunk)),
+            CacheShape((GroupShape(BLOCK_TOKENS, blocks_per_chunk),)),
             arena=arena,
             clock=time.monotonic,
         )
@@ -277,7 +277,7 @@ def waiting_crowd_results(num_steps: int) -> list[Result]:
     found, engine.store = engine.store, DiskThatHangs(engine.store)
     engine.core._store = engine.store
     if (queue := getattr(engine.core, "_queue", None)) is not None:
-        queue._store = engine.store
+        queue.store = engine.store
     random = Random(2)
     crowd = [engine.request(f"waits-{i}", [random.randrange(50_000) for _ in range(64)]) for i in range(NUM_WAITING)]
     still_waits = getattr(engine.core, "still_waits", lambda *_: False)
@@ -316,7 +316,7 @@ class DiskThatHangs:
 
     def acquire(self, chain: Any) -> Any:
         lease = self.lease
-        return SimpleNamespace(poll=lambda: (lease.poll()[0], chain.num_blocks), release=lambda: None)
+        return SimpleNamespace(poll=lambda: (lease.poll()[0], chain.num_blocks), batch=lease.batch, release=lambda: None)
 
 
 def table(results: Sequence[Result]) -> str:

@@ -1,4 +1,4 @@
-// gather_chunks, scatter_chunks, tag_chunks: paged KV <-> contiguous chunk payload, as bytes, with the chunk's tag on the way.
+// gather_chunks, scatter_chunks: paged KV <-> contiguous chunk payload, as bytes, with the chunk's tag on the way.
 //
 // In: PieceParams (kv_layout.cuh). Out: the payload (gather) or the pages (scatter), and tags_out[s], the sum of segment s;
 // the tag of a chunk is the sum over its segments. Every address and length of a piece is a multiple of kVecBytes
@@ -11,7 +11,7 @@
 
 namespace kvloft {
 
-enum class Verb { kGather, kScatter, kTag };
+enum class Verb { kGather, kScatter };
 
 template <int kVecBytes>
 struct Item {  // what one thread moves at a time: 16 bytes where alignment allows it, else one word
@@ -98,14 +98,10 @@ __device__ __forceinline__ u64 move_tile(const u8* __restrict__ from, u8* __rest
   return sum;
 }
 
-__device__ __forceinline__ u64 warp_sum(u64 sum) {
+// Adds up what the lanes of a warp have of a segment's sum.
+__device__ __forceinline__ void flush_sum(const PieceParams& p, const u32 segment, u64 sum) {
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) sum += __shfl_down_sync(0xffffffffu, sum, distance);
-  return sum;
-}
-
-__device__ __forceinline__ void flush_sum(const PieceParams& p, const u32 segment, const u64 lane_sum) {
-  const u64 sum = warp_sum(lane_sum);
   if (threadIdx.x % kWarpSize == 0) atomicAdd(&p.sums[segment], sum);
 }
 
@@ -150,10 +146,8 @@ __device__ __forceinline__ void run_piece(const PieceParams& p) {
     const u64 position = tag_position(static_cast<u64>(block) * p.num_planes + t.plane, t.first_word);
     if constexpr (kVerb == Verb::kGather) {
       if (page != nullptr) sum += move_tile<kVecBytes>(page, payload, t.num_bytes, position);
-    } else if constexpr (kVerb == Verb::kScatter) {
-      sum += move_tile<kVecBytes>(payload, page, t.num_bytes, position);
     } else {
-      if (page != nullptr) sum += move_tile<kVecBytes>(page, nullptr, t.num_bytes, position);
+      sum += move_tile<kVecBytes>(payload, page, t.num_bytes, position);
     }
   }
   if (begin < end) flush_sum(p, segment, sum);
@@ -173,4 +167,3 @@ static_assert(KVLOFT_VEC_BYTES == 16 || KVLOFT_VEC_BYTES == 8 || KVLOFT_VEC_BYTE
 
 KVLOFT_KERNEL(gather_chunks, kGather)
 KVLOFT_KERNEL(scatter_chunks, kScatter)
-KVLOFT_KERNEL(tag_chunks, kTag)

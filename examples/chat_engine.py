@@ -61,7 +61,7 @@ def main() -> None:
     if transfer := arguments.pop("kv_transfer_config", None):
         arguments["kv_transfer_config"] = KVTransferConfig(**transfer)
     engine = LLMEngine.from_engine_args(EngineArgs(**arguments))
-    serve_turn(engine, "warm-up", [3, 4, 5], 2)  # the first step pays for lazy set-up that is nobody's TTFT
+    serve_turn(engine, "warm-up", [3, 4, 5], 2)  # the first step pays for lazy set-up that belongs to no user's TTFT
     print(json.dumps({"ready": True}), file=answers)
     for line in requests:
         message = json.loads(line)

@@ -1,6 +1,6 @@
 """A small random Llama, made on the spot, so that a real engine has something to run without a download.
 
-Random weights at the usual scales copy their last token for ever and would hide a wrong page of KV; these are scaled
+Random weights at the usual scales copy their last token permanently and would hide a wrong page of KV; these are scaled
 so that greedy output depends on the whole prompt through attention. Must know neither vLLM nor kvloft.
 """
 

@@ -39,7 +39,7 @@ is_new_enough() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[
 find_python() {
   local candidate
   if [[ -n ${PYTHON:-} ]] && ! is_new_enough "$PYTHON"; then
-    die "PYTHON=$PYTHON is no Python 3.11 to 3.14: name another, or none"
+    die "PYTHON=$PYTHON is not Python 3.11 to 3.14: set another, or none"
   fi
   for candidate in ${PYTHON:-} python3 python3.12 python3.11 python3.13 python3.14; do
     if is_new_enough "$candidate"; then

@@ -20,7 +20,7 @@ ALL="tests copy startup engine chats crowd prefill sanitize profile kv1 equality
 stages=${*:-$ALL}
 failed=()
 for name in $stages; do
-  [[ " $ALL " == *" $name "* ]] || { echo "$name is no stage: name some of $ALL, or none for all" >&2 && exit 2; }
+  [[ " $ALL " == *" $name "* ]] || { echo "$name is not a stage: name some of $ALL, or none for all" >&2 && exit 2; }
 done
 
 say() { printf '\n=== [%4ds] %s\n' "$SECONDS" "$*"; }

@@ -76,7 +76,7 @@ def _head(files: dict[str, Any]) -> Iterator[str]:
 
 
 def _failed(files: dict[str, Any]) -> Iterator[str]:
-    """Engines that did not end well: what they measured before counts, but nobody should have to ask."""
+    """Engines that did not end well: what they measured before counts, but the report must say so."""
     for name, results in files.items():
         for connector, result in results.items() if name.startswith("engine") else ():
             if "error" in result:

@@ -8,7 +8,7 @@
 # matters most is tested, and the table says how much was left out.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
-[[ ${MINUTES:-65} =~ ^[1-9][0-9]*$ ]] || { echo "kvloft: MINUTES=$MINUTES is no whole number of minutes: make test MINUTES=65" >&2 && exit 2; }
+[[ ${MINUTES:-65} =~ ^[1-9][0-9]*$ ]] || { echo "kvloft: MINUTES=$MINUTES: expected a number of minutes, such as make test MINUTES=65" >&2 && exit 2; }
 unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE # vLLM is imported by several processes and need be compiled by one only
 export KV_STARTED=${KV_STARTED:-$(date +%s)}
 export TEST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 60)) TEST_LAST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 72))

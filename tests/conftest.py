@@ -18,7 +18,7 @@ import pytest
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 USUAL_START_S = 0.25
-"""A Python process that imports a few dozen modules, on two cores that nobody else uses."""
+"""A Python process that imports a few dozen modules, on two idle cores."""
 LEFT_OUT = pytest.StashKey[int]()
 
 

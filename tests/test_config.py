@@ -17,7 +17,7 @@ GOOD = {
     "chunk_tokens": st.just("auto") | st.integers(1, 1 << 20),
     "namespace": st.text(st.characters(exclude_categories=["Cs"])),
     "save": st.sampled_from(["all", "prompt"]),
-    "eviction": st.sampled_from(["lrfu", "lru"]),
+    "eviction": st.sampled_from(["adaptive", "lru"]),
     "on_pause": st.sampled_from(["keep", "clear"]),
     "disk_threads": st.integers(1, 256),
     "load_timeout": st.integers(0, 3600) | st.integers(0, 3600).map(lambda s: f"{s}s"),
@@ -52,7 +52,7 @@ def test_defaults_need_no_source() -> None:
 
 def test_stronger_source_wins_and_is_named(tmp_path: Path) -> None:
     file = tmp_path / "kvloft.yaml"
-    file.write_text("host_size: 1GiB\neviction: lrfu\ndisk_path: /cache\ndisk_threads: 5\n")
+    file.write_text("host_size: 1GiB\neviction: adaptive\ndisk_path: /cache\ndisk_threads: 5\n")
     environ = {"KVLOFT_CONFIG": str(file), "KVLOFT_HOST_SIZE": "2GiB", "KVLOFT_EVICTION": "lru", "PATH": "/bin"}
     config = load_config({"host_size": "3GiB"}, environ)
     assert (config.host_size, config.eviction, config.disk_path, config.disk_threads) == (3 << 30, "lru", "/cache", 5)
@@ -69,9 +69,9 @@ def test_null_disk_path_switches_the_disk_tier_off_over_a_weaker_source() -> Non
     assert config.disk_bytes == 0
 
 
-def test_a_home_that_nobody_has_is_no_folder_named_tilde() -> None:
+def test_an_unknown_users_home_is_no_folder_named_tilde() -> None:
     with pytest.raises(ConfigError, match="disk_path"):
-        load_config({"disk_path": "~nobody-has-this-name/cache"}, {})
+        load_config({"disk_path": "~no-user-has-this-name/cache"}, {})
 
 
 def test_disk_path_is_absolute_and_tilde_is_the_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Prompts nobody has seen, one at a time or eight at once: how long they take, and what of it is whose part.
+"""Prompts not seen before, one at a time or eight at once: how long they take, and what of it is whose part.
 
 Python's garbage is collected before each, so that none but its own is collected meanwhile. It must not know connectors.
 """

@@ -25,7 +25,7 @@ from kvloft.errors import UnsupportedError
 ROOT = Path(__file__).resolve().parents[2]
 """Where `-m benches.gpu.NAME` finds this package."""
 ALONE = ("decode", "attached", "startup")
-"""Plain vLLM's decode steps were up to 4 % shorter beside other engines on the GPU, idle ones, than alone; nobody serves so.
+"""Plain vLLM's decode steps were up to 4 % shorter beside other engines on the GPU, idle ones, than alone; servers do not run so.
 And what is compared within one process needs no other."""
 CHILD_ENV = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",

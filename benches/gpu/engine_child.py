@@ -99,7 +99,7 @@ def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
 
 
 def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
-    """TTFT of prompts nobody has seen, and what it is made of."""
+    """TTFT of prompts not seen before, and what it is made of."""
     context = options["context"]
     with turn(turns):
         for length in (2048, context):
@@ -159,13 +159,14 @@ def phase_startup(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     rows: list[dict[str, float]] = []
+    worker_totals()  # counts from here on
     begin = time.perf_counter()
     with turn(turns):
         while not rows or rows[-1]["at_s"] < options.get("startup_s", 10.0):
             wave(engine, [engine.prompt(options["context"] // 4) for _ in range(4)])
             worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
-            mover = worker.core._mover if worker is not None else None
-            pinned = getattr(mover, "num_pinned_bytes", 0)
+            shared = getattr(worker.core._mover, "_shared", None) if worker is not None else None
+            pinned = shared.pinned.num_pinned_bytes if shared is not None else 0
             rows.append({"at_s": time.perf_counter() - begin, "pinned_gib": pinned / 2**30, **worker_totals()})
     last = rows[-1]
     counts = {f"{what}_chunks": last.get(f"{what}_chunks", 0) for what in ("saved", "failed")}

@@ -166,7 +166,7 @@ def phase_load(subject: Subject) -> dict[str, Any]:
 
 
 def phase_sleep(subject: Subject) -> dict[str, Any]:
-    """Prompts whose saves are still under way when the engine is put to sleep; woken up, it must answer as ever."""
+    """Prompts whose saves are still under way when the engine is put to sleep; woken up, it must answer as before."""
     prompts = [subject.prompt(random.Random(100 + n), 3000) for n in range(8)]
 
     def tokens() -> list[tuple[int, ...]]:

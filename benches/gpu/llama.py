@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from benches.gpu.peers import CONNECTORS
 
@@ -148,9 +150,31 @@ def prompt_of(rng: random.Random, num_tokens: int) -> list[int]:
 
 
 def worker_totals() -> dict[str, int]:
-    """What kvloft's worker moved since its start, if that is the connector."""
+    """What kvloft's worker moved since this was first asked, if that is the connector: bytes, chunks, loads."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
 
     worker = getattr(get_kv_transfer_group(), "_worker", None) if has_kv_transfer_group() else None
     core = getattr(worker, "core", None)  # PegaFlow has a `_worker` too, of another kind
-    return dict(core.lifetime) if core is not None else {}
+    if core is None:
+        return {}
+    if core not in _TOTALS:
+        _TOTALS[core] = _counted(core)
+    return dict(_TOTALS[core])
+
+
+_TOTALS: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()
+
+
+def _counted(core: Any) -> Counter[str]:
+    """Goes around what ``core`` hears of its mover."""
+    totals, note = Counter[str](), core._note
+
+    def counting(done: Any) -> None:
+        totals.update(
+            saved_bytes=done.num_bytes_saved, loaded_bytes=done.num_bytes_loaded, saved_chunks=len(done.saved),
+            failed_chunks=len(done.failed), loads=len(done.loads), bad_chunks=sum(len(result.bad_keys) for result in done.loads),
+        )  # fmt: skip
+        note(done)
+
+    core._note = counting
+    return totals

@@ -40,13 +40,13 @@ class LoadTrace:
         self._submit_loads(plans)
         self._calls.append((begin, self._now()))
 
-    def _traced_submit(self, piece: Any, **more: Any) -> int:
+    def _traced_submit(self, piece: Any, **more: Any) -> Any:
         begin = self._now()
-        ticket = int(self._submit(piece, **more))
+        sent = self._submit(piece, **more)
         if len(self._pieces) < len(self._pool):
             self._pool[len(self._pieces)].record(self._lane.last_copy_stream)
             self._pieces.append((begin, self._now(), piece.num_bytes))
-        return ticket
+        return sent
 
     def summary(self) -> dict[str, Any]:
         """Milliseconds: first and last submit, first and last copy done, longest gaps between copies beyond what bytes take."""

@@ -13,7 +13,7 @@ POLL_S = 0.002
 
 
 class Turns:
-    """Processes that take turns in the order of ``names``, through files in ``folder``; whoever has left is not waited for."""
+    """Processes that take turns in the order of ``names``, through files in ``folder``; one that left is not waited for."""
 
     def __init__(self, folder: Path, name: str, names: Sequence[str], *, timeout_s: float = 600.0) -> None:
         """Says that ``name`` is ready, and waits until all are. Raises TimeoutError where one never comes."""
@@ -38,7 +38,7 @@ class Turns:
         leave(self._folder, self._names[self._mine])
 
     def _is_mine(self) -> bool:
-        """Whether nobody else who is here had fewer turns, or as few and is named earlier: true of one process at a time."""
+        """Whether no other process that is here had fewer turns, or as few and is named earlier: true of one process at a time."""
         order = {name: (self._num_done(name), i) for i, name in enumerate(self._names)}
         mine = self._names[self._mine]
         return all(order[mine] <= order[name] for name in self._present())

@@ -37,8 +37,6 @@ class KeyChain:
 
     def __new__(cls, root: bytes, *, block_tokens: int) -> KeyChain: ...
     @property
-    def block_tokens(self) -> int: ...
-    @property
     def num_tokens(self) -> int:
         """Positions appended so far."""
     @property
@@ -50,8 +48,6 @@ class KeyChain:
         """Append ``token_ids[start:stop]`` (a list is read in place). Bounds outside it and bad ids raise ConfigError."""
     def append_embeds(self, rows: Any, *, dtype: str, width: int) -> None:
         """Append embedding rows: a C-contiguous buffer of n x width elements of ``dtype``, raw bytes."""
-    def truncate(self, num_tokens: int) -> int:
-        """Forget positions from ``num_tokens`` on, down to a full block; returns how many are left. Items stay declared."""
     def key(self, block: int) -> bytes: ...
 
 @final
@@ -64,43 +60,21 @@ class Arena:
     def address(self) -> int: ...
     @property
     def size_bytes(self) -> int: ...
-    @property
-    def frame_bytes(self) -> int: ...
-    @property
-    def num_frames(self) -> int: ...
-    def seal(
-        self,
-        frame: int,
-        *,
-        offset: int,
-        part_bytes: int,
-        key: bytes,
-        layout: bytes,
-        page_bytes: Sequence[int],
-        num_blocks: int,
-        rank: int,
-    ) -> int:
-        """Tag the payload at ``offset`` of ``frame`` and write the trailer at the end of the part; returns the tag.
+    def seal(self, frame: int, part: dict[str, Any]) -> int:
+        """Tag the payload of ``part`` of ``frame`` and write the trailer at the part's end; returns the tag.
 
-        The payload is, for each of ``num_blocks`` blocks, pages of ``page_bytes`` each, back to back.
+        ``part``: offset, part_bytes, key, layout, page_bytes, num_blocks, rank. The payload is, for each of num_blocks blocks,
+        pages of page_bytes each, back to back. Raises ConfigError for a place outside the arena.
         """
-    def check(
-        self,
-        frame: int,
-        *,
-        offset: int,
-        part_bytes: int,
-        key: bytes,
-        layout: bytes,
-        page_bytes: Sequence[int],
-        num_blocks: int,
-        rank: int,
-    ) -> str | None:
-        """None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape', 'tag'."""
+    def check(self, frame: int, part: dict[str, Any]) -> str | None:
+        """None if trailer and tag match; else one of 'unsealed', 'key', 'layout', 'shape', 'tag'. ``part`` as in `seal`."""
 
 @final
 class ChunkBatch:
-    """Chunks to copy, as columns; see ``kvloft.seam.batch``. Immutable, compared by value, pickled as its columns."""
+    """Chunks to copy, as columns; see ``kvloft.seam.batch``. Immutable, compared by value, pickled as its columns.
+
+    A long prompt has thousands, and a forward or the first byte of a load waits for them: to read all of them, take the columns.
+    """
 
     def __new__(cls, frames: bytes, keys: bytes, num_blocks: bytes, blocks: bytes, tickets: bytes) -> ChunkBatch:
         """Out of `columns`. Raises ConfigError where they do not fit together."""
@@ -112,8 +86,8 @@ class ChunkBatch:
     def tickets(self) -> list[Ticket]: ...
     def block_ids(self) -> list[BlockId]:
         """Blocks that are copied, of all chunks."""
-    def by_frame(self) -> ChunkBatch: ...
-    def take(self, positions: Sequence[int]) -> ChunkBatch: ...
+    def by_frame(self) -> ChunkBatch:
+        """In the order of frames, so that neighbours, in whichever order a store gave them out, are one copy."""
     def check(self, *, num_frames: int, num_blocks: int, blocks_per_chunk: int) -> None:
         """Raises ConfigError if a copy would reach outside the arena, its frame or the paged KV."""
     def __len__(self) -> int: ...
@@ -146,7 +120,7 @@ class Session:
         namespace: bytes,
         blocks_per_chunk: int = 1,
         num_ranks: int = 1,
-        eviction: str = "lrfu",
+        eviction: str = "adaptive",
         disk_path: str | None = None,
         disk_bytes: int = 0,
         disk_threads: int = 2,
@@ -191,7 +165,7 @@ class Session:
     def stats(self) -> dict[str, int]:
         """Counters and gauges; see rust/core/src/store/stats.rs for the names."""
     def limit_frames(self, num_frames: int) -> None:
-        """Take frames below ``num_frames`` only from now on: workers cannot copy to the others yet."""
+        """Saves take frames below ``num_frames`` only from now on: workers cannot copy to the others yet."""
     def take_events(self) -> list[str]:
         """What a person should see of the disk tier, once each."""
     def flush(self, timeout_s: float) -> bool:
@@ -202,22 +176,22 @@ def disk_inspect(path: str) -> list[dict[str, Any]]:
     """One dict per namespace directory under ``path``, most recently used first: namespace (16 hex digits), description,
     chunks, slots, frame_bytes, bytes, oldest and newest (Unix seconds or None), problem (a sentence part or None).
 
-    Takes no lock, so an engine may own the directory. ConfigError where ``path`` is no disk directory.
+    Takes no lock, so an engine may own the directory. ConfigError where ``path`` is not a disk directory.
     """
 
 @final
 class DiskVerify:
     """Walks every chunk of one disk directory, checking key and checksum; a step at a time, for progress.
 
-    Owns the directory meanwhile: BusyError while an engine does. ConfigError where ``path`` is no disk directory.
+    Owns the directory meanwhile: BusyError while an engine does. ConfigError where ``path`` is not a disk directory.
     """
 
     def __new__(cls, path: str) -> DiskVerify: ...
     @property
     def num_chunks(self) -> int: ...
     def step(self, max_chunks: int) -> list[dict[str, Any]]:
-        """Check up to max_chunks more; returns the damage found ({namespace, slot, key in hex, problem}; slot and key are
-        None where the damage is of none).
+        """Check up to max_chunks more; returns the damage found ({namespace, slot, key in hex, problem, is_other_format}; slot
+        and key are None where the damage is of none). A namespace of another format is not damaged: it was not checked.
 
         The first call also returns what opening found (superblocks, records), so call it at least once.
         """

@@ -24,7 +24,6 @@ from kvloft.bench.link import Ceiling, HostFrames
 from kvloft.bench.rig import FRAME_ORDERS, Case, Rig
 from kvloft.transfer.cuda import lanes, mover, saves
 from kvloft.transfer.cuda.lanes import Tuning
-from kvloft.transfer.cuda.staging import RingSize
 
 PAGE, PART, CHUNKS = 4096, 8192, 30
 GATE_COMMANDS = 40
@@ -71,7 +70,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gpu]:
 
 
 def make_rig(host: HostFrames, order: str = "ascending", slot_parts: int = 2) -> Rig:
-    tuning = Tuning(ring=RingSize(2, slot_parts * PART))
+    tuning = Tuning(2, slot_parts * PART)
     return Rig(Case(PAGE, 1), host, CHUNKS * PAGE, tuning, Path("/nowhere"), frame_order=order)
 
 
@@ -105,7 +104,7 @@ def test_a_run_is_timed_from_its_data_to_its_last_byte(what: str, order: str, gp
 
 
 @pytest.mark.parametrize("order", FRAME_ORDERS)
-def test_saves_beside_loads_go_to_frames_that_nobody_reads(order: str, gpu: Gpu) -> None:
+def test_saves_beside_loads_go_to_frames_that_are_not_read(order: str, gpu: Gpu) -> None:
     rig = make_rig(HostFrames(2 * CHUNKS * PART), order)
     frames = {name: [copy.frame for copy in plan.chunks] for name, plan in (
         ("saved", rig.save_plan()), ("loaded", rig.load_plan()), ("elsewhere", rig.save_plan(elsewhere=True))
@@ -116,7 +115,7 @@ def test_saves_beside_loads_go_to_frames_that_nobody_reads(order: str, gpu: Gpu)
 
 
 def test_a_run_that_moved_less_is_no_run(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mover drops what there is no room for: its rate would be one of bytes that nobody moved."""
+    """A mover drops what there is no room for: its rate would be one of bytes that were not moved."""
     rig = make_rig(HostFrames(2 * CHUNKS * PART), slot_parts=1)
     rig.verify()
     monkeypatch.setattr(saves, "MAX_PIECES", 3)

@@ -1,4 +1,4 @@
-"""The turns in which benches measure engines that share a GPU: strict, passed on where one fails, and never waited for for ever."""
+"""The turns in which benches measure engines that share a GPU: strict, passed on where one fails, and not waited for too long."""
 
 import threading
 from pathlib import Path
@@ -36,7 +36,7 @@ def test_every_round_is_in_the_order_of_names(tmp_path: Path) -> None:
     assert log == list(NAMES) * 5
 
 
-def test_nobody_waits_for_one_that_has_left(tmp_path: Path) -> None:
+def test_one_that_has_left_is_not_waited_for(tmp_path: Path) -> None:
     log: list[str] = []
 
     def take_turns(name: str, count: int) -> None:

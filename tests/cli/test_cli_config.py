@@ -26,7 +26,7 @@ def test_json_is_for_scripts(capsys: pytest.CaptureFixture[str]) -> None:
     shown = json.loads(capsys.readouterr().out)
     assert list(shown) == list(KEYS)
     assert shown["disk_size"] == {"value": 1 << 30, "from": "kv_connector_extra_config"}
-    assert shown["eviction"] == {"value": "lrfu", "from": "default"}
+    assert shown["eviction"] == {"value": "adaptive", "from": "default"}
 
 
 @pytest.mark.parametrize("extra", ["{", "[]", '{"host_size": "many"}', '{"hostsize": 1}', TWICE, "[" * 9000, f"[{'9' * 5000}]"])
@@ -39,7 +39,7 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(capsys: pytest.CaptureFixt
     assert len(captured.err) < 500
 
 
-def test_a_long_value_is_shown_whole_where_nobody_watches(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_long_value_is_shown_whole_without_a_terminal(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     path = tmp_path / ("long" * 40)
     assert main(["config", "--extra", json.dumps({"disk_path": str(path)})]) == 0
     shown = "".join("".join(line.split("│")[2:3]).strip() for line in capsys.readouterr().out.splitlines())

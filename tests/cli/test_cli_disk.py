@@ -14,6 +14,9 @@ from kvloft.cli.__main__ import main
 FRAME = 4096
 NAMESPACE = b"n" * 32
 NUM_CHUNKS = 5
+OLDER_SUPERBLOCK = json.dumps(
+    {"format": 1, "frame_bytes": FRAME, "namespace": NAMESPACE.hex(), "description": "older", "checksum": "99e6f29cb29b9aaa"}
+)
 
 
 @pytest.fixture
@@ -33,7 +36,8 @@ def folder(tmp_path: Path) -> Path:
     arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=store.num_frames)
     rows, _ = reserve(store, chain, 0, NUM_CHUNKS)
     for _, frame, key, _, _ in rows:
-        arena.seal(frame, offset=0, part_bytes=FRAME, key=key, layout=bytes(32), page_bytes=[64], num_blocks=1, rank=0)
+        part = {"offset": 0, "part_bytes": FRAME, "key": key, "layout": bytes(32), "page_bytes": [64], "num_blocks": 1, "rank": 0}
+        arena.seal(frame, part)
     assert store.settle([row[0] for row in rows])[0] == NUM_CHUNKS
     assert store.flush(20)
     store.close()
@@ -113,7 +117,7 @@ def test_verify_of_a_sound_directory_is_status_0(folder: Path, capsys: pytest.Ca
     assert main(["verify", str(folder)]) == 0
     assert "no damage" in capsys.readouterr().out
     assert main(["verify", "--json", str(folder)]) == 0
-    assert json.loads(capsys.readouterr().out) == {"chunks": NUM_CHUNKS, "damage": []}
+    assert json.loads(capsys.readouterr().out) == {"chunks": NUM_CHUNKS, "damage": [], "other_format": []}
 
 
 def test_verify_finds_one_flipped_bit_and_is_status_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -149,6 +153,46 @@ def test_verify_of_a_lost_index_is_status_1(
     assert "0 chunks checked: 1 problem found." in out
     assert main(["inspect", "--json", str(folder)]) == 0
     assert json.loads(capsys.readouterr().out)[0]["problem"] == damage["problem"]
+
+
+def make_older(folder: Path) -> None:
+    """Give the directory the superblock that the first format had, checksum and all."""
+    path = frames_file(folder).with_name("superblock.json")
+    path.write_text(OLDER_SUPERBLOCK)
+
+
+def test_verify_of_an_older_format_is_status_3_and_says_what_becomes_of_it(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_older(folder)
+    assert main(["verify", str(folder)]) == 3
+    out = capsys.readouterr().out
+    assert "no damage" in out
+    assert f"{NAMESPACE.hex()[:16]} is not damaged and was not checked: superblock.json is of format 1" in out
+    assert "starts this namespace over" in out
+    assert main(["verify", "--json", str(folder)]) == 3
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["chunks"], shown["damage"], len(shown["other_format"])) == (0, [], 1)
+    assert main(["inspect", "--json", str(folder)]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["problem"] == shown["other_format"][0]["problem"]
+    with pytest.raises(SystemExit):
+        main(["verify", "--help"])
+    assert "3 no damage found" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_format_that_is_a_flipped_digit_is_damage(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = frames_file(folder).with_name("superblock.json")
+    path.write_text(path.read_text().replace('"format": 2', '"format": 3'))
+    assert main(["verify", "--json", str(folder)]) == 1
+    assert "its checksum differs" in json.loads(capsys.readouterr().out)["damage"][0]["problem"]
+
+
+def test_damage_beside_an_older_format_is_status_1(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_older(folder)
+    (folder / "00112233445566aa").mkdir()
+    assert main(["verify", "--json", str(folder)]) == 1
+    shown = json.loads(capsys.readouterr().out)
+    assert (len(shown["damage"]), len(shown["other_format"])) == (1, 1)
 
 
 def test_verify_of_a_directory_in_use_is_one_sentence_with_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,7 +2,6 @@
 
 import pickle
 import struct
-from typing import Any
 
 import pytest
 from batches import batch_of
@@ -53,17 +52,13 @@ def test_a_batch_is_what_its_chunks_are(model: Chunks, begin: int | None, end: i
     for at in (len(model), -len(model) - 1):
         with pytest.raises(IndexError):
             real[at]
-    with pytest.raises(IndexError):
-        real.take([0, len(model)])
 
 
-@given(st.booleans().flatmap(lambda is_save: st.lists(batches(is_save), max_size=4)), st.randoms())
-def test_batches_are_joined_and_picked_from(models: list[Chunks], random: Any) -> None:
+@given(st.booleans().flatmap(lambda is_save: st.lists(batches(is_save), max_size=4)))
+def test_batches_are_joined(models: list[Chunks]) -> None:
     model = Chunks(chunk for each in models for chunk in each)
     real = _core.ChunkBatch.concat([batch_of(each) for each in models])
     assert_same(real, model)
-    order = random.sample(range(len(model)), len(model))[: random.randint(0, 9)]
-    assert_same(real.take(order), model.take(order))
 
 
 @given(batches(), batches())

@@ -74,7 +74,7 @@ def test_inspect_works_while_an_engine_owns_the_directory_and_verify_says_busy(
 
 def test_verify_of_a_sound_directory_is_silent_and_zero(disk: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(disk), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == {"chunks": NUM_CHUNKS, "damage": []}
+    assert json.loads(capsys.readouterr().out) == {"chunks": NUM_CHUNKS, "damage": [], "other_format": []}
     assert main(["verify", str(disk)]) == 0
     assert "no damage" in capsys.readouterr().out
 

@@ -91,7 +91,7 @@ class Saves(RuleBasedStateMachine):
 
     @rule(blocks=st.lists(st.integers(0, 6), min_size=1, max_size=5))
     def saves_are_planned(self, blocks: list[int]) -> None:
-        """Of requests that share blocks, as happens over time; block 0 is nobody's."""
+        """Of requests that share blocks, as happens over time; block 0 belongs to no request."""
         for block in blocks:
             prompt, self.next_prompt = self.next_prompt, self.next_prompt + 1
             chunks, dropped = self.store.reserve(chain_of([prompt]), 0, 1, 0, [block])

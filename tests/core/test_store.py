@@ -196,10 +196,10 @@ def test_seal_and_check_say_what_is_wrong() -> None:
     memory = view_of(arena)
     for i in range(256):
         memory[FRAME + i] = i
-    assert arena.check(1, **part()) == "unsealed"  # type: ignore[arg-type]
-    assert arena.seal(1, **part()) == 0x1E1292E5A29B696D  # type: ignore[arg-type]
+    assert arena.check(1, part()) == "unsealed"
+    assert arena.seal(1, part()) == 0x1E1292E5A29B696D
     assert bytes(memory[FRAME + 3968 : FRAME + 3976]) == b"KVLOFT02"
-    assert arena.check(1, **part()) is None  # type: ignore[arg-type]
+    assert arena.check(1, part()) is None
     for change, word in [
         ({"key": b"K" * 32}, "key"),
         ({"layout": b"L" * 32}, "layout"),
@@ -208,11 +208,11 @@ def test_seal_and_check_say_what_is_wrong() -> None:
         ({"page_bytes": [128, 128]}, "shape"),
         ({"page_bytes": [28, 100]}, "tag"),
     ]:
-        assert arena.check(1, **part(**change)) == word  # type: ignore[arg-type]
+        assert arena.check(1, part(**change)) == word
     memory[FRAME + 255] ^= 1
-    assert arena.check(1, **part()) == "tag"  # type: ignore[arg-type]
+    assert arena.check(1, part()) == "tag"
     memory[FRAME + 3968 + 7] = ord("1")  # a part of the first format
-    assert arena.check(1, **part()) == "unsealed"  # type: ignore[arg-type]
+    assert arena.check(1, part()) == "unsealed"
 
 
 def test_places_outside_the_arena_are_refused() -> None:
@@ -224,7 +224,7 @@ def test_places_outside_the_arena_are_refused() -> None:
     ]:  # fmt: skip
         for call in (arena.seal, arena.check):
             with pytest.raises(_core.ConfigError):
-                call(frame, **part(**change))  # type: ignore[arg-type]
+                call(frame, part(**change))
     for path, num_frames in [(store.arena_path, 3), (store.arena_path, 1)]:
         with pytest.raises(_core.ConfigError):
             _core.Arena.open(path, frame_bytes=FRAME, num_frames=num_frames)
@@ -239,11 +239,12 @@ def test_another_process_sees_and_seals_the_same_frames() -> None:
         f"arena = _core.Arena.open(sys.argv[1], frame_bytes={FRAME}, num_frames=2)\n"
         "memory = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)\n"
         "memory[:256] = bytes(range(256))\n"
-        "arena.seal(0, offset=0, part_bytes=4096, key=b'k' * 32, layout=b'l' * 32, page_bytes=[100, 28], num_blocks=2, rank=3)\n"
+        "part = dict(offset=0, part_bytes=4096, key=b'k' * 32, layout=b'l' * 32, page_bytes=[100, 28], num_blocks=2, rank=3)\n"
+        "arena.seal(0, part)\n"
     )
     subprocess.run([sys.executable, "-c", code, store.arena_path], check=True, timeout=60 * float(os.environ.get("TEST_PACE", "1")))
     arena = _core.Arena.open(store.arena_path, frame_bytes=FRAME, num_frames=2)
-    assert arena.check(0, **part()) is None  # type: ignore[arg-type]
+    assert arena.check(0, part()) is None
 
 
 def test_memory_that_somebody_could_cut_short_is_no_arena() -> None:

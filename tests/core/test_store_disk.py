@@ -42,7 +42,7 @@ def save(store: _core.Session, chain: _core.KeyChain) -> int:
     arena = arena_of(store)
     rows, _ = reserve(store, chain, 0, chain.num_blocks)
     for _, frame, key, _, _ in rows:
-        arena.seal(frame, **spec(key))  # type: ignore[arg-type]
+        arena.seal(frame, spec(key))
     return store.settle([row[0] for row in rows])[0]
 
 
@@ -61,7 +61,7 @@ def load(store: _core.Session, chain: _core.KeyChain) -> int:
     arena = arena_of(store)
     for frame, key, first_block, _ in frames(lease):
         assert key == chain.key(first_block)
-        assert arena.check(frame, **spec(key)) is None  # type: ignore[arg-type]
+        assert arena.check(frame, spec(key)) is None
     return blocks
 
 
@@ -105,7 +105,7 @@ def test_more_than_host_holds_comes_from_disk_as_far_as_frames_go(tmp_path: Path
         assert load(store, chain) == 4
     pinned = store.acquire(chains[0])
     assert settled(pinned) == (4, 0)
-    assert settled(store.acquire(chains[1])) == (0, 0)  # every frame is pinned: a miss, and nobody waits
+    assert settled(store.acquire(chains[1])) == (0, 0)  # every frame is pinned: a miss, and no wait
     store.close()
 
 

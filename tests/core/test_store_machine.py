@@ -53,7 +53,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize(
         per_chunk=st.integers(1, 3), num_frames=st.sampled_from([1, 3, 8, 400]), num_slots=st.sampled_from([0, 4, 300]),
-        eviction=st.sampled_from(["lrfu", "lru"]), threads=st.integers(1, 3),
+        eviction=st.sampled_from(["adaptive", "lru"]), threads=st.integers(1, 3),
     )  # fmt: skip
     def open(self, per_chunk: int, num_frames: int, num_slots: int, eviction: str, threads: int) -> None:
         self.path = tempfile.mkdtemp(prefix="kvloft-machine-") if num_slots else None
@@ -89,7 +89,7 @@ class StoreMachine(RuleBasedStateMachine):
             else:
                 self.model.state.setdefault(prompt[:end], "reserved")
                 self.model.tickets[ticket] = prompt[:end]
-            self.arena.seal(frame, **spec(key, num_blocks))
+            self.arena.seal(frame, spec(key, num_blocks))
         return multiple(*(row[0] for row in rows))
 
     @rule(taken=st.lists(consumes(tickets), min_size=1, max_size=4))
@@ -179,7 +179,7 @@ class StoreMachine(RuleBasedStateMachine):
             chain = chain_of(prompt)
             for frame, key, first_block, num_blocks in frames(lease):
                 assert key == chain.key(first_block + num_blocks - 1)
-                assert self.arena.check(frame, **spec(key, num_blocks)) is None  # I1, I4
+                assert self.arena.check(frame, spec(key, num_blocks)) is None  # I1, I4
 
     def teardown(self) -> None:
         if not hasattr(self, "store"):

@@ -31,8 +31,16 @@ def test_vectors_are_what_the_oracle_makes() -> None:
 def test_golden_tag(case: dict[str, Any], arena: _core.Arena) -> None:
     payload = bytes.fromhex(case["payload"])
     (c_uint8 * FRAME).from_address(arena.address)[: len(payload)] = list(payload)
-    part = {"key": bytes(32), "layout": bytes(32), "page_bytes": case["page_bytes"], "num_blocks": case["num_blocks"], "rank": 0}
-    assert arena.seal(0, offset=0, part_bytes=FRAME, **part) == int(case["tag"], 16)
+    part = {
+        "offset": 0,
+        "part_bytes": FRAME,
+        "key": bytes(32),
+        "layout": bytes(32),
+        "page_bytes": case["page_bytes"],
+        "num_blocks": case["num_blocks"],
+        "rank": 0,
+    }
+    assert arena.seal(0, part) == int(case["tag"], 16)
 
 
 def unspread(y: int) -> int:

@@ -219,7 +219,7 @@ class Engine:
     def assert_at_rest(self) -> None:
         """Nothing is pinned, reserved, queued or held: every owner gave back what it had (I5, I8)."""
         state, store = self.state(), self.store()
-        for _ in range(int(100 * PACE)):  # a disk read that nobody waits for any more takes its time
+        for _ in range(int(100 * PACE)):  # a disk read that is not waited for any more takes its time
             if not store["pins"] and not store["frames_reserved"]:
                 break
             time.sleep(0.05)

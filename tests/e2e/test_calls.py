@@ -32,7 +32,7 @@ def test_introspection_ends_nothing(truth: Truth, start: Callable[..., Engine], 
     assert hit(truth, engine) == FULL
     assert "nothing is cached any more" not in engine.tail(1 << 20)
     engine.rpc("get_model")
-    assert hit(truth, engine) == 0, "whoever has the model may change it"
+    assert hit(truth, engine) == 0, "code that is given the model may change it"
     assert "get_model replaced its weights, or may have" in engine.tail(1 << 20)
 
 

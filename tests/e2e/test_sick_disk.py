@@ -6,6 +6,7 @@ Host memory serves on, saves into it go on, every token is right, the engine sto
 import subprocess
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -23,11 +24,12 @@ FULL_HIT = sum(full_blocks(r.num_prompt_tokens) for r in OLD)
 def disk(tmp_path: Path) -> Iterator[Ext4]:
     if not can_mount():
         pytest.skip("a file system can be mounted by root only, and needs loop devices")
-    try:
-        with mounted(tmp_path / "ext4") as ext4:
-            yield ext4
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no file system could be mounted here: {error}")
+    with ExitStack() as stack:
+        try:
+            ext4 = stack.enter_context(mounted(tmp_path / "ext4"))
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no file system could be mounted here: {error}")
+        yield ext4
 
 
 def ask(truth: Truth, engine: Engine, requests: list[Req]) -> int:

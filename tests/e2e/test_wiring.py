@@ -120,7 +120,7 @@ def test_a_bench_can_take_the_connector_away_and_put_it_back(
 
 
 def test_no_step_crosses_the_moment_when_a_connector_goes_or_comes(truth: Truth, start: Callable[..., Engine]) -> None:
-    """A step that does would be reported to nobody: its saves never end, and vLLM keeps its blocks for ever."""
+    """The report of a step that does would be lost: its saves never end, and vLLM keeps its blocks permanently."""
     engine = start(kv_transfer_config=kvloft(chunk_tokens=BLOCK), num_blocks=100, async_scheduling=True)
     num_free = engine.state()["free_blocks"]
 

@@ -1,7 +1,7 @@
 """A small random Llama made on the spot, two LoRA adapters for it, and a word-per-token tokenizer.
 
 The weights are scaled so that greedy output depends on the whole prompt through attention: a random model at the
-usual scales copies its last token for ever, and would hide a wrong page of KV. test_tiny.py proves the dependence.
+usual scales copies its last token permanently, and would hide a wrong page of KV. test_tiny.py proves the dependence.
 Must not know vLLM or kvloft.
 """
 

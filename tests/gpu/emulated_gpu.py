@@ -80,7 +80,7 @@ class Gpu:
                     return
                 before = self.num_run
                 self.advance(1)
-                assert self.num_run > before, "the GPU waits for something that nobody enqueued"
+                assert self.num_run > before, "the GPU waits for something that was not enqueued"
 
     def stop_forever(self) -> None:
         """A sticky error: what was enqueued never runs, and every call fails from now on."""
@@ -123,13 +123,13 @@ class Stream:
     copy_to_host = copy_to_device
 
     def copy_rows(
-        self, *, to: int, to_pitch: int, source: int, source_pitch: int, row_bytes: int, num_rows: int, to_host: bool
+        self, *, host: int, host_pitch: int, device: int, device_pitch: int, row_bytes: int, num_rows: int, to_host: bool
     ) -> None:
-        assert row_bytes <= min(to_pitch, source_pitch), "cuMemcpy2DAsync refuses rows wider than their pitch"
-        host, pitch = (to, to_pitch) if to_host else (source, source_pitch)
-        self.gpu.check_host(host, (num_rows - 1) * pitch + row_bytes)
+        assert row_bytes <= min(host_pitch, device_pitch), "cuMemcpy2DAsync refuses rows wider than their pitch"
+        self.gpu.check_host(host, (num_rows - 1) * host_pitch + row_bytes)
         for row in range(num_rows):
-            self.copy_to_device(to + row * to_pitch, source + row * source_pitch, row_bytes)
+            at = host + row * host_pitch, device + row * device_pitch
+            self.copy_to_device(*(at if to_host else at[::-1]), row_bytes)
 
     def copy_batch(self, to: Sequence[int], source: Sequence[int], num_bytes: Sequence[int]) -> None:
         copies = list(zip(to, source, num_bytes, strict=True))
@@ -154,7 +154,6 @@ class Event:
     def __init__(self, gpu: Gpu) -> None:
         self.gpu = gpu
         self.last: Record | None = None
-        self.raw = 0
 
     def record(self, stream: Stream) -> None:
         record = Record()
@@ -233,7 +232,7 @@ def fake_driver(gpu: Gpu) -> Any:
 class EmulatedKernels:
     """As kernels.Kernels, with nothing compiled."""
 
-    gather, scatter, tag = "gather", "scatter", "tag"
+    gather, scatter = "gather", "scatter"
     num_sms = 132
 
     def __init__(self, layout: PagedLayout, *_: object) -> None:
@@ -249,9 +248,9 @@ def emulated(seed: int = 0) -> Iterator[Gpu]:
     gpu = Gpu(seed)
     fake = fake_driver(gpu)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("mover", "saves", "loads", "shared", "lanes", "staging", "feeder", "pinning"):
+        for name in ("mover", "saves", "loads", "shared", "lanes", "feeder", "pinning"):
             patch.setattr(f"kvloft.transfer.cuda.{name}.driver", fake)
-        patch.setattr(mover_module, "_pci_bus_id", lambda _: "")
+        patch.setattr(mover_module, "numa_node_of", lambda _: None)
         patch.setattr(mover_module, "_current_stream", lambda _: gpu.compute.handle)
         patch.setattr(torch.cuda, "current_stream", lambda _=None: SimpleNamespace(cuda_stream=0, synchronize=lambda: None))
         patch.setattr(mover_module, "ramp", lambda chunks_per_piece, *_: tuple(range(1, chunks_per_piece)))  # as of large chunks

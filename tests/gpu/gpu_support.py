@@ -12,11 +12,10 @@ from batches import batch_of
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
-from kvloft.transfer.cuda.frame_memory import FrameMemory
 from kvloft.transfer.cuda.kernels import Kernels
 from kvloft.transfer.cuda.lanes import Tuning
 from kvloft.transfer.cuda.mover import CudaMover
-from kvloft.transfer.cuda.staging import RingSize
+from kvloft.transfer.frames import FrameMemory
 from kvloft.transfer.layout import PagedLayout, Plane
 from kvloft.transfer.mover import Finished
 
@@ -119,12 +118,15 @@ def part_bytes_for(payload: int) -> int:
     return -(-(payload + 128) // 4096) * 4096
 
 
-def make_mover(paged: Paged, frames: Frames, blocks_per_chunk: int, *, gathers_first: bool = False, **tuning: object) -> CudaMover:
+def make_mover(
+    paged: Paged, frames: Frames, blocks_per_chunk: int, *, gathers_first: bool = False, ring: tuple[int, int] = (2, 1 << 20),
+    num_ctas: int = 66,
+) -> CudaMover:  # fmt: skip
+    """``ring``: staging slots, and bytes of each."""
     layout = paged.layout()
     kernels = make_kernels(layout)
-    tuning.setdefault("ring", RingSize(2, 1 << 20))
     mover = CudaMover(
-        layout, frames.memory, kernels, blocks_per_chunk=blocks_per_chunk, tuning=Tuning(**tuning),  # type: ignore[arg-type]
+        layout, frames.memory, kernels, blocks_per_chunk=blocks_per_chunk, tuning=Tuning(*ring, num_ctas),
         gathers_first=gathers_first,
     )  # fmt: skip
     mover.wait_pinned()

@@ -1,4 +1,4 @@
-"""Feeders alone, on the emulated GPU: what nobody polls for is sent all the same, and lands where it belongs. Needs no GPU."""
+"""Feeders alone, on the emulated GPU: what is not polled for is sent all the same, and lands where it belongs. Needs no GPU."""
 
 import os
 import queue
@@ -23,9 +23,9 @@ from gpu_support import Frames, copies_of, make_mover, part_bytes_for, per_layer
 from kvloft.seam.ids import BlockId, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import jobs
+from kvloft.transfer.cuda.lanes import Sent
 from kvloft.transfer.cuda.pieces import Piece
 from kvloft.transfer.cuda.shared import NUM_MARKS
-from kvloft.transfer.cuda.staging import RingSize
 
 DEADLINE_S = 20.0 * float(os.environ.get("TEST_PACE", "1"))
 BLOCKS = 300
@@ -41,7 +41,7 @@ def until(condition: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("num_chunks", "num_slots", "slot_pages"), [(1, 2, 1), (2, 1, 5), (127, 2, 40), (128, 3, 5), (129, 2, 200)]
 )
-def test_feeders_send_what_nobody_polls_for(
+def test_feeders_send_what_is_not_polled_for(
     num_chunks: int, num_slots: int, slot_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 2)
@@ -51,7 +51,7 @@ def test_feeders_send_what_nobody_polls_for(
         paged.randomize(num_chunks)
         before = paged.snapshot()
         frames = Frames(BLOCKS, part_bytes_for(paged.block_bytes))
-        mover = make_mover(paged, frames, 1, ring=RingSize(num_slots, slot_pages * 4096))
+        mover = make_mover(paged, frames, 1, ring=(num_slots, slot_pages * 4096))
         mover.wait_pinned()
         sources, targets = chance.sample(range(150), num_chunks), chance.sample(range(150, BLOCKS), num_chunks)
         copies = copies_of(chance.sample(range(BLOCKS), num_chunks), [[block] for block in sources])
@@ -79,21 +79,21 @@ def test_feeders_send_what_nobody_polls_for(
 
 
 def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or whoever asks then, a bench, takes a copy for done whose last piece has not begun."""
+    """Or a caller that asks then, a bench, takes a copy for done whose last piece has not begun."""
     monkeypatch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", 1)
     is_at_last, may_send = threading.Event(), threading.Event()
     with emulated(7):
         paged = per_layer(2, BLOCKS, 900)
-        mover = make_mover(paged, Frames(BLOCKS, part_bytes_for(paged.block_bytes)), 1, ring=RingSize(2, 4096))
+        mover = make_mover(paged, Frames(BLOCKS, part_bytes_for(paged.block_bytes)), 1, ring=(2, 4096))
         mover.wait_pinned()
         copies = copies_of(list(range(20)), [[block] for block in range(20)])
         submit = mover.saves.submit
 
-        def slow(piece: Piece) -> int:
-            if threading.current_thread() is not threading.main_thread() and not mover._saves.flights.queued:
+        def slow(piece: Piece, **more: bool) -> Sent:
+            if threading.current_thread() is not threading.main_thread() and not mover._saves.queued:
                 is_at_last.set()
                 assert may_send.wait(DEADLINE_S)
-            return submit(piece)
+            return submit(piece, **more)
 
         monkeypatch.setattr(mover.saves, "submit", slow)
         mover.begin_step(())

@@ -25,7 +25,6 @@ from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda.driver import CudaError
-from kvloft.transfer.cuda.staging import RingSize
 
 
 @pytest.fixture(autouse=True)
@@ -54,7 +53,7 @@ def test_nothing_is_written_behind_a_payload(num_ranks: int, monkeypatch: pytest
     paged = per_layer(2, 300, 900)
     paged.randomize(7)
     frames = Frames(60, part_bytes_for(paged.block_bytes * 3), num_ranks - 1, num_ranks)
-    mover = make_mover(paged, frames, 3, ring=RingSize(2, 6 * 8192))
+    mover = make_mover(paged, frames, 3, ring=(2, 6 * 8192))
     lengths = [3] * 20 + [1, 3, 2, 2, 1, 3, 3, 1, 2] * 4
     blocks = iter(range(300))
     copies = copies_of(range(len(lengths)), [[next(blocks) for _ in range(n)] for n in lengths])
@@ -113,7 +112,7 @@ def test_one_failed_call_is_told_once_and_nothing_is_written_after(seed: int, fa
         paged.randomize(1)
         frames = Frames(60, part_bytes_for(paged.block_bytes))
         patch.setattr("kvloft.transfer.cuda.mover.SLOTS_AHEAD", chance.choice([1, 2, 8]))
-        mover = make_mover(paged, frames, 1, ring=RingSize(2, chance.choice([1, 3]) * 4096))
+        mover = make_mover(paged, frames, 1, ring=(2, chance.choice([1, 3]) * 4096))
         old = copies_of(range(10), [[block] for block in range(10)])
         assert len(save(mover, old).saved) == 10
         before, calls, enqueue = paged.snapshot(), count(1), Stream.enqueue
@@ -162,7 +161,7 @@ def test_a_load_is_behind_until_its_last_piece_is_sent(gpu: Gpu, monkeypatch: py
     paged = per_layer(3, 40, 8192)
     paged.randomize(5)
     frames = Frames(8, part_bytes_for(paged.block_bytes * 4))
-    mover = make_mover(paged, frames, 4, ring=RingSize(2, 4 * 4096))
+    mover = make_mover(paged, frames, 4, ring=(2, 4 * 4096))
     copies = copies_of([2], [[3, 4, 5, 6]])
     assert len(save(mover, copies).saved) == 1
     monkeypatch.setattr(Event, "is_done", lambda self: self.last is None or self.last.is_done)

@@ -25,7 +25,6 @@ from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import mover as mover_module
 from kvloft.transfer.cuda import pinning
 from kvloft.transfer.cuda.mover import CudaMover
-from kvloft.transfer.cuda.staging import RingSize
 
 BLOCKS = 60
 
@@ -93,7 +92,7 @@ def make_rig(patch: pytest.MonkeyPatch, *, gathers_first: bool = False, num_rank
     paged = per_layer(2, BLOCKS, 900)
     paged.randomize(1)
     frames = Frames(BLOCKS, part_bytes_for(paged.block_bytes), num_ranks=num_ranks)
-    mover = make_mover(paged, frames, 1, gathers_first=gathers_first, ring=RingSize(2, 3 * 4096))
+    mover = make_mover(paged, frames, 1, gathers_first=gathers_first, ring=(2, 3 * 4096))
     pins = mover._shared.pinned
     assert isinstance(pins, Pins)
     return Rig(paged, frames, mover, pins)
@@ -177,7 +176,7 @@ def test_loads_go_by_dma_where_their_frames_are_pinned(rig: Rig, monkeypatch: py
     told: list[tuple[int, bool]] = []
     submit = rig.mover.loads.submit
 
-    def noted(piece: Any, *, is_pinned: bool) -> int:
+    def noted(piece: Any, *, is_pinned: bool) -> Any:
         told.append((max(run.frame + run.num_rows for run in piece.runs), is_pinned))
         return submit(piece, is_pinned=is_pinned)
 

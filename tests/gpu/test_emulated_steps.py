@@ -27,14 +27,14 @@ from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import mover as mover_module
-from kvloft.transfer.cuda.staging import RingSize
+from kvloft.transfer.cuda.trailers import trailers_of
 from kvloft.transfer.mover import Finished
 
 NUM_BLOCKS, NUM_FRAMES, CHUNK = 23, 61, 3
 SHAPES = {
-    "chunks share a piece": (37, {"ring": RingSize(2, 2 * 4096)}),
-    "a chunk takes many pieces": (4099, {"ring": RingSize(2, 12 << 10)}),
-    "three slots": (37, {"ring": RingSize(3, 3 * 4096)}),
+    "chunks share a piece": (37, {"ring": (2, 2 * 4096)}),
+    "a chunk takes many pieces": (4099, {"ring": (2, 12 << 10)}),
+    "three slots": (37, {"ring": (3, 3 * 4096)}),
 }
 
 
@@ -77,7 +77,7 @@ class Steps(RuleBasedStateMachine):
         self.mover = make_mover(self.paged, self.frames, CHUNK, gathers_first=zeroes, **tuning)
         self.buffers = [buffer.numpy() for buffer in self.paged.buffers]
         self.random = np.random.default_rng(seed)
-        self.held: dict[int, np.ndarray | None] = dict.fromkeys(range(NUM_BLOCKS))  # None: nobody may rely on it
+        self.held: dict[int, np.ndarray | None] = dict.fromkeys(range(NUM_BLOCKS))  # None: not to be relied on
         self.free = set(range(NUM_FRAMES))
         self.unsaved: dict[int, Saved] = {}
         self.saved: list[Saved] = []
@@ -264,7 +264,7 @@ class Steps(RuleBasedStateMachine):
                 self.held.update(zip(blocks, wanted.payload.reshape(len(blocks), -1), strict=True))
         for ticket in done.failed:
             self.free.add(self.unsaved.pop(ticket).frame)
-        trailers = self.frames.memory.trailers()
+        trailers = trailers_of(self.frames.memory)
         for ticket in done.saved:
             saved = self.unsaved.pop(ticket)
             assert np.array_equal(self.frames.parts[saved.frame, : len(saved.payload)], saved.payload), "saved something else"

@@ -33,7 +33,7 @@ class Lane:
     def awaited(self) -> "Lane | None":
         return self if self.queued else None
 
-    def send(self) -> None:
+    def feed(self) -> None:
         assert self.lock.acquire(blocking=False), "called without the lock"
         self.lock.release()
         self.queued -= 1
@@ -46,13 +46,15 @@ class Lane:
 
 
 @pytest.fixture
-def lane() -> Lane:
+def lane(monkeypatch: pytest.MonkeyPatch) -> Lane:
+    monkeypatch.setattr(driver, "current_context", lambda: None)
+    monkeypatch.setattr(driver, "use_context", lambda _: None)
     return Lane()
 
 
 @pytest.fixture
 def feeder(lane: Lane) -> Iterator[Feeder]:
-    feeder = Feeder("test", lane.lock, None, awaited=lane.awaited, send=lane.send)  # type: ignore[arg-type]
+    feeder = Feeder("test", lane.lock, lane)  # type: ignore[arg-type]
     yield feeder
     lane.passed.release(100)
     feeder.close()
@@ -86,9 +88,9 @@ def test_an_event_that_fails_is_left_to_the_sender(lane: Lane, feeder: Feeder) -
 
 
 def test_close_ends_a_thread_that_sleeps_and_one_that_waits(lane: Lane) -> None:
-    feeder = Feeder("asleep", lane.lock, None, awaited=lane.awaited, send=lane.send)  # type: ignore[arg-type]
+    feeder = Feeder("asleep", lane.lock, lane)  # type: ignore[arg-type]
     feeder.close()
-    feeder = Feeder("waiting", lane.lock, None, awaited=lane.awaited, send=lane.send)  # type: ignore[arg-type]
+    feeder = Feeder("waiting", lane.lock, lane)  # type: ignore[arg-type]
     lane.queue(feeder, 5)
     assert lane.waiting.acquire(timeout=WAIT_S)
     threading.Timer(0.05, lane.passed.release).start()

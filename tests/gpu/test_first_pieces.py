@@ -1,4 +1,4 @@
-"""Pieces of a save or a load that begin on an idle link are small at first, whoever's chunks are in them. Needs no GPU."""
+"""Pieces of a save or a load that begin on an idle link are small at first, for any request. Needs no GPU."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -23,9 +23,9 @@ from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import jobs
 from kvloft.transfer.cuda import mover as mover_module
 from kvloft.transfer.cuda import saves as saves_module
-from kvloft.transfer.cuda.jobs import Load, Mark, QueuedLoad
+from kvloft.transfer.cuda.jobs import Load, Mark
 from kvloft.transfer.cuda.mover import CudaMover
-from kvloft.transfer.cuda.staging import RingSize
+from kvloft.transfer.cuda.shared import NUM_MARKS
 
 PER_PIECE, BLOCKS = 6, 120
 
@@ -39,7 +39,7 @@ class Rig:
         self.paged: Paged = per_layer(2, BLOCKS, 900)
         self.paged.randomize(1)
         frames = Frames(BLOCKS, part_bytes_for(self.paged.block_bytes))
-        self.mover: CudaMover = make_mover(self.paged, frames, 1, ring=RingSize(2, PER_PIECE * 4096))
+        self.mover: CudaMover = make_mover(self.paged, frames, 1, ring=(2, PER_PIECE * 4096))
         self.sizes: list[int] = []
         for lane in (self.mover.saves, self.mover.loads):
             patch.setattr(lane, "submit", self.noted(lane.submit))
@@ -110,7 +110,7 @@ def test_saves_begin_with_few_chunks_on_an_idle_link_only(rig: Rig) -> None:
         ([1, 1, 1, 1, 1, 2], [2, 5]),
     ],
 )
-def test_loads_begin_with_few_chunks_whosever_they_are(rig: Rig, counts: list[int], sizes: list[int]) -> None:
+def test_loads_begin_with_few_chunks_of_any_request(rig: Rig, counts: list[int], sizes: list[int]) -> None:
     save(rig.mover, copies_of(range(60), [[block] for block in range(60)]))
     rig.sent()
     for _ in range(2):  # the second time the link is idle again
@@ -144,7 +144,7 @@ def test_saves_that_are_not_taken_are_told_each_once(rig: Rig, monkeypatch: pyte
         patch.setattr(rig.mover._shared, "pinned", SimpleNamespace(is_complete=False, is_over=True, num_pinned_bytes=7 * part))
         rig.mover.submit_saves([plan])
         done = rig.mover.drain()
-    assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 8)), list(range(8, 21)))
+    assert (sorted(done.saved), sorted(done.failed)) == (list(range(1, 6)), list(range(6, 21))), "pieces of pinned frames only"
     rig.mover._break("as the test wanted it")
     rig.mover.submit_saves([plan])
     assert (done := rig.mover.drain()).saved == [] and sorted(done.failed) == list(range(1, 21))
@@ -165,16 +165,15 @@ def test_a_load_that_cannot_be_made_takes_no_other_with_it(rig: Rig) -> None:
     assert done.bad_blocks == {72, 10**6, BLOCKS}
     assert torch.equal(rig.paged.payload([70, 71, 74, 75]), rig.paged.payload([0, 1, 4, 5]))
     rig.mover.begin_step(())
-    assert all(not mark.users for mark in rig.mover._shared.spare_marks)
+    assert len(rig.mover._shared.spare_marks) >= NUM_MARKS, "marks leak"
 
 
 def test_what_other_steps_load_makes_no_first_piece_small(rig: Rig) -> None:
     """Their chunks cannot be in it."""
-    loads = [Load(LoadPlan(ReqId("l"), i, batch_of(copies_of(range(4), [[0]] * 4))), 4, []) for i in range(2)]
-    for load_ in loads:
-        mark = Mark(mover_module.driver.Event(), users=1)
-        rig.mover._loads.waiting.append(QueuedLoad(load_, load_.plan.chunks, mark))
-    taken, owners, _ = rig.mover._loads._take()
+    plans = [LoadPlan(ReqId("l"), i, batch_of(copies_of(range(4), [[0]] * 4))) for i in range(2)]
+    loads = [Load(plan, Mark(mover_module.driver.Event(), []), 4) for plan in plans]
+    rig.mover._loads.waiting.extend(loads)
+    taken, _, owners = rig.mover._loads._take()
     assert len(taken) == 4 and owners == [(loads[0], 4)]
     rig.mover._loads.waiting.clear()
 
@@ -192,7 +191,7 @@ def test_nothing_is_sorted_before_the_first_piece_is_out() -> None:
             return found
 
     batch, copies = batch_of(copies_of(range(100), [[0]] * 100)), Watched()
-    waiting = QueuedLoad(Load(LoadPlan(ReqId("l"), 0), 100, []), copies, Mark(event=None))  # type: ignore[arg-type]
+    waiting = Load(LoadPlan(ReqId("l"), 0, copies), None, 100)  # type: ignore[arg-type]
     for room in (2, 4):
         waiting.take(room, per_piece=PER_PIECE, is_last=True)
         assert Watched.longest == room
@@ -214,7 +213,7 @@ def test_loads_behind_others_that_still_run_are_full_pieces(rig: Rig) -> None:
 )  # fmt: skip
 def test_a_load_hands_out_each_chunk_once_in_the_order_of_frames(num: int, per_piece: int, rooms: list[int], seed: Any) -> None:
     copies = copies_of(seed.sample(range(1000), num), [[0]] * num)
-    waiting = QueuedLoad(Load(LoadPlan(ReqId("l"), 0), num, []), batch_of(copies), Mark(event=None))  # type: ignore[arg-type]
+    waiting = Load(LoadPlan(ReqId("l"), 0, batch_of(copies)), None, num)
     handed: list[ChunkCopy] = []
     while waiting.num_left:
         room = min(rooms[len(handed) % len(rooms)], per_piece)
@@ -236,6 +235,5 @@ def test_the_compute_stream_is_the_one_that_is_current_now(gpu: Gpu, monkeypatch
         for handle in (7, 9, 9, 7):
             patch.setattr(mover_module, "_current_stream", lambda _, handle=handle: handle)
             assert mover._compute().handle == handle
-    mover._compute_stream = gpu.compute  # type: ignore[assignment]
     assert not load(mover, ()).bad_blocks
     mover.close()

@@ -28,7 +28,7 @@ from kernels_oracle import chunk_tag
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
-from kvloft.transfer.cuda.staging import RingSize
+from kvloft.transfer.cuda.trailers import trailers_of
 
 LAYOUTS = {
     "per_layer_16": lambda: per_layer(5, 37, 4096 * 3),
@@ -44,9 +44,9 @@ LAYOUTS = {
     "two_mebibytes": lambda: block_outermost(1, 11, 2 << 20),
 }
 ROUTES = {
-    "staged": {"ring": RingSize(2, 1 << 20)},
-    "one_slot": {"ring": RingSize(1, 256 << 10)},
-    "few_ctas": {"num_ctas": 3, "ring": RingSize(3, 300 << 10)},
+    "staged": {"ring": (2, 1 << 20)},
+    "one_slot": {"ring": (1, 256 << 10)},
+    "few_ctas": {"num_ctas": 3, "ring": (3, 300 << 10)},
 }
 
 
@@ -80,13 +80,13 @@ def test_round_trip_is_bitwise(layout: str, route: str, blocks_per_chunk: int) -
         copies = copies_of(places, chunks)
         done = save(mover, copies)
         assert sorted(done.saved) == [copy.ticket for copy in copies] and not done.failed
-        trailers = frames.memory.trailers()
+        trailers = trailers_of(frames.memory)
         for frame, blocks in zip(places, chunks, strict=True):
             want = paged.payload(blocks).cpu().numpy()
             assert np.array_equal(frames.parts[frame, : len(want)], want)
             assert int(trailers[frame]["tag"]) == chunk_tag(want, page_bytes, len(blocks))
         for frame in set(range(num_frames)) - set(places):
-            assert (frames.raw[frame] == POISON).all(), "a frame nobody asked for was written"
+            assert (frames.raw[frame] == POISON).all(), "a frame that was not asked for was written"
         for now, then in zip(paged.buffers, before, strict=True):
             assert torch.equal(now, then), "a save changed its source"
         check_load(paged, mover, copies, before, seed)
@@ -159,7 +159,7 @@ def test_save_reads_after_the_forward_and_before_the_next_writer() -> None:
     """The compute stream is kept busy, so that a gather that did not wait, or a writer that did not, would show."""
     paged = block_outermost(4, 64, 64 << 10)
     frames = Frames(64, part_bytes_for(paged.block_bytes))
-    mover = make_mover(paged, frames, 1, ring=RingSize(2, 256 << 10))
+    mover = make_mover(paged, frames, 1, ring=(2, 256 << 10))
     big = torch.randn(4096, 4096, device="cuda")
     for seed in range(4):
         paged.poison()
@@ -205,7 +205,7 @@ def test_loads_follow_saves_of_the_same_blocks() -> None:
     """A block saved for one owner and loaded for the next, with no host wait between."""
     paged = block_outermost(2, 64, 256 << 10)
     frames = Frames(128, part_bytes_for(paged.block_bytes))
-    mover = make_mover(paged, frames, 1, ring=RingSize(2, 1 << 20))
+    mover = make_mover(paged, frames, 1, ring=(2, 1 << 20))
     paged.randomize(3)
     first = paged.buffers[0].clone()
     mine = copies_of(list(range(64)), [[b] for b in range(64)])
@@ -246,11 +246,11 @@ def test_frames_not_pinned_yet_are_loaded_and_not_saved_to(monkeypatch: pytest.M
     paged.randomize()
     before = paged.snapshot()
     copies = copies_of(random.Random(4).sample(range(40), 30), [[block] for block in range(30)])
-    mover = make_mover(paged, frames, 1, ring=RingSize(2, 256 << 10))
+    mover = make_mover(paged, frames, 1, ring=(2, 256 << 10))
     save(mover, copies)
     mover.close()
     monkeypatch.setattr("kvloft.transfer.cuda.mover.PinnedRange", NothingPinned)
-    mover = make_mover(paged, frames, 1, ring=RingSize(2, 256 << 10))
+    mover = make_mover(paged, frames, 1, ring=(2, 256 << 10))
     check_load(paged, mover, copies, before, seed=5)
     held = frames.raw.copy()
     done = save(mover, copies)
@@ -262,7 +262,7 @@ def test_frames_not_pinned_yet_are_loaded_and_not_saved_to(monkeypatch: pytest.M
 def test_every_ticket_and_load_comes_back_once() -> None:
     paged = per_layer(2, 600, 512)
     frames = Frames(600, part_bytes_for(paged.block_bytes))
-    mover = make_mover(paged, frames, 1, ring=RingSize(2, 256 << 10))
+    mover = make_mover(paged, frames, 1, ring=(2, 256 << 10))
     paged.randomize()
     saved, failed, loads = [], [], []
 

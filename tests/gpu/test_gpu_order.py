@@ -17,10 +17,9 @@ from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda.mover import SLOTS_AHEAD, CudaMover
-from kvloft.transfer.cuda.staging import RingSize
 from kvloft.transfer.mover import Finished
 
-RING = RingSize(2, 1 << 20)
+RING = (2, 1 << 20)
 BLOCKS = 64
 DEADLINE_S = 30.0
 LONG_CYCLES = 4_000_000_000
@@ -75,9 +74,9 @@ def test_few_bytes_are_on_the_gpu_at_a_time(verb: str) -> None:
     else:
         mover.submit_loads([LoadPlan(ReqId("r"), 1, batch_of(copies))])
     time.sleep(0.05)
-    flying = sum(flight.piece.num_bytes for half in (mover._saves, mover._loads) for flight in half.flights.flying)
+    flying = sum(flight.piece.num_bytes for half in (mover._saves, mover._loads) for flight in half.flying)
     assert not gate.query(), "the GPU was to be busy"
-    assert 0 < flying <= SLOTS_AHEAD * RING.slot_bytes < BLOCKS * paged.block_bytes
+    assert 0 < flying <= SLOTS_AHEAD * RING[1] < BLOCKS * paged.block_bytes
     done = mover.drain()
     assert len(done.saved) == (BLOCKS if verb == "save" else 0) and not done.bad_blocks
     mover.close()

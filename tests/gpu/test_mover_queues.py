@@ -1,5 +1,6 @@
 """What of saves and loads is on the GPU when, with lanes whose pieces a test lets finish. Needs no GPU."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +19,11 @@ from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import mover as mover_module
-from kvloft.transfer.cuda.frame_memory import FrameMemory, Trailers
 from kvloft.transfer.cuda.kernels import BlockTiles
 from kvloft.transfer.cuda.lanes import MAX_PIECES, Tuning
 from kvloft.transfer.cuda.mover import SLOTS_AHEAD, CudaMover
-from kvloft.transfer.cuda.staging import RingSize
+from kvloft.transfer.cuda.trailers import Trailers
+from kvloft.transfer.frames import FrameMemory
 
 NUM_BLOCKS, NUM_FRAMES, PART, BLOCK_BYTES, CHUNKS_A_SLOT = 40, 4000, 4096, 3800, 3
 LOADED = 64
@@ -41,41 +42,40 @@ class Clock:
         return event
 
 
+@dataclass
+class Gathered:
+    """The event behind a gather."""
+
+    number: int
+
+
 class Lane:
     """Pieces are done when `finish` says so; a chunk's tag is its frame's number."""
 
     def __init__(self, clock: Clock, name: str) -> None:
         self.clock, self.name = clock, name
-        self.kernel_stream: Any = SimpleNamespace(wait=lambda event: clock.log.append((name, "after", event.at)))
+        self.kernel_stream: Any = SimpleNamespace(wait=self.kernel_waits)
         self.pieces: list[Any] = []
         self.num_done = 0
         self.before_submit: Any = None
 
-    def is_full(self, num_flying: int) -> bool:
-        return num_flying >= MAX_PIECES
+    def kernel_waits(self, event: Any) -> None:
+        if isinstance(event, Gathered):
+            self.clock.log.append(("wait", self.kernel_stream, event.number))
+        else:
+            self.clock.log.append((self.name, "after", event.at))
 
-    def submit(self, piece: Any, *, is_pinned: bool = True) -> int:
-        self.pieces.append((piece, np.array(frames_of(piece), np.uint64)))
-        self.clock.log.append((self.name, "piece", len(self.pieces) - 1))
+    def submit(self, piece: Any, *, is_pinned: bool = True) -> Any:
+        number, tags = len(self.pieces), np.array(frames_of(piece), np.uint64)
+        self.pieces.append((piece, tags))
+        self.clock.log.append((self.name, "piece", number))
         if self.before_submit is not None:
             self.before_submit(piece)
-        return len(self.pieces) - 1
+        done = SimpleNamespace(is_done=lambda: number < self.num_done, synchronize=lambda: self.finish(number))
+        return SimpleNamespace(read=Gathered(number), done=done, tags=tags)
 
-    def is_done(self, ticket: int) -> bool:
-        return ticket < self.num_done
-
-    def wait_for(self, ticket: int) -> None:
-        self.num_done = max(self.num_done, ticket + 1)
-
-    def done_event(self, ticket: int) -> int:
-        return ticket
-
-    def take_tags(self, ticket: int, num_segments: int) -> Any:
-        return self.pieces[ticket][1]
-
-    def order_after_gather(self, stream: Any, ticket: int) -> None:
-        assert ticket < len(self.pieces), "waits for a gather that was never sent"
-        self.clock.log.append(("wait", stream, ticket))
+    def finish(self, number: int) -> None:
+        self.num_done = max(self.num_done, number + 1)
 
     def stop(self) -> None: ...
 
@@ -87,11 +87,12 @@ class Queues(RuleBasedStateMachine):
         super().__init__()
         self.clock = Clock()
         self.patch = pytest.MonkeyPatch()
-        lanes = iter([Lane(self.clock, "save"), Lane(self.clock, "load")])
+        compute = SimpleNamespace(wait=lambda event: self.clock.log.append(("wait", compute, event.number)))
+        self.compute = compute
         pinned = SimpleNamespace(is_complete=True, close=lambda: None)
         for name, value in {
-            "SaveLane": lambda *_: next(lanes), "LoadLane": lambda *_: next(lanes), "PinnedRange": lambda *_, **__: pinned,
-            "numa_node_of": lambda _: 0, "_pci_bus_id": lambda _: "",
+            "Lane": lambda *_, to_host: Lane(self.clock, "save" if to_host else "load"), "PinnedRange": lambda *_, **__: pinned,
+            "numa_node_of": lambda _: 0,
             "Feeder": lambda *_, **__: SimpleNamespace(wake=lambda: None),
         }.items():  # fmt: skip
             self.patch.setattr(mover_module, name, value)
@@ -100,7 +101,7 @@ class Queues(RuleBasedStateMachine):
         )
         for module in ("mover", "saves", "loads", "shared"):
             self.patch.setattr(f"kvloft.transfer.cuda.{module}.driver", driver)
-        self.patch.setattr(CudaMover, "_compute", lambda _: "compute")
+        self.patch.setattr(CudaMover, "_compute", lambda _: compute)
         self.patch.setattr(mover_module, "_current_stream", lambda _: 0)
         self.patch.setattr(mover_module, "ramp", lambda chunks_per_piece, *_: tuple(range(1, chunks_per_piece)))
         self.raw = np.zeros((NUM_FRAMES, PART), np.uint8)
@@ -109,7 +110,7 @@ class Queues(RuleBasedStateMachine):
         kernels: Any = SimpleNamespace(
             block_tiles=BlockTiles(BLOCK_BYTES, 1, np.zeros(1, dtype=np.int64)), tiles=SimpleNamespace(device=None)
         )
-        tuning = Tuning(RingSize(2, CHUNKS_A_SLOT * PART))
+        tuning = Tuning(2, CHUNKS_A_SLOT * PART)
         self.mover = CudaMover(layout, memory, kernels, blocks_per_chunk=1, tuning=tuning)
         self.mover.loads.before_submit = self.load_is_sent  # type: ignore[attr-defined]
         frames = np.arange(LOADED)
@@ -160,7 +161,7 @@ class Queues(RuleBasedStateMachine):
         self.mover.begin_step([BlockId(block) for block in rewritten], has_loads=num_loads > 0)
         sent = self.sent_saves()
         assert read - set(self.mover._shared.done.failed) <= sent, "a forward may write what a save not sent yet has to read"
-        self.check_awaited("compute", set(rewritten))
+        self.check_awaited(self.compute, set(rewritten))
         num_forwards = sum(entry[0] == "forward" for entry in self.clock.log)
         forward_is_first = seed.random() < 0.5  # vLLM submits loads before the forward up to 0.29, after it since 0.30
         if forward_is_first:
@@ -199,17 +200,17 @@ class Queues(RuleBasedStateMachine):
     def feeders_run(self) -> None:
         for half in (self.mover._saves, self.mover._loads):
             if half.awaited() is not None:
-                half.flights.lane.num_done += 1  # type: ignore[union-attr]
+                half.lane.num_done += 1  # type: ignore[union-attr]
                 half.feed()
 
     @invariant()
     def few_pieces_are_ahead_of_the_link(self) -> None:
-        for flights in (self.mover._saves.flights, self.mover._loads.flights):
-            num_bytes = sum(flight.piece.num_bytes for flight in flights.flying)
-            assert num_bytes == flights.num_bytes
-            if flights.lane is self.mover.loads:
+        for half in (self.mover._saves, self.mover._loads):
+            num_bytes = sum(flight.piece.num_bytes for flight in half.flying)
+            assert num_bytes == half.num_bytes
+            if half.lane is self.mover.loads:
                 assert num_bytes <= SLOTS_AHEAD * CHUNKS_A_SLOT * PART
-            assert len(flights.flying) + len(flights.queued) <= MAX_PIECES
+            assert len(half.flying) + len(half.queued) <= MAX_PIECES
 
     @invariant()
     def it_is_behind_until_everything_was_sent(self) -> None:

@@ -8,7 +8,8 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
-from kvloft.transfer.cuda.frame_memory import FrameMemory, Trailers
+from kvloft.transfer.cuda.trailers import Trailers
+from kvloft.transfer.frames import FrameMemory
 
 PART, FRAMES, BLOCK = 8192, 6, 1000
 
@@ -40,10 +41,10 @@ def test_each_wrong_field_has_its_name() -> None:
     every = np.arange(FRAMES)
     keys, blocks = [bytes([i]) * 32 for i in range(FRAMES)], np.full(FRAMES, 2)
     trailers.seal(every, b"".join(keys), np.zeros(FRAMES, np.uint64), blocks)
-    assert trailers.problems(trailers.read(every), b"".join(keys), blocks) == {}
+    assert trailers.read(every, b"".join(keys), blocks)[1] == {}
     for frame, at in ((0, 0), (1, 8), (2, 40), (3, 80), (4, 88), (5, 92)):
         raw[frame, 0, PART - 128 + at] ^= 1
-    found = trailers.problems(trailers.read(every), b"".join(keys), blocks)
+    _, found = trailers.read(every, b"".join(keys), blocks)
     assert found == {0: "unsealed", 1: "key", 2: "layout", 3: "shape", 4: "shape", 5: "shape"}
 
 
@@ -65,8 +66,8 @@ def test_rust_and_numpy_read_each_others_trailers() -> None:
     shape = {"offset": 0, "part_bytes": PART, "layout": b"L" * 32, "page_bytes": [600, 400], "rank": 0}
     tag = chunk_tag(raw[2, : 3 * BLOCK], [600, 400], 3)
     trailers.seal(np.array([2]), b"k" * 32, np.array([tag], dtype=np.uint64), np.array([3]))
-    assert arena.check(2, key=b"k" * 32, num_blocks=3, **shape) is None
-    assert arena.seal(4, key=b"q" * 32, num_blocks=3, **shape) == chunk_tag(raw[4, : 3 * BLOCK], [600, 400], 3)
-    rows = trailers.read(np.array([4]))
-    assert trailers.problems(rows, b"q" * 32, np.array([3])) == {}
+    assert arena.check(2, {**shape, "key": b"k" * 32, "num_blocks": 3}) is None
+    assert arena.seal(4, {**shape, "key": b"q" * 32, "num_blocks": 3}) == chunk_tag(raw[4, : 3 * BLOCK], [600, 400], 3)
+    tags, problems = trailers.read(np.array([4]), b"q" * 32, np.array([3]))
+    assert problems == {} and tags[0] == chunk_tag(raw[4, : 3 * BLOCK], [600, 400], 3)
     os.close(fd)

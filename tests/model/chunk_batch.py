@@ -3,6 +3,7 @@ and of what `_core.Session` counts. It must not import kvloft.
 """
 
 import struct
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -52,9 +53,6 @@ class Chunks(tuple[Chunk, ...]):
 
     def by_frame(self) -> "Chunks":
         return Chunks(sorted(self, key=lambda chunk: chunk.frame))
-
-    def take(self, positions: Sequence[int]) -> "Chunks":
-        return Chunks(self[at] for at in positions)
 
 
 def chunks_to_load(
@@ -121,7 +119,7 @@ class InFlight:
         return sorted(read) if blocks is None else [block for block in blocks if block in read]
 
 
-class Session:
+class Session(ABC):
     """What both stores of `tests/` share: the session over a store that can reserve rows, commit, abort, discard and forget."""
 
     in_flight: InFlight
@@ -167,20 +165,20 @@ class Session:
         self.in_flight.failed |= self.in_flight.left.keys()
         self.forget_everything()
 
+    @abstractmethod
     def reserve_rows(
         self, chain: Any, start: int, stop: int, tail_blocks: int = 0
     ) -> tuple[list[tuple[int, int, bytes, int, int]], int]:
         """[(ticket, frame, key, first block, number of blocks)], and how many chunks could not be had."""
-        raise NotImplementedError
 
-    def commit_tickets(self, tickets: Sequence[int]) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def commit_tickets(self, tickets: Sequence[int]) -> int: ...
 
-    def abort_tickets(self, tickets: Sequence[int]) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def abort_tickets(self, tickets: Sequence[int]) -> None: ...
 
-    def discard(self, keys: Sequence[bytes]) -> int:
-        raise NotImplementedError
+    @abstractmethod
+    def discard(self, keys: Sequence[bytes]) -> int: ...
 
-    def forget_everything(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def forget_everything(self) -> None: ...

@@ -336,7 +336,7 @@ class ModelStore(Session):
         self.free_if_done(entry)
 
     def free_if_done(self, entry: Entry, force: bool = False) -> None:
-        """Give back the frame of a forgotten entry that nobody pins, writes or reads into."""
+        """Give back the frame of a forgotten entry that is not pinned, written or read into."""
         busy = entry.pins or (entry.state == "reserved" and not force) or entry.state == "reading"
         if entry.gone and entry.frame is not None and not busy:
             self._hidden.discard(entry.frame)

@@ -65,8 +65,10 @@ def check_held(engine: Any) -> None:
     leases = sum(tracker.lease is not None for tracker in engine.core._trackers.values())
     assert len(engine.store.open_leases) <= leases + len(engine.core._loads), "I5: a lease without an owner"
     queue = engine.core._queue
-    assert queue.leased.keys() == {t.req_id for t in engine.core._trackers.values() if t.lease is not None}
-    assert (queue.waiting.num_chunks == 0) == (not queue.leased)
+    waiting = {tracker.lease for tracker in engine.core._trackers.values() if tracker.lease is not None}
+    assert queue.waiting.leases.keys() == waiting
+    assert all(lease.tracker.lease is lease for lease in waiting)
+    assert (queue.waiting.num_chunks == 0) == (not waiting)
     assert set(engine.store.tickets) == set(engine.store.in_flight.left), "I5: a reservation without an owner"
     for request in engine.finished:
         if not request.tainted:
@@ -101,13 +103,12 @@ def settle(engine: Any) -> None:
         *unsettled,
         core._trackers,
         core._loads,
-        core._queue.leased,
+        core._queue.waiting.leases,
+        core._queue.loading.leases,
         core._queue.told_to_wait,
-        core._queue.in_line,
-        core._flights,
-        core._hits,
+        core._queue.flights,
         core._queued_loads,
     ):
         assert not left, f"left behind: {left}"
-    assert core._queue.waiting.num_chunks == core._queue.loading.num_chunks == 0, "pins that are counted for ever"
+    assert core._queue.waiting.num_chunks == core._queue.loading.num_chunks == 0, "pins that stay counted"
     assert len(engine.pool.free) == engine.setup.num_blocks - 1

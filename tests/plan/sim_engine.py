@@ -43,7 +43,7 @@ class SymbolicEngine:
         self.core = SchedulerCore(
             self.store,
             self.book.new_chain,
-            CacheShape.of_one_group(GroupShape(setup.block_tokens, setup.blocks_per_chunk), num_ranks=setup.num_ranks),
+            CacheShape((GroupShape(setup.block_tokens, setup.blocks_per_chunk),), num_ranks=setup.num_ranks),
             arena=ArenaSpec("", 1, setup.num_frames),
             wait_s=setup.wait_s,
             clock=lambda: self.now,

@@ -57,7 +57,7 @@ class Request:
     """(local, external) tokens of the load it waits for."""
     history: list[Any] = field(default_factory=list)
     tainted: bool = False
-    """Weights changed under it: its output is nobody's reference."""
+    """Weights changed under it: its output is no reference."""
     num_failed_loads: int = 0
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from sim_request import Request, Setup
 from sim_scenes import PROMPT, serve
 
 from kvloft.plan.breaker import MAX_FAILED_LOADS, RETRY_S
-from kvloft.seam.ids import ReqId
+from kvloft.seam.ids import ChunkKey, ReqId
 from kvloft.seam.plan import LoadResult, StepReport
 
 count = iter(range(1 << 30))
@@ -108,6 +108,30 @@ def test_loads_that_fail_late_do_not_lengthen_the_pause() -> None:
     assert engine.core.counters["load_breaker_trips"] == 1
     engine.now += RETRY_S / 2
     assert offered(engine) == 16
+
+
+def test_loads_of_other_bytes_than_were_saved_count_as_failed() -> None:
+    engine = warm()
+    for _ in range(MAX_FAILED_LOADS):
+        assert offered(engine) == 16
+        req_id, load_id = begin(engine)
+        engine.core.absorb(StepReport(loads=(LoadResult(req_id, load_id, ((ChunkKey(b"elsewhere"), "tag"),)),)))
+        engine.core.finish(req_id)
+    assert engine.core.counters["load_breaker_trips"] == 1
+    assert offered(engine) == 0
+
+
+def test_loads_with_nothing_to_copy_say_nothing_of_copies() -> None:
+    engine = warm()
+    for nth in range(2 * MAX_FAILED_LOADS - 1):
+        if nth % 2 == 0:
+            assert load(engine, broken={0})
+            continue
+        request: Any = Request(f"lost{nth}", list(PROMPT), 2)
+        engine.core.fail_load(request, 16, list(range(1, 6)))
+        engine.core.absorb(StepReport(loads=(LoadResult(request.req_id, max(engine.core._loads)),)))
+    assert engine.core.counters["load_breaker_trips"] == 1
+    assert offered(engine) == 0
 
 
 def test_only_one_load_at_a_time_is_tried() -> None:

@@ -176,7 +176,7 @@ def on_disk(num_prompts: int, **setup: Any) -> tuple[SymbolicEngine, list[Reques
 
 
 def pinned_frames(engine: SymbolicEngine) -> int:
-    leases: set[Lease] = {tracker.lease for tracker in engine.core._trackers.values() if tracker.lease is not None}  # type: ignore[misc]
+    leases: set[Lease] = {lease._lease for lease in engine.core._queue.waiting.leases}  # type: ignore[misc]
     return len({entry.frame for lease in leases for entry in lease._entries})
 
 

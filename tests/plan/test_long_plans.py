@@ -14,13 +14,12 @@ from sim_request import Request, Setup
 from kvloft.plan import loads, queue
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import StepReport
-from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.seam.views import NewRequest, StepView
 
 
 def test_each_block_is_fenced_by_its_own_save() -> None:
     engine = SymbolicEngine(Setup(block_tokens=1, num_frames=64))
-    engine.store.check_visible = lambda *_: None  # nobody computes any KV here
+    engine.store.check_visible = lambda *_: None  # no KV is computed here
     request, table = Request("a", [i % 3 for i in range(9)], 2), list(map(BlockId, range(101, 110)))
     engine.core.admit(request, 0, table)
     plan = engine.core.plan_step(StepView(new=[NewRequest(ReqId("a"), 0, table)], num_scheduled_tokens={ReqId("a"): 8}))
@@ -40,7 +39,7 @@ def offered(num_tokens: int, stored: int, blocks_per_chunk: int, first_look: int
     engine = SymbolicEngine(Setup(block_tokens=2, blocks_per_chunk=blocks_per_chunk, num_frames=64))
     request = Request("a", [i % 3 for i in range(num_tokens)], 2)
     blocks = list(map(BlockId, range(1, stored // 2 + 1)))
-    engine.store.check_visible = lambda *_: None  # nobody computes any KV here
+    engine.store.check_visible = lambda *_: None  # no KV is computed here
     if blocks:
         other = Request("b", request.token_ids[:stored], 2)
         engine.core.admit(other, 0, blocks)
@@ -75,7 +74,7 @@ def test_what_is_offered_does_not_depend_on_how_far_keys_are_made_at_first(
     assert num_keyed <= max(first_look, 4 * (stored + chunk_tokens + 2)), "the keys of what is not stored were waited for"
 
 
-def test_a_prompt_that_nobody_has_seen_gets_keys_of_its_beginning_and_of_what_is_saved() -> None:
+def test_a_prompt_not_seen_before_gets_keys_of_its_beginning_and_of_what_is_saved() -> None:
     """The rest is not waited for by its first forward."""
     engine = SymbolicEngine(Setup(block_tokens=16, num_frames=1024))
     request, table = Request("a", [i % 7 for i in range(9000)], 2), list(map(BlockId, range(1, 601)))
@@ -107,7 +106,7 @@ def test_every_missing_chunk_is_saved_from_its_own_blocks_but_for_those_with_a_n
     num_blocks: int, blocks_per_chunk: int, null: set[int], stored: int
 ) -> None:
     engine = SymbolicEngine(Setup(block_tokens=1, blocks_per_chunk=blocks_per_chunk, num_frames=128))
-    engine.store.check_visible = lambda *_: None  # nobody computes any KV here
+    engine.store.check_visible = lambda *_: None  # no KV is computed here
     request = Request("a", [i % 3 for i in range(num_blocks)], 2)
     stored = min(stored, num_blocks)
     if stored:
@@ -136,7 +135,7 @@ def test_every_missing_chunk_is_saved_from_its_own_blocks_but_for_those_with_a_n
 def test_a_tail_replaces_the_one_before_it_unless_it_is_not_saved(tail_block: int) -> None:
     """Chunks of four blocks: the prompt has five, then two steps of decoding make a tail of two, and a full chunk with a tail."""
     engine = SymbolicEngine(Setup(block_tokens=1, blocks_per_chunk=4, num_frames=64))
-    engine.store.check_visible = lambda *_: None  # nobody computes any KV here
+    engine.store.check_visible = lambda *_: None  # no KV is computed here
     request, table = Request("a", [0, 1, 2, 0, 1], 9), list(map(BlockId, range(101, 106)))
     engine.core.admit(request, 0, table)
     views = [StepView(new=[NewRequest(ReqId("a"), 0, table)], num_scheduled_tokens={ReqId("a"): 5}, total_scheduled_tokens=5)]
@@ -162,10 +161,8 @@ def test_blocks_that_were_promised_and_are_not_leased_are_lost(num_leased: int, 
     table = list(map(BlockId, range(100, 120)))
     rows = [(50 + i, bytes([i]) * 32, i, 1, "disk" if i % 2 else "host") for i in range(num_leased)]
     lease = SimpleNamespace(batch=lambda table, begin, end: chunks_to_load(rows, table, begin, end))
-    live = SimpleNamespace(req_id=ReqId("a"))
-    tracker: Any = SimpleNamespace(lease=lease, blocks=table, local_tokens=2 * local, live=live)
-    shape = CacheShape.of_one_group(GroupShape(2))
-    plan, kept, by_tier = loads.plan_load(tracker, shape, 2 * promised, 3)
+    tracker: Any = SimpleNamespace(lease=lease, blocks=table, local_tokens=2 * local, req_id=ReqId("a"))
+    plan, kept, by_tier = loads.plan_load(tracker, 2, 2 * promised, 3)
     covered = max(local, min(num_leased, local + promised))
     assert [block for chunk in plan.chunks for block in chunk.blocks] == table[local:covered]
     assert list(plan.lost) == table[covered : local + promised]

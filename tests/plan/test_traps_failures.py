@@ -188,6 +188,7 @@ def test_a_step_that_fails_half_way_gives_back_what_it_reserved(monkeypatch: pyt
         engine.schedule()
     assert engine.store.tickets
     plan = engine.core.plan_loads_only()
+    assert plan.step == 1, "one step, planned twice"
     assert not plan.saves
     assert not engine.store.tickets
     assert not engine.core.has_work_in_flight

@@ -165,7 +165,7 @@ class Engine:
 
     def _end_a_session_that_blocks(self) -> None:
         """Sessions between two turns keep their blocks, and vLLM preempts none of them: a few can fill the pool and wait for
-        each other for ever, with or without a connector. Their user would end one."""
+        each other permanently, with or without a connector. Their user would end one."""
         self._steps_without_tokens += 1
         sessions = [r for r in self.unfinished if self.specs[r].turns] if self._steps_without_tokens > 200 else []
         if sessions:
@@ -275,7 +275,7 @@ class Engine:
         assert stats["frames_visible"] + stats["frames_free"] == stats["frames_total"], stats
 
     def _settled_store(self) -> dict[str, int]:
-        """The store's numbers once reads that nobody waits for any more have ended."""
+        """The store's numbers once reads that are not waited for any more have ended."""
         stats: dict[str, int] = {}
         for _ in range(500):
             stats = self.half._store.stats()

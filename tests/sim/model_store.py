@@ -94,7 +94,7 @@ class ModelStore(model.Session):  # type: ignore[name-defined,misc]
     namespace: bytes = b""
     blocks_per_chunk: int = 1
     num_ranks: int = 1
-    eviction: str = "lrfu"
+    eviction: str = "adaptive"
     disk_path: str | None = None
     disk_bytes: int = 0
     disk_threads: int = 2
@@ -226,7 +226,7 @@ class ModelStore(model.Session):  # type: ignore[name-defined,misc]
     def unpin(self, entry: Entry) -> None:
         entry.pins -= 1
         assert entry.pins >= 0
-        if not entry.pins and entry.reads_left and entry.frame is not None:  # nobody waits for the read any more
+        if not entry.pins and entry.reads_left and entry.frame is not None:  # the read is not waited for any more
             self._free.append(entry.frame)
             entry.frame, entry.reads_left = None, 0
         self._free_if_unused(entry)

@@ -92,7 +92,7 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(folder: P
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-def test_loads_for_which_there_is_no_seat_preempt_nobody(folder: Path, is_async: bool) -> None:
+def test_loads_for_which_there_is_no_seat_preempt_no_request(folder: Path, is_async: bool) -> None:
     """vLLM admits loads beyond its seats, and cannot preempt them."""
     shape = Shape(async_scheduling=is_async, caching=True, num_blocks=220, max_seqs=4, max_batched_tokens=64, host_frames=800)
     engine = Engine(folder, shape, 1)

@@ -119,4 +119,4 @@ def test_a_request_of_a_prefill_server_is_left_to_the_sibling(scheduler: Any) ->
     params = SamplingParams(temperature=0.0, max_tokens=2, extra_args={"kv_transfer_params": {"do_remote_prefill": True}})
     first = waiting.requests["r"]
     first.sampling_params, first.kv_transfer_params = params, params.extra_args["kv_transfer_params"]
-    assert waiting.schedule().total_num_scheduled_tokens > 0, "it computes what nobody brings"
+    assert waiting.schedule().total_num_scheduled_tokens > 0, "it computes what no load brings"

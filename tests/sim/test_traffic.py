@@ -145,7 +145,7 @@ def test_traffic_over_the_real_store_and_its_disk_across_restarts(folder: Path, 
 
 
 @pytest.mark.parametrize("seed", range(NUM_SEEDS))
-def test_a_mover_that_raises_costs_misses_and_hangs_nobody(folder: Path, seed: int) -> None:
+def test_a_mover_that_raises_costs_misses_and_hangs_no_request(folder: Path, seed: int) -> None:
     shape = replace(shape_of("async-v2", seed), policy="recompute", load_failure=0.0)
     engine = Engine(folder, shape, seed)
     engine.trouble.crash = 0.1

@@ -31,9 +31,7 @@ class Bench:
         self.num_blocks = num_blocks
         self.layout = read_layout(caches, num_blocks, "test")
         payload = self.layout.block_bytes * BLOCKS_PER_CHUNK
-        self.shape = CacheShape.of_one_group(
-            GroupShape(16, BLOCKS_PER_CHUNK), payload_bytes=payload, part_bytes=part_bytes_for(payload), num_ranks=num_ranks
-        )
+        self.shape = CacheShape((GroupShape(16, BLOCKS_PER_CHUNK),), part_bytes=part_bytes_for(payload), num_ranks=num_ranks)
         frame_bytes = self.shape.frame_bytes
         self.store = _core.Session(
             frame_bytes=frame_bytes, host_bytes=frame_bytes * 4, namespace=bytes(32), blocks_per_chunk=BLOCKS_PER_CHUNK
@@ -118,7 +116,8 @@ def test_what_is_gathered_is_scattered_and_nothing_else_changes(
     assert untouched(bench.caches, before, sizes.blocks, []), "gathering only reads"
     after = bench.frames.bytes.clone()
     arena[2, : len(payload)] = after[2, : len(payload)]
-    arena[2, bench.frames.part_bytes - _core.TRAILER_BYTES :] = after[2, bench.frames.part_bytes - _core.TRAILER_BYTES :]
+    trailer_at = bench.frames.memory.part_bytes - _core.TRAILER_BYTES
+    arena[2, trailer_at:] = after[2, trailer_at:]
     assert torch.equal(arena, after), "only payload and trailer of its own frame are written"
 
     wanted = bench.expected(source[first : first + len(target)])
@@ -146,7 +145,7 @@ def test_ranks_share_a_frame_without_touching_each_other() -> None:
     first = bench.frames.bytes.clone()
     bench.fill(2)
     save(other, copy_of(0, (4, 5, 6)))
-    part = window.part_bytes
+    part = window.memory.part_bytes
     assert torch.equal(bench.frames.bytes[0, :part], first[0, :part])
     assert load(bench.mover, copy_of(0, (1, 2, 3))) == ([], set())
     assert load(other, copy_of(0, (1, 2, 3))) == ([], set())
@@ -233,4 +232,4 @@ def test_frames_too_small_for_this_rank_are_refused(bench: Bench) -> None:
     with pytest.raises(LayoutError, match="cannot hold"):
         FrameWindow(bench.spec, bench.shape, shard=0, payload_bytes=bench.spec.frame_bytes)
     with pytest.raises(LayoutError, match="cannot hold"):
-        FrameWindow(bench.spec, CacheShape.of_one_group(GroupShape(16), num_ranks=3), shard=0, payload_bytes=1)
+        FrameWindow(bench.spec, CacheShape((GroupShape(16),), num_ranks=3), shard=0, payload_bytes=1)

@@ -97,8 +97,8 @@ def test_padded_pages_keep_their_distance() -> None:
     ("tensor", "what"),
     [
         (torch.empty(0, 2, 5, 3), "empty"),
-        (torch.zeros(8, 2, 5, 3), "no multiple"),
-        (torch.zeros(2, 5, 3), "no multiple"),
+        (torch.zeros(8, 2, 5, 3), "not a multiple"),
+        (torch.zeros(2, 5, 3), "not a multiple"),
         (torch.zeros(7, 2, 5, 4)[..., :3], "not one run of bytes"),
         (torch.zeros(7, 2, 6, 3)[:, :, ::2], "not one run of bytes"),
         (torch.zeros(500).as_strided((7, 2, 5, 3), (10, 15, 3, 1)), "overlapping"),

@@ -3,10 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from idle_mover import IdleMover
 from test_worker import CACHES, PART_BYTES, SHAPE, assert_all_failed, plan_of, worker_for
 
 from kvloft import _core
-from kvloft.transfer.mover import BrokenMover, Finished
+from kvloft.transfer.mover import Finished
 from kvloft.transfer.worker import WorkerCore
 
 
@@ -44,7 +45,7 @@ def test_no_page_is_touched_between_suspend_and_resume(store: _core.Session) -> 
 def test_copies_in_flight_end_first(store: _core.Session) -> None:
     log: list[str] = []
 
-    class Watched(BrokenMover):
+    class Watched(IdleMover):
         def drain(self) -> Finished:
             log.append("drained")
             return super().drain()
@@ -52,7 +53,7 @@ def test_copies_in_flight_end_first(store: _core.Session) -> None:
         def close(self) -> None:
             log.append("closed")
 
-    worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Watched("never moves"))
+    worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Watched())
     worker.register(CACHES, 7, "test")
     run(worker, store, 1)
     worker.suspend()
@@ -78,11 +79,11 @@ def test_an_engine_that_never_moved_a_page_can_sleep_too(store: _core.Session) -
 def test_whatever_comes_while_it_sleeps_its_mover_is_closed_once_and_stays_so(store: _core.Session, how: str) -> None:
     closed: list[str] = []
 
-    class Watched(BrokenMover):
+    class Watched(IdleMover):
         def close(self) -> None:
-            closed.append(self.reason)
+            closed.append("mine")
 
-    worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Watched("mine"))
+    worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Watched())
     worker.register(CACHES, 7, "test")
     run(worker, store, 1)
     worker.suspend()
@@ -96,3 +97,51 @@ def test_whatever_comes_while_it_sleeps_its_mover_is_closed_once_and_stays_so(st
         run(worker, store, 2)
         worker.take_report()
     assert closed == ["mine"]
+
+
+def test_a_sleeping_worker_says_of_no_frame_that_it_can_be_used_before_it_is_pinned(store: _core.Session) -> None:
+    """The first saves after it wakes may take every frame that the scheduler half was told of, and those not pinned would fail."""
+    mover = IdleMover()
+    worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)
+    worker.register(CACHES, 7, "test")
+    told = []
+
+    def hear() -> None:
+        if (report := worker.take_report()) is not None:
+            told.append(report.usable_frames)
+
+    mover.usable_frames = 1
+    worker.begin(replace(plan_of(store), saves=(), loads=()))
+    hear()
+    worker.suspend()
+    hear()
+    mover.usable_frames = 2  # pinning goes on
+    hear()
+    worker.resume()
+    worker.begin(replace(plan_of(store, 2), saves=(), loads=()))
+    hear()
+    assert told == [(0, 1), (0, 2)]
+
+
+@pytest.mark.parametrize("was_used", [True, False])
+def test_frames_that_need_no_pinning_stay_usable_through_a_sleep(was_used: bool, store: _core.Session) -> None:
+    """Or chunks on disk, which are read into frames, would be misses."""
+    worker = worker_for()
+    if was_used:
+        worker.begin(replace(plan_of(store), saves=(), loads=()))
+    worker.suspend()
+    assert worker.take_report() is None
+    worker.resume()
+    worker.begin(replace(plan_of(store, 2), saves=(), loads=()))
+    assert worker.take_report() is None
+
+
+def test_a_worker_that_stops_while_frames_are_pinned_calls_no_others_usable(store: _core.Session) -> None:
+    mover = IdleMover()
+    mover.usable_frames = 1
+    worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)
+    worker.register(CACHES, 7, "test")
+    worker.begin(replace(plan_of(store), saves=(), loads=()))
+    assert (report := worker.take_report()) is not None and report.usable_frames == (0, 1)
+    worker.stop("other weights")
+    assert worker.take_report() is None

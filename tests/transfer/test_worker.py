@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from batches import batch_of
+from idle_mover import IdleMover
 from paged_kv import Sizes, carve
 
 from kvloft import _core
@@ -15,13 +16,12 @@ from kvloft.seam.plan import LoadPlan, SavePlan, StepPlan
 from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
 from kvloft.transfer.frames import part_bytes_for
 from kvloft.transfer.layout import LayoutError, PagedLayout
-from kvloft.transfer.mover import BrokenMover
 from kvloft.transfer.worker import ALL_FRAMES, WorkerCore
 
 CACHES = carve("LBHNC", Sizes())
 BLOCK_BYTES = sum(t[0].numel() * t.element_size() for t in CACHES.values())
 PART_BYTES = part_bytes_for(BLOCK_BYTES)
-SHAPE = CacheShape.of_one_group(GroupShape(16), payload_bytes=BLOCK_BYTES, part_bytes=PART_BYTES)
+SHAPE = CacheShape((GroupShape(16),), part_bytes=PART_BYTES)
 
 
 @pytest.fixture
@@ -132,7 +132,7 @@ def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(store: _core.Ses
 
 @pytest.mark.parametrize("error", [TypeError, BaseException], ids=["any error", "a panic in Rust"])
 def test_a_request_hears_of_its_load_whatever_breaks(store: _core.Session, error: type[BaseException]) -> None:
-    def make(layout: PagedLayout, frames: object) -> BrokenMover:
+    def make(layout: PagedLayout, frames: object) -> IdleMover:
         raise error
 
     worker = WorkerCore(SHAPE, rank=0, make_mover=make)
@@ -151,11 +151,11 @@ def test_a_request_hears_of_its_load_whatever_breaks(store: _core.Session, error
 def test_registering_again_ends_the_mover_of_the_old_pages(store: _core.Session) -> None:
     closed: list[int] = []
 
-    class Watched(BrokenMover):
+    class Watched(IdleMover):
         def close(self) -> None:
             closed.append(id(self))
 
-    worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Watched("never moves"))
+    worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Watched())
     for num_before in range(3):
         worker.register(CACHES, 7, "test")
         assert len(set(closed)) == num_before
@@ -179,9 +179,9 @@ def test_registering_refuses_what_cannot_be_read() -> None:
 def test_another_mover_can_be_plugged_in(store: _core.Session) -> None:
     made: list[PagedLayout] = []
 
-    def make(layout: PagedLayout, frames: object) -> BrokenMover:
+    def make(layout: PagedLayout, frames: object) -> IdleMover:
         made.append(layout)
-        return BrokenMover("test")
+        return IdleMover()
 
     worker = WorkerCore(SHAPE, rank=0, make_mover=make)
     worker.register(CACHES, 7, "test")
@@ -195,11 +195,11 @@ def test_a_mover_hears_before_the_forward_whether_loads_come(store: _core.Sessio
     """vLLM submits them only after it, and they should not wait for it."""
     heard: list[bool] = []
 
-    class Listening(BrokenMover):
+    class Listening(IdleMover):
         def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
             heard.append(has_loads)
 
-    worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Listening("test"))
+    worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Listening())
     worker.register(CACHES, 7, "test")
     worker.begin(plan_of(store))
     worker.begin(replace(plan_of(store), loads=()))
@@ -207,10 +207,10 @@ def test_a_mover_hears_before_the_forward_whether_loads_come(store: _core.Sessio
 
 
 def test_usable_frames_are_reported_when_they_change(store: _core.Session) -> None:
-    class Pinning(BrokenMover):
+    class Pinning(IdleMover):
         usable_frames = 0
 
-    mover = Pinning("test")
+    mover = Pinning()
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)
     worker.register(CACHES, 7, "test")
     worker.begin(replace(plan_of(store), saves=(), loads=()))
@@ -228,7 +228,7 @@ def test_a_worker_that_was_stopped_moves_nothing_any_more(store: _core.Session) 
     worker.stop("test")
     report = worker.take_report()
     assert report is not None
-    assert report.saved == (11,), "what was in flight is reported as ever"
+    assert report.saved == (11,), "what was in flight is reported as usual"
     worker.register(CACHES, 7, "test")
     worker.begin(plan_of(store, 2))
     worker.run_saves()

@@ -53,7 +53,7 @@ def test_an_adapter_that_changed_since_the_start_is_this_runs_own(adapter: Path,
     assert len({first, *(names.identify(lora) for _ in range(5))}) == 6, "workers may have either state"
 
 
-def test_an_adapter_that_was_another_meanwhile_is_shared_with_nobody(adapter: Path) -> None:
+def test_an_adapter_that_was_another_meanwhile_is_not_shared(adapter: Path) -> None:
     """Put back as it was, to the last time: workers may have loaded what was there in between."""
     names, lora = AdapterNames(), LoRARequest("a", 1, str(adapter))
     first, seen = names.identify(lora), names._looks.look(str(adapter))
@@ -62,7 +62,7 @@ def test_an_adapter_that_was_another_meanwhile_is_shared_with_nobody(adapter: Pa
     assert len({first, *(names.identify(lora) for _ in range(3))}) == 4
 
 
-def test_an_adapter_loaded_in_place_is_shared_with_nobody(adapter: Path) -> None:
+def test_an_adapter_loaded_in_place_is_not_shared(adapter: Path) -> None:
     """Workers load it again in each step of the request."""
     names = AdapterNames()
     first = names.identify(LoRARequest("a", 1, str(adapter)))
@@ -71,7 +71,7 @@ def test_an_adapter_loaded_in_place_is_shared_with_nobody(adapter: Path) -> None
     assert names.identify(LoRARequest("a", 1, str(adapter))) == first
 
 
-def test_another_adapter_under_a_known_number_is_shared_with_nobody(adapter: Path) -> None:
+def test_another_adapter_under_a_known_number_is_not_shared(adapter: Path) -> None:
     """Workers go on with the one that they have."""
     names = AdapterNames()
     first = names.identify(LoRARequest("a", 1, str(adapter)))
@@ -120,8 +120,8 @@ def test_an_error_while_looking_is_a_miss_and_the_next_look_works(adapter: Path,
 
 
 @pytest.mark.timeout(60)
-def test_a_file_system_that_hangs_holds_nobody_up(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Meanwhile requests with adapters share with nobody."""
+def test_a_file_system_that_hangs_delays_no_request(adapter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Meanwhile requests with adapters share nothing."""
     lora = LoRARequest("a", 1, str(adapter))
     names = AdapterNames()
     first = names.identify(lora)

@@ -21,11 +21,11 @@ def broken(error: type[BaseException]) -> KVLoftConnector:
         raise error
 
     half = SimpleNamespace(
-        match=fail, admit=fail, plan_step=fail, absorb=fail, finish=fail, take_stats=fail, close=fail, hook_errors=0,
-        core=SimpleNamespace(plan_loads_only=lambda: StepPlan(7), reset=fail),
+        match=fail, admit=fail, take_stats=fail, close=fail, hook_errors=0,
+        core=SimpleNamespace(plan_loads_only=lambda: StepPlan(7), plan_step=fail, finish=fail, reset=fail),
     )  # fmt: skip
     connector = object.__new__(KVLoftConnector)
-    connector._errors_logged, connector._worker, connector._scheduler = set(), None, half  # type: ignore[assignment]
+    connector._errors_logged, connector._half, connector._scheduler = set(), half, half  # type: ignore[assignment]
     return connector
 
 
@@ -40,7 +40,6 @@ def test_whatever_breaks_in_a_hook_is_a_miss_and_counted(error: type[BaseExcepti
     assert connector.reset_cache() is False
     assert connector.get_kv_connector_stats() is None
     connector.shutdown()
-    assert connector._scheduler is not None
     assert connector._scheduler.hook_errors == 7
 
 

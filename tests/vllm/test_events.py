@@ -1,6 +1,7 @@
 """What the store wants a person to see reaches vLLM's log: as a warning, with the namespace, each once."""
 
 import os
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ def test_events_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     half: Any = object.__new__(SchedulerHalf)
     half._store = SimpleNamespace(take_events=iter(events).__next__, stats=dict, close=lambda: None)
     half._namespace = bytes(range(32))
-    half.core = SimpleNamespace(counters={"x": 1}, close=lambda: None)
+    half.core = SimpleNamespace(counters=Counter(x=1), close=lambda: None)
     half.hook_errors, half._quiet_steps, half._last, half._next_warning_s = 0, 0, {}, {}
     half._tell_events()
     half.take_stats()

@@ -60,7 +60,7 @@ def digest(**changes: Any) -> bytes:
     kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     assert hasattr(kv, "kv_cache_layout")
     kv.kv_cache_layout = v["layout"]
-    shape = CacheShape.of_one_group(GroupShape(v["block"], v["blocks_per_chunk"]))
+    shape = CacheShape((GroupShape(v["block"], v["blocks_per_chunk"]),))
     return _core.namespace_digest(namespace_fields(config, kv, shape, v["user"]))  # type: ignore[arg-type]
 
 

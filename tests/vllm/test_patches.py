@@ -10,11 +10,20 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 
 from kvloft.errors import UnsupportedError
-from kvloft.vllm import patches
-from kvloft.vllm.identity.reload import HARMLESS, NOT_HARMLESS
-from kvloft.vllm.patches import PATCHES, Missing, Patch, settle, wrap
+from kvloft.vllm import patches, scheduler_half
+from kvloft.vllm.connector import KVLoftConnector
+from kvloft.vllm.identity.reload import HARMLESS
+from kvloft.vllm.patches import PATCHES, Missing, Patch, listen, settle, wrap
+from kvloft.vllm.scheduler_half import SchedulerHalf
 
 pytestmark = pytest.mark.short
+NOT_HARMLESS = frozenset({
+    "reload_weights", "apply_model", "compile_or_warm_up_model", "discard", "elastic_ep_execute", "execute_model",
+    "finish_weight_update", "get_draft_model", "get_model", "handle_ft_command", "init_device", "init_worker",
+    "initialize_from_config", "load_model", "reset_weights", "sample_tokens", "set_kv_cache_layout", "start_draft_weight_update",
+    "start_weight_update", "update_config", "update_environment_variables", "update_weights",
+})  # fmt: skip
+"""What replaces weights, writes KV or hands the model out."""
 HOOK_FOR_SLEEP = hasattr(KVConnectorBase_V1, "unregister_kv_caches")
 
 
@@ -55,7 +64,7 @@ def test_a_module_that_is_gone_counts_as_renamed() -> None:
     assert settle([gone]) is True
 
 
-def test_wrapped_once_whoever_asks_and_arguments_and_results_pass() -> None:
+def test_wrapped_once_however_often_and_arguments_and_results_pass() -> None:
     calls: list[Any] = []
 
     class Core:
@@ -144,7 +153,7 @@ def engine() -> Any:
             self.seen: list[bool] = []
 
         def reset(self) -> None:
-            self.seen.append(patches.is_pausing())
+            self.seen.append(scheduler_half._pausing.get())
 
         def _reset_caches(self, *, fails: bool = False) -> None:
             self.reset()
@@ -155,14 +164,10 @@ def engine() -> Any:
             if level:
                 self._reset_caches()
 
-    class Half:
-        num_told = 0
-
-        def weights_will_go(self) -> None:
-            self.num_told += 1
-
-    half = Half()
-    assert patches.notice_pauses(half, Core)
+    half = object.__new__(SchedulerHalf)
+    half._weights_go = False
+    listen(patches.PAUSE_RESET, half.hear_pause, Core)
+    listen(patches.ENGINE_SLEEP, half.hear_sleep, Core)
     return SimpleNamespace(core=Core(), half=half)
 
 
@@ -177,26 +182,18 @@ def test_a_reset_of_a_pause_is_told_from_a_users(engine: Any) -> None:
 
 @pytest.mark.parametrize(
     ("args", "kwargs", "told"),
-    [((), {}, 0), ((0,), {}, 0), ((1, "wait"), {}, 0), ((2,), {}, 1), ((), {"level": 2}, 1), ((3,), {}, 1)],
+    [((), {}, False), ((0,), {}, False), ((1, "wait"), {}, False), ((2,), {}, True), ((), {"level": 2}, True), ((3,), {}, True)],
 )
-def test_a_sleep_that_does_not_keep_the_weights_is_told(engine: Any, args: Any, kwargs: Any, told: int) -> None:
+def test_a_sleep_that_does_not_keep_the_weights_is_told(engine: Any, args: Any, kwargs: Any, told: bool) -> None:
     engine.core.sleep(*args, **kwargs)
-    assert engine.half.num_told == told
+    assert engine.half._weights_go == told
 
 
-@pytest.mark.parametrize("patch", [patches.PAUSE_RESET, patches.ENGINE_SLEEP], ids=name_of)
-def test_without_either_it_cannot_be_told_whether_weights_stay(patch: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
-    half = SimpleNamespace
-    assert patches.notice_pauses(half)
-    monkeypatch.delattr(patch.find(), patch.method)
-    assert not patches.notice_pauses(half)
-
-
-class Connector:
-    num_found = 0
-
-    def found_alone(self) -> None:
-        self.num_found += 1
+def new_connector() -> Any:
+    """A connector that may be the engine's own, or a child of MultiConnector."""
+    connector = object.__new__(KVLoftConnector)
+    connector._scheduler = SimpleNamespace(may_wait=False)  # type: ignore[assignment]
+    return connector
 
 
 def new_scheduler(connector: Any, **more: Any) -> Any:
@@ -212,32 +209,35 @@ def new_scheduler(connector: Any, **more: Any) -> Any:
 
 
 def test_the_engines_own_connector_is_found_before_the_first_request_and_once() -> None:
-    own = Connector()
+    own = new_connector()
     cls = new_scheduler(own)
-    patches.meet_scheduler(own, cls)
+    listen(patches.ADD_REQUEST, own.meet_scheduler, cls)
     scheduler = cls()
-    for i in range(3):
-        scheduler.add_request(i)
-    assert (scheduler.added, own.num_found, scheduler.defer_block_free) == ([0, 1, 2], 1, False)
+    scheduler.add_request(0)
+    assert (scheduler.added, own._scheduler.may_wait, scheduler.defer_block_free) == ([0], True, False)
+    scheduler.defer_block_free = True
+    scheduler.add_request(1)
+    assert (scheduler.added, scheduler.defer_block_free) == ([0, 1], True)
 
 
-@pytest.mark.parametrize("other", [None, SimpleNamespace(children="ours"), Connector()])
+@pytest.mark.parametrize("other", [None, SimpleNamespace(children="ours"), new_connector()])
 def test_a_child_of_another_connector_is_not_found(other: Any) -> None:
-    child = Connector()
+    child = new_connector()
     cls = new_scheduler(other)
-    patches.meet_scheduler(child, cls)
+    listen(patches.ADD_REQUEST, child.meet_scheduler, cls)
     scheduler = cls()
     scheduler.add_request(1)
-    assert (scheduler.added, child.num_found, scheduler.defer_block_free) == ([1], 0, True)
+    assert (scheduler.added, child._scheduler.may_wait, scheduler.defer_block_free) == ([1], False, True)
+    num_listeners = len(patches._listeners[patches.ADD_REQUEST])
     del child
     gc.collect()
-    assert not [each for each in patches._not_met if type(each) is Connector]
+    assert len(patches._listeners[patches.ADD_REQUEST]) < num_listeners
 
 
 def test_a_scheduler_whose_own_reads_of_free_pages_come_late_keeps_deferring() -> None:
-    own = Connector()
+    own = new_connector()
     cls = new_scheduler(own, defer_async_loads=True)
-    patches.meet_scheduler(own, cls)
+    listen(patches.ADD_REQUEST, own.meet_scheduler, cls)
     scheduler = cls()
     scheduler.add_request(1)
-    assert (own.num_found, scheduler.defer_block_free) == (1, True)
+    assert (own._scheduler.may_wait, scheduler.defer_block_free) == (True, True)

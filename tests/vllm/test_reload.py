@@ -8,10 +8,16 @@ from typing import Any
 import pytest
 
 from kvloft.vllm.identity import reload
-from kvloft.vllm.patches import see_adapters_before_they_load, stop_scheduler_when_reloaded, stop_worker_when_reloaded
+from kvloft.vllm.identity.reload import WeightsWatch
+from kvloft.vllm.patches import ADD_ADAPTER, ENGINE_RPC, WORKER_RELOAD, listen
+from kvloft.vllm.scheduler_half import SchedulerHalf
 
 
 class Core:
+    """What is to be stopped, and its watch."""
+
+    watch: WeightsWatch
+
     def __init__(self, *, fails: bool = False) -> None:
         self.reasons: list[str] = []
         self.fails = fails
@@ -52,8 +58,9 @@ AUTO, DUMMY = SimpleNamespace(load_format="auto"), SimpleNamespace(load_format="
 def watched(model: Any, load: Any = AUTO) -> tuple[Any, Core]:
     """A worker, and what is to be stopped."""
     worker, core = new_worker(), Core()
+    core.watch = WeightsWatch(model, load, core.stop)
     for _ in range(2):
-        stop_worker_when_reloaded(core, model, load, worker)
+        listen(WORKER_RELOAD, core.watch.hear_reload, worker)
     return worker(), core
 
 
@@ -149,8 +156,9 @@ def test_the_scheduler_hears_when_the_engine_is_asked(model: Any, args: Any, kwa
         collective_rpc = Engine.collective_rpc
 
     half, engine = Core(), Asked()
+    half.watch = WeightsWatch(model, AUTO, half.stop)
     for _ in range(2):
-        stop_scheduler_when_reloaded(half, model, AUTO, Asked)
+        listen(ENGINE_RPC, half.watch.hear_rpc, Asked)
     assert engine.collective_rpc(*args, **kwargs) == ["done"]
     assert bool(half.reasons) == stops
     assert len(engine.calls) == 1
@@ -169,8 +177,9 @@ def test_an_adapter_is_seen_before_it_is_loaded() -> None:
             log.append(("seen", lora))
             raise OSError
 
-    names = Names()
+    half = object.__new__(SchedulerHalf)
+    half._adapters = Names()  # type: ignore[assignment]
     for _ in range(2):
-        see_adapters_before_they_load(names, Adding)
+        listen(ADD_ADAPTER, half.see_adapter, Adding)
     assert Adding().add_lora("a") is True
     assert log == [("seen", "a"), ("loaded", "a")]

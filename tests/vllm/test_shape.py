@@ -9,11 +9,11 @@ from kvloft.config import Config
 from kvloft.errors import ConfigError
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.vllm.scheduler_half import _disk_path, tiers_text
-from kvloft.vllm.shape import choose_group, num_replicas
+from kvloft.vllm.shape import choose_blocks, num_replicas
 
 
 def shape_of(block_tokens: int, blocks_per_chunk: int, frame_bytes: int) -> CacheShape:
-    return CacheShape.of_one_group(GroupShape(block_tokens, blocks_per_chunk), part_bytes=frame_bytes)
+    return CacheShape((GroupShape(block_tokens, blocks_per_chunk),), part_bytes=frame_bytes)
 
 
 @pytest.mark.parametrize(
@@ -27,31 +27,31 @@ def test_ranks_with_the_same_bytes_share_one_part(num_ranks: int, num_heads: int
 
 
 def test_replicas_read_the_part_that_the_first_of_them_writes() -> None:
-    shape = CacheShape.of_one_group(GroupShape(16), part_bytes=8192, num_ranks=4, num_replicas=2)
+    shape = CacheShape((GroupShape(16),), part_bytes=8192, num_ranks=4, num_replicas=2)
     assert [shape.shard_of(rank) for rank in range(4)] == [0, 0, 1, 1]
-    assert [(shard.writer, shard.offset) for shard in shape.shards] == [(0, 0), (2, 8192)]
+    assert [shape.is_writer(rank) for rank in range(4)] == [True, False, True, False]
     assert (shape.frame_bytes, shape.num_ranks) == (16384, 4)
     with pytest.raises(ValueError, match="rank 4"):
         shape.shard_of(4)
     with pytest.raises(ValueError, match="3 ranks"):
-        CacheShape.of_one_group(GroupShape(16), num_ranks=3, num_replicas=2)
+        CacheShape((GroupShape(16),), num_ranks=3, num_replicas=2)
 
 
 def test_chunks_are_whole_blocks_or_refused() -> None:
-    assert choose_group(Config(chunk_tokens=64), 32, 4096) == GroupShape(32, 2)
+    assert choose_blocks(Config(chunk_tokens=64), 32, 4096) == 2
     for tokens in (16, 48, 65):
         with pytest.raises(ConfigError, match=f"chunk_tokens={tokens}"):
-            choose_group(Config(chunk_tokens=tokens), 32, 4096)
+            choose_blocks(Config(chunk_tokens=tokens), 32, 4096)
 
 
 def test_the_start_line_is_in_units_and_numbers_as_people_write_them() -> None:
     config = Config(host_size=256 << 20, disk_path="/cache", disk_size=1 << 30)
     assert tiers_text(config, shape_of(32, 1, 132 << 10), disk_path="/cache/dp1", num_frames=1985, num_found=1) == (
         "chunks of 32 tokens (1 block, 132 KiB), host 256 MiB in 1985 frames, disk /cache/dp1 up to 1 GiB with 1 chunk found, "
-        "eviction lrfu"
+        "eviction adaptive"
     )
     assert tiers_text(Config(host_size=3 << 29), shape_of(16, 4, 4096), disk_path=None, num_frames=1, num_found=0) == (
-        "chunks of 64 tokens (4 blocks, 4 KiB), host 1.5 GiB in 1 frame, no disk, eviction lrfu"
+        "chunks of 64 tokens (4 blocks, 4 KiB), host 1.5 GiB in 1 frame, no disk, eviction adaptive"
     )
     assert "up to 1 GiB with 0 chunks found" in tiers_text(
         config, shape_of(1, 1, 4096), disk_path="/cache", num_frames=2, num_found=0

@@ -11,7 +11,7 @@ from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import Request
 
 from kvloft.seam.views import EmbedRows
-from kvloft.vllm import compat
+from kvloft.vllm import views
 from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.views import VllmRequest, view_step
 
@@ -94,13 +94,13 @@ def test_media_named_by_a_count_are_this_engines_own() -> None:
 
 def test_hit_sources_never_exceed_what_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's own labels where it has them (0.32 and newer), stand-ins where it has not; and none of them without labels."""
-    labels = compat.CacheHitSource or SimpleNamespace(HOST="host", DISK="disk", EXTERNAL_UNSPECIFIED="other")
-    monkeypatch.setattr(compat, "CacheHitSource", labels)
-    assert compat.hit_sources({"host": 32, "disk": 16}, 16) == {labels.EXTERNAL_UNSPECIFIED: 16}
+    labels = views.CacheHitSource or SimpleNamespace(HOST="host", DISK="disk", EXTERNAL_UNSPECIFIED="other")
+    monkeypatch.setattr(views, "CacheHitSource", labels)
+    assert views.hit_sources({"host": 32, "disk": 16}, 16) == {labels.EXTERNAL_UNSPECIFIED: 16}
     expected = {labels.HOST: 32, labels.DISK: 16, labels.EXTERNAL_UNSPECIFIED: 16}
-    assert compat.hit_sources({"host": 32, "disk": 16}, 64) == expected
-    monkeypatch.setattr(compat, "CacheHitSource", None)
-    assert compat.hit_sources({"host": 32}, 32) == {}
+    assert views.hit_sources({"host": 32, "disk": 16}, 64) == expected
+    monkeypatch.setattr(views, "CacheHitSource", None)
+    assert views.hit_sources({"host": 32}, 32) == {}
 
 
 def _step(resumed: set[str]) -> Any:

@@ -10,11 +10,11 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvloft.config import Config
 from kvloft.seam.shape import CacheShape, GroupShape
-from kvloft.transfer.cuda import setup
+from kvloft.transfer.cuda import mover
 from kvloft.transfer.movers import choose_mover
 from kvloft.vllm import worker_half
 from kvloft.vllm.connector import KVLoftConnector
-from kvloft.vllm.patches import drain_before_sleep
+from kvloft.vllm.patches import DISCARD, SLEEP, WORKER_RELOAD, Patch, listen
 
 
 class Allocator:
@@ -39,8 +39,13 @@ class Core:
     def __init__(self, name: str, log: list[Any]) -> None:
         self.name, self.log = name, log
 
-    def drain(self) -> None:
-        self.log.append(f"{self.name} drained")
+    def drain(self, *_args: Any, **_kwargs: Any) -> None:
+        self.log.append(self.name + " drained")
+
+
+def drain_before_sleep(core: Any, allocator: Any) -> None:
+    for patch in (SLEEP, DISCARD):
+        listen(patch, core.drain, allocator)
 
 
 def test_copies_end_before_memory_is_unmapped() -> None:
@@ -69,13 +74,19 @@ def test_engines_of_one_process_drain_once_each_and_gone_ones_not() -> None:
 
 def test_one_that_cannot_drain_stops_neither_the_others_nor_the_sleep(caplog: pytest.LogCaptureFixture) -> None:
     log: list[Any] = []
-    allocator, cores = Allocator(log), [Core(name, log) for name in "abc"]
+    allocator, cores = Allocator(log), [Core("a", log), Core(None, log), Core("c", log)]  # type: ignore[arg-type]
     for core in cores:
         drain_before_sleep(core, allocator)
-    cores[1].drain = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
     with caplog.at_level("ERROR", logger="vllm.kvloft"):
         allocator.sleep()
     assert sorted(log[:2]) == ["a drained", "c drained"] and log[2:] == [("sleep", None)]
+
+
+def listeners(monkeypatch: pytest.MonkeyPatch) -> dict[Patch, Any]:
+    """What a worker half listens to from now on."""
+    heard: dict[Patch, Any] = {}
+    monkeypatch.setattr(worker_half, "listen", lambda patch, listener, _owner=None: heard.update({patch: listener}))
+    return heard
 
 
 def half_of(*, can_sleep: bool = False, zeroes: bool = False, extension: str = "") -> worker_half.WorkerHalf:
@@ -86,7 +97,7 @@ def half_of(*, can_sleep: bool = False, zeroes: bool = False, extension: str = "
         cache_config=SimpleNamespace(cache_dtype="auto"),
     )
     kv: Any = SimpleNamespace(num_blocks=4, needs_kv_cache_zeroing=zeroes)
-    return worker_half.WorkerHalf(settings, kv, CacheShape.of_one_group(GroupShape(16)), Config())
+    return worker_half.WorkerHalf(settings, kv, CacheShape((GroupShape(16),)), Config())
 
 
 @pytest.mark.parametrize(("is_on", "has_hook", "drains"), [(True, False, True), (True, True, False), (False, False, False)])
@@ -94,19 +105,24 @@ def test_a_worker_drains_before_sleep_if_its_engine_can_sleep(
     is_on: bool, has_hook: bool, drains: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM 0.33 and newer call a hook of the connector instead."""
-    cores: list[Any] = []
-    monkeypatch.setattr(worker_half, "drain_before_sleep", cores.append)
+    heard = listeners(monkeypatch)
     base: Any = type("Base", (), {"unregister_kv_caches": None} if has_hook else {})
     monkeypatch.setattr(worker_half, "KVConnectorBase_V1", base)
+    monkeypatch.setattr(SLEEP.find(), "get_instance", lambda: "allocator")
     half = half_of(can_sleep=is_on)
-    assert cores == ([half.core] if drains else [])
+    assert {patch: heard.get(patch) for patch in (SLEEP, DISCARD)} == dict.fromkeys(
+        (SLEEP, DISCARD), half.drain if drains else None
+    )
+    monkeypatch.setattr(half, "core", Core("core", log := []))
+    half.drain("tags")
+    assert log == ["core drained"]
 
 
 def test_vllms_hooks_of_sleep_reach_the_worker() -> None:
     log: list[str] = []
     connector = object.__new__(KVLoftConnector)
     core: Any = SimpleNamespace(suspend=lambda: log.append("suspend"), resume=lambda: log.append("resume"))
-    connector._worker, connector._scheduler = SimpleNamespace(core=core), None  # type: ignore[assignment]
+    connector._worker = SimpleNamespace(core=core)  # type: ignore[assignment]
     connector.unregister_kv_caches()
     connector.restore_kv_caches()
     assert log == ["suspend", "resume"]
@@ -118,22 +134,22 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(zeroes: b
     assert hasattr(KVCacheConfig, "needs_kv_cache_zeroing")
     settings = half_of(zeroes=zeroes).core._settings
     given: list[Any] = []
-    monkeypatch.setattr(setup, "Kernels", lambda *_: SimpleNamespace(vec_bytes=16, num_planes=1, num_sms=132))
-    monkeypatch.setattr(setup, "CudaMover", lambda *_, **options: given.append(options["gathers_first"]))
-    monkeypatch.setattr(setup.torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(setup.torch.cuda, "get_device_name", lambda _: "a GPU")
+    monkeypatch.setattr(mover, "Kernels", lambda *_: SimpleNamespace(vec_bytes=16, num_planes=1, num_sms=132))
+    monkeypatch.setattr(mover, "CudaMover", lambda *_, **options: given.append(options["gathers_first"]))
+    monkeypatch.setattr(mover.torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(mover.torch.cuda, "get_device_name", lambda _: "a GPU")
     storage = SimpleNamespace(device=SimpleNamespace(type="cuda"))
     layout: Any = SimpleNamespace(planes=[SimpleNamespace(storage=storage)], block_bytes=4096)
-    window: Any = SimpleNamespace(
-        address=0, num_frames=1, frame_bytes=4096, part_offset=0, part_bytes=4096, rank=0, is_shared=False
-    )
+    window: Any = SimpleNamespace(memory=None)
     choose_mover(layout, 1, settings)(layout, window)
     assert given == [zeroes]
 
 
 @pytest.mark.parametrize(("extension", "stops"), [("", True), ("trainer.Extension", False)])
 def test_a_worker_stops_at_other_weights_but_for_a_trainers(extension: str, stops: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    cores: list[Any] = []
-    monkeypatch.setattr(worker_half, "stop_worker_when_reloaded", lambda core, *_: cores.append(core))
+    heard = listeners(monkeypatch)
     half = half_of(extension=extension)
-    assert cores == ([half.core] if stops else [])
+    assert heard.keys() == ({WORKER_RELOAD} if stops else set())
+    if stops:
+        heard[WORKER_RELOAD](None, "other weights")
+    assert half.core._is_stopped == stops

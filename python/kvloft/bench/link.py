@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.frame_memory import FrameMemory
+from kvloft.transfer.frames import FrameMemory
 
 FORWARD_CYCLES = 4_000_000
 """Some 2 ms, the shortest of forwards: an engine's saves are submitted while the forward that writes their blocks runs."""

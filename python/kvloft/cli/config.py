@@ -10,7 +10,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Column, Table
 
-from kvloft.config import Config, describe, load_config
+from kvloft.config import describe, first_twice, load_config
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_impossible, warnings
 
@@ -45,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
     for warning in warnings(config):
         print(f"kvloft: warning: {warning}", file=sys.stderr)
     if args.json:
-        print(json.dumps(_as_json(config), indent=2))
+        print(json.dumps({key: {"value": getattr(config, key), "from": origin} for key, _, origin in describe(config)}, indent=2))
         return 0
     table = Table("key", Column("value", overflow="fold"), Column("from", overflow="fold"))
     for row in describe(config):
@@ -68,11 +68,6 @@ def _extra(text: str) -> dict[str, object]:
 
 
 def _each_once(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    names = [name for name, _ in pairs]
-    if twice := next((name for i, name in enumerate(names) if name in names[:i]), None):
+    if twice := first_twice([name for name, _ in pairs]):
         raise ConfigError(f"--extra sets {twice} twice; leave one of the two out.")
     return dict(pairs)
-
-
-def _as_json(config: Config) -> dict[str, dict[str, object]]:
-    return {key: {"value": getattr(config, key), "from": origin} for key, _, origin in describe(config)}

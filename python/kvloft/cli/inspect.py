@@ -8,14 +8,15 @@ import time
 from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from kvloft.config import size_text
 
 NUM_MORE_LOOKS, LOOK_AGAIN_S = 2, 0.1
+T = TypeVar("T")
 
 
 def add_parser(subparsers: Any) -> None:
@@ -25,23 +26,35 @@ def add_parser(subparsers: Any) -> None:
         help="show what a disk directory holds",
         description="Show what a disk directory holds: one line for each namespace. Reads only, also while an engine uses it.",
     )
-    parser.add_argument("dir", metavar="DIR", help="the directory an engine has as its disk_path")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table (sizes in bytes, times in Unix seconds)")
+    add_arguments(parser, json_help="print JSON instead of a table (sizes in bytes, times in Unix seconds)")
     parser.set_defaults(run=run)
+
+
+def add_arguments(parser: argparse.ArgumentParser, json_help: str = "print JSON instead of a table") -> None:
+    """What commands on a disk directory take."""
+    parser.add_argument("dir", metavar="DIR", help="the directory an engine has as its disk_path")
+    parser.add_argument("--json", action="store_true", help=json_help)
+
+
+def read_folder(folder: str, read: Callable[[str], T]) -> T | None:
+    """``read(folder)``; None after a line on stderr where ``folder`` is not a disk directory, or an engine is using it."""
+    # Here and not above: `kvloft config` must work where the extension does not load.
+    from kvloft._core import ConfigError, StoreError
+
+    found = None
+    try:
+        found = read(folder)
+    except (ConfigError, StoreError) as e:
+        print(f"kvloft: {e}", file=sys.stderr)
+    _tell_of_other_engines(folder)
+    return found
 
 
 def run(args: argparse.Namespace) -> int:
     """Print one row per namespace; 0, or 2 where DIR is not a disk directory."""
-    # Here and not above: `kvloft config` must work where the extension does not load.
-    from kvloft._core import ConfigError, StoreError, disk_inspect
-
-    try:
-        namespaces = _look(disk_inspect, args.dir)
-    except (ConfigError, StoreError) as e:
-        print(f"kvloft: {e}", file=sys.stderr)
-        tell_of_other_engines(args.dir)
+    namespaces = read_folder(args.dir, _look)
+    if namespaces is None:
         return 2
-    tell_of_other_engines(args.dir)
     if args.json:
         print(json.dumps([{**n, "fields": _fields(n["description"])} for n in namespaces], indent=2))
         return 0
@@ -51,17 +64,18 @@ def run(args: argparse.Namespace) -> int:
         return 0
     console.print(namespace_table(namespaces))
     for n in namespaces:
-        if n["problem"]:
-            console.print(f"{n['namespace']}: {n['problem']}", highlight=False, markup=False, style="red")
-        if n["description"]:
-            console.print(f"{n['namespace']}: {describe(n['description'])}", highlight=False, markup=False)
+        for text, style in ((n["problem"], "red"), (describe(n["description"]), None)):
+            if text:
+                console.print(f"{n['namespace']}: {text}", highlight=False, markup=False, style=style)
     total = sum(n["bytes"] for n in namespaces)
     console.print(f"{size_text(total)} in {len(namespaces)} namespace{'s' if len(namespaces) != 1 else ''}", highlight=False)
     return 0
 
 
-def _look(disk_inspect: Callable[[str], list[dict[str, Any]]], folder: str) -> list[dict[str, Any]]:
+def _look(folder: str) -> list[dict[str, Any]]:
     """What is there. A problem counts if it is still there a moment later: an engine may be growing or shrinking its files."""
+    from kvloft._core import disk_inspect
+
     namespaces = disk_inspect(folder)
     for _ in range(NUM_MORE_LOOKS):
         if not any(n["problem"] for n in namespaces):
@@ -71,7 +85,7 @@ def _look(disk_inspect: Callable[[str], list[dict[str, Any]]], folder: str) -> l
     return namespaces
 
 
-def tell_of_other_engines(folder: str) -> None:
+def _tell_of_other_engines(folder: str) -> None:
     """Say which data-parallel engines have folders of their own in ``folder``: nothing was looked at there."""
     names: list[str] = []
     with contextlib.suppress(OSError, ValueError):  # what is wrong with the folder was said already
@@ -85,12 +99,9 @@ def tell_of_other_engines(folder: str) -> None:
 
 def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
     """A table of `disk_inspect`'s rows, narrow enough for a terminal of 80 columns."""
-    table = Table(row_styles=["", "dim"], padding=(0, 0), collapse_padding=True)
-    table.add_column("namespace", no_wrap=True)
-    for name in ("chunks", "slots", "chunk size", "on disk"):
-        table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("oldest", no_wrap=True)
-    table.add_column("newest", no_wrap=True)
+    numbers = (Column(name, justify="right", no_wrap=True) for name in ("chunks", "slots", "chunk size", "on disk"))
+    namespace, oldest, newest = (Column(name, no_wrap=True) for name in ("namespace", "oldest", "newest"))
+    table = Table(namespace, *numbers, oldest, newest, row_styles=["", "dim"], padding=(0, 0), collapse_padding=True)
     for n in namespaces:
         row = [n["namespace"], f"{n['chunks']:,}", f"{n['slots']:,}", size_text(n["frame_bytes"])]
         row += [size_text(n["bytes"]), format_time(n["oldest"]), format_time(n["newest"])]

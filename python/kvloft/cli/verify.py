@@ -2,17 +2,13 @@
 
 import argparse
 import json
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from kvloft.cli.inspect import tell_of_other_engines
-
-if TYPE_CHECKING:
-    from kvloft._core import DiskVerify
+from kvloft.cli.inspect import add_arguments, read_folder
 
 _CHUNKS_PER_STEP = 16
 MAX_ROWS = 40
@@ -25,35 +21,37 @@ def add_parser(subparsers: Any) -> None:
         help="check every chunk of a disk directory for damage",
         description=(
             "Read every chunk of a disk directory and compare its key and checksum. Changes nothing. "
-            "Exit status: 0 all right, 1 damage found, 2 not done (wrong DIR, or an engine is using it)."
+            "Exit status: 0 all right, 1 damage found, 2 not done (wrong DIR, or an engine is using it), "
+            "3 no damage found, but another version of kvloft made some of it, which cannot be checked: "
+            "an engine of this version starts that over."
         ),
     )
-    parser.add_argument("dir", metavar="DIR", help="the directory an engine has as its disk_path")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    add_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Walk the directory; 0 without damage, 1 with, 2 where it could not be walked."""
-    # Here and not above: `kvloft config` must work where the extension does not load.
-    from kvloft._core import ConfigError, DiskVerify, StoreError
-
-    try:
-        verify = DiskVerify(args.dir)
-        damage = _walk(verify, quiet=args.json)
-    except (ConfigError, StoreError) as e:
-        print(f"kvloft: {e}", file=sys.stderr)
-        tell_of_other_engines(args.dir)
+    """Walk the directory; 0 without damage, 1 with, 2 where it could not be walked, 3 where another version made some of it."""
+    checked = read_folder(args.dir, lambda folder: _walk(folder, quiet=args.json))
+    if checked is None:
         return 2
-    tell_of_other_engines(args.dir)
+    num_chunks, found = checked
+    others = [row for row in found if row.pop("is_other_format")]
+    damage = [row for row in found if row not in others]
     if args.json:
-        print(json.dumps({"chunks": verify.num_chunks, "damage": damage}, indent=2))
+        print(json.dumps({"chunks": num_chunks, "damage": damage, "other_format": others}, indent=2))
     else:
-        _print(verify.num_chunks, damage)
-    return 1 if damage else 0
+        _print(num_chunks, damage)
+        for other in others:
+            print(f"{other['namespace']} is not damaged and was not checked: {other['problem']}.")
+    return 1 if damage else 3 if others else 0
 
 
-def _walk(verify: "DiskVerify", *, quiet: bool) -> list[dict[str, Any]]:
+def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
+    """How many chunks there are, and what is wrong."""
+    from kvloft._core import DiskVerify
+
+    verify = DiskVerify(folder)
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, disable=quiet or not console.is_terminal, transient=True) as progress:
@@ -63,7 +61,7 @@ def _walk(verify: "DiskVerify", *, quiet: bool) -> list[dict[str, Any]]:
         while verify.num_checked < verify.num_chunks:
             progress.update(task, completed=verify.num_checked)
             damage += verify.step(_CHUNKS_PER_STEP)
-    return damage
+    return verify.num_chunks, damage
 
 
 def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
@@ -74,7 +72,8 @@ def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
         return
     table = Table("namespace", "slot", "key", "problem")
     for found in damage[:MAX_ROWS]:
-        table.add_row(found["namespace"], *_cells(found), found["problem"])
+        slot = "-" if found["slot"] is None else str(found["slot"])
+        table.add_row(found["namespace"], slot, (found["key"] or "-")[:16], found["problem"])
     console.print(table)
     if len(damage) > MAX_ROWS:
         console.print(f"... and {len(damage) - MAX_ROWS:,} more (--json has them all)", highlight=False)
@@ -83,8 +82,3 @@ def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
     else:  # a file of the directory itself: how many chunks it had is not known
         verdict = f"{len(damage):,} problem{'s' if len(damage) != 1 else ''} found"
     console.print(f"{checked}: {verdict}. To an engine, what is lost or damaged is a miss.", highlight=False)
-
-
-def _cells(found: dict[str, Any]) -> tuple[str, str]:
-    """Slot and key, where the damage is of one."""
-    return "-" if found["slot"] is None else str(found["slot"]), (found["key"] or "-")[:16]

@@ -13,28 +13,27 @@ RETRY_S = 60.0
 
 
 class Breaker:
-    """``retry_s`` None: what tripped stays so, because a try that fails would cost a request its answer."""
+    """``retry_s`` infinite: what tripped stays so, because a try that fails would cost a request its answer."""
 
-    def __init__(self, retry_s: float | None) -> None:
+    def __init__(self, retry_s: float) -> None:
         self._retry_s = retry_s
         self._failed_in_a_row = 0
-        self._open_until_s: float | None = None
-        self.has_tripped = False
+        self._open_until_s = 0.0
+
+    @property
+    def has_tripped(self) -> bool:
         """Loads failed, and none has succeeded since."""
+        return self._failed_in_a_row >= MAX_FAILED_LOADS
 
     def lets_pass(self, now_s: float) -> bool:
         """Whether copies are worth planning: before it trips, and again once its time is over."""
-        return not self.has_tripped or (self._open_until_s is not None and now_s >= self._open_until_s)
+        return not self.has_tripped or now_s >= self._open_until_s
 
     def count(self, now_s: float, *, failed: bool) -> bool:
         """A load ended, on all ranks. True if it was one failure too many."""
-        if not failed:
-            self._failed_in_a_row = 0
-            self.has_tripped = False
+        let_pass = self.lets_pass(now_s)
+        self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
+        if not (self.has_tripped and let_pass):
             return False
-        self._failed_in_a_row += 1
-        if self._failed_in_a_row < MAX_FAILED_LOADS or not self.lets_pass(now_s):
-            return False
-        self.has_tripped = True
-        self._open_until_s = None if self._retry_s is None else now_s + self._retry_s
+        self._open_until_s = now_s + self._retry_s
         return True

@@ -12,17 +12,15 @@ from itertools import compress, count
 from operator import add, ge, gt
 
 from kvloft.plan.breaker import RETRY_S, Breaker
-from kvloft.plan.fences import rewritten
-from kvloft.plan.flights import Flight, Flights
-from kvloft.plan.loads import plan_load
-from kvloft.plan.pins import Pins
+from kvloft.plan.loads import Loading, plan_load
+from kvloft.plan.pins import Lease
 from kvloft.plan.queue import Queue
-from kvloft.plan.saves import plan_save
+from kvloft.plan.saves import plan_save, rewritten
 from kvloft.plan.tracker import NEVER, Tracker
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape
-from kvloft.seam.store import KeyChain, ReadLease, Session
+from kvloft.seam.store import KeyChain, Session
 from kvloft.seam.views import LiveRequest, RequestView, StepView
 
 
@@ -32,7 +30,7 @@ class SchedulerCore:
     Each rank of ``shape`` reports every ticket and load once; only then is it settled (I10). ``wait_s`` bounds how long one
     request may be told "ask again" while disk chunks are read, or while another's load brings what it wants: that only where
     vLLM ``shares_blocks``, which it does with its prefix cache. ``retry_loads_s``: when loads are tried again after many failed;
-    None: never. ``save_prompts_only``: for requests that do not say. ``max_running``: seats of the engine; None: not known.
+    infinite: never. ``save_prompts_only``: for requests that do not say. ``max_running``: seats of the engine; None: not known.
     """
 
     def __init__(
@@ -41,46 +39,38 @@ class SchedulerCore:
         new_chain: Callable[[RequestView], KeyChain],
         shape: CacheShape,
         *,
-        arena: ArenaSpec | None = None,
+        arena: ArenaSpec,
         wait_s: float = 10.0,
         clock: Callable[[], float],
         loads_allowed: bool = True,
         saves_allowed: bool = True,
         shares_blocks: bool = False,
-        retry_loads_s: float | None = RETRY_S,
+        retry_loads_s: float = RETRY_S,
         save_prompts_only: bool = False,
         max_running: int | None = None,
     ) -> None:
-        self._store = store
-        self._new_chain = new_chain
-        self._shape = shape
-        self._arena = arena
-        self._num_ranks = shape.num_ranks
-        self._clock = clock
-        self._flights = Flights()
-        num_frames = arena.num_frames if arena is not None else None
-        self._queue = Queue(store, shape, wait_s=wait_s, clock=clock, num_frames=num_frames, flights=self._flights)
-        self._queue.shares_blocks, self._queue.max_running = shares_blocks, max_running
+        self._store, self._new_chain, self._clock, self._arena = store, new_chain, clock, arena
+        self._group, self._num_ranks = shape.full, shape.num_ranks
+        self._queue = Queue(
+            store, self._group, clock, wait_s, arena.num_frames, shares_blocks=shares_blocks, max_running=max_running
+        )
         self.still_waits = self._queue.still_waits
         """Whether `match` would say None as it did before: to ask of thousands in every step, before anything is made for them."""
         self._breaker = Breaker(retry_loads_s)
         self._save_prompts_only = save_prompts_only
-        self._loads_allowed = loads_allowed
-        self._saves_allowed = saves_allowed
-        self._step = 0
+        self._loads_allowed, self._saves_allowed = loads_allowed, saves_allowed
         self._trackers: dict[ReqId, Tracker] = {}
         self._scheduled: Mapping[ReqId, int] = {}
         self._admitted: set[ReqId] = set()
-        self._hits: dict[ReqId, dict[str, int]] = {}
         self._next_save: dict[ReqId, int] = {}
         """Frontier at which a request's next save can be planned: all that a step looks at for most requests."""
-        self._lined_up: Sequence[ReqId] = ()
+        self._lined_up: list[ReqId] = []
+        """The requests of the last step."""
         self._before_save: list[int] = []
         """Of each request in ``_lined_up``, one less than its entry in ``_next_save``."""
-        self._last_running: Sequence[ReqId] = ()
+        self._load_ids = count()
         self._queued_loads: list[LoadPlan] = []
-        self._next_load_id = 0
-        self._loads: dict[int, _Loading] = {}
+        self._loads: dict[int, Loading] = {}
         self._unsent: list[SavePlan] = []
         self._usable_frames: dict[int, int] = {}
         """By rank, where workers said so: how many of the first frames they can copy to."""
@@ -94,13 +84,11 @@ class SchedulerCore:
 
         Unless it ``may_wait``: then what can be loaded now is all there is.
         """
-        if may_wait and self._queue.still_waits(live.req_id, local_tokens):
-            return None
         if not self._loads_allowed or live.skip_load:
             return 0
         tracker = self._tracker(live)
         if tracker.load_failed:
-            # Offered again, the same load could fail again, and vLLM would ask for ever.
+            # Offered again, the same load could fail again, and vLLM would ask again and again.
             return 0
         if self._breaker.has_tripped and (self._loads or not self._breaker.lets_pass(self._clock())):
             return 0  # one load at a time is tried
@@ -116,22 +104,15 @@ class SchedulerCore:
         tracker.blocks = list(block_ids)
         self._admitted.add(live.req_id)
         self._queue.forget(live.req_id)
-        self._flights.end(live.req_id)
         if num_tokens <= 0:
             tracker.drop_lease()
             self._queue.num_running += 1
             return
-        load_id = self._next_load_id
-        self._next_load_id += 1
-        plan, lease, by_tier = plan_load(tracker, self._shape, num_tokens, load_id)
-        pins = self._queue.begin_load(tracker)  # only now: no report would take them from the count if that failed
-        if not plan.lost:
-            begin = tracker.local_tokens // self._shape.full.block_tokens
-            end = begin + num_tokens // self._shape.full.block_tokens
-            self._flights.begin(live.req_id, Flight(tracker.chain, begin, end, self._clock()))
-        self._hits[live.req_id] = by_tier
-        self._loads[load_id] = _Loading(lease, self._num_ranks, pins)
-        self._queued_loads.append(plan)
+        plan, lease, by_tier = plan_load(tracker, self._group.block_tokens, num_tokens, next(self._load_ids))
+        if lease is not None:
+            self._queue.begin_load(tracker, lease, num_tokens, is_whole=not plan.lost)
+        tracker.loaded_tokens = by_tier
+        self._queue_load(plan, lease)
         for tier, tokens in by_tier.items():
             self.counters[f"load_tokens_{tier}"] += tokens
         if plan.lost:
@@ -140,28 +121,25 @@ class SchedulerCore:
 
     def fail_load(self, live: LiveRequest, num_tokens: int, block_ids: Sequence[BlockId]) -> None:
         """Plan a load that brings nothing: its request hears at once that these blocks are not there."""
-        tracker = self._trackers.get(live.req_id)
-        block_tokens = self._shape.full.block_tokens
-        begin = 0
-        if tracker is not None:
+        begin, block_tokens = 0, self._group.block_tokens
+        if (tracker := self._trackers.get(live.req_id)) is not None:
             begin = tracker.local_tokens // block_tokens
             tracker.load_failed = True
-        load_id = self._next_load_id
-        self._next_load_id += 1
-        self._loads[load_id] = _Loading(None, self._num_ranks)
         lost = tuple(block_ids[begin : begin + num_tokens // block_tokens])
-        self._queued_loads.append(LoadPlan(live.req_id, load_id, lost=lost))
+        self._queue_load(LoadPlan(live.req_id, next(self._load_ids), lost=lost), None)
 
-    def hit_tokens(self, req_id: ReqId) -> dict[str, int]:
+    def _queue_load(self, plan: LoadPlan, lease: Lease | None) -> None:
+        self._loads[plan.load_id] = Loading(lease, self._num_ranks, is_tried=bool(plan.chunks))
+        self._queued_loads.append(plan)
+
+    def hit_tokens(self, req_id: ReqId) -> Mapping[str, int]:
         """Tokens by tier of the load most recently planned for ``req_id``; what was lost counts for no tier."""
-        return self._hits.get(req_id, {})
+        return tracker.loaded_tokens if (tracker := self._trackers.get(req_id)) is not None else {}
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def plan_step(self, view: StepView) -> StepPlan:
         """Turn one schedule() into the worker's plan: queued loads, and saves of what this step completes."""
-        self._step += 1
-        self._queue.next_step()
         self._queue.num_running = len(view.running) + len(view.new)
         self._scheduled = view.num_scheduled_tokens
         for req_id in view.preempted:
@@ -172,28 +150,28 @@ class SchedulerCore:
                 tracker.kv_outdated = False
             else:
                 tracker.start_over()
-        self._admitted.clear()
-        fenced = rewritten(view, self._store, self._shape.full.block_tokens)
+        fenced = rewritten(view, self._store, self._group.block_tokens)
         saves = self._plan_saves(view) if self._saves_allowed else ()
-        loads, self._queued_loads = tuple(self._queued_loads), []
-        self._unsent = []
-        return StepPlan(self._step, self._arena, loads, tuple(saves), fenced)
+        return self._finish_plan(tuple(saves), fenced)
 
     def plan_loads_only(self) -> StepPlan:
-        """A plan without saves, for a step that could not be read: requests that wait must not wait for ever.
+        """A plan without saves, for a step that could not be read: requests that wait must not wait permanently.
 
         Block tables may have missed what that step added to them, so nothing of the requests that run is saved until they
         get a table afresh (I6); what the failed attempt reserved is given back (I5).
         """
-        self._step += 1
-        self._queue.next_step()
         self._store.abort([ticket for save in self._unsent for ticket in save.chunks.tickets()])
-        self._unsent = []
         for tracker in self._trackers.values():
             tracker.save_blocked = True
+        return self._finish_plan((), tuple(self._store.being_read()))
+
+    def _finish_plan(self, saves: tuple[SavePlan, ...], fenced: tuple[BlockId, ...]) -> StepPlan:
+        """The end of a step, however it was planned, and no sooner: one that failed half-way is planned once more."""
+        self._queue.next_step()
         self._admitted.clear()
+        self._unsent = []
         loads, self._queued_loads = tuple(self._queued_loads), []
-        return StepPlan(self._step, self._arena, loads, (), tuple(self._store.being_read()))
+        return StepPlan(self._queue.step, self._arena, loads, saves, fenced)
 
     def _plan_saves(self, view: StepView) -> list[SavePlan]:
         saves = self._unsent = []
@@ -206,7 +184,8 @@ class SchedulerCore:
             if (tracker := trackers.get(req_id)) is not None:
                 tracker.blocks += blocks
         self._save_running(view, saves)
-        self._save_latecomers(view, saves)
+        self._lined_up += [new.req_id for new in view.new]
+        self._before_save += [self._next_save.get(new.req_id, NEVER) - 1 for new in view.new]
         for req_id in drafts:
             if (tracker := trackers.get(req_id)) is not None:
                 tracker.had_drafts = True
@@ -215,7 +194,8 @@ class SchedulerCore:
     def _save_running(self, view: StepView, saves: list[SavePlan]) -> None:
         """Most running requests complete nothing, and of them one number is compared, in columns: every forward waits for this."""
         running, computed, scheduled = view.running, view.num_computed_tokens, view.num_scheduled_tokens
-        if view.new or self._lined_up != running:
+        if self._lined_up != running:
+            self._save_latecomers(scheduled, saves)
             self._lined_up = list(running)
             self._before_save = [self._next_save.get(req_id, NEVER) - 1 for req_id in running]
         if view.total_scheduled_tokens == len(scheduled):
@@ -228,31 +208,27 @@ class SchedulerCore:
             self._save(self._trackers[req_id], frontier, saves)
             self._before_save[i] = self._next_save[req_id] - 1
 
-    def _save_latecomers(self, view: StepView, saves: list[SavePlan]) -> None:
+    def _save_latecomers(self, scheduled: Mapping[ReqId, int], saves: list[SavePlan]) -> None:
         """Requests of the last step that this one left out: under async scheduling their last token became known only now.
 
         By now drafts may have been rejected, or a session may have replaced the last sampled token; vLLM's own count has
         followed either.
         """
-        running = view.running
-        if self._last_running != running:
-            scheduled = view.num_scheduled_tokens
-            for req_id in self._last_running:
-                if req_id in self._next_save and req_id not in scheduled:
-                    tracker = self._trackers[req_id]
-                    self._save(tracker, tracker.live.num_computed_tokens, saves)
-        self._last_running = [*running, *(new.req_id for new in view.new)] if view.new else list(running)
+        for req_id in self._lined_up:
+            if req_id in self._next_save and req_id not in scheduled:
+                tracker = self._trackers[req_id]
+                self._save(tracker, tracker.live.num_computed_tokens, saves)
 
     def _save(self, tracker: Tracker, frontier: int, saves: list[SavePlan]) -> None:
         if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
-            self._next_save[tracker.req_id] = frontier + self._shape.full.block_tokens
+            self._next_save[tracker.req_id] = frontier + self._group.block_tokens
             return
-        saving = plan_save(tracker, self._store, self._shape, frontier)
-        self._next_save[tracker.req_id] = saving.next_save if frontier < tracker.save_limit else NEVER
-        if saving.num_dropped:
-            self.counters["save_dropped_chunks"] += saving.num_dropped
-        if saving.plan is not None:
-            saves.append(saving.plan)
+        next_save, chunks, num_dropped = plan_save(tracker, self._store, self._group, frontier)
+        self._next_save[tracker.req_id] = next_save
+        if num_dropped:
+            self.counters["save_dropped_chunks"] += num_dropped
+        if chunks is not None:
+            saves.append(SavePlan(tracker.req_id, chunks))
 
     # -- reports --------------------------------------------------------------------------------------------------
 
@@ -271,25 +247,24 @@ class SchedulerCore:
                 if self._breaker.has_tripped:
                     self._count_copies(failed=True)
         for result in report.loads:
-            loading = self._loads.get(result.load_id)
             if result.bad_keys:
                 self._store.discard([key for key, _ in result.bad_keys])
                 self.counters["verify_failures"] += len(result.bad_keys)
-            if (is_bad := bool(result.bad_keys) or result.failed) and (tracker := self._trackers.get(result.req_id)) is not None:
-                tracker.load_failed = True
-                tracker.saved_chunks = 0
-            if loading is None:
+            if has_failed := bool(result.bad_keys) or result.failed:
+                self._queue.flights.pop(result.req_id, None)
+                if (tracker := self._trackers.get(result.req_id)) is not None:
+                    tracker.load_failed = True
+                    tracker.saved_chunks = 0
+            if (loading := self._loads.get(result.load_id)) is None:
                 continue
-            loading.failed |= result.failed
-            if is_bad:
-                self._flights.end(result.req_id)
-            if loading.arrive():
+            loading.has_failed |= has_failed
+            loading.num_ranks_left -= 1
+            if not loading.num_ranks_left:
                 del self._loads[result.load_id]
                 if loading.lease is not None:
                     loading.lease.release()
-                if loading.pins is not None:
-                    self._queue.loading.remove(loading.pins)
-                self._count_copies(failed=loading.failed)
+                if loading.is_tried or loading.has_failed:
+                    self._count_copies(failed=loading.has_failed)
 
     def _count_copies(self, *, failed: bool) -> None:
         """A load ended on every rank, or, while they are tried again, a save failed."""
@@ -303,9 +278,7 @@ class SchedulerCore:
         """The request ended, however it ended. Copies in flight settle by themselves (I5)."""
         tracker = self._trackers.pop(req_id, None)
         self._next_save.pop(req_id, None)
-        self._hits.pop(req_id, None)
         self._queue.forget(req_id)
-        self._flights.end(req_id)
         if req_id in self._scheduled:
             self._queue.num_running -= 1
         if tracker is not None:
@@ -314,26 +287,20 @@ class SchedulerCore:
     def reset(self) -> None:
         """Forget every stored chunk, also those being saved; KV that requests hold from before now is not saved any more."""
         for tracker in self._trackers.values():
-            tracker.drop_lease()
             tracker.kv_outdated = bool(tracker.blocks)
-            tracker.saved_chunks = 0
-            tracker.tail_blocks, tracker.tail_key = 0, None
+            tracker.forget_saves()
         self._queue.clear()
         self._store.clear()
 
     def stop(self) -> None:
-        """Offer, save and forget nothing from now on; what is in flight settles as ever."""
+        """Offer, save and forget nothing from now on; what is in flight settles as usual."""
         self._loads_allowed = self._saves_allowed = False
-        for tracker in self._trackers.values():
-            tracker.drop_lease()
         self._queue.clear()
 
     def close(self) -> None:
         """Release every pin and reservation that is still ours."""
-        for tracker in self._trackers.values():
-            tracker.drop_lease()
         self._queue.clear()
-        self._flights.clear()
+        self._queue.flights.clear()
         self._trackers.clear()
         self._next_save.clear()
         self._store.abort()
@@ -355,21 +322,3 @@ class SchedulerCore:
             prompt_only = self._save_prompts_only if saves is None else saves == "prompt"
             tracker = self._trackers[live.req_id] = Tracker(live, self._new_chain, prompt_only=prompt_only)
         return tracker
-
-
-class _Loading:
-    """A load in flight: the pins that it needs, how many ranks have yet to report it, and what they said."""
-
-    __slots__ = ("failed", "lease", "pins", "remaining")
-
-    def __init__(self, lease: ReadLease | None, remaining: int, pins: Pins | None = None) -> None:
-        self.lease = lease
-        self.pins = pins
-        self.remaining = remaining
-        self.failed = False
-        """On some rank nothing was copied."""
-
-    def arrive(self) -> bool:
-        """Count one rank's report; True for the last one."""
-        self.remaining -= 1
-        return self.remaining <= 0

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from kvloft.plan.pins import Lease
 from kvloft.plan.tracker import Tracker
 from kvloft.seam.batch import ChunkBatch
-from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import LoadPlan
-from kvloft.seam.shape import CacheShape
-from kvloft.seam.store import ReadLease
 
 
-def plan_load(
-    tracker: Tracker, shape: CacheShape, num_tokens: int, load_id: int
-) -> tuple[LoadPlan, ReadLease | None, dict[str, int]]:
+@dataclass(slots=True)
+class Loading:
+    """A load in flight: the lease that it needs, how many ranks have yet to report it, and what they said."""
+
+    lease: Lease | None
+    num_ranks_left: int
+    is_tried: bool
+    """There was something to copy."""
+    has_failed: bool = False
+    """On some rank nothing was copied, or other bytes than were saved."""
+
+
+def plan_load(tracker: Tracker, block_tokens: int, num_tokens: int, load_id: int) -> tuple[LoadPlan, Lease | None, dict[str, int]]:
     """Turn the standing offer into copies for blocks [local, local + num_tokens).
 
     Returns the plan, the lease that must outlive it, and tokens by tier. What the lease no longer covers is ``lost``.
     """
-    block_tokens = shape.full.block_tokens
     begin = tracker.local_tokens // block_tokens
     end = (tracker.local_tokens + num_tokens) // block_tokens
     chunks: ChunkBatch | tuple[()] = ()
@@ -27,4 +36,4 @@ def plan_load(
         tracker.lease = None
     lost = tuple(tracker.blocks[begin + sum(by_tier.values()) : end])
     by_tier = {tier: num_blocks * block_tokens for tier, num_blocks in by_tier.items()}
-    return LoadPlan(ReqId(tracker.live.req_id), load_id, chunks, lost), lease, by_tier
+    return LoadPlan(tracker.req_id, load_id, chunks, lost), lease, by_tier

@@ -1,64 +1,73 @@
 """How much of host memory requests pin. A prefix that several of them share counts once.
 
-Counted in strides of chunks: the key at a stride's end names all that comes before it. It must not know leases.
+Counted in strides of chunks: the key at a stride's end names all that comes before it. It must not know who may pin how much.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING
 
-from kvloft.seam.store import KeyChain
+from kvloft.seam.store import KeyChain, ReadLease
+
+if TYPE_CHECKING:
+    from kvloft.plan.tracker import Tracker
 
 MAX_STRIDE = 16
 
 
-def stride_of(num_frames: int) -> int:
-    """Chunks in a stride. What is left behind the last one counts for each request, so small memories need short ones."""
-    return max(1, min(MAX_STRIDE, num_frames // 64))
+class Pins:
+    """Chunks that some leases pin, each once, by ``stride`` chunks at a time."""
 
-
-class Pins(NamedTuple):
-    """What one request pins: keys of its strides' ends, and chunks behind them."""
-
-    keys: tuple[bytes, ...]
-    num_left: int
-
-
-class PinCount:
-    """Chunks that some requests pin, each once, by ``stride`` chunks at a time."""
-
-    def __init__(self, stride: int, blocks_per_chunk: int) -> None:
-        self._stride = stride
-        self._blocks_per_chunk = blocks_per_chunk
+    def __init__(self, num_frames: int, blocks_per_chunk: int) -> None:
+        # A lease's last stride counts as a whole one, so small memories need short ones.
+        self._stride = max(1, min(MAX_STRIDE, num_frames // 64))
+        self._stride_blocks = self._stride * blocks_per_chunk
         self._num_users: dict[bytes, int] = {}
-        self._num_left = 0
+        self.leases: dict[Lease, None] = {}
 
     @property
     def num_chunks(self) -> int:
         """Pinned now."""
-        return len(self._num_users) * self._stride + self._num_left
+        return len(self._num_users) * self._stride
 
-    def pins_of(self, chain: KeyChain, num_blocks: int) -> Pins:
-        """What a lease on the first ``num_blocks`` of ``chain`` pins."""
-        size = self._stride * self._blocks_per_chunk
-        keys = tuple([chain.key(end - 1) for end in range(size, num_blocks + 1, size)])
-        return Pins(keys, -(-num_blocks // self._blocks_per_chunk) - len(keys) * self._stride)
+    def strides(self, chain: KeyChain, num_blocks: int) -> list[bytes]:
+        """What a lease on the first ``num_blocks`` of ``chain`` pins: keys of its strides' ends."""
+        return [chain.key(end - 1) for end in (*range(self._stride_blocks, num_blocks, self._stride_blocks), num_blocks)]
 
-    def num_with(self, pins: Pins) -> int:
+    def num_with(self, strides: list[bytes]) -> int:
         """How many it would be with these."""
-        return self.num_chunks + self._stride * sum(key not in self._num_users for key in pins.keys) + pins.num_left
+        return self.num_chunks + self._stride * sum(key not in self._num_users for key in strides)
 
-    def add(self, pins: Pins) -> None:
-        """Count them until they are removed."""
-        for key in pins.keys:
+    def add(self, lease: Lease) -> None:
+        self.leases[lease] = None
+        for key in lease.strides:
             self._num_users[key] = self._num_users.get(key, 0) + 1
-        self._num_left += pins.num_left
 
-    def remove(self, pins: Pins) -> None:
-        """Their lease fell."""
-        for key in pins.keys:
-            if self._num_users[key] == 1:
+    def remove(self, lease: Lease) -> None:
+        del self.leases[lease]
+        for key in lease.strides:
+            self._num_users[key] -= 1
+            if not self._num_users[key]:
                 del self._num_users[key]
-            else:
-                self._num_users[key] -= 1
-        self._num_left -= pins.num_left
+
+
+class Lease:
+    """A store's lease on a prefix of ``num_tokens``, and what it pins, counted in ``pins`` until it is released."""
+
+    def __init__(self, tracker: Tracker, lease: ReadLease, pins: Pins, num_tokens: int, num_blocks: int) -> None:
+        self.tracker, self.num_tokens = tracker, num_tokens
+        self.strides = pins.strides(tracker.chain, num_blocks)
+        self.poll, self.batch = lease.poll, lease.batch
+        self._lease, self._pins = lease, pins
+        pins.add(self)
+
+    def count_in(self, pins: Pins) -> None:
+        """Count what it pins there from now on."""
+        self._pins.remove(self)
+        self._pins = pins
+        pins.add(self)
+
+    def release(self) -> None:
+        """Unpin; only once."""
+        self._pins.remove(self)
+        self._lease.release()

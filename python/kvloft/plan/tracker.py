@@ -1,102 +1,82 @@
 """What the scheduler half remembers of one request: its keys, its block table, and how far it is saved.
 
-A tracker never decides; `loads` and `saves` do. It must not know vLLM: it reads a `LiveRequest`.
+A tracker never decides; `queue`, `loads` and `saves` do. It must not know vLLM: it reads a `LiveRequest`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from kvloft.plan.flights import Flight
-from kvloft.plan.pins import Pins
-from kvloft.seam.ids import BlockId, ChunkKey
-from kvloft.seam.store import KeyChain, ReadLease
+from kvloft.plan.pins import Lease
+from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.store import KeyChain
 from kvloft.seam.views import LiveRequest, RequestView
 
 NEVER = 1 << 62
 """A token count no request reaches."""
 
 
+class Flight(NamedTuple):
+    """Blocks [begin, end) of ``chain`` on their way to the GPU, for request ``req_id``."""
+
+    req_id: ReqId
+    chain: KeyChain
+    begin: int
+    end: int
+    began_s: float
+
+
+@dataclass(slots=True, eq=False)
 class Tracker:
-    """One request's state; plain attributes, changed by `loads`, `saves` and `core` only."""
+    """One request's state: plain attributes, which others of this package change."""
 
-    __slots__ = (
-        "_new_chain",
-        "_num_prompt_tokens",
-        "_prompt_only",
-        "_view",
-        "asked_s",
-        "asked_step",
-        "blocks",
-        "chain",
-        "flight",
-        "had_drafts",
-        "kv_outdated",
-        "lease",
-        "lease_tokens",
-        "live",
-        "load_failed",
-        "local_tokens",
-        "pins",
-        "req_id",
-        "save_blocked",
-        "saved_chunks",
-        "stop_counting",
-        "tail_blocks",
-        "tail_key",
-        "waited_out",
-        "waiting_since",
-    )
+    live: LiveRequest
+    new_chain: Callable[[RequestView], KeyChain]
+    prompt_only: bool = False
+    """What it generates is not saved."""
+    req_id: ReqId = field(init=False)
+    chain: KeyChain = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    save_limit: int = field(init=False)
+    """Tokens that are saved at most."""
+    blocks: list[BlockId] = field(default_factory=list)
+    had_drafts: bool = False
+    """Some step verified draft tokens of this request."""
+    saved_chunks: int = 0
+    """Leading chunks that are stored, being saved, or were found stored already."""
+    tail_blocks: int = 0
+    """Of the prefix that ends with the tail saved last."""
+    save_blocked: bool = False
+    """``blocks`` may not be the request's table: nothing may be saved until it gets one afresh."""
+    kv_outdated: bool = False
+    """KV in ``blocks`` predates a reset: nothing may be saved until it is computed anew."""
+    lease: Lease | None = None
+    flight: Flight | None = None
+    """Another request's load that it waits for."""
+    local_tokens: int = 0
+    asked_step: int = 0
+    asked_s: float = 0.0
+    waiting_since: float | None = None
+    waited_out: bool = False
+    loaded_tokens: Mapping[str, int] = field(default_factory=dict)
+    """By tier, of the load planned last."""
+    load_failed: bool = False
+    """A load of this request brought less than was promised: it computes the rest of its life by itself."""
+    _view: RequestView = field(init=False)
 
-    def __init__(self, live: LiveRequest, new_chain: Callable[[RequestView], KeyChain], *, prompt_only: bool = False) -> None:
-        """``prompt_only``: what it generates is not saved."""
-        self._new_chain = new_chain
-        self._prompt_only = prompt_only
-        self.live = live
-        self.req_id = live.req_id
-        self.had_drafts = False
-        """Some step verified draft tokens of this request."""
-        self.blocks: list[BlockId] = []
-        self.saved_chunks = 0
-        """Leading chunks that are stored, being saved, or were found stored already."""
-        self.save_blocked = False
-        """``blocks`` may not be the request's table: nothing may be saved until it gets one afresh."""
-        self.kv_outdated = False
-        """KV in ``blocks`` predates a reset: nothing may be saved until it is computed anew."""
-        self.tail_blocks = 0
-        self.tail_key: ChunkKey | None = None
-        self.lease: ReadLease | None = None
-        self.lease_tokens = 0
-        self.pins: Pins | None = None
-        """While vLLM has not admitted it: what its lease is counted for."""
-        self.stop_counting: Callable[[Tracker], None] | None = None
-        self.flight: Flight | None = None
-        """Another request's load that it waits for."""
-        self.asked_step = 0
-        self.asked_s = 0.0
-        self.local_tokens = 0
-        self.waiting_since: float | None = None
-        self.waited_out = False
-        self.load_failed = False
-        """A load of this request brought less than was promised: it computes the rest of its life by itself."""
+    def __post_init__(self) -> None:
+        self.req_id = self.live.req_id
         self._restart_chain()
 
     def _restart_chain(self) -> None:
-        view = self.live.view()
-        self._view = view
-        self._num_prompt_tokens = self.live.num_prompt_tokens
-        self.chain = self._new_chain(view)
-        for item in view.items:
+        self._view = self.live.view()
+        self.num_prompt_tokens = self.live.num_prompt_tokens
+        self.save_limit = self.num_prompt_tokens if self.prompt_only else NEVER
+        self.chain = self.new_chain(self._view)
+        for item in self._view.items:
             self.chain.add_item(item.identifier, item.start, item.num_tokens)
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return self._num_prompt_tokens
-
-    @property
-    def save_limit(self) -> int:
-        """Tokens that are saved at most."""
-        return self._num_prompt_tokens if self._prompt_only else NEVER
 
     def extend_chain(self, limit: int = NEVER) -> int:
         """Take in confirmed tokens that came since the last call, as far as position ``limit``; returns how many there are now.
@@ -105,16 +85,14 @@ class Tracker:
         show; its prompt length does. Then the keys are made afresh (they come out equal where the tokens are equal).
         """
         token_ids = self.live.token_ids
-        known = len(token_ids)
-        if self.live.num_prompt_tokens != self._num_prompt_tokens or known < self.chain.num_tokens:
+        known, start = len(token_ids), self.chain.num_tokens
+        if known < start or self.live.num_prompt_tokens != self.num_prompt_tokens:
             self._restart_chain()
+            start = 0
             self.drop_lease()
-            self.saved_chunks = 0
-            self.tail_blocks = 0
-            self.tail_key = None
+            self.forget_saves()
             # Accepted drafts behind the point where a session cut its output stay computed for vLLM, under the new input.
             self.kv_outdated |= self.had_drafts
-        start = self.chain.num_tokens
         end = min(known, limit)
         if start >= end:
             return known
@@ -139,10 +117,12 @@ class Tracker:
         self.waiting_since = None
         self.waited_out = False
 
+    def forget_saves(self) -> None:
+        """Nothing that was saved of it is known to be there."""
+        self.saved_chunks = self.tail_blocks = 0
+
     def drop_lease(self) -> None:
         """Unpin what the last match pinned (I5)."""
-        if self.stop_counting is not None:
-            self.stop_counting(self)
         if self.lease is not None:
             self.lease.release()
             self.lease = None

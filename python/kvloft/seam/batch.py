@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol, Self, overload
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvloft.seam.ids import BlockId, ChunkKey, Ticket
+
+if TYPE_CHECKING:
+    from kvloft._core import ChunkBatch as ChunkBatch
+else:  # the extension is not loaded for a type
+    ChunkBatch = Any
 
 Columns = tuple[bytes, bytes, bytes, bytes, bytes]
 """Frames (u32), keys (32 bytes), numbers of blocks (u32), blocks (i32) and tickets (u64; none for loads), little endian.
@@ -27,32 +31,3 @@ class ChunkCopy(NamedTuple):
     first_block: int
     blocks: tuple[BlockId, ...]
     ticket: Ticket = Ticket(-1)
-
-
-class ChunkBatch(Protocol):
-    """Chunks as columns, a value; ``kvloft._core.ChunkBatch`` is the real one, made by the store.
-
-    A long prompt has thousands, and a forward or the first byte of a load waits for them: whoever wants all takes columns.
-    """
-
-    def columns(self) -> Columns: ...
-    def tickets(self) -> list[Ticket]: ...
-    def block_ids(self) -> list[BlockId]:
-        """Blocks that are copied, of all chunks."""
-        ...
-
-    def by_frame(self) -> Self:
-        """In the order of frames, so that neighbours, in whichever order a store gave them out, are one copy."""
-        ...
-
-    def take(self, positions: list[int]) -> Self: ...
-    def check(self, *, num_frames: int, num_blocks: int, blocks_per_chunk: int) -> None:
-        """Raises ValueError if a copy would reach outside the arena, its frame or the paged KV."""
-        ...
-
-    def __len__(self) -> int: ...
-    def __iter__(self) -> Iterator[ChunkCopy]: ...
-    @overload
-    def __getitem__(self, index: int, /) -> ChunkCopy: ...
-    @overload
-    def __getitem__(self, index: slice, /) -> Self: ...

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -24,46 +26,63 @@ def part_bytes_for(payload_bytes: int) -> int:
     return -(-(payload_bytes + _core.TRAILER_BYTES) // PART_ALIGN) * PART_ALIGN
 
 
+@dataclass(frozen=True, slots=True)
+class FrameMemory:
+    """Frames at ``address + frame * frame_bytes``; ours is the part of ``part_bytes`` at ``part_offset`` in each."""
+
+    address: int
+    num_frames: int
+    frame_bytes: int
+    part_offset: int
+    part_bytes: int
+    rank: int
+    owner: object
+    """Whatever keeps the memory mapped."""
+    is_shared: bool = False
+    """Whether other ranks use these frames too."""
+
+    @property
+    def size_bytes(self) -> int:
+        return self.num_frames * self.frame_bytes
+
+    def part(self, frame: int) -> int:
+        """Address of our part of ``frame``."""
+        return self.address + frame * self.frame_bytes + self.part_offset
+
+
 class FrameWindow:
-    """This rank's part of every frame, as bytes of one shared tensor."""
+    """This rank's part of every frame: as addresses in ``memory``, and as bytes of one shared tensor."""
 
     def __init__(self, spec: ArenaSpec, shape: CacheShape, *, shard: int, payload_bytes: int) -> None:
         """Map the arena. Raises LayoutError if its frames cannot hold ``payload_bytes`` in this shard's part."""
-        part = shape.shards[shard]
-        self.part_bytes = part.part_bytes
-        if spec.frame_bytes != shape.frame_bytes or part.part_bytes < part_bytes_for(payload_bytes):
+        if spec.frame_bytes != shape.frame_bytes or shape.part_bytes < part_bytes_for(payload_bytes):
             raise LayoutError(
-                f"frames of {spec.frame_bytes} bytes in {len(shape.shards)} shards cannot hold this rank's {payload_bytes} bytes a "
+                f"frames of {spec.frame_bytes} bytes in {shape.num_shards} shards cannot hold this rank's {payload_bytes} bytes a "
                 "chunk: the scheduler and the worker disagree about the KV cache; please report this model"
             )
-        self._arena = _core.Arena.open(spec.path, frame_bytes=spec.frame_bytes, num_frames=spec.num_frames)
-        self.frame_bytes = spec.frame_bytes
-        self.num_frames = spec.num_frames
-        self.rank = self._rank = shard
-        self.part_offset = self._offset = part.offset
-        self.is_shared = shape.num_ranks > 1
-        raw = (ctypes.c_uint8 * self._arena.size_bytes).from_address(self._arena.address)
+        self._arena = arena = _core.Arena.open(spec.path, frame_bytes=spec.frame_bytes, num_frames=spec.num_frames)
+        self.memory = FrameMemory(
+            arena.address, spec.num_frames, spec.frame_bytes, shard * shape.part_bytes, shape.part_bytes, shard, arena,
+            is_shared=shape.num_ranks > 1,
+        )  # fmt: skip
+        raw = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)
         self.bytes = torch.frombuffer(raw, dtype=torch.uint8).view(spec.num_frames, spec.frame_bytes)
-
-    @property
-    def address(self) -> int:
-        """Of frame 0; frames are ``frame_bytes`` apart and our part begins at ``part_offset`` in each."""
-        return self._arena.address
 
     def payload(self, frame: int, num_bytes: int) -> torch.Tensor:
         """uint8 view of the first ``num_bytes`` of this rank's payload in ``frame``."""
-        return self.bytes[frame, self._offset : self._offset + num_bytes]
+        return self.bytes[frame, self.memory.part_offset : self.memory.part_offset + num_bytes]
 
     def seal(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> None:
         """Tag the payload just gathered and write the trailer."""
-        self._arena.seal(
-            copy.frame, offset=self._offset, part_bytes=self.part_bytes, key=copy.key, layout=layout,
-            page_bytes=page_bytes, num_blocks=copy.num_blocks, rank=self._rank,
-        )  # fmt: skip
+        self._arena.seal(copy.frame, self._part_of(copy, layout, page_bytes))
 
     def check(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> str | None:
         """None if the frame is what ``copy.key`` stands for, else what is wrong with it."""
-        return self._arena.check(
-            copy.frame, offset=self._offset, part_bytes=self.part_bytes, key=copy.key, layout=layout,
-            page_bytes=page_bytes, num_blocks=copy.num_blocks, rank=self._rank,
-        )  # fmt: skip
+        return self._arena.check(copy.frame, self._part_of(copy, layout, page_bytes))
+
+    def _part_of(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> dict[str, Any]:
+        part = self.memory
+        return {
+            "offset": part.part_offset, "part_bytes": part.part_bytes, "key": copy.key, "layout": layout,
+            "page_bytes": page_bytes, "num_blocks": copy.num_blocks, "rank": part.rank,
+        }  # fmt: skip

@@ -61,22 +61,19 @@ def read_layout(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, fingerpr
     ``fingerprint`` (dtype, backend, version) goes into the digest together with each page's inner geometry, so that a frame
     written under another layout is refused on load. Raises LayoutError if a tensor's pages cannot be told.
     """
-    planes: list[Plane] = []
-    seen: set[tuple[int, int]] = set()
+    planes: dict[tuple[int, int], Plane] = {}
     digest = hashlib.blake2b(fingerprint.encode(), digest_size=32)
     for name, tensor in kv_caches.items():
         if tensor.numel() == 0:
             raise LayoutError(f"layer {name!r} has an empty KV tensor; kvloft cannot cache it")
         for plane in _planes_of(name, tensor, num_blocks):
-            if (plane.base, plane.page_bytes) in seen:
+            if planes.setdefault((plane.base, plane.page_bytes), plane) is not plane:
                 continue
-            seen.add((plane.base, plane.page_bytes))
-            planes.append(plane)
             inner = (tensor.dtype, tuple(tensor.shape[1:]), _dense_order(tensor), plane.page_bytes)
             digest.update(repr(inner).encode())
     if not planes:
         raise LayoutError("the engine registered no KV tensor; kvloft has nothing to cache")
-    return PagedLayout(tuple(planes), num_blocks, digest.digest())
+    return PagedLayout(tuple(planes.values()), num_blocks, digest.digest())
 
 
 def _dense_order(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -93,7 +90,7 @@ def _planes_of(name: str, tensor: torch.Tensor, num_blocks: int) -> list[Plane]:
     """
     if tensor.shape[0] % num_blocks:
         raise LayoutError(
-            f"layer {name!r} has a KV tensor of shape {tuple(tensor.shape)}, whose first dimension is no multiple of the "
+            f"layer {name!r} has a KV tensor of shape {tuple(tensor.shape)}, whose first dimension is not a multiple of the "
             f"{num_blocks} blocks; this attention backend's layout is not supported"
         )
     if tensor.shape[0] != num_blocks:

@@ -33,7 +33,6 @@ class Mover(Protocol):
     @property
     def usable_frames(self) -> int | None:
         """How many of the first frames can be copied to now; None: all."""
-        ...
 
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """Before a forward is launched that may write ``rewritten``: it must come after the saves that still read them (I2).
@@ -41,53 +40,17 @@ class Mover(Protocol):
         ``has_loads``: loads will be submitted in this step, perhaps after the forward was launched (as vLLM does since 0.30);
         they come after what was launched before now, and need not wait for that forward.
         """
-        ...
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         """Gather; called after the forward that wrote the blocks and before any that may write them next (I2)."""
-        ...
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         """Check and scatter; called between steps, the blocks belong to waiting requests."""
-        ...
 
     def poll(self) -> Finished: ...
 
     def drain(self) -> Finished:
         """Wait for everything in flight: engine sleep, shutdown."""
-        ...
 
     def close(self) -> None:
         """Wait for everything in flight and give back what was taken; the mover is not used afterwards."""
-        ...
-
-
-class BrokenMover:
-    """Stands in when no mover could be made: every save fails and every load is bad, which makes them misses."""
-
-    def __init__(self, reason: str) -> None:
-        self.reason = reason
-        self._done = Finished()
-
-    usable_frames = None
-
-    def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
-        """Nothing is ever in flight."""
-
-    def submit_saves(self, plans: Sequence[SavePlan]) -> None:
-        self._done.failed += [ticket for plan in plans for ticket in plan.chunks.tickets()]
-
-    def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
-        for plan in plans:
-            self._done.bad_blocks.update(plan.blocks())
-            self._done.loads.append(LoadResult(plan.req_id, plan.load_id, failed=True))
-
-    def poll(self) -> Finished:
-        done, self._done = self._done, Finished()
-        return done
-
-    def drain(self) -> Finished:
-        return self.poll()
-
-    def close(self) -> None:
-        """Nothing was taken."""

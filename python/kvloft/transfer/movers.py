@@ -43,7 +43,7 @@ def choose_mover(layout: PagedLayout, blocks_per_chunk: int, settings: MoverSett
     if settings.gpu_copies == "torch":
         logger.warning("kvloft: gpu_copies=torch: KV is copied page by page and each step waits for it; this is slow")
         return CpuMover
-    from kvloft.transfer.cuda.setup import prepare
+    from kvloft.transfer.cuda.mover import prepare
 
     try:
         return prepare(

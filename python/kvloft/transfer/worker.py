@@ -7,17 +7,16 @@ ordering allows, then takes the report. Each is idempotent within a step, becaus
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 import torch
 
-from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.ids import BlockId, ReqId, Ticket
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
-from kvloft.seam.shape import ArenaSpec, CacheShape
+from kvloft.seam.shape import CacheShape
 from kvloft.transfer.frames import FrameWindow
 from kvloft.transfer.layout import PagedLayout, read_layout
-from kvloft.transfer.mover import BrokenMover, Finished, Mover
+from kvloft.transfer.mover import Finished, Mover
 from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover
 
 logger = logging.getLogger(__name__)
@@ -38,27 +37,24 @@ class WorkerCore:
         self._rank = rank
         self._told_usable: int | None = None
         self._shard = shape.shard_of(rank)
-        self._is_writer = shape.shards[self._shard].writer == rank
+        self._is_writer = shape.is_writer(rank)
         self._given_make_mover = make_mover
         self._make_mover: MakeMover | None = make_mover
         self._layout: PagedLayout | None = None
         self._mover: Mover | None = None
-        self._suspended: list[Mover | None] = []
-        self._why_stopped: str | None = None
+        """None until it is made, where it could not be, and once this worker was stopped: then copies fail."""
+        self._could_be_made = True
+        self._is_asleep = self._is_stopped = False
         self._plan = StepPlan(0)
         self._loads_run = self._saves_run = True
         self._pending = Finished()
         self._num_announced = 0
         self._totals = Finished()
-        self.lifetime: Counter[str] = Counter()
-        """Bytes and chunks since the start: saved_bytes, loaded_bytes, saved_chunks, failed_chunks, loads, bad_chunks."""
 
     def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, fingerprint: str) -> PagedLayout:
         """Learn where the pages are. Raises LayoutError for layouts, UnsupportedError for GPUs that cannot be served."""
-        for mover in (self._mover, *self._suspended):
-            if mover is not None:
-                mover.close()
-        self._mover, self._suspended = None, []
+        self.shutdown()
+        self._mover, self._could_be_made, self._is_asleep = None, True, False
         self._layout = read_layout(kv_caches, num_blocks, fingerprint)
         self._make_mover = self._given_make_mover or choose_mover(self._layout, self._shape.full.blocks_per_chunk, self._settings)
         return self._layout
@@ -67,10 +63,10 @@ class WorkerCore:
         """A step starts: its forward is not launched yet, and nothing is copied yet."""
         self._plan = plan
         self._loads_run = self._saves_run = False
-        if self._mover is None and plan.arena is not None and self._layout is not None:
-            self._ready_mover()
-        if self._mover is not None:
-            self._mover.begin_step(plan.rewritten, has_loads=bool(plan.loads))
+        if self._mover is not None or (plan.arena is not None and self._layout is not None):
+            mover = self._ready_mover()
+            if mover is not None:
+                mover.begin_step(plan.rewritten, has_loads=bool(plan.loads))
 
     def run_loads(self) -> None:
         """Start this step's loads: their blocks belong to requests that wait."""
@@ -85,7 +81,7 @@ class WorkerCore:
             self._saves_run = True
             if not self._is_writer:
                 # Another rank writes the same bytes; the ticket is settled when all have reported it.
-                self._pending.saved += [ticket for plan in self._plan.saves for ticket in plan.chunks.tickets()]
+                self._pending.saved += self._tickets()
             elif plans := self._plan.saves:
                 self._hand_over(lambda mover: mover.submit_saves(plans), self._fail_saves)
 
@@ -112,9 +108,8 @@ class WorkerCore:
         return report
 
     def _usable_frames(self) -> tuple[int, int] | None:
-        """What the scheduler half was not told yet of the frames that this rank can copy to."""
-        usable = self._mover.usable_frames if self._mover is not None else None
-        if usable == self._told_usable:
+        """What the scheduler half was not told yet of the frames that this rank can copy to. Without a mover there is no news."""
+        if self._mover is None or (usable := self._mover.usable_frames) == self._told_usable:
             return None
         self._told_usable = usable
         return self._rank, ALL_FRAMES if usable is None else usable
@@ -125,86 +120,82 @@ class WorkerCore:
         return totals
 
     def drain(self) -> None:
-        """Wait for copies in flight; what became of them is reported as ever."""
+        """Wait for copies in flight; what became of them is reported as usual."""
         if self._mover is not None:
             self._note(self._mover.drain())
 
     def suspend(self) -> None:
-        """The pages go away: wait for copies in flight, and touch none until `resume`. Again does nothing."""
-        if not self._suspended:
+        """The pages go away: wait for copies in flight, and touch none until `resume`; copies fail. Again does nothing."""
+        if not self._is_asleep:
             self.drain()
-            self._suspended, self._mover = [self._mover], BrokenMover("the engine sleeps")
+            self._is_asleep = True
 
     def resume(self) -> None:
         """The pages are where they were before `suspend`. Again does nothing."""
-        if self._suspended:
-            self.drain()
-            mover = self._suspended.pop()
-            if self._why_stopped is None:
-                self._mover = mover
-            elif mover is not None:
-                mover.close()
+        self._is_asleep = False
 
     def stop(self, reason: str) -> None:
-        """From now on every save and load fails, which makes them misses; what is in flight ends first, and is reported as ever."""
-        if self._why_stopped is not None:
+        """From now on every save and load fails, which makes them misses; what is in flight ends first and is reported."""
+        if self._is_stopped:
             return
         logger.error("kvloft: this worker moves no pages from now on, so nothing is cached: %s", reason)
-        self._why_stopped = reason
-        if (mover := self._mover) is not None:
-            self._mover = BrokenMover(reason)
+        self._is_stopped = True
+        mover, self._mover = self._mover, None
+        if mover is not None:
             self._note(mover.drain())
             mover.close()
 
     def shutdown(self) -> None:
         """Wait for copies in flight; their frames are not ours any more afterwards."""
-        for mover in (self._mover, *self._suspended):
-            if mover is not None:
-                mover.close()
+        if self._mover is not None:
+            self._mover.close()
 
-    def _ready_mover(self) -> Mover:
-        """The mover, made on the first plan, when the arena is known. One that cannot be made fails copies, not steps."""
-        if self._mover is None:
+    def _ready_mover(self) -> Mover | None:
+        """The mover, made on the first plan, when the arena is known; None: copies fail, and steps do not."""
+        if self._is_asleep or self._is_stopped:
+            return None
+        if self._mover is None and self._could_be_made:
             try:
-                if self._why_stopped is not None:
-                    raise RuntimeError(self._why_stopped)
                 if self._layout is None or self._plan.arena is None or self._make_mover is None:
                     raise RuntimeError("a plan came before the KV caches were registered")
-                self._mover = self._make_mover(self._layout, self._window(self._layout, self._plan.arena))
+                payload_bytes = self._layout.block_bytes * self._shape.full.blocks_per_chunk
+                window = FrameWindow(self._plan.arena, self._shape, shard=self._shard, payload_bytes=payload_bytes)
+                self._mover = self._make_mover(self._layout, window)
             except (RuntimeError, ValueError, OSError) as error:
                 logger.error("kvloft: this worker cannot move pages, so nothing is cached: %s", error)
-                self._mover = BrokenMover(str(error))
+                self._could_be_made = False
         return self._mover
-
-    def _window(self, layout: PagedLayout, arena: ArenaSpec) -> FrameWindow:
-        payload_bytes = layout.block_bytes * self._shape.full.blocks_per_chunk
-        return FrameWindow(arena, self._shape, shard=self._shard, payload_bytes=payload_bytes)
 
     def _hand_over(self, submit: Callable[[Mover], None], fail: Callable[[], None]) -> None:
         """Give the mover copies of this step. If it breaks, what it took comes back first, then ``fail`` reports the rest."""
         mover: Mover | None = None
+        is_taken = False
         try:
             mover = self._ready_mover()
-            submit(mover)
-        except BaseException:  # a panic in Rust is no Exception
             if mover is not None:
-                self._note(mover.drain())
-            fail()
-            raise
+                submit(mover)
+                is_taken = True
+        finally:  # whatever was raised: a panic in Rust is no Exception
+            if not is_taken:
+                if mover is not None:
+                    self._note(mover.drain())
+                fail()
 
     def _fail_loads(self) -> None:
-        """Report as failed this step's loads that the mover never will, or requests wait for ever."""
+        """Report as failed this step's loads that the mover never will, or requests wait permanently."""
         done = {result.load_id for result in self._pending.loads}
-        for plan in self._plan.loads:
-            if plan.load_id not in done:
-                self._pending.bad_blocks.update(plan.blocks())
-                self._pending.loads.append(LoadResult(plan.req_id, plan.load_id, failed=True))
+        plans = [plan for plan in self._plan.loads if plan.load_id not in done]
+        results = [LoadResult(plan.req_id, plan.load_id, failed=True) for plan in plans]
+        self._note(Finished(loads=results, bad_blocks={block for plan in plans for block in plan.blocks()}))
 
     def _fail_saves(self) -> None:
         """The same for saves, whose frames would stay reserved."""
         done = {*self._pending.saved, *self._pending.failed}
-        tickets = [ticket for plan in self._plan.saves for ticket in plan.chunks.tickets()]
-        self._pending.failed += [ticket for ticket in tickets if ticket not in done]
+        self._note(Finished(failed=[ticket for ticket in self._tickets() if ticket not in done]))
+
+    def _tickets(self) -> list[Ticket]:
+        """Of this step's saves."""
+        return [ticket for plan in self._plan.saves for ticket in plan.chunks.tickets()]
 
     def _collect(self) -> None:
         if self._mover is not None:
@@ -216,12 +207,6 @@ class WorkerCore:
         pending.failed += done.failed
         pending.loads += done.loads
         pending.bad_blocks |= done.bad_blocks
-        if done.saved or done.failed or done.loads or done.num_bytes_saved or done.num_bytes_loaded:
-            bad_chunks = sum(len(result.bad_keys) for result in done.loads)
-            self.lifetime.update(
-                saved_bytes=done.num_bytes_saved, loaded_bytes=done.num_bytes_loaded, saved_chunks=len(done.saved),
-                failed_chunks=len(done.failed), loads=len(done.loads), bad_chunks=bad_chunks,
-            )  # fmt: skip
         totals.num_bytes_saved += done.num_bytes_saved
         totals.num_bytes_loaded += done.num_bytes_loaded
         totals.seconds_saving += done.seconds_saving

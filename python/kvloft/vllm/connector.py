@@ -8,19 +8,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorWorkerMetadata,
+)
 
 from kvloft.config import load_config
-from kvloft.seam.plan import StepPlan
-from kvloft.vllm.messages import KVLoftMetadata, KVLoftWorkerMetadata
-from kvloft.vllm.patches import meet_scheduler
+from kvloft.seam.plan import StepPlan, StepReport
+from kvloft.vllm.patches import ADD_REQUEST, listen
 from kvloft.vllm.scheduler_half import SchedulerHalf
 from kvloft.vllm.shape import cache_shape
 from kvloft.vllm.stats import KVLoftPromMetrics, KVLoftStats
 from kvloft.vllm.support import check_supported
+from kvloft.vllm.views import hit_sources, view_step
 from kvloft.vllm.worker_half import WorkerHalf
 
 if TYPE_CHECKING:
@@ -30,7 +36,25 @@ logger = logging.getLogger("vllm.kvloft")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
-def _miss_on_error(default: Callable[..., Any]) -> Callable[[_F], _F]:
+@dataclass
+class KVLoftMetadata(KVConnectorMetadata):
+    """Scheduler to every worker, each step."""
+
+    plan: StepPlan
+
+
+@dataclass
+class KVLoftWorkerMetadata(KVConnectorWorkerMetadata):
+    """Every worker to the scheduler; one report a rank, concatenated."""
+
+    reports: list[StepReport] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> KVConnectorWorkerMetadata:
+        assert isinstance(other, KVLoftWorkerMetadata)
+        return KVLoftWorkerMetadata(self.reports + other.reports)
+
+
+def _miss_on_error(default: Callable[..., Any] = lambda _: None) -> Callable[[_F], _F]:
     """Turn an error in a hook into ``default(self)``, logged once per hook and counted."""
 
     def wrap(hook: _F) -> _F:
@@ -49,25 +73,25 @@ def _miss_on_error(default: Callable[..., Any]) -> Callable[[_F], _F]:
     return wrap
 
 
-def _none(_: KVLoftConnector) -> None:
-    return None
-
-
 class KVLoftConnector(KVConnectorBase_V1):
     """External KV cache for vLLM; see kvloft's README for settings and metrics."""
+
+    # Only the half of this process's role is set; vLLM calls only its hooks.
+    _scheduler: SchedulerHalf
+    _worker: WorkerHalf
+    _half: SchedulerHalf | WorkerHalf
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config, kv_cache_config)
         config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         self._errors_logged: set[str] = set()
-        self._scheduler: SchedulerHalf | None = None
-        self._worker: WorkerHalf | None = None
+        shape = cache_shape(vllm_config, kv_cache_config, config)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, config)
-            meet_scheduler(self)
+            self._half = self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, shape, config)
+            listen(ADD_REQUEST, self.meet_scheduler)
         else:
-            self._worker = WorkerHalf(vllm_config, kv_cache_config, cache_shape(vllm_config, kv_cache_config, config), config)
+            self._half = self._worker = WorkerHalf(vllm_config, kv_cache_config, shape, config)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -76,9 +100,7 @@ class KVLoftConnector(KVConnectorBase_V1):
         return False
 
     def _count_error(self, hook: str) -> None:
-        half = self._scheduler or self._worker
-        if half is not None:
-            half.hook_errors += 1
+        self._half.hook_errors += 1
         if hook not in self._errors_logged:
             self._errors_logged.add(hook)
             logger.exception("kvloft: error in %s, served as a miss (logged once, counted in hook_errors)", hook)
@@ -91,33 +113,28 @@ class KVLoftConnector(KVConnectorBase_V1):
     # -- worker side ----------------------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        assert self._worker is not None
         self._worker.register(kv_caches)
 
-    @_miss_on_error(_none)
+    @_miss_on_error()
     def unregister_kv_caches(self) -> None:
         """vLLM 0.33 and newer: the engine goes to sleep, and the pages away."""
-        assert self._worker is not None
         self._worker.core.suspend()
 
-    @_miss_on_error(_none)
+    @_miss_on_error()
     def restore_kv_caches(self) -> None:
         """The pages are where they were."""
-        assert self._worker is not None
         self._worker.core.resume()
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         self._begin(connector_metadata)
 
-    @_miss_on_error(_none)
+    @_miss_on_error()
     def _begin(self, metadata: Any) -> None:
-        if self._worker is not None:
-            self._worker.begin(metadata)
+        self._worker.core.begin(metadata.plan)
 
-    @_miss_on_error(_none)
+    @_miss_on_error()
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        assert self._worker is not None
         self._worker.core.run_loads()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -126,98 +143,92 @@ class KVLoftConnector(KVConnectorBase_V1):
     def save_kv_layer(self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any) -> None:
         """Whole chunks are saved after the forward, in `wait_for_save`."""
 
-    @_miss_on_error(_none)
+    @_miss_on_error()
     def wait_for_save(self) -> None:
-        assert self._worker is not None
         self._worker.core.run_saves()
 
     @_miss_on_error(lambda self: (None, None))
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        assert self._worker is not None
         return None, self._worker.take_finished()
 
     @_miss_on_error(lambda self: set())
     def get_block_ids_with_load_errors(self) -> set[int]:
-        assert self._worker is not None
         return self._worker.take_bad_blocks()
 
-    @_miss_on_error(_none)
+    @_miss_on_error()
     def build_connector_worker_meta(self) -> KVLoftWorkerMetadata | None:
-        return self._worker.take_report() if self._worker is not None else None
+        report = self._worker.core.take_report()
+        return KVLoftWorkerMetadata([report]) if report is not None else None
 
     # -- scheduler side -------------------------------------------------------------------------------------------
 
     @_miss_on_error(lambda self: (0, False))
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        assert self._scheduler is not None
         return self._scheduler.match(request, num_computed_tokens)
 
-    @_miss_on_error(_none)
+    @_miss_on_error()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        assert self._scheduler is not None
         self._scheduler.admit(request, blocks.get_block_ids()[0], num_external_tokens)
 
     @_miss_on_error(lambda self: {})
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
-        assert self._scheduler is not None
-        return self._scheduler.hit_sources(request, num_external_tokens)
+        return hit_sources(self._scheduler.core.hit_tokens(request.request_id), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVLoftMetadata:
         return KVLoftMetadata(self._plan_step(scheduler_output))
 
     @_miss_on_error(lambda self: self._scheduler.core.plan_loads_only())
     def _plan_step(self, scheduler_output: Any) -> StepPlan:
-        assert self._scheduler is not None
-        return self._scheduler.plan_step(scheduler_output)
+        return self._scheduler.core.plan_step(view_step(scheduler_output))
 
-    @_miss_on_error(_none)
+    @_miss_on_error()
     def update_connector_output(self, connector_output: Any) -> None:
-        assert self._scheduler is not None
         metadata = getattr(connector_output, "kv_connector_worker_meta", None)
-        if isinstance(metadata, KVLoftWorkerMetadata):
-            self._scheduler.absorb(metadata)
+        for report in metadata.reports if isinstance(metadata, KVLoftWorkerMetadata) else ():
+            self._scheduler.core.absorb(report)
 
     @_miss_on_error(lambda self: (False, None))
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """Never holds blocks back: saves read them in the step that owned them (I2)."""
-        assert self._scheduler is not None
-        self._scheduler.finish(request)
+        self._scheduler.core.finish(request.request_id)
         return False, None
 
     @_miss_on_error(lambda self: False)
     def has_pending_push_work(self) -> bool:
-        return self._scheduler is not None and self._scheduler.core.has_work_in_flight
+        return self._scheduler.core.has_work_in_flight
 
     @_miss_on_error(lambda self: False)
     def reset_cache(self) -> bool | None:
-        assert self._scheduler is not None
         self._scheduler.reset()
         return True
 
-    def found_alone(self) -> None:
-        """This is the engine's own connector, and not one of MultiConnector's; see `meet_scheduler`."""
-        assert self._scheduler is not None
-        self._scheduler.found_alone()
+    def meet_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Before each request: whether this is the scheduler's own connector, and not one of MultiConnector's.
+
+        Then "ask again" holds no sibling's tokens back, and a preempted or finished request's blocks are free at once, as without
+        a connector. vLLM defers that while a step in flight may write them, for a connector might fill them first; kvloft's loads
+        come after whatever was launched before their step (on a GPU they wait for an event recorded at the step's begin, on a CPU
+        workers run in order), and after saves that read the blocks. 0.26 to 0.29 preempt one request after another meanwhile.
+        """
+        if scheduler.connector is self and not self._scheduler.may_wait:
+            self._scheduler.may_wait = True
+            if not getattr(scheduler, "defer_async_loads", False):  # HiSparse reads pages of its own after they are free
+                scheduler.defer_block_free = False
 
     # -- both -----------------------------------------------------------------------------------------------------
 
-    @_miss_on_error(_none)
+    @_miss_on_error()
     def get_kv_connector_stats(self) -> KVLoftStats | None:
-        half = self._scheduler or self._worker
-        return half.take_stats() if half is not None else None
+        return self._half.take_stats()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVLoftStats:
         return KVLoftStats(data=data) if data is not None else KVLoftStats()
 
     @classmethod
-    def build_prom_metrics(
-        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
-    ) -> KVLoftPromMetrics:
-        return KVLoftPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def build_prom_metrics(cls, *args: Any) -> KVLoftPromMetrics:
+        return KVLoftPromMetrics(*args)
 
-    @_miss_on_error(_none)
+    @_miss_on_error()
     def shutdown(self) -> None:
-        for half in (self._scheduler, self._worker):
-            if half is not None:
-                half.close()
+        self._half.close()

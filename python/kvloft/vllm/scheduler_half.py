@@ -1,14 +1,18 @@
 """The scheduler half inside vLLM: settings, namespace, store and SchedulerCore put together; one method a hook.
 
-It must not touch KV bytes. Errors are turned into misses by the connector, except where a request would then wait for ever
+It must not touch KV bytes. Errors are turned into misses by the connector, except where a request would then wait permanently
 (`admit`), which is settled here.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -21,39 +25,22 @@ from kvloft.plan.breaker import MAX_FAILED_LOADS, RETRY_S
 from kvloft.seam.ids import ReqId
 from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.seam.views import RequestView
-from kvloft.store import open_store
-from kvloft.vllm.compat import hit_sources
 from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.identity.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
-from kvloft.vllm.messages import KVLoftWorkerMetadata
-from kvloft.vllm.patches import (
-    ADD_ADAPTER,
-    ADD_REQUEST,
-    ENGINE_RPC,
-    ENGINE_SLEEP,
-    FIND_CLASS,
-    PAUSE_RESET,
-    WORKER_RELOAD,
-    is_pausing,
-    notice_pauses,
-    see_adapters_before_they_load,
-    settle,
-    stop_scheduler_when_reloaded,
-)
-from kvloft.vllm.shape import cache_shape
+from kvloft.vllm.identity.reload import WeightsWatch
+from kvloft.vllm.patches import ADD_ADAPTER, ENGINE_RPC, ENGINE_SLEEP, OF_EVERY_ENGINE, PAUSE_RESET, listen, settle
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.support import transfer_warnings
-from kvloft.vllm.views import VllmRequest, view_step
+from kvloft.vllm.views import VllmRequest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
-    from kvloft.seam.plan import StepPlan
-
 logger = logging.getLogger("vllm.kvloft")
+_pausing: ContextVar[bool] = ContextVar("kvloft_pausing", default=False)
+"""Whether vLLM resets caches because it pauses or sleeps."""
 
 STATS_STEPS = 32
 """Steps between two looks at the store's own counters when nothing else happened."""
@@ -66,7 +53,6 @@ NO_ROOM = (
     "kvloft: %s did not get to disk since the last look, and none did (namespace %s); host memory serves on. "
     "Has the file system of disk_path room and rights left?"
 )
-
 LOADS_FAIL = (
     f"kvloft: {MAX_FAILED_LOADS} loads in a row failed, so nothing is loaded or saved for a while (namespace %s); requests are "
     "computed instead. The workers' log says why"
@@ -75,8 +61,8 @@ LOADS_FAIL = (
 
 def tiers_text(config: Config, shape: CacheShape, *, disk_path: str | None, num_frames: int, num_found: int) -> str:
     """What the log says at start about chunks and tiers; ``num_found`` chunks were in this engine's ``disk_path`` already."""
-    full = shape.full
-    chunk = f"{_count(full.chunk_tokens, 'token')} ({_count(full.blocks_per_chunk, 'block')}, {size_text(shape.frame_bytes)})"
+    group, frame = shape.full, size_text(shape.frame_bytes)
+    chunk = f"{_count(group.chunk_tokens, 'token')} ({_count(group.blocks_per_chunk, 'block')}, {frame})"
     host = f"host {size_text(config.host_size)} in {_count(num_frames, 'frame')}"
     disk = "no disk"
     if disk_path:
@@ -91,27 +77,35 @@ def _count(number: int, noun: str) -> str:
 class SchedulerHalf:
     """Everything kvloft does in vLLM's scheduler process."""
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, config: Config) -> None:
+    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: CacheShape, config: Config) -> None:
         for warning in warnings(config):  # first, for the store makes its directory
             logger.warning("kvloft: %s", warning)
-        parallel = vllm_config.parallel_config
-        self.shape = cache_shape(vllm_config, kv_cache_config, config)
+        self._block_tokens = shape.full.block_tokens
         has_adapters = getattr(vllm_config, "lora_config", None) is not None
-        wanted = [ENGINE_RPC, WORKER_RELOAD, PAUSE_RESET, ENGINE_SLEEP, ADD_REQUEST, FIND_CLASS, *([ADD_ADAPTER] * has_adapters)]
-        is_blind = settle(wanted)
-        fields = namespace_fields(vllm_config, kv_cache_config, self.shape, config.namespace)
+        is_blind = settle([*OF_EVERY_ENGINE, *([ADD_ADAPTER] * has_adapters)])
+        fields = namespace_fields(vllm_config, kv_cache_config, shape, config.namespace)
         if is_blind:
             fields.append(("unseen_reloads", uuid4().hex))
         self._namespace = _core.namespace_digest(fields)
-        self._store = open_store(
-            config, self.shape, self._namespace, disk_path=_disk_path(config, parallel), description=description_of(fields)
+        disk_path = _disk_path(config, vllm_config.parallel_config)
+        self._store = _core.Session(
+            frame_bytes=shape.frame_bytes,
+            host_bytes=config.host_size,
+            namespace=self._namespace,
+            blocks_per_chunk=shape.full.blocks_per_chunk,
+            num_ranks=shape.num_ranks,
+            eviction=config.eviction,
+            disk_path=disk_path,
+            disk_bytes=config.disk_bytes,
+            disk_threads=config.disk_threads,
+            description=description_of(fields),
         )
         transfer = vllm_config.kv_transfer_config
         arena = ArenaSpec(self._store.arena_path, self._store.frame_bytes, self._store.num_frames)
         self.core = SchedulerCore(
             self._store,
             self._new_chain,
-            self.shape,
+            shape,
             arena=arena,
             wait_s=config.load_timeout,
             clock=time.monotonic,
@@ -121,51 +115,46 @@ class SchedulerHalf:
             save_prompts_only=config.save == "prompt",
             max_running=vllm_config.scheduler_config.max_num_seqs,
             # Where a failed load ends its request, trying again would cost answers.
-            retry_loads_s=RETRY_S if getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute" else None,
+            retry_loads_s=RETRY_S if getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute" else math.inf,
         )
         self._adapters = AdapterNames(
             media_prefix=f"{uuid4().hex}|" if media_ids_are_counted(vllm_config) else "",
             are_seen=ADD_ADAPTER.find() is not None,
         )
-        see_adapters_before_they_load(self._adapters)
         self.hook_errors = 0
         self._last: dict[str, int] = {}
         self._quiet_steps = 0
         self._next_warning_s: dict[str, float] = {}
         self._is_stopped = False
         self._is_live = are_replaced(vllm_config)
-        self._may_wait = False
-        self._clears_on_pause = not notice_pauses(self) or config.on_pause == "clear" or self._is_live
+        self.may_wait = False
+        """Whether the engine has no other connector; see `KVLoftConnector.meet_scheduler`."""
+        is_told = None not in (PAUSE_RESET.find(), ENGINE_SLEEP.find())  # whether weights stay
+        self._clears_on_pause = not is_told or config.on_pause == "clear" or self._is_live
         self._weights_go = False
-        stop_scheduler_when_reloaded(self, vllm_config.model_config, vllm_config.load_config)
-        self._log_start(config, fields, _disk_path(config, parallel))
+        self._watch = WeightsWatch(vllm_config.model_config, vllm_config.load_config, self.stop)
+        listen(ENGINE_RPC, self._watch.hear_rpc)
+        listen(ADD_ADAPTER, self.see_adapter)
+        listen(PAUSE_RESET, self.hear_pause)
+        listen(ENGINE_SLEEP, self.hear_sleep)
+        num_found = self._store.stats().get("disk_used", 0)
+        tiers = tiers_text(config, shape, disk_path=disk_path, num_frames=arena.num_frames, num_found=num_found)
+        logger.info("kvloft %s: namespace %s, %s", __version__, self._namespace.hex()[:16], tiers)
+        logger.debug("kvloft namespace fields: %s", fields)
         for text in transfer_warnings(transfer):
             logger.warning("kvloft: %s", text)
         self._tell_events()
 
     def _new_chain(self, view: RequestView) -> _core.KeyChain:
         root = _core.root_key(self._namespace, view.adapter, view.cache_salt)
-        return _core.KeyChain(root, block_tokens=self.shape.hash_tokens)
-
-    def _log_start(self, config: Config, fields: list[tuple[str, str]], disk_path: str | None) -> None:
-        stats = self._store.stats()
-        tiers = tiers_text(
-            config, self.shape, disk_path=disk_path, num_frames=self._store.num_frames,
-            num_found=stats.get("disk_used", 0),
-        )  # fmt: skip
-        logger.info("kvloft %s: namespace %s, %s", __version__, self._namespace.hex()[:16], tiers)
-        logger.debug("kvloft namespace fields: %s", fields)
+        return _core.KeyChain(root, block_tokens=self._block_tokens)
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
-    def found_alone(self) -> None:
-        """The engine has no other connector: to say "ask again" holds no sibling's tokens back."""
-        self._may_wait = True
-
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        if self._may_wait and self.core.still_waits(ReqId(request.request_id), num_computed_tokens):
+        if self.may_wait and self.core.still_waits(ReqId(request.request_id), num_computed_tokens):
             return None, False
-        tokens = self.core.match(VllmRequest(request, self._adapters), num_computed_tokens, may_wait=self._may_wait)
+        tokens = self.core.match(VllmRequest(request, self._adapters), num_computed_tokens, may_wait=self.may_wait)
         return tokens, bool(tokens)
 
     def admit(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
@@ -177,56 +166,32 @@ class SchedulerHalf:
                 self.core.fail_load(VllmRequest(request, self._adapters), num_external_tokens, block_ids)  # type: ignore[arg-type]
             raise
 
-    def hit_sources(self, request: Request, num_tokens: int) -> Mapping[Any, int]:
-        return hit_sources(self.core.hit_tokens(ReqId(request.request_id)), num_tokens)
-
-    def plan_step(self, output: SchedulerOutput) -> StepPlan:
-        return self.core.plan_step(view_step(output))
-
-    def absorb(self, metadata: KVLoftWorkerMetadata) -> None:
-        for report in metadata.reports:
-            self.core.absorb(report)
-
-    def finish(self, request: Request) -> None:
-        self.core.finish(ReqId(request.request_id))
-
-    def weights_will_go(self) -> None:
-        """As vLLM sleeps at level 2: what it computes once it is awake is not known to be the same."""
-        self._weights_go = True
-
     def reset(self) -> None:
         """Forget everything; but a pause that keeps the weights makes nothing wrong, so what is there stays.
 
         Of an engine whose weights a trainer replaces, a pause may be the only sign of that.
         """
-        if is_pausing() and not (self._clears_on_pause or self._weights_go):
+        if _pausing.get() and not (self._clears_on_pause or self._weights_go):
             return
         self._weights_go = False
         self.core.reset()
 
     def take_stats(self) -> KVLoftStats | None:
         """Numbers since the last call. The store is only asked when something happened, or now and then."""
-        counters = self.core.counters
         self._quiet_steps += 1
-        if not counters and not self.hook_errors and self._quiet_steps < STATS_STEPS:
+        if not self.core.counters and not self.hook_errors and self._quiet_steps < STATS_STEPS:
             return None
-        self._quiet_steps = 0
-        data: dict[str, Any] = dict(counters)
-        counters.clear()
-        if self.hook_errors:
-            data["hook_errors"], self.hook_errors = self.hook_errors, 0
         stats = self._store.stats()
-        for name in COUNTERS:
-            if name in stats and (delta := stats[name] - self._last.get(name, 0)):
-                data[name] = data.get(name, 0) + delta
-        data.update((name, stats[name]) for name in GAUGES if name in stats)
-        self._last = stats
-        self._warn(data.get("disk_verify_failures", 0), DAMAGE)
-        self._warn(0 if data.get("disk_bytes_written") else data.get("disk_dropped", 0) + data.get("disk_write_errors", 0), NO_ROOM)
-        if data.get("load_breaker_trips"):
+        data = self.core.counters + Counter({name: stats[name] - self._last.get(name, 0) for name in COUNTERS if name in stats})
+        data += Counter(hook_errors=self.hook_errors)
+        self.core.counters.clear()
+        self._quiet_steps, self.hook_errors, self._last = 0, 0, stats
+        self._warn(data["disk_verify_failures"], DAMAGE)
+        self._warn(0 if data["disk_bytes_written"] else data["disk_dropped"] + data["disk_write_errors"], NO_ROOM)
+        if data["load_breaker_trips"]:
             logger.error(LOADS_FAIL, self._namespace.hex()[:16])
         self._tell_events()
-        return KVLoftStats(data)
+        return KVLoftStats(dict(data) | {name: stats[name] for name in GAUGES if name in stats})
 
     def _tell_events(self) -> None:
         """What the store wants a person to see, each once."""
@@ -239,15 +204,31 @@ class SchedulerHalf:
             self._next_warning_s[text] = time.monotonic() + WARN_EVERY_S
             logger.warning(text, _count(num_chunks, "chunk"), self._namespace.hex()[:16])
 
+    # -- what vLLM does without asking a connector -----------------------------------------------------------------
+
+    def see_adapter(self, _engine: Any, lora_request: Any, *_args: Any, **_kwargs: Any) -> None:
+        """Before it is loaded, and maybe before a request asks for it."""
+        self._adapters.identify(lora_request)
+
+    def hear_pause(self, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
+        """A reset that comes before this is over belongs to a pause or sleep, and is not a user's."""
+        return partial(_pausing.reset, _pausing.set(True))
+
+    def hear_sleep(self, _engine: Any, level: int = 1, *_args: Any, **_kwargs: Any) -> None:
+        """Level 2 throws the weights away, so what is computed once the engine is awake is not known to be the same.
+
+        What newer levels do is not known.
+        """
+        self._weights_go |= level not in (0, 1)
+
     def stop(self, reason: str) -> None:
         """Neither offer nor save anything from now on; where a trainer replaces weights again and again, forget what is there."""
         if self._is_live:
             self.core.reset()
-        if self._is_live or self._is_stopped:
-            return
-        self._is_stopped = True
-        logger.error("kvloft: nothing is cached any more in this run of the engine: %s", reason)
-        self.core.stop()
+        elif not self._is_stopped:
+            self._is_stopped = True
+            logger.error("kvloft: nothing is cached any more in this run of the engine: %s", reason)
+            self.core.stop()
 
     def close(self) -> None:
         self.core.close()

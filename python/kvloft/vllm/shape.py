@@ -19,13 +19,12 @@ MAX_AUTO_CHUNK_TOKENS = 1024
 
 def cache_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> CacheShape:
     """The shape that both halves share. Raises ConfigError where ``chunk_tokens`` does not fit vLLM's block size."""
-    block_bytes = sum(layer_page_bytes(kv_cache_config).values())
-    group = choose_group(config, _only_spec(kv_cache_config).block_size, block_bytes)
-    payload_bytes = block_bytes * group.blocks_per_chunk
-    return CacheShape.of_one_group(
-        group,
-        payload_bytes=payload_bytes,
-        part_bytes=part_bytes_for(payload_bytes),
+    (group,) = kv_cache_config.kv_cache_groups  # `check_supported` has refused others
+    block_tokens, block_bytes = group.kv_cache_spec.block_size, sum(page_bytes(kv_cache_config).values())
+    blocks_per_chunk = choose_blocks(config, block_tokens, block_bytes)
+    return CacheShape(
+        (GroupShape(block_tokens, blocks_per_chunk),),
+        part_bytes=part_bytes_for(block_bytes * blocks_per_chunk),
         num_ranks=vllm_config.parallel_config.world_size,
         num_replicas=num_replicas(vllm_config),
     )
@@ -40,22 +39,12 @@ def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
     return specs
 
 
-def layer_page_bytes(kv_cache_config: Any) -> dict[str, int]:
+def page_bytes(kv_cache_config: Any) -> dict[str, int]:
     """Bytes of one page of every layer."""
     return {name: spec.page_size_bytes for name, spec in layer_specs(kv_cache_config).items()}
 
 
-def num_groups(kv_cache_config: Any) -> int:
-    """KV cache groups that vLLM made of the model's layers."""
-    return len(kv_cache_config.kv_cache_groups)
-
-
-def _only_spec(kv_cache_config: Any) -> Any:
-    (group,) = kv_cache_config.kv_cache_groups  # `check_supported` has refused others
-    return group.kv_cache_spec
-
-
-def choose_group(config: Config, block_tokens: int, block_bytes: int) -> GroupShape:
+def choose_blocks(config: Config, block_tokens: int, block_bytes: int) -> int:
     """Blocks a chunk has: as configured, else the fewest (a power of two) that make a chunk worth moving.
 
     Raises ConfigError if ``chunk_tokens`` is not a multiple of the engine's block size.
@@ -64,13 +53,13 @@ def choose_group(config: Config, block_tokens: int, block_bytes: int) -> GroupSh
         blocks = 1
         while blocks * block_bytes < GOOD_CHUNK_BYTES and blocks * 2 * block_tokens <= MAX_AUTO_CHUNK_TOKENS:
             blocks *= 2
-        return GroupShape(block_tokens, blocks)
+        return blocks
     if config.chunk_tokens % block_tokens:
         raise ConfigError(
             f"chunk_tokens={config.chunk_tokens} is not a multiple of vLLM's block size of {block_tokens} tokens; "
             f"use {block_tokens}, {2 * block_tokens}, ... or leave it at 'auto'"
         )
-    return GroupShape(block_tokens, config.chunk_tokens // block_tokens)
+    return config.chunk_tokens // block_tokens
 
 
 def num_replicas(vllm_config: Any) -> int:

@@ -7,12 +7,9 @@ scheduler half sets gauges, so aggregation over ranks never meets two.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 COUNTERS: dict[str, str] = {
     "load_tokens_host": "Tokens loaded from host memory",
@@ -72,11 +69,7 @@ class KVLoftPromMetrics(KVConnectorPromMetrics):
     """``vllm:kvloft_*``: one counter or gauge for each name, labelled like vLLM's own."""
 
     def __init__(
-        self,
-        vllm_config: VllmConfig,
-        metric_types: Any,
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
+        self, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, dict[int, Any]] = {}

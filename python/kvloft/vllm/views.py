@@ -5,15 +5,21 @@ Only fields that every served release has, or that are asked for with a default,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.views import EmbedRows, MediaItem, NewRequest, RequestView, StepView
-from kvloft.vllm.compat import preempted_ids
 from kvloft.vllm.identity.adapters import AdapterNames
+
+try:
+    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+except ImportError:  # before 0.32 hits have no source
+    CacheHitSource = None
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -78,16 +84,8 @@ def _embeds(request: Request) -> tuple[EmbedRows, ...]:
     if rows is None:
         return ()
     is_token = getattr(request, "prompt_is_token_ids", None) or [False] * len(rows)
-    runs: list[EmbedRows] = []
-    begin = 0
-    while begin < len(rows):
-        end = begin + 1
-        while end < len(rows) and is_token[end] == is_token[begin]:
-            end += 1
-        if not is_token[begin]:
-            runs.append(_rows(rows, begin, end))
-        begin = end
-    return tuple(runs)
+    runs = [list(run) for is_id, run in groupby(range(len(rows)), lambda at: bool(is_token[at])) if not is_id]
+    return tuple(_rows(rows, run[0], run[-1] + 1) for run in runs)
 
 
 def _rows(tensor: torch.Tensor, begin: int, end: int) -> EmbedRows:
@@ -122,5 +120,16 @@ def view_step(output: SchedulerOutput) -> StepView:
         num_scheduled_tokens=cast(Any, output.num_scheduled_tokens),
         total_scheduled_tokens=output.total_num_scheduled_tokens,
         num_draft_tokens={ReqId(req_id): len(ids) for req_id, ids in drafts.items()} if drafts else {},
-        preempted=cast(Any, preempted_ids(output)),
+        preempted=cast(Any, frozenset(getattr(output, "preempted_req_ids", None) or ())),
     )
+
+
+def hit_sources(by_tier: Mapping[str, int], num_tokens: int) -> dict[Any, int]:
+    """Tokens by vLLM's source labels, summing to ``num_tokens``; what no tier accounts for is unspecified."""
+    if CacheHitSource is None:
+        return {}
+    sources = Counter({CacheHitSource.HOST: by_tier.get("host", 0), CacheHitSource.DISK: by_tier.get("disk", 0)})
+    if sources.total() > num_tokens:
+        sources.clear()
+    sources[CacheHitSource.EXTERNAL_UNSPECIFIED] = num_tokens - sources.total()
+    return dict(+sources)

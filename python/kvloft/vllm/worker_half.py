@@ -6,7 +6,7 @@ before it with speculative decoding), so saves run at whichever comes first afte
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
 from vllm.platforms import current_platform
@@ -17,8 +17,8 @@ from kvloft.seam.shape import CacheShape
 from kvloft.transfer.movers import MoverSettings
 from kvloft.transfer.worker import WorkerCore
 from kvloft.vllm.identity.namespace import are_replaced
-from kvloft.vllm.messages import KVLoftMetadata, KVLoftWorkerMetadata
-from kvloft.vllm.patches import drain_before_sleep, stop_worker_when_reloaded
+from kvloft.vllm.identity.reload import WeightsWatch
+from kvloft.vllm.patches import DISCARD, SLEEP, WORKER_RELOAD, listen, settle
 from kvloft.vllm.stats import KVLoftStats
 
 if TYPE_CHECKING:
@@ -31,34 +31,24 @@ class WorkerHalf:
     """Everything kvloft does in one of vLLM's worker processes."""
 
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: CacheShape, config: Config) -> None:
-        parallel = vllm_config.parallel_config
+        model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
         self._num_blocks = kv_cache_config.num_blocks
-        self._fingerprint = "|".join(
-            (vllm.__version__, current_platform.device_name, str(vllm_config.model_config.dtype),
-             str(vllm_config.cache_config.cache_dtype))
-        )  # fmt: skip
-        self.core = WorkerCore(
-            shape,
-            rank=parallel.rank % parallel.world_size,
-            # vLLM zeroes new blocks before any hook of the step.
-            settings=MoverSettings(
-                config.gpu_copies,
-                config.staging_size,
-                gathers_first=bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False)),
-            ),
-        )
-        if vllm_config.model_config.enable_sleep_mode and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
-            drain_before_sleep(self.core)
+        self._fingerprint = f"{vllm.__version__}|{current_platform.device_name}|{model.dtype}|{cache.cache_dtype}"
+        zeroes_first = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))  # new blocks, before any hook of the step
+        settings = MoverSettings(config.gpu_copies, config.staging_size, gathers_first=zeroes_first)
+        self.core = WorkerCore(shape, rank=parallel.rank % parallel.world_size, settings=settings)
+        if model.enable_sleep_mode and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+            settle([SLEEP])
+            for patch in (SLEEP, DISCARD):
+                listen(patch, self.drain, SLEEP.find().get_instance())
         if not are_replaced(vllm_config):
-            stop_worker_when_reloaded(self.core, vllm_config.model_config, vllm_config.load_config)
+            self._watch = WeightsWatch(model, vllm_config.load_config, self.core.stop)
+            listen(WORKER_RELOAD, self._watch.hear_reload)
         self._bad_blocks: set[int] = set()
         self.hook_errors = 0
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self.core.register(kv_caches, self._num_blocks, self._fingerprint)
-
-    def begin(self, metadata: KVLoftMetadata) -> None:
-        self.core.begin(metadata.plan)
 
     def take_finished(self) -> set[str]:
         """Requests whose loads finished; runs what hooks before this one did not."""
@@ -72,20 +62,21 @@ class WorkerHalf:
         bad, self._bad_blocks = self._bad_blocks, set()
         return bad
 
-    def take_report(self) -> KVLoftWorkerMetadata | None:
-        report = self.core.take_report()
-        return KVLoftWorkerMetadata([report]) if report is not None else None
-
     def take_stats(self) -> KVLoftStats | None:
         totals = self.core.take_totals()
-        data: dict[str, float] = {}
-        if totals.num_bytes_saved:
-            data |= {"saved_bytes": totals.num_bytes_saved, "save_seconds": totals.seconds_saving}
-        if totals.num_bytes_loaded:
-            data |= {"loaded_bytes": totals.num_bytes_loaded, "load_seconds": totals.seconds_loading}
-        if self.hook_errors:
-            data["hook_errors"], self.hook_errors = self.hook_errors, 0
-        return KVLoftStats(data) if data else None
+        data = {
+            "saved_bytes": totals.num_bytes_saved, "save_seconds": totals.seconds_saving,
+            "loaded_bytes": totals.num_bytes_loaded, "load_seconds": totals.seconds_loading, "hook_errors": self.hook_errors,
+        }  # fmt: skip
+        self.hook_errors = 0
+        return KVLoftStats(data) if (data := {name: value for name, value in data.items() if value}) else None
+
+    def drain(self, *_args: Any, **_kwargs: Any) -> None:
+        """Before the allocator unmaps anything.
+
+        vLLM waits only for what is on the GPU, not for what kvloft still has to send. A kernel on unmapped pages ends the engine.
+        """
+        self.core.drain()
 
     def close(self) -> None:
         self.core.shutdown()

@@ -70,7 +70,7 @@ pub struct BlocksByTier {
     pub disk: u32,
 }
 
-pub(crate) fn invalid(what: &'static str) -> Error {
+fn invalid(what: &'static str) -> Error {
     Error::new(ErrorKind::InvalidConfig, what)
 }
 
@@ -83,6 +83,12 @@ fn bytes<T: Copy, const N: usize>(numbers: &[T], of: fn(T) -> [u8; N]) -> Vec<u8
     numbers.iter().flat_map(|number| of(*number)).collect()
 }
 
+/// No block has a negative number; one of them means that a block is not copied.
+fn check_table(table: &[i32]) -> Result<()> {
+    let is_right = table.iter().all(|block| *block >= 0);
+    is_right.then_some(()).ok_or_else(|| invalid("a block table with a negative number"))
+}
+
 /// Where the run of wanted blocks is among those of one chunk; None if there is none, or something else beside it.
 fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
     let start = blocks.iter().position(|block| *block != NOT_WANTED)?;
@@ -90,23 +96,12 @@ fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
     blocks[start..stop].iter().all(|block| *block >= 0).then_some(start..stop)
 }
 
-impl Default for ChunkBatch {
-    fn default() -> Self {
-        Self::with_capacity(0)
-    }
-}
-
 impl ChunkBatch {
     fn with_capacity(num_chunks: usize) -> Self {
         let mut starts = Vec::with_capacity(num_chunks + 1);
         starts.push(0);
-        Self {
-            frames: Vec::with_capacity(num_chunks),
-            keys: Vec::with_capacity(num_chunks),
-            starts,
-            blocks: Vec::with_capacity(num_chunks),
-            tickets: Vec::new(),
-        }
+        let (frames, keys) = (Vec::with_capacity(num_chunks), Vec::with_capacity(num_chunks));
+        Self { frames, keys, starts, blocks: Vec::with_capacity(num_chunks), tickets: Vec::new() }
     }
 
     /// `InvalidConfig` for columns that do not fit together, or a chunk whose wanted blocks are not one run.
@@ -143,10 +138,12 @@ impl ChunkBatch {
         }
     }
 
-    /// What was reserved, to be filled from the blocks that `table` names, which begins with block `first` of the prefix.
+    /// What was reserved, to be filled from the blocks that `table` names, which begins with block `first` of the prefix. Its
+    /// tickets are the store's numbers. `InvalidConfig` for a chunk outside the table, or a negative number in it.
     ///
-    /// A chunk with a null block is left out: the tickets of such chunks come back beside the batch.
+    /// A chunk with a null block is left out: the numbers of such chunks come back beside the batch.
     pub fn of_saves(reserved: &[Reservation], table: &[i32], first: u32) -> Result<(Self, Vec<u64>)> {
+        check_table(table)?;
         let mut batch = Self::with_capacity(reserved.len());
         let mut without_kv = Vec::new();
         for chunk in reserved {
@@ -156,7 +153,7 @@ impl ChunkBatch {
             if blocks.contains(&NULL_BLOCK) {
                 without_kv.push(chunk.ticket);
             } else {
-                batch.push(chunk.frame.0, chunk.key.0, blocks);
+                batch.push(chunk.frame.0, chunk.key.0, blocks.iter().copied());
                 batch.tickets.push(chunk.ticket);
             }
         }
@@ -164,9 +161,11 @@ impl ChunkBatch {
     }
 
     /// What a lease covers of the blocks from `begin` on, into those that `table` names; and how many blocks that is.
+    /// `InvalidConfig` for a negative number in the table.
     ///
     /// It ends before the first block that the lease has not got.
-    pub fn of_loads(leased: &[LeasedFrame], table: &[i32], begin: u32) -> (Self, BlocksByTier) {
+    pub fn of_loads(leased: &[LeasedFrame], table: &[i32], begin: u32) -> Result<(Self, BlocksByTier)> {
+        check_table(table)?;
         let mut batch = Self::with_capacity(leased.len());
         let mut by_tier = BlocksByTier::default();
         let end = begin.saturating_add(u32::try_from(table.len()).unwrap_or(u32::MAX));
@@ -181,25 +180,29 @@ impl ChunkBatch {
                 break;
             }
             covered = hi;
-            batch.frames.push(chunk.frame.0);
-            batch.keys.push(chunk.key.0);
-            batch.blocks.extend((chunk.first_block..lo).map(|_| NOT_WANTED));
-            batch.blocks.extend(&table[(lo - begin) as usize..(hi - begin) as usize]);
-            batch.blocks.extend((hi..chunk_end).map(|_| NOT_WANTED));
-            batch.starts.push(batch.blocks.len());
+            let wanted = &table[(lo - begin) as usize..(hi - begin) as usize];
+            let not_wanted = |blocks: Range<u32>| blocks.map(|_| NOT_WANTED);
+            let blocks = not_wanted(chunk.first_block..lo).chain(wanted.iter().copied());
+            batch.push(chunk.frame.0, chunk.key.0, blocks.chain(not_wanted(hi..chunk_end)));
             *match chunk.tier {
                 TierName::Host => &mut by_tier.host,
                 TierName::Disk => &mut by_tier.disk,
             } += hi - lo;
         }
-        (batch, by_tier)
+        Ok((batch, by_tier))
     }
 
-    fn push(&mut self, frame: u32, key: [u8; 32], blocks: &[i32]) {
+    fn push(&mut self, frame: u32, key: [u8; 32], blocks: impl Iterator<Item = i32>) {
         self.frames.push(frame);
         self.keys.push(key);
-        self.blocks.extend_from_slice(blocks);
+        self.blocks.extend(blocks);
         self.starts.push(self.blocks.len());
+    }
+
+    /// Gives the chunks tickets from `first` on, in their order; returns those that they had.
+    pub(crate) fn number(&mut self, first: u64) -> Vec<u64> {
+        let tickets = (first..).take(self.tickets.len()).collect();
+        std::mem::replace(&mut self.tickets, tickets)
     }
 
     /// Chunks.
@@ -246,7 +249,7 @@ impl ChunkBatch {
         let chunks = chunks.into_iter();
         let mut taken = Self::with_capacity(chunks.size_hint().0);
         for nth in chunks {
-            taken.push(self.frames[nth], self.keys[nth], self.blocks_of(nth));
+            taken.push(self.frames[nth], self.keys[nth], self.blocks_of(nth).iter().copied());
             taken.tickets.extend(self.tickets.get(nth));
         }
         taken
@@ -262,7 +265,7 @@ impl ChunkBatch {
 
     /// All chunks of `batches`, which all have tickets, or none of them.
     pub fn concat<'a>(batches: impl IntoIterator<Item = &'a Self>) -> Self {
-        let mut all = Self::default();
+        let mut all = Self::with_capacity(0);
         for batch in batches {
             let before = all.blocks.len();
             all.frames.extend_from_slice(&batch.frames);
@@ -276,16 +279,15 @@ impl ChunkBatch {
 
     /// `InvalidConfig` if a copy would reach outside the arena, its frame or the paged KV.
     pub fn check(&self, num_frames: u32, num_blocks: u32, blocks_per_chunk: u32) -> Result<()> {
-        let beyond = |block: &i32| u32::try_from(*block).is_ok_and(|block| block >= num_blocks);
+        let is_block = |block: i32| block == NOT_WANTED || u32::try_from(block).is_ok_and(|block| block < num_blocks);
         if self.frames.iter().any(|frame| *frame >= num_frames) {
             return Err(invalid("a frame is not one of the arena's").with_context("num_frames", num_frames));
         }
         if self.starts.windows(2).any(|ends| ends[1] - ends[0] > blocks_per_chunk as usize) {
-            return Err(
-                invalid("a chunk has more blocks than a frame").with_context("blocks_per_chunk", blocks_per_chunk)
-            );
+            let error = invalid("a chunk has more blocks than a frame");
+            return Err(error.with_context("blocks_per_chunk", blocks_per_chunk));
         }
-        if self.blocks.iter().any(beyond) {
+        if !self.blocks.iter().all(|block| is_block(*block)) {
             return Err(invalid("a block is not one of the paged KV").with_context("num_blocks", num_blocks));
         }
         Ok(())

@@ -49,11 +49,6 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
-
-    /// The operating system's error, where there was one.
-    pub fn io_source(&self) -> Option<&std::io::Error> {
-        self.source.as_ref()
-    }
 }
 
 impl fmt::Display for Error {

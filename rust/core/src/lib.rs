@@ -2,10 +2,11 @@
 //!
 //! Data flow: `key` (content -> `ChunkKey`) -> `index` (key -> entry) -> `store` (lookup, lease, reserve,
 //! commit) -> `tier` (host frames, disk slots), with `evict` choosing what goes and `tag` proving bytes.
-//! Engines ask a store through a `session`, with chunks in `batch`es, and count their reports in `tickets`.
+//! Engines ask a store through a `session`; an `engine` counts its ranks' reports and has chunks in `batch`es.
 //! Nothing here knows Python, CUDA, vLLM, the clock or the environment.
 
 pub mod batch;
+pub mod engine;
 pub mod error;
 pub mod evict;
 pub(crate) mod index;
@@ -15,7 +16,6 @@ pub mod session;
 pub mod store;
 pub(crate) mod sync;
 pub mod tag;
-pub mod tickets;
 pub mod tier;
 pub(crate) mod units;
 

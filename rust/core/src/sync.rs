@@ -1,14 +1,14 @@
-//! Locks, conditions, atomics and threads: the standard library's, or under `--cfg shuttle` those of a model checker, which
+//! Locks, conditions and threads: the standard library's, or under `--cfg shuttle` those of a model checker, which
 //! chooses who goes next at each of them (`tests/models.rs`).
 
 #[cfg(shuttle)]
 pub(crate) use shuttle::{
-    sync::{Condvar, Mutex, MutexGuard, atomic},
+    sync::{Condvar, Mutex, MutexGuard},
     thread,
 };
 #[cfg(not(shuttle))]
 pub(crate) use std::{
-    sync::{Condvar, Mutex, MutexGuard, atomic},
+    sync::{Condvar, Mutex, MutexGuard},
     thread,
 };
 

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use kvloft_core::io::direct::PageBuffer;
 use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::conformance::PageBuffer;
 use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId};
 use kvloft_core::{ChunkKey, ErrorKind};
 use tempfile::TempDir;
@@ -118,7 +118,7 @@ fn is_whole(tier: &DiskTier, slot: SlotId, i: u32) -> bool {
 }
 
 fn keys(found: &[DiskEntry]) -> Vec<ChunkKey> {
-    found.iter().map(|entry| entry.key).collect()
+    found.iter().map(|entry| entry.meta.key).collect()
 }
 
 /// The result of something that must not hang; a hung file system is thawed first, so that the test can end.

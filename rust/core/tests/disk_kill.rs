@@ -14,10 +14,10 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
-use kvloft_core::io::direct::PageBuffer;
 use kvloft_core::key::root_key;
 use kvloft_core::store::{DiskSettings, SaveRange, Store, StoreConfig};
 use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::conformance::PageBuffer;
 use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskTier, SlotId};
 use kvloft_core::{ChunkKey, KeyChain};
 
@@ -99,7 +99,7 @@ fn store_config(dir: &Path) -> StoreConfig {
 /// The other child's part: prompts of eight chunks are saved as fast as it goes, over what is there.
 fn save(dir: &Path, life: u64) {
     let store = Store::open(&store_config(dir)).unwrap();
-    let arena = File::options().write(true).open(store.arena_path()).unwrap();
+    let arena = File::options().write(true).open(&store.arena().path).unwrap();
     let mut frame = vec![0; FRAME];
     let mut out = std::io::stdout().lock();
     writeln!(out, "ready").unwrap();
@@ -162,11 +162,11 @@ fn recovered(dir: &Path, life: u64) -> Vec<ChunkKey> {
     let (tier, found) = DiskTier::open(config(dir)).unwrap();
     let (mut bytes, mut expected) = (PageBuffer::new(FRAME), vec![0; FRAME]);
     for entry in &found {
-        tier.read(entry.slot, &entry.key, &mut bytes).expect("a visible chunk is whole");
-        fill(&mut expected, &entry.key);
+        tier.read(entry.slot, &entry.meta.key, &mut bytes).expect("a visible chunk is whole");
+        fill(&mut expected, &entry.meta.key);
         assert!(*bytes == *expected, "life {life}: slot {} has another chunk's bytes", entry.slot.0);
     }
-    found.into_iter().map(|entry| entry.key).collect()
+    found.into_iter().map(|entry| entry.meta.key).collect()
 }
 
 #[test]

@@ -8,14 +8,14 @@ mod store_common;
 use std::sync::Arc;
 
 use kvloft_core::evict::Eviction;
-use kvloft_core::store::{Store, StoreConfig};
+use kvloft_core::store::{Opener, Store, StoreConfig};
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskStats, DiskTier, SlotId};
 use kvloft_core::tier::memory::MemoryTier;
 use kvloft_core::{ChunkKey, ErrorKind, Result};
 use shuttle::scheduler::RandomScheduler;
 use shuttle::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 use store_common::{arena_of, chain, config, disk_settings, range, save, stat};
 
 /// A tier whose calls let others go first.
@@ -80,8 +80,9 @@ fn with_callers(last: impl Fn(&Store) + Send + Sync + 'static) {
     let last = Arc::new(last);
     let model = move || {
         let settings = StoreConfig { disk: Some(disk_settings(6, 2)), ..config(4, 1, Eviction::Lru) };
-        let disk = Arc::new(Yielding(MemoryTier::new(6)));
-        let store = Arc::new(Store::with_disk(&settings, disk, &[]).unwrap());
+        let (disk, start) = (Arc::new(Yielding(MemoryTier::new(6))), Instant::now());
+        let opener: Opener = Box::new(move || Ok((Arc::clone(&disk) as Arc<dyn LocalTier>, Vec::new())));
+        let store = Arc::new(Store::with_tier(&settings, Some(opener), Box::new(move || start.elapsed())).unwrap());
         let callers: Vec<_> = (0..2)
             .map(|first| {
                 let store = Arc::clone(&store);

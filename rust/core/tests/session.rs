@@ -5,12 +5,12 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvloft_core::batch::{ChunkBatch, Columns};
+use kvloft_core::engine::EngineSession;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::FrameId;
 use kvloft_core::key::{ChunkKey, KeyChain};
-use kvloft_core::session::{ArenaInfo, EngineSession, LeaseId, Local, Report, Session};
+use kvloft_core::session::{ArenaInfo, LeaseId, Local, Session};
 use kvloft_core::store::{LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveRange, StoreConfig, TierName};
-use kvloft_core::tickets::Tickets;
 
 fn local(num_frames: u64) -> Local {
     let config = StoreConfig {
@@ -66,7 +66,8 @@ type Calls = Arc<Mutex<Vec<(&'static str, Vec<u64>)>>>;
 #[derive(Debug)]
 struct Odd {
     arena: ArenaInfo,
-    rows: Vec<Reservation>,
+    /// What each call reserves.
+    rows: Mutex<Vec<Vec<Reservation>>>,
     calls: Calls,
 }
 
@@ -94,7 +95,7 @@ impl Session for Odd {
     }
     fn release(&self, _: LeaseId) {}
     fn reserve(&self, _: Prefix<'_>, _: SaveRange) -> kvloft_core::Result<(Vec<Reservation>, u32)> {
-        Ok((self.rows.clone(), 0))
+        Ok((self.rows.lock().expect("no panic").remove(0), 0))
     }
     fn commit(&self, tickets: &[u64]) -> u32 {
         self.note("commit", tickets);
@@ -124,16 +125,17 @@ fn row(ticket: u64, first_block: u32, num_blocks: u32) -> Reservation {
     Reservation { ticket, frame: FrameId(9), key: ChunkKey([2; 32]), first_block, num_blocks }
 }
 
-fn odd(rows: Vec<Reservation>) -> (EngineSession, Calls) {
+fn odd<const N: usize>(num_ranks: u32, rows: &[Vec<Reservation>; N]) -> (EngineSession, Calls) {
     let calls = Arc::default();
     let arena = ArenaInfo { path: String::new(), frame_bytes: 4096, num_frames: 10 };
-    (EngineSession::new(Box::new(Odd { arena, rows, calls: Arc::clone(&calls) }), 2), calls)
+    let odd = Odd { arena, rows: Mutex::new(rows.to_vec()), calls: Arc::clone(&calls) };
+    (EngineSession::new(Box::new(odd), num_ranks), calls)
 }
 
 #[test]
 fn chunks_outside_the_block_table_are_given_back() {
     for outside in [row(6, 4, 1), row(6, 8, 1), row(6, 6, 3), row(6, u32::MAX, u32::MAX)] {
-        let (engine, calls) = odd(vec![row(5, 5, 1), outside]);
+        let (engine, calls) = odd(2, &[vec![row(5, 5, 1), outside]]);
         assert!(engine.reserve(Prefix::from(&chain(9)), whole(9), &[1, 2, 3], 5).is_err());
         assert_eq!(*calls.lock().expect("no panic"), [("abort", vec![5, 6])]);
         assert_eq!(engine.num_in_flight(), 0);
@@ -142,15 +144,43 @@ fn chunks_outside_the_block_table_are_given_back() {
 
 #[test]
 fn the_store_hears_once_of_each_ticket() {
-    let (engine, calls) = odd(vec![row(5, 0, 1), row(6, 1, 2), row(7, 3, 1)]);
+    let (engine, calls) = odd(2, &[vec![row(5, 0, 1), row(6, 1, 2), row(7, 3, 1)]]);
     let (saves, _) = engine.reserve(Prefix::from(&chain(9)), whole(4), &[4, 5, 0, 7], 0).expect("in the table");
-    assert_eq!(saves.tickets(), [5, 7], "a chunk with a null block has no KV");
-    assert_eq!(engine.settle(&[5, 7], &[]), Report::default());
-    assert_eq!(engine.settle(&[5], &[7]), Report { num_visible: 1, num_failed: 1 });
-    assert_eq!(engine.settle(&[5, 7], &[7]), Report::default());
-    engine.abort(&[5, 6, 7]);
+    assert_eq!(saves.tickets(), [1, 2], "a chunk with a null block has no KV");
+    assert_eq!(engine.settle(&[1, 2], &[]), (0, 0));
+    assert_eq!(engine.settle(&[1], &[2]), (1, 1));
+    assert_eq!(engine.settle(&[1, 2], &[2]), (0, 0));
+    engine.abort(&[1, 2, 3]);
     let every = calls.lock().expect("no panic");
     assert_eq!(*every, [("abort", vec![6]), ("abort", vec![7]), ("commit", vec![5])]);
+}
+
+/// Reports of the store's first life come late. They must not settle what has the same numbers now.
+#[test]
+fn a_store_that_begins_anew_uses_its_numbers_again() {
+    let (engine, calls) = odd(1, &[vec![row(1, 0, 1), row(2, 1, 1)], vec![row(1, 0, 1)], vec![row(2, 1, 1)]]);
+    let reserve = || engine.reserve(Prefix::from(&chain(9)), whole(2), &[4, 5], 0).expect("in the table").0;
+    let (before, after, last) = (reserve(), reserve(), reserve());
+    assert_eq!(engine.num_in_flight(), 4);
+    assert_eq!(engine.settle(before.tickets(), &[]), (0, 2));
+    engine.abort(before.tickets());
+    assert!(calls.lock().expect("no panic").is_empty(), "the store does not know of them");
+    assert_eq!(engine.settle(after.tickets(), &[]), (1, 0));
+    engine.abort(last.tickets());
+    assert_eq!(*calls.lock().expect("no panic"), [("commit", vec![1]), ("abort", vec![2])]);
+    assert_eq!(engine.num_in_flight(), 0);
+}
+
+#[test]
+fn blocks_with_negative_numbers_are_not_copied() {
+    let (engine, calls) = odd(1, &[vec![row(5, 0, 2)]]);
+    assert!(engine.reserve(Prefix::from(&chain(9)), whole(2), &[4, -1], 0).is_err());
+    assert_eq!(*calls.lock().expect("no panic"), [("abort", vec![5])]);
+    let leased =
+        LeasedFrame { frame: FrameId(1), key: ChunkKey([3; 32]), first_block: 0, num_blocks: 2, tier: TierName::Host };
+    for table in [[-1, 4], [4, -1], [4, -2]] {
+        assert!(ChunkBatch::of_loads(&[leased], &table, 0).is_err());
+    }
 }
 
 #[test]
@@ -162,16 +192,17 @@ fn a_load_ends_before_the_first_block_that_is_not_there() {
         num_blocks,
         tier: TierName::Host,
     };
-    let (batch, by_tier) = ChunkBatch::of_loads(&[chunk(1, 0, 2), chunk(2, 3, 2)], &[10, 11, 12, 13, 14], 0);
+    let (batch, by_tier) =
+        ChunkBatch::of_loads(&[chunk(1, 0, 2), chunk(2, 3, 2)], &[10, 11, 12, 13, 14], 0).expect("blocks");
     assert_eq!((batch.wanted_blocks().collect::<Vec<_>>(), by_tier.host), (vec![10, 11], 2));
-    let (batch, by_tier) = ChunkBatch::of_loads(&[chunk(2, 3, 2)], &[10, 11], 2);
+    let (batch, by_tier) = ChunkBatch::of_loads(&[chunk(2, 3, 2)], &[10, 11], 2).expect("blocks");
     assert_eq!((batch.len(), by_tier.host), (0, 0), "its first block is not there");
-    let (batch, _) = ChunkBatch::of_loads(&[chunk(1, u32::MAX, u32::MAX)], &[10, 11], u32::MAX - 1);
+    let (batch, _) = ChunkBatch::of_loads(&[chunk(1, u32::MAX, u32::MAX)], &[10, 11], u32::MAX - 1).expect("blocks");
     assert!(batch.is_empty());
 }
 
 #[test]
-fn a_save_has_its_readers_until_it_is_settled() {
+fn columns_become_a_batch_and_back() {
     let columns = Columns {
         frames: [1_u32, 2].map(u32::to_le_bytes).concat(),
         keys: vec![0; 64],
@@ -181,18 +212,23 @@ fn a_save_has_its_readers_until_it_is_settled() {
     };
     let Columns { frames, keys, num_blocks, blocks, tickets } = &columns;
     let borrowed = Columns { frames: &frames[..], keys, num_blocks, blocks, tickets };
-    let batch = Arc::new(ChunkBatch::from_columns(&borrowed).expect("a batch"));
-    assert_eq!(batch.columns(), columns);
-    let mut tickets = Tickets::new(1);
-    assert!(tickets.add(&batch));
-    tickets.settle(&[2], &[]);
-    assert_eq!(tickets.read_among(&[9, 8, 7]), [8, 7], "the earlier save of a block waits longer");
-    let mut tickets = Tickets::new(1);
-    assert!(tickets.add(&batch));
-    assert!(!tickets.add(&batch), "numbers are not used again");
-    assert_eq!(tickets.read_among(&[9, 8, 7]), [8, 7]);
-    tickets.settle(&[1], &[]);
-    assert_eq!(tickets.read_among(&[9, 8, 7]), [8], "the other save reads it too");
-    assert_eq!(tickets.forget(&[1, 2]), [2]);
-    assert!(tickets.read_blocks().is_empty() && tickets.is_empty());
+    assert_eq!(ChunkBatch::from_columns(&borrowed).expect("a batch").columns(), columns);
+}
+
+#[test]
+fn a_save_has_its_readers_until_it_is_settled() {
+    let begin = || {
+        let (engine, _) = odd(1, &[vec![row(1, 0, 2), row(2, 2, 1)]]);
+        engine.reserve(Prefix::from(&chain(9)), whole(3), &[7, 8, 8], 0).expect("in the table");
+        engine
+    };
+    let engine = begin();
+    engine.settle(&[2], &[]);
+    assert_eq!(engine.being_read(Some(&[9, 8, 7])), [8, 7], "the earlier save of a block waits longer");
+    let engine = begin();
+    assert_eq!(engine.being_read(Some(&[9, 8, 7])), [8, 7]);
+    engine.settle(&[1], &[]);
+    assert_eq!(engine.being_read(Some(&[9, 8, 7])), [8], "the other save reads it too");
+    engine.abort(&[1, 2]);
+    assert!(engine.being_read(None).is_empty() && engine.num_in_flight() == 0);
 }

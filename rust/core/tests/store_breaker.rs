@@ -4,15 +4,16 @@
 mod store_common;
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvloft_core::KeyChain;
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::ChunkKey;
-use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig};
-use kvloft_core::tier::disk::{DiskEntry, SlotId};
-use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, range, save, stat};
+use kvloft_core::store::{Prefix, Progress, ReadLease, Store, StoreConfig};
+use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId};
+use store_common::{FRAME, MemoryDisk, arena_of, chain, config, disk_settings, range, save, stat};
 
 const LONG: Duration = Duration::from_secs(20);
 const THREADS: u32 = 2;
@@ -84,7 +85,8 @@ fn a_cancelled_read_stays_for_the_lease_that_still_wants_it() {
     let disk = MemoryDisk::new(200);
     let (store, cold, _hot) = cold_prompts(&disk);
     let gate = disk.read_gate.lock().unwrap();
-    let (first, second) = (store.acquire(&cold[0]), store.acquire_at_most(&cold[0], 5));
+    let half = Prefix { root: cold[0].root(), keys: &cold[0].keys()[..5] };
+    let (first, second) = (store.acquire(&cold[0]), store.acquire(half));
     assert_eq!((first.poll().pending_blocks, second.poll().pending_blocks), (8, 5));
     first.release();
     assert_eq!(second.poll().pending_blocks, 5);
@@ -239,6 +241,31 @@ fn a_tier_that_cannot_be_opened_is_attached_later() {
     store.check().unwrap();
 }
 
+/// An engine that ends may still have the directory when the next one starts.
+#[test]
+fn a_directory_in_use_is_attached_once_its_owner_is_gone() {
+    let dir = tempfile::tempdir().unwrap();
+    let tier = DiskConfig {
+        dir: dir.path().to_owned(),
+        cap_bytes: 1 << 20,
+        frame_bytes: FRAME as u64,
+        namespace: [7; 32],
+        description: String::new(),
+    };
+    let (owner, _) = DiskTier::open(tier.clone()).unwrap();
+    let open = move || DiskTier::open(tier.clone()).map(|(tier, found)| (Arc::new(tier) as Arc<dyn LocalTier>, found));
+    let seconds = Arc::new(AtomicU64::new(0));
+    let clock = Arc::clone(&seconds);
+    let now = move || Duration::from_secs(clock.load(Ordering::SeqCst));
+    let settings = StoreConfig { disk: Some(disk_settings(8, THREADS)), ..config(8, 1, Eviction::Lru) };
+    let store = Store::with_tier(&settings, Some(Box::new(open)), Box::new(now)).unwrap();
+    assert_eq!(stat(&store, "disk_broken"), 1);
+    assert!(store.take_events().iter().any(|event| event.contains("is in use by process")));
+    drop(owner);
+    seconds.store(61, Ordering::SeqCst);
+    until("it is attached", || stat(&store, "disk_broken") == 0);
+}
+
 /// A record that is valid in itself and lies about its place.
 #[test]
 fn a_forged_record_is_a_miss() {
@@ -247,11 +274,8 @@ fn a_forged_record_is_a_miss() {
     let (root, keys) = (wanted.root(), wanted.keys());
     let entry = |slot: u32, key: ChunkKey, parent: ChunkKey, depth: u32| DiskEntry {
         slot: SlotId(slot),
-        key,
-        parent,
-        num_blocks: 1,
+        meta: DiskMeta { key, parent, num_blocks: 1, depth },
         sequence: u64::from(slot),
-        depth,
     };
     let forgeries = [
         vec![entry(0, keys[3], root, 0)],
@@ -271,7 +295,7 @@ fn a_forged_record_is_a_miss() {
     ];
     for found in forgeries {
         let disk = MemoryDisk::new(16);
-        disk.put(&found);
+        disk.put(&found, FRAME);
         let store = disk.open(&settings(8, &disk), &found);
         let lease = store.acquire(&wanted);
         let progress = settled(&lease);
@@ -328,4 +352,33 @@ fn chunks_in_frames_that_are_held_back_do_not_cost_a_save() {
     assert_eq!(save_all(&store, &prompts[2]), 4);
     assert_eq!(stat(&store, "host_evictions"), 8);
     store.check().unwrap();
+}
+
+#[test]
+fn what_is_on_disk_is_read_though_workers_can_copy_to_few_frames_or_none() {
+    let disk = MemoryDisk::new(200);
+    let (store, cold, _) = cold_prompts(&disk);
+    for num_frames in [3, 0] {
+        store.limit_frames(num_frames);
+        let leases: Vec<_> = cold[..2].iter().map(|prompt| store.acquire(prompt)).collect();
+        for lease in &leases {
+            assert_eq!(settled(lease), Progress { ready_blocks: 8, pending_blocks: 0 }, "{num_frames} frames");
+        }
+        store.check().unwrap();
+        drop(leases);
+        for prompt in &cold[2..4] {
+            settled(&store.acquire(prompt)); // the first two leave
+        }
+    }
+}
+
+#[test]
+fn a_save_for_which_there_is_no_frame_at_all_evicts_nothing() {
+    let disk = MemoryDisk::new(200);
+    let (store, cold, hot) = cold_prompts(&disk);
+    store.limit_frames(0);
+    assert_eq!(save_all(&store, &chains(1, 4, 5000)[0]), 0);
+    assert_eq!(store.lookup(&hot).host_blocks, 16);
+    settled(&store.acquire(&cold[0]));
+    assert_eq!(store.lookup(&cold[0]).host_blocks, 8);
 }

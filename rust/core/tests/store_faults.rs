@@ -16,7 +16,7 @@ use kvloft_core::KeyChain;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::Arena;
 use kvloft_core::key::ChunkKey;
-use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig, WriteLease};
+use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig, TierName, WriteLease};
 use proptest::prelude::*;
 use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, range, save, stat, verify};
 
@@ -186,7 +186,7 @@ impl Run {
         self.heal();
         self.writes.clear();
         self.reads.clear();
-        // A read that nobody waits for any more still ends, and what cannot be read leaves the disk.
+        // A read that is not waited for any more still ends, and what cannot be read leaves the disk.
         let deadline = Instant::now() + LONG;
         while stat(&self.store, "frames_reserved") > 0 && Instant::now() < deadline {
             std::thread::sleep(Duration::from_micros(200));
@@ -213,9 +213,9 @@ proptest! {
     #[test]
     fn no_order_of_events_breaks_an_invariant(
         steps in prop::collection::vec(step(), 1..60), per_chunk in 1..4u32, num_frames in 1..12u32, num_slots in 0..16u32,
-        num_threads in 1..4u32, lrfu in any::<bool>(),
+        num_threads in 1..4u32, adaptive in any::<bool>(),
     ) {
-        let eviction = if lrfu { Eviction::Lrfu } else { Eviction::Lru };
+        let eviction = if adaptive { Eviction::Adaptive } else { Eviction::Lru };
         let disk = MemoryDisk::new(num_slots);
         let store = open(num_frames, per_chunk, eviction, &disk, num_threads);
         let arena = arena_of(&store);
@@ -251,9 +251,9 @@ fn a_chain_comes_back_from_disk() {
     assert_eq!(settled(&lease), Progress { ready_blocks: 8, pending_blocks: 0 });
     let frames = lease.frames();
     assert_eq!(frames.iter().map(|f| f.key).collect::<Vec<_>>(), wanted.keys());
-    assert!(frames.iter().all(|f| f.tier.as_str() == "disk" && verify(&arena, f.frame, f.key).is_none()));
+    assert!(frames.iter().all(|f| f.tier == TierName::Disk && verify(&arena, f.frame, f.key).is_none()));
     assert_eq!(store.lookup(&wanted).host_blocks, 8);
-    assert!(store.acquire(&wanted).frames().iter().all(|f| f.tier.as_str() == "host"));
+    assert!(store.acquire(&wanted).frames().iter().all(|f| f.tier == TierName::Host));
 }
 
 #[test]

@@ -226,15 +226,15 @@ proptest! {
 
     #[test]
     fn every_answer_equals_the_dictionary(
-        steps in prop::collection::vec(step(), 1..60), per_chunk in 1..4u32, lrfu in any::<bool>(),
+        steps in prop::collection::vec(step(), 1..60), per_chunk in 1..4u32, adaptive in any::<bool>(),
     ) {
-        let eviction = if lrfu { Eviction::Lrfu } else { Eviction::Lru };
+        let eviction = if adaptive { Eviction::Adaptive } else { Eviction::Lru };
         let store = Store::open(&config(600, per_chunk, eviction)).unwrap();
         let mut run = Run { store, model: Model::default(), per_chunk, writes: Vec::new(), reads: Vec::new() };
         for step in &steps {
             run.take(step);
         }
-        // I5: whoever held anything is gone, and so is what they held.
+        // I5: all owners are gone, and so is what they held.
         run.writes.clear();
         run.reads.clear();
         run.store.check().unwrap();

@@ -6,7 +6,7 @@ use kvloft_core::batch::{self, Columns};
 use pyo3::exceptions::PyIndexError;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBytes, PyIterator, PyList, PySlice, PyTuple};
+use pyo3::types::{PyBytes, PyIterator, PyList, PySlice, PyTuple, PyType};
 
 use crate::error::raise;
 
@@ -22,9 +22,6 @@ impl From<batch::ChunkBatch> for ChunkBatch {
         Self { inner: Arc::new(inner) }
     }
 }
-
-type Column<'py> = Bound<'py, PyBytes>;
-type Columns5<'py> = (Column<'py>, Column<'py>, Column<'py>, Column<'py>, Column<'py>);
 
 impl ChunkBatch {
     /// One chunk as a `kvloft.seam.batch.ChunkCopy`.
@@ -56,14 +53,13 @@ impl ChunkBatch {
     }
 
     /// Frames (u32), keys (32 bytes), numbers of blocks (u32), blocks (i32) and tickets (u64), little endian.
-    fn columns<'py>(&self, py: Python<'py>) -> Columns5<'py> {
+    fn columns<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyTuple>> {
         let Columns { frames, keys, num_blocks, blocks, tickets } = self.inner.columns();
-        let bytes = |column: &[u8]| PyBytes::new(py, column);
-        (bytes(&frames), bytes(&keys), bytes(&num_blocks), bytes(&blocks), bytes(&tickets))
+        PyTuple::new(py, [frames, keys, num_blocks, blocks, tickets].map(|column| PyBytes::new(py, &column)))
     }
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyAny>, Columns5<'py>) {
-        (slf.get_type().into_any(), slf.get().columns(slf.py()))
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> PyResult<(Bound<'py, PyType>, Bound<'py, PyTuple>)> {
+        Ok((slf.get_type(), slf.get().columns(slf.py())?))
     }
 
     /// Numbers of the reservations; none for loads.
@@ -79,14 +75,6 @@ impl ChunkBatch {
     /// In the order of frames.
     fn by_frame(&self) -> Self {
         self.inner.by_frame().into()
-    }
-
-    /// The chunks at these positions, in this order.
-    fn take(&self, positions: Vec<usize>) -> PyResult<Self> {
-        if positions.iter().any(|nth| *nth >= self.inner.len()) {
-            return Err(PyIndexError::new_err("no such chunk"));
-        }
-        Ok(self.inner.take(positions).into())
     }
 
     /// `ConfigError` if a copy would reach outside the arena, its frame or the paged KV.
@@ -122,8 +110,4 @@ impl ChunkBatch {
     fn __repr__(&self) -> String {
         format!("ChunkBatch({} chunks, {} blocks)", self.inner.len(), self.inner.wanted_blocks().count())
     }
-}
-
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<ChunkBatch>()
 }

@@ -11,7 +11,7 @@ use crate::error::raise;
 
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-fn disk_inspect(py: Python<'_>, path: PathBuf) -> PyResult<Vec<Bound<'_, PyDict>>> {
+pub(crate) fn disk_inspect(py: Python<'_>, path: PathBuf) -> PyResult<Vec<Bound<'_, PyDict>>> {
     let infos = py.detach(|| inspect(&path)).map_err(raise)?;
     infos.iter().map(|info| namespace_dict(py, info)).collect()
 }
@@ -32,8 +32,7 @@ fn namespace_dict<'py>(py: Python<'py>, info: &NamespaceInfo) -> PyResult<Bound<
 
 /// Walks every chunk of one disk directory, checking key and checksum; a step at a time, for progress.
 #[pyclass(frozen, module = "kvloft._core", name = "DiskVerify")]
-struct DiskVerify {
-    path: PathBuf,
+pub(crate) struct DiskVerify {
     verifier: Mutex<Verifier>,
 }
 
@@ -46,9 +45,10 @@ impl DiskVerify {
 #[pymethods]
 impl DiskVerify {
     #[new]
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn new(py: Python<'_>, path: PathBuf) -> PyResult<Self> {
         let verifier = py.detach(|| Verifier::open(&path)).map_err(raise)?;
-        Ok(Self { path, verifier: Mutex::new(verifier) })
+        Ok(Self { verifier: Mutex::new(verifier) })
     }
 
     #[getter]
@@ -68,12 +68,7 @@ impl DiskVerify {
 
     fn __repr__(&self) -> String {
         let verifier = self.verifier();
-        format!(
-            "DiskVerify({}, {} of {} chunks checked)",
-            self.path.display(),
-            verifier.num_checked(),
-            verifier.num_chunks()
-        )
+        format!("DiskVerify({} of {} chunks checked)", verifier.num_checked(), verifier.num_chunks())
     }
 }
 
@@ -83,10 +78,6 @@ fn damage_dict<'py>(py: Python<'py>, found: &Damage) -> PyResult<Bound<'py, PyDi
     dict.set_item("slot", found.slot)?;
     dict.set_item("key", found.key.as_deref())?;
     dict.set_item("problem", &found.problem)?;
+    dict.set_item("is_other_format", found.is_other_format)?;
     Ok(dict)
-}
-
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_function(wrap_pyfunction!(disk_inspect, module)?)?;
-    module.add_class::<DiskVerify>()
 }

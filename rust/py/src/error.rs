@@ -5,18 +5,8 @@ use pyo3::create_exception;
 use pyo3::exceptions::{PyRuntimeError, PyValueError};
 use pyo3::prelude::*;
 
-create_exception!(
-    kvloft._core,
-    StoreError,
-    PyRuntimeError,
-    "The store could not do what was asked (I/O, corrupt file, closed)."
-);
-create_exception!(
-    kvloft._core,
-    ConfigError,
-    PyValueError,
-    "A setting is out of range; the message names it and the fix."
-);
+create_exception!(kvloft._core, StoreError, PyRuntimeError, "The store could not do what was asked (I/O, closed).");
+create_exception!(kvloft._core, ConfigError, PyValueError, "A setting is out of range; the message names the fix.");
 create_exception!(kvloft._core, BusyError, StoreError, "Another process owns the disk directory.");
 
 /// The exception for a core error.
@@ -28,11 +18,4 @@ pub(crate) fn raise(error: Error) -> PyErr {
         ErrorKind::Busy => BusyError::new_err(message),
         _ => StoreError::new_err(message),
     }
-}
-
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    let py = module.py();
-    module.add("StoreError", py.get_type::<StoreError>())?;
-    module.add("ConfigError", py.get_type::<ConfigError>())?;
-    module.add("BusyError", py.get_type::<BusyError>())
 }

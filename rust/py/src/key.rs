@@ -17,7 +17,7 @@ const DETACH_BYTES: usize = 64 << 10;
 /// Keys of one request's prefix, one per block, extended as tokens arrive.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct KeyChain {
-    // Whoever holds it never waits for the interpreter, so it may be waited for while attached.
+    // Its holder never waits for the interpreter, so it may be waited for while attached.
     inner: Mutex<key::KeyChain>,
 }
 
@@ -35,11 +35,6 @@ impl KeyChain {
     fn new(root: &[u8], block_tokens: u32) -> PyResult<Self> {
         let root = ChunkKey(digest(root, "root")?);
         Ok(Self { inner: Mutex::new(key::KeyChain::new(root, block_tokens).map_err(raise)?) })
-    }
-
-    #[getter]
-    fn block_tokens(&self) -> PyResult<u32> {
-        Ok(self.lock()?.block_tokens())
     }
 
     #[getter]
@@ -74,11 +69,6 @@ impl KeyChain {
         if rows.bytes().len() < DETACH_BYTES { append() } else { rows_py.detach(append) }
     }
 
-    /// Forget positions from `num_tokens` on, down to a full block; returns how many positions are left.
-    fn truncate(&self, num_tokens: u32) -> PyResult<u32> {
-        Ok(self.lock()?.truncate(num_tokens))
-    }
-
     /// Key of the prefix that ends with full block `block`.
     fn key<'py>(&self, py: Python<'py>, block: u32) -> PyResult<Bound<'py, PyBytes>> {
         let key = self.lock()?.key(block).map_err(raise)?;
@@ -88,20 +78,16 @@ impl KeyChain {
     fn __repr__(&self) -> PyResult<String> {
         let chain = self.lock()?;
         let last = chain.keys().last().map_or_else(|| chain.root(), |key| *key).to_string();
-        Ok(format!(
-            "KeyChain(block_tokens={}, num_tokens={}, num_blocks={}, last={}...)",
-            chain.block_tokens(),
-            chain.num_tokens(),
-            chain.num_blocks(),
-            &last[..16]
-        ))
+        let (block_tokens, num_tokens, num_blocks) = (chain.block_tokens(), chain.num_tokens(), chain.num_blocks());
+        let sizes = format!("block_tokens={block_tokens}, num_tokens={num_tokens}, num_blocks={num_blocks}");
+        Ok(format!("KeyChain({sizes}, last={}...)", &last[..16]))
     }
 }
 
 /// 32-byte fingerprint of (name, value) pairs; order does not matter, names must be unique.
 #[pyfunction]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-fn namespace_digest(py: Python<'_>, fields: Vec<(String, String)>) -> PyResult<Bound<'_, PyBytes>> {
+pub(crate) fn namespace_digest(py: Python<'_>, fields: Vec<(String, String)>) -> PyResult<Bound<'_, PyBytes>> {
     let fields: Vec<_> = fields.iter().map(|(name, value)| (name.as_str(), value.as_str())).collect();
     Ok(PyBytes::new(py, &key::namespace_digest(&fields).map_err(raise)?))
 }
@@ -110,7 +96,7 @@ fn namespace_digest(py: Python<'_>, fields: Vec<(String, String)>) -> PyResult<B
 #[pyfunction]
 #[pyo3(signature = (namespace, adapter, cache_salt))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-fn root_key<'py>(
+pub(crate) fn root_key<'py>(
     py: Python<'py>,
     namespace: &[u8],
     adapter: Option<(String, String)>,
@@ -127,9 +113,13 @@ pub(crate) fn digest(bytes: &[u8], name: &str) -> PyResult<[u8; 32]> {
     bytes.try_into().map_err(|_| ConfigError::new_err(format!("{name} must be 32 bytes, not {len}")))
 }
 
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add("KEY_SCHEMA", key::KEY_SCHEMA)?;
-    module.add_function(wrap_pyfunction!(namespace_digest, module)?)?;
-    module.add_function(wrap_pyfunction!(root_key, module)?)?;
-    module.add_class::<KeyChain>()
+/// A chunk key, or another digest, out of 32 bytes.
+#[derive(Clone, Copy)]
+pub(crate) struct KeyBytes(pub(crate) ChunkKey);
+
+impl<'py> FromPyObject<'_, 'py> for KeyBytes {
+    type Error = PyErr;
+    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        digest(object.extract::<&[u8]>()?, "key").map(|key| Self(ChunkKey(key)))
+    }
 }

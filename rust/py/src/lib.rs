@@ -8,14 +8,19 @@ mod key;
 mod session;
 mod tokens;
 
-use pyo3::prelude::*;
-
-#[pymodule(gil_used = false)]
-fn _core(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    error::register(module)?;
-    key::register(module)?;
-    arena::register(module)?;
-    disk::register(module)?;
-    batch::register(module)?;
-    session::register(module)
+#[pyo3::pymodule(gil_used = false)]
+mod _core {
+    #[pymodule_export]
+    use crate::{
+        arena::Arena,
+        batch::ChunkBatch,
+        disk::{DiskVerify, disk_inspect},
+        error::{BusyError, ConfigError, StoreError},
+        key::{KeyChain, namespace_digest, root_key},
+        session::{ReadLease, Session},
+    };
+    #[pymodule_export]
+    const KEY_SCHEMA: u32 = kvloft_core::key::KEY_SCHEMA;
+    #[pymodule_export]
+    const TRAILER_BYTES: usize = kvloft_core::io::TRAILER_BYTES;
 }

@@ -1,22 +1,22 @@
 //! `Session` and `ReadLease`: conversions only; the meaning is in `kvloft_core::session`.
 //!
-//! Short calls keep the interpreter: whoever holds a lock of the session never waits for it. Long ones let it go.
+//! Short calls keep the interpreter: the holder of a session's lock never waits for it. Long ones let it go.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvloft_core::engine::EngineSession;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
-use kvloft_core::key::ChunkKey;
-use kvloft_core::session::{EngineSession, LeaseId, Local};
+use kvloft_core::session::{LeaseId, Local};
 use kvloft_core::store::{DiskSettings, Prefix, SaveRange, StoreConfig};
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::types::{IntoPyDict, PyDict};
 
 use crate::batch::ChunkBatch;
 use crate::error::raise;
-use crate::key::{KeyChain, digest};
+use crate::key::{KeyBytes, KeyChain, digest};
 use crate::tokens::block_ids;
 
 /// A store, and what one engine has in flight in it.
@@ -24,13 +24,20 @@ use crate::tokens::block_ids;
 pub(crate) struct Session {
     inner: Arc<EngineSession>,
     blocks_per_chunk: u32,
+    /// Path another process of this user may open.
+    #[pyo3(get)]
+    arena_path: String,
+    #[pyo3(get)]
+    frame_bytes: u64,
+    #[pyo3(get)]
+    num_frames: u32,
 }
 
 #[pymethods]
 impl Session {
     #[new]
     #[pyo3(signature = (
-        *, frame_bytes, host_bytes, namespace, blocks_per_chunk=1, num_ranks=1, eviction="lrfu", disk_path=None, disk_bytes=0,
+        *, frame_bytes, host_bytes, namespace, blocks_per_chunk=1, num_ranks=1, eviction="adaptive", disk_path=None, disk_bytes=0,
         disk_threads=2, description="",
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
@@ -63,23 +70,10 @@ impl Session {
             disk,
         };
         let local = py.detach(|| Local::open(&config)).map_err(raise)?;
-        Ok(Self { inner: Arc::new(EngineSession::new(Box::new(local), num_ranks)), blocks_per_chunk })
-    }
-
-    /// Path another process of this user may open.
-    #[getter]
-    fn arena_path(&self) -> &str {
-        &self.inner.session().arena().path
-    }
-
-    #[getter]
-    fn frame_bytes(&self) -> u64 {
-        self.inner.session().arena().frame_bytes
-    }
-
-    #[getter]
-    fn num_frames(&self) -> u32 {
-        self.inner.session().arena().num_frames
+        let inner = Arc::new(EngineSession::new(Box::new(local), num_ranks));
+        let arena = inner.session().arena();
+        let (arena_path, num_frames) = (arena.path.clone(), arena.num_frames);
+        Ok(Self { inner, blocks_per_chunk, arena_path, frame_bytes, num_frames })
     }
 
     /// Saves that some rank has not reported.
@@ -119,7 +113,7 @@ impl Session {
     }
 
     /// Once `ticket` is committed, `key` is not needed any more.
-    fn supersede(&self, ticket: u64, key: ChunkKeyBytes) {
+    fn supersede(&self, ticket: u64, key: KeyBytes) {
         self.inner.supersede(ticket, key.0);
     }
 
@@ -127,8 +121,7 @@ impl Session {
     #[pyo3(signature = (saved, failed=Vec::new()))]
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn settle(&self, saved: Vec<u64>, failed: Vec<u64>) -> (u32, usize) {
-        let report = self.inner.settle(&saved, &failed);
-        (report.num_visible, report.num_failed)
+        self.inner.settle(&saved, &failed)
     }
 
     /// Give reserved frames back that no rank will report; all of them for None.
@@ -145,7 +138,7 @@ impl Session {
     }
 
     /// Forget chunks (and what hangs on them) in every tier; returns how many were dropped.
-    fn discard(&self, keys: Vec<ChunkKeyBytes>) -> u64 {
+    fn discard(&self, keys: Vec<KeyBytes>) -> u64 {
         let keys: Vec<_> = keys.into_iter().map(|key| key.0).collect();
         self.inner.session().discard(&keys)
     }
@@ -157,14 +150,10 @@ impl Session {
 
     /// Counters and gauges; names as in `rust/core/src/store/stats.rs`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
-        let stats = PyDict::new(py);
-        for (name, value) in self.inner.session().stats() {
-            stats.set_item(name, value)?;
-        }
-        Ok(stats)
+        self.inner.session().stats().into_py_dict(py)
     }
 
-    /// Frames from this one on are not taken from now on: workers cannot copy to them yet.
+    /// Saves take no frames from this one on from now on: workers cannot copy to them yet.
     fn limit_frames(&self, num_frames: u32) {
         self.inner.session().limit_frames(num_frames);
     }
@@ -186,24 +175,13 @@ impl Session {
     }
 
     fn __repr__(&self) -> String {
-        format!("Session(num_frames={}, frame_bytes={})", self.num_frames(), self.frame_bytes())
+        format!("Session(num_frames={}, frame_bytes={})", self.num_frames, self.frame_bytes)
     }
 }
 
-/// Seconds of any kind: negative ones and NaN are none, too many are for ever.
+/// Seconds of any kind: negative ones and NaN count as 0, too many as no limit.
 fn timeout(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
-}
-
-/// A chunk key out of 32 bytes.
-#[derive(Clone, Copy)]
-struct ChunkKeyBytes(ChunkKey);
-
-impl<'py> FromPyObject<'_, 'py> for ChunkKeyBytes {
-    type Error = PyErr;
-    fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        digest(object.extract::<&[u8]>()?, "key").map(|key| Self(ChunkKey(key)))
-    }
 }
 
 /// Pins on the host part of a prefix; disk chunks behind it are being read in. Dropping it unpins.
@@ -229,14 +207,9 @@ impl ReadLease {
         end: u32,
     ) -> PyResult<(ChunkBatch, Bound<'py, PyDict>)> {
         let blocks = block_ids(table, begin, Some(end))?;
-        let (chunks, from) = self.session.load(self.id, &blocks, begin);
-        let by_tier = PyDict::new(table.py());
-        for (tier, num_blocks) in [("host", from.host), ("disk", from.disk)] {
-            if num_blocks > 0 {
-                by_tier.set_item(tier, num_blocks)?;
-            }
-        }
-        Ok((ChunkBatch { inner: Arc::new(chunks) }, by_tier))
+        let (chunks, from) = self.session.load(self.id, &blocks, begin).map_err(raise)?;
+        let by_tier = [("host", from.host), ("disk", from.disk)].into_iter().filter(|(_, num_blocks)| *num_blocks > 0);
+        Ok((chunks.into(), by_tier.into_py_dict(table.py())?))
     }
 
     /// Unpin now.
@@ -254,9 +227,4 @@ impl Drop for ReadLease {
     fn drop(&mut self) {
         self.release();
     }
-}
-
-pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
-    module.add_class::<Session>()?;
-    module.add_class::<ReadLease>()
 }

@@ -60,7 +60,7 @@ fn list_ids(name: &str, list: &Bound<'_, PyList>, range: Range<usize>) -> PyResu
             return Err(PyErr::fetch(list.py()));
         }
         // SAFETY: `item` is not null, and the list keeps it alive: neither call runs Python code or detaches, and an abi3
-        // extension runs under the interpreter's lock, so nobody can take it out of the list meanwhile.
+        // extension runs under the interpreter's lock, so it cannot be taken out of the list meanwhile.
         let value = unsafe { if ffi::PyLong_CheckExact(item) == 1 { ffi::PyLong_AsLong(item) } else { -1 } };
         if let Ok(id) = u32::try_from(value) {
             ids.push(id);
@@ -102,7 +102,7 @@ impl RowBytes {
         Ok(Self(buffer))
     }
 
-    /// The bytes. The caller promises that nobody writes to them meanwhile, as for any hash of a buffer.
+    /// The bytes. The caller promises that nothing writes to them meanwhile, as for any hash of a buffer.
     pub(crate) fn bytes(&self) -> &[u8] {
         if self.0.len_bytes() == 0 {
             return &[];

@@ -14,12 +14,11 @@ from typing import Any
 
 from kvloft.errors import UnsupportedError
 
-SOURCE = "chunks.cu"
-KERNEL_NAMES = ("gather_chunks", "scatter_chunks", "tag_chunks")
+SOURCES = ("tag.cuh", "kv_layout.cuh", "chunks.cu")
+"""Each includes only those before it."""
+KERNEL_NAMES = ("gather_chunks", "scatter_chunks")
 VEC_BYTES = (16, 8, 4, 1)
 CACHE_BYTES = 64 << 20
-
-_INCLUDE = re.compile(r'^#include "([^"/]+)"\n', re.MULTILINE)
 
 
 class KernelError(UnsupportedError):
@@ -28,18 +27,10 @@ class KernelError(UnsupportedError):
 
 @cache
 def kernel_source() -> str:
-    """All device code as one text: each of our headers in place of its first include."""
+    """All device code as one text, with no file to include: what the program cache needs."""
     folder = resources.files("kvloft") / "csrc"
-    seen: set[str] = set()
-
-    def flat(name: str) -> str:
-        if name in seen:
-            return ""
-        seen.add(name)
-        text = (folder / name).read_text(encoding="utf-8").replace("#pragma once\n", "")
-        return _INCLUDE.sub(lambda match: flat(match[1]), text)
-
-    return flat(SOURCE)
+    text = "".join((folder / name).read_text(encoding="utf-8") for name in SOURCES)
+    return re.sub(r'^#(include "[^"]+"|pragma once)\n', "", text, flags=re.MULTILINE)
 
 
 def compile_kernels(arch: str, vec_bytes: int, cache_dir: Path | None = None, *, macros: tuple[tuple[str, str], ...] = ()) -> bytes:

@@ -9,33 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
-from typing import Any
 
 from kvloft.transfer.cuda import driver
+from kvloft.transfer.cuda.shared import Half
 
 
 class Feeder:
-    """Calls ``send`` under ``lock`` each time the event that ``awaited`` names has passed.
+    """Feeds ``half`` under ``lock`` each time the event that it awaits has passed; sleeps while it awaits none, until `wake`."""
 
-    ``awaited`` is called under ``lock`` too; None means that nothing is queued, and the thread sleeps until `wake`. ``send``
-    must not raise.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        lock: threading.RLock,
-        context: Any,
-        *,
-        awaited: Callable[[], driver.Event | None],
-        send: Callable[[], None],
-    ) -> None:
-        """Starts the thread, in the CUDA context ``context`` (None: in none)."""
+    def __init__(self, name: str, lock: threading.RLock, half: Half) -> None:
+        """Starts the thread, in the CUDA context that is current."""
         self._changed = threading.Condition(lock)
-        self._awaited = awaited
-        self._send = send
-        self._context = context
+        self._half = half
+        self._context = driver.current_context()
         self._closing = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
@@ -52,18 +38,14 @@ class Feeder:
         self._thread.join()
 
     def _run(self) -> None:
-        if self._context is not None:
-            driver.use_context(self._context)
-        while (event := self._wait_for_work()) is not None:
-            with contextlib.suppress(driver.CudaError):  # whoever sends meets the same error, and says so
+        driver.use_context(self._context)
+        while True:
+            with self._changed:
+                while (event := self._half.awaited()) is None and not self._closing:
+                    self._changed.wait()
+                if event is None or self._closing:
+                    return
+            with contextlib.suppress(driver.CudaError):  # the sender meets the same error, and reports it
                 event.synchronize()
             with self._changed:
-                self._send()
-
-    def _wait_for_work(self) -> driver.Event | None:
-        with self._changed:
-            while not self._closing:
-                if (event := self._awaited()) is not None:
-                    return event
-                self._changed.wait()
-        return None
+                self._half.feed()

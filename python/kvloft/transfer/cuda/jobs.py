@@ -42,26 +42,61 @@ def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int
 
 
 @dataclass(slots=True, eq=False)
-class Load:
-    """A LoadPlan under way: how many of its chunks are not in yet, and which were bad."""
+class Mark:
+    """A point in the compute stream for queued jobs to start after. When nothing refers to it any more, its event is used again."""
 
-    plan: LoadPlan
-    num_left: int
-    bad: list[tuple[ChunkKey, str]]
+    event: driver.Event
+    spare: list[driver.Event]
+
+    def __del__(self) -> None:
+        self.spare.append(self.event)
 
 
 @dataclass(slots=True, eq=False)
-class Mark:
-    """A point in the compute stream for queued jobs to start after. While there are ``users``, it is not recorded again."""
+class Load:
+    """A LoadPlan under way. Its chunks from ``num_sent`` on are not sent yet, ``num_missing`` are not in yet."""
 
-    event: driver.Event
-    users: int = 0
+    plan: LoadPlan
+    after: Mark | None
+    num_missing: int
+    bad: list[tuple[ChunkKey, str]] = field(default_factory=list)
+    num_sent: int = 0
+    window: ChunkBatch | tuple[()] = ()
+    """Some that are sorted already; those from ``used`` on are not sent yet."""
+    used: int = 0
+
+    @property
+    def num_left(self) -> int:
+        """To be sent."""
+        return len(self.plan.chunks) - self.num_sent
+
+    def take(self, count: int, *, per_piece: int, is_last: bool) -> ChunkBatch:
+        """The next ``count`` chunks at most, in the order of their frames; not all of them where the link has nothing to do after.
+
+        What follows the first piece's worth is sorted some pieces at a time: by then the link has work for longer than that takes.
+        """
+        chunks, begin, left, last = self.plan.chunks, self.num_sent, self.num_left, per_piece // SMALL_LAST
+        assert chunks, "loads of nothing do not wait"
+        if is_last and begin and last < left <= count:
+            count = left - last
+        count = min(count, left)
+        if self.used == len(self.window) and begin > per_piece:
+            self.window, self.used = chunks[begin : begin + SORTED_PIECES * per_piece].by_frame(), 0
+        self.num_sent += count
+        if not self.window or self.used == len(self.window):
+            return chunks[begin : self.num_sent].by_frame()
+        taken = self.window[self.used : self.used + count]
+        self.used += len(taken)
+        if num_more := count - len(taken):
+            taken = _core.ChunkBatch.concat([taken, chunks[self.num_sent - num_more : self.num_sent]]).by_frame()
+        return taken
 
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Chunks that finish together: as many as one piece takes, or one that takes many pieces. None is touched before ``after``.
+    """Chunks that finish together: as many as one piece takes, or one that takes many pieces.
 
+    None is touched before ``after``, which is forgotten once the first piece is behind it on the GPU.
     ``tags`` are what the kernels found so far; for loads, ``wanted_tags`` is what the trailers say, ``problems`` is what they
     lack, and ``owners`` are the loads and how many of the chunks, in order, are theirs.
     """
@@ -70,56 +105,9 @@ class Job:
     table: ChunkTable
     pieces: Sequence[Piece]
     tags: npt.NDArray[np.uint64]
-    after: Mark
+    after: Mark | None
+    owners: Sequence[tuple[Load, int]] = ()
     wanted_tags: npt.NDArray[np.uint64] | None = None
     problems: dict[int, str] = field(default_factory=dict)
-    owners: Sequence[tuple[Load, int]] = ()
-    is_dropped: bool = False
-    """A save of which some was not copied."""
-
-
-@dataclass(slots=True)
-class InFlight:
-    """A piece that is on the GPU since ``submitted``."""
-
-    job: Job
-    piece: Piece
-    ticket: int
-    submitted: float
-
-
-@dataclass(slots=True)
-class QueuedLoad:
-    """Chunks of a load that are not sent yet: those from ``sent`` on."""
-
-    load: Load
-    chunks: ChunkBatch
-    after: Mark
-    sent: int = 0
-    window: ChunkBatch | tuple[()] = ()
-    """Some that are sorted already; those from ``used`` on are not sent yet."""
-    used: int = 0
-
-    @property
-    def num_left(self) -> int:
-        return len(self.chunks) - self.sent
-
-    def take(self, count: int, *, per_piece: int, is_last: bool) -> ChunkBatch:
-        """The next ``count`` chunks at most, in the order of their frames; not all of them where the link has nothing to do after.
-
-        What follows the first piece's worth is sorted some pieces at a time: by then the link has work for longer than that takes.
-        """
-        begin, left, last = self.sent, self.num_left, per_piece // SMALL_LAST
-        if is_last and begin and last < left <= count:
-            count = left - last
-        count = min(count, left)
-        if self.used == len(self.window) and begin > per_piece:
-            self.window, self.used = self.chunks[begin : begin + SORTED_PIECES * per_piece].by_frame(), 0
-        self.sent += count
-        if not self.window or self.used == len(self.window):
-            return self.chunks[begin : self.sent].by_frame()
-        taken = self.window[self.used : self.used + count]
-        self.used += len(taken)
-        if num_more := count - len(taken):
-            taken = _core.ChunkBatch.concat([taken, self.chunks[self.sent - num_more : self.sent]]).by_frame()
-        return taken
+    is_all_pinned: bool = True
+    """Whether the frames of every piece were pinned when it was sent; where not, a save was not made."""

@@ -1,4 +1,4 @@
-"""Launch parameters of the kernels in csrc: ctypes mirrors of kv_layout.cuh, the tile table, and one launcher.
+"""Launch parameters of the kernels in csrc: ctypes mirrors of kv_layout.cuh, and the tile table.
 
 The sizes below are asserted on both sides. It must not know streams' order, frames or plans.
 """
@@ -27,14 +27,7 @@ MAX_SEGMENTS: Final = 128
 MAX_BLOCKS: Final = 1024
 
 TILE: Final = np.dtype(
-    [
-        ("base", "<u8"),
-        ("block_stride", "<u8"),
-        ("payload_offset", "<u4"),
-        ("num_bytes", "<u4"),
-        ("plane", "<u4"),
-        ("first_word", "<u4"),
-    ]
+    [("base", "<u8"), ("block_stride", "<u8"), *((name, "<u4") for name in ("payload_offset", "num_bytes", "plane", "first_word"))]
 )
 SEGMENT: Final = np.dtype(
     [("base", "<u8"), ("first_tile", "<u4"), ("chunk_tile", "<u4"), ("block_index", "<i4"), ("reserved", "<u4")]
@@ -46,16 +39,8 @@ class PieceParams(ctypes.Structure):
     """One launch; see kv_layout.cuh."""
 
     _fields_ = (
-        ("tiles", ctypes.c_uint64),
-        ("sums", ctypes.c_uint64),
-        ("num_done", ctypes.c_uint64),
-        ("tags_out", ctypes.c_uint64),
-        ("block_bytes", ctypes.c_uint64),
-        ("base", ctypes.c_uint64),
-        ("tiles_per_block", ctypes.c_uint32),
-        ("num_planes", ctypes.c_uint32),
-        ("num_tiles", ctypes.c_uint32),
-        ("num_segments", ctypes.c_uint32),
+        *((name, ctypes.c_uint64) for name in ("tiles", "sums", "num_done", "tags_out", "block_bytes", "base")),
+        *((name, ctypes.c_uint32) for name in ("tiles_per_block", "num_planes", "num_tiles", "num_segments")),
         ("segments", ctypes.c_uint8 * (SEGMENT.itemsize * MAX_SEGMENTS)),
         ("block_ids", ctypes.c_int32 * MAX_BLOCKS),
     )
@@ -112,56 +97,13 @@ class Kernels:
         self, layout: PagedLayout, device: torch.device, cache_dir: Path | None, *, macros: tuple[tuple[str, str], ...] = ()
     ) -> None:
         """Raises KernelError if they cannot be compiled, CudaError if they cannot be loaded."""
-        driver.require()
         major, minor = torch.cuda.get_device_capability(device)
         torch.cuda.current_stream(device).synchronize()  # makes the context current on this thread; not in a step
         self.vec_bytes = vec_bytes_of(layout)
         cubin = compile_kernels(f"sm_{major}{minor}", self.vec_bytes, cache_dir, macros=macros)
         functions = driver.load_functions(cubin, KERNEL_NAMES)
-        self.gather, self.scatter, self.tag = (functions[name] for name in KERNEL_NAMES)
+        self.gather, self.scatter = (functions[name] for name in KERNEL_NAMES)
         self.block_tiles = BlockTiles.of(layout)
         self.num_planes = len(layout.planes)
-        table = torch.from_numpy(tile_table(layout).view(np.uint8).copy())
-        self.tiles = table.to(device)
+        self.tiles = torch.from_numpy(tile_table(layout).view(np.uint8)).to(device)
         self.num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-
-
-class Launcher:
-    """Parameters of one stream's launches, reused: launches that share a Launcher must be on one stream."""
-
-    def __init__(self, kernels: Kernels, stream: driver.Stream) -> None:
-        self._kernels = kernels
-        self._stream = stream
-        self._sums = torch.zeros(MAX_SEGMENTS + 1, dtype=torch.int64, device=kernels.tiles.device)
-        torch.cuda.current_stream(kernels.tiles.device).synchronize()  # the zeros are there before any launch; not in a step
-        block_tiles = kernels.block_tiles
-        self._params = PieceParams(
-            tiles=kernels.tiles.data_ptr(),
-            sums=self._sums.data_ptr(),
-            num_done=self._sums.data_ptr() + 8 * MAX_SEGMENTS,
-            block_bytes=block_tiles.block_bytes,
-            tiles_per_block=block_tiles.tiles_per_block,
-            num_planes=kernels.num_planes,
-        )
-        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
-        self._address = ctypes.addressof(self._pointers)
-        self._segments = np.frombuffer(self._params.segments, dtype=SEGMENT)
-        self._written: npt.NDArray[Any] | None = None
-        """What ``_segments`` begins with: of full chunks it is the same piece after piece."""
-        self._block_ids = np.frombuffer(self._params.block_ids, dtype=np.int32)
-
-    def launch(
-        self, function: Any, *, segments: npt.NDArray[Any], num_segments: int, base: int, num_tiles: int,
-        block_ids: npt.NDArray[np.int32], tags_out: int, max_ctas: int,
-    ) -> None:  # fmt: skip
-        """Run one piece of the first ``num_segments`` of ``segments``, whose bases count from ``base``.
-
-        ``tags_out`` takes one u64 a segment. Nobody may change ``segments`` afterwards: the same ones are not written again.
-        """
-        if segments is not self._written:
-            self._segments[: len(segments)] = self._written = segments
-        self._block_ids[: len(block_ids)] = block_ids
-        params = self._params
-        params.base, params.tags_out, params.num_tiles, params.num_segments = base, tags_out, num_tiles, num_segments
-        num_ctas = min(max_ctas, -(-num_tiles // WARPS_PER_CTA))
-        self._stream.launch(function, num_ctas, CTA_THREADS, self._address)

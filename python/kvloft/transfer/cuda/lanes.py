@@ -1,25 +1,26 @@
-"""One direction of copies: its streams, its ring, and the order of kernel, copy engine and slots between them.
+"""One direction of copies: its streams, its staging slots, and the order of kernel, copy engine and slots between them.
 
-Kernel and copy engine work on different slots at once. Everything is queued on the GPU; only `wait_for` and `stop` wait on the
-host. It must not know plans, keys or tags' meaning.
+Kernel and copy engine work on different slots at once. Everything is queued on the GPU; only `stop` waits on the host. It must not
+know plans, keys or tags' meaning.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.frame_memory import FrameMemory
-from kvloft.transfer.cuda.kernels import MAX_SEGMENTS, Kernels, Launcher
-from kvloft.transfer.cuda.pieces import Piece, Run
-from kvloft.transfer.cuda.staging import Ring, RingSize
+from kvloft.transfer.cuda.kernels import CTA_THREADS, MAX_SEGMENTS, SEGMENT, WARPS_PER_CTA, Kernels, PieceParams
+from kvloft.transfer.cuda.pieces import Piece
+from kvloft.transfer.frames import FrameMemory
 
 MAX_PIECES: Final = 128
 """Queued and in flight in one direction; with 40 MiB slots this is some 95 ms of PCIe Gen5."""
@@ -27,6 +28,9 @@ MAX_PIECES: Final = 128
 FEW_RUNS: Final = 2
 FEW_ROWS: Final = 8
 """Of a piece with more runs than that, those of so few rows go in one batch: the link idles for 5 us between commands."""
+
+MIN_SLOT_BYTES: Final = 256 << 10
+_ALIGN: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,50 +41,99 @@ class Tuning:
     measured row shows a kernel that reads or writes the frames itself to be faster.
     """
 
-    ring: RingSize = field(default_factory=RingSize.of)
+    num_slots: int = 2
+    slot_bytes: int = 40 << 20
+    """A kernel that fills the GPU holds the next gather back for its whole length, so the slots of a direction must hold what the
+    link takes meanwhile: an 8192^3 matmul lasts 1.4 to 1.6 ms, 80 MiB 1.5 ms."""
     num_ctas: int = 66
     """A CTA for half of the SMs, by default an H200's: a piece takes 35 us instead of 30, and what computes beside it keeps the
     other half (a matmul beside a save: 1.00 of its time alone, 1.13 with all SMs, 1.10 with a quarter)."""
 
+    @classmethod
+    def of(cls, staging_bytes: int, num_sms: int) -> Tuning:
+        """With so much staging in each direction. Raises ValueError if a slot would be smaller than MIN_SLOT_BYTES."""
+        slot_bytes = staging_bytes // cls().num_slots // _ALIGN * _ALIGN
+        if slot_bytes < MIN_SLOT_BYTES:
+            raise ValueError(f"{staging_bytes} bytes of staging are too few; use at least {cls().num_slots * MIN_SLOT_BYTES}")
+        return cls(slot_bytes=slot_bytes, num_ctas=max(1, num_sms // 2))
 
-class _BaseLane(ABC):
-    """Streams, events and tag memory that both directions have."""
+    def fitted(self, part_bytes: int) -> Tuning:
+        """Slots of the nearest whole number of parts, if one fits at all: a slot that is not full keeps the link waiting."""
+        if part_bytes > self.slot_bytes:
+            return self
+        return replace(self, slot_bytes=round(self.slot_bytes / part_bytes) * part_bytes)
 
-    def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory) -> None:
+
+@dataclass(slots=True)
+class _Slot:
+    """A place in HBM for one piece at a time, free again once ``freed`` has passed.
+
+    Each has a stream for its copies. A copy engine stays with a stream while that has a copy that may start, then takes the next; a
+    slot's next copy may not start before the kernel had the slot, so others' copies wait for one copy of each slot and no longer.
+    """
+
+    address: int
+    stream: driver.Stream
+    freed: driver.Event | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A piece on the GPU: it is out of its source once ``read`` has passed, and with ``done`` all of it is, ``tags`` too."""
+
+    read: driver.Event
+    done: driver.Event
+    tags: npt.NDArray[np.uint64]
+    """[MAX_SEGMENTS], the sum of each of its segments."""
+    tags_address: int
+
+
+class Lane:
+    """Saves: paged KV -> slot -> frames. Loads: frames -> slot -> paged KV."""
+
+    def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory, *, to_host: bool) -> None:
+        """Allocates the slots."""
+        device, slot_bytes = kernels.tiles.device, tuning.slot_bytes
+        self._to_host, self._frames, self._num_ctas = to_host, frames, tuning.num_ctas
+        self._function = kernels.gather if to_host else kernels.scatter
         self.kernel_stream = driver.Stream.create()
-        self.copy_streams = tuple(driver.Stream.create() for _ in range(tuning.ring.num_slots))
-        """One a slot. A copy engine stays with a stream while that has a copy that may start, then turns to the next; a slot's next
-        copy may not start before the kernel had the slot, so others' copies wait for one copy of each slot and no longer."""
+        self.copy_streams = tuple(driver.Stream.create() for _ in range(tuning.num_slots))
         self.last_copy_stream = self.copy_streams[0]
         """The one that the last piece went by."""
-        self._launcher = Launcher(kernels, self.kernel_stream)
-        self._ring = Ring(tuning.ring, kernels.tiles.device)
-        self._frames = frames
-        self._num_ctas = tuning.num_ctas
-        self._kernel_done = [driver.Event() for _ in range(MAX_PIECES)]
-        self._copy_done = [driver.Event() for _ in range(MAX_PIECES)]
+        # Zeroed, so that a mistake in what is copied could not show another process's old data.
+        self._staging = torch.zeros(tuning.num_slots * slot_bytes + _ALIGN, dtype=torch.uint8, device=device)
+        base = -(-self._staging.data_ptr() // _ALIGN) * _ALIGN
+        self._slots = cycle([_Slot(base + i * slot_bytes, stream) for i, stream in enumerate(self.copy_streams)])
+        self._params = _Params(kernels)
         self._tags_address = driver.host_alloc(MAX_PIECES * MAX_SEGMENTS * 8)
         raw = (ctypes.c_uint64 * (MAX_PIECES * MAX_SEGMENTS)).from_address(self._tags_address)
-        self._tags = np.frombuffer(raw, dtype=np.uint64).reshape(MAX_PIECES, MAX_SEGMENTS)
-        self._next = 0
-        self._num_landed = 0
+        tags = np.frombuffer(raw, dtype=np.uint64).reshape(MAX_PIECES, MAX_SEGMENTS)
+        self._places = [
+            Sent(driver.Event(), driver.Event(), row, self._tags_address + i * row.nbytes) for i, row in enumerate(tags)
+        ]
+        self._next_place = cycle(self._places)
 
-    def is_full(self, num_flying: int) -> bool:
-        return num_flying >= MAX_PIECES
-
-    @abstractmethod
-    def done_event(self, ticket: int) -> driver.Event: ...
-
-    def is_done(self, ticket: int) -> bool:
-        return self.done_event(ticket).is_done()
-
-    def wait_for(self, ticket: int) -> None:
-        self.done_event(ticket).synchronize()
-
-    def take_tags(self, ticket: int, num_segments: int) -> npt.NDArray[np.uint64]:
-        """The sums of a piece that is done; a piece is taken once, oldest first."""
-        self._num_landed = ticket + 1
-        return self._tags[ticket % MAX_PIECES, :num_segments]
+    def submit(self, piece: Piece, *, is_pinned: bool = True) -> Sent:
+        """Queue one piece; MAX_PIECES later its `Sent` is used again. Nothing is saved to frames that are not pinned."""
+        sent = next(self._next_place)
+        if self._to_host and not is_pinned:
+            sent.read.record(self.kernel_stream)
+            sent.done.record(self.kernel_stream)
+            return sent
+        slot = next(self._slots)
+        self.last_copy_stream = slot.stream
+        launch, copy = partial(self._launch, piece, sent, slot), partial(self._copy, piece, slot, is_pinned=is_pinned)
+        steps = ((self.kernel_stream, launch), (slot.stream, copy))
+        (first, begin), (second, finish) = steps if self._to_host else steps[::-1]
+        if slot.freed is not None:
+            first.wait(slot.freed)
+        slot.freed = sent.done
+        begin()
+        sent.read.record(first)
+        second.wait(sent.read)
+        finish()
+        sent.done.record(second)
+        return sent
 
     def stop(self) -> None:
         """Until nothing of this lane runs any more, whatever became of it."""
@@ -92,109 +145,68 @@ class _BaseLane(ABC):
         """Give everything back; nothing may be in flight but what `stop` waits for."""
         self.stop()
         driver.host_free(self._tags_address)
-        for event in (*self._kernel_done, *self._copy_done):
-            event.destroy()
-        self.kernel_stream.destroy()
-        for stream in self.copy_streams:
+        for sent in self._places:
+            sent.read.destroy()
+            sent.done.destroy()
+        for stream in (self.kernel_stream, *self.copy_streams):
             stream.destroy()
 
-    def _launch(self, function: Any, piece: Piece, ticket: int, slot: int) -> None:
-        tags_out = self._tags_address + ticket % MAX_PIECES * MAX_SEGMENTS * 8
-        self._launcher.launch(
-            function, segments=piece.segments, num_segments=piece.num_segments, base=slot, num_tiles=piece.num_tiles,
-            block_ids=piece.block_ids, tags_out=tags_out, max_ctas=self._num_ctas,
-        )  # fmt: skip
+    def _launch(self, piece: Piece, sent: Sent, slot: _Slot) -> None:
+        address = self._params.filled(piece, slot.address, sent.tags_address)
+        num_ctas = min(self._num_ctas, -(-piece.num_tiles // WARPS_PER_CTA))
+        self.kernel_stream.launch(self._function, num_ctas, CTA_THREADS, address)
 
-    def _copy(self, stream: driver.Stream, piece: Piece, slot: int, *, to_host: bool, is_pinned: bool = True) -> None:
-        """Move the piece's runs between ``slot`` and the frames."""
+    def _copy(self, piece: Piece, slot: _Slot, *, is_pinned: bool) -> None:
+        """Move the piece's runs between ``slot`` and the frames; those not pinned go through the driver's own buffers."""
+        stream, pitch, part_bytes = slot.stream, self._frames.frame_bytes, self._frames.part_bytes
         host: list[int] = []
         device: list[int] = []
         num_bytes: list[int] = []
         few_rows = FEW_ROWS if len(piece.runs) > FEW_RUNS else 1
         for run in piece.runs:
+            host_at, device_at = self._frames.part(run.frame) + run.part_offset, slot.address + run.slot_offset
             if run.num_rows > few_rows:
-                self._copy_rows(stream, run, slot, to_host=to_host)
+                stream.copy_rows(
+                    host=host_at, host_pitch=pitch, device=device_at, device_pitch=part_bytes, row_bytes=run.row_bytes,
+                    num_rows=run.num_rows, to_host=self._to_host,
+                )  # fmt: skip
                 continue
-            for row in range(run.num_rows):
-                host.append(self._frames.part(run.frame + row) + run.part_offset)
-                device.append(slot + run.slot_offset + row * self._frames.part_bytes)
-                num_bytes.append(run.row_bytes)
+            host.extend(host_at + row * pitch for row in range(run.num_rows))
+            device.extend(device_at + row * part_bytes for row in range(run.num_rows))
+            num_bytes.extend(run.row_bytes for _ in range(run.num_rows))
+        to, source = (host, device) if self._to_host else (device, host)
         if len(host) > 1 and is_pinned:
-            to, source = (host, device) if to_host else (device, host)
             stream.copy_batch(to, source, num_bytes)
         else:
-            one_by_one = stream.copy_to_host if to_host else stream.copy_to_device
-            for each in zip(*((host, device) if to_host else (device, host)), num_bytes, strict=True):
+            one_by_one = stream.copy_to_host if self._to_host else stream.copy_to_device
+            for each in zip(to, source, num_bytes, strict=True):
                 one_by_one(*each)
 
-    def _copy_rows(self, stream: driver.Stream, run: Run, slot: int, *, to_host: bool) -> None:
-        host, device = self._frames.part(run.frame) + run.part_offset, slot + run.slot_offset
-        host_pitch, device_pitch = self._frames.frame_bytes, self._frames.part_bytes
-        to, source = (host, device) if to_host else (device, host)
-        to_pitch, source_pitch = (host_pitch, device_pitch) if to_host else (device_pitch, host_pitch)
-        stream.copy_rows(
-            to=to, to_pitch=to_pitch, source=source, source_pitch=source_pitch, row_bytes=run.row_bytes, num_rows=run.num_rows,
-            to_host=to_host,
+
+class _Params:
+    """Parameters of one stream's launches, used again by each; they are copied before a launch returns."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._sums = torch.zeros(MAX_SEGMENTS + 1, dtype=torch.int64, device=kernels.tiles.device)
+        torch.cuda.current_stream(kernels.tiles.device).synchronize()  # the zeros are there before any launch; not in a step
+        self._tiles, sums = kernels.tiles, self._sums.data_ptr()
+        self._params = PieceParams(
+            tiles=kernels.tiles.data_ptr(), sums=sums, num_done=sums + 8 * MAX_SEGMENTS, num_planes=kernels.num_planes,
+            block_bytes=kernels.block_tiles.block_bytes, tiles_per_block=kernels.block_tiles.tiles_per_block,
         )  # fmt: skip
+        self._pointers = (ctypes.c_void_p * 1)(ctypes.addressof(self._params))
+        self._address = ctypes.addressof(self._pointers)
+        self._segments = np.frombuffer(self._params.segments, dtype=SEGMENT)
+        self._written: npt.NDArray[Any] | None = None
+        """What ``_segments`` begins with: of full chunks it is the same piece after piece, so a piece's must not change."""
+        self._block_ids = np.frombuffer(self._params.block_ids, dtype=np.int32)
 
-
-class SaveLane(_BaseLane):
-    """Paged KV -> slot -> frames."""
-
-    def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory) -> None:
-        super().__init__(kernels, tuning, frames)
-        self._function = kernels.gather
-
-    def submit(self, piece: Piece) -> int:
-        """Queue one piece. Returns its ticket, counting up."""
-        ticket, self._next = self._next, self._next + 1
-        gathered, copied = self._kernel_done[ticket % MAX_PIECES], self._copy_done[ticket % MAX_PIECES]
-        self.last_copy_stream = stream = self.copy_streams[self._ring.next_slot]
-        slot = self._ring.take(self.kernel_stream, copied)
-        self._launch(self._function, piece, ticket, slot)
-        gathered.record(self.kernel_stream)
-        stream.wait(gathered)
-        self._copy(stream, piece, slot, to_host=True)
-        copied.record(stream)
-        return ticket
-
-    def skip(self) -> int:
-        """The next ticket, for a piece that is not copied."""
-        ticket, self._next = self._next, self._next + 1
-        for event in (self._kernel_done[ticket % MAX_PIECES], self._copy_done[ticket % MAX_PIECES]):
-            event.record(self.kernel_stream)
-        return ticket
-
-    def done_event(self, ticket: int) -> driver.Event:
-        """Passes when the payload is in the frames."""
-        return self._copy_done[ticket % MAX_PIECES]
-
-    def order_after_gather(self, stream: driver.Stream, ticket: int) -> None:
-        """Let ``stream`` go on only when piece ``ticket``, and all before it, have read the paged blocks."""
-        if ticket >= self._num_landed:
-            stream.wait(self._kernel_done[ticket % MAX_PIECES])
-
-
-class LoadLane(_BaseLane):
-    """Frames -> slot -> paged KV."""
-
-    def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory) -> None:
-        super().__init__(kernels, tuning, frames)
-        self._function = kernels.scatter
-
-    def submit(self, piece: Piece, *, is_pinned: bool = True) -> int:
-        """As `SaveLane.submit`. Frames that are not pinned are copied too, through the driver's own buffers."""
-        ticket, self._next = self._next, self._next + 1
-        scattered, copied = self._kernel_done[ticket % MAX_PIECES], self._copy_done[ticket % MAX_PIECES]
-        self.last_copy_stream = stream = self.copy_streams[self._ring.next_slot]
-        slot = self._ring.take(stream, scattered)
-        self._copy(stream, piece, slot, to_host=False, is_pinned=is_pinned)
-        copied.record(stream)
-        self.kernel_stream.wait(copied)
-        self._launch(self._function, piece, ticket, slot)
-        scattered.record(self.kernel_stream)
-        return ticket
-
-    def done_event(self, ticket: int) -> driver.Event:
-        """Passes when the pages are in place and the tags known."""
-        return self._kernel_done[ticket % MAX_PIECES]
+    def filled(self, piece: Piece, base: int, tags_out: int) -> int:
+        """Address of the pointers to parameters, for ``piece`` in the slot at ``base``; its sums go to ``tags_out``, u64 each."""
+        if piece.segments is not self._written:
+            self._segments[: len(piece.segments)] = self._written = piece.segments
+        self._block_ids[: len(piece.block_ids)] = piece.block_ids
+        params = self._params
+        params.base, params.tags_out = base, tags_out
+        params.num_tiles, params.num_segments = piece.num_tiles, piece.num_segments
+        return self._address

@@ -18,31 +18,24 @@ from kvloft import _core
 from kvloft.seam.batch import ChunkBatch
 from kvloft.seam.plan import LoadPlan, LoadResult
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.jobs import Job, Load, Mark, QueuedLoad
-from kvloft.transfer.cuda.lanes import LoadLane
+from kvloft.transfer.cuda.jobs import Job, Load, Mark
+from kvloft.transfer.cuda.lanes import Lane
 from kvloft.transfer.cuda.pieces import Piece
-from kvloft.transfer.cuda.shared import Flights, Shared
+from kvloft.transfer.cuda.shared import Half, Shared
 
 logger = logging.getLogger(__name__)
 
 
-class Loads:
+class Loads(Half):
     """Copies in, checks and scatters, in the order in which they were submitted."""
 
     def __init__(
-        self,
-        shared: Shared,
-        lane: LoadLane,
-        *,
-        few_first: tuple[int, ...],
-        bytes_ahead: int,
+        self, shared: Shared, lane: Lane, few_first: tuple[int, ...], *,
         order_after_saves: Callable[[driver.Stream, npt.NDArray[np.integer[Any]]], None],
-    ) -> None:
-        """``few_first``: chunks of the first pieces that an idle link takes."""
-        self._shared, self._lane = shared, lane
-        self._few_first, self._order_after_saves = few_first, order_after_saves
-        self.flights = Flights(lane, bytes_ahead, shared)
-        self.waiting: deque[QueuedLoad] = deque()
+    ) -> None:  # fmt: skip
+        super().__init__(shared, lane, few_first)
+        self._order_after_saves = order_after_saves
+        self.waiting: deque[Load] = deque()
         self._num_since_idle = 0
         self._open: dict[Load, None] = {}
         self._before: Mark | None = None
@@ -50,12 +43,10 @@ class Loads:
 
     @property
     def is_behind(self) -> bool:
-        return bool(self.waiting or self.flights.queued)
+        return bool(self.waiting or self.queued)
 
     def begin_step(self, *, has_loads: bool) -> None:
-        if self._before is not None:
-            self._shared.release(self._before)
-            self._before = None
+        self._before = None
         if has_loads:
             self._mark_before()
 
@@ -64,42 +55,31 @@ class Loads:
         after = self._mark_before()
         for plan in plans:
             self._shared.done.bad_blocks.update(plan.lost)
-            load = Load(plan, len(plan.chunks), [])
+            load = Load(plan, after, len(plan.chunks))
             self._open[load] = None
             if after is None:
                 self._report(load, everything_bad=True)
             elif not plan.chunks:
                 self._report(load)
+            elif (problem := self._shared.problem_of(plan.chunks)) is not None:
+                self._finish_load(load, plan.chunks, dict.fromkeys(range(len(plan.chunks)), problem))
             else:
-                after.users += 1
-                self.waiting.append(QueuedLoad(load, plan.chunks, after))
-
-    def awaited(self) -> driver.Event | None:
-        """What must pass before more can be sent; None if nothing waits to be."""
-        return self.flights.first_event() if self.is_behind else None
-
-    def feed(self) -> None:
-        """Take in what is done and send what there is room for."""
-        if self._shared.broken is None:
-            with self._shared.guarded():
-                self._land()
-                self._send()
+                self.waiting.append(load)
 
     def _send(self) -> None:
         started: list[Job] = []
-        while self.flights.has_room() and (following := self._next_piece()) is not None:
+        while self._has_room() and (following := self._next_piece()) is not None:
             job, piece = following
-            self._order_after_saves(self._lane.kernel_stream, piece.block_ids)
-            self.flights.begin(job, piece)
-            self.flights.add(job, piece, self._lane.submit(piece, is_pinned=self._shared.is_pinned(job)))
+            self._order_after_saves(self.lane.kernel_stream, piece.block_ids)
+            self._fly(job, piece)
             if piece is job.pieces[0]:
                 started.append(job)
         for job in started:
-            self._read_trailers(job)  # while the link is at work: it need not wait for so many scattered reads
+            # While the link is at work: it need not wait for so many scattered reads.
+            job.wanted_tags, job.problems = self._shared.trailers.read(job.table.frames, job.table.keys, job.table.num_blocks)
 
     def stop(self) -> None:
-        """Everything under way is bad; waits until nothing runs."""
-        self.flights.stop()
+        super().stop()
         for load in list(self._open):
             self._report(load, everything_bad=True)
         self.waiting.clear()
@@ -107,71 +87,40 @@ class Loads:
     def _mark_before(self) -> Mark | None:
         """What this step's loads come after; None when the mover is broken."""
         if self._before is None and self._shared.broken is None:
-            try:
+            with self._shared.guarded():
                 self._before = self._shared.mark()
-            except driver.CudaError as error:
-                self._shared.fail(str(error))
         return self._before if self._shared.broken is None else None
 
     def _next_piece(self) -> tuple[Job, Piece] | None:
-        queued = self.flights.queued
-        while not queued and self.waiting:
-            num_waiting = len(self.waiting)
-            chunks, owners, after = self._take()
-            queued.extend((job, piece) for job in self._jobs(chunks, owners, after) for piece in job.pieces)
-            for _ in range(num_waiting - len(self.waiting)):
-                self._shared.release(after)
-        return queued.popleft() if queued else None
+        if not self.queued and self.waiting:
+            job = self._shared.new_job(*self._take())
+            self.queued.extend((job, piece) for piece in job.pieces)
+        return self.queued.popleft() if self.queued else None
 
-    def _jobs(self, chunks: ChunkBatch, owners: Sequence[tuple[Load, int]], after: Mark) -> list[Job]:
-        """One job. A load with a copy that cannot be made fails alone, and its neighbours in the piece get jobs of their own."""
-        try:
-            job = self._shared.new_job(chunks, after)
-        except ValueError as error:
-            if len(owners) == 1:
-                self._finish_load(owners[0][0], chunks, dict.fromkeys(range(len(chunks)), f"copy: {error}"))
-                return []
-            jobs: list[Job] = []
-            for load, count in owners:
-                jobs += self._jobs(chunks[:count], [(load, count)], after)
-                chunks = chunks[count:]
-            return jobs
-        job.owners = owners
-        return [job]
-
-    def _take(self) -> tuple[ChunkBatch, list[tuple[Load, int]], Mark]:
-        """Chunks for one piece, of as many loads as it has room for; how many of them, in order, are whose; and after what."""
+    def _take(self) -> tuple[ChunkBatch, Mark | None, list[tuple[Load, int]]]:
+        """Chunks for one piece, of as many loads as it has room for; after what; how many of them, in order, are whose."""
         queue, per_job = self.waiting, self._shared.chunks_per_job
-        room = per_job
+        room, after = per_job, queue[0].after
         chunks: list[ChunkBatch] = []
         owners: list[tuple[Load, int]] = []
-        after = queue[0].after
-        nth = self._num_since_idle = self._num_since_idle + 1 if self.flights.flying else 0
-        if nth < len(self._few_first) and sum(waiting.num_left for waiting in queue if waiting.after is after) > room:
+        nth = self._num_since_idle = self._num_since_idle + 1 if self.flying else 0
+        if nth < len(self._few_first) and sum(load.num_left for load in queue if load.after is after) > room:
             room = self._few_first[nth]
         while queue and queue[0].after is after and room:
-            waiting = queue[0]
-            taken = waiting.take(room, per_piece=per_job, is_last=len(queue) == 1)
-            chunks.append(taken)
-            owners.append((waiting.load, len(taken)))
-            room = 0 if waiting.num_left else room - len(taken)
-            if not waiting.num_left:
+            load = queue[0]
+            chunks.append(load.take(room, per_piece=per_job, is_last=len(queue) == 1))
+            owners.append((load, len(chunks[-1])))
+            room = 0 if load.num_left else room - len(chunks[-1])
+            if not load.num_left:
                 queue.popleft()
-        return chunks[0] if len(chunks) == 1 else _core.ChunkBatch.concat(chunks), owners, after
+                load.after = None
+        return chunks[0] if len(chunks) == 1 else _core.ChunkBatch.concat(chunks), after, owners
 
-    def _read_trailers(self, job: Job) -> None:
-        trailers = self._shared.trailers
-        rows = trailers.read(job.table.frames)
-        job.problems = trailers.problems(rows, job.table.keys, job.table.num_blocks)
-        job.wanted_tags = rows["tag"].astype(np.uint64)
-
-    def _land(self) -> None:
-        done = self._shared.done
-        for job, piece, seconds in self.flights.landed():
-            done.seconds_loading += seconds
-            done.num_bytes_loaded += piece.num_bytes
-            if piece is job.pieces[-1]:
-                self._finish(job)
+    def _has_landed(self, job: Job, piece: Piece, seconds: float) -> None:
+        self._shared.done.seconds_loading += seconds
+        self._shared.done.num_bytes_loaded += piece.num_bytes
+        if piece is job.pieces[-1]:
+            self._finish(job)
 
     def _finish(self, job: Job) -> None:
         for chunk in np.flatnonzero(job.tags != job.wanted_tags).tolist():
@@ -187,8 +136,8 @@ class Loads:
         for i, problem in problems.items():
             load.bad.append((chunks[i].key, problem))
             self._shared.done.bad_blocks.update(chunks[i].blocks)
-        load.num_left -= len(chunks)
-        if not load.num_left:
+        load.num_missing -= len(chunks)
+        if not load.num_missing:
             self._report(load)
 
     def _report(self, load: Load, *, everything_bad: bool = False) -> None:

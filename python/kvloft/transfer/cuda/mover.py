@@ -11,9 +11,7 @@ nothing here allocates GPU memory or waits for the device in a step.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -21,16 +19,18 @@ import torch
 from kvloft.seam.ids import BlockId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import driver
+from kvloft.transfer.cuda.compile import default_cache_dir
 from kvloft.transfer.cuda.feeder import Feeder
-from kvloft.transfer.cuda.frame_memory import FrameMemory, Trailers
 from kvloft.transfer.cuda.jobs import LOAD_PREPARE_US, SAVE_PREPARE_US, ramp
 from kvloft.transfer.cuda.kernels import Kernels
-from kvloft.transfer.cuda.lanes import LoadLane, SaveLane, Tuning
+from kvloft.transfer.cuda.lanes import Lane, Tuning
 from kvloft.transfer.cuda.loads import Loads
 from kvloft.transfer.cuda.pieces import Shape
 from kvloft.transfer.cuda.pinning import GOOD_PIECE_BYTES, PinnedRange, numa_node_of
 from kvloft.transfer.cuda.saves import Saves
 from kvloft.transfer.cuda.shared import Shared
+from kvloft.transfer.cuda.trailers import Trailers
+from kvloft.transfer.frames import FrameMemory, FrameWindow
 from kvloft.transfer.layout import PagedLayout
 from kvloft.transfer.mover import Finished
 
@@ -46,16 +46,9 @@ class CudaMover:
     """Moves chunks for one GPU."""
 
     def __init__(
-        self,
-        layout: PagedLayout,
-        frames: FrameMemory,
-        kernels: Kernels,
-        *,
-        blocks_per_chunk: int,
-        tuning: Tuning,
+        self, layout: PagedLayout, frames: FrameMemory, kernels: Kernels, *, blocks_per_chunk: int, tuning: Tuning,
         gathers_first: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Allocates the staging rings and starts pinning ``frames``. Raises CudaError, or ValueError for a ring too small.
 
         ``gathers_first``: whatever follows a step's saves on the compute stream waits for their gathers, for an engine that writes
@@ -63,21 +56,20 @@ class CudaMover:
         """
         self._device = kernels.tiles.device
         frames_per_pin = max(1, GOOD_PIECE_BYTES // frames.frame_bytes)
-        tuning = replace(tuning, ring=tuning.ring.fitted(frames.part_bytes))
-        shape = Shape(kernels.block_tiles, tuning.ring.slot_bytes, frames.part_bytes, blocks_per_chunk, frames_per_pin)
-        self._compute_stream = driver.Stream.view(_current_stream(self._device))
+        tuning = tuning.fitted(frames.part_bytes)
+        shape = Shape(kernels.block_tiles, tuning.slot_bytes, frames.part_bytes, blocks_per_chunk, frames_per_pin)
         trailers = Trailers(frames, layout=layout.digest, block_bytes=layout.block_bytes)
-        self._shared = shared = Shared(layout, frames, trailers, shape, self._compute, self._break, clock)
-        self.saves, self.loads = SaveLane(kernels, tuning, frames), LoadLane(kernels, tuning, frames)
-        bytes_ahead = (SLOTS_AHEAD - 1) * tuning.ring.slot_bytes
+        bytes_ahead = (SLOTS_AHEAD - 1) * tuning.slot_bytes
+        self._shared = shared = Shared(layout, frames, trailers, shape, bytes_ahead, self._compute, self._break)
+        self.saves, self.loads = (Lane(kernels, tuning, frames, to_host=to_host) for to_host in (True, False))
         few_saved, few_loaded = (ramp(shared.chunks_per_job, frames.part_bytes, us) for us in (SAVE_PREPARE_US, LOAD_PREPARE_US))
-        self._saves = Saves(shared, self.saves, few_first=few_saved, bytes_ahead=bytes_ahead, gathers_first=gathers_first)
-        self._loads = Loads(
-            shared, self.loads, few_first=few_loaded, bytes_ahead=bytes_ahead, order_after_saves=self._saves.order_after_gathers
-        )
-        self._feeders = [self._feeder("kvloft-saves", self._saves), self._feeder("kvloft-loads", self._loads)]
+        self._saves = Saves(shared, self.saves, few_saved, gathers_first=gathers_first)
+        self._loads = Loads(shared, self.loads, few_loaded, order_after_saves=self._saves.order_after_gathers)
+        self._feeders = [
+            Feeder(name, shared.lock, half) for name, half in (("kvloft-saves", self._saves), ("kvloft-loads", self._loads))
+        ]
         # Ranks on two sockets would each claim all pages for their own: the last one that asks would have them.
-        node = None if frames.is_shared else numa_node_of(_pci_bus_id(self._device))
+        node = None if frames.is_shared else numa_node_of(self._device)
         shared.pinned = PinnedRange(
             frames.address, frames.size_bytes, piece_bytes=frames_per_pin * frames.frame_bytes, numa_node=node,
             on_progress=self._feed_saves,
@@ -88,15 +80,11 @@ class CudaMover:
     def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None:
         """Before a forward is launched: ``rewritten`` are blocks it may write that were saved from for another owner."""
         with self._shared.lock:
-            if self._shared.broken is not None:
-                return
-            self._loads.begin_step(has_loads=has_loads)
-            if not rewritten or self._shared.broken is not None:
-                return
-            try:
-                self._saves.order_after_gathers(self._compute(), np.asarray(rewritten, dtype=np.int64))
-            except (driver.CudaError, ValueError, IndexError, TypeError) as error:  # unordered, a save could read what is rewritten
-                self._break(str(error))
+            if self._shared.broken is None:
+                self._loads.begin_step(has_loads=has_loads)
+            if rewritten and self._shared.broken is None:
+                with self._shared.guarded():  # unordered, a save could read what is rewritten
+                    self._saves.order_after_gathers(self._compute(), np.asarray(rewritten, dtype=np.int64))
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
         """Queue gathers behind the forward just launched. What cannot be taken now is dropped, never waited for."""
@@ -121,12 +109,10 @@ class CudaMover:
         with self._shared.lock:
             self._saves.waits_for_pins = False
             halves = (self._saves, self._loads)
-            while self._shared.broken is None and any(half.is_behind or half.flights.flying for half in halves):
-                try:
+            while self._shared.broken is None and any(half.is_behind or half.flying for half in halves):
+                with self._shared.guarded():
                     for half in halves:
-                        half.flights.wait_for_first()
-                except driver.CudaError as error:
-                    self._break(str(error))
+                        half.wait_for_first()
                 self._feed()
             self._saves.waits_for_pins = True
             return self._shared.take_done()
@@ -135,12 +121,9 @@ class CudaMover:
         """Drain, unpin. The mover is of no use afterwards."""
         self.drain()
         self._shared.broken = self._shared.broken or "closed"
-        for feeder in self._feeders:
-            feeder.close()
-        for lane in (self.saves, self.loads):
-            lane.close()
-        if self._shared.pinned is not None:
-            self._shared.pinned.close()
+        users: tuple[Feeder | Lane | PinnedRange, ...] = (*self._feeders, self.saves, self.loads, self._shared.pinned)
+        for user in users:
+            user.close()
 
     @property
     def is_behind(self) -> bool:
@@ -149,27 +132,15 @@ class CudaMover:
             return self._saves.is_behind or self._loads.is_behind
 
     @property
-    def num_dropped_saves(self) -> int:
-        return self._saves.num_dropped
-
-    @property
     def usable_frames(self) -> int | None:
         """Those that are pinned; None where all are."""
-        return None if self._shared.is_all_pinned else self._shared.num_pinned
-
-    @property
-    def num_pinned_bytes(self) -> int:
-        """Of host memory, so far."""
-        return self._shared.pinned.num_pinned_bytes if self._shared.pinned is not None else 0
+        return None if self._shared.pinned.is_complete else self._shared.num_pinned
 
     def wait_pinned(self, timeout_s: float | None = None) -> bool:
         """Until all host memory is pinned (or could not be)."""
-        return self._shared.pinned is None or self._shared.pinned.wait(timeout_s)
+        return self._shared.pinned.wait(timeout_s)
 
     # -- feeding --------------------------------------------------------------------------------------------------
-
-    def _feeder(self, name: str, half: Saves | Loads) -> Feeder:
-        return Feeder(name, self._shared.lock, driver.current_context(), awaited=half.awaited, send=half.feed)
 
     def _feed(self) -> None:
         self._saves.feed()
@@ -189,10 +160,8 @@ class CudaMover:
         self._loads.stop()
 
     def _compute(self) -> driver.Stream:
-        handle = _current_stream(self._device)
-        if handle != self._compute_stream.handle:
-            self._compute_stream = driver.Stream.view(handle)
-        return self._compute_stream
+        """The one that is current now: an engine may switch between steps."""
+        return driver.Stream.view(_current_stream(self._device))
 
 
 def _current_stream(device: torch.device) -> int:
@@ -200,8 +169,27 @@ def _current_stream(device: torch.device) -> int:
     return int(torch._C._cuda_getCurrentRawStream(device.index))  # noqa: SLF001 (as torch's own compiled code asks)
 
 
-def _pci_bus_id(device: torch.device) -> str:
-    properties = torch.cuda.get_device_properties(device)
-    names = ("pci_domain_id", "pci_bus_id", "pci_device_id")
-    domain, bus, number = (int(getattr(properties, name, 0)) for name in names)
-    return f"{domain:04x}:{bus:02x}:{number:02x}.0"
+def prepare(
+    layout: PagedLayout, *, blocks_per_chunk: int, staging_bytes: int, gathers_first: bool
+) -> Callable[[PagedLayout, FrameWindow], CudaMover]:
+    """Compile for ``layout`` at engine start, so that an engine whose kernels cannot be had does not start.
+
+    What is returned makes the mover, when the arena is known. Raises UnsupportedError or CudaError.
+    """
+    device = layout.planes[0].storage.device
+    with torch.cuda.device(device):
+        kernels = Kernels(layout, device, default_cache_dir() / "kernels")
+    tuning = Tuning.of(staging_bytes, kernels.num_sms)
+    logger.info(
+        "kvloft: kernels of %d-byte accesses for %d planes, %d KiB a block, on %s; %d x %d MiB of staging each way",
+        kernels.vec_bytes, kernels.num_planes, layout.block_bytes >> 10, torch.cuda.get_device_name(device),
+        tuning.num_slots, tuning.slot_bytes >> 20,
+    )  # fmt: skip
+
+    def make(same_layout: PagedLayout, window: FrameWindow) -> CudaMover:
+        with torch.cuda.device(device):
+            return CudaMover(
+                same_layout, window.memory, kernels, blocks_per_chunk=blocks_per_chunk, tuning=tuning, gathers_first=gathers_first
+            )
+
+    return make

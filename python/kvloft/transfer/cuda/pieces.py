@@ -32,9 +32,6 @@ class ChunkTable:
     block_ids: npt.NDArray[np.int32]
     keys: bytes
 
-    def __len__(self) -> int:
-        return len(self.frames)
-
     @classmethod
     def of(cls, chunks: ChunkBatch) -> ChunkTable:
         frames, keys, num_blocks, blocks, _ = chunks.columns()
@@ -56,20 +53,18 @@ class Run(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Piece:
-    """One launch. Segment bases are relative to the slot; segment s belongs to chunk ``begin + s``, and more may be there.
+    """One launch, of chunks [begin, end) or of a part of one.
 
-    Chunks [begin, done_end) are complete after it; a chunk in several pieces is complete after its last.
+    Segment bases are relative to the slot; segment s belongs to chunk ``begin + s``, and more may be there.
     """
 
     begin: int
     end: int
-    done_end: int
     segments: npt.NDArray[Any]
     block_ids: npt.NDArray[np.int32]
     num_tiles: int
     num_bytes: int
     runs: tuple[Run, ...]
-    is_rest_of_chunk: bool = False
 
     @property
     def num_segments(self) -> int:
@@ -107,11 +102,11 @@ def split(table: ChunkTable, shape: Shape) -> Iterator[Piece]:
     """The pieces of ``table``, in order."""
     per_piece = shape.chunks_per_piece
     if not per_piece:
-        for chunk in range(len(table)):
+        for chunk in range(len(table.frames)):
             yield from _parts_of_chunk(table, chunk, shape)
         return
-    for begin in range(0, len(table), per_piece):
-        yield _whole_chunks(table, begin, min(begin + per_piece, len(table)), shape)
+    for begin in range(0, len(table.frames), per_piece):
+        yield _whole_chunks(table, begin, min(begin + per_piece, len(table.frames)), shape)
 
 
 def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape) -> Piece:
@@ -122,7 +117,7 @@ def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape) -> Piec
     are_full = total == num_chunks * shape.blocks_per_chunk
     segments = shape.full_segments if are_full else _segments(np.array(lengths), shape)
     return Piece(
-        begin, end, end, segments, table.block_ids[first:last], total * tiles.tiles_per_block, total * tiles.block_bytes,
+        begin, end, segments, table.block_ids[first:last], total * tiles.tiles_per_block, total * tiles.block_bytes,
         tuple(_runs(table.frames[begin:end], lengths, shape, are_full=are_full)),
     )  # fmt: skip
 
@@ -165,9 +160,9 @@ def _parts_of_chunk(table: ChunkTable, chunk: int, shape: Shape) -> Iterator[Pie
         segments["chunk_tile"] = tile
         segments["block_index"] = -first_block
         yield Piece(
-            chunk, chunk + 1, chunk + 1 if stop == num_tiles else chunk, segments,
+            chunk, chunk + 1, segments,
             table.block_ids[first_id + first_block : first_id + last_block + 1], stop - tile, end_byte - begin_byte,
-            (Run(table.frames[chunk], begin_byte, head, end_byte - begin_byte, 1),), tile > 0,
+            (Run(table.frames[chunk], begin_byte, head, end_byte - begin_byte, 1),),
         )  # fmt: skip
         tile = stop
 

@@ -13,7 +13,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
+
+import torch
 
 from kvloft.transfer.cuda import driver
 
@@ -22,6 +24,7 @@ logger = logging.getLogger(__name__)
 GOOD_PIECE_BYTES: Final = 256 << 20
 """Registering holds a lock of the driver: a launch behind it waits, so pieces are kept well under 1 GiB."""
 _PAGE: Final = 4096
+_NUM_THREADS: Final = 8
 _MADV_HUGEPAGE, _MADV_POPULATE_WRITE = 14, 23
 _MPOL_PREFERRED, _SYS_MBIND = 1, {"x86_64": 237, "aarch64": 235}
 
@@ -30,14 +33,7 @@ class PinnedRange:
     """Memory at ``address``, pinned from its start to `num_pinned_bytes`, which grows until all of it is or pinning failed."""
 
     def __init__(
-        self,
-        address: int,
-        size_bytes: int,
-        *,
-        piece_bytes: int,
-        numa_node: int | None,
-        on_progress: Callable[[], None],
-        num_threads: int | None = None,
+        self, address: int, size_bytes: int, *, piece_bytes: int, numa_node: int | None, on_progress: Callable[[], None]
     ) -> None:
         """``piece_bytes``: a multiple of the page size; no copy may cross a multiple of it.
 
@@ -51,7 +47,6 @@ class PinnedRange:
         self.is_over = False
         """Nothing more will be pinned, whether or not all of it is."""
         self._numa_node = numa_node
-        self._num_threads = num_threads or min(8, os.cpu_count() or 1)
         self._context = driver.current_context()
         self._pieces: list[int] = []
         self._stop = threading.Event()
@@ -82,12 +77,12 @@ class PinnedRange:
     def _run(self) -> None:
         try:
             driver.use_context(self._context)
-            with ThreadPoolExecutor(self._num_threads, "kvloft-touch") as pool:
+            with ThreadPoolExecutor(_NUM_THREADS, "kvloft-touch") as pool:
                 for begin in range(0, self.size_bytes, self._piece_bytes):
                     if self._stop.is_set():
                         return
                     num_bytes = min(self._piece_bytes, self.size_bytes - begin)
-                    _touch(self.address + begin, num_bytes, self._numa_node, self._num_threads, pool)
+                    _touch(self.address + begin, num_bytes, self._numa_node, pool)
                     driver.host_register(self.address + begin, num_bytes)
                     self._pieces.append(self.address + begin)
                     self.num_pinned_bytes = begin + num_bytes
@@ -102,29 +97,29 @@ class PinnedRange:
             self._on_progress()
 
 
-def _touch(address: int, num_bytes: int, numa_node: int | None, num_threads: int, pool: ThreadPoolExecutor) -> None:
+def _touch(address: int, num_bytes: int, numa_node: int | None, pool: ThreadPoolExecutor) -> None:
     """Have the kernel provide the pages, in parallel. All of it is advice: what fails here, registering does slower."""
     libc = ctypes.CDLL(None, use_errno=True)
     begin, end = address & -_PAGE, -(-(address + num_bytes) // _PAGE) * _PAGE
     libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_HUGEPAGE)
-    if numa_node is not None and numa_node >= 0:
+    number = _SYS_MBIND.get(os.uname().machine)
+    if numa_node is not None and numa_node < 64 and number is not None:
         mask = ctypes.c_ulong(1 << numa_node)
-        number = _SYS_MBIND.get(os.uname().machine)
-        if number is not None and numa_node < 64:
-            libc.syscall(number, ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MPOL_PREFERRED, ctypes.byref(mask), 65, 0)
-    step = -(-(end - begin) // num_threads // (2 << 20)) * (2 << 20)
-    calls: list[Any] = [
-        pool.submit(libc.madvise, ctypes.c_void_p(at), ctypes.c_size_t(min(step, end - at)), _MADV_POPULATE_WRITE)
-        for at in range(begin, end, step)
-    ]
-    for call in calls:
-        call.result()
+        libc.syscall(number, ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MPOL_PREFERRED, ctypes.byref(mask), 65, 0)
+    step = -(-(end - begin) // _NUM_THREADS // (2 << 20)) * (2 << 20)
+
+    def populate(at: int) -> None:
+        libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(min(step, end - at)), _MADV_POPULATE_WRITE)
+
+    list(pool.map(populate, range(begin, end, step)))
 
 
-def numa_node_of(pci_bus_id: str) -> int | None:
-    """NUMA node of a PCI device ("0000:3b:00.0"), None if the system does not say."""
+def numa_node_of(device: torch.device) -> int | None:
+    """NUMA node of a GPU, None if the system does not say."""
+    properties = torch.cuda.get_device_properties(device)
+    domain, bus, number = (int(getattr(properties, f"pci_{name}_id", 0)) for name in ("domain", "bus", "device"))
     try:
-        node = int((Path("/sys/bus/pci/devices") / pci_bus_id.lower() / "numa_node").read_text())
+        node = int(Path(f"/sys/bus/pci/devices/{domain:04x}:{bus:02x}:{number:02x}.0/numa_node").read_text())
     except (OSError, ValueError):
         return None
     return node if node >= 0 else None

@@ -1,4 +1,4 @@
-"""What the halves of CudaMover share: what is done, marks in the compute stream, what is pinned; and `Flights`, a half's pieces.
+"""What the halves of CudaMover share: what is done, marks in the compute stream, what is pinned; and `Half`, which both are.
 
 Everything here is used under one lock. It must not know what is saved or loaded.
 """
@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
 from kvloft.seam.batch import ChunkBatch
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.frame_memory import FrameMemory, Trailers
-from kvloft.transfer.cuda.jobs import InFlight, Job, Mark
-from kvloft.transfer.cuda.lanes import LoadLane, SaveLane
+from kvloft.transfer.cuda.jobs import Job, Load, Mark
+from kvloft.transfer.cuda.lanes import MAX_PIECES, Lane, Sent
 from kvloft.transfer.cuda.pieces import ChunkTable, Piece, Shape, split
 from kvloft.transfer.cuda.pinning import PinnedRange
+from kvloft.transfer.cuda.trailers import Trailers
+from kvloft.transfer.frames import FrameMemory
 from kvloft.transfer.layout import PagedLayout
 from kvloft.transfer.mover import Finished
 
@@ -38,16 +42,17 @@ class Shared:
     memory: FrameMemory
     trailers: Trailers
     shape: Shape
+    bytes_ahead: int
+    """When so many of one direction are on the GPU, no more are sent."""
     compute: Callable[[], driver.Stream]
     fail: Callable[[str], None]
-    clock: Callable[[], float]
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Of everything, for feeders and the thread that pins change it too."""
     done: Finished = field(default_factory=Finished)
     broken: str | None = None
-    pinned: PinnedRange | None = None
-    """None until pinning starts, and nothing is submitted before."""
-    spare_marks: list[Mark] = field(default_factory=lambda: [Mark(driver.Event()) for _ in range(NUM_MARKS)])
+    pinned: PinnedRange = field(init=False)
+    """Pinning starts last, and nothing is submitted before."""
+    spare_marks: list[driver.Event] = field(default_factory=lambda: [driver.Event() for _ in range(NUM_MARKS)])
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
@@ -68,94 +73,111 @@ class Shared:
         return done
 
     def mark(self) -> Mark:
-        """A point in the compute stream, now; whoever asks uses it until `release`. Raises CudaError."""
-        mark = self.spare_marks.pop() if self.spare_marks else Mark(driver.Event())
+        """A point in the compute stream, now. Raises CudaError."""
+        mark = Mark(self.spare_marks.pop() if self.spare_marks else driver.Event(), self.spare_marks)
         mark.event.record(self.compute())
-        mark.users = 1
         return mark
 
-    def release(self, mark: Mark) -> None:
-        mark.users -= 1
-        if not mark.users:
-            self.spare_marks.append(mark)
+    def problem_of(self, chunks: ChunkBatch) -> str | None:
+        """Which copy would leave the arena, its frame or the paged KV; None if none does."""
+        blocks_per_chunk = self.shape.blocks_per_chunk
+        try:
+            chunks.check(num_frames=self.memory.num_frames, num_blocks=self.layout.num_blocks, blocks_per_chunk=blocks_per_chunk)
+        except ValueError as error:
+            return f"copy: {error}"
+        return None
 
-    def new_job(self, chunks: ChunkBatch, after: Mark) -> Job:
-        """Raises ValueError for a copy that would leave the arena, its frame or the paged KV."""
-        chunks.check(
-            num_frames=self.memory.num_frames, num_blocks=self.layout.num_blocks, blocks_per_chunk=self.shape.blocks_per_chunk
-        )
+    def new_job(self, chunks: ChunkBatch, after: Mark | None, owners: Sequence[tuple[Load, int]] = ()) -> Job:
+        """``chunks`` have no problem."""
         table = ChunkTable.of(chunks)
-        job = Job(chunks, table, tuple(split(table, self.shape)), np.zeros(len(chunks), dtype=np.uint64), after)
-        after.users += 1
-        return job
-
-    @property
-    def is_all_pinned(self) -> bool:
-        return self.pinned is not None and self.pinned.is_complete
-
-    @property
-    def is_pinning(self) -> bool:
-        return self.pinned is None or not (self.pinned.is_complete or self.pinned.is_over)
+        return Job(chunks, table, tuple(split(table, self.shape)), np.zeros(len(chunks), dtype=np.uint64), after, owners)
 
     @property
     def num_pinned(self) -> int:
         """Frames from the first on that copies can use directly."""
-        return self.pinned.num_pinned_bytes // self.memory.frame_bytes if self.pinned is not None else 0
+        return self.pinned.num_pinned_bytes // self.memory.frame_bytes
 
     def is_pinned(self, job: Job) -> bool:
-        return self.is_all_pinned or max(job.table.frames) < self.num_pinned
+        return self.pinned.is_complete or max(job.table.frames) < self.num_pinned
 
 
-class Flights:
-    """Pieces of one direction, oldest first: queued here, or on the GPU, a few at a time."""
+class InFlight(NamedTuple):
+    """A piece that is on the GPU since ``submitted``."""
 
-    def __init__(self, lane: SaveLane | LoadLane, bytes_ahead: int, shared: Shared) -> None:
-        self.lane, self._bytes_ahead, self._shared = lane, bytes_ahead, shared
+    job: Job
+    piece: Piece
+    sent: Sent
+    submitted: float
+
+
+class Half(ABC):
+    """One direction: its pieces, oldest first, queued here, or on the GPU, a few at a time."""
+
+    def __init__(self, shared: Shared, lane: Lane, few_first: tuple[int, ...]) -> None:
+        """``few_first``: chunks of the first pieces that an idle link takes."""
+        self._shared, self.lane, self._few_first = shared, lane, few_first
         self.queued: deque[tuple[Job, Piece]] = deque()
         self.flying: deque[InFlight] = deque()
         self.num_bytes = 0
         """On the GPU."""
         self._busy_until = 0.0
 
-    def has_room(self) -> bool:
-        """Whether the link may have one more."""
-        return self.num_bytes <= self._bytes_ahead and not self.lane.is_full(len(self.flying))
+    @property
+    def is_behind(self) -> bool:
+        """Whether something waits to be sent."""
+        return bool(self.queued)
 
-    def begin(self, job: Job, piece: Piece) -> None:
-        """Order ``piece`` after what its job comes after; it is submitted next."""
-        if piece is job.pieces[0]:
-            self.lane.kernel_stream.wait(job.after.event)
-            self._shared.release(job.after)
+    def awaited(self) -> driver.Event | None:
+        """What must pass before more can be sent; None if nothing waits to be."""
+        return self.flying[0].sent.done if self.flying and self.is_behind else None
 
-    def add(self, job: Job, piece: Piece, ticket: int) -> None:
-        """It is on the GPU now."""
-        self.num_bytes += piece.num_bytes
-        self.flying.append(InFlight(job, piece, ticket, self._shared.clock()))
-
-    def landed(self) -> Iterator[tuple[Job, Piece, float]]:
-        """What is done since the last call, with the seconds it kept the link; its tags are the job's then."""
-        while self.flying and self.lane.is_done(self.flying[0].ticket):
-            flight = self.flying.popleft()
-            job, piece = flight.job, flight.piece
-            self.num_bytes -= piece.num_bytes
-            job.tags[piece.begin : piece.end] += self.lane.take_tags(flight.ticket, piece.num_segments)
-            now = self._shared.clock()
-            seconds = now - max(flight.submitted, self._busy_until)
-            self._busy_until = now
-            yield job, piece, seconds
-
-    def first_event(self) -> driver.Event | None:
-        """Passes when the oldest piece on the GPU is done."""
-        return self.lane.done_event(self.flying[0].ticket) if self.flying else None
+    def feed(self) -> None:
+        """Take in what is done and send what there is room for."""
+        if self._shared.broken is None:
+            with self._shared.guarded():
+                self._land()
+                self._send()
 
     def wait_for_first(self) -> None:
         """On the host, until the oldest piece on the GPU is done."""
         if self.flying:
-            self.lane.wait_for(self.flying[0].ticket)
+            self.flying[0].sent.done.synchronize()
 
     def stop(self) -> None:
-        """Forget everything, once nothing of it runs any more."""
+        """Everything under way fails; waits until nothing runs."""
         self.lane.stop()
         self.flying.clear()
         self.queued.clear()
         self.num_bytes = 0
+
+    @abstractmethod
+    def _send(self) -> None:
+        """Send what there is room for."""
+
+    @abstractmethod
+    def _has_landed(self, job: Job, piece: Piece, seconds: float) -> None:
+        """``piece`` is done, and ``seconds`` are how long it kept the link; its tags are the job's now."""
+
+    def _has_room(self) -> bool:
+        """Whether the link may have one more."""
+        return self.num_bytes <= self._shared.bytes_ahead and len(self.flying) < MAX_PIECES
+
+    def _fly(self, job: Job, piece: Piece) -> None:
+        """Send the piece, after what its job comes after."""
+        if job.after is not None:
+            self.lane.kernel_stream.wait(job.after.event)
+            job.after = None
+        is_pinned = self._shared.is_pinned(job)
+        job.is_all_pinned = job.is_all_pinned and is_pinned
+        sent = self.lane.submit(piece, is_pinned=is_pinned)
+        self.num_bytes += piece.num_bytes
+        self.flying.append(InFlight(job, piece, sent, time.perf_counter()))
+
+    def _land(self) -> None:
+        while self.flying and self.flying[0].sent.done.is_done():
+            job, piece, sent, submitted = self.flying.popleft()
+            self.num_bytes -= piece.num_bytes
+            job.tags[piece.begin : piece.end] += sent.tags[: piece.num_segments]
+            now = time.perf_counter()
+            seconds, self._busy_until = now - max(submitted, self._busy_until), now
+            self._has_landed(job, piece, seconds)

@@ -36,30 +36,29 @@ class AdapterNames:
 
     def identify(self, lora: LoRARequest | None) -> tuple[str, str] | None:
         """(name, path and which weights) of ``lora``; None for the base model."""
-        if lora is None:
+        return (lora.lora_name, self._shared(lora) or uuid4().hex) if lora is not None else None
+
+    def _shared(self, lora: LoRARequest) -> str | None:
+        """Path and which weights; None where this request shares its adapter with no other."""
+        path, number = lora.lora_path or "", lora.lora_int_id
+        if not self._are_seen or getattr(lora, "load_inplace", False):  # in place: loaded again with each step
             return None
-        if not self._are_seen:
-            return lora.lora_name, uuid4().hex
-        path = lora.lora_path or ""
-        if getattr(lora, "load_inplace", False) or self._first_of.setdefault(lora.lora_int_id, (lora.lora_name, path)) != (
-            lora.lora_name, path,
-        ):  # fmt: skip
-            # Loaded again with each step, or another adapter under a number that workers know already.
-            return lora.lora_name, uuid4().hex
-        slot = (f"{lora.lora_int_id} {lora.lora_name}", path)
+        if self._first_of.setdefault(number, (lora.lora_name, path)) != (lora.lora_name, path):
+            return None  # another adapter under a number that workers know already
+        slot = (f"{number} {lora.lora_name}", path)
         try:
             files = self._looks.look(path)
         except TimeoutError:
-            return lora.lora_name, uuid4().hex
+            return None
         if slot not in self._seen:
             self._seen[slot] = files, self._state(lora, path, files)
         first, state = self._seen[slot]
         if state is None or first != files:
             # Which of its states the workers have, or load after they had no room for it, is not known any more.
             self._seen[slot] = first, None
-            return lora.lora_name, uuid4().hex
+            return None
         shape = getattr(lora, "is_3d_lora_weight", None)
-        return lora.lora_name, f"{path}|{state}{f'|3d={shape}' if shape is not None else ''}"
+        return f"{path}|{state}{f'|3d={shape}' if shape is not None else ''}"
 
     def _state(self, lora: LoRARequest, path: str, files: Look | None) -> str:
         if getattr(lora, "tensorizer_config_dict", None):

@@ -23,7 +23,7 @@ import vllm
 from kvloft.config import engine_environment
 from kvloft.seam.shape import CacheShape
 from kvloft.vllm.identity.weights import model_fields
-from kvloft.vllm.shape import layer_page_bytes
+from kvloft.vllm.shape import page_bytes
 
 MAX_DESCRIPTION_CHARS = 1000
 """As in rust/core/src/tier/disk/superblock.rs."""
@@ -59,26 +59,32 @@ def namespace_fields(
         "quantization": model.quantization,
         "quantization_config": getattr(model, "quantization_config", None),
         "model_impl": (getattr(model, "model_impl", None), getattr(model, "model_class_overrides", None)),
-        "media": _media_settings(model),
+        # What is done to every image, video and audio: vLLM's identifiers tell the input and the request's wishes only.
+        "media": _settings(
+            getattr(model, "multimodal_config", None), "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate",
+            "video_pruning_method", "mm_encoder_attn_dtype", "mm_encoder_fp8_scale_path",
+        ),
         "kv_dtype": cache.cache_dtype,
         "kv_scales": getattr(cache, "calculate_kv_scales", None),
         "max_model_len": model.max_model_len,  # Llama 4's attention and LongRoPE's factors depend on it, nested in any config
-        "model_settings": _model_settings(model),
+        # Models read these when they are built (Llama 4 takes its temperature tuning so).
+        "model_settings": _settings(model, "override_generation_config", "disable_sliding_window", "disable_cascade_attn"),
         "additional": getattr(vllm_config, "additional_config", None) or None,
         "platform": _platform(),
-        "attention": _attention_backend(vllm_config),
+        "attention": _settings(getattr(vllm_config, "attention_config", None), "backend"),
         "layout": getattr(kv_cache_config, "kv_cache_layout", None),
-        "pages": _digest(json.dumps(sorted(layer_page_bytes(kv_cache_config).items()))),
-        "block_tokens": shape.hash_tokens,
+        "pages": _digest(json.dumps(sorted(page_bytes(kv_cache_config).items()))),
+        "block_tokens": shape.full.block_tokens,
         "chunk_tokens": shape.full.chunk_tokens,
         "tensor_parallel": parallel.tensor_parallel_size,
-        "shards": len(shape.shards),
+        "shards": shape.num_shards,
         "expert_parallel": getattr(parallel, "enable_expert_parallel", None),
         "environment": engine_environment(ENVIRONMENT) or None,
-        "kernels": _kernel_settings(getattr(vllm_config, "kernel_config", None)),
+        # Backends that may quantize what others do not.
+        "kernels": _settings(getattr(vllm_config, "kernel_config", None), "moe_backend", "linear_backend"),
         "transformers": transformers.__version__,  # sizes of images, code of models
         "vllm": vllm.__version__,
-    }
+    }  # fmt: skip
     return [(name, repr(value) if value is not None else "") for name, value in fields.items()]
 
 
@@ -121,11 +127,6 @@ def _lora_settings(lora: Any) -> list[tuple[str, str]] | None:
     return sorted((name, str(value)) for name, value in vars(lora).items()) if lora is not None else None
 
 
-def _kernel_settings(kernels: Any) -> list[str] | None:
-    """Backends that may quantize what others do not."""
-    return [str(getattr(kernels, name, None)) for name in ("moe_backend", "linear_backend")] if kernels is not None else None
-
-
 def _plain(value: Any) -> Any:
     """``value`` with text for keys, which JSON can sort whatever they were."""
     if isinstance(value, dict):
@@ -133,24 +134,9 @@ def _plain(value: Any) -> Any:
     return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
 
 
-def _model_settings(model: Any) -> str:
-    """What a user sets besides the model that models read when they are built (Llama 4 takes its temperature tuning so)."""
-    names = ("override_generation_config", "disable_sliding_window", "disable_cascade_attn")
-    return repr([str(getattr(model, name, None) or None) for name in names])
-
-
-def _media_settings(model: Any) -> str | None:
-    """What an engine does to every image, video and audio: vLLM's identifiers tell the input and the request's wishes only."""
-    media = getattr(model, "multimodal_config", None)
-    names = (
-        "mm_processor_kwargs",
-        "media_io_kwargs",
-        "video_pruning_rate",
-        "video_pruning_method",
-        "mm_encoder_attn_dtype",
-        "mm_encoder_fp8_scale_path",
-    )
-    return repr([getattr(media, name, None) for name in names]) if media is not None else None
+def _settings(config: Any, *names: str) -> list[str] | None:
+    """What a user set of ``names``; None where vLLM has no such ``config``."""
+    return [str(getattr(config, name, None)) for name in names] if config is not None else None
 
 
 def _platform() -> str:
@@ -164,8 +150,3 @@ def _platform() -> str:
 
 def _digest(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
-def _attention_backend(vllm_config: VllmConfig) -> str | None:
-    attention = getattr(vllm_config, "attention_config", None)
-    return str(getattr(attention, "backend", None)) if attention is not None else None

@@ -1,12 +1,11 @@
-"""Which calls to vLLM's workers may replace weights, and whether a reload brings the same ones. It must not know who is told."""
+"""Which calls to vLLM's workers may replace weights, and whether a reload brings the same ones. It must not know who is stopped."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from kvloft.vllm.identity.weights import Look, engine_start_s, hub_commit, look
+from kvloft.vllm.identity.weights import engine_start_s, hub_commit, look
 
 RELOAD = "reload_weights"
 HARMLESS = frozenset({
@@ -19,59 +18,52 @@ HARMLESS = frozenset({
     "save_tensorized_model", "shutdown", "shutdown_weight_transfer_engine", "sleep", "sleep_mode_backend",
     "supports_draft_weight_updates", "synchronize_device", "take_draft_token_ids", "update_max_model_len", "vocab_size", "wake_up",
 })  # fmt: skip
-"""What vLLM's workers offer that leaves weights and KV alone, read from the sources of 0.30 to 0.33."""
-NOT_HARMLESS = frozenset({
-    RELOAD, "apply_model", "compile_or_warm_up_model", "discard", "elastic_ep_execute", "execute_model", "finish_weight_update",
-    "get_draft_model", "get_model", "handle_ft_command", "init_device", "init_worker", "initialize_from_config", "load_model",
-    "reset_weights", "sample_tokens", "set_kv_cache_layout", "start_draft_weight_update", "start_weight_update", "update_config",
-    "update_environment_variables", "update_weights",
-})  # fmt: skip
-"""What replaces weights, writes KV or hands the model out. A name in neither set (a user's code, a newer vLLM) counts as this."""
+"""What vLLM's workers offer that leaves weights and KV alone, by the sources of 0.30 to 0.33. Any other name does not."""
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """What was loaded at the start, as far as it can be seen."""
+class WeightsWatch:
+    """Calls ``stop(reason)`` where other weights may have been loaded than at the start; its methods listen to what may load them.
 
-    model: str
-    revision: str | None
-    files: Look | None
-    commit: str | None
-    is_dummy: bool
+    ``model`` and ``load`` are vLLM's ModelConfig and LoadConfig.
+    """
 
-    @classmethod
-    def of(cls, model: Any, load: Any) -> Loaded:
-        """From vLLM's ModelConfig and LoadConfig."""
-        commit = hub_commit(model.model, model.revision)
-        return cls(model.model, model.revision, look(model.model), commit, str(load.load_format) == "dummy")
+    def __init__(self, model: Any, load: Any, stop: Callable[[str], None]) -> None:
+        self._name, self._stop = (model.model, model.revision), stop
+        self._is_dummy = str(load.load_format) == "dummy"
+        self._files, self._commit = look(model.model), hub_commit(*self._name)
 
-    def is_there(self) -> bool:
+    def hear_rpc(self, _core: Any, /, *args: Any, **kwargs: Any) -> Callable[[], None] | None:
+        """vLLM's engine core asks its workers: collective_rpc(method, timeout, args, kwargs)."""
+        given = dict(zip(("method", "timeout", "args", "kwargs"), args, strict=False)) | kwargs
+        method = given.get("method")
+        if method == RELOAD:
+            return self._check(RELOAD, is_other=_names_weights(given.get("args") or (), given.get("kwargs") or {}))
+        return None if isinstance(method, str) and method in HARMLESS else self._check(str(method), is_other=True)
+
+    def hear_reload(self, _worker: Any, /, *args: Any, **kwargs: Any) -> Callable[[], None]:
+        """Code inside a worker calls reload_weights."""
+        return self._check(RELOAD, is_other=_names_weights(args, kwargs))
+
+    def _check(self, method: str, *, is_other: bool) -> Callable[[], None]:
+        """Look before the call; returns what looks after it, when a hub's newer commit is seen."""
+
+        def look_again() -> None:
+            if is_other or not self._are_there():
+                self._stop(f"{method} replaced its weights, or may have")
+
+        look_again()
+        return look_again
+
+    def _are_there(self) -> bool:
         """Whether a reload brings the same weights."""
-        if self.is_dummy:
+        if self._is_dummy:
             return False
-        if self.files is None:
-            return self.commit is not None and hub_commit(self.model, self.revision) == self.commit
-        now = look(self.model)
-        return now is not None and now.files == self.files.files and self.files.latest_s <= engine_start_s()
+        if self._files is None:
+            return self._commit is not None and hub_commit(*self._name) == self._commit
+        now = look(self._name[0])
+        return now is not None and now.files == self._files.files and self._files.latest_s <= engine_start_s()
 
 
-@dataclass(frozen=True, slots=True)
-class Replacing:
-    """A call that may replace weights. ``is_other``: it brings others; if not, only what is on disk decides."""
-
-    method: str
-    is_other: bool
-
-
-def judge_rpc(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Replacing | None:
-    """Of a call of collective_rpc(method, timeout, args, kwargs); None where it replaces nothing."""
-    given = dict(zip(("method", "timeout", "args", "kwargs"), args, strict=False)) | dict(kwargs)
-    method = given.get("method")
-    if method == RELOAD:
-        return judge_reload(given.get("args") or (), given.get("kwargs") or {})
-    return None if isinstance(method, str) and method in HARMLESS else Replacing(str(method), is_other=True)
-
-
-def judge_reload(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Replacing:
-    """A reload brings other weights where it is told what to load."""
-    return Replacing(RELOAD, is_other=bool(args) or any(value is not None for value in kwargs.values()))
+def _names_weights(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a reload is told what to load; if not, what is on disk decides."""
+    return bool(args) or any(value is not None for value in kwargs.values())

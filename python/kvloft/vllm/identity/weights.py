@@ -14,9 +14,11 @@ import stat
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, Final
 from uuid import uuid4
 
@@ -28,7 +30,7 @@ from vllm import envs
 logger = logging.getLogger("vllm.kvloft")
 
 MAX_ENTRIES: Final = 10_000
-"""In more files and folders nobody looks for what changed."""
+"""With more files and folders, changes are not looked for."""
 MAX_LINKS: Final = 64
 LOOK_TIMEOUT_S: Final = 0.5
 FILE_FORMATS: Final = {
@@ -101,41 +103,30 @@ class LooksInTime:
 
     def __init__(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._asked: SimpleQueue[tuple[str, SimpleQueue[Look | TimeoutError | None]]] = SimpleQueue()
-        self._late: SimpleQueue[Look | TimeoutError | None] | None = None
-        self._thread: threading.Thread | None = None
+        self._asked: SimpleQueue[tuple[str, Future[Look | None]]] = SimpleQueue()
+        self._last: Future[Look | None] | None = None
 
     def look(self, path: str) -> Look | None:
         """As `look`, without folders below, as vLLM does with adapters.
 
         Raises TimeoutError if that fails, at once while an earlier one hangs.
         """
-        if self._late is not None and self._late.empty():
+        if self._last is None:
+            threading.Thread(target=self._run, name="kvloft-looks", daemon=True).start()
+        elif not self._last.done():
             raise TimeoutError(path)
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name="kvloft-looks", daemon=True)
-            self._thread.start()
-        answer: SimpleQueue[Look | TimeoutError | None] = SimpleQueue()
-        self._late = answer
-        self._asked.put((path, answer))
-        try:
-            found = answer.get(timeout=self._timeout_s)
-        except Empty:
-            raise TimeoutError(path) from None
-        self._late = None
-        if isinstance(found, TimeoutError):
-            raise found
-        return found
+        self._last = Future()
+        self._asked.put((path, self._last))
+        return self._last.result(self._timeout_s)
 
     def _run(self) -> None:
         while True:
             path, answer = self._asked.get()
-            found: Look | TimeoutError | None = TimeoutError(path)
             try:
-                found = look(path, below=False)
+                answer.set_result(look(path, below=False))
             except Exception:
                 logger.exception("kvloft: the files of %.200s cannot be looked at", path)
-            answer.put(found)
+                answer.set_exception(TimeoutError(path))
 
 
 def _entries(root: bytes, *, below: bool) -> Iterator[tuple[bytes, os.stat_result, tuple[float, ...]]]:
@@ -188,17 +179,13 @@ def _links_to(path: str) -> Iterator[float]:
 
 def _samples(path: bytes, size: int) -> Iterator[bytes]:
     """Beginning, middle and end; nothing of a file that cannot be read."""
-    try:
-        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
+    with suppress(OSError), open(path, "rb", buffering=0, opener=_without_waiting) as file:
         for position in (0, size // 2, max(0, size - _SAMPLE_BYTES)):
-            yield os.pread(file, _SAMPLE_BYTES, position)
-    except OSError:
-        return
-    finally:
-        os.close(file)
+            yield os.pread(file.fileno(), _SAMPLE_BYTES, position)
+
+
+def _without_waiting(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def hub_commit(name: str, revision: str | None = None, cache_dir: str | None = None) -> str | None:
@@ -225,9 +212,8 @@ def model_fields(model: Any, load: Any) -> dict[str, str | None]:
     commit = None if elsewhere else getattr(model.hf_config, "_commit_hash", None)
     commit = commit or hub_commit(model.model, model.revision, getattr(load, "download_dir", None) if elsewhere else None)
     files = look(model.model)
-    unknown = None
-    if str(load.load_format) != "dummy":
-        unknown = _why_unknown(model, str(load.load_format), commit, files)
+    load_format = str(load.load_format)
+    unknown = _why_unknown(model, load_format, commit, files) if load_format != "dummy" else None
     if unknown:
         logger.warning("kvloft: %s: what is kept serves this run of the engine only", unknown)
     return {
@@ -242,7 +228,8 @@ def _why_unknown(model: Any, load_format: str, commit: str | None, files: Look |
     settings = model.hf_config.to_dict()
     others = [name for name, value in settings.items() if str(name).endswith("_model_id") and value]
     auto_map = settings.get("auto_map")
-    code = [str(name) for names in auto_map.values() for name in _as_list(names)] if isinstance(auto_map, dict) else []
+    values = auto_map.values() if isinstance(auto_map, dict) else ()
+    code = [str(name) for each in values for name in (each if isinstance(each, list | tuple) else [each])]
     if getattr(model, "model_weights", None):
         return f"weights of {model.model} come from {model.model_weights}, whose state is not seen"
     if load_format not in FILE_FORMATS:
@@ -256,7 +243,3 @@ def _why_unknown(model: Any, load_format: str, commit: str | None, files: Look |
     if files is not None and files.latest_s > engine_start_s():
         return f"files of {model.model} changed after the engine's start"
     return None
-
-
-def _as_list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, list | tuple) else [value]

@@ -13,9 +13,9 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::ChunkKey;
 use kvloft_core::evict::Eviction;
-use kvloft_core::io::direct::PageBuffer;
 use kvloft_core::store::{DiskSettings, Store, StoreConfig};
 use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::conformance::PageBuffer;
 use kvloft_core::tier::disk::{DiskConfig, DiskMeta, DiskTier, SlotId};
 use twox_hash::XxHash3_64;
 

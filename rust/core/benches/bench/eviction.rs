@@ -9,26 +9,42 @@ use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::store::{SaveRange, Store, StoreConfig};
 
 use crate::table::{title, verdict};
-use crate::trace::{Trace, load};
+use crate::trace::{Trace, load, synthetic, two_sets};
 
 /// Sizes in percent of the unique blocks, and the least that the default policy should find, as a multiple of LRU's hits.
 const SIZES: [(u32, f64); 5] = [(1, 0.98), (5, 1.4), (10, 0.98), (20, 0.98), (50, 0.98)];
+const SYNTHETIC_TARGET: f64 = 0.98;
+/// One working set after another: the size in percent of one, and the target.
+const TWO_SETS: (u32, f64) = (120, 0.97);
 const FRAME_BYTES: u64 = 4096;
 
 pub(crate) fn run(asked: Option<&Path>) {
-    let (name, trace) = load(asked);
+    if let Some((name, trace)) = load(asked) {
+        table(&name, &trace, 0, &SIZES);
+    }
+    table("synthetic chats", &synthetic(), 0, &SIZES.map(|(percent, _)| (percent, SYNTHETIC_TARGET)));
+    let [first, second] = two_sets();
+    let (percent, target) = TWO_SETS;
+    table("the second of two sets of chats", &[&first[..], &second].concat(), first.len(), &[(percent / 2, target)]);
+}
+
+/// Compares policies by the hits of the requests from `counted` on.
+fn table(name: &str, trace: &Trace, counted: usize, sizes: &[(u32, f64)]) {
     let unique = trace.iter().flatten().collect::<BTreeSet<_>>().len();
-    let total: usize = trace.iter().map(Vec::len).sum();
-    title(&format!("Eviction: hit ratio on {name}: {} requests, {total} blocks, {unique} unique", trace.len()));
+    let total: usize = trace[counted..].iter().map(Vec::len).sum();
+    title(&format!(
+        "Eviction: hit ratio on {name}: {} requests, {total} blocks, {unique} unique",
+        trace.len() - counted
+    ));
     println!(
         "{:>5} {:>8} {:>9} {:>9} {:>9} {:>10} {:>8} {:>7}",
-        "size", "blocks", "optimum", "lru", "lrfu", "lrfu/lru", "target", ""
+        "size", "blocks", "optimum", "lru", "adaptive", "adaptive/lru", "target", ""
     );
-    for (percent, target) in SIZES {
+    for &(percent, target) in sizes {
         let capacity = (unique * percent as usize).div_ceil(100).max(1);
-        let ratio = |hits: usize| hits as f64 / total as f64;
-        let best = ratio(optimum(&trace, capacity));
-        let [lru, ours] = [Eviction::Lru, Eviction::default()].map(|policy| ratio(replay(&trace, capacity, policy)));
+        let ratio = |hits: Vec<usize>| hits[counted..].iter().sum::<usize>() as f64 / total as f64;
+        let best = ratio(optimum(trace, capacity));
+        let [lru, ours] = [Eviction::Lru, Eviction::default()].map(|policy| ratio(replay(trace, capacity, policy)));
         let more = ours / lru;
         println!(
             "{percent:>4}% {capacity:>8} {best:>9.4} {lru:>9.4} {ours:>9.4} {more:>10.3} {target:>8} {:>7}",
@@ -37,8 +53,8 @@ pub(crate) fn run(asked: Option<&Path>) {
     }
 }
 
-/// Hits of a store of `capacity` frames.
-fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> usize {
+/// Hits of each request in a store of `capacity` frames.
+fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
     let config = StoreConfig {
         frame_bytes: FRAME_BYTES,
         host_bytes: capacity as u64 * FRAME_BYTES,
@@ -49,13 +65,13 @@ fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> usize {
         disk: None,
     };
     let store = Store::open(&config).expect("address space for the frames");
-    let mut hits = 0;
+    let mut hits = Vec::new();
     for ids in trace {
         let mut chain = KeyChain::new(ChunkKey([7; 32]), 1).expect("a valid chain");
         chain.append_tokens(ids).expect("room for all ids");
         let lease = store.acquire(&chain);
         let start = lease.poll().ready_blocks;
-        hits += start as usize;
+        hits.push(start as usize);
         let range = SaveRange { start, stop: chain.num_blocks(), tail_blocks: 0 };
         let reserved = store.reserve(&chain, range).expect("the chain has the range");
         store.commit(reserved.leases);
@@ -64,9 +80,10 @@ fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> usize {
     hits
 }
 
-/// Hits of whoever knows the future. A block's parent is used whenever it is, so of two the deeper is never needed sooner,
+/// Hits of each request of a policy that knows the future. A block's parent is used whenever it is, so of two the deeper is
+/// never needed sooner,
 /// and presence stays monotone by itself.
-fn optimum(trace: &Trace, capacity: usize) -> usize {
+fn optimum(trace: &Trace, capacity: usize) -> Vec<usize> {
     let mut next_uses: HashMap<u32, Vec<usize>> = HashMap::new();
     for (turn, ids) in trace.iter().enumerate().rev() {
         for &id in ids {
@@ -75,9 +92,9 @@ fn optimum(trace: &Trace, capacity: usize) -> usize {
     }
     let mut cached: HashMap<u32, (usize, usize)> = HashMap::new();
     let mut order: BTreeSet<((usize, usize), u32)> = BTreeSet::new();
-    let mut hits = 0;
+    let mut hits = Vec::new();
     for ids in trace {
-        hits += ids.iter().take_while(|id| cached.contains_key(id)).count();
+        hits.push(ids.iter().take_while(|id| cached.contains_key(id)).count());
         for (depth, id) in ids.iter().enumerate() {
             let uses = next_uses.get_mut(id).expect("every id was seen");
             uses.pop();

@@ -1,7 +1,7 @@
 //! A save of one chunk into a full store of a million, each of which evicts one: reserve and commit, one call each.
 //!
-//! Every fourth prompt was saved before and comes back, and as many are looked up again. So victims are found among chunks of
-//! different worth, and ghosts are called back. Frames are never written: they would cost memory and time, and neither is
+//! Every fourth prompt was saved before and comes back, and as many are looked up again. So victims are found among chunks
+//! used once and again, and ghosts are called back. Frames are never written: they would cost memory and time, and neither is
 //! the store's. The store does the same in every round, so what a save takes in its shortest round is its own cost, and what it
 //! takes besides is the machine's: other processes have the core for milliseconds.
 
@@ -50,7 +50,7 @@ pub(crate) fn run() {
         "{:>6} {:>9} {:>8} {:>7} {:>7} {:>9} {:>7} {:>7} {:>12}",
         "", "median us", "99.9 %", "target", "", "worst us", "target", "", "any round us"
     );
-    for (name, eviction) in [("lru", Eviction::Lru), ("lrfu", Eviction::Lrfu)] {
+    for (name, eviction) in [("lru", Eviction::Lru), ("adaptive", Eviction::Adaptive)] {
         let rounds: Vec<_> = (0..ROUNDS).map(|_| round(eviction)).collect();
         let any = Times::new(rounds.concat());
         let own = (0..rounds[0].len()).filter_map(|nth| rounds.iter().map(|times| times[nth]).min()).collect();

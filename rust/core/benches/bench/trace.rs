@@ -1,5 +1,5 @@
-//! Requests to replay: a file of JSON lines with `hash_ids`, one id per prefix block (equal ids mean equal prefixes), or where
-//! there is none a synthetic one: chats of several turns over few system prompts, popular ones more often.
+//! Requests to replay: a file of JSON lines with `hash_ids`, one id per prefix block (equal ids mean equal prefixes), and
+//! synthetic ones: chats of several turns over few system prompts, popular ones more often; and two sets of chats, one after the other.
 
 use std::path::Path;
 
@@ -8,13 +8,13 @@ const DEFAULT_TRACE: &str = "../shared/data/conversation_trace.first6000.jsonl";
 /// Block ids of each request, in order of arrival.
 pub(crate) type Trace = Vec<Vec<u32>>;
 
-/// The trace asked for, else the default one where it is, else the synthetic one; and its name.
-pub(crate) fn load(asked: Option<&Path>) -> (String, Trace) {
+/// The trace asked for, else the default one where it is; and its name.
+pub(crate) fn load(asked: Option<&Path>) -> Option<(String, Trace)> {
     // Benches run in the package's folder, traces are named from the repository's.
     let root = Path::new(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."));
     let path = root.join(asked.unwrap_or(Path::new(DEFAULT_TRACE)));
     if asked.is_none() && !path.exists() {
-        return ("a synthetic chat trace".into(), synthetic());
+        return None;
     }
     let text = std::fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
     let ids = |line: &str| {
@@ -22,16 +22,21 @@ pub(crate) fn load(asked: Option<&Path>) -> (String, Trace) {
         line["hash_ids"].as_array()?.iter().map(|id| u32::try_from(id.as_u64()?).ok()).collect()
     };
     let trace = text.lines().map(ids).collect::<Option<Trace>>();
-    (path.display().to_string(), trace.unwrap_or_else(|| panic!("{}: not a trace", path.display())))
+    Some((path.display().to_string(), trace.unwrap_or_else(|| panic!("{}: not a trace", path.display()))))
+}
+
+/// Pseudo-random numbers below a limit, the same in every run.
+fn numbers() -> impl FnMut(u32) -> u32 {
+    let mut seed = 1u64;
+    move |limit| {
+        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        u32::try_from((seed >> 33) % u64::from(limit)).expect("below a u32")
+    }
 }
 
 /// Chats of up to 8 turns, a few hundred open at a time; each turn repeats the chat so far and adds some blocks.
-fn synthetic() -> Trace {
-    let mut seed = 1u64;
-    let mut below = |limit: u32| {
-        seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
-        u32::try_from((seed >> 33) % u64::from(limit)).expect("below a u32")
-    };
+pub(crate) fn synthetic() -> Trace {
+    let mut below = numbers();
     let mut next_id = 1000;
     let mut chats: Vec<Vec<u32>> = Vec::new();
     let mut trace = Trace::new();
@@ -54,4 +59,26 @@ fn synthetic() -> Trace {
         }
     }
     trace
+}
+
+/// Twice 64 chats of 5 turns, which take turns at random: a prompt of 4,000 tokens, then 400 more each turn, and 150 of answer, in
+/// blocks of 64 tokens. No chat of the first set comes back in the second.
+pub(crate) fn two_sets() -> [Trace; 2] {
+    const CHATS: u32 = 64;
+    const TURNS: u32 = 5;
+    let mut below = numbers();
+    [0, 1].map(|set| {
+        let mut chats: Vec<(u32, u32)> = (0..CHATS).map(|chat| ((set * CHATS + chat) * 1000, 0)).collect();
+        let mut trace = Trace::new();
+        while !chats.is_empty() {
+            let at = below(u32::try_from(chats.len()).expect("few chats")) as usize;
+            let (first, turn) = &mut chats[at];
+            trace.push((0..(4150 + 550 * *turn) / 64).map(|block| *first + block).collect());
+            *turn += 1;
+            if *turn == TURNS {
+                chats.swap_remove(at);
+            }
+        }
+        trace
+    })
 }

@@ -1,31 +1,27 @@
-//! What a policy remembers of chunks after they were evicted: a table of fixed size, 64 bytes per chunk of capacity.
+//! Which chunks were evicted, and whether they had been used more than once: a table of fixed size, 32 bytes per chunk of capacity.
 //!
-//! A key belongs to one set of eight ghosts, in which a new ghost takes the place of the oldest. So nothing grows, nothing is
-//! rehashed and every call looks at 128 bytes. The table is zeroed memory, which the kernel gives when it is written first.
+//! A key belongs to one set of 16 ghosts, in which a new ghost takes the place of the oldest. So nothing grows, nothing is
+//! rehashed and every call looks at 64 bytes. The table is zeroed memory, which the kernel gives when it is written first.
 
 use crate::key::ChunkKey;
 
 /// Ghosts per chunk of capacity: chats come back long after they left a small tier.
-const PER_CHUNK: usize = 4;
-const WAYS: usize = 8;
+const PER_CHUNK: usize = 8;
+const WAYS: usize = 16;
 /// So many of a set's newest ghosts are as old as the last `capacity` evictions.
 const RECENT: usize = WAYS / PER_CHUNK;
-/// 256 MiB: a tier of more than 4 million chunks has fewer ghosts per chunk.
-const MAX_SETS: usize = 1 << 21;
+/// 256 MiB: a tier of more than 8 million chunks has fewer ghosts per chunk.
+const MAX_SETS: usize = 1 << 22;
 
 /// What is remembered of one chunk.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct Ghost {
-    pub(super) worth: f64,
-    pub(super) last: u32,
     /// It was used more than once.
     pub(super) reused: bool,
     /// It was evicted not long ago: about as many evictions as the tier holds chunks, or fewer.
     pub(super) recent: bool,
 }
 
-/// Tag, `Ghost::last` and `Ghost::worth`: a tuple, so that `vec!` asks for zeroed memory.
-type Slot = (u32, u32, f64);
 /// In a tag: the slot is in use.
 const USED: u32 = 1;
 /// In a tag: `Ghost::reused`.
@@ -34,7 +30,8 @@ const REUSED: u32 = 2;
 /// Ghosts by fingerprint.
 #[derive(Debug, Default)]
 pub(super) struct Ghosts {
-    sets: Vec<[Slot; WAYS]>,
+    /// Tags, the newest first.
+    sets: Vec<[u32; WAYS]>,
 }
 
 /// Eight bytes of a key are enough for a hint.
@@ -46,11 +43,11 @@ impl Ghosts {
     /// For a tier of `capacity` chunks.
     pub(super) fn new(capacity: usize) -> Self {
         let num_sets = (capacity.saturating_mul(PER_CHUNK) / WAYS).clamp(1, MAX_SETS);
-        Self { sets: vec![[(0, 0, 0.0); WAYS]; num_sets] }
+        Self { sets: vec![[0; WAYS]; num_sets] }
     }
 
     /// The set of a fingerprint, and its tag there.
-    fn place(&mut self, fingerprint: u64) -> Option<(&mut [Slot; WAYS], u32)> {
+    fn place(&mut self, fingerprint: u64) -> Option<(&mut [u32; WAYS], u32)> {
         let num_sets = self.sets.len() as u64;
         let set = usize::try_from(fingerprint.checked_rem(num_sets)?).ok()?;
         let tag = u32::try_from(fingerprint >> 32).ok()? & !REUSED | USED;
@@ -58,19 +55,19 @@ impl Ghosts {
     }
 
     /// Remembers a chunk, and forgets the oldest of its set.
-    pub(super) fn put(&mut self, fingerprint: u64, worth: f64, last: u32, reused: bool) {
+    pub(super) fn put(&mut self, fingerprint: u64, reused: bool) {
         if let Some((set, tag)) = self.place(fingerprint) {
             set.rotate_right(1);
-            set[0] = (if reused { tag | REUSED } else { tag }, last, worth);
+            set[0] = if reused { tag | REUSED } else { tag };
         }
     }
 
     /// What is remembered of a chunk; it is forgotten with that.
     pub(super) fn take(&mut self, fingerprint: u64) -> Option<Ghost> {
         let (set, tag) = self.place(fingerprint)?;
-        let at = set.iter().position(|slot| slot.0 & !REUSED == tag)?;
-        let (found, last, worth) = std::mem::take(&mut set[at]);
+        let at = set.iter().position(|found| found & !REUSED == tag)?;
+        let found = std::mem::take(&mut set[at]);
         set[at..].rotate_left(1);
-        Some(Ghost { worth, last, reused: found & REUSED != 0, recent: at < RECENT })
+        Some(Ghost { reused: found & REUSED != 0, recent: at < RECENT })
     }
 }

@@ -1,19 +1,17 @@
-//! What goes when a tier is full: one trait, a policy a file.
+//! What goes when a tier is full.
 //!
-//! The store decides *what may go* (a leaf that nobody pins, writes or reads) and the policy decides *which of
+//! The store decides *what may go* (a leaf that is not pinned, written or read) and the policy decides *which of
 //! those goes*. So no policy can break the rule that a parent never leaves before its children. Policies know numbers and
 //! keys only: no frames, no clock, no randomness; the same calls give the same victims.
 
+mod adaptive;
 mod ghosts;
-mod lrfu;
-mod noop;
 #[cfg(test)]
 mod tests;
 
 use std::fmt;
 
-pub use lrfu::Lrfu;
-pub use noop::Noop;
+pub use adaptive::Adaptive;
 
 use crate::key::ChunkKey;
 use crate::{Error, ErrorKind, Result};
@@ -38,8 +36,8 @@ pub enum Removal {
 /// false); a chunk with a present child is never evictable. Using a chunk means using its whole prefix, but only the
 /// deepest is `touch`ed.
 ///
-/// A policy **must**: return from `victim` only ids that are evictable now, and some id whenever there is one (but for
-/// `Noop`); leave the victim in place until `remove`; take O(log n) time in every call, for the store's lock is held.
+/// A policy **must**: return from `victim` only ids that are evictable now, and some id whenever there is one; leave the
+/// victim in place until `remove`; take O(log n) time in every call, for the store's lock is held.
 pub trait Policy: fmt::Debug + Send {
     /// `id` is in the tier from now on, behind `parent`.
     fn insert(&mut self, id: ChunkId, parent: Option<ChunkId>, key: &ChunkKey);
@@ -47,7 +45,7 @@ pub trait Policy: fmt::Debug + Send {
     fn touch(&mut self, id: ChunkId);
     /// `id` may be a victim from now on, or may not.
     fn set_evictable(&mut self, id: ChunkId, evictable: bool);
-    /// Who should go next; None if nobody may.
+    /// What should go next; None if nothing may.
     fn victim(&mut self) -> Option<ChunkId>;
     /// `id` left the tier.
     fn remove(&mut self, id: ChunkId, removal: Removal);
@@ -56,34 +54,34 @@ pub trait Policy: fmt::Debug + Send {
 /// Which policy a tier has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Eviction {
-    /// Least recently and frequently used, with a memory of evicted chunks.
+    /// Least recently used, where reused chunks age more slowly: how much follows from which evicted chunks come back.
     #[default]
-    Lrfu,
+    Adaptive,
     /// Least recently used.
     Lru,
 }
 
 impl Eviction {
     /// Every policy.
-    pub const ALL: [Self; 2] = [Eviction::Lrfu, Eviction::Lru];
+    pub const ALL: [Self; 2] = [Eviction::Adaptive, Eviction::Lru];
 
-    /// `lrfu` or `lru`; else `InvalidConfig`.
+    /// `adaptive` or `lru`; else `InvalidConfig`.
     pub fn parse(name: &str) -> Result<Self> {
         match name {
-            "lrfu" => Ok(Eviction::Lrfu),
+            "adaptive" => Ok(Eviction::Adaptive),
             "lru" => Ok(Eviction::Lru),
-            _ => Err(Error::new(
-                ErrorKind::InvalidConfig,
-                format!("eviction = \"{name}\" is unknown; use \"lrfu\" or \"lru\""),
-            )),
+            _ => {
+                let message = format!("eviction = \"{name}\" is unknown; use \"adaptive\" or \"lru\"");
+                Err(Error::new(ErrorKind::InvalidConfig, message))
+            }
         }
     }
 
     /// A policy for a tier that holds `capacity` chunks.
     pub fn policy(self, capacity: usize) -> Box<dyn Policy> {
         match self {
-            Eviction::Lrfu => Box::new(Lrfu::new(capacity)),
-            Eviction::Lru => Box::new(Lrfu::lru()),
+            Eviction::Adaptive => Box::new(Adaptive::new(capacity)),
+            Eviction::Lru => Box::new(Adaptive::lru()),
         }
     }
 }

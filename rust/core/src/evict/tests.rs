@@ -11,55 +11,52 @@ fn key(number: u32) -> ChunkKey {
     ChunkKey(*blake3::hash(&number.to_le_bytes()).as_bytes())
 }
 
-/// What chunks are worth to a policy that writes every use down for every chunk of the prefix, and sums them up when asked.
+/// Uses by a policy that writes each of them down for every chunk of the prefix.
 #[derive(Default)]
 struct Oracle {
-    clock: f64,
-    /// LRU: only the last use counts, and nothing is remembered.
-    last_only: bool,
-    gone: BTreeMap<u32, f64>,
+    events: u32,
+    /// Evicted numbers.
+    gone: BTreeSet<u32>,
     chunks: BTreeMap<u32, Uses>,
 }
 
-#[derive(Default)]
 struct Uses {
     number: u32,
-    times: Vec<f64>,
-    floor: f64,
+    last: u32,
+    reused: bool,
 }
 
 impl Oracle {
-    fn insert(&mut self, id: u32, number: u32, event: f64) {
-        self.clock += event;
-        let times = self.gone.remove(&number).into_iter().chain([self.clock]).collect();
-        self.chunks.insert(id, Uses { number, times, floor: 0.0 });
+    fn insert(&mut self, id: u32, number: u32) {
+        self.events += 1;
+        let reused = self.gone.remove(&number);
+        self.chunks.insert(id, Uses { number, last: self.events, reused });
     }
 
     /// `prefix` is the touched chunk and all above it.
-    fn touch(&mut self, prefix: &[u32], event: f64) {
-        self.clock += event;
+    fn touch(&mut self, prefix: &[u32]) {
+        self.events += 1;
         for id in prefix {
-            self.chunks.get_mut(id).unwrap().times.push(self.clock);
+            let uses = self.chunks.get_mut(id).unwrap();
+            (uses.last, uses.reused) = (self.events, true);
         }
     }
 
+    /// A use of a chunk is one of its parent, also the uses before an eviction, and its insert.
     fn remove(&mut self, id: u32, parent: Option<u32>, removal: Removal) {
-        let worth = self.worth(id);
-        let number = self.chunks.remove(&id).unwrap().number;
-        if let Some(parent) = parent {
-            let above = self.chunks.get_mut(&parent).unwrap();
-            above.floor = above.floor.max(worth);
+        let Uses { number, last, reused } = self.chunks.remove(&id).unwrap();
+        if let Some(above) = parent.map(|parent| self.chunks.get_mut(&parent).unwrap()) {
+            above.last = above.last.max(last);
+            above.reused |= reused;
         }
-        if removal == Removal::Evicted && !self.last_only {
-            self.gone.insert(number, worth);
+        if removal == Removal::Evicted {
+            self.gone.insert(number);
         }
     }
 
-    fn worth(&self, id: u32) -> f64 {
-        let Uses { times, floor, .. } = &self.chunks[&id];
-        let newest = times.iter().copied().fold(0.0, f64::max);
-        let sum: f64 = times.iter().map(|time| (time - newest).exp2()).sum();
-        floor.max(if self.last_only { newest } else { newest + sum.log2() })
+    fn age(&self, id: u32, credit: f64) -> f64 {
+        let Uses { last, reused, .. } = self.chunks[&id];
+        f64::from(self.events - last) / if reused { credit } else { 1.0 }
     }
 }
 
@@ -72,8 +69,6 @@ struct Forest<P> {
     pinned: BTreeSet<u32>,
     told: BTreeMap<u32, bool>,
     oracle: Oracle,
-    /// Half-lives per event, as the policy has learned them.
-    event: fn(&P) -> f64,
 }
 
 impl<P: Policy> Forest<P> {
@@ -86,7 +81,6 @@ impl<P: Policy> Forest<P> {
             pinned: BTreeSet::new(),
             told: BTreeMap::new(),
             oracle: Oracle::default(),
-            event: |_| 1.0,
         }
     }
 
@@ -124,7 +118,7 @@ impl<P: Policy> Forest<P> {
         }
         self.numbers.insert(id, number);
         self.sync();
-        self.oracle.insert(id, number, (self.event)(&self.policy));
+        self.oracle.insert(id, number);
         self.policy.insert(ChunkId(id), parent.map(ChunkId), &key(number));
         self.told.insert(id, false);
         self.sync();
@@ -133,7 +127,7 @@ impl<P: Policy> Forest<P> {
 
     fn touch(&mut self, id: u32) {
         let prefix: Vec<_> = std::iter::successors(Some(id), |id| self.parents[id]).collect();
-        self.oracle.touch(&prefix, (self.event)(&self.policy));
+        self.oracle.touch(&prefix);
         self.policy.touch(ChunkId(id));
     }
 
@@ -256,28 +250,27 @@ fn walk<P: Policy>(forest: &mut Forest<P>, steps: &[Step], mut check: impl FnMut
     assert!(forest.parents.is_empty());
 }
 
-/// No evictable chunk is worth less than the victim, but for the rounding of sums in another order.
-fn least_worth(forest: &Forest<Lrfu>, victim: Option<u32>) {
-    let least = forest.leaves().into_iter().map(|id| forest.oracle.worth(id)).fold(f64::INFINITY, f64::min);
+/// No evictable chunk is older than the victim, as ages count, but for rounding.
+fn oldest(forest: &Forest<Adaptive>, victim: Option<u32>) {
+    let age = |id: u32| forest.oracle.age(id, forest.policy.credit());
     if let Some(victim) = victim {
-        assert!(forest.oracle.worth(victim) <= least + 1e-9, "{victim}");
+        let most = forest.leaves().into_iter().map(age).fold(0.0, f64::max);
+        assert!(age(victim) >= most - 1e-9, "{victim}");
     }
 }
 
 proptest! {
     #[test]
     fn lru_takes_the_leaf_that_stamping_whole_prefixes_would_take(steps in steps()) {
-        let mut forest = Forest::new(Lrfu::lru());
-        forest.oracle.last_only = true;
-        walk(&mut forest, &steps, least_worth);
+        let mut forest = Forest::new(Adaptive::lru());
+        walk(&mut forest, &steps, oldest);
+        prop_assert!(forest.policy.credit() <= 1.0, "LRU gives no credit");
     }
 
     // Fewer than 64 chunks, where every touch counts.
     #[test]
-    fn lrfu_takes_the_leaf_with_the_least_decayed_count_of_uses(steps in steps(), capacity in 32..64usize) {
-        let mut forest = Forest::new(Lrfu::new(capacity));
-        forest.event = |policy| 1.0 / policy.half_life();
-        walk(&mut forest, &steps, least_worth);
+    fn adaptive_takes_the_oldest_leaf_where_reused_ones_age_more_slowly(steps in steps(), capacity in 32..64usize) {
+        walk(&mut Forest::new(Adaptive::new(capacity)), &steps, oldest);
     }
 
     #[test]
@@ -290,10 +283,9 @@ proptest! {
 fn the_keys_of_a_walk_fit_into_the_smallest_table_of_ghosts() {
     for capacity in 32..64 {
         let mut ghosts = Ghosts::new(capacity);
-        (0..NUM_KEYS).for_each(|number| ghosts.put(ghosts::fingerprint(&key(number)), 1.0, number, false));
-        for number in 0..NUM_KEYS {
-            assert_eq!(ghosts.take(ghosts::fingerprint(&key(number))).unwrap().last, number);
-        }
+        let fingerprints = (0..NUM_KEYS).map(|number| ghosts::fingerprint(&key(number)));
+        fingerprints.clone().for_each(|fingerprint| ghosts.put(fingerprint, false));
+        assert!(fingerprints.into_iter().all(|fingerprint| ghosts.take(fingerprint).is_some()));
     }
 }
 
@@ -302,21 +294,18 @@ fn ghosts_are_bounded_and_the_oldest_of_a_set_goes_first() {
     let mut ghosts = Ghosts::new(100);
     let numbers = 0..10_000u32;
     let fingerprints: Vec<_> = numbers.clone().map(|number| ghosts::fingerprint(&key(number))).collect();
-    for (number, &fingerprint) in numbers.zip(&fingerprints) {
-        ghosts.put(fingerprint, f64::from(number), number, number % 2 == 0);
+    for (number, &fingerprint) in numbers.clone().zip(&fingerprints) {
+        ghosts.put(fingerprint, number % 2 == 0);
     }
-    let found: Vec<_> = fingerprints.iter().filter_map(|&fingerprint| ghosts.take(fingerprint)).collect();
-    assert_eq!(found.len(), 400, "four per chunk");
-    assert!(found.iter().all(|ghost| ghost.last > 8000), "the newest of each set");
-    assert!(
-        found
-            .iter()
-            .all(|ghost| ghost.reused == (ghost.last % 2 == 0)
-                && ghost.worth.to_bits() == f64::from(ghost.last).to_bits())
-    );
-    let recent: Vec<_> = found.iter().filter(|ghost| ghost.recent).collect();
+    let found: Vec<_> = numbers
+        .zip(&fingerprints)
+        .filter_map(|(number, &fingerprint)| Some((number, ghosts.take(fingerprint)?)))
+        .collect();
+    assert_eq!(found.len(), 800, "eight per chunk");
+    assert!(found.iter().all(|(number, ghost)| *number > 8000 && ghost.reused == (number % 2 == 0)));
+    let recent: Vec<_> = found.iter().filter(|(_, ghost)| ghost.recent).collect();
     assert_eq!(recent.len(), 100, "one per chunk");
-    assert!(recent.iter().all(|ghost| ghost.last > 9600));
+    assert!(recent.iter().all(|(number, _)| *number > 9600));
     assert!(fingerprints.iter().all(|&fingerprint| ghosts.take(fingerprint).is_none()), "a ghost is taken once");
 }
 
@@ -331,20 +320,25 @@ fn regulars_in_a_flood(capacity: u32) -> impl Iterator<Item = u32> {
     })
 }
 
+/// A round of a working set, in an order of its own.
+fn round_of(first: u32, round: u32, size: u32) -> impl Iterator<Item = u32> {
+    (0..size).map(move |nth| first + (nth * 7 + round * 13) % size)
+}
+
 #[test]
-fn lrfu_finds_what_comes_back_after_it_was_evicted_and_needs_its_ghosts_for_that() {
+fn adaptive_finds_what_comes_back_after_it_was_evicted_and_needs_its_ghosts_for_that() {
     const CAPACITY: u32 = 60;
-    let hits = |policy: Lrfu| Forest::new(policy).replay(CAPACITY as usize, regulars_in_a_flood(CAPACITY));
+    let hits = |policy: Adaptive| Forest::new(policy).replay(CAPACITY as usize, regulars_in_a_flood(CAPACITY));
     let possible = 19 * CAPACITY / 2;
-    assert_eq!(hits(Lrfu::lru()), 0);
-    assert_eq!(hits(Lrfu::new(CAPACITY as usize).without_ghosts()), 0);
-    let found = hits(Lrfu::new(CAPACITY as usize));
+    assert_eq!(hits(Adaptive::lru()), 0);
+    assert_eq!(hits(Adaptive::new(CAPACITY as usize).without_ghosts()), 0);
+    let found = hits(Adaptive::new(CAPACITY as usize));
     assert!(found * 10 >= possible * 8, "{found} of {possible}");
 }
 
 #[test]
 fn what_is_used_stays_through_a_flood_of_what_is_not() {
-    let mut forest = Forest::new(Lrfu::new(20));
+    let mut forest = Forest::new(Adaptive::new(20));
     let used: Vec<_> = (0..5).map(|number| forest.insert(None, number)).collect();
     for number in 100..300 {
         for &id in &used {
@@ -357,61 +351,59 @@ fn what_is_used_stays_through_a_flood_of_what_is_not() {
     }
 }
 
+/// A shift of the working set: once-used chunks of the new one come back, and the credit of the old one is gone.
 #[test]
-fn the_half_life_follows_the_time_of_return() {
-    let half_life = |num_keys: u32| {
-        let mut forest = Forest::new(Lrfu::new(100));
-        forest.replay(100, (0..5000).map(|nth| nth % num_keys));
-        forest.policy.half_life()
-    };
-    // A loop finds some of its keys, and touches do not count within 1/64 of the capacity, so 10 % either way.
-    for num_keys in [150, 300] {
-        let wanted = 2.5 * f64::from(num_keys);
-        assert!((half_life(num_keys) / wanted - 1.0).abs() < 0.1, "{} for {wanted}", half_life(num_keys));
-    }
+fn a_new_working_set_takes_over_after_few_returns() {
+    const CAPACITY: u32 = 60;
+    let mut forest = Forest::new(Adaptive::new(CAPACITY as usize));
+    forest.replay(CAPACITY as usize, regulars_in_a_flood(CAPACITY));
+    let before = forest.policy.credit();
+    assert!(before > 4.0, "{before}");
+    let new = |round: u32| round_of(2_000_000, round, CAPACITY - 10);
+    forest.replay(CAPACITY as usize, (0..3).flat_map(new));
+    let hits = forest.replay(CAPACITY as usize, (3..6).flat_map(new));
+    assert_eq!(hits, 3 * (CAPACITY - 10));
+    assert!(forest.policy.credit() < before / 2.0, "{} after {before}", forest.policy.credit());
 }
 
 #[test]
-fn the_half_life_gets_short_where_old_uses_say_nothing() {
-    let mut forest = Forest::new(Lrfu::new(30));
-    // Each key comes back once, after twice the capacity, and never again.
-    forest.replay(30, (0..12_000).flat_map(|nth: u32| [nth, (nth + 12_000 - 30) % 12_000]));
-    let short = forest.policy.half_life();
-    assert!(short < 75.0, "{short} where 2.5 times the return is 150");
+fn a_second_working_set_finds_as_much_as_the_first() {
+    for policy in Eviction::ALL {
+        let mut forest = Forest::new(Boxed(policy.policy(120)));
+        for set in 0..4 {
+            let rounds = (0..5).flat_map(|round| round_of(set * 1000, round, 100));
+            assert_eq!(forest.replay(120, rounds), 400, "{policy:?}, set {set}");
+        }
+    }
 }
 
 #[test]
 fn polls_are_one_use() {
-    let mut forest = Forest::new(Lrfu::new(6400));
-    let [polled, used] = [1, 2].map(|number| forest.insert(None, number));
-    let flood =
-        |forest: &mut Forest<Lrfu>, from: u32| (from..from + 200).for_each(|number| _ = forest.insert(None, number));
-    for turn in 0..3 {
-        flood(&mut forest, 1000 + turn * 1000);
-        forest.touch(used);
-    }
-    flood(&mut forest, 5000);
-    (0..50).for_each(|_| forest.touch(polled));
-    forest.touch(used);
-    let ids: Vec<_> = forest.parents.keys().copied().filter(|&id| id != polled && id != used).collect();
-    for id in ids {
-        forest.remove(id, Removal::Dropped);
-    }
-    assert_eq!(forest.victim(), Some(polled), "50 looks in one moment are less than 4 uses");
+    let credit = |num_between: u32| {
+        let mut forest = Forest::new(Adaptive::new(640));
+        let polled = forest.insert(None, 1);
+        (0..num_between).for_each(|nth| _ = forest.insert(None, 1000 + nth));
+        (0..50).for_each(|_| forest.touch(polled));
+        forest.remove(polled, Removal::Evicted);
+        forest.insert(None, 1);
+        forest.policy.credit()
+    };
+    assert!(credit(9) <= 1.0, "looks in one moment are no second use");
+    assert!(credit(10) > 1.0, "but a look after a 64th of the capacity is");
 }
 
 #[test]
 fn dropped_chunks_are_not_remembered() {
-    let half_life = |removal| {
-        let mut forest = Forest::new(Lrfu::new(10));
-        for _ in 0..50 {
-            let id = forest.insert(None, 1);
-            forest.remove(id, removal);
-        }
-        forest.policy.half_life()
+    let credit = |removal| {
+        let mut forest = Forest::new(Adaptive::new(10));
+        let used = forest.insert(None, 1);
+        forest.touch(used);
+        forest.remove(used, removal);
+        forest.insert(None, 1);
+        forest.policy.credit()
     };
-    assert!(half_life(Removal::Evicted) < 20.0);
-    assert!((half_life(Removal::Dropped) - 25.0).abs() < 1e-9, "nothing came back");
+    assert!(credit(Removal::Evicted) > 1.0);
+    assert!(credit(Removal::Dropped) <= 1.0, "nothing came back");
 }
 
 #[test]
@@ -449,12 +441,8 @@ impl Policy for Boxed {
 }
 
 #[test]
-fn noop_lets_nobody_go_and_names_are_checked() {
-    let mut policy = Noop;
-    policy.insert(ChunkId(0), None, &key(0));
-    policy.set_evictable(ChunkId(0), true);
-    assert_eq!(policy.victim(), None);
-    assert_eq!(Eviction::parse("lrfu").unwrap(), Eviction::default());
+fn names_are_checked() {
+    assert_eq!(Eviction::parse("adaptive").unwrap(), Eviction::default());
     assert_eq!(Eviction::parse("lru").unwrap(), Eviction::Lru);
     assert_eq!(Eviction::parse("arc").unwrap_err().kind(), ErrorKind::InvalidConfig);
 }

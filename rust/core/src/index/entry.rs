@@ -1,15 +1,47 @@
 //! One chunk: its place in its prefix, in each tier, and who uses it now.
 
-use super::Presence;
 use crate::evict::ChunkId;
 use crate::io::FrameId;
 use crate::key::ChunkKey;
 use crate::tier::disk::SlotId;
 
+/// Where a chunk is in one tier; `P` is a place there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(crate) enum Presence<P> {
+    #[default]
+    Absent,
+    /// It will be here; it may not have a place yet.
+    Coming(Option<P>),
+    /// Here, as good as its key says.
+    Here(P),
+    /// Its place is being freed. It is back where that fails.
+    Leaving(P),
+}
+
+impl<P: Copy> Presence<P> {
+    /// Its place, if it has one.
+    pub(crate) fn place(self) -> Option<P> {
+        match self {
+            Presence::Absent => None,
+            Presence::Coming(place) => place,
+            Presence::Here(place) | Presence::Leaving(place) => Some(place),
+        }
+    }
+
+    pub(crate) fn is_absent(self) -> bool {
+        matches!(self, Presence::Absent)
+    }
+
+    pub(crate) fn is_here(self) -> bool {
+        matches!(self, Presence::Here(_))
+    }
+}
+
 /// Who brings the bytes of a chunk that is coming to host.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Filler {
     /// They are there, and wait for the parent.
+    #[default]
     Nobody,
     /// A worker, under a `WriteLease`.
     Lease,
@@ -20,9 +52,9 @@ pub(crate) enum Filler {
 }
 
 /// Whether a chunk should get to disk.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Wish {
-    /// No.
+    #[default]
     None,
     /// In the queue.
     Queued,
@@ -32,9 +64,10 @@ pub(crate) enum Wish {
     Writing,
 }
 
-/// What an entry begins with.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct NewEntry {
+/// One chunk.
+#[derive(Debug, Clone, Copy, Default)]
+#[expect(clippy::struct_excessive_bools, reason = "independent facts about a chunk")]
+pub(crate) struct Entry {
     pub(crate) key: ChunkKey,
     pub(crate) parent_key: ChunkKey,
     pub(crate) parent: Option<ChunkId>,
@@ -44,32 +77,18 @@ pub(crate) struct NewEntry {
     pub(crate) num_blocks: u32,
     /// Its place and those of all above it are known to be right.
     pub(crate) proven: bool,
-}
-
-/// One chunk.
-#[derive(Debug, Clone, Copy)]
-#[expect(clippy::struct_excessive_bools, reason = "independent facts about a chunk")]
-pub(crate) struct Entry {
-    pub(crate) key: ChunkKey,
-    pub(crate) parent_key: ChunkKey,
-    pub(crate) parent: Option<ChunkId>,
-    pub(super) first_child: Option<ChunkId>,
-    pub(super) prev_sibling: Option<ChunkId>,
-    pub(super) next_sibling: Option<ChunkId>,
+    /// The links, the generation and the two states are the index's to change.
+    pub(crate) first_child: Option<ChunkId>,
+    pub(crate) prev_sibling: Option<ChunkId>,
+    pub(crate) next_sibling: Option<ChunkId>,
     /// Detached children; they are not among the siblings.
-    pub(super) num_detached: u32,
-    pub(super) generation: u32,
-    /// Which `clear` it came after.
-    pub(super) epoch: u32,
-    pub(super) live: bool,
+    pub(crate) num_detached: u32,
+    pub(crate) generation: u32,
+    pub(crate) live: bool,
     /// It is forgotten, and with it all below it.
     pub(crate) detached: bool,
     /// It will be forgotten, with all below it; no key leads here any more.
     pub(crate) doomed: bool,
-    pub(crate) proven: bool,
-    pub(crate) depth: u32,
-    pub(crate) first_block: u32,
-    pub(crate) num_blocks: u32,
     pub(crate) host: Presence<FrameId>,
     pub(crate) disk: Presence<SlotId>,
     pub(crate) filler: Filler,
@@ -88,41 +107,6 @@ pub(crate) struct Entry {
 }
 
 impl Entry {
-    pub(super) fn new(new: NewEntry, next_sibling: Option<ChunkId>, generation: u32, epoch: u32) -> Self {
-        Self {
-            key: new.key,
-            parent_key: new.parent_key,
-            parent: new.parent,
-            first_child: None,
-            prev_sibling: None,
-            next_sibling,
-            num_detached: 0,
-            generation,
-            epoch,
-            live: true,
-            detached: false,
-            doomed: false,
-            proven: new.proven,
-            depth: new.depth,
-            first_block: new.first_block,
-            num_blocks: new.num_blocks,
-            host: Presence::Absent,
-            disk: Presence::Absent,
-            filler: Filler::Nobody,
-            wish: Wish::None,
-            unreadable_until_s: 0,
-            holds: 0,
-            host_children: 0,
-            disk_children: 0,
-            host_evictable: None,
-            disk_evictable: None,
-        }
-    }
-
-    pub(crate) fn generation(&self) -> u32 {
-        self.generation
-    }
-
     /// The block behind its last one.
     pub(crate) fn end_block(&self) -> u32 {
         self.first_block + self.num_blocks
@@ -135,6 +119,11 @@ impl Entry {
     /// A disk thread shall read it, and has not begun.
     pub(crate) fn is_queued(&self) -> bool {
         self.host == Presence::Coming(None)
+    }
+
+    /// A disk thread shall write it, and has not begun.
+    pub(crate) fn is_to_write(&self) -> bool {
+        self.wish == Wish::Queued
     }
 
     /// Whether children may be admitted to host: it has a frame, or will.

@@ -1,18 +1,16 @@
 //! Key -> entry: where each chunk is, who its parent is, who hangs on it.
 //!
-//! Entries live in a slab and are linked into one tree per root; a *detached* entry is forgotten (no key leads to it, and its
-//! parent does not list it) but stays, with its link upwards, until its last user ends. The index keeps links and the map
-//! right and nothing else: what the counts in an entry mean, and when one may go, is the store's business.
+//! Entries live in a slab and are linked into trees; a *detached* entry is forgotten (no key leads to it, and its parent does
+//! not list it) but stays, with its link upwards, until its last user ends. The index keeps links and the map right and nothing
+//! else: what the counts in an entry mean, and when one may go, is the store's business.
 
 mod entry;
-mod presence;
+mod table;
 
-use std::collections::HashMap;
-use std::hash::{BuildHasher, Hasher};
 use std::ops;
 
-pub(crate) use entry::{Entry, Filler, NewEntry, Wish};
-pub(crate) use presence::Presence;
+pub(crate) use entry::{Entry, Filler, Presence, Wish};
+use table::Table;
 
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
@@ -20,10 +18,13 @@ use crate::key::ChunkKey;
 /// A map and a slab with links between parents and children.
 #[derive(Debug, Default)]
 pub(crate) struct Index {
-    map: HashMap<ChunkKey, ChunkId, KeyBytes>,
+    map: Table,
     entries: Vec<Entry>,
     vacant: Vec<u32>,
-    epoch: u32,
+    /// The last first chunk of a prefix that was added; the others are its siblings.
+    first_root: Option<ChunkId>,
+    /// The same of trees whose keys were all forgotten at once.
+    old_roots: Vec<ChunkId>,
 }
 
 impl ops::Index<ChunkId> for Index {
@@ -42,7 +43,7 @@ impl ops::IndexMut<ChunkId> for Index {
 impl Index {
     /// The entry that `key` leads to.
     pub(crate) fn get(&self, key: &ChunkKey) -> Option<ChunkId> {
-        self.map.get(key).copied()
+        self.map.get(key, |id| self[id].key == *key)
     }
 
     /// Entries that a key leads to.
@@ -57,41 +58,39 @@ impl Index {
     }
 
     /// A new entry without any presence, linked behind its parent. The key must be free.
-    pub(crate) fn insert(&mut self, new: NewEntry) -> ChunkId {
+    pub(crate) fn insert(&mut self, new: Entry) -> ChunkId {
+        debug_assert!(self.get(&new.key).is_none(), "a key leads to one entry");
         debug_assert!(new.parent.is_none_or(|parent| !self[parent].detached), "children hang on what can be found");
-        let next = new.parent.and_then(|parent| self[parent].first_child);
-        let generation = self.vacant.last().map_or(0, |&at| self.entries[at as usize].generation + 1);
-        let entry = Entry::new(new, next, generation, self.epoch);
-        let id = if let Some(at) = self.vacant.pop() {
-            self.entries[at as usize] = entry;
-            ChunkId(at)
-        } else {
-            self.entries.push(entry);
+        let id = self.vacant.pop().map(ChunkId).unwrap_or_else(|| {
+            self.entries.push(Entry::default());
             ChunkId(u32::try_from(self.entries.len() - 1).expect("frames and slots are counted in u32"))
-        };
-        if let Some(parent) = new.parent {
-            self[parent].first_child = Some(id);
-        }
-        if let Some(next) = next {
+        });
+        let head = new.parent.map_or(&mut self.first_root, |parent| &mut self.entries[parent.0 as usize].first_child);
+        let next_sibling = head.replace(id);
+        if let Some(next) = next_sibling {
             self[next].prev_sibling = Some(id);
         }
-        let before = self.map.insert(new.key, id);
-        debug_assert!(before.is_none(), "a key leads to one entry");
+        let generation = self[id].generation + 1;
+        self[id] = Entry { next_sibling, generation, live: true, ..new };
+        self.map.insert(&new.key, id);
         id
     }
 
     /// Forgets the entry's key; an entry that came later may have it.
     pub(crate) fn unmap(&mut self, id: ChunkId) {
         let key = self[id].key;
-        if self.get(&key) == Some(id) {
-            self.map.remove(&key);
-        }
+        self.map.remove(&key, id);
     }
 
-    /// Forgets every key at once. The entries stay, of an older epoch.
+    /// Forgets every key at once. The entries stay; `old_root` leads to them.
     pub(crate) fn unmap_all(&mut self) {
         self.map.clear();
-        self.epoch += 1;
+        self.old_roots.extend(self.first_root.take());
+    }
+
+    /// Some first chunk of those that lost their keys with all others.
+    pub(crate) fn old_root(&self) -> Option<ChunkId> {
+        self.old_roots.last().copied()
     }
 
     /// Forgets an entry without attached children: its key is free, and its parent counts it but does not list it.
@@ -99,13 +98,17 @@ impl Index {
         self.unmap(id);
         let Entry { parent, first_child, prev_sibling, next_sibling, .. } = self[id];
         debug_assert!(first_child.is_none(), "children are forgotten before their parents");
-        if let Some(prev) = prev_sibling {
-            self[prev].next_sibling = next_sibling;
-        } else if let Some(parent) = parent {
-            self[parent].first_child = next_sibling;
-        }
         if let Some(next) = next_sibling {
             self[next].prev_sibling = prev_sibling;
+        }
+        match (prev_sibling, parent) {
+            (Some(prev), _) => self[prev].next_sibling = next_sibling,
+            (None, Some(parent)) => self[parent].first_child = next_sibling,
+            (None, None) if self.first_root == Some(id) => self.first_root = next_sibling,
+            (None, None) => {
+                self.old_roots.retain(|root| *root != id);
+                self.old_roots.extend(next_sibling);
+            }
         }
         if let Some(parent) = parent {
             self[parent].num_detached += 1;
@@ -124,31 +127,10 @@ impl Index {
         self.vacant.push(id.0);
     }
 
-    /// The last child that was added and is not detached.
-    pub(crate) fn first_child(&self, id: ChunkId) -> Option<ChunkId> {
-        self[id].first_child
-    }
-
     /// Whether `id` can be found and hangs on `parent`.
     pub(crate) fn is_child(&self, id: ChunkId, parent: ChunkId) -> bool {
         let entry = &self[id];
         entry.live && !entry.detached && entry.parent == Some(parent)
-    }
-
-    /// Slots of the slab, live or not: ids are below.
-    pub(crate) fn num_ids(&self) -> u32 {
-        u32::try_from(self.entries.len()).unwrap_or(u32::MAX)
-    }
-
-    /// Whether the entry is a root of an older epoch that still has to be forgotten.
-    pub(crate) fn is_old_root(&self, id: ChunkId) -> bool {
-        let entry = &self[id];
-        entry.live && !entry.detached && entry.parent.is_none() && self.is_old(id)
-    }
-
-    /// Whether everything was forgotten since the entry came.
-    pub(crate) fn is_old(&self, id: ChunkId) -> bool {
-        self[id].epoch != self.epoch
     }
 
     /// Whether `id` is still the entry that had `generation`.
@@ -161,34 +143,15 @@ impl Index {
         std::iter::successors(Some(id), |&id| self[id].parent)
     }
 
+    /// First chunks that were not all forgotten at once; for checks.
+    #[cfg(any(test, feature = "faults"))]
+    pub(crate) fn roots(&self) -> impl Iterator<Item = ChunkId> {
+        std::iter::successors(self.first_root, |&id| self[id].next_sibling)
+    }
+
     /// All entries, detached ones too, in no order; for checks.
+    #[cfg(any(test, feature = "faults"))]
     pub(crate) fn iter(&self) -> impl Iterator<Item = (ChunkId, &Entry)> {
         (0..).map(ChunkId).zip(&self.entries).filter(|(_, entry)| entry.live)
     }
-}
-
-/// Keys are digests: eight of their bytes are as good a hash as any.
-#[derive(Debug, Clone, Copy, Default)]
-struct KeyBytes;
-
-#[derive(Debug, Default)]
-struct FirstBytes(u64);
-
-impl BuildHasher for KeyBytes {
-    type Hasher = FirstBytes;
-    fn build_hasher(&self) -> FirstBytes {
-        FirstBytes(0)
-    }
-}
-
-impl Hasher for FirstBytes {
-    fn finish(&self) -> u64 {
-        self.0
-    }
-    fn write(&mut self, bytes: &[u8]) {
-        if let Some(first) = bytes.first_chunk() {
-            self.0 = u64::from_le_bytes(*first);
-        }
-    }
-    fn write_usize(&mut self, _length: usize) {}
 }

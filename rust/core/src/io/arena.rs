@@ -1,12 +1,11 @@
 //! Frames in shared memory: one memfd, mapped by its owner and by workers of other processes.
 //!
 //! In the owner's process a frame's bytes are reached through its [`Frame`], of which there is exactly one, so the borrow
-//! checker upholds that nobody reads what another thread writes. Workers map the same memory through [`Arena`]; between
+//! checker upholds that no thread reads what another writes. Workers map the same memory through [`Arena`]; between
 //! processes the leases uphold it: a worker writes only frames that are reserved for it and reads only frames pinned for
 //! it. This is the one file of the core with unsafe code. It must not know keys or who holds a lease.
 #![expect(unsafe_code, reason = "mapping memory and viewing it as bytes has no safe form")]
 
-use std::fmt;
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::{self, NonNull};
@@ -27,6 +26,7 @@ pub const FRAME_ALIGN: u64 = 4096;
 pub struct FrameId(pub u32);
 
 /// `num_frames` equal frames, mapped shared; unmapped when the last owner of the mapping goes.
+#[derive(Debug)]
 struct Mapping {
     start: NonNull<u8>,
     frame_bytes: usize,
@@ -76,15 +76,9 @@ impl Mapping {
 
 impl Drop for Mapping {
     fn drop(&mut self) {
-        // SAFETY: start and size are those of the mapping made in new, and nobody has a reference into it: Frames and
+        // SAFETY: start and size are those of the mapping made in new, and there is no reference into it: Frames and
         // Arenas own a part of this Mapping, and slices borrow from them.
         let _unmapped = unsafe { rustix::mm::munmap(self.start.as_ptr().cast(), self.size_bytes()) };
-    }
-}
-
-impl fmt::Debug for Mapping {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Mapping({} x {})", self.num_frames, self.frame_bytes)
     }
 }
 
@@ -103,6 +97,7 @@ fn checked_size(frame_bytes: u64, num_frames: u32) -> Result<usize> {
 }
 
 /// The one right to a frame's bytes in its owner's process. It is neither copied nor made again, so `&mut Frame` is alone.
+#[derive(Debug)]
 pub struct Frame {
     mapping: Arc<Mapping>,
     id: FrameId,
@@ -129,14 +124,8 @@ impl Frame {
     /// Its bytes, to be filled while no worker knows of it.
     pub fn bytes_mut(&mut self) -> &mut [u8] {
         // SAFETY: as in bytes; &mut self excludes any other view in this process, and the store fills a frame only before
-        // it is visible and while it is reserved for nobody else.
+        // it is visible and while it is reserved for no other writer.
         unsafe { slice::from_raw_parts_mut(self.start().as_ptr(), self.mapping.frame_bytes) }
-    }
-}
-
-impl fmt::Debug for Frame {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Frame({})", self.id.0)
     }
 }
 
@@ -144,13 +133,12 @@ impl fmt::Debug for Frame {
 #[derive(Debug)]
 pub struct HostArena {
     fd: OwnedFd,
-    mapping: Arc<Mapping>,
 }
 
 impl HostArena {
     /// New zeroed frames. Memory is taken page by page as frames are first written.
     ///
-    /// `InvalidConfig` if `frame_bytes` is no multiple of 4096 or nothing would be mapped; `Io` if the system refuses.
+    /// `InvalidConfig` if `frame_bytes` is not a multiple of 4096 or nothing would be mapped; `Io` if the system refuses.
     pub fn create(frame_bytes: u64, num_frames: u32) -> Result<(Self, Vec<Frame>)> {
         let size_bytes = checked_size(frame_bytes, num_frames)?;
         let fail = |error: rustix::io::Errno| {
@@ -159,26 +147,16 @@ impl HostArena {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create("kvloft-arena", flags).map_err(fail)?;
         rustix::fs::ftruncate(&fd, size_bytes as u64).map_err(fail)?;
-        // Nobody can cut the file short under a mapping, which would kill whoever touches it next.
+        // The file cannot be truncated under a mapping, which would kill the process that touches it next.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(fail)?;
         let mapping = Arc::new(Mapping::new(&fd, size_bytes / num_frames as usize, num_frames)?);
         let frames = (0..num_frames).map(|id| Frame { mapping: Arc::clone(&mapping), id: FrameId(id) }).collect();
-        Ok((Self { fd, mapping }, frames))
+        Ok((Self { fd }, frames))
     }
 
     /// Where other processes of the same user find it, while this lives.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", rustix::process::getpid().as_raw_nonzero(), self.fd.as_raw_fd())
-    }
-
-    /// Bytes of one frame.
-    pub fn frame_bytes(&self) -> usize {
-        self.mapping.frame_bytes
-    }
-
-    /// How many frames there are.
-    pub fn num_frames(&self) -> u32 {
-        self.mapping.num_frames
     }
 }
 
@@ -199,7 +177,7 @@ impl Arena {
             File::options().read(true).write(true).open(path).map_err(|error| {
                 fail("the arena cannot be opened; is the scheduler process of this user alive?", error)
             })?;
-        let seals = rustix::fs::fcntl_get_seals(&file).map_err(|error| fail("this is no arena", error.into()))?;
+        let seals = rustix::fs::fcntl_get_seals(&file).map_err(|error| fail("this is not an arena", error.into()))?;
         let len = file.metadata().map_err(|error| fail("the arena's size cannot be read", error))?.len();
         if !seals.contains(SealFlags::SHRINK) || len != size_bytes as u64 {
             return Err(Error::new(ErrorKind::InvalidConfig, "the arena is not the one planned for")
@@ -219,16 +197,6 @@ impl Arena {
     /// Bytes of all frames.
     pub fn size_bytes(&self) -> usize {
         self.mapping.size_bytes()
-    }
-
-    /// Bytes of one frame.
-    pub fn frame_bytes(&self) -> usize {
-        self.mapping.frame_bytes
-    }
-
-    /// How many frames there are.
-    pub fn num_frames(&self) -> u32 {
-        self.mapping.num_frames
     }
 
     /// Tags the payload of the part of `part_bytes` at `offset` of `frame` and writes its trailer; returns the tag.
@@ -274,7 +242,7 @@ impl Arena {
 
     fn payload(&self, frame: FrameId, offset: usize, bytes: usize) -> Result<&[u8]> {
         let start = self.mapping.at(frame, offset, bytes)?;
-        // SAFETY: the bytes lie in the mapping, which self keeps. Nobody writes them meanwhile: the frame is reserved for or
+        // SAFETY: the bytes lie in the mapping, which self keeps. Nothing writes them meanwhile: the frame is reserved for or
         // pinned by the caller, whose own copies are done, as seal and check demand.
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), bytes) })
     }

@@ -1,7 +1,7 @@
 //! Files of page-aligned frames, read and written without bounce copies where the file system can.
 //!
-//! [`RawFile`] is one system call per method, so that tests can put a failing file under the disk tier; the loops that
-//! finish short transfers are here too. It must not know slots, records or keys.
+//! [`RawFile`] is one system call per method, so that tests can put a failing file under the disk tier. It must not know
+//! slots, records or keys.
 
 use std::fmt;
 use std::fs::{File, OpenOptions};
@@ -17,12 +17,9 @@ use rustix::io::Errno;
 /// own requirement divides it.
 pub const ALIGN_BYTES: usize = 4096;
 
-/// One open file; each method is one system call and may transfer less than asked.
-pub trait RawFile: Send + Sync + fmt::Debug {
-    /// Reads at most `into.len()` bytes at `offset`; 0 at the end of the file.
-    fn pread(&self, into: &mut [u8], offset: u64) -> Result<usize>;
-    /// Writes at most `bytes.len()` bytes at `offset`.
-    fn pwrite(&self, bytes: &[u8], offset: u64) -> Result<usize>;
+/// One open file; each method is one system call, so reads and writes may transfer less than asked: what std's trait makes of
+/// them finishes short ones.
+pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
     /// The file's length.
     fn size(&self) -> Result<u64>;
     /// Where data begin at or behind `offset`; None where only a hole is left.
@@ -71,48 +68,39 @@ impl OsFile {
         Ok(Self { buffered, direct, direct_refused: AtomicBool::new(false) })
     }
 
-    /// The direct descriptor, if this transfer may use it.
-    fn direct_for(&self, bytes: &[u8], offset: u64) -> Option<&File> {
-        let page = ALIGN_BYTES as u64;
-        let aligned = bytes.as_ptr().addr().is_multiple_of(ALIGN_BYTES)
-            && bytes.len().is_multiple_of(ALIGN_BYTES)
-            && offset.is_multiple_of(page)
-            && !bytes.is_empty();
-        if aligned && self.is_direct() { self.direct.as_ref() } else { None }
+    /// One transfer of memory at `offset`: past the page cache where all is aligned and the file system takes it.
+    fn transfer(
+        &self,
+        memory: (usize, usize),
+        offset: u64,
+        mut io: impl FnMut(&File) -> Result<usize>,
+    ) -> Result<usize> {
+        let (address, len) = memory;
+        let is_aligned = (address | len).is_multiple_of(ALIGN_BYTES) && offset.is_multiple_of(ALIGN_BYTES as u64);
+        if let Some(direct) = self.direct.as_ref().filter(|_| is_aligned && len > 0 && self.is_direct()) {
+            match io(direct) {
+                // The flag was taken and the transfer is not.
+                Err(e) if matches!(Errno::from_io_error(&e), Some(Errno::INVAL | Errno::OPNOTSUPP)) => {
+                    self.direct_refused.store(true, Ordering::Relaxed);
+                }
+                result => return result,
+            }
+        }
+        io(&self.buffered)
+    }
+}
+
+impl FileExt for OsFile {
+    fn read_at(&self, into: &mut [u8], offset: u64) -> Result<usize> {
+        self.transfer((into.as_ptr().addr(), into.len()), offset, |file| file.read_at(into, offset))
     }
 
-    /// Runs a direct transfer's result past the case "the flag was taken but the transfer is not": None means buffered.
-    fn judge_direct(&self, result: Result<usize>) -> Option<Result<usize>> {
-        match &result {
-            Err(e) if matches!(Errno::from_io_error(e), Some(Errno::INVAL | Errno::OPNOTSUPP)) => {
-                self.direct_refused.store(true, Ordering::Relaxed);
-                None
-            }
-            _ => Some(result),
-        }
+    fn write_at(&self, bytes: &[u8], offset: u64) -> Result<usize> {
+        self.transfer((bytes.as_ptr().addr(), bytes.len()), offset, |file| file.write_at(bytes, offset))
     }
 }
 
 impl RawFile for OsFile {
-    fn pread(&self, into: &mut [u8], offset: u64) -> Result<usize> {
-        if let Some(direct) = self.direct_for(into, offset) {
-            let result = direct.read_at(into, offset);
-            if let Some(done) = self.judge_direct(result) {
-                return done;
-            }
-        }
-        self.buffered.read_at(into, offset)
-    }
-
-    fn pwrite(&self, bytes: &[u8], offset: u64) -> Result<usize> {
-        if let Some(direct) = self.direct_for(bytes, offset)
-            && let Some(done) = self.judge_direct(direct.write_at(bytes, offset))
-        {
-            return done;
-        }
-        self.buffered.write_at(bytes, offset)
-    }
-
     fn size(&self) -> Result<u64> {
         Ok(self.buffered.metadata()?.len())
     }
@@ -144,64 +132,5 @@ impl RawFile for OsFile {
 
     fn is_direct(&self) -> bool {
         self.direct.is_some() && !self.direct_refused.load(Ordering::Relaxed)
-    }
-}
-
-/// Reads all of `into`; `UnexpectedEof` where the file ends before.
-pub fn read_exact_at(file: &dyn RawFile, into: &mut [u8], offset: u64) -> Result<()> {
-    let mut done = 0;
-    while done < into.len() {
-        match file.pread(&mut into[done..], offset + done as u64) {
-            Ok(0) => return Err(Error::from(ErrorKind::UnexpectedEof)),
-            Ok(n) => done += n,
-            Err(e) if e.kind() == ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
-        }
-    }
-    Ok(())
-}
-
-/// Writes all of `bytes`.
-pub fn write_all_at(file: &dyn RawFile, bytes: &[u8], offset: u64) -> Result<()> {
-    let mut done = 0;
-    while done < bytes.len() {
-        match file.pwrite(&bytes[done..], offset + done as u64) {
-            Ok(0) => return Err(Error::from(ErrorKind::WriteZero)),
-            Ok(n) => done += n,
-            Err(e) if e.kind() == ErrorKind::Interrupted => {}
-            Err(e) => return Err(e),
-        }
-    }
-    Ok(())
-}
-
-/// A zeroed buffer whose bytes start at a page boundary, for callers without an arena.
-#[derive(Debug)]
-pub struct PageBuffer {
-    bytes: Vec<u8>,
-    start: usize,
-    len: usize,
-}
-
-impl PageBuffer {
-    /// `len` bytes of zeros.
-    pub fn new(len: usize) -> Self {
-        let bytes = vec![0_u8; len + ALIGN_BYTES];
-        // A Vec's memory does not move while its length stays, so the offset found here holds.
-        let start = bytes.as_ptr().addr().next_multiple_of(ALIGN_BYTES) - bytes.as_ptr().addr();
-        Self { bytes, start, len }
-    }
-}
-
-impl std::ops::Deref for PageBuffer {
-    type Target = [u8];
-    fn deref(&self) -> &[u8] {
-        &self.bytes[self.start..self.start + self.len]
-    }
-}
-
-impl std::ops::DerefMut for PageBuffer {
-    fn deref_mut(&mut self) -> &mut [u8] {
-        &mut self.bytes[self.start..self.start + self.len]
     }
 }

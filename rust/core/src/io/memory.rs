@@ -1,6 +1,6 @@
 //! How much memory this process may still take: the machine's and its control groups'.
 //!
-//! Read once by whoever opens a store and passed in, so that the store itself asks nobody. It must not know sizes of frames.
+//! Read once by the opener of a store and passed in, so that the store itself asks nothing. It must not know sizes of frames.
 
 use std::fs;
 use std::path::Path;
@@ -11,10 +11,7 @@ use std::path::Path;
 pub fn available_bytes() -> Option<u64> {
     let machine = fs::read_to_string("/proc/meminfo").ok().and_then(|text| mem_available(&text));
     let groups = fs::read_to_string("/proc/self/cgroup").ok().and_then(|text| groups_available(&text));
-    match (machine, groups) {
-        (Some(machine), Some(groups)) => Some(machine.min(groups)),
-        (machine, groups) => machine.or(groups),
-    }
+    [machine, groups].into_iter().flatten().min()
 }
 
 fn mem_available(meminfo: &str) -> Option<u64> {
@@ -25,32 +22,22 @@ fn mem_available(meminfo: &str) -> Option<u64> {
 
 /// The least that any group on the way to the root has left. A group without a limit says nothing.
 fn groups_available(cgroup: &str) -> Option<u64> {
-    let mut least = None;
-    for line in cgroup.lines() {
-        let mut fields = line.splitn(3, ':');
-        let (_, controllers, path) = (fields.next()?, fields.next()?, fields.next()?);
-        let (base, names) = match controllers {
+    let left_of = |line: &str| {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (base, names) = match fields.next()? {
             "" => ("/sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")),
             list if list.split(',').any(|name| name == "memory") => {
                 ("/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
             }
-            _ => continue,
+            _ => return None,
         };
-        let mut path = Path::new(path.trim_start_matches('/'));
-        loop {
-            if let Some(left) = group_left(&Path::new(base).join(path), names) {
-                least = Some(least.map_or(left, |least: u64| least.min(left)));
-            }
-            match path.parent() {
-                Some(parent) => path = parent,
-                None => break,
-            }
-        }
-    }
-    least
+        let groups = Path::new(fields.next()?.trim_start_matches('/')).ancestors();
+        groups.filter_map(|group| group_left(&Path::new(base).join(group), names)).min()
+    };
+    cgroup.lines().filter_map(left_of).min()
 }
 
-/// Limit less use; pages of files that nobody has touched lately can be had back, so they do not count as used.
+/// Limit less use; pages of files that were not touched lately can be had back, so they do not count as used.
 fn group_left(group: &Path, (limit, usage, inactive): (&str, &str, &str)) -> Option<u64> {
     let number = |name: &str| fs::read_to_string(group.join(name)).ok()?.trim().parse::<u64>().ok();
     let (limit, usage) = (number(limit)?, number(usage)?);
@@ -63,35 +50,4 @@ fn group_left(group: &Path, (limit, usage, inactive): (&str, &str, &str)) -> Opt
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn meminfo_is_read_in_kib() {
-        assert_eq!(mem_available("MemTotal: 9 kB\nMemAvailable:   12 kB\n"), Some(12 * 1024));
-        assert_eq!(mem_available("MemTotal: 9 kB\n"), None);
-        assert_eq!(mem_available("MemAvailable: many kB\n"), None);
-    }
-
-    #[test]
-    fn a_group_has_left_what_it_does_not_use_but_for_reclaimable_pages() {
-        let group = std::env::temp_dir().join(format!("kvloft-group-{}", std::process::id()));
-        fs::create_dir_all(&group).unwrap();
-        let names = ("memory.max", "memory.current", "inactive_file");
-        fs::write(group.join("memory.current"), "700\n").unwrap();
-        fs::write(group.join("memory.max"), "max\n").unwrap();
-        assert_eq!(group_left(&group, names), None);
-        fs::write(group.join("memory.max"), "1000\n").unwrap();
-        assert_eq!(group_left(&group, names), Some(300));
-        fs::write(group.join("memory.stat"), "inactive_file_x 9\ninactive_file 200\n").unwrap();
-        assert_eq!(group_left(&group, names), Some(500));
-        fs::write(group.join("memory.current"), "1900\n").unwrap();
-        assert_eq!(group_left(&group, names), Some(0));
-        fs::remove_dir_all(&group).unwrap();
-    }
-
-    #[test]
-    fn this_machine_has_some() {
-        assert!(available_bytes().is_none_or(|bytes| bytes > 0));
-    }
-}
+mod tests;

@@ -79,18 +79,11 @@ impl PartSpec<'_> {
     /// None if `trailer` and `payload` are this part's.
     pub fn check(&self, payload: &[u8], trailer: &[u8; TRAILER_BYTES]) -> Option<Damage> {
         let expected = self.trailer(payload.len(), 0);
-        let differs = |from: usize, to: usize| trailer[from..to] != expected[from..to];
-        if differs(0, 8) {
-            return Some(Damage::Unsealed);
-        }
-        if differs(8, 40) {
-            return Some(Damage::Key);
-        }
-        if differs(40, 72) {
-            return Some(Damage::Layout);
-        }
-        if differs(80, TRAILER_BYTES) {
-            return Some(Damage::Shape);
+        let mut fields =
+            [(0..8, Damage::Unsealed), (8..40, Damage::Key), (40..72, Damage::Layout), (80..128, Damage::Shape)]
+                .into_iter();
+        if let Some((_, damage)) = fields.find(|(field, _)| trailer[field.clone()] != expected[field.clone()]) {
+            return Some(damage);
         }
         match chunk_tag(payload, self.page_bytes, self.num_blocks) {
             Ok(tag) if tag.to_le_bytes() == trailer[72..80] => None,

@@ -7,14 +7,14 @@
 use rayon::prelude::*;
 
 use super::ChunkKey;
-use super::content::{Kind, Pending, Run, View, write_ids};
-use super::dtype::{Dtype, row_bytes};
+use super::content::{Kind, Pending, Run, View};
+use super::dtype::Row;
 use super::items::{Item, Items};
 use super::mode::{CHAIN, Digest, PARALLEL_BYTES, TOKENS};
 use crate::{Error, ErrorKind, Result};
 
-/// Token bytes hashed per round: enough for all SIMD lanes, small enough for the first-level cache.
-const BATCH_BYTES: usize = 16 << 10;
+/// Token ids hashed per round: enough for all SIMD lanes, small enough for the first-level cache.
+const BATCH_IDS: usize = 4 << 10;
 
 /// Incremental keys of one prefix, one a block.
 ///
@@ -84,58 +84,34 @@ impl KeyChain {
         if start < self.num_tokens() && !self.items.contains(&item) {
             return fail("an item must be declared before its positions are appended");
         }
-        self.items.add(item).map(|_| ())
+        self.items.add(item)
     }
 
     /// Appends token ids.
     pub fn append_tokens(&mut self, ids: &[u32]) -> Result<()> {
         self.check_room(ids.len())?;
-        let (head, body, rest) = self.split(ids.len());
-        if head > 0 {
-            self.push_pending(Kind::Tokens, &ids[..head], &[], head);
-        }
-        self.push_token_blocks(&ids[head..head + body]);
-        if rest > 0 {
-            self.push_pending(Kind::Tokens, &ids[head + body..], &[], rest);
+        let block = self.block_tokens as usize;
+        let mut bytes = Vec::new();
+        for ids in ids.chunks((BATCH_IDS / block).max(1) * block) {
+            bytes.clear();
+            bytes.extend(ids.iter().flat_map(|id| id.to_le_bytes()));
+            self.append(Kind::Tokens, &bytes);
         }
         Ok(())
     }
 
     /// Appends embedding rows of `width` elements of `dtype` (torch's name, such as `bfloat16`): raw bytes, row after row.
     pub fn append_embeds(&mut self, dtype: &str, width: u32, rows: &[u8]) -> Result<()> {
-        let row_bytes = row_bytes(dtype, width)?;
-        let dtype = Dtype::parse(dtype)?;
-        if !rows.len().is_multiple_of(row_bytes) {
+        let row = Row::new(dtype, width)?;
+        if !rows.len().is_multiple_of(row.size_bytes) {
             return Err(bad("embedding bytes must be a whole number of rows")
                 .with_context("bytes", rows.len())
                 .with_context("width", width)
-                .with_context("dtype", dtype.name));
+                .with_context("dtype", dtype));
         }
-        let num_rows = rows.len() / row_bytes;
-        self.check_room(num_rows)?;
-        let kind = Kind::Embeds { dtype, width };
-        let (head, body, rest) = self.split(num_rows);
-        let (first, others) = rows.split_at(head * row_bytes);
-        let (middle, last) = others.split_at(body * row_bytes);
-        if head > 0 {
-            self.push_pending(kind, &[], first, head);
-        }
-        self.push_embed_blocks(kind, middle, self.block_tokens as usize * row_bytes);
-        if rest > 0 {
-            self.push_pending(kind, &[], last, rest);
-        }
+        self.check_room(rows.len() / row.size_bytes)?;
+        self.append(Kind::Embeds(row), rows);
         Ok(())
-    }
-
-    /// Forgets positions from `num_tokens` on, down to a full block; returns how many are left.
-    ///
-    /// Where nothing is to be forgotten, nothing changes. Items stay declared.
-    pub fn truncate(&mut self, num_tokens: u32) -> u32 {
-        if num_tokens < self.num_tokens() {
-            self.keys.truncate((num_tokens / self.block_tokens) as usize);
-            self.pending.clear();
-        }
-        self.num_tokens()
     }
 
     fn check_room(&self, num: usize) -> Result<()> {
@@ -145,12 +121,19 @@ impl KeyChain {
         }
     }
 
-    /// How many of `num` new positions fill the pending block, make whole blocks, and are left over.
-    fn split(&self, num: usize) -> (usize, usize, usize) {
-        let room = (self.block_tokens - self.pending.len()) as usize;
-        let head = if self.pending.len() == 0 { 0 } else { room.min(num) };
-        let rest = (num - head) % self.block_tokens as usize;
-        (head, num - head - rest, rest)
+    /// Appends positions: some complete the pending block, some make whole blocks, and some are left over.
+    fn append(&mut self, kind: Kind, bytes: &[u8]) {
+        let (each, block_bytes) = (kind.size_bytes(), self.block_tokens as usize * kind.size_bytes());
+        let missing = (block_bytes - self.pending.len() as usize * each) % block_bytes;
+        let (head, rest) = bytes.split_at(missing.min(bytes.len()));
+        let (body, rest) = rest.split_at(rest.len() / block_bytes * block_bytes);
+        self.push_pending(kind, head);
+        if kind == Kind::Tokens {
+            self.push_token_blocks(body, block_bytes);
+        } else {
+            self.push_embed_blocks(kind, body, block_bytes);
+        }
+        self.push_pending(kind, rest);
     }
 
     fn block_start(&self) -> u64 {
@@ -162,70 +145,56 @@ impl KeyChain {
         view.digest(start, self.items.overlapping(start..start + u64::from(self.block_tokens)))
     }
 
-    fn chained(&self, digest: &Digest) -> ChunkKey {
-        ChunkKey(CHAIN.hash_pair(&self.keys.last().unwrap_or(&self.root).0, digest))
-    }
-
-    fn push_pending(&mut self, kind: Kind, ids: &[u32], rows: &[u8], num: usize) {
-        self.pending.push(kind, u32::try_from(num).expect("at most a block"), ids, rows);
+    fn push_pending(&mut self, kind: Kind, bytes: &[u8]) {
+        let num = u32::try_from(bytes.len() / kind.size_bytes()).expect("at most a block");
+        if num == 0 {
+            return;
+        }
+        self.pending.push(kind, num, bytes);
         if self.pending.len() == self.block_tokens {
-            let key = self.chained(&self.digest(&self.pending.view(), self.block_start()));
-            self.keys.push(key);
+            let digest = self.digest(&self.pending.view(), self.block_start());
+            self.push_digests(&[digest]);
             self.pending.clear();
         }
     }
 
-    /// Whole blocks of token ids, with nothing pending: many at once up to the next item.
-    fn push_token_blocks(&mut self, mut ids: &[u32]) {
-        let block_tokens = self.block_tokens as usize;
-        while !ids.is_empty() {
-            let start = self.block_start();
-            let covered = self.items.next_covered(start).map_or(u64::MAX, |position| position - start);
-            let clear = usize::try_from(covered).unwrap_or(usize::MAX).min(ids.len()) / block_tokens * block_tokens;
-            let (plain, rest) = ids.split_at(clear);
-            self.push_plain_blocks(plain);
-            ids = rest;
-            if let Some((block, rest)) = ids.split_at_checked(block_tokens) {
-                self.push_pending(Kind::Tokens, block, &[], block_tokens);
-                ids = rest;
-            }
+    fn push_digests(&mut self, digests: &[Digest]) {
+        self.keys.reserve(digests.len());
+        for digest in digests {
+            let before = self.keys.last().unwrap_or(&self.root);
+            self.keys.push(ChunkKey(CHAIN.hash_pair(&before.0, digest)));
         }
     }
 
-    /// Whole blocks of token ids that no item touches.
-    fn push_plain_blocks(&mut self, ids: &[u32]) {
-        let block_tokens = self.block_tokens as usize;
-        let num_blocks = (BATCH_BYTES / (block_tokens * 4)).clamp(1, ids.len().max(block_tokens) / block_tokens);
-        let mut bytes = vec![0; num_blocks * block_tokens * 4];
-        let mut digests = vec![Digest::default(); num_blocks];
-        self.keys.reserve(ids.len() / block_tokens);
-        for batch in ids.chunks(num_blocks * block_tokens) {
-            let bytes = &mut bytes[..batch.len() * 4];
-            let digests = &mut digests[..batch.len() / block_tokens];
-            write_ids(batch, bytes);
-            TOKENS.hash_each(bytes, block_tokens * 4, digests);
-            for digest in digests {
-                self.keys.push(self.chained(digest));
-            }
+    /// Whole blocks of token ids, with nothing pending: side by side up to the next block that an item touches.
+    fn push_token_blocks(&mut self, mut bytes: &[u8], block_bytes: usize) {
+        while !bytes.is_empty() {
+            let start = self.block_start();
+            let covered = self.items.next_covered(start).map_or(u64::MAX, |position| position - start);
+            let clear = usize::try_from(covered / u64::from(self.block_tokens)).unwrap_or(usize::MAX);
+            let mut digests = vec![Digest::default(); clear.min(bytes.len() / block_bytes)];
+            let (plain, rest) = bytes.split_at(digests.len() * block_bytes);
+            TOKENS.hash_each(plain, block_bytes, &mut digests);
+            self.push_digests(&digests);
+            let (touched, rest) = rest.split_at(block_bytes.min(rest.len()));
+            self.push_pending(Kind::Tokens, touched);
+            bytes = rest;
         }
     }
 
     /// Whole blocks of embedding rows, with nothing pending: block beside block over rayon's threads where they are big.
     fn push_embed_blocks(&mut self, kind: Kind, rows: &[u8], block_bytes: usize) {
         let runs = [Run { kind, num: self.block_tokens }];
-        let digest_of = |block: u64, rows: &[u8]| {
-            let start = self.block_start() + block * u64::from(self.block_tokens);
-            self.digest(&View { runs: &runs, ids: &[], rows }, start)
+        let digest_of = |(block, bytes): (usize, &[u8])| {
+            let start = self.block_start() + block as u64 * u64::from(self.block_tokens);
+            self.digest(&View { runs: &runs, bytes }, start)
         };
         let digests: Vec<Digest> = if rows.len() < PARALLEL_BYTES {
-            (0..).zip(rows.chunks_exact(block_bytes)).map(|(block, rows)| digest_of(block, rows)).collect()
+            rows.chunks_exact(block_bytes).enumerate().map(digest_of).collect()
         } else {
-            let blocks = rows.par_chunks_exact(block_bytes).enumerate();
-            blocks.map(|(block, rows)| digest_of(block as u64, rows)).collect()
+            rows.par_chunks_exact(block_bytes).enumerate().map(digest_of).collect()
         };
-        for digest in &digests {
-            self.keys.push(self.chained(digest));
-        }
+        self.push_digests(&digests);
     }
 }
 

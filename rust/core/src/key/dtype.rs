@@ -1,45 +1,48 @@
-//! Element types of embedding rows: their one canonical name, which enters keys, and their size.
+//! Rows of embeddings: their element type by its one canonical name, which enters keys, and their size.
 //!
-//! A name outside this list is refused rather than guessed, since two spellings of one type would be two keys.
+//! A type outside this list is refused rather than guessed, since two spellings of one type would be two keys.
 
 use crate::{Error, ErrorKind, Result};
 
-/// An element type by its torch name, without the `torch.` in front.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Dtype {
-    /// Canonical name: what keys hash.
-    pub(super) name: &'static str,
-    /// Bytes per element.
-    pub(super) size_bytes: u32,
-}
-
-const KNOWN: [Dtype; 9] = [
-    Dtype { name: "bfloat16", size_bytes: 2 },
-    Dtype { name: "float16", size_bytes: 2 },
-    Dtype { name: "float32", size_bytes: 4 },
-    Dtype { name: "float64", size_bytes: 8 },
-    Dtype { name: "float8_e4m3fn", size_bytes: 1 },
-    Dtype { name: "float8_e5m2", size_bytes: 1 },
-    Dtype { name: "int8", size_bytes: 1 },
-    Dtype { name: "uint8", size_bytes: 1 },
-    Dtype { name: "int32", size_bytes: 4 },
+/// Element types by their torch names, without the `torch.` in front, and their bytes.
+const DTYPES: [(&str, u32); 9] = [
+    ("bfloat16", 2),
+    ("float16", 2),
+    ("float32", 4),
+    ("float64", 8),
+    ("float8_e4m3fn", 1),
+    ("float8_e5m2", 1),
+    ("int8", 1),
+    ("uint8", 1),
+    ("int32", 4),
 ];
 
-impl Dtype {
-    /// The type called `name`; `InvalidConfig` if there is none.
-    pub(super) fn parse(name: &str) -> Result<Self> {
-        KNOWN.into_iter().find(|dtype| dtype.name == name).ok_or_else(|| {
-            let known = KNOWN.map(|dtype| dtype.name).join(", ");
-            Error::new(ErrorKind::InvalidConfig, format!("dtype {name:?} is not one of {known}"))
-        })
+/// What an embedding row is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Row {
+    /// Canonical name: what keys hash.
+    pub(super) dtype: &'static str,
+    /// Elements.
+    pub(super) width: u32,
+    pub(super) size_bytes: usize,
+}
+
+impl Row {
+    /// `width` elements of `dtype`; `InvalidConfig` if there is no such row.
+    pub(super) fn new(dtype: &str, width: u32) -> Result<Self> {
+        let bad = |message| Error::new(ErrorKind::InvalidConfig, message);
+        let (dtype, bytes) = DTYPES.into_iter().find(|(name, _)| *name == dtype).ok_or_else(|| {
+            let known = DTYPES.map(|(name, _)| name).join(", ");
+            bad(format!("dtype {dtype:?} is not one of {known}"))
+        })?;
+        match usize::try_from(u64::from(bytes) * u64::from(width)) {
+            Ok(size_bytes) if size_bytes > 0 => Ok(Self { dtype, width, size_bytes }),
+            _ => Err(bad(format!("an embedding row cannot be {width} wide"))),
+        }
     }
 }
 
 /// Bytes of one embedding row of `width` elements of `dtype` (torch's name); `InvalidConfig` if there is no such row.
 pub fn row_bytes(dtype: &str, width: u32) -> Result<usize> {
-    let bytes = u64::from(Dtype::parse(dtype)?.size_bytes) * u64::from(width);
-    usize::try_from(bytes)
-        .ok()
-        .filter(|&bytes| bytes > 0)
-        .ok_or_else(|| Error::new(ErrorKind::InvalidConfig, format!("an embedding row cannot be {width} wide")))
+    Row::new(dtype, width).map(|row| row.size_bytes)
 }

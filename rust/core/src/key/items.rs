@@ -30,19 +30,17 @@ pub(super) struct Items {
 }
 
 impl Items {
-    /// Adds an item; false if it is already there. `InvalidConfig` if it is there with another length.
-    pub(super) fn add(&mut self, item: Item) -> Result<bool> {
+    /// Adds an item, unless it is already there. `InvalidConfig` if it is there with another length.
+    pub(super) fn add(&mut self, item: Item) -> Result<()> {
         match self.sorted.binary_search_by(|have| (have.start, &have.identifier).cmp(&(item.start, &item.identifier))) {
-            Ok(at) if self.sorted[at].num_tokens == item.num_tokens => return Ok(false),
+            Ok(at) if self.sorted[at].num_tokens == item.num_tokens => return Ok(()),
             Ok(at) => {
-                return Err(Error::new(
-                    ErrorKind::InvalidConfig,
-                    "an item was declared twice with different lengths; declare it once",
-                )
-                .with_context("identifier", &item.identifier)
-                .with_context("start", item.start)
-                .with_context("num_tokens", self.sorted[at].num_tokens)
-                .with_context("again", item.num_tokens));
+                let message = "an item was declared twice with different lengths; declare it once";
+                return Err(Error::new(ErrorKind::InvalidConfig, message)
+                    .with_context("identifier", &item.identifier)
+                    .with_context("start", item.start)
+                    .with_context("num_tokens", self.sorted[at].num_tokens)
+                    .with_context("again", item.num_tokens));
             }
             Err(at) => {
                 self.sorted.insert(at, item);
@@ -52,7 +50,7 @@ impl Items {
         for item in &self.sorted[self.reach.len()..] {
             self.reach.push(item.end().max(self.reach.last().copied().unwrap_or(0)));
         }
-        Ok(true)
+        Ok(())
     }
 
     /// True if exactly this item was added before.

@@ -3,7 +3,7 @@
 //! `root_key(namespace_digest(..), adapter, salt)` is the key of the empty prefix; a [`KeyChain`] extends it a block
 //! at a time from what the model really reads: token ids, embedding rows, multimodal items. The format is ARCHITECTURE.md's
 //! "Keys (schema 1)" and its golden vectors are `tests/vectors/keys.json`. Nothing here knows stores, chunk
-//! sizes or engines, and no process seed enters: the same prefix has the same keys everywhere and for ever.
+//! sizes or engines, and no process seed enters: the same prefix has the same keys everywhere, permanently.
 
 mod chain;
 mod content;
@@ -24,7 +24,7 @@ pub use root::{namespace_digest, root_key};
 pub const KEY_SCHEMA: u32 = 1;
 
 /// A chained digest: it stands for the whole prefix up to the chunk's end.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
 pub struct ChunkKey(pub [u8; 32]);
 
 /// Lowercase hex, 64 digits.

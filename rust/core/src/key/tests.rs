@@ -156,19 +156,6 @@ proptest! {
     }
 
     #[test]
-    fn truncating_and_appending_again_equals_fresh(prompt in prompt(), cut in 0..200u32) {
-        let mut fresh = prompt.empty();
-        prompt.append(&mut fresh, 0, prompt.len(), || 7);
-        let mut chain = fresh.clone();
-        let left = chain.truncate(cut);
-        let whole = cut / chain.block_tokens() * chain.block_tokens();
-        prop_assert_eq!(left, if cut < fresh.num_tokens() { whole } else { fresh.num_tokens() });
-        prop_assert_eq!(left, chain.num_tokens());
-        prompt.append(&mut chain, left as usize, prompt.len(), || 5);
-        prop_assert_eq!(chain.keys(), fresh.keys());
-    }
-
-    #[test]
     fn changing_one_id_changes_its_block_and_all_after_and_none_before(
         ids in prop::collection::vec(any::<u32>(), 1..200), at in any::<prop::sample::Index>(), flip in 0..32u32,
     ) {

@@ -6,13 +6,15 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::time::Duration;
 
 use super::breaker::{Breaker, HANG_AFTER};
-use crate::evict::{ChunkId, Policy};
+use crate::evict::ChunkId;
+use crate::index::{Entry, Index};
 use crate::key::ChunkKey;
 use crate::tier::disk::{DiskEntry, SlotId};
 
 /// Where a wish to forget everything stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Clearing {
+    #[default]
     No,
     /// As soon as no other job is under way and everything is forgotten in host.
     Wanted,
@@ -20,8 +22,11 @@ pub(super) enum Clearing {
 }
 
 /// Whether there is a tier behind the books.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) enum Attached {
+    /// The store has none.
+    #[default]
+    Never,
     Yes,
     /// It could not be opened; a disk thread opens it then.
     NotBefore(Duration),
@@ -39,26 +44,48 @@ pub(super) enum Direction {
 pub(super) struct UnderWay {
     pub(super) ticket: u64,
     pub(super) direction: Direction,
-    started: Duration,
+    pub(super) started: Duration,
     /// It opened the breakers already.
     pub(super) hangs: bool,
 }
 
-/// What the lock guards of the disk tier.
-#[derive(Debug)]
+/// Chunks in order, with their generations. Those that ceased to be wanted are skipped when their turn comes.
+#[derive(Debug, Default)]
+pub(super) struct Queue(VecDeque<(ChunkId, u32)>);
+
+impl Queue {
+    /// Adds a chunk behind the others. About `num_wanted` should be there: a queue that grows beyond loses the rest.
+    pub(super) fn push(&mut self, index: &Index, id: ChunkId, num_wanted: u64, is_wanted: fn(&Entry) -> bool) {
+        self.0.push_back((id, index[id].generation));
+        if self.0.len() as u64 > 2 * num_wanted + 64 {
+            self.0.retain(|&(id, generation)| index.is_same(id, generation) && is_wanted(&index[id]));
+        }
+    }
+
+    pub(super) fn push_first(&mut self, index: &Index, id: ChunkId) {
+        self.0.push_front((id, index[id].generation));
+    }
+
+    pub(super) fn pop(&mut self, index: &Index, is_wanted: fn(&Entry) -> bool) -> Option<ChunkId> {
+        let mut wanted = std::iter::from_fn(|| self.0.pop_front());
+        wanted.find(|&(id, generation)| index.is_same(id, generation) && is_wanted(&index[id])).map(|(id, _)| id)
+    }
+}
+
+/// What the lock guards of the disk tier; all empty where there is none.
+#[derive(Debug, Default)]
 pub(crate) struct DiskBooks {
-    pub(super) policy: Box<dyn Policy>,
     pub(super) attached: Attached,
     /// Why it could not be opened, as a person was told last.
     pub(super) told: String,
-    /// Chunks to write, with their generation; those that are not `Queued` any more are skipped.
-    pub(super) queue: VecDeque<(ChunkId, u32)>,
+    /// Chunks to write.
+    pub(super) queue: Queue,
     /// Chunks that wait for their parent to be written.
     pub(super) behind: HashMap<ChunkId, Vec<ChunkId>>,
     /// Chunks that should get to disk.
     pub(super) num_dirty: u64,
-    /// Chunks to read, with their generation; those that are not queued any more are skipped.
-    pub(super) reads: VecDeque<(ChunkId, u32)>,
+    /// Chunks to read.
+    pub(super) reads: Queue,
     pub(super) num_queued: u64,
     /// Slots to free.
     pub(super) trash: Vec<SlotId>,
@@ -68,7 +95,7 @@ pub(crate) struct DiskBooks {
     /// Reserved slots without a chunk, left by writes that failed.
     pub(super) spare: Vec<SlotId>,
     pub(super) clearing: Clearing,
-    /// Threads that do jobs, one at a time each.
+    /// Threads that do jobs, one at a time each; 0 where that is not known.
     pub(super) num_threads: usize,
     pub(super) under_way: Vec<UnderWay>,
     /// Of those, writes, and jobs that free slots.
@@ -76,12 +103,8 @@ pub(crate) struct DiskBooks {
     pub(super) freeing: u32,
     /// Forgotten chunks that are on disk until a job with them ends.
     pub(super) num_lingering: u64,
+    /// No more jobs; leases that wait for reads end short.
     pub(super) stopping: bool,
-    /// Chunks on disk.
-    pub(super) used: u64,
-    /// Slots of the files and their bytes, as a disk thread last saw them.
-    pub(super) slots: u64,
-    pub(super) bytes: u64,
     /// What opening found and is not entered yet, first ones last; and keys that were discarded meanwhile.
     pub(super) found: Vec<DiskEntry>,
     pub(super) unwelcome: HashSet<ChunkKey>,
@@ -90,37 +113,6 @@ pub(crate) struct DiskBooks {
 }
 
 impl DiskBooks {
-    pub(super) fn new(policy: Box<dyn Policy>) -> Self {
-        Self {
-            policy,
-            attached: Attached::Opening,
-            told: String::new(),
-            queue: VecDeque::new(),
-            behind: HashMap::new(),
-            num_dirty: 0,
-            reads: VecDeque::new(),
-            num_queued: 0,
-            trash: Vec::new(),
-            stuck: Vec::new(),
-            stuck_until: Duration::ZERO,
-            spare: Vec::new(),
-            clearing: Clearing::No,
-            num_threads: usize::MAX,
-            under_way: Vec::new(),
-            writing: 0,
-            freeing: 0,
-            num_lingering: 0,
-            stopping: false,
-            used: 0,
-            slots: 0,
-            bytes: 0,
-            found: Vec::new(),
-            unwelcome: HashSet::new(),
-            reading: Breaker::default(),
-            writes: Breaker::default(),
-        }
-    }
-
     /// Whether all that should be on disk is there, and nothing that should not.
     pub(super) fn is_settled(&self) -> bool {
         let nothing_to_free = self.trash.is_empty() && self.stuck.is_empty() && self.freeing == 0;
@@ -128,20 +120,26 @@ impl DiskBooks {
         self.num_dirty == 0 && nothing_to_free && nothing_to_forget
     }
 
-    /// Whether it cannot settle before `deadline`: no tier, or one that is left alone for longer.
+    /// Whether it cannot settle before `deadline`: no tier, or one that is left alone for longer, or without an end.
     pub(super) fn is_hopeless(&self, deadline: Duration) -> bool {
         let is_stuck = !self.stuck.is_empty() && self.stuck_until > deadline;
         let is_absent = matches!(self.attached, Attached::NotBefore(time) if time > deadline);
-        self.stopping || is_absent || is_stuck || self.writes.retry_at() > deadline
-    }
-
-    pub(super) fn is_clearing(&self) -> bool {
-        self.clearing != Clearing::No
+        self.stopping || is_absent || is_stuck || self.writes.retry_at > deadline || self.all_hang()
     }
 
     pub(super) fn has_jobs(&self) -> bool {
-        let wants = !self.queue.is_empty() || self.num_queued > 0 || !self.trash.is_empty() || !self.found.is_empty();
+        let wants = !self.queue.0.is_empty() || self.num_queued > 0 || !self.trash.is_empty() || !self.found.is_empty();
         wants || self.clearing == Clearing::Wanted || self.stopping
+    }
+
+    /// Whether there is a tier that is not open.
+    fn is_away(&self) -> bool {
+        matches!(self.attached, Attached::NotBefore(_) | Attached::Opening)
+    }
+
+    /// Whether what the tier holds may not be known yet.
+    pub(super) fn is_recovering(&self) -> bool {
+        self.is_away() || !self.found.is_empty()
     }
 
     /// Whether reads may be asked for now.
@@ -151,14 +149,13 @@ impl DiskBooks {
 
     /// Whether no thread is left that could probe: what is asked for would wait for a job that may never end.
     fn all_hang(&self) -> bool {
-        self.under_way.iter().filter(|job| job.hangs).count() >= self.num_threads
+        self.num_threads > 0 && self.under_way.iter().filter(|job| job.hangs).count() >= self.num_threads
     }
 
     pub(super) fn is_broken(&self) -> bool {
-        self.attached != Attached::Yes || self.reading.is_open() || self.writes.is_open()
+        self.is_away() || self.reading.is_open() || self.writes.is_open()
     }
 
-    /// Whether a chunk is read or written now.
     pub(super) fn breaker(&mut self, direction: Direction) -> &mut Breaker {
         match direction {
             Direction::Read => &mut self.reading,
@@ -167,19 +164,14 @@ impl DiskBooks {
     }
 
     pub(super) fn begin(&mut self, ticket: u64, direction: Direction, now: Duration) {
-        self.breaker(direction).begin();
+        self.breaker(direction).begin(ticket);
         self.under_way.push(UnderWay { ticket, direction, started: now, hangs: false });
     }
 
     /// Opens both breakers for each operation that hangs, once; returns whether one was found.
     pub(super) fn find_hangs(&mut self, now: Duration) -> bool {
-        let mut found = false;
-        for job in &mut self.under_way {
-            if !job.hangs && now.saturating_sub(job.started) >= HANG_AFTER {
-                job.hangs = true;
-                found = true;
-            }
-        }
+        let hangs = |job: &&mut UnderWay| !job.hangs && now.saturating_sub(job.started) >= HANG_AFTER;
+        let found = self.under_way.iter_mut().filter(hangs).map(|job| job.hangs = true).count() > 0;
         if found {
             self.reading.trip(now);
             self.writes.trip(now);

@@ -17,8 +17,10 @@ pub(super) struct Breaker {
     num_errors: u32,
     /// Zero while closed.
     backoff: Duration,
-    retry_at: Duration,
-    is_probing: bool,
+    /// When the next operation may begin.
+    pub(super) retry_at: Duration,
+    /// The operation that finds out.
+    probe: Option<u64>,
     pub(super) num_trips: u64,
 }
 
@@ -34,18 +36,18 @@ impl Breaker {
 
     /// Whether an operation may begin.
     pub(super) fn may_begin(&self, now: Duration) -> bool {
-        self.accepts(now) && !self.is_probing
+        self.accepts(now) && self.probe.is_none()
     }
 
-    pub(super) fn begin(&mut self) {
-        self.is_probing = self.is_open();
+    pub(super) fn begin(&mut self, operation: u64) {
+        self.probe = self.is_open().then_some(operation);
     }
 
-    /// An operation ended: well, badly, or without saying anything about the tier.
-    pub(super) fn end(&mut self, is_well: Option<bool>, now: Duration) {
-        self.is_probing = false;
+    /// An operation ended: well, badly, or without saying anything about the tier. The probe may be a later one, which goes on.
+    pub(super) fn end(&mut self, operation: u64, is_well: Option<bool>, now: Duration) {
+        self.probe = self.probe.filter(|probe| *probe != operation);
         match is_well {
-            Some(true) => (self.num_errors, self.backoff, self.retry_at) = Default::default(),
+            Some(true) => *self = Self { num_trips: self.num_trips, ..Self::default() },
             Some(false) => {
                 self.num_errors += 1;
                 if self.is_open() || self.num_errors >= MAX_ERRORS {
@@ -63,10 +65,5 @@ impl Breaker {
             self.backoff = (self.backoff * 2).clamp(FIRST_BACKOFF, LONGEST_BACKOFF);
             self.retry_at = now + self.backoff;
         }
-    }
-
-    /// When the next operation may begin.
-    pub(super) fn retry_at(&self) -> Duration {
-        self.retry_at
     }
 }

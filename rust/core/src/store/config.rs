@@ -11,7 +11,7 @@ use crate::{Error, ErrorKind, Result};
 /// More than any one device is faster with.
 const MAX_DISK_THREADS: u32 = 64;
 
-/// Settings of a store. Whoever opens it has read the clock, the environment and the machine; the store does not.
+/// Settings of a store. Its opener has read the clock, the environment and the machine; the store does not.
 #[derive(Debug, Clone)]
 pub struct StoreConfig {
     /// Bytes of one frame; a multiple of 4096.
@@ -30,6 +30,17 @@ pub struct StoreConfig {
     pub namespace: [u8; 32],
     /// The disk tier, if there is one.
     pub disk: Option<DiskSettings>,
+}
+
+/// How another process of this user maps the frames.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ArenaInfo {
+    /// What [`crate::io::Arena::open`] takes.
+    pub path: String,
+    /// Bytes of one frame.
+    pub frame_bytes: u64,
+    /// Frames in host memory.
+    pub num_frames: u32,
 }
 
 /// Settings of the disk tier.

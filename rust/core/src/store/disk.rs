@@ -2,29 +2,13 @@
 //!
 //! A chunk is written only behind a parent that is on disk, and leaves only before it: presence is monotone, as in host.
 
-use super::books::DiskBooks;
+use super::books::Attached;
 use super::state::State;
 use crate::evict::{ChunkId, Removal};
-use crate::index::{Presence, Wish};
+use crate::index::{Entry, Presence, Wish};
 use crate::tier::disk::SlotId;
 
 impl State {
-    /// The disk's books, where there is a disk; callers are past that question.
-    pub(super) fn disk_books(&mut self) -> &mut DiskBooks {
-        self.disk.as_mut().expect("only stores with a disk have chunks, jobs or wishes for it")
-    }
-
-    /// The chunk is in `slot` from now on. Its parent's count and `sync_disk` are the caller's.
-    pub(super) fn arrive_on_disk(&mut self, id: ChunkId, slot: SlotId) {
-        let entry = &mut self.index[id];
-        entry.disk = Presence::Here(slot);
-        entry.disk_evictable = Some(false);
-        let (parent, key) = (entry.parent, entry.key);
-        let books = self.disk_books();
-        books.used += 1;
-        books.policy.insert(id, parent, &key);
-    }
-
     /// Begins to write a chunk that is nowhere on disk, or to enter one that was found there.
     pub(super) fn begin_disk(&mut self, id: ChunkId) {
         debug_assert!(self.index[id].disk.is_absent());
@@ -35,31 +19,43 @@ impl State {
         }
     }
 
+    /// The chunk is in `slot` from now on. `sync_disk` is the caller's.
+    pub(super) fn arrive_on_disk(&mut self, id: ChunkId, slot: SlotId) {
+        let entry = &mut self.index[id];
+        entry.disk = Presence::Here(slot);
+        entry.disk_evictable = Some(false);
+        self.stats.disk_used += 1;
+        self.disk_policy.insert(id, entry.parent, &entry.key);
+    }
+
     /// The chunk is nowhere on disk any more; returns the slot it had.
     pub(super) fn leave_disk(&mut self, id: ChunkId, removal: Removal) -> Option<SlotId> {
-        if self.index[id].disk_evictable.take().is_some() {
-            self.disk_books().policy.remove(id, removal);
-        }
+        self.forget_disk(id, removal);
         let before = std::mem::take(&mut self.index[id].disk);
         if let Some(parent) = self.index[id].parent {
             self.index[parent].disk_children -= 1;
             self.sync_disk(parent);
         }
-        let detached = self.index[id].detached;
         let slot = before.place()?;
-        let books = self.disk_books();
-        books.used -= 1;
-        books.num_lingering -= u64::from(detached);
+        self.stats.disk_used -= 1;
+        self.disk.num_lingering -= u64::from(self.index[id].detached);
         Some(slot)
+    }
+
+    /// Takes the chunk from the disk policy, if it is there.
+    fn forget_disk(&mut self, id: ChunkId, removal: Removal) {
+        if self.index[id].disk_evictable.take().is_some() {
+            self.disk_policy.remove(id, removal);
+        }
     }
 
     /// Takes a detached chunk off the disk, if it is there and no job is with it; the slot is freed in time.
     pub(super) fn drop_from_disk(&mut self, id: ChunkId) {
         if self.index[id].disk.is_here() && !self.index[id].is_read() {
             let slot = self.leave_disk(id, Removal::Dropped);
-            self.disk_books().trash.extend(slot);
-        } else if self.index[id].disk_evictable.take().is_some() {
-            self.disk_books().policy.remove(id, Removal::Dropped);
+            self.disk.trash.extend(slot);
+        } else {
+            self.forget_disk(id, Removal::Dropped);
         }
     }
 
@@ -69,13 +65,13 @@ impl State {
         let evictable = entry.disk.is_here() && entry.disk_children == 0 && !entry.is_read();
         if entry.disk_evictable.is_some_and(|before| before != evictable) {
             entry.disk_evictable = Some(evictable);
-            self.disk_books().policy.set_evictable(id, evictable);
+            self.disk_policy.set_evictable(id, evictable);
         }
     }
 
     /// Begins to make room on disk: the chunk that should leave, and the slot to free; None if every one is in use.
     pub(super) fn begin_eviction(&mut self) -> Option<(ChunkId, SlotId)> {
-        let victim = self.disk.as_mut()?.policy.victim()?;
+        let victim = self.disk_policy.victim()?;
         debug_assert_eq!(self.index[victim].disk_evictable, Some(true), "a policy returns evictable chunks only");
         let slot = self.index[victim].disk.place()?;
         self.index[victim].disk = Presence::Leaving(slot);
@@ -87,16 +83,16 @@ impl State {
     pub(super) fn end_eviction(&mut self, id: ChunkId, freed: bool) {
         let Presence::Leaving(slot) = self.index[id].disk else { return };
         if freed {
-            self.counters.disk_evictions += 1;
+            self.stats.disk_evictions += 1;
             self.leave_disk(id, Removal::Evicted);
         } else if self.index[id].detached {
             self.leave_disk(id, Removal::Dropped);
-            self.disk_books().trash.push(slot);
+            self.disk.trash.push(slot);
         } else {
             self.index[id].disk = Presence::Here(slot);
             self.sync_disk(id);
             // Another one is tried first next time.
-            self.disk_books().policy.touch(id);
+            self.disk_policy.touch(id);
         }
         self.wake_behind(id);
         self.settle(id);
@@ -105,23 +101,10 @@ impl State {
     /// A chunk became visible in host: it should be on disk too.
     pub(super) fn want_on_disk(&mut self, id: ChunkId) {
         let entry = &mut self.index[id];
-        if let Some(books) = &mut self.disk
-            && entry.disk.is_absent()
-            && entry.wish == Wish::None
-        {
+        if self.disk.attached != Attached::Never && entry.disk.is_absent() && entry.wish == Wish::None {
             entry.wish = Wish::Queued;
-            books.num_dirty += 1;
-            books.queue.push_back((id, entry.generation()));
-            self.trim_queue();
-        }
-    }
-
-    /// Keeps the queue from growing with chunks that left host before a slow disk got to them.
-    fn trim_queue(&mut self) {
-        let most = 2 * self.host.arena().num_frames() as usize + 64;
-        if let Some(books) = self.disk.as_mut().filter(|books| books.queue.len() > most) {
-            let index = &self.index;
-            books.queue.retain(|&(id, generation)| index.is_same(id, generation) && index[id].wish == Wish::Queued);
+            self.disk.num_dirty += 1;
+            self.disk.queue.push(&self.index, id, self.disk.num_dirty, Entry::is_to_write);
         }
     }
 
@@ -130,16 +113,15 @@ impl State {
         let wanted = matches!(self.index[id].wish, Wish::Queued | Wish::Behind);
         if wanted {
             self.index[id].wish = Wish::None;
-            let books = self.disk_books();
-            books.num_dirty -= 1;
-            books.behind.remove(&id);
+            self.disk.num_dirty -= 1;
+            self.disk.behind.remove(&id);
         }
         wanted
     }
 
     /// Children that stood behind a chunk, and still do.
     fn take_behind(&mut self, id: ChunkId) -> Vec<ChunkId> {
-        let mut children = self.disk_books().behind.remove(&id).unwrap_or_default();
+        let mut children = self.disk.behind.remove(&id).unwrap_or_default();
         let index = &self.index;
         children.retain(|&child| index.is_child(child, id) && index[child].wish == Wish::Behind);
         children
@@ -149,8 +131,7 @@ impl State {
     pub(super) fn wake_behind(&mut self, id: ChunkId) {
         for child in self.take_behind(id) {
             self.index[child].wish = Wish::Queued;
-            let generation = self.index[child].generation();
-            self.disk_books().queue.push_front((child, generation));
+            self.disk.queue.push_first(&self.index, child);
         }
     }
 
@@ -160,7 +141,7 @@ impl State {
         while let Some(child) = behind.pop() {
             behind.extend(self.take_behind(child));
             self.unwant(child);
-            self.counters.disk_dropped += 1;
+            self.stats.disk_dropped += 1;
         }
     }
 }

@@ -1,8 +1,8 @@
-//! Forgetting: at once for whoever asks, in slices for the books.
+//! Forgetting: at once for the caller, in slices for the books.
 //!
 //! A *doomed* chunk has no key any more; it and all below it are walked depth-first, children before parents as the policies
 //! are promised, a slice a call. Until then a chunk below it still has its key: lookups and reservations look at the whole
-//! way up while anything is doomed. A clear takes all keys away at once and finds the trees it left by walking the slab.
+//! way up while anything is doomed. A clear takes all keys away at once; the index remembers the trees that it left.
 
 use super::books::{Attached, Clearing};
 use super::state::State;
@@ -10,18 +10,25 @@ use crate::evict::{ChunkId, Removal};
 use crate::index::Presence;
 use crate::key::ChunkKey;
 
-/// Slots of the slab looked at for the price of one entry.
-const SWEEP: u32 = 32;
+/// Most keys that are remembered until it is known what the disk holds; beyond, it is not used.
+const MAX_UNWELCOME: usize = 1 << 16;
+
+/// The top of a tree that is walked.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Doomed {
+    id: ChunkId,
+    generation: u32,
+    /// By a clear.
+    is_cleared: bool,
+}
 
 impl State {
     /// Forgets chunks and all that hangs on them; returns how many are gone already.
     pub(crate) fn discard(&mut self, keys: &[ChunkKey]) -> u64 {
+        if self.disk.is_recovering() {
+            self.refuse(keys);
+        }
         for key in keys {
-            if let Some(books) =
-                self.disk.as_mut().filter(|books| books.attached != Attached::Yes || !books.found.is_empty())
-            {
-                books.unwelcome.insert(*key);
-            }
             if let Some(id) = self.index.get(key) {
                 self.doom(id);
             }
@@ -29,21 +36,36 @@ impl State {
         self.forget_slice()
     }
 
+    /// Chunks that must not come back with what the disk turns out to hold.
+    fn refuse(&mut self, keys: &[ChunkKey]) {
+        let books = &mut self.disk;
+        if books.clearing == Clearing::No {
+            books.unwelcome.extend(keys);
+        }
+        if books.unwelcome.len() > MAX_UNWELCOME {
+            books.unwelcome.clear();
+            books.trash.extend(books.found.drain(..).map(|entry| entry.slot));
+            if books.attached != Attached::Yes {
+                books.clearing = Clearing::Wanted;
+            }
+        }
+    }
+
     /// Forgets everything: nothing is found from now on.
     pub(crate) fn clear(&mut self) {
         self.index.unmap_all();
-        self.sweep = self.index.num_ids();
-        if let Some(books) = &mut self.disk {
-            books.found.clear();
-            books.unwelcome.clear();
-            books.clearing = Clearing::Wanted;
+        self.doomed.clear();
+        self.disk.found.clear();
+        self.disk.unwelcome.clear();
+        if self.disk.attached != Attached::Never {
+            self.disk.clearing = Clearing::Wanted;
         }
         self.forget_slice();
     }
 
     /// Whether chunks are still to be forgotten.
     pub(crate) fn is_forgetting(&self) -> bool {
-        self.sweep > 0 || !self.doomed.is_empty()
+        !self.doomed.is_empty() || self.index.old_root().is_some()
     }
 
     /// No key leads to the chunk from now on; it and all below it are forgotten in slices.
@@ -51,12 +73,12 @@ impl State {
         if !self.index[id].doomed && !self.index[id].detached {
             self.index.unmap(id);
             self.index[id].doomed = true;
-            self.push_doomed(id);
+            self.push_doomed(id, false);
         }
     }
 
-    fn push_doomed(&mut self, id: ChunkId) {
-        self.doomed.push((id, self.index[id].generation()));
+    fn push_doomed(&mut self, id: ChunkId, is_cleared: bool) {
+        self.doomed.push(Doomed { id, generation: self.index[id].generation, is_cleared });
     }
 
     /// Forgets as much as one call may take time for; returns how many chunks.
@@ -68,49 +90,26 @@ impl State {
     pub(crate) fn forget_some(&mut self, budget: usize) -> u64 {
         let mut forgotten = 0;
         for _ in 0..budget {
-            let Some(&(id, generation)) = self.doomed.last() else {
-                if !self.sweep_some() {
-                    break;
-                }
+            let Some(&Doomed { id, generation, is_cleared }) = self.doomed.last() else {
+                let Some(root) = self.index.old_root() else { break };
+                self.push_doomed(root, true);
                 continue;
             };
             if !self.index.is_same(id, generation) || self.index[id].detached {
                 self.doomed.pop();
-            } else if let Some(child) = self.index.first_child(id) {
-                self.push_doomed(child);
+            } else if let Some(child) = self.index[id].first_child {
+                self.push_doomed(child, is_cleared);
             } else {
                 self.doomed.pop();
-                self.forget_one(id);
+                *(if is_cleared { &mut self.stats.cleared } else { &mut self.stats.discards }) += 1;
+                self.detach(id);
                 forgotten += 1;
             }
         }
         forgotten
     }
 
-    /// Looks for trees from before a clear; false if there is none left.
-    fn sweep_some(&mut self) -> bool {
-        let until = self.sweep.saturating_sub(SWEEP);
-        while self.sweep > until {
-            self.sweep -= 1;
-            if self.index.is_old_root(ChunkId(self.sweep)) {
-                self.push_doomed(ChunkId(self.sweep));
-                break;
-            }
-        }
-        self.is_forgetting()
-    }
-
     /// Forgets a chunk without children that can be found.
-    pub(super) fn forget_one(&mut self, id: ChunkId) {
-        if self.index[id].detached {
-            return;
-        }
-        let count = if self.index.is_old(id) { &mut self.counters.cleared } else { &mut self.counters.discards };
-        *count += 1;
-        self.detach(id);
-    }
-
-    /// As `forget_one`, not counted.
     pub(super) fn detach(&mut self, id: ChunkId) {
         let parent = self.index[id].parent;
         self.forget_host(id, Removal::Dropped);
@@ -121,13 +120,11 @@ impl State {
             self.leave_host(id, Removal::Dropped);
         }
         if self.index[id].disk.place().is_some() {
-            self.disk_books().num_lingering += 1;
+            self.disk.num_lingering += 1;
             self.drop_from_disk(id);
         }
         self.reap(id);
-        if let Some(parent) = parent {
-            self.end_failed(parent);
-        }
+        self.end_failed(parent);
     }
 
     /// What was filled for a forgotten chunk is of no use: its frame is free.
@@ -136,9 +133,7 @@ impl State {
         self.leave_host(id, Removal::Dropped);
         self.drop_from_disk(id);
         self.reap(id);
-        if let Some(parent) = parent {
-            self.end_failed(parent);
-        }
+        self.end_failed(parent);
     }
 
     /// Forgets a chunk that is in no tier any more.
@@ -166,8 +161,6 @@ impl State {
             }
             self.index.remove(id);
         }
-        if let Some(parent) = next {
-            self.end_failed(parent);
-        }
+        self.end_failed(next);
     }
 }

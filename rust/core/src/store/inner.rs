@@ -4,14 +4,14 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use super::books::DiskBooks;
+use super::config::ArenaInfo;
 use super::state::State;
 use crate::Result;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::tier::LocalTier;
 use crate::tier::disk::DiskEntry;
 
-/// Longest sleep of whoever waits for the disk before looking again.
+/// Longest sleep of a thread that waits for the disk before it looks again.
 const WAIT_SLICE: Duration = Duration::from_millis(20);
 
 /// Opens the disk tier; it is asked again where that fails.
@@ -29,10 +29,7 @@ pub(crate) struct Inner {
     pub(super) disk: OnceLock<Arc<dyn LocalTier>>,
     pub(super) opener: Option<Opener>,
     pub(super) clock: Clock,
-    pub(super) arena_path: String,
-    pub(super) frame_bytes: u64,
-    pub(super) num_frames: u32,
-    pub(super) blocks_per_chunk: u32,
+    pub(super) arena: ArenaInfo,
 }
 
 /// Wakes the disk threads when a panic poisons the lock: they would wait for work that cannot come.
@@ -63,7 +60,7 @@ impl Inner {
         if state.is_forgetting() {
             state.forget_slice();
         }
-        let has_jobs = state.disk.as_ref().is_some_and(DiskBooks::has_jobs);
+        let has_jobs = state.disk.has_jobs();
         drop(state);
         if has_jobs {
             self.work.notify_all();
@@ -99,6 +96,6 @@ impl Inner {
 
 impl fmt::Debug for Inner {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Inner").field("state", &self.state).field("disk", &self.disk).finish_non_exhaustive()
+        f.debug_struct("Inner").field("arena", &self.arena).field("disk", &self.disk).finish_non_exhaustive()
     }
 }

@@ -3,37 +3,22 @@
 //! Loads wait for reads, so reads go first; then slots are freed, then frames are written, oldest first. A slot is freed only
 //! while nothing is written: a chunk under way to disk may hang on the one that was there (it was forgotten since).
 
+use std::time::Duration;
+
 use super::books::{Attached, Clearing, Direction, UnderWay};
 use super::state::State;
 use crate::evict::{ChunkId, Removal};
-use crate::index::{Presence, Wish};
+use crate::index::{Entry, Presence, Wish};
 use crate::io::Frame;
 use crate::key::ChunkKey;
 use crate::tier::disk::{DiskMeta, SlotId};
-use crate::{Error, ErrorKind};
+use crate::tier::host::HostTier;
+use crate::{ErrorKind, Result};
 
 /// Slots freed by one job: few enough that a read need not wait long for a thread.
 const FREE_BATCH: usize = 32;
-/// Seconds until what could not be read or freed is tried again.
-const AGAIN_AFTER_S: u32 = 60;
-
-/// What came of a write.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Written {
-    /// It is there.
-    In(SlotId),
-    /// No slot could be had: all are in use by chunks that may not go now.
-    NoRoom,
-    /// The system refused; a slot that is still ours is used for another chunk.
-    Failed(Option<SlotId>),
-}
-
-/// What came of a read: `num_refused` tries failed otherwise than by proven damage.
-#[derive(Debug)]
-pub(super) struct ReadEnd {
-    pub(super) outcome: Result<(), Error>,
-    pub(super) num_refused: u64,
-}
+/// Time until what could not be read or freed is tried again.
+const AGAIN_AFTER: Duration = Duration::from_secs(60);
 
 /// One piece of I/O. Frames are lent to it.
 #[derive(Debug)]
@@ -44,56 +29,95 @@ pub(super) enum Job {
     Clear,
 }
 
+/// What came of a job.
+#[derive(Debug)]
+pub(super) enum End {
+    /// `num_refused` tries failed otherwise than by proven damage.
+    Read {
+        id: ChunkId,
+        frame: Frame,
+        outcome: Result<()>,
+        num_refused: u64,
+    },
+    Write {
+        id: ChunkId,
+        frame: Frame,
+        outcome: Written,
+    },
+    /// Slots that could not be freed.
+    Free(Vec<SlotId>),
+    /// Whether the disk is empty.
+    Clear(bool),
+}
+
+/// What came of a write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Written {
+    /// It is there.
+    In(SlotId),
+    /// No slot could be had: all are in use by chunks that may not go now.
+    NoRoom,
+    /// The system refused; a slot that was taken for it is used for another chunk.
+    Failed(Option<SlotId>),
+}
+
 impl State {
     /// The next job with its number, if there is one that may run now. `end_job` must follow.
     pub(super) fn next_job(&mut self) -> Option<(u64, Job)> {
         let now = self.now;
-        let is_forgetting = self.is_forgetting();
-        let books = self.disk.as_mut()?;
-        if books.attached != Attached::Yes || books.stopping {
+        if self.disk.attached != Attached::Yes || self.disk.stopping {
             return None;
         }
-        let may_write = books.writes.may_begin(now);
-        let (direction, job) = match books.clearing {
-            Clearing::Running => return None,
+        let may_write = self.disk.writes.may_begin(now);
+        let read = match self.disk.clearing {
+            Clearing::No if self.disk.reading.may_begin(now) => self.next_read(),
+            _ => None,
+        };
+        let (direction, job) = match (read, self.disk.clearing) {
+            (Some(job), _) => (Direction::Read, job),
+            (None, Clearing::No) if may_write => (Direction::Write, self.next_free().or_else(|| self.next_write())?),
             // Slots of chunks that are still to be forgotten must not become trash behind it.
-            Clearing::Wanted if is_forgetting || !books.under_way.is_empty() || !may_write => return None,
-            Clearing::Wanted => {
-                books.clearing = Clearing::Running;
-                books.trash.clear();
-                books.stuck.clear();
+            (None, Clearing::Wanted) if may_write && self.disk.under_way.is_empty() && !self.is_forgetting() => {
+                self.disk.clearing = Clearing::Running;
+                self.disk.trash.clear();
+                self.disk.stuck.clear();
                 (Direction::Write, Job::Clear)
             }
-            Clearing::No => {
-                let may_read = books.reading.may_begin(now);
-                let read = if may_read { self.next_read() } else { None };
-                match read {
-                    Some(job) => (Direction::Read, job),
-                    None if may_write => (Direction::Write, self.next_free().or_else(|| self.next_write())?),
-                    None => return None,
-                }
-            }
+            _ => return None,
         };
         let ticket = self.new_ticket();
-        self.disk_books().begin(ticket, direction, now);
+        self.disk.begin(ticket, direction, now);
         Some((ticket, job))
     }
 
-    /// A job is done and its outcome entered: the tier did it, refused it, or neither.
-    pub(super) fn end_job(&mut self, ticket: u64, is_well: Option<bool>) {
+    /// A job is done: its outcome, and what that says about the tier.
+    pub(super) fn end_job(&mut self, ticket: u64, end: End) {
         let now = self.now;
-        let books = self.disk_books();
-        let Some(at) = books.under_way.iter().position(|job| job.ticket == ticket) else { return };
-        let UnderWay { direction, hangs, .. } = books.under_way.swap_remove(at);
+        let Some(at) = self.disk.under_way.iter().position(|job| job.ticket == ticket) else { return };
+        let UnderWay { direction, started, hangs, .. } = self.disk.under_way.swap_remove(at);
+        let micros = u64::try_from(now.saturating_sub(started).as_micros()).unwrap_or(u64::MAX);
+        // The tier did it, refused it, or neither.
+        let is_well = match end {
+            End::Read { id, frame, outcome, num_refused } => {
+                self.stats.disk_read_us += micros;
+                Some(self.end_read(id, frame, &outcome, num_refused))
+            }
+            End::Write { id, frame, outcome } => {
+                self.stats.disk_write_us += micros;
+                self.end_write(id, frame, outcome)
+            }
+            End::Free(not_freed) => Some(self.end_free(not_freed)),
+            End::Clear(is_cleared) => Some(self.end_clear(is_cleared)),
+        };
         if hangs && is_well == Some(true) {
             // What hung answers: so does the other direction, as far as this one knew.
-            books.reading.end(is_well, now);
-            books.writes.end(is_well, now);
+            self.disk.reading.end(ticket, is_well, now);
+            self.disk.writes.end(ticket, is_well, now);
             return self.tell("the disk tier answers again".to_owned());
         }
-        let breaker = books.breaker(direction);
+        let breaker = self.disk.breaker(direction);
         let before = breaker.is_open();
-        breaker.end(is_well, now);
+        breaker.end(ticket, is_well, now);
         let after = breaker.is_open();
         if before != after {
             let does = if direction == Direction::Read { "read" } else { "write" };
@@ -103,25 +127,21 @@ impl State {
     }
 
     /// Looks at the time: operations that hang open the breakers.
-    pub(crate) fn set_time(&mut self, now: std::time::Duration) {
+    pub(crate) fn set_time(&mut self, now: Duration) {
         self.now = self.now.max(now);
-        let now = self.now;
-        if self.disk.as_mut().is_some_and(|books| books.find_hangs(now)) {
+        if self.disk.find_hangs(self.now) {
             self.tell("the disk tier hangs, and is left alone for a while".to_owned());
         }
     }
 
     fn next_read(&mut self) -> Option<Job> {
-        while let Some((id, generation)) = self.disk_books().reads.pop_front() {
-            if !self.index.is_same(id, generation) || !self.index[id].is_queued() {
-                continue;
-            }
+        while let Some(id) = self.disk.reads.pop(&self.index, Entry::is_queued) {
             let entry = self.index[id];
             let has_parent = entry.parent.is_none_or(|parent| self.index[parent].has_frame());
             if let (Presence::Here(slot), true) = (entry.disk, has_parent)
-                && let Some(place) = self.take_frame_under(entry.parent)
+                && let Some(place) = self.take_frame_under(entry.parent, HostTier::take_any)
             {
-                self.disk_books().num_queued -= 1;
+                self.disk.num_queued -= 1;
                 self.give_frame(id, place);
                 let frame = self.host.lend(place).expect("a frame that was free is not lent (I4)");
                 return Some(Job::Read { id, slot, key: entry.key, frame });
@@ -133,9 +153,8 @@ impl State {
     }
 
     fn next_free(&mut self) -> Option<Job> {
-        let now = self.now;
-        let books = self.disk_books();
-        if now >= books.stuck_until {
+        let books = &mut self.disk;
+        if self.now >= books.stuck_until {
             books.trash.append(&mut books.stuck);
         }
         if books.writing > 0 || books.trash.is_empty() {
@@ -147,27 +166,23 @@ impl State {
     }
 
     fn next_write(&mut self) -> Option<Job> {
-        let books = self.disk_books();
-        if !books.trash.is_empty() || !books.found.is_empty() {
+        if !self.disk.trash.is_empty() || !self.disk.found.is_empty() {
             return None;
         }
-        while let Some((id, generation)) = self.disk_books().queue.pop_front() {
-            if !self.index.is_same(id, generation) || self.index[id].wish != Wish::Queued || !self.parent_is_on_disk(id)
-            {
+        while let Some(id) = self.disk.queue.pop(&self.index, Entry::is_to_write) {
+            if !self.parent_is_on_disk(id) {
                 continue;
             }
-            let entry = &self.index[id];
-            let meta =
-                DiskMeta { key: entry.key, parent: entry.parent_key, num_blocks: entry.num_blocks, depth: entry.depth };
-            if let Presence::Here(frame) = entry.host
+            let Entry { key, parent_key: parent, num_blocks, depth, host, .. } = self.index[id];
+            if let Presence::Here(frame) = host
                 && let Some(frame) = self.host.lend(frame)
             {
                 self.index[id].wish = Wish::Writing;
                 self.hold(id);
                 self.begin_disk(id);
-                let books = self.disk_books();
-                books.writing += 1;
-                return Some(Job::Write { id, meta, frame, spare: books.spare.pop() });
+                self.disk.writing += 1;
+                let meta = DiskMeta { key, parent, num_blocks, depth };
+                return Some(Job::Write { id, meta, frame, spare: self.disk.spare.pop() });
             }
             self.unwant(id);
         }
@@ -181,109 +196,101 @@ impl State {
             return true;
         }
         self.index[id].wish = Wish::Behind;
-        self.disk_books().behind.entry(parent).or_default().push(id);
+        self.disk.behind.entry(parent).or_default().push(id);
         if self.index[parent].wish == Wish::None && self.index[parent].disk.is_absent() {
             // It left the disk, or could not be written when it was new; it is in host, for its child is.
             self.index[parent].wish = Wish::Queued;
-            let generation = self.index[parent].generation();
-            let books = self.disk_books();
-            books.num_dirty += 1;
-            books.queue.push_front((parent, generation));
+            self.disk.num_dirty += 1;
+            self.disk.queue.push_first(&self.index, parent);
         }
         false
     }
 
     /// A read ended. What could not be read stays on disk for another try later; only proven damage is forgotten, with what
     /// hangs on it: none of that is visible in host, for a chunk that is read is not.
-    pub(super) fn end_read(&mut self, id: ChunkId, frame: Frame, end: &ReadEnd, micros: u64) {
+    fn end_read(&mut self, id: ChunkId, frame: Frame, outcome: &Result<()>, num_refused: u64) -> bool {
         let num_bytes = frame.bytes().len() as u64;
         self.host.give_back(frame);
-        self.counters.disk_read_us += micros;
-        self.counters.disk_read_errors += end.num_refused;
-        let is_damaged = end.outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt);
-        self.counters.disk_verify_failures += u64::from(is_damaged);
-        if end.outcome.is_ok() {
-            self.counters.disk_reads += 1;
-            self.counters.disk_bytes_read += num_bytes;
+        self.stats.disk_read_errors += num_refused;
+        let is_damaged = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt);
+        self.stats.disk_verify_failures += u64::from(is_damaged);
+        if outcome.is_ok() {
+            self.stats.disk_reads += 1;
+            self.stats.disk_bytes_read += num_bytes;
         }
         if self.index[id].detached {
-            return self.abandon(id);
-        }
-        if end.outcome.is_ok() {
+            self.abandon(id);
+        } else if outcome.is_ok() {
             self.fill(id);
-            return;
-        }
-        if is_damaged {
-            self.doom(id);
         } else {
-            let now_s = u32::try_from(self.now.as_secs()).unwrap_or(u32::MAX);
-            self.index[id].unreadable_until_s = now_s.saturating_add(AGAIN_AFTER_S);
+            if is_damaged {
+                self.doom(id);
+            } else {
+                let until = (self.now + AGAIN_AFTER).as_secs();
+                self.index[id].unreadable_until_s = u32::try_from(until).unwrap_or(u32::MAX);
+            }
+            self.fail_host(id);
         }
-        self.fail_host(id);
+        outcome.is_ok() || is_damaged
     }
 
     /// A write ended: in a slot, or not at all.
-    pub(super) fn end_write(&mut self, id: ChunkId, frame: Frame, outcome: Written, micros: u64) {
+    fn end_write(&mut self, id: ChunkId, frame: Frame, outcome: Written) -> Option<bool> {
         let num_bytes = frame.bytes().len() as u64;
         self.host.give_back(frame);
-        self.counters.disk_write_us += micros;
         self.index[id].wish = Wish::None;
-        self.disk_books().num_dirty -= 1;
-        self.disk_books().writing -= 1;
-        match outcome {
-            Written::In(slot) => {
-                self.counters.disk_writes += 1;
-                self.counters.disk_bytes_written += num_bytes;
-                if self.index[id].detached {
-                    self.leave_disk(id, Removal::Dropped);
-                    self.disk_books().trash.push(slot);
-                } else {
-                    self.arrive_on_disk(id, slot);
-                    self.sync_disk(id);
-                    self.wake_behind(id);
-                }
+        self.disk.num_dirty -= 1;
+        self.disk.writing -= 1;
+        if let Written::In(slot) = outcome {
+            self.stats.disk_writes += 1;
+            self.stats.disk_bytes_written += num_bytes;
+            if self.index[id].detached {
+                self.leave_disk(id, Removal::Dropped);
+                self.disk.trash.push(slot);
+            } else {
+                self.arrive_on_disk(id, slot);
+                self.sync_disk(id);
+                self.wake_behind(id);
             }
-            Written::NoRoom => self.counters.disk_dropped += 1,
-            Written::Failed(spare) => {
-                self.counters.disk_write_errors += 1;
-                self.disk_books().spare.extend(spare);
-            }
-        }
-        if !matches!(outcome, Written::In(_)) {
+        } else {
             self.leave_disk(id, Removal::Dropped);
             self.drop_behind(id);
         }
         self.unhold(id);
+        match outcome {
+            Written::In(_) => Some(true),
+            Written::NoRoom => {
+                self.stats.disk_dropped += 1;
+                None
+            }
+            Written::Failed(slot) => {
+                self.stats.disk_write_errors += 1;
+                self.disk.spare.extend(slot);
+                Some(false)
+            }
+        }
     }
 
     /// Slots were freed, but for some, which are tried again later.
-    pub(super) fn end_free(&mut self, not_freed: Vec<SlotId>) {
-        self.counters.disk_write_errors += u64::from(!not_freed.is_empty());
-        let retry_at = self.now + std::time::Duration::from_secs(AGAIN_AFTER_S.into());
-        let books = self.disk_books();
-        books.freeing -= 1;
-        if !not_freed.is_empty() {
-            books.stuck.extend(not_freed);
-            books.stuck_until = retry_at;
+    fn end_free(&mut self, not_freed: Vec<SlotId>) -> bool {
+        let is_well = not_freed.is_empty();
+        self.disk.freeing -= 1;
+        if !is_well {
+            self.stats.disk_write_errors += 1;
+            self.disk.stuck.extend(not_freed);
+            self.disk.stuck_until = self.now + AGAIN_AFTER;
         }
+        is_well
     }
 
     /// The disk is empty, or that is still wanted.
-    pub(super) fn end_clear(&mut self, cleared: bool) {
-        self.disk_books().clearing = if cleared { Clearing::No } else { Clearing::Wanted };
-        if !cleared {
-            self.counters.disk_write_errors += 1;
-            self.tell(
-                "the disk tier could not be cleared; it is tried again, and until then a restart finds it".to_owned(),
-            );
+    fn end_clear(&mut self, is_cleared: bool) -> bool {
+        self.disk.clearing = if is_cleared { Clearing::No } else { Clearing::Wanted };
+        if !is_cleared {
+            self.stats.disk_write_errors += 1;
+            let told = "the disk tier could not be cleared; it is tried again, and until then a restart finds it";
+            self.tell(told.to_owned());
         }
-    }
-
-    /// Nothing more will be read or written but the jobs at hand; leases that wait for reads end short.
-    pub(super) fn stop(&mut self) {
-        self.closed = true;
-        if let Some(books) = &mut self.disk {
-            books.stopping = true;
-        }
+        is_cleared
     }
 }

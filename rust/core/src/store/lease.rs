@@ -2,16 +2,17 @@
 //!
 //! They hold on to the store's inside, so that a lease may outlive its `Store`. They must not know how frames are found.
 
-use std::fmt;
 use std::sync::{Arc, PoisonError};
 
 use super::inner::Inner;
 use super::load::{Held, LeasedFrame, Progress};
 use super::save::Reservation;
+use super::state::State;
 use crate::evict::ChunkId;
 use crate::sync::Mutex;
 
 /// A frame reserved for one chunk, until [`crate::store::Store::commit`] takes it or it is dropped.
+#[derive(Debug)]
 #[must_use = "dropping a write lease aborts it"]
 pub struct WriteLease {
     /// None once it was committed.
@@ -50,13 +51,8 @@ impl Drop for WriteLease {
     }
 }
 
-impl fmt::Debug for WriteLease {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("WriteLease").field("reservation", &self.reservation).finish_non_exhaustive()
-    }
-}
-
 /// Pins on a prefix. Chunks behind its host part may still be on their way from disk.
+#[derive(Debug)]
 #[must_use = "dropping a read lease unpins its frames"]
 pub struct ReadLease {
     store: Arc<Inner>,
@@ -71,16 +67,17 @@ impl ReadLease {
 
     /// How much is ready and how much is still being read. Never blocks on I/O.
     pub fn poll(&self) -> Progress {
-        let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        let progress = held.as_mut().and_then(|held| self.store.with_books(|state| state.poll(held)));
-        progress.unwrap_or_default()
+        self.ask(State::poll)
     }
 
     /// Frames of every chunk that is ready now, in order.
     pub fn frames(&self) -> Vec<LeasedFrame> {
+        self.ask(State::frames)
+    }
+
+    fn ask<T: Default>(&self, what: impl FnOnce(&mut State, &mut Held) -> T) -> T {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
-        let frames = held.as_mut().and_then(|held| self.store.with_books(|state| state.frames(held)));
-        frames.unwrap_or_default()
+        held.as_mut().and_then(|held| self.store.with_books(|state| what(state, held))).unwrap_or_default()
     }
 
     /// Unpins, as dropping does; again does nothing.
@@ -95,11 +92,5 @@ impl ReadLease {
 impl Drop for ReadLease {
     fn drop(&mut self) {
         self.release();
-    }
-}
-
-impl fmt::Debug for ReadLease {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("ReadLease").field("progress", &self.poll()).finish_non_exhaustive()
     }
 }

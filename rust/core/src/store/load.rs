@@ -1,6 +1,6 @@
 //! Loading: pin what is in host, start reading what is on disk, and say how far it got.
 
-use super::lookup::{Chunks, Found};
+use super::lookup::Prefix;
 use super::state::State;
 use crate::evict::ChunkId;
 use crate::index::{Entry, Filler};
@@ -14,16 +14,6 @@ pub enum TierName {
     Host,
     /// On disk only.
     Disk,
-}
-
-impl TierName {
-    /// `host` or `disk`.
-    pub fn as_str(self) -> &'static str {
-        match self {
-            TierName::Host => "host",
-            TierName::Disk => "disk",
-        }
-    }
 }
 
 /// A frame that a read lease covers. Blocks count from the prefix's start.
@@ -76,17 +66,17 @@ impl Held {
 const MAX_TOUCH_STEPS: usize = 64;
 
 impl State {
-    /// Holds the longest prefix that is in host, and wants up to `max_reads` chunks behind it from disk.
-    pub(crate) fn acquire(&mut self, chunks: &Chunks<'_>, max_reads: u32) -> Held {
-        let (host, any) = self.find(chunks);
-        let per_chunk = chunks.per_chunk();
-        let full_end = host.chunks.checked_sub(1).and_then(|last| self.visible(chunks, (last + 1) * per_chunk));
+    /// Holds the longest prefix that is in host, and wants the chunks behind it from disk.
+    pub(crate) fn acquire(&mut self, prefix: &Prefix<'_>) -> Held {
+        let (host, any) = self.find(prefix);
+        let full = host - host % self.per_chunk;
+        let full_end = self.visible(prefix, full);
         let mut held = Held { host_end: full_end, ..Held::default() };
-        if any.blocks(per_chunk) > host.blocks(per_chunk) {
-            held.loads = self.want_reads(chunks, host.chunks, any, max_reads);
+        if any > host {
+            held.loads = self.want_reads(prefix, full, any);
         }
-        if held.loads.is_empty() && host.tail_blocks > 0 {
-            let tail = self.visible(chunks, host.blocks(per_chunk));
+        if held.loads.is_empty() && host > full {
+            let tail = self.visible(prefix, host);
             held.host_end = tail.filter(|&tail| self.index[tail].parent == full_end).or(full_end);
         }
         if let Some(end) = held.host_end {
@@ -95,19 +85,18 @@ impl State {
             self.host_policy.touch(end);
         }
         self.touch_disk(held.loads.last().copied().or(held.host_end));
-        self.pins += held.num_pins();
-        self.read_leases += 1;
+        self.stats.pins += held.num_pins();
+        self.stats.read_leases += 1;
         held
     }
 
-    /// Chunks behind `from` full ones that come from disk, each held.
-    fn want_reads(&mut self, chunks: &Chunks<'_>, from: u32, to: Found, max_reads: u32) -> Vec<ChunkId> {
-        let per_chunk = chunks.per_chunk();
-        let full = (from..to.chunks).map(|chunk| (chunk + 1) * per_chunk);
-        let tail = (to.tail_blocks > 0).then(|| to.blocks(per_chunk));
+    /// Chunks between two numbers of blocks that come from disk, each held.
+    fn want_reads(&mut self, prefix: &Prefix<'_>, from: u32, to: u32) -> Vec<ChunkId> {
         let mut loads = Vec::new();
-        for end in full.chain(tail).take(max_reads as usize) {
-            match self.index.get(chunks.key_of_blocks(end)) {
+        let mut end = from;
+        while end < to {
+            end = to.min(end.saturating_add(self.per_chunk));
+            match self.index.get(&prefix.key_of(end)) {
                 Some(id) if self.want_read(id) => loads.push(id),
                 _ => break,
             }
@@ -127,28 +116,18 @@ impl State {
             }
             self.enter_host(id, Filler::Read);
             self.sync_disk(id);
-            self.trim_reads();
-            let books = self.disk_books();
-            books.num_queued += 1;
-            books.reads.push_back((id, entry.generation()));
+            self.disk.num_queued += 1;
+            self.disk.reads.push(&self.index, id, self.disk.num_queued, Entry::is_queued);
         }
         self.hold(id);
         true
     }
 
-    /// Keeps the queue from growing with reads that were cancelled.
-    fn trim_reads(&mut self) {
-        let index = &self.index;
-        if let Some(books) = self.disk.as_mut().filter(|books| books.reads.len() as u64 > 2 * books.num_queued + 64) {
-            books.reads.retain(|&(id, generation)| index.is_same(id, generation) && index[id].is_queued());
-        }
-    }
-
     fn touch_disk(&mut self, end: Option<ChunkId>) {
-        let (Some(end), Some(books)) = (end, &mut self.disk) else { return };
         let on_disk = |id: &ChunkId| self.index[*id].disk_evictable.is_some();
-        if let Some(id) = self.index.ancestry(end).take(MAX_TOUCH_STEPS).find(on_disk) {
-            books.policy.touch(id);
+        let touched = end.and_then(|end| self.index.ancestry(end).take(MAX_TOUCH_STEPS).find(on_disk));
+        if let Some(id) = touched {
+            self.disk_policy.touch(id);
         }
     }
 
@@ -157,7 +136,7 @@ impl State {
         while held.loads.get(held.ready).is_some_and(|&id| self.index[id].host.is_here()) {
             held.ready += 1;
         }
-        let answers = self.disk.as_ref().is_some_and(|disk| disk.answers(self.now));
+        let answers = self.disk.answers(self.now);
         let comes = |&id: &ChunkId| self.index[id].is_coming() && (answers || !self.index[id].is_read());
         if !held.loads.get(held.ready).is_some_and(comes) {
             self.let_go(held, held.ready);
@@ -188,14 +167,14 @@ impl State {
             self.unhold(id);
         }
         held.ready = held.ready.min(keep);
-        self.pins -= before - held.num_pins();
+        self.stats.pins -= before - held.num_pins();
     }
 
     /// Ends a lease. Reads under way go on: what they bring is found by others.
     pub(crate) fn release(&mut self, mut held: Held) {
         self.let_go(&mut held, 0);
-        self.pins -= held.num_pins();
-        self.read_leases -= 1;
+        self.stats.pins -= held.num_pins();
+        self.stats.read_leases -= 1;
         if let Some(end) = held.host_end {
             self.unhold(end);
         }

@@ -23,113 +23,71 @@ impl<'a> From<&'a KeyChain> for Prefix<'a> {
     }
 }
 
-/// A prefix cut into chunks: the keys that matter to the store.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Chunks<'a> {
-    root: ChunkKey,
-    keys: &'a [ChunkKey],
-    per_chunk: u32,
-}
-
-impl<'a> Chunks<'a> {
-    pub(crate) fn new(prefix: impl Into<Prefix<'a>>, per_chunk: u32) -> Self {
-        let Prefix { root, keys } = prefix.into();
-        // What lies behind 2^32 blocks is not looked at.
-        let keys = &keys[..keys.len().min(u32::MAX as usize)];
-        Self { root, keys, per_chunk }
-    }
-
+impl Prefix<'_> {
     pub(crate) fn num_blocks(&self) -> u32 {
-        u32::try_from(self.keys.len()).expect("cut to fit when it was made")
+        u32::try_from(self.keys.len()).unwrap_or(u32::MAX)
     }
 
-    /// Full chunks.
-    pub(crate) fn num_full(&self) -> u32 {
-        self.num_blocks() / self.per_chunk
-    }
-
-    /// The key of the prefix of so many blocks.
-    pub(crate) fn key_of_blocks(&self, num_blocks: u32) -> &'a ChunkKey {
-        &self.keys[num_blocks as usize - 1]
-    }
-
-    /// Full chunk `chunk`'s key.
-    pub(crate) fn key(&self, chunk: u32) -> &'a ChunkKey {
-        self.key_of_blocks((chunk + 1) * self.per_chunk)
-    }
-
-    /// The key that the chunk behind `chunks` full ones has as its parent.
-    pub(crate) fn parent_key(&self, chunks: u32) -> ChunkKey {
-        if chunks == 0 { self.root } else { *self.key(chunks - 1) }
-    }
-
-    /// The first `num_full` chunks alone.
-    fn before(self, num_full: u32) -> Self {
-        Self { keys: &self.keys[..(num_full * self.per_chunk) as usize], ..self }
-    }
-
-    pub(crate) fn per_chunk(&self) -> u32 {
-        self.per_chunk
-    }
-}
-
-/// What one tier, or any, holds of a chain: full chunks, and blocks of the longest tail behind them.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Found {
-    pub(crate) chunks: u32,
-    pub(crate) tail_blocks: u32,
-}
-
-impl Found {
-    pub(crate) fn blocks(self, per_chunk: u32) -> u32 {
-        self.chunks * per_chunk + self.tail_blocks
+    /// The key of its first `num_blocks` blocks, 0 for none.
+    pub(crate) fn key_of(&self, num_blocks: u32) -> ChunkKey {
+        num_blocks.checked_sub(1).map_or(self.root, |last| self.keys[last as usize])
     }
 }
 
 impl State {
     /// The entry of the chunk that ends behind `end` blocks, if a lease may have its frame.
-    pub(super) fn visible(&self, chunks: &Chunks<'_>, end: u32) -> Option<ChunkId> {
-        self.get(chunks, end, |entry| entry.host.is_here())
+    pub(super) fn visible(&self, prefix: &Prefix<'_>, end: u32) -> Option<ChunkId> {
+        if end == 0 { None } else { self.get(prefix, end, |entry| entry.host.is_here()) }
     }
 
     /// The entry of the chunk that ends behind `end` blocks, if it is `present` and its shape is right.
-    fn get(&self, chunks: &Chunks<'_>, end: u32, present: impl Fn(&Entry) -> bool) -> Option<ChunkId> {
-        let id = self.index.get(chunks.key_of_blocks(end))?;
+    fn get(&self, prefix: &Prefix<'_>, end: u32, present: impl Fn(&Entry) -> bool) -> Option<ChunkId> {
+        let id = self.index.get(&prefix.key_of(end))?;
         let entry = &self.index[id];
-        let fits = entry.end_block() == end && entry.first_block == (end - 1) / chunks.per_chunk * chunks.per_chunk;
+        let fits = entry.end_block() == end && entry.first_block == (end - 1) / self.per_chunk * self.per_chunk;
         (fits && present(entry)).then_some(id)
     }
 
-    /// What is in host, and what is in host or can be read from disk. What is not what its key says is forgotten on the way.
-    pub(crate) fn find(&mut self, chunks: &Chunks<'_>) -> (Found, Found) {
-        let mut chunks = *chunks;
+    /// Blocks in host, and blocks in host or on a disk that can be read: full chunks, then the longest tail behind them. What is
+    /// not what its key says is forgotten on the way.
+    pub(crate) fn find(&mut self, prefix: &Prefix<'_>) -> (u32, u32) {
+        let mut prefix = *prefix;
         loop {
-            let (host, any) = self.find_present(&chunks);
-            match self.first_unsound(&chunks, any) {
+            let (host, any) = self.find_present(&prefix);
+            match self.first_unsound(&prefix, any) {
                 None => return (host, any),
-                Some(depth) => chunks = chunks.before(depth),
+                Some(depth) => prefix.keys = &prefix.keys[..(depth * self.per_chunk) as usize],
             }
         }
     }
 
-    fn find_present(&self, chunks: &Chunks<'_>) -> (Found, Found) {
-        let per_chunk = chunks.per_chunk;
+    fn find_present(&self, prefix: &Prefix<'_>) -> (u32, u32) {
         let is_here = |entry: &Entry| entry.host.is_here();
-        let any = |entry: &Entry| entry.host.is_here() || entry.disk.is_here();
-        let answers = self.disk.as_ref().is_some_and(|disk| disk.answers(self.now));
-        let find = |most: u32, present: &dyn Fn(&Entry) -> bool| {
-            let chunks_found = leading(most, |chunk| self.get(chunks, (chunk + 1) * per_chunk, present).is_some());
-            Found { chunks: chunks_found, tail_blocks: self.find_tail(chunks, chunks_found, present) }
-        };
-        let stored = if answers { find(chunks.num_full(), &any) } else { find(chunks.num_full(), &is_here) };
-        (if answers { find(stored.chunks, &is_here) } else { stored }, stored)
+        let num_full = prefix.num_blocks() / self.per_chunk;
+        if !self.disk.answers(self.now) {
+            let host = self.find_end(prefix, num_full, is_here);
+            return (host, host);
+        }
+        let stored = self.find_end(prefix, num_full, |entry| is_here(entry) || entry.disk.is_here());
+        (self.find_end(prefix, stored / self.per_chunk, is_here), stored)
+    }
+
+    /// Blocks that are `present`: of the first `num_full` full chunks, and of the longest tail behind those.
+    fn find_end(&self, prefix: &Prefix<'_>, num_full: u32, present: impl Fn(&Entry) -> bool + Copy) -> u32 {
+        let per_chunk = self.per_chunk;
+        let full = leading(num_full, |chunk| self.get(prefix, (chunk + 1) * per_chunk, present).is_some()) * per_chunk;
+        let longest = (per_chunk - 1).min(prefix.num_blocks() - full);
+        (1..=longest)
+            .rev()
+            .map(|tail| full + tail)
+            .find(|&end| self.get(prefix, end, present).is_some())
+            .unwrap_or(full)
     }
 
     /// The highest of the chunks found that is not this prefix's: it is being forgotten, or a forged record says that it is
     /// elsewhere than its key does. What was compared once need not be again.
-    fn first_unsound(&mut self, chunks: &Chunks<'_>, found: Found) -> Option<u32> {
-        let blocks = found.blocks(chunks.per_chunk);
-        let end = self.index.get(chunks.keys.get(blocks.checked_sub(1)? as usize)?)?;
+    fn first_unsound(&mut self, prefix: &Prefix<'_>, blocks: u32) -> Option<u32> {
+        let end = self.index.get(&prefix.key_of(blocks))?;
         let is_forgetting = self.is_forgetting();
         let (mut unsound, mut unproven, mut behind) = (None, Vec::new(), blocks);
         for id in self.index.ancestry(end) {
@@ -138,9 +96,8 @@ impl State {
                 break;
             }
             let fits = entry.end_block() == behind && entry.parent.is_none() == (entry.first_block == 0);
-            let is_ours = fits
-                && entry.key == *chunks.key_of_blocks(behind)
-                && entry.parent_key == chunks.parent_key(entry.depth);
+            let is_ours =
+                fits && entry.key == prefix.key_of(behind) && entry.parent_key == prefix.key_of(entry.first_block);
             if !is_ours || entry.doomed || entry.detached {
                 unsound = Some((id, entry.depth, is_ours));
             }
@@ -157,22 +114,15 @@ impl State {
             return None;
         };
         if !is_ours {
-            self.counters.disk_verify_failures += 1;
+            self.stats.disk_verify_failures += 1;
             self.doom(id);
         }
-        Some(depth.min(found.chunks))
-    }
-
-    /// Blocks of the longest tail behind `num_full` chunks.
-    fn find_tail(&self, chunks: &Chunks<'_>, num_full: u32, present: &dyn Fn(&Entry) -> bool) -> u32 {
-        let first = num_full * chunks.per_chunk;
-        let longest = (chunks.per_chunk - 1).min(chunks.num_blocks() - first);
-        (1..=longest).rev().find(|blocks| self.get(chunks, first + blocks, present).is_some()).unwrap_or(0)
+        Some(depth.min(blocks / self.per_chunk))
     }
 }
 
 /// How many of 0..num hold, where none holds behind one that does not: all, or gallop and halve.
-fn leading(num: u32, mut holds: impl FnMut(u32) -> bool) -> u32 {
+pub(super) fn leading(num: u32, mut holds: impl FnMut(u32) -> bool) -> u32 {
     if num == 0 || holds(num - 1) {
         return num;
     }
@@ -188,25 +138,4 @@ fn leading(num: u32, mut holds: impl FnMut(u32) -> bool) -> u32 {
         if holds(middle) { yes = middle + 1 } else { no = middle }
     }
     yes
-}
-
-#[cfg(test)]
-mod tests {
-    use super::leading;
-
-    #[test]
-    fn leading_finds_every_end_with_few_probes() {
-        for num in 0..200 {
-            for end in 0..=num {
-                let mut probes = 0;
-                let found = leading(num, |at| {
-                    assert!(at < num);
-                    probes += 1;
-                    at < end
-                });
-                assert_eq!(found, end, "{num}");
-                assert!(probes <= 17, "{probes} probes for {end} of {num}");
-            }
-        }
-    }
 }

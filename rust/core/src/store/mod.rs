@@ -5,7 +5,6 @@
 
 mod books;
 mod breaker;
-mod check;
 mod config;
 mod disk;
 mod forget;
@@ -18,27 +17,27 @@ mod recover;
 mod save;
 mod state;
 mod stats;
+#[cfg(any(test, feature = "faults"))]
+mod tests;
 mod threads;
 
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-pub use config::{DiskSettings, StoreConfig};
+use books::Clearing;
+pub use config::{ArenaInfo, DiskSettings, StoreConfig};
 use inner::Inner;
 pub use inner::{Clock, Opener};
 pub use lease::{ReadLease, WriteLease};
 pub use load::{LeasedFrame, Progress, TierName};
-use lookup::Chunks;
 pub use lookup::Prefix;
 pub use save::{Reservation, SaveRange};
 use state::State;
-pub use stats::{Counters, Gauges};
 
 use crate::key::ChunkKey;
 use crate::sync::thread::JoinHandle;
 use crate::sync::{Condvar, Mutex};
-use crate::tier::LocalTier;
-use crate::tier::disk::{DiskEntry, DiskTier};
+use crate::tier::disk::DiskTier;
 use crate::tier::host::HostTier;
 use crate::{ErrorKind, Result};
 
@@ -48,8 +47,6 @@ const LAST_JOB_TIMEOUT: Duration = Duration::from_millis(800);
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
 /// Chunks on disk that the index has room for from the start.
 const MAX_RESERVED: usize = 1 << 24;
-/// Time until a tier that could not be opened is tried again.
-const REOPEN_AFTER: Duration = Duration::from_secs(1);
 
 /// Host arena, optional disk tier and index of one process. All methods take `&self` and may be called from any thread.
 ///
@@ -85,54 +82,41 @@ impl Store {
     pub fn open(config: &StoreConfig) -> Result<Self> {
         let start = Instant::now();
         let clock = Box::new(move || start.elapsed());
-        let Some(settings) = &config.disk else { return Self::build(config, None, clock) };
+        let Some(settings) = &config.disk else { return Self::with_tier(config, None, clock) };
         config.num_frames()?; // before a directory is made for a store that cannot be
         let tier = settings.tier(config)?;
         let opener: Opener = Box::new(move || {
             let (disk, found) = DiskTier::open(tier.clone())?;
             Ok((Arc::new(disk), found))
         });
-        Self::build(config, Some(opener), clock)
+        Self::with_tier(config, Some(opener), clock)
     }
 
-    /// As [`Self::open`], with another disk, which holds `found`; `config.disk` says how many threads and chunks it has.
+    /// As [`Self::open`], with another clock, and another disk for which `config.disk` says how many threads and chunks it has.
     #[doc(hidden)]
-    pub fn with_disk(config: &StoreConfig, disk: Arc<dyn LocalTier>, found: &[DiskEntry]) -> Result<Self> {
-        let (start, found) = (Instant::now(), found.to_vec());
-        let opener: Opener = Box::new(move || Ok((Arc::clone(&disk), found.clone())));
-        Self::with_tier(config, opener, Box::new(move || start.elapsed()))
-    }
-
-    /// As [`Self::open`], with another disk and another clock.
-    #[doc(hidden)]
-    pub fn with_tier(config: &StoreConfig, opener: Opener, clock: Clock) -> Result<Self> {
-        Self::build(config, Some(opener), clock)
-    }
-
-    fn build(config: &StoreConfig, opener: Option<Opener>, clock: Clock) -> Result<Self> {
+    pub fn with_tier(config: &StoreConfig, opener: Option<Opener>, clock: Clock) -> Result<Self> {
         let num_frames = config.num_frames()?;
         let host = HostTier::create(config.frame_bytes, num_frames)?;
-        let arena_path = host.arena().path();
-        let cap_bytes = config.disk.as_ref().map_or(0, |disk| disk.cap_bytes);
+        let arena = ArenaInfo { path: host.arena().path(), frame_bytes: config.frame_bytes, num_frames };
+        let settings = config.disk.as_ref().filter(|_| opener.is_some());
+        let cap_bytes = settings.map_or(0, |disk| disk.cap_bytes);
         let num_slots = usize::try_from(cap_bytes / config.frame_bytes).unwrap_or(usize::MAX);
-        let disk_policy = opener.as_ref().map(|_| config.eviction.policy(num_slots));
-        let mut state = State::new(host, config.eviction.policy(num_frames as usize), disk_policy);
+        let policy = |capacity| config.eviction.policy(capacity);
+        let mut state = State::new(host, config.blocks_per_chunk, policy(num_frames as usize), policy(num_slots));
         // A table that grows later would hold everybody up. Memory that is not used is not touched.
-        let most_on_disk = if opener.is_some() { num_slots.min(MAX_RESERVED) } else { 0 };
-        state.index.reserve(num_frames as usize + most_on_disk);
-        if let Some((books, settings)) = state.disk.as_mut().zip(config.disk.as_ref()) {
-            books.num_threads = settings.num_threads as usize;
-        }
+        state.index.reserve(num_frames as usize + num_slots.min(MAX_RESERVED));
+        let num_threads = settings.map_or(0, |disk| disk.num_threads);
+        state.disk.num_threads = num_threads as usize;
         let disk = OnceLock::new();
         match opener.as_ref().map(|open| open()) {
             None => {}
             Some(Ok((tier, found))) => {
                 state.attach(found);
-                while state.recover_some(config.blocks_per_chunk) {}
+                while state.recover_some() {}
                 disk.get_or_init(|| tier);
             }
             Some(Err(error)) if error.kind() == ErrorKind::InvalidConfig => return Err(error),
-            Some(Err(error)) => state.postpone(REOPEN_AFTER, &error.to_string()),
+            Some(Err(error)) => state.postpone(threads::FIRST_REOPEN, &error.to_string()),
         }
         let inner = Arc::new(Inner {
             state: Mutex::new(state),
@@ -141,66 +125,34 @@ impl Store {
             disk,
             opener,
             clock,
-            arena_path,
-            frame_bytes: config.frame_bytes,
-            num_frames,
-            blocks_per_chunk: config.blocks_per_chunk,
+            arena,
         });
         // Dropped with what threads it has, should one more not start.
         let mut store = Self { inner, threads: Mutex::default() };
-        for nth in 0..config.disk.as_ref().map_or(0, |disk| disk.num_threads) {
+        for nth in 0..num_threads {
             let thread = threads::spawn(&store.inner, nth)?;
             store.threads.get_mut().unwrap_or_else(PoisonError::into_inner).push(thread);
         }
         Ok(store)
     }
 
-    /// Path that another process of this user may map, see [`crate::io::Arena::open`].
-    pub fn arena_path(&self) -> &str {
-        &self.inner.arena_path
-    }
-
-    /// Bytes of one frame.
-    pub fn frame_bytes(&self) -> u64 {
-        self.inner.frame_bytes
-    }
-
-    /// Frames in host memory.
-    pub fn num_frames(&self) -> u32 {
-        self.inner.num_frames
-    }
-
-    /// Blocks in a full chunk.
-    pub fn blocks_per_chunk(&self) -> u32 {
-        self.inner.blocks_per_chunk
-    }
-
-    fn chunks<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Chunks<'a> {
-        Chunks::new(prefix, self.inner.blocks_per_chunk)
+    /// How another process of this user maps the frames.
+    pub fn arena(&self) -> &ArenaInfo {
+        &self.inner.arena
     }
 
     /// How much of the prefix is stored: full chunks, then the longest tail behind them; of a disk that is left alone, nothing.
     /// Asking is free (I9).
     pub fn lookup<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Lookup {
-        let chunks = self.chunks(prefix);
-        let found = self.inner.with_open_books(|state| state.find(&chunks));
-        let blocks = |found: lookup::Found| found.blocks(chunks.per_chunk());
-        found.map_or_else(Lookup::default, |(host, any)| Lookup {
-            host_blocks: blocks(host),
-            stored_blocks: blocks(any),
-        })
+        let found = self.inner.with_open_books(|state| state.find(&prefix.into()));
+        let (host_blocks, stored_blocks) = found.unwrap_or_default();
+        Lookup { host_blocks, stored_blocks }
     }
 
     /// Pins what is in host of the stored part of a prefix, and wants the rest of it from disk. A read takes a frame when it
     /// begins; the lease ends before a chunk that no frame can be had for, or that cannot be read.
     pub fn acquire<'a>(&self, prefix: impl Into<Prefix<'a>>) -> ReadLease {
-        self.acquire_at_most(prefix, u32::MAX)
-    }
-
-    /// As [`Self::acquire`], with at most `max_reads` chunks from disk.
-    pub fn acquire_at_most<'a>(&self, prefix: impl Into<Prefix<'a>>, max_reads: u32) -> ReadLease {
-        let chunks = self.chunks(prefix);
-        let held = self.inner.with_open_books(|state| state.acquire(&chunks, max_reads));
+        let held = self.inner.with_open_books(|state| state.acquire(&prefix.into()));
         ReadLease::new(Arc::clone(&self.inner), held)
     }
 
@@ -208,11 +160,8 @@ impl Store {
     ///
     /// It stops at the first that cannot be had. `InvalidConfig` if the prefix has not got the range.
     pub fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, range: SaveRange) -> Result<Reserved> {
-        let chunks = self.chunks(prefix);
-        let wanted = range.check(&chunks)?;
-        let Some((reserved, num_dropped)) = self.inner.with_open_books(|state| state.reserve(&chunks, range)) else {
-            return Ok(Reserved { leases: Vec::new(), num_dropped: wanted });
-        };
+        let reserved = self.inner.with_open_books(|state| state.reserve(&prefix.into(), range));
+        let (reserved, num_dropped) = reserved.unwrap_or_else(|| Ok((Vec::new(), range.num_chunks())))?;
         let lease = |(id, reservation)| WriteLease::new(Arc::clone(&self.inner), id, reservation);
         Ok(Reserved { leases: reserved.into_iter().map(lease).collect(), num_dropped })
     }
@@ -238,9 +187,9 @@ impl Store {
     /// after a restart either; a disk that does not answer is cleared later, and an event says so.
     pub fn clear(&self) {
         self.inner.with_books(State::clear);
-        let cleared = |state: &State| match &state.disk {
-            Some(disk) if disk.is_clearing() => (!disk.is_hopeless(state.now)).then_some(false),
-            _ => Some(true),
+        let cleared = |state: &State| {
+            let is_cleared = state.disk.clearing == Clearing::No;
+            (is_cleared || !state.disk.is_hopeless(state.now)).then_some(is_cleared)
         };
         if !self.inner.wait(Instant::now() + CLEAR_TIMEOUT, cleared) {
             self.inner.with_books(|state| {
@@ -249,7 +198,7 @@ impl Store {
         }
     }
 
-    /// Takes frames below `num_frames` only from now on, for saves and reads: workers cannot copy to the others yet.
+    /// Saves take frames below `num_frames` only from now on: workers cannot copy to the others yet. Reads from disk take any.
     pub fn limit_frames(&self, num_frames: u32) {
         self.inner.with_books(|state| state.host.limit(num_frames));
     }
@@ -263,9 +212,7 @@ impl Store {
 
     /// Counters and gauges by name; all 0 after an internal failure.
     pub fn stats(&self) -> Vec<(&'static str, u64)> {
-        let (counters, gauges) =
-            self.inner.books().map_or_else(Default::default, |state| (state.counters, state.gauges()));
-        counters.named().into_iter().chain(gauges.named()).collect()
+        self.inner.books().map(|state| state.stats()).unwrap_or_default().named()
     }
 
     /// Waits until every visible chunk that will get to disk is there and every forgotten one is not; false at the deadline, or
@@ -273,9 +220,9 @@ impl Store {
     pub fn flush(&self, timeout: Duration) -> bool {
         let (start, start_time) = (Instant::now(), (self.inner.clock)());
         let deadline = start_time.saturating_add(timeout);
-        let settled = |state: &State| match &state.disk {
-            Some(disk) if !disk.is_settled() => (!disk.is_hopeless(deadline)).then_some(false),
-            _ => Some(true),
+        let settled = |state: &State| {
+            let is_settled = state.disk.is_settled();
+            (is_settled || !state.disk.is_hopeless(deadline)).then_some(is_settled)
         };
         self.inner.wait(start.checked_add(timeout).unwrap_or(start + Duration::from_secs(1 << 30)), settled)
     }
@@ -285,19 +232,13 @@ impl Store {
     pub fn close(&self, timeout: Duration) {
         self.inner.with_books(|state| state.closed = true);
         self.flush(timeout);
-        self.inner.with_books(State::stop);
+        self.inner.with_books(|state| state.disk.stopping = true);
         self.inner.work.notify_all();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         threads::join(threads, LAST_JOB_TIMEOUT);
         if let Some(disk) = self.inner.disk.get() {
             disk.close();
         }
-    }
-
-    /// Counts everything again and compares; for tests. The error is the first contradiction.
-    #[doc(hidden)]
-    pub fn check(&self) -> Result<(), String> {
-        check::check(&*self.inner.books().ok_or_else(|| "the store failed".to_owned())?)
     }
 }
 
@@ -306,6 +247,3 @@ impl Drop for Store {
         self.close(Duration::ZERO);
     }
 }
-
-#[cfg(test)]
-mod tests;

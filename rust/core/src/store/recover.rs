@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::books::{Attached, Clearing};
 use super::state::State;
 use crate::evict::ChunkId;
-use crate::index::NewEntry;
-use crate::tier::disk::DiskEntry;
+use crate::index::Entry;
+use crate::tier::disk::{DiskEntry, DiskMeta, SlotId};
 
 /// Chunks entered by one call: some 0.2 ms.
 pub(super) const SLICE: usize = 512;
@@ -14,22 +14,19 @@ pub(super) const SLICE: usize = 512;
 impl State {
     /// The tier is there and holds `found`, parents before children; false if there is no use for it any more.
     pub(super) fn attach(&mut self, mut found: Vec<DiskEntry>) -> bool {
-        let Some(books) = self.disk.as_mut().filter(|books| !books.stopping) else { return false };
-        books.attached = Attached::Yes;
-        if books.clearing == Clearing::No {
+        self.disk.attached = Attached::Yes;
+        if self.disk.clearing == Clearing::No {
             found.reverse();
-            books.found = found;
+            self.disk.found = found;
         }
-        true
+        !self.disk.stopping
     }
 
     /// The tier could not be opened: again after `wait`.
     pub(super) fn postpone(&mut self, wait: Duration, why: &str) {
-        let retry_at = self.now + wait;
-        let books = self.disk_books();
-        books.attached = Attached::NotBefore(retry_at);
-        if books.told != why {
-            why.clone_into(&mut books.told);
+        self.disk.attached = Attached::NotBefore(self.now + wait);
+        if self.disk.told != why {
+            why.clone_into(&mut self.disk.told);
             self.tell(format!(
                 "the disk tier cannot be opened, so this engine has host memory only until it can: {why}"
             ));
@@ -38,55 +35,50 @@ impl State {
 
     /// Whether the caller should open the tier now; then `attach` or `postpone` must follow.
     pub(super) fn must_open(&mut self) -> bool {
-        let now = self.now;
-        let books = self.disk_books();
-        let is_due = matches!(books.attached, Attached::NotBefore(time) if now >= time);
+        let is_due = matches!(self.disk.attached, Attached::NotBefore(time) if self.now >= time);
         if is_due {
-            books.attached = Attached::Opening;
+            self.disk.attached = Attached::Opening;
         }
         is_due
     }
 
     /// Enters some of what was found; false if nothing is left. What does not fit is freed.
-    pub(super) fn recover_some(&mut self, blocks_per_chunk: u32) -> bool {
+    pub(super) fn recover_some(&mut self) -> bool {
         let mut ids: Vec<ChunkId> = Vec::new();
         for _ in 0..SLICE {
-            let Some(entry) = self.disk.as_mut().and_then(|books| books.found.pop()) else { break };
+            let Some(entry) = self.disk.found.pop() else { break };
             // Chunks of a prefix come one behind the other, which spares most lookups.
-            let before = ids.last().copied().filter(|&id| self.index[id].key == entry.parent);
-            if let Some(id) = self.recover(&entry, before, blocks_per_chunk) {
+            let before = ids.last().copied().filter(|&id| self.index[id].key == entry.meta.parent);
+            if let Some(id) = self.recover(entry.meta, entry.slot, before) {
                 ids.push(id);
             } else {
-                let books = self.disk_books();
-                books.trash.push(entry.slot);
-                books.unwelcome.insert(entry.key);
+                self.disk.trash.push(entry.slot);
+                self.disk.unwelcome.insert(entry.meta.key);
             }
         }
-        self.counters.disk_recovered += ids.len() as u64;
+        self.stats.disk_recovered += ids.len() as u64;
         // Only now, so that chains do not become and cease to be leaves link by link.
         for id in ids {
             self.sync_disk(id);
         }
-        let Some(books) = self.disk.as_mut() else { return false };
-        if books.found.is_empty() && books.attached == Attached::Yes {
-            books.unwelcome.clear();
+        if !self.disk.is_recovering() {
+            self.disk.unwelcome.clear();
         }
-        !books.found.is_empty()
+        !self.disk.found.is_empty()
     }
 
     /// The entry of a found chunk, on disk now; None where its place is impossible, it was discarded, or is on disk elsewhere.
-    fn recover(&mut self, found: &DiskEntry, before: Option<ChunkId>, blocks_per_chunk: u32) -> Option<ChunkId> {
-        let DiskEntry { key, parent: parent_key, depth, num_blocks, slot, .. } = *found;
-        let first_block =
-            depth.checked_mul(blocks_per_chunk).filter(|first| first.checked_add(num_blocks).is_some())?;
+    fn recover(&mut self, found: DiskMeta, slot: SlotId, before: Option<ChunkId>) -> Option<ChunkId> {
+        let DiskMeta { key, parent: parent_key, depth, num_blocks } = found;
+        let first_block = depth.checked_mul(self.per_chunk).filter(|first| first.checked_add(num_blocks).is_some())?;
         let parent = if depth == 0 { None } else { Some(before.or_else(|| self.index.get(&parent_key))?) };
         let fits = parent.is_none_or(|parent| {
             let parent = &self.index[parent];
             parent.end_block() == first_block && parent.depth + 1 == depth && parent.disk.is_here()
         });
-        let unwelcome = &self.disk_books().unwelcome;
+        let unwelcome = &self.disk.unwelcome;
         if !fits
-            || !(1..=blocks_per_chunk).contains(&num_blocks)
+            || !(1..=self.per_chunk).contains(&num_blocks)
             || unwelcome.contains(&key)
             || depth > 0 && unwelcome.contains(&parent_key)
         {
@@ -99,7 +91,7 @@ impl State {
             }
             id
         } else {
-            self.index.insert(NewEntry { key, parent_key, parent, depth, first_block, num_blocks, proven: false })
+            self.index.insert(Entry { key, parent_key, parent, depth, first_block, num_blocks, ..Entry::default() })
         };
         self.unwant(id);
         self.begin_disk(id);

@@ -1,11 +1,12 @@
 //! Saving: reserve a frame, then commit or abort.
 
-use super::lookup::Chunks;
+use super::lookup::Prefix;
 use super::state::State;
 use crate::evict::ChunkId;
-use crate::index::{Filler, NewEntry};
+use crate::index::{Entry, Filler};
 use crate::io::FrameId;
 use crate::key::ChunkKey;
+use crate::tier::host::HostTier;
 use crate::{Error, ErrorKind, Result};
 
 /// A frame reserved for one chunk. Blocks count from the prefix's start.
@@ -35,56 +36,62 @@ pub struct SaveRange {
 }
 
 impl SaveRange {
-    /// Chunks asked for; `InvalidConfig` if the chain has not got them all.
-    pub(crate) fn check(self, chunks: &Chunks<'_>) -> Result<u32> {
+    /// `InvalidConfig` if the prefix has not got all the chunks.
+    fn check(self, prefix: &Prefix<'_>, per_chunk: u32) -> Result<()> {
         let Self { start, stop, tail_blocks } = self;
-        let end = u64::from(stop) * u64::from(chunks.per_chunk()) + u64::from(tail_blocks);
-        if start > stop || tail_blocks >= chunks.per_chunk() || end > u64::from(chunks.num_blocks()) {
-            return Err(Error::new(ErrorKind::InvalidConfig, "no such chunks in this chain")
-                .with_context("start", start)
-                .with_context("stop", stop)
-                .with_context("tail_blocks", tail_blocks)
-                .with_context("num_blocks", chunks.num_blocks())
-                .with_context("blocks_per_chunk", chunks.per_chunk()));
+        let end = u64::from(stop) * u64::from(per_chunk) + u64::from(tail_blocks);
+        if start <= stop && tail_blocks < per_chunk && end <= u64::from(prefix.num_blocks()) {
+            return Ok(());
         }
-        Ok(stop - start + u32::from(tail_blocks > 0))
+        let error = Error::new(ErrorKind::InvalidConfig, "no such chunks in this chain").with_context("start", start);
+        let error = error.with_context("stop", stop).with_context("tail_blocks", tail_blocks);
+        Err(error.with_context("num_blocks", prefix.num_blocks()).with_context("blocks_per_chunk", per_chunk))
+    }
+
+    /// Chunks asked for.
+    pub(crate) fn num_chunks(self) -> u32 {
+        self.stop.saturating_sub(self.start) + u32::from(self.tail_blocks > 0)
     }
 }
 
 impl State {
-    /// Reserves what is missing of a checked range; returns it and how many chunks could not be had.
-    pub(crate) fn reserve(&mut self, chunks: &Chunks<'_>, range: SaveRange) -> (Vec<(ChunkId, Reservation)>, u32) {
+    /// Reserves what is missing of a range; returns it and how many chunks could not be had.
+    pub(crate) fn reserve(
+        &mut self,
+        prefix: &Prefix<'_>,
+        range: SaveRange,
+    ) -> Result<(Vec<(ChunkId, Reservation)>, u32)> {
+        range.check(prefix, self.per_chunk)?;
         let mut reserved = Vec::new();
-        let wanted = range.stop - range.start + u32::from(range.tail_blocks > 0);
+        let wanted = range.num_chunks();
         for nth in 0..wanted {
             let depth = range.start + nth;
-            let num_blocks = if depth < range.stop { chunks.per_chunk() } else { range.tail_blocks };
-            let first_block = depth * chunks.per_chunk();
-            let key = *chunks.key_of_blocks(first_block + num_blocks);
-            let parent_key = chunks.parent_key(depth);
-            let new = NewEntry { key, parent_key, parent: None, depth, first_block, num_blocks, proven: true };
+            let num_blocks = if depth < range.stop { self.per_chunk } else { range.tail_blocks };
+            let first_block = depth * self.per_chunk;
+            let (key, parent_key) = (prefix.key_of(first_block + num_blocks), prefix.key_of(first_block));
+            let new = Entry { key, parent_key, depth, first_block, num_blocks, ..Entry::default() };
             if self.is_there(&new) {
                 continue;
             }
             let Some((id, frame)) = self.reserve_one(new) else {
                 let dropped = wanted - nth;
-                self.counters.reserve_dropped += u64::from(dropped);
-                return (reserved, dropped);
+                self.stats.reserve_dropped += u64::from(dropped);
+                return Ok((reserved, dropped));
             };
             let ticket = self.new_ticket();
             reserved.push((id, Reservation { ticket, frame, key, first_block, num_blocks }));
         }
-        (reserved, 0)
+        Ok((reserved, 0))
     }
 
     /// The entry of the parent's key.
-    fn parent_of(&self, new: &NewEntry) -> Option<ChunkId> {
+    fn parent_of(&self, new: &Entry) -> Option<ChunkId> {
         if new.depth == 0 { None } else { self.index.get(&new.parent_key) }
     }
 
     /// Whether the chunk is in host or being filled. What has its key but hangs elsewhere is being forgotten, or was forged on
     /// disk.
-    fn is_there(&mut self, new: &NewEntry) -> bool {
+    fn is_there(&mut self, new: &Entry) -> bool {
         let Some(id) = self.index.get(&new.key) else { return false };
         let (entry, parent) = (&self.index[id], self.parent_of(new));
         let is_elsewhere = entry.parent != parent && (parent.is_some() || new.depth == 0);
@@ -96,35 +103,35 @@ impl State {
     }
 
     /// A frame for the chunk, under a parent that has one; a read of it that has not begun becomes this save.
-    fn reserve_one(&mut self, new: NewEntry) -> Option<(ChunkId, FrameId)> {
+    fn reserve_one(&mut self, new: Entry) -> Option<(ChunkId, FrameId)> {
         let parent = self.parent_of(&new);
         let fits = parent.map_or(new.depth == 0, |parent| {
             let parent = &self.index[parent];
             parent.has_frame() && parent.end_block() == new.first_block
         });
-        let frame = if fits { self.take_frame_under(parent)? } else { return None };
+        let fits = fits && self.host.takes_saves(); // or chunks would be evicted for nothing
+        let frame = if fits { self.take_frame_under(parent, HostTier::take)? } else { return None };
         let proven = parent.is_none_or(|parent| self.index[parent].proven);
-        let new = NewEntry { parent, proven, ..new };
-        let id = self.index.get(&new.key).unwrap_or_else(|| self.index.insert(new));
+        let id = self.index.get(&new.key).unwrap_or_else(|| self.index.insert(Entry { parent, proven, ..new }));
         if self.index[id].is_queued() {
             self.index[id].filler = Filler::Lease;
-            self.disk_books().num_queued -= 1;
+            self.disk.num_queued -= 1;
         } else {
             self.enter_host(id, Filler::Lease);
         }
         self.give_frame(id, frame);
         self.sync_disk(id);
-        self.write_leases += 1;
+        self.stats.write_leases += 1;
         Some((id, frame))
     }
 
     /// Ends a write lease; false if its chunk was forgotten meanwhile, and so is aborted.
     fn end_write_lease(&mut self, id: ChunkId) -> bool {
-        self.write_leases -= 1;
+        self.stats.write_leases -= 1;
         if !self.index[id].detached {
             return true;
         }
-        self.counters.aborts += 1;
+        self.stats.aborts += 1;
         self.abandon(id);
         false
     }
@@ -135,7 +142,7 @@ impl State {
             return 0;
         }
         let risen = self.fill(id);
-        self.counters.commits += u64::from(risen);
+        self.stats.commits += u64::from(risen);
         risen
     }
 
@@ -154,7 +161,7 @@ impl State {
     /// A reserved chunk will not be filled.
     pub(crate) fn abort(&mut self, id: ChunkId) {
         if self.end_write_lease(id) {
-            self.counters.aborts += 1;
+            self.stats.aborts += 1;
             self.fail_host(id);
         }
     }

@@ -9,7 +9,8 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use super::books::DiskBooks;
-use super::stats::{Counters, Gauges};
+use super::forget::Doomed;
+use super::stats::Stats;
 use crate::evict::{ChunkId, Policy, Removal};
 use crate::index::{Filler, Index, Presence};
 use crate::io::FrameId;
@@ -28,50 +29,48 @@ pub(crate) struct State {
     pub(crate) index: Index,
     pub(crate) host: HostTier,
     pub(crate) host_policy: Box<dyn Policy>,
-    pub(crate) disk: Option<DiskBooks>,
-    pub(crate) counters: Counters,
+    /// Blocks in a full chunk.
+    pub(crate) per_chunk: u32,
+    pub(crate) disk: DiskBooks,
+    pub(crate) disk_policy: Box<dyn Policy>,
+    pub(crate) stats: Stats,
     /// Time since the store was opened, as the last caller read it.
     pub(crate) now: Duration,
-    pub(crate) pins: u64,
-    pub(crate) read_leases: u64,
-    pub(crate) write_leases: u64,
     pub(crate) closed: bool,
     /// What a person should see.
     pub(crate) events: Vec<String>,
     /// Children that came to host before their parent was visible.
     pub(super) waiters: HashMap<ChunkId, Vec<ChunkId>>,
-    /// Chunks to forget with all below them, with their generation: a stack, walked in slices.
-    pub(super) doomed: Vec<(ChunkId, u32)>,
-    /// Entries below this one are still to be looked at for roots from before the last `clear`.
-    pub(super) sweep: u32,
+    /// Chunks to forget with all below them: a stack, walked in slices.
+    pub(super) doomed: Vec<Doomed>,
     /// Chunks forgotten by one call.
     pub(super) slice: usize,
     next_ticket: u64,
-    reserved: u64,
-    visible: u64,
 }
 
 impl State {
-    pub(crate) fn new(host: HostTier, host_policy: Box<dyn Policy>, disk_policy: Option<Box<dyn Policy>>) -> Self {
+    /// Without a disk, until one is attached.
+    pub(crate) fn new(
+        host: HostTier,
+        per_chunk: u32,
+        host_policy: Box<dyn Policy>,
+        disk_policy: Box<dyn Policy>,
+    ) -> Self {
         Self {
             index: Index::default(),
             host,
             host_policy,
-            disk: disk_policy.map(DiskBooks::new),
-            counters: Counters::default(),
+            per_chunk,
+            disk: DiskBooks::default(),
+            disk_policy,
+            stats: Stats::default(),
             now: Duration::ZERO,
-            pins: 0,
-            read_leases: 0,
-            write_leases: 0,
             closed: false,
             events: Vec::new(),
             waiters: HashMap::new(),
             doomed: Vec::new(),
-            sweep: 0,
             slice: SLICE,
             next_ticket: 1,
-            reserved: 0,
-            visible: 0,
         }
     }
 
@@ -87,24 +86,20 @@ impl State {
         }
     }
 
-    pub(crate) fn gauges(&self) -> Gauges {
-        let disk = self.disk.as_ref();
-        Gauges {
-            frames_total: u64::from(self.host.arena().num_frames()),
-            frames_reserved: self.reserved,
-            frames_visible: self.visible,
-            frames_free: self.host.num_free() as u64,
+    /// Every number, as it is now.
+    pub(crate) fn stats(&self) -> Stats {
+        let (host, disk) = (&self.host, &self.disk);
+        let (frames_total, frames_free) = host.num_frames();
+        Stats {
+            frames_total,
+            frames_reserved: frames_total - frames_free - self.stats.frames_visible,
+            frames_free,
             entries: self.index.len() as u64,
-            disk_used: disk.map_or(0, |disk| disk.used),
-            disk_pending: disk.map_or(0, |disk| disk.num_dirty),
-            disk_slots: disk.map_or(0, |disk| disk.slots),
-            disk_bytes: disk.map_or(0, |disk| disk.bytes),
-            disk_broken: disk.map_or(0, |disk| u64::from(disk.is_broken())),
-            disk_trips: disk.map_or(0, |disk| disk.reading.num_trips + disk.writes.num_trips),
-            reads_pending: disk.map_or(0, |disk| disk.num_queued),
-            pins: self.pins,
-            read_leases: self.read_leases,
-            write_leases: self.write_leases,
+            disk_pending: disk.num_dirty,
+            disk_broken: disk.is_broken().into(),
+            disk_trips: disk.reading.num_trips + disk.writes.num_trips,
+            reads_pending: disk.num_queued,
+            ..self.stats
         }
     }
 
@@ -137,14 +132,8 @@ impl State {
     /// From one presence to another, with the same frame if it had one.
     pub(super) fn change_host(&mut self, id: ChunkId, presence: Presence<FrameId>) {
         let before = std::mem::replace(&mut self.index[id].host, presence);
-        for (presence, up) in [(before, false), (presence, true)] {
-            let count = match presence {
-                Presence::Absent | Presence::Coming(None) => continue,
-                Presence::Coming(Some(_)) => &mut self.reserved,
-                Presence::Here(_) | Presence::Leaving(_) => &mut self.visible,
-            };
-            *count = if up { *count + 1 } else { *count - 1 };
-        }
+        self.stats.frames_visible += u64::from(presence.is_here());
+        self.stats.frames_visible -= u64::from(before.is_here());
         self.sync_host(id);
     }
 
@@ -155,7 +144,7 @@ impl State {
         let before = self.index[id].host;
         debug_assert!(!before.is_absent());
         if self.index[id].is_queued() {
-            self.disk_books().num_queued -= 1;
+            self.disk.num_queued -= 1;
         }
         self.change_host(id, Presence::Absent);
         self.index[id].filler = Filler::Nobody;
@@ -185,28 +174,32 @@ impl State {
         }
     }
 
-    /// A free frame, made free if need be; None if every frame is in use. What must stay is held by the caller.
-    pub(super) fn take_frame(&mut self) -> Option<FrameId> {
+    /// A free frame by `take`, made free if need be; None if every frame is in use. What must stay is held by the caller.
+    fn take_frame(&mut self, take: fn(&mut HostTier) -> Option<FrameId>) -> Option<FrameId> {
         // The first victim's frame will do, unless it is one that is held back now.
         for _ in 0..MAX_VICTIMS {
-            if let Some(frame) = self.host.take() {
+            if let Some(frame) = take(&mut self.host) {
                 return Some(frame);
             }
             let victim = self.host_policy.victim()?;
             debug_assert_eq!(self.index[victim].host_evictable, Some(true), "a policy returns evictable chunks only");
-            self.counters.host_evictions += 1;
-            self.counters.disk_dropped += u64::from(self.unwant(victim));
+            self.stats.host_evictions += 1;
+            self.stats.disk_dropped += u64::from(self.unwant(victim));
             self.leave_host(victim, Removal::Evicted);
             self.settle(victim);
         }
-        self.host.take()
+        take(&mut self.host)
     }
 
     /// A frame for a child of `parent`, which does not leave meanwhile.
-    pub(super) fn take_frame_under(&mut self, parent: Option<ChunkId>) -> Option<FrameId> {
-        let Some(parent) = parent else { return self.take_frame() };
+    pub(super) fn take_frame_under(
+        &mut self,
+        parent: Option<ChunkId>,
+        take: fn(&mut HostTier) -> Option<FrameId>,
+    ) -> Option<FrameId> {
+        let Some(parent) = parent else { return self.take_frame(take) };
         self.hold(parent);
-        let frame = self.take_frame();
+        let frame = self.take_frame(take);
         self.unhold(parent);
         frame
     }
@@ -266,14 +259,13 @@ impl State {
                     self.waiters.entry(parent).or_default().push(next);
                 }
                 self.sync_disk(next);
-                self.end_failed(next);
+                self.end_failed(Some(next));
             }
         }
     }
 
     /// Takes a failed chunk out of host, once nothing hangs on it there; then those above it.
-    pub(super) fn end_failed(&mut self, id: ChunkId) {
-        let mut next = Some(id);
+    pub(super) fn end_failed(&mut self, mut next: Option<ChunkId>) {
         while let Some(id) = next {
             let entry = &self.index[id];
             if entry.filler != Filler::Failed || entry.host_children > 0 || entry.detached {
@@ -306,8 +298,6 @@ impl State {
         self.leave_host(id, Removal::Dropped);
         self.sync_disk(id);
         self.settle(id);
-        if let Some(parent) = parent {
-            self.end_failed(parent);
-        }
+        self.end_failed(parent);
     }
 }

@@ -8,8 +8,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::inner::Inner;
-use super::jobs::{Job, ReadEnd, Written};
+use super::jobs::{End, Job, Written};
 use super::state::State;
+use crate::key::ChunkKey;
 use crate::sync::has_ended;
 use crate::sync::thread::{self, JoinHandle};
 use crate::tier::LocalTier;
@@ -21,7 +22,7 @@ const SLOT_TRIES: u32 = 4;
 /// Longest sleep of a thread: the time may bring work (a probe, a tier to open) that nothing announces.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 /// Time until a tier that could not be opened is tried again; each time doubles it.
-const FIRST_REOPEN: Duration = Duration::from_secs(1);
+pub(super) const FIRST_REOPEN: Duration = Duration::from_secs(1);
 const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 
 /// Starts a thread; `Io` if the system has none left.
@@ -52,7 +53,7 @@ fn open(inner: &Inner) -> bool {
     let mut wait = FIRST_REOPEN;
     loop {
         let Some(mut state) = inner.books() else { return false };
-        if state.disk_books().stopping {
+        if state.disk.stopping {
             return false;
         }
         if inner.disk.get().is_some() {
@@ -68,11 +69,11 @@ fn open(inner: &Inner) -> bool {
         match guarded(opener) {
             Ok((disk, found)) => {
                 let disk = inner.disk.get_or_init(|| disk);
-                let is_wanted = inner.with_books(|state| state.attach(found));
-                if is_wanted != Some(true) {
+                let is_wanted = inner.with_books(|state| state.attach(found)).unwrap_or(false);
+                if !is_wanted {
                     disk.close();
                 }
-                return is_wanted == Some(true);
+                return is_wanted;
             }
             Err(error) => {
                 wait = (wait * 2).min(LONGEST_REOPEN);
@@ -82,48 +83,40 @@ fn open(inner: &Inner) -> bool {
     }
 }
 
-/// Waits for a job and does it; false when there will be none.
+/// Waits for a job, does it and enters what came of it; false when there will be none.
 fn do_next(inner: &Inner, disk: &dyn LocalTier) -> bool {
     let Some((ticket, job)) = wait_for_job(inner, disk) else { return false };
-    match job {
+    let end = match job {
         Job::Read { id, slot, key, mut frame } => {
-            let (end, micros) = timed(|| read(disk, slot, &key, frame.bytes_mut()));
-            let is_well = end.outcome.as_ref().map_or_else(|error| error.kind() == ErrorKind::Corrupt, |()| true);
-            finish(inner, ticket, Some(is_well), |state| state.end_read(id, frame, &end, micros))
+            let (outcome, num_refused) = read(disk, slot, &key, frame.bytes_mut());
+            End::Read { id, frame, outcome, num_refused }
         }
         Job::Write { id, meta, frame, spare } => {
-            let (outcome, micros) = timed(|| write(inner, disk, &meta, frame.bytes(), spare));
-            let is_well = match outcome {
-                Written::In(_) => Some(true),
-                Written::NoRoom => None,
-                Written::Failed(_) => Some(false),
-            };
-            finish(inner, ticket, is_well, |state| state.end_write(id, frame, outcome, micros))
+            let outcome = write(inner, disk, &meta, frame.bytes(), spare);
+            End::Write { id, frame, outcome }
         }
         Job::Free(mut slots) => {
-            while let Some(&slot) = slots.last()
-                && guarded(|| disk.free(slot)).is_ok()
-            {
+            while slots.last().is_some_and(|&slot| guarded(|| disk.free(slot)).is_ok()) {
                 slots.pop();
             }
-            finish(inner, ticket, Some(slots.is_empty()), |state| state.end_free(slots))
+            End::Free(slots)
         }
-        Job::Clear => {
-            let cleared = guarded(|| disk.clear()).is_ok();
-            finish(inner, ticket, Some(cleared), |state| state.end_clear(cleared))
-        }
-    }
+        Job::Clear => End::Clear(guarded(|| disk.clear()).is_ok()),
+    };
+    let entered = inner.with_books(|state| state.end_job(ticket, end));
+    inner.idle.notify_all();
+    entered.is_some()
 }
 
 fn wait_for_job(inner: &Inner, disk: &dyn LocalTier) -> Option<(u64, Job)> {
     let mut looked = false;
     loop {
         let mut state = inner.books()?;
-        if state.disk_books().stopping {
+        if state.disk.stopping {
             return None;
         }
-        // A slice a lock; then whoever waits for it has a turn.
-        if state.recover_some(inner.blocks_per_chunk) || state.is_forgetting() {
+        // A slice a lock; then a thread that waits for it has a turn.
+        if state.recover_some() || state.is_forgetting() {
             state.forget_slice();
             drop(state);
             inner.idle.notify_all();
@@ -135,49 +128,35 @@ fn wait_for_job(inner: &Inner, disk: &dyn LocalTier) -> Option<(u64, Job)> {
         }
         if looked {
             (state, _) = inner.work.wait_timeout(state, LOOK_AGAIN).ok()?;
-            looked = state.disk_books().has_jobs();
+            looked = state.disk.has_jobs();
         } else {
             // Nothing to do: the time to ask how large the files are, outside the lock.
             drop(state);
             let seen = guarded(|| Ok(disk.stats())).unwrap_or_default();
-            let mut state = inner.books()?;
-            let books = state.disk_books();
-            (books.slots, books.bytes) = (seen.slots, seen.bytes);
+            let books = &mut inner.books()?.stats;
+            (books.disk_slots, books.disk_bytes) = (seen.slots, seen.bytes);
             looked = true;
         }
     }
 }
 
-/// Enters the outcome of a job; false if the store failed.
-fn finish(inner: &Inner, ticket: u64, is_well: Option<bool>, enter: impl FnOnce(&mut State)) -> bool {
-    let entered = inner.with_books(|state| {
-        enter(state);
-        state.end_job(ticket, is_well);
-    });
-    inner.idle.notify_all();
-    entered.is_some()
-}
-
-/// Reads, and once more where the system refused.
-fn read(disk: &dyn LocalTier, slot: SlotId, key: &crate::ChunkKey, into: &mut [u8]) -> ReadEnd {
+/// Reads, and once more where the system refused; and how often it did.
+fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> (Result<()>, u64) {
     let mut num_refused = 0;
     loop {
         let outcome = guarded(|| disk.read(slot, key, into));
         num_refused += u64::from(outcome.as_ref().is_err_and(|error| error.kind() != ErrorKind::Corrupt));
         if num_refused != 1 || outcome.is_ok() {
-            return ReadEnd { outcome, num_refused };
+            return (outcome, num_refused);
         }
     }
 }
 
 fn write(inner: &Inner, disk: &dyn LocalTier, meta: &DiskMeta, bytes: &[u8], spare: Option<SlotId>) -> Written {
-    let slot = match spare {
-        Some(slot) => slot,
-        None => match find_slot(inner, disk) {
-            Ok(Some(slot)) => slot,
-            Ok(None) => return Written::NoRoom,
-            Err(()) => return Written::Failed(None),
-        },
+    let slot = match spare.map_or_else(|| find_slot(inner, disk), |spare| Ok(Some(spare))) {
+        Ok(Some(slot)) => slot,
+        Ok(None) => return Written::NoRoom,
+        Err(_) => return Written::Failed(None),
     };
     if guarded(|| disk.write(slot, meta, bytes)).is_ok() {
         return Written::In(slot);
@@ -188,17 +167,15 @@ fn write(inner: &Inner, disk: &dyn LocalTier, meta: &DiskMeta, bytes: &[u8], spa
 }
 
 /// A slot to write to, made free if need be. Err if the tier refused to free one: its chunk is there as before.
-fn find_slot(inner: &Inner, disk: &dyn LocalTier) -> Result<Option<SlotId>, ()> {
+fn find_slot(inner: &Inner, disk: &dyn LocalTier) -> Result<Option<SlotId>> {
     for _ in 0..SLOT_TRIES {
-        if let Some(slot) = guarded(|| Ok(disk.reserve())).map_err(drop)? {
+        if let Some(slot) = guarded(|| Ok(disk.reserve()))? {
             return Ok(Some(slot));
         }
         let Some((victim, slot)) = inner.with_books(State::begin_eviction).flatten() else { return Ok(None) };
-        let freed = guarded(|| disk.free(slot)).is_ok();
-        inner.with_books(|state| state.end_eviction(victim, freed));
-        if !freed {
-            return Err(());
-        }
+        let freed = guarded(|| disk.free(slot));
+        inner.with_books(|state| state.end_eviction(victim, freed.is_ok()));
+        freed?;
     }
     Ok(None)
 }
@@ -206,10 +183,4 @@ fn find_slot(inner: &Inner, disk: &dyn LocalTier) -> Result<Option<SlotId>, ()> 
 /// A panic of the disk tier as an error.
 fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the disk tier panicked")))
-}
-
-fn timed<T>(work: impl FnOnce() -> T) -> (T, u64) {
-    let start = Instant::now();
-    let result = work();
-    (result, u64::try_from(start.elapsed().as_micros()).unwrap_or(u64::MAX))
 }

@@ -8,8 +8,41 @@ use std::sync::Arc;
 
 use super::LocalTier;
 use super::disk::{DiskEntry, DiskMeta, SlotId};
-use crate::io::direct::PageBuffer;
 use crate::{ChunkKey, ErrorKind};
+
+/// Memory, offset and length of a transfer are multiples of this where it goes past the page cache.
+const PAGE_BYTES: usize = 4096;
+
+/// A zeroed buffer whose bytes start at a page boundary, for callers without an arena.
+#[derive(Debug)]
+pub struct PageBuffer {
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl PageBuffer {
+    /// `len` bytes of zeros.
+    pub fn new(len: usize) -> Self {
+        let bytes = vec![0_u8; len + PAGE_BYTES];
+        // A Vec's memory does not move while its length stays, so the offset found here holds.
+        let start = bytes.as_ptr().addr().next_multiple_of(PAGE_BYTES) - bytes.as_ptr().addr();
+        Self { bytes, start, len }
+    }
+}
+
+impl std::ops::Deref for PageBuffer {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.bytes[self.start..self.start + self.len]
+    }
+}
+
+impl std::ops::DerefMut for PageBuffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.start..self.start + self.len]
+    }
+}
 
 /// One call, with a number that picks on what.
 #[derive(Debug, Clone, Copy)]
@@ -56,7 +89,7 @@ pub trait Place {
     /// Begins (some number) or ends (None) a spell of faults.
     fn fault(&self, _which: Option<u32>) {}
     /// Whether a fault so far may have lost or damaged what was acknowledged. Then chunks may be gone or come back; wrong
-    /// bytes are as wrong as ever.
+    /// bytes are as wrong as before.
     fn may_lose(&self) -> bool {
         false
     }
@@ -257,9 +290,9 @@ impl Walk<'_> {
 
     /// Takes over an entry that the next open found.
     fn found(&mut self, entry: &DiskEntry, before: &BTreeMap<u32, (SlotId, u32)>) -> Result<(), String> {
-        let chunk = (0..NUM_CHUNKS).find(|&chunk| key_of(chunk) == entry.key).ok_or("an unknown key was found")?;
-        let DiskEntry { slot, key, parent, num_blocks, depth, .. } = *entry;
-        hold!(DiskMeta { key, parent, num_blocks, depth } == meta_of(chunk), "chunk {chunk} changed");
+        let chunk = (0..NUM_CHUNKS).find(|&chunk| key_of(chunk) == entry.meta.key).ok_or("an unknown key was found")?;
+        let slot = entry.slot;
+        hold!(entry.meta == meta_of(chunk), "chunk {chunk} changed");
         let has_parent = parent_of(chunk).is_none_or(|p| self.written.contains_key(&p));
         hold!(has_parent, "chunk {chunk} came without its parent");
         let reported = before.get(&chunk).map(|&(_, version)| version);
@@ -271,7 +304,7 @@ impl Walk<'_> {
             // Its next read says the same.
             Err(_) => versions.into_iter().next_back().filter(|_| self.place.may_lose()),
         };
-        let version = version.ok_or_else(|| format!("chunk {chunk} came back with bytes that nobody acknowledged"))?;
+        let version = version.ok_or_else(|| format!("chunk {chunk} came back with unacknowledged bytes"))?;
         hold!(self.written.insert(chunk, (slot, version)).is_none(), "chunk {chunk} was found twice");
         Ok(())
     }

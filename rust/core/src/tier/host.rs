@@ -2,8 +2,7 @@
 //!
 //! It must not know what a frame holds nor why it was taken; the store does.
 
-use std::cmp::Reverse;
-use std::collections::BinaryHeap;
+use std::collections::BTreeSet;
 
 use crate::Result;
 use crate::io::{Frame, FrameId, HostArena};
@@ -13,9 +12,8 @@ use crate::io::{Frame, FrameId, HostArena};
 pub(crate) struct HostTier {
     arena: HostArena,
     frames: Vec<Option<Frame>>,
-    free: Vec<FrameId>,
-    /// Free frames that are not handed out: those from `limit` on.
-    held_back: BinaryHeap<Reverse<u32>>,
+    /// The lowest are handed out first: their memory is already touched, and workers can copy to those below `limit`.
+    free: BTreeSet<FrameId>,
     limit: u32,
 }
 
@@ -23,48 +21,47 @@ impl HostTier {
     /// New memory; see [`HostArena::create`].
     pub(crate) fn create(frame_bytes: u64, num_frames: u32) -> Result<Self> {
         let (arena, frames) = HostArena::create(frame_bytes, num_frames)?;
-        // Taken from the end, so that the lowest frames, whose memory is already touched, are used first.
-        let free = frames.iter().rev().map(Frame::id).collect();
+        let free = frames.iter().map(Frame::id).collect();
         let frames = frames.into_iter().map(Some).collect();
-        Ok(Self { arena, frames, free, held_back: BinaryHeap::new(), limit: num_frames })
+        Ok(Self { arena, frames, free, limit: num_frames })
     }
 
     pub(crate) fn arena(&self) -> &HostArena {
         &self.arena
     }
 
-    pub(crate) fn num_free(&self) -> usize {
-        self.free.len() + self.held_back.len()
+    /// All frames, and the free ones.
+    pub(crate) fn num_frames(&self) -> (u64, u64) {
+        (self.frames.len() as u64, self.free.len() as u64)
     }
 
-    /// Hands out only frames below `limit` from now on: workers cannot copy to the others yet. Lowering it is for once.
+    /// Only frames below `limit` are for saves from now on: workers cannot copy to the others yet.
     pub(crate) fn limit(&mut self, limit: u32) {
-        if limit < self.limit {
-            self.held_back.extend(self.free.extract_if(.., |frame| frame.0 >= limit).map(|frame| Reverse(frame.0)));
-        }
         self.limit = limit;
-        while let Some(&Reverse(frame)) = self.held_back.peek()
-            && frame < limit
-        {
-            self.held_back.pop();
-            self.free.push(FrameId(frame));
-        }
     }
 
-    /// A free frame, if there is one.
+    /// A free frame that workers can copy to, if there is one.
     pub(crate) fn take(&mut self) -> Option<FrameId> {
-        self.free.pop()
+        let frame = *self.free.first().filter(|frame| frame.0 < self.limit)?;
+        self.free.remove(&frame);
+        Some(frame)
     }
 
-    /// Takes a frame back that nobody uses any more.
+    /// A free frame to read into, if there is one: workers can copy from any, only not from all as fast.
+    pub(crate) fn take_any(&mut self) -> Option<FrameId> {
+        self.free.pop_first()
+    }
+
+    /// Whether workers can copy to any frame at all.
+    pub(crate) fn takes_saves(&self) -> bool {
+        self.limit > 0
+    }
+
+    /// Takes a frame back that is not used any more.
     pub(crate) fn give(&mut self, frame: FrameId) {
         debug_assert!(self.frames[frame.0 as usize].is_some(), "invariant I4: frame {} is lent", frame.0);
-        debug_assert!(
-            !self.free.contains(&frame) || self.free.len() > 64,
-            "invariant I8: frame {} given twice",
-            frame.0
-        );
-        if frame.0 < self.limit { self.free.push(frame) } else { self.held_back.push(Reverse(frame.0)) }
+        let is_new = self.free.insert(frame);
+        debug_assert!(is_new, "invariant I8: frame {} given twice", frame.0);
     }
 
     /// Hands out the right to a frame's bytes; None if it is lent already.
@@ -81,35 +78,4 @@ impl HostTier {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn taken(tier: &mut HostTier) -> Vec<u32> {
-        std::iter::from_fn(|| tier.take()).map(|frame| frame.0).collect()
-    }
-
-    #[test]
-    fn frames_from_the_limit_on_are_held_back_until_it_rises() {
-        let mut tier = HostTier::create(4096, 8).unwrap();
-        let high: Vec<_> = (0..8).filter_map(|_| tier.take()).filter(|frame| frame.0 > 4).collect();
-        tier.limit(3);
-        (0..5).rev().map(FrameId).chain(high).for_each(|frame| tier.give(frame));
-        assert_eq!(tier.num_free(), 8);
-        assert_eq!(taken(&mut tier), [0, 1, 2]);
-        assert_eq!(tier.num_free(), 5);
-        tier.limit(6);
-        assert_eq!(
-            {
-                let mut more = taken(&mut tier);
-                more.sort_unstable();
-                more
-            },
-            [3, 4, 5]
-        );
-        tier.give(FrameId(1));
-        tier.limit(1);
-        assert_eq!((taken(&mut tier), tier.num_free()), (vec![], 3));
-        tier.limit(u32::MAX);
-        assert_eq!(taken(&mut tier).len(), 3);
-    }
-}
+mod tests;

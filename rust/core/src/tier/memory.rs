@@ -1,7 +1,7 @@
 //! A tier in memory, for tests: fails, hangs and panics on demand, and notes each breach of its callers' side of the contract.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::LocalTier;
@@ -23,6 +23,8 @@ pub struct MemoryTier {
     pub fail_frees: AtomicBool,
     /// Reads and writes panic.
     pub panic_in_io: AtomicBool,
+    /// Reads so far, also those that wait.
+    pub num_reads: AtomicU64,
     /// Reads wait while this is held.
     pub read_gate: Mutex<()>,
     /// Writes wait while this is held.
@@ -66,18 +68,27 @@ impl MemoryTier {
         self.slots().violations.clone()
     }
 
-    /// What another process would find: the next tier and its entries, in order of writing.
-    pub fn reopen(&self) -> (Arc<Self>, Vec<DiskEntry>) {
-        let next = Self::new(self.capacity);
-        let (slots, mut found) = (self.slots(), next.slots());
-        (found.written, found.order) = (slots.written.clone(), slots.order.clone());
-        let entries = (0..).zip(&found.order).map(|(sequence, &slot)| {
-            let DiskMeta { key, parent, num_blocks, depth } = found.written[&slot].0;
-            DiskEntry { slot: SlotId(slot), key, parent, num_blocks, sequence, depth }
-        });
-        let entries = entries.collect();
-        drop((slots, found));
-        (next, entries)
+    /// What an open finds, in order of writing.
+    pub fn entries(&self) -> Vec<DiskEntry> {
+        let slots = self.slots();
+        let entry =
+            |(sequence, &slot): (u64, &u32)| DiskEntry { slot: SlotId(slot), meta: slots.written[&slot].0, sequence };
+        (0..).zip(&slots.order).map(entry).collect()
+    }
+
+    /// Makes it hold these chunks, with `frame_bytes` zeros each.
+    pub fn put(&self, found: &[DiskEntry], frame_bytes: usize) {
+        let mut slots = self.slots();
+        for &DiskEntry { slot, meta, .. } in found {
+            slots.written.insert(slot.0, (meta, vec![0; frame_bytes]));
+            slots.order.push(slot.0);
+        }
+    }
+
+    /// Ends a close: from now on it serves its next owner.
+    pub fn open_again(&self) {
+        self.slots().reserved.clear();
+        self.closed.store(false, Ordering::SeqCst);
     }
 
     fn slots(&self) -> MutexGuard<'_, Slots> {
@@ -129,6 +140,7 @@ impl LocalTier for MemoryTier {
 
     fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<()> {
         self.enter()?;
+        self.num_reads.fetch_add(1, Ordering::SeqCst);
         wait(&self.read_gate);
         into.fill(0xee);
         self.io(&self.fail_reads)?;

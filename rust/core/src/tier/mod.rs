@@ -8,6 +8,7 @@ pub(crate) mod host;
 #[cfg(any(test, feature = "faults"))]
 #[doc(hidden)]
 pub mod memory;
+pub mod remote;
 
 use std::fmt;
 

@@ -106,7 +106,7 @@ impl Fire {
         };
         let start = Instant::now();
         let clock = Box::new(move || start.elapsed() * HASTE);
-        (Store::with_tier(&config, Box::new(opener), clock).unwrap(), cap_bytes)
+        (Store::with_tier(&config, Some(Box::new(opener)), clock).unwrap(), cap_bytes)
     }
 
     /// One life of a store, from open to its end.
@@ -152,7 +152,7 @@ impl Fire {
         self.bury(end, dice);
     }
 
-    /// What must hold after a life: nobody holds anything, and nothing is above the cap.
+    /// What must hold after a life: nothing is held, and nothing is above the cap.
     fn bury(&mut self, end: End, dice: &mut Dice) {
         if end != End::Clean || self.disk.has_lied.load(Ordering::SeqCst) {
             self.recorder.remember();
@@ -173,7 +173,7 @@ impl Fire {
         self.change_disk(dice);
     }
 
-    /// Between two lives, with nobody at the files: damage, or another disk, or nothing.
+    /// Between two lives, with the files closed: damage, or another disk, or nothing.
     fn change_disk(&mut self, dice: &mut Dice) {
         let is_honest = self.disk.is_honest.load(Ordering::SeqCst);
         let what = dice.below(100);

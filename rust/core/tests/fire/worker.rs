@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use kvloft_core::KeyChain;
-use kvloft_core::store::{LeasedFrame, ReadLease, SaveRange, Store, WriteLease};
+use kvloft_core::store::{LeasedFrame, Prefix, ReadLease, SaveRange, Store, WriteLease};
 
 use super::recorder::{Dice, FRAME, PER_CHUNK, Recorder, write_bytes};
 
@@ -48,7 +48,7 @@ const MAX_LOANS: usize = 3;
 impl<'a> Worker<'a> {
     pub(crate) fn new(shared: &'a Shared<'a>, seed: u64) -> Self {
         // The file, not the mapping: what the store's process wrote is read by another way.
-        let arena = File::options().read(true).write(true).open(shared.store.arena_path()).unwrap();
+        let arena = File::options().read(true).write(true).open(&shared.store.arena().path).unwrap();
         let dice = Dice(seed);
         Self { shared, arena, dice, loans: Vec::new(), saves: Vec::new(), counts: BTreeMap::new(), bytes_compared: 0 }
     }
@@ -111,7 +111,8 @@ impl<'a> Worker<'a> {
         let chain = self.prompt();
         let floors = self.shared.recorder.floors(chain);
         let lease = if self.dice.in_100(20) {
-            self.shared.store.acquire_at_most(chain, u32::try_from(self.dice.below(8)).unwrap())
+            let keys = &chain.keys()[..self.dice.below(8).min(chain.keys().len())];
+            self.shared.store.acquire(Prefix { root: chain.root(), keys })
         } else {
             self.shared.store.acquire(chain)
         };

@@ -9,8 +9,8 @@ fn seconds(seconds: u64) -> Duration {
 }
 
 fn fail(breaker: &mut Breaker, now: Duration) {
-    breaker.begin();
-    breaker.end(Some(false), now);
+    breaker.begin(1);
+    breaker.end(1, Some(false), now);
 }
 
 #[test]
@@ -19,11 +19,11 @@ fn four_errors_in_a_row_open_it_and_one_success_starts_the_count_again() {
     for _ in 0..3 {
         fail(&mut breaker, seconds(10));
     }
-    breaker.end(Some(true), seconds(10));
+    breaker.end(1, Some(true), seconds(10));
     for _ in 0..3 {
         fail(&mut breaker, seconds(10));
     }
-    breaker.end(None, seconds(10));
+    breaker.end(1, None, seconds(10));
     assert!(!breaker.is_open() && breaker.may_begin(seconds(10)));
     fail(&mut breaker, seconds(10));
     assert!(breaker.is_open() && !breaker.accepts(seconds(10)));
@@ -36,18 +36,36 @@ fn one_probe_at_a_time_and_each_failed_one_doubles_the_wait_up_to_a_minute() {
     breaker.trip(seconds(0));
     let (mut now, mut waits) = (seconds(0), Vec::new());
     for _ in 0..8 {
-        waits.push(breaker.retry_at().saturating_sub(now).as_secs());
+        waits.push(breaker.retry_at.saturating_sub(now).as_secs());
         // What began before it opened says nothing new.
-        breaker.end(Some(false), now);
-        now = breaker.retry_at();
+        breaker.end(1, Some(false), now);
+        now = breaker.retry_at;
         assert!(!breaker.accepts(now.saturating_sub(Duration::from_millis(1))) && breaker.may_begin(now));
-        breaker.begin();
+        breaker.begin(1);
         assert!(!breaker.may_begin(now) && breaker.accepts(now));
-        breaker.end(Some(false), now);
+        breaker.end(1, Some(false), now);
     }
     assert_eq!(waits, [1, 2, 4, 8, 16, 32, 60, 60]);
     assert_eq!(breaker.num_trips, 1);
-    breaker.begin();
-    breaker.end(Some(true), now);
+    breaker.begin(1);
+    breaker.end(1, Some(true), now);
     assert!(!breaker.is_open() && breaker.may_begin(now));
+}
+
+#[test]
+fn an_older_operation_does_not_end_the_probe_of_a_later_one() {
+    let mut breaker = Breaker::default();
+    breaker.begin(1);
+    breaker.begin(2);
+    breaker.trip(seconds(0));
+    let now = breaker.retry_at;
+    breaker.begin(3);
+    breaker.end(1, None, now);
+    assert!(!breaker.may_begin(now), "3 is still finding out");
+    breaker.end(3, Some(false), now);
+    let now = breaker.retry_at;
+    assert!(breaker.may_begin(now));
+    breaker.begin(4);
+    breaker.end(2, Some(true), now);
+    assert!(breaker.may_begin(now), "2 says that all is well");
 }

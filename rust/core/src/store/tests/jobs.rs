@@ -3,16 +3,16 @@
 //!
 //! What threads do only now and then happens here by choice, and every case can be repeated. Checked at each step: the books
 //! (`check`), the disk's contract, that no frame holds another chunk's bytes, and that `flush` would tell the truth; at the
-//! end, that nothing waits for ever and nothing is left.
+//! end, that nothing waits permanently and nothing is left.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::super::jobs::{Job, ReadEnd, Written};
+use super::super::jobs::{End, Job, Written};
 use super::super::load::Held;
-use super::super::lookup::Chunks;
+use super::super::lookup::Prefix;
 use super::super::save::SaveRange;
 use super::super::state::State;
 use super::steps::{Io, NUM_PROMPTS, PROMPT_BLOCKS, Step, prompt_chain, step};
@@ -62,7 +62,7 @@ impl Run {
     fn new(num_frames: u32, num_slots: u32, per_chunk: u32, eviction: Eviction, num_threads: usize) -> Self {
         let host = HostTier::create(4096, num_frames).unwrap();
         let policies = (eviction.policy(num_frames as usize), eviction.policy(num_slots as usize));
-        let mut state = State::new(host, policies.0, Some(policies.1));
+        let mut state = State::new(host, per_chunk, policies.0, policies.1);
         assert!(state.attach(Vec::new()));
         Self {
             state,
@@ -96,9 +96,10 @@ impl Run {
                     self.state.abort(write.0);
                 }
             }
-            Step::Acquire { prompt, max_reads } => {
+            Step::Acquire { prompt, num_blocks } => {
                 let chain = prompt_chain(prompt);
-                let held = self.state.acquire(&Chunks::new(&chain, self.per_chunk), max_reads);
+                let prefix = Prefix { root: chain.root(), keys: &chain.keys()[..num_blocks] };
+                let held = self.state.acquire(&prefix);
                 self.reads.push(held);
             }
             Step::Forget { budget } => {
@@ -149,11 +150,10 @@ impl Run {
         let chain = prompt_chain(prompt);
         let stop = stop.min(PROMPT_BLOCKS / self.per_chunk);
         let tail_blocks = tail.min(self.per_chunk - 1).min(PROMPT_BLOCKS - stop * self.per_chunk);
-        let (reserved, _) = self
-            .state
-            .reserve(&Chunks::new(&chain, self.per_chunk), SaveRange { start: start.min(stop), stop, tail_blocks });
+        let (reserved, _) =
+            self.state.reserve(&Prefix::from(&chain), SaveRange { start: start.min(stop), stop, tail_blocks }).unwrap();
         for (_, reservation) in &reserved {
-            let mut frame = self.state.host.lend(reservation.frame).expect("a reserved frame is nobody else's (I4)");
+            let mut frame = self.state.host.lend(reservation.frame).expect("a reserved frame has one owner (I4)");
             frame.bytes_mut()[..32].copy_from_slice(&reservation.key.0);
             self.state.host.give_back(frame);
         }
@@ -186,18 +186,10 @@ impl Run {
                 Ok(Under::Read { id, slot, key, frame, outcome: Some(outcome) })
             }
             Under::Read { id, frame, outcome: Some(outcome), .. } => {
-                let num_refused = u64::from(outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Io));
-                self.state.end_read(id, frame, &ReadEnd { outcome, num_refused: 2 * num_refused }, 1);
-                Err(Some(num_refused == 0))
+                let is_refused = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Io);
+                Err(End::Read { id, frame, outcome, num_refused: 2 * u64::from(is_refused) })
             }
-            Under::Write { id, frame, place: Place::Over(outcome), .. } => {
-                self.state.end_write(id, frame, outcome, 1);
-                Err(match outcome {
-                    Written::In(_) => Some(true),
-                    Written::NoRoom => None,
-                    Written::Failed(_) => Some(false),
-                })
-            }
+            Under::Write { id, frame, place: Place::Over(outcome), .. } => Err(End::Write { id, frame, outcome }),
             Under::Write { id, meta, frame, tries, place } => {
                 let place = self.write_on(meta, tries, &place, io);
                 Ok(Under::Write { id, meta, frame, tries: tries + 1, place })
@@ -210,11 +202,7 @@ impl Run {
                     }
                     Ok(Under::Free { slots, failed: !freed })
                 }
-                _ => {
-                    let is_well = slots.is_empty();
-                    self.state.end_free(slots);
-                    Err(Some(is_well))
-                }
+                _ => Err(End::Free(slots)),
             },
             Under::Clear { is_cleared: None } => {
                 if io == Io::Works {
@@ -224,14 +212,11 @@ impl Run {
                 }
                 Ok(Under::Clear { is_cleared: Some(io == Io::Works) })
             }
-            Under::Clear { is_cleared: Some(cleared) } => {
-                self.state.end_clear(cleared);
-                Err(Some(cleared))
-            }
+            Under::Clear { is_cleared: Some(is_cleared) } => Err(End::Clear(is_cleared)),
         };
         match next {
             Ok(under) => self.under_way.push((ticket, under)),
-            Err(is_well) => self.state.end_job(ticket, is_well),
+            Err(end) => self.state.end_job(ticket, end),
         }
     }
 
@@ -290,13 +275,12 @@ impl Run {
     }
 
     fn check(&mut self) {
-        crate::store::check::check(&self.state).unwrap();
+        super::check::check(&self.state).unwrap();
         for prompt in 0..NUM_PROMPTS {
             let chain = prompt_chain(prompt);
-            let (host, any) = self.state.find(&Chunks::new(&chain, self.per_chunk));
-            for found in [host, any] {
-                let blocks = found.blocks(self.per_chunk);
-                let full_ends = (1..=found.chunks).map(|chunk| chunk * self.per_chunk);
+            let (host, any) = self.state.find(&Prefix::from(&chain));
+            for blocks in [host, any] {
+                let full_ends = (1..=blocks / self.per_chunk).map(|chunk| chunk * self.per_chunk);
                 for end in full_ends.chain((blocks > 0).then_some(blocks)) {
                     let key = chain.keys()[end as usize - 1];
                     assert!(self.committed.contains(&key), "found what was not committed, or was forgotten (I1, I3)");
@@ -313,7 +297,7 @@ impl Run {
         let is_read = |entry: &crate::index::Entry| entry.is_read() && entry.host.place().is_some();
         let reading = self.state.index.iter().filter(|(_, entry)| is_read(entry)).count();
         assert_eq!(reading, frames_lent, "a read has a frame while it runs, and only then");
-        let disk = self.state.disk.as_ref().unwrap();
+        let disk = &self.state.disk;
         if disk.is_settled() && !self.state.is_forgetting() {
             self.check_flushed();
         }
@@ -343,7 +327,7 @@ impl Run {
         let there: BTreeMap<_, _> =
             self.slots.iter().filter_map(|(slot, meta)| Some((*slot, meta.as_ref()?.key))).collect();
         assert_eq!(there, wanted);
-        let num_spare = self.state.disk.as_ref().unwrap().spare.len();
+        let num_spare = self.state.disk.spare.len();
         assert_eq!(self.slots.len(), there.len() + num_spare, "a slot is reserved and unknown");
     }
 
@@ -357,7 +341,7 @@ impl Run {
                 self.check();
                 continue;
             }
-            let books = self.state.disk.as_ref().unwrap();
+            let books = &self.state.disk;
             if books.is_settled() && books.num_queued == 0 {
                 return;
             }
@@ -369,8 +353,8 @@ impl Run {
 
     fn end(mut self, is_faultless: bool) {
         self.finish_jobs();
-        assert_eq!(self.state.gauges().reads_pending, 0);
-        let counters = self.state.counters;
+        assert_eq!(self.state.stats().reads_pending, 0);
+        let counters = self.state.stats();
         let had_room = counters.disk_evictions == 0 && counters.disk_dropped == 0;
         for (_, entry) in self.state.index.iter() {
             assert!(!entry.is_read(), "a read never ends");
@@ -389,7 +373,7 @@ impl Run {
         }
         self.finish_jobs();
         assert_eq!(
-            self.state.gauges().frames_reserved,
+            self.state.stats().frames_reserved,
             0,
             "a frame is reserved and for no lease: {:?}",
             self.state.index
@@ -397,11 +381,11 @@ impl Run {
         self.state.clear();
         self.forget(|_| true);
         self.finish_jobs();
-        let gauges = self.state.gauges();
+        let gauges = self.state.stats();
         assert_eq!((gauges.pins, gauges.read_leases, gauges.write_leases, gauges.entries), (0, 0, 0, 0));
         assert_eq!((gauges.frames_free, gauges.disk_used), (gauges.frames_total, 0));
         assert!(self.slots.values().all(Option::is_none));
-        assert_eq!(self.slots.len(), self.state.disk.as_ref().unwrap().spare.len());
+        assert_eq!(self.slots.len(), self.state.disk.spare.len());
     }
 }
 
@@ -411,9 +395,9 @@ proptest! {
     #[test]
     fn no_order_of_disk_jobs_breaks_a_promise(
         steps in prop::collection::vec(step(), 1..150), per_chunk in 1..4u32, num_frames in 1..8u32, num_slots in 0..12u32,
-        num_threads in 1..5usize, lrfu in any::<bool>(), slice in prop_oneof![Just(0usize), Just(1), Just(256)],
+        num_threads in 1..5usize, adaptive in any::<bool>(), slice in prop_oneof![Just(0usize), Just(1), Just(256)],
     ) {
-        let eviction = if lrfu { Eviction::Lrfu } else { Eviction::Lru };
+        let eviction = if adaptive { Eviction::Adaptive } else { Eviction::Lru };
         let mut run = Run::new(num_frames, num_slots, per_chunk, eviction, num_threads);
         run.state.slice = slice;
         for step in &steps {
@@ -438,6 +422,6 @@ fn what_is_filled_behind_a_failed_chunk_fails_with_it() {
     for nth in (0..5).rev() {
         run.take(&Step::Settle { nth, commit: nth > 1 });
     }
-    assert_eq!(run.state.gauges().frames_reserved, 0);
+    assert_eq!(run.state.stats().frames_reserved, 0);
     run.end(true);
 }

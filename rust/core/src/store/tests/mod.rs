@@ -1,88 +1,13 @@
-//! Tests that look inside the store.
+//! Tests that look inside the store, and the check that others ask for after every step.
 
+#[cfg(test)]
 mod breaker;
+mod check;
+#[cfg(test)]
+mod inside;
+#[cfg(test)]
 mod jobs;
+#[cfg(test)]
+mod lookup;
+#[cfg(test)]
 mod steps;
-
-use super::*;
-use crate::evict::Eviction;
-use crate::key::KeyChain;
-
-/// A panic under the lock must not reach whoever asks next: everything is a miss, and guards can still be dropped.
-#[test]
-fn a_store_that_failed_inside_misses() {
-    let config = StoreConfig {
-        frame_bytes: 4096,
-        host_bytes: 8 * 4096,
-        blocks_per_chunk: 1,
-        eviction: Eviction::Lru,
-        available_bytes: None,
-        namespace: [0; 32],
-        disk: None,
-    };
-    let store = Store::open(&config).unwrap();
-    let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).unwrap();
-    chain.append_tokens(&[1, 2, 3]).unwrap();
-    let all = SaveRange { start: 0, stop: 3, tail_blocks: 0 };
-    let mut reserved = store.reserve(&chain, all).unwrap();
-    let last = reserved.leases.pop();
-    assert_eq!(store.commit(reserved.leases), 2);
-    let lease = store.acquire(&chain);
-    assert_eq!(lease.poll().ready_blocks, 2);
-    let inner = Arc::clone(&store.inner);
-    let panicked = std::thread::spawn(move || inner.with_books(|_| panic!("asked to"))).join();
-    assert!(panicked.is_err());
-    assert_eq!(store.lookup(&chain), Lookup::default());
-    assert_eq!(store.acquire(&chain).poll(), Progress::default());
-    assert_eq!(lease.frames(), []);
-    assert_eq!(store.reserve(&chain, all).unwrap().num_dropped, 3);
-    assert_eq!(store.commit(last), 0);
-    assert_eq!(store.discard(chain.keys()), 0);
-    store.clear();
-    assert!(!store.flush(Duration::MAX));
-    assert!(store.stats().iter().all(|(_, value)| *value == 0));
-    drop(lease);
-    store.close(Duration::ZERO);
-}
-
-/// Disk threads that wait for work are not left behind by a store that failed, nor do they hold up its end.
-#[test]
-fn disk_threads_end_when_the_lock_is_poisoned() {
-    let dir = tempfile::tempdir().unwrap();
-    let disk =
-        DiskSettings { dir: dir.path().to_owned(), cap_bytes: 64 << 20, num_threads: 3, description: String::new() };
-    let config = StoreConfig {
-        frame_bytes: 4096,
-        host_bytes: 8 * 4096,
-        blocks_per_chunk: 1,
-        eviction: Eviction::Lru,
-        available_bytes: None,
-        namespace: [0; 32],
-        disk: Some(disk),
-    };
-    let store = Store::open(&config).unwrap();
-    let inner = Arc::clone(&store.inner);
-    let panicked = std::thread::spawn(move || inner.with_books(|_| panic!("asked to"))).join();
-    assert!(panicked.is_err());
-    let threads = std::mem::take(&mut *store.threads.lock().unwrap());
-    assert_eq!(threads.len(), 3);
-    for thread in threads {
-        thread.join().unwrap();
-    }
-    store.close(Duration::ZERO);
-    assert!(Store::open(&config).unwrap().take_events().is_empty(), "the directory was given up");
-}
-
-/// All threads see a tier that was opened late a moment before the books get what it holds.
-#[test]
-fn a_discard_while_the_tier_is_opened_holds() {
-    let host = HostTier::create(4096, 4).unwrap();
-    let mut state = State::new(host, Eviction::Lru.policy(4), Some(Eviction::Lru.policy(4)));
-    let (key, parent) = (ChunkKey([1; 32]), ChunkKey([0; 32]));
-    state.discard(&[key]);
-    assert!(!state.recover_some(1), "nothing was handed over yet");
-    let slot = crate::tier::disk::SlotId(0);
-    assert!(state.attach(vec![DiskEntry { slot, key, parent, num_blocks: 1, sequence: 0, depth: 0 }]));
-    while state.recover_some(1) {}
-    assert_eq!(state.index.get(&key), None);
-}

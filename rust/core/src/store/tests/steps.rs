@@ -26,7 +26,7 @@ pub(super) enum Step {
     },
     Acquire {
         prompt: usize,
-        max_reads: u32,
+        num_blocks: usize,
     },
     Release {
         nth: usize,
@@ -67,8 +67,8 @@ pub(super) fn step() -> impl Strategy<Value = Step> {
             .prop_map(|(prompt, start, stop, tail)| Step::Reserve { prompt, start, stop, tail }),
         4 => (0..64usize, prop::bool::weighted(0.85)).prop_map(|(nth, commit)| Step::Settle { nth, commit }),
         4 => (0..NUM_PROMPTS, 1..=PROMPT_BLOCKS).prop_map(|(prompt, stop)| Step::Save { prompt, stop }),
-        5 => (0..NUM_PROMPTS, prop_oneof![4 => Just(u32::MAX), 1 => 0..4u32])
-            .prop_map(|(prompt, max_reads)| Step::Acquire { prompt, max_reads }),
+        5 => (0..NUM_PROMPTS, prop_oneof![4 => Just(PROMPT_BLOCKS as usize), 1 => 0..4usize])
+            .prop_map(|(prompt, num_blocks)| Step::Acquire { prompt, num_blocks }),
         3 => (0..4usize).prop_map(|budget| Step::Forget { budget }),
         2 => prop_oneof![3 => 0..3_000u64, 1 => 0..70_000u64].prop_map(|millis| Step::Wait { millis }),
         4 => (0..64usize).prop_map(|nth| Step::Release { nth }),

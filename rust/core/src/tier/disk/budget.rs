@@ -3,36 +3,29 @@
 //! Pure arithmetic: bytes of so many slots, and slots that fit so many bytes. File data is counted in whole pages; each
 //! slot also pays for the file system's own map of where its pieces are, which `du` counts too.
 
-const PAGE_BYTES: u64 = 4096;
+use super::types::DiskConfig;
+
+pub(super) const PAGE_BYTES: u64 = 4096;
 /// `lock`, `superblock.json` with its successor, and the directories themselves.
 pub(super) const FIXED_BYTES: u64 = 64 * 1024;
 /// One record, plus two extents of 12 bytes (a frame written amid unwritten ones splits its extent), rounded up.
 const SLOT_OVERHEAD_BYTES: u64 = super::record::RECORD_BYTES as u64 + 32;
 
-/// Bytes of this namespace's files with so many slots.
-pub(super) fn slots_bytes(slots: u32, frame_bytes: u64) -> u64 {
+/// Bytes of a directory with so many slots of this namespace and `foreign_bytes` of others.
+pub(super) fn dir_bytes(slots: u32, frame_bytes: u64, foreign_bytes: u64) -> u64 {
     let slots = u64::from(slots);
     let overhead = (slots * SLOT_OVERHEAD_BYTES).next_multiple_of(PAGE_BYTES);
-    slots.saturating_mul(frame_bytes).saturating_add(overhead)
+    slots.saturating_mul(frame_bytes).saturating_add(overhead + FIXED_BYTES).saturating_add(foreign_bytes)
 }
 
-/// Most slots whose files fit `bytes` (the cap less `FIXED_BYTES` and less the other namespaces).
-pub(super) fn max_slots(bytes: u64, frame_bytes: u64) -> u32 {
+/// Most slots that fit the cap beside so much of other namespaces.
+pub(super) fn max_slots(config: &DiskConfig, foreign_bytes: u64) -> u32 {
+    let DiskConfig { cap_bytes, frame_bytes, .. } = *config;
     // Pages of overhead are rounded up once, so the quotient may be one page too generous: step back then.
-    let quotient = bytes / (frame_bytes + SLOT_OVERHEAD_BYTES);
-    let mut slots = u32::try_from(quotient).unwrap_or(u32::MAX);
-    while slots > 0 && slots_bytes(slots, frame_bytes) > bytes {
+    let bytes = cap_bytes.saturating_sub(FIXED_BYTES).saturating_sub(foreign_bytes);
+    let mut slots = u32::try_from(bytes / (frame_bytes + SLOT_OVERHEAD_BYTES)).unwrap_or(u32::MAX);
+    while slots > 0 && dir_bytes(slots, frame_bytes, foreign_bytes) > cap_bytes {
         slots -= 1;
     }
     slots
-}
-
-/// The smallest cap with which a directory can hold one frame.
-pub(super) fn min_cap_bytes(frame_bytes: u64) -> u64 {
-    FIXED_BYTES + slots_bytes(1, frame_bytes)
-}
-
-/// Most slots that fit `cap_bytes` beside other namespaces.
-pub(super) fn max_slots_beside(foreign_bytes: u64, cap_bytes: u64, frame_bytes: u64) -> u32 {
-    max_slots(cap_bytes.saturating_sub(FIXED_BYTES).saturating_sub(foreign_bytes), frame_bytes)
 }

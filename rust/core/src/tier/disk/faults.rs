@@ -6,7 +6,7 @@
 use std::cell::Cell;
 use std::collections::BTreeMap;
 use std::io;
-use std::os::unix::fs::MetadataExt;
+use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
@@ -326,30 +326,30 @@ fn flip(bytes: &mut [u8], bit: usize) {
 
 impl FaultFile {
     fn write_all(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
-        crate::io::direct::write_all_at(&self.file, bytes, offset).map(|()| bytes.len())
+        self.file.write_all_at(bytes, offset).map(|()| bytes.len())
     }
 }
 
-impl RawFile for FaultFile {
-    fn pread(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
+impl FileExt for FaultFile {
+    fn read_at(&self, into: &mut [u8], offset: u64) -> io::Result<usize> {
         match self.files.meet(Call::Read, &self.name)? {
             Some(Fault::Short(most)) => {
                 let most = most.min(into.len());
-                self.file.pread(&mut into[..most], offset)
+                self.file.read_at(&mut into[..most], offset)
             }
             Some(Fault::Flip(bit)) => {
-                let done = self.file.pread(into, offset)?;
+                let done = self.file.read_at(into, offset)?;
                 flip(&mut into[..done], bit);
                 Ok(done)
             }
             Some(Fault::Crash(_)) => Err(dead()),
-            _ => self.file.pread(into, offset),
+            _ => self.file.read_at(into, offset),
         }
     }
 
-    fn pwrite(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
+    fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
         match self.files.meet(Call::Write, &self.name)? {
-            Some(Fault::Short(most)) => self.file.pwrite(&bytes[..most.min(bytes.len())], offset),
+            Some(Fault::Short(most)) => self.file.write_at(&bytes[..most.min(bytes.len())], offset),
             Some(Fault::Torn(most, then)) => {
                 self.write_all(&bytes[..most.min(bytes.len())], offset)?;
                 then.map_or(Ok(bytes.len()), |number| Err(io::Error::from_raw_os_error(number)))
@@ -364,10 +364,12 @@ impl RawFile for FaultFile {
                 self.write_all(&bytes[..bytes.len() * usize::from(part) / 255], offset)?;
                 Err(dead())
             }
-            _ => self.file.pwrite(bytes, offset),
+            _ => self.file.write_at(bytes, offset),
         }
     }
+}
 
+impl RawFile for FaultFile {
     fn size(&self) -> io::Result<u64> {
         self.file.size()
     }

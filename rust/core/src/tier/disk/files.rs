@@ -7,10 +7,10 @@ use std::io::{self, ErrorKind};
 use std::path::Path;
 
 use super::namespaces::{FRAMES_NAME, INDEX_NAME};
-use super::record::{self, EMPTY, Parsed, PayloadHasher, RECORD_BYTES, Record, RecordBytes};
+use super::record::{self, EMPTY, Parsed, PayloadHasher, RECORD_BYTES, Record};
 use super::types::{DiskMeta, SlotId};
 use crate::ChunkKey;
-use crate::io::direct::{OsFile, RawFile, read_exact_at, write_all_at};
+use crate::io::direct::{OsFile, RawFile};
 
 /// Where the tier's files come from; a test's own may fail on purpose.
 pub trait OpenFiles: std::fmt::Debug + Send + Sync {
@@ -28,25 +28,24 @@ impl OpenFiles for OsFiles {
     }
 }
 
-/// Why a frame did not come back.
-#[derive(Debug)]
-pub(super) enum ReadFailure {
-    /// What is there is not that key's bytes; the clause says how it shows.
-    Corrupt(&'static str),
-    /// The operating system refused.
-    Io(io::Error),
+const DIFFERS: &str = "its checksum differs";
+
+/// What is there is not what should be; `how` is a clause that says how it shows.
+fn damage(how: &'static str) -> io::Error {
+    io::Error::new(ErrorKind::InvalidData, how)
 }
 
-impl From<io::Error> for ReadFailure {
-    fn from(error: io::Error) -> Self {
-        match error.kind() {
-            ErrorKind::UnexpectedEof => Self::Corrupt("the file ends before it"),
-            _ => Self::Io(error),
-        }
-    }
+/// Whether bytes came back that are not what should be there; otherwise the system refused.
+pub(super) fn is_damage(error: &io::Error) -> bool {
+    error.kind() == ErrorKind::InvalidData
 }
 
-const DIFFERS: ReadFailure = ReadFailure::Corrupt("its checksum differs");
+fn read_exact(file: &dyn RawFile, into: &mut [u8], offset: u64) -> io::Result<()> {
+    file.read_exact_at(into, offset).map_err(|error| match error.kind() {
+        ErrorKind::UnexpectedEof => damage("the file ends before it"),
+        _ => error,
+    })
+}
 
 /// The two open files of a namespace.
 #[derive(Debug)]
@@ -119,90 +118,91 @@ impl SlotFiles {
         result
     }
 
-    /// The first half of writing a chunk: record cleared, then frame. Where it fails, a record that was empty still is.
-    pub(super) fn write_frame(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8], sequence: u64) -> io::Result<Record> {
+    /// Writes a chunk. Before `at_record` is called the slot's record is as it was, or empty; afterwards it may be there.
+    pub(super) fn write(
+        &self,
+        slot: SlotId,
+        meta: &DiskMeta,
+        frame: &[u8],
+        sequence: u64,
+        at_record: impl FnOnce(),
+    ) -> io::Result<()> {
         self.clear_record(slot)?;
         // The clear has just set this time, so it is the file system's "now".
         let written_s = self.index.modified_s()?;
-        write_all_at(&*self.frames, frame, self.frame_offset(slot.0))?;
-        Ok(Record { meta: *meta, payload: record::payload_checksum(frame), sequence, written_s })
-    }
-
-    /// The second half: the record, which makes the chunk visible.
-    pub(super) fn write_record(&self, slot: SlotId, record: &Record) -> io::Result<()> {
-        write_all_at(&*self.index, &record.encode(slot, self.seed), index_offset(slot.0))
+        self.frames.write_all_at(frame, self.frame_offset(slot.0))?;
+        let record = Record { meta: *meta, payload: record::payload_checksum(frame), sequence, written_s };
+        at_record();
+        self.index.write_all_at(&record.encode(slot, self.seed), index_offset(slot.0))
     }
 
     /// Reads the frame of `key` and proves it, record first.
-    pub(super) fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<(), ReadFailure> {
-        let found = self.read_record(slot)?;
-        if found.meta.key != *key {
-            return Err(ReadFailure::Corrupt("its record names another chunk"));
+    pub(super) fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> io::Result<()> {
+        let record = self.read_record(slot)?;
+        if record.meta.key != *key {
+            return Err(damage("its record names another chunk"));
         }
-        read_exact_at(&*self.frames, into, self.frame_offset(slot.0))?;
-        if record::payload_checksum(into) == found.payload { Ok(()) } else { Err(DIFFERS) }
+        read_exact(&*self.frames, into, self.frame_offset(slot.0))?;
+        if record::payload_checksum(into) == record.payload { Ok(()) } else { Err(damage(DIFFERS)) }
     }
 
     /// Reads the record of a slot that should have one.
-    pub(super) fn read_record(&self, slot: SlotId) -> Result<Record, ReadFailure> {
+    pub(super) fn read_record(&self, slot: SlotId) -> io::Result<Record> {
         let mut bytes = EMPTY;
-        read_exact_at(&*self.index, &mut bytes, index_offset(slot.0))?;
+        read_exact(&*self.index, &mut bytes, index_offset(slot.0))?;
         match record::parse(&bytes, slot, self.seed) {
             Parsed::Valid(found) => Ok(found),
-            Parsed::Empty => Err(ReadFailure::Corrupt("its record is empty")),
-            Parsed::Bad => Err(ReadFailure::Corrupt("its record is damaged")),
+            Parsed::Empty => Err(damage("its record is empty")),
+            Parsed::Bad => Err(damage("its record is damaged")),
         }
     }
 
     /// Compares a frame's checksum with its record's, a buffer at a time: no frame size that a file names makes anyone
     /// allocate it. Returns the last piece.
-    pub(super) fn check<'b>(
-        &self,
-        slot: SlotId,
-        record: &Record,
-        buffer: &'b mut [u8],
-    ) -> Result<&'b [u8], ReadFailure> {
+    pub(super) fn check<'b>(&self, slot: SlotId, record: &Record, buffer: &'b mut [u8]) -> io::Result<&'b [u8]> {
         let mut checksum = PayloadHasher::default();
         let (mut done, mut piece) = (0, 0);
         while done < self.frame_bytes {
             piece = buffer.len().min(usize::try_from(self.frame_bytes - done).unwrap_or(usize::MAX));
-            read_exact_at(&*self.frames, &mut buffer[..piece], self.frame_offset(slot.0) + done)?;
+            read_exact(&*self.frames, &mut buffer[..piece], self.frame_offset(slot.0) + done)?;
             checksum.write(&buffer[..piece]);
             done += piece as u64;
         }
-        if checksum.finish_128() == record.payload { Ok(&buffer[..piece]) } else { Err(DIFFERS) }
+        if checksum.finish_128() == record.payload { Ok(&buffer[..piece]) } else { Err(damage(DIFFERS)) }
     }
 
     /// Makes the slot empty.
     pub(super) fn clear_record(&self, slot: SlotId) -> io::Result<()> {
-        write_all_at(&*self.index, &EMPTY, index_offset(slot.0))
+        self.index.write_all_at(&EMPTY, index_offset(slot.0))
     }
 
-    /// Reads the first `slots` records in order, a megabyte at a time, and shows each that is not empty. Holes are not read: a
-    /// forged length costs nothing.
-    pub(super) fn for_each_record(&self, slots: u32, mut show: impl FnMut(SlotId, Parsed)) -> io::Result<()> {
+    /// Reads all records in order, a megabyte at a time, and shows each that is not empty: it, or what is wrong with it, as a
+    /// clause. Holes are not read: a forged length costs nothing. Returns the slots of each file, as `lens`.
+    pub(super) fn for_each_record(
+        &self,
+        mut show: impl FnMut(SlotId, Result<Record, &'static str>),
+    ) -> io::Result<(u32, u32)> {
         const BATCH: u32 = 8192;
-        let mut buffer = vec![0; RECORD_BYTES * usize::try_from(BATCH.min(slots)).unwrap_or(0)];
+        let (records, frames) = self.lens()?;
+        let mut buffer = vec![0; RECORD_BYTES * BATCH.min(records) as usize];
         let mut first = 0;
-        while first < slots {
-            let Some(at) = self.index.next_data(index_offset(first))? else { return Ok(()) };
+        while first < records {
+            let Some(at) = self.index.next_data(index_offset(first))? else { break };
             first = first.max(u32::try_from(at / RECORD_BYTES as u64).unwrap_or(u32::MAX));
-            let count = BATCH.min(slots.saturating_sub(first));
-            let bytes = &mut buffer[..RECORD_BYTES * usize::try_from(count).unwrap_or(0)];
-            read_exact_at(&*self.index, bytes, index_offset(first))?;
+            let count = BATCH.min(records.saturating_sub(first));
+            let bytes = &mut buffer[..RECORD_BYTES * count as usize];
+            read_exact(&*self.index, bytes, index_offset(first))?;
             for (slot, chunk) in (first..).zip(bytes.as_chunks::<RECORD_BYTES>().0) {
-                self.show_record(SlotId(slot), chunk, &mut show);
+                match record::parse(chunk, SlotId(slot), self.seed) {
+                    Parsed::Empty => {}
+                    Parsed::Valid(record) if slot < frames => show(SlotId(slot), Ok(record)),
+                    Parsed::Valid(_) => show(SlotId(slot), Err("the file of frames ends before it")),
+                    Parsed::Bad => show(SlotId(slot), Err("record damaged")),
+                }
             }
             first = first.saturating_add(count);
         }
-        Ok(())
-    }
-
-    fn show_record(&self, slot: SlotId, bytes: &RecordBytes, show: &mut impl FnMut(SlotId, Parsed)) {
-        match record::parse(bytes, slot, self.seed) {
-            Parsed::Empty => {}
-            parsed => show(slot, parsed),
-        }
+        Ok((records, frames))
     }
 
     fn frame_offset(&self, slot: u32) -> u64 {

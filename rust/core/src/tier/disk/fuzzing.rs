@@ -6,11 +6,13 @@
 use std::fs;
 use std::path::Path;
 
-use super::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, record_seed};
+use twox_hash::XxHash3_64;
+
+use super::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes, record_seed};
 use super::recover::recover;
 use super::superblock::{self, Superblock};
-use super::{DiskConfig, DiskMeta, DiskTier, LocalTier, SlotId, Verifier, budget, inspect, namespaces};
-use crate::io::direct::PageBuffer;
+use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, LocalTier, SlotId, Verifier, budget, inspect, namespaces};
+use crate::tier::conformance::PageBuffer;
 use crate::{ChunkKey, ErrorKind};
 
 const FRAME_BYTES: u64 = 4096;
@@ -82,6 +84,21 @@ impl<'a> Input<'a> {
     }
 }
 
+/// Makes any bytes a record whose checksum is right, as a forger would.
+fn forge_record(bytes: &mut RecordBytes, seed: u64) {
+    bytes[..8].copy_from_slice(b"KVLREC01");
+    let checksum = XxHash3_64::oneshot_with_seed(seed, &bytes[..120]);
+    bytes[120..].copy_from_slice(&checksum.to_le_bytes());
+}
+
+/// Any JSON of the right shape with the right checksum, as a forger would have it.
+fn forge_superblock(bytes: &[u8]) -> Option<Vec<u8>> {
+    let mut forged: Superblock = serde_json::from_slice(bytes).ok()?;
+    forged.format = superblock::FORMAT;
+    forged.checksum = forged.compute_checksum();
+    serde_json::to_vec(&forged).ok()
+}
+
 /// A record parses only to what encodes to the same bytes.
 pub fn parse_record(data: &[u8]) {
     let mut input = Input(data);
@@ -91,7 +108,7 @@ pub fn parse_record(data: &[u8]) {
     bytes[..taken.len()].copy_from_slice(taken);
     for forged in [false, true] {
         if forged {
-            record::forge_checksum(&mut bytes, seed);
+            forge_record(&mut bytes, seed);
         }
         match record::parse(&bytes, slot, seed) {
             Parsed::Empty => assert_eq!(bytes, EMPTY),
@@ -103,12 +120,12 @@ pub fn parse_record(data: &[u8]) {
 
 /// A superblock parses only to what is written again the same way.
 pub fn parse_superblock(data: &[u8]) {
-    let forged = Superblock::forge(data);
+    let forged = forge_superblock(data);
     for found in [Some(data), forged.as_deref()].into_iter().flatten().filter_map(|data| Superblock::parse(data).ok()) {
         let namespace = found.namespace().expect("a parsed superblock has a namespace");
-        assert!(superblock::is_frame_size(found.frame_bytes()));
-        let made = Superblock::new(&namespace, found.frame_bytes(), found.description());
-        assert!(made.description() != found.description() || made == found);
+        assert!(superblock::is_frame_size(found.frame_bytes));
+        let made = Superblock::new(&namespace, found.frame_bytes, &found.description);
+        assert!(made.description != found.description || made == found);
     }
 }
 
@@ -118,7 +135,7 @@ pub fn recover_index(data: &[u8]) {
     let seed = record_seed(&NAMESPACE);
     let records = index.as_chunks::<RECORD_BYTES>().0.iter();
     let found = (0..).map(SlotId).zip(records).filter_map(|(slot, bytes)| match record::parse(bytes, slot, seed) {
-        Parsed::Valid(record) => Some(record.entry(slot)),
+        Parsed::Valid(record) => Some(DiskEntry { slot, meta: record.meta, sequence: record.sequence }),
         Parsed::Empty | Parsed::Bad => None,
     });
     let found: Vec<_> = found.collect();
@@ -126,9 +143,10 @@ pub fn recover_index(data: &[u8]) {
     let kept = &recovered.entries;
     assert_eq!(kept.len() + recovered.duplicates.len() + recovered.orphans.len(), found.len());
     for (at, entry) in kept.iter().enumerate() {
-        assert!(kept[..at].iter().all(|other| other.key != entry.key), "found twice");
-        let has_parent = kept[..at].iter().any(|p| p.key == entry.parent && p.depth + 1 == entry.depth);
-        assert!(entry.depth == 0 || has_parent, "found without its parent");
+        assert!(kept[..at].iter().all(|other| other.meta.key != entry.meta.key), "found twice");
+        let has_parent =
+            kept[..at].iter().any(|p| p.meta.key == entry.meta.parent && p.meta.depth + 1 == entry.meta.depth);
+        assert!(entry.meta.depth == 0 || has_parent, "found without its parent");
     }
 }
 
@@ -137,7 +155,7 @@ pub fn open_directory(dir: &Path, data: &[u8]) {
     let mut input = Input(data);
     let config = DiskConfig {
         dir: dir.to_owned(),
-        cap_bytes: budget::FIXED_BYTES + budget::slots_bytes(1 + input.small(20), FRAME_BYTES),
+        cap_bytes: budget::dir_bytes(1 + input.small(20), FRAME_BYTES, 0),
         frame_bytes: FRAME_BYTES,
         namespace: NAMESPACE,
         description: "fuzzed".to_owned(),
@@ -154,8 +172,10 @@ pub fn open_directory(dir: &Path, data: &[u8]) {
     assert!(stats.bytes <= stats.cap_bytes, "{stats:?}");
     let mut frame = PageBuffer::new(4096);
     for entry in found {
-        let result = tier.read(entry.slot, &entry.key, &mut frame);
-        assert!(result.is_ok_and(|()| frame.iter().all(|&b| b == 0)) || true_damage(&tier, &entry.key, entry.slot));
+        let result = tier.read(entry.slot, &entry.meta.key, &mut frame);
+        assert!(
+            result.is_ok_and(|()| frame.iter().all(|&b| b == 0)) || true_damage(&tier, &entry.meta.key, entry.slot)
+        );
         tier.free(entry.slot).expect("a chunk can be forgotten");
     }
     let slot = tier.reserve().expect("all slots are free");

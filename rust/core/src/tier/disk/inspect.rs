@@ -7,8 +7,9 @@ use std::path::Path;
 
 use super::files::SlotFiles;
 use super::namespaces::{self, INDEX_NAME};
-use super::record::{Parsed, record_seed};
-use super::superblock::Superblock;
+use super::record::{Record, record_seed};
+use super::superblock::{Refusal, Superblock};
+use super::verify::Damage;
 use crate::{Error, ErrorKind, Result};
 
 /// One namespace directory as found.
@@ -34,7 +35,7 @@ pub struct NamespaceInfo {
     pub problem: Option<String>,
 }
 
-/// All namespaces under `dir`, most recently used first. Errors: `InvalidConfig` where `dir` is no disk directory, `Io`.
+/// All namespaces under `dir`, most recently used first. Errors: `InvalidConfig` where `dir` is not a disk directory, `Io`.
 pub fn inspect(dir: &Path) -> Result<Vec<NamespaceInfo>> {
     let mut infos: Vec<_> = list(dir)?.iter().map(inspect_one).collect();
     infos.reverse();
@@ -59,17 +60,23 @@ pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     Ok(found)
 }
 
-/// A namespace's superblock, and its files unless there were never any; the error is one clause.
-pub(super) fn open_namespace(found: &namespaces::Found) -> Result<(Superblock, Option<SlotFiles>), String> {
+/// A namespace's superblock, and its files unless there were never any; or why nothing in it can be read.
+pub(super) fn open_namespace(found: &namespaces::Found) -> Result<(Superblock, Option<SlotFiles>), Damage> {
+    let fail = |problem: String| Damage::new(&found.name, None, problem);
     let superblock = match Superblock::read(&found.path) {
-        Ok(Some(parsed)) => parsed.map_err(|why| format!("superblock.json is {why}"))?,
-        Ok(None) => return Err("superblock.json is missing".to_owned()),
-        Err(e) => return Err(format!("superblock.json cannot be read ({e})")),
+        Ok(Some(Ok(superblock))) => superblock,
+        Ok(Some(Err(why @ Refusal::OtherFormat(_)))) => {
+            let problem = format!("superblock.json is {why}: an engine of this version starts this namespace over");
+            return Err(Damage { is_other_format: true, ..fail(problem) });
+        }
+        Ok(Some(Err(why))) => return Err(fail(format!("superblock.json is {why}"))),
+        Ok(None) => return Err(fail("superblock.json is missing".to_owned())),
+        Err(e) => return Err(fail(format!("superblock.json cannot be read ({e})"))),
     };
     let Some(namespace) = superblock.namespace().filter(|n| namespaces::dir_name(n) == found.name) else {
-        return Err("superblock.json is another namespace's".to_owned());
+        return Err(fail("superblock.json is another namespace's".to_owned()));
     };
-    let files = SlotFiles::open_read(&found.path, superblock.frame_bytes(), record_seed(&namespace))?;
+    let files = SlotFiles::open_read(&found.path, superblock.frame_bytes, record_seed(&namespace)).map_err(fail)?;
     Ok((superblock, files))
 }
 
@@ -88,35 +95,34 @@ pub(super) fn lost_records(records: u32, frames: u32) -> Option<String> {
 fn inspect_one(found: &namespaces::Found) -> NamespaceInfo {
     let mut info = NamespaceInfo { name: found.name.clone(), bytes: found.bytes, ..NamespaceInfo::default() };
     match open_namespace(found) {
-        Err(problem) => info.problem = Some(problem),
+        Err(damage) => info.problem = Some(damage.problem),
         Ok((superblock, files)) => {
-            superblock.description().clone_into(&mut info.description);
-            info.frame_bytes = superblock.frame_bytes();
-            if let Some(Err(e)) = files.map(|files| count_records(&files, &mut info)) {
-                info.problem = Some(format!("index unreadable ({e})"));
+            info.description = superblock.description;
+            info.frame_bytes = superblock.frame_bytes;
+            if let Some(files) = files {
+                count_records(&files, &mut info);
             }
         }
     }
     info
 }
 
-fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) -> std::io::Result<()> {
-    let (records, frames) = files.lens()?;
-    info.slots = u64::from(records.min(frames));
+fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) {
     let mut bad = 0_u64;
-    files.for_each_record(records, |slot, parsed| match parsed {
-        Parsed::Valid(record) if slot.0 < frames => {
+    let walked = files.for_each_record(|_, found| match found {
+        Ok(Record { written_s, .. }) => {
             info.chunks += 1;
-            let written_s = record.written_s;
             info.oldest_s = Some(info.oldest_s.map_or(written_s, |s| s.min(written_s)));
             info.newest_s = Some(info.newest_s.map_or(written_s, |s| s.max(written_s)));
         }
-        Parsed::Valid(_) | Parsed::Bad => bad += 1,
-        Parsed::Empty => {}
-    })?;
-    info.problem = lost_records(records, frames);
-    if bad > 0 {
-        info.problem = Some(format!("{bad} records damaged or without their frame"));
-    }
-    Ok(())
+        Err(_) => bad += 1,
+    });
+    info.problem = match walked {
+        Err(e) => Some(format!("index unreadable ({e})")),
+        Ok((records, frames)) => {
+            info.slots = u64::from(records.min(frames));
+            let damaged = (bad > 0).then(|| format!("{bad} records damaged or without their frame"));
+            damaged.or_else(|| lost_records(records, frames))
+        }
+    };
 }

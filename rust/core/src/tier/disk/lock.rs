@@ -12,20 +12,18 @@ use std::path::Path;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
-use super::{errors, owner};
+use super::paths;
 use crate::{Error, ErrorKind, Result};
 
 /// The file's name in the directory.
 pub(super) const FILE_NAME: &str = "lock";
 
-/// Who wants the directory, for the advice in the error.
-#[derive(Debug, Clone, Copy)]
-enum Asker {
-    Engine,
-    Reader,
-}
+/// Who wants the directory: what an error calls it, and what to do where another has it.
+type Asker = [&'static str; 2];
+const ENGINE: Asker = ["disk_path ", "stop it, or give this engine another disk_path"];
+const READER: Asker = ["", "stop that process and verify again, or use `kvloft inspect`, which needs no stop"];
 
-/// The directory is ours until this is released or dropped.
+/// The directory is ours until this is dropped.
 #[derive(Debug)]
 pub(super) struct DirLock {
     files: Vec<File>,
@@ -37,14 +35,14 @@ impl DirLock {
     /// Takes the directory for writing; makes the lock file where missing. `Busy` where another owner lives, `Io` where
     /// another user may write.
     pub(super) fn acquire(dir: &Path) -> Result<Self> {
-        let failed = |e| errors::at_path("open the lock file of", dir, e);
-        let mut lock = Self::lock_dir(dir, Asker::Engine)?;
-        owner::check(dir, dir, &lock.files[0].metadata().map_err(failed)?)?;
+        let failed = |e| paths::dir_error("open the lock file of", dir, e);
+        let mut lock = Self::lock_dir(dir, ENGINE)?;
+        paths::check_owner(dir, dir, &lock.files[0].metadata().map_err(failed)?)?;
         let path = dir.join(FILE_NAME);
-        owner::check_at(dir, &path)?;
+        paths::check_owner_at(dir, &path)?;
         let mut options = open_options(OFlags::NOFOLLOW);
         let file = options.write(true).create(true).truncate(false).mode(0o600).open(&path).map_err(failed)?;
-        lock.add(file, dir, Asker::Engine)?;
+        lock.add(file, dir, ENGINE)?;
         // The text is a courtesy: a full disk must not keep a good cache from opening.
         let text = format!("{}\n", lock.owner_pid);
         let _ = lock.files[1].set_len(0);
@@ -54,50 +52,43 @@ impl DirLock {
 
     /// Takes the directory for reading only, without making or changing anything.
     pub(super) fn acquire_existing(dir: &Path) -> Result<Self> {
-        let mut lock = Self::lock_dir(dir, Asker::Reader)?;
+        let mut lock = Self::lock_dir(dir, READER)?;
         match open_options(OFlags::NOFOLLOW).open(dir.join(FILE_NAME)) {
-            Ok(file) => lock.add(file, dir, Asker::Reader)?,
+            Ok(file) => lock.add(file, dir, READER)?,
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            Err(e) => return Err(errors::at_path("open the lock file of", dir, e)),
+            Err(e) => return Err(paths::dir_error("open the lock file of", dir, e)),
         }
         Ok(lock)
     }
 
     fn lock_dir(dir: &Path, asker: Asker) -> Result<Self> {
-        let file = open_options(OFlags::DIRECTORY).open(dir).map_err(|e| errors::at_path("open", dir, e))?;
+        let file = open_options(OFlags::DIRECTORY).open(dir).map_err(|e| paths::dir_error("open", dir, e))?;
         let result = flock(&file, FlockOperation::NonBlockingLockExclusive);
         // Some network file systems lock only what is open for writing; there the lock file has to do.
-        if result == Err(Errno::WOULDBLOCK) { Err(busy(dir, asker)) } else { Ok(Self::of(file)) }
-    }
-
-    fn of(file: File) -> Self {
-        Self { files: vec![file], owner_pid: std::process::id() }
+        if result == Err(Errno::WOULDBLOCK) {
+            return Err(busy(dir, asker));
+        }
+        Ok(Self { files: vec![file], owner_pid: std::process::id() })
     }
 
     fn add(&mut self, file: File, dir: &Path, asker: Asker) -> Result<()> {
-        match flock(&file, FlockOperation::NonBlockingLockExclusive) {
-            Ok(()) => {
-                self.files.push(file);
-                Ok(())
-            }
-            Err(Errno::WOULDBLOCK) => Err(busy(dir, asker)),
-            Err(e) => Err(errors::at_path("lock", dir, e.into())),
-        }
+        flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|e| match e {
+            Errno::WOULDBLOCK => busy(dir, asker),
+            e => paths::dir_error("lock", dir, e.into()),
+        })?;
+        self.files.push(file);
+        Ok(())
     }
+}
 
+impl Drop for DirLock {
     /// Gives the directory up now, even if a forked child still has the files open.
-    pub(super) fn release(&self) {
+    fn drop(&mut self) {
         if self.owner_pid == std::process::id() {
             for file in &self.files {
                 let _ = flock(file, FlockOperation::Unlock);
             }
         }
-    }
-}
-
-impl Drop for DirLock {
-    fn drop(&mut self) {
-        self.release();
     }
 }
 
@@ -108,7 +99,7 @@ fn open_options(flags: OFlags) -> OpenOptions {
     options
 }
 
-fn busy(dir: &Path, asker: Asker) -> Error {
+fn busy(dir: &Path, [name, advice]: Asker) -> Error {
     let mut text = String::new();
     if let Ok(file) = open_options(OFlags::NOFOLLOW).open(dir.join(FILE_NAME)) {
         let _ = file.take(32).read_to_string(&mut text);
@@ -118,32 +109,8 @@ fn busy(dir: &Path, asker: Asker) -> Error {
         Ok(pid) => format!("a process that was started by process {pid}, which is gone"),
         Err(_) => "another process".to_owned(),
     };
-    let dir = dir.display();
-    let message = match asker {
-        Asker::Engine => {
-            format!("disk_path {dir} is in use by {owner}: stop it, or give this engine another disk_path")
-        }
-        Asker::Reader => format!(
-            "{dir} is in use by {owner}: stop that process and verify again, or use `kvloft inspect`, which needs no stop"
-        ),
-    };
-    Error::new(ErrorKind::Busy, message)
+    Error::new(ErrorKind::Busy, format!("{name}{} is in use by {owner}: {advice}", dir.display()))
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// A forked child has the same open file, as the clone here, and drops what it got of its parent's memory.
-    #[test]
-    fn a_forked_child_leaves_the_directory_locked() {
-        let dir = tempfile::tempdir().unwrap();
-        let mut lock = DirLock::acquire(dir.path()).unwrap();
-        let parents: Vec<_> = lock.files.iter().map(|file| file.try_clone().unwrap()).collect();
-        lock.owner_pid += 1;
-        drop(lock);
-        assert_eq!(DirLock::acquire(dir.path()).unwrap_err().kind(), ErrorKind::Busy);
-        drop(parents);
-        assert!(DirLock::acquire(dir.path()).is_ok());
-    }
-}
+mod tests;

@@ -4,9 +4,8 @@
 //! (that is `evict`), who waits for a read (`store`), nor what is inside a frame. It never calls fsync: after a power
 //! loss the checksums turn what did not reach the device into counted misses.
 
+mod books;
 mod budget;
-mod counters;
-mod errors;
 #[cfg(any(test, feature = "faults"))]
 #[doc(hidden)]
 pub mod faults;
@@ -14,13 +13,12 @@ mod files;
 #[cfg(any(test, feature = "faults"))]
 #[doc(hidden)]
 pub mod fuzzing;
-mod gate;
 mod growth;
 mod inspect;
 mod lock;
 mod namespaces;
 mod open;
-mod owner;
+mod paths;
 mod record;
 mod recover;
 mod slots;
@@ -31,39 +29,36 @@ mod verify;
 #[cfg(test)]
 mod tests;
 
-use std::path::PathBuf;
-use std::sync::PoisonError;
+use std::io;
+use std::sync::{Arc, PoisonError};
 
 pub use inspect::{NamespaceInfo, inspect};
 pub use types::{DiskConfig, DiskEntry, DiskMeta, DiskStats, SlotId};
 pub use verify::{Damage, Verifier};
 
 use super::LocalTier;
-use crate::sync::atomic::{AtomicU64, Ordering};
-use crate::sync::{Mutex, MutexGuard};
+use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::{ChunkKey, Error, ErrorKind, Result};
-use counters::Counters;
+use books::Books;
+use files::SlotFiles;
 #[doc(hidden)]
 pub use files::{OpenFiles, OsFiles};
-use files::{ReadFailure, SlotFiles};
-use gate::{Gate, Inside};
 use growth::Growth;
-use slots::{Before, Slots};
+use lock::DirLock;
 
 /// An open disk directory of one namespace. All methods take `&self` and may be called from any thread.
 ///
-/// No lock is held while the system works, so one slow or hung call delays nobody else.
+/// No lock is held while the system works, so one slow or hung call delays no other.
 #[derive(Debug)]
 pub struct DiskTier {
-    namespace_dir: PathBuf,
-    frame_bytes: u64,
+    config: DiskConfig,
     files: SlotFiles,
-    growth: Growth,
-    slots: Mutex<Slots>,
-    next_sequence: AtomicU64,
-    counters: Counters,
-    /// Last, so that the directory is given up after all else is dropped.
-    gate: Gate,
+    books: Mutex<Books>,
+    growth: Mutex<Growth>,
+    grown: Condvar,
+    /// None once closed. Each call that is inside has a part of it, and the last to leave gives the directory up: so a call
+    /// that hangs keeps the directory, and there are never two owners. Last, so that it is dropped after all else.
+    owner: Mutex<Option<Arc<DirLock>>>,
 }
 
 impl DiskTier {
@@ -78,64 +73,51 @@ impl DiskTier {
         Self::open_with_files(&config, &OsFiles)
     }
 
-    /// As [`Self::open`], with another source of files: tests have one that fails on purpose.
-    #[doc(hidden)]
-    pub fn open_with_files(config: &DiskConfig, files: &dyn OpenFiles) -> Result<(Self, Vec<DiskEntry>)> {
-        let found = open::open(config, files)?;
-        let next = found.entries.iter().map(|e| e.sequence).max().map_or(0, |last| last.saturating_add(1));
-        let tier = Self {
-            namespace_dir: found.namespace_dir,
-            frame_bytes: config.frame_bytes,
-            files: found.files,
-            growth: Growth::new(config, found.foreign_bytes),
-            slots: Mutex::new(found.slots),
-            next_sequence: AtomicU64::new(next),
-            counters: Counters::new(found.stats, found.events),
-            gate: Gate::new(found.lock),
-        };
-        Ok((tier, found.entries))
+    fn enter(&self) -> Result<Arc<DirLock>> {
+        let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        owner.ok_or_else(|| Error::new(ErrorKind::Closed, "the disk tier was closed"))
     }
 
-    fn enter(&self) -> Result<Inside<'_>> {
-        self.gate.enter().ok_or_else(|| Error::new(ErrorKind::Closed, "the disk tier was closed"))
+    fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn slots(&self) -> MutexGuard<'_, Slots> {
-        self.slots.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Ends what `Slots::leaving` began.
-    fn leave(&self, slot: SlotId, before: Before) -> Result<()> {
-        if before.may_have_record()
-            && let Err(error) = self.files.clear_record(slot)
-        {
-            self.slots().stays(slot, before);
-            self.counters.write_errors.add(1);
-            return Err(self.io_error("free", slot, error));
+    /// Frees a slot; nothing where no caller has it.
+    fn leave(&self, slot: SlotId) -> Result<()> {
+        let leaving = self.books().slots.leaving(slot);
+        let Some(before) = leaving else { return Ok(()) };
+        let cleared = if before.may_have_record() { self.files.clear_record(slot) } else { Ok(()) };
+        let slots = &mut self.books().slots;
+        match cleared {
+            Ok(()) => slots.left(slot),
+            Err(_) => slots.stays(slot, before),
         }
-        self.slots().left(slot);
-        Ok(())
+        cleared.map_err(|error| self.io_error("free", slot, error))
     }
 
-    /// Frame first, then record; from the record on the slot is not known to be empty.
-    fn write_both(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> std::io::Result<()> {
-        let sequence = self.next_sequence.fetch_add(1, Ordering::Relaxed);
-        let record = self.files.write_frame(slot, meta, frame, sequence)?;
-        self.slots().unsure(slot);
-        self.files.write_record(slot, &record)
+    /// The sequence of a write that may begin.
+    fn begin_write(&self, slot: SlotId) -> Result<u64> {
+        let mut books = self.books();
+        if !books.slots.may_write(slot) {
+            let message = "a disk slot was written that was not reserved";
+            return Err(Error::new(ErrorKind::Io, message).with_context("slot", slot.0));
+        }
+        books.next_sequence = books.next_sequence.saturating_add(1);
+        Ok(books.next_sequence - 1)
     }
 
     fn check_size(&self, len: usize) -> Result<()> {
-        if len as u64 == self.frame_bytes {
+        let expected = self.config.frame_bytes;
+        if len as u64 == expected {
             return Ok(());
         }
-        let message = format!("a frame of {len} bytes was given to a disk tier with frames of {}", self.frame_bytes);
+        let message = format!("a frame of {len} bytes was given to a disk tier with frames of {expected}");
         Err(Error::new(ErrorKind::InvalidConfig, message))
     }
 
-    fn io_error(&self, verb: &str, slot: SlotId, error: std::io::Error) -> Error {
-        Error::io(format!("cannot {verb} a chunk in {}", self.namespace_dir.display()), error)
-            .with_context("slot", slot.0)
+    fn io_error(&self, verb: &str, slot: SlotId, error: io::Error) -> Error {
+        let message = format!("cannot {verb} a chunk in {}", self.config.namespace_dir().display());
+        Error::io(message, error).with_context("slot", slot.0)
     }
 }
 
@@ -144,86 +126,65 @@ impl LocalTier for DiskTier {
     /// that and takes long, this one does not wait and gets None.
     fn reserve(&self) -> Option<SlotId> {
         let _inside = self.enter().ok()?;
-        let slot = self.slots().take();
-        slot.or_else(|| self.growth.reserve(&self.slots, &self.files, &self.counters))
+        let slot = self.books().slots.take();
+        slot.or_else(|| self.reserve_more())
     }
 
     /// Once it returns Ok the chunk survives the process. Frames aligned to 4096 in memory are written without a copy.
     fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {
         let _inside = self.enter()?;
         self.check_size(frame.len())?;
-        if !self.slots().may_write(slot) {
-            let message = "a disk slot was written that was not reserved";
-            return Err(Error::new(ErrorKind::Io, message).with_context("slot", slot.0));
-        }
-        if let Err(error) = self.write_both(slot, meta, frame) {
-            self.counters.write_errors.add(1);
-            return Err(self.io_error("write", slot, error));
-        }
-        self.slots().written(slot);
-        self.counters.writes.add(1);
-        self.counters.write_bytes.add(self.frame_bytes);
+        let sequence = self.begin_write(slot)?;
+        let written = self.files.write(slot, meta, frame, sequence, || self.books().slots.unsure(slot));
+        written.map_err(|error| self.io_error("write", slot, error))?;
+        self.books().slots.written(slot);
         Ok(())
     }
 
     fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<()> {
         let _inside = self.enter()?;
         self.check_size(into.len())?;
-        match self.files.read(slot, key, into) {
-            Ok(()) => {
-                self.counters.reads.add(1);
-                self.counters.read_bytes.add(self.frame_bytes);
-                Ok(())
+        self.files.read(slot, key, into).map_err(|error| {
+            if !files::is_damage(&error) {
+                return self.io_error("read", slot, error);
             }
-            Err(ReadFailure::Corrupt(how)) => {
-                self.counters.corrupt_reads.add(1);
-                let message = format!("the chunk in {} is not the one asked for: {how}", self.namespace_dir.display());
-                Err(Error::new(ErrorKind::Corrupt, message).with_context("slot", slot.0))
-            }
-            Err(ReadFailure::Io(error)) => {
-                self.counters.read_errors.add(1);
-                Err(self.io_error("read", slot, error))
-            }
-        }
+            let dir = self.config.namespace_dir();
+            let message = format!("the chunk in {} is not the one asked for: {error}", dir.display());
+            Error::new(ErrorKind::Corrupt, message).with_context("slot", slot.0)
+        })
     }
 
     fn free(&self, slot: SlotId) -> Result<()> {
         let _inside = self.enter()?;
-        let leaving = self.slots().leaving(slot);
-        leaving.map_or(Ok(()), |before| self.leave(slot, before))
+        self.leave(slot)
     }
 
     fn stats(&self) -> DiskStats {
-        let slots = self.slots();
+        let books = self.books();
+        let slots = books.slots.len();
         DiskStats {
-            slots: u64::from(slots.len()),
-            slots_used: slots.used(),
-            slots_reserved: slots.reserved(),
-            bytes: self.growth.bytes(slots.len()),
-            cap_bytes: self.growth.cap_bytes(),
+            slots: u64::from(slots),
+            slots_used: books.slots.used(),
+            slots_reserved: books.slots.reserved(),
+            bytes: budget::dir_bytes(slots, self.config.frame_bytes, books.foreign_bytes),
+            cap_bytes: self.config.cap_bytes,
             direct: self.files.is_direct(),
-            ..self.counters.snapshot()
+            ..books.stats
         }
     }
 
     fn take_events(&self) -> Vec<String> {
-        self.counters.take_events()
+        self.books().take_events()
     }
 
     fn clear(&self) -> Result<()> {
         let _inside = self.enter()?;
-        let used = self.slots().all_used();
-        let mut result = Ok(());
-        for slot in used {
-            let leaving = self.slots().leaving(slot);
-            if let Some(before) = leaving {
-                result = result.and(self.leave(slot, before));
-            }
-        }
-        result
+        let used = self.books().slots.all_used();
+        used.into_iter().map(|slot| self.leave(slot)).fold(Ok(()), Result::and)
     }
 
     fn close(&self) {
-        self.gate.close();
+        let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(owner);
     }
 }

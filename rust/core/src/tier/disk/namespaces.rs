@@ -8,7 +8,9 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
+use super::budget::PAGE_BYTES;
 use super::superblock;
+use super::types::DiskConfig;
 
 /// The records' file in a namespace directory.
 pub(super) const INDEX_NAME: &str = "index.dat";
@@ -16,7 +18,6 @@ pub(super) const INDEX_NAME: &str = "index.dat";
 pub(super) const FRAMES_NAME: &str = "frames.dat";
 /// Every file of ours, the one that makes chunks visible first: a deletion that is cut short leaves no chunk half gone.
 pub(super) const FILE_NAMES: [&str; 4] = [INDEX_NAME, FRAMES_NAME, superblock::FILE_NAME, superblock::TEMP_NAME];
-const PAGE_BYTES: u64 = 4096;
 
 /// One namespace directory.
 #[derive(Debug, Clone)]
@@ -33,7 +34,7 @@ pub(super) struct Found {
 
 /// A namespace's directory name: the first 16 hex digits.
 pub(super) fn dir_name(namespace: &[u8; 32]) -> String {
-    superblock::hex(&namespace[..8])
+    superblock::hex(namespace)[..16].to_owned()
 }
 
 /// Makes a directory (and its parents) that only this user can enter, unless it is there: on a frozen file system even the
@@ -59,17 +60,15 @@ pub(super) fn scan(dir: &Path, own: Option<&str>) -> io::Result<Vec<Found>> {
     Ok(found)
 }
 
-/// Deletes other namespaces than `own`, the least recently used first, until `is_enough` of the bytes that are left. Returns
-/// those bytes and how many were deleted; `note` gets a line for each.
+/// Deletes other namespaces, the least recently used first, until `is_enough` of the bytes that are left. Returns those
+/// bytes; `note` gets a line for each.
 pub(super) fn make_room(
-    dir: &Path,
-    own: &str,
+    config: &DiskConfig,
     is_enough: impl Fn(u64) -> bool,
     mut note: impl FnMut(String),
-) -> io::Result<(u64, u64)> {
-    let foreign = scan(dir, Some(own))?;
+) -> io::Result<u64> {
+    let foreign = scan(&config.dir, Some(&dir_name(&config.namespace)))?;
     let mut bytes = foreign.iter().map(|f| f.bytes).fold(0, u64::saturating_add);
-    let mut num_removed = 0;
     for Found { path, bytes: freed, .. } in &foreign {
         if is_enough(bytes) {
             break;
@@ -77,13 +76,12 @@ pub(super) fn make_room(
         match remove(path) {
             Ok(()) => {
                 bytes = bytes.saturating_sub(*freed);
-                num_removed += 1;
                 note(format!("{} was deleted to make room", path.display()));
             }
             Err(error) => note(format!("{} cannot be deleted: {error}", path.display())),
         }
     }
-    Ok((bytes, num_removed))
+    Ok(bytes)
 }
 
 /// Deletes our files in a namespace directory, then the directory where nothing else is in it.
@@ -95,7 +93,7 @@ pub(super) fn remove(path: &Path) -> io::Result<()> {
     }
 }
 
-/// Whether something that is no regular file has the name of records or frames.
+/// Whether something that is not a regular file has the name of records or frames.
 pub(super) fn has_strange_files(path: &Path) -> bool {
     [INDEX_NAME, FRAMES_NAME].iter().any(|name| fs::symlink_metadata(path.join(name)).is_ok_and(|meta| !meta.is_file()))
 }

@@ -1,124 +1,120 @@
 //! Opening a disk directory: owner, superblock, cap, recovery; in that order.
 //!
 //! Whatever is wrong with what a namespace's files hold costs chunks and a count, never the open; what is wrong with the directory
-//! itself, or is no file where one must be, is the setting's fault and says so.
+//! itself, or is not a file where one must be, is the setting's fault and says so.
 
 use std::fs;
 use std::io;
-use std::path::{Path, PathBuf};
+use std::path::Path;
+use std::sync::Arc;
 
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, utimensat};
 
+use super::books::Books;
 use super::files::{OpenFiles, SlotFiles};
+use super::growth::Growth;
 use super::lock::DirLock;
-use super::record::{Parsed, record_seed};
+use super::record::{Record, record_seed};
 use super::recover::{self, Recovered};
 use super::slots::Slots;
 use super::superblock::{self, Superblock};
 use super::types::{DiskConfig, DiskEntry, DiskStats, SlotId};
-use super::{budget, errors, namespaces, owner};
+use super::{DiskTier, budget, namespaces, paths};
+use crate::sync::{Condvar, Mutex};
 use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};
 
-/// An opened directory, before it becomes a tier.
-#[derive(Debug)]
-pub(super) struct Opened {
-    pub(super) lock: DirLock,
-    pub(super) namespace_dir: PathBuf,
-    pub(super) files: SlotFiles,
-    pub(super) slots: Slots,
-    pub(super) entries: Vec<DiskEntry>,
-    /// The counters that opening moved.
-    pub(super) stats: DiskStats,
-    /// What a person should see of it.
-    pub(super) events: Vec<String>,
-    /// Bytes that other namespaces take.
-    pub(super) foreign_bytes: u64,
-}
-
-/// Opens the directory; see `DiskTier::open`.
-pub(super) fn open(config: &DiskConfig, opener: &dyn OpenFiles) -> Result<Opened> {
-    validate(config)?;
-    namespaces::make_dir(&config.dir).map_err(|e| errors::at_path("make", &config.dir, e))?;
-    let lock = DirLock::acquire(&config.dir)?;
-    let namespace_dir = config.dir.join(namespaces::dir_name(&config.namespace));
-    let mut stats = DiskStats::default();
-    let mut events = Vec::new();
-    let failed = |e| Error::io(format!("cannot open the namespace {}", namespace_dir.display()), e);
-    make_namespace(&namespace_dir, &mut events).map_err(failed)?;
-    owner::check_at(&config.dir, &namespace_dir)?;
-    for name in namespaces::FILE_NAMES {
-        owner::check_at(&config.dir, &namespace_dir.join(name))?;
+impl DiskTier {
+    /// As [`Self::open`], with another source of files: tests have one that fails on purpose.
+    #[doc(hidden)]
+    pub fn open_with_files(config: &DiskConfig, opener: &dyn OpenFiles) -> Result<(Self, Vec<DiskEntry>)> {
+        validate(config)?;
+        namespaces::make_dir(&config.dir).map_err(|e| paths::dir_error("make", &config.dir, e))?;
+        let lock = DirLock::acquire(&config.dir)?;
+        let dir = config.namespace_dir();
+        let failed = |e| Error::io(format!("cannot open the namespace {}", dir.display()), e);
+        let mut books = Books::default();
+        make_namespace(&dir, &mut books).map_err(failed)?;
+        paths::check_owner_at(&config.dir, &dir)?;
+        for name in namespaces::FILE_NAMES {
+            paths::check_owner_at(&config.dir, &dir.join(name))?;
+        }
+        claim_namespace(config, &dir, &mut books).map_err(failed)?;
+        let seed = record_seed(&config.namespace);
+        let files = SlotFiles::open(&dir, config.frame_bytes, seed, opener).map_err(failed)?;
+        let keep = fit_cap(config, &files, &mut books).map_err(failed)?;
+        let (found, unsound) = collect(&files, keep, &mut books.stats).map_err(failed)?;
+        files.set_slots(keep).map_err(failed)?;
+        let entries = settle(&files, keep, &found, unsound, &mut books);
+        let tier = Self {
+            config: config.clone(),
+            files,
+            books: Mutex::new(books),
+            growth: Mutex::new(Growth::default()),
+            grown: Condvar::new(),
+            owner: Mutex::new(Some(Arc::new(lock))),
+        };
+        Ok((tier, entries))
     }
-    claim_namespace(config, &namespace_dir, &mut events).map_err(failed)?;
-    stats.fresh_starts = events.len() as u64;
-    let seed = record_seed(&config.namespace);
-    let files = SlotFiles::open(&namespace_dir, config.frame_bytes, seed, opener).map_err(failed)?;
-    let (keep, foreign_bytes) = fit_cap(config, &files, &mut stats, &mut events).map_err(failed)?;
-    let found = collect(&files, keep, &mut stats).map_err(failed)?;
-    files.set_slots(keep).map_err(failed)?;
-    let (slots, entries) = settle(&files, keep, found, &mut stats);
-    events.extend(losses(&stats));
-    Ok(Opened { lock, namespace_dir, files, slots, entries, stats, events, foreign_bytes })
 }
 
 fn validate(config: &DiskConfig) -> Result<()> {
     let frame_bytes = config.frame_bytes;
+    let fail = |message: String| Err(Error::new(ErrorKind::InvalidConfig, message));
     if !superblock::is_frame_size(frame_bytes) {
-        let message =
-            format!("a frame of {frame_bytes} bytes cannot go to disk: it must be a multiple of 4096, at most 16 GiB");
-        return Err(Error::new(ErrorKind::InvalidConfig, message));
+        return fail(format!(
+            "a frame of {frame_bytes} bytes cannot go to disk: it must be a multiple of 4096, at most 16 GiB"
+        ));
     }
-    let least = budget::min_cap_bytes(frame_bytes);
+    let least = budget::dir_bytes(1, frame_bytes, 0);
     if config.cap_bytes < least {
-        let message = format!(
+        return fail(format!(
             "disk_size = {} does not hold one chunk of {frame_bytes} bytes: set disk_size to at least {least} bytes, or leave \
              disk_path out for no disk",
             size_text(config.cap_bytes)
-        );
-        return Err(Error::new(ErrorKind::InvalidConfig, message));
+        ));
     }
     Ok(())
 }
 
 /// Makes the namespace's directory; what has its name and is none, or is a link to one, goes.
-fn make_namespace(dir: &Path, events: &mut Vec<String>) -> io::Result<()> {
+fn make_namespace(dir: &Path, books: &mut Books) -> io::Result<()> {
     if fs::symlink_metadata(dir).is_ok_and(|meta| !meta.is_dir()) {
         fs::remove_file(dir)?;
-        start_afresh(dir, "it was not a directory", events);
+        start_afresh(dir, "it was not a directory", books);
     }
     namespaces::make_dir(dir)
 }
 
 /// Makes the namespace ours: its superblock is this namespace's, and files under any other are gone.
-fn claim_namespace(config: &DiskConfig, dir: &Path, events: &mut Vec<String>) -> io::Result<()> {
+fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Result<()> {
     let ours = Superblock::new(&config.namespace, config.frame_bytes, &config.description);
-    match Superblock::read(dir)? {
-        Some(Ok(_)) if namespaces::has_strange_files(dir) => {
-            start_afresh(dir, "one of its files is not a regular file", events);
-        }
+    let why = match Superblock::read(dir)? {
+        Some(Ok(_)) if namespaces::has_strange_files(dir) => "one of its files is not a regular file".to_owned(),
         Some(Ok(found)) if found == ours => return touch(dir),
         Some(Ok(found)) if found.namespace() != ours.namespace() => {
-            start_afresh(dir, "its superblock.json is another namespace's", events);
+            "its superblock.json is another namespace's".to_owned()
         }
-        Some(Ok(found)) if found.frame_bytes() != ours.frame_bytes() => {
-            start_afresh(dir, &format!("its frames have {} bytes", found.frame_bytes()), events);
+        Some(Ok(found)) if found.frame_bytes != ours.frame_bytes => {
+            format!("its frames have {} bytes", found.frame_bytes)
         }
         Some(Ok(_)) => {
             // Only the line for people changed; a full disk may keep the old one.
             let _ = ours.write(dir);
             return Ok(());
         }
-        Some(Err(why)) => start_afresh(dir, &format!("its superblock.json is {why}"), events),
-        None if namespaces::remove_files(dir)? => start_afresh(dir, "it had no superblock.json", events),
+        Some(Err(why)) => format!("its superblock.json is {why}"),
+        None if namespaces::remove_files(dir)? => "it had no superblock.json".to_owned(),
         None => return ours.write(dir),
-    }
+    };
+    start_afresh(dir, &why, books);
     namespaces::remove_files(dir)?;
     ours.write(dir)
 }
 
-fn start_afresh(dir: &Path, why: &str, events: &mut Vec<String>) {
-    events.push(format!("{} starts afresh: {why}", dir.display()));
+fn start_afresh(dir: &Path, why: &str, books: &mut Books) {
+    books.stats.fresh_starts += 1;
+    books.event(format!("{} starts afresh: {why}", dir.display()));
 }
 
 /// Marks the namespace as used now, for the choice of which goes first.
@@ -128,63 +124,50 @@ fn touch(dir: &Path) -> io::Result<()> {
     Ok(utimensat(CWD, dir.join(superblock::FILE_NAME), &times, AtFlags::SYMLINK_NOFOLLOW)?)
 }
 
-/// Makes room where the directory is above its cap: (slots that may stay, bytes of other namespaces).
-fn fit_cap(
-    config: &DiskConfig,
-    files: &SlotFiles,
-    stats: &mut DiskStats,
-    events: &mut Vec<String>,
-) -> io::Result<(u32, u64)> {
+/// Makes room where the directory is above its cap; returns how many slots may stay.
+fn fit_cap(config: &DiskConfig, files: &SlotFiles, books: &mut Books) -> io::Result<u32> {
     let (records, frames) = files.lens()?;
     let have = records.min(frames);
-    let fits = |foreign_bytes| budget::max_slots_beside(foreign_bytes, config.cap_bytes, config.frame_bytes);
-    let is_enough = |bytes| bytes <= config.cap_bytes - budget::FIXED_BYTES && fits(bytes) >= have;
-    let own = namespaces::dir_name(&config.namespace);
-    let (foreign_bytes, num_removed) = namespaces::make_room(&config.dir, &own, is_enough, |line| events.push(line))?;
-    stats.namespaces_removed = num_removed;
-    Ok((have.min(fits(foreign_bytes)), foreign_bytes))
+    let is_enough = |foreign| budget::dir_bytes(have, config.frame_bytes, foreign) <= config.cap_bytes;
+    books.foreign_bytes = namespaces::make_room(config, is_enough, |line| books.event(line))?;
+    Ok(have.min(budget::max_slots(config, books.foreign_bytes)))
 }
 
-/// Reads the index: entries of the first `keep` slots, and counts of what is given up.
+/// Reads the index: what the first `keep` slots hold, those of them whose record must go, and counts of what is given up.
 fn collect(files: &SlotFiles, keep: u32, stats: &mut DiskStats) -> io::Result<(Vec<DiskEntry>, Vec<SlotId>)> {
-    let (records, frames) = files.lens()?;
     let mut entries = Vec::new();
-    let mut bad = Vec::new();
-    files.for_each_record(records, |slot, parsed| match parsed {
-        Parsed::Valid(record) if slot.0 < keep => entries.push(record.entry(slot)),
-        Parsed::Valid(_) if slot.0 < frames => stats.dropped_over_cap += 1,
-        Parsed::Valid(_) | Parsed::Bad if slot.0 >= keep => stats.dropped_records += 1,
-        Parsed::Valid(_) | Parsed::Bad | Parsed::Empty => {
+    let mut unsound = Vec::new();
+    files.for_each_record(|slot, found| match found {
+        Ok(Record { meta, sequence, .. }) if slot.0 < keep => entries.push(DiskEntry { slot, meta, sequence }),
+        Ok(_) => stats.dropped_over_cap += 1,
+        Err(_) => {
             stats.dropped_records += 1;
-            bad.push(slot);
+            unsound.extend((slot.0 < keep).then_some(slot));
         }
     })?;
-    Ok((entries, bad))
+    Ok((entries, unsound))
 }
 
 /// Orders the entries, empties the records of the others, and makes the slots' states.
 fn settle(
     files: &SlotFiles,
     keep: u32,
-    (entries, bad): (Vec<DiskEntry>, Vec<SlotId>),
-    stats: &mut DiskStats,
-) -> (Slots, Vec<DiskEntry>) {
-    let Recovered { entries, duplicates, orphans } = recover::recover(&entries);
-    stats.recovered = entries.len() as u64;
-    stats.dropped_duplicates = duplicates.len() as u64;
-    stats.dropped_orphans = orphans.len() as u64;
-    let mut slots = Slots::default();
-    slots.grow(keep);
-    for entry in &entries {
-        slots.mark_used(entry.slot);
+    found: &[DiskEntry],
+    mut given_up: Vec<SlotId>,
+    books: &mut Books,
+) -> Vec<DiskEntry> {
+    let Recovered { entries, duplicates, orphans } = recover::recover(found);
+    books.stats.recovered = entries.len() as u64;
+    books.stats.dropped_duplicates = duplicates.len() as u64;
+    books.stats.dropped_orphans = orphans.len() as u64;
+    books.next_sequence = entries.iter().map(|e| e.sequence).max().map_or(0, |last| last.saturating_add(1));
+    given_up.extend(duplicates.into_iter().chain(orphans));
+    given_up.retain(|&slot| files.clear_record(slot).is_err());
+    books.slots = Slots::found(keep, &entries, &given_up);
+    if let Some(line) = losses(&books.stats) {
+        books.event(line);
     }
-    for slot in bad.into_iter().chain(duplicates).chain(orphans) {
-        if files.clear_record(slot).is_err() {
-            slots.mark_unsure(slot);
-        }
-    }
-    slots.collect_free();
-    (slots, entries)
+    entries
 }
 
 /// What opening gave up, for people.

@@ -9,7 +9,7 @@ use twox_hash::XxHash3_64;
 /// The checksum of a frame that is read in pieces.
 pub(super) use twox_hash::XxHash3_128 as PayloadHasher;
 
-use super::types::{DiskEntry, DiskMeta, SlotId};
+use super::types::{DiskMeta, SlotId};
 use crate::ChunkKey;
 
 /// Size of a record.
@@ -74,50 +74,27 @@ impl Record {
         put(&self.meta.num_blocks.to_le_bytes());
         put(&self.meta.depth.to_le_bytes());
         put(&slot.0.to_le_bytes());
-        put(&[0; 4]);
         let checksum = XxHash3_64::oneshot_with_seed(seed, &out[..CHECKED_BYTES]);
         out[CHECKED_BYTES..].copy_from_slice(&checksum.to_le_bytes());
         out
-    }
-
-    /// The entry that a recovery hands out.
-    pub(super) fn entry(&self, slot: SlotId) -> DiskEntry {
-        let DiskMeta { key, parent, num_blocks, depth } = self.meta;
-        DiskEntry { slot, key, parent, num_blocks, sequence: self.sequence, depth }
     }
 }
 
 /// Reads the record at `slot`.
 pub(super) fn parse(bytes: &RecordBytes, slot: SlotId, seed: u64) -> Parsed {
-    if bytes[..MAGIC.len()] != MAGIC {
-        return if *bytes == EMPTY { Parsed::Empty } else { Parsed::Bad };
+    if *bytes == EMPTY {
+        return Parsed::Empty;
     }
-    let mut rest = bytes.as_slice();
-    let _magic: [u8; 8] = take(&mut rest);
-    let meta_key = take(&mut rest);
-    let parent = take(&mut rest);
+    let mut rest = &bytes[MAGIC.len()..];
+    let (key, parent) = (ChunkKey(take(&mut rest)), ChunkKey(take(&mut rest)));
     let payload = u128::from_le_bytes(take(&mut rest));
     let sequence = u64::from_le_bytes(take(&mut rest));
     let written_s = u64::from_le_bytes(take(&mut rest));
     let num_blocks = u32::from_le_bytes(take(&mut rest));
     let depth = u32::from_le_bytes(take(&mut rest));
-    let at = u32::from_le_bytes(take(&mut rest));
-    let zeros: [u8; 4] = take(&mut rest);
-    let checksum = u64::from_le_bytes(take(&mut rest));
-    let whole = XxHash3_64::oneshot_with_seed(seed, &bytes[..CHECKED_BYTES]) == checksum;
-    if !whole || at != slot.0 || zeros != [0; 4] {
-        return Parsed::Bad;
-    }
-    let meta = DiskMeta { key: ChunkKey(meta_key), parent: ChunkKey(parent), num_blocks, depth };
-    Parsed::Valid(Record { meta, payload, sequence, written_s })
-}
-
-/// Makes any bytes a record whose checksum is right, as a forger would.
-#[cfg(any(test, feature = "faults"))]
-pub(super) fn forge_checksum(bytes: &mut RecordBytes, seed: u64) {
-    bytes[..MAGIC.len()].copy_from_slice(&MAGIC);
-    let checksum = XxHash3_64::oneshot_with_seed(seed, &bytes[..CHECKED_BYTES]);
-    bytes[CHECKED_BYTES..].copy_from_slice(&checksum.to_le_bytes());
+    let record = Record { meta: DiskMeta { key, parent, num_blocks, depth }, payload, sequence, written_s };
+    // Magic, slot, zeros and checksum are right where the same record would be written so.
+    if record.encode(slot, seed) == *bytes { Parsed::Valid(record) } else { Parsed::Bad }
 }
 
 /// The next N bytes; the callers' sizes add up to a record, which the round-trip tests prove.

@@ -5,10 +5,11 @@
 
 use std::collections::VecDeque;
 
-use super::types::SlotId;
+use super::types::{DiskEntry, SlotId};
 
+/// What a slot is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum State {
+pub(super) enum State {
     /// `true`: its record on disk may not be empty.
     Free(bool),
     /// The caller's, not written; `true` as for `Free`.
@@ -19,14 +20,10 @@ enum State {
     Leaving,
 }
 
-/// What a slot was before it began to leave.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Before(State);
-
-impl Before {
-    /// Whether its record must be cleared before the slot is free.
+impl State {
+    /// Whether the record must be cleared before the slot is free.
     pub(super) fn may_have_record(self) -> bool {
-        matches!(self.0, State::Used | State::Reserved(true))
+        matches!(self, State::Used | State::Reserved(true))
     }
 }
 
@@ -39,6 +36,20 @@ pub(super) struct Slots {
 }
 
 impl Slots {
+    /// At open: `len` slots, those of `entries` with a chunk, those of `unsure` with a record that could not be cleared.
+    pub(super) fn found(len: u32, entries: &[DiskEntry], unsure: &[SlotId]) -> Self {
+        let mut states = vec![State::Free(false); len as usize];
+        for slot in unsure {
+            states[slot.0 as usize] = State::Free(true);
+        }
+        for entry in entries {
+            states[entry.slot.0 as usize] = State::Used;
+        }
+        let is_clean = |&slot: &u32| states[slot as usize] == State::Free(false);
+        let free = (0..len).filter(is_clean).chain(unsure.iter().map(|slot| slot.0)).collect();
+        Self { states, free, used: entries.len() as u64 }
+    }
+
     /// Number of slots.
     pub(super) fn len(&self) -> u32 {
         u32::try_from(self.states.len()).unwrap_or(u32::MAX)
@@ -56,83 +67,61 @@ impl Slots {
 
     /// Adds free slots up to `len`.
     pub(super) fn grow(&mut self, len: u32) {
-        let old = self.len();
-        self.states.resize(self.states.len().max(usize_of(len)), State::Free(false));
-        self.free.extend(old..len);
-    }
-
-    /// At open: the slot holds a chunk. Call `collect_free` once all are marked.
-    pub(super) fn mark_used(&mut self, slot: SlotId) {
-        self.states[usize_of(slot.0)] = State::Used;
-        self.used += 1;
-    }
-
-    /// At open: the slot is free, but its record could not be cleared.
-    pub(super) fn mark_unsure(&mut self, slot: SlotId) {
-        self.states[usize_of(slot.0)] = State::Free(true);
-    }
-
-    /// Makes the list of free slots from the states; those whose record could not be cleared come last.
-    pub(super) fn collect_free(&mut self) {
-        let states = &self.states;
-        let in_state = |state| (0..self.len()).filter(move |&i| states[usize_of(i)] == state);
-        self.free = in_state(State::Free(false)).chain(in_state(State::Free(true))).collect();
+        self.free.extend(self.len()..len);
+        self.states.resize(self.states.len().max(len as usize), State::Free(false));
     }
 
     /// A free slot, now reserved.
     pub(super) fn take(&mut self) -> Option<SlotId> {
-        let slot = self.free.pop_front()?;
-        let state = &mut self.states[usize_of(slot)];
-        *state = State::Reserved(*state == State::Free(true));
-        Some(SlotId(slot))
+        let slot = SlotId(self.free.pop_front()?);
+        let is_unsure = self.states[slot.0 as usize] == State::Free(true);
+        self.set(slot, State::Reserved(is_unsure));
+        Some(slot)
     }
 
     /// Whether a caller may write the slot.
     pub(super) fn may_write(&self, slot: SlotId) -> bool {
-        matches!(self.get(slot), Some(State::Reserved(_)))
+        matches!(self.states.get(slot.0 as usize), Some(State::Reserved(_)))
     }
 
     /// A write of the record begins: from now on it may be there.
     pub(super) fn unsure(&mut self, slot: SlotId) {
-        self.states[usize_of(slot.0)] = State::Reserved(true);
+        self.set(slot, State::Reserved(true));
     }
 
     /// A write went through.
     pub(super) fn written(&mut self, slot: SlotId) {
-        self.states[usize_of(slot.0)] = State::Used;
+        self.set(slot, State::Used);
         self.used += 1;
     }
 
     /// Begins to take the slot from its caller: end it with `left` or `stays`. None if no caller has it.
-    pub(super) fn leaving(&mut self, slot: SlotId) -> Option<Before> {
-        let before = self.get(slot).filter(|state| matches!(state, State::Reserved(_) | State::Used))?;
-        self.states[usize_of(slot.0)] = State::Leaving;
+    pub(super) fn leaving(&mut self, slot: SlotId) -> Option<State> {
+        let before = self.states.get(slot.0 as usize).copied();
+        let before = before.filter(|state| matches!(state, State::Reserved(_) | State::Used))?;
+        self.set(slot, State::Leaving);
         self.used -= u64::from(before == State::Used);
-        Some(Before(before))
+        Some(before)
     }
 
     /// The slot is free; its record is empty.
     pub(super) fn left(&mut self, slot: SlotId) {
-        self.states[usize_of(slot.0)] = State::Free(false);
+        self.set(slot, State::Free(false));
         self.free.push_back(slot.0);
     }
 
     /// The slot stays its caller's, as it was.
-    pub(super) fn stays(&mut self, slot: SlotId, before: Before) {
-        self.states[usize_of(slot.0)] = before.0;
-        self.used += u64::from(before.0 == State::Used);
+    pub(super) fn stays(&mut self, slot: SlotId, before: State) {
+        self.set(slot, before);
+        self.used += u64::from(before == State::Used);
     }
 
     /// Every slot that holds a chunk, in ascending order.
     pub(super) fn all_used(&self) -> Vec<SlotId> {
-        (0..self.len()).filter(|&i| self.states[usize_of(i)] == State::Used).map(SlotId).collect()
+        (0..).zip(&self.states).filter(|(_, state)| **state == State::Used).map(|(slot, _)| SlotId(slot)).collect()
     }
 
-    fn get(&self, slot: SlotId) -> Option<State> {
-        self.states.get(usize_of(slot.0)).copied()
+    fn set(&mut self, slot: SlotId, state: State) {
+        self.states[slot.0 as usize] = state;
     }
-}
-
-fn usize_of(slot: u32) -> usize {
-    usize::try_from(slot).expect("a 32-bit slot number fits an address")
 }

@@ -3,6 +3,7 @@
 //! A small JSON object, so that a person can read it; with a checksum, so that a flipped digit is seen. It must not
 //! decide what happens to a directory whose superblock is wrong.
 
+use std::fmt;
 use std::fs;
 use std::io::{self, Read, Write};
 use std::os::unix::fs::OpenOptionsExt;
@@ -23,8 +24,26 @@ const MAX_BYTES: u64 = 64 * 1024;
 /// A description is cut here, so that the superblock stays within its part of the budget.
 const MAX_DESCRIPTION_CHARS: usize = 1000;
 
-/// Completes "superblock.json is ..." for what some other program (or a torn write) left there.
-const NOT_OURS: &str = "not one that kvloft wrote";
+/// Why a superblock is not believed. Displayed, it completes "superblock.json is ...".
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Refusal {
+    /// Some other program, or a torn write, left it there.
+    NotOurs,
+    /// What is wrong with it.
+    Damaged(&'static str),
+    /// Whole, and of another version.
+    OtherFormat(u32),
+}
+
+impl fmt::Display for Refusal {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotOurs => f.write_str("not one that kvloft wrote"),
+            Self::Damaged(how) => write!(f, "damaged ({how})"),
+            Self::OtherFormat(format) => write!(f, "of format {format} where this version has {FORMAT}"),
+        }
+    }
+}
 
 /// No frame is larger: what reads one must end.
 const MAX_FRAME_BYTES: u64 = 16 << 30;
@@ -38,11 +57,13 @@ pub(super) fn is_frame_size(bytes: u64) -> bool {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct Superblock {
-    format: u32,
-    frame_bytes: u64,
+    pub(super) format: u32,
+    /// Bytes of one frame.
+    pub(super) frame_bytes: u64,
     namespace: String,
-    description: String,
-    checksum: String,
+    /// The line for people.
+    pub(super) description: String,
+    pub(super) checksum: String,
 }
 
 impl Superblock {
@@ -55,26 +76,27 @@ impl Superblock {
         made
     }
 
-    /// Parses a file's bytes; the error is one clause that says what is wrong.
-    pub(super) fn parse(bytes: &[u8]) -> Result<Self, String> {
-        let parsed: Self = serde_json::from_slice(bytes).map_err(|_| NOT_OURS.to_owned())?;
-        if parsed.format != FORMAT {
-            return Err(format!("of format {} where this version has {FORMAT}", parsed.format));
-        }
+    /// Parses a file's bytes.
+    pub(super) fn parse(bytes: &[u8]) -> Result<Self, Refusal> {
+        let parsed: Self = serde_json::from_slice(bytes).map_err(|_| Refusal::NotOurs)?;
         if parsed.checksum != parsed.compute_checksum() {
-            return Err("damaged (its checksum differs)".to_owned());
+            return Err(Refusal::Damaged("its checksum differs"));
         }
-        if parsed.namespace().is_none() || !is_frame_size(parsed.frame_bytes) {
-            return Err("damaged (a value is out of range)".to_owned());
+        if parsed.format != FORMAT {
+            return Err(Refusal::OtherFormat(parsed.format));
+        }
+        let is_hex = parsed.namespace().is_some_and(|namespace| hex(&namespace) == parsed.namespace);
+        if !is_hex || !is_frame_size(parsed.frame_bytes) {
+            return Err(Refusal::Damaged("a value is out of range"));
         }
         Ok(parsed)
     }
 
     /// Reads `dir/superblock.json`; None where there is none.
-    pub(super) fn read(dir: &Path) -> io::Result<Option<Result<Self, String>>> {
+    pub(super) fn read(dir: &Path) -> io::Result<Option<Result<Self, Refusal>>> {
         let path = dir.join(FILE_NAME);
         match fs::symlink_metadata(&path) {
-            Ok(meta) if !meta.is_file() || meta.len() > MAX_BYTES => Ok(Some(Err(NOT_OURS.to_owned()))),
+            Ok(meta) if !meta.is_file() || meta.len() > MAX_BYTES => Ok(Some(Err(Refusal::NotOurs))),
             Ok(_) => {
                 let mut bytes = Vec::new();
                 open_options().read(true).open(&path)?.take(MAX_BYTES).read_to_end(&mut bytes)?;
@@ -100,29 +122,11 @@ impl Superblock {
 
     /// The full fingerprint; None where the text is not 64 hex digits (`parse` refuses that).
     pub(super) fn namespace(&self) -> Option<[u8; 32]> {
-        unhex(&self.namespace)
+        blake3::Hash::from_hex(&self.namespace).ok().map(Into::into)
     }
 
-    /// Bytes of one frame.
-    pub(super) fn frame_bytes(&self) -> u64 {
-        self.frame_bytes
-    }
-
-    /// The line for people.
-    pub(super) fn description(&self) -> &str {
-        &self.description
-    }
-
-    /// Any JSON of the right shape with the right checksum, as a forger would have it.
-    #[cfg(any(test, feature = "faults"))]
-    pub(super) fn forge(bytes: &[u8]) -> Option<Vec<u8>> {
-        let mut forged: Self = serde_json::from_slice(bytes).ok()?;
-        forged.format = FORMAT;
-        forged.checksum = forged.compute_checksum();
-        serde_json::to_vec(&forged).ok()
-    }
-
-    fn compute_checksum(&self) -> String {
+    /// What `checksum` must be.
+    pub(super) fn compute_checksum(&self) -> String {
         let text = format!("{}|{}|{}|{}", self.format, self.frame_bytes, self.namespace, self.description);
         format!("{:016x}", XxHash3_64::oneshot(text.as_bytes()))
     }
@@ -135,28 +139,7 @@ fn open_options() -> fs::OpenOptions {
     options
 }
 
-/// Lower-case hex digits of `bytes`.
-pub(super) fn hex(bytes: &[u8]) -> String {
-    const DIGITS: &[u8; 16] = b"0123456789abcdef";
-    bytes.iter().flat_map(|b| [b >> 4, b & 15]).map(|n| char::from(DIGITS[usize::from(n)])).collect()
-}
-
-fn unhex(text: &str) -> Option<[u8; 32]> {
-    let digits = text.as_bytes();
-    if digits.len() != 64 {
-        return None;
-    }
-    let mut out = [0; 32];
-    for (byte, pair) in out.iter_mut().zip(digits.chunks_exact(2)) {
-        *byte = digit(pair[0])? << 4 | digit(pair[1])?;
-    }
-    Some(out)
-}
-
-fn digit(c: u8) -> Option<u8> {
-    match c {
-        b'0'..=b'9' => Some(c - b'0'),
-        b'a'..=b'f' => Some(c - b'a' + 10),
-        _ => None,
-    }
+/// A namespace in lower-case hex digits.
+pub(super) fn hex(namespace: &[u8; 32]) -> String {
+    blake3::Hash::from(*namespace).to_hex().to_string()
 }

@@ -4,6 +4,7 @@
 
 use std::path::PathBuf;
 
+use super::namespaces;
 use crate::ChunkKey;
 
 /// One frame-sized place in `frames.dat`, with its record in `index.dat`.
@@ -25,6 +26,13 @@ pub struct DiskConfig {
     pub description: String,
 }
 
+impl DiskConfig {
+    /// Where this namespace's files are.
+    pub(super) fn namespace_dir(&self) -> PathBuf {
+        self.dir.join(namespaces::dir_name(&self.namespace))
+    }
+}
+
 /// A chunk as it is written.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiskMeta {
@@ -43,16 +51,10 @@ pub struct DiskMeta {
 pub struct DiskEntry {
     /// Where its frame is.
     pub slot: SlotId,
-    /// The chunk.
-    pub key: ChunkKey,
-    /// The chunk before it; the root where `depth` is 0.
-    pub parent: ChunkKey,
-    /// Blocks the frame holds.
-    pub num_blocks: u32,
+    /// What it is.
+    pub meta: DiskMeta,
     /// Grows with every write, over restarts: a smaller one was written earlier.
     pub sequence: u64,
-    /// Chunks before it in its prefix: 0 is the first chunk.
-    pub depth: u32,
 }
 
 /// Gauges and counters since open.
@@ -82,22 +84,6 @@ pub struct DiskStats {
     pub dropped_over_cap: u64,
     /// 1 where the namespace was started afresh because its superblock was wrong, foreign or corrupt.
     pub fresh_starts: u64,
-    /// Other namespaces deleted to make room.
-    pub namespaces_removed: u64,
-    /// Frames written, and their bytes.
-    pub writes: u64,
-    /// Bytes of `writes`.
-    pub write_bytes: u64,
-    /// Frames read and found right, and their bytes.
-    pub reads: u64,
-    /// Bytes of `reads`.
-    pub read_bytes: u64,
-    /// Writes the operating system refused.
-    pub write_errors: u64,
-    /// Reads the operating system refused.
-    pub read_errors: u64,
-    /// Reads whose bytes or record were not what the key says.
-    pub corrupt_reads: u64,
     /// Times that the files could not grow (ENOSPC and the like; not the cap).
     pub grow_errors: u64,
 }

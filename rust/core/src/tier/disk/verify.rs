@@ -5,18 +5,16 @@
 
 use std::path::Path;
 
-use super::files::{ReadFailure, SlotFiles};
+use super::files::{self, SlotFiles};
 use super::inspect::{list, lost_records, open_namespace};
 use super::lock::DirLock;
-use super::record::Parsed;
-use super::superblock::hex;
 use super::types::SlotId;
 use crate::Result;
-use crate::io::direct::PageBuffer;
 use crate::io::part::{MAGIC, TRAILER_BYTES};
+use crate::io::{Frame, HostArena};
 
 /// Frames are read in pieces of this size.
-const PIECE_BYTES: usize = 1024 * 1024;
+const PIECE_BYTES: u64 = 1024 * 1024;
 /// Damaged records of one namespace that are told one by one.
 const MAX_BAD_RECORDS: u64 = 1000;
 
@@ -31,45 +29,46 @@ pub struct Damage {
     pub key: Option<String>,
     /// What is wrong, in a few words.
     pub problem: String,
+    /// True where nothing is known to be damaged: another version made the namespace, so nothing of it was checked.
+    pub is_other_format: bool,
 }
 
-#[derive(Debug)]
-struct Namespace {
-    name: String,
-    files: SlotFiles,
-    todo: Vec<SlotId>,
+impl Damage {
+    pub(super) fn new(namespace: &str, slot: Option<SlotId>, problem: impl Into<String>) -> Self {
+        let (namespace, slot) = (namespace.to_owned(), slot.map(|slot| slot.0));
+        Self { namespace, slot, key: None, problem: problem.into(), is_other_format: false }
+    }
 }
 
 /// A walk over every chunk; see `step`.
 #[derive(Debug)]
 pub struct Verifier {
-    namespaces: Vec<Namespace>,
-    buffer: PageBuffer,
+    /// Names and files.
+    namespaces: Vec<(String, SlotFiles)>,
+    /// All chunks, each with its namespace's position.
+    chunks: Vec<(usize, SlotId)>,
+    num_checked: usize,
     /// Found before the first chunk was read.
     early: Vec<Damage>,
-    num_chunks: u64,
-    num_checked: u64,
+    /// One frame of memory that is aligned as direct reads need it.
+    buffer: Vec<Frame>,
     _lock: DirLock,
 }
 
 impl Verifier {
     /// Takes the directory and reads its records. Errors: `Busy` while an engine owns it, `InvalidConfig` where `dir`
-    /// is no disk directory, `Io`.
+    /// is not a disk directory, `Io`.
     pub fn open(dir: &Path) -> Result<Self> {
         let found = list(dir)?;
-        let mut verifier = Self {
-            namespaces: Vec::new(),
-            buffer: PageBuffer::new(PIECE_BYTES),
-            early: Vec::new(),
-            num_chunks: 0,
-            num_checked: 0,
-            _lock: DirLock::acquire_existing(dir)?,
-        };
-        for namespace in &found {
-            match open_namespace(namespace) {
-                Ok((_, Some(files))) => verifier.add(&namespace.name, files),
+        let lock = DirLock::acquire_existing(dir)?;
+        let (_, buffer) = HostArena::create(PIECE_BYTES, 1)?;
+        let (namespaces, chunks, early) = (Vec::new(), Vec::new(), Vec::new());
+        let mut verifier = Self { namespaces, chunks, num_checked: 0, early, buffer, _lock: lock };
+        for namespace in found {
+            match open_namespace(&namespace) {
+                Ok((_, Some(files))) => verifier.add(namespace.name, files),
                 Ok((_, None)) => {}
-                Err(problem) => verifier.note(&namespace.name, None, problem),
+                Err(damage) => verifier.early.push(damage),
             }
         }
         Ok(verifier)
@@ -77,84 +76,65 @@ impl Verifier {
 
     /// Chunks to check in all.
     pub fn num_chunks(&self) -> u64 {
-        self.num_chunks
+        self.chunks.len() as u64
     }
 
     /// Chunks checked so far.
     pub fn num_checked(&self) -> u64 {
-        self.num_checked
+        self.num_checked as u64
     }
 
     /// Checks up to `max_chunks` more chunks and returns the damage found. The first call also returns what opening
     /// found (superblocks, records), so call it at least once.
     pub fn step(&mut self, max_chunks: u64) -> Vec<Damage> {
         let mut damage = std::mem::take(&mut self.early);
-        let end = self.num_checked.saturating_add(max_chunks);
-        while self.num_checked < end {
-            let Some(namespace) = self.namespaces.last_mut() else { break };
-            let Some(slot) = namespace.todo.pop() else {
-                self.namespaces.pop();
-                continue;
-            };
+        let max_chunks = usize::try_from(max_chunks).unwrap_or(usize::MAX);
+        let buffer = self.buffer[0].bytes_mut();
+        for &(at, slot) in self.chunks.iter().skip(self.num_checked).take(max_chunks) {
+            let (name, files) = &self.namespaces[at];
+            damage.extend(check(name, files, slot, buffer));
             self.num_checked += 1;
-            damage.extend(namespace.check(slot, &mut self.buffer));
         }
         damage
     }
 
-    fn add(&mut self, name: &str, files: SlotFiles) {
-        let (records, frames) = match files.lens() {
-            Ok(lens) => lens,
-            Err(e) => return self.note(name, None, format!("files unreadable ({e})")),
-        };
-        if let Some(problem) = lost_records(records, frames) {
-            self.note(name, None, problem);
-        }
-        let mut todo = Vec::new();
+    fn add(&mut self, name: String, files: SlotFiles) {
+        let at = self.namespaces.len();
         let mut num_bad = 0_u64;
-        let read = files.for_each_record(records, |slot, parsed| {
-            let problem = match parsed {
-                Parsed::Valid(_) if slot.0 < frames => return todo.push(slot),
-                Parsed::Valid(_) => "the file of frames ends before it",
-                _ => "record damaged",
-            };
-            num_bad += 1;
-            if num_bad <= MAX_BAD_RECORDS {
-                self.note(name, Some(slot.0), problem.to_owned());
+        let walked = files.for_each_record(|slot, found| match found {
+            Ok(_) => self.chunks.push((at, slot)),
+            Err(problem) => {
+                num_bad += 1;
+                if num_bad <= MAX_BAD_RECORDS {
+                    self.early.push(Damage::new(&name, Some(slot), problem));
+                }
             }
         });
-        if num_bad > MAX_BAD_RECORDS {
-            self.note(name, None, format!("{} more records damaged or without their frame", num_bad - MAX_BAD_RECORDS));
-        }
-        if let Err(e) = read {
-            self.note(name, None, format!("index unreadable ({e})"));
-        }
-        self.num_chunks += todo.len() as u64;
-        todo.reverse();
-        self.namespaces.push(Namespace { name: name.to_owned(), files, todo });
-    }
-
-    fn note(&mut self, name: &str, slot: Option<u32>, problem: String) {
-        self.early.push(Damage { namespace: name.to_owned(), slot, key: None, problem });
+        let rest = num_bad.saturating_sub(MAX_BAD_RECORDS);
+        let more = (rest > 0).then(|| format!("{rest} more records damaged or without their frame"));
+        let problem = match walked {
+            Ok((records, frames)) => lost_records(records, frames),
+            Err(e) => Some(format!("index unreadable ({e})")),
+        };
+        self.early.extend([more, problem].into_iter().flatten().map(|problem| Damage::new(&name, None, problem)));
+        self.namespaces.push((name, files));
     }
 }
 
-impl Namespace {
-    fn check(&self, slot: SlotId, buffer: &mut [u8]) -> Option<Damage> {
-        let record = self.files.read_record(slot);
-        let key = record.as_ref().ok().map(|record| record.meta.key);
-        let result = record.and_then(|record| {
-            let end = self.files.check(slot, &record, buffer)?;
-            Ok(names_another_key(end, &record.meta.key.0))
-        });
-        let problem = match result {
-            Ok(true) => "its trailer names another key".to_owned(),
-            Ok(false) => return None,
-            Err(ReadFailure::Corrupt(how)) => how.to_owned(),
-            Err(ReadFailure::Io(e)) => format!("unreadable ({e})"),
-        };
-        Some(Damage { namespace: self.name.clone(), slot: Some(slot.0), key: key.map(|key| hex(&key.0)), problem })
-    }
+fn check(name: &str, files: &SlotFiles, slot: SlotId, buffer: &mut [u8]) -> Option<Damage> {
+    let record = files.read_record(slot);
+    let key = record.as_ref().ok().map(|record| record.meta.key.to_string());
+    let result = record.and_then(|record| {
+        let end = files.check(slot, &record, buffer)?;
+        Ok(names_another_key(end, &record.meta.key.0))
+    });
+    let problem = match result {
+        Ok(true) => "its trailer names another key".to_owned(),
+        Ok(false) => return None,
+        Err(e) if files::is_damage(&e) => e.to_string(),
+        Err(e) => format!("unreadable ({e})"),
+    };
+    Some(Damage { key, ..Damage::new(name, Some(slot), problem) })
 }
 
 /// Whether the frame ends in a trailer of another chunk; a frame without a trailer says nothing.

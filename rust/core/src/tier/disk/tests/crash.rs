@@ -95,8 +95,7 @@ impl Recorder {
     fn check(&mut self, tier: &DiskTier, found: &[DiskEntry]) -> Result<(), TestCaseError> {
         let mut seen = BTreeMap::new();
         for (entry, chunk) in found.iter().zip(numbers(found)) {
-            let meta = meta_of(chunk);
-            prop_assert_eq!((entry.parent, entry.num_blocks, entry.depth), (meta.parent, meta.num_blocks, meta.depth));
+            prop_assert_eq!(entry.meta, meta_of(chunk));
             prop_assert!(parent_of(chunk).is_none_or(|p| seen.contains_key(&p)), "parents come first");
             let bytes = get(tier, entry.slot, chunk).expect("a visible chunk can be read");
             let reported = self.written.get(&chunk).map(|&(_, version)| version);

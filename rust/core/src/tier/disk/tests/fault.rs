@@ -32,10 +32,11 @@ fn test_a_write_without_room_is_an_io_error_and_the_slot_is_used_again() {
         refuse_once(&files, call, ENOSPC);
         let error = try_put(&tier, 1).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Io);
-        assert_eq!(error.io_source().and_then(io::Error::raw_os_error), Some(ENOSPC));
+        let source = std::error::Error::source(&error).and_then(|source| source.downcast_ref::<io::Error>());
+        assert_eq!(source.and_then(io::Error::raw_os_error), Some(ENOSPC));
     }
     let stats = tier.stats();
-    assert_eq!((stats.slots_used, stats.slots_reserved, stats.write_errors), (1, 0, 3));
+    assert_eq!((stats.slots_used, stats.slots_reserved), (1, 0));
     assert_eq!(get(&tier, kept, 0).unwrap(), frame_of(0, 0).to_vec());
     let again = try_put(&tier, 1).unwrap();
     assert_eq!(get(&tier, again, 1).unwrap(), frame_of(1, 0).to_vec());
@@ -98,7 +99,7 @@ fn test_a_chunk_that_cannot_be_forgotten_stays_with_its_caller_and_can_be_read()
         assert_eq!(error.kind(), ErrorKind::Io);
         assert_eq!(get(&tier, slot, 0).unwrap(), frame_of(0, 0).to_vec());
     }
-    assert_eq!((tier.stats().slots_used, tier.stats().write_errors), (1, 2));
+    assert_eq!(tier.stats().slots_used, 1);
     assert_ne!(tier.reserve(), Some(slot));
     assert_eq!(tier.reserve(), None);
     drop(tier);
@@ -132,7 +133,6 @@ fn test_a_failing_read_is_an_io_error_and_harms_nothing() {
         files.inject(Rule::new(Fault::Refuse(EIO)).on(&[Call::Read]).after(call).times(1));
         assert_eq!(get(&tier, slot, 0).unwrap_err().kind(), ErrorKind::Io);
     }
-    assert_eq!((tier.stats().read_errors, tier.stats().corrupt_reads), (2, 0));
     assert_eq!(get(&tier, slot, 0).unwrap(), frame_of(0, 0).to_vec());
 }
 
@@ -141,11 +141,11 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = config(dir.path(), 64);
     let first = {
-        config.cap_bytes = budget::FIXED_BYTES + budget::slots_bytes(2, FRAME);
+        config.cap_bytes = budget::dir_bytes(2, FRAME, 0);
         let (tier, _) = open(&config);
         [put(&tier, 0), put(&tier, 1)]
     };
-    config.cap_bytes = budget::FIXED_BYTES + budget::slots_bytes(64, FRAME);
+    config.cap_bytes = budget::dir_bytes(64, FRAME, 0);
     let (tier, files) = faulty(&config);
     files.inject(Rule::new(Fault::Refuse(ENOSPC)));
     assert_eq!(tier.reserve(), None);

@@ -96,7 +96,7 @@ fn test_close_waits_for_nothing_and_the_last_call_inside_gives_the_directory_up(
 }
 
 #[test]
-fn test_a_closed_tier_with_nobody_inside_is_given_up_at_once() {
+fn test_a_closed_tier_with_no_caller_inside_is_given_up_at_once() {
     let it = Hanging::new(2);
     put(&it.tier, 0);
     it.tier.close();

@@ -92,6 +92,20 @@ fn test_no_link_is_followed() {
     assert_eq!(fs::read(&target).unwrap(), b"precious");
 }
 
+#[test]
+fn test_a_link_in_the_namespaces_place_is_replaced_and_what_it_points_to_stays() {
+    let (dir, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let config = config(dir.path(), 4);
+    let own = config.dir.join(namespaces::dir_name(&config.namespace));
+    fs::write(elsewhere.path().join("index.dat"), "precious").unwrap();
+    symlink(elsewhere.path(), &own).unwrap();
+    let (tier, _) = open(&config);
+    put(&tier, 0);
+    assert!(fs::symlink_metadata(&own).unwrap().is_dir() && tier.stats().fresh_starts == 1);
+    assert_eq!(fs::read(elsewhere.path().join("index.dat")).unwrap(), b"precious");
+    assert_eq!(fs::read_dir(elsewhere.path()).unwrap().count(), 1);
+}
+
 /// A new line for people is written beside chunks that stay, where a link may wait.
 #[test]
 fn test_a_link_in_the_place_of_the_next_superblock_is_not_followed() {
@@ -163,12 +177,13 @@ fn test_keys_that_begin_alike_do_not_make_recovery_slow() {
         let mut key = ChunkKey([7; 32]);
         key.0[28..].copy_from_slice(&i.to_le_bytes());
         let parent = ChunkKey([9; 32]);
-        DiskEntry { slot: SlotId(i), key, parent, num_blocks: 1, sequence: u64::from(i), depth: i % 2 }
+        let meta = DiskMeta { key, parent, num_blocks: 1, depth: i % 2 };
+        DiskEntry { slot: SlotId(i), meta, sequence: u64::from(i) }
     };
     let found: Vec<_> = (0..200_000).map(entry).collect();
     let (send, receive) = channel();
     std::thread::spawn(move || send.send(recover(&found)));
-    let recovered = receive.recv_timeout(Duration::from_secs(60)).expect("recovery goes on for ever");
+    let recovered = receive.recv_timeout(Duration::from_secs(60)).expect("recovery does not end");
     assert_eq!((recovered.entries.len(), recovered.orphans.len()), (100_000, 100_000));
 }
 

@@ -14,7 +14,7 @@ use std::path::Path;
 
 use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, LocalTier, SlotId, budget};
 use crate::ChunkKey;
-use crate::io::direct::PageBuffer;
+use crate::tier::conformance::PageBuffer;
 
 const FRAME: u64 = 8192;
 const NAMESPACE: [u8; 32] = [0xa7; 32];
@@ -23,7 +23,7 @@ const NAMESPACE: [u8; 32] = [0xa7; 32];
 fn config(dir: &Path, slots: u32) -> DiskConfig {
     DiskConfig {
         dir: dir.to_owned(),
-        cap_bytes: budget::FIXED_BYTES + budget::slots_bytes(slots, FRAME),
+        cap_bytes: budget::dir_bytes(slots, FRAME, 0),
         frame_bytes: FRAME,
         namespace: NAMESPACE,
         description: "a test".to_owned(),
@@ -71,7 +71,17 @@ fn get(tier: &DiskTier, slot: SlotId, i: u32) -> crate::Result<Vec<u8>> {
 
 /// The chunk numbers of recovered entries, in their order.
 fn numbers(entries: &[DiskEntry]) -> Vec<u32> {
-    entries.iter().map(|e| (0..1000).find(|&i| key_of(i) == e.key).expect("a known key")).collect()
+    entries.iter().map(|e| (0..1000).find(|&i| key_of(i) == e.meta.key).expect("a known key")).collect()
+}
+
+/// A superblock as a version with another format would have written it, checksum and all.
+fn of_format(format: u32, superblock: &str) -> String {
+    let mut block: serde_json::Value = serde_json::from_str(superblock).expect("JSON");
+    block["format"] = format.into();
+    let fields = ["format", "frame_bytes", "namespace", "description"].map(|name| block[name].to_string());
+    let summed = fields.join("|").replace('"', "");
+    block["checksum"] = format!("{:016x}", twox_hash::XxHash3_64::oneshot(summed.as_bytes())).into();
+    block.to_string()
 }
 
 fn open(config: &DiskConfig) -> (DiskTier, Vec<DiskEntry>) {

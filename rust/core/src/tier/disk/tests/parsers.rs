@@ -5,7 +5,7 @@ use proptest::prelude::*;
 use super::super::fuzzing;
 use super::super::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes};
 use super::super::recover::recover;
-use super::super::superblock::{Superblock, hex};
+use super::super::superblock::Superblock;
 use super::*;
 
 fn any_record() -> impl Strategy<Value = Record> {
@@ -67,8 +67,8 @@ proptest! {
         let json = serde_json::to_vec(&block).unwrap();
         let parsed = Superblock::parse(&json).unwrap();
         prop_assert_eq!(parsed.namespace(), Some(namespace));
-        prop_assert_eq!(parsed.frame_bytes(), pages * 4096);
-        prop_assert!(text.starts_with(parsed.description()));
+        prop_assert_eq!(parsed.frame_bytes, pages * 4096);
+        prop_assert!(text.starts_with(&parsed.description));
         prop_assert_eq!(parsed, block);
     }
 
@@ -88,10 +88,12 @@ proptest! {
     }
 
     #[test]
-    fn test_max_slots_is_the_most_that_fit(bytes in 0..1_u64 << 44, pages in 1..2000_u64) {
-        let slots = budget::max_slots(bytes, pages * 4096);
-        prop_assert!(slots == 0 || budget::slots_bytes(slots, pages * 4096) <= bytes);
-        prop_assert!(slots == u32::MAX || budget::slots_bytes(slots + 1, pages * 4096) > bytes);
+    fn test_max_slots_is_the_most_that_fit(bytes in 0..1_u64 << 44, foreign in 0..1_u64 << 40, pages in 1..2000_u64) {
+        let (frame_bytes, foreign_bytes) = (pages * 4096, foreign.min(bytes));
+        let config = DiskConfig { cap_bytes: bytes, frame_bytes, ..config(Path::new(""), 1) };
+        let slots = budget::max_slots(&config, foreign_bytes);
+        prop_assert!(slots == 0 || budget::dir_bytes(slots, frame_bytes, foreign_bytes) <= bytes);
+        prop_assert!(slots == u32::MAX || budget::dir_bytes(slots + 1, frame_bytes, foreign_bytes) > bytes);
     }
 
     #[test]
@@ -100,17 +102,21 @@ proptest! {
     ) {
         // (chunk, sequence, depth forged where 0): duplicates, orphans and lies about depth all occur.
         let found: Vec<_> = (0..).map(SlotId).zip(picks).map(|(slot, (i, sequence, forge))| {
-            let DiskMeta { key, parent, num_blocks, depth } = meta_of(i);
-            DiskEntry { slot, key, parent, num_blocks, sequence, depth: if forge == 0 { depth + 1 } else { depth } }
+            let meta = meta_of(i);
+            DiskEntry { slot, meta: DiskMeta { depth: meta.depth + u32::from(forge == 0), ..meta }, sequence }
         }).collect();
         let recovered = recover(&found);
+        let is_under = |e: &DiskEntry, all: &[DiskEntry]| {
+            let is_parent = |p: &DiskMeta| p.key == e.meta.parent && p.depth + 1 == e.meta.depth;
+            e.meta.depth == 0 || all.iter().any(|p| is_parent(&p.meta))
+        };
         // Oracle: newest copy of each key, then drop the parentless until nothing changes.
         let mut live: Vec<_> = found.iter().filter(|e| {
-            !found.iter().any(|o| o.key == e.key && (o.sequence, o.slot) > (e.sequence, e.slot))
+            !found.iter().any(|o| o.meta.key == e.meta.key && (o.sequence, o.slot) > (e.sequence, e.slot))
         }).copied().collect();
         loop {
             let before = live.clone();
-            live.retain(|e| e.depth == 0 || before.iter().any(|p| p.key == e.parent && p.depth + 1 == e.depth));
+            live.retain(|e| is_under(e, &before));
             if live == before { break }
         }
         let mut sorted = recovered.entries.clone();
@@ -119,7 +125,7 @@ proptest! {
         prop_assert_eq!(recovered.entries.len() + recovered.duplicates.len() + recovered.orphans.len(), found.len());
         for (at, e) in recovered.entries.iter().enumerate() {
             let earlier = &recovered.entries[..at];
-            prop_assert!(e.depth == 0 || earlier.iter().any(|p| p.key == e.parent), "parents come first");
+            prop_assert!(e.meta.depth == 0 || earlier.iter().any(|p| p.meta.key == e.meta.parent), "parents come first");
             // An entry comes after a younger one only as the ancestor of something older than that.
             let hoisted = |o: &DiskEntry| recovered.entries[at..].iter().any(|d| d.sequence <= o.sequence);
             prop_assert!(earlier.iter().all(|o| o.sequence <= e.sequence || hoisted(o)));
@@ -168,16 +174,8 @@ fn test_record_layout_is_the_documented_one() {
 
 #[test]
 fn test_oldest_comes_first_unless_its_parent_is_younger() {
-    let entry = |i: u32, sequence| {
-        let DiskMeta { key, parent, num_blocks, depth } = meta_of(i);
-        DiskEntry { slot: SlotId(i), key, parent, num_blocks, sequence, depth }
-    };
+    let entry = |i: u32, sequence| DiskEntry { slot: SlotId(i), meta: meta_of(i), sequence };
     // 6's parent is 2, whose parent is 0.
     let recovered = recover(&[entry(6, 1), entry(1, 2), entry(0, 3), entry(2, 9)]);
     assert_eq!(numbers(&recovered.entries), [0, 2, 6, 1]);
-}
-
-#[test]
-fn test_hex_is_lower_case_and_padded() {
-    assert_eq!(hex(&[0, 10, 255]), "000aff");
 }

@@ -255,6 +255,41 @@ fn test_verify_sees_superblocks_that_are_damaged_or_in_the_wrong_place() {
 }
 
 #[test]
+fn test_a_namespace_of_another_format_is_not_damage_unless_a_digit_flipped() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = file(&filled(dir.path()), "superblock.json");
+    let good = fs::read_to_string(&path).unwrap();
+    for format in [1, 3] {
+        fs::write(&path, of_format(format, &good)).unwrap();
+        let damage = verify(dir.path());
+        assert!(damage.len() == 1 && damage[0].is_other_format, "{damage:?}");
+        let told = format!(
+            "superblock.json is of format {format} where this version has 2: an engine of this version starts this namespace over"
+        );
+        assert_eq!((&damage[0].problem, inspect(dir.path()).unwrap()[0].problem.as_ref()), (&told, Some(&told)));
+        fs::write(&path, good.replace("\"format\": 2", &format!("\"format\": {format}"))).unwrap();
+        let damage = verify(dir.path());
+        assert!(damage.len() == 1 && !damage[0].is_other_format, "{damage:?}");
+    }
+}
+
+#[test]
+fn test_verify_and_inspect_follow_no_link_and_count_nothing_behind_one() {
+    for name in ["index.dat", "frames.dat", "superblock.json"] {
+        let (dir, elsewhere) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let path = file(&filled(dir.path()), name);
+        let target = elsewhere.path().join("target");
+        fs::rename(&path, &target).unwrap();
+        std::os::unix::fs::symlink(&target, &path).unwrap();
+        assert_eq!(problems_of(dir.path()).len(), 1, "{name}");
+        let before = inspect(dir.path()).unwrap().remove(0);
+        assert!(before.problem.is_some(), "{name}");
+        OpenOptions::new().write(true).open(&target).unwrap().set_len(1 << 40).unwrap();
+        assert_eq!(inspect(dir.path()).unwrap()[0].bytes, before.bytes, "{name}");
+    }
+}
+
+#[test]
 fn test_verify_is_busy_while_an_engine_runs_and_inspect_is_not() {
     let dir = tempfile::tempdir().unwrap();
     let config = filled(dir.path());

@@ -1,17 +1,18 @@
-"""This rank's parts of all frames as plain addresses, and their trailers as one numpy column.
+"""The trailers of this rank's parts as one numpy column.
 
-Trailers are written and read for many frames at once, with a tag that the GPU made: the format is ARCHITECTURE.md's, and a test
+They are written and read for many frames at once, with a tag that the GPU made: the format is ARCHITECTURE.md's, and a test
 holds it against `_core.Arena`. It must not know streams or plans.
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
+
+from kvloft.transfer.frames import FrameMemory
 
 MAGIC: Final = b"KVLOFT02"
 TRAILER: Final = np.dtype(
@@ -21,41 +22,18 @@ TRAILER: Final = np.dtype(
 assert TRAILER.itemsize == 128
 
 
-@dataclass(frozen=True, slots=True)
-class FrameMemory:
-    """Frames at ``address + frame * frame_bytes``; ours is the part of ``part_bytes`` at ``part_offset`` in each."""
-
-    address: int
-    num_frames: int
-    frame_bytes: int
-    part_offset: int
-    part_bytes: int
-    rank: int
-    owner: object
-    """Whatever keeps the memory mapped."""
-    is_shared: bool = False
-    """Whether other ranks use these frames too."""
-
-    @property
-    def size_bytes(self) -> int:
-        return self.num_frames * self.frame_bytes
-
-    def part(self, frame: int) -> int:
-        """Address of our part of ``frame``."""
-        return self.address + frame * self.frame_bytes + self.part_offset
-
-    def trailers(self) -> npt.NDArray[Any]:
-        """[num_frames] of `TRAILER`, a view of the memory itself."""
-        raw = (ctypes.c_uint8 * self.size_bytes).from_address(self.address)
-        offset = self.part_offset + self.part_bytes - TRAILER.itemsize
-        return np.ndarray((self.num_frames,), TRAILER, raw, offset, (self.frame_bytes,))
+def trailers_of(memory: FrameMemory) -> npt.NDArray[Any]:
+    """[num_frames] of `TRAILER`, a view of the memory itself."""
+    raw = (ctypes.c_uint8 * memory.size_bytes).from_address(memory.address)
+    offset = memory.part_offset + memory.part_bytes - TRAILER.itemsize
+    return np.ndarray((memory.num_frames,), TRAILER, raw, offset, (memory.frame_bytes,))
 
 
 class Trailers:
     """Seals and checks frames of one layout."""
 
     def __init__(self, memory: FrameMemory, *, layout: bytes, block_bytes: int) -> None:
-        self._column = memory.trailers()
+        self._column = trailers_of(memory)
         self._block_bytes = block_bytes
         blank: npt.NDArray[Any] = np.zeros(1, TRAILER)
         blank["magic"] = np.frombuffer(MAGIC, dtype="V8")
@@ -67,20 +45,18 @@ class Trailers:
         """Write the trailers of ``frames``, whose payloads are in place; ``keys`` are theirs, 32 bytes each."""
         self._column[np.asarray(frames)] = self._rows(keys, tags, num_blocks)
 
-    def read(self, frames: npt.ArrayLike) -> npt.NDArray[Any]:
-        """A copy of the trailers of ``frames``."""
-        return self._column[np.asarray(frames)]
-
-    def problems(self, rows: npt.NDArray[Any], keys: bytes, num_blocks: npt.ArrayLike) -> dict[int, str]:
-        """What is wrong with which of ``rows``, before any byte moved: 'unsealed', 'key', 'layout' or 'shape'."""
-        good = self._rows(keys, rows["tag"], num_blocks)
+    def read(self, frames: npt.ArrayLike, keys: bytes, num_blocks: npt.ArrayLike) -> tuple[npt.NDArray[np.uint64], dict[int, str]]:
+        """The tags of ``frames``, and what is wrong with which, before any byte moves: 'unsealed', 'key', 'layout' or 'shape'."""
+        rows = self._column[np.asarray(frames)]
+        tags = rows["tag"].astype(np.uint64)
+        good = self._rows(keys, tags, num_blocks)
         if rows.tobytes() == good.tobytes():
-            return {}
+            return tags, {}
         sealed, key, layout = (rows[name] == good[name] for name in ("magic", "key", "layout"))
         shape = np.logical_and.reduce([rows[name] == good[name] for name in ("num_blocks", "rank", "payload_bytes")])
         named = (("unsealed", sealed), ("key", key), ("layout", layout), ("shape", shape))
         bad = np.flatnonzero(~(sealed & key & layout & shape))
-        return {int(i): next(name for name, fine in named if not fine[i]) for i in bad}
+        return tags, {int(i): next(name for name, fine in named if not fine[i]) for i in bad}
 
     def _rows(self, keys: bytes, tags: npt.NDArray[np.uint64], num_blocks: npt.ArrayLike) -> npt.NDArray[Any]:
         """The trailers of chunks as they must be."""

@@ -2,7 +2,8 @@
 
 use std::collections::HashSet;
 
-use super::state::State;
+use super::super::Store;
+use super::super::state::State;
 use crate::evict::ChunkId;
 use crate::index::{Entry, Filler, Presence, Wish};
 
@@ -14,23 +15,34 @@ macro_rules! ensure {
     };
 }
 
+impl Store {
+    /// Counts everything again and compares; for tests. The error is the first contradiction.
+    #[doc(hidden)]
+    pub fn check(&self) -> Result<(), String> {
+        check(&*self.inner.books().ok_or_else(|| "the store failed".to_owned())?)
+    }
+}
+
 pub(super) fn check(state: &State) -> Result<(), String> {
     let mut frames = HashSet::new();
     let (mut visible, mut reserved, mut attached) = (0, 0, 0);
+    let roots: HashSet<_> = state.index.roots().collect();
+    let is_old = |id| state.index.ancestry(id).last().is_none_or(|root| !roots.contains(&root));
     for (id, entry) in state.index.iter() {
         check_links(state, id, entry)?;
         if entry.detached {
             check_detached(entry)?;
         } else {
-            check_attached(state, id, entry)?;
-            attached += usize::from(!entry.doomed && !state.index.is_old(id));
+            let is_mapped = !entry.doomed && !is_old(id);
+            check_attached(state, id, entry, is_mapped)?;
+            attached += usize::from(is_mapped);
         }
         if let Some(frame) = entry.host.place() {
             ensure!(frames.insert(frame), "I4: {frame:?} is held twice");
             *(if entry.host.is_here() { &mut visible } else { &mut reserved }) += 1;
         }
     }
-    let gauges = state.gauges();
+    let gauges = state.stats();
     ensure!(attached == state.index.len(), "every attached entry has a key: {attached} {}", state.index.len());
     ensure!(
         (visible, reserved) == (gauges.frames_visible, gauges.frames_reserved),
@@ -41,10 +53,10 @@ pub(super) fn check(state: &State) -> Result<(), String> {
 }
 
 fn check_disk(state: &State) -> Result<(), String> {
-    let Some(disk) = &state.disk else { return Ok(()) };
+    let disk = &state.disk;
     let count = |holds: &dyn Fn(&Entry) -> bool| state.index.iter().filter(|(_, entry)| holds(entry)).count() as u64;
     let counts = [
-        ("chunks on disk", disk.used, count(&|entry| entry.disk.place().is_some())),
+        ("chunks on disk", state.stats.disk_used, count(&|entry| entry.disk.place().is_some())),
         ("forgotten ones there", disk.num_lingering, count(&|entry| entry.disk.place().is_some() && entry.detached)),
         ("chunks to write", disk.num_dirty, count(&|entry| entry.wish != Wish::None)),
         ("chunks to read", disk.num_queued, count(&Entry::is_queued)),
@@ -82,8 +94,7 @@ fn check_detached(entry: &Entry) -> Result<(), String> {
     Ok(())
 }
 
-fn check_attached(state: &State, id: ChunkId, entry: &Entry) -> Result<(), String> {
-    let is_mapped = !entry.doomed && !state.index.is_old(id);
+fn check_attached(state: &State, id: ChunkId, entry: &Entry, is_mapped: bool) -> Result<(), String> {
     ensure!((state.index.get(&entry.key) == Some(id)) == is_mapped, "where the key of {entry:?} leads");
     ensure!(is_mapped || state.is_forgetting(), "{entry:?} is never forgotten");
     let may_go = entry.host.is_here() && entry.host_children == 0 && entry.holds == 0;

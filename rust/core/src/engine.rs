@@ -1,0 +1,208 @@
+//! What one engine has in flight in a store: a session's answers joined to the block table, and what ranks have yet to report.
+//!
+//! A ticket is settled once, by the last rank's report (I10); it is committed only if no rank failed it (I3). A save reads
+//! its blocks after the step that planned it was launched; by then its request may be gone and a block another's, whose
+//! writer has to wait (I2). Tickets are the engine's own and count up for as long as it lives, whatever numbers the store
+//! gives its reservations: so a late report never settles another save.
+
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::Result;
+use crate::batch::{BlocksByTier, ChunkBatch};
+use crate::key::ChunkKey;
+use crate::session::{LeaseId, Session};
+use crate::store::{Prefix, SaveRange};
+
+/// One chunk that is being saved.
+#[derive(Debug)]
+struct Save {
+    /// The store's number of it; None once the store forgot all that it had given out.
+    reservation: Option<u64>,
+    batch: Arc<ChunkBatch>,
+    /// Which one of the batch it is.
+    nth: usize,
+    /// Ranks that have yet to report it.
+    num_left: u32,
+    failed: bool,
+    /// A chunk that is not needed any more once this one is committed.
+    supersedes: Option<ChunkKey>,
+}
+
+/// Saves that some rank has not reported.
+#[derive(Debug)]
+struct Flights {
+    /// By ticket.
+    saves: HashMap<u64, Save>,
+    next_ticket: u64,
+    /// The store's highest number so far.
+    last_reservation: u64,
+    /// How many saves in flight read each block.
+    readers: HashMap<i32, u32>,
+}
+
+impl Flights {
+    /// These saves are planned: gives them their tickets.
+    fn add(&mut self, mut batch: ChunkBatch, num_ranks: u32) -> Arc<ChunkBatch> {
+        let reservations = batch.number(self.next_ticket);
+        if reservations.first().is_some_and(|first| *first <= self.last_reservation) {
+            // The store began anew and knows nothing of what is in flight: it must not be told of it under old numbers.
+            self.saves.values_mut().for_each(|save| save.reservation = None);
+        }
+        self.last_reservation = reservations.last().copied().unwrap_or(self.last_reservation);
+        for block in batch.wanted_blocks() {
+            *self.readers.entry(block).or_default() += 1;
+        }
+        let batch = Arc::new(batch);
+        for (nth, reservation) in reservations.into_iter().enumerate() {
+            let (reservation, batch) = (Some(reservation), Arc::clone(&batch));
+            let save = Save { reservation, batch, nth, num_left: num_ranks, failed: false, supersedes: None };
+            self.saves.insert(self.next_ticket, save);
+            self.next_ticket += 1;
+        }
+        batch
+    }
+
+    /// The save is in flight no longer.
+    fn remove(&mut self, ticket: u64) -> Option<Save> {
+        let save = self.saves.remove(&ticket)?;
+        for block in save.batch.chunk(save.nth).blocks {
+            if let Entry::Occupied(mut num) = self.readers.entry(*block) {
+                *num.get_mut() -= 1;
+                if *num.get() == 0 {
+                    num.remove();
+                }
+            }
+        }
+        Some(save)
+    }
+}
+
+/// A session, and what one engine has in flight in it.
+#[derive(Debug)]
+pub struct EngineSession {
+    session: Box<dyn Session>,
+    num_ranks: u32,
+    flights: Mutex<Flights>,
+}
+
+impl EngineSession {
+    /// Each of `num_ranks` reports every ticket once.
+    pub fn new(session: Box<dyn Session>, num_ranks: u32) -> Self {
+        let (saves, readers) = (HashMap::new(), HashMap::new());
+        let flights = Flights { saves, next_ticket: 1, last_reservation: 0, readers };
+        Self { session, num_ranks, flights: Mutex::new(flights) }
+    }
+
+    /// The store behind it.
+    pub fn session(&self) -> &dyn Session {
+        &*self.session
+    }
+
+    fn flights(&self) -> MutexGuard<'_, Flights> {
+        self.flights.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What a lease covers of blocks `begin` and on, into those that `table` names from there. `InvalidConfig` for a negative
+    /// number among them.
+    pub fn load(&self, lease: LeaseId, table: &[i32], begin: u32) -> Result<(ChunkBatch, BlocksByTier)> {
+        ChunkBatch::of_loads(&self.session.frames(lease), table, begin)
+    }
+
+    /// Reserves frames for what is missing of `range`, to be filled from the blocks that `table` names, which begins with the
+    /// range's first; and how many chunks could not be had. They are in flight from here on.
+    pub fn reserve(
+        &self,
+        prefix: Prefix<'_>,
+        range: SaveRange,
+        table: &[i32],
+        first: u32,
+    ) -> Result<(Arc<ChunkBatch>, u32)> {
+        // Before the store is asked, so that its numbers come in their order.
+        let mut flights = self.flights();
+        let (reserved, num_dropped) = self.session.reserve(prefix, range)?;
+        let (saves, without_kv) = ChunkBatch::of_saves(&reserved, table, first).inspect_err(|_| {
+            self.give_back(reserved.iter().map(|chunk| chunk.ticket));
+        })?;
+        self.give_back(without_kv);
+        Ok((flights.add(saves, self.num_ranks), num_dropped))
+    }
+
+    /// Once `ticket` is committed, `key` is not needed any more.
+    pub fn supersede(&self, ticket: u64, key: ChunkKey) {
+        if let Some(save) = self.flights().saves.get_mut(&ticket) {
+            save.supersedes = Some(key);
+        }
+    }
+
+    /// Takes in one rank's report; returns how many chunks became visible, and how many some rank could not write. Tickets that
+    /// are not in flight mean nothing.
+    pub fn settle(&self, saved: &[u64], failed: &[u64]) -> (u32, usize) {
+        let mut flights = self.flights();
+        for ticket in failed {
+            if let Some(save) = flights.saves.get_mut(ticket) {
+                save.failed = true;
+            }
+        }
+        let (mut written, mut aborted) = (Vec::new(), Vec::new());
+        for ticket in saved.iter().chain(failed) {
+            match flights.saves.get_mut(ticket) {
+                Some(save) if save.num_left > 1 => save.num_left -= 1,
+                _ => {
+                    let Some(save) = flights.remove(*ticket) else { continue };
+                    (if save.failed || save.reservation.is_none() { &mut aborted } else { &mut written }).push(save);
+                }
+            }
+        }
+        drop(flights);
+        self.give_back(aborted.iter().filter_map(|save| save.reservation));
+        let superseded: Vec<_> = written.iter().filter_map(|save| save.supersedes).collect();
+        if !superseded.is_empty() {
+            self.session.discard(&superseded);
+        }
+        let reservations: Vec<_> = written.iter().filter_map(|save| save.reservation).collect();
+        let num_visible = if reservations.is_empty() { 0 } else { self.session.commit(&reservations) };
+        (num_visible, aborted.len())
+    }
+
+    /// Gives reservations back that no rank will report.
+    pub fn abort(&self, tickets: &[u64]) {
+        let mut flights = self.flights();
+        let known: Vec<_> = tickets.iter().filter_map(|ticket| flights.remove(*ticket)?.reservation).collect();
+        drop(flights);
+        self.give_back(known);
+    }
+
+    /// Gives back everything that is in flight.
+    pub fn abort_all(&self) {
+        let mut every: Vec<_> = self.flights().saves.keys().copied().collect();
+        every.sort_unstable(); // what happens to a store does not depend on chance
+        self.abort(&every);
+    }
+
+    fn give_back(&self, reservations: impl IntoIterator<Item = u64>) {
+        let reservations: Vec<_> = reservations.into_iter().collect();
+        if !reservations.is_empty() {
+            self.session.abort(&reservations);
+        }
+    }
+
+    /// Forgets everything, also what is being saved.
+    pub fn clear(&self) {
+        self.flights().saves.values_mut().for_each(|save| save.failed = true);
+        self.session.clear();
+    }
+
+    /// Saves that some rank has not reported.
+    pub fn num_in_flight(&self) -> usize {
+        self.flights().saves.len()
+    }
+
+    /// Those of `blocks` that a save in flight reads; every such block for None.
+    pub fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
+        let readers = &self.flights().readers;
+        let among = |blocks: &[i32]| blocks.iter().copied().filter(|block| readers.contains_key(block)).collect();
+        blocks.map_or_else(|| readers.keys().copied().collect(), among)
+    }
+}

@@ -1,0 +1,151 @@
+//! What happens to a store whose books failed, or whose disk is opened late.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::super::books::{Attached, Clearing, Direction, DiskBooks};
+use super::super::jobs::Job;
+use super::super::state::State;
+use super::super::{DiskSettings, Lookup, Progress, SaveRange, Store, StoreConfig};
+use crate::evict::Eviction;
+use crate::key::{ChunkKey, KeyChain};
+use crate::tier::disk::{DiskEntry, DiskMeta};
+use crate::tier::host::HostTier;
+
+/// A panic under the lock must not reach the next caller: everything is a miss, and guards can still be dropped.
+#[test]
+fn a_store_that_failed_inside_misses() {
+    let config = StoreConfig {
+        frame_bytes: 4096,
+        host_bytes: 8 * 4096,
+        blocks_per_chunk: 1,
+        eviction: Eviction::Lru,
+        available_bytes: None,
+        namespace: [0; 32],
+        disk: None,
+    };
+    let store = Store::open(&config).unwrap();
+    let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).unwrap();
+    chain.append_tokens(&[1, 2, 3]).unwrap();
+    let all = SaveRange { start: 0, stop: 3, tail_blocks: 0 };
+    let mut reserved = store.reserve(&chain, all).unwrap();
+    let last = reserved.leases.pop();
+    assert_eq!(store.commit(reserved.leases), 2);
+    let lease = store.acquire(&chain);
+    assert_eq!(lease.poll().ready_blocks, 2);
+    let inner = Arc::clone(&store.inner);
+    let panicked = std::thread::spawn(move || inner.with_books(|_| panic!("asked to"))).join();
+    assert!(panicked.is_err());
+    assert_eq!(store.lookup(&chain), Lookup::default());
+    assert_eq!(store.acquire(&chain).poll(), Progress::default());
+    assert_eq!(lease.frames(), []);
+    assert_eq!(store.reserve(&chain, all).unwrap().num_dropped, 3);
+    assert_eq!(store.commit(last), 0);
+    assert_eq!(store.discard(chain.keys()), 0);
+    store.clear();
+    assert!(!store.flush(Duration::MAX));
+    assert!(store.stats().iter().all(|(_, value)| *value == 0));
+    drop(lease);
+    store.close(Duration::ZERO);
+}
+
+/// Disk threads that wait for work are not left behind by a store that failed, nor do they hold up its end.
+#[test]
+fn disk_threads_end_when_the_lock_is_poisoned() {
+    let dir = tempfile::tempdir().unwrap();
+    let disk =
+        DiskSettings { dir: dir.path().to_owned(), cap_bytes: 64 << 20, num_threads: 3, description: String::new() };
+    let config = StoreConfig {
+        frame_bytes: 4096,
+        host_bytes: 8 * 4096,
+        blocks_per_chunk: 1,
+        eviction: Eviction::Lru,
+        available_bytes: None,
+        namespace: [0; 32],
+        disk: Some(disk),
+    };
+    let store = Store::open(&config).unwrap();
+    let inner = Arc::clone(&store.inner);
+    let panicked = std::thread::spawn(move || inner.with_books(|_| panic!("asked to"))).join();
+    assert!(panicked.is_err());
+    let threads = std::mem::take(&mut *store.threads.lock().unwrap());
+    assert_eq!(threads.len(), 3);
+    for thread in threads {
+        thread.join().unwrap();
+    }
+    store.close(Duration::ZERO);
+    assert!(Store::open(&config).unwrap().take_events().is_empty(), "the directory was given up");
+}
+
+/// All threads see a tier that was opened late a moment before the books get what it holds.
+#[test]
+fn a_discard_while_the_tier_is_opened_holds() {
+    let host = HostTier::create(4096, 4).unwrap();
+    let mut state = State::new(host, 1, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
+    state.disk.attached = Attached::Opening;
+    let (key, parent) = (ChunkKey([1; 32]), ChunkKey([0; 32]));
+    state.discard(&[key]);
+    assert!(!state.recover_some(), "nothing was handed over yet");
+    let slot = crate::tier::disk::SlotId(0);
+    assert!(state.attach(vec![DiskEntry {
+        slot,
+        meta: DiskMeta { key, parent, num_blocks: 1, depth: 0 },
+        sequence: 0
+    }]));
+    while state.recover_some() {}
+    assert_eq!(state.index.get(&key), None);
+}
+
+fn found(number: u32) -> DiskEntry {
+    let mut key = [0; 32];
+    key[..4].copy_from_slice(&number.to_le_bytes());
+    let slot = crate::tier::disk::SlotId(number);
+    let meta = DiskMeta { key: ChunkKey(key), parent: ChunkKey([9; 32]), num_blocks: 1, depth: 0 };
+    DiskEntry { slot, meta, sequence: 0 }
+}
+
+/// A disk that stays away for weeks must not cost memory for each chunk that was discarded meanwhile.
+#[test]
+fn too_many_discards_before_the_disk_is_opened_clear_it() {
+    let host = HostTier::create(4096, 4).unwrap();
+    let mut state = State::new(host, 1, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
+    state.disk.attached = Attached::Opening;
+    for number in 0..200_000 {
+        state.discard(&[found(number).meta.key]);
+    }
+    assert!(state.disk.unwelcome.len() < 100_000, "it grows with every discard");
+    assert!(state.attach((0..4).map(found).collect()));
+    while state.recover_some() {}
+    assert_eq!((0..4).find_map(|number| state.index.get(&found(number).meta.key)), None);
+    assert!(matches!(state.next_job(), Some((_, Job::Clear))), "nor does another life find them");
+}
+
+#[test]
+fn too_many_discards_while_chunks_are_entered_free_the_others() {
+    let host = HostTier::create(4096, 4).unwrap();
+    let mut state = State::new(host, 1, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
+    assert!(state.attach((0..600).map(found).collect()));
+    assert!(state.recover_some(), "a slice is entered, and some is left");
+    for number in 1000..200_000 {
+        state.discard(&[found(number).meta.key]);
+    }
+    assert!(state.disk.unwelcome.len() < 100_000, "it grows with every discard");
+    while state.recover_some() {}
+    assert_eq!(state.index.get(&found(599).meta.key), None);
+    assert!(state.index.get(&found(0).meta.key).is_some());
+    assert!(matches!(state.next_job(), Some((_, Job::Free(_)))));
+    super::check::check(&state).unwrap();
+}
+
+#[test]
+fn nobody_waits_for_a_disk_whose_threads_all_hang() {
+    let second = Duration::from_secs(1);
+    let mut books = DiskBooks { num_threads: 2, clearing: Clearing::Wanted, ..DiskBooks::default() };
+    books.begin(1, Direction::Read, Duration::ZERO);
+    books.begin(2, Direction::Write, Duration::ZERO);
+    assert!(!books.is_hopeless(2 * second) && books.find_hangs(5 * second));
+    assert!(books.is_hopeless(5 * second), "it is left alone");
+    assert!(books.is_hopeless(60 * second), "a probe is due, but no thread can begin it");
+    books.under_way.pop();
+    assert!(!books.is_hopeless(60 * second), "a thread came back");
+}

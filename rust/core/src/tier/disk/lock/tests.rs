@@ -1,0 +1,16 @@
+//! A lock outlives what a forked child drops.
+
+use super::*;
+
+/// A forked child has the same open file, as the clone here, and drops what it got of its parent's memory.
+#[test]
+fn a_forked_child_leaves_the_directory_locked() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut lock = DirLock::acquire(dir.path()).unwrap();
+    let parents: Vec<_> = lock.files.iter().map(|file| file.try_clone().unwrap()).collect();
+    lock.owner_pid += 1;
+    drop(lock);
+    assert_eq!(DirLock::acquire(dir.path()).unwrap_err().kind(), ErrorKind::Busy);
+    drop(parents);
+    assert!(DirLock::acquire(dir.path()).is_ok());
+}

@@ -1,0 +1,50 @@
+//! What a path may be: whose it is, and what an error there means.
+
+use std::fs::{self, Metadata};
+use std::io::{self, ErrorKind as Io};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+
+use crate::{Error, ErrorKind, Result};
+
+/// Whether only this user (and root) may write what `meta` is of. What another user may change is not believed: the
+/// writer of an index chooses which chunk is served under which key. `Io`, for a person can mend it while the engine runs.
+pub(super) fn check_owner(disk_path: &Path, path: &Path, meta: &Metadata) -> Result<()> {
+    let (dir, path, me) = (disk_path.display(), path.display(), rustix::process::geteuid().as_raw());
+    let problem = if meta.uid() != me {
+        format!("{path} belongs to user {}, and this process is user {me}: run `chown -R {me} {path}`", meta.uid())
+    } else if meta.mode() & 0o022 != 0 {
+        format!("{path} may be written by other users (mode {:o}): run `chmod go-w {path}`", meta.mode() & 0o7777)
+    } else {
+        return Ok(());
+    };
+    let message = format!("disk_path {dir} is not used: {problem}, or set disk_path to a directory of this user's own");
+    Err(Error::new(ErrorKind::Io, message))
+}
+
+/// As `check_owner`, for what is at `path` itself; what is missing, or a link (which is never followed), passes.
+pub(super) fn check_owner_at(disk_path: &Path, path: &Path) -> Result<()> {
+    match fs::symlink_metadata(path) {
+        Ok(meta) if meta.is_symlink() => Ok(()),
+        Ok(meta) => check_owner(disk_path, path, &meta),
+        Err(e) if e.kind() == Io::NotFound => Ok(()),
+        Err(e) => Err(Error::io(format!("cannot look at {}", path.display()), e)),
+    }
+}
+
+/// An error of an operation on the directory itself: `InvalidConfig` where this `disk_path` can never work; else `Io`, for
+/// permissions are given, file systems mounted and disks emptied while an engine runs.
+pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
+    let advice =
+        |problem| format!("disk_path {} {problem}: set disk_path to a writable local directory", path.display());
+    let never = match error.kind() {
+        Io::NotADirectory | Io::AlreadyExists => "is, or leads through, something that is not a directory",
+        Io::NotFound => "cannot be created there, for its file system takes no new directory",
+        Io::InvalidFilename => "is not a possible file name",
+        Io::Unsupported => "is on a file system without what a disk tier needs (flock)",
+        Io::PermissionDenied => return Error::io(advice("may not be written by this user"), error),
+        Io::ReadOnlyFilesystem => return Error::io(advice("is on a read-only file system"), error),
+        _ => return Error::io(format!("cannot {action} disk_path {}", path.display()), error),
+    };
+    Error::new(ErrorKind::InvalidConfig, advice(never)).with_context("cause", error)
+}

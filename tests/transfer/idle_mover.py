@@ -1,0 +1,27 @@
+"""A mover that takes everything and finishes nothing."""
+
+from collections.abc import Sequence
+
+from kvloft.seam.ids import BlockId
+from kvloft.seam.plan import LoadPlan, SavePlan
+from kvloft.transfer.mover import Finished
+
+
+class IdleMover:
+    """See ``kvloft.transfer.mover.Mover``."""
+
+    usable_frames: int | None = None
+
+    def begin_step(self, rewritten: Sequence[BlockId], *, has_loads: bool = False) -> None: ...
+
+    def submit_saves(self, plans: Sequence[SavePlan]) -> None: ...
+
+    def submit_loads(self, plans: Sequence[LoadPlan]) -> None: ...
+
+    def poll(self) -> Finished:
+        return Finished()
+
+    def drain(self) -> Finished:
+        return self.poll()
+
+    def close(self) -> None: ...
