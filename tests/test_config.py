@@ -19,7 +19,7 @@ GOOD = {
     "save": st.sampled_from(["all", "prompt"]),
     "eviction": st.sampled_from(["adaptive", "lru"]),
     "on_pause": st.sampled_from(["keep", "clear"]),
-    "disk_threads": st.integers(1, 256),
+    "disk_threads": st.integers(1, 64),
     "load_timeout": st.integers(0, 3600) | st.integers(0, 3600).map(lambda s: f"{s}s"),
 }
 JUNK = (
@@ -186,7 +186,7 @@ def test_what_no_key_takes_is_refused_by_each(key: str, junk: object) -> None:
 
 
 @pytest.mark.parametrize(
-    ("key", "low", "high"), [("chunk_tokens", 1, 1 << 20), ("disk_threads", 1, 256), ("host_size", 4096, 1 << 60)]
+    ("key", "low", "high"), [("chunk_tokens", 1, 1 << 20), ("disk_threads", 1, 64), ("host_size", 4096, 1 << 60)]
 )
 def test_limits_are_themselves_allowed_and_nothing_beyond(key: str, low: int, high: int) -> None:
     for value in (low, high, str(low), str(high)):

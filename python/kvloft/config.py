@@ -138,7 +138,7 @@ _SIZE: Final = _size(example=', such as "8GiB", "500MB" or a number of bytes')
 _PATH: Final = Kind(_parse_path, "the path of a directory, or null for no disk tier", lambda v: v or "(none)")
 _TOKENS: Final = Kind(lambda v: v if v == "auto" else _parse_count(v, 1, 1 << 20), '"auto" or a number of tokens from 1 to 1048576')
 _TEXT: Final = Kind(_parse_text, "text", lambda v: repr(v) if v else "(empty)")
-_THREADS: Final = Kind(partial(_parse_count, low=1, high=256), "a number from 1 to 256")
+_THREADS: Final = Kind(partial(_parse_count, low=1, high=64), "a number from 1 to 64")
 _TIME: Final = Kind(parse_seconds, 'a time from 0 to 1h, such as "10s", "250ms" or a number of seconds', lambda v: f"{v:g}s")
 
 
