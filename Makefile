@@ -14,7 +14,7 @@ help: ## this list
 demo: ## real vLLM on the CPU: a chat served cold, engine restarted, served again from disk
 	@scripts/env.sh 0.32.0 && exec .venv-0.32.0/bin/python examples/chat_demo.py
 
-test: ## all tests: Rust, Python, real vLLM 0.32.0; then the short form on 0.30.0 and 0.31.0 (no new test after MINUTES=65)
+test: ## all tests: Rust, Python, real vLLM 0.32.0; then the short form on 0.30, 0.31 and 0.33 (starts no new test after MINUTES=65)
 	@scripts/suite.sh all
 
 test-vllm: ## the whole Python suite on another vLLM: make test-vllm VERSION=0.31.0
