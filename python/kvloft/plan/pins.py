@@ -19,36 +19,37 @@ class Pins:
     """Chunks that some leases pin, each once, by ``stride`` chunks at a time."""
 
     def __init__(self, num_frames: int, blocks_per_chunk: int) -> None:
-        # A lease's last stride counts as a whole one, so small memories need short ones.
-        self._stride = max(1, min(MAX_STRIDE, num_frames // 64))
-        self._stride_blocks = self._stride * blocks_per_chunk
+        self._stride_blocks = max(1, min(MAX_STRIDE, num_frames // 64)) * blocks_per_chunk
+        self._blocks_per_chunk = blocks_per_chunk
         self._num_users: dict[bytes, int] = {}
+        self.num_chunks = 0
+        """Pinned now."""
         self.leases: dict[Lease, None] = {}
 
-    @property
-    def num_chunks(self) -> int:
-        """Pinned now."""
-        return len(self._num_users) * self._stride
+    def strides(self, chain: KeyChain, num_blocks: int) -> list[tuple[bytes, int]]:
+        """What a lease on the first ``num_blocks`` of ``chain`` pins: keys of its strides' ends, and how many chunks each has."""
+        starts = range(0, num_blocks, self._stride_blocks)
+        ends = [min(start + self._stride_blocks, num_blocks) for start in starts]
+        return [(chain.key(end - 1), -(-(end - start) // self._blocks_per_chunk)) for start, end in zip(starts, ends, strict=True)]
 
-    def strides(self, chain: KeyChain, num_blocks: int) -> list[bytes]:
-        """What a lease on the first ``num_blocks`` of ``chain`` pins: keys of its strides' ends."""
-        return [chain.key(end - 1) for end in (*range(self._stride_blocks, num_blocks, self._stride_blocks), num_blocks)]
-
-    def num_with(self, strides: list[bytes]) -> int:
+    def num_with(self, strides: list[tuple[bytes, int]]) -> int:
         """How many it would be with these."""
-        return self.num_chunks + self._stride * sum(key not in self._num_users for key in strides)
+        return self.num_chunks + sum(num for key, num in strides if key not in self._num_users)
 
     def add(self, lease: Lease) -> None:
         self.leases[lease] = None
-        for key in lease.strides:
-            self._num_users[key] = self._num_users.get(key, 0) + 1
+        for key, num in lease.strides:
+            before = self._num_users.get(key, 0)
+            self._num_users[key] = before + 1
+            self.num_chunks += 0 if before else num
 
     def remove(self, lease: Lease) -> None:
         del self.leases[lease]
-        for key in lease.strides:
+        for key, num in lease.strides:
             self._num_users[key] -= 1
             if not self._num_users[key]:
                 del self._num_users[key]
+                self.num_chunks -= num
 
 
 class Lease:

@@ -217,6 +217,7 @@ class Queue:
         for tracker in [lease.tracker for lease in self.waiting.leases]:
             if falls(tracker):
                 tracker.drop_lease()
+                self.told_to_wait.pop(tracker.req_id, None)  # it is looked up afresh, and its time goes on
 
     def forget(self, req_id: ReqId) -> None:
         """It was admitted, or it ended."""

@@ -350,7 +350,14 @@ fn chunks_in_frames_that_are_held_back_do_not_cost_a_save() {
     drop(store.acquire(&prompts[0])); // in the lowest frames, and now used last
     store.limit_frames(4);
     assert_eq!(save_all(&store, &prompts[2]), 4);
-    assert_eq!(stat(&store, "host_evictions"), 8);
+    assert_eq!(stat(&store, "host_evictions"), 4, "none goes whose frame would not do");
+    assert_eq!(store.lookup(&prompts[1]).host_blocks, 4);
+    let _pinned = store.acquire(&prompts[2]);
+    assert_eq!(save_all(&store, &chains(1, 4, 9000)[0]), 0, "no frame that would do can be had");
+    assert_eq!(stat(&store, "host_evictions"), 4);
+    assert_eq!(store.lookup(&prompts[1]).host_blocks, 4);
+    store.limit_frames(8);
+    assert_eq!(save_all(&store, &chains(1, 4, 9500)[0]), 4, "those that were spared can go again");
     store.check().unwrap();
 }
 

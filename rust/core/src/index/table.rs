@@ -16,9 +16,13 @@ pub(super) struct Table {
     len: usize,
 }
 
-/// Keys are digests: four of their bytes are as good a hash as any.
+/// Of all bytes: keys are digests, but those that somebody wrote into a file of records may begin alike.
 fn hash(key: &ChunkKey) -> u32 {
-    u32::from_le_bytes(*key.0.first_chunk().expect("keys have 32 bytes"))
+    let (words, _) = key.0.as_chunks::<8>();
+    let mixed = words.iter().fold(0, |hash: u64, word| {
+        (hash.rotate_left(29) ^ u64::from_le_bytes(*word)).wrapping_mul(0x9e37_79b9_7f4a_7c15)
+    });
+    u32::try_from(mixed >> 32).expect("32 bits are left")
 }
 
 impl Table {

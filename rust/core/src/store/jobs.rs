@@ -12,7 +12,7 @@ use crate::index::{Entry, Presence, Wish};
 use crate::io::Frame;
 use crate::key::ChunkKey;
 use crate::tier::disk::{DiskMeta, SlotId};
-use crate::tier::host::HostTier;
+use crate::tier::host::FrameFor;
 use crate::{ErrorKind, Result};
 
 /// Slots freed by one job: few enough that a read need not wait long for a thread.
@@ -139,7 +139,7 @@ impl State {
             let entry = self.index[id];
             let has_parent = entry.parent.is_none_or(|parent| self.index[parent].has_frame());
             if let (Presence::Here(slot), true) = (entry.disk, has_parent)
-                && let Some(place) = self.take_frame_under(entry.parent, HostTier::take_any)
+                && let Some(place) = self.take_frame_under(entry.parent, FrameFor::Read)
             {
                 self.disk.num_queued -= 1;
                 self.give_frame(id, place);

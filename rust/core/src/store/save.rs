@@ -6,7 +6,7 @@ use crate::evict::ChunkId;
 use crate::index::{Entry, Filler};
 use crate::io::FrameId;
 use crate::key::ChunkKey;
-use crate::tier::host::HostTier;
+use crate::tier::host::FrameFor;
 use crate::{Error, ErrorKind, Result};
 
 /// A frame reserved for one chunk. Blocks count from the prefix's start.
@@ -109,8 +109,7 @@ impl State {
             let parent = &self.index[parent];
             parent.has_frame() && parent.end_block() == new.first_block
         });
-        let fits = fits && self.host.takes_saves(); // or chunks would be evicted for nothing
-        let frame = if fits { self.take_frame_under(parent, HostTier::take)? } else { return None };
+        let frame = if fits { self.take_frame_under(parent, FrameFor::Save)? } else { return None };
         let proven = parent.is_none_or(|parent| self.index[parent].proven);
         let id = self.index.get(&new.key).unwrap_or_else(|| self.index.insert(Entry { parent, proven, ..new }));
         if self.index[id].is_queued() {

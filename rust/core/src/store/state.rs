@@ -14,12 +14,12 @@ use super::stats::Stats;
 use crate::evict::{ChunkId, Policy, Removal};
 use crate::index::{Filler, Index, Presence};
 use crate::io::FrameId;
-use crate::tier::host::HostTier;
+use crate::tier::host::{FrameFor, HostTier};
 
 /// Chunks forgotten by one call: some 0.2 ms.
 const SLICE: usize = 256;
-/// Most chunks that leave for one frame.
-const MAX_VICTIMS: usize = 64;
+/// Most chunks looked at for one frame whose own frames would not do.
+const MAX_SPARED: usize = 64;
 /// Most lines for people that wait to be taken.
 const MAX_EVENTS: usize = 64;
 
@@ -174,32 +174,37 @@ impl State {
         }
     }
 
-    /// A free frame by `take`, made free if need be; None if every frame is in use. What must stay is held by the caller.
-    fn take_frame(&mut self, take: fn(&mut HostTier) -> Option<FrameId>) -> Option<FrameId> {
-        // The first victim's frame will do, unless it is one that is held back now.
-        for _ in 0..MAX_VICTIMS {
-            if let Some(frame) = take(&mut self.host) {
-                return Some(frame);
-            }
-            let victim = self.host_policy.victim()?;
+    /// A free frame, made free if need be; None if every frame that would do is in use. What must stay is held by the caller.
+    fn take_frame(&mut self, what_for: FrameFor) -> Option<FrameId> {
+        let (mut frame, mut spared) = (self.host.take(what_for), Vec::new());
+        while frame.is_none()
+            && spared.len() < MAX_SPARED
+            && let Some(victim) = self.host_policy.victim()
+        {
             debug_assert_eq!(self.index[victim].host_evictable, Some(true), "a policy returns evictable chunks only");
+            let its_frame = self.index[victim].host.place();
+            if its_frame.is_some_and(|its_frame| !self.host.is_fit(its_frame, what_for)) {
+                self.host_policy.set_evictable(victim, false); // its frame would not do, so it must not go for it
+                spared.push(victim);
+                continue;
+            }
             self.stats.host_evictions += 1;
             self.stats.disk_dropped += u64::from(self.unwant(victim));
             self.leave_host(victim, Removal::Evicted);
             self.settle(victim);
+            frame = self.host.take(what_for);
         }
-        take(&mut self.host)
+        for id in spared {
+            self.host_policy.set_evictable(id, true);
+        }
+        frame
     }
 
     /// A frame for a child of `parent`, which does not leave meanwhile.
-    pub(super) fn take_frame_under(
-        &mut self,
-        parent: Option<ChunkId>,
-        take: fn(&mut HostTier) -> Option<FrameId>,
-    ) -> Option<FrameId> {
-        let Some(parent) = parent else { return self.take_frame(take) };
+    pub(super) fn take_frame_under(&mut self, parent: Option<ChunkId>, what_for: FrameFor) -> Option<FrameId> {
+        let Some(parent) = parent else { return self.take_frame(what_for) };
         self.hold(parent);
-        let frame = self.take_frame(take);
+        let frame = self.take_frame(what_for);
         self.unhold(parent);
         frame
     }

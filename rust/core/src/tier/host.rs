@@ -7,6 +7,15 @@ use std::collections::BTreeSet;
 use crate::Result;
 use crate::io::{Frame, FrameId, HostArena};
 
+/// What a frame is taken for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FrameFor {
+    /// Workers copy to it.
+    Save,
+    /// A disk thread fills it.
+    Read,
+}
+
 /// The arena with its free frames. Frames are lent to the threads that fill or copy them, one borrower at a time.
 #[derive(Debug)]
 pub(crate) struct HostTier {
@@ -40,21 +49,16 @@ impl HostTier {
         self.limit = limit;
     }
 
-    /// A free frame that workers can copy to, if there is one.
-    pub(crate) fn take(&mut self) -> Option<FrameId> {
-        let frame = *self.free.first().filter(|frame| frame.0 < self.limit)?;
+    /// The lowest free frame, if it will do.
+    pub(crate) fn take(&mut self, what_for: FrameFor) -> Option<FrameId> {
+        let frame = *self.free.first().filter(|frame| self.is_fit(**frame, what_for))?;
         self.free.remove(&frame);
         Some(frame)
     }
 
-    /// A free frame to read into, if there is one: workers can copy from any, only not from all as fast.
-    pub(crate) fn take_any(&mut self) -> Option<FrameId> {
-        self.free.pop_first()
-    }
-
-    /// Whether workers can copy to any frame at all.
-    pub(crate) fn takes_saves(&self) -> bool {
-        self.limit > 0
+    /// Whether the frame will do: workers can copy to those below the limit only, and from any.
+    pub(crate) fn is_fit(&self, frame: FrameId, what_for: FrameFor) -> bool {
+        what_for == FrameFor::Read || frame.0 < self.limit
     }
 
     /// Takes a frame back that is not used any more.
