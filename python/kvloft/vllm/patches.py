@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial, wraps
+from functools import wraps
 from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -158,5 +158,4 @@ def _logged(patch: Patch, told: Callable[..., Any], /, *args: Any, **kwargs: Any
         return told(*args, **kwargs)
     except Exception:
         logger.exception("kvloft: error at a call of %s.%s", patch.owner, patch.method)
-        return partial(told, *args, **kwargs)  # what failed before the method is tried again after it
         return None

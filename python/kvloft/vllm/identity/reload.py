@@ -48,7 +48,11 @@ class WeightsWatch:
         """Look before the call; returns what looks after it, when a hub's newer commit is seen."""
 
         def look_again() -> None:
-            if is_other or not self._are_there():
+            try:
+                is_same = not is_other and self._are_there()
+            except (OSError, RuntimeError, ValueError):  # not to be known, so they may be others
+                is_same = False
+            if not is_same:
                 self._stop(f"{method} replaced its weights, or may have")
 
         look_again()
