@@ -6,7 +6,7 @@ PYTHON ?=
 MINUTES ?= 65
 export PYTHON MINUTES
 
-.PHONY: help demo test test-vllm lint bench soak wheels clean
+.PHONY: help demo test test-vllm lint bench soak model-check wheels clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -28,6 +28,9 @@ bench: ## every bench, Rust and Python; ratios are printed beside the targets
 
 soak: ## engines, store and faults together for MINUTES (30); tokens, pins, memory, handles and threads are watched
 	@MINUTES=$(if $(filter file,$(origin MINUTES)),30,$(MINUTES)) scripts/soak.sh
+
+model-check: ## the correctness machine (tests/machine) for HOURS=1 on VERSION: every mutant, then the product; not in make test yet
+	@scripts/model_check.sh $(VERSION) $(or $(HOURS),1)
 
 wheels: ## manylinux wheels and an sdist in dist/, installed and imported where this machine can run them
 	@scripts/wheels.sh
