@@ -241,6 +241,45 @@ fn a_tier_that_cannot_be_opened_is_attached_later() {
     store.check().unwrap();
 }
 
+/// Else a store that ends before its tier could be opened would leave there what was discarded.
+#[test]
+fn a_discard_is_not_settled_while_the_tier_is_away() {
+    let disk = MemoryDisk::new(200);
+    let (first, cold, _) = cold_prompts(&disk);
+    drop(first);
+    let found = disk.entries();
+    disk.fail_opens.store(true, Ordering::SeqCst);
+    let store = disk.open(&settings(16, &disk), &found);
+    assert!(store.flush(LONG), "nothing is to do");
+    store.discard(&cold[1].keys()[..1]);
+    assert!(!store.flush(Duration::from_millis(10)), "the disk was not told");
+    disk.fail_opens.store(false, Ordering::SeqCst);
+    disk.wait(61);
+    until("it is attached", || stat(&store, "disk_broken") == 0);
+    assert!(disk.flush(&store));
+    let left = disk.entries();
+    assert!(left.len() < found.len() && left.iter().all(|entry| entry.meta.key != cold[1].keys()[0]));
+}
+
+#[test]
+fn a_large_tree_that_is_discarded_is_off_the_disk_once_it_settles() {
+    const LEAVES: u32 = 2000;
+    let disk = MemoryDisk::new(LEAVES + 1);
+    let room = settings(LEAVES + 1, &disk);
+    let store = disk.open(&room, &[]);
+    let leaves: Vec<_> = (0..LEAVES).map(|leaf| chain(&[1, 2 + leaf])).collect();
+    for leaf in &leaves {
+        save_all(&store, leaf);
+    }
+    assert!(disk.flush(&store));
+    assert_eq!(disk.entries().len(), LEAVES as usize + 1);
+    for _ in 0..2 {
+        store.discard(&leaves[0].keys()[..1]); // one slice of the walk each
+    }
+    assert!(store.flush(LONG));
+    assert_eq!(disk.entries().len(), 0);
+}
+
 /// An engine that ends may still have the directory when the next one starts.
 #[test]
 fn a_directory_in_use_is_attached_once_its_owner_is_gone() {
