@@ -24,7 +24,7 @@ mod threads;
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use books::{Attached, Clearing};
+use books::Clearing;
 pub use config::{ArenaInfo, DiskSettings, StoreConfig};
 use inner::Inner;
 pub use inner::{Clock, Opener};
@@ -221,9 +221,7 @@ impl Store {
         let (start, start_time) = (Instant::now(), (self.inner.clock)());
         let deadline = start_time.saturating_add(timeout);
         let settled = |state: &State| {
-            // What is doomed but not walked yet still has its slots.
-            let is_walked = state.disk.attached != Attached::Yes || !state.is_forgetting();
-            let is_settled = is_walked && state.disk.is_settled();
+            let is_settled = state.disk.is_settled();
             (is_settled || !state.disk.is_hopeless(deadline)).then_some(is_settled)
         };
         self.inner.wait(start.checked_add(timeout).unwrap_or(start + Duration::from_secs(1 << 30)), settled)
