@@ -149,21 +149,27 @@ fn collect(files: &SlotFiles, keep: u32, stats: &mut DiskStats) -> io::Result<(V
 }
 
 /// Orders the entries, empties the records of the others, and makes the slots' states.
+///
+/// What is given up but cannot be emptied would be found again by a later open, when it may have been forgotten: it comes behind
+/// the entries, for the caller to free.
 fn settle(
     files: &SlotFiles,
     keep: u32,
     found: &[DiskEntry],
-    mut given_up: Vec<SlotId>,
+    mut unsound: Vec<SlotId>,
     books: &mut Books,
 ) -> Vec<DiskEntry> {
-    let Recovered { entries, duplicates, orphans } = recover::recover(found);
+    let Recovered { mut entries, duplicates, orphans } = recover::recover(found);
     books.stats.recovered = entries.len() as u64;
     books.stats.dropped_duplicates = duplicates.len() as u64;
     books.stats.dropped_orphans = orphans.len() as u64;
     books.next_sequence = entries.iter().map(|e| e.sequence).max().map_or(0, |last| last.saturating_add(1));
-    given_up.extend(duplicates.into_iter().chain(orphans));
-    given_up.retain(|&slot| files.clear_record(slot).is_err());
-    books.slots = Slots::found(keep, &entries, &given_up);
+    let is_kept = |slot: &SlotId| files.clear_record(*slot).is_err();
+    unsound.retain(is_kept);
+    let mut given_up: Vec<_> = duplicates.into_iter().chain(orphans).filter(is_kept).collect();
+    given_up.sort_unstable();
+    entries.extend(found.iter().filter(|entry| given_up.binary_search(&entry.slot).is_ok()));
+    books.slots = Slots::found(keep, &entries, &unsound);
     if let Some(line) = losses(&books.stats) {
         books.event(line);
     }
