@@ -117,10 +117,7 @@ impl State {
                 self.end_write(id, frame, outcome)
             }
             End::Free(not_freed) => Some(self.end_free(not_freed)),
-            End::Clear(not_freed, is_cleared) => {
-                self.hold_back(not_freed);
-                Some(self.end_clear(is_cleared))
-            }
+            End::Clear(not_freed, is_cleared) => Some(self.end_clear(not_freed, is_cleared)),
         };
         if hangs && is_well == Some(true) {
             // What hung answers: so does the other direction, as far as this one knew.
@@ -295,15 +292,15 @@ impl State {
 
     /// Slots that could not be freed: what is in them comes back with a restart, so it is tried again.
     fn hold_back(&mut self, slots: impl IntoIterator<Item = SlotId>) {
-        let is_first = self.disk.stuck.is_empty();
-        self.disk.stuck.extend(slots);
-        if is_first {
+        if self.disk.stuck.is_empty() {
             self.disk.stuck_until = self.now + AGAIN_AFTER;
         }
+        self.disk.stuck.extend(slots);
     }
 
     /// The disk is empty, or that is still wanted.
-    fn end_clear(&mut self, is_cleared: bool) -> bool {
+    fn end_clear(&mut self, not_freed: Vec<SlotId>, is_cleared: bool) -> bool {
+        self.hold_back(not_freed);
         self.disk.clearing = if is_cleared { Clearing::No } else { Clearing::Wanted };
         if !is_cleared {
             self.stats.disk_write_errors += 1;

@@ -3,6 +3,7 @@
 //! Whatever is wrong with what a namespace's files hold costs chunks and a count, never the open; what is wrong with the directory
 //! itself, or is not a file where one must be, is the setting's fault and says so.
 
+use std::collections::HashSet;
 use std::fs;
 use std::io;
 use std::path::Path;
@@ -166,9 +167,8 @@ fn settle(
     books.next_sequence = entries.iter().map(|e| e.sequence).max().map_or(0, |last| last.saturating_add(1));
     let is_kept = |slot: &SlotId| files.clear_record(*slot).is_err();
     unsound.retain(is_kept);
-    let mut given_up: Vec<_> = duplicates.into_iter().chain(orphans).filter(is_kept).collect();
-    given_up.sort_unstable();
-    entries.extend(found.iter().filter(|entry| given_up.binary_search(&entry.slot).is_ok()));
+    let given_up: HashSet<_> = duplicates.into_iter().chain(orphans).filter(is_kept).collect();
+    entries.extend(found.iter().filter(|entry| given_up.contains(&entry.slot)));
     books.slots = Slots::found(keep, &entries, &unsound);
     if let Some(line) = losses(&books.stats) {
         books.event(line);
