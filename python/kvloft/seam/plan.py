@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from kvloft.seam.batch import ChunkBatch
+from kvloft.seam.batch import ChunkBatch, GroupBatches
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.shape import ArenaSpec
 
@@ -19,7 +19,7 @@ class LoadPlan:
 
     req_id: ReqId
     load_id: int
-    chunks: ChunkBatch | tuple[()] = ()
+    chunks: ChunkBatch | GroupBatches | tuple[()] = ()
     lost: tuple[BlockId, ...] = ()
 
     def blocks(self) -> list[BlockId]:
@@ -31,7 +31,7 @@ class SavePlan(NamedTuple):
     """Frames to gather for one request, from blocks it owns during this step."""
 
     req_id: ReqId
-    chunks: ChunkBatch
+    chunks: ChunkBatch | GroupBatches
 
 
 @dataclass(frozen=True, slots=True)
