@@ -28,9 +28,8 @@ class Bench:
         self.store = _core.Session(frame_bytes=FRAME, host_bytes=FRAME * 64, namespace=bytes(32))
         root = _core.root_key(bytes(32), None, None)
         arena = ArenaSpec(self.store.arena_path, FRAME, self.store.num_frames)
-        self.core = SchedulerCore(
-            self.store, lambda _: _core.KeyChain(root, block_tokens=BLOCK), SHAPE, arena=arena, clock=lambda: 0.0, shares_blocks=True
-        )
+        chains = lambda _: _core.KeyChain(root, block_tokens=BLOCK)  # noqa: E731
+        self.core = SchedulerCore(self.store, chains, SHAPE, arena=arena, clock=lambda: 0.0, shares_blocks=True)
 
     def step(self, request: Request, num: int, tables: Tables | None, *, new: bool = True, states: Any = ()) -> StepPlan:
         """A forward of ``num`` tokens of ``request``."""

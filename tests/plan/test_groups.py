@@ -118,9 +118,7 @@ def test_a_hit_is_the_deepest_boundary_at_which_every_group_has_what_it_needs(sc
     shape, store, num_blocks, most = scene
     chunks = GroupedChunks(store, shape)  # type: ignore[arg-type]
     chain: Any = Chain([(0, block) for block in range(num_blocks)])
-    wanted = tuple(
-        max(at for at in range(min(num_blocks, most) + 1) if needs(shape, at) <= tier) for tier in store.tiers
-    )
+    wanted = tuple(max(at for at in range(min(num_blocks, most) + 1) if needs(shape, at) <= tier) for tier in store.tiers)
     assert chunks.deepest(chain, most) == wanted
 
 

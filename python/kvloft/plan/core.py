@@ -246,7 +246,7 @@ class SchedulerCore:
             saves.append(SavePlan(tracker.req_id, chunks))
 
     def _take_tables(self, tracker: Tracker) -> bool:
-        """Have the request's tables as they are in this step; where they are not told, it keeps those of before, and saves later."""
+        """Have the request's tables as they are in this step; where they are not told, it keeps those of before and saves later."""
         if self._tables is None or not (tables := self._tables(tracker.req_id)):
             return False
         tracker.blocks = tables

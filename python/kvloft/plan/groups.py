@@ -74,8 +74,8 @@ class GroupedChunks:
             for nth, number in self._full:
                 parts.append(_Part(nth, None, boundary, self._session.acquire(self._of(chain, number, boundary))))
             for nth, group in self._attached:
-                for block in range(group.first_chunk(boundary), boundary):
-                    parts.append(_Part(nth, block, 1, self._session.acquire(chain.attached(block, nth + 1))))
+                needed = range(group.first_chunk(boundary), boundary)
+                parts += [_Part(nth, block, 1, self._session.acquire(chain.attached(block, nth + 1))) for block in needed]
         return GroupLease(boundary, parts)
 
     # -- saves ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,8 @@ def plan_save(
 ) -> tuple[int, ChunkBatch | GroupBatches | None, int]:
     """Reserve frames for every chunk of ``tracker`` that is complete at the end of this step.
 
-    ``group`` is the full one, ``groups`` what ``store`` has of several. ``frontier``: tokens whose KV is in the request's blocks by then, drafts left out. Returns the frontier at which the next
+    ``group`` is the full one, ``groups`` what ``store`` has of several.
+    ``frontier``: tokens whose KV is in the request's blocks by then, drafts left out. Returns the frontier at which the next
     chunk (or, with longer chunks, the next block) will be complete and known, the chunks to save, and how many found no frame.
     """
     limit = min(frontier, tracker.save_limit)
@@ -58,7 +59,9 @@ def plan_save(
     return next_save, chunks or None, num_dropped
 
 
-def _remember_tail(tracker: Tracker, store: Session, chunks: ChunkBatch | GroupBatches, num_blocks: int, prompt_blocks: int) -> None:
+def _remember_tail(
+    tracker: Tracker, store: Session, chunks: ChunkBatch | GroupBatches, num_blocks: int, prompt_blocks: int
+) -> None:
     """Let a tail made while decoding replace the one before it; the tail at the prompt's end stays for other requests."""
     # The new one is in no batch if it is stored already, or has a null block.
     if tracker.tail_blocks > prompt_blocks and chunks and chunks.block_ids()[-1] == tracker.blocks[num_blocks - 1]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,6 +55,9 @@ class GroupBatches:
 
     def __len__(self) -> int:
         return sum(len(batch) for _, batch in self.batches)
+
+    def __iter__(self) -> Iterator[ChunkCopy]:
+        return (copy for _, batch in self.batches for copy in batch)
 
 
 class Tables:

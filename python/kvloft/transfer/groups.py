@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from kvloft.seam.batch import GroupBatches
+from kvloft.seam.batch import ChunkBatch, GroupBatches
 from kvloft.seam.ids import BlockId
 from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 from kvloft.transfer.mover import Finished, Mover
@@ -90,5 +90,5 @@ class GroupedMover:
         return done
 
 
-def _batches(plan: SavePlan | LoadPlan) -> Sequence[tuple[int, object]]:
+def _batches(plan: SavePlan | LoadPlan) -> Sequence[tuple[int, ChunkBatch]]:
     return plan.chunks.batches if isinstance(plan.chunks, GroupBatches) else ()

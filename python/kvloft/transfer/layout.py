@@ -55,7 +55,9 @@ class PagedLayout:
         return sum(plane.page_bytes for plane in self.planes)
 
 
-def read_layout(kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], num_blocks: int, fingerprint: str = "") -> PagedLayout:
+def read_layout(
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], num_blocks: int, fingerprint: str = ""
+) -> PagedLayout:
     """Planes of every registered layer, each memory range once, in the order of the layers' registration.
 
     ``fingerprint`` (dtype, backend, version) goes into the digest together with each page's inner geometry, so that a frame
@@ -63,8 +65,8 @@ def read_layout(kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], 
     """
     planes: dict[tuple[int, int], Plane] = {}
     digest = hashlib.blake2b(fingerprint.encode(), digest_size=32)
-    tensors = [(name, part) for name, parts in kv_caches.items() for part in ([parts] if isinstance(parts, torch.Tensor) else parts)]
-    for name, tensor in tensors:  # a state-space layer has several
+    listed = {name: [given] if isinstance(given, torch.Tensor) else given for name, given in kv_caches.items()}
+    for name, tensor in [(name, part) for name, parts in listed.items() for part in parts]:  # a state-space layer has several
         if tensor.numel() == 0:
             raise LayoutError(f"layer {name!r} has an empty KV tensor; kvloft cannot cache it")
         for plane in _planes_of(name, tensor, num_blocks):

@@ -55,7 +55,9 @@ class WorkerCore:
         """Requests that `take_finished_loads` named last, and whose load brought less than was promised."""
         self._totals = Finished()
 
-    def register(self, kv_caches: Mapping[str, Any] | Sequence[Mapping[str, Any]], num_blocks: int, fingerprint: str) -> PagedLayout:
+    def register(
+        self, kv_caches: Mapping[str, Any] | Sequence[Mapping[str, Any]], num_blocks: int, fingerprint: str
+    ) -> PagedLayout:
         """Learn where the pages are, of each group where there are several; returns the first one's layout.
 
         Raises LayoutError for layouts, UnsupportedError for GPUs that cannot be served.

@@ -31,7 +31,7 @@ def register() -> None:
 
 def refuse_groups(config: Config) -> None:
     """Raise ConfigError where several KV cache groups are asked for and cannot be copied."""
-    from vllm.platforms import current_platform  # noqa: PLC0415 - engines without kvloft need not know theirs here
+    from vllm.platforms import current_platform  # engines without kvloft need not know theirs here
 
     if config.kv_groups == "all" and not current_platform.is_cpu():
         raise ConfigError(

@@ -39,7 +39,8 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
         )
     if (num_groups := len(kv_cache_config.kv_cache_groups)) != 1:
         if kv_groups == "one" or not num_groups:
-            yield f"serves models with one KV cache group, and this one has {num_groups} (as with state-space layers beside attention)"
+            beside = "as with state-space layers beside attention"
+            yield f"serves models with one KV cache group, and this one has {num_groups} ({beside})"
         yield from _of_groups(vllm_config, kv_cache_config)
     for spec in layer_specs(kv_cache_config).values():
         if KIND_OF_SPEC.get(type(spec).__name__) not in (("full",) if num_groups == 1 else ("full", "window", "local", "state")):
@@ -80,10 +81,8 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
         yield f"serves groups with blocks of one size, and here they have {sizes} tokens, with hits at multiples of {alignment}"
     if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in specs):
         yield "serves states that vLLM keeps at blocks' ends; set --mamba-cache-mode align, with prefix caching"
-    if any(
-        not getattr(group, "enable_kv_transfer", True) or getattr(group, "host_resident", False) or getattr(group, "is_eagle_group", False)
-        for group in groups
-    ):
+    odd = {"enable_kv_transfer": False, "host_resident": True, "is_eagle_group": True}
+    if any(getattr(group, name, not value) == value for group in groups for name, value in odd.items()):
         yield "does not serve a drafter's groups, nor those that are kept elsewhere than in blocks"
     if vllm_config.speculative_config is not None:
         yield "does not serve speculative decoding with several KV cache groups yet"
