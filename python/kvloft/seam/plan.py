@@ -9,7 +9,7 @@ from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.shape import ArenaSpec
 
 Chunks = Any
-"""A `kvloft.seam.batch.ChunkBatch`; with several KV cache groups `GroupBatches`, of which each group's mover gets its own `ChunkBatch`."""
+"""A `kvloft.seam.batch.ChunkBatch`; with several KV cache groups `GroupBatches`, of which each group's mover gets its own batch."""
 
 
 @dataclass(frozen=True, slots=True)
