@@ -151,7 +151,12 @@ def test_turn_two_finds_what_turn_one_said(place: Place, serve: Callable[..., En
     history = (first.ids or ()) + place.truth.tokens(first)
     assert engine.reset()
     second = place.prompt(9601, len(history) + 21, before=history)
-    assert ask(place, engine, second)[0] >= least(place, len(history) - 1)
+    wanted = least(place, len(history) - 1)
+    if "state (align)" in place.model.kinds:
+        # vLLM offers a state once, in the step that makes it: of decoded tokens, before they are known, so it has no key.
+        wanted = place.model.own_hit(first.num_prompt_tokens)
+        assert wanted
+    assert ask(place, engine, second)[0] >= wanted
     assert_sound(engine)
 
 

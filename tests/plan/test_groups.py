@@ -165,3 +165,11 @@ def test_a_lease_whose_part_will_not_come_has_nothing(found: tuple[int, int]) ->
     assert lease.poll() == (3, 0)
     store.leases[0].found = found
     assert lease.poll() == (0, 0)
+
+
+def test_a_group_that_had_what_it_needs_is_asked_again_of_a_shorter_prefix() -> None:
+    window = GroupShape(BLOCK, kind="window", reach=2 * BLOCK)
+    shape = CacheShape((FULL, window, window))
+    names = {(group, block) for group in (0, 2, 3) for block in range(8)}
+    chunks = GroupedChunks(Store(names - {(2, 4), (3, 6)}, set()), shape)  # type: ignore[arg-type]
+    assert chunks.deepest(Chain([(0, block) for block in range(8)]), 8) == (4, 4)  # type: ignore[arg-type]
