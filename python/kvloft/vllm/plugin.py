@@ -5,12 +5,13 @@ It also has wrong settings told before any weights are loaded. It must not impor
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvloft.config import load_config
+from kvloft.config import Config, load_config
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here
 from kvloft.vllm.identity.weights import note_start
@@ -28,6 +29,17 @@ def register() -> None:
     check_settings_early(KVConnectorFactory)
 
 
+def refuse_groups(config: Config) -> None:
+    """Raise ConfigError where several KV cache groups are asked for and cannot be copied."""
+    from vllm.platforms import current_platform  # engines without kvloft need not know theirs here
+
+    if config.kv_groups == "all" and not current_platform.is_cpu():
+        raise ConfigError(
+            f'kv_groups = "all" ({config.origin("kv_groups")}) is for CPUs: kvloft does not copy several KV cache groups to and '
+            'from GPUs yet; set "one".'
+        )
+
+
 def check_settings_early(factory: Any) -> None:
     """Have ``factory`` read kvloft's settings when it looks up kvloft's class, and raise ConfigError if they are wrong.
 
@@ -35,7 +47,7 @@ def check_settings_early(factory: Any) -> None:
     the hybrid KV cache manager?), with the settings at hand. No hook of a connector is called then in every mode. What was
     found right is not read again: a file that changes later ends no engine that runs.
     """
-    right: set[str] = set()
+    right: dict[str, str] = {}
 
     def get_connector_class(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         connector = method(*args, **kwargs)
@@ -44,10 +56,14 @@ def check_settings_early(factory: Any) -> None:
             extra = transfer.kv_connector_extra_config or {}
             if repr(extra) not in right:
                 try:
-                    refuse_here(load_config(extra))
+                    config = load_config(extra)
+                    refuse_here(config)
+                    refuse_groups(config)
                 except ConfigError as error:
                     raise ConfigError(f"kvloft: {error}") from error  # inside a ValidationError of vLLM's, say
-                right.add(repr(extra))
+                right[repr(extra)] = config.kv_groups
+            if right[repr(extra)] == "all":
+                return sys.modules[MODULE].KVLoftGroupsConnector
         return connector
 
     wrap(FIND_CLASS, get_connector_class, factory)
