@@ -1,0 +1,205 @@
+"""Models that keep a state instead of KV in some layers: Qwen3-Next (gated delta net), Granite 4 and Nemotron-H (Mamba2), LFM2 (convolutions).
+
+The decay of each state is slow (a hundred tokens and more), so that what a prompt began with is still in it at the end.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ..tiny import FFN, HEAD_DIM, HIDDEN, NUM_HEADS
+from .parts import Heads, Tensors, Weights, config, weights
+
+LAYERS = ("state", "state", "state", "full")
+
+QWEN_EXPERTS = 2
+GDN_KEY_HEADS, GDN_VALUE_HEADS, GDN_DIM, CONV_WIDTH = 1, 2, 32, 4
+
+
+def qwen3_next_config() -> dict[str, Any]:
+    """Qwen3-Next: three gated delta nets to one layer of full attention; experts only in the last layer."""
+    return config(
+        "Qwen3NextForCausalLM",
+        "qwen3_next",
+        num_hidden_layers=len(LAYERS),
+        layer_types=["linear_attention" if kind == "state" else "full_attention" for kind in LAYERS],
+        mlp_only_layers=list(range(len(LAYERS) - 1)),
+        num_experts=QWEN_EXPERTS,
+        num_experts_per_tok=1,
+        moe_intermediate_size=FFN,
+        shared_expert_intermediate_size=FFN,
+        linear_conv_kernel_dim=CONV_WIDTH,
+        linear_key_head_dim=GDN_DIM,
+        linear_value_head_dim=GDN_DIM,
+        linear_num_key_heads=GDN_KEY_HEADS,
+        linear_num_value_heads=GDN_VALUE_HEADS,
+        partial_rotary_factor=1.0,
+    )
+
+
+def _delta_net(made: Weights, at: str) -> None:
+    keys, values = GDN_KEY_HEADS * GDN_DIM, GDN_VALUE_HEADS * GDN_DIM
+    made.dense(at + "in_proj_qkvz", 2 * keys + 2 * values, HIDDEN)
+    made.dense(at + "in_proj_ba", 2 * GDN_VALUE_HEADS, HIDDEN)
+    made.normal(at + "conv1d.weight", 2 * keys + values, 1, CONV_WIDTH, std=0.7)
+    made.fill(at + "dt_bias", GDN_VALUE_HEADS, value=-4.0)
+    made.fill(at + "A_log", GDN_VALUE_HEADS, value=-1.0)
+    made.norms(at, "norm", width=GDN_DIM)
+    made.dense(at + "out_proj", HIDDEN, values, 2.0)
+
+
+def _qwen_experts(made: Weights, at: str) -> None:
+    made.dense(at + "gate", QWEN_EXPERTS, HIDDEN)
+    made.dense(at + "shared_expert_gate", 1, HIDDEN)
+    made.mlp(at + "shared_expert.")
+    for expert in range(QWEN_EXPERTS):
+        made.mlp(f"{at}experts.{expert}.")
+
+
+def qwen3_next_weights(seed: int = 31) -> Tensors:
+    """Norms multiply by one more than their weight; queries come with a gate."""
+    made = weights(seed)
+    made.ends(one=0.0)
+    for layer, kind in enumerate(LAYERS):
+        at = f"model.layers.{layer}."
+        made.norms(at, "input_layernorm", "post_attention_layernorm", value=0.0)
+        if kind == "state":
+            _delta_net(made, at + "linear_attn.")
+        else:
+            made.attention(at + "self_attn.", Heads(gated=True))
+            made.norms(at + "self_attn.", "q_norm", "k_norm", width=HEAD_DIM, value=0.6)
+        if layer == len(LAYERS) - 1:
+            _qwen_experts(made, at + "mlp.")
+        else:
+            made.mlp(at + "mlp.")
+    return made.tensors
+
+
+MAMBA_HEADS, MAMBA_DIM, MAMBA_STATE = 6, 32, 16
+"""Heads times dimension is twice the hidden size."""
+
+
+def _mamba2(made: Weights, at: str) -> None:
+    inner = MAMBA_HEADS * MAMBA_DIM
+    made.dense(at + "in_proj", 2 * inner + 2 * MAMBA_STATE + MAMBA_HEADS, HIDDEN)
+    made.normal(at + "conv1d.weight", inner + 2 * MAMBA_STATE, 1, CONV_WIDTH, std=0.7)
+    made.fill(at + "conv1d.bias", inner + 2 * MAMBA_STATE, value=0.0)
+    made.fill(at + "dt_bias", MAMBA_HEADS, value=-3.0)
+    made.tensors[at + "A_log"] = np.linspace(-2.0, 0.0, MAMBA_HEADS, dtype=np.float32)
+    made.fill(at + "D", MAMBA_HEADS, value=0.1)
+    made.norms(at, "norm", width=inner)
+    made.dense(at + "out_proj", HIDDEN, inner, 2.0)
+
+
+def granite4_config() -> dict[str, Any]:
+    """Granite 4 hybrid without experts; attention has no positions."""
+    return config(
+        "GraniteMoeHybridForCausalLM",
+        "granitemoehybrid",
+        num_hidden_layers=len(LAYERS),
+        layer_types=["linear_attention" if kind == "state" else "full_attention" for kind in LAYERS],
+        num_local_experts=0,
+        num_experts_per_tok=0,
+        shared_intermediate_size=FFN,
+        attention_multiplier=float(HEAD_DIM**-0.5),
+        position_embedding_type="rope",
+        mamba_n_heads=MAMBA_HEADS,
+        mamba_d_head=MAMBA_DIM,
+        mamba_d_state=MAMBA_STATE,
+        mamba_d_conv=CONV_WIDTH,
+        mamba_n_groups=1,
+        mamba_chunk_size=64,
+    )
+
+
+def granite4_weights(seed: int = 32) -> Tensors:
+    """The gate and the up projection of a feed-forward layer are one tensor."""
+    made = weights(seed)
+    made.ends()
+    for layer, kind in enumerate(LAYERS):
+        at = f"model.layers.{layer}."
+        made.norms(at, "input_layernorm", "post_attention_layernorm")
+        if kind == "state":
+            _mamba2(made, at + "mamba.")
+        else:
+            made.attention(at + "self_attn.")
+        made.dense(at + "shared_mlp.input_linear", 2 * FFN, HIDDEN)
+        made.dense(at + "shared_mlp.output_linear", HIDDEN, FFN)
+    return made.tensors
+
+
+NEMOTRON_LAYERS = "M-M-M*-"
+
+
+def nemotron_h_config() -> dict[str, Any]:
+    """Nemotron-H: each layer is one of Mamba2 (M), attention (*) and feed-forward (-)."""
+    return config(
+        "NemotronHForCausalLM",
+        "nemotron_h",
+        hybrid_override_pattern=NEMOTRON_LAYERS,
+        num_hidden_layers=len(NEMOTRON_LAYERS),
+        layer_norm_epsilon=1e-6,
+        ssm_state_size=MAMBA_STATE,
+        mamba_num_heads=MAMBA_HEADS,
+        mamba_head_dim=MAMBA_DIM,
+        n_groups=1,
+        conv_kernel=CONV_WIDTH,
+        chunk_size=64,
+    )
+
+
+def nemotron_h_weights(seed: int = 33) -> Tensors:
+    """Names of its own: backbone, mixer, norm_f."""
+    made = weights(seed)
+    made.ends(norm="backbone.norm_f")
+    made.tensors["backbone.embeddings.weight"] = made.tensors.pop("model.embed_tokens.weight")
+    for layer, kind in enumerate(NEMOTRON_LAYERS):
+        at = f"backbone.layers.{layer}."
+        made.norms(at, "norm")
+        if kind == "M":
+            _mamba2(made, at + "mixer.")
+        elif kind == "*":
+            made.attention(at + "mixer.")
+        else:
+            made.dense(at + "mixer.up_proj", FFN, HIDDEN)
+            made.dense(at + "mixer.down_proj", HIDDEN, FFN)
+    return made.tensors
+
+
+LFM_WIDTH = 3
+
+
+def lfm2_config() -> dict[str, Any]:
+    """LFM2: the state of a layer is the input of its convolution's last two tokens."""
+    return config(
+        "Lfm2ForCausalLM",
+        "lfm2",
+        num_hidden_layers=len(LAYERS),
+        layer_types=["conv" if kind == "state" else "full_attention" for kind in LAYERS],
+        norm_eps=1e-6,
+        conv_L_cache=LFM_WIDTH,
+        block_auto_adjust_ff_dim=False,
+    )
+
+
+def lfm2_weights(seed: int = 34) -> Tensors:
+    """Norms of queries and keys; feed-forward layers are w1, w2 and w3; the head is the embedding."""
+    made = weights(seed)
+    made.ends(norm="model.embedding_norm")
+    for layer, kind in enumerate(LAYERS):
+        at = f"model.layers.{layer}."
+        made.norms(at, "operator_norm", "ffn_norm")
+        if kind == "state":
+            made.dense(at + "conv.in_proj", 3 * HIDDEN, HIDDEN)
+            made.normal(at + "conv.conv.weight", HIDDEN, 1, LFM_WIDTH, std=0.7)
+            made.dense(at + "conv.out_proj", HIDDEN, HIDDEN, 2.0)
+        else:
+            made.attention(at + "self_attn.")
+            made.tensors[at + "self_attn.out_proj.weight"] = made.tensors.pop(at + "self_attn.o_proj.weight")
+            made.norms(at + "self_attn.", "q_layernorm", "k_layernorm", width=HEAD_DIM, value=1.6)
+        for name, rows, cols in (("w1", FFN, HIDDEN), ("w2", HIDDEN, FFN), ("w3", FFN, HIDDEN)):
+            made.dense(at + "feed_forward." + name, rows, cols)
+    return made.tensors
+
+
+assert NUM_HEADS * HEAD_DIM == HIDDEN, "Granite has no head_dim of its own"
