@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ..tiny import EMBED_STD, HEAD_DIM, HIDDEN, NUM_HEADS, NUM_KV_HEADS, VOCAB
+from ..tiny import HEAD_DIM, HIDDEN, NUM_HEADS, NUM_KV_HEADS, VOCAB
 from .parts import Heads, Tensors, Weights, config, weights
 
 NUM_LAYERS = 3
 REST_GAIN = 0.6
+EMBED_STD = 0.1
 PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 
@@ -24,7 +25,7 @@ def llama_config(num_layers: int = NUM_LAYERS, **more: Any) -> dict[str, Any]:
 
 def _target(seed: int) -> Weights:
     made = weights(seed)
-    made.ends()
+    made.ends(embed_std=EMBED_STD)
     embed = made.tensors["model.embed_tokens.weight"]
     embed *= EMBED_STD * np.sqrt(HIDDEN) / np.linalg.norm(embed, axis=1, keepdims=True)  # so that a norm is one factor, for EAGLE
     for layer in range(NUM_LAYERS):

@@ -58,6 +58,13 @@ def hit(llm: Any, ids: list[int]) -> dict[str, Any]:
     return {"tokens": num_tokens, "blocks": [[0 if b == null else b for b in group] for group in blocks.get_block_ids()]}
 
 
+def tables(llm: Any) -> list[list[int]]:
+    """Each group's block ids of the one request that runs, 0 where it needs none."""
+    manager = llm.engine_core.engine_core.scheduler.kv_cache_manager
+    (request,) = llm.engine_core.engine_core.scheduler.running
+    return [list(blocks) for blocks in manager.get_block_ids(request.request_id)]
+
+
 def _request(llm: Any, ids: list[int]) -> Any:
     from vllm.v1.request import Request
 

@@ -178,6 +178,8 @@ def lfm2_config() -> dict[str, Any]:
         layer_types=["conv" if kind == "state" else "full_attention" for kind in LAYERS],
         norm_eps=1e-6,
         conv_L_cache=LFM_WIDTH,
+        conv_dim=HIDDEN,
+        block_dim=HIDDEN,
         block_auto_adjust_ff_dim=False,
     )
 
