@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import drafts, latent, states, windows
+from . import drafts, latent, mamba2, states, windows
 from .parts import Tensors, write
 
 Config = Callable[[], dict[str, Any]]
@@ -100,8 +100,9 @@ ZOO = {
         ZooModel("gpt-oss", windows.gpt_oss_config, windows.gpt_oss_weights, ("window 64", "full")),
         ZooModel("llama4", windows.llama4_config, windows.llama4_weights, (*("chunk 64",) * 3, "full")),
         ZooModel("qwen3-next", states.qwen3_next_config, states.qwen3_next_weights, THREE_STATES, 64, STATES, "exact_delta_net"),
-        ZooModel("granite4", states.granite4_config, states.granite4_weights, *MAMBA2),
-        ZooModel("nemotron-h", states.nemotron_h_config, states.nemotron_h_weights, *MAMBA2),
+        ZooModel("granite4", mamba2.granite4_config, mamba2.granite4_weights, *MAMBA2),
+        ZooModel("nemotron-h", mamba2.nemotron_h_config, mamba2.nemotron_h_weights, *MAMBA2),
+        ZooModel("falcon-h1", mamba2.falcon_h1_config, mamba2.falcon_h1_weights, ("full", "state (align)"), *MAMBA2[1:]),
         ZooModel("lfm2", states.lfm2_config, states.lfm2_weights, THREE_STATES, 32, STATES),
         ZooModel("deepseek-v2", latent.deepseek_v2_config, latent.deepseek_v2_weights, ("latent",), 16, LATENT),
         ZooModel("ngram", *LLAMA, draft=Draft("ngram", 3, settings=NGRAM)),

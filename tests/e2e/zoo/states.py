@@ -1,13 +1,11 @@
-"""Models that keep a state instead of KV in some layers: Qwen3-Next (gated delta net), Granite 4 and Nemotron-H (Mamba2), LFM2 (convolutions).
+"""Models that keep a state instead of KV in some layers: Qwen3-Next (gated delta net) and LFM2 (convolutions); see mamba2.py for others.
 
 The decay of each state is slow (a hundred tokens and more), so that what a prompt began with is still in it at the end.
 """
 
 from typing import Any
 
-import numpy as np
-
-from ..tiny import FFN, HEAD_DIM, HIDDEN, NUM_HEADS
+from ..tiny import FFN, HEAD_DIM, HIDDEN
 from .parts import Heads, Tensors, Weights, config, weights
 
 LAYERS = ("state", "state", "state", "full")
@@ -75,97 +73,6 @@ def qwen3_next_weights(seed: int = 31) -> Tensors:
     return made.tensors
 
 
-MAMBA_HEADS, MAMBA_DIM, MAMBA_STATE = 6, 32, 16
-"""Heads times dimension is twice the hidden size."""
-
-
-def _mamba2(made: Weights, at: str) -> None:
-    inner = MAMBA_HEADS * MAMBA_DIM
-    made.dense(at + "in_proj", 2 * inner + 2 * MAMBA_STATE + MAMBA_HEADS, HIDDEN)
-    made.normal(at + "conv1d.weight", inner + 2 * MAMBA_STATE, 1, CONV_WIDTH, std=0.7)
-    made.fill(at + "conv1d.bias", inner + 2 * MAMBA_STATE, value=0.0)
-    made.fill(at + "dt_bias", MAMBA_HEADS, value=-3.0)
-    made.tensors[at + "A_log"] = np.linspace(-2.0, 0.0, MAMBA_HEADS, dtype=np.float32)
-    made.fill(at + "D", MAMBA_HEADS, value=0.1)
-    made.norms(at, "norm", width=inner)
-    made.dense(at + "out_proj", HIDDEN, inner, 2.0)
-
-
-def granite4_config() -> dict[str, Any]:
-    """Granite 4 hybrid without experts; attention has no positions."""
-    return config(
-        "GraniteMoeHybridForCausalLM",
-        "granitemoehybrid",
-        num_hidden_layers=len(LAYERS),
-        layer_types=["linear_attention" if kind == "state" else "full_attention" for kind in LAYERS],
-        num_local_experts=0,
-        num_experts_per_tok=0,
-        shared_intermediate_size=FFN,
-        attention_multiplier=float(HEAD_DIM**-0.5),
-        position_embedding_type="rope",
-        mamba_n_heads=MAMBA_HEADS,
-        mamba_d_head=MAMBA_DIM,
-        mamba_d_state=MAMBA_STATE,
-        mamba_d_conv=CONV_WIDTH,
-        mamba_n_groups=1,
-        mamba_chunk_size=64,
-    )
-
-
-def granite4_weights(seed: int = 32) -> Tensors:
-    """The gate and the up projection of a feed-forward layer are one tensor."""
-    made = weights(seed)
-    made.ends()
-    for layer, kind in enumerate(LAYERS):
-        at = f"model.layers.{layer}."
-        made.norms(at, "input_layernorm", "post_attention_layernorm")
-        if kind == "state":
-            _mamba2(made, at + "mamba.")
-        else:
-            made.attention(at + "self_attn.")
-        made.dense(at + "shared_mlp.input_linear", 2 * FFN, HIDDEN)
-        made.dense(at + "shared_mlp.output_linear", HIDDEN, FFN)
-    return made.tensors
-
-
-NEMOTRON_LAYERS = "M-M-M*-"
-
-
-def nemotron_h_config() -> dict[str, Any]:
-    """Nemotron-H: each layer is one of Mamba2 (M), attention (*) and feed-forward (-)."""
-    return config(
-        "NemotronHForCausalLM",
-        "nemotron_h",
-        hybrid_override_pattern=NEMOTRON_LAYERS,
-        num_hidden_layers=len(NEMOTRON_LAYERS),
-        layer_norm_epsilon=1e-6,
-        ssm_state_size=MAMBA_STATE,
-        mamba_num_heads=MAMBA_HEADS,
-        mamba_head_dim=MAMBA_DIM,
-        n_groups=1,
-        conv_kernel=CONV_WIDTH,
-        chunk_size=64,
-    )
-
-
-def nemotron_h_weights(seed: int = 33) -> Tensors:
-    """Names of its own: backbone, mixer, norm_f."""
-    made = weights(seed)
-    made.ends(norm="backbone.norm_f")
-    made.tensors["backbone.embeddings.weight"] = made.tensors.pop("model.embed_tokens.weight")
-    for layer, kind in enumerate(NEMOTRON_LAYERS):
-        at = f"backbone.layers.{layer}."
-        made.norms(at, "norm")
-        if kind == "M":
-            _mamba2(made, at + "mixer.")
-        elif kind == "*":
-            made.attention(at + "mixer.")
-        else:
-            made.dense(at + "mixer.up_proj", FFN, HIDDEN)
-            made.dense(at + "mixer.down_proj", HIDDEN, FFN)
-    return made.tensors
-
-
 LFM_WIDTH = 3
 
 
@@ -194,7 +101,7 @@ def lfm2_weights(seed: int = 34) -> Tensors:
         if kind == "state":
             made.dense(at + "conv.in_proj", 3 * HIDDEN, HIDDEN)
             made.normal(at + "conv.conv.weight", HIDDEN, 1, LFM_WIDTH, std=0.7)
-            made.dense(at + "conv.out_proj", HIDDEN, HIDDEN, 2.0)
+            made.dense(at + "conv.out_proj", HIDDEN, HIDDEN, 4.0 * (layer + 1))  # each outweighs what came before
         else:
             made.attention(at + "self_attn.")
             made.tensors[at + "self_attn.out_proj.weight"] = made.tensors.pop(at + "self_attn.o_proj.weight")
@@ -202,6 +109,3 @@ def lfm2_weights(seed: int = 34) -> Tensors:
         for name, rows, cols in (("w1", FFN, HIDDEN), ("w2", HIDDEN, FFN), ("w3", FFN, HIDDEN)):
             made.dense(at + "feed_forward." + name, rows, cols)
     return made.tensors
-
-
-assert NUM_HEADS * HEAD_DIM == HIDDEN, "Granite has no head_dim of its own"
