@@ -98,7 +98,14 @@ class Engine:
     """One engine process. ``kill`` is kill -9; ``stop`` is a clean shutdown; the block manager pool is tiny."""
 
     def __init__(
-        self, address: Path, kwargs: dict[str, Any], *, log: Path, env: dict[str, str] | None = None, v2_shape: bool = False, prepare: str = ""
+        self,
+        address: Path,
+        kwargs: dict[str, Any],
+        *,
+        log: Path,
+        env: dict[str, str] | None = None,
+        v2_shape: bool = False,
+        prepare: str = "",
     ) -> None:
         self.log = log
         self._socket = socket.socket(socket.AF_UNIX)

@@ -37,7 +37,10 @@ class Engine:
     # -- life ---------------------------------------------------------------------------------------------------
 
     def do_start(self, kwargs: dict[str, Any], env: dict[str, str], log: str, v2_shape: bool = False, prepare: str = "") -> int:
-        """Build the engine with ``kwargs`` of vllm.LLM, after ``prepare`` of zoo/kernels.py; logs go to file ``log``; returns this process's id."""
+        """Build the engine with ``kwargs`` of vllm.LLM; logs go to file ``log``; returns this process's id.
+
+        ``prepare`` names a function of zoo/kernels.py to call first.
+        """
         _redirect(log)
         os.environ.update(env)
         if prepare:

@@ -154,7 +154,9 @@ def test_turn_two_finds_what_turn_one_said(place: Place, serve: Callable[..., En
 def test_few_blocks_and_many_requests_say_the_truth(place: Place, serve: Callable[..., Engine]) -> None:
     """Preemptions, and blocks that are given to others as soon as they can be."""
     groups = len(place.model.kinds)
-    engine = serve(num_blocks=20 + 16 * groups * BLOCK // min(BLOCK, place.model.hit_tokens), max_model_len=512, max_num_batched_tokens=512)
+    engine = serve(
+        num_blocks=20 + 16 * groups * BLOCK // min(BLOCK, place.model.hit_tokens), max_model_len=512, max_num_batched_tokens=512
+    )
     prompts = [place.prompt(9700 + i, 120 + 31 * i, max_tokens=24) for i in range(8)]
     for _ in range(3):
         ask(place, engine, *prompts)

@@ -9,13 +9,22 @@ from typing import Any
 
 import numpy as np
 
-from ..tiny import HEAD_DIM, HIDDEN, NUM_HEADS, NUM_KV_HEADS, VOCAB
+from e2e.tiny import HEAD_DIM, HIDDEN, NUM_HEADS, NUM_KV_HEADS, VOCAB
+
 from .parts import Heads, Tensors, Weights, config, weights
 
 NUM_LAYERS = 3
 REST_GAIN = 0.6
 EMBED_STD = 0.1
-PROJECTIONS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+PROJECTIONS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
 
 
 def llama_config(num_layers: int = NUM_LAYERS, **more: Any) -> dict[str, Any]:
@@ -91,7 +100,7 @@ def eagle3_weights() -> Tensors:
 
 
 def mimo_config() -> dict[str, Any]:
-    """MiMo: a Qwen2 with one layer that predicts a token further. transformers knows no MiMo; vLLM asks for the architecture only."""
+    """MiMo: a Qwen2 with one layer that predicts a token further. vLLM asks for the architecture only; transformers knows none."""
     return config("MiMoForCausalLM", "qwen2", num_hidden_layers=NUM_LAYERS, num_nextn_predict_layers=1, use_sliding_window=False)
 
 

@@ -1,16 +1,13 @@
 """What the CPU build's state kernels lack, put in their place; runs in an engine's process, before the model is built.
 
-vLLM's gated delta net for CPUs takes bfloat16 only and is not exact: a hit's output differs from a cold one's. Its Mamba2 scan gives
-the last state only, where prefix caching wants one in the middle of a prompt, which a Triton kernel then stores. The functions
-here do the same arithmetic in float32, wherever a step begins. Scheduler, slots, layout and the rest of the model stay vLLM's.
+vLLM's gated delta net for CPUs takes bfloat16 only and is not exact: a hit's output differs from a cold one's. Its Mamba2 scan
+gives the last state only, where prefix caching wants one in the middle of a prompt, which a Triton kernel then stores. The
+functions here do the same arithmetic in float32, wherever a step begins. Scheduler, slots, layout and the rest stay vLLM's.
 """
 
 from typing import Any
 
-try:
-    import torch
-except ImportError:  # the test's process needs no torch
-    pass
+import torch
 
 
 def exact_delta_net() -> None:

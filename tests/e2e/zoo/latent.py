@@ -5,7 +5,8 @@ The CPU's kernel knows one size only: 512 latent values and 64 rotated ones, in 
 
 from typing import Any
 
-from ..tiny import HIDDEN, NUM_HEADS, OUT_GAIN, QK_GAIN
+from e2e.tiny import HIDDEN, NUM_HEADS, OUT_GAIN, QK_GAIN
+
 from .parts import Tensors, config, weights
 
 LATENT, ROTATED, PLAIN, VALUE, NUM_LAYERS = 512, 64, 32, 32, 2

@@ -7,8 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from ..tiny import FFN, HEAD_DIM, HIDDEN, NUM_HEADS
-from .parts import Tensors, Weights, config, weights
+from e2e.tiny import FFN, HEAD_DIM, HIDDEN, NUM_HEADS
+
+from .parts import Heads, Tensors, Weights, config, weights
 from .states import CONV_WIDTH, LAYERS
 
 MAMBA_HEADS, MAMBA_DIM, MAMBA_STATE = 6, 32, 16
@@ -129,7 +130,7 @@ def falcon_h1_weights(seed: int = 35) -> Tensors:
     for layer in range(FALCON_LAYERS):
         at = f"model.layers.{layer}."
         made.norms(at, "input_layernorm", "pre_ff_layernorm")
-        made.attention(at + "self_attn.")
+        made.attention(at + "self_attn.", Heads(out_gain=8.0))  # so that it outweighs the state that it is added to
         _mamba2(made, at + "mamba.", norm=False)
         made.mlp(at + "feed_forward.")
     return made.tensors

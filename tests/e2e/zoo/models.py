@@ -61,7 +61,9 @@ class ZooModel:
             return arguments
         files = {"draft": folder.parent / "draft", "target": folder}
         speculative = {"method": self.draft.method, "num_speculative_tokens": self.draft.num_tokens} | self.draft.settings
-        return arguments | {"speculative_config": speculative | ({"model": str(files[self.draft.files])} if self.draft.files else {})}
+        return arguments | {
+            "speculative_config": speculative | ({"model": str(files[self.draft.files])} if self.draft.files else {})
+        }
 
     def own_hit(self, num_tokens: int) -> int:
         """Tokens that vLLM's own prefix cache finds of a prompt that is asked for again at once."""
@@ -106,7 +108,11 @@ ZOO = {
         ZooModel("lfm2", states.lfm2_config, states.lfm2_weights, THREE_STATES, 32, STATES),
         ZooModel("deepseek-v2", latent.deepseek_v2_config, latent.deepseek_v2_weights, ("latent",), 16, LATENT),
         ZooModel("ngram", *LLAMA, draft=Draft("ngram", 3, settings=NGRAM)),
-        ZooModel("draft-model", *LLAMA, draft=Draft("draft_model", 3, "draft", drafts.small_config, drafts.small_weights, layer="draft_model.")),
+        ZooModel(
+            "draft-model",
+            *LLAMA,
+            draft=Draft("draft_model", 3, "draft", drafts.small_config, drafts.small_weights, layer="draft_model."),
+        ),
         ZooModel("eagle", *LLAMA, draft=Draft("eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER)),
         ZooModel("eagle3", *LLAMA, draft=Draft("eagle3", 3, "draft", drafts.eagle3_config, drafts.eagle3_weights, layer=AFTER)),
         ZooModel("mtp", drafts.mimo_config, drafts.mimo_weights, ("full",), draft=Draft("mtp", 1, "target", layer=AFTER)),

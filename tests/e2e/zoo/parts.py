@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..tiny import EMBED_STD, FFN, HEAD_DIM, HEAD_GAIN, HIDDEN, NUM_HEADS, NUM_KV_HEADS, OUT_GAIN, QK_GAIN, VOCAB
+from e2e.tiny import EMBED_STD, FFN, HEAD_DIM, HEAD_GAIN, HIDDEN, NUM_HEADS, NUM_KV_HEADS, OUT_GAIN, QK_GAIN, VOCAB
 
 MAX_POSITIONS = 4096
 Tensors = dict[str, NDArray[np.float32]]
@@ -70,7 +70,9 @@ class Weights:
         self.dense(at + "up_proj", ffn, width)
         self.dense(at + "down_proj", width, ffn)
 
-    def ends(self, *, embed_std: float = EMBED_STD, head_gain: float = HEAD_GAIN, norm: str = "model.norm", one: float = 1.0) -> None:
+    def ends(
+        self, *, embed_std: float = EMBED_STD, head_gain: float = HEAD_GAIN, norm: str = "model.norm", one: float = 1.0
+    ) -> None:
         """Embedding, final norm (``one`` is the value that multiplies by one) and head."""
         self.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=embed_std)
         self.fill(norm + ".weight", HIDDEN, value=one)

@@ -73,12 +73,16 @@ def _request(llm: Any, ids: list[int]) -> Any:
     core = llm.engine_core.engine_core
     params = SamplingParams(temperature=0.0, max_tokens=1)
     return Request(
-        request_id="probe", prompt_token_ids=ids, sampling_params=params, pooling_params=None, block_hasher=core.request_block_hasher
+        request_id="probe",
+        prompt_token_ids=ids,
+        sampling_params=params,
+        pooling_params=None,
+        block_hasher=core.request_block_hasher,
     )
 
 
 def damage(llm: Any, group: int, block: int, layers: list[str] | None = None, seed: int = 0) -> int:
-    """Overwrite one page of a group in all its layers, or in ``layers`` of it, with values as large as those there; returns values changed."""
+    """Overwrite a page of a group in all its layers, or in ``layers``, with values as large as there; returns how many."""
     return sum(llm.collective_rpc(_damage, args=(group, block, layers, seed)))
 
 

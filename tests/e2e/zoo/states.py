@@ -1,11 +1,12 @@
-"""Models that keep a state instead of KV in some layers: Qwen3-Next (gated delta net) and LFM2 (convolutions); see mamba2.py for others.
+"""Models that keep a state instead of KV in some layers: Qwen3-Next (gated delta nets) and LFM2 (convolutions); also mamba2.py.
 
 The decay of each state is slow (a hundred tokens and more), so that what a prompt began with is still in it at the end.
 """
 
 from typing import Any
 
-from ..tiny import FFN, HEAD_DIM, HIDDEN
+from e2e.tiny import FFN, HEAD_DIM, HIDDEN
+
 from .parts import Heads, Tensors, Weights, config, weights
 
 LAYERS = ("state", "state", "state", "full")

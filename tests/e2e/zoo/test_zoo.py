@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from ..client import Engine, Req, Result, Zygote, engine_kwargs, random_ids
-from ..conftest import Truth
+from e2e.client import Engine, Req, Result, Zygote, engine_kwargs, random_ids
+from e2e.conftest import Truth
+
 from .models import ZOO, ZooModel
 
 NUM_TOKENS = 418
 """Of each prompt: several blocks beyond every window, half a chunk beyond the last whole one, and a tail of two tokens."""
-PROMPTS_OF_A_DRAFTER = 8
+PROMPTS_OF_A_DRAFTER = 4
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from ..tiny import FFN, HEAD_DIM, HIDDEN, NUM_HEADS, NUM_KV_HEADS, VOCAB
+from e2e.tiny import FFN, HEAD_DIM, HIDDEN, NUM_HEADS, NUM_KV_HEADS, VOCAB
+
 from .parts import Heads, Tensors, config, weights
 
 WINDOW = 64
