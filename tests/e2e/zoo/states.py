@@ -104,7 +104,7 @@ def lfm2_weights(seed: int = 34) -> Tensors:
             made.normal(at + "conv.conv.weight", HIDDEN, 1, LFM_WIDTH, std=0.7)
             made.dense(at + "conv.out_proj", HIDDEN, HIDDEN, 4.0 * (layer + 1))  # each outweighs what came before
         else:
-            made.attention(at + "self_attn.")
+            made.attention(at + "self_attn.", Heads(out_gain=12.0))
             made.tensors[at + "self_attn.out_proj.weight"] = made.tensors.pop(at + "self_attn.o_proj.weight")
             made.norms(at + "self_attn.", "q_layernorm", "k_layernorm", width=HEAD_DIM, value=1.6)
         for name, rows, cols in (("w1", FFN, HIDDEN), ("w2", HIDDEN, FFN), ("w3", FFN, HIDDEN)):
