@@ -43,6 +43,8 @@ class ZooModel:
     prepare: str = ""
     """Function of kernels.py that the engine's process calls first."""
     draft: Draft | None = None
+    alone: bool = False
+    """vLLM's CPU build answers it differently in a batch, without any cache: ask one request at a time."""
 
     def write(self, folder: Path) -> Path:
         """Write the model's files, and the drafter's beside them; returns the model's folder."""
@@ -105,8 +107,8 @@ ZOO = {
         ZooModel("granite4", mamba2.granite4_config, mamba2.granite4_weights, *MAMBA2),
         ZooModel("nemotron-h", mamba2.nemotron_h_config, mamba2.nemotron_h_weights, *MAMBA2),
         ZooModel("falcon-h1", mamba2.falcon_h1_config, mamba2.falcon_h1_weights, ("full", "state (align)"), *MAMBA2[1:]),
-        ZooModel("lfm2", states.lfm2_config, states.lfm2_weights, THREE_STATES, 32, STATES),
-        ZooModel("deepseek-v2", latent.deepseek_v2_config, latent.deepseek_v2_weights, ("latent",), 16, LATENT),
+        ZooModel("lfm2", states.lfm2_config, states.lfm2_weights, THREE_STATES, 32, STATES, alone=True),
+        ZooModel("deepseek-v2", latent.deepseek_v2_config, latent.deepseek_v2_weights, ("latent",), 16, LATENT, alone=True),
         ZooModel("ngram", *LLAMA, draft=Draft("ngram", 3, settings=NGRAM)),
         ZooModel(
             "draft-model",
