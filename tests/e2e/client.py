@@ -98,7 +98,14 @@ class Engine:
     """One engine process. ``kill`` is kill -9; ``stop`` is a clean shutdown; the block manager pool is tiny."""
 
     def __init__(
-        self, address: Path, kwargs: dict[str, Any], *, log: Path, env: dict[str, str] | None = None, v2_shape: bool = False
+        self,
+        address: Path,
+        kwargs: dict[str, Any],
+        *,
+        log: Path,
+        env: dict[str, str] | None = None,
+        v2_shape: bool = False,
+        prepare: str = "",
     ) -> None:
         self.log = log
         self._socket = socket.socket(socket.AF_UNIX)
@@ -106,7 +113,7 @@ class Engine:
         self._stream = self._socket.makefile("rw")
         self.pid: int = 0
         try:
-            self.pid = self._ask("start", kwargs=kwargs, env=env or {}, log=str(log), v2_shape=v2_shape)
+            self.pid = self._ask("start", kwargs=kwargs, env=env or {}, log=str(log), v2_shape=v2_shape, prepare=prepare)
         except EngineError:
             self._close()
             raise
@@ -196,6 +203,10 @@ class Engine:
     def call(self, path: str, *args: Any) -> Any:
         """Read or call an attribute of the scheduler-side connector."""
         return self._ask("call", path=path, args=list(args))
+
+    def probe(self, name: str, **arguments: Any) -> Any:
+        """A function of zoo/probe.py."""
+        return self._ask("probe", name=name, arguments=arguments)
 
     def detach(self, *, away: bool) -> None:
         """Take the connector away, or put it back."""
@@ -372,11 +383,13 @@ class Zygote:
                 raise EngineError("zygote did not start:\n" + self._log.read_text()[-6000:])
             time.sleep(0.05)
 
-    def engine(self, kwargs: dict[str, Any], *, env: dict[str, str] | None = None, v2_shape: bool = False) -> Engine:
+    def engine(
+        self, kwargs: dict[str, Any], *, env: dict[str, str] | None = None, v2_shape: bool = False, prepare: str = ""
+    ) -> Engine:
         """Fork an engine."""
         self.wait()
         log = self._folder / f"engine{next(self._count)}.log"
-        return Engine(self.address, kwargs, log=log, env=env, v2_shape=v2_shape)
+        return Engine(self.address, kwargs, log=log, env=env, v2_shape=v2_shape, prepare=prepare)
 
     def server(self, argv: list[str]) -> Server:
         """Start a server; the caller waits for it."""

@@ -7,6 +7,7 @@ is tested: kvloft is only named in the arguments that the test sends.
 
 import base64
 import contextlib
+import importlib
 import json
 import os
 import runpy
@@ -35,10 +36,15 @@ class Engine:
 
     # -- life ---------------------------------------------------------------------------------------------------
 
-    def do_start(self, kwargs: dict[str, Any], env: dict[str, str], log: str, v2_shape: bool = False) -> int:
-        """Build the engine with ``kwargs`` of vllm.LLM; logs go to file ``log``; returns this process's id."""
+    def do_start(self, kwargs: dict[str, Any], env: dict[str, str], log: str, v2_shape: bool = False, prepare: str = "") -> int:
+        """Build the engine with ``kwargs`` of vllm.LLM; logs go to file ``log``; returns this process's id.
+
+        ``prepare`` names a function of zoo/kernels.py to call first.
+        """
         _redirect(log)
         os.environ.update(env)
+        if prepare:
+            getattr(importlib.import_module(".zoo.kernels", __package__), prepare)()
         if kwargs.get("async_scheduling"):
             shapes.allow_async_scheduling()
         if kwargs.get("tensor_parallel_size", 1) > 1:
@@ -245,6 +251,10 @@ class Engine:
             value = getattr(value, name)
         value = value(*(args or [])) if callable(value) else value
         return json.loads(json.dumps(value, default=repr))
+
+    def do_probe(self, name: str, arguments: dict[str, Any]) -> Any:
+        """Call a function of zoo/probe.py."""
+        return getattr(importlib.import_module(".zoo.probe", __package__), name)(self.llm, **arguments)
 
     def do_detach(self, away: bool) -> None:
         """Take the connector away, as the benches do, or put it back."""

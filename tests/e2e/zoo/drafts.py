@@ -1,0 +1,119 @@
+"""Drafters that are right most of the time, by construction and without training.
+
+The target is a Llama whose first layer decides nearly everything: later ones add little. A drafter at position p knows token p and
+its own KV of tokens 1 to p, so it copies the target's first layer and computes nearly what the target will: the more so, the
+less the target's later layers add (REST_GAIN). Its KV matters as much as the target's: with a page of it lost it guesses wrong.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from e2e.tiny import HEAD_DIM, HIDDEN, NUM_HEADS, NUM_KV_HEADS, VOCAB
+
+from .parts import Heads, Tensors, Weights, config, weights
+
+NUM_LAYERS = 3
+REST_GAIN = 0.6
+EMBED_STD = 0.1
+PROJECTIONS = (
+    "self_attn.q_proj",
+    "self_attn.k_proj",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+
+
+def llama_config(num_layers: int = NUM_LAYERS, **more: Any) -> dict[str, Any]:
+    """A Llama."""
+    return config("LlamaForCausalLM", "llama", num_hidden_layers=num_layers) | more
+
+
+def _target(seed: int) -> Weights:
+    made = weights(seed)
+    made.ends(embed_std=EMBED_STD)
+    embed = made.tensors["model.embed_tokens.weight"]
+    embed *= EMBED_STD * np.sqrt(HIDDEN) / np.linalg.norm(embed, axis=1, keepdims=True)  # so that a norm is one factor, for EAGLE
+    for layer in range(NUM_LAYERS):
+        at = f"model.layers.{layer}."
+        made.norms(at, "input_layernorm", "post_attention_layernorm")
+        made.attention(at + "self_attn.", Heads() if layer == 0 else Heads(out_gain=REST_GAIN))
+        made.mlp(at + "mlp.")
+        if layer:
+            made.tensors[at + "mlp.down_proj.weight"] *= REST_GAIN / 2
+    return made
+
+
+def llama_weights(seed: int = 51) -> Tensors:
+    """The target."""
+    return _target(seed).tensors
+
+
+def _first_layer(target: Tensors, at: str = "") -> Tensors:
+    return {f"{at}{name}.weight": target[f"model.layers.0.{name}.weight"] for name in PROJECTIONS}
+
+
+def small_config() -> dict[str, Any]:
+    """A draft model of its own: the target's first layer between its ends."""
+    return llama_config(1)
+
+
+def small_weights() -> Tensors:
+    """Tensors of the target, but for its later layers."""
+    return {name: t for name, t in llama_weights().items() if ".layers." not in name or ".layers.0." in name}
+
+
+def eagle_config() -> dict[str, Any]:
+    """EAGLE: one layer over the embedding beside the target's last hidden state."""
+    return llama_config(1)
+
+
+def eagle_weights() -> Tensors:
+    """EAGLE's layer has no first norm: its embedding comes in normed, and its branches are scaled like that."""
+    made = _first_layer(llama_weights(), "layers.0.")
+    scale = np.float32(1 / EMBED_STD)
+    made["fc.weight"] = np.concatenate([scale * np.eye(HIDDEN, dtype=np.float32), np.zeros((HIDDEN, HIDDEN), np.float32)], axis=1)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        made[f"layers.0.{name}.weight"] = scale * made[f"layers.0.{name}.weight"]
+    return made | {"layers.0.post_attention_layernorm.weight": np.ones(HIDDEN, np.float32)}
+
+
+def eagle3_config() -> dict[str, Any]:
+    """EAGLE-3: attention over the embedding beside a mixture of three of the target's hidden states; a head of its own."""
+    return llama_config(1, draft_vocab_size=VOCAB)
+
+
+def eagle3_weights() -> Tensors:
+    """The mixture is nearly nothing, so what is missing is the embedding in the residual: a little more often wrong than EAGLE."""
+    target = llama_weights()
+    made = _first_layer(target, "midlayer.")
+    for name in "qkv":
+        rows = made[f"midlayer.self_attn.{name}_proj.weight"]
+        made[f"midlayer.self_attn.{name}_proj.weight"] = np.concatenate([rows, np.zeros_like(rows)], axis=1)
+    ones = np.ones(HIDDEN, np.float32)
+    made |= {f"midlayer.{name}.weight": ones for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")}
+    made["fc.weight"] = np.tile(1e-3 * np.eye(HIDDEN, dtype=np.float32), (1, 3))
+    return made | {"norm.weight": ones, "lm_head.weight": target["lm_head.weight"]}
+
+
+def mimo_config() -> dict[str, Any]:
+    """MiMo: a Qwen2 with one layer that predicts a token further. vLLM asks for the architecture only; transformers knows none."""
+    return config("MiMoForCausalLM", "qwen2", num_hidden_layers=NUM_LAYERS, num_nextn_predict_layers=1, use_sliding_window=False)
+
+
+def mimo_weights(seed: int = 52) -> Tensors:
+    """The target, and a predictor whose norm of the embedding gives the embedding back."""
+    made = _target(seed)
+    at = "model.mtp_layers.0."
+    made.tensors |= _first_layer(made.tensors, at)
+    made.norms(at, "input_layernorm", "post_attention_layernorm", "final_layernorm", "hidden_layernorm")
+    made.norms(at, "token_layernorm", value=EMBED_STD)
+    zeros = np.zeros((HIDDEN, HIDDEN), np.float32)
+    made.tensors[at + "input_proj.weight"] = np.concatenate([zeros, np.eye(HIDDEN, dtype=np.float32)], axis=1)
+    for layer in [f"model.layers.{i}." for i in range(NUM_LAYERS)] + [at]:
+        for name, heads in (("q", NUM_HEADS), ("k", NUM_KV_HEADS), ("v", NUM_KV_HEADS)):
+            made.fill(f"{layer}self_attn.{name}_proj.bias", heads * HEAD_DIM, value=0.0)
+    return made.tensors

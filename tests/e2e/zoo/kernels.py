@@ -1,0 +1,117 @@
+"""What the CPU build's state kernels lack, put in their place; runs in an engine's process, before the model is built.
+
+vLLM's gated delta net for CPUs takes bfloat16 only and is not exact: a hit's output differs from a cold one's. Its Mamba2 scan
+gives the last state only, where prefix caching wants one in the middle of a prompt, which a Triton kernel then stores. The
+functions here do the same arithmetic in float32, wherever a step begins. Scheduler, slots, layout and the rest stay vLLM's.
+"""
+
+from typing import Any
+
+import torch
+
+
+def exact_delta_net() -> None:
+    """Let gated delta nets be computed in float32, token by token."""
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
+    from vllm.utils.torch_utils import LayerNameType
+
+    def core(
+        mixed_qkv: torch.Tensor, b: torch.Tensor, a: torch.Tensor, core_attn_out: torch.Tensor, layer_name: LayerNameType
+    ) -> None:
+        _delta_net(mixed_qkv, b, a, core_attn_out, layer_name)
+
+    gdn_attention.cpu_gdn_attention_core = core
+
+
+def _delta_net(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any) -> None:
+    from vllm.forward_context import get_forward_context
+    from vllm.utils.torch_utils import _resolve_layer_name
+
+    context = get_forward_context()
+    layer: Any = context.no_compile_layers[_resolve_layer_name(layer_name)]
+    if context.attn_metadata is None:
+        return
+    step: Any = context.attn_metadata[layer.prefix]
+    if not step.num_actual_tokens:
+        return
+    assert step.spec_sequence_masks is None, "no drafts"
+    bounds, slots = step.non_spec_query_start_loc.tolist(), step.non_spec_state_indices_tensor.tolist()
+    for i in range(step.num_decodes + step.num_prefills):
+        begin, end = bounds[i], bounds[i + 1]
+        is_new = i >= step.num_decodes and not bool(step.has_initial_state[i])
+        convolved = _convolve(layer, slots[i], mixed_qkv[begin:end], is_new)
+        core_attn_out[begin:end] = _recur(layer, slots[i], convolved, a[begin:end], b[begin:end], is_new)
+
+
+def _convolve(layer: Any, slot: int, x: Any, is_new: bool) -> Any:
+    """Convolution over time; the state is the input of the last tokens."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    state = layer.kv_cache[0][slot]
+    state = state.transpose(0, 1) if is_conv_state_dim_first() else state  # (width - 1, channels)
+    weight = layer.conv1d.weight.view(x.shape[1], -1)
+    inputs = torch.cat([torch.zeros_like(state) if is_new else state, x])
+    out = (inputs.unfold(0, weight.shape[1], 1) * weight).sum(-1)
+    state.copy_(inputs[-state.shape[0] :])
+    return torch.nn.functional.silu(out)
+
+
+def _recur(layer: Any, slot: int, x: Any, a: Any, b: Any, is_new: bool) -> Any:
+    """The recurrence; the state is one matrix a head, keys by values."""
+    state = layer.kv_cache[1][slot]
+    state = state.view(state.shape[0], state.shape[2], state.shape[1])
+    if is_new:
+        state.zero_()
+    query, key, value = torch.split(x, [layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
+    repeat = layer.num_v_heads // layer.num_k_heads
+    query, key = (
+        _normed(t.view(len(t), layer.num_k_heads, layer.head_k_dim)).repeat_interleave(repeat, dim=1) for t in (query, key)
+    )
+    query, value = query * layer.head_k_dim**-0.5, value.reshape(len(value), layer.num_v_heads, layer.head_v_dim)
+    decay = torch.exp(-torch.exp(layer.A_log) * torch.nn.functional.softplus(a + layer.dt_bias))
+    beta, out = torch.sigmoid(b), torch.empty_like(value)
+    for t in range(len(value)):
+        state *= decay[t, :, None, None]
+        missing = (value[t] - torch.einsum("hk,hkv->hv", key[t], state)) * beta[t, :, None]
+        state += key[t, :, :, None] * missing[:, None, :]
+        out[t] = torch.einsum("hk,hkv->hv", query[t], state)
+    return out
+
+
+def _normed(x: Any) -> Any:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+
+
+def mamba2_checkpoints() -> None:
+    """Let Mamba2 layers keep the state of a prompt's last full block, as on a GPU."""
+    from vllm.model_executor.layers.mamba import mamba_mixer2
+    from vllm.model_executor.layers.mamba.ops import ssd_combined
+
+    scan = ssd_combined._mamba_chunk_scan_combined_fwd
+
+    def scan_by_chunks(x: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int, out: Any, **more: Any) -> Any:
+        if not more.pop("return_intermediate_states", False):
+            return scan(x, dt, A, B, C, chunk_size, out, **more)
+        bounds, owners, initial = more["cu_chunk_seqlens"].tolist(), more["seq_idx"].tolist(), more["initial_states"]
+        states: list[Any] = []
+        for i, owner in enumerate(owners):
+            s = slice(bounds[i], bounds[i + 1])
+            known = states[-1] if i and owners[i - 1] == owner else None if initial is None else initial[owner : owner + 1]
+            own = more | {"initial_states": known, "cu_seqlens": torch.tensor([0, s.stop - s.start], dtype=torch.int32)}
+            states.append(scan(x[s], dt[s], A, B[s], C[s], chunk_size, out[s], **own))
+        return torch.cat(states)
+
+    ssd_combined._mamba_chunk_scan_combined_fwd = scan_by_chunks
+    mamba_mixer2.store_prefill_checkpoint = _store_checkpoint
+
+
+def _store_checkpoint(
+    checkpoint: Any, chunk: Any, x: Any, conv_state: Any, chunk_states: Any, ssm_state: Any, starts: Any, *, state_len: int
+) -> None:
+    for row, offset in enumerate(checkpoint.checkpoint_offsets.tolist()):
+        if not offset:
+            continue
+        slot, end = int(checkpoint.state_indices[row]), int(starts[row]) + offset
+        assert offset >= state_len, "a checkpoint right after the step's begin"
+        conv_state[slot, :, :state_len] = x[:, end - state_len : end]
+        ssm_state[slot] = chunk_states[int(chunk[row])]

@@ -1,0 +1,122 @@
+"""The zoo: each model with the engine arguments that it needs and the groups that vLLM 0.32.0 makes of it.
+
+``ZOO`` is what the tests go through; README.md tells what is not in it and why.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import drafts, latent, mamba2, states, windows
+from .parts import Tensors, write
+
+Config = Callable[[], dict[str, Any]]
+Make = Callable[[], Tensors]
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """How an engine guesses tokens ahead. ``files`` says where its weights are: "draft", "target", or nowhere."""
+
+    method: str
+    num_tokens: int
+    files: str = ""
+    config: Config | None = None
+    weights: Make | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+    layer: str = ""
+    """In the names of its layers, and of no other; empty: it has no KV."""
+
+
+@dataclass(frozen=True, slots=True)
+class ZooModel:
+    """One model. ``kinds`` are its groups, in vLLM's order, as probe.groups names them."""
+
+    name: str
+    config: Config
+    weights: Make
+    kinds: tuple[str, ...]
+    hit_tokens: int = 32
+    """A hit of vLLM's own cache is a multiple of it."""
+    arguments: dict[str, Any] = field(default_factory=dict)
+    prepare: str = ""
+    """Function of kernels.py that the engine's process calls first."""
+    draft: Draft | None = None
+    alone: bool = False
+    """vLLM's CPU build answers it differently in a batch, without any cache: ask one request at a time."""
+
+    def write(self, folder: Path) -> Path:
+        """Write the model's files, and the drafter's beside them; returns the model's folder."""
+        if self.draft and self.draft.config and self.draft.weights:
+            write(folder / "draft", self.draft.config(), self.draft.weights())
+        return write(folder / "model", self.config(), self.weights())
+
+    def plain(self) -> dict[str, Any]:
+        """Arguments of an engine without any cache and without a drafter: the truth."""
+        return SMALL | {k: v for k, v in self.arguments.items() if k != "mamba_cache_mode"}
+
+    def engine(self, folder: Path) -> dict[str, Any]:
+        """Arguments of an engine with vLLM's prefix cache, and with the drafter, for the model in ``folder``."""
+        arguments = SMALL | {"enable_prefix_caching": True} | self.arguments
+        if self.draft is None:
+            return arguments
+        files = {"draft": folder.parent / "draft", "target": folder}
+        speculative = {"method": self.draft.method, "num_speculative_tokens": self.draft.num_tokens} | self.draft.settings
+        return arguments | {
+            "speculative_config": speculative | ({"model": str(files[self.draft.files])} if self.draft.files else {})
+        }
+
+    def own_hit(self, num_tokens: int) -> int:
+        """Tokens that vLLM's own prefix cache finds of a prompt that is asked for again at once."""
+        whole = (num_tokens - 1) // self.hit_tokens * self.hit_tokens
+        return max(0, whole - self.hit_tokens) if self.drops_a_block else whole if self.is_cached_by_vllm else 0
+
+    @property
+    def drops_a_block(self) -> bool:
+        """Whether vLLM gives up the last block of a hit, for the drafter's KV there depends on the token after it."""
+        return self.draft is not None and self.draft.method in ("eagle", "eagle3", "mtp")
+
+    @property
+    def is_cached_by_vllm(self) -> bool:
+        """Whether vLLM's own prefix cache serves it: on CPUs it switches that off for latent attention."""
+        return "latent" not in self.kinds
+
+    def target_layers(self, layers: list[str]) -> list[str]:
+        """Those of ``layers`` that are not the drafter's."""
+        return [name for name in layers if not (self.draft and self.draft.layer and self.draft.layer in name)]
+
+
+SMALL: dict[str, Any] = {"num_blocks": 300, "max_model_len": 1024, "enable_prompt_embeds": False}
+STATES = {"mamba_cache_mode": "align"}
+NGRAM = {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
+LLAMA = (drafts.llama_config, drafts.llama_weights, ("full",))
+AFTER = f".layers.{drafts.NUM_LAYERS}."
+"""Where a drafter's layer is numbered after the target's."""
+THREE_STATES = (*("state (align)",) * 3, "full")
+MAMBA2 = (THREE_STATES, 64, STATES, "mamba2_checkpoints")
+LATENT = {"block_size": 16, "max_num_batched_tokens": 2048}
+
+ZOO = {
+    model.name: model
+    for model in (
+        ZooModel("gemma3", windows.gemma3_config, windows.gemma3_weights, (*("window 64",) * 3, "full")),
+        ZooModel("gpt-oss", windows.gpt_oss_config, windows.gpt_oss_weights, ("window 64", "full")),
+        ZooModel("llama4", windows.llama4_config, windows.llama4_weights, (*("chunk 64",) * 3, "full")),
+        ZooModel("qwen3-next", states.qwen3_next_config, states.qwen3_next_weights, THREE_STATES, 64, STATES, "exact_delta_net"),
+        ZooModel("granite4", mamba2.granite4_config, mamba2.granite4_weights, *MAMBA2),
+        ZooModel("nemotron-h", mamba2.nemotron_h_config, mamba2.nemotron_h_weights, *MAMBA2),
+        ZooModel("falcon-h1", mamba2.falcon_h1_config, mamba2.falcon_h1_weights, ("full", "state (align)"), *MAMBA2[1:]),
+        ZooModel("lfm2", states.lfm2_config, states.lfm2_weights, THREE_STATES, 32, STATES, alone=True),
+        ZooModel("deepseek-v2", latent.deepseek_v2_config, latent.deepseek_v2_weights, ("latent",), 16, LATENT, alone=True),
+        ZooModel("ngram", *LLAMA, draft=Draft("ngram", 3, settings=NGRAM)),
+        ZooModel(
+            "draft-model",
+            *LLAMA,
+            draft=Draft("draft_model", 3, "draft", drafts.small_config, drafts.small_weights, layer="draft_model."),
+        ),
+        ZooModel("eagle", *LLAMA, draft=Draft("eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER)),
+        ZooModel("eagle3", *LLAMA, draft=Draft("eagle3", 3, "draft", drafts.eagle3_config, drafts.eagle3_weights, layer=AFTER)),
+        ZooModel("mtp", drafts.mimo_config, drafts.mimo_weights, ("full",), draft=Draft("mtp", 1, "target", layer=AFTER)),
+    )
+}

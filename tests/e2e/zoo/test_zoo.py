@@ -1,0 +1,182 @@
+"""The zoo itself: vLLM forms the groups that models.py names, and what is said depends on every page that a hit needs.
+
+Without this a cache test proves nothing: a model that says the same with a page of rubbish would say the same with a wrong page.
+kvloft is in none of these engines.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from e2e.client import Engine, Req, Result, Zygote, engine_kwargs, random_ids
+from e2e.conftest import Truth
+
+from .models import ZOO, ZooModel
+
+NUM_TOKENS = 418
+"""Of each prompt: several blocks beyond every window, half a chunk beyond the last whole one, and a tail of two tokens."""
+PROMPTS = (500, 501, 502)
+"""Seeds: sharp attention passes over a page now and then, so a page counts if one of these prompts reads it."""
+PROMPTS_OF_A_DRAFTER = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cage:
+    """One model with an engine that has vLLM's own prefix cache, and the truth."""
+
+    model: ZooModel
+    engine: Engine
+    truth: Truth
+
+    def prompt(self, seed: int, num_tokens: int = NUM_TOKENS, max_tokens: int = 12) -> Req:
+        """A prompt whose output rounding cannot change."""
+        return self.truth.pick(lambda s: Req(random_ids(s, num_tokens), max_tokens=max_tokens), seed)
+
+    def cold(self, *requests: Req) -> list[Result]:
+        """Results with an empty prefix cache."""
+        assert self.engine.reset()
+        return self.engine.ask_each(*(r.again() for r in requests))
+
+    @property
+    def groups(self) -> list[dict[str, Any]]:
+        """vLLM's groups; see probe.groups."""
+        return self.engine.probe("groups")["groups"]
+
+    def hit(self, request: Req) -> dict[str, Any]:
+        """What vLLM's own cache has of a prompt; see probe.hit."""
+        return self.engine.probe("hit", ids=list(request.ids or ()))
+
+    def damage(self, group: int, block: int) -> None:
+        """Overwrite a page in the target's layers of a group."""
+        assert self.engine.probe("damage", group=group, block=block, layers=self.model.target_layers(self.groups[group]["layers"]))
+
+    def begin(self, request: Req) -> list[list[int]]:
+        """Compute a prompt; returns the block tables of the request, which goes on running."""
+        assert self.engine.reset()
+        self.engine.add(request)
+        while self.engine.state()["computed"][request.id] < request.num_prompt_tokens:
+            self.engine.step(1)
+        return self.engine.probe("tables")
+
+    def accepted(self, request: Req, how: str) -> float:
+        """Drafted tokens that were right in one request: cold, on a hit, or on a hit whose draft KV is rubbish."""
+        said = self.cold(request)[0].tokens if how != "cold" else self.truth.tokens(request)
+        if how == "cold":
+            assert self.engine.reset()
+        if how == "damaged":
+            draft = self.model.draft
+            (group,) = self.groups
+            mine = [name for name in group["layers"] if draft and draft.layer in name]
+            for block in self.hit(request)["blocks"][0]:
+                self.engine.probe("damage", group=0, block=block, layers=mine)
+        before = self.engine.metrics()["vllm:spec_decode_num_accepted_tokens_total"]
+        assert self.engine.ask(request.again())[0].tokens == said
+        return self.engine.metrics()["vllm:spec_decode_num_accepted_tokens_total"] - before
+
+
+@pytest.fixture(scope="module", params=sorted(ZOO))
+def cage(request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cage]:
+    """Each model in turn."""
+    model = ZOO[request.param]
+    folder = model.write(tmp_path_factory.mktemp(model.name))
+    plain = model.plain()
+    truth = Truth(lambda: zygote.engine(engine_kwargs(folder, **plain), prepare=model.prepare))
+    engine = zygote.engine(engine_kwargs(folder, **model.engine(folder)), prepare=model.prepare)
+    yield Cage(model, engine, truth)
+    engine.kill()
+    truth.close()
+
+
+def some(of: list[int]) -> list[int]:
+    """First, middle and last."""
+    return sorted({of[0], of[len(of) // 2], of[-1]}) if of else []
+
+
+def needed(kind: str, num_tokens: int, block: int) -> range:
+    """Which blocks of a group a hit of ``num_tokens`` needs, by its kind."""
+    last = num_tokens // block
+    name, _, size = kind.partition(" ")
+    if name == "window":
+        return range(max(0, num_tokens - int(size) + 1) // block, last)
+    if name == "chunk":
+        return range(num_tokens // int(size) * int(size) // block, last)
+    return range(last - 1, last) if name == "state" else range(last)
+
+
+def test_vllm_forms_the_groups_that_the_zoo_names(cage: Cage) -> None:
+    found = cage.engine.probe("groups")
+    assert tuple(g["kind"] for g in found["groups"]) == cage.model.kinds
+    assert found["hit_tokens"] == cage.model.hit_tokens
+
+
+def test_a_hit_needs_the_blocks_that_its_kind_says_and_says_the_truth(cage: Cage) -> None:
+    request = cage.prompt(500)
+    assert cage.cold(request)[0].tokens == cage.truth.tokens(request)
+    hit = cage.hit(request)
+    assert hit["tokens"] == cage.model.own_hit(NUM_TOKENS)
+    for group, blocks in zip(cage.groups, hit["blocks"], strict=True):
+        there = [i for i, block in enumerate(blocks) if block]
+        assert there == list(needed(group["kind"], hit["tokens"], group["block_tokens"])), group["kind"]
+    again = cage.engine.ask(request.again())[0]
+    assert (again.tokens, again.cached) == (cage.truth.tokens(request), hit["tokens"])
+
+
+def test_what_is_said_depends_on_no_rounding(cage: Cage) -> None:
+    """Random weights can make another token of a rounding difference, and then no comparison means anything."""
+    requests = [cage.prompt(600 + i, 190 + 61 * i) for i in range(4)]
+    assert cage.engine.reset()
+    for how in ("in a batch", "on hits in a batch"):
+        ask = cage.engine.ask_each if cage.model.alone else cage.engine.ask
+        said = [r.tokens for r in ask(*(r.again() for r in requests))]
+        assert said == [cage.truth.tokens(r) for r in requests], how
+
+
+def test_what_a_hit_says_depends_on_every_page_of_every_group(cage: Cage) -> None:
+    if not cage.model.is_cached_by_vllm:
+        pytest.skip("vLLM's CPU platform switches its prefix cache off for latent attention")
+    for group, kind in enumerate(cage.model.kinds):
+        cage.cold(cage.prompt(500))
+        there = [i for i, block in enumerate(cage.hit(cage.prompt(500))["blocks"][group]) if block]
+        assert there, f"a hit needs nothing of group {group}: choose another length"
+        for index in some(there):
+            assert any(hit_is_damaged(cage, cage.prompt(seed), group, index) for seed in PROMPTS), f"{group} {kind} {index}"
+
+
+def hit_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
+    """Whether a hit says something else once block ``index`` of ``group`` is overwritten."""
+    cage.cold(request)
+    cage.damage(group, cage.hit(request)["blocks"][group][index])
+    return cage.engine.ask(request.again())[0].tokens != cage.truth.tokens(request)
+
+
+def test_what_is_said_next_depends_on_every_page_that_a_running_request_needs(cage: Cage) -> None:
+    """The same between prefill and decode. A state's group has blocks for earlier boundaries too: only the last is read."""
+    for group, kind in enumerate(cage.model.kinds):
+        block_tokens = cage.groups[group]["block_tokens"]
+        for index in [-1] if kind.startswith("state") else some(list(needed(kind, NUM_TOKENS, block_tokens))):
+            assert any(output_is_damaged(cage, cage.prompt(seed), group, index) for seed in PROMPTS), f"{group} {kind} {index}"
+
+
+def output_is_damaged(cage: Cage, request: Req, group: int, index: int) -> bool:
+    """Whether a request says something else once block ``index`` of ``group`` (-1: its last) is overwritten after its prompt."""
+    running = request.again()
+    table = cage.begin(running)[group]
+    cage.damage(group, [block for block in table if block][-1] if index < 0 else table[index])
+    return cage.engine.run()[running.id].tokens != cage.truth.tokens(request)
+
+
+def test_drafts_are_accepted_and_depend_on_the_drafters_own_pages(cage: Cage) -> None:
+    """Tokens stay right with a drafter's pages lost: it is accepted less often. So a cache of draft KV is judged by that."""
+    draft = cage.model.draft
+    if draft is None or not draft.layer:
+        pytest.skip("no drafter with KV of its own")
+    requests = [cage.prompt(700 + i, 300 + 7 * i, 24) for i in range(PROMPTS_OF_A_DRAFTER)]
+    shares = dict[str, float]()
+    for how in ("cold", "hit", "damaged"):
+        shares[how] = sum(cage.accepted(r, how) for r in requests) / (24 * len(requests))
+    print(f"{cage.model.name}: accepted share of output {shares}")
+    assert shares["cold"] > 0.3
+    assert abs(shares["hit"] - shares["cold"]) < 0.05
+    assert shares["damaged"] < 0.7 * shares["cold"]

@@ -1,0 +1,121 @@
+"""Models whose attention is local in some layers: Gemma 3 (windows), GPT-OSS (windows with sinks, experts), Llama 4 (chunks).
+
+The order of layers decides vLLM's groups: as many layers in each as the rarest kind has.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from e2e.tiny import FFN, HEAD_DIM, HIDDEN, NUM_HEADS, NUM_KV_HEADS, VOCAB
+
+from .parts import Heads, Tensors, config, weights
+
+WINDOW = 64
+CHUNK = 64
+THREE_AND_ONE = ("local", "local", "local", "full") * 2
+ONE_AND_ONE = ("local", "full") * 2
+
+GEMMA_QK_NORM, GEMMA_BRANCH_NORM = 1.5, 2.0
+"""Gemma's norms multiply by one more than this: sharp attention, and branches that outweigh what they are added to."""
+
+
+def gemma3_config(layers: tuple[str, ...] = THREE_AND_ONE, window: int = WINDOW) -> dict[str, Any]:
+    """Gemma 3; ``layers`` says which have the window."""
+    fields = config(
+        "Gemma3ForCausalLM",
+        "gemma3_text",
+        num_hidden_layers=len(layers),
+        layer_types=["sliding_attention" if kind == "local" else "full_attention" for kind in layers],
+        sliding_window=window,
+        query_pre_attn_scalar=HEAD_DIM,
+        hidden_activation="gelu_pytorch_tanh",
+        rope_theta=10000.0,
+        rope_local_base_freq=10000.0,
+        tie_word_embeddings=True,
+    )
+    return {k: v for k, v in fields.items() if k not in ("hidden_act", "rope_parameters")}
+
+
+def gemma3_weights(seed: int = 21, layers: tuple[str, ...] = THREE_AND_ONE) -> Tensors:
+    """Norms on both sides of each branch, of queries and of keys; the head is the embedding."""
+    made = weights(seed)
+    made.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=1 / float(np.sqrt(HIDDEN)))
+    made.norms("model.", "norm", value=0.0)
+    for layer in range(len(layers)):
+        at = f"model.layers.{layer}."
+        made.norms(at + "self_attn.", "q_norm", "k_norm", width=HEAD_DIM, value=GEMMA_QK_NORM)
+        made.norms(at, "input_layernorm", "pre_feedforward_layernorm", value=0.0)
+        made.norms(at, "post_attention_layernorm", "post_feedforward_layernorm", value=GEMMA_BRANCH_NORM)
+        made.attention(at + "self_attn.", Heads(qk_gain=1.0, out_gain=1.0))
+        made.mlp(at + "mlp.")
+    return made.tensors
+
+
+GPT_OSS_EXPERTS = 4
+
+
+def gpt_oss_config(window: int = WINDOW) -> dict[str, Any]:
+    """GPT-OSS: every other layer has the window; YaRN that scales nothing."""
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+    return config(
+        "GptOssForCausalLM",
+        "gpt_oss",
+        num_hidden_layers=len(ONE_AND_ONE),
+        layer_types=["sliding_attention" if kind == "local" else "full_attention" for kind in ONE_AND_ONE],
+        sliding_window=window,
+        num_local_experts=GPT_OSS_EXPERTS,
+        num_experts_per_tok=2,
+        attention_bias=True,
+        rope_parameters=yarn | {"original_max_position_embeddings": 4096},
+    )
+
+
+def gpt_oss_weights(seed: int = 22) -> Tensors:
+    """Experts in one tensor a projection, with biases; a sink for each head."""
+    made = weights(seed)
+    made.ends()
+    heads, kv_heads = NUM_HEADS * HEAD_DIM, NUM_KV_HEADS * HEAD_DIM
+    for layer in range(len(ONE_AND_ONE)):
+        at = f"model.layers.{layer}."
+        made.norms(at, "input_layernorm", "post_attention_layernorm")
+        made.attention(at + "self_attn.")
+        for name, rows in (("q", heads), ("k", kv_heads), ("v", kv_heads), ("o", HIDDEN)):
+            made.fill(f"{at}self_attn.{name}_proj.bias", rows, value=0.0)
+        made.fill(at + "self_attn.sinks", NUM_HEADS, value=1.0)
+        made.dense(at + "mlp.router", GPT_OSS_EXPERTS, HIDDEN)
+        made.fill(at + "mlp.router.bias", GPT_OSS_EXPERTS, value=0.0)
+        for name, rows, cols in (("gate_up_proj", HIDDEN, 2 * FFN), ("down_proj", FFN, HIDDEN)):
+            made.normal(f"{at}mlp.experts.{name}", GPT_OSS_EXPERTS, rows, cols, std=1 / float(np.sqrt(rows)))
+            made.fill(f"{at}mlp.experts.{name}_bias", GPT_OSS_EXPERTS, cols, value=0.0)
+    return made.tensors
+
+
+def llama4_config(chunk: int = CHUNK) -> dict[str, Any]:
+    """Llama 4's text model without experts: three layers of four attend within chunks of ``chunk`` tokens, with positions."""
+    return config(
+        "Llama4ForCausalLM",
+        "llama4_text",
+        num_hidden_layers=len(THREE_AND_ONE),
+        layer_types=["chunked_attention" if kind == "local" else "full_attention" for kind in THREE_AND_ONE],
+        no_rope_layers=[int(kind == "local") for kind in THREE_AND_ONE],
+        attention_chunk_size=chunk,
+        intermediate_size_mlp=FFN,
+        moe_layers=[],
+        interleave_moe_layer_step=0,
+        num_local_experts=1,
+        use_qk_norm=False,
+        attn_temperature_tuning=False,
+    )
+
+
+def llama4_weights(seed: int = 23) -> Tensors:
+    """A Llama whose feed-forward layer has another name."""
+    made = weights(seed)
+    made.ends()
+    for layer in range(len(THREE_AND_ONE)):
+        at = f"model.layers.{layer}."
+        made.norms(at, "input_layernorm", "post_attention_layernorm")
+        made.attention(at + "self_attn.")
+        made.mlp(at + "feed_forward.")
+    return made.tensors
