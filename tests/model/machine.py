@@ -1,0 +1,204 @@
+"""The correctness machine's choices: a hypothesis state machine over `Engine`, and the run of it with a budget and fixed seeds.
+
+Every rule is something that may happen to an engine at any time. All chance comes from hypothesis, so that failures shrink.
+"""
+
+import logging
+import random
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from .engine import Engine
+from .ledger import Ledger
+from .shape import Group, Shape, model_folder
+from .symbols import VOCAB, Item, Spec, Turn, item_content, row_content
+
+_pick = random.Random(7)
+STORIES = [tuple(_pick.randrange(3, VOCAB) for _ in range(80)) for _ in range(3)]
+STORIES.append(STORIES[0][:9] + STORIES[1][9:])
+"""Prompts are beginnings of few stories, so that they share prefixes; the last one parts from the first at position 9."""
+FLAVOURS = ("salt", "adapter", "other adapter", "rows", "mixed", "item", "other item", "session", "no load", "prompt only")
+IMAGES = ("image-0001-aaaa", "image-0001-bbbb")
+
+logging.getLogger("vllm").setLevel(logging.ERROR)
+MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
+
+
+def make_spec(name: str, flavour: str, story: int, length: int, max_tokens: int, more: tuple[int, ...]) -> Spec:
+    """A request over the beginning of a story, with what else decides its KV, or another way to live."""
+    ids = STORIES[story][:length]
+    plain = Spec(name, ids, max_tokens, ids)
+    if flavour == "salt":
+        return replace(plain, salt="pepper")
+    if flavour.endswith("adapter"):
+        return replace(plain, adapter="lora" if flavour == "adapter" else "rola")
+    if flavour in ("rows", "mixed"):
+        return _with_rows(plain, mixed=flavour == "mixed")
+    if flavour.endswith("item"):
+        item = Item(IMAGES[flavour == "other item"], length // 3, max(1, length // 2))
+        span = range(item.start, item.start + item.length)
+        contents = tuple(item_content(t, item.identifier, i - item.start) if i in span else t for i, t in enumerate(ids))
+        return replace(plain, contents=contents, items=(item,))
+    if flavour == "session":
+        return replace(plain, max_tokens=min(max_tokens, 4), turns=(Turn(more[:6], min(max_tokens, 4)),))
+    return replace(plain, skips_cache=flavour == "no load", saves="prompt" if flavour == "prompt only" else None)
+
+
+def _with_rows(plain: Spec, *, mixed: bool) -> Spec:
+    """Rows of which equal ids have equal ones, so that embeddings share prefixes among themselves."""
+    ids = plain.contents
+    rows = torch.tensor([[float(i), float(i * i), 1.0, 2.0] for i in ids])
+    mask = tuple(i % 3 == 0 for i in ids) if mixed else None
+    contents = tuple(token if mask and mask[i] else row_content(rows[i].numpy().tobytes()) for i, token in enumerate(ids))
+    return replace(plain, contents=contents, ids=ids if mixed else None, embeds=rows, is_token=mask)
+
+
+@st.composite
+def one_group(draw: st.DrawFn) -> Shape:
+    """What kvloft serves today: one group of full attention."""
+    num_drafts = draw(st.sampled_from([0, 0, 2]))
+    return Shape(
+        async_scheduling=draw(st.booleans()), v2=draw(st.booleans()), caching=draw(st.sampled_from([True, True, False])),
+        num_blocks=draw(st.sampled_from([16, 24, 60])), num_drafts=num_drafts, policy=draw(st.sampled_from(["recompute"] * 3 + ["fail"])),
+        blocks_per_chunk=draw(st.sampled_from([1, 1, 2, 4])), host_frames=draw(st.sampled_from([6, 40, 400, 400])),
+        num_ranks=draw(st.sampled_from([1, 1, 2])), has_disk=draw(st.sampled_from([False, False, True])), early_results=draw(st.booleans()),
+    )  # fmt: skip
+
+
+class Machine(RuleBasedStateMachine):
+    """See the module; subclasses say which shapes."""
+
+    shapes: ClassVar[Any] = one_group()
+    engine: Engine | None = None
+    num_steps: ClassVar[int] = 0
+    """Of all engines so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.disk: tempfile.TemporaryDirectory[str] | None = None
+        self.num_arrived = 0
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        shape = data.draw(type(self).shapes, label="shape")
+        if shape.has_disk:
+            self.disk = tempfile.TemporaryDirectory(prefix="machine-disk-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+        self._begin(shape, Ledger(shape.num_ranks))
+
+    def _begin(self, shape: Shape, ledger: Ledger) -> None:
+        self.engine = Engine(MODEL, shape, self.num_arrived, Path(self.disk.name) if self.disk else None, ledger)
+
+    # -- what arrives, and what runs ------------------------------------------------------------------------------
+
+    @rule(
+        story=st.sampled_from(range(len(STORIES))), length=st.integers(1, 40), max_tokens=st.integers(1, 14),
+        flavour=st.sampled_from(["plain"] * 8 + list(FLAVOURS)), more=st.lists(st.integers(3, 8), min_size=1, max_size=6).map(tuple),
+        ahead=st.integers(0, 3),
+    )  # fmt: skip
+    def arrive(self, story: int, length: int, max_tokens: int, flavour: str, more: tuple[int, ...], ahead: int) -> None:
+        shape = self.engine.shape
+        if shape.num_drafts and flavour in ("rows", "mixed", "session"):
+            flavour = "plain"  # vLLM takes no embeddings with drafts, and keeps KV of cut-off drafts under a session's next input
+        length = min(length, shape.longest - 24) if shape.longest > 32 else min(length, shape.longest // 2)
+        max_tokens = min(max_tokens, shape.longest - length - 1)
+        self.num_arrived += 1
+        self.engine.add(make_spec(f"r{self.num_arrived}", flavour, story, max(1, length), max_tokens, more))
+        self._run(ahead)
+
+    @rule(
+        count=st.integers(1, 12), budget=st.sampled_from([16, 16, 7, 3, 1]), acceptance=st.sampled_from([0.6, 0.0, 1.0]),
+        delay=st.sampled_from([0, 0, 2, 4]),
+    )  # fmt: skip
+    def run(self, count: int, budget: int, acceptance: float, delay: int) -> None:
+        """``budget`` tokens a step at most, of which some requests get none; copies are ``delay`` steps late at most."""
+        engine = self.engine
+        engine.trouble.max_delay = delay
+        for worker in engine.workers:
+            worker.acceptance = acceptance
+        engine.scheduler.max_num_scheduled_tokens = budget
+        self._run(count)
+        engine.scheduler.max_num_scheduled_tokens = engine.shape.max_batched_tokens
+
+    def _run(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    @precondition(lambda self: self.engine and self.engine.unfinished)
+    @rule(which=st.integers(0, 20), ahead=st.integers(0, 3))
+    def abort(self, which: int, ahead: int) -> None:
+        living = self.engine.unfinished
+        self.engine.abort(living[which % len(living)])
+        self._run(ahead)
+
+    @rule(running=st.booleans(), connector=st.booleans())
+    def reset(self, running: bool, connector: bool) -> None:
+        self.engine.reset(running=running, connector=connector and self.engine.shape.has_connector)
+
+    # -- what goes wrong ------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.engine and self.engine.shape.has_connector)
+    @rule(save_failure=st.sampled_from([0.0, 0.0, 0.1]), load_failure=st.sampled_from([0.0, 0.0, 0.2]), count=st.integers(1, 6))
+    def copies_fail(self, save_failure: float, load_failure: float, count: int) -> None:
+        self.engine.trouble.save_failure, self.engine.trouble.load_failure = save_failure, load_failure
+        self._run(count)
+        self.engine.trouble.save_failure = self.engine.trouble.load_failure = 0.0
+
+    @precondition(lambda self: self.engine and self.engine.store is not None and self.engine.store.keys)
+    @rule(which=st.integers(0, 50))
+    def evict(self, which: int) -> None:
+        keys = self.engine.store.keys
+        self.engine.store.discard([keys[which % len(keys)]])
+
+    @precondition(lambda self: self.engine and self.engine.shape.has_disk)
+    @rule(patience=st.sampled_from([0, 1, 3, 1000]))
+    def disk_slows_down(self, patience: int) -> None:
+        self.engine.store.patience = patience
+
+    @rule(seconds=st.sampled_from([0.1, 6.0, 70.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.engine.now += seconds
+
+    @precondition(lambda self: self.engine and self.engine.shape.has_disk)
+    @rule()
+    def restart(self) -> None:
+        """The engine dies with all its requests; another one finds what is on disk."""
+        engine = self.engine
+        for req_id in engine.unfinished:
+            engine.abort(req_id)
+        self._end()
+        engine.ledger.new_life()
+        self._begin(engine.shape, engine.ledger)
+
+    def _end(self) -> None:
+        engine, self.engine = self.engine, None
+        try:
+            if not engine.is_broken:
+                engine.settle()
+        finally:
+            type(self).num_steps += engine.num_steps
+            engine.close()
+
+    def teardown(self) -> None:
+        try:
+            if self.engine is not None:
+                self._end()
+        finally:
+            if self.disk is not None:
+                self.disk.cleanup()
+
+
+def check(machine: type[Machine], *, examples: int, first_seed: int = 1, steps: int = 30, shrinks: bool = True) -> None:
+    """Runs the machine on so many lives of an engine; the same ones for the same seed. Raises what it finds."""
+    phases = [Phase.generate, Phase.shrink] if shrinks else [Phase.generate]
+    chosen = settings(
+        max_examples=examples, stateful_step_count=steps, deadline=None, database=None, phases=phases, print_blob=False,
+        suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
+    )  # fmt: skip
+    run_state_machine_as_test(seed(first_seed)(machine), settings=chosen)
