@@ -8,7 +8,7 @@ between processes. After each step nothing in the ledger may be broken; `assert_
 import pickle
 import random
 import time
-from collections import deque
+from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -69,6 +69,8 @@ class Engine:
         self.scheduler = self._make_scheduler(hash_block)
         self.workers = [self._make_worker(rank, seed) for rank in range(shape.num_ranks)]
         self._flying: deque[tuple[Any, Any]] = deque()
+        self._reports: defaultdict[int, list[tuple[int, Any]]] = defaultdict(list)
+        """What the ranks reported in steps whose results are still on their way."""
         self._steps_without_tokens = 0
         if shape.has_connector:
             self.half = self.scheduler.connector._scheduler
@@ -225,8 +227,7 @@ class Engine:
             result = worker.execute(output, pickle.loads(metadata))
             transfers = result.kv_connector_output
             transfers.kv_connector_worker_meta = meta = pickle.loads(pickle.dumps(transfers.kv_connector_worker_meta))
-            for report in meta.reports if meta is not None else ():
-                self.ledger.check_report(rank, report)
+            self._reports[id(output)] += [(rank, report) for report in meta.reports] if meta is not None else []
             results.append(result)
         return self._aggregator.aggregate(results) if len(results) > 1 else results[0]
 
@@ -253,6 +254,8 @@ class Engine:
         self.ledger.check_load(load, self.specs[load.req_id].prefix(request._all_token_ids), table, self.shape.block_tokens)
 
     def _absorb(self, output: Any, result: Any) -> None:
+        for rank, report in self._reports.pop(id(output), ()):
+            self.ledger.check_report(rank, report)
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 outcome = self.outcomes[one.request_id]

@@ -25,7 +25,7 @@ STORIES = [tuple(_pick.randrange(3, VOCAB) for _ in range(80)) for _ in range(3)
 STORIES.append(STORIES[0][:9] + STORIES[1][9:])
 """Prompts are beginnings of few stories, so that they share prefixes; the last one parts from the first at position 9."""
 FLAVOURS = ("salt", "adapter", "other adapter", "rows", "mixed", "item", "other item", "session", "no load", "prompt only")
-IMAGES = ("image-0001-aaaa", "image-0001-bbbb")
+IMAGES = ("image-a", "image-b")
 
 logging.getLogger("vllm").setLevel(logging.ERROR)
 MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
@@ -42,7 +42,8 @@ def make_spec(name: str, flavour: str, story: int, length: int, max_tokens: int,
     if flavour in ("rows", "mixed"):
         return _with_rows(plain, mixed=flavour == "mixed")
     if flavour.endswith("item"):
-        item = Item(IMAGES[flavour == "other item"], length // 3, max(1, length // 2))
+        size = max(1, length // 2)
+        item = Item(f"{IMAGES[flavour == 'other item']}-{size}", length // 3, size)  # vLLM: one identifier, one size
         span = range(item.start, item.start + item.length)
         contents = tuple(item_content(t, item.identifier, i - item.start) if i in span else t for i, t in enumerate(ids))
         return replace(plain, contents=contents, items=(item,))

@@ -14,7 +14,6 @@ import torch
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 from vllm.engine.arg_utils import EngineArgs
-from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -122,51 +121,47 @@ def kv_config(shape: Shape) -> KVCacheConfig:
 
 
 def vllm_config(model: Path, shape: Shape, disk: Path | None) -> Any:
-    """A VllmConfig of the shape's own. What vLLM works out for a long time is made once."""
-    base = _base(model, shape.async_scheduling, shape.longest, shape.max_seqs, shape.max_batched_tokens, shape.caching, shape.num_drafts)
+    """A VllmConfig of the shape's own. What vLLM works out for a long time is made once, and changed in copies."""
+    base = _base(model)
     config = copy.copy(base)
+    config.model_config = copy.copy(base.model_config)
+    config.model_config.max_model_len = shape.longest
     cache = config.cache_config = copy.copy(base.cache_config)
-    cache.num_gpu_blocks = shape.num_blocks
+    cache.num_gpu_blocks, cache.enable_prefix_caching = shape.num_blocks, shape.caching
     cache.block_size = max(group.block_tokens for group in shape.groups)
     if any(group.kind == "state" for group in shape.groups):
         cache.mamba_cache_mode, cache.mamba_block_size = "align", cache.block_size
-    config.parallel_config = copy.copy(base.parallel_config)
-    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = shape.num_ranks
-    if shape.drafts_have_kv:
-        config.speculative_config = copy.copy(base.speculative_config)
-        config.speculative_config.method = "eagle"
+    scheduler = config.scheduler_config = copy.copy(base.scheduler_config)
+    scheduler.async_scheduling, scheduler.max_num_seqs = shape.async_scheduling, shape.max_seqs
+    scheduler.max_num_batched_tokens = shape.max_batched_tokens
+    scheduler.disable_hybrid_kv_cache_manager = shape.has_connector and not SERVES_GROUPS
+    parallel = config.parallel_config = copy.copy(base.parallel_config)
+    parallel.tensor_parallel_size = parallel.world_size = shape.num_ranks
+    config.speculative_config = copy.copy(base.speculative_config) if shape.num_drafts else None
+    if config.speculative_config is not None:
+        config.speculative_config.num_speculative_tokens = shape.num_drafts
+        config.speculative_config.method = "eagle" if shape.drafts_have_kv else "ngram"
     if shape.has_connector:
-        extra: dict[str, Any] = {"host_size": shape.host_frames * shape.num_ranks * 4096}
-        extra |= {"chunk_tokens": shape.blocks_per_chunk * shape.block_tokens}
-        extra |= {"disk_path": str(disk), "disk_size": "4MiB"} if disk else {}
-        config.kv_transfer_config = KVTransferConfig(
-            kv_connector="KVLoftConnector", kv_connector_module_path="kvloft.vllm", kv_role="kv_both",
-            kv_load_failure_policy=shape.policy, kv_connector_extra_config=extra,
-        )  # fmt: skip
+        config.kv_transfer_config = _transfer_config(shape, disk)
     return config
 
 
-@lru_cache(maxsize=64)
-def _base(
-    model: Path, async_scheduling: bool, longest: int, max_seqs: int, max_batched_tokens: int, caching: bool, num_drafts: int
-) -> Any:
-    """A VllmConfig whose async_scheduling is what the shape says, which the CPU platform would switch off."""
-    original: Any = CpuPlatform.check_and_update_config.__func__
+def _transfer_config(shape: Shape, disk: Path | None) -> KVTransferConfig:
+    extra: dict[str, Any] = {"host_size": shape.host_frames * shape.num_ranks * 4096}
+    extra |= {"chunk_tokens": shape.blocks_per_chunk * shape.block_tokens}
+    extra |= {"disk_path": str(disk), "disk_size": "4MiB"} if disk else {}
+    return KVTransferConfig(
+        kv_connector="KVLoftConnector", kv_connector_module_path="kvloft.vllm", kv_role="kv_both",
+        kv_load_failure_policy=shape.policy, kv_connector_extra_config=extra,
+    )  # fmt: skip
 
-    def check(cls: type, config: Any) -> None:
-        original(cls, config)
-        config.scheduler_config.async_scheduling = async_scheduling
 
-    drafts = {"method": "ngram", "num_speculative_tokens": num_drafts, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
-    CpuPlatform.check_and_update_config = classmethod(check)
-    try:
-        config = EngineArgs(
-            model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=4,
-            max_model_len=longest, max_num_seqs=max_seqs, max_num_batched_tokens=max_batched_tokens,
-            enable_prefix_caching=caching, enable_chunked_prefill=True, async_scheduling=False,
-            enable_prompt_embeds=not num_drafts, prefix_caching_hash_algo=HASH, speculative_config=drafts if num_drafts else None,
-        ).create_engine_config()  # fmt: skip
-    finally:
-        CpuPlatform.check_and_update_config = classmethod(original)
-    config.scheduler_config.async_scheduling = async_scheduling
-    return config
+@lru_cache(maxsize=1)
+def _base(model: Path) -> Any:
+    """A VllmConfig for a CPU, with drafts by n-gram."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    return EngineArgs(
+        model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=4, max_model_len=256,
+        max_num_seqs=6, max_num_batched_tokens=16, enable_prefix_caching=True, enable_chunked_prefill=True,
+        async_scheduling=False, prefix_caching_hash_algo=HASH, speculative_config=drafts,
+    ).create_engine_config()  # fmt: skip

@@ -63,6 +63,8 @@ class SteadyStore:
         if num_dropped:
             self._ledger.lose("a save was dropped")
         self.keys += [copy.key for copy in chunks]
+        if len(self.keys) > self.session.num_frames:
+            self._ledger.lose("host memory is full")
         return chunks, num_dropped
 
     def discard(self, keys: Sequence[bytes]) -> int:
