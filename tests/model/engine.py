@@ -61,7 +61,7 @@ class Engine:
         self.specs: dict[str, Spec] = {}
         self.outcomes: dict[str, Outcome] = {}
         self.num_steps = self.num_preempted = self.num_loaded = 0
-        self._config, self._kv_config = vllm_config(model, shape, disk), kv_config(shape)
+        self._config, self._kv_config = vllm_config(model, shape, disk, self.ledger.namespace), kv_config(shape)
         self._block, hash_block = resolve_kv_cache_block_sizes(self._kv_config, self._config)
         init_none_hash(get_hash_fn_by_name(HASH))
         self._hasher = get_request_block_hasher(hash_block, get_hash_fn_by_name(HASH))
@@ -246,7 +246,12 @@ class Engine:
         drafts = len(output.scheduled_spec_decode_tokens.get(save.req_id, ()))
         table = self.scheduler.kv_cache_manager.get_block_ids(save.req_id)[0]
         prefix = self.specs[save.req_id].prefix(request._all_token_ids)
-        self.ledger.check_save(save, prefix, table, request.num_computed_tokens - drafts, self.shape.block_tokens)
+        computed = request.num_computed_tokens - drafts
+        self.ledger.check_save(save, prefix, table, computed, self.shape.block_tokens)
+        if self.specs[save.req_id].saves == "prompt":
+            last = max(table.index(copy.blocks[-1]) for copy in save.chunks if copy.blocks[-1] in table)
+            end = (last + 1) * self.shape.block_tokens
+            self.ledger.expect(end <= request.num_prompt_tokens, f"{save.req_id} is to save its prompt only, and {end} tokens are saved")
 
     def _check_load(self, load: Any, output: Any) -> None:
         request = self.scheduler.requests[load.req_id]
@@ -306,7 +311,9 @@ class Engine:
                 assert outcome.tokens == truth, f"{req_id} said something else"
                 if self.shape.has_connector and not spec.turns:
                     prefix = spec.prefix([0] * len(spec.contents) + truth)
-                    self.ledger.check_stored(req_id, prefix, len(spec.contents) if spec.saves else len(prefix) - 1, chunk)
+                    # Drafts that the last step accepted are known when the blocks are free already.
+                    whole = len(spec.contents) if spec.saves else len(prefix) - 1 - self.shape.num_drafts
+                    self.ledger.check_stored(req_id, prefix, whole, chunk)
             elif outcome.reason == "error":
                 assert self.shape.policy == "fail"
                 assert req_id in self.ledger.doubtful, f"{req_id} failed without a cause"
@@ -324,6 +331,7 @@ class Engine:
         if not self.shape.has_connector:
             return
         self.ledger.check_at_rest()
+        self.store.settle_disk()
         assert not self.core.has_work_in_flight
         assert not self.core._trackers
         stats: dict[str, int] = {}

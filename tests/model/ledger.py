@@ -29,6 +29,8 @@ class Ledger:
 
     num_ranks: int = 1
     weights: int = 0
+    namespace: str = ""
+    """The user's, which says that a new life has other weights."""
     breaches: list[str] = field(default_factory=list)
     truth: dict[bytes, list[int]] = field(default_factory=dict)
     """Words that the frame of a key holds, under the weights at hand."""
@@ -54,8 +56,11 @@ class Ledger:
     def lose(self, why: str) -> None:
         self.why_lossy = self.why_lossy or why
 
-    def new_life(self) -> None:
+    def new_life(self, *, has_new_weights: bool) -> None:
         """A restart: tickets, loads and requests of the old engine are gone."""
+        if has_new_weights:
+            self.namespace += "w"
+            self.new_weights()
         self.tickets.clear()
         self.loads.clear()
         self.asked.clear()

@@ -167,14 +167,14 @@ class Machine(RuleBasedStateMachine):
         self.engine.now += seconds
 
     @precondition(lambda self: self.engine and self.engine.shape.has_disk)
-    @rule()
-    def restart(self) -> None:
-        """The engine dies with all its requests; another one finds what is on disk."""
+    @rule(has_new_weights=st.sampled_from([False, False, True]))
+    def restart(self, has_new_weights: bool) -> None:
+        """The engine ends with all its requests; another one finds what is on disk, unless it has other weights."""
         engine = self.engine
         for req_id in engine.unfinished:
             engine.abort(req_id)
         self._end()
-        engine.ledger.new_life()
+        engine.ledger.new_life(has_new_weights=has_new_weights)
         self._begin(engine.shape, engine.ledger)
 
     def _end(self) -> None:

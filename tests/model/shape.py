@@ -120,7 +120,7 @@ def kv_config(shape: Shape) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=shape.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
-def vllm_config(model: Path, shape: Shape, disk: Path | None) -> Any:
+def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) -> Any:
     """A VllmConfig of the shape's own. What vLLM works out for a long time is made once, and changed in copies."""
     base = _base(model)
     config = copy.copy(base)
@@ -142,13 +142,13 @@ def vllm_config(model: Path, shape: Shape, disk: Path | None) -> Any:
         config.speculative_config.num_speculative_tokens = shape.num_drafts
         config.speculative_config.method = "eagle" if shape.drafts_have_kv else "ngram"
     if shape.has_connector:
-        config.kv_transfer_config = _transfer_config(shape, disk)
+        config.kv_transfer_config = _transfer_config(shape, disk, namespace)
     return config
 
 
-def _transfer_config(shape: Shape, disk: Path | None) -> KVTransferConfig:
+def _transfer_config(shape: Shape, disk: Path | None, namespace: str) -> KVTransferConfig:
     extra: dict[str, Any] = {"host_size": shape.host_frames * shape.num_ranks * 4096}
-    extra |= {"chunk_tokens": shape.blocks_per_chunk * shape.block_tokens}
+    extra |= {"chunk_tokens": shape.blocks_per_chunk * shape.block_tokens, "namespace": namespace}
     extra |= {"disk_path": str(disk), "disk_size": "4MiB"} if disk else {}
     return KVTransferConfig(
         kv_connector="KVLoftConnector", kv_connector_module_path="kvloft.vllm", kv_role="kv_both",
