@@ -78,17 +78,19 @@ class Memory:
             words[block, position % size] = value
 
     def check(self, work: Work) -> None:
-        """What the scheduled tokens attend to is their prefix, in every attention group."""
-        symbols, start = work.state.prefix.symbols, work.start
+        """What the scheduled tokens attend to is their prefix, in every attention group of the target."""
         for number, group in enumerate(self._shape.groups):
-            if group.kind == "state":
-                continue
-            begin = group.reads_from(start)
-            for plane, layer in enumerate(group.layers):
-                if layer == "target":
-                    self._compare(number, group, work, plane, begin, symbols[begin : work.stop])
-                else:  # a drafter reads what earlier steps wrote; at each position the next token is in it
-                    self._compare(number, group, work, plane, begin, symbols[begin + 1 : start + 1])
+            if group.kind != "state" and "target" in group.layers:
+                begin = group.reads_from(work.start)
+                self._compare(number, group, work, 0, begin, work.state.prefix.symbols[begin : work.stop])
+
+    def check_drafter(self, work: Work) -> None:
+        """The same for the drafter's layers: it runs after sampling, and in its KV of a position the next token is."""
+        for number, group in enumerate(self._shape.groups):
+            if group.is_draft:
+                begin = group.reads_from(work.start)
+                symbols = work.state.prefix.symbols[begin + 1 : work.state.computed + 1]
+                self._compare(number, group, work, group.layers.index("draft"), begin, symbols)
 
     def _compare(self, number: int, group: Group, work: Work, plane: int, begin: int, symbols: Sequence[int]) -> None:
         if not symbols:

@@ -110,7 +110,10 @@ class Worker:
             self.memory.write(work)
         for work in works:
             self.memory.check(work)
-        return {work.req_id: self._finish(work) for work in works}
+        sampled = {work.req_id: self._finish(work) for work in works}
+        for work in works:
+            self.memory.check_drafter(work)
+        return sampled
 
     def _works(self, output: Any) -> list[Work]:
         told = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
