@@ -116,12 +116,15 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.disk: tempfile.TemporaryDirectory[str] | None = None
         self.num_arrived = 0
+        self.menu: list[str] = []
+        """Flavours of this engine's requests: few, so that they meet each other."""
 
     @initialize(data=st.data())
     def start(self, data: st.DataObject) -> None:
         shape = data.draw(type(self).shapes, label="shape")
         if shape.has_disk:
             self.disk = tempfile.TemporaryDirectory(prefix="machine-disk-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+        self.menu = data.draw(st.lists(st.sampled_from(FLAVOURS), min_size=1, max_size=3), label="menu")
         self._begin(shape, Ledger(shape.num_ranks))
 
     def _begin(self, shape: Shape, ledger: Ledger) -> None:
@@ -131,11 +134,13 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         story=st.sampled_from(range(len(STORIES))), length=st.integers(1, 40), max_tokens=st.integers(1, 14),
-        flavour=st.sampled_from(["plain"] * 8 + list(FLAVOURS)), more=st.lists(st.integers(3, 8), min_size=1, max_size=6).map(tuple),
+        course=st.integers(-3, 2), more=st.lists(st.integers(3, 8), min_size=1, max_size=6).map(tuple),
         ahead=st.integers(0, 3),
     )  # fmt: skip
-    def arrive(self, story: int, length: int, max_tokens: int, flavour: str, more: tuple[int, ...], ahead: int) -> None:
+    def arrive(self, story: int, length: int, max_tokens: int, course: int, more: tuple[int, ...], ahead: int) -> None:
+        """``course``: which flavour of the menu; below 0 a plain request."""
         shape = self.engine.shape
+        flavour = self.menu[course % len(self.menu)] if course >= 0 else "plain"
         if shape.num_drafts and flavour in ("rows", "mixed", "session"):
             flavour = "plain"  # vLLM takes no embeddings with drafts, and keeps KV of cut-off drafts under a session's next input
         length = min(length, shape.longest - 24) if shape.longest > 32 else min(length, shape.longest // 2)

@@ -98,7 +98,7 @@ class Memory:
         size, table = group.block_tokens, work.state.tables[number]
         first, end = begin // size, begin + len(symbols)
         blocks = table[first : -(-end // size)]
-        found = self._words[plane][blocks].ravel()[begin - first * size : end - first * size].tolist()
+        found = self._words[plane][blocks, :size].ravel()[begin - first * size : end - first * size].tolist()
         wanted = [self._ledger.kv(symbol, number) for symbol in symbols]
         self.num_checked += len(blocks)
         if 0 in blocks or found != wanted:
