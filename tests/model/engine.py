@@ -106,7 +106,9 @@ class Engine:
             self._config.parallel_config.rank = rank
             connector = KVConnectorFactory.create_connector(self._config, KVConnectorRole.WORKER, self._kv_config)
             connector.register_kv_caches({"layer": memory.planes[0]})
-            connector._worker.core._make_mover = lambda layout, frames: SlowMover(layout, frames, self.trouble, self.ledger, self._owns)
+            connector._worker.core._make_mover = lambda layout, frames: SlowMover(
+                layout, frames, self.trouble, self.ledger, self._owns
+            )
         return Worker(connector, memory, self.specs, self.shape, random.Random(seed + 1))
 
     def _owns(self, req_id: str, blocks: Any) -> bool:
@@ -251,7 +253,9 @@ class Engine:
         if self.specs[save.req_id].saves == "prompt":
             last = max(table.index(copy.blocks[-1]) for copy in save.chunks if copy.blocks[-1] in table)
             end = (last + 1) * self.shape.block_tokens
-            self.ledger.expect(end <= request.num_prompt_tokens, f"{save.req_id} is to save its prompt only, and {end} tokens are saved")
+            self.ledger.expect(
+                end <= request.num_prompt_tokens, f"{save.req_id} is to save its prompt only, and {end} tokens are saved"
+            )
 
     def _check_load(self, load: Any, output: Any) -> None:
         request = self.scheduler.requests[load.req_id]
@@ -324,7 +328,14 @@ class Engine:
     def _assert_at_rest(self) -> None:
         """Pins, reservations, blocks and queues are back to nothing (I5, I8)."""
         scheduler = self.scheduler
-        for left in ("requests", "running", "waiting", "deferred_frees", "finished_recving_kv_req_ids", "failed_recving_kv_req_ids"):
+        for left in (
+            "requests",
+            "running",
+            "waiting",
+            "deferred_frees",
+            "finished_recving_kv_req_ids",
+            "failed_recving_kv_req_ids",
+        ):
             assert not len(getattr(scheduler, left, ())), left
         pool = scheduler.kv_cache_manager.block_pool
         assert pool.get_num_free_blocks() == self.shape.num_blocks - 1

@@ -87,7 +87,9 @@ class Ledger:
                 continue
             begin = table.index(blocks[0]) * block
             end = begin + len(blocks) * block
-            self.expect(blocks == list(table[begin // block : end // block]), f"save of {blocks}, out of order in {list(table)} (I6)")
+            self.expect(
+                blocks == list(table[begin // block : end // block]), f"save of {blocks}, out of order in {list(table)} (I6)"
+            )
             self.expect(copy.first_block == 0 and len(blocks) == copy.num_blocks, f"save of a part of a chunk: {copy}")
             self.expect(end <= len(prefix), f"{save.req_id}: {end} tokens saved, {len(prefix)} known (I7)")
             self.expect(end <= computed, f"{save.req_id}: {end} tokens saved, {computed} computed (I2)")
@@ -161,7 +163,9 @@ class Ledger:
         total = local + answer
         if answer:
             self.num_offered += 1
-            self.expect(total <= len(prefix) and answer % block == 0, f"{req_id}: {answer} tokens offered beyond {local} of {len(prefix)}")
+            self.expect(
+                total <= len(prefix) and answer % block == 0, f"{req_id}: {answer} tokens offered beyond {local} of {len(prefix)}"
+            )
             ends = (symbol ^ self.weights for symbol in prefix.symbols[local + block - 1 : total : block])
             self.expect(all(end in self.saved for end in ends), f"{req_id}: offered {total} tokens, not all of them saved (I1)")
         elif req_id in self.doubtful:

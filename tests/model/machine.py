@@ -9,7 +9,7 @@ import tempfile
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -104,6 +104,25 @@ def several_groups(draw: st.DrawFn) -> Shape:
     )  # fmt: skip
 
 
+class Arrival(NamedTuple):
+    """A request to be: ``course`` is its flavour's place in the menu, below 0 it is a plain one; ``more``: a session's next input."""
+
+    story: int
+    length: int
+    max_tokens: int
+    course: int
+    more: tuple[int, ...]
+
+
+crowds = st.lists(
+    st.builds(
+        Arrival, st.sampled_from([0, 0, 0, 1, 2, 3]), st.integers(1, 40), st.integers(1, 14), st.integers(-3, 2),
+        st.lists(st.integers(3, 8), min_size=1, max_size=6).map(tuple),
+    ),
+    min_size=1, max_size=4,
+)  # fmt: skip
+
+
 class Machine(RuleBasedStateMachine):
     """See the module; subclasses say which shapes."""
 
@@ -126,28 +145,28 @@ class Machine(RuleBasedStateMachine):
             self.disk = tempfile.TemporaryDirectory(prefix="machine-disk-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
         self.menu = data.draw(st.lists(st.sampled_from(FLAVOURS), min_size=1, max_size=3), label="menu")
         self._begin(shape, Ledger(shape.num_ranks))
+        self.arrive(data.draw(crowds, label="crowd"), 0)
 
     def _begin(self, shape: Shape, ledger: Ledger) -> None:
         self.engine = Engine(MODEL, shape, self.num_arrived, Path(self.disk.name) if self.disk else None, ledger)
 
     # -- what arrives, and what runs ------------------------------------------------------------------------------
 
-    @rule(
-        story=st.sampled_from(range(len(STORIES))), length=st.integers(1, 40), max_tokens=st.integers(1, 14),
-        course=st.integers(-3, 2), more=st.lists(st.integers(3, 8), min_size=1, max_size=6).map(tuple),
-        ahead=st.integers(0, 3),
-    )  # fmt: skip
-    def arrive(self, story: int, length: int, max_tokens: int, course: int, more: tuple[int, ...], ahead: int) -> None:
-        """``course``: which flavour of the menu; below 0 a plain request."""
+    @rule(crowd=crowds, ahead=st.integers(0, 8))
+    def arrive(self, crowd: list[Arrival], ahead: int) -> None:
+        for arrival in crowd:
+            self._add(arrival)
+        self._run(ahead)
+
+    def _add(self, arrival: Arrival) -> None:
         shape = self.engine.shape
-        flavour = self.menu[course % len(self.menu)] if course >= 0 else "plain"
+        flavour = self.menu[arrival.course % len(self.menu)] if arrival.course >= 0 else "plain"
         if shape.num_drafts and flavour in ("rows", "mixed", "session"):
             flavour = "plain"  # vLLM takes no embeddings with drafts, and keeps KV of cut-off drafts under a session's next input
-        length = min(length, shape.longest - 24) if shape.longest > 32 else min(length, shape.longest // 2)
-        max_tokens = min(max_tokens, shape.longest - length - 1)
+        length = max(1, min(arrival.length, shape.longest - 24 if shape.longest > 32 else shape.longest // 2))
+        max_tokens = min(arrival.max_tokens, shape.longest - length - 1)
         self.num_arrived += 1
-        self.engine.add(make_spec(f"r{self.num_arrived}", flavour, story, max(1, length), max_tokens, more))
-        self._run(ahead)
+        self.engine.add(make_spec(f"r{self.num_arrived}", flavour, arrival.story, length, max_tokens, arrival.more))
 
     @rule(
         count=st.integers(1, 20), budget=st.sampled_from([16, 16, 7, 3, 1]), acceptance=st.sampled_from([0.6, 0.0, 1.0]),
@@ -179,9 +198,10 @@ class Machine(RuleBasedStateMachine):
         self.engine.reset(running=True, connector=False)
         self._run(ahead)
 
-    @rule(running=st.booleans())
-    def replace_weights(self, running: bool) -> None:
+    @rule(running=st.booleans(), crowd=crowds, ahead=st.integers(0, 8))
+    def replace_weights(self, running: bool, crowd: list[Arrival], ahead: int) -> None:
         self.engine.reset(running=running, connector=True)
+        self.arrive(crowd, ahead)
 
     # -- what goes wrong ------------------------------------------------------------------------------------------
 
@@ -193,23 +213,25 @@ class Machine(RuleBasedStateMachine):
         self.engine.trouble.save_failure = self.engine.trouble.load_failure = 0.0
 
     @precondition(lambda self: self.engine and self.engine.store is not None and self.engine.store.keys)
-    @rule(which=st.integers(0, 50))
-    def evict(self, which: int) -> None:
+    @rule(which=st.integers(0, 50), ahead=st.integers(0, 8))
+    def evict(self, which: int, ahead: int) -> None:
         keys = self.engine.store.keys
         self.engine.store.discard([keys[which % len(keys)]])
+        self._run(ahead)
 
     @precondition(lambda self: self.engine and self.engine.shape.has_disk)
     @rule(patience=st.sampled_from([0, 1, 3, 1000]))
     def disk_slows_down(self, patience: int) -> None:
         self.engine.store.patience = patience
 
-    @rule(seconds=st.sampled_from([0.1, 6.0, 70.0]))
-    def time_passes(self, seconds: float) -> None:
+    @rule(seconds=st.sampled_from([0.1, 6.0, 70.0]), ahead=st.integers(0, 4))
+    def time_passes(self, seconds: float, ahead: int) -> None:
         self.engine.now += seconds
+        self._run(ahead)
 
-    @precondition(lambda self: self.engine and self.engine.shape.has_disk)
-    @rule(has_new_weights=st.sampled_from([False, False, True]))
-    def restart(self, has_new_weights: bool) -> None:
+    @precondition(lambda self: self.engine and self.engine.shape.has_disk and self.engine.num_steps > 10)
+    @rule(has_new_weights=st.sampled_from([False, False, True]), crowd=crowds)
+    def restart(self, has_new_weights: bool, crowd: list[Arrival]) -> None:
         """The engine ends with all its requests; another one finds what is on disk, unless it has other weights."""
         engine = self.engine
         for req_id in engine.unfinished:
@@ -217,6 +239,7 @@ class Machine(RuleBasedStateMachine):
         self._end()
         engine.ledger.new_life(has_new_weights=has_new_weights)
         self._begin(engine.shape, engine.ledger)
+        self.arrive(crowd, 8)
 
     def _end(self) -> None:
         engine, self.engine = self.engine, None

@@ -65,7 +65,9 @@ def swap(mp: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., An
 # -- preemption ---------------------------------------------------------------------------------------------------
 
 
-@mutant("LMCache: the table of a request resumed after preemption is appended to its old one", r"out of order|not all of")
+@mutant(
+    "LMCache: the table of a request resumed after preemption is appended to its old one", r"out of order|not all of|ended, and of"
+)
 def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
     def view(original: Any, output: Any) -> Any:
         cached = output.scheduled_cached_reqs
@@ -132,7 +134,9 @@ def namespace_is_always_the_same(mp: pytest.MonkeyPatch) -> None:
 
 
 def with_frontier(mp: pytest.MonkeyPatch, change: Callable[[Any, int], int]) -> None:
-    swap(mp, core, "plan_save", lambda plan, tracker, store, shape, frontier: plan(tracker, store, shape, change(tracker, frontier)))
+    swap(
+        mp, core, "plan_save", lambda plan, tracker, store, shape, frontier: plan(tracker, store, shape, change(tracker, frontier))
+    )
 
 
 @mutant("Mooncake #45785: what is decoded is never saved, and nothing says so", r"ended, and of its \d+ tokens only")
@@ -140,7 +144,9 @@ def decode_is_never_saved(mp: pytest.MonkeyPatch) -> None:
     with_frontier(mp, lambda tracker, frontier: min(frontier, tracker.num_prompt_tokens))
 
 
-@mutant("LMCache: decoded tokens are taken from behind num_computed_tokens, where async has none", r"ended, and of its \d+ tokens only")
+@mutant(
+    "LMCache: decoded tokens are taken from behind num_computed_tokens, where async has none", r"ended, and of its \d+ tokens only"
+)
 def decode_is_not_saved_ahead_of_its_tokens(mp: pytest.MonkeyPatch) -> None:
     def plan(original: Any, tracker: Any, store: Any, shape: Any, frontier: int) -> Any:
         if frontier > len(tracker.live.token_ids):
@@ -203,7 +209,7 @@ def load_is_reported_before_it_landed(mp: pytest.MonkeyPatch) -> None:
     swap(mp, WorkerCore, "take_finished_loads", take)
 
 
-@mutant("dynamo #14416: tokens that vLLM has itself are counted twice where local and external hits meet", "tokens offered|not all of them")
+@mutant("dynamo #14416: tokens that vLLM has itself are counted twice", "tokens offered|not all of them")
 def local_hits_are_offered_again(mp: pytest.MonkeyPatch) -> None:
     def match(original: Any, self: Any, tracker: Any, local_tokens: int, **more: Any) -> Any:
         answer = original(self, tracker, local_tokens, **more)
@@ -212,7 +218,7 @@ def local_hits_are_offered_again(mp: pytest.MonkeyPatch) -> None:
     swap(mp, Queue, "match", match)
 
 
-@mutant("LMCache #4247: external chunks are counted from the prefix's begin and land behind the local hit", r"for tokens \d+ on|\(I6\)")
+@mutant("LMCache #4247: chunks of the prefix's begin land behind the local hit", r"for tokens \d+ on|\(I6\)")
 def load_begins_at_the_wrong_chunk(mp: pytest.MonkeyPatch) -> None:
     def plan(original: Any, tracker: Any, shape: Any, num_tokens: int, load_id: int) -> Any:
         local, tracker.local_tokens = tracker.local_tokens, 0
@@ -262,7 +268,7 @@ def load_is_reported_twice(mp: pytest.MonkeyPatch) -> None:
     swap(mp, WorkerCore, "take_finished_loads", take)
 
 
-@mutant("LMCache #5047: the load of an aborted request is never reported, and its blocks stay taken", "does not come to rest|requests")
+@mutant("LMCache #5047: the load of an aborted request is never reported", "does not come to rest|requests")
 def load_of_an_aborted_request_is_not_reported(mp: pytest.MonkeyPatch) -> None:
     def finished(original: Any, self: Any, ended: set[str]) -> Any:
         gone = self.__dict__.setdefault("gone", set())

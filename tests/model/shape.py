@@ -85,7 +85,8 @@ class Shape:
 
     @property
     def has_connector(self) -> bool:
-        return len(self.groups) == 1 and not self.groups[0].is_draft and self.groups[0].kind == "full" or SERVES_GROUPS
+        (group, *others) = self.groups
+        return SERVES_GROUPS or not (others or group.is_draft or group.kind != "full")
 
     @property
     def block_tokens(self) -> int:
