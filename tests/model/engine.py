@@ -1,5 +1,5 @@
-"""The correctness machine's engine: vLLM's real Scheduler or AsyncScheduler and KV cache manager, kvloft's real connector in both roles
-over its real store, workers that hold symbols.
+"""The correctness machine's engine: vLLM's real Scheduler or AsyncScheduler and KV cache manager, kvloft's real connector in
+both roles over its real store, workers that hold symbols.
 
 Plays vLLM's engine core: sync steps, or two batches in flight. Everything that crosses to a worker and back is pickled, as
 between processes. After each step nothing in the ledger may be broken; `assert_at_rest`: every owner gave back what it had.
@@ -49,7 +49,7 @@ class Outcome:
 
 
 class Engine:
-    """See the module. ``model`` is a folder with a config.json; ``disk`` a folder for the disk tier; ``ledger`` of an earlier life."""
+    """See the module. ``model``: a folder with a config.json; ``disk``: one for the disk tier; ``ledger``: of an earlier life."""
 
     def __init__(self, model: Path, shape: Shape, seed: int, disk: Path | None = None, ledger: Ledger | None = None) -> None:
         self.shape = shape
@@ -122,6 +122,9 @@ class Engine:
         chunk = self.shape.block_tokens * self.shape.blocks_per_chunk
 
         def matched(request: Any, local: int) -> Any:
+            tracker = self.core._trackers.get(request.request_id)
+            has_offer = tracker is not None and tracker.lease is not None
+            (self.ledger.standing.add if has_offer else self.ledger.standing.discard)(request.request_id)
             answer, is_async = match(request, local)
             assert answer is None or is_async == (answer > 0)
             spec = self.specs[request.request_id]

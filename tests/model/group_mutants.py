@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 from vllm.v1.core import single_type_kv_cache_manager as managers
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
 from .mutants import Mutant, Patch, swap
 
@@ -39,7 +38,7 @@ def change_hits(mp: pytest.MonkeyPatch, manager: Any, change: Any) -> None:
     mp.setattr(manager, "find_longest_cache_hit", classmethod(find))
 
 
-@mutant("a window's blocks are freed one block too early", "WrongKV|window")
+@mutant("a window's blocks are freed one block too early", r"\(window, target\)|null block")
 def window_is_freed_a_block_early(mp: pytest.MonkeyPatch) -> None:
     swap(
         mp,
@@ -49,7 +48,7 @@ def window_is_freed_a_block_early(mp: pytest.MonkeyPatch) -> None:
     )
 
 
-@mutant("LMCache #4463: a window's first block is missing at a hit", "WrongKV|window")
+@mutant("LMCache #4463: a window's first block is missing at a hit", r"\(window, target\)|null block")
 def first_block_of_a_window_is_missing(mp: pytest.MonkeyPatch) -> None:
     def change(blocks: Any, length: int, kwargs: Any) -> Any:
         null = kwargs["block_pool"].null_block
@@ -62,7 +61,7 @@ def first_block_of_a_window_is_missing(mp: pytest.MonkeyPatch) -> None:
     change_hits(mp, managers.SlidingWindowManager, change)
 
 
-@mutant("LMCache #4674: one group is not asked at a hit, and its blocks hold anything", "WrongKV|window")
+@mutant("LMCache #4674: one group is not asked at a hit, and its blocks hold anything", r"\(window, target\)|null block")
 def one_group_is_not_asked(mp: pytest.MonkeyPatch) -> None:
     def change(blocks: Any, length: int, kwargs: Any) -> Any:
         size, null = kwargs["kv_cache_spec"].block_size, kwargs["block_pool"].null_block
@@ -96,16 +95,7 @@ def state_is_hit_in_the_step_that_writes_it(mp: pytest.MonkeyPatch) -> None:
     swap(mp, managers.MambaManager, "cache_blocks", cache)
 
 
-@mutant("vLLM #46971: a draft's last block is kept at a hit, and its KV knows another next token", r"draft")
-def last_block_of_a_draft_is_kept(mp: pytest.MonkeyPatch) -> None:
-    def init(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        self.eagle_group_ids = set()
-
-    swap(mp, KVCacheCoordinator, "__init__", init)
-
-
-@mutant("a local chunk is taken for one of another length", r"local|WrongKV")
+@mutant("a local chunk is taken for one of another length", r"\(local, target\)|null block")
 def local_chunk_is_freed_while_it_is_read(mp: pytest.MonkeyPatch) -> None:
     swap(
         mp,

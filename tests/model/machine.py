@@ -67,9 +67,11 @@ def one_group(draw: st.DrawFn) -> Shape:
     num_drafts = draw(st.sampled_from([0, 0, 2]))
     return Shape(
         async_scheduling=draw(st.booleans()), v2=draw(st.booleans()), caching=draw(st.sampled_from([True, True, False])),
-        num_blocks=draw(st.sampled_from([16, 24, 60])), num_drafts=num_drafts, policy=draw(st.sampled_from(["recompute"] * 3 + ["fail"])),
+        num_blocks=draw(st.sampled_from([16, 24, 60])), num_drafts=num_drafts,
+        policy=draw(st.sampled_from(["recompute", "recompute", "recompute", "fail"])),
         blocks_per_chunk=draw(st.sampled_from([1, 1, 2, 4])), host_frames=draw(st.sampled_from([6, 40, 400, 400, 400])),
-        num_ranks=draw(st.sampled_from([1, 1, 2])), has_disk=draw(st.sampled_from([False, False, True])), early_results=draw(st.booleans()),
+        num_ranks=draw(st.sampled_from([1, 1, 2])), has_disk=draw(st.sampled_from([False, False, True])),
+        early_results=draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -97,7 +99,8 @@ def several_groups(draw: st.DrawFn) -> Shape:
     has_drafter = any(group.is_draft for group in groups)
     has_local = any(group.kind == "local" for group in groups)
     return Shape(
-        groups, async_scheduling=draw(st.booleans()), v2=draw(st.booleans()), num_blocks=draw(st.sampled_from([12, 20])) * len(groups),
+        groups, async_scheduling=draw(st.booleans()), v2=draw(st.booleans()),
+        num_blocks=draw(st.sampled_from([12, 20])) * len(groups),
         num_drafts=draw(st.sampled_from([1, 2])) if has_drafter else 0 if has_local else draw(st.sampled_from([0, 0, 2])),
         blocks_per_chunk=draw(st.sampled_from([1, 2])), host_frames=draw(st.sampled_from([40, 400])),
         has_disk=SERVES_GROUPS and draw(st.booleans()), early_results=has_drafter,
@@ -105,7 +108,7 @@ def several_groups(draw: st.DrawFn) -> Shape:
 
 
 class Arrival(NamedTuple):
-    """A request to be: ``course`` is its flavour's place in the menu, below 0 it is a plain one; ``more``: a session's next input."""
+    """A request to be. ``course``: its flavour's place in the menu, below 0 none; ``more``: a session's next input."""
 
     story: int
     length: int

@@ -44,7 +44,9 @@ class Memory:
         num_planes = max(len(group.layers) for group in shape.groups)
         self.planes = [torch.full((shape.num_blocks, words), POISON, dtype=torch.int64) for _ in range(num_planes)]
         self._words = [plane.numpy() for plane in self.planes]
-        self.num_checked = 0
+        self.num_checked = self.num_of_others = 0
+        self._before: dict[int, int] = {}
+        """Of KV in a drafter's layers, the prefix that it follows, whatever its next token."""
 
     def zero(self, blocks: Iterable[int]) -> None:
         for words in self._words:
@@ -101,12 +103,25 @@ class Memory:
         found = self._words[plane][blocks, :size].ravel()[begin - first * size : end - first * size].tolist()
         wanted = [self._ledger.kv(symbol, number) for symbol in symbols]
         self.num_checked += len(blocks)
-        if 0 in blocks or found != wanted:
+        if 0 in blocks or (found != wanted and not self._are_of_others(work, found, wanted, begin, group, plane)):
             at = next((i for i, value in enumerate(found) if value != wanted[i]), 0)
             raise WrongKV(
-                f"{work.req_id}: position {begin + at} of [{begin}, {end}) in group {number} ({group.kind}, {group.layers[plane]}), "
-                f"blocks {blocks}"
+                f"{work.req_id}: position {begin + at} of [{begin}, {end}) in group {number} ({group.kind}, "
+                f"{group.layers[plane]}), blocks {blocks}"
             )
+
+    def _are_of_others(self, work: Work, found: Sequence[int], wanted: Sequence[int], begin: int, group: Group, plane: int) -> bool:
+        """Whether all that differs is the last position of blocks of a drafter that another continuation of the same prefix wrote.
+
+        vLLM's own cache serves such blocks: where two requests computed the same block, a hit takes the one's block and, as the
+        proof of what follows, the other's next block. It costs the draft's acceptance only; loads of kvloft must be exact.
+        """
+        if group.layers[plane] != "draft" or self._shape.has_connector:
+            return False
+        last, symbols = group.block_tokens - 1, work.state.prefix.symbols
+        others = [(at, f) for at, (f, w) in enumerate(zip(found, wanted, strict=True), start=begin) if f != w]
+        self.num_of_others += len(others)
+        return all(at % group.block_tokens == last and self._before.get(f) == symbols[at] for at, f in others)
 
     # -- states ---------------------------------------------------------------------------------------------------
 
@@ -166,5 +181,6 @@ class Memory:
         """What is confirmed knows its next token; what was rejected, or drafted ahead, holds garbage."""
         symbols = work.state.prefix.symbols
         known = [self._ledger.kv(symbol, number) for symbol in symbols[work.start + 1 : computed + 1]]
+        self._before.update(zip(known, symbols[work.start : computed], strict=True))
         ahead = min(max(work.end, computed + self._shape.num_drafts - 1), len(work.state.tables[number]) * group.block_tokens)
         self._write(number, group, work, plane, work.start, known + [GARBAGE] * (ahead - computed))

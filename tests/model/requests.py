@@ -1,6 +1,9 @@
 """A `Spec` as vLLM's Request: ids, embedding rows, media, adapter, salt, sessions."""
 
+import tempfile
 from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from vllm.lora.request import LoRARequest
@@ -21,13 +24,22 @@ def make_request(spec: Spec, hasher: Callable[..., Any], turn: Turn | None = Non
         request_id=spec.id, prompt_token_ids=list(ids) if ids is not None else None, pooling_params=None,
         sampling_params=SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra),
         prompt_embeds=spec.embeds if turn is None else None, prompt_is_token_ids=list(spec.is_token) if spec.is_token else None,
-        cache_salt=spec.salt, lora_request=LoRARequest(spec.adapter, 1, f"/adapters/{spec.adapter}") if spec.adapter else None,
+        cache_salt=spec.salt, lora_request=_adapter(spec.adapter) if spec.adapter else None,
         mm_features=[_feature(item.identifier, item.start, item.length) for item in spec.items] or None,
         block_hasher=hasher, resumable=bool(spec.turns),
     )  # fmt: skip
     if spec.skips_cache:
         request.skip_reading_prefix_cache = True
     return request
+
+
+@lru_cache
+def _adapter(name: str) -> LoRARequest:
+    """With a folder that is the same after a restart; what is in it is never loaded."""
+    folder = Path(tempfile.mkdtemp(prefix=f"machine-{name}-"))
+    (folder / "adapter_config.json").write_text(f'{{"name": "{name}"}}')
+    (folder / "adapter_model.safetensors").write_bytes(name.encode())
+    return LoRARequest(name, 1, str(folder))
 
 
 def _feature(identifier: str, start: int, length: int) -> MultiModalFeatureSpec:
