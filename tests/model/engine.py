@@ -124,7 +124,9 @@ class Engine:
         def matched(request: Any, local: int) -> Any:
             tracker = self.core._trackers.get(request.request_id)
             has_offer = tracker is not None and tracker.lease is not None
-            (self.ledger.standing.add if has_offer else self.ledger.standing.discard)(request.request_id)
+            # Adapters whose files are younger than this process are another run's own.
+            is_apart = self.specs[request.request_id].adapter is not None and self.ledger.num_lives > 1
+            (self.ledger.standing.add if has_offer or is_apart else self.ledger.standing.discard)(request.request_id)
             answer, is_async = match(request, local)
             assert answer is None or is_async == (answer > 0)
             spec = self.specs[request.request_id]

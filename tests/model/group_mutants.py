@@ -73,14 +73,12 @@ def one_group_is_not_asked(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("sglang #38031: a state from another boundary than the hit's", "state after")
 def state_of_the_boundary_before(mp: pytest.MonkeyPatch) -> None:
-    saved: dict[Any, Any] = {}
-
     def change(blocks: Any, length: int, kwargs: Any) -> Any:
-        for table in blocks:
-            if table:
-                saved.setdefault("any", table[-1])
-                if not saved["any"].is_null and saved["any"].block_hash is not None:
-                    table[-1] = saved["any"]
+        at = len(blocks[0]) - 2
+        if at >= 0 and kwargs["kv_cache_spec"].block_size == kwargs["block_pool"].hash_block_size:
+            before = kwargs["block_pool"].get_cached_block(kwargs["block_hashes"][at], kwargs["kv_cache_group_ids"])
+            for table, block in zip(blocks, before or (), strict=False):
+                table[-1] = block
         return blocks, length
 
     change_hits(mp, managers.MambaManager, change)

@@ -31,6 +31,7 @@ class Ledger:
     weights: int = 0
     namespace: str = ""
     """The user's, which says that a new life has other weights."""
+    num_lives: int = 1
     breaches: list[str] = field(default_factory=list)
     truth: dict[bytes, list[int]] = field(default_factory=dict)
     """Words that the frame of a key holds, under the weights at hand."""
@@ -60,6 +61,7 @@ class Ledger:
 
     def new_life(self, *, has_new_weights: bool) -> None:
         """A restart: tickets, loads and requests of the old engine are gone."""
+        self.num_lives += 1
         if has_new_weights:
             self.namespace += "w"
             self.new_weights()

@@ -35,11 +35,11 @@ def make_request(spec: Spec, hasher: Callable[..., Any], turn: Turn | None = Non
 
 @lru_cache
 def _adapter(name: str) -> LoRARequest:
-    """With a folder that is the same after a restart; what is in it is never loaded."""
+    """With a number and a folder of its own; what is in it is never loaded."""
     folder = Path(tempfile.mkdtemp(prefix=f"machine-{name}-"))
     (folder / "adapter_config.json").write_text(f'{{"name": "{name}"}}')
     (folder / "adapter_model.safetensors").write_bytes(name.encode())
-    return LoRARequest(name, 1, str(folder))
+    return LoRARequest(name, 1 + sum(name.encode()) % 97, str(folder))
 
 
 def _feature(identifier: str, start: int, length: int) -> MultiModalFeatureSpec:
