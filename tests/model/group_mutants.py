@@ -14,11 +14,11 @@ from .mutants import Mutant, Patch, swap
 GROUP_MUTANTS: list[Mutant] = []
 
 
-def mutant(bug: str, says: str) -> Any:
+def mutant(bug: str, says: str, *where: str) -> Any:
     """Put the patch into the table, under its function's name."""
 
     def add(patch: Patch) -> Patch:
-        GROUP_MUTANTS.append(Mutant(patch.__name__, bug, says, patch))
+        GROUP_MUTANTS.append(Mutant(patch.__name__, bug, says, patch, where))
         return patch
 
     return add
@@ -93,7 +93,7 @@ def state_is_hit_in_the_step_that_writes_it(mp: pytest.MonkeyPatch) -> None:
     swap(mp, managers.MambaManager, "cache_blocks", cache)
 
 
-@mutant("a local chunk is taken for one of another length", r"\(local, target\)|null block")
+@mutant("a local chunk is taken for one of another length", r"\(local, target\)|null block", "local")
 def local_chunk_is_freed_while_it_is_read(mp: pytest.MonkeyPatch) -> None:
     swap(
         mp,

@@ -38,6 +38,8 @@ class Mutant:
     bug: str
     says: str
     patch: Patch
+    where: tuple[str, ...] = ()
+    """Names of the groups it is looked for in; none: all."""
 
 
 MUTANTS: list[Mutant] = []

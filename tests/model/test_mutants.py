@@ -6,7 +6,7 @@ import traceback
 import pytest
 
 from .group_mutants import GROUP_MUTANTS
-from .machine import GroupMachine, Machine, check
+from .machine import GroupMachine, Machine, check, several_groups
 from .mutants import MUTANTS, Mutant
 
 SEEDS = (1, 2, 3)
@@ -30,6 +30,8 @@ def judge(mutant: Mutant, machine: type[Machine]) -> None:
 
 def verdict(mutant: Mutant, machine: type[Machine]) -> str | None:
     """What the machine says of a mutant; None: nothing."""
+    if mutant.where:
+        machine = type(machine.__name__, (machine,), {"shapes": several_groups(mutant.where)})
     with pytest.MonkeyPatch.context() as mp:
         mutant.patch(mp)
         for seed in SEEDS:
