@@ -43,6 +43,8 @@ class Mutant:
 
 
 MUTANTS: list[Mutant] = []
+BARE = r"^AssertionError\s*$"
+"""An assertion of vLLM's own, which would end the engine."""
 
 
 def mutant(bug: str, says: str) -> Callable[[Patch], Patch]:
@@ -259,7 +261,7 @@ def save_is_reported_twice(mp: pytest.MonkeyPatch) -> None:
     swap(mp, WorkerCore, "take_report", take)
 
 
-@mutant("vLLM #46240: a load is reported again after its request ended", "assert req_id in self.requests|AssertionError")
+@mutant("vLLM #46240: a load is reported again after its request ended", BARE)
 def load_is_reported_twice(mp: pytest.MonkeyPatch) -> None:
     def take(original: Any, self: Any) -> Any:
         finished, bad = original(self)
@@ -303,7 +305,7 @@ def first_rank_settles_for_all(mp: pytest.MonkeyPatch) -> None:
 # -- offers, ends and resets --------------------------------------------------------------------------------------
 
 
-@mutant("a hit is one block longer than what is stored", "not all of them saved|tokens offered")
+@mutant("a hit is one block longer than what is stored", f"not all of them saved|tokens offered|{BARE}")
 def hit_is_one_block_too_long(mp: pytest.MonkeyPatch) -> None:
     def match(original: Any, self: Any, *args: Any, **more: Any) -> Any:
         answer = original(self, *args, **more)
@@ -312,7 +314,7 @@ def hit_is_one_block_too_long(mp: pytest.MonkeyPatch) -> None:
     swap(mp, Queue, "match", match)
 
 
-@mutant("vLLM: a synchronous load is visible to other requests before its bytes are there", "AssertionError|assert")
+@mutant("vLLM: a synchronous load is visible to other requests before its bytes are there", BARE)
 def loads_are_synchronous(mp: pytest.MonkeyPatch) -> None:
     swap(mp, SchedulerHalf, "match", lambda original, self, *args: (original(self, *args)[0], False))
 
