@@ -1,5 +1,5 @@
-"""kvloft's real CpuMover, as late as a GPU's may be: a save reads its blocks when they are about to be rewritten or when it lands,
-a load lands any time before it is reported.
+"""kvloft's real CpuMover, as early or late as a GPU's may be: a save reads its blocks when it is submitted, when they are about
+to be rewritten, or when it lands; a load lands any time before it is reported.
 
 What a save put into its frame goes to the ledger. It must not know the scheduler.
 """
@@ -88,7 +88,11 @@ class SlowMover:
         for plan in plans:
             self._crash_now_and_then()
             for i, copy in enumerate(plan.chunks):
-                self._saves.append(Saving(self._trouble.delay(), plan.req_id, plan.chunks.take([i]), frozenset(copy.blocks)))
+                saving = Saving(self._trouble.delay(), plan.req_id, plan.chunks.take([i]), frozenset(copy.blocks))
+                if self._trouble.random.random() < 0.5:
+                    self._land_save(saving)  # at once: a copy may begin as soon as it is submitted
+                else:
+                    self._saves.append(saving)
 
     def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
         self._gather_before([block for plan in plans for block in plan.blocks()])
