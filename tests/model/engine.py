@@ -26,7 +26,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvloft import store as kvloft_store
+from kvloft import _core
 from kvloft.vllm import scheduler_half
 
 from .ledger import Ledger
@@ -80,24 +80,23 @@ class Engine:
 
     def _make_scheduler(self, hash_block: int) -> Any:
         """With kvloft's clock and store under the machine's hands."""
-        original = scheduler_half.time, scheduler_half.open_store
+        original = scheduler_half.time, scheduler_half._core
         scheduler_half.time = SimpleNamespace(monotonic=lambda: self.now)  # type: ignore[assignment]
-        scheduler_half.open_store = self._open_store
+        scheduler_half._core = SimpleNamespace(**vars(_core) | {"Session": self._open_session})  # type: ignore[assignment]
         try:
             scheduler: Any = (AsyncScheduler if self.shape.async_scheduling else Scheduler)(
                 vllm_config=self._config, kv_cache_config=self._kv_config, block_size=self._block, hash_block_size=hash_block,
                 structured_output_manager=StructuredOutputManager(self._config), log_stats=False,
             )  # fmt: skip
         finally:
-            scheduler_half.time, scheduler_half.open_store = original
+            scheduler_half.time, scheduler_half._core = original
         scheduler.use_v2_model_runner = self.shape.v2
         scheduler.max_num_encoder_input_tokens = 4096
         scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=4096)
         return scheduler
 
-    def _open_store(self, *args: Any, **settings: Any) -> Any:
-        session = kvloft_store.open_store(*args, **settings)
-        self.store = SteadyStore(session, self.ledger, has_disk=self.shape.has_disk)
+    def _open_session(self, **settings: Any) -> Any:
+        self.store = SteadyStore(_core.Session(**settings), self.ledger, has_disk=self.shape.has_disk)
         return self.store
 
     def _make_worker(self, rank: int, seed: int) -> Worker:

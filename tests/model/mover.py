@@ -88,7 +88,7 @@ class SlowMover:
         for plan in plans:
             self._crash_now_and_then()
             for i, copy in enumerate(plan.chunks):
-                saving = Saving(self._trouble.delay(), plan.req_id, plan.chunks.take([i]), frozenset(copy.blocks))
+                saving = Saving(self._trouble.delay(), plan.req_id, plan.chunks[i : i + 1], frozenset(copy.blocks))
                 if self._trouble.random.random() < 0.5:
                     self._land_save(saving)  # at once: a copy may begin as soon as it is submitted
                 else:

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from kvloft import store as kvloft_store
 from kvloft.plan import core
 from kvloft.plan.core import SchedulerCore
 from kvloft.plan.queue import Queue
-from kvloft.plan.saves import Saving
 from kvloft.seam.plan import LoadPlan
 from kvloft.seam.views import MediaItem
 from kvloft.transfer.cpu import CpuMover
@@ -25,6 +23,7 @@ from kvloft.vllm.connector import KVLoftConnector
 from kvloft.vllm.scheduler_half import SchedulerHalf
 from kvloft.vllm.views import VllmRequest
 
+from .engine import Engine
 from .steady import SteadyStore
 
 Patch = Callable[[pytest.MonkeyPatch], None]
@@ -85,8 +84,8 @@ def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("LMCache: KV is loaded for new requests only, and resumed ones read stale blocks", r"were given for it \(I6\)")
 def resumed_are_not_loaded(mp: pytest.MonkeyPatch) -> None:
-    def plan(original: Any, tracker: Any, shape: Any, num_tokens: int, load_id: int) -> Any:
-        found, lease, by_tier = original(tracker, shape, num_tokens, load_id)
+    def plan(original: Any, tracker: Any, block_tokens: int, num_tokens: int, load_id: int) -> Any:
+        found, lease, by_tier = original(tracker, block_tokens, num_tokens, load_id)
         is_resumed = tracker.live._request.num_preemptions > 0
         return (LoadPlan(found.req_id, load_id) if is_resumed else found), lease, by_tier
 
@@ -139,7 +138,7 @@ def namespace_is_always_the_same(mp: pytest.MonkeyPatch) -> None:
 
 def with_frontier(mp: pytest.MonkeyPatch, change: Callable[[Any, int], int]) -> None:
     swap(
-        mp, core, "plan_save", lambda plan, tracker, store, shape, frontier: plan(tracker, store, shape, change(tracker, frontier))
+        mp, core, "plan_save", lambda plan, tracker, store, group, frontier: plan(tracker, store, group, change(tracker, frontier))
     )
 
 
@@ -152,10 +151,10 @@ def decode_is_never_saved(mp: pytest.MonkeyPatch) -> None:
     "LMCache: decoded tokens are taken from behind num_computed_tokens, where async has none", r"ended, and of its \d+ tokens only"
 )
 def decode_is_not_saved_ahead_of_its_tokens(mp: pytest.MonkeyPatch) -> None:
-    def plan(original: Any, tracker: Any, store: Any, shape: Any, frontier: int) -> Any:
+    def plan(original: Any, tracker: Any, store: Any, group: Any, frontier: int) -> Any:
         if frontier > len(tracker.live.token_ids):
-            return Saving(frontier + 1)
-        return original(tracker, store, shape, frontier)
+            return frontier + 1, None, 0
+        return original(tracker, store, group, frontier)
 
     swap(mp, core, "plan_save", plan)
 
@@ -224,9 +223,9 @@ def local_hits_are_offered_again(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("LMCache #4247: chunks of the prefix's begin land behind the local hit", r"for tokens \d+ on|\(I6\)")
 def load_begins_at_the_wrong_chunk(mp: pytest.MonkeyPatch) -> None:
-    def plan(original: Any, tracker: Any, shape: Any, num_tokens: int, load_id: int) -> Any:
+    def plan(original: Any, tracker: Any, block_tokens: int, num_tokens: int, load_id: int) -> Any:
         local, tracker.local_tokens = tracker.local_tokens, 0
-        found = original(tracker, shape, num_tokens, load_id)
+        found = original(tracker, block_tokens, num_tokens, load_id)
         tracker.local_tokens = local
         return found
 
@@ -293,13 +292,10 @@ def failed_save_is_committed(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("a chunk is visible when the first of two ranks has written it", "not all of them saved|not what was promised")
 def first_rank_settles_for_all(mp: pytest.MonkeyPatch) -> None:
-    class Hasty:
-        @staticmethod
-        def Session(**settings: Any) -> Any:
-            return real.Session(**settings | {"num_ranks": 1})
+    def open_session(original: Any, self: Any, **settings: Any) -> Any:
+        return original(self, **settings | {"num_ranks": 1})
 
-    real = kvloft_store._core
-    mp.setattr(kvloft_store, "_core", Hasty)
+    swap(mp, Engine, "_open_session", open_session)
 
 
 # -- offers, ends and resets --------------------------------------------------------------------------------------
@@ -309,7 +305,7 @@ def first_rank_settles_for_all(mp: pytest.MonkeyPatch) -> None:
 def hit_is_one_block_too_long(mp: pytest.MonkeyPatch) -> None:
     def match(original: Any, self: Any, *args: Any, **more: Any) -> Any:
         answer = original(self, *args, **more)
-        return answer + self._block_tokens if answer else answer
+        return answer + self.group.block_tokens if answer else answer
 
     swap(mp, Queue, "match", match)
 
@@ -337,7 +333,7 @@ def pins_stay_when_a_request_ends(mp: pytest.MonkeyPatch) -> None:
     def finish(original: Any, self: Any, req_id: Any) -> None:
         if (tracker := self._trackers.get(req_id)) is not None:
             self.__dict__.setdefault("kept", []).append(tracker.lease)  # a lease that nobody has unpins itself
-            tracker.stop_counting, tracker.lease = None, None
+            tracker.lease = None
         original(self, req_id)
 
     swap(mp, SchedulerCore, "finish", finish)

@@ -1,8 +1,9 @@
 """The zoo: each model with the engine arguments that it needs and the groups that vLLM 0.32.0 makes of it.
 
-``ZOO`` is what the tests go through; README.md tells what is not in it and why.
+The tests go through `chosen` of ``ZOO``; README.md tells what is not in it and why.
 """
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,3 +121,12 @@ ZOO = {
         ZooModel("mtp", drafts.mimo_config, drafts.mimo_weights, ("full",), draft=Draft("mtp", 1, "target", layer=AFTER)),
     )
 }
+
+USUAL = ("gemma3", "gpt-oss", "ngram", "qwen3-next")
+"""Windows of two sorts, states, and a drafter without KV: what a test run has time for."""
+IS_WHOLE = os.environ.get("KV_ZOO") == "all"
+
+
+def chosen() -> list[str]:
+    """Names of the models that tests go through: the usual ones, or with KV_ZOO=all every one."""
+    return sorted(ZOO if IS_WHOLE else USUAL)
