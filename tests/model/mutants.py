@@ -18,7 +18,7 @@ from kvloft.seam.views import MediaItem
 from kvloft.transfer.cpu import CpuMover
 from kvloft.transfer.frames import FrameWindow
 from kvloft.transfer.worker import WorkerCore
-from kvloft.vllm import scheduler_half
+from kvloft.vllm import connector, scheduler_half
 from kvloft.vllm.connector import KVLoftConnector
 from kvloft.vllm.scheduler_half import SchedulerHalf
 from kvloft.vllm.views import VllmRequest
@@ -79,7 +79,7 @@ def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
         cached.resumed_req_ids = resumed
         return found
 
-    swap(mp, scheduler_half, "view_step", view)
+    swap(mp, connector, "view_step", view)
 
 
 @mutant("LMCache: KV is loaded for new requests only, and resumed ones read stale blocks", r"were given for it \(I6\)")
@@ -277,7 +277,7 @@ def load_of_an_aborted_request_is_not_reported(mp: pytest.MonkeyPatch) -> None:
         gone = self.__dict__.setdefault("gone", set())
         gone |= ended
         sent, received = original(self, ended)
-        return sent, {req_id for req_id in received if req_id not in gone}
+        return sent, {req_id for req_id in received or () if req_id not in gone}
 
     swap(mp, KVLoftConnector, "get_finished", finished)
 
