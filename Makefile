@@ -2,11 +2,12 @@
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 VERSION ?= 0.32.0
+HOURS ?= 1
 PYTHON ?=
 MINUTES ?= 65
 export PYTHON MINUTES
 
-.PHONY: help demo test test-vllm lint bench soak wheels clean
+.PHONY: help demo test test-vllm model-check lint bench soak wheels clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
@@ -19,6 +20,9 @@ test: ## all tests: Rust, Python, real vLLM 0.32.0; then the short form on 0.30,
 
 test-vllm: ## the whole Python suite on another vLLM: make test-vllm VERSION=0.31.0
 	@scripts/suite.sh full $(VERSION)
+
+model-check: ## the correctness machine (tests/model) for HOURS=1 on VERSION; what it finds is shrunk, and printed with its seed
+	@scripts/model_check.sh $(VERSION) $(HOURS)
 
 lint: ## formatters, clippy, ruff, mypy --strict, stub test, import contracts, house rules
 	@scripts/lint.sh

@@ -1,0 +1,362 @@
+"""The correctness machine's engine: vLLM's real Scheduler or AsyncScheduler and KV cache manager, kvloft's real connector in
+both roles over its real store, workers that hold symbols.
+
+Plays vLLM's engine core: sync steps, or two batches in flight. Everything that crosses to a worker and back is pickled, as
+between processes. After each step nothing in the ledger may be broken; `assert_at_rest`: every owner gave back what it had.
+"""
+
+import pickle
+import random
+import time
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash, resolve_kv_cache_block_sizes
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import DraftTokenIds
+from vllm.v1.request import RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvloft import _core
+from kvloft.vllm import scheduler_half
+
+from .ledger import Ledger
+from .memory import Memory
+from .mover import SlowMover, Trouble
+from .requests import make_request
+from .shape import HASH, Shape, kv_config, vllm_config
+from .steady import SteadyStore
+from .symbols import Spec
+from .worker import Worker
+
+
+@dataclass
+class Outcome:
+    """What a request said, and how it ended (None: not yet)."""
+
+    tokens: list[int] = field(default_factory=list)
+    reason: str | None = None
+    turns: int = 0
+
+
+class Engine:
+    """See the module. ``model``: a folder with a config.json; ``disk``: one for the disk tier; ``ledger``: of an earlier life."""
+
+    def __init__(self, model: Path, shape: Shape, seed: int, disk: Path | None = None, ledger: Ledger | None = None) -> None:
+        self.shape = shape
+        self.ledger = ledger or Ledger(shape.num_ranks)
+        self.trouble = Trouble(random.Random(seed))
+        self.now, self.step_s = 0.0, 0.05
+        self.is_broken = False
+        """A step found something wrong, and nothing more is to be asked of this engine."""
+        self.specs: dict[str, Spec] = {}
+        self.outcomes: dict[str, Outcome] = {}
+        self.num_steps = self.num_preempted = self.num_loaded = 0
+        self._config, self._kv_config = vllm_config(model, shape, disk, self.ledger.namespace), kv_config(shape)
+        self._block, hash_block = resolve_kv_cache_block_sizes(self._kv_config, self._config)
+        init_none_hash(get_hash_fn_by_name(HASH))
+        self._hasher = get_request_block_hasher(hash_block, get_hash_fn_by_name(HASH))
+        self.store: SteadyStore | None = None
+        self.scheduler = self._make_scheduler(hash_block)
+        self.workers = [self._make_worker(rank, seed) for rank in range(shape.num_ranks)]
+        self._flying: deque[tuple[Any, Any]] = deque()
+        self._reports: defaultdict[int, list[tuple[int, Any]]] = defaultdict(list)
+        """What the ranks reported in steps whose results are still on their way."""
+        self._steps_without_tokens = 0
+        if shape.has_connector:
+            self.half = self.scheduler.connector._scheduler
+            self.core = self.half.core
+            self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, shape.num_ranks)
+            self._watch()
+
+    def _make_scheduler(self, hash_block: int) -> Any:
+        """With kvloft's clock and store under the machine's hands."""
+        original = scheduler_half.time, scheduler_half._core
+        scheduler_half.time = SimpleNamespace(monotonic=lambda: self.now)  # type: ignore[assignment]
+        scheduler_half._core = SimpleNamespace(**vars(_core) | {"Session": self._open_session})  # type: ignore[assignment]
+        try:
+            scheduler: Any = (AsyncScheduler if self.shape.async_scheduling else Scheduler)(
+                vllm_config=self._config, kv_cache_config=self._kv_config, block_size=self._block, hash_block_size=hash_block,
+                structured_output_manager=StructuredOutputManager(self._config), log_stats=False,
+            )  # fmt: skip
+        finally:
+            scheduler_half.time, scheduler_half._core = original
+        scheduler.use_v2_model_runner = self.shape.v2
+        scheduler.max_num_encoder_input_tokens = 4096
+        scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=4096)
+        return scheduler
+
+    def _open_session(self, **settings: Any) -> Any:
+        self.store = SteadyStore(_core.Session(**settings), self.ledger, has_disk=self.shape.has_disk)
+        return self.store
+
+    def _make_worker(self, rank: int, seed: int) -> Worker:
+        memory, connector = Memory(self.shape, self.ledger), None
+        if self.shape.has_connector:
+            self._config.parallel_config.rank = rank
+            connector = KVConnectorFactory.create_connector(self._config, KVConnectorRole.WORKER, self._kv_config)
+            connector.register_kv_caches({"layer": memory.planes[0]})
+            connector._worker.core._make_mover = lambda layout, frames: SlowMover(
+                layout, frames, self.trouble, self.ledger, self._owns
+            )
+        return Worker(connector, memory, self.specs, self.shape, random.Random(seed + 1))
+
+    def _owns(self, req_id: str, blocks: Any) -> bool:
+        """Whether vLLM still holds all ``blocks`` for the request, aborted or not."""
+        return set(blocks) <= set(self.scheduler.kv_cache_manager.get_block_ids(req_id)[0])
+
+    def _watch(self) -> None:
+        """Everything that is offered and admitted goes through the ledger."""
+        connector = self.scheduler.connector
+        match, admit = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+        chunk = self.shape.block_tokens * self.shape.blocks_per_chunk
+
+        def matched(request: Any, local: int) -> Any:
+            tracker = self.core._trackers.get(request.request_id)
+            has_offer = tracker is not None and tracker.lease is not None
+            # Adapters whose files are younger than this process are another run's own.
+            is_apart = self.specs[request.request_id].adapter is not None and self.ledger.num_lives > 1
+            (self.ledger.standing.add if has_offer or is_apart else self.ledger.standing.discard)(request.request_id)
+            answer, is_async = match(request, local)
+            assert answer is None or is_async == (answer > 0)
+            spec = self.specs[request.request_id]
+            if spec.skips_cache:
+                self.ledger.expect(not answer, f"{spec.id} asked for no cached KV")
+            else:
+                prefix = spec.prefix(request._all_token_ids)
+                self.ledger.check_offer(spec.id, prefix, local, answer, self.shape.block_tokens, chunk)
+            return answer, is_async
+
+        def admitted(request: Any, blocks: Any, num_tokens: int) -> None:
+            req_id = request.request_id
+            if num_tokens:
+                local, answer = self.ledger.asked[req_id]
+                self.ledger.expect(num_tokens == answer, f"{req_id}: {num_tokens} tokens taken of {answer} offered")
+                self.ledger.admitted[req_id] = (local, num_tokens)
+                self.num_loaded += num_tokens
+            admit(request, blocks, num_tokens)
+
+        connector.get_num_new_matched_tokens, connector.update_state_after_alloc = matched, admitted
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def add(self, spec: Spec) -> None:
+        self.specs[spec.id] = spec
+        self.outcomes[spec.id] = Outcome()
+        self.scheduler.add_request(make_request(spec, self._hasher))
+
+    def abort(self, req_id: str) -> None:
+        if self.outcomes[req_id].reason is None:
+            self.outcomes[req_id].reason = "abort"
+            self.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+
+    def reset(self, *, running: bool, connector: bool) -> None:
+        """reset_prefix_cache; with ``connector`` and nothing left that was computed, other weights are loaded behind it.
+
+        vLLM refuses it for running requests while a load or a batch holds blocks.
+        """
+        try:
+            done = self.scheduler.reset_prefix_cache(reset_running_requests=running, reset_connector=connector)
+        except RuntimeError as error:
+            assert "remote KV transfer" in str(error)
+            return
+        if connector:
+            self.ledger.lose("the cache was reset")
+        if connector and done:
+            self.ledger.new_weights()
+
+    @property
+    def unfinished(self) -> list[str]:
+        return [r for r, o in self.outcomes.items() if o.reason is None]
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """One turn of the engine core's loop, and the judgement of it."""
+        self.is_broken = True
+        self.now += self.step_s
+        self._step()
+        self.num_steps += 1
+        self._end_a_session_that_blocks()
+        assert not self.ledger.breaches, self.ledger.breaches[:3]
+        if self.shape.has_connector:
+            errors = self.half.hook_errors + sum(w.connector._worker.hook_errors for w in self.workers)
+            assert not errors or self.trouble.crash, "an exception was turned into a miss; see the log"
+        self.is_broken = False
+
+    def _end_a_session_that_blocks(self) -> None:
+        """Sessions between two turns keep their blocks, and vLLM preempts none of them: a few can fill the pool and wait for
+        each other for ever, with or without a connector. Their user would end one."""
+        self._steps_without_tokens += 1
+        sessions = [r for r in self.unfinished if self.specs[r].turns] if self._steps_without_tokens > 100 else []
+        if sessions:
+            self._steps_without_tokens = 0
+            self.abort(sessions[0])
+
+    def _step(self) -> None:
+        if self.shape.async_scheduling:
+            self._step_async()
+        elif self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self._absorb(output, self._execute(output))
+            if self.shape.num_drafts and output.total_num_scheduled_tokens:
+                ids = list(output.num_scheduled_tokens)
+                self.scheduler.update_draft_token_ids(DraftTokenIds(ids, self.workers[0].drafts(ids)))
+
+    def _step_async(self) -> None:
+        if self.scheduler.has_requests():
+            output = self.scheduler.schedule()
+            self._flying.append((output, self._execute(output)))
+            executed = output.total_num_scheduled_tokens > 0
+            if len(self._flying) < 2 and (executed or self.scheduler.has_requests()):
+                return
+        if self._flying:
+            self._absorb(*self._flying.popleft())
+
+    def _execute(self, output: Any) -> Any:
+        self.num_preempted += len(getattr(output, "preempted_req_ids", None) or ())
+        if not self.shape.has_connector:
+            return self._alike([w.execute(output, None) for w in self.workers])
+        self._check_plan(output)
+        metadata = pickle.dumps(output.kv_connector_metadata)
+        results = []
+        for rank, worker in enumerate(self.workers):
+            result = worker.execute(output, pickle.loads(metadata))
+            transfers = result.kv_connector_output
+            transfers.kv_connector_worker_meta = meta = pickle.loads(pickle.dumps(transfers.kv_connector_worker_meta))
+            self._reports[id(output)] += [(rank, report) for report in meta.reports] if meta is not None else []
+            results.append(result)
+        return self._aggregator.aggregate(results) if len(results) > 1 else results[0]
+
+    def _alike(self, results: list[Any]) -> Any:
+        assert all(result.sampled_token_ids == results[0].sampled_token_ids for result in results)
+        return results[0]
+
+    def _check_plan(self, output: Any) -> None:
+        plan = output.kv_connector_metadata.plan
+        for copies, check in ((plan.saves, self._check_save), (plan.loads, self._check_load)):
+            for each in copies:
+                check(each, output)
+
+    def _check_save(self, save: Any, output: Any) -> None:
+        request = self.scheduler.requests[save.req_id]
+        drafts = len(output.scheduled_spec_decode_tokens.get(save.req_id, ()))
+        table = self.scheduler.kv_cache_manager.get_block_ids(save.req_id)[0]
+        prefix = self.specs[save.req_id].prefix(request._all_token_ids)
+        computed = request.num_computed_tokens - drafts
+        self.ledger.check_save(save, prefix, table, computed, self.shape.block_tokens)
+        if self.specs[save.req_id].saves == "prompt":
+            last = max(table.index(copy.blocks[-1]) for copy in save.chunks if copy.blocks[-1] in table)
+            end = (last + 1) * self.shape.block_tokens
+            self.ledger.expect(
+                end <= request.num_prompt_tokens, f"{save.req_id} is to save its prompt only, and {end} tokens are saved"
+            )
+
+    def _check_load(self, load: Any, output: Any) -> None:
+        request = self.scheduler.requests[load.req_id]
+        table = self.scheduler.kv_cache_manager.get_block_ids(load.req_id)[0]
+        self.ledger.check_load(load, self.specs[load.req_id].prefix(request._all_token_ids), table, self.shape.block_tokens)
+
+    def _absorb(self, output: Any, result: Any) -> None:
+        for rank, report in self._reports.pop(id(output), ()):
+            self.ledger.check_report(rank, report)
+        for outputs in self.scheduler.update_from_output(output, result).values():
+            for one in outputs.outputs:
+                outcome = self.outcomes[one.request_id]
+                outcome.tokens += one.new_token_ids
+                self._steps_without_tokens = 0
+                if one.finish_reason is not None and outcome.reason is None:
+                    self._ended(self.specs[one.request_id], outcome, str(one.finish_reason))
+
+    def _ended(self, spec: Spec, outcome: Outcome, reason: str) -> None:
+        """One input of a session was answered, or the whole request."""
+        if reason == "length" and outcome.turns < len(spec.turns):
+            turn = spec.turns[outcome.turns]
+            outcome.turns += 1
+            self.scheduler.add_request(make_request(spec, self._hasher, turn))
+            return
+        outcome.reason = reason
+        if spec.turns and spec.id in self.scheduler.requests:
+            self.scheduler.finish_requests(spec.id, RequestStatus.FINISHED_ABORTED)
+
+    def run(self, max_steps: int = 3000) -> None:
+        """Step until nothing is left to do."""
+        for _ in range(max_steps):
+            if not self.scheduler.has_requests() and not self._flying:
+                return
+            self.step()
+        raise AssertionError(f"the engine does not come to rest: {self.unfinished}")
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def settle(self) -> None:
+        """All goes well from now on; everything must end, right, and leave nothing behind."""
+        self.trouble.end()
+        self.step_s = 1.0
+        if self.store is not None:
+            self.store.is_kind = True
+        self.run()
+        self._check_outcomes()
+        self._assert_at_rest()
+        assert not self.ledger.breaches, self.ledger.breaches[:3]
+
+    def _check_outcomes(self) -> None:
+        """Every request said its truth, or a beginning of it if it was aborted or its load failed; and is stored."""
+        chunk = self.shape.block_tokens * self.shape.blocks_per_chunk
+        for req_id, outcome in self.outcomes.items():
+            spec = self.specs[req_id]
+            truth = spec.truth()
+            if outcome.reason == "length":
+                assert outcome.tokens == truth, f"{req_id} said something else"
+                if self.shape.has_connector and not spec.turns:
+                    prefix = spec.prefix([0] * len(spec.contents) + truth)
+                    # Drafts that the last step accepted are known when the blocks are free already.
+                    whole = len(spec.contents) if spec.saves else len(prefix) - 1 - self.shape.num_drafts
+                    self.ledger.check_stored(req_id, prefix, whole, chunk)
+            elif outcome.reason == "error":
+                assert self.shape.policy == "fail"
+                assert req_id in self.ledger.doubtful, f"{req_id} failed without a cause"
+            else:
+                assert outcome.reason == "abort", (req_id, outcome)
+                assert outcome.tokens == truth[: len(outcome.tokens)]
+
+    def _assert_at_rest(self) -> None:
+        """Pins, reservations, blocks and queues are back to nothing (I5, I8)."""
+        scheduler = self.scheduler
+        for left in (
+            "requests",
+            "running",
+            "waiting",
+            "deferred_frees",
+            "finished_recving_kv_req_ids",
+            "failed_recving_kv_req_ids",
+        ):
+            assert not len(getattr(scheduler, left, ())), left
+        pool = scheduler.kv_cache_manager.block_pool
+        assert pool.get_num_free_blocks() == self.shape.num_blocks - 1
+        if not self.shape.has_connector:
+            return
+        self.ledger.check_at_rest()
+        self.store.settle_disk()
+        assert not self.core.has_work_in_flight
+        assert not self.core._trackers
+        stats: dict[str, int] = {}
+        for _ in range(500):  # reads that nobody waits for any more end in their own time
+            stats = self.store.stats()
+            if not stats["pins"] and not stats["frames_reserved"]:
+                break
+            time.sleep(0.01)
+        assert (stats["pins"], stats["frames_reserved"]) == (0, 0), stats
+        assert stats["frames_visible"] + stats["frames_free"] == stats["frames_total"], stats
+
+    def close(self) -> None:
+        self.scheduler.shutdown()

@@ -1,0 +1,108 @@
+"""Bugs of several KV cache groups, each put into vLLM's own cache: whoever serves groups must keep what these break.
+
+Until kvloft serves several groups they keep the oracle honest: a machine that sees none of them would see nothing of kvloft's.
+"""
+
+from typing import Any
+
+import pytest
+from vllm.v1.core import single_type_kv_cache_manager as managers
+from vllm.v1.core.block_pool import BlockPool
+
+from .mutants import Mutant, Patch, swap
+
+GROUP_MUTANTS: list[Mutant] = []
+
+
+def mutant(bug: str, says: str, *where: str) -> Any:
+    """Put the patch into the table, under its function's name."""
+
+    def add(patch: Patch) -> Patch:
+        GROUP_MUTANTS.append(Mutant(patch.__name__, bug, says, patch, where))
+        return patch
+
+    return add
+
+
+def change_hits(mp: pytest.MonkeyPatch, manager: Any, change: Any) -> None:
+    """``change(blocks, length, kwargs)`` on what a group finds of itself."""
+    original = manager.find_longest_cache_hit
+
+    def find(cls: Any, **kwargs: Any) -> Any:
+        found = original(**kwargs)
+        is_pair = isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], int)  # not so in 0.30
+        blocks, length = found if is_pair else (found, len(found[0]) * kwargs["kv_cache_spec"].block_size)
+        blocks, length = change(blocks, length, kwargs)
+        return (blocks, length) if is_pair else blocks
+
+    mp.setattr(manager, "find_longest_cache_hit", classmethod(find))
+
+
+@mutant("a window's blocks are freed one block too early", r"\(window, target\)|null block")
+def window_is_freed_a_block_early(mp: pytest.MonkeyPatch) -> None:
+    swap(
+        mp,
+        managers.SlidingWindowManager,
+        "get_num_skipped_tokens",
+        lambda original, self, n: max(0, original(self, n) + self.block_size),
+    )
+
+
+@mutant("LMCache #4463: a window's first block is missing at a hit", r"\(window, target\)|null block")
+def first_block_of_a_window_is_missing(mp: pytest.MonkeyPatch) -> None:
+    def change(blocks: Any, length: int, kwargs: Any) -> Any:
+        null = kwargs["block_pool"].null_block
+        for table in blocks:
+            real = [i for i, block in enumerate(table) if block is not null]
+            if len(real) > 1:
+                table[real[0]] = null
+        return blocks, length
+
+    change_hits(mp, managers.SlidingWindowManager, change)
+
+
+@mutant("LMCache #4674: one group is not asked at a hit, and its blocks hold anything", r"\(window, target\)|null block")
+def one_group_is_not_asked(mp: pytest.MonkeyPatch) -> None:
+    def change(blocks: Any, length: int, kwargs: Any) -> Any:
+        size, null = kwargs["kv_cache_spec"].block_size, kwargs["block_pool"].null_block
+        count = kwargs["max_length"] // kwargs["alignment_tokens"] * kwargs["alignment_tokens"] // size
+        return tuple([null] * count for _ in blocks), count * size
+
+    change_hits(mp, managers.SlidingWindowManager, change)
+
+
+@mutant("sglang #38031: a state from another boundary than the hit's", "state after")
+def state_of_the_boundary_before(mp: pytest.MonkeyPatch) -> None:
+    def change(blocks: Any, length: int, kwargs: Any) -> Any:
+        at = len(blocks[0]) - 2
+        if at >= 0 and kwargs["kv_cache_spec"].block_size == kwargs["block_pool"].hash_block_size:
+            before = kwargs["block_pool"].get_cached_block(kwargs["block_hashes"][at], kwargs["kv_cache_group_ids"])
+            for table, block in zip(blocks, before or (), strict=False):
+                table[-1] = block
+        return blocks, length
+
+    change_hits(mp, managers.MambaManager, change)
+
+
+@mutant("vLLM #53505: a state is hit in the step that computes it", "state after")
+def state_is_hit_in_the_step_that_writes_it(mp: pytest.MonkeyPatch) -> None:
+    def cache(original: Any, self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.cached_blocks_this_step.clear()
+
+    swap(mp, managers.MambaManager, "cache_blocks", cache)
+
+
+@mutant("a local chunk is taken for one of another length", r"\(local, target\)|null block", "local")
+def local_chunk_is_freed_while_it_is_read(mp: pytest.MonkeyPatch) -> None:
+    swap(
+        mp,
+        managers.ChunkedLocalAttentionManager,
+        "get_num_skipped_tokens",
+        lambda original, self, n: n // self.block_size * self.block_size,
+    )
+
+
+@mutant("weights were replaced, and blocks of the old ones are hit", "WrongKV|position|state after")
+def reset_keeps_blocks(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(BlockPool, "reset_prefix_cache", lambda self: self.num_gpu_blocks - self.get_num_free_blocks() == 1)

@@ -1,0 +1,289 @@
+"""The correctness machine's choices: a hypothesis state machine over `Engine`, and the run of it with a budget and fixed seeds.
+
+Every rule is something that may happen to an engine at any time. All chance comes from hypothesis, so that failures shrink.
+"""
+
+import logging
+import random
+import tempfile
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from .engine import Engine
+from .ledger import Ledger
+from .shape import SERVES_GROUPS, Group, Shape, model_folder
+from .symbols import VOCAB, Item, Spec, Turn, item_content, row_content
+
+_pick = random.Random(7)
+STORIES = [tuple(_pick.randrange(3, VOCAB) for _ in range(80)) for _ in range(3)]
+STORIES.append(STORIES[0][:9] + STORIES[1][9:])
+"""Prompts are beginnings of few stories, so that they share prefixes; the last one parts from the first at position 9."""
+FLAVOURS = ("salt", "adapter", "rows", "mixed", "item", "session", "no load", "prompt only")
+IMAGES = ("image-a", "image-b")
+
+MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
+
+
+def make_spec(name: str, flavour: str, story: int, length: int, max_tokens: int, more: tuple[int, ...]) -> Spec:
+    """A request over the beginning of a story, with what else decides its KV, or another way to live."""
+    ids = STORIES[story][:length]
+    plain = Spec(name, ids, max_tokens, ids)
+    if flavour == "salt":
+        return replace(plain, salt="pepper")
+    if flavour == "adapter":
+        return replace(plain, adapter=("lora", "rola")[more[0] % 2])
+    if flavour in ("rows", "mixed"):
+        return _with_rows(plain, mixed=flavour == "mixed")
+    if flavour == "item":
+        size = min(6, length)  # vLLM: one identifier, one size
+        item = Item(f"{IMAGES[more[0] % 2]}-{size}", min(2, length - size), size)
+        span = range(item.start, item.start + item.length)
+        contents = tuple(item_content(t, item.identifier, i - item.start) if i in span else t for i, t in enumerate(ids))
+        return replace(plain, contents=contents, items=(item,))
+    if flavour == "session":
+        return replace(plain, max_tokens=min(max_tokens, 4), turns=(Turn(more[:6], min(max_tokens, 4)),))
+    return replace(plain, skips_cache=flavour == "no load", saves="prompt" if flavour == "prompt only" else None)
+
+
+def _with_rows(plain: Spec, *, mixed: bool) -> Spec:
+    """Rows of which equal ids have equal ones, so that embeddings share prefixes among themselves."""
+    ids = plain.contents
+    rows = torch.tensor([[float(i), float(i * i), 1.0, 2.0] for i in ids])
+    mask = tuple(i % 3 == 0 for i in ids) if mixed else None
+    contents = tuple(token if mask and mask[i] else row_content(rows[i].numpy().tobytes()) for i, token in enumerate(ids))
+    return replace(plain, contents=contents, ids=ids if mixed else None, embeds=rows, is_token=mask)
+
+
+@st.composite
+def one_group(draw: st.DrawFn) -> Shape:
+    """What kvloft serves today: one group of full attention."""
+    num_drafts = draw(st.sampled_from([0, 0, 2]))
+    return Shape(
+        async_scheduling=draw(st.booleans()), v2=draw(st.booleans()), caching=draw(st.sampled_from([True, True, False])),
+        num_blocks=draw(st.sampled_from([16, 24, 60])), num_drafts=num_drafts,
+        policy=draw(st.sampled_from(["recompute", "recompute", "recompute", "fail"])),
+        blocks_per_chunk=draw(st.sampled_from([1, 1, 2, 4])), host_frames=draw(st.sampled_from([6, 40, 400, 400, 400])),
+        num_ranks=draw(st.sampled_from([1, 1, 2])), has_disk=draw(st.sampled_from([False, False, True])),
+        early_results=draw(st.booleans()),
+    )  # fmt: skip
+
+
+FULL, DRAFT, STATE = Group(), Group(layers=("draft",)), Group("state")
+GROUPS: dict[str, tuple[Group, ...]] = {
+    "drafter in the one group": (Group(layers=("target", "draft")),),
+    "window": (FULL, Group("window", size=9)),
+    "window of whole blocks": (FULL, Group("window", size=8)),
+    "short window, long blocks": (Group(block_tokens=8), Group("window", size=3)),
+    "local": (FULL, Group("local", size=8)),
+    "state": (FULL, STATE),
+    "state of two blocks": (FULL, Group("state", block_tokens=8)),
+    "window and drafter": (FULL, Group("window", size=10), DRAFT),
+    "state and drafter": (FULL, STATE, DRAFT),
+    "four windows": (FULL, *(Group("window", size=6) for _ in range(4))),
+    "seven": (FULL, Group("window", size=7), Group("window", size=7), STATE, STATE, STATE, DRAFT),
+}
+"""Groups as models have them; with a drafter where there is one. A group of the drafter is annotated, as vLLM does for MTP."""
+
+
+@st.composite
+def several_groups(draw: st.DrawFn, names: tuple[str, ...] = tuple(sorted(GROUPS))) -> Shape:
+    """What vLLM makes of hybrid models and drafters."""
+    groups = GROUPS[draw(st.sampled_from(names))]
+    has_drafter = any(group.is_draft for group in groups)
+    has_local = any(group.kind == "local" for group in groups)
+    return Shape(
+        groups, async_scheduling=draw(st.booleans()), v2=draw(st.booleans()),
+        num_blocks=draw(st.sampled_from([12, 20])) * len(groups),
+        num_drafts=draw(st.sampled_from([1, 2])) if has_drafter else 0 if has_local else draw(st.sampled_from([0, 0, 2])),
+        blocks_per_chunk=draw(st.sampled_from([1, 2])), host_frames=draw(st.sampled_from([40, 400])),
+        has_disk=SERVES_GROUPS and draw(st.booleans()), early_results=has_drafter,
+    )  # fmt: skip
+
+
+class Arrival(NamedTuple):
+    """A request to be. ``course``: its flavour's place in the menu, below 0 none; ``more``: a session's next input."""
+
+    story: int
+    length: int
+    max_tokens: int
+    course: int
+    more: tuple[int, ...]
+
+
+crowds = st.lists(
+    st.builds(
+        Arrival, st.sampled_from([0, 0, 0, 1, 2, 3]), st.integers(1, 40), st.integers(1, 14), st.integers(-3, 2),
+        st.lists(st.integers(3, 8), min_size=1, max_size=6).map(tuple),
+    ),
+    min_size=1, max_size=4,
+)  # fmt: skip
+
+
+class Machine(RuleBasedStateMachine):
+    """See the module; subclasses say which shapes."""
+
+    shapes: ClassVar[Any] = one_group()
+    engine: Engine | None = None
+    seen: ClassVar[Counter[str]] = Counter()
+    """What all engines so far went through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.disk: tempfile.TemporaryDirectory[str] | None = None
+        self.num_arrived = 0
+        self.menu: list[str] = []
+        """Flavours of this engine's requests: few, so that they meet each other."""
+
+    @initialize(data=st.data())
+    def start(self, data: st.DataObject) -> None:
+        shape = data.draw(type(self).shapes, label="shape")
+        if shape.has_disk:
+            self.disk = tempfile.TemporaryDirectory(prefix="machine-disk-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+        self.menu = data.draw(st.lists(st.sampled_from(FLAVOURS), min_size=1, max_size=3), label="menu")
+        self._begin(shape, Ledger(shape.num_ranks))
+        self.arrive(data.draw(crowds, label="crowd"), 0)
+
+    def _begin(self, shape: Shape, ledger: Ledger) -> None:
+        self.engine = Engine(MODEL, shape, self.num_arrived, Path(self.disk.name) if self.disk else None, ledger)
+
+    # -- what arrives, and what runs ------------------------------------------------------------------------------
+
+    @rule(crowd=crowds, ahead=st.integers(0, 8))
+    def arrive(self, crowd: list[Arrival], ahead: int) -> None:
+        for arrival in crowd:
+            self._add(arrival)
+        self._run(ahead)
+
+    def _add(self, arrival: Arrival) -> None:
+        shape = self.engine.shape
+        flavour = self.menu[arrival.course % len(self.menu)] if arrival.course >= 0 else "plain"
+        if shape.num_drafts and flavour in ("rows", "mixed", "session"):
+            flavour = "plain"  # vLLM takes no embeddings with drafts, and keeps KV of cut-off drafts under a session's next input
+        length = max(1, min(arrival.length, shape.longest - 24 if shape.longest > 32 else shape.longest // 2))
+        max_tokens = min(arrival.max_tokens, shape.longest - length - 1)
+        self.num_arrived += 1
+        self.engine.add(make_spec(f"r{self.num_arrived}", flavour, arrival.story, length, max_tokens, arrival.more))
+
+    @rule(
+        count=st.integers(1, 20), budget=st.sampled_from([16, 16, 7, 3, 1]), acceptance=st.sampled_from([0.6, 0.0, 1.0]),
+        delay=st.sampled_from([0, 0, 2, 4]),
+    )  # fmt: skip
+    def run(self, count: int, budget: int, acceptance: float, delay: int) -> None:
+        """``budget`` tokens a step at most, of which some requests get none; copies are ``delay`` steps late at most."""
+        engine = self.engine
+        engine.trouble.max_delay = delay
+        for worker in engine.workers:
+            worker.acceptance = acceptance
+        engine.scheduler.max_num_scheduled_tokens = budget
+        self._run(count)
+        engine.scheduler.max_num_scheduled_tokens = engine.shape.max_batched_tokens
+
+    def _run(self, count: int) -> None:
+        for _ in range(count):
+            self.engine.step()
+
+    @precondition(lambda self: self.engine and self.engine.unfinished)
+    @rule(which=st.integers(0, 20), ahead=st.integers(0, 3))
+    def abort(self, which: int, ahead: int) -> None:
+        living = self.engine.unfinished
+        self.engine.abort(living[which % len(living)])
+        self._run(ahead)
+
+    @rule(ahead=st.integers(0, 6))
+    def preempt_all(self, ahead: int) -> None:
+        self.engine.reset(running=True, connector=False)
+        self._run(ahead)
+
+    @rule(running=st.booleans(), crowd=crowds, ahead=st.integers(0, 8))
+    def replace_weights(self, running: bool, crowd: list[Arrival], ahead: int) -> None:
+        self.engine.reset(running=running, connector=True)
+        self.arrive(crowd, ahead)
+
+    # -- what goes wrong ------------------------------------------------------------------------------------------
+
+    @precondition(lambda self: self.engine and self.engine.shape.has_connector)
+    @rule(save_failure=st.sampled_from([0.0, 0.3, 1.0]), load_failure=st.sampled_from([0.0, 0.3, 0.6]), count=st.integers(1, 10))
+    def copies_fail(self, save_failure: float, load_failure: float, count: int) -> None:
+        self.engine.trouble.save_failure, self.engine.trouble.load_failure = save_failure, load_failure
+        self._run(count)
+        self.engine.trouble.save_failure = self.engine.trouble.load_failure = 0.0
+
+    @precondition(lambda self: self.engine and self.engine.store is not None and self.engine.store.keys)
+    @rule(which=st.integers(0, 50), ahead=st.integers(0, 8))
+    def evict(self, which: int, ahead: int) -> None:
+        keys = self.engine.store.keys
+        self.engine.store.discard([keys[which % len(keys)]])
+        self._run(ahead)
+
+    @precondition(lambda self: self.engine and self.engine.shape.has_disk)
+    @rule(patience=st.sampled_from([0, 1, 3, 1000]))
+    def disk_slows_down(self, patience: int) -> None:
+        self.engine.store.patience = patience
+
+    @rule(seconds=st.sampled_from([0.1, 6.0, 70.0]), ahead=st.integers(0, 4))
+    def time_passes(self, seconds: float, ahead: int) -> None:
+        self.engine.now += seconds
+        self._run(ahead)
+
+    @precondition(lambda self: self.engine and self.engine.shape.has_disk and self.engine.num_steps > 10)
+    @rule(has_new_weights=st.sampled_from([False, False, True]), crowd=crowds)
+    def restart(self, has_new_weights: bool, crowd: list[Arrival]) -> None:
+        """The engine ends with all its requests; another one finds what is on disk, unless it has other weights."""
+        engine = self.engine
+        for req_id in engine.unfinished:
+            engine.abort(req_id)
+        self._end()
+        engine.ledger.new_life(has_new_weights=has_new_weights)
+        self._begin(engine.shape, engine.ledger)
+        self.arrive(crowd, 8)
+
+    def _end(self) -> None:
+        engine, self.engine = self.engine, None
+        try:
+            if not engine.is_broken:
+                engine.settle()
+        finally:
+            self._count(engine)
+            engine.close()
+
+    def _count(self, engine: Engine) -> None:
+        blocks = sum(worker.memory.num_checked for worker in engine.workers)
+        self.seen.update({"steps": engine.num_steps, "preemptions": engine.num_preempted, "blocks read": blocks})
+        self.seen.update({"loads": engine.num_loaded, "saves": engine.ledger.num_saved, "offers": engine.ledger.num_offered})
+        engine.ledger.num_saved = engine.ledger.num_offered = 0
+
+    def teardown(self) -> None:
+        try:
+            if self.engine is not None:
+                self._end()
+        finally:
+            if self.disk is not None:
+                self.disk.cleanup()
+
+
+class GroupMachine(Machine):
+    """Engines with several groups: until kvloft serves them, vLLM's own prefix cache against the machine's model of its kinds."""
+
+    shapes = several_groups()
+    seen: ClassVar[Counter[str]] = Counter()
+
+
+def check(machine: type[Machine], *, examples: int, first_seed: int = 1, steps: int = 30, shrinks: bool = True) -> None:
+    """Runs the machine on so many lives of an engine; the same ones for the same seed. Raises what it finds."""
+    phases = [Phase.generate, Phase.shrink] if shrinks else [Phase.generate]
+    chosen = settings(
+        max_examples=examples, stateful_step_count=steps, deadline=None, database=None, phases=phases, print_blob=False,
+        suppress_health_check=list(HealthCheck), report_multiple_bugs=False,
+    )  # fmt: skip
+    logging.disable(logging.ERROR)  # each life of an engine says much of itself
+    try:
+        run_state_machine_as_test(seed(first_seed)(machine), settings=chosen)
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,158 @@
+"""kvloft's real CpuMover, as early or late as a GPU's may be: a save reads its blocks when it is submitted, when they are about
+to be rewritten, or when it lands; a load lands any time before it is reported.
+
+What a save put into its frame goes to the ledger. It must not know the scheduler.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from kvloft.seam.plan import LoadPlan, SavePlan
+from kvloft.transfer.cpu import CpuMover
+from kvloft.transfer.frames import FrameWindow
+from kvloft.transfer.layout import PagedLayout
+from kvloft.transfer.mover import Finished
+
+from .ledger import Ledger
+
+
+@dataclass
+class Trouble:
+    """How often copies go wrong, and how late they may be."""
+
+    random: random.Random
+    max_delay: int = 0
+    save_failure: float = 0.0
+    load_failure: float = 0.0
+    crash: float = 0.0
+    damaged: set[bytes] = field(default_factory=set)
+    """Keys of frames that were damaged on purpose."""
+
+    def delay(self) -> int:
+        return self.random.randint(0, self.max_delay) if self.max_delay else 0
+
+    def happens(self, rate: float) -> bool:
+        return rate > 0 and self.random.random() < rate
+
+    def end(self) -> None:
+        """All goes well from now on."""
+        self.max_delay, self.save_failure, self.load_failure, self.crash = 0, 0.0, 0.0, 0.0
+
+
+@dataclass(eq=False)
+class Saving:
+    """One chunk on its way to a frame."""
+
+    delay: int
+    req_id: Any
+    batch: Any
+    blocks: frozenset[int]
+
+
+class SlowMover:
+    """See ``kvloft.transfer.mover.Mover``. ``owns(req_id, blocks)`` says whether vLLM still holds them for the request."""
+
+    usable_frames = None
+
+    def __init__(
+        self, layout: PagedLayout, frames: FrameWindow, trouble: Trouble, ledger: Ledger, owns: Callable[[str, Sequence[int]], bool]
+    ) -> None:
+        self._inner = CpuMover(layout, frames)
+        self._frames, self._trouble, self._ledger, self._owns = frames, trouble, ledger, owns
+        self._block_bytes = layout.block_bytes
+        self._saves: list[Saving] = []
+        self._loads: list[tuple[int, LoadPlan]] = []
+        self._done = Finished()
+
+    def begin_step(self, rewritten: Sequence[int], *, has_loads: bool = False) -> None:
+        self._gather_before(rewritten)
+
+    def _gather_before(self, rewritten: Sequence[int]) -> None:
+        """Read now what is about to be rewritten: the fence of a GPU mover (I2)."""
+        late = [saving for saving in self._saves if not saving.blocks.isdisjoint(rewritten)]
+        self._saves = [saving for saving in self._saves if saving not in late]
+        for saving in late:
+            self._gather(saving)
+
+    def _gather(self, saving: Saving) -> None:
+        self._inner.submit_saves([SavePlan(saving.req_id, saving.batch)])
+        copy = saving.batch[0]
+        raw = self._frames.payload(copy.frame, copy.num_blocks * self._block_bytes)
+        self._ledger.landed(copy.ticket, raw.view(torch.int64).tolist())
+
+    def submit_saves(self, plans: Sequence[SavePlan]) -> None:
+        for plan in plans:
+            self._crash_now_and_then()
+            for i, copy in enumerate(plan.chunks):
+                saving = Saving(self._trouble.delay(), plan.req_id, plan.chunks[i : i + 1], frozenset(copy.blocks))
+                if self._trouble.random.random() < 0.5:
+                    self._land_save(saving)  # at once: a copy may begin as soon as it is submitted
+                else:
+                    self._saves.append(saving)
+
+    def submit_loads(self, plans: Sequence[LoadPlan]) -> None:
+        self._gather_before([block for plan in plans for block in plan.blocks()])
+        for plan in plans:
+            self._crash_now_and_then()
+            self._loads.append((self._trouble.delay(), plan))
+
+    def _crash_now_and_then(self) -> None:
+        if self._trouble.happens(self._trouble.crash):
+            raise TypeError("a bug in a mover")
+
+    def poll(self) -> Finished:
+        saves, self._saves = self._saves, []
+        for saving in saves:
+            if saving.delay:
+                saving.delay -= 1
+                self._saves.append(saving)
+            else:
+                self._land_save(saving)
+        loads, self._loads = self._loads, []
+        for delay, plan in loads:
+            if delay:
+                self._loads.append((delay - 1, plan))
+            else:
+                self._land_load(plan)
+        self._take(self._inner.poll())
+        done, self._done = self._done, Finished()
+        return done
+
+    def _take(self, done: Finished) -> None:
+        self._done.saved += done.saved
+        self._done.failed += done.failed
+        self._done.loads += done.loads
+        self._done.bad_blocks |= done.bad_blocks
+        self._done.num_bytes_saved += done.num_bytes_saved
+        self._done.num_bytes_loaded += done.num_bytes_loaded
+
+    def drain(self) -> Finished:
+        for saving in self._saves:
+            saving.delay = 0
+        self._loads = [(0, plan) for _, plan in self._loads]
+        return self.poll()
+
+    def close(self) -> None:
+        self.drain()
+
+    def _land_save(self, saving: Saving) -> None:
+        if self._trouble.happens(self._trouble.save_failure):
+            self._done.failed.append(saving.batch[0].ticket)
+        else:
+            self._gather(saving)
+
+    def _land_load(self, plan: LoadPlan) -> None:
+        expect = self._ledger.expect
+        expect(self._owns(plan.req_id, plan.blocks()), f"load into {plan.blocks()}, not all of {plan.req_id}'s (I6)")
+        for copy in plan.chunks:
+            if self._trouble.happens(self._trouble.load_failure):
+                self._frames.payload(copy.frame, 8)[:] ^= 1
+                self._trouble.damaged.add(copy.key)
+        self._inner.submit_loads([plan])
+        self._take(self._inner.poll())
+        for key, problem in self._done.loads[-1].bad_keys:
+            expect(key in self._trouble.damaged, f"{plan.req_id}: a frame is not what was promised: {problem} (I4)")

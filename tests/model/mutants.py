@@ -1,0 +1,344 @@
+"""Real bugs of this field, each put into kvloft by one patch: the correctness machine must see every one.
+
+``says`` is what it must say, so that a patch that only crashes proves nothing. Where the product changes so that a patch has no
+target, the test fails: bring the mutant up to date, it is a row of the table and not a relic.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from kvloft.plan import core
+from kvloft.plan.core import SchedulerCore
+from kvloft.plan.queue import Queue
+from kvloft.seam.plan import LoadPlan
+from kvloft.seam.views import MediaItem
+from kvloft.transfer.cpu import CpuMover
+from kvloft.transfer.frames import FrameWindow
+from kvloft.transfer.worker import WorkerCore
+from kvloft.vllm import connector, scheduler_half
+from kvloft.vllm.connector import KVLoftConnector
+from kvloft.vllm.scheduler_half import SchedulerHalf
+from kvloft.vllm.views import VllmRequest
+
+from .engine import Engine
+from .steady import SteadyStore
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """``bug``: as it was seen in the field; ``says``: a regular expression for what the machine says of it."""
+
+    name: str
+    bug: str
+    says: str
+    patch: Patch
+    where: tuple[str, ...] = ()
+    """Names of the groups it is looked for in; none: all."""
+
+
+MUTANTS: list[Mutant] = []
+BARE = r"^AssertionError\s*$"
+"""An assertion of vLLM's own, which would end the engine."""
+
+
+def mutant(bug: str, says: str) -> Callable[[Patch], Patch]:
+    """Put the patch into the table, under its function's name."""
+
+    def add(patch: Patch) -> Patch:
+        MUTANTS.append(Mutant(patch.__name__, bug, says, patch))
+        return patch
+
+    return add
+
+
+def swap(mp: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """``around(original, *args, **kwargs)`` in the place of a function, method or property."""
+    original = owner.__dict__[name] if isinstance(owner, type) else getattr(owner, name)
+    if isinstance(original, property):
+        mp.setattr(owner, name, property(lambda self: around(original.fget, self)))
+    else:
+        mp.setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+
+
+# -- preemption ---------------------------------------------------------------------------------------------------
+
+
+@mutant(
+    "LMCache: the table of a request resumed after preemption is appended to its old one", r"out of order|not all of|ended, and of"
+)
+def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
+    def view(original: Any, output: Any) -> Any:
+        cached = output.scheduled_cached_reqs
+        resumed, cached.resumed_req_ids = cached.resumed_req_ids, set()
+        found = original(output)
+        cached.resumed_req_ids = resumed
+        return found
+
+    swap(mp, connector, "view_step", view)
+
+
+@mutant("LMCache: KV is loaded for new requests only, and resumed ones read stale blocks", r"were given for it \(I6\)")
+def resumed_are_not_loaded(mp: pytest.MonkeyPatch) -> None:
+    def plan(original: Any, tracker: Any, block_tokens: int, num_tokens: int, load_id: int) -> Any:
+        found, lease, by_tier = original(tracker, block_tokens, num_tokens, load_id)
+        is_resumed = tracker.live._request.num_preemptions > 0
+        return (LoadPlan(found.req_id, load_id) if is_resumed else found), lease, by_tier
+
+    swap(mp, core, "plan_load", plan)
+
+
+# -- keys ---------------------------------------------------------------------------------------------------------
+
+
+def without(mp: pytest.MonkeyPatch, **changes: Any) -> None:
+    swap(mp, VllmRequest, "view", lambda original, self: replace(original(self), **changes))
+
+
+@mutant("LMCache #42119: prompt embeddings are not in the keys", "one key, two prefixes|not all of them saved")
+def keys_without_embeddings(mp: pytest.MonkeyPatch) -> None:
+    without(mp, embeds=())
+
+
+@mutant("LMCache, HF3FS: the adapter is not in the keys", "one key, two prefixes|not all of them saved")
+def keys_without_adapter(mp: pytest.MonkeyPatch) -> None:
+    without(mp, adapter=None)
+
+
+@mutant("HF3FS: the cache salt is not in the keys", "one key, two prefixes|not all of them saved")
+def keys_without_salt(mp: pytest.MonkeyPatch) -> None:
+    without(mp, cache_salt=None)
+
+
+@mutant("HF3FS: media are not in the keys", "one key, two prefixes|not all of them saved")
+def keys_without_media(mp: pytest.MonkeyPatch) -> None:
+    without(mp, items=())
+
+
+@mutant("LMCache #4086: media identifiers are cut to 16 bits and collide", "one key, two prefixes|not all of them saved")
+def media_identifiers_are_cut(mp: pytest.MonkeyPatch) -> None:
+    def cut(original: Any, self: Any) -> Any:
+        view = original(self)
+        return replace(view, items=tuple(MediaItem("image", i.start, i.num_tokens) for i in view.items))
+
+    swap(mp, VllmRequest, "view", cut)
+
+
+@mutant("sglang, LMCache: frames on disk are found again under other weights", "not all of them saved|not saved under these")
+def namespace_is_always_the_same(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, scheduler_half, "namespace_fields", lambda original, *args: [("engine", "vllm")])
+
+
+# -- what is saved ------------------------------------------------------------------------------------------------
+
+
+def with_frontier(mp: pytest.MonkeyPatch, change: Callable[[Any, int], int]) -> None:
+    swap(
+        mp, core, "plan_save", lambda plan, tracker, store, group, frontier: plan(tracker, store, group, change(tracker, frontier))
+    )
+
+
+@mutant("Mooncake #45785: what is decoded is never saved, and nothing says so", r"ended, and of its \d+ tokens only")
+def decode_is_never_saved(mp: pytest.MonkeyPatch) -> None:
+    with_frontier(mp, lambda tracker, frontier: min(frontier, tracker.num_prompt_tokens))
+
+
+@mutant(
+    "LMCache: decoded tokens are taken from behind num_computed_tokens, where async has none", r"ended, and of its \d+ tokens only"
+)
+def decode_is_not_saved_ahead_of_its_tokens(mp: pytest.MonkeyPatch) -> None:
+    def plan(original: Any, tracker: Any, store: Any, group: Any, frontier: int) -> Any:
+        if frontier > len(tracker.live.token_ids):
+            return frontier + 1, None, 0
+        return original(tracker, store, group, frontier)
+
+    swap(mp, core, "plan_save", plan)
+
+
+@mutant("a chunked prompt is saved whole with its first chunk", r"tokens saved, \d+ computed \(I2\)")
+def saved_before_computed(mp: pytest.MonkeyPatch) -> None:
+    with_frontier(mp, lambda tracker, frontier: max(frontier, tracker.num_prompt_tokens))
+
+
+@mutant("vLLM hashes blocks before they are computed; who saves by hash gathers before the forward", "does not hold its key's KV")
+def saved_before_the_forward(mp: pytest.MonkeyPatch) -> None:
+    def begin(original: Any, self: Any, plan: Any) -> None:
+        original(self, plan)
+        self.run_saves()
+
+    swap(mp, WorkerCore, "begin", begin)
+
+
+@mutant("the last sampled token is saved, which has no KV yet", r"tokens saved, \d+ computed \(I2\)")
+def last_sampled_token_is_saved(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, VllmRequest, "num_computed_tokens", lambda original, self: len(self._request._all_token_ids))
+
+
+@mutant("a table is read one block late", r"out of order|not all of|does not hold|tokens saved, \d+ known \(I7\)")
+def saved_from_the_next_block(mp: pytest.MonkeyPatch) -> None:
+    def reserve(original: Any, self: Any, chain: Any, start: int, stop: int, tail: int, table: Any) -> Any:
+        return original(self, chain, start, stop, tail, [*table[1:], table[0]])
+
+    swap(mp, SteadyStore, "reserve", reserve)
+
+
+@mutant("a request that asked for its prompt only has its answer saved too", "its prompt only")
+def wish_to_save_prompts_only_is_ignored(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, VllmRequest, "saves", lambda original, self: None)
+
+
+# -- blocks and frames under way ----------------------------------------------------------------------------------
+
+
+@mutant("LMCache #5248, vLLM #45704: a block is written anew while its save still reads it", "does not hold its key's KV")
+def no_fence_before_a_block_is_written_anew(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, core, "rewritten", lambda original, *args: ())
+
+
+@mutant("a load is reported when it is submitted, and its request reads what was there before", "WrongKV|position")
+def load_is_reported_before_it_landed(mp: pytest.MonkeyPatch) -> None:
+    def take(original: Any, self: Any) -> Any:
+        finished, bad = original(self)
+        told = self.__dict__.setdefault("told", set())
+        early = {load.req_id for load in self._plan.loads if load.load_id not in told}
+        told.update(load.load_id for load in self._plan.loads)
+        del finished
+        return early, bad
+
+    swap(mp, WorkerCore, "take_finished_loads", take)
+
+
+@mutant("dynamo #14416: tokens that vLLM has itself are counted twice", f"tokens offered|not all of them|{BARE}")
+def local_hits_are_offered_again(mp: pytest.MonkeyPatch) -> None:
+    def match(original: Any, self: Any, tracker: Any, local_tokens: int, **more: Any) -> Any:
+        answer = original(self, tracker, local_tokens, **more)
+        return answer + local_tokens if answer else answer
+
+    swap(mp, Queue, "match", match)
+
+
+@mutant("LMCache #4247: chunks of the prefix's begin land behind the local hit", r"for tokens \d+ on|\(I6\)")
+def load_begins_at_the_wrong_chunk(mp: pytest.MonkeyPatch) -> None:
+    def plan(original: Any, tracker: Any, block_tokens: int, num_tokens: int, load_id: int) -> Any:
+        local, tracker.local_tokens = tracker.local_tokens, 0
+        found = original(tracker, block_tokens, num_tokens, load_id)
+        tracker.local_tokens = local
+        return found
+
+    swap(mp, core, "plan_load", plan)
+
+
+@mutant("of a chunk that vLLM has the begin of, the wrong part is loaded", "WrongKV|position")
+def part_of_a_chunk_is_its_begin(mp: pytest.MonkeyPatch) -> None:
+    def scatter(original: Any, self: Any, copy: Any) -> None:
+        original(self, copy._replace(first_block=0))
+
+    swap(mp, CpuMover, "_scatter", scatter)
+
+
+@mutant("vLLM's KV-load checks were an assert: a damaged frame is served", "WrongKV|position")
+def frames_are_not_checked(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, FrameWindow, "check", lambda original, *args: None)
+
+
+# -- reports ------------------------------------------------------------------------------------------------------
+
+
+@mutant("a save is reported twice", "again, or unasked")
+def save_is_reported_twice(mp: pytest.MonkeyPatch) -> None:
+    def take(original: Any, self: Any) -> Any:
+        report, before = original(self), self.__dict__.get("before", ())
+        if report is None:
+            return None
+        self.__dict__["before"] = report.saved
+        return replace(report, saved=report.saved + before)
+
+    swap(mp, WorkerCore, "take_report", take)
+
+
+@mutant("vLLM #46240: a load is reported again after its request ended", BARE)
+def load_is_reported_twice(mp: pytest.MonkeyPatch) -> None:
+    def take(original: Any, self: Any) -> Any:
+        finished, bad = original(self)
+        both = finished | self.__dict__.get("before", set())
+        self.__dict__["before"] = finished
+        return both, bad
+
+    swap(mp, WorkerCore, "take_finished_loads", take)
+
+
+@mutant("LMCache #5047: the load of an aborted request is never reported", "does not come to rest|requests")
+def load_of_an_aborted_request_is_not_reported(mp: pytest.MonkeyPatch) -> None:
+    def finished(original: Any, self: Any, ended: set[str]) -> Any:
+        gone = self.__dict__.setdefault("gone", set())
+        gone |= ended
+        sent, received = original(self, ended)
+        return sent, {req_id for req_id in received or () if req_id not in gone}
+
+    swap(mp, KVLoftConnector, "get_finished", finished)
+
+
+@mutant("a failed save is committed", "not what was promised|WrongKV")
+def failed_save_is_committed(mp: pytest.MonkeyPatch) -> None:
+    def settle(self: Any, saved: Any, failed: Any = ()) -> Any:
+        return self.session.settle([*saved, *failed], [])
+
+    mp.setattr(SteadyStore, "settle", settle, raising=False)
+
+
+@mutant("a chunk is visible when the first of two ranks has written it", "not all of them saved|not what was promised")
+def first_rank_settles_for_all(mp: pytest.MonkeyPatch) -> None:
+    def open_session(original: Any, self: Any, **settings: Any) -> Any:
+        return original(self, **settings | {"num_ranks": 1})
+
+    swap(mp, Engine, "_open_session", open_session)
+
+
+# -- offers, ends and resets --------------------------------------------------------------------------------------
+
+
+@mutant("a hit is one block longer than what is stored", f"not all of them saved|tokens offered|{BARE}")
+def hit_is_one_block_too_long(mp: pytest.MonkeyPatch) -> None:
+    def match(original: Any, self: Any, *args: Any, **more: Any) -> Any:
+        answer = original(self, *args, **more)
+        return answer + self.group.block_tokens if answer else answer
+
+    swap(mp, Queue, "match", match)
+
+
+@mutant("vLLM: a synchronous load is visible to other requests before its bytes are there", BARE)
+def loads_are_synchronous(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, SchedulerHalf, "match", lambda original, self, *args: (original(self, *args)[0], False))
+
+
+@mutant("a request that must not read the cache is offered it", "asked for no cached KV")
+def wish_to_read_no_cache_is_ignored(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, VllmRequest, "skip_load", lambda original, self: False)
+
+
+@mutant("a hit is missed: nothing that was saved is offered to requests that vLLM has the begin of", "tokens are stored, only")
+def nothing_is_offered_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
+    def match(original: Any, self: Any, tracker: Any, local_tokens: int, **more: Any) -> Any:
+        return 0 if local_tokens else original(self, tracker, local_tokens, **more)
+
+    swap(mp, Queue, "match", match)
+
+
+@mutant("sglang: an aborted request's pins stay for ever", "pins|frames_reserved")
+def pins_stay_when_a_request_ends(mp: pytest.MonkeyPatch) -> None:
+    def finish(original: Any, self: Any, req_id: Any) -> None:
+        if (tracker := self._trackers.get(req_id)) is not None:
+            self.__dict__.setdefault("kept", []).append(tracker.lease)  # a lease that nobody has unpins itself
+            tracker.lease = None
+        original(self, req_id)
+
+    swap(mp, SchedulerCore, "finish", finish)
+
+
+@mutant("weights were replaced, and the cache was not emptied", "not all of them saved|not saved under these")
+def reset_keeps_the_store(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(SteadyStore, "clear", lambda self: None)

@@ -1,0 +1,168 @@
+"""What does not change in one engine's life: KV cache groups, scheduler, store; and vLLM's configuration for it.
+
+A `Group` knows which positions of its kind a token attends to. That is the machine's own model of vLLM; it must not ask vLLM.
+"""
+
+import copy
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
+
+from kvloft.vllm.connector import KVLoftConnector
+
+HASH = "sha256"
+SERVES_GROUPS = issubclass(KVLoftConnector, SupportsHMA)
+"""Until kvloft says so, engines with several groups run without it: the oracle against vLLM's own prefix cache."""
+
+
+@dataclass(frozen=True)
+class Group:
+    """One KV cache group. ``size``: tokens of a window or a local chunk. ``layers``: of the target, of a drafter, or both."""
+
+    kind: Literal["full", "window", "local", "state"] = "full"
+    block_tokens: int = 4
+    size: int = 0
+    layers: tuple[str, ...] = ("target",)
+
+    @property
+    def is_draft(self) -> bool:
+        return "draft" in self.layers
+
+    def reads_from(self, position: int) -> int:
+        """The first position that the token at ``position`` attends to."""
+        if self.kind == "window":
+            return max(0, position - self.size + 1)
+        return position // self.size * self.size if self.kind == "local" else 0
+
+    def spec(self, num_drafts: int) -> Any:
+        """vLLM's; a page has 8 bytes a token, which is one symbol."""
+        if self.kind == "state":
+            return MambaSpec(
+                block_size=self.block_tokens, shapes=((2,),), dtypes=(torch.int64,), mamba_cache_mode="align",
+                page_size_padded=8 * self.block_tokens, num_speculative_blocks=num_drafts,
+            )  # fmt: skip
+        sizes: dict[str, Any] = {"block_size": self.block_tokens, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+        if self.kind == "window":
+            return SlidingWindowSpec(**sizes, sliding_window=self.size)
+        if self.kind == "local":
+            return ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=self.size)
+        return FullAttentionSpec(**sizes)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One configuration of engine and cache. ``early_results``: as with a drafter, transfers are taken before the saves."""
+
+    groups: tuple[Group, ...] = (Group(),)
+    async_scheduling: bool = False
+    v2: bool = False
+    caching: bool = True
+    num_blocks: int = 20
+    max_batched_tokens: int = 16
+    max_seqs: int = 6
+    num_drafts: int = 0
+    policy: str = "recompute"
+    blocks_per_chunk: int = 1
+    host_frames: int = 200
+    num_ranks: int = 1
+    has_disk: bool = False
+    early_results: bool = False
+
+    @property
+    def has_connector(self) -> bool:
+        (group, *others) = self.groups
+        return SERVES_GROUPS or not (others or group.is_draft or group.kind != "full")
+
+    @property
+    def block_tokens(self) -> int:
+        return self.groups[0].block_tokens
+
+    @property
+    def longest(self) -> int:
+        """Tokens that one request may have: its blocks of all groups, and those for its drafts, fit into the pool."""
+        room = (self.num_blocks - 1) // len(self.groups) - (self.num_drafts > 0) * 2 - (len(self.groups) > 1)
+        return max(8, room * max(group.block_tokens for group in self.groups))
+
+    @property
+    def drafts_have_kv(self) -> bool:
+        return any(group.is_draft for group in self.groups)
+
+
+def model_folder(path: Path) -> Path:
+    """A model folder with a config and no weights: nothing is ever computed with it."""
+    (path / "config.json").write_text(json.dumps({
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 512,
+        "max_position_embeddings": 4096, "torch_dtype": "float32",
+    }))  # fmt: skip
+    return path
+
+
+def kv_config(shape: Shape) -> KVCacheConfig:
+    groups = []
+    for number, group in enumerate(shape.groups):
+        names = [f"layer{number}.{layer}" for layer in group.layers]
+        groups.append(KVCacheGroupSpec(names, group.spec(shape.num_drafts), is_eagle_group=group.is_draft))
+    return KVCacheConfig(num_blocks=shape.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) -> Any:
+    """A VllmConfig of the shape's own. What vLLM works out for a long time is made once, and changed in copies."""
+    base = _base(model)
+    config = copy.copy(base)
+    config.model_config = copy.copy(base.model_config)
+    config.model_config.max_model_len = shape.longest
+    cache = config.cache_config = copy.copy(base.cache_config)
+    cache.num_gpu_blocks, cache.enable_prefix_caching = shape.num_blocks, shape.caching
+    cache.block_size = max(group.block_tokens for group in shape.groups)
+    if any(group.kind == "state" for group in shape.groups):
+        cache.mamba_cache_mode, cache.mamba_block_size = "align", cache.block_size
+    scheduler = config.scheduler_config = copy.copy(base.scheduler_config)
+    scheduler.async_scheduling, scheduler.max_num_seqs = shape.async_scheduling, shape.max_seqs
+    scheduler.max_num_batched_tokens = shape.max_batched_tokens
+    scheduler.disable_hybrid_kv_cache_manager = shape.has_connector and not SERVES_GROUPS
+    parallel = config.parallel_config = copy.copy(base.parallel_config)
+    parallel.tensor_parallel_size = parallel.world_size = shape.num_ranks
+    config.speculative_config = copy.copy(base.speculative_config) if shape.num_drafts else None
+    if config.speculative_config is not None:
+        config.speculative_config.num_speculative_tokens = shape.num_drafts
+        config.speculative_config.method = "eagle" if shape.drafts_have_kv else "ngram"
+    if shape.has_connector:
+        config.kv_transfer_config = _transfer_config(shape, disk, namespace)
+    return config
+
+
+def _transfer_config(shape: Shape, disk: Path | None, namespace: str) -> KVTransferConfig:
+    extra: dict[str, Any] = {"host_size": shape.host_frames * shape.num_ranks * 4096}
+    extra |= {"chunk_tokens": shape.blocks_per_chunk * shape.block_tokens, "namespace": namespace}
+    extra |= {"disk_path": str(disk), "disk_size": "4MiB"} if disk else {}
+    return KVTransferConfig(
+        kv_connector="KVLoftConnector", kv_connector_module_path="kvloft.vllm", kv_role="kv_both",
+        kv_load_failure_policy=shape.policy, kv_connector_extra_config=extra,
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _base(model: Path) -> Any:
+    """A VllmConfig for a CPU, with drafts by n-gram."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2, "prompt_lookup_min": 1}
+    return EngineArgs(
+        model=str(model), skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=4, max_model_len=256,
+        max_num_seqs=6, max_num_batched_tokens=16, enable_prefix_caching=True, enable_chunked_prefill=True,
+        async_scheduling=False, prefix_caching_hash_algo=HASH, speculative_config=drafts,
+    ).create_engine_config()  # fmt: skip

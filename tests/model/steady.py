@@ -1,0 +1,75 @@
+"""kvloft's real Session, made repeatable: disk reads end when the machine says so, and losses are noted in the ledger.
+
+Everything goes to the real store; nothing is answered by a model. It must not know vLLM.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from .ledger import Ledger
+
+
+class SteadyLease:
+    """A real lease whose chunks from disk are said to be on their way for ``patience`` polls, and then are there."""
+
+    def __init__(self, store: "SteadyStore", lease: Any, host: int, patience: int) -> None:
+        self._store, self._lease, self._host, self._patience = store, lease, host, patience
+
+    def poll(self) -> tuple[int, int]:
+        if not self._store.is_kind and self._patience:
+            self._patience -= 1
+            ready, pending = self._lease.poll()
+            return min(self._host, ready), ready + pending - min(self._host, ready)
+        for _ in range(200_000):
+            ready, pending = self._lease.poll()
+            if not pending:
+                break
+        return ready, pending
+
+    def batch(self, table: Sequence[int], begin: int, end: int) -> Any:
+        return self._lease.batch(table, begin, end)
+
+    def release(self) -> None:
+        self._lease.release()
+
+
+class SteadyStore:
+    """See ``kvloft._core.Session``, which does everything. ``patience``: polls that a disk read takes."""
+
+    def __init__(self, session: Any, ledger: Ledger, *, has_disk: bool) -> None:
+        self.session = session
+        self._ledger, self._has_disk = ledger, has_disk
+        self.patience = 0
+        self.is_kind = False
+        """Reads end at once."""
+        self.keys: list[bytes] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.session, name)
+
+    def settle_disk(self) -> None:
+        """Writes end here, so that what may be evicted does not depend on a thread."""
+        if self._has_disk:
+            assert self.session.flush(30.0), "the disk does not come to rest"
+
+    def acquire(self, chain: Any) -> SteadyLease:
+        self.settle_disk()
+        host, _ = self.session.lookup(chain)
+        return SteadyLease(self, self.session.acquire(chain), host, self.patience)
+
+    def reserve(self, chain: Any, start: int, stop: int, tail_blocks: int, table: Sequence[int]) -> Any:
+        self.settle_disk()
+        chunks, num_dropped = self.session.reserve(chain, start, stop, tail_blocks, table)
+        if num_dropped:
+            self._ledger.lose("a save was dropped")
+        self.keys += [copy.key for copy in chunks]
+        if len(self.keys) > self.session.num_frames:
+            self._ledger.lose("host memory is full")
+        return chunks, num_dropped
+
+    def discard(self, keys: Sequence[bytes]) -> int:
+        self._ledger.lose("chunks were discarded")
+        return int(self.session.discard(keys))
+
+    def clear(self) -> None:
+        self.session.clear()

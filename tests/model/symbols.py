@@ -1,0 +1,129 @@
+"""The model that the correctness machine serves: KV is the identity of the prefix that wrote it, and so is the next token.
+
+A symbol stands for a whole prefix: tokens, embedding rows, media, adapter, salt. KV of a group is the symbol, mixed with the
+group's number and the weights' version. It must not know vLLM or kvloft: it is the oracle.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from typing import Any
+
+VOCAB = 40
+POISON = -1
+"""What memory holds that nobody wrote; drafts that were rejected leave `GARBAGE`."""
+GARBAGE = -2
+_MASK = (1 << 62) - 1
+
+
+def digest(value: object) -> int:
+    """62 bits of ``value``."""
+    return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "little") & _MASK
+
+
+def root(adapter: str | None, salt: str | None) -> int:
+    """Symbol of the empty prefix."""
+    return digest((adapter, salt))
+
+
+def extend(symbol: int, content: int) -> int:
+    """Symbol of a prefix with one more position; ``content`` is a token id, or what stands for a row or an item."""
+    mixed = (symbol * 6364136223846793005 + content * 1442695040888963407 + 1) & _MASK
+    return mixed ^ (mixed >> 29)
+
+
+def next_token(symbol: int) -> int:
+    """What greedy decoding says after a prefix, whatever the weights."""
+    return 3 + (symbol >> 7) % (VOCAB - 3)
+
+
+def row_content(row: bytes) -> int:
+    """Content of an embedding row: never a token id."""
+    return VOCAB + digest(row)
+
+
+def item_content(token: int, identifier: str, at: int) -> int:
+    """Content of position ``at`` of a media item: never a token id."""
+    return VOCAB + digest((token, identifier, at))
+
+
+@dataclass
+class Prefix:
+    """Contents of one request's positions, and their symbols; ``symbols[i]`` stands for positions 0 to i."""
+
+    start: int
+    contents: list[int] = field(default_factory=list)
+    symbols: list[int] = field(default_factory=list)
+
+    def append(self, content: int) -> None:
+        self.symbols.append(extend(self.last, content))
+        self.contents.append(content)
+
+    def truncate(self, length: int) -> None:
+        del self.contents[length:], self.symbols[length:]
+
+    def __len__(self) -> int:
+        return len(self.contents)
+
+    @property
+    def last(self) -> int:
+        return self.symbols[-1] if self.symbols else self.start
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One input of a streaming session after the first: its tokens, and how many to generate after it."""
+
+    ids: tuple[int, ...]
+    max_tokens: int
+
+
+@dataclass(frozen=True)
+class Item:
+    """A media item at positions [start, start + length)."""
+
+    identifier: str
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Spec:
+    """One request: contents of its prompt, and what vLLM is given for it. ``turns`` make it a streaming session."""
+
+    id: str
+    contents: tuple[int, ...]
+    max_tokens: int
+    ids: tuple[int, ...] | None = None
+    embeds: Any = None
+    is_token: tuple[bool, ...] | None = None
+    items: tuple[Item, ...] = ()
+    salt: str | None = None
+    adapter: str | None = None
+    turns: tuple[Turn, ...] = ()
+    skips_cache: bool = False
+    saves: str | None = None
+
+    def prefix(self, ids: Sequence[int] = ()) -> Prefix:
+        """Of the prompt and the ids that follow it; ``ids`` begin at position 0."""
+        prefix = Prefix(root(self.adapter, self.salt))
+        for content in (*self.contents, *ids[len(self.contents) :]):
+            prefix.append(content)
+        return prefix
+
+    def truth(self) -> list[int]:
+        """All tokens that are said, over all turns; a session forgets the last one it said before each new turn."""
+        prefix, said = self.prefix(), list[int]()
+        _say(prefix, self.max_tokens, said)
+        for turn in self.turns:
+            prefix.truncate(len(prefix) - 1)
+            for content in turn.ids:
+                prefix.append(content)
+            _say(prefix, turn.max_tokens, said)
+        return said
+
+
+def _say(prefix: Prefix, count: int, said: list[int]) -> None:
+    for _ in range(count):
+        said.append(next_token(prefix.last))
+        prefix.append(said[-1])

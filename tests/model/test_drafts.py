@@ -1,0 +1,50 @@
+"""A drafter's KV of a position depends on the token after it: scenes on vLLM's real cache with a drafter's layer in the group."""
+
+import pytest
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+
+from .engine import Engine
+from .machine import GROUPS, MODEL, STORIES
+from .memory import Memory
+from .mutants import swap
+from .shape import Shape
+from .symbols import Spec
+
+SHAPE = Shape(GROUPS["drafter in the one group"], num_drafts=1, num_blocks=40)
+
+
+def serve(engine: Engine, name: str, ids: tuple[int, ...]) -> None:
+    engine.add(Spec(name, ids, 2, ids))
+    engine.run()
+
+
+def scene(*lengths: int) -> Memory:
+    """Requests one after the other, each of so many tokens of one story; its own answer follows."""
+    engine = Engine(MODEL, SHAPE, 1)
+    for i, length in enumerate(lengths):
+        serve(engine, f"r{i}", STORIES[0][:length])
+    engine.close()
+    return engine.workers[0].memory
+
+
+def test_a_block_whose_next_token_was_another_one_is_not_hit() -> None:
+    assert scene(4, 9).num_of_others == 0
+
+
+def test_without_dropping_the_last_block_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM #46971, #55503: the scene sees it."""
+
+    def init(original, self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        original(self, *args, **kwargs)
+        self.eagle_group_ids = set()
+
+    swap(monkeypatch, KVCacheCoordinator, "__init__", init)
+    assert scene(4, 9).num_of_others > 0
+
+
+def test_vllm_joins_blocks_of_two_writers_and_serves_one_position_of_another_continuation() -> None:
+    """The second request computes the first block again, and the third is given the first one's block all the same.
+
+    Where this fails, vLLM has mended it: then `Memory._are_of_others` can go.
+    """
+    assert scene(4, 9, 13).num_of_others > 0

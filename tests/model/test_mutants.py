@@ -1,0 +1,70 @@
+"""Each mutant is seen by the correctness machine, and by what it breaks.
+
+`make test` has time for those named in ``IN_CI``; MODEL_MUTANTS=all (`make model-check`) goes through every one.
+"""
+
+import os
+import re
+import traceback
+
+import pytest
+
+from .group_mutants import GROUP_MUTANTS
+from .machine import GroupMachine, Machine, check, several_groups
+from .mutants import MUTANTS, Mutant
+
+SEEDS = (1, 2, 3)
+IN_CI = {
+    "decode_is_never_saved",
+    "first_rank_settles_for_all",
+    "keys_without_salt",
+    "load_is_reported_before_it_landed",
+    "load_is_reported_twice",
+    "local_hits_are_offered_again",
+    "one_group_is_not_asked",
+    "reset_keeps_the_store",
+    "saved_before_computed",
+    "saved_before_the_forward",
+    "saved_from_the_next_block",
+    "wish_to_save_prompts_only_is_ignored",
+}
+"""The cheapest to see: all of them cost a few CPU seconds."""
+
+
+def chosen(mutants: list[Mutant]) -> list[Mutant]:
+    """Those that this run is for."""
+    return [mutant for mutant in mutants if os.environ.get("MODEL_MUTANTS") == "all" or mutant.name in IN_CI]
+
+
+def test_what_is_chosen_is_there() -> None:
+    assert {mutant.name for mutant in MUTANTS + GROUP_MUTANTS} >= IN_CI
+
+
+@pytest.mark.parametrize("mutant", chosen(MUTANTS), ids=lambda mutant: mutant.name)
+def test_the_machine_sees(mutant: Mutant) -> None:
+    judge(mutant, Machine)
+
+
+@pytest.mark.parametrize("mutant", chosen(GROUP_MUTANTS), ids=lambda mutant: mutant.name)
+def test_the_machine_sees_in_several_groups(mutant: Mutant) -> None:
+    judge(mutant, GroupMachine)
+
+
+def judge(mutant: Mutant, machine: type[Machine]) -> None:
+    said = verdict(mutant, machine)
+    assert said is not None, f"not seen: {mutant.bug}"
+    assert re.search(mutant.says, said), f"seen, but as something else: {said}"
+
+
+def verdict(mutant: Mutant, machine: type[Machine]) -> str | None:
+    """What the machine says of a mutant; None: nothing."""
+    if mutant.where:
+        machine = type(machine.__name__, (machine,), {"shapes": several_groups(mutant.where)})
+    with pytest.MonkeyPatch.context() as mp:
+        mutant.patch(mp)
+        for seed in SEEDS:
+            try:
+                check(machine, examples=100, first_seed=seed, shrinks=False)
+            except Exception as error:
+                return "".join(traceback.format_exception_only(error)).partition("Failing test case")[0]
+    return None

@@ -1,0 +1,166 @@
+"""A worker of the correctness machine: vLLM's model runner contract over paged memory of symbols.
+
+It understands both shapes of scheduler output, verifies drafts, and runs the real connector's worker half in the hook order of
+the runner that it plays. Every block that a scheduled token attends to is compared with its content, group by group (`memory`).
+"""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+
+from .memory import Memory, Work
+from .shape import Shape
+from .symbols import Prefix, Spec, extend, next_token
+
+
+@dataclass
+class Running:
+    """What a model runner remembers of a request: contents so far (confirmed and sampled), a block table a group, drafts.
+
+    ``computed``: tokens whose KV is there and confirmed. ``columns``: where each state group's running state is.
+    """
+
+    spec: Spec
+    prefix: Prefix
+    tables: list[list[int]]
+    computed: int
+    drafts: list[int] = field(default_factory=list)
+    columns: dict[int, int] = field(default_factory=dict)
+    accepted: int = 1
+
+
+class Worker:
+    """One rank. ``connector`` None: an engine without one."""
+
+    def __init__(self, connector: Any, memory: Memory, specs: dict[str, Spec], shape: Shape, luck: random.Random) -> None:
+        self.connector, self.memory, self._specs, self._shape, self._luck = connector, memory, specs, shape, luck
+        self.acceptance = 0.6
+        """How often a draft is right."""
+        self.running: dict[str, Running] = {}
+
+    def execute(self, output: Any, metadata: Any) -> ModelRunnerOutput:
+        """One step; ``metadata`` is the connector's, as it came over the wire."""
+        connector = self.connector
+        if connector is not None and not self._shape.v2:
+            connector.handle_preemptions(metadata)
+        self._update(output)
+        if connector is not None:
+            if self._shape.v2:
+                connector.handle_preemptions(metadata)
+            connector.bind_connector_metadata(metadata)
+            assert not output.has_sync_kv_loads, "kvloft never loads synchronously"
+        sampled = self._forward(output) if output.total_num_scheduled_tokens else {}
+        transfers = self._transfer(output.finished_req_ids) if connector is not None else None
+        ids = list(output.num_scheduled_tokens)
+        return ModelRunnerOutput(
+            req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=[sampled[r] for r in ids],
+            logprobs=None, prompt_logprobs_dict={}, pooler_output=None, kv_connector_output=transfers,
+        )  # fmt: skip
+
+    def _transfer(self, finished: set[str]) -> KVConnectorOutput:
+        connector = self.connector
+        connector.start_load_kv(None)
+        if not self._shape.early_results:
+            connector.wait_for_save()
+        sending, recving = connector.get_finished(finished)
+        assert not sending, "kvloft never delays a request's blocks"
+        transfers = KVConnectorOutput(
+            finished_recving=recving or None,
+            invalid_block_ids=connector.get_block_ids_with_load_errors(),
+            kv_connector_worker_meta=connector.build_connector_worker_meta(),
+        )
+        if self._shape.early_results:
+            connector.wait_for_save()
+        connector.clear_connector_metadata()
+        return transfers
+
+    # -- states ---------------------------------------------------------------------------------------------------
+
+    def _update(self, output: Any) -> None:
+        for req_id in output.finished_req_ids:
+            self.running.pop(req_id, None)
+        for new in output.scheduled_new_reqs:
+            ids = new.prefill_token_ids if new.prefill_token_ids is not None else new.prompt_token_ids
+            self._start(new.req_id, ids or (), new.block_ids, new.num_computed_tokens)
+        cached = output.scheduled_cached_reqs
+        for i, req_id in enumerate(cached.req_ids):
+            blocks = cached.new_block_ids[i]
+            if req_id in cached.resumed_req_ids:
+                self._start(req_id, cached.all_token_ids[req_id], blocks, cached.num_computed_tokens[i])
+            elif blocks:
+                for table, more in zip(self.running[req_id].tables, blocks, strict=True):
+                    table += more
+        self.memory.zero(getattr(output, "new_block_ids_to_zero", None) or ())
+        self.memory.copy(getattr(output, "kv_cache_block_copies", None) or ())
+
+    def _start(self, req_id: str, ids: Any, blocks: Any, computed: int) -> None:
+        spec = self._specs[req_id]
+        self.running[req_id] = Running(spec, spec.prefix(ids), [list(table) for table in blocks], computed)
+
+    # -- the forward ----------------------------------------------------------------------------------------------
+
+    def _forward(self, output: Any) -> dict[str, list[int]]:
+        """States are read; then all writes, then all reads: requests of one step may read blocks that others of it write."""
+        works = self._works(output)
+        for work in works:
+            self.memory.begin_states(work)
+        for work in works:
+            self.memory.write(work)
+        for work in works:
+            self.memory.check(work)
+        sampled = {work.req_id: self._finish(work) for work in works}
+        for work in works:
+            self.memory.check_drafter(work)
+        return sampled
+
+    def _works(self, output: Any) -> list[Work]:
+        told = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        told |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        works = []
+        for req_id, count in output.num_scheduled_tokens.items():
+            state = self.running[req_id]
+            drafts = self._drafts_of(state, output.scheduled_spec_decode_tokens.get(req_id, ()))
+            # Under async scheduling vLLM counts drafts in flight as accepted; the runner knows better.
+            late = self._shape.async_scheduling and self._shape.num_drafts
+            assert state.computed == told[req_id] or (late and state.computed < told[req_id]), (state, told[req_id])
+            stop = state.computed + count - len(drafts)
+            assert stop <= len(state.prefix), f"{req_id}: {stop} positions asked for, {len(state.prefix)} known"
+            works.append(Work(req_id, state, state.computed, stop, drafts))
+        return works
+
+    def _drafts_of(self, state: Running, scheduled: Any) -> list[int]:
+        if scheduled and scheduled[0] == -1:  # async: the worker has its own
+            own = state.drafts[: len(scheduled)]
+            return own + [0] * (len(scheduled) - len(own))
+        return list(scheduled)
+
+    def _finish(self, work: Work) -> list[int]:
+        """Sample, verify drafts; then what comes after sampling: the drafter's KV, and states of accepted drafts."""
+        state, said = work.state, list[int]()
+        if work.stop == len(state.prefix):
+            for draft in [*work.drafts, None]:
+                token = next_token(state.prefix.last)
+                state.prefix.append(token)
+                said.append(token)
+                if token != draft:
+                    break
+            self._propose(state)
+        state.accepted = max(1, len(said))
+        state.computed = work.stop + state.accepted - 1
+        self.memory.end_step(work)
+        return said
+
+    def _propose(self, state: Running) -> None:
+        """Drafts that are right now and then."""
+        symbol, state.drafts = state.prefix.last, []
+        for _ in range(self._shape.num_drafts):
+            token = next_token(symbol) if self._luck.random() < self.acceptance else 3 + self._luck.randrange(30)
+            state.drafts.append(token)
+            symbol = extend(symbol, token)
+
+    def drafts(self, req_ids: list[str]) -> list[list[int]]:
+        """Drafts for the next step, as the sync scheduler asks for them."""
+        return [list(self.running[r].drafts) if r in self.running else [] for r in req_ids]
