@@ -21,7 +21,7 @@ test: ## all tests: Rust, Python, real vLLM 0.32.0; then the short form on 0.30,
 test-vllm: ## the whole Python suite on another vLLM: make test-vllm VERSION=0.31.0
 	@scripts/suite.sh full $(VERSION)
 
-model-check: ## the correctness machine (tests/model) for HOURS=1 on VERSION; what it finds is shrunk, and printed with its seed
+model-check: ## the correctness machine (tests/machine) for HOURS=1 on VERSION; what it finds is shrunk, and printed with its seed
 	@scripts/model_check.sh $(VERSION) $(HOURS)
 
 lint: ## formatters, clippy, ruff, mypy --strict, stub test, import contracts, house rules

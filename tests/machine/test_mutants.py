@@ -1,6 +1,6 @@
 """Each mutant is seen by the correctness machine, and by what it breaks.
 
-`make test` has time for those named in ``IN_CI``; MODEL_MUTANTS=all (`make model-check`) goes through every one.
+Those named in ``IN_CI`` are the cheapest; MODEL_MUTANTS=all (`make model-check`) goes through every one.
 """
 
 import os
