@@ -195,7 +195,7 @@ class Engine:
 
     def _end_a_session_that_blocks(self) -> None:
         """Sessions between two turns keep their blocks, and vLLM preempts none of them: a few can fill the pool and wait for
-        each other for ever, with or without a connector. Their user would end one."""
+        each other without end, with or without a connector. Their user would end one."""
         self._steps_without_tokens += 1
         sessions = [r for r in self.unfinished if self.specs[r].turns] if self._steps_without_tokens > 100 else []
         if sessions:
@@ -350,7 +350,7 @@ class Engine:
         assert not self.core.has_work_in_flight
         assert not self.core._trackers
         stats: dict[str, int] = {}
-        for _ in range(500):  # reads that nobody waits for any more end in their own time
+        for _ in range(500):  # reads without a waiting request end in their own time
             stats = self.store.stats()
             if not stats["pins"] and not stats["frames_reserved"]:
                 break

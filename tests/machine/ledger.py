@@ -129,7 +129,7 @@ class Ledger:
     def landed(self, ticket: int, words: list[int]) -> None:
         """A rank gathered a save into its frame."""
         planned = self.tickets.get(ticket)
-        self.expect(planned is not None, f"a copy for ticket {ticket}, which nobody planned")
+        self.expect(planned is not None, f"a copy for ticket {ticket}, which no step planned")
         if planned is not None:
             self.expect(words == planned.words, f"ticket {ticket}: the frame does not hold its key's KV (I1, I2)")
 

@@ -332,7 +332,7 @@ def nothing_is_offered_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
 def pins_stay_when_a_request_ends(mp: pytest.MonkeyPatch) -> None:
     def finish(original: Any, self: Any, req_id: Any) -> None:
         if (tracker := self._trackers.get(req_id)) is not None:
-            self.__dict__.setdefault("kept", []).append(tracker.lease)  # a lease that nobody has unpins itself
+            self.__dict__.setdefault("kept", []).append(tracker.lease)  # a dropped lease unpins itself
             tracker.lease = None
         original(self, req_id)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 VOCAB = 40
 POISON = -1
-"""What memory holds that nobody wrote; drafts that were rejected leave `GARBAGE`."""
+"""What memory holds before the first write; drafts that were rejected leave `GARBAGE`."""
 GARBAGE = -2
 _MASK = (1 << 62) - 1
 

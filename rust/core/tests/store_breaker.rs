@@ -241,6 +241,41 @@ fn a_tier_that_cannot_be_opened_is_attached_later() {
     store.check().unwrap();
 }
 
+/// Else a store that ends before its tier could be opened would leave there what was discarded.
+#[test]
+fn a_discard_is_not_settled_while_the_tier_is_away() {
+    let disk = MemoryDisk::new(200);
+    let (first, cold, _) = cold_prompts(&disk);
+    drop(first);
+    let found = disk.entries();
+    disk.fail_opens.store(true, Ordering::SeqCst);
+    let store = disk.open(&settings(16, &disk), &found);
+    assert!(store.flush(LONG), "nothing is to do");
+    store.discard(&cold[1].keys()[..1]);
+    assert!(!store.flush(Duration::from_millis(10)), "the disk was not told");
+    disk.fail_opens.store(false, Ordering::SeqCst);
+    disk.wait(61);
+    until("it is attached", || stat(&store, "disk_broken") == 0);
+    assert!(disk.flush(&store));
+    let left = disk.entries();
+    assert!(left.len() < found.len() && left.iter().all(|entry| entry.meta.key != cold[1].keys()[0]));
+}
+
+/// A slice of the walk gets no further than a part of the way down: nothing is freed yet, and nothing is in the trash.
+#[test]
+fn a_long_prefix_that_is_discarded_is_off_the_disk_once_it_settles() {
+    const CHUNKS: u32 = 4000;
+    let disk = MemoryDisk::new(CHUNKS);
+    let store = disk.open(&settings(CHUNKS, &disk), &[]);
+    let prompt = chain(&(0..CHUNKS).collect::<Vec<_>>());
+    save_all(&store, &prompt);
+    assert!(disk.flush(&store));
+    assert_eq!(disk.entries().len(), CHUNKS as usize);
+    store.discard(&prompt.keys()[..1]);
+    assert!(store.flush(LONG));
+    assert_eq!(disk.entries().len(), 0);
+}
+
 /// An engine that ends may still have the directory when the next one starts.
 #[test]
 fn a_directory_in_use_is_attached_once_its_owner_is_gone() {

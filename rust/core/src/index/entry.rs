@@ -42,7 +42,7 @@ impl<P: Copy> Presence<P> {
 pub(crate) enum Filler {
     /// They are there, and wait for the parent.
     #[default]
-    Nobody,
+    Done,
     /// A worker, under a `WriteLease`.
     Lease,
     /// A disk thread; it has no frame until the read begins.

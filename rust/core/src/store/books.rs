@@ -116,8 +116,9 @@ impl DiskBooks {
     /// Whether all that should be on disk is there, and nothing that should not.
     pub(super) fn is_settled(&self) -> bool {
         let nothing_to_free = self.trash.is_empty() && self.stuck.is_empty() && self.freeing == 0;
-        let nothing_to_forget = self.num_lingering == 0 && self.clearing == Clearing::No && self.found.is_empty();
-        self.num_dirty == 0 && nothing_to_free && nothing_to_forget
+        let nothing_to_enter = self.found.is_empty() && self.unwelcome.is_empty();
+        let nothing_to_forget = self.num_lingering == 0 && self.clearing == Clearing::No;
+        self.num_dirty == 0 && nothing_to_free && nothing_to_forget && nothing_to_enter
     }
 
     /// Whether it cannot settle before `deadline`: no tier, or one that is left alone for longer, or without an end.

@@ -152,7 +152,7 @@ impl State {
             self.fail_host(id);
             return 0;
         }
-        self.index[id].filler = Filler::Nobody;
+        self.index[id].filler = Filler::Done;
         self.sync_disk(id);
         self.rise(id)
     }

@@ -147,7 +147,7 @@ impl State {
             self.disk.num_queued -= 1;
         }
         self.change_host(id, Presence::Absent);
-        self.index[id].filler = Filler::Nobody;
+        self.index[id].filler = Filler::Done;
         if let Some(frame) = before.place() {
             self.host.give(frame);
         }
@@ -215,7 +215,7 @@ impl State {
         let mut ready = vec![id];
         while let Some(id) = ready.pop() {
             let entry = &self.index[id];
-            let (Presence::Coming(Some(frame)), Filler::Nobody) = (entry.host, entry.filler) else { continue };
+            let (Presence::Coming(Some(frame)), Filler::Done) = (entry.host, entry.filler) else { continue };
             if entry.detached || entry.parent.is_some_and(|parent| !self.index[parent].host.is_here()) {
                 continue;
             }

@@ -107,7 +107,7 @@ fn check_attached(state: &State, id: ChunkId, entry: &Entry, is_mapped: bool) ->
     ensure!(!failed || entry.host_children > 0, "a failed chunk waits for nothing: {entry:?}");
     ensure!(!entry.is_queued() || entry.holds > 0 || entry.host_children > 0, "a read for no lease: {entry:?}");
     ensure!(
-        !matches!(entry.host, Presence::Coming(_)) || entry.filler != Filler::Nobody || entry.parent.is_some(),
+        !matches!(entry.host, Presence::Coming(_)) || entry.filler != Filler::Done || entry.parent.is_some(),
         "{entry:?} waits"
     );
     if let Some(parent) = entry.parent.map(|parent| &state.index[parent]) {

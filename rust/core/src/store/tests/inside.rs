@@ -138,7 +138,7 @@ fn too_many_discards_while_chunks_are_entered_free_the_others() {
 }
 
 #[test]
-fn nobody_waits_for_a_disk_whose_threads_all_hang() {
+fn no_call_waits_for_a_disk_whose_threads_all_hang() {
     let second = Duration::from_secs(1);
     let mut books = DiskBooks { num_threads: 2, clearing: Clearing::Wanted, ..DiskBooks::default() };
     books.begin(1, Direction::Read, Duration::ZERO);
