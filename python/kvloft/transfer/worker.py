@@ -12,12 +12,11 @@ from typing import Any
 
 from kvloft.seam.ids import BlockId, ReqId, Ticket
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
-from kvloft.seam.shape import ArenaSpec, CacheShape
+from kvloft.seam.shape import CacheShape
 from kvloft.transfer.frames import FrameWindow
-from kvloft.transfer.groups import GroupedMover
 from kvloft.transfer.layout import PagedLayout, read_layout
 from kvloft.transfer.mover import Finished, Mover
-from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover
+from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover, for_each
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +38,8 @@ class WorkerCore:
         self._shard = shape.shard_of(rank)
         self._is_writer = shape.is_writer(rank)
         self._given_make_mover = make_mover
-        self._layouts: list[tuple[PagedLayout, MakeMover]] = []
-        """Of each group."""
+        self._make: Callable[[FrameWindow], Mover] | None = None
+        self._payload_bytes = 0
         self._mover: Mover | None = None
         """None until it is made, where it could not be, and once this worker was stopped: then copies fail."""
         self._could_be_made = True
@@ -68,14 +67,15 @@ class WorkerCore:
             read_layout(group, num_blocks, fingerprint) for group in ([kv_caches] if isinstance(kv_caches, Mapping) else kv_caches)
         ]
         blocks_per_chunk, given = self._shape.full.blocks_per_chunk, self._given_make_mover
-        self._layouts = [(layout, given or choose_mover(layout, blocks_per_chunk, self._settings)) for layout in layouts]
+        self._make = for_each(given, layouts) if given else choose_mover(layouts, blocks_per_chunk, self._settings)
+        self._payload_bytes = max(layout.block_bytes for layout in layouts) * blocks_per_chunk
         return layouts[0]
 
     def begin(self, plan: StepPlan) -> None:
         """A step starts: its forward is not launched yet, and nothing is copied yet."""
         self._plan = plan
         self._loads_run = self._saves_run = False
-        if self._mover is not None or (plan.arena is not None and self._layouts):
+        if self._mover is not None or (plan.arena is not None and self._make is not None):
             mover = self._ready_mover()
             if mover is not None:
                 mover.begin_step(plan.rewritten, has_loads=bool(plan.loads))
@@ -173,19 +173,14 @@ class WorkerCore:
             return None
         if self._mover is None and self._could_be_made:
             try:
-                if not self._layouts or self._plan.arena is None:
+                if self._make is None or self._plan.arena is None:
                     raise RuntimeError("a plan came before the KV caches were registered")
-                arena = self._plan.arena
-                movers = [make(layout, self._window(layout, arena)) for layout, make in self._layouts]
-                self._mover = GroupedMover(movers) if len(movers) > 1 else movers[0]
+                arena, payload_bytes = self._plan.arena, self._payload_bytes
+                self._mover = self._make(FrameWindow(arena, self._shape, shard=self._shard, payload_bytes=payload_bytes))
             except (RuntimeError, ValueError, OSError) as error:
                 logger.error("kvloft: this worker cannot move pages, so nothing is cached: %s", error)
                 self._could_be_made = False
         return self._mover
-
-    def _window(self, layout: PagedLayout, arena: ArenaSpec) -> FrameWindow:
-        payload_bytes = layout.block_bytes * self._shape.full.blocks_per_chunk
-        return FrameWindow(arena, self._shape, shard=self._shard, payload_bytes=payload_bytes)
 
     def _hand_over(self, submit: Callable[[Mover], None], fail: Callable[[], None]) -> None:
         """Give the mover copies of this step. If it breaks, what it took comes back first, then ``fail`` reports the rest."""
