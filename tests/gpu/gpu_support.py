@@ -37,13 +37,14 @@ class Paged:
     planes: list[tuple[int, int, int, int]]
     """(buffer, offset, block_stride, page_bytes)."""
     num_blocks: int
+    digest: bytes = bytes(range(32))
 
     def layout(self) -> PagedLayout:
         planes = tuple(
             Plane(self.buffers[i].untyped_storage(), offset, stride, size, self.num_blocks)
             for i, offset, stride, size in self.planes
         )
-        return PagedLayout(planes, self.num_blocks, bytes(range(32)))
+        return PagedLayout(planes, self.num_blocks, self.digest)
 
     def randomize(self, seed: int = 0) -> None:
         generator = torch.Generator(device=DEVICE).manual_seed(seed)
@@ -104,7 +105,8 @@ def turned(paged: Paged) -> Paged:
     """The pages of two layers as a state-space layer may see them: the second first, cut in two, and then the first."""
     first, (buffer, offset, stride, size) = paged.planes
     cut = size // 3
-    return Paged(paged.buffers, [(buffer, offset, stride, cut), (buffer, offset + cut, stride, size - cut), first], paged.num_blocks)
+    planes = [(buffer, offset, stride, cut), (buffer, offset + cut, stride, size - cut), first]
+    return Paged(paged.buffers, planes, paged.num_blocks, digest=bytes(32))
 
 
 class Frames:

@@ -29,7 +29,7 @@ PAGES = [900, 4096, 5000]
 
 def half_block(paged: Paged) -> Paged:
     """A group with fewer layers: the second layer's pages only."""
-    return Paged(paged.buffers, paged.planes[1:], paged.num_blocks)
+    return Paged(paged.buffers, paged.planes[1:], paged.num_blocks, digest=bytes(32))
 
 
 OTHERS = {"turned": turned, "half": half_block}
@@ -84,6 +84,8 @@ def test_bytes_of_every_group_come_back(page: int, other: str) -> None:
             want = rig.kind(group).payload(copy.blocks).cpu().numpy()
             assert np.array_equal(rig.frames.parts[copy.frame, : len(want)], want)
             assert int(trailers[copy.frame]["tag"]) == chunk_tag(want, page_bytes, 1)
+            assert trailers[copy.frame]["layout"].tobytes() == rig.kind(group).digest
+            assert int(trailers[copy.frame]["payload_bytes"]) == len(want)
     rig.paged.poison()
     want_pages = rig.paged.snapshot()
     targets = [blocks[::-1] for blocks in rig.blocks[1:] + rig.blocks[:1]]

@@ -65,7 +65,7 @@ class Lane:
         else:
             self.clock.log.append((self.name, "after", event.at))
 
-    def submit(self, piece: Any, kind: int, *, is_pinned: bool = True) -> Any:
+    def submit(self, piece: Any, *, kind: int, is_pinned: bool = True) -> Any:
         number, tags = len(self.pieces), np.array(frames_of(piece), np.uint64)
         self.pieces.append((piece, tags))
         self.clock.log.append((self.name, "piece", number))

@@ -193,7 +193,7 @@ class Half(ABC):
             job.after = None
         is_pinned = self._shared.is_pinned(job)
         job.is_all_pinned = job.is_all_pinned and is_pinned
-        sent = self.lane.submit(piece, job.kind, is_pinned=is_pinned)
+        sent = self.lane.submit(piece, kind=job.kind, is_pinned=is_pinned)
         self.num_bytes += piece.num_bytes
         self.flying.append(InFlight(job, piece, sent, time.perf_counter()))
 
