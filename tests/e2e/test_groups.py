@@ -145,18 +145,15 @@ def test_another_tail_after_a_known_beginning_says_the_truth(place: Place, serve
 
 def test_turn_two_finds_what_turn_one_said(place: Place, serve: Callable[..., Engine]) -> None:
     """Turn one decodes past windows and several states, whose blocks vLLM frees while it runs."""
-    engine = serve()
+    # By default vLLM retains the states at a prompt's end only, and offers no others.
+    retained = {"prefix_cache_retention_interval": place.model.hit_tokens} if "state (align)" in place.model.kinds else {}
+    engine = serve(**retained)
     first = place.prompt(9600, 70, max_tokens=190)
     ask(place, engine, first)
     history = (first.ids or ()) + place.truth.tokens(first)
     assert engine.reset()
     second = place.prompt(9601, len(history) + 21, before=history)
-    wanted = least(place, len(history) - 1)
-    if "state (align)" in place.model.kinds:
-        # vLLM offers a state once, in the step that makes it: of decoded tokens, before they are known, so it has no key.
-        wanted = place.model.own_hit(first.num_prompt_tokens)
-        assert wanted
-    assert ask(place, engine, second)[0] >= wanted
+    assert ask(place, engine, second)[0] >= least(place, len(history) - 1)
     assert_sound(engine)
 
 

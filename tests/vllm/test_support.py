@@ -158,11 +158,13 @@ def test_several_groups_without_a_rule_are_refused(changes: dict[str, Any], spec
         check_supported(settings(**changes), groups(*specs), "all")
 
 
-def test_several_groups_on_a_gpu_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_states_are_served_on_cpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    aligned = replace(MAMBA, block_size=FULL.block_size, mamba_cache_mode="align")
+    check_supported(settings(), groups(FULL, aligned), "all")
     monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: False))
     with pytest.raises(UnsupportedError, match="on CPUs only"):
-        check_supported(settings(), groups(FULL, WINDOW), "all")
-    check_supported(settings(), groups(FULL), "all")
+        check_supported(settings(), groups(FULL, aligned), "all")
+    check_supported(settings(), groups(FULL, WINDOW), "all")
 
 
 def test_state_space_layers_are_refused_by_vllm_or_by_us() -> None:

@@ -253,7 +253,7 @@ class SchedulerCore:
         return True
 
     def _save_state(self, state: BoundaryState, saves: list[SavePlan]) -> None:
-        """A state is offered once: what is not known or has no frame now is not kept."""
+        """A state is offered once, with its tokens known, for vLLM hashes them first; what has no frame now is not kept."""
         tracker, block_tokens = self._trackers.get(state.req_id), self._group.block_tokens
         if tracker is None or self._groups is None or state.num_tokens % block_tokens or state.num_tokens > tracker.save_limit:
             return

@@ -243,7 +243,12 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
     """
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Loads that ended; failed ones by request, for the ids of blocks do not say whose they are."""
+        """Loads that ended; failed ones by request, for the ids of blocks do not say whose they are.
+
+        With one group they do, and vLLM computes from the first bad block on, not all again.
+        """
+        if not self._worker.is_grouped:
+            return super().get_transfer_results(finished_req_ids)
         done, failed = self._take_finished()
         return base.KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from kvloft.config import Config, load_config
+from kvloft.config import load_config
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here
 from kvloft.vllm.identity.weights import note_start
@@ -27,17 +27,6 @@ def register() -> None:
     if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - vLLM offers no public question
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     check_settings_early(KVConnectorFactory)
-
-
-def refuse_groups(config: Config) -> None:
-    """Raise ConfigError where several KV cache groups are asked for and cannot be copied."""
-    from vllm.platforms import current_platform  # engines without kvloft need not know theirs here
-
-    if config.kv_groups == "all" and not current_platform.is_cpu():
-        raise ConfigError(
-            f'kv_groups = "all" ({config.origin("kv_groups")}) is for CPUs: kvloft does not copy several KV cache groups to and '
-            'from GPUs yet; set "one".'
-        )
 
 
 def check_settings_early(factory: Any) -> None:
@@ -58,7 +47,6 @@ def check_settings_early(factory: Any) -> None:
                 try:
                     config = load_config(extra)
                     refuse_here(config)
-                    refuse_groups(config)
                 except ConfigError as error:
                     raise ConfigError(f"kvloft: {error}") from error  # inside a ValidationError of vLLM's, say
                 right[repr(extra)] = config.kv_groups

@@ -34,7 +34,8 @@ class WorkerHalf:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: CacheShape, config: Config) -> None:
         model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
         self._num_blocks = kv_cache_config.num_blocks
-        self._group_layers = group_layers(kv_cache_config) if len(shape.groups) > 1 else None
+        self.is_grouped = len(shape.groups) > 1
+        self._group_layers = group_layers(kv_cache_config)
         self._fingerprint = f"{vllm.__version__}|{current_platform.device_name}|{model.dtype}|{cache.cache_dtype}"
         zeroes_first = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))  # new blocks, before any hook of the step
         settings = MoverSettings(config.gpu_copies, config.staging_size, gathers_first=zeroes_first)
@@ -50,7 +51,7 @@ class WorkerHalf:
         self.hook_errors = 0
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        if self._group_layers is None:
+        if not self.is_grouped:
             self.core.register(kv_caches, self._num_blocks, self._fingerprint)
         else:
             groups = [{name: kv_caches[name] for name in names if name in kv_caches} for names in self._group_layers]
