@@ -12,17 +12,22 @@ from typing import Any
 
 import torch
 
-from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.batch import ChunkCopy, GroupBatches
 from kvloft.seam.ids import ChunkKey
 from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 from kvloft.transfer.mover import Finished
 
 
-def paged_kv(engine: Any) -> list[torch.Tensor]:
-    """Every attention layer's paged KV of a vLLM engine in this process, blocks first."""
-    layers = engine.vllm_config.compilation_config.static_forward_context.values()
-    found = [kv[0] if isinstance(kv, list) else kv for kv in (getattr(layer, "kv_cache", None) for layer in layers)]
-    return [kv for kv in found if isinstance(kv, torch.Tensor) and kv.numel()]
+def paged_kv(engine: Any) -> list[list[torch.Tensor]]:
+    """Every layer's paged KV of a vLLM engine in this process, blocks first; a list for each KV cache group."""
+    layers = engine.vllm_config.compilation_config.static_forward_context
+    groups = engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
+    return [[kv for name in group.layer_names for kv in _tensors(layers[name].kv_cache) if kv.numel()] for group in groups]
+
+
+def _tensors(kv: Any) -> Sequence[torch.Tensor]:
+    """A layer's: one, or of a state several."""
+    return [kv] if isinstance(kv, torch.Tensor) else kv
 
 
 def poison(tensors: Sequence[torch.Tensor], seed: int) -> None:
@@ -37,8 +42,9 @@ def poison(tensors: Sequence[torch.Tensor], seed: int) -> None:
 class PageAudit:
     """Goes around ``mover`` from its construction on; ``skip_loads`` makes loads report success and move nothing."""
 
-    def __init__(self, mover: Any, tensors: Sequence[torch.Tensor]) -> None:
-        self._mover, self._tensors = mover, tensors
+    def __init__(self, mover: Any, *groups: Sequence[torch.Tensor]) -> None:
+        """``groups``: the paged KV of each KV cache group."""
+        self._mover, self._groups = mover, groups
         self._submit_saves, self._submit_loads, self._poll = mover.submit_saves, mover.submit_loads, mover.poll
         mover.submit_saves, mover.submit_loads, mover.poll = self._saves, self._loads, self._poll_and_compare
         self._clones: dict[ChunkKey, torch.Tensor] = {}
@@ -53,7 +59,8 @@ class PageAudit:
         self._clones.clear()
 
     def take_counts(self) -> dict[str, int]:
-        """Chunks since the last call: loaded, loaded_differing, resaved, resaved_differing, saved, unknown."""
+        """Chunks since the last call: loaded, loaded_differing, resaved, resaved_differing, saved, unknown; of several groups
+        also loaded_0, saved_0, loaded_1, ..."""
         counts = dict.fromkeys(("saved", "loaded", "loaded_differing", "resaved", "resaved_differing", "unknown"), 0)
         counts |= self._counts
         for name, found in self._differing.items():
@@ -64,12 +71,13 @@ class PageAudit:
     # -- around the mover -----------------------------------------------------------------------------------------
 
     def _saves(self, plans: Sequence[SavePlan]) -> None:
-        copies = [copy for plan in plans for copy in plan.chunks]
-        pages = self._pages(copies)
-        known = [i for i, copy in enumerate(copies) if copy.key in self._clones]
-        self._compare("resaved", [pages[i] for i in known], [self._clones[copies[i].key] for i in known])
-        self._clones.update({copy.key: clone for copy, clone in zip(copies, pages, strict=True)})
-        self._counts["saved"] = self._counts.get("saved", 0) + len(copies)
+        for group, copies in self._by_group(plans):
+            pages = self._pages(group, copies)
+            known = [i for i, copy in enumerate(copies) if copy.key in self._clones]
+            self._compare("resaved", [pages[i] for i in known], [self._clones[copies[i].key] for i in known])
+            self._counts["resaved"] = self._counts.get("resaved", 0) + len(known)
+            self._clones.update({copy.key: clone for copy, clone in zip(copies, pages, strict=True)})
+            self._count("saved", group, len(copies))
         self._submit_saves(plans)
 
     def _loads(self, plans: Sequence[LoadPlan]) -> None:
@@ -85,24 +93,37 @@ class PageAudit:
         self._skipped = []
         for result in done.loads:
             bad = {key for key, _ in result.bad_keys}
-            copies = [copy for copy in self._plans.pop(result.load_id).chunks if copy.key not in bad and not result.failed]
-            known = [copy for copy in copies if copy.key in self._clones]
-            self._counts["unknown"] = self._counts.get("unknown", 0) + len(copies) - len(known)
-            wanted = [self._clones[copy.key][copy.first_block : copy.first_block + len(copy.blocks)] for copy in known]
-            self._compare("loaded", self._pages(known), wanted)
+            for group, chunks in self._by_group([self._plans.pop(result.load_id)]):
+                copies = [copy for copy in chunks if copy.key not in bad and not result.failed]
+                known = [copy for copy in copies if copy.key in self._clones]
+                self._counts["unknown"] = self._counts.get("unknown", 0) + len(copies) - len(known)
+                wanted = [self._clones[copy.key][copy.first_block : copy.first_block + len(copy.blocks)] for copy in known]
+                self._compare("loaded", self._pages(group, known), wanted)
+                self._count("loaded", group, len(known))
         return done
 
-    def _pages(self, copies: Sequence[ChunkCopy]) -> list[torch.Tensor]:
-        """A clone [blocks, bytes of all layers] per copy, made on the current stream."""
+    def _by_group(self, plans: Sequence[SavePlan | LoadPlan]) -> list[tuple[int, list[ChunkCopy]]]:
+        found: dict[int, list[ChunkCopy]] = {}
+        for plan in plans:
+            for group, batch in plan.chunks.batches if isinstance(plan.chunks, GroupBatches) else ((0, plan.chunks),):
+                found.setdefault(group, []).extend(batch)
+        return list(found.items())
+
+    def _count(self, name: str, group: int, num_chunks: int) -> None:
+        """Of all groups, and of one where there are several."""
+        for label in (name, f"{name}_{group}") if len(self._groups) > 1 and num_chunks else (name,):
+            self._counts[label] = self._counts.get(label, 0) + num_chunks
+
+    def _pages(self, group: int, copies: Sequence[ChunkCopy]) -> list[torch.Tensor]:
+        """A clone [blocks, bytes of all layers of the group] per copy, made on the current stream."""
         if not copies:
             return []
-        device = self._tensors[0].device
-        ids = torch.tensor([block for copy in copies for block in copy.blocks], dtype=torch.int64).to(device)
-        layers = [kv[ids].reshape(len(ids), -1).view(torch.uint8) for kv in self._tensors]
+        tensors = self._groups[group]
+        ids = torch.tensor([block for copy in copies for block in copy.blocks], dtype=torch.int64).to(tensors[0].device)
+        layers = [kv[ids].reshape(len(ids), -1).view(torch.uint8) for kv in tensors]
         return list(torch.cat(layers, dim=1).split([len(copy.blocks) for copy in copies]))
 
     def _compare(self, name: str, found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
-        """Count chunks that differ; nothing waits for the device."""
-        self._counts[name] = self._counts.get(name, 0) + len(found)
+        """Note which chunks differ; nothing waits for the device."""
         for a, b in zip(found, wanted, strict=True):
             self._differing.setdefault(name, []).append((a != b).any() if a.shape == b.shape else torch.tensor(data=True))

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benches.gpu.llama import gemma3
 from benches.gpu.options import STATUS, add_sizes, some_of, table_of
 from benches.gpu.turns import leave
 from kvloft.bench.command import console, gpu_bytes, whole, write
@@ -102,7 +103,8 @@ def shared_gpu(num_blocks: int, model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _block_bytes(model: Mapping[str, Any]) -> int:
-    return 16 * 2 * int(model.get("num_key_value_heads", 8)) * 128 * 2 * int(model.get("num_hidden_layers", 32))
+    heads, dim = int(model.get("num_key_value_heads", 8)), int(model.get("head_dim", 128))
+    return 16 * 2 * heads * dim * 2 * int(model.get("num_hidden_layers", 32))
 
 
 def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
@@ -206,9 +208,10 @@ def parser() -> argparse.ArgumentParser:
         prog="engine",
         description=f"First tokens and decode steps of vLLM alone, with OffloadingConnector and with kvloft, on one GPU. {STATUS}",
     )
-    connectors, phases = ("none", "native", "kvloft"), ("cold", "ttft", "wave", "decode", "attached", "startup")
+    connectors, phases = ("none", "native", "kvloft", "groups"), ("cold", "ttft", "wave", "decode", "attached", "startup")
     engine.add_argument(
-        "--connectors", type=some_of(*connectors), default=list(connectors), help=f"which of {','.join(connectors)} (default all)"
+        "--connectors", type=some_of(*connectors), default=list(connectors[:3]),
+        help=f"which of {','.join(connectors)}, the last being kvloft with kv_groups=all (default all but that)",
     )
     engine.add_argument(
         "--phases", type=some_of(*phases), default=list(phases[:-2]),
@@ -220,6 +223,7 @@ def parser() -> argparse.ArgumentParser:
         "--context", type=whole(2048, 40000), default=32768, help="tokens of a long prompt, 2048 to 40000 (default 32768)"
     )
     engine.add_argument("--kv-heads", type=int, choices=(1, 2, 4, 8, 16, 32), default=8, help="KV heads of the model (default 8)")
+    engine.add_argument("--model", choices=("llama", "gemma3"), default="llama", help="which architecture (default llama)")
     engine.add_argument("--one-by-one", action="store_true", help="one engine after the other, which takes less GPU memory")
     add_sizes(engine, blocks=9000, host_gib=40)
     return engine
@@ -228,7 +232,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure engines; 1 where one of them failed, 2 where none can run."""
     args, screen = parser().parse_args(argv), console()
-    model = {"num_key_value_heads": args.kv_heads}
+    model = gemma3(34) if args.model == "gemma3" else {"num_key_value_heads": args.kv_heads}
     try:
         room = fit_together(len(args.connectors), args.blocks, model, gpu_bytes())
     except UnsupportedError as error:

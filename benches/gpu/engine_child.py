@@ -38,7 +38,7 @@ def wait_pinned(engine: Engine, options: dict[str, Any]) -> None:
     """Until kvloft's host memory is pinned: seconds after the first request. OffloadingConnector pins before it starts."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    if options["name"] == "kvloft":
+    if options["name"] in ("kvloft", "groups"):
         engine.ttft(engine.prompt(64))
         mover = get_kv_transfer_group()._worker.core._mover
         getattr(mover, "wait_pinned", lambda timeout: None)(120.0)
@@ -48,7 +48,7 @@ def load_trace(options: dict[str, Any]) -> Any:
     """A `LoadTrace` around kvloft's mover if ``options`` ask for one."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    if not options.get("trace") or options["name"] != "kvloft":
+    if not options.get("trace") or options["name"] not in ("kvloft", "groups"):
         return None
     from benches.gpu.trace import LoadTrace
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benches.gpu.engine import CHILD_ENV, ROOT, result_of, shared_gpu
+from benches.gpu.llama import gemma3
 from benches.gpu.options import STATUS, add_sizes, some_of, table_of
 from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
@@ -61,11 +62,15 @@ SETUPS = {
 DEFAULT_SETUPS = tuple(SETUPS)
 SETUPS["hnd-sleep"] = _exact("kvloft, HND, put to sleep", "HND", enable_sleep_mode=True)
 """For the phase `sleep`, with `reference`."""
+SETUPS["groups"] = _exact("kvloft, kv_groups=all", "NHD", connector="groups")
+"""For `--model gemma3`, with `reference` and `plain-pc`."""
 
 
 def options(*, num_blocks: int, host_bytes: int, model: dict[str, Any]) -> dict[str, Any]:
     """What the engines have in common: a block pool so small that it preempts."""
     llm = {"max_model_len": 24576, **shared_gpu(num_blocks, model)}
+    if "layer_types" in model:  # how many blocks there are is vLLM's to say, and to be compared
+        llm["num_gpu_blocks_override"] = None
     return {"num_blocks": num_blocks, "host_bytes": host_bytes, "model": model, "llm": llm}
 
 
@@ -125,6 +130,8 @@ class Row:
     differing: int
     resaved: str
     problem: str
+    loaded_of: tuple[int, ...] = ()
+    """Chunks loaded of each KV cache group of which there were any, if there are several."""
 
 
 def judge(results: Mapping[str, Any]) -> list[Row]:
@@ -161,7 +168,10 @@ def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int
     if moved.get("bad_chunks"):
         problems.append("tags failed")
     resaved = f"{audit.get('resaved_differing', 0)} of {audit.get('resaved', 0)}" if audit else "-"
-    return Row(name, run, equal, len(tokens), found["preemptions"], audit.get("loaded", 0), differing, resaved, "; ".join(problems))
+    loaded_of = tuple(count for label, count in sorted(audit.items()) if label.removeprefix("loaded_").isdecimal())
+    return Row(
+        name, run, equal, len(tokens), found["preemptions"], audit.get("loaded", 0), differing, resaved, "; ".join(problems), loaded_of
+    )  # fmt: skip
 
 
 def problems(results: Mapping[str, Any]) -> list[str]:
@@ -169,6 +179,12 @@ def problems(results: Mapping[str, Any]) -> list[str]:
     found = [f"{name}: {result['error']}" for name, result in results.items() if "error" in result]
     rows = judge(results)
     found += [f"{row.setup}, {row.run}: {row.problem}" for row in rows if row.problem]
+    blocks = {name: result["kv_blocks"] for name, result in results.items() if "kv_blocks" in result}
+    if len(set(blocks.values())) > 1:
+        found.append(f"engines have unequal numbers of KV blocks: {blocks}")
+    for row in rows:
+        if row.setup == "groups" and row.run == "prompts warm" and len(row.loaded_of) != results["groups"]["kv_groups"]:
+            found.append(f"groups, {row.run}: not every KV cache group was loaded and compared: {row.loaded_of}")
     if any(row.run.startswith("crowd") for row in rows) and not any(row.preemptions for row in rows if row.setup != REFERENCE):
         found.append("no request was ever preempted")
     return found
@@ -216,6 +232,7 @@ def parser() -> argparse.ArgumentParser:
         help="which of prompts, crowd, load, sleep (default the first three)",
     )  # fmt: skip
     equality.add_argument("--at-once", type=whole(1, 16), default=3, help="engines that share the GPU (default 3)")
+    equality.add_argument("--model", choices=("llama", "gemma3"), default="llama", help="which architecture (default llama)")
     equality.add_argument("--layers", type=whole(1, 128), default=32, help="layers of the model (default 32)")
     add_sizes(equality, blocks=2000, host_gib=16)
     return equality
@@ -229,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnsupportedError as error:
         print(f"kvloft: the equality bench cannot run here: {error}", file=sys.stderr)
         return 2
-    model = {"num_hidden_layers": args.layers}
+    model = gemma3(args.layers) if args.model == "gemma3" else {"num_hidden_layers": args.layers}
     results = run(
         setups=args.setups, phases=args.phases,
         options=options(num_blocks=args.blocks, host_bytes=args.host_gib << 30, model=model), log_dir=Path(args.logs),

@@ -61,17 +61,18 @@ class Subject:
 
         self.scheduler._preempt_request = counted
         self.has_prefix_cache = bool(self.engine.engine.vllm_config.cache_config.enable_prefix_caching)
-        self._tensors = paged_kv(self.engine.engine)
+        groups = paged_kv(self.engine.engine)
+        self._tensors = [kv for group in groups for kv in group]
         self._num_poisoned = 0
         self.audit: PageAudit | None = None
-        if name == "kvloft":
+        if name in ("kvloft", "groups"):
             from vllm.distributed.kv_transfer import get_kv_transfer_group
 
             self.engine.settle()
             worker = get_kv_transfer_group()._worker
             mover = worker.core._mover
             getattr(mover, "wait_pinned", lambda timeout: None)(60.0)
-            self.audit = PageAudit(mover, self._tensors)
+            self.audit = PageAudit(mover, *groups)
 
     def prompt(self, rng: random.Random, num_tokens: int) -> list[int]:
         return prompt_of(rng, max(2, int(num_tokens * self.scale)))
@@ -200,7 +201,8 @@ def main(name: str, options: dict[str, Any]) -> None:
         "start_s": time.perf_counter() - begin, "parameters": subject.engine.num_parameters,
         "async_scheduling": bool(config.scheduler_config.async_scheduling),
         "cudagraphs": str(config.compilation_config.cudagraph_mode),
-        "kv_strides": list(paged_kv(subject.engine.engine)[0].stride()),
+        "kv_groups": len(paged_kv(subject.engine.engine)), "kv_strides": list(paged_kv(subject.engine.engine)[0][0].stride()),
+        "kv_blocks": config.cache_config.num_gpu_blocks,
         "v2_runner": bool(getattr(config, "use_v2_model_runner", False)), "phases": {},
     }  # fmt: skip
     for phase in options["phases"]:

@@ -24,6 +24,17 @@ MODEL = {
     "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "attention_bias": False,
     "mlp_bias": False,
 }  # fmt: skip
+def gemma3(num_layers: int) -> dict[str, Any]:
+    """What Gemma 3 4B has instead: windows of 1,024 tokens in five of six layers, so several KV cache groups."""
+    return {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
+        "num_hidden_layers": num_layers, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "query_pre_attn_scalar": 256, "sliding_window": 1024, "rope_local_base_freq": 10000.0, "tie_word_embeddings": True,
+        "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(num_layers)],
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_act": None, "mlp_bias": None,
+    }  # fmt: skip
+
+
 SHARPNESS = 2.5
 """Standard deviation of queries' and keys' entries; its square is that of the attention logits."""
 
@@ -62,7 +73,7 @@ class Engine:
 
         folder = Path(options["model_dir"])
         folder.mkdir(parents=True, exist_ok=True)
-        model = {**MODEL, **options.get("model", {})}
+        model = {key: value for key, value in {**MODEL, **options.get("model", {})}.items() if value is not None}
         (folder / "config.json").write_text(json.dumps(model))
         settings: dict[str, Any] = {
             "model": str(folder), "skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16",
@@ -82,6 +93,9 @@ class Engine:
             "kvloft": {"kv_connector": "KVLoftConnector", "kv_connector_module_path": "kvloft.vllm.connector", "kv_role": "kv_both",
                        "kv_load_failure_policy": "recompute",
                        "kv_connector_extra_config": {"host_size": options["host_bytes"], **options.get("extra", {})}},
+            "groups": {"kv_connector": "KVLoftGroupsConnector", "kv_connector_module_path": "kvloft.vllm.connector",
+                       "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+                       "kv_connector_extra_config": {"host_size": options["host_bytes"], "kv_groups": "all"}},
             **CONNECTORS,
         }[name]  # fmt: skip
         settings.update(options.get("llm", {}))

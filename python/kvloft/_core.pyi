@@ -49,6 +49,10 @@ class KeyChain:
     def append_embeds(self, rows: Any, *, dtype: str, width: int) -> None:
         """Append embedding rows: a C-contiguous buffer of n x width elements of ``dtype``, raw bytes."""
     def key(self, block: int) -> bytes: ...
+    def prefix(self, num_blocks: int, group: int | None = None) -> KeyChain:
+        """A copy of the first ``num_blocks`` full blocks, with ``group``'s keys (None: these), to look up and save with."""
+    def attached(self, block: int, group: int) -> KeyChain:
+        """What ``group`` keeps of full block ``block`` alone, valid at its end: a chain of one block."""
 
 @final
 class Arena:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvloft import _core
 
@@ -23,6 +25,21 @@ def keys_of(chain: _core.KeyChain) -> list[bytes]:
 
 def token_keys(ids: list[int], block_tokens: int) -> list[bytes]:
     return model.chain_keys(ROOT, [model.Token(token) for token in ids], [], block_tokens)
+
+
+@given(st.integers(0, 90), st.integers(0, 12), st.integers(0, 2**32 - 1), st.data())
+def test_what_groups_keep_has_keys_of_its_own(num_tokens: int, num_blocks: int, group: int, data: st.DataObject) -> None:
+    ids = list(range(num_tokens))
+    chain, keys = _core.KeyChain(ROOT, block_tokens=8), token_keys(ids, 8)
+    chain.append_tokens(ids)
+    assert keys_of(chain.prefix(num_blocks)) == keys[:num_blocks]
+    assert keys_of(chain.prefix(num_blocks, group)) == [model.group_key(key, group) for key in keys[:num_blocks]]
+    if keys:
+        block = data.draw(st.integers(0, len(keys) - 1))
+        assert keys_of(chain.attached(block, group)) == [model.group_key(keys[block], group)]
+    with pytest.raises(_core.ConfigError, match="no such full block"):
+        chain.attached(len(keys), group)
+    assert keys_of(chain) == keys
 
 
 class Index:

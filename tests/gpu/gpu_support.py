@@ -37,13 +37,14 @@ class Paged:
     planes: list[tuple[int, int, int, int]]
     """(buffer, offset, block_stride, page_bytes)."""
     num_blocks: int
+    digest: bytes = bytes(range(32))
 
     def layout(self) -> PagedLayout:
         planes = tuple(
             Plane(self.buffers[i].untyped_storage(), offset, stride, size, self.num_blocks)
             for i, offset, stride, size in self.planes
         )
-        return PagedLayout(planes, self.num_blocks, bytes(range(32)))
+        return PagedLayout(planes, self.num_blocks, self.digest)
 
     def randomize(self, seed: int = 0) -> None:
         generator = torch.Generator(device=DEVICE).manual_seed(seed)
@@ -100,6 +101,14 @@ def mixed(num_blocks: int, pages: Sequence[int]) -> Paged:
     return Paged(buffers, [(i, 0, page, page) for i, page in enumerate(pages)], num_blocks)
 
 
+def turned(paged: Paged) -> Paged:
+    """The pages of two layers as a state-space layer may see them: the second first, cut in two, and then the first."""
+    first, (buffer, offset, stride, size) = paged.planes
+    cut = size // 3
+    planes = [(buffer, offset, stride, cut), (buffer, offset + cut, stride, size - cut), first]
+    return Paged(paged.buffers, planes, paged.num_blocks, digest=bytes(32))
+
+
 class Frames:
     """Frames in anonymous memory, poisoned."""
 
@@ -120,14 +129,13 @@ def part_bytes_for(payload: int) -> int:
 
 def make_mover(
     paged: Paged, frames: Frames, blocks_per_chunk: int, *, gathers_first: bool = False, ring: tuple[int, int] = (2, 1 << 20),
-    num_ctas: int = 66,
+    num_ctas: int = 66, others: Sequence[Paged] = (), kind_of: Sequence[int] = (0,),
 ) -> CudaMover:  # fmt: skip
-    """``ring``: staging slots, and bytes of each."""
-    layout = paged.layout()
-    kernels = make_kernels(layout)
+    """``ring``: staging slots, and bytes of each. ``others``: kinds of pages beside ``paged``; ``kind_of``: each group's."""
+    layouts = [each.layout() for each in (paged, *others)]
     mover = CudaMover(
-        layout, frames.memory, kernels, blocks_per_chunk=blocks_per_chunk, tuning=Tuning(*ring, num_ctas),
-        gathers_first=gathers_first,
+        [(layout, make_kernels(layout)) for layout in layouts], frames.memory, blocks_per_chunk=blocks_per_chunk,
+        tuning=Tuning(*ring, num_ctas), kind_of=kind_of, gathers_first=gathers_first,
     )  # fmt: skip
     mover.wait_pinned()
     return mover

@@ -5,6 +5,7 @@ import queue
 import random
 import threading
 import time
+from typing import Any
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
@@ -89,7 +90,7 @@ def test_the_piece_that_a_feeder_is_about_to_send_counts_as_not_sent(monkeypatch
         copies = copies_of(list(range(20)), [[block] for block in range(20)])
         submit = mover.saves.submit
 
-        def slow(piece: Piece, **more: bool) -> Sent:
+        def slow(piece: Piece, **more: Any) -> Sent:
             if threading.current_thread() is not threading.main_thread() and not mover._saves.queued:
                 is_at_last.set()
                 assert may_send.wait(DEADLINE_S)

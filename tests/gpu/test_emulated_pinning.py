@@ -176,9 +176,9 @@ def test_loads_go_by_dma_where_their_frames_are_pinned(rig: Rig, monkeypatch: py
     told: list[tuple[int, bool]] = []
     submit = rig.mover.loads.submit
 
-    def noted(piece: Any, *, is_pinned: bool) -> Any:
+    def noted(piece: Any, *, kind: int, is_pinned: bool) -> Any:
         told.append((max(run.frame + run.num_rows for run in piece.runs), is_pinned))
-        return submit(piece, is_pinned=is_pinned)
+        return submit(piece, kind=kind, is_pinned=is_pinned)
 
     monkeypatch.setattr(rig.mover.loads, "submit", noted)
     rig.mover.begin_step((), has_loads=True)

@@ -20,10 +20,10 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from batches import batch_of
 from emulated_gpu import emulated
-from gpu_support import POISON, Frames, key_of, make_mover, part_bytes_for, per_layer
+from gpu_support import POISON, Frames, key_of, make_mover, part_bytes_for, per_layer, turned
 from kernels_oracle import chunk_tag
 
-from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.batch import ChunkCopy, GroupBatches
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import mover as mover_module
@@ -31,6 +31,8 @@ from kvloft.transfer.cuda.trailers import trailers_of
 from kvloft.transfer.mover import Finished
 
 NUM_BLOCKS, NUM_FRAMES, CHUNK = 23, 61, 3
+KIND_OF = (0, 1, 0)
+"""Of each group, if there are several: the second sees the same pages in another order."""
 SHAPES = {
     "chunks share a piece": (37, {"ring": (2, 2 * 4096)}),
     "a chunk takes many pieces": (4099, {"ring": (2, 12 << 10)}),
@@ -46,6 +48,7 @@ class Saved:
     key: ChunkKey
     blocks: list[int]
     payload: np.ndarray
+    group: int = 0
     is_damaged: bool = False
 
 
@@ -60,9 +63,11 @@ class Wanted:
 
 
 class Steps(RuleBasedStateMachine):
-    @initialize(seed=st.integers(0, 2**32), shape=st.sampled_from(sorted(SHAPES)), zeroes=st.booleans())
-    def start(self, seed: int, shape: str, zeroes: bool) -> None:
-        self.zeroes = zeroes
+    @initialize(
+        seed=st.integers(0, 2**32), shape=st.sampled_from(sorted(SHAPES)), zeroes=st.booleans(), num_groups=st.sampled_from([1, 3])
+    )  # fmt: skip
+    def start(self, seed: int, shape: str, zeroes: bool, num_groups: int) -> None:
+        self.zeroes, self.num_groups = zeroes, num_groups
         self.context = emulated(seed)
         self.gpu = self.context.__enter__()
         self.patch = pytest.MonkeyPatch()
@@ -74,7 +79,9 @@ class Steps(RuleBasedStateMachine):
         self.paged = per_layer(2, NUM_BLOCKS, page, offset=3, gap=5)
         self.paged.poison()
         self.frames = Frames(NUM_FRAMES, part_bytes_for(CHUNK * self.paged.block_bytes), rank=1, num_ranks=2)
-        self.mover = make_mover(self.paged, self.frames, CHUNK, gathers_first=zeroes, **tuning)
+        self.kinds = [self.paged, turned(self.paged)]
+        several: Any = {"others": self.kinds[1:], "kind_of": KIND_OF} if num_groups > 1 else {}
+        self.mover = make_mover(self.paged, self.frames, CHUNK, gathers_first=zeroes, **several, **tuning)
         self.buffers = [buffer.numpy() for buffer in self.paged.buffers]
         self.random = np.random.default_rng(seed)
         self.held: dict[int, np.ndarray | None] = dict.fromkeys(range(NUM_BLOCKS))  # None: not to be relied on
@@ -167,12 +174,23 @@ class Steps(RuleBasedStateMachine):
             for wanted in loads:
                 self.held.update(dict.fromkeys(map(int, wanted.copy.blocks)))
             self.loads[self.next_load] = loads
-            plan = LoadPlan(ReqId("l"), self.next_load, batch_of(wanted.copy for wanted in loads))
+            plan = LoadPlan(ReqId("l"), self.next_load, self.batch([(wanted.saved.group, wanted.copy) for wanted in loads]))
             self.next_load += 1
             self.mover.submit_loads([plan])
         saves = self.choose_saves(random, [block for block in mine if self.held[block] is not None], num_saves)
         if saves:
-            self.mover.submit_saves([SavePlan(ReqId("s"), batch_of(saves))])
+            self.mover.submit_saves([SavePlan(ReqId("s"), self.batch(saves))])
+
+    def batch(self, copies: list[tuple[int, ChunkCopy]]) -> Any:
+        """Chunks of one group, or those of each."""
+        if self.num_groups == 1:
+            return batch_of(copy for _, copy in copies)
+        groups = sorted({group for group, _ in copies})
+        return GroupBatches(tuple((nth, batch_of(copy for group, copy in copies if group == nth)) for nth in groups))
+
+    def seen_by(self, group: int, payload: np.ndarray) -> np.ndarray:
+        """Blocks as the group's layers see them, out of them as the first's do; and the other way round, for it turns a block."""
+        return payload if not KIND_OF[group] else payload.reshape(-1, 2, self.paged.block_bytes // 2)[:, ::-1].reshape(-1)
 
     def choose_loads(self, random: Random, mine: list[int], count: int) -> list[Wanted]:
         wanted: list[Wanted] = []
@@ -185,12 +203,12 @@ class Steps(RuleBasedStateMachine):
             key = key_of(10**6) if random.random() < 0.1 else saved.key
             size = self.paged.block_bytes
             copy = ChunkCopy(saved.frame, key, len(saved.blocks), first, blocks)
-            payload = saved.payload[first * size : (first + num) * size]
+            payload = self.seen_by(saved.group, saved.payload[first * size : (first + num) * size])
             wanted.append(Wanted(saved, copy, payload, saved.is_damaged or key != saved.key))
         return wanted
 
-    def choose_saves(self, random: Random, blocks: list[int], count: int) -> list[ChunkCopy]:
-        copies: list[ChunkCopy] = []
+    def choose_saves(self, random: Random, blocks: list[int], count: int) -> list[tuple[int, ChunkCopy]]:
+        copies: list[tuple[int, ChunkCopy]] = []
         for _ in range(min(count, len(self.free))):
             mine = random.sample(blocks, min(len(blocks), random.randint(1, CHUNK)))
             if not mine:
@@ -198,9 +216,10 @@ class Steps(RuleBasedStateMachine):
             frame = random.choice(sorted(self.free))
             self.free.remove(frame)
             ticket, self.next_ticket = self.next_ticket, self.next_ticket + 1
-            payload = np.concatenate([self.held[block] for block in mine])  # type: ignore[misc]
-            self.unsaved[ticket] = Saved(frame, key_of(ticket), mine, payload)
-            copies.append(ChunkCopy(frame, key_of(ticket), len(mine), 0, tuple(map(BlockId, mine)), Ticket(ticket)))
+            group = random.randrange(self.num_groups)
+            payload = self.seen_by(group, np.concatenate([self.held[block] for block in mine]))  # type: ignore[misc]
+            self.unsaved[ticket] = Saved(frame, key_of(ticket), mine, payload, group)
+            copies.append((group, ChunkCopy(frame, key_of(ticket), len(mine), 0, tuple(map(BlockId, mine)), Ticket(ticket))))
         return copies
 
     @rule(num_commands=st.integers(1, 60))
@@ -268,7 +287,7 @@ class Steps(RuleBasedStateMachine):
         for ticket in done.saved:
             saved = self.unsaved.pop(ticket)
             assert np.array_equal(self.frames.parts[saved.frame, : len(saved.payload)], saved.payload), "saved something else"
-            page_bytes = [plane[3] for plane in self.paged.planes]
+            page_bytes = [plane[3] for plane in self.kinds[KIND_OF[saved.group]].planes]
             assert int(trailers[saved.frame]["tag"]) == chunk_tag(saved.payload, page_bytes, len(saved.blocks))
             self.saved.append(saved)
 

@@ -23,7 +23,7 @@ from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import jobs
 from kvloft.transfer.cuda import mover as mover_module
 from kvloft.transfer.cuda import saves as saves_module
-from kvloft.transfer.cuda.jobs import Load, Mark
+from kvloft.transfer.cuda.jobs import Load, Mark, Waiting
 from kvloft.transfer.cuda.mover import CudaMover
 from kvloft.transfer.cuda.shared import NUM_MARKS
 
@@ -171,9 +171,9 @@ def test_a_load_that_cannot_be_made_takes_no_other_with_it(rig: Rig) -> None:
 def test_what_other_steps_load_makes_no_first_piece_small(rig: Rig) -> None:
     """Their chunks cannot be in it."""
     plans = [LoadPlan(ReqId("l"), i, batch_of(copies_of(range(4), [[0]] * 4))) for i in range(2)]
-    loads = [Load(plan, Mark(mover_module.driver.Event(), []), 4) for plan in plans]
-    rig.mover._loads.waiting.extend(loads)
-    taken, _, owners = rig.mover._loads._take()
+    loads = [Load(plan, 4) for plan in plans]
+    rig.mover._loads.waiting.extend(Waiting(x, 0, x.plan.chunks, Mark(mover_module.driver.Event(), [])) for x in loads)
+    _, taken, _, owners = rig.mover._loads._take()
     assert len(taken) == 4 and owners == [(loads[0], 4)]
     rig.mover._loads.waiting.clear()
 
@@ -191,7 +191,8 @@ def test_nothing_is_sorted_before_the_first_piece_is_out() -> None:
             return found
 
     batch, copies = batch_of(copies_of(range(100), [[0]] * 100)), Watched()
-    waiting = Load(LoadPlan(ReqId("l"), 0, copies), None, 100)  # type: ignore[arg-type]
+    plan = LoadPlan(ReqId("l"), 0, copies)  # type: ignore[arg-type]
+    waiting = Waiting(Load(plan, 100), 0, copies, None)  # type: ignore[arg-type]
     for room in (2, 4):
         waiting.take(room, per_piece=PER_PIECE, is_last=True)
         assert Watched.longest == room
@@ -213,7 +214,8 @@ def test_loads_behind_others_that_still_run_are_full_pieces(rig: Rig) -> None:
 )  # fmt: skip
 def test_a_load_hands_out_each_chunk_once_in_the_order_of_frames(num: int, per_piece: int, rooms: list[int], seed: Any) -> None:
     copies = copies_of(seed.sample(range(1000), num), [[0]] * num)
-    waiting = Load(LoadPlan(ReqId("l"), 0, batch_of(copies)), None, num)
+    plan = LoadPlan(ReqId("l"), 0, batch_of(copies))
+    waiting = Waiting(Load(plan, num), 0, plan.chunks, None)
     handed: list[ChunkCopy] = []
     while waiting.num_left:
         room = min(rooms[len(handed) % len(rooms)], per_piece)

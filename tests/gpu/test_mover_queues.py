@@ -65,7 +65,7 @@ class Lane:
         else:
             self.clock.log.append((self.name, "after", event.at))
 
-    def submit(self, piece: Any, *, is_pinned: bool = True) -> Any:
+    def submit(self, piece: Any, *, kind: int, is_pinned: bool = True) -> Any:
         number, tags = len(self.pieces), np.array(frames_of(piece), np.uint64)
         self.pieces.append((piece, tags))
         self.clock.log.append((self.name, "piece", number))
@@ -111,7 +111,7 @@ class Queues(RuleBasedStateMachine):
             block_tiles=BlockTiles(BLOCK_BYTES, 1, np.zeros(1, dtype=np.int64)), tiles=SimpleNamespace(device=None)
         )
         tuning = Tuning(2, CHUNKS_A_SLOT * PART)
-        self.mover = CudaMover(layout, memory, kernels, blocks_per_chunk=1, tuning=tuning)
+        self.mover = CudaMover([(layout, kernels)], memory, blocks_per_chunk=1, tuning=tuning)
         self.mover.loads.before_submit = self.load_is_sent  # type: ignore[attr-defined]
         frames = np.arange(LOADED)
         keys = b"".join(int(i).to_bytes(32, "little") for i in frames)

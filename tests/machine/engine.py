@@ -104,10 +104,10 @@ class Engine:
         if self.shape.has_connector:
             self._config.parallel_config.rank = rank
             connector = KVConnectorFactory.create_connector(self._config, KVConnectorRole.WORKER, self._kv_config)
-            connector.register_kv_caches({"layer": memory.planes[0]})
-            connector._worker.core._make_mover = lambda layout, frames: SlowMover(
+            connector._worker.core._given_make_mover = lambda layout, frames: SlowMover(
                 layout, frames, self.trouble, self.ledger, self._owns
             )
+            connector.register_kv_caches({"layer": memory.planes[0]})
         return Worker(connector, memory, self.specs, self.shape, random.Random(seed + 1))
 
     def _owns(self, req_id: str, blocks: Any) -> bool:

@@ -115,6 +115,11 @@ def chain_keys(root: bytes, positions: Sequence[Position], items: Iterable[Item]
     return keys
 
 
+def group_key(key: bytes, group: int) -> bytes:
+    """What KV cache group number ``group`` keeps of the prefix with ``key``."""
+    return keyed("group", (key + u32(group)).ljust(64, b"\0"))
+
+
 # The golden vectors. Content is a list of segments: {"tokens": [ids]} or {"dtype", "width", "rows": hex}.
 
 ROW_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "float8_e4m3fn": 1}

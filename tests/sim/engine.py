@@ -102,8 +102,9 @@ class Engine:
         self._config.parallel_config.rank = rank
         connector = KVLoftConnector(self._config, KVConnectorRole.WORKER, self._kv_config)
         kv = torch.full((self.shape.num_blocks, BLOCK), -1, dtype=torch.int64)
+        core = connector._worker.core
+        core._given_make_mover = lambda layout, frames: SlowMover(layout, frames, kv, self.trouble, self._owns)
         connector.register_kv_caches({"layer": kv})
-        connector._worker.core._make_mover = lambda layout, frames: SlowMover(layout, frames, kv, self.trouble, self._owns)
         return Worker(connector, kv, self.specs, num_drafts=self.shape.num_drafts, early_results=self.shape.early_results, seed=7)
 
     def _watch_admissions(self) -> None:
@@ -160,6 +161,8 @@ class Engine:
         self._step()
         self._end_a_session_that_blocks()
         assert not self.trouble.violations, self.trouble.violations
+        movers = [w.connector._worker.core._mover for w in self.workers]
+        assert all(mover is None or isinstance(mover, SlowMover) for mover in movers), "the product's own mover is not slow"
         errors = self.half.hook_errors + sum(w.connector._worker.hook_errors for w in self.workers)
         assert not errors or self.trouble.crash, "an exception was turned into a miss; see the log"
 

@@ -108,3 +108,11 @@ def test_a_factory_that_looks_up_in_another_way_is_left_alone() -> None:
 
     check_settings_early(Factory)
     assert "get_connector_class" not in vars(Factory)
+
+
+def test_several_groups_are_asked_of_vllm_only_where_a_user_says_so(factory: Any) -> None:
+    for extra, is_grouped in (({}, False), ({"kv_groups": "one"}, False), ({"kv_groups": "all"}, True)):
+        for _ in range(2):
+            wanted = transfer(kv_connector_extra_config={"host_size": "1GiB", **extra})
+            assert factory.supports_hma_config(wanted) is is_grouped
+            assert factory.get_connector_class(wanted).__name__ == ("KVLoftGroupsConnector" if is_grouped else NAME)

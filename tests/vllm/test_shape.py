@@ -1,15 +1,19 @@
 """What the scheduler half makes of its settings before it has a store: chunk sizes, and whose directory is whose."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 from vllm.config import ParallelConfig
+from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 
 from kvloft.config import Config
 from kvloft.errors import ConfigError
 from kvloft.seam.shape import CacheShape, GroupShape
+from kvloft.transfer.frames import part_bytes_for
 from kvloft.vllm.scheduler_half import _disk_path, tiers_text
-from kvloft.vllm.shape import choose_blocks, num_replicas
+from kvloft.vllm.shape import cache_shape, choose_blocks, group_shape, num_replicas
 
 
 def shape_of(block_tokens: int, blocks_per_chunk: int, frame_bytes: int) -> CacheShape:
@@ -80,3 +84,25 @@ def test_engines_that_vllm_makes_independent_have_one_too(is_moe: bool) -> None:
             parallel.reconfigure_for_independent_dp_rank()
         paths.append(_disk_path(Config(disk_path="/cache"), parallel))
     assert paths == ["/cache", "/cache/dp1", "/cache/dp2"]
+
+
+def test_groups_reach_as_far_as_vllm_keeps_their_blocks() -> None:
+    kv: Any = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    assert group_shape(FullAttentionSpec(block_size=16, **kv)) == GroupShape(16)
+    window = group_shape(SlidingWindowSpec(block_size=16, sliding_window=33, **kv))
+    assert window == GroupShape(16, kind="window", reach=32)
+    assert window.first_chunk(4) == 2
+    local = group_shape(ChunkedLocalAttentionSpec(block_size=16, attention_chunk_size=64, **kv))
+    assert local == GroupShape(16, kind="local", reach=64)
+
+
+def test_several_groups_share_frames_that_hold_the_largest_chunk() -> None:
+    kv: Any = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    full, window = FullAttentionSpec(block_size=16, **kv), SlidingWindowSpec(block_size=16, sliding_window=32, **kv)
+    groups = [SimpleNamespace(kv_cache_spec=window, layer_names=["a"]), SimpleNamespace(kv_cache_spec=full, layer_names=["b", "c"])]
+    engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
+    shape = cache_shape(engine, SimpleNamespace(kv_cache_groups=groups), Config())
+    assert (shape.main, shape.full, shape.num_shards) == (1, GroupShape(16), 2)
+    assert shape.part_bytes == part_bytes_for(2 * full.page_size_bytes)
+    with pytest.raises(ConfigError, match="chunk_tokens=32 cannot be had"):
+        cache_shape(engine, SimpleNamespace(kv_cache_groups=groups), Config(chunk_tokens=32))

@@ -22,6 +22,7 @@ from vllm.v1.kv_cache_interface import (
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
 
 from kvloft.errors import UnsupportedError
+from kvloft.vllm import support
 from kvloft.vllm.support import check_supported, transfer_warnings
 
 FULL = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
@@ -134,6 +135,36 @@ def test_windows_or_local_chunks_in_every_layer_are_refused(layers: tuple[Any, .
     """vLLM leaves such a model as it is, and gives away what is out of the window."""
     with pytest.raises(UnsupportedError, match=named):
         check_supported(settings(), merged(*layers))
+
+
+@pytest.mark.parametrize("specs", [(FULL, WINDOW), (WINDOW, FULL), (FULL, FULL, WINDOW)])
+def test_several_groups_are_served_where_asked_for(specs: tuple[Any, ...]) -> None:
+    check_supported(settings(), groups(*specs), "all")
+    with pytest.raises(UnsupportedError, match="one KV cache group"):
+        check_supported(settings(), groups(*specs), "one")
+
+
+@pytest.mark.parametrize(
+    ("changes", "specs", "named"),
+    [
+        ({}, (WINDOW, WINDOW), "full attention"),
+        ({}, (FULL, replace(WINDOW, block_size=64)), "blocks of one size"),
+        ({}, (FULL, per_layer(FULL, WINDOW)), "SimpleNamespace"),
+        ({"speculative_config": SimpleNamespace(method="ngram")}, (FULL, WINDOW), "speculative"),
+    ],
+)
+def test_several_groups_without_a_rule_are_refused(changes: dict[str, Any], specs: tuple[Any, ...], named: str) -> None:
+    with pytest.raises(UnsupportedError, match=named):
+        check_supported(settings(**changes), groups(*specs), "all")
+
+
+def test_states_are_served_on_cpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    aligned = replace(MAMBA, block_size=FULL.block_size, mamba_cache_mode="align")
+    check_supported(settings(), groups(FULL, aligned), "all")
+    monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: False))
+    with pytest.raises(UnsupportedError, match="on CPUs only"):
+        check_supported(settings(), groups(FULL, aligned), "all")
+    check_supported(settings(), groups(FULL, WINDOW), "all")
 
 
 def test_state_space_layers_are_refused_by_vllm_or_by_us() -> None:

@@ -13,7 +13,7 @@ from vllm.v1.request import Request
 from kvloft.seam.views import EmbedRows
 from kvloft.vllm import views
 from kvloft.vllm.identity.adapters import AdapterNames
-from kvloft.vllm.views import VllmRequest, view_step
+from kvloft.vllm.views import VllmRequest, view_grouped_step, view_step
 
 
 def request(**changes: Any) -> Request:
@@ -128,3 +128,20 @@ def test_resumed_request_comes_as_new_with_its_whole_table() -> None:
     view = view_step(_step({"b"}))
     assert (list(view.running), list(view.num_computed_tokens), view.grown) == (["a"], [40], [])
     assert [(n.req_id, n.num_computed_tokens, list(n.block_ids)) for n in view.new] == [("n", 16, [1, 2, 3]), ("b", 32, [7, 8])]
+
+
+def test_with_several_groups_all_blocks_are_told_and_tables_are_asked_for() -> None:
+    step = _step({"b"})
+    step.scheduled_cached_reqs.new_block_ids = [([4], [5, 6]), ([7], [8])]
+    step.scheduled_new_reqs[0].block_ids = ([1, 2], [3])
+    tables = {"a": ([0, 4], [5, 6]), "gone": ()}
+    step.kv_connector_block_state = SimpleNamespace(
+        resolve_block_ids=tables.get, boundary_state_offloads={"a": [(1, 6, 48)], "z": [(1, 9, 16)]}
+    )
+    view = view_grouped_step(step, 1)
+    assert {req_id: list(blocks) for req_id, blocks in view.grown} == {"a": [4, 5, 6], "n": [1, 2, 3], "b": [7, 8]}
+    assert [(new.req_id, list(new.block_ids)) for new in view.new] == [("n", []), ("b", [])]
+    assert view.states == [("a", 1, 6, 48)], "a preempted request's blocks are another's by now"
+    found: Any = view.tables
+    assert (found("a").tables, found("a")[:1], len(found("a"))) == (tables["a"], [5], 2)
+    assert found("gone") is None

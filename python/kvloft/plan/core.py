@@ -12,16 +12,18 @@ from itertools import compress, count
 from operator import add, ge, gt
 
 from kvloft.plan.breaker import RETRY_S, Breaker
+from kvloft.plan.groups import GroupedChunks
 from kvloft.plan.loads import Loading, plan_load
 from kvloft.plan.pins import Lease
 from kvloft.plan.queue import Queue
 from kvloft.plan.saves import plan_save, rewritten
 from kvloft.plan.tracker import NEVER, Tracker
+from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.seam.store import KeyChain, Session
-from kvloft.seam.views import LiveRequest, RequestView, StepView
+from kvloft.seam.views import BoundaryState, LiveRequest, RequestView, StepView
 
 
 class SchedulerCore:
@@ -51,9 +53,11 @@ class SchedulerCore:
     ) -> None:
         self._store, self._new_chain, self._clock, self._arena = store, new_chain, clock, arena
         self._group, self._num_ranks = shape.full, shape.num_ranks
+        self._groups = GroupedChunks(store, shape) if len(shape.groups) > 1 else None
         self._queue = Queue(
-            store, self._group, clock, wait_s, arena.num_frames, shares_blocks=shares_blocks, max_running=max_running
-        )
+            store, self._group, clock, wait_s, arena.num_frames, max_running=max_running,
+            shares_blocks=shares_blocks and self._groups is None, groups=self._groups,
+        )  # fmt: skip
         self.still_waits = self._queue.still_waits
         """Whether `match` would say None as it did before: to ask of thousands in every step, before anything is made for them."""
         self._breaker = Breaker(retry_loads_s)
@@ -72,6 +76,8 @@ class SchedulerCore:
         self._queued_loads: list[LoadPlan] = []
         self._loads: dict[int, Loading] = {}
         self._unsent: list[SavePlan] = []
+        self._tables: Callable[[ReqId], Tables | None] | None = None
+        """Of this step, with several groups."""
         self._usable_frames: dict[int, int] = {}
         """By rank, where workers said so: how many of the first frames they can copy to."""
         self.counters: Counter[str] = Counter()
@@ -94,14 +100,14 @@ class SchedulerCore:
             return 0  # one load at a time is tried
         return self._queue.match(tracker, local_tokens, may_wait=may_wait)
 
-    def admit(self, live: LiveRequest, num_tokens: int, block_ids: Sequence[BlockId]) -> None:
+    def admit(self, live: LiveRequest, num_tokens: int, block_ids: Sequence[BlockId] | Tables) -> None:
         """vLLM gave the request its blocks and takes ``num_tokens`` of the standing offer (0: none of it)."""
         tracker = self._tracker(live)
         # After a load, or with a streaming session's next input, a request is admitted again with the blocks it has.
-        keeps_kv = bool(tracker.blocks) and tracker.blocks[:1] == list(block_ids[:1])
+        keeps_kv = bool(tracker.blocks) and list(tracker.blocks[:1]) == list(block_ids[:1])
         tracker.start_over(keeps_kv=keeps_kv)
         self._next_save.pop(live.req_id, None)
-        tracker.blocks = list(block_ids)
+        tracker.blocks = block_ids if isinstance(block_ids, Tables) else list(block_ids)
         self._admitted.add(live.req_id)
         self._queue.forget(live.req_id)
         if num_tokens <= 0:
@@ -119,7 +125,7 @@ class SchedulerCore:
             tracker.load_failed = True
             self.counters["load_lost_blocks"] += len(plan.lost)
 
-    def fail_load(self, live: LiveRequest, num_tokens: int, block_ids: Sequence[BlockId]) -> None:
+    def fail_load(self, live: LiveRequest, num_tokens: int, block_ids: Sequence[BlockId] | Tables) -> None:
         """Plan a load that brings nothing: its request hears at once that these blocks are not there."""
         begin, block_tokens = 0, self._group.block_tokens
         if (tracker := self._trackers.get(live.req_id)) is not None:
@@ -176,16 +182,22 @@ class SchedulerCore:
     def _plan_saves(self, view: StepView) -> list[SavePlan]:
         saves = self._unsent = []
         trackers, scheduled, drafts = self._trackers, view.num_scheduled_tokens, view.num_draft_tokens
+        self._tables = view.tables
         for new in view.new:
             if (tracker := trackers.get(new.req_id)) is not None:
-                tracker.blocks = list(new.block_ids)
+                if self._groups is None:
+                    tracker.blocks = list(new.block_ids)
+                else:
+                    self._take_tables(tracker)
                 self._save(tracker, new.num_computed_tokens + scheduled[new.req_id] - drafts.get(new.req_id, 0), saves)
-        for req_id, blocks in view.grown:
+        for req_id, blocks in view.grown if self._groups is None else ():
             if (tracker := trackers.get(req_id)) is not None:
                 tracker.blocks += blocks
         self._save_running(view, saves)
         self._lined_up += [new.req_id for new in view.new]
         self._before_save += [self._next_save.get(new.req_id, NEVER) - 1 for new in view.new]
+        for state in view.states:
+            self._save_state(state, saves)
         for req_id in drafts:
             if (tracker := trackers.get(req_id)) is not None:
                 tracker.had_drafts = True
@@ -224,13 +236,35 @@ class SchedulerCore:
         if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
             next_save = self._next_save[tracker.req_id] = frontier + self._group.block_tokens
             return next_save
-        next_save, chunks, num_dropped = plan_save(tracker, self._store, self._group, frontier)
+        if self._groups is not None and not self._take_tables(tracker):
+            next_save = self._next_save[tracker.req_id] = frontier + 1
+            return next_save
+        next_save, chunks, num_dropped = plan_save(tracker, self._store, self._group, frontier, self._groups)
         self._next_save[tracker.req_id] = next_save
         if num_dropped:
             self.counters["save_dropped_chunks"] += num_dropped
         if chunks is not None:
             saves.append(SavePlan(tracker.req_id, chunks))
         return next_save
+
+    def _take_tables(self, tracker: Tracker) -> bool:
+        """Have the request's tables as they are in this step; where they are not told, it keeps those of before and saves later."""
+        if self._tables is None or not (tables := self._tables(tracker.req_id)):
+            return False
+        tracker.blocks = tables
+        return True
+
+    def _save_state(self, state: BoundaryState, saves: list[SavePlan]) -> None:
+        """A state is offered once, with its tokens known, for vLLM hashes them first; what has no frame now is not kept."""
+        tracker, block_tokens = self._trackers.get(state.req_id), self._group.block_tokens
+        if tracker is None or self._groups is None or state.num_tokens % block_tokens or state.num_tokens > tracker.save_limit:
+            return
+        tracker.extend_chain(state.num_tokens)
+        if tracker.chain.num_tokens < state.num_tokens or tracker.save_blocked or tracker.kv_outdated or self._breaker.has_tripped:
+            return
+        boundary = state.num_tokens // block_tokens
+        if chunks := self._groups.reserve_state(tracker.chain, state.group, boundary, state.block):
+            saves.append(SavePlan(tracker.req_id, chunks))
 
     # -- reports --------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvloft.plan.pins import Lease
 from kvloft.plan.tracker import Tracker
-from kvloft.seam.batch import ChunkBatch
+from kvloft.seam.batch import ChunkBatch, GroupBatches
 from kvloft.seam.plan import LoadPlan
 
 
@@ -29,7 +29,7 @@ def plan_load(tracker: Tracker, block_tokens: int, num_tokens: int, load_id: int
     """
     begin = tracker.local_tokens // block_tokens
     end = (tracker.local_tokens + num_tokens) // block_tokens
-    chunks: ChunkBatch | tuple[()] = ()
+    chunks: ChunkBatch | GroupBatches | tuple[()] = ()
     by_tier: dict[str, int] = {}
     if (lease := tracker.lease) is not None:
         chunks, by_tier = lease.batch(tracker.blocks, begin, end)

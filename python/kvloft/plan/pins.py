@@ -5,11 +5,14 @@ Counted in strides of chunks: the key at a stride's end names all that comes bef
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
+from kvloft.seam.batch import ChunkBatch, GroupBatches
 from kvloft.seam.store import KeyChain, ReadLease
 
 if TYPE_CHECKING:
+    from kvloft.plan.groups import GroupLease
     from kvloft.plan.tracker import Tracker
 
 MAX_STRIDE = 16
@@ -55,10 +58,11 @@ class Pins:
 class Lease:
     """A store's lease on a prefix of ``num_tokens``, and what it pins, counted in ``pins`` until it is released."""
 
-    def __init__(self, tracker: Tracker, lease: ReadLease, pins: Pins, num_tokens: int, num_blocks: int) -> None:
+    def __init__(self, tracker: Tracker, lease: ReadLease | GroupLease, pins: Pins, num_tokens: int, num_blocks: int) -> None:
         self.tracker, self.num_tokens = tracker, num_tokens
         self.strides = pins.strides(tracker.chain, num_blocks)
-        self.poll, self.batch = lease.poll, lease.batch
+        self.poll = lease.poll
+        self.batch: Callable[[Any, int, int], tuple[ChunkBatch | GroupBatches, dict[str, int]]] = lease.batch
         self._lease, self._pins = lease, pins
         pins.add(self)
 

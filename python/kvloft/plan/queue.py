@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvloft.plan.groups import GroupedChunks
 from kvloft.plan.pins import Lease, Pins
 from kvloft.plan.tracker import Flight, Tracker
 from kvloft.seam.ids import ReqId
@@ -40,6 +41,8 @@ class Queue:
     shares_blocks: bool
     """vLLM shares blocks among requests; where it does not, none waits for another's load."""
     max_running: int | None
+    groups: GroupedChunks | None = None
+    """What the store has of several KV cache groups; None with one."""
     num_running: int = 0
     step: int = 0
     waiting: Pins = field(init=False)
@@ -120,7 +123,9 @@ class Queue:
                 if host_blocks * block_tokens <= local_tokens:
                     return 0
                 tracker.waited_out = True
-            tracker.lease = Lease(tracker, self.store.acquire(tracker.chain), self.waiting, num_tokens, stored_blocks)
+            chain, groups = tracker.chain, self.groups
+            acquired = self.store.acquire(chain) if groups is None else groups.acquire(chain, self._most(num_tokens))
+            tracker.lease = Lease(tracker, acquired, self.waiting, num_tokens, stored_blocks)
         ready_blocks, pending_blocks = tracker.lease.poll()
         if pending_blocks:
             self._first = self._first or tracker
@@ -143,11 +148,17 @@ class Queue:
         limit = FIRST_LOOK_TOKENS
         while True:
             known = tracker.extend_chain(limit)
-            host_blocks, stored_blocks = self.store.lookup(tracker.chain)
+            host_blocks, stored_blocks = (self.groups or self.store).lookup(tracker.chain)
             # Whatever ends before the chain's last whole chunk ends there with a longer chain, too.
             if stored_blocks + self.group.blocks_per_chunk <= tracker.chain.num_blocks or tracker.chain.num_tokens >= known:
+                if self.groups is not None:
+                    return self.groups.deepest(tracker.chain, self._most(known))
                 return host_blocks, stored_blocks
             limit *= LOOK_FURTHER
+
+    def _most(self, num_tokens: int) -> int:
+        """Blocks of the deepest hit: with several groups vLLM cannot go back a token to have one to compute."""
+        return (num_tokens - 1) // self.group.block_tokens
 
     def _is_coming(self, tracker: Tracker, num_tokens: int, now: float) -> bool:
         """Whether another request's load brings the first block that this one lacks, and vLLM will share it."""

@@ -7,17 +7,21 @@ have a frame now is dropped and counted; it is tried again when the request's ne
 
 from __future__ import annotations
 
+from kvloft.plan.groups import GroupedChunks
 from kvloft.plan.tracker import NEVER, Tracker
-from kvloft.seam.batch import ChunkBatch
+from kvloft.seam.batch import ChunkBatch, GroupBatches
 from kvloft.seam.ids import BlockId
 from kvloft.seam.shape import GroupShape
 from kvloft.seam.store import Session
 from kvloft.seam.views import StepView
 
 
-def plan_save(tracker: Tracker, store: Session, group: GroupShape, frontier: int) -> tuple[int, ChunkBatch | None, int]:
+def plan_save(
+    tracker: Tracker, store: Session, group: GroupShape, frontier: int, groups: GroupedChunks | None = None
+) -> tuple[int, ChunkBatch | GroupBatches | None, int]:
     """Reserve frames for every chunk of ``tracker`` that is complete at the end of this step.
 
+    ``group`` is the full one, ``groups`` what ``store`` has of several.
     ``frontier``: tokens whose KV is in the request's blocks by then, drafts left out. Returns the frontier at which the next
     chunk (or, with longer chunks, the next block) will be complete and known, the chunks to save, and how many found no frame.
     """
@@ -41,11 +45,15 @@ def plan_save(tracker: Tracker, store: Session, group: GroupShape, frontier: int
         tail_blocks = 0
     if num_full <= tracker.saved_chunks and not tail_blocks:
         return next_save, None, 0
-    chunks, num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks, blocks)
+    chunks: ChunkBatch | GroupBatches
+    if groups is None:
+        chunks, num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks, blocks)
+    else:
+        chunks, num_dropped = groups.reserve(tracker.chain, tracker.saved_chunks, num_full, blocks)
     try:
         if num_dropped:
             # The host part may have shrunk under us; go on from what is really there when the next chunk completes.
-            host_blocks, _ = store.lookup(tracker.chain)
+            host_blocks, _ = (groups or store).lookup(tracker.chain)
             tracker.saved_chunks = min(num_full, host_blocks // blocks_per_chunk)
         else:
             tracker.saved_chunks = max(tracker.saved_chunks, num_full)
@@ -57,7 +65,9 @@ def plan_save(tracker: Tracker, store: Session, group: GroupShape, frontier: int
     return next_save, chunks or None, num_dropped
 
 
-def _remember_tail(tracker: Tracker, store: Session, chunks: ChunkBatch, num_blocks: int, prompt_blocks: int) -> None:
+def _remember_tail(
+    tracker: Tracker, store: Session, chunks: ChunkBatch | GroupBatches, num_blocks: int, prompt_blocks: int
+) -> None:
     """Let a tail made while decoding replace the one before it; the tail at the prompt's end stays for other requests."""
     # The new one is in no batch if it is stored already, or has a null block.
     if tracker.tail_blocks > prompt_blocks and chunks and chunks.block_ids()[-1] == tracker.blocks[num_blocks - 1]:

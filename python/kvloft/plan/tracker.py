@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvloft.plan.pins import Lease
-from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.ids import ReqId
 from kvloft.seam.store import KeyChain
 from kvloft.seam.views import LiveRequest, RequestView
 
@@ -41,7 +41,8 @@ class Tracker:
     num_prompt_tokens: int = field(init=False)
     save_limit: int = field(init=False)
     """Tokens that are saved at most."""
-    blocks: list[BlockId] = field(default_factory=list)
+    blocks: Any = field(default_factory=list)
+    """Its block table (list[BlockId]), or with several groups its `Tables`; empty while it has none."""
     had_drafts: bool = False
     """Some step verified draft tokens of this request."""
     saved_chunks: int = 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvloft.seam.ids import BlockId, ChunkKey, Ticket
@@ -31,3 +33,43 @@ class ChunkCopy(NamedTuple):
     first_block: int
     blocks: tuple[BlockId, ...]
     ticket: Ticket = Ticket(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatches:
+    """Chunks of several KV cache groups: (which group, its chunks), each group once; a value, as a `ChunkBatch` is."""
+
+    batches: tuple[tuple[int, ChunkBatch], ...] = ()
+
+    @classmethod
+    def of(cls, found: Mapping[int, Sequence[ChunkBatch]]) -> GroupBatches:
+        """Out of one or more batches of each group."""
+        return cls(tuple((group, chunks[0].concat(chunks) if len(chunks) > 1 else chunks[0]) for group, chunks in found.items()))
+
+    def tickets(self) -> list[Ticket]:
+        return [ticket for _, batch in self.batches for ticket in batch.tickets()]
+
+    def block_ids(self) -> list[BlockId]:
+        """Blocks that are copied, of all chunks."""
+        return [block for _, batch in self.batches for block in batch.block_ids()]
+
+    def __len__(self) -> int:
+        return sum(len(batch) for _, batch in self.batches)
+
+    def __iter__(self) -> Iterator[ChunkCopy]:
+        return (copy for _, batch in self.batches for copy in batch)
+
+
+class Tables:
+    """A request's block tables, one a group; its length and its slices are those of group ``main``."""
+
+    __slots__ = ("main", "tables")
+
+    def __init__(self, tables: Sequence[Sequence[BlockId]], main: int) -> None:
+        self.tables, self.main = tables, main
+
+    def __len__(self) -> int:
+        return len(self.tables[self.main])
+
+    def __getitem__(self, blocks: slice) -> Sequence[BlockId]:
+        return self.tables[self.main][blocks]

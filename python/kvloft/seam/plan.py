@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvloft.seam.batch import ChunkBatch
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.shape import ArenaSpec
+
+Chunks = Any
+"""A `kvloft.seam.batch.ChunkBatch`; with several KV cache groups `GroupBatches`, of which each group's mover gets its own batch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,7 @@ class LoadPlan:
 
     req_id: ReqId
     load_id: int
-    chunks: ChunkBatch | tuple[()] = ()
+    chunks: Chunks = ()
     lost: tuple[BlockId, ...] = ()
 
     def blocks(self) -> list[BlockId]:
@@ -31,7 +33,7 @@ class SavePlan(NamedTuple):
     """Frames to gather for one request, from blocks it owns during this step."""
 
     req_id: ReqId
-    chunks: ChunkBatch
+    chunks: Chunks
 
 
 @dataclass(frozen=True, slots=True)

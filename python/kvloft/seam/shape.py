@@ -6,18 +6,38 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """One KV cache group: layers that share a block table, of which a prefix needs all blocks. Sizes are in tokens and blocks."""
+    """One KV cache group: layers that share a block table. Sizes are in tokens and blocks.
+
+    ``kind`` says which blocks a prefix of L tokens needs: "full" all of them; "window" those of the last ``reach`` tokens before
+    L; "local" those of the local chunk of ``reach`` tokens that L cuts; "state" the one state after L tokens.
+    """
 
     block_tokens: int
     blocks_per_chunk: int = 1
+    kind: Literal["full", "window", "local", "state"] = "full"
+    reach: int = 0
 
     @property
     def chunk_tokens(self) -> int:
         return self.block_tokens * self.blocks_per_chunk
+
+    def first_chunk(self, boundary: int) -> int:
+        """The first chunk that a prefix of ``boundary`` chunks needs; all from there to the boundary are needed."""
+        num_tokens = boundary * self.chunk_tokens
+        match self.kind:
+            case "full":
+                return 0
+            case "window":
+                return max(0, num_tokens - self.reach) // self.chunk_tokens
+            case "local":
+                return num_tokens // self.reach * self.reach // self.chunk_tokens
+            case "state":
+                return max(0, boundary - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +45,8 @@ class CacheShape:
     """Groups of layers and shards of ranks.
 
     Every ``num_replicas`` neighbouring ranks are a shard: they hold the same bytes (MLA, fewer KV heads than ranks). The first one
-    writes the shard's part of each frame, ``part_bytes`` long, all of them read it. Raises ValueError where ranks are left over.
+    writes the shard's part of each frame, ``part_bytes`` long, all of them read it. A frame holds a chunk of any one group. Raises
+    ValueError where ranks are left over.
     """
 
     groups: tuple[GroupShape, ...]
@@ -38,9 +59,14 @@ class CacheShape:
             raise ValueError(f"{self.num_ranks} ranks cannot hold {self.num_replicas} copies of each shard")
 
     @property
+    def main(self) -> int:
+        """Which group is the first of full attention, which every served model has."""
+        return next(nth for nth, group in enumerate(self.groups) if group.kind == "full")
+
+    @property
     def full(self) -> GroupShape:
-        """The group of full attention, which every served model has; from one key to the next is one of its blocks."""
-        return self.groups[0]
+        """That group; from one key to the next is one of its blocks."""
+        return self.groups[self.main]
 
     @property
     def num_shards(self) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
+from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
 
 
@@ -84,6 +85,15 @@ class NewRequest:
     block_ids: Sequence[BlockId]
 
 
+class BoundaryState(NamedTuple):
+    """``block`` of a state group will hold the state after the first ``num_tokens`` tokens when this step's forward is done."""
+
+    req_id: ReqId
+    group: int
+    block: BlockId
+    num_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class StepView:
     """What one schedule() decided, whichever of vLLM's two shapes it came in.
@@ -100,3 +110,6 @@ class StepView:
     total_scheduled_tokens: int = 0
     num_draft_tokens: Mapping[ReqId, int] = field(default_factory=dict)
     preempted: frozenset[ReqId] = frozenset()
+    tables: Callable[[ReqId], Tables | None] | None = None
+    """Only with several groups: a request's block tables as they are now, null blocks where a group gave one up."""
+    states: Sequence[BoundaryState] = ()

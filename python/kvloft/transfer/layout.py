@@ -8,7 +8,7 @@ It must not know engines or frames.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +55,9 @@ class PagedLayout:
         return sum(plane.page_bytes for plane in self.planes)
 
 
-def read_layout(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, fingerprint: str = "") -> PagedLayout:
+def read_layout(
+    kv_caches: Mapping[str, torch.Tensor | Sequence[torch.Tensor]], num_blocks: int, fingerprint: str = ""
+) -> PagedLayout:
     """Planes of every registered layer, each memory range once, in the order of the layers' registration.
 
     ``fingerprint`` (dtype, backend, version) goes into the digest together with each page's inner geometry, so that a frame
@@ -63,7 +65,8 @@ def read_layout(kv_caches: Mapping[str, torch.Tensor], num_blocks: int, fingerpr
     """
     planes: dict[tuple[int, int], Plane] = {}
     digest = hashlib.blake2b(fingerprint.encode(), digest_size=32)
-    for name, tensor in kv_caches.items():
+    listed = {name: [given] if isinstance(given, torch.Tensor) else given for name, given in kv_caches.items()}
+    for name, tensor in [(name, part) for name, parts in listed.items() for part in parts]:  # a state-space layer has several
         if tensor.numel() == 0:
             raise LayoutError(f"layer {name!r} has an empty KV tensor; kvloft cannot cache it")
         for plane in _planes_of(name, tensor, num_blocks):

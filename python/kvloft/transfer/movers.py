@@ -6,19 +6,21 @@ It must not know engines. CUDA packages are imported only where the KV is on a G
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from kvloft.errors import UnsupportedError
 from kvloft.transfer.cpu import CpuMover
 from kvloft.transfer.frames import FrameWindow
+from kvloft.transfer.groups import GroupedMover
 from kvloft.transfer.layout import PagedLayout
 from kvloft.transfer.mover import Mover
 
 logger = logging.getLogger(__name__)
 
 MakeMover = Callable[[PagedLayout, FrameWindow], Mover]
+"""Of one layout."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +33,35 @@ class MoverSettings:
     """The engine writes new blocks before it says which they are: it zeroes them."""
 
 
-def choose_mover(layout: PagedLayout, blocks_per_chunk: int, settings: MoverSettings) -> MakeMover:
+def for_each(make: MakeMover, layouts: Sequence[PagedLayout]) -> Callable[[FrameWindow], Mover]:
+    """One mover a layout, each of a KV cache group, used as one."""
+
+    def make_all(window: FrameWindow) -> Mover:
+        movers = [make(layout, window) for layout in layouts]
+        return GroupedMover(movers) if len(movers) > 1 else movers[0]
+
+    return make_all
+
+
+def choose_mover(
+    layouts: Sequence[PagedLayout], blocks_per_chunk: int, settings: MoverSettings
+) -> Callable[[FrameWindow], Mover]:
     """Raises UnsupportedError if the KV is on a GPU whose kernels cannot be had, unless settings allow torch's copies."""
-    device = layout.planes[0].storage.device
+    device = layouts[0].planes[0].storage.device
     if device.type == "cpu":
-        return CpuMover
+        return for_each(CpuMover, layouts)
     if device.type != "cuda":
         raise UnsupportedError(
             f"kvloft serves KV on CPUs and CUDA GPUs, and this engine's is on {device.type!r}; run it without kvloft"
         )
     if settings.gpu_copies == "torch":
         logger.warning("kvloft: gpu_copies=torch: KV is copied page by page and each step waits for it; this is slow")
-        return CpuMover
+        return for_each(CpuMover, layouts)
     from kvloft.transfer.cuda.mover import prepare
 
     try:
         return prepare(
-            layout, blocks_per_chunk=blocks_per_chunk, staging_bytes=settings.staging_bytes, gathers_first=settings.gathers_first
+            layouts, blocks_per_chunk=blocks_per_chunk, staging_bytes=settings.staging_bytes, gathers_first=settings.gathers_first
         )
     except (UnsupportedError, RuntimeError, ValueError) as error:
         raise UnsupportedError(f'{error}. To run with slow copies instead, set gpu_copies="torch"') from error

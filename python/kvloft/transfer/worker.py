@@ -7,9 +7,8 @@ ordering allows, then takes the report. Each is idempotent within a step, becaus
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-
-import torch
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from kvloft.seam.ids import BlockId, ReqId, Ticket
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
@@ -17,7 +16,7 @@ from kvloft.seam.shape import CacheShape
 from kvloft.transfer.frames import FrameWindow
 from kvloft.transfer.layout import PagedLayout, read_layout
 from kvloft.transfer.mover import Finished, Mover
-from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover
+from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover, for_each
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +38,8 @@ class WorkerCore:
         self._shard = shape.shard_of(rank)
         self._is_writer = shape.is_writer(rank)
         self._given_make_mover = make_mover
-        self._make_mover: MakeMover | None = make_mover
-        self._layout: PagedLayout | None = None
+        self._make: Callable[[FrameWindow], Mover] | None = None
+        self._payload_bytes = 0
         self._mover: Mover | None = None
         """None until it is made, where it could not be, and once this worker was stopped: then copies fail."""
         self._could_be_made = True
@@ -49,21 +48,34 @@ class WorkerCore:
         self._loads_run = self._saves_run = True
         self._pending = Finished()
         self._num_announced = 0
+        self._lost: set[int] = set()
+        """Loads whose plan says already that they bring less than was promised."""
+        self.failed_loads: set[ReqId] = set()
+        """Requests that `take_finished_loads` named last, and whose load brought less than was promised."""
         self._totals = Finished()
 
-    def register(self, kv_caches: Mapping[str, torch.Tensor], num_blocks: int, fingerprint: str) -> PagedLayout:
-        """Learn where the pages are. Raises LayoutError for layouts, UnsupportedError for GPUs that cannot be served."""
+    def register(
+        self, kv_caches: Mapping[str, Any] | Sequence[Mapping[str, Any]], num_blocks: int, fingerprint: str
+    ) -> PagedLayout:
+        """Learn where the pages are, of each group where there are several; returns the first one's layout.
+
+        Raises LayoutError for layouts, UnsupportedError for GPUs that cannot be served.
+        """
         self.shutdown()
         self._mover, self._could_be_made, self._is_asleep = None, True, False
-        self._layout = read_layout(kv_caches, num_blocks, fingerprint)
-        self._make_mover = self._given_make_mover or choose_mover(self._layout, self._shape.full.blocks_per_chunk, self._settings)
-        return self._layout
+        layouts = [
+            read_layout(group, num_blocks, fingerprint) for group in ([kv_caches] if isinstance(kv_caches, Mapping) else kv_caches)
+        ]
+        blocks_per_chunk, given = self._shape.full.blocks_per_chunk, self._given_make_mover
+        self._make = for_each(given, layouts) if given else choose_mover(layouts, blocks_per_chunk, self._settings)
+        self._payload_bytes = max(layout.block_bytes for layout in layouts) * blocks_per_chunk
+        return layouts[0]
 
     def begin(self, plan: StepPlan) -> None:
         """A step starts: its forward is not launched yet, and nothing is copied yet."""
         self._plan = plan
         self._loads_run = self._saves_run = False
-        if self._mover is not None or (plan.arena is not None and self._layout is not None):
+        if self._mover is not None or (plan.arena is not None and self._make is not None):
             mover = self._ready_mover()
             if mover is not None:
                 mover.begin_step(plan.rewritten, has_loads=bool(plan.loads))
@@ -73,6 +85,7 @@ class WorkerCore:
         if not self._loads_run:
             self._loads_run = True
             if plans := self._plan.loads:
+                self._lost |= {plan.load_id for plan in plans if plan.lost}
                 self._hand_over(lambda mover: mover.submit_loads(plans), self._fail_loads)
 
     def run_saves(self) -> None:
@@ -88,10 +101,14 @@ class WorkerCore:
     def take_finished_loads(self) -> tuple[set[ReqId], set[BlockId]]:
         """Requests whose load finished since the last call, and the blocks of theirs that hold nothing."""
         self._collect()
-        req_ids = {result.req_id for result in self._pending.loads[self._num_announced :]}
+        results = self._pending.loads[self._num_announced :]
+        self.failed_loads = {
+            result.req_id for result in results if result.failed or result.bad_keys or result.load_id in self._lost
+        }
+        self._lost -= {result.load_id for result in results}
         self._num_announced = len(self._pending.loads)
         bad, self._pending.bad_blocks = self._pending.bad_blocks, set()
-        return req_ids, bad
+        return {result.req_id for result in results}, bad
 
     def take_report(self) -> StepReport | None:
         """What the scheduler half must learn; loads are in it only once the engine was told of them."""
@@ -156,11 +173,10 @@ class WorkerCore:
             return None
         if self._mover is None and self._could_be_made:
             try:
-                if self._layout is None or self._plan.arena is None or self._make_mover is None:
+                if self._make is None or self._plan.arena is None:
                     raise RuntimeError("a plan came before the KV caches were registered")
-                payload_bytes = self._layout.block_bytes * self._shape.full.blocks_per_chunk
-                window = FrameWindow(self._plan.arena, self._shape, shard=self._shard, payload_bytes=payload_bytes)
-                self._mover = self._make_mover(self._layout, window)
+                arena, payload_bytes = self._plan.arena, self._payload_bytes
+                self._mover = self._make(FrameWindow(arena, self._shape, shard=self._shard, payload_bytes=payload_bytes))
             except (RuntimeError, ValueError, OSError) as error:
                 logger.error("kvloft: this worker cannot move pages, so nothing is cached: %s", error)
                 self._could_be_made = False

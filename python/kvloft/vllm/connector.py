@@ -12,11 +12,13 @@ from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 
 from kvloft.config import load_config
@@ -26,7 +28,7 @@ from kvloft.vllm.scheduler_half import SchedulerHalf
 from kvloft.vllm.shape import cache_shape
 from kvloft.vllm.stats import KVLoftPromMetrics, KVLoftStats
 from kvloft.vllm.support import check_supported
-from kvloft.vllm.views import hit_sources, view_step
+from kvloft.vllm.views import hit_sources
 from kvloft.vllm.worker_half import WorkerHalf
 
 if TYPE_CHECKING:
@@ -83,8 +85,8 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        check_supported(vllm_config, kv_cache_config)
         config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
+        check_supported(vllm_config, kv_cache_config, config.kv_groups)
         self._errors_logged: set[str] = set()
         shape = cache_shape(vllm_config, kv_cache_config, config)
         if role == KVConnectorRole.SCHEDULER:
@@ -168,7 +170,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error()
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._scheduler.admit(request, blocks.get_block_ids()[0], num_external_tokens)
+        self._scheduler.admit(request, blocks.get_block_ids(), num_external_tokens)
 
     @_miss_on_error(lambda self: {})
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> Any:
@@ -179,7 +181,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error(lambda self: self._scheduler.core.plan_loads_only())
     def _plan_step(self, scheduler_output: Any) -> StepPlan:
-        return self._scheduler.core.plan_step(view_step(scheduler_output))
+        return self._scheduler.plan_step(scheduler_output)
 
     @_miss_on_error()
     def update_connector_output(self, connector_output: Any) -> None:
@@ -232,3 +234,32 @@ class KVLoftConnector(KVConnectorBase_V1):
     @_miss_on_error()
     def shutdown(self) -> None:
         self._half.close()
+
+
+class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
+    """The same for models with several KV cache groups: vLLM gives up its hybrid manager for a connector that is no SupportsHMA.
+
+    `kvloft.vllm.plugin` takes this class or that one, as the setting ``kv_groups`` says.
+    """
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
+        """Loads that ended; failed ones by request, for the ids of blocks do not say whose they are.
+
+        With one group they do, and vLLM computes from the first bad block on, not all again.
+        """
+        if not self._worker.is_grouped:
+            return super().get_transfer_results(finished_req_ids)
+        done, failed = self._take_finished()
+        return base.KVConnectorTransferResults(finished_recving=done, failed_recving=failed)
+
+    @_miss_on_error(lambda self: (set(), set()))
+    def _take_finished(self) -> tuple[set[str], set[str]]:
+        done, failed = self._worker.take_finished(), self._worker.core.failed_loads
+        if failed:
+            self._worker.take_bad_blocks()
+        return done, set(failed)
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished`: no block of any group is held back."""
+        finished: tuple[bool, dict[str, Any] | None] = self.request_finished(request, [])
+        return finished

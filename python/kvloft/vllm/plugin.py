@@ -5,6 +5,7 @@ It also has wrong settings told before any weights are loaded. It must not impor
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -35,7 +36,7 @@ def check_settings_early(factory: Any) -> None:
     the hybrid KV cache manager?), with the settings at hand. No hook of a connector is called then in every mode. What was
     found right is not read again: a file that changes later ends no engine that runs.
     """
-    right: set[str] = set()
+    right: dict[str, str] = {}
 
     def get_connector_class(method: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         connector = method(*args, **kwargs)
@@ -44,10 +45,13 @@ def check_settings_early(factory: Any) -> None:
             extra = transfer.kv_connector_extra_config or {}
             if repr(extra) not in right:
                 try:
-                    refuse_here(load_config(extra))
+                    config = load_config(extra)
+                    refuse_here(config)
                 except ConfigError as error:
                     raise ConfigError(f"kvloft: {error}") from error  # inside a ValidationError of vLLM's, say
-                right.add(repr(extra))
+                right[repr(extra)] = config.kv_groups
+            if right[repr(extra)] == "all":
+                return sys.modules[MODULE].KVLoftGroupsConnector
         return connector
 
     wrap(FIND_CLASS, get_connector_class, factory)

@@ -22,7 +22,9 @@ from kvloft.config import Config, size_text
 from kvloft.machine import warnings
 from kvloft.plan import SchedulerCore
 from kvloft.plan.breaker import MAX_FAILED_LOADS, RETRY_S
+from kvloft.seam.batch import Tables
 from kvloft.seam.ids import ReqId
+from kvloft.seam.plan import StepPlan
 from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.seam.views import RequestView
 from kvloft.vllm.identity.adapters import AdapterNames
@@ -31,10 +33,11 @@ from kvloft.vllm.identity.reload import WeightsWatch
 from kvloft.vllm.patches import ADD_ADAPTER, ENGINE_RPC, ENGINE_SLEEP, OF_EVERY_ENGINE, PAUSE_RESET, listen, settle
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.support import transfer_warnings
-from kvloft.vllm.views import VllmRequest
+from kvloft.vllm.views import VllmRequest, view_grouped_step, view_step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -81,6 +84,8 @@ class SchedulerHalf:
         for warning in warnings(config):  # first, for the store makes its directory
             logger.warning("kvloft: %s", warning)
         self._block_tokens = shape.full.block_tokens
+        self._main_of_many = shape.main if len(shape.groups) > 1 else None
+        """With several KV cache groups, which is the main one."""
         has_adapters = getattr(vllm_config, "lora_config", None) is not None
         is_blind = settle([*OF_EVERY_ENGINE, *([ADD_ADAPTER] * has_adapters)])
         fields = namespace_fields(vllm_config, kv_cache_config, shape, config.namespace)
@@ -157,14 +162,20 @@ class SchedulerHalf:
         tokens = self.core.match(VllmRequest(request, self._adapters), num_computed_tokens, may_wait=self.may_wait)
         return tokens, bool(tokens)
 
-    def admit(self, request: Request, block_ids: list[int], num_external_tokens: int) -> None:
+    def admit(self, request: Request, tables: tuple[list[int], ...], num_external_tokens: int) -> None:
         """A load that cannot be planned is reported as failed, for its request waits until it hears something."""
+        main = self._main_of_many
+        block_ids: Any = tables[0] if main is None else Tables(tables, main)  # type: ignore[arg-type]
         try:
-            self.core.admit(VllmRequest(request, self._adapters), num_external_tokens, block_ids)  # type: ignore[arg-type]
+            self.core.admit(VllmRequest(request, self._adapters), num_external_tokens, block_ids)
         except BaseException:  # a panic in Rust is no Exception
             if num_external_tokens:
-                self.core.fail_load(VllmRequest(request, self._adapters), num_external_tokens, block_ids)  # type: ignore[arg-type]
+                self.core.fail_load(VllmRequest(request, self._adapters), num_external_tokens, block_ids)
             raise
+
+    def plan_step(self, output: SchedulerOutput) -> StepPlan:
+        main = self._main_of_many
+        return self.core.plan_step(view_step(output) if main is None else view_grouped_step(output, main))
 
     def reset(self) -> None:
         """Forget everything; but a pause that keeps the weights makes nothing wrong, so what is there stays.

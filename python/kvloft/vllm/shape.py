@@ -5,7 +5,7 @@ It decides chunk sizes and which ranks hold the same bytes, nothing later than s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from kvloft.config import Config
 from kvloft.errors import ConfigError
@@ -19,7 +19,9 @@ MAX_AUTO_CHUNK_TOKENS = 1024
 
 def cache_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> CacheShape:
     """The shape that both halves share. Raises ConfigError where ``chunk_tokens`` does not fit vLLM's block size."""
-    (group,) = kv_cache_config.kv_cache_groups  # `check_supported` has refused others
+    if len(kv_cache_config.kv_cache_groups) > 1:
+        return _grouped_shape(vllm_config, kv_cache_config, config)
+    (group,) = kv_cache_config.kv_cache_groups
     block_tokens, block_bytes = group.kv_cache_spec.block_size, sum(page_bytes(kv_cache_config).values())
     blocks_per_chunk = choose_blocks(config, block_tokens, block_bytes)
     return CacheShape(
@@ -28,6 +30,46 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> Cache
         num_ranks=vllm_config.parallel_config.world_size,
         num_replicas=num_replicas(vllm_config),
     )
+
+
+def _grouped_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> CacheShape:
+    """A chunk is one block of a group: `check_supported` has refused groups whose blocks differ."""
+    bytes_of = page_bytes(kv_cache_config)
+    groups = tuple(group_shape(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
+    if config.chunk_tokens not in ("auto", groups[0].block_tokens):
+        raise ConfigError(
+            f"chunk_tokens={config.chunk_tokens} cannot be had with several KV cache groups, whose chunks are blocks of "
+            f"{groups[0].block_tokens} tokens; leave it at 'auto'"
+        )
+    largest = max(sum(bytes_of[name] for name in names) for names in group_layers(kv_cache_config))
+    return CacheShape(groups, part_bytes=part_bytes_for(largest), num_ranks=vllm_config.parallel_config.world_size)
+
+
+KIND_OF_SPEC: dict[str, Literal["full", "window", "local", "state"]] = {
+    "FullAttentionSpec": "full", "MLAAttentionSpec": "full", "SinkFullAttentionSpec": "full",
+    "SlidingWindowSpec": "window", "ChunkedLocalAttentionSpec": "local", "MambaSpec": "state",
+}  # fmt: skip
+"""Whether a spec's blocks hold every token's KV for the request's whole life, or what else they are good for.
+
+With one block table for all layers a sliding window or a local chunk comes as FullAttentionSpec too: vLLM promotes such layers
+(`unify_hybrid_kv_cache_specs`), keeps all their blocks, and leaves the window to the computation.
+"""
+
+
+def group_shape(spec: Any) -> GroupShape:
+    """What a prefix needs of a group with ``spec``, one of `KIND_OF_SPEC`."""
+    kind = KIND_OF_SPEC[type(spec).__name__]
+    reach = 0
+    if kind == "window":
+        reach = spec.sliding_window - 1 + getattr(spec, "extra_retained_tokens", 0)
+    elif kind == "local":
+        reach = spec.attention_chunk_size
+    return GroupShape(spec.block_size, kind=kind, reach=reach)
+
+
+def group_layers(kv_cache_config: Any) -> list[list[str]]:
+    """Names of each group's layers."""
+    return [list(group.layer_names) for group in kv_cache_config.kv_cache_groups]
 
 
 def layer_specs(kv_cache_config: Any) -> dict[str, Any]:

@@ -9,29 +9,24 @@ from collections.abc import Iterator
 from typing import Any
 
 from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
+from vllm.v1.core.sched import output
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvloft.errors import UnsupportedError
-from kvloft.vllm.shape import layer_specs
-
-_WHOLE_PREFIX_SPECS = {"FullAttentionSpec", "MLAAttentionSpec", "SinkFullAttentionSpec"}
-"""Specs whose blocks hold every token's KV for the request's whole life.
-
-A sliding window or a local chunk beside full attention comes here as FullAttentionSpec too: for a connector of one block table
-vLLM promotes such layers (`unify_hybrid_kv_cache_specs`), keeps all their blocks, and leaves the window to the computation.
-"""
+from kvloft.vllm.shape import KIND_OF_SPEC, layer_specs
 
 
-def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_groups: str = "one") -> None:
     """Raise UnsupportedError for models and settings that kvloft would serve wrongly."""
-    if reason := next(_of_model(vllm_config, kv_cache_config), None):
+    if reason := next(_of_model(vllm_config, kv_cache_config, kv_groups), None):
         raise UnsupportedError(f"kvloft {reason}; run {vllm_config.model_config.model!r} without kvloft")
     if reason := next(_of_settings(vllm_config), None):
         raise UnsupportedError(f"kvloft {reason}")
 
 
-def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]:
+def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) -> Iterator[str]:
     model = vllm_config.model_config
     if getattr(model, "is_encoder_decoder", False):
         yield "does not serve encoder-decoder models yet"
@@ -43,9 +38,12 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]
             "(mean or CLS pooling, or attention in both directions)"
         )
     if (num_groups := len(kv_cache_config.kv_cache_groups)) != 1:
-        yield f"serves models with one KV cache group, and this one has {num_groups} (as with state-space layers beside attention)"
+        if kv_groups == "one" or not num_groups:
+            beside = "as with state-space layers beside attention"
+            yield f"serves models with one KV cache group, and this one has {num_groups} ({beside})"
+        yield from _of_groups(vllm_config, kv_cache_config)
     for spec in layer_specs(kv_cache_config).values():
-        if type(spec).__name__ not in _WHOLE_PREFIX_SPECS:
+        if KIND_OF_SPEC.get(type(spec).__name__) not in (("full",) if num_groups == 1 else ("full", "window", "local", "state")):
             yield f"serves full attention and MLA, and this model keeps its KV as {type(spec).__name__}"
         if getattr(spec, "non_causal", False):
             yield "serves KV that only earlier tokens decide, and here a prompt's tokens attend to later ones (prefix LM)"
@@ -61,6 +59,33 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]
             f"serves speculative decoding without draft KV (ngram, suffix), and {speculative.method!r} keeps draft KV in "
             "the same blocks that depends on tokens beyond the block"
         )
+
+
+def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
+    """Of a model with several KV cache groups."""
+    groups = kv_cache_config.kv_cache_groups
+    specs = [group.kv_cache_spec for group in groups]
+    kinds = [KIND_OF_SPEC.get(type(spec).__name__) for spec in specs]
+    if not hasattr(base, "KVConnectorTransferResults") or not hasattr(output, "KVConnectorBlockState"):
+        yield "serves several KV cache groups with vLLM 0.32 and newer, which tell connectors enough about them"
+    if "state" in kinds and not current_platform.is_cpu():
+        yield "serves state-space layers on CPUs only: on a GPU they were never run"
+    if "full" not in kinds:
+        yield "serves several KV cache groups where one of them is of full attention"
+    if None in kinds:
+        yield f"has no rule for KV kept as {type(specs[kinds.index(None)]).__name__}"
+    blocks = sorted({spec.block_size for spec in specs})
+    alignment = getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or blocks[0]
+    if len(blocks) != 1 or blocks[0] % alignment:
+        sizes = " and ".join(map(str, blocks))
+        yield f"serves groups with blocks of one size, and here they have {sizes} tokens, with hits at multiples of {alignment}"
+    if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in specs):
+        yield "serves states that vLLM keeps at blocks' ends; set --mamba-cache-mode align, with prefix caching"
+    odd = {"enable_kv_transfer": False, "host_resident": True, "is_eagle_group": True}
+    if any(getattr(group, name, not value) == value for group in groups for name, value in odd.items()):
+        yield "does not serve a drafter's groups, nor those that are kept elsewhere than in blocks"
+    if vllm_config.speculative_config is not None:
+        yield "does not serve speculative decoding with several KV cache groups yet"
 
 
 def _of_settings(vllm_config: Any) -> Iterator[str]:

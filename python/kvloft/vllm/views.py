@@ -6,14 +6,16 @@ Only fields that every served release has, or that are asked for with a default,
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import compress, groupby
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
+from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
-from kvloft.seam.views import EmbedRows, MediaItem, NewRequest, RequestView, StepView
+from kvloft.seam.views import BoundaryState, EmbedRows, MediaItem, NewRequest, RequestView, StepView
 from kvloft.vllm.identity.adapters import AdapterNames
 
 try:
@@ -94,17 +96,45 @@ def _rows(tensor: torch.Tensor, begin: int, end: int) -> EmbedRows:
     return EmbedRows(begin, end - begin, raw, str(tensor.dtype).removeprefix("torch."), tensor.shape[-1])
 
 
-def view_step(output: SchedulerOutput) -> StepView:
+def view_grouped_step(output: SchedulerOutput, main: int) -> StepView:
+    """The same with several groups: tables as vLLM has them now, and all blocks that a request got, as if it had grown by them."""
+    flat = view_step(output, flatten)
+    state = output.kv_connector_block_state
+    assert state is not None, "offered to every connector by the releases whose groups are served"
+    grown = [*flat.grown, *((new.req_id, new.block_ids) for new in flat.new)]
+    offered = state.boundary_state_offloads.items()
+
+    def tables(req_id: ReqId) -> Tables | None:
+        found = state.resolve_block_ids(req_id)
+        return Tables(cast(Any, found), main) if found else None
+
+    return replace(
+        flat, new=[replace(new, block_ids=()) for new in flat.new], grown=grown, tables=tables,
+        states=[BoundaryState(ReqId(req_id), *row) for req_id, rows in offered if req_id not in flat.preempted for row in rows],
+    )  # fmt: skip
+
+
+def flatten(tables: Sequence[Sequence[int]]) -> Sequence[int]:
+    """Every block of all groups' tables."""
+    return [block for table in tables for block in table]
+
+
+def first_of(tables: Sequence[Sequence[int]]) -> Sequence[int]:
+    """The one group's table."""
+    return tables[0]
+
+
+def view_step(output: SchedulerOutput, blocks_of: Callable[[Any], Sequence[int]] = first_of) -> StepView:
     """One SchedulerOutput, in either shape: a resumed request comes as a new one, its block table whole."""
     cached = output.scheduled_cached_reqs
     new = [
-        NewRequest(ReqId(request.req_id), request.num_computed_tokens, cast(Sequence[BlockId], request.block_ids[0]))
+        NewRequest(ReqId(request.req_id), request.num_computed_tokens, cast(Sequence[BlockId], blocks_of(request.block_ids)))
         for request in output.scheduled_new_reqs
     ]
     req_ids, computed = cached.req_ids, cached.num_computed_tokens
     # Most get no block in a step: those are passed over without a line of Python each.
     grew = compress(zip(req_ids, cached.new_block_ids, strict=True), cached.new_block_ids)
-    grown: list[Any] = [(req_id, ids[0]) for req_id, ids in grew]
+    grown: list[Any] = [(req_id, blocks_of(ids)) for req_id, ids in grew]
     if resumed := cached.resumed_req_ids:
         tables = dict(grown)
         kept = [i for i, req_id in enumerate(req_ids) if req_id not in resumed]

@@ -19,6 +19,7 @@ from kvloft.transfer.worker import WorkerCore
 from kvloft.vllm.identity.namespace import are_replaced
 from kvloft.vllm.identity.reload import WeightsWatch
 from kvloft.vllm.patches import DISCARD, SLEEP, WORKER_RELOAD, listen, settle
+from kvloft.vllm.shape import group_layers
 from kvloft.vllm.stats import KVLoftStats
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ class WorkerHalf:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: CacheShape, config: Config) -> None:
         model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
         self._num_blocks = kv_cache_config.num_blocks
+        self.is_grouped = len(shape.groups) > 1
+        self._group_layers = group_layers(kv_cache_config)
         self._fingerprint = f"{vllm.__version__}|{current_platform.device_name}|{model.dtype}|{cache.cache_dtype}"
         zeroes_first = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))  # new blocks, before any hook of the step
         settings = MoverSettings(config.gpu_copies, config.staging_size, gathers_first=zeroes_first)
@@ -48,7 +51,11 @@ class WorkerHalf:
         self.hook_errors = 0
 
     def register(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self.core.register(kv_caches, self._num_blocks, self._fingerprint)
+        if not self.is_grouped:
+            self.core.register(kv_caches, self._num_blocks, self._fingerprint)
+        else:
+            groups = [{name: kv_caches[name] for name in names if name in kv_caches} for names in self._group_layers]
+            self.core.register(groups, self._num_blocks, self._fingerprint)
 
     def take_finished(self) -> set[str]:
         """Requests whose loads finished; runs what hooks before this one did not."""

@@ -54,12 +54,21 @@ class Mark:
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """A LoadPlan under way. Its chunks from ``num_sent`` on are not sent yet, ``num_missing`` are not in yet."""
+    """A LoadPlan under way, ``num_missing`` of whose chunks are not in yet."""
 
     plan: LoadPlan
-    after: Mark | None
     num_missing: int
     bad: list[tuple[ChunkKey, str]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """Chunks of a load that go to pages of one ``kind`` (see `shared`). Those from ``num_sent`` on are not sent yet."""
+
+    load: Load
+    kind: int
+    chunks: ChunkBatch
+    after: Mark | None
     num_sent: int = 0
     window: ChunkBatch | tuple[()] = ()
     """Some that are sorted already; those from ``used`` on are not sent yet."""
@@ -68,15 +77,14 @@ class Load:
     @property
     def num_left(self) -> int:
         """To be sent."""
-        return len(self.plan.chunks) - self.num_sent
+        return len(self.chunks) - self.num_sent
 
     def take(self, count: int, *, per_piece: int, is_last: bool) -> ChunkBatch:
         """The next ``count`` chunks at most, in the order of their frames; not all of them where the link has nothing to do after.
 
         What follows the first piece's worth is sorted some pieces at a time: by then the link has work for longer than that takes.
         """
-        chunks, begin, left, last = self.plan.chunks, self.num_sent, self.num_left, per_piece // SMALL_LAST
-        assert chunks, "loads of nothing do not wait"
+        chunks, begin, left, last = self.chunks, self.num_sent, self.num_left, per_piece // SMALL_LAST
         if is_last and begin and last < left <= count:
             count = left - last
         count = min(count, left)
@@ -94,13 +102,14 @@ class Load:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """Chunks that finish together: as many as one piece takes, or one that takes many pieces.
+    """Chunks of one kind that finish together: as many as one piece takes, or one that takes many pieces.
 
     None is touched before ``after``, which is forgotten once the first piece is behind it on the GPU.
     ``tags`` are what the kernels found so far; for loads, ``wanted_tags`` is what the trailers say, ``problems`` is what they
     lack, and ``owners`` are the loads and how many of the chunks, in order, are theirs.
     """
 
+    kind: int
     chunks: ChunkBatch
     table: ChunkTable
     pieces: Sequence[Piece]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle
@@ -91,11 +92,11 @@ class Sent:
 class Lane:
     """Saves: paged KV -> slot -> frames. Loads: frames -> slot -> paged KV."""
 
-    def __init__(self, kernels: Kernels, tuning: Tuning, frames: FrameMemory, *, to_host: bool) -> None:
-        """Allocates the slots."""
-        device, slot_bytes = kernels.tiles.device, tuning.slot_bytes
+    def __init__(self, kinds: Sequence[Kernels], tuning: Tuning, frames: FrameMemory, *, to_host: bool) -> None:
+        """Allocates the slots, which pieces of all ``kinds`` of pages go through."""
+        device, slot_bytes = kinds[0].tiles.device, tuning.slot_bytes
         self._to_host, self._frames, self._num_ctas = to_host, frames, tuning.num_ctas
-        self._function = kernels.gather if to_host else kernels.scatter
+        self._functions = [kernels.gather if to_host else kernels.scatter for kernels in kinds]
         self.kernel_stream = driver.Stream.create()
         self.copy_streams = tuple(driver.Stream.create() for _ in range(tuning.num_slots))
         self.last_copy_stream = self.copy_streams[0]
@@ -104,7 +105,7 @@ class Lane:
         self._staging = torch.zeros(tuning.num_slots * slot_bytes + _ALIGN, dtype=torch.uint8, device=device)
         base = -(-self._staging.data_ptr() // _ALIGN) * _ALIGN
         self._slots = cycle([_Slot(base + i * slot_bytes, stream) for i, stream in enumerate(self.copy_streams)])
-        self._params = _Params(kernels)
+        self._params = [_Params(kernels) for kernels in kinds]
         self._tags_address = driver.host_alloc(MAX_PIECES * MAX_SEGMENTS * 8)
         raw = (ctypes.c_uint64 * (MAX_PIECES * MAX_SEGMENTS)).from_address(self._tags_address)
         tags = np.frombuffer(raw, dtype=np.uint64).reshape(MAX_PIECES, MAX_SEGMENTS)
@@ -113,8 +114,8 @@ class Lane:
         ]
         self._next_place = cycle(self._places)
 
-    def submit(self, piece: Piece, *, is_pinned: bool = True) -> Sent:
-        """Queue one piece; MAX_PIECES later its `Sent` is used again. Nothing is saved to frames that are not pinned."""
+    def submit(self, piece: Piece, *, kind: int = 0, is_pinned: bool = True) -> Sent:
+        """Queue one piece, of pages of ``kind``; MAX_PIECES later its `Sent` is used again. Nothing is saved to frames that are not pinned."""
         sent = next(self._next_place)
         if self._to_host and not is_pinned:
             sent.read.record(self.kernel_stream)
@@ -122,7 +123,7 @@ class Lane:
             return sent
         slot = next(self._slots)
         self.last_copy_stream = slot.stream
-        launch, copy = partial(self._launch, piece, sent, slot), partial(self._copy, piece, slot, is_pinned=is_pinned)
+        launch, copy = partial(self._launch, piece, kind, sent, slot), partial(self._copy, piece, slot, is_pinned=is_pinned)
         steps = ((self.kernel_stream, launch), (slot.stream, copy))
         (first, begin), (second, finish) = steps if self._to_host else steps[::-1]
         if slot.freed is not None:
@@ -151,10 +152,10 @@ class Lane:
         for stream in (self.kernel_stream, *self.copy_streams):
             stream.destroy()
 
-    def _launch(self, piece: Piece, sent: Sent, slot: _Slot) -> None:
-        address = self._params.filled(piece, slot.address, sent.tags_address)
+    def _launch(self, piece: Piece, kind: int, sent: Sent, slot: _Slot) -> None:
+        address = self._params[kind].filled(piece, slot.address, sent.tags_address)
         num_ctas = min(self._num_ctas, -(-piece.num_tiles // WARPS_PER_CTA))
-        self.kernel_stream.launch(self._function, num_ctas, CTA_THREADS, address)
+        self.kernel_stream.launch(self._functions[kind], num_ctas, CTA_THREADS, address)
 
     def _copy(self, piece: Piece, slot: _Slot, *, is_pinned: bool) -> None:
         """Move the piece's runs between ``slot`` and the frames; those not pinned go through the driver's own buffers."""

@@ -18,7 +18,7 @@ from kvloft import _core
 from kvloft.seam.batch import ChunkBatch
 from kvloft.seam.plan import LoadPlan, LoadResult
 from kvloft.transfer.cuda import driver
-from kvloft.transfer.cuda.jobs import Job, Load, Mark
+from kvloft.transfer.cuda.jobs import Job, Load, Mark, Waiting
 from kvloft.transfer.cuda.lanes import Lane
 from kvloft.transfer.cuda.pieces import Piece
 from kvloft.transfer.cuda.shared import Half, Shared
@@ -35,7 +35,7 @@ class Loads(Half):
     ) -> None:  # fmt: skip
         super().__init__(shared, lane, few_first)
         self._order_after_saves = order_after_saves
-        self.waiting: deque[Load] = deque()
+        self.waiting: deque[Waiting] = deque()
         self._num_since_idle = 0
         self._open: dict[Load, None] = {}
         self._before: Mark | None = None
@@ -55,16 +55,18 @@ class Loads(Half):
         after = self._mark_before()
         for plan in plans:
             self._shared.done.bad_blocks.update(plan.lost)
-            load = Load(plan, after, len(plan.chunks))
+            load = Load(plan, len(plan.chunks))
             self._open[load] = None
             if after is None:
                 self._report(load, everything_bad=True)
             elif not plan.chunks:
                 self._report(load)
-            elif (problem := self._shared.problem_of(plan.chunks)) is not None:
-                self._finish_load(load, plan.chunks, dict.fromkeys(range(len(plan.chunks)), problem))
             else:
-                self.waiting.append(load)
+                for kind, chunks in self._shared.by_kind([plan]):
+                    if (problem := self._shared.problem_of(chunks)) is not None:
+                        self._finish_load(load, chunks, dict.fromkeys(range(len(chunks)), problem))
+                    else:
+                        self.waiting.append(Waiting(load, kind, chunks, after))
 
     def _send(self) -> None:
         started: list[Job] = []
@@ -76,7 +78,9 @@ class Loads(Half):
                 started.append(job)
         for job in started:
             # While the link is at work: it need not wait for so many scattered reads.
-            job.wanted_tags, job.problems = self._shared.trailers.read(job.table.frames, job.table.keys, job.table.num_blocks)
+            job.wanted_tags, job.problems = self._shared.trailers_of(job).read(
+                job.table.frames, job.table.keys, job.table.num_blocks
+            )
 
     def stop(self) -> None:
         super().stop()
@@ -97,24 +101,23 @@ class Loads(Half):
             self.queued.extend((job, piece) for piece in job.pieces)
         return self.queued.popleft() if self.queued else None
 
-    def _take(self) -> tuple[ChunkBatch, Mark | None, list[tuple[Load, int]]]:
-        """Chunks for one piece, of as many loads as it has room for; after what; how many of them, in order, are whose."""
+    def _take(self) -> tuple[int, ChunkBatch, Mark | None, list[tuple[Load, int]]]:
+        """Chunks for one piece, of as many loads as it has room for: their kind; after what; how many, in order, are whose."""
         queue, per_job = self.waiting, self._shared.chunks_per_job
-        room, after = per_job, queue[0].after
+        room, after, kind = per_job, queue[0].after, queue[0].kind
         chunks: list[ChunkBatch] = []
         owners: list[tuple[Load, int]] = []
         nth = self._num_since_idle = self._num_since_idle + 1 if self.flying else 0
-        if nth < len(self._few_first) and sum(load.num_left for load in queue if load.after is after) > room:
+        if nth < len(self._few_first) and sum(each.num_left for each in queue if each.after is after) > room:
             room = self._few_first[nth]
-        while queue and queue[0].after is after and room:
-            load = queue[0]
-            chunks.append(load.take(room, per_piece=per_job, is_last=len(queue) == 1))
-            owners.append((load, len(chunks[-1])))
-            room = 0 if load.num_left else room - len(chunks[-1])
-            if not load.num_left:
+        while queue and queue[0].after is after and queue[0].kind == kind and room:
+            first = queue[0]
+            chunks.append(first.take(room, per_piece=per_job, is_last=len(queue) == 1))
+            owners.append((first.load, len(chunks[-1])))
+            room = 0 if first.num_left else room - len(chunks[-1])
+            if not first.num_left:
                 queue.popleft()
-                load.after = None
-        return chunks[0] if len(chunks) == 1 else _core.ChunkBatch.concat(chunks), after, owners
+        return kind, chunks[0] if len(chunks) == 1 else _core.ChunkBatch.concat(chunks), after, owners
 
     def _has_landed(self, job: Job, piece: Piece, seconds: float) -> None:
         self._shared.done.seconds_loading += seconds

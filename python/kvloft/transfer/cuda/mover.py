@@ -28,7 +28,7 @@ from kvloft.transfer.cuda.loads import Loads
 from kvloft.transfer.cuda.pieces import Shape
 from kvloft.transfer.cuda.pinning import GOOD_PIECE_BYTES, PinnedRange, numa_node_of
 from kvloft.transfer.cuda.saves import Saves
-from kvloft.transfer.cuda.shared import Shared
+from kvloft.transfer.cuda.shared import Kind, Shared
 from kvloft.transfer.cuda.trailers import Trailers
 from kvloft.transfer.frames import FrameMemory, FrameWindow
 from kvloft.transfer.layout import PagedLayout
@@ -46,22 +46,27 @@ class CudaMover:
     """Moves chunks for one GPU."""
 
     def __init__(
-        self, layout: PagedLayout, frames: FrameMemory, kernels: Kernels, *, blocks_per_chunk: int, tuning: Tuning,
-        gathers_first: bool = False,
+        self, kinds: Sequence[tuple[PagedLayout, Kernels]], frames: FrameMemory, *, blocks_per_chunk: int, tuning: Tuning,
+        kind_of: Sequence[int] = (0,), gathers_first: bool = False,
     ) -> None:  # fmt: skip
         """Allocates the staging rings and starts pinning ``frames``. Raises CudaError, or ValueError for a ring too small.
 
+        ``kind_of``: of each KV cache group, which of ``kinds`` its pages are; all share streams, staging and pinned memory.
         ``gathers_first``: whatever follows a step's saves on the compute stream waits for their gathers, for an engine that writes
         blocks before `begin_step` names them.
         """
-        self._device = kernels.tiles.device
+        all_kernels = [kernels for _, kernels in kinds]
+        self._device = all_kernels[0].tiles.device
         frames_per_pin = max(1, GOOD_PIECE_BYTES // frames.frame_bytes)
         tuning = tuning.fitted(frames.part_bytes)
-        shape = Shape(kernels.block_tiles, tuning.slot_bytes, frames.part_bytes, blocks_per_chunk, frames_per_pin)
-        trailers = Trailers(frames, layout=layout.digest, block_bytes=layout.block_bytes)
-        bytes_ahead = (SLOTS_AHEAD - 1) * tuning.slot_bytes
-        self._shared = shared = Shared(layout, frames, trailers, shape, bytes_ahead, self._compute, self._break)
-        self.saves, self.loads = (Lane(kernels, tuning, frames, to_host=to_host) for to_host in (True, False))
+        bounds = (tuning.slot_bytes, frames.part_bytes, blocks_per_chunk, frames_per_pin)
+        parts = [
+            Kind(Shape(kernels.block_tiles, *bounds), Trailers(frames, layout=layout.digest, block_bytes=layout.block_bytes))
+            for layout, kernels in kinds
+        ]
+        bytes_ahead, num_blocks = (SLOTS_AHEAD - 1) * tuning.slot_bytes, kinds[0][0].num_blocks
+        self._shared = shared = Shared(parts, kind_of, frames, num_blocks, bytes_ahead, self._compute, self._break)
+        self.saves, self.loads = (Lane(all_kernels, tuning, frames, to_host=to_host) for to_host in (True, False))
         few_saved, few_loaded = (ramp(shared.chunks_per_job, frames.part_bytes, us) for us in (SAVE_PREPARE_US, LOAD_PREPARE_US))
         self._saves = Saves(shared, self.saves, few_saved, gathers_first=gathers_first)
         self._loads = Loads(shared, self.loads, few_loaded, order_after_saves=self._saves.order_after_gathers)
@@ -170,26 +175,32 @@ def _current_stream(device: torch.device) -> int:
 
 
 def prepare(
-    layout: PagedLayout, *, blocks_per_chunk: int, staging_bytes: int, gathers_first: bool
-) -> Callable[[PagedLayout, FrameWindow], CudaMover]:
-    """Compile for ``layout`` at engine start, so that an engine whose kernels cannot be had does not start.
+    layouts: Sequence[PagedLayout], *, blocks_per_chunk: int, staging_bytes: int, gathers_first: bool
+) -> Callable[[FrameWindow], CudaMover]:
+    """Compile for ``layouts``, one a KV cache group, at engine start: an engine whose kernels cannot be had does not start.
 
     What is returned makes the mover, when the arena is known. Raises UnsupportedError or CudaError.
     """
-    device = layout.planes[0].storage.device
-    with torch.cuda.device(device):
-        kernels = Kernels(layout, device, default_cache_dir() / "kernels")
-    tuning = Tuning.of(staging_bytes, kernels.num_sms)
-    logger.info(
-        "kvloft: kernels of %d-byte accesses for %d planes, %d KiB a block, on %s; %d x %d MiB of staging each way",
-        kernels.vec_bytes, kernels.num_planes, layout.block_bytes >> 10, torch.cuda.get_device_name(device),
-        tuning.num_slots, tuning.slot_bytes >> 20,
-    )  # fmt: skip
+    device = layouts[0].planes[0].storage.device
+    kinds: dict[tuple[object, ...], tuple[PagedLayout, Kernels]] = {}
+    addresses = [(layout.digest, *((p.base, p.block_stride, p.page_bytes) for p in layout.planes)) for layout in layouts]
+    for where, layout in zip(addresses, layouts, strict=True):
+        if where not in kinds:
+            with torch.cuda.device(device):
+                kinds[where] = layout, Kernels(layout, device, default_cache_dir() / "kernels")
+    tuning = Tuning.of(staging_bytes, next(iter(kinds.values()))[1].num_sms)
+    for layout, kernels in kinds.values():
+        logger.info(
+            "kvloft: kernels of %d-byte accesses for %d planes, %d KiB a block, on %s; %d x %d MiB of staging each way",
+            kernels.vec_bytes, kernels.num_planes, layout.block_bytes >> 10, torch.cuda.get_device_name(device),
+            tuning.num_slots, tuning.slot_bytes >> 20,
+        )  # fmt: skip
 
-    def make(same_layout: PagedLayout, window: FrameWindow) -> CudaMover:
+    def make(window: FrameWindow) -> CudaMover:
         with torch.cuda.device(device):
             return CudaMover(
-                same_layout, window.memory, kernels, blocks_per_chunk=blocks_per_chunk, tuning=tuning, gathers_first=gathers_first
-            )
+                list(kinds.values()), window.memory, blocks_per_chunk=blocks_per_chunk, tuning=tuning,
+                kind_of=[list(kinds).index(where) for where in addresses], gathers_first=gathers_first,
+            )  # fmt: skip
 
     return make

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvloft import _core
 from kvloft.seam.batch import ChunkBatch
 from kvloft.seam.plan import SavePlan
 from kvloft.transfer.cuda import driver
@@ -35,14 +34,17 @@ class Saves(Half):
         self._open: dict[Job, None] = {}
         self._num_pieces = 0
         """So far, sent or queued; each has its number."""
-        self._last_gather: npt.NDArray[np.int64] = np.full(shared.layout.num_blocks, -1, dtype=np.int64)
+        self._last_gather: npt.NDArray[np.int64] = np.full(shared.num_blocks, -1, dtype=np.int64)
         """Of each block: number of the last piece that reads it."""
         self.waits_for_pins = True
         """Off while everything must be sent: a save whose frames are not pinned then fails."""
 
     def submit(self, plans: Sequence[SavePlan]) -> None:
         """Queue gathers behind the forward just launched, and send the first; what cannot be taken is dropped."""
-        chunks = plans[0].chunks if len(plans) == 1 else _core.ChunkBatch.concat([plan.chunks for plan in plans])
+        for kind, chunks in self._shared.by_kind(plans):
+            self._submit(kind, chunks)
+
+    def _submit(self, kind: int, chunks: ChunkBatch) -> None:
         if not chunks or self._shared.broken is not None:
             self._drop(chunks)
             return
@@ -54,7 +56,7 @@ class Saves(Half):
             while done < len(chunks) and self._shared.broken is None:
                 batch = chunks[done : done + next(sizes)]
                 first_number = self._num_pieces
-                if (pieces := self._queue(batch.by_frame(), mark)) is None:
+                if (pieces := self._queue(kind, batch.by_frame(), mark)) is None:
                     break
                 done += len(batch)
                 self.feed()  # the link is at work while the rest is prepared
@@ -84,13 +86,13 @@ class Saves(Half):
     def _drop(self, chunks: ChunkBatch) -> None:
         self._shared.done.failed += chunks.tickets()
 
-    def _queue(self, chunks: ChunkBatch, after: Mark) -> Sequence[Piece] | None:
+    def _queue(self, kind: int, chunks: ChunkBatch, after: Mark) -> Sequence[Piece] | None:
         """The pieces that were queued; None: there is no room for so many."""
         if (problem := self._shared.problem_of(chunks)) is not None:
             logger.error("kvloft: saves that cannot be made: %s", problem)
             self._drop(chunks)
             return ()
-        job = self._shared.new_job(chunks, after)
+        job = self._shared.new_job(kind, chunks, after)
         if len(self.flying) + len(self.queued) + len(job.pieces) > MAX_PIECES:
             return None
         self._open[job] = None
@@ -115,7 +117,7 @@ class Saves(Half):
         if piece is not job.pieces[-1]:
             return
         if job.is_all_pinned:
-            self._shared.trailers.seal(job.table.frames, job.table.keys, job.tags, job.table.num_blocks)
+            self._shared.trailers_of(job).seal(job.table.frames, job.table.keys, job.tags, job.table.num_blocks)
             done.saved += job.chunks.tickets()
         else:
             self._drop(job.chunks)

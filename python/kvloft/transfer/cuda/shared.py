@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kvloft.seam.batch import ChunkBatch
+from kvloft import _core
+from kvloft.seam.batch import ChunkBatch, GroupBatches
+from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import driver
 from kvloft.transfer.cuda.jobs import Job, Load, Mark
 from kvloft.transfer.cuda.lanes import MAX_PIECES, Lane, Sent
@@ -25,7 +27,6 @@ from kvloft.transfer.cuda.pieces import ChunkTable, Piece, Shape, split
 from kvloft.transfer.cuda.pinning import PinnedRange
 from kvloft.transfer.cuda.trailers import Trailers
 from kvloft.transfer.frames import FrameMemory
-from kvloft.transfer.layout import PagedLayout
 from kvloft.transfer.mover import Finished
 
 logger = logging.getLogger(__name__)
@@ -34,14 +35,25 @@ NUM_MARKS = 8
 """Made at start; more steps with copies that have not started are rare, and then more are made."""
 
 
+class Kind(NamedTuple):
+    """Pages that lie alike: how they are cut into pieces, and the trailers of their frames. KV cache groups may share one."""
+
+    shape: Shape
+    trailers: Trailers
+
+
 @dataclass(slots=True, eq=False)
 class Shared:
-    """``fail`` is what a half calls after a CUDA error; ``compute`` is the stream that forwards are launched on."""
+    """``fail`` is what a half calls after a CUDA error; ``compute`` is the stream that forwards are launched on.
 
-    layout: PagedLayout
+    ``kind_of`` says of which of ``kinds`` a KV cache group's pages are. All ids of blocks are below ``num_blocks``: whatever group
+    has a block, it is the same memory.
+    """
+
+    kinds: Sequence[Kind]
+    kind_of: Sequence[int]
     memory: FrameMemory
-    trailers: Trailers
-    shape: Shape
+    num_blocks: int
     bytes_ahead: int
     """When so many of one direction are on the GPU, no more are sent."""
     compute: Callable[[], driver.Stream]
@@ -66,7 +78,15 @@ class Shared:
 
     @property
     def chunks_per_job(self) -> int:
-        return max(1, self.shape.chunks_per_piece)
+        return max(1, self.kinds[0].shape.chunks_per_piece)  # a slot takes as many parts of any kind
+
+    def by_kind(self, plans: Sequence[SavePlan | LoadPlan]) -> list[tuple[int, ChunkBatch]]:
+        """All chunks of ``plans``, a batch for each kind of pages."""
+        found: dict[int, list[ChunkBatch]] = {}
+        for plan in plans:
+            for group, chunks in plan.chunks.batches if isinstance(plan.chunks, GroupBatches) else ((0, plan.chunks),):
+                found.setdefault(self.kind_of[group], []).append(chunks)
+        return [(kind, some[0] if len(some) == 1 else _core.ChunkBatch.concat(some)) for kind, some in found.items()]
 
     def take_done(self) -> Finished:
         done, self.done = self.done, Finished()
@@ -80,17 +100,21 @@ class Shared:
 
     def problem_of(self, chunks: ChunkBatch) -> str | None:
         """Which copy would leave the arena, its frame or the paged KV; None if none does."""
-        blocks_per_chunk = self.shape.blocks_per_chunk
+        blocks_per_chunk = self.kinds[0].shape.blocks_per_chunk
         try:
-            chunks.check(num_frames=self.memory.num_frames, num_blocks=self.layout.num_blocks, blocks_per_chunk=blocks_per_chunk)
+            chunks.check(num_frames=self.memory.num_frames, num_blocks=self.num_blocks, blocks_per_chunk=blocks_per_chunk)
         except ValueError as error:
             return f"copy: {error}"
         return None
 
-    def new_job(self, chunks: ChunkBatch, after: Mark | None, owners: Sequence[tuple[Load, int]] = ()) -> Job:
+    def new_job(self, kind: int, chunks: ChunkBatch, after: Mark | None, owners: Sequence[tuple[Load, int]] = ()) -> Job:
         """``chunks`` have no problem."""
         table = ChunkTable.of(chunks)
-        return Job(chunks, table, tuple(split(table, self.shape)), np.zeros(len(chunks), dtype=np.uint64), after, owners)
+        pieces = tuple(split(table, self.kinds[kind].shape))
+        return Job(kind, chunks, table, pieces, np.zeros(len(chunks), dtype=np.uint64), after, owners)
+
+    def trailers_of(self, job: Job) -> Trailers:
+        return self.kinds[job.kind].trailers
 
     @property
     def num_pinned(self) -> int:
@@ -169,7 +193,7 @@ class Half(ABC):
             job.after = None
         is_pinned = self._shared.is_pinned(job)
         job.is_all_pinned = job.is_all_pinned and is_pinned
-        sent = self.lane.submit(piece, is_pinned=is_pinned)
+        sent = self.lane.submit(piece, kind=job.kind, is_pinned=is_pinned)
         self.num_bytes += piece.num_bytes
         self.flying.append(InFlight(job, piece, sent, time.perf_counter()))
 

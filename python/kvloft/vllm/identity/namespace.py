@@ -85,6 +85,8 @@ def namespace_fields(
         "transformers": transformers.__version__,  # sizes of images, code of models
         "vllm": vllm.__version__,
     }  # fmt: skip
+    if len(shape.groups) > 1:
+        fields["groups"] = [(group.kind, group.reach) for group in shape.groups]
     return [(name, repr(value) if value is not None else "") for name, value in fields.items()]
 
 

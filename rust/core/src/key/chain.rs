@@ -10,8 +10,15 @@ use super::ChunkKey;
 use super::content::{Kind, Pending, Run, View};
 use super::dtype::Row;
 use super::items::{Item, Items};
-use super::mode::{CHAIN, Digest, PARALLEL_BYTES, TOKENS};
+use super::mode::{CHAIN, Digest, GROUP, PARALLEL_BYTES, TOKENS};
 use crate::{Error, ErrorKind, Result};
+
+/// `keyed(K("group"), key | group as u32 | zeros)`, 64 bytes in all: what another group of layers keeps of the same prefix.
+fn of_group(key: &ChunkKey, group: u32) -> ChunkKey {
+    let mut number = Digest::default();
+    number[..4].copy_from_slice(&group.to_le_bytes());
+    ChunkKey(GROUP.hash_pair(&key.0, &number))
+}
 
 /// Token ids hashed per round: enough for all SIMD lanes, small enough for the first-level cache.
 const BATCH_IDS: usize = 4 << 10;
@@ -67,6 +74,30 @@ impl KeyChain {
         self.keys.get(block as usize).copied().ok_or_else(|| {
             bad("no such full block").with_context("block", block).with_context("num_blocks", self.keys.len())
         })
+    }
+
+    /// The first `num_blocks` full blocks, as KV cache group `group` keeps them; None: with the keys of this chain. A value of
+    /// its own, to look up and save with.
+    #[must_use]
+    pub fn prefix(&self, num_blocks: u32, group: Option<u32>) -> Self {
+        let keys = &self.keys[..self.keys.len().min(num_blocks as usize)];
+        self.with_keys(keys, |key| group.map_or(*key, |group| of_group(key, group)))
+    }
+
+    /// What `group` keeps of full block `block` alone, valid at that block's end: a chain of one block.
+    pub fn attached(&self, block: u32, group: u32) -> Result<Self> {
+        let key = self.key(block)?;
+        Ok(self.with_keys(&[key], |key| of_group(key, group)))
+    }
+
+    fn with_keys(&self, keys: &[ChunkKey], of: impl Fn(&ChunkKey) -> ChunkKey) -> Self {
+        Self {
+            root: of(&self.root),
+            block_tokens: self.block_tokens,
+            keys: keys.iter().map(of).collect(),
+            pending: Pending::default(),
+            items: Items::default(),
+        }
     }
 
     /// Declares a multimodal item on positions [start, start + `num_tokens`), before any of them is appended.

@@ -19,6 +19,7 @@ pub(super) static TOKENS: LazyLock<Mode> = LazyLock::new(|| Mode::new("tokens"))
 pub(super) static EMBEDS: LazyLock<Mode> = LazyLock::new(|| Mode::new("embeds"));
 pub(super) static MIXED: LazyLock<Mode> = LazyLock::new(|| Mode::new("mixed"));
 pub(super) static CHAIN: LazyLock<Mode> = LazyLock::new(|| Mode::new("chain"));
+pub(super) static GROUP: LazyLock<Mode> = LazyLock::new(|| Mode::new("group"));
 
 /// From this many bytes on, hashing is spread over rayon's threads; below it, waking them costs more than it saves.
 /// The pool starts with the first such hash, so a process must not fork and hash in the child after that.

@@ -1,0 +1,141 @@
+"""CudaMover with several KV cache groups: pages of two kinds over the same memory, one arena, one staging area, each byte compared.
+
+The emulated GPU runs the same functions (`test_emulated_groups.py`), and random steps of groups (`test_emulated_steps.py`).
+"""
+
+import random
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+from batches import batch_of
+from gpu_support import Frames, Paged, copies_of, make_mover, part_bytes_for, per_layer, turned
+from kernels_oracle import chunk_tag
+
+from kvloft.seam.batch import ChunkCopy, GroupBatches
+from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.plan import LoadPlan, SavePlan
+from kvloft.transfer.cuda.mover import CudaMover
+from kvloft.transfer.cuda.trailers import trailers_of
+
+pytestmark = pytest.mark.gpu
+GROUPS = (0, 1, 0)
+"""Which kind each group's pages are."""
+BLOCKS = 60
+PAGES = [900, 4096, 5000]
+
+
+def half_block(paged: Paged) -> Paged:
+    """A group with fewer layers: the second layer's pages only."""
+    return Paged(paged.buffers, paged.planes[1:], paged.num_blocks, digest=bytes(32))
+
+
+OTHERS = {"turned": turned, "half": half_block}
+
+
+class Rig:
+    """Groups over the same memory; a third of the blocks is each group's."""
+
+    def __init__(self, page: int, other: str, *, slot_bytes: int = 1 << 16) -> None:
+        self.paged = per_layer(2, BLOCKS, page)
+        self.kinds = [self.paged, OTHERS[other](self.paged)]
+        self.frames = Frames(BLOCKS, part_bytes_for(self.paged.block_bytes))
+        self.mover: CudaMover = make_mover(
+            self.paged, self.frames, 1, ring=(2, slot_bytes), others=self.kinds[1:], kind_of=GROUPS
+        )
+        order = random.Random(page).sample(range(BLOCKS), BLOCKS)
+        self.blocks = [order[group::3] for group in range(3)]
+        self.copies = [
+            copies_of(blocks, [[block] for block in blocks], first_key=1 + 100 * group) for group, blocks in enumerate(self.blocks)
+        ]
+
+    def kind(self, group: int) -> Paged:
+        return self.kinds[GROUPS[group]]
+
+    def save(self) -> list[int]:
+        batches = GroupBatches(tuple((group, batch_of(copies)) for group, copies in enumerate(self.copies)))
+        self.mover.begin_step(())
+        self.mover.submit_saves([SavePlan(ReqId("s"), batches)])
+        return sorted(self.mover.drain().saved)
+
+
+def batches_to(copies: list[tuple[ChunkCopy, ...]], targets: list[list[int]]) -> GroupBatches:
+    """Loads of these chunks into other blocks."""
+    moved = [
+        [ChunkCopy(c.frame, c.key, 1, 0, (BlockId(to),)) for c, to in zip(group, blocks, strict=True)]
+        for group, blocks in zip(copies, targets, strict=True)
+    ]
+    return GroupBatches(tuple((group, batch_of(chunks)) for group, chunks in enumerate(moved) if chunks))
+
+
+@pytest.mark.parametrize("other", OTHERS)
+@pytest.mark.parametrize("page", PAGES)
+def test_bytes_of_every_group_come_back(page: int, other: str) -> None:
+    rig = Rig(page, other)
+    rig.paged.randomize(page)
+    before = rig.paged.snapshot()
+    assert rig.save() == sorted(copy.ticket for copies in rig.copies for copy in copies)
+    trailers = trailers_of(rig.frames.memory)
+    for group, copies in enumerate(rig.copies):
+        page_bytes = [plane[3] for plane in rig.kind(group).planes]
+        for copy in copies:
+            want = rig.kind(group).payload(copy.blocks).cpu().numpy()
+            assert np.array_equal(rig.frames.parts[copy.frame, : len(want)], want)
+            assert int(trailers[copy.frame]["tag"]) == chunk_tag(want, page_bytes, 1)
+            assert trailers[copy.frame]["layout"].tobytes() == rig.kind(group).digest
+            assert int(trailers[copy.frame]["payload_bytes"]) == len(want)
+    rig.paged.poison()
+    want_pages = rig.paged.snapshot()
+    targets = [blocks[::-1] for blocks in rig.blocks[1:] + rig.blocks[:1]]
+    for group, (copies, blocks) in enumerate(zip(rig.copies, targets, strict=True)):
+        for copy, to in zip(copies, blocks, strict=True):
+            rig.kind(group).place(want_pages, rig.kind(group).payload(copy.blocks, before), [to])
+    rig.mover.begin_step((), has_loads=True)
+    rig.mover.submit_loads([LoadPlan(ReqId("l"), 7, batches_to(rig.copies, targets))])
+    done = rig.mover.drain()
+    assert [(result.load_id, result.bad_keys, result.failed) for result in done.loads] == [(7, (), False)], "reported once"
+    assert not done.bad_blocks
+    for now, then in zip(rig.paged.buffers, want_pages, strict=True):
+        assert torch.equal(now, then)
+    assert rig.save(), "and it goes on"
+    rig.mover.close()
+
+
+def test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_another() -> None:
+    """Its gather is behind a queue when the load comes, and its old owner gone: no step names it as rewritten."""
+    rig = Rig(4096, "turned", slot_bytes=3 * 12288)
+    rig.paged.randomize(1)
+    rig.save()
+    loaded, last = rig.copies[1][0], rig.copies[2][-1]
+    brought = rig.kind(1).payload(loaded.blocks).clone()
+    rig.paged.randomize(2)
+    wanted = rig.kind(2).payload(last.blocks).cpu().numpy()
+    rig.mover.begin_step(())
+    saves = GroupBatches(tuple((group, batch_of(rig.copies[group])) for group in (0, 2)))
+    rig.mover.submit_saves([SavePlan(ReqId("s"), saves)])
+    rig.mover.begin_step((), has_loads=True)
+    plan = LoadPlan(ReqId("l"), 1, batches_to([(), (loaded,), ()], [[], list(last.blocks), []]))
+    rig.mover.submit_loads([plan])
+    done = rig.mover.drain()
+    assert not done.failed and not done.bad_blocks
+    assert np.array_equal(rig.frames.parts[last.frame, : len(wanted)], wanted)
+    assert torch.equal(rig.kind(1).payload(last.blocks), brought)
+    rig.mover.close()
+
+
+def test_what_is_wrong_in_one_group_is_told_and_the_others_arrive() -> None:
+    rig = Rig(900, "turned")
+    rig.paged.randomize(2)
+    rig.save()
+    broken = rig.copies[1][3]
+    rig.frames.parts[broken.frame, 5] ^= 1
+    rig.paged.poison()
+    rig.mover.begin_step((), has_loads=True)
+    rig.mover.submit_loads([LoadPlan(ReqId("l"), 1, batches_to(rig.copies, rig.blocks)), LoadPlan(ReqId("m"), 2, GroupBatches())])
+    done = rig.mover.drain()
+    assert {result.load_id: [key for key, _ in result.bad_keys] for result in done.loads} == {1: [broken.key], 2: []}
+    assert done.bad_blocks == set(broken.blocks)
+    rig.mover.close()
+

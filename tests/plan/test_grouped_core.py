@@ -1,0 +1,125 @@
+"""The scheduler half with two KV cache groups over the real store: what it saves, when not, and what it loads."""
+
+from typing import Any
+
+import pytest
+from sim_request import Request
+
+from kvloft import _core
+from kvloft.plan import SchedulerCore
+from kvloft.seam.batch import GroupBatches, Tables
+from kvloft.seam.ids import ReqId
+from kvloft.seam.plan import StepPlan, StepReport
+from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
+from kvloft.seam.views import BoundaryState, NewRequest, StepView
+
+BLOCK = 4
+FRAME = 8192
+SHAPE = CacheShape(
+    (GroupShape(BLOCK, kind="window", reach=5), GroupShape(BLOCK), GroupShape(BLOCK, kind="state")), part_bytes=FRAME
+)
+PROMPT = list(range(100, 117))
+
+
+class Bench:
+    """One engine with a store."""
+
+    def __init__(self) -> None:
+        self.store = _core.Session(frame_bytes=FRAME, host_bytes=FRAME * 64, namespace=bytes(32))
+        root = _core.root_key(bytes(32), None, None)
+        arena = ArenaSpec(self.store.arena_path, FRAME, self.store.num_frames)
+        chains = lambda _: _core.KeyChain(root, block_tokens=BLOCK)  # noqa: E731
+        self.core = SchedulerCore(self.store, chains, SHAPE, arena=arena, clock=lambda: 0.0, shares_blocks=True)
+
+    def step(self, request: Request, num: int, tables: Tables | None, *, new: bool = True, states: Any = ()) -> StepPlan:
+        """A forward of ``num`` tokens of ``request``."""
+        req_id, computed = ReqId(request.req_id), request.num_computed_tokens
+        columns: dict[str, Any] = {"new": [NewRequest(req_id, computed, ())]} if new else {}
+        if not new:
+            columns = {"running": [req_id], "num_computed_tokens": [computed]}
+        view = StepView(
+            **columns, num_scheduled_tokens={req_id: num}, total_scheduled_tokens=num, tables=lambda _: tables, states=states
+        )
+        request.num_computed_tokens += num
+        return self.core.plan_step(view)
+
+    def finish(self, plan: StepPlan) -> None:
+        tickets = [ticket for save in plan.saves for ticket in save.chunks.tickets()]
+        self.core.absorb(StepReport(saved=tuple(tickets)))
+
+
+def tables_of(window: list[int]) -> Tables:
+    return Tables([window, [11, 12, 13, 14, 15], [0, 0, 0, 34, 35]], SHAPE.main)  # type: ignore[list-item]
+
+
+def request_of(req_id: str = "a", ids: list[int] = PROMPT) -> Request:
+    return Request(ReqId(req_id), list(ids), 9, num_prompt_tokens=len(ids))
+
+
+def saved(plan: StepPlan) -> set[tuple[int, int]]:
+    """(group, block) of all that is saved."""
+    batches = [each for save in plan.saves if isinstance(save.chunks, GroupBatches) for each in save.chunks.batches]
+    return {(group, block) for group, batch in batches for block in batch.block_ids()}
+
+
+def saving_step(bench: Bench, request: Request) -> StepPlan:
+    tables = tables_of([0, 22, 23, 24, 25])
+    bench.core.admit(request, 0, tables)
+    state = BoundaryState(ReqId(request.req_id), 2, 34, 16)  # type: ignore[arg-type]
+    return bench.step(request, 17, tables, states=[state])
+
+
+def test_each_group_s_complete_blocks_are_saved_and_found_again() -> None:
+    bench = Bench()
+    plan = saving_step(bench, request_of())
+    assert saved(plan) == {(1, 11), (1, 12), (1, 13), (1, 14), (0, 22), (0, 23), (0, 24), (2, 34)}
+    bench.finish(plan)
+    bench.core.finish(ReqId("a"))
+    other = request_of("b", [*PROMPT, 9])
+    assert bench.core.match(other, 0) == 16
+    bench.core.admit(other, 16, tables_of([0, 0, 53, 54, 55]))
+    (load,) = bench.step(other, 0, tables_of([0, 0, 53, 54, 55])).loads
+    assert not load.lost
+    assert isinstance(load.chunks, GroupBatches)
+    assert {group: batch.block_ids() for group, batch in load.chunks.batches} == {1: [11, 12, 13, 14], 0: [53, 54], 2: [34]}
+
+
+def test_without_a_state_there_is_no_hit_and_with_one_less_it_ends_there() -> None:
+    bench = Bench()
+    plan = saving_step(bench, request_of())
+    state = next(batch for _, batch in plan.saves[-1].chunks.batches)  # type: ignore[union-attr]
+    tickets = [ticket for save in plan.saves[:-1] for ticket in save.chunks.tickets()]
+    bench.core.absorb(StepReport(saved=tuple(tickets), failed=tuple(state.tickets())))
+    assert bench.core.match(request_of("b"), 0) == 0
+
+
+def test_what_a_request_computed_before_a_reset_is_not_saved_after_it() -> None:
+    bench = Bench()
+    request = request_of()
+    bench.finish(saving_step(bench, request))
+    request.token_ids += [1, 2, 3, 4]
+    bench.core.reset()
+    assert not bench.step(request, 4, tables_of([0, 22, 23, 24, 25]), new=False).saves
+
+
+@pytest.mark.parametrize("tables", [None, Tables([[], [], []], SHAPE.main)])
+def test_a_step_that_does_not_tell_tables_saves_later_and_forgets_no_reset(tables: Tables | None) -> None:
+    bench = Bench()
+    request = request_of()
+    bench.core.admit(request, 0, tables_of([0, 22, 23, 24, 25]))
+    assert not bench.step(request, 17, tables).saves
+    request.token_ids += [1, 2, 3, 4]
+    assert (1, 11) in saved(bench.step(request, 1, tables_of([0, 22, 23, 24, 25]), new=False))
+    assert not bench.step(request, 2, tables, new=False).saves, "the fifth block is complete, and not told"
+    bench.core.reset()
+    assert not bench.step(request, 1, tables_of([0, 22, 23, 24, 25]), new=False).saves
+
+
+def test_a_state_whose_tokens_are_not_known_yet_is_not_kept() -> None:
+    bench = Bench()
+    request = request_of(ids=PROMPT[:15])
+    tables = tables_of([0, 22, 23, 24, 25])
+    bench.core.admit(request, 0, tables)
+    bench.step(request, 15, tables)
+    plan = bench.step(request, 1, tables, new=False, states=[BoundaryState(ReqId("a"), 2, 34, 16)])  # type: ignore[arg-type]
+    assert (2, 34) not in saved(plan)

@@ -1,0 +1,33 @@
+"""KVLoftGroupsConnector: how loads that failed are told, with one KV cache group and with several."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1 import base
+
+from kvloft.vllm.connector import KVLoftGroupsConnector
+
+if not hasattr(base, "KVConnectorTransferResults"):
+    pytest.skip("this vLLM asks connectors for no results of several groups", allow_module_level=True)
+
+
+@pytest.mark.parametrize("is_grouped", [True, False])
+def test_bad_blocks_are_told_by_their_ids_only_where_one_group_has_them(is_grouped: bool) -> None:
+    """An id says which tokens are missing only with one group; then vLLM computes from there on, else all again."""
+    bad = {5, 6}
+
+    def take_bad_blocks() -> set[int]:
+        taken = set(bad)
+        bad.clear()
+        return taken
+
+    connector: Any = object.__new__(KVLoftGroupsConnector)
+    core = SimpleNamespace(failed_loads={"b"})
+    connector._worker = SimpleNamespace(
+        is_grouped=is_grouped, core=core, take_finished=lambda: {"a", "b"}, take_bad_blocks=take_bad_blocks
+    )
+    results = connector.get_transfer_results(set())
+    assert results.finished_recving == {"a", "b"}
+    assert set(getattr(results, "failed_recving", ()) or ()) == ({"b"} if is_grouped else set())
+    assert connector.get_block_ids_with_load_errors() == (set() if is_grouped else {5, 6})
