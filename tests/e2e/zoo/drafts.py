@@ -15,6 +15,7 @@ from .parts import Heads, Tensors, Weights, config, weights
 
 NUM_LAYERS = 3
 REST_GAIN = 0.6
+WINDOW = 64
 EMBED_STD = 0.1
 PROJECTIONS = (
     "self_attn.q_proj",
@@ -30,6 +31,12 @@ PROJECTIONS = (
 def llama_config(num_layers: int = NUM_LAYERS, **more: Any) -> dict[str, Any]:
     """A Llama."""
     return config("LlamaForCausalLM", "llama", num_hidden_layers=num_layers) | more
+
+
+def windows_config() -> dict[str, Any]:
+    """The same Llama with windows in all layers but the first, which the drafter copies."""
+    kinds = ["full_attention", *["sliding_attention"] * (NUM_LAYERS - 1)]
+    return llama_config(layer_types=kinds, sliding_window=WINDOW)
 
 
 def _target(seed: int) -> Weights:
