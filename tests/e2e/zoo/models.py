@@ -92,7 +92,7 @@ SMALL: dict[str, Any] = {"num_blocks": 300, "max_model_len": 1024, "enable_promp
 STATES = {"mamba_cache_mode": "align"}
 NGRAM = {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
 LLAMA = (drafts.llama_config, drafts.llama_weights, ("full",))
-WINDOWS = (drafts.windows_config, drafts.llama_weights, ("window 64", "full"))
+WINDOWS = (drafts.windows_config, drafts.windows_weights, ("full", "window 64"))
 AFTER = f".layers.{drafts.NUM_LAYERS}."
 """Where a drafter's layer is numbered after the target's."""
 THREE_STATES = (*("state (align)",) * 3, "full")
