@@ -53,7 +53,7 @@ HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
 
 def has_draft_kv(vllm_config: Any) -> bool:
     """Whether a drafter keeps KV of its own in the engine's blocks."""
-    speculative = vllm_config.speculative_config
+    speculative = getattr(vllm_config, "speculative_config", None)
     return speculative is not None and speculative.method in (*HIDDEN_DRAFTERS, "draft_model")
 
 
