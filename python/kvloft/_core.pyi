@@ -33,15 +33,16 @@ class KeyChain:
 
     Content is appended position by position; a block's key is computed when its last position arrives. A chunk's key is
     the key of its last block, a tail's likewise: which keys are used is the store's business (``blocks_per_chunk``).
+    With a ``lookahead`` of n (at most a block) each key stands for the n positions behind its block, too.
     """
 
-    def __new__(cls, root: bytes, *, block_tokens: int) -> KeyChain: ...
+    def __new__(cls, root: bytes, *, block_tokens: int, lookahead: int = 0) -> KeyChain: ...
     @property
     def num_tokens(self) -> int:
         """Positions appended so far."""
     @property
     def num_blocks(self) -> int:
-        """Full blocks so far, each with a key."""
+        """Full blocks so far, each with a key: all positions that it stands for were appended."""
     def add_item(self, identifier: str, start: int, num_tokens: int) -> None:
         """Declare a multimodal item on positions [start, start + num_tokens), before they are appended (again: no effect)."""
     def append_tokens(self, token_ids: Sequence[int], start: int = 0, stop: int | None = None, /) -> None:

@@ -19,9 +19,11 @@ CASES: list[dict[str, Any]] = json.loads(model.VECTORS.read_text(encoding="utf-8
 ROOT = _core.root_key(bytes(32), None, None)
 
 
-def chain_of(content: Sequence[model.Position], items: Sequence[model.Item], root: bytes, block_tokens: int) -> _core.KeyChain:
+def chain_of(
+    content: Sequence[model.Position], items: Sequence[model.Item], root: bytes, block_tokens: int, lookahead: int = 0
+) -> _core.KeyChain:
     """A chain with all of it, appended one position at a time."""
-    chain = _core.KeyChain(root, block_tokens=block_tokens)
+    chain = _core.KeyChain(root, block_tokens=block_tokens, lookahead=lookahead)
     for item in items:
         chain.add_item(item.identifier, item.start, item.num_tokens)
     for position in content:
@@ -79,15 +81,17 @@ media = st.lists(
 )
 
 
-@given(positions, media, st.integers(1, 20), st.integers(0, 70))
+@given(positions, media, st.integers(1, 20), st.integers(0, 70), st.sampled_from([0, 0, 1, 3]))
 def test_any_prompt_has_the_oracles_keys(
-    content: list[model.Position], items: list[model.Item], block_tokens: int, cut: int
+    content: list[model.Position], items: list[model.Item], block_tokens: int, cut: int, lookahead: int
 ) -> None:
-    chain = chain_of(content, items, ROOT, block_tokens)
-    wanted = model.chain_keys(ROOT, content, items, block_tokens)
+    lookahead = min(lookahead, block_tokens)
+    chain = chain_of(content, items, ROOT, block_tokens, lookahead)
+    wanted = model.chain_keys(ROOT, content, items, block_tokens, lookahead)
     assert keys_of(chain) == wanted
-    part = chain_of(content[:cut], items, ROOT, block_tokens)
-    assert (part.num_tokens, part.num_blocks) == (min(cut, len(content)), min(cut, len(content)) // block_tokens)
+    part = chain_of(content[:cut], items, ROOT, block_tokens, lookahead)
+    num_tokens = min(cut, len(content))
+    assert (part.num_tokens, part.num_blocks) == (num_tokens, max(0, num_tokens - lookahead) // block_tokens)
     assert keys_of(part) == wanted[: part.num_blocks]
 
 
@@ -104,7 +108,7 @@ def test_any_root_is_the_oracles(fields: list[tuple[str, str]], adapter: tuple[s
 
 def test_a_whole_list_at_once_has_the_keys_of_single_ids() -> None:
     ids = [number * 2_654_435_761 % 151_936 for number in range(9000)]
-    for block_tokens in (16, 40, 256, 300):
-        chain = _core.KeyChain(ROOT, block_tokens=block_tokens)
+    for block_tokens, lookahead in ((16, 0), (40, 0), (256, 0), (300, 0), (16, 1), (256, 3)):
+        chain = _core.KeyChain(ROOT, block_tokens=block_tokens, lookahead=lookahead)
         chain.append_tokens(ids)
-        assert keys_of(chain) == model.chain_keys(ROOT, [model.Token(token) for token in ids], [], block_tokens)
+        assert keys_of(chain) == model.chain_keys(ROOT, [model.Token(token) for token in ids], [], block_tokens, lookahead)

@@ -16,17 +16,12 @@ from .conftest import Truth
 from .zoo.models import IS_WHOLE, ZOO, ZooModel, chosen
 
 HAS_STATES = "not tried yet with kv_groups=all"
-DRAFTS = "kvloft refuses drafters with KV of their own"
 REFUSED = {
     "granite4": HAS_STATES,
     "nemotron-h": HAS_STATES,
     "falcon-h1": HAS_STATES,
     "lfm2": HAS_STATES,
     "deepseek-v2": "kvloft refuses latent attention on CPUs without AMX: vLLM computes its prompts only whole there",
-    "draft-model": DRAFTS,
-    "eagle": DRAFTS,
-    "eagle3": DRAFTS,
-    "mtp": DRAFTS,
 }
 """What kvloft does not serve yet, and why: when it does, its row goes."""
 
@@ -182,7 +177,7 @@ def test_drafts_are_accepted_as_often_on_a_hit_as_cold(place: Place, serve: Call
     assert engine.reset()
     assert min(ask(place, engine, *prompts)) > 0
     warm = accepted(engine) - cold
-    assert warm >= 0.9 * cold
+    assert warm >= 0.99 * cold
 
 
 def accepted(engine: Engine) -> float:

@@ -33,7 +33,7 @@ from .ledger import Ledger
 from .memory import Memory
 from .mover import SlowMover, Trouble
 from .requests import make_request
-from .shape import HASH, Shape, kv_config, vllm_config
+from .shape import HASH, Shape, kv_config, layer_names, vllm_config
 from .steady import SteadyStore
 from .symbols import Spec
 from .worker import Worker
@@ -53,7 +53,7 @@ class Engine:
 
     def __init__(self, model: Path, shape: Shape, seed: int, disk: Path | None = None, ledger: Ledger | None = None) -> None:
         self.shape = shape
-        self.ledger = ledger or Ledger(shape.num_ranks)
+        self.ledger = ledger or Ledger(shape.num_ranks, shape.groups[0].layers)
         self.trouble = Trouble(random.Random(seed))
         self.now, self.step_s = 0.0, 0.05
         self.is_broken = False
@@ -107,7 +107,7 @@ class Engine:
             connector._worker.core._given_make_mover = lambda layout, frames: SlowMover(
                 layout, frames, self.trouble, self.ledger, self._owns
             )
-            connector.register_kv_caches({"layer": memory.planes[0]})
+            connector.register_kv_caches(dict(zip(layer_names(0, self.shape.groups[0]), memory.planes, strict=True)))
         return Worker(connector, memory, self.specs, self.shape, random.Random(seed + 1))
 
     def _owns(self, req_id: str, blocks: Any) -> bool:
@@ -321,7 +321,7 @@ class Engine:
                     prefix = spec.prefix([0] * len(spec.contents) + truth)
                     # Drafts that the last step accepted are known when the blocks are free already.
                     whole = len(spec.contents) if spec.saves else len(prefix) - 1 - self.shape.num_drafts
-                    self.ledger.check_stored(req_id, prefix, whole, chunk)
+                    self.ledger.check_stored(req_id, prefix, whole - self.ledger.ahead, chunk)
             elif outcome.reason == "error":
                 assert self.shape.policy == "fail"
                 assert req_id in self.ledger.doubtful, f"{req_id} failed without a cause"

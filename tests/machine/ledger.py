@@ -28,6 +28,8 @@ class Ledger:
     """One for all lives of an engine on one disk."""
 
     num_ranks: int = 1
+    layers: tuple[str, ...] = ("target",)
+    """Of the group: a drafter's KV of a position knows the next token."""
     weights: int = 0
     namespace: str = ""
     """The user's, which says that a new life has other weights."""
@@ -80,6 +82,24 @@ class Ledger:
         """What memory holds at a position, for a group."""
         return symbol ^ self.weights ^ (group * 0x9E3779B97F4A)
 
+    @property
+    def ahead(self) -> int:
+        """Tokens behind a block that its KV depends on."""
+        return int("draft" in self.layers)
+
+    def words(self, prefix: Prefix, begin: int, end: int, block: int) -> list[int]:
+        """What blocks of positions [begin, end) hold, block after block, layer by layer."""
+        found = list[int]()
+        for at in range(begin, end, block):
+            for layer in self.layers:
+                first = at + (layer == "draft")
+                found += [self.kv(symbol) for symbol in prefix.symbols[first : first + block]]
+        return found
+
+    def ends(self, prefix: Prefix, begin: int, end: int, block: int) -> list[int]:
+        """What stands for each block's end in [begin, end): the prefix up to the last token that its KV depends on."""
+        return [symbol ^ self.weights for symbol in prefix.symbols[begin + block - 1 + self.ahead : end + self.ahead : block]]
+
     # -- plans ----------------------------------------------------------------------------------------------------
 
     def check_save(self, save: Any, prefix: Prefix, table: Sequence[int], computed: int, block: int) -> None:
@@ -95,12 +115,12 @@ class Ledger:
                 blocks == list(table[begin // block : end // block]), f"save of {blocks}, out of order in {list(table)} (I6)"
             )
             self.expect(copy.first_block == 0 and len(blocks) == copy.num_blocks, f"save of a part of a chunk: {copy}")
-            self.expect(end <= len(prefix), f"{save.req_id}: {end} tokens saved, {len(prefix)} known (I7)")
+            self.expect(end + self.ahead <= len(prefix), f"{save.req_id}: {end} tokens saved, {len(prefix)} known (I7)")
             self.expect(end <= computed, f"{save.req_id}: {end} tokens saved, {computed} computed (I2)")
-            words = [self.kv(symbol) for symbol in prefix.symbols[begin:end]]
+            words = self.words(prefix, begin, end, block)
             known = self.truth.setdefault(copy.key, words)
             self.expect(known == words, f"{save.req_id}: one key, two prefixes (tokens {begin} to {end})")
-            ends = [symbol ^ self.weights for symbol in prefix.symbols[begin + block - 1 : end : block]]
+            ends = self.ends(prefix, begin, end, block)
             self.expect(copy.ticket not in self.tickets, f"ticket {copy.ticket} planned twice (I10)")
             self.tickets[copy.ticket] = Planned(copy.key, words, ends, self.weights)
 
@@ -120,9 +140,8 @@ class Ledger:
                 continue
             at = table.index(copy.blocks[0]) * block
             size = len(copy.blocks) * block
-            own = [self.kv(symbol) for symbol in prefix.symbols[at : at + size]]
-            first = copy.first_block * block
-            self.expect(own == words[first : first + size], f"{load.req_id}: another prefix's chunk for tokens {at} on (I1)")
+            own, first = self.words(prefix, at, at + size, block), copy.first_block * block * len(self.layers)
+            self.expect(own == words[first : first + len(own)] and own, f"{load.req_id}: another prefix's chunk for tokens {at} on (I1)")
 
     # -- what became of them --------------------------------------------------------------------------------------
 
@@ -170,18 +189,18 @@ class Ledger:
             self.expect(
                 total <= len(prefix) and answer % block == 0, f"{req_id}: {answer} tokens offered beyond {local} of {len(prefix)}"
             )
-            ends = (symbol ^ self.weights for symbol in prefix.symbols[local + block - 1 : total : block])
-            self.expect(all(end in self.saved for end in ends), f"{req_id}: offered {total} tokens, not all of them saved (I1)")
+            ends = self.ends(prefix, local, total, block)
+            self.expect(len(ends) == answer // block and self.saved.issuperset(ends), f"{req_id}: offered {total} tokens, not all of them saved (I1)")
         elif req_id in self.doubtful:
             return
         if self.why_lossy is None and req_id not in self.standing:
-            found = self.num_stored(prefix, len(prefix), chunk)
+            found = self.num_stored(prefix, len(prefix) - self.ahead, chunk)
             self.expect(total >= found, f"{req_id}: {found} tokens are stored, only {total} offered (local: {local})")
 
     def num_stored(self, prefix: Prefix, num_tokens: int, chunk: int) -> int:
         """Tokens of full chunks that were saved and that nothing took away."""
         found = 0
-        while found + chunk <= num_tokens and prefix.symbols[found + chunk - 1] ^ self.weights in self.saved:
+        while found + chunk <= num_tokens and prefix.symbols[found + chunk - 1 + self.ahead] ^ self.weights in self.saved:
             found += chunk
         return found
 

@@ -61,20 +61,6 @@ def _with_rows(plain: Spec, *, mixed: bool) -> Spec:
     return replace(plain, contents=contents, ids=ids if mixed else None, embeds=rows, is_token=mask)
 
 
-@st.composite
-def one_group(draw: st.DrawFn) -> Shape:
-    """What kvloft serves today: one group of full attention."""
-    num_drafts = draw(st.sampled_from([0, 0, 2]))
-    return Shape(
-        async_scheduling=draw(st.booleans()), v2=draw(st.booleans()), caching=draw(st.sampled_from([True, True, False])),
-        num_blocks=draw(st.sampled_from([16, 24, 60])), num_drafts=num_drafts,
-        policy=draw(st.sampled_from(["recompute", "recompute", "recompute", "fail"])),
-        blocks_per_chunk=draw(st.sampled_from([1, 1, 2, 4])), host_frames=draw(st.sampled_from([6, 40, 400, 400, 400])),
-        num_ranks=draw(st.sampled_from([1, 1, 2])), has_disk=draw(st.sampled_from([False, False, True])),
-        early_results=draw(st.booleans()),
-    )  # fmt: skip
-
-
 FULL, DRAFT, STATE = Group(), Group(layers=("draft",)), Group("state")
 GROUPS: dict[str, tuple[Group, ...]] = {
     "drafter in the one group": (Group(layers=("target", "draft")),),
@@ -90,6 +76,21 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     "seven": (FULL, Group("window", size=7), Group("window", size=7), STATE, STATE, STATE, DRAFT),
 }
 """Groups as models have them; with a drafter where there is one. A group of the drafter is annotated, as vLLM does for MTP."""
+
+
+@st.composite
+def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
+    """One group of full attention, with a drafter's layers in it or without."""
+    groups = GROUPS["drafter in the one group"] if has_drafter else (FULL,)
+    num_drafts = draw(st.sampled_from([1, 2, 3] if has_drafter else [0, 0, 2]))
+    return Shape(
+        groups, async_scheduling=draw(st.booleans()), v2=draw(st.booleans()), caching=draw(st.sampled_from([True, True, False])),
+        num_blocks=draw(st.sampled_from([16, 24, 60])), num_drafts=num_drafts,
+        policy=draw(st.sampled_from(["recompute", "recompute", "recompute", "fail"])),
+        blocks_per_chunk=draw(st.sampled_from([1, 1, 2, 4])), host_frames=draw(st.sampled_from([6, 40, 400, 400, 400])),
+        num_ranks=draw(st.sampled_from([1, 1, 2])), has_disk=draw(st.sampled_from([False, False, True])),
+        early_results=draw(st.booleans()),
+    )  # fmt: skip
 
 
 @st.composite
@@ -147,7 +148,7 @@ class Machine(RuleBasedStateMachine):
         if shape.has_disk:
             self.disk = tempfile.TemporaryDirectory(prefix="machine-disk-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
         self.menu = data.draw(st.lists(st.sampled_from(FLAVOURS), min_size=1, max_size=3), label="menu")
-        self._begin(shape, Ledger(shape.num_ranks))
+        self._begin(shape, Ledger(shape.num_ranks, shape.groups[0].layers))
         self.arrive(data.draw(crowds, label="crowd"), 0)
 
     def _begin(self, shape: Shape, ledger: Ledger) -> None:
@@ -266,6 +267,13 @@ class Machine(RuleBasedStateMachine):
         finally:
             if self.disk is not None:
                 self.disk.cleanup()
+
+
+class DraftMachine(Machine):
+    """kvloft beside a drafter, whose layers are in the one group."""
+
+    shapes = one_group(has_drafter=True)
+    seen: ClassVar[Counter[str]] = Counter()
 
 
 class GroupMachine(Machine):

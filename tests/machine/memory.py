@@ -114,9 +114,10 @@ class Memory:
         """Whether all that differs is the last position of blocks of a drafter that another continuation of the same prefix wrote.
 
         vLLM's own cache serves such blocks: where two requests computed the same block, a hit takes the one's block and, as the
-        proof of what follows, the other's next block. It costs the draft's acceptance only; loads of kvloft must be exact.
+        proof of what follows, the other's next block. It costs the draft's acceptance only. What kvloft saves and loads must be
+        exact: the ledger says so.
         """
-        if group.layers[plane] != "draft" or self._shape.has_connector:
+        if group.layers[plane] != "draft":
             return False
         last, symbols = group.block_tokens - 1, work.state.prefix.symbols
         others = [(at, f) for at, (f, w) in enumerate(zip(found, wanted, strict=True), start=begin) if f != w]

@@ -137,9 +137,10 @@ def namespace_is_always_the_same(mp: pytest.MonkeyPatch) -> None:
 
 
 def with_frontier(mp: pytest.MonkeyPatch, change: Callable[[Any, int], int]) -> None:
-    swap(
-        mp, core, "plan_save", lambda plan, tracker, store, group, frontier: plan(tracker, store, group, change(tracker, frontier))
-    )
+    def changed(plan: Any, tracker: Any, store: Any, group: Any, frontier: int, *more: Any) -> Any:
+        return plan(tracker, store, group, change(tracker, frontier), *more)
+
+    swap(mp, core, "plan_save", changed)
 
 
 @mutant("Mooncake #45785: what is decoded is never saved, and nothing says so", r"ended, and of its \d+ tokens only")
@@ -151,10 +152,10 @@ def decode_is_never_saved(mp: pytest.MonkeyPatch) -> None:
     "LMCache: decoded tokens are taken from behind num_computed_tokens, where async has none", r"ended, and of its \d+ tokens only"
 )
 def decode_is_not_saved_ahead_of_its_tokens(mp: pytest.MonkeyPatch) -> None:
-    def plan(original: Any, tracker: Any, store: Any, group: Any, frontier: int) -> Any:
+    def plan(original: Any, tracker: Any, store: Any, group: Any, frontier: int, *more: Any) -> Any:
         if frontier > len(tracker.live.token_ids):
             return frontier + 1, None, 0
-        return original(tracker, store, group, frontier)
+        return original(tracker, store, group, frontier, *more)
 
     swap(mp, core, "plan_save", plan)
 

@@ -66,7 +66,8 @@ class Group:
 
 @dataclass(frozen=True)
 class Shape:
-    """One configuration of engine and cache. ``early_results``: as with a drafter, transfers are taken before the saves."""
+    """One configuration of engine and cache. ``early_results``: what came of transfers is taken before sampling and
+    the drafter, and saves come behind those, as vLLM's first runner does with drafts."""
 
     groups: tuple[Group, ...] = (Group(),)
     async_scheduling: bool = False
@@ -86,7 +87,7 @@ class Shape:
     @property
     def has_connector(self) -> bool:
         (group, *others) = self.groups
-        return SERVES_GROUPS or not (others or group.is_draft or group.kind != "full")
+        return SERVES_GROUPS or not (others or group.kind != "full")
 
     @property
     def block_tokens(self) -> int:
@@ -113,11 +114,14 @@ def model_folder(path: Path) -> Path:
     return path
 
 
+def layer_names(number: int, group: Group) -> list[str]:
+    return [f"layer{number}.{layer}" for layer in group.layers]
+
+
 def kv_config(shape: Shape) -> KVCacheConfig:
     groups = []
     for number, group in enumerate(shape.groups):
-        names = [f"layer{number}.{layer}" for layer in group.layers]
-        groups.append(KVCacheGroupSpec(names, group.spec(shape.num_drafts), is_eagle_group=group.is_draft))
+        groups.append(KVCacheGroupSpec(layer_names(number, group), group.spec(shape.num_drafts), is_eagle_group=group.is_draft))
     return KVCacheConfig(num_blocks=shape.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -148,7 +152,7 @@ def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) ->
 
 
 def _transfer_config(shape: Shape, disk: Path | None, namespace: str) -> KVTransferConfig:
-    extra: dict[str, Any] = {"host_size": shape.host_frames * shape.num_ranks * 4096}
+    extra: dict[str, Any] = {"host_size": shape.host_frames * shape.num_ranks * 4096}  # a part of any shape fits into 4 KiB
     extra |= {"chunk_tokens": shape.blocks_per_chunk * shape.block_tokens, "namespace": namespace}
     extra |= {"disk_path": str(disk), "disk_size": "4MiB"} if disk else {}
     return KVTransferConfig(

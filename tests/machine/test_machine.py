@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from .machine import GroupMachine, Machine, check
+from .machine import DraftMachine, GroupMachine, Machine, check
 
 HOURS = float(os.environ.get("MODEL_HOURS", "0"))
 
 
-@pytest.fixture(params=[Machine, GroupMachine], ids=["one group", "several groups"])
+@pytest.fixture(params=[Machine, DraftMachine, GroupMachine], ids=["one group", "drafter", "several groups"])
 def machine(request: pytest.FixtureRequest) -> Iterator[type[Machine]]:
     """Of either kind; its counts begin at nothing."""
     kind: type[Machine] = request.param
@@ -22,7 +22,7 @@ def machine(request: pytest.FixtureRequest) -> Iterator[type[Machine]]:
 
 def test_every_block_that_is_read_holds_its_content(machine: type[Machine]) -> None:
     check(machine, examples=120)
-    wanted = {"steps", "preemptions", "blocks read"} | ({"saves", "loads", "offers"} if machine is Machine else set())
+    wanted = {"steps", "preemptions", "blocks read"} | ({"saves", "loads", "offers"} if machine is not GroupMachine else set())
     assert wanted <= {name for name, count in machine.seen.items() if count > 20}, f"the machine has grown tame: {machine.seen}"
 
 
@@ -32,6 +32,7 @@ def test_for_hours() -> None:
     first_seed = int(os.environ.get("MODEL_SEED", "1000"))
     while time.monotonic() < deadline:
         first_seed += 1
-        print(f"seed {first_seed}", dict(Machine.seen + GroupMachine.seen), flush=True)
+        print(f"seed {first_seed}", dict(Machine.seen + DraftMachine.seen + GroupMachine.seen), flush=True)
         check(Machine, examples=200, first_seed=first_seed, steps=50)
+        check(DraftMachine, examples=200, first_seed=first_seed, steps=50)
         check(GroupMachine, examples=200, first_seed=first_seed, steps=50)

@@ -9,8 +9,9 @@ import traceback
 
 import pytest
 
+from .draft_mutants import DRAFT_MUTANTS
 from .group_mutants import GROUP_MUTANTS
-from .machine import GroupMachine, Machine, check, several_groups
+from .machine import DraftMachine, GroupMachine, Machine, check, several_groups
 from .mutants import MUTANTS, Mutant
 
 SEEDS = (1, 2, 3)
@@ -18,12 +19,14 @@ IN_CI = {
     "decode_is_never_saved",
     "first_rank_settles_for_all",
     "keys_without_salt",
+    "last_block_of_a_drafter_is_kept",
     "load_is_reported_before_it_landed",
     "load_is_reported_twice",
     "local_hits_are_offered_again",
     "one_group_is_not_asked",
     "reset_keeps_the_store",
     "saved_before_computed",
+    "saved_before_the_drafter",
     "saved_before_the_forward",
     "saved_from_the_next_block",
     "wish_to_save_prompts_only_is_ignored",
@@ -37,12 +40,17 @@ def chosen(mutants: list[Mutant]) -> list[Mutant]:
 
 
 def test_what_is_chosen_is_there() -> None:
-    assert {mutant.name for mutant in MUTANTS + GROUP_MUTANTS} >= IN_CI
+    assert {mutant.name for mutant in MUTANTS + DRAFT_MUTANTS + GROUP_MUTANTS} >= IN_CI
 
 
 @pytest.mark.parametrize("mutant", chosen(MUTANTS), ids=lambda mutant: mutant.name)
 def test_the_machine_sees(mutant: Mutant) -> None:
     judge(mutant, Machine)
+
+
+@pytest.mark.parametrize("mutant", chosen(DRAFT_MUTANTS), ids=lambda mutant: mutant.name)
+def test_the_machine_sees_beside_a_drafter(mutant: Mutant) -> None:
+    judge(mutant, DraftMachine)
 
 
 @pytest.mark.parametrize("mutant", chosen(GROUP_MUTANTS), ids=lambda mutant: mutant.name)

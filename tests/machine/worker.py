@@ -51,30 +51,35 @@ class Worker:
                 connector.handle_preemptions(metadata)
             connector.bind_connector_metadata(metadata)
             assert not output.has_sync_kv_loads, "kvloft never loads synchronously"
-        sampled = self._forward(output) if output.total_num_scheduled_tokens else {}
-        transfers = self._transfer(output.finished_req_ids) if connector is not None else None
+        works = self._forward(output) if output.total_num_scheduled_tokens else []
+        transfers: Any = None
+        if connector is not None and works and self._shape.early_results:
+            transfers = self._results(output.finished_req_ids, saves=False)
+        sampled = self._sample(works)
+        if connector is not None:
+            if transfers is None:
+                transfers = self._results(output.finished_req_ids, saves=True)
+            else:
+                connector.wait_for_save()
+            connector.clear_connector_metadata()
         ids = list(output.num_scheduled_tokens)
         return ModelRunnerOutput(
             req_ids=ids, req_id_to_index={r: i for i, r in enumerate(ids)}, sampled_token_ids=[sampled[r] for r in ids],
             logprobs=None, prompt_logprobs_dict={}, pooler_output=None, kv_connector_output=transfers,
         )  # fmt: skip
 
-    def _transfer(self, finished: set[str]) -> KVConnectorOutput:
+    def _results(self, finished: set[str], *, saves: bool) -> KVConnectorOutput:
         connector = self.connector
         connector.start_load_kv(None)
-        if not self._shape.early_results:
+        if saves:
             connector.wait_for_save()
         sending, recving = connector.get_finished(finished)
         assert not sending, "kvloft never delays a request's blocks"
-        transfers = KVConnectorOutput(
+        return KVConnectorOutput(
             finished_recving=recving or None,
             invalid_block_ids=connector.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
         )
-        if self._shape.early_results:
-            connector.wait_for_save()
-        connector.clear_connector_metadata()
-        return transfers
 
     # -- states ---------------------------------------------------------------------------------------------------
 
@@ -101,7 +106,7 @@ class Worker:
 
     # -- the forward ----------------------------------------------------------------------------------------------
 
-    def _forward(self, output: Any) -> dict[str, list[int]]:
+    def _forward(self, output: Any) -> list[Work]:
         """States are read; then all writes, then all reads: requests of one step may read blocks that others of it write."""
         works = self._works(output)
         for work in works:
@@ -110,6 +115,10 @@ class Worker:
             self.memory.write(work)
         for work in works:
             self.memory.check(work)
+        return works
+
+    def _sample(self, works: list[Work]) -> dict[str, list[int]]:
+        """Behind the forward, and with a drafter behind the connector's results: then its layers run."""
         sampled = {work.req_id: self._finish(work) for work in works}
         for work in works:
             self.memory.check_drafter(work)

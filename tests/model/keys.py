@@ -104,14 +104,17 @@ def content_digest(positions: Sequence[Position], start: int, items: Iterable[It
     return keyed("mixed", data)
 
 
-def chain_keys(root: bytes, positions: Sequence[Position], items: Iterable[Item], block_tokens: int) -> list[bytes]:
-    """Keys of all full blocks."""
+def chain_keys(
+    root: bytes, positions: Sequence[Position], items: Iterable[Item], block_tokens: int, lookahead: int = 0
+) -> list[bytes]:
+    """Keys of all full blocks, each over ``lookahead`` positions behind its block, too."""
     items = list(items)
     keys: list[bytes] = []
-    key = root
-    for start in range(0, len(positions) - block_tokens + 1, block_tokens):
-        key = keyed("chain", key + content_digest(positions[start : start + block_tokens], start, items))
+    key, start = root, 0
+    for stop in range(block_tokens + lookahead, len(positions) + 1, block_tokens):
+        key = keyed("chain", key + content_digest(positions[start:stop], start, items))
         keys.append(key)
+        start = stop
     return keys
 
 

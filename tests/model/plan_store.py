@@ -19,10 +19,10 @@ Content = tuple[Any, ...]
 class KeyBook:
     """Makes chains and remembers what every key stands for, so that a key can be turned back into its prefix."""
 
-    def __init__(self, block_tokens: int) -> None:
-        self.block_tokens = block_tokens
+    def __init__(self, block_tokens: int, lookahead: int = 0) -> None:
+        self.block_tokens, self.lookahead = block_tokens, lookahead
         self.prefix_of: dict[bytes, tuple[Content, ...]] = {}
-        """Root first, then one entry a position."""
+        """Root first, then one entry a position, to the block's end."""
 
     def new_chain(self, view: Any) -> "ModelChain":
         return ModelChain(self, ("root", view.adapter, view.cache_salt))
@@ -44,7 +44,7 @@ class ModelChain:
 
     @property
     def num_blocks(self) -> int:
-        return len(self.positions) // self._book.block_tokens
+        return len(self._keys)
 
     def add_item(self, identifier: str, start: int, num_tokens: int) -> None:
         assert start >= len(self.positions), "an item must be declared before its positions"
@@ -61,12 +61,13 @@ class ModelChain:
     def _append(self, content: Content) -> None:
         at = len(self.positions)
         self.positions.append(content + tuple(item_content(self._items, at)))
-        if len(self.positions) % self._book.block_tokens == 0:
-            block = self.positions[-self._book.block_tokens :]
+        end = len(self.positions) - self._book.lookahead
+        if end > 0 and end % self._book.block_tokens == 0:
+            block = self.positions[end - self._book.block_tokens :]
             parent = self._keys[-1] if self._keys else repr(self.root).encode()
             key = hashlib.sha256(parent + repr(block).encode()).digest()
             self._keys.append(key)
-            self._book.prefix_of[key] = (self.root, *self.positions)
+            self._book.prefix_of[key] = (self.root, *self.positions[:end])
 
     def key(self, block: int) -> bytes:
         return self._keys[block]

@@ -36,14 +36,16 @@ class SymbolicEngine:
 
     def __init__(self, setup: Setup, store: ModelStore | None = None, book: KeyBook | None = None) -> None:
         self.setup = setup
-        self.book = book or KeyBook(setup.block_tokens)
+        self.book = book or KeyBook(setup.block_tokens, setup.lookahead)
         self.store = store or ModelStore(setup.num_frames, setup.blocks_per_chunk, setup.with_disk, num_ranks=setup.num_ranks)
         self.store.check_visible = partial(check_visible, self)
         self.now = 0.0
         self.core = SchedulerCore(
             self.store,
             self.book.new_chain,
-            CacheShape((GroupShape(setup.block_tokens, setup.blocks_per_chunk),), num_ranks=setup.num_ranks),
+            CacheShape(
+                (GroupShape(setup.block_tokens, setup.blocks_per_chunk),), num_ranks=setup.num_ranks, lookahead=setup.lookahead
+            ),
             arena=ArenaSpec("", 1, setup.num_frames),
             wait_s=setup.wait_s,
             clock=lambda: self.now,

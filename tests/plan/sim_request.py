@@ -26,6 +26,7 @@ class Setup:
     max_running: int = 8
     wait_s: float = 5.0
     save_prompts_only: bool = False
+    lookahead: int = 0
 
 
 @dataclass(eq=False)

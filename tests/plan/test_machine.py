@@ -61,6 +61,7 @@ def setups(draw: st.DrawFn) -> Setup:
         num_drafts=num_drafts,
         local_cache=draw(st.booleans()),
         fail_policy=draw(st.sampled_from([False, False, True])),
+        lookahead=draw(st.sampled_from([0, 0, 1])),
     )
 
 

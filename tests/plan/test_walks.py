@@ -34,6 +34,7 @@ def some_setup(rng: Random) -> Setup:
         local_cache=rng.random() < 0.6,
         fail_policy=rng.random() < 0.2,
         max_running=rng.choice([2, 8]),
+        lookahead=rng.choice([0, 0, 1]),
     )
 
 

@@ -52,11 +52,11 @@ class SchedulerCore:
         max_running: int | None = None,
     ) -> None:
         self._store, self._new_chain, self._clock, self._arena = store, new_chain, clock, arena
-        self._group, self._num_ranks = shape.full, shape.num_ranks
+        self._group, self._num_ranks, self._lookahead = shape.full, shape.num_ranks, shape.lookahead
         self._groups = GroupedChunks(store, shape) if len(shape.groups) > 1 else None
         self._queue = Queue(
             store, self._group, clock, wait_s, arena.num_frames, max_running=max_running,
-            shares_blocks=shares_blocks and self._groups is None, groups=self._groups,
+            shares_blocks=shares_blocks and self._groups is None, groups=self._groups, lookahead=shape.lookahead,
         )  # fmt: skip
         self.still_waits = self._queue.still_waits
         """Whether `match` would say None as it did before: to ask of thousands in every step, before anything is made for them."""
@@ -260,9 +260,9 @@ class SchedulerCore:
         if tracker is None or self._groups is None or state.num_tokens % block_tokens or state.num_tokens > tracker.save_limit:
             return
         tracker.extend_chain(state.num_tokens)
-        if tracker.chain.num_tokens < state.num_tokens or tracker.save_blocked or tracker.kv_outdated or self._breaker.has_tripped:
-            return
         boundary = state.num_tokens // block_tokens
+        if tracker.chain.num_blocks < boundary or tracker.save_blocked or tracker.kv_outdated or self._breaker.has_tripped:
+            return
         if chunks := self._groups.reserve_state(tracker.chain, state.group, boundary, state.block):
             saves.append(SavePlan(tracker.req_id, chunks))
 
@@ -356,5 +356,5 @@ class SchedulerCore:
         if tracker is None:
             saves = live.saves
             prompt_only = self._save_prompts_only if saves is None else saves == "prompt"
-            tracker = self._trackers[live.req_id] = Tracker(live, self._new_chain, prompt_only=prompt_only)
+            tracker = self._trackers[live.req_id] = Tracker(live, self._new_chain, self._lookahead, prompt_only)
         return tracker

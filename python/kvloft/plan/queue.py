@@ -43,6 +43,8 @@ class Queue:
     max_running: int | None
     groups: GroupedChunks | None = None
     """What the store has of several KV cache groups; None with one."""
+    lookahead: int = 0
+    """Of the shape: with a drafter's, vLLM gives up the last block of what its own cache has."""
     num_running: int = 0
     step: int = 0
     waiting: Pins = field(init=False)
@@ -163,11 +165,12 @@ class Queue:
     def _is_coming(self, tracker: Tracker, num_tokens: int, now: float) -> bool:
         """Whether another request's load brings the first block that this one lacks, and vLLM will share it."""
         chain, block = tracker.chain, tracker.local_tokens // self.group.block_tokens
+        last = block + (self.lookahead > 0)
         # vLLM computes the last token itself, so its own hits end before it.
-        if not self.shares_blocks or (block + 1) * self.group.block_tokens >= num_tokens or block >= chain.num_blocks:
+        if not self.shares_blocks or (last + 1) * self.group.block_tokens >= num_tokens or last >= chain.num_blocks:
             return False
         for flight in self.flights.values():  # keys cover all that comes before a block
-            if flight.begin <= block < flight.end and flight.chain.key(block) == chain.key(block):
+            if flight.begin <= block and last < flight.end and flight.chain.key(last) == chain.key(last):
                 tracker.flight = flight if self._has_time(tracker, now) else None
                 break
         return tracker.flight is not None

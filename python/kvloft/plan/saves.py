@@ -1,8 +1,9 @@
 """Save planning: which chunks became complete in this step, where they go, and which blocks saves may still be reading.
 
 A chunk is saved in the step that completes it, while its request owns the blocks (I2, I6). Only confirmed tokens whose KV
-this or an earlier step writes count: ``min(frontier, known)``, where the frontier leaves drafts out (I7). A save that cannot
-have a frame now is dropped and counted; it is tried again when the request's next chunk completes.
+this or an earlier step writes count: ``min(frontier, known)``, where the frontier leaves drafts out (I7), and tokens that a
+drafter looks ahead at must be known beyond them. A save that cannot have a frame now is dropped and counted; it is tried again
+when the request's next chunk completes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def plan_save(
     # Of hundreds of running requests some complete a block in every step, and the forward waits for this: so no calls of min().
     save_limit = tracker.save_limit
     limit = frontier if frontier < save_limit else save_limit  # noqa: FURB136
-    known = tracker.extend_chain(limit)
+    known = tracker.extend_chain(limit) - tracker.lookahead
     if tracker.save_blocked or tracker.kv_outdated:
         return NEVER, None, 0
     block_tokens, blocks_per_chunk, blocks = group.block_tokens, group.blocks_per_chunk, tracker.blocks

@@ -34,6 +34,8 @@ class Tracker:
 
     live: LiveRequest
     new_chain: Callable[[RequestView], KeyChain]
+    lookahead: int = 0
+    """Tokens behind a block that its key stands for, too."""
     prompt_only: bool = False
     """What it generates is not saved."""
     req_id: ReqId = field(init=False)
@@ -80,7 +82,8 @@ class Tracker:
             self.chain.add_item(item.identifier, item.start, item.num_tokens)
 
     def extend_chain(self, limit: int = NEVER) -> int:
-        """Take in confirmed tokens that came since the last call, as far as position ``limit``; returns how many there are now.
+        """Take in confirmed tokens that came since the last call, as far as a block that ends at position ``limit`` needs;
+        returns how many there are now.
 
         A streaming session replaces its last sampled token when it takes new input, which a length alone does not
         show; its prompt length does. Then the keys are made afresh (they come out equal where the tokens are equal).
@@ -94,7 +97,9 @@ class Tracker:
             self.drop_lease()
             self.forget_saves()
             # Accepted drafts behind the point where a session cut its output stay computed for vLLM, under the new input.
-            self.kv_outdated |= self.had_drafts
+            # A drafter's KV of the last token that stays knows the one that was cut off.
+            self.kv_outdated |= self.had_drafts or self.lookahead > 0
+        limit += self.lookahead
         end = known if known < limit else limit  # noqa: FURB136 - in every step of hundreds of requests
         if start >= end:
             return known

@@ -72,7 +72,9 @@ class WorkerCore:
         return layouts[0]
 
     def begin(self, plan: StepPlan) -> None:
-        """A step starts: its forward is not launched yet, and nothing is copied yet."""
+        """A step starts: its forward is not launched yet, and nothing is copied yet. What the one before left out has failed."""
+        if not self._saves_run:
+            self._fail_saves()
         self._plan = plan
         self._loads_run = self._saves_run = False
         if self._mover is not None or (plan.arena is not None and self._make is not None):

@@ -83,7 +83,7 @@ class SchedulerHalf:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: CacheShape, config: Config) -> None:
         for warning in warnings(config):  # first, for the store makes its directory
             logger.warning("kvloft: %s", warning)
-        self._block_tokens = shape.full.block_tokens
+        self._block_tokens, self._lookahead = shape.full.block_tokens, shape.lookahead
         self._main_of_many = shape.main if len(shape.groups) > 1 else None
         """With several KV cache groups, which is the main one."""
         has_adapters = getattr(vllm_config, "lora_config", None) is not None
@@ -152,7 +152,7 @@ class SchedulerHalf:
 
     def _new_chain(self, view: RequestView) -> _core.KeyChain:
         root = _core.root_key(self._namespace, view.adapter, view.cache_salt)
-        return _core.KeyChain(root, block_tokens=self._block_tokens)
+        return _core.KeyChain(root, block_tokens=self._block_tokens, lookahead=self._lookahead)
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 

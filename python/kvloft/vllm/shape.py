@@ -29,6 +29,7 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> Cache
         part_bytes=part_bytes_for(block_bytes * blocks_per_chunk),
         num_ranks=vllm_config.parallel_config.world_size,
         num_replicas=num_replicas(vllm_config),
+        lookahead=lookahead(vllm_config),
     )
 
 
@@ -42,7 +43,25 @@ def _grouped_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> Ca
             f"{groups[0].block_tokens} tokens; leave it at 'auto'"
         )
     largest = max(sum(bytes_of[name] for name in names) for names in group_layers(kv_cache_config))
-    return CacheShape(groups, part_bytes=part_bytes_for(largest), num_ranks=vllm_config.parallel_config.world_size)
+    num_ranks = vllm_config.parallel_config.world_size
+    return CacheShape(groups, part_bytes=part_bytes_for(largest), num_ranks=num_ranks, lookahead=lookahead(vllm_config))
+
+
+HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+"""Methods whose layers read the target's hidden states beside the token after each (`SpeculativeConfig.use_eagle`)."""
+
+
+def has_draft_kv(vllm_config: Any) -> bool:
+    """Whether a drafter keeps KV of its own in the engine's blocks."""
+    speculative = getattr(vllm_config, "speculative_config", None)
+    return speculative is not None and speculative.method in (*HIDDEN_DRAFTERS, "draft_model")
+
+
+def lookahead(vllm_config: Any) -> int:
+    """Tokens behind a position that its draft KV depends on; 0 without a drafter, or where it reads tokens only."""
+    if not has_draft_kv(vllm_config) or vllm_config.speculative_config.method not in HIDDEN_DRAFTERS:
+        return 0
+    return int(max(1, getattr(vllm_config, "num_prefill_lookahead_tokens", 1)))
 
 
 KIND_OF_SPEC: dict[str, Literal["full", "window", "local", "state"]] = {

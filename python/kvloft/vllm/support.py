@@ -13,9 +13,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.platforms import current_platform
 from vllm.v1.core.sched import output
 from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvloft.errors import UnsupportedError
-from kvloft.vllm.shape import KIND_OF_SPEC, layer_specs
+from kvloft.vllm.shape import KIND_OF_SPEC, has_draft_kv, layer_specs, lookahead
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_groups: str = "one") -> None:
@@ -53,12 +54,23 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
             "gives back the beginning of a prompt, and vLLM on this CPU computes prompts of MLA models only whole "
             "(it needs AMX for more)"
         )
+    if vllm_config.speculative_config is not None:
+        yield from _of_drafter(vllm_config)
+
+
+def _of_drafter(vllm_config: Any) -> Iterator[str]:
+    """Of what guesses tokens ahead."""
     speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
-        yield (
-            f"serves speculative decoding without draft KV (ngram, suffix), and {speculative.method!r} keeps draft KV in "
-            "the same blocks that depends on tokens beyond the block"
-        )
+    if not has_draft_kv(vllm_config):
+        if speculative.method not in ("ngram", "ngram_gpu", "suffix"):
+            yield f"has no rule for speculative decoding by {speculative.method!r}"
+        return
+    if not hasattr(KVConnectorModelRunnerMixin, "finalize_kv_connector"):
+        yield f"serves {speculative.method!r} with vLLM 0.30 and newer, which let connectors save behind the drafter"
+    if lookahead(vllm_config) > 1:
+        yield "does not serve drafters of several MTP layers yet: set num_speculative_tokens to 1"
+    if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
+        yield "needs a drafter that runs in every step; leave num_speculative_tokens_per_batch_size off"
 
 
 def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
@@ -81,11 +93,11 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
         yield f"serves groups with blocks of one size, and here they have {sizes} tokens, with hits at multiples of {alignment}"
     if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in specs):
         yield "serves states that vLLM keeps at blocks' ends; set --mamba-cache-mode align, with prefix caching"
-    odd = {"enable_kv_transfer": False, "host_resident": True, "is_eagle_group": True}
+    odd = {"enable_kv_transfer": False, "host_resident": True}
     if any(getattr(group, name, not value) == value for group in groups for name, value in odd.items()):
-        yield "does not serve a drafter's groups, nor those that are kept elsewhere than in blocks"
-    if vllm_config.speculative_config is not None:
-        yield "does not serve speculative decoding with several KV cache groups yet"
+        yield "does not serve groups that are kept elsewhere than in blocks"
+    if vllm_config.speculative_config is not None and "state" in kinds:
+        yield "does not serve speculative decoding beside state-space layers yet"
 
 
 def _of_settings(vllm_config: Any) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """The worker half inside vLLM: WorkerCore fed from connector metadata; one method a hook.
 
 vLLM's releases differ in which hooks run and in what order (no ``wait_for_save`` on empty steps before 0.31, results taken
-before it with speculative decoding), so saves run at whichever comes first after the forward.
+before it with speculative decoding), so saves run at whichever comes first after the forward. A drafter with KV of its own runs
+behind the results: then saves wait for ``wait_for_save``, which comes behind it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from kvloft.transfer.worker import WorkerCore
 from kvloft.vllm.identity.namespace import are_replaced
 from kvloft.vllm.identity.reload import WeightsWatch
 from kvloft.vllm.patches import DISCARD, SLEEP, WORKER_RELOAD, listen, settle
-from kvloft.vllm.shape import group_layers
+from kvloft.vllm.shape import group_layers, has_draft_kv
 from kvloft.vllm.stats import KVLoftStats
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class WorkerHalf:
         if not are_replaced(vllm_config):
             self._watch = WeightsWatch(model, vllm_config.load_config, self.core.stop)
             listen(WORKER_RELOAD, self._watch.hear_reload)
+        self._saves_late = has_draft_kv(vllm_config)
         self._bad_blocks: set[int] = set()
         self.hook_errors = 0
 
@@ -60,7 +62,8 @@ class WorkerHalf:
     def take_finished(self) -> set[str]:
         """Requests whose loads finished; runs what hooks before this one did not."""
         self.core.run_loads()
-        self.core.run_saves()
+        if not self._saves_late:
+            self.core.run_saves()
         req_ids, bad_blocks = self.core.take_finished_loads()
         self._bad_blocks |= bad_blocks
         return set(req_ids)

@@ -31,10 +31,11 @@ impl KeyChain {
 #[pymethods]
 impl KeyChain {
     #[new]
-    #[pyo3(signature = (root, *, block_tokens))]
-    fn new(root: &[u8], block_tokens: u32) -> PyResult<Self> {
+    #[pyo3(signature = (root, *, block_tokens, lookahead = 0))]
+    fn new(root: &[u8], block_tokens: u32, lookahead: u32) -> PyResult<Self> {
         let root = ChunkKey(digest(root, "root")?);
-        Ok(Self { inner: Mutex::new(key::KeyChain::new(root, block_tokens).map_err(raise)?) })
+        let chain = key::KeyChain::with_lookahead(root, block_tokens, lookahead).map_err(raise)?;
+        Ok(Self { inner: Mutex::new(chain) })
     }
 
     #[getter]

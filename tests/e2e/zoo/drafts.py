@@ -15,6 +15,7 @@ from .parts import Heads, Tensors, Weights, config, weights
 
 NUM_LAYERS = 3
 REST_GAIN = 0.6
+WINDOW, WINDOWS_GAIN = 64, 1.0
 EMBED_STD = 0.1
 PROJECTIONS = (
     "self_attn.q_proj",
@@ -32,7 +33,13 @@ def llama_config(num_layers: int = NUM_LAYERS, **more: Any) -> dict[str, Any]:
     return config("LlamaForCausalLM", "llama", num_hidden_layers=num_layers) | more
 
 
-def _target(seed: int) -> Weights:
+def windows_config() -> dict[str, Any]:
+    """The same Llama with windows in all layers but the first, which the drafter copies."""
+    kinds = ["full_attention", *["sliding_attention"] * (NUM_LAYERS - 1)]
+    return llama_config(layer_types=kinds, sliding_window=WINDOW)
+
+
+def _target(seed: int, rest_gain: float = REST_GAIN) -> Weights:
     made = weights(seed)
     made.ends(embed_std=EMBED_STD)
     embed = made.tensors["model.embed_tokens.weight"]
@@ -40,16 +47,21 @@ def _target(seed: int) -> Weights:
     for layer in range(NUM_LAYERS):
         at = f"model.layers.{layer}."
         made.norms(at, "input_layernorm", "post_attention_layernorm")
-        made.attention(at + "self_attn.", Heads() if layer == 0 else Heads(out_gain=REST_GAIN))
+        made.attention(at + "self_attn.", Heads() if layer == 0 else Heads(out_gain=rest_gain))
         made.mlp(at + "mlp.")
         if layer:
-            made.tensors[at + "mlp.down_proj.weight"] *= REST_GAIN / 2
+            made.tensors[at + "mlp.down_proj.weight"] *= rest_gain / 2
     return made
 
 
 def llama_weights(seed: int = 51) -> Tensors:
     """The target."""
     return _target(seed).tensors
+
+
+def windows_weights() -> Tensors:
+    """With windows that matter more."""
+    return _target(51, WINDOWS_GAIN).tensors
 
 
 def _first_layer(target: Tensors, at: str = "") -> Tensors:

@@ -92,6 +92,7 @@ SMALL: dict[str, Any] = {"num_blocks": 300, "max_model_len": 1024, "enable_promp
 STATES = {"mamba_cache_mode": "align"}
 NGRAM = {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
 LLAMA = (drafts.llama_config, drafts.llama_weights, ("full",))
+WINDOWS = (drafts.windows_config, drafts.windows_weights, ("full", "window 64"))
 AFTER = f".layers.{drafts.NUM_LAYERS}."
 """Where a drafter's layer is numbered after the target's."""
 THREE_STATES = (*("state (align)",) * 3, "full")
@@ -118,6 +119,8 @@ ZOO = {
         ),
         ZooModel("eagle", *LLAMA, draft=Draft("eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER)),
         ZooModel("eagle3", *LLAMA, draft=Draft("eagle3", 3, "draft", drafts.eagle3_config, drafts.eagle3_weights, layer=AFTER)),
+        ZooModel("ngram-windows", *WINDOWS, draft=Draft("ngram", 3, settings=NGRAM)),
+        ZooModel("eagle-windows", *WINDOWS, draft=Draft("eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER)),
         ZooModel("mtp", drafts.mimo_config, drafts.mimo_weights, ("full",), draft=Draft("mtp", 1, "target", layer=AFTER)),
     )
 }

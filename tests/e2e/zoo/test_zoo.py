@@ -67,10 +67,10 @@ class Cage:
             assert self.engine.reset()
         if how == "damaged":
             draft = self.model.draft
-            (group,) = self.groups
-            mine = [name for name in group["layers"] if draft and draft.layer in name]
-            for block in self.hit(request)["blocks"][0]:
-                self.engine.probe("damage", group=0, block=block, layers=mine)
+            for nth, group in enumerate(self.groups):
+                mine = [name for name in group["layers"] if draft and draft.layer in name]
+                for block in self.hit(request)["blocks"][nth] if mine else ():
+                    self.engine.probe("damage", group=nth, block=block, layers=mine)
         before = self.engine.metrics()["vllm:spec_decode_num_accepted_tokens_total"]
         assert self.engine.ask(request.again())[0].tokens == said
         return self.engine.metrics()["vllm:spec_decode_num_accepted_tokens_total"] - before

@@ -23,7 +23,7 @@ import vllm
 from kvloft.config import engine_environment
 from kvloft.seam.shape import CacheShape
 from kvloft.vllm.identity.weights import model_fields
-from kvloft.vllm.shape import page_bytes
+from kvloft.vllm.shape import has_draft_kv, page_bytes
 
 MAX_DESCRIPTION_CHARS = 1000
 """As in rust/core/src/tier/disk/superblock.rs."""
@@ -85,9 +85,27 @@ def namespace_fields(
         "transformers": transformers.__version__,  # sizes of images, code of models
         "vllm": vllm.__version__,
     }  # fmt: skip
+    if has_draft_kv(vllm_config):
+        fields |= _drafter_fields(vllm_config)
     if len(shape.groups) > 1:
         fields["groups"] = [(group.kind, group.reach) for group in shape.groups]
     return [(name, repr(value) if value is not None else "") for name, value in fields.items()]
+
+
+def _drafter_fields(vllm_config: Any) -> dict[str, Any]:
+    """Of a drafter whose KV is in the same blocks as the target's."""
+    speculative = vllm_config.speculative_config
+    model = getattr(speculative, "draft_model_config", None) or vllm_config.model_config
+    named = {f"draft_{name}": value for name, value in model_fields(model, vllm_config.load_config).items()}
+    return named | {
+        "draft_model": model.model,
+        "draft_revision": model.revision,
+        "draft_config": _digest(json.dumps(_plain(model.hf_config.to_dict()), sort_keys=True, default=str)),
+        "draft_settings": [
+            *(_settings(speculative, "method", "num_speculative_tokens", "parallel_drafting", "draft_tensor_parallel_size") or ()),
+            *(_settings(model, "dtype", "quantization", "max_model_len") or ()),
+        ],
+    }
 
 
 def description_of(fields: Sequence[tuple[str, str]]) -> str:

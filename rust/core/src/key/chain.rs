@@ -25,11 +25,13 @@ const BATCH_IDS: usize = 4 << 10;
 
 /// Incremental keys of one prefix, one a block.
 ///
-/// Every error is `InvalidConfig` and leaves the chain as it was. Positions count from 0 and fit in 32 bits.
+/// With a `lookahead` of n positions a block's key stands for the n positions behind it, too: the first block takes them in, and
+/// each later one is hashed n positions further on. Every error is `InvalidConfig` and leaves the chain as it was. Positions count from 0 and fit in 32 bits.
 #[derive(Debug, Clone)]
 pub struct KeyChain {
     root: ChunkKey,
     block_tokens: u32,
+    lookahead: u32,
     keys: Vec<ChunkKey>,
     pending: Pending,
     items: Items,
@@ -38,10 +40,18 @@ pub struct KeyChain {
 impl KeyChain {
     /// An empty prefix under `root`; blocks have `block_tokens` positions, at least one.
     pub fn new(root: ChunkKey, block_tokens: u32) -> Result<Self> {
+        Self::with_lookahead(root, block_tokens, 0)
+    }
+
+    /// The same with keys that stand for `lookahead` positions behind each block, at most a block's.
+    pub fn with_lookahead(root: ChunkKey, block_tokens: u32, lookahead: u32) -> Result<Self> {
         if block_tokens == 0 {
             return Err(bad("block_tokens must be at least 1"));
         }
-        Ok(Self { root, block_tokens, keys: Vec::new(), pending: Pending::default(), items: Items::default() })
+        if lookahead > block_tokens {
+            return Err(bad("lookahead must be at most block_tokens").with_context("lookahead", lookahead));
+        }
+        Ok(Self { root, block_tokens, lookahead, keys: Vec::new(), pending: Pending::default(), items: Items::default() })
     }
 
     /// The key of the empty prefix.
@@ -56,10 +66,10 @@ impl KeyChain {
 
     /// Positions appended so far.
     pub fn num_tokens(&self) -> u32 {
-        self.num_blocks() * self.block_tokens + self.pending.len()
+        self.hashed() + self.pending.len()
     }
 
-    /// Full blocks so far, each with a key.
+    /// Full blocks so far, each with a key: all positions that it stands for were appended.
     pub fn num_blocks(&self) -> u32 {
         u32::try_from(self.keys.len()).unwrap_or(u32::MAX) // never: check_room keeps positions in u32
     }
@@ -94,6 +104,7 @@ impl KeyChain {
         Self {
             root: of(&self.root),
             block_tokens: self.block_tokens,
+            lookahead: self.lookahead,
             keys: keys.iter().map(of).collect(),
             pending: Pending::default(),
             items: Items::default(),
@@ -155,7 +166,8 @@ impl KeyChain {
     /// Appends positions: some complete the pending block, some make whole blocks, and some are left over.
     fn append(&mut self, kind: Kind, bytes: &[u8]) {
         let (each, block_bytes) = (kind.size_bytes(), self.block_tokens as usize * kind.size_bytes());
-        let missing = (block_bytes - self.pending.len() as usize * each) % block_bytes;
+        let is_whole = self.pending.len() == 0 && self.next_len() == self.block_tokens;
+        let missing = if is_whole { 0 } else { (self.next_len() - self.pending.len()) as usize * each };
         let (head, rest) = bytes.split_at(missing.min(bytes.len()));
         let (body, rest) = rest.split_at(rest.len() / block_bytes * block_bytes);
         self.push_pending(kind, head);
@@ -167,13 +179,23 @@ impl KeyChain {
         self.push_pending(kind, rest);
     }
 
-    fn block_start(&self) -> u64 {
-        u64::from(self.num_blocks()) * u64::from(self.block_tokens)
+    /// Positions that the keys so far stand for.
+    fn hashed(&self) -> u32 {
+        if self.keys.is_empty() { 0 } else { self.num_blocks() * self.block_tokens + self.lookahead }
     }
 
-    /// The content digest of the block that starts at position `start`.
+    /// Positions that the next key takes in.
+    fn next_len(&self) -> u32 {
+        self.block_tokens + if self.keys.is_empty() { self.lookahead } else { 0 }
+    }
+
+    fn block_start(&self) -> u64 {
+        u64::from(self.hashed())
+    }
+
+    /// The content digest of what the next key, or one behind it, takes in from position `start` on.
     fn digest(&self, view: &View<'_>, start: u64) -> Digest {
-        view.digest(start, self.items.overlapping(start..start + u64::from(self.block_tokens)))
+        view.digest(start, self.items.overlapping(start..start + u64::from(self.next_len())))
     }
 
     fn push_pending(&mut self, kind: Kind, bytes: &[u8]) {
@@ -182,7 +204,7 @@ impl KeyChain {
             return;
         }
         self.pending.push(kind, num, bytes);
-        if self.pending.len() == self.block_tokens {
+        if self.pending.len() == self.next_len() {
             let digest = self.digest(&self.pending.view(), self.block_start());
             self.push_digests(&[digest]);
             self.pending.clear();

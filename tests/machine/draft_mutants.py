@@ -1,0 +1,64 @@
+"""Bugs beside a drafter with KV of its own, each put into kvloft by one patch."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvloft.transfer.cpu import CpuMover
+from kvloft.vllm import connector, scheduler_half, worker_half
+from kvloft.vllm.views import VllmRequest
+
+from .mutants import Mutant, Patch, swap
+
+DRAFT_MUTANTS: list[Mutant] = []
+
+
+def mutant(bug: str, says: str) -> Any:
+    """Put the patch into the table, under its function's name."""
+
+    def add(patch: Patch) -> Patch:
+        DRAFT_MUTANTS.append(Mutant(patch.__name__, bug, says, patch))
+        return patch
+
+    return add
+
+
+@mutant(
+    "vLLM #46971, #55503: the drafter's last block of a hit is kept, whatever token follows it",
+    "one key, two prefixes|another prefix's chunk|does not hold its key's KV|known \\(I7\\)",
+)
+def last_block_of_a_drafter_is_kept(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, connector, "cache_shape", lambda original, *args: replace(original(*args), lookahead=0))
+
+
+@mutant("blocks are saved with drafts that are rejected later", r"known \(I7\)|computed \(I2\)|does not hold its key's KV")
+def rejected_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
+    drafts: dict[str, list[int]] = {}
+
+    def drafted(original: Any, self: Any) -> Any:
+        return [*original(self), *(token for token in drafts.get(self.req_id, ()) if token >= 0)]
+
+    def view(original: Any, output: Any, *more: Any) -> Any:
+        drafts.clear()
+        drafts.update(output.scheduled_spec_decode_tokens)
+        return replace(original(output, *more), num_draft_tokens={})
+
+    swap(mp, VllmRequest, "token_ids", drafted)
+    swap(mp, scheduler_half, "view_step", view)
+
+
+@mutant("vLLM takes results before the drafter ran; who saves there saves what its layers held before", "does not hold its key's KV|position")
+def saved_before_the_drafter(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, worker_half, "has_draft_kv", lambda original, config: False)
+
+
+@mutant("LMCache: only the target's layers are loaded, and the drafter reads what was there", "WrongKV|position")
+def layers_of_the_drafter_are_not_loaded(mp: pytest.MonkeyPatch) -> None:
+    def scatter(original: Any, self: Any, copy: Any) -> None:
+        draft, blocks = self._planes[1], list(copy.blocks)
+        before = draft[blocks].clone()
+        original(self, copy)
+        draft[blocks] = before
+
+    swap(mp, CpuMover, "_scatter", scatter)

@@ -1,0 +1,50 @@
+"""Beside a drafter whose KV of a position depends on the next token: a block counts with the token behind it, or not at all."""
+
+import pytest
+from sim_checks import settle
+from sim_engine import SymbolicEngine
+from sim_request import Request, Setup
+from sim_scenes import PROMPT, both_chunks, both_modes, serve, stored, whole_blocks
+
+BLOCK = 4
+
+
+@both_chunks
+@both_modes
+@pytest.mark.parametrize("num_outputs", [1, 2, 6, 7, 8, 9])
+def test_all_is_found_whose_next_token_was_known_while_it_ran(blocks_per_chunk: int, run_ahead: bool, num_outputs: int) -> None:
+    engine = SymbolicEngine(Setup(blocks_per_chunk=blocks_per_chunk, run_ahead=run_ahead, lookahead=1))
+    request = serve(engine, Request("a", list(PROMPT), num_outputs))
+    assert stored(engine, request) == whole_blocks(request.num_tokens - 2)
+    settle(engine)
+
+
+def test_a_block_is_not_found_under_another_next_token() -> None:
+    engine = SymbolicEngine(Setup(local_cache=False, lookahead=1))
+    serve(engine, Request("a", list(PROMPT), 2))
+    same, other = PROMPT[: 3 * BLOCK + 1], [*PROMPT[: 3 * BLOCK], PROMPT[3 * BLOCK] + 1]
+    assert engine.core.match(Request("same", [*same, 0, 0], 2), 0) == 3 * BLOCK
+    assert engine.core.match(Request("other", [*other, 0, 0], 2), 0) == 2 * BLOCK
+
+
+def test_a_prompts_end_is_saved_once_its_next_token_is_known() -> None:
+    engine = SymbolicEngine(Setup(local_cache=False, lookahead=1))
+    request = engine.add(Request("a", PROMPT[: 2 * BLOCK], 3))
+    engine.run(1)
+    assert stored(engine, request) == BLOCK
+    engine.run(2)
+    assert stored(engine, request) == 2 * BLOCK
+    settle(engine)
+
+
+def test_of_a_load_on_its_way_only_what_vllm_keeps_is_waited_for() -> None:
+    """vLLM gives up the last block that its own cache has: to wait for that one would be for nothing."""
+    engine = SymbolicEngine(Setup(lookahead=1))
+    serve(engine, Request("before", list(PROMPT), 3))
+    engine.reset_prefix_cache(with_connector=False)
+    engine.add(Request("first", list(PROMPT), 2))
+    engine.schedule()
+    second = engine.add(Request("second", [*PROMPT, 0, 0, 0, 0, 0], 2))
+    assert engine.core.match(second, 0) is None
+    assert engine.core.match(second, 3 * BLOCK) == BLOCK
+    settle(engine)
