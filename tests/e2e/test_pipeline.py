@@ -50,11 +50,11 @@ def ask(engine: Engine, truth: Truth, requests: list[Req]) -> list[int]:
 def test_two_stages_save_and_load_their_layers_from_host_and_from_disk(
     layers: str, start: Callable[..., Engine], model: Path, truth: Truth, tmp_path: Path
 ) -> None:
-    requests = [truth.pick(lambda s: Req(random_ids(s, 100), max_tokens=20), 7100 + i) for i in range(3)]
+    requests = [truth.pick(lambda s: Req(random_ids(s, 300), max_tokens=20), 7100 + i) for i in range(3)]  # whole chunks
     for life in range(2):
         engine = start(kv_transfer_config=kvloft(tmp_path), model=model, env=environment(layers), **STAGES)
         for turn in range(2):
-            assert ask(engine, truth, requests) == [96 if life or turn else 0] * 3
+            assert ask(engine, truth, requests) == [288 if life or turn else 0] * 3
         engine.assert_at_rest()
         engine.stop()
     others = start(
