@@ -17,6 +17,12 @@ TITLES = {
     "fork": "kvloft, other endings", "disk": "kvloft, disk, new engine", "reset": "kvloft, after a reset",
 }  # fmt: skip
 
+FAILED = {
+    "alone": "alone it did not run",
+    "kvloft": "with kvloft it did not run",
+    "kvloft again": "with kvloft, in a new engine, it did not run",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Pass:
@@ -71,7 +77,7 @@ def make_report(engines: list[tuple[str, list[dict[str, Any]], str | None]], abo
     truth = next((event["answers"] for event in told if event["name"] == "plain"), {})
     near = NEAR.get(facts.get("alone", {}).get("dtype", ""), NEAR_ELSE)
     passes = {event["name"]: compare(event["name"], event["answers"], truth, near) for event in told}
-    errors = [f"with {name} it did not run: {error}" if name == "kvloft" else f"{name}: {error}" for name, _, error in engines if error]
+    errors = [f"{FAILED[name]}: {error}" for name, _, error in engines if error]
     missing = errors or list(_missing(passes, near))
     return about | {
         "served": not missing,
@@ -142,8 +148,9 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
         table.add_row(TITLES[one.name], equal, str(one.prompt), *loaded, *([_accepted(one)] if has_drafts else []))
     if passes:
         yield table
-    for name, facts in report["engines"].items():
-        title = "vLLM alone" if name == "alone" else "with kvloft"
+    titles = {"alone": "vLLM alone", "kvloft": "with kvloft"}
+    for name, facts in ((name, facts) for name, facts in report["engines"].items() if name in titles):
+        title = titles[name]
         fits = f", {facts['full_requests']:g} requests of {facts['max_model_len']} tokens" if facts["full_requests"] else ""
         yield f"{title}: {facts['blocks']} GPU KV blocks{fits}; groups: {groups_text(facts['groups'])}"
     yield from (f"note: {remark}" for remark in report["remarks"])

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from kvloft.errors import ConfigError
-from kvloft.vllm.shape import KIND_OF_SPEC, group_shape, layer_specs
+from kvloft.vllm.shape import KIND_OF_SPEC, MAX_AUTO_CHUNK_TOKENS, group_shape, layer_specs
 
 NUM_OUTPUT_TOKENS = 24
 MAX_PROMPT_TOKENS = 10_000
@@ -29,6 +29,8 @@ PROMPT_UNITS = (1.4, 2.5, 4.3, 6.7)
 NUM_FORKED = 2
 NUM_TRIES = 4
 """Prompts that are tried for each length, until rounding cannot decide what is said."""
+CLEAR, CLEAR_ELSE = 0.01, 0.3
+"""Least distance of the two best tokens, in log probability, that is clear in float32 and in less."""
 NUM_SETTLING_STEPS = 200_000
 WORDS = (
     "river stone seven under garden letter cold bright number window paper walk green often table north voice slow market train "
@@ -190,11 +192,15 @@ def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
 
 
 def choose_prompts(engine: Engine) -> dict[str, list[int]]:
-    """Prompts by name. Lengths go around what a hit is a multiple of, and beyond every window; a "fork" begins as another one."""
+    """Prompts by name. Lengths go around what a hit is a multiple of, beyond every window, and beyond every chunk of kvloft.
+
+    A "fork" begins as another one does.
+    """
     facts = engine.facts()
     unit, room = facts["hit_tokens"], min(MAX_PROMPT_TOKENS, facts["max_model_len"] - NUM_OUTPUT_TOKENS - 1)
     reach = max(group["reach"] for group in facts["groups"])
-    lengths = sorted({min(room, round(length)) for length in (*(unit * units for units in PROMPT_UNITS), reach + unit * 3.6)})
+    wanted = [*(unit * units for units in PROMPT_UNITS), reach + unit * 3.6, MAX_AUTO_CHUNK_TOKENS + unit * 2.6]
+    lengths = sorted({min(room, round(length)) for length in wanted})
     prompts: dict[str, list[int]] = {}
     for length in lengths:
         prompts[f"prompt {length}"] = _clear_prompt(engine, [], length)
@@ -204,13 +210,18 @@ def choose_prompts(engine: Engine) -> dict[str, list[int]]:
 
 
 def _clear_prompt(engine: Engine, head: list[int], length: int) -> list[int]:
-    """Of some prompts that begin with ``head`` the one whose answer depends on rounding the least."""
-
-    def least(ids: list[int]) -> float:
+    """A prompt that begins with ``head`` and whose answer rounding does not decide; of some tried ones the clearest."""
+    enough = CLEAR if engine.facts()["dtype"] == "float32" else CLEAR_ELSE
+    best, clearest = [], -1.0
+    for nth in range(NUM_TRIES):
+        ids = [*head, *_random_ids(engine.llm, nth, length - len(head))]
         engine.forget()
-        return min((distance for _, distance, _ in engine.ask(ids)["clear"]), default=0.0)
-
-    return max(([*head, *_random_ids(engine.llm, nth, length - len(head))] for nth in range(NUM_TRIES)), key=least)
+        distance = min((distance for _, distance, _ in engine.ask(ids)["clear"]), default=0.0)
+        if distance > clearest:
+            best, clearest = ids, distance
+        if clearest >= enough:
+            break
+    return best
 
 
 def _random_ids(llm: Any, nth: int, count: int) -> list[int]:
