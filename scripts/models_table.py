@@ -28,9 +28,11 @@ cache finds of them. "Blocks" were loaded from disk, by group. "Fits" is how man
 tokens before a hit's end, a "local 64" group those of the last 64 that the end cuts, a "state" group
 one state.
 
-| model | KV cache groups | drafter | `kv_groups` | served | found: host, disk, vLLM | blocks | fits | drafts accepted: alone, host, disk |
-|---|---|---|---|---|---|---|---|---|
 """
+COLUMNS = (
+    "model", "KV cache groups", "drafter", "`kv_groups`", "served", "found: host, disk, vLLM", "blocks", "fits",
+    "drafts accepted: cold, host, disk",
+)  # fmt: skip
 
 
 def main() -> int:
@@ -44,7 +46,8 @@ def main() -> int:
     lengths = {facts["max_model_len"] for report in reports for facts in report["engines"].values()}
     whole = next(one for report in reports for one in report["passes"] if one["name"] == "own")
     head = HEAD.format(date=" to ".join(dates), prompts=whole["answers"], max_model_len=" or ".join(map(str, lengths)), **versions)
-    PAGE.write_text(head + "".join(f"| {' | '.join(row)} |\n" for row in sorted(_rows(reports))))
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *sorted(_rows(reports))]
+    PAGE.write_text(head + "".join(f"| {' | '.join(row)} |\n" for row in rows))
     return 0
 
 
@@ -59,7 +62,9 @@ def _rows(reports: list[dict[str, Any]]) -> Iterator[list[str]]:
             found = f"{passes['host']['host']}, {passes['disk']['disk']}, {passes['own']['cached']}"
             blocks = ", ".join(map(str, passes["disk"]["blocks"]))
             if passes["own"]["drafted"]:
-                accepted = ", ".join(f"{passes[name]['accepted']} of {passes[name]['drafted']}" for name in ("cold", "host", "disk"))
+                accepted = ", ".join(
+                    f"{passes[name]['accepted']} of {passes[name]['drafted']}" for name in ("cold", "host", "disk")
+                )
         fits = f"{alone['full_requests']:g}, {ours['full_requests']:g}" if ours else f"{alone['full_requests']:g}"
         kinds = _groups(alone["groups"])
         setting = report["extra"].get("kv_groups", "")

@@ -1,4 +1,4 @@
-"""`kvloft check`: arguments, engines that end whatever happens, what answers mean, and what is printed. vLLM is in none of these."""
+"""`kvloft check`: arguments, engines that end whatever happens, what answers mean, and what is printed. Without vLLM."""
 
 import json
 import os

@@ -58,14 +58,15 @@ def test_two_stages_save_and_load_their_layers_from_host_and_from_disk(
         engine.assert_at_rest()
         engine.stop()
     others = start(
-        kv_transfer_config=kvloft(tmp_path), model=model, env=environment(MORE_LAST if layers == MORE_FIRST else MORE_FIRST), **STAGES
+        kv_transfer_config=kvloft(tmp_path),
+        model=model,
+        env=environment(MORE_LAST if layers == MORE_FIRST else MORE_FIRST),
+        **STAGES,
     )
     assert ask(others, truth, requests) == [0] * 3, "stages of other layers have frames of their own"
 
 
-def test_what_one_stage_cannot_load_is_computed_by_all(
-    start: Callable[..., Engine], model: Path, truth: Truth
-) -> None:
+def test_what_one_stage_cannot_load_is_computed_by_all(start: Callable[..., Engine], model: Path, truth: Truth) -> None:
     requests = [truth.pick(lambda s: Req(random_ids(s, 130), max_tokens=12), 7200 + i) for i in range(2)]
     engine = start(kv_transfer_config=kvloft(policy="recompute"), model=model, env=environment(MORE_LAST), **STAGES)
     for part in range(2):

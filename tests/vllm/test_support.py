@@ -37,7 +37,8 @@ def per_layer(*specs: Any) -> Any:
 
 def settings(**changes: Any) -> Any:
     parallel: dict[str, Any] = {
-        "pipeline_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0, "world_size": 1, "distributed_executor_backend": None, "nnodes": 1,
+        "pipeline_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0, "world_size": 1,
+        "distributed_executor_backend": None, "nnodes": 1,
         "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
     }  # fmt: skip
     parallel.update({key: value for key, value in changes.items() if key in parallel})
@@ -92,7 +93,8 @@ def test_one_group_of_full_attention_is_served() -> None:
         ({"pipeline_parallel_size": 2}, (per_layer(FULL, replace(FULL, head_size=64)),), "every layer keeps the same amount"),
         (
             {"pipeline_parallel_size": 2, "speculative_config": SimpleNamespace(method="ngram")},
-            (per_layer(FULL, FULL),), "pipeline_parallel_size=2 with speculative decoding",
+            (per_layer(FULL, FULL),),
+            "pipeline_parallel_size=2 with speculative decoding",
         ),
         ({"decode_context_parallel_size": 2}, (FULL,), "decode_context_parallel_size=2"),
         ({"prefill_context_parallel_size": 2}, (FULL,), "prefill_context_parallel_size=2"),

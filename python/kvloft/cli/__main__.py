@@ -38,7 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser(
-        prog="kvloft", description="Look at kvloft's settings, at whether it serves a model, at its disk tier and at its speed on a GPU."
+        prog="kvloft",
+        description="Look at kvloft's settings, at whether it serves a model, at its disk tier and at its speed on a GPU.",
     )
     parser.add_argument("--version", action="version", version=f"kvloft {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")

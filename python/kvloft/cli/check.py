@@ -19,7 +19,6 @@ from typing import Any, NoReturn
 from rich.console import Console
 
 from kvloft import __version__
-from kvloft.bench.command import whole
 from kvloft.cli.check_engine import Ran, run_engine
 from kvloft.cli.check_report import make_report, tables
 from kvloft.cli.config import parse_extra
@@ -27,6 +26,7 @@ from kvloft.config import load_config
 from kvloft.errors import ConfigError
 
 DISK_SIZE = "8GiB"
+LEAST_LIMIT_S, MOST_LIMIT_S = 10, 86_400
 ENGINES = (("alone", ["plain", "own"]), ("kvloft", ["cold", "host", "fork"]), ("kvloft again", ["disk", "reset"]))
 HELP = """\
 Start vLLM with MODEL and the flags behind --, serve some prompts, and compare the answers token by token:
@@ -64,9 +64,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--extra", metavar="JSON", default="{}", help="kv_connector_extra_config as it would be given to vLLM")
     parser.add_argument(
-        "--time-limit", metavar="SECONDS", type=whole(10, 86_400), default=1800, help="for each engine, loading included (1800)"
+        "--time-limit", metavar="SECONDS", type=_seconds, default=1800, help="for each engine, loading included (1800)"
     )
     parser.set_defaults(run=run)
+
+
+def _seconds(text: str) -> int:
+    if not text.isdecimal() or not LEAST_LIMIT_S <= int(text) <= MOST_LIMIT_S:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds from {LEAST_LIMIT_S} to {MOST_LIMIT_S}")
+    return int(text)
 
 
 def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -99,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         engines = run_engines(args, extra)
     finally:
         signal.signal(signal.SIGTERM, before)
-    name, ran = next(iter(engines.items()))
+    ran = engines["alone"]
     if ran.error is not None:
         print(f"kvloft: vLLM alone does not run with this model and these flags: {ran.error}", file=sys.stderr)
         return 2

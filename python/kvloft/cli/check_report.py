@@ -1,4 +1,7 @@
-"""What the answers of `kvloft check` mean: a report, its verdict, and how a person reads it. Pure functions of what engines told."""
+"""What the answers of `kvloft check` mean: a report, its verdict, and how a person reads it.
+
+Pure functions of what engines told.
+"""
 
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -74,7 +77,7 @@ def make_report(engines: list[tuple[str, list[dict[str, Any]], str | None]], abo
     """All that was found, as JSON. ``engines``: (name, events, error) of each that was started, vLLM alone first."""
     facts = {name: event["facts"] for name, events, _ in engines for event in events if event["event"] == "started"}
     told = [event for _, events, _ in engines for event in events if event["event"] == "pass"]
-    truth = next((event["answers"] for event in told if event["name"] == "plain"), {})
+    truth: dict[str, Any] = next((event["answers"] for event in told if event["name"] == "plain"), {})
     near = NEAR.get(facts.get("alone", {}).get("dtype", ""), NEAR_ELSE)
     passes = {event["name"]: compare(event["name"], event["answers"], truth, near) for event in told}
     errors = [f"{FAILED[name]}: {error}" for name, _, error in engines if error]
@@ -144,7 +147,9 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
     for one in passes:
         equal = f"{one.equal} of {one.answers}" + (f", {one.near} near ties" if one.near else "")
         equal += f", {one.wrong} DIFFER" if one.wrong else ""
-        loaded = [str(one.host), str(one.disk), " ".join(map(str, one.blocks))] if one.name not in ("plain", "own") else ["", "", ""]
+        loaded = (
+            [str(one.host), str(one.disk), " ".join(map(str, one.blocks))] if one.name not in ("plain", "own") else ["", "", ""]
+        )
         table.add_row(TITLES[one.name], equal, str(one.prompt), *loaded, *([_accepted(one)] if has_drafts else []))
     if passes:
         yield table

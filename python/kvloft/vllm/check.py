@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import sys
 import threading
@@ -20,22 +19,11 @@ from pathlib import Path
 from typing import Any
 
 from kvloft.errors import ConfigError
-from kvloft.vllm.shape import KIND_OF_SPEC, MAX_AUTO_CHUNK_TOKENS, group_shape, layer_specs
+from kvloft.vllm.check_prompts import choose_prompts
+from kvloft.vllm.shape import KIND_OF_SPEC, group_shape, layer_specs
 
 NUM_OUTPUT_TOKENS = 24
-MAX_PROMPT_TOKENS = 10_000
-PROMPT_UNITS = (1.4, 2.5, 4.3, 6.7)
-"""Lengths of prompts, in units of what a hit of vLLM's own cache is a multiple of."""
-NUM_FORKED = 2
-NUM_TRIES = 4
-"""Prompts that are tried for each length, until rounding cannot decide what is said."""
-CLEAR, CLEAR_ELSE = 0.01, 0.3
-"""Least distance of the two best tokens, in log probability, that is clear in float32 and in less."""
 NUM_SETTLING_STEPS = 200_000
-WORDS = (
-    "river stone seven under garden letter cold bright number window paper walk green often table north voice slow market train "
-    "winter glass remember island second bridge quiet metal story before orange engine doctor circle travel answer music field"
-).split()
 COUNTERS = {
     "host": "vllm:kvloft_load_tokens_host_total",
     "disk": "vllm:kvloft_load_tokens_disk_total",
@@ -191,54 +179,9 @@ def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
     return engine, ignored
 
 
-def choose_prompts(engine: Engine) -> dict[str, list[int]]:
-    """Prompts by name. Lengths go around what a hit is a multiple of, beyond every window, and beyond every chunk of kvloft.
-
-    A "fork" begins as another one does.
-    """
-    facts = engine.facts()
-    unit, room = facts["hit_tokens"], min(MAX_PROMPT_TOKENS, facts["max_model_len"] - NUM_OUTPUT_TOKENS - 1)
-    reach = max(group["reach"] for group in facts["groups"])
-    wanted = [*(unit * units for units in PROMPT_UNITS), reach + unit * 3.6, MAX_AUTO_CHUNK_TOKENS + unit * 2.6]
-    lengths = sorted({min(room, round(length)) for length in wanted})
-    prompts: dict[str, list[int]] = {}
-    for length in lengths:
-        prompts[f"prompt {length}"] = _clear_prompt(engine, [], length)
-    for length in lengths[-NUM_FORKED:]:
-        prompts[f"fork {length}"] = _clear_prompt(engine, prompts[f"prompt {length}"][: length * 3 // 5], length)
-    return prompts
-
-
-def _clear_prompt(engine: Engine, head: list[int], length: int) -> list[int]:
-    """A prompt that begins with ``head`` and whose answer rounding does not decide; of some tried ones the clearest."""
-    enough = CLEAR if engine.facts()["dtype"] == "float32" else CLEAR_ELSE
-    best, clearest = [], -1.0
-    for nth in range(NUM_TRIES):
-        ids = [*head, *_random_ids(engine.llm, nth, length - len(head))]
-        engine.forget()
-        distance = min((distance for _, distance, _ in engine.ask(ids)["clear"]), default=0.0)
-        if distance > clearest:
-            best, clearest = ids, distance
-        if clearest >= enough:
-            break
-    return best
-
-
-def _random_ids(llm: Any, nth: int, count: int) -> list[int]:
-    """Token ids of random words; without a tokenizer random ids."""
-    chance = random.Random(f"{count} {nth}")
-    if not llm.vllm_config.model_config.skip_tokenizer_init:
-        text = " ".join(chance.choices(WORDS, k=count + 1))
-        ids = list(llm.get_tokenizer().encode(text, add_special_tokens=False))
-        if len(ids) >= count:
-            return ids[:count]
-    vocab = llm.vllm_config.model_config.get_vocab_size()
-    return [chance.randrange(min(3, vocab - 1), vocab) for _ in range(count)]
-
-
 def run(job: dict[str, Any]) -> None:
     """Start an engine and do the job's passes, each one line of the file ``job["events"]``."""
-    with open(job["events"], "a", buffering=1) as file:
+    with Path(job["events"]).open("a", buffering=1) as file:
 
         def tell(event: str, **what: Any) -> None:
             print(json.dumps({"event": event, **what}), file=file)
@@ -257,7 +200,7 @@ def run(job: dict[str, Any]) -> None:
 def _passes(engine: Engine, job: dict[str, Any], tell: Any) -> None:
     prompts: dict[str, list[int]] = job["prompts"]
     if not prompts:
-        prompts = choose_prompts(engine)
+        prompts = choose_prompts(engine, NUM_OUTPUT_TOKENS)
         tell("prompts", prompts=prompts)
     for name in job["passes"]:
         if name == "reset":
