@@ -226,6 +226,11 @@ def engine_environment(names: Iterable[str]) -> list[str]:
     return [f"{name}={os.environ[name]}" for name in names if name in os.environ]
 
 
+def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with ``changes``, for a process that it starts."""
+    return {**os.environ, **changes}
+
+
 def _from_file(environ: Mapping[str, str]) -> _Layer:
     path = environ.get(ENV_FILE)
     if not path:

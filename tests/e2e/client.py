@@ -240,13 +240,13 @@ class Engine:
         assert (store["pins"], store["frames_reserved"]) == (0, 0), store
         assert store["frames_visible"] + store["frames_free"] == store["frames_total"], store
 
-    def flip_frames(self, *, keep: int = 0) -> int:
-        """Flip a bit in each used frame of the host tier, but for the first ``keep`` of them; returns how many."""
+    def flip_frames(self, *, keep: int = 0, offset: int = 5) -> int:
+        """Flip a bit at ``offset`` in each used frame of the host tier, but for the first ``keep`` of them; returns how many."""
         frame_bytes = self.call("_scheduler._store.frame_bytes")
         with open(self.call("_scheduler._store.arena_path"), "r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
             frames = np.frombuffer(arena, dtype=np.uint8).reshape(-1, frame_bytes)
             used = np.flatnonzero(frames[:, :64].any(axis=1))[keep:]
-            frames[used, 5] ^= 1
+            frames[used, offset] ^= 1
             del frames
         return len(used)
 

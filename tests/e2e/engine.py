@@ -47,7 +47,7 @@ class Engine:
             getattr(importlib.import_module(".zoo.kernels", __package__), prepare)()
         if kwargs.get("async_scheduling"):
             shapes.allow_async_scheduling()
-        if kwargs.get("tensor_parallel_size", 1) > 1:
+        if kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1) > 1:
             shapes.fork_processes()
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine

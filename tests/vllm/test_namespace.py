@@ -44,11 +44,13 @@ def digest(**changes: Any) -> bytes:
             dtype=v["dtype"], quantization=v["quantization"], max_model_len=v["max_model_len"], model_weights=v["model_weights"],
             quantization_config=v["quantization_config"], model_impl=v["model_impl"],
             model_class_overrides=v["model_class_overrides"], multimodal_config=v["media"],
-            override_generation_config=v["override_generation_config"], disable_sliding_window=v["disable_sliding_window"],
+            get_total_num_hidden_layers=lambda: 4, override_generation_config=v["override_generation_config"],
+            disable_sliding_window=v["disable_sliding_window"],
         ),
         cache_config=SimpleNamespace(cache_dtype=v["cache_dtype"]),
         parallel_config=SimpleNamespace(
-            tensor_parallel_size=v["tensor_parallel_size"], worker_extension_cls=v.get("worker_extension", "")
+            tensor_parallel_size=v["tensor_parallel_size"], worker_extension_cls=v.get("worker_extension", ""),
+            pipeline_parallel_size=v.get("stages", 1),
         ),
         lora_config=SimpleNamespace(**v["lora"]) if v.get("lora") else None,
         kernel_config=SimpleNamespace(**v.get("kernels", {})),
@@ -112,6 +114,16 @@ def test_environment_that_changes_what_is_computed_counts(name: str, monkeypatch
     first = digest()
     monkeypatch.setenv(name, "2")
     assert len({without, first, digest()}) == 3
+
+
+def test_the_layers_of_each_stage_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the first stage's, which alone are in vLLM's configuration of the scheduler, are the same."""
+    found = [digest(), digest(stages=2), digest(stages=3)]
+    for layers in ("1,2,1", "1,1,2"):
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", layers)
+        found.append(digest(stages=3))
+    assert found[2] == found[3], "vLLM's own partition"
+    assert len(set(found)) == 4
 
 
 def test_settings_of_adapters_count() -> None:

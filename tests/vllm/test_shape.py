@@ -13,7 +13,7 @@ from kvloft.errors import ConfigError
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.frames import part_bytes_for
 from kvloft.vllm.scheduler_half import _disk_path, tiers_text
-from kvloft.vllm.shape import cache_shape, choose_blocks, group_shape, num_replicas
+from kvloft.vllm.shape import cache_shape, choose_blocks, group_shape, num_replicas, stage_layers
 
 
 def shape_of(block_tokens: int, blocks_per_chunk: int, frame_bytes: int) -> CacheShape:
@@ -39,6 +39,25 @@ def test_replicas_read_the_part_that_the_first_of_them_writes() -> None:
         shape.shard_of(4)
     with pytest.raises(ValueError, match="3 ranks"):
         CacheShape((GroupShape(16),), num_ranks=3, num_replicas=2)
+
+
+@pytest.mark.parametrize(("partition", "largest"), [(None, 3), ("1,4", 4), ("4,1", 4)])
+def test_every_stage_of_a_pipeline_comes_to_the_same_shape(
+    partition: str | None, largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if partition:
+        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 1, get_total_num_hidden_layers=lambda: 5)
+    parallel = SimpleNamespace(pipeline_parallel_size=2, tensor_parallel_size=2, world_size=4)
+    engine = SimpleNamespace(model_config=model, parallel_config=parallel)
+    found = set()
+    for num_layers in stage_layers(engine):
+        group = SimpleNamespace(layer_names=[f"{i}" for i in range(num_layers)], kv_cache_spec=spec)
+        found.add(cache_shape(engine, SimpleNamespace(kv_cache_groups=[group]), Config(chunk_tokens=32)))
+    (shape,) = found
+    assert shape.part_bytes == part_bytes_for(largest * spec.page_size_bytes)
+    assert [shape.shard_of(rank) for rank in range(4)] == [0, 0, 1, 1], "two ranks of a stage share the one KV head"
 
 
 def test_chunks_are_whole_blocks_or_refused() -> None:

@@ -37,13 +37,15 @@ def per_layer(*specs: Any) -> Any:
 
 def settings(**changes: Any) -> Any:
     parallel: dict[str, Any] = {
-        "pipeline_parallel_size": 1, "world_size": 1, "distributed_executor_backend": None, "nnodes": 1,
+        "pipeline_parallel_size": 1, "tensor_parallel_size": 1, "rank": 0, "world_size": 1,
+        "distributed_executor_backend": None, "nnodes": 1,
         "decode_context_parallel_size": 1, "prefill_context_parallel_size": 1,
     }  # fmt: skip
     parallel.update({key: value for key, value in changes.items() if key in parallel})
     return SimpleNamespace(
         model_config=SimpleNamespace(
             model="tiny",
+            get_total_num_hidden_layers=lambda: 4,
             is_encoder_decoder=changes.get("is_encoder_decoder", False),
             is_diffusion=changes.get("is_diffusion", False),
             is_prefix_caching_supported=changes.get("is_prefix_caching_supported", True),
@@ -71,6 +73,7 @@ def test_one_group_of_full_attention_is_served() -> None:
         settings(), groups(SinkFullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, sink_len=32))
     )
     check_supported(settings(), groups(per_layer(FULL, MLA)))
+    check_supported(settings(pipeline_parallel_size=2), groups(per_layer(FULL, FULL)))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +89,13 @@ def test_one_group_of_full_attention_is_served() -> None:
         ({}, (per_layer(FULL, replace(FULL, non_causal=True)),), "prefix LM"),
         ({"use_mla": True, "enable_chunked_prefill": False}, (MLA,), "MLA"),
         ({}, (replace(FULL, non_causal=True),), "prefix LM"),
-        ({"pipeline_parallel_size": 2}, (FULL,), "pipeline_parallel_size=2"),
+        ({"pipeline_parallel_size": 2}, (per_layer(FULL),), "every layer keeps the same amount"),  # the model has four
+        ({"pipeline_parallel_size": 2}, (per_layer(FULL, replace(FULL, head_size=64)),), "every layer keeps the same amount"),
+        (
+            {"pipeline_parallel_size": 2, "speculative_config": SimpleNamespace(method="ngram")},
+            (per_layer(FULL, FULL),),
+            "pipeline_parallel_size=2 with speculative decoding",
+        ),
         ({"decode_context_parallel_size": 2}, (FULL,), "decode_context_parallel_size=2"),
         ({"prefill_context_parallel_size": 2}, (FULL,), "prefill_context_parallel_size=2"),
         ({"world_size": 2, "distributed_executor_backend": "ray"}, (FULL,), "ray"),

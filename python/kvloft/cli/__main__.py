@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 from kvloft import __version__
 from kvloft.bench import command as bench
-from kvloft.cli import config, inspect, verify
+from kvloft.cli import check, config, inspect, verify
 from kvloft.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status (2 for a wrong setting or argument, as argparse does)."""
-    args = build_parser().parse_args(argv)
+    own, flags = check.split_flags(list(sys.argv[1:] if argv is None else argv))
+    args = build_parser().parse_args(own, argparse.Namespace(flags=flags))
     try:
         return int(args.run(args))
     except ConfigError as e:
@@ -37,11 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser(
-        prog="kvloft", description="Look at kvloft's settings, at its disk tier and at its speed on a GPU."
+        prog="kvloft",
+        description="Look at kvloft's settings, at whether it serves a model, at its disk tier and at its speed on a GPU.",
     )
     parser.add_argument("--version", action="version", version=f"kvloft {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (config, inspect, verify, bench):
+    for command in (config, check, inspect, verify, bench):
         command.add_parser(subparsers)
     return parser
 

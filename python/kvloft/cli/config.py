@@ -40,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the settings; 0, or raises ConfigError where a setting is wrong."""
-    config = load_config(_extra(args.extra))
+    config = load_config(parse_extra(args.extra))
     refuse_impossible(config)
     for warning in warnings(config):
         print(f"kvloft: warning: {warning}", file=sys.stderr)
@@ -56,7 +56,8 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _extra(text: str) -> dict[str, object]:
+def parse_extra(text: str) -> dict[str, object]:
+    """Settings as ``--extra`` has them. Raises ConfigError for what is no JSON object, or names a key twice."""
     shown = repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
     try:
         extra = json.loads(text, object_pairs_hook=_each_once)

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from vllm.distributed.utils import get_pp_indices
+
 from kvloft.config import Config
 from kvloft.errors import ConfigError
 from kvloft.seam.shape import CacheShape, GroupShape
@@ -22,7 +24,7 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> Cache
     if len(kv_cache_config.kv_cache_groups) > 1:
         return _grouped_shape(vllm_config, kv_cache_config, config)
     (group,) = kv_cache_config.kv_cache_groups
-    block_tokens, block_bytes = group.kv_cache_spec.block_size, sum(page_bytes(kv_cache_config).values())
+    block_tokens, block_bytes = group.kv_cache_spec.block_size, largest_block_bytes(vllm_config, kv_cache_config)
     blocks_per_chunk = choose_blocks(config, block_tokens, block_bytes)
     return CacheShape(
         (GroupShape(block_tokens, blocks_per_chunk),),
@@ -103,6 +105,25 @@ def layer_specs(kv_cache_config: Any) -> dict[str, Any]:
 def page_bytes(kv_cache_config: Any) -> dict[str, int]:
     """Bytes of one page of every layer."""
     return {name: spec.page_size_bytes for name, spec in layer_specs(kv_cache_config).items()}
+
+
+def stage_layers(vllm_config: Any) -> list[int]:
+    """How many layers of the model each pipeline stage has, in order."""
+    size = vllm_config.parallel_config.pipeline_parallel_size
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    return [end - start for start, end in (get_pp_indices(total, stage, size) for stage in range(size))]
+
+
+def largest_block_bytes(vllm_config: Any, kv_cache_config: Any) -> int:
+    """Bytes of one block on the rank that has the most.
+
+    vLLM tells each rank of its own layers, and the scheduler of the first stage's. All must come to the same size, so with several
+    stages it follows from one layer's; `check_supported` has refused models whose layers differ.
+    """
+    sizes = page_bytes(kv_cache_config).values()
+    if getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) == 1:
+        return sum(sizes)
+    return max(sizes) * max(stage_layers(vllm_config))
 
 
 def choose_blocks(config: Config, block_tokens: int, block_bytes: int) -> int:

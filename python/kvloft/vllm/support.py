@@ -6,6 +6,7 @@ It must not decide anything later than start.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -16,14 +17,14 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvloft.errors import UnsupportedError
-from kvloft.vllm.shape import KIND_OF_SPEC, has_draft_kv, layer_specs, lookahead
+from kvloft.vllm.shape import KIND_OF_SPEC, has_draft_kv, layer_specs, lookahead, page_bytes, stage_layers
 
 
 def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_groups: str = "one") -> None:
     """Raise UnsupportedError for models and settings that kvloft would serve wrongly."""
     if reason := next(_of_model(vllm_config, kv_cache_config, kv_groups), None):
         raise UnsupportedError(f"kvloft {reason}; run {vllm_config.model_config.model!r} without kvloft")
-    if reason := next(_of_settings(vllm_config), None):
+    if reason := next(chain(_of_settings(vllm_config), _of_stages(vllm_config, kv_cache_config)), None):
         raise UnsupportedError(f"kvloft {reason}")
 
 
@@ -102,7 +103,7 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
 
 def _of_settings(vllm_config: Any) -> Iterator[str]:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    for setting in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for setting in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, setting, 1)) != 1:
             yield f"does not serve {setting}={size} yet; set it to 1"
     sleeper = getattr(model, "sleep_mode_backend", "cumem")
@@ -120,6 +121,26 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
         yield (
             "does not serve calculate_kv_scales=True: the scales differ from start to start and are not in the pages; "
             "use a checkpoint with KV scales, or leave it off"
+        )
+
+
+def _of_stages(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
+    """Of pipeline parallelism: each rank knows its own stage only, and all must come to frames of the same size."""
+    parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
+    if (size := getattr(parallel, "pipeline_parallel_size", 1)) == 1:
+        return
+    if not current_platform.is_cpu():
+        yield f"serves pipeline_parallel_size={size} on CPUs only so far; set it to 1"
+    if len(groups) != 1:
+        yield f"does not serve pipeline_parallel_size={size} with several KV cache groups yet; set it to 1"
+    if vllm_config.speculative_config is not None:
+        yield f"does not serve pipeline_parallel_size={size} with speculative decoding yet; set it to 1"
+    stage = parallel.rank // parallel.tensor_parallel_size % size
+    sizes = list(page_bytes(kv_cache_config).values())
+    if len(sizes) != stage_layers(vllm_config)[stage] or len(set(sizes)) != 1:
+        yield (
+            f"serves pipeline_parallel_size={size} where every layer keeps the same amount of KV, and this model's do not; "
+            "set it to 1"
         )
 
 

@@ -23,7 +23,7 @@ import vllm
 from kvloft.config import engine_environment
 from kvloft.seam.shape import CacheShape
 from kvloft.vllm.identity.weights import model_fields
-from kvloft.vllm.shape import has_draft_kv, page_bytes
+from kvloft.vllm.shape import has_draft_kv, page_bytes, stage_layers
 
 MAX_DESCRIPTION_CHARS = 1000
 """As in rust/core/src/tier/disk/superblock.rs."""
@@ -87,6 +87,8 @@ def namespace_fields(
     }  # fmt: skip
     if has_draft_kv(vllm_config):
         fields |= _drafter_fields(vllm_config)
+    if getattr(parallel, "pipeline_parallel_size", 1) > 1:
+        fields["stages"] = stage_layers(vllm_config)
     if len(shape.groups) > 1:
         fields["groups"] = [(group.kind, group.reach) for group in shape.groups]
     return [(name, repr(value) if value is not None else "") for name, value in fields.items()]

@@ -1,0 +1,179 @@
+"""What the answers of `kvloft check` mean: a report, its verdict, and how a person reads it.
+
+Pure functions of what engines told.
+"""
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rich.table import Table
+
+NEAR = {"float32": 1e-3, "float64": 1e-3}
+NEAR_ELSE = 0.3
+"""Distance in log probability below which rounding of another batch shape may choose between two tokens."""
+MANY_TIMES = 10
+"""A difference of log probabilities may be so many times what vLLM's own prefix cache makes."""
+LEAST_ACCEPTED, FEW_DRAFTS = 0.9, 2
+TITLES = {
+    "plain": "vLLM alone, computed", "own": "vLLM alone, its prefix cache", "cold": "kvloft, cold", "host": "kvloft, host memory",
+    "fork": "kvloft, other endings", "disk": "kvloft, disk, new engine", "reset": "kvloft, after a reset",
+}  # fmt: skip
+
+FAILED = {
+    "alone": "alone it did not run",
+    "kvloft": "with kvloft it did not run",
+    "kvloft again": "with kvloft, in a new engine, it did not run",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One pass over the prompts, beside the truth: what vLLM alone computed. Tokens, but for ``blocks`` (loaded, by group).
+
+    ``near``: answers that differ first where the truth's two best tokens were as good as equal; ``wrong``: any other difference.
+    ``difference`` is the largest one of a log probability, where both said the same.
+    """
+
+    name: str
+    answers: int
+    equal: int
+    near: int
+    wrong: int
+    difference: float
+    prompt: int
+    cached: int
+    host: int
+    disk: int
+    blocks: list[int]
+    drafted: int
+    accepted: int
+    errors: int
+
+
+def compare(name: str, answers: dict[str, Any], truth: dict[str, Any], near: float) -> Pass:
+    """``answers`` to some of the prompts beside those of vLLM alone."""
+    kinds, difference = [], 0.0
+    for prompt, answer in answers.items():
+        true = truth[prompt]
+        pairs = list(zip(answer["tokens"], true["tokens"], strict=False))
+        same = next((nth for nth, (one, other) in enumerate(pairs) if one != other), len(pairs))
+        ours, theirs = answer["clear"][:same], true["clear"][:same]
+        difference = max([difference, *(abs(one[0] - other[0]) for one, other in zip(ours, theirs, strict=False))])
+        if answer["tokens"] == true["tokens"]:
+            kinds.append("equal")
+        else:
+            _, distance, second = true["clear"][same] if same < len(true["clear"]) else (0.0, near, None)
+            kinds.append("near" if distance < near and answer["tokens"][same] == second else "wrong")
+    rows = list(answers.values())
+    sums = {what: sum(row[what] for row in rows) for what in ("prompt", "cached", "host", "disk", "drafted", "accepted")}
+    blocks = [sum(column) for column in zip(*(row["blocks"] for row in rows), strict=True)]
+    counts = {kind: kinds.count(kind) for kind in ("equal", "near", "wrong")}
+    errors = sum(row["errors"] + row["damaged"] for row in rows)
+    return Pass(name, len(rows), difference=difference, blocks=blocks, errors=errors, **counts, **sums)
+
+
+def make_report(engines: list[tuple[str, list[dict[str, Any]], str | None]], about: dict[str, Any]) -> dict[str, Any]:
+    """All that was found, as JSON. ``engines``: (name, events, error) of each that was started, vLLM alone first."""
+    facts = {name: event["facts"] for name, events, _ in engines for event in events if event["event"] == "started"}
+    told = [event for _, events, _ in engines for event in events if event["event"] == "pass"]
+    truth: dict[str, Any] = next((event["answers"] for event in told if event["name"] == "plain"), {})
+    near = NEAR.get(facts.get("alone", {}).get("dtype", ""), NEAR_ELSE)
+    passes = {event["name"]: compare(event["name"], event["answers"], truth, near) for event in told}
+    errors = [f"{FAILED[name]}: {error}" for name, _, error in engines if error]
+    missing = errors or list(_missing(passes, near))
+    return about | {
+        "served": not missing,
+        "missing": missing,
+        "remarks": list(_remarks(passes, facts, about, is_served=not missing)),
+        "engines": facts,
+        "passes": [asdict(one) for one in passes.values()],
+    }
+
+
+def _missing(passes: dict[str, Pass], near: float) -> Iterator[str]:
+    """What keeps kvloft from serving the model, as sentences."""
+    own, cold = passes["own"], passes["cold"]
+    for name in ("cold", "host", "fork", "disk", "reset"):
+        one, title = passes[name], TITLES[name]
+        if one.wrong:
+            yield f"{title}: {one.wrong} of {one.answers} answers differ from those of vLLM alone"
+        elif one.difference > max(near, MANY_TIMES * own.difference):
+            yield f"{title}: log probabilities differ by up to {one.difference:.2g} (vLLM's prefix cache: {own.difference:.2g})"
+        if one.errors:
+            yield f"{title}: {one.errors} errors inside kvloft or chunks that failed their check"
+        if name in ("cold", "reset") and one.host + one.disk:
+            yield f"{title}: {one.host + one.disk} tokens were loaded, and nothing should be there"
+        if name in ("host", "disk") and one.accepted < LEAST_ACCEPTED * cold.accepted - FEW_DRAFTS:
+            yield f"{title}: {one.accepted} drafted tokens were accepted, {cold.accepted} of the same answers cold"
+    if not passes["host"].host:
+        yield "nothing was loaded from host memory"
+    if not passes["disk"].disk:
+        yield "nothing was loaded from disk"
+    if not passes["host"].equal:
+        yield "rounding decides every answer, so nothing could be compared; try --dtype float32"
+
+
+def _remarks(passes: dict[str, Pass], facts: dict[str, Any], about: dict[str, Any], *, is_served: bool) -> Iterator[str]:
+    alone, ours = facts.get("alone", {}), facts.get("kvloft", {})
+    is_less = bool(ours and alone["full_requests"] and ours["full_requests"] < 0.98 * alone["full_requests"])
+    if is_less:
+        yield (
+            f"GPU KV memory holds {ours['full_requests']:g} requests of {ours['max_model_len']} tokens with kvloft, "
+            f"{alone['full_requests']:g} without"
+        )
+    if len(alone.get("groups", ())) > 1 and (is_less or not is_served) and about["extra"].get("kv_groups") != "all":
+        yield f"""vLLM alone has {len(alone["groups"])} KV cache groups here; try --extra '{{"kv_groups": "all"}}'"""
+    if {"own", "host"} <= passes.keys() and passes["host"].cached < passes["own"].cached:
+        yield f"{passes['host'].cached} tokens were found in host memory, {passes['own'].cached} in vLLM's own prefix cache"
+    near = sum(one.near for one in passes.values() if one.name != "own")
+    if near:
+        yield f"{near} answers differ where two tokens were as good as equal, as rounding makes them; --dtype float32 is exact"
+    if about["ignored"]:
+        yield f"not flags of an engine, left out: {' '.join(about['ignored'])}"
+
+
+def _accepted(one: Pass) -> str:
+    return f"{one.accepted / one.drafted:.0%}" if one.drafted else "none"
+
+
+def tables(report: dict[str, Any]) -> Iterator[Table | str]:
+    """For a person."""
+    passes = [Pass(**one) for one in report["passes"]]
+    has_drafts = any(one.drafted for one in passes)
+    table = Table(*("pass", "answers equal", "prompt tokens", "from host", "from disk", "blocks by group"), title=report["model"])
+    if has_drafts:
+        table.add_column("drafts accepted")
+    for one in passes:
+        equal = f"{one.equal} of {one.answers}" + (f", {one.near} near ties" if one.near else "")
+        equal += f", {one.wrong} DIFFER" if one.wrong else ""
+        loaded = (
+            [str(one.host), str(one.disk), " ".join(map(str, one.blocks))] if one.name not in ("plain", "own") else ["", "", ""]
+        )
+        table.add_row(TITLES[one.name], equal, str(one.prompt), *loaded, *([_accepted(one)] if has_drafts else []))
+    if passes:
+        yield table
+    titles = {"alone": "vLLM alone", "kvloft": "with kvloft"}
+    for name, facts in ((name, facts) for name, facts in report["engines"].items() if name in titles):
+        title = titles[name]
+        fits = f", {facts['full_requests']:g} requests of {facts['max_model_len']} tokens" if facts["full_requests"] else ""
+        yield f"{title}: {facts['blocks']} GPU KV blocks{fits}; groups: {groups_text(facts['groups'])}"
+    yield from (f"note: {remark}" for remark in report["remarks"])
+    yield verdict(report)
+
+
+def groups_text(groups: list[dict[str, Any]]) -> str:
+    """Groups in short: kinds, with reach where there is one, and how many of each."""
+    names = [f"{g['kind']} {g['reach']}" if g["reach"] else g["kind"] for g in groups]
+    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+
+
+def verdict(report: dict[str, Any]) -> str:
+    """One line: whether kvloft serves the model."""
+    if report["served"]:
+        host, disk = (next(one for one in report["passes"] if one["name"] == name) for name in ("host", "disk"))
+        return (
+            f"kvloft serves {report['model']} with these flags: the same answers, {host['host']} of {host['prompt']} prompt tokens "
+            f"from host memory, {disk['disk']} of {disk['prompt']} from disk."
+        )
+    return f"kvloft does NOT serve {report['model']} with these flags: {'; '.join(report['missing'])}."

@@ -1,0 +1,235 @@
+"""One engine of `kvloft check`, in a process of its own: ``python -m kvloft.vllm.check JOB.json``.
+
+It starts vLLM with the user's flags, with kvloft or without, asks what the job says, and appends a line of JSON to a file for
+each thing that is done. It judges nothing. It ends, with its workers, when whoever started it is gone: its stdin closes then.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvloft.errors import ConfigError
+from kvloft.vllm.check_prompts import choose_prompts
+from kvloft.vllm.shape import KIND_OF_SPEC, group_shape, layer_specs
+
+NUM_OUTPUT_TOKENS = 24
+NUM_SETTLING_STEPS = 200_000
+COUNTERS = {
+    "host": "vllm:kvloft_load_tokens_host_total",
+    "disk": "vllm:kvloft_load_tokens_disk_total",
+    "drafted": "vllm:spec_decode_num_draft_tokens_total",
+    "accepted": "vllm:spec_decode_num_accepted_tokens_total",
+    "errors": "vllm:kvloft_hook_errors_total",
+    "damaged": "vllm:kvloft_verify_failures_total",
+}
+
+
+@dataclass(slots=True)
+class Engine:
+    """vLLM's engine in this process, asked one prompt at a time: so every answer is computed in batches of the same shape."""
+
+    llm: Any
+    blocks: Counter[int] = field(default_factory=Counter)
+    """Blocks that were loaded, by KV cache group."""
+    num_asked: int = 0
+
+    @property
+    def core(self) -> Any:
+        return self.llm.engine_core.engine_core
+
+    def watch(self) -> None:
+        """Count what plans load: no metric says how many blocks of which group came."""
+        connector = self.core.scheduler.connector
+        if connector is None:
+            return
+        original = connector.build_connector_meta
+
+        def build_connector_meta(scheduler_output: Any) -> Any:
+            metadata = original(scheduler_output)
+            for load in metadata.plan.loads:
+                for group, chunks in getattr(load.chunks, "batches", ((0, load.chunks),)):
+                    self.blocks[group] += len(chunks.block_ids()) if chunks else 0
+            return metadata
+
+        connector.build_connector_meta = build_connector_meta
+
+    def ask(self, ids: Sequence[int]) -> dict[str, Any]:
+        """Greedy tokens, how clear each choice was, and what was counted meanwhile.
+
+        ``clear`` has a row for each token: its log probability, how far the second best is below it, and which token that is.
+        """
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0.0, max_tokens=NUM_OUTPUT_TOKENS, ignore_eos=True, detokenize=False, logprobs=2)
+        before, self.blocks = self.counters(), Counter()
+        self.num_asked += 1
+        self.llm.add_request(f"check-{self.num_asked}", {"prompt_token_ids": list(ids)}, params)
+        last: Any = None
+        while self.llm.has_unfinished_requests():
+            last = next((output for output in self.llm.step() if output.finished), last)
+        self.settle()
+        counted = self.counters()
+        said, clear = last.outputs[0], []
+        for token, entry in zip(said.token_ids, said.logprobs or (), strict=False):
+            second, other = max((value.logprob, one) for one, value in entry.items() if one != token)
+            clear.append([entry[token].logprob, entry[token].logprob - second, other])
+        return {
+            "prompt": len(ids),
+            "tokens": list(said.token_ids),
+            "clear": clear,
+            "cached": last.num_cached_tokens or 0,
+            "blocks": [self.blocks[group] for group in range(len(self.core.scheduler.kv_cache_config.kv_cache_groups))],
+            **{name: counted[name] - before[name] for name in COUNTERS},
+        }
+
+    def settle(self) -> None:
+        """Until nothing is in flight, saves included."""
+        for _ in range(NUM_SETTLING_STEPS):
+            if not (self.core.scheduler.has_requests() or self.core.batch_queue):
+                return
+            self.llm.step()
+        raise RuntimeError("the engine does not come to rest: a request or a transfer never ends")
+
+    def forget(self, *, connector: bool = False) -> None:
+        """Empty vLLM's own prefix cache; with ``connector`` kvloft too."""
+        if not self.llm.reset_prefix_cache(reset_connector=connector):
+            raise RuntimeError("vLLM does not empty its prefix cache: something holds blocks though nothing runs")
+
+    def counters(self) -> Counter[str]:
+        from prometheus_client import REGISTRY
+
+        names = {metric: name for name, metric in COUNTERS.items()}
+        found = Counter[str]()
+        for family in REGISTRY.collect():
+            for sample in family.samples:
+                if sample.name in names:
+                    found[names[sample.name]] += int(sample.value)
+        return found
+
+    def groups(self) -> list[dict[str, Any]]:
+        """vLLM's KV cache groups as kvloft reads them."""
+        found = []
+        config = self.core.scheduler.kv_cache_config
+        specs = layer_specs(config)
+        for group in config.kv_cache_groups:
+            spec = specs[group.layer_names[0]]
+            name = type(spec).__name__
+            shape = group_shape(spec) if name in KIND_OF_SPEC else None
+            found.append(
+                {
+                    "kind": shape.kind if shape else name,
+                    "reach": shape.reach if shape else 0,
+                    "block_tokens": group.kv_cache_spec.block_size,
+                    "layers": len(group.layer_names),
+                    "is_draft": bool(getattr(group, "is_eagle_group", False)),
+                }
+            )
+        return found
+
+    def facts(self) -> dict[str, Any]:
+        """What the report says about the engine itself. ``full_requests``: how many of max_model_len tokens fit."""
+        from vllm.v1.core import kv_cache_utils
+
+        config, vllm_config = self.core.scheduler.kv_cache_config, self.llm.vllm_config
+        concurrency = getattr(kv_cache_utils, "get_max_concurrency_for_kv_cache_config", None)
+        return {
+            "architecture": vllm_config.model_config.architecture,
+            "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
+            "max_model_len": vllm_config.model_config.max_model_len,
+            "groups": self.groups(),
+            "hit_tokens": getattr(config, "cache_hit_alignment_tokens", None) or vllm_config.cache_config.block_size,
+            "blocks": config.num_blocks,
+            "full_requests": concurrency and round(concurrency(vllm_config, config), 2),
+            "drafter": getattr(vllm_config.speculative_config, "method", None),
+        }
+
+
+def start(job: dict[str, Any]) -> tuple[Engine, list[str]]:
+    """The engine, and flags that are none of an engine's. Raises ConfigError for flags that cannot be checked."""
+    from vllm.config import KVTransferConfig
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser(prog="kvloft check MODEL --"))
+    parsed, ignored = parser.parse_known_args(["--model", job["model"], *job["flags"]])
+    args = EngineArgs.from_cli_args(parsed)
+    args.disable_log_stats, args.data_parallel_size = False, 1
+    given, args.kv_transfer_config = args.kv_transfer_config, None
+    if given is not None and given.kv_connector != "KVLoftConnector":
+        raise ConfigError(f"--kv-transfer-config names {given.kv_connector}, and only KVLoftConnector can be checked")
+    if job["disk_path"] is not None:
+        extra = (given.kv_connector_extra_config if given else {}) | job["extra"]
+        extra |= {"disk_path": job["disk_path"], "disk_size": job["disk_size"]}
+        args.kv_transfer_config = KVTransferConfig(
+            kv_connector="KVLoftConnector", kv_role="kv_both", kv_load_failure_policy="recompute", kv_connector_extra_config=extra
+        )
+    engine = Engine(LLMEngine.from_engine_args(args))
+    engine.watch()
+    return engine, ignored
+
+
+def run(job: dict[str, Any]) -> None:
+    """Start an engine and do the job's passes, each one line of the file ``job["events"]``."""
+    with Path(job["events"]).open("a", buffering=1) as file:
+
+        def tell(event: str, **what: Any) -> None:
+            print(json.dumps({"event": event, **what}), file=file)
+
+        try:
+            engine, ignored = start(job)
+            tell("started", facts=engine.facts(), ignored=ignored)
+            _passes(engine, job, tell)
+            engine.llm.engine_core.shutdown()
+            tell("done")
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - it is told, and the process ends
+            traceback.print_exc()
+            tell("failed", error=f"{type(error).__name__}: {error}")
+
+
+def _passes(engine: Engine, job: dict[str, Any], tell: Any) -> None:
+    prompts: dict[str, list[int]] = job["prompts"]
+    if not prompts:
+        prompts = choose_prompts(engine, NUM_OUTPUT_TOKENS)
+        tell("prompts", prompts=prompts)
+    for name in job["passes"]:
+        if name == "reset":
+            engine.forget(connector=True)
+        answers = {}
+        for prompt, ids in prompts.items():
+            if name != "plain" and prompt.startswith("fork") != (name == "fork"):
+                continue
+            if name not in ("cold", "reset"):
+                engine.forget()
+            if name == "own":
+                engine.ask(ids)
+            answers[prompt] = engine.ask(ids)
+        tell("pass", name=name, answers=answers)
+
+
+def end_with_parent() -> None:
+    """Kill this process group once stdin is closed, which happens however the parent ends."""
+
+    def wait() -> None:
+        sys.stdin.buffer.read()
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+if __name__ == "__main__":
+    end_with_parent()
+    run(json.loads(Path(sys.argv[1]).read_text()))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # a worker or a thread that hangs holds nothing up

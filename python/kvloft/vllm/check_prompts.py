@@ -1,0 +1,80 @@
+"""Prompts for `kvloft check`: of lengths at which a cache has something to lose, and with answers that rounding does not decide.
+
+It must not know kvloft's connector: engines that are asked here have none.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from kvloft.vllm.shape import MAX_AUTO_CHUNK_TOKENS
+
+MAX_PROMPT_TOKENS = 10_000
+PROMPT_UNITS = (1.4, 2.5, 4.3, 6.7)
+"""Lengths of prompts, in units of what a hit of vLLM's own cache is a multiple of."""
+NUM_FORKED = 2
+NUM_TRIES = 4
+"""Prompts that are tried for each length, until rounding cannot decide what is said."""
+CLEAR, CLEAR_ELSE = 0.01, 0.3
+"""Least distance of the two best tokens, in log probability, that is clear in float32 and in less."""
+WORDS = """
+    river stone seven under garden letter cold bright number window paper walk green often table north voice slow market train
+    winter glass remember island second bridge quiet metal story before orange engine doctor circle travel answer music field
+"""
+
+
+class Asked(Protocol):
+    """What is needed of `kvloft.vllm.check.Engine`."""
+
+    llm: Any
+
+    def facts(self) -> dict[str, Any]: ...
+    def forget(self) -> None: ...
+    def ask(self, ids: Sequence[int]) -> dict[str, Any]: ...
+
+
+def choose_prompts(engine: Asked, num_output_tokens: int) -> dict[str, list[int]]:
+    """Prompts by name. Lengths go around what a hit is a multiple of, beyond every window, and beyond every chunk of kvloft.
+
+    A "fork" begins as another one does.
+    """
+    facts = engine.facts()
+    unit, room = facts["hit_tokens"], min(MAX_PROMPT_TOKENS, facts["max_model_len"] - num_output_tokens - 1)
+    reach = max(group["reach"] for group in facts["groups"])
+    wanted = [*(unit * units for units in PROMPT_UNITS), reach + unit * 3.6, MAX_AUTO_CHUNK_TOKENS + unit * 2.6]
+    lengths = sorted({min(room, round(length)) for length in wanted})
+    prompts: dict[str, list[int]] = {}
+    for length in lengths:
+        prompts[f"prompt {length}"] = _clear_prompt(engine, [], length)
+    for length in lengths[-NUM_FORKED:]:
+        prompts[f"fork {length}"] = _clear_prompt(engine, prompts[f"prompt {length}"][: length * 3 // 5], length)
+    return prompts
+
+
+def _clear_prompt(engine: Asked, head: list[int], length: int) -> list[int]:
+    """A prompt that begins with ``head`` and whose answer rounding does not decide; of some tried ones the clearest."""
+    enough = CLEAR if engine.facts()["dtype"] == "float32" else CLEAR_ELSE
+    best, clearest = [], -1.0
+    for nth in range(NUM_TRIES):
+        ids = [*head, *_random_ids(engine.llm, nth, length - len(head))]
+        engine.forget()
+        distance = min((distance for _, distance, _ in engine.ask(ids)["clear"]), default=0.0)
+        if distance > clearest:
+            best, clearest = ids, distance
+        if clearest >= enough:
+            break
+    return best
+
+
+def _random_ids(llm: Any, nth: int, count: int) -> list[int]:
+    """Token ids of random words; without a tokenizer random ids."""
+    chance = random.Random(f"{count} {nth}")
+    if not llm.vllm_config.model_config.skip_tokenizer_init:
+        text = " ".join(chance.choices(WORDS.split(), k=count + 1))
+        ids = list(llm.get_tokenizer().encode(text, add_special_tokens=False))
+        if len(ids) >= count:
+            return ids[:count]
+    vocab = llm.vllm_config.model_config.get_vocab_size()
+    return [chance.randrange(min(3, vocab - 1), vocab) for _ in range(count)]

@@ -1,0 +1,86 @@
+"""docs/models.md out of what `kvloft check` found over the tiny models of tests/e2e/zoo: `python scripts/models_table.py`.
+
+It reads build/models, where `KV_ZOO=all pytest tests/e2e/test_check.py` leaves a report for each model, and invents nothing: a
+model without a report is not in the table.
+"""
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+REPORTS, PAGE = ROOT / "build" / "models", ROOT / "docs" / "models.md"
+REASON_CHARS = 150
+HEAD = """\
+# Models that were tried
+
+Made by `scripts/models_table.py` from what `kvloft check` found on {date}: kvloft {kvloft}, vLLM {vllm}
+on {machine} CPUs, float32, tiny models with random weights of each kind of KV cache (`tests/e2e/zoo`).
+No model of real size is in this table: `kvloft check MODEL -- FLAGS` finds it out for yours.
+
+"Served" means: the same tokens as vLLM alone in every answer, cold, from host memory, from disk after
+a restart, with other endings and after a reset; and from both tiers something was loaded. "Found" are
+tokens of {prompts} prompts that came from host memory and from disk, beside what vLLM's own prefix
+cache finds of them. "Blocks" were loaded from disk, by group. "Fits" is how many requests of
+{max_model_len} tokens KV memory holds without and with kvloft. A "window 63" group needs the last 63
+tokens before a hit's end, a "local 64" group those of the last 64 that the end cuts, a "state" group
+one state.
+
+"""
+COLUMNS = (
+    "model", "KV cache groups", "drafter", "`kv_groups`", "served", "found: host, disk, vLLM", "blocks", "fits",
+    "drafts accepted: cold, host, disk",
+)  # fmt: skip
+
+
+def main() -> int:
+    """Write the page; 1 where there is no report."""
+    reports = [json.loads(path.read_text()) for path in sorted(REPORTS.glob("*.json"))]
+    if not reports:
+        print(f"no report in {REPORTS}: run KV_ZOO=all pytest tests/e2e/test_check.py")
+        return 1
+    first, dates = reports[0], sorted({report["date"] for report in reports})
+    versions = {name: ", ".join(sorted({report["versions"][name] for report in reports})) for name in first["versions"]}
+    lengths = {facts["max_model_len"] for report in reports for facts in report["engines"].values()}
+    whole = next(one for report in reports for one in report["passes"] if one["name"] == "own")
+    head = HEAD.format(date=" to ".join(dates), prompts=whole["answers"], max_model_len=" or ".join(map(str, lengths)), **versions)
+    rows = [COLUMNS, ["---"] * len(COLUMNS), *sorted(_rows(reports))]
+    PAGE.write_text(head + "".join(f"| {' | '.join(row)} |\n" for row in rows))
+    return 0
+
+
+def _rows(reports: list[dict[str, Any]]) -> Iterator[list[str]]:
+    for report in reports:
+        passes = {one["name"]: one for one in report["passes"]}
+        alone = report["engines"]["alone"]
+        ours = report["engines"].get("kvloft", {})
+        served = "yes" if report["served"] else f"no: {_short(report['missing'][0])}"
+        found = blocks = accepted = ""
+        if "disk" in passes:
+            found = f"{passes['host']['host']}, {passes['disk']['disk']}, {passes['own']['cached']}"
+            blocks = ", ".join(map(str, passes["disk"]["blocks"]))
+            if passes["own"]["drafted"]:
+                accepted = ", ".join(
+                    f"{passes[name]['accepted']} of {passes[name]['drafted']}" for name in ("cold", "host", "disk")
+                )
+        fits = f"{alone['full_requests']:g}, {ours['full_requests']:g}" if ours else f"{alone['full_requests']:g}"
+        kinds = _groups(alone["groups"])
+        setting = report["extra"].get("kv_groups", "")
+        yield [report["model"], kinds, alone["drafter"] or "", setting, served, found, blocks, fits, accepted]
+
+
+def _groups(groups: list[dict[str, Any]]) -> str:
+    names = [f"{g['kind']} {g['reach']}" if g["reach"] else g["kind"] for g in groups]
+    return ", ".join(f"{names.count(name)} {name}" for name in dict.fromkeys(names))
+
+
+def _short(reason: str) -> str:
+    """The first sentence's part that names what is missing, without the path of a model."""
+    reason = re.sub(r"; run '[^']*' without kvloft", "", reason.removeprefix("with kvloft it did not run: ")).replace("|", "/")
+    return reason if len(reason) <= REASON_CHARS else f"{reason[:REASON_CHARS]}..."
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,190 @@
+"""`kvloft check`: arguments, engines that end whatever happens, what answers mean, and what is printed. Without vLLM."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloft.cli import check_engine
+from kvloft.cli.__main__ import main
+from kvloft.cli.check import split_flags
+from kvloft.cli.check_report import compare, make_report
+
+HERE = str(Path(__file__).parent)
+
+
+@pytest.fixture(autouse=True)
+def _fake(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Engines are fake; temporary directories go to one that must be empty at the end."""
+    temporary = tmp_path / "tmp"
+    temporary.mkdir()
+    monkeypatch.setattr(check_engine, "MODULE", "fake_engine")
+    monkeypatch.setenv("PYTHONPATH", HERE)
+    monkeypatch.setattr("tempfile.tempdir", str(temporary))
+    monkeypatch.setattr("kvloft.cli.check.vllm_version", lambda: "0.0")
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: object())
+    yield
+    assert not list(temporary.iterdir()), "the temporary directory is still there"
+
+
+def test_flags_of_vllm_are_what_stands_behind_the_first_dashes() -> None:
+    assert split_flags(["check", "m", "--json", "--", "--dtype", "float32", "--"]) == (
+        ["check", "m", "--json"],
+        ["--dtype", "float32", "--"],
+    )
+    assert split_flags(["inspect", "--", "-dir"]) == (["inspect", "--", "-dir"], [])
+
+
+def test_a_served_model_is_a_table_and_status_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "good", "--", "--port", "80"]) == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[-1].startswith("kvloft serves good with these flags")
+    assert "16 of 20 prompt tokens from host memory, 16 of 20 from disk" in out
+    assert "left out: --port 80" in out
+    assert "vLLM with kvloft again: disk" in err
+
+
+def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "good", "--json", "--extra", '{"kv_groups": "all"}']) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["served"], report["missing"], report["extra"]) == (True, [], {"kv_groups": "all"})
+    assert [one["name"] for one in report["passes"]] == ["plain", "own", "cold", "host", "fork", "disk", "reset"]
+    assert set(report["engines"]) == {"alone", "kvloft", "kvloft again"}
+
+
+def test_a_wrong_answer_is_status_1_and_the_last_line_says_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "wrong"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("kvloft does NOT serve wrong")
+    assert "kvloft, disk, new engine: 1 of 1 answers differ" in last
+
+
+def test_a_refusal_is_status_1_and_has_kvlofts_own_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "refused"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.endswith("with kvloft it did not run: kvloft serves no such thing; run it without.")
+
+
+def test_vllm_that_does_not_start_alone_is_status_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "never-starts"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.splitlines()[-1].endswith("these flags: ValueError: no such model")
+
+
+@pytest.mark.parametrize("wrong", [["--extra", "{"], ["--extra", '{"hostsize": 1}']])
+def test_a_wrong_setting_is_one_line_and_status_2(capsys: pytest.CaptureFixture[str], wrong: list[str]) -> None:
+    assert main(["check", "good", *wrong]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("wrong", [[], ["good", "--time-limit", "1"], ["good", "--dtype", "float32"]])
+def test_a_wrong_argument_is_status_2(wrong: list[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["check", *wrong])
+    assert end.value.code == 2
+
+
+def test_an_engine_that_hangs_is_ended_with_all_its_processes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    original = check_engine.run_engine
+    monkeypatch.setattr("kvloft.cli.check.run_engine", lambda *a, **k: original(*a, **k | {"limit_s": 3.0}))
+    assert main(["check", "hangs", "--", str(tmp_path / "pids")]) == 1
+    assert "it was not done within 3 s (--time-limit); the last it told was 'started'" in capsys.readouterr().out
+    assert_gone(int((tmp_path / "pids").read_text().split()[0]))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_engines_and_removes_the_files(tmp_path: Path, sent: signal.Signals) -> None:
+    program = (
+        "import sys; from kvloft.cli import check, check_engine; from kvloft.cli.__main__ import main; "
+        "check_engine.MODULE = 'fake_engine'; check.vllm_version = lambda: '0'; check.importlib.util.find_spec = lambda name: 1; "
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    pids = tmp_path / "pids"
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "check", "hangs", "--", str(pids)], env=os.environ | {"TMPDIR": str(tmp_path / "tmp")}
+    )
+    while not (pids.exists() and len(pids.read_text().split()) == 2):
+        time.sleep(0.05)
+    process.send_signal(sent)
+    assert process.wait() == (130 if sent == signal.SIGINT else 143)
+    assert_gone(int(pids.read_text().split()[0]))
+
+
+def assert_gone(pid: int) -> None:
+    stat = Path(f"/proc/{pid}/stat")
+    while stat.exists() and stat.read_text().rsplit(")", 1)[1].split()[0] != "Z":
+        time.sleep(0.05)  # pytest's own timeout fails this
+
+
+TRUE = {
+    "prompt": 20, "tokens": [1, 2, 3], "clear": [[-0.1, 4.0, 9], [-0.7, 0.001, 8], [-0.1, 4.0, 9]], "cached": 0, "host": 0,
+    "disk": 0, "drafted": 20, "accepted": 10, "errors": 0, "damaged": 0, "blocks": [0],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tokens", "kind"),
+    [
+        ([1, 2, 3], "equal"),
+        ([1, 8, 5], "near"),  # the second best, and as good as the best
+        ([1, 7, 5], "wrong"),  # neither
+        ([9, 2, 3], "wrong"),  # the second best, and clearly worse
+        ([1, 2], "wrong"),  # too short
+    ],
+)
+def test_answers_differ_by_rounding_only_where_two_tokens_are_as_good(tokens: list[int], kind: str) -> None:
+    found = compare("host", {"p": TRUE | {"tokens": tokens}}, {"p": TRUE}, near=0.01)
+    assert {name: getattr(found, name) for name in ("equal", "near", "wrong")} == {"equal": 0, "near": 0, "wrong": 0, kind: 1}
+
+
+def report(**changes: dict[str, Any]) -> dict[str, Any]:
+    """Of a run in which all went well, but for ``changes`` of a pass's answer or of an engine's facts."""
+    good = {"host": {"host": 16}, "disk": {"disk": 16}}
+    names = ("plain", "own", "cold", "host", "fork", "disk", "reset")
+    told = [{"event": "pass", "name": n, "answers": {"p": TRUE | good.get(n, {}) | changes.get(n, {})}} for n in names]
+    facts = {"dtype": "float32", "groups": [{}, {}], "full_requests": 8.0, "max_model_len": 100}
+    starts = [{"event": "started", "facts": facts | changes.get(name, {})} for name in ("alone", "kvloft")]
+    return make_report(
+        [("alone", [starts[0], *told[:2]], None), ("kvloft", [starts[1], *told[2:]], None)],
+        {"model": "m", "extra": {}, "ignored": []},
+    )
+
+
+def test_a_good_run_is_served_without_a_remark() -> None:
+    assert (report()["missing"], report()["remarks"]) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("changes", "missing"),
+    [
+        ({"host": {"host": 0}}, "nothing was loaded from host memory"),
+        ({"disk": {"disk": 0}}, "nothing was loaded from disk"),
+        ({"reset": {"host": 16}}, "nothing should be there"),
+        ({"cold": {"disk": 16}}, "nothing should be there"),
+        ({"fork": {"errors": 1}}, "1 errors inside kvloft"),
+        ({"fork": {"damaged": 1}}, "1 errors inside kvloft"),
+        ({"host": {"host": 16, "accepted": 6}}, "6 drafted tokens were accepted, 10 of the same answers cold"),
+        ({"host": {"host": 16, "clear": [[-0.3, 4.0, 9]] * 3}}, "log probabilities differ by up to 0.4"),
+    ],
+)
+def test_each_thing_that_is_missing_is_said(changes: dict[str, Any], missing: str) -> None:
+    found = report(**changes)
+    assert not found["served"]
+    assert any(missing in sentence for sentence in found["missing"]), found["missing"]
+
+
+def test_less_room_in_gpu_memory_is_a_remark_with_the_setting_that_helps() -> None:
+    found = report(kvloft={"full_requests": 2.0})
+    assert found["served"]
+    assert "holds 2 requests of 100 tokens with kvloft, 8 without" in found["remarks"][0]
+    assert '--extra \'{"kv_groups": "all"}\'' in found["remarks"][1]

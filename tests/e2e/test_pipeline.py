@@ -1,0 +1,105 @@
+"""Pipeline stages: each rank has its own layers and its own part of every frame, and stages need not be of the same size.
+
+vLLM's CPU build can do it where it warms the model up, which it does not with enforce_eager: "assert self.intermediate_tensors is
+not None". So models here are compiled by a compiler that does nothing.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from . import tiny
+from .client import Engine, Req, Zygote, engine_kwargs, kvloft, random_ids
+from .conftest import Truth
+
+STAGES: dict[str, Any] = {
+    "pipeline_parallel_size": 2, "enforce_eager": False, "compilation_config": {"mode": 1, "backend": "eager"},
+    "enable_prompt_embeds": False,
+}  # fmt: skip
+MORE_FIRST, MORE_LAST = "2,1", "1,2"
+"""Layers of each stage; the scheduler is told of the first stage's only."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.write_model(tmp_path_factory.mktemp("heads"), num_heads=4, num_kv_heads=2)
+
+
+@pytest.fixture(scope="module")
+def truth(zygote: Zygote, model: Path) -> Iterator[Truth]:
+    """Of one stage."""
+    oracle = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=300, enable_prompt_embeds=False)))
+    yield oracle
+    oracle.close()
+
+
+def environment(layers: str, ranks: int = 2) -> dict[str, str]:
+    return {"VLLM_CPU_OMP_THREADS_BIND": "|".join(["0"] * ranks), "VLLM_PP_LAYER_PARTITION": layers}
+
+
+def ask(engine: Engine, truth: Truth, requests: list[Req]) -> list[int]:
+    """All at once; each says the truth. Returns the external tokens of each."""
+    results = engine.ask(*(r.again() for r in requests))
+    assert [r.tokens for r in results] == [truth.tokens(r) for r in requests]
+    return [r.num_external for r in results]
+
+
+@pytest.mark.parametrize("layers", [MORE_FIRST, MORE_LAST])
+def test_two_stages_save_and_load_their_layers_from_host_and_from_disk(
+    layers: str, start: Callable[..., Engine], model: Path, truth: Truth, tmp_path: Path
+) -> None:
+    requests = [truth.pick(lambda s: Req(random_ids(s, 300), max_tokens=20), 7100 + i) for i in range(3)]  # whole chunks
+    for life in range(2):
+        engine = start(kv_transfer_config=kvloft(tmp_path), model=model, env=environment(layers), **STAGES)
+        for turn in range(2):
+            assert ask(engine, truth, requests) == [288 if life or turn else 0] * 3
+        engine.assert_at_rest()
+        engine.stop()
+    others = start(
+        kv_transfer_config=kvloft(tmp_path),
+        model=model,
+        env=environment(MORE_LAST if layers == MORE_FIRST else MORE_FIRST),
+        **STAGES,
+    )
+    assert ask(others, truth, requests) == [0] * 3, "stages of other layers have frames of their own"
+
+
+def test_what_one_stage_cannot_load_is_computed_by_all(start: Callable[..., Engine], model: Path, truth: Truth) -> None:
+    requests = [truth.pick(lambda s: Req(random_ids(s, 130), max_tokens=12), 7200 + i) for i in range(2)]
+    engine = start(kv_transfer_config=kvloft(policy="recompute"), model=model, env=environment(MORE_LAST), **STAGES)
+    for part in range(2):
+        ask(engine, truth, requests)
+        engine.flip_frames(offset=part * engine.call("_scheduler._store.frame_bytes") // 2 + 5)
+        assert min(ask(engine, truth, requests)) > 0, "it was offered"
+        assert engine.metrics()["vllm:kvloft_verify_failures_total"] > 0
+    engine.assert_at_rest()
+
+
+def test_few_blocks_and_many_requests_say_the_truth(start: Callable[..., Engine], model: Path, truth: Truth) -> None:
+    """Preemptions, with as many steps in flight as there are stages."""
+    requests = [truth.pick(lambda s: Req(random_ids(s, 60 + 17 * (s % 7)), max_tokens=40), 7300 + i) for i in range(8)]
+    engine = start(
+        kv_transfer_config=kvloft(policy="recompute"), model=model, env=environment(MORE_LAST), num_blocks=16,
+        enable_prefix_caching=True, **STAGES,
+    )  # fmt: skip
+    for _ in range(3):
+        ask(engine, truth, requests)
+        engine.reset()
+    assert engine.metrics()["vllm:num_preemptions_total"] > 0
+    assert engine.metrics()["vllm:kvloft_hook_errors_total"] + engine.metrics()["vllm:kvloft_verify_failures_total"] == 0
+    engine.assert_at_rest()
+
+
+def test_two_stages_of_two_ranks_each_have_four_parts(
+    start: Callable[..., Engine], model: Path, truth: Truth, tmp_path: Path
+) -> None:
+    requests = [truth.pick(lambda s: Req(random_ids(s, 100), max_tokens=8), 7400 + i) for i in range(2)]
+    for life in range(2):
+        engine = start(
+            kv_transfer_config=kvloft(tmp_path), model=model, env=environment(MORE_LAST, 4), tensor_parallel_size=2, **STAGES
+        )
+        assert ask(engine, truth, requests) == [96 * life] * 2
+        assert engine.call("_scheduler._store.frame_bytes") % 4 == 0
+        engine.stop()
