@@ -39,7 +39,7 @@ class SchedulerCore:
         new_chain: Callable[[RequestView], KeyChain],
         shape: CacheShape,
         *,
-        arena: ArenaSpec,
+        arena: ArenaSpec | None,
         wait_s: float = 10.0,
         clock: Callable[[], float],
         loads_allowed: bool = True,
@@ -52,7 +52,13 @@ class SchedulerCore:
         self._store, self._new_chain, self._clock, self._arena = store, new_chain, clock, arena
         self._group, self._num_ranks = shape.full, shape.num_ranks
         self._queue = Queue(
-            store, self._group, clock, wait_s, arena.num_frames, shares_blocks=shares_blocks, max_running=max_running
+            store,
+            self._group,
+            clock,
+            wait_s,
+            arena.num_frames if arena is not None else 0,
+            shares_blocks=shares_blocks,
+            max_running=max_running,
         )
         self.still_waits = self._queue.still_waits
         """Whether `match` would say None as it did before: to ask of thousands in every step, before anything is made for them."""
@@ -291,6 +297,24 @@ class SchedulerCore:
             tracker.forget_saves()
         self._queue.clear()
         self._store.clear()
+
+    @property
+    def has_queued_loads(self) -> bool:
+        """The next plan will name frames that are known already: it must be of the same arena."""
+        return bool(self._queued_loads)
+
+    def meet_store(self, arena: ArenaSpec | None) -> None:
+        """The store is another, or has lost all that it had: nothing that was saved is known to be there, and no frame is known.
+
+        Not while there are queued loads.
+        """
+        for tracker in self._trackers.values():
+            tracker.forget_saves()
+        self._queue.clear()
+        if arena != self._arena:
+            self._usable_frames.clear()
+            self._queue.num_frames = arena.num_frames if arena is not None else 0
+        self._arena = arena
 
     def stop(self) -> None:
         """Offer, save and forget nothing from now on; what is in flight settles as usual."""
