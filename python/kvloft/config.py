@@ -103,10 +103,10 @@ def _parse_path(value: object) -> str | None:
 
 
 def parse_socket(value: object) -> str | None:
-    """The path in ``"unix:/run/user/1000/kvloft.sock"``; raises ValueError for anything else. None is none."""
+    """The path in ``"unix:/run/user/1000/kvloft.sock"``, or a whole path; raises ValueError for anything else. None is none."""
     if value is None:
         return None
-    if not isinstance(value, str) or not value.startswith("unix:"):
+    if not isinstance(value, str) or not value.startswith(("unix:", "/")):
         raise ValueError(value)
     path = _parse_path(value.removeprefix("unix:"))
     if path is None or len(path.encode()) > MAX_SOCKET_BYTES:
