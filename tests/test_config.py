@@ -21,6 +21,7 @@ GOOD = {
     "on_pause": st.sampled_from(["keep", "clear"]),
     "kv_groups": st.sampled_from(["one", "all"]),
     "disk_threads": st.integers(1, 64),
+    "server_timeout": st.integers(0, 3600).map(lambda s: f"{s}s"),
     "load_timeout": st.integers(0, 3600) | st.integers(0, 3600).map(lambda s: f"{s}s"),
 }
 JUNK = (
@@ -146,11 +147,34 @@ def test_size_survives_being_written_and_read(size: int) -> None:
 def test_what_describe_prints_loads_back_to_the_same_settings(extra: dict[str, object]) -> None:
     extra["disk_path"] = "/cache"
     config = load_config(extra, {})
-    names = {"namespace": config.namespace}
+    names = {"namespace": config.namespace, "server": config.server}
     shown = {key: names.get(key, text) for key, text, _ in describe(config)}
     assert load_config(shown, {}) == config
     assert load_config(json.loads(json.dumps({key: getattr(config, key) for key in KEYS})), {}) == config
     assert all(config.origin(key) == "kv_connector_extra_config" for key in extra)
+
+
+@pytest.mark.parametrize("origin", ["extra", "environment"])
+def test_a_server_is_a_socket(origin: str) -> None:
+    for text, path in [
+        ("unix:/run/kv.sock", "/run/kv.sock"),
+        ("/run/kv.sock", "/run/kv.sock"),
+        ("unix:~/kv", str(Path("~/kv").expanduser())),
+    ]:
+        config = load_config({"server": text}, {}) if origin == "extra" else load_config({}, {"KVLOFT_SERVER": text})
+        assert config.server == path
+    for wrong in ("tcp://host:1", "kv.sock", "unix:", "unix:/" + "x" * 107, 7):
+        with pytest.raises(ConfigError, match=r"server = .* is not allowed; it must be such as \"unix:/run"):
+            load_config({"server": wrong}, {})
+    assert ("server", "unix:/s", "kv_connector_extra_config") in describe(load_config({"server": "unix:/s"}, {}))
+
+
+def test_what_a_server_is_told_an_engine_that_uses_one_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"host_size \(kv_connector_extra_config\) does nothing with server"):
+        load_config({"server": "unix:/s", "host_size": "1GiB"}, {})
+    shared = load_config({"server": "unix:/s"}, {"KVLOFT_HOST_SIZE": "1GiB"})  # the server may read it there
+    assert (shared.server, shared.host_size) == ("/s", 1 << 30)
+    assert load_config({"server": "unix:/s", "host_size": "1GiB"}, {}, extra_origin="command line").host_size == 1 << 30
 
 
 @given(st.fixed_dictionaries({}, optional={k: v.map(str) for k, v in GOOD.items()}))
@@ -210,9 +234,9 @@ def test_a_long_value_does_not_make_a_long_message() -> None:
 
 @given(st.sampled_from(sorted(KEYS)), JUNK)
 def test_every_bad_value_gives_one_sentence_with_key_source_and_what_is_allowed(key: str, junk: object) -> None:
-    if (key == "disk_path" and (junk is None or (isinstance(junk, str) and junk.strip() and junk != "\ud800"))) or (
-        key == "namespace" and isinstance(junk, str) and junk != "\ud800"
-    ):
+    is_text = isinstance(junk, str) and junk != "\ud800"
+    is_path = isinstance(junk, str) and is_text and bool(junk.strip())
+    if (key == "disk_path" and (junk is None or is_path)) or (key == "server" and junk is None) or (key == "namespace" and is_text):
         return
     with pytest.raises(ConfigError) as error:
         load_config({"disk_path": "/cache", key: junk}, {})

@@ -65,6 +65,9 @@ class Arena:
     def address(self) -> int: ...
     @property
     def size_bytes(self) -> int: ...
+    @property
+    def id(self) -> int:
+        """Which memory it is: paths are used again, this is not while the memory is there."""
     def seal(self, frame: int, part: dict[str, Any]) -> int:
         """Tag the payload of ``part`` of ``frame`` and write the trailer at the part's end; returns the tag.
 
@@ -131,13 +134,36 @@ class Session:
         disk_threads: int = 2,
         description: str = "",
     ) -> Session: ...
+    @staticmethod
+    def connect(
+        socket: str,
+        *,
+        frame_bytes: int,
+        namespace: bytes,
+        timeout_s: float,
+        blocks_per_chunk: int = 1,
+        num_ranks: int = 1,
+        description: str = "",
+    ) -> Session:
+        """The store of the server that listens at ``socket``. Each call waits ``timeout_s`` at most, and is a miss then.
+
+        While no server answers everything is a miss. Raises ConfigError where one refuses.
+        """
     @property
     def arena_path(self) -> str:
-        """Path another process of this user may open: /proc/PID/fd/N of a memfd."""
+        """Path another process of this user may open: /proc/PID/fd/N of a memfd; empty while there is no store."""
+    @property
+    def arena_id(self) -> int:
+        """As `Arena.id`; 0 while there is no store."""
     @property
     def frame_bytes(self) -> int: ...
     @property
     def num_frames(self) -> int: ...
+    def renew(self) -> bool:
+        """Use the store that took the place of one that is gone: whether there is one. Nothing of the old one is there then.
+
+        Only here does the arena change, so that no plan has frames of two.
+        """
     @property
     def num_in_flight(self) -> int:
         """Reservations that some rank has not reported."""
@@ -176,6 +202,39 @@ class Session:
     def flush(self, timeout_s: float) -> bool:
         """Wait until every visible host chunk that will go to disk is there; False at the deadline."""
     def close(self, timeout_s: float = 30.0) -> None: ...
+
+@final
+class Server:
+    """A store that engines of this user share; it listens at ``socket`` from its making on, and tells nobody else.
+
+    Memory is taken and the disk opened for the first engine. Engines of another namespace are refused until no engine is left.
+    Raises BusyError where another server has the socket, ConfigError where its directory is not private.
+    """
+
+    def __new__(
+        cls,
+        socket: str,
+        *,
+        host_bytes: int,
+        eviction: str = "adaptive",
+        disk_path: str | None = None,
+        disk_bytes: int = 0,
+        disk_threads: int = 2,
+        max_connections: int = 64,
+    ) -> Server: ...
+    def status(self) -> dict[str, Any]:
+        """As `server_status`."""
+    def take_events(self) -> list[str]:
+        """What a person should see in the log, once each."""
+    def close(self, timeout_s: float = 30.0) -> None:
+        """End every connection, write to disk what should be there until the timeout, give the disk directory up."""
+
+def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
+    """What the server at ``socket`` does now: namespace (32 bytes, or None before the first engine), description, frame_bytes,
+    stats (counters and gauges by name) and engines (each pid, connected_ms, reservations, leases).
+
+    Raises StoreError where nobody answers in time, ConfigError where the server refuses to.
+    """
 
 def disk_inspect(path: str) -> list[dict[str, Any]]:
     """One dict per namespace directory under ``path``, most recently used first: namespace (16 hex digits), description,

@@ -24,6 +24,9 @@ ENV_FILE: Final = "KVLOFT_CONFIG"
 FROM_EXTRA: Final = "kv_connector_extra_config"
 FROM_DEFAULT: Final = "default"
 
+MAX_SOCKET_BYTES: Final = 107
+"""Of a Unix socket's path."""
+
 _UNITS: Final = {"": 1, "b": 1} | {
     f"{prefix}{kind}": base ** (power + 1) for power, prefix in enumerate("kmgt") for kind, base in (("ib", 1024), ("b", 1000))
 }
@@ -99,6 +102,18 @@ def _parse_path(value: object) -> str | None:
     return os.path.abspath(value)  # noqa: PTH100 (plain strings cross into Rust)
 
 
+def parse_socket(value: object) -> str | None:
+    """The path in ``"unix:/run/user/1000/kvloft.sock"``, or a whole path; raises ValueError for anything else. None is none."""
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.startswith(("unix:", "/")):
+        raise ValueError(value)
+    path = _parse_path(value.removeprefix("unix:"))
+    if path is None or len(path.encode()) > MAX_SOCKET_BYTES:
+        raise ValueError(value)
+    return path
+
+
 def _parse_text(value: object) -> str:
     if not isinstance(value, str):
         raise ValueError(value)
@@ -137,6 +152,11 @@ def _set(default: Any, kind: Kind) -> Any:
 _SIZE: Final = _size(example=', such as "8GiB", "500MB" or a number of bytes')
 _PATH: Final = Kind(_parse_path, "the path of a directory, or null for no disk tier", lambda v: v or "(none)")
 _TOKENS: Final = Kind(lambda v: v if v == "auto" else _parse_count(v, 1, 1 << 20), '"auto" or a number of tokens from 1 to 1048576')
+_SERVER: Final = Kind(
+    parse_socket,
+    'such as "unix:/run/user/1000/kvloft.sock", or null for a cache of the engine\'s own',
+    lambda v: f"unix:{v}" if v else "(none)",
+)
 _TEXT: Final = Kind(_parse_text, "text", lambda v: repr(v) if v else "(empty)")
 _THREADS: Final = Kind(partial(_parse_count, low=1, high=64), "a number from 1 to 64")
 _TIME: Final = Kind(parse_seconds, 'a time from 0 to 1h, such as "10s", "250ms" or a number of seconds', lambda v: f"{v:g}s")
@@ -159,6 +179,8 @@ class Config:
     kv_groups: Literal["one", "all"] = _set("one", _choice("one", "all"))
     gpu_copies: Literal["kernels", "torch"] = _set("kernels", _choice("kernels", "torch"))
     staging_size: int = _set(80 << 20, _size(1 << 20, 1 << 30))
+    server: str | None = _set(None, _SERVER)
+    server_timeout: float = _set(0.005, _TIME)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -171,16 +193,21 @@ class Config:
         return self.origins.get(key, FROM_DEFAULT)
 
 
+OF_STORE: Final = ("host_size", "disk_path", "disk_size", "eviction", "disk_threads")
+"""What a server is told, and an engine that uses one is not."""
 KEYS: Final[Mapping[str, Kind]] = {f.name: f.metadata["kind"] for f in fields(Config) if f.metadata}
 
 
-def load_config(extra: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None) -> Config:
+def load_config(
+    extra: Mapping[str, object] | None = None, environ: Mapping[str, str] | None = None, *, extra_origin: str = FROM_EXTRA
+) -> Config:
     """Merge all sources into a Config.
 
-    ``extra`` is vLLM's kv_connector_extra_config; ``environ`` defaults to the process environment. Raises ConfigError.
+    ``extra`` is vLLM's kv_connector_extra_config, or what ``extra_origin`` names; ``environ`` defaults to the process environment.
+    Raises ConfigError.
     """
     environ = os.environ if environ is None else environ
-    layers = [_from_file(environ), _from_environ(environ), _from_mapping(extra or {}, FROM_EXTRA)]
+    layers = [_from_file(environ), _from_environ(environ), _from_mapping(extra or {}, extra_origin)]
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     for layer in layers:  # weakest first; every layer is checked, also where a stronger one wins
@@ -191,6 +218,11 @@ def load_config(extra: Mapping[str, object] | None = None, environ: Mapping[str,
         size = KEYS["disk_size"].show(values["disk_size"])
         raise ConfigError(
             f'disk_size = "{size}" ({origins["disk_size"]}) does nothing without disk_path: set that, or leave disk_size out.'
+        )
+    misplaced = [key for key in OF_STORE if origins.get(key) == FROM_EXTRA]  # a file or an environment may be the server's, too
+    if misplaced and values.get("server") is not None:
+        raise ConfigError(
+            f"{misplaced[0]} ({FROM_EXTRA}) does nothing with server: give it to `kvloft serve`, or leave server out."
         )
     return Config(**values, origins=origins)  # type: ignore[arg-type]  # each value was checked by its Kind
 

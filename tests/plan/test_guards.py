@@ -9,6 +9,7 @@ from sim_scenes import PROMPT, serve
 
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import StepPlan, StepReport
+from kvloft.seam.shape import ArenaSpec
 from kvloft.seam.views import NewRequest, StepView
 
 A = ReqId("a")
@@ -138,4 +139,45 @@ def test_frames_that_some_rank_cannot_copy_to_are_not_taken() -> None:
     for rank, num_frames, limit in ((0, 9, 9), (1, 4, 4), (0, 30, 4), (1, 1 << 31, 30)):
         engine.core.absorb(StepReport(usable_frames=(rank, num_frames)))
         assert engine.store.frame_limit == limit
+    engine.core.close()
+
+
+def saved(engine: SymbolicEngine, plan: StepPlan) -> None:
+    engine.core.absorb(StepReport(saved=tuple(copy.ticket for save in plan.saves for copy in save.chunks)))
+
+
+def test_a_store_that_took_anothers_place_is_given_everything_anew() -> None:
+    engine, _, first = started([5, 6, 7, 8, 9, 10], 8)
+    engine.store.check_visible = lambda *_: None  # nobody wrote the frames
+    saved(engine, first)
+    assert saved_blocks(first) == [(5,), (6,), (7,), (8,)]
+    again = engine.core.plan_step(view_of_running(8, 2))
+    assert saved_blocks(again) == [(9,)], "the others are known to be there"
+    saved(engine, again)
+    arena = ArenaSpec("", 1, 7, id=2)
+    engine.core.absorb(StepReport(usable_frames=(0, 3)))
+    engine.store.clear()
+    engine.store.frame_limit = 7
+    engine.core.meet_store(arena)
+    plan = engine.core.plan_step(view_of_running(10, 2))
+    assert (saved_blocks(plan), plan.arena) == ([(5,), (6,), (7,), (8,), (9,), (10,)], arena)
+    settled(engine, plan)
+    engine.core.absorb(StepReport(usable_frames=(1, 6)))
+    assert engine.store.frame_limit == 6, "what was said of the arena before does not count"
+    engine.core.close()
+
+
+def test_nothing_is_offered_of_a_store_that_is_gone_and_queued_loads_name_its_frames() -> None:
+    engine = SymbolicEngine(Setup(local_cache=False))
+    serve(engine, Request("b", list(PROMPT), 2))
+    request = Request(A, list(PROMPT), 2)
+    assert engine.core.match(request, 0) == 16
+    assert not engine.core.has_queued_loads
+    engine.core.meet_store(None)
+    assert engine.store.stats()["leases"] == 0, "an offer of the store before"
+    assert engine.core.match(request, 0) == 16
+    engine.core.admit(request, 16, [1, 2, 3, 4, 5])  # type: ignore[arg-type]
+    assert engine.core.has_queued_loads
+    assert engine.core.plan_loads_only().loads
+    assert not engine.core.has_queued_loads
     engine.core.close()

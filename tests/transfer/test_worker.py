@@ -14,8 +14,10 @@ from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan, StepPlan
 from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
-from kvloft.transfer.frames import part_bytes_for
+from kvloft.store import arena_of
+from kvloft.transfer.frames import FrameWindow, part_bytes_for
 from kvloft.transfer.layout import LayoutError, PagedLayout
+from kvloft.transfer.mover import Finished
 from kvloft.transfer.worker import ALL_FRAMES, WorkerCore
 
 CACHES = carve("LBHNC", Sizes())
@@ -219,6 +221,53 @@ def test_usable_frames_are_reported_when_they_change(store: _core.Session) -> No
         report = worker.take_report()
         told.append(report.usable_frames if report is not None else None)
     assert told == [(0, 0), None, (0, 5), None, (0, ALL_FRAMES), None]
+
+
+def test_a_plan_of_another_arena_ends_the_mover_of_the_one_before(store: _core.Session) -> None:
+    events: list[str] = []
+
+    class Pinning(IdleMover):
+        usable_frames = 2
+
+        def drain(self) -> Finished:
+            events.append("drain")
+            return Finished(saved=[Ticket(11)])
+
+        def close(self) -> None:
+            events.append("close")
+
+    def make(_: PagedLayout, frames: FrameWindow) -> Pinning:
+        events.append("make")
+        return Pinning()
+
+    worker = WorkerCore(SHAPE, rank=0, make_mover=make)
+    worker.register(CACHES, 7, "test")
+    other = _core.Session(frame_bytes=PART_BYTES, host_bytes=PART_BYTES * 4, namespace=bytes(32))
+    for session in (store, store, other, other):
+        worker.begin(replace(plan_of(session), arena=arena_of(session), loads=(), saves=()))
+        events.append("step")
+    assert events == ["make", "step", "step", "drain", "close", "make", "step", "step"]
+    report = worker.take_report()
+    assert report is not None
+    assert (report.saved, report.usable_frames) == ((11,), (0, 2))
+
+
+def test_memory_that_took_the_place_of_what_was_planned_for_is_not_touched(store: _core.Session) -> None:
+    """A path is used again for another arena."""
+    worker = worker_for()
+    plan = plan_of(store)
+    right = arena_of(store)
+    assert right is not None
+    for arena in (replace(right, id=right.id + 1), replace(right, path="/proc/self/fd/999999", id=7)):
+        worker.begin(replace(plan, arena=arena))
+        worker.run_saves()
+        worker.run_loads()
+        assert_all_failed(worker)
+    worker.begin(replace(plan, arena=right, loads=()))
+    worker.run_saves()
+    report = worker.take_report()
+    assert report is not None
+    assert report.saved == (11,), "the right one is used again"
 
 
 def test_a_worker_that_was_stopped_moves_nothing_any_more(store: _core.Session) -> None:

@@ -1,1 +1,1 @@
-"""The `kvloft` command: config, check, inspect, verify, bench. It knows neither vLLM nor torch, so that it runs anywhere."""
+"""The `kvloft` command: config, check, serve, status, inspect, verify, bench. It knows neither vLLM nor torch: it runs anywhere."""

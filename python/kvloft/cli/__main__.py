@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvloft import __version__
 from kvloft.bench import command as bench
-from kvloft.cli import check, config, inspect, verify
+from kvloft.cli import check, config, inspect, serve, status, verify
 from kvloft.errors import ConfigError
 
 
@@ -39,11 +39,11 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser(
         prog="kvloft",
-        description="Look at kvloft's settings, at whether it serves a model, at its disk tier and at its speed on a GPU.",
+        description="Serve a cache to several engines; look at settings, at whether it serves a model, its disk tier and its speed on a GPU.",
     )
     parser.add_argument("--version", action="version", version=f"kvloft {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (config, check, inspect, verify, bench):
+    for command in (config, check, serve, status, inspect, verify, bench):
         command.add_parser(subparsers)
     return parser
 

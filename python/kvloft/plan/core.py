@@ -41,7 +41,7 @@ class SchedulerCore:
         new_chain: Callable[[RequestView], KeyChain],
         shape: CacheShape,
         *,
-        arena: ArenaSpec,
+        arena: ArenaSpec | None,
         wait_s: float = 10.0,
         clock: Callable[[], float],
         loads_allowed: bool = True,
@@ -55,7 +55,7 @@ class SchedulerCore:
         self._group, self._num_ranks, self._lookahead = shape.full, shape.num_ranks, shape.lookahead
         self._groups = GroupedChunks(store, shape) if len(shape.groups) > 1 else None
         self._queue = Queue(
-            store, self._group, clock, wait_s, arena.num_frames, max_running=max_running,
+            store, self._group, clock, wait_s, arena.num_frames if arena is not None else 0, max_running=max_running,
             shares_blocks=shares_blocks and self._groups is None, groups=self._groups, lookahead=shape.lookahead,
         )  # fmt: skip
         self.still_waits = self._queue.still_waits
@@ -327,6 +327,24 @@ class SchedulerCore:
             tracker.forget_saves()
         self._queue.clear()
         self._store.clear()
+
+    @property
+    def has_queued_loads(self) -> bool:
+        """The next plan will name frames that are known already: it must be of the same arena."""
+        return bool(self._queued_loads)
+
+    def meet_store(self, arena: ArenaSpec | None) -> None:
+        """The store is another, or has lost all that it had: nothing that was saved is known to be there, and no frame is known.
+
+        Not while there are queued loads.
+        """
+        for tracker in self._trackers.values():
+            tracker.forget_saves()
+        self._queue.clear()
+        if arena != self._arena:
+            self._usable_frames.clear()
+            self._queue.num_frames = arena.num_frames if arena is not None else 0
+        self._arena = arena
 
     def stop(self) -> None:
         """Offer, save and forget nothing from now on; what is in flight settles as usual."""

@@ -94,3 +94,5 @@ class ArenaSpec:
     path: str
     frame_bytes: int
     num_frames: int
+    id: int = 0
+    """Which memory it is, for paths are used again; 0: not known."""

@@ -61,6 +61,8 @@ class FrameWindow:
                 "chunk: the scheduler and the worker disagree about the KV cache; please report this model"
             )
         self._arena = arena = _core.Arena.open(spec.path, frame_bytes=spec.frame_bytes, num_frames=spec.num_frames)
+        if spec.id not in (0, arena.id):
+            raise RuntimeError("the host tier that was planned for is gone; what was planned is a miss")
         self.memory = FrameMemory(
             arena.address, spec.num_frames, spec.frame_bytes, shard * shape.part_bytes, shape.part_bytes, shard, arena,
             is_shared=shape.num_ranks > 1,

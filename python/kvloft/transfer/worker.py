@@ -12,7 +12,7 @@ from typing import Any
 
 from kvloft.seam.ids import BlockId, ReqId, Ticket
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
-from kvloft.seam.shape import CacheShape
+from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.transfer.frames import FrameWindow
 from kvloft.transfer.layout import PagedLayout, read_layout
 from kvloft.transfer.mover import Finished, Mover
@@ -45,6 +45,8 @@ class WorkerCore:
         self._could_be_made = True
         self._is_asleep = self._is_stopped = False
         self._plan = StepPlan(0)
+        self._arena: ArenaSpec | None = None
+        """What the mover was made for, or could not be."""
         self._loads_run = self._saves_run = True
         self._pending = Finished()
         self._num_announced = 0
@@ -77,10 +79,20 @@ class WorkerCore:
             self._fail_saves()
         self._plan = plan
         self._loads_run = self._saves_run = False
+        if plan.arena is not None and plan.arena != self._arena:
+            self._leave_arena(plan.arena)
         if self._mover is not None or (plan.arena is not None and self._make is not None):
             mover = self._ready_mover()
             if mover is not None:
                 mover.begin_step(plan.rewritten, has_loads=bool(plan.loads))
+
+    def _leave_arena(self, new: ArenaSpec) -> None:
+        """From this plan on frames are those of ``new``. Copies in flight end first; what became of them is reported as usual."""
+        mover, self._mover, self._arena = self._mover, None, new
+        self._could_be_made, self._told_usable = True, None
+        if mover is not None:
+            self._note(mover.drain())
+            mover.close()
 
     def run_loads(self) -> None:
         """Start this step's loads: their blocks belong to requests that wait."""

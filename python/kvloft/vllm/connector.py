@@ -181,6 +181,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error(lambda self: self._scheduler.core.plan_loads_only())
     def _plan_step(self, scheduler_output: Any) -> StepPlan:
+        self._scheduler.renew()
         return self._scheduler.plan_step(scheduler_output)
 
     @_miss_on_error()

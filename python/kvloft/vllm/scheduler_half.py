@@ -19,14 +19,16 @@ from uuid import uuid4
 
 from kvloft import __version__, _core
 from kvloft.config import Config, size_text
+from kvloft.errors import ConfigError
 from kvloft.machine import warnings
 from kvloft.plan import SchedulerCore
 from kvloft.plan.breaker import MAX_FAILED_LOADS, RETRY_S
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import StepPlan
-from kvloft.seam.shape import ArenaSpec, CacheShape
+from kvloft.seam.shape import CacheShape
 from kvloft.seam.views import RequestView
+from kvloft.store import arena_of, open_store
 from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.identity.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
 from kvloft.vllm.identity.reload import WeightsWatch
@@ -61,11 +63,18 @@ LOADS_FAIL = (
     "computed instead. The workers' log says why"
 )
 
+ONE_S_OWN_WEIGHTS = (
+    "server = unix:{} ({}) is not supported where a trainer may replace the weights of a running engine (weight_transfer_config, "
+    "worker_extension_cls): other engines would find KV of other weights; leave server out."
+)
+
 
 def tiers_text(config: Config, shape: CacheShape, *, disk_path: str | None, num_frames: int, num_found: int) -> str:
     """What the log says at start about chunks and tiers; ``num_found`` chunks were in this engine's ``disk_path`` already."""
     group, frame = shape.full, size_text(shape.frame_bytes)
     chunk = f"{_count(group.chunk_tokens, 'token')} ({_count(group.blocks_per_chunk, 'block')}, {frame})"
+    if config.server is not None:
+        return f"chunks of {chunk}, server {config.server} with {_count(num_frames, 'frame')}"
     host = f"host {size_text(config.host_size)} in {_count(num_frames, 'frame')}"
     disk = "no disk"
     if disk_path:
@@ -93,20 +102,13 @@ class SchedulerHalf:
             fields.append(("unseen_reloads", uuid4().hex))
         self._namespace = _core.namespace_digest(fields)
         disk_path = _disk_path(config, vllm_config.parallel_config)
-        self._store = _core.Session(
-            frame_bytes=shape.frame_bytes,
-            host_bytes=config.host_size,
-            namespace=self._namespace,
-            blocks_per_chunk=shape.full.blocks_per_chunk,
-            num_ranks=shape.num_ranks,
-            eviction=config.eviction,
-            disk_path=disk_path,
-            disk_bytes=config.disk_bytes,
-            disk_threads=config.disk_threads,
-            description=description_of(fields),
-        )
+        self._is_shared = config.server is not None
+        self._is_live = are_replaced(vllm_config)
+        if self._is_shared and self._is_live:
+            raise ConfigError(ONE_S_OWN_WEIGHTS.format(config.server, config.origin("server")))
+        self._store = open_store(config, shape, self._namespace, description_of(fields), disk_path=disk_path)
         transfer = vllm_config.kv_transfer_config
-        arena = ArenaSpec(self._store.arena_path, self._store.frame_bytes, self._store.num_frames)
+        arena = arena_of(self._store)
         self.core = SchedulerCore(
             self._store,
             self._new_chain,
@@ -131,7 +133,6 @@ class SchedulerHalf:
         self._quiet_steps = 0
         self._next_warning_s: dict[str, float] = {}
         self._is_stopped = False
-        self._is_live = are_replaced(vllm_config)
         self.may_wait = False
         """Whether the engine has no other connector; see `KVLoftConnector.meet_scheduler`."""
         is_told = None not in (PAUSE_RESET.find(), ENGINE_SLEEP.find())  # whether weights stay
@@ -143,7 +144,8 @@ class SchedulerHalf:
         listen(PAUSE_RESET, self.hear_pause)
         listen(ENGINE_SLEEP, self.hear_sleep)
         num_found = self._store.stats().get("disk_used", 0)
-        tiers = tiers_text(config, shape, disk_path=disk_path, num_frames=arena.num_frames, num_found=num_found)
+        num_frames = arena.num_frames if arena is not None else 0
+        tiers = tiers_text(config, shape, disk_path=disk_path, num_frames=num_frames, num_found=num_found)
         logger.info("kvloft %s: namespace %s, %s", __version__, self._namespace.hex()[:16], tiers)
         logger.debug("kvloft namespace fields: %s", fields)
         for text in transfer_warnings(transfer):
@@ -156,7 +158,13 @@ class SchedulerHalf:
 
     # -- hooks ----------------------------------------------------------------------------------------------------
 
+    def renew(self) -> None:
+        """Use a server that took the place of one that is gone, between two plans."""
+        if self._is_shared and not self.core.has_queued_loads and self._store.renew():
+            self.core.meet_store(arena_of(self._store))
+
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self.renew()
         if self.may_wait and self.core.still_waits(ReqId(request.request_id), num_computed_tokens):
             return None, False
         tokens = self.core.match(VllmRequest(request, self._adapters), num_computed_tokens, may_wait=self.may_wait)

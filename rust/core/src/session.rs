@@ -24,8 +24,13 @@ pub struct LeaseId(pub u64);
 ///
 /// A session that lost its store answers with misses.
 pub trait Session: Send + Sync + fmt::Debug {
-    /// How a worker maps the frames.
-    fn arena(&self) -> &ArenaInfo;
+    /// How a worker maps the frames; None while there is no store.
+    fn arena(&self) -> Option<ArenaInfo>;
+    /// Begins to use another store, if the one before is gone and another was found: true. Nothing of the old one is there then, and
+    /// `arena` may be another. Only here does a session change its store, so that no plan has frames of two.
+    fn renew(&self) -> bool {
+        false
+    }
     /// How much of the prefix is stored. No side effect (I9).
     fn lookup(&self, prefix: Prefix<'_>) -> Lookup;
     /// Pins what is in host of the stored part of a prefix and starts to read the rest, as far as frames can be had.
@@ -66,18 +71,29 @@ struct Leases {
     next: u64,
 }
 
-/// The store of this process.
+/// The store of this process, or one's share in it.
 #[derive(Debug)]
 pub struct Local {
     // Before the store, so that what is left ends first.
     leases: Mutex<Leases>,
-    store: Store,
+    store: Arc<Store>,
 }
 
 impl Local {
     /// As [`Store::open`].
     pub fn open(config: &StoreConfig) -> Result<Self> {
-        Ok(Self { leases: Mutex::default(), store: Store::open(config)? })
+        Ok(Self::of(Arc::new(Store::open(config)?)))
+    }
+
+    /// One of several sessions of `store`. To close it closes the store; to drop it ends only what is its own.
+    pub fn of(store: Arc<Store>) -> Self {
+        Self { leases: Mutex::default(), store }
+    }
+
+    /// Open reservations, and read leases.
+    pub fn num_open(&self) -> (usize, usize) {
+        let leases = self.leases();
+        (leases.writes.len(), leases.reads.len())
     }
 
     fn leases(&self) -> MutexGuard<'_, Leases> {
@@ -96,8 +112,8 @@ impl Local {
 }
 
 impl Session for Local {
-    fn arena(&self) -> &ArenaInfo {
-        self.store.arena()
+    fn arena(&self) -> Option<ArenaInfo> {
+        Some(self.store.arena().clone())
     }
 
     fn lookup(&self, prefix: Prefix<'_>) -> Lookup {

@@ -65,7 +65,6 @@ type Calls = Arc<Mutex<Vec<(&'static str, Vec<u64>)>>>;
 /// A store that reserves what it likes, and remembers what it was told.
 #[derive(Debug)]
 struct Odd {
-    arena: ArenaInfo,
     /// What each call reserves.
     rows: Mutex<Vec<Vec<Reservation>>>,
     calls: Calls,
@@ -78,8 +77,8 @@ impl Odd {
 }
 
 impl Session for Odd {
-    fn arena(&self) -> &ArenaInfo {
-        &self.arena
+    fn arena(&self) -> Option<ArenaInfo> {
+        None
     }
     fn lookup(&self, _: Prefix<'_>) -> Lookup {
         Lookup::default()
@@ -127,8 +126,7 @@ fn row(ticket: u64, first_block: u32, num_blocks: u32) -> Reservation {
 
 fn odd<const N: usize>(num_ranks: u32, rows: &[Vec<Reservation>; N]) -> (EngineSession, Calls) {
     let calls = Arc::default();
-    let arena = ArenaInfo { path: String::new(), frame_bytes: 4096, num_frames: 10 };
-    let odd = Odd { arena, rows: Mutex::new(rows.to_vec()), calls: Arc::clone(&calls) };
+    let odd = Odd { rows: Mutex::new(rows.to_vec()), calls: Arc::clone(&calls) };
     (EngineSession::new(Box::new(odd), num_ranks), calls)
 }
 

@@ -14,6 +14,9 @@ pub(crate) struct Arena {
     address: usize,
     #[pyo3(get)]
     size_bytes: usize,
+    /// Which memory it is.
+    #[pyo3(get)]
+    id: u64,
 }
 
 /// A part of a frame as Python describes it, a dict: where it is, and what its trailer says.
@@ -43,7 +46,7 @@ impl Arena {
     #[pyo3(signature = (path, *, frame_bytes, num_frames))]
     fn open(py: Python<'_>, path: &str, frame_bytes: u64, num_frames: u32) -> PyResult<Self> {
         let inner = py.detach(|| io::Arena::open(path, frame_bytes, num_frames)).map_err(raise)?;
-        Ok(Self { address: inner.address(), size_bytes: inner.size_bytes(), inner })
+        Ok(Self { address: inner.address(), size_bytes: inner.size_bytes(), id: inner.id(), inner })
     }
 
     /// Tag the payload of a part of `frame` and write the trailer at the end of the part; returns the tag.

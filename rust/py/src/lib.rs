@@ -5,6 +5,7 @@ mod batch;
 mod disk;
 mod error;
 mod key;
+mod server;
 mod session;
 mod tokens;
 
@@ -17,6 +18,7 @@ mod _core {
         disk::{DiskVerify, disk_inspect},
         error::{BusyError, ConfigError, StoreError},
         key::{KeyChain, namespace_digest, root_key},
+        server::{Server, server_status},
         session::{ReadLease, Session},
     };
     #[pymodule_export]

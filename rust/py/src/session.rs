@@ -9,8 +9,9 @@ use std::time::Duration;
 use kvloft_core::engine::EngineSession;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
-use kvloft_core::session::{LeaseId, Local};
+use kvloft_core::session::{self, LeaseId, Local};
 use kvloft_core::store::{DiskSettings, Prefix, SaveRange, StoreConfig};
+use kvloft_wire::{Remote, RemoteConfig};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyDict};
 
@@ -24,13 +25,14 @@ use crate::tokens::block_ids;
 pub(crate) struct Session {
     inner: Arc<EngineSession>,
     blocks_per_chunk: u32,
-    /// Path another process of this user may open.
-    #[pyo3(get)]
-    arena_path: String,
     #[pyo3(get)]
     frame_bytes: u64,
-    #[pyo3(get)]
-    num_frames: u32,
+}
+
+impl Session {
+    fn over(session: Box<dyn session::Session>, num_ranks: u32, blocks_per_chunk: u32, frame_bytes: u64) -> Self {
+        Self { inner: Arc::new(EngineSession::new(session, num_ranks)), blocks_per_chunk, frame_bytes }
+    }
 }
 
 #[pymethods]
@@ -70,10 +72,55 @@ impl Session {
             disk,
         };
         let local = py.detach(|| Local::open(&config)).map_err(raise)?;
-        let inner = Arc::new(EngineSession::new(Box::new(local), num_ranks));
-        let arena = inner.session().arena();
-        let (arena_path, num_frames) = (arena.path.clone(), arena.num_frames);
-        Ok(Self { inner, blocks_per_chunk, arena_path, frame_bytes, num_frames })
+        Ok(Self::over(Box::new(local), num_ranks, blocks_per_chunk, frame_bytes))
+    }
+
+    /// The store of the server that listens at `socket`; each call waits `timeout_s` at most.
+    #[staticmethod]
+    #[pyo3(signature = (socket, *, frame_bytes, namespace, timeout_s, blocks_per_chunk=1, num_ranks=1, description=""))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
+    fn connect(
+        py: Python<'_>,
+        socket: PathBuf,
+        frame_bytes: u64,
+        namespace: &[u8],
+        timeout_s: f64,
+        blocks_per_chunk: u32,
+        num_ranks: u32,
+        description: &str,
+    ) -> PyResult<Self> {
+        let config = RemoteConfig {
+            socket,
+            deadline: timeout(timeout_s),
+            namespace: digest(namespace, "namespace")?,
+            frame_bytes,
+            blocks_per_chunk,
+            description: description.to_owned(),
+        };
+        let remote = py.detach(|| Remote::open(config)).map_err(raise)?;
+        Ok(Self::over(Box::new(remote), num_ranks, blocks_per_chunk, frame_bytes))
+    }
+
+    /// Path another process of this user may open; empty while there is no store.
+    #[getter]
+    fn arena_path(&self) -> String {
+        self.inner.session().arena().map(|arena| arena.path).unwrap_or_default()
+    }
+
+    /// Which memory it is; 0 while there is no store.
+    #[getter]
+    fn arena_id(&self) -> u64 {
+        self.inner.session().arena().map_or(0, |arena| arena.id)
+    }
+
+    #[getter]
+    fn num_frames(&self) -> u32 {
+        self.inner.session().arena().map_or(0, |arena| arena.num_frames)
+    }
+
+    /// Use the store that took the place of one that is gone: whether there is one. Nothing of the old one is there then.
+    fn renew(&self) -> bool {
+        self.inner.session().renew()
     }
 
     /// Saves that some rank has not reported.
@@ -175,12 +222,12 @@ impl Session {
     }
 
     fn __repr__(&self) -> String {
-        format!("Session(num_frames={}, frame_bytes={})", self.num_frames, self.frame_bytes)
+        format!("Session(num_frames={}, frame_bytes={})", self.num_frames(), self.frame_bytes)
     }
 }
 
 /// Seconds of any kind: negative ones and NaN count as 0, too many as no limit.
-fn timeout(seconds: f64) -> Duration {
+pub(crate) fn timeout(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }
 

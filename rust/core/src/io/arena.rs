@@ -8,6 +8,7 @@
 
 use std::fs::File;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::unix::fs::MetadataExt;
 use std::ptr::{self, NonNull};
 use std::slice;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -154,6 +155,12 @@ impl HostArena {
         Ok((Self { fd }, frames))
     }
 
+    /// As [`Arena::id`].
+    pub fn id(&self) -> Result<u64> {
+        let stat = rustix::fs::fstat(&self.fd);
+        Ok(stat.map_err(|error| Error::io("the arena cannot be looked at", error.into()))?.st_ino)
+    }
+
     /// Where other processes of the same user find it, while this lives.
     pub fn path(&self) -> String {
         format!("/proc/{}/fd/{}", rustix::process::getpid().as_raw_nonzero(), self.fd.as_raw_fd())
@@ -164,6 +171,7 @@ impl HostArena {
 #[derive(Debug)]
 pub struct Arena {
     mapping: Mapping,
+    id: u64,
     // Trailers are written under this, so that no two threads of this process race on one.
     trailers: Mutex<()>,
 }
@@ -178,7 +186,8 @@ impl Arena {
                 fail("the arena cannot be opened; is the scheduler process of this user alive?", error)
             })?;
         let seals = rustix::fs::fcntl_get_seals(&file).map_err(|error| fail("this is not an arena", error.into()))?;
-        let len = file.metadata().map_err(|error| fail("the arena's size cannot be read", error))?.len();
+        let metadata = file.metadata().map_err(|error| fail("the arena's size cannot be read", error))?;
+        let len = metadata.len();
         if !seals.contains(SealFlags::SHRINK) || len != size_bytes as u64 {
             return Err(Error::new(ErrorKind::InvalidConfig, "the arena is not the one planned for")
                 .with_context("path", path)
@@ -186,7 +195,12 @@ impl Arena {
                 .with_context("expected_bytes", size_bytes));
         }
         let mapping = Mapping::new(&file, size_bytes / num_frames as usize, num_frames)?;
-        Ok(Self { mapping, trailers: Mutex::new(()) })
+        Ok(Self { mapping, id: metadata.ino(), trailers: Mutex::new(()) })
+    }
+
+    /// Which memory it is: no two arenas that live on this machine have the same number.
+    pub fn id(&self) -> u64 {
+        self.id
     }
 
     /// Address of the first frame in this process.

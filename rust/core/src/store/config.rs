@@ -37,6 +37,8 @@ pub struct StoreConfig {
 pub struct ArenaInfo {
     /// What [`crate::io::Arena::open`] takes.
     pub path: String,
+    /// Which arena it is: as [`crate::io::Arena::id`], for paths are used again.
+    pub id: u64,
     /// Bytes of one frame.
     pub frame_bytes: u64,
     /// Frames in host memory.

@@ -97,7 +97,12 @@ impl Store {
     pub fn with_tier(config: &StoreConfig, opener: Option<Opener>, clock: Clock) -> Result<Self> {
         let num_frames = config.num_frames()?;
         let host = HostTier::create(config.frame_bytes, num_frames)?;
-        let arena = ArenaInfo { path: host.arena().path(), frame_bytes: config.frame_bytes, num_frames };
+        let arena = ArenaInfo {
+            path: host.arena().path(),
+            id: host.arena().id()?,
+            frame_bytes: config.frame_bytes,
+            num_frames,
+        };
         let settings = config.disk.as_ref().filter(|_| opener.is_some());
         let cap_bytes = settings.map_or(0, |disk| disk.cap_bytes);
         let num_slots = usize::try_from(cap_bytes / config.frame_bytes).unwrap_or(usize::MAX);

@@ -37,7 +37,7 @@ pub struct SaveRange {
 
 impl SaveRange {
     /// `InvalidConfig` if the prefix has not got all the chunks.
-    fn check(self, prefix: &Prefix<'_>, per_chunk: u32) -> Result<()> {
+    pub fn check(self, prefix: &Prefix<'_>, per_chunk: u32) -> Result<()> {
         let Self { start, stop, tail_blocks } = self;
         let end = u64::from(stop) * u64::from(per_chunk) + u64::from(tail_blocks);
         if start <= stop && tail_blocks < per_chunk && end <= u64::from(prefix.num_blocks()) {
@@ -49,7 +49,7 @@ impl SaveRange {
     }
 
     /// Chunks asked for.
-    pub(crate) fn num_chunks(self) -> u32 {
+    pub fn num_chunks(self) -> u32 {
         self.stop.saturating_sub(self.start) + u32::from(self.tail_blocks > 0)
     }
 }

@@ -60,7 +60,7 @@ fn spec(key: ChunkKey) -> PartSpec<'static> {
 }
 
 pub(crate) fn arena_of(store: &Store) -> Arena {
-    let ArenaInfo { path, frame_bytes, num_frames } = store.arena();
+    let ArenaInfo { path, frame_bytes, num_frames, .. } = store.arena();
     Arena::open(path, *frame_bytes, *num_frames).unwrap()
 }
 

@@ -1,0 +1,125 @@
+"""`kvloft serve`: one cache for every engine of this user on this machine, in a process of its own.
+
+It reads settings, waits for signals and tells what happens; everything else is the server's, in Rust.
+"""
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from dataclasses import replace
+from typing import Any, Final
+
+from kvloft import __version__
+from kvloft.config import Config, load_config, size_text
+from kvloft.errors import ConfigError
+from kvloft.machine import refuse_here, warnings
+
+LOOK_EVERY_S: Final = 0.5
+CLOSE_TIMEOUT_S: Final = 60.0
+OPTIONS: Final = {
+    "host_size": "host memory for cached KV, taken as it is used",
+    "disk_path": "directory of the disk tier; without it, a restart begins empty",
+    "disk_size": "cap of the disk tier",
+    "disk_threads": "threads that read and write the disk tier",
+    "eviction": "adaptive or lru",
+}
+DESCRIPTION: Final = """\
+Serve one cache to every engine of this user on this machine, over a Unix socket that only this user can open. No KV
+crosses the socket: engines map the server's memory. What is not given here comes from KVLOFT_HOST_SIZE and so on, from
+the YAML file that KVLOFT_CONFIG names, or is the default of `kvloft config`.
+"""
+EPILOG: Final = """\
+Every engine that should share the cache gets one setting, in kv_connector_extra_config or as KVLOFT_SERVER:
+
+  "server": "unix:/run/user/1000/kvloft/kvloft.sock"
+
+Engines of one model and one version of vLLM share KV. Those of another model are refused until the first have ended:
+start another server for them, with a socket and a disk_path of its own. An engine that is restarted finds what is in
+the server's memory. While no server answers, engines compute; they connect again by themselves.
+
+SIGTERM or Ctrl-C writes to disk what should be there, and ends. `kvloft status --socket PATH` shows what it does.
+"""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the argparse subparsers."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="share one cache among engines, and keep it over their restarts",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_socket(parser)
+    for name, text in OPTIONS.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", help=text)
+    parser.set_defaults(run=run)
+
+
+def add_socket(parser: argparse.ArgumentParser) -> None:
+    """What says where the server is."""
+    parser.add_argument("--socket", metavar="PATH", help="where it listens; else the setting server (KVLOFT_SERVER) says so")
+
+
+def settings(args: argparse.Namespace) -> Config:
+    """Of the command line and everything behind it, with a ``server``. Raises ConfigError."""
+    given = {name: value for name in OPTIONS if (value := getattr(args, name, None)) is not None}
+    if args.socket is not None:
+        given["server"] = f"unix:{args.socket.removeprefix('unix:')}"
+    config = load_config(given, extra_origin="command line")
+    if config.server is None:
+        raise ConfigError("no socket is given; say --socket PATH, or set KVLOFT_SERVER=unix:PATH.")
+    return config
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until a signal; 0, or 1 where another server has the socket or the system refuses."""
+    # Here and not above: `kvloft config` must work where the extension does not load.
+    from kvloft._core import Server, StoreError
+
+    config = settings(args)
+    own = replace(config, server=None)  # its memory and its disk are this machine's
+    refuse_here(own)
+    for warning in warnings(own):
+        print(f"kvloft: warning: {warning}", file=sys.stderr)
+    assert config.server is not None
+    is_over = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda number, _frame: _stop(is_over, number))
+    try:
+        server = Server(
+            config.server,
+            host_bytes=config.host_size,
+            eviction=config.eviction,
+            disk_path=config.disk_path,
+            disk_bytes=config.disk_bytes,
+            disk_threads=config.disk_threads,
+        )
+    except StoreError as e:
+        print(f"kvloft: {e}", file=sys.stderr)
+        return 1
+    disk = f"disk {config.disk_path} up to {size_text(config.disk_size)}" if config.disk_path else "no disk"
+    _tell(f"kvloft {__version__} serves at unix:{config.server}: host {size_text(config.host_size)}, {disk}")
+    while not is_over.wait(LOOK_EVERY_S):
+        _tell(*server.take_events())
+    _tell(f"ending; at most {CLOSE_TIMEOUT_S:g} s for what should be on disk (a second signal ends at once)")
+    server.close(CLOSE_TIMEOUT_S)
+    _tell(*server.take_events(), "ended")
+    return 0
+
+
+def _stop(is_over: threading.Event, number: int) -> None:
+    if is_over.is_set():
+        os._exit(128 + number)
+    is_over.set()
+
+
+def _tell(*lines: str) -> None:
+    """One line each with the time; nobody may be reading."""
+    with contextlib.suppress(OSError):
+        for line in lines:
+            print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)

@@ -1,0 +1,67 @@
+"""`kvloft status`: what a server does now. Reads only."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from kvloft.cli.inspect import describe
+from kvloft.cli.serve import add_socket, settings
+from kvloft.config import size_text
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the argparse subparsers."""
+    parser = subparsers.add_parser(
+        "status",
+        help="show what a server does",
+        description="Show what a server does: its memory and disk, and its engines. Exit status: 0, or 1 where none answers.",
+    )
+    add_socket(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables (sizes in bytes)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print it; 0, or 1 after a line on stderr where no server answers."""
+    from kvloft._core import ConfigError, StoreError, server_status
+
+    socket = settings(args).server
+    assert socket is not None
+    try:
+        status = server_status(socket)
+    except (ConfigError, StoreError) as e:
+        print(f"kvloft: {e}", file=sys.stderr)
+        return 1
+    status["namespace"] = status["namespace"].hex() if status["namespace"] is not None else None
+    if args.json:
+        print(json.dumps(status, indent=2))
+        return 0
+    _print(status, Console())
+    return 0
+
+
+def _print(status: dict[str, Any], console: Console) -> None:
+    stats, frame_bytes = status["stats"], status["frame_bytes"]
+    if status["namespace"] is None:
+        console.print("No engine has connected yet, so no memory is taken.")
+    else:
+        console.print(f"namespace {status['namespace'][:16]}: {describe(status['description'])}", highlight=False, markup=False)
+        used = size_text(stats["frames_visible"] * frame_bytes)
+        tiers = Table("tier", "chunks", "bytes", "being written", "pinned", "evicted")
+        written = str(stats["frames_reserved"])
+        tiers.add_row("host", str(stats["frames_visible"]), used, written, str(stats["pins"]), str(stats["host_evictions"]))
+        on_disk = size_text(stats["disk_used"] * frame_bytes)
+        tiers.add_row("disk", str(stats["disk_used"]), on_disk, str(stats["disk_pending"]), "", str(stats["disk_evictions"]))
+        console.print(tiers)
+    engines = Table("engine", "connected for", "reservations", "leases")
+    for engine in status["engines"]:
+        seconds = f"{engine['connected_ms'] / 1000:.0f} s"
+        engines.add_row(f"process {engine['pid']}", seconds, str(engine["reservations"]), str(engine["leases"]))
+    console.print(engines if status["engines"] else "No engine is connected.")
+    kept = stats["quarantined_reservations"]
+    if kept:
+        console.print(f"{kept} frames of engines that went without a word are kept until nothing can write to them.")

@@ -1,0 +1,44 @@
+"""The store of an engine: one of its own in this process, or the one of a server that engines share.
+
+It must not know vLLM, and nothing of what is kept.
+"""
+
+from kvloft import _core
+from kvloft.config import Config
+from kvloft.seam.shape import ArenaSpec, CacheShape
+
+
+def open_store(config: Config, shape: CacheShape, namespace: bytes, description: str, *, disk_path: str | None) -> _core.Session:
+    """A new session; ``description`` is one line about ``namespace``, ``disk_path`` this engine's own directory.
+
+    Raises ConfigError where a setting is wrong, or the server refuses.
+    """
+    group = shape.full
+    if config.server is not None:
+        return _core.Session.connect(
+            config.server,
+            frame_bytes=shape.frame_bytes,
+            namespace=namespace,
+            timeout_s=config.server_timeout,
+            blocks_per_chunk=group.blocks_per_chunk,
+            num_ranks=shape.num_ranks,
+            description=description,
+        )
+    return _core.Session(
+        frame_bytes=shape.frame_bytes,
+        host_bytes=config.host_size,
+        namespace=namespace,
+        blocks_per_chunk=group.blocks_per_chunk,
+        num_ranks=shape.num_ranks,
+        eviction=config.eviction,
+        disk_path=disk_path,
+        disk_bytes=config.disk_bytes,
+        disk_threads=config.disk_threads,
+        description=description,
+    )
+
+
+def arena_of(store: _core.Session) -> ArenaSpec | None:
+    """How a worker maps its frames; None while there is no server."""
+    path = store.arena_path
+    return ArenaSpec(path, store.frame_bytes, store.num_frames, store.arena_id) if path else None

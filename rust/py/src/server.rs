@@ -1,0 +1,104 @@
+//! `Server` and `server_status`: conversions only; the meaning is in `kvloft_wire`.
+
+use std::path::PathBuf;
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::io::available_bytes;
+use kvloft_core::store::DiskSettings;
+use kvloft_wire::{Patience, ServerConfig, Status, status};
+use pyo3::prelude::*;
+use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyList};
+
+use crate::error::raise;
+use crate::session::timeout;
+
+/// A store that engines of this user share. It listens from its making on.
+#[pyclass(frozen, module = "kvloft._core")]
+pub(crate) struct Server {
+    inner: kvloft_wire::Server,
+}
+
+#[pymethods]
+impl Server {
+    #[new]
+    #[pyo3(signature = (
+        socket, *, host_bytes, eviction="adaptive", disk_path=None, disk_bytes=0, disk_threads=2, max_connections=64,
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
+    fn new(
+        py: Python<'_>,
+        socket: PathBuf,
+        host_bytes: u64,
+        eviction: &str,
+        disk_path: Option<PathBuf>,
+        disk_bytes: u64,
+        disk_threads: u32,
+        max_connections: usize,
+    ) -> PyResult<Self> {
+        let disk = disk_path.map(|dir| DiskSettings {
+            dir,
+            cap_bytes: disk_bytes,
+            num_threads: disk_threads,
+            description: String::new(),
+        });
+        let config = ServerConfig {
+            socket,
+            host_bytes,
+            eviction: Eviction::parse(eviction).map_err(raise)?,
+            available_bytes: available_bytes(),
+            disk,
+            max_connections,
+            patience: Patience::default(),
+        };
+        Ok(Self { inner: py.detach(|| kvloft_wire::Server::open(config)).map_err(raise)? })
+    }
+
+    /// What it does now; see `server_status`.
+    fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        status_dict(py, &self.inner.status())
+    }
+
+    /// What a person should see in the log, once each.
+    fn take_events(&self) -> Vec<String> {
+        self.inner.take_events()
+    }
+
+    /// End every connection, write to disk what should be there until the timeout, give the disk directory up.
+    #[pyo3(signature = (timeout_s=30.0))]
+    fn close(&self, py: Python<'_>, timeout_s: f64) {
+        py.detach(|| self.inner.close(timeout(timeout_s)));
+    }
+
+    fn __repr__(&self) -> String {
+        format!("Server({} engines)", self.inner.status().engines.len())
+    }
+}
+
+/// What the server that listens at `socket` does now.
+#[pyfunction]
+#[pyo3(signature = (socket, *, timeout_s=5.0))]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+pub(crate) fn server_status(py: Python<'_>, socket: PathBuf, timeout_s: f64) -> PyResult<Bound<'_, PyDict>> {
+    let found = py.detach(|| status(&socket, timeout(timeout_s))).map_err(raise)?;
+    status_dict(py, &found)
+}
+
+fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyDict>> {
+    let engine = |engine: &kvloft_wire::EngineStatus| {
+        let fields = [
+            ("pid", engine.pid.into()),
+            ("connected_ms", engine.connected_ms),
+            ("reservations", engine.num_reserved),
+            ("leases", engine.num_leases),
+        ];
+        fields.into_py_dict(py)
+    };
+    let dict = PyDict::new(py);
+    dict.set_item("namespace", status.namespace.map(|namespace| PyBytes::new(py, &namespace)))?;
+    dict.set_item("description", &status.description)?;
+    dict.set_item("frame_bytes", status.frame_bytes)?;
+    dict.set_item("stats", status.stats.iter().map(|(name, value)| (name, value)).into_py_dict(py)?)?;
+    let engines: Vec<_> = status.engines.iter().map(engine).collect::<PyResult<_>>()?;
+    dict.set_item("engines", PyList::new(py, engines)?)?;
+    Ok(dict)
+}

@@ -1,0 +1,107 @@
+//! What the socket costs: `cargo bench -p kvloft-wire`. A lookup and a lease of a prompt of 131,072 tokens, all of it stored, beside
+//! the same in this process. Prompts take turns, so that neither side has the last one's keys.
+#![expect(clippy::print_stdout, reason = "a bench prints")]
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::key::{ChunkKey, KeyChain};
+use kvloft_core::session::{Local, Session};
+use kvloft_core::store::{Prefix, SaveRange, StoreConfig};
+use kvloft_wire::{Patience, Remote, RemoteConfig, Server, ServerConfig};
+
+const PROMPT_TOKENS: u32 = 131_072;
+const NUM_PROMPTS: u32 = 16;
+const NUM_ROUNDS: u32 = 100;
+const FRAME_BYTES: u64 = 4096;
+/// Microseconds of a lookup and a lease over the socket.
+const TARGETS_US: (u128, u128) = (150, 400);
+
+/// A key is 32 bytes whatever its block holds, so one token a block does.
+fn prompt(seed: u32, num_blocks: u32) -> KeyChain {
+    let mut chain = KeyChain::new(ChunkKey([7; 32]), 1).expect("a valid chain");
+    chain.append_tokens(&(0..num_blocks).map(|at| at << 4 | seed).collect::<Vec<_>>()).expect("room for all ids");
+    chain
+}
+
+fn fill(session: &dyn Session, prompts: &[KeyChain]) {
+    for chain in prompts {
+        let stop = u32::try_from(chain.keys().len()).expect("few");
+        let range = SaveRange { start: 0, stop, tail_blocks: 0 };
+        let (rows, _) = session.reserve(Prefix::from(chain), range).expect("the chain has the range");
+        assert_eq!(session.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), stop);
+    }
+}
+
+/// Median and 99th percentile in microseconds.
+fn measure(prompts: &[KeyChain], mut call: impl FnMut(&KeyChain)) -> (u128, u128) {
+    let mut times: Vec<_> = (0..NUM_ROUNDS)
+        .flat_map(|_| prompts)
+        .map(|chain| {
+            let start = Instant::now();
+            call(chain);
+            start.elapsed()
+        })
+        .collect();
+    times.sort_unstable();
+    (times[times.len() / 2].as_micros(), times[times.len() * 99 / 100].as_micros())
+}
+
+fn main() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let socket = dir.path().join("run").join("kvloft.sock");
+    println!("{:>6} {:>9} {:>24} {:>10} {:>8} {:>7}", "keys", "store", "call", "median us", "p99 us", "");
+    for tokens in [256, 16] {
+        let num_blocks = PROMPT_TOKENS / tokens;
+        let prompts: Vec<_> = (0..NUM_PROMPTS).map(|seed| prompt(seed, num_blocks)).collect();
+        let (eviction, host_bytes) = (Eviction::default(), u64::from(num_blocks * NUM_PROMPTS) * FRAME_BYTES);
+        let (namespace, available_bytes) = ([num_blocks.to_le_bytes()[1]; 32], None);
+        let patience = Patience::default();
+        let (disk, max_connections) = (None, 4);
+        let config = ServerConfig {
+            socket: socket.clone(),
+            host_bytes,
+            eviction,
+            available_bytes,
+            disk,
+            max_connections,
+            patience,
+        };
+        let _server = Server::open(config).expect("a server");
+        let (frame_bytes, blocks_per_chunk, description) = (FRAME_BYTES, 1, String::new());
+        let deadline = Duration::from_secs(1);
+        let remote =
+            RemoteConfig { socket: socket.clone(), deadline, namespace, frame_bytes, blocks_per_chunk, description };
+        let remote = Remote::open(remote).expect("a client");
+        let disk = None;
+        let local =
+            StoreConfig { frame_bytes, host_bytes, blocks_per_chunk, eviction, available_bytes, namespace, disk };
+        let local = Local::open(&local).expect("address space");
+        for (name, session) in [("embedded", &local as &dyn Session), ("server", &remote)] {
+            fill(session, &prompts);
+            let lease = |chain: &KeyChain| {
+                let id = session.acquire(Prefix::from(chain));
+                assert_eq!(session.poll(id).ready_blocks, num_blocks);
+                id
+            };
+            let look_up = |chain: &KeyChain| assert_eq!(session.lookup(Prefix::from(chain)).host_blocks, num_blocks);
+            let both = measure(&prompts, |chain| {
+                look_up(chain);
+                session.release(lease(chain));
+            });
+            let frames = measure(&prompts, |chain| {
+                let id = lease(chain);
+                assert_eq!(black_box(session.frames(id)).len(), num_blocks as usize);
+                session.release(id);
+            });
+            for (call, (median, p99), has_target) in
+                [("lookup, lease, release", both, true), ("lease, frames, release", frames, false)]
+            {
+                let met = if median <= TARGETS_US.0 && p99 <= TARGETS_US.1 { "met" } else { "NOT met" };
+                let met = if has_target { met } else { "" };
+                println!("{num_blocks:>6} {name:>9} {call:>24} {median:>10} {p99:>8} {met:>7}");
+            }
+        }
+    }
+}

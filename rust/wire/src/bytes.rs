@@ -1,0 +1,117 @@
+//! Numbers, keys and text as little-endian bytes. Reading never panics and never takes memory for what is only claimed.
+
+use kvloft_core::ChunkKey;
+
+/// Writes at the end of a buffer.
+#[derive(Debug)]
+pub(crate) struct Writer<'a>(pub(crate) &'a mut Vec<u8>);
+
+impl Writer<'_> {
+    pub(crate) fn u8(&mut self, value: u8) {
+        self.0.push(value);
+    }
+
+    pub(crate) fn u32(&mut self, value: u32) {
+        self.0.extend_from_slice(&value.to_le_bytes());
+    }
+
+    pub(crate) fn u64(&mut self, value: u64) {
+        self.0.extend_from_slice(&value.to_le_bytes());
+    }
+
+    pub(crate) fn key(&mut self, key: &[u8; 32]) {
+        self.0.extend_from_slice(key);
+    }
+
+    /// How many things follow. More than fit in a message do not, so the number cut off is never read.
+    pub(crate) fn count(&mut self, num: usize) {
+        self.u32(u32::try_from(num).unwrap_or(u32::MAX));
+    }
+
+    pub(crate) fn text(&mut self, text: &str) {
+        self.count(text.len());
+        self.0.extend_from_slice(text.as_bytes());
+    }
+
+    pub(crate) fn keys<'k>(&mut self, keys: impl ExactSizeIterator<Item = &'k [u8; 32]>) {
+        self.count(keys.len());
+        self.0.reserve(keys.len() * 32);
+        keys.for_each(|key| self.key(key));
+    }
+
+    pub(crate) fn numbers(&mut self, numbers: &[u64]) {
+        self.count(numbers.len());
+        numbers.iter().for_each(|number| self.u64(*number));
+    }
+}
+
+/// Reads from the front of what is left. None: it is not what was expected.
+#[derive(Debug)]
+pub(crate) struct Reader<'a>(pub(crate) &'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (value, rest) = self.0.split_first_chunk::<N>()?;
+        self.0 = rest;
+        Some(*value)
+    }
+
+    pub(crate) fn u8(&mut self) -> Option<u8> {
+        self.array::<1>().map(|[value]| value)
+    }
+
+    pub(crate) fn flag(&mut self) -> Option<bool> {
+        match self.u8()? {
+            0 => Some(false),
+            1 => Some(true),
+            _ => None,
+        }
+    }
+
+    pub(crate) fn u32(&mut self) -> Option<u32> {
+        self.array().map(u32::from_le_bytes)
+    }
+
+    pub(crate) fn u64(&mut self) -> Option<u64> {
+        self.array().map(u64::from_le_bytes)
+    }
+
+    pub(crate) fn key(&mut self) -> Option<[u8; 32]> {
+        self.array()
+    }
+
+    pub(crate) fn chunk_key(&mut self) -> Option<ChunkKey> {
+        self.key().map(ChunkKey)
+    }
+
+    fn slice(&mut self, num_bytes: usize) -> Option<&'a [u8]> {
+        let (slice, rest) = self.0.split_at_checked(num_bytes)?;
+        self.0 = rest;
+        Some(slice)
+    }
+
+    pub(crate) fn text(&mut self) -> Option<String> {
+        let num_bytes = usize::try_from(self.u32()?).ok()?;
+        str::from_utf8(self.slice(num_bytes)?).ok().map(str::to_owned)
+    }
+
+    pub(crate) fn keys(&mut self) -> Option<&'a [[u8; 32]]> {
+        let num = usize::try_from(self.u32()?).ok()?;
+        Some(self.slice(num.checked_mul(32)?)?.as_chunks().0)
+    }
+
+    pub(crate) fn numbers(&mut self) -> Option<Vec<u64>> {
+        let num = usize::try_from(self.u32()?).ok()?;
+        let items = self.slice(num.checked_mul(8)?)?.as_chunks().0;
+        Some(items.iter().map(|item| u64::from_le_bytes(*item)).collect())
+    }
+
+    /// As many things as are said to follow, each of `num_bytes` at least.
+    pub(crate) fn list<T>(&mut self, num_bytes: usize, mut read: impl FnMut(&mut Self) -> Option<T>) -> Option<Vec<T>> {
+        let num = usize::try_from(self.u32()?).ok()?;
+        if num.checked_mul(num_bytes)? > self.0.len() {
+            return None;
+        }
+        (0..num).map(|_| read(self)).collect()
+    }
+}

@@ -1,0 +1,281 @@
+//! One connection, as the server has it: who it is, what it asks, and what becomes of what it held when it ends.
+//!
+//! Whatever arrives is refused or bounded; nothing is believed but the number of bytes. An engine reaches only leases and
+//! reservations of its own. It must not know how clients wait.
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::{self, BufReader, Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use kvloft_core::ChunkKey;
+use kvloft_core::session::{LeaseId, Session};
+use kvloft_core::store::{Prefix, Progress};
+
+use crate::message::{
+    Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_KEYS, MAX_MESSAGE, Request, SentPrefix, VERSION,
+};
+use crate::quarantine::Watch;
+use crate::server::{Peer, Shared, spawn};
+use crate::slab::Seat;
+use crate::socket::{is_own, peer, send_with, widen};
+
+/// Longest silence of somebody who has not said hello.
+const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
+/// Longest wait for somebody who does not take its answers.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Read leases of one engine.
+const MAX_LEASES: usize = 1 << 16;
+/// What is read at once where more is there.
+const READ_BYTES: usize = 64 << 10;
+
+const NOT_OURS: &str = "this kvloft server serves processes of its own user only";
+const NO_MESSAGE: &str = "this is no message of kvloft's";
+
+#[derive(Debug)]
+struct Connection {
+    shared: Arc<Shared>,
+    stream: UnixStream,
+    number: u64,
+    watch: Option<Watch>,
+    seat: Option<Arc<Seat>>,
+    /// By the engine's numbers.
+    leases: HashMap<u64, LeaseId>,
+    /// Keys of the prefix that was sent last.
+    known: Vec<ChunkKey>,
+    /// Keys of a reservation; only those that it needs are meant.
+    scratch: Vec<ChunkKey>,
+    out: Vec<u8>,
+    has_said_bye: bool,
+}
+
+/// Why a connection ends.
+enum End {
+    Gone,
+    Refused(String),
+}
+
+impl From<io::Error> for End {
+    fn from(_: io::Error) -> Self {
+        Self::Gone
+    }
+}
+
+/// Says why, as far as that can be said at once.
+pub(crate) fn refuse(shared: &Shared, mut stream: &UnixStream, text: &str) {
+    shared.num_refused.fetch_add(1, Ordering::Relaxed);
+    let mut out = Vec::new();
+    Answer::Refused(text.to_owned()).encode(0, &mut out);
+    let _nobody_listens = stream.set_nonblocking(true).and_then(|()| stream.write_all(&out));
+}
+
+/// Serves a new connection in a thread of its own, if it is this user's.
+pub(crate) fn start(shared: &Arc<Shared>, stream: UnixStream, number: u64) {
+    let Ok((uid, pid)) = peer(&stream) else { return };
+    if !is_own(uid) {
+        shared.tell(format!("refused a connection of user {uid}: {NOT_OURS}"));
+        return refuse(shared, &stream, NOT_OURS);
+    }
+    widen(&stream);
+    let limits = stream.set_read_timeout(Some(HELLO_TIMEOUT)).and(stream.set_write_timeout(Some(WRITE_TIMEOUT)));
+    let (Ok(()), Ok(clone)) = (limits, stream.try_clone()) else { return };
+    shared.peers().insert(number, Peer { stream: clone, pid, since: Instant::now(), seat: None });
+    let mut connection = Connection {
+        shared: Arc::clone(shared),
+        stream,
+        number,
+        watch: Some(Watch::new(pid)),
+        seat: None,
+        leases: HashMap::new(),
+        known: Vec::new(),
+        scratch: Vec::new(),
+        out: Vec::new(),
+        has_said_bye: false,
+    };
+    // Where no thread starts, the connection is dropped, and with it ends.
+    let _none = spawn("engine", move || connection.serve());
+}
+
+/// Reads the next message of at most `max_bytes`. Memory is taken as bytes come, not as they are announced.
+fn receive(reader: &mut impl Read, into: &mut Vec<u8>, max_bytes: usize) -> Result<(), End> {
+    let mut length = [0; LENGTH_BYTES];
+    reader.read_exact(&mut length)?;
+    let length = u64::from(u32::from_le_bytes(length));
+    if length > max_bytes as u64 {
+        return Err(End::Refused(format!("a message of {length} bytes is too long: at most {max_bytes} are taken")));
+    }
+    into.clear();
+    let num_read = reader.take(length).read_to_end(into)?;
+    if num_read as u64 == length { Ok(()) } else { Err(End::Gone) }
+}
+
+impl Connection {
+    fn serve(&mut self) {
+        let Ok(clone) = self.stream.try_clone() else { return };
+        let mut reader = BufReader::with_capacity(READ_BYTES, clone);
+        let mut bytes = Vec::new();
+        let end = loop {
+            let max_bytes = if self.seat.is_some() { MAX_MESSAGE } else { MAX_HELLO };
+            let done = receive(&mut reader, &mut bytes, max_bytes).and_then(|()| match Request::decode(&bytes) {
+                Some((number, request)) => self.handle(number, &request),
+                None => Err(End::Refused(NO_MESSAGE.to_owned())),
+            });
+            if let Err(end) = done {
+                break end;
+            }
+        };
+        if let End::Refused(text) = end {
+            let pid = self.shared.peers().get(&self.number).map_or(0, |peer| peer.pid);
+            self.shared.tell(format!("refused process {pid}: {text}"));
+            refuse(&self.shared, &self.stream, &text);
+        }
+    }
+
+    fn handle(&mut self, number: u32, request: &Request<'_>) -> Result<(), End> {
+        let answer = match (request, self.seat.clone()) {
+            (Request::Status(VERSION), _) => Some(Answer::Status(self.shared.status())),
+            (Request::Hello(hello), None) => return self.welcome(number, hello),
+            (Request::Bye, _) => {
+                self.has_said_bye = true;
+                return Err(End::Gone);
+            }
+            (Request::Hello(_) | Request::Status(_), _) | (_, None) => return Err(End::Refused(NO_MESSAGE.to_owned())),
+            (request, Some(seat)) => self.answer(request, &seat)?,
+        };
+        let Some(answer) = answer else { return Ok(()) };
+        self.out.clear();
+        answer.encode(number, &mut self.out);
+        self.stream.write_all(&self.out)?;
+        Ok(())
+    }
+
+    fn welcome(&mut self, number: u32, hello: &Hello) -> Result<(), End> {
+        if hello.version != VERSION {
+            let theirs = hello.version;
+            let text = format!(
+                "this kvloft server speaks version {VERSION}, and the engine {theirs}; run one kvloft on both sides"
+            );
+            return Err(End::Refused(text));
+        }
+        let refused = |error: kvloft_core::Error| End::Refused(error.to_string());
+        let seat = self.shared.slabs.seat(self.number, hello, &self.shared.config).map_err(refused)?;
+        let arena = seat.slab.store.arena();
+        let fd = File::options().read(true).write(true).open(&arena.path)?;
+        let mut out = Vec::new();
+        Answer::Welcome(arena.num_frames).encode(number, &mut out);
+        let seat = Arc::new(seat);
+        self.seat = Some(Arc::clone(&seat));
+        let mut peers = self.shared.peers();
+        let pid = peers.get_mut(&self.number).map_or(0, |peer| {
+            peer.seat = Some(seat);
+            peer.pid
+        });
+        drop(peers);
+        self.shared.tell(format!("process {pid} is connected"));
+        send_with(&self.stream, &out, fd.as_fd())?;
+        self.stream.set_read_timeout(None)?;
+        Ok(())
+    }
+
+    fn answer(&mut self, request: &Request<'_>, seat: &Seat) -> Result<Option<Answer>, End> {
+        let local = &seat.local;
+        Ok(Some(match request {
+            Request::Lookup(prefix) => Answer::Found(local.lookup(self.prefix(prefix)?)),
+            Request::Acquire(lease, prefix) => {
+                let is_full = self.leases.len() >= MAX_LEASES;
+                let prefix = self.prefix(prefix)?;
+                if is_full {
+                    return Ok(Some(Answer::Progress(Progress::default())));
+                }
+                let own = local.acquire(prefix);
+                if let Some(before) = self.leases.insert(*lease, own) {
+                    local.release(before);
+                }
+                Answer::Progress(local.poll(own))
+            }
+            Request::Poll(lease) => {
+                Answer::Progress(self.leases.get(lease).map(|lease| local.poll(*lease)).unwrap_or_default())
+            }
+            Request::Frames(lease) => {
+                Answer::Frames(self.leases.get(lease).map(|lease| local.frames(*lease)).unwrap_or_default())
+            }
+            Request::Release(lease) => {
+                if let Some(lease) = self.leases.remove(lease) {
+                    local.release(lease);
+                }
+                return Ok(None);
+            }
+            Request::Reserve(root, first, keys, range) => {
+                let before = u64::from(range.start) * u64::from(seat.slab.hello.blocks_per_chunk);
+                let is_right = u64::from(*first) <= before.saturating_sub(1);
+                let prefix = if is_right { self.behind(*root, *first, *keys)? } else { return Err(no_message()) };
+                let (rows, num_dropped) = local.reserve(prefix, *range).map_err(|_| no_message())?;
+                Answer::Reserved(rows, num_dropped)
+            }
+            Request::Commit(tickets) => Answer::Count(local.commit(tickets).into()),
+            Request::Abort(tickets) => {
+                local.abort(tickets);
+                return Ok(None);
+            }
+            Request::Discard(keys) => {
+                Answer::Count(local.discard(&keys.iter().map(|key| ChunkKey(*key)).collect::<Vec<_>>()))
+            }
+            Request::Clear => {
+                local.clear();
+                Answer::Count(0)
+            }
+            Request::Stats => {
+                Answer::Stats(local.stats().into_iter().map(|(name, value)| (name.into_owned(), value)).collect())
+            }
+            Request::LimitFrames(num_frames) => {
+                seat.limit_frames(*num_frames);
+                return Ok(None);
+            }
+            Request::IsSettled => Answer::Count(local.flush(Duration::ZERO).into()),
+            Request::Hello(_) | Request::Status(_) | Request::Bye => return Err(no_message()),
+        }))
+    }
+
+    /// What was sent of a prefix, behind what is known of it.
+    fn prefix(&mut self, sent: &SentPrefix<'_>) -> Result<Prefix<'_>, End> {
+        let num_same = usize::try_from(sent.num_same).unwrap_or(usize::MAX);
+        if num_same > self.known.len() || num_same + sent.keys.iter().len() > MAX_KEYS {
+            return Err(no_message());
+        }
+        self.known.truncate(num_same);
+        self.known.extend(sent.keys.iter().map(|key| ChunkKey(*key)));
+        Ok(Prefix { root: sent.root, keys: &self.known })
+    }
+
+    /// A prefix of which only the keys from block `first` on are there.
+    fn behind(&mut self, root: ChunkKey, first: u32, keys: Keys<'_>) -> Result<Prefix<'_>, End> {
+        let first = usize::try_from(first).unwrap_or(usize::MAX);
+        if first.saturating_add(keys.iter().len()) > MAX_KEYS {
+            return Err(no_message());
+        }
+        self.scratch.resize(first, ChunkKey([0; 32]));
+        self.scratch.extend(keys.iter().map(|key| ChunkKey(*key)));
+        Ok(Prefix { root, keys: &self.scratch })
+    }
+}
+
+fn no_message() -> End {
+    End::Refused(NO_MESSAGE.to_owned())
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        let seat = self.seat.take();
+        self.shared.leave(self.number);
+        // Nobody else has it now: a status is made while connections cannot leave.
+        if let (Some(seat), Some(watch)) = (seat.and_then(Arc::into_inner), self.watch.take())
+            && !self.has_said_bye
+        {
+            self.shared.quarantine.add(seat, watch);
+        }
+    }
+}

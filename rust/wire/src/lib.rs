@@ -1,0 +1,19 @@
+//! A store that many engines share: the messages, the server that owns it, and the client that is a `Session`.
+//!
+//! No byte of KV crosses the socket: workers map the arena, whose descriptor comes with the first answer. Everything here is
+//! numbers and keys. It must not know Python, vLLM or what pages hold.
+
+mod bytes;
+mod client;
+mod connection;
+mod link;
+pub mod message;
+mod quarantine;
+mod server;
+mod slab;
+mod socket;
+
+pub use client::{Remote, RemoteConfig, status};
+pub use message::{EngineStatus, Status};
+pub use quarantine::Patience;
+pub use server::{Server, ServerConfig};

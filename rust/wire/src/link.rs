@@ -1,0 +1,233 @@
+//! One connection to a server, as the client has it: asks with a deadline, and never waits for an answer twice.
+//!
+//! Answers come in the order of requests. While one is overdue nothing that can be a miss is asked, so that a server that stands
+//! still costs one deadline; what must not be lost is still sent, as far as there is room. A late answer is taken in when it comes.
+
+use std::collections::VecDeque;
+use std::io::{self, ErrorKind as IoKind, Write};
+use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvloft_core::store::Prefix;
+use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
+use rustix::event::PollFlags;
+
+use crate::message::{Answer, Keys, MAX_KEYS, MAX_MESSAGE, Request, SentPrefix, Status, VERSION};
+use crate::socket::{Inbox, is_own, peer, wait, widen};
+
+/// Most bytes that wait for a server that does not read.
+const MAX_UNSENT: usize = 8 << 20;
+/// Sent bytes that are left at the front until the rest is sent.
+const SPARE_BYTES: usize = 1 << 20;
+
+#[derive(Debug)]
+pub(crate) struct Link {
+    pub(crate) stream: Arc<UnixStream>,
+    inbox: Inbox,
+    /// Of it, bytes before `sent` are sent.
+    out: Vec<u8>,
+    sent: usize,
+    next_number: u32,
+    /// Numbers of requests that have no answer yet.
+    unanswered: VecDeque<u32>,
+    /// The prefix that the server knows.
+    known: Vec<ChunkKey>,
+    is_dead: bool,
+}
+
+impl Link {
+    /// `Io` where nobody listens, `InvalidConfig` for a socket that another user's process has.
+    pub(crate) fn connect(path: &Path) -> Result<Self> {
+        let fail = |error| Error::io(format!("no kvloft server answers at {}", path.display()), error);
+        let stream = UnixStream::connect(path).map_err(fail)?;
+        let (uid, _) = peer(&stream).map_err(fail)?;
+        if !is_own(uid) {
+            let message = format!("the server at {} is another user's; set server to one of your own", path.display());
+            return Err(Error::new(ErrorKind::InvalidConfig, message));
+        }
+        widen(&stream);
+        stream.set_nonblocking(true).map_err(fail)?;
+        Ok(Self {
+            stream: Arc::new(stream),
+            inbox: Inbox::default(),
+            out: Vec::new(),
+            sent: 0,
+            next_number: 0,
+            unanswered: VecDeque::new(),
+            known: Vec::new(),
+            is_dead: false,
+        })
+    }
+
+    /// The first request, and the descriptor that comes with its answer. `InvalidConfig`: the server refused, in its own words.
+    pub(crate) fn open(&mut self, request: &Request<'_>, timeout: Duration) -> Result<(Answer, Option<OwnedFd>)> {
+        let deadline = Instant::now() + timeout;
+        let fail = |error| Error::io("the kvloft server does not answer", error);
+        let late = || fail(IoKind::TimedOut.into());
+        self.push(request);
+        let mut found = None;
+        loop {
+            self.flush().map_err(fail)?;
+            let out = if self.unsent() > 0 { PollFlags::OUT } else { PollFlags::empty() };
+            if !wait(&*self.stream, PollFlags::IN | out, deadline) {
+                return Err(late());
+            }
+            match self.inbox.fill_with(&self.stream) {
+                Ok(fd) => found = fd.or(found),
+                Err(error) if error.kind() == IoKind::WouldBlock => continue,
+                Err(error) => return Err(fail(error)),
+            }
+            if let Some(bytes) = self.inbox.next(MAX_MESSAGE).map_err(fail)? {
+                self.unanswered.clear();
+                return match Answer::decode(bytes) {
+                    Some((_, Answer::Refused(text))) => Err(Error::new(ErrorKind::InvalidConfig, text)),
+                    Some((_, answer)) => Ok((answer, found)),
+                    None => Err(fail(IoKind::InvalidData.into())),
+                };
+            }
+        }
+    }
+
+    pub(crate) fn is_dead(&self) -> bool {
+        self.is_dead
+    }
+
+    pub(crate) fn die(&mut self) {
+        self.is_dead = true;
+        let _gone = self.stream.shutdown(std::net::Shutdown::Both);
+    }
+
+    /// Whether some answer is overdue. Takes in what has come.
+    pub(crate) fn is_late(&mut self) -> bool {
+        if !self.unanswered.is_empty() {
+            let _late = self.pump(None, Instant::now());
+        }
+        self.is_dead || !self.unanswered.is_empty()
+    }
+
+    /// Asks, unless an answer is overdue. None: a miss.
+    pub(crate) fn ask(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
+        if self.is_late() { None } else { self.ask_anyway(request, deadline) }
+    }
+
+    /// Asks in any case, and waits unless an answer is overdue already.
+    pub(crate) fn ask_anyway(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
+        let is_late = self.is_late();
+        if self.is_dead {
+            return None;
+        }
+        let number = self.push(request);
+        self.pump(Some(number), if is_late { Instant::now() } else { deadline })
+    }
+
+    /// Sends what has no answer.
+    pub(crate) fn tell(&mut self, request: &Request<'_>) {
+        if !self.is_dead {
+            self.push(request);
+            let sent = self.flush();
+            self.note(sent);
+        }
+    }
+
+    /// The prefix as what the server does not know of it. It must be sent.
+    pub(crate) fn prefix<'a>(&mut self, prefix: &Prefix<'a>) -> SentPrefix<'a> {
+        let keys = &prefix.keys[..prefix.keys.len().min(MAX_KEYS)];
+        let num_both = self.known.len().min(keys.len());
+        // A key stands for its whole prefix, so one is enough to compare.
+        let is_same = num_both > 0 && self.known[num_both - 1] == keys[num_both - 1];
+        let num_same = if is_same { num_both } else { 0 };
+        self.known.truncate(num_same);
+        self.known.extend_from_slice(&keys[num_same..]);
+        let num = u32::try_from(num_same).unwrap_or(0);
+        SentPrefix { root: prefix.root, num_same: num, keys: Keys::Own(&keys[num_same..]) }
+    }
+
+    fn unsent(&self) -> usize {
+        self.out.len() - self.sent
+    }
+
+    fn push(&mut self, request: &Request<'_>) -> u32 {
+        self.next_number = self.next_number.wrapping_add(1);
+        request.encode(self.next_number, &mut self.out);
+        if !request.is_one_way() {
+            self.unanswered.push_back(self.next_number);
+        }
+        self.next_number
+    }
+
+    fn note(&mut self, done: io::Result<()>) {
+        if done.is_err() || self.unsent() > MAX_UNSENT {
+            self.die();
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        while self.sent < self.out.len() {
+            match (&*self.stream).write(&self.out[self.sent..]) {
+                Ok(0) => return Err(IoKind::WriteZero.into()),
+                Ok(num) => self.sent += num,
+                Err(error) if error.kind() == IoKind::WouldBlock => break,
+                Err(error) if error.kind() == IoKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        if self.sent == self.out.len() || self.sent > SPARE_BYTES {
+            self.out.drain(..self.sent);
+            self.sent = 0;
+        }
+        Ok(())
+    }
+
+    /// Sends and receives until the answer to `wanted` is there, or the deadline.
+    fn pump(&mut self, wanted: Option<u32>, deadline: Instant) -> Option<Answer> {
+        let mut must_wait = wanted.is_some();
+        loop {
+            let sent = self.flush();
+            self.note(sent);
+            let out = if self.unsent() > 0 { PollFlags::OUT } else { PollFlags::empty() };
+            if self.is_dead || (must_wait && !wait(&*self.stream, PollFlags::IN | out, deadline)) {
+                return None;
+            }
+            let filled = self.inbox.fill(&self.stream);
+            // What came before the end still counts.
+            let answer = self.take_in(wanted);
+            self.note(filled);
+            if answer.is_some() || wanted.is_none() {
+                return answer;
+            }
+            must_wait = true;
+        }
+    }
+
+    /// Takes in every whole answer as far as the one that is wanted. What a late one reserved is given back.
+    fn take_in(&mut self, wanted: Option<u32>) -> Option<Answer> {
+        loop {
+            let next = self.inbox.next(MAX_MESSAGE).map(|bytes| bytes.map(Answer::decode));
+            let (number, answer) = match next {
+                Ok(None) => return None,
+                Ok(Some(Some(answer))) if self.unanswered.pop_front() == Some(answer.0) => answer,
+                _ => {
+                    self.die();
+                    return None;
+                }
+            };
+            if Some(number) == wanted {
+                return Some(answer);
+            }
+            if let Answer::Reserved(rows, _) = answer {
+                self.tell(&Request::Abort(rows.iter().map(|row| row.ticket).collect()));
+            }
+        }
+    }
+}
+
+/// What the server at `path` does now; errors as [`Link::connect`] and [`Link::open`].
+pub(crate) fn status(path: &Path, timeout: Duration) -> Result<Status> {
+    match Link::connect(path)?.open(&Request::Status(VERSION), timeout)? {
+        (Answer::Status(status), _) => Ok(status),
+        _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
+    }
+}

@@ -1,0 +1,431 @@
+//! What crosses the socket: length (u32), then one message. Little endian, by hand, so that it is small and every byte is checked.
+//!
+//! A request is `u32 number, u8 kind, fields`; each but the one-way kinds gets one answer `u32 number, u8 kind, fields`, in order.
+//! A first request says the version: any other is refused. A prefix is sent without what the last one had of it, because a key
+//! stands for its whole prefix.
+
+use std::iter::zip;
+
+use kvloft_core::ChunkKey;
+use kvloft_core::io::FrameId;
+use kvloft_core::store::{LeasedFrame, Lookup, Progress, Reservation, SaveRange, TierName};
+
+use crate::bytes::{Reader, Writer};
+
+/// Version of all that crosses; two sides with different ones do not talk.
+pub const VERSION: u32 = 1;
+/// Most bytes of a message, and of one from somebody who has not said hello.
+pub const MAX_MESSAGE: usize = 64 << 20;
+/// See [`MAX_MESSAGE`].
+pub const MAX_HELLO: usize = 64 << 10;
+/// Most keys of a prefix: what is behind them is not asked for.
+pub const MAX_KEYS: usize = 1 << 20;
+/// Bytes before each message.
+pub const LENGTH_BYTES: usize = 4;
+
+/// Keys, as the sender has them or as they arrived.
+#[derive(Debug, Clone, Copy)]
+pub enum Keys<'a> {
+    /// To be sent.
+    Own(&'a [ChunkKey]),
+    /// Received.
+    Bytes(&'a [[u8; 32]]),
+}
+
+impl<'a> Keys<'a> {
+    /// In order.
+    pub fn iter(self) -> impl ExactSizeIterator<Item = &'a [u8; 32]> {
+        let (own, bytes): (&[ChunkKey], &[[u8; 32]]) = match self {
+            Self::Own(keys) => (keys, &[]),
+            Self::Bytes(keys) => (&[], keys),
+        };
+        let num = own.len() + bytes.len();
+        (0..num).map(move |nth| own.get(nth).map_or_else(|| &bytes[nth], |key| &key.0))
+    }
+
+    fn write(self, to: &mut Writer<'_>) {
+        match self {
+            Self::Own(keys) => to.keys(keys.iter().map(|key| &key.0)),
+            Self::Bytes(keys) => to.keys(keys.iter()),
+        }
+    }
+}
+
+impl PartialEq for Keys<'_> {
+    fn eq(&self, other: &Self) -> bool {
+        self.iter().len() == other.iter().len() && zip(self.iter(), other.iter()).all(|(own, other)| own == other)
+    }
+}
+
+/// A prefix: the first `num_same` keys of the last one that was sent, then these.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct SentPrefix<'a> {
+    /// Key of the empty prefix.
+    pub root: ChunkKey,
+    /// Keys that the receiver has.
+    pub num_same: u32,
+    /// Keys behind them.
+    pub keys: Keys<'a>,
+}
+
+/// Who wants to use the store.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Hello {
+    /// As [`VERSION`].
+    pub version: u32,
+    /// Fingerprint of everything but content that decides KV bytes.
+    pub namespace: [u8; 32],
+    /// Bytes of one frame.
+    pub frame_bytes: u64,
+    /// Blocks in a full chunk.
+    pub blocks_per_chunk: u32,
+    /// One line for people about the namespace.
+    pub description: String,
+}
+
+/// What an engine asks.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Request<'a> {
+    /// First, once.
+    Hello(Hello),
+    /// See `Session::lookup`.
+    Lookup(SentPrefix<'a>),
+    /// See `Session::acquire`; the engine chose the number.
+    Acquire(u64, SentPrefix<'a>),
+    /// See `Session::poll`.
+    Poll(u64),
+    /// See `Session::frames`.
+    Frames(u64),
+    /// One-way. See `Session::release`.
+    Release(u64),
+    /// See `Session::reserve`: the root, keys from block `first` of the prefix on, the range. No key before is needed.
+    Reserve(ChunkKey, u32, Keys<'a>, SaveRange),
+    /// See `Session::commit`.
+    Commit(Vec<u64>),
+    /// One-way. See `Session::abort`.
+    Abort(Vec<u64>),
+    /// See `Session::discard`.
+    Discard(Keys<'a>),
+    /// See `Session::clear`.
+    Clear,
+    /// See `Session::stats`.
+    Stats,
+    /// One-way. See `Session::limit_frames`.
+    LimitFrames(u32),
+    /// Whether a flush would be done at once.
+    IsSettled,
+    /// One-way: the engine ends in order, so nothing of it writes to frames any more.
+    Bye,
+    /// What the server does, with the version instead of a hello: for people.
+    Status(u32),
+}
+
+/// What the server says.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Answer {
+    /// The arena's descriptor comes with it: number of frames.
+    Welcome(u32),
+    /// One sentence; the connection ends.
+    Refused(String),
+    /// Of a lookup.
+    Found(Lookup),
+    /// Of a lease, taken or polled.
+    Progress(Progress),
+    /// Of a lease.
+    Frames(Vec<LeasedFrame>),
+    /// What was reserved, and how many chunks could not be had.
+    Reserved(Vec<Reservation>, u32),
+    /// Chunks that became visible, or were forgotten; 1 or 0 for yes or no.
+    Count(u64),
+    /// Of the store.
+    Stats(Vec<(String, u64)>),
+    /// Of the server.
+    Status(Status),
+}
+
+/// What a server does now.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Status {
+    /// Whose KV it holds; None before the first engine.
+    pub namespace: Option<[u8; 32]>,
+    /// One line about it.
+    pub description: String,
+    /// Bytes of one frame.
+    pub frame_bytes: u64,
+    /// Of the store, then of the server.
+    pub stats: Vec<(String, u64)>,
+    /// Connected now.
+    pub engines: Vec<EngineStatus>,
+}
+
+/// One connected engine.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct EngineStatus {
+    /// Its process, as the server sees it; 0 where it does not.
+    pub pid: u32,
+    /// Milliseconds since it said hello.
+    pub connected_ms: u64,
+    /// Reservations that it holds.
+    pub num_reserved: u64,
+    /// Read leases that it holds.
+    pub num_leases: u64,
+}
+
+/// Begins a message at the end of `to`; `finish` writes its length.
+fn message(to: &mut Vec<u8>, number: u32, kind: u8, fields: impl FnOnce(&mut Writer<'_>)) {
+    let start = to.len();
+    let mut writer = Writer(to);
+    writer.u32(0);
+    writer.u32(number);
+    writer.u8(kind);
+    fields(&mut writer);
+    let num_bytes = u32::try_from(to.len() - start - LENGTH_BYTES).unwrap_or(u32::MAX);
+    to[start..start + LENGTH_BYTES].copy_from_slice(&num_bytes.to_le_bytes());
+}
+
+/// The whole of `bytes`, or nothing.
+fn whole<'a, T>(bytes: &'a [u8], read: impl FnOnce(u8, &mut Reader<'a>) -> Option<T>) -> Option<(u32, T)> {
+    let mut reader = Reader(bytes);
+    let (number, kind) = (reader.u32()?, reader.u8()?);
+    let value = read(kind, &mut reader)?;
+    reader.0.is_empty().then_some((number, value))
+}
+
+impl SentPrefix<'_> {
+    fn write(&self, to: &mut Writer<'_>) {
+        to.key(&self.root.0);
+        to.u32(self.num_same);
+        self.keys.write(to);
+    }
+}
+
+fn prefix<'a>(from: &mut Reader<'a>) -> Option<SentPrefix<'a>> {
+    Some(SentPrefix { root: from.chunk_key()?, num_same: from.u32()?, keys: Keys::Bytes(from.keys()?) })
+}
+
+fn hello(from: &mut Reader<'_>) -> Option<Hello> {
+    let version = from.u32()?;
+    if version != VERSION {
+        from.0 = &[]; // whatever it says is not for this version to read
+        return Some(Hello {
+            version,
+            namespace: [0; 32],
+            frame_bytes: 0,
+            blocks_per_chunk: 0,
+            description: String::new(),
+        });
+    }
+    let (namespace, frame_bytes, blocks_per_chunk) = (from.key()?, from.u64()?, from.u32()?);
+    Some(Hello { version, namespace, frame_bytes, blocks_per_chunk, description: from.text()? })
+}
+
+impl<'a> Request<'a> {
+    /// Appends it to `to`, with its length.
+    pub fn encode(&self, number: u32, to: &mut Vec<u8>) {
+        message(to, number, self.kind(), |to| match self {
+            Self::Hello(hello) => {
+                to.u32(hello.version);
+                to.key(&hello.namespace);
+                to.u64(hello.frame_bytes);
+                to.u32(hello.blocks_per_chunk);
+                to.text(&hello.description);
+            }
+            Self::Lookup(prefix) => prefix.write(to),
+            Self::Acquire(lease, prefix) => {
+                to.u64(*lease);
+                prefix.write(to);
+            }
+            Self::Poll(lease) | Self::Frames(lease) | Self::Release(lease) => to.u64(*lease),
+            Self::Reserve(root, first, keys, range) => {
+                to.key(&root.0);
+                [*first, range.start, range.stop, range.tail_blocks].into_iter().for_each(|number| to.u32(number));
+                keys.write(to);
+            }
+            Self::Commit(tickets) | Self::Abort(tickets) => to.numbers(tickets),
+            Self::Discard(keys) => keys.write(to),
+            Self::LimitFrames(number) | Self::Status(number) => to.u32(*number),
+            Self::Clear | Self::Stats | Self::IsSettled | Self::Bye => {}
+        });
+    }
+
+    /// The number, and what is asked; None for what is no request.
+    pub fn decode(bytes: &'a [u8]) -> Option<(u32, Self)> {
+        whole(bytes, |kind, from| {
+            Some(match kind {
+                1 => Self::Hello(hello(from)?),
+                2 => Self::Lookup(prefix(from)?),
+                3 => Self::Acquire(from.u64()?, prefix(from)?),
+                4 => Self::Poll(from.u64()?),
+                5 => Self::Frames(from.u64()?),
+                6 => Self::Release(from.u64()?),
+                7 => {
+                    let (root, first) = (from.chunk_key()?, from.u32()?);
+                    let range = SaveRange { start: from.u32()?, stop: from.u32()?, tail_blocks: from.u32()? };
+                    Self::Reserve(root, first, Keys::Bytes(from.keys()?), range)
+                }
+                8 => Self::Commit(from.numbers()?),
+                9 => Self::Abort(from.numbers()?),
+                10 => Self::Discard(Keys::Bytes(from.keys()?)),
+                11 => Self::Clear,
+                12 => Self::Stats,
+                13 => Self::LimitFrames(from.u32()?),
+                14 => Self::IsSettled,
+                15 => Self::Bye,
+                16 => Self::Status(from.u32()?),
+                _ => return None,
+            })
+        })
+    }
+
+    fn kind(&self) -> u8 {
+        match self {
+            Self::Hello(_) => 1,
+            Self::Lookup(_) => 2,
+            Self::Acquire(..) => 3,
+            Self::Poll(_) => 4,
+            Self::Frames(_) => 5,
+            Self::Release(_) => 6,
+            Self::Reserve(..) => 7,
+            Self::Commit(_) => 8,
+            Self::Abort(_) => 9,
+            Self::Discard(_) => 10,
+            Self::Clear => 11,
+            Self::Stats => 12,
+            Self::LimitFrames(_) => 13,
+            Self::IsSettled => 14,
+            Self::Bye => 15,
+            Self::Status(_) => 16,
+        }
+    }
+
+    /// Whether it gets no answer.
+    pub fn is_one_way(&self) -> bool {
+        matches!(self, Self::Release(_) | Self::Abort(_) | Self::LimitFrames(_) | Self::Bye)
+    }
+}
+
+fn write_frame(to: &mut Writer<'_>, frame: &LeasedFrame) {
+    to.u32(frame.frame.0);
+    to.key(&frame.key.0);
+    to.u32(frame.first_block);
+    to.u32(frame.num_blocks);
+    to.u8(u8::from(frame.tier == TierName::Disk));
+}
+
+fn frame(from: &mut Reader<'_>) -> Option<LeasedFrame> {
+    let (frame, key) = (FrameId(from.u32()?), from.chunk_key()?);
+    let (first_block, num_blocks) = (from.u32()?, from.u32()?);
+    let tier = if from.flag()? { TierName::Disk } else { TierName::Host };
+    Some(LeasedFrame { frame, key, first_block, num_blocks, tier })
+}
+
+fn reservation(from: &mut Reader<'_>) -> Option<Reservation> {
+    let (ticket, frame, key) = (from.u64()?, FrameId(from.u32()?), from.chunk_key()?);
+    Some(Reservation { ticket, frame, key, first_block: from.u32()?, num_blocks: from.u32()? })
+}
+
+fn write_stats(to: &mut Writer<'_>, stats: &[(String, u64)]) {
+    to.count(stats.len());
+    for (name, value) in stats {
+        to.text(name);
+        to.u64(*value);
+    }
+}
+
+fn stats(from: &mut Reader<'_>) -> Option<Vec<(String, u64)>> {
+    from.list(12, |from| Some((from.text()?, from.u64()?)))
+}
+
+fn write_status(to: &mut Writer<'_>, status: &Status) {
+    to.u8(status.namespace.is_some().into());
+    to.key(&status.namespace.unwrap_or_default());
+    to.text(&status.description);
+    to.u64(status.frame_bytes);
+    write_stats(to, &status.stats);
+    to.count(status.engines.len());
+    for engine in &status.engines {
+        to.u32(engine.pid);
+        [engine.connected_ms, engine.num_reserved, engine.num_leases].into_iter().for_each(|number| to.u64(number));
+    }
+}
+
+fn status(from: &mut Reader<'_>) -> Option<Status> {
+    let (is_open, namespace) = (from.flag()?, from.key()?);
+    let (description, frame_bytes, stats) = (from.text()?, from.u64()?, stats(from)?);
+    let engines = from.list(28, |from| {
+        let (pid, connected_ms) = (from.u32()?, from.u64()?);
+        Some(EngineStatus { pid, connected_ms, num_reserved: from.u64()?, num_leases: from.u64()? })
+    })?;
+    Some(Status { namespace: is_open.then_some(namespace), description, frame_bytes, stats, engines })
+}
+
+impl Answer {
+    /// Appends it to `to`, with its length.
+    pub fn encode(&self, number: u32, to: &mut Vec<u8>) {
+        message(to, number, self.kind(), |to| match self {
+            Self::Welcome(num_frames) => to.u32(*num_frames),
+            Self::Refused(text) => to.text(text),
+            Self::Found(Lookup { host_blocks, stored_blocks }) => {
+                to.u32(*host_blocks);
+                to.u32(*stored_blocks);
+            }
+            Self::Progress(Progress { ready_blocks, pending_blocks }) => {
+                to.u32(*ready_blocks);
+                to.u32(*pending_blocks);
+            }
+            Self::Frames(frames) => {
+                to.count(frames.len());
+                frames.iter().for_each(|frame| write_frame(to, frame));
+            }
+            Self::Reserved(rows, num_dropped) => {
+                to.u32(*num_dropped);
+                to.count(rows.len());
+                for row in rows {
+                    to.u64(row.ticket);
+                    to.u32(row.frame.0);
+                    to.key(&row.key.0);
+                    to.u32(row.first_block);
+                    to.u32(row.num_blocks);
+                }
+            }
+            Self::Count(number) => to.u64(*number),
+            Self::Stats(stats) => write_stats(to, stats),
+            Self::Status(status) => write_status(to, status),
+        });
+    }
+
+    /// The number of the request, and the answer; None for what is none.
+    pub fn decode(bytes: &[u8]) -> Option<(u32, Self)> {
+        whole(bytes, |kind, from| {
+            Some(match kind {
+                1 => Self::Welcome(from.u32()?),
+                2 => Self::Refused(from.text()?),
+                3 => Self::Found(Lookup { host_blocks: from.u32()?, stored_blocks: from.u32()? }),
+                4 => Self::Progress(Progress { ready_blocks: from.u32()?, pending_blocks: from.u32()? }),
+                5 => Self::Frames(from.list(45, frame)?),
+                6 => {
+                    let num_dropped = from.u32()?;
+                    Self::Reserved(from.list(52, reservation)?, num_dropped)
+                }
+                7 => Self::Count(from.u64()?),
+                8 => Self::Stats(stats(from)?),
+                9 => Self::Status(status(from)?),
+                _ => return None,
+            })
+        })
+    }
+
+    fn kind(&self) -> u8 {
+        match self {
+            Self::Welcome(_) => 1,
+            Self::Refused(_) => 2,
+            Self::Found(_) => 3,
+            Self::Progress(_) => 4,
+            Self::Frames(_) => 5,
+            Self::Reserved(..) => 6,
+            Self::Count(_) => 7,
+            Self::Stats(_) => 8,
+            Self::Status(_) => 9,
+        }
+    }
+}

@@ -1,0 +1,237 @@
+//! The server: listens, lets this user's engines in, and owns the store that they share.
+//!
+//! A thread for each connection, of which there is a bounded number, and one that looks after what dead engines left. It must not
+//! know signals, files of settings or Python; see `connection` for what is answered.
+
+use std::collections::HashMap;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::store::DiskSettings;
+use kvloft_core::{Error, Result};
+
+use crate::connection;
+use crate::message::{EngineStatus, Status};
+use crate::quarantine::{Patience, Quarantine};
+use crate::slab::{Seat, Slabs};
+use crate::socket::Listener;
+
+/// How often it is looked whether frames of dead engines may be used again.
+const LOOK_EVERY: Duration = Duration::from_millis(100);
+/// Longest wait for connections to end when the server does.
+const END_TIMEOUT: Duration = Duration::from_secs(2);
+/// Most lines for people that wait to be taken.
+const MAX_EVENTS: usize = 256;
+/// Enough for what a connection's thread calls.
+const STACK_BYTES: usize = 512 << 10;
+
+/// Settings of a server.
+#[derive(Debug, Clone)]
+pub struct ServerConfig {
+    /// Where it listens.
+    pub socket: PathBuf,
+    /// Bytes of host memory for frames.
+    pub host_bytes: u64,
+    /// Policy of each tier.
+    pub eviction: Eviction,
+    /// As `StoreConfig::available_bytes`.
+    pub available_bytes: Option<u64>,
+    /// The disk tier, if there is one; its description is the engine's.
+    pub disk: Option<DiskSettings>,
+    /// Connections at one time.
+    pub max_connections: usize,
+    /// About engines that went without a word.
+    pub patience: Patience,
+}
+
+/// A connection as others see it.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    pub(crate) stream: UnixStream,
+    pub(crate) pid: u32,
+    pub(crate) since: Instant,
+    /// Once it said hello.
+    pub(crate) seat: Option<Arc<Seat>>,
+}
+
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) config: ServerConfig,
+    pub(crate) slabs: Slabs,
+    pub(crate) quarantine: Quarantine,
+    peers: Mutex<HashMap<u64, Peer>>,
+    peer_left: Condvar,
+    events: Mutex<Vec<String>>,
+    is_stopping: AtomicBool,
+    pub(crate) num_accepted: AtomicU64,
+    pub(crate) num_refused: AtomicU64,
+}
+
+impl Shared {
+    pub(crate) fn peers(&self) -> MutexGuard<'_, HashMap<u64, Peer>> {
+        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The connection is over; it has no seat from here on.
+    pub(crate) fn leave(&self, number: u64) {
+        let left = self.peers().remove(&number);
+        drop(left);
+        self.peer_left.notify_all();
+    }
+
+    /// Notes what a person should see; what is too much is dropped.
+    pub(crate) fn tell(&self, event: String) {
+        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        if events.len() < MAX_EVENTS {
+            events.push(event);
+        }
+    }
+
+    pub(crate) fn status(&self) -> Status {
+        let slab = self.slabs.current();
+        let kept = self.quarantine.num_open();
+        let mut status = Status::default();
+        if let Some(slab) = &slab {
+            status.namespace = Some(slab.hello.namespace);
+            status.description.clone_from(&slab.hello.description);
+            status.frame_bytes = slab.hello.frame_bytes;
+            status.stats = slab.store.stats().into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
+        }
+        let of_server = [
+            ("server_accepted", self.num_accepted.load(Ordering::Relaxed)),
+            ("server_refused", self.num_refused.load(Ordering::Relaxed)),
+            ("quarantined_reservations", kept.0 as u64),
+            ("quarantined_leases", kept.1 as u64),
+        ];
+        status.stats.extend(of_server.map(|(name, value)| (name.to_owned(), value)));
+        let peers = self.peers();
+        status.engines = peers.values().filter_map(Peer::status).collect();
+        drop(peers);
+        status.engines.sort_by_key(|engine| (u64::MAX - engine.connected_ms, engine.pid));
+        status
+    }
+}
+
+impl Peer {
+    fn status(&self) -> Option<EngineStatus> {
+        let (num_reserved, num_leases) = self.seat.as_ref()?.local.num_open();
+        Some(EngineStatus {
+            pid: self.pid,
+            connected_ms: u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX),
+            num_reserved: num_reserved as u64,
+            num_leases: num_leases as u64,
+        })
+    }
+}
+
+/// Listens from `open` until it is closed or dropped.
+#[derive(Debug)]
+pub struct Server {
+    shared: Arc<Shared>,
+    listener: Arc<Listener>,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl Server {
+    /// `Busy` if another server has the socket; `InvalidConfig` where its directory is not private; `Io` where the system refuses.
+    /// Memory is taken and the disk opened for the first engine, which says how large a frame is.
+    pub fn open(config: ServerConfig) -> Result<Self> {
+        let listener = Arc::new(Listener::bind(&config.socket)?);
+        let shared = Arc::new(Shared {
+            quarantine: Quarantine::new(config.patience),
+            config,
+            slabs: Slabs::default(),
+            peers: Mutex::default(),
+            peer_left: Condvar::new(),
+            events: Mutex::default(),
+            is_stopping: AtomicBool::new(false),
+            num_accepted: AtomicU64::new(0),
+            num_refused: AtomicU64::new(0),
+        });
+        let server = Self { shared, listener, threads: Mutex::default() };
+        let (shared, listener) = (Arc::clone(&server.shared), Arc::clone(&server.listener));
+        server.keep("accept", move || accept(&shared, &listener))?;
+        let shared = Arc::clone(&server.shared);
+        server.keep("look", move || look(&shared))?;
+        Ok(server)
+    }
+
+    fn keep(&self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
+        let thread = spawn(name, work)?;
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
+        Ok(())
+    }
+
+    /// What it does now.
+    pub fn status(&self) -> Status {
+        self.shared.status()
+    }
+
+    /// What a person should see in the log since the last call, oldest first.
+    pub fn take_events(&self) -> Vec<String> {
+        let events = std::mem::take(&mut *self.shared.events.lock().unwrap_or_else(PoisonError::into_inner));
+        let of_store = self.shared.slabs.current().map(|slab| slab.store.take_events()).unwrap_or_default();
+        events.into_iter().chain(of_store).collect()
+    }
+
+    /// Ends every connection, writes what still has to get to disk until the timeout, and gives the disk up. Again does nothing.
+    pub fn close(&self, timeout: Duration) {
+        self.shared.is_stopping.store(true, Ordering::SeqCst);
+        self.listener.shut();
+        for thread in std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner)) {
+            thread.thread().unpark();
+            let _ended = thread.join();
+        }
+        let peers = self.shared.peers();
+        for peer in peers.values() {
+            let _gone = peer.stream.shutdown(std::net::Shutdown::Both);
+        }
+        let gone = self.shared.peer_left.wait_timeout_while(peers, END_TIMEOUT, |peers| !peers.is_empty());
+        drop(gone);
+        if let Some(slab) = self.shared.slabs.current() {
+            slab.store.close(timeout);
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.close(Duration::ZERO);
+    }
+}
+
+pub(crate) fn spawn(name: &str, work: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>> {
+    let thread = std::thread::Builder::new().name(format!("kvloft-{name}")).stack_size(STACK_BYTES);
+    thread.spawn(work).map_err(|error| Error::io("a thread of the kvloft server cannot be started", error))
+}
+
+fn accept(shared: &Arc<Shared>, listener: &Listener) {
+    for number in 0.. {
+        let accepted = listener.socket.accept();
+        if shared.is_stopping.load(Ordering::SeqCst) {
+            return;
+        }
+        let Ok((stream, _)) = accepted else {
+            std::thread::sleep(LOOK_EVERY); // no descriptor is left, say
+            continue;
+        };
+        shared.num_accepted.fetch_add(1, Ordering::Relaxed);
+        if shared.peers().len() >= shared.config.max_connections {
+            connection::refuse(shared, &stream, "this kvloft server has as many connections as it takes; close some");
+            continue;
+        }
+        connection::start(shared, stream, number);
+    }
+}
+
+fn look(shared: &Shared) {
+    while !shared.is_stopping.load(Ordering::SeqCst) {
+        shared.quarantine.look();
+        std::thread::park_timeout(LOOK_EVERY);
+    }
+}

@@ -1,0 +1,90 @@
+//! Servers and clients for the tests: small frames, short patience.
+#![allow(dead_code, clippy::allow_attributes, reason = "each test file uses some of it")]
+
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::key::{ChunkKey, KeyChain};
+use kvloft_core::session::Session;
+use kvloft_core::store::{DiskSettings, Prefix, SaveRange};
+use kvloft_wire::{Patience, Remote, RemoteConfig, Server, ServerConfig};
+
+pub(crate) const FRAME: u64 = 4096;
+/// No test waits as long for what happens.
+pub(crate) const LONG: Duration = Duration::from_secs(60);
+
+pub(crate) fn server_config(dir: &Path) -> ServerConfig {
+    let patience = Patience { after_death: Duration::from_millis(200), longest: Duration::from_secs(3600) };
+    ServerConfig {
+        socket: socket(dir),
+        host_bytes: 64 * FRAME,
+        eviction: Eviction::parse("lru").expect("known"),
+        available_bytes: None,
+        disk: None,
+        max_connections: 8,
+        patience,
+    }
+}
+
+pub(crate) fn with_disk(dir: &Path) -> ServerConfig {
+    let disk = DiskSettings { dir: dir.join("disk"), cap_bytes: 1 << 20, num_threads: 1, description: String::new() };
+    ServerConfig { disk: Some(disk), ..server_config(dir) }
+}
+
+pub(crate) fn socket(dir: &Path) -> PathBuf {
+    dir.join("run").join("kvloft.sock")
+}
+
+pub(crate) fn remote_config(dir: &Path) -> RemoteConfig {
+    RemoteConfig {
+        socket: socket(dir),
+        deadline: LONG,
+        namespace: [7; 32],
+        frame_bytes: FRAME,
+        blocks_per_chunk: 1,
+        description: "a test".to_owned(),
+    }
+}
+
+pub(crate) fn serve(dir: &Path) -> Server {
+    Server::open(server_config(dir)).expect("a server")
+}
+
+pub(crate) fn connect(dir: &Path) -> Remote {
+    Remote::open(remote_config(dir)).expect("a client")
+}
+
+pub(crate) fn chain(seed: u32, num_blocks: u32) -> KeyChain {
+    let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");
+    chain.append_tokens(&(0..num_blocks).map(|at| at * 1000 + seed).collect::<Vec<_>>()).expect("tokens");
+    chain
+}
+
+pub(crate) fn whole(stop: u32) -> SaveRange {
+    SaveRange { start: 0, stop, tail_blocks: 0 }
+}
+
+/// Saves a whole prefix; returns how many chunks became visible.
+pub(crate) fn save(session: &dyn Session, chain: &KeyChain) -> u32 {
+    let num_blocks = u32::try_from(chain.keys().len()).expect("few");
+    let (rows, _) = session.reserve(Prefix::from(chain), whole(num_blocks)).expect("in range");
+    session.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>())
+}
+
+pub(crate) fn found(session: &dyn Session, chain: &KeyChain) -> u32 {
+    session.lookup(Prefix::from(chain)).stored_blocks
+}
+
+pub(crate) fn stat(stats: &[(String, u64)], name: &str) -> u64 {
+    stats.iter().find(|(key, _)| key == name).map(|(_, value)| *value).expect("a name")
+}
+
+/// Until it is so.
+pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !is_so() {
+        assert!(start.elapsed() < LONG, "never: {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}

@@ -1,0 +1,153 @@
+//! A client without its server: misses, at once or at the deadline, and hits again once there is one.
+
+mod common;
+
+use std::io::{Read, Write};
+use std::os::unix::net::UnixListener;
+use std::time::{Duration, Instant};
+
+use common::{FRAME, LONG, chain, connect, found, remote_config, save, serve, socket, until, whole, with_disk};
+use kvloft_core::session::Session;
+use kvloft_core::store::{Lookup, Prefix, Progress};
+use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig};
+
+#[test]
+fn without_a_server_everything_is_a_miss_until_there_is_one() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let engine = connect(dir.path());
+    let events = engine.take_events();
+    assert!(events.len() == 1 && events[0].contains("no kvloft server answers"), "{events:?}");
+    let chain = chain(1, 3);
+    assert!(engine.arena().is_none() && !engine.renew());
+    let lease = engine.acquire(Prefix::from(&chain));
+    assert_eq!((engine.poll(lease), engine.frames(lease).len()), (Progress::default(), 0));
+    assert_eq!(engine.reserve(Prefix::from(&chain), whole(3)).expect("in range"), (Vec::new(), 3));
+    assert!(engine.reserve(Prefix::from(&chain), whole(4)).is_err());
+    assert_eq!((engine.commit(&[1]), engine.discard(chain.keys()), found(&engine, &chain)), (0, 0, 0));
+    engine.abort(&[1]);
+    engine.release(lease);
+    assert!(!engine.flush(Duration::ZERO));
+    let _server = serve(dir.path());
+    until("found", || engine.renew());
+    assert_eq!(save(&engine, &chain), 3);
+}
+
+#[test]
+fn a_server_that_began_anew_has_another_arena_and_is_used_from_renew_on() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = Server::open(with_disk(dir.path())).expect("a server");
+    let engine = connect(dir.path());
+    let chain = chain(1, 4);
+    assert_eq!(save(&engine, &chain), 4);
+    assert!(engine.flush(LONG));
+    let lease = engine.acquire(Prefix::from(&chain));
+    let (_, before) = (engine.reserve(Prefix::from(&common::chain(2, 2)), whole(2)).expect("in range"), engine.arena());
+    drop(server);
+    until("gone", || found(&engine, &chain) == 0);
+    assert_eq!((engine.poll(lease), engine.frames(lease).len()), (Progress::default(), 0));
+    let config = ServerConfig { host_bytes: 32 * FRAME, ..with_disk(dir.path()) };
+    let _server = Server::open(config).expect("a server");
+    until("found", || engine.take_events().iter().any(|event| event.ends_with("is there")));
+    assert_eq!((engine.arena(), found(&engine, &chain)), (before.clone(), 0), "not before renew");
+    assert!(engine.renew() && !engine.renew());
+    let after = engine.arena().expect("an arena");
+    assert_ne!(after.id, before.expect("an arena").id);
+    assert_eq!(after.num_frames, 32);
+    assert_eq!((engine.poll(lease), engine.frames(lease).len()), (Progress::default(), 0), "a lease of the old store");
+    assert_eq!(found(&engine, &chain), 4, "from disk");
+    let lease = engine.acquire(Prefix::from(&chain));
+    until("read", || engine.poll(lease) == Progress { ready_blocks: 4, pending_blocks: 0 });
+    assert_eq!(engine.frames(lease).len(), 4);
+}
+
+#[test]
+fn a_clear_that_no_server_heard_is_the_first_that_the_next_one_hears() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = Server::open(with_disk(dir.path())).expect("a server");
+    let engine = connect(dir.path());
+    let chain = chain(1, 4);
+    save(&engine, &chain);
+    assert!(engine.flush(LONG));
+    drop(server);
+    until("gone", || found(&engine, &chain) == 0);
+    engine.clear();
+    let _server = Server::open(with_disk(dir.path())).expect("a server");
+    assert_eq!(found(&connect(dir.path()), &chain), 4, "the disk has it");
+    until("found", || engine.renew());
+    until("cleared", || save(&engine, &common::chain(2, 1)) == 1);
+    assert_eq!(found(&connect(dir.path()), &chain), 0);
+}
+
+#[test]
+fn a_server_that_stands_still_costs_one_deadline() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let test = std::env::current_exe().expect("this test");
+    let mut child = std::process::Command::new(test)
+        .args(["--exact", "a_server_in_a_process_of_its_own", "--ignored", "--nocapture"])
+        .env("KV_SERVE_DIR", dir.path())
+        .spawn()
+        .expect("a child");
+    let engine = Remote::open(RemoteConfig { deadline: Duration::from_millis(200), ..remote_config(dir.path()) })
+        .expect("a client");
+    until("connected", || engine.renew() || engine.arena().is_some());
+    let chain = chain(1, 4);
+    until("saved", || save(&engine, &chain) == 4 || found(&engine, &chain) == 4);
+    signal(&child, "STOP");
+    let start = Instant::now();
+    assert_eq!(engine.lookup(Prefix::from(&chain)), Lookup::default());
+    let first = start.elapsed();
+    for seed in 0..1000 {
+        assert_eq!(found(&engine, &chain), 0);
+        let lease = engine.acquire(Prefix::from(&chain));
+        assert_eq!(engine.frames(lease).len(), 0);
+        engine.release(lease);
+        assert_eq!(engine.reserve(Prefix::from(&common::chain(seed, 4)), whole(4)).expect("in range").1, 4);
+        engine.abort(&[u64::from(seed)]);
+        assert_eq!(engine.commit(&[u64::from(seed)]), 0);
+    }
+    // Of 6000 calls one waited: had each, it would have been 20 minutes.
+    assert!(first >= Duration::from_millis(200) && start.elapsed() < LONG, "{first:?}, then {:?}", start.elapsed());
+    assert!(engine.stats().iter().any(|(name, value)| name == "server_late" && *value == 1));
+    signal(&child, "CONT");
+    until("it goes on", || found(&engine, &chain) == 4);
+    let (rows, num_dropped) = engine.reserve(Prefix::from(&common::chain(7, 4)), whole(4)).expect("in range");
+    assert_eq!((rows.len(), num_dropped), (4, 0), "nothing that came late is held");
+    child.kill().expect("it lives");
+    child.wait().expect("it ended");
+}
+
+fn signal(child: &std::process::Child, name: &str) {
+    let done = std::process::Command::new("kill").args([&format!("-{name}"), &child.id().to_string()]).status();
+    assert!(done.expect("kill is there").success());
+}
+
+#[test]
+#[ignore = "the other half of the test above"]
+fn a_server_in_a_process_of_its_own() {
+    let dir = std::env::var("KV_SERVE_DIR").expect("called by the test");
+    let _server = serve(dir.as_ref());
+    std::thread::sleep(LONG);
+}
+
+#[test]
+fn a_server_that_talks_nonsense_is_given_up() {
+    let dir = tempfile::tempdir().expect("a directory");
+    std::fs::create_dir_all(dir.path().join("run")).expect("room");
+    let listener = UnixListener::bind(socket(dir.path())).expect("nobody is there");
+    let answers = std::thread::spawn(move || {
+        for bytes in [&b"\x05\0\0\0\x01\0\0\0\x63"[..], b"\xff\xff\xff\xff", b"HTTP/1.1 400\r\n\r\n", b""] {
+            let (mut stream, _) = listener.accept().expect("a client");
+            let mut some = [0; 64];
+            let _read = stream.read(&mut some);
+            let _sent = stream.write_all(bytes);
+        }
+    });
+    for _ in 0..4 {
+        let config = RemoteConfig { deadline: Duration::from_millis(20), ..remote_config(dir.path()) };
+        let engine = Remote::open(config);
+        assert!(engine.as_ref().map_or(true, |engine| engine.arena().is_none()));
+        if answers.is_finished() {
+            break;
+        }
+    }
+}

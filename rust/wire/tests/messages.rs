@@ -1,0 +1,156 @@
+//! Messages come out as they went in, and bytes that are no message are none.
+
+use kvloft_core::ChunkKey;
+use kvloft_core::io::FrameId;
+use kvloft_core::store::{LeasedFrame, Lookup, Progress, Reservation, SaveRange, TierName};
+use kvloft_wire::message::{Answer, Hello, Keys, LENGTH_BYTES, Request, SentPrefix, VERSION};
+use kvloft_wire::{EngineStatus, Status};
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+/// What requests are made of: proptest cannot make what borrows.
+#[derive(Debug, Clone)]
+struct Parts {
+    kind: u8,
+    number: u64,
+    root: [u8; 32],
+    keys: Vec<[u8; 32]>,
+    numbers: Vec<u64>,
+    small: [u32; 4],
+    text: String,
+}
+
+fn parts() -> impl Strategy<Value = Parts> {
+    let fields = (1..=16_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
+    (fields, any::<[u32; 4]>(), ".{0,9}").prop_map(|((kind, number, root, keys, numbers), small, text)| Parts {
+        kind,
+        number,
+        root,
+        keys,
+        numbers,
+        small,
+        text,
+    })
+}
+
+fn request(parts: &Parts) -> Request<'_> {
+    let keys = Keys::Bytes(&parts.keys);
+    let prefix = SentPrefix { root: ChunkKey(parts.root), num_same: parts.small[0], keys };
+    let range = SaveRange { start: parts.small[1], stop: parts.small[2], tail_blocks: parts.small[3] };
+    match parts.kind {
+        1 => Request::Hello(Hello {
+            version: VERSION,
+            namespace: parts.root,
+            frame_bytes: parts.number,
+            blocks_per_chunk: parts.small[0],
+            description: parts.text.clone(),
+        }),
+        2 => Request::Lookup(prefix),
+        3 => Request::Acquire(parts.number, prefix),
+        4 => Request::Poll(parts.number),
+        5 => Request::Frames(parts.number),
+        6 => Request::Release(parts.number),
+        7 => Request::Reserve(ChunkKey(parts.root), parts.small[0], keys, range),
+        8 => Request::Commit(parts.numbers.clone()),
+        9 => Request::Abort(parts.numbers.clone()),
+        10 => Request::Discard(keys),
+        11 => Request::Clear,
+        12 => Request::Stats,
+        13 => Request::LimitFrames(parts.small[0]),
+        14 => Request::IsSettled,
+        15 => Request::Bye,
+        _ => Request::Status(parts.small[0]),
+    }
+}
+
+fn answer(parts: &Parts) -> Answer {
+    let [one, two, ..] = parts.small;
+    let key = ChunkKey(parts.root);
+    let tier = if two.is_multiple_of(2) { TierName::Host } else { TierName::Disk };
+    let leased = LeasedFrame { frame: FrameId(one), key, first_block: two, num_blocks: 3, tier };
+    let row = Reservation { ticket: parts.number, frame: FrameId(one), key, first_block: two, num_blocks: 5 };
+    let stats: Vec<_> = parts.numbers.iter().map(|number| (parts.text.clone(), *number)).collect();
+    let num_rows = parts.numbers.len();
+    match parts.kind {
+        1 => Answer::Welcome(one),
+        2 => Answer::Refused(parts.text.clone()),
+        3 => Answer::Found(Lookup { host_blocks: one, stored_blocks: two }),
+        4 => Answer::Progress(Progress { ready_blocks: one, pending_blocks: two }),
+        5 => Answer::Frames(vec![leased; num_rows]),
+        6 => Answer::Reserved(vec![row; num_rows], one),
+        7 => Answer::Count(parts.number),
+        8 => Answer::Stats(stats),
+        _ => Answer::Status(Status {
+            namespace: one.is_multiple_of(2).then_some(parts.root),
+            description: parts.text.clone(),
+            frame_bytes: parts.number,
+            stats,
+            engines: vec![
+                EngineStatus { pid: one, connected_ms: 1, num_reserved: 2, num_leases: parts.number };
+                num_rows
+            ],
+        }),
+    }
+}
+
+/// The one message in `bytes`, without its length, which is right.
+fn body(bytes: &[u8]) -> &[u8] {
+    let (length, body) = bytes.split_first_chunk::<LENGTH_BYTES>().expect("a length");
+    assert_eq!(u32::from_le_bytes(*length) as usize, body.len());
+    body
+}
+
+/// A message cut off, and one with something behind it.
+fn wrong(whole: &[u8], cut: prop::sample::Index, more: usize) -> [Vec<u8>; 2] {
+    [whole[..cut.index(whole.len())].to_vec(), [whole, &vec![0; more]].concat()]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn requests_come_out_as_they_went_in(parts in parts(), number: u32) {
+        let (request, mut bytes) = (request(&parts), Vec::new());
+        request.encode(number, &mut bytes);
+        prop_assert_eq!(Request::decode(body(&bytes)), Some((number, request)));
+    }
+
+    #[test]
+    fn answers_come_out_as_they_went_in(parts in parts(), number: u32) {
+        let (answer, mut bytes) = (answer(&parts), Vec::new());
+        answer.encode(number, &mut bytes);
+        prop_assert_eq!(Answer::decode(body(&bytes)), Some((number, answer)));
+    }
+
+    #[test]
+    fn what_is_cut_off_or_too_long_is_no_message(parts in parts(), cut: prop::sample::Index, more in 1..9_usize) {
+        let mut bytes = Vec::new();
+        request(&parts).encode(1, &mut bytes);
+        for wrong in wrong(body(&bytes), cut, more) {
+            prop_assert_eq!(Request::decode(&wrong), None);
+        }
+        bytes.clear();
+        answer(&parts).encode(1, &mut bytes);
+        for wrong in wrong(body(&bytes), cut, more) {
+            prop_assert_eq!(Answer::decode(&wrong), None);
+        }
+    }
+
+    #[test]
+    fn random_bytes_never_panic(bytes in vec(any::<u8>(), 0..200), kind in 0..20_u8) {
+        let mut bytes = bytes;
+        if let Some(at) = bytes.get_mut(4) {
+            *at = kind;
+        }
+        let _none = Request::decode(&bytes);
+        let _none = Answer::decode(&bytes);
+    }
+}
+
+#[test]
+fn counts_that_lie_take_no_memory() {
+    for kind in 0..20 {
+        let bytes = [[1, 0, 0, 0, kind].as_slice(), &[0xff; 64]].concat();
+        assert_eq!(Answer::decode(&bytes), None, "kind {kind}");
+    }
+}

@@ -1,0 +1,320 @@
+//! Engines on one server: what one saved the other finds; what one holds is its own, and ends with it.
+
+mod common;
+
+use std::fs::File;
+use std::io::Write;
+use std::os::fd::AsRawFd;
+use std::os::unix::fs::{FileExt, PermissionsExt};
+use std::os::unix::net::UnixStream;
+use std::process::Command;
+use std::time::Duration;
+
+use common::{
+    FRAME, LONG, chain, connect, found, remote_config, save, serve, server_config, socket, stat, until, whole,
+};
+use kvloft_core::io::Arena;
+use kvloft_core::session::Session;
+use kvloft_core::store::{Prefix, Progress};
+use kvloft_core::{ChunkKey, ErrorKind};
+use kvloft_wire::message::{Hello, LENGTH_BYTES, Request, VERSION};
+use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig, status};
+
+#[test]
+fn what_one_engine_saved_the_other_finds_in_the_same_memory() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = serve(dir.path());
+    let (one, other) = (connect(dir.path()), connect(dir.path()));
+    let chain = chain(1, 5);
+    let (rows, num_dropped) = one.reserve(Prefix::from(&chain), whole(5)).expect("in range");
+    assert_eq!((rows.len(), num_dropped, found(&other, &chain)), (5, 0, 0));
+    let (own, others) = (one.arena().expect("an arena"), other.arena().expect("an arena"));
+    assert_eq!((own.id, own.num_frames), (others.id, 64));
+    let file = File::options().write(true).open(&own.path).expect("the arena");
+    file.write_all_at(b"hello", u64::from(rows[3].frame.0) * FRAME).expect("room");
+    assert_eq!(one.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), 5);
+
+    let lease = other.acquire(Prefix::from(&chain));
+    assert_eq!(other.poll(lease), Progress { ready_blocks: 5, pending_blocks: 0 });
+    let frames = other.frames(lease);
+    assert_eq!(frames.iter().map(|frame| frame.key).collect::<Vec<_>>(), chain.keys());
+    let mut bytes = [0; 5];
+    let at = u64::from(frames[3].frame.0) * FRAME;
+    File::open(&others.path).expect("the arena").read_exact_at(&mut bytes, at).expect("there");
+    assert_eq!(&bytes, b"hello");
+    assert_eq!(Arena::open(&others.path, FRAME, 64).expect("it is an arena").id(), own.id);
+    other.release(lease);
+    until("unpinned", || stat(&pairs(&one), "pins") == 0);
+}
+
+fn pairs(session: &dyn Session) -> Vec<(String, u64)> {
+    session.stats().into_iter().map(|(name, value)| (name.into_owned(), value)).collect()
+}
+
+#[test]
+fn prefixes_that_differ_anywhere_are_told_apart() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = serve(dir.path());
+    let engine = connect(dir.path());
+    let (long, other) = (chain(1, 9), chain(2, 9));
+    assert_eq!(save(&engine, &long), 9);
+    for _ in 0..2 {
+        assert_eq!(found(&engine, &long), 9);
+        assert_eq!(found(&engine, &chain(1, 4)), 4, "shorter");
+        assert_eq!(found(&engine, &other), 0);
+        assert_eq!(found(&engine, &chain(1, 20)), 9, "longer");
+        assert_eq!(found(&engine, &chain(1, 0)), 0);
+    }
+    // Only the last of it crosses, and its parent.
+    let grown = chain(1, 12);
+    let range = kvloft_core::store::SaveRange { start: 9, stop: 12, tail_blocks: 0 };
+    let (rows, num_dropped) = engine.reserve(Prefix::from(&grown), range).expect("in range");
+    assert_eq!((rows.len(), num_dropped, rows[0].key), (3, 0, grown.keys()[9]));
+    assert_eq!(engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), 3);
+    assert_eq!(found(&engine, &grown), 12);
+    assert!(engine.reserve(Prefix::from(&grown), whole(13)).is_err(), "the chain has not got it");
+}
+
+#[test]
+fn an_engine_reaches_only_what_is_its_own() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = serve(dir.path());
+    let (one, other) = (connect(dir.path()), connect(dir.path()));
+    let chain = chain(1, 3);
+    let (rows, _) = one.reserve(Prefix::from(&chain), whole(3)).expect("in range");
+    let tickets: Vec<_> = rows.iter().map(|row| row.ticket).collect();
+    assert_eq!(other.commit(&tickets), 0);
+    other.abort(&tickets);
+    assert_eq!(one.commit(&tickets), 3);
+    assert_eq!(one.commit(&tickets), 0, "once");
+    let lease = one.acquire(Prefix::from(&chain));
+    assert_eq!(other.frames(lease), []);
+    other.release(lease);
+    assert_eq!(one.frames(lease).len(), 3);
+    assert_eq!(other.discard(&chain.keys()[1..2]), 2);
+    assert_eq!(found(&one, &chain), 1);
+    other.clear();
+    assert_eq!(found(&one, &chain), 0);
+}
+
+#[test]
+fn an_engine_that_says_bye_holds_nothing_more() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let (one, other) = (connect(dir.path()), connect(dir.path()));
+    assert_eq!(save(&one, &chain(1, 3)), 3);
+    let _lease = one.acquire(Prefix::from(&chain(1, 3)));
+    one.reserve(Prefix::from(&chain(2, 3)), whole(3)).expect("in range");
+    one.close(Duration::ZERO);
+    until("freed", || stat(&pairs(&other), "frames_reserved") == 0 && stat(&pairs(&other), "pins") == 0);
+    assert_eq!(found(&one, &chain(1, 3)), 0, "closed");
+    assert_eq!(server.status().engines.len(), 1);
+}
+
+/// The test's own process holds the connection, and it lives.
+#[test]
+fn frames_of_an_engine_that_went_without_a_word_are_kept_while_its_process_lives() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let (one, other) = (connect(dir.path()), connect(dir.path()));
+    assert_eq!(save(&other, &chain(1, 3)), 3);
+    one.reserve(Prefix::from(&chain(2, 5)), whole(5)).expect("in range");
+    let _lease = one.acquire(Prefix::from(&chain(1, 3)));
+    drop(one);
+    until("noticed", || stat(&server.status().stats, "quarantined_reservations") == 5);
+    std::thread::sleep(Duration::from_millis(500)); // more than after a death
+    let status = server.status();
+    assert_eq!((stat(&status.stats, "frames_reserved"), stat(&status.stats, "pins")), (5, 3));
+    assert_eq!(status.engines.len(), 1);
+}
+
+#[test]
+fn frames_of_a_dead_engine_are_freed_and_nothing_of_it_is_visible() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let other = connect(dir.path());
+    let test = std::env::current_exe().expect("this test");
+    let mut child = Command::new(test)
+        .args(["--exact", "a_child_that_is_killed_while_it_saves", "--ignored", "--nocapture"])
+        .env("KV_SERVE_DIR", dir.path())
+        .spawn()
+        .expect("a child");
+    until("it saves", || stat(&pairs(&other), "frames_reserved") == 5 && found(&other, &chain(2, 7)) == 2);
+    child.kill().expect("it lives");
+    child.wait().expect("it ended");
+    until("freed", || stat(&pairs(&other), "frames_reserved") == 0);
+    let stats = server.status().stats;
+    assert_eq!((stat(&stats, "pins"), stat(&stats, "quarantined_reservations")), (0, 0));
+    assert_eq!(found(&other, &chain(2, 7)), 2);
+    assert_eq!(save(&other, &chain(3, 9)), 9);
+}
+
+#[test]
+#[ignore = "the other half of the test above"]
+fn a_child_that_is_killed_while_it_saves() {
+    let dir = std::env::var("KV_SERVE_DIR").expect("called by the test");
+    let engine = connect(dir.as_ref());
+    assert_eq!(save(&engine, &chain(2, 2)), 2);
+    let range = kvloft_core::store::SaveRange { start: 2, stop: 7, tail_blocks: 0 };
+    engine.reserve(Prefix::from(&chain(2, 7)), range).expect("in range");
+    let _lease = engine.acquire(Prefix::from(&chain(2, 2)));
+    std::thread::sleep(LONG);
+}
+
+#[test]
+fn another_namespace_is_refused_until_the_first_is_gone() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = serve(dir.path());
+    let first = connect(dir.path());
+    let others = [
+        RemoteConfig { namespace: [8; 32], ..remote_config(dir.path()) },
+        RemoteConfig { frame_bytes: 2 * FRAME, ..remote_config(dir.path()) },
+        RemoteConfig { blocks_per_chunk: 2, ..remote_config(dir.path()) },
+    ];
+    for config in &others {
+        let error = Remote::open(config.clone()).expect_err("another");
+        assert!(error.to_string().contains("start another server"), "{error}");
+    }
+    save(&first, &chain(1, 3));
+    first.close(Duration::ZERO);
+    until("room", || {
+        Remote::open(others[1].clone()).is_ok_and(|other| other.arena().is_some_and(|arena| arena.num_frames == 32))
+    });
+}
+
+#[test]
+fn a_shape_that_does_not_fit_is_refused_in_one_sentence() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = serve(dir.path());
+    let error =
+        Remote::open(RemoteConfig { frame_bytes: 1 << 30, ..remote_config(dir.path()) }).expect_err("too large");
+    assert!(error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("host_size"), "{error}");
+    assert_eq!(save(&connect(dir.path()), &chain(1, 3)), 3);
+}
+
+#[test]
+fn saves_take_frames_that_all_engines_can_copy_to() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let (one, other) = (connect(dir.path()), connect(dir.path()));
+    one.limit_frames(4);
+    other.limit_frames(50);
+    assert_eq!(one.reserve(Prefix::from(&chain(1, 6)), whole(6)).expect("in range").1, 2);
+    assert_eq!(other.reserve(Prefix::from(&chain(2, 6)), whole(6)).expect("in range").1, 6);
+    drop(one); // its reservations stay for a while, and its limit does not
+    until("noticed", || server.status().engines.len() == 1);
+    assert_eq!(other.reserve(Prefix::from(&chain(2, 6)), whole(6)).expect("in range").1, 0);
+}
+
+#[test]
+fn a_socket_has_one_server_and_a_stale_one_is_replaced() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let mode = socket(dir.path()).metadata().expect("it is there").permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    assert_eq!(Server::open(server_config(dir.path())).expect_err("taken").kind(), ErrorKind::Busy);
+    drop(server);
+    assert!(!socket(dir.path()).exists());
+    drop(std::os::unix::net::UnixListener::bind(socket(dir.path())).expect("nobody is there")); // leaves its file
+    assert!(socket(dir.path()).exists());
+    let _server = serve(dir.path());
+    assert!(connect(dir.path()).arena().is_some());
+}
+
+#[test]
+fn a_directory_where_others_may_write_is_refused() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let folder = dir.path().join("run");
+    std::fs::create_dir(&folder).expect("room");
+    std::fs::set_permissions(&folder, std::fs::Permissions::from_mode(0o777)).expect("ours");
+    assert_eq!(Server::open(server_config(dir.path())).expect_err("not private").kind(), ErrorKind::InvalidConfig);
+}
+
+/// Raw bytes to the server; what it says then, which ends with the connection.
+fn say(socket: &std::path::Path, bytes: &[u8]) -> Vec<u8> {
+    let mut stream = UnixStream::connect(socket).expect("a server");
+    let _refused_already = stream.write_all(bytes);
+    let _gone = stream.shutdown(std::net::Shutdown::Write);
+    let mut answer = Vec::new();
+    let _reset = std::io::Read::read_to_end(&mut stream, &mut answer);
+    answer
+}
+
+#[test]
+fn hostile_bytes_are_refused_and_nobody_else_notices() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let engine = connect(dir.path());
+    save(&engine, &chain(1, 3));
+    let message = |body: &[u8]| [&u32::try_from(body.len()).expect("short").to_le_bytes()[..], body].concat();
+    let mut hello = Vec::new();
+    let fields = Hello {
+        version: VERSION,
+        namespace: [7; 32],
+        frame_bytes: FRAME,
+        blocks_per_chunk: 1,
+        description: String::new(),
+    };
+    Request::Hello(fields.clone()).encode(1, &mut hello);
+    let mut other_version = Vec::new();
+    Request::Hello(Hello { version: 99, ..fields }).encode(1, &mut other_version);
+    let after_hello = |bytes: &[u8]| [&hello, bytes].concat();
+    let mut lying = Vec::new();
+    let keys = kvloft_wire::message::Keys::Bytes(&[]);
+    let prefix = kvloft_wire::message::SentPrefix { root: ChunkKey([1; 32]), num_same: 1 << 30, keys };
+    Request::Lookup(prefix).encode(2, &mut lying);
+    let mut huge = Vec::new();
+    let range = kvloft_core::store::SaveRange { start: u32::MAX, stop: u32::MAX, tail_blocks: 0 };
+    Request::Reserve(ChunkKey([1; 32]), u32::MAX - 1, keys, range).encode(2, &mut huge);
+    for (name, bytes) in [
+        ("text", b"GET / HTTP/1.1\r\n\r\n".to_vec()),
+        ("too long", u32::MAX.to_le_bytes().to_vec()),
+        ("no kind", message(&[1, 0, 0, 0, 200])),
+        ("empty", message(&[])),
+        ("before hello", message(&[1, 0, 0, 0, 12])),
+        ("another version", other_version),
+        ("hello twice", after_hello(&hello)),
+        ("a prefix that was not sent", after_hello(&lying)),
+        ("a range of nothing", after_hello(&huge)),
+        ("longer than any", after_hello(&u32::MAX.to_le_bytes())),
+    ] {
+        let before = stat(&server.status().stats, "server_refused");
+        let answer = say(&socket(dir.path()), &bytes);
+        assert!(answer.len() > LENGTH_BYTES, "{name}: it says why");
+        assert_eq!(stat(&server.status().stats, "server_refused"), before + 1, "{name}");
+    }
+    assert!(say(&socket(dir.path()), &after_hello(&1000_u32.to_le_bytes())).len() > LENGTH_BYTES, "cut off");
+    assert_eq!(found(&engine, &chain(1, 3)), 3);
+    until("gone", || server.status().engines.len() == 1);
+}
+
+#[test]
+fn more_connections_than_are_taken_are_refused_and_silent_ones_end() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let engine = connect(dir.path());
+    let silent: Vec<_> = (0..7).map(|_| UnixStream::connect(socket(dir.path())).expect("room")).collect();
+    let error = status(&socket(dir.path()), LONG).expect_err("full");
+    assert!(error.to_string().contains("as many connections"), "{error}");
+    until("they said nothing", || status(&socket(dir.path()), LONG).is_ok());
+    assert!(silent.iter().all(|stream| stream.as_raw_fd() >= 0));
+    assert_eq!(save(&engine, &chain(1, 3)), 3);
+    assert!(stat(&server.status().stats, "server_refused") > 0);
+}
+
+#[test]
+fn what_a_server_does_can_be_asked_before_and_after_the_first_engine() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = Server::open(ServerConfig { max_connections: 2, ..server_config(dir.path()) }).expect("a server");
+    let empty = status(&socket(dir.path()), LONG).expect("it answers");
+    assert_eq!((empty.namespace, empty.engines.len()), (None, 0));
+    let engine = connect(dir.path());
+    engine.reserve(Prefix::from(&chain(1, 3)), whole(3)).expect("in range");
+    let _lease = engine.acquire(Prefix::from(&chain(1, 3)));
+    let status = status(&socket(dir.path()), LONG).expect("it answers");
+    assert_eq!((status.namespace, status.frame_bytes, status.description.as_str()), (Some([7; 32]), FRAME, "a test"));
+    assert_eq!(stat(&status.stats, "frames_reserved"), 3);
+    assert_eq!((status.engines[0].pid, status.engines[0].num_reserved), (std::process::id(), 3));
+    assert_eq!(status.engines[0].num_leases, 1);
+    assert!(server.take_events().iter().any(|event| event.contains("is connected")));
+}

@@ -1,0 +1,93 @@
+"""`kvloft serve` and `kvloft status`: what a person and a script read, and how mistakes end."""
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvloft import _core
+from kvloft.cli.__main__ import main
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+        yield Path(folder)
+
+
+def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    socket, disk = folder / "run" / "kv.sock", folder / "disk"
+    argv = ["serve", "--socket", str(socket), "--host-size", "1MiB", "--disk-path", str(disk), "--disk-size", "1MiB"]
+    process = subprocess.Popen([sys.executable, "-m", "kvloft.cli", *argv], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        first = process.stdout.readline()
+        assert f"serves at unix:{socket}: host 1 MiB, disk {disk} up to 1 MiB" in first
+        assert main(["status", "--socket", str(socket)]) == 0
+        assert "No engine has connected yet" in capsys.readouterr().out
+        engine = _core.Session.connect(str(socket), frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+        chain = _core.KeyChain(bytes(32), block_tokens=1)
+        chain.append_tokens([1, 2, 3])
+        chunks, _ = engine.reserve(chain, 0, 3, 0, [4, 5, 6])
+        engine.settle(chunks.tickets())
+        assert main(["status", "--socket", str(socket), "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["namespace"], shown["stats"]["frames_visible"], len(shown["engines"])) == ("00" * 32, 3, 1)
+        assert main(["status", "--socket", f"unix:{socket}"]) == 0
+        out = capsys.readouterr().out
+        assert "12 KiB" in out
+        assert f"process {engine_pid()}" in out
+        process.send_signal(signal.SIGTERM)
+        rest, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        assert rest.splitlines()[-1].endswith("ended")
+    finally:
+        process.kill()
+        process.wait()
+    assert _core.disk_inspect(str(disk))[0]["chunks"] == 3
+    assert main(["status", "--socket", str(socket)]) == 1
+    assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")
+
+
+def engine_pid() -> int:
+    return int(Path("/proc/self").resolve().name)
+
+
+def test_a_second_server_on_a_socket_ends_with_a_sentence(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    socket = str(folder / "run" / "kv.sock")
+    _first = _core.Server(socket, host_bytes=1 << 20)
+    done = subprocess.run(
+        [sys.executable, "-m", "kvloft.cli", "serve", "--socket", socket], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith("kvloft: another kvloft server listens at")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["serve", "status"])
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "no socket is given"),
+        (["--socket", "unix:" + "x" * 200], "server = "),
+        (["--socket", ""], "server = "),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_status_2(
+    capsys: pytest.CaptureFixture[str], command: str, argv: list[str], said: str
+) -> None:
+    assert main([command, *argv]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith(f"kvloft: {said}")
+    assert captured.err.count("\n") == 1
+
+
+def test_a_wrong_size_is_told_with_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--socket", "/tmp/x.sock", "--host-size", "many"]) == 2
+    assert capsys.readouterr().err.startswith('kvloft: host_size = "many" (command line) is not allowed')

@@ -1,0 +1,79 @@
+"""The server and its client as Python sees them; what they do is tested in rust/wire."""
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloft import _core
+
+FRAME = 4096
+
+
+@pytest.fixture
+def socket() -> Iterator[str]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+        yield str(Path(folder) / "run" / "kvloft.sock")
+
+
+def connect(socket: str, **more: Any) -> _core.Session:
+    return _core.Session.connect(socket, **{"frame_bytes": FRAME, "namespace": bytes(32), "timeout_s": 60.0} | more)
+
+
+def chain_of(tokens: list[int]) -> _core.KeyChain:
+    chain = _core.KeyChain(bytes(32), block_tokens=1)
+    chain.append_tokens(tokens)
+    return chain
+
+
+def test_sessions_of_one_server_share_and_each_holds_its_own(socket: str) -> None:
+    server = _core.Server(socket, host_bytes=8 * FRAME)
+    assert server.status()["namespace"] is None
+    one, other = connect(socket), connect(socket, description="here")
+    assert one.arena_id == other.arena_id != 0
+    arena = _core.Arena.open(other.arena_path, frame_bytes=FRAME, num_frames=other.num_frames)
+    assert (arena.id, other.num_frames, other.frame_bytes) == (one.arena_id, 8, FRAME)
+    chunks, _ = one.reserve(chain_of([1, 2, 3]), 0, 3, 0, [4, 5, 6])
+    assert one.settle(chunks.tickets()) == (3, 0)
+    lease = other.acquire(chain_of([1, 2, 3]))
+    assert lease.poll() == (3, 0)
+    batch, by_tier = lease.batch([7, 8, 9], 0, 3)
+    assert (batch.block_ids(), by_tier) == ([7, 8, 9], {"host": 3})
+    status = _core.server_status(socket)
+    assert status == server.status() | {"engines": status["engines"], "stats": status["stats"]}
+    assert (status["namespace"], status["frame_bytes"], len(status["engines"])) == (bytes(32), FRAME, 2)
+    assert status["stats"]["pins"] == sum(engine["leases"] for engine in status["engines"]) * 3 == 3
+    assert any("is connected" in event for event in server.take_events())
+    server.close()
+    assert other.lookup(chain_of([1, 2, 3])) == (0, 0)
+    assert lease.poll() == (0, 0)
+
+
+def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
+    with pytest.raises(_core.StoreError, match="no kvloft server answers"):
+        _core.server_status(socket)
+    server = _core.Server(socket, host_bytes=8 * FRAME)
+    with pytest.raises(_core.BusyError, match="another kvloft server"):
+        _core.Server(socket, host_bytes=8 * FRAME)
+    with pytest.raises(_core.ConfigError, match="host_size"):
+        connect(socket, frame_bytes=1 << 40)
+    engine = connect(socket)
+    with pytest.raises(_core.ConfigError, match="start another server"):
+        connect(socket, namespace=b"1" * 32)
+    with pytest.raises(_core.ConfigError, match="no such chunks"):
+        engine.reserve(chain_of([1]), 0, 2, 0, [1, 2])
+    assert repr(engine) == "Session(num_frames=8, frame_bytes=4096)"
+    assert repr(server) == "Server(1 engines)"
+
+
+def test_a_session_without_a_server_has_no_arena_until_it_is_renewed(socket: str) -> None:
+    engine = connect(socket)
+    assert (engine.arena_path, engine.arena_id, engine.num_frames, engine.renew()) == ("", 0, 0, False)
+    server = _core.Server(socket, host_bytes=8 * FRAME)
+    while not engine.renew():
+        pass
+    assert engine.num_frames == 8
+    assert not engine.renew()
+    server.close()

@@ -1,0 +1,238 @@
+"""Real engines on one `kvloft serve`: they share, and the death of either side costs misses, never a token or an engine."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloft._core import StoreError, server_status
+
+from .client import BLOCK, PACE, Engine, EngineError, Req, full_blocks, random_ids
+from .conftest import Truth
+
+PROMPTS = [Req(random_ids(7000 + i, 150 + 7 * i), max_tokens=12) for i in range(6)]
+FULL = sum(full_blocks(p.num_prompt_tokens) for p in PROMPTS)
+
+
+class CacheServer:
+    """`kvloft serve` as users run it. ``kill`` is kill -9; ``start`` begins again with the same disk."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="kv-"))  # a socket's path is short
+        self.socket = self.folder / "run" / "kvloft.sock"
+        self.log = self.folder / "log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *, host_size: str = "64MiB") -> "CacheServer":
+        options = [
+            f"--socket={self.socket}",
+            f"--host-size={host_size}",
+            f"--disk-path={self.folder / 'disk'}",
+            "--disk-size=256MiB",
+        ]
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen([sys.executable, "-m", "kvloft.cli", "serve", *options], stdout=log, stderr=log)
+        until(self._answers, "the server does not answer")
+        return self
+
+    def _answers(self) -> bool:
+        try:
+            server_status(str(self.socket))
+        except StoreError:
+            return False
+        return True
+
+    def status(self) -> dict[str, Any]:
+        return server_status(str(self.socket))
+
+    def send(self, number: int) -> None:
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def end(self, number: int = signal.SIGKILL) -> int:
+        """Send the signal and wait; the exit status."""
+        if self._process is None:
+            return 0
+        self.send(number)
+        process, self._process = self._process, None
+        return process.wait(60 * PACE)
+
+    def assert_at_rest(self) -> None:
+        def is_at_rest() -> bool:
+            stats = self.status()["stats"]
+            return stats["frames_reserved"] == stats["pins"] == stats["quarantined_leases"] == 0
+
+        until(is_at_rest, "something is held")
+
+    def close(self) -> None:
+        self.end()
+        shutil.rmtree(self.folder)
+
+
+def until(is_so: Callable[[], bool], otherwise: str) -> None:
+    deadline = time.monotonic() + 60 * PACE
+    while not is_so():
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def server() -> Iterator[CacheServer]:
+    server = CacheServer().start()
+    yield server
+    server.close()
+
+
+def shared(server: CacheServer, **more: Any) -> dict[str, Any]:
+    """kv_transfer_config of an engine on ``server``. No deadline is met by a machine that others use."""
+    extra = {"server": f"unix:{server.socket}", "server_timeout": f"{10 * PACE}s"} | more
+    return {
+        "kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": extra,
+    }  # fmt: skip
+
+
+def ask_all(truth: Truth, engine: Engine) -> int:
+    """Ask every prompt; all say the truth. Returns external tokens."""
+    results = engine.ask(*[p.again() for p in PROMPTS])
+    assert [r.tokens for r in results] == [truth.tokens(p) for p in PROMPTS]
+    return sum(r.num_external for r in results)
+
+
+def until_full(truth: Truth, engine: Engine) -> None:
+    until(lambda: ask_all(truth, engine) == FULL, "hits do not come back")
+
+
+@pytest.mark.parametrize("chunk_tokens", [BLOCK, 4 * BLOCK])
+def test_what_one_engine_computed_the_other_loads(
+    truth: Truth, start: Callable[..., Engine], server: CacheServer, chunk_tokens: int
+) -> None:
+    one, other = (start(kv_transfer_config=shared(server, chunk_tokens=chunk_tokens), num_blocks=120) for _ in range(2))
+    assert ask_all(truth, one) == 0
+    assert ask_all(truth, other) == FULL
+    assert other.metrics()["vllm:kvloft_load_tokens_host_total"] == FULL
+    other.stop()
+    again = start(kv_transfer_config=shared(server, chunk_tokens=chunk_tokens), num_blocks=120)
+    assert ask_all(truth, again) == FULL, "a restarted engine finds the server's memory"
+    assert again.metrics()["vllm:kvloft_load_tokens_host_total"] == FULL
+    again.assert_at_rest()
+    server.assert_at_rest()
+    assert len(server.status()["engines"]) == 2
+
+
+def test_a_server_that_was_stopped_has_everything_on_disk(truth: Truth, start: Callable[..., Engine], server: CacheServer) -> None:
+    engine = start(kv_transfer_config=shared(server), num_blocks=120)
+    assert ask_all(truth, engine) == 0
+    assert server.end(signal.SIGTERM) == 0
+    assert ask_all(truth, engine) == 0
+    server.start(host_size="32MiB")
+    until_full(truth, engine)
+    assert engine.metrics()["vllm:kvloft_load_tokens_disk_total"] > 0
+    assert "is gone" in engine.log.read_text()
+    engine.assert_at_rest()
+
+
+def test_kill_9_of_an_engine_that_saves_leaves_the_other_and_no_reservation(
+    truth: Truth, start: Callable[..., Engine], server: CacheServer
+) -> None:
+    for steps in (1, 3):
+        doomed = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120, max_num_batched_tokens=64)
+        other = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120)
+        doomed.add(*[p.again() for p in PROMPTS])
+        doomed.step(steps)
+        running = threading.Thread(target=run_to_its_death, args=(doomed,))
+        running.start()
+        os.kill(doomed.pid, signal.SIGKILL)
+        assert ask_all(truth, other) <= FULL
+        running.join()
+        assert ask_all(truth, other) == FULL
+        server.assert_at_rest()
+        other.stop()
+
+
+def run_to_its_death(engine: Engine) -> None:
+    with pytest.raises(EngineError):
+        while True:
+            engine.step()
+
+
+def test_kill_9_of_the_server_costs_misses_until_it_is_back(
+    truth: Truth, start: Callable[..., Engine], server: CacheServer
+) -> None:
+    engine = start(kv_transfer_config=shared(server), num_blocks=120)
+    assert ask_all(truth, engine) == 0
+    engine.flush()
+    for _ in range(3):
+        server.end()
+        assert ask_all(truth, engine) == 0
+        server.start()
+        until_full(truth, engine)
+    engine.assert_at_rest()
+    server.assert_at_rest()
+
+
+def test_the_server_dies_at_any_moment_and_no_token_is_wrong(
+    truth: Truth, start: Callable[..., Engine], server: CacheServer
+) -> None:
+    engine = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120, max_num_batched_tokens=64)
+    for steps in range(6):
+        requests = [p.again() for p in PROMPTS]
+        engine.add(*requests)
+        engine.step(1 + 2 * steps)
+        server.end()
+        engine.step(1 + steps)
+        server.start()
+        results = engine.run()
+        assert [results[r.id].tokens for r in requests] == [truth.tokens(p) for p in PROMPTS]
+    until_full(truth, engine)
+    engine.assert_at_rest()
+    assert engine.metrics()["vllm:kvloft_hook_errors_total"] == 0
+
+
+def test_a_frozen_server_costs_one_deadline_and_goes_on_where_it_was(
+    truth: Truth, start: Callable[..., Engine], server: CacheServer
+) -> None:
+    engine = start(kv_transfer_config=shared(server, server_timeout="200ms"), num_blocks=120)
+    ask_all(truth, engine)
+    server.send(signal.SIGSTOP)
+    assert ask_all(truth, engine) == 0
+    assert engine.store()["server_late"] == 1, "no call waits for a server that is known to stand still"
+    server.send(signal.SIGCONT)
+    until_full(truth, engine)
+    assert engine.store()["server_lost"] == 0
+    engine.assert_at_rest()
+
+
+def test_an_engine_that_starts_before_its_server_is_served_once_it_is_there(
+    truth: Truth, start: Callable[..., Engine], server: CacheServer
+) -> None:
+    server.end()
+    engine = start(kv_transfer_config=shared(server), num_blocks=120)
+    assert "no kvloft server answers" in engine.log.read_text()
+    assert ask_all(truth, engine) == 0
+    server.start()
+    until_full(truth, engine)
+
+
+def test_another_model_is_refused_in_one_sentence(start: Callable[..., Engine], server: CacheServer) -> None:
+    engine = start(kv_transfer_config=shared(server))
+    with pytest.raises(EngineError, match="start another server for it"):
+        start(kv_transfer_config=shared(server, namespace="other"))
+    engine.stop()
+
+
+def test_reset_empties_the_shared_cache(truth: Truth, start: Callable[..., Engine], server: CacheServer) -> None:
+    one, other = (start(kv_transfer_config=shared(server), num_blocks=120) for _ in range(2))
+    ask_all(truth, one)
+    assert one.reset(connector=True)
+    assert ask_all(truth, other) == 0
+    assert ask_all(truth, one) == FULL
