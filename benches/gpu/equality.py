@@ -69,8 +69,6 @@ SETUPS["groups"] = _exact("kvloft, kv_groups=all", "NHD", connector="groups")
 def options(*, num_blocks: int, host_bytes: int, model: dict[str, Any]) -> dict[str, Any]:
     """What the engines have in common: a block pool so small that it preempts."""
     llm = {"max_model_len": 24576, **shared_gpu(num_blocks, model)}
-    if "layer_types" in model:  # how many blocks there are is vLLM's to say, and to be compared
-        llm["num_gpu_blocks_override"] = None
     return {"num_blocks": num_blocks, "host_bytes": host_bytes, "model": model, "llm": llm}
 
 

@@ -53,7 +53,8 @@ def sharpen(model: Any) -> int:
         if parameter.dim() < 2:
             parameter.data.fill_(1.0)
             continue
-        fan_in = 1.0 if "embed_tokens" in name else float(parameter.shape[-1])
+        scales_embeddings = config.model_type.startswith("gemma")  # by the root of their width
+        fan_in = 1.0 if "embed_tokens" in name and not scales_embeddings else float(parameter.shape[-1])
         parameter.data.normal_(0.0, fan_in**-0.5, generator=generator)
         if "qkv_proj" in name:
             q_and_k = parameter.shape[0] * (heads + kv_heads) // (heads + 2 * kv_heads)
