@@ -212,7 +212,9 @@ def parser() -> argparse.ArgumentParser:
     )
     connectors, phases = ("none", "native", "kvloft", "groups"), ("cold", "ttft", "wave", "decode", "attached", "startup")
     engine.add_argument(
-        "--connectors", type=some_of(*connectors), default=list(connectors[:3]),
+        "--connectors",
+        type=some_of(*connectors),
+        default=list(connectors[:3]),
         help=f"which of {','.join(connectors)}, the last being kvloft with kv_groups=all (default all but that)",
     )
     engine.add_argument(

@@ -168,7 +168,8 @@ def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int
     resaved = f"{audit.get('resaved_differing', 0)} of {audit.get('resaved', 0)}" if audit else "-"
     loaded_of = tuple(count for label, count in sorted(audit.items()) if label.removeprefix("loaded_").isdecimal())
     return Row(
-        name, run, equal, len(tokens), found["preemptions"], audit.get("loaded", 0), differing, resaved, "; ".join(problems), loaded_of
+        name, run, equal, len(tokens), found["preemptions"], audit.get("loaded", 0), differing, resaved, "; ".join(problems),
+        loaded_of,
     )  # fmt: skip
 
 

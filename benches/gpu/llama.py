@@ -24,6 +24,8 @@ MODEL = {
     "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "attention_bias": False,
     "mlp_bias": False,
 }  # fmt: skip
+
+
 def gemma3(num_layers: int) -> dict[str, Any]:
     """What Gemma 3 4B has instead: windows of 1,024 tokens in five of six layers, so several KV cache groups."""
     return {

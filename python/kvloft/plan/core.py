@@ -214,11 +214,11 @@ class SchedulerCore:
             is_due = map(ge, computed, self._before_save)  # one token each
         else:
             is_due = map(gt, map(add, computed, map(scheduled.__getitem__, running)), self._before_save)
+        drafts, trackers, before_save = view.num_draft_tokens, self._trackers, self._before_save
         for i in list(compress(count(), is_due)):
             req_id = running[i]
-            frontier = computed[i] + scheduled[req_id] - view.num_draft_tokens.get(req_id, 0)
-            self._save(self._trackers[req_id], frontier, saves)
-            self._before_save[i] = self._next_save[req_id] - 1
+            num_drafts = drafts.get(req_id, 0) if drafts else 0
+            before_save[i] = self._save(trackers[req_id], computed[i] + scheduled[req_id] - num_drafts, saves) - 1
 
     def _save_latecomers(self, scheduled: Mapping[ReqId, int], saves: list[SavePlan]) -> None:
         """Requests of the last step that this one left out: under async scheduling their last token became known only now.
@@ -231,19 +231,21 @@ class SchedulerCore:
                 tracker = self._trackers[req_id]
                 self._save(tracker, tracker.live.num_computed_tokens, saves)
 
-    def _save(self, tracker: Tracker, frontier: int, saves: list[SavePlan]) -> None:
+    def _save(self, tracker: Tracker, frontier: int, saves: list[SavePlan]) -> int:
+        """Plan what is complete at ``frontier``; returns at which one to do so again."""
         if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
-            self._next_save[tracker.req_id] = frontier + self._group.block_tokens
-            return
+            next_save = self._next_save[tracker.req_id] = frontier + self._group.block_tokens
+            return next_save
         if self._groups is not None and not self._take_tables(tracker):
-            self._next_save[tracker.req_id] = frontier + 1
-            return
+            next_save = self._next_save[tracker.req_id] = frontier + 1
+            return next_save
         next_save, chunks, num_dropped = plan_save(tracker, self._store, self._group, frontier, self._groups)
         self._next_save[tracker.req_id] = next_save
         if num_dropped:
             self.counters["save_dropped_chunks"] += num_dropped
         if chunks is not None:
             saves.append(SavePlan(tracker.req_id, chunks))
+        return next_save
 
     def _take_tables(self, tracker: Tracker) -> bool:
         """Have the request's tables as they are in this step; where they are not told, it keeps those of before and saves later."""

@@ -25,25 +25,31 @@ def plan_save(
     ``frontier``: tokens whose KV is in the request's blocks by then, drafts left out. Returns the frontier at which the next
     chunk (or, with longer chunks, the next block) will be complete and known, the chunks to save, and how many found no frame.
     """
-    limit = min(frontier, tracker.save_limit)
+    # Of hundreds of running requests some complete a block in every step, and the forward waits for this: so no calls of min().
+    save_limit = tracker.save_limit
+    limit = frontier if frontier < save_limit else save_limit  # noqa: FURB136
     known = tracker.extend_chain(limit)
     if tracker.save_blocked or tracker.kv_outdated:
         return NEVER, None, 0
-    block_tokens, blocks_per_chunk = group.block_tokens, group.blocks_per_chunk
-    num_blocks = min(min(limit, known) // block_tokens, len(tracker.blocks))
-    num_full, tail_blocks = divmod(num_blocks, blocks_per_chunk)
-    prompt_blocks = tracker.num_prompt_tokens // block_tokens
-    if num_blocks < prompt_blocks or num_blocks <= tracker.tail_blocks:
-        tail_blocks = 0  # tails are saved at the prompt's end, then block by block
+    block_tokens, blocks_per_chunk, blocks = group.block_tokens, group.blocks_per_chunk, tracker.blocks
+    lag = limit - known if known < limit else 0
+    num_blocks = (limit - lag) // block_tokens
+    if len(blocks) < num_blocks:
+        num_blocks = len(blocks)
     # Under async scheduling the tokens come to be known some steps after their KV: by then the frontier is that far ahead.
-    next_save = (num_blocks + 1) * block_tokens + max(0, limit - known) if frontier < tracker.save_limit else NEVER
+    next_save = (num_blocks + 1) * block_tokens + lag if frontier < save_limit else NEVER
+    num_full = num_blocks // blocks_per_chunk
+    tail_blocks = num_blocks - num_full * blocks_per_chunk
+    # Tails are saved at the prompt's end, then block by block.
+    if tail_blocks and (num_blocks <= tracker.tail_blocks or num_blocks < tracker.num_prompt_tokens // block_tokens):
+        tail_blocks = 0
     if num_full <= tracker.saved_chunks and not tail_blocks:
         return next_save, None, 0
     chunks: ChunkBatch | GroupBatches
     if groups is None:
-        chunks, num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks, tracker.blocks)
+        chunks, num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks, blocks)
     else:
-        chunks, num_dropped = groups.reserve(tracker.chain, tracker.saved_chunks, num_full, tracker.blocks)
+        chunks, num_dropped = groups.reserve(tracker.chain, tracker.saved_chunks, num_full, blocks)
     try:
         if num_dropped:
             # The host part may have shrunk under us; go on from what is really there when the next chunk completes.
@@ -52,7 +58,7 @@ def plan_save(
         else:
             tracker.saved_chunks = max(tracker.saved_chunks, num_full)
             if tail_blocks:
-                _remember_tail(tracker, store, chunks, num_blocks, prompt_blocks)
+                _remember_tail(tracker, store, chunks, num_blocks, tracker.num_prompt_tokens // block_tokens)
     except BaseException:  # nothing else knows its tickets yet (I5)
         store.abort(chunks.tickets())
         raise

@@ -85,16 +85,17 @@ class Tracker:
         A streaming session replaces its last sampled token when it takes new input, which a length alone does not
         show; its prompt length does. Then the keys are made afresh (they come out equal where the tokens are equal).
         """
-        token_ids = self.live.token_ids
+        live = self.live
+        token_ids = live.token_ids
         known, start = len(token_ids), self.chain.num_tokens
-        if known < start or self.live.num_prompt_tokens != self.num_prompt_tokens:
+        if known < start or live.num_prompt_tokens != self.num_prompt_tokens:
             self._restart_chain()
             start = 0
             self.drop_lease()
             self.forget_saves()
             # Accepted drafts behind the point where a session cut its output stay computed for vLLM, under the new input.
             self.kv_outdated |= self.had_drafts
-        end = min(known, limit)
+        end = known if known < limit else limit  # noqa: FURB136 - in every step of hundreds of requests
         if start >= end:
             return known
         for rows in self._view.embeds:

@@ -6,6 +6,3 @@ ReqId = NewType("ReqId", str)
 BlockId = NewType("BlockId", int)
 ChunkKey = NewType("ChunkKey", bytes)
 Ticket = NewType("Ticket", int)
-
-NULL_BLOCK = BlockId(0)
-"""vLLM's block 0 is never anybody's page."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import compress, groupby
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -132,7 +132,9 @@ def view_step(output: SchedulerOutput, blocks_of: Callable[[Any], Sequence[int]]
         for request in output.scheduled_new_reqs
     ]
     req_ids, computed = cached.req_ids, cached.num_computed_tokens
-    grown: list[Any] = [(req_id, blocks_of(ids)) for req_id, ids in zip(req_ids, cached.new_block_ids, strict=True) if ids]
+    # Most get no block in a step: those are passed over without a line of Python each.
+    grew = compress(zip(req_ids, cached.new_block_ids, strict=True), cached.new_block_ids)
+    grown: list[Any] = [(req_id, blocks_of(ids)) for req_id, ids in grew]
     if resumed := cached.resumed_req_ids:
         tables = dict(grown)
         kept = [i for i, req_id in enumerate(req_ids) if req_id not in resumed]

@@ -54,7 +54,7 @@ pub struct Adaptive {
     /// Inserts, and touches that count.
     events: u64,
     touches_apart: u64,
-    ghosts: Ghosts,
+    pub(super) ghosts: Ghosts,
     /// A reused chunk ages so many times more slowly.
     credit: f64,
     /// How much a return changes the logarithm of the credit, where all evicted chunks are of its kind.
@@ -92,11 +92,6 @@ impl Adaptive {
     #[cfg(test)]
     pub(super) fn credit(&self) -> f64 {
         self.credit
-    }
-
-    #[cfg(test)]
-    pub(super) fn without_ghosts(self) -> Self {
-        Self { ghosts: Ghosts::default(), ..self }
     }
 
     /// Events since a use.

@@ -92,8 +92,6 @@ pub(crate) struct DiskBooks {
     /// Slots that could not be freed; they are trash again at `stuck_until`.
     pub(super) stuck: Vec<SlotId>,
     pub(super) stuck_until: Duration,
-    /// Reserved slots without a chunk, left by writes that failed.
-    pub(super) spare: Vec<SlotId>,
     pub(super) clearing: Clearing,
     /// Threads that do jobs, one at a time each; 0 where that is not known.
     pub(super) num_threads: usize,

@@ -23,10 +23,20 @@ const AGAIN_AFTER: Duration = Duration::from_secs(60);
 /// One piece of I/O. Frames are lent to it.
 #[derive(Debug)]
 pub(super) enum Job {
-    Read { id: ChunkId, slot: SlotId, key: ChunkKey, frame: Frame },
-    Write { id: ChunkId, meta: DiskMeta, frame: Frame, spare: Option<SlotId> },
+    Read {
+        id: ChunkId,
+        slot: SlotId,
+        key: ChunkKey,
+        frame: Frame,
+    },
+    Write {
+        id: ChunkId,
+        meta: DiskMeta,
+        frame: Frame,
+    },
     Free(Vec<SlotId>),
-    Clear,
+    /// These slots, then all others.
+    Clear(Vec<SlotId>),
 }
 
 /// What came of a job.
@@ -46,8 +56,8 @@ pub(super) enum End {
     },
     /// Slots that could not be freed.
     Free(Vec<SlotId>),
-    /// Whether the disk is empty.
-    Clear(bool),
+    /// The same, and whether the disk is empty.
+    Clear(Vec<SlotId>, bool),
 }
 
 /// What came of a write.
@@ -57,7 +67,7 @@ pub(super) enum Written {
     In(SlotId),
     /// No slot could be had: all are in use by chunks that may not go now.
     NoRoom,
-    /// The system refused; a slot that was taken for it is used for another chunk.
+    /// The system refused; a slot that was taken for it could not be freed either, and the chunk's record may be in it.
     Failed(Option<SlotId>),
 }
 
@@ -79,9 +89,9 @@ impl State {
             // Slots of chunks that are still to be forgotten must not become trash behind it.
             (None, Clearing::Wanted) if may_write && self.disk.under_way.is_empty() && !self.is_forgetting() => {
                 self.disk.clearing = Clearing::Running;
-                self.disk.trash.clear();
-                self.disk.stuck.clear();
-                (Direction::Write, Job::Clear)
+                let mut slots = std::mem::take(&mut self.disk.trash);
+                slots.append(&mut self.disk.stuck);
+                (Direction::Write, Job::Clear(slots))
             }
             _ => return None,
         };
@@ -107,7 +117,7 @@ impl State {
                 self.end_write(id, frame, outcome)
             }
             End::Free(not_freed) => Some(self.end_free(not_freed)),
-            End::Clear(is_cleared) => Some(self.end_clear(is_cleared)),
+            End::Clear(not_freed, is_cleared) => Some(self.end_clear(not_freed, is_cleared)),
         };
         if hangs && is_well == Some(true) {
             // What hung answers: so does the other direction, as far as this one knew.
@@ -182,7 +192,7 @@ impl State {
                 self.begin_disk(id);
                 self.disk.writing += 1;
                 let meta = DiskMeta { key, parent, num_blocks, depth };
-                return Some(Job::Write { id, meta, frame, spare: self.disk.spare.pop() });
+                return Some(Job::Write { id, meta, frame });
             }
             self.unwant(id);
         }
@@ -265,7 +275,7 @@ impl State {
             }
             Written::Failed(slot) => {
                 self.stats.disk_write_errors += 1;
-                self.disk.spare.extend(slot);
+                self.hold_back(slot);
                 Some(false)
             }
         }
@@ -275,16 +285,22 @@ impl State {
     fn end_free(&mut self, not_freed: Vec<SlotId>) -> bool {
         let is_well = not_freed.is_empty();
         self.disk.freeing -= 1;
-        if !is_well {
-            self.stats.disk_write_errors += 1;
-            self.disk.stuck.extend(not_freed);
-            self.disk.stuck_until = self.now + AGAIN_AFTER;
-        }
+        self.stats.disk_write_errors += u64::from(!is_well);
+        self.hold_back(not_freed);
         is_well
     }
 
+    /// Slots that could not be freed: what is in them comes back with a restart, so it is tried again.
+    fn hold_back(&mut self, slots: impl IntoIterator<Item = SlotId>) {
+        if self.disk.stuck.is_empty() {
+            self.disk.stuck_until = self.now + AGAIN_AFTER;
+        }
+        self.disk.stuck.extend(slots);
+    }
+
     /// The disk is empty, or that is still wanted.
-    fn end_clear(&mut self, is_cleared: bool) -> bool {
+    fn end_clear(&mut self, not_freed: Vec<SlotId>, is_cleared: bool) -> bool {
+        self.hold_back(not_freed);
         self.disk.clearing = if is_cleared { Clearing::No } else { Clearing::Wanted };
         if !is_cleared {
             self.stats.disk_write_errors += 1;

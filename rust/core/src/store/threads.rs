@@ -91,17 +91,16 @@ fn do_next(inner: &Inner, disk: &dyn LocalTier) -> bool {
             let (outcome, num_refused) = read(disk, slot, &key, frame.bytes_mut());
             End::Read { id, frame, outcome, num_refused }
         }
-        Job::Write { id, meta, frame, spare } => {
-            let outcome = write(inner, disk, &meta, frame.bytes(), spare);
+        Job::Write { id, meta, frame } => {
+            let outcome = write(inner, disk, &meta, frame.bytes());
             End::Write { id, frame, outcome }
         }
-        Job::Free(mut slots) => {
-            while slots.last().is_some_and(|&slot| guarded(|| disk.free(slot)).is_ok()) {
-                slots.pop();
-            }
-            End::Free(slots)
+        Job::Free(slots) => End::Free(free(disk, slots)),
+        Job::Clear(slots) => {
+            let not_freed = free(disk, slots);
+            let is_cleared = not_freed.is_empty() && guarded(|| disk.clear()).is_ok();
+            End::Clear(not_freed, is_cleared)
         }
-        Job::Clear => End::Clear(guarded(|| disk.clear()).is_ok()),
     };
     let entered = inner.with_books(|state| state.end_job(ticket, end));
     inner.idle.notify_all();
@@ -152,8 +151,16 @@ fn read(disk: &dyn LocalTier, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> 
     }
 }
 
-fn write(inner: &Inner, disk: &dyn LocalTier, meta: &DiskMeta, bytes: &[u8], spare: Option<SlotId>) -> Written {
-    let slot = match spare.map_or_else(|| find_slot(inner, disk), |spare| Ok(Some(spare))) {
+/// Frees slots, the last first, up to one that cannot be; returns the rest.
+fn free(disk: &dyn LocalTier, mut slots: Vec<SlotId>) -> Vec<SlotId> {
+    while slots.last().is_some_and(|&slot| guarded(|| disk.free(slot)).is_ok()) {
+        slots.pop();
+    }
+    slots
+}
+
+fn write(inner: &Inner, disk: &dyn LocalTier, meta: &DiskMeta, bytes: &[u8]) -> Written {
+    let slot = match find_slot(inner, disk) {
         Ok(Some(slot)) => slot,
         Ok(None) => return Written::NoRoom,
         Err(_) => return Written::Failed(None),
@@ -161,7 +168,6 @@ fn write(inner: &Inner, disk: &dyn LocalTier, meta: &DiskMeta, bytes: &[u8], spa
     if guarded(|| disk.write(slot, meta, bytes)).is_ok() {
         return Written::In(slot);
     }
-    // Where that fails too, the next write has it.
     let freed = guarded(|| disk.free(slot)).is_ok();
     Written::Failed((!freed).then_some(slot))
 }

@@ -265,6 +265,8 @@ fn watch_pulse(pulse: &AtomicU64, over: &AtomicBool, seed: u64) {
 fn what_was_acknowledged_is_served_right_or_not_at_all() {
     static PANICS: AtomicU64 = AtomicU64::new(0);
     let (seconds, seed) = (env("KV_FIRE_SECONDS", 20), env("KV_FIRE_SEED", 14));
+    // Past the harness, as the report at the end: a run that fails does not come that far.
+    writeln!(std::io::stderr(), "fire: {seconds} s, seed {seed}").unwrap();
     // The store survives a panic of the tier, so that it has to be counted here.
     let print = std::panic::take_hook();
     std::panic::set_hook(Box::new(move |info| {
@@ -287,7 +289,6 @@ fn what_was_acknowledged_is_served_right_or_not_at_all() {
     fire.bury(End::UnderFire, &mut dice);
     fire.disk.end();
     over.store(true, Ordering::SeqCst);
-    // Past the harness, which shows nothing of a test that passes.
     writeln!(std::io::stderr(), "{}", fire.report(lives, start.elapsed().as_secs_f64())).unwrap();
     let reads = fire.reads.faulted.load(Ordering::SeqCst);
     assert!(reads > 0 && fire.bytes_compared > 0, "there was no fire");

@@ -67,7 +67,7 @@ fn check_disk(state: &State) -> Result<(), String> {
     }
     let mut slots = HashSet::new();
     let here = state.index.iter().filter_map(|(_, entry)| entry.disk.place());
-    for slot in here.chain(disk.trash.iter().chain(&disk.stuck).chain(&disk.spare).copied()) {
+    for slot in here.chain(disk.trash.iter().chain(&disk.stuck).copied()) {
         ensure!(slots.insert(slot), "{slot:?} is held twice");
     }
     Ok(())

@@ -117,7 +117,7 @@ fn too_many_discards_before_the_disk_is_opened_clear_it() {
     assert!(state.attach((0..4).map(found).collect()));
     while state.recover_some() {}
     assert_eq!((0..4).find_map(|number| state.index.get(&found(number).meta.key)), None);
-    assert!(matches!(state.next_job(), Some((_, Job::Clear))), "nor does another life find them");
+    assert!(matches!(state.next_job(), Some((_, Job::Clear(_)))), "nor does another life find them");
 }
 
 #[test]

@@ -33,7 +33,7 @@ enum Under {
     Read { id: ChunkId, slot: SlotId, key: ChunkKey, frame: Frame, outcome: Option<Result<(), Error>> },
     Write { id: ChunkId, meta: DiskMeta, frame: Frame, tries: u32, place: Place },
     Free { slots: Vec<SlotId>, failed: bool },
-    Clear { is_cleared: Option<bool> },
+    Clear { slots: Vec<SlotId>, is_cleared: Option<bool> },
 }
 
 #[derive(Debug)]
@@ -164,14 +164,14 @@ impl Run {
         let Some((ticket, job)) = self.state.next_job() else { return };
         let under = match job {
             Job::Read { id, slot, key, frame } => Under::Read { id, slot, key, frame, outcome: None },
-            Job::Write { id, meta, frame, spare } => {
+            Job::Write { id, meta, frame } => {
                 assert_eq!(frame.bytes()[..32], meta.key.0, "a frame is written as another chunk");
-                Under::Write { id, meta, frame, tries: 0, place: spare.map_or(Place::None, Place::Reserved) }
+                Under::Write { id, meta, frame, tries: 0, place: Place::None }
             }
             Job::Free(slots) => Under::Free { slots, failed: false },
-            Job::Clear => {
+            Job::Clear(slots) => {
                 assert!(self.under_way.is_empty(), "the disk is cleared under other jobs");
-                Under::Clear { is_cleared: None }
+                Under::Clear { slots, is_cleared: None }
             }
         };
         self.under_way.push((ticket, under));
@@ -204,15 +204,20 @@ impl Run {
                 }
                 _ => Err(End::Free(slots)),
             },
-            Under::Clear { is_cleared: None } => {
+            Under::Clear { mut slots, is_cleared: None } => {
                 if io == Io::Works {
-                    self.slots.retain(|_, meta| meta.is_none());
+                    for slot in slots.drain(..) {
+                        self.free(slot, io);
+                    }
+                    self.slots.clear();
+                } else if let Some(slot) = slots.pop() {
+                    self.free(slot, Io::Works);
                 } else if let Some(&some) = self.slots.iter().find(|(_, meta)| meta.is_some()).map(|(slot, _)| slot) {
                     self.slots.remove(&some);
                 }
-                Ok(Under::Clear { is_cleared: Some(io == Io::Works) })
+                Ok(Under::Clear { slots, is_cleared: Some(io == Io::Works) })
             }
-            Under::Clear { is_cleared: Some(is_cleared) } => Err(End::Clear(is_cleared)),
+            Under::Clear { slots, is_cleared: Some(is_cleared) } => Err(End::Clear(slots, is_cleared)),
         };
         match next {
             Ok(under) => self.under_way.push((ticket, under)),
@@ -243,6 +248,9 @@ impl Run {
             }
             Place::Reserved(slot) => {
                 let freed = io == Io::Corrupts && self.free(slot, Io::Works);
+                if !freed {
+                    self.slots.insert(slot.0, Some(meta)); // what is refused may have been done all the same
+                }
                 Place::Over(Written::Failed((!freed).then_some(slot)))
             }
             Place::Over(_) => unreachable!("its outcome is entered"),
@@ -327,8 +335,7 @@ impl Run {
         let there: BTreeMap<_, _> =
             self.slots.iter().filter_map(|(slot, meta)| Some((*slot, meta.as_ref()?.key))).collect();
         assert_eq!(there, wanted);
-        let num_spare = self.state.disk.spare.len();
-        assert_eq!(self.slots.len(), there.len() + num_spare, "a slot is reserved and unknown");
+        assert_eq!(self.slots.len(), there.len(), "a slot is reserved and unknown");
     }
 
     /// Lets the threads work, and time go by, until there is nothing to do.
@@ -384,8 +391,7 @@ impl Run {
         let gauges = self.state.stats();
         assert_eq!((gauges.pins, gauges.read_leases, gauges.write_leases, gauges.entries), (0, 0, 0, 0));
         assert_eq!((gauges.frames_free, gauges.disk_used), (gauges.frames_total, 0));
-        assert!(self.slots.values().all(Option::is_none));
-        assert_eq!(self.slots.len(), self.state.disk.spare.len());
+        assert!(self.slots.is_empty());
     }
 }
 

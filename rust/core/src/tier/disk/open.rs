@@ -3,6 +3,7 @@
 //! Whatever is wrong with what a namespace's files hold costs chunks and a count, never the open; what is wrong with the directory
 //! itself, or is not a file where one must be, is the setting's fault and says so.
 
+use std::collections::HashSet;
 use std::fs;
 use std::io;
 use std::path::Path;
@@ -149,21 +150,26 @@ fn collect(files: &SlotFiles, keep: u32, stats: &mut DiskStats) -> io::Result<(V
 }
 
 /// Orders the entries, empties the records of the others, and makes the slots' states.
+///
+/// What is given up but cannot be emptied would be found again by a later open, when it may have been forgotten: it comes behind
+/// the entries, for the caller to free.
 fn settle(
     files: &SlotFiles,
     keep: u32,
     found: &[DiskEntry],
-    mut given_up: Vec<SlotId>,
+    mut unsound: Vec<SlotId>,
     books: &mut Books,
 ) -> Vec<DiskEntry> {
-    let Recovered { entries, duplicates, orphans } = recover::recover(found);
+    let Recovered { mut entries, duplicates, orphans } = recover::recover(found);
     books.stats.recovered = entries.len() as u64;
     books.stats.dropped_duplicates = duplicates.len() as u64;
     books.stats.dropped_orphans = orphans.len() as u64;
     books.next_sequence = entries.iter().map(|e| e.sequence).max().map_or(0, |last| last.saturating_add(1));
-    given_up.extend(duplicates.into_iter().chain(orphans));
-    given_up.retain(|&slot| files.clear_record(slot).is_err());
-    books.slots = Slots::found(keep, &entries, &given_up);
+    let is_kept = |slot: &SlotId| files.clear_record(*slot).is_err();
+    unsound.retain(is_kept);
+    let given_up: HashSet<_> = duplicates.into_iter().chain(orphans).filter(is_kept).collect();
+    entries.extend(found.iter().filter(|entry| given_up.contains(&entry.slot)));
+    books.slots = Slots::found(keep, &entries, &unsound);
     if let Some(line) = losses(&books.stats) {
         books.event(line);
     }

@@ -1,0 +1,128 @@
+//! What a caller was told is forgotten stays so after a restart, however the disk failed meanwhile.
+//!
+//! The real store over the real tier over files that refuse, and do some of it all the same.
+#![expect(clippy::unwrap_used, reason = "tests")]
+mod store_common;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvloft_core::KeyChain;
+use kvloft_core::evict::Eviction;
+use kvloft_core::store::{DiskSettings, Store, StoreConfig};
+use kvloft_core::tier::disk::faults::{Call, EIO, Fault, FaultFiles, Rule};
+use kvloft_core::tier::disk::{DiskConfig, DiskTier};
+use store_common::{FRAME, arena_of, chain, config, range, save, stat};
+
+const LONG: Duration = Duration::from_secs(20);
+/// The store's time runs so much faster: what could not be freed is tried again soon.
+const HASTE: u32 = 500;
+const WRITES: &[Call] = &[Call::Write];
+
+struct Place {
+    dir: PathBuf,
+    files: FaultFiles,
+    _kept: tempfile::TempDir,
+}
+
+impl Place {
+    fn new() -> Self {
+        let kept = tempfile::tempdir().unwrap();
+        Self { dir: kept.path().join("disk"), files: FaultFiles::new(1), _kept: kept }
+    }
+
+    fn open(&self) -> Store {
+        let cap_bytes = 1 << 20;
+        let settings = DiskSettings { dir: self.dir.clone(), cap_bytes, num_threads: 1, description: String::new() };
+        let (dir, files) = (self.dir.clone(), self.files.clone());
+        let opener = move || {
+            let config = DiskConfig {
+                dir: dir.clone(),
+                cap_bytes,
+                frame_bytes: FRAME as u64,
+                namespace: [7; 32],
+                description: String::new(),
+            };
+            let (tier, found) = DiskTier::open_with_files(&config, &files)?;
+            Ok((Arc::new(tier) as Arc<_>, found))
+        };
+        let start = Instant::now();
+        let config = StoreConfig { disk: Some(settings), ..config(8, 1, Eviction::Lru) };
+        Store::with_tier(&config, Some(Box::new(opener)), Box::new(move || start.elapsed() * HASTE)).unwrap()
+    }
+
+    /// Chunks of `prompt` that another life finds.
+    fn found_later(&self, prompt: &KeyChain) -> u32 {
+        let store = self.open();
+        until("what was found is entered", || store.flush(LONG));
+        store.lookup(prompt).stored_blocks
+    }
+}
+
+fn until(what: &str, holds: impl Fn() -> bool) {
+    let deadline = Instant::now() + LONG;
+    while !holds() {
+        assert!(Instant::now() < deadline, "never: {what}");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn save_all(store: &Store, prompt: &KeyChain) {
+    assert_eq!(save(store, &arena_of(store), prompt, range(0, prompt.num_blocks(), 0)), prompt.num_blocks());
+}
+
+/// A store whose first write is refused although its record gets to disk, where it cannot be cleared either.
+fn with_a_refused_write_that_was_done(place: &Place) -> (Store, KeyChain) {
+    let (store, prompt) = (place.open(), chain(&[1]));
+    let to_index = |fault| Rule::new(fault).on(WRITES).in_file("index.dat");
+    place.files.inject(to_index(Fault::Torn(FRAME, Some(EIO))).after(1).times(1));
+    place.files.inject(to_index(Fault::Refuse(EIO)).after(1));
+    save_all(&store, &prompt);
+    until("the write was refused", || stat(&store, "disk_write_errors") == 1);
+    place.files.heal();
+    (store, prompt)
+}
+
+#[test]
+fn a_refused_write_that_was_done_is_found_by_no_later_life_once_its_chunk_is_discarded() {
+    let place = Place::new();
+    let (store, prompt) = with_a_refused_write_that_was_done(&place);
+    assert_eq!(store.discard(&prompt.keys()[..1]), 1);
+    until("a healed disk settles", || store.flush(LONG));
+    drop(store);
+    assert_eq!(place.found_later(&prompt), 0);
+}
+
+#[test]
+fn a_refused_write_that_was_done_is_found_by_no_later_life_once_all_is_cleared() {
+    let place = Place::new();
+    let (store, prompt) = with_a_refused_write_that_was_done(&place);
+    store.clear();
+    until("a healed disk settles", || store.flush(LONG));
+    drop(store);
+    assert_eq!(place.found_later(&prompt), 0);
+}
+
+/// Opening finds a chunk twice and cannot empty the older record; then the chunk is discarded.
+#[test]
+fn an_older_copy_that_opening_could_not_empty_does_not_outlive_a_discard() {
+    let place = Place::new();
+    let (store, prompt) = (place.open(), chain(&[1]));
+    save_all(&store, &prompt);
+    assert!(store.flush(LONG));
+    place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index.dat").times(1));
+    assert_eq!(store.discard(&prompt.keys()[..1]), 1);
+    until("the slot could not be freed", || stat(&store, "disk_write_errors") == 1);
+    save_all(&store, &prompt);
+    until("it is written to another slot", || stat(&store, "disk_writes") == 2);
+    drop(store); // before the first is tried again
+    place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index.dat"));
+    let store = place.open();
+    until("it is found", || store.lookup(&prompt).stored_blocks == 1);
+    place.files.heal();
+    store.discard(&prompt.keys()[..1]);
+    until("a healed disk settles", || store.flush(LONG));
+    drop(store);
+    assert_eq!(place.found_later(&prompt), 0);
+}
