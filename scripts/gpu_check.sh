@@ -4,6 +4,7 @@
 #   startup engine prefill kv1                      first seconds, first tokens, decode steps; beside OffloadingConnector
 #   chats                                           a closed loop of chats; beside PegaFlow and LMCache too, where they are installed
 #   crowd equality                                  preemptions beside plain vLLM's; tokens and pages equal
+#   groups                                          Gemma 3 with kv_groups=all: the same, and first tokens of known prompts
 #
 # Any vLLM from 0.26 on: an unpacked one goes before the rest, PYTHONPATH=DIR/site (peers: PYTHONPATH=DIR/site2:DIR/site). One command may
 # be short of time: ENGINE_ARGS, CHATS_ARGS and EQUALITY_ARGS go to those benches (--timeout 500); what was measured by then is kept.
@@ -16,7 +17,7 @@ OUT=${OUT:-build/gpu}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 NEED_GPU=1
-ALL="tests copy startup engine chats crowd prefill sanitize profile kv1 equality"
+ALL="tests copy startup engine chats crowd prefill sanitize profile kv1 equality groups"
 stages=${*:-$ALL}
 failed=()
 for name in $stages; do
@@ -82,6 +83,15 @@ fi
 has kv1 && stage engine_kv1 "$PYTHON" -m benches.gpu.engine --connectors native,kvloft --phases ttft --kv-heads 1 --host-gib 12 \
   --json "$OUT/engine_kv1.json" --logs "$OUT/kv1"
 has equality && TAIL=90 stage equality "$PYTHON" -m benches.gpu.equality --json "$OUT/equality.json" --logs "$OUT" ${EQUALITY_ARGS:-}
+
+if has groups; then # 13 layers: six groups of windows, one of them smaller, and one of full attention
+  for phase in prompts crowd; do
+    TAIL=30 stage "equality_groups_$phase" "$PYTHON" -m benches.gpu.equality --model gemma3 --layers 13 --blocks 800 --timeout 115 \
+      --setups reference,plain-pc,groups --phases $phase --json "$OUT/equality_groups_$phase.json" --logs "$OUT/groups_$phase"
+  done
+  stage engine_groups "$PYTHON" -m benches.gpu.engine --model gemma3 --connectors none,groups --phases ttft --timeout 115 \
+    --json "$OUT/engine_groups.json" --logs "$OUT/groups_ttft"
+fi
 
 if ls "$OUT"/*.json >/dev/null 2>&1; then
   "$PYTHON" scripts/gpu_report.py "$OUT" >"$OUT/README.md" || failed+=("report")

@@ -47,6 +47,8 @@ def main(folder: Path) -> int:
             parts += _attached(files[name])
     if "engine_kv1" in files:
         parts += _one_kv_head(files["engine_kv1"])
+    if "engine_groups" in files:
+        parts += _groups(files["engine_groups"])
     for name in sorted(files):
         if name.startswith("equality"):
             parts += _equality(files[name])
@@ -286,6 +288,15 @@ def _one_kv_head(results: dict[str, Any]) -> Iterator[str]:
         f"The same shape with one KV head (8 KiB pages), TTFT of 32,768 tokens warm from host memory: native "
         f"{median['native']:.1f} ms, kvloft {median['kvloft']:.1f}: {ratio:.3f} (target 0.85; {_verdict(ratio <= 0.85)})."
     )
+
+
+def _groups(found: dict[str, Any]) -> Iterator[str]:
+    yield from ("", "## Gemma 3 with kv_groups=all: first token of a known prompt", "")
+    yield from ("| engine | tokens | computed, ms | from vLLM's prefix cache, ms | from host memory, ms |", "|---|---|---|---|---|")
+    for name, result in found.items():
+        row = result.get("ttft", {})
+        times = (f"{row[key]:.1f}" if key in row else "-" for key in ("cold_ms", "hbm_ms", "warm_ms"))
+        yield f"| {name} | {row.get('context', '-')} | {' | '.join(times)} |"
 
 
 def _equality(found: dict[str, Any]) -> Iterator[str]:

@@ -99,7 +99,9 @@ def fit_together(num_engines: int, num_blocks: int, model: Mapping[str, Any], to
 
 def shared_gpu(num_blocks: int, model: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's settings for engines that start on a GPU together: none measures what the others leave free."""
-    return {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": num_blocks * _block_bytes(model)}
+    settings: dict[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": num_blocks * _block_bytes(model)}
+    # With several KV cache groups a block has fewer layers: how many there are is vLLM's to say.
+    return settings | ({"num_gpu_blocks_override": None} if "layer_types" in model else {})
 
 
 def _block_bytes(model: Mapping[str, Any]) -> int:
@@ -210,7 +212,9 @@ def parser() -> argparse.ArgumentParser:
     )
     connectors, phases = ("none", "native", "kvloft", "groups"), ("cold", "ttft", "wave", "decode", "attached", "startup")
     engine.add_argument(
-        "--connectors", type=some_of(*connectors), default=list(connectors[:3]),
+        "--connectors",
+        type=some_of(*connectors),
+        default=list(connectors[:3]),
         help=f"which of {','.join(connectors)}, the last being kvloft with kv_groups=all (default all but that)",
     )
     engine.add_argument(

@@ -69,8 +69,6 @@ SETUPS["groups"] = _exact("kvloft, kv_groups=all", "NHD", connector="groups")
 def options(*, num_blocks: int, host_bytes: int, model: dict[str, Any]) -> dict[str, Any]:
     """What the engines have in common: a block pool so small that it preempts."""
     llm = {"max_model_len": 24576, **shared_gpu(num_blocks, model)}
-    if "layer_types" in model:  # how many blocks there are is vLLM's to say, and to be compared
-        llm["num_gpu_blocks_override"] = None
     return {"num_blocks": num_blocks, "host_bytes": host_bytes, "model": model, "llm": llm}
 
 
@@ -170,7 +168,8 @@ def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int
     resaved = f"{audit.get('resaved_differing', 0)} of {audit.get('resaved', 0)}" if audit else "-"
     loaded_of = tuple(count for label, count in sorted(audit.items()) if label.removeprefix("loaded_").isdecimal())
     return Row(
-        name, run, equal, len(tokens), found["preemptions"], audit.get("loaded", 0), differing, resaved, "; ".join(problems), loaded_of
+        name, run, equal, len(tokens), found["preemptions"], audit.get("loaded", 0), differing, resaved, "; ".join(problems),
+        loaded_of,
     )  # fmt: skip
 
 

@@ -24,6 +24,8 @@ MODEL = {
     "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "attention_bias": False,
     "mlp_bias": False,
 }  # fmt: skip
+
+
 def gemma3(num_layers: int) -> dict[str, Any]:
     """What Gemma 3 4B has instead: windows of 1,024 tokens in five of six layers, so several KV cache groups."""
     return {
@@ -53,7 +55,8 @@ def sharpen(model: Any) -> int:
         if parameter.dim() < 2:
             parameter.data.fill_(1.0)
             continue
-        fan_in = 1.0 if "embed_tokens" in name else float(parameter.shape[-1])
+        scales_embeddings = config.model_type.startswith("gemma")  # by the root of their width
+        fan_in = 1.0 if "embed_tokens" in name and not scales_embeddings else float(parameter.shape[-1])
         parameter.data.normal_(0.0, fan_in**-0.5, generator=generator)
         if "qkv_proj" in name:
             q_and_k = parameter.shape[0] * (heads + kv_heads) // (heads + 2 * kv_heads)

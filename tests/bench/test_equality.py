@@ -12,7 +12,7 @@ from batches import batch_of
 
 from benches.gpu.audit import PageAudit, poison
 from benches.gpu.equality import REFERENCE, problems, summary
-from kvloft.seam.batch import ChunkCopy
+from kvloft.seam.batch import ChunkCopy, GroupBatches
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId
 from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
 from kvloft.transfer.mover import Finished
@@ -113,3 +113,34 @@ def test_the_audit_sees_spoiled_skipped_and_unknown_pages() -> None:
     audit.skip_loads = mover.spoil = False
     audit.forget()
     assert load(4)["unknown"] == 3
+
+
+def test_groups_that_were_not_loaded_and_unequal_numbers_of_blocks_are_problems() -> None:
+    found = good()
+    found[REFERENCE]["phases"]["crowd"] = {"cold": {**run([[1, 2], [3, 4]]), "audit": {}}}
+    row = found["hnd"]["phases"]["prompts"]["warm"]
+    row["audit"] |= {"loaded_0": 2, "loaded_1": 1}
+    found["groups"] = found.pop("hnd") | {"kv_groups": 2, "kv_blocks": 10}
+    found[REFERENCE]["kv_blocks"] = 10
+    assert problems(found) == []
+    del row["audit"]["loaded_1"]
+    assert any("not every KV cache group" in text for text in problems(found))
+    row["audit"]["loaded_1"] = 1
+    found[REFERENCE]["kv_blocks"] = 40
+    assert any("unequal numbers" in text for text in problems(found))
+
+
+def test_the_audit_looks_at_the_pages_of_a_chunks_own_group() -> None:
+    kv = [torch.zeros(8, 2, 4), torch.zeros(8, 3, 4)]
+    poison(kv, 1)
+    mover = CopyingMover(kv[:1])  # the second group's pages do not come back
+    audit = PageAudit(mover, kv[:1], kv[1:])
+    chunks = [batch_of([ChunkCopy(i, ChunkKey(bytes([i]) * 32), 1, 0, (BlockId(i),))]) for i in range(2)]
+    batches = GroupBatches(tuple(enumerate(chunks)))
+    mover.submit_saves([SavePlan(ReqId("r"), batches)])
+    poison(kv, 2)
+    mover.submit_loads([LoadPlan(ReqId("r"), 1, batches)])
+    assert mover.poll().loads
+    counts = audit.take_counts()
+    assert (counts["saved_0"], counts["saved_1"], counts["loaded_0"], counts["loaded_1"]) == (1, 1, 1, 1)
+    assert counts["loaded_differing"] == 1

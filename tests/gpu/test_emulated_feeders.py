@@ -5,10 +5,10 @@ import queue
 import random
 import threading
 import time
-from typing import Any
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given

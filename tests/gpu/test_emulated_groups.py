@@ -1,13 +1,19 @@
 """The tests of several KV cache groups on the emulated GPU. Needs no GPU."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
 import test_gpu_groups as on_gpu
-from emulated_gpu import Gpu, emulated
+from emulated_gpu import EmulatedKernels, Gpu, emulated
+from gpu_support import per_layer, turned
+
+from kvloft.transfer.cuda import mover
 
 
 @pytest.fixture(autouse=True, params=range(3))
@@ -20,6 +26,21 @@ test_bytes_of_every_group_come_back = on_gpu.test_bytes_of_every_group_come_back
 test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_another = (
     on_gpu.test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_another
 )
-test_what_is_wrong_in_one_group_is_told_and_the_others_arrive = (
-    on_gpu.test_what_is_wrong_in_one_group_is_told_and_the_others_arrive
-)
+test_what_is_wrong_in_one_group_is_told_and_the_others_arrive = on_gpu.test_what_is_wrong_in_one_group_is_told_and_the_others_arrive
+
+
+def test_groups_whose_pages_lie_alike_are_one_kind_and_all_have_one_mover(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows beside full attention have the same pages: one batch, one tile table. The digest alone does not say so."""
+    made: list[Any] = []
+    monkeypatch.setattr(mover, "Kernels", lambda layout, *_: EmulatedKernels(layout))
+    monkeypatch.setattr(mover, "CudaMover", lambda kinds, *_, **more: made.append((kinds, more["kind_of"])))
+    monkeypatch.setattr(mover.torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(mover.torch.cuda, "get_device_name", lambda _: "a GPU")
+    paged = per_layer(2, 8, 4096)
+    elsewhere = per_layer(2, 8, 4096)
+    layouts = [each.layout() for each in (paged, paged, turned(paged), elsewhere, paged)]
+    make = mover.prepare(layouts, blocks_per_chunk=1, staging_bytes=80 << 20, gathers_first=False)
+    make(SimpleNamespace(memory=None))  # type: ignore[arg-type]
+    ((kinds, kind_of),) = made
+    assert list(kind_of) == [0, 0, 1, 2, 0]
+    assert [layout for layout, _ in kinds] == [layouts[0], layouts[2], layouts[3]]

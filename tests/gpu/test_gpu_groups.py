@@ -42,9 +42,7 @@ class Rig:
         self.paged = per_layer(2, BLOCKS, page)
         self.kinds = [self.paged, OTHERS[other](self.paged)]
         self.frames = Frames(BLOCKS, part_bytes_for(self.paged.block_bytes))
-        self.mover: CudaMover = make_mover(
-            self.paged, self.frames, 1, ring=(2, slot_bytes), others=self.kinds[1:], kind_of=GROUPS
-        )
+        self.mover: CudaMover = make_mover(self.paged, self.frames, 1, ring=(2, slot_bytes), others=self.kinds[1:], kind_of=GROUPS)
         order = random.Random(page).sample(range(BLOCKS), BLOCKS)
         self.blocks = [order[group::3] for group in range(3)]
         self.copies = [
@@ -138,4 +136,3 @@ def test_what_is_wrong_in_one_group_is_told_and_the_others_arrive() -> None:
     assert {result.load_id: [key for key, _ in result.bad_keys] for result in done.loads} == {1: [broken.key], 2: []}
     assert done.bad_blocks == set(broken.blocks)
     rig.mover.close()
-

@@ -139,7 +139,9 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(zeroes: b
     monkeypatch.setattr(mover.torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(mover.torch.cuda, "get_device_name", lambda _: "a GPU")
     storage = SimpleNamespace(device=SimpleNamespace(type="cuda"))
-    layout: Any = SimpleNamespace(planes=[SimpleNamespace(storage=storage, base=0, block_stride=1, page_bytes=1)], block_bytes=4096, digest=b"")
+    layout: Any = SimpleNamespace(
+        planes=[SimpleNamespace(storage=storage, base=0, block_stride=1, page_bytes=1)], block_bytes=4096, digest=b""
+    )
     window: Any = SimpleNamespace(memory=None)
     choose_mover([layout], 1, settings)(window)
     assert given == [zeroes]

@@ -43,9 +43,7 @@ def for_each(make: MakeMover, layouts: Sequence[PagedLayout]) -> Callable[[Frame
     return make_all
 
 
-def choose_mover(
-    layouts: Sequence[PagedLayout], blocks_per_chunk: int, settings: MoverSettings
-) -> Callable[[FrameWindow], Mover]:
+def choose_mover(layouts: Sequence[PagedLayout], blocks_per_chunk: int, settings: MoverSettings) -> Callable[[FrameWindow], Mover]:
     """Raises UnsupportedError if the KV is on a GPU whose kernels cannot be had, unless settings allow torch's copies."""
     device = layouts[0].planes[0].storage.device
     if device.type == "cpu":

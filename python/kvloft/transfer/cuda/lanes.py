@@ -115,7 +115,10 @@ class Lane:
         self._next_place = cycle(self._places)
 
     def submit(self, piece: Piece, *, kind: int = 0, is_pinned: bool = True) -> Sent:
-        """Queue one piece, of pages of ``kind``; MAX_PIECES later its `Sent` is used again. Nothing is saved to frames that are not pinned."""
+        """Queue one piece, of pages of ``kind``; MAX_PIECES later its `Sent` is used again.
+
+        Nothing is saved to frames that are not pinned.
+        """
         sent = next(self._next_place)
         if self._to_host and not is_pinned:
             sent.read.record(self.kernel_stream)
