@@ -104,10 +104,10 @@ class Engine:
         if self.shape.has_connector:
             self._config.parallel_config.rank = rank
             connector = KVConnectorFactory.create_connector(self._config, KVConnectorRole.WORKER, self._kv_config)
+            core = connector._worker.core
+            assert core._given_make_mover is None
+            core._given_make_mover = lambda layout, frames: SlowMover(layout, frames, self.trouble, self.ledger, self._owns)
             connector.register_kv_caches(dict(zip(layer_names(0, self.shape.groups[0]), memory.planes, strict=True)))
-            connector._worker.core._make_mover = lambda layout, frames: SlowMover(
-                layout, frames, self.trouble, self.ledger, self._owns
-            )
         return Worker(connector, memory, self.specs, self.shape, random.Random(seed + 1))
 
     def _owns(self, req_id: str, blocks: Any) -> bool:

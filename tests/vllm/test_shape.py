@@ -13,7 +13,7 @@ from kvloft.errors import ConfigError
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.frames import part_bytes_for
 from kvloft.vllm.scheduler_half import _disk_path, tiers_text
-from kvloft.vllm.shape import cache_shape, choose_blocks, group_shape, num_replicas
+from kvloft.vllm.shape import cache_shape, choose_blocks, group_shape, has_draft_kv, lookahead, num_replicas
 
 
 def shape_of(block_tokens: int, blocks_per_chunk: int, frame_bytes: int) -> CacheShape:
@@ -39,6 +39,14 @@ def test_replicas_read_the_part_that_the_first_of_them_writes() -> None:
         shape.shard_of(4)
     with pytest.raises(ValueError, match="3 ranks"):
         CacheShape((GroupShape(16),), num_ranks=3, num_replicas=2)
+
+
+@pytest.mark.parametrize(
+    ("method", "has_kv", "ahead"), [(None, False, 0), ("ngram", False, 0), ("draft_model", True, 0), ("mtp", True, 1)]
+)
+def test_what_kv_depends_on_behind_it(method: str | None, has_kv: bool, ahead: int) -> None:
+    config = SimpleNamespace(speculative_config=method and SimpleNamespace(method=method), num_prefill_lookahead_tokens=ahead)
+    assert (has_draft_kv(config), lookahead(config)) == (has_kv, ahead)
 
 
 def test_chunks_are_whole_blocks_or_refused() -> None:
