@@ -104,9 +104,9 @@ class Engine:
         if self.shape.has_connector:
             self._config.parallel_config.rank = rank
             connector = KVConnectorFactory.create_connector(self._config, KVConnectorRole.WORKER, self._kv_config)
-            connector._worker.core._given_make_mover = lambda layout, frames: SlowMover(
-                layout, frames, self.trouble, self.ledger, self._owns
-            )
+            core = connector._worker.core
+            assert core._given_make_mover is None
+            core._given_make_mover = lambda layout, frames: SlowMover(layout, frames, self.trouble, self.ledger, self._owns)
             connector.register_kv_caches(dict(zip(layer_names(0, self.shape.groups[0]), memory.planes, strict=True)))
         return Worker(connector, memory, self.specs, self.shape, random.Random(seed + 1))
 

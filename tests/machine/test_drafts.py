@@ -18,10 +18,15 @@ def serve(engine: Engine, name: str, ids: tuple[int, ...]) -> None:
     engine.run()
 
 
-def scene(*lengths: int) -> Memory:
-    """Requests one after the other, each of so many tokens of one story; its own answer follows."""
+def scene(*lengths: int, forgets: int | None = None) -> Memory:
+    """Requests one after the other, each of so many tokens of one story; its own answer follows.
+
+    Before the last one kvloft forgets all that it saved, from key number ``forgets`` on.
+    """
     engine = Engine(MODEL, SHAPE, 1)
     for i, length in enumerate(lengths):
+        if forgets is not None and i == len(lengths) - 1:
+            engine.store.discard(engine.store.keys[forgets:])
         serve(engine, f"r{i}", STORIES[0][:length])
     engine.close()
     return engine.workers[0].memory
@@ -48,3 +53,8 @@ def test_vllm_joins_blocks_of_two_writers_and_serves_one_position_of_another_con
     Where this fails, vLLM has mended it: then `Memory._are_of_others` can go.
     """
     assert scene(4, 9, 13).num_of_others > 0
+
+
+def test_a_block_of_vllms_own_cache_is_not_saved_for_another_next_token_than_its_writers() -> None:
+    """Of the third request's first block only the first one's copy is hit: under its own key kvloft would keep wrong draft KV."""
+    scene(4, 9, 13, forgets=0)

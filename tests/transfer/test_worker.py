@@ -100,6 +100,16 @@ def test_bad_blocks_come_no_later_than_the_request(store: _core.Session) -> None
     assert [why for result in report.loads for _, why in result.bad_keys] == ["unsealed"]
 
 
+def test_saves_that_a_step_left_out_have_failed_when_the_next_one_begins(store: _core.Session) -> None:
+    worker = worker_for()
+    worker.begin(replace(plan_of(store), loads=()))
+    worker.begin(StepPlan(2))
+    worker.run_saves()
+    report = worker.take_report()
+    assert report is not None
+    assert (report.saved, report.failed) == ((), (11,))
+
+
 def test_steps_without_a_plan_do_nothing(store: _core.Session) -> None:
     worker = worker_for()
     worker.run_loads()

@@ -56,7 +56,7 @@ def digest(**changes: Any) -> bytes:
         kernel_config=SimpleNamespace(**v.get("kernels", {})),
         load_config=SimpleNamespace(load_format=v["load_format"], model_loader_extra_config=v["load_extra"]),
         attention_config=SimpleNamespace(backend=v["backend"]), weight_transfer_config=v.get("weight_transfer"),
-        additional_config=v["additional"],
+        additional_config=v["additional"], speculative_config=v.get("speculative"),
     )  # fmt: skip
     spec = FullAttentionSpec(block_size=v["block"], num_kv_heads=v["kv_heads"], head_size=32, dtype=torch.float32)
     kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
@@ -83,6 +83,18 @@ def digest(**changes: Any) -> bytes:
 def test_each_field_alone_flips_the_namespace(change: dict[str, Any]) -> None:
     assert digest() == digest()
     assert digest(**change) != digest()
+
+
+def drafter(method: str = "eagle", model: str = "hub/draft", commit: str = "abc", num_tokens: int = 3, size: int = 1) -> Any:
+    config = SimpleNamespace(model=model, revision=None, hf_config=HfConfig({"size": size}, commit), dtype=torch.float32)
+    return SimpleNamespace(method=method, num_speculative_tokens=num_tokens, draft_model_config=config)
+
+
+def test_a_drafter_counts_where_its_kv_is_kept() -> None:
+    others = [drafter("eagle3"), drafter(model="hub/other"), drafter(commit="def"), drafter(num_tokens=2), drafter(size=2)]
+    digests = {digest(), *(digest(speculative=each) for each in [drafter(), *others])}
+    assert len(digests) == 2 + len(others)
+    assert digest(speculative=drafter("ngram")) == digest()
 
 
 def test_dummy_weights_are_told_apart_by_their_seed() -> None:

@@ -13,7 +13,7 @@ from kvloft.errors import ConfigError
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.frames import part_bytes_for
 from kvloft.vllm.scheduler_half import _disk_path, tiers_text
-from kvloft.vllm.shape import cache_shape, choose_blocks, group_shape, num_replicas, stage_layers
+from kvloft.vllm.shape import cache_shape, choose_blocks, group_shape, has_draft_kv, lookahead, num_replicas, stage_layers
 
 
 def shape_of(block_tokens: int, blocks_per_chunk: int, frame_bytes: int) -> CacheShape:
@@ -58,6 +58,14 @@ def test_every_stage_of_a_pipeline_comes_to_the_same_shape(
     (shape,) = found
     assert shape.part_bytes == part_bytes_for(largest * spec.page_size_bytes)
     assert [shape.shard_of(rank) for rank in range(4)] == [0, 0, 1, 1], "two ranks of a stage share the one KV head"
+
+
+@pytest.mark.parametrize(
+    ("method", "has_kv", "ahead"), [(None, False, 0), ("ngram", False, 0), ("draft_model", True, 0), ("mtp", True, 1)]
+)
+def test_what_kv_depends_on_behind_it(method: str | None, has_kv: bool, ahead: int) -> None:
+    config = SimpleNamespace(speculative_config=method and SimpleNamespace(method=method), num_prefill_lookahead_tokens=ahead)
+    assert (has_draft_kv(config), lookahead(config)) == (has_kv, ahead)
 
 
 def test_chunks_are_whole_blocks_or_refused() -> None:

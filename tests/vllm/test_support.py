@@ -56,6 +56,7 @@ def settings(**changes: Any) -> Any:
         parallel_config=SimpleNamespace(**parallel),
         cache_config=SimpleNamespace(calculate_kv_scales=changes.get("calculate_kv_scales", False)),
         speculative_config=changes.get("speculative_config"),
+        num_prefill_lookahead_tokens=changes.get("num_prefill_lookahead_tokens", 1),
         scheduler_config=SimpleNamespace(enable_chunked_prefill=changes.get("enable_chunked_prefill", True)),
     )
 
@@ -101,7 +102,13 @@ def test_one_group_of_full_attention_is_served() -> None:
         ({"world_size": 2, "distributed_executor_backend": "ray"}, (FULL,), "ray"),
         ({"nnodes": 2}, (FULL,), "nnodes"),
         ({"calculate_kv_scales": True}, (FULL,), "calculate_kv_scales"),
-        ({"speculative_config": SimpleNamespace(method="eagle3")}, (FULL,), "eagle3"),
+        ({"speculative_config": SimpleNamespace(method="medusa")}, (FULL,), "medusa"),
+        ({"speculative_config": SimpleNamespace(method="mtp"), "num_prefill_lookahead_tokens": 2}, (FULL,), "several MTP layers"),
+        (
+            {"speculative_config": SimpleNamespace(method="eagle", num_speculative_tokens_per_batch_size=[(1, 8, 3)])},
+            (FULL,),
+            "num_speculative_tokens_per_batch_size",
+        ),
     ],
 )
 def test_what_would_be_served_wrongly_is_refused_by_name(changes: dict[str, Any], specs: tuple[Any, ...], named: str) -> None:
@@ -109,6 +116,16 @@ def test_what_would_be_served_wrongly_is_refused_by_name(changes: dict[str, Any]
         check_supported(settings(**changes), groups(*specs))
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "dflash", "dspark", "draft_model"])
+def test_drafters_with_kv_are_served_by_releases_that_let_save_behind_them(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = settings(speculative_config=SimpleNamespace(method=method))
+    monkeypatch.setattr(support, "KVConnectorModelRunnerMixin", SimpleNamespace(finalize_kv_connector=None))
+    check_supported(config, groups(FULL))
+    monkeypatch.setattr(support, "KVConnectorModelRunnerMixin", SimpleNamespace())
+    with pytest.raises(UnsupportedError, match=method):
+        check_supported(config, groups(FULL))
 
 
 # -- what vLLM makes of a model's layers for a connector of one block table ---------------------------------------
@@ -159,7 +176,7 @@ def test_several_groups_are_served_where_asked_for(specs: tuple[Any, ...]) -> No
         ({}, (WINDOW, WINDOW), "full attention"),
         ({}, (FULL, replace(WINDOW, block_size=64)), "blocks of one size"),
         ({}, (FULL, per_layer(FULL, WINDOW)), "SimpleNamespace"),
-        ({"speculative_config": SimpleNamespace(method="ngram")}, (FULL, WINDOW), "speculative"),
+        ({"speculative_config": SimpleNamespace(method="ngram")}, (FULL, replace(MAMBA, mamba_cache_mode="align")), "speculative"),
     ],
 )
 def test_several_groups_without_a_rule_are_refused(changes: dict[str, Any], specs: tuple[Any, ...], named: str) -> None:

@@ -89,12 +89,15 @@ def listeners(monkeypatch: pytest.MonkeyPatch) -> dict[Patch, Any]:
     return heard
 
 
-def half_of(*, can_sleep: bool = False, zeroes: bool = False, extension: str = "") -> worker_half.WorkerHalf:
+def half_of(
+    *, can_sleep: bool = False, zeroes: bool = False, extension: str = "", drafter: str | None = None
+) -> worker_half.WorkerHalf:
     settings: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(rank=0, world_size=1, worker_extension_cls=extension),
         model_config=SimpleNamespace(dtype="float32", enable_sleep_mode=can_sleep, model="hub/name", revision=None),
         load_config=SimpleNamespace(load_format="auto"),
         cache_config=SimpleNamespace(cache_dtype="auto"),
+        speculative_config=drafter and SimpleNamespace(method=drafter),
     )
     kv: Any = SimpleNamespace(num_blocks=4, needs_kv_cache_zeroing=zeroes)
     return worker_half.WorkerHalf(settings, kv, CacheShape((GroupShape(16),)), Config())
@@ -145,6 +148,16 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(zeroes: b
     window: Any = SimpleNamespace(memory=None)
     choose_mover([layout], 1, settings)(window)
     assert given == [zeroes]
+
+
+@pytest.mark.parametrize(("drafter", "saves_late"), [(None, False), ("ngram", False), ("eagle", True)])
+def test_saves_wait_for_a_drafter_that_keeps_kv(drafter: str | None, saves_late: bool) -> None:
+    """vLLM takes results before it runs, and calls `wait_for_save` behind it."""
+    half = half_of(drafter=drafter)
+    half.core.run_saves = lambda: log.append("saves")  # type: ignore[method-assign]
+    log: list[str] = []
+    half.take_finished()
+    assert log == ([] if saves_late else ["saves"])
 
 
 @pytest.mark.parametrize(("extension", "stops"), [("", True), ("trainer.Extension", False)])
