@@ -23,14 +23,14 @@ No model of real size is in this table: `kvloft check MODEL -- FLAGS` finds it o
 "Served" means: the same tokens as vLLM alone in every answer, cold, from host memory, from disk after
 a restart, with other endings and after a reset; and from both tiers something was loaded. "Found" are
 tokens of {prompts} prompts that came from host memory and from disk, beside what vLLM's own prefix
-cache finds of them. "Blocks" were loaded from disk, by group. "Fits" is how many requests of
-{max_model_len} tokens KV memory holds without and with kvloft. A "window 63" group needs the last 63
+cache finds of them. "Blocks" were loaded from disk, by group. "Memory" is the KV memory that vLLM sets
+aside for a request of {max_model_len} tokens, without and with kvloft. A "window 63" group needs the last 63
 tokens before a hit's end, a "local 64" group those of the last 64 that the end cuts, a "state" group
 one state.
 
 """
 COLUMNS = (
-    "model", "KV cache groups", "drafter", "`kv_groups`", "served", "found: host, disk, vLLM", "blocks", "fits",
+    "model", "KV cache groups", "drafter", "`kv_groups`", "served", "found: host, disk, vLLM", "blocks", "memory",
     "drafts accepted: cold, host, disk",
 )  # fmt: skip
 
@@ -65,10 +65,10 @@ def _rows(reports: list[dict[str, Any]]) -> Iterator[list[str]]:
                 accepted = ", ".join(
                     f"{passes[name]['accepted']} of {passes[name]['drafted']}" for name in ("cold", "host", "disk")
                 )
-        fits = f"{alone['full_requests']:g}, {ours['full_requests']:g}" if ours else f"{alone['full_requests']:g}"
+        memory = ", ".join(f"{facts['request_bytes'] / 1024:.0f} KiB" for facts in (alone, ours) if facts)
         kinds = _groups(alone["groups"])
         setting = report["extra"].get("kv_groups", "")
-        yield [report["model"], kinds, alone["drafter"] or "", setting, served, found, blocks, fits, accepted]
+        yield [report["model"], kinds, alone["drafter"] or "", setting, served, found, blocks, memory, accepted]
 
 
 def _groups(groups: list[dict[str, Any]]) -> str:

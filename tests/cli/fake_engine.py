@@ -11,7 +11,7 @@ model, passes = job["model"], job["passes"]
 GROUP = {"kind": "full", "reach": 0, "block_tokens": 16, "layers": 2, "is_draft": False}
 FACTS = {
     "architecture": "Fake", "dtype": "float32", "max_model_len": 100, "groups": [GROUP], "hit_tokens": 16, "blocks": 50,
-    "full_requests": 8.0, "drafter": None,
+    "full_requests": 8.0, "request_bytes": 4096, "drafter": None,
 }  # fmt: skip
 
 

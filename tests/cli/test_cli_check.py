@@ -152,7 +152,7 @@ def report(**changes: dict[str, Any]) -> dict[str, Any]:
     good = {"host": {"host": 16}, "disk": {"disk": 16}}
     names = ("plain", "own", "cold", "host", "fork", "disk", "reset")
     told = [{"event": "pass", "name": n, "answers": {"p": TRUE | good.get(n, {}) | changes.get(n, {})}} for n in names]
-    facts = {"dtype": "float32", "groups": [{}, {}], "full_requests": 8.0, "max_model_len": 100}
+    facts = {"dtype": "float32", "groups": [{}, {}], "request_bytes": 1 << 20, "max_model_len": 100}
     starts = [{"event": "started", "facts": facts | changes.get(name, {})} for name in ("alone", "kvloft")]
     return make_report(
         [("alone", [starts[0], *told[:2]], None), ("kvloft", [starts[1], *told[2:]], None)],
@@ -183,8 +183,8 @@ def test_each_thing_that_is_missing_is_said(changes: dict[str, Any], missing: st
     assert any(missing in sentence for sentence in found["missing"]), found["missing"]
 
 
-def test_less_room_in_gpu_memory_is_a_remark_with_the_setting_that_helps() -> None:
-    found = report(kvloft={"full_requests": 2.0})
+def test_more_gpu_memory_for_a_request_is_a_remark_with_the_setting_that_helps() -> None:
+    found = report(kvloft={"request_bytes": 4 << 20})
     assert found["served"]
-    assert "holds 2 requests of 100 tokens with kvloft, 8 without" in found["remarks"][0]
+    assert "a request of 100 tokens takes 4 MiB of GPU KV memory with kvloft, 1 MiB without" in found["remarks"][0]
     assert '--extra \'{"kv_groups": "all"}\'' in found["remarks"][1]

@@ -66,9 +66,14 @@ def test_two_stages_save_and_load_their_layers_from_host_and_from_disk(
     assert ask(others, truth, requests) == [0] * 3, "stages of other layers have frames of their own"
 
 
-def test_what_one_stage_cannot_load_is_computed_by_all(start: Callable[..., Engine], model: Path, truth: Truth) -> None:
+@pytest.mark.parametrize("kv_groups", ["one", "all"])
+def test_what_one_stage_cannot_load_is_computed_by_all(
+    kv_groups: str, start: Callable[..., Engine], model: Path, truth: Truth
+) -> None:
+    """vLLM hears of it as blocks, or where there may be several groups as a request."""
     requests = [truth.pick(lambda s: Req(random_ids(s, 130), max_tokens=12), 7200 + i) for i in range(2)]
-    engine = start(kv_transfer_config=kvloft(policy="recompute"), model=model, env=environment(MORE_LAST), **STAGES)
+    settings = kvloft(policy="recompute", kv_groups=kv_groups)
+    engine = start(kv_transfer_config=settings, model=model, env=environment(MORE_LAST), **STAGES)
     for part in range(2):
         ask(engine, truth, requests)
         engine.flip_frames(offset=part * engine.call("_scheduler._store.frame_bytes") // 2 + 5)

@@ -9,12 +9,15 @@ from typing import Any
 
 from rich.table import Table
 
+from kvloft.config import size_text
+
 NEAR = {"float32": 1e-3, "float64": 1e-3}
 NEAR_ELSE = 0.3
 """Distance in log probability below which rounding of another batch shape may choose between two tokens."""
 MANY_TIMES = 10
 """A difference of log probabilities may be so many times what vLLM's own prefix cache makes."""
 LEAST_ACCEPTED, FEW_DRAFTS = 0.9, 2
+MORE_MEMORY = 1.02
 TITLES = {
     "plain": "vLLM alone, computed", "own": "vLLM alone, its prefix cache", "cold": "kvloft, cold", "host": "kvloft, host memory",
     "fork": "kvloft, other endings", "disk": "kvloft, disk, new engine", "reset": "kvloft, after a reset",
@@ -116,13 +119,11 @@ def _missing(passes: dict[str, Pass], near: float) -> Iterator[str]:
 
 def _remarks(passes: dict[str, Pass], facts: dict[str, Any], about: dict[str, Any], *, is_served: bool) -> Iterator[str]:
     alone, ours = facts.get("alone", {}), facts.get("kvloft", {})
-    is_less = bool(ours and alone["full_requests"] and ours["full_requests"] < 0.98 * alone["full_requests"])
-    if is_less:
-        yield (
-            f"GPU KV memory holds {ours['full_requests']:g} requests of {ours['max_model_len']} tokens with kvloft, "
-            f"{alone['full_requests']:g} without"
-        )
-    if len(alone.get("groups", ())) > 1 and (is_less or not is_served) and about["extra"].get("kv_groups") != "all":
+    is_more = bool(ours and alone["request_bytes"] and ours["request_bytes"] > MORE_MEMORY * alone["request_bytes"])
+    if is_more:
+        with_it, without = (size_text(facts["request_bytes"]) for facts in (ours, alone))
+        yield f"a request of {ours['max_model_len']} tokens takes {with_it} of GPU KV memory with kvloft, {without} without"
+    if len(alone.get("groups", ())) > 1 and (is_more or not is_served) and about["extra"].get("kv_groups") != "all":
         yield f"""vLLM alone has {len(alone["groups"])} KV cache groups here; try --extra '{{"kv_groups": "all"}}'"""
     if {"own", "host"} <= passes.keys() and passes["host"].cached < passes["own"].cached:
         yield f"{passes['host'].cached} tokens were found in host memory, {passes['own'].cached} in vLLM's own prefix cache"
@@ -156,7 +157,10 @@ def tables(report: dict[str, Any]) -> Iterator[Table | str]:
     titles = {"alone": "vLLM alone", "kvloft": "with kvloft"}
     for name, facts in ((name, facts) for name, facts in report["engines"].items() if name in titles):
         title = titles[name]
-        fits = f", {facts['full_requests']:g} requests of {facts['max_model_len']} tokens" if facts["full_requests"] else ""
+        fits = ""
+        if facts["full_requests"]:
+            each = size_text(facts["request_bytes"])
+            fits = f", {facts['full_requests']:g} requests of {facts['max_model_len']} tokens ({each} each)"
         yield f"{title}: {facts['blocks']} GPU KV blocks{fits}; groups: {groups_text(facts['groups'])}"
     yield from (f"note: {remark}" for remark in report["remarks"])
     yield verdict(report)

@@ -137,11 +137,15 @@ class Engine:
         return found
 
     def facts(self) -> dict[str, Any]:
-        """What the report says about the engine itself. ``full_requests``: how many of max_model_len tokens fit."""
+        """What the report says about the engine itself: KV memory holds ``full_requests`` of max_model_len tokens, None if unknown,
+        each of which takes ``request_bytes``. The latter is what two engines can be compared by: blocks of one group are larger.
+        """
         from vllm.v1.core import kv_cache_utils
 
         config, vllm_config = self.core.scheduler.kv_cache_config, self.llm.vllm_config
         concurrency = getattr(kv_cache_utils, "get_max_concurrency_for_kv_cache_config", None)
+        full_requests = concurrency(vllm_config, config) if concurrency else None
+        kv_bytes = sum(tensor.size for tensor in config.kv_cache_tensors)
         return {
             "architecture": vllm_config.model_config.architecture,
             "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
@@ -149,7 +153,8 @@ class Engine:
             "groups": self.groups(),
             "hit_tokens": getattr(config, "cache_hit_alignment_tokens", None) or vllm_config.cache_config.block_size,
             "blocks": config.num_blocks,
-            "full_requests": concurrency and round(concurrency(vllm_config, config), 2),
+            "full_requests": full_requests and round(full_requests, 2),
+            "request_bytes": full_requests and round(kv_bytes / full_requests),
             "drafter": getattr(vllm_config.speculative_config, "method", None),
         }
 
