@@ -89,7 +89,10 @@ impl Slabs {
 }
 
 fn refusal(other: &Slab, hello: &Hello) -> Error {
-    let short = |namespace: &[u8; 32]| namespace[..8].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let short = |namespace: &[u8; 32]| {
+        let (first, _) = namespace.split_first_chunk().unwrap_or((&[0; 8], &[]));
+        format!("{:016x}", u64::from_be_bytes(*first))
+    };
     let message = format!(
         "this kvloft server is in use by engines of namespace {} with chunks of {} bytes, and this engine's is {} with {} bytes; \
          start another server for it",
