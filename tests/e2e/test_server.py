@@ -16,7 +16,8 @@ import pytest
 
 from kvloft._core import StoreError, server_status
 
-from .client import BLOCK, PACE, Engine, EngineError, Req, full_blocks, random_ids
+from . import tiny
+from .client import BLOCK, PACE, Engine, EngineError, Req, Zygote, engine_kwargs, full_blocks, random_ids
 from .conftest import Truth
 
 PROMPTS = [Req(random_ids(7000 + i, 150 + 7 * i), max_tokens=12) for i in range(6)]
@@ -184,7 +185,7 @@ def test_the_server_dies_at_any_moment_and_no_token_is_wrong(
     truth: Truth, start: Callable[..., Engine], server: CacheServer
 ) -> None:
     engine = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120, max_num_batched_tokens=64)
-    for steps in range(6):
+    for steps in (0, 2, 5):
         requests = [p.again() for p in PROMPTS]
         engine.add(*requests)
         engine.step(1 + 2 * steps)
@@ -236,3 +237,30 @@ def test_reset_empties_the_shared_cache(truth: Truth, start: Callable[..., Engin
     assert one.reset(connector=True)
     assert ask_all(truth, other) == 0
     assert ask_all(truth, one) == FULL
+
+
+def test_two_ranks_map_the_memory_of_a_server_that_began_anew(
+    zygote: Zygote, start: Callable[..., Engine], server: CacheServer, tmp_path: Path
+) -> None:
+    """Workers are processes of their own here."""
+    model = tiny.write_model(tmp_path / "model", num_heads=4, num_kv_heads=2)
+    truth = Truth(lambda: zygote.engine(engine_kwargs(model)))
+    request = truth.pick(lambda s: Req(random_ids(s, 100), max_tokens=20), 7000)
+    ranks = {"VLLM_CPU_OMP_THREADS_BIND": "0|0"}
+    engine = start(kv_transfer_config=shared(server), model=model, tensor_parallel_size=2, env=ranks)
+
+    def ask() -> int:
+        result = engine.ask(request.again())[0]
+        assert result.tokens == truth.tokens(request)
+        return result.num_external
+
+    assert (ask(), ask()) == (0, 96)
+    engine.flush()
+    for host_size in ("32MiB", "64MiB"):
+        server.end()
+        assert ask() == 0
+        server.start(host_size=host_size)
+        until(lambda: ask() == 96, "hits do not come back")
+        assert ask() == 96
+    engine.stop()
+    truth.close()

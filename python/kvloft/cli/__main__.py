@@ -39,7 +39,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The whole command line."""
     parser = argparse.ArgumentParser(
         prog="kvloft",
-        description="Serve a cache to several engines; look at settings, at whether it serves a model, its disk tier and its speed on a GPU.",
+        description="Serve one cache to several engines; look at settings, models, the disk tier and speed on a GPU.",
     )
     parser.add_argument("--version", action="version", version=f"kvloft {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")

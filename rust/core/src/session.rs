@@ -6,6 +6,7 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -76,6 +77,8 @@ struct Leases {
 pub struct Local {
     // Before the store, so that what is left ends first.
     leases: Mutex<Leases>,
+    /// Frames that this engine's workers can copy to; others of the store may have other limits.
+    limit: AtomicU32,
     store: Arc<Store>,
 }
 
@@ -87,7 +90,7 @@ impl Local {
 
     /// One of several sessions of `store`. To close it closes the store; to drop it ends only what is its own.
     pub fn of(store: Arc<Store>) -> Self {
-        Self { leases: Mutex::default(), store }
+        Self { leases: Mutex::default(), limit: AtomicU32::new(u32::MAX), store }
     }
 
     /// Open reservations, and read leases.
@@ -143,7 +146,8 @@ impl Session for Local {
     }
 
     fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)> {
-        let reserved = self.store.reserve(prefix, range)?;
+        let limit = self.limit.load(Ordering::Relaxed);
+        let reserved = self.store.reserve_below(Some(limit), prefix, range)?;
         let rows: Vec<_> = reserved.leases.iter().map(|lease| *lease.reservation()).collect();
         self.leases().writes.extend(reserved.leases.into_iter().map(|lease| (lease.reservation().ticket, lease)));
         Ok((rows, reserved.num_dropped))
@@ -170,7 +174,7 @@ impl Session for Local {
     }
 
     fn limit_frames(&self, num_frames: u32) {
-        self.store.limit_frames(num_frames);
+        self.limit.store(num_frames, Ordering::Relaxed);
     }
 
     fn take_events(&self) -> Vec<String> {

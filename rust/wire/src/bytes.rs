@@ -41,7 +41,9 @@ impl Writer<'_> {
 
     pub(crate) fn numbers(&mut self, numbers: &[u64]) {
         self.count(numbers.len());
-        numbers.iter().for_each(|number| self.u64(*number));
+        for number in numbers {
+            self.u64(*number);
+        }
     }
 }
 

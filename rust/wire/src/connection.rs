@@ -162,7 +162,7 @@ impl Connection {
             return Err(End::Refused(text));
         }
         let refused = |error: kvloft_core::Error| End::Refused(error.to_string());
-        let seat = self.shared.slabs.seat(self.number, hello, &self.shared.config).map_err(refused)?;
+        let seat = self.shared.slabs.seat(hello, &self.shared.config).map_err(refused)?;
         let arena = seat.slab.store.arena();
         let fd = File::options().read(true).write(true).open(&arena.path)?;
         let mut out = Vec::new();
@@ -232,7 +232,7 @@ impl Connection {
                 Answer::Stats(local.stats().into_iter().map(|(name, value)| (name.into_owned(), value)).collect())
             }
             Request::LimitFrames(num_frames) => {
-                seat.limit_frames(*num_frames);
+                local.limit_frames(*num_frames);
                 return Ok(None);
             }
             Request::IsSettled => Answer::Count(local.flush(Duration::ZERO).into()),

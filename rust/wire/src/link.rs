@@ -128,7 +128,7 @@ impl Link {
         if !self.is_dead {
             self.push(request);
             let sent = self.flush();
-            self.note(sent);
+            self.note(&sent);
         }
     }
 
@@ -158,7 +158,7 @@ impl Link {
         self.next_number
     }
 
-    fn note(&mut self, done: io::Result<()>) {
+    fn note(&mut self, done: &io::Result<()>) {
         if done.is_err() || self.unsent() > MAX_UNSENT {
             self.die();
         }
@@ -186,7 +186,7 @@ impl Link {
         let mut must_wait = wanted.is_some();
         loop {
             let sent = self.flush();
-            self.note(sent);
+            self.note(&sent);
             let out = if self.unsent() > 0 { PollFlags::OUT } else { PollFlags::empty() };
             if self.is_dead || (must_wait && !wait(&*self.stream, PollFlags::IN | out, deadline)) {
                 return None;
@@ -194,7 +194,7 @@ impl Link {
             let filled = self.inbox.fill(&self.stream);
             // What came before the end still counts.
             let answer = self.take_in(wanted);
-            self.note(filled);
+            self.note(&filled);
             if answer.is_some() || wanted.is_none() {
                 return answer;
             }

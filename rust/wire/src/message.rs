@@ -238,7 +238,9 @@ impl<'a> Request<'a> {
             Self::Poll(lease) | Self::Frames(lease) | Self::Release(lease) => to.u64(*lease),
             Self::Reserve(root, first, keys, range) => {
                 to.key(&root.0);
-                [*first, range.start, range.stop, range.tail_blocks].into_iter().for_each(|number| to.u32(number));
+                for number in [*first, range.start, range.stop, range.tail_blocks] {
+                    to.u32(number);
+                }
                 keys.write(to);
             }
             Self::Commit(tickets) | Self::Abort(tickets) => to.numbers(tickets),
@@ -345,7 +347,9 @@ fn write_status(to: &mut Writer<'_>, status: &Status) {
     to.count(status.engines.len());
     for engine in &status.engines {
         to.u32(engine.pid);
-        [engine.connected_ms, engine.num_reserved, engine.num_leases].into_iter().for_each(|number| to.u64(number));
+        for number in [engine.connected_ms, engine.num_reserved, engine.num_leases] {
+            to.u64(number);
+        }
     }
 }
 
@@ -375,7 +379,9 @@ impl Answer {
             }
             Self::Frames(frames) => {
                 to.count(frames.len());
-                frames.iter().for_each(|frame| write_frame(to, frame));
+                for frame in frames {
+                    write_frame(to, frame);
+                }
             }
             Self::Reserved(rows, num_dropped) => {
                 to.u32(*num_dropped);

@@ -70,7 +70,6 @@ impl Quarantine {
 
     /// The seat is kept if it holds anything.
     pub(crate) fn add(&self, seat: Seat, watch: Watch) {
-        seat.lift_limit();
         if seat.local.num_open() != (0, 0) {
             self.kept().push(Kept { seat, watch, ended: Instant::now(), died: None });
         }

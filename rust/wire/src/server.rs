@@ -183,7 +183,8 @@ impl Server {
     pub fn close(&self, timeout: Duration) {
         self.shared.is_stopping.store(true, Ordering::SeqCst);
         self.listener.shut();
-        for thread in std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner)) {
+        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        for thread in threads {
             thread.thread().unpark();
             let _ended = thread.join();
         }

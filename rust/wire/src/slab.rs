@@ -3,7 +3,6 @@
 //! A server has one slab. Engines of another namespace or shape are refused until the last seat of this one is free; then theirs
 //! takes its place. It must not know sockets.
 
-use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -24,14 +23,11 @@ pub(crate) struct Slab {
     pub(crate) hello: Hello,
     pub(crate) store: Arc<Store>,
     num_seats: AtomicUsize,
-    /// By seat: frames that its workers can copy to.
-    limits: Mutex<HashMap<u64, u32>>,
 }
 
 /// An engine's place in a slab, with all that it holds there.
 #[derive(Debug)]
 pub(crate) struct Seat {
-    pub(crate) number: u64,
     pub(crate) slab: Arc<Slab>,
     pub(crate) local: Local,
 }
@@ -59,24 +55,18 @@ impl Slab {
             namespace: hello.namespace,
             disk,
         })?;
-        let (store, limits) = (Arc::new(store), Mutex::default());
-        Ok(Self { hello: hello.clone(), store, num_seats: AtomicUsize::new(0), limits })
+        Ok(Self { hello: hello.clone(), store: Arc::new(store), num_seats: AtomicUsize::new(0) })
     }
 
     fn is_for(&self, hello: &Hello) -> bool {
         let of = |hello: &Hello| (hello.namespace, hello.frame_bytes, hello.blocks_per_chunk);
         of(&self.hello) == of(hello)
     }
-
-    /// Saves take frames that the workers of every engine can copy to: a store knows one limit.
-    fn sync_limit(&self, limits: &HashMap<u64, u32>) {
-        self.store.limit_frames(limits.values().copied().min().unwrap_or(u32::MAX));
-    }
 }
 
 impl Slabs {
     /// A seat for the engine; `Busy` while engines of another namespace are there.
-    pub(crate) fn seat(&self, number: u64, hello: &Hello, config: &ServerConfig) -> Result<Seat> {
+    pub(crate) fn seat(&self, hello: &Hello, config: &ServerConfig) -> Result<Seat> {
         let mut slab = locked(&self.0);
         if let Some(other) = slab.as_ref().filter(|slab| !slab.is_for(hello)) {
             if other.num_seats.load(Ordering::SeqCst) > 0 {
@@ -90,7 +80,7 @@ impl Slabs {
             None => Arc::clone(slab.insert(Arc::new(Slab::open(hello, config)?))),
         };
         slab.num_seats.fetch_add(1, Ordering::SeqCst);
-        Ok(Seat { number, local: Local::of(Arc::clone(&slab.store)), slab })
+        Ok(Seat { local: Local::of(Arc::clone(&slab.store)), slab })
     }
 
     pub(crate) fn current(&self) -> Option<Arc<Slab>> {
@@ -99,7 +89,10 @@ impl Slabs {
 }
 
 fn refusal(other: &Slab, hello: &Hello) -> Error {
-    let short = |namespace: &[u8; 32]| namespace[..8].iter().map(|byte| format!("{byte:02x}")).collect::<String>();
+    let short = |namespace: &[u8; 32]| {
+        let (first, _) = namespace.split_first_chunk().unwrap_or((&[0; 8], &[]));
+        format!("{:016x}", u64::from_be_bytes(*first))
+    };
     let message = format!(
         "this kvloft server is in use by engines of namespace {} with chunks of {} bytes, and this engine's is {} with {} bytes; \
          start another server for it",
@@ -111,26 +104,8 @@ fn refusal(other: &Slab, hello: &Hello) -> Error {
     Error::new(ErrorKind::Busy, message)
 }
 
-impl Seat {
-    /// As `Session::limit_frames`, for this engine.
-    pub(crate) fn limit_frames(&self, num_frames: u32) {
-        let mut limits = locked(&self.slab.limits);
-        limits.insert(self.number, num_frames);
-        self.slab.sync_limit(&limits);
-    }
-
-    /// Nobody copies for this engine any more.
-    pub(crate) fn lift_limit(&self) {
-        let mut limits = locked(&self.slab.limits);
-        if limits.remove(&self.number).is_some() {
-            self.slab.sync_limit(&limits);
-        }
-    }
-}
-
 impl Drop for Seat {
     fn drop(&mut self) {
-        self.lift_limit();
         // What it holds ends before its seat is free.
         self.local = Local::of(Arc::clone(&self.slab.store));
         self.slab.num_seats.fetch_sub(1, Ordering::SeqCst);

@@ -165,7 +165,22 @@ impl Store {
     ///
     /// It stops at the first that cannot be had. `InvalidConfig` if the prefix has not got the range.
     pub fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, range: SaveRange) -> Result<Reserved> {
-        let reserved = self.inner.with_open_books(|state| state.reserve(&prefix.into(), range));
+        self.reserve_below(None, prefix, range)
+    }
+
+    /// As [`Self::reserve`], of frames below `limit` only, for this and later calls.
+    pub fn reserve_below<'a>(
+        &self,
+        limit: Option<u32>,
+        prefix: impl Into<Prefix<'a>>,
+        range: SaveRange,
+    ) -> Result<Reserved> {
+        let reserved = self.inner.with_open_books(|state| {
+            if let Some(limit) = limit {
+                state.host.limit(limit);
+            }
+            state.reserve(&prefix.into(), range)
+        });
         let (reserved, num_dropped) = reserved.unwrap_or_else(|| Ok((Vec::new(), range.num_chunks())))?;
         let lease = |(id, reservation)| WriteLease::new(Arc::clone(&self.inner), id, reservation);
         Ok(Reserved { leases: reserved.into_iter().map(lease).collect(), num_dropped })

@@ -1,0 +1,82 @@
+//! Any bytes to a server that runs, as they are and behind a hello: it goes on, and what another engine saved stays.
+#![no_main]
+
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::sync::OnceLock;
+use std::time::Duration;
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::session::Session;
+use kvloft_core::store::{Prefix, SaveRange};
+use kvloft_core::{ChunkKey, KeyChain};
+use kvloft_wire::message::{Hello, Request, VERSION};
+use kvloft_wire::{Patience, Remote, RemoteConfig, Server, ServerConfig};
+
+const FRAME_BYTES: u64 = 4096;
+const NAMESPACE: [u8; 32] = [7; 32];
+
+struct Rig {
+    _dir: tempfile::TempDir,
+    _server: Server,
+    engine: Remote,
+    chain: KeyChain,
+    socket: std::path::PathBuf,
+}
+
+fn rig() -> &'static Rig {
+    static RIG: OnceLock<Rig> = OnceLock::new();
+    RIG.get_or_init(|| {
+        let dir = tempfile::tempdir().expect("a directory");
+        let socket = dir.path().join("kvloft.sock");
+        let patience = Patience { after_death: Duration::ZERO, longest: Duration::ZERO };
+        let (eviction, host_bytes) = (Eviction::parse("lru").expect("known"), 64 * FRAME_BYTES);
+        let (available_bytes, disk, max_connections) = (None, None, 16);
+        let config = ServerConfig {
+            socket: socket.clone(),
+            host_bytes,
+            eviction,
+            available_bytes,
+            disk,
+            max_connections,
+            patience,
+        };
+        let server = Server::open(config).expect("a server");
+        let (namespace, frame_bytes, blocks_per_chunk, description) = (NAMESPACE, FRAME_BYTES, 1, String::new());
+        let deadline = Duration::from_secs(60);
+        let remote =
+            RemoteConfig { socket: socket.clone(), deadline, namespace, frame_bytes, blocks_per_chunk, description };
+        let engine = Remote::open(remote).expect("a client");
+        let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");
+        chain.append_tokens(&[1, 2, 3]).expect("tokens");
+        let (rows, _) =
+            engine.reserve(Prefix::from(&chain), SaveRange { start: 0, stop: 3, tail_blocks: 0 }).expect("in range");
+        engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
+        let _pinned = engine.acquire(Prefix::from(&chain));
+        Rig { _dir: dir, _server: server, engine, chain, socket }
+    })
+}
+
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    let rig = rig();
+    let mut hello = Vec::new();
+    let (namespace, frame_bytes, blocks_per_chunk) = (NAMESPACE, FRAME_BYTES, 1);
+    let fields = Hello { version: VERSION, namespace, frame_bytes, blocks_per_chunk, description: String::new() };
+    Request::Hello(fields).encode(1, &mut hello);
+    // Framed, so that more of it is looked at; and as it is.
+    let framed = [&u32::try_from(data.len()).expect("short").to_le_bytes()[..], data].concat();
+    for bytes in [data.to_vec(), [&hello[..], &framed].concat()] {
+        let mut stream = UnixStream::connect(&rig.socket).expect("a server");
+        let _refused = stream.write_all(&bytes).and_then(|()| stream.shutdown(Shutdown::Write));
+        let _answers = stream.read_to_end(&mut Vec::new());
+    }
+    // A clear or a discard of its keys is anybody's right; then it is saved again.
+    let found = rig.engine.lookup(Prefix::from(&rig.chain)).host_blocks;
+    assert!(found <= 3);
+    if found < 3 {
+        let range = SaveRange { start: 0, stop: 3, tail_blocks: 0 };
+        let (rows, _) = rig.engine.reserve(Prefix::from(&rig.chain), range).expect("in range");
+        rig.engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
+    }
+});
