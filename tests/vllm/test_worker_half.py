@@ -99,7 +99,8 @@ def half_of(
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=drafter and SimpleNamespace(method=drafter),
     )
-    kv: Any = SimpleNamespace(num_blocks=4, needs_kv_cache_zeroing=zeroes)
+    groups = [SimpleNamespace(layer_names=[])]
+    kv: Any = SimpleNamespace(num_blocks=4, needs_kv_cache_zeroing=zeroes, kv_cache_groups=groups)
     return worker_half.WorkerHalf(settings, kv, CacheShape((GroupShape(16),)), Config())
 
 
