@@ -12,6 +12,7 @@ from itertools import compress, count
 from operator import add, ge, gt
 
 from kvloft.plan.breaker import RETRY_S, Breaker
+from kvloft.plan.continuations import Continuations
 from kvloft.plan.groups import GroupedChunks
 from kvloft.plan.loads import Loading, plan_load
 from kvloft.plan.pins import Lease
@@ -54,6 +55,7 @@ class SchedulerCore:
         self._store, self._new_chain, self._clock, self._arena = store, new_chain, clock, arena
         self._group, self._num_ranks, self._lookahead = shape.full, shape.num_ranks, shape.lookahead
         self._groups = GroupedChunks(store, shape) if len(shape.groups) > 1 else None
+        self._continuations = Continuations() if shape.lookahead else None
         self._queue = Queue(
             store, self._group, clock, wait_s, arena.num_frames, max_running=max_running,
             shares_blocks=shares_blocks and self._groups is None, groups=self._groups, lookahead=shape.lookahead,
@@ -90,9 +92,10 @@ class SchedulerCore:
 
         Unless it ``may_wait``: then what can be loaded now is all there is.
         """
+        tracker = self._tracker(live)
+        tracker.local_tokens = local_tokens
         if not self._loads_allowed or live.skip_load:
             return 0
-        tracker = self._tracker(live)
         if tracker.load_failed:
             # Offered again, the same load could fail again, and vLLM would ask again and again.
             return 0
@@ -108,6 +111,7 @@ class SchedulerCore:
         tracker.start_over(keeps_kv=keeps_kv)
         self._next_save.pop(live.req_id, None)
         tracker.blocks = block_ids if isinstance(block_ids, Tables) else list(block_ids)
+        tracker.num_local_blocks = tracker.local_tokens // self._group.block_tokens
         self._admitted.add(live.req_id)
         self._queue.forget(live.req_id)
         if num_tokens <= 0:
@@ -238,12 +242,19 @@ class SchedulerCore:
         if self._groups is not None and not self._take_tables(tracker):
             self._next_save[tracker.req_id] = frontier + 1
             return
+        num_saved = tracker.saved_chunks * self._group.blocks_per_chunk
         next_save, chunks, num_dropped = plan_save(tracker, self._store, self._group, frontier, self._groups)
         self._next_save[tracker.req_id] = next_save
         if num_dropped:
             self.counters["save_dropped_chunks"] += num_dropped
         if chunks is not None:
             saves.append(SavePlan(tracker.req_id, chunks))
+        if self._continuations is not None and not (tracker.save_blocked or tracker.kv_outdated):
+            self._continuations.note(tracker, min(frontier // self._group.block_tokens, tracker.chain.num_blocks))
+            has_local = num_saved < tracker.num_local_blocks
+            if chunks and has_local and not self._continuations.are_its_own(tracker, chunks.block_ids()):
+                self._store.abort(saves.pop().chunks.tickets())
+                tracker.save_blocked = True
 
     def _take_tables(self, tracker: Tracker) -> bool:
         """Have the request's tables as they are in this step; where they are not told, it keeps those of before and saves later."""
