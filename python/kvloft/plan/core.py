@@ -17,7 +17,7 @@ from kvloft.plan.groups import GroupedChunks
 from kvloft.plan.loads import Loading, plan_load
 from kvloft.plan.pins import Lease
 from kvloft.plan.queue import Queue
-from kvloft.plan.saves import plan_save, rewritten
+from kvloft.plan.saves import longest, plan_save, rewritten
 from kvloft.plan.tracker import NEVER, Tracker
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
@@ -34,6 +34,7 @@ class SchedulerCore:
     request may be told "ask again" while disk chunks are read, or while another's load brings what it wants: that only where
     vLLM ``shares_blocks``, which it does with its prefix cache. ``retry_loads_s``: when loads are tried again after many failed;
     infinite: never. ``save_prompts_only``: for requests that do not say. ``max_running``: seats of the engine; None: not known.
+    ``draft_limit``: with a request of more tokens in a step, the engine leaves its drafter out of that step; None: it has none.
     """
 
     def __init__(
@@ -51,11 +52,13 @@ class SchedulerCore:
         retry_loads_s: float = RETRY_S,
         save_prompts_only: bool = False,
         max_running: int | None = None,
+        draft_limit: int | None = None,
     ) -> None:
         self._store, self._new_chain, self._clock, self._arena = store, new_chain, clock, arena
         self._group, self._num_ranks, self._lookahead = shape.full, shape.num_ranks, shape.lookahead
         self._groups = GroupedChunks(store, shape) if len(shape.groups) > 1 else None
-        self._continuations = Continuations() if shape.lookahead else None
+        self._continuations = Continuations() if shape.lookahead or draft_limit is not None else None
+        self._draft_limit = draft_limit
         self._queue = Queue(
             store, self._group, clock, wait_s, arena.num_frames, max_running=max_running,
             shares_blocks=shares_blocks and self._groups is None, groups=self._groups, lookahead=shape.lookahead,
@@ -187,6 +190,9 @@ class SchedulerCore:
         saves = self._unsent = []
         trackers, scheduled, drafts = self._trackers, view.num_scheduled_tokens, view.num_draft_tokens
         self._tables = view.tables
+        if self._draft_limit is not None and longest(view) > self._draft_limit:
+            for tracker in filter(None, map(trackers.get, scheduled)):  # what is computed now gets no draft KV
+                tracker.save_blocked = True
         for new in view.new:
             if (tracker := trackers.get(new.req_id)) is not None:
                 if self._groups is None:
