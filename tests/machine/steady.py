@@ -71,5 +71,9 @@ class SteadyStore:
         self._ledger.lose("chunks were discarded")
         return int(self.session.discard(keys))
 
+    def abort(self, tickets: Sequence[int] | None = None) -> None:
+        self._ledger.lose("what was reserved was given back")
+        self.session.abort(tickets)
+
     def clear(self) -> None:
         self.session.clear()

@@ -5,7 +5,6 @@ from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
 from .engine import Engine
 from .machine import GROUPS, MODEL, STORIES
-from .memory import Memory
 from .mutants import swap
 from .shape import Shape
 from .symbols import Spec
@@ -18,22 +17,26 @@ def serve(engine: Engine, name: str, ids: tuple[int, ...]) -> None:
     engine.run()
 
 
-def scene(*lengths: int, forgets: int | None = None) -> Memory:
+def scene(*lengths: int, forgets: bool = False) -> Engine:
     """Requests one after the other, each of so many tokens of one story; its own answer follows.
 
-    Before the last one kvloft forgets all that it saved, from key number ``forgets`` on.
+    Before the last one kvloft ``forgets`` all that it saved.
     """
     engine = Engine(MODEL, SHAPE, 1)
     for i, length in enumerate(lengths):
-        if forgets is not None and i == len(lengths) - 1:
-            engine.store.discard(engine.store.keys[forgets:])
+        if forgets and i == len(lengths) - 1:
+            engine.store.discard(engine.store.keys)
         serve(engine, f"r{i}", STORIES[0][:length])
     engine.close()
-    return engine.workers[0].memory
+    return engine
+
+
+def others(engine: Engine) -> int:
+    return engine.workers[0].memory.num_of_others
 
 
 def test_a_block_whose_next_token_was_another_one_is_not_hit() -> None:
-    assert scene(4, 9).num_of_others == 0
+    assert others(scene(4, 9)) == 0
 
 
 def test_without_dropping_the_last_block_it_would_be(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +47,7 @@ def test_without_dropping_the_last_block_it_would_be(monkeypatch: pytest.MonkeyP
         self.eagle_group_ids = set()
 
     swap(monkeypatch, KVCacheCoordinator, "__init__", init)
-    assert scene(4, 9).num_of_others > 0
+    assert others(scene(4, 9)) > 0
 
 
 def test_vllm_joins_blocks_of_two_writers_and_serves_one_position_of_another_continuation() -> None:
@@ -52,9 +55,13 @@ def test_vllm_joins_blocks_of_two_writers_and_serves_one_position_of_another_con
 
     Where this fails, vLLM has mended it: then `Memory._are_of_others` can go.
     """
-    assert scene(4, 9, 13).num_of_others > 0
+    assert others(scene(4, 9, 13)) > 0
 
 
-def test_a_block_of_vllms_own_cache_is_not_saved_for_another_next_token_than_its_writers() -> None:
-    """Of the third request's first block only the first one's copy is hit: under its own key kvloft would keep wrong draft KV."""
-    scene(4, 9, 13, forgets=0)
+def test_a_block_of_vllms_own_cache_is_not_saved_under_another_next_token_than_its_writers() -> None:
+    """The third request hits the first one's block: its last position is wrong under its own key, and what follows hangs on it."""
+    assert scene(4, 9, 13, forgets=True).ledger.num_saved == 1 + 2
+
+
+def test_a_block_of_vllms_own_cache_is_saved_by_who_goes_on_as_its_writer_did() -> None:
+    assert scene(9, 13, forgets=True).ledger.num_saved == 2 + 3

@@ -52,6 +52,7 @@ class SymbolicEngine:
             shares_blocks=setup.local_cache,
             save_prompts_only=setup.save_prompts_only,
             max_running=setup.max_running,
+            draft_limit=setup.draft_limit,
         )
         self.pool = BlockPool(setup.num_blocks)
         self.workers = Workers(self.store, num_ranks=setup.num_ranks, num_blocks=setup.num_blocks, block_tokens=setup.block_tokens)

@@ -27,6 +27,7 @@ class Setup:
     wait_s: float = 5.0
     save_prompts_only: bool = False
     lookahead: int = 0
+    draft_limit: int | None = None
 
 
 @dataclass(eq=False)

@@ -48,3 +48,16 @@ def test_of_a_load_on_its_way_only_what_vllm_keeps_is_waited_for() -> None:
     assert engine.core.match(second, 0) is None
     assert engine.core.match(second, 3 * BLOCK) == BLOCK
     settle(engine)
+
+
+def test_what_is_computed_while_vllm_leaves_the_drafter_out_is_not_saved() -> None:
+    """It leaves it out of a whole step where one request comes near the engine's longest; blocks of such steps are never saved."""
+    engine = SymbolicEngine(Setup(lookahead=1, draft_limit=len(PROMPT) + 1))
+    long = serve(engine, Request("long", list(PROMPT), 6))
+    assert stored(engine, long) == 4 * BLOCK
+    engine.add(Request("longer", [*PROMPT[::-1], 0, 0], 2))
+    short = serve(engine, Request("short", [2, *PROMPT[1:9]], 2))
+    assert stored(engine, short) == 0
+    after = serve(engine, Request("after", [*short.token_ids, 0, 0, 0], 3))
+    assert stored(engine, after) == 0, "vLLM's own cache had its first block"
+    settle(engine)

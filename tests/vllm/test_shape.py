@@ -13,7 +13,16 @@ from kvloft.errors import ConfigError
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.frames import part_bytes_for
 from kvloft.vllm.scheduler_half import _disk_path, tiers_text
-from kvloft.vllm.shape import cache_shape, choose_blocks, group_shape, has_draft_kv, lookahead, num_replicas, stage_layers
+from kvloft.vllm.shape import (
+    cache_shape,
+    choose_blocks,
+    draft_limit,
+    group_shape,
+    has_draft_kv,
+    lookahead,
+    num_replicas,
+    stage_layers,
+)
 
 
 def shape_of(block_tokens: int, blocks_per_chunk: int, frame_bytes: int) -> CacheShape:
@@ -66,6 +75,15 @@ def test_every_stage_of_a_pipeline_comes_to_the_same_shape(
 def test_what_kv_depends_on_behind_it(method: str | None, has_kv: bool, ahead: int) -> None:
     config = SimpleNamespace(speculative_config=method and SimpleNamespace(method=method), num_prefill_lookahead_tokens=ahead)
     assert (has_draft_kv(config), lookahead(config)) == (has_kv, ahead)
+
+
+@pytest.mark.parametrize(("draft_len", "limit"), [(None, 60), (50, 46), (70, 60)])
+def test_a_drafter_runs_only_as_far_as_its_guesses_fit(draft_len: int | None, limit: int) -> None:
+    draft = draft_len and SimpleNamespace(max_model_len=draft_len)
+    speculative = SimpleNamespace(method="eagle", num_speculative_tokens=3, draft_model_config=draft)
+    model = SimpleNamespace(max_model_len=64)
+    assert draft_limit(SimpleNamespace(speculative_config=speculative, model_config=model)) == limit
+    assert draft_limit(SimpleNamespace(speculative_config=None)) is None
 
 
 def test_chunks_are_whole_blocks_or_refused() -> None:

@@ -12,11 +12,12 @@ from itertools import compress, count
 from operator import add, ge, gt
 
 from kvloft.plan.breaker import RETRY_S, Breaker
+from kvloft.plan.continuations import Continuations
 from kvloft.plan.groups import GroupedChunks
 from kvloft.plan.loads import Loading, plan_load
 from kvloft.plan.pins import Lease
 from kvloft.plan.queue import Queue
-from kvloft.plan.saves import plan_save, rewritten
+from kvloft.plan.saves import longest, plan_save, rewritten
 from kvloft.plan.tracker import NEVER, Tracker
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
@@ -33,6 +34,7 @@ class SchedulerCore:
     request may be told "ask again" while disk chunks are read, or while another's load brings what it wants: that only where
     vLLM ``shares_blocks``, which it does with its prefix cache. ``retry_loads_s``: when loads are tried again after many failed;
     infinite: never. ``save_prompts_only``: for requests that do not say. ``max_running``: seats of the engine; None: not known.
+    ``draft_limit``: with a request of more tokens in a step, the engine leaves its drafter out of that step; None: it has none.
     """
 
     def __init__(
@@ -50,10 +52,13 @@ class SchedulerCore:
         retry_loads_s: float = RETRY_S,
         save_prompts_only: bool = False,
         max_running: int | None = None,
+        draft_limit: int | None = None,
     ) -> None:
         self._store, self._new_chain, self._clock, self._arena = store, new_chain, clock, arena
         self._group, self._num_ranks, self._lookahead = shape.full, shape.num_ranks, shape.lookahead
         self._groups = GroupedChunks(store, shape) if len(shape.groups) > 1 else None
+        self._continuations = Continuations() if shape.lookahead or draft_limit is not None else None
+        self._draft_limit = draft_limit
         self._queue = Queue(
             store, self._group, clock, wait_s, arena.num_frames if arena is not None else 0, max_running=max_running,
             shares_blocks=shares_blocks and self._groups is None, groups=self._groups, lookahead=shape.lookahead,
@@ -90,9 +95,10 @@ class SchedulerCore:
 
         Unless it ``may_wait``: then what can be loaded now is all there is.
         """
+        tracker = self._tracker(live)
+        tracker.local_tokens = local_tokens
         if not self._loads_allowed or live.skip_load:
             return 0
-        tracker = self._tracker(live)
         if tracker.load_failed:
             # Offered again, the same load could fail again, and vLLM would ask again and again.
             return 0
@@ -108,6 +114,7 @@ class SchedulerCore:
         tracker.start_over(keeps_kv=keeps_kv)
         self._next_save.pop(live.req_id, None)
         tracker.blocks = block_ids if isinstance(block_ids, Tables) else list(block_ids)
+        tracker.num_local_blocks = tracker.local_tokens // self._group.block_tokens
         self._admitted.add(live.req_id)
         self._queue.forget(live.req_id)
         if num_tokens <= 0:
@@ -183,6 +190,9 @@ class SchedulerCore:
         saves = self._unsent = []
         trackers, scheduled, drafts = self._trackers, view.num_scheduled_tokens, view.num_draft_tokens
         self._tables = view.tables
+        if self._draft_limit is not None and longest(view) > self._draft_limit:
+            for tracker in filter(None, map(trackers.get, scheduled)):  # what is computed now gets no draft KV
+                tracker.save_blocked = True
         for new in view.new:
             if (tracker := trackers.get(new.req_id)) is not None:
                 if self._groups is None:
@@ -239,12 +249,19 @@ class SchedulerCore:
         if self._groups is not None and not self._take_tables(tracker):
             next_save = self._next_save[tracker.req_id] = frontier + 1
             return next_save
+        num_saved = tracker.saved_chunks * self._group.blocks_per_chunk
         next_save, chunks, num_dropped = plan_save(tracker, self._store, self._group, frontier, self._groups)
         self._next_save[tracker.req_id] = next_save
         if num_dropped:
             self.counters["save_dropped_chunks"] += num_dropped
         if chunks is not None:
             saves.append(SavePlan(tracker.req_id, chunks))
+        if self._continuations is not None and not (tracker.save_blocked or tracker.kv_outdated):
+            self._continuations.note(tracker, min(frontier // self._group.block_tokens, tracker.chain.num_blocks))
+            has_local = num_saved < tracker.num_local_blocks
+            if chunks and has_local and not self._continuations.are_its_own(tracker, chunks.block_ids()):
+                self._store.abort(saves.pop().chunks.tickets())
+                tracker.save_blocked = True
         return next_save
 
     def _take_tables(self, tracker: Tracker) -> bool:

@@ -8,6 +8,8 @@ when the request's next chunk completes.
 
 from __future__ import annotations
 
+from operator import add
+
 from kvloft.plan.groups import GroupedChunks
 from kvloft.plan.tracker import NEVER, Tracker
 from kvloft.seam.batch import ChunkBatch, GroupBatches
@@ -74,6 +76,14 @@ def _remember_tail(
     if tracker.tail_blocks > prompt_blocks and chunks and chunks.block_ids()[-1] == tracker.blocks[num_blocks - 1]:
         store.supersede(chunks.tickets()[-1], tracker.chain.key(tracker.tail_blocks - 1))
     tracker.tail_blocks = num_blocks
+
+
+def longest(view: StepView) -> int:
+    """Tokens of the step's longest request when its forward is done, drafts included."""
+    scheduled = view.num_scheduled_tokens
+    ends = [new.num_computed_tokens + scheduled[new.req_id] for new in view.new]
+    ends += map(add, view.num_computed_tokens, map(scheduled.__getitem__, view.running))
+    return max(ends, default=0)
 
 
 def rewritten(view: StepView, store: Session, block_tokens: int) -> tuple[BlockId, ...]:

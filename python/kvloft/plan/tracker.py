@@ -59,6 +59,10 @@ class Tracker:
     flight: Flight | None = None
     """Another request's load that it waits for."""
     local_tokens: int = 0
+    num_local_blocks: int = 0
+    """Of ``blocks``, those that vLLM had itself when it admitted the request."""
+    num_noted: int = 0
+    """Leading blocks that `Continuations` knows of."""
     asked_step: int = 0
     asked_s: float = 0.0
     waiting_since: float | None = None
@@ -119,7 +123,7 @@ class Tracker:
         """The request's block table is void. Unless it ``keeps_kv``, what it computes from here on comes from position 0."""
         self.kv_outdated = self.kv_outdated and keeps_kv
         self.blocks = []
-        self.saved_chunks = 0
+        self.saved_chunks = self.num_noted = 0
         self.save_blocked = False
         self.waiting_since = None
         self.waited_out = False

@@ -33,6 +33,7 @@ from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.identity.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
 from kvloft.vllm.identity.reload import WeightsWatch
 from kvloft.vllm.patches import ADD_ADAPTER, ENGINE_RPC, ENGINE_SLEEP, OF_EVERY_ENGINE, PAUSE_RESET, listen, settle
+from kvloft.vllm.shape import draft_limit
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.support import transfer_warnings
 from kvloft.vllm.views import VllmRequest, view_grouped_step, view_step
@@ -121,6 +122,7 @@ class SchedulerHalf:
             shares_blocks=bool(vllm_config.cache_config.enable_prefix_caching),
             save_prompts_only=config.save == "prompt",
             max_running=vllm_config.scheduler_config.max_num_seqs,
+            draft_limit=draft_limit(vllm_config),
             # Where a failed load ends its request, trying again would cost answers.
             retry_loads_s=RETRY_S if getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute" else math.inf,
         )

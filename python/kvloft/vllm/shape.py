@@ -59,6 +59,16 @@ def has_draft_kv(vllm_config: Any) -> bool:
     return speculative is not None and speculative.method in (*HIDDEN_DRAFTERS, "draft_model")
 
 
+def draft_limit(vllm_config: Any) -> int | None:
+    """Tokens of the longest request with which vLLM's runners surely run the drafter (`_input_fits_in_drafter`); None: no draft KV."""
+    if not has_draft_kv(vllm_config):
+        return None
+    speculative, longest = vllm_config.speculative_config, vllm_config.model_config.max_model_len
+    if (draft := getattr(speculative, "draft_model_config", None)) is not None:
+        longest = min(longest, draft.max_model_len)
+    return int(longest) - int(speculative.num_speculative_tokens) - 1
+
+
 def lookahead(vllm_config: Any) -> int:
     """Tokens behind a position that its draft KV depends on; 0 without a drafter, or where it reads tokens only."""
     if not has_draft_kv(vllm_config) or vllm_config.speculative_config.method not in HIDDEN_DRAFTERS:

@@ -1,0 +1,38 @@
+"""Which chunk's KV each block holds to its last position, where a drafter's KV there depends on the next token.
+
+vLLM's own cache tells blocks by their own tokens, so a hit of its may be a block that another continuation of the same prefix
+wrote. That costs one draft position; saved under this continuation's key it would be wrong for good. It must not know vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvloft.plan.tracker import Tracker
+from kvloft.seam.batch import Tables
+from kvloft.seam.ids import BlockId, ChunkKey
+
+
+class Continuations:
+    """What requests were seen to compute or load: key by block."""
+
+    def __init__(self) -> None:
+        self._keys: dict[BlockId, ChunkKey] = {}
+
+    def note(self, tracker: Tracker, num_blocks: int) -> None:
+        """The request itself filled its first ``num_blocks`` blocks, but for those that vLLM had."""
+        for nth in range(max(tracker.num_local_blocks, tracker.num_noted), num_blocks):
+            key = tracker.chain.key(nth)
+            for table in _tables(tracker):
+                self._keys.update((block, key) for block in table[nth : nth + 1])
+        tracker.num_noted = max(tracker.num_noted, num_blocks)
+
+    def are_its_own(self, tracker: Tracker, blocks: Sequence[BlockId]) -> bool:
+        """Whether those of ``blocks`` that vLLM had are known to be of the request's own continuation."""
+        wanted = set(blocks)
+        local = (row for table in _tables(tracker) for row in enumerate(table[: tracker.num_local_blocks]))
+        return all(self._keys.get(block) == tracker.chain.key(nth) for nth, block in local if block in wanted)
+
+
+def _tables(tracker: Tracker) -> Iterator[Sequence[BlockId]]:
+    yield from tracker.blocks.tables if isinstance(tracker.blocks, Tables) else (tracker.blocks,)
