@@ -76,7 +76,7 @@ def test_a_model_with_windows_is_served_with_all_groups(tmp_path: Path) -> None:
     assert passes["host"]["host"] == passes["disk"]["disk"] == passes["own"]["cached"]
     *windows, full = passes["disk"]["blocks"]
     assert 0 < min(windows) <= max(windows) < full, "as many blocks of windows as of full attention"
-    assert report["engines"]["alone"]["blocks"] == report["engines"]["kvloft"]["blocks"]
+    assert report["engines"]["alone"]["blocks"] == report["engines"]["with kvloft"]["blocks"]
 
 
 def test_a_drafter_is_refused_with_the_reason(tmp_path: Path) -> None:
