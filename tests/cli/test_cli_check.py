@@ -128,7 +128,7 @@ def assert_gone(pid: int) -> None:
 
 
 TRUE = {
-    "prompt": 20, "tokens": [1, 2, 3], "clear": [[-0.1, 4.0, 9], [-0.7, 0.001, 8], [-0.1, 4.0, 9]], "cached": 0, "host": 0,
+    "prompt": 20, "tokens": [1, 2, 3], "clear": [[-0.1, 4.0, 9], [-0.7, 0.0005, 8], [-0.1, 4.0, 9]], "cached": 0, "host": 0,
     "disk": 0, "drafted": 20, "accepted": 10, "errors": 0, "damaged": 0, "blocks": [0],
 }  # fmt: skip
 
@@ -175,6 +175,7 @@ def test_a_good_run_is_served_without_a_remark() -> None:
         ({"fork": {"errors": 1}}, "1 errors inside kvloft"),
         ({"fork": {"damaged": 1}}, "1 errors inside kvloft"),
         ({"host": {"host": 16, "accepted": 6}}, "6 drafted tokens were accepted, 10 of the same answers cold"),
+        ({"host": {"host": 16, "tokens": [1, 8, 3]}}, "rounding decides every answer"),
         ({"host": {"host": 16, "clear": [[-0.3, 4.0, 9]] * 3}}, "log probabilities differ by up to 0.4"),
     ],
 )
