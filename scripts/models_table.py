@@ -55,7 +55,7 @@ def _rows(reports: list[dict[str, Any]]) -> Iterator[list[str]]:
     for report in reports:
         passes = {one["name"]: one for one in report["passes"]}
         alone = report["engines"]["alone"]
-        ours = report["engines"].get("kvloft", {})
+        ours = report["engines"].get("with kvloft", {})
         served = "yes" if report["served"] else f"no: {_short(report['missing'][0])}"
         found = blocks = accepted = ""
         if "disk" in passes:

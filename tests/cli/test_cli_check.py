@@ -56,7 +56,7 @@ def test_json_has_all_of_it(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert (report["served"], report["missing"], report["extra"]) == (True, [], {"kv_groups": "all"})
     assert [one["name"] for one in report["passes"]] == ["plain", "own", "cold", "host", "fork", "disk", "reset"]
-    assert set(report["engines"]) == {"alone", "kvloft", "kvloft again"}
+    assert set(report["engines"]) == {"alone", "with kvloft", "with kvloft again"}
 
 
 def test_a_wrong_answer_is_status_1_and_the_last_line_says_where(capsys: pytest.CaptureFixture[str]) -> None:
@@ -76,6 +76,7 @@ def test_vllm_that_does_not_start_alone_is_status_2(capsys: pytest.CaptureFixtur
     assert main(["check", "never-starts"]) == 2
     out, err = capsys.readouterr()
     assert out == ""
+    assert "--- the end of the log of vLLM alone" in err
     assert err.splitlines()[-1].endswith("these flags: ValueError: no such model")
 
 
@@ -127,7 +128,7 @@ def assert_gone(pid: int) -> None:
 
 
 TRUE = {
-    "prompt": 20, "tokens": [1, 2, 3], "clear": [[-0.1, 4.0, 9], [-0.7, 0.001, 8], [-0.1, 4.0, 9]], "cached": 0, "host": 0,
+    "prompt": 20, "tokens": [1, 2, 3], "clear": [[-0.1, 4.0, 9], [-0.7, 0.0005, 8], [-0.1, 4.0, 9]], "cached": 0, "host": 0,
     "disk": 0, "drafted": 20, "accepted": 10, "errors": 0, "damaged": 0, "blocks": [0],
 }  # fmt: skip
 
@@ -153,9 +154,9 @@ def report(**changes: dict[str, Any]) -> dict[str, Any]:
     names = ("plain", "own", "cold", "host", "fork", "disk", "reset")
     told = [{"event": "pass", "name": n, "answers": {"p": TRUE | good.get(n, {}) | changes.get(n, {})}} for n in names]
     facts = {"dtype": "float32", "groups": [{}, {}], "request_bytes": 1 << 20, "max_model_len": 100}
-    starts = [{"event": "started", "facts": facts | changes.get(name, {})} for name in ("alone", "kvloft")]
+    starts = [{"event": "started", "facts": facts | changes.get(name, {})} for name in ("alone", "with kvloft")]
     return make_report(
-        [("alone", [starts[0], *told[:2]], None), ("kvloft", [starts[1], *told[2:]], None)],
+        [("alone", [starts[0], *told[:2]], None), ("with kvloft", [starts[1], *told[2:]], None)],
         {"model": "m", "extra": {}, "ignored": []},
     )
 
@@ -174,6 +175,7 @@ def test_a_good_run_is_served_without_a_remark() -> None:
         ({"fork": {"errors": 1}}, "1 errors inside kvloft"),
         ({"fork": {"damaged": 1}}, "1 errors inside kvloft"),
         ({"host": {"host": 16, "accepted": 6}}, "6 drafted tokens were accepted, 10 of the same answers cold"),
+        ({"host": {"host": 16, "tokens": [1, 8, 3]}}, "rounding decides every answer"),
         ({"host": {"host": 16, "clear": [[-0.3, 4.0, 9]] * 3}}, "log probabilities differ by up to 0.4"),
     ],
 )
@@ -184,7 +186,7 @@ def test_each_thing_that_is_missing_is_said(changes: dict[str, Any], missing: st
 
 
 def test_more_gpu_memory_for_a_request_is_a_remark_with_the_setting_that_helps() -> None:
-    found = report(kvloft={"request_bytes": 4 << 20})
+    found = report(**{"with kvloft": {"request_bytes": 4 << 20}})
     assert found["served"]
     assert "a request of 100 tokens takes 4 MiB of GPU KV memory with kvloft, 1 MiB without" in found["remarks"][0]
     assert '--extra \'{"kv_groups": "all"}\'' in found["remarks"][1]

@@ -27,7 +27,7 @@ from kvloft.errors import ConfigError
 
 DISK_SIZE = "8GiB"
 LEAST_LIMIT_S, MOST_LIMIT_S = 10, 86_400
-ENGINES = (("alone", ["plain", "own"]), ("kvloft", ["cold", "host", "fork"]), ("kvloft again", ["disk", "reset"]))
+ENGINES = (("alone", ["plain", "own"]), ("with kvloft", ["cold", "host", "fork"]), ("with kvloft again", ["disk", "reset"]))
 HELP = """\
 Start vLLM with MODEL and the flags behind --, serve some prompts, and compare the answers token by token:
 
@@ -89,7 +89,7 @@ def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
 def run(args: argparse.Namespace) -> int:
     """Run the engines and print the report: 0 served, 1 not, 2 could not be tried. Raises ConfigError for a wrong setting."""
     extra = parse_extra(args.extra)
-    load_config(extra)
+    load_config(extra | {"disk_path": tempfile.gettempdir(), "disk_size": DISK_SIZE})  # as the engines will have it
     if importlib.util.find_spec("vllm") is None:
         print("kvloft: vllm cannot be imported; run this in the environment that has it", file=sys.stderr)
         return 2
@@ -105,6 +105,9 @@ def run(args: argparse.Namespace) -> int:
         engines = run_engines(args, extra)
     finally:
         signal.signal(signal.SIGTERM, before)
+    for name, ran in engines.items():
+        if ran.tail:
+            print(f"--- the end of the log of vLLM {name}\n{ran.tail}\n---", file=sys.stderr)
     ran = engines["alone"]
     if ran.error is not None:
         print(f"kvloft: vLLM alone does not run with this model and these flags: {ran.error}", file=sys.stderr)
@@ -129,7 +132,7 @@ def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ra
         for name, passes in ENGINES:
             disk = None if name == "alone" else str(Path(folder) / "disk")
             job = {"model": args.model, "flags": args.flags, "extra": extra, "disk_path": disk, "disk_size": DISK_SIZE}
-            title = "vLLM alone" if name == "alone" else f"vLLM with {name}"
+            title = f"vLLM {name}"
 
             def progress(text: str, title: str = title) -> None:
                 screen.print(f"kvloft check: {title}: {text}", highlight=False, markup=False)

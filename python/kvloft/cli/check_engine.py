@@ -21,6 +21,7 @@ from kvloft.config import child_environment
 POLL_S = 0.2
 MODULE = "kvloft.vllm.check"
 LATE, GONE = "it was not done", "its process ended"
+TAIL_LINES = 30
 MAX_ERROR = 600
 """Characters."""
 ENVIRONMENT = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
@@ -32,10 +33,11 @@ CONSEQUENCES = ("Engine core initialization failed", "WorkerProc initialization 
 
 @dataclass(slots=True)
 class Ran:
-    """What one engine told; ``error`` says in one sentence why it did not come to its end."""
+    """What one engine told; ``error`` says in one sentence why it did not come to its end, ``tail`` is its log's end then."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
     error: str | None = None
+    tail: str = ""
 
     def get(self, event: str) -> dict[str, Any]:
         """The first event of that name, empty if there was none."""
@@ -57,7 +59,8 @@ def run_engine(name: str, job: dict[str, Any], *, folder: Path, limit_s: float, 
     finally:
         _end(process)
     if ran.error is not None:
-        ran.error = _cause(log.read_text(errors="replace"), ran.error)
+        text = log.read_text(errors="replace")
+        ran.error, ran.tail = _cause(text, ran.error), "\n".join(text.splitlines()[-TAIL_LINES:])
     return ran
 
 

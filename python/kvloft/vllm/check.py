@@ -20,7 +20,7 @@ from typing import Any
 
 from kvloft.errors import ConfigError
 from kvloft.vllm.check_prompts import choose_prompts
-from kvloft.vllm.shape import KIND_OF_SPEC, group_shape, layer_specs
+from kvloft.vllm.shape import KIND_OF_SPEC, group_layers, group_shape, layer_specs, page_bytes
 
 NUM_OUTPUT_TOKENS = 24
 NUM_SETTLING_STEPS = 200_000
@@ -145,7 +145,8 @@ class Engine:
         config, vllm_config = self.core.scheduler.kv_cache_config, self.llm.vllm_config
         concurrency = getattr(kv_cache_utils, "get_max_concurrency_for_kv_cache_config", None)
         full_requests = concurrency(vllm_config, config) if concurrency else None
-        kv_bytes = sum(tensor.size for tensor in config.kv_cache_tensors)
+        bytes_of = page_bytes(config)  # groups share tensors, so a block has room for the largest
+        kv_bytes = config.num_blocks * max(sum(bytes_of[name] for name in names) for names in group_layers(config))
         return {
             "architecture": vllm_config.model_config.architecture,
             "dtype": str(vllm_config.model_config.dtype).removeprefix("torch."),
