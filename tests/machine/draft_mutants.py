@@ -48,7 +48,10 @@ def rejected_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
     swap(mp, scheduler_half, "view_step", view)
 
 
-@mutant("vLLM takes results before the drafter ran; who saves there saves what its layers held before", "does not hold its key's KV|position")
+@mutant(
+    "vLLM takes results before the drafter ran; who saves there saves what its layers held before",
+    "does not hold its key's KV|position",
+)
 def saved_before_the_drafter(mp: pytest.MonkeyPatch) -> None:
     swap(mp, worker_half, "has_draft_kv", lambda original, config: False)
 

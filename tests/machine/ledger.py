@@ -141,7 +141,9 @@ class Ledger:
             at = table.index(copy.blocks[0]) * block
             size = len(copy.blocks) * block
             own, first = self.words(prefix, at, at + size, block), copy.first_block * block * len(self.layers)
-            self.expect(own == words[first : first + len(own)] and own, f"{load.req_id}: another prefix's chunk for tokens {at} on (I1)")
+            self.expect(
+                own == words[first : first + len(own)] and own, f"{load.req_id}: another prefix's chunk for tokens {at} on (I1)"
+            )
 
     # -- what became of them --------------------------------------------------------------------------------------
 
@@ -190,7 +192,10 @@ class Ledger:
                 total <= len(prefix) and answer % block == 0, f"{req_id}: {answer} tokens offered beyond {local} of {len(prefix)}"
             )
             ends = self.ends(prefix, local, total, block)
-            self.expect(len(ends) == answer // block and self.saved.issuperset(ends), f"{req_id}: offered {total} tokens, not all of them saved (I1)")
+            self.expect(
+                len(ends) == answer // block and self.saved.issuperset(ends),
+                f"{req_id}: offered {total} tokens, not all of them saved (I1)",
+            )
         elif req_id in self.doubtful:
             return
         if self.why_lossy is None and req_id not in self.standing:

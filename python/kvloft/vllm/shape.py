@@ -58,7 +58,7 @@ def has_draft_kv(vllm_config: Any) -> bool:
 
 
 def draft_limit(vllm_config: Any) -> int | None:
-    """Tokens of the longest request with which vLLM's runners surely run the drafter (`_input_fits_in_drafter`); None: no draft KV."""
+    """Tokens of the longest request with which vLLM surely runs the drafter (`_input_fits_in_drafter`); None: no draft KV."""
     if not has_draft_kv(vllm_config):
         return None
     speculative, longest = vllm_config.speculative_config, vllm_config.model_config.max_model_len

@@ -120,7 +120,9 @@ ZOO = {
         ZooModel("eagle", *LLAMA, draft=Draft("eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER)),
         ZooModel("eagle3", *LLAMA, draft=Draft("eagle3", 3, "draft", drafts.eagle3_config, drafts.eagle3_weights, layer=AFTER)),
         ZooModel("ngram-windows", *WINDOWS, draft=Draft("ngram", 3, settings=NGRAM)),
-        ZooModel("eagle-windows", *WINDOWS, draft=Draft("eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER)),
+        ZooModel(
+            "eagle-windows", *WINDOWS, draft=Draft("eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER)
+        ),
         ZooModel("mtp", drafts.mimo_config, drafts.mimo_weights, ("full",), draft=Draft("mtp", 1, "target", layer=AFTER)),
     )
 }
