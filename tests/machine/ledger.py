@@ -45,6 +45,9 @@ class Ledger:
     asked: dict[str, tuple[int, int | None]] = field(default_factory=dict)
     admitted: dict[str, tuple[int, int]] = field(default_factory=dict)
     """First token and number of tokens of each request's load."""
+    before: dict[int, int] = field(default_factory=dict)
+    """Of KV in a drafter's layers, the prefix that it follows, whatever its next token; also of lives before, whose frames are
+    loaded again."""
     why_lossy: str | None = None
     """Why something that was saved may be missing now; None: nothing may."""
     doubtful: set[str] = field(default_factory=set)

@@ -45,8 +45,6 @@ class Memory:
         self.planes = [torch.full((shape.num_blocks, words), POISON, dtype=torch.int64) for _ in range(num_planes)]
         self._words = [plane.numpy() for plane in self.planes]
         self.num_checked = self.num_of_others = 0
-        self._before: dict[int, int] = {}
-        """Of KV in a drafter's layers, the prefix that it follows, whatever its next token."""
 
     def zero(self, blocks: Iterable[int]) -> None:
         for words in self._words:
@@ -122,7 +120,7 @@ class Memory:
         last, symbols = group.block_tokens - 1, work.state.prefix.symbols
         others = [(at, f) for at, (f, w) in enumerate(zip(found, wanted, strict=True), start=begin) if f != w]
         self.num_of_others += len(others)
-        return all(at % group.block_tokens == last and self._before.get(f) == symbols[at] for at, f in others)
+        return all(at % group.block_tokens == last and self._ledger.before.get(f) == symbols[at] for at, f in others)
 
     # -- states ---------------------------------------------------------------------------------------------------
 
@@ -182,6 +180,6 @@ class Memory:
         """What is confirmed knows its next token; what was rejected, or drafted ahead, holds garbage."""
         symbols = work.state.prefix.symbols
         known = [self._ledger.kv(symbol, number) for symbol in symbols[work.start + 1 : computed + 1]]
-        self._before.update(zip(known, symbols[work.start : computed], strict=True))
+        self._ledger.before.update(zip(known, symbols[work.start : computed], strict=True))
         ahead = min(max(work.end, computed + self._shape.num_drafts - 1), len(work.state.tables[number]) * group.block_tokens)
         self._write(number, group, work, plane, work.start, known + [GARBAGE] * (ahead - computed))

@@ -61,3 +61,18 @@ def test_what_is_computed_while_vllm_leaves_the_drafter_out_is_not_saved() -> No
     after = serve(engine, Request("after", [*short.token_ids, 0, 0, 0], 3))
     assert stored(engine, after) == 0, "vLLM's own cache had its first block"
     settle(engine)
+
+
+def test_a_long_prompts_keys_are_made_as_its_blocks_need_them() -> None:
+    engine = SymbolicEngine(Setup(lookahead=1, block_tokens=16, num_blocks=60, num_frames=60))
+    request = serve(engine, Request("a", [n % 3 for n in range(700)], 2), budget=160)
+    assert stored(engine, request) == whole_blocks(700, 16)
+    settle(engine)
+
+
+def test_a_session_that_replaces_its_last_token_saves_no_more() -> None:
+    """The drafter's KV before that token knows it."""
+    engine = SymbolicEngine(Setup(block_tokens=2, lookahead=1, local_cache=False))
+    request = serve(engine, Request("a", PROMPT[:5], 2, updates=[[2, 2, 0, 1, 1], None]))  # type: ignore[list-item]
+    assert stored(engine, request) == 4
+    settle(engine)

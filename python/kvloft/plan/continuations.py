@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 
 from kvloft.plan.tracker import Tracker
 from kvloft.seam.batch import Tables
-from kvloft.seam.ids import BlockId, ChunkKey
+from kvloft.seam.ids import BlockId
 
 
 class Continuations:
     """What requests were seen to compute or load: key by block."""
 
     def __init__(self) -> None:
-        self._keys: dict[BlockId, ChunkKey] = {}
+        self._keys: dict[BlockId, bytes] = {}
 
     def note(self, tracker: Tracker, num_blocks: int) -> None:
         """The request itself filled its first ``num_blocks`` blocks, but for those that vLLM had."""

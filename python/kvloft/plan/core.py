@@ -191,8 +191,8 @@ class SchedulerCore:
         trackers, scheduled, drafts = self._trackers, view.num_scheduled_tokens, view.num_draft_tokens
         self._tables = view.tables
         if self._draft_limit is not None and longest(view) > self._draft_limit:
-            for unlucky in filter(None, map(trackers.get, scheduled)):  # what is computed now gets no draft KV
-                unlucky.save_blocked = True
+            for known in filter(None, map(trackers.get, scheduled)):  # what is computed now gets no draft KV
+                known.save_blocked = True
         for new in view.new:
             if (tracker := trackers.get(new.req_id)) is not None:
                 if self._groups is None:

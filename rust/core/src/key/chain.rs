@@ -51,7 +51,14 @@ impl KeyChain {
         if lookahead > block_tokens {
             return Err(bad("lookahead must be at most block_tokens").with_context("lookahead", lookahead));
         }
-        Ok(Self { root, block_tokens, lookahead, keys: Vec::new(), pending: Pending::default(), items: Items::default() })
+        Ok(Self {
+            root,
+            block_tokens,
+            lookahead,
+            keys: Vec::new(),
+            pending: Pending::default(),
+            items: Items::default(),
+        })
     }
 
     /// The key of the empty prefix.
