@@ -95,6 +95,7 @@ fn a_server_that_stands_still_costs_one_deadline() {
     let num_late = || engine.stats().into_iter().find(|(name, _)| name == "server_late").map(|(_, value)| value);
     let num_late_before = num_late().expect("it counts");
     signal(&child, "STOP");
+    until("it stands still", || all_stopped(child.id()));
     let start = Instant::now();
     assert_eq!(engine.lookup(Prefix::from(&chain)), Lookup::default());
     let first = start.elapsed();
@@ -116,6 +117,13 @@ fn a_server_that_stands_still_costs_one_deadline() {
     assert_eq!((rows.len(), num_dropped), (4, 0), "nothing that came late is held");
     child.kill().expect("it lives");
     child.wait().expect("it ended");
+}
+
+/// A signal is on its way for a moment, to each thread.
+fn all_stopped(pid: u32) -> bool {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it lives");
+    let state = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+    tasks.flatten().map(state).all(|stat| stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T')))
 }
 
 fn signal(child: &std::process::Child, name: &str) {
