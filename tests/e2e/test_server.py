@@ -59,6 +59,13 @@ class CacheServer:
         assert self._process is not None
         self._process.send_signal(number)
 
+    def freeze(self) -> None:
+        """SIGSTOP, and wait until every thread stands still."""
+        self.send(signal.SIGSTOP)
+        assert self._process is not None
+        tasks = Path(f"/proc/{self._process.pid}/task")
+        until(lambda: all((t / "stat").read_text().rpartition(") ")[2][0] == "T" for t in tasks.iterdir()), "it goes on")
+
     def end(self, number: int = signal.SIGKILL) -> int:
         """Send the signal and wait; the exit status."""
         if self._process is None:
@@ -204,7 +211,7 @@ def test_a_frozen_server_costs_one_deadline_and_goes_on_where_it_was(
 ) -> None:
     engine = start(kv_transfer_config=shared(server, server_timeout="200ms"), num_blocks=120)
     ask_all(truth, engine)
-    server.send(signal.SIGSTOP)
+    server.freeze()
     assert ask_all(truth, engine) == 0
     assert engine.store()["server_late"] == 1, "no call waits for a server that is known to stand still"
     server.send(signal.SIGCONT)

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use common::{FRAME, LONG, chain, connect, found, remote_config, save, serve, socket, until, whole, with_disk};
 use kvloft_core::session::Session;
 use kvloft_core::store::{Lookup, Prefix, Progress};
-use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig};
+use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig, status};
 
 #[test]
 fn without_a_server_everything_is_a_miss_until_there_is_one() {
@@ -95,6 +95,7 @@ fn a_server_that_stands_still_costs_one_deadline() {
     let num_late = || engine.stats().into_iter().find(|(name, _)| name == "server_late").map(|(_, value)| value);
     let num_late_before = num_late().expect("it counts");
     signal(&child, "STOP");
+    until("it stands still", || all_stopped(child.id()));
     let start = Instant::now();
     assert_eq!(engine.lookup(Prefix::from(&chain)), Lookup::default());
     let first = start.elapsed();
@@ -114,8 +115,31 @@ fn a_server_that_stands_still_costs_one_deadline() {
     until("it goes on", || found(&engine, &chain) == 4);
     let (rows, num_dropped) = engine.reserve(Prefix::from(&common::chain(7, 4)), whole(4)).expect("in range");
     assert_eq!((rows.len(), num_dropped), (4, 0), "nothing that came late is held");
+    engine.abort(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
+    for is_save in [true, false] {
+        signal(&child, "STOP");
+        until("it stands still", || all_stopped(child.id()));
+        if is_save {
+            assert_eq!(engine.reserve(Prefix::from(&common::chain(8, 4)), whole(4)).expect("in range").1, 4);
+        } else {
+            engine.acquire(Prefix::from(&chain)); // nobody releases it: it was never had
+        }
+        signal(&child, "CONT");
+        until("it goes on", || found(&engine, &chain) == 4);
+        until("what came late is given back", || {
+            let held = status(&socket(dir.path()), LONG).expect("it answers").engines;
+            held.len() == 1 && (held[0].num_reserved, held[0].num_leases) == (0, 0)
+        });
+    }
     child.kill().expect("it lives");
     child.wait().expect("it ended");
+}
+
+/// A signal is on its way for a moment, to each thread.
+fn all_stopped(pid: u32) -> bool {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it lives");
+    let state = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
+    tasks.flatten().map(state).all(|stat| stat.rsplit(") ").next().is_some_and(|rest| rest.starts_with('T')))
 }
 
 fn signal(child: &std::process::Child, name: &str) {

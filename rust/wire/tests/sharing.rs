@@ -264,6 +264,9 @@ fn hostile_bytes_are_refused_and_nobody_else_notices() {
     let mut huge = Vec::new();
     let range = kvloft_core::store::SaveRange { start: u32::MAX, stop: u32::MAX, tail_blocks: 0 };
     Request::Reserve(ChunkKey([1; 32]), u32::MAX - 1, keys, range).encode(2, &mut huge);
+    let mut without_keys = Vec::new();
+    let range = kvloft_core::store::SaveRange { start: 2, stop: 3, tail_blocks: 0 };
+    Request::Reserve(ChunkKey([1; 32]), 3, keys, range).encode(2, &mut without_keys);
     for (name, bytes) in [
         ("text", b"GET / HTTP/1.1\r\n\r\n".to_vec()),
         ("too long", u32::MAX.to_le_bytes().to_vec()),
@@ -274,6 +277,7 @@ fn hostile_bytes_are_refused_and_nobody_else_notices() {
         ("hello twice", after_hello(&hello)),
         ("a prefix that was not sent", after_hello(&lying)),
         ("a range of nothing", after_hello(&huge)),
+        ("a range whose keys were left out", after_hello(&without_keys)),
         ("longer than any", after_hello(&u32::MAX.to_le_bytes())),
     ] {
         let before = stat(&server.status().stats, "server_refused");
