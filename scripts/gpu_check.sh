@@ -86,7 +86,7 @@ has equality && TAIL=90 stage equality "$PYTHON" -m benches.gpu.equality --json 
 
 if has groups; then # 13 layers: six groups of windows, one of them smaller, and one of full attention
   for phase in prompts crowd; do
-    TAIL=30 stage "equality_groups_$phase" "$PYTHON" -m benches.gpu.equality --model gemma3 --layers 13 --blocks 800 --timeout 115 \
+    TAIL=30 stage "equality_groups_$phase" "$PYTHON" -m benches.gpu.equality --model gemma3 --layers 13 --blocks 1300 --timeout 115 \
       --setups reference,plain-pc,groups --phases $phase --json "$OUT/equality_groups_$phase.json" --logs "$OUT/groups_$phase"
   done
   stage engine_groups "$PYTHON" -m benches.gpu.engine --model gemma3 --connectors none,groups --phases ttft --timeout 115 \

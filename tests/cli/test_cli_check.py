@@ -107,7 +107,8 @@ def test_an_engine_that_hangs_is_ended_with_all_its_processes(
 def test_a_signal_ends_the_engines_and_removes_the_files(tmp_path: Path, sent: signal.Signals) -> None:
     program = (
         # A shell's background job, as this may be one of, ignores SIGINT.
-        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); from kvloft.cli import check, check_engine; from kvloft.cli.__main__ import main; "
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "from kvloft.cli import check, check_engine; from kvloft.cli.__main__ import main; "
         "check_engine.MODULE = 'fake_engine'; check.vllm_version = lambda: '0'; check.importlib.util.find_spec = lambda name: 1; "
         "sys.exit(main(sys.argv[1:]))"
     )

@@ -22,7 +22,7 @@ class Continuations:
     def note(self, tracker: Tracker, num_blocks: int) -> None:
         """The request itself filled its first ``num_blocks`` blocks, but for those that vLLM had."""
         for nth in range(max(tracker.num_local_blocks, tracker.num_noted), num_blocks):
-            key = ChunkKey(tracker.chain.key(nth))
+            key = tracker.chain.key(nth)
             for table in _tables(tracker):
                 self._keys.update((block, key) for block in table[nth : nth + 1])
         tracker.num_noted = max(tracker.num_noted, num_blocks)

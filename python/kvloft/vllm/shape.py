@@ -49,7 +49,7 @@ def _grouped_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> Ca
     return CacheShape(groups, part_bytes=part_bytes_for(largest), num_ranks=num_ranks, lookahead=lookahead(vllm_config))
 
 
-HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp", "dflash", "dspark")
+HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
 """Methods whose layers read the target's hidden states beside the token after each (`SpeculativeConfig.use_eagle`)."""
 
 
