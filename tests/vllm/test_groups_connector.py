@@ -31,3 +31,20 @@ def test_bad_blocks_are_told_by_their_ids_only_where_one_group_has_them(is_group
     assert results.finished_recving == {"a", "b"}
     assert set(getattr(results, "failed_recving", ()) or ()) == ({"b"} if is_grouped else set())
     assert connector.get_block_ids_with_load_errors() == (set() if is_grouped else {5, 6})
+
+
+def test_bad_blocks_of_a_load_that_goes_on_are_not_told_of_several_groups() -> None:
+    """They are known chunk by chunk; told of several groups, they would end the engine."""
+    connector: Any = object.__new__(KVLoftGroupsConnector)
+    bad = {5}
+
+    def take_bad_blocks() -> set[int]:
+        taken = set(bad)
+        bad.clear()
+        return taken
+
+    core = SimpleNamespace(failed_loads=set())
+    connector._worker = SimpleNamespace(is_grouped=True, core=core, take_finished=set, take_bad_blocks=take_bad_blocks)
+    results = connector.get_transfer_results(set())
+    assert not results.finished_recving
+    assert connector.get_block_ids_with_load_errors() == set()

@@ -97,10 +97,10 @@ class GroupedChunks:
                 for block in range(start, min(stop, len(own))):
                     if own[block] != NULL_BLOCK:
                         saving.add(nth, chain.attached(block, nth + 1), 0, 1, own[block : block + 1])
+            return saving.batches(), dropped
         except BaseException:
             saving.give_back()
             raise
-        return saving.batches(), dropped
 
     def reserve_state(self, chain: KeyChain, group: int, boundary: int, block: BlockId) -> GroupBatches:
         """Reserve a frame for the state after ``boundary`` blocks, which ``block`` will hold at this step's end."""

@@ -256,8 +256,8 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
     @_miss_on_error(lambda self: (set(), set()))
     def _take_finished(self) -> tuple[set[str], set[str]]:
         done, failed = self._worker.take_finished(), self._worker.core.failed_loads
-        if failed:
-            self._worker.take_bad_blocks()
+        # Known before their load ends, and told of several groups they would end the engine; the load's failure says it all.
+        self._worker.take_bad_blocks()
         return done, set(failed)
 
     def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:

@@ -121,7 +121,7 @@ impl DiskBooks {
 
     /// Whether it cannot settle before `deadline`: no tier, or one that is left alone for longer, or without an end.
     pub(super) fn is_hopeless(&self, deadline: Duration) -> bool {
-        let is_stuck = !self.stuck.is_empty() && self.stuck_until > deadline;
+        let is_stuck = !self.stuck.is_empty() && self.stuck_until > deadline && self.clearing == Clearing::No;
         let is_absent = matches!(self.attached, Attached::NotBefore(time) if time > deadline);
         self.stopping || is_absent || is_stuck || self.writes.retry_at > deadline || self.all_hang()
     }
