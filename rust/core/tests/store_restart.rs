@@ -126,3 +126,23 @@ fn an_older_copy_that_opening_could_not_empty_does_not_outlive_a_discard() {
     drop(store);
     assert_eq!(place.found_later(&prompt), 0);
 }
+
+/// One record can never be cleared; what all the others hold must not stay for it.
+#[test]
+fn a_slot_that_cannot_be_freed_keeps_no_other_chunk_from_being_cleared() {
+    let place = Place::new();
+    let store = place.open();
+    let prompts: Vec<_> = (1..4).map(|token| chain(&[token])).collect();
+    for prompt in &prompts {
+        save_all(&store, prompt);
+    }
+    assert!(store.flush(LONG));
+    // Of the first prompt's slot, before the clear and in it.
+    place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index.dat").times(1));
+    assert_eq!(store.discard(&prompts[0].keys()[..1]), 1);
+    until("the slot could not be freed", || stat(&store, "disk_write_errors") == 1);
+    place.files.inject(Rule::new(Fault::Refuse(EIO)).on(WRITES).in_file("index.dat").times(1));
+    store.clear();
+    drop(store);
+    assert_eq!(prompts[1..].iter().map(|prompt| place.found_later(prompt)).sum::<u32>(), 0);
+}

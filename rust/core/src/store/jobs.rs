@@ -35,7 +35,7 @@ pub(super) enum Job {
         frame: Frame,
     },
     Free(Vec<SlotId>),
-    /// These slots, then all others.
+    /// All chunks, and these slots.
     Clear(Vec<SlotId>),
 }
 
@@ -117,7 +117,10 @@ impl State {
                 self.end_write(id, frame, outcome)
             }
             End::Free(not_freed) => Some(self.end_free(not_freed)),
-            End::Clear(not_freed, is_cleared) => Some(self.end_clear(not_freed, is_cleared)),
+            End::Clear(not_freed, is_cleared) => {
+                let is_cleared = is_cleared && not_freed.is_empty();
+                Some(self.end_clear(not_freed, is_cleared))
+            }
         };
         if hangs && is_well == Some(true) {
             // What hung answers: so does the other direction, as far as this one knew.

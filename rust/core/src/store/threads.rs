@@ -96,10 +96,12 @@ fn do_next(inner: &Inner, disk: &dyn LocalTier) -> bool {
             End::Write { id, frame, outcome }
         }
         Job::Free(slots) => End::Free(free(disk, slots)),
-        Job::Clear(slots) => {
-            let not_freed = free(disk, slots);
-            let is_cleared = not_freed.is_empty() && guarded(|| disk.clear()).is_ok();
-            End::Clear(not_freed, is_cleared)
+        Job::Clear(mut slots) => {
+            let mut keep_stuck = || slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());
+            keep_stuck();
+            let is_cleared = guarded(|| disk.clear()).is_ok(); // also where one slot refuses: the others need not stay for it
+            keep_stuck(); // what the clear freed nobody has got since: no other job is under way
+            End::Clear(slots, is_cleared)
         }
     };
     let entered = inner.with_books(|state| state.end_job(ticket, end));
