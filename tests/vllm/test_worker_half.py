@@ -6,11 +6,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvloft.config import Config
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.cuda import mover
+from kvloft.transfer.layout import LayoutError
 from kvloft.transfer.movers import choose_mover
 from kvloft.vllm import worker_half
 from kvloft.vllm.connector import KVLoftConnector
@@ -169,3 +171,10 @@ def test_a_worker_stops_at_other_weights_but_for_a_trainers(extension: str, stop
     if stops:
         heard[WORKER_RELOAD](None, "other weights")
     assert half.core._is_stopped == stops
+
+
+def test_a_layer_of_several_groups_that_vllm_did_not_register_is_refused() -> None:
+    half = half_of()
+    half.is_grouped, half._group_layers = True, [["a", "b"], ["c"]]
+    with pytest.raises(LayoutError, match="layer 'b' of a KV cache group has no KV tensor"):
+        half.register({"a": torch.zeros(1), "c": torch.zeros(1), "else": torch.zeros(1)})

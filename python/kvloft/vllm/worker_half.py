@@ -15,6 +15,7 @@ from vllm.platforms import current_platform
 import vllm
 from kvloft.config import Config
 from kvloft.seam.shape import CacheShape
+from kvloft.transfer.layout import LayoutError
 from kvloft.transfer.movers import MoverSettings
 from kvloft.transfer.worker import WorkerCore
 from kvloft.vllm.identity.namespace import are_replaced
@@ -56,7 +57,10 @@ class WorkerHalf:
         if not self.is_grouped:
             self.core.register(kv_caches, self._num_blocks, self._fingerprint)
         else:
-            groups = [{name: kv_caches[name] for name in names if name in kv_caches} for names in self._group_layers]
+            missing = [name for names in self._group_layers for name in names if name not in kv_caches]
+            if missing:  # its KV would neither be saved nor loaded, and every check would agree
+                raise LayoutError(f"layer {missing[0]!r} of a KV cache group has no KV tensor; kvloft cannot cache it")
+            groups = [{name: kv_caches[name] for name in names} for names in self._group_layers]
             self.core.register(groups, self._num_blocks, self._fingerprint)
 
     def take_finished(self) -> set[str]:
