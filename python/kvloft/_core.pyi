@@ -179,8 +179,14 @@ class Session:
         written are skipped, and so are those with a null block; it stops at the first chunk that cannot be had (no frame,
         or no parent) and counts that one and the rest as dropped. Reservations are in flight until they are settled or aborted.
         """
-    def supersede(self, ticket: int, key: bytes) -> None:
-        """Once ``ticket`` is committed, discard ``key``."""
+    def reserve_all(
+        self, rows: Sequence[tuple[KeyChain, Sequence[int], int, int, int, int, Sequence[int], bytes | None]]
+    ) -> list[tuple[ChunkBatch | None, int]]:
+        """`reserve` for many: rows of (chain, token_ids, num_tokens, start, stop, tail_blocks, table, replaced); all or nothing.
+
+        Each chain is first extended by what it has not got of ``token_ids[:num_tokens]``. Once a row's last chunk is committed,
+        the chunk ``replaced`` is discarded; not if that chunk is not among those reserved. None stands for no chunks.
+        """
     def settle(self, saved: Sequence[int], failed: Sequence[int] = ...) -> tuple[int, int]:
         """Take in one rank's report. With the last rank's, a chunk becomes visible if no rank failed it (and its parent is
         there), or its frame is given back. Returns (chunks that became visible, chunks that some rank failed)."""

@@ -56,6 +56,9 @@ def test_a_table_that_is_none_is_refused_and_nothing_stays_reserved(table: Any) 
     with pytest.raises((_core.ConfigError, TypeError)):
         store.reserve(chain, 0, 3, 0, table)
     with pytest.raises((_core.ConfigError, TypeError)):
+        other = chain_of([7, 8, 9])
+        store.reserve_all([(other, [], 3, 0, 3, 0, [4, 5, 6], None), (chain, [], 3, 0, 3, 0, table, None)])
+    with pytest.raises((_core.ConfigError, TypeError)):
         lease.batch(table, 0, 3)
     stats = store.stats()
     assert (store.num_in_flight, stats["frames_reserved"]) == (0, 0)
@@ -89,18 +92,22 @@ class Saves(RuleBasedStateMachine):
     def key(self, prompt: int) -> bytes:
         return chain_of([prompt]).key(0)
 
-    @rule(blocks=st.lists(st.integers(0, 6), min_size=1, max_size=5))
-    def saves_are_planned(self, blocks: list[int]) -> None:
-        """Of requests that share blocks, as happens over time; block 0 belongs to no request."""
-        for block in blocks:
-            prompt, self.next_prompt = self.next_prompt, self.next_prompt + 1
-            chunks, dropped = self.store.reserve(chain_of([prompt]), 0, 1, 0, [block])
-            if dropped:
+    @rule(blocks=st.lists(st.integers(0, 6), min_size=1, max_size=5), random=st.randoms(use_true_random=False))
+    def saves_are_planned(self, blocks: list[int], random: Any) -> None:
+        """Of requests that share blocks, as happens over time; block 0 belongs to no request. Some take another chunk's place."""
+        first, self.next_prompt = self.next_prompt, self.next_prompt + len(blocks)
+        keys = [self.key(random.choice(list(self.visible))) if self.visible and random.random() < 0.3 else None for _ in blocks]
+        wanted = list(zip(range(first, self.next_prompt), blocks, keys, strict=True))
+        answers = self.store.reserve_all([(chain_of([]), [prompt], 1, 0, 1, 0, [block], key) for prompt, block, key in wanted])
+        for (prompt, block, key), (chunks, dropped) in zip(wanted, answers, strict=True):
+            if dropped or chunks is None:
+                assert dropped or not block
                 continue
             assert [chunk.blocks for chunk in chunks] == ([(block,)] if block else []), "the null block was saved"
             self.model.add(Chunks(chunks))
             for ticket in chunks.tickets():
                 self.prompt_of[ticket] = prompt
+                self.model.supersedes |= {ticket: key} if key else {}
                 self.every.append(ticket)
 
     @rule(random=st.randoms(use_true_random=False), with_unknown=st.booleans(), is_whole=st.booleans())
@@ -114,13 +121,6 @@ class Saves(RuleBasedStateMachine):
         self.visible |= {self.prompt_of[ticket]: True for ticket in committed}
         for key in superseded:
             self.visible |= {prompt: False for prompt in self.visible if self.key(prompt) == key}
-
-    @rule(random=st.randoms(use_true_random=False))
-    def a_tail_replaces_another(self, random: Any) -> None:
-        if self.model.left and self.visible:
-            ticket, key = random.choice(list(self.model.left)), self.key(random.choice(list(self.visible)))
-            self.store.supersede(ticket, key)
-            self.model.supersedes[ticket] = key
 
     @rule(random=st.randoms(use_true_random=False), everything=st.booleans())
     def plans_are_given_up(self, random: Any, everything: bool) -> None:

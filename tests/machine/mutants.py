@@ -137,10 +137,10 @@ def namespace_is_always_the_same(mp: pytest.MonkeyPatch) -> None:
 
 
 def with_frontier(mp: pytest.MonkeyPatch, change: Callable[[Any, int], int]) -> None:
-    def changed(plan: Any, tracker: Any, store: Any, group: Any, frontier: int, *more: Any) -> Any:
-        return plan(tracker, store, group, change(tracker, frontier), *more)
+    def changed(due: Any, tracker: Any, group: Any, frontier: int) -> Any:
+        return due(tracker, group, change(tracker, frontier))
 
-    swap(mp, core, "plan_save", changed)
+    swap(mp, core, "due_chunks", changed)
 
 
 @mutant("Mooncake #45785: what is decoded is never saved, and nothing says so", r"ended, and of its \d+ tokens only")
@@ -152,12 +152,12 @@ def decode_is_never_saved(mp: pytest.MonkeyPatch) -> None:
     "LMCache: decoded tokens are taken from behind num_computed_tokens, where async has none", r"ended, and of its \d+ tokens only"
 )
 def decode_is_not_saved_ahead_of_its_tokens(mp: pytest.MonkeyPatch) -> None:
-    def plan(original: Any, tracker: Any, store: Any, group: Any, frontier: int, *more: Any) -> Any:
+    def due(original: Any, tracker: Any, group: Any, frontier: int) -> Any:
         if frontier > len(tracker.live.token_ids):
-            return frontier + 1, None, 0
-        return original(tracker, store, group, frontier, *more)
+            return frontier + 1, None
+        return original(tracker, group, frontier)
 
-    swap(mp, core, "plan_save", plan)
+    swap(mp, core, "due_chunks", due)
 
 
 @mutant("a chunked prompt is saved whole with its first chunk", r"tokens saved, \d+ computed \(I2\)")

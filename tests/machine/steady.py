@@ -67,6 +67,16 @@ class SteadyStore:
             self._ledger.lose("host memory is full")
         return chunks, num_dropped
 
+    def reserve_all(self, rows: Sequence[Any]) -> list[tuple[Any, int]]:
+        self.settle_disk()
+        reserved: list[tuple[Any, int]] = self.session.reserve_all(rows)
+        if any(num_dropped for _, num_dropped in reserved):
+            self._ledger.lose("a save was dropped")
+        self.keys += [copy.key for chunks, _ in reserved if chunks for copy in chunks]
+        if len(self.keys) > self.session.num_frames:
+            self._ledger.lose("host memory is full")
+        return reserved
+
     def discard(self, keys: Sequence[bytes]) -> int:
         self._ledger.lose("chunks were discarded")
         return int(self.session.discard(keys))

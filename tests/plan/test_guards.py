@@ -116,7 +116,7 @@ def test_what_a_save_reserved_is_given_back_if_planning_it_fails(
     engine.core.close()
 
 
-def test_what_a_save_reserved_is_given_back_if_its_tail_cannot_be_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_save_reserved_is_given_back_if_it_cannot_be_noted(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last thing that planning does before the plan is the caller's."""
     engine = SymbolicEngine(Setup(block_tokens=2, blocks_per_chunk=2, num_frames=8))
     table = list(range(1, 7))
@@ -126,7 +126,7 @@ def test_what_a_save_reserved_is_given_back_if_its_tail_cannot_be_remembered(mon
         assert engine.store.tickets
         raise RuntimeError
 
-    monkeypatch.setattr("kvloft.plan.saves._remember_tail", remember)
+    monkeypatch.setattr("kvloft.plan.core.note_saved", remember)
     with pytest.raises(RuntimeError):
         engine.core.plan_step(view_of_new(0, table, 10))
     assert not engine.core.plan_loads_only().saves

@@ -76,3 +76,14 @@ def test_a_session_that_replaces_its_last_token_saves_no_more() -> None:
     request = serve(engine, Request("a", PROMPT[:5], 2, updates=[[2, 2, 0, 1, 1], None]))  # type: ignore[list-item]
     assert stored(engine, request) == 4
     settle(engine)
+
+
+@both_modes
+def test_the_next_turn_of_a_chat_is_saved_though_the_answer_before_it_was_not(run_ahead: bool) -> None:
+    """vLLM's own cache has the answer's blocks, and they are known to be this chat's."""
+    engine = SymbolicEngine(Setup(lookahead=1, run_ahead=run_ahead))
+    first = serve(engine, Request("a", list(PROMPT), 9, saves="prompt"))
+    assert stored(engine, first) == whole_blocks(len(PROMPT) - 1)
+    second = serve(engine, Request("b", [*first.token_ids, 1, 0, 2, 1, 1, 1], 2, saves="prompt"))
+    assert stored(engine, second) == whole_blocks(first.num_tokens + 6 - 1)
+    settle(engine)

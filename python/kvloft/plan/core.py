@@ -13,11 +13,11 @@ from operator import add, ge, gt
 
 from kvloft.plan.breaker import RETRY_S, Breaker
 from kvloft.plan.continuations import Continuations
-from kvloft.plan.groups import GroupedChunks
+from kvloft.plan.groups import GroupedChunks, SaveRow
 from kvloft.plan.loads import Loading, plan_load
 from kvloft.plan.pins import Lease
 from kvloft.plan.queue import Queue
-from kvloft.plan.saves import longest, plan_save, rewritten
+from kvloft.plan.saves import due_chunks, longest, note_saved, rewritten
 from kvloft.plan.tracker import NEVER, Tracker
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
@@ -188,6 +188,7 @@ class SchedulerCore:
 
     def _plan_saves(self, view: StepView) -> list[SavePlan]:
         saves = self._unsent = []
+        due: list[tuple[Tracker, SaveRow]] = []
         trackers, scheduled, drafts = self._trackers, view.num_scheduled_tokens, view.num_draft_tokens
         self._tables = view.tables
         if self._draft_limit is not None and longest(view) > self._draft_limit:
@@ -199,11 +200,13 @@ class SchedulerCore:
                     tracker.blocks = list(new.block_ids)
                 else:
                     self._take_tables(tracker)
-                self._save(tracker, new.num_computed_tokens + scheduled[new.req_id] - drafts.get(new.req_id, 0), saves)
+                self._look(tracker, new.num_computed_tokens + scheduled[new.req_id] - drafts.get(new.req_id, 0), due)
         for req_id, blocks in view.grown if self._groups is None else ():
             if (tracker := trackers.get(req_id)) is not None:
                 tracker.blocks += blocks
-        self._save_running(view, saves)
+        self._look_at_running(view, due)
+        if due:
+            self._save(due, saves)
         self._lined_up += [new.req_id for new in view.new]
         self._before_save += [self._next_save.get(new.req_id, NEVER) - 1 for new in view.new]
         for state in view.states:
@@ -213,11 +216,11 @@ class SchedulerCore:
                 tracker.had_drafts = True
         return saves
 
-    def _save_running(self, view: StepView, saves: list[SavePlan]) -> None:
+    def _look_at_running(self, view: StepView, due: list[tuple[Tracker, SaveRow]]) -> None:
         """Most running requests complete nothing, and of them one number is compared, in columns: every forward waits for this."""
         running, computed, scheduled = view.running, view.num_computed_tokens, view.num_scheduled_tokens
         if self._lined_up != running:
-            self._save_latecomers(scheduled, saves)
+            self._look_at_latecomers(scheduled, due)
             self._lined_up = list(running)
             self._before_save = [self._next_save.get(req_id, NEVER) - 1 for req_id in running]
         if view.total_scheduled_tokens == len(scheduled):
@@ -228,9 +231,9 @@ class SchedulerCore:
         for i in list(compress(count(), is_due)):
             req_id = running[i]
             num_drafts = drafts.get(req_id, 0) if drafts else 0
-            before_save[i] = self._save(trackers[req_id], computed[i] + scheduled[req_id] - num_drafts, saves) - 1
+            before_save[i] = self._look(trackers[req_id], computed[i] + scheduled[req_id] - num_drafts, due) - 1
 
-    def _save_latecomers(self, scheduled: Mapping[ReqId, int], saves: list[SavePlan]) -> None:
+    def _look_at_latecomers(self, scheduled: Mapping[ReqId, int], due: list[tuple[Tracker, SaveRow]]) -> None:
         """Requests of the last step that this one left out: under async scheduling their last token became known only now.
 
         By now drafts may have been rejected, or a session may have replaced the last sampled token; vLLM's own count has
@@ -239,30 +242,44 @@ class SchedulerCore:
         for req_id in self._lined_up:
             if req_id in self._next_save and req_id not in scheduled:
                 tracker = self._trackers[req_id]
-                self._save(tracker, tracker.live.num_computed_tokens, saves)
+                self._look(tracker, tracker.live.num_computed_tokens, due)
 
-    def _save(self, tracker: Tracker, frontier: int, saves: list[SavePlan]) -> int:
-        """Plan what is complete at ``frontier``; returns at which one to do so again."""
+    def _look(self, tracker: Tracker, frontier: int, due: list[tuple[Tracker, SaveRow]]) -> int:
+        """Add what is complete at ``frontier`` to ``due``; returns at which one to look again."""
         if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
             next_save = self._next_save[tracker.req_id] = frontier + self._group.block_tokens
             return next_save
         if self._groups is not None and not self._take_tables(tracker):
             next_save = self._next_save[tracker.req_id] = frontier + 1
             return next_save
-        num_saved = tracker.saved_chunks * self._group.blocks_per_chunk
-        next_save, chunks, num_dropped = plan_save(tracker, self._store, self._group, frontier, self._groups)
+        next_save, row = due_chunks(tracker, self._group, frontier)
         self._next_save[tracker.req_id] = next_save
-        if num_dropped:
-            self.counters["save_dropped_chunks"] += num_dropped
-        if chunks is not None:
-            saves.append(SavePlan(tracker.req_id, chunks))
+        if row is not None:
+            due.append((tracker, row))
         if self._continuations is not None and not (tracker.save_blocked or tracker.kv_outdated):
+            tracker.extend_chain(frontier)
             self._continuations.note(tracker, min(frontier // self._group.block_tokens, tracker.chain.num_blocks))
-            has_local = num_saved < tracker.num_local_blocks
-            if chunks and has_local and not self._continuations.are_its_own(tracker, chunks.block_ids()):
-                self._store.abort(saves.pop().chunks.tickets())
-                tracker.save_blocked = True
+            # What is not saved now may be by a later request, in whose prompt it is.
+            next_save = self._next_save[tracker.req_id] = min(next_save, frontier + self._group.block_tokens)
         return next_save
+
+    def _save(self, due: list[tuple[Tracker, SaveRow]], saves: list[SavePlan]) -> None:
+        """Reserve frames for all of ``due``, in one call: every forward waits for this."""
+        store, blocks_per_chunk = self._groups or self._store, self._group.blocks_per_chunk
+        reserved = store.reserve_all([row for _, row in due])
+        # First of all, so that they are given back whatever happens (I5).
+        saves += [SavePlan(tracker.req_id, chunks) for (tracker, _), (chunks, _) in zip(due, reserved, strict=True) if chunks is not None]
+        for (tracker, row), (chunks, num_dropped) in zip(due, reserved, strict=True):
+            has_local = tracker.saved_chunks * blocks_per_chunk < tracker.num_local_blocks
+            note_saved(tracker, row, num_dropped, store, blocks_per_chunk)
+            if num_dropped:
+                self.counters["save_dropped_chunks"] += num_dropped
+            if self._continuations is None or chunks is None or not has_local:
+                continue
+            if not self._continuations.are_its_own(tracker, chunks.block_ids()):
+                self._store.abort(chunks.tickets())
+                saves.remove(SavePlan(tracker.req_id, chunks))
+                tracker.save_blocked = True
 
     def _take_tables(self, tracker: Tracker) -> bool:
         """Have the request's tables as they are in this step; where they are not told, it keeps those of before and saves later."""

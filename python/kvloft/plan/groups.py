@@ -8,13 +8,15 @@ It must not know vLLM or bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvloft.seam.batch import ChunkBatch, GroupBatches, Tables
 from kvloft.seam.ids import BlockId
 from kvloft.seam.shape import CacheShape
 from kvloft.seam.store import KeyChain, ReadLease, Session
 
+SaveRow = tuple[KeyChain, Sequence[int], int, int, int, int, Any, bytes | None]
+"""As `Session.reserve_all` takes it; with several groups the table is a `Tables`."""
 NULL_BLOCK = 0
 """vLLM's: what its tables have where a group needs no block."""
 
@@ -101,6 +103,20 @@ class GroupedChunks:
         except BaseException:
             saving.give_back()
             raise
+
+    def reserve_all(self, rows: Sequence[SaveRow]) -> list[tuple[GroupBatches | None, int]]:
+        """As `Session.reserve_all`, with `Tables`; there are no tails."""
+        reserved: list[tuple[GroupBatches | None, int]] = []
+        try:
+            for chain, token_ids, num_tokens, start, stop, _, table, _ in rows:
+                if (known := chain.num_tokens) < num_tokens:
+                    chain.append_tokens(token_ids, known, num_tokens)
+                chunks, dropped = self.reserve(chain, start, stop, table)
+                reserved.append((chunks or None, dropped))
+        except BaseException:
+            self._session.abort([ticket for chunks, _ in reserved if chunks for ticket in chunks.tickets()])
+            raise
+        return reserved
 
     def reserve_state(self, chain: KeyChain, group: int, boundary: int, block: BlockId) -> GroupBatches:
         """Reserve a frame for the state after ``boundary`` blocks, which ``block`` will hold at this step's end."""

@@ -10,30 +10,27 @@ from __future__ import annotations
 
 from operator import add
 
-from kvloft.plan.groups import GroupedChunks
+from kvloft.plan.groups import GroupedChunks, SaveRow
 from kvloft.plan.tracker import NEVER, Tracker
-from kvloft.seam.batch import ChunkBatch, GroupBatches
 from kvloft.seam.ids import BlockId
 from kvloft.seam.shape import GroupShape
 from kvloft.seam.store import Session
 from kvloft.seam.views import StepView
 
+def due_chunks(tracker: Tracker, group: GroupShape, frontier: int) -> tuple[int, SaveRow | None]:
+    """What of ``tracker`` is complete at the end of this step and not saved: a row for ``reserve_all``, or None.
 
-def plan_save(
-    tracker: Tracker, store: Session, group: GroupShape, frontier: int, groups: GroupedChunks | None = None
-) -> tuple[int, ChunkBatch | GroupBatches | None, int]:
-    """Reserve frames for every chunk of ``tracker`` that is complete at the end of this step.
-
-    ``group`` is the full one, ``groups`` what ``store`` has of several.
-    ``frontier``: tokens whose KV is in the request's blocks by then, drafts left out. Returns the frontier at which the next
-    chunk (or, with longer chunks, the next block) will be complete and known, the chunks to save, and how many found no frame.
+    ``group`` is the full one. ``frontier``: tokens whose KV is in the request's blocks by then, drafts left out. Comes with the
+    frontier at which the next chunk (or, with longer chunks, the next block) will be complete and known.
     """
     # Of hundreds of running requests some complete a block in every step, and the forward waits for this: so no calls of min().
     save_limit = tracker.save_limit
     limit = frontier if frontier < save_limit else save_limit  # noqa: FURB136
-    known = tracker.extend_chain(limit) - tracker.lookahead
+    token_ids = tracker.confirmed_tokens()
+    lookahead, num_tokens = tracker.lookahead, len(token_ids)
+    known = num_tokens - lookahead
     if tracker.save_blocked or tracker.kv_outdated:
-        return NEVER, None, 0
+        return NEVER, None
     block_tokens, blocks_per_chunk, blocks = group.block_tokens, group.blocks_per_chunk, tracker.blocks
     lag = limit - known if known < limit else 0
     num_blocks = (limit - lag) // block_tokens
@@ -41,41 +38,34 @@ def plan_save(
         num_blocks = len(blocks)
     # Under async scheduling the tokens come to be known some steps after their KV: by then the frontier is that far ahead.
     next_save = (num_blocks + 1) * block_tokens + lag if frontier < save_limit else NEVER
-    num_full = num_blocks // blocks_per_chunk
-    tail_blocks = num_blocks - num_full * blocks_per_chunk
-    # Tails are saved at the prompt's end, then block by block.
-    if tail_blocks and (num_blocks <= tracker.tail_blocks or num_blocks < tracker.num_prompt_tokens // block_tokens):
-        tail_blocks = 0
-    if num_full <= tracker.saved_chunks and not tail_blocks:
-        return next_save, None, 0
-    chunks: ChunkBatch | GroupBatches
-    if groups is None:
-        chunks, num_dropped = store.reserve(tracker.chain, tracker.saved_chunks, num_full, tail_blocks, blocks)
-    else:
-        chunks, num_dropped = groups.reserve(tracker.chain, tracker.saved_chunks, num_full, blocks)
-    try:
-        if num_dropped:
-            # The host part may have shrunk under us; go on from what is really there when the next chunk completes.
-            host_blocks, _ = (groups or store).lookup(tracker.chain)
-            tracker.saved_chunks = min(num_full, host_blocks // blocks_per_chunk)
-        else:
-            tracker.saved_chunks = max(tracker.saved_chunks, num_full)
-            if tail_blocks:
-                _remember_tail(tracker, store, chunks, num_blocks, tracker.num_prompt_tokens // block_tokens)
-    except BaseException:  # nothing else knows its tickets yet (I5)
-        store.abort(chunks.tickets())
-        raise
-    return next_save, chunks or None, num_dropped
+    start, num_full, tail_blocks = tracker.saved_chunks, num_blocks // blocks_per_chunk, num_blocks % blocks_per_chunk
+    replaced = None
+    if tail_blocks:
+        # Tails are saved at the prompt's end, then block by block: each replaces the one before it, but for the prompt's, which
+        # stays for other requests.
+        last, prompt_blocks = tracker.tail_blocks, tracker.num_prompt_tokens // block_tokens
+        if num_blocks <= last or num_blocks < prompt_blocks:
+            tail_blocks = 0
+        elif last > prompt_blocks:
+            replaced = tracker.chain.key(last - 1)
+    if num_full <= start and not tail_blocks:
+        return next_save, None
+    wanted = limit + lookahead
+    num_tokens = num_tokens if num_tokens < wanted else wanted  # noqa: FURB136
+    return next_save, (tracker.chain, token_ids, num_tokens, start, num_full, tail_blocks, blocks, replaced)
 
 
-def _remember_tail(
-    tracker: Tracker, store: Session, chunks: ChunkBatch | GroupBatches, num_blocks: int, prompt_blocks: int
-) -> None:
-    """Let a tail made while decoding replace the one before it; the tail at the prompt's end stays for other requests."""
-    # The new one is in no batch if it is stored already, or has a null block.
-    if tracker.tail_blocks > prompt_blocks and chunks and chunks.block_ids()[-1] == tracker.blocks[num_blocks - 1]:
-        store.supersede(chunks.tickets()[-1], tracker.chain.key(tracker.tail_blocks - 1))
-    tracker.tail_blocks = num_blocks
+def note_saved(tracker: Tracker, row: SaveRow, num_dropped: int, store: Session | GroupedChunks, blocks_per_chunk: int) -> None:
+    """Frames for ``row`` are reserved, but for ``num_dropped`` chunks."""
+    chain, _, _, start, stop, tail_blocks, _, _ = row
+    if num_dropped:
+        # The host part may have shrunk under us; go on from what is really there when the next chunk completes.
+        tracker.saved_chunks = min(stop, store.lookup(chain)[0] // blocks_per_chunk)
+        return
+    if start < stop:
+        tracker.saved_chunks = stop
+    if tail_blocks:
+        tracker.tail_blocks = stop * blocks_per_chunk + tail_blocks
 
 
 def longest(view: StepView) -> int:

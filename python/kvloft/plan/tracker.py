@@ -5,7 +5,7 @@ A tracker never decides; `queue`, `loads` and `saves` do. It must not know vLLM:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -85,39 +85,36 @@ class Tracker:
         for item in self._view.items:
             self.chain.add_item(item.identifier, item.start, item.num_tokens)
 
-    def extend_chain(self, limit: int = NEVER) -> int:
-        """Take in confirmed tokens that came since the last call, as far as a block that ends at position ``limit`` needs;
-        returns how many there are now.
+    def confirmed_tokens(self) -> Sequence[int]:
+        """The request's tokens, of which ``chain`` has taken in no other and every embedding row.
 
         A streaming session replaces its last sampled token when it takes new input, which a length alone does not
         show; its prompt length does. Then the keys are made afresh (they come out equal where the tokens are equal).
         """
         live = self.live
         token_ids = live.token_ids
-        known, start = len(token_ids), self.chain.num_tokens
-        if known < start or live.num_prompt_tokens != self.num_prompt_tokens:
+        if len(token_ids) < self.chain.num_tokens or live.num_prompt_tokens != self.num_prompt_tokens:
             self._restart_chain()
-            start = 0
             self.drop_lease()
             self.forget_saves()
             # Accepted drafts behind the point where a session cut its output stay computed for vLLM, under the new input.
             # A drafter's KV of the last token that stays knows the one that was cut off.
             self.kv_outdated |= self.had_drafts or self.lookahead > 0
-        limit += self.lookahead
-        end = known if known < limit else limit  # noqa: FURB136 - in every step of hundreds of requests
-        if start >= end:
-            return known
         for rows in self._view.embeds:
-            behind = rows.start + rows.num_rows
-            if behind <= start:
-                continue
-            if rows.start > start:
+            if rows.start + rows.num_rows > (start := self.chain.num_tokens):
                 self.chain.append_tokens(token_ids, start, rows.start)
-            self.chain.append_embeds(rows.rows, dtype=rows.dtype, width=rows.width)
-            start = behind
+                self.chain.append_embeds(rows.rows, dtype=rows.dtype, width=rows.width)
+        return token_ids
+
+    def extend_chain(self, limit: int = NEVER) -> int:
+        """Take in confirmed tokens that came since the last call, as far as a block that ends at position ``limit`` needs;
+        returns how many there are now.
+        """
+        token_ids = self.confirmed_tokens()
+        start, end = self.chain.num_tokens, min(len(token_ids), limit + self.lookahead)
         if start < end:
             self.chain.append_tokens(token_ids, start, end)
-        return known
+        return len(token_ids)
 
     def start_over(self, *, keeps_kv: bool = False) -> None:
         """The request's block table is void. Unless it ``keeps_kv``, what it computes from here on comes from position 0."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 from kvloft.seam.batch import Tables
@@ -94,8 +95,7 @@ class BoundaryState(NamedTuple):
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class StepView:
+class StepView(NamedTuple):
     """What one schedule() decided, whichever of vLLM's two shapes it came in.
 
     The running requests come as parallel columns, vLLM's own lists, because this is read every step for every running
@@ -106,9 +106,9 @@ class StepView:
     running: Sequence[ReqId] = ()
     num_computed_tokens: Sequence[int] = ()
     grown: Sequence[tuple[ReqId, Sequence[BlockId]]] = ()
-    num_scheduled_tokens: Mapping[ReqId, int] = field(default_factory=dict)
+    num_scheduled_tokens: Mapping[ReqId, int] = MappingProxyType({})
     total_scheduled_tokens: int = 0
-    num_draft_tokens: Mapping[ReqId, int] = field(default_factory=dict)
+    num_draft_tokens: Mapping[ReqId, int] = MappingProxyType({})
     preempted: frozenset[ReqId] = frozenset()
     tables: Callable[[ReqId], Tables | None] | None = None
     """Only with several groups: a request's block tables as they are now, null blocks where a group gave one up."""

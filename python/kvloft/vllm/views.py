@@ -108,8 +108,8 @@ def view_grouped_step(output: SchedulerOutput, main: int) -> StepView:
         found = state.resolve_block_ids(req_id)
         return Tables(cast(Any, found), main) if found else None
 
-    return replace(
-        flat, new=[replace(new, block_ids=()) for new in flat.new], grown=grown, tables=tables,
+    return flat._replace(
+        new=[replace(new, block_ids=()) for new in flat.new], grown=grown, tables=tables,
         states=[BoundaryState(ReqId(req_id), *row) for req_id, rows in offered if req_id not in flat.preempted for row in rows],
     )  # fmt: skip
 

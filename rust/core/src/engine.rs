@@ -111,13 +111,15 @@ impl EngineSession {
     }
 
     /// Reserves frames for what is missing of `range`, to be filled from the blocks that `table` names, which begins with the
-    /// range's first; and how many chunks could not be had. They are in flight from here on.
+    /// range's first; and how many chunks could not be had. They are in flight from here on. Once the chunk with the table's last
+    /// block is committed, the chunk `replaced` is discarded.
     pub fn reserve(
         &self,
         prefix: Prefix<'_>,
         range: SaveRange,
         table: &[i32],
         first: u32,
+        replaced: Option<ChunkKey>,
     ) -> Result<(Arc<ChunkBatch>, u32)> {
         // Before the store is asked, so that its numbers come in their order.
         let mut flights = self.flights();
@@ -126,14 +128,12 @@ impl EngineSession {
             self.give_back(reserved.iter().map(|chunk| chunk.ticket));
         })?;
         self.give_back(without_kv);
-        Ok((flights.add(saves, self.num_ranks), num_dropped))
-    }
-
-    /// Once `ticket` is committed, `key` is not needed any more.
-    pub fn supersede(&self, ticket: u64, key: ChunkKey) {
-        if let Some(save) = self.flights().saves.get_mut(&ticket) {
-            save.supersedes = Some(key);
+        let saves = flights.add(saves, self.num_ranks);
+        if replaced.is_some() && saves.wanted_blocks().last() == table.last().copied() {
+            let last = saves.tickets().last().and_then(|ticket| flights.saves.get_mut(ticket));
+            last.into_iter().for_each(|save| save.supersedes = replaced);
         }
+        Ok((saves, num_dropped))
     }
 
     /// Takes in one rank's report; returns how many chunks became visible, and how many some rank could not write. Tickets that

@@ -134,7 +134,7 @@ fn odd<const N: usize>(num_ranks: u32, rows: &[Vec<Reservation>; N]) -> (EngineS
 fn chunks_outside_the_block_table_are_given_back() {
     for outside in [row(6, 4, 1), row(6, 8, 1), row(6, 6, 3), row(6, u32::MAX, u32::MAX)] {
         let (engine, calls) = odd(2, &[vec![row(5, 5, 1), outside]]);
-        assert!(engine.reserve(Prefix::from(&chain(9)), whole(9), &[1, 2, 3], 5).is_err());
+        assert!(engine.reserve(Prefix::from(&chain(9)), whole(9), &[1, 2, 3], 5, None).is_err());
         assert_eq!(*calls.lock().expect("no panic"), [("abort", vec![5, 6])]);
         assert_eq!(engine.num_in_flight(), 0);
     }
@@ -143,7 +143,7 @@ fn chunks_outside_the_block_table_are_given_back() {
 #[test]
 fn the_store_hears_once_of_each_ticket() {
     let (engine, calls) = odd(2, &[vec![row(5, 0, 1), row(6, 1, 2), row(7, 3, 1)]]);
-    let (saves, _) = engine.reserve(Prefix::from(&chain(9)), whole(4), &[4, 5, 0, 7], 0).expect("in the table");
+    let (saves, _) = engine.reserve(Prefix::from(&chain(9)), whole(4), &[4, 5, 0, 7], 0, None).expect("in the table");
     assert_eq!(saves.tickets(), [1, 2], "a chunk with a null block has no KV");
     assert_eq!(engine.settle(&[1, 2], &[]), (0, 0));
     assert_eq!(engine.settle(&[1], &[2]), (1, 1));
@@ -157,7 +157,7 @@ fn the_store_hears_once_of_each_ticket() {
 #[test]
 fn a_store_that_begins_anew_uses_its_numbers_again() {
     let (engine, calls) = odd(1, &[vec![row(1, 0, 1), row(2, 1, 1)], vec![row(1, 0, 1)], vec![row(2, 1, 1)]]);
-    let reserve = || engine.reserve(Prefix::from(&chain(9)), whole(2), &[4, 5], 0).expect("in the table").0;
+    let reserve = || engine.reserve(Prefix::from(&chain(9)), whole(2), &[4, 5], 0, None).expect("in the table").0;
     let (before, after, last) = (reserve(), reserve(), reserve());
     assert_eq!(engine.num_in_flight(), 4);
     assert_eq!(engine.settle(before.tickets(), &[]), (0, 2));
@@ -172,7 +172,7 @@ fn a_store_that_begins_anew_uses_its_numbers_again() {
 #[test]
 fn blocks_with_negative_numbers_are_not_copied() {
     let (engine, calls) = odd(1, &[vec![row(5, 0, 2)]]);
-    assert!(engine.reserve(Prefix::from(&chain(9)), whole(2), &[4, -1], 0).is_err());
+    assert!(engine.reserve(Prefix::from(&chain(9)), whole(2), &[4, -1], 0, None).is_err());
     assert_eq!(*calls.lock().expect("no panic"), [("abort", vec![5])]);
     let leased =
         LeasedFrame { frame: FrameId(1), key: ChunkKey([3; 32]), first_block: 0, num_blocks: 2, tier: TierName::Host };
@@ -217,7 +217,7 @@ fn columns_become_a_batch_and_back() {
 fn a_save_has_its_readers_until_it_is_settled() {
     let begin = || {
         let (engine, _) = odd(1, &[vec![row(1, 0, 2), row(2, 2, 1)]]);
-        engine.reserve(Prefix::from(&chain(9)), whole(3), &[7, 8, 8], 0).expect("in the table");
+        engine.reserve(Prefix::from(&chain(9)), whole(3), &[7, 8, 8], 0, None).expect("in the table");
         engine
     };
     let engine = begin();

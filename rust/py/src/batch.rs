@@ -63,7 +63,7 @@ impl ChunkBatch {
     }
 
     /// Numbers of the reservations; none for loads.
-    fn tickets(&self) -> &[u64] {
+    pub(crate) fn tickets(&self) -> &[u64] {
         self.inner.tickets()
     }
 

@@ -26,6 +26,12 @@ impl KeyChain {
     pub(crate) fn lock(&self) -> PyResult<MutexGuard<'_, key::KeyChain>> {
         self.inner.lock().map_err(|_| StoreError::new_err("this KeyChain failed before; make a new one"))
     }
+
+    /// Append what is missing of `token_ids[:stop]`.
+    pub(crate) fn extend(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<()> {
+        let start = self.num_tokens()?;
+        if start < stop { self.append_tokens(token_ids, start.into(), Some(stop.into())) } else { Ok(()) }
+    }
 }
 
 #[pymethods]

@@ -33,7 +33,26 @@ impl Session {
     fn over(session: Box<dyn session::Session>, num_ranks: u32, blocks_per_chunk: u32, frame_bytes: u64) -> Self {
         Self { inner: Arc::new(EngineSession::new(session, num_ranks)), blocks_per_chunk, frame_bytes }
     }
+
+    fn reserve_range(
+        &self,
+        chain: &KeyChain,
+        range: SaveRange,
+        table: &Bound<'_, PyAny>,
+        replaced: Option<KeyBytes>,
+    ) -> PyResult<(ChunkBatch, u32)> {
+        let first = range.start.saturating_mul(self.blocks_per_chunk);
+        let end = range.stop.saturating_mul(self.blocks_per_chunk).saturating_add(range.tail_blocks);
+        let blocks = block_ids(table, first, Some(end.max(first)))?;
+        let (chain, replaced) = (chain.lock()?, replaced.map(|key| key.0));
+        let reserved = self.inner.reserve(Prefix::from(&*chain), range, &blocks, first, replaced);
+        let (saves, num_dropped) = reserved.map_err(raise)?;
+        Ok((ChunkBatch { inner: saves }, num_dropped))
+    }
 }
+
+/// Chain, token ids, tokens that the chain is to have, first and last full chunk, blocks of the tail, block table, key to replace.
+type SaveRow<'py> = (Bound<'py, KeyChain>, Bound<'py, PyAny>, u32, u32, u32, u32, Bound<'py, PyAny>, Option<KeyBytes>);
 
 #[pymethods]
 impl Session {
@@ -150,18 +169,23 @@ impl Session {
         tail_blocks: u32,
         table: &Bound<'_, PyAny>,
     ) -> PyResult<(ChunkBatch, u32)> {
-        let first = start.saturating_mul(self.blocks_per_chunk);
-        let end = stop.saturating_mul(self.blocks_per_chunk).saturating_add(tail_blocks);
-        let blocks = block_ids(table, first, Some(end.max(first)))?;
-        let range = SaveRange { start, stop, tail_blocks };
-        let chain = chain.lock()?;
-        let (saves, num_dropped) = self.inner.reserve(Prefix::from(&*chain), range, &blocks, first).map_err(raise)?;
-        Ok((ChunkBatch { inner: saves }, num_dropped))
+        self.reserve_range(chain, SaveRange { start, stop, tail_blocks }, table, None)
     }
 
-    /// Once `ticket` is committed, `key` is not needed any more.
-    fn supersede(&self, ticket: u64, key: KeyBytes) {
-        self.inner.supersede(ticket, key.0);
+    /// The same for many requests, each of whose chains is extended first; all or nothing. None where there is nothing to save.
+    fn reserve_all(&self, rows: Vec<SaveRow<'_>>) -> PyResult<Vec<(Option<ChunkBatch>, u32)>> {
+        let mut reserved: Vec<(Option<ChunkBatch>, u32)> = Vec::with_capacity(rows.len());
+        for (chain, token_ids, num_tokens, start, stop, tail_blocks, table, replaced) in rows {
+            let range = SaveRange { start, stop, tail_blocks };
+            let extended = chain.get().extend(&token_ids, num_tokens);
+            let answer = extended.and_then(|()| self.reserve_range(chain.get(), range, &table, replaced));
+            let (chunks, num_dropped) = answer.inspect_err(|_| {
+                let earlier = reserved.iter().filter_map(|(chunks, _)| chunks.as_ref());
+                earlier.for_each(|chunks| self.inner.abort(chunks.tickets()));
+            })?;
+            reserved.push(((chunks.inner.len() > 0).then_some(chunks), num_dropped));
+        }
+        Ok(reserved)
     }
 
     /// Take in one rank's report; (chunks that became visible, chunks that some rank failed).
