@@ -187,6 +187,11 @@ class Session:
         Each chain is first extended by what it has not got of ``token_ids[:num_tokens]``. Once a row's last chunk is committed,
         the chunk ``replaced`` is discarded; not if that chunk is not among those reserved. None stands for no chunks.
         """
+    def reserve_attached(self, chain: KeyChain, group: int, start: int, stop: int, table: Sequence[int]) -> ChunkBatch:
+        """Reserve frames for what ``group`` keeps of each of blocks [start, stop) alone, as `KeyChain.attached` names it.
+
+        What ``table`` has not got or has as a null block is left out, and so is what finds no frame. All or nothing on an error.
+        """
     def settle(self, saved: Sequence[int], failed: Sequence[int] = ...) -> tuple[int, int]:
         """Take in one rank's report. With the last rank's, a chunk becomes visible if no rank failed it (and its parent is
         there), or its frame is given back. Returns (chunks that became visible, chunks that some rank failed)."""

@@ -154,7 +154,8 @@ def decode_is_never_saved(mp: pytest.MonkeyPatch) -> None:
 def decode_is_not_saved_ahead_of_its_tokens(mp: pytest.MonkeyPatch) -> None:
     def due(original: Any, tracker: Any, group: Any, frontier: int) -> Any:
         if frontier > len(tracker.live.token_ids):
-            return frontier + 1, None
+            tracker.next_save = frontier + 1
+            return None
         return original(tracker, group, frontier)
 
     swap(mp, core, "due_chunks", due)
@@ -181,10 +182,10 @@ def last_sampled_token_is_saved(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("a table is read one block late", r"out of order|not all of|does not hold|tokens saved, \d+ known \(I7\)")
 def saved_from_the_next_block(mp: pytest.MonkeyPatch) -> None:
-    def reserve(original: Any, self: Any, chain: Any, start: int, stop: int, tail: int, table: Any) -> Any:
-        return original(self, chain, start, stop, tail, [*table[1:], table[0]])
+    def reserve(original: Any, self: Any, rows: Any) -> Any:
+        return original(self, [(*row[:6], [*row[6][1:], row[6][0]], row[7]) for row in rows])
 
-    swap(mp, SteadyStore, "reserve", reserve)
+    swap(mp, SteadyStore, "reserve_all", reserve)
 
 
 @mutant("a request that asked for its prompt only has its answer saved too", "its prompt only")

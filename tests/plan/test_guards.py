@@ -116,9 +116,9 @@ def test_what_a_save_reserved_is_given_back_if_planning_it_fails(
     engine.core.close()
 
 
-def test_what_a_save_reserved_is_given_back_if_it_cannot_be_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_save_reserved_is_given_back_if_it_cannot_be_noted_what_was_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """The last thing that planning does before the plan is the caller's."""
-    engine = SymbolicEngine(Setup(block_tokens=2, blocks_per_chunk=2, num_frames=8))
+    engine = SymbolicEngine(Setup(block_tokens=2, blocks_per_chunk=2, num_frames=1))
     table = list(range(1, 7))
     engine.core.admit(Request(A, PROMPT[:10], 9), 0, table)  # type: ignore[arg-type]
 
@@ -126,7 +126,7 @@ def test_what_a_save_reserved_is_given_back_if_it_cannot_be_noted(monkeypatch: p
         assert engine.store.tickets
         raise RuntimeError
 
-    monkeypatch.setattr("kvloft.plan.core.note_saved", remember)
+    monkeypatch.setattr("kvloft.plan.core.note_dropped", remember)
     with pytest.raises(RuntimeError):
         engine.core.plan_step(view_of_new(0, table, 10))
     assert not engine.core.plan_loads_only().saves

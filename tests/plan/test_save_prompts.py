@@ -36,7 +36,7 @@ def test_once_the_prompt_is_saved_steps_look_at_the_request_no_more() -> None:
     request = engine.add(Request("a", list(PROMPT), 20, saves="prompt"))
     engine.run(3)
     assert request.status == "running"
-    assert engine.core._next_save[request.req_id] > 1 << 60
+    assert engine.core._trackers[request.req_id].next_save > 1 << 60
 
 
 @both_modes

@@ -7,7 +7,7 @@ store. It never touches bytes and knows no engine: views come in, plans go out. 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress, count
 from operator import add, ge, gt
 
@@ -17,8 +17,8 @@ from kvloft.plan.groups import GroupedChunks, SaveRow
 from kvloft.plan.loads import Loading, plan_load
 from kvloft.plan.pins import Lease
 from kvloft.plan.queue import Queue
-from kvloft.plan.saves import due_chunks, longest, note_saved, rewritten
-from kvloft.plan.tracker import NEVER, Tracker
+from kvloft.plan.saves import due_chunks, longest, note_dropped, rewritten
+from kvloft.plan.tracker import NEVER, NOT_LOOKED, Tracker
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan, StepPlan, StepReport
@@ -71,12 +71,10 @@ class SchedulerCore:
         self._trackers: dict[ReqId, Tracker] = {}
         self._scheduled: Mapping[ReqId, int] = {}
         self._admitted: set[ReqId] = set()
-        self._next_save: dict[ReqId, int] = {}
-        """Frontier at which a request's next save can be planned: all that a step looks at for most requests."""
         self._lined_up: list[ReqId] = []
         """The requests of the last step."""
         self._before_save: list[int] = []
-        """Of each request in ``_lined_up``, one less than its entry in ``_next_save``."""
+        """Of each request in ``_lined_up``, one less than its ``next_save``: all that a step looks at for most requests."""
         self._load_ids = count()
         self._queued_loads: list[LoadPlan] = []
         self._loads: dict[int, Loading] = {}
@@ -112,7 +110,7 @@ class SchedulerCore:
         # After a load, or with a streaming session's next input, a request is admitted again with the blocks it has.
         keeps_kv = bool(tracker.blocks) and list(tracker.blocks[:1]) == list(block_ids[:1])
         tracker.start_over(keeps_kv=keeps_kv)
-        self._next_save.pop(live.req_id, None)
+        tracker.next_save = NOT_LOOKED
         tracker.blocks = block_ids if isinstance(block_ids, Tables) else list(block_ids)
         tracker.num_local_blocks = tracker.local_tokens // self._group.block_tokens
         self._admitted.add(live.req_id)
@@ -188,7 +186,7 @@ class SchedulerCore:
 
     def _plan_saves(self, view: StepView) -> list[SavePlan]:
         saves = self._unsent = []
-        due: list[tuple[Tracker, SaveRow]] = []
+        due: tuple[list[Tracker], list[SaveRow]] = [], []
         trackers, scheduled, drafts = self._trackers, view.num_scheduled_tokens, view.num_draft_tokens
         self._tables = view.tables
         if self._draft_limit is not None and longest(view) > self._draft_limit:
@@ -200,15 +198,15 @@ class SchedulerCore:
                     tracker.blocks = list(new.block_ids)
                 else:
                     self._take_tables(tracker)
-                self._look(tracker, new.num_computed_tokens + scheduled[new.req_id] - drafts.get(new.req_id, 0), due)
+                self._look(tracker, new.num_computed_tokens + scheduled[new.req_id] - drafts.get(new.req_id, 0), *due)
         for req_id, blocks in view.grown if self._groups is None else ():
             if (tracker := trackers.get(req_id)) is not None:
                 tracker.blocks += blocks
-        self._look_at_running(view, due)
-        if due:
-            self._save(due, saves)
+        self._look_at_running(view, *due)
+        if due[0]:
+            self._save(*due, saves)
         self._lined_up += [new.req_id for new in view.new]
-        self._before_save += [self._next_save.get(new.req_id, NEVER) - 1 for new in view.new]
+        self._before_save += self._next_saves(new.req_id for new in view.new)
         for state in view.states:
             self._save_state(state, saves)
         for req_id in drafts:
@@ -216,13 +214,16 @@ class SchedulerCore:
                 tracker.had_drafts = True
         return saves
 
-    def _look_at_running(self, view: StepView, due: list[tuple[Tracker, SaveRow]]) -> None:
+    def _next_saves(self, req_ids: Iterable[ReqId]) -> list[int]:
+        return [(NEVER if tracker is None else tracker.next_save) - 1 for tracker in map(self._trackers.get, req_ids)]
+
+    def _look_at_running(self, view: StepView, due: list[Tracker], rows: list[SaveRow]) -> None:
         """Most running requests complete nothing, and of them one number is compared, in columns: every forward waits for this."""
         running, computed, scheduled = view.running, view.num_computed_tokens, view.num_scheduled_tokens
         if self._lined_up != running:
-            self._look_at_latecomers(scheduled, due)
+            self._look_at_latecomers(scheduled, due, rows)
             self._lined_up = list(running)
-            self._before_save = [self._next_save.get(req_id, NEVER) - 1 for req_id in running]
+            self._before_save = self._next_saves(running)
         if view.total_scheduled_tokens == len(scheduled):
             is_due = map(ge, computed, self._before_save)  # one token each
         else:
@@ -231,54 +232,60 @@ class SchedulerCore:
         for i in list(compress(count(), is_due)):
             req_id = running[i]
             num_drafts = drafts.get(req_id, 0) if drafts else 0
-            before_save[i] = self._look(trackers[req_id], computed[i] + scheduled[req_id] - num_drafts, due) - 1
+            before_save[i] = self._look(trackers[req_id], computed[i] + scheduled[req_id] - num_drafts, due, rows) - 1
 
-    def _look_at_latecomers(self, scheduled: Mapping[ReqId, int], due: list[tuple[Tracker, SaveRow]]) -> None:
+    def _look_at_latecomers(self, scheduled: Mapping[ReqId, int], due: list[Tracker], rows: list[SaveRow]) -> None:
         """Requests of the last step that this one left out: under async scheduling their last token became known only now.
 
         By now drafts may have been rejected, or a session may have replaced the last sampled token; vLLM's own count has
         followed either.
         """
         for req_id in self._lined_up:
-            if req_id in self._next_save and req_id not in scheduled:
-                tracker = self._trackers[req_id]
-                self._look(tracker, tracker.live.num_computed_tokens, due)
+            tracker = self._trackers.get(req_id)
+            if tracker is not None and tracker.next_save != NOT_LOOKED and req_id not in scheduled:
+                self._look(tracker, tracker.live.num_computed_tokens, due, rows)
 
-    def _look(self, tracker: Tracker, frontier: int, due: list[tuple[Tracker, SaveRow]]) -> int:
-        """Add what is complete at ``frontier`` to ``due``; returns at which one to look again."""
+    def _look(self, tracker: Tracker, frontier: int, due: list[Tracker], rows: list[SaveRow]) -> int:
+        """Add what is complete at ``frontier`` to ``due`` and ``rows``; returns at which one to look again."""
         if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
-            next_save = self._next_save[tracker.req_id] = frontier + self._group.block_tokens
-            return next_save
+            tracker.next_save = frontier + self._group.block_tokens
+            return tracker.next_save
         if self._groups is not None and not self._take_tables(tracker):
-            next_save = self._next_save[tracker.req_id] = frontier + 1
-            return next_save
-        next_save, row = due_chunks(tracker, self._group, frontier)
-        self._next_save[tracker.req_id] = next_save
+            tracker.next_save = frontier + 1
+            return tracker.next_save
+        row = due_chunks(tracker, self._group, frontier)
         if row is not None:
-            due.append((tracker, row))
+            due.append(tracker)
+            rows.append(row)
         if self._continuations is not None and not (tracker.save_blocked or tracker.kv_outdated):
             tracker.extend_chain(frontier)
             self._continuations.note(tracker, min(frontier // self._group.block_tokens, tracker.chain.num_blocks))
             # What is not saved now may be by a later request, in whose prompt it is.
-            next_save = self._next_save[tracker.req_id] = min(next_save, frontier + self._group.block_tokens)
-        return next_save
+            tracker.next_save = min(tracker.next_save, frontier + self._group.block_tokens)
+        return tracker.next_save
 
-    def _save(self, due: list[tuple[Tracker, SaveRow]], saves: list[SavePlan]) -> None:
-        """Reserve frames for all of ``due``, in one call: every forward waits for this."""
-        store, blocks_per_chunk = self._groups or self._store, self._group.blocks_per_chunk
-        reserved = store.reserve_all([row for _, row in due])
+    def _save(self, due: list[Tracker], rows: list[SaveRow], saves: list[SavePlan]) -> None:
+        """Reserve frames for all that is due, in one call: every forward waits for this."""
+        reserved = (self._groups or self._store).reserve_all(rows)
         # First of all, so that they are given back whatever happens (I5).
-        saves += [SavePlan(tracker.req_id, chunks) for (tracker, _), (chunks, _) in zip(due, reserved, strict=True) if chunks is not None]
-        for (tracker, row), (chunks, num_dropped) in zip(due, reserved, strict=True):
-            has_local = tracker.saved_chunks * blocks_per_chunk < tracker.num_local_blocks
-            note_saved(tracker, row, num_dropped, store, blocks_per_chunk)
+        saves += [SavePlan(who.req_id, chunks) for who, (chunks, _) in zip(due, reserved, strict=True) if chunks is not None]
+        for tracker, (_, num_dropped) in zip(due, reserved, strict=True):
             if num_dropped:
                 self.counters["save_dropped_chunks"] += num_dropped
-            if self._continuations is None or chunks is None or not has_local:
-                continue
-            if not self._continuations.are_its_own(tracker, chunks.block_ids()):
-                self._store.abort(chunks.tickets())
-                saves.remove(SavePlan(tracker.req_id, chunks))
+                note_dropped(tracker, self._groups or self._store, self._group)
+        if self._continuations is not None:
+            self._drop_others(due, rows, saves)
+
+    def _drop_others(self, due: list[Tracker], rows: list[SaveRow], saves: list[SavePlan]) -> None:
+        """Give back saves of blocks that vLLM had, unless they are known to be of their request's own continuation."""
+        assert self._continuations is not None
+        first = {tracker.req_id: row[3] * self._group.blocks_per_chunk for tracker, row in zip(due, rows, strict=True)}
+        for save in list(saves):
+            tracker = self._trackers[save.req_id]
+            has_local = first[save.req_id] < tracker.num_local_blocks
+            if has_local and not self._continuations.are_its_own(tracker, save.chunks.block_ids()):
+                self._store.abort(save.chunks.tickets())
+                saves.remove(save)
                 tracker.save_blocked = True
 
     def _take_tables(self, tracker: Tracker) -> bool:
@@ -347,7 +354,6 @@ class SchedulerCore:
     def finish(self, req_id: ReqId) -> None:
         """The request ended, however it ended. Copies in flight settle by themselves (I5)."""
         tracker = self._trackers.pop(req_id, None)
-        self._next_save.pop(req_id, None)
         self._queue.forget(req_id)
         if req_id in self._scheduled:
             self._queue.num_running -= 1
@@ -390,7 +396,6 @@ class SchedulerCore:
         self._queue.clear()
         self._queue.flights.clear()
         self._trackers.clear()
-        self._next_save.clear()
         self._store.abort()
         for loading in self._loads.values():
             if loading.lease is not None:

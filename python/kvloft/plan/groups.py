@@ -93,12 +93,8 @@ class GroupedChunks:
             for nth, number in self._full:
                 dropped = max(dropped, saving.add(nth, self._of(chain, number), start, stop, table.tables[nth]))
             for nth, group in self._attached:
-                if group.kind == "state":
-                    continue
-                own = table.tables[nth]
-                for block in range(start, min(stop, len(own))):
-                    if own[block] != NULL_BLOCK:
-                        saving.add(nth, chain.attached(block, nth + 1), 0, 1, own[block : block + 1])
+                if group.kind != "state":
+                    saving.note(nth, self._session.reserve_attached(chain, nth + 1, start, stop, table.tables[nth]))
             return saving.batches(), dropped
         except BaseException:
             saving.give_back()
@@ -189,9 +185,12 @@ class _Saving:
     def add(self, group: int, chain: KeyChain, start: int, stop: int, table: Sequence[BlockId]) -> int:
         """Returns how many chunks could not be had."""
         chunks, dropped = self._session.reserve(chain, start, stop, 0, table)
+        self.note(group, chunks)
+        return dropped
+
+    def note(self, group: int, chunks: ChunkBatch) -> None:
         if chunks:
             self._found.setdefault(group, []).append(chunks)
-        return dropped
 
     def batches(self) -> GroupBatches:
         return GroupBatches.of(self._found)

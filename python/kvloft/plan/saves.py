@@ -17,11 +17,12 @@ from kvloft.seam.shape import GroupShape
 from kvloft.seam.store import Session
 from kvloft.seam.views import StepView
 
-def due_chunks(tracker: Tracker, group: GroupShape, frontier: int) -> tuple[int, SaveRow | None]:
-    """What of ``tracker`` is complete at the end of this step and not saved: a row for ``reserve_all``, or None.
+def due_chunks(tracker: Tracker, group: GroupShape, frontier: int) -> SaveRow | None:
+    """What of ``tracker`` is complete at the end of this step and not saved: a row for ``reserve_all``, which counts as saved
+    from here on; or None.
 
-    ``group`` is the full one. ``frontier``: tokens whose KV is in the request's blocks by then, drafts left out. Comes with the
-    frontier at which the next chunk (or, with longer chunks, the next block) will be complete and known.
+    ``group`` is the full one. ``frontier``: tokens whose KV is in the request's blocks by then, drafts left out. Leaves the
+    frontier at which the next chunk (or, with longer chunks, the next block) will be complete and known in ``next_save``.
     """
     # Of hundreds of running requests some complete a block in every step, and the forward waits for this: so no calls of min().
     save_limit = tracker.save_limit
@@ -30,14 +31,15 @@ def due_chunks(tracker: Tracker, group: GroupShape, frontier: int) -> tuple[int,
     lookahead, num_tokens = tracker.lookahead, len(token_ids)
     known = num_tokens - lookahead
     if tracker.save_blocked or tracker.kv_outdated:
-        return NEVER, None
+        tracker.next_save = NEVER
+        return None
     block_tokens, blocks_per_chunk, blocks = group.block_tokens, group.blocks_per_chunk, tracker.blocks
     lag = limit - known if known < limit else 0
     num_blocks = (limit - lag) // block_tokens
     if len(blocks) < num_blocks:
         num_blocks = len(blocks)
     # Under async scheduling the tokens come to be known some steps after their KV: by then the frontier is that far ahead.
-    next_save = (num_blocks + 1) * block_tokens + lag if frontier < save_limit else NEVER
+    tracker.next_save = (num_blocks + 1) * block_tokens + lag if frontier < save_limit else NEVER
     start, num_full, tail_blocks = tracker.saved_chunks, num_blocks // blocks_per_chunk, num_blocks % blocks_per_chunk
     replaced = None
     if tail_blocks:
@@ -48,24 +50,25 @@ def due_chunks(tracker: Tracker, group: GroupShape, frontier: int) -> tuple[int,
             tail_blocks = 0
         elif last > prompt_blocks:
             replaced = tracker.chain.key(last - 1)
-    if num_full <= start and not tail_blocks:
-        return next_save, None
+    if num_full > start:
+        tracker.saved_chunks = num_full
+    elif not tail_blocks:
+        return None
+    if tail_blocks:
+        tracker.tail_blocks = num_blocks
     wanted = limit + lookahead
     num_tokens = num_tokens if num_tokens < wanted else wanted  # noqa: FURB136
-    return next_save, (tracker.chain, token_ids, num_tokens, start, num_full, tail_blocks, blocks, replaced)
+    return (tracker.chain, token_ids, num_tokens, start, num_full, tail_blocks, blocks, replaced)
 
 
-def note_saved(tracker: Tracker, row: SaveRow, num_dropped: int, store: Session | GroupedChunks, blocks_per_chunk: int) -> None:
-    """Frames for ``row`` are reserved, but for ``num_dropped`` chunks."""
-    chain, _, _, start, stop, tail_blocks, _, _ = row
-    if num_dropped:
-        # The host part may have shrunk under us; go on from what is really there when the next chunk completes.
-        tracker.saved_chunks = min(stop, store.lookup(chain)[0] // blocks_per_chunk)
-        return
-    if start < stop:
-        tracker.saved_chunks = stop
-    if tail_blocks:
-        tracker.tail_blocks = stop * blocks_per_chunk + tail_blocks
+def note_dropped(tracker: Tracker, store: Session | GroupedChunks, group: GroupShape) -> None:
+    """Some of the last row's chunks found no frame: go on from what is really there when the next chunk completes.
+
+    The host part may have shrunk under us.
+    """
+    host_blocks, _ = store.lookup(tracker.chain)
+    tracker.saved_chunks = min(tracker.saved_chunks, host_blocks // group.blocks_per_chunk)
+    tracker.tail_blocks = 0
 
 
 def longest(view: StepView) -> int:

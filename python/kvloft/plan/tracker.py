@@ -16,6 +16,8 @@ from kvloft.seam.views import LiveRequest, RequestView
 
 NEVER = 1 << 62
 """A token count no request reaches."""
+NOT_LOOKED = 1 << 63
+"""Another: no step has looked at the request since it was admitted."""
 
 
 class Flight(NamedTuple):
@@ -47,6 +49,10 @@ class Tracker:
     """Its block table (list[BlockId]), or with several groups its `Tables`; empty while it has none."""
     had_drafts: bool = False
     """Some step verified draft tokens of this request."""
+    num_confirmed: int = 0
+    """Tokens that it had when they were last looked at."""
+    next_save: int = NOT_LOOKED
+    """Frontier at which its next save can be planned."""
     saved_chunks: int = 0
     """Leading chunks that are stored, being saved, or were found stored already."""
     tail_blocks: int = 0
@@ -93,13 +99,15 @@ class Tracker:
         """
         live = self.live
         token_ids = live.token_ids
-        if len(token_ids) < self.chain.num_tokens or live.num_prompt_tokens != self.num_prompt_tokens:
+        num_tokens = len(token_ids)
+        if num_tokens < self.num_confirmed or live.num_prompt_tokens != self.num_prompt_tokens:
             self._restart_chain()
             self.drop_lease()
             self.forget_saves()
             # Accepted drafts behind the point where a session cut its output stay computed for vLLM, under the new input.
             # A drafter's KV of the last token that stays knows the one that was cut off.
             self.kv_outdated |= self.had_drafts or self.lookahead > 0
+        self.num_confirmed = num_tokens
         for rows in self._view.embeds:
             if rows.start + rows.num_rows > (start := self.chain.num_tokens):
                 self.chain.append_tokens(token_ids, start, rows.start)

@@ -6,6 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvloft_core::batch::{self, NULL_BLOCK};
 use kvloft_core::engine::EngineSession;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
@@ -32,6 +33,10 @@ pub(crate) struct Session {
 impl Session {
     fn over(session: Box<dyn session::Session>, num_ranks: u32, blocks_per_chunk: u32, frame_bytes: u64) -> Self {
         Self { inner: Arc::new(EngineSession::new(session, num_ranks)), blocks_per_chunk, frame_bytes }
+    }
+
+    fn abort_all(&self, batches: &[Arc<batch::ChunkBatch>]) {
+        batches.iter().for_each(|chunks| self.inner.abort(chunks.tickets()));
     }
 
     fn reserve_range(
@@ -180,12 +185,35 @@ impl Session {
             let extended = chain.get().extend(&token_ids, num_tokens);
             let answer = extended.and_then(|()| self.reserve_range(chain.get(), range, &table, replaced));
             let (chunks, num_dropped) = answer.inspect_err(|_| {
-                let earlier = reserved.iter().filter_map(|(chunks, _)| chunks.as_ref());
-                earlier.for_each(|chunks| self.inner.abort(chunks.tickets()));
+                let earlier: Vec<_> = reserved.iter().filter_map(|(chunks, _)| Some(Arc::clone(&chunks.as_ref()?.inner))).collect();
+                self.abort_all(&earlier);
             })?;
-            reserved.push(((chunks.inner.len() > 0).then_some(chunks), num_dropped));
+            reserved.push(((!chunks.inner.is_empty()).then_some(chunks), num_dropped));
         }
         Ok(reserved)
+    }
+
+    /// Reserve frames for what `group` keeps of each of blocks `[start, stop)` alone, as far as `table` has them; all or nothing.
+    fn reserve_attached(
+        &self,
+        chain: &KeyChain,
+        group: u32,
+        start: u32,
+        stop: u32,
+        table: &Bound<'_, PyAny>,
+    ) -> PyResult<ChunkBatch> {
+        let stop = stop.min(u32::try_from(table.len()?).unwrap_or(u32::MAX)).max(start);
+        let blocks = block_ids(table, start, Some(stop))?;
+        let chain = chain.lock()?;
+        let mut reserved = Vec::new();
+        for (block, own) in (start..stop).zip(&blocks).filter(|(_, own)| **own != NULL_BLOCK) {
+            let range = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
+            let attached = chain.attached(block, group);
+            let answer = attached.and_then(|one| self.inner.reserve(Prefix::from(&one), range, &[*own], 0, None));
+            let (chunks, _) = answer.inspect_err(|_| self.abort_all(&reserved)).map_err(raise)?;
+            reserved.push(chunks);
+        }
+        Ok(batch::ChunkBatch::concat(reserved.iter().map(|chunks| &**chunks)).into())
     }
 
     /// Take in one rank's report; (chunks that became visible, chunks that some rank failed).
