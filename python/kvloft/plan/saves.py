@@ -17,6 +17,7 @@ from kvloft.seam.shape import GroupShape
 from kvloft.seam.store import Session
 from kvloft.seam.views import StepView
 
+
 def due_chunks(tracker: Tracker, group: GroupShape, frontier: int) -> SaveRow | None:
     """What of ``tracker`` is complete at the end of this step and not saved: a row for ``reserve_all``, which counts as saved
     from here on; or None.
