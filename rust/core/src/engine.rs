@@ -129,9 +129,10 @@ impl EngineSession {
         })?;
         self.give_back(without_kv);
         let saves = flights.add(saves, self.num_ranks);
-        if replaced.is_some() && saves.wanted_blocks().last() == table.last().copied() {
-            let last = saves.tickets().last().and_then(|ticket| flights.saves.get_mut(ticket));
-            last.into_iter().for_each(|save| save.supersedes = replaced);
+        if saves.wanted_blocks().last() == table.last().copied()
+            && let Some(save) = saves.tickets().last().and_then(|ticket| flights.saves.get_mut(ticket))
+        {
+            save.supersedes = replaced;
         }
         Ok((saves, num_dropped))
     }

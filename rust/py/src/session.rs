@@ -185,7 +185,8 @@ impl Session {
             let extended = chain.get().extend(&token_ids, num_tokens);
             let answer = extended.and_then(|()| self.reserve_range(chain.get(), range, &table, replaced));
             let (chunks, num_dropped) = answer.inspect_err(|_| {
-                let earlier: Vec<_> = reserved.iter().filter_map(|(chunks, _)| Some(Arc::clone(&chunks.as_ref()?.inner))).collect();
+                let earlier: Vec<_> =
+                    reserved.iter().filter_map(|(chunks, _)| Some(Arc::clone(&chunks.as_ref()?.inner))).collect();
                 self.abort_all(&earlier);
             })?;
             reserved.push(((!chunks.inner.is_empty()).then_some(chunks), num_dropped));
