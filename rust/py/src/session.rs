@@ -36,7 +36,8 @@ impl Session {
     }
 
     fn abort_all(&self, batches: &[Arc<batch::ChunkBatch>]) {
-        batches.iter().for_each(|chunks| self.inner.abort(chunks.tickets()));
+        let tickets: Vec<_> = batches.iter().flat_map(|chunks| chunks.tickets()).copied().collect();
+        self.inner.abort(&tickets);
     }
 
     fn reserve_range(
