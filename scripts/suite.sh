@@ -3,6 +3,7 @@
 #
 # "all" is `make test`: the Rust tests, everything on the newest vLLM for CPUs, one scenario of each defect on others (0.33.0's
 # Python over 0.32.0's CPU libraries is one: see env.sh).
+# Tests with engines wait more than they compute, so the rest runs beside them; its output comes when they are done.
 # A phase that fails does not stop the others; the table at the end and the exit status tell. After MINUTES (65; a usual machine
 # needs 12 to 20) no new test begins but those of the short form, and after a fifth more not these: on a starved machine what
 # matters most is tested, and the table says how much was left out.
@@ -12,34 +13,36 @@ cd "$(dirname "$0")/.." || exit
 unset PYTHONPATH PYTHONHOME PYTHONDONTWRITEBYTECODE # vLLM is imported by several processes and need be compiled by one only
 export KV_STARTED=${KV_STARTED:-$(date +%s)}
 export TEST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 60)) TEST_LAST_DEADLINE=$((KV_STARTED + ${MINUTES:-65} * 72))
-export TEST_LEFT_OUT=$PWD/build/left-out
 export PROFILE=tested # with debug assertions and overflow checks, and each crate compiled once for wheel and Rust tests
 NEWEST=0.32.0
 OTHERS="0.30.0 0.31.0 0.33.0"
-TABLE=()
-FAILED=0
-LEFT_OUT=0
+REPORT=$PWD/build/suite # of all phases: what became of each, and how many tests it left out
+rm -rf "$REPORT"
+mkdir -p "$REPORT" build/logs
+touch "$REPORT/table" "$REPORT/left-out"
 
 # phase NAME COMMAND...
 phase() {
   local name=$1 begin=$SECONDS outcome=passed left_out
+  local count=$REPORT/left-out-$BASHPID
   shift
   printf '\n== [%4ds] %s\n' "$(($(date +%s) - KV_STARTED))" "$name"
-  rm -f "$TEST_LEFT_OUT"
-  "$@" </dev/null || { outcome="FAILED ($?)" && FAILED=1; }
-  left_out=$(cat "$TEST_LEFT_OUT" 2>/dev/null || echo 0)
-  LEFT_OUT=$((LEFT_OUT + left_out))
-  TABLE+=("$(printf '%-46s %-12s %5ds  %s' "$name" "$outcome" $((SECONDS - begin)) "$([ "$left_out" = 0 ] || echo "$left_out LEFT OUT")")")
+  rm -f "$count"
+  TEST_LEFT_OUT=$count "$@" </dev/null || outcome="FAILED ($?)"
+  left_out=$(cat "$count" 2>/dev/null || echo 0)
+  echo "$left_out" >>"$REPORT/left-out"
+  tell "$(printf '%-46s %-12s %5ds  %s' "$name" "$outcome" $((SECONDS - begin)) "$([ "$left_out" = 0 ] || echo "$left_out LEFT OUT")")"
   [ "$outcome" = passed ]
 }
+tell() { printf '%s\n' "$1" >>"$REPORT/table"; }
 
 # in_time NAME COMMAND...: a phase, or, when two thirds of the time are over, a line that says that there was no time for it.
 in_time() {
   if [ "$(date +%s)" -lt $((KV_STARTED + ${MINUTES:-65} * 40)) ]; then
     phase "$@"
   else
-    TABLE+=("$(printf '%-46s LEFT OUT' "$1")")
-    LEFT_OUT=$((LEFT_OUT + 1))
+    tell "$(printf '%-46s LEFT OUT' "$1")"
+    echo 1 >>"$REPORT/left-out"
     return 1
   fi
 }
@@ -61,14 +64,28 @@ full() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "all Py
 short() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "short form on vLLM $1" pytest_on "$1" tests/e2e tests/vllm/test_patches.py -m short; }
 
 all() {
-  local version
   phase "environment with vLLM $NEWEST" scripts/env.sh "$NEWEST" || return
+  set -m # a process group of its own, which ends with this script
+  beside_engines >build/logs/beside.log 2>&1 </dev/null &
+  set +m
+  BESIDE=$!
+  trap 'kill -- "-$BESIDE" 2>/dev/null' EXIT
+  trap 'exit 130' INT TERM
+  phase "Python tests with engines on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e
+  wait || true
+  cat build/logs/beside.log
+  [ -e "$REPORT/beside-engines" ] || tell "what runs beside the engines: FAILED, it did not come to its end"
+}
+
+beside_engines() {
+  local version
   other_environments >build/logs/others.log 2>&1 </dev/null &
   # The core's; kvloft-py has conversions only, and the Python tests are its tests.
   phase "Rust tests" cargo test --quiet --locked --no-fail-fast --profile "$PROFILE"
-  phase "all Python tests on vLLM $NEWEST" pytest_on "$NEWEST" tests
+  phase "Python tests without engines on vLLM $NEWEST" pytest_on "$NEWEST" tests --ignore=tests/e2e
   wait # what went wrong there goes wrong again below, where it is told
   for version in $OTHERS; do short "$version"; done
+  touch "$REPORT/beside-engines"
 }
 
 # Mostly downloads, so they go on beside the tests.
@@ -82,8 +99,10 @@ case "${1:-}-$#" in
   *) echo "usage: scripts/suite.sh all | full VLLM_VERSION | short VLLM_VERSION" >&2 && exit 2 ;;
 esac
 printf '\n'
-printf '%s\n' "${TABLE[@]}"
-verdict=$([ $FAILED = 0 ] && echo 'all passed' || echo 'NOT all passed')
+cat "$REPORT/table"
+FAILED=$(grep -c FAILED "$REPORT/table")
+LEFT_OUT=$(($(paste -sd+ "$REPORT/left-out")))
+verdict=$([ "$FAILED" = 0 ] && [ -s "$REPORT/table" ] && echo 'all passed' || echo 'NOT all passed')
 [ $LEFT_OUT = 0 ] || verdict="$verdict of what ran; LEFT OUT for lack of time (MINUTES=${MINUTES:-65}): $LEFT_OUT"
 printf 'total %ds: %s\n' $(($(date +%s) - KV_STARTED)) "$verdict"
-exit $FAILED
+[ "$verdict" != "${verdict#all passed}" ]
