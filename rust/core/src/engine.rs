@@ -13,7 +13,22 @@ use crate::Result;
 use crate::batch::{BlocksByTier, ChunkBatch};
 use crate::key::ChunkKey;
 use crate::session::{LeaseId, Session};
-use crate::store::{Prefix, SaveRange};
+use crate::store::{Prefix, Reservation, SaveRange};
+
+/// Chunks of one prefix to be saved.
+#[derive(Debug, Clone, Copy)]
+pub struct SaveRow<'a> {
+    /// What is saved a part of.
+    pub prefix: Prefix<'a>,
+    /// Which part.
+    pub range: SaveRange,
+    /// The blocks that hold it, the range's first one first.
+    pub table: &'a [i32],
+    /// Where in the prefix the table begins.
+    pub first: u32,
+    /// Discarded once the chunk with the table's last block is committed.
+    pub replaced: Option<ChunkKey>,
+}
 
 /// One chunk that is being saved.
 #[derive(Debug)]
@@ -43,8 +58,8 @@ struct Flights {
 }
 
 impl Flights {
-    /// These saves are planned: gives them their tickets.
-    fn add(&mut self, mut batch: ChunkBatch, num_ranks: u32) -> Arc<ChunkBatch> {
+    /// These saves of `row` are planned: gives them their tickets.
+    fn add(&mut self, mut batch: ChunkBatch, num_ranks: u32, row: &SaveRow<'_>) -> Arc<ChunkBatch> {
         let reservations = batch.number(self.next_ticket);
         if reservations.first().is_some_and(|first| *first <= self.last_reservation) {
             // The store began anew and knows nothing of what is in flight: it must not be told of it under old numbers.
@@ -60,6 +75,11 @@ impl Flights {
             let save = Save { reservation, batch, nth, num_left: num_ranks, failed: false, supersedes: None };
             self.saves.insert(self.next_ticket, save);
             self.next_ticket += 1;
+        }
+        if batch.wanted_blocks().last() == row.table.last().copied()
+            && let Some(save) = batch.tickets().last().and_then(|ticket| self.saves.get_mut(ticket))
+        {
+            save.supersedes = row.replaced;
         }
         batch
     }
@@ -110,31 +130,27 @@ impl EngineSession {
         ChunkBatch::of_loads(&self.session.frames(lease), table, begin)
     }
 
-    /// Reserves frames for what is missing of `range`, to be filled from the blocks that `table` names, which begins with the
-    /// range's first; and how many chunks could not be had. They are in flight from here on. Once the chunk with the table's last
-    /// block is committed, the chunk `replaced` is discarded.
-    pub fn reserve(
-        &self,
-        prefix: Prefix<'_>,
-        range: SaveRange,
-        table: &[i32],
-        first: u32,
-        replaced: Option<ChunkKey>,
-    ) -> Result<(Arc<ChunkBatch>, u32)> {
+    /// Reserves frames for what is missing of each row's range, to be filled from its table; and how many chunks could not be had.
+    /// They are in flight from here on. On an error for one, none is.
+    pub fn reserve(&self, rows: &[SaveRow<'_>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
         // Before the store is asked, so that its numbers come in their order.
         let mut flights = self.flights();
-        let (reserved, num_dropped) = self.session.reserve(prefix, range)?;
-        let (saves, without_kv) = ChunkBatch::of_saves(&reserved, table, first).inspect_err(|_| {
-            self.give_back(reserved.iter().map(|chunk| chunk.ticket));
-        })?;
-        self.give_back(without_kv);
-        let saves = flights.add(saves, self.num_ranks);
-        if saves.wanted_blocks().last() == table.last().copied()
-            && let Some(save) = saves.tickets().last().and_then(|ticket| flights.saves.get_mut(ticket))
-        {
-            save.supersedes = replaced;
+        let asked: Vec<_> = rows.iter().map(|row| (row.prefix, row.range)).collect();
+        let answers = self.session.reserve_many(&asked);
+        let given =
+            |answer: &Result<(Vec<Reservation>, u32)>| answer.as_ref().map_or(Vec::new(), |(chunks, _)| chunks.clone());
+        let every: Vec<_> = answers.iter().flat_map(given).map(|chunk| chunk.ticket).collect();
+        let mut batches = Vec::with_capacity(rows.len());
+        for (row, answer) in rows.iter().zip(answers) {
+            let batch = answer
+                .and_then(|(chunks, dropped)| Ok((ChunkBatch::of_saves(&chunks, row.table, row.first)?, dropped)));
+            batches.push(batch.inspect_err(|_| self.give_back(every.iter().copied()))?);
         }
-        Ok((saves, num_dropped))
+        let add = |(row, ((batch, without_kv), num_dropped)): (&SaveRow<'_>, ((ChunkBatch, Vec<u64>), u32))| {
+            self.give_back(without_kv);
+            (flights.add(batch, self.num_ranks, row), num_dropped)
+        };
+        Ok(rows.iter().zip(batches).map(add).collect())
     }
 
     /// Takes in one rank's report; returns how many chunks became visible, and how many some rank could not write. Tickets that

@@ -45,6 +45,10 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// Reserves what is missing of a range; and how many chunks could not be had. The numbers count up while the store lives;
     /// one that began anew has none of those that it gave out before.
     fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)>;
+    /// The same for many, in their order, without waiting for each where that takes time.
+    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<(Vec<Reservation>, u32)>> {
+        asked.iter().map(|(prefix, range)| self.reserve(*prefix, *range)).collect()
+    }
     /// Makes reserved chunks visible; returns how many became so.
     fn commit(&self, tickets: &[u64]) -> u32;
     /// Gives reserved frames back.

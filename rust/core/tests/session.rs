@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use kvloft_core::batch::{ChunkBatch, Columns};
-use kvloft_core::engine::EngineSession;
+use kvloft_core::engine::{EngineSession, SaveRow};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::FrameId;
 use kvloft_core::key::{ChunkKey, KeyChain};
@@ -124,6 +124,19 @@ fn row(ticket: u64, first_block: u32, num_blocks: u32) -> Reservation {
     Reservation { ticket, frame: FrameId(9), key: ChunkKey([2; 32]), first_block, num_blocks }
 }
 
+/// Of a prefix of `num_blocks` blocks, the first `stop` chunks.
+fn reserve(
+    engine: &EngineSession,
+    num_blocks: u32,
+    stop: u32,
+    table: &[i32],
+    first: u32,
+) -> kvloft_core::Result<(Arc<ChunkBatch>, u32)> {
+    let chain = chain(num_blocks);
+    let row = SaveRow { prefix: Prefix::from(&chain), range: whole(stop), table, first, replaced: None };
+    engine.reserve(&[row]).map(|mut reserved| reserved.pop().expect("one for one"))
+}
+
 fn odd<const N: usize>(num_ranks: u32, rows: &[Vec<Reservation>; N]) -> (EngineSession, Calls) {
     let calls = Arc::default();
     let odd = Odd { rows: Mutex::new(rows.to_vec()), calls: Arc::clone(&calls) };
@@ -134,7 +147,7 @@ fn odd<const N: usize>(num_ranks: u32, rows: &[Vec<Reservation>; N]) -> (EngineS
 fn chunks_outside_the_block_table_are_given_back() {
     for outside in [row(6, 4, 1), row(6, 8, 1), row(6, 6, 3), row(6, u32::MAX, u32::MAX)] {
         let (engine, calls) = odd(2, &[vec![row(5, 5, 1), outside]]);
-        assert!(engine.reserve(Prefix::from(&chain(9)), whole(9), &[1, 2, 3], 5, None).is_err());
+        assert!(reserve(&engine, 9, 9, &[1, 2, 3], 5).is_err());
         assert_eq!(*calls.lock().expect("no panic"), [("abort", vec![5, 6])]);
         assert_eq!(engine.num_in_flight(), 0);
     }
@@ -143,7 +156,7 @@ fn chunks_outside_the_block_table_are_given_back() {
 #[test]
 fn the_store_hears_once_of_each_ticket() {
     let (engine, calls) = odd(2, &[vec![row(5, 0, 1), row(6, 1, 2), row(7, 3, 1)]]);
-    let (saves, _) = engine.reserve(Prefix::from(&chain(9)), whole(4), &[4, 5, 0, 7], 0, None).expect("in the table");
+    let (saves, _) = reserve(&engine, 9, 4, &[4, 5, 0, 7], 0).expect("in the table");
     assert_eq!(saves.tickets(), [1, 2], "a chunk with a null block has no KV");
     assert_eq!(engine.settle(&[1, 2], &[]), (0, 0));
     assert_eq!(engine.settle(&[1], &[2]), (1, 1));
@@ -157,8 +170,8 @@ fn the_store_hears_once_of_each_ticket() {
 #[test]
 fn a_store_that_begins_anew_uses_its_numbers_again() {
     let (engine, calls) = odd(1, &[vec![row(1, 0, 1), row(2, 1, 1)], vec![row(1, 0, 1)], vec![row(2, 1, 1)]]);
-    let reserve = || engine.reserve(Prefix::from(&chain(9)), whole(2), &[4, 5], 0, None).expect("in the table").0;
-    let (before, after, last) = (reserve(), reserve(), reserve());
+    let again = || reserve(&engine, 9, 2, &[4, 5], 0).expect("in the table").0;
+    let (before, after, last) = (again(), again(), again());
     assert_eq!(engine.num_in_flight(), 4);
     assert_eq!(engine.settle(before.tickets(), &[]), (0, 2));
     engine.abort(before.tickets());
@@ -172,7 +185,7 @@ fn a_store_that_begins_anew_uses_its_numbers_again() {
 #[test]
 fn blocks_with_negative_numbers_are_not_copied() {
     let (engine, calls) = odd(1, &[vec![row(5, 0, 2)]]);
-    assert!(engine.reserve(Prefix::from(&chain(9)), whole(2), &[4, -1], 0, None).is_err());
+    assert!(reserve(&engine, 9, 2, &[4, -1], 0).is_err());
     assert_eq!(*calls.lock().expect("no panic"), [("abort", vec![5])]);
     let leased =
         LeasedFrame { frame: FrameId(1), key: ChunkKey([3; 32]), first_block: 0, num_blocks: 2, tier: TierName::Host };
@@ -217,7 +230,7 @@ fn columns_become_a_batch_and_back() {
 fn a_save_has_its_readers_until_it_is_settled() {
     let begin = || {
         let (engine, _) = odd(1, &[vec![row(1, 0, 2), row(2, 2, 1)]]);
-        engine.reserve(Prefix::from(&chain(9)), whole(3), &[7, 8, 8], 0, None).expect("in the table");
+        reserve(&engine, 9, 3, &[7, 8, 8], 0).expect("in the table");
         engine
     };
     let engine = begin();

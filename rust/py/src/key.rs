@@ -27,6 +27,11 @@ impl KeyChain {
         self.inner.lock().map_err(|_| StoreError::new_err("this KeyChain failed before; make a new one"))
     }
 
+    /// As `lock`; an error where it is held, as by another row of the same call.
+    pub(crate) fn try_lock(&self) -> PyResult<MutexGuard<'_, key::KeyChain>> {
+        self.inner.try_lock().map_err(|_| StoreError::new_err("this KeyChain is in use, or failed before"))
+    }
+
     /// Append what is missing of `token_ids[:stop]`.
     pub(crate) fn extend(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<()> {
         let start = self.num_tokens()?;

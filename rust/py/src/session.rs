@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvloft_core::batch::{self, NULL_BLOCK};
-use kvloft_core::engine::EngineSession;
+use kvloft_core::engine::{EngineSession, SaveRow};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::session::{self, LeaseId, Local};
@@ -35,30 +35,16 @@ impl Session {
         Self { inner: Arc::new(EngineSession::new(session, num_ranks)), blocks_per_chunk, frame_bytes }
     }
 
-    fn abort_all(&self, batches: &[Arc<batch::ChunkBatch>]) {
-        let tickets: Vec<_> = batches.iter().flat_map(|chunks| chunks.tickets()).copied().collect();
-        self.inner.abort(&tickets);
-    }
-
-    fn reserve_range(
-        &self,
-        chain: &KeyChain,
-        range: SaveRange,
-        table: &Bound<'_, PyAny>,
-        replaced: Option<KeyBytes>,
-    ) -> PyResult<(ChunkBatch, u32)> {
+    /// Where in a prefix a range begins, and the blocks that hold it.
+    fn part_of(&self, table: &Bound<'_, PyAny>, range: SaveRange) -> PyResult<(u32, Vec<i32>)> {
         let first = range.start.saturating_mul(self.blocks_per_chunk);
         let end = range.stop.saturating_mul(self.blocks_per_chunk).saturating_add(range.tail_blocks);
-        let blocks = block_ids(table, first, Some(end.max(first)))?;
-        let (chain, replaced) = (chain.lock()?, replaced.map(|key| key.0));
-        let reserved = self.inner.reserve(Prefix::from(&*chain), range, &blocks, first, replaced);
-        let (saves, num_dropped) = reserved.map_err(raise)?;
-        Ok((ChunkBatch { inner: saves }, num_dropped))
+        Ok((first, block_ids(table, first, Some(end.max(first)))?))
     }
 }
 
 /// Chain, token ids, tokens that the chain is to have, first and last full chunk, blocks of the tail, block table, key to replace.
-type SaveRow<'py> = (Bound<'py, KeyChain>, Bound<'py, PyAny>, u32, u32, u32, u32, Bound<'py, PyAny>, Option<KeyBytes>);
+type Due<'py> = (Bound<'py, KeyChain>, Bound<'py, PyAny>, u32, u32, u32, u32, Bound<'py, PyAny>, Option<KeyBytes>);
 
 #[pymethods]
 impl Session {
@@ -175,24 +161,33 @@ impl Session {
         tail_blocks: u32,
         table: &Bound<'_, PyAny>,
     ) -> PyResult<(ChunkBatch, u32)> {
-        self.reserve_range(chain, SaveRange { start, stop, tail_blocks }, table, None)
+        let range = SaveRange { start, stop, tail_blocks };
+        let (first, blocks) = self.part_of(table, range)?;
+        let chain = chain.lock()?;
+        let row = SaveRow { prefix: Prefix::from(&*chain), range, table: &blocks, first, replaced: None };
+        let (inner, num_dropped) = self.inner.reserve(&[row]).map_err(raise)?.swap_remove(0);
+        Ok((ChunkBatch { inner }, num_dropped))
     }
 
     /// The same for many requests, each of whose chains is extended first; all or nothing. None where there is nothing to save.
-    fn reserve_all(&self, rows: Vec<SaveRow<'_>>) -> PyResult<Vec<(Option<ChunkBatch>, u32)>> {
-        let mut reserved: Vec<(Option<ChunkBatch>, u32)> = Vec::with_capacity(rows.len());
-        for (chain, token_ids, num_tokens, start, stop, tail_blocks, table, replaced) in rows {
-            let range = SaveRange { start, stop, tail_blocks };
-            let extended = chain.get().extend(&token_ids, num_tokens);
-            let answer = extended.and_then(|()| self.reserve_range(chain.get(), range, &table, replaced));
-            let (chunks, num_dropped) = answer.inspect_err(|_| {
-                let earlier: Vec<_> =
-                    reserved.iter().filter_map(|(chunks, _)| Some(Arc::clone(&chunks.as_ref()?.inner))).collect();
-                self.abort_all(&earlier);
-            })?;
-            reserved.push(((!chunks.inner.is_empty()).then_some(chunks), num_dropped));
+    fn reserve_all(&self, rows: Vec<Due<'_>>) -> PyResult<Vec<(Option<ChunkBatch>, u32)>> {
+        let mut parts = Vec::with_capacity(rows.len());
+        for (chain, token_ids, num_tokens, start, stop, tail_blocks, table, _) in &rows {
+            chain.get().extend(token_ids, *num_tokens)?;
+            let range = SaveRange { start: *start, stop: *stop, tail_blocks: *tail_blocks };
+            let (first, blocks) = self.part_of(table, range)?;
+            parts.push((chain.get().try_lock()?, range, first, blocks));
         }
-        Ok(reserved)
+        let mut asked = Vec::with_capacity(rows.len());
+        for ((chain, range, first, table), due) in parts.iter().zip(&rows) {
+            let (prefix, replaced) = (Prefix::from(&**chain), due.7.as_ref().map(|key| key.0));
+            asked.push(SaveRow { prefix, range: *range, table, first: *first, replaced });
+        }
+        let reserved = self.inner.reserve(&asked).map_err(raise)?;
+        let some = |(inner, num_dropped): (Arc<batch::ChunkBatch>, u32)| {
+            ((!inner.is_empty()).then_some(ChunkBatch { inner }), num_dropped)
+        };
+        Ok(reserved.into_iter().map(some).collect())
     }
 
     /// Reserve frames for what `group` keeps of each of blocks `[start, stop)` alone, as far as `table` has them; all or nothing.
@@ -207,15 +202,17 @@ impl Session {
         let stop = stop.min(u32::try_from(table.len()?).unwrap_or(u32::MAX)).max(start);
         let blocks = block_ids(table, start, Some(stop))?;
         let chain = chain.lock()?;
-        let mut reserved = Vec::new();
-        for (block, own) in (start..stop).zip(&blocks).filter(|(_, own)| **own != NULL_BLOCK) {
-            let range = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
-            let attached = chain.attached(block, group);
-            let answer = attached.and_then(|one| self.inner.reserve(Prefix::from(&one), range, &[*own], 0, None));
-            let (chunks, _) = answer.inspect_err(|_| self.abort_all(&reserved)).map_err(raise)?;
-            reserved.push(chunks);
+        let kept = || (start..stop).zip(&blocks).filter(|(_, own)| **own != NULL_BLOCK);
+        let chains: Vec<_> =
+            kept().map(|(block, _)| chain.attached(block, group)).collect::<Result<_, _>>().map_err(raise)?;
+        let range = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
+        let mut rows = Vec::with_capacity(chains.len());
+        for (one, (_, own)) in chains.iter().zip(kept()) {
+            let (prefix, table) = (Prefix::from(one), std::slice::from_ref(own));
+            rows.push(SaveRow { prefix, range, table, first: 0, replaced: None });
         }
-        Ok(batch::ChunkBatch::concat(reserved.iter().map(|chunks| &**chunks)).into())
+        let reserved = self.inner.reserve(&rows).map_err(raise)?;
+        Ok(batch::ChunkBatch::concat(reserved.iter().map(|(chunks, _)| &**chunks)).into())
     }
 
     /// Take in one rank's report; (chunks that became visible, chunks that some rank failed).

@@ -255,9 +255,31 @@ impl Remote {
         self.shared.state()
     }
 
+    /// Whether a clear is still to be heard; takes in that it was.
+    fn owes_clear(&self) -> bool {
+        let deadline = self.shared.deadline();
+        let mut state = self.state();
+        if let Some(found) = state.next.take() {
+            state.adopt(found, deadline);
+        }
+        let _heard = state.link();
+        state.owes_clear
+    }
+
     fn ask(&self, request: &Request<'_>) -> Option<Answer> {
         let deadline = self.shared.deadline();
         self.state().ask(deadline, |link| link.ask(request, deadline))
+    }
+
+    fn ask_all(&self, requests: &[Request<'_>]) -> Vec<Option<Answer>> {
+        let deadline = self.shared.deadline();
+        let mut state = self.state();
+        let Some(link) = state.link() else { return requests.iter().map(|_| None).collect() };
+        let answers = link.ask_all(requests, deadline);
+        if answers.iter().any(Option::is_none) && Instant::now() >= deadline {
+            state.num_late += 1;
+        }
+        answers
     }
 
     /// What has to be heard in any case.
@@ -265,6 +287,16 @@ impl Remote {
         let deadline = self.shared.deadline();
         self.state().ask(deadline, |link| link.ask_anyway(request, deadline))
     }
+}
+
+/// None where there are more keys than a server takes.
+fn reserve_request<'a>(prefix: &Prefix<'a>, range: SaveRange, per_chunk: u32) -> Result<Option<Request<'a>>> {
+    range.check(prefix, per_chunk)?;
+    // The parent of the first chunk is the last that has to be known of what comes before.
+    let first = (range.start * per_chunk).saturating_sub(1);
+    let end = (range.stop * per_chunk + range.tail_blocks) as usize;
+    let keys = &prefix.keys[(first as usize).min(end)..end];
+    Ok((end <= MAX_KEYS).then_some(Request::Reserve(prefix.root, first, Keys::Own(keys), range)))
 }
 
 impl Session for Remote {
@@ -349,26 +381,21 @@ impl Session for Remote {
     }
 
     fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)> {
+        self.reserve_many(&[(prefix, range)]).pop().unwrap_or_else(|| Ok((Vec::new(), range.num_chunks())))
+    }
+
+    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<(Vec<Reservation>, u32)>> {
         let per_chunk = self.shared.config.blocks_per_chunk;
-        range.check(&prefix, per_chunk)?;
-        // The parent of the first chunk is the last that has to be known of what comes before.
-        let first = (range.start * per_chunk).saturating_sub(1);
-        let end = (range.stop * per_chunk + range.tail_blocks) as usize;
-        let answer = if end > MAX_KEYS {
-            None
-        } else {
-            self.ask(&Request::Reserve(
-                prefix.root,
-                first,
-                Keys::Own(&prefix.keys[(first as usize).min(end)..end]),
-                range,
-            ))
+        let requests: Vec<_> = asked.iter().map(|(prefix, range)| reserve_request(prefix, *range, per_chunk)).collect();
+        let sent: Vec<_> = requests.iter().filter_map(|request| request.as_ref().ok()?.clone()).collect();
+        let mut answers = self.ask_all(&sent).into_iter();
+        let answer_of = |(request, (_, range)): (Result<Option<_>>, &(_, SaveRange))| {
+            Ok(match request?.and_then(|_| answers.next().flatten()) {
+                Some(Answer::Reserved(rows, num_dropped)) => (rows, num_dropped),
+                _ => (Vec::new(), range.num_chunks()),
+            })
         };
-        Ok(if let Some(Answer::Reserved(rows, num_dropped)) = answer {
-            (rows, num_dropped)
-        } else {
-            (Vec::new(), range.num_chunks())
-        })
+        requests.into_iter().zip(asked).map(answer_of).collect()
     }
 
     fn commit(&self, tickets: &[u64]) -> u32 {
@@ -426,8 +453,12 @@ impl Session for Remote {
         }
     }
 
-    /// The server goes on with what it has: nothing has to be waited for.
-    fn close(&self, _: Duration) {
+    /// The server goes on with what it has: nothing has to be waited for but a clear that it has not heard yet.
+    fn close(&self, timeout: Duration) {
+        let end = Instant::now().checked_add(timeout);
+        while self.owes_clear() && end.is_none_or(|end| Instant::now() < end) {
+            std::thread::sleep(SETTLE_EVERY);
+        }
         let mut state = self.state();
         state.is_closed = true;
         state.tell_server(&Request::Bye);

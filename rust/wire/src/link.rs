@@ -18,7 +18,7 @@ use rustix::event::PollFlags;
 use crate::message::{Answer, Keys, MAX_KEYS, MAX_MESSAGE, Request, SentPrefix, Status, VERSION};
 use crate::socket::{Inbox, is_own, peer, wait, widen};
 
-/// Most bytes that wait for a server that does not read.
+/// Most bytes that wait for a server that does not read when another request is made.
 const MAX_UNSENT: usize = 8 << 20;
 /// Sent bytes that are left at the front until the rest is sent.
 const SPARE_BYTES: usize = 1 << 20;
@@ -123,6 +123,15 @@ impl Link {
         self.pump(Some(number), if is_late { Instant::now() } else { deadline })
     }
 
+    /// Asks all of them at once, unless an answer is overdue. None: a miss.
+    pub(crate) fn ask_all(&mut self, requests: &[Request<'_>], deadline: Instant) -> Vec<Option<Answer>> {
+        if self.is_late() {
+            return requests.iter().map(|_| None).collect();
+        }
+        let numbers: Vec<_> = requests.iter().map(|request| self.push(request)).collect();
+        numbers.into_iter().map(|number| self.pump(Some(number), deadline)).collect()
+    }
+
     /// Sends what has no answer.
     pub(crate) fn tell(&mut self, request: &Request<'_>) {
         if !self.is_dead {
@@ -150,6 +159,9 @@ impl Link {
     }
 
     fn push(&mut self, request: &Request<'_>) -> u32 {
+        if self.unsent() > MAX_UNSENT {
+            self.die();
+        }
         self.next_number = self.next_number.wrapping_add(1);
         request.encode(self.next_number, &mut self.out);
         if !request.is_one_way() {
@@ -159,7 +171,7 @@ impl Link {
     }
 
     fn note(&mut self, done: &io::Result<()>) {
-        if done.is_err() || self.unsent() > MAX_UNSENT {
+        if done.is_err() {
             self.die();
         }
     }
@@ -187,6 +199,9 @@ impl Link {
         loop {
             let sent = self.flush();
             self.note(&sent);
+            if let Some(answer) = self.take_in(wanted) {
+                return Some(answer); // it came with the one before
+            }
             let out = if self.unsent() > 0 { PollFlags::OUT } else { PollFlags::empty() };
             if self.is_dead || (must_wait && !wait(&*self.stream, PollFlags::IN | out, deadline)) {
                 return None;

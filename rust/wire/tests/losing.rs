@@ -79,6 +79,35 @@ fn a_clear_that_no_server_heard_is_the_first_that_the_next_one_hears() {
 }
 
 #[test]
+fn an_engine_that_ends_sees_to_it_that_its_clear_is_heard() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = Server::open(with_disk(dir.path())).expect("a server");
+    let engine = connect(dir.path());
+    let chain = chain(1, 4);
+    save(&engine, &chain);
+    assert!(engine.flush(LONG));
+    drop(server);
+    until("gone", || found(&engine, &chain) == 0);
+    engine.clear();
+    let start = Instant::now();
+    engine.close(Duration::from_millis(100));
+    assert!(start.elapsed() < LONG, "nobody is there to hear it");
+    let server = Server::open(with_disk(dir.path())).expect("a server");
+    let engine = connect(dir.path());
+    assert_eq!(found(&engine, &chain), 4, "lost with the engine");
+    drop(server);
+    until("gone", || found(&engine, &chain) == 0);
+    engine.clear();
+    std::thread::scope(|scope| {
+        let closing = scope.spawn(|| engine.close(LONG));
+        std::thread::sleep(Duration::from_millis(50));
+        let _server = Server::open(with_disk(dir.path())).expect("a server");
+        closing.join().expect("it closed");
+        assert_eq!(found(&connect(dir.path()), &chain), 0);
+    });
+}
+
+#[test]
 fn a_server_that_stands_still_costs_one_deadline() {
     let dir = tempfile::tempdir().expect("a directory");
     let test = std::env::current_exe().expect("this test");

@@ -15,7 +15,7 @@ use common::{
 };
 use kvloft_core::io::Arena;
 use kvloft_core::session::Session;
-use kvloft_core::store::{Prefix, Progress};
+use kvloft_core::store::{Prefix, Progress, SaveRange};
 use kvloft_core::{ChunkKey, ErrorKind};
 use kvloft_wire::message::{Hello, LENGTH_BYTES, Request, VERSION};
 use kvloft_wire::{Remote, RemoteConfig, Server, status};
@@ -319,4 +319,42 @@ fn what_a_server_does_can_be_asked_before_and_after_the_first_engine() {
     assert_eq!((status.engines[0].pid, status.engines[0].num_reserved), (std::process::id(), 3));
     assert_eq!(status.engines[0].num_leases, 1);
     assert!(server.take_events().iter().any(|event| event.contains("is connected")));
+}
+
+#[test]
+fn many_are_reserved_as_one_after_the_other() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = serve(dir.path());
+    let engine = connect(dir.path());
+    let chains: Vec<_> = (0..5).map(|seed| chain(seed, 8)).collect();
+    save(&engine, &chains[2]);
+    let part = |start, stop| SaveRange { start, stop, tail_blocks: 0 };
+    // What it has, what is out of range, more than there is room for (64 frames), and the same twice.
+    let long = chain(9, 60);
+    let ranges = [(0, part(0, 8)), (1, part(0, 3)), (2, part(0, 8)), (3, part(0, 9)), (1, part(3, 8)), (0, part(0, 8))];
+    let mut asked: Vec<_> = ranges.iter().map(|(nth, range)| (Prefix::from(&chains[*nth]), *range)).collect();
+    asked.push((Prefix::from(&long), part(0, 60)));
+    let answers = engine.reserve_many(&asked);
+    let counts: Vec<_> =
+        answers.iter().map(|answer| answer.as_ref().ok().map(|(rows, dropped)| (rows.len(), *dropped))).collect();
+    let mut wanted = vec![Some((8, 0)), Some((3, 0)), Some((0, 0)), None, Some((5, 0)), Some((0, 0))];
+    wanted.push(Some((48, 12)));
+    assert_eq!(counts, wanted, "48 of 64 frames were free or held by nobody");
+    let rows = answers.into_iter().flatten().flat_map(|(rows, _)| rows);
+    let tickets: Vec<_> = rows.map(|row| row.ticket).collect();
+    assert!(tickets.is_sorted());
+    assert_eq!(engine.commit(&tickets), 64);
+    assert_eq!((found(&engine, &chains[0]), found(&engine, &chains[1]), found(&engine, &long)), (8, 8, 48));
+}
+
+#[test]
+fn a_message_of_many_keys_is_no_reason_to_hang_up() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = serve(dir.path());
+    let engine = connect(dir.path());
+    let long = chain(1, 400_000); // 12 MiB of keys
+    assert_eq!(found(&engine, &long), 0);
+    let (rows, num_dropped) = engine.reserve(Prefix::from(&long), whole(400_000)).expect("in range");
+    assert_eq!((rows.len(), num_dropped), (64, 400_000 - 64));
+    assert!(engine.renew() || engine.take_events().is_empty(), "the connection stands");
 }
