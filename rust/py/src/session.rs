@@ -170,6 +170,7 @@ impl Session {
     }
 
     /// The same for many requests, each of whose chains is extended first; all or nothing. None where there is nothing to save.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn reserve_all(&self, rows: Vec<Due<'_>>) -> PyResult<Vec<(Option<ChunkBatch>, u32)>> {
         let mut parts = Vec::with_capacity(rows.len());
         for (chain, token_ids, num_tokens, start, stop, tail_blocks, table, _) in &rows {
