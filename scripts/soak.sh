@@ -7,7 +7,7 @@ unset PYTHONPATH PYTHONHOME
 MINUTES=${MINUTES:-30}
 scripts/env.sh 0.32.0 || exit 1
 mkdir -p build/soak
-cargo build --quiet --release --locked -p kvloft-core --tests || exit 1
+cargo build --quiet --release --locked -p kvloft-core --test fire || exit 1
 KV_FIRE_SECONDS=$((MINUTES * 60)) cargo test --quiet --release --locked -p kvloft-core --test fire >build/soak/store.log 2>&1 </dev/null &
 store=$!
 .venv-0.32.0/bin/python -m tests.e2e.soak --minutes "$MINUTES" --json build/soak/engines.json
