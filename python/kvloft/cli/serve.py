@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from kvloft import __version__
+from kvloft.cli import metrics
 from kvloft.config import Config, load_config, size_text
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here, warnings
@@ -57,6 +58,7 @@ def add_parser(subparsers: Any) -> None:
     add_socket(parser)
     for name, text in OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", help=text)
+    parser.add_argument("--metrics", metavar="[HOST:]PORT", help="answer Prometheus there; without a HOST, only this machine")
     parser.set_defaults(run=run)
 
 
@@ -81,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
     # Here and not above: `kvloft config` must work where the extension does not load.
     from kvloft._core import Server, StoreError
 
-    config = settings(args)
+    config, metrics_at = settings(args), metrics.address(args.metrics) if args.metrics is not None else None
     own = replace(config, server=None)  # its memory and its disk are this machine's
     refuse_here(own)
     for warning in warnings(own):
@@ -104,10 +106,16 @@ def run(args: argparse.Namespace) -> int:
         return 1
     disk = f"disk {config.disk_path} up to {size_text(config.disk_size)}" if config.disk_path else "no disk"
     _tell(f"kvloft {__version__} serves at unix:{config.server}: host {size_text(config.host_size)}, {disk}")
+    end_metrics = None
+    if metrics_at is not None:
+        port, end_metrics = metrics.serve(metrics_at, server.status)
+        _tell(f"metrics at http://{metrics_at[0]}:{port}/metrics")
     while not is_over.wait(LOOK_EVERY_S):
         _tell(*server.take_events())
     _tell(f"ending; at most {CLOSE_TIMEOUT_S:g} s for what should be on disk (a second signal ends at once)")
     server.close(CLOSE_TIMEOUT_S)
+    if end_metrics is not None:
+        end_metrics()
     _tell(*server.take_events(), "ended")
     return 0
 

@@ -1,0 +1,95 @@
+"""`kvloft serve --metrics`: the server's numbers for Prometheus, at http://HOST:PORT/metrics.
+
+Reads what `kvloft status` reads, when it is asked; knows nothing of the store but names of numbers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+from kvloft.errors import ConfigError
+
+COUNTERS: Final = {
+    "commits": "Chunks saved and visible",
+    "aborts": "Saves that came to nothing",
+    "reserve_dropped": "Saves that found no frame",
+    "host_evictions": "Chunks evicted from host memory",
+    "disk_evictions": "Chunks evicted from disk",
+    "discards": "Chunks forgotten because they were wrong, or replaced",
+    "cleared": "Chunks forgotten because an engine asked for it",
+    "disk_writes": "Chunks written to disk",
+    "disk_bytes_written": "Bytes written to disk",
+    "disk_reads": "Chunks read from disk",
+    "disk_bytes_read": "Bytes read from disk",
+    "disk_write_errors": "Writes to disk that failed",
+    "disk_read_errors": "Reads from disk that failed",
+    "disk_verify_failures": "Chunks on disk whose bytes were not what their key says",
+    "disk_dropped": "Chunks that never reached disk",
+    "disk_trips": "Times that the disk tier was left alone after errors or a hang",
+    "server_accepted": "Connections that were accepted",
+    "server_refused": "Connections that were refused",
+}
+GAUGES: Final = {
+    "frames_total": "Frames in host memory",
+    "frames_visible": "Frames that hold a visible chunk",
+    "frames_reserved": "Frames being written",
+    "frames_free": "Frames that hold nothing",
+    "entries": "Chunks that can be found, in any tier",
+    "pins": "Chunks pinned by readers",
+    "read_leases": "Prompts whose chunks are pinned",
+    "reads_pending": "Chunks that wait to be read from disk",
+    "disk_used": "Chunks on disk",
+    "disk_pending": "Chunks on their way to disk",
+    "disk_bytes": "Bytes of the disk directory",
+    "disk_broken": "1 while the disk tier is left alone after errors or a hang",
+    "quarantined_reservations": "Frames kept until nothing can write to them",
+}
+
+
+def address(text: str) -> tuple[str, int]:
+    """Host and port of ``PORT`` or ``HOST:PORT``; only this machine may ask where no host is named. Raises ConfigError."""
+    host, _, port = text.rpartition(":")
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) > 65535:
+        raise ConfigError(f"--metrics {text!r} names no port; say --metrics 9180, or 0.0.0.0:9180 for other machines too.")
+    return host.strip("[]") or "127.0.0.1", int(port)
+
+
+def serve(where: tuple[str, int], status: Callable[[], dict[str, Any]]) -> tuple[int, Callable[[], None]]:
+    """Answer at ``where`` with what ``status`` says; returns the port, and what ends it. Raises ConfigError for a port in use."""
+    # Here and not above: no other command needs it.
+    from prometheus_client import CollectorRegistry, start_http_server
+
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_Collector(status))
+    try:
+        server, thread = start_http_server(where[1], where[0], registry)
+    except OSError as e:
+        raise ConfigError(f"--metrics cannot listen at {where[0]}:{where[1]} ({e.strerror}); name another port.") from e
+
+    def end() -> None:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+    return int(server.server_port), end
+
+
+class _Collector:
+    """What prometheus_client asks for numbers."""
+
+    def __init__(self, status: Callable[[], dict[str, Any]]) -> None:
+        self._status = status
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        status = self._status()
+        stats, frame_bytes = status["stats"], status["frame_bytes"]
+        for families, names in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
+            for name, text in names.items():
+                if name in stats:  # those of the store, once an engine has connected
+                    yield families(f"kvloft_{name}", f"{text}.", value=stats[name])
+        yield GaugeMetricFamily("kvloft_frame_bytes", "Bytes of one frame.", value=frame_bytes)
+        yield GaugeMetricFamily("kvloft_engines", "Engines that are connected.", value=len(status["engines"]))

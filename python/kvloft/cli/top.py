@@ -1,0 +1,112 @@
+"""`kvloft top`: what a server does, again and again, with rates since the look before. Reads only."""
+
+import argparse
+import itertools
+import json
+import sys
+import time
+from typing import Any, Final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Column, Table
+
+from kvloft.cli.serve import add_socket, settings
+from kvloft.config import size_text
+
+MIN_INTERVAL_S: Final = 0.1
+RATES: Final = {
+    "saved": "commits",
+    "evicted from host": "host_evictions",
+    "written to disk": "disk_writes",
+    "read from disk": "disk_reads",
+    "evicted from disk": "disk_evictions",
+    "saves without a frame": "reserve_dropped",
+}
+"""What a person calls it, and the counter of chunks that it is."""
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the argparse subparsers."""
+    parser = subparsers.add_parser(
+        "top",
+        help="watch a server: tiers, rates, engines",
+        description=(
+            "Watch a server: what its tiers hold, chunks and bytes a second since the look before, and its engines. "
+            "Ctrl-C ends it. Exit status: 0, or 1 once no server answers."
+        ),
+    )
+    add_socket(parser)
+    parser.add_argument("--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (1)")
+    parser.add_argument("--count", type=int, default=None, metavar="N", help="end after N looks")
+    parser.add_argument("--json", action="store_true", help="print a JSON object for each look, one a line")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show it until Ctrl-C or ``--count``; 0, or 1 after a line on stderr where no server answers."""
+    from kvloft._core import ConfigError, StoreError, server_status
+
+    socket = settings(args).server
+    assert socket is not None
+    before: tuple[float, dict[str, Any]] | None = None
+    console = Console()
+    try:
+        with Live(console=console, auto_refresh=False, transient=False) as live:
+            for nth in itertools.count(1):
+                status = server_status(socket)
+                now = time.monotonic()
+                rates = rates_of(status, now - before[0], before[1]) if before is not None else {}
+                if args.json:
+                    row = {"engines": status["engines"], "stats": status["stats"], "chunks_per_s": rates}
+                    print(json.dumps(row | {"frame_bytes": status["frame_bytes"]}), flush=True)
+                else:
+                    live.update(picture(status, rates), refresh=True)
+                if nth == args.count:
+                    return 0
+                before = now, status
+                time.sleep(args.interval)
+    except (ConfigError, StoreError) as e:
+        print(f"kvloft: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+    raise AssertionError("an endless count ended")
+
+
+def rates_of(status: dict[str, Any], seconds: float, before: dict[str, Any]) -> dict[str, float]:
+    """Chunks a second by ``RATES``' names; nothing of a store that began anew."""
+    new, old = status["stats"], before["stats"]
+    if status["namespace"] != before["namespace"] or any(new.get(name, 0) < old.get(name, 0) for name in RATES.values()):
+        return {}
+    return {shown: (new.get(name, 0) - old.get(name, 0)) / max(seconds, MIN_INTERVAL_S) for shown, name in RATES.items()}
+
+
+def picture(status: dict[str, Any], rates: dict[str, float]) -> RenderableType:
+    """Tables of one look."""
+    stats, frame_bytes = status["stats"], status["frame_bytes"]
+    if status["namespace"] is None:
+        return "No engine has connected yet, so no memory is taken."
+    right = {"justify": "right", "no_wrap": True}
+    tiers = Table("tier", *(Column(name, **right) for name in ("chunks", "bytes", "full", "on their way", "pinned")))  # type: ignore[arg-type]
+    full = f"{stats['frames_visible'] / max(stats['frames_total'], 1):.0%}"
+    host = [stats["frames_visible"], stats["frames_reserved"], stats["pins"]]
+    tiers.add_row("host", f"{host[0]:,}", size_text(host[0] * frame_bytes), full, f"{host[1]:,}", f"{host[2]:,}")
+    state = "left alone: it fails" if stats["disk_broken"] else ""
+    on_way = f"{stats['disk_pending'] + stats['reads_pending']:,}"
+    tiers.add_row("disk", f"{stats['disk_used']:,}", size_text(stats["disk_used"] * frame_bytes), state, on_way, "")
+    flow = Table("a second", *(Column(name, **right) for name in ("chunks", "bytes")))  # type: ignore[arg-type]
+    for shown, rate in rates.items():
+        flow.add_row(shown, f"{rate:,.0f}", size_text(round(rate * frame_bytes)))
+    engines = Table("engine", *(Column(name, **right) for name in ("connected", "being saved", "being loaded")))  # type: ignore[arg-type]
+    for engine in status["engines"]:
+        name, seconds = f"process {engine['pid']}", f"{engine['connected_ms'] / 1000:,.0f} s"
+        engines.add_row(name, seconds, str(engine["reservations"]), str(engine["leases"]))
+    return Group(tiers, flow if rates else "", engines if status["engines"] else "No engine is connected.")
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not MIN_INTERVAL_S <= seconds <= 3600:  # also NaN
+        raise ValueError
+    return seconds

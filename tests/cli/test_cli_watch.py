@@ -1,0 +1,155 @@
+"""`kvloft serve --metrics`, `kvloft top` and examples/deploy: against a real server, and by the tools that will read them."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvloft import _core
+from kvloft.cli import metrics, top
+from kvloft.cli.__main__ import main
+from kvloft.errors import ConfigError
+
+DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
+OF_VLLM = {"vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total"}
+
+
+@pytest.fixture
+def socket() -> Iterator[str]:
+    """Of a server with an engine that has saved three chunks."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        path = f"{folder}/run/kv.sock"
+        with closing(_core.Server(path, host_bytes=1 << 20, disk_path=f"{folder}/disk", disk_bytes=1 << 20)) as server:
+            engine = _core.Session.connect(path, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+            save(engine, [1, 2, 3])
+            _, end = metrics.serve(("127.0.0.1", 0), server.status)
+            end()
+            yield path
+            engine.close()
+
+
+def save(engine: _core.Session, prompt: list[int]) -> None:
+    chain = _core.KeyChain(bytes(32), block_tokens=1)
+    chain.append_tokens(prompt)
+    chunks, _ = engine.reserve(chain, 0, len(prompt), 0, [block + 1 for block in range(len(prompt))])
+    engine.settle(chunks.tickets())
+
+
+def scrape(port: int) -> dict[str, Any]:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+        text = answer.read().decode()
+    return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
+
+
+def test_prometheus_reads_what_status_says(socket: str) -> None:
+    port, end = metrics.serve(("127.0.0.1", 0), lambda: _core.server_status(socket))
+    try:
+        found, stats = scrape(port), _core.server_status(socket)["stats"]
+    finally:
+        end()
+    assert (found["kvloft_commits_total"], found["kvloft_frames_visible"]) == (3, 3)
+    assert (found["kvloft_engines"], found["kvloft_frame_bytes"]) == (1, 4096)
+    named = metrics.COUNTERS | metrics.GAUGES
+    assert named.keys() <= stats.keys(), "a name that no server knows"
+    assert {f"kvloft_{name}" for name in metrics.GAUGES} | {f"kvloft_{name}_total" for name in metrics.COUNTERS} <= found.keys()
+    not_counts = {"disk_write_us", "disk_read_us", "disk_slots", "disk_recovered", "write_leases", "quarantined_leases"}
+    assert stats.keys() - named.keys() == not_counts, "a new number is exported, or listed here"
+
+
+def test_before_the_first_engine_there_are_numbers_too() -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="kv-") as folder,
+        closing(_core.Server(f"{folder}/run/kv.sock", host_bytes=1 << 20)) as server,
+    ):
+        port, end = metrics.serve(("127.0.0.1", 0), server.status)
+        try:
+            assert scrape(port)["kvloft_engines"] == 0
+            with pytest.raises(ConfigError, match=rf"cannot listen at 127\.0\.0\.1:{port}"):
+                metrics.serve(("127.0.0.1", port), server.status)
+        finally:
+            end()
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("9180", ("127.0.0.1", 9180)), ("[::]:1", ("::", 1)), ("0.0.0.0:80", ("0.0.0.0", 80))]
+)
+def test_only_this_machine_may_ask_unless_a_host_is_named(text: str, wanted: tuple[str, int]) -> None:
+    assert metrics.address(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "x", "localhost", "1:", "70000", "-1", "1e3"])
+def test_an_address_without_a_port_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="names no port"):
+        metrics.address(text)
+
+
+def test_top_shows_tiers_engines_and_rates(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["top", "--socket", socket, "--count", "2", "--interval", "0.1"]) == 0
+    out = capsys.readouterr().out
+    assert "12 KiB" in out
+    assert "saved" in out
+    assert main(["top", "--socket", socket, "--count", "2", "--interval", "0.1", "--json"]) == 0
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["stats"]["frames_visible"], first["chunks_per_s"]) == (3, {})
+    assert second["chunks_per_s"].keys() == top.RATES.keys()
+    assert main(["top", "--socket", f"{socket}.none"]) == 1
+    assert "no kvloft server answers" in capsys.readouterr().err
+
+
+def test_rates_are_of_the_time_between_and_never_of_two_stores() -> None:
+    names = dict.fromkeys(top.RATES.values(), 10)
+    old: dict[str, Any] = {"namespace": b"a", "stats": names}
+    new = {"namespace": b"a", "stats": names | {"commits": 30}}
+    assert top.rates_of(new, 4.0, old) == {shown: 5.0 if shown == "saved" else 0.0 for shown in top.RATES}
+    assert top.rates_of(old, 4.0, new) == {}
+    assert top.rates_of(new | {"namespace": b"b"}, 4.0, old) == {}
+
+
+def test_every_panel_of_the_dashboard_asks_for_numbers_that_exist(socket: str) -> None:
+    port, end = metrics.serve(("127.0.0.1", 0), lambda: _core.server_status(socket))
+    try:
+        known = scrape(port).keys() | OF_VLLM
+    finally:
+        end()
+    panels = json.loads((DEPLOY / "grafana.json").read_text())["panels"]
+    asked = [target["expr"] for panel in panels for target in panel["targets"]]
+    assert len(asked) > 10
+    for expression in asked:
+        names = set(re.findall(r"(?:vllm:|kvloft_)\w+", expression))
+        assert names, expression
+        assert names <= known, expression
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    text = (DEPLOY / "kvloft.service").read_text()
+    assert verified(tmp_path, text) == ""
+    assert "sometimes" in verified(tmp_path, text.replace("Restart=on-failure", "Restart=sometimes")), "it sees mistakes"
+
+
+def verified(folder: Path, text: str) -> str:
+    unit = folder / "kvloft.service"
+    unit.write_text(text.replace("%h/.local/bin/kvloft", "/bin/true"))
+    argv, env = ["systemd-analyze", "verify", "--user", str(unit)], os.environ | {"XDG_RUNTIME_DIR": str(folder)}
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env).stderr
+
+
+def test_the_units_options_are_kvlofts(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    text = capsys.readouterr().out
+    command = re.search(r"^ExecStart=.*$", (DEPLOY / "kvloft.service").read_text(), re.MULTILINE)
+    assert command is not None
+    options = re.findall(r"--[a-z-]+", command[0])
+    assert len(options) == 5
+    assert all(option in text for option in options)
