@@ -247,6 +247,12 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     Raises StoreError where nobody answers in time, ConfigError where the server refuses to.
     """
 
+def server_forget(socket: str, *, timeout_s: float = 30.0) -> int:
+    """Have the server at ``socket`` forget everything in every tier, for all its engines; returns how many chunks.
+
+    Raises as `server_status`.
+    """
+
 def disk_inspect(path: str) -> list[dict[str, Any]]:
     """One dict per namespace directory under ``path``, most recently used first: namespace (16 hex digits), description,
     chunks, slots, frame_bytes, bytes, oldest and newest (Unix seconds or None), problem (a sentence part or None).

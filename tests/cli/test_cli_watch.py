@@ -106,6 +106,18 @@ def test_top_shows_tiers_engines_and_rates(socket: str, capsys: pytest.CaptureFi
     assert "no kvloft server answers" in capsys.readouterr().err
 
 
+def test_clear_empties_a_server_only_if_somebody_says_so(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["clear", "--socket", socket]) == 1
+    assert "say --yes" in capsys.readouterr().err
+    assert _core.server_status(socket)["stats"]["frames_visible"] == 3
+    assert main(["clear", "--socket", socket, "--yes"]) == 0
+    assert capsys.readouterr().out == "3 chunks forgotten\n"
+    stats = _core.server_status(socket)["stats"]
+    assert (stats["frames_visible"], stats["disk_used"], stats["cleared"]) == (0, 0, 3)
+    assert main(["clear", "--socket", f"{socket}.none", "--yes"]) == 1
+    assert "no kvloft server answers" in capsys.readouterr().err
+
+
 def test_rates_are_of_the_time_between_and_never_of_two_stores() -> None:
     names = dict.fromkeys(top.RATES.values(), 10)
     old: dict[str, Any] = {"namespace": b"a", "stats": names}

@@ -68,7 +68,8 @@ def run(args: argparse.Namespace) -> int:
             if text:
                 console.print(f"{n['namespace']}: {text}", highlight=False, markup=False, style=style)
     total = sum(n["bytes"] for n in namespaces)
-    console.print(f"{size_text(total)} in {len(namespaces)} namespace{'s' if len(namespaces) != 1 else ''}", highlight=False)
+    free = "; slots without a chunk are free, and were allocated ahead" if any(n["slots"] > n["chunks"] for n in namespaces) else ""
+    console.print(f"{size_text(total)} in {len(namespaces)} namespace{'s' if len(namespaces) != 1 else ''}{free}", highlight=False)
     return 0
 
 

@@ -81,4 +81,6 @@ def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
         verdict = f"{len(damage):,} damaged"
     else:  # a file of the directory itself: how many chunks it had is not known
         verdict = f"{len(damage):,} problem{'s' if len(damage) != 1 else ''} found"
-    console.print(f"{checked}: {verdict}. To an engine, what is lost or damaged is a miss.", highlight=False)
+    console.print(
+        f"{checked}: {verdict}. To an engine, what is lost or damaged is a miss; nothing has to be done.", highlight=False
+    )

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::store::DiskSettings;
-use kvloft_wire::{Patience, ServerConfig, Status, status};
+use kvloft_wire::{Patience, ServerConfig, Status, forget, status};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyList};
 
@@ -81,6 +81,14 @@ impl Server {
 pub(crate) fn server_status(py: Python<'_>, socket: PathBuf, timeout_s: f64) -> PyResult<Bound<'_, PyDict>> {
     let found = py.detach(|| status(&socket, timeout(timeout_s))).map_err(raise)?;
     status_dict(py, &found)
+}
+
+/// Have the server that listens at `socket` forget everything, for all its engines; how many chunks there were.
+#[pyfunction]
+#[pyo3(signature = (socket, *, timeout_s=30.0))]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+pub(crate) fn server_forget(py: Python<'_>, socket: PathBuf, timeout_s: f64) -> PyResult<u64> {
+    py.detach(|| forget(&socket, timeout(timeout_s))).map_err(raise)
 }
 
 fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyDict>> {

@@ -94,6 +94,11 @@ pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
     link::status(socket, timeout)
 }
 
+/// Has the server at `socket` forget everything in every tier, for all its engines; returns how many chunks. Errors as [`status`].
+pub fn forget(socket: &Path, timeout: Duration) -> Result<u64> {
+    link::forget(socket, timeout)
+}
+
 impl State {
     fn tell(&mut self, event: String) {
         if self.events.len() < MAX_EVENTS && self.events.last() != Some(&event) {

@@ -138,12 +138,15 @@ impl Connection {
     fn handle(&mut self, number: u32, request: &Request<'_>) -> Result<(), End> {
         let answer = match (request, self.seat.clone()) {
             (Request::Status(VERSION), _) => Some(Answer::Status(self.shared.status())),
+            (Request::Forget(VERSION), _) => Some(Answer::Count(self.shared.forget())),
             (Request::Hello(hello), None) => return self.welcome(number, hello),
             (Request::Bye, _) => {
                 self.has_said_bye = true;
                 return Err(End::Gone);
             }
-            (Request::Hello(_) | Request::Status(_), _) | (_, None) => return Err(End::Refused(NO_MESSAGE.to_owned())),
+            (Request::Hello(_) | Request::Status(_) | Request::Forget(_), _) | (_, None) => {
+                return Err(End::Refused(NO_MESSAGE.to_owned()));
+            }
             (request, Some(seat)) => self.answer(request, &seat)?,
         };
         let Some(answer) = answer else { return Ok(()) };
@@ -236,7 +239,7 @@ impl Connection {
                 return Ok(None);
             }
             Request::IsSettled => Answer::Count(local.flush(Duration::ZERO).into()),
-            Request::Hello(_) | Request::Status(_) | Request::Bye => return Err(no_message()),
+            Request::Hello(_) | Request::Status(_) | Request::Forget(_) | Request::Bye => return Err(no_message()),
         }))
     }
 

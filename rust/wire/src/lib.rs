@@ -13,7 +13,7 @@ mod server;
 mod slab;
 mod socket;
 
-pub use client::{Remote, RemoteConfig, status};
+pub use client::{Remote, RemoteConfig, forget, status};
 pub use message::{EngineStatus, Status};
 pub use quarantine::Patience;
 pub use server::{Server, ServerConfig};

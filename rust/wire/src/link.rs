@@ -239,6 +239,14 @@ impl Link {
     }
 }
 
+/// Has the server at `path` forget everything, and returns how many chunks; errors as [`Link::connect`] and [`Link::open`].
+pub(crate) fn forget(path: &Path, timeout: Duration) -> Result<u64> {
+    match Link::connect(path)?.open(&Request::Forget(VERSION), timeout)? {
+        (Answer::Count(num_chunks), _) => Ok(num_chunks),
+        _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
+    }
+}
+
 /// What the server at `path` does now; errors as [`Link::connect`] and [`Link::open`].
 pub(crate) fn status(path: &Path, timeout: Duration) -> Result<Status> {
     match Link::connect(path)?.open(&Request::Status(VERSION), timeout)? {

@@ -118,6 +118,8 @@ pub enum Request<'a> {
     Bye,
     /// What the server does, with the version instead of a hello: for people.
     Status(u32),
+    /// A person wants everything forgotten; the version as above.
+    Forget(u32),
 }
 
 /// What the server says.
@@ -245,7 +247,7 @@ impl<'a> Request<'a> {
             }
             Self::Commit(tickets) | Self::Abort(tickets) => to.numbers(tickets),
             Self::Discard(keys) => keys.write(to),
-            Self::LimitFrames(number) | Self::Status(number) => to.u32(*number),
+            Self::LimitFrames(number) | Self::Status(number) | Self::Forget(number) => to.u32(*number),
             Self::Clear | Self::Stats | Self::IsSettled | Self::Bye => {}
         });
     }
@@ -274,6 +276,7 @@ impl<'a> Request<'a> {
                 14 => Self::IsSettled,
                 15 => Self::Bye,
                 16 => Self::Status(from.u32()?),
+                17 => Self::Forget(from.u32()?),
                 _ => return None,
             })
         })
@@ -297,6 +300,7 @@ impl<'a> Request<'a> {
             Self::IsSettled => 14,
             Self::Bye => 15,
             Self::Status(_) => 16,
+            Self::Forget(_) => 17,
         }
     }
 

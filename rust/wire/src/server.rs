@@ -92,6 +92,18 @@ impl Shared {
         }
     }
 
+    /// Returns how many chunks there were.
+    pub(crate) fn forget(&self) -> u64 {
+        let Some(slab) = self.slabs.current() else { return 0 };
+        let count =
+            || slab.store.stats().into_iter().find(|(name, _)| *name == "cleared").map_or(0, |(_, number)| number);
+        let before = count();
+        slab.store.clear();
+        let num_chunks = count() - before;
+        self.tell(format!("{num_chunks} chunks are forgotten, as a person asked"));
+        num_chunks
+    }
+
     pub(crate) fn status(&self) -> Status {
         let slab = self.slabs.current();
         let kept = self.quarantine.num_open();

@@ -21,7 +21,7 @@ struct Parts {
 }
 
 fn parts() -> impl Strategy<Value = Parts> {
-    let fields = (1..=16_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
+    let fields = (1..=17_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
     (fields, any::<[u32; 4]>(), ".{0,9}").prop_map(|((kind, number, root, keys, numbers), small, text)| Parts {
         kind,
         number,
@@ -59,7 +59,8 @@ fn request(parts: &Parts) -> Request<'_> {
         13 => Request::LimitFrames(parts.small[0]),
         14 => Request::IsSettled,
         15 => Request::Bye,
-        _ => Request::Status(parts.small[0]),
+        16 => Request::Status(parts.small[0]),
+        _ => Request::Forget(parts.small[0]),
     }
 }
 
