@@ -82,5 +82,5 @@ def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
     else:  # a file of the directory itself: how many chunks it had is not known
         verdict = f"{len(damage):,} problem{'s' if len(damage) != 1 else ''} found"
     console.print(
-        f"{checked}: {verdict}. To an engine, what is lost or damaged is a miss; nothing has to be done.", highlight=False
+        f"{checked}: {verdict}. What is lost or damaged is a miss to an engine; nothing has to be done.", highlight=False
     )
