@@ -175,6 +175,11 @@ impl Run {
         self.disk.wait(600); // a disk that was left alone is asked again, so lookups find what is there
         while self.listener.take(&self.store, &self.universe, 7) {}
         self.store.check().unwrap();
+        let on_disk = self.disk.chunks();
+        for key in &self.universe {
+            let told = self.listener.known.get(key).is_some_and(|tiers| tiers.disk);
+            assert_eq!(told, on_disk.contains_key(key), "{key}");
+        }
         for prompt in 0..64 {
             let chain = prompt_chain(prompt);
             let blocks = |too| self.listener.blocks(chain.keys(), self.per_chunk as usize, too);
@@ -231,6 +236,30 @@ fn keys_that_nobody_takes_cost_no_memory_and_their_loss_is_told_once() {
     assert!(!store.changes(&[], 100).lost);
     save(&store, &arena, &chain, range(0, 2, 0));
     assert_eq!(store.changes(&[], 100).rows, [(chain.keys()[1], HOST)], "it goes on");
+}
+
+/// Lookups do not find a chunk whose slot is being freed; where that fails it is there again.
+#[test]
+fn a_chunk_that_stays_on_disk_after_all_is_told() {
+    let disk = MemoryDisk::new(1);
+    let store = open(8, 1, &disk);
+    let (old, new, arena) = (chain(&[1]), chain(&[2]), arena_of(&store));
+    store.watch(100);
+    save(&store, &arena, &old, range(0, 1, 0));
+    assert!(disk.flush(&store));
+    disk.fail_frees.store(true, Ordering::SeqCst);
+    let gate = disk.free_gate.lock().unwrap();
+    save(&store, &arena, &new, range(0, 1, 0));
+    let old_is = |expected: Tiers| {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !store.changes(&[], 100).rows.contains(&(old.keys()[0], expected)) {
+            assert!(Instant::now() < deadline, "it is never told that {expected:?}");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    };
+    old_is(HOST);
+    drop(gate);
+    old_is(Tiers { host: true, disk: true });
 }
 
 #[test]
