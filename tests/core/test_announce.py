@@ -203,6 +203,20 @@ def test_what_was_on_disk_at_the_start_is_announced_with_the_first_request_that_
     world.store.close()
 
 
+def test_chunks_that_left_are_not_kept(tmp_path: Path) -> None:
+    world = World(3, tmp_path, per_chunk=1, capacity=100, slots=40)
+    for _ in range(2):
+        world.save((1, 1), whole=True)
+        world.announcer.take()
+        world.store.settle(world.tickets)
+        world.announcer.take()
+    world.store.clear()
+    while world.announcer.take():
+        pass
+    assert not world.announcer._known
+    world.store.close()
+
+
 def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) -> None:
     world = World(2, tmp_path, per_chunk=1, capacity=100, slots=40)
     world.announcer = Announcer(world.store, GroupShape(BLOCK), describe, max_chunks=2)

@@ -154,7 +154,7 @@ class Announcer:
             if holders[block.hash] > 1:
                 continue
             match self._events[-1:]:
-                case [Stored(of, [*_, last] as run)] if of == tier and (last.hash, last.adapter) == (block.parent, block.adapter):
+                case [Stored(of, [*_, last] as run)] if of == tier and last.hash == block.parent:
                     run.append(block)
                 case _:
                     self._events.append(Stored(tier, [block]))
