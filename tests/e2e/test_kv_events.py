@@ -166,7 +166,7 @@ def test_blocks_are_called_what_vllm_calls_them(
     assert engine.reset() is True
     settle(engine)
     router.hear()
-    assert not router.blocks["GPU"] and router.blocks["CPU"] == host, "vLLM's own blocks are gone, and what kvloft has is told again"
+    assert not router.blocks["GPU"] and router.blocks["CPU"] == host, "kvloft's blocks are told again"
 
 
 def test_an_engine_without_events_notes_nothing(start: Callable[..., Engine]) -> None:

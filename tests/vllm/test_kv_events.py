@@ -30,8 +30,9 @@ def blocks(**fields: Any) -> Any:
 
 def test_blocks_have_vllms_hashes_and_their_tokens() -> None:
     assert blocks() == [
-        Block(HASHES[1], HASHES[0], array("I", [104, 105, 106, 107])), Block(HASHES[2], HASHES[1], array("I", [108, 109, 110, 111])),
-    ]  # fmt: skip
+        Block(HASHES[1], HASHES[0], array("I", [104, 105, 106, 107])),
+        Block(HASHES[2], HASHES[1], array("I", [108, 109, 110, 111])),
+    ]
     assert describe(4, live(), 0, 1)[0].parent is None
 
 

@@ -29,10 +29,10 @@ from kvloft.seam.plan import StepPlan
 from kvloft.seam.shape import CacheShape
 from kvloft.seam.views import RequestView
 from kvloft.store import arena_of, open_store
+from kvloft.vllm.events import EventWriter, announcer_of
 from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.identity.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
 from kvloft.vllm.identity.reload import WeightsWatch
-from kvloft.vllm.events import EventWriter, announcer_of
 from kvloft.vllm.patches import ADD_ADAPTER, ENGINE_RPC, ENGINE_SLEEP, OF_EVERY_ENGINE, PAUSE_RESET, POOL_RESET, listen, settle
 from kvloft.vllm.shape import draft_limit
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
