@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 from kvloft import _core
-from kvloft.plan import announce
+from kvloft.plan import SchedulerCore, announce
 from kvloft.plan.announce import DISK, HOST, Announcer, Block, Stored
-from kvloft.seam.shape import GroupShape
+from kvloft.seam.shape import CacheShape, GroupShape
 
 FRAME, BLOCK, MAX_BLOCKS = 4096, 2, 7
 NAMESPACE = b"e" * 32
@@ -214,6 +214,24 @@ def test_chunks_that_left_are_not_kept(tmp_path: Path) -> None:
     for _ in range(3):
         world.announcer.take()
     assert not world.announcer._known
+    world.store.close()
+
+
+def test_an_engine_that_offers_nothing_any_more_takes_back_what_it_told(tmp_path: Path) -> None:
+    world = World(4, tmp_path, per_chunk=1, capacity=100, slots=40)
+    core = SchedulerCore(
+        world.store, lambda _view: world.chain((1, 1)), CacheShape((GroupShape(BLOCK),)), arena=None, clock=time.monotonic,
+        announcer=world.announcer,
+    )  # fmt: skip
+    world.save(max(world.prompts, key=len), whole=True)
+    world.store.settle(world.tickets)
+    world.index.replay(world.announcer.take())
+    assert world.index.tiers[HOST]
+    core.stop()
+    world.save(max(world.prompts, key=len), whole=True)
+    world.index.replay(world.announcer.take())
+    assert not world.index.tiers[HOST] | world.index.tiers[DISK]
+    assert world.announcer.take() == []
     world.store.close()
 
 
