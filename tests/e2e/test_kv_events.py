@@ -157,7 +157,7 @@ def test_blocks_are_called_what_vllm_calls_them(
     engine.ask(*prompts)
     settle(engine)
     router.hear()
-    gpu, host = router.blocks["GPU"], router.blocks["CPU"]
+    gpu, host = dict(router.blocks["GPU"]), dict(router.blocks["CPU"])
     num_tokens = [full_blocks(p.num_prompt_tokens + p.max_tokens - 1) for p in prompts]
     assert {each: block for each, block in gpu.items() if each in host} == host, "same hashes, and all else of them too"
     assert len(host) == (sum(num_tokens) - len(stem)) // BLOCK

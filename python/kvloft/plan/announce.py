@@ -122,7 +122,7 @@ class Announcer:
         """Others forgot all that they were told: what is there is told again."""
         for chunk in self._known.values():
             chunk.where = 0
-        self._clear()
+        self._holders = {tier: Counter() for tier in TIERS}
         self._must_ask_all = True
 
     def withdraw(self) -> None:
@@ -131,10 +131,6 @@ class Announcer:
         self._events += [Removed(tier, list(holders)) for tier, holders in self._holders.items() if holders]
         self._known.clear()
         self._to_ask.clear()
-        self._holders = {tier: Counter() for tier in TIERS}
-
-    def _clear(self) -> None:
-        self._events.clear()
         self._holders = {tier: Counter() for tier in TIERS}
 
     def _told(self) -> list[Event]:

@@ -113,9 +113,9 @@ impl Run {
         match *step {
             Step::Save { prompt, len, tail, later } => {
                 let chain = prompt_chain(prompt);
-                let stop = len.min(chain.num_blocks() / self.per_chunk);
-                let tail = tail.min(self.per_chunk - 1).min(chain.num_blocks() - stop * self.per_chunk);
-                let reserved = self.store.reserve(&chain, range(0, stop, tail)).unwrap();
+                let num_full = len.min(chain.num_blocks() / self.per_chunk);
+                let tail = tail.min(self.per_chunk - 1).min(chain.num_blocks() - num_full * self.per_chunk);
+                let reserved = self.store.reserve(&chain, range(0, num_full, tail)).unwrap();
                 reserved.leases.iter().for_each(|lease| fill(&self.arena, lease.reservation()));
                 self.writes.extend(reserved.leases);
                 if !later {
