@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -16,7 +17,6 @@ from kvloft.vllm.events import EventWriter, announcer_of, describe
 from kvloft.vllm.scheduler_half import SchedulerHalf
 
 HASHES = [b"0" * 32, b"1" * 32, b"2" * 32]
-LISTENS = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
 
 
 def live(**fields: Any) -> Any:
@@ -55,13 +55,22 @@ def test_events_have_the_fields_of_the_release() -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "tells", "why"), [(1, True, None), (1, False, "with a server"), (2, True, "with several KV cache groups")]
+    ("role", "groups", "tells", "why"),
+    [
+        ("kv_both", 1, True, None),
+        ("kv_both", 1, False, "with a server"),
+        ("kv_both", 2, True, "with several KV cache groups"),
+        ("kv_producer", 1, True, '"kv_role": "kv_producer"'),
+        ("kv_consumer", 1, True, '"kv_role": "kv_consumer"'),
+    ],
 )
 def test_where_nothing_can_be_told_that_is_said(
-    groups: int, tells: bool, why: str | None, caplog: pytest.LogCaptureFixture
+    role: Any, groups: int, tells: bool, why: str | None, caplog: pytest.LogCaptureFixture
 ) -> None:
+    transfer = KVTransferConfig(kv_connector="KVLoftConnector", kv_role=role)
+    listens = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True), kv_transfer_config=transfer)
     store: Any = SimpleNamespace(watch=lambda _capacity: tells)
-    announcer = announcer_of(LISTENS, store, CacheShape((GroupShape(4),) * groups))
+    announcer = announcer_of(listens, store, CacheShape((GroupShape(4),) * groups))
     assert (announcer is None) == bool(why) and len(caplog.records) == bool(why)
     assert why is None or why in caplog.text
 

@@ -33,7 +33,10 @@ def announcer_of(vllm_config: Any, store: Session, shape: CacheShape) -> Announc
     events = getattr(vllm_config, "kv_events_config", None)
     if events is None or not events.enable_kv_cache_events:
         return None
-    if len(shape.groups) > 1:
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    if transfer is not None and not (transfer.is_kv_consumer and transfer.is_kv_producer):
+        logger.warning(NO_EVENTS, f'"kv_role": "{transfer.kv_role}"')  # what is saved is not given back, or nothing is saved
+    elif len(shape.groups) > 1:
         logger.warning(NO_EVENTS, "several KV cache groups")
     elif not store.watch(MAX_WAITING):
         logger.warning(NO_EVENTS, "a server")
