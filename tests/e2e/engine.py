@@ -56,6 +56,10 @@ class Engine:
             from vllm.config import KVTransferConfig
 
             kwargs["kv_transfer_config"] = KVTransferConfig(**transfer)
+        if events := kwargs.get("kv_events_config"):
+            from vllm.config.kv_events import KVEventsConfig
+
+            kwargs["kv_events_config"] = KVEventsConfig(**events)
         self.llm = LLMEngine.from_engine_args(EngineArgs(**kwargs))
         self.core = self.llm.engine_core.engine_core
         if v2_shape:

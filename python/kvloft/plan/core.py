@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress, count
 from operator import add, ge, gt
 
+from kvloft.plan.announce import Announcer
 from kvloft.plan.breaker import RETRY_S, Breaker
 from kvloft.plan.continuations import Continuations
 from kvloft.plan.groups import GroupedChunks, SaveRow
@@ -35,6 +36,7 @@ class SchedulerCore:
     vLLM ``shares_blocks``, which it does with its prefix cache. ``retry_loads_s``: when loads are tried again after many failed;
     infinite: never. ``save_prompts_only``: for requests that do not say. ``max_running``: seats of the engine; None: not known.
     ``draft_limit``: with a request of more tokens in a step, the engine leaves its drafter out of that step; None: it has none.
+    ``announcer``: hears which chunks requests have; None: nobody wants to know.
     """
 
     def __init__(
@@ -53,12 +55,13 @@ class SchedulerCore:
         save_prompts_only: bool = False,
         max_running: int | None = None,
         draft_limit: int | None = None,
+        announcer: Announcer | None = None,
     ) -> None:
         self._store, self._new_chain, self._clock, self._arena = store, new_chain, clock, arena
         self._group, self._num_ranks, self._lookahead = shape.full, shape.num_ranks, shape.lookahead
         self._groups = GroupedChunks(store, shape) if len(shape.groups) > 1 else None
         self._continuations = Continuations() if shape.lookahead or draft_limit is not None else None
-        self._draft_limit = draft_limit
+        self._draft_limit, self._announcer = draft_limit, announcer
         self._queue = Queue(
             store, self._group, clock, wait_s, arena.num_frames if arena is not None else 0, max_running=max_running,
             shares_blocks=shares_blocks and self._groups is None, groups=self._groups, lookahead=shape.lookahead,
@@ -273,6 +276,9 @@ class SchedulerCore:
             if num_dropped:
                 self.counters["save_dropped_chunks"] += num_dropped
                 note_dropped(tracker, self._groups or self._store, self._group)
+        if self._announcer is not None:
+            for tracker, row in zip(due, rows, strict=True):
+                self._announcer.note(tracker.live, row)
         if self._continuations is not None:
             self._drop_others(due, rows, saves)
 
@@ -390,6 +396,8 @@ class SchedulerCore:
         """Offer, save and forget nothing from now on; what is in flight settles as usual."""
         self._loads_allowed = self._saves_allowed = False
         self._queue.clear()
+        if self._announcer is not None:
+            self._announcer.withdraw()
 
     def close(self) -> None:
         """Release every pin and reservation that is still ours."""

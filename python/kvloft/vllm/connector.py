@@ -7,7 +7,7 @@ goes on. Loads are asynchronous only. Errors at construction are not caught: a w
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -33,6 +33,7 @@ from kvloft.vllm.worker_half import WorkerHalf
 
 if TYPE_CHECKING:
     import torch
+    from vllm.distributed.kv_events import KVCacheEvent
 
 logger = logging.getLogger("vllm.kvloft")
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -217,6 +218,10 @@ class KVLoftConnector(KVConnectorBase_V1):
             self._scheduler.may_wait = True
             if not getattr(scheduler, "defer_async_loads", False):  # HiSparse reads pages of its own after they are free
                 scheduler.defer_block_free = False
+
+    @_miss_on_error(lambda self: ())
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return self._scheduler.take_kv_events()
 
     # -- both -----------------------------------------------------------------------------------------------------
 

@@ -75,6 +75,10 @@ ENGINE_SLEEP = Patch(
     _CORE, "EngineCore", "sleep", "only its level says whether the weights stay", "0.33",
     "pause and sleep empty the cache, the disk tier too", Missing.LESS,
 )  # fmt: skip
+POOL_RESET = Patch(
+    "vllm.v1.core.block_pool", "BlockPool", "reset_prefix_cache", "its event says that all blocks are gone, kvloft's too", "0.33",
+    "after a reset of vLLM's own cache, listeners to KV events do not know what kvloft still holds", Missing.LESS,
+)  # fmt: skip
 ADD_REQUEST = Patch(
     "vllm.v1.core.sched.scheduler", "Scheduler", "add_request", "a connector is not told whether it is a child of MultiConnector,"
     " nor asked whether blocks must stay taken until a step in flight has ended (0.26 to 0.29 preempt everyone meanwhile)",
@@ -93,7 +97,7 @@ DISCARD = Patch(
     "copies in flight do not end before KV memory is discarded", Missing.REFUSE,
 )  # fmt: skip
 OF_EVERY_ENGINE = (ENGINE_RPC, WORKER_RELOAD, PAUSE_RESET, ENGINE_SLEEP, ADD_REQUEST, FIND_CLASS)
-PATCHES = (*OF_EVERY_ENGINE, ADD_ADAPTER, SLEEP, DISCARD)
+PATCHES = (*OF_EVERY_ENGINE, ADD_ADAPTER, POOL_RESET, SLEEP, DISCARD)
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
 _told: set[Patch] = set()

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -29,10 +29,11 @@ from kvloft.seam.plan import StepPlan
 from kvloft.seam.shape import CacheShape
 from kvloft.seam.views import RequestView
 from kvloft.store import arena_of, open_store
+from kvloft.vllm.events import EventWriter, announcer_of
 from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.identity.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
 from kvloft.vllm.identity.reload import WeightsWatch
-from kvloft.vllm.patches import ADD_ADAPTER, ENGINE_RPC, ENGINE_SLEEP, OF_EVERY_ENGINE, PAUSE_RESET, listen, settle
+from kvloft.vllm.patches import ADD_ADAPTER, ENGINE_RPC, ENGINE_SLEEP, OF_EVERY_ENGINE, PAUSE_RESET, POOL_RESET, listen, settle
 from kvloft.vllm.shape import draft_limit
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.support import transfer_warnings
@@ -40,6 +41,7 @@ from kvloft.vllm.views import VllmRequest, view_grouped_step, view_step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
@@ -110,6 +112,7 @@ class SchedulerHalf:
         self._store = open_store(config, shape, self._namespace, description_of(fields), disk_path=disk_path)
         transfer = vllm_config.kv_transfer_config
         arena = arena_of(self._store)
+        self._announcer = announcer_of(vllm_config, self._store, shape)
         self.core = SchedulerCore(
             self._store,
             self._new_chain,
@@ -123,6 +126,7 @@ class SchedulerHalf:
             save_prompts_only=config.save == "prompt",
             max_running=vllm_config.scheduler_config.max_num_seqs,
             draft_limit=draft_limit(vllm_config),
+            announcer=self._announcer,
             # Where a failed load ends its request, trying again would cost answers.
             retry_loads_s=RETRY_S if getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute" else math.inf,
         )
@@ -145,6 +149,10 @@ class SchedulerHalf:
         listen(ADD_ADAPTER, self.see_adapter)
         listen(PAUSE_RESET, self.hear_pause)
         listen(ENGINE_SLEEP, self.hear_sleep)
+        if self._announcer is not None:
+            settle([POOL_RESET])
+            listen(POOL_RESET, self.hear_pool_reset)
+            self._writer = EventWriter(kv_cache_config.kv_cache_groups[0].kv_cache_spec, self._block_tokens)
         num_found = self._store.stats().get("disk_used", 0)
         num_frames = arena.num_frames if arena is not None else 0
         tiers = tiers_text(config, shape, disk_path=disk_path, num_frames=num_frames, num_found=num_found)
@@ -214,6 +222,16 @@ class SchedulerHalf:
         self._tell_events()
         return KVLoftStats(dict(data) | {name: stats[name] for name in GAUGES if name in stats})
 
+    def take_kv_events(self) -> Iterable[KVCacheEvent]:
+        """What came to the store's tiers and left them since the last call, where somebody listens."""
+        if self._announcer is None:
+            return ()
+        try:
+            return [self._writer.write(event) for event in self._announcer.take()]
+        except BaseException:  # what was told may be wrong from now on
+            self._announcer.withdraw()
+            raise
+
     def _tell_events(self) -> None:
         """What the store wants a person to see, each once."""
         for event in self._store.take_events():
@@ -241,6 +259,11 @@ class SchedulerHalf:
         What newer levels do is not known.
         """
         self._weights_go |= level not in (0, 1)
+
+    def hear_pool_reset(self, *_args: Any, **_kwargs: Any) -> None:
+        """vLLM tells its listeners that all blocks are gone, in every medium; kvloft's may have stayed."""
+        if self._announcer is not None:
+            self._announcer.repeat()
 
     def stop(self, reason: str) -> None:
         """Neither offer nor save anything from now on; where a trainer replaces weights again and again, forget what is there."""

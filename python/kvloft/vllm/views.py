@@ -39,6 +39,11 @@ class VllmRequest:
         self.req_id = ReqId(request.request_id)
 
     @property
+    def request(self) -> Request:
+        """vLLM's own; for who speaks to vLLM of it."""
+        return self._request
+
+    @property
     def token_ids(self) -> Sequence[int]:
         # The list behind the read-only wrapper: Rust reads a list in place, thousands of ids in one call.
         return self._request._all_token_ids  # noqa: SLF001

@@ -14,7 +14,7 @@ use crate::Result;
 use crate::key::ChunkKey;
 pub use crate::store::ArenaInfo;
 use crate::store::{
-    LeasedFrame, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store, StoreConfig, WriteLease,
+    Changes, LeasedFrame, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store, StoreConfig, WriteLease,
 };
 
 /// Number of a read lease, never used again by its session.
@@ -63,6 +63,14 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn limit_frames(&self, num_frames: u32);
     /// What a person should see in the log since the last call, each once.
     fn take_events(&self) -> Vec<String>;
+    /// As [`Store::watch`]; false where the store does not tell this session what comes and goes.
+    fn watch(&self, _capacity: usize) -> bool {
+        false
+    }
+    /// As [`Store::changes`].
+    fn changes(&self, asked: &[ChunkKey], _limit: usize) -> Changes {
+        Changes::of_none(asked)
+    }
     /// Waits until every visible chunk that will get to disk is there; false at the deadline.
     fn flush(&self, timeout: Duration) -> bool;
     /// Ends reservations and stops serving; leases end by themselves.
@@ -183,6 +191,15 @@ impl Session for Local {
 
     fn take_events(&self) -> Vec<String> {
         self.store.take_events()
+    }
+
+    fn watch(&self, capacity: usize) -> bool {
+        self.store.watch(capacity);
+        true
+    }
+
+    fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes {
+        self.store.changes(asked, limit)
     }
 
     fn flush(&self, timeout: Duration) -> bool {

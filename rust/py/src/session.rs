@@ -11,10 +11,10 @@ use kvloft_core::engine::{EngineSession, SaveRow};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::session::{self, LeaseId, Local};
-use kvloft_core::store::{DiskSettings, Prefix, SaveRange, StoreConfig};
+use kvloft_core::store::{Changes, DiskSettings, Prefix, SaveRange, StoreConfig, Tiers};
 use kvloft_wire::{Remote, RemoteConfig};
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyDict};
+use pyo3::types::{IntoPyDict, PyBytes, PyDict};
 
 use crate::batch::ChunkBatch;
 use crate::error::raise;
@@ -45,6 +45,9 @@ impl Session {
 
 /// Chain, token ids, tokens that the chain is to have, first and last full chunk, blocks of the tail, block table, key to replace.
 type Due<'py> = (Bound<'py, KeyChain>, Bound<'py, PyAny>, u32, u32, u32, u32, Bound<'py, PyAny>, Option<KeyBytes>);
+
+/// A chunk's key, and where it is.
+type TierRow<'py> = (Bound<'py, PyBytes>, u8);
 
 #[pymethods]
 impl Session {
@@ -260,6 +263,19 @@ impl Session {
     /// What a person should see of the disk tier, once each.
     fn take_events(&self) -> Vec<String> {
         self.inner.session().take_events()
+    }
+
+    /// Note from now on which chunks come and go, `capacity` of them at most; False where the store does not tell.
+    fn watch(&self, capacity: usize) -> bool {
+        self.inner.session().watch(capacity)
+    }
+
+    /// ([(key, 1 if in host + 2 if on disk)], whether keys were lost): chunks asked for, and up to `limit` that came or went.
+    fn changes<'py>(&self, py: Python<'py>, asked: Vec<KeyBytes>, limit: usize) -> (Vec<TierRow<'py>>, bool) {
+        let asked: Vec<_> = asked.into_iter().map(|key| key.0).collect();
+        let Changes { rows, lost } = self.inner.session().changes(&asked, limit);
+        let bits = |tiers: Tiers| u8::from(tiers.host) + 2 * u8::from(tiers.disk);
+        (rows.into_iter().map(|(key, tiers)| (PyBytes::new(py, &key.0), bits(tiers))).collect(), lost)
     }
 
     /// Wait until every visible host chunk that will go to disk is there; False at the deadline.

@@ -26,6 +26,7 @@ impl State {
         entry.disk_evictable = Some(false);
         self.stats.disk_used += 1;
         self.disk_policy.insert(id, entry.parent, &entry.key);
+        self.note_change(id);
     }
 
     /// The chunk is nowhere on disk any more; returns the slot it had.
@@ -75,6 +76,7 @@ impl State {
         debug_assert_eq!(self.index[victim].disk_evictable, Some(true), "a policy returns evictable chunks only");
         let slot = self.index[victim].disk.place()?;
         self.index[victim].disk = Presence::Leaving(slot);
+        self.note_change(victim);
         self.sync_disk(victim);
         Some((victim, slot))
     }
@@ -90,6 +92,7 @@ impl State {
             self.disk.trash.push(slot);
         } else {
             self.index[id].disk = Presence::Here(slot);
+            self.note_change(id);
             self.sync_disk(id);
             // Another one is tried first next time.
             self.disk_policy.touch(id);

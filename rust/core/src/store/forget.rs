@@ -54,6 +54,7 @@ impl State {
     /// Forgets everything: nothing is found from now on.
     pub(crate) fn clear(&mut self) {
         self.index.unmap_all();
+        self.note_all();
         self.doomed.clear();
         self.disk.found.clear();
         self.disk.unwelcome.clear();
@@ -73,6 +74,7 @@ impl State {
         if !self.index[id].doomed && !self.index[id].detached {
             self.index.unmap(id);
             self.index[id].doomed = true;
+            self.note_change(id);
             self.push_doomed(id, false);
         }
     }
@@ -115,6 +117,7 @@ impl State {
         self.forget_host(id, Removal::Dropped);
         self.unwant(id);
         self.index.detach(id);
+        self.note_change(id);
         let entry = &self.index[id];
         if matches!(entry.host, Presence::Coming(_)) && !entry.is_filling() {
             self.leave_host(id, Removal::Dropped);

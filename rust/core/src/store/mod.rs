@@ -5,6 +5,7 @@
 
 mod books;
 mod breaker;
+mod changes;
 mod config;
 mod disk;
 mod forget;
@@ -25,6 +26,7 @@ use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use books::Clearing;
+pub use changes::{Changes, Tiers};
 pub use config::{ArenaInfo, DiskSettings, StoreConfig};
 use inner::Inner;
 pub use inner::{Clock, Opener};

@@ -9,6 +9,7 @@ use std::collections::HashMap;
 use std::time::Duration;
 
 use super::books::DiskBooks;
+use super::changes::Watch;
 use super::forget::Doomed;
 use super::stats::Stats;
 use crate::evict::{ChunkId, Policy, Removal};
@@ -39,6 +40,8 @@ pub(crate) struct State {
     pub(crate) closed: bool,
     /// What a person should see.
     pub(crate) events: Vec<String>,
+    /// What came and went, for who tells others; None while nobody does.
+    pub(super) watch: Option<Watch>,
     /// Children that came to host before their parent was visible.
     pub(super) waiters: HashMap<ChunkId, Vec<ChunkId>>,
     /// Chunks to forget with all below them: a stack, walked in slices.
@@ -67,6 +70,7 @@ impl State {
             now: Duration::ZERO,
             closed: false,
             events: Vec::new(),
+            watch: None,
             waiters: HashMap::new(),
             doomed: Vec::new(),
             slice: SLICE,
@@ -134,6 +138,9 @@ impl State {
         let before = std::mem::replace(&mut self.index[id].host, presence);
         self.stats.frames_visible += u64::from(presence.is_here());
         self.stats.frames_visible -= u64::from(before.is_here());
+        if before.is_here() != presence.is_here() {
+            self.note_change(id);
+        }
         self.sync_host(id);
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use super::super::books::{Attached, Clearing, Direction, DiskBooks};
 use super::super::jobs::Job;
 use super::super::state::State;
-use super::super::{DiskSettings, Lookup, Progress, SaveRange, Store, StoreConfig};
+use super::super::{Changes, DiskSettings, Lookup, Progress, SaveRange, Store, StoreConfig, Tiers};
 use crate::evict::Eviction;
 use crate::key::{ChunkKey, KeyChain};
 use crate::tier::disk::{DiskEntry, DiskMeta};
@@ -37,6 +37,8 @@ fn a_store_that_failed_inside_misses() {
     let panicked = std::thread::spawn(move || inner.with_books(|_| panic!("asked to"))).join();
     assert!(panicked.is_err());
     assert_eq!(store.lookup(&chain), Lookup::default());
+    let Changes { rows, lost } = store.changes(&chain.keys()[..1], 9);
+    assert!(lost && rows == [(chain.keys()[0], Tiers::default())], "all that was told of is gone");
     assert_eq!(store.acquire(&chain).poll(), Progress::default());
     assert_eq!(lease.frames(), []);
     assert_eq!(store.reserve(&chain, all).unwrap().num_dropped, 3);

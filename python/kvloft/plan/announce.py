@@ -1,0 +1,169 @@
+"""KV events: which blocks others are told that the store has or has no more, so that a router can send a prompt where its KV is.
+
+The store says where keys are now (`Session.changes`); what of them was told is kept here, with the blocks that each chunk stands
+for, in the engine's own hashes. So what comes out is the difference: however many changes were missed, the next answers mend it.
+Chunks share blocks (tails, chunks that part in the middle); a block is told once, and is gone with the last chunk that has it.
+It must not know vLLM, nor what an event looks like.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, OrderedDict, deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from kvloft.plan.groups import SaveRow
+from kvloft.seam.shape import GroupShape
+from kvloft.seam.store import Session
+from kvloft.seam.views import LiveRequest
+
+HOST, DISK = TIERS = (1, 2)
+"""Tiers as `Session.changes` adds them up."""
+MAX_WAITING = 1 << 16
+"""Keys that wait in the store to be taken (2 MiB); more make everything be looked at again."""
+MAX_CHUNKS = 1 << 18
+"""Chunks whose blocks are known, each some 0.6 KiB and 4 bytes a token; others are told of the oldest no more."""
+SLICE = 2048
+"""Chunks looked at in one step."""
+
+
+class Block(NamedTuple):
+    """One block of a prefix, in the engine's hashes."""
+
+    hash: bytes
+    parent: bytes | None
+    token_ids: array[int]
+    adapter: Any = None
+    """What its hash depends on beside tokens: of the whole prefix, and of this block (``extra``)."""
+    extra: Any = None
+
+
+class Stored(NamedTuple):
+    """These blocks, each the parent of the next, are in ``tier`` now."""
+
+    tier: int
+    blocks: list[Block]
+
+
+class Removed(NamedTuple):
+    """The blocks with these hashes are not in ``tier`` any more."""
+
+    tier: int
+    hashes: list[bytes]
+
+
+Event = Stored | Removed
+Describe = Callable[[LiveRequest, int, int], Sequence[Block]]
+"""Blocks [begin, end) of a request; none, where others could make nothing of them."""
+
+
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    blocks: Sequence[Block]
+    where: int = 0
+    """Tiers that others know of."""
+    is_expected: bool = True
+    """A request has or had it since the store was asked last: it may come."""
+
+
+class Announcer:
+    """What others know of ``store``, which must be watched. ``group`` is its only one."""
+
+    def __init__(self, store: Session, group: GroupShape, describe: Describe, *, max_chunks: int = MAX_CHUNKS) -> None:
+        self._store, self._per_chunk, self._describe, self._max_chunks = store, group.blocks_per_chunk, describe, max_chunks
+        self._known: OrderedDict[bytes, _Chunk] = OrderedDict()
+        self._to_ask: deque[bytes] = deque()
+        self._must_ask_all = self._is_over = False
+        self._holders: dict[int, Counter[bytes]] = {tier: Counter() for tier in TIERS}
+        """By tier and block: chunks there that have it."""
+        self._events: list[Event] = []
+
+    def note(self, live: LiveRequest, row: SaveRow) -> None:
+        """``live`` has the chunks of ``row``: they are in the store, or may come to it."""
+        chain, _, _, start, stop, tail_blocks, _, _ = row
+        size = self._per_chunk
+        ends = [size * (nth + 1) for nth in range(start, stop)] + [size * stop + tail_blocks] * bool(tail_blocks)
+        for end in () if self._is_over else ends:
+            key = chain.key(end - 1)
+            if (chunk := self._known.get(key)) is not None:
+                self._known.move_to_end(key)
+                chunk.is_expected = True
+            elif blocks := self._describe(live, (end - 1) // size * size, end):
+                self._known[key] = _Chunk(blocks)
+            else:
+                return
+            self._to_ask.append(key)
+        while len(self._known) > self._max_chunks:
+            self._move(self._known.popitem(last=False)[1], 0)
+
+    def take(self) -> list[Event]:
+        """What is to be told since the last call, in order. It asks the store about `SLICE` chunks at most."""
+        if self._is_over:
+            return self._told()
+        if self._must_ask_all and not self._to_ask:
+            self._must_ask_all = False
+            self._to_ask.extend(self._known)
+        asked = [self._to_ask.popleft() for _ in range(min(SLICE, len(self._to_ask)))]
+        rows, lost = self._store.changes(asked, SLICE)
+        self._must_ask_all |= lost
+        for key, where in rows:
+            if (chunk := self._known.get(key)) is None:
+                continue
+            self._move(chunk, where)
+            if where:
+                chunk.is_expected = False
+            elif not chunk.is_expected:
+                del self._known[key]
+        return self._told()
+
+    def repeat(self) -> None:
+        """Others forgot all that they were told: what is there is told again."""
+        for chunk in self._known.values():
+            chunk.where = 0
+        self._holders = {tier: Counter() for tier in TIERS}
+        self._must_ask_all = True
+
+    def withdraw(self) -> None:
+        """Nothing is offered any more: what was told is taken back, and nothing is told from now on."""
+        self._is_over = True
+        self._events += [Removed(tier, list(holders)) for tier, holders in self._holders.items() if holders]
+        self._known.clear()
+        self._to_ask.clear()
+        self._holders = {tier: Counter() for tier in TIERS}
+
+    def _told(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def _move(self, chunk: _Chunk, where: int) -> None:
+        for tier in TIERS:
+            if (chunk.where ^ where) & tier:
+                (self._come if where & tier else self._go)(tier, chunk.blocks)
+        chunk.where = where
+
+    def _come(self, tier: int, blocks: Iterable[Block]) -> None:
+        holders = self._holders[tier]
+        for block in blocks:
+            holders[block.hash] += 1
+            if holders[block.hash] > 1:
+                continue
+            match self._events[-1:]:
+                case [Stored(of, [*_, last] as run)] if of == tier and last.hash == block.parent:
+                    run.append(block)
+                case _:
+                    self._events.append(Stored(tier, [block]))
+
+    def _go(self, tier: int, blocks: Iterable[Block]) -> None:
+        holders = self._holders[tier]
+        for block in blocks:
+            holders[block.hash] -= 1
+            if holders[block.hash]:
+                continue
+            del holders[block.hash]
+            match self._events[-1:]:
+                case [Removed(of, hashes)] if of == tier:
+                    hashes.append(block.hash)
+                case _:
+                    self._events.append(Removed(tier, [block.hash]))

@@ -1,0 +1,102 @@
+"""KV events in vLLM's own words: what `kvloft.plan.announce` has to tell, for vLLM's publisher and the routers behind it.
+
+Hashes, parents and extra keys are those of vLLM's events of the same blocks, so a router joins both. A block that it could not
+join is not announced: of embeddings and of multimodal items, whose token ids say nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core import kv_cache_utils
+
+from kvloft.plan.announce import DISK, HOST, MAX_WAITING, Announcer, Block, Event, Stored
+from kvloft.seam.shape import CacheShape
+from kvloft.seam.store import Session
+from kvloft.seam.views import LiveRequest
+
+logger = logging.getLogger("vllm.kvloft")
+
+MEDIUM = {HOST: "CPU", DISK: "STORAGE"}
+"""As vLLM's own offloading calls them."""
+NO_EVENTS = "kvloft: KV events tell of vLLM's own blocks only, and not of what kvloft holds: with %s that is not supported"
+
+
+def announcer_of(vllm_config: Any, store: Session, shape: CacheShape) -> Announcer | None:
+    """Who tells of ``store``, if somebody listens (vLLM's ``kv_events_config``) and it can be told; a warning says if it cannot."""
+    events = getattr(vllm_config, "kv_events_config", None)
+    if events is None or not events.enable_kv_cache_events:
+        return None
+    transfer = getattr(vllm_config, "kv_transfer_config", None)
+    if transfer is not None and not (transfer.is_kv_consumer and transfer.is_kv_producer):
+        logger.warning(NO_EVENTS, f'"kv_role": "{transfer.kv_role}"')  # what is saved is not given back, or nothing is saved
+    elif len(shape.groups) > 1:
+        logger.warning(NO_EVENTS, "several KV cache groups")
+    elif not store.watch(MAX_WAITING):
+        logger.warning(NO_EVENTS, "a server")
+    else:
+        return Announcer(store, shape.full, partial(describe, shape.full.block_tokens))
+    return None
+
+
+def describe(block_tokens: int, live: LiveRequest, begin: int, end: int) -> Sequence[Block]:
+    """Blocks [begin, end) of a `VllmRequest`; none of one whose hashes others could not tell from its tokens."""
+    request: Any = live.request  # type: ignore[attr-defined]
+    hashes = getattr(request, "block_hashes", ())
+    if request.mm_features or request.prompt_embeds is not None or len(hashes) < end:
+        return ()
+    lora, token_ids = request.lora_request, live.token_ids
+    adapter = (lora.adapter_id, lora.name) if lora is not None else None
+    has_extra = lora is not None or (request.cache_salt and begin == 0)
+    blocks = []
+    for nth in range(begin, end):
+        start, stop = nth * block_tokens, (nth + 1) * block_tokens
+        extra = kv_cache_utils.generate_block_hash_extra_keys(request, start, stop, 0)[0] if has_extra else None
+        parent = hashes[nth - 1] if nth else None
+        blocks.append(Block(hashes[nth], parent, array("I", token_ids[start:stop]), adapter, extra))
+    return blocks
+
+
+class EventWriter:
+    """Makes vLLM's events, with the fields that the release has. ``spec``: the KV cache spec of the one group."""
+
+    def __init__(self, spec: Any, block_tokens: int) -> None:
+        kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
+        window = getattr(kv_cache_interface, "get_kv_cache_spec_sliding_window", None)
+        self._group = {
+            "group_idx": 0,
+            "kv_cache_spec_kind": kind(spec).value if kind is not None else None,
+            "kv_cache_spec_sliding_window": window(spec) if window is not None else None,
+        }
+        self._block_tokens = block_tokens
+        # 0.30 and older publish the keys as they are hashed.
+        self._extra_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)
+
+    def write(self, event: Event) -> BlockStored | BlockRemoved:
+        hash_of, medium = kv_cache_utils.maybe_convert_block_hash, MEDIUM[event.tier]
+        if not isinstance(event, Stored):
+            return _make(BlockRemoved, block_hashes=[hash_of(each) for each in event.hashes], medium=medium, group_idx=0)
+        first = event.blocks[0]
+        lora_id, lora_name = first.adapter or (None, None)
+        return _make(
+            BlockStored,
+            block_hashes=[hash_of(block.hash) for block in event.blocks],
+            parent_block_hash=hash_of(first.parent) if first.parent is not None else None,
+            token_ids=[token for block in event.blocks for token in block.token_ids],
+            block_size=self._block_tokens,
+            lora_id=lora_id,
+            medium=medium,
+            lora_name=lora_name,
+            extra_keys=self._extra_keys([block.extra for block in event.blocks]),
+            **self._group,
+        )
+
+
+def _make(kind: Any, **fields: Any) -> Any:
+    return kind(**{name: value for name, value in fields.items() if name in kind.__struct_fields__})

@@ -1,0 +1,290 @@
+//! What a store tells of chunks that come and go: whoever replays it knows at rest what lookups find, whatever happened.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod store_common;
+
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::io::Arena;
+use kvloft_core::key::ChunkKey;
+use kvloft_core::store::{Changes, Lookup, ReadLease, Store, StoreConfig, Tiers, WriteLease};
+use proptest::prelude::*;
+use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, range, save, stat};
+
+const HOST: Tiers = Tiers { host: true, disk: false };
+const NOWHERE: Tiers = Tiers { host: false, disk: false };
+
+fn open(num_frames: u32, per_chunk: u32, disk: &Arc<MemoryDisk>) -> Store {
+    let settings = disk_settings(u64::from(disk.capacity), 2);
+    let config = StoreConfig { disk: Some(settings), ..config(num_frames, per_chunk, Eviction::Lru) };
+    disk.open(&config, &disk.entries())
+}
+
+/// Who listens: where it believes each chunk to be.
+#[derive(Debug, Default)]
+struct Listener {
+    known: HashMap<ChunkKey, Tiers>,
+    num_lost: u32,
+}
+
+impl Listener {
+    /// Takes some; whether there may be more.
+    fn take(&mut self, store: &Store, universe: &[ChunkKey], limit: usize) -> bool {
+        let changes = store.changes(&[], limit);
+        let is_full = changes.rows.len() == limit;
+        if changes.lost {
+            self.num_lost += 1;
+            self.known.extend(store.changes(universe, 0).rows);
+        }
+        self.known.extend(changes.rows);
+        is_full || changes.lost
+    }
+
+    fn has(&self, key: ChunkKey, on_disk_too: bool) -> bool {
+        self.known.get(&key).is_some_and(|tiers| tiers.host || on_disk_too && tiers.disk)
+    }
+
+    /// Blocks of a prefix: full chunks from the start, then the longest tail behind them.
+    fn blocks(&self, keys: &[ChunkKey], per_chunk: usize, on_disk_too: bool) -> u32 {
+        let ends = (1..=keys.len() / per_chunk).map(|chunk| chunk * per_chunk);
+        let full = ends.take_while(|end| self.has(keys[end - 1], on_disk_too)).last().unwrap_or(0);
+        let tails = (full + 1..full + per_chunk).rev();
+        let end = tails.into_iter().find(|&end| keys.get(end - 1).is_some_and(|key| self.has(*key, on_disk_too)));
+        u32::try_from(end.unwrap_or(full)).unwrap()
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Save { prompt: usize, len: u32, tail: u32, later: bool },
+    Settle { lease: usize, commit: bool },
+    Acquire { prompt: usize },
+    Release { lease: usize },
+    Discard { prompt: usize, block: usize },
+    Clear,
+    Take { limit: usize },
+    Rest,
+    Fault { writes: bool, corrupt: bool, frees: bool },
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        9 => (0..64usize, 1..6u32, 0..3u32, prop::bool::weighted(0.2))
+            .prop_map(|(prompt, len, tail, later)| Step::Save { prompt, len, tail, later }),
+        2 => (0..64usize, any::<bool>()).prop_map(|(lease, commit)| Step::Settle { lease, commit }),
+        5 => (0..64usize).prop_map(|prompt| Step::Acquire { prompt }),
+        4 => (0..64usize).prop_map(|lease| Step::Release { lease }),
+        2 => (0..64usize, 0..9usize).prop_map(|(prompt, block)| Step::Discard { prompt, block }),
+        1 => Just(Step::Clear),
+        4 => (1..6usize).prop_map(|limit| Step::Take { limit }),
+        2 => Just(Step::Rest),
+        2 => (any::<bool>(), any::<bool>(), any::<bool>())
+            .prop_map(|(writes, corrupt, frees)| Step::Fault { writes, corrupt, frees }),
+    ]
+}
+
+struct Run {
+    store: Store,
+    arena: Arena,
+    disk: Arc<MemoryDisk>,
+    per_chunk: u32,
+    universe: Vec<ChunkKey>,
+    listener: Listener,
+    writes: Vec<WriteLease>,
+    reads: Vec<ReadLease>,
+}
+
+impl Run {
+    fn new(num_frames: u32, num_slots: u32, per_chunk: u32, capacity: usize) -> Self {
+        let disk = MemoryDisk::new(num_slots);
+        let store = open(num_frames, per_chunk, &disk);
+        store.watch(capacity);
+        let keys: HashSet<_> = (0..64).flat_map(|prompt| prompt_chain(prompt).keys().to_vec()).collect();
+        let (universe, arena) = (keys.into_iter().collect(), arena_of(&store));
+        let (listener, writes, reads) = (Listener::default(), Vec::new(), Vec::new());
+        Self { store, arena, disk, per_chunk, universe, listener, writes, reads }
+    }
+
+    fn take(&mut self, step: &Step) {
+        match *step {
+            Step::Save { prompt, len, tail, later } => {
+                let chain = prompt_chain(prompt);
+                let num_full = len.min(chain.num_blocks() / self.per_chunk);
+                let tail = tail.min(self.per_chunk - 1).min(chain.num_blocks() - num_full * self.per_chunk);
+                let reserved = self.store.reserve(&chain, range(0, num_full, tail)).unwrap();
+                reserved.leases.iter().for_each(|lease| fill(&self.arena, lease.reservation()));
+                self.writes.extend(reserved.leases);
+                if !later {
+                    self.store.commit(std::mem::take(&mut self.writes));
+                }
+            }
+            Step::Settle { lease, commit } if !self.writes.is_empty() => {
+                let lease = self.writes.swap_remove(lease % self.writes.len());
+                if commit {
+                    self.store.commit([lease]);
+                }
+            }
+            Step::Acquire { prompt } => self.reads.push(self.store.acquire(&prompt_chain(prompt))),
+            Step::Release { lease } if !self.reads.is_empty() => {
+                drop(self.reads.swap_remove(lease % self.reads.len()));
+            }
+            Step::Settle { .. } | Step::Release { .. } => {}
+            Step::Discard { prompt, block } => {
+                let chain = prompt_chain(prompt);
+                self.store.discard(&[chain.keys()[block % chain.keys().len()]]);
+            }
+            Step::Clear => {
+                self.heal();
+                self.store.clear();
+            }
+            Step::Take { limit } => {
+                self.listener.take(&self.store, &self.universe, limit);
+            }
+            Step::Rest => self.rest(),
+            Step::Fault { writes, corrupt, frees } => {
+                self.disk.fail_writes.store(writes, Ordering::SeqCst);
+                self.disk.corrupt_reads.store(corrupt, Ordering::SeqCst);
+                self.disk.fail_frees.store(frees, Ordering::SeqCst);
+            }
+        }
+    }
+
+    fn heal(&self) {
+        for fault in [&self.disk.fail_writes, &self.disk.corrupt_reads, &self.disk.fail_frees] {
+            fault.store(false, Ordering::SeqCst);
+        }
+        self.disk.wait(61);
+    }
+
+    /// Nothing moves any more, and all is told: what was replayed is what is found.
+    fn rest(&mut self) {
+        self.heal();
+        self.writes.clear();
+        self.reads.clear();
+        // A read that nobody wants any more goes on, and what it brings is found.
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while stat(&self.store, "frames_reserved") > 0 {
+            assert!(Instant::now() < deadline, "reads do not end");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        assert!(self.disk.flush(&self.store));
+        self.disk.wait(600); // a disk that was left alone is asked again, so lookups find what is there
+        while self.listener.take(&self.store, &self.universe, 7) {}
+        self.store.check().unwrap();
+        let on_disk = self.disk.chunks();
+        for key in &self.universe {
+            let told = self.listener.known.get(key).is_some_and(|tiers| tiers.disk);
+            assert_eq!(told, on_disk.contains_key(key), "{key}");
+        }
+        for prompt in 0..64 {
+            let chain = prompt_chain(prompt);
+            let blocks = |too| self.listener.blocks(chain.keys(), self.per_chunk as usize, too);
+            let replayed = Lookup { host_blocks: blocks(false), stored_blocks: blocks(true) };
+            assert_eq!(self.store.lookup(&chain), replayed, "prompt {prompt}");
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 150, ..ProptestConfig::default() })]
+
+    #[test]
+    fn what_is_replayed_is_what_lookups_find(
+        steps in prop::collection::vec(step(), 1..60), per_chunk in 1..4u32, num_frames in 3..12u32, num_slots in 2..20u32,
+        capacity in prop_oneof![1..12usize, Just(4096)],
+    ) {
+        let mut run = Run::new(num_frames, num_slots, per_chunk, capacity);
+        for step in &steps {
+            run.take(step);
+        }
+        run.rest();
+    }
+}
+
+#[test]
+fn a_key_says_where_its_chunk_is_when_it_is_taken() {
+    let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
+    let (chain, arena) = (prompt_chain(0), arena_of(&store));
+    assert_eq!(save(&store, &arena, &chain, range(0, 1, 0)), 1);
+    store.watch(100);
+    assert!(store.changes(&[], 100).rows.is_empty(), "what came before is not told");
+    assert_eq!(store.changes(&chain.keys()[..2], 0).rows, [(chain.keys()[0], HOST), (chain.keys()[1], NOWHERE)]);
+    save(&store, &arena, &chain, range(0, 3, 0));
+    store.discard(&[chain.keys()[2]]);
+    let Changes { rows, lost } = store.changes(&[], 2);
+    assert_eq!(rows, [(chain.keys()[1], HOST), (chain.keys()[2], NOWHERE)]);
+    assert!(!lost && store.changes(&[], 100).rows.iter().all(|row| *row == (chain.keys()[2], NOWHERE)));
+}
+
+#[test]
+fn keys_that_nobody_takes_cost_no_memory_and_their_loss_is_told_once() {
+    let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
+    let (chain, arena) = (prompt_chain(0), arena_of(&store));
+    store.watch(4);
+    for _ in 0..10 {
+        save(&store, &arena, &chain, range(0, 3, 0));
+        store.discard(chain.keys());
+    }
+    save(&store, &arena, &chain, range(0, 1, 0));
+    let Changes { rows, lost } = store.changes(&chain.keys()[..2], 100);
+    assert!(lost);
+    assert_eq!(rows, [(chain.keys()[0], HOST), (chain.keys()[1], NOWHERE)]);
+    assert!(!store.changes(&[], 100).lost);
+    save(&store, &arena, &chain, range(0, 2, 0));
+    assert_eq!(store.changes(&[], 100).rows, [(chain.keys()[1], HOST)], "it goes on");
+}
+
+/// Lookups do not find a chunk whose slot is being freed; where that fails it is there again.
+#[test]
+fn a_chunk_that_stays_on_disk_after_all_is_told() {
+    let disk = MemoryDisk::new(1);
+    let store = open(8, 1, &disk);
+    let (old, new, arena) = (chain(&[1]), chain(&[2]), arena_of(&store));
+    store.watch(100);
+    save(&store, &arena, &old, range(0, 1, 0));
+    assert!(disk.flush(&store));
+    disk.fail_frees.store(true, Ordering::SeqCst);
+    let gate = disk.free_gate.lock().unwrap();
+    save(&store, &arena, &new, range(0, 1, 0));
+    let old_is = |expected: Tiers| {
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while !store.changes(&[], 100).rows.contains(&(old.keys()[0], expected)) {
+            assert!(Instant::now() < deadline, "it is never told that {expected:?}");
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    };
+    old_is(HOST);
+    drop(gate);
+    old_is(Tiers { host: true, disk: true });
+}
+
+#[test]
+fn a_store_that_nobody_watches_notes_nothing() {
+    let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
+    let chain = prompt_chain(0);
+    save(&store, &arena_of(&store), &chain, range(0, 3, 0));
+    let changes = store.changes(&[], 100);
+    assert!(changes.rows.is_empty() && !changes.lost);
+}
+
+/// A large tree is forgotten piece by piece, and its top last; what lookups miss at once is told at once.
+#[test]
+fn what_is_forgotten_slice_by_slice_is_told_at_once() {
+    let store = Store::open(&config(2000, 1, Eviction::Lru)).unwrap();
+    let tokens: Vec<u32> = (0..2000).collect();
+    let (long, arena) = (chain(&tokens), arena_of(&store));
+    save(&store, &arena, &long, range(0, 2000, 0));
+    store.watch(10_000);
+    store.discard(&long.keys()[..1]);
+    let Changes { rows, lost } = store.changes(&[], 10_000);
+    assert!(rows.contains(&(long.keys()[0], NOWHERE)) && rows.len() < 1000 && !lost);
+    while !store.changes(&[], 10_000).rows.is_empty() {}
+    save(&store, &arena, &long, range(0, 2000, 0));
+    store.changes(&[], 10_000);
+    store.clear();
+    assert!(store.changes(&[], 10_000).lost);
+}

@@ -1,0 +1,252 @@
+"""What is announced of the real store, replayed, is what it answers: after any steps, lost keys, a full book, restarts.
+
+The oracle is lookups of every prefix, and what a subscriber may assume of each event. Steps: ``KV_EVENT_STEPS``.
+"""
+
+import hashlib
+import os
+import random
+import time
+from array import array
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvloft import _core
+from kvloft.plan import SchedulerCore, announce
+from kvloft.plan.announce import DISK, HOST, Announcer, Block, Stored
+from kvloft.seam.shape import CacheShape, GroupShape
+
+FRAME, BLOCK, MAX_BLOCKS = 4096, 2, 7
+NAMESPACE = b"e" * 32
+NUM_STEPS = int(os.environ.get("KV_EVENT_STEPS", "4000"))
+PACE = float(os.environ.get("TEST_PACE", "1"))
+Prompt = tuple[int, ...]
+
+
+def hash_of(prompt: Prompt) -> bytes:
+    return hashlib.sha256(repr(prompt).encode()).digest()
+
+
+def describe(live: Any, begin: int, end: int) -> list[Block]:
+    prefixes = [live.prompt[: (nth + 1) * BLOCK] for nth in range(begin, end)]
+    parents = [hash_of(prefix[:-BLOCK]) if len(prefix) > BLOCK else None for prefix in prefixes]
+    return [Block(hash_of(own), parent, array("I", own[-BLOCK:])) for own, parent in zip(prefixes, parents, strict=True)]
+
+
+class Index:
+    """A subscriber. Events that contradict what it was told before, or the prompts, fail."""
+
+    def __init__(self, prompts: set[Prompt]) -> None:
+        self.tiers: dict[int, set[bytes]] = {HOST: set(), DISK: set()}
+        prefixes = {prompt[:end] for prompt in prompts for end in range(BLOCK, len(prompt) + 1, BLOCK)}
+        self._of = {hash_of(prefix): prefix for prefix in prefixes}
+
+    def replay(self, events: list[Any]) -> None:
+        for event in events:
+            tier = self.tiers[event.tier]
+            if not isinstance(event, Stored):
+                assert set(event.hashes) <= tier and len(set(event.hashes)) == len(event.hashes), "removed, and was not there"
+                tier -= set(event.hashes)
+                continue
+            for block, before in zip(event.blocks, [None, *event.blocks], strict=False):
+                prefix = self._of[block.hash]
+                assert block.hash not in tier, "told twice"
+                assert tuple(block.token_ids) == prefix[-BLOCK:]
+                assert block.parent == (hash_of(prefix[:-BLOCK]) if len(prefix) > BLOCK else None)
+                assert before is None or before.hash == block.parent, "one event, two runs"
+                tier.add(block.hash)
+
+
+class World:
+    """A store, who announces it, and a subscriber; in any order of steps."""
+
+    def __init__(self, seed: int, folder: Path, *, per_chunk: int, capacity: int, slots: int) -> None:
+        self.rng, self.per_chunk, self.capacity = random.Random(seed), per_chunk, capacity
+        self.prompts = {tuple(self.rng.choices((1, 2), k=BLOCK * self.rng.randint(1, MAX_BLOCKS))) for _ in range(40)}
+        self.settings: dict[str, Any] = {
+            "frame_bytes": FRAME, "host_bytes": 9 * FRAME, "namespace": NAMESPACE, "blocks_per_chunk": per_chunk,
+            "disk_path": str(folder / "disk"), "disk_bytes": slots * FRAME, "disk_threads": 2,
+        }  # fmt: skip
+        self.num_lost = 0
+        self.start()
+
+    def start(self) -> None:
+        """A new engine: its publisher is new, too."""
+        self.store = _core.Session(**self.settings)
+        arena = (self.store.arena_path, FRAME, self.store.num_frames)
+        self.arena = _core.Arena.open(arena[0], frame_bytes=arena[1], num_frames=arena[2])
+        assert self.store.watch(self.capacity) is True
+        self.announcer = Announcer(SimpleNamespace(changes=self.changes), GroupShape(BLOCK, self.per_chunk), describe)  # type: ignore[arg-type]
+        self.index, self.noted = Index(self.prompts), set[Prompt]()
+        self.tickets: list[int] = []
+        self.leases: list[Any] = []
+
+    def changes(self, asked: list[bytes], limit: int) -> Any:
+        rows, lost = self.store.changes(asked, limit)
+        self.num_lost += lost
+        return rows, lost
+
+    def chain(self, prompt: Prompt) -> _core.KeyChain:
+        chain = _core.KeyChain(_core.root_key(NAMESPACE, None, None), block_tokens=BLOCK)
+        chain.append_tokens(list(prompt))
+        return chain
+
+    def any_prompt(self) -> Prompt:
+        return self.rng.choice(sorted(self.prompts))
+
+    def step(self) -> None:
+        rng = self.rng
+        match rng.choices(range(9), (40, 20, 5, 15, 12, 4, 40, 1, 1))[0]:
+            case 0:
+                self.save(self.any_prompt())
+            case 1:
+                while self.tickets:
+                    self.store.settle([self.tickets.pop(rng.randrange(len(self.tickets)))])
+            case 2 if self.tickets:
+                self.store.abort([self.tickets.pop()])
+            case 3:
+                self.leases.append(self.store.acquire(self.chain(self.any_prompt())))
+            case 4:
+                self.leases.clear()
+            case 5:
+                prompt = self.any_prompt()
+                self.store.discard([self.chain(prompt).key(rng.randrange(len(prompt) // BLOCK))])
+            case 6:
+                self.index.replay(self.announcer.take())
+            case 7:
+                self.store.clear()
+            case 8:
+                self.index = Index(self.prompts)
+                self.announcer.repeat()
+
+    def save(self, prompt: Prompt, *, whole: bool = False) -> None:
+        """As the scheduler half does: full chunks, and at a prompt's end a tail, which may replace another."""
+        size, num_blocks = self.per_chunk, len(prompt) // BLOCK
+        tail, stop = num_blocks % size * self.rng.randint(0, 1), num_blocks // size
+        start = 0 if whole else self.rng.choice([0, 0, 0, stop])
+        chain = self.chain(prompt)
+        replaced = chain.key(num_blocks - 2) if tail > 1 and self.rng.random() < 0.5 else None
+        row: Any = (chain, list(prompt), len(prompt), start, stop, tail, list(range(1, num_blocks + 1)), replaced)
+        chunks, _ = self.store.reserve_all([row])[0]
+        self.announcer.note(SimpleNamespace(prompt=prompt), row)  # type: ignore[arg-type]
+        ends = [size * (nth + 1) for nth in range(start, stop)] + [num_blocks] * bool(tail)
+        self.noted |= {prompt[: end * BLOCK] for end in ends}
+        for chunk in chunks or ():
+            spec = {"offset": 0, "part_bytes": FRAME, "key": chunk.key, "layout": b"l" * 32, "page_bytes": [64], "rank": 0}
+            self.arena.seal(chunk.frame, {**spec, "num_blocks": chunk.num_blocks})
+            self.tickets.append(chunk.ticket)
+
+    def rest(self) -> None:
+        """Nothing moves, and everything is told: the index is what lookups find of what requests had."""
+        self.leases.clear()
+        self.store.abort(self.tickets)
+        self.tickets.clear()
+        deadline = time.monotonic() + 30 * PACE
+        while self.store.stats()["frames_reserved"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert self.store.flush(30 * PACE)
+        # In slices: what was lost meanwhile is asked for once more.
+        for _ in range(300):
+            self.index.replay(self.announcer.take())
+        host, stored = set[bytes](), set[bytes]()
+        for prefix in self.noted:
+            num_blocks = len(prefix) // BLOCK
+            first = (num_blocks - 1) // self.per_chunk * self.per_chunk
+            blocks = {hash_of(prefix[: (nth + 1) * BLOCK]) for nth in range(first, num_blocks)}
+            in_host, anywhere = self.store.lookup(self.chain(prefix))
+            host |= blocks if in_host == num_blocks else set()
+            stored |= blocks if anywhere == num_blocks else set()
+        assert self.index.tiers[HOST] == host
+        assert self.index.tiers[HOST] | self.index.tiers[DISK] == stored
+
+
+@pytest.mark.parametrize("per_chunk", [1, 3])
+@pytest.mark.parametrize("capacity", [3, 1 << 16], ids=["loses keys", "has room"])
+def test_the_replayed_index_is_what_the_store_answers(
+    per_chunk: int, capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(announce, "SLICE", 5)
+    world = World(10 * per_chunk + capacity, tmp_path, per_chunk=per_chunk, capacity=capacity, slots=40)
+    for nth in range(1, NUM_STEPS // 4 + 1):
+        world.step()
+        if nth % 250 == 0:
+            world.rest()
+        if nth % 1500 == 0:
+            world.store.close()
+            world.start()
+    world.rest()
+    assert world.num_lost, "a clear does, too"
+    world.announcer.withdraw()
+    world.index.replay(world.announcer.take())
+    assert not world.index.tiers[HOST] | world.index.tiers[DISK]
+    world.store.close()
+
+
+def test_what_was_on_disk_at_the_start_is_announced_with_the_first_request_that_has_it(tmp_path: Path) -> None:
+    world = World(1, tmp_path, per_chunk=1, capacity=100, slots=40)
+    prompt = max(world.prompts, key=len)
+    world.save(prompt, whole=True)
+    world.store.settle(world.tickets)
+    assert world.store.flush(30 * PACE)
+    world.store.close()
+    world.start()
+    assert world.announcer.take() == []
+    world.save(prompt, whole=True)
+    told = world.announcer.take()
+    assert [(e.tier, [b.hash for b in e.blocks]) for e in told if isinstance(e, Stored)] == [
+        (DISK, [hash_of(prompt[:end]) for end in range(BLOCK, len(prompt) + 1, BLOCK)])
+    ]
+    world.store.close()
+
+
+def test_chunks_that_left_are_not_kept(tmp_path: Path) -> None:
+    world = World(3, tmp_path, per_chunk=1, capacity=100, slots=40)
+    for _ in range(2):
+        world.save((1, 1), whole=True)
+        world.announcer.take()
+        world.store.settle(world.tickets)
+        world.announcer.take()
+    world.store.clear()
+    for _ in range(3):
+        world.announcer.take()
+    assert not world.announcer._known
+    world.store.close()
+
+
+def test_an_engine_that_offers_nothing_any_more_takes_back_what_it_told(tmp_path: Path) -> None:
+    world = World(4, tmp_path, per_chunk=1, capacity=100, slots=40)
+    core = SchedulerCore(
+        world.store, lambda _view: world.chain((1, 1)), CacheShape((GroupShape(BLOCK),)), arena=None, clock=time.monotonic,
+        announcer=world.announcer,
+    )  # fmt: skip
+    world.save(max(world.prompts, key=len), whole=True)
+    world.store.settle(world.tickets)
+    world.index.replay(world.announcer.take())
+    assert world.index.tiers[HOST]
+    core.stop()
+    world.save(max(world.prompts, key=len), whole=True)
+    world.index.replay(world.announcer.take())
+    assert not world.index.tiers[HOST] | world.index.tiers[DISK]
+    assert world.announcer.take() == [] and not world.announcer._known
+    world.store.close()
+
+
+def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) -> None:
+    world = World(2, tmp_path, per_chunk=1, capacity=100, slots=40)
+    world.announcer = Announcer(world.store, GroupShape(BLOCK), describe, max_chunks=2)
+    for prompt in ((1, 1), (1, 2), (2, 2)):
+        world.save(prompt, whole=True)
+        world.store.settle(world.tickets)
+        world.tickets.clear()
+        world.index._of[hash_of(prompt)] = prompt
+        world.index.replay(world.announcer.take())
+    assert world.index.tiers[HOST] == {hash_of((1, 2)), hash_of((2, 2))}
+    world.save((1, 2), whole=True)
+    world.save((1, 1), whole=True)
+    world.index.replay(world.announcer.take())
+    assert world.index.tiers[HOST] == {hash_of((1, 1)), hash_of((1, 2))}, "another request has it: it is told again"
+    world.store.close()

@@ -1,0 +1,176 @@
+"""A real ZMQ subscriber of a real engine's publisher: before each prompt, what it learned says how many tokens kvloft will give.
+
+It reads what is on the wire, as a router in another language would, and knows neither vLLM's classes nor kvloft's.
+"""
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from . import tiny
+from .client import BLOCK, PACE, Engine, Req, full_blocks, kvloft, random_ids
+from .conftest import Truth
+
+FRAME_KIB = 32
+"""More than a frame of the tiny model with one block, less than two."""
+
+
+class Subscriber:
+    """What a router knows of one engine: medium -> block hash -> the event's other fields of that block."""
+
+    def __init__(self, folder: Path) -> None:
+        self.endpoint = f"ipc://{folder}/events"
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.subscribe(b"")
+        self._socket.connect(self.endpoint)
+        self.begin()
+
+    def begin(self) -> None:
+        """The engine is another one: it holds nothing that was heard of before."""
+        self.blocks: dict[str, dict[int | bytes, dict[str, Any]]] = {"GPU": {}, "CPU": {}, "STORAGE": {}}
+        self.num_removed = 0
+        self._next = 0
+
+    def close(self) -> None:
+        self._socket.close(linger=0)
+
+    def settings(self) -> dict[str, Any]:
+        return {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": self.endpoint}
+
+    def hear(self) -> None:
+        """Take in all that was published until now; nothing may be missing."""
+        while self._socket.poll(int(300 * PACE)):
+            _, number, payload = self._socket.recv_multipart()
+            assert int.from_bytes(number, "big") == self._next, "a batch was missed"
+            self._next += 1
+            for event in msgspec.msgpack.decode(payload)[1]:
+                self._replay(event)
+
+    def _replay(self, event: dict[str, Any]) -> None:
+        kind, medium = event["type"], event.get("medium")
+        if kind == "AllBlocksCleared":
+            for known in self.blocks.values():
+                known.clear()
+            return
+        known = self.blocks[medium]
+        if kind == "BlockRemoved":
+            self.num_removed += len(event["block_hashes"]) * (medium != "GPU")
+            for each in event["block_hashes"]:
+                assert known.pop(each, None) is not None or medium == "GPU", "removed, and was not there"
+            return
+        size, parent = event["block_size"], event["parent_block_hash"]
+        assert len(event["token_ids"]) == size * len(event["block_hashes"])
+        for nth, each in enumerate(event["block_hashes"]):
+            assert each not in known or medium == "GPU", "told twice"
+            known[each] = {
+                "tokens": tuple(event["token_ids"][nth * size : (nth + 1) * size]), "parent": parent, "size": size,
+                "extra": (event.get("extra_keys") or [None] * (nth + 1))[nth], "group": event.get("group_idx"),
+                "lora": (event["lora_id"], event["lora_name"]), "kind": event.get("kv_cache_spec_kind"),
+            }  # fmt: skip
+            parent = each
+
+    def num_tokens(self, prompt: Req, *media: str, extra: list[Any] | None = None) -> int:
+        """Tokens of the prompt's blocks in any of ``media``, from the first on; ``extra``: keys of the first block."""
+        assert prompt.ids is not None
+        known = {each: block for medium in media for each, block in self.blocks[medium].items()}
+        parent, found = None, 0
+        while True:
+            tokens, keys = prompt.ids[found : found + BLOCK], extra if not found else None
+            wanted = (parent, tokens, keys)
+            here = [each for each, block in known.items() if (block["parent"], block["tokens"], block["extra"]) == wanted]
+            if len(tokens) < BLOCK or not here:
+                return found
+            (parent,), found = here, found + BLOCK
+
+
+@pytest.fixture
+def router() -> Iterator[Subscriber]:
+    folder = Path(tempfile.mkdtemp(prefix="kv-"))  # a socket's path is short
+    subscriber = Subscriber(folder)
+    yield subscriber
+    subscriber.close()
+    shutil.rmtree(folder)
+
+
+def settle(engine: Engine) -> None:
+    """What goes to disk is there; vLLM asks connectors for events in steps only, so one request makes some."""
+    engine.flush()
+    engine.ask(Req(random_ids(1, BLOCK // 2), max_tokens=2))
+
+
+def ask_as_predicted(engine: Engine, router: Subscriber, truth: Truth, prompt: Req) -> int:
+    """The prompt says what it should, and kvloft gives what the events let expect; returns how many tokens that is."""
+    settle(engine)
+    router.hear()
+    expected = min(router.num_tokens(prompt, "CPU", "STORAGE"), full_blocks(prompt.num_prompt_tokens - 1))
+    result = engine.ask(prompt.again())[0]
+    assert result.tokens == truth.tokens(prompt)
+    assert result.num_external == expected
+    return expected
+
+
+def test_events_say_before_each_prompt_what_the_store_gives(
+    truth: Truth, start: Callable[..., Engine], router: Subscriber, tmp_path: Path
+) -> None:
+    """Few frames and few slots: chunks are evicted from both. Then a restart, whose disk nobody knows of before it is asked."""
+    config = kvloft(tmp_path / "disk", host_size=f"{12 * FRAME_KIB}KiB", disk_size=f"{40 * FRAME_KIB}KiB")
+    prompts = [truth.pick(lambda seed: Req(random_ids(seed, 150), max_tokens=4), 9100 + i) for i in range(10)]
+    engine = start(kv_transfer_config=config, kv_events_config=router.settings())
+    given = [ask_as_predicted(engine, router, truth, prompts[i]) for i in [0, 0, 1, 0, 2, 3, 1, 4, 5, 6, 7, 8, 9, 9, 0, 3, 8]]
+    assert given[0] == 0 and given[1] > 0 and sum(map(bool, given)) > 4
+    assert engine.store()["host_evictions"] > 0 and router.num_removed > 0
+    assert router.blocks["STORAGE"] and not router.blocks["GPU"]
+    engine.stop()
+    router.hear()
+    router.begin()
+    engine = start(kv_transfer_config=config, kv_events_config=router.settings())
+    last = prompts[8]
+    settle(engine)
+    router.hear()
+    assert router.num_tokens(last, "CPU", "STORAGE") == 0
+    assert engine.ask(last.again())[0].num_external > 0, "it is on disk"
+    assert ask_as_predicted(engine, router, truth, last) > 0
+    assert engine.reset(connector=True)
+    assert ask_as_predicted(engine, router, truth, last) == 0
+    engine.assert_at_rest()
+
+
+@pytest.mark.parametrize("chunk_tokens", [BLOCK, 4 * BLOCK])
+def test_blocks_are_called_what_vllm_calls_them(
+    start: Callable[..., Engine], router: Subscriber, tmp_path: Path, chunk_tokens: int
+) -> None:
+    """Prompts that part in the middle of a chunk, with a salt, with an adapter, and with embeddings, which are not announced."""
+    adapter = ("a", 1, str(tiny.write_lora(tmp_path / "adapter", seed=5)))
+    stem = random_ids(9300, 3 * BLOCK)
+    prompts = [Req(stem + random_ids(seed, 5 * BLOCK + 7), max_tokens=40) for seed in (9301, 9302)]
+    prompts += [Req(prompts[0].ids, salt="of a user"), Req(prompts[0].ids, lora=adapter)]
+    engine = start(
+        kv_transfer_config=kvloft(chunk_tokens=chunk_tokens), kv_events_config=router.settings(), enable_prefix_caching=True,
+        num_blocks=200, enable_lora=True, max_lora_rank=8,
+    )  # fmt: skip
+    engine.ask(*prompts)
+    settle(engine)
+    router.hear()
+    gpu, host = dict(router.blocks["GPU"]), dict(router.blocks["CPU"])
+    num_tokens = [full_blocks(p.num_prompt_tokens + p.max_tokens - 1) for p in prompts]
+    assert {each: block for each, block in gpu.items() if each in host} == host, "same hashes, and all else of them too"
+    assert len(host) == (sum(num_tokens) - len(stem)) // BLOCK
+    assert router.num_tokens(prompts[2], "CPU", extra=["of a user"]) == full_blocks(len(prompts[2].ids or ()))
+    engine.ask(Req(embeds=tiny.embedding_rows(list(stem)), max_tokens=4))
+    assert engine.reset() is True
+    settle(engine)
+    router.hear()
+    assert not router.blocks["GPU"] and router.blocks["CPU"] == host, "kvloft's blocks are told again"
+
+
+def test_an_engine_without_events_notes_nothing(start: Callable[..., Engine]) -> None:
+    engine = start(kv_transfer_config=kvloft())
+    engine.ask(Req(random_ids(9400, 100)))
+    assert engine.call("_scheduler._announcer") is None
+    assert engine.call("take_events") == []

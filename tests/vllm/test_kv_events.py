@@ -1,0 +1,95 @@
+"""What is announced in vLLM's words, who is not announced, and what is said where nothing can be."""
+
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_events import BlockRemoved, BlockStored
+from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from kvloft.plan.announce import DISK, HOST, Announcer, Block, Removed, Stored
+from kvloft.seam.shape import CacheShape, GroupShape
+from kvloft.vllm import events
+from kvloft.vllm.events import EventWriter, announcer_of, describe
+from kvloft.vllm.scheduler_half import SchedulerHalf
+
+HASHES = [b"0" * 32, b"1" * 32, b"2" * 32]
+
+
+def live(**fields: Any) -> Any:
+    plain = {"mm_features": [], "prompt_embeds": None, "lora_request": None, "cache_salt": None, "block_hashes": HASHES}
+    return SimpleNamespace(request=SimpleNamespace(**plain | fields), token_ids=list(range(100, 112)))
+
+
+def blocks(**fields: Any) -> Any:
+    return describe(4, live(**fields), 1, 3)
+
+
+def test_blocks_have_vllms_hashes_and_their_tokens() -> None:
+    assert blocks() == [
+        Block(HASHES[1], HASHES[0], array("I", [104, 105, 106, 107])),
+        Block(HASHES[2], HASHES[1], array("I", [108, 109, 110, 111])),
+    ]
+    assert describe(4, live(), 0, 1)[0].parent is None
+
+
+@pytest.mark.parametrize("odd", [{"mm_features": [object()]}, {"prompt_embeds": object()}, {"block_hashes": HASHES[:2]}])
+def test_blocks_that_others_could_not_join_are_left_out(odd: dict[str, Any]) -> None:
+    assert blocks(**odd) == ()
+
+
+def test_events_have_the_fields_of_the_release() -> None:
+    writer = EventWriter(object.__new__(FullAttentionSpec), 4)
+    stored: Any = writer.write(Stored(HOST, blocks()))
+    assert isinstance(stored, BlockStored)
+    parent, *own = map(maybe_convert_block_hash, HASHES)
+    assert (stored.block_hashes, stored.parent_block_hash, stored.medium) == (own, parent, "CPU")
+    assert (stored.token_ids, stored.block_size, stored.lora_id) == (list(range(104, 112)), 4, None)
+    removed: Any = writer.write(Removed(DISK, HASHES))
+    assert isinstance(removed, BlockRemoved) and (removed.block_hashes, removed.medium) == ([parent, *own], "STORAGE")
+    older = type("Older", (dict,), {"__struct_fields__": ("medium",)})
+    assert events._make(older, medium=1, group_idx=0) == {"medium": 1}
+
+
+@pytest.mark.parametrize(
+    ("role", "groups", "tells", "why"),
+    [
+        ("kv_both", 1, True, None),
+        ("kv_both", 1, False, "with a server"),
+        ("kv_both", 2, True, "with several KV cache groups"),
+        ("kv_producer", 1, True, '"kv_role": "kv_producer"'),
+        ("kv_consumer", 1, True, '"kv_role": "kv_consumer"'),
+    ],
+)
+def test_where_nothing_can_be_told_that_is_said(
+    role: Any, groups: int, tells: bool, why: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    transfer = KVTransferConfig(kv_connector="KVLoftConnector", kv_role=role)
+    listens = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True), kv_transfer_config=transfer)
+    store: Any = SimpleNamespace(watch=lambda _capacity: tells)
+    announcer = announcer_of(listens, store, CacheShape((GroupShape(4),) * groups))
+    assert (announcer is None) == bool(why) and len(caplog.records) == bool(why)
+    assert why is None or why in caplog.text
+
+
+@pytest.mark.parametrize("config", [SimpleNamespace(), SimpleNamespace(kv_events_config=None)])
+def test_a_store_that_nobody_asks_about_is_not_watched(config: Any) -> None:
+    assert announcer_of(config, None, CacheShape((GroupShape(4),))) is None  # type: ignore[arg-type]
+
+
+def test_an_error_takes_back_what_was_told_and_ends_it() -> None:
+    """Of what was lost with it nothing is known: better nothing than wrong."""
+    answers = [([(b"key", 1)], False), None]
+    store: Any = SimpleNamespace(changes=lambda *_: answers.pop(0))
+    announcer = Announcer(store, GroupShape(4), lambda *_: [Block(HASHES[0], None, array("I", [1]))])
+    announcer.note(live(), (SimpleNamespace(key=lambda _: b"key"), [], 0, 0, 1, 0, [], None))  # type: ignore[arg-type]
+    half: Any = object.__new__(SchedulerHalf)
+    half._announcer, half._writer = announcer, SimpleNamespace(write=lambda event: event)
+    assert [type(event) for event in half.take_kv_events()] == [Stored]
+    with pytest.raises(TypeError):
+        half.take_kv_events()
+    assert half.take_kv_events() == [Removed(HOST, [HASHES[0]])]
+    assert half.take_kv_events() == [] and not answers
