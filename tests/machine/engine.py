@@ -26,7 +26,7 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvloft import _core
+from kvloft import _core, store
 from kvloft.vllm import scheduler_half
 
 from .ledger import Ledger
@@ -75,21 +75,23 @@ class Engine:
         if shape.has_connector:
             self.half = self.scheduler.connector._scheduler
             self.core = self.half.core
+            assert self.core._store is self.store, "kvloft opened its store past the machine, which would see nothing"
+            assert self.core._clock() == self.now, "kvloft has another clock than the machine's"
             self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, shape.num_ranks)
             self._watch()
 
     def _make_scheduler(self, hash_block: int) -> Any:
         """With kvloft's clock and store under the machine's hands."""
-        original = scheduler_half.time, scheduler_half._core
+        original = scheduler_half.time, store._core
         scheduler_half.time = SimpleNamespace(monotonic=lambda: self.now)  # type: ignore[assignment]
-        scheduler_half._core = SimpleNamespace(**vars(_core) | {"Session": self._open_session})  # type: ignore[assignment]
+        store._core = SimpleNamespace(**vars(_core) | {"Session": self._open_session})  # type: ignore[assignment]
         try:
             scheduler: Any = (AsyncScheduler if self.shape.async_scheduling else Scheduler)(
                 vllm_config=self._config, kv_cache_config=self._kv_config, block_size=self._block, hash_block_size=hash_block,
                 structured_output_manager=StructuredOutputManager(self._config), log_stats=False,
             )  # fmt: skip
         finally:
-            scheduler_half.time, scheduler_half._core = original
+            scheduler_half.time, store._core = original
         scheduler.use_v2_model_runner = self.shape.v2
         scheduler.max_num_encoder_input_tokens = 4096
         scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=4096)
