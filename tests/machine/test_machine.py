@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from .machine import DraftMachine, GroupMachine, Machine, check
+from .machine import DraftMachine, GroupMachine, Machine, ServedMachine, check
 
 HOURS = float(os.environ.get("MODEL_HOURS", "0"))
 
 
-@pytest.fixture(params=[Machine, DraftMachine, GroupMachine], ids=["one group", "drafter", "several groups"])
+@pytest.fixture(params=[Machine, DraftMachine, ServedMachine, GroupMachine], ids=["one group", "drafter", "several groups", "no connector"])
 def machine(request: pytest.FixtureRequest) -> Iterator[type[Machine]]:
     """Of either kind; its counts begin at nothing."""
     kind: type[Machine] = request.param
