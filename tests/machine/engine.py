@@ -29,6 +29,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from kvloft import _core, store
 from kvloft.vllm import scheduler_half
+from kvloft.vllm.identity.weights import LooksInTime
 
 from .ledger import Ledger, State, copies
 from .memory import Memory
@@ -80,6 +81,8 @@ class Engine:
             self.core = self.half.core
             assert self.core._store is self.store, "kvloft opened its store past the machine, which would see nothing"
             assert self.core._clock() == self.now, "kvloft has another clock than the machine's"
+            assert self.half._adapters._looks._timeout_s < 30.0
+            self.half._adapters._looks = LooksInTime(30.0)  # a busy machine's file system would decide what is found
             self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, shape.num_ranks)
             self._watch()
 

@@ -132,6 +132,8 @@ class Machine(RuleBasedStateMachine):
     """See the module; subclasses say which shapes."""
 
     shapes: ClassVar[Any] = one_group()
+    shapes_of: ClassVar[Any]
+    """Shapes with one of some groups, by their names; of machines with several groups."""
     engine: Engine | None = None
     seen: ClassVar[Counter[str]] = Counter()
     """What all engines so far went through."""
@@ -282,6 +284,7 @@ class DraftMachine(Machine):
 class ServedMachine(Machine):
     """kvloft with several groups."""
 
+    shapes_of = staticmethod(served_groups)
     shapes = served_groups()
     seen: ClassVar[Counter[str]] = Counter()
 
@@ -289,6 +292,7 @@ class ServedMachine(Machine):
 class GroupMachine(Machine):
     """Engines with several groups and without kvloft: vLLM's own prefix cache against the machine's model of its kinds."""
 
+    shapes_of = staticmethod(several_groups)
     shapes = several_groups()
     seen: ClassVar[Counter[str]] = Counter()
 

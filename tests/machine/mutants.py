@@ -18,7 +18,7 @@ from kvloft.seam.views import MediaItem
 from kvloft.transfer.cpu import CpuMover
 from kvloft.transfer.frames import FrameWindow
 from kvloft.transfer.worker import WorkerCore
-from kvloft.vllm import connector, scheduler_half
+from kvloft.vllm import scheduler_half
 from kvloft.vllm.connector import KVLoftConnector
 from kvloft.vllm.scheduler_half import SchedulerHalf
 from kvloft.vllm.views import VllmRequest
@@ -79,7 +79,7 @@ def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
         cached.resumed_req_ids = resumed
         return found
 
-    swap(mp, connector, "view_step", view)
+    swap(mp, scheduler_half, "view_step", view)
 
 
 @mutant("LMCache: KV is loaded for new requests only, and resumed ones read stale blocks", r"were given for it \(I6\)")

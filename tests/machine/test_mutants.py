@@ -11,8 +11,9 @@ import pytest
 
 from .draft_mutants import DRAFT_MUTANTS
 from .group_mutants import GROUP_MUTANTS
-from .machine import DraftMachine, GroupMachine, Machine, check, several_groups
+from .machine import DraftMachine, GroupMachine, Machine, ServedMachine, check
 from .mutants import MUTANTS, Mutant
+from .served_mutants import SERVED_MUTANTS
 
 SEEDS = (1, 2, 3)
 IN_CI = {
@@ -40,7 +41,7 @@ def chosen(mutants: list[Mutant]) -> list[Mutant]:
 
 
 def test_what_is_chosen_is_there() -> None:
-    assert {mutant.name for mutant in MUTANTS + DRAFT_MUTANTS + GROUP_MUTANTS} >= IN_CI
+    assert {mutant.name for mutant in MUTANTS + DRAFT_MUTANTS + GROUP_MUTANTS + SERVED_MUTANTS} >= IN_CI
 
 
 @pytest.mark.parametrize("mutant", chosen(MUTANTS), ids=lambda mutant: mutant.name)
@@ -58,6 +59,11 @@ def test_the_machine_sees_in_several_groups(mutant: Mutant) -> None:
     judge(mutant, GroupMachine)
 
 
+@pytest.mark.parametrize("mutant", chosen(SERVED_MUTANTS), ids=lambda mutant: mutant.name)
+def test_the_machine_sees_where_several_groups_are_served(mutant: Mutant) -> None:
+    judge(mutant, ServedMachine)
+
+
 def judge(mutant: Mutant, machine: type[Machine]) -> None:
     said = verdict(mutant, machine)
     assert said is not None, f"not seen: {mutant.bug}"
@@ -67,7 +73,7 @@ def judge(mutant: Mutant, machine: type[Machine]) -> None:
 def verdict(mutant: Mutant, machine: type[Machine]) -> str | None:
     """What the machine says of a mutant; None: nothing."""
     if mutant.where:
-        machine = type(machine.__name__, (machine,), {"shapes": several_groups(mutant.where)})
+        machine = type(machine.__name__, (machine,), {"shapes": machine.shapes_of(mutant.where)})
     with pytest.MonkeyPatch.context() as mp:
         mutant.patch(mp)
         for seed in SEEDS:
