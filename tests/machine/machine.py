@@ -20,7 +20,7 @@ from .engine import Engine
 from .groups import FULL, GROUPS, are_served
 from .ledger import Ledger
 from .shape import HAS_GROUPS, Shape, model_folder
-from .symbols import VOCAB, Item, Spec, Turn, item_content, row_content
+from .symbols import ADAPTERS, VOCAB, Item, Spec, Turn, item_content, row_content
 
 _pick = random.Random(7)
 STORIES = [tuple(_pick.randrange(3, VOCAB) for _ in range(80)) for _ in range(3)]
@@ -41,7 +41,7 @@ def make_spec(name: str, flavour: str, story: int, length: int, max_tokens: int,
     if flavour == "salt":
         return replace(plain, salt="pepper")
     if flavour == "adapter":
-        return replace(plain, adapter=("lora", "rola")[more[0] % 2])
+        return replace(plain, adapter=ADAPTERS[more[0] % 2])
     if flavour in ("rows", "mixed"):
         return _with_rows(plain, mixed=flavour == "mixed")
     if flavour == "item":

