@@ -262,8 +262,8 @@ class Engine:
 
     def _check_plan(self, output: Any) -> None:
         plan = output.kv_connector_metadata.plan
-        for copies, check in ((plan.saves, self._check_save), (plan.loads, self._check_load)):
-            for each in copies:
+        for plans, check in ((plan.saves, self._check_save), (plan.loads, self._check_load)):
+            for each in plans:
                 check(each, output)
 
     def _check_save(self, save: Any, output: Any) -> None:

@@ -133,7 +133,9 @@ class Ledger:
                 continue
             if self.groups[number].kind == "state":
                 begin = self._offered(number, blocks, states) - block
-                self.expect(begin >= 0, f"{save.req_id}: a state is saved that vLLM does not offer: {blocks} of group {number} (I2)")
+                self.expect(
+                    begin >= 0, f"{save.req_id}: a state is saved that vLLM does not offer: {blocks} of group {number} (I2)"
+                )
             else:
                 begin = table.index(blocks[0]) * block
                 in_order = table[begin // block : begin // block + len(blocks)]

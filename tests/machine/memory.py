@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from .ledger import Ledger
 from .groups import Group
+from .ledger import Ledger
 from .shape import Shape, layer_names
 from .symbols import GARBAGE, POISON, extend
 

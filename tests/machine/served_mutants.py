@@ -180,7 +180,7 @@ def fence_of_the_first_group_only(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(views, "flatten", views.first_of)
 
 
-@mutant("vLLM #46971, #55503: beside a drafter, keys do not know the token behind a block", "one key, two prefixes|known", *DRAFTERS)
+@mutant("vLLM #46971, #55503: beside a drafter, keys do not know the next token", "one key, two prefixes|known", *DRAFTERS)
 def groups_beside_a_drafter_have_keys_without_the_next_token(mp: pytest.MonkeyPatch) -> None:
     swap(mp, connector, "cache_shape", lambda original, *args: replace(original(*args), lookahead=0))
 
