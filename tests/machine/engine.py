@@ -265,6 +265,11 @@ class Engine:
         for plans, check in ((plan.saves, self._check_save), (plan.loads, self._check_load)):
             for each in plans:
                 check(each, output)
+        for req_id, states in self._states.items():
+            if req_id not in (output.preempted_req_ids or ()):
+                spec, request = self.specs[req_id], self.scheduler.requests[req_id]
+                limit = request.num_prompt_tokens if spec.saves == "prompt" else request.num_tokens
+                self.ledger.check_states(req_id, spec.prefix(request._all_token_ids), states, limit)
 
     def _check_save(self, save: Any, output: Any) -> None:
         request = self.scheduler.requests[save.req_id]

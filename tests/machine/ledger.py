@@ -147,6 +147,13 @@ class Ledger:
         """Tokens of the state in the block, as vLLM says; 0 if it does not."""
         return next((num_tokens for group, block, num_tokens in states if (group, [block]) == (number, blocks)), 0)
 
+    def check_states(self, req_id: str, prefix: Prefix, states: Iterable[State], limit: int) -> None:
+        """What vLLM offered in this step is saved now or was before, up to ``limit`` tokens, unless something may be missing."""
+        kept = self.saved | {end for planned in self.tickets.values() for end in planned.ends}
+        for number, _, num_tokens in states if self.why_lossy is None else ():
+            is_kept = num_tokens > limit or self.kv(prefix.symbols[num_tokens - 1], number) in kept
+            self.expect(is_kept, f"{req_id}: the state after {num_tokens} tokens was offered and is not saved, group {number}")
+
     def _note_save(self, req_id: str, number: int, copy: ChunkCopy, prefix: Prefix, span: range, computed: int) -> None:
         begin, end, block = span.start, span.stop, span.step
         self.expect(copy.first_block == 0 and len(copy.blocks) == copy.num_blocks, f"save of a part of a chunk: {copy}")

@@ -164,6 +164,11 @@ def states_are_saved_from_the_table(mp: pytest.MonkeyPatch) -> None:
     swap(mp, GroupedChunks, "__init__", init)
 
 
+@mutant("Mooncake #45785: states are never saved, and nothing says so", "was offered and is not saved", *STATES)
+def states_are_never_saved(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(SchedulerCore, "_save_state", lambda self, state, saves: None)
+
+
 @mutant("SGLang #22134: the running state is saved, which is some tokens further", "that vLLM does not offer", *STATES)
 def running_state_is_saved(mp: pytest.MonkeyPatch) -> None:
     def save(original: Any, self: Any, state: Any, saves: Any) -> None:

@@ -49,5 +49,5 @@ def test_for_hours() -> None:
         # Several groups twice: they have the most ways to be wrong.
         for machine, seed in [*((machine, first_seed) for machine in KINDS.values()), (ServedMachine, -first_seed)]:
             check(machine, examples=200, first_seed=seed, steps=50)
-        total = sum((machine.seen for machine in KINDS.values()), Counter[str]())
-        print(f"seed {first_seed}:", ", ".join(f"{count} {name}" for name, count in total.items()), flush=True)
+            total = sum((machine.seen for machine in KINDS.values()), Counter[str]())
+            print(f"seed {first_seed}:", ", ".join(f"{count} {name}" for name, count in total.items()), flush=True)
