@@ -29,7 +29,7 @@ bench: ## every bench, Rust and Python; ratios are printed beside the targets
 soak: ## engines, store and faults together for MINUTES (30); tokens, pins, memory, handles and threads are watched
 	@MINUTES=$(if $(filter file,$(origin MINUTES)),30,$(MINUTES)) scripts/soak.sh
 
-model-check: ## the correctness machine (tests/machine) for HOURS=1 on VERSION: every mutant, then the product; not in make test yet
+model-check: ## the correctness machine (tests/machine) for HOURS=1 on VERSION: every mutant, then the product (make test has a short form)
 	@scripts/model_check.sh $(VERSION) $(or $(HOURS),1)
 
 wheels: ## manylinux wheels and an sdist in dist/, installed and imported where this machine can run them

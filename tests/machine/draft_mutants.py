@@ -42,7 +42,7 @@ def rejected_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
     def view(original: Any, output: Any, *more: Any) -> Any:
         drafts.clear()
         drafts.update(output.scheduled_spec_decode_tokens)
-        return replace(original(output, *more), num_draft_tokens={})
+        return original(output, *more)._replace(num_draft_tokens={})
 
     swap(mp, VllmRequest, "token_ids", drafted)
     swap(mp, scheduler_half, "view_step", view)

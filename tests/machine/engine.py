@@ -10,6 +10,7 @@ import random
 import time
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,14 +27,15 @@ from vllm.v1.outputs import DraftTokenIds
 from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvloft import _core
+from kvloft import _core, store
 from kvloft.vllm import scheduler_half
+from kvloft.vllm.identity.weights import LooksInTime
 
-from .ledger import Ledger
+from .ledger import Ledger, State, copies
 from .memory import Memory
-from .mover import SlowMover, Trouble
+from .mover import Saving, SlowMover, Trouble
 from .requests import make_request
-from .shape import HASH, Shape, kv_config, layer_names, vllm_config
+from .shape import HASH, Shape, kv_config, vllm_config
 from .steady import SteadyStore
 from .symbols import Spec
 from .worker import Worker
@@ -53,14 +55,14 @@ class Engine:
 
     def __init__(self, model: Path, shape: Shape, seed: int, disk: Path | None = None, ledger: Ledger | None = None) -> None:
         self.shape = shape
-        self.ledger = ledger or Ledger(shape.num_ranks, shape.groups[0].layers)
+        self.ledger = ledger or Ledger(shape.num_ranks, shape.groups)
         self.trouble = Trouble(random.Random(seed))
         self.now, self.step_s = 0.0, 0.05
         self.is_broken = False
         """A step found something wrong, and nothing more is to be asked of this engine."""
         self.specs: dict[str, Spec] = {}
         self.outcomes: dict[str, Outcome] = {}
-        self.num_steps = self.num_preempted = self.num_loaded = 0
+        self.num_steps = self.num_preempted = self.num_loaded = self.num_hits = self.num_mixed_hits = 0
         self._config, self._kv_config = vllm_config(model, shape, disk, self.ledger.namespace), kv_config(shape)
         self._block, hash_block = resolve_kv_cache_block_sizes(self._kv_config, self._config)
         init_none_hash(get_hash_fn_by_name(HASH))
@@ -71,25 +73,31 @@ class Engine:
         self._flying: deque[tuple[Any, Any]] = deque()
         self._reports: defaultdict[int, list[tuple[int, Any]]] = defaultdict(list)
         """What the ranks reported in steps whose results are still on their way."""
+        self._states: dict[str, list[State]] = {}
+        """Of each request, those that vLLM offers in the step being planned."""
         self._steps_without_tokens = 0
         if shape.has_connector:
             self.half = self.scheduler.connector._scheduler
             self.core = self.half.core
+            assert self.core._store is self.store, "kvloft opened its store past the machine, which would see nothing"
+            assert self.core._clock() == self.now, "kvloft has another clock than the machine's"
+            assert self.half._adapters._looks._timeout_s < 30.0
+            self.half._adapters._looks = LooksInTime(30.0)  # a busy machine's file system would decide what is found
             self._aggregator = KVOutputAggregator.from_connector(self.scheduler.connector, shape.num_ranks)
             self._watch()
 
     def _make_scheduler(self, hash_block: int) -> Any:
         """With kvloft's clock and store under the machine's hands."""
-        original = scheduler_half.time, scheduler_half._core
+        original = scheduler_half.time, store._core
         scheduler_half.time = SimpleNamespace(monotonic=lambda: self.now)  # type: ignore[assignment]
-        scheduler_half._core = SimpleNamespace(**vars(_core) | {"Session": self._open_session})  # type: ignore[assignment]
+        store._core = SimpleNamespace(**vars(_core) | {"Session": self._open_session})  # type: ignore[assignment]
         try:
             scheduler: Any = (AsyncScheduler if self.shape.async_scheduling else Scheduler)(
                 vllm_config=self._config, kv_cache_config=self._kv_config, block_size=self._block, hash_block_size=hash_block,
                 structured_output_manager=StructuredOutputManager(self._config), log_stats=False,
             )  # fmt: skip
         finally:
-            scheduler_half.time, scheduler_half._core = original
+            scheduler_half.time, store._core = original
         scheduler.use_v2_model_runner = self.shape.v2
         scheduler.max_num_encoder_input_tokens = 4096
         scheduler.encoder_cache_manager = EncoderCacheManager(cache_size=4096)
@@ -104,15 +112,17 @@ class Engine:
         if self.shape.has_connector:
             self._config.parallel_config.rank = rank
             connector = KVConnectorFactory.create_connector(self._config, KVConnectorRole.WORKER, self._kv_config)
-            core = connector._worker.core
+            core, saves = connector._worker.core, list[Saving]()
             assert core._given_make_mover is None
-            core._given_make_mover = lambda layout, frames: SlowMover(layout, frames, self.trouble, self.ledger, self._owns)
-            connector.register_kv_caches(dict(zip(layer_names(0, self.shape.groups[0]), memory.planes, strict=True)))
+            core._given_make_mover = lambda layout, frames: SlowMover(
+                layout, frames, self.trouble, self.ledger, self._owns, saves, is_early=core._settings.gathers_first
+            )
+            connector.register_kv_caches(memory.kv_caches())
         return Worker(connector, memory, self.specs, self.shape, random.Random(seed + 1))
 
     def _owns(self, req_id: str, blocks: Any) -> bool:
         """Whether vLLM still holds all ``blocks`` for the request, aborted or not."""
-        return set(blocks) <= set(self.scheduler.kv_cache_manager.get_block_ids(req_id)[0])
+        return set(blocks) <= set(chain.from_iterable(self.scheduler.kv_cache_manager.get_block_ids(req_id)))
 
     def _watch(self) -> None:
         """Everything that is offered and admitted goes through the ledger."""
@@ -143,9 +153,18 @@ class Engine:
                 self.ledger.expect(num_tokens == answer, f"{req_id}: {num_tokens} tokens taken of {answer} offered")
                 self.ledger.admitted[req_id] = (local, num_tokens)
                 self.num_loaded += num_tokens
+                self.num_hits += 1
+                self.num_mixed_hits += local > 0
             admit(request, blocks, num_tokens)
 
+        def planned(output: Any) -> Any:
+            state = getattr(output, "kv_connector_block_state", None)
+            self._states = dict(state.boundary_state_offloads) if state is not None else {}
+            return plan(output)
+
+        plan = connector.build_connector_meta
         connector.get_num_new_matched_tokens, connector.update_state_after_alloc = matched, admitted
+        connector.build_connector_meta = planned
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -243,19 +262,25 @@ class Engine:
 
     def _check_plan(self, output: Any) -> None:
         plan = output.kv_connector_metadata.plan
-        for copies, check in ((plan.saves, self._check_save), (plan.loads, self._check_load)):
-            for each in copies:
+        for plans, check in ((plan.saves, self._check_save), (plan.loads, self._check_load)):
+            for each in plans:
                 check(each, output)
+        for req_id, states in self._states.items():
+            if req_id not in (output.preempted_req_ids or ()):
+                spec, request = self.specs[req_id], self.scheduler.requests[req_id]
+                limit = request.num_prompt_tokens if spec.saves == "prompt" else request.num_tokens
+                self.ledger.check_states(req_id, spec.prefix(request._all_token_ids), states, limit)
 
     def _check_save(self, save: Any, output: Any) -> None:
         request = self.scheduler.requests[save.req_id]
         drafts = len(output.scheduled_spec_decode_tokens.get(save.req_id, ()))
-        table = self.scheduler.kv_cache_manager.get_block_ids(save.req_id)[0]
+        tables = self.scheduler.kv_cache_manager.get_block_ids(save.req_id)
         prefix = self.specs[save.req_id].prefix(request._all_token_ids)
         computed = request.num_computed_tokens - drafts
-        self.ledger.check_save(save, prefix, table, computed, self.shape.block_tokens)
+        states = self._states.get(save.req_id, ())
+        self.ledger.check_save(save, prefix, tables, computed, self.shape.block_tokens, states)
         if self.specs[save.req_id].saves == "prompt":
-            last = max(table.index(copy.blocks[-1]) for copy in save.chunks if copy.blocks[-1] in table)
+            last = max(tables[g].index(copy.blocks[-1]) for g, copy in copies(save.chunks) if copy.blocks[-1] in tables[g])
             end = (last + 1) * self.shape.block_tokens
             self.ledger.expect(
                 end <= request.num_prompt_tokens, f"{save.req_id} is to save its prompt only, and {end} tokens are saved"
@@ -263,8 +288,8 @@ class Engine:
 
     def _check_load(self, load: Any, output: Any) -> None:
         request = self.scheduler.requests[load.req_id]
-        table = self.scheduler.kv_cache_manager.get_block_ids(load.req_id)[0]
-        self.ledger.check_load(load, self.specs[load.req_id].prefix(request._all_token_ids), table, self.shape.block_tokens)
+        tables = self.scheduler.kv_cache_manager.get_block_ids(load.req_id)
+        self.ledger.check_load(load, self.specs[load.req_id].prefix(request._all_token_ids), tables, self.shape.block_tokens)
 
     def _absorb(self, output: Any, result: Any) -> None:
         for rank, report in self._reports.pop(id(output), ()):

@@ -4,11 +4,23 @@ Breaches are collected and not raised, because they are noticed inside hooks, wh
 It knows plans and vLLM's block tables; it must not know how kvloft makes a plan, nor how a store keeps anything.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvloft.seam.batch import ChunkCopy, GroupBatches
+
+from .groups import Group
 from .symbols import Prefix
+
+State = tuple[int, int, int]
+"""A state that vLLM offers: group, block, tokens."""
+
+
+def copies(chunks: Any) -> Iterator[tuple[int, ChunkCopy]]:
+    """Each chunk of a plan, and of which group it is."""
+    for group, batch in chunks.batches if isinstance(chunks, GroupBatches) else [(0, chunks)]:
+        yield from ((group, copy) for copy in batch)
 
 
 @dataclass
@@ -28,8 +40,7 @@ class Ledger:
     """One for all lives of an engine on one disk."""
 
     num_ranks: int = 1
-    layers: tuple[str, ...] = ("target",)
-    """Of the group: a drafter's KV of a position knows the next token."""
+    groups: tuple[Group, ...] = (Group(),)
     weights: int = 0
     namespace: str = ""
     """The user's, which says that a new life has other weights."""
@@ -88,65 +99,102 @@ class Ledger:
     @property
     def ahead(self) -> int:
         """Tokens behind a block that its KV depends on."""
-        return int("draft" in self.layers)
+        return int(any(group.is_draft for group in self.groups))
 
-    def words(self, prefix: Prefix, begin: int, end: int, block: int) -> list[int]:
-        """What blocks of positions [begin, end) hold, block after block, layer by layer."""
-        found = list[int]()
+    def words(self, prefix: Prefix, begin: int, end: int, block: int, number: int = 0) -> list[int]:
+        """What blocks of positions [begin, end) hold in a group, block after block, layer by layer."""
+        found, group = list[int](), self.groups[number]
         for at in range(begin, end, block):
-            for layer in self.layers:
+            if group.kind == "state":
+                found += [self.kv(prefix.symbols[at + block - 1], number), at + block]
+                continue
+            for layer in group.layers:
                 first = at + (layer == "draft")
-                found += [self.kv(symbol) for symbol in prefix.symbols[first : first + block]]
+                found += [self.kv(symbol, number) for symbol in prefix.symbols[first : first + block]]
         return found
 
-    def ends(self, prefix: Prefix, begin: int, end: int, block: int) -> list[int]:
+    def ends(self, prefix: Prefix, begin: int, end: int, block: int, number: int = 0) -> list[int]:
         """What stands for each block's end in [begin, end): the prefix up to the last token that its KV depends on."""
-        return [symbol ^ self.weights for symbol in prefix.symbols[begin + block - 1 + self.ahead : end + self.ahead : block]]
+        return [self.kv(symbol, number) for symbol in prefix.symbols[begin + block - 1 + self.ahead : end + self.ahead : block]]
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
-    def check_save(self, save: Any, prefix: Prefix, table: Sequence[int], computed: int, block: int) -> None:
-        """A save names blocks of its request (I6), whole ones, all of whose tokens are known and computed in this step (I2, I7)."""
-        for copy in save.chunks:
-            blocks = list(copy.blocks)
-            if 0 in blocks or not set(blocks) <= set(table):
-                self.breaches.append(f"save of blocks {blocks}, not all of {save.req_id}'s {list(table)} (I6)")
-                continue
-            begin = table.index(blocks[0]) * block
-            end = begin + len(blocks) * block
-            self.expect(
-                blocks == list(table[begin // block : end // block]), f"save of {blocks}, out of order in {list(table)} (I6)"
-            )
-            self.expect(copy.first_block == 0 and len(blocks) == copy.num_blocks, f"save of a part of a chunk: {copy}")
-            self.expect(end + self.ahead <= len(prefix), f"{save.req_id}: {end} tokens saved, {len(prefix)} known (I7)")
-            self.expect(end <= computed, f"{save.req_id}: {end} tokens saved, {computed} computed (I2)")
-            words = self.words(prefix, begin, end, block)
-            known = self.truth.setdefault(copy.key, words)
-            self.expect(known == words, f"{save.req_id}: one key, two prefixes (tokens {begin} to {end})")
-            ends = self.ends(prefix, begin, end, block)
-            self.expect(copy.ticket not in self.tickets, f"ticket {copy.ticket} planned twice (I10)")
-            self.tickets[copy.ticket] = Planned(copy.key, words, ends, self.weights)
+    def check_save(
+        self, save: Any, prefix: Prefix, tables: Sequence[Sequence[int]], computed: int, block: int, states: Iterable[State] = ()
+    ) -> None:
+        """A save names blocks of its request (I6), whole ones, all of whose tokens are known and computed in this step (I2, I7).
 
-    def check_load(self, load: Any, prefix: Prefix, table: Sequence[int], block: int) -> None:
+        ``states`` are what vLLM offers of the request in this step; there are no others in state groups.
+        """
+        for number, copy in copies(save.chunks):
+            table, blocks = list(tables[number]), list(copy.blocks)
+            if 0 in blocks or not set(blocks) <= set(table):
+                self.breaches.append(f"save of blocks {blocks}, not all of {save.req_id}'s {table} (I6)")
+                continue
+            if self.groups[number].kind == "state":
+                begin = self._offered(number, blocks, states) - block
+                self.expect(
+                    begin >= 0, f"{save.req_id}: a state is saved that vLLM does not offer: {blocks} of group {number} (I2)"
+                )
+            else:
+                begin = table.index(blocks[0]) * block
+                in_order = table[begin // block : begin // block + len(blocks)]
+                self.expect(blocks == in_order, f"save of {blocks}, out of order in {table} (I6)")
+            self._note_save(save.req_id, number, copy, prefix, range(max(0, begin), begin + len(blocks) * block, block), computed)
+
+    @staticmethod
+    def _offered(number: int, blocks: list[int], states: Iterable[State]) -> int:
+        """Tokens of the state in the block, as vLLM says; 0 if it does not."""
+        return next((num_tokens for group, block, num_tokens in states if (group, [block]) == (number, blocks)), 0)
+
+    def check_states(self, req_id: str, prefix: Prefix, states: Iterable[State], limit: int) -> None:
+        """What vLLM offered in this step is saved now or was before, up to ``limit`` tokens, unless something may be missing."""
+        kept = self.saved | {end for planned in self.tickets.values() for end in planned.ends}
+        for number, _, num_tokens in states if self.why_lossy is None else ():
+            is_kept = num_tokens > limit or self.kv(prefix.symbols[num_tokens - 1], number) in kept
+            self.expect(is_kept, f"{req_id}: the state after {num_tokens} tokens was offered and is not saved, group {number}")
+
+    def _note_save(self, req_id: str, number: int, copy: ChunkCopy, prefix: Prefix, span: range, computed: int) -> None:
+        begin, end, block = span.start, span.stop, span.step
+        self.expect(copy.first_block == 0 and len(copy.blocks) == copy.num_blocks, f"save of a part of a chunk: {copy}")
+        self.expect(end + self.ahead <= len(prefix), f"{req_id}: {end} tokens saved, {len(prefix)} known (I7)")
+        self.expect(end <= computed, f"{req_id}: {end} tokens saved, {computed} computed (I2)")
+        self.expect(copy.ticket not in self.tickets, f"ticket {copy.ticket} planned twice (I10)")
+        if end + self.ahead > len(prefix):
+            return
+        words = self.words(prefix, begin, end, block, number)
+        known = self.truth.setdefault(copy.key, words)
+        self.expect(known == words, f"{req_id}: one key, two prefixes (tokens {begin} to {end} of group {number})")
+        self.tickets[copy.ticket] = Planned(copy.key, words, self.ends(prefix, begin, end, block, number), self.weights)
+
+    def check_load(self, load: Any, prefix: Prefix, tables: Sequence[Sequence[int]], block: int) -> None:
         """A load fills the blocks that were given for it, each with the chunk of its place (I1, I6)."""
         self.expect(load.load_id not in self.loads, f"load {load.load_id} planned twice (I10)")
         self.loads[load.load_id] = set()
         begin, count = self.admitted.get(load.req_id, (0, 0))
-        wanted = list(table[begin // block : (begin + count) // block])
-        named = [b for copy in load.chunks for b in copy.blocks] + list(load.lost)
-        self.expect(named == wanted, f"{load.req_id}: load of blocks {named} where {wanted} were given for it (I6)")
         if load.lost:
             self.doubtful.add(load.req_id)
-        for copy in load.chunks:
-            if copy.blocks[0] not in table or (words := self.truth.get(copy.key)) is None:
-                self.breaches.append(f"{load.req_id}: load of {copy.key.hex()[:8]}, which was not saved under these weights (I1)")
-                continue
-            at = table.index(copy.blocks[0]) * block
-            size = len(copy.blocks) * block
-            own, first = self.words(prefix, at, at + size, block), copy.first_block * block * len(self.layers)
-            self.expect(
-                own == words[first : first + len(own)] and own, f"{load.req_id}: another prefix's chunk for tokens {at} on (I1)"
-            )
+        for number, group in enumerate(self.groups):
+            named = [b for at, copy in copies(load.chunks) for b in copy.blocks if at == number]
+            first = max(begin, group.needs_from(begin + count))
+            wanted = list(tables[number][first // block : (begin + count) // block])
+            if load.lost:  # with several groups nothing of it is loaded, and what is lost is told in the first of full attention
+                is_main = group is next(g for g in self.groups if g.kind == "full")
+                named, wanted = named + list(load.lost) * is_main, wanted * (is_main or len(self.groups) == 1)
+            is_right = named == wanted and 0 not in named
+            self.expect(is_right, f"{load.req_id}: load of blocks {named} where {wanted} were given for it (I6), group {number}")
+        for number, copy in copies(load.chunks):
+            self._check_copy(load.req_id, number, copy, prefix, tables[number], block)
+
+    def _check_copy(self, req_id: str, number: int, copy: ChunkCopy, prefix: Prefix, table: Sequence[int], block: int) -> None:
+        if copy.blocks[0] not in table or (words := self.truth.get(copy.key)) is None:
+            self.breaches.append(f"{req_id}: load of {copy.key.hex()[:8]}, which was not saved under these weights (I1)")
+            return
+        at = table.index(copy.blocks[0]) * block
+        own = self.words(prefix, at, at + len(copy.blocks) * block, block, number)
+        first = copy.first_block * len(own) // len(copy.blocks)
+        is_own = own == words[first : first + len(own)] and bool(own)
+        self.expect(is_own, f"{req_id}: another prefix's chunk for tokens {at} on (I1), group {number}")
 
     # -- what became of them --------------------------------------------------------------------------------------
 
@@ -189,34 +237,44 @@ class Ledger:
         if answer is None:
             return
         total = local + answer
+        most = len(prefix) - (len(self.groups) > 1)  # with several groups vLLM cannot go back a token
         if answer:
             self.num_offered += 1
-            self.expect(
-                total <= len(prefix) and answer % block == 0, f"{req_id}: {answer} tokens offered beyond {local} of {len(prefix)}"
-            )
-            ends = self.ends(prefix, local, total, block)
-            self.expect(
-                len(ends) == answer // block and self.saved.issuperset(ends),
-                f"{req_id}: offered {total} tokens, not all of them saved (I1)",
-            )
+            is_possible = total <= most and answer % block == 0
+            self.expect(is_possible, f"{req_id}: {answer} tokens offered beyond {local} of {len(prefix)}")
+            has_all = all(self._has(number, prefix, local, total, block) for number in range(len(self.groups)))
+            self.expect(is_possible and has_all, f"{req_id}: offered {total} tokens, not all of them saved (I1)")
         elif req_id in self.doubtful:
             return
         if self.why_lossy is None and req_id not in self.standing:
-            found = self.num_stored(prefix, len(prefix) - self.ahead, chunk)
+            found = self.num_stored(prefix, min(most, len(prefix) - self.ahead), chunk)
             self.expect(total >= found, f"{req_id}: {found} tokens are stored, only {total} offered (local: {local})")
 
-    def num_stored(self, prefix: Prefix, num_tokens: int, chunk: int) -> int:
-        """Tokens of full chunks that were saved and that nothing took away."""
+    def _has(self, number: int, prefix: Prefix, begin: int, end: int, block: int) -> bool:
+        """Whether all was saved that a hit of ``end`` tokens needs of a group from ``begin`` on."""
+        begin = max(begin, self.groups[number].needs_from(end) // block * block)
+        ends = self.ends(prefix, begin, end, block, number)
+        return len(ends) == max(0, end - begin) // block and self.saved.issuperset(ends)
+
+    def num_stored(self, prefix: Prefix, num_tokens: int, chunk: int, *, states: bool = True) -> int:
+        """Tokens of the deepest hit: full chunks that were saved and that nothing took away, and what else it needs there."""
         found = 0
-        while found + chunk <= num_tokens and prefix.symbols[found + chunk - 1 + self.ahead] ^ self.weights in self.saved:
+        full = [number for number, group in enumerate(self.groups) if group.kind == "full"]
+        while found + chunk <= num_tokens and all(self._has(number, prefix, found, found + chunk, chunk) for number in full):
             found += chunk
+        others = [n for n, group in enumerate(self.groups) if group.kind != "full" and (states or group.kind != "state")]
+        while found and not all(self._has(number, prefix, 0, found, chunk) for number in others):
+            found -= chunk
         return found
 
     def check_stored(self, req_id: str, prefix: Prefix, num_tokens: int, chunk: int) -> None:
-        """A request that ended well is stored, but for its last token, unless something may be missing."""
+        """A request that ended well is stored, but for its last token, unless something may be missing.
+
+        Of states only those that vLLM offers are.
+        """
         if self.why_lossy is None:
             whole = num_tokens - num_tokens % chunk
-            found = self.num_stored(prefix, num_tokens, chunk)
+            found = self.num_stored(prefix, num_tokens, chunk, states=False)
             self.expect(found >= whole, f"{req_id} ended, and of its {whole} tokens only {found} are stored")
 
     def check_at_rest(self) -> None:

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from .engine import Engine
+from .groups import FULL, GROUPS, are_served
 from .ledger import Ledger
-from .shape import SERVES_GROUPS, Group, Shape, model_folder
-from .symbols import VOCAB, Item, Spec, Turn, item_content, row_content
+from .shape import Shape, model_folder
+from .symbols import ADAPTERS, VOCAB, Item, Spec, Turn, item_content, row_content
 
 _pick = random.Random(7)
 STORIES = [tuple(_pick.randrange(3, VOCAB) for _ in range(80)) for _ in range(3)]
@@ -27,6 +28,8 @@ STORIES.append(STORIES[0][:9] + STORIES[1][9:])
 """Prompts are beginnings of few stories, so that they share prefixes; the last one parts from the first at position 9."""
 FLAVOURS = ("salt", "adapter", "rows", "mixed", "item", "session", "no load", "prompt only")
 IMAGES = ("image-a", "image-b")
+
+SEVERAL = tuple(name for name, groups in GROUPS.items() if len(groups) > 1)
 
 MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
 
@@ -38,7 +41,7 @@ def make_spec(name: str, flavour: str, story: int, length: int, max_tokens: int,
     if flavour == "salt":
         return replace(plain, salt="pepper")
     if flavour == "adapter":
-        return replace(plain, adapter=("lora", "rola")[more[0] % 2])
+        return replace(plain, adapter=ADAPTERS[more[0] % 2])
     if flavour in ("rows", "mixed"):
         return _with_rows(plain, mixed=flavour == "mixed")
     if flavour == "item":
@@ -61,23 +64,6 @@ def _with_rows(plain: Spec, *, mixed: bool) -> Spec:
     return replace(plain, contents=contents, ids=ids if mixed else None, embeds=rows, is_token=mask)
 
 
-FULL, DRAFT, STATE = Group(), Group(layers=("draft",)), Group("state")
-GROUPS: dict[str, tuple[Group, ...]] = {
-    "drafter in the one group": (Group(layers=("target", "draft")),),
-    "window": (FULL, Group("window", size=9)),
-    "window of whole blocks": (FULL, Group("window", size=8)),
-    "short window, long blocks": (Group(block_tokens=8), Group("window", size=3)),
-    "local": (FULL, Group("local", size=8)),
-    "state": (FULL, STATE),
-    "state of two blocks": (FULL, Group("state", block_tokens=8)),
-    "window and drafter": (FULL, Group("window", size=10), DRAFT),
-    "state and drafter": (FULL, STATE, DRAFT),
-    "four windows": (FULL, *(Group("window", size=6) for _ in range(4))),
-    "seven": (FULL, Group("window", size=7), Group("window", size=7), STATE, STATE, STATE, DRAFT),
-}
-"""Groups as models have them; with a drafter where there is one. A group of the drafter is annotated, as vLLM does for MTP."""
-
-
 @st.composite
 def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
     """One group of full attention, with a drafter's layers in it or without."""
@@ -89,13 +75,13 @@ def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
         policy=draw(st.sampled_from(["recompute", "recompute", "recompute", "fail"])),
         blocks_per_chunk=draw(st.sampled_from([1, 1, 2, 4])), host_frames=draw(st.sampled_from([6, 40, 400, 400, 400])),
         num_ranks=draw(st.sampled_from([1, 1, 2])), has_disk=draw(st.sampled_from([False, False, True])),
-        early_results=draw(st.booleans()),
+        early_results=draw(st.booleans()), kv_groups=draw(st.sampled_from(["one", "one", "all"])),
     )  # fmt: skip
 
 
 @st.composite
-def several_groups(draw: st.DrawFn, names: tuple[str, ...] = tuple(sorted(GROUPS))) -> Shape:
-    """What vLLM makes of hybrid models and drafters."""
+def several_groups(draw: st.DrawFn, names: tuple[str, ...] = SEVERAL) -> Shape:
+    """What vLLM makes of hybrid models and drafters, without kvloft."""
     groups = GROUPS[draw(st.sampled_from(names))]
     has_drafter = any(group.is_draft for group in groups)
     has_local = any(group.kind == "local" for group in groups)
@@ -103,8 +89,24 @@ def several_groups(draw: st.DrawFn, names: tuple[str, ...] = tuple(sorted(GROUPS
         groups, async_scheduling=draw(st.booleans()), v2=draw(st.booleans()),
         num_blocks=draw(st.sampled_from([12, 20])) * len(groups),
         num_drafts=draw(st.sampled_from([1, 2])) if has_drafter else 0 if has_local else draw(st.sampled_from([0, 0, 2])),
-        blocks_per_chunk=draw(st.sampled_from([1, 2])), host_frames=draw(st.sampled_from([40, 400])),
-        has_disk=SERVES_GROUPS and draw(st.booleans()), early_results=has_drafter,
+        early_results=has_drafter,
+    )  # fmt: skip
+
+
+@st.composite
+def served_groups(draw: st.DrawFn, names: tuple[str, ...] = tuple(name for name in SEVERAL if are_served(GROUPS[name]))) -> Shape:
+    """Several groups, which kvloft serves. Several hundred frames keep whatever is saved."""
+    groups = GROUPS[draw(st.sampled_from(names))]
+    has_drafter, kinds = any(group.is_draft for group in groups), {group.kind for group in groups}
+    drafts = [1, 2] if has_drafter else [0] if kinds & {"local", "state"} else [0, 0, 2]
+    return Shape(
+        groups, async_scheduling=draw(st.booleans()), v2=draw(st.booleans()), kv_groups="all",
+        caching="state" in kinds or draw(st.sampled_from([True, True, False])),
+        num_blocks=draw(st.sampled_from([16, 24, 60])) * len(groups),
+        num_drafts=draw(st.sampled_from(drafts)),
+        policy=draw(st.sampled_from(["recompute", "recompute", "recompute", "fail"])),
+        host_frames=draw(st.sampled_from([20, 60, 900, 900, 900])) * len(groups), num_ranks=draw(st.sampled_from([1, 1, 2])),
+        has_disk=draw(st.sampled_from([False, False, True])), early_results=has_drafter,
     )  # fmt: skip
 
 
@@ -131,6 +133,8 @@ class Machine(RuleBasedStateMachine):
     """See the module; subclasses say which shapes."""
 
     shapes: ClassVar[Any] = one_group()
+    shapes_of: ClassVar[Any]
+    """Shapes with one of some groups, by their names; of machines with several groups."""
     engine: Engine | None = None
     seen: ClassVar[Counter[str]] = Counter()
     """What all engines so far went through."""
@@ -148,7 +152,7 @@ class Machine(RuleBasedStateMachine):
         if shape.has_disk:
             self.disk = tempfile.TemporaryDirectory(prefix="machine-disk-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
         self.menu = data.draw(st.lists(st.sampled_from(FLAVOURS), min_size=1, max_size=3), label="menu")
-        self._begin(shape, Ledger(shape.num_ranks, shape.groups[0].layers))
+        self._begin(shape, Ledger(shape.num_ranks, shape.groups))
         self.arrive(data.draw(crowds, label="crowd"), 0)
 
     def _begin(self, shape: Shape, ledger: Ledger) -> None:
@@ -257,6 +261,8 @@ class Machine(RuleBasedStateMachine):
     def _count(self, engine: Engine) -> None:
         blocks = sum(worker.memory.num_checked for worker in engine.workers)
         self.seen.update({"steps": engine.num_steps, "preemptions": engine.num_preempted, "blocks read": blocks})
+        hits = "hits with several groups" if len(engine.shape.groups) > 1 else "hits"
+        self.seen.update({hits: engine.num_hits, f"{hits}, behind local ones": engine.num_mixed_hits})
         self.seen.update({"loads": engine.num_loaded, "saves": engine.ledger.num_saved, "offers": engine.ledger.num_offered})
         engine.ledger.num_saved = engine.ledger.num_offered = 0
 
@@ -276,9 +282,18 @@ class DraftMachine(Machine):
     seen: ClassVar[Counter[str]] = Counter()
 
 
-class GroupMachine(Machine):
-    """Engines with several groups: until kvloft serves them, vLLM's own prefix cache against the machine's model of its kinds."""
+class ServedMachine(Machine):
+    """kvloft with several groups."""
 
+    shapes_of = staticmethod(served_groups)
+    shapes = served_groups()
+    seen: ClassVar[Counter[str]] = Counter()
+
+
+class GroupMachine(Machine):
+    """Engines with several groups and without kvloft: vLLM's own prefix cache against the machine's model of its kinds."""
+
+    shapes_of = staticmethod(several_groups)
     shapes = several_groups()
     seen: ClassVar[Counter[str]] = Counter()
 

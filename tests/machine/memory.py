@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from .groups import Group
 from .ledger import Ledger
-from .shape import Group, Shape
+from .shape import Shape, layer_names
 from .symbols import GARBAGE, POISON, extend
 
 
@@ -45,6 +46,14 @@ class Memory:
         self.planes = [torch.full((shape.num_blocks, words), POISON, dtype=torch.int64) for _ in range(num_planes)]
         self._words = [plane.numpy() for plane in self.planes]
         self.num_checked = self.num_of_others = 0
+
+    def kv_caches(self) -> dict[str, Any]:
+        """As a runner registers them: a tensor a layer, a list of tensors where it has states."""
+        found: dict[str, Any] = {}
+        for number, group in enumerate(self._shape.groups):
+            planes = [[plane[:, :2]] if group.kind == "state" else plane for plane in self.planes]
+            found |= dict(zip(layer_names(number, group), planes, strict=False))
+        return found
 
     def zero(self, blocks: Iterable[int]) -> None:
         for words in self._words:

@@ -51,20 +51,27 @@ class Saving:
     req_id: Any
     batch: Any
     blocks: frozenset[int]
+    mover: "SlowMover"
 
 
 class SlowMover:
-    """See ``kvloft.transfer.mover.Mover``. ``owns(req_id, blocks)`` says whether vLLM still holds them for the request."""
+    """See ``kvloft.transfer.mover.Mover``. ``owns(req_id, blocks)`` says whether vLLM still holds them for the request.
+
+    ``saves`` are those under way of all groups' movers of a rank, which keep one order: a block is one group's at a time.
+    With ``is_early`` they are read before the next step begins.
+    """
 
     usable_frames = None
 
     def __init__(
-        self, layout: PagedLayout, frames: FrameWindow, trouble: Trouble, ledger: Ledger, owns: Callable[[str, Sequence[int]], bool]
-    ) -> None:
+        self, layout: PagedLayout, frames: FrameWindow, trouble: Trouble, ledger: Ledger,
+        owns: Callable[[str, Sequence[int]], bool], saves: list[Saving],
+        *, is_early: bool = False,
+    ) -> None:  # fmt: skip
         self._inner = CpuMover(layout, frames)
         self._frames, self._trouble, self._ledger, self._owns = frames, trouble, ledger, owns
         self._block_bytes = layout.block_bytes
-        self._saves: list[Saving] = []
+        self._saves, self._is_early = saves, is_early
         self._loads: list[tuple[int, LoadPlan]] = []
         self._done = Finished()
 
@@ -73,10 +80,9 @@ class SlowMover:
 
     def _gather_before(self, rewritten: Sequence[int]) -> None:
         """Read now what is about to be rewritten: the fence of a GPU mover (I2)."""
-        late = [saving for saving in self._saves if not saving.blocks.isdisjoint(rewritten)]
-        self._saves = [saving for saving in self._saves if saving not in late]
-        for saving in late:
-            self._gather(saving)
+        for saving in [saving for saving in self._saves if not saving.blocks.isdisjoint(rewritten)]:
+            self._saves.remove(saving)
+            saving.mover._gather(saving)
 
     def _gather(self, saving: Saving) -> None:
         self._inner.submit_saves([SavePlan(saving.req_id, saving.batch)])
@@ -88,8 +94,8 @@ class SlowMover:
         for plan in plans:
             self._crash_now_and_then()
             for i, copy in enumerate(plan.chunks):
-                saving = Saving(self._trouble.delay(), plan.req_id, plan.chunks[i : i + 1], frozenset(copy.blocks))
-                if self._trouble.random.random() < 0.5:
+                saving = Saving(self._trouble.delay(), plan.req_id, plan.chunks[i : i + 1], frozenset(copy.blocks), self)
+                if self._is_early or self._trouble.random.random() < 0.5:
                     self._land_save(saving)  # at once: a copy may begin as soon as it is submitted
                 else:
                     self._saves.append(saving)
@@ -105,12 +111,11 @@ class SlowMover:
             raise TypeError("a bug in a mover")
 
     def poll(self) -> Finished:
-        saves, self._saves = self._saves, []
-        for saving in saves:
+        for saving in [saving for saving in self._saves if saving.mover is self]:
             if saving.delay:
                 saving.delay -= 1
-                self._saves.append(saving)
             else:
+                self._saves.remove(saving)
                 self._land_save(saving)
         loads, self._loads = self._loads, []
         for delay, plan in loads:

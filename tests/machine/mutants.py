@@ -18,7 +18,7 @@ from kvloft.seam.views import MediaItem
 from kvloft.transfer.cpu import CpuMover
 from kvloft.transfer.frames import FrameWindow
 from kvloft.transfer.worker import WorkerCore
-from kvloft.vllm import connector, scheduler_half
+from kvloft.vllm import scheduler_half
 from kvloft.vllm.connector import KVLoftConnector
 from kvloft.vllm.scheduler_half import SchedulerHalf
 from kvloft.vllm.views import VllmRequest
@@ -69,7 +69,8 @@ def swap(mp: pytest.MonkeyPatch, owner: Any, name: str, around: Callable[..., An
 
 
 @mutant(
-    "LMCache: the table of a request resumed after preemption is appended to its old one", r"out of order|not all of|ended, and of"
+    "LMCache: the table of a request resumed after preemption is appended to its old one",
+    "out of order|not all of|ended, and of|one key, two prefixes",
 )
 def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
     def view(original: Any, output: Any) -> Any:
@@ -79,7 +80,7 @@ def resumed_table_is_appended(mp: pytest.MonkeyPatch) -> None:
         cached.resumed_req_ids = resumed
         return found
 
-    swap(mp, connector, "view_step", view)
+    swap(mp, scheduler_half, "view_step", view)
 
 
 @mutant("LMCache: KV is loaded for new requests only, and resumed ones read stale blocks", r"were given for it \(I6\)")

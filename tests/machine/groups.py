@@ -1,0 +1,61 @@
+"""KV cache groups as models have them, and which positions of each kind a token attends to.
+
+That is the machine's own model of vLLM; it must not ask vLLM, nor kvloft.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Group:
+    """One KV cache group. ``size``: tokens of a window or a local chunk. ``layers``: of the target, of a drafter, or both."""
+
+    kind: Literal["full", "window", "local", "state"] = "full"
+    block_tokens: int = 4
+    size: int = 0
+    layers: tuple[str, ...] = ("target",)
+
+    @property
+    def is_draft(self) -> bool:
+        return "draft" in self.layers
+
+    def reads_from(self, position: int) -> int:
+        """The first position that the token at ``position`` attends to."""
+        if self.kind == "window":
+            return max(0, position - self.size + 1)
+        return position // self.size * self.size if self.kind == "local" else 0
+
+    def needs_from(self, end: int) -> int:
+        """The first position whose block a hit of ``end`` tokens needs; of states it needs the last block only."""
+        return max(0, end - self.block_tokens) if self.kind == "state" else self.reads_from(end)
+
+
+FULL, DRAFT, STATE = Group(), Group(layers=("draft",)), Group("state")
+GROUPS: dict[str, tuple[Group, ...]] = {
+    "drafter in the one group": (Group(layers=("target", "draft")),),
+    "window": (FULL, Group("window", size=9)),
+    "window of whole blocks": (FULL, Group("window", size=8)),
+    "window before full": (Group("window", size=6), FULL),
+    "window and drafter": (FULL, Group("window", size=10), DRAFT),
+    "window of the drafter, too": (FULL, Group("window", size=10), Group("window", size=6, layers=("draft",))),
+    "four windows": (FULL, *(Group("window", size=6) for _ in range(4))),
+    "six windows": (FULL, *(Group("window", size=size) for size in (5, 5, 9, 9, 13, 13))),
+    "local": (FULL, Group("local", size=8)),
+    "two locals": (FULL, Group("local", size=12), Group("local", size=12)),
+    "state": (FULL, STATE),
+    "three states": (FULL, STATE, STATE, STATE),
+    "short window, long blocks": (Group(block_tokens=8), Group("window", size=3)),
+    "state of two blocks": (FULL, Group("state", block_tokens=8)),
+    "state and drafter": (FULL, STATE, DRAFT),
+    "seven": (FULL, Group("window", size=7), Group("window", size=7), STATE, STATE, STATE, DRAFT),
+}
+"""With a drafter where there is one. A group of the drafter is annotated, as vLLM does for MTP."""
+
+
+def are_served(groups: tuple[Group, ...]) -> bool:
+    """Whether kvloft serves them; the others show that the machine's model of vLLM is right."""
+    if len(groups) == 1:
+        return groups[0].kind == "full"
+    kinds, has_drafter = {group.kind for group in groups}, any(group.is_draft for group in groups)
+    return "full" in kinds and len({group.block_tokens for group in groups}) == 1 and not ("state" in kinds and has_drafter)

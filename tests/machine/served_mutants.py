@@ -1,0 +1,228 @@
+"""Bugs of a cache that serves several KV cache groups, each put into kvloft by one patch."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvloft.plan.core import SchedulerCore
+from kvloft.plan.groups import GroupedChunks, GroupLease
+from kvloft.plan.queue import Queue
+from kvloft.seam.batch import Tables
+from kvloft.seam.shape import GroupShape
+from kvloft.transfer import groups
+from kvloft.transfer.groups import GroupedMover
+from kvloft.vllm import connector, views
+from kvloft.vllm.connector import KVLoftGroupsConnector
+
+from .mutants import Mutant, Patch, swap
+from .steady import SteadyStore
+
+SERVED_MUTANTS: list[Mutant] = []
+WINDOWS, LOCALS, STATES = ("window", "window of whole blocks"), ("local", "two locals"), ("state", "three states")
+DRAFTERS = ("window and drafter", "window of the drafter, too")
+LOAD = r"were given for it \(I6\)|not all of them saved"
+
+
+def mutant(bug: str, says: str, *where: str) -> Any:
+    """Put the patch into the table, under its function's name."""
+
+    def add(patch: Patch) -> Patch:
+        SERVED_MUTANTS.append(Mutant(patch.__name__, bug, says, patch, where))
+        return patch
+
+    return add
+
+
+# -- which blocks a hit needs -------------------------------------------------------------------------------------
+
+
+def change_first(mp: pytest.MonkeyPatch, kind: str, change: Callable[[int, int], int]) -> None:
+    """``change(first, boundary)`` for groups of a kind."""
+
+    def first_chunk(original: Any, self: GroupShape, boundary: int) -> int:
+        first = int(original(self, boundary))
+        return min(boundary, change(first, boundary)) if self.kind == kind else first
+
+    swap(mp, GroupShape, "first_chunk", first_chunk)
+
+
+@mutant("LMCache #4463: a window is taken for one block shorter", LOAD, *WINDOWS)
+def window_is_a_block_short(mp: pytest.MonkeyPatch) -> None:
+    change_first(mp, "window", lambda first, boundary: first + 1)
+
+
+@mutant("a local chunk is taken to begin where the hit ends", LOAD, *LOCALS)
+def local_chunk_is_not_loaded(mp: pytest.MonkeyPatch) -> None:
+    change_first(mp, "local", lambda first, boundary: boundary)
+
+
+@mutant("sglang #38031, LMCache #4674: a hit goes as deep as attention does, whatever states there are", LOAD, *STATES)
+def states_are_not_asked(mp: pytest.MonkeyPatch) -> None:
+    change_first(mp, "state", lambda first, boundary: boundary)
+
+
+@mutant("LMCache #4674: one group is not asked at a hit, and its blocks hold anything", LOAD, *WINDOWS, *STATES, "four windows")
+def last_group_is_missing_at_a_hit(mp: pytest.MonkeyPatch) -> None:
+    def init(original: Any, self: Any, *args: Any) -> None:
+        original(self, *args)
+        self._attached.pop()
+
+    swap(mp, GroupedChunks, "__init__", init)
+
+
+@mutant("vLLM #46971: the drafter's own group is neither saved nor loaded", f"{LOAD}|ended, and of its", *DRAFTERS)
+def group_of_the_drafter_is_missing(mp: pytest.MonkeyPatch) -> None:
+    def init(original: Any, self: Any, *args: Any) -> None:
+        original(self, *args)
+        if len(self._full) > 1:
+            self._full.pop()
+        else:
+            self._attached.pop()
+
+    swap(mp, GroupedChunks, "__init__", init)
+
+
+@mutant("vLLM cannot compute the last token alone beside windows and states: a hit of the whole prompt", "tokens offered beyond")
+def hit_is_the_whole_prompt(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, Queue, "_most", lambda original, self, num_tokens: num_tokens // self.group.block_tokens)
+
+
+@mutant("LMCache #4247: chunks before the local hit's end are loaded, too", LOAD)
+def load_begins_before_the_local_hits_end(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, GroupLease, "batch", lambda original, self, table, begin, end: original(self, table, 0, end))
+
+
+@mutant("LMCache #4247: behind a local hit only full attention is loaded", LOAD, *WINDOWS, *STATES)
+def only_attention_is_loaded_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
+    def batch(original: Any, self: Any, table: Any, begin: int, end: int) -> Any:
+        parts = self._parts
+        self._parts = [part for part in parts if not begin or part.attached is None]
+        try:
+            return original(self, table, begin, end)
+        finally:
+            self._parts = parts
+
+    swap(mp, GroupLease, "batch", batch)
+
+
+# -- what is saved ------------------------------------------------------------------------------------------------
+
+
+@mutant("keys do not tell groups apart, and one group's block is another's", "one key, two prefixes", "four windows", "six windows")
+def keys_without_the_group(mp: pytest.MonkeyPatch) -> None:
+    def reserve(original: Any, self: Any, chain: Any, group: int, *args: Any) -> Any:
+        return original(self, chain, 2, *args)
+
+    swap(mp, SteadyStore, "reserve_attached", reserve)
+
+
+@mutant("vLLM #45704: one block table stands for all groups", r"\(I6\)", *WINDOWS, *LOCALS)
+def tables_are_all_the_main_ones(mp: pytest.MonkeyPatch) -> None:
+    def reserve(original: Any, self: Any, chain: Any, start: int, stop: int, table: Tables) -> Any:
+        return original(self, chain, start, stop, Tables([table.tables[table.main]] * len(table.tables), table.main))
+
+    swap(mp, GroupedChunks, "reserve", reserve)
+
+
+@mutant("LMCache #5248: a window's block is saved after vLLM gave it up", r"\(I6\)|does not hold its key's KV", *WINDOWS)
+def window_is_saved_after_it_was_given_up(mp: pytest.MonkeyPatch) -> None:
+    """From tables that only grow, a step late."""
+    seen: dict[str, list[list[int]]] = {}
+
+    def take(original: Any, self: Any, tracker: Any) -> bool:
+        if not original(self, tracker):
+            return False
+        now = [list(table) for table in tracker.blocks.tables]
+        before = seen.get(tracker.req_id, now) if tracker.saved_chunks else now
+        seen[tracker.req_id] = merged = [
+            [new or old for new, old in zip(table, [*old_table, *table[len(old_table) :]], strict=False)]
+            for table, old_table in zip(now, before, strict=True)
+        ]
+        tracker.blocks = Tables(merged, tracker.blocks.main)
+        tracker.saved_chunks = 0
+        return True
+
+    swap(mp, SchedulerCore, "_take_tables", take)
+
+
+@mutant("sglang #38031: a state is kept under the boundary before its own", "one key, two prefixes|another prefix's|ended", *STATES)
+def state_is_saved_under_another_boundary(mp: pytest.MonkeyPatch) -> None:
+    def reserve(original: Any, self: Any, chain: Any, group: int, boundary: int, block: int) -> Any:
+        return original(self, chain, group, max(1, boundary - 1), block)
+
+    swap(mp, GroupedChunks, "reserve_state", reserve)
+
+
+@mutant("dynamo: states are read off the table like attention, also running ones", "that vLLM does not offer", *STATES)
+def states_are_saved_from_the_table(mp: pytest.MonkeyPatch) -> None:
+    def init(original: Any, self: Any, *args: Any) -> None:
+        original(self, *args)
+        self._attached = [(nth, replace(group, kind="window", reach=1)) for nth, group in self._attached]
+
+    swap(mp, GroupedChunks, "__init__", init)
+
+
+@mutant("Mooncake #45785: states are never saved, and nothing says so", "was offered and is not saved", *STATES)
+def states_are_never_saved(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(SchedulerCore, "_save_state", lambda self, state, saves: None)
+
+
+@mutant("SGLang #22134: the running state is saved, which is some tokens further", "that vLLM does not offer", *STATES)
+def running_state_is_saved(mp: pytest.MonkeyPatch) -> None:
+    def save(original: Any, self: Any, state: Any, saves: Any) -> None:
+        tracker = self._trackers.get(state.req_id)
+        if tracker is not None and self._take_tables(tracker):
+            state = state._replace(block=tracker.blocks.tables[state.group][-1])
+        original(self, state, saves)
+
+    swap(mp, SchedulerCore, "_save_state", save)
+
+
+@mutant("LMCache #5248: only the first group's blocks are fenced from saves that still read them", "does not hold its key's KV")
+def fence_of_the_first_group_only(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(views, "flatten", views.first_of)
+
+
+@mutant("vLLM #46971, #55503: beside a drafter, keys do not know the next token", "one key, two prefixes|known", *DRAFTERS)
+def groups_beside_a_drafter_have_keys_without_the_next_token(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, connector, "cache_shape", lambda original, *args: replace(original(*args), lookahead=0))
+
+
+# -- reports ------------------------------------------------------------------------------------------------------
+
+
+@mutant("a load of which one group failed is reported as whole", "WrongKV|position|state after")
+def failure_of_one_group_is_not_told(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, groups._Load, "result", lambda original, self: replace(original(self), bad_keys=(), failed=False))
+
+
+@mutant("a load is reported when its first group has landed", r"WrongKV|position|state after|not all of \w+'s \(I6\)")
+def first_group_ends_the_load(mp: pytest.MonkeyPatch) -> None:
+    def join(original: Any, self: Any, parts: Any) -> Any:
+        for part in parts:
+            firsts = [result for result in part.loads if getattr(self._loads.get(result.load_id), "remaining", 0) > 0]
+            for result in firsts:
+                self._loads[result.load_id].remaining = 1
+            part.loads = firsts
+        seen = set[int]()
+        for part in parts:
+            part.loads = [r for r in part.loads if not (r.load_id in seen or seen.add(r.load_id))]  # type: ignore[func-returns-value]
+        return original(self, parts)
+
+    swap(mp, GroupedMover, "_join", join)
+
+
+@mutant("requests whose load failed are not named, and vLLM takes what was there", "WrongKV|position|state after")
+def failed_requests_are_not_named(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, KVLoftGroupsConnector, "_take_finished", lambda original, self: (original(self)[0], set()))
+
+
+@mutant("bad blocks are told of several groups, which ends the engine", "block-level load failures")
+def bad_blocks_are_told(mp: pytest.MonkeyPatch) -> None:
+    def take(original: Any, self: Any) -> Any:
+        done = self._worker.take_finished()
+        return done, set(self._worker.core.failed_loads)
+
+    swap(mp, KVLoftGroupsConnector, "_take_finished", take)
