@@ -81,6 +81,4 @@ def _print(num_chunks: int, damage: list[dict[str, Any]]) -> None:
         verdict = f"{len(damage):,} damaged"
     else:  # a file of the directory itself: how many chunks it had is not known
         verdict = f"{len(damage):,} problem{'s' if len(damage) != 1 else ''} found"
-    console.print(
-        f"{checked}: {verdict}. What is lost or damaged is a miss to an engine; nothing has to be done.", highlight=False
-    )
+    console.print(f"{checked}: {verdict}. What is lost or damaged is a miss to an engine; nothing has to be done.", highlight=False)
