@@ -154,7 +154,7 @@ _PATH: Final = Kind(_parse_path, "the path of a directory, or null for no disk t
 _TOKENS: Final = Kind(lambda v: v if v == "auto" else _parse_count(v, 1, 1 << 20), '"auto" or a number of tokens from 1 to 1048576')
 _SERVER: Final = Kind(
     parse_socket,
-    'such as "unix:/run/user/1000/kvloft.sock", or null for a cache of the engine\'s own',
+    'a path of at most 107 bytes, such as "unix:/run/user/1000/kvloft/kvloft.sock", or null for a cache of the engine\'s own',
     lambda v: f"unix:{v}" if v else "(none)",
 )
 _TEXT: Final = Kind(_parse_text, "text", lambda v: repr(v) if v else "(empty)")

@@ -1,6 +1,7 @@
 """`kvloft serve` and `kvloft status`: what a person and a script read, and how mistakes end."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -91,3 +92,20 @@ def test_a_mistake_is_one_line_on_stderr_and_status_2(
 def test_a_wrong_size_is_told_with_its_origin(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--socket", "/tmp/x.sock", "--host-size", "many"]) == 2
     assert capsys.readouterr().err.startswith('kvloft: host_size = "many" (command line) is not allowed')
+
+
+@pytest.mark.parametrize(
+    ("more", "wanted"),
+    [
+        (["--socket", "/tmp/kv.sock"], "others may write to it; set socket"),
+        (["--socket", "{folder}/file"], "is no socket; set socket to another path"),
+        (["--socket", "{folder}/run/kv.sock", "--metrics", "nohost.invalid:9180"], "name another host or port"),
+    ],
+)
+def test_a_place_that_will_not_do_is_one_sentence(more: list[str], wanted: str, folder: Path) -> None:
+    (folder / "file").touch()
+    argv = ["serve", "--host-size", "1MiB", *(part.format(folder=folder) for part in more)]
+    done = subprocess.run([sys.executable, "-m", "kvloft.cli", *argv], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert re.fullmatch(rf"kvloft: [^\n]*{wanted}[^\n]*\n", done.stderr), done.stderr
+    assert "serves at" not in done.stdout

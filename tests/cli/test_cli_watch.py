@@ -45,16 +45,16 @@ def save(engine: _core.Session, prompt: list[int]) -> None:
     engine.settle(chunks.tickets())
 
 
-def scrape(port: int) -> dict[str, Any]:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+def scrape(url: str) -> dict[str, Any]:
+    with urllib.request.urlopen(url, timeout=60) as answer:
         text = answer.read().decode()
     return {sample.name: sample.value for family in text_string_to_metric_families(text) for sample in family.samples}
 
 
 def test_prometheus_reads_what_status_says(socket: str) -> None:
-    port, end = metrics.serve(("127.0.0.1", 0), lambda: _core.server_status(socket))
+    url, end = metrics.serve(("127.0.0.1", 0), lambda: _core.server_status(socket))
     try:
-        found, stats = scrape(port), _core.server_status(socket)["stats"]
+        found, stats = scrape(url), _core.server_status(socket)["stats"]
     finally:
         end()
     assert (found["kvloft_commits_total"], found["kvloft_frames_visible"]) == (3, 3)
@@ -71,10 +71,11 @@ def test_before_the_first_engine_there_are_numbers_too() -> None:
         tempfile.TemporaryDirectory(prefix="kv-") as folder,
         closing(_core.Server(f"{folder}/run/kv.sock", host_bytes=1 << 20)) as server,
     ):
-        port, end = metrics.serve(("127.0.0.1", 0), server.status)
+        url, end = metrics.serve(("127.0.0.1", 0), server.status)
         try:
-            assert scrape(port)["kvloft_engines"] == 0
-            with pytest.raises(ConfigError, match=rf"cannot listen at 127\.0\.0\.1:{port}"):
+            assert scrape(url)["kvloft_engines"] == 0
+            port = int(url.split(":")[2].split("/")[0])
+            with pytest.raises(ConfigError, match=rf"cannot listen at 127\.0\.0\.1:{port} \(Address already in use\)"):
                 metrics.serve(("127.0.0.1", port), server.status)
         finally:
             end()
@@ -93,10 +94,23 @@ def test_an_address_without_a_port_is_refused(text: str) -> None:
         metrics.address(text)
 
 
+@pytest.mark.parametrize("host", ["a..b", "nohost.invalid"])
+def test_a_host_that_is_none_is_refused(host: str) -> None:
+    with pytest.raises(ConfigError, match="name another host or port"):
+        metrics.serve((host, 0), dict)
+
+
+@pytest.mark.parametrize("option", ["--interval=0", "--interval=nan", "--interval=x", "--count=0", "--count=-1"])
+def test_top_says_what_is_allowed(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["top", "--socket", "/nowhere/kv.sock", option])
+    assert "expected a number" in capsys.readouterr().err
+
+
 def test_top_shows_tiers_engines_and_rates(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--socket", socket, "--count", "2", "--interval", "0.1"]) == 0
     out = capsys.readouterr().out
-    assert "12 KiB" in out
+    assert out.count("tier") == 2, "each look, where nobody sees the first disappear"
     assert "saved" in out
     assert main(["top", "--socket", socket, "--count", "2", "--interval", "0.1", "--json"]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
@@ -128,9 +142,9 @@ def test_rates_are_of_the_time_between_and_never_of_two_stores() -> None:
 
 
 def test_every_panel_of_the_dashboard_asks_for_numbers_that_exist(socket: str) -> None:
-    port, end = metrics.serve(("127.0.0.1", 0), lambda: _core.server_status(socket))
+    url, end = metrics.serve(("127.0.0.1", 0), lambda: _core.server_status(socket))
     try:
-        known = scrape(port).keys() | OF_VLLM
+        known = scrape(url).keys() | OF_VLLM
     finally:
         end()
     panels = json.loads((DEPLOY / "grafana.json").read_text())["panels"]

@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         num_chunks = server_forget(socket)
     except (ConfigError, StoreError) as e:
-        print(f"kvloft: {e}", file=sys.stderr)
+        print(f"kvloft: {e}; `kvloft serve` starts one", file=sys.stderr)
         return 1
     print(f"{num_chunks:,} chunk{'s' if num_chunks != 1 else ''} forgotten")
     return 0

@@ -56,8 +56,8 @@ def address(text: str) -> tuple[str, int]:
     return host.strip("[]") or "127.0.0.1", int(port)
 
 
-def serve(where: tuple[str, int], status: Callable[[], dict[str, Any]]) -> tuple[int, Callable[[], None]]:
-    """Answer at ``where`` with what ``status`` says; returns the port, and what ends it. Raises ConfigError for a port in use."""
+def serve(where: tuple[str, int], status: Callable[[], dict[str, Any]]) -> tuple[str, Callable[[], None]]:
+    """Answer at ``where`` with what ``status`` says; returns the URL and what ends it. Raises ConfigError if it cannot listen."""
     # Here and not above: no other command needs it.
     from prometheus_client import CollectorRegistry, start_http_server
 
@@ -65,15 +65,17 @@ def serve(where: tuple[str, int], status: Callable[[], dict[str, Any]]) -> tuple
     registry.register(_Collector(status))
     try:
         server, thread = start_http_server(where[1], where[0], registry)
-    except OSError as e:
-        raise ConfigError(f"--metrics cannot listen at {where[0]}:{where[1]} ({e.strerror}); name another port.") from e
+    except (OSError, UnicodeError) as e:
+        reason = e.strerror if isinstance(e, OSError) else "this is no name of a host"
+        raise ConfigError(f"--metrics cannot listen at {where[0]}:{where[1]} ({reason}); name another host or port.") from e
 
     def end() -> None:
         server.shutdown()
         server.server_close()
         thread.join()
 
-    return int(server.server_port), end
+    host = f"[{where[0]}]" if ":" in where[0] else where[0]
+    return f"http://{host}:{server.server_port}/metrics", end
 
 
 class _Collector:

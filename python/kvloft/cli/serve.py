@@ -81,6 +81,7 @@ def settings(args: argparse.Namespace) -> Config:
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; 0, or 1 where another server has the socket or the system refuses."""
     # Here and not above: `kvloft config` must work where the extension does not load.
+    from kvloft._core import ConfigError as PlaceError
     from kvloft._core import Server, StoreError
 
     config, metrics_at = settings(args), metrics.address(args.metrics) if args.metrics is not None else None
@@ -101,15 +102,20 @@ def run(args: argparse.Namespace) -> int:
             disk_bytes=config.disk_bytes,
             disk_threads=config.disk_threads,
         )
-    except StoreError as e:
+    except (PlaceError, StoreError) as e:
         print(f"kvloft: {e}", file=sys.stderr)
-        return 1
-    disk = f"disk {config.disk_path} up to {size_text(config.disk_size)}" if config.disk_path else "no disk"
-    _tell(f"kvloft {__version__} serves at unix:{config.server}: host {size_text(config.host_size)}, {disk}")
+        return 2 if isinstance(e, PlaceError) else 1
     end_metrics = None
     if metrics_at is not None:
-        port, end_metrics = metrics.serve(metrics_at, server.status)
-        _tell(f"metrics at http://{metrics_at[0]}:{port}/metrics")
+        try:
+            url, end_metrics = metrics.serve(metrics_at, server.status)
+        except ConfigError:
+            server.close(0.0)
+            raise
+    disk = f"disk {config.disk_path} up to {size_text(config.disk_size)}" if config.disk_path else "no disk"
+    _tell(f"kvloft {__version__} serves at unix:{config.server}: host {size_text(config.host_size)}, {disk}")
+    if end_metrics is not None:
+        _tell(f"metrics at {url}")
     while not is_over.wait(LOOK_EVERY_S):
         _tell(*server.take_events())
     _tell(f"ending; at most {CLOSE_TIMEOUT_S:g} s for what should be on disk (a second signal ends at once)")

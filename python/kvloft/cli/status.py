@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         status = server_status(socket)
     except (ConfigError, StoreError) as e:
-        print(f"kvloft: {e}", file=sys.stderr)
+        print(f"kvloft: {e}; `kvloft serve` starts one", file=sys.stderr)
         return 1
     status["namespace"] = status["namespace"].hex() if status["namespace"] is not None else None
     if args.json:

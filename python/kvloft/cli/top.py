@@ -1,6 +1,7 @@
 """`kvloft top`: what a server does, again and again, with rates since the look before. Reads only."""
 
 import argparse
+import contextlib
 import itertools
 import json
 import sys
@@ -15,6 +16,7 @@ from kvloft.cli.serve import add_socket, settings
 from kvloft.config import size_text
 
 MIN_INTERVAL_S: Final = 0.1
+MAX_INTERVAL_S: Final = 3600.0
 RATES: Final = {
     "saved": "commits",
     "evicted from host": "host_evictions",
@@ -38,7 +40,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_socket(parser)
     parser.add_argument("--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (1)")
-    parser.add_argument("--count", type=int, default=None, metavar="N", help="end after N looks")
+    parser.add_argument("--count", type=_count, default=None, metavar="N", help="end after N looks")
     parser.add_argument("--json", action="store_true", help="print a JSON object for each look, one a line")
     parser.set_defaults(run=run)
 
@@ -51,8 +53,9 @@ def run(args: argparse.Namespace) -> int:
     assert socket is not None
     before: tuple[float, dict[str, Any]] | None = None
     console = Console()
+    live = Live(console=console, auto_refresh=False) if console.is_terminal and not args.json else None
     try:
-        with Live(console=console, auto_refresh=False, transient=False) as live:
+        with live or contextlib.nullcontext():
             for nth in itertools.count(1):
                 status = server_status(socket)
                 now = time.monotonic()
@@ -60,14 +63,16 @@ def run(args: argparse.Namespace) -> int:
                 if args.json:
                     row = {"engines": status["engines"], "stats": status["stats"], "chunks_per_s": rates}
                     print(json.dumps(row | {"frame_bytes": status["frame_bytes"]}), flush=True)
-                else:
+                elif live is not None:
                     live.update(picture(status, rates), refresh=True)
+                else:
+                    console.print(picture(status, rates))
                 if nth == args.count:
                     return 0
                 before = now, status
                 time.sleep(args.interval)
     except (ConfigError, StoreError) as e:
-        print(f"kvloft: {e}", file=sys.stderr)
+        print(f"kvloft: {e}; `kvloft serve` starts one", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 0
@@ -106,7 +111,13 @@ def picture(status: dict[str, Any], rates: dict[str, float]) -> RenderableType:
 
 
 def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not MIN_INTERVAL_S <= seconds <= 3600:  # also NaN
-        raise ValueError
-    return seconds
+    with contextlib.suppress(ValueError):
+        if MIN_INTERVAL_S <= (seconds := float(text)) <= MAX_INTERVAL_S:  # not NaN
+            return seconds
+    raise argparse.ArgumentTypeError(f"expected a number from {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g}, not {text!r}")
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 on, not {text!r}")
+    return int(text)

@@ -52,6 +52,10 @@ impl Listener {
         if path.symlink_metadata().is_ok_and(|found| found.file_type().is_socket()) {
             std::fs::remove_file(path).map_err(|error| fail("a stale socket cannot be removed:", error))?;
         }
+        if path.symlink_metadata().is_ok_and(|found| !found.file_type().is_socket()) {
+            let message = format!("{} is there already and is no socket; set socket to another path", path.display());
+            return Err(Error::new(ErrorKind::InvalidConfig, message));
+        }
         let socket = UnixListener::bind(path).map_err(|error| fail("the server cannot listen at", error))?;
         let private = Permissions::from_mode(0o600);
         std::fs::set_permissions(path, private).map_err(|error| fail("the socket cannot be made private:", error))?;
