@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from kvloft.plan.tracker import Tracker
 from kvloft.transfer.cpu import CpuMover
 from kvloft.vllm import connector, scheduler_half, worker_half
-from kvloft.vllm.views import VllmRequest
 
 from .mutants import Mutant, Patch, swap
 
@@ -37,6 +37,7 @@ def rejected_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
     drafts: dict[str, list[int]] = {}
 
     def drafted(original: Any, self: Any) -> Any:
+        """Past `confirmed_tokens`, which notices tokens that are taken back."""
         return [*original(self), *(token for token in drafts.get(self.req_id, ()) if token >= 0)]
 
     def view(original: Any, output: Any, *more: Any) -> Any:
@@ -44,7 +45,7 @@ def rejected_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
         drafts.update(output.scheduled_spec_decode_tokens)
         return original(output, *more)._replace(num_draft_tokens={})
 
-    swap(mp, VllmRequest, "token_ids", drafted)
+    swap(mp, Tracker, "confirmed_tokens", drafted)
     swap(mp, scheduler_half, "view_step", view)
 
 

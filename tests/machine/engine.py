@@ -197,6 +197,12 @@ class Engine:
     def unfinished(self) -> list[str]:
         return [r for r, o in self.outcomes.items() if o.reason is None]
 
+    @property
+    def loading(self) -> list[str]:
+        """Requests that wait for a load."""
+        waits, requests = RequestStatus.WAITING_FOR_REMOTE_KVS, self.scheduler.requests
+        return [req_id for req_id in self.unfinished if req_id in requests and requests[req_id].status == waits]
+
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def step(self) -> None:

@@ -1,6 +1,6 @@
 """Bugs of several KV cache groups, each put into vLLM's own cache: whoever serves groups must keep what these break.
 
-Until kvloft serves several groups they keep the oracle honest: a machine that sees none of them would see nothing of kvloft's.
+They keep the oracle honest: a machine that sees none of them would see nothing of kvloft's (`served_mutants.py`).
 """
 
 from typing import Any

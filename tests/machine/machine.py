@@ -74,7 +74,7 @@ def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
         num_blocks=draw(st.sampled_from([16, 24, 60])), num_drafts=num_drafts,
         policy=draw(st.sampled_from(["recompute", "recompute", "recompute", "fail"])),
         blocks_per_chunk=draw(st.sampled_from([1, 1, 2, 4])), host_frames=draw(st.sampled_from([6, 40, 400, 400, 400])),
-        num_ranks=draw(st.sampled_from([1, 1, 2])), has_disk=draw(st.sampled_from([False, False, True])),
+        num_ranks=draw(st.sampled_from([1, 2])), has_disk=draw(st.sampled_from([False, False, True])),
         early_results=draw(st.booleans()), kv_groups=draw(st.sampled_from(["one", "one", "all"])),
     )  # fmt: skip
 
@@ -105,7 +105,7 @@ def served_groups(draw: st.DrawFn, names: tuple[str, ...] = tuple(name for name 
         num_blocks=draw(st.sampled_from([16, 24, 60])) * len(groups),
         num_drafts=draw(st.sampled_from(drafts)),
         policy=draw(st.sampled_from(["recompute", "recompute", "recompute", "fail"])),
-        host_frames=draw(st.sampled_from([20, 60, 900, 900, 900])) * len(groups), num_ranks=draw(st.sampled_from([1, 1, 2])),
+        host_frames=draw(st.sampled_from([20, 60, 900, 900, 900])) * len(groups), num_ranks=draw(st.sampled_from([1, 2])),
         has_disk=draw(st.sampled_from([False, False, True])), early_results=has_drafter,
     )  # fmt: skip
 
@@ -195,9 +195,10 @@ class Machine(RuleBasedStateMachine):
             self.engine.step()
 
     @precondition(lambda self: self.engine and self.engine.unfinished)
-    @rule(which=st.integers(0, 20), ahead=st.integers(0, 3))
-    def abort(self, which: int, ahead: int) -> None:
-        living = self.engine.unfinished
+    @rule(which=st.integers(0, 20), ahead=st.integers(0, 3), loads=st.booleans())
+    def abort(self, which: int, ahead: int, loads: bool) -> None:
+        """One for which a load is on its way, if there is one and chance ``loads``."""
+        living = (self.engine.loading if loads else []) or self.engine.unfinished
         self.engine.abort(living[which % len(living)])
         self._run(ahead)
 
