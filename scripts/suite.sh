@@ -60,7 +60,11 @@ pytest_on() {
   .venv-"$version"/bin/python -c "$CHECK" "$version" && .venv-"$version"/bin/python -m pytest -q "$@"
 }
 
-full() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "all Python tests on vLLM $1" pytest_on "$1" tests; }
+full() {
+  in_time "environment with vLLM $1" scripts/env.sh "$1" || return
+  phase "all Python tests on vLLM $1" pytest_on "$1" tests
+  phase "correctness machine on vLLM $1" pytest_on "$1" tests/machine
+}
 short() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "short form on vLLM $1" pytest_on "$1" tests/e2e tests/vllm/test_patches.py -m short; }
 
 all() {
@@ -83,6 +87,7 @@ beside_engines() {
   # The core's; kvloft-py has conversions only, and the Python tests are its tests.
   phase "Rust tests" cargo test --quiet --locked --no-fail-fast --profile "$PROFILE"
   phase "Python tests without engines on vLLM $NEWEST" pytest_on "$NEWEST" tests --ignore=tests/e2e
+  phase "correctness machine on vLLM $NEWEST" pytest_on "$NEWEST" tests/machine
   wait # what went wrong there goes wrong again below, where it is told
   for version in $OTHERS; do short "$version"; done
   touch "$REPORT/beside-engines"

@@ -30,7 +30,7 @@ def test_the_commands_run_without_torch_and_vllm() -> None:
 
 def test_requirements_name_neither_torch_nor_vllm() -> None:
     requirements = importlib.metadata.requires("kvloft") or []
-    assert {r.split(">")[0] for r in requirements} == {"pyyaml", "rich"}
+    assert {r.split(">")[0] for r in requirements} == {"prometheus-client", "pyyaml", "rich"}
 
 
 def test_vllm_finds_the_plugin_by_its_entry_point() -> None:

@@ -162,7 +162,7 @@ def test_kill_9_of_an_engine_that_saves_leaves_the_other_and_no_reservation(
         os.kill(doomed.pid, signal.SIGKILL)
         assert ask_all(truth, other) <= FULL
         running.join()
-        assert ask_all(truth, other) == FULL
+        until_full(truth, other)  # what the dead one was writing is kept from everybody for a while
         server.assert_at_rest()
         other.stop()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from .client import Engine, Req, full_blocks, kvloft, random_ids
+from .client import PACE, Engine, Req, full_blocks, kvloft, random_ids
 from .conftest import Truth
 from .ext4 import Ext4, can_mount, mounted
 
@@ -80,7 +80,7 @@ def test_a_disk_that_freezes_holds_up_neither_requests_nor_the_stop(truth: Truth
     disk.freeze()
     # Should the stop hang, the file system thaws so that the test ends; the flag tells.
     rescued = threading.Event()
-    rescue = threading.Timer(100.0, lambda: (rescued.set(), disk.thaw()))
+    rescue = threading.Timer(100.0 * PACE, lambda: (rescued.set(), disk.thaw()))
     rescue.start()
     try:
         goes_on(truth, engine)
