@@ -64,6 +64,16 @@ def test_a_table_that_is_none_is_refused_and_nothing_stays_reserved(table: Any) 
     assert (store.num_in_flight, stats["frames_reserved"]) == (0, 0)
 
 
+def test_a_chain_may_be_in_one_row_only_and_else_nothing_stays_reserved() -> None:
+    """Rows hold their chains until the store has answered: a second row of the same one must not wait for the first."""
+    store, other, twice = session(8), chain_of([7]), chain_of([1, 2])
+    rows = [(chain, [], chain.num_tokens, 0, 1, 0, [4, 5], None) for chain in (other, twice, twice)]
+    with pytest.raises(_core.StoreError, match="in use"):
+        store.reserve_all(rows)
+    assert (store.num_in_flight, store.stats()["frames_reserved"]) == (0, 0)
+    assert [chunks is not None for chunks, _ in store.reserve_all(rows[:2])] == [True, True]
+
+
 def test_a_session_that_ends_leaves_nothing_reserved_or_pinned() -> None:
     store, chain = session(8), chain_of([1, 2, 3])
     rows, _ = reserve(store, chain, 0, 3)

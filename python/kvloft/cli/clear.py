@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import Any
 
-from kvloft.cli.serve import add_socket, settings
+from kvloft.cli.serve import add_socket, not_answered, settings
 
 
 def add_parser(subparsers: Any) -> None:
@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Do it; 0, or 1 after a line on stderr where no server answers or nobody said yes."""
+    """Clear the server; returns 0, or 1 after a message on stderr if no server answers or the user does not agree."""
     from kvloft._core import ConfigError, StoreError, server_forget
 
     socket = settings(args).server
@@ -34,8 +34,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         num_chunks = server_forget(socket)
     except (ConfigError, StoreError) as e:
-        print(f"kvloft: {e}; `kvloft serve` starts one", file=sys.stderr)
-        return 1
+        return not_answered(e)
     print(f"{num_chunks:,} chunk{'s' if num_chunks != 1 else ''} forgotten")
     return 0
 

@@ -78,8 +78,17 @@ def settings(args: argparse.Namespace) -> Config:
     return config
 
 
+def not_answered(error: Exception) -> int:
+    """Tell why a server was not asked, and what to do if there is none; returns the exit status."""
+    from kvloft._core import StoreError
+
+    fix = "; start one with `kvloft serve`" if isinstance(error, StoreError) else ""
+    print(f"kvloft: {error}{fix}", file=sys.stderr)
+    return 1
+
+
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal; 0, or 1 where another server has the socket or the system refuses."""
+    """Serve until a signal; returns 0, 1 if another server has the socket or the system refuses, 2 for a wrong setting."""
     # Here and not above: `kvloft config` must work where the extension does not load.
     from kvloft._core import ConfigError as PlaceError
     from kvloft._core import Server, StoreError
@@ -133,7 +142,7 @@ def _stop(is_over: threading.Event, number: int) -> None:
 
 
 def _tell(*lines: str) -> None:
-    """One line each with the time; nobody may be reading."""
+    """Print each line with the time. A closed stdout is ignored."""
     with contextlib.suppress(OSError):
         for line in lines:
             print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)

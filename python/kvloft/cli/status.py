@@ -2,14 +2,13 @@
 
 import argparse
 import json
-import sys
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from kvloft.cli.inspect import describe
-from kvloft.cli.serve import add_socket, settings
+from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.config import size_text
 
 
@@ -34,8 +33,7 @@ def run(args: argparse.Namespace) -> int:
     try:
         status = server_status(socket)
     except (ConfigError, StoreError) as e:
-        print(f"kvloft: {e}; `kvloft serve` starts one", file=sys.stderr)
-        return 1
+        return not_answered(e)
     status["namespace"] = status["namespace"].hex() if status["namespace"] is not None else None
     if args.json:
         print(json.dumps(status, indent=2))

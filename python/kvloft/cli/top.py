@@ -4,7 +4,6 @@ import argparse
 import contextlib
 import itertools
 import json
-import sys
 import time
 from typing import Any, Final
 
@@ -12,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Column, Table
 
-from kvloft.cli.serve import add_socket, settings
+from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.config import size_text
 
 MIN_INTERVAL_S: Final = 0.1
@@ -72,8 +71,7 @@ def run(args: argparse.Namespace) -> int:
                 before = now, status
                 time.sleep(args.interval)
     except (ConfigError, StoreError) as e:
-        print(f"kvloft: {e}; `kvloft serve` starts one", file=sys.stderr)
-        return 1
+        return not_answered(e)
     except KeyboardInterrupt:
         return 0
     raise AssertionError("an endless count ended")

@@ -36,7 +36,7 @@ class SchedulerCore:
     vLLM ``shares_blocks``, which it does with its prefix cache. ``retry_loads_s``: when loads are tried again after many failed;
     infinite: never. ``save_prompts_only``: for requests that do not say. ``max_running``: seats of the engine; None: not known.
     ``draft_limit``: with a request of more tokens in a step, the engine leaves its drafter out of that step; None: it has none.
-    ``announcer``: hears which chunks requests have; None: nobody wants to know.
+    ``announcer``: is told which chunks requests have; None where KV events are off.
     """
 
     def __init__(

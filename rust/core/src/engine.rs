@@ -136,21 +136,26 @@ impl EngineSession {
         // Before the store is asked, so that its numbers come in their order.
         let mut flights = self.flights();
         let asked: Vec<_> = rows.iter().map(|row| (row.prefix, row.range)).collect();
-        let answers = self.session.reserve_many(&asked);
-        let given =
-            |answer: &Result<(Vec<Reservation>, u32)>| answer.as_ref().map_or(Vec::new(), |(chunks, _)| chunks.clone());
-        let every: Vec<_> = answers.iter().flat_map(given).map(|chunk| chunk.ticket).collect();
-        let mut batches = Vec::with_capacity(rows.len());
-        for (row, answer) in rows.iter().zip(answers) {
-            let batch = answer
-                .and_then(|(chunks, dropped)| Ok((ChunkBatch::of_saves(&chunks, row.table, row.first)?, dropped)));
-            batches.push(batch.inspect_err(|_| self.give_back(every.iter().copied()))?);
+        let (mut reserved, mut refused) = (Vec::with_capacity(rows.len()), None);
+        for answer in self.session.reserve_many(&asked) {
+            match answer {
+                Ok(chunks) => reserved.push(chunks),
+                Err(error) => refused = Some(error),
+            }
         }
-        let add = |(row, ((batch, without_kv), num_dropped)): (&SaveRow<'_>, ((ChunkBatch, Vec<u64>), u32))| {
-            self.give_back(without_kv);
-            (flights.add(batch, self.num_ranks, row), num_dropped)
+        let batch = |(row, (chunks, _)): (&SaveRow<'_>, &(Vec<Reservation>, u32))| {
+            ChunkBatch::of_saves(chunks, row.table, row.first)
         };
-        Ok(rows.iter().zip(batches).map(add).collect())
+        let batches = refused.map_or_else(|| rows.iter().zip(&reserved).map(batch).collect::<Result<Vec<_>>>(), Err);
+        let batches = batches.inspect_err(|_| {
+            self.give_back(reserved.iter().flat_map(|(chunks, _)| chunks).map(|chunk| chunk.ticket));
+        })?;
+        let mut added = Vec::with_capacity(rows.len());
+        for ((row, (_, num_dropped)), (batch, without_kv)) in rows.iter().zip(reserved).zip(batches) {
+            self.give_back(without_kv);
+            added.push((flights.add(batch, self.num_ranks, row), num_dropped));
+        }
+        Ok(added)
     }
 
     /// Takes in one rank's report; returns how many chunks became visible, and how many some rank could not write. Tickets that

@@ -165,7 +165,7 @@ impl Run {
         self.heal();
         self.writes.clear();
         self.reads.clear();
-        // A read that nobody wants any more goes on, and what it brings is found.
+        // A read that no request wants any more still ends, and its chunk is then found.
         let deadline = Instant::now() + Duration::from_secs(20);
         while stat(&self.store, "frames_reserved") > 0 {
             assert!(Instant::now() < deadline, "reads do not end");

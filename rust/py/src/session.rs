@@ -175,9 +175,11 @@ impl Session {
     /// The same for many requests, each of whose chains is extended first; all or nothing. None where there is nothing to save.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn reserve_all(&self, rows: Vec<Due<'_>>) -> PyResult<Vec<(Option<ChunkBatch>, u32)>> {
+        for (chain, token_ids, num_tokens, ..) in &rows {
+            chain.get().extend(token_ids, *num_tokens)?; // all of them before any is held
+        }
         let mut parts = Vec::with_capacity(rows.len());
-        for (chain, token_ids, num_tokens, start, stop, tail_blocks, table, _) in &rows {
-            chain.get().extend(token_ids, *num_tokens)?;
+        for (chain, _, _, start, stop, tail_blocks, table, _) in &rows {
             let range = SaveRange { start: *start, stop: *stop, tail_blocks: *tail_blocks };
             let (first, blocks) = self.part_of(table, range)?;
             parts.push((chain.get().try_lock()?, range, first, blocks));

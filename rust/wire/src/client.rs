@@ -89,7 +89,7 @@ pub struct Remote {
     thread: JoinHandle<()>,
 }
 
-/// What the server at `socket` does now. `InvalidConfig` if it refuses to say, `Io` if nobody answers in time.
+/// What the server at `socket` does now. `InvalidConfig` if it refuses to say, `Io` if no server answers in time.
 pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
     link::status(socket, timeout)
 }

@@ -2,7 +2,7 @@
 //!
 //! Who takes a key is told where its chunk is at that moment. So a chunk that came and went, a key that belongs to another
 //! entry by now, and trees that are forgotten slice by slice say nothing wrong, and the last answer of each key is true. Keys
-//! that nobody takes in time are dropped, and who takes the next ones is told to ask about all that it knows.
+//! are dropped when too many wait; the next caller is told so, and asks about every key that it knows.
 
 use std::collections::VecDeque;
 

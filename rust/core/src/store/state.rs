@@ -40,7 +40,7 @@ pub(crate) struct State {
     pub(crate) closed: bool,
     /// What a person should see.
     pub(crate) events: Vec<String>,
-    /// What came and went, for who tells others; None while nobody does.
+    /// Keys of chunks that came to a tier or left one; None unless the store is watched.
     pub(super) watch: Option<Watch>,
     /// Children that came to host before their parent was visible.
     pub(super) waiters: HashMap<ChunkId, Vec<ChunkId>>,

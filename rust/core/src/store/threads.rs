@@ -100,7 +100,7 @@ fn do_next(inner: &Inner, disk: &dyn LocalTier) -> bool {
             let mut keep_stuck = || slots.retain(|&slot| guarded(|| disk.free(slot)).is_err());
             keep_stuck();
             let is_cleared = guarded(|| disk.clear()).is_ok(); // also where one slot refuses: the others need not stay for it
-            keep_stuck(); // what the clear freed nobody has got since: no other job is under way
+            keep_stuck(); // the slots that the clear freed are still unused: no other job is under way
             End::Clear(slots, is_cleared)
         }
     };
