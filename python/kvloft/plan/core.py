@@ -232,10 +232,13 @@ class SchedulerCore:
         else:
             is_due = map(gt, map(add, computed, map(scheduled.__getitem__, running)), self._before_save)
         drafts, trackers, before_save = view.num_draft_tokens, self._trackers, self._before_save
+        is_plain = self._groups is None and self._continuations is None and not self._breaker.has_tripped
+        look = self._look_at_chunks if is_plain else self._look
         for i in list(compress(count(), is_due)):
             req_id = running[i]
-            num_drafts = drafts.get(req_id, 0) if drafts else 0
-            before_save[i] = self._look(trackers[req_id], computed[i] + scheduled[req_id] - num_drafts, due, rows) - 1
+            tracker, frontier = trackers[req_id], computed[i] + scheduled[req_id]
+            look(tracker, frontier - drafts.get(req_id, 0) if drafts else frontier, due, rows)
+            before_save[i] = tracker.next_save - 1
 
     def _look_at_latecomers(self, scheduled: Mapping[ReqId, int], due: list[Tracker], rows: list[SaveRow]) -> None:
         """Requests of the last step that this one left out: under async scheduling their last token became known only now.
@@ -248,24 +251,27 @@ class SchedulerCore:
             if tracker is not None and tracker.next_save != NOT_LOOKED and req_id not in scheduled:
                 self._look(tracker, tracker.live.num_computed_tokens, due, rows)
 
-    def _look(self, tracker: Tracker, frontier: int, due: list[Tracker], rows: list[SaveRow]) -> int:
-        """Add what is complete at ``frontier`` to ``due`` and ``rows``; returns at which one to look again."""
-        if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
-            tracker.next_save = frontier + self._group.block_tokens
-            return tracker.next_save
-        if self._groups is not None and not self._take_tables(tracker):
-            tracker.next_save = frontier + 1
-            return tracker.next_save
+    def _look_at_chunks(self, tracker: Tracker, frontier: int, due: list[Tracker], rows: list[SaveRow]) -> None:
+        """Add what is complete at ``frontier`` to ``due`` and ``rows``, and note at which one to look again."""
         row = due_chunks(tracker, self._group, frontier)
         if row is not None:
             due.append(tracker)
             rows.append(row)
+
+    def _look(self, tracker: Tracker, frontier: int, due: list[Tracker], rows: list[SaveRow]) -> None:
+        """The same, whether saves are planned now or not, and of a request with several groups or a drafter too."""
+        if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
+            tracker.next_save = frontier + self._group.block_tokens
+            return
+        if self._groups is not None and not self._take_tables(tracker):
+            tracker.next_save = frontier + 1
+            return
+        self._look_at_chunks(tracker, frontier, due, rows)
         if self._continuations is not None and not (tracker.save_blocked or tracker.kv_outdated):
             tracker.extend_chain(frontier)
             self._continuations.note(tracker, min(frontier // self._group.block_tokens, tracker.chain.num_blocks))
             # What is not saved now may be by a later request, in whose prompt it is.
             tracker.next_save = min(tracker.next_save, frontier + self._group.block_tokens)
-        return tracker.next_save
 
     def _save(self, due: list[Tracker], rows: list[SaveRow], saves: list[SavePlan]) -> None:
         """Reserve frames for all that is due, in one call: every forward waits for this."""

@@ -44,11 +44,11 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn release(&self, lease: LeaseId);
     /// Reserves what is missing of a range; and how many chunks could not be had. The numbers count up while the store lives;
     /// one that began anew has none of those that it gave out before.
-    fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)>;
-    /// The same for many, in their order, without waiting for each where that takes time.
-    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<(Vec<Reservation>, u32)>> {
-        asked.iter().map(|(prefix, range)| self.reserve(*prefix, *range)).collect()
+    fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)> {
+        self.reserve_many(&[(prefix, range)]).swap_remove(0)
     }
+    /// The same for many, an answer for each in their order, at the cost of one call.
+    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<(Vec<Reservation>, u32)>>;
     /// Makes reserved chunks visible; returns how many became so.
     fn commit(&self, tickets: &[u64]) -> u32;
     /// Gives reserved frames back.
@@ -157,12 +157,15 @@ impl Session for Local {
         drop(released);
     }
 
-    fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)> {
-        let limit = self.limit.load(Ordering::Relaxed);
-        let reserved = self.store.reserve_below(Some(limit), prefix, range)?;
-        let rows: Vec<_> = reserved.leases.iter().map(|lease| *lease.reservation()).collect();
-        self.leases().writes.extend(reserved.leases.into_iter().map(|lease| (lease.reservation().ticket, lease)));
-        Ok((rows, reserved.num_dropped))
+    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<(Vec<Reservation>, u32)>> {
+        let reserved = self.store.reserve_below(Some(self.limit.load(Ordering::Relaxed)), asked);
+        let mut leases = self.leases();
+        let mut note = |reserved: Reserved| {
+            let rows = reserved.leases.iter().map(|lease| *lease.reservation()).collect();
+            leases.writes.extend(reserved.leases.into_iter().map(|lease| (lease.reservation().ticket, lease)));
+            (rows, reserved.num_dropped)
+        };
+        reserved.into_iter().map(|answer| answer.map(&mut note)).collect()
     }
 
     fn commit(&self, tickets: &[u64]) -> u32 {

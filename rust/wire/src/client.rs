@@ -385,10 +385,6 @@ impl Session for Remote {
         }
     }
 
-    fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)> {
-        self.reserve_many(&[(prefix, range)]).pop().unwrap_or_else(|| Ok((Vec::new(), range.num_chunks())))
-    }
-
     fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<(Vec<Reservation>, u32)>> {
         let per_chunk = self.shared.config.blocks_per_chunk;
         let requests: Vec<_> = asked.iter().map(|(prefix, range)| reserve_request(prefix, *range, per_chunk)).collect();

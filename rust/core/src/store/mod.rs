@@ -167,25 +167,24 @@ impl Store {
     ///
     /// It stops at the first that cannot be had. `InvalidConfig` if the prefix has not got the range.
     pub fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, range: SaveRange) -> Result<Reserved> {
-        self.reserve_below(None, prefix, range)
+        self.reserve_below(None, &[(prefix.into(), range)]).swap_remove(0)
     }
 
-    /// As [`Self::reserve`], of frames below `limit` only, for this and later calls.
-    pub fn reserve_below<'a>(
-        &self,
-        limit: Option<u32>,
-        prefix: impl Into<Prefix<'a>>,
-        range: SaveRange,
-    ) -> Result<Reserved> {
+    /// As [`Self::reserve`] of each prefix, of frames below `limit` only, for this and later calls.
+    pub fn reserve_below(&self, limit: Option<u32>, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<Reserved>> {
         let reserved = self.inner.with_open_books(|state| {
             if let Some(limit) = limit {
                 state.host.limit(limit);
             }
-            state.reserve(&prefix.into(), range)
+            asked.iter().map(|(prefix, range)| state.reserve(prefix, *range)).collect::<Vec<_>>()
         });
-        let (reserved, num_dropped) = reserved.unwrap_or_else(|| Ok((Vec::new(), range.num_chunks())))?;
+        let Some(reserved) = reserved else {
+            let none = |range: SaveRange| Reserved { leases: Vec::new(), num_dropped: range.num_chunks() };
+            return asked.iter().map(|(_, range)| Ok(none(*range))).collect();
+        };
         let lease = |(id, reservation)| WriteLease::new(Arc::clone(&self.inner), id, reservation);
-        Ok(Reserved { leases: reserved.into_iter().map(lease).collect(), num_dropped })
+        let leases = |(chunks, num_dropped): (Vec<_>, u32)| Reserved { leases: chunks.into_iter().map(lease).collect(), num_dropped };
+        reserved.into_iter().map(|answer| answer.map(leases)).collect()
     }
 
     /// Makes filled chunks visible; returns how many became so. One whose parent is gone is aborted; one whose parent is
