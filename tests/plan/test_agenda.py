@@ -1,4 +1,4 @@
-"""Which running requests are due, against looking at each: a request is due in the step in which its frontier reaches what it put down."""
+"""Which running requests are due, against looking at each: those whose frontier has reached what was put down."""
 
 from random import Random
 
@@ -22,7 +22,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
 @settings(max_examples=400)
 @given(seed=st.integers(0, 1 << 32), odd=st.sampled_from([0.0, 0.02, 0.3]))
 def test_due_are_those_whose_frontier_has_reached_what_was_put_down(seed: int, odd: float) -> None:
-    """Requests come and go, take several tokens, or are set back (a failed load, rejected drafts): never further on than was given."""
+    """Requests come and go, take several tokens, or are set back (a failed load, rejected drafts)."""
     rng, names, ours = Random(seed), iter(range(1000)), Agenda()
     computed: dict[ReqId, int] = {}
     due_at: dict[ReqId, int] = {}

@@ -1,6 +1,5 @@
 """A sleeping engine's pages: copies end before they go, nothing touches them until they are back, and all is as before then."""
 
-
 import pytest
 from idle_mover import IdleMover
 from test_worker import CACHES, PART_BYTES, SHAPE, assert_all_failed, plan_of, worker_for

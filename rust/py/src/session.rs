@@ -15,12 +15,12 @@ use kvloft_core::session::{self, LeaseId, Local};
 use kvloft_core::store::{Changes, DiskSettings, Prefix, SaveRange, StoreConfig, Tiers};
 use kvloft_wire::{Remote, RemoteConfig};
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyBytes, PyDict};
+use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyTuple};
 
 use crate::batch::ChunkBatch;
 use crate::error::raise;
 use crate::key::{KeyBytes, KeyChain, digest};
-use crate::tokens::{append_block_ids, append_token_ids, block_ids};
+use crate::tokens::{append_block_ids, append_token_ids, block_ids, number};
 
 /// A store, and what one engine has in flight in it.
 #[pyclass(frozen, module = "kvloft._core")]
@@ -49,8 +49,32 @@ impl Session {
     }
 }
 
-/// Chain, token ids, tokens that the chain is to have, first and last full chunk, blocks of the tail, block table, key to replace.
-type Due<'py> = (Bound<'py, KeyChain>, Bound<'py, PyAny>, u32, u32, u32, u32, Bound<'py, PyAny>, Option<KeyBytes>);
+/// A row of `reserve_all`.
+struct Due<'py> {
+    chain: Bound<'py, KeyChain>,
+    token_ids: Bound<'py, PyAny>,
+    num_tokens: u32,
+    range: SaveRange,
+    table: Bound<'py, PyAny>,
+    replaced: Option<KeyBytes>,
+}
+
+impl<'py> FromPyObject<'_, 'py> for Due<'py> {
+    type Error = PyErr;
+    fn extract(row: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let row = row.cast::<PyTuple>()?;
+        let at = |nth| row.get_borrowed_item(nth);
+        let [num_tokens, start, stop, tail_blocks] = [2, 3, 4, 5].map(|nth| at(nth).and_then(|item| number(item)));
+        Ok(Self {
+            chain: at(0)?.cast::<KeyChain>()?.to_owned(),
+            token_ids: at(1)?.to_owned(),
+            num_tokens: num_tokens?,
+            range: SaveRange { start: start?, stop: stop?, tail_blocks: tail_blocks? },
+            table: at(6)?.to_owned(),
+            replaced: at(7)?.extract()?,
+        })
+    }
+}
 
 /// A chunk's key, and where it is.
 type TierRow<'py> = (Bound<'py, PyBytes>, u8);
@@ -185,28 +209,27 @@ impl Session {
     fn reserve_all(&self, rows: Vec<Due<'_>>) -> PyResult<(Vec<Option<ChunkBatch>>, Vec<u32>)> {
         // All that Python has to say first: no chain is held meanwhile.
         let (mut ids, mut tables, mut parts) = (Vec::new(), Vec::new(), Vec::with_capacity(rows.len()));
-        for (chain, token_ids, num_tokens, start, stop, tail_blocks, table, _) in &rows {
-            let range = SaveRange { start: *start, stop: *stop, tail_blocks: *tail_blocks };
+        for Due { chain, token_ids, num_tokens, range, table, .. } in &rows {
             let known = chain.get().extend_if_long(token_ids, *num_tokens)?;
             let (ids_from, from) = (ids.len(), tables.len());
             if known < *num_tokens {
                 append_token_ids(token_ids, known, *num_tokens, &mut ids)?;
             }
-            self.part_of(table, range, &mut tables)?;
-            parts.push((known, ids_from..ids.len(), range, from..tables.len()));
+            self.part_of(table, *range, &mut tables)?;
+            parts.push((known, ids_from..ids.len(), from..tables.len()));
         }
         let mut chains = Vec::with_capacity(rows.len());
         for (due, (known, ..)) in rows.iter().zip(&parts) {
-            chains.push(due.0.get().try_lock_at(*known)?);
+            chains.push(due.chain.get().try_lock_at(*known)?);
         }
         let mut pairs: Vec<_> =
             chains.iter_mut().zip(&parts).map(|(chain, part)| (&mut **chain, &ids[part.1.clone()])).collect();
         key::append_to_each(&mut pairs).map_err(raise)?;
         let mut asked = Vec::with_capacity(rows.len());
-        for ((chain, (_, _, range, own)), due) in chains.iter().zip(&parts).zip(&rows) {
-            let (prefix, replaced) = (Prefix::from(&**chain), due.7.as_ref().map(|key| key.0));
-            let (table, first) = (&tables[own.clone()], self.first_of(*range));
-            asked.push(SaveRow { prefix, range: *range, table, first, replaced });
+        for ((chain, (_, _, own)), due) in chains.iter().zip(&parts).zip(&rows) {
+            let (prefix, replaced) = (Prefix::from(&**chain), due.replaced.as_ref().map(|key| key.0));
+            let (table, first) = (&tables[own.clone()], self.first_of(due.range));
+            asked.push(SaveRow { prefix, range: due.range, table, first, replaced });
         }
         let reserved = self.inner.reserve(&asked).map_err(raise)?;
         let some = |inner: Arc<batch::ChunkBatch>| (!inner.is_empty()).then_some(ChunkBatch { inner });

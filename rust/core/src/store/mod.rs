@@ -183,6 +183,7 @@ impl Store {
                 state.host.limit(limit);
             }
             asked.iter().try_for_each(|(prefix, range)| range.check(prefix, state.per_chunk))?;
+            state.warm(asked);
             let mut reserved = Vec::with_capacity(asked.len());
             let got = asked.iter().map(|(prefix, range)| state.reserve(prefix, *range, &mut reserved)).collect();
             Ok((reserved, got))
