@@ -7,10 +7,11 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use crate::Result;
-use crate::batch::{BlocksByTier, ChunkBatch};
+use crate::batch::{BlocksByTier, ChunkBatch, NULL_BLOCK};
 use crate::key::ChunkKey;
 use crate::session::{LeaseId, Session};
 use crate::store::{Prefix, Reservation, SaveRange};
@@ -28,6 +29,49 @@ pub struct SaveRow<'a> {
     pub first: u32,
     /// Discarded once the chunk with the table's last block is committed.
     pub replaced: Option<ChunkKey>,
+    /// Its chunks, of a block each, hang on the root alone: what a group of windows or states keeps.
+    pub is_attached: bool,
+}
+
+impl<'a> SaveRow<'a> {
+    /// Keys of attached chunks; none where the chunks hang on each other.
+    fn attached(&self) -> &'a [ChunkKey] {
+        let every = self.prefix.keys.get(self.range.start as usize..self.range.stop as usize);
+        every.filter(|_| self.is_attached).unwrap_or_default()
+    }
+
+    /// What the store is asked for it: `num_asked` questions.
+    fn asked(&self) -> impl Iterator<Item = (Prefix<'a>, SaveRange)> {
+        let Self { prefix, range, is_attached, .. } = *self;
+        let one = move |keys| (Prefix { root: prefix.root, keys }, SaveRange { start: 0, stop: 1, tail_blocks: 0 });
+        (!is_attached).then_some((prefix, range)).into_iter().chain(self.attached().chunks(1).map(one))
+    }
+
+    fn num_asked(&self) -> usize {
+        if self.is_attached { self.attached().len() } else { 1 }
+    }
+
+    /// Takes an answer in; it is the `nth` for this row. Of attached chunks each has the first block of its own prefix.
+    fn take_in(&self, nth: usize, mut answer: Vec<Reservation>, chunks: &mut Vec<Reservation>) {
+        if self.is_attached {
+            let nth = u32::try_from(nth).unwrap_or(u32::MAX);
+            answer.iter_mut().for_each(|chunk| chunk.first_block = self.range.start.saturating_add(nth));
+        }
+        if chunks.is_empty() {
+            *chunks = answer;
+        } else {
+            chunks.append(&mut answer);
+        }
+    }
+}
+
+/// Blocks of one group that a lease has.
+#[derive(Debug, Clone)]
+pub struct LoadRow<'a> {
+    /// All of them.
+    pub blocks: Range<u32>,
+    /// Where the last of them go to; those before are not loaded.
+    pub table: &'a [i32],
 }
 
 /// One chunk that is being saved.
@@ -130,18 +174,49 @@ impl EngineSession {
         ChunkBatch::of_loads(&self.session.frames(lease), table, begin)
     }
 
+    /// What a lease on several prefixes covers: its chunks in their order are those of each row, one a block. None if one of them is
+    /// not there, or has no block to go to. `InvalidConfig` for a negative number in a table.
+    pub fn load_rows(&self, lease: LeaseId, rows: &[LoadRow<'_>]) -> Result<Option<Vec<(ChunkBatch, BlocksByTier)>>> {
+        let mut leased = self.session.frames(lease);
+        let num_blocks: usize = rows.iter().map(|row| row.blocks.len()).sum();
+        let is_whole = leased.len() == num_blocks && leased.iter().all(|chunk| chunk.num_blocks == 1);
+        if !is_whole || rows.iter().any(|row| row.table.contains(&NULL_BLOCK)) {
+            return Ok(None);
+        }
+        let mut rest = leased.as_mut_slice();
+        let mut batch = |row: &LoadRow<'_>| {
+            let (own, behind) = std::mem::take(&mut rest).split_at_mut(row.blocks.len());
+            rest = behind;
+            for (chunk, block) in own.iter_mut().zip(row.blocks.clone()) {
+                chunk.first_block = block;
+            }
+            let num_wanted = u32::try_from(row.table.len()).unwrap_or(u32::MAX);
+            ChunkBatch::of_loads(own, row.table, row.blocks.end.saturating_sub(num_wanted))
+        };
+        rows.iter().map(&mut batch).collect::<Result<_>>().map(Some)
+    }
+
     /// Reserves frames for what is missing of each row's range, to be filled from its table; and how many chunks could not be had.
     /// They are in flight from here on. On an error for one, none is.
     pub fn reserve(&self, rows: &[SaveRow<'_>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
         // Before the store is asked, so that its numbers come in their order.
         let mut flights = self.flights();
-        let asked: Vec<_> = rows.iter().map(|row| (row.prefix, row.range)).collect();
+        let mut asked = Vec::with_capacity(rows.len());
+        rows.iter().for_each(|row| asked.extend(row.asked()));
+        let mut answers = self.session.reserve_many(&asked).into_iter();
         let (mut reserved, mut refused) = (Vec::with_capacity(rows.len()), None);
-        for answer in self.session.reserve_many(&asked) {
-            match answer {
-                Ok(chunks) => reserved.push(chunks),
-                Err(error) => refused = Some(error),
+        for row in rows {
+            let (mut chunks, mut num_dropped) = (Vec::new(), 0);
+            for (nth, answer) in answers.by_ref().take(row.num_asked()).enumerate() {
+                match answer {
+                    Ok((own, dropped)) => {
+                        row.take_in(nth, own, &mut chunks);
+                        num_dropped += dropped;
+                    }
+                    Err(error) => refused = Some(error),
+                }
             }
+            reserved.push((chunks, num_dropped));
         }
         let batch = |(row, (chunks, _)): (&SaveRow<'_>, &(Vec<Reservation>, u32))| {
             ChunkBatch::of_saves(chunks, row.table, row.first)

@@ -14,7 +14,8 @@ use crate::Result;
 use crate::key::ChunkKey;
 pub use crate::store::ArenaInfo;
 use crate::store::{
-    Changes, LeasedFrame, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store, StoreConfig, WriteLease,
+    Changes, LeasedFrame, Lookup, Prefix, Progress, ReadLease, Reservation, Reserved, SaveRange, Store, StoreConfig,
+    WriteLease,
 };
 
 /// Number of a read lease, never used again by its session.
@@ -33,22 +34,30 @@ pub trait Session: Send + Sync + fmt::Debug {
         false
     }
     /// How much of the prefix is stored. No side effect (I9).
-    fn lookup(&self, prefix: Prefix<'_>) -> Lookup;
+    fn lookup(&self, prefix: Prefix<'_>) -> Lookup {
+        self.lookup_many(&[prefix]).pop().unwrap_or_default()
+    }
+    /// The same of many, in one question.
+    fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup>;
     /// Pins what is in host of the stored part of a prefix and starts to read the rest, as far as frames can be had.
-    fn acquire(&self, prefix: Prefix<'_>) -> LeaseId;
-    /// How much is ready and how much is still being read. Nothing for a lease that ended.
+    fn acquire(&self, prefix: Prefix<'_>) -> LeaseId {
+        self.acquire_all(&[prefix])
+    }
+    /// The same of many, as one lease.
+    fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId;
+    /// How much is ready and how much is still being read, of all its prefixes together. Nothing for a lease that ended.
     fn poll(&self, lease: LeaseId) -> Progress;
-    /// Every chunk that is ready now, in order.
+    /// Every chunk that is ready now, prefix by prefix in order.
     fn frames(&self, lease: LeaseId) -> Vec<LeasedFrame>;
     /// Unpins; again does nothing.
     fn release(&self, lease: LeaseId);
     /// Reserves what is missing of a range; and how many chunks could not be had. The numbers count up while the store lives;
     /// one that began anew has none of those that it gave out before.
-    fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)>;
-    /// The same for many, in their order, without waiting for each where that takes time.
-    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<(Vec<Reservation>, u32)>> {
-        asked.iter().map(|(prefix, range)| self.reserve(*prefix, *range)).collect()
+    fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)> {
+        self.reserve_many(&[(prefix, range)]).pop().unwrap_or_else(|| Ok((Vec::new(), range.num_chunks())))
     }
+    /// The same for many, in their order, in one question.
+    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<(Vec<Reservation>, u32)>>;
     /// Makes reserved chunks visible; returns how many became so.
     fn commit(&self, tickets: &[u64]) -> u32;
     /// Gives reserved frames back.
@@ -131,12 +140,12 @@ impl Session for Local {
         Some(self.store.arena().clone())
     }
 
-    fn lookup(&self, prefix: Prefix<'_>) -> Lookup {
-        self.store.lookup(prefix)
+    fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
+        self.store.lookup_many(prefixes)
     }
 
-    fn acquire(&self, prefix: Prefix<'_>) -> LeaseId {
-        let lease = Arc::new(self.store.acquire(prefix));
+    fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId {
+        let lease = Arc::new(self.store.acquire_all(prefixes));
         let mut leases = self.leases();
         let id = LeaseId(leases.next);
         leases.next += 1;
@@ -157,12 +166,15 @@ impl Session for Local {
         drop(released);
     }
 
-    fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)> {
-        let limit = self.limit.load(Ordering::Relaxed);
-        let reserved = self.store.reserve_below(Some(limit), prefix, range)?;
-        let rows: Vec<_> = reserved.leases.iter().map(|lease| *lease.reservation()).collect();
-        self.leases().writes.extend(reserved.leases.into_iter().map(|lease| (lease.reservation().ticket, lease)));
-        Ok((rows, reserved.num_dropped))
+    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<(Vec<Reservation>, u32)>> {
+        let reserved = self.store.reserve_many(Some(self.limit.load(Ordering::Relaxed)), asked);
+        let mut leases = self.leases();
+        let mut keep = |reserved: Reserved| {
+            let rows: Vec<_> = reserved.leases.iter().map(|lease| *lease.reservation()).collect();
+            leases.writes.extend(reserved.leases.into_iter().map(|lease| (lease.reservation().ticket, lease)));
+            (rows, reserved.num_dropped)
+        };
+        reserved.into_iter().map(|each| each.map(&mut keep)).collect()
     }
 
     fn commit(&self, tickets: &[u64]) -> u32 {

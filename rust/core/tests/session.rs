@@ -80,10 +80,10 @@ impl Session for Odd {
     fn arena(&self) -> Option<ArenaInfo> {
         None
     }
-    fn lookup(&self, _: Prefix<'_>) -> Lookup {
-        Lookup::default()
+    fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
+        vec![Lookup::default(); prefixes.len()]
     }
-    fn acquire(&self, _: Prefix<'_>) -> LeaseId {
+    fn acquire_all(&self, _: &[Prefix<'_>]) -> LeaseId {
         LeaseId(0)
     }
     fn poll(&self, _: LeaseId) -> Progress {
@@ -93,8 +93,9 @@ impl Session for Odd {
         Vec::new()
     }
     fn release(&self, _: LeaseId) {}
-    fn reserve(&self, _: Prefix<'_>, _: SaveRange) -> kvloft_core::Result<(Vec<Reservation>, u32)> {
-        Ok((self.rows.lock().expect("no panic").remove(0), 0))
+    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<kvloft_core::Result<(Vec<Reservation>, u32)>> {
+        let mut rows = self.rows.lock().expect("no panic");
+        asked.iter().map(|_| Ok((rows.remove(0), 0))).collect()
     }
     fn commit(&self, tickets: &[u64]) -> u32 {
         self.note("commit", tickets);
@@ -133,7 +134,8 @@ fn reserve(
     first: u32,
 ) -> kvloft_core::Result<(Arc<ChunkBatch>, u32)> {
     let chain = chain(num_blocks);
-    let row = SaveRow { prefix: Prefix::from(&chain), range: whole(stop), table, first, replaced: None };
+    let row =
+        SaveRow { prefix: Prefix::from(&chain), range: whole(stop), table, first, replaced: None, is_attached: false };
     engine.reserve(&[row]).map(|mut reserved| reserved.pop().expect("one for one"))
 }
 

@@ -81,17 +81,6 @@ impl KeyChain {
         if rows.bytes().len() < DETACH_BYTES { append() } else { rows_py.detach(append) }
     }
 
-    /// The first `num_blocks` full blocks, as KV cache group `group` keeps them.
-    #[pyo3(signature = (num_blocks, group=None))]
-    fn prefix(&self, num_blocks: u32, group: Option<u32>) -> PyResult<Self> {
-        Ok(Self { inner: Mutex::new(self.lock()?.prefix(num_blocks, group)) })
-    }
-
-    /// What `group` keeps of full block `block` alone.
-    fn attached(&self, block: u32, group: u32) -> PyResult<Self> {
-        Ok(Self { inner: Mutex::new(self.lock()?.attached(block, group).map_err(raise)?) })
-    }
-
     /// Key of the prefix that ends with full block `block`.
     fn key<'py>(&self, py: Python<'py>, block: u32) -> PyResult<Bound<'py, PyBytes>> {
         let key = self.lock()?.key(block).map_err(raise)?;

@@ -6,12 +6,13 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvloft_core::batch::{self, NULL_BLOCK};
-use kvloft_core::engine::{EngineSession, SaveRow};
+use kvloft_core::batch::{self, BlocksByTier, NULL_BLOCK};
+use kvloft_core::engine::{EngineSession, LoadRow, SaveRow};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
+use kvloft_core::key::{self, ChunkKey};
 use kvloft_core::session::{self, LeaseId, Local};
-use kvloft_core::store::{Changes, DiskSettings, Prefix, SaveRange, StoreConfig, Tiers};
+use kvloft_core::store::{Changes, DiskSettings, Lookup, Prefix, SaveRange, StoreConfig, Tiers};
 use kvloft_wire::{Remote, RemoteConfig};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict};
@@ -45,6 +46,72 @@ impl Session {
 
 /// Chain, token ids, tokens that the chain is to have, first and last full chunk, blocks of the tail, block table, key to replace.
 type Due<'py> = (Bound<'py, KeyChain>, Bound<'py, PyAny>, u32, u32, u32, u32, Bound<'py, PyAny>, Option<KeyBytes>);
+
+/// The same with blocks `[start, stop)` of each group's table.
+type GroupsDue<'py> = (Bound<'py, KeyChain>, Bound<'py, PyAny>, u32, u32, u32, Bound<'py, PyAny>);
+
+/// What a group keeps of single blocks: the key that all hang on, and theirs.
+type Kept = (ChunkKey, Vec<ChunkKey>);
+
+/// The prefix as each of `groups` keeps it.
+fn kept_by<'a>(chain: &'a mut key::KeyChain, groups: &[Option<u32>]) -> Vec<Prefix<'a>> {
+    for group in groups.iter().flatten() {
+        chain.extend_group(*group);
+    }
+    let prefix = |(root, keys)| Prefix { root, keys };
+    groups.iter().map(|group| prefix(chain.kept_by(*group))).collect()
+}
+
+/// What groups keep of single blocks, for (group, start, stop).
+fn attached(chain: &key::KeyChain, rows: &[(u32, u32, u32)]) -> PyResult<Vec<Kept>> {
+    rows.iter().map(|(group, start, stop)| chain.attached(*group, *start..*stop).map_err(raise)).collect()
+}
+
+/// Each of it as a prefix by itself.
+fn each(kept: &[Kept]) -> impl Iterator<Item = Prefix<'_>> {
+    kept.iter().flat_map(|(root, keys)| keys.chunks(1).map(|keys| Prefix { root: *root, keys }))
+}
+
+/// Blocks that are to be saved of one group.
+struct Saved {
+    group: Option<u32>,
+    /// None: the group is of full attention.
+    kept: Option<Kept>,
+    range: SaveRange,
+    blocks: Vec<i32>,
+}
+
+impl Saved {
+    /// Blocks `[start, stop)` of the group's table; of attached ones as far as the table has them.
+    fn of(
+        chain: &key::KeyChain,
+        (nth, group, is_attached): (usize, Option<u32>, bool),
+        (start, stop): (u32, u32),
+        tables: &Bound<'_, PyAny>,
+    ) -> PyResult<Self> {
+        let table = tables.get_item(nth)?;
+        if !is_attached {
+            let range = SaveRange { start, stop, tail_blocks: 0 };
+            return Ok(Self { group, kept: None, range, blocks: block_ids(&table, start, Some(stop))? });
+        }
+        let stop = stop.min(u32::try_from(table.len()?).unwrap_or(u32::MAX));
+        let start = start.min(stop);
+        let own = (start..stop).zip(block_ids(&table, start, Some(stop))?).filter(|(_, own)| *own != NULL_BLOCK);
+        let (nths, blocks): (Vec<_>, Vec<_>) = own.unzip();
+        let range = SaveRange { start: 0, stop: u32::try_from(blocks.len()).unwrap_or(u32::MAX), tail_blocks: 0 };
+        let kept = chain.attached(group.unwrap_or_default(), nths).map_err(raise)?;
+        Ok(Self { group, kept: Some(kept), range, blocks })
+    }
+
+    fn row<'a>(&'a self, chain: &'a key::KeyChain) -> SaveRow<'a> {
+        let (table, first, is_attached) = (&self.blocks, self.range.start, self.kept.is_some());
+        let (root, keys) = match &self.kept {
+            Some((root, keys)) => (*root, keys.as_slice()),
+            None => chain.kept_by(self.group),
+        };
+        SaveRow { prefix: Prefix { root, keys }, range: self.range, table, first, replaced: None, is_attached }
+    }
+}
 
 /// A chunk's key, and where it is.
 type TierRow<'py> = (Bound<'py, PyBytes>, u8);
@@ -143,15 +210,59 @@ impl Session {
         self.inner.num_in_flight()
     }
 
-    /// (blocks in host, blocks in host or disk), each a count from position 0.
-    fn lookup(&self, chain: &KeyChain) -> PyResult<(u32, u32)> {
-        let found = self.inner.session().lookup(Prefix::from(&*chain.lock()?));
+    /// (blocks in host, blocks in host or disk), each a count from position 0, of the chain as `group` keeps it.
+    #[pyo3(signature = (chain, group=None))]
+    fn lookup(&self, chain: &KeyChain, group: Option<u32>) -> PyResult<(u32, u32)> {
+        let mut chain = chain.lock()?;
+        let found = self.inner.session().lookup(kept_by(&mut chain, &[group]).remove(0));
         Ok((found.host_blocks, found.stored_blocks))
+    }
+
+    /// (in host, in host or on disk) for each (group, start, stop): a byte a block, 1 where what the group keeps of that block is.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+    fn lookup_attached<'py>(
+        &self,
+        py: Python<'py>,
+        chain: &KeyChain,
+        rows: Vec<(u32, u32, u32)>,
+    ) -> PyResult<Vec<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)>> {
+        let kept = attached(&*chain.lock()?, &rows)?;
+        let found = self.inner.session().lookup_many(&each(&kept).collect::<Vec<_>>());
+        let mut rest = found.as_slice();
+        let column = |found: &[Lookup], of: fn(&Lookup) -> u32| {
+            PyBytes::new(py, &found.iter().map(|one| u8::from(of(one) > 0)).collect::<Vec<_>>())
+        };
+        let columns = |(_, keys): &Kept| {
+            let (own, behind) = rest.split_at(keys.len());
+            rest = behind;
+            (column(own, |one| one.host_blocks), column(own, |one| one.stored_blocks))
+        };
+        Ok(kept.iter().map(columns).collect())
     }
 
     /// Pin the host part, start reading the disk part into host frames as far as they can be had.
     fn acquire(&self, chain: &KeyChain) -> PyResult<ReadLease> {
         let id = self.inner.session().acquire(Prefix::from(&*chain.lock()?));
+        Ok(ReadLease { session: Arc::clone(&self.inner), id })
+    }
+
+    /// The same of the first `num_blocks` as each of the groups `full` keeps them, and of each (group, start, stop) of `rows`.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+    fn acquire_groups(
+        &self,
+        chain: &KeyChain,
+        num_blocks: u32,
+        full: Vec<Option<u32>>,
+        rows: Vec<(u32, u32, u32)>,
+    ) -> PyResult<ReadLease> {
+        let mut chain = chain.lock()?;
+        let kept = attached(&chain, &rows)?;
+        let mut prefixes = kept_by(&mut chain, &full);
+        for prefix in &mut prefixes {
+            prefix.keys = &prefix.keys[..prefix.keys.len().min(num_blocks as usize)];
+        }
+        prefixes.extend(each(&kept));
+        let id = self.inner.session().acquire_all(&prefixes);
         Ok(ReadLease { session: Arc::clone(&self.inner), id })
     }
 
@@ -167,7 +278,8 @@ impl Session {
         let range = SaveRange { start, stop, tail_blocks };
         let (first, blocks) = self.part_of(table, range)?;
         let chain = chain.lock()?;
-        let row = SaveRow { prefix: Prefix::from(&*chain), range, table: &blocks, first, replaced: None };
+        let prefix = Prefix::from(&*chain);
+        let row = SaveRow { prefix, range, table: &blocks, first, replaced: None, is_attached: false };
         let (inner, num_dropped) = self.inner.reserve(&[row]).map_err(raise)?.swap_remove(0);
         Ok((ChunkBatch { inner }, num_dropped))
     }
@@ -187,7 +299,7 @@ impl Session {
         let mut asked = Vec::with_capacity(rows.len());
         for ((chain, range, first, table), due) in parts.iter().zip(&rows) {
             let (prefix, replaced) = (Prefix::from(&**chain), due.7.as_ref().map(|key| key.0));
-            asked.push(SaveRow { prefix, range: *range, table, first: *first, replaced });
+            asked.push(SaveRow { prefix, range: *range, table, first: *first, replaced, is_attached: false });
         }
         let reserved = self.inner.reserve(&asked).map_err(raise)?;
         let some = |(inner, num_dropped): (Arc<batch::ChunkBatch>, u32)| {
@@ -196,29 +308,57 @@ impl Session {
         Ok(reserved.into_iter().map(some).collect())
     }
 
-    /// Reserve frames for what `group` keeps of each of blocks `[start, stop)` alone, as far as `table` has them; all or nothing.
-    fn reserve_attached(
+    /// Reserve frames for blocks `[start, stop)` of many requests in each of `groups` (table, number, whether chunks are attached);
+    /// all or nothing. For each request the chunks by table, where there are any, and how many could not be had.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+    fn reserve_groups(
         &self,
-        chain: &KeyChain,
-        group: u32,
-        start: u32,
-        stop: u32,
-        table: &Bound<'_, PyAny>,
-    ) -> PyResult<ChunkBatch> {
-        let stop = stop.min(u32::try_from(table.len()?).unwrap_or(u32::MAX)).max(start);
-        let blocks = block_ids(table, start, Some(stop))?;
-        let chain = chain.lock()?;
-        let kept = || (start..stop).zip(&blocks).filter(|(_, own)| **own != NULL_BLOCK);
-        let chains: Vec<_> =
-            kept().map(|(block, _)| chain.attached(block, group)).collect::<Result<_, _>>().map_err(raise)?;
-        let range = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
-        let mut rows = Vec::with_capacity(chains.len());
-        for (one, (_, own)) in chains.iter().zip(kept()) {
-            let (prefix, table) = (Prefix::from(one), std::slice::from_ref(own));
-            rows.push(SaveRow { prefix, range, table, first: 0, replaced: None });
+        rows: Vec<GroupsDue<'_>>,
+        groups: Vec<(usize, Option<u32>, bool)>,
+    ) -> PyResult<Vec<(Vec<(usize, ChunkBatch)>, u32)>> {
+        for (chain, token_ids, num_tokens, ..) in &rows {
+            chain.get().extend(token_ids, *num_tokens)?; // all of them before any is held
         }
-        let reserved = self.inner.reserve(&rows).map_err(raise)?;
-        Ok(batch::ChunkBatch::concat(reserved.iter().map(|(chunks, _)| &**chunks)).into())
+        let full: Vec<_> = groups.iter().filter(|group| !group.2).map(|group| group.1).collect();
+        let mut parts = Vec::with_capacity(rows.len());
+        for (chain, _, _, start, stop, tables) in &rows {
+            let mut chain = chain.get().try_lock()?;
+            let _hashed = kept_by(&mut chain, &full);
+            let saved = groups
+                .iter()
+                .map(|group| Saved::of(&chain, *group, (*start, *stop), tables))
+                .collect::<PyResult<Vec<_>>>()?;
+            parts.push((chain, saved));
+        }
+        let asked: Vec<_> =
+            parts.iter().flat_map(|(chain, saved)| saved.iter().map(|saved| saved.row(chain))).collect();
+        let mut reserved = self.inner.reserve(&asked).map_err(raise)?.into_iter();
+        let joined = |(_, saved): &(_, Vec<Saved>)| {
+            let (mut batches, mut num_dropped) = (Vec::new(), 0);
+            for ((nth, _, is_attached), (inner, dropped)) in groups.iter().zip(reserved.by_ref().take(saved.len())) {
+                num_dropped = num_dropped.max(if *is_attached { 0 } else { dropped });
+                batches.extend((!inner.is_empty()).then_some((*nth, ChunkBatch { inner })));
+            }
+            (batches, num_dropped)
+        };
+        Ok(parts.iter().map(joined).collect())
+    }
+
+    /// Reserve a frame for what a group keeps of one block alone, for each (chain, group, block, where it is); all or nothing.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+    fn reserve_attached(&self, rows: Vec<(Bound<'_, KeyChain>, u32, u32, i32)>) -> PyResult<Vec<Option<ChunkBatch>>> {
+        let mut kept = Vec::with_capacity(rows.len());
+        for (chain, group, block, _) in &rows {
+            kept.push(chain.get().lock()?.attached(*group, [*block]).map_err(raise)?);
+        }
+        let mut asked = Vec::with_capacity(rows.len());
+        for ((root, keys), (.., own)) in kept.iter().zip(&rows) {
+            let (prefix, table) = (Prefix { root: *root, keys }, std::slice::from_ref(own));
+            let range = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
+            asked.push(SaveRow { prefix, range, table, first: 0, replaced: None, is_attached: true });
+        }
+        let reserved = self.inner.reserve(&asked).map_err(raise)?;
+        Ok(reserved.into_iter().map(|(inner, _)| (!inner.is_empty()).then_some(ChunkBatch { inner })).collect())
     }
 
     /// Take in one rank's report; (chunks that became visible, chunks that some rank failed).
@@ -296,12 +436,17 @@ impl Session {
     }
 }
 
+/// Numbers of blocks, of tiers that have any.
+fn by_tier(py: Python<'_>, from: BlocksByTier) -> PyResult<Bound<'_, PyDict>> {
+    [("host", from.host), ("disk", from.disk)].into_iter().filter(|(_, num_blocks)| *num_blocks > 0).into_py_dict(py)
+}
+
 /// Seconds of any kind: negative ones and NaN count as 0, too many as no limit.
 pub(crate) fn timeout(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }
 
-/// Pins on the host part of a prefix; disk chunks behind it are being read in. Dropping it unpins.
+/// Pins on the host part of prefixes; disk chunks behind it are being read in. Dropping it unpins.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct ReadLease {
     session: Arc<EngineSession>,
@@ -325,8 +470,29 @@ impl ReadLease {
     ) -> PyResult<(ChunkBatch, Bound<'py, PyDict>)> {
         let blocks = block_ids(table, begin, Some(end))?;
         let (chunks, from) = self.session.load(self.id, &blocks, begin).map_err(raise)?;
-        let by_tier = [("host", from.host), ("disk", from.disk)].into_iter().filter(|(_, num_blocks)| *num_blocks > 0);
-        Ok((chunks.into(), by_tier.into_py_dict(table.py())?))
+        Ok((chunks.into(), by_tier(table.py(), from)?))
+    }
+
+    /// Of a lease on groups: its chunks in their order are blocks `[start, stop)` of each (table, start, stop, begin), and those from
+    /// `begin` on are loaded. The first row's blocks by tier. None if a chunk is not ready, or has no block to go to.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+    fn batches<'py>(
+        &self,
+        py: Python<'py>,
+        rows: Vec<(Bound<'py, PyAny>, u32, u32, u32)>,
+    ) -> PyResult<Option<(Vec<ChunkBatch>, Bound<'py, PyDict>)>> {
+        let mut tables = Vec::with_capacity(rows.len());
+        for (table, _, stop, begin) in &rows {
+            if table.len()? < *stop as usize {
+                return Ok(None);
+            }
+            tables.push(block_ids(table, *begin, Some(*stop))?);
+        }
+        let blocks = rows.iter().map(|(_, start, stop, _)| *start..*stop);
+        let asked: Vec<_> = blocks.zip(&tables).map(|(blocks, table)| LoadRow { blocks, table }).collect();
+        let Some(found) = self.session.load_rows(self.id, &asked).map_err(raise)? else { return Ok(None) };
+        let from = found.first().map(|(_, from)| *from).unwrap_or_default();
+        Ok(Some((found.into_iter().map(|(chunks, _)| chunks.into()).collect(), by_tier(py, from)?)))
     }
 
     /// Unpin now.

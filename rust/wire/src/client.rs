@@ -18,7 +18,7 @@ use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 use rustix::event::PollFlags;
 
 use crate::link::{self, Link};
-use crate::message::{Answer, Hello, Keys, MAX_KEYS, Request, Status, VERSION};
+use crate::message::{Answer, Hello, Keys, MAX_KEYS, MAX_PREFIXES, Request, SentRange, Status, VERSION};
 use crate::server::spawn;
 use crate::socket::wait;
 
@@ -28,6 +28,8 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 const TRY_EVERY: Duration = Duration::from_millis(100);
 /// Between two looks of a flush.
 const SETTLE_EVERY: Duration = Duration::from_millis(20);
+/// Prefixes in a message, where there are more: the server begins with the first while the next is made.
+const AT_ONCE: usize = 4096;
 /// Most lines for people that wait to be taken.
 const MAX_EVENTS: usize = 64;
 
@@ -276,11 +278,16 @@ impl Remote {
         self.state().ask(deadline, |link| link.ask(request, deadline))
     }
 
-    fn ask_all(&self, requests: &[Request<'_>]) -> Vec<Option<Answer>> {
+    /// Asks all that is made, at once; no answers where an answer is overdue.
+    fn ask_all<'a>(&self, make: impl FnOnce(&mut Link) -> Vec<Request<'a>>) -> Vec<Option<Answer>> {
         let deadline = self.shared.deadline();
         let mut state = self.state();
-        let Some(link) = state.link() else { return requests.iter().map(|_| None).collect() };
-        let answers = link.ask_all(requests, deadline);
+        let Some(link) = state.link() else { return Vec::new() };
+        if link.is_late() {
+            return Vec::new();
+        }
+        let requests = make(link);
+        let answers = link.ask_all(&requests, deadline);
         if answers.iter().any(Option::is_none) && Instant::now() >= deadline {
             state.num_late += 1;
         }
@@ -294,14 +301,48 @@ impl Remote {
     }
 }
 
+/// As much of a prefix as a server takes.
+fn bounded<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
+    Prefix { keys: &prefix.keys[..prefix.keys.len().min(MAX_KEYS)], ..*prefix }
+}
+
 /// None where there are more keys than a server takes.
-fn reserve_request<'a>(prefix: &Prefix<'a>, range: SaveRange, per_chunk: u32) -> Result<Option<Request<'a>>> {
+fn sent_range<'a>(prefix: &Prefix<'a>, range: SaveRange, per_chunk: u32) -> Result<Option<SentRange<'a>>> {
     range.check(prefix, per_chunk)?;
     // The parent of the first chunk is the last that has to be known of what comes before.
     let first = (range.start * per_chunk).saturating_sub(1);
     let end = (range.stop * per_chunk + range.tail_blocks) as usize;
-    let keys = &prefix.keys[(first as usize).min(end)..end];
-    Ok((end <= MAX_KEYS).then_some(Request::Reserve(prefix.root, first, Keys::Own(keys), range)))
+    let keys = Keys::Own(&prefix.keys[(first as usize).min(end)..end]);
+    Ok((end <= MAX_KEYS).then_some(SentRange { root: prefix.root, first, keys, range }))
+}
+
+/// What is asked in messages of a bounded size.
+fn messages<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> Vec<&[T]> {
+    let (mut parts, mut start, mut total) = (Vec::new(), 0, 0);
+    for (at, one) in asked.iter().enumerate() {
+        if at > start && (at - start == AT_ONCE || total + num_keys(one) > MAX_KEYS) {
+            parts.push(&asked[start..at]);
+            (start, total) = (at, 0);
+        }
+        total += num_keys(one);
+    }
+    parts.extend(asked.get(start..).filter(|rest| !rest.is_empty()));
+    parts
+}
+
+/// One answer for each of what was asked in messages: None where theirs is missing.
+fn one_by_one<Q, T>(
+    parts: &[&[Q]],
+    answers: Vec<Option<Answer>>,
+    of: impl Fn(Answer) -> Option<Vec<T>>,
+) -> impl Iterator<Item = Option<T>> {
+    let mut answers = answers.into_iter();
+    let each = parts.iter().map(move |part| {
+        let found = answers.next().flatten().and_then(&of).filter(|found| found.len() == part.len());
+        let missing = if found.is_some() { 0 } else { part.len() };
+        found.into_iter().flatten().map(Some).chain((0..missing).map(|_| None))
+    });
+    each.flatten()
 }
 
 impl Session for Remote {
@@ -317,28 +358,27 @@ impl Session for Remote {
         true
     }
 
-    fn lookup(&self, prefix: Prefix<'_>) -> Lookup {
-        let deadline = self.shared.deadline();
-        let answer = self.state().ask(deadline, |link| {
-            if link.is_late() {
-                return None;
-            }
-            let sent = link.prefix(&prefix);
-            link.ask(&Request::Lookup(sent), deadline)
-        });
-        if let Some(Answer::Found(found)) = answer { found } else { Lookup::default() }
+    fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
+        let prefixes: Vec<_> = prefixes.iter().map(bounded).collect();
+        let parts = messages(&prefixes, |prefix| prefix.keys.len());
+        let answers = self.ask_all(|link| parts.iter().map(|part| Request::Lookup(link.prefixes(part))).collect());
+        let found = |answer| if let Answer::Found(found) = answer { Some(found) } else { None };
+        one_by_one(&parts, answers, found).map(Option::unwrap_or_default).collect()
     }
 
-    fn acquire(&self, prefix: Prefix<'_>) -> LeaseId {
+    fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId {
+        let prefixes: Vec<_> = prefixes.iter().map(bounded).collect();
+        let num_keys: usize = prefixes.iter().map(|prefix| prefix.keys.len()).sum();
+        let is_bounded = num_keys <= MAX_KEYS && prefixes.len() <= MAX_PREFIXES as usize;
         let deadline = self.shared.deadline();
         let mut state = self.state();
         let id = LeaseId(state.next_lease);
         state.next_lease += 1;
         let answer = state.ask(deadline, |link| {
-            if link.is_late() {
+            if link.is_late() || !is_bounded {
                 return None;
             }
-            let sent = link.prefix(&prefix);
+            let sent = link.prefixes(&prefixes);
             let answer = link.ask(&Request::Acquire(id.0, sent), deadline);
             if answer.is_none() {
                 link.tell(&Request::Release(id.0)); // for when the server goes on
@@ -385,22 +425,18 @@ impl Session for Remote {
         }
     }
 
-    fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)> {
-        self.reserve_many(&[(prefix, range)]).pop().unwrap_or_else(|| Ok((Vec::new(), range.num_chunks())))
-    }
-
     fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<(Vec<Reservation>, u32)>> {
         let per_chunk = self.shared.config.blocks_per_chunk;
-        let requests: Vec<_> = asked.iter().map(|(prefix, range)| reserve_request(prefix, *range, per_chunk)).collect();
-        let sent: Vec<_> = requests.iter().filter_map(|request| request.as_ref().ok()?.clone()).collect();
-        let mut answers = self.ask_all(&sent).into_iter();
-        let answer_of = |(request, (_, range)): (Result<Option<_>>, &(_, SaveRange))| {
-            Ok(match request?.and_then(|_| answers.next().flatten()) {
-                Some(Answer::Reserved(rows, num_dropped)) => (rows, num_dropped),
-                _ => (Vec::new(), range.num_chunks()),
-            })
+        let ranges: Vec<_> = asked.iter().map(|(prefix, range)| sent_range(prefix, *range, per_chunk)).collect();
+        let sent: Vec<_> = ranges.iter().filter_map(|range| *range.as_ref().ok()?).collect();
+        let parts = messages(&sent, |range| range.keys.iter().len());
+        let answers = self.ask_all(|_| parts.iter().map(|part| Request::Reserve(part.to_vec())).collect());
+        let reserved = |answer| if let Answer::Reserved(reserved) = answer { Some(reserved) } else { None };
+        let mut reserved = one_by_one(&parts, answers, reserved);
+        let answer_of = |(sent, (_, range)): (Result<Option<_>>, &(_, SaveRange))| {
+            Ok(sent?.and_then(|_| reserved.next().flatten()).unwrap_or_else(|| (Vec::new(), range.num_chunks())))
         };
-        requests.into_iter().zip(asked).map(answer_of).collect()
+        ranges.into_iter().zip(asked).map(answer_of).collect()
     }
 
     fn commit(&self, tickets: &[u64]) -> u32 {

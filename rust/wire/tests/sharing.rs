@@ -17,7 +17,7 @@ use kvloft_core::io::Arena;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, Progress, SaveRange};
 use kvloft_core::{ChunkKey, ErrorKind};
-use kvloft_wire::message::{Hello, LENGTH_BYTES, Request, VERSION};
+use kvloft_wire::message::{Hello, LENGTH_BYTES, Request, SentPrefixes, SentRange, VERSION};
 use kvloft_wire::{Remote, RemoteConfig, Server, status};
 
 #[test]
@@ -259,14 +259,15 @@ fn hostile_bytes_are_refused_and_nobody_else_notices() {
     let after_hello = |bytes: &[u8]| [&hello, bytes].concat();
     let mut lying = Vec::new();
     let keys = kvloft_wire::message::Keys::Bytes(&[]);
-    let prefix = kvloft_wire::message::SentPrefix { root: ChunkKey([1; 32]), num_same: 5, keys };
-    Request::Lookup(prefix).encode(2, &mut lying);
+    let prefixes = SentPrefixes { num_same: 5, all: vec![(ChunkKey([1; 32]), keys)] };
+    Request::Lookup(prefixes).encode(2, &mut lying);
     let mut huge = Vec::new();
     let range = kvloft_core::store::SaveRange { start: u32::MAX, stop: u32::MAX, tail_blocks: 0 };
-    Request::Reserve(ChunkKey([1; 32]), u32::MAX - 1, keys, range).encode(2, &mut huge);
+    Request::Reserve(vec![SentRange { root: ChunkKey([1; 32]), first: u32::MAX - 1, keys, range }])
+        .encode(2, &mut huge);
     let mut without_keys = Vec::new();
     let range = kvloft_core::store::SaveRange { start: 2, stop: 3, tail_blocks: 0 };
-    Request::Reserve(ChunkKey([1; 32]), 3, keys, range).encode(2, &mut without_keys);
+    Request::Reserve(vec![SentRange { root: ChunkKey([1; 32]), first: 3, keys, range }]).encode(2, &mut without_keys);
     for (name, bytes) in [
         ("text", b"GET / HTTP/1.1\r\n\r\n".to_vec()),
         ("too long", u32::MAX.to_le_bytes().to_vec()),

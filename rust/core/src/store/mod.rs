@@ -151,41 +151,49 @@ impl Store {
     /// How much of the prefix is stored: full chunks, then the longest tail behind them; of a disk that is left alone, nothing.
     /// Asking is free (I9).
     pub fn lookup<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Lookup {
-        let found = self.inner.with_open_books(|state| state.find(&prefix.into()));
-        let (host_blocks, stored_blocks) = found.unwrap_or_default();
-        Lookup { host_blocks, stored_blocks }
+        self.lookup_many(&[prefix.into()]).pop().unwrap_or_default()
+    }
+
+    /// The same of many, at one moment.
+    pub fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
+        let find = |state: &mut State| prefixes.iter().map(|prefix| state.find(prefix)).collect();
+        let found: Option<Vec<_>> = self.inner.with_open_books(find);
+        let of = |(host_blocks, stored_blocks)| Lookup { host_blocks, stored_blocks };
+        found.unwrap_or_else(|| vec![(0, 0); prefixes.len()]).into_iter().map(of).collect()
     }
 
     /// Pins what is in host of the stored part of a prefix, and wants the rest of it from disk. A read takes a frame when it
     /// begins; the lease ends before a chunk that no frame can be had for, or that cannot be read.
     pub fn acquire<'a>(&self, prefix: impl Into<Prefix<'a>>) -> ReadLease {
-        let held = self.inner.with_open_books(|state| state.acquire(&prefix.into()));
-        ReadLease::new(Arc::clone(&self.inner), held)
+        self.acquire_all(&[prefix.into()])
+    }
+
+    /// The same of many, as one lease: it counts blocks of all of them.
+    pub fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> ReadLease {
+        let hold = |state: &mut State| prefixes.iter().map(|prefix| state.acquire(prefix)).collect();
+        ReadLease::new(Arc::clone(&self.inner), self.inner.with_open_books(hold))
     }
 
     /// Reserves frames for those chunks of `range` that are neither in host nor being filled.
     ///
     /// It stops at the first that cannot be had. `InvalidConfig` if the prefix has not got the range.
     pub fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, range: SaveRange) -> Result<Reserved> {
-        self.reserve_below(None, prefix, range)
+        self.reserve_many(None, &[(prefix.into(), range)]).pop().unwrap_or_else(|| Ok(Reserved::default()))
     }
 
-    /// As [`Self::reserve`], of frames below `limit` only, for this and later calls.
-    pub fn reserve_below<'a>(
-        &self,
-        limit: Option<u32>,
-        prefix: impl Into<Prefix<'a>>,
-        range: SaveRange,
-    ) -> Result<Reserved> {
-        let reserved = self.inner.with_open_books(|state| {
+    /// As [`Self::reserve`] for many, in their order. With a `limit`, saves take frames below it only from now on.
+    pub fn reserve_many(&self, limit: Option<u32>, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<Reserved>> {
+        let reserve = |state: &mut State| {
             if let Some(limit) = limit {
                 state.host.limit(limit);
             }
-            state.reserve(&prefix.into(), range)
-        });
-        let (reserved, num_dropped) = reserved.unwrap_or_else(|| Ok((Vec::new(), range.num_chunks())))?;
+            asked.iter().map(|(prefix, range)| state.reserve(prefix, *range)).collect::<Vec<_>>()
+        };
+        let none = || asked.iter().map(|(_, range)| Ok((Vec::new(), range.num_chunks()))).collect();
         let lease = |(id, reservation)| WriteLease::new(Arc::clone(&self.inner), id, reservation);
-        Ok(Reserved { leases: reserved.into_iter().map(lease).collect(), num_dropped })
+        let leases = |rows: Vec<_>| rows.into_iter().map(lease).collect();
+        let reserved = self.inner.with_open_books(reserve).unwrap_or_else(none).into_iter();
+        reserved.map(|each| each.map(|(rows, num_dropped)| Reserved { leases: leases(rows), num_dropped })).collect()
     }
 
     /// Makes filled chunks visible; returns how many became so. One whose parent is gone is aborted; one whose parent is
