@@ -14,55 +14,19 @@ use crate::Result;
 use crate::batch::{BlocksByTier, ChunkBatch, NULL_BLOCK};
 use crate::key::ChunkKey;
 use crate::session::{LeaseId, Session};
-use crate::store::{Prefix, Reservation, SaveRange};
+use crate::store::{Reservation, ToSave};
 
 /// Chunks of one prefix to be saved.
 #[derive(Debug, Clone, Copy)]
 pub struct SaveRow<'a> {
-    /// What is saved a part of.
-    pub prefix: Prefix<'a>,
-    /// Which part.
-    pub range: SaveRange,
+    /// What of which prefix.
+    pub what: ToSave<'a>,
     /// The blocks that hold it, the range's first one first.
     pub table: &'a [i32],
     /// Where in the prefix the table begins.
     pub first: u32,
     /// Discarded once the chunk with the table's last block is committed.
     pub replaced: Option<ChunkKey>,
-    /// Its chunks, of a block each, hang on the root alone: what a group of windows or states keeps.
-    pub is_attached: bool,
-}
-
-impl<'a> SaveRow<'a> {
-    /// Keys of attached chunks; none where the chunks hang on each other.
-    fn attached(&self) -> &'a [ChunkKey] {
-        let every = self.prefix.keys.get(self.range.start as usize..self.range.stop as usize);
-        every.filter(|_| self.is_attached).unwrap_or_default()
-    }
-
-    /// What the store is asked for it: `num_asked` questions.
-    fn asked(&self) -> impl Iterator<Item = (Prefix<'a>, SaveRange)> {
-        let Self { prefix, range, is_attached, .. } = *self;
-        let one = move |keys| (Prefix { root: prefix.root, keys }, SaveRange { start: 0, stop: 1, tail_blocks: 0 });
-        (!is_attached).then_some((prefix, range)).into_iter().chain(self.attached().chunks(1).map(one))
-    }
-
-    fn num_asked(&self) -> usize {
-        if self.is_attached { self.attached().len() } else { 1 }
-    }
-
-    /// Takes an answer in; it is the `nth` for this row. Of attached chunks each has the first block of its own prefix.
-    fn take_in(&self, nth: usize, mut answer: Vec<Reservation>, chunks: &mut Vec<Reservation>) {
-        if self.is_attached {
-            let nth = u32::try_from(nth).unwrap_or(u32::MAX);
-            answer.iter_mut().for_each(|chunk| chunk.first_block = self.range.start.saturating_add(nth));
-        }
-        if chunks.is_empty() {
-            *chunks = answer;
-        } else {
-            chunks.append(&mut answer);
-        }
-    }
 }
 
 /// Blocks of one group that a lease has.
@@ -201,22 +165,13 @@ impl EngineSession {
     pub fn reserve(&self, rows: &[SaveRow<'_>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
         // Before the store is asked, so that its numbers come in their order.
         let mut flights = self.flights();
-        let mut asked = Vec::with_capacity(rows.len());
-        rows.iter().for_each(|row| asked.extend(row.asked()));
-        let mut answers = self.session.reserve_many(&asked).into_iter();
+        let asked: Vec<_> = rows.iter().map(|row| row.what).collect();
         let (mut reserved, mut refused) = (Vec::with_capacity(rows.len()), None);
-        for row in rows {
-            let (mut chunks, mut num_dropped) = (Vec::new(), 0);
-            for (nth, answer) in answers.by_ref().take(row.num_asked()).enumerate() {
-                match answer {
-                    Ok((own, dropped)) => {
-                        row.take_in(nth, own, &mut chunks);
-                        num_dropped += dropped;
-                    }
-                    Err(error) => refused = Some(error),
-                }
+        for answer in self.session.reserve_many(&asked) {
+            match answer {
+                Ok(chunks) => reserved.push(chunks),
+                Err(error) => refused = Some(error),
             }
-            reserved.push((chunks, num_dropped));
         }
         let batch = |(row, (chunks, _)): (&SaveRow<'_>, &(Vec<Reservation>, u32))| {
             ChunkBatch::of_saves(chunks, row.table, row.first)

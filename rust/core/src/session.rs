@@ -15,7 +15,7 @@ use crate::key::ChunkKey;
 pub use crate::store::ArenaInfo;
 use crate::store::{
     Changes, LeasedFrame, Lookup, Prefix, Progress, ReadLease, Reservation, Reserved, SaveRange, Store, StoreConfig,
-    WriteLease,
+    ToSave, WriteLease,
 };
 
 /// Number of a read lease, never used again by its session.
@@ -54,10 +54,10 @@ pub trait Session: Send + Sync + fmt::Debug {
     /// Reserves what is missing of a range; and how many chunks could not be had. The numbers count up while the store lives;
     /// one that began anew has none of those that it gave out before.
     fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)> {
-        self.reserve_many(&[(prefix, range)]).pop().unwrap_or_else(|| Ok((Vec::new(), range.num_chunks())))
+        self.reserve_many(&[(prefix, range).into()]).pop().unwrap_or_else(|| Ok((Vec::new(), range.num_chunks())))
     }
     /// The same for many, in their order, in one question.
-    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<(Vec<Reservation>, u32)>>;
+    fn reserve_many(&self, asked: &[ToSave<'_>]) -> Vec<Result<(Vec<Reservation>, u32)>>;
     /// Makes reserved chunks visible; returns how many became so.
     fn commit(&self, tickets: &[u64]) -> u32;
     /// Gives reserved frames back.
@@ -166,7 +166,7 @@ impl Session for Local {
         drop(released);
     }
 
-    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<(Vec<Reservation>, u32)>> {
+    fn reserve_many(&self, asked: &[ToSave<'_>]) -> Vec<Result<(Vec<Reservation>, u32)>> {
         let reserved = self.store.reserve_many(Some(self.limit.load(Ordering::Relaxed)), asked);
         let mut leases = self.leases();
         let mut keep = |reserved: Reserved| {

@@ -10,7 +10,9 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::io::FrameId;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::{ArenaInfo, LeaseId, Local, Session};
-use kvloft_core::store::{LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveRange, StoreConfig, TierName};
+use kvloft_core::store::{
+    LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveRange, StoreConfig, TierName, ToSave,
+};
 
 fn local(num_frames: u64) -> Local {
     let config = StoreConfig {
@@ -93,7 +95,7 @@ impl Session for Odd {
         Vec::new()
     }
     fn release(&self, _: LeaseId) {}
-    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<kvloft_core::Result<(Vec<Reservation>, u32)>> {
+    fn reserve_many(&self, asked: &[ToSave<'_>]) -> Vec<kvloft_core::Result<(Vec<Reservation>, u32)>> {
         let mut rows = self.rows.lock().expect("no panic");
         asked.iter().map(|_| Ok((rows.remove(0), 0))).collect()
     }
@@ -134,8 +136,7 @@ fn reserve(
     first: u32,
 ) -> kvloft_core::Result<(Arc<ChunkBatch>, u32)> {
     let chain = chain(num_blocks);
-    let row =
-        SaveRow { prefix: Prefix::from(&chain), range: whole(stop), table, first, replaced: None, is_attached: false };
+    let row = SaveRow { what: (Prefix::from(&chain), whole(stop)).into(), table, first, replaced: None };
     engine.reserve(&[row]).map(|mut reserved| reserved.pop().expect("one for one"))
 }
 

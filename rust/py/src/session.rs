@@ -12,7 +12,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::key::{self, ChunkKey};
 use kvloft_core::session::{self, LeaseId, Local};
-use kvloft_core::store::{Changes, DiskSettings, Lookup, Prefix, SaveRange, StoreConfig, Tiers};
+use kvloft_core::store::{Changes, DiskSettings, Lookup, Prefix, SaveRange, StoreConfig, Tiers, ToSave};
 use kvloft_wire::{Remote, RemoteConfig};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict};
@@ -104,12 +104,13 @@ impl Saved {
     }
 
     fn row<'a>(&'a self, chain: &'a key::KeyChain) -> SaveRow<'a> {
-        let (table, first, is_attached) = (&self.blocks, self.range.start, self.kept.is_some());
+        let is_attached = self.kept.is_some();
         let (root, keys) = match &self.kept {
             Some((root, keys)) => (*root, keys.as_slice()),
             None => chain.kept_by(self.group),
         };
-        SaveRow { prefix: Prefix { root, keys }, range: self.range, table, first, replaced: None, is_attached }
+        let what = ToSave { prefix: Prefix { root, keys }, range: self.range, is_attached };
+        SaveRow { what, table: &self.blocks, first: self.range.start, replaced: None }
     }
 }
 
@@ -278,8 +279,8 @@ impl Session {
         let range = SaveRange { start, stop, tail_blocks };
         let (first, blocks) = self.part_of(table, range)?;
         let chain = chain.lock()?;
-        let prefix = Prefix::from(&*chain);
-        let row = SaveRow { prefix, range, table: &blocks, first, replaced: None, is_attached: false };
+        let what = (Prefix::from(&*chain), range).into();
+        let row = SaveRow { what, table: &blocks, first, replaced: None };
         let (inner, num_dropped) = self.inner.reserve(&[row]).map_err(raise)?.swap_remove(0);
         Ok((ChunkBatch { inner }, num_dropped))
     }
@@ -298,8 +299,8 @@ impl Session {
         }
         let mut asked = Vec::with_capacity(rows.len());
         for ((chain, range, first, table), due) in parts.iter().zip(&rows) {
-            let (prefix, replaced) = (Prefix::from(&**chain), due.7.as_ref().map(|key| key.0));
-            asked.push(SaveRow { prefix, range: *range, table, first: *first, replaced, is_attached: false });
+            let (what, replaced) = ((Prefix::from(&**chain), *range).into(), due.7.as_ref().map(|key| key.0));
+            asked.push(SaveRow { what, table, first: *first, replaced });
         }
         let reserved = self.inner.reserve(&asked).map_err(raise)?;
         let some = |(inner, num_dropped): (Arc<batch::ChunkBatch>, u32)| {
@@ -355,7 +356,8 @@ impl Session {
         for ((root, keys), (.., own)) in kept.iter().zip(&rows) {
             let (prefix, table) = (Prefix { root: *root, keys }, std::slice::from_ref(own));
             let range = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
-            asked.push(SaveRow { prefix, range, table, first: 0, replaced: None, is_attached: true });
+            let what = ToSave { prefix, range, is_attached: true };
+            asked.push(SaveRow { what, table, first: 0, replaced: None });
         }
         let reserved = self.inner.reserve(&asked).map_err(raise)?;
         Ok(reserved.into_iter().map(|(inner, _)| (!inner.is_empty()).then_some(ChunkBatch { inner })).collect())

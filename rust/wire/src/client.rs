@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvloft_core::session::{ArenaInfo, LeaseId, Session};
-use kvloft_core::store::{LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveRange};
+use kvloft_core::store::{LeasedFrame, Lookup, Prefix, Progress, Reservation, ToSave};
 use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 use rustix::event::PollFlags;
 
@@ -28,8 +28,8 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 const TRY_EVERY: Duration = Duration::from_millis(100);
 /// Between two looks of a flush.
 const SETTLE_EVERY: Duration = Duration::from_millis(20);
-/// Prefixes in a message, where there are more: the server begins with the first while the next is made.
-const AT_ONCE: usize = 4096;
+/// Keys in a message, where there are more: the server begins with the first while the next is made.
+const AT_ONCE: usize = 1024;
 /// Most lines for people that wait to be taken.
 const MAX_EVENTS: usize = 64;
 
@@ -307,24 +307,26 @@ fn bounded<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
 }
 
 /// None where there are more keys than a server takes.
-fn sent_range<'a>(prefix: &Prefix<'a>, range: SaveRange, per_chunk: u32) -> Result<Option<SentRange<'a>>> {
-    range.check(prefix, per_chunk)?;
+fn sent_range<'a>(asked: &ToSave<'a>, per_chunk: u32) -> Result<Option<SentRange<'a>>> {
+    let ToSave { prefix, range, is_attached } = *asked;
+    range.check(&prefix, per_chunk)?;
     // The parent of the first chunk is the last that has to be known of what comes before.
     let first = (range.start * per_chunk).saturating_sub(1);
     let end = (range.stop * per_chunk + range.tail_blocks) as usize;
     let keys = Keys::Own(&prefix.keys[(first as usize).min(end)..end]);
-    Ok((end <= MAX_KEYS).then_some(SentRange { root: prefix.root, first, keys, range }))
+    Ok((end <= MAX_KEYS).then_some(SentRange { root: prefix.root, first, keys, range, is_attached }))
 }
 
-/// What is asked in messages of a bounded size.
+/// What is asked in messages of a bounded size, or of one thing.
 fn messages<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> Vec<&[T]> {
     let (mut parts, mut start, mut total) = (Vec::new(), 0, 0);
     for (at, one) in asked.iter().enumerate() {
-        if at > start && (at - start == AT_ONCE || total + num_keys(one) > MAX_KEYS) {
+        let num = num_keys(one) + 1; // what has no key is something, too
+        if at > start && total + num > AT_ONCE {
             parts.push(&asked[start..at]);
             (start, total) = (at, 0);
         }
-        total += num_keys(one);
+        total += num;
     }
     parts.extend(asked.get(start..).filter(|rest| !rest.is_empty()));
     parts
@@ -425,18 +427,18 @@ impl Session for Remote {
         }
     }
 
-    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<(Vec<Reservation>, u32)>> {
+    fn reserve_many(&self, asked: &[ToSave<'_>]) -> Vec<Result<(Vec<Reservation>, u32)>> {
         let per_chunk = self.shared.config.blocks_per_chunk;
-        let ranges: Vec<_> = asked.iter().map(|(prefix, range)| sent_range(prefix, *range, per_chunk)).collect();
+        let ranges: Vec<_> = asked.iter().map(|each| sent_range(each, per_chunk)).collect();
         let sent: Vec<_> = ranges.iter().filter_map(|range| *range.as_ref().ok()?).collect();
         let parts = messages(&sent, |range| range.keys.iter().len());
         let answers = self.ask_all(|_| parts.iter().map(|part| Request::Reserve(part.to_vec())).collect());
         let reserved = |answer| if let Answer::Reserved(reserved) = answer { Some(reserved) } else { None };
         let mut reserved = one_by_one(&parts, answers, reserved);
-        let answer_of = |(sent, (_, range)): (Result<Option<_>>, &(_, SaveRange))| {
-            Ok(sent?.and_then(|_| reserved.next().flatten()).unwrap_or_else(|| (Vec::new(), range.num_chunks())))
+        let mut answer_of = |(sent, each): (Result<Option<_>>, &ToSave<'_>)| {
+            Ok(sent?.and_then(|_| reserved.next().flatten()).unwrap_or_else(|| (Vec::new(), each.range.num_chunks())))
         };
-        ranges.into_iter().zip(asked).map(answer_of).collect()
+        ranges.into_iter().zip(asked).map(&mut answer_of).collect()
     }
 
     fn commit(&self, tickets: &[u64]) -> u32 {

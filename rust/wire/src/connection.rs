@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::ChunkKey;
 use kvloft_core::session::{LeaseId, Session};
-use kvloft_core::store::{Prefix, Progress, SaveRange};
+use kvloft_core::store::{Prefix, Progress, ToSave};
 
 use crate::message::{
     Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_KEYS, MAX_MESSAGE, Request, SentPrefixes, SentRange, VERSION,
@@ -266,7 +266,7 @@ impl Connection {
     }
 
     /// What is to be reserved. Before the keys of each are others', or none: they are not looked at.
-    fn ranges(&mut self, sent: &[SentRange<'_>], per_chunk: u32) -> Result<Vec<(Prefix<'_>, SaveRange)>, End> {
+    fn ranges(&mut self, sent: &[SentRange<'_>], per_chunk: u32) -> Result<Vec<ToSave<'_>>, End> {
         let num_sent: usize = sent.iter().map(|one| one.keys.iter().len()).sum();
         let is_wrong = |one: &SentRange<'_>| {
             let before = u64::from(one.range.start) * u64::from(per_chunk);
@@ -282,7 +282,8 @@ impl Connection {
         let range = |one: &SentRange<'_>| {
             end += one.keys.iter().len();
             let start = end - one.keys.iter().len() - one.first as usize;
-            (Prefix { root: one.root, keys: &self.scratch[start..end] }, one.range)
+            let prefix = Prefix { root: one.root, keys: &self.scratch[start..end] };
+            ToSave { prefix, range: one.range, is_attached: one.is_attached }
         };
         Ok(sent.iter().map(range).collect())
     }

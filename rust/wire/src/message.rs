@@ -79,6 +79,8 @@ pub struct SentRange<'a> {
     pub keys: Keys<'a>,
     /// Which chunks.
     pub range: SaveRange,
+    /// As of `ToSave`.
+    pub is_attached: bool,
 }
 
 /// Who wants to use the store.
@@ -250,8 +252,9 @@ fn few<'a, T>(from: &mut Reader<'a>, read: impl FnMut(&mut Reader<'a>) -> Option
 fn write_ranges(to: &mut Writer<'_>, ranges: &[SentRange<'_>]) {
     to.count(ranges.len());
     let mut before = None;
-    for SentRange { root, first, keys, range } in ranges {
+    for SentRange { root, first, keys, range, is_attached } in ranges {
         write_root(to, *root, &mut before);
+        to.u8(u8::from(*is_attached));
         for number in [*first, range.start, range.stop, range.tail_blocks] {
             to.u32(number);
         }
@@ -262,9 +265,9 @@ fn write_ranges(to: &mut Writer<'_>, ranges: &[SentRange<'_>]) {
 fn ranges<'a>(from: &mut Reader<'a>) -> Option<Vec<SentRange<'a>>> {
     let mut before = None;
     few(from, |from| {
-        let (root, first) = (root(from, &mut before)?, from.u32()?);
+        let (root, is_attached, first) = (root(from, &mut before)?, from.flag()?, from.u32()?);
         let range = SaveRange { start: from.u32()?, stop: from.u32()?, tail_blocks: from.u32()? };
-        Some(SentRange { root, first, keys: Keys::Bytes(from.keys()?), range })
+        Some(SentRange { root, first, keys: Keys::Bytes(from.keys()?), range, is_attached })
     })
 }
 

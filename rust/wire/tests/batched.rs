@@ -8,7 +8,7 @@ use common::{FRAME, chain, connect, save, serve, server_config, whole};
 use kvloft_core::ChunkKey;
 use kvloft_core::evict::Eviction;
 use kvloft_core::session::{LeaseId, Local, Session};
-use kvloft_core::store::{LeasedFrame, Prefix, Progress, SaveRange, StoreConfig};
+use kvloft_core::store::{LeasedFrame, Prefix, Progress, Reservation, SaveRange, StoreConfig, ToSave};
 use kvloft_wire::message::MAX_PREFIXES;
 use kvloft_wire::{Server, ServerConfig};
 use proptest::collection::vec;
@@ -55,24 +55,54 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-type Whole = (ChunkKey, Vec<ChunkKey>, SaveRange);
-
-/// What is asked about parts: one question for each chain, and for each block that is kept alone.
-fn asked(parts: &[Part]) -> Vec<Whole> {
-    let of = |part: &Part| {
-        let own = chain(part.prompt, part.stop);
-        if !part.is_attached {
-            let range = SaveRange { start: part.start, stop: part.stop, tail_blocks: 0 };
-            return vec![(own.root(), own.keys().to_vec(), range)];
-        }
-        let (root, keys) = own.attached(GROUP, part.start..part.stop).expect("its blocks");
-        keys.into_iter().map(|key| (root, vec![key], whole(1))).collect()
-    };
-    parts.iter().flat_map(of).collect()
+/// What is asked about a part: keys, which hang on each other, or each on the root alone.
+struct Asked {
+    root: ChunkKey,
+    keys: Vec<ChunkKey>,
+    range: SaveRange,
+    is_attached: bool,
 }
 
-fn ranges(asked: &[Whole]) -> Vec<(Prefix<'_>, SaveRange)> {
-    asked.iter().map(|(root, keys, range)| (Prefix { root: *root, keys }, *range)).collect()
+impl Asked {
+    fn new(part: &Part) -> Self {
+        let (own, is_attached) = (chain(part.prompt, part.stop), part.is_attached);
+        if !is_attached {
+            let range = SaveRange { start: part.start, stop: part.stop, tail_blocks: 0 };
+            return Self { root: own.root(), keys: own.keys().to_vec(), range, is_attached };
+        }
+        let (root, keys) = own.attached(GROUP, part.start..part.stop).expect("its blocks");
+        Self { root, keys, range: whole(part.stop - part.start), is_attached }
+    }
+
+    fn to_save(&self) -> ToSave<'_> {
+        let prefix = Prefix { root: self.root, keys: &self.keys };
+        ToSave { prefix, range: self.range, is_attached: self.is_attached }
+    }
+
+    fn prefixes(&self) -> Vec<Prefix<'_>> {
+        let (root, length) = (self.root, if self.is_attached { 1 } else { self.keys.len().max(1) });
+        let each = self.keys.chunks(length).map(|keys| Prefix { root, keys });
+        let none = (!self.is_attached && self.keys.is_empty()).then_some(Prefix { root, keys: &[] });
+        each.chain(none).collect()
+    }
+
+    /// The same of one session after the other question: each chunk that is kept alone by itself.
+    fn reserve_one_by_one(&self, session: &dyn Session) -> (Vec<Reservation>, u32) {
+        if !self.is_attached {
+            return session.reserve(self.prefixes()[0], self.range).expect("in range");
+        }
+        let (mut every, mut num_dropped) = (Vec::new(), 0);
+        for (first_block, prefix) in (0..).zip(self.prefixes()) {
+            let (rows, dropped) = session.reserve(prefix, whole(1)).expect("in range");
+            every.extend(rows.into_iter().map(|row| Reservation { first_block, ..row }));
+            num_dropped += dropped;
+        }
+        (every, num_dropped)
+    }
+}
+
+fn asked(parts: &[Part]) -> Vec<Asked> {
+    parts.iter().map(Asked::new).collect()
 }
 
 /// Two stores that go through the same: one is asked many at once, the other one by one.
@@ -88,24 +118,23 @@ impl Twins {
         match step {
             Step::Lookup(parts) => {
                 let asked = asked(parts);
-                let prefixes: Vec<_> = ranges(&asked).iter().map(|(prefix, _)| *prefix).collect();
+                let prefixes: Vec<_> = asked.iter().flat_map(Asked::prefixes).collect();
                 let each: Vec<_> = prefixes.iter().map(|prefix| self.one_by_one.lookup(*prefix)).collect();
                 assert_eq!(self.at_once.lookup_many(&prefixes), each);
             }
             Step::Acquire(parts) => {
                 let asked = asked(parts);
-                let prefixes: Vec<_> = ranges(&asked).iter().map(|(prefix, _)| *prefix).collect();
+                let prefixes: Vec<_> = asked.iter().flat_map(Asked::prefixes).collect();
                 let each = prefixes.iter().map(|prefix| self.one_by_one.acquire(*prefix)).collect();
                 self.leases.push((self.at_once.acquire_all(&prefixes), each));
             }
             Step::Reserve(parts) => {
                 let asked = asked(parts);
-                let ranges = ranges(&asked);
-                let reserved: Result<Vec<_>, _> = self.at_once.reserve_many(&ranges).into_iter().collect();
-                let each = ranges.iter().map(|(prefix, range)| self.one_by_one.reserve(*prefix, *range));
-                let each: Result<Vec<_>, _> = each.collect();
+                let to_save: Vec<_> = asked.iter().map(Asked::to_save).collect();
+                let reserved: Result<Vec<_>, _> = self.at_once.reserve_many(&to_save).into_iter().collect();
                 let reserved = reserved.expect("in range");
-                assert_eq!(reserved, each.expect("in range"));
+                let each: Vec<_> = asked.iter().map(|each| each.reserve_one_by_one(&*self.one_by_one)).collect();
+                assert_eq!(reserved, each);
                 self.tickets.extend(reserved.iter().flat_map(|(rows, _)| rows).map(|row| row.ticket));
             }
             Step::Release(at) if !self.leases.is_empty() => {
@@ -192,10 +221,10 @@ fn more_than_fits_a_message_is_asked_in_several() {
     let engine = connect(dir.path());
     let parts: Vec<_> = (0..3).map(|prompt| Part { prompt, start: 0, stop: 4000, is_attached: true }).collect();
     let asked = asked(&parts);
-    let reserved = engine.reserve_many(&ranges(&asked));
+    let reserved = engine.reserve_many(&asked.iter().map(Asked::to_save).collect::<Vec<_>>());
     let tickets: Vec<_> = reserved.into_iter().flatten().flat_map(|(rows, _)| rows).map(|row| row.ticket).collect();
     assert_eq!((tickets.len(), engine.commit(&tickets)), (12_000, 12_000));
-    let prefixes: Vec<_> = ranges(&asked).iter().map(|(prefix, _)| *prefix).collect();
+    let prefixes: Vec<_> = asked.iter().flat_map(Asked::prefixes).collect();
     assert!(engine.lookup_many(&prefixes).iter().all(|found| found.host_blocks == 1));
     let lease = engine.acquire_all(&prefixes);
     assert_eq!((engine.poll(lease).ready_blocks, engine.frames(lease).len()), (12_000, 12_000));

@@ -57,7 +57,8 @@ fn request(parts: &Parts) -> Request<'_> {
         5 => Request::Frames(parts.number),
         6 => Request::Release(parts.number),
         7 => {
-            let ranges = roots().map(|root| SentRange { root, first: parts.small[0], keys, range });
+            let ranges =
+                roots().map(|root| SentRange { root, first: parts.small[0], keys, range, is_attached: root.0[0] == 1 });
             Request::Reserve(ranges.collect())
         }
         8 => Request::Commit(parts.numbers.clone()),

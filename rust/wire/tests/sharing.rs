@@ -263,11 +263,12 @@ fn hostile_bytes_are_refused_and_nobody_else_notices() {
     Request::Lookup(prefixes).encode(2, &mut lying);
     let mut huge = Vec::new();
     let range = kvloft_core::store::SaveRange { start: u32::MAX, stop: u32::MAX, tail_blocks: 0 };
-    Request::Reserve(vec![SentRange { root: ChunkKey([1; 32]), first: u32::MAX - 1, keys, range }])
+    Request::Reserve(vec![SentRange { root: ChunkKey([1; 32]), first: u32::MAX - 1, keys, range, is_attached: false }])
         .encode(2, &mut huge);
     let mut without_keys = Vec::new();
     let range = kvloft_core::store::SaveRange { start: 2, stop: 3, tail_blocks: 0 };
-    Request::Reserve(vec![SentRange { root: ChunkKey([1; 32]), first: 3, keys, range }]).encode(2, &mut without_keys);
+    Request::Reserve(vec![SentRange { root: ChunkKey([1; 32]), first: 3, keys, range, is_attached: false }])
+        .encode(2, &mut without_keys);
     for (name, bytes) in [
         ("text", b"GET / HTTP/1.1\r\n\r\n".to_vec()),
         ("too long", u32::MAX.to_le_bytes().to_vec()),
@@ -333,8 +334,8 @@ fn many_are_reserved_as_one_after_the_other() {
     // What it has, what is out of range, more than there is room for (64 frames), and the same twice.
     let long = chain(9, 60);
     let ranges = [(0, part(0, 8)), (1, part(0, 3)), (2, part(0, 8)), (3, part(0, 9)), (1, part(3, 8)), (0, part(0, 8))];
-    let mut asked: Vec<_> = ranges.iter().map(|(nth, range)| (Prefix::from(&chains[*nth]), *range)).collect();
-    asked.push((Prefix::from(&long), part(0, 60)));
+    let mut asked: Vec<_> = ranges.iter().map(|(nth, range)| (Prefix::from(&chains[*nth]), *range).into()).collect();
+    asked.push((Prefix::from(&long), part(0, 60)).into());
     let answers = engine.reserve_many(&asked);
     let counts: Vec<_> =
         answers.iter().map(|answer| answer.as_ref().ok().map(|(rows, dropped)| (rows.len(), *dropped))).collect();

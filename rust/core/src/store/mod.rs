@@ -33,7 +33,7 @@ pub use inner::{Clock, Opener};
 pub use lease::{ReadLease, WriteLease};
 pub use load::{LeasedFrame, Progress, TierName};
 pub use lookup::Prefix;
-pub use save::{Reservation, SaveRange};
+pub use save::{Reservation, SaveRange, ToSave};
 use state::State;
 
 use crate::key::ChunkKey;
@@ -71,7 +71,7 @@ pub struct Lookup {
 /// What [`Store::reserve`] got: a lease for each chunk that has to be filled, and how many chunks could not be had.
 #[derive(Debug, Default)]
 pub struct Reserved {
-    /// In order of the prefix.
+    /// In order of the prefix; of attached chunks the first block is their place in what was asked.
     pub leases: Vec<WriteLease>,
     /// The first chunk without a frame or a parent, and all behind it.
     pub num_dropped: u32,
@@ -178,18 +178,18 @@ impl Store {
     ///
     /// It stops at the first that cannot be had. `InvalidConfig` if the prefix has not got the range.
     pub fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, range: SaveRange) -> Result<Reserved> {
-        self.reserve_many(None, &[(prefix.into(), range)]).pop().unwrap_or_else(|| Ok(Reserved::default()))
+        self.reserve_many(None, &[(prefix.into(), range).into()]).pop().unwrap_or_else(|| Ok(Reserved::default()))
     }
 
     /// As [`Self::reserve`] for many, in their order. With a `limit`, saves take frames below it only from now on.
-    pub fn reserve_many(&self, limit: Option<u32>, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<Reserved>> {
+    pub fn reserve_many(&self, limit: Option<u32>, asked: &[ToSave<'_>]) -> Vec<Result<Reserved>> {
         let reserve = |state: &mut State| {
             if let Some(limit) = limit {
                 state.host.limit(limit);
             }
-            asked.iter().map(|(prefix, range)| state.reserve(prefix, *range)).collect::<Vec<_>>()
+            asked.iter().map(|each| state.reserve(each)).collect::<Vec<_>>()
         };
-        let none = || asked.iter().map(|(_, range)| Ok((Vec::new(), range.num_chunks()))).collect();
+        let none = || asked.iter().map(|each| Ok((Vec::new(), each.range.num_chunks()))).collect();
         let lease = |(id, reservation)| WriteLease::new(Arc::clone(&self.inner), id, reservation);
         let leases = |rows: Vec<_>| rows.into_iter().map(lease).collect();
         let reserved = self.inner.with_open_books(reserve).unwrap_or_else(none).into_iter();

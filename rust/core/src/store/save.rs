@@ -54,34 +54,56 @@ impl SaveRange {
     }
 }
 
+/// What is to be saved of a prefix.
+#[derive(Debug, Clone, Copy)]
+pub struct ToSave<'a> {
+    /// The prefix.
+    pub prefix: Prefix<'a>,
+    /// Which chunks of it.
+    pub range: SaveRange,
+    /// Each chunk hangs on the root alone, as what a group of windows or states keeps. One that cannot be had ends nothing then.
+    pub is_attached: bool,
+}
+
+impl<'a> From<(Prefix<'a>, SaveRange)> for ToSave<'a> {
+    fn from((prefix, range): (Prefix<'a>, SaveRange)) -> Self {
+        Self { prefix, range, is_attached: false }
+    }
+}
+
 impl State {
     /// Reserves what is missing of a range; returns it and how many chunks could not be had.
-    pub(crate) fn reserve(
-        &mut self,
-        prefix: &Prefix<'_>,
-        range: SaveRange,
-    ) -> Result<(Vec<(ChunkId, Reservation)>, u32)> {
-        range.check(prefix, self.per_chunk)?;
-        let mut reserved = Vec::new();
+    pub(crate) fn reserve(&mut self, asked: &ToSave<'_>) -> Result<(Vec<(ChunkId, Reservation)>, u32)> {
+        let ToSave { prefix, range, is_attached } = *asked;
+        range.check(&prefix, self.per_chunk)?;
+        let (mut reserved, mut dropped) = (Vec::new(), 0);
         let wanted = range.num_chunks();
         for nth in 0..wanted {
             let depth = range.start + nth;
             let num_blocks = if depth < range.stop { self.per_chunk } else { range.tail_blocks };
             let first_block = depth * self.per_chunk;
-            let (key, parent_key) = (prefix.key_of(first_block + num_blocks), prefix.key_of(first_block));
-            let new = Entry { key, parent_key, depth, first_block, num_blocks, ..Entry::default() };
+            let key = prefix.key_of(first_block + num_blocks);
+            let new = if is_attached {
+                Entry { key, parent_key: prefix.root, num_blocks, ..Entry::default() }
+            } else {
+                let parent_key = prefix.key_of(first_block);
+                Entry { key, parent_key, depth, first_block, num_blocks, ..Entry::default() }
+            };
             if self.is_there(&new) {
                 continue;
             }
-            let Some((id, frame)) = self.reserve_one(new) else {
-                let dropped = wanted - nth;
-                self.stats.reserve_dropped += u64::from(dropped);
-                return Ok((reserved, dropped));
-            };
-            let ticket = self.new_ticket();
-            reserved.push((id, Reservation { ticket, frame, key, first_block, num_blocks }));
+            if let Some((id, frame)) = self.reserve_one(new) {
+                let ticket = self.new_ticket();
+                reserved.push((id, Reservation { ticket, frame, key, first_block, num_blocks }));
+            } else if is_attached {
+                dropped += 1;
+            } else {
+                dropped = wanted - nth;
+                break;
+            }
         }
-        Ok((reserved, 0))
+        self.stats.reserve_dropped += u64::from(dropped);
+        Ok((reserved, dropped))
     }
 
     /// The entry of the parent's key.
