@@ -6,11 +6,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvloft_core::batch::{self, BlocksByTier, NULL_BLOCK};
+use kvloft_core::batch::{self, BlocksByTier};
 use kvloft_core::engine::{EngineSession, LoadRow, SaveRow};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
-use kvloft_core::key::{self, ChunkKey};
 use kvloft_core::session::{self, LeaseId, Local};
 use kvloft_core::store::{Changes, DiskSettings, Lookup, Prefix, SaveRange, StoreConfig, Tiers, ToSave};
 use kvloft_wire::{Remote, RemoteConfig};
@@ -19,6 +18,7 @@ use pyo3::types::{IntoPyDict, PyBytes, PyDict};
 
 use crate::batch::ChunkBatch;
 use crate::error::raise;
+use crate::groups::{Blocks, GroupsDue, Kept, Saved, SavedGroup, attached, each, kept_by};
 use crate::key::{KeyBytes, KeyChain, digest};
 use crate::tokens::block_ids;
 
@@ -46,73 +46,6 @@ impl Session {
 
 /// Chain, token ids, tokens that the chain is to have, first and last full chunk, blocks of the tail, block table, key to replace.
 type Due<'py> = (Bound<'py, KeyChain>, Bound<'py, PyAny>, u32, u32, u32, u32, Bound<'py, PyAny>, Option<KeyBytes>);
-
-/// The same with blocks `[start, stop)` of each group's table.
-type GroupsDue<'py> = (Bound<'py, KeyChain>, Bound<'py, PyAny>, u32, u32, u32, Bound<'py, PyAny>);
-
-/// What a group keeps of single blocks: the key that all hang on, and theirs.
-type Kept = (ChunkKey, Vec<ChunkKey>);
-
-/// The prefix as each of `groups` keeps it.
-fn kept_by<'a>(chain: &'a mut key::KeyChain, groups: &[Option<u32>]) -> Vec<Prefix<'a>> {
-    for group in groups.iter().flatten() {
-        chain.extend_group(*group);
-    }
-    let prefix = |(root, keys)| Prefix { root, keys };
-    groups.iter().map(|group| prefix(chain.kept_by(*group))).collect()
-}
-
-/// What groups keep of single blocks, for (group, start, stop).
-fn attached(chain: &key::KeyChain, rows: &[(u32, u32, u32)]) -> PyResult<Vec<Kept>> {
-    rows.iter().map(|(group, start, stop)| chain.attached(*group, *start..*stop).map_err(raise)).collect()
-}
-
-/// Each of it as a prefix by itself.
-fn each(kept: &[Kept]) -> impl Iterator<Item = Prefix<'_>> {
-    kept.iter().flat_map(|(root, keys)| keys.chunks(1).map(|keys| Prefix { root: *root, keys }))
-}
-
-/// Blocks that are to be saved of one group.
-struct Saved {
-    group: Option<u32>,
-    /// None: the group is of full attention.
-    kept: Option<Kept>,
-    range: SaveRange,
-    blocks: Vec<i32>,
-}
-
-impl Saved {
-    /// Blocks `[start, stop)` of the group's table; of attached ones as far as the table has them.
-    fn of(
-        chain: &key::KeyChain,
-        (nth, group, is_attached): (usize, Option<u32>, bool),
-        (start, stop): (u32, u32),
-        tables: &Bound<'_, PyAny>,
-    ) -> PyResult<Self> {
-        let table = tables.get_item(nth)?;
-        if !is_attached {
-            let range = SaveRange { start, stop, tail_blocks: 0 };
-            return Ok(Self { group, kept: None, range, blocks: block_ids(&table, start, Some(stop))? });
-        }
-        let stop = stop.min(u32::try_from(table.len()?).unwrap_or(u32::MAX));
-        let start = start.min(stop);
-        let own = (start..stop).zip(block_ids(&table, start, Some(stop))?).filter(|(_, own)| *own != NULL_BLOCK);
-        let (nths, blocks): (Vec<_>, Vec<_>) = own.unzip();
-        let range = SaveRange { start: 0, stop: u32::try_from(blocks.len()).unwrap_or(u32::MAX), tail_blocks: 0 };
-        let kept = chain.attached(group.unwrap_or_default(), nths).map_err(raise)?;
-        Ok(Self { group, kept: Some(kept), range, blocks })
-    }
-
-    fn row<'a>(&'a self, chain: &'a key::KeyChain) -> SaveRow<'a> {
-        let is_attached = self.kept.is_some();
-        let (root, keys) = match &self.kept {
-            Some((root, keys)) => (*root, keys.as_slice()),
-            None => chain.kept_by(self.group),
-        };
-        let what = ToSave { prefix: Prefix { root, keys }, range: self.range, is_attached };
-        SaveRow { what, table: &self.blocks, first: self.range.start, replaced: None }
-    }
-}
 
 /// A chunk's key, and where it is.
 type TierRow<'py> = (Bound<'py, PyBytes>, u8);
@@ -315,20 +248,26 @@ impl Session {
     fn reserve_groups(
         &self,
         rows: Vec<GroupsDue<'_>>,
-        groups: Vec<(usize, Option<u32>, bool)>,
+        groups: Vec<SavedGroup>,
     ) -> PyResult<Vec<(Vec<(usize, ChunkBatch)>, u32)>> {
         for (chain, token_ids, num_tokens, ..) in &rows {
             chain.get().extend(token_ids, *num_tokens)?; // all of them before any is held
         }
-        let full: Vec<_> = groups.iter().filter(|group| !group.2).map(|group| group.1).collect();
+        let mut tables = Vec::with_capacity(rows.len());
+        for (_, _, _, start, stop, table) in &rows {
+            let blocks = groups.iter().map(|group| Blocks::of(group, table, *start, *stop));
+            tables.push(blocks.collect::<PyResult<Vec<_>>>()?);
+        }
         let mut parts = Vec::with_capacity(rows.len());
-        for (chain, _, _, start, stop, tables) in &rows {
+        for ((chain, ..), tables) in rows.iter().zip(tables) {
             let mut chain = chain.get().try_lock()?;
-            let _hashed = kept_by(&mut chain, &full);
-            let saved = groups
+            groups
                 .iter()
-                .map(|group| Saved::of(&chain, *group, (*start, *stop), tables))
-                .collect::<PyResult<Vec<_>>>()?;
+                .filter(|group| !group.2)
+                .filter_map(|group| group.1)
+                .for_each(|group| chain.extend_group(group));
+            let saved = tables.into_iter().zip(&groups).map(|(blocks, group)| Saved::of(&chain, group, blocks));
+            let saved = saved.collect::<PyResult<Vec<_>>>()?;
             parts.push((chain, saved));
         }
         let asked: Vec<_> =

@@ -4,13 +4,12 @@
 //! A first request says the version: any other is refused. A prefix is sent without what the last one had of it, because a key
 //! stands for its whole prefix; those behind it in the same message are sent whole.
 
-use std::iter::zip;
-
-use kvloft_core::ChunkKey;
 use kvloft_core::io::FrameId;
-use kvloft_core::store::{LeasedFrame, Lookup, Progress, Reservation, SaveRange, TierName};
+use kvloft_core::store::{LeasedFrame, Lookup, Progress, Reservation, TierName};
 
 use crate::bytes::{Reader, Writer};
+pub use crate::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
+use crate::prefixes::{prefixes, ranges, write_ranges};
 
 /// Version of all that crosses; two sides with different ones do not talk.
 pub const VERSION: u32 = 2;
@@ -18,70 +17,8 @@ pub const VERSION: u32 = 2;
 pub const MAX_MESSAGE: usize = 64 << 20;
 /// See [`MAX_MESSAGE`].
 pub const MAX_HELLO: usize = 64 << 10;
-/// Most keys of a prefix: what is behind them is not asked for.
-pub const MAX_KEYS: usize = 1 << 20;
-/// Most prefixes of a message.
-pub const MAX_PREFIXES: u32 = 1 << 16;
 /// Bytes before each message.
 pub const LENGTH_BYTES: usize = 4;
-
-/// Keys, as the sender has them or as they arrived.
-#[derive(Debug, Clone, Copy)]
-pub enum Keys<'a> {
-    /// To be sent.
-    Own(&'a [ChunkKey]),
-    /// Received.
-    Bytes(&'a [[u8; 32]]),
-}
-
-impl<'a> Keys<'a> {
-    /// In order.
-    pub fn iter(self) -> impl ExactSizeIterator<Item = &'a [u8; 32]> {
-        let (own, bytes): (&[ChunkKey], &[[u8; 32]]) = match self {
-            Self::Own(keys) => (keys, &[]),
-            Self::Bytes(keys) => (&[], keys),
-        };
-        let num = own.len() + bytes.len();
-        (0..num).map(move |nth| own.get(nth).map_or_else(|| &bytes[nth], |key| &key.0))
-    }
-
-    fn write(self, to: &mut Writer<'_>) {
-        match self {
-            Self::Own(keys) => to.keys(keys.iter().map(|key| &key.0)),
-            Self::Bytes(keys) => to.keys(keys.iter()),
-        }
-    }
-}
-
-impl PartialEq for Keys<'_> {
-    fn eq(&self, other: &Self) -> bool {
-        self.iter().len() == other.iter().len() && zip(self.iter(), other.iter()).all(|(own, other)| own == other)
-    }
-}
-
-/// Prefixes: of the first one its receiver has `num_same` keys, from the last long first one that was sent.
-#[derive(Debug, Clone, PartialEq)]
-pub struct SentPrefixes<'a> {
-    /// Keys that are not sent again.
-    pub num_same: u32,
-    /// Of each the key of the empty prefix, and its keys.
-    pub all: Vec<(ChunkKey, Keys<'a>)>,
-}
-
-/// What is to be reserved of a prefix. No key before block `first` is needed.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct SentRange<'a> {
-    /// Key of the empty prefix.
-    pub root: ChunkKey,
-    /// Where in the prefix the keys begin.
-    pub first: u32,
-    /// Keys from there on.
-    pub keys: Keys<'a>,
-    /// Which chunks.
-    pub range: SaveRange,
-    /// As of `ToSave`.
-    pub is_attached: bool,
-}
 
 /// Who wants to use the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -206,69 +143,6 @@ fn whole<'a, T>(bytes: &'a [u8], read: impl FnOnce(u8, &mut Reader<'a>) -> Optio
     let (number, kind) = (reader.u32()?, reader.u8()?);
     let value = read(kind, &mut reader)?;
     reader.0.is_empty().then_some((number, value))
-}
-
-/// A root, or a mark that it is the one before: what is attached hangs on few.
-fn write_root(to: &mut Writer<'_>, root: ChunkKey, before: &mut Option<ChunkKey>) {
-    let is_same = *before == Some(root);
-    to.u8(is_same.into());
-    if !is_same {
-        to.key(&root.0);
-        *before = Some(root);
-    }
-}
-
-fn root(from: &mut Reader<'_>, before: &mut Option<ChunkKey>) -> Option<ChunkKey> {
-    if !from.flag()? {
-        *before = Some(from.chunk_key()?);
-    }
-    *before
-}
-
-impl SentPrefixes<'_> {
-    fn write(&self, to: &mut Writer<'_>) {
-        to.u32(self.num_same);
-        to.count(self.all.len());
-        let mut before = None;
-        for (root, keys) in &self.all {
-            write_root(to, *root, &mut before);
-            keys.write(to);
-        }
-    }
-}
-
-fn prefixes<'a>(from: &mut Reader<'a>) -> Option<SentPrefixes<'a>> {
-    let (num_same, mut before) = (from.u32()?, None);
-    let all = few(from, |from| Some((root(from, &mut before)?, Keys::Bytes(from.keys()?))))?;
-    Some(SentPrefixes { num_same, all })
-}
-
-/// A list that is not longer than any message's.
-fn few<'a, T>(from: &mut Reader<'a>, read: impl FnMut(&mut Reader<'a>) -> Option<T>) -> Option<Vec<T>> {
-    let (num, _) = from.0.split_first_chunk()?;
-    if u32::from_le_bytes(*num) > MAX_PREFIXES { None } else { from.list(5, read) }
-}
-
-fn write_ranges(to: &mut Writer<'_>, ranges: &[SentRange<'_>]) {
-    to.count(ranges.len());
-    let mut before = None;
-    for SentRange { root, first, keys, range, is_attached } in ranges {
-        write_root(to, *root, &mut before);
-        to.u8(u8::from(*is_attached));
-        for number in [*first, range.start, range.stop, range.tail_blocks] {
-            to.u32(number);
-        }
-        keys.write(to);
-    }
-}
-
-fn ranges<'a>(from: &mut Reader<'a>) -> Option<Vec<SentRange<'a>>> {
-    let mut before = None;
-    few(from, |from| {
-        let (root, is_attached, first) = (root(from, &mut before)?, from.flag()?, from.u32()?);
-        let range = SaveRange { start: from.u32()?, stop: from.u32()?, tail_blocks: from.u32()? };
-        Some(SentRange { root, first, keys: Keys::Bytes(from.keys()?), range, is_attached })
-    })
 }
 
 fn hello(from: &mut Reader<'_>) -> Option<Hello> {
