@@ -9,7 +9,7 @@ import pytest
 from kvloft.plan.core import SchedulerCore
 from kvloft.plan.groups import GroupedChunks, GroupLease
 from kvloft.plan.queue import Queue
-from kvloft.seam.batch import GroupBatches
+from kvloft.seam.batch import GroupBatches, Tables
 from kvloft.seam.shape import GroupShape
 from kvloft.transfer import groups
 from kvloft.transfer.groups import GroupedMover
