@@ -1,7 +1,8 @@
 """What the scheduler half costs an engine: `python benches/bench_scheduler.py [--json]`.
 
 Steps of 256 decoding requests (vLLM's own SchedulerOutput in, StepPlan out, then the workers' report), the admission of one
-long prompt, missed and found, with one KV cache group and with several, and of many found ones at once. The store and the keys are the real ones; no byte of KV is moved.
+long prompt, missed and found, with one KV cache group and with several, and of many found ones at once. The store and the keys
+are the real ones; no byte of KV is moved.
 Needs an environment with vLLM.
 """
 
@@ -109,7 +110,9 @@ class Engine:
         """Its blocks; of several groups each has others."""
         if len(self.groups) == 1:
             return request.block_ids
-        self.tables[request.request_id] = Tables([[block + (nth << 24) for block in request.block_ids] for nth in range(len(self.groups))], 0)  # type: ignore[misc]
+        self.tables[request.request_id] = Tables(
+            [[block + (nth << 24) for block in request.block_ids] for nth in range(len(self.groups))], 0
+        )  # type: ignore[misc]
         return self.tables[request.request_id]
 
     def output(self, new: list[Any], running: list[Any], scheduled: dict[str, int]) -> SchedulerOutput:
@@ -279,7 +282,9 @@ def groups_results(turns: int) -> list[Result]:
         assert found == GROUPS_TOKENS - BLOCK_TOKENS  # a token is left to compute
         live.request.block_ids = engine.blocks(num_chunks)
         table = engine.table(live.request)
-        note("plan that loads all", lambda engine=engine, live=live, table=table, found=found: engine.core.admit(live, found, table))
+        note(
+            "plan that loads all", lambda engine=engine, live=live, table=table, found=found: engine.core.admit(live, found, table)
+        )
         (load,) = engine.plan(engine.output([], [], {})).loads
         assert len(load.chunks) == found // BLOCK_TOKENS + 6 * 64
         engine.core.close()

@@ -112,8 +112,8 @@ class ReadLease:
         when the lease was taken). Ends before the first block that is not ready. Bounds outside the table raise ConfigError."""
     def batches(self, rows: Sequence[tuple[Sequence[int], int, int, int]]) -> tuple[list[ChunkBatch], dict[str, int]] | None:
         """Of a lease by `acquire_groups`, with a row (table, start, stop, begin) for each group in its order: its chunks are blocks
-        [start, stop) of the table, and those from ``begin`` on are loaded. Returns each group's chunks, and the first group's blocks
-        by tier; None if a chunk is not ready, or has no block to go to."""
+        [start, stop) of the table, and those from ``begin`` on are loaded. Returns each group's chunks, and the first group's
+        blocks by tier; None if a chunk is not ready, or has no block to go to."""
     def release(self) -> None: ...
 
 @final
@@ -171,8 +171,8 @@ class Session:
         """(blocks in host, blocks in host or disk), each a count from position 0: full chunks, then the longest tail
         behind them, wherever in the chain that is. With a ``group``, of the prefix as that one keeps it. No side effect."""
     def lookup_attached(self, chain: KeyChain, rows: Sequence[tuple[int, int, int]]) -> list[tuple[bytes, bytes]]:
-        """For each (group, start, stop): what the group keeps of each of blocks [start, stop) alone, in host, and in host or disk: a
-        byte a block, 1 if it is there. No side effect. Raises ConfigError for blocks that the chain has not got."""
+        """For each (group, start, stop): what the group keeps of each of blocks [start, stop) alone, in host, and in host or
+        disk: a byte a block, 1 if it is there. No side effect. Raises ConfigError for blocks that the chain has not got."""
     def acquire(self, chain: KeyChain) -> ReadLease:
         """Pin the host part, start reading the disk part into host frames as far as they can be had."""
     def acquire_groups(
@@ -197,15 +197,17 @@ class Session:
     def reserve_groups(
         self, rows: Sequence[tuple[KeyChain, Sequence[int], int, int, int, Any]], groups: Sequence[tuple[int, int | None, bool]]
     ) -> list[tuple[list[tuple[int, ChunkBatch]], int]]:
-        """`reserve_all` for rows of (chain, token_ids, num_tokens, start, stop, tables), in each of ``groups``: (which of the tables,
-        the group's number or None for the chain's own keys, whether each block is kept alone).
+        """`reserve_all` for rows of (chain, token_ids, num_tokens, start, stop, tables), in each of ``groups``: (which of the
+        tables, the group's number or None for the chain's own keys, whether each block is kept alone).
 
         Of blocks that are kept alone, those are left out that the table has not got or has as a null block, and those that find
         no frame. Returns for each row the chunks by table, of tables that have any, and how many others could not be had.
         """
     def reserve_attached(self, rows: Sequence[tuple[KeyChain, int, int, int]]) -> list[ChunkBatch | None]:
-        """For each (chain, group, block, where it is): reserve a frame for what the group keeps of that block alone. All or nothing on
-        an error. None stands for no chunk."""
+        """For each (chain, group, block, where it is): reserve a frame for what the group keeps of that block alone.
+
+        All or nothing on an error. None stands for no chunk.
+        """
     def settle(self, saved: Sequence[int], failed: Sequence[int] = ...) -> tuple[int, int]:
         """Take in one rank's report. With the last rank's, a chunk becomes visible if no rank failed it (and its parent is
         there), or its frame is given back. Returns (chunks that became visible, chunks that some rank failed)."""

@@ -13,7 +13,8 @@ import pytest
 
 from .client import BLOCK, Engine, Req, Zygote, engine_kwargs, kvloft, random_ids
 from .conftest import Truth
-from .test_server import CacheServer, server, shared, until  # noqa: F401
+from .test_server import CacheServer, server, until  # noqa: F401
+from .test_server import shared as sharing
 from .zoo.models import IS_WHOLE, ZOO, ZooModel, chosen
 
 HAS_STATES = "not tried yet with kv_groups=all"
@@ -191,7 +192,7 @@ def test_engines_on_a_server_find_each_others_and_compute_when_it_dies(
     serve: Callable[..., Engine],
     server: CacheServer,  # noqa: F811
 ) -> None:
-    one, other = (serve(kv_transfer_config=shared(server, kv_groups="all")) for _ in range(2))
+    one, other = (serve(kv_transfer_config=sharing(server, kv_groups="all")) for _ in range(2))
     prompts = [place.prompt(9900 + i, 150 + 67 * i) for i in range(5)]
     wanted = [least(place, p.num_prompt_tokens) for p in prompts]
     assert ask(place, one, *prompts) == [0] * len(prompts)

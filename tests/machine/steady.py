@@ -72,7 +72,9 @@ class SteadyStore:
         in_host = all(self.session.lookup(chain, group)[0] >= num_blocks for group in full)
         in_host = in_host and all(all(host) for host, _ in self.session.lookup_attached(chain, rows))
         lease = self.session.acquire_groups(chain, num_blocks, full, rows)
-        return SteadyLease(self, lease, num_blocks * len(full) + sum(stop - start for _, start, stop in rows) if in_host else 0, self.patience)
+        return SteadyLease(
+            self, lease, num_blocks * len(full) + sum(stop - start for _, start, stop in rows) if in_host else 0, self.patience
+        )
 
     def reserve_groups(self, rows: Sequence[Any], groups: Sequence[tuple[int, int | None, bool]]) -> Any:
         self.settle_disk()

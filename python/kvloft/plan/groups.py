@@ -71,7 +71,8 @@ class GroupedChunks:
         """Pin what a prefix of ``boundary`` blocks needs of every group, and read what is not in host."""
         rows = [(nth + 1, group.first_chunk(boundary), boundary) for nth, group in self._attached]
         lease = self._session.acquire_groups(chain, boundary, [number for _, number in self._full], rows)
-        return GroupLease(boundary, [(nth, 0) for nth, _ in self._full] + [(number - 1, first) for number, first, _ in rows], lease)
+        parts = [(nth, 0) for nth, _ in self._full] + [(number - 1, first) for number, first, _ in rows]
+        return GroupLease(boundary, parts, lease)
 
     # -- saves ----------------------------------------------------------------------------------------------------
 
@@ -93,7 +94,7 @@ class GroupedChunks:
 
 
 class _Column:
-    """What is there of the blocks of a group that keeps each by itself: a byte a block in host, and in any tier, from ``start`` on."""
+    """What is there of the blocks of a group that keeps each by itself: a byte a block, in host and in any tier."""
 
     def __init__(self, number: int, group: GroupShape) -> None:
         self._number, self._group = number, group

@@ -8,6 +8,7 @@ use kvloft_core::key::{self, ChunkKey};
 use kvloft_core::store::{Prefix, SaveRange, ToSave};
 use pyo3::prelude::*;
 
+use crate::batch::ChunkBatch;
 use crate::error::raise;
 use crate::key::KeyChain;
 use crate::tokens::block_ids;
@@ -17,6 +18,9 @@ pub(crate) type GroupsDue<'py> = (Bound<'py, KeyChain>, Bound<'py, PyAny>, u32, 
 
 /// Which of the tables, the group's number (None: the chain's own keys), and whether each block is kept alone.
 pub(crate) type SavedGroup = (usize, Option<u32>, bool);
+
+/// Chunks by table, and how many could not be had.
+pub(crate) type Reserved = (Vec<(usize, ChunkBatch)>, u32);
 
 /// What a group keeps of single blocks: the key that all hang on, and theirs.
 pub(crate) type Kept = (ChunkKey, Vec<ChunkKey>);

@@ -18,7 +18,7 @@ use pyo3::types::{IntoPyDict, PyBytes, PyDict};
 
 use crate::batch::ChunkBatch;
 use crate::error::raise;
-use crate::groups::{Blocks, GroupsDue, Kept, Saved, SavedGroup, attached, each, kept_by};
+use crate::groups::{Blocks, GroupsDue, Kept, Reserved, Saved, SavedGroup, attached, each, kept_by};
 use crate::key::{KeyBytes, KeyChain, digest};
 use crate::tokens::block_ids;
 
@@ -245,11 +245,7 @@ impl Session {
     /// Reserve frames for blocks `[start, stop)` of many requests in each of `groups` (table, number, whether chunks are attached);
     /// all or nothing. For each request the chunks by table, where there are any, and how many could not be had.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-    fn reserve_groups(
-        &self,
-        rows: Vec<GroupsDue<'_>>,
-        groups: Vec<SavedGroup>,
-    ) -> PyResult<Vec<(Vec<(usize, ChunkBatch)>, u32)>> {
+    fn reserve_groups(&self, rows: Vec<GroupsDue<'_>>, groups: Vec<SavedGroup>) -> PyResult<Vec<Reserved>> {
         for (chain, token_ids, num_tokens, ..) in &rows {
             chain.get().extend(token_ids, *num_tokens)?; // all of them before any is held
         }

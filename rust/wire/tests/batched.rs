@@ -140,7 +140,9 @@ impl Twins {
             Step::Release(at) if !self.leases.is_empty() => {
                 let (one, each) = self.leases.swap_remove(at.index(self.leases.len()));
                 self.at_once.release(one);
-                each.into_iter().for_each(|lease| self.one_by_one.release(lease));
+                for lease in each {
+                    self.one_by_one.release(lease);
+                }
             }
             Step::Release(_) => {}
             Step::Settle => {
