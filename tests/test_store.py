@@ -1,14 +1,23 @@
 """Which store an engine opens."""
 
-import pytest
+import tempfile
+from pathlib import Path
 
+from kvloft import _core
 from kvloft.config import Config
-from kvloft.errors import ConfigError
 from kvloft.seam.shape import CacheShape, GroupShape
-from kvloft.store import open_store
+from kvloft.store import arena_of, open_store
+
+SHAPE = CacheShape((GroupShape(16), GroupShape(16, kind="window", reach=31)))
 
 
-def test_a_server_is_refused_for_several_groups_with_the_fix() -> None:
-    shape = CacheShape((GroupShape(16), GroupShape(16, kind="window", reach=31)))
-    with pytest.raises(ConfigError, match=r"server = unix:/run/a.sock .* has 2; leave server out, or kv_groups at \"one\""):
-        open_store(Config(server="/run/a.sock"), shape, bytes(32), "", disk_path=None)
+def test_a_server_is_opened_for_several_groups_whose_frames_are_of_one_size() -> None:
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+        path = str(Path(folder) / "run" / "a.sock")
+        server = _core.Server(path, host_bytes=8 * SHAPE.frame_bytes)
+        store = open_store(Config(server=path), SHAPE, bytes(32), "", disk_path=None)
+        arena = arena_of(store)
+        assert arena is not None
+        assert (arena.frame_bytes, arena.num_frames) == (SHAPE.frame_bytes, 8)
+        store.close()
+        server.close()

@@ -50,10 +50,6 @@ class KeyChain:
     def append_embeds(self, rows: Any, *, dtype: str, width: int) -> None:
         """Append embedding rows: a C-contiguous buffer of n x width elements of ``dtype``, raw bytes."""
     def key(self, block: int) -> bytes: ...
-    def prefix(self, num_blocks: int, group: int | None = None) -> KeyChain:
-        """A copy of the first ``num_blocks`` full blocks, with ``group``'s keys (None: these), to look up and save with."""
-    def attached(self, block: int, group: int) -> KeyChain:
-        """What ``group`` keeps of full block ``block`` alone, valid at its end: a chain of one block."""
 
 @final
 class Arena:
@@ -107,13 +103,17 @@ class ChunkBatch:
 
 @final
 class ReadLease:
-    """Pins on the host part of a prefix; disk chunks behind it are being read in. Dropping it unpins."""
+    """Pins on the host part of prefixes; disk chunks behind it are being read in. Dropping it unpins."""
 
     def poll(self) -> tuple[int, int]:
-        """(blocks ready and pinned from position 0, blocks still being read). Never blocks."""
+        """(blocks ready and pinned from position 0, blocks still being read), of all prefixes together. Never blocks on I/O."""
     def batch(self, table: Sequence[int], begin: int, end: int) -> tuple[ChunkBatch, dict[str, int]]:
         """Chunks for the blocks ``table[begin:end]``, and how many blocks come from each tier ('host' or 'disk': where it was
         when the lease was taken). Ends before the first block that is not ready. Bounds outside the table raise ConfigError."""
+    def batches(self, rows: Sequence[tuple[Sequence[int], int, int, int]]) -> tuple[list[ChunkBatch], dict[str, int]] | None:
+        """Of a lease by `acquire_groups`, with a row (table, start, stop, begin) for each group in its order: its chunks are blocks
+        [start, stop) of the table, and those from ``begin`` on are loaded. Returns each group's chunks, and the first group's
+        blocks by tier; None if a chunk is not ready, or has no block to go to."""
     def release(self) -> None: ...
 
 @final
@@ -167,11 +167,18 @@ class Session:
     @property
     def num_in_flight(self) -> int:
         """Reservations that some rank has not reported."""
-    def lookup(self, chain: KeyChain) -> tuple[int, int]:
+    def lookup(self, chain: KeyChain, group: int | None = None) -> tuple[int, int]:
         """(blocks in host, blocks in host or disk), each a count from position 0: full chunks, then the longest tail
-        behind them, wherever in the chain that is. No side effect."""
+        behind them, wherever in the chain that is. With a ``group``, of the prefix as that one keeps it. No side effect."""
+    def lookup_attached(self, chain: KeyChain, rows: Sequence[tuple[int, int, int]]) -> list[tuple[bytes, bytes]]:
+        """For each (group, start, stop): what the group keeps of each of blocks [start, stop) alone, in host, and in host or
+        disk: a byte a block, 1 if it is there. No side effect. Raises ConfigError for blocks that the chain has not got."""
     def acquire(self, chain: KeyChain) -> ReadLease:
         """Pin the host part, start reading the disk part into host frames as far as they can be had."""
+    def acquire_groups(
+        self, chain: KeyChain, num_blocks: int, full: Sequence[int | None], rows: Sequence[tuple[int, int, int]]
+    ) -> ReadLease:
+        """The same of the first ``num_blocks`` as each group of ``full`` keeps them, and of ``rows`` as for `lookup_attached`."""
     def reserve(self, chain: KeyChain, start: int, stop: int, tail_blocks: int, table: Sequence[int]) -> tuple[ChunkBatch, int]:
         """Reserve frames for full chunks [start, stop) and, with tail_blocks, for a tail of so many blocks behind them.
 
@@ -188,10 +195,19 @@ class Session:
         Each chain is first extended by what it has not got of ``token_ids[:num_tokens]``. Once a row's last chunk is committed,
         the chunk ``replaced`` is discarded; not if that chunk is not among those reserved. None stands for no chunks.
         """
-    def reserve_attached(self, chain: KeyChain, group: int, start: int, stop: int, table: Sequence[int]) -> ChunkBatch:
-        """Reserve frames for what ``group`` keeps of each of blocks [start, stop) alone, as `KeyChain.attached` names it.
+    def reserve_groups(
+        self, rows: Sequence[tuple[KeyChain, Sequence[int], int, int, int, Any]], groups: Sequence[tuple[int, int | None, bool]]
+    ) -> list[tuple[list[tuple[int, ChunkBatch]], int]]:
+        """`reserve_all` for rows of (chain, token_ids, num_tokens, start, stop, tables), in each of ``groups``: (which of the
+        tables, the group's number or None for the chain's own keys, whether each block is kept alone).
 
-        What ``table`` has not got or has as a null block is left out, and so is what finds no frame. All or nothing on an error.
+        Of blocks that are kept alone, those are left out that the table has not got or has as a null block, and those that find
+        no frame. Returns for each row the chunks by table, of tables that have any, and how many others could not be had.
+        """
+    def reserve_attached(self, rows: Sequence[tuple[KeyChain, int, int, int]]) -> list[ChunkBatch | None]:
+        """For each (chain, group, block, where it is): reserve a frame for what the group keeps of that block alone.
+
+        All or nothing on an error. None stands for no chunk.
         """
     def settle(self, saved: Sequence[int], failed: Sequence[int] = ...) -> tuple[int, int]:
         """Take in one rank's report. With the last rank's, a chunk becomes visible if no rank failed it (and its parent is

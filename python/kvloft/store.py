@@ -5,7 +5,6 @@ It must not know vLLM, and nothing of what is kept.
 
 from kvloft import _core
 from kvloft.config import Config
-from kvloft.errors import ConfigError
 from kvloft.seam.shape import ArenaSpec, CacheShape
 
 
@@ -16,11 +15,6 @@ def open_store(config: Config, shape: CacheShape, namespace: bytes, description:
     """
     group = shape.full
     if config.server is not None:
-        if len(shape.groups) > 1:  # each window block would be a question of its own
-            raise ConfigError(
-                f"server = unix:{config.server} ({config.origin('server')}) serves models with one KV cache group, and this "
-                f'one has {len(shape.groups)}; leave server out, or kv_groups at "one".'
-            )
         return _core.Session.connect(
             config.server,
             frame_bytes=shape.frame_bytes,

@@ -27,18 +27,27 @@ def token_keys(ids: list[int], block_tokens: int) -> list[bytes]:
     return model.chain_keys(ROOT, [model.Token(token) for token in ids], [], block_tokens)
 
 
-@given(st.integers(0, 90), st.integers(0, 12), st.integers(0, 2**32 - 1), st.data())
-def test_what_groups_keep_has_keys_of_its_own(num_tokens: int, num_blocks: int, group: int, data: st.DataObject) -> None:
-    ids = list(range(num_tokens))
+@given(st.integers(0, 90), st.integers(0, 12), st.integers(0, 2**32 - 1), st.integers(0, 40))
+def test_what_groups_keep_has_keys_of_its_own(num_tokens: int, first: int, group: int, more: int) -> None:
+    """Those of a group of full attention are hashed as the chain grows; of others, when they are asked for."""
+    ids = list(range(num_tokens + more))
     chain, keys = _core.KeyChain(ROOT, block_tokens=8), token_keys(ids, 8)
-    chain.append_tokens(ids)
-    assert keys_of(chain.prefix(num_blocks)) == keys[:num_blocks]
-    assert keys_of(chain.prefix(num_blocks, group)) == [model.group_key(key, group) for key in keys[:num_blocks]]
-    if keys:
-        block = data.draw(st.integers(0, len(keys) - 1))
-        assert keys_of(chain.attached(block, group)) == [model.group_key(keys[block], group)]
+    store = _core.Session(frame_bytes=4096, host_bytes=4096 * 64, namespace=bytes(32))
+    chain.append_tokens(ids[:num_tokens])
+    assert store.lookup(chain, group) == (0, 0)
+    table, first = list(range(1, len(keys) + 1)), min(first, len(keys))
+    row = (chain, ids, len(ids), 0, len(keys), [table, [0] * first + table[first:]])
+    ((batches, num_dropped),) = store.reserve_groups([row], [(0, group, False), (1, (group + 1) % 2**32, True)])
+    found = {nth: [(chunk.key, *chunk.blocks) for chunk in batch] for nth, batch in batches}
+    every = [(model.group_key(key, group), block) for key, block in zip(keys, table, strict=True)]
+    alone = [(model.group_key(key, (group + 1) % 2**32), block) for key, block in zip(keys, table, strict=True)][first:]
+    assert found == {nth: rows for nth, rows in enumerate((every, alone)) if rows}
+    assert num_dropped == 0
+    assert store.settle([ticket for _, batch in batches for ticket in batch.tickets()]) == (len(every) + len(alone), 0)
+    assert store.lookup(chain, group) == (len(keys), len(keys))
+    assert store.lookup_attached(chain, [((group + 1) % 2**32, 0, len(keys))])[0][0] == bytes([0] * first + [1] * len(alone))
     with pytest.raises(_core.ConfigError, match="no such full block"):
-        chain.attached(len(keys), group)
+        store.lookup_attached(chain, [(group, 0, len(keys) + 1)])
     assert keys_of(chain) == keys
 
 

@@ -74,6 +74,62 @@ def test_a_chain_may_be_in_one_row_only_and_else_nothing_stays_reserved() -> Non
     assert [len(chunks or ()) for chunks in store.reserve_all(rows[:2])[0]] == [1, 1]
 
 
+FULL, OTHER, ALONE = (0, None, False), (1, 2, False), (2, 3, True)
+"""A group with the chain's own keys, another that keeps the prefix, and one that keeps each block alone."""
+
+
+@given(
+    num_blocks=st.integers(1, 12), first=st.integers(0, 12), begin=st.integers(0, 12),
+    missing=st.none() | st.tuples(st.sampled_from(["lost", "null", "short"]), st.integers(0, 2)),
+)  # fmt: skip
+def test_a_lease_on_groups_gives_each_its_blocks_or_nothing(
+    num_blocks: int, first: int, begin: int, missing: tuple[str, int] | None
+) -> None:
+    store, chain = session(64), chain_of(list(range(num_blocks)))
+    first, begin = min(first, num_blocks), min(begin, num_blocks)
+    tables = [[100 * (nth + 1) + block for block in range(num_blocks)] for nth in range(3)]
+    given_up = [0] * first + tables[2][first:]
+    ((batches, num_dropped),) = store.reserve_groups([(chain, [], 0, 0, num_blocks, [*tables[:2], given_up])], [FULL, OTHER, ALONE])
+    key_of = {(nth, copy.blocks[0]): copy.key for nth, batch in batches for copy in batch}
+    assert num_dropped == 0
+    assert set(key_of) == {(n, b) for n, table in enumerate([*tables[:2], given_up]) for b in table if b}
+    store.settle([ticket for _, batch in batches for ticket in batch.tickets()])
+
+    starts, how, nth = [0, 0, first], *(missing or ("", 0))
+    if how == "lost" and (nth, tables[nth][-1]) in key_of:
+        assert store.discard([key_of[nth, tables[nth][-1]]]) == 1
+    lease = store.acquire_groups(chain, num_blocks, [None, 2], [(3, first, num_blocks)])
+    begins = [max(start, begin) for start in starts]
+    if how == "null" and begins[nth] < num_blocks:
+        tables[nth][-1] = 0
+    elif how == "short":
+        tables[nth].pop()
+    has_all = not how or (how != "short" and begins[nth] == num_blocks and not (how == "lost" and starts[nth] < num_blocks))
+    found = lease.batches([(table, start, num_blocks, at) for table, start, at in zip(tables, starts, begins, strict=True)])
+    assert (found is not None) == has_all
+    if found is not None:
+        loaded = [[(copy.blocks, copy.key) for copy in batch] for batch in found[0]]
+        assert loaded == [
+            [((b,), key_of[n, b]) for b in table[at:]] for n, (table, at) in enumerate(zip(tables, begins, strict=True))
+        ]
+        assert found[1] == ({"host": num_blocks - begin} if begin < num_blocks else {})
+    if not how:
+        assert lease.poll() == (2 * num_blocks + num_blocks - first, 0)
+    lease.release()
+    assert store.stats()["pins"] == 0
+
+
+def test_states_are_reserved_for_many_requests_and_those_that_are_there_are_left_out() -> None:
+    store, one, other = session(3), chain_of([1, 2]), chain_of([1, 3])
+    found = store.reserve_attached([(one, 4, 0, 7), (one, 4, 1, 8), (other, 4, 0, 9), (other, 4, 1, 10), (one, 5, 1, 11)])
+    assert [chunks and chunks.block_ids() for chunks in found] == [[7], [8], None, [10], None], (
+        "the first is one's, the last has no frame"
+    )
+    with pytest.raises(_core.ConfigError, match="no such full block"):
+        store.reserve_attached([(one, 6, 0, 7), (one, 6, 2, 8)])
+    assert store.num_in_flight == 3
+
+
 def test_a_session_that_ends_leaves_nothing_reserved_or_pinned() -> None:
     store, chain = session(8), chain_of([1, 2, 3])
     rows, _ = reserve(store, chain, 0, 3)

@@ -13,6 +13,8 @@ import pytest
 
 from .client import BLOCK, Engine, Req, Zygote, engine_kwargs, kvloft, random_ids
 from .conftest import Truth
+from .test_server import CacheServer, server, until  # noqa: F401
+from .test_server import shared as sharing
 from .zoo.models import IS_WHOLE, ZOO, ZooModel, chosen
 
 HAS_STATES = "not tried yet with kv_groups=all"
@@ -183,3 +185,40 @@ def test_drafts_are_accepted_as_often_on_a_hit_as_cold(place: Place, serve: Call
 def accepted(engine: Engine) -> float:
     """Drafted tokens that were right, since the engine's start."""
     return engine.metrics()["vllm:spec_decode_num_accepted_tokens_total"]
+
+
+def test_engines_on_a_server_find_each_others_and_compute_when_it_dies(
+    place: Place,
+    serve: Callable[..., Engine],
+    server: CacheServer,  # noqa: F811
+) -> None:
+    one, other = (serve(kv_transfer_config=sharing(server, kv_groups="all")) for _ in range(2))
+    prompts = [place.prompt(9900 + i, 150 + 67 * i) for i in range(5)]
+    wanted = [least(place, p.num_prompt_tokens) for p in prompts]
+    assert ask(place, one, *prompts) == [0] * len(prompts)
+
+    def are_found(engine: Engine) -> bool:
+        assert engine.reset()
+        return all(n >= w for n, w in zip(ask(place, engine, *prompts), wanted, strict=True))
+
+    assert are_found(other)
+    assert are_found(one)
+    if not place.model.alone:
+        for steps in (1, 3):  # while loads and saves are under way
+            assert other.reset()
+            requests = [p.again() for p in prompts]
+            other.add(*requests)
+            other.step(steps)
+            server.end()
+            other.step(2)
+            server.start()
+            results = other.run()
+            assert [results[r.id].tokens for r in requests] == [place.truth.tokens(p) for p in prompts]
+    server.end()
+    assert other.reset()
+    assert ask(place, other, *prompts) == [0] * len(prompts)
+    server.start()
+    until(lambda: are_found(other), "hits do not come back")
+    for engine in (one, other):
+        assert_sound(engine)
+    server.assert_at_rest()

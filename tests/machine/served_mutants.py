@@ -9,7 +9,7 @@ import pytest
 from kvloft.plan.core import SchedulerCore
 from kvloft.plan.groups import GroupedChunks, GroupLease
 from kvloft.plan.queue import Queue
-from kvloft.seam.batch import Tables
+from kvloft.seam.batch import GroupBatches, Tables
 from kvloft.seam.shape import GroupShape
 from kvloft.transfer import groups
 from kvloft.transfer.groups import GroupedMover
@@ -97,12 +97,8 @@ def load_begins_before_the_local_hits_end(mp: pytest.MonkeyPatch) -> None:
 @mutant("LMCache #4247: behind a local hit only full attention is loaded", LOAD, *WINDOWS, *STATES)
 def only_attention_is_loaded_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
     def batch(original: Any, self: Any, table: Any, begin: int, end: int) -> Any:
-        parts = self._parts
-        self._parts = [part for part in parts if not begin or part.attached is None]
-        try:
-            return original(self, table, begin, end)
-        finally:
-            self._parts = parts
+        chunks, by_tier = original(self, table, begin, end)
+        return GroupBatches(tuple(row for row in chunks.batches if not begin or row[0] == table.main)), by_tier
 
     swap(mp, GroupLease, "batch", batch)
 
@@ -112,18 +108,19 @@ def only_attention_is_loaded_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("keys do not tell groups apart, and one group's block is another's", "one key, two prefixes", "four windows", "six windows")
 def keys_without_the_group(mp: pytest.MonkeyPatch) -> None:
-    def reserve(original: Any, self: Any, chain: Any, group: int, *args: Any) -> Any:
-        return original(self, chain, 2, *args)
+    def reserve(original: Any, self: Any, rows: Any, groups: Any) -> Any:
+        return original(self, rows, [(nth, 2 if is_alone else number, is_alone) for nth, number, is_alone in groups])
 
-    swap(mp, SteadyStore, "reserve_attached", reserve)
+    swap(mp, SteadyStore, "reserve_groups", reserve)
 
 
 @mutant("vLLM #45704: one block table stands for all groups", r"\(I6\)", *WINDOWS, *LOCALS)
 def tables_are_all_the_main_ones(mp: pytest.MonkeyPatch) -> None:
-    def reserve(original: Any, self: Any, chain: Any, start: int, stop: int, table: Tables) -> Any:
-        return original(self, chain, start, stop, Tables([table.tables[table.main]] * len(table.tables), table.main))
+    def reserve(original: Any, self: Any, rows: Any, groups: Any) -> Any:
+        main = next(nth for nth, number, _ in groups if number is None)
+        return original(self, [(*row, [tables[main]] * len(tables)) for *row, tables in rows], groups)
 
-    swap(mp, GroupedChunks, "reserve", reserve)
+    swap(mp, SteadyStore, "reserve_groups", reserve)
 
 
 @mutant("LMCache #5248: a window's block is saved after vLLM gave it up", r"\(I6\)|does not hold its key's KV", *WINDOWS)
@@ -149,10 +146,10 @@ def window_is_saved_after_it_was_given_up(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("sglang #38031: a state is kept under the boundary before its own", "one key, two prefixes|another prefix's|ended", *STATES)
 def state_is_saved_under_another_boundary(mp: pytest.MonkeyPatch) -> None:
-    def reserve(original: Any, self: Any, chain: Any, group: int, boundary: int, block: int) -> Any:
-        return original(self, chain, group, max(1, boundary - 1), block)
+    def reserve(original: Any, self: Any, rows: Any) -> Any:
+        return original(self, [(chain, group, max(1, boundary - 1), block) for chain, group, boundary, block in rows])
 
-    swap(mp, GroupedChunks, "reserve_state", reserve)
+    swap(mp, GroupedChunks, "reserve_states", reserve)
 
 
 @mutant("dynamo: states are read off the table like attention, also running ones", "that vLLM does not offer", *STATES)
@@ -166,18 +163,21 @@ def states_are_saved_from_the_table(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("Mooncake #45785: states are never saved, and nothing says so", "was offered and is not saved", *STATES)
 def states_are_never_saved(mp: pytest.MonkeyPatch) -> None:
-    mp.setattr(SchedulerCore, "_save_state", lambda self, state, saves: None)
+    mp.setattr(SchedulerCore, "_save_states", lambda self, states, saves: None)
 
 
 @mutant("SGLang #22134: the running state is saved, which is some tokens further", "that vLLM does not offer", *STATES)
 def running_state_is_saved(mp: pytest.MonkeyPatch) -> None:
-    def save(original: Any, self: Any, state: Any, saves: Any) -> None:
-        tracker = self._trackers.get(state.req_id)
-        if tracker is not None and self._take_tables(tracker):
-            state = state._replace(block=tracker.blocks.tables[state.group][-1])
-        original(self, state, saves)
+    def save(original: Any, self: Any, states: Any, saves: Any) -> None:
+        running = []
+        for state in states:
+            tracker = self._trackers.get(state.req_id)
+            if tracker is not None and self._take_tables(tracker):
+                state = state._replace(block=tracker.blocks.tables[state.group][-1])
+            running.append(state)
+        original(self, running, saves)
 
-    swap(mp, SchedulerCore, "_save_state", save)
+    swap(mp, SchedulerCore, "_save_states", save)
 
 
 @mutant("LMCache #5248: only the first group's blocks are fenced from saves that still read them", "does not hold its key's KV")

@@ -29,6 +29,9 @@ class SteadyLease:
     def batch(self, table: Sequence[int], begin: int, end: int) -> Any:
         return self._lease.batch(table, begin, end)
 
+    def batches(self, rows: Sequence[Any]) -> Any:
+        return self._lease.batches(rows)
+
     def release(self) -> None:
         self._lease.release()
 
@@ -63,11 +66,31 @@ class SteadyStore:
         self._note(chunks, num_dropped)
         return chunks, num_dropped
 
-    def reserve_attached(self, chain: Any, group: int, start: int, stop: int, table: Sequence[int]) -> Any:
+    def acquire_groups(self, chain: Any, num_blocks: int, full: Sequence[int | None], rows: Sequence[tuple[int, int, int]]) -> Any:
+        """All of it is in host, or it is waited for: which part is does not matter to several groups."""
         self.settle_disk()
-        chunks = self.session.reserve_attached(chain, group, start, stop, table)
-        self._note(chunks, 0)
-        return chunks
+        in_host = all(self.session.lookup(chain, group)[0] >= num_blocks for group in full)
+        in_host = in_host and all(all(host) for host, _ in self.session.lookup_attached(chain, rows))
+        lease = self.session.acquire_groups(chain, num_blocks, full, rows)
+        return SteadyLease(
+            self, lease, num_blocks * len(full) + sum(stop - start for _, start, stop in rows) if in_host else 0, self.patience
+        )
+
+    def reserve_groups(self, rows: Sequence[Any], groups: Sequence[tuple[int, int | None, bool]]) -> Any:
+        self.settle_disk()
+        reserved = self.session.reserve_groups(rows, groups)
+        for batches, num_dropped in reserved:
+            for _, chunks in batches:
+                self._note(chunks, 0)
+            self._note((), num_dropped)
+        return reserved
+
+    def reserve_attached(self, rows: Sequence[tuple[Any, int, int, int]]) -> Any:
+        self.settle_disk()
+        reserved = self.session.reserve_attached(rows)
+        for chunks in reserved:
+            self._note(chunks or (), 0)
+        return reserved
 
     def reserve_all(self, rows: Sequence[Any]) -> tuple[list[Any], list[int]]:
         self.settle_disk()

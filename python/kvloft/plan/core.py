@@ -212,8 +212,8 @@ class SchedulerCore:
             self._save(*due, saves)
         if new_ids := [new.req_id for new in view.new]:
             self._agenda.add(new_ids, self._next_saves(new_ids))
-        for state in view.states:
-            self._save_state(state, saves)
+        if view.states:
+            self._save_states(view.states, saves)
         for req_id in drafts:
             if (tracker := trackers.get(req_id)) is not None:
                 tracker.had_drafts = True
@@ -305,17 +305,24 @@ class SchedulerCore:
         tracker.blocks = tables
         return True
 
-    def _save_state(self, state: BoundaryState, saves: list[SavePlan]) -> None:
+    def _save_states(self, states: Iterable[BoundaryState], saves: list[SavePlan]) -> None:
         """A state is offered once, with its tokens known, for vLLM hashes them first; what has no frame now is not kept."""
-        tracker, block_tokens = self._trackers.get(state.req_id), self._group.block_tokens
-        if tracker is None or self._groups is None or state.num_tokens % block_tokens or state.num_tokens > tracker.save_limit:
+        due = [(tracker, state) for state in states if (tracker := self._has_state(state)) is not None]
+        if self._groups is None or not due:
             return
+        block_tokens = self._group.block_tokens
+        rows = [(tracker.chain, state.group, state.num_tokens // block_tokens, state.block) for tracker, state in due]
+        reserved = zip(due, self._groups.reserve_states(rows), strict=True)
+        saves += [SavePlan(tracker.req_id, chunks) for (tracker, _), chunks in reserved if chunks]
+
+    def _has_state(self, state: BoundaryState) -> Tracker | None:
+        """Whose state it is, if it is to be saved."""
+        tracker, num_blocks = self._trackers.get(state.req_id), state.num_tokens // self._group.block_tokens
+        if tracker is None or state.num_tokens % self._group.block_tokens or state.num_tokens > tracker.save_limit:
+            return None
         tracker.extend_chain(state.num_tokens)
-        boundary = state.num_tokens // block_tokens
-        if tracker.chain.num_blocks < boundary or tracker.save_blocked or tracker.kv_outdated or self._breaker.has_tripped:
-            return
-        if chunks := self._groups.reserve_state(tracker.chain, state.group, boundary, state.block):
-            saves.append(SavePlan(tracker.req_id, chunks))
+        is_known = tracker.chain.num_blocks >= num_blocks and not (tracker.save_blocked or tracker.kv_outdated)
+        return tracker if is_known and not self._breaker.has_tripped else None
 
     # -- reports --------------------------------------------------------------------------------------------------
 

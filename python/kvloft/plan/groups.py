@@ -8,17 +8,18 @@ It must not know vLLM or bytes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-from kvloft.seam.batch import ChunkBatch, GroupBatches, Tables
+from kvloft.seam.batch import GroupBatches, Tables
 from kvloft.seam.ids import BlockId
-from kvloft.seam.shape import CacheShape
+from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.seam.store import KeyChain, ReadLease, Session
 
 SaveRow = tuple[KeyChain, Sequence[int], int, int, int, int, Any, bytes | None]
 """As `Session.reserve_all` takes it; with several groups the table is a `Tables`."""
-NULL_BLOCK = 0
-"""vLLM's: what its tables have where a group needs no block."""
+LOOK_BACK, LOOK_FURTHER = 64, 4
+"""Where something is missing, so many blocks more are asked about, and so many times more the next time. Over a server each
+question is a round trip."""
 
 
 class GroupedChunks:
@@ -37,165 +38,123 @@ class GroupedChunks:
 
     def lookup(self, chain: KeyChain) -> tuple[int, int]:
         """Blocks that every full group has, in host and in any tier: no hit is deeper."""
-        found = [self._session.lookup(self._of(chain, number)) for _, number in self._full]
+        found = [self._session.lookup(chain, number) for _, number in self._full]
         return min(host for host, _ in found), min(stored for _, stored in found)
 
-    def deepest(self, chain: KeyChain, most: int) -> tuple[int, int]:
-        """The deepest boundaries of at most ``most`` blocks at which all groups have what they need, in host and in any tier."""
-        host, stored = self.lookup(chain)
-        return self._deepest(chain, min(host, most), 0), self._deepest(chain, min(stored, most), 1)
+    def deepest(self, chain: KeyChain, found: tuple[int, int], most: int) -> tuple[int, int]:
+        """The deepest boundaries of at most ``most`` blocks at which all groups have what they need, in host and in any tier.
 
-    def _deepest(self, chain: KeyChain, boundary: int, tier: int) -> int:
-        groups, at = self._attached, 0
-        while boundary and at < len(groups):
-            number, group = groups[at]
-            missing = self._last_missing(chain, number, group.first_chunk(boundary), boundary, tier)
-            if missing is None:
-                at += 1
-            else:  # no boundary behind the missing chunk and up to this one does without it
-                boundary, at = missing, 0
+        ``found``: what `lookup` said.
+        """
+        columns = [_Column(nth + 1, group) for nth, group in self._attached]
+        stored = self._deepest(chain, columns, min(found[1], most), 1)
+        return self._deepest(chain, columns, min(found[0], stored), 0), stored
+
+    def _deepest(self, chain: KeyChain, columns: Sequence[_Column], boundary: int, tier: int) -> int:
+        further = 0
+        while boundary:
+            unknown = [column for column in columns if not column.has(boundary)]
+            if unknown:
+                rows = [column.ask(boundary, further) for column in unknown]
+                for column, answer in zip(unknown, self._session.lookup_attached(chain, rows), strict=True):
+                    column.take_in(*answer)
+                further = further * LOOK_FURTHER or LOOK_BACK
+            nearest = min((column.nearest(boundary, tier) for column in columns), default=boundary)
+            if nearest == boundary:
+                break
+            boundary = nearest
         return boundary
-
-    def _last_missing(self, chain: KeyChain, group: int, start: int, stop: int, tier: int) -> int | None:
-        has = self._session.lookup
-        return next((block for block in range(stop - 1, start - 1, -1) if not has(chain.attached(block, group + 1))[tier]), None)
-
-    @staticmethod
-    def _of(chain: KeyChain, number: int | None, num_blocks: int | None = None) -> KeyChain:
-        if number is None and num_blocks is None:
-            return chain
-        return chain.prefix(chain.num_blocks if num_blocks is None else num_blocks, number)
 
     # -- loads ----------------------------------------------------------------------------------------------------
 
-    def acquire(self, chain: KeyChain, most: int) -> GroupLease:
-        """Pin what the deepest stored boundary of at most ``most`` blocks needs of every group, and read what is not in host."""
-        _, boundary = self.deepest(chain, most)
-        parts: list[_Part] = []
-        if boundary:
-            for nth, number in self._full:
-                parts.append(_Part(nth, None, boundary, self._session.acquire(self._of(chain, number, boundary))))
-            for nth, group in self._attached:
-                needed = range(group.first_chunk(boundary), boundary)
-                parts += [_Part(nth, block, 1, self._session.acquire(chain.attached(block, nth + 1))) for block in needed]
-        return GroupLease(boundary, parts)
+    def acquire(self, chain: KeyChain, boundary: int) -> GroupLease:
+        """Pin what a prefix of ``boundary`` blocks needs of every group, and read what is not in host."""
+        rows = [(nth + 1, group.first_chunk(boundary), boundary) for nth, group in self._attached]
+        lease = self._session.acquire_groups(chain, boundary, [number for _, number in self._full], rows)
+        parts = [(nth, 0) for nth, _ in self._full] + [(number - 1, first) for number, first, _ in rows]
+        return GroupLease(boundary, parts, lease)
 
     # -- saves ----------------------------------------------------------------------------------------------------
 
-    def reserve(self, chain: KeyChain, start: int, stop: int, table: Tables) -> tuple[GroupBatches, int]:
-        """Reserve what is missing of chunks [start, stop) in every group but states; what could not be had counts for full ones.
-
-        A chunk whose block a group has given up already (it left the window) is left out.
-        """
-        saving = _Saving(self._session)
-        try:
-            dropped = 0
-            for nth, number in self._full:
-                dropped = max(dropped, saving.add(nth, self._of(chain, number), start, stop, table.tables[nth]))
-            for nth, group in self._attached:
-                if group.kind != "state":
-                    saving.note(nth, self._session.reserve_attached(chain, nth + 1, start, stop, table.tables[nth]))
-            return saving.batches(), dropped
-        except BaseException:
-            saving.give_back()
-            raise
-
     def reserve_all(self, rows: Sequence[SaveRow]) -> tuple[list[GroupBatches | None], list[int]]:
-        """As `Session.reserve_all`, with `Tables`; there are no tails."""
-        reserved: list[GroupBatches | None] = []
-        num_dropped: list[int] = []
-        try:
-            for chain, token_ids, num_tokens, start, stop, _, table, _ in rows:
-                if (known := chain.num_tokens) < num_tokens:
-                    chain.append_tokens(token_ids, known, num_tokens)
-                chunks, dropped = self.reserve(chain, start, stop, table)
-                reserved.append(chunks or None)
-                num_dropped.append(dropped)
-        except BaseException:
-            self._session.abort([ticket for chunks in reserved if chunks for ticket in chunks.tickets()])
-            raise
-        return reserved, num_dropped
+        """As `Session.reserve_all`, with `Tables`, in every group but states; what could not be had counts for full ones.
 
-    def reserve_state(self, chain: KeyChain, group: int, boundary: int, block: BlockId) -> GroupBatches:
-        """Reserve a frame for the state after ``boundary`` blocks, which ``block`` will hold at this step's end."""
-        chunks, _ = self._session.reserve(chain.attached(boundary - 1, group + 1), 0, 1, 0, [block])
-        return GroupBatches(((group, chunks),)) if chunks else GroupBatches()
+        There are no tails. A chunk whose block a group has given up already (it left the window) is left out.
+        """
+        groups = [(nth, number, False) for nth, number in self._full]
+        groups += [(nth, nth + 1, True) for nth, group in self._attached if group.kind != "state"]
+        asked = [(chain, ids, num_tokens, start, stop, table.tables) for chain, ids, num_tokens, start, stop, _, table, _ in rows]
+        reserved = self._session.reserve_groups(asked, groups)
+        return [GroupBatches(tuple(batches)) if batches else None for batches, _ in reserved], [dropped for _, dropped in reserved]
+
+    def reserve_states(self, rows: Sequence[tuple[KeyChain, int, int, BlockId]]) -> list[GroupBatches | None]:
+        """Reserve frames for states, each (chain, group, boundary, block that will hold it at this step's end)."""
+        reserved = self._session.reserve_attached([(chain, nth + 1, boundary - 1, block) for chain, nth, boundary, block in rows])
+        return [GroupBatches(((row[1], chunks),)) if chunks else None for row, chunks in zip(rows, reserved, strict=True)]
 
 
-class _Part(NamedTuple):
-    """A lease on the first ``num_blocks`` blocks of a full group, or on block ``attached`` of another."""
+class _Column:
+    """What is there of the blocks of a group that keeps each by itself: a byte a block, in host and in any tier."""
 
-    group: int
-    attached: int | None
-    num_blocks: int
-    lease: ReadLease
+    def __init__(self, number: int, group: GroupShape) -> None:
+        self._number, self._group = number, group
+        self._start = self._asked = 0
+        self._tiers: tuple[bytes, bytes] = (b"", b"")
 
-    def batch(self, table: Sequence[BlockId], begin: int, end: int) -> tuple[ChunkBatch, dict[str, int]] | None:
-        """Its chunks for blocks ``[begin, end)`` of the group's table; None if one is not there, or has no block to go to."""
-        if self.attached is None:
-            chunks, by_tier = self.lease.batch(table, begin, end)
-            return (chunks, by_tier) if len(chunks) == end - begin else None
-        own = list(table[self.attached : self.attached + 1])
-        if not own or own[0] == NULL_BLOCK:
-            return None
-        chunks, _ = self.lease.batch(own, 0, 1)
-        return (chunks, {}) if chunks else None
+    def has(self, boundary: int) -> bool:
+        """Whether all that ``boundary`` needs was asked about."""
+        first = self._group.first_chunk(boundary)
+        return first == boundary or self._start <= first < boundary <= self._start + len(self._tiers[0])
+
+    def ask(self, boundary: int, further: int) -> tuple[int, int, int]:
+        """The question about it, and as many blocks ``further`` back: for `Session.lookup_attached`."""
+        self._asked = max(0, self._group.first_chunk(boundary) - further)
+        is_next = self._start < boundary <= self._start + len(self._tiers[0])
+        return self._number, self._asked, self._start if is_next else boundary
+
+    def take_in(self, host: bytes, stored: bytes) -> None:
+        is_next = self._asked + len(host) == self._start
+        self._tiers = (host + self._tiers[0], stored + self._tiers[1]) if is_next else (host, stored)
+        self._start = self._asked
+
+    def nearest(self, boundary: int, tier: int) -> int:
+        """``boundary`` if all that it needs is there; else a smaller one, and none between them can do."""
+        there, start, first = self._tiers[tier], self._start, self._group.first_chunk(boundary)
+        missing = there.rfind(0, first - start, boundary - start) if first < boundary else -1
+        if missing < 0:
+            return boundary
+        if self._group.kind == "local":  # a boundary between two local chunks needs neither
+            return start + missing
+        return start + 1 + there.rfind(1, 0, missing)
 
 
 class GroupLease:
-    """A `ReadLease` on what a prefix of ``boundary`` blocks needs of every group: all of it, or nothing."""
+    """A `ReadLease` on what a prefix of ``boundary`` blocks needs of every group: all of it, or nothing.
 
-    def __init__(self, boundary: int, parts: list[_Part]) -> None:
-        self._boundary, self._parts = boundary, parts
+    ``parts``: which group, and the first block that it needs, in the lease's order.
+    """
+
+    def __init__(self, boundary: int, parts: Sequence[tuple[int, int]], lease: ReadLease) -> None:
+        self._boundary, self._parts, self._lease = boundary, parts, lease
+        self._num_chunks = sum(boundary - first for _, first in parts)
 
     def poll(self) -> tuple[int, int]:
         """(``boundary`` once all is in host, blocks that are still waited for); (0, 0) if something will not come."""
-        is_coming = False
-        for part in self._parts:
-            ready, pending = part.lease.poll()
-            if ready + pending < part.num_blocks:
-                return 0, 0
-            is_coming |= ready < part.num_blocks
-        return (0, self._boundary) if is_coming else (self._boundary, 0)
+        ready, pending = self._lease.poll()
+        if ready + pending < self._num_chunks:
+            return 0, 0
+        return (0, self._boundary) if pending else (self._boundary, 0)
 
     def batch(self, table: Tables, begin: int, end: int) -> tuple[GroupBatches, dict[str, int]]:
         """Chunks for what blocks ``[begin, end)`` of the tables need, and blocks by tier; nothing unless all is there."""
-        found: dict[int, list[ChunkBatch]] = {}
-        by_tier: dict[str, int] = {}
-        for part in self._parts:
-            if part.attached is not None and part.attached < begin:
-                continue  # vLLM has it
-            chunks = part.batch(table.tables[part.group], begin, end)
-            if chunks is None or end != self._boundary:
-                return GroupBatches(), {}
-            found.setdefault(part.group, []).append(chunks[0])
-            by_tier = by_tier or chunks[1]
-        return GroupBatches.of(found), by_tier
+        if end != self._boundary:
+            return GroupBatches(), {}
+        # vLLM has what comes before ``begin``.
+        found = self._lease.batches([(table.tables[nth], first, end, max(first, begin)) for nth, first in self._parts])
+        if found is None:
+            return GroupBatches(), {}
+        batches, by_tier = found
+        return GroupBatches(tuple((nth, chunks) for (nth, _), chunks in zip(self._parts, batches, strict=True) if chunks)), by_tier
 
     def release(self) -> None:
-        for part in self._parts:
-            part.lease.release()
-
-
-class _Saving:
-    """Reservations of one request in this step."""
-
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._found: dict[int, list[ChunkBatch]] = {}
-
-    def add(self, group: int, chain: KeyChain, start: int, stop: int, table: Sequence[BlockId]) -> int:
-        """Returns how many chunks could not be had."""
-        chunks, dropped = self._session.reserve(chain, start, stop, 0, table)
-        self.note(group, chunks)
-        return dropped
-
-    def note(self, group: int, chunks: ChunkBatch) -> None:
-        if chunks:
-            self._found.setdefault(group, []).append(chunks)
-
-    def batches(self) -> GroupBatches:
-        return GroupBatches.of(self._found)
-
-    def give_back(self) -> None:
-        self._session.abort(self.batches().tickets())
+        self._lease.release()

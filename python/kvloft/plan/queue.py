@@ -126,7 +126,7 @@ class Queue:
                     return 0
                 tracker.waited_out = True
             chain, groups = tracker.chain, self.groups
-            acquired = self.store.acquire(chain) if groups is None else groups.acquire(chain, self._most(num_tokens))
+            acquired = self.store.acquire(chain) if groups is None else groups.acquire(chain, stored_blocks)
             tracker.lease = Lease(tracker, acquired, self.waiting, num_tokens, stored_blocks)
         ready_blocks, pending_blocks = tracker.lease.poll()
         if pending_blocks:
@@ -154,7 +154,7 @@ class Queue:
             # Whatever ends before the chain's last whole chunk ends there with a longer chain, too.
             if stored_blocks + self.group.blocks_per_chunk <= tracker.chain.num_blocks or tracker.chain.num_tokens >= known:
                 if self.groups is not None:
-                    return self.groups.deepest(tracker.chain, self._most(known))
+                    return self.groups.deepest(tracker.chain, (host_blocks, stored_blocks), self._most(known))
                 return host_blocks, stored_blocks
             limit *= LOOK_FURTHER
 

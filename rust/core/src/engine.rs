@@ -6,29 +6,37 @@
 //! gives its reservations: so a late report never settles another save.
 
 use std::collections::hash_map::Entry;
+use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use rustc_hash::FxHashMap;
 
 use crate::Result;
-use crate::batch::{BlocksByTier, ChunkBatch};
+use crate::batch::{BlocksByTier, ChunkBatch, NULL_BLOCK};
 use crate::key::ChunkKey;
 use crate::session::{LeaseId, Session};
-use crate::store::{Prefix, SaveRange};
+use crate::store::ToSave;
 
 /// Chunks of one prefix to be saved.
 #[derive(Debug, Clone, Copy)]
 pub struct SaveRow<'a> {
-    /// What is saved a part of.
-    pub prefix: Prefix<'a>,
-    /// Which part.
-    pub range: SaveRange,
+    /// What of which prefix.
+    pub what: ToSave<'a>,
     /// The blocks that hold it, the range's first one first.
     pub table: &'a [i32],
     /// Where in the prefix the table begins.
     pub first: u32,
     /// Discarded once the chunk with the table's last block is committed.
     pub replaced: Option<ChunkKey>,
+}
+
+/// Blocks of one group that a lease has.
+#[derive(Debug, Clone)]
+pub struct LoadRow<'a> {
+    /// All of them.
+    pub blocks: Range<u32>,
+    /// Where the last of them go to; those before are not loaded.
+    pub table: &'a [i32],
 }
 
 /// One chunk that is being saved.
@@ -131,12 +139,34 @@ impl EngineSession {
         ChunkBatch::of_loads(&self.session.frames(lease), table, begin)
     }
 
+    /// What a lease on several prefixes covers: its chunks in their order are those of each row, one a block. None if one of them is
+    /// not there, or has no block to go to. `InvalidConfig` for a negative number in a table.
+    pub fn load_rows(&self, lease: LeaseId, rows: &[LoadRow<'_>]) -> Result<Option<Vec<(ChunkBatch, BlocksByTier)>>> {
+        let mut leased = self.session.frames(lease);
+        let num_blocks: usize = rows.iter().map(|row| row.blocks.len()).sum();
+        let is_whole = leased.len() == num_blocks && leased.iter().all(|chunk| chunk.num_blocks == 1);
+        if !is_whole || rows.iter().any(|row| row.table.contains(&NULL_BLOCK)) {
+            return Ok(None);
+        }
+        let mut rest = leased.as_mut_slice();
+        let mut batch = |row: &LoadRow<'_>| {
+            let (own, behind) = std::mem::take(&mut rest).split_at_mut(row.blocks.len());
+            rest = behind;
+            for (chunk, block) in own.iter_mut().zip(row.blocks.clone()) {
+                chunk.first_block = block;
+            }
+            let num_wanted = u32::try_from(row.table.len()).unwrap_or(u32::MAX);
+            ChunkBatch::of_loads(own, row.table, row.blocks.end.saturating_sub(num_wanted))
+        };
+        rows.iter().map(&mut batch).collect::<Result<_>>().map(Some)
+    }
+
     /// Reserves frames for what is missing of each row's range, to be filled from its table; and how many chunks could not be had.
     /// They are in flight from here on. On an error for one, none is.
     pub fn reserve(&self, rows: &[SaveRow<'_>]) -> Result<Vec<(Arc<ChunkBatch>, u32)>> {
         // Before the store is asked, so that its numbers come in their order.
         let mut flights = self.flights();
-        let asked: Vec<_> = rows.iter().map(|row| (row.prefix, row.range)).collect();
+        let asked: Vec<_> = rows.iter().map(|row| row.what).collect();
         let (reserved, got) = self.session.reserve_many(&asked)?;
         let (mut rest, mut batches) = (reserved.as_slice(), Vec::with_capacity(rows.len()));
         for (row, got) in rows.iter().zip(&got) {

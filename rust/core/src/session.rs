@@ -15,7 +15,7 @@ use crate::Result;
 use crate::key::ChunkKey;
 pub use crate::store::ArenaInfo;
 use crate::store::{
-    Changes, Got, LeasedFrame, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store, StoreConfig,
+    Changes, Got, LeasedFrame, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store, StoreConfig, ToSave,
     WriteLease,
 };
 
@@ -35,24 +35,32 @@ pub trait Session: Send + Sync + fmt::Debug {
         false
     }
     /// How much of the prefix is stored. No side effect (I9).
-    fn lookup(&self, prefix: Prefix<'_>) -> Lookup;
+    fn lookup(&self, prefix: Prefix<'_>) -> Lookup {
+        self.lookup_many(&[prefix]).pop().unwrap_or_default()
+    }
+    /// The same of many, in one question.
+    fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup>;
     /// Pins what is in host of the stored part of a prefix and starts to read the rest, as far as frames can be had.
-    fn acquire(&self, prefix: Prefix<'_>) -> LeaseId;
-    /// How much is ready and how much is still being read. Nothing for a lease that ended.
+    fn acquire(&self, prefix: Prefix<'_>) -> LeaseId {
+        self.acquire_all(&[prefix])
+    }
+    /// The same of many, as one lease.
+    fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId;
+    /// How much is ready and how much is still being read, of all its prefixes together. Nothing for a lease that ended.
     fn poll(&self, lease: LeaseId) -> Progress;
-    /// Every chunk that is ready now, in order.
+    /// Every chunk that is ready now, prefix by prefix in order.
     fn frames(&self, lease: LeaseId) -> Vec<LeasedFrame>;
     /// Unpins; again does nothing.
     fn release(&self, lease: LeaseId);
     /// Reserves what is missing of a range; and how many chunks could not be had. The numbers count up while the store lives;
     /// one that began anew has none of those that it gave out before.
     fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)> {
-        let (reserved, got) = self.reserve_many(&[(prefix, range)])?;
+        let (reserved, got) = self.reserve_many(&[(prefix, range).into()])?;
         Ok((reserved, got.first().map_or(0, |got| got.num_dropped)))
     }
-    /// The same for many, at the cost of one call: chunks of the first, then of the next, and how many are whose. Nothing if one
-    /// prefix has not got its range.
-    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Result<(Vec<Reservation>, Vec<Got>)>;
+    /// The same for many, in one question: chunks of the first, then of the next, and how many are whose. Nothing if one prefix
+    /// has not got its range.
+    fn reserve_many(&self, asked: &[ToSave<'_>]) -> Result<(Vec<Reservation>, Vec<Got>)>;
     /// Makes reserved chunks visible; returns how many became so.
     fn commit(&self, tickets: &[u64]) -> u32;
     /// Gives reserved frames back.
@@ -135,12 +143,12 @@ impl Session for Local {
         Some(self.store.arena().clone())
     }
 
-    fn lookup(&self, prefix: Prefix<'_>) -> Lookup {
-        self.store.lookup(prefix)
+    fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
+        self.store.lookup_many(prefixes)
     }
 
-    fn acquire(&self, prefix: Prefix<'_>) -> LeaseId {
-        let lease = Arc::new(self.store.acquire(prefix));
+    fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId {
+        let lease = Arc::new(self.store.acquire_all(prefixes));
         let mut leases = self.leases();
         let id = LeaseId(leases.next);
         leases.next += 1;
@@ -161,8 +169,8 @@ impl Session for Local {
         drop(released);
     }
 
-    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Result<(Vec<Reservation>, Vec<Got>)> {
-        let (leases, got) = self.store.reserve_below(Some(self.limit.load(Ordering::Relaxed)), asked)?;
+    fn reserve_many(&self, asked: &[ToSave<'_>]) -> Result<(Vec<Reservation>, Vec<Got>)> {
+        let (leases, got) = self.store.reserve_many(Some(self.limit.load(Ordering::Relaxed)), asked)?;
         let reserved = leases.iter().map(|lease| *lease.reservation()).collect();
         self.leases().writes.extend(leases.into_iter().map(|lease| (lease.reservation().ticket, lease)));
         Ok((reserved, got))

@@ -10,7 +10,9 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::io::FrameId;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::{ArenaInfo, LeaseId, Local, Session};
-use kvloft_core::store::{Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveRange, StoreConfig, TierName};
+use kvloft_core::store::{
+    Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveRange, StoreConfig, TierName, ToSave,
+};
 
 fn local(num_frames: u64) -> Local {
     let config = StoreConfig {
@@ -80,10 +82,10 @@ impl Session for Odd {
     fn arena(&self) -> Option<ArenaInfo> {
         None
     }
-    fn lookup(&self, _: Prefix<'_>) -> Lookup {
-        Lookup::default()
+    fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
+        vec![Lookup::default(); prefixes.len()]
     }
-    fn acquire(&self, _: Prefix<'_>) -> LeaseId {
+    fn acquire_all(&self, _: &[Prefix<'_>]) -> LeaseId {
         LeaseId(0)
     }
     fn poll(&self, _: LeaseId) -> Progress {
@@ -93,7 +95,7 @@ impl Session for Odd {
         Vec::new()
     }
     fn release(&self, _: LeaseId) {}
-    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> kvloft_core::Result<(Vec<Reservation>, Vec<Got>)> {
+    fn reserve_many(&self, asked: &[ToSave<'_>]) -> kvloft_core::Result<(Vec<Reservation>, Vec<Got>)> {
         let each: Vec<_> = asked.iter().map(|_| self.rows.lock().expect("no panic").remove(0)).collect();
         let got = each.iter().map(|own| Got { num_reserved: own.len(), num_dropped: 0 }).collect();
         Ok((each.concat(), got))
@@ -135,7 +137,7 @@ fn reserve(
     first: u32,
 ) -> kvloft_core::Result<(Arc<ChunkBatch>, u32)> {
     let chain = chain(num_blocks);
-    let row = SaveRow { prefix: Prefix::from(&chain), range: whole(stop), table, first, replaced: None };
+    let row = SaveRow { what: (Prefix::from(&chain), whole(stop)).into(), table, first, replaced: None };
     engine.reserve(&[row]).map(|mut reserved| reserved.pop().expect("one for one"))
 }
 

@@ -27,20 +27,32 @@ impl KeyChain {
         self.inner.lock().map_err(|_| StoreError::new_err("this KeyChain failed before; make a new one"))
     }
 
-    /// As `lock`; an error where it is held, as by another row of the same call, or has not `num_tokens` any more.
-    pub(crate) fn try_lock_at(&self, num_tokens: u32) -> PyResult<MutexGuard<'_, key::KeyChain>> {
-        let chain = self.inner.try_lock().ok().filter(|chain| chain.num_tokens() == num_tokens);
-        chain.ok_or_else(|| StoreError::new_err("this KeyChain is in use, or failed before"))
+    /// As `lock`; an error where it is held, as by another row of the same call.
+    pub(crate) fn try_lock(&self) -> PyResult<MutexGuard<'_, key::KeyChain>> {
+        self.inner.try_lock().map_err(|_| StoreError::new_err("this KeyChain is in use, or failed before"))
     }
 
-    /// Append what is missing of `token_ids[:stop]` if that is much; returns how many tokens there are then.
+    /// The same; an error too where it has not `num_tokens` any more.
+    pub(crate) fn try_lock_at(&self, num_tokens: u32) -> PyResult<MutexGuard<'_, key::KeyChain>> {
+        let chain = self.try_lock()?;
+        let is_same = chain.num_tokens() == num_tokens;
+        is_same.then_some(chain).ok_or_else(|| StoreError::new_err("this KeyChain is in use by another thread"))
+    }
+
+    /// Append what is missing of `token_ids[:stop]`.
+    pub(crate) fn extend(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<()> {
+        let start = self.num_tokens()?;
+        if start < stop { self.append_tokens(token_ids, start.into(), Some(stop.into())) } else { Ok(()) }
+    }
+
+    /// The same if that is much; returns how many tokens there are then.
     pub(crate) fn extend_if_long(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<u32> {
         let start = self.num_tokens()?;
-        if stop.saturating_sub(start) as usize >= DETACH_TOKENS {
-            self.append_tokens(token_ids, start.into(), Some(stop.into()))?;
-            return self.num_tokens();
+        if (stop.saturating_sub(start) as usize) < DETACH_TOKENS {
+            return Ok(start);
         }
-        Ok(start)
+        self.extend(token_ids, stop)?;
+        self.num_tokens()
     }
 }
 
@@ -84,17 +96,6 @@ impl KeyChain {
         let rows = RowBytes::new(rows, key::row_bytes(dtype, width).map_err(raise)?)?;
         let append = || self.lock()?.append_embeds(dtype, width, rows.bytes()).map_err(raise);
         if rows.bytes().len() < DETACH_BYTES { append() } else { rows_py.detach(append) }
-    }
-
-    /// The first `num_blocks` full blocks, as KV cache group `group` keeps them.
-    #[pyo3(signature = (num_blocks, group=None))]
-    fn prefix(&self, num_blocks: u32, group: Option<u32>) -> PyResult<Self> {
-        Ok(Self { inner: Mutex::new(self.lock()?.prefix(num_blocks, group)) })
-    }
-
-    /// What `group` keeps of full block `block` alone.
-    fn attached(&self, block: u32, group: u32) -> PyResult<Self> {
-        Ok(Self { inner: Mutex::new(self.lock()?.attached(block, group).map_err(raise)?) })
     }
 
     /// Key of the prefix that ends with full block `block`.

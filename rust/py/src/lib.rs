@@ -4,6 +4,7 @@ mod arena;
 mod batch;
 mod disk;
 mod error;
+mod groups;
 mod key;
 mod server;
 mod session;

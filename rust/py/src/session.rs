@@ -6,19 +6,20 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvloft_core::batch::{self, NULL_BLOCK};
-use kvloft_core::engine::{EngineSession, SaveRow};
+use kvloft_core::batch::{self, BlocksByTier};
+use kvloft_core::engine::{EngineSession, LoadRow, SaveRow};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::key;
 use kvloft_core::session::{self, LeaseId, Local};
-use kvloft_core::store::{Changes, DiskSettings, Prefix, SaveRange, StoreConfig, Tiers};
+use kvloft_core::store::{Changes, DiskSettings, Lookup, Prefix, SaveRange, StoreConfig, Tiers, ToSave};
 use kvloft_wire::{Remote, RemoteConfig};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyTuple};
 
 use crate::batch::ChunkBatch;
 use crate::error::raise;
+use crate::groups::{Blocks, GroupsDue, Kept, Reserved, Saved, SavedGroup, attached, each, kept_by};
 use crate::key::{KeyBytes, KeyChain, digest};
 use crate::tokens::{append_block_ids, append_token_ids, block_ids, number};
 
@@ -173,15 +174,59 @@ impl Session {
         self.inner.num_in_flight()
     }
 
-    /// (blocks in host, blocks in host or disk), each a count from position 0.
-    fn lookup(&self, chain: &KeyChain) -> PyResult<(u32, u32)> {
-        let found = self.inner.session().lookup(Prefix::from(&*chain.lock()?));
+    /// (blocks in host, blocks in host or disk), each a count from position 0, of the chain as `group` keeps it.
+    #[pyo3(signature = (chain, group=None))]
+    fn lookup(&self, chain: &KeyChain, group: Option<u32>) -> PyResult<(u32, u32)> {
+        let mut chain = chain.lock()?;
+        let found = self.inner.session().lookup(kept_by(&mut chain, &[group]).remove(0));
         Ok((found.host_blocks, found.stored_blocks))
+    }
+
+    /// (in host, in host or on disk) for each (group, start, stop): a byte a block, 1 where what the group keeps of that block is.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+    fn lookup_attached<'py>(
+        &self,
+        py: Python<'py>,
+        chain: &KeyChain,
+        rows: Vec<(u32, u32, u32)>,
+    ) -> PyResult<Vec<(Bound<'py, PyBytes>, Bound<'py, PyBytes>)>> {
+        let kept = attached(&*chain.lock()?, &rows)?;
+        let found = self.inner.session().lookup_many(&each(&kept).collect::<Vec<_>>());
+        let mut rest = found.as_slice();
+        let column = |found: &[Lookup], of: fn(&Lookup) -> u32| {
+            PyBytes::new(py, &found.iter().map(|one| u8::from(of(one) > 0)).collect::<Vec<_>>())
+        };
+        let columns = |(_, keys): &Kept| {
+            let (own, behind) = rest.split_at(keys.len());
+            rest = behind;
+            (column(own, |one| one.host_blocks), column(own, |one| one.stored_blocks))
+        };
+        Ok(kept.iter().map(columns).collect())
     }
 
     /// Pin the host part, start reading the disk part into host frames as far as they can be had.
     fn acquire(&self, chain: &KeyChain) -> PyResult<ReadLease> {
         let id = self.inner.session().acquire(Prefix::from(&*chain.lock()?));
+        Ok(ReadLease { session: Arc::clone(&self.inner), id })
+    }
+
+    /// The same of the first `num_blocks` as each of the groups `full` keeps them, and of each (group, start, stop) of `rows`.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+    fn acquire_groups(
+        &self,
+        chain: &KeyChain,
+        num_blocks: u32,
+        full: Vec<Option<u32>>,
+        rows: Vec<(u32, u32, u32)>,
+    ) -> PyResult<ReadLease> {
+        let mut chain = chain.lock()?;
+        let kept = attached(&chain, &rows)?;
+        let mut prefixes = kept_by(&mut chain, &full);
+        for prefix in &mut prefixes {
+            prefix.keys = &prefix.keys[..prefix.keys.len().min(num_blocks as usize)];
+        }
+        prefixes.extend(each(&kept));
+        let id = self.inner.session().acquire_all(&prefixes);
         Ok(ReadLease { session: Arc::clone(&self.inner), id })
     }
 
@@ -198,7 +243,8 @@ impl Session {
         let (first, mut blocks) = (self.first_of(range), Vec::new());
         self.part_of(table, range, &mut blocks)?;
         let chain = chain.lock()?;
-        let row = SaveRow { prefix: Prefix::from(&*chain), range, table: &blocks, first, replaced: None };
+        let what = (Prefix::from(&*chain), range).into();
+        let row = SaveRow { what, table: &blocks, first, replaced: None };
         let (inner, num_dropped) = self.inner.reserve(&[row]).map_err(raise)?.swap_remove(0);
         Ok((ChunkBatch { inner }, num_dropped))
     }
@@ -227,38 +273,69 @@ impl Session {
         key::append_to_each(&mut pairs).map_err(raise)?;
         let mut asked = Vec::with_capacity(rows.len());
         for ((chain, (_, _, own)), due) in chains.iter().zip(&parts).zip(&rows) {
-            let (prefix, replaced) = (Prefix::from(&**chain), due.replaced.as_ref().map(|key| key.0));
+            let what = (Prefix::from(&**chain), due.range).into();
             let (table, first) = (&tables[own.clone()], self.first_of(due.range));
-            asked.push(SaveRow { prefix, range: due.range, table, first, replaced });
+            asked.push(SaveRow { what, table, first, replaced: due.replaced.as_ref().map(|key| key.0) });
         }
         let reserved = self.inner.reserve(&asked).map_err(raise)?;
         let some = |inner: Arc<batch::ChunkBatch>| (!inner.is_empty()).then_some(ChunkBatch { inner });
         Ok(reserved.into_iter().map(|(chunks, num_dropped)| (some(chunks), num_dropped)).unzip())
     }
 
-    /// Reserve frames for what `group` keeps of each of blocks `[start, stop)` alone, as far as `table` has them; all or nothing.
-    fn reserve_attached(
-        &self,
-        chain: &KeyChain,
-        group: u32,
-        start: u32,
-        stop: u32,
-        table: &Bound<'_, PyAny>,
-    ) -> PyResult<ChunkBatch> {
-        let stop = stop.min(u32::try_from(table.len()?).unwrap_or(u32::MAX)).max(start);
-        let blocks = block_ids(table, start, Some(stop))?;
-        let chain = chain.lock()?;
-        let kept = || (start..stop).zip(&blocks).filter(|(_, own)| **own != NULL_BLOCK);
-        let chains: Vec<_> =
-            kept().map(|(block, _)| chain.attached(block, group)).collect::<Result<_, _>>().map_err(raise)?;
-        let range = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
-        let mut rows = Vec::with_capacity(chains.len());
-        for (one, (_, own)) in chains.iter().zip(kept()) {
-            let (prefix, table) = (Prefix::from(one), std::slice::from_ref(own));
-            rows.push(SaveRow { prefix, range, table, first: 0, replaced: None });
+    /// Reserve frames for blocks `[start, stop)` of many requests in each of `groups` (table, number, whether chunks are attached);
+    /// all or nothing. For each request the chunks by table, where there are any, and how many could not be had.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+    fn reserve_groups(&self, rows: Vec<GroupsDue<'_>>, groups: Vec<SavedGroup>) -> PyResult<Vec<Reserved>> {
+        for (chain, token_ids, num_tokens, ..) in &rows {
+            chain.get().extend(token_ids, *num_tokens)?; // all of them before any is held
         }
-        let reserved = self.inner.reserve(&rows).map_err(raise)?;
-        Ok(batch::ChunkBatch::concat(reserved.iter().map(|(chunks, _)| &**chunks)).into())
+        let mut tables = Vec::with_capacity(rows.len());
+        for (_, _, _, start, stop, table) in &rows {
+            let blocks = groups.iter().map(|group| Blocks::of(group, table, *start, *stop));
+            tables.push(blocks.collect::<PyResult<Vec<_>>>()?);
+        }
+        let mut parts = Vec::with_capacity(rows.len());
+        for ((chain, ..), tables) in rows.iter().zip(tables) {
+            let mut chain = chain.get().try_lock()?;
+            groups
+                .iter()
+                .filter(|group| !group.2)
+                .filter_map(|group| group.1)
+                .for_each(|group| chain.extend_group(group));
+            let saved = tables.into_iter().zip(&groups).map(|(blocks, group)| Saved::of(&chain, group, blocks));
+            let saved = saved.collect::<PyResult<Vec<_>>>()?;
+            parts.push((chain, saved));
+        }
+        let asked: Vec<_> =
+            parts.iter().flat_map(|(chain, saved)| saved.iter().map(|saved| saved.row(chain))).collect();
+        let mut reserved = self.inner.reserve(&asked).map_err(raise)?.into_iter();
+        let joined = |(_, saved): &(_, Vec<Saved>)| {
+            let (mut batches, mut num_dropped) = (Vec::new(), 0);
+            for ((nth, _, is_attached), (inner, dropped)) in groups.iter().zip(reserved.by_ref().take(saved.len())) {
+                num_dropped = num_dropped.max(if *is_attached { 0 } else { dropped });
+                batches.extend((!inner.is_empty()).then_some((*nth, ChunkBatch { inner })));
+            }
+            (batches, num_dropped)
+        };
+        Ok(parts.iter().map(joined).collect())
+    }
+
+    /// Reserve a frame for what a group keeps of one block alone, for each (chain, group, block, where it is); all or nothing.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+    fn reserve_attached(&self, rows: Vec<(Bound<'_, KeyChain>, u32, u32, i32)>) -> PyResult<Vec<Option<ChunkBatch>>> {
+        let mut kept = Vec::with_capacity(rows.len());
+        for (chain, group, block, _) in &rows {
+            kept.push(chain.get().lock()?.attached(*group, [*block]).map_err(raise)?);
+        }
+        let mut asked = Vec::with_capacity(rows.len());
+        for ((root, keys), (.., own)) in kept.iter().zip(&rows) {
+            let (prefix, table) = (Prefix { root: *root, keys }, std::slice::from_ref(own));
+            let range = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
+            let what = ToSave { prefix, range, is_attached: true };
+            asked.push(SaveRow { what, table, first: 0, replaced: None });
+        }
+        let reserved = self.inner.reserve(&asked).map_err(raise)?;
+        Ok(reserved.into_iter().map(|(inner, _)| (!inner.is_empty()).then_some(ChunkBatch { inner })).collect())
     }
 
     /// Take in one rank's report; (chunks that became visible, chunks that some rank failed).
@@ -336,12 +413,17 @@ impl Session {
     }
 }
 
+/// Numbers of blocks, of tiers that have any.
+fn by_tier(py: Python<'_>, from: BlocksByTier) -> PyResult<Bound<'_, PyDict>> {
+    [("host", from.host), ("disk", from.disk)].into_iter().filter(|(_, num_blocks)| *num_blocks > 0).into_py_dict(py)
+}
+
 /// Seconds of any kind: negative ones and NaN count as 0, too many as no limit.
 pub(crate) fn timeout(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }
 
-/// Pins on the host part of a prefix; disk chunks behind it are being read in. Dropping it unpins.
+/// Pins on the host part of prefixes; disk chunks behind it are being read in. Dropping it unpins.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct ReadLease {
     session: Arc<EngineSession>,
@@ -365,8 +447,29 @@ impl ReadLease {
     ) -> PyResult<(ChunkBatch, Bound<'py, PyDict>)> {
         let blocks = block_ids(table, begin, Some(end))?;
         let (chunks, from) = self.session.load(self.id, &blocks, begin).map_err(raise)?;
-        let by_tier = [("host", from.host), ("disk", from.disk)].into_iter().filter(|(_, num_blocks)| *num_blocks > 0);
-        Ok((chunks.into(), by_tier.into_py_dict(table.py())?))
+        Ok((chunks.into(), by_tier(table.py(), from)?))
+    }
+
+    /// Of a lease on groups: its chunks in their order are blocks `[start, stop)` of each (table, start, stop, begin), and those from
+    /// `begin` on are loaded. The first row's blocks by tier. None if a chunk is not ready, or has no block to go to.
+    #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+    fn batches<'py>(
+        &self,
+        py: Python<'py>,
+        rows: Vec<(Bound<'py, PyAny>, u32, u32, u32)>,
+    ) -> PyResult<Option<(Vec<ChunkBatch>, Bound<'py, PyDict>)>> {
+        let mut tables = Vec::with_capacity(rows.len());
+        for (table, _, stop, begin) in &rows {
+            if table.len()? < *stop as usize {
+                return Ok(None);
+            }
+            tables.push(block_ids(table, *begin, Some(*stop))?);
+        }
+        let blocks = rows.iter().map(|(_, start, stop, _)| *start..*stop);
+        let asked: Vec<_> = blocks.zip(&tables).map(|(blocks, table)| LoadRow { blocks, table }).collect();
+        let Some(found) = self.session.load_rows(self.id, &asked).map_err(raise)? else { return Ok(None) };
+        let from = found.first().map(|(_, from)| *from).unwrap_or_default();
+        Ok(Some((found.into_iter().map(|(chunks, _)| chunks.into()).collect(), by_tier(py, from)?)))
     }
 
     /// Unpin now.

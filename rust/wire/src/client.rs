@@ -13,12 +13,13 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvloft_core::session::{ArenaInfo, LeaseId, Session};
-use kvloft_core::store::{Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveRange};
+use kvloft_core::store::{Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, ToSave};
 use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 use rustix::event::PollFlags;
 
+use crate::batches::{bounded, messages, one_by_one, sent_range};
 use crate::link::{self, Link};
-use crate::message::{Answer, Hello, Keys, MAX_KEYS, Request, Status, VERSION};
+use crate::message::{Answer, Hello, Keys, MAX_KEYS, MAX_PREFIXES, Request, Status, VERSION};
 use crate::server::spawn;
 use crate::socket::wait;
 
@@ -276,11 +277,16 @@ impl Remote {
         self.state().ask(deadline, |link| link.ask(request, deadline))
     }
 
-    fn ask_all(&self, requests: &[Request<'_>]) -> Vec<Option<Answer>> {
+    /// Asks all that is made, at once; no answers where an answer is overdue.
+    fn ask_all<'a>(&self, make: impl FnOnce(&mut Link) -> Vec<Request<'a>>) -> Vec<Option<Answer>> {
         let deadline = self.shared.deadline();
         let mut state = self.state();
-        let Some(link) = state.link() else { return requests.iter().map(|_| None).collect() };
-        let answers = link.ask_all(requests, deadline);
+        let Some(link) = state.link() else { return Vec::new() };
+        if link.is_late() {
+            return Vec::new();
+        }
+        let requests = make(link);
+        let answers = link.ask_all(&requests, deadline);
         if answers.iter().any(Option::is_none) && Instant::now() >= deadline {
             state.num_late += 1;
         }
@@ -292,16 +298,6 @@ impl Remote {
         let deadline = self.shared.deadline();
         self.state().ask(deadline, |link| link.ask_anyway(request, deadline))
     }
-}
-
-/// None where there are more keys than a server takes.
-fn reserve_request<'a>(prefix: &Prefix<'a>, range: SaveRange, per_chunk: u32) -> Result<Option<Request<'a>>> {
-    range.check(prefix, per_chunk)?;
-    // The parent of the first chunk is the last that has to be known of what comes before.
-    let first = (range.start * per_chunk).saturating_sub(1);
-    let end = (range.stop * per_chunk + range.tail_blocks) as usize;
-    let keys = &prefix.keys[(first as usize).min(end)..end];
-    Ok((end <= MAX_KEYS).then_some(Request::Reserve(prefix.root, first, Keys::Own(keys), range)))
 }
 
 impl Session for Remote {
@@ -317,28 +313,27 @@ impl Session for Remote {
         true
     }
 
-    fn lookup(&self, prefix: Prefix<'_>) -> Lookup {
-        let deadline = self.shared.deadline();
-        let answer = self.state().ask(deadline, |link| {
-            if link.is_late() {
-                return None;
-            }
-            let sent = link.prefix(&prefix);
-            link.ask(&Request::Lookup(sent), deadline)
-        });
-        if let Some(Answer::Found(found)) = answer { found } else { Lookup::default() }
+    fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
+        let prefixes: Vec<_> = prefixes.iter().map(bounded).collect();
+        let parts = messages(&prefixes, |prefix| prefix.keys.len());
+        let answers = self.ask_all(|link| parts.iter().map(|part| Request::Lookup(link.prefixes(part))).collect());
+        let found = |answer| if let Answer::Found(found) = answer { Some(found) } else { None };
+        one_by_one(&parts, answers, found).map(Option::unwrap_or_default).collect()
     }
 
-    fn acquire(&self, prefix: Prefix<'_>) -> LeaseId {
+    fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId {
+        let prefixes: Vec<_> = prefixes.iter().map(bounded).collect();
+        let num_keys: usize = prefixes.iter().map(|prefix| prefix.keys.len()).sum();
+        let is_bounded = num_keys <= MAX_KEYS && prefixes.len() <= MAX_PREFIXES as usize;
         let deadline = self.shared.deadline();
         let mut state = self.state();
         let id = LeaseId(state.next_lease);
         state.next_lease += 1;
         let answer = state.ask(deadline, |link| {
-            if link.is_late() {
+            if link.is_late() || !is_bounded {
                 return None;
             }
-            let sent = link.prefix(&prefix);
+            let sent = link.prefixes(&prefixes);
             let answer = link.ask(&Request::Acquire(id.0, sent), deadline);
             if answer.is_none() {
                 link.tell(&Request::Release(id.0)); // for when the server goes on
@@ -385,20 +380,20 @@ impl Session for Remote {
         }
     }
 
-    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Result<(Vec<Reservation>, Vec<Got>)> {
+    fn reserve_many(&self, asked: &[ToSave<'_>]) -> Result<(Vec<Reservation>, Vec<Got>)> {
         let per_chunk = self.shared.config.blocks_per_chunk;
-        let requests = asked.iter().map(|(prefix, range)| reserve_request(prefix, *range, per_chunk));
-        let requests = requests.collect::<Result<Vec<_>>>()?;
-        let mut answers = self.ask_all(&requests.iter().flatten().cloned().collect::<Vec<_>>()).into_iter();
+        let ranges = asked.iter().map(|each| sent_range(each, per_chunk)).collect::<Result<Vec<_>>>()?;
+        let sent: Vec<_> = ranges.iter().flatten().copied().collect();
+        let parts = messages(&sent, |range| range.keys.iter().len());
+        let answers = self.ask_all(|_| parts.iter().map(|part| Request::Reserve(part.to_vec())).collect());
+        let each_of = |answer| if let Answer::Reserved(reserved) = answer { Some(reserved) } else { None };
+        let mut answers = one_by_one(&parts, answers, each_of);
         let (mut reserved, mut got) = (Vec::new(), Vec::with_capacity(asked.len()));
-        for (request, (_, range)) in requests.iter().zip(asked) {
-            got.push(match request.as_ref().and_then(|_| answers.next().flatten()) {
-                Some(Answer::Reserved(rows, num_dropped)) => {
-                    reserved.extend_from_slice(&rows);
-                    Got { num_reserved: rows.len(), num_dropped }
-                }
-                _ => Got { num_reserved: 0, num_dropped: range.num_chunks() },
-            });
+        for (range, each) in ranges.iter().zip(asked) {
+            let nothing = || (Vec::new(), each.range.num_chunks());
+            let (rows, num_dropped) = range.and_then(|_| answers.next().flatten()).unwrap_or_else(nothing);
+            reserved.extend_from_slice(&rows);
+            got.push(Got { num_reserved: rows.len(), num_dropped });
         }
         Ok((reserved, got))
     }

@@ -14,10 +14,10 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::ChunkKey;
 use kvloft_core::session::{LeaseId, Session};
-use kvloft_core::store::{Prefix, Progress};
+use kvloft_core::store::{Got, Prefix, Progress, ToSave};
 
 use crate::message::{
-    Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_KEYS, MAX_MESSAGE, Request, SentPrefix, VERSION,
+    Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_KEYS, MAX_MESSAGE, Request, SentPrefixes, SentRange, VERSION,
 };
 use crate::quarantine::Watch;
 use crate::server::{Peer, Shared, spawn};
@@ -45,9 +45,9 @@ struct Connection {
     seat: Option<Arc<Seat>>,
     /// By the engine's numbers.
     leases: HashMap<u64, LeaseId>,
-    /// Keys of the prefix that was sent last.
+    /// Keys of the last long prefix that came first in a message.
     known: Vec<ChunkKey>,
-    /// Keys of a reservation; only those that it needs are meant.
+    /// Keys of other prefixes, one after the other; of a reservation's only those that it needs are meant.
     scratch: Vec<ChunkKey>,
     out: Vec<u8>,
     has_said_bye: bool,
@@ -187,14 +187,14 @@ impl Connection {
     fn answer(&mut self, request: &Request<'_>, seat: &Seat) -> Result<Option<Answer>, End> {
         let local = &seat.local;
         Ok(Some(match request {
-            Request::Lookup(prefix) => Answer::Found(local.lookup(self.prefix(prefix)?)),
-            Request::Acquire(lease, prefix) => {
+            Request::Lookup(prefixes) => Answer::Found(local.lookup_many(&self.prefixes(prefixes)?)),
+            Request::Acquire(lease, prefixes) => {
                 let is_full = self.leases.len() >= MAX_LEASES;
-                let prefix = self.prefix(prefix)?;
+                let prefixes = self.prefixes(prefixes)?;
                 if is_full {
                     return Ok(Some(Answer::Progress(Progress::default())));
                 }
-                let own = local.acquire(prefix);
+                let own = local.acquire_all(&prefixes);
                 if let Some(before) = self.leases.insert(*lease, own) {
                     local.release(before);
                 }
@@ -212,12 +212,12 @@ impl Connection {
                 }
                 return Ok(None);
             }
-            Request::Reserve(root, first, keys, range) => {
-                let before = u64::from(range.start) * u64::from(seat.slab.hello.blocks_per_chunk);
-                let is_right = u64::from(*first) <= before.saturating_sub(1);
-                let prefix = if is_right { self.behind(*root, *first, *keys)? } else { return Err(no_message()) };
-                let (rows, num_dropped) = local.reserve(prefix, *range).map_err(|_| no_message())?;
-                Answer::Reserved(rows, num_dropped)
+            Request::Reserve(ranges) => {
+                let asked = self.ranges(ranges, seat.slab.hello.blocks_per_chunk)?;
+                let (reserved, got) = local.reserve_many(&asked).map_err(|_| no_message())?;
+                let mut reserved = reserved.into_iter();
+                let rows = |got: Got| (reserved.by_ref().take(got.num_reserved).collect(), got.num_dropped);
+                Answer::Reserved(got.into_iter().map(rows).collect())
             }
             Request::Commit(tickets) => Answer::Count(local.commit(tickets).into()),
             Request::Abort(tickets) => {
@@ -243,26 +243,51 @@ impl Connection {
         }))
     }
 
-    /// What was sent of a prefix, behind what is known of it.
-    fn prefix(&mut self, sent: &SentPrefix<'_>) -> Result<Prefix<'_>, End> {
+    /// What was sent of prefixes, the first one behind what is known of it.
+    fn prefixes(&mut self, sent: &SentPrefixes<'_>) -> Result<Vec<Prefix<'_>>, End> {
         let num_same = usize::try_from(sent.num_same).unwrap_or(usize::MAX);
-        if num_same > self.known.len() || num_same + sent.keys.iter().len() > MAX_KEYS {
+        let num_sent: usize = sent.all.iter().map(|(_, keys)| keys.iter().len()).sum();
+        let num_first = sent.all.first().map_or(0, |(_, keys)| keys.iter().len()).saturating_add(num_same);
+        let is_long = num_first > 1;
+        if num_same > if is_long { self.known.len() } else { 0 } || num_same + num_sent > MAX_KEYS {
             return Err(no_message());
         }
-        self.known.truncate(num_same);
-        self.known.extend(sent.keys.iter().map(|key| ChunkKey(*key)));
-        Ok(Prefix { root: sent.root, keys: &self.known })
+        let (first, others) = sent.all.split_at(is_long.into());
+        self.known.truncate(if is_long { num_same } else { self.known.len() });
+        self.known.extend(first.iter().flat_map(|(_, keys)| keys.iter()).map(|key| ChunkKey(*key)));
+        self.scratch.clear();
+        self.scratch.extend(others.iter().flat_map(|(_, keys)| keys.iter()).map(|key| ChunkKey(*key)));
+        let mut rest = self.scratch.as_slice();
+        let whole = |(root, keys): &(ChunkKey, Keys<'_>)| {
+            let (own, behind) = rest.split_at(keys.iter().len());
+            rest = behind;
+            Prefix { root: *root, keys: own }
+        };
+        let first = first.iter().map(|(root, _)| Prefix { root: *root, keys: &self.known });
+        Ok(first.chain(others.iter().map(whole)).collect())
     }
 
-    /// A prefix of which only the keys from block `first` on are there.
-    fn behind(&mut self, root: ChunkKey, first: u32, keys: Keys<'_>) -> Result<Prefix<'_>, End> {
-        let first = usize::try_from(first).unwrap_or(usize::MAX);
-        if first.saturating_add(keys.iter().len()) > MAX_KEYS {
+    /// What is to be reserved. Before the keys of each are others', or none: they are not looked at.
+    fn ranges(&mut self, sent: &[SentRange<'_>], per_chunk: u32) -> Result<Vec<ToSave<'_>>, End> {
+        let num_sent: usize = sent.iter().map(|one| one.keys.iter().len()).sum();
+        let is_wrong = |one: &SentRange<'_>| {
+            let before = u64::from(one.range.start) * u64::from(per_chunk);
+            u64::from(one.first) > before.saturating_sub(1) || one.first as usize + one.keys.iter().len() > MAX_KEYS
+        };
+        if num_sent > MAX_KEYS || sent.iter().any(is_wrong) {
             return Err(no_message());
         }
-        self.scratch.resize(first, ChunkKey([0; 32]));
-        self.scratch.extend(keys.iter().map(|key| ChunkKey(*key)));
-        Ok(Prefix { root, keys: &self.scratch })
+        let longest = sent.iter().map(|one| one.first as usize).max().unwrap_or(0);
+        self.scratch.resize(longest, ChunkKey::default());
+        self.scratch.extend(sent.iter().flat_map(|one| one.keys.iter()).map(|key| ChunkKey(*key)));
+        let mut end = longest;
+        let range = |one: &SentRange<'_>| {
+            end += one.keys.iter().len();
+            let start = end - one.keys.iter().len() - one.first as usize;
+            let prefix = Prefix { root: one.root, keys: &self.scratch[start..end] };
+            ToSave { prefix, range: one.range, is_attached: one.is_attached }
+        };
+        Ok(sent.iter().map(range).collect())
     }
 }
 

@@ -3,11 +3,13 @@
 //! No byte of KV crosses the socket: workers map the arena, whose descriptor comes with the first answer. Everything here is
 //! numbers and keys. It must not know Python, vLLM or what pages hold.
 
+mod batches;
 mod bytes;
 mod client;
 mod connection;
 mod link;
 pub mod message;
+mod prefixes;
 mod quarantine;
 mod server;
 mod slab;

@@ -15,7 +15,7 @@ use kvloft_core::store::Prefix;
 use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 use rustix::event::PollFlags;
 
-use crate::message::{Answer, Keys, MAX_KEYS, MAX_MESSAGE, Request, SentPrefix, Status, VERSION};
+use crate::message::{Answer, Keys, MAX_MESSAGE, Request, SentPrefixes, Status, VERSION};
 use crate::socket::{Inbox, is_own, peer, wait, widen};
 
 /// Most bytes that wait for a server that does not read when another request is made.
@@ -128,7 +128,12 @@ impl Link {
         if self.is_late() {
             return requests.iter().map(|_| None).collect();
         }
-        let numbers: Vec<_> = requests.iter().map(|request| self.push(request)).collect();
+        let mut numbers = Vec::with_capacity(requests.len());
+        for request in requests {
+            numbers.push(self.push(request));
+            let sent = self.flush(); // the server begins with it while the next is written
+            self.note(&sent);
+        }
         numbers.into_iter().map(|number| self.pump(Some(number), deadline)).collect()
     }
 
@@ -141,17 +146,27 @@ impl Link {
         }
     }
 
-    /// The prefix as what the server does not know of it. It must be sent.
-    pub(crate) fn prefix<'a>(&mut self, prefix: &Prefix<'a>) -> SentPrefix<'a> {
-        let keys = &prefix.keys[..prefix.keys.len().min(MAX_KEYS)];
+    /// Prefixes without what the server knows of the first one. They must be sent.
+    pub(crate) fn prefixes<'a>(&mut self, prefixes: &[Prefix<'a>]) -> SentPrefixes<'a> {
+        let mut all: Vec<_> = prefixes.iter().map(|prefix| (prefix.root, prefix.keys)).collect();
+        let num_same = all.first_mut().map_or(0, |(_, keys)| self.leave_out(keys));
+        let num_same = u32::try_from(num_same).unwrap_or(0);
+        SentPrefixes { num_same, all: all.into_iter().map(|(root, keys)| (root, Keys::Own(keys))).collect() }
+    }
+
+    /// Takes off what the server knows, and notes that it knows the whole: not of a single key, which is something attached.
+    fn leave_out(&mut self, keys: &mut &[ChunkKey]) -> usize {
+        if keys.len() < 2 {
+            return 0;
+        }
         let num_both = self.known.len().min(keys.len());
         // A key stands for its whole prefix, so one is enough to compare.
         let is_same = num_both > 0 && self.known[num_both - 1] == keys[num_both - 1];
         let num_same = if is_same { num_both } else { 0 };
         self.known.truncate(num_same);
-        self.known.extend_from_slice(&keys[num_same..]);
-        let num = u32::try_from(num_same).unwrap_or(0);
-        SentPrefix { root: prefix.root, num_same: num, keys: Keys::Own(&keys[num_same..]) }
+        *keys = &keys[num_same..];
+        self.known.extend_from_slice(keys);
+        num_same
     }
 
     fn unsent(&self) -> usize {
@@ -232,8 +247,9 @@ impl Link {
             if Some(number) == wanted {
                 return Some(answer);
             }
-            if let Answer::Reserved(rows, _) = answer {
-                self.tell(&Request::Abort(rows.iter().map(|row| row.ticket).collect()));
+            if let Answer::Reserved(ranges) = answer {
+                let rows = ranges.iter().flat_map(|(rows, _)| rows);
+                self.tell(&Request::Abort(rows.map(|row| row.ticket).collect()));
             }
         }
     }

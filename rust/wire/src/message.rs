@@ -2,71 +2,23 @@
 //!
 //! A request is `u32 number, u8 kind, fields`; each but the one-way kinds gets one answer `u32 number, u8 kind, fields`, in order.
 //! A first request says the version: any other is refused. A prefix is sent without what the last one had of it, because a key
-//! stands for its whole prefix.
+//! stands for its whole prefix; those behind it in the same message are sent whole.
 
-use std::iter::zip;
-
-use kvloft_core::ChunkKey;
 use kvloft_core::io::FrameId;
-use kvloft_core::store::{LeasedFrame, Lookup, Progress, Reservation, SaveRange, TierName};
+use kvloft_core::store::{LeasedFrame, Lookup, Progress, Reservation, TierName};
 
 use crate::bytes::{Reader, Writer};
+pub use crate::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
+use crate::prefixes::{prefixes, ranges, write_ranges};
 
 /// Version of all that crosses; two sides with different ones do not talk.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// Most bytes of a message, and of one from somebody who has not said hello.
 pub const MAX_MESSAGE: usize = 64 << 20;
 /// See [`MAX_MESSAGE`].
 pub const MAX_HELLO: usize = 64 << 10;
-/// Most keys of a prefix: what is behind them is not asked for.
-pub const MAX_KEYS: usize = 1 << 20;
 /// Bytes before each message.
 pub const LENGTH_BYTES: usize = 4;
-
-/// Keys, as the sender has them or as they arrived.
-#[derive(Debug, Clone, Copy)]
-pub enum Keys<'a> {
-    /// To be sent.
-    Own(&'a [ChunkKey]),
-    /// Received.
-    Bytes(&'a [[u8; 32]]),
-}
-
-impl<'a> Keys<'a> {
-    /// In order.
-    pub fn iter(self) -> impl ExactSizeIterator<Item = &'a [u8; 32]> {
-        let (own, bytes): (&[ChunkKey], &[[u8; 32]]) = match self {
-            Self::Own(keys) => (keys, &[]),
-            Self::Bytes(keys) => (&[], keys),
-        };
-        let num = own.len() + bytes.len();
-        (0..num).map(move |nth| own.get(nth).map_or_else(|| &bytes[nth], |key| &key.0))
-    }
-
-    fn write(self, to: &mut Writer<'_>) {
-        match self {
-            Self::Own(keys) => to.keys(keys.iter().map(|key| &key.0)),
-            Self::Bytes(keys) => to.keys(keys.iter()),
-        }
-    }
-}
-
-impl PartialEq for Keys<'_> {
-    fn eq(&self, other: &Self) -> bool {
-        self.iter().len() == other.iter().len() && zip(self.iter(), other.iter()).all(|(own, other)| own == other)
-    }
-}
-
-/// A prefix: the first `num_same` keys of the last one that was sent, then these.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct SentPrefix<'a> {
-    /// Key of the empty prefix.
-    pub root: ChunkKey,
-    /// Keys that the receiver has.
-    pub num_same: u32,
-    /// Keys behind them.
-    pub keys: Keys<'a>,
-}
 
 /// Who wants to use the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -88,18 +40,18 @@ pub struct Hello {
 pub enum Request<'a> {
     /// First, once.
     Hello(Hello),
-    /// See `Session::lookup`.
-    Lookup(SentPrefix<'a>),
-    /// See `Session::acquire`; the engine chose the number.
-    Acquire(u64, SentPrefix<'a>),
+    /// See `Session::lookup_many`.
+    Lookup(SentPrefixes<'a>),
+    /// See `Session::acquire_all`; the engine chose the number.
+    Acquire(u64, SentPrefixes<'a>),
     /// See `Session::poll`.
     Poll(u64),
     /// See `Session::frames`.
     Frames(u64),
     /// One-way. See `Session::release`.
     Release(u64),
-    /// See `Session::reserve`: the root, keys from block `first` of the prefix on, the range. No key before is needed.
-    Reserve(ChunkKey, u32, Keys<'a>, SaveRange),
+    /// See `Session::reserve_many`.
+    Reserve(Vec<SentRange<'a>>),
     /// See `Session::commit`.
     Commit(Vec<u64>),
     /// One-way. See `Session::abort`.
@@ -129,14 +81,14 @@ pub enum Answer {
     Welcome(u32),
     /// One sentence; the connection ends.
     Refused(String),
-    /// Of a lookup.
-    Found(Lookup),
+    /// Of a lookup, of each prefix.
+    Found(Vec<Lookup>),
     /// Of a lease, taken or polled.
     Progress(Progress),
     /// Of a lease.
     Frames(Vec<LeasedFrame>),
-    /// What was reserved, and how many chunks could not be had.
-    Reserved(Vec<Reservation>, u32),
+    /// Of each range what was reserved, and how many chunks could not be had.
+    Reserved(Vec<(Vec<Reservation>, u32)>),
     /// Chunks that became visible, or were forgotten; 1 or 0 for yes or no.
     Count(u64),
     /// Of the store.
@@ -193,18 +145,6 @@ fn whole<'a, T>(bytes: &'a [u8], read: impl FnOnce(u8, &mut Reader<'a>) -> Optio
     reader.0.is_empty().then_some((number, value))
 }
 
-impl SentPrefix<'_> {
-    fn write(&self, to: &mut Writer<'_>) {
-        to.key(&self.root.0);
-        to.u32(self.num_same);
-        self.keys.write(to);
-    }
-}
-
-fn prefix<'a>(from: &mut Reader<'a>) -> Option<SentPrefix<'a>> {
-    Some(SentPrefix { root: from.chunk_key()?, num_same: from.u32()?, keys: Keys::Bytes(from.keys()?) })
-}
-
 fn hello(from: &mut Reader<'_>) -> Option<Hello> {
     let version = from.u32()?;
     if version != VERSION {
@@ -232,19 +172,13 @@ impl<'a> Request<'a> {
                 to.u32(hello.blocks_per_chunk);
                 to.text(&hello.description);
             }
-            Self::Lookup(prefix) => prefix.write(to),
-            Self::Acquire(lease, prefix) => {
+            Self::Lookup(prefixes) => prefixes.write(to),
+            Self::Acquire(lease, prefixes) => {
                 to.u64(*lease);
-                prefix.write(to);
+                prefixes.write(to);
             }
             Self::Poll(lease) | Self::Frames(lease) | Self::Release(lease) => to.u64(*lease),
-            Self::Reserve(root, first, keys, range) => {
-                to.key(&root.0);
-                for number in [*first, range.start, range.stop, range.tail_blocks] {
-                    to.u32(number);
-                }
-                keys.write(to);
-            }
+            Self::Reserve(ranges) => write_ranges(to, ranges),
             Self::Commit(tickets) | Self::Abort(tickets) => to.numbers(tickets),
             Self::Discard(keys) => keys.write(to),
             Self::LimitFrames(number) | Self::Status(number) | Self::Forget(number) => to.u32(*number),
@@ -257,16 +191,12 @@ impl<'a> Request<'a> {
         whole(bytes, |kind, from| {
             Some(match kind {
                 1 => Self::Hello(hello(from)?),
-                2 => Self::Lookup(prefix(from)?),
-                3 => Self::Acquire(from.u64()?, prefix(from)?),
+                2 => Self::Lookup(prefixes(from)?),
+                3 => Self::Acquire(from.u64()?, prefixes(from)?),
                 4 => Self::Poll(from.u64()?),
                 5 => Self::Frames(from.u64()?),
                 6 => Self::Release(from.u64()?),
-                7 => {
-                    let (root, first) = (from.chunk_key()?, from.u32()?);
-                    let range = SaveRange { start: from.u32()?, stop: from.u32()?, tail_blocks: from.u32()? };
-                    Self::Reserve(root, first, Keys::Bytes(from.keys()?), range)
-                }
+                7 => Self::Reserve(ranges(from)?),
                 8 => Self::Commit(from.numbers()?),
                 9 => Self::Abort(from.numbers()?),
                 10 => Self::Discard(Keys::Bytes(from.keys()?)),
@@ -290,7 +220,7 @@ impl<'a> Request<'a> {
             Self::Poll(_) => 4,
             Self::Frames(_) => 5,
             Self::Release(_) => 6,
-            Self::Reserve(..) => 7,
+            Self::Reserve(_) => 7,
             Self::Commit(_) => 8,
             Self::Abort(_) => 9,
             Self::Discard(_) => 10,
@@ -310,6 +240,10 @@ impl<'a> Request<'a> {
     }
 }
 
+fn lookup(from: &mut Reader<'_>) -> Option<Lookup> {
+    Some(Lookup { host_blocks: from.u32()?, stored_blocks: from.u32()? })
+}
+
 fn write_frame(to: &mut Writer<'_>, frame: &LeasedFrame) {
     to.u32(frame.frame.0);
     to.key(&frame.key.0);
@@ -323,6 +257,14 @@ fn frame(from: &mut Reader<'_>) -> Option<LeasedFrame> {
     let (first_block, num_blocks) = (from.u32()?, from.u32()?);
     let tier = if from.flag()? { TierName::Disk } else { TierName::Host };
     Some(LeasedFrame { frame, key, first_block, num_blocks, tier })
+}
+
+fn write_reservation(to: &mut Writer<'_>, row: &Reservation) {
+    to.u64(row.ticket);
+    to.u32(row.frame.0);
+    to.key(&row.key.0);
+    to.u32(row.first_block);
+    to.u32(row.num_blocks);
 }
 
 fn reservation(from: &mut Reader<'_>) -> Option<Reservation> {
@@ -373,9 +315,12 @@ impl Answer {
         message(to, number, self.kind(), |to| match self {
             Self::Welcome(num_frames) => to.u32(*num_frames),
             Self::Refused(text) => to.text(text),
-            Self::Found(Lookup { host_blocks, stored_blocks }) => {
-                to.u32(*host_blocks);
-                to.u32(*stored_blocks);
+            Self::Found(found) => {
+                to.count(found.len());
+                for Lookup { host_blocks, stored_blocks } in found {
+                    to.u32(*host_blocks);
+                    to.u32(*stored_blocks);
+                }
             }
             Self::Progress(Progress { ready_blocks, pending_blocks }) => {
                 to.u32(*ready_blocks);
@@ -387,15 +332,14 @@ impl Answer {
                     write_frame(to, frame);
                 }
             }
-            Self::Reserved(rows, num_dropped) => {
-                to.u32(*num_dropped);
-                to.count(rows.len());
-                for row in rows {
-                    to.u64(row.ticket);
-                    to.u32(row.frame.0);
-                    to.key(&row.key.0);
-                    to.u32(row.first_block);
-                    to.u32(row.num_blocks);
+            Self::Reserved(ranges) => {
+                to.count(ranges.len());
+                for (rows, num_dropped) in ranges {
+                    to.u32(*num_dropped);
+                    to.count(rows.len());
+                    for row in rows {
+                        write_reservation(to, row);
+                    }
                 }
             }
             Self::Count(number) => to.u64(*number),
@@ -410,13 +354,13 @@ impl Answer {
             Some(match kind {
                 1 => Self::Welcome(from.u32()?),
                 2 => Self::Refused(from.text()?),
-                3 => Self::Found(Lookup { host_blocks: from.u32()?, stored_blocks: from.u32()? }),
+                3 => Self::Found(from.list(8, lookup)?),
                 4 => Self::Progress(Progress { ready_blocks: from.u32()?, pending_blocks: from.u32()? }),
                 5 => Self::Frames(from.list(45, frame)?),
-                6 => {
+                6 => Self::Reserved(from.list(8, |from| {
                     let num_dropped = from.u32()?;
-                    Self::Reserved(from.list(52, reservation)?, num_dropped)
-                }
+                    Some((from.list(52, reservation)?, num_dropped))
+                })?),
                 7 => Self::Count(from.u64()?),
                 8 => Self::Stats(stats(from)?),
                 9 => Self::Status(status(from)?),
@@ -432,7 +376,7 @@ impl Answer {
             Self::Found(_) => 3,
             Self::Progress(_) => 4,
             Self::Frames(_) => 5,
-            Self::Reserved(..) => 6,
+            Self::Reserved(_) => 6,
             Self::Count(_) => 7,
             Self::Stats(_) => 8,
             Self::Status(_) => 9,

@@ -145,16 +145,29 @@ fn a_server_that_stands_still_costs_one_deadline() {
     let (rows, num_dropped) = engine.reserve(Prefix::from(&common::chain(7, 4)), whole(4)).expect("in range");
     assert_eq!((rows.len(), num_dropped), (4, 0), "nothing that came late is held");
     engine.abort(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
-    for is_save in [true, false] {
+    let many = common::chain(9, 2500); // of several messages
+    let every: Vec<_> = many.keys().chunks(1).map(|keys| Prefix { root: many.root(), keys }).collect();
+    for what in ["a save", "a lease", "many saves", "many lookups", "a lease on many"] {
+        let num_late_before = num_late().expect("it counts");
         signal(&child, "STOP");
         until("it stands still", || all_stopped(child.id()));
-        if is_save {
-            assert_eq!(engine.reserve(Prefix::from(&common::chain(8, 4)), whole(4)).expect("in range").1, 4);
-        } else {
-            engine.acquire(Prefix::from(&chain)); // nobody releases it: it was never had
+        match what {
+            "a save" => {
+                assert_eq!(engine.reserve(Prefix::from(&common::chain(8, 4)), whole(4)).expect("in range").1, 4);
+            }
+            "many saves" => {
+                let asked: Vec<_> = every.iter().map(|prefix| (*prefix, whole(1)).into()).collect();
+                let (reserved, got) = engine.reserve_many(&asked).expect("in range");
+                assert!(reserved.is_empty() && got.iter().all(|got| got.num_dropped == 1));
+            }
+            "many lookups" => assert_eq!(engine.lookup_many(&every), vec![Lookup::default(); every.len()]),
+            // Nobody releases these: they were never had.
+            "a lease" => assert_eq!(engine.poll(engine.acquire(Prefix::from(&chain))), Progress::default()),
+            _ => assert_eq!(engine.poll(engine.acquire_all(&every)), Progress::default()),
         }
+        assert_eq!(num_late(), Some(num_late_before + 1), "{what} waited once");
         signal(&child, "CONT");
-        until("it goes on", || found(&engine, &chain) == 4);
+        until("it goes on", || found(&engine, &chain) == 4 || save(&engine, &chain) == 4);
         until("what came late is given back", || {
             let held = status(&socket(dir.path()), LONG).expect("it answers").engines;
             held.len() == 1 && (held[0].num_reserved, held[0].num_leases) == (0, 0)

@@ -3,7 +3,9 @@
 use kvloft_core::ChunkKey;
 use kvloft_core::io::FrameId;
 use kvloft_core::store::{LeasedFrame, Lookup, Progress, Reservation, SaveRange, TierName};
-use kvloft_wire::message::{Answer, Hello, Keys, LENGTH_BYTES, Request, SentPrefix, VERSION};
+use kvloft_wire::message::{
+    Answer, Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentPrefixes, SentRange, VERSION,
+};
 use kvloft_wire::{EngineStatus, Status};
 use proptest::collection::vec;
 use proptest::prelude::*;
@@ -35,7 +37,11 @@ fn parts() -> impl Strategy<Value = Parts> {
 
 fn request(parts: &Parts) -> Request<'_> {
     let keys = Keys::Bytes(&parts.keys);
-    let prefix = SentPrefix { root: ChunkKey(parts.root), num_same: parts.small[0], keys };
+    // Some hang on the root of the one before, some on another.
+    let roots = || parts.numbers.iter().map(|number| ChunkKey([number.to_le_bytes()[0] % 2; 32]));
+    let all =
+        roots().zip(0..).map(|(root, nth)| (root, Keys::Bytes(&parts.keys[..parts.keys.len().min(nth)]))).collect();
+    let prefixes = SentPrefixes { num_same: parts.small[0], all };
     let range = SaveRange { start: parts.small[1], stop: parts.small[2], tail_blocks: parts.small[3] };
     match parts.kind {
         1 => Request::Hello(Hello {
@@ -45,12 +51,16 @@ fn request(parts: &Parts) -> Request<'_> {
             blocks_per_chunk: parts.small[0],
             description: parts.text.clone(),
         }),
-        2 => Request::Lookup(prefix),
-        3 => Request::Acquire(parts.number, prefix),
+        2 => Request::Lookup(prefixes),
+        3 => Request::Acquire(parts.number, prefixes),
         4 => Request::Poll(parts.number),
         5 => Request::Frames(parts.number),
         6 => Request::Release(parts.number),
-        7 => Request::Reserve(ChunkKey(parts.root), parts.small[0], keys, range),
+        7 => {
+            let ranges =
+                roots().map(|root| SentRange { root, first: parts.small[0], keys, range, is_attached: root.0[0] == 1 });
+            Request::Reserve(ranges.collect())
+        }
         8 => Request::Commit(parts.numbers.clone()),
         9 => Request::Abort(parts.numbers.clone()),
         10 => Request::Discard(keys),
@@ -75,10 +85,10 @@ fn answer(parts: &Parts) -> Answer {
     match parts.kind {
         1 => Answer::Welcome(one),
         2 => Answer::Refused(parts.text.clone()),
-        3 => Answer::Found(Lookup { host_blocks: one, stored_blocks: two }),
+        3 => Answer::Found(vec![Lookup { host_blocks: one, stored_blocks: two }; num_rows]),
         4 => Answer::Progress(Progress { ready_blocks: one, pending_blocks: two }),
         5 => Answer::Frames(vec![leased; num_rows]),
-        6 => Answer::Reserved(vec![row; num_rows], one),
+        6 => Answer::Reserved((0..num_rows).map(|nth| (vec![row; nth], one)).collect()),
         7 => Answer::Count(parts.number),
         8 => Answer::Stats(stats),
         _ => Answer::Status(Status {
@@ -153,5 +163,15 @@ fn counts_that_lie_take_no_memory() {
     for kind in 0..20 {
         let bytes = [[1, 0, 0, 0, kind].as_slice(), &[0xff; 64]].concat();
         assert_eq!(Answer::decode(&bytes), None, "kind {kind}");
+    }
+}
+
+#[test]
+fn more_prefixes_than_a_message_may_have_are_none() {
+    for (num, is_message) in [(MAX_PREFIXES, true), (MAX_PREFIXES + 1, false)] {
+        let all = vec![(ChunkKey::default(), Keys::Bytes(&[])); num as usize];
+        let mut bytes = Vec::new();
+        Request::Lookup(SentPrefixes { num_same: 0, all }).encode(1, &mut bytes);
+        assert_eq!(Request::decode(body(&bytes)).is_some(), is_message);
     }
 }

@@ -17,7 +17,7 @@ use kvloft_core::io::Arena;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, Progress, SaveRange};
 use kvloft_core::{ChunkKey, ErrorKind};
-use kvloft_wire::message::{Hello, LENGTH_BYTES, Request, VERSION};
+use kvloft_wire::message::{Hello, LENGTH_BYTES, Request, SentPrefixes, SentRange, VERSION};
 use kvloft_wire::{Remote, RemoteConfig, Server, status};
 
 #[test]
@@ -259,14 +259,16 @@ fn hostile_bytes_are_refused_and_nobody_else_notices() {
     let after_hello = |bytes: &[u8]| [&hello, bytes].concat();
     let mut lying = Vec::new();
     let keys = kvloft_wire::message::Keys::Bytes(&[]);
-    let prefix = kvloft_wire::message::SentPrefix { root: ChunkKey([1; 32]), num_same: 5, keys };
-    Request::Lookup(prefix).encode(2, &mut lying);
+    let prefixes = SentPrefixes { num_same: 5, all: vec![(ChunkKey([1; 32]), keys)] };
+    Request::Lookup(prefixes).encode(2, &mut lying);
     let mut huge = Vec::new();
     let range = kvloft_core::store::SaveRange { start: u32::MAX, stop: u32::MAX, tail_blocks: 0 };
-    Request::Reserve(ChunkKey([1; 32]), u32::MAX - 1, keys, range).encode(2, &mut huge);
+    Request::Reserve(vec![SentRange { root: ChunkKey([1; 32]), first: u32::MAX - 1, keys, range, is_attached: false }])
+        .encode(2, &mut huge);
     let mut without_keys = Vec::new();
     let range = kvloft_core::store::SaveRange { start: 2, stop: 3, tail_blocks: 0 };
-    Request::Reserve(ChunkKey([1; 32]), 3, keys, range).encode(2, &mut without_keys);
+    Request::Reserve(vec![SentRange { root: ChunkKey([1; 32]), first: 3, keys, range, is_attached: false }])
+        .encode(2, &mut without_keys);
     for (name, bytes) in [
         ("text", b"GET / HTTP/1.1\r\n\r\n".to_vec()),
         ("too long", u32::MAX.to_le_bytes().to_vec()),
@@ -332,10 +334,10 @@ fn many_are_reserved_as_one_after_the_other() {
     // What it has, more than there is room for (64 frames), and the same twice.
     let long = chain(9, 60);
     let ranges = [(0, part(0, 8)), (1, part(0, 3)), (2, part(0, 8)), (1, part(3, 8)), (0, part(0, 8))];
-    let mut asked: Vec<_> = ranges.iter().map(|(nth, range)| (Prefix::from(&chains[*nth]), *range)).collect();
-    asked.push((Prefix::from(&long), part(0, 60)));
+    let mut asked: Vec<_> = ranges.iter().map(|(nth, range)| (Prefix::from(&chains[*nth]), *range).into()).collect();
+    asked.push((Prefix::from(&long), part(0, 60)).into());
     let mut wrong = asked.clone();
-    wrong.insert(3, (Prefix::from(&chains[3]), part(0, 9)));
+    wrong.insert(3, (Prefix::from(&chains[3]), part(0, 9)).into());
     assert!(engine.reserve_many(&wrong).is_err(), "one chain has not got its range");
     let (rows, got) = engine.reserve_many(&asked).expect("in range");
     let counts: Vec<_> = got.iter().map(|got| (got.num_reserved, got.num_dropped)).collect();

@@ -13,11 +13,24 @@ use super::items::{Item, Items};
 use super::mode::{CHAIN, Digest, GROUP, PARALLEL_BYTES, TOKENS};
 use crate::{Error, ErrorKind, Result};
 
-/// `keyed(K("group"), key | group as u32 | zeros)`, 64 bytes in all: what another group of layers keeps of the same prefix.
-fn of_group(key: &ChunkKey, group: u32) -> ChunkKey {
-    let mut number = Digest::default();
-    number[..4].copy_from_slice(&group.to_le_bytes());
-    ChunkKey(GROUP.hash_pair(&key.0, &number))
+/// `keyed(K("group"), key | group as u32 | zeros)`, 64 bytes in all: what another group of layers keeps of the same prefixes.
+fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + use<> {
+    let mut inputs = vec![[0; 64]; keys.len()];
+    for (input, key) in inputs.iter_mut().zip(keys) {
+        input[..32].copy_from_slice(&key.0);
+        input[32..36].copy_from_slice(&group.to_le_bytes());
+    }
+    let mut digests = vec![Digest::default(); keys.len()];
+    GROUP.hash_each(inputs.as_flattened(), 64, &mut digests);
+    digests.into_iter().map(ChunkKey)
+}
+
+/// Keys of the same prefix as another group of layers keeps it.
+#[derive(Debug, Clone)]
+struct OfGroup {
+    group: u32,
+    root: ChunkKey,
+    keys: Vec<ChunkKey>,
 }
 
 /// Token ids hashed per round: enough for all SIMD lanes, small enough for the first-level cache.
@@ -37,6 +50,7 @@ pub struct KeyChain {
     keys: Vec<ChunkKey>,
     pending: Pending,
     items: Items,
+    groups: Vec<OfGroup>,
 }
 
 impl KeyChain {
@@ -60,6 +74,7 @@ impl KeyChain {
             keys: Vec::new(),
             pending: Pending::default(),
             items: Items::default(),
+            groups: Vec::new(),
         })
     }
 
@@ -95,29 +110,30 @@ impl KeyChain {
         })
     }
 
-    /// The first `num_blocks` full blocks, as KV cache group `group` keeps them; None: with the keys of this chain. A value of
-    /// its own, to look up and save with.
-    #[must_use]
-    pub fn prefix(&self, num_blocks: u32, group: Option<u32>) -> Self {
-        let keys = &self.keys[..self.keys.len().min(num_blocks as usize)];
-        self.with_keys(keys, |key| group.map_or(*key, |group| of_group(key, group)))
+    /// Hashes what KV cache group `group` keeps of the whole prefix, as far as that was not done before.
+    pub fn extend_group(&mut self, group: u32) {
+        let known = self.groups.iter().position(|of| of.group == group).unwrap_or_else(|| {
+            let root = of_group(&[self.root], group).next().unwrap_or_default();
+            self.groups.push(OfGroup { group, root, keys: Vec::new() });
+            self.groups.len() - 1
+        });
+        let keys = &mut self.groups[known].keys;
+        keys.extend(of_group(&self.keys[keys.len()..], group));
     }
 
-    /// What `group` keeps of full block `block` alone, valid at that block's end: a chain of one block.
-    pub fn attached(&self, block: u32, group: u32) -> Result<Self> {
-        let key = self.key(block)?;
-        Ok(self.with_keys(&[key], |key| of_group(key, group)))
+    /// The key of the empty prefix and those of full blocks, as `group` keeps them, as far as `extend_group` went; None: this
+    /// chain's own.
+    pub fn kept_by(&self, group: Option<u32>) -> (ChunkKey, &[ChunkKey]) {
+        let Some(group) = group else { return (self.root, &self.keys) };
+        let known = self.groups.iter().find(|of| of.group == group);
+        known.map_or((self.root, &[]), |of| (of.root, &of.keys))
     }
 
-    fn with_keys(&self, keys: &[ChunkKey], of: impl Fn(&ChunkKey) -> ChunkKey) -> Self {
-        Self {
-            root: of(&self.root),
-            block_tokens: self.block_tokens,
-            lookahead: self.lookahead,
-            keys: keys.iter().map(of).collect(),
-            pending: Pending::default(),
-            items: Items::default(),
-        }
+    /// What `group` keeps of each of `blocks` alone, valid at that block's end: the key that all of them hang on, and theirs.
+    pub fn attached(&self, group: u32, blocks: impl IntoIterator<Item = u32>) -> Result<(ChunkKey, Vec<ChunkKey>)> {
+        let own = std::iter::once(Ok(self.root)).chain(blocks.into_iter().map(|block| self.key(block)));
+        let mut keys = of_group(&own.collect::<Result<Vec<_>>>()?, group);
+        Ok((keys.next().unwrap_or_default(), keys.collect()))
     }
 
     /// Declares a multimodal item on positions [start, start + `num_tokens`), before any of them is appended.

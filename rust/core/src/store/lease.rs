@@ -51,31 +51,31 @@ impl Drop for WriteLease {
     }
 }
 
-/// Pins on a prefix. Chunks behind its host part may still be on their way from disk.
+/// Pins on one or more prefixes. Chunks behind a prefix's host part may still be on their way from disk.
 #[derive(Debug)]
 #[must_use = "dropping a read lease unpins its frames"]
 pub struct ReadLease {
     store: Arc<Inner>,
     /// None once it was released, or if the store had failed when it was taken.
-    held: Mutex<Option<Held>>,
+    held: Mutex<Option<Vec<Held>>>,
 }
 
 impl ReadLease {
-    pub(crate) fn new(store: Arc<Inner>, held: Option<Held>) -> Self {
+    pub(crate) fn new(store: Arc<Inner>, held: Option<Vec<Held>>) -> Self {
         Self { store, held: Mutex::new(held) }
     }
 
-    /// How much is ready and how much is still being read. Never blocks on I/O.
+    /// How much is ready and how much is still being read, of all prefixes together. Never blocks on I/O.
     pub fn poll(&self) -> Progress {
-        self.ask(State::poll)
+        self.ask(|state, held| held.iter_mut().map(|held| state.poll(held)).sum())
     }
 
-    /// Frames of every chunk that is ready now, in order.
+    /// Frames of every chunk that is ready now, prefix by prefix in order.
     pub fn frames(&self) -> Vec<LeasedFrame> {
-        self.ask(State::frames)
+        self.ask(|state, held| held.iter_mut().flat_map(|held| state.frames(held)).collect())
     }
 
-    fn ask<T: Default>(&self, what: impl FnOnce(&mut State, &mut Held) -> T) -> T {
+    fn ask<T: Default>(&self, what: impl FnOnce(&mut State, &mut [Held]) -> T) -> T {
         let mut held = self.held.lock().unwrap_or_else(PoisonError::into_inner);
         held.as_mut().and_then(|held| self.store.with_books(|state| what(state, held))).unwrap_or_default()
     }
@@ -84,7 +84,7 @@ impl ReadLease {
     pub fn release(&self) {
         let held = self.held.lock().unwrap_or_else(PoisonError::into_inner).take();
         if let Some(held) = held {
-            self.store.with_books(|state| state.release(held));
+            self.store.with_books(|state| held.into_iter().for_each(|held| state.release(held)));
         }
     }
 }

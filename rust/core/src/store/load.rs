@@ -1,5 +1,7 @@
 //! Loading: pin what is in host, start reading what is on disk, and say how far it got.
 
+use std::iter::Sum;
+
 use super::lookup::Prefix;
 use super::state::State;
 use crate::evict::ChunkId;
@@ -40,7 +42,16 @@ pub struct Progress {
     pub pending_blocks: u32,
 }
 
-/// What a read lease holds: a visible prefix, and behind it chunks that are being read.
+impl Sum for Progress {
+    fn sum<I: Iterator<Item = Self>>(every: I) -> Self {
+        every.fold(Self::default(), |sum, one| Self {
+            ready_blocks: sum.ready_blocks.saturating_add(one.ready_blocks),
+            pending_blocks: sum.pending_blocks.saturating_add(one.pending_blocks),
+        })
+    }
+}
+
+/// What a read lease holds of one prefix: a visible part, and behind it chunks that are being read.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
     /// The last chunk that was in host: held, and with it its whole prefix, of `num_host` chunks.

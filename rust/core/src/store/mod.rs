@@ -33,7 +33,7 @@ pub use inner::{Clock, Opener};
 pub use lease::{ReadLease, WriteLease};
 pub use load::{LeasedFrame, Progress, TierName};
 pub use lookup::Prefix;
-pub use save::{Got, Reservation, SaveRange};
+pub use save::{Got, Reservation, SaveRange, ToSave};
 use state::State;
 
 use crate::key::ChunkKey;
@@ -71,7 +71,7 @@ pub struct Lookup {
 /// What [`Store::reserve`] got: a lease for each chunk that has to be filled, and how many chunks could not be had.
 #[derive(Debug, Default)]
 pub struct Reserved {
-    /// In order of the prefix.
+    /// In order of the prefix; of attached chunks the first block is their place in what was asked.
     pub leases: Vec<WriteLease>,
     /// The first chunk without a frame or a parent, and all behind it.
     pub num_dropped: u32,
@@ -151,44 +151,51 @@ impl Store {
     /// How much of the prefix is stored: full chunks, then the longest tail behind them; of a disk that is left alone, nothing.
     /// Asking is free (I9).
     pub fn lookup<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Lookup {
-        let found = self.inner.with_open_books(|state| state.find(&prefix.into()));
-        let (host_blocks, stored_blocks) = found.unwrap_or_default();
-        Lookup { host_blocks, stored_blocks }
+        self.lookup_many(&[prefix.into()]).pop().unwrap_or_default()
+    }
+
+    /// The same of many, at one moment.
+    pub fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
+        let find = |state: &mut State| prefixes.iter().map(|prefix| state.find(prefix)).collect();
+        let found: Option<Vec<_>> = self.inner.with_open_books(find);
+        let of = |(host_blocks, stored_blocks)| Lookup { host_blocks, stored_blocks };
+        found.unwrap_or_else(|| vec![(0, 0); prefixes.len()]).into_iter().map(of).collect()
     }
 
     /// Pins what is in host of the stored part of a prefix, and wants the rest of it from disk. A read takes a frame when it
     /// begins; the lease ends before a chunk that no frame can be had for, or that cannot be read.
     pub fn acquire<'a>(&self, prefix: impl Into<Prefix<'a>>) -> ReadLease {
-        let held = self.inner.with_open_books(|state| state.acquire(&prefix.into()));
-        ReadLease::new(Arc::clone(&self.inner), held)
+        self.acquire_all(&[prefix.into()])
+    }
+
+    /// The same of many, as one lease: it counts blocks of all of them.
+    pub fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> ReadLease {
+        let hold = |state: &mut State| prefixes.iter().map(|prefix| state.acquire(prefix)).collect();
+        ReadLease::new(Arc::clone(&self.inner), self.inner.with_open_books(hold))
     }
 
     /// Reserves frames for those chunks of `range` that are neither in host nor being filled.
     ///
     /// It stops at the first that cannot be had. `InvalidConfig` if the prefix has not got the range.
     pub fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, range: SaveRange) -> Result<Reserved> {
-        let (leases, got) = self.reserve_below(None, &[(prefix.into(), range)])?;
+        let (leases, got) = self.reserve_many(None, &[(prefix.into(), range).into()])?;
         Ok(Reserved { leases, num_dropped: got[0].num_dropped })
     }
 
-    /// As [`Self::reserve`] of each prefix, of frames below `limit` only, for this and later calls: the leases of all, one prefix's
-    /// after the other's, and how many are whose. Nothing is reserved if one prefix has not got its range.
-    pub fn reserve_below(
-        &self,
-        limit: Option<u32>,
-        asked: &[(Prefix<'_>, SaveRange)],
-    ) -> Result<(Vec<WriteLease>, Vec<Got>)> {
+    /// As [`Self::reserve`] for many: the leases of all, one prefix's after the other's, and how many are whose. With a `limit`,
+    /// saves take frames below it only from now on. Nothing is reserved if one prefix has not got its range.
+    pub fn reserve_many(&self, limit: Option<u32>, asked: &[ToSave<'_>]) -> Result<(Vec<WriteLease>, Vec<Got>)> {
         let reserved = self.inner.with_open_books(|state| {
             if let Some(limit) = limit {
                 state.host.limit(limit);
             }
-            asked.iter().try_for_each(|(prefix, range)| range.check(prefix, state.per_chunk))?;
+            asked.iter().try_for_each(|each| each.range.check(&each.prefix, state.per_chunk))?;
             state.warm(asked);
             let mut reserved = Vec::with_capacity(asked.len());
-            let got = asked.iter().map(|(prefix, range)| state.reserve(prefix, *range, &mut reserved)).collect();
+            let got = asked.iter().map(|each| state.reserve(each, &mut reserved)).collect();
             Ok((reserved, got))
         });
-        let none = || asked.iter().map(|(_, range)| Got { num_reserved: 0, num_dropped: range.num_chunks() }).collect();
+        let none = || asked.iter().map(|each| Got { num_reserved: 0, num_dropped: each.range.num_chunks() }).collect();
         let (reserved, got) = reserved.unwrap_or_else(|| Ok((Vec::new(), none())))?;
         let lease = |(id, reservation)| WriteLease::new(Arc::clone(&self.inner), id, reservation);
         Ok((reserved.into_iter().map(lease).collect(), got))

@@ -59,43 +59,64 @@ impl SaveRange {
 pub struct Got {
     /// Chunks that have to be filled.
     pub num_reserved: usize,
-    /// The first chunk without a frame or a parent, and all behind it.
+    /// Chunks without a frame or a parent; of those that are not attached, all behind the first of them.
     pub num_dropped: u32,
+}
+
+/// What is to be saved of a prefix.
+#[derive(Debug, Clone, Copy)]
+pub struct ToSave<'a> {
+    /// The prefix.
+    pub prefix: Prefix<'a>,
+    /// Which chunks of it.
+    pub range: SaveRange,
+    /// Each chunk hangs on the root alone, as what a group of windows or states keeps. One that cannot be had ends nothing then.
+    pub is_attached: bool,
+}
+
+impl<'a> From<(Prefix<'a>, SaveRange)> for ToSave<'a> {
+    fn from((prefix, range): (Prefix<'a>, SaveRange)) -> Self {
+        Self { prefix, range, is_attached: false }
+    }
 }
 
 impl State {
     /// Reserves what is missing of a range, which must be the prefix's, into `reserved`.
-    pub(crate) fn reserve(
-        &mut self,
-        prefix: &Prefix<'_>,
-        range: SaveRange,
-        reserved: &mut Vec<(ChunkId, Reservation)>,
-    ) -> Got {
-        let before = reserved.len();
+    pub(crate) fn reserve(&mut self, asked: &ToSave<'_>, reserved: &mut Vec<(ChunkId, Reservation)>) -> Got {
+        let ToSave { prefix, range, is_attached } = *asked;
+        let (before, mut num_dropped) = (reserved.len(), 0);
         let wanted = range.num_chunks();
         for nth in 0..wanted {
             let depth = range.start + nth;
             let num_blocks = if depth < range.stop { self.per_chunk } else { range.tail_blocks };
             let first_block = depth * self.per_chunk;
-            let (key, parent_key) = (prefix.key_of(first_block + num_blocks), prefix.key_of(first_block));
-            let new = Entry { key, parent_key, depth, first_block, num_blocks, ..Entry::default() };
+            let key = prefix.key_of(first_block + num_blocks);
+            let new = if is_attached {
+                Entry { key, parent_key: prefix.root, num_blocks, ..Entry::default() }
+            } else {
+                let parent_key = prefix.key_of(first_block);
+                Entry { key, parent_key, depth, first_block, num_blocks, ..Entry::default() }
+            };
             if self.is_there(&new) {
                 continue;
             }
-            let Some((id, frame)) = self.reserve_one(new) else {
-                let num_dropped = wanted - nth;
-                self.stats.reserve_dropped += u64::from(num_dropped);
-                return Got { num_reserved: reserved.len() - before, num_dropped };
-            };
-            let ticket = self.new_ticket();
-            reserved.push((id, Reservation { ticket, frame, key, first_block, num_blocks }));
+            if let Some((id, frame)) = self.reserve_one(new) {
+                let ticket = self.new_ticket();
+                reserved.push((id, Reservation { ticket, frame, key, first_block, num_blocks }));
+            } else if is_attached {
+                num_dropped += 1;
+            } else {
+                num_dropped = wanted - nth;
+                break;
+            }
         }
-        Got { num_reserved: reserved.len() - before, num_dropped: 0 }
+        self.stats.reserve_dropped += u64::from(num_dropped);
+        Got { num_reserved: reserved.len() - before, num_dropped }
     }
 
     /// Looks at what saves of `asked` will look at first: these reads do not wait for each other, as those of the saves do.
-    pub(crate) fn warm(&self, asked: &[(Prefix<'_>, SaveRange)]) {
-        let found = asked.iter().map(|(prefix, range)| {
+    pub(crate) fn warm(&self, asked: &[ToSave<'_>]) {
+        let found = asked.iter().map(|ToSave { prefix, range, .. }| {
             let first = range.start * self.per_chunk;
             let end = if range.start < range.stop { first + self.per_chunk } else { first + range.tail_blocks };
             let ids = [first, end].map(|num_blocks| self.index.get(&prefix.key_of(num_blocks)));

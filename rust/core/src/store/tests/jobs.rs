@@ -151,7 +151,7 @@ impl Run {
         let stop = stop.min(PROMPT_BLOCKS / self.per_chunk);
         let tail_blocks = tail.min(self.per_chunk - 1).min(PROMPT_BLOCKS - stop * self.per_chunk);
         let (range, mut reserved) = (SaveRange { start: start.min(stop), stop, tail_blocks }, Vec::new());
-        self.state.reserve(&Prefix::from(&chain), range, &mut reserved);
+        self.state.reserve(&(Prefix::from(&chain), range).into(), &mut reserved);
         for (_, reservation) in &reserved {
             let mut frame = self.state.host.lend(reservation.frame).expect("a reserved frame has one owner (I4)");
             frame.bytes_mut()[..32].copy_from_slice(&reservation.key.0);

@@ -1,0 +1,107 @@
+//! What a session is asked about several KV cache groups at once: conversions only.
+//!
+//! A group of full attention keeps a prefix, as the chain's own; what others keep of a block hangs on no other block.
+
+use kvloft_core::batch::NULL_BLOCK;
+use kvloft_core::engine::SaveRow;
+use kvloft_core::key::{self, ChunkKey};
+use kvloft_core::store::{Prefix, SaveRange, ToSave};
+use pyo3::prelude::*;
+
+use crate::batch::ChunkBatch;
+use crate::error::raise;
+use crate::key::KeyChain;
+use crate::tokens::block_ids;
+
+/// Chain, token ids, tokens that the chain is to have, first block, behind the last one, each group's table.
+pub(crate) type GroupsDue<'py> = (Bound<'py, KeyChain>, Bound<'py, PyAny>, u32, u32, u32, Bound<'py, PyAny>);
+
+/// Which of the tables, the group's number (None: the chain's own keys), and whether each block is kept alone.
+pub(crate) type SavedGroup = (usize, Option<u32>, bool);
+
+/// Chunks by table, and how many could not be had.
+pub(crate) type Reserved = (Vec<(usize, ChunkBatch)>, u32);
+
+/// What a group keeps of single blocks: the key that all hang on, and theirs.
+pub(crate) type Kept = (ChunkKey, Vec<ChunkKey>);
+
+/// The prefix as each of `groups` keeps it.
+pub(crate) fn kept_by<'a>(chain: &'a mut key::KeyChain, groups: &[Option<u32>]) -> Vec<Prefix<'a>> {
+    for group in groups.iter().flatten() {
+        chain.extend_group(*group);
+    }
+    let prefix = |(root, keys)| Prefix { root, keys };
+    groups.iter().map(|group| prefix(chain.kept_by(*group))).collect()
+}
+
+/// What groups keep of single blocks, for (group, start, stop).
+pub(crate) fn attached(chain: &key::KeyChain, rows: &[(u32, u32, u32)]) -> PyResult<Vec<Kept>> {
+    rows.iter().map(|(group, start, stop)| chain.attached(*group, *start..*stop).map_err(raise)).collect()
+}
+
+/// Each of it as a prefix by itself.
+pub(crate) fn each(kept: &[Kept]) -> impl Iterator<Item = Prefix<'_>> {
+    kept.iter().flat_map(|(root, keys)| keys.chunks(1).map(|keys| Prefix { root: *root, keys }))
+}
+
+/// Blocks of one group's table. It is read before a chain is held: that may run Python code.
+pub(crate) struct Blocks {
+    start: u32,
+    ids: Vec<i32>,
+}
+
+impl Blocks {
+    /// `[start, stop)`; of a group that keeps each block alone, as far as the table has them.
+    pub(crate) fn of(
+        (nth, _, is_attached): &SavedGroup,
+        tables: &Bound<'_, PyAny>,
+        start: u32,
+        stop: u32,
+    ) -> PyResult<Self> {
+        let table = tables.get_item(*nth)?;
+        let len = if *is_attached { u32::try_from(table.len()?).unwrap_or(u32::MAX) } else { u32::MAX };
+        let (start, stop) = (start.min(len), stop.min(len));
+        Ok(Self { start, ids: block_ids(&table, start, Some(stop))? })
+    }
+}
+
+/// Blocks of one group that are to be saved.
+pub(crate) struct Saved {
+    group: Option<u32>,
+    /// None: the group keeps the prefix.
+    kept: Option<Kept>,
+    range: SaveRange,
+    blocks: Vec<i32>,
+}
+
+impl Saved {
+    /// All of them, or of those that are kept alone what the group has not given up.
+    pub(crate) fn of(
+        chain: &key::KeyChain,
+        &(_, group, is_attached): &SavedGroup,
+        Blocks { start, ids }: Blocks,
+    ) -> PyResult<Self> {
+        let range = |start, blocks: &[i32]| {
+            let num = u32::try_from(blocks.len()).unwrap_or(u32::MAX);
+            SaveRange { start, stop: num.saturating_add(start), tail_blocks: 0 }
+        };
+        if !is_attached {
+            return Ok(Self { group, kept: None, range: range(start, &ids), blocks: ids });
+        }
+        let own = (start..).zip(ids).filter(|(_, own)| *own != NULL_BLOCK);
+        let (nths, blocks): (Vec<_>, Vec<_>) = own.unzip();
+        let kept = chain.attached(group.unwrap_or_default(), nths).map_err(raise)?;
+        Ok(Self { group, kept: Some(kept), range: range(0, &blocks), blocks })
+    }
+
+    /// What it asks of `chain`, on which `extend_group` was called.
+    pub(crate) fn row<'a>(&'a self, chain: &'a key::KeyChain) -> SaveRow<'a> {
+        let is_attached = self.kept.is_some();
+        let (root, keys) = match &self.kept {
+            Some((root, keys)) => (*root, keys.as_slice()),
+            None => chain.kept_by(self.group),
+        };
+        let what = ToSave { prefix: Prefix { root, keys }, range: self.range, is_attached };
+        SaveRow { what, table: &self.blocks, first: self.range.start, replaced: None }
+    }
+}

@@ -1,0 +1,258 @@
+//! Questions asked at once are answered as one after the other, in this process and over a socket.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{FRAME, chain, connect, save, serve, server_config, whole};
+use kvloft_core::ChunkKey;
+use kvloft_core::evict::Eviction;
+use kvloft_core::session::{LeaseId, Local, Session};
+use kvloft_core::store::{LeasedFrame, Prefix, Progress, Reservation, SaveRange, StoreConfig, ToSave};
+use kvloft_wire::message::MAX_PREFIXES;
+use kvloft_wire::{Server, ServerConfig};
+use proptest::collection::vec;
+use proptest::prelude::*;
+
+const NUM_FRAMES: u64 = 24;
+const GROUP: u32 = 5;
+
+/// A part of a prompt: of the chain itself, or what a group keeps of each block alone.
+#[derive(Debug, Clone, Copy)]
+struct Part {
+    prompt: u32,
+    start: u32,
+    stop: u32,
+    is_attached: bool,
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Lookup(Vec<Part>),
+    Acquire(Vec<Part>),
+    Reserve(Vec<Part>),
+    Release(prop::sample::Index),
+    /// Commits every other reservation and aborts the rest.
+    Settle,
+}
+
+fn part() -> impl Strategy<Value = Part> {
+    (0..3_u32, 0..8_u32, 0..8_u32, any::<bool>()).prop_map(|(prompt, one, other, is_attached)| Part {
+        prompt,
+        start: one.min(other),
+        stop: one.max(other),
+        is_attached,
+    })
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        vec(part(), 0..5).prop_map(Step::Lookup),
+        vec(part(), 0..5).prop_map(Step::Acquire),
+        vec(part(), 0..5).prop_map(Step::Reserve),
+        any::<prop::sample::Index>().prop_map(Step::Release),
+        Just(Step::Settle),
+    ]
+}
+
+/// What is asked about a part: keys, which hang on each other, or each on the root alone.
+struct Asked {
+    root: ChunkKey,
+    keys: Vec<ChunkKey>,
+    range: SaveRange,
+    is_attached: bool,
+}
+
+impl Asked {
+    fn new(part: &Part) -> Self {
+        let (own, is_attached) = (chain(part.prompt, part.stop), part.is_attached);
+        if !is_attached {
+            let range = SaveRange { start: part.start, stop: part.stop, tail_blocks: 0 };
+            return Self { root: own.root(), keys: own.keys().to_vec(), range, is_attached };
+        }
+        let (root, keys) = own.attached(GROUP, part.start..part.stop).expect("its blocks");
+        Self { root, keys, range: whole(part.stop - part.start), is_attached }
+    }
+
+    fn to_save(&self) -> ToSave<'_> {
+        let prefix = Prefix { root: self.root, keys: &self.keys };
+        ToSave { prefix, range: self.range, is_attached: self.is_attached }
+    }
+
+    fn prefixes(&self) -> Vec<Prefix<'_>> {
+        let (root, length) = (self.root, if self.is_attached { 1 } else { self.keys.len().max(1) });
+        let each = self.keys.chunks(length).map(|keys| Prefix { root, keys });
+        let none = (!self.is_attached && self.keys.is_empty()).then_some(Prefix { root, keys: &[] });
+        each.chain(none).collect()
+    }
+
+    /// The same of one session after the other question: each chunk that is kept alone by itself.
+    fn reserve_one_by_one(&self, session: &dyn Session) -> (Vec<Reservation>, u32) {
+        if !self.is_attached {
+            return session.reserve(self.prefixes()[0], self.range).expect("in range");
+        }
+        let (mut every, mut num_dropped) = (Vec::new(), 0);
+        for (first_block, prefix) in (0..).zip(self.prefixes()) {
+            let (rows, dropped) = session.reserve(prefix, whole(1)).expect("in range");
+            every.extend(rows.into_iter().map(|row| Reservation { first_block, ..row }));
+            num_dropped += dropped;
+        }
+        (every, num_dropped)
+    }
+}
+
+fn asked(parts: &[Part]) -> Vec<Asked> {
+    parts.iter().map(Asked::new).collect()
+}
+
+/// Two stores that go through the same: one is asked many at once, the other one by one.
+struct Twins {
+    at_once: Box<dyn Session>,
+    one_by_one: Box<dyn Session>,
+    leases: Vec<(LeaseId, Vec<LeaseId>)>,
+    tickets: Vec<u64>,
+}
+
+impl Twins {
+    fn take(&mut self, step: &Step) {
+        match step {
+            Step::Lookup(parts) => {
+                let asked = asked(parts);
+                let prefixes: Vec<_> = asked.iter().flat_map(Asked::prefixes).collect();
+                let each: Vec<_> = prefixes.iter().map(|prefix| self.one_by_one.lookup(*prefix)).collect();
+                assert_eq!(self.at_once.lookup_many(&prefixes), each);
+            }
+            Step::Acquire(parts) => {
+                let asked = asked(parts);
+                let prefixes: Vec<_> = asked.iter().flat_map(Asked::prefixes).collect();
+                let each = prefixes.iter().map(|prefix| self.one_by_one.acquire(*prefix)).collect();
+                self.leases.push((self.at_once.acquire_all(&prefixes), each));
+            }
+            Step::Reserve(parts) => {
+                let asked = asked(parts);
+                let to_save: Vec<_> = asked.iter().map(Asked::to_save).collect();
+                let (reserved, got) = self.at_once.reserve_many(&to_save).expect("in range");
+                let each: Vec<_> = asked.iter().map(|each| each.reserve_one_by_one(&*self.one_by_one)).collect();
+                let counts: Vec<_> = got.iter().map(|got| (got.num_reserved, got.num_dropped)).collect();
+                let wanted: Vec<_> = each.iter().map(|(rows, dropped)| (rows.len(), *dropped)).collect();
+                assert_eq!((&reserved, counts), (&each.iter().flat_map(|(rows, _)| rows.clone()).collect(), wanted));
+                self.tickets.extend(reserved.iter().map(|row| row.ticket));
+            }
+            Step::Release(at) if !self.leases.is_empty() => {
+                let (one, each) = self.leases.swap_remove(at.index(self.leases.len()));
+                self.at_once.release(one);
+                for lease in each {
+                    self.one_by_one.release(lease);
+                }
+            }
+            Step::Release(_) => {}
+            Step::Settle => {
+                let (saved, failed): (Vec<_>, Vec<_>) = self.tickets.drain(..).partition(|ticket| ticket % 4 > 0);
+                for session in [&self.at_once, &self.one_by_one] {
+                    session.abort(&failed);
+                    session.commit(&saved);
+                }
+            }
+        }
+    }
+
+    fn check(&self) {
+        for (one, each) in &self.leases {
+            let every: Progress = each.iter().map(|lease| self.one_by_one.poll(*lease)).sum();
+            assert_eq!(self.at_once.poll(*one), every);
+            let frames: Vec<LeasedFrame> = each.iter().flat_map(|lease| self.one_by_one.frames(*lease)).collect();
+            assert_eq!(self.at_once.frames(*one), frames);
+        }
+        let of_store = |session: &dyn Session| {
+            let every = session.stats().into_iter().filter(|(name, _)| !name.starts_with("server"));
+            every.collect::<Vec<_>>()
+        };
+        assert_eq!(of_store(&*self.at_once), of_store(&*self.one_by_one));
+    }
+}
+
+fn local() -> Box<dyn Session> {
+    let config = StoreConfig {
+        frame_bytes: FRAME,
+        host_bytes: NUM_FRAMES * FRAME,
+        blocks_per_chunk: 1,
+        eviction: Eviction::parse("lru").expect("known"),
+        available_bytes: None,
+        namespace: [7; 32],
+        disk: None,
+    };
+    Box::new(Local::open(&config).expect("memory"))
+}
+
+fn live(steps: &[Step], mut open: impl FnMut() -> Box<dyn Session>) {
+    let mut twins = Twins { at_once: open(), one_by_one: open(), leases: Vec::new(), tickets: Vec::new() };
+    for step in steps {
+        twins.take(step);
+        twins.check();
+    }
+    for session in [twins.at_once, twins.one_by_one] {
+        session.close(Duration::ZERO);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn at_once_is_as_one_by_one_in_this_process(steps in vec(step(), 0..20)) {
+        live(&steps, local);
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { failure_persistence: None, cases: 24, ..ProptestConfig::default() })]
+
+    #[test]
+    fn at_once_is_as_one_by_one_over_a_socket(steps in vec(step(), 0..20)) {
+        let dirs = [tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("a directory")];
+        let config = |dir| ServerConfig { host_bytes: NUM_FRAMES * FRAME, ..server_config(dir) };
+        let _servers = dirs.each_ref().map(|dir| Server::open(config(dir.path())).expect("a server"));
+        let mut dirs = dirs.iter();
+        live(&steps, || Box::new(connect(dirs.next().expect("two").path())));
+    }
+}
+
+#[test]
+fn more_than_fits_a_message_is_asked_in_several() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = Server::open(ServerConfig { host_bytes: 20_000 * FRAME, ..server_config(dir.path()) });
+    let engine = connect(dir.path());
+    let parts: Vec<_> = (0..3).map(|prompt| Part { prompt, start: 0, stop: 4000, is_attached: true }).collect();
+    let asked = asked(&parts);
+    let to_save: Vec<_> = asked.iter().map(Asked::to_save).collect();
+    let (reserved, _) = engine.reserve_many(&to_save).expect("in range");
+    let tickets: Vec<_> = reserved.iter().map(|row| row.ticket).collect();
+    assert_eq!((tickets.len(), engine.commit(&tickets)), (12_000, 12_000));
+    let prefixes: Vec<_> = asked.iter().flat_map(Asked::prefixes).collect();
+    assert!(engine.lookup_many(&prefixes).iter().all(|found| found.host_blocks == 1));
+    let lease = engine.acquire_all(&prefixes);
+    assert_eq!((engine.poll(lease).ready_blocks, engine.frames(lease).len()), (12_000, 12_000));
+    let too_many = vec![prefixes[0]; MAX_PREFIXES as usize + 1];
+    assert_eq!(engine.poll(engine.acquire_all(&too_many)), Progress::default());
+    assert_eq!(engine.poll(lease).ready_blocks, 12_000, "the connection stands");
+}
+
+/// Of several long prefixes only the first is remembered, and no single block.
+#[test]
+fn both_sides_know_of_the_same_prefix() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = serve(dir.path());
+    let engine = connect(dir.path());
+    let chains = [chain(1, 9), chain(2, 9), chain(1, 1), chain(1, 12), chain(2, 4), chain(1, 0)];
+    assert_eq!((save(&engine, &chains[0]), save(&engine, &chains[1])), (9, 9));
+    let prefixes: Vec<_> = chains.iter().map(Prefix::from).collect();
+    let wanted = [9, 9, 1, 9, 4, 0];
+    for first in 0..chains.len() {
+        for second in 0..chains.len() {
+            let found = engine.lookup_many(&[prefixes[first], prefixes[second]]);
+            assert_eq!([found[0].host_blocks, found[1].host_blocks], [wanted[first], wanted[second]]);
+            let lease = engine.acquire_all(&[prefixes[second], prefixes[first]]);
+            assert_eq!(engine.poll(lease).ready_blocks, wanted[first] + wanted[second]);
+        }
+    }
+}
