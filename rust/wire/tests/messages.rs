@@ -155,3 +155,12 @@ fn counts_that_lie_take_no_memory() {
         assert_eq!(Answer::decode(&bytes), None, "kind {kind}");
     }
 }
+
+#[test]
+fn a_status_without_a_namespace_has_one_form_only() {
+    let mut bytes = Vec::new();
+    Answer::Status(Status::default()).encode(1, &mut bytes);
+    assert_eq!(Answer::decode(body(&bytes)), Some((1, Answer::Status(Status::default()))));
+    bytes[LENGTH_BYTES + 6] = 1; // behind the number, the kind, and the flag that says that there is none
+    assert_eq!(Answer::decode(body(&bytes)), None);
+}
