@@ -1,12 +1,11 @@
 """docs/models.md out of what `kvloft check` found over the tiny models of tests/e2e/zoo: `python scripts/models_table.py`.
 
-It reads build/models, where `KV_ZOO=all pytest tests/e2e/test_check.py` leaves a report for each model, and invents nothing: a
-model without a report is not in the table.
+It reads build/models, where `KV_ZOO=all pytest tests/e2e/zoo/test_checks.py` leaves a report for each model, and invents nothing: a
+model without a report is not in the table. The same tests compare what they find with the page, in every run of `make test`.
 """
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,9 @@ HEAD = """\
 
 Made by `scripts/models_table.py` from what `kvloft check` found on {date}: kvloft {kvloft}, vLLM {vllm}
 on {machine} CPUs, float32, tiny models with random weights of each kind of KV cache (`tests/e2e/zoo`).
-No model of real size is in this table: `kvloft check MODEL -- FLAGS` finds it out for yours.
+States, but for lfm2's, are computed by kernels of the tests (`tests/e2e/zoo/kernels.py`), because
+vLLM's for CPUs are not exact or keep too little; everything else is vLLM's. No model of real size is
+in this table: `kvloft check MODEL -- FLAGS` finds it out for yours.
 
 "Served" means: the same tokens as vLLM alone in every answer, cold, from host memory, from disk after
 a restart, with other endings and after a reset; and from both tiers something was loaded. "Found" are
@@ -39,36 +40,33 @@ def main() -> int:
     """Write the page; 1 where there is no report."""
     reports = [json.loads(path.read_text()) for path in sorted(REPORTS.glob("*.json"))]
     if not reports:
-        print(f"no report in {REPORTS}: run KV_ZOO=all pytest tests/e2e/test_check.py")
+        print(f"no report in {REPORTS}: run KV_ZOO=all pytest tests/e2e/zoo/test_checks.py")
         return 1
     first, dates = reports[0], sorted({report["date"] for report in reports})
     versions = {name: ", ".join(sorted({report["versions"][name] for report in reports})) for name in first["versions"]}
     lengths = {facts["max_model_len"] for report in reports for facts in report["engines"].values()}
     whole = next(one for report in reports for one in report["passes"] if one["name"] == "own")
     head = HEAD.format(date=" to ".join(dates), prompts=whole["answers"], max_model_len=" or ".join(map(str, lengths)), **versions)
-    rows = [COLUMNS, ["---"] * len(COLUMNS), *sorted(_rows(reports))]
-    PAGE.write_text(head + "".join(f"| {' | '.join(row)} |\n" for row in rows))
+    lines = [COLUMNS, ["---"] * len(COLUMNS), *sorted(row(report) for report in reports)]
+    PAGE.write_text(head + "".join(f"| {' | '.join(line)} |\n" for line in lines))
     return 0
 
 
-def _rows(reports: list[dict[str, Any]]) -> Iterator[list[str]]:
-    for report in reports:
-        passes = {one["name"]: one for one in report["passes"]}
-        alone = report["engines"]["alone"]
-        ours = report["engines"].get("with kvloft", {})
-        served = "yes" if report["served"] else f"no: {_short(report['missing'][0])}"
-        found = blocks = accepted = ""
-        if "disk" in passes:
-            found = f"{passes['host']['host']}, {passes['disk']['disk']}, {passes['own']['cached']}"
-            blocks = ", ".join(map(str, passes["disk"]["blocks"]))
-            if passes["own"]["drafted"]:
-                accepted = ", ".join(
-                    f"{passes[name]['accepted']} of {passes[name]['drafted']}" for name in ("cold", "host", "disk")
-                )
-        memory = ", ".join(f"{facts['request_bytes'] / 1024:.0f} KiB" for facts in (alone, ours) if facts)
-        kinds = _groups(alone["groups"])
-        setting = report["extra"].get("kv_groups", "")
-        yield [report["model"], kinds, alone["drafter"] or "", setting, served, found, blocks, memory, accepted]
+def row(report: dict[str, Any]) -> list[str]:
+    """One report's cells."""
+    passes = {one["name"]: one for one in report["passes"]}
+    alone = report["engines"]["alone"]
+    ours = report["engines"].get("with kvloft", {})
+    served = "yes" if report["served"] else f"no: {_short(report['missing'][0])}"
+    found = blocks = accepted = ""
+    if "disk" in passes:
+        found = f"{passes['host']['host']}, {passes['disk']['disk']}, {passes['own']['cached']}"
+        blocks = ", ".join(map(str, passes["disk"]["blocks"]))
+        if passes["own"]["drafted"]:
+            accepted = ", ".join(f"{passes[name]['accepted']} of {passes[name]['drafted']}" for name in ("cold", "host", "disk"))
+    memory = ", ".join(f"{facts['request_bytes'] / 1024:.0f} KiB" for facts in (alone, ours) if facts)
+    kinds, setting = _groups(alone["groups"]), report["extra"].get("kv_groups", "")
+    return [report["model"], kinds, alone["drafter"] or "", setting, served, found, blocks, memory, accepted]
 
 
 def _groups(groups: list[dict[str, Any]]) -> str:

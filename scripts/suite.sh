@@ -64,6 +64,7 @@ full() {
   in_time "environment with vLLM $1" scripts/env.sh "$1" || return
   phase "all Python tests on vLLM $1" pytest_on "$1" tests
   phase "correctness machine on vLLM $1" pytest_on "$1" tests/machine
+  phase "kvloft check of all tiny models on vLLM $1" pytest_on "$1" tests/e2e/zoo/test_checks.py
 }
 short() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "short form on vLLM $1" pytest_on "$1" tests/e2e tests/vllm/test_patches.py -m short; }
 
@@ -86,10 +87,13 @@ beside_engines() {
   other_environments >build/logs/others.log 2>&1 </dev/null &
   # The core's; kvloft-py has conversions only, and the Python tests are its tests.
   phase "Rust tests" cargo test --quiet --locked --no-fail-fast --profile "$PROFILE"
+  # For their types; scripts/fuzz.sh runs them.
+  phase "fuzz targets" cargo check --quiet --locked --no-default-features --manifest-path rust/fuzz/Cargo.toml --target-dir target/fuzz
   phase "Python tests without engines on vLLM $NEWEST" pytest_on "$NEWEST" tests --ignore=tests/e2e
   phase "correctness machine on vLLM $NEWEST" pytest_on "$NEWEST" tests/machine
   wait # what went wrong there goes wrong again below, where it is told
   for version in $OTHERS; do short "$version"; done
+  phase "kvloft check of all tiny models on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e/zoo/test_checks.py
   touch "$REPORT/beside-engines"
 }
 

@@ -44,7 +44,7 @@ if model == "hangs" and not is_alone:
     time.sleep(1000)
 if is_alone:
     tell(event="prompts", prompts={"prompt 20": [1] * 20, "fork 20": [1] * 10 + [2] * 10})
-for name in passes:
+for name in ["plain", *passes] if is_alone else passes:
     prompts = ("prompt 20", "fork 20") if name == "plain" else ("fork 20",) if name == "fork" else ("prompt 20",)
     tell(event="pass", name=name, answers={prompt: answer(name) for prompt in prompts})
 tell(event="done")

@@ -413,12 +413,14 @@ ENV = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
+    "NUMBA_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
     "TORCHDYNAMO_DISABLE": "1",
     "PYTHONDONTWRITEBYTECODE": "1",
 }
 """Settings of every vLLM process here; the pool is sized by num_gpu_blocks_override, never by the gigabyte. Engines run eagerly,
-and so does the one function that the sampler compiles: it would cost each new environment a run of the C++ compiler."""
+and so does the one function that the sampler compiles: it would cost each new environment a run of the C++ compiler. Numba, which
+drafts by ngram, would have OpenMP take a thread for each core, and on a busy machine they wait for each other most of the time."""
 
 
 def engine_kwargs(model: Path, *, num_blocks: int = 64, max_model_len: int | None = None, **more: Any) -> dict[str, Any]:

@@ -16,6 +16,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from . import shapes
@@ -291,6 +292,12 @@ class Engine:
             main(parser.parse_args(argv))
 
         return os.waitstatus_to_exitcode(os.waitpid(_fork(run, {}, log), 0)[1])
+
+    def do_check(self, job: str, starter: int, prepare: str) -> None:
+        """Be an engine of `kvloft check`, and end; see forked.py."""
+        _redirect(str(Path(job).with_suffix(".log")))
+        importlib.import_module(".forked", __package__).run(job, starter, prepare)
+        raise SystemExit(0)
 
 
 def _fork(run: Callable[[], None], env: dict[str, str], log: str) -> int:

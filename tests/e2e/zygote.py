@@ -5,6 +5,7 @@ Each connection of the Unix socket becomes one child that speaks engine.py's JSO
 a torch operation, so no thread pool exists when it forks. Run as ``python -m <package>.zygote SOCKET``.
 """
 
+import contextlib
 import gc
 import os
 import signal
@@ -38,10 +39,31 @@ def preload() -> None:
             importlib.import_module(name)
         except ImportError:
             continue
+    for work in (configure_logging, replace_kernels):
+        with contextlib.suppress(ImportError, AttributeError):
+            work()
+    gc.unfreeze = lambda: None  # an engine that ends thaws, and goes through, all that was imported
     import vllm.model_executor.models.registry as registry
 
     # vLLM inspects a model class in a fresh process (another 20 s of imports); the model is known to be harmless here.
     registry._run_in_subprocess = lambda fn: fn()
+
+
+def configure_logging() -> None:
+    """As each engine would, through every logger that there is."""
+    from vllm.config.logging import LoggingConfig
+    from vllm.logger import configure_logging_if_needed
+
+    configure_logging_if_needed(LoggingConfig())
+
+
+def replace_kernels() -> None:
+    """As each worker would, which looks through every module for kernels that CPUs do not have."""
+    from vllm.platforms import current_platform
+
+    platform = type(current_platform)
+    platform.register_triton_kernel_overrides()
+    platform.register_triton_kernel_overrides = classmethod(lambda _cls: None)
 
 
 def main(path: str) -> None:

@@ -27,7 +27,7 @@ from kvloft.errors import ConfigError
 
 DISK_SIZE = "8GiB"
 LEAST_LIMIT_S, MOST_LIMIT_S = 10, 86_400
-ENGINES = (("alone", ["plain", "own"]), ("with kvloft", ["cold", "host", "fork"]), ("with kvloft again", ["disk", "reset"]))
+ENGINES = (("alone", ["own"]), ("with kvloft", ["cold", "host", "fork"]), ("with kvloft again", ["disk", "reset"]))
 HELP = """\
 Start vLLM with MODEL and the flags behind --, serve some prompts, and compare the answers token by token:
 

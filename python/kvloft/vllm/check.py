@@ -206,14 +206,16 @@ def run(job: dict[str, Any]) -> None:
 def _passes(engine: Engine, job: dict[str, Any], tell: Any) -> None:
     prompts: dict[str, list[int]] = job["prompts"]
     if not prompts:
-        prompts = choose_prompts(engine, NUM_OUTPUT_TOKENS)
+        chosen = choose_prompts(engine, NUM_OUTPUT_TOKENS)
+        prompts = {name: ids for name, (ids, _) in chosen.items()}
         tell("prompts", prompts=prompts)
+        tell("pass", name="plain", answers={name: answer for name, (_, answer) in chosen.items()})
     for name in job["passes"]:
         if name == "reset":
             engine.forget(connector=True)
         answers = {}
         for prompt, ids in prompts.items():
-            if name != "plain" and prompt.startswith("fork") != (name == "fork"):
+            if prompt.startswith("fork") != (name == "fork"):
                 continue
             if name not in ("cold", "reset"):
                 engine.forget()

@@ -35,7 +35,11 @@ class Asked(Protocol):
     def ask(self, ids: Sequence[int]) -> dict[str, Any]: ...
 
 
-def choose_prompts(engine: Asked, num_output_tokens: int) -> dict[str, list[int]]:
+Chosen = tuple[list[int], dict[str, Any]]
+"""A prompt, and the answer that was computed without any cache."""
+
+
+def choose_prompts(engine: Asked, num_output_tokens: int) -> dict[str, Chosen]:
     """Prompts by name. Lengths go around what a hit is a multiple of, beyond every window, and beyond every chunk of kvloft.
 
     A "fork" begins as another one does.
@@ -45,24 +49,26 @@ def choose_prompts(engine: Asked, num_output_tokens: int) -> dict[str, list[int]
     reach = max(group["reach"] for group in facts["groups"])
     wanted = [*(unit * units for units in PROMPT_UNITS), reach + unit * 3.6, MAX_AUTO_CHUNK_TOKENS + unit * 2.6]
     lengths = sorted({min(room, round(length)) for length in wanted})
-    prompts: dict[str, list[int]] = {}
+    prompts: dict[str, Chosen] = {}
     for length in lengths:
         prompts[f"prompt {length}"] = _clear_prompt(engine, [], length)
     for length in lengths[-NUM_FORKED:]:
-        prompts[f"fork {length}"] = _clear_prompt(engine, prompts[f"prompt {length}"][: length * 3 // 5], length)
+        prompts[f"fork {length}"] = _clear_prompt(engine, prompts[f"prompt {length}"][0][: length * 3 // 5], length)
     return prompts
 
 
-def _clear_prompt(engine: Asked, head: list[int], length: int) -> list[int]:
+def _clear_prompt(engine: Asked, head: list[int], length: int) -> Chosen:
     """A prompt that begins with ``head`` and whose answer rounding does not decide; of some tried ones the clearest."""
     enough = CLEAR if engine.facts()["dtype"] == "float32" else CLEAR_ELSE
-    best, clearest = [], -1.0
+    best: Chosen = ([], {})
+    clearest = -1.0
     for nth in range(NUM_TRIES):
         ids = [*head, *_random_ids(engine.llm, nth, length - len(head))]
         engine.forget()
-        distance = min((distance for _, distance, _ in engine.ask(ids)["clear"]), default=0.0)
+        answer = engine.ask(ids)
+        distance = min((distance for _, distance, _ in answer["clear"]), default=0.0)
         if distance > clearest:
-            best, clearest = ids, distance
+            best, clearest = (ids, answer), distance
         if clearest >= enough:
             break
     return best

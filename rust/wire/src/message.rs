@@ -301,6 +301,9 @@ fn write_status(to: &mut Writer<'_>, status: &Status) {
 
 fn status(from: &mut Reader<'_>) -> Option<Status> {
     let (is_open, namespace) = (from.flag()?, from.key()?);
+    if !is_open && namespace != [0; 32] {
+        return None;
+    }
     let (description, frame_bytes, stats) = (from.text()?, from.u64()?, stats(from)?);
     let engines = from.list(28, |from| {
         let (pid, connected_ms) = (from.u32()?, from.u64()?);

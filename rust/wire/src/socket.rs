@@ -94,8 +94,8 @@ fn check_place(path: &Path) -> Result<()> {
 
 /// The user and the process at the other end; process 0: of another PID namespace, so not visible from here.
 pub(crate) fn peer(stream: &UnixStream) -> io::Result<(u32, u32)> {
-    let peer = rustix::net::sockopt::socket_peercred(stream)?;
-    Ok((peer.uid.as_raw(), u32::try_from(peer.pid.as_raw_nonzero().get()).unwrap_or(0)))
+    let peer = nix::sys::socket::getsockopt(stream, nix::sys::socket::sockopt::PeerCredentials)?;
+    Ok((peer.uid(), u32::try_from(peer.pid()).unwrap_or(0)))
 }
 
 /// Whether the process at the other end is this user's.

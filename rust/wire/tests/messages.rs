@@ -175,3 +175,12 @@ fn more_prefixes_than_a_message_may_have_are_none() {
         assert_eq!(Request::decode(body(&bytes)).is_some(), is_message);
     }
 }
+
+#[test]
+fn a_status_without_a_namespace_has_one_form_only() {
+    let mut bytes = Vec::new();
+    Answer::Status(Status::default()).encode(1, &mut bytes);
+    assert_eq!(Answer::decode(body(&bytes)), Some((1, Answer::Status(Status::default()))));
+    bytes[LENGTH_BYTES + 6] = 1; // behind the number, the kind, and the flag that says that there is none
+    assert_eq!(Answer::decode(body(&bytes)), None);
+}

@@ -136,7 +136,7 @@ proptest! {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 300, ..ProptestConfig::default() })]
 
-    /// The fuzz targets of `rust/core/fuzz`, for as long as a test may take.
+    /// The fuzz targets of `rust/fuzz`, for as long as a test may take.
     #[test]
     fn test_no_bytes_make_the_tier_believe_a_lie(data in prop::collection::vec(any::<u8>(), 0..2000)) {
         fuzzing::parse_record(&data);

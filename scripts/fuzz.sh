@@ -1,0 +1,16 @@
+#!/usr/bin/env bash
+# Runs the fuzz targets of rust/fuzz, one after another: scripts/fuzz.sh [SECONDS of each (60) [TARGET...]]
+# It needs the nightly toolchain, a C++ compiler, and cargo-fuzz (cargo install cargo-fuzz --locked).
+# What is found is kept in rust/fuzz/artifacts, what was tried in rust/fuzz/corpus.
+set -euo pipefail
+cd "$(dirname "$0")/../rust/fuzz"
+seconds=${1:-60}
+targets=("${@:2}")
+[ ${#targets[@]} != 0 ] || mapfile -t targets < <(cargo fuzz list --fuzz-dir .)
+for target in "${targets[@]}"; do
+  printf '== %s, %s s\n' "$target" "$seconds"
+  leaks=1
+  [ "$target" != connection ] || leaks=0 # a thread that is just ending looks like a leak
+  cargo +nightly fuzz run --fuzz-dir . --target-dir ../../target/fuzz "$target" -- \
+    -max_total_time="$seconds" -detect_leaks=$leaks -len_control=0 -print_final_stats=1 # long inputs from the start: some targets are slow
+done

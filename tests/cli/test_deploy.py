@@ -1,0 +1,85 @@
+"""examples/deploy for containers: what kvloft is told there are its own options and settings, and both sides find one socket."""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from kvloft.cli import metrics, serve
+from kvloft.cli.__main__ import build_parser
+from kvloft.config import load_config
+
+DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
+
+
+@dataclass(frozen=True, slots=True)
+class Container:
+    """``mounts``: path inside -> what is there."""
+
+    argv: list[str]
+    mounts: dict[str, str]
+    grace_s: int
+
+
+def of_compose() -> list[Container]:
+    found = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    containers = []
+    for service in found["services"].values():
+        mounts = {inside: name for name, inside in (volume.split(":") for volume in service["volumes"])}
+        assert set(mounts.values()) <= set(found["volumes"])
+        containers.append(Container(service["command"], mounts, int(service["stop_grace_period"].removesuffix("s"))))
+    return containers
+
+
+def of_kubernetes() -> list[Container]:
+    containers = []
+    for document in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()):
+        template = document["spec"]["template"]
+        assert document["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        spec = template["spec"]
+        paths = {volume["name"]: volume["hostPath"]["path"] for volume in spec["volumes"]}
+        for one in spec["containers"]:
+            mounts = {mount["mountPath"]: paths[mount["name"]] for mount in one["volumeMounts"]}
+            containers.append(Container([*one["command"], *one["args"]], mounts, spec["terminationGracePeriodSeconds"]))
+    return containers
+
+
+def parsed(argv: list[str]) -> argparse.Namespace:
+    return build_parser().parse_args(argv, argparse.Namespace(flags=[]))
+
+
+def transfer_config(argv: list[str]) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(argv[argv.index("--kv-transfer-config") + 1])
+    return config
+
+
+@pytest.mark.parametrize("containers", [of_compose(), of_kubernetes()], ids=["compose", "kubernetes"])
+def test_a_server_and_engines_share_a_socket(containers: list[Container]) -> None:
+    server, *engines = containers
+    assert server.argv[:2] == ["kvloft", "serve"]
+    args = parsed(server.argv[1:])
+    config = serve.settings(args)
+    metrics.address(args.metrics)
+    assert config.server is not None
+    assert server.grace_s > serve.CLOSE_TIMEOUT_S
+    assert str(config.disk_path) in server.mounts
+    place = str(Path(config.server.removeprefix("unix:")).parent)
+    assert engines
+    for engine in engines:
+        told = transfer_config(engine.argv)
+        assert told["kv_connector"] == "KVLoftConnector"
+        assert load_config(told["kv_connector_extra_config"]).server == config.server
+        assert engine.mounts[place] == server.mounts[place]
+        assert engine.grace_s > int(engine.argv[engine.argv.index("--shutdown-timeout") + 1])
+
+
+def test_the_readiness_probe_is_a_command_of_kvlofts() -> None:
+    daemon = next(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    (container,) = daemon["spec"]["template"]["spec"]["containers"]
+    program, *argv = container["readinessProbe"]["exec"]["command"]
+    assert program == "kvloft"
+    assert parsed(argv).socket == parsed([*container["command"], *container["args"]][1:]).socket

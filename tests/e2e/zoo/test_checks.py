@@ -1,0 +1,48 @@
+"""`kvloft check` says of every tiny model whether it is served, and docs/models.md says the same."""
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from e2e.client import Zygote
+
+from .checking import NOT_SERVED, ROOT, check
+from .models import IS_WHOLE, ZOO
+
+WITHOUT_GROUPS = [name for name, model in sorted(ZOO.items()) if len(model.kinds) > 1] if IS_WHOLE else ["lfm2"]
+"""Are checked with kv_groups=one, too: where there are several groups, it decides."""
+TRIED = [*((name, "all") for name in sorted(ZOO)), *((name, "one") for name in WITHOUT_GROUPS)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _release(vllm_release: tuple[int, int]) -> None:
+    if vllm_release != (0, 32):
+        pytest.skip("the zoo's models are made for vLLM 0.32")
+
+
+@pytest.mark.parametrize(("name", "kv_groups"), TRIED)
+def test_a_model_is_served_or_what_is_missing_is_said(name: str, kv_groups: str, zygote: Zygote, tmp_path: Path) -> None:
+    if name == "deepseek-v2" and "amx_tile" in Path("/proc/cpuinfo").read_text():
+        pytest.skip("vLLM computes MLA models in another way on CPUs with AMX, where this was never tried")
+    status, report, progress = check(name, tmp_path, kv_groups, zygote)
+    assert not any(one["wrong"] for one in report["passes"])
+    if (name, kv_groups) in NOT_SERVED:
+        assert status == 1
+        assert report["missing"][0].startswith("with kvloft it did not run: ")
+        assert [one["name"] for one in report["passes"]] == ["plain", "own"]
+    else:
+        assert status == 0, (report["missing"], progress)
+    assert_is_on_the_page(report)
+
+
+def assert_is_on_the_page(report: dict[str, Any]) -> None:
+    """But for accepted drafts, which rounding decides, and so the machine."""
+    spec = importlib.util.spec_from_file_location("models_table", ROOT / "scripts" / "models_table.py")
+    assert spec is not None and spec.loader is not None
+    table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(table)
+    found = f"| {' | '.join(table.row(report)[:-1])} |"
+    page = table.PAGE.read_text()
+    assert found in page, "docs/models.md is of before; CONTRIBUTING.md says how it is made again"
