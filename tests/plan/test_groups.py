@@ -185,6 +185,14 @@ def test_a_group_that_had_what_it_needs_is_asked_again_of_a_shorter_prefix() -> 
     assert chunks.deepest(chain, chunks.lookup(chain), 8) == (4, 4)
 
 
+def test_between_two_local_chunks_a_hit_needs_neither() -> None:
+    others = GroupShape(BLOCK, kind="local", reach=4 * BLOCK), GroupShape(BLOCK, kind="window", reach=BLOCK)
+    names = {(0, block) for block in range(10)} | {(2, block) for block in range(3)} | {(3, block) for block in range(7)}
+    chunks = GroupedChunks(Store(names, set()), CacheShape((FULL, *others)))  # type: ignore[arg-type]
+    chain: Any = Chain(10)
+    assert chunks.deepest(chain, chunks.lookup(chain), 10) == (4, 4)
+
+
 @pytest.mark.parametrize(("first", "most"), [(0, 1), (1999, 2), (1930, 3), (0, 6)])
 def test_few_questions_find_a_window_wherever_it_is(first: int, most: int) -> None:
     """Over a server each is a round trip. ``first`` 0 with six: all that is there is the beginning."""

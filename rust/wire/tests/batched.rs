@@ -14,7 +14,7 @@ use kvloft_wire::{Server, ServerConfig};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-const NUM_FRAMES: u64 = 24;
+const NUM_FRAMES: u64 = 10;
 const GROUP: u32 = 5;
 
 /// A part of a prompt: of the chain itself, or what a group keeps of each block alone.
