@@ -1,4 +1,4 @@
-"""`python -m benches.gpu.chats`: a closed loop of chats on plain vLLM, OffloadingConnector, kvloft, PegaFlow and LMCache.
+"""`python -m benches.gpu.chats`: a closed loop of chats on plain vLLM, OffloadingConnector, kvloft, its server, PegaFlow, LMCache.
 
 One engine on the GPU at a time, each in a process of its own (`chats_child`), in turns for as many rounds as asked. What was
 measured is written after each, so that a run that is cut off leaves what it has. It must not import vLLM.
@@ -22,11 +22,11 @@ from benches.gpu.chats_child import Load
 from benches.gpu.engine import CHILD_ENV, ROOT, result_of
 from benches.gpu.options import STATUS, add_sizes, some_of, table_of
 from benches.gpu.peers import NAMES as PEERS
-from benches.gpu.peers import daemon, env_of, is_installed
+from benches.gpu.peers import SERVED, daemon, env_of, is_installed, kvloft_server
 from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
 
-CONNECTORS = ("none", "native", "kvloft", *PEERS)
+CONNECTORS = ("none", "native", "kvloft", SERVED[0], *PEERS)
 KILL_S = 15.0
 """A child stops by itself when its time is over; that much later it is killed."""
 LEAST_S = 45.0
@@ -62,9 +62,14 @@ def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
         return {"error": f"{name} is not installed"}
     host_gib = options["host_bytes"] >> 30
     try:
-        with tempfile.TemporaryDirectory() as folder, daemon(name, host_gib, log.with_suffix(".server.log")):
+        server_log = log.with_suffix(".server.log")
+        with (
+            tempfile.TemporaryDirectory() as folder,
+            daemon(name, host_gib, server_log),
+            kvloft_server([name], options["host_bytes"], server_log) as socket,
+        ):
             settings = [f"{key}={value}" for key, value in {**CHILD_ENV, **env_of(name, host_gib)}.items()]
-            child = _child(name, {**options, "model_dir": f"{folder}/model"})
+            child = _child(name, {**options, "model_dir": f"{folder}/model", "socket": socket})
             with log.open("w") as file:
                 process = subprocess.Popen(["env", *settings, *child], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
             status: int | str

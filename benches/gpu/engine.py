@@ -19,6 +19,7 @@ from typing import Any
 
 from benches.gpu.llama import gemma3
 from benches.gpu.options import STATUS, add_sizes, some_of, table_of
+from benches.gpu.peers import SERVED, kvloft_server
 from benches.gpu.turns import leave
 from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
@@ -62,18 +63,27 @@ def run(
         raise UnsupportedError(
             "'attached' compares an engine with itself without its connector; --connectors names none that has one"
         )
+    with kvloft_server(connectors, options["host_bytes"], log_dir / "server.log") as socket:
+        _run_groups(groups, {**options, "socket": socket}, results, log_dir, deadline, together=together, progress=progress)
+    return results
+
+
+def _run_groups(
+    groups: Sequence[tuple[Sequence[str], Sequence[str]]], options: Mapping[str, Any], results: dict[str, Any], log_dir: Path,
+    deadline: float, *, together: bool, progress: Callable[[str], None],
+) -> None:  # fmt: skip
     for number, (names, asked_phases) in enumerate(groups):
         with tempfile.TemporaryDirectory() as folder:
             asked = {"turns": folder, "names": list(names), "phases": list(asked_phases), **options}
             asked["llm"] = shared_gpu(options["num_blocks"], options.get("model", {}))
             logs = {name: log_dir / f"engine_{name}{'_alone' if number and together else ''}.log" for name in names}
-            children = {name: _start(name, {**asked, "model_dir": f"{folder}/model-{name}"}, log) for name, log in logs.items()}
+            model_of = {name: f"{folder}/model-{SERVED[0] if name in SERVED else name}" for name in names}
+            children = {name: _start(name, {**asked, "model_dir": model_of[name]}, log) for name, log in logs.items()}
             share = (deadline - time.monotonic()) / (len(groups) - number)
             if len(names) > 1:
                 share = deadline - time.monotonic()
             for name, found in _wait(children, logs, share, partial(_left, Path(folder), asked_phases), progress).items():
                 _add(results[name], found)
-    return results
 
 
 def _add(result: dict[str, Any], found: dict[str, Any]) -> None:
@@ -182,6 +192,9 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
     for what in ("warm", "hbm"):
         row(f"TTFT {what}, ms", "ttft", f"{what}_ms")
     row("bytes loaded, last round", "ttft", "loaded_bytes_last_round")
+    for what, whose in (("own", "an own prompt"), ("other", "the other engine's prompt")):
+        row(f"TTFT of {whose}, through the server, ms", "shared", f"{what}_ms")
+        row("  tokens that were cached", "shared", f"{what}_cached")
     for what in ("saved_bytes", "loaded_bytes", "bad_chunks"):
         row(f"in all: {what.replace('_', ' ').replace('bad chunks', 'loaded chunks with a wrong tag')}", "totals", what)
     row("8 at once: cold makespan, ms", "wave", "cold_makespan_ms")
@@ -210,18 +223,21 @@ def parser() -> argparse.ArgumentParser:
         prog="engine",
         description=f"First tokens and decode steps of vLLM alone, with OffloadingConnector and with kvloft, on one GPU. {STATUS}",
     )
-    connectors, phases = ("none", "native", "kvloft", "groups"), ("cold", "ttft", "wave", "decode", "attached", "startup")
+    connectors = ("none", "native", "kvloft", "groups", *SERVED)
+    phases = ("cold", "ttft", "wave", "decode", "shared", "attached", "startup")
     engine.add_argument(
         "--connectors",
         type=some_of(*connectors),
         default=list(connectors[:3]),
-        help=f"which of {','.join(connectors)}, the last being kvloft with kv_groups=all (default all but that)",
+        help=f"which of {','.join(connectors)}: groups is kvloft with kv_groups=all, the last two are engines with one "
+        "`kvloft serve` as their store (default the first three)",
     )
     engine.add_argument(
-        "--phases", type=some_of(*phases), default=list(phases[:-2]),
+        "--phases", type=some_of(*phases), default=list(phases[:4]),
         help="which of cold (first tokens of new prompts), ttft (of known ones), wave (eight prompts at once), decode (steps "
-        "alone, beside saves and beside loads), attached (new prompts with the connector and without it, in one process), startup "
-        "(saves that fail while host memory is pinned; first, or alone); default all but the last two",
+        "alone, beside saves and beside loads), shared (prompts that the other engine of a server computed), "
+        "attached (new prompts with the connector and without it, in one process), startup "
+        "(saves that fail while host memory is pinned; first, or alone); default the first four",
     )  # fmt: skip
     engine.add_argument(
         "--context", type=whole(2048, 40000), default=32768, help="tokens of a long prompt, 2048 to 40000 (default 32768)"

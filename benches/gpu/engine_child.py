@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import sys
 import time
@@ -18,10 +19,12 @@ from typing import Any
 
 from benches.gpu.attached import compare
 from benches.gpu.cold import cold_prompt, cold_wave, forward_parts, medians, milliseconds, wave
-from benches.gpu.llama import Engine, worker_totals
+from benches.gpu.llama import Engine, prompt_of, worker_totals
 from benches.gpu.parts import Parts
+from benches.gpu.peers import SERVED
 from benches.gpu.turns import Turns
 
+KVLOFT = ("kvloft", "groups", *SERVED)
 LANDED_S = 0.1
 """After a turn: what it saved is on its way, and must not run beside the next engine's turn."""
 
@@ -38,7 +41,7 @@ def wait_pinned(engine: Engine, options: dict[str, Any]) -> None:
     """Until kvloft's host memory is pinned: seconds after the first request. OffloadingConnector pins before it starts."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    if options["name"] in ("kvloft", "groups"):
+    if options["name"] in KVLOFT:
         engine.ttft(engine.prompt(64))
         mover = get_kv_transfer_group()._worker.core._mover
         getattr(mover, "wait_pinned", lambda timeout: None)(120.0)
@@ -48,7 +51,7 @@ def load_trace(options: dict[str, Any]) -> Any:
     """A `LoadTrace` around kvloft's mover if ``options`` ask for one."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-    if not options.get("trace") or options["name"] not in ("kvloft", "groups"):
+    if not options.get("trace") or options["name"] not in KVLOFT:
         return None
     from benches.gpu.trace import LoadTrace
 
@@ -96,6 +99,31 @@ def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
         "loaded_bytes_last_round": after.get("loaded_bytes", 0) - middle.get("loaded_bytes", 0),
         "saved_bytes": after.get("saved_bytes", 0) - before.get("saved_bytes", 0), "trace": traced,
     }  # fmt: skip
+
+
+def phase_shared(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
+    """First tokens of prompts that this engine computed, and of those that the server's other engine did."""
+    name, context = options["name"], options["context"]
+    of = {who: [prompt_of(random.Random(f"{who}-{n}"), context) for n in range(2)] for who in options["names"] if who in SERVED}
+    whose = {"own": name, "other": next((who for who in of if who != name), "")}
+    if name not in SERVED or not whose["other"]:
+        return {}
+    with turn(turns):
+        engine.ttft(engine.prompt(context))
+        cold = [engine.ttft(prompt) for prompt in of[name]]
+        engine.settle()
+    rows: dict[str, list[tuple[float, tuple[int, float], int]]] = {"own": [], "other": []}
+    for _ in range(options.get("rounds", 4) * 2):
+        with turn(turns):
+            engine.empty_gpu_cache()
+        for nth in range(len(cold)):
+            for what, who in whose.items():
+                with turn(turns):
+                    rows[what].append(engine.ttft(of[who][nth]))
+    found: dict[str, Any] = {f"{what}_ms": statistics.median(row[0] for row in got) * 1e3 for what, got in rows.items()}
+    found |= {f"{what}_cached": min(row[2] for row in got) for what, got in rows.items()}
+    found["all_ms"] = {what: [round(row[0] * 1e3, 2) for row in got] for what, got in rows.items()}
+    return {**found, "first_cold": [row[1] for row in cold], "first": {what: [row[1] for row in got] for what, got in rows.items()}}
 
 
 def phase_cold(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
@@ -241,7 +269,7 @@ def _percentiles(name: str, seconds: list[float]) -> dict[str, float]:
 
 
 PHASES: dict[str, Callable[[Engine, Turns, dict[str, Any]], dict[str, Any]]] = {
-    "cold": phase_cold, "ttft": phase_ttft, "wave": phase_wave, "decode": phase_decode,
+    "cold": phase_cold, "ttft": phase_ttft, "wave": phase_wave, "decode": phase_decode, "shared": phase_shared,
     "attached": phase_attached, "startup": phase_startup,
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from benches.gpu.peers import CONNECTORS
+from benches.gpu.peers import CONNECTORS, SERVED
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
@@ -99,8 +99,11 @@ class Engine:
             "groups": {"kv_connector": "KVLoftGroupsConnector", "kv_connector_module_path": "kvloft.vllm.connector",
                        "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
                        "kv_connector_extra_config": {"host_size": options["host_bytes"], "kv_groups": "all"}},
+            "served": {"kv_connector": "KVLoftConnector", "kv_connector_module_path": "kvloft.vllm.connector", "kv_role": "kv_both",
+                       "kv_load_failure_policy": "recompute",
+                       "kv_connector_extra_config": {"server": f"unix:{options.get('socket')}", **options.get("extra", {})}},
             **CONNECTORS,
-        }[name]  # fmt: skip
+        }["served" if name in SERVED else name]  # fmt: skip
         settings.update(options.get("llm", {}))
         if transfer is not None:
             settings["kv_transfer_config"] = KVTransferConfig(**transfer)
@@ -109,7 +112,7 @@ class Engine:
         self.num_parameters = apply_model(self.llm, sharpen)[0]
         self.engine = self.llm.llm_engine
         self.block_tokens = 16
-        self._random = random.Random(7)
+        self._random = random.Random(8 if name in SERVED[1:] else 7)  # what one has computed is no new prompt of the other
         self._next = 0
         self.bytes_a_token = model["num_hidden_layers"] * 2 * model["num_key_value_heads"] * model["head_dim"] * 2
 

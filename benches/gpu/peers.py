@@ -1,4 +1,4 @@
-"""Other external caches beside kvloft: their connector settings, their environment, and PegaFlow's daemon. They must be installed.
+"""Other external caches beside kvloft: their connector settings, their environment, and servers: PegaFlow's and kvloft's own.
 
 It must not import vLLM or a peer: one that cannot start costs only its own row.
 """
@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
+import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +26,8 @@ CONNECTORS: dict[str, dict[str, Any]] = {
 NAMES = tuple(CONNECTORS)
 PEGAFLOW_PORT, PEGAFLOW_HTTP = 50055, "http://127.0.0.1:9091"
 READY_S, STOP_S = 60.0, 10.0
+SERVED = ("served", "served2")
+"""Engines whose cache is one `kvloft serve`."""
 
 
 def env_of(name: str, host_gib: int) -> dict[str, str]:
@@ -76,6 +80,27 @@ def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
         "--pool-size", f"{host_gib}gb", "--trace-sample-rate", "0",
     ]  # fmt: skip
     return command, env
+
+
+@contextmanager
+def kvloft_server(names: Iterable[str], host_bytes: int, log: Path) -> Iterator[str | None]:
+    """The socket of `kvloft serve`, if some of ``names`` are to use one. Raises RuntimeError if it does not get ready."""
+    if not set(SERVED) & set(names):
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder, log.open("w") as file:
+        socket = Path(folder) / "kvloft.sock"
+        command = [sys.executable, "-m", "kvloft.cli", "serve", "--socket", str(socket), "--host-size", str(host_bytes)]
+        server = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            deadline = time.monotonic() + READY_S
+            while not socket.exists():
+                if server.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"kvloft serve did not get ready: {log.read_text(errors='replace')[-1000:]}")
+                time.sleep(0.05)
+            yield str(socket)
+        finally:
+            _stop(server)
 
 
 def _wait_ready(server: subprocess.Popen[bytes], log: Path) -> None:

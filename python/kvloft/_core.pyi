@@ -181,8 +181,9 @@ class Session:
         """
     def reserve_all(
         self, rows: Sequence[tuple[KeyChain, Sequence[int], int, int, int, int, Sequence[int], bytes | None]]
-    ) -> list[tuple[ChunkBatch | None, int]]:
+    ) -> tuple[list[ChunkBatch | None], list[int]]:
         """`reserve` for many: rows of (chain, token_ids, num_tokens, start, stop, tail_blocks, table, replaced); all or nothing.
+        Returns the chunks of each, and how many of each were dropped.
 
         Each chain is first extended by what it has not got of ``token_ids[:num_tokens]``. Once a row's last chunk is committed,
         the chunk ``replaced`` is discarded; not if that chunk is not among those reserved. None stands for no chunks.

@@ -130,7 +130,7 @@ class World:
         chain = self.chain(prompt)
         replaced = chain.key(num_blocks - 2) if tail > 1 and self.rng.random() < 0.5 else None
         row: Any = (chain, list(prompt), len(prompt), start, stop, tail, list(range(1, num_blocks + 1)), replaced)
-        chunks, _ = self.store.reserve_all([row])[0]
+        (chunks,), _ = self.store.reserve_all([row])
         self.announcer.note(SimpleNamespace(prompt=prompt), row)  # type: ignore[arg-type]
         ends = [size * (nth + 1) for nth in range(start, stop)] + [num_blocks] * bool(tail)
         self.noted |= {prompt[: end * BLOCK] for end in ends}

@@ -69,12 +69,12 @@ class SteadyStore:
         self._note(chunks, 0)
         return chunks
 
-    def reserve_all(self, rows: Sequence[Any]) -> list[tuple[Any, int]]:
+    def reserve_all(self, rows: Sequence[Any]) -> tuple[list[Any], list[int]]:
         self.settle_disk()
-        reserved: list[tuple[Any, int]] = self.session.reserve_all(rows)
-        for chunks, num_dropped in reserved:
+        reserved, dropped = self.session.reserve_all(rows)
+        for chunks, num_dropped in zip(reserved, dropped, strict=True):
             self._note(chunks or (), num_dropped)
-        return reserved
+        return reserved, dropped
 
     def _note(self, chunks: Any, num_dropped: int) -> None:
         if num_dropped:

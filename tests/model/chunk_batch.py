@@ -141,21 +141,23 @@ class Session(ABC):
         self.in_flight.add(chunks)
         return Chunks(chunks), num_dropped
 
-    def reserve_all(self, rows: Sequence[Any]) -> list[tuple[Any, int]]:
-        reserved: list[tuple[Any, int]] = []
+    def reserve_all(self, rows: Sequence[Any]) -> tuple[list[Any], list[int]]:
+        reserved: list[Any] = []
+        dropped: list[int] = []
         for chain, token_ids, num_tokens, start, stop, tail_blocks, table, replaced in rows:
             if chain.num_tokens < num_tokens:
                 chain.append_tokens(token_ids, chain.num_tokens, num_tokens)
             try:
                 chunks, num_dropped = self.reserve(chain, start, stop, tail_blocks, table)
             except BaseException:
-                self.abort([ticket for chunks, _ in reserved if chunks for ticket in chunks.tickets()])
+                self.abort([ticket for chunks in reserved if chunks for ticket in chunks.tickets()])
                 raise
             last = stop * self.blocks_per_chunk + tail_blocks - 1
             if replaced is not None and chunks and chunks[-1].key == chain.key(last):
                 self.in_flight.supersedes[chunks[-1].ticket] = replaced
-            reserved.append((chunks or None, num_dropped))
-        return reserved
+            reserved.append(chunks or None)
+            dropped.append(num_dropped)
+        return reserved, dropped
 
     def settle(self, saved: Sequence[int], failed: Sequence[int] = ()) -> tuple[int, int]:
         committed, aborted, superseded = self.in_flight.settle(saved, failed)

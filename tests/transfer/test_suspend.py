@@ -1,7 +1,5 @@
 """A sleeping engine's pages: copies end before they go, nothing touches them until they are back, and all is as before then."""
 
-from dataclasses import replace
-
 import pytest
 from idle_mover import IdleMover
 from test_worker import CACHES, PART_BYTES, SHAPE, assert_all_failed, plan_of, worker_for
@@ -24,7 +22,7 @@ def run(worker: WorkerCore, store: _core.Session, step: int) -> None:
 
 def test_no_page_is_touched_between_suspend_and_resume(store: _core.Session) -> None:
     worker = worker_for()
-    worker.begin(replace(plan_of(store), loads=()))
+    worker.begin(plan_of(store)._replace(loads=()))
     worker.run_saves()
     for _ in range(2):
         worker.suspend()
@@ -36,7 +34,7 @@ def test_no_page_is_touched_between_suspend_and_resume(store: _core.Session) -> 
     assert all((a == b).all() or a.isnan().any() for a, b in zip(pages, CACHES.values(), strict=True))
     for _ in range(2):
         worker.resume()
-    worker.begin(replace(plan_of(store, 3), loads=()))
+    worker.begin(plan_of(store, 3)._replace(loads=()))
     worker.run_saves()
     report = worker.take_report()
     assert report is not None and report.saved == (11,)
@@ -69,7 +67,7 @@ def test_an_engine_that_never_moved_a_page_can_sleep_too(store: _core.Session) -
     run(worker, store, 1)
     assert_all_failed(worker)
     worker.resume()
-    worker.begin(replace(plan_of(store, 2), loads=()))
+    worker.begin(plan_of(store, 2)._replace(loads=()))
     worker.run_saves()
     report = worker.take_report()
     assert report is not None and report.saved == (11,)
@@ -111,14 +109,14 @@ def test_a_sleeping_worker_says_of_no_frame_that_it_can_be_used_before_it_is_pin
             told.append(report.usable_frames)
 
     mover.usable_frames = 1
-    worker.begin(replace(plan_of(store), saves=(), loads=()))
+    worker.begin(plan_of(store)._replace(saves=(), loads=()))
     hear()
     worker.suspend()
     hear()
     mover.usable_frames = 2  # pinning goes on
     hear()
     worker.resume()
-    worker.begin(replace(plan_of(store, 2), saves=(), loads=()))
+    worker.begin(plan_of(store, 2)._replace(saves=(), loads=()))
     hear()
     assert told == [(0, 1), (0, 2)]
 
@@ -128,11 +126,11 @@ def test_frames_that_need_no_pinning_stay_usable_through_a_sleep(was_used: bool,
     """Or chunks on disk, which are read into frames, would be misses."""
     worker = worker_for()
     if was_used:
-        worker.begin(replace(plan_of(store), saves=(), loads=()))
+        worker.begin(plan_of(store)._replace(saves=(), loads=()))
     worker.suspend()
     assert worker.take_report() is None
     worker.resume()
-    worker.begin(replace(plan_of(store, 2), saves=(), loads=()))
+    worker.begin(plan_of(store, 2)._replace(saves=(), loads=()))
     assert worker.take_report() is None
 
 
@@ -141,7 +139,7 @@ def test_a_worker_that_stops_while_frames_are_pinned_calls_no_others_usable(stor
     mover.usable_frames = 1
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)
     worker.register(CACHES, 7, "test")
-    worker.begin(replace(plan_of(store), saves=(), loads=()))
+    worker.begin(plan_of(store)._replace(saves=(), loads=()))
     assert (report := worker.take_report()) is not None and report.usable_frames == (0, 1)
     worker.stop("other weights")
     assert worker.take_report() is None

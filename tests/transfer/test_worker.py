@@ -50,7 +50,7 @@ def plan_of(store: _core.Session, step: int = 1) -> StepPlan:
 
 def test_each_hook_may_be_called_again_within_a_step(store: _core.Session) -> None:
     worker = worker_for()
-    worker.begin(replace(plan_of(store), loads=()))
+    worker.begin(plan_of(store)._replace(loads=()))
     for _ in range(3):
         worker.run_saves()
         worker.run_loads()
@@ -92,7 +92,7 @@ def test_what_a_drain_brought_is_reported_as_ever(store: _core.Session) -> None:
 
 def test_bad_blocks_come_no_later_than_the_request(store: _core.Session) -> None:
     worker = worker_for()
-    worker.begin(replace(plan_of(store), saves=()))  # frame 0 was never sealed
+    worker.begin(plan_of(store)._replace(saves=()))  # frame 0 was never sealed
     worker.run_loads()
     assert worker.take_finished_loads() == ({"l"}, {2})
     report = worker.take_report()
@@ -102,7 +102,7 @@ def test_bad_blocks_come_no_later_than_the_request(store: _core.Session) -> None
 
 def test_saves_that_a_step_left_out_have_failed_when_the_next_one_begins(store: _core.Session) -> None:
     worker = worker_for()
-    worker.begin(replace(plan_of(store), loads=()))
+    worker.begin(plan_of(store)._replace(loads=()))
     worker.begin(StepPlan(2))
     worker.run_saves()
     report = worker.take_report()
@@ -135,7 +135,7 @@ def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(store: _core.Ses
     plan = plan_of(store)
     assert plan.arena is not None
     for step in (1, 2):
-        worker.begin(replace(plan, step=step, arena=replace(plan.arena, path="/nowhere")))
+        worker.begin(plan._replace(step=step, arena=replace(plan.arena, path="/nowhere")))
         worker.run_loads()
         worker.run_saves()
         assert_all_failed(worker)
@@ -214,7 +214,7 @@ def test_a_mover_hears_before_the_forward_whether_loads_come(store: _core.Sessio
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: Listening())
     worker.register(CACHES, 7, "test")
     worker.begin(plan_of(store))
-    worker.begin(replace(plan_of(store), loads=()))
+    worker.begin(plan_of(store)._replace(loads=()))
     assert heard == [True, False]
 
 
@@ -225,7 +225,7 @@ def test_usable_frames_are_reported_when_they_change(store: _core.Session) -> No
     mover = Pinning()
     worker = WorkerCore(SHAPE, rank=0, make_mover=lambda _, __: mover)
     worker.register(CACHES, 7, "test")
-    worker.begin(replace(plan_of(store), saves=(), loads=()))
+    worker.begin(plan_of(store)._replace(saves=(), loads=()))
     told = []
     for mover.usable_frames in (0, 0, 5, 5, None, None):
         report = worker.take_report()
@@ -254,7 +254,7 @@ def test_a_plan_of_another_arena_ends_the_mover_of_the_one_before(store: _core.S
     worker.register(CACHES, 7, "test")
     other = _core.Session(frame_bytes=PART_BYTES, host_bytes=PART_BYTES * 4, namespace=bytes(32))
     for session in (store, store, other, other):
-        worker.begin(replace(plan_of(session), arena=arena_of(session), loads=(), saves=()))
+        worker.begin(plan_of(session)._replace(arena=arena_of(session), loads=(), saves=()))
         events.append("step")
     assert events == ["make", "step", "step", "drain", "close", "make", "step", "step"]
     report = worker.take_report()
@@ -269,11 +269,11 @@ def test_memory_that_took_the_place_of_what_was_planned_for_is_not_touched(store
     right = arena_of(store)
     assert right is not None
     for arena in (replace(right, id=right.id + 1), replace(right, path="/proc/self/fd/999999", id=7)):
-        worker.begin(replace(plan, arena=arena))
+        worker.begin(plan._replace(arena=arena))
         worker.run_saves()
         worker.run_loads()
         assert_all_failed(worker)
-    worker.begin(replace(plan, arena=right, loads=()))
+    worker.begin(plan._replace(arena=right, loads=()))
     worker.run_saves()
     report = worker.take_report()
     assert report is not None

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import compress, count
-from operator import add, ge, gt
+from functools import partial
+from itertools import count
 
+from kvloft.plan.agenda import Agenda
 from kvloft.plan.announce import Announcer
 from kvloft.plan.breaker import RETRY_S, Breaker
 from kvloft.plan.continuations import Continuations
@@ -22,10 +23,13 @@ from kvloft.plan.saves import due_chunks, longest, note_dropped, rewritten
 from kvloft.plan.tracker import NEVER, NOT_LOOKED, Tracker
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
-from kvloft.seam.plan import LoadPlan, SavePlan, StepPlan, StepReport
+from kvloft.seam.plan import Chunks, LoadPlan, SavePlan, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.seam.store import KeyChain, Session
 from kvloft.seam.views import BoundaryState, LiveRequest, RequestView, StepView
+
+new_save: Callable[[tuple[ReqId, Chunks]], SavePlan] = partial(tuple.__new__, SavePlan)
+"""`SavePlan` of a pair: three times as fast as its own constructor."""
 
 
 class SchedulerCore:
@@ -74,10 +78,8 @@ class SchedulerCore:
         self._trackers: dict[ReqId, Tracker] = {}
         self._scheduled: Mapping[ReqId, int] = {}
         self._admitted: set[ReqId] = set()
-        self._lined_up: list[ReqId] = []
-        """The requests of the last step."""
-        self._before_save: list[int] = []
-        """Of each request in ``_lined_up``, one less than its ``next_save``: all that a step looks at for most requests."""
+        self._agenda = Agenda()
+        """Of the requests of the last step: at which frontier a save of each can be planned."""
         self._load_ids = count()
         self._queued_loads: list[LoadPlan] = []
         self._loads: dict[int, Loading] = {}
@@ -208,8 +210,8 @@ class SchedulerCore:
         self._look_at_running(view, *due)
         if due[0]:
             self._save(*due, saves)
-        self._lined_up += [new.req_id for new in view.new]
-        self._before_save += self._next_saves(new.req_id for new in view.new)
+        if new_ids := [new.req_id for new in view.new]:
+            self._agenda.add(new_ids, self._next_saves(new_ids))
         for state in view.states:
             self._save_state(state, saves)
         for req_id in drafts:
@@ -218,24 +220,28 @@ class SchedulerCore:
         return saves
 
     def _next_saves(self, req_ids: Iterable[ReqId]) -> list[int]:
-        return [(NEVER if tracker is None else tracker.next_save) - 1 for tracker in map(self._trackers.get, req_ids)]
+        return [NEVER if tracker is None else tracker.next_save for tracker in map(self._trackers.get, req_ids)]
 
     def _look_at_running(self, view: StepView, due: list[Tracker], rows: list[SaveRow]) -> None:
-        """Most running requests complete nothing, and of them one number is compared, in columns: every forward waits for this."""
-        running, computed, scheduled = view.running, view.num_computed_tokens, view.num_scheduled_tokens
-        if self._lined_up != running:
+        """Most running requests complete nothing in a step: those are not looked at one by one."""
+        running, computed, scheduled, agenda = view.running, view.num_computed_tokens, view.num_scheduled_tokens, self._agenda
+        if agenda.running != running:
             self._look_at_latecomers(scheduled, due, rows)
-            self._lined_up = list(running)
-            self._before_save = self._next_saves(running)
-        if view.total_scheduled_tokens == len(scheduled):
-            is_due = map(ge, computed, self._before_save)  # one token each
-        else:
-            is_due = map(gt, map(add, computed, map(scheduled.__getitem__, running)), self._before_save)
-        drafts, trackers, before_save = view.num_draft_tokens, self._trackers, self._before_save
-        for i in list(compress(count(), is_due)):
+            agenda.line_up(running, self._next_saves(running))
+        one_each = view.total_scheduled_tokens == len(scheduled)
+        drafts, trackers = view.num_draft_tokens, self._trackers
+        is_plain = self._groups is None and self._continuations is None and not self._breaker.has_tripped
+        for i in agenda.due(computed, None if one_each else map(scheduled.__getitem__, running)):
             req_id = running[i]
-            num_drafts = drafts.get(req_id, 0) if drafts else 0
-            before_save[i] = self._look(trackers[req_id], computed[i] + scheduled[req_id] - num_drafts, due, rows) - 1
+            tracker, frontier = trackers[req_id], computed[i] + scheduled[req_id]
+            if drafts:
+                frontier -= drafts.get(req_id, 0)
+            if not is_plain:
+                self._look(tracker, frontier, due, rows)
+            elif (row := due_chunks(tracker, self._group, frontier)) is not None:
+                due.append(tracker)
+                rows.append(row)
+            agenda.put(i, computed[i], tracker.next_save)
 
     def _look_at_latecomers(self, scheduled: Mapping[ReqId, int], due: list[Tracker], rows: list[SaveRow]) -> None:
         """Requests of the last step that this one left out: under async scheduling their last token became known only now.
@@ -243,21 +249,20 @@ class SchedulerCore:
         By now drafts may have been rejected, or a session may have replaced the last sampled token; vLLM's own count has
         followed either.
         """
-        for req_id in self._lined_up:
+        for req_id in self._agenda.running:
             tracker = self._trackers.get(req_id)
             if tracker is not None and tracker.next_save != NOT_LOOKED and req_id not in scheduled:
                 self._look(tracker, tracker.live.num_computed_tokens, due, rows)
 
-    def _look(self, tracker: Tracker, frontier: int, due: list[Tracker], rows: list[SaveRow]) -> int:
-        """Add what is complete at ``frontier`` to ``due`` and ``rows``; returns at which one to look again."""
+    def _look(self, tracker: Tracker, frontier: int, due: list[Tracker], rows: list[SaveRow]) -> None:
+        """Add what is complete at ``frontier`` to ``due`` and ``rows``, and note at which one to look again."""
         if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
             tracker.next_save = frontier + self._group.block_tokens
-            return tracker.next_save
+            return
         if self._groups is not None and not self._take_tables(tracker):
             tracker.next_save = frontier + 1
-            return tracker.next_save
-        row = due_chunks(tracker, self._group, frontier)
-        if row is not None:
+            return
+        if (row := due_chunks(tracker, self._group, frontier)) is not None:
             due.append(tracker)
             rows.append(row)
         if self._continuations is not None and not (tracker.save_blocked or tracker.kv_outdated):
@@ -265,14 +270,13 @@ class SchedulerCore:
             self._continuations.note(tracker, min(frontier // self._group.block_tokens, tracker.chain.num_blocks))
             # What is not saved now may be by a later request, in whose prompt it is.
             tracker.next_save = min(tracker.next_save, frontier + self._group.block_tokens)
-        return tracker.next_save
 
     def _save(self, due: list[Tracker], rows: list[SaveRow], saves: list[SavePlan]) -> None:
         """Reserve frames for all that is due, in one call: every forward waits for this."""
-        reserved = (self._groups or self._store).reserve_all(rows)
+        reserved, dropped = (self._groups or self._store).reserve_all(rows)
         # First of all, so that they are given back whatever happens (I5).
-        saves += [SavePlan(who.req_id, chunks) for who, (chunks, _) in zip(due, reserved, strict=True) if chunks is not None]
-        for tracker, (_, num_dropped) in zip(due, reserved, strict=True):
+        saves += [new_save((who.req_id, chunks)) for who, chunks in zip(due, reserved, strict=True) if chunks is not None]
+        for tracker, num_dropped in zip(due, dropped, strict=True) if any(dropped) else ():
             if num_dropped:
                 self.counters["save_dropped_chunks"] += num_dropped
                 note_dropped(tracker, self._groups or self._store, self._group)

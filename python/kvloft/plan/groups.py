@@ -100,19 +100,21 @@ class GroupedChunks:
             saving.give_back()
             raise
 
-    def reserve_all(self, rows: Sequence[SaveRow]) -> list[tuple[GroupBatches | None, int]]:
+    def reserve_all(self, rows: Sequence[SaveRow]) -> tuple[list[GroupBatches | None], list[int]]:
         """As `Session.reserve_all`, with `Tables`; there are no tails."""
-        reserved: list[tuple[GroupBatches | None, int]] = []
+        reserved: list[GroupBatches | None] = []
+        num_dropped: list[int] = []
         try:
             for chain, token_ids, num_tokens, start, stop, _, table, _ in rows:
                 if (known := chain.num_tokens) < num_tokens:
                     chain.append_tokens(token_ids, known, num_tokens)
                 chunks, dropped = self.reserve(chain, start, stop, table)
-                reserved.append((chunks or None, dropped))
+                reserved.append(chunks or None)
+                num_dropped.append(dropped)
         except BaseException:
-            self._session.abort([ticket for chunks, _ in reserved if chunks for ticket in chunks.tickets()])
+            self._session.abort([ticket for chunks in reserved if chunks for ticket in chunks.tickets()])
             raise
-        return reserved
+        return reserved, num_dropped
 
     def reserve_state(self, chain: KeyChain, group: int, boundary: int, block: BlockId) -> GroupBatches:
         """Reserve a frame for the state after ``boundary`` blocks, which ``block`` will hold at this step's end."""

@@ -36,8 +36,7 @@ class SavePlan(NamedTuple):
     chunks: Chunks
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """All that the worker half learns in one step.
 
     ``rewritten`` are blocks that this step's forward may write and that a save of an earlier step may still be reading.

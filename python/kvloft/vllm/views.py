@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import compress, groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
@@ -124,9 +125,8 @@ def flatten(tables: Sequence[Sequence[int]]) -> Sequence[int]:
     return [block for table in tables for block in table]
 
 
-def first_of(tables: Sequence[Sequence[int]]) -> Sequence[int]:
-    """The one group's table."""
-    return tables[0]
+first_of: Callable[[Any], Sequence[int]] = itemgetter(0)
+"""The one group's table."""
 
 
 def view_step(output: SchedulerOutput, blocks_of: Callable[[Any], Sequence[int]] = first_of) -> StepView:
@@ -138,8 +138,8 @@ def view_step(output: SchedulerOutput, blocks_of: Callable[[Any], Sequence[int]]
     ]
     req_ids, computed = cached.req_ids, cached.num_computed_tokens
     # Most get no block in a step: those are passed over without a line of Python each.
-    grew = compress(zip(req_ids, cached.new_block_ids, strict=True), cached.new_block_ids)
-    grown: list[Any] = [(req_id, blocks_of(ids)) for req_id, ids in grew]
+    added = cached.new_block_ids
+    grown: list[Any] = list(zip(compress(req_ids, added), map(blocks_of, filter(None, added)), strict=True))
     if resumed := cached.resumed_req_ids:
         tables = dict(grown)
         kept = [i for i, req_id in enumerate(req_ids) if req_id not in resumed]

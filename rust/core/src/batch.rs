@@ -21,12 +21,17 @@ pub const NULL_BLOCK: i32 = 0;
 /// blocks that is copied. Saves have tickets, loads have none.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ChunkBatch {
-    frames: Vec<u32>,
-    keys: Vec<[u8; 32]>,
-    /// Chunk n has `blocks[starts[n]..starts[n + 1]]`.
-    starts: Vec<usize>,
+    rows: Vec<Row>,
     blocks: Vec<i32>,
     tickets: Vec<u64>,
+}
+
+/// A chunk's frame and key, and where its entries in `blocks` end; they begin where those of the chunk before end.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Row {
+    frame: u32,
+    end: usize,
+    key: [u8; 32],
 }
 
 /// One chunk of a batch.
@@ -98,10 +103,7 @@ fn wanted(blocks: &[i32]) -> Option<Range<usize>> {
 
 impl ChunkBatch {
     fn with_capacity(num_chunks: usize) -> Self {
-        let mut starts = Vec::with_capacity(num_chunks + 1);
-        starts.push(0);
-        let (frames, keys) = (Vec::with_capacity(num_chunks), Vec::with_capacity(num_chunks));
-        Self { frames, keys, starts, blocks: Vec::with_capacity(num_chunks), tickets: Vec::new() }
+        Self { rows: Vec::with_capacity(num_chunks), blocks: Vec::with_capacity(num_chunks), tickets: Vec::new() }
     }
 
     /// `InvalidConfig` for columns that do not fit together, or a chunk whose wanted blocks are not one run.
@@ -115,24 +117,24 @@ impl ChunkBatch {
         if keys.len() != frames.len() || num_blocks.len() != frames.len() || !has_tickets {
             return Err(invalid("columns of different lengths"));
         }
-        let mut batch = Self { frames, keys, starts: vec![0], blocks, tickets };
-        let mut rest = batch.blocks.as_slice();
-        for num in num_blocks {
+        let mut rows = Vec::with_capacity(frames.len());
+        let mut rest = blocks.as_slice();
+        for ((frame, key), num) in frames.into_iter().zip(keys).zip(num_blocks) {
             let (own, behind) = rest.split_at_checked(num as usize).ok_or_else(|| invalid("blocks are missing"))?;
             wanted(own).ok_or_else(|| invalid("the blocks of a chunk are not one run"))?;
             rest = behind;
-            batch.starts.push(batch.blocks.len() - rest.len());
+            rows.push(Row { frame, end: blocks.len() - rest.len(), key });
         }
-        if rest.is_empty() { Ok(batch) } else { Err(invalid("blocks of no chunk")) }
+        if rest.is_empty() { Ok(Self { rows, blocks, tickets }) } else { Err(invalid("blocks of no chunk")) }
     }
 
     /// The opposite of [`Self::from_columns`].
     pub fn columns(&self) -> Columns<Vec<u8>> {
-        let num_blocks = self.starts.windows(2).map(|ends| u32::try_from(ends[1] - ends[0]).unwrap_or(u32::MAX));
+        let num_blocks = (0..self.len()).map(|nth| u32::try_from(self.blocks_of(nth).len()).unwrap_or(u32::MAX));
         Columns {
-            frames: bytes(&self.frames, u32::to_le_bytes),
-            keys: self.keys.as_flattened().to_vec(),
-            num_blocks: bytes(&num_blocks.collect::<Vec<_>>(), u32::to_le_bytes),
+            frames: self.rows.iter().flat_map(|row| row.frame.to_le_bytes()).collect(),
+            keys: self.rows.iter().flat_map(|row| row.key).collect(),
+            num_blocks: num_blocks.flat_map(u32::to_le_bytes).collect(),
             blocks: bytes(&self.blocks, i32::to_le_bytes),
             tickets: bytes(&self.tickets, u64::to_le_bytes),
         }
@@ -193,10 +195,8 @@ impl ChunkBatch {
     }
 
     fn push(&mut self, frame: u32, key: [u8; 32], blocks: impl Iterator<Item = i32>) {
-        self.frames.push(frame);
-        self.keys.push(key);
         self.blocks.extend(blocks);
-        self.starts.push(self.blocks.len());
+        self.rows.push(Row { frame, end: self.blocks.len(), key });
     }
 
     /// Gives the chunks tickets from `first` on, in their order; returns those that they had.
@@ -207,12 +207,12 @@ impl ChunkBatch {
 
     /// Chunks.
     pub fn len(&self) -> usize {
-        self.frames.len()
+        self.rows.len()
     }
 
     /// Whether there is no chunk.
     pub fn is_empty(&self) -> bool {
-        self.frames.is_empty()
+        self.rows.is_empty()
     }
 
     /// Numbers of the reservations; none for loads.
@@ -221,7 +221,8 @@ impl ChunkBatch {
     }
 
     fn blocks_of(&self, nth: usize) -> &[i32] {
-        &self.blocks[self.starts[nth]..self.starts[nth + 1]]
+        let start = nth.checked_sub(1).map_or(0, |before| self.rows[before].end);
+        &self.blocks[start..self.rows[nth].end]
     }
 
     /// Chunk `nth`, which must be there.
@@ -229,8 +230,8 @@ impl ChunkBatch {
         let every = self.blocks_of(nth);
         let run = wanted(every).unwrap_or_default();
         Chunk {
-            frame: FrameId(self.frames[nth]),
-            key: ChunkKey(self.keys[nth]),
+            frame: FrameId(self.rows[nth].frame),
+            key: ChunkKey(self.rows[nth].key),
             num_blocks: every.len(),
             first_block: run.start,
             blocks: &every[run],
@@ -249,7 +250,7 @@ impl ChunkBatch {
         let chunks = chunks.into_iter();
         let mut taken = Self::with_capacity(chunks.size_hint().0);
         for nth in chunks {
-            taken.push(self.frames[nth], self.keys[nth], self.blocks_of(nth).iter().copied());
+            taken.push(self.rows[nth].frame, self.rows[nth].key, self.blocks_of(nth).iter().copied());
             taken.tickets.extend(self.tickets.get(nth));
         }
         taken
@@ -259,7 +260,7 @@ impl ChunkBatch {
     #[must_use]
     pub fn by_frame(&self) -> Self {
         let mut order: Vec<_> = (0..self.len()).collect();
-        order.sort_by_key(|nth| self.frames[*nth]);
+        order.sort_by_key(|nth| self.rows[*nth].frame);
         self.take(order)
     }
 
@@ -268,9 +269,7 @@ impl ChunkBatch {
         let mut all = Self::with_capacity(0);
         for batch in batches {
             let before = all.blocks.len();
-            all.frames.extend_from_slice(&batch.frames);
-            all.keys.extend_from_slice(&batch.keys);
-            all.starts.extend(batch.starts[1..].iter().map(|end| before + end));
+            all.rows.extend(batch.rows.iter().map(|row| Row { end: before + row.end, ..*row }));
             all.blocks.extend_from_slice(&batch.blocks);
             all.tickets.extend_from_slice(&batch.tickets);
         }
@@ -280,10 +279,10 @@ impl ChunkBatch {
     /// `InvalidConfig` if a copy would reach outside the arena, its frame or the paged KV.
     pub fn check(&self, num_frames: u32, num_blocks: u32, blocks_per_chunk: u32) -> Result<()> {
         let is_block = |block: i32| block == NOT_WANTED || u32::try_from(block).is_ok_and(|block| block < num_blocks);
-        if self.frames.iter().any(|frame| *frame >= num_frames) {
+        if self.rows.iter().any(|row| row.frame >= num_frames) {
             return Err(invalid("a frame is not one of the arena's").with_context("num_frames", num_frames));
         }
-        if self.starts.windows(2).any(|ends| ends[1] - ends[0] > blocks_per_chunk as usize) {
+        if (0..self.len()).any(|nth| self.blocks_of(nth).len() > blocks_per_chunk as usize) {
             let error = invalid("a chunk has more blocks than a frame");
             return Err(error.with_context("blocks_per_chunk", blocks_per_chunk));
         }

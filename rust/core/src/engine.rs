@@ -5,15 +5,16 @@
 //! writer has to wait (I2). Tickets are the engine's own and count up for as long as it lives, whatever numbers the store
 //! gives its reservations: so a late report never settles another save.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use rustc_hash::FxHashMap;
 
 use crate::Result;
 use crate::batch::{BlocksByTier, ChunkBatch};
 use crate::key::ChunkKey;
 use crate::session::{LeaseId, Session};
-use crate::store::{Prefix, Reservation, SaveRange};
+use crate::store::{Prefix, SaveRange};
 
 /// Chunks of one prefix to be saved.
 #[derive(Debug, Clone, Copy)]
@@ -49,12 +50,12 @@ struct Save {
 #[derive(Debug)]
 struct Flights {
     /// By ticket.
-    saves: HashMap<u64, Save>,
+    saves: FxHashMap<u64, Save>,
     next_ticket: u64,
     /// The store's highest number so far.
     last_reservation: u64,
     /// How many saves in flight read each block.
-    readers: HashMap<i32, u32>,
+    readers: FxHashMap<i32, u32>,
 }
 
 impl Flights {
@@ -110,7 +111,7 @@ pub struct EngineSession {
 impl EngineSession {
     /// Each of `num_ranks` reports every ticket once.
     pub fn new(session: Box<dyn Session>, num_ranks: u32) -> Self {
-        let (saves, readers) = (HashMap::new(), HashMap::new());
+        let (saves, readers) = (FxHashMap::default(), FxHashMap::default());
         let flights = Flights { saves, next_ticket: 1, last_reservation: 0, readers };
         Self { session, num_ranks, flights: Mutex::new(flights) }
     }
@@ -136,24 +137,18 @@ impl EngineSession {
         // Before the store is asked, so that its numbers come in their order.
         let mut flights = self.flights();
         let asked: Vec<_> = rows.iter().map(|row| (row.prefix, row.range)).collect();
-        let (mut reserved, mut refused) = (Vec::with_capacity(rows.len()), None);
-        for answer in self.session.reserve_many(&asked) {
-            match answer {
-                Ok(chunks) => reserved.push(chunks),
-                Err(error) => refused = Some(error),
-            }
+        let (reserved, got) = self.session.reserve_many(&asked)?;
+        let (mut rest, mut batches) = (reserved.as_slice(), Vec::with_capacity(rows.len()));
+        for (row, got) in rows.iter().zip(&got) {
+            let (own, behind) = rest.split_at(got.num_reserved.min(rest.len()));
+            rest = behind;
+            let batch = ChunkBatch::of_saves(own, row.table, row.first);
+            batches.push(batch.inspect_err(|_| self.give_back(reserved.iter().map(|chunk| chunk.ticket)))?);
         }
-        let batch = |(row, (chunks, _)): (&SaveRow<'_>, &(Vec<Reservation>, u32))| {
-            ChunkBatch::of_saves(chunks, row.table, row.first)
-        };
-        let batches = refused.map_or_else(|| rows.iter().zip(&reserved).map(batch).collect::<Result<Vec<_>>>(), Err);
-        let batches = batches.inspect_err(|_| {
-            self.give_back(reserved.iter().flat_map(|(chunks, _)| chunks).map(|chunk| chunk.ticket));
-        })?;
         let mut added = Vec::with_capacity(rows.len());
-        for ((row, (_, num_dropped)), (batch, without_kv)) in rows.iter().zip(reserved).zip(batches) {
+        for ((row, got), (batch, without_kv)) in rows.iter().zip(got).zip(batches) {
             self.give_back(without_kv);
-            added.push((flights.add(batch, self.num_ranks, row), num_dropped));
+            added.push((flights.add(batch, self.num_ranks, row), got.num_dropped));
         }
         Ok(added)
     }

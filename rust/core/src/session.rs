@@ -4,17 +4,19 @@
 //! its own and end with it. Paged blocks and reports of ranks are the engine's: see `engine`.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use rustc_hash::FxHashMap;
+
 use crate::Result;
 use crate::key::ChunkKey;
 pub use crate::store::ArenaInfo;
 use crate::store::{
-    Changes, LeasedFrame, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store, StoreConfig, WriteLease,
+    Changes, Got, LeasedFrame, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store, StoreConfig,
+    WriteLease,
 };
 
 /// Number of a read lease, never used again by its session.
@@ -44,11 +46,13 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn release(&self, lease: LeaseId);
     /// Reserves what is missing of a range; and how many chunks could not be had. The numbers count up while the store lives;
     /// one that began anew has none of those that it gave out before.
-    fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)>;
-    /// The same for many, in their order, without waiting for each where that takes time.
-    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<(Vec<Reservation>, u32)>> {
-        asked.iter().map(|(prefix, range)| self.reserve(*prefix, *range)).collect()
+    fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)> {
+        let (reserved, got) = self.reserve_many(&[(prefix, range)])?;
+        Ok((reserved, got.first().map_or(0, |got| got.num_dropped)))
     }
+    /// The same for many, at the cost of one call: chunks of the first, then of the next, and how many are whose. Nothing if one
+    /// prefix has not got its range.
+    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Result<(Vec<Reservation>, Vec<Got>)>;
     /// Makes reserved chunks visible; returns how many became so.
     fn commit(&self, tickets: &[u64]) -> u32;
     /// Gives reserved frames back.
@@ -79,8 +83,8 @@ pub trait Session: Send + Sync + fmt::Debug {
 
 #[derive(Debug, Default)]
 struct Leases {
-    writes: HashMap<u64, WriteLease>,
-    reads: HashMap<LeaseId, Arc<ReadLease>>,
+    writes: FxHashMap<u64, WriteLease>,
+    reads: FxHashMap<LeaseId, Arc<ReadLease>>,
     next: u64,
 }
 
@@ -157,12 +161,11 @@ impl Session for Local {
         drop(released);
     }
 
-    fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)> {
-        let limit = self.limit.load(Ordering::Relaxed);
-        let reserved = self.store.reserve_below(Some(limit), prefix, range)?;
-        let rows: Vec<_> = reserved.leases.iter().map(|lease| *lease.reservation()).collect();
-        self.leases().writes.extend(reserved.leases.into_iter().map(|lease| (lease.reservation().ticket, lease)));
-        Ok((rows, reserved.num_dropped))
+    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Result<(Vec<Reservation>, Vec<Got>)> {
+        let (leases, got) = self.store.reserve_below(Some(self.limit.load(Ordering::Relaxed)), asked)?;
+        let reserved = leases.iter().map(|lease| *lease.reservation()).collect();
+        self.leases().writes.extend(leases.into_iter().map(|lease| (lease.reservation().ticket, lease)));
+        Ok((reserved, got))
     }
 
     fn commit(&self, tickets: &[u64]) -> u32 {

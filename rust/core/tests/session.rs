@@ -10,7 +10,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::io::FrameId;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::{ArenaInfo, LeaseId, Local, Session};
-use kvloft_core::store::{LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveRange, StoreConfig, TierName};
+use kvloft_core::store::{Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveRange, StoreConfig, TierName};
 
 fn local(num_frames: u64) -> Local {
     let config = StoreConfig {
@@ -93,8 +93,10 @@ impl Session for Odd {
         Vec::new()
     }
     fn release(&self, _: LeaseId) {}
-    fn reserve(&self, _: Prefix<'_>, _: SaveRange) -> kvloft_core::Result<(Vec<Reservation>, u32)> {
-        Ok((self.rows.lock().expect("no panic").remove(0), 0))
+    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> kvloft_core::Result<(Vec<Reservation>, Vec<Got>)> {
+        let each: Vec<_> = asked.iter().map(|_| self.rows.lock().expect("no panic").remove(0)).collect();
+        let got = each.iter().map(|own| Got { num_reserved: own.len(), num_dropped: 0 }).collect();
+        Ok((each.concat(), got))
     }
     fn commit(&self, tickets: &[u64]) -> u32 {
         self.note("commit", tickets);

@@ -27,15 +27,20 @@ impl KeyChain {
         self.inner.lock().map_err(|_| StoreError::new_err("this KeyChain failed before; make a new one"))
     }
 
-    /// As `lock`; an error where it is held, as by another row of the same call.
-    pub(crate) fn try_lock(&self) -> PyResult<MutexGuard<'_, key::KeyChain>> {
-        self.inner.try_lock().map_err(|_| StoreError::new_err("this KeyChain is in use, or failed before"))
+    /// As `lock`; an error where it is held, as by another row of the same call, or has not `num_tokens` any more.
+    pub(crate) fn try_lock_at(&self, num_tokens: u32) -> PyResult<MutexGuard<'_, key::KeyChain>> {
+        let chain = self.inner.try_lock().ok().filter(|chain| chain.num_tokens() == num_tokens);
+        chain.ok_or_else(|| StoreError::new_err("this KeyChain is in use, or failed before"))
     }
 
-    /// Append what is missing of `token_ids[:stop]`.
-    pub(crate) fn extend(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<()> {
+    /// Append what is missing of `token_ids[:stop]` if that is much; returns how many tokens there are then.
+    pub(crate) fn extend_if_long(&self, token_ids: &Bound<'_, PyAny>, stop: u32) -> PyResult<u32> {
         let start = self.num_tokens()?;
-        if start < stop { self.append_tokens(token_ids, start.into(), Some(stop.into())) } else { Ok(()) }
+        if stop.saturating_sub(start) as usize >= DETACH_TOKENS {
+            self.append_tokens(token_ids, start.into(), Some(stop.into()))?;
+            return self.num_tokens();
+        }
+        Ok(start)
     }
 }
 

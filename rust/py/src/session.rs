@@ -10,16 +10,17 @@ use kvloft_core::batch::{self, NULL_BLOCK};
 use kvloft_core::engine::{EngineSession, SaveRow};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
+use kvloft_core::key;
 use kvloft_core::session::{self, LeaseId, Local};
 use kvloft_core::store::{Changes, DiskSettings, Prefix, SaveRange, StoreConfig, Tiers};
 use kvloft_wire::{Remote, RemoteConfig};
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyBytes, PyDict};
+use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyTuple};
 
 use crate::batch::ChunkBatch;
 use crate::error::raise;
 use crate::key::{KeyBytes, KeyChain, digest};
-use crate::tokens::block_ids;
+use crate::tokens::{append_block_ids, append_token_ids, block_ids, number};
 
 /// A store, and what one engine has in flight in it.
 #[pyclass(frozen, module = "kvloft._core")]
@@ -35,16 +36,45 @@ impl Session {
         Self { inner: Arc::new(EngineSession::new(session, num_ranks)), blocks_per_chunk, frame_bytes }
     }
 
-    /// Where in a prefix a range begins, and the blocks that hold it.
-    fn part_of(&self, table: &Bound<'_, PyAny>, range: SaveRange) -> PyResult<(u32, Vec<i32>)> {
-        let first = range.start.saturating_mul(self.blocks_per_chunk);
+    /// The block of a prefix with which a range begins.
+    fn first_of(&self, range: SaveRange) -> u32 {
+        range.start.saturating_mul(self.blocks_per_chunk)
+    }
+
+    /// Appends the blocks that hold a range.
+    fn part_of(&self, table: &Bound<'_, PyAny>, range: SaveRange, blocks: &mut Vec<i32>) -> PyResult<()> {
+        let first = self.first_of(range);
         let end = range.stop.saturating_mul(self.blocks_per_chunk).saturating_add(range.tail_blocks);
-        Ok((first, block_ids(table, first, Some(end.max(first)))?))
+        append_block_ids(table, first, Some(end.max(first)), blocks)
     }
 }
 
-/// Chain, token ids, tokens that the chain is to have, first and last full chunk, blocks of the tail, block table, key to replace.
-type Due<'py> = (Bound<'py, KeyChain>, Bound<'py, PyAny>, u32, u32, u32, u32, Bound<'py, PyAny>, Option<KeyBytes>);
+/// A row of `reserve_all`.
+struct Due<'py> {
+    chain: Bound<'py, KeyChain>,
+    token_ids: Bound<'py, PyAny>,
+    num_tokens: u32,
+    range: SaveRange,
+    table: Bound<'py, PyAny>,
+    replaced: Option<KeyBytes>,
+}
+
+impl<'py> FromPyObject<'_, 'py> for Due<'py> {
+    type Error = PyErr;
+    fn extract(row: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let row = row.cast::<PyTuple>()?;
+        let at = |nth| row.get_borrowed_item(nth);
+        let [num_tokens, start, stop, tail_blocks] = [2, 3, 4, 5].map(|nth| at(nth).and_then(|item| number(item)));
+        Ok(Self {
+            chain: at(0)?.cast::<KeyChain>()?.to_owned(),
+            token_ids: at(1)?.to_owned(),
+            num_tokens: num_tokens?,
+            range: SaveRange { start: start?, stop: stop?, tail_blocks: tail_blocks? },
+            table: at(6)?.to_owned(),
+            replaced: at(7)?.extract()?,
+        })
+    }
+}
 
 /// A chunk's key, and where it is.
 type TierRow<'py> = (Bound<'py, PyBytes>, u8);
@@ -165,35 +195,45 @@ impl Session {
         table: &Bound<'_, PyAny>,
     ) -> PyResult<(ChunkBatch, u32)> {
         let range = SaveRange { start, stop, tail_blocks };
-        let (first, blocks) = self.part_of(table, range)?;
+        let (first, mut blocks) = (self.first_of(range), Vec::new());
+        self.part_of(table, range, &mut blocks)?;
         let chain = chain.lock()?;
         let row = SaveRow { prefix: Prefix::from(&*chain), range, table: &blocks, first, replaced: None };
         let (inner, num_dropped) = self.inner.reserve(&[row]).map_err(raise)?.swap_remove(0);
         Ok((ChunkBatch { inner }, num_dropped))
     }
 
-    /// The same for many requests, each of whose chains is extended first; all or nothing. None where there is nothing to save.
+    /// The same for many requests, each of whose chains is extended first; all or nothing. (chunks, or None where there is nothing
+    /// to save; chunks that could not be had) of each.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-    fn reserve_all(&self, rows: Vec<Due<'_>>) -> PyResult<Vec<(Option<ChunkBatch>, u32)>> {
-        for (chain, token_ids, num_tokens, ..) in &rows {
-            chain.get().extend(token_ids, *num_tokens)?; // all of them before any is held
+    fn reserve_all(&self, rows: Vec<Due<'_>>) -> PyResult<(Vec<Option<ChunkBatch>>, Vec<u32>)> {
+        // All that Python has to say first: no chain is held meanwhile.
+        let (mut ids, mut tables, mut parts) = (Vec::new(), Vec::new(), Vec::with_capacity(rows.len()));
+        for Due { chain, token_ids, num_tokens, range, table, .. } in &rows {
+            let known = chain.get().extend_if_long(token_ids, *num_tokens)?;
+            let (ids_from, from) = (ids.len(), tables.len());
+            if known < *num_tokens {
+                append_token_ids(token_ids, known, *num_tokens, &mut ids)?;
+            }
+            self.part_of(table, *range, &mut tables)?;
+            parts.push((known, ids_from..ids.len(), from..tables.len()));
         }
-        let mut parts = Vec::with_capacity(rows.len());
-        for (chain, _, _, start, stop, tail_blocks, table, _) in &rows {
-            let range = SaveRange { start: *start, stop: *stop, tail_blocks: *tail_blocks };
-            let (first, blocks) = self.part_of(table, range)?;
-            parts.push((chain.get().try_lock()?, range, first, blocks));
+        let mut chains = Vec::with_capacity(rows.len());
+        for (due, (known, ..)) in rows.iter().zip(&parts) {
+            chains.push(due.chain.get().try_lock_at(*known)?);
         }
+        let mut pairs: Vec<_> =
+            chains.iter_mut().zip(&parts).map(|(chain, part)| (&mut **chain, &ids[part.1.clone()])).collect();
+        key::append_to_each(&mut pairs).map_err(raise)?;
         let mut asked = Vec::with_capacity(rows.len());
-        for ((chain, range, first, table), due) in parts.iter().zip(&rows) {
-            let (prefix, replaced) = (Prefix::from(&**chain), due.7.as_ref().map(|key| key.0));
-            asked.push(SaveRow { prefix, range: *range, table, first: *first, replaced });
+        for ((chain, (_, _, own)), due) in chains.iter().zip(&parts).zip(&rows) {
+            let (prefix, replaced) = (Prefix::from(&**chain), due.replaced.as_ref().map(|key| key.0));
+            let (table, first) = (&tables[own.clone()], self.first_of(due.range));
+            asked.push(SaveRow { prefix, range: due.range, table, first, replaced });
         }
         let reserved = self.inner.reserve(&asked).map_err(raise)?;
-        let some = |(inner, num_dropped): (Arc<batch::ChunkBatch>, u32)| {
-            ((!inner.is_empty()).then_some(ChunkBatch { inner }), num_dropped)
-        };
-        Ok(reserved.into_iter().map(some).collect())
+        let some = |inner: Arc<batch::ChunkBatch>| (!inner.is_empty()).then_some(ChunkBatch { inner });
+        Ok(reserved.into_iter().map(|(chunks, num_dropped)| (some(chunks), num_dropped)).unzip())
     }
 
     /// Reserve frames for what `group` keeps of each of blocks `[start, stop)` alone, as far as `table` has them; all or nothing.

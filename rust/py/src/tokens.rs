@@ -19,27 +19,68 @@ use crate::error::ConfigError;
 ///
 /// Unlike a slice, bounds outside the sequence raise: fewer ids than asked for would be another prefix.
 pub(crate) fn token_ids(sequence: &Bound<'_, PyAny>, start: i64, stop: Option<i64>) -> PyResult<Vec<u32>> {
-    ids("token_ids", sequence, start, stop)
+    let mut ids = Vec::new();
+    append_ids("token_ids", sequence, start, stop, &mut ids)?;
+    Ok(ids)
+}
+
+/// The same behind those that are in `ids` already.
+pub(crate) fn append_token_ids(sequence: &Bound<'_, PyAny>, start: u32, stop: u32, ids: &mut Vec<u32>) -> PyResult<()> {
+    append_ids("token_ids", sequence, start.into(), Some(stop.into()), ids)
 }
 
 /// `sequence[start:stop]` as block ids; `ConfigError` for bounds outside the sequence or what is not an int in 0..2^31.
 pub(crate) fn block_ids(sequence: &Bound<'_, PyAny>, start: u32, stop: Option<u32>) -> PyResult<Vec<i32>> {
-    let ids = ids("block_ids", sequence, start.into(), stop.map(i64::from))?;
-    let ids = ids.into_iter().map(i32::try_from).collect::<Result<_, _>>();
-    ids.map_err(|_| ConfigError::new_err("a block id is not an int in 0..2**31"))
+    let mut ids = Vec::new();
+    append_block_ids(sequence, start, stop, &mut ids)?;
+    Ok(ids)
 }
 
-fn ids(name: &str, sequence: &Bound<'_, PyAny>, start: i64, stop: Option<i64>) -> PyResult<Vec<u32>> {
+/// The same behind those that are in `ids` already.
+pub(crate) fn append_block_ids(
+    sequence: &Bound<'_, PyAny>,
+    start: u32,
+    stop: Option<u32>,
+    ids: &mut Vec<i32>,
+) -> PyResult<()> {
+    append_ids("block_ids", sequence, start.into(), stop.map(i64::from), ids)
+}
+
+fn append_ids<T: TryFrom<u32>>(
+    name: &str,
+    sequence: &Bound<'_, PyAny>,
+    start: i64,
+    stop: Option<i64>,
+    ids: &mut Vec<T>,
+) -> PyResult<()> {
     if let Ok(list) = sequence.cast_exact::<PyList>() {
         let range = bounds(name, list.len(), start, stop)?;
-        return list_ids(name, list, range);
+        return append_list(name, list, range, ids);
     }
     if sequence.is_instance_of::<PyBytes>() || sequence.is_instance_of::<PyByteArray>() {
         return Err(PyTypeError::new_err(format!("{name} is a bytes object; pass a sequence of ints")));
     }
     let sequence = sequence.cast::<PySequence>()?;
-    let range = bounds(name, sequence.len()?, start, stop)?;
-    range.map(|index| slow_id(name, &sequence.get_item(index)?, index)).collect()
+    for index in bounds(name, sequence.len()?, start, stop)? {
+        ids.push(fitting(slow_id(name, &sequence.get_item(index)?, index)?)?);
+    }
+    Ok(())
+}
+
+/// Token ids are u32, block ids i32.
+fn fitting<T: TryFrom<u32>>(id: u32) -> PyResult<T> {
+    T::try_from(id).map_err(|_| ConfigError::new_err("a block id is not an int in 0..2**31"))
+}
+
+/// An int in 0..2^32. Faster than to extract it where it is an exact int.
+pub(crate) fn number(item: Borrowed<'_, '_, PyAny>) -> PyResult<u32> {
+    // SAFETY: `item` is alive while it is borrowed, and this thread is attached.
+    let value =
+        unsafe { if ffi::PyLong_CheckExact(item.as_ptr()) == 1 { ffi::PyLong_AsLong(item.as_ptr()) } else { -1 } };
+    u32::try_from(value).or_else(|_| {
+        drop(PyErr::take(item.py())); // PyLong_AsLong's OverflowError, if it set one
+        item.extract()
+    })
 }
 
 fn bounds(name: &str, len: usize, start: i64, stop: Option<i64>) -> PyResult<Range<usize>> {
@@ -50,8 +91,13 @@ fn bounds(name: &str, len: usize, start: i64, stop: Option<i64>) -> PyResult<Ran
     }
 }
 
-fn list_ids(name: &str, list: &Bound<'_, PyList>, range: Range<usize>) -> PyResult<Vec<u32>> {
-    let mut ids = Vec::with_capacity(range.len());
+fn append_list<T: TryFrom<u32>>(
+    name: &str,
+    list: &Bound<'_, PyList>,
+    range: Range<usize>,
+    ids: &mut Vec<T>,
+) -> PyResult<()> {
+    ids.reserve(range.len());
     for index in range {
         // SAFETY: `list` is a live list and this thread is attached. The index fits isize because it is below a list's
         // length; should the list have shrunk meanwhile (only slow_id runs Python code), null comes back.
@@ -63,13 +109,13 @@ fn list_ids(name: &str, list: &Bound<'_, PyList>, range: Range<usize>) -> PyResu
         // extension runs under the interpreter's lock, so it cannot be taken out of the list meanwhile.
         let value = unsafe { if ffi::PyLong_CheckExact(item) == 1 { ffi::PyLong_AsLong(item) } else { -1 } };
         if let Ok(id) = u32::try_from(value) {
-            ids.push(id);
+            ids.push(fitting(id)?);
         } else {
             drop(PyErr::take(list.py())); // PyLong_AsLong's OverflowError, if it set one
-            ids.push(slow_id(name, &list.get_item(index)?, index)?);
+            ids.push(fitting(slow_id(name, &list.get_item(index)?, index)?)?);
         }
     }
-    Ok(ids)
+    Ok(())
 }
 
 /// Any object with `__index__`, held by an own reference.

@@ -13,7 +13,7 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvloft_core::session::{ArenaInfo, LeaseId, Session};
-use kvloft_core::store::{LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveRange};
+use kvloft_core::store::{Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveRange};
 use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 use rustix::event::PollFlags;
 
@@ -385,22 +385,22 @@ impl Session for Remote {
         }
     }
 
-    fn reserve(&self, prefix: Prefix<'_>, range: SaveRange) -> Result<(Vec<Reservation>, u32)> {
-        self.reserve_many(&[(prefix, range)]).pop().unwrap_or_else(|| Ok((Vec::new(), range.num_chunks())))
-    }
-
-    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Vec<Result<(Vec<Reservation>, u32)>> {
+    fn reserve_many(&self, asked: &[(Prefix<'_>, SaveRange)]) -> Result<(Vec<Reservation>, Vec<Got>)> {
         let per_chunk = self.shared.config.blocks_per_chunk;
-        let requests: Vec<_> = asked.iter().map(|(prefix, range)| reserve_request(prefix, *range, per_chunk)).collect();
-        let sent: Vec<_> = requests.iter().filter_map(|request| request.as_ref().ok()?.clone()).collect();
-        let mut answers = self.ask_all(&sent).into_iter();
-        let answer_of = |(request, (_, range)): (Result<Option<_>>, &(_, SaveRange))| {
-            Ok(match request?.and_then(|_| answers.next().flatten()) {
-                Some(Answer::Reserved(rows, num_dropped)) => (rows, num_dropped),
-                _ => (Vec::new(), range.num_chunks()),
-            })
-        };
-        requests.into_iter().zip(asked).map(answer_of).collect()
+        let requests = asked.iter().map(|(prefix, range)| reserve_request(prefix, *range, per_chunk));
+        let requests = requests.collect::<Result<Vec<_>>>()?;
+        let mut answers = self.ask_all(&requests.iter().flatten().cloned().collect::<Vec<_>>()).into_iter();
+        let (mut reserved, mut got) = (Vec::new(), Vec::with_capacity(asked.len()));
+        for (request, (_, range)) in requests.iter().zip(asked) {
+            got.push(match request.as_ref().and_then(|_| answers.next().flatten()) {
+                Some(Answer::Reserved(rows, num_dropped)) => {
+                    reserved.extend_from_slice(&rows);
+                    Got { num_reserved: rows.len(), num_dropped }
+                }
+                _ => Got { num_reserved: 0, num_dropped: range.num_chunks() },
+            });
+        }
+        Ok((reserved, got))
     }
 
     fn commit(&self, tickets: &[u64]) -> u32 {

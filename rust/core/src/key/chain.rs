@@ -22,6 +22,8 @@ fn of_group(key: &ChunkKey, group: u32) -> ChunkKey {
 
 /// Token ids hashed per round: enough for all SIMD lanes, small enough for the first-level cache.
 const BATCH_IDS: usize = 4 << 10;
+/// Blocks of them whose digests wait to be chained.
+const BATCH_BLOCKS: usize = 64;
 
 /// Incremental keys of one prefix, one a block.
 ///
@@ -140,7 +142,7 @@ impl KeyChain {
     pub fn append_tokens(&mut self, ids: &[u32]) -> Result<()> {
         self.check_room(ids.len())?;
         let block = self.block_tokens as usize;
-        let mut bytes = Vec::new();
+        let mut bytes = Vec::with_capacity(4 * ids.len().min(BATCH_IDS + block));
         for ids in ids.chunks((BATCH_IDS / block).max(1) * block) {
             bytes.clear();
             bytes.extend(ids.iter().flat_map(|id| id.to_le_bytes()));
@@ -163,7 +165,7 @@ impl KeyChain {
         Ok(())
     }
 
-    fn check_room(&self, num: usize) -> Result<()> {
+    pub(super) fn check_room(&self, num: usize) -> Result<()> {
         match u32::try_from(num) {
             Ok(num) if self.num_tokens().checked_add(num).is_some() => Ok(()),
             _ => Err(bad("a prefix has fewer than 2^32 positions").with_context("num_tokens", self.num_tokens())),
@@ -184,6 +186,23 @@ impl KeyChain {
             self.push_embed_blocks(kind, body, block_bytes);
         }
         self.push_pending(kind, rest);
+    }
+
+    /// Whether `num` token ids would be all that the next key takes in: one whole block, and no item in it.
+    pub(super) fn is_next_block(&self, num: usize) -> bool {
+        let (start, len) = (self.block_start(), self.block_tokens);
+        let is_whole = num == len as usize && self.pending.len() == 0 && self.next_len() == len;
+        is_whole && self.items.next_covered(start).is_none_or(|position| position >= start + u64::from(len))
+    }
+
+    /// The key of all full blocks so far.
+    pub(super) fn last(&self) -> ChunkKey {
+        self.keys.last().copied().unwrap_or(self.root)
+    }
+
+    /// The next block's key, made elsewhere.
+    pub(super) fn push(&mut self, key: Digest) {
+        self.keys.push(ChunkKey(key));
     }
 
     /// Positions that the keys so far stand for.
@@ -221,8 +240,7 @@ impl KeyChain {
     fn push_digests(&mut self, digests: &[Digest]) {
         self.keys.reserve(digests.len());
         for digest in digests {
-            let before = self.keys.last().unwrap_or(&self.root);
-            self.keys.push(ChunkKey(CHAIN.hash_pair(&before.0, digest)));
+            self.push(CHAIN.hash_pair(&self.last().0, digest));
         }
     }
 
@@ -232,10 +250,13 @@ impl KeyChain {
             let start = self.block_start();
             let covered = self.items.next_covered(start).map_or(u64::MAX, |position| position - start);
             let clear = usize::try_from(covered / u64::from(self.block_tokens)).unwrap_or(usize::MAX);
-            let mut digests = vec![Digest::default(); clear.min(bytes.len() / block_bytes)];
-            let (plain, rest) = bytes.split_at(digests.len() * block_bytes);
-            TOKENS.hash_each(plain, block_bytes, &mut digests);
-            self.push_digests(&digests);
+            let (plain, rest) = bytes.split_at(clear.min(bytes.len() / block_bytes) * block_bytes);
+            for some in plain.chunks(BATCH_BLOCKS * block_bytes) {
+                let mut digests = [Digest::default(); BATCH_BLOCKS];
+                let digests = &mut digests[..some.len() / block_bytes];
+                TOKENS.hash_each(some, block_bytes, digests);
+                self.push_digests(digests);
+            }
             let (touched, rest) = rest.split_at(block_bytes.min(rest.len()));
             self.push_pending(Kind::Tokens, touched);
             bytes = rest;

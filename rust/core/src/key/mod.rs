@@ -9,6 +9,7 @@ mod chain;
 mod content;
 mod dtype;
 mod items;
+mod many;
 mod mode;
 mod root;
 #[cfg(test)]
@@ -18,6 +19,7 @@ use std::fmt;
 
 pub use chain::KeyChain;
 pub use dtype::row_bytes;
+pub use many::append_to_each;
 pub use root::{namespace_digest, root_key};
 
 /// Version of the key format; part of every mode's name, so two versions never share a key.

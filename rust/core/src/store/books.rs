@@ -2,8 +2,10 @@
 //!
 //! Data and questions about it alone; `disk`, `load` and `jobs` move it.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{HashSet, VecDeque};
 use std::time::Duration;
+
+use rustc_hash::FxHashMap;
 
 use super::breaker::{Breaker, HANG_AFTER};
 use crate::evict::ChunkId;
@@ -81,7 +83,7 @@ pub(crate) struct DiskBooks {
     /// Chunks to write.
     pub(super) queue: Queue,
     /// Chunks that wait for their parent to be written.
-    pub(super) behind: HashMap<ChunkId, Vec<ChunkId>>,
+    pub(super) behind: FxHashMap<ChunkId, Vec<ChunkId>>,
     /// Chunks that should get to disk.
     pub(super) num_dirty: u64,
     /// Chunks to read.

@@ -33,7 +33,7 @@ pub use inner::{Clock, Opener};
 pub use lease::{ReadLease, WriteLease};
 pub use load::{LeasedFrame, Progress, TierName};
 pub use lookup::Prefix;
-pub use save::{Reservation, SaveRange};
+pub use save::{Got, Reservation, SaveRange};
 use state::State;
 
 use crate::key::ChunkKey;
@@ -167,25 +167,31 @@ impl Store {
     ///
     /// It stops at the first that cannot be had. `InvalidConfig` if the prefix has not got the range.
     pub fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, range: SaveRange) -> Result<Reserved> {
-        self.reserve_below(None, prefix, range)
+        let (leases, got) = self.reserve_below(None, &[(prefix.into(), range)])?;
+        Ok(Reserved { leases, num_dropped: got[0].num_dropped })
     }
 
-    /// As [`Self::reserve`], of frames below `limit` only, for this and later calls.
-    pub fn reserve_below<'a>(
+    /// As [`Self::reserve`] of each prefix, of frames below `limit` only, for this and later calls: the leases of all, one prefix's
+    /// after the other's, and how many are whose. Nothing is reserved if one prefix has not got its range.
+    pub fn reserve_below(
         &self,
         limit: Option<u32>,
-        prefix: impl Into<Prefix<'a>>,
-        range: SaveRange,
-    ) -> Result<Reserved> {
+        asked: &[(Prefix<'_>, SaveRange)],
+    ) -> Result<(Vec<WriteLease>, Vec<Got>)> {
         let reserved = self.inner.with_open_books(|state| {
             if let Some(limit) = limit {
                 state.host.limit(limit);
             }
-            state.reserve(&prefix.into(), range)
+            asked.iter().try_for_each(|(prefix, range)| range.check(prefix, state.per_chunk))?;
+            state.warm(asked);
+            let mut reserved = Vec::with_capacity(asked.len());
+            let got = asked.iter().map(|(prefix, range)| state.reserve(prefix, *range, &mut reserved)).collect();
+            Ok((reserved, got))
         });
-        let (reserved, num_dropped) = reserved.unwrap_or_else(|| Ok((Vec::new(), range.num_chunks())))?;
+        let none = || asked.iter().map(|(_, range)| Got { num_reserved: 0, num_dropped: range.num_chunks() }).collect();
+        let (reserved, got) = reserved.unwrap_or_else(|| Ok((Vec::new(), none())))?;
         let lease = |(id, reservation)| WriteLease::new(Arc::clone(&self.inner), id, reservation);
-        Ok(Reserved { leases: reserved.into_iter().map(lease).collect(), num_dropped })
+        Ok((reserved.into_iter().map(lease).collect(), got))
     }
 
     /// Makes filled chunks visible; returns how many became so. One whose parent is gone is aborted; one whose parent is

@@ -5,8 +5,9 @@
 //! nothing finds); only chunks that are here, are leaves and are not held are offered to the policy; a detached entry is
 //! freed with its last user; `frames_reserved + frames_visible + free = all` (I8).
 
-use std::collections::HashMap;
 use std::time::Duration;
+
+use rustc_hash::FxHashMap;
 
 use super::books::DiskBooks;
 use super::changes::Watch;
@@ -43,7 +44,7 @@ pub(crate) struct State {
     /// Keys of chunks that came to a tier or left one; None unless the store is watched.
     pub(super) watch: Option<Watch>,
     /// Children that came to host before their parent was visible.
-    pub(super) waiters: HashMap<ChunkId, Vec<ChunkId>>,
+    pub(super) waiters: FxHashMap<ChunkId, Vec<ChunkId>>,
     /// Chunks to forget with all below them: a stack, walked in slices.
     pub(super) doomed: Vec<Doomed>,
     /// Chunks forgotten by one call.
@@ -71,7 +72,7 @@ impl State {
             closed: false,
             events: Vec::new(),
             watch: None,
-            waiters: HashMap::new(),
+            waiters: FxHashMap::default(),
             doomed: Vec::new(),
             slice: SLICE,
             next_ticket: 1,

@@ -51,9 +51,8 @@ impl HostTier {
 
     /// The lowest free frame, if it will do.
     pub(crate) fn take(&mut self, what_for: FrameFor) -> Option<FrameId> {
-        let frame = *self.free.first().filter(|frame| self.is_fit(**frame, what_for))?;
-        self.free.remove(&frame);
-        Some(frame)
+        let fits = self.free.first().is_some_and(|frame| self.is_fit(*frame, what_for));
+        if fits { self.free.pop_first() } else { None }
     }
 
     /// Whether the frame will do: workers can copy to those below the limit only, and from any.

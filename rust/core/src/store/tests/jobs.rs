@@ -150,8 +150,8 @@ impl Run {
         let chain = prompt_chain(prompt);
         let stop = stop.min(PROMPT_BLOCKS / self.per_chunk);
         let tail_blocks = tail.min(self.per_chunk - 1).min(PROMPT_BLOCKS - stop * self.per_chunk);
-        let (reserved, _) =
-            self.state.reserve(&Prefix::from(&chain), SaveRange { start: start.min(stop), stop, tail_blocks }).unwrap();
+        let (range, mut reserved) = (SaveRange { start: start.min(stop), stop, tail_blocks }, Vec::new());
+        self.state.reserve(&Prefix::from(&chain), range, &mut reserved);
         for (_, reservation) in &reserved {
             let mut frame = self.state.host.lend(reservation.frame).expect("a reserved frame has one owner (I4)");
             frame.bytes_mut()[..32].copy_from_slice(&reservation.key.0);

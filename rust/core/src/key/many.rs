@@ -1,0 +1,39 @@
+//! Many chains at once: the blocks that running requests complete in one step are hashed side by side.
+//!
+//! One block keeps one SIMD lane busy, and a forward waits for these keys. It must not know what a step is.
+
+use super::chain::KeyChain;
+use super::mode::{CHAIN, Digest, TOKENS};
+use crate::Result;
+
+/// [`KeyChain::append_tokens`] of each chain's ids. On an error no chain has changed.
+pub fn append_to_each(chains: &mut [(&mut KeyChain, &[u32])]) -> Result<()> {
+    chains.iter().try_for_each(|(chain, ids)| chain.check_room(ids.len()))?;
+    let block_tokens = chains.first().map_or(0, |(chain, _)| chain.block_tokens());
+    let mut bytes = Vec::with_capacity(chains.len() * 4 * block_tokens as usize);
+    let mut abreast = Vec::with_capacity(chains.len());
+    for (chain, ids) in chains {
+        if chain.block_tokens() == block_tokens && chain.is_next_block(ids.len()) {
+            bytes.extend(ids.iter().flat_map(|id| id.to_le_bytes()));
+            abreast.push(chain);
+        } else {
+            chain.append_tokens(ids)?;
+        }
+    }
+    if abreast.is_empty() {
+        return Ok(());
+    }
+    let mut digests = vec![Digest::default(); abreast.len()];
+    TOKENS.hash_each(&bytes, 4 * block_tokens as usize, &mut digests);
+    let mut pairs = Vec::with_capacity(64 * abreast.len());
+    for (chain, digest) in abreast.iter().zip(&digests) {
+        pairs.extend_from_slice(&chain.last().0);
+        pairs.extend_from_slice(digest);
+    }
+    CHAIN.hash_each(&pairs, 64, &mut digests);
+    abreast.into_iter().zip(digests).for_each(|(chain, key)| chain.push(key));
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;
