@@ -63,7 +63,7 @@ def run(
         raise UnsupportedError(
             "'attached' compares an engine with itself without its connector; --connectors names none that has one"
         )
-    with kvloft_server(connectors, options["host_bytes"], log_dir / "server.log") as socket:
+    with kvloft_server(connectors, options.get("host_bytes", 0), log_dir / "server.log") as socket:
         _run_groups(groups, {**options, "socket": socket}, results, log_dir, deadline, together=together, progress=progress)
     return results
 

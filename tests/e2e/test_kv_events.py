@@ -28,6 +28,7 @@ class Subscriber:
         self.endpoint = f"ipc://{folder}/events"
         self._socket = zmq.Context.instance().socket(zmq.SUB)
         self._socket.subscribe(b"")
+        self._joins = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(self.endpoint)
         self.begin()
 
@@ -37,7 +38,14 @@ class Subscriber:
         self.num_removed = 0
         self._next = 0
 
+    def join(self) -> None:
+        """Wait until the engine, which was started, knows of this subscriber: what it says before that is lost."""
+        assert self._joins.poll(int(10_000 * PACE)), "no publisher"
+        self._joins.recv_multipart()
+
     def close(self) -> None:
+        self._socket.disable_monitor()
+        self._joins.close(linger=0)
         self._socket.close(linger=0)
 
     def settings(self) -> dict[str, Any]:
@@ -122,6 +130,7 @@ def test_events_say_before_each_prompt_what_the_store_gives(
     config = kvloft(tmp_path / "disk", host_size=f"{12 * FRAME_KIB}KiB", disk_size=f"{40 * FRAME_KIB}KiB")
     prompts = [truth.pick(lambda seed: Req(random_ids(seed, 150), max_tokens=4), 9100 + i) for i in range(10)]
     engine = start(kv_transfer_config=config, kv_events_config=router.settings())
+    router.join()
     given = [ask_as_predicted(engine, router, truth, prompts[i]) for i in [0, 0, 1, 0, 2, 3, 1, 4, 5, 6, 7, 8, 9, 9, 0, 3, 8]]
     assert given[0] == 0 and given[1] > 0 and sum(map(bool, given)) > 4
     assert engine.store()["host_evictions"] > 0 and router.num_removed > 0
@@ -130,6 +139,7 @@ def test_events_say_before_each_prompt_what_the_store_gives(
     router.hear()
     router.begin()
     engine = start(kv_transfer_config=config, kv_events_config=router.settings())
+    router.join()
     last = prompts[8]
     settle(engine)
     router.hear()
@@ -154,6 +164,7 @@ def test_blocks_are_called_what_vllm_calls_them(
         kv_transfer_config=kvloft(chunk_tokens=chunk_tokens), kv_events_config=router.settings(), enable_prefix_caching=True,
         num_blocks=200, enable_lora=True, max_lora_rank=8,
     )  # fmt: skip
+    router.join()
     engine.ask(*prompts)
     settle(engine)
     router.hear()
