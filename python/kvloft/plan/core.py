@@ -174,11 +174,12 @@ class SchedulerCore:
         """A plan without saves, for a step that could not be read: requests that wait must not wait permanently.
 
         Block tables may have missed what that step added to them, so nothing of the requests that run is saved until they
-        get a table afresh (I6); what the failed attempt reserved is given back (I5).
+        get a table afresh (I6); what the failed attempt reserved is given back (I5), and does not count as saved.
         """
         self._store.abort([ticket for save in self._unsent for ticket in save.chunks.tickets()])
         for tracker in self._trackers.values():
             tracker.save_blocked = True
+            tracker.forget_saves()
         return self._finish_plan((), tuple(self._store.being_read()))
 
     def _finish_plan(self, saves: tuple[SavePlan, ...], fenced: tuple[BlockId, ...]) -> StepPlan:
