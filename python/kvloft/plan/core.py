@@ -257,18 +257,21 @@ class SchedulerCore:
 
     def _look(self, tracker: Tracker, frontier: int, due: list[Tracker], rows: list[SaveRow]) -> None:
         """Add what is complete at ``frontier`` to ``due`` and ``rows``, and note at which one to look again."""
-        if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
-            tracker.next_save = frontier + self._group.block_tokens
-            return
         if self._groups is not None and not self._take_tables(tracker):
             tracker.next_save = frontier + 1
             return
-        if (row := due_chunks(tracker, self._group, frontier)) is not None:
+        if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
+            tracker.next_save = frontier + self._group.block_tokens
+        elif (row := due_chunks(tracker, self._group, frontier)) is not None:
             due.append(tracker)
             rows.append(row)
-        if self._continuations is not None and not (tracker.save_blocked or tracker.kv_outdated):
-            tracker.extend_chain(frontier)
-            self._continuations.note(tracker, min(frontier // self._group.block_tokens, tracker.chain.num_blocks))
+        if self._continuations is not None:
+            if not (tracker.save_blocked or tracker.kv_outdated):
+                tracker.extend_chain(frontier)
+            if tracker.save_blocked or tracker.kv_outdated:
+                self._continuations.forget(tracker)
+            else:
+                self._continuations.note(tracker, min(frontier // self._group.block_tokens, tracker.chain.num_blocks))
             # What is not saved now may be by a later request, in whose prompt it is.
             tracker.next_save = min(tracker.next_save, frontier + self._group.block_tokens)
 
