@@ -181,3 +181,28 @@ def test_nothing_is_offered_of_a_store_that_is_gone_and_queued_loads_name_its_fr
     assert engine.core.plan_loads_only().loads
     assert not engine.core.has_queued_loads
     engine.core.close()
+
+
+def test_a_save_that_could_not_be_planned_does_not_count_when_its_request_is_computed_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tail would be replaced by the next one, but its chain has no key of it: that step could not be planned either."""
+    engine = SymbolicEngine(Setup(block_tokens=2, blocks_per_chunk=2))
+    table, tokens = list(range(1, 402)), list(range(800))
+    request = Request(A, tokens[:601], 9)
+    engine.core.admit(request, 0, table)  # type: ignore[arg-type]
+    settled(engine, engine.core.plan_step(view_of_new(0, table, 601)))
+    request.token_ids += tokens[601:603]
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(engine.store, "reserve_all", fail)
+        engine.core.plan_step(view_of_running(601, 2))
+    engine.core.plan_loads_only()
+    engine.core.plan_step(StepView(preempted=frozenset([A])))
+    request.token_ids += tokens[603:]
+    assert engine.core.match(request, 0) == 0
+    engine.core.admit(request, 0, table)  # type: ignore[arg-type]
+    plan = engine.core.plan_step(view_of_new(0, table, 702))
+    assert saved_blocks(plan)[0] == (1, 2)
+    engine.core.close()
+
+
+def fail(*_: Any) -> Any:
+    raise RuntimeError

@@ -1,10 +1,14 @@
 """Beside a drafter whose KV of a position depends on the next token: a block counts with the token behind it, or not at all."""
 
+from typing import Any
+
 import pytest
 from sim_checks import settle
 from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import PROMPT, both_chunks, both_modes, serve, stored, whole_blocks
+
+from kvloft.seam.views import NewRequest, StepView
 
 BLOCK = 4
 
@@ -87,3 +91,29 @@ def test_the_next_turn_of_a_chat_is_saved_though_the_answer_before_it_was_not(ru
     second = serve(engine, Request("b", [*first.token_ids, 1, 0, 2, 1, 1, 1], 2, saves="prompt"))
     assert stored(engine, second) == whole_blocks(first.num_tokens + 6 - 1)
     settle(engine)
+
+
+def test_a_block_that_a_request_wrote_which_saves_nothing_is_not_known_as_what_it_was_before() -> None:
+    """Beside a long request it was given blocks of before; the drafter then wrote to them for another next token."""
+    engine: Any = SymbolicEngine(Setup(block_tokens=2, lookahead=1, draft_limit=20))
+
+    def start(tables: dict[str, list[int]], prompts: dict[str, list[int]], local: int, scheduled: dict[str, int]) -> Any:
+        for name, table in tables.items():
+            request: Any = Request(name, prompts[name], 9)
+            engine.core.match(request, local)
+            engine.core.admit(request, 0, table)
+        new: Any = [NewRequest(name, local, table) for name, table in tables.items()]  # type: ignore[arg-type]
+        return engine.core.plan_step(StepView(new=new, num_scheduled_tokens=scheduled))  # type: ignore[arg-type]
+
+    same, other = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 9, 9, 9]
+    assert start({"a": [1, 2, 3, 4]}, {"a": same}, 0, {"a": 8}).saves
+    engine.core.finish("a")
+    tables, prompts = {"b": [1, 2, 3, 4], "long": list(range(10, 26))}, {"b": other, "long": list(range(50, 80))}
+    assert not start(tables, prompts, 0, {"b": 2, "long": 30}).saves
+    engine.core.finish("long")
+    alone: Any = StepView(running=["b"], num_computed_tokens=[2], num_scheduled_tokens={"b": 6})  # type: ignore[list-item,dict-item]
+    assert not engine.core.plan_step(alone).saves
+    engine.core.finish("b")
+    engine.core.reset()
+    assert not start({"c": [1, 2, 30, 31]}, {"c": same}, 4, {"c": 4}).saves
+    engine.core.close()

@@ -27,6 +27,13 @@ class Continuations:
                 self._keys.update((block, key) for block in table[nth : nth + 1])
         tracker.num_noted = max(tracker.num_noted, num_blocks)
 
+    def forget(self, tracker: Tracker) -> None:
+        """The request writes to its blocks what is not to be saved: whose those were before says nothing of them now."""
+        for table in _tables(tracker):
+            for block in table[max(tracker.num_local_blocks, tracker.num_noted) :]:
+                self._keys.pop(block, None)
+        tracker.num_noted = max(tracker.num_noted, len(tracker.blocks))
+
     def are_its_own(self, tracker: Tracker, blocks: Sequence[BlockId]) -> bool:
         """Whether those of ``blocks`` that vLLM had are known to be of the request's own continuation."""
         wanted = set(blocks)

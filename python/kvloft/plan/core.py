@@ -174,11 +174,12 @@ class SchedulerCore:
         """A plan without saves, for a step that could not be read: requests that wait must not wait permanently.
 
         Block tables may have missed what that step added to them, so nothing of the requests that run is saved until they
-        get a table afresh (I6); what the failed attempt reserved is given back (I5).
+        get a table afresh (I6); what the failed attempt reserved is given back (I5), and does not count as saved.
         """
         self._store.abort([ticket for save in self._unsent for ticket in save.chunks.tickets()])
         for tracker in self._trackers.values():
             tracker.save_blocked = True
+            tracker.forget_saves()
         return self._finish_plan((), tuple(self._store.being_read()))
 
     def _finish_plan(self, saves: tuple[SavePlan, ...], fenced: tuple[BlockId, ...]) -> StepPlan:
@@ -256,18 +257,21 @@ class SchedulerCore:
 
     def _look(self, tracker: Tracker, frontier: int, due: list[Tracker], rows: list[SaveRow]) -> None:
         """Add what is complete at ``frontier`` to ``due`` and ``rows``, and note at which one to look again."""
-        if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
-            tracker.next_save = frontier + self._group.block_tokens
-            return
         if self._groups is not None and not self._take_tables(tracker):
             tracker.next_save = frontier + 1
             return
-        if (row := due_chunks(tracker, self._group, frontier)) is not None:
+        if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
+            tracker.next_save = frontier + self._group.block_tokens
+        elif (row := due_chunks(tracker, self._group, frontier)) is not None:
             due.append(tracker)
             rows.append(row)
-        if self._continuations is not None and not (tracker.save_blocked or tracker.kv_outdated):
-            tracker.extend_chain(frontier)
-            self._continuations.note(tracker, min(frontier // self._group.block_tokens, tracker.chain.num_blocks))
+        if self._continuations is not None:
+            if not (tracker.save_blocked or tracker.kv_outdated):
+                tracker.extend_chain(frontier)
+            if tracker.save_blocked or tracker.kv_outdated:
+                self._continuations.forget(tracker)
+            else:
+                self._continuations.note(tracker, min(frontier // self._group.block_tokens, tracker.chain.num_blocks))
             # What is not saved now may be by a later request, in whose prompt it is.
             tracker.next_save = min(tracker.next_save, frontier + self._group.block_tokens)
 

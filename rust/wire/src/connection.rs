@@ -13,7 +13,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvloft_core::ChunkKey;
-use kvloft_core::session::{LeaseId, Session};
+use kvloft_core::session::{LeaseId, Local, Session};
 use kvloft_core::store::{Got, Prefix, Progress, ToSave};
 
 use crate::message::{
@@ -30,6 +30,8 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
 const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
 /// Read leases of one engine.
 const MAX_LEASES: usize = 1 << 16;
+/// Prefixes of all of them, each some 50 bytes.
+const MAX_HELD: usize = 1 << 22;
 /// What is read at once where more is there.
 const READ_BYTES: usize = 64 << 10;
 
@@ -43,8 +45,9 @@ struct Connection {
     number: u64,
     watch: Option<Watch>,
     seat: Option<Arc<Seat>>,
-    /// By the engine's numbers.
-    leases: HashMap<u64, LeaseId>,
+    /// By the engine's numbers, and of how many prefixes each is.
+    leases: HashMap<u64, (LeaseId, usize)>,
+    num_held: usize,
     /// Keys of the last long prefix that came first in a message.
     known: Vec<ChunkKey>,
     /// Keys of other prefixes, one after the other; of a reservation's only those that it needs are meant.
@@ -91,6 +94,7 @@ pub(crate) fn start(shared: &Arc<Shared>, stream: UnixStream, number: u64) {
         watch: Some(Watch::new(pid)),
         seat: None,
         leases: HashMap::new(),
+        num_held: 0,
         known: Vec::new(),
         scratch: Vec::new(),
         out: Vec::new(),
@@ -189,27 +193,26 @@ impl Connection {
         Ok(Some(match request {
             Request::Lookup(prefixes) => Answer::Found(local.lookup_many(&self.prefixes(prefixes)?)),
             Request::Acquire(lease, prefixes) => {
-                let is_full = self.leases.len() >= MAX_LEASES;
+                let (is_full, num_held) = (self.leases.len() >= MAX_LEASES, self.num_held);
                 let prefixes = self.prefixes(prefixes)?;
-                if is_full {
+                let num = prefixes.len();
+                if is_full || num_held + num > MAX_HELD {
                     return Ok(Some(Answer::Progress(Progress::default())));
                 }
                 let own = local.acquire_all(&prefixes);
-                if let Some(before) = self.leases.insert(*lease, own) {
-                    local.release(before);
-                }
+                self.release(*lease, local);
+                self.leases.insert(*lease, (own, num));
+                self.num_held += num;
                 Answer::Progress(local.poll(own))
             }
             Request::Poll(lease) => {
-                Answer::Progress(self.leases.get(lease).map(|lease| local.poll(*lease)).unwrap_or_default())
+                Answer::Progress(self.leases.get(lease).map(|(lease, _)| local.poll(*lease)).unwrap_or_default())
             }
             Request::Frames(lease) => {
-                Answer::Frames(self.leases.get(lease).map(|lease| local.frames(*lease)).unwrap_or_default())
+                Answer::Frames(self.leases.get(lease).map(|(lease, _)| local.frames(*lease)).unwrap_or_default())
             }
             Request::Release(lease) => {
-                if let Some(lease) = self.leases.remove(lease) {
-                    local.release(lease);
-                }
+                self.release(*lease, local);
                 return Ok(None);
             }
             Request::Reserve(ranges) => {
@@ -243,11 +246,18 @@ impl Connection {
         }))
     }
 
+    fn release(&mut self, lease: u64, local: &Local) {
+        if let Some((own, num)) = self.leases.remove(&lease) {
+            self.num_held -= num;
+            local.release(own);
+        }
+    }
+
     /// What was sent of prefixes, the first one behind what is known of it.
     fn prefixes(&mut self, sent: &SentPrefixes<'_>) -> Result<Vec<Prefix<'_>>, End> {
         let num_same = usize::try_from(sent.num_same).unwrap_or(usize::MAX);
         let num_sent: usize = sent.all.iter().map(|(_, keys)| keys.iter().len()).sum();
-        let num_first = sent.all.first().map_or(0, |(_, keys)| keys.iter().len()).saturating_add(num_same);
+        let num_first = sent.all.first().map_or(0, |(_, keys)| keys.iter().len().saturating_add(num_same));
         let is_long = num_first > 1;
         if num_same > if is_long { self.known.len() } else { 0 } || num_same + num_sent > MAX_KEYS {
             return Err(no_message());

@@ -128,13 +128,18 @@ impl Link {
         if self.is_late() {
             return requests.iter().map(|_| None).collect();
         }
-        let mut numbers = Vec::with_capacity(requests.len());
+        let (mut numbers, mut answers) = (Vec::with_capacity(requests.len()), Vec::with_capacity(requests.len()));
         for request in requests {
+            while self.unsent() > MAX_UNSENT / 2 && answers.len() < numbers.len() {
+                answers.push(self.pump(Some(numbers[answers.len()]), deadline)); // the server has all the time that there is
+            }
             numbers.push(self.push(request));
             let sent = self.flush(); // the server begins with it while the next is written
             self.note(&sent);
         }
-        numbers.into_iter().map(|number| self.pump(Some(number), deadline)).collect()
+        let rest = &numbers[answers.len()..];
+        answers.extend(rest.iter().map(|number| self.pump(Some(*number), deadline)));
+        answers
     }
 
     /// Sends what has no answer.

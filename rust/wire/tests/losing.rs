@@ -177,6 +177,33 @@ fn a_server_that_stands_still_costs_one_deadline() {
     child.wait().expect("it ended");
 }
 
+#[test]
+fn many_saves_wait_for_a_server_that_pauses() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let test = std::env::current_exe().expect("this test");
+    let mut child = std::process::Command::new(test)
+        .args(["--exact", "a_server_in_a_process_of_its_own", "--ignored", "--nocapture"])
+        .env("KV_SERVE_DIR", dir.path())
+        .spawn()
+        .expect("a child");
+    let engine = connect(dir.path());
+    until("connected", || engine.renew() || engine.arena().is_some());
+    let chains: Vec<_> = (0..256).map(|seed| common::chain(seed, 2048)).collect(); // 16 MiB of keys
+    let asked: Vec<_> = chains.iter().map(|chain| (Prefix::from(chain), whole(2048)).into()).collect();
+    signal(&child, "STOP");
+    until("it stands still", || all_stopped(child.id()));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            std::thread::sleep(Duration::from_millis(500));
+            signal(&child, "CONT");
+        });
+        let (reserved, _) = engine.reserve_many(&asked).expect("in range");
+        assert_eq!(reserved.len(), 64, "as many as there are frames");
+    });
+    child.kill().expect("it lives");
+    child.wait().expect("it ended");
+}
+
 /// A signal is on its way for a moment, to each thread.
 fn all_stopped(pid: u32) -> bool {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it lives");

@@ -17,7 +17,7 @@ use kvloft_core::io::Arena;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, Progress, SaveRange};
 use kvloft_core::{ChunkKey, ErrorKind};
-use kvloft_wire::message::{Hello, LENGTH_BYTES, Request, SentPrefixes, SentRange, VERSION};
+use kvloft_wire::message::{Hello, LENGTH_BYTES, MAX_PREFIXES, Request, SentPrefixes, SentRange, VERSION};
 use kvloft_wire::{Remote, RemoteConfig, Server, status};
 
 #[test]
@@ -261,6 +261,10 @@ fn hostile_bytes_are_refused_and_nobody_else_notices() {
     let keys = kvloft_wire::message::Keys::Bytes(&[]);
     let prefixes = SentPrefixes { num_same: 5, all: vec![(ChunkKey([1; 32]), keys)] };
     Request::Lookup(prefixes).encode(2, &mut lying);
+    let mut of_nothing = Vec::new();
+    let two = kvloft_wire::message::Keys::Bytes(&[[1; 32], [2; 32]]);
+    Request::Lookup(SentPrefixes { num_same: 0, all: vec![(ChunkKey([1; 32]), two)] }).encode(2, &mut of_nothing);
+    Request::Lookup(SentPrefixes { num_same: 2, all: Vec::new() }).encode(3, &mut of_nothing);
     let mut huge = Vec::new();
     let range = kvloft_core::store::SaveRange { start: u32::MAX, stop: u32::MAX, tail_blocks: 0 };
     Request::Reserve(vec![SentRange { root: ChunkKey([1; 32]), first: u32::MAX - 1, keys, range, is_attached: false }])
@@ -278,6 +282,7 @@ fn hostile_bytes_are_refused_and_nobody_else_notices() {
         ("another version", other_version),
         ("hello twice", after_hello(&hello)),
         ("a prefix that was not sent", after_hello(&lying)),
+        ("known keys of no prefix", after_hello(&of_nothing)),
         ("a range of nothing", after_hello(&huge)),
         ("a range whose keys were left out", after_hello(&without_keys)),
         ("longer than any", after_hello(&u32::MAX.to_le_bytes())),
@@ -362,4 +367,23 @@ fn a_message_of_many_keys_is_no_reason_to_hang_up() {
     let (rows, num_dropped) = engine.reserve(Prefix::from(&long), whole(400_000)).expect("in range");
     assert_eq!((rows.len(), num_dropped), (64, 400_000 - 64));
     assert!(engine.renew() || engine.take_events().is_empty(), "the connection stands");
+}
+
+#[test]
+fn leases_of_one_engine_have_a_bounded_number_of_prefixes() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let engine = connect(dir.path());
+    let nothing = vec![Prefix { root: ChunkKey([1; 32]), keys: &[] }; MAX_PREFIXES as usize];
+    let num_leases = || {
+        assert_eq!(found(&engine, &chain(1, 1)), 0); // what was said before is heard
+        server.status().engines[0].num_leases
+    };
+    let leases: Vec<_> = (0..66).map(|_| engine.acquire_all(&nothing)).collect();
+    assert_eq!(num_leases(), 64);
+    engine.release(leases[0]);
+    assert_eq!(num_leases(), 63);
+    engine.acquire_all(&nothing);
+    engine.acquire_all(&nothing);
+    assert_eq!(num_leases(), 64, "there is room for one more");
 }
