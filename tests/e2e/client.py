@@ -264,7 +264,8 @@ class Engine:
             self._gone()
 
     def _close(self) -> None:
-        self._stream.close()
+        with contextlib.suppress(OSError):  # an engine that was killed did not read what it was told last
+            self._stream.close()
         self._socket.close()
 
     def _gone(self) -> None:
