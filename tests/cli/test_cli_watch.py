@@ -110,7 +110,7 @@ def test_top_says_what_is_allowed(option: str, capsys: pytest.CaptureFixture[str
 def test_top_shows_tiers_engines_and_rates(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["top", "--socket", socket, "--count", "2", "--interval", "0.1"]) == 0
     out = capsys.readouterr().out
-    assert out.count("tier") == 2, "each look, where nobody sees the first disappear"
+    assert out.count("tier") == 2, "each look: not on a terminal, none is drawn over another"
     assert "saved" in out
     assert main(["top", "--socket", socket, "--count", "2", "--interval", "0.1", "--json"]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())

@@ -61,7 +61,7 @@ class Index:
 
 
 class World:
-    """A store, who announces it, and a subscriber; in any order of steps."""
+    """A store, its announcer and a subscriber; in any order of steps."""
 
     def __init__(self, seed: int, folder: Path, *, per_chunk: int, capacity: int, slots: int) -> None:
         self.rng, self.per_chunk, self.capacity = random.Random(seed), per_chunk, capacity

@@ -126,7 +126,7 @@ def ask_as_predicted(engine: Engine, router: Subscriber, truth: Truth, prompt: R
 def test_events_say_before_each_prompt_what_the_store_gives(
     truth: Truth, start: Callable[..., Engine], router: Subscriber, tmp_path: Path
 ) -> None:
-    """Few frames and few slots: chunks are evicted from both. Then a restart, whose disk nobody knows of before it is asked."""
+    """Few frames and few slots: chunks are evicted from both. Then a restart, whose disk is told of only when it is asked about."""
     config = kvloft(tmp_path / "disk", host_size=f"{12 * FRAME_KIB}KiB", disk_size=f"{40 * FRAME_KIB}KiB")
     prompts = [truth.pick(lambda seed: Req(random_ids(seed, 150), max_tokens=4), 9100 + i) for i in range(10)]
     engine = start(kv_transfer_config=config, kv_events_config=router.settings())

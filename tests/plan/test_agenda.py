@@ -51,7 +51,7 @@ def test_due_are_those_whose_frontier_has_reached_what_was_put_down(seed: int, o
         for position in due:
             name = running[position]
             due_at[name] = rng.choice([NEVER, frontiers[name] + 1, (frontiers[name] // BLOCK + 1) * BLOCK, frontiers[name] - 1])
-            ours.put(position, computed[name], due_at[name])
+        ours.put(due, [computed[name] for name in running], [due_at[running[position]] for position in due])
         computed = {name: frontiers[name] for name in running}
 
 
@@ -64,5 +64,5 @@ def test_what_is_foreseen_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> No
             monkeypatch.delattr(agenda, "ge")
         assert list(ours.due(num_tokens, None)) == ([0] if step == 10 else []), step
         if step == 10:
-            ours.put(0, num_tokens[0], NEVER)
+            ours.put([0], num_tokens, [NEVER])
         num_tokens = [tokens + 1 for tokens in num_tokens]

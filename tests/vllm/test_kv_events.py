@@ -1,4 +1,4 @@
-"""What is announced in vLLM's words, who is not announced, and what is said where nothing can be."""
+"""What is announced in vLLM's words, which requests are not, and what is said where nothing can be."""
 
 from array import array
 from types import SimpleNamespace

@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print it; 0, or 1 after a line on stderr where no server answers."""
+    """Print what the server does; returns 0, or 1 after a message on stderr if no server answers."""
     from kvloft._core import ConfigError, StoreError, server_status
 
     socket = settings(args).server

@@ -57,15 +57,15 @@ class Agenda:
         if self._foreseen is None:
             self._foreseen = {}
             for position, (before, tokens) in enumerate(zip(self._before, computed, strict=True)):
-                self._foresee(position, max(before - tokens, 0))
+                if before < NEVER - 1:
+                    self._foreseen.setdefault(self._step + max(before - tokens, 0), []).append(position)
         return self._foreseen.pop(self._step, ())
 
-    def put(self, position: int, computed: int, due_at: int) -> None:
-        """The request, which is at ``computed`` tokens in this step, is due again at frontier ``due_at``, and not in this step."""
-        self._before[position] = due_at - 1
-        if self._foreseen is not None:
-            self._foresee(position, max(due_at - 1 - computed, 1))
-
-    def _foresee(self, position: int, num_steps: int) -> None:
-        if self._foreseen is not None and num_steps < NEVER // 2:
-            self._foreseen.setdefault(self._step + num_steps, []).append(position)
+    def put(self, positions: Iterable[int], computed: Sequence[int], due_at: Iterable[int]) -> None:
+        """Requests at ``positions`` are due again at these frontiers, and not in this step, in which all have ``computed`` tokens."""
+        before, foreseen, step = self._before, self._foreseen, self._step
+        for position, frontier in zip(positions, due_at, strict=True):
+            before[position] = last = frontier - 1
+            if foreseen is not None and frontier < NEVER:
+                num_steps = last - computed[position]
+                foreseen.setdefault(step + (num_steps if num_steps > 1 else 1), []).append(position)  # noqa: FURB136 - no call

@@ -232,7 +232,8 @@ class SchedulerCore:
         one_each = view.total_scheduled_tokens == len(scheduled)
         drafts, trackers = view.num_draft_tokens, self._trackers
         is_plain = self._groups is None and self._continuations is None and not self._breaker.has_tripped
-        for i in agenda.due(computed, None if one_each else map(scheduled.__getitem__, running)):
+        positions, next_saves = agenda.due(computed, None if one_each else map(scheduled.__getitem__, running)), []
+        for i in positions:
             req_id = running[i]
             tracker, frontier = trackers[req_id], computed[i] + scheduled[req_id]
             if drafts:
@@ -242,7 +243,8 @@ class SchedulerCore:
             elif (row := due_chunks(tracker, self._group, frontier)) is not None:
                 due.append(tracker)
                 rows.append(row)
-            agenda.put(i, computed[i], tracker.next_save)
+            next_saves.append(tracker.next_save)
+        agenda.put(positions, computed, next_saves)
 
     def _look_at_latecomers(self, scheduled: Mapping[ReqId, int], due: list[Tracker], rows: list[SaveRow]) -> None:
         """Requests of the last step that this one left out: under async scheduling their last token became known only now.

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from kvloft.plan.pins import Lease
 from kvloft.seam.ids import ReqId
 from kvloft.seam.store import KeyChain
-from kvloft.seam.views import LiveRequest, RequestView
+from kvloft.seam.views import EmbedRows, LiveRequest, RequestView
 
 NEVER = 1 << 62
 """A token count no request reaches."""
@@ -77,18 +77,19 @@ class Tracker:
     """By tier, of the load planned last."""
     load_failed: bool = False
     """A load of this request brought less than was promised: it computes the rest of its life by itself."""
-    _view: RequestView = field(init=False)
+    _embeds: tuple[EmbedRows, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.req_id = self.live.req_id
         self._restart_chain()
 
     def _restart_chain(self) -> None:
-        self._view = self.live.view()
+        view = self.live.view()
         self.num_prompt_tokens = self.live.num_prompt_tokens
         self.save_limit = self.num_prompt_tokens if self.prompt_only else NEVER
-        self.chain = self.new_chain(self._view)
-        for item in self._view.items:
+        self._embeds = view.embeds
+        self.chain = self.new_chain(view)
+        for item in view.items:
             self.chain.add_item(item.identifier, item.start, item.num_tokens)
 
     def confirmed_tokens(self) -> Sequence[int]:
@@ -108,7 +109,7 @@ class Tracker:
             # A drafter's KV of the last token that stays knows the one that was cut off.
             self.kv_outdated |= self.had_drafts or self.lookahead > 0
         self.num_confirmed = num_tokens
-        for rows in self._view.embeds:
+        for rows in self._embeds:
             if rows.start + rows.num_rows > (start := self.chain.num_tokens):
                 self.chain.append_tokens(token_ids, start, rows.start)
                 self.chain.append_embeds(rows.rows, dtype=rows.dtype, width=rows.width)

@@ -29,7 +29,7 @@ NO_EVENTS = "kvloft: KV events tell of vLLM's own blocks only, and not of what k
 
 
 def announcer_of(vllm_config: Any, store: Session, shape: CacheShape) -> Announcer | None:
-    """Who tells of ``store``, if somebody listens (vLLM's ``kv_events_config``) and it can be told; a warning says if it cannot."""
+    """What announces ``store``; None if KV events are off (vLLM's ``kv_events_config``), or cannot be had: a warning says so."""
     events = getattr(vllm_config, "kv_events_config", None)
     if events is None or not events.enable_kv_cache_events:
         return None

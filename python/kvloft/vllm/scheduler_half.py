@@ -223,7 +223,7 @@ class SchedulerHalf:
         return KVLoftStats(dict(data) | {name: stats[name] for name in GAUGES if name in stats})
 
     def take_kv_events(self) -> Iterable[KVCacheEvent]:
-        """What came to the store's tiers and left them since the last call, where somebody listens."""
+        """What came to the store's tiers and left them since the last call; nothing where KV events are off."""
         if self._announcer is None:
             return ()
         try:

@@ -41,7 +41,7 @@ class VllmRequest:
 
     @property
     def request(self) -> Request:
-        """vLLM's own; for who speaks to vLLM of it."""
+        """vLLM's own request, for calls to vLLM."""
         return self._request
 
     @property

@@ -1,4 +1,4 @@
-//! What a store tells of chunks that come and go: whoever replays it knows at rest what lookups find, whatever happened.
+//! What a store tells of chunks that come and go: a replay of it, at rest, has what lookups find.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;
@@ -24,7 +24,7 @@ fn open(num_frames: u32, per_chunk: u32, disk: &Arc<MemoryDisk>) -> Store {
     disk.open(&config, &disk.entries())
 }
 
-/// Who listens: where it believes each chunk to be.
+/// A listener: where it believes each chunk to be.
 #[derive(Debug, Default)]
 struct Listener {
     known: HashMap<ChunkKey, Tiers>,

@@ -309,7 +309,7 @@ impl Drop for Connection {
     fn drop(&mut self) {
         let seat = self.seat.take();
         self.shared.leave(self.number);
-        // Nobody else has it now: a status is made while connections cannot leave.
+        // No other thread has it now: a status is made while connections cannot leave.
         if let (Some(seat), Some(watch)) = (seat.and_then(Arc::into_inner), self.watch.take())
             && !self.has_said_bye
         {

@@ -39,7 +39,7 @@ pub(crate) struct Link {
 }
 
 impl Link {
-    /// `Io` where nobody listens, `InvalidConfig` for a socket that another user's process has.
+    /// `Io` if no server listens, `InvalidConfig` for a socket that another user's process has.
     pub(crate) fn connect(path: &Path) -> Result<Self> {
         let fail = |error| Error::io(format!("no kvloft server answers at {}", path.display()), error);
         let stream = UnixStream::connect(path).map_err(fail)?;

@@ -74,7 +74,7 @@ impl Drop for Listener {
     }
 }
 
-/// Makes the socket's directory; one that is there must be this user's, and nobody else may write to it.
+/// Makes the socket's directory; one that is there must be this user's, and no other user may write to it.
 fn check_place(path: &Path) -> Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);

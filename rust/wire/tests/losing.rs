@@ -4,9 +4,11 @@ mod common;
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use common::{FRAME, LONG, chain, connect, found, remote_config, save, serve, socket, until, whole, with_disk};
+use kvloft_core::key::KeyChain;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Lookup, Prefix, Progress};
 use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig, status};
@@ -60,17 +62,23 @@ fn a_server_that_began_anew_has_another_arena_and_is_used_from_renew_on() {
     assert_eq!(engine.frames(lease).len(), 4);
 }
 
+/// An engine that had its server cleared when that was gone, with `chain` on its disk.
+fn cleared_without_server(dir: &Path, chain: &KeyChain) -> Remote {
+    let server = Server::open(with_disk(dir)).expect("a server");
+    let engine = connect(dir);
+    save(&engine, chain);
+    assert!(engine.flush(LONG));
+    drop(server);
+    until("gone", || found(&engine, chain) == 0);
+    engine.clear();
+    engine
+}
+
 #[test]
 fn a_clear_that_no_server_heard_is_the_first_that_the_next_one_hears() {
     let dir = tempfile::tempdir().expect("a directory");
-    let server = Server::open(with_disk(dir.path())).expect("a server");
-    let engine = connect(dir.path());
     let chain = chain(1, 4);
-    save(&engine, &chain);
-    assert!(engine.flush(LONG));
-    drop(server);
-    until("gone", || found(&engine, &chain) == 0);
-    engine.clear();
+    let engine = cleared_without_server(dir.path(), &chain);
     let _server = Server::open(with_disk(dir.path())).expect("a server");
     assert_eq!(found(&connect(dir.path()), &chain), 4, "the disk has it");
     until("found", || engine.renew());
@@ -81,17 +89,11 @@ fn a_clear_that_no_server_heard_is_the_first_that_the_next_one_hears() {
 #[test]
 fn an_engine_that_ends_sees_to_it_that_its_clear_is_heard() {
     let dir = tempfile::tempdir().expect("a directory");
-    let server = Server::open(with_disk(dir.path())).expect("a server");
-    let engine = connect(dir.path());
     let chain = chain(1, 4);
-    save(&engine, &chain);
-    assert!(engine.flush(LONG));
-    drop(server);
-    until("gone", || found(&engine, &chain) == 0);
-    engine.clear();
+    let engine = cleared_without_server(dir.path(), &chain);
     let start = Instant::now();
     engine.close(Duration::from_millis(100));
-    assert!(start.elapsed() < LONG, "nobody is there to hear it");
+    assert!(start.elapsed() < LONG, "no server hears it");
     let server = Server::open(with_disk(dir.path())).expect("a server");
     let engine = connect(dir.path());
     assert_eq!(found(&engine, &chain), 4, "lost with the engine");
@@ -161,7 +163,7 @@ fn a_server_that_stands_still_costs_one_deadline() {
                 assert!(reserved.is_empty() && got.iter().all(|got| got.num_dropped == 1));
             }
             "many lookups" => assert_eq!(engine.lookup_many(&every), vec![Lookup::default(); every.len()]),
-            // Nobody releases these: they were never had.
+            // These are not released: they were never had.
             "a lease" => assert_eq!(engine.poll(engine.acquire(Prefix::from(&chain))), Progress::default()),
             _ => assert_eq!(engine.poll(engine.acquire_all(&every)), Progress::default()),
         }
@@ -217,7 +219,7 @@ fn signal(child: &std::process::Child, name: &str) {
 }
 
 #[test]
-#[ignore = "the other half of the test above"]
+#[ignore = "run by the test above, in a process that it stops"]
 fn a_server_in_a_process_of_its_own() {
     let dir = std::env::var("KV_SERVE_DIR").expect("called by the test");
     let _server = serve(dir.as_ref());
@@ -228,7 +230,7 @@ fn a_server_in_a_process_of_its_own() {
 fn a_server_that_talks_nonsense_is_given_up() {
     let dir = tempfile::tempdir().expect("a directory");
     std::fs::create_dir_all(dir.path().join("run")).expect("room");
-    let listener = UnixListener::bind(socket(dir.path())).expect("nobody is there");
+    let listener = UnixListener::bind(socket(dir.path())).expect("the path is free");
     let answers = std::thread::spawn(move || {
         for bytes in [&b"\x05\0\0\0\x01\0\0\0\x63"[..], b"\xff\xff\xff\xff", b"HTTP/1.1 400\r\n\r\n", b""] {
             let (mut stream, _) = listener.accept().expect("a client");

@@ -150,7 +150,7 @@ fn frames_of_a_dead_engine_are_freed_and_nothing_of_it_is_visible() {
 }
 
 #[test]
-#[ignore = "the other half of the test above"]
+#[ignore = "run by the test above, in a process that it kills"]
 fn a_child_that_is_killed_while_it_saves() {
     let dir = std::env::var("KV_SERVE_DIR").expect("called by the test");
     let engine = connect(dir.as_ref());
@@ -213,7 +213,7 @@ fn a_socket_has_one_server_and_a_stale_one_is_replaced() {
     assert_eq!(Server::open(server_config(dir.path())).expect_err("taken").kind(), ErrorKind::Busy);
     drop(server);
     assert!(!socket(dir.path()).exists());
-    drop(std::os::unix::net::UnixListener::bind(socket(dir.path())).expect("nobody is there")); // leaves its file
+    drop(std::os::unix::net::UnixListener::bind(socket(dir.path())).expect("the path is free")); // leaves its file
     assert!(socket(dir.path()).exists());
     let _server = serve(dir.path());
     assert!(connect(dir.path()).arena().is_some());
@@ -349,7 +349,7 @@ fn many_are_reserved_as_one_after_the_other() {
     assert_eq!(
         counts,
         [(8, 0), (3, 0), (0, 0), (5, 0), (0, 0), (48, 12)],
-        "48 of 64 frames were free or held by nobody"
+        "48 of 64 frames were free, or could be evicted"
     );
     let tickets: Vec<_> = rows.iter().map(|row| row.ticket).collect();
     assert!(tickets.is_sorted());

@@ -1,6 +1,6 @@
-//! Which chunks came to a tier or left one, for who tells others: their keys, not what happened to them.
+//! Keys of chunks that came to a tier or left one, not what happened to them. KV events are made of them.
 //!
-//! Who takes a key is told where its chunk is at that moment. So a chunk that came and went, a key that belongs to another
+//! The taker of a key is told where its chunk is at that moment. So a chunk that came and went, a key that belongs to another
 //! entry by now, and trees that are forgotten slice by slice say nothing wrong, and the last answer of each key is true. Keys
 //! are dropped when too many wait; the next caller is told so, and asks about every key that it knows.
 
