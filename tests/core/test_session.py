@@ -7,7 +7,7 @@ from batches import reserve
 from chunk_batch import Chunks, InFlight, chunks_to_load
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvloft import _core
 
@@ -176,6 +176,7 @@ class Saves(RuleBasedStateMachine):
                 self.model.supersedes |= {ticket: key} if key else {}
                 self.every.append(ticket)
 
+    @precondition(lambda self: self.every)
     @rule(random=st.randoms(use_true_random=False), with_unknown=st.booleans(), is_whole=st.booleans())
     def a_rank_reports(self, random: Any, with_unknown: bool, is_whole: bool) -> None:
         """All that is in flight, as a rank does; or any, some twice, some settled long ago, some never heard of."""
@@ -188,12 +189,14 @@ class Saves(RuleBasedStateMachine):
         for key in superseded:
             self.visible |= {prompt: False for prompt in self.visible if self.key(prompt) == key}
 
+    @precondition(lambda self: self.model.left)
     @rule(random=st.randoms(use_true_random=False), everything=st.booleans())
     def plans_are_given_up(self, random: Any, everything: bool) -> None:
         tickets = [ticket for ticket in self.model.left if everything or random.random() < 0.3]
         self.store.abort(None if everything else tickets)
         self.model.forget(tickets)
 
+    @precondition(lambda self: self.every)
     @rule()
     def everything_is_forgotten(self) -> None:
         self.store.clear()
@@ -214,4 +217,4 @@ class Saves(RuleBasedStateMachine):
 
 
 TestSaves = Saves.TestCase
-TestSaves.settings = settings(max_examples=settings().max_examples // 4, stateful_step_count=25)
+TestSaves.settings = settings(max_examples=settings().max_examples * 3, stateful_step_count=40)

@@ -62,6 +62,39 @@ fn leases_and_reservations_are_numbers_that_may_be_used_after_their_end() {
     assert_ne!(session.acquire(Prefix::from(&chain)), lease, "a number is never used again");
 }
 
+#[test]
+fn nothing_is_reserved_if_one_prefix_has_not_got_its_range() {
+    let session = local(8);
+    let (long, short) = (chain(3), chain(2));
+    let asked = [(Prefix::from(&long), whole(3)).into(), (Prefix::from(&short), whole(3)).into()];
+    assert!(session.reserve_many(&asked).is_err());
+    assert_eq!((session.num_open(), stat(&session, "frames_reserved")), ((0, 0), 0));
+    assert_eq!(session.reserve(Prefix::from(&short), whole(2)).expect("in range").0.len(), 2, "the store goes on");
+}
+
+#[test]
+fn what_a_save_replaces_is_there_until_the_save_is() {
+    let engine = EngineSession::new(Box::new(local(8)), 1);
+    let save = |root: u8, replaced| {
+        let mut chain = KeyChain::new(ChunkKey([root; 32]), 1).expect("a chain");
+        chain.append_tokens(&[1]).expect("tokens");
+        let row = SaveRow { what: (Prefix::from(&chain), whole(1)).into(), table: &[5], first: 0, replaced };
+        let (batch, _) = engine.reserve(&[row]).expect("in range").pop().expect("one for one");
+        (chain, batch)
+    };
+    let is_there = |chain: &KeyChain| engine.session().lookup(Prefix::from(chain)).host_blocks == 1;
+    let (first, batch) = save(1, None);
+    engine.settle(batch.tickets(), &[]);
+    let key = Some(first.keys()[0]);
+    let (_, failed) = save(2, key);
+    engine.settle(&[], failed.tickets());
+    assert!(is_there(&first), "what should have replaced it failed");
+    let (second, batch) = save(3, key);
+    assert!(is_there(&first));
+    engine.settle(batch.tickets(), &[]);
+    assert_eq!((is_there(&first), is_there(&second)), (false, true));
+}
+
 type Calls = Arc<Mutex<Vec<(&'static str, Vec<u64>)>>>;
 
 /// A store that reserves what it likes, and remembers what it was told.
