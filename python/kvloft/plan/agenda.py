@@ -62,7 +62,7 @@ class Agenda:
         return self._foreseen.pop(self._step, ())
 
     def put(self, positions: Iterable[int], computed: Sequence[int], due_at: Iterable[int]) -> None:
-        """Requests at ``positions`` are due again at these frontiers, not in this step; ``computed`` are all requests' tokens in it."""
+        """Requests at ``positions`` are due again at these frontiers; ``computed`` are all tokens of each in this step."""
         before, foreseen, step = self._before, self._foreseen, self._step
         for position, frontier in zip(positions, due_at, strict=True):
             before[position] = last = frontier - 1
