@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::channel;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::conformance::PageBuffer;
@@ -135,6 +135,11 @@ fn within<T: Send + 'static>(mounted: &Mounted, work: impl FnOnce() -> T + Send 
     })
 }
 
+fn is_held_by_the_kernel(thread: &Path) -> bool {
+    let stat = fs::read_to_string(thread.join("stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, fields)| fields.starts_with('D'))
+}
+
 fn full_and_emptied_again(kind: &'static str, size_mib: u64) {
     let Some(mounted) = Mounted::new(kind, size_mib) else { return };
     fs::create_dir(mounted.path("mnt/cache")).unwrap();
@@ -185,11 +190,14 @@ fn test_a_frozen_file_system_holds_up_its_own_calls_only() {
     let (begun, hears) = channel();
     let writer = Arc::clone(&tier);
     let hung = std::thread::spawn(move || {
-        begun.send(()).unwrap();
+        begun.send(fs::read_link("/proc/thread-self").unwrap()).unwrap();
         write(&writer, spare, 1)
     });
-    hears.recv().unwrap();
-    // It hangs now or soon; either way the calls below must end.
+    let thread = Path::new("/proc").join(hears.recv().unwrap());
+    let begun = Instant::now();
+    while !hung.is_finished() && !is_held_by_the_kernel(&thread) {
+        assert!(begun.elapsed() < HUNG, "neither done nor held up");
+    }
     let reader = Arc::clone(&tier);
     assert!(within(&mounted, move || is_whole(&reader, slot, 0)));
     let closer = Arc::clone(&tier);
