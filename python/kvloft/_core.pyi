@@ -187,13 +187,14 @@ class Session:
         or no parent) and counts that one and the rest as dropped. Reservations are in flight until they are settled or aborted.
         """
     def reserve_all(
-        self, rows: Sequence[tuple[KeyChain, Sequence[int], int, int, int, int, Sequence[int], bytes | None]]
+        self, rows: Sequence[tuple[KeyChain, Sequence[int], int, int, int, int, Sequence[int], int]]
     ) -> tuple[list[ChunkBatch | None], list[int]]:
         """`reserve` for many: rows of (chain, token_ids, num_tokens, start, stop, tail_blocks, table, replaced); all or nothing.
         Returns the chunks of each, and how many of each were dropped.
 
         Each chain is first extended by what it has not got of ``token_ids[:num_tokens]``. Once a row's last chunk is committed,
-        the chunk ``replaced`` is discarded; not if that chunk is not among those reserved. None stands for no chunks.
+        the one that ends with its chain's first ``replaced`` blocks is discarded (0: none); not if that last chunk is not among
+        those reserved. None stands for no chunks. ConfigError where the chain has fewer blocks than that.
         """
     def reserve_groups(
         self, rows: Sequence[tuple[KeyChain, Sequence[int], int, int, int, Any]], groups: Sequence[tuple[int, int | None, bool]]

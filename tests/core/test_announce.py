@@ -128,7 +128,7 @@ class World:
         tail, stop = num_blocks % size * self.rng.randint(0, 1), num_blocks // size
         start = 0 if whole else self.rng.choice([0, 0, 0, stop])
         chain = self.chain(prompt)
-        replaced = chain.key(num_blocks - 2) if tail > 1 and self.rng.random() < 0.5 else None
+        replaced = num_blocks - 1 if tail > 1 and self.rng.random() < 0.5 else 0
         row: Any = (chain, list(prompt), len(prompt), start, stop, tail, list(range(1, num_blocks + 1)), replaced)
         (chunks,), _ = self.store.reserve_all([row])
         self.announcer.note(SimpleNamespace(prompt=prompt), row)  # type: ignore[arg-type]

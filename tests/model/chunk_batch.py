@@ -153,8 +153,8 @@ class Session(ABC):
                 self.abort([ticket for chunks in reserved if chunks for ticket in chunks.tickets()])
                 raise
             last = stop * self.blocks_per_chunk + tail_blocks - 1
-            if replaced is not None and chunks and chunks[-1].key == chain.key(last):
-                self.in_flight.supersedes[chunks[-1].ticket] = replaced
+            if replaced and chunks and chunks[-1].key == chain.key(last):
+                self.in_flight.supersedes[chunks[-1].ticket] = chain.key(replaced - 1)
             reserved.append(chunks or None)
             dropped.append(num_dropped)
         return reserved, dropped

@@ -66,6 +66,9 @@ class Request:
         self.num_prompt_tokens = len(self.token_ids)
         self.history = [list(self.token_ids)]
 
+    def tokens(self) -> tuple[list[int], int]:
+        return self.token_ids, self.num_prompt_tokens
+
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)

@@ -64,8 +64,15 @@ class Agenda:
     def put(self, positions: Iterable[int], computed: Sequence[int], due_at: Iterable[int]) -> None:
         """Requests at ``positions`` are due again at these frontiers; ``computed`` are all tokens of each in this step."""
         before, foreseen, step = self._before, self._foreseen, self._step
+        if foreseen is None:
+            for position, frontier in zip(positions, due_at, strict=True):
+                before[position] = frontier - 1
+            return
         for position, frontier in zip(positions, due_at, strict=True):
             before[position] = last = frontier - 1
-            if foreseen is not None and frontier < NEVER:
-                num_steps = last - computed[position]
-                foreseen.setdefault(step + (num_steps if num_steps > 1 else 1), []).append(position)  # noqa: FURB136 - no call
+            num_steps = last - computed[position]
+            due_step = step + num_steps if num_steps > 1 else step + 1
+            if due_step in foreseen:
+                foreseen[due_step].append(position)
+            elif frontier < NEVER:
+                foreseen[due_step] = [position]

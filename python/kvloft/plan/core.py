@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import count
+from itertools import compress, count, repeat
+from operator import attrgetter, is_not
 
 from kvloft.plan.agenda import Agenda
 from kvloft.plan.announce import Announcer
@@ -30,6 +31,7 @@ from kvloft.seam.views import BoundaryState, LiveRequest, RequestView, StepView
 
 new_save: Callable[[tuple[ReqId, Chunks]], SavePlan] = partial(tuple.__new__, SavePlan)
 """`SavePlan` of a pair: three times as fast as its own constructor."""
+its_id: Callable[[Tracker], ReqId] = attrgetter("req_id")
 
 
 class SchedulerCore:
@@ -232,19 +234,20 @@ class SchedulerCore:
         one_each = view.total_scheduled_tokens == len(scheduled)
         drafts, trackers = view.num_draft_tokens, self._trackers
         is_plain = self._groups is None and self._continuations is None and not self._breaker.has_tripped
-        positions, next_saves = agenda.due(computed, None if one_each else map(scheduled.__getitem__, running)), []
+        group, due_again = self._group, []
+        positions = agenda.due(computed, None if one_each else map(scheduled.__getitem__, running))
         for i in positions:
-            req_id = running[i]
-            tracker, frontier = trackers[req_id], computed[i] + scheduled[req_id]
+            tracker = trackers[req_id := running[i]]
+            frontier = computed[i] + scheduled[req_id]
             if drafts:
                 frontier -= drafts.get(req_id, 0)
             if not is_plain:
                 self._look(tracker, frontier, due, rows)
-            elif (row := due_chunks(tracker, self._group, frontier)) is not None:
+            elif row := due_chunks(tracker, group, frontier):
                 due.append(tracker)
                 rows.append(row)
-            next_saves.append(tracker.next_save)
-        agenda.put(positions, computed, next_saves)
+            due_again.append(tracker.next_save)
+        agenda.put(positions, computed, due_again)
 
     def _look_at_latecomers(self, scheduled: Mapping[ReqId, int], due: list[Tracker], rows: list[SaveRow]) -> None:
         """Requests of the last step that this one left out: under async scheduling their last token became known only now.
@@ -281,11 +284,13 @@ class SchedulerCore:
         """Reserve frames for all that is due, in one call: every forward waits for this."""
         reserved, dropped = (self._groups or self._store).reserve_all(rows)
         # First of all, so that they are given back whatever happens (I5).
-        saves += [new_save((who.req_id, chunks)) for who, chunks in zip(due, reserved, strict=True) if chunks is not None]
-        for tracker, num_dropped in zip(due, dropped, strict=True) if any(dropped) else ():
-            if num_dropped:
-                self.counters["save_dropped_chunks"] += num_dropped
-                note_dropped(tracker, self._groups or self._store, self._group)
+        is_some = map(is_not, reserved, repeat(None))
+        saves += map(new_save, compress(zip(map(its_id, due), reserved, strict=True), is_some))
+        if any(dropped):
+            for tracker, num_dropped in zip(due, dropped, strict=True):
+                if num_dropped:
+                    self.counters["save_dropped_chunks"] += num_dropped
+                    note_dropped(tracker, self._groups or self._store, self._group)
         if self._announcer is not None:
             for tracker, row in zip(due, rows, strict=True):
                 self._announcer.note(tracker.live, row)

@@ -15,7 +15,7 @@ from kvloft.seam.ids import BlockId
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.seam.store import KeyChain, ReadLease, Session
 
-SaveRow = tuple[KeyChain, Sequence[int], int, int, int, int, Any, bytes | None]
+SaveRow = tuple[KeyChain, Sequence[int], int, int, int, int, Any, int]
 """As `Session.reserve_all` takes it; with several groups the table is a `Tables`."""
 LOOK_BACK, LOOK_FURTHER = 64, 4
 """Where something is missing, so many blocks more are asked about, and so many times more the next time. Over a server each

@@ -42,7 +42,7 @@ def due_chunks(tracker: Tracker, group: GroupShape, frontier: int) -> SaveRow | 
     # Under async scheduling the tokens come to be known some steps after their KV: by then the frontier is that far ahead.
     tracker.next_save = (num_blocks + 1) * block_tokens + lag if frontier < save_limit else NEVER
     start, num_full, tail_blocks = tracker.saved_chunks, num_blocks // blocks_per_chunk, num_blocks % blocks_per_chunk
-    replaced = None
+    replaced = 0
     if tail_blocks:
         # Tails are saved at the prompt's end, then block by block: each replaces the one before it, but for the prompt's, which
         # stays for other requests.
@@ -50,7 +50,7 @@ def due_chunks(tracker: Tracker, group: GroupShape, frontier: int) -> SaveRow | 
         if num_blocks <= last or num_blocks < prompt_blocks:
             tail_blocks = 0
         elif last > prompt_blocks:
-            replaced = tracker.chain.key(last - 1)
+            replaced = last
     if num_full > start:
         tracker.saved_chunks = num_full
     elif not tail_blocks:

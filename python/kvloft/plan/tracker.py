@@ -98,10 +98,9 @@ class Tracker:
         A streaming session replaces its last sampled token when it takes new input, which a length alone does not
         show; its prompt length does. Then the keys are made afresh (they come out equal where the tokens are equal).
         """
-        live = self.live
-        token_ids = live.token_ids
+        token_ids, num_prompt_tokens = self.live.tokens()
         num_tokens = len(token_ids)
-        if num_tokens < self.num_confirmed or live.num_prompt_tokens != self.num_prompt_tokens:
+        if num_tokens < self.num_confirmed or num_prompt_tokens != self.num_prompt_tokens:
             self._restart_chain()
             self.drop_lease()
             self.forget_saves()
@@ -109,11 +108,15 @@ class Tracker:
             # A drafter's KV of the last token that stays knows the one that was cut off.
             self.kv_outdated |= self.had_drafts or self.lookahead > 0
         self.num_confirmed = num_tokens
+        if self._embeds:
+            self._append_embeds(token_ids)
+        return token_ids
+
+    def _append_embeds(self, token_ids: Sequence[int]) -> None:
         for rows in self._embeds:
             if rows.start + rows.num_rows > (start := self.chain.num_tokens):
                 self.chain.append_tokens(token_ids, start, rows.start)
                 self.chain.append_embeds(rows.rows, dtype=rows.dtype, width=rows.width)
-        return token_ids
 
     def extend_chain(self, limit: int = NEVER) -> int:
         """Take in confirmed tokens that came since the last call, as far as a block that ends at position ``limit`` needs;

@@ -59,6 +59,10 @@ class LiveRequest(Protocol):
         """Changes only when a streaming session takes its next input."""
         ...
 
+    def tokens(self) -> tuple[Sequence[int], int]:
+        """The two above, in one call: some of hundreds of requests are asked in every step."""
+        ...
+
     @property
     def num_computed_tokens(self) -> int:
         """Tokens scheduled so far, less the drafts known to be rejected: ahead of the truth only while a step is in flight."""

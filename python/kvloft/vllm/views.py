@@ -53,6 +53,10 @@ class VllmRequest:
     def num_prompt_tokens(self) -> int:
         return self._request.num_prompt_tokens
 
+    def tokens(self) -> tuple[Sequence[int], int]:
+        request = self._request
+        return request._all_token_ids, request.num_prompt_tokens  # noqa: SLF001
+
     @property
     def num_computed_tokens(self) -> int:
         return self._request.num_computed_tokens

@@ -192,7 +192,7 @@ impl EngineSession {
                 save.failed = true;
             }
         }
-        let (mut written, mut aborted) = (Vec::new(), Vec::new());
+        let (mut written, mut aborted) = (Vec::with_capacity(saved.len()), Vec::new());
         for ticket in saved.iter().chain(failed) {
             match flights.saves.get_mut(ticket) {
                 Some(save) if save.num_left > 1 => save.num_left -= 1,
@@ -204,11 +204,14 @@ impl EngineSession {
         }
         drop(flights);
         self.give_back(aborted.iter().filter_map(|save| save.reservation));
-        let superseded: Vec<_> = written.iter().filter_map(|save| save.supersedes).collect();
+        let (mut superseded, mut reservations) = (Vec::with_capacity(written.len()), Vec::with_capacity(written.len()));
+        for save in &written {
+            superseded.extend(save.supersedes);
+            reservations.extend(save.reservation);
+        }
         if !superseded.is_empty() {
             self.session.discard(&superseded);
         }
-        let reservations: Vec<_> = written.iter().filter_map(|save| save.reservation).collect();
         let num_visible = if reservations.is_empty() { 0 } else { self.session.commit(&reservations) };
         (num_visible, aborted.len())
     }

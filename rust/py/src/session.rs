@@ -50,6 +50,10 @@ impl Session {
     }
 }
 
+/// Room for what one request completes in a step as it generates: a block of usual size, and the blocks of a chunk.
+const ROW_TOKENS: usize = 32;
+const ROW_BLOCKS: usize = 8;
+
 /// A row of `reserve_all`.
 struct Due<'py> {
     chain: Bound<'py, KeyChain>,
@@ -57,7 +61,8 @@ struct Due<'py> {
     num_tokens: u32,
     range: SaveRange,
     table: Bound<'py, PyAny>,
-    replaced: Option<KeyBytes>,
+    /// The chunk that ends with so many blocks is not needed any more; 0: none.
+    replaced: u32,
 }
 
 impl<'py> FromPyObject<'_, 'py> for Due<'py> {
@@ -65,14 +70,15 @@ impl<'py> FromPyObject<'_, 'py> for Due<'py> {
     fn extract(row: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
         let row = row.cast::<PyTuple>()?;
         let at = |nth| row.get_borrowed_item(nth);
-        let [num_tokens, start, stop, tail_blocks] = [2, 3, 4, 5].map(|nth| at(nth).and_then(|item| number(item)));
+        let [num_tokens, start, stop, tail_blocks, replaced] =
+            [2, 3, 4, 5, 7].map(|nth| at(nth).and_then(|item| number(item)));
         Ok(Self {
             chain: at(0)?.cast::<KeyChain>()?.to_owned(),
             token_ids: at(1)?.to_owned(),
             num_tokens: num_tokens?,
             range: SaveRange { start: start?, stop: stop?, tail_blocks: tail_blocks? },
             table: at(6)?.to_owned(),
-            replaced: at(7)?.extract()?,
+            replaced: replaced?,
         })
     }
 }
@@ -254,7 +260,9 @@ impl Session {
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn reserve_all(&self, rows: Vec<Due<'_>>) -> PyResult<(Vec<Option<ChunkBatch>>, Vec<u32>)> {
         // All that Python has to say first: no chain is held meanwhile.
-        let (mut ids, mut tables, mut parts) = (Vec::new(), Vec::new(), Vec::with_capacity(rows.len()));
+        let (mut ids, mut tables) =
+            (Vec::with_capacity(rows.len() * ROW_TOKENS), Vec::with_capacity(rows.len() * ROW_BLOCKS));
+        let mut parts = Vec::with_capacity(rows.len());
         for Due { chain, token_ids, num_tokens, range, table, .. } in &rows {
             let known = chain.get().extend_if_long(token_ids, *num_tokens)?;
             let (ids_from, from) = (ids.len(), tables.len());
@@ -275,7 +283,8 @@ impl Session {
         for ((chain, (_, _, own)), due) in chains.iter().zip(&parts).zip(&rows) {
             let what = (Prefix::from(&**chain), due.range).into();
             let (table, first) = (&tables[own.clone()], self.first_of(due.range));
-            asked.push(SaveRow { what, table, first, replaced: due.replaced.as_ref().map(|key| key.0) });
+            let replaced = due.replaced.checked_sub(1).map(|block| chain.key(block)).transpose().map_err(raise)?;
+            asked.push(SaveRow { what, table, first, replaced });
         }
         let reserved = self.inner.reserve(&asked).map_err(raise)?;
         let some = |inner: Arc<batch::ChunkBatch>| (!inner.is_empty()).then_some(ChunkBatch { inner });
