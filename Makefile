@@ -11,7 +11,7 @@ export PYTHON MINUTES
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | while IFS=$$'\t' read -r name text; do printf '  make %-12s %s\n' "$$name" "$$text"; done
 
-demo: ## real vLLM on the CPU: a chat served cold, engine restarted, served again from disk
+demo: ## real vLLM on the CPU: a chat served cold, then by new engines from disk and from a server's memory
 	@scripts/env.sh 0.32.0 && exec .venv-0.32.0/bin/python examples/chat_demo.py
 
 test: ## all tests: Rust, Python, real vLLM 0.32.0; then the short form on 0.30, 0.31 and 0.33 (starts no new test after MINUTES=65)

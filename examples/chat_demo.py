@@ -1,7 +1,8 @@
-"""`make demo`: one chat served four times by real vLLM on the CPU, and where each prompt's KV came from.
+"""`make demo`: one chat served five times by real vLLM on the CPU, and where each prompt's KV came from.
 
 1. without any cache (the truth), 2. cold with kvloft, 3. again on the same engine after its own prefix cache was cleared
-(host memory), 4. again on a new engine process (disk). The model is random and made on the spot. Output is greedy and
+(host memory), 4. again on a new engine process (disk), 5. on a new process whose predecessor was killed, with `kvloft serve`
+beside them (the server's host memory). The model is random and made on the spot. Output is greedy and
 compared token by token; a turn in which rounding alone could decide a token is drawn again before anything is measured.
 """
 
@@ -11,6 +12,8 @@ import random
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -33,10 +36,12 @@ PASSES = {
     "cold": "cold",
     "host": "vLLM cleared",
     "disk": "restarted",
+    "server": "with a server",
 }
 LEGEND = (
     "no cache: vLLM alone, the truth. cold: with kvloft, still empty. vLLM cleared: the same engine after vLLM's own prefix "
-    "cache was cleared, so from host memory. restarted: a new engine process, which finds what is on disk. "
+    "cache was cleared, so from host memory. restarted: a new engine process, which finds what is on disk. with a server: a new "
+    "process too, after one that was killed; the KV stayed in the memory of `kvloft serve`, which has no disk here. "
     "The column vLLM is its own prefix cache, filled by the turns before. Times of so small a model on a busy machine are noise; "
     "on a GPU they are the point."
 )
@@ -119,11 +124,35 @@ class EngineProcess:
         """Clear vLLM's own prefix cache; kvloft keeps what it has."""
         self._ask(reset=True)
 
+    def kill(self) -> None:
+        """End it without a word, as a crash does."""
+        self._process.kill()
+        self._process.wait()
+
     def stop(self) -> None:
         """Clean shutdown: what is in host memory reaches the disk."""
         self._requests.close()
         self._answer()
         self._process.wait()
+
+
+@contextmanager
+def kv_server() -> Iterator[str]:
+    """`kvloft serve` with host memory only; yields what engines have as their ``server``."""
+    log = FOLDER / "server.log"
+    with tempfile.TemporaryDirectory(prefix="kvloft-") as folder, log.open("wb") as out:
+        socket = Path(folder) / "kvloft.sock"
+        command = [sys.executable, "-m", "kvloft.cli", "serve", "--socket", str(socket), "--host-size", "256MiB"]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
+        try:
+            while not socket.exists():
+                if process.poll() is not None:
+                    raise SystemExit(f"{log.read_text(errors='replace')}\nkvloft: the server ended early")
+                time.sleep(0.05)
+            yield f"unix:{socket}"
+        finally:
+            process.terminate()
+            process.wait()
 
 
 def settle_chat(engine: EngineProcess, console: Console) -> tuple[list[list[int]], list[Turn]]:
@@ -170,21 +199,15 @@ def stage(console: Console, what: str) -> Iterator[None]:
 
 
 def run_all(console: Console) -> dict[str, list[Turn]]:
-    """All four passes; their turns by pass name."""
+    """All five passes; their turns by pass name."""
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir(parents=True)
     with stage(console, "making a small random Llama"):
         model = write_model(FOLDER / "model")
     settings = {"host_size": "256MiB", "disk_path": str(FOLDER / "disk"), "disk_size": "1GiB"}
-    kvloft = {
-        "kv_connector": "KVLoftConnector",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": settings,
-    }
     with stage(console, "starting two vLLM engines, without any cache and with kvloft (their imports take a while)"):
         plain = EngineProcess("none", model, enable_prefix_caching=False)
-        engine = EngineProcess("cold", model, enable_prefix_caching=True, kv_transfer_config=kvloft)
+        engine = with_kvloft("cold", model, settings)
         plain.wait()
         engine.wait()
     with stage(console, "vLLM without any cache"):
@@ -196,10 +219,37 @@ def run_all(console: Console) -> dict[str, list[Turn]]:
         host = replay(engine, "host", prompts, truth, console)
         engine.stop()
     with stage(console, "vLLM with kvloft, restarted: a new process that finds only the disk"):
-        engine = EngineProcess("disk", model, enable_prefix_caching=True, kv_transfer_config=kvloft).wait()
+        engine = with_kvloft("disk", model, settings).wait()
         disk = replay(engine, "disk", prompts, truth, console)
         engine.stop()
-    return {"none": truth, "cold": cold, "host": host, "disk": disk}
+    server = after_a_kill(model, prompts, truth, console)
+    return {"none": truth, "cold": cold, "host": host, "disk": disk, "server": server}
+
+
+def with_kvloft(name: str, model: Path, settings: dict[str, str]) -> EngineProcess:
+    """An engine with kvloft, not waited for."""
+    transfer = {
+        "kv_connector": "KVLoftConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": settings,
+    }
+    return EngineProcess(name, model, enable_prefix_caching=True, kv_transfer_config=transfer)
+
+
+def after_a_kill(model: Path, prompts: list[list[int]], truth: list[Turn], console: Console) -> list[Turn]:
+    """One engine of a server serves the chat and is killed; the turns of the next one."""
+    with kv_server() as server:
+        with stage(console, "`kvloft serve`, and an engine that keeps its KV there, until it is killed"):
+            engine = with_kvloft("killed", model, {"server": server}).wait()
+            for i, prompt in enumerate(prompts):
+                engine.serve(f"killed-{i}", prompt)
+            engine.kill()
+        with stage(console, "a new engine with the same server"):
+            engine = with_kvloft("server", model, {"server": server}).wait()
+            turns = replay(engine, "server", prompts, truth, console)
+            engine.stop()
+    return turns
 
 
 def as_table(passes: dict[str, list[Turn]]) -> Table:
@@ -212,7 +262,7 @@ def as_table(passes: dict[str, list[Turn]]) -> Table:
     table.add_column("output")
     for i in range(NUM_TURNS):
         for name, turns in passes.items():
-            turn, last = turns[i], name == "disk"
+            turn, last = turns[i], name == "server"
             counts = [str(n) if n else "." for n in (turn.gpu, turn.host, turn.disk, turn.computed)]
             same = "(the truth)" if name == "none" else "equal" if turn.tokens == passes["none"][i].tokens else "[red]DIFFERS[/]"
             table.add_row(str(i + 1), PASSES[name], f"{turn.ttft_s * 1e3:.0f}", *counts, same, end_section=last)
@@ -226,14 +276,15 @@ def verdict(passes: dict[str, list[Turn]]) -> tuple[bool, str]:
     if wrong:
         return False, f"FAILED: {len(wrong)} answers differ from the run without a cache, first {wrong[0]}."
     found, total = disk[0].disk, disk[0].disk + disk[0].computed
-    if not found or not any(t.host for t in passes["host"]):
+    kept = sum(t.host for t in passes["server"])
+    if not found or not kept or not any(t.host for t in passes["host"]):
         return False, "FAILED: the answers are right, but the cache was not used."
     cold_ms, disk_ms = passes["cold"][0].ttft_s * 1e3, disk[0].ttft_s * 1e3
     whole = sum(t.disk for t in disk)
     return True, (
         f"After the restart the first turn found {found} of its {total} prompt tokens on disk (all turns: {whole}), its "
-        f"first token came after {disk_ms:.0f} ms (computed, in an engine that had warmed up: {cold_ms:.0f} ms), and every "
-        "answer is the one given without a cache."
+        f"first token came after {disk_ms:.0f} ms (computed, in an engine that had warmed up: {cold_ms:.0f} ms). After a kill, "
+        f"{kept} tokens came from the server's memory. Every answer is the one given without a cache."
     )
 
 
