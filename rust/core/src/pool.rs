@@ -81,7 +81,7 @@ impl Pool {
             return Err(Error::new(ErrorKind::InvalidConfig, message));
         }
         let slab_bytes = slab_bytes(host_bytes, frame_bytes);
-        let num_slabs = u32::try_from(host_bytes.div_ceil(slab_bytes)).unwrap_or(u32::MAX);
+        let num_slabs = u32::try_from(host_bytes / slab_bytes).unwrap_or(u32::MAX);
         let books = Books { slabs: vec![None; num_slabs as usize], num_free: num_slabs, ..Books::default() };
         let arena = HostArena::of_bytes(host_bytes)?;
         Ok(Arc::new(Self { arena, slab_bytes, books: Mutex::new(books), wake: Box::new(wake) }))
@@ -92,9 +92,14 @@ impl Pool {
         self.arena.size_bytes()
     }
 
-    /// Bytes of a slab.
+    /// Bytes of a slab; the last one has what is left over, too.
     pub fn slab_bytes(&self) -> u64 {
         self.slab_bytes
+    }
+
+    /// How many there are.
+    pub fn num_slabs(&self) -> u32 {
+        u32::try_from(self.size_bytes() / self.slab_bytes).unwrap_or(u32::MAX)
     }
 
     /// Whether a store is hungry, so that others should give way.

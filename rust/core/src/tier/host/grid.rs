@@ -42,7 +42,7 @@ pub(crate) struct Grid {
 impl Grid {
     pub(super) fn new(member: Member, frame_bytes: u64, num_frames: u32) -> Self {
         let slab_bytes = member.pool.slab_bytes();
-        let num_slabs = usize::try_from(member.pool.size_bytes().div_ceil(slab_bytes)).unwrap_or(0);
+        let num_slabs = member.pool.num_slabs() as usize;
         Self {
             member,
             frame_bytes,
@@ -61,16 +61,19 @@ impl Grid {
     /// Slabs that a frame lies in.
     fn slabs_of(&self, frame: FrameId) -> RangeInclusive<usize> {
         let start = u64::from(frame.0) * self.frame_bytes;
-        let at = |byte: u64| usize::try_from(byte / self.slab_bytes).unwrap_or(usize::MAX);
+        let last = self.slabs.len() - 1;
+        let at = |byte: u64| usize::try_from(byte / self.slab_bytes).map_or(last, |slab| slab.min(last));
         at(start)..=at(start + self.frame_bytes - 1)
     }
 
     /// Frames that lie in a slab, whole or in part, from the `from`th frame on.
     fn frames_of(&self, slab: SlabId, from: u32) -> impl Iterator<Item = FrameId> + use<> {
         let start = u64::from(slab.0) * self.slab_bytes;
-        let num = u64::try_from(self.holders.len()).unwrap_or(0);
+        let num = self.holders.len() as u64;
         let first = u32::try_from((start / self.frame_bytes).min(num)).unwrap_or(u32::MAX);
-        let end = u32::try_from((start + self.slab_bytes).div_ceil(self.frame_bytes).min(num)).unwrap_or(u32::MAX);
+        let is_last = slab.0 as usize + 1 == self.slabs.len();
+        let end = if is_last { num } else { (start + self.slab_bytes).div_ceil(self.frame_bytes).min(num) };
+        let end = u32::try_from(end).unwrap_or(u32::MAX);
         (first.max(from)..end).map(FrameId)
     }
 
