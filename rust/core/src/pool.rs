@@ -1,4 +1,4 @@
-//! Host memory that several stores share: who has which slab of the one arena, and who should give one up.
+//! What several stores share. Of host memory: who has which slab of the one arena, and who should give one up.
 //!
 //! Each store lays a grid of its own frame size over the arena and uses the frames that lie in slabs of its own. Slabs that nobody
 //! has go to who asks first. When none is left, a store below its share is *hungry*, and those above theirs are asked for a
@@ -12,6 +12,7 @@ use std::sync::{Arc, PoisonError};
 use crate::io::HostArena;
 use crate::io::arena::FRAME_ALIGN;
 use crate::sync::{Mutex, MutexGuard};
+use crate::tier::disk::DiskRoot;
 use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};
 
@@ -59,6 +60,8 @@ struct Books {
 pub struct Pool {
     arena: HostArena,
     slab_bytes: u64,
+    /// Of their disk directory.
+    pub(crate) disk: Arc<DiskRoot>,
     books: Mutex<Books>,
     wake: Box<dyn Fn() + Send + Sync>,
 }
@@ -84,7 +87,13 @@ impl Pool {
         let num_slabs = u32::try_from(host_bytes / slab_bytes).unwrap_or(u32::MAX);
         let books = Books { slabs: vec![None; num_slabs as usize], num_free: num_slabs, ..Books::default() };
         let arena = HostArena::of_bytes(host_bytes)?;
-        Ok(Arc::new(Self { arena, slab_bytes, books: Mutex::new(books), wake: Box::new(wake) }))
+        Ok(Arc::new(Self {
+            arena,
+            slab_bytes,
+            disk: Arc::default(),
+            books: Mutex::new(books),
+            wake: Box::new(wake),
+        }))
     }
 
     /// Bytes of the whole arena.

@@ -42,7 +42,7 @@ use crate::key::ChunkKey;
 use crate::pool::Pool;
 use crate::sync::thread::JoinHandle;
 use crate::sync::{Condvar, Mutex};
-use crate::tier::disk::DiskTier;
+use crate::tier::disk::{DiskRoot, DiskTier};
 use crate::tier::host::HostTier;
 use crate::{ErrorKind, Result};
 
@@ -85,7 +85,7 @@ impl Store {
     /// memory or threads. A disk tier that cannot be opened for another reason (another owner, an I/O error) is an event, and
     /// is tried again while the store serves from host memory.
     pub fn open(config: &StoreConfig) -> Result<Self> {
-        let opener = Self::opener(config)?;
+        let opener = Self::opener(config, &Arc::default())?;
         Self::with_tier(config, opener, Self::clock())
     }
 
@@ -95,12 +95,12 @@ impl Store {
     }
 
     /// What opens the disk tier, if there is one.
-    fn opener(config: &StoreConfig) -> Result<Option<Opener>> {
+    fn opener(config: &StoreConfig, root: &Arc<DiskRoot>) -> Result<Option<Opener>> {
         let Some(settings) = &config.disk else { return Ok(None) };
         config.num_frames()?; // before a directory is made for a store that cannot be
-        let tier = settings.tier(config)?;
+        let (tier, root) = (settings.tier(config)?, Arc::clone(root));
         Ok(Some(Box::new(move || {
-            let (disk, found) = DiskTier::open(tier.clone())?;
+            let (disk, found) = DiskTier::open_beside(&tier, &root)?;
             Ok((Arc::new(disk), found))
         })))
     }

@@ -60,7 +60,7 @@ impl Store {
     /// this store's share, or an equal part. `InvalidConfig` also if its frames are too large for the pool's slabs.
     pub fn open_in(config: &StoreConfig, pool: &Arc<Pool>, percent: Option<u32>) -> Result<Self> {
         let config = &StoreConfig { host_bytes: pool.size_bytes(), ..config.clone() };
-        Self::build(config, Some((pool, percent)), Self::opener(config)?, Self::clock())
+        Self::build(config, Some((pool, percent)), Self::opener(config, &pool.disk)?, Self::clock())
     }
 
     #[doc(hidden)]
