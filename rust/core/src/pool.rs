@@ -90,7 +90,7 @@ impl Pool {
         Ok(Arc::new(Self {
             arena,
             slab_bytes,
-            disk: Arc::default(),
+            disk: DiskRoot::shared(),
             books: Mutex::new(books),
             wake: Box::new(wake),
         }))
@@ -116,12 +116,17 @@ impl Pool {
         self.books().owners.values().any(Owner::wants)
     }
 
+    /// Whether a store found no room on the shared disk since this was asked last, and closing another would make some.
+    pub fn take_short_of_disk(&self) -> bool {
+        self.disk.take_short()
+    }
+
     pub(crate) fn arena(&self) -> &HostArena {
         &self.arena
     }
 
     /// `InvalidConfig` unless every slab holds a whole frame of this size: a store could have slabs and still no frame.
-    pub(crate) fn check(&self, frame_bytes: u64) -> Result<()> {
+    pub fn check(&self, frame_bytes: u64) -> Result<()> {
         let slab_bytes = self.slab_bytes;
         if slab_bytes.is_multiple_of(frame_bytes) || 2 * frame_bytes - FRAME_ALIGN <= slab_bytes {
             return Ok(());

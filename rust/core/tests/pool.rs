@@ -97,9 +97,10 @@ impl World {
             let row = lease.reservation();
             (*nth, row.frame.0, row.key)
         });
-        let reading = self.reading.iter().flat_map(|(nth, lease)| {
-            lease.frames().into_iter().map(|row| (*nth, row.frame.0, row.key))
-        });
+        let reading = self
+            .reading
+            .iter()
+            .flat_map(|(nth, lease)| lease.frames().into_iter().map(|row| (*nth, row.frame.0, row.key)));
         writing.chain(reading).collect()
     }
 
@@ -276,7 +277,8 @@ fn a_store_is_asked_again_only_while_another_wants() {
     let heard = Arc::clone(&news);
     let pool = Pool::create(HOST, FRAMES[0], move || {
         heard.fetch_add(1, Ordering::SeqCst);
-    }).unwrap();
+    })
+    .unwrap();
     let stores = [0, 1].map(|nth| Store::open_in(&config(nth, None), &pool, None).unwrap());
     let all = SaveRange { start: 0, stop: 60, tail_blocks: 0 };
     let got = stores[0].reserve(&chain(0, 0, 60), all).unwrap();

@@ -134,8 +134,7 @@ impl State {
             *budget -= 1;
             if !drain.way.is_empty() {
                 self.step(&mut drain.way);
-            } else if let Some((frame, id)) =
-                self.host.grid().and_then(|grid| grid.next_holder(drain.slab, drain.next))
+            } else if let Some((frame, id)) = self.host.grid().and_then(|grid| grid.next_holder(drain.slab, drain.next))
             {
                 drain.next = frame.0 + 1;
                 drain.way.push(self.step_at(id));
@@ -162,7 +161,9 @@ impl State {
         }
         let child = match *next {
             Next::First => entry.first_child,
-            Next::Child(child, generation) if self.index.is_same(child, generation) && self.index.is_child(child, id) => {
+            Next::Child(child, generation)
+                if self.index.is_same(child, generation) && self.index.is_child(child, id) =>
+            {
                 Some(child)
             }
             Next::Child(..) => entry.first_child, // it left meanwhile, and with it the place

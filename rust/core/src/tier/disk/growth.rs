@@ -11,8 +11,6 @@ use super::root::{Owner, Room};
 use super::types::SlotId;
 use crate::sync::MutexGuard;
 
-/// The files grow by about this much at a time: few allocations, and no more taken than soon used.
-const EXTENT_BYTES: u64 = 64 * 1024 * 1024;
 /// After the files could not grow, so many asks are turned away before it is tried again: room may come back one day.
 const ASKS_BEFORE_RETRY: u32 = 256;
 /// Longest wait for another thread that grows the files. An extent is usually there in a few milliseconds, and who does not
@@ -79,8 +77,9 @@ impl DiskTier {
         if self.is_pointless() {
             return have;
         }
-        let extent = u32::try_from(EXTENT_BYTES / self.config.frame_bytes).unwrap_or(u32::MAX).max(1);
         let Ok(owner) = self.enter() else { return have };
+        let extent_bytes = owner.extent_bytes(self.config.cap_bytes);
+        let extent = u32::try_from(extent_bytes / self.config.frame_bytes).unwrap_or(u32::MAX).max(1);
         let len = self.grow_to(have, self.make_room(&owner, have, have.saturating_add(extent)));
         owner.settle(&self.config, len);
         len

@@ -1,7 +1,8 @@
 //! A disk directory and those of its namespaces that are open in this process: one owner for all, and one cap.
 //!
 //! Each open namespace claims bytes before its files grow, so that all together stay below the cap at every instant; closed ones
-//! are measured, and may be deleted to make room, open ones never. No lock is held while the system works, but one for the first
+//! are measured, and may be deleted to make room, open ones never. While several are open, each leaves the others room for an equal
+//! part; what one took when it was alone it keeps until it is closed. No lock is held while the system works, but one for the first
 //! to open.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,6 +17,10 @@ use crate::{Error, ErrorKind, Result};
 
 /// A namespace's directory and superblock, where it is open beside others.
 const NAMESPACE_BYTES: u64 = 4 * budget::PAGE_BYTES;
+/// The files grow by about this much at a time: few allocations, and no more taken than soon used.
+const EXTENT_BYTES: u64 = 64 * 1024 * 1024;
+/// But by no more than this part of the cap where other namespaces may come.
+const MAX_EXTENTS: u64 = 16;
 /// Times that room is looked for again because a namespace was opened or closed meanwhile.
 const TRIES: usize = 16;
 
@@ -24,6 +29,8 @@ const TRIES: usize = 16;
 pub struct DiskRoot {
     books: Mutex<Books>,
     opening: Mutex<()>,
+    /// Whether several namespaces may be open.
+    is_shared: bool,
 }
 
 #[derive(Debug, Default)]
@@ -35,6 +42,8 @@ struct Books {
     leaving: BTreeSet<String>,
     /// Namespaces opened and closed so far.
     changes: u64,
+    /// One had no room since somebody asked.
+    is_short: bool,
 }
 
 /// The right to the files of one namespace, and with the others' to the directory; given up with the last part of it.
@@ -54,8 +63,18 @@ pub(super) struct Room {
 }
 
 impl DiskRoot {
+    /// For several namespaces; the default is for one.
+    pub fn shared() -> Arc<Self> {
+        Arc::new(Self { is_shared: true, ..Self::default() })
+    }
+
     fn books(&self) -> MutexGuard<'_, Books> {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a namespace had no room since this was asked last: to close another would make some.
+    pub(crate) fn take_short(&self) -> bool {
+        std::mem::take(&mut self.books().is_short)
     }
 
     /// Takes the directory, if nobody of this process has it, and the namespace. `Busy` where another has one of them.
@@ -69,7 +88,10 @@ impl DiskRoot {
         let name = namespaces::dir_name(&config.namespace);
         let mut books = self.books();
         if books.open.contains_key(&name) || books.leaving.contains(&name) {
-            let message = format!("{} is in use by this process: it ends soon, or is another's", config.dir.join(&name).display());
+            let message = format!(
+                "{} is in use by this process: it ends soon, or is another's",
+                config.dir.join(&name).display()
+            );
             return Err(Error::new(ErrorKind::Busy, message));
         }
         books.lock = Arc::downgrade(&lock);
@@ -80,10 +102,17 @@ impl DiskRoot {
 }
 
 impl Owner {
-    /// Bytes of other open namespaces, which are never looked at on disk.
-    fn open_bytes(&self, books: &Books) -> u64 {
+    /// Most bytes that a file grows by at once.
+    pub(super) fn extent_bytes(&self, cap_bytes: u64) -> u64 {
+        let share = if self.root.is_shared { cap_bytes / MAX_EXTENTS } else { cap_bytes };
+        share.min(EXTENT_BYTES)
+    }
+
+    /// Bytes of other open namespaces, which are never looked at on disk: what they claimed, or their part.
+    fn open_bytes(&self, books: &Books, cap_bytes: u64) -> u64 {
+        let part = cap_bytes.saturating_sub(budget::FIXED_BYTES) / books.open.len().max(1) as u64;
         let others = books.open.iter().filter(|(name, _)| **name != self.name);
-        others.map(|(_, bytes)| bytes + NAMESPACE_BYTES).fold(0, u64::saturating_add)
+        others.map(|(_, bytes)| part.max(bytes + NAMESPACE_BYTES)).fold(0, u64::saturating_add)
     }
 
     /// Claims room for `want` slots or fewer, of which `have` are there; closed namespaces go only if else not even `enough` fit.
@@ -95,7 +124,7 @@ impl Owner {
     ) -> io::Result<Room> {
         for _ in 0..TRIES {
             let books = self.root.books();
-            let (changes, open_bytes) = (books.changes, self.open_bytes(&books));
+            let (changes, open_bytes) = (books.changes, self.open_bytes(&books, config.cap_bytes));
             let open: BTreeSet<_> = books.open.keys().cloned().collect();
             drop(books);
             let foreign = |closed: u64| closed.saturating_add(open_bytes);
@@ -103,10 +132,11 @@ impl Owner {
             let closed_bytes = namespaces::make_room(config, &open, fits, |path| self.remove(path), &mut note)?;
             let mut books = self.root.books();
             if books.changes == changes {
-                let foreign_bytes = closed_bytes.saturating_add(self.open_bytes(&books));
+                let foreign_bytes = closed_bytes.saturating_add(self.open_bytes(&books, config.cap_bytes));
                 let slots = want.min(budget::max_slots(config, foreign_bytes));
                 let bytes = budget::dir_bytes(slots.max(have), config.frame_bytes, 0) - budget::FIXED_BYTES;
                 books.open.insert(self.name.clone(), bytes);
+                books.is_short |= slots < enough;
                 return Ok(Room { slots, foreign_bytes });
             }
         }
