@@ -178,7 +178,7 @@ fn a_killed_engine_of_one_namespace_leaves_the_other_alone() {
             mark(&other, 2, seed, 3);
             compare(&other, 2, seed, 3);
         });
-        space(&server, 2).num_slabs == 16
+        space(&server, 2).num_slabs == 8
     });
 }
 
