@@ -17,7 +17,7 @@ use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};
 
 /// An arena has this many slabs, up to twice as many, where it is large enough.
-const NUM_SLABS: u64 = 128;
+const NUM_SLABS: u64 = 64;
 /// Fewest frames of the first store in a slab, where that leaves `MIN_SLABS`: what lies over the seam of two stores is lost.
 const MIN_FRAMES: u64 = 4;
 const MIN_SLABS: u64 = 8;
