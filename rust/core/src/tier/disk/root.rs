@@ -58,7 +58,7 @@ pub(super) struct Owner {
 pub(super) struct Room {
     /// Slots that the namespace may have.
     pub(super) slots: u32,
-    /// Bytes of all other namespaces.
+    /// Bytes of all other namespaces; 0 where those report their own.
     pub(super) foreign_bytes: u64,
 }
 
@@ -137,7 +137,7 @@ impl Owner {
                 let bytes = budget::dir_bytes(slots.max(have), config.frame_bytes, 0) - budget::FIXED_BYTES;
                 books.open.insert(self.name.clone(), bytes);
                 books.is_short |= slots < enough;
-                return Ok(Room { slots, foreign_bytes });
+                return Ok(Room { slots, foreign_bytes: if self.root.is_shared { 0 } else { foreign_bytes } });
             }
         }
         Err(io::Error::new(io::ErrorKind::ResourceBusy, "namespaces come and go"))
