@@ -293,6 +293,32 @@ fn a_store_is_asked_again_only_while_another_wants() {
 }
 
 #[test]
+fn a_slab_that_was_given_up_is_not_taken_back_by_its_giver() {
+    let mut world = World::new();
+    for prompt in 0..40 {
+        world.save(0, &chain(0, 8 * prompt, 4));
+        world.commit_all(0);
+    }
+    let before = world.stores[0].num_slabs().0;
+    assert_eq!(world.save(1, &chain(1, 0, 1)), 1);
+    assert!((0..100).any(|_| world.stores[0].give_way() == Way::Gave));
+    for prompt in 40..60 {
+        world.save(0, &chain(0, 8 * prompt, 4)); // it has to evict its own
+        world.commit_all(0);
+    }
+    assert_eq!((world.stores[0].num_slabs().0, world.stores[1].num_slabs().0), (before - 1, 1));
+    assert_eq!(world.save(1, &chain(1, 0, 1)), 0);
+}
+
+#[test]
+fn saves_take_no_slab_that_workers_cannot_copy_to() {
+    let mut world = World::new();
+    world.stores[0].limit_frames(3);
+    assert_eq!(world.save(0, &chain(0, 0, 6)), 3);
+    assert_eq!(world.stores[0].num_slabs().0, 1);
+}
+
+#[test]
 fn frames_larger_than_a_slab_can_hold_are_not_taken_in() {
     let pool = pool();
     let error = Store::open_in(&StoreConfig { frame_bytes: 64 * PAGE, ..config(0, None) }, &pool, None).unwrap_err();
