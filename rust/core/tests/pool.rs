@@ -209,7 +209,7 @@ fn gets_its_share(world: &mut World, nth: usize) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 96, ..ProptestConfig::default() })]
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn stores_of_one_pool_never_touch_each_others_bytes(steps in prop::collection::vec(step(), 1..160), last in 0..3_usize) {
         let mut world = World::new();
@@ -316,6 +316,22 @@ fn saves_take_no_slab_that_workers_cannot_copy_to() {
     world.stores[0].limit_frames(3);
     assert_eq!(world.save(0, &chain(0, 0, 6)), 3);
     assert_eq!(world.stores[0].num_slabs().0, 1);
+}
+
+#[test]
+fn a_store_whose_share_shrank_wants_no_more() {
+    let mut world = World::new();
+    world.stores.pop();
+    while world.stores[1].num_slabs().0 < 5 {
+        world.save(1, &chain(1, 8 * u32::try_from(world.writing.len()).unwrap(), 1));
+    }
+    assert!(world.save(0, &chain(0, 0, 60)) > 0);
+    assert_eq!((world.stores[0].num_slabs().0, world.stores[1].num_slabs().0), (7, 5));
+    assert!(world.save(1, &chain(1, 8, 9)) > 0);
+    assert!(world.pool.is_wanted(), "it has 5 of the 6 that it may have");
+    world.stores.push(Store::open_in(&config(2, None), &world.pool, None).unwrap());
+    assert!(!world.pool.is_wanted(), "it may have 4");
+    assert_eq!(world.give_way(), BTreeSet::from([Way::Unasked as u8]));
 }
 
 #[test]

@@ -150,7 +150,7 @@ impl Owner {
     }
 
     /// Deletes a closed namespace, which cannot be opened meanwhile.
-    fn remove(&self, found: &namespaces::Found) -> io::Result<()> {
+    pub(super) fn remove(&self, found: &namespaces::Found) -> io::Result<()> {
         let mut books = self.root.books();
         if books.open.contains_key(&found.name) || !books.leaving.insert(found.name.clone()) {
             return Err(io::Error::new(io::ErrorKind::ResourceBusy, "it is in use"));

@@ -311,3 +311,17 @@ fn test_open_namespaces_keep_one_cap_together_and_are_never_deleted() {
     assert_eq!(slots[1] + more, 42, "a closed one makes room");
     assert!(!dir.path().join(namespaces::dir_name(&[1; 32])).exists());
 }
+
+#[test]
+fn test_a_namespace_that_was_opened_since_it_was_found_is_not_deleted() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 8);
+    fill(&with_namespace(&config, 2));
+    let root = DiskRoot::shared();
+    let owner = root.enter(&with_namespace(&config, 1)).unwrap();
+    let found = namespaces::scan(dir.path(), &BTreeSet::new()).unwrap().remove(0);
+    let (tier, entries) = DiskTier::open_beside(&with_namespace(&config, 2), &root).unwrap();
+    assert!(owner.remove(&found).is_err() && found.path.exists());
+    drop(tier);
+    assert!(!entries.is_empty() && owner.remove(&found).is_ok() && !found.path.exists());
+}
