@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from kvloft.errors import ConfigError
 
+# Of each namespace, with a label that says which; then of the server.
 COUNTERS: Final = {
     "commits": "Chunks saved and visible",
     "aborts": "Saves that came to nothing",
@@ -28,11 +29,9 @@ COUNTERS: Final = {
     "disk_verify_failures": "Chunks on disk whose bytes were not what their key says",
     "disk_dropped": "Chunks that never reached disk",
     "disk_trips": "Times that the disk tier was left alone after errors or a hang",
-    "server_accepted": "Connections that were accepted",
-    "server_refused": "Connections that were refused",
 }
 GAUGES: Final = {
-    "frames_total": "Frames in host memory",
+    "frames_total": "Frames in the slabs that it has of host memory",
     "frames_visible": "Frames that hold a visible chunk",
     "frames_reserved": "Frames being written",
     "frames_free": "Frames that hold nothing",
@@ -42,10 +41,12 @@ GAUGES: Final = {
     "reads_pending": "Chunks that wait to be read from disk",
     "disk_used": "Chunks on disk",
     "disk_pending": "Chunks on their way to disk",
-    "disk_bytes": "Bytes of the disk directory",
+    "disk_bytes": "Bytes of its files on disk",
     "disk_broken": "1 while the disk tier is left alone after errors or a hang",
-    "quarantined_reservations": "Frames kept until nothing can write to them",
 }
+SERVER_COUNTERS: Final = {"server_accepted": "Connections that were accepted", "server_refused": "Connections that were refused"}
+SERVER_GAUGES: Final = {"quarantined_reservations": "Frames kept until nothing can write to them"}
+LABEL: Final = "namespace"
 
 
 def address(text: str) -> tuple[str, int]:
@@ -88,10 +89,23 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         status = self._status()
-        stats, frame_bytes = status["stats"], status["frame_bytes"]
+        spaces = [(space["namespace"].hex()[:16], space) for space in status["namespaces"]]
         for families, names in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
             for name, text in names.items():
-                if name in stats:  # those of the store, once an engine has connected
-                    yield families(f"kvloft_{name}", f"{text}.", value=stats[name])
-        yield GaugeMetricFamily("kvloft_frame_bytes", "Bytes of one frame.", value=frame_bytes)
-        yield GaugeMetricFamily("kvloft_engines", "Engines that are connected.", value=len(status["engines"]))
+                family = families(f"kvloft_{name}", f"{text}.", labels=[LABEL])
+                for label, space in spaces:
+                    if name in space["stats"]:  # once its store is open
+                        family.add_metric([label], space["stats"][name])
+                yield family
+        for name, text in (("frame_bytes", "Bytes of one frame"), ("slabs", "Slabs of host memory that it has")):
+            family = GaugeMetricFamily(f"kvloft_{name}", f"{text}.", labels=[LABEL])
+            for label, space in spaces:
+                family.add_metric([label], space[name])
+            yield family
+        for families, names in ((CounterMetricFamily, SERVER_COUNTERS), (GaugeMetricFamily, SERVER_GAUGES)):
+            for name, text in names.items():
+                yield families(f"kvloft_{name}", f"{text}.", value=status["stats"][name])
+        yield GaugeMetricFamily("kvloft_host_bytes", "Bytes of host memory.", value=status["host_bytes"])
+        yield GaugeMetricFamily("kvloft_slab_bytes", "Bytes of a slab of it.", value=status["slab_bytes"])
+        num_engines = sum(len(space["engines"]) for _, space in spaces)
+        yield GaugeMetricFamily("kvloft_engines", "Engines that are connected.", value=num_engines)

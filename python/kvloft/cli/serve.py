@@ -6,6 +6,7 @@ It reads settings, waits for signals and tells what happens; everything else is 
 import argparse
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -38,9 +39,10 @@ Every engine that should share the cache gets one setting, in kv_connector_extra
 
   "server": "unix:/run/user/1000/kvloft/kvloft.sock"
 
-Engines of one model and one version of vLLM share KV. Those of another model are refused until the first have ended:
-start another server for them, with a socket and a disk_path of its own. An engine that is restarted finds what is in
-the server's memory. While no server answers, engines compute; they connect again by themselves.
+Engines of one model and one version of vLLM share KV: they are a namespace. Each namespace has chunks of its own, on
+disk a folder of its own. Memory goes to the namespaces that save; when there is no more, those with engines get equal
+shares, or what --share says. An engine that is restarted finds what is in the server's memory, as long as no other
+namespace wanted it. While no server answers, engines compute; they connect again by themselves.
 
 SIGTERM or Ctrl-C writes to disk what should be there, and ends. `kvloft status --socket PATH` shows what it does.
 """
@@ -58,6 +60,13 @@ def add_parser(subparsers: Any) -> None:
     add_socket(parser)
     for name, text in OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", help=text)
+    parser.add_argument(
+        "--share",
+        action="append",
+        default=[],
+        metavar="NAMESPACE=PERCENT",
+        help="a fixed share of host memory, by the first digits of a name that `kvloft status` prints; may be repeated",
+    )
     parser.add_argument("--metrics", metavar="[HOST:]PORT", help="answer Prometheus there; without a HOST, only this machine")
     parser.set_defaults(run=run)
 
@@ -78,6 +87,17 @@ def settings(args: argparse.Namespace) -> Config:
     return config
 
 
+def shares(texts: list[str]) -> list[tuple[str, int]]:
+    """Percent of host memory by namespace, of ``NAMESPACE=PERCENT``. Raises ConfigError."""
+    found = []
+    for text in texts:
+        match = re.fullmatch(r"([0-9a-f]{1,64})=([0-9]{1,3})%?", text.lower())
+        if match is None:
+            raise ConfigError(f"--share {text!r} is no NAMESPACE=PERCENT; say for example --share 3f9a=25.")
+        found.append((match[1], int(match[2])))
+    return found
+
+
 def not_answered(error: Exception) -> int:
     """Tell why a server was not asked, and what to do if there is none; returns the exit status."""
     from kvloft._core import StoreError
@@ -94,6 +114,7 @@ def run(args: argparse.Namespace) -> int:
     from kvloft._core import Server, StoreError
 
     config, metrics_at = settings(args), metrics.address(args.metrics) if args.metrics is not None else None
+    own_shares = shares(args.share)
     own = replace(config, server=None)  # its memory and its disk are this machine's
     refuse_here(own)
     for warning in warnings(own):
@@ -110,6 +131,7 @@ def run(args: argparse.Namespace) -> int:
             disk_path=config.disk_path,
             disk_bytes=config.disk_bytes,
             disk_threads=config.disk_threads,
+            shares=own_shares,
         )
     except (PlaceError, StoreError) as e:
         print(f"kvloft: {e}", file=sys.stderr)

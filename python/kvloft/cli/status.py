@@ -17,7 +17,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "status",
         help="show what a server does",
-        description="Show what a server does: its memory and disk, and its engines. Exit status: 0, or 1 where none answers.",
+        description="Show what a server does: memory, disk and engines of each namespace. Exit status: 0, or 1 where none answers.",
     )
     add_socket(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables (sizes in bytes)")
@@ -34,7 +34,8 @@ def run(args: argparse.Namespace) -> int:
         status = server_status(socket)
     except (ConfigError, StoreError) as e:
         return not_answered(e)
-    status["namespace"] = status["namespace"].hex() if status["namespace"] is not None else None
+    for space in status["namespaces"]:
+        space["namespace"] = space["namespace"].hex()
     if args.json:
         print(json.dumps(status, indent=2))
         return 0
@@ -43,23 +44,32 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(status: dict[str, Any], console: Console) -> None:
-    stats, frame_bytes = status["stats"], status["frame_bytes"]
-    if status["namespace"] is None:
+    if not status["namespaces"]:
         console.print("No engine has connected yet, so no memory is taken.")
-    else:
-        console.print(f"namespace {status['namespace'][:16]}: {describe(status['description'])}", highlight=False, markup=False)
-        used = size_text(stats["frames_visible"] * frame_bytes)
-        tiers = Table("tier", "chunks", "bytes", "being written", "pinned", "evicted")
-        written = str(stats["frames_reserved"])
-        tiers.add_row("host", str(stats["frames_visible"]), used, written, str(stats["pins"]), str(stats["host_evictions"]))
-        on_disk = size_text(stats["disk_used"] * frame_bytes)
-        tiers.add_row("disk", str(stats["disk_used"]), on_disk, str(stats["disk_pending"]), "", str(stats["disk_evictions"]))
-        console.print(tiers)
-    engines = Table("engine", "connected for", "reservations", "leases")
-    for engine in status["engines"]:
-        seconds = f"{engine['connected_ms'] / 1000:.0f} s"
-        engines.add_row(f"process {engine['pid']}", seconds, str(engine["reservations"]), str(engine["leases"]))
-    console.print(engines if status["engines"] else "No engine is connected.")
-    kept = stats["quarantined_reservations"]
+    for space in status["namespaces"]:
+        _print_namespace(space, status, console)
+    kept = status["stats"]["quarantined_reservations"]
     if kept:
         console.print(f"{kept} frames of engines that went without a word are kept until nothing can write to them.")
+
+
+def _print_namespace(space: dict[str, Any], status: dict[str, Any], console: Console) -> None:
+    stats, frame_bytes = space["stats"], space["frame_bytes"]
+    console.print(f"namespace {space['namespace'][:16]}: {describe(space['description'])}", highlight=False, markup=False)
+    if not stats:
+        console.print("It is being opened.")
+        return
+    has, everything = size_text(space["slabs"] * status["slab_bytes"]), size_text(status["host_bytes"])
+    console.print(f"has {has} of {everything} host memory", highlight=False)
+    used = size_text(stats["frames_visible"] * frame_bytes)
+    tiers = Table("tier", "chunks", "bytes", "being written", "pinned", "evicted")
+    written = str(stats["frames_reserved"])
+    tiers.add_row("host", str(stats["frames_visible"]), used, written, str(stats["pins"]), str(stats["host_evictions"]))
+    on_disk = size_text(stats["disk_used"] * frame_bytes)
+    tiers.add_row("disk", str(stats["disk_used"]), on_disk, str(stats["disk_pending"]), "", str(stats["disk_evictions"]))
+    console.print(tiers)
+    engines = Table("engine", "connected for", "reservations", "leases")
+    for engine in space["engines"]:
+        seconds = f"{engine['connected_ms'] / 1000:.0f} s"
+        engines.add_row(f"process {engine['pid']}", seconds, str(engine["reservations"]), str(engine["leases"]))
+    console.print(engines if space["engines"] else "No engine is connected.")

@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
         "top",
         help="watch a server: tiers, rates, engines",
         description=(
-            "Watch a server: what its tiers hold, chunks and bytes a second since the look before, and its engines. "
+            "Watch a server: what each namespace holds, chunks and bytes a second since the look before, and engines. "
             "Ctrl-C ends it. Exit status: 0, or 1 once no server answers."
         ),
     )
@@ -60,8 +60,7 @@ def run(args: argparse.Namespace) -> int:
                 now = time.monotonic()
                 rates = rates_of(status, now - before[0], before[1]) if before is not None else {}
                 if args.json:
-                    row = {"engines": status["engines"], "stats": status["stats"], "chunks_per_s": rates}
-                    print(json.dumps(row | {"frame_bytes": status["frame_bytes"]}), flush=True)
+                    print(json.dumps(_row(status, rates)), flush=True)
                 elif live is not None:
                     live.update(picture(status, rates), refresh=True)
                 else:
@@ -77,20 +76,38 @@ def run(args: argparse.Namespace) -> int:
     raise AssertionError("an endless count ended")
 
 
-def rates_of(status: dict[str, Any], seconds: float, before: dict[str, Any]) -> dict[str, float]:
-    """Chunks a second by ``RATES``' names; nothing of a store that began anew."""
-    new, old = status["stats"], before["stats"]
-    if status["namespace"] != before["namespace"] or any(new.get(name, 0) < old.get(name, 0) for name in RATES.values()):
-        return {}
-    return {shown: (new.get(name, 0) - old.get(name, 0)) / max(seconds, MIN_INTERVAL_S) for shown, name in RATES.items()}
+def rates_of(status: dict[str, Any], seconds: float, before: dict[str, Any]) -> dict[bytes, dict[str, float]]:
+    """Chunks a second by ``RATES``' names, of each namespace; nothing of a store that began anew."""
+    olds = {space["namespace"]: space["stats"] for space in before["namespaces"]}
+    rates = {}
+    for space in status["namespaces"]:
+        new, old = space["stats"], olds.get(space["namespace"])
+        if old is not None and all(new.get(name, 0) >= old.get(name, 0) for name in RATES.values()):
+            grown = {shown: new.get(name, 0) - old.get(name, 0) for shown, name in RATES.items()}
+            rates[space["namespace"]] = {shown: num / max(seconds, MIN_INTERVAL_S) for shown, num in grown.items()}
+    return rates
 
 
-def picture(status: dict[str, Any], rates: dict[str, float]) -> RenderableType:
+def _row(status: dict[str, Any], rates: dict[bytes, dict[str, float]]) -> dict[str, Any]:
+    def shown(space: dict[str, Any]) -> dict[str, Any]:
+        return space | {"namespace": space["namespace"].hex(), "chunks_per_s": rates.get(space["namespace"], {})}
+
+    return status | {"namespaces": [shown(space) for space in status["namespaces"]]}
+
+
+def picture(status: dict[str, Any], rates: dict[bytes, dict[str, float]]) -> RenderableType:
     """Tables of one look."""
-    stats, frame_bytes = status["stats"], status["frame_bytes"]
-    if status["namespace"] is None:
+    spaces = [space for space in status["namespaces"] if space["stats"]]
+    if not spaces:
         return "No engine has connected yet, so no memory is taken."
+    return Group(*(_picture_of(space, status, rates.get(space["namespace"], {})) for space in spaces))
+
+
+def _picture_of(space: dict[str, Any], status: dict[str, Any], rates: dict[str, float]) -> RenderableType:
+    stats, frame_bytes = space["stats"], space["frame_bytes"]
     right = {"justify": "right", "no_wrap": True}
+    has, everything = size_text(space["slabs"] * status["slab_bytes"]), size_text(status["host_bytes"])
+    title = f"namespace {space['namespace'].hex()[:16]}: {has} of {everything} host memory"
     tiers = Table("tier", *(Column(name, **right) for name in ("chunks", "bytes", "full", "on their way", "pinned")))  # type: ignore[arg-type]
     full = f"{stats['frames_visible'] / max(stats['frames_total'], 1):.0%}"
     host = [stats["frames_visible"], stats["frames_reserved"], stats["pins"]]
@@ -102,10 +119,10 @@ def picture(status: dict[str, Any], rates: dict[str, float]) -> RenderableType:
     for shown, rate in rates.items():
         flow.add_row(shown, f"{rate:,.0f}", size_text(round(rate * frame_bytes)))
     engines = Table("engine", *(Column(name, **right) for name in ("connected", "being saved", "being loaded")))  # type: ignore[arg-type]
-    for engine in status["engines"]:
+    for engine in space["engines"]:
         name, seconds = f"process {engine['pid']}", f"{engine['connected_ms'] / 1000:,.0f} s"
         engines.add_row(name, seconds, str(engine["reservations"]), str(engine["leases"]))
-    return Group(tiers, flow if rates else "", engines if status["engines"] else "No engine is connected.")
+    return Group(title, tiers, flow if rates else "", engines if space["engines"] else "No engine is connected.")
 
 
 def _seconds(text: str) -> float:

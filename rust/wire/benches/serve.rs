@@ -65,6 +65,7 @@ fn main() {
             eviction,
             available_bytes,
             disk,
+            shares: Vec::new(),
             max_connections,
             patience,
         };

@@ -95,9 +95,11 @@ pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
     link::status(socket, timeout)
 }
 
-/// Has the server at `socket` forget everything in every tier, for all its engines; returns how many chunks. Errors as [`status`].
-pub fn forget(socket: &Path, timeout: Duration) -> Result<u64> {
-    link::forget(socket, timeout)
+/// Has the server at `socket` forget a namespace in every tier, for all its engines: the one whose name in hex begins with
+/// `namespace`, which may be empty where there is one only. Returns how many chunks. Errors as [`status`], and `InvalidConfig` with
+/// what there is if not one name begins so.
+pub fn forget(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
+    link::forget(socket, namespace, timeout)
 }
 
 impl State {

@@ -19,9 +19,9 @@ use kvloft_core::store::{Got, Prefix, Progress, ToSave};
 use crate::message::{
     Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_KEYS, MAX_MESSAGE, Request, SentPrefixes, SentRange, VERSION,
 };
+use crate::namespaces::{self, Seat};
 use crate::quarantine::Watch;
 use crate::server::{Peer, Shared, spawn};
-use crate::slab::Seat;
 use crate::socket::{is_own, peer, send_with, widen};
 
 /// Longest silence of somebody who has not said hello.
@@ -142,13 +142,15 @@ impl Connection {
     fn handle(&mut self, number: u32, request: &Request<'_>) -> Result<(), End> {
         let answer = match (request, self.seat.clone()) {
             (Request::Status(VERSION), _) => Some(Answer::Status(self.shared.status())),
-            (Request::Forget(VERSION), _) => Some(Answer::Count(self.shared.forget())),
+            (Request::Forget(VERSION, name), _) => {
+                Some(Answer::Count(self.shared.forget(name).map_err(|error| End::Refused(error.to_string()))?))
+            }
             (Request::Hello(hello), None) => return self.welcome(number, hello),
             (Request::Bye, _) => {
                 self.has_said_bye = true;
                 return Err(End::Gone);
             }
-            (Request::Hello(_) | Request::Status(_) | Request::Forget(_), _) | (_, None) => {
+            (Request::Hello(_) | Request::Status(_) | Request::Forget(..), _) | (_, None) => {
                 return Err(End::Refused(NO_MESSAGE.to_owned()));
             }
             (request, Some(seat)) => self.answer(request, &seat)?,
@@ -169,8 +171,8 @@ impl Connection {
             return Err(End::Refused(text));
         }
         let refused = |error: kvloft_core::Error| End::Refused(error.to_string());
-        let seat = self.shared.slabs.seat(hello, &self.shared.config).map_err(refused)?;
-        let arena = seat.slab.store.arena();
+        let seat = self.shared.seat(hello).map_err(refused)?;
+        let Some(arena) = seat.local.arena() else { return Err(End::Gone) };
         let fd = File::options().read(true).write(true).open(&arena.path)?;
         let mut out = Vec::new();
         Answer::Welcome(arena.num_frames).encode(number, &mut out);
@@ -182,7 +184,8 @@ impl Connection {
             peer.pid
         });
         drop(peers);
-        self.shared.tell(format!("process {pid} is connected"));
+        let id = namespaces::id(&hello.namespace);
+        self.shared.tell(format!("process {pid} is connected, for namespace {id}"));
         send_with(&self.stream, &out, fd.as_fd())?;
         self.stream.set_read_timeout(None)?;
         Ok(())
@@ -216,7 +219,7 @@ impl Connection {
                 return Ok(None);
             }
             Request::Reserve(ranges) => {
-                let asked = self.ranges(ranges, seat.slab.hello.blocks_per_chunk)?;
+                let asked = self.ranges(ranges, seat.space.hello.blocks_per_chunk)?;
                 let (reserved, got) = local.reserve_many(&asked).map_err(|_| no_message())?;
                 let mut reserved = reserved.into_iter();
                 let rows = |got: Got| (reserved.by_ref().take(got.num_reserved).collect(), got.num_dropped);
@@ -242,7 +245,7 @@ impl Connection {
                 return Ok(None);
             }
             Request::IsSettled => Answer::Count(local.flush(Duration::ZERO).into()),
-            Request::Hello(_) | Request::Status(_) | Request::Forget(_) | Request::Bye => return Err(no_message()),
+            Request::Hello(_) | Request::Status(_) | Request::Forget(..) | Request::Bye => return Err(no_message()),
         }))
     }
 

@@ -9,13 +9,14 @@ mod client;
 mod connection;
 mod link;
 pub mod message;
+mod namespaces;
 mod prefixes;
 mod quarantine;
 mod server;
-mod slab;
 mod socket;
 
 pub use client::{Remote, RemoteConfig, forget, status};
-pub use message::{EngineStatus, Status};
+pub use message::{EngineStatus, NamespaceStatus, Status};
+pub use namespaces::MAX_NAMESPACES;
 pub use quarantine::Patience;
 pub use server::{Server, ServerConfig};

@@ -260,9 +260,9 @@ impl Link {
     }
 }
 
-/// Has the server at `path` forget everything, and returns how many chunks; errors as [`Link::connect`] and [`Link::open`].
-pub(crate) fn forget(path: &Path, timeout: Duration) -> Result<u64> {
-    match Link::connect(path)?.open(&Request::Forget(VERSION), timeout)? {
+/// Has the server at `path` forget a namespace, and returns how many chunks; errors as [`Link::connect`] and [`Link::open`].
+pub(crate) fn forget(path: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
+    match Link::connect(path)?.open(&Request::Forget(VERSION, namespace.to_owned()), timeout)? {
         (Answer::Count(num_chunks), _) => Ok(num_chunks),
         _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
     }
