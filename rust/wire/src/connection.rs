@@ -16,8 +16,10 @@ use kvloft_core::ChunkKey;
 use kvloft_core::session::{LeaseId, Local, Session};
 use kvloft_core::store::{Got, Prefix, Progress, ToSave};
 
+use crate::known::Known;
 use crate::message::{
-    Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_KEYS, MAX_MESSAGE, Request, SentPrefixes, SentRange, VERSION,
+    Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_KEYS, MAX_MESSAGE, Request, SentAnchors, SentPrefixes, SentRange,
+    VERSION,
 };
 use crate::quarantine::Watch;
 use crate::server::{Peer, Shared, spawn};
@@ -48,8 +50,8 @@ struct Connection {
     /// By the engine's numbers, and of how many prefixes each is.
     leases: HashMap<u64, (LeaseId, usize)>,
     num_held: usize,
-    /// Keys of the last long prefix that came first in a message.
-    known: Vec<ChunkKey>,
+    /// The last long prefix that came first in a message.
+    known: Known,
     /// Keys of other prefixes, one after the other; of a reservation's only those that it needs are meant.
     scratch: Vec<ChunkKey>,
     out: Vec<u8>,
@@ -95,7 +97,7 @@ pub(crate) fn start(shared: &Arc<Shared>, stream: UnixStream, number: u64) {
         seat: None,
         leases: HashMap::new(),
         num_held: 0,
-        known: Vec::new(),
+        known: Known::default(),
         scratch: Vec::new(),
         out: Vec::new(),
         has_said_bye: false,
@@ -205,6 +207,7 @@ impl Connection {
                 self.num_held += num;
                 Answer::Progress(local.poll(own))
             }
+            Request::Anchors(anchors) => self.anchors(anchors, local)?,
             Request::Poll(lease) => {
                 Answer::Progress(self.leases.get(lease).map(|(lease, _)| local.poll(*lease)).unwrap_or_default())
             }
@@ -253,27 +256,38 @@ impl Connection {
         }
     }
 
+    /// How many of a prefix's anchors are there; it is known as far as the last of those.
+    fn anchors(&mut self, sent: &SentAnchors<'_>, local: &Local) -> Result<Answer, End> {
+        let all = sent.all().ok_or_else(no_message)?;
+        let found = local.anchors(&all);
+        self.known.begin((found.num_known as usize).checked_sub(1).map(|last| all[last]));
+        Ok(Answer::Anchors(found))
+    }
+
     /// What was sent of prefixes, the first one behind what is known of it.
     fn prefixes(&mut self, sent: &SentPrefixes<'_>) -> Result<Vec<Prefix<'_>>, End> {
         let num_same = usize::try_from(sent.num_same).unwrap_or(usize::MAX);
         let num_sent: usize = sent.all.iter().map(|(_, keys)| keys.iter().len()).sum();
-        let num_first = sent.all.first().map_or(0, |(_, keys)| keys.iter().len().saturating_add(num_same));
-        let is_long = num_first > 1;
-        if num_same > if is_long { self.known.len() } else { 0 } || num_same + num_sent > MAX_KEYS {
+        if num_same.saturating_add(num_sent) > MAX_KEYS {
             return Err(no_message());
         }
+        let num_first = sent.all.first().map_or(0, |(_, keys)| keys.iter().len().saturating_add(num_same));
+        let is_long = num_first > 1;
         let (first, others) = sent.all.split_at(is_long.into());
-        self.known.truncate(if is_long { num_same } else { self.known.len() });
-        self.known.extend(first.iter().flat_map(|(_, keys)| keys.iter()).map(|key| ChunkKey(*key)));
+        let mut keys = first.iter().flat_map(|(_, keys)| keys.iter()).map(|key| ChunkKey(*key));
+        let is_whole = if is_long { self.known.go_on(num_same, &mut keys) } else { num_same == 0 };
+        if !is_whole {
+            return Err(no_message());
+        }
         self.scratch.clear();
         self.scratch.extend(others.iter().flat_map(|(_, keys)| keys.iter()).map(|key| ChunkKey(*key)));
         let mut rest = self.scratch.as_slice();
         let whole = |(root, keys): &(ChunkKey, Keys<'_>)| {
             let (own, behind) = rest.split_at(keys.iter().len());
             rest = behind;
-            Prefix { root: *root, keys: own }
+            Prefix::new(*root, own)
         };
-        let first = first.iter().map(|(root, _)| Prefix { root: *root, keys: &self.known });
+        let first = first.iter().map(|(root, _)| self.known.prefix(*root));
         Ok(first.chain(others.iter().map(whole)).collect())
     }
 
@@ -294,7 +308,7 @@ impl Connection {
         let range = |one: &SentRange<'_>| {
             end += one.keys.iter().len();
             let start = end - one.keys.iter().len() - one.first as usize;
-            let prefix = Prefix { root: one.root, keys: &self.scratch[start..end] };
+            let prefix = Prefix::new(one.root, &self.scratch[start..end]);
             ToSave { prefix, range: one.range, is_attached: one.is_attached }
         };
         Ok(sent.iter().map(range).collect())

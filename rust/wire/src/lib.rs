@@ -7,6 +7,7 @@ mod batches;
 mod bytes;
 mod client;
 mod connection;
+mod known;
 mod link;
 pub mod message;
 mod prefixes;

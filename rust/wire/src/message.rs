@@ -2,17 +2,20 @@
 //!
 //! A request is `u32 number, u8 kind, fields`; each but the one-way kinds gets one answer `u32 number, u8 kind, fields`, in order.
 //! A first request says the version: any other is refused. A prefix is sent without what the last one had of it, because a key
-//! stands for its whole prefix; those behind it in the same message are sent whole.
+//! stands for its whole prefix; those behind it in the same message are sent whole. Before a long one that is new, anchors are asked
+//! about: see `known`.
 
 use kvloft_core::io::FrameId;
-use kvloft_core::store::{LeasedFrame, Lookup, Progress, Reservation, TierName};
+use kvloft_core::store::{Anchors, LeasedFrame, Lookup, Progress, Reservation, TierName};
 
 use crate::bytes::{Reader, Writer};
+use crate::known::anchors;
+pub use crate::known::SentAnchors;
 pub use crate::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
 use crate::prefixes::{prefixes, ranges, write_ranges};
 
 /// Version of all that crosses; two sides with different ones do not talk.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// Most bytes of a message, and of one from somebody who has not said hello.
 pub const MAX_MESSAGE: usize = 64 << 20;
 /// See [`MAX_MESSAGE`].
@@ -72,6 +75,8 @@ pub enum Request<'a> {
     Status(u32),
     /// A person wants everything forgotten; the version as above.
     Forget(u32),
+    /// See `Store::anchors`. The next prefix may go on behind the last that is known.
+    Anchors(SentAnchors<'a>),
 }
 
 /// What the server says.
@@ -95,6 +100,8 @@ pub enum Answer {
     Stats(Vec<(String, u64)>),
     /// Of the server.
     Status(Status),
+    /// Of a prefix.
+    Anchors(Anchors),
 }
 
 /// What a server does now.
@@ -181,6 +188,7 @@ impl<'a> Request<'a> {
             Self::Reserve(ranges) => write_ranges(to, ranges),
             Self::Commit(tickets) | Self::Abort(tickets) => to.numbers(tickets),
             Self::Discard(keys) => keys.write(to),
+            Self::Anchors(anchors) => anchors.write(to),
             Self::LimitFrames(number) | Self::Status(number) | Self::Forget(number) => to.u32(*number),
             Self::Clear | Self::Stats | Self::IsSettled | Self::Bye => {}
         });
@@ -207,6 +215,7 @@ impl<'a> Request<'a> {
                 15 => Self::Bye,
                 16 => Self::Status(from.u32()?),
                 17 => Self::Forget(from.u32()?),
+                18 => Self::Anchors(anchors(from)?),
                 _ => return None,
             })
         })
@@ -231,6 +240,7 @@ impl<'a> Request<'a> {
             Self::Bye => 15,
             Self::Status(_) => 16,
             Self::Forget(_) => 17,
+            Self::Anchors(_) => 18,
         }
     }
 
@@ -348,6 +358,10 @@ impl Answer {
             Self::Count(number) => to.u64(*number),
             Self::Stats(stats) => write_stats(to, stats),
             Self::Status(status) => write_status(to, status),
+            Self::Anchors(Anchors { num_known, num_stored }) => {
+                to.u32(*num_known);
+                to.u32(*num_stored);
+            }
         });
     }
 
@@ -367,6 +381,7 @@ impl Answer {
                 7 => Self::Count(from.u64()?),
                 8 => Self::Stats(stats(from)?),
                 9 => Self::Status(status(from)?),
+                10 => Self::Anchors(Anchors { num_known: from.u32()?, num_stored: from.u32()? }),
                 _ => return None,
             })
         })
@@ -383,6 +398,7 @@ impl Answer {
             Self::Count(_) => 7,
             Self::Stats(_) => 8,
             Self::Status(_) => 9,
+            Self::Anchors(_) => 10,
         }
     }
 }

@@ -374,7 +374,7 @@ fn leases_of_one_engine_have_a_bounded_number_of_prefixes() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let engine = connect(dir.path());
-    let nothing = vec![Prefix { root: ChunkKey([1; 32]), keys: &[] }; MAX_PREFIXES as usize];
+    let nothing = vec![Prefix::new(ChunkKey([1; 32]), &[]); MAX_PREFIXES as usize];
     let num_leases = || {
         assert_eq!(found(&engine, &chain(1, 1)), 0); // what was said before is heard
         server.status().engines[0].num_leases
