@@ -15,8 +15,8 @@ use crate::Result;
 use crate::key::ChunkKey;
 pub use crate::store::ArenaInfo;
 use crate::store::{
-    Anchors, Changes, Got, LeasedFrame, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store, StoreConfig, ToSave,
-    WriteLease,
+    Anchors, Changes, Got, LeasedFrame, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store,
+    StoreConfig, ToSave, WriteLease,
 };
 
 /// Number of a read lease, never used again by its session.

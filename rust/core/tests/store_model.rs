@@ -213,7 +213,10 @@ impl Run {
             let is_stored = end.is_multiple_of(self.per_chunk) && end <= blocks;
             let blocks = if is_stored { blocks } else { 0 };
             assert_eq!(self.store.lookup(begun), Lookup { host_blocks: blocks, stored_blocks: blocks });
-            assert_eq!(self.store.acquire(begun).frames(), if is_stored { self.store.acquire(chain).frames() } else { vec![] });
+            assert_eq!(
+                self.store.acquire(begun).frames(),
+                if is_stored { self.store.acquire(chain).frames() } else { vec![] }
+            );
         }
     }
 

@@ -99,7 +99,7 @@ fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyD
             ("reservations", engine.num_reserved),
             ("leases", engine.num_leases),
         ];
-        fields.into_py_dict(py)
+        fields.into_iter().chain(engine.counts.named()).into_py_dict(py)
     };
     let dict = PyDict::new(py);
     dict.set_item("namespace", status.namespace.map(|namespace| PyBytes::new(py, &namespace)))?;

@@ -25,6 +25,7 @@ use crate::quarantine::Watch;
 use crate::server::{Peer, Shared, spawn};
 use crate::slab::Seat;
 use crate::socket::{is_own, peer, send_with, widen};
+use crate::tally::{Answered, Tally};
 
 /// Longest silence of somebody who has not said hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
@@ -55,6 +56,9 @@ struct Connection {
     /// Keys of other prefixes, one after the other; of a reservation's only those that it needs are meant.
     scratch: Vec<ChunkKey>,
     out: Vec<u8>,
+    tally: Arc<Tally>,
+    /// Blocks of the prefix that the next question is about, where it is sent without what is not there.
+    num_anchored: u32,
     has_said_bye: bool,
 }
 
@@ -88,7 +92,9 @@ pub(crate) fn start(shared: &Arc<Shared>, stream: UnixStream, number: u64) {
     widen(&stream);
     let limits = stream.set_read_timeout(Some(HELLO_TIMEOUT)).and(stream.set_write_timeout(Some(WRITE_TIMEOUT)));
     let (Ok(()), Ok(clone)) = (limits, stream.try_clone()) else { return };
-    shared.peers().insert(number, Peer { stream: clone, pid, since: Instant::now(), seat: None });
+    let tally = Arc::<Tally>::default();
+    let peer = Peer { stream: clone, pid, since: Instant::now(), seat: None, tally: Arc::clone(&tally) };
+    shared.peers().insert(number, peer);
     let mut connection = Connection {
         shared: Arc::clone(shared),
         stream,
@@ -100,6 +106,8 @@ pub(crate) fn start(shared: &Arc<Shared>, stream: UnixStream, number: u64) {
         known: Known::default(),
         scratch: Vec::new(),
         out: Vec::new(),
+        tally,
+        num_anchored: 0,
         has_said_bye: false,
     };
     // Where no thread starts, the connection is dropped, and with it ends.
@@ -193,8 +201,18 @@ impl Connection {
     fn answer(&mut self, request: &Request<'_>, seat: &Seat) -> Result<Option<Answer>, End> {
         let local = &seat.local;
         Ok(Some(match request {
-            Request::Lookup(prefixes) => Answer::Found(local.lookup_many(&self.prefixes(prefixes)?)),
+            Request::Lookup(prefixes) => {
+                let (per_chunk, whole) = (seat.slab.hello.blocks_per_chunk, std::mem::take(&mut self.num_anchored));
+                let prefixes = self.prefixes(prefixes)?;
+                let found = local.lookup_many(&prefixes);
+                let num_blocks =
+                    |(nth, prefix): (usize, &Prefix<'_>)| prefix.num_blocks().max(if nth == 0 { whole } else { 0 });
+                let asked = Answered::lookup(prefixes.iter().enumerate().map(num_blocks), &found, per_chunk);
+                self.count(asked);
+                Answer::Found(found)
+            }
             Request::Acquire(lease, prefixes) => {
+                self.num_anchored = 0;
                 let (is_full, num_held) = (self.leases.len() >= MAX_LEASES, self.num_held);
                 let prefixes = self.prefixes(prefixes)?;
                 let num = prefixes.len();
@@ -212,7 +230,9 @@ impl Connection {
                 Answer::Progress(self.leases.get(lease).map(|(lease, _)| local.poll(*lease)).unwrap_or_default())
             }
             Request::Frames(lease) => {
-                Answer::Frames(self.leases.get(lease).map(|(lease, _)| local.frames(*lease)).unwrap_or_default())
+                let frames = self.leases.get(lease).map(|(lease, _)| local.frames(*lease)).unwrap_or_default();
+                self.count(Answered::Loaded(frames.len() as u64));
+                Answer::Frames(frames)
             }
             Request::Release(lease) => {
                 self.release(*lease, local);
@@ -225,7 +245,11 @@ impl Connection {
                 let rows = |got: Got| (reserved.by_ref().take(got.num_reserved).collect(), got.num_dropped);
                 Answer::Reserved(got.into_iter().map(rows).collect())
             }
-            Request::Commit(tickets) => Answer::Count(local.commit(tickets).into()),
+            Request::Commit(tickets) => {
+                let num_saved = local.commit(tickets).into();
+                self.count(Answered::Saved(num_saved));
+                Answer::Count(num_saved)
+            }
             Request::Abort(tickets) => {
                 local.abort(tickets);
                 return Ok(None);
@@ -249,6 +273,11 @@ impl Connection {
         }))
     }
 
+    fn count(&self, answered: Answered) {
+        self.tally.add(answered);
+        self.shared.tally.add(answered);
+    }
+
     fn release(&mut self, lease: u64, local: &Local) {
         if let Some((own, num)) = self.leases.remove(&lease) {
             self.num_held -= num;
@@ -260,6 +289,7 @@ impl Connection {
     fn anchors(&mut self, sent: &SentAnchors<'_>, local: &Local) -> Result<Answer, End> {
         let all = sent.all().ok_or_else(no_message)?;
         let found = local.anchors(&all);
+        self.num_anchored = sent.last;
         self.known.begin((found.num_known as usize).checked_sub(1).map(|last| all[last]));
         Ok(Answer::Anchors(found))
     }

@@ -15,8 +15,10 @@ mod quarantine;
 mod server;
 mod slab;
 mod socket;
+mod tally;
 
 pub use client::{Remote, RemoteConfig, forget, status};
 pub use message::{EngineStatus, Status};
 pub use quarantine::Patience;
 pub use server::{Server, ServerConfig};
+pub use tally::Counts;

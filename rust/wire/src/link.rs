@@ -71,7 +71,7 @@ impl Link {
         self.push(request);
         let mut found = None;
         loop {
-            self.flush().map_err(fail)?;
+            let sent = self.flush(); // one who refuses may be gone already, but has said why
             let out = if self.unsent() > 0 { PollFlags::OUT } else { PollFlags::empty() };
             if !wait(&*self.stream, PollFlags::IN | out, deadline) {
                 return Err(late());
@@ -89,6 +89,7 @@ impl Link {
                     None => Err(fail(IoKind::InvalidData.into())),
                 };
             }
+            sent.map_err(fail)?;
         }
     }
 

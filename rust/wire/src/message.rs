@@ -9,10 +9,11 @@ use kvloft_core::io::FrameId;
 use kvloft_core::store::{Anchors, LeasedFrame, Lookup, Progress, Reservation, TierName};
 
 use crate::bytes::{Reader, Writer};
-use crate::known::anchors;
 pub use crate::known::SentAnchors;
+use crate::known::anchors;
 pub use crate::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
 use crate::prefixes::{prefixes, ranges, write_ranges};
+use crate::tally::Counts;
 
 /// Version of all that crosses; two sides with different ones do not talk.
 pub const VERSION: u32 = 3;
@@ -130,6 +131,8 @@ pub struct EngineStatus {
     pub num_reserved: u64,
     /// Read leases that it holds.
     pub num_leases: u64,
+    /// What it asked for and got.
+    pub counts: Counts,
 }
 
 /// Begins a message at the end of `to`; `finish` writes its length.
@@ -303,8 +306,8 @@ fn write_status(to: &mut Writer<'_>, status: &Status) {
     to.count(status.engines.len());
     for engine in &status.engines {
         to.u32(engine.pid);
-        for number in [engine.connected_ms, engine.num_reserved, engine.num_leases] {
-            to.u64(number);
+        for number in [engine.connected_ms, engine.num_reserved, engine.num_leases].iter().chain(&engine.counts.0) {
+            to.u64(*number);
         }
     }
 }
@@ -315,9 +318,13 @@ fn status(from: &mut Reader<'_>) -> Option<Status> {
         return None;
     }
     let (description, frame_bytes, stats) = (from.text()?, from.u64()?, stats(from)?);
-    let engines = from.list(28, |from| {
-        let (pid, connected_ms) = (from.u32()?, from.u64()?);
-        Some(EngineStatus { pid, connected_ms, num_reserved: from.u64()?, num_leases: from.u64()? })
+    let engines = from.list(68, |from| {
+        let (pid, connected_ms, num_reserved, num_leases) = (from.u32()?, from.u64()?, from.u64()?, from.u64()?);
+        let mut counts = Counts::default();
+        for number in &mut counts.0 {
+            *number = from.u64()?;
+        }
+        Some(EngineStatus { pid, connected_ms, num_reserved, num_leases, counts })
     })?;
     Some(Status { namespace: is_open.then_some(namespace), description, frame_bytes, stats, engines })
 }

@@ -20,6 +20,7 @@ use crate::message::{EngineStatus, Status};
 use crate::quarantine::{Patience, Quarantine};
 use crate::slab::{Seat, Slabs};
 use crate::socket::Listener;
+use crate::tally::Tally;
 
 /// How often it is looked whether frames of dead engines may be used again.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -57,6 +58,7 @@ pub(crate) struct Peer {
     pub(crate) since: Instant,
     /// Once it said hello.
     pub(crate) seat: Option<Arc<Seat>>,
+    pub(crate) tally: Arc<Tally>,
 }
 
 #[derive(Debug)]
@@ -70,6 +72,8 @@ pub(crate) struct Shared {
     is_stopping: AtomicBool,
     pub(crate) num_accepted: AtomicU64,
     pub(crate) num_refused: AtomicU64,
+    /// Of all engines that ever were.
+    pub(crate) tally: Tally,
 }
 
 impl Shared {
@@ -119,7 +123,10 @@ impl Shared {
             ("server_refused", self.num_refused.load(Ordering::Relaxed)),
             ("quarantined_reservations", kept.0 as u64),
             ("quarantined_leases", kept.1 as u64),
+            ("server_host_bytes", self.config.host_bytes),
+            ("server_disk_bytes", self.config.disk.as_ref().map_or(0, |disk| disk.cap_bytes)),
         ];
+        let of_server = of_server.into_iter().chain(self.tally.counts().named().collect::<Vec<_>>());
         status.stats.extend(of_server.map(|(name, value)| (name.to_owned(), value)));
         let peers = self.peers();
         status.engines = peers.values().filter_map(Peer::status).collect();
@@ -137,6 +144,7 @@ impl Peer {
             connected_ms: u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX),
             num_reserved: num_reserved as u64,
             num_leases: num_leases as u64,
+            counts: self.tally.counts(),
         })
     }
 }
@@ -164,6 +172,7 @@ impl Server {
             is_stopping: AtomicBool::new(false),
             num_accepted: AtomicU64::new(0),
             num_refused: AtomicU64::new(0),
+            tally: Tally::default(),
         });
         let server = Self { shared, listener, threads: Mutex::default() };
         let (shared, listener) = (Arc::clone(&server.shared), Arc::clone(&server.listener));

@@ -4,11 +4,11 @@ mod common;
 
 use std::time::Duration;
 
-use common::{FRAME, LONG, chain, connect, found, remote_config, save, server_config, until, with_disk};
+use common::{FRAME, LONG, chain, connect, found, remote_config, save, server_config, stat, until, with_disk};
 use kvloft_core::KeyChain;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Lookup, Prefix, Progress, SaveRange};
-use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig};
+use kvloft_wire::{Counts, Remote, RemoteConfig, Server, ServerConfig};
 use proptest::prelude::*;
 
 const NUM_BLOCKS: u32 = 900;
@@ -123,4 +123,27 @@ fn a_restarted_server_finds_a_long_prefix_on_its_disk() {
     until("it is read", || engine.poll(lease) == Progress { ready_blocks: 300, pending_blocks: 0 });
     assert_eq!(engine.frames(lease).iter().map(|frame| frame.key).collect::<Vec<_>>(), long.keys());
     assert_eq!(found(&connect(dir.path()), &long), 300, "and now it is known");
+}
+
+#[test]
+fn what_was_asked_for_and_found_is_counted_for_each_engine_and_in_all() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path(), 400);
+    let (one, other) = (connect(dir.path()), connect(dir.path()));
+    save(&one, &chain(1, 300));
+    assert_eq!(lookup(&other, &chain(1, 400)), 300, "of 400, although fewer keys cross");
+    assert_eq!(lookup(&other, &chain(2, 50)), 0);
+    assert_eq!(leased(&other, &chain(1, 200)).len(), 200);
+    assert_eq!(lookup(&other, &chain(1, 100)), 100, "a lease's anchors are not the next question's");
+    let named = |counts: Counts| counts.named().map(|(_, value)| value).collect::<Vec<_>>();
+    let status = server.status();
+    let [first, second] = &status.engines[..] else { panic!("two engines") };
+    assert_eq!(named(first.counts), [0, 0, 0, 0, 300]);
+    assert_eq!(named(second.counts), [3, 550, 400, 200, 0]);
+    other.close(Duration::ZERO);
+    until("it is gone", || server.status().engines.len() == 1);
+    let stats = server.status().stats;
+    let names = ["lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks"];
+    assert_eq!(names.map(|name| stat(&stats, name)), [3, 550, 400, 200, 300], "of engines that are gone, too");
+    assert_eq!(stat(&stats, "server_host_bytes"), 400 * FRAME);
 }

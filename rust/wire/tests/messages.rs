@@ -6,7 +6,7 @@ use kvloft_core::store::{Anchors, LeasedFrame, Lookup, Progress, Reservation, Sa
 use kvloft_wire::message::{
     Answer, Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentAnchors, SentPrefixes, SentRange, VERSION,
 };
-use kvloft_wire::{EngineStatus, Status};
+use kvloft_wire::{Counts, EngineStatus, Status};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -99,7 +99,13 @@ fn answer(parts: &Parts) -> Answer {
             frame_bytes: parts.number,
             stats,
             engines: vec![
-                EngineStatus { pid: one, connected_ms: 1, num_reserved: 2, num_leases: parts.number };
+                EngineStatus {
+                    pid: one,
+                    connected_ms: 1,
+                    num_reserved: 2,
+                    num_leases: parts.number,
+                    counts: Counts([5, 4, 3, parts.number, 1]),
+                };
                 num_rows
             ],
         }),

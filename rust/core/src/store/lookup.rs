@@ -34,7 +34,8 @@ impl<'a> Prefix<'a> {
         Self { root, keys, first: 0 }
     }
 
-    pub(crate) fn num_blocks(&self) -> u32 {
+    /// Blocks that it has, those without keys too.
+    pub fn num_blocks(&self) -> u32 {
         u32::try_from(self.keys.len()).unwrap_or(u32::MAX).saturating_add(self.first)
     }
 
