@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     """Clear the server; returns 0, or 1 after a message on stderr if no server answers or the user does not agree."""
     from kvloft._core import ConfigError, StoreError, server_forget
 
-    socket = settings(args).server
+    socket = settings(args).socket
     assert socket is not None
     if not args.yes and not _agrees(socket):
         print("kvloft: nothing is cleared; say --yes to do it without a question", file=sys.stderr)

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what the server does; returns 0, or 1 after a message on stderr if no server answers."""
     from kvloft._core import ConfigError, StoreError, server_status
 
-    socket = settings(args).server
+    socket = settings(args).socket
     assert socket is not None
     try:
         status = server_status(socket)

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Show it until Ctrl-C or ``--count``; 0, or 1 after a line on stderr where no server answers."""
     from kvloft._core import ConfigError, StoreError, server_status
 
-    socket = settings(args).server
+    socket = settings(args).socket
     assert socket is not None
     before: tuple[float, dict[str, Any]] | None = None
     console = Console()

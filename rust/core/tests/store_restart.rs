@@ -158,7 +158,7 @@ fn what_was_found_on_disk_is_an_anchor_once_all_its_keys_were_compared() {
     let store = place.open();
     until("what was found is entered", || store.flush(LONG));
     let ends: Vec<_> = (1..).zip(prompt.keys().iter().copied()).collect();
-    let begun = |end: usize| Prefix { first: end as u32 - 1, keys: &prompt.keys()[end - 1..], ..Prefix::from(&prompt) };
+    let begun = |end: u32| Prefix { first: end - 1, keys: &prompt.keys()[end as usize - 1..], ..Prefix::from(&prompt) };
     assert_eq!(store.anchors(&ends), Anchors { num_known: 0, num_stored: 8 });
     assert_eq!(store.lookup(begun(8)), Lookup::default());
     assert_eq!(store.lookup(&prompt).stored_blocks, 8);

@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -18,8 +18,8 @@ use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 use rustix::event::PollFlags;
 
 use crate::batches::{bounded, messages, one_by_one, sent_range};
-use crate::link::{self, Link};
-use crate::message::{Answer, Hello, Keys, MAX_KEYS, MAX_PREFIXES, Request, Status, VERSION};
+use crate::link::Link;
+use crate::message::{Answer, Hello, Keys, MAX_KEYS, MAX_PREFIXES, Request, VERSION};
 use crate::server::spawn;
 use crate::socket::wait;
 
@@ -88,16 +88,6 @@ struct Shared {
 pub struct Remote {
     shared: Arc<Shared>,
     thread: JoinHandle<()>,
-}
-
-/// What the server at `socket` does now. `InvalidConfig` if it refuses to say, `Io` if no server answers in time.
-pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
-    link::status(socket, timeout)
-}
-
-/// Has the server at `socket` forget everything in every tier, for all its engines; returns how many chunks. Errors as [`status`].
-pub fn forget(socket: &Path, timeout: Duration) -> Result<u64> {
-    link::forget(socket, timeout)
 }
 
 impl State {

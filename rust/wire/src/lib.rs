@@ -17,7 +17,8 @@ mod slab;
 mod socket;
 mod tally;
 
-pub use client::{Remote, RemoteConfig, forget, status};
+pub use client::{Remote, RemoteConfig};
+pub use link::{forget, status};
 pub use message::{EngineStatus, Status};
 pub use quarantine::Patience;
 pub use server::{Server, ServerConfig};

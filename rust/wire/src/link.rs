@@ -277,18 +277,18 @@ impl Link {
     }
 }
 
-/// Has the server at `path` forget everything, and returns how many chunks; errors as [`Link::connect`] and [`Link::open`].
-pub(crate) fn forget(path: &Path, timeout: Duration) -> Result<u64> {
-    match Link::connect(path)?.open(&Request::Forget(VERSION), timeout)? {
-        (Answer::Count(num_chunks), _) => Ok(num_chunks),
+/// What the server at `socket` does now. `InvalidConfig` if it refuses to say, `Io` if no server answers in time.
+pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
+    match Link::connect(socket)?.open(&Request::Status(VERSION), timeout)? {
+        (Answer::Status(status), _) => Ok(status),
         _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
     }
 }
 
-/// What the server at `path` does now; errors as [`Link::connect`] and [`Link::open`].
-pub(crate) fn status(path: &Path, timeout: Duration) -> Result<Status> {
-    match Link::connect(path)?.open(&Request::Status(VERSION), timeout)? {
-        (Answer::Status(status), _) => Ok(status),
+/// Has the server at `socket` forget everything in every tier, for all its engines; returns how many chunks. Errors as [`status`].
+pub fn forget(socket: &Path, timeout: Duration) -> Result<u64> {
+    match Link::connect(socket)?.open(&Request::Forget(VERSION), timeout)? {
+        (Answer::Count(num_chunks), _) => Ok(num_chunks),
         _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
     }
 }
