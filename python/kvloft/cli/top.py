@@ -11,12 +11,16 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Column, Table
 
+from kvloft.cli.hits import hit_rate, hit_table
 from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.config import size_text
 
 MIN_INTERVAL_S: Final = 0.1
 MAX_INTERVAL_S: Final = 3600.0
 RATES: Final = {
+    "asked for": "lookup_chunks",
+    "found": "lookup_chunks_found",
+    "loaded": "load_chunks",
     "saved": "commits",
     "evicted from host": "host_evictions",
     "written to disk": "disk_writes",
@@ -33,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         "top",
         help="watch a server: tiers, rates, engines",
         description=(
-            "Watch a server: what its tiers hold, chunks and bytes a second since the look before, and its engines. "
+            "Watch a server: what its tiers hold, chunks and GB a second and hit rates since the look before, and its engines. "
             "Ctrl-C ends it. Exit status: 0, or 1 once no server answers."
         ),
     )
@@ -61,11 +65,13 @@ def run(args: argparse.Namespace) -> int:
                 rates = rates_of(status, now - before[0], before[1]) if before is not None else {}
                 if args.json:
                     row = {"engines": status["engines"], "stats": status["stats"], "chunks_per_s": rates}
+                    row |= {"gb_per_s": gb_per_s(rates, status["frame_bytes"]), "hit_rate": hit_rate(status["stats"])}
+                    row["hit_rate_now"] = hit_rate(status["stats"], before[1]["stats"]) if before is not None else None
                     print(json.dumps(row | {"frame_bytes": status["frame_bytes"]}), flush=True)
                 elif live is not None:
-                    live.update(picture(status, rates), refresh=True)
+                    live.update(picture(status, rates, before[1] if before is not None else None), refresh=True)
                 else:
-                    console.print(picture(status, rates))
+                    console.print(picture(status, rates, before[1] if before is not None else None))
                 if nth == args.count:
                     return 0
                 before = now, status
@@ -85,8 +91,13 @@ def rates_of(status: dict[str, Any], seconds: float, before: dict[str, Any]) -> 
     return {shown: (new.get(name, 0) - old.get(name, 0)) / max(seconds, MIN_INTERVAL_S) for shown, name in RATES.items()}
 
 
-def picture(status: dict[str, Any], rates: dict[str, float]) -> RenderableType:
-    """Tables of one look."""
+def gb_per_s(rates: dict[str, float], frame_bytes: int) -> dict[str, float]:
+    """10^9 bytes a second of what was loaded and saved."""
+    return {name: rates[name] * frame_bytes / 1e9 for name in ("loaded", "saved") if name in rates}
+
+
+def picture(status: dict[str, Any], rates: dict[str, float], before: dict[str, Any] | None = None) -> RenderableType:
+    """Tables of one look, with hit rates since the look ``before``."""
     stats, frame_bytes = status["stats"], status["frame_bytes"]
     if status["namespace"] is None:
         return "No engine has connected yet, so no memory is taken."
@@ -98,14 +109,14 @@ def picture(status: dict[str, Any], rates: dict[str, float]) -> RenderableType:
     state = "left alone: it fails" if stats["disk_broken"] else ""
     on_way = f"{stats['disk_pending'] + stats['reads_pending']:,}"
     tiers.add_row("disk", f"{stats['disk_used']:,}", size_text(stats["disk_used"] * frame_bytes), state, on_way, "")
-    flow = Table("a second", *(Column(name, **right) for name in ("chunks", "bytes")))  # type: ignore[arg-type]
+    flow = Table("a second", *(Column(name, **right) for name in ("chunks", "GB")))  # type: ignore[arg-type]
     for shown, rate in rates.items():
-        flow.add_row(shown, f"{rate:,.0f}", size_text(round(rate * frame_bytes)))
+        flow.add_row(shown, f"{rate:,.0f}", f"{rate * frame_bytes / 1e9:,.3f}")
     engines = Table("engine", *(Column(name, **right) for name in ("connected", "being saved", "being loaded")))  # type: ignore[arg-type]
     for engine in status["engines"]:
         name, seconds = f"process {engine['pid']}", f"{engine['connected_ms'] / 1000:,.0f} s"
         engines.add_row(name, seconds, str(engine["reservations"]), str(engine["leases"]))
-    return Group(tiers, flow if rates else "", engines if status["engines"] else "No engine is connected.")
+    return Group(tiers, flow if rates else "", engines if status["engines"] else "No engine is connected.", hit_table(status, before))
 
 
 def _seconds(text: str) -> float:
