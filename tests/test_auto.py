@@ -65,11 +65,8 @@ class Host:
 
     def servers(self) -> list[int]:
         """Processes that serve here."""
-        found = []
-        for process in Path("/proc").iterdir():
-            if process.name.isdecimal() and self._serves(process):
-                found.append(int(process.name))
-        return found
+        processes = [process for process in Path("/proc").iterdir() if process.name.isdecimal()]
+        return [int(process.name) for process in processes if self._serves(process)]
 
     def _serves(self, process: Path) -> bool:
         try:
@@ -199,7 +196,9 @@ def not_ours(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [of_others, link, not_ours, Path.touch])
-def test_a_directory_that_is_not_private_is_refused(make: Callable[[Path], None], host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_that_is_not_private_is_refused(
+    make: Callable[[Path], None], host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
     make(host.folder / "kvloft")
     with pytest.raises(ConfigError, match=r"is not this user's own directory, or others may write to it.*set server to a path"):
@@ -211,7 +210,7 @@ def test_a_wrong_setting_ends_the_start_as_without_a_server(host: Host, monkeypa
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
     (host.folder / "file").touch()
     config = load_config({"server": "auto", "disk_path": str(host.folder / "file" / "disk")})
-    with pytest.raises(ConfigError, match="disk_path = .* cannot be a directory"):
+    with pytest.raises(ConfigError, match=r"disk_path = .* cannot be a directory"):
         auto.look_after(config, logging.getLogger())
 
 
@@ -227,10 +226,11 @@ def test_an_engine_whose_server_cannot_be_started_computes_and_tries_again(
     monkeypatch.setattr(auto, "_comes", lambda _: False)
     caplog.set_level(logging.INFO)
     leave = auto.look_after(config, logging.getLogger())
-    assert [record.getMessage() for record in caplog.records] == [
-        f"kvloft: no server could be started for server = auto, so requests are computed until one answers; start one with "
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == (
+        "kvloft: no server could be started for server = auto, so requests are computed until one answers; start one with "
         f"`kvloft serve --socket {host.socket}`, or mend this: [Errno 2] No such file or directory: '/nowhere/python'"
-    ]
+    )
     monkeypatch.setattr(sys, "executable", python)
     until(host.servers, "it is not tried again")
     leave()

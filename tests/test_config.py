@@ -164,7 +164,9 @@ def test_a_server_is_a_socket(origin: str) -> None:
         config = load_config({"server": text}, {}) if origin == "extra" else load_config({}, {"KVLOFT_SERVER": text})
         assert config.server == path
     for wrong in ("tcp://host:1", "kv.sock", "unix:", "unix:/" + "x" * 107, 7):
-        with pytest.raises(ConfigError, match=r"server = .* is not allowed; it must be \"auto\", a path of at most 107 bytes such as"):
+        with pytest.raises(
+            ConfigError, match=r"server = .* is not allowed; it must be \"auto\", a path of at most 107 bytes such as"
+        ):
             load_config({"server": wrong}, {})
     assert ("server", "unix:/s", "kv_connector_extra_config") in describe(load_config({"server": "unix:/s"}, {}))
 

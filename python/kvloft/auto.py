@@ -34,7 +34,7 @@ _PEER: Final = struct.Struct("3i")
 """Process, user and group at the other end of a socket."""
 
 
-class _NotStarted(Exception):
+class _StartError(Exception):
     """No server could be started, for a reason that may go away."""
 
 
@@ -48,7 +48,7 @@ def look_after(config: Config, logger: logging.Logger) -> Callable[[], None]:
     try:
         _ensure(config, logger)
         _tell_differences(config, logger)
-    except _NotStarted as e:
+    except _StartError as e:
         logger.warning("kvloft: %s", e)
     threading.Thread(target=_watch, args=(config, logger, ended), name="kvloft-server", daemon=True).start()
     return ended.set
@@ -62,7 +62,7 @@ def _watch(config: Config, logger: logging.Logger, ended: threading.Event) -> No
             continue
         try:
             _ensure(config, logger)
-        except (ConfigError, _NotStarted) as e:
+        except (ConfigError, _StartError) as e:
             if told != str(e):
                 logger.warning("kvloft: %s", e)
             told = str(e)
@@ -70,7 +70,7 @@ def _watch(config: Config, logger: logging.Logger, ended: threading.Event) -> No
 
 
 def _ensure(config: Config, logger: logging.Logger) -> None:
-    """Start a server unless one listens. Raises ConfigError or _NotStarted."""
+    """Start a server unless one listens. Raises ConfigError or _StartError."""
     path = Path(_path(config))
     _make_private(path.parent)
     if _is_there(path):
@@ -99,7 +99,7 @@ def _ensure(config: Config, logger: logging.Logger) -> None:
     elif status == WRONG_SETTING:
         raise ConfigError(said.removeprefix("kvloft: "))
     elif not _comes(path):  # another engine's was not first
-        raise _NotStarted(
+        raise _StartError(
             f"no server could be started for server = auto, so requests are computed until one answers; start one with "
             f"`kvloft serve --socket {path}`, or mend this: {said.removeprefix('kvloft: ')}"
         )

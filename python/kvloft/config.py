@@ -156,7 +156,7 @@ _PATH: Final = Kind(_parse_path, "the path of a directory, or null for no disk t
 _TOKENS: Final = Kind(lambda v: v if v == "auto" else _parse_count(v, 1, 1 << 20), '"auto" or a number of tokens from 1 to 1048576')
 _SERVER: Final = Kind(
     parse_socket,
-    '"auto", a path of at most 107 bytes such as "unix:/run/user/1000/kvloft/kvloft.sock", or null for a cache of the engine\'s own',
+    '"auto", a path of at most 107 bytes such as "unix:/run/user/1000/kvloft/kvloft.sock", or null for one of its own',
     lambda v: (v if v == AUTO else f"unix:{v}") if v else "(none)",
 )
 _TEXT: Final = Kind(_parse_text, "text", lambda v: repr(v) if v else "(empty)")
@@ -280,7 +280,7 @@ def _auto_socket() -> str:
     """In the directory for such things that the system made for this user, or else in one that all of its processes know."""
     run = os.environ.get("XDG_RUNTIME_DIR", "")
     places = [f"{run}/kvloft/auto.sock"] if os.path.isabs(run) and os.path.isdir(run) else []  # noqa: PTH112, PTH117 (plain strings)
-    places.append(f"/tmp/kvloft-{os.geteuid()}/auto.sock")  # noqa: S108 (its owner is checked)
+    places.append(f"/tmp/kvloft-{os.geteuid()}/auto.sock")
     return next((place for place in places if len(place.encode()) <= MAX_SOCKET_BYTES), places[-1])
 
 

@@ -18,8 +18,8 @@ from rich.console import Console
 
 from kvloft import _core
 from kvloft.cli import metrics, top
-from kvloft.cli.hits import hit_rate
 from kvloft.cli.__main__ import main
+from kvloft.cli.hits import hit_rate
 from kvloft.errors import ConfigError
 
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
@@ -65,7 +65,15 @@ def test_prometheus_reads_what_status_says(socket: str) -> None:
     named = metrics.COUNTERS | metrics.GAUGES
     assert named.keys() <= stats.keys(), "a name that no server knows"
     assert {f"kvloft_{name}" for name in metrics.GAUGES} | {f"kvloft_{name}_total" for name in metrics.COUNTERS} <= found.keys()
-    not_counts = {"disk_write_us", "disk_read_us", "disk_slots", "disk_recovered", "write_leases", "quarantined_leases", "save_chunks"}
+    not_counts = {
+        "disk_write_us",
+        "disk_read_us",
+        "disk_slots",
+        "disk_recovered",
+        "write_leases",
+        "quarantined_leases",
+        "save_chunks",
+    }
     assert stats.keys() - named.keys() == not_counts, "a new number is exported, or listed here"
 
 

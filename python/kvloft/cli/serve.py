@@ -169,7 +169,8 @@ def _wait(is_over: threading.Event, server: Any, linger_s: float | None) -> None
         if linger_s is not None and server.status()["engines"]:
             needed = time.monotonic()
         if linger_s is not None and time.monotonic() - needed >= linger_s:
-            return _tell(f"no engine was connected for {linger_s:g} s")
+            _tell(f"no engine was connected for {linger_s:g} s")
+            return
 
 
 def _stop(is_over: threading.Event, number: int) -> None:

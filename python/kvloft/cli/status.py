@@ -18,7 +18,10 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "status",
         help="show what a server does",
-        description="Show what a server does: its memory and disk, its engines, and what they asked for and found. Exit status: 0, or 1 where none answers.",
+        description=(
+            "Show what a server does: its memory and disk, its engines, and what they asked for and found. "
+            "Exit status: 0, or 1 where none answers."
+        ),
     )
     add_socket(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables (sizes in bytes)")

@@ -116,7 +116,9 @@ def picture(status: dict[str, Any], rates: dict[str, float], before: dict[str, A
     for engine in status["engines"]:
         name, seconds = f"process {engine['pid']}", f"{engine['connected_ms'] / 1000:,.0f} s"
         engines.add_row(name, seconds, str(engine["reservations"]), str(engine["leases"]))
-    return Group(tiers, flow if rates else "", engines if status["engines"] else "No engine is connected.", hit_table(status, before))
+    return Group(
+        tiers, flow if rates else "", engines if status["engines"] else "No engine is connected.", hit_table(status, before)
+    )
 
 
 def _seconds(text: str) -> float:
