@@ -174,6 +174,9 @@ def test_a_server_is_a_socket(origin: str) -> None:
 def test_what_a_server_is_told_an_engine_that_uses_one_is_not() -> None:
     with pytest.raises(ConfigError, match=r"host_size \(kv_connector_extra_config\) does nothing with server"):
         load_config({"server": "unix:/s", "host_size": "1GiB"}, {})
+    starting = load_config({"server": "auto", "host_size": "1GiB", "disk_path": "/cache"}, {})
+    assert (starting.server, starting.host_size, starting.server_linger) == ("auto", 1 << 30, 300.0), "it is told to the server"
+    assert ("server", "auto", "kv_connector_extra_config") in describe(starting)
     shared = load_config({"server": "unix:/s"}, {"KVLOFT_HOST_SIZE": "1GiB"})  # the server may read it there
     assert (shared.server, shared.host_size) == ("/s", 1 << 30)
     assert load_config({"server": "unix:/s", "host_size": "1GiB"}, {}, extra_origin="command line").host_size == 1 << 30
