@@ -155,7 +155,7 @@ def _make_private(folder: Path) -> None:
 
 
 def _connect(path: str | Path) -> int:
-    """The process that listens there, 0 if it cannot be seen from here. Raises OSError where none does."""
+    """The process that listens there, 0 if it is another container's. Raises OSError where none does."""
     with socket.socket(socket.AF_UNIX) as own:
         own.settimeout(START_TIMEOUT_S)
         own.connect(str(path))
@@ -182,9 +182,10 @@ def _comes(path: Path) -> bool:
 def _wait_for_end(path: str, ended: threading.Event) -> None:
     """Returns once the server or this engine ends. Raises OSError where none listens."""
     pid = _connect(path)
-    if pid == 0:
-        return  # its process is another container's
-    process = os.pidfd_open(pid)
+    try:
+        process = os.pidfd_open(pid)
+    except OSError:
+        return  # it is another container's, or gone already: the next look says which
     try:
         poll = select.poll()
         poll.register(process, select.POLLIN)

@@ -85,6 +85,26 @@ proptest! {
     }
 }
 
+/// Whole keys are compared: one that only begins like a stored one is another.
+#[test]
+fn keys_that_differ_in_their_last_byte_only_are_not_found() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = serve(dir.path(), 400);
+    let engine = connect(dir.path());
+    let stored = chain(1, 400);
+    save(&engine, &stored);
+    for num_same in [0, 1, 63, 64, 65, 128, 399, 400] {
+        let mut keys = stored.keys().to_vec();
+        keys[num_same..].iter_mut().for_each(|key| key.0[31] ^= 1);
+        let forged = Prefix::new(stored.root(), &keys);
+        assert_eq!(engine.lookup(forged).host_blocks as usize, num_same);
+        let lease = engine.acquire(forged);
+        let frames = engine.frames(lease);
+        assert!(frames.iter().map(|frame| frame.key).eq(stored.keys()[..num_same].iter().copied()), "{num_same}");
+        engine.release(lease);
+    }
+}
+
 #[test]
 fn a_prefix_whose_anchor_is_evicted_is_found_as_far_as_it_is_left() {
     let dir = tempfile::tempdir().expect("a directory");
