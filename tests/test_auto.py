@@ -77,7 +77,7 @@ class Host:
 
     def num_engines(self) -> int:
         try:
-            return len(_core.server_status(str(self.socket))["engines"])
+            return sum(len(space["engines"]) for space in _core.server_status(str(self.socket))["namespaces"])
         except _core.StoreError:
             return 0
 

@@ -245,8 +245,9 @@ class Session:
 class Server:
     """A store that engines of this user share; it listens at ``socket`` from its making on, and tells nobody else.
 
-    Memory is taken and the disk opened for the first engine. Engines of another namespace are refused until no engine is left.
-    Raises BusyError where another server has the socket, ConfigError where its directory is not private.
+    Memory is taken for the first engine. Each namespace has chunks, slabs of the memory and a folder of its own on disk; those with
+    engines share the memory equally, but for ``shares``: percent by how a namespace's name in hex begins. Raises BusyError
+    where another server has the socket, ConfigError where its directory is not private or the shares are wrong.
     """
 
     def __new__(
@@ -259,6 +260,7 @@ class Server:
         disk_bytes: int = 0,
         disk_threads: int = 2,
         max_connections: int = 64,
+        shares: list[tuple[str, int]] | None = None,
     ) -> Server: ...
     def status(self) -> dict[str, Any]:
         """As `server_status`."""
@@ -268,16 +270,18 @@ class Server:
         """End every connection, write to disk what should be there until the timeout, give the disk directory up."""
 
 def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
-    """What the server at ``socket`` does now: namespace (32 bytes, or None before the first engine), description, frame_bytes,
-    stats (counters and gauges by name) and engines (each pid, connected_ms, reservations, leases).
+    """What the server at ``socket`` does now: host_bytes, slab_bytes (both 0 before the first engine), stats (its counters and
+    gauges by name) and namespaces: each namespace (32 bytes), description, frame_bytes, slabs (how many it has), stats (of its
+    store) and engines (each pid, connected_ms, reservations, leases).
 
     Raises StoreError where nobody answers in time, ConfigError where the server refuses to.
     """
 
-def server_forget(socket: str, *, timeout_s: float = 30.0) -> int:
-    """Have the server at ``socket`` forget everything in every tier, for all its engines; returns how many chunks.
+def server_forget(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:
+    """Have the server at ``socket`` forget a namespace in every tier, for all its engines; returns how many chunks.
 
-    Raises as `server_status`.
+    It is the one whose name in hex begins with ``namespace``, which may be empty where there is one only. Raises as
+    `server_status`, and ConfigError, with the names that there are, if not exactly one begins so.
     """
 
 def disk_inspect(path: str) -> list[dict[str, Any]]:

@@ -38,7 +38,8 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
         engine.settle(chunks.tickets())
         assert main(["status", "--socket", str(socket), "--json"]) == 0
         shown = json.loads(capsys.readouterr().out)
-        assert (shown["namespace"], shown["stats"]["frames_visible"], len(shown["engines"])) == ("00" * 32, 3, 1)
+        (space,) = shown["namespaces"]
+        assert (space["namespace"], space["stats"]["frames_visible"], len(space["engines"])) == ("00" * 32, 3, 1)
         assert main(["status", "--socket", f"unix:{socket}"]) == 0
         out = capsys.readouterr().out
         assert "12 KiB" in out
@@ -94,10 +95,17 @@ def test_a_wrong_size_is_told_with_its_origin(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.startswith('kvloft: host_size = "many" (command line) is not allowed')
 
 
+@pytest.mark.parametrize("text", ["x=10", "3f", "3f=", "=10", "3f=x"])
+def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--socket", "/tmp/x.sock", "--share", text]) == 2
+    assert "is no NAMESPACE=PERCENT" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("more", "wanted"),
     [
         (["--socket", "/tmp/kv.sock"], "others may write to it; set socket"),
+        (["--socket", "{folder}/run/kv.sock", "--share", "3f=60", "--share", "4=41%"], "100 together at most, not 101"),
         (["--socket", "{folder}/file"], "is no socket; set socket to another path"),
         (["--socket", "{folder}/run/kv.sock", "--metrics", "nohost.invalid:9180"], "name another host or port"),
     ],

@@ -48,6 +48,13 @@ def save(engine: _core.Session, prompt: list[int]) -> None:
     engine.settle(chunks.tickets())
 
 
+def stats_of(socket: str) -> dict[str, int]:
+    """Of the only namespace."""
+    (space,) = _core.server_status(socket)["namespaces"]
+    stats: dict[str, int] = space["stats"]
+    return stats
+
+
 def scrape(url: str) -> dict[str, Any]:
     with urllib.request.urlopen(url, timeout=60) as answer:
         text = answer.read().decode()
@@ -57,24 +64,47 @@ def scrape(url: str) -> dict[str, Any]:
 def test_prometheus_reads_what_status_says(socket: str) -> None:
     url, end = metrics.serve(("127.0.0.1", 0), lambda: _core.server_status(socket))
     try:
-        found, stats = scrape(url), _core.server_status(socket)["stats"]
+        found, status = scrape(url), _core.server_status(socket)
     finally:
         end()
     assert (found["kvloft_commits_total"], found["kvloft_frames_visible"]) == (3, 3)
     assert (found["kvloft_engines"], found["kvloft_frame_bytes"]) == (1, 4096)
+    (space,) = status["namespaces"]
+    assert (found["kvloft_slabs"], found["kvloft_host_bytes"]) == (space["slabs"], status["host_bytes"]) == (1, 1 << 20)
+    not_counts = {"disk_write_us", "disk_read_us", "disk_slots", "disk_recovered", "write_leases", "save_chunks"}
     named = metrics.COUNTERS | metrics.GAUGES
-    assert named.keys() <= stats.keys(), "a name that no server knows"
-    assert {f"kvloft_{name}" for name in metrics.GAUGES} | {f"kvloft_{name}_total" for name in metrics.COUNTERS} <= found.keys()
-    not_counts = {
-        "disk_write_us",
-        "disk_read_us",
-        "disk_slots",
-        "disk_recovered",
-        "write_leases",
-        "quarantined_leases",
-        "save_chunks",
-    }
-    assert stats.keys() - named.keys() == not_counts, "a new number is exported, or listed here"
+    assert space["stats"].keys() == named.keys() | not_counts, "a new number is exported, or listed here"
+    of_server = metrics.SERVER_COUNTERS | metrics.SERVER_GAUGES
+    assert status["stats"].keys() == of_server.keys() | {"quarantined_leases"}
+    counters = metrics.COUNTERS | metrics.SERVER_COUNTERS
+    gauges = metrics.GAUGES | metrics.SERVER_GAUGES
+    assert {f"kvloft_{name}" for name in gauges} | {f"kvloft_{name}_total" for name in counters} <= found.keys()
+
+
+def test_each_namespace_has_its_numbers_and_is_cleared_alone(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    other = _core.Session.connect(socket, frame_bytes=8192, namespace=b"\x1a" * 32, timeout_s=60.0)
+    save(other, [7, 8])
+    url, end = metrics.serve(("127.0.0.1", 0), lambda: _core.server_status(socket))
+    try:
+        with urllib.request.urlopen(url, timeout=60) as answer:
+            text = answer.read().decode()
+    finally:
+        end()
+    assert 'kvloft_frames_visible{namespace="0000000000000000"} 3.0' in text
+    assert 'kvloft_frames_visible{namespace="1a1a1a1a1a1a1a1a"} 2.0' in text
+    assert 'kvloft_frame_bytes{namespace="1a1a1a1a1a1a1a1a"} 8192.0' in text
+    assert main(["status", "--socket", socket]) == 0
+    shown = capsys.readouterr().out
+    assert shown.count("host memory") == 2
+    assert "namespace 1a1a1a1a1a1a1a1a" in shown
+    for unclear in ([], ["--namespace", "2"]):
+        assert main(["clear", "--socket", socket, "--yes", *unclear]) == 2
+        assert "0000000000000000, 1a1a1a1a1a1a1a1a" in capsys.readouterr().err
+    assert main(["clear", "--socket", socket, "--yes", "--namespace", "1A1A"]) == 0
+    assert capsys.readouterr().out == "2 chunks forgotten\n"
+    visible = [space["stats"]["frames_visible"] for space in _core.server_status(socket)["namespaces"]]
+    assert visible == [3, 0]
+    other.close()
 
 
 def test_before_the_first_engine_there_are_numbers_too() -> None:
@@ -125,6 +155,7 @@ def test_top_shows_tiers_engines_and_rates(socket: str, capsys: pytest.CaptureFi
     assert "saved" in out
     assert main(["top", "--socket", socket, "--count", "2", "--interval", "0.1", "--json"]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    (first,), (second,) = first["namespaces"], second["namespaces"]
     assert (first["stats"]["frames_visible"], first["chunks_per_s"]) == (3, {})
     assert second["chunks_per_s"].keys() == top.RATES.keys()
     assert (second["gb_per_s"], second["hit_rate"], second["hit_rate_now"]) == ({"loaded": 0.0, "saved": 0.0}, None, None)
@@ -142,10 +173,11 @@ def test_hit_rates_are_told_of_each_engine_and_of_all(socket: str, capsys: pytes
     lease.batch([5, 6, 7], 0, 3)
     assert main(["status", "--socket", socket, "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
-    told = [{name: engine[name] for name in COUNTS} for engine in shown["engines"]]
+    (space,) = shown["namespaces"]
+    told = [{name: engine[name] for name in COUNTS} for engine in space["engines"]]
     assert told == [dict(zip(COUNTS, counts, strict=True)) for counts in ([0, 0, 0, 0, 3], [2, 8, 6, 3, 0])]
-    assert [shown["stats"][name] for name in COUNTS] == [2, 8, 6, 3, 3]
-    assert shown["hit_rate"] == 0.75
+    assert [space["stats"][name] for name in COUNTS] == [2, 8, 6, 3, 3]
+    assert space["hit_rate"] == 0.75
     assert main(["status", "--socket", socket]) == 0
     assert capsys.readouterr().out.count("75.0%") == 2, "of the one that asked and of all, not of the other"
     before = _core.server_status(socket)
@@ -169,10 +201,10 @@ def test_a_hit_rate_is_of_the_time_between_and_of_one_server() -> None:
 def test_clear_empties_a_server_only_if_somebody_says_so(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["clear", "--socket", socket]) == 1
     assert "say --yes" in capsys.readouterr().err
-    assert _core.server_status(socket)["stats"]["frames_visible"] == 3
+    assert stats_of(socket)["frames_visible"] == 3
     assert main(["clear", "--socket", socket, "--yes"]) == 0
     assert capsys.readouterr().out == "3 chunks forgotten\n"
-    stats = _core.server_status(socket)["stats"]
+    stats = stats_of(socket)
     assert (stats["frames_visible"], stats["disk_used"], stats["cleared"]) == (0, 0, 3)
     assert main(["clear", "--socket", f"{socket}.none", "--yes"]) == 1
     assert "no kvloft server answers" in capsys.readouterr().err
@@ -180,11 +212,14 @@ def test_clear_empties_a_server_only_if_somebody_says_so(socket: str, capsys: py
 
 def test_rates_are_of_the_time_between_and_never_of_two_stores() -> None:
     names = dict.fromkeys(top.RATES.values(), 10)
-    old: dict[str, Any] = {"namespace": b"a", "stats": names}
-    new = {"namespace": b"a", "stats": names | {"commits": 30}}
-    assert top.rates_of(new, 4.0, old) == {shown: 5.0 if shown == "saved" else 0.0 for shown in top.RATES}
+
+    def look(name: bytes, stats: dict[str, int]) -> dict[str, Any]:
+        return {"namespaces": [{"namespace": name, "stats": stats}]}
+
+    old, new = look(b"a", names), look(b"a", names | {"commits": 30})
+    assert top.rates_of(new, 4.0, old) == {b"a": {shown: 5.0 if shown == "saved" else 0.0 for shown in top.RATES}}
     assert top.rates_of(old, 4.0, new) == {}
-    assert top.rates_of(new | {"namespace": b"b"}, 4.0, old) == {}
+    assert top.rates_of(look(b"b", names), 4.0, old) == {}
 
 
 def test_every_panel_of_the_dashboard_asks_for_numbers_that_exist(socket: str) -> None:

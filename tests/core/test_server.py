@@ -30,7 +30,7 @@ def chain_of(tokens: list[int]) -> _core.KeyChain:
 
 def test_sessions_of_one_server_share_and_each_holds_its_own(socket: str) -> None:
     server = _core.Server(socket, host_bytes=8 * FRAME)
-    assert server.status()["namespace"] is None
+    assert server.status()["namespaces"] == []
     one, other = connect(socket), connect(socket, description="here")
     assert one.arena_id == other.arena_id != 0
     arena = _core.Arena.open(other.arena_path, frame_bytes=FRAME, num_frames=other.num_frames)
@@ -42,9 +42,10 @@ def test_sessions_of_one_server_share_and_each_holds_its_own(socket: str) -> Non
     batch, by_tier = lease.batch([7, 8, 9], 0, 3)
     assert (batch.block_ids(), by_tier) == ([7, 8, 9], {"host": 3})
     status = _core.server_status(socket)
-    assert status == server.status() | {"engines": status["engines"], "stats": status["stats"]}
-    assert (status["namespace"], status["frame_bytes"], len(status["engines"])) == (bytes(32), FRAME, 2)
-    assert status["stats"]["pins"] == sum(engine["leases"] for engine in status["engines"]) * 3 == 3
+    assert status == server.status() | {"namespaces": status["namespaces"], "stats": status["stats"]}
+    (space,) = status["namespaces"]
+    assert (space["namespace"], space["frame_bytes"], len(space["engines"])) == (bytes(32), FRAME, 2)
+    assert space["stats"]["pins"] == sum(engine["leases"] for engine in space["engines"]) * 3 == 3
     assert any("is connected" in event for event in server.take_events())
     server.close()
     assert other.lookup(chain_of([1, 2, 3])) == (0, 0)
@@ -60,8 +61,10 @@ def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
     with pytest.raises(_core.ConfigError, match="host_size"):
         connect(socket, frame_bytes=1 << 40)
     engine = connect(socket)
-    with pytest.raises(_core.ConfigError, match="start another server"):
-        connect(socket, namespace=b"1" * 32)
+    with pytest.raises(_core.ConfigError, match="give them the same settings"):
+        connect(socket, frame_bytes=2 * FRAME)
+    with pytest.raises(_core.ConfigError, match="no such namespace.*: 0000000000000000"):
+        _core.server_forget(socket, namespace="f")
     with pytest.raises(_core.ConfigError, match="no such chunks"):
         engine.reserve(chain_of([1]), 0, 2, 0, [1, 2])
     assert repr(engine) == "Session(num_frames=8, frame_bytes=4096)"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvloft._core import StoreError, server_status
+from kvloft._core import ConfigError, Session, StoreError, server_status
 
 from . import tiny
 from .client import BLOCK, PACE, Engine, EngineError, Req, Zygote, engine_kwargs, full_blocks, random_ids
@@ -75,10 +75,15 @@ class CacheServer:
         process, self._process = self._process, None
         return process.wait(60 * PACE)
 
+    def namespaces(self) -> list[dict[str, Any]]:
+        spaces: list[dict[str, Any]] = self.status()["namespaces"]
+        return spaces
+
     def assert_at_rest(self) -> None:
         def is_at_rest() -> bool:
-            stats = self.status()["stats"]
-            return stats["frames_reserved"] == stats["pins"] == stats["quarantined_leases"] == 0
+            status = self.status()
+            held = [space["stats"][name] for space in status["namespaces"] for name in ("frames_reserved", "pins")]
+            return not any(held) and status["stats"]["quarantined_leases"] == 0
 
         until(is_at_rest, "something is held")
 
@@ -135,7 +140,8 @@ def test_what_one_engine_computed_the_other_loads(
     assert again.metrics()["vllm:kvloft_load_tokens_host_total"] == FULL
     again.assert_at_rest()
     server.assert_at_rest()
-    assert len(server.status()["engines"]) == 2
+    (space,) = server.namespaces()
+    assert len(space["engines"]) == 2
 
 
 def test_a_server_that_was_stopped_has_everything_on_disk(truth: Truth, start: Callable[..., Engine], server: CacheServer) -> None:
@@ -232,11 +238,79 @@ def test_an_engine_that_starts_before_its_server_is_served_once_it_is_there(
     until_full(truth, engine)
 
 
-def test_another_model_is_refused_in_one_sentence(start: Callable[..., Engine], server: CacheServer) -> None:
+def test_another_shape_of_a_namespace_is_refused_in_one_sentence(start: Callable[..., Engine], server: CacheServer) -> None:
     engine = start(kv_transfer_config=shared(server))
-    with pytest.raises(EngineError, match="start another server for it"):
-        start(kv_transfer_config=shared(server, namespace="other"))
+    size = server.namespaces()[0]["frame_bytes"]
+    other = Session.connect(str(server.socket), frame_bytes=size, namespace=b"\1" * 32, timeout_s=60.0)
+    with pytest.raises(ConfigError, match="give them the same settings"):
+        Session.connect(str(server.socket), frame_bytes=2 * size, namespace=b"\1" * 32, timeout_s=60.0)
+    other.close()
     engine.stop()
+
+
+@pytest.fixture
+def other_model(zygote: Zygote, tmp_path: Path) -> Iterator[tuple[Path, Truth]]:
+    """A model with chunks of another size, and what it says."""
+    model = tiny.write_model(tmp_path / "other", num_heads=4, num_kv_heads=4)
+    truth = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=600)))
+    yield model, truth
+    truth.close()
+
+
+def test_two_models_on_one_server_have_each_their_own(
+    truth: Truth, start: Callable[..., Engine], server: CacheServer, other_model: tuple[Path, Truth]
+) -> None:
+    model, other_truth = other_model
+    requests = [other_truth.pick(lambda seed: Req(random_ids(seed, 200), max_tokens=12), 9000 + nth) for nth in range(4)]
+    full = sum(full_blocks(request.num_prompt_tokens) for request in requests)
+    one = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120)
+    other = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120, model=model)
+
+    def ask_other() -> int:
+        results = other.ask(*[request.again() for request in requests])
+        assert [result.tokens for result in results] == [other_truth.tokens(request) for request in requests]
+        return sum(result.num_external for result in results)
+
+    assert (ask_all(truth, one), ask_other()) == (0, 0)
+    assert (ask_all(truth, one), ask_other()) == (FULL, full)
+    first, second = server.namespaces()
+    assert first["frame_bytes"] != second["frame_bytes"]
+    assert all(space["slabs"] and len(space["engines"]) == 1 for space in (first, second))
+    assert other.reset(connector=True)
+    assert ask_all(truth, one) == FULL, "a reset empties its own namespace"
+    assert (ask_other(), ask_other()) == (0, full)
+    os.kill(other.pid, signal.SIGKILL)
+    assert ask_all(truth, one) == FULL
+    server.assert_at_rest()
+    other = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120, model=model)
+    assert ask_other() == full
+    other.stop()
+
+
+def test_two_models_want_more_memory_than_there_is_and_no_token_is_wrong(
+    truth: Truth, start: Callable[..., Engine], server: CacheServer, other_model: tuple[Path, Truth]
+) -> None:
+    model, other_truth = other_model
+    server.end()
+    server.start(host_size="1MiB")
+    requests = [other_truth.pick(lambda seed: Req(random_ids(seed, 200), max_tokens=12), 9000 + nth) for nth in range(6)]
+    other = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120, model=model)  # its chunks are larger: slabs suit both
+    one = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120)
+    hits = [0, 0]
+    for nth in range(8):
+        hits[0] += ask_all(truth, one)
+        for request in requests[nth % 2 :: 2]:
+            for _ in range(2):
+                result = other.ask(request.again())[0]
+                assert result.tokens == other_truth.tokens(request)
+                hits[1] += result.num_external
+    assert min(hits) > 0
+    assert sum(space["stats"]["host_evictions"] for space in server.namespaces()) > 0
+    assert all(space["slabs"] for space in server.namespaces())
+    for engine in (one, other):
+        assert engine.metrics()["vllm:kvloft_verify_failures_total"] == 0
+        engine.assert_at_rest()
+    server.assert_at_rest()
 
 
 def test_reset_empties_the_shared_cache(truth: Truth, start: Callable[..., Engine], server: CacheServer) -> None:

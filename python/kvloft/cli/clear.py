@@ -13,33 +13,38 @@ def add_parser(subparsers: Any) -> None:
         "clear",
         help="empty a server's memory and disk",
         description=(
-            "Empty a server: nothing that it holds now, in memory or on disk, is found again by any of its engines. They go on and "
-            "save anew. Exit status: 0, or 1 where no server answers."
+            "Empty a server: nothing that a namespace holds now, in memory or on disk, is found again by any of its engines. They go "
+            "on and save anew. Exit status: 0, 1 where no server answers, or 2 where it has several namespaces and none is named."
         ),
     )
     add_socket(parser)
+    parser.add_argument("--namespace", metavar="ID", default="", help="which, as `kvloft status` prints it; needed if there are several")
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Clear the server; returns 0, or 1 after a message on stderr if no server answers or the user does not agree."""
+    """Clear a namespace; 0, or after a message on stderr 1 if no server answers or the user does not agree, 2 if it is not named."""
     from kvloft._core import ConfigError, StoreError, server_forget
 
     socket = settings(args).socket
     assert socket is not None
-    if not args.yes and not _agrees(socket):
+    if not args.yes and not _agrees(socket, args.namespace):
         print("kvloft: nothing is cleared; say --yes to do it without a question", file=sys.stderr)
         return 1
     try:
-        num_chunks = server_forget(socket)
-    except (ConfigError, StoreError) as e:
+        num_chunks = server_forget(socket, namespace=args.namespace.lower())
+    except ConfigError as e:
+        print(f"kvloft: {e}", file=sys.stderr)
+        return 2
+    except StoreError as e:
         return not_answered(e)
     print(f"{num_chunks:,} chunk{'s' if num_chunks != 1 else ''} forgotten")
     return 0
 
 
-def _agrees(socket: str) -> bool:
+def _agrees(socket: str, namespace: str) -> bool:
     if not sys.stdin.isatty():
         return False
-    return input(f"Forget everything that the server at {socket} holds? [y/N] ").strip().lower() in ("y", "yes")
+    what = f"namespace {namespace}" if namespace else "everything"
+    return input(f"Forget {what} that the server at {socket} holds? [y/N] ").strip().lower() in ("y", "yes")

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from kvloft.errors import ConfigError
 
+# Of each namespace, with a label that says which; then of the server.
 COUNTERS: Final = {
     "commits": "Chunks saved and visible",
     "aborts": "Saves that came to nothing",
@@ -32,11 +33,9 @@ COUNTERS: Final = {
     "lookup_chunks": "Chunks that they asked for",
     "lookup_chunks_found": "Chunks of those that were there, in any tier",
     "load_chunks": "Chunks that engines took to load them",
-    "server_accepted": "Connections that were accepted",
-    "server_refused": "Connections that were refused",
 }
 GAUGES: Final = {
-    "frames_total": "Frames in host memory",
+    "frames_total": "Frames in the slabs that it has of host memory",
     "frames_visible": "Frames that hold a visible chunk",
     "frames_reserved": "Frames being written",
     "frames_free": "Frames that hold nothing",
@@ -46,12 +45,16 @@ GAUGES: Final = {
     "reads_pending": "Chunks that wait to be read from disk",
     "disk_used": "Chunks on disk",
     "disk_pending": "Chunks on their way to disk",
-    "disk_bytes": "Bytes of the disk directory",
+    "disk_bytes": "Bytes of its files on disk",
     "disk_broken": "1 while the disk tier is left alone after errors or a hang",
+}
+SERVER_COUNTERS: Final = {"server_accepted": "Connections that were accepted", "server_refused": "Connections that were refused"}
+SERVER_GAUGES: Final = {
     "server_host_bytes": "Bytes of host memory that the server may take",
     "server_disk_bytes": "Bytes that the disk directory may take",
     "quarantined_reservations": "Frames kept until nothing can write to them",
 }
+LABEL: Final = "namespace"
 
 
 def address(text: str) -> tuple[str, int]:
@@ -94,10 +97,23 @@ class _Collector:
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         status = self._status()
-        stats, frame_bytes = status["stats"], status["frame_bytes"]
+        spaces = [(space["namespace"].hex()[:16], space) for space in status["namespaces"]]
         for families, names in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
             for name, text in names.items():
-                if name in stats:  # those of the store, once an engine has connected
-                    yield families(f"kvloft_{name}", f"{text}.", value=stats[name])
-        yield GaugeMetricFamily("kvloft_frame_bytes", "Bytes of one frame.", value=frame_bytes)
-        yield GaugeMetricFamily("kvloft_engines", "Engines that are connected.", value=len(status["engines"]))
+                family = families(f"kvloft_{name}", f"{text}.", labels=[LABEL])
+                for label, space in spaces:
+                    if name in space["stats"]:  # once its store is open
+                        family.add_metric([label], space["stats"][name])
+                yield family
+        for name, text in (("frame_bytes", "Bytes of one frame"), ("slabs", "Slabs of host memory that it has")):
+            family = GaugeMetricFamily(f"kvloft_{name}", f"{text}.", labels=[LABEL])
+            for label, space in spaces:
+                family.add_metric([label], space[name])
+            yield family
+        for families, names in ((CounterMetricFamily, SERVER_COUNTERS), (GaugeMetricFamily, SERVER_GAUGES)):
+            for name, text in names.items():
+                yield families(f"kvloft_{name}", f"{text}.", value=status["stats"][name])
+        yield GaugeMetricFamily("kvloft_host_bytes", "Bytes of host memory.", value=status["host_bytes"])
+        yield GaugeMetricFamily("kvloft_slab_bytes", "Bytes of a slab of it.", value=status["slab_bytes"])
+        num_engines = sum(len(space["engines"]) for _, space in spaces)
+        yield GaugeMetricFamily("kvloft_engines", "Engines that are connected.", value=num_engines)

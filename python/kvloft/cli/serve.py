@@ -6,6 +6,7 @@ It reads settings, waits for signals and tells what happens; everything else is 
 import argparse
 import contextlib
 import os
+import re
 import signal
 import sys
 import threading
@@ -47,9 +48,10 @@ Every engine that should share the cache gets one setting, in kv_connector_extra
 
   "server": "unix:/run/user/1000/kvloft/kvloft.sock"
 
-Engines of one model and one version of vLLM share KV. Those of another model are refused until the first have ended:
-start another server for them, with a socket and a disk_path of its own. An engine that is restarted finds what is in
-the server's memory. While no server answers, engines compute; they connect again by themselves.
+Engines of one model and one version of vLLM share KV: they are a namespace. Each namespace has chunks of its own, on
+disk a folder of its own. Memory goes to the namespaces that save; when there is no more, those with engines get equal
+shares, or what --share says. An engine that is restarted finds what is in the server's memory, as long as no other
+namespace wanted it. While no server answers, engines compute; they connect again by themselves.
 
 SIGTERM or Ctrl-C writes to disk what should be there, and ends. `kvloft status --socket PATH` shows what it does.
 """
@@ -69,6 +71,13 @@ def add_parser(subparsers: Any) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", help=text)
     parser.add_argument("--linger", metavar="TIME", help="end once no engine was connected for so long (30s, 5min); else it stays")
     parser.add_argument("--background", metavar="LOG", help="end once it listens, and serve on in the background with this log")
+    parser.add_argument(
+        "--share",
+        action="append",
+        default=[],
+        metavar="NAMESPACE=PERCENT",
+        help="a fixed share of host memory, by the first digits of a name that `kvloft status` prints; may be repeated",
+    )
     parser.add_argument("--metrics", metavar="[HOST:]PORT", help="answer Prometheus there; without a HOST, only this machine")
     parser.set_defaults(run=run)
 
@@ -89,6 +98,17 @@ def settings(args: argparse.Namespace) -> Config:
     return config
 
 
+def shares(texts: list[str]) -> list[tuple[str, int]]:
+    """Percent of host memory by namespace, of ``NAMESPACE=PERCENT``. Raises ConfigError."""
+    found = []
+    for text in texts:
+        match = re.fullmatch(r"([0-9a-f]{1,64})=([0-9]{1,3})%?", text.lower())
+        if match is None:
+            raise ConfigError(f"--share {text!r} is no NAMESPACE=PERCENT; say for example --share 3f9a=25.")
+        found.append((match[1], int(match[2])))
+    return found
+
+
 def not_answered(error: Exception) -> int:
     """Tell why a server was not asked, and what to do if there is none; returns the exit status."""
     from kvloft._core import StoreError
@@ -105,11 +125,12 @@ def run(args: argparse.Namespace) -> int:
     """
     config, metrics_at = settings(args), metrics.address(args.metrics) if args.metrics is not None else None
     linger_s = _linger(args.linger)
+    own_shares = shares(args.share)
     own = replace(config, server=None)  # its memory and its disk are this machine's
     refuse_here(own)
     for warning in warnings(own):
         print(f"kvloft: warning: {warning}", file=sys.stderr)
-    serve = partial(_serve, config, metrics_at, linger_s)
+    serve = partial(_serve, config, own_shares, metrics_at, linger_s)
     return in_background(serve, Path(args.background).absolute()) if args.background is not None else serve(lambda: None)
 
 
@@ -120,7 +141,13 @@ def _linger(text: str | None) -> float | None:
         raise ConfigError(f"--linger {text!r} is no time; say 300, 30s or 5min, of an hour at most.") from None
 
 
-def _serve(config: Config, metrics_at: tuple[str, int] | None, linger_s: float | None, begun: Callable[[], None]) -> int:
+def _serve(
+    config: Config,
+    own_shares: list[tuple[str, int]],
+    metrics_at: tuple[str, int] | None,
+    linger_s: float | None,
+    begun: Callable[[], None],
+) -> int:
     # Here and not above: `kvloft config` must work where the extension does not load.
     from kvloft._core import ConfigError as PlaceError
     from kvloft._core import Server, StoreError
@@ -136,6 +163,7 @@ def _serve(config: Config, metrics_at: tuple[str, int] | None, linger_s: float |
             disk_path=config.disk_path,
             disk_bytes=config.disk_bytes,
             disk_threads=config.disk_threads,
+            shares=own_shares,
         )
     except (PlaceError, StoreError) as e:
         print(f"kvloft: {e}", file=sys.stderr)
@@ -166,11 +194,15 @@ def _wait(is_over: threading.Event, server: Any, linger_s: float | None) -> None
     needed = time.monotonic() + FIRST_ENGINE_S
     while not is_over.wait(LOOK_EVERY_S):
         _tell(*server.take_events())
-        if linger_s is not None and server.status()["engines"]:
+        if linger_s is not None and _has_engines(server.status()):
             needed = time.monotonic()
         if linger_s is not None and time.monotonic() - needed >= linger_s:
             _tell(f"no engine was connected for {linger_s:g} s")
             return
+
+
+def _has_engines(status: dict[str, Any]) -> bool:
+    return any(space["engines"] for space in status["namespaces"])
 
 
 def _stop(is_over: threading.Event, number: int) -> None:

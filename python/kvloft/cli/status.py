@@ -19,7 +19,7 @@ def add_parser(subparsers: Any) -> None:
         "status",
         help="show what a server does",
         description=(
-            "Show what a server does: its memory and disk, its engines, and what they asked for and found. "
+            "Show what a server does: memory, disk and engines of each namespace, and what they asked for and found. "
             "Exit status: 0, or 1 where none answers."
         ),
     )
@@ -38,8 +38,9 @@ def run(args: argparse.Namespace) -> int:
         status = server_status(socket)
     except (ConfigError, StoreError) as e:
         return not_answered(e)
-    status["namespace"] = status["namespace"].hex() if status["namespace"] is not None else None
-    status["hit_rate"] = hit_rate(status["stats"])
+    for space in status["namespaces"]:
+        space["namespace"] = space["namespace"].hex()
+        space["hit_rate"] = hit_rate(space["stats"])
     if args.json:
         print(json.dumps(status, indent=2))
         return 0
@@ -48,25 +49,33 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(status: dict[str, Any], console: Console) -> None:
-    stats, frame_bytes = status["stats"], status["frame_bytes"]
-    if status["namespace"] is None:
+    if not status["namespaces"]:
         console.print("No engine has connected yet, so no memory is taken.")
-    else:
-        console.print(f"namespace {status['namespace'][:16]}: {describe(status['description'])}", highlight=False, markup=False)
-        used = size_text(stats["frames_visible"] * frame_bytes)
-        tiers = Table("tier", "chunks", "bytes", "to be read", "being written", "pinned", "evicted")
-        host = ("frames_reserved", "pins", "host_evictions")
-        tiers.add_row("host", str(stats["frames_visible"]), used, "", *(str(stats[name]) for name in host))
-        on_disk = size_text(stats["disk_used"] * frame_bytes)
-        queues = (str(stats["reads_pending"]), str(stats["disk_pending"]))
-        tiers.add_row("disk", str(stats["disk_used"]), on_disk, *queues, "", str(stats["disk_evictions"]))
-        console.print(tiers)
-    engines = Table("engine", "connected for", "reservations", "leases")
-    for engine in status["engines"]:
-        seconds = f"{engine['connected_ms'] / 1000:.0f} s"
-        engines.add_row(f"process {engine['pid']}", seconds, str(engine["reservations"]), str(engine["leases"]))
-    console.print(engines if status["engines"] else "No engine is connected.")
-    console.print(hit_table(status))
-    kept = stats["quarantined_reservations"]
+    for space in status["namespaces"]:
+        _print_namespace(space, status, console)
+    kept = status["stats"]["quarantined_reservations"]
     if kept:
         console.print(f"{kept} frames of engines that went without a word are kept until nothing can write to them.")
+
+
+def _print_namespace(space: dict[str, Any], status: dict[str, Any], console: Console) -> None:
+    stats, frame_bytes = space["stats"], space["frame_bytes"]
+    console.print(f"namespace {space['namespace'][:16]}: {describe(space['description'])}", highlight=False, markup=False)
+    if not stats:
+        return console.print("It is being opened.")
+    has, everything = size_text(space["slabs"] * status["slab_bytes"]), size_text(status["host_bytes"])
+    console.print(f"has {has} of {everything} host memory", highlight=False)
+    used = size_text(stats["frames_visible"] * frame_bytes)
+    tiers = Table("tier", "chunks", "bytes", "to be read", "being written", "pinned", "evicted")
+    host = ("frames_reserved", "pins", "host_evictions")
+    tiers.add_row("host", str(stats["frames_visible"]), used, "", *(str(stats[name]) for name in host))
+    on_disk = size_text(stats["disk_used"] * frame_bytes)
+    queues = (str(stats["reads_pending"]), str(stats["disk_pending"]))
+    tiers.add_row("disk", str(stats["disk_used"]), on_disk, *queues, "", str(stats["disk_evictions"]))
+    console.print(tiers)
+    engines = Table("engine", "connected for", "reservations", "leases")
+    for engine in space["engines"]:
+        seconds = f"{engine['connected_ms'] / 1000:.0f} s"
+        engines.add_row(f"process {engine['pid']}", seconds, str(engine["reservations"]), str(engine["leases"]))
+    console.print(engines if space["engines"] else "No engine is connected.")
+    console.print(hit_table(space))

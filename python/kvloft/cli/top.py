@@ -37,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         "top",
         help="watch a server: tiers, rates, engines",
         description=(
-            "Watch a server: what its tiers hold, chunks and GB a second and hit rates since the look before, and its engines. "
+            "Watch a server: what each namespace holds, chunks and GB a second and hit rates since the look before, and engines. "
             "Ctrl-C ends it. Exit status: 0, or 1 once no server answers."
         ),
     )
@@ -64,10 +64,7 @@ def run(args: argparse.Namespace) -> int:
                 now = time.monotonic()
                 rates = rates_of(status, now - before[0], before[1]) if before is not None else {}
                 if args.json:
-                    row = {"engines": status["engines"], "stats": status["stats"], "chunks_per_s": rates}
-                    row |= {"gb_per_s": gb_per_s(rates, status["frame_bytes"]), "hit_rate": hit_rate(status["stats"])}
-                    row["hit_rate_now"] = hit_rate(status["stats"], before[1]["stats"]) if before is not None else None
-                    print(json.dumps(row | {"frame_bytes": status["frame_bytes"]}), flush=True)
+                    print(json.dumps(_row(status, rates, before[1] if before is not None else None)), flush=True)
                 elif live is not None:
                     live.update(picture(status, rates, before[1] if before is not None else None), refresh=True)
                 else:
@@ -83,12 +80,16 @@ def run(args: argparse.Namespace) -> int:
     raise AssertionError("an endless count ended")
 
 
-def rates_of(status: dict[str, Any], seconds: float, before: dict[str, Any]) -> dict[str, float]:
-    """Chunks a second by ``RATES``' names; nothing of a store that began anew."""
-    new, old = status["stats"], before["stats"]
-    if status["namespace"] != before["namespace"] or any(new.get(name, 0) < old.get(name, 0) for name in RATES.values()):
-        return {}
-    return {shown: (new.get(name, 0) - old.get(name, 0)) / max(seconds, MIN_INTERVAL_S) for shown, name in RATES.items()}
+def rates_of(status: dict[str, Any], seconds: float, before: dict[str, Any]) -> dict[bytes, dict[str, float]]:
+    """Chunks a second by ``RATES``' names, of each namespace; nothing of a store that began anew."""
+    olds = {space["namespace"]: space["stats"] for space in before["namespaces"]}
+    rates = {}
+    for space in status["namespaces"]:
+        new, old = space["stats"], olds.get(space["namespace"])
+        if old is not None and all(new.get(name, 0) >= old.get(name, 0) for name in RATES.values()):
+            grown = {shown: new.get(name, 0) - old.get(name, 0) for shown, name in RATES.items()}
+            rates[space["namespace"]] = {shown: num / max(seconds, MIN_INTERVAL_S) for shown, num in grown.items()}
+    return rates
 
 
 def gb_per_s(rates: dict[str, float], frame_bytes: int) -> dict[str, float]:
@@ -96,12 +97,41 @@ def gb_per_s(rates: dict[str, float], frame_bytes: int) -> dict[str, float]:
     return {name: rates[name] * frame_bytes / 1e9 for name in ("loaded", "saved") if name in rates}
 
 
-def picture(status: dict[str, Any], rates: dict[str, float], before: dict[str, Any] | None = None) -> RenderableType:
+def _row(status: dict[str, Any], rates: dict[bytes, dict[str, float]], before: dict[str, Any] | None) -> dict[str, Any]:
+    olds = _by_name(before)
+
+    def shown(space: dict[str, Any]) -> dict[str, Any]:
+        own, old = rates.get(space["namespace"], {}), olds.get(space["namespace"])
+        more = {"namespace": space["namespace"].hex(), "chunks_per_s": own, "gb_per_s": gb_per_s(own, space["frame_bytes"])}
+        more |= {"hit_rate": hit_rate(space["stats"])}
+        more |= {"hit_rate_now": hit_rate(space["stats"], old["stats"]) if old is not None else None}
+        return space | more
+
+    return status | {"namespaces": [shown(space) for space in status["namespaces"]]}
+
+
+def _by_name(status: dict[str, Any] | None) -> dict[bytes, dict[str, Any]]:
+    return {space["namespace"]: space for space in status["namespaces"]} if status is not None else {}
+
+
+def picture(
+    status: dict[str, Any], rates: dict[bytes, dict[str, float]], before: dict[str, Any] | None = None
+) -> RenderableType:
     """Tables of one look, with hit rates since the look ``before``."""
-    stats, frame_bytes = status["stats"], status["frame_bytes"]
-    if status["namespace"] is None:
+    spaces, olds = [space for space in status["namespaces"] if space["stats"]], _by_name(before)
+    if not spaces:
         return "No engine has connected yet, so no memory is taken."
+    each = [(space, rates.get(space["namespace"], {}), olds.get(space["namespace"])) for space in spaces]
+    return Group(*(_picture_of(space, status, own, old) for space, own, old in each))
+
+
+def _picture_of(
+    space: dict[str, Any], status: dict[str, Any], rates: dict[str, float], before: dict[str, Any] | None
+) -> RenderableType:
+    stats, frame_bytes = space["stats"], space["frame_bytes"]
     right = {"justify": "right", "no_wrap": True}
+    has, everything = size_text(space["slabs"] * status["slab_bytes"]), size_text(status["host_bytes"])
+    title = f"namespace {space['namespace'].hex()[:16]}: {has} of {everything} host memory"
     tiers = Table("tier", *(Column(name, **right) for name in ("chunks", "bytes", "full", "on their way", "pinned")))  # type: ignore[arg-type]
     full = f"{stats['frames_visible'] / max(stats['frames_total'], 1):.0%}"
     host = [stats["frames_visible"], stats["frames_reserved"], stats["pins"]]
@@ -113,12 +143,11 @@ def picture(status: dict[str, Any], rates: dict[str, float], before: dict[str, A
     for shown, rate in rates.items():
         flow.add_row(shown, f"{rate:,.0f}", f"{rate * frame_bytes / 1e9:,.3f}")
     engines = Table("engine", *(Column(name, **right) for name in ("connected", "being saved", "being loaded")))  # type: ignore[arg-type]
-    for engine in status["engines"]:
+    for engine in space["engines"]:
         name, seconds = f"process {engine['pid']}", f"{engine['connected_ms'] / 1000:,.0f} s"
         engines.add_row(name, seconds, str(engine["reservations"]), str(engine["leases"]))
-    return Group(
-        tiers, flow if rates else "", engines if status["engines"] else "No engine is connected.", hit_table(status, before)
-    )
+    tables = (title, tiers, flow if rates else "", engines if space["engines"] else "No engine is connected.")
+    return Group(*tables, hit_table(space, before))
 
 
 def _seconds(text: str) -> float:

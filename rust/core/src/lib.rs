@@ -12,6 +12,7 @@ pub mod evict;
 pub(crate) mod index;
 pub mod io;
 pub mod key;
+pub mod pool;
 pub mod session;
 pub mod store;
 pub(crate) mod sync;

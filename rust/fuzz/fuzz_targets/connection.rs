@@ -41,6 +41,7 @@ fn rig() -> &'static Rig {
             disk,
             max_connections,
             patience,
+            shares: Vec::new(),
         };
         let server = Server::open(config).expect("a server");
         let (namespace, frame_bytes, blocks_per_chunk, description) = (NAMESPACE, FRAME_BYTES, 1, String::new());

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::store::DiskSettings;
-use kvloft_wire::{Patience, ServerConfig, Status, forget, status};
+use kvloft_wire::{EngineStatus, NamespaceStatus, Patience, ServerConfig, Status, forget, status};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyList};
 
@@ -23,6 +23,7 @@ impl Server {
     #[new]
     #[pyo3(signature = (
         socket, *, host_bytes, eviction="adaptive", disk_path=None, disk_bytes=0, disk_threads=2, max_connections=64,
+        shares=None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
@@ -34,6 +35,7 @@ impl Server {
         disk_bytes: u64,
         disk_threads: u32,
         max_connections: usize,
+        shares: Option<Vec<(String, u32)>>,
     ) -> PyResult<Self> {
         let disk = disk_path.map(|dir| DiskSettings {
             dir,
@@ -47,6 +49,7 @@ impl Server {
             eviction: Eviction::parse(eviction).map_err(raise)?,
             available_bytes: available_bytes(),
             disk,
+            shares: shares.unwrap_or_default(),
             max_connections,
             patience: Patience::default(),
         };
@@ -70,7 +73,7 @@ impl Server {
     }
 
     fn __repr__(&self) -> String {
-        format!("Server({} engines)", self.inner.status().engines.len())
+        format!("Server({} engines)", self.inner.status().engines().count())
     }
 }
 
@@ -83,16 +86,30 @@ pub(crate) fn server_status(py: Python<'_>, socket: PathBuf, timeout_s: f64) -> 
     status_dict(py, &found)
 }
 
-/// Have the server that listens at `socket` forget everything, for all its engines; how many chunks there were.
+/// Have the server that listens at `socket` forget a namespace, for all its engines; how many chunks there were.
 #[pyfunction]
-#[pyo3(signature = (socket, *, timeout_s=30.0))]
+#[pyo3(signature = (socket, *, namespace="", timeout_s=30.0))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-pub(crate) fn server_forget(py: Python<'_>, socket: PathBuf, timeout_s: f64) -> PyResult<u64> {
-    py.detach(|| forget(&socket, timeout(timeout_s))).map_err(raise)
+pub(crate) fn server_forget(py: Python<'_>, socket: PathBuf, namespace: &str, timeout_s: f64) -> PyResult<u64> {
+    py.detach(|| forget(&socket, namespace, timeout(timeout_s))).map_err(raise)
 }
 
 fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyDict>> {
-    let engine = |engine: &kvloft_wire::EngineStatus| {
+    let dict = PyDict::new(py);
+    dict.set_item("host_bytes", status.host_bytes)?;
+    dict.set_item("slab_bytes", status.slab_bytes)?;
+    dict.set_item("stats", stats_dict(py, &status.stats)?)?;
+    let spaces: Vec<_> = status.namespaces.iter().map(|space| space_dict(py, space)).collect::<PyResult<_>>()?;
+    dict.set_item("namespaces", PyList::new(py, spaces)?)?;
+    Ok(dict)
+}
+
+fn stats_dict<'py>(py: Python<'py>, stats: &[(String, u64)]) -> PyResult<Bound<'py, PyDict>> {
+    stats.iter().map(|(name, value)| (name, value)).into_py_dict(py)
+}
+
+fn space_dict<'py>(py: Python<'py>, space: &NamespaceStatus) -> PyResult<Bound<'py, PyDict>> {
+    let engine = |engine: &EngineStatus| {
         let fields = [
             ("pid", engine.pid.into()),
             ("connected_ms", engine.connected_ms),
@@ -102,11 +119,12 @@ fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyD
         fields.into_iter().chain(engine.counts.named()).into_py_dict(py)
     };
     let dict = PyDict::new(py);
-    dict.set_item("namespace", status.namespace.map(|namespace| PyBytes::new(py, &namespace)))?;
-    dict.set_item("description", &status.description)?;
-    dict.set_item("frame_bytes", status.frame_bytes)?;
-    dict.set_item("stats", status.stats.iter().map(|(name, value)| (name, value)).into_py_dict(py)?)?;
-    let engines: Vec<_> = status.engines.iter().map(engine).collect::<PyResult<_>>()?;
+    dict.set_item("namespace", PyBytes::new(py, &space.namespace))?;
+    dict.set_item("description", &space.description)?;
+    dict.set_item("frame_bytes", space.frame_bytes)?;
+    dict.set_item("slabs", space.num_slabs)?;
+    dict.set_item("stats", stats_dict(py, &space.stats)?)?;
+    let engines: Vec<_> = space.engines.iter().map(engine).collect::<PyResult<_>>()?;
     dict.set_item("engines", PyList::new(py, engines)?)?;
     Ok(dict)
 }

@@ -73,6 +73,7 @@ fn main() {
             disk,
             max_connections,
             patience,
+            shares: Vec::new(),
         };
         let _server = Server::open(config).expect("a server");
         let (frame_bytes, blocks_per_chunk, description) = (FRAME_BYTES, 1, String::new());

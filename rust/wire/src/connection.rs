@@ -21,9 +21,9 @@ use crate::message::{
     Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_KEYS, MAX_MESSAGE, Request, SentAnchors, SentPrefixes, SentRange,
     VERSION,
 };
+use crate::namespaces::{self, Seat};
 use crate::quarantine::Watch;
 use crate::server::{Peer, Shared, spawn};
-use crate::slab::Seat;
 use crate::socket::{is_own, peer, send_with, widen};
 use crate::tally::{Answered, Tally};
 
@@ -152,13 +152,15 @@ impl Connection {
     fn handle(&mut self, number: u32, request: &Request<'_>) -> Result<(), End> {
         let answer = match (request, self.seat.clone()) {
             (Request::Status(VERSION), _) => Some(Answer::Status(self.shared.status())),
-            (Request::Forget(VERSION), _) => Some(Answer::Count(self.shared.forget())),
+            (Request::Forget(VERSION, name), _) => {
+                Some(Answer::Count(self.shared.forget(name).map_err(|error| End::Refused(error.to_string()))?))
+            }
             (Request::Hello(hello), None) => return self.welcome(number, hello),
             (Request::Bye, _) => {
                 self.has_said_bye = true;
                 return Err(End::Gone);
             }
-            (Request::Hello(_) | Request::Status(_) | Request::Forget(_), _) | (_, None) => {
+            (Request::Hello(_) | Request::Status(_) | Request::Forget(..), _) | (_, None) => {
                 return Err(End::Refused(NO_MESSAGE.to_owned()));
             }
             (request, Some(seat)) => self.answer(request, &seat)?,
@@ -179,8 +181,8 @@ impl Connection {
             return Err(End::Refused(text));
         }
         let refused = |error: kvloft_core::Error| End::Refused(error.to_string());
-        let seat = self.shared.slabs.seat(hello, &self.shared.config).map_err(refused)?;
-        let arena = seat.slab.store.arena();
+        let seat = self.shared.seat(hello).map_err(refused)?;
+        let Some(arena) = seat.local.arena() else { return Err(End::Gone) };
         let fd = File::options().read(true).write(true).open(&arena.path)?;
         let mut out = Vec::new();
         Answer::Welcome(arena.num_frames).encode(number, &mut out);
@@ -192,7 +194,8 @@ impl Connection {
             peer.pid
         });
         drop(peers);
-        self.shared.tell(format!("process {pid} is connected"));
+        let id = namespaces::id(&hello.namespace);
+        self.shared.tell(format!("process {pid} is connected, for namespace {id}"));
         send_with(&self.stream, &out, fd.as_fd())?;
         self.stream.set_read_timeout(None)?;
         Ok(())
@@ -202,13 +205,13 @@ impl Connection {
         let local = &seat.local;
         Ok(Some(match request {
             Request::Lookup(prefixes) => {
-                let (per_chunk, whole) = (seat.slab.hello.blocks_per_chunk, std::mem::take(&mut self.num_anchored));
+                let (per_chunk, whole) = (seat.space.hello.blocks_per_chunk, std::mem::take(&mut self.num_anchored));
                 let prefixes = self.prefixes(prefixes)?;
                 let found = local.lookup_many(&prefixes);
                 let num_blocks =
                     |(nth, prefix): (usize, &Prefix<'_>)| prefix.num_blocks().max(if nth == 0 { whole } else { 0 });
                 let asked = Answered::lookup(prefixes.iter().enumerate().map(num_blocks), &found, per_chunk);
-                self.count(asked);
+                self.count(asked, seat);
                 Answer::Found(found)
             }
             Request::Acquire(lease, prefixes) => {
@@ -231,7 +234,7 @@ impl Connection {
             }
             Request::Frames(lease) => {
                 let frames = self.leases.get(lease).map(|(lease, _)| local.frames(*lease)).unwrap_or_default();
-                self.count(Answered::Loaded(frames.len() as u64));
+                self.count(Answered::Loaded(frames.len() as u64), seat);
                 Answer::Frames(frames)
             }
             Request::Release(lease) => {
@@ -239,7 +242,7 @@ impl Connection {
                 return Ok(None);
             }
             Request::Reserve(ranges) => {
-                let asked = self.ranges(ranges, seat.slab.hello.blocks_per_chunk)?;
+                let asked = self.ranges(ranges, seat.space.hello.blocks_per_chunk)?;
                 let (reserved, got) = local.reserve_many(&asked).map_err(|_| no_message())?;
                 let mut reserved = reserved.into_iter();
                 let rows = |got: Got| (reserved.by_ref().take(got.num_reserved).collect(), got.num_dropped);
@@ -247,7 +250,7 @@ impl Connection {
             }
             Request::Commit(tickets) => {
                 let num_saved = local.commit(tickets).into();
-                self.count(Answered::Saved(num_saved));
+                self.count(Answered::Saved(num_saved), seat);
                 Answer::Count(num_saved)
             }
             Request::Abort(tickets) => {
@@ -269,13 +272,13 @@ impl Connection {
                 return Ok(None);
             }
             Request::IsSettled => Answer::Count(local.flush(Duration::ZERO).into()),
-            Request::Hello(_) | Request::Status(_) | Request::Forget(_) | Request::Bye => return Err(no_message()),
+            Request::Hello(_) | Request::Status(_) | Request::Forget(..) | Request::Bye => return Err(no_message()),
         }))
     }
 
-    fn count(&self, answered: Answered) {
+    fn count(&self, answered: Answered, seat: &Seat) {
         self.tally.add(answered);
-        self.shared.tally.add(answered);
+        seat.space.tally.add(answered);
     }
 
     fn release(&mut self, lease: u64, local: &Local) {

@@ -285,9 +285,11 @@ pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
     }
 }
 
-/// Has the server at `socket` forget everything in every tier, for all its engines; returns how many chunks. Errors as [`status`].
-pub fn forget(socket: &Path, timeout: Duration) -> Result<u64> {
-    match Link::connect(socket)?.open(&Request::Forget(VERSION), timeout)? {
+/// Has the server at `socket` forget a namespace in every tier, for all its engines: the one whose name in hex begins with
+/// `namespace`, which may be empty where there is one only. Returns how many chunks. Errors as [`status`], and `InvalidConfig` with
+/// what there is if not one name begins so.
+pub fn forget(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
+    match Link::connect(socket)?.open(&Request::Forget(VERSION, namespace.to_owned()), timeout)? {
         (Answer::Count(num_chunks), _) => Ok(num_chunks),
         _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
     }

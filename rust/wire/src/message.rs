@@ -16,7 +16,7 @@ use crate::prefixes::{prefixes, ranges, write_ranges};
 use crate::tally::Counts;
 
 /// Version of all that crosses; two sides with different ones do not talk.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Most bytes of a message, and of one from somebody who has not said hello.
 pub const MAX_MESSAGE: usize = 64 << 20;
 /// See [`MAX_MESSAGE`].
@@ -74,8 +74,8 @@ pub enum Request<'a> {
     Bye,
     /// What the server does, with the version instead of a hello: for people.
     Status(u32),
-    /// A person wants everything forgotten; the version as above.
-    Forget(u32),
+    /// A person wants a namespace forgotten; the version as above, and how the namespace's name begins.
+    Forget(u32, String),
     /// See `Store::anchors`. The next prefix may go on behind the last that is known.
     Anchors(SentAnchors<'a>),
 }
@@ -108,13 +108,35 @@ pub enum Answer {
 /// What a server does now.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Status {
-    /// Whose KV it holds; None before the first engine.
-    pub namespace: Option<[u8; 32]>,
+    /// Bytes of the arena; 0 before the first engine.
+    pub host_bytes: u64,
+    /// Bytes of its slabs; the last one is longer.
+    pub slab_bytes: u64,
+    /// Of the server, over all namespaces.
+    pub stats: Vec<(String, u64)>,
+    /// Open now, in the order of their names.
+    pub namespaces: Vec<NamespaceStatus>,
+}
+
+impl Status {
+    /// All that are connected.
+    pub fn engines(&self) -> impl Iterator<Item = &EngineStatus> {
+        self.namespaces.iter().flat_map(|space| &space.engines)
+    }
+}
+
+/// One namespace of a server.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct NamespaceStatus {
+    /// Whose KV it is.
+    pub namespace: [u8; 32],
     /// One line about it.
     pub description: String,
     /// Bytes of one frame.
     pub frame_bytes: u64,
-    /// Of the store, then of the server.
+    /// Slabs of the arena that it has.
+    pub num_slabs: u32,
+    /// Of its store.
     pub stats: Vec<(String, u64)>,
     /// Connected now.
     pub engines: Vec<EngineStatus>,
@@ -192,7 +214,11 @@ impl<'a> Request<'a> {
             Self::Commit(tickets) | Self::Abort(tickets) => to.numbers(tickets),
             Self::Discard(keys) => keys.write(to),
             Self::Anchors(anchors) => anchors.write(to),
-            Self::LimitFrames(number) | Self::Status(number) | Self::Forget(number) => to.u32(*number),
+            Self::LimitFrames(number) | Self::Status(number) => to.u32(*number),
+            Self::Forget(version, name) => {
+                to.u32(*version);
+                to.text(name);
+            }
             Self::Clear | Self::Stats | Self::IsSettled | Self::Bye => {}
         });
     }
@@ -217,7 +243,7 @@ impl<'a> Request<'a> {
                 14 => Self::IsSettled,
                 15 => Self::Bye,
                 16 => Self::Status(from.u32()?),
-                17 => Self::Forget(from.u32()?),
+                17 => Self::Forget(from.u32()?, from.text()?),
                 18 => Self::Anchors(anchors(from)?),
                 _ => return None,
             })
@@ -242,7 +268,7 @@ impl<'a> Request<'a> {
             Self::IsSettled => 14,
             Self::Bye => 15,
             Self::Status(_) => 16,
-            Self::Forget(_) => 17,
+            Self::Forget(..) => 17,
             Self::Anchors(_) => 18,
         }
     }
@@ -298,26 +324,34 @@ fn stats(from: &mut Reader<'_>) -> Option<Vec<(String, u64)>> {
 }
 
 fn write_status(to: &mut Writer<'_>, status: &Status) {
-    to.u8(status.namespace.is_some().into());
-    to.key(&status.namespace.unwrap_or_default());
-    to.text(&status.description);
-    to.u64(status.frame_bytes);
+    to.u64(status.host_bytes);
+    to.u64(status.slab_bytes);
     write_stats(to, &status.stats);
-    to.count(status.engines.len());
-    for engine in &status.engines {
-        to.u32(engine.pid);
-        for number in [engine.connected_ms, engine.num_reserved, engine.num_leases].iter().chain(&engine.counts.0) {
-            to.u64(*number);
+    to.count(status.namespaces.len());
+    for space in &status.namespaces {
+        to.key(&space.namespace);
+        to.text(&space.description);
+        to.u64(space.frame_bytes);
+        to.u32(space.num_slabs);
+        write_stats(to, &space.stats);
+        to.count(space.engines.len());
+        for engine in &space.engines {
+            to.u32(engine.pid);
+            for number in [engine.connected_ms, engine.num_reserved, engine.num_leases].iter().chain(&engine.counts.0) {
+                to.u64(*number);
+            }
         }
     }
 }
 
 fn status(from: &mut Reader<'_>) -> Option<Status> {
-    let (is_open, namespace) = (from.flag()?, from.key()?);
-    if !is_open && namespace != [0; 32] {
-        return None;
-    }
-    let (description, frame_bytes, stats) = (from.text()?, from.u64()?, stats(from)?);
+    let (host_bytes, slab_bytes, stats) = (from.u64()?, from.u64()?, stats(from)?);
+    Some(Status { host_bytes, slab_bytes, stats, namespaces: from.list(56, namespace_status)? })
+}
+
+fn namespace_status(from: &mut Reader<'_>) -> Option<NamespaceStatus> {
+    let (namespace, description) = (from.key()?, from.text()?);
+    let (frame_bytes, num_slabs, stats) = (from.u64()?, from.u32()?, stats(from)?);
     let engines = from.list(68, |from| {
         let (pid, connected_ms, num_reserved, num_leases) = (from.u32()?, from.u64()?, from.u64()?, from.u64()?);
         let mut counts = Counts::default();
@@ -326,7 +360,7 @@ fn status(from: &mut Reader<'_>) -> Option<Status> {
         }
         Some(EngineStatus { pid, connected_ms, num_reserved, num_leases, counts })
     })?;
-    Some(Status { namespace: is_open.then_some(namespace), description, frame_bytes, stats, engines })
+    Some(NamespaceStatus { namespace, description, frame_bytes, num_slabs, stats, engines })
 }
 
 impl Answer {

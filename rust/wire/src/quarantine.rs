@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use rustix::event::PollFlags;
 use rustix::process::{Pid, PidfdFlags};
 
-use crate::slab::Seat;
+use crate::namespaces::Seat;
 use crate::socket::wait;
 
 /// How long frames of an engine that is gone are kept from others.

@@ -1,4 +1,4 @@
-//! The server: listens, lets this user's engines in, and owns the store that they share.
+//! The server: listens, lets this user's engines in, and owns what they share.
 //!
 //! A thread for each connection, of which there is a bounded number, and one that looks after what dead engines left. It must not
 //! know signals, files of settings or Python; see `connection` for what is answered.
@@ -7,8 +7,8 @@ use std::collections::HashMap;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
-use std::thread::JoinHandle;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
@@ -16,9 +16,9 @@ use kvloft_core::store::DiskSettings;
 use kvloft_core::{Error, Result};
 
 use crate::connection;
-use crate::message::{EngineStatus, Status};
+use crate::message::{EngineStatus, Hello, NamespaceStatus, Status};
+use crate::namespaces::{self, Namespaces, Seat, Space};
 use crate::quarantine::{Patience, Quarantine};
-use crate::slab::{Seat, Slabs};
 use crate::socket::Listener;
 use crate::tally::Tally;
 
@@ -44,6 +44,8 @@ pub struct ServerConfig {
     pub available_bytes: Option<u64>,
     /// The disk tier, if there is one; its description is the engine's.
     pub disk: Option<DiskSettings>,
+    /// Percent of host memory for namespaces whose names in hex begin so; the others with engines share the rest equally.
+    pub shares: Vec<(String, u32)>,
     /// Connections at one time.
     pub max_connections: usize,
     /// About engines that went without a word.
@@ -64,16 +66,16 @@ pub(crate) struct Peer {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) config: ServerConfig,
-    pub(crate) slabs: Slabs,
+    namespaces: Namespaces,
     pub(crate) quarantine: Quarantine,
     peers: Mutex<HashMap<u64, Peer>>,
     peer_left: Condvar,
     events: Mutex<Vec<String>>,
     is_stopping: AtomicBool,
+    /// The thread that looks after dead engines and slabs that are wanted.
+    looker: Arc<OnceLock<Thread>>,
     pub(crate) num_accepted: AtomicU64,
     pub(crate) num_refused: AtomicU64,
-    /// Of all engines that ever were.
-    pub(crate) tally: Tally,
 }
 
 impl Shared {
@@ -96,29 +98,30 @@ impl Shared {
         }
     }
 
-    /// Returns how many chunks there were.
-    pub(crate) fn forget(&self) -> u64 {
-        let Some(slab) = self.slabs.current() else { return 0 };
-        let count =
-            || slab.store.stats().into_iter().find(|(name, _)| *name == "cleared").map_or(0, |(_, number)| number);
+    /// A place for the engine; errors say why there is none.
+    pub(crate) fn seat(&self, hello: &Hello) -> Result<Seat> {
+        let looker = Arc::clone(&self.looker);
+        let wake = move || looker.get().map_or((), Thread::unpark);
+        self.namespaces.seat(hello, &self.config, wake)
+    }
+
+    /// Empties the namespace whose name begins so; returns how many chunks there were. `InvalidConfig` if there is not one.
+    pub(crate) fn forget(&self, name: &str) -> Result<u64> {
+        let Some(space) = self.namespaces.find(name)? else { return Ok(0) };
+        let Some(store) = space.store() else { return Ok(0) };
+        let count = || store.stats().into_iter().find(|(name, _)| *name == "cleared").map_or(0, |(_, number)| number);
         let before = count();
-        slab.store.clear();
+        store.clear();
         let num_chunks = count() - before;
-        self.tell(format!("{num_chunks} chunks are forgotten, as a person asked"));
-        num_chunks
+        let id = namespaces::id(&space.hello.namespace);
+        self.tell(format!("{num_chunks} chunks of namespace {id} are forgotten, as a person asked"));
+        Ok(num_chunks)
     }
 
     pub(crate) fn status(&self) -> Status {
-        let slab = self.slabs.current();
         let kept = self.quarantine.num_open();
-        let mut status = Status::default();
-        if let Some(slab) = &slab {
-            status.namespace = Some(slab.hello.namespace);
-            status.description.clone_from(&slab.hello.description);
-            status.frame_bytes = slab.hello.frame_bytes;
-            status.stats = slab.store.stats().into_iter().map(|(name, value)| (name.to_owned(), value)).collect();
-        }
-        let of_server = [
+        let (host_bytes, slab_bytes) = self.namespaces.memory().unwrap_or_default();
+        let stats = [
             ("server_accepted", self.num_accepted.load(Ordering::Relaxed)),
             ("server_refused", self.num_refused.load(Ordering::Relaxed)),
             ("quarantined_reservations", kept.0 as u64),
@@ -126,19 +129,54 @@ impl Shared {
             ("server_host_bytes", self.config.host_bytes),
             ("server_disk_bytes", self.config.disk.as_ref().map_or(0, |disk| disk.cap_bytes)),
         ];
-        let of_server = of_server.into_iter().chain(self.tally.counts().named().collect::<Vec<_>>());
-        status.stats.extend(of_server.map(|(name, value)| (name.to_owned(), value)));
+        let stats = stats.map(|(name, value)| (name.to_owned(), value)).to_vec();
+        let namespaces = self.namespaces.all().iter().map(|space| self.namespace_status(space)).collect();
+        Status { host_bytes, slab_bytes, stats, namespaces }
+    }
+
+    fn namespace_status(&self, space: &Arc<Space>) -> NamespaceStatus {
+        let stats = space.store().map(|store| store.stats()).unwrap_or_default();
+        let asked = space.tally.counts().named().filter(|_| !stats.is_empty()).collect::<Vec<_>>();
         let peers = self.peers();
-        status.engines = peers.values().filter_map(Peer::status).collect();
+        let mut engines: Vec<_> = peers.values().filter_map(|peer| peer.status(space)).collect();
         drop(peers);
-        status.engines.sort_by_key(|engine| (u64::MAX - engine.connected_ms, engine.pid));
-        status
+        engines.sort_by_key(|engine| (u64::MAX - engine.connected_ms, engine.pid));
+        NamespaceStatus {
+            namespace: space.hello.namespace,
+            description: space.hello.description.clone(),
+            frame_bytes: space.hello.frame_bytes,
+            num_slabs: space.store().map_or(0, |store| store.num_slabs().0),
+            stats: stats.into_iter().chain(asked).map(|(name, value)| (name.to_owned(), value)).collect(),
+            engines,
+        }
+    }
+
+    /// Lines of the stores for people, each with its namespace where there are several.
+    fn tell_of(&self, spaces: &[Arc<Space>], is_one: bool) {
+        for space in spaces {
+            for event in space.store().map(|store| store.take_events()).unwrap_or_default() {
+                let id = namespaces::id(&space.hello.namespace);
+                self.tell(if is_one { event } else { format!("namespace {id}: {event}") });
+            }
+        }
+    }
+
+    /// Has memory go where it is wanted; whether more is to be done at once.
+    fn share(&self) -> bool {
+        if self.namespaces.give_way() {
+            return true;
+        }
+        let idle = self.namespaces.take_idle();
+        idle.iter().filter_map(|space| space.store()).for_each(|store| store.close(Duration::ZERO));
+        self.tell_of(&idle, false);
+        false
     }
 }
 
 impl Peer {
-    fn status(&self) -> Option<EngineStatus> {
-        let (num_reserved, num_leases) = self.seat.as_ref()?.local.num_open();
+    fn status(&self, of: &Arc<Space>) -> Option<EngineStatus> {
+        let seat = self.seat.as_ref().filter(|seat| Arc::ptr_eq(&seat.space, of))?;
+        let (num_reserved, num_leases) = seat.local.num_open();
         Some(EngineStatus {
             pid: self.pid,
             connected_ms: u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX),
@@ -158,21 +196,22 @@ pub struct Server {
 }
 
 impl Server {
-    /// `Busy` if another server has the socket; `InvalidConfig` where its directory is not private; `Io` where the system refuses.
+    /// `Busy` if another server has the socket; `InvalidConfig` where its directory is not private or shares are wrong; `Io` where the system refuses.
     /// Memory is taken and the disk opened for the first engine, which says how large a frame is.
     pub fn open(config: ServerConfig) -> Result<Self> {
+        namespaces::check_shares(&config.shares)?;
         let listener = Arc::new(Listener::bind(&config.socket)?);
         let shared = Arc::new(Shared {
             quarantine: Quarantine::new(config.patience),
             config,
-            slabs: Slabs::default(),
+            namespaces: Namespaces::default(),
+            looker: Arc::default(),
             peers: Mutex::default(),
             peer_left: Condvar::new(),
             events: Mutex::default(),
             is_stopping: AtomicBool::new(false),
             num_accepted: AtomicU64::new(0),
             num_refused: AtomicU64::new(0),
-            tally: Tally::default(),
         });
         let server = Self { shared, listener, threads: Mutex::default() };
         let (shared, listener) = (Arc::clone(&server.shared), Arc::clone(&server.listener));
@@ -195,9 +234,9 @@ impl Server {
 
     /// What a person should see in the log since the last call, oldest first.
     pub fn take_events(&self) -> Vec<String> {
-        let events = std::mem::take(&mut *self.shared.events.lock().unwrap_or_else(PoisonError::into_inner));
-        let of_store = self.shared.slabs.current().map(|slab| slab.store.take_events()).unwrap_or_default();
-        events.into_iter().chain(of_store).collect()
+        let all = self.shared.namespaces.all();
+        self.shared.tell_of(&all, all.len() == 1);
+        std::mem::take(&mut *self.shared.events.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Ends every connection, writes what still has to get to disk until the timeout, and gives the disk up. Again does nothing.
@@ -215,9 +254,7 @@ impl Server {
         }
         let gone = self.shared.peer_left.wait_timeout_while(peers, END_TIMEOUT, |peers| !peers.is_empty());
         drop(gone);
-        if let Some(slab) = self.shared.slabs.current() {
-            slab.store.close(timeout);
-        }
+        self.shared.namespaces.close(timeout);
     }
 }
 
@@ -252,8 +289,11 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
 }
 
 fn look(shared: &Shared) {
+    let _own = shared.looker.set(std::thread::current());
     while !shared.is_stopping.load(Ordering::SeqCst) {
         shared.quarantine.look();
-        std::thread::park_timeout(LOOK_EVERY);
+        if !shared.share() {
+            std::thread::park_timeout(LOOK_EVERY);
+        }
     }
 }

@@ -60,6 +60,6 @@ fn an_engine_whose_process_the_server_cannot_see_is_served() {
     let engine = connect(dir.path());
     let chain = chain(1, 3);
     assert_eq!((save(&engine, &chain), found(&engine, &chain)), (3, 3));
-    let engines = status(&path, common::LONG).expect("a server").engines;
+    let engines = status(&path, common::LONG).expect("a server").namespaces.remove(0).engines;
     assert_eq!(engines.iter().map(|engine| engine.pid).collect::<Vec<_>>(), [0]);
 }

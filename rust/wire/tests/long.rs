@@ -156,14 +156,16 @@ fn what_was_asked_for_and_found_is_counted_for_each_engine_and_in_all() {
     assert_eq!(leased(&other, &chain(1, 200)).len(), 200);
     assert_eq!(lookup(&other, &chain(1, 100)), 100, "a lease's anchors are not the next question's");
     let named = |counts: Counts| counts.named().map(|(_, value)| value).collect::<Vec<_>>();
-    let engines = server.status().engines;
+    let status = server.status();
+    let engines: Vec<_> = status.engines().collect();
     let [first, second] = &engines[..] else { panic!("two engines") };
     assert_eq!(named(first.counts), [0, 0, 0, 0, 300]);
     assert_eq!(named(second.counts), [3, 550, 400, 200, 0]);
     other.close(Duration::ZERO);
-    until("it is gone", || server.status().engines.len() == 1);
-    let totals = server.status().stats;
+    until("it is gone", || server.status().engines().count() == 1);
+    let status = server.status();
+    let totals = &status.namespaces[0].stats;
     let asked = ["lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks"];
-    assert_eq!(asked.map(|name| stat(&totals, name)), [3, 550, 400, 200, 300], "of engines that are gone, too");
-    assert_eq!(stat(&totals, "server_host_bytes"), 400 * FRAME);
+    assert_eq!(asked.map(|name| stat(totals, name)), [3, 550, 400, 200, 300], "of engines that are gone, too");
+    assert_eq!(stat(&status.stats, "server_host_bytes"), 400 * FRAME);
 }

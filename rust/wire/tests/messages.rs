@@ -6,7 +6,7 @@ use kvloft_core::store::{Anchors, LeasedFrame, Lookup, Progress, Reservation, Sa
 use kvloft_wire::message::{
     Answer, Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentAnchors, SentPrefixes, SentRange, VERSION,
 };
-use kvloft_wire::{Counts, EngineStatus, Status};
+use kvloft_wire::{Counts, EngineStatus, NamespaceStatus, Status};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -70,7 +70,7 @@ fn request(parts: &Parts) -> Request<'_> {
         14 => Request::IsSettled,
         15 => Request::Bye,
         16 => Request::Status(parts.small[0]),
-        17 => Request::Forget(parts.small[0]),
+        17 => Request::Forget(parts.small[0], parts.text.clone()),
         _ => Request::Anchors(SentAnchors { stride: parts.small[0], last: parts.small[1], keys }),
     }
 }
@@ -93,22 +93,20 @@ fn answer(parts: &Parts) -> Answer {
         7 => Answer::Count(parts.number),
         8 => Answer::Stats(stats),
         9 => Answer::Anchors(Anchors { num_known: one, num_stored: two }),
-        _ => Answer::Status(Status {
-            namespace: one.is_multiple_of(2).then_some(parts.root),
-            description: parts.text.clone(),
-            frame_bytes: parts.number,
-            stats,
-            engines: vec![
-                EngineStatus {
-                    pid: one,
-                    connected_ms: 1,
-                    num_reserved: 2,
-                    num_leases: parts.number,
-                    counts: Counts([5, 4, 3, parts.number, 1]),
-                };
-                num_rows
-            ],
-        }),
+        _ => {
+            let (connected_ms, num_reserved, num_leases) = (1, 2, parts.number);
+            let counts = Counts([5, 4, 3, parts.number, 1]);
+            let engine = EngineStatus { pid: one, connected_ms, num_reserved, num_leases, counts };
+            let space = NamespaceStatus {
+                namespace: parts.root,
+                description: parts.text.clone(),
+                frame_bytes: parts.number,
+                num_slabs: two,
+                stats: stats.clone(),
+                engines: vec![engine; num_rows],
+            };
+            Answer::Status(Status { host_bytes: 5, slab_bytes: parts.number, stats, namespaces: vec![space; num_rows] })
+        }
     }
 }
 
@@ -182,13 +180,4 @@ fn more_prefixes_than_a_message_may_have_are_none() {
         Request::Lookup(SentPrefixes { num_same: 0, all }).encode(1, &mut bytes);
         assert_eq!(Request::decode(body(&bytes)).is_some(), is_message);
     }
-}
-
-#[test]
-fn a_status_without_a_namespace_has_one_form_only() {
-    let mut bytes = Vec::new();
-    Answer::Status(Status::default()).encode(1, &mut bytes);
-    assert_eq!(Answer::decode(body(&bytes)), Some((1, Answer::Status(Status::default()))));
-    bytes[LENGTH_BYTES + 6] = 1; // behind the number, the kind, and the flag that says that there is none
-    assert_eq!(Answer::decode(body(&bytes)), None);
 }

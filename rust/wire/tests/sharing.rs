@@ -11,7 +11,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use common::{
-    FRAME, LONG, chain, connect, found, remote_config, save, serve, server_config, socket, stat, until, whole,
+    FRAME, LONG, chain, connect, found, numbers, remote_config, save, serve, server_config, socket, stat, until, whole,
 };
 use kvloft_core::io::Arena;
 use kvloft_core::session::Session;
@@ -110,7 +110,7 @@ fn an_engine_that_says_bye_holds_nothing_more() {
     one.close(Duration::ZERO);
     until("freed", || stat(&pairs(&other), "frames_reserved") == 0 && stat(&pairs(&other), "pins") == 0);
     assert_eq!(found(&one, &chain(1, 3)), 0, "closed");
-    assert_eq!(server.status().engines.len(), 1);
+    assert_eq!(server.status().engines().count(), 1);
 }
 
 /// The test's own process holds the connection, and it lives.
@@ -123,11 +123,11 @@ fn frames_of_an_engine_that_went_without_a_word_are_kept_while_its_process_lives
     one.reserve(Prefix::from(&chain(2, 5)), whole(5)).expect("in range");
     let _lease = one.acquire(Prefix::from(&chain(1, 3)));
     drop(one);
-    until("noticed", || stat(&server.status().stats, "quarantined_reservations") == 5);
+    until("noticed", || stat(&numbers(&server.status()), "quarantined_reservations") == 5);
     std::thread::sleep(Duration::from_millis(500)); // more than after a death
     let status = server.status();
-    assert_eq!((stat(&status.stats, "frames_reserved"), stat(&status.stats, "pins")), (5, 3));
-    assert_eq!(status.engines.len(), 1);
+    assert_eq!((stat(&numbers(&status), "frames_reserved"), stat(&numbers(&status), "pins")), (5, 3));
+    assert_eq!(status.engines().count(), 1);
 }
 
 #[test]
@@ -145,7 +145,7 @@ fn frames_of_a_dead_engine_are_freed_and_nothing_of_it_is_visible() {
     child.kill().expect("it lives");
     child.wait().expect("it ended");
     until("freed", || stat(&pairs(&other), "frames_reserved") == 0);
-    let stats = server.status().stats;
+    let stats = numbers(&server.status());
     assert_eq!((stat(&stats, "pins"), stat(&stats, "quarantined_reservations")), (0, 0));
     assert_eq!(found(&other, &chain(2, 7)), 2);
     assert_eq!(save(&other, &chain(3, 9)), 9);
@@ -164,23 +164,22 @@ fn a_child_that_is_killed_while_it_saves() {
 }
 
 #[test]
-fn another_namespace_is_refused_until_the_first_is_gone() {
+fn another_shape_of_a_namespace_is_refused_until_the_first_is_gone() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let first = connect(dir.path());
     let others = [
-        RemoteConfig { namespace: [8; 32], ..remote_config(dir.path()) },
         RemoteConfig { frame_bytes: 2 * FRAME, ..remote_config(dir.path()) },
         RemoteConfig { blocks_per_chunk: 2, ..remote_config(dir.path()) },
     ];
     for config in &others {
         let error = Remote::open(config.clone()).expect_err("another");
-        assert!(error.to_string().contains("start another server"), "{error}");
+        assert!(error.to_string().contains("give them the same settings"), "{error}");
     }
     save(&first, &chain(1, 3));
     first.close(Duration::ZERO);
     until("room", || {
-        Remote::open(others[1].clone()).is_ok_and(|other| other.arena().is_some_and(|arena| arena.num_frames == 32))
+        Remote::open(others[0].clone()).is_ok_and(|other| other.arena().is_some_and(|arena| arena.num_frames == 32))
     });
 }
 
@@ -305,14 +304,14 @@ fn hostile_bytes_are_refused_and_nobody_else_notices() {
         ("a range whose keys were left out", after_hello(&without_keys)),
         ("longer than any", after_hello(&u32::MAX.to_le_bytes())),
     ] {
-        let before = stat(&server.status().stats, "server_refused");
+        let before = stat(&numbers(&server.status()), "server_refused");
         let answer = say(&socket(dir.path()), &bytes);
         assert!(answer.len() > LENGTH_BYTES, "{name}: it says why");
-        assert_eq!(stat(&server.status().stats, "server_refused"), before + 1, "{name}");
+        assert_eq!(stat(&numbers(&server.status()), "server_refused"), before + 1, "{name}");
     }
     assert!(say(&socket(dir.path()), &after_hello(&1000_u32.to_le_bytes())).len() > LENGTH_BYTES, "cut off");
     assert_eq!(found(&engine, &chain(1, 3)), 3);
-    until("gone", || server.status().engines.len() == 1);
+    until("gone", || server.status().engines().count() == 1);
 }
 
 #[test]
@@ -326,7 +325,7 @@ fn more_connections_than_are_taken_are_refused_and_silent_ones_end() {
     until("they said nothing", || status(&socket(dir.path()), LONG).is_ok());
     assert!(silent.iter().all(|stream| stream.as_raw_fd() >= 0));
     assert_eq!(save(&engine, &chain(1, 3)), 3);
-    assert!(stat(&server.status().stats, "server_refused") > 0);
+    assert!(stat(&numbers(&server.status()), "server_refused") > 0);
 }
 
 #[test]
@@ -334,15 +333,17 @@ fn what_a_server_does_can_be_asked_before_and_after_the_first_engine() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let empty = status(&socket(dir.path()), LONG).expect("it answers");
-    assert_eq!((empty.namespace, empty.engines.len()), (None, 0));
+    assert_eq!((empty.namespaces.len(), empty.host_bytes), (0, 0));
     let engine = connect(dir.path());
     engine.reserve(Prefix::from(&chain(1, 3)), whole(3)).expect("in range");
     let _lease = engine.acquire(Prefix::from(&chain(1, 3)));
     let status = status(&socket(dir.path()), LONG).expect("it answers");
-    assert_eq!((status.namespace, status.frame_bytes, status.description.as_str()), (Some([7; 32]), FRAME, "a test"));
-    assert_eq!(stat(&status.stats, "frames_reserved"), 3);
-    assert_eq!((status.engines[0].pid, status.engines[0].num_reserved), (std::process::id(), 3));
-    assert_eq!(status.engines[0].num_leases, 1);
+    let space = &status.namespaces[0];
+    assert_eq!((space.namespace, space.frame_bytes, space.description.as_str()), ([7; 32], FRAME, "a test"));
+    assert_eq!((status.host_bytes, status.slab_bytes, space.num_slabs), (64 * FRAME, 4 * FRAME, 1));
+    assert_eq!(stat(&numbers(&status), "frames_reserved"), 3);
+    assert_eq!((space.engines[0].pid, space.engines[0].num_reserved), (std::process::id(), 3));
+    assert_eq!(space.engines[0].num_leases, 1);
     assert!(server.take_events().iter().any(|event| event.contains("is connected")));
 }
 
@@ -395,7 +396,7 @@ fn leases_of_one_engine_have_a_bounded_number_of_prefixes() {
     let nothing = vec![Prefix::new(ChunkKey([1; 32]), &[]); MAX_PREFIXES as usize];
     let num_leases = || {
         assert_eq!(found(&engine, &chain(1, 1)), 0); // what was said before is heard
-        server.status().engines[0].num_leases
+        server.status().namespaces[0].engines[0].num_leases
     };
     let leases: Vec<_> = (0..66).map(|_| engine.acquire_all(&nothing)).collect();
     assert_eq!(num_leases(), 64);

@@ -3,7 +3,9 @@
 //! In the owner's process a frame's bytes are reached through its [`Frame`], of which there is exactly one, so the borrow
 //! checker upholds that no thread reads what another writes. Workers map the same memory through [`Arena`]; between
 //! processes the leases uphold it: a worker writes only frames that are reserved for it and reads only frames pinned for
-//! it. This is the one file of the core with unsafe code. It must not know keys or who holds a lease.
+//! it. Stores that share an arena lay grids of their own sizes over it; between them the pool's slabs uphold it, as each
+//! touches only frames that lie in slabs of its own. This is the one file of the core with unsafe code. It must not know keys
+//! or who holds a lease.
 #![expect(unsafe_code, reason = "mapping memory and viewing it as bytes has no safe form")]
 
 use std::fs::File;
@@ -41,7 +43,7 @@ unsafe impl Send for Mapping {}
 unsafe impl Sync for Mapping {}
 
 impl Mapping {
-    /// Maps the whole of `fd`, whose size the caller has made sure is `size_bytes` and cannot shrink.
+    /// Maps the frames of `fd`, whose size the caller has made sure is enough for them and cannot shrink.
     fn new(fd: impl AsFd, frame_bytes: usize, num_frames: u32) -> Result<Self> {
         let size_bytes = frame_bytes * num_frames as usize;
         let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::NORESERVE);
@@ -97,7 +99,7 @@ fn checked_size(frame_bytes: u64, num_frames: u32) -> Result<usize> {
     }
 }
 
-/// The one right to a frame's bytes in its owner's process. It is neither copied nor made again, so `&mut Frame` is alone.
+/// The one right to a frame's bytes in its owner's grid. It is neither copied nor made again, so `&mut Frame` is alone.
 #[derive(Debug)]
 pub struct Frame {
     mapping: Arc<Mapping>,
@@ -116,9 +118,10 @@ impl Frame {
 
     /// Its bytes, while a lease keeps workers from writing to it.
     pub fn bytes(&self) -> &[u8] {
-        // SAFETY: start..start + frame_bytes lies in the mapping, which self keeps; in this process the only other way to
-        // these bytes is &mut self, which the borrow excludes. Workers write only frames that are reserved for them, and
-        // the store reads a frame only once it is visible.
+        // SAFETY: start..start + frame_bytes lies in the mapping, which self keeps; in this grid the only other way to
+        // these bytes is &mut self, which the borrow excludes, and a frame of another grid over them is lent only while its
+        // store has the slabs below (HostTier). Workers write only frames that are reserved for them, and the store reads
+        // a frame only once it is visible.
         unsafe { slice::from_raw_parts(self.start().as_ptr(), self.mapping.frame_bytes) }
     }
 
@@ -134,6 +137,7 @@ impl Frame {
 #[derive(Debug)]
 pub struct HostArena {
     fd: OwnedFd,
+    size_bytes: u64,
 }
 
 impl HostArena {
@@ -141,18 +145,42 @@ impl HostArena {
     ///
     /// `InvalidConfig` if `frame_bytes` is not a multiple of 4096 or nothing would be mapped; `Io` if the system refuses.
     pub fn create(frame_bytes: u64, num_frames: u32) -> Result<(Self, Vec<Frame>)> {
-        let size_bytes = checked_size(frame_bytes, num_frames)?;
+        let arena = Self::of_bytes(checked_size(frame_bytes, num_frames)? as u64)?;
+        let frames = arena.frames(frame_bytes, num_frames)?;
+        Ok((arena, frames))
+    }
+
+    /// As [`Self::create`], without frames yet. `Io` if the system refuses.
+    pub fn of_bytes(size_bytes: u64) -> Result<Self> {
         let fail = |error: rustix::io::Errno| {
             Error::io("shared memory cannot be had", error.into()).with_context("bytes", size_bytes)
         };
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create("kvloft-arena", flags).map_err(fail)?;
-        rustix::fs::ftruncate(&fd, size_bytes as u64).map_err(fail)?;
+        rustix::fs::ftruncate(&fd, size_bytes).map_err(fail)?;
         // The file cannot be truncated under a mapping, which would kill the process that touches it next.
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL).map_err(fail)?;
-        let mapping = Arc::new(Mapping::new(&fd, size_bytes / num_frames as usize, num_frames)?);
-        let frames = (0..num_frames).map(|id| Frame { mapping: Arc::clone(&mapping), id: FrameId(id) }).collect();
-        Ok((Self { fd }, frames))
+        Ok(Self { fd, size_bytes })
+    }
+
+    /// A grid of frames over the arena, in a mapping of its own: frame i is at `i * frame_bytes`. Where there is more than one
+    /// grid, a caller lends a frame only while no frame of another grid over the same bytes is lent.
+    ///
+    /// `InvalidConfig` as in [`Self::create`], or if the arena is smaller.
+    pub fn frames(&self, frame_bytes: u64, num_frames: u32) -> Result<Vec<Frame>> {
+        let size_bytes = checked_size(frame_bytes, num_frames)?;
+        if size_bytes as u64 > self.size_bytes {
+            return Err(Error::new(ErrorKind::InvalidConfig, "the arena holds fewer frames")
+                .with_context("num_frames", num_frames)
+                .with_context("arena_bytes", self.size_bytes));
+        }
+        let mapping = Arc::new(Mapping::new(&self.fd, size_bytes / num_frames as usize, num_frames)?);
+        Ok((0..num_frames).map(|id| Frame { mapping: Arc::clone(&mapping), id: FrameId(id) }).collect())
+    }
+
+    /// Bytes of all of it.
+    pub fn size_bytes(&self) -> u64 {
+        self.size_bytes
     }
 
     /// As [`Arena::id`].
@@ -177,7 +205,7 @@ pub struct Arena {
 }
 
 impl Arena {
-    /// Maps the arena at `path` (see [`HostArena::path`]); its size must be the one expected, exactly.
+    /// Maps the frames of the arena at `path` (see [`HostArena::path`]), which must hold exactly so many, and less than one more.
     pub fn open(path: &str, frame_bytes: u64, num_frames: u32) -> Result<Self> {
         let size_bytes = checked_size(frame_bytes, num_frames)?;
         let fail = |message: &str, error: std::io::Error| Error::io(message, error).with_context("path", path);
@@ -188,7 +216,7 @@ impl Arena {
         let seals = rustix::fs::fcntl_get_seals(&file).map_err(|error| fail("this is not an arena", error.into()))?;
         let metadata = file.metadata().map_err(|error| fail("the arena's size cannot be read", error))?;
         let len = metadata.len();
-        if !seals.contains(SealFlags::SHRINK) || len != size_bytes as u64 {
+        if !seals.contains(SealFlags::SHRINK) || len / frame_bytes != u64::from(num_frames) {
             return Err(Error::new(ErrorKind::InvalidConfig, "the arena is not the one planned for")
                 .with_context("path", path)
                 .with_context("file_bytes", len)

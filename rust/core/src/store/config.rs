@@ -76,6 +76,11 @@ impl DiskSettings {
 }
 
 impl StoreConfig {
+    /// `InvalidConfig` names the setting that is wrong, and the fix. Without I/O.
+    pub fn check(&self) -> Result<()> {
+        self.num_frames().map(drop)
+    }
+
     /// How many frames fit; `InvalidConfig` names the setting that is wrong, and the fix.
     pub(crate) fn num_frames(&self) -> Result<u32> {
         let fail = |message: String| Err(Error::new(ErrorKind::InvalidConfig, message));

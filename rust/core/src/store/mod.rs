@@ -16,6 +16,7 @@ mod load;
 mod lookup;
 mod recover;
 mod save;
+mod share;
 mod state;
 mod stats;
 #[cfg(any(test, feature = "faults"))]
@@ -34,12 +35,14 @@ pub use lease::{ReadLease, WriteLease};
 pub use load::{LeasedFrame, Progress, TierName};
 pub use lookup::{Anchors, Prefix};
 pub use save::{Got, Reservation, SaveRange, ToSave};
+pub use share::Way;
 use state::State;
 
 use crate::key::ChunkKey;
+use crate::pool::Pool;
 use crate::sync::thread::JoinHandle;
 use crate::sync::{Condvar, Mutex};
-use crate::tier::disk::DiskTier;
+use crate::tier::disk::{DiskRoot, DiskTier};
 use crate::tier::host::HostTier;
 use crate::{ErrorKind, Result};
 
@@ -82,23 +85,43 @@ impl Store {
     /// memory or threads. A disk tier that cannot be opened for another reason (another owner, an I/O error) is an event, and
     /// is tried again while the store serves from host memory.
     pub fn open(config: &StoreConfig) -> Result<Self> {
+        let opener = Self::opener(config, &Arc::default())?;
+        Self::with_tier(config, opener, Self::clock())
+    }
+
+    fn clock() -> Clock {
         let start = Instant::now();
-        let clock = Box::new(move || start.elapsed());
-        let Some(settings) = &config.disk else { return Self::with_tier(config, None, clock) };
+        Box::new(move || start.elapsed())
+    }
+
+    /// What opens the disk tier, if there is one.
+    fn opener(config: &StoreConfig, root: &Arc<DiskRoot>) -> Result<Option<Opener>> {
+        let Some(settings) = &config.disk else { return Ok(None) };
         config.num_frames()?; // before a directory is made for a store that cannot be
-        let tier = settings.tier(config)?;
-        let opener: Opener = Box::new(move || {
-            let (disk, found) = DiskTier::open(tier.clone())?;
+        let (tier, root) = (settings.tier(config)?, Arc::clone(root));
+        Ok(Some(Box::new(move || {
+            let (disk, found) = DiskTier::open_beside(&tier, &root)?;
             Ok((Arc::new(disk), found))
-        });
-        Self::with_tier(config, Some(opener), clock)
+        })))
     }
 
     /// As [`Self::open`], with another clock, and another disk for which `config.disk` says how many threads and chunks it has.
     #[doc(hidden)]
     pub fn with_tier(config: &StoreConfig, opener: Option<Opener>, clock: Clock) -> Result<Self> {
+        Self::build(config, None, opener, clock)
+    }
+
+    fn build(
+        config: &StoreConfig,
+        share: Option<(&Arc<Pool>, Option<u32>)>,
+        opener: Option<Opener>,
+        clock: Clock,
+    ) -> Result<Self> {
         let num_frames = config.num_frames()?;
-        let host = HostTier::create(config.frame_bytes, num_frames)?;
+        let host = match share {
+            None => HostTier::create(config.frame_bytes, num_frames)?,
+            Some((pool, percent)) => HostTier::join(pool, percent, config.frame_bytes, num_frames)?,
+        };
         let arena = ArenaInfo {
             path: host.arena().path(),
             id: host.arena().id()?,

@@ -12,6 +12,7 @@ use rustc_hash::FxHashMap;
 use super::books::DiskBooks;
 use super::changes::Watch;
 use super::forget::Doomed;
+use super::share::Drain;
 use super::stats::Stats;
 use crate::evict::{ChunkId, Policy, Removal};
 use crate::index::{Filler, Index, Presence};
@@ -49,6 +50,8 @@ pub(crate) struct State {
     pub(super) doomed: Vec<Doomed>,
     /// Chunks forgotten by one call.
     pub(super) slice: usize,
+    /// Slabs that are emptied for other stores.
+    pub(super) drains: Vec<Drain>,
     next_ticket: u64,
 }
 
@@ -75,6 +78,7 @@ impl State {
             waiters: FxHashMap::default(),
             doomed: Vec::new(),
             slice: SLICE,
+            drains: Vec::new(),
             next_ticket: 1,
         }
     }
@@ -131,6 +135,7 @@ impl State {
         let entry = &mut self.index[id];
         entry.host_evictable = Some(false);
         let (parent, key) = (entry.parent, entry.key);
+        self.host.hand(frame, id);
         self.host_policy.insert(id, parent, &key);
     }
 
@@ -184,7 +189,8 @@ impl State {
 
     /// A free frame, made free if need be; None if every frame that would do is in use. What must stay is held by the caller.
     fn take_frame(&mut self, what_for: FrameFor) -> Option<FrameId> {
-        let (mut frame, mut spared) = (self.host.take(what_for), Vec::new());
+        let mut frame = self.host.take(what_for).or_else(|| self.host.grow(what_for));
+        let mut spared = Vec::new();
         while frame.is_none()
             && spared.len() < MAX_SPARED
             && let Some(victim) = self.host_policy.victim()
@@ -196,16 +202,21 @@ impl State {
                 spared.push(victim);
                 continue;
             }
-            self.stats.host_evictions += 1;
-            self.stats.disk_dropped += u64::from(self.unwant(victim));
-            self.leave_host(victim, Removal::Evicted);
-            self.settle(victim);
+            self.evict(victim);
             frame = self.host.take(what_for);
         }
         for id in spared {
             self.host_policy.set_evictable(id, true);
         }
         frame
+    }
+
+    /// Takes a chunk that may go out of host.
+    pub(super) fn evict(&mut self, id: ChunkId) {
+        self.stats.host_evictions += 1;
+        self.stats.disk_dropped += u64::from(self.unwant(id));
+        self.leave_host(id, Removal::Evicted);
+        self.settle(id);
     }
 
     /// A frame for a child of `parent`, which does not leave meanwhile.

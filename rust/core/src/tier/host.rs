@@ -2,10 +2,17 @@
 //!
 //! It must not know what a frame holds nor why it was taken; the store does.
 
+mod grid;
+
 use std::collections::BTreeSet;
+use std::sync::Arc;
+
+pub(crate) use grid::Grid;
 
 use crate::Result;
+use crate::evict::ChunkId;
 use crate::io::{Frame, FrameId, HostArena};
+use crate::pool::{Member, Pool, SlabId};
 
 /// What a frame is taken for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -19,11 +26,21 @@ pub(crate) enum FrameFor {
 /// The arena with its free frames. Frames are lent to the threads that fill or copy them, one borrower at a time.
 #[derive(Debug)]
 pub(crate) struct HostTier {
-    arena: HostArena,
+    memory: Memory,
     frames: Vec<Option<Frame>>,
     /// The lowest are handed out first: their memory is already touched, and workers can copy to those below `limit`.
     free: BTreeSet<FrameId>,
+    num_taken: u64,
     limit: u32,
+}
+
+/// Whose the memory is.
+#[derive(Debug)]
+enum Memory {
+    /// All frames are this tier's.
+    Own(HostArena),
+    /// Those in its slabs are.
+    Shared(Box<Grid>),
 }
 
 impl HostTier {
@@ -31,17 +48,41 @@ impl HostTier {
     pub(crate) fn create(frame_bytes: u64, num_frames: u32) -> Result<Self> {
         let (arena, frames) = HostArena::create(frame_bytes, num_frames)?;
         let free = frames.iter().map(Frame::id).collect();
-        let frames = frames.into_iter().map(Some).collect();
-        Ok(Self { arena, frames, free, limit: num_frames })
+        Ok(Self::new(Memory::Own(arena), frames, free))
+    }
+
+    /// A grid over the memory of a pool, without a frame yet; see [`HostArena::frames`] and [`Pool::check`].
+    pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>, frame_bytes: u64, num_frames: u32) -> Result<Self> {
+        pool.check(frame_bytes)?;
+        let frames = pool.arena().frames(frame_bytes, num_frames)?;
+        let grid = Grid::new(Member::join(pool, percent), frame_bytes, num_frames);
+        Ok(Self::new(Memory::Shared(Box::new(grid)), frames, BTreeSet::new()))
+    }
+
+    fn new(memory: Memory, frames: Vec<Frame>, free: BTreeSet<FrameId>) -> Self {
+        let frames: Vec<_> = frames.into_iter().map(Some).collect();
+        Self { memory, limit: u32::try_from(frames.len()).unwrap_or(u32::MAX), frames, free, num_taken: 0 }
     }
 
     pub(crate) fn arena(&self) -> &HostArena {
-        &self.arena
+        match &self.memory {
+            Memory::Own(arena) => arena,
+            Memory::Shared(grid) => grid.member().pool.arena(),
+        }
     }
 
-    /// All frames, and the free ones.
+    /// The slabs, where memory is shared.
+    pub(crate) fn grid(&self) -> Option<&Grid> {
+        match &self.memory {
+            Memory::Own(_) => None,
+            Memory::Shared(grid) => Some(grid),
+        }
+    }
+
+    /// All frames that are this tier's, and the free ones.
     pub(crate) fn num_frames(&self) -> (u64, u64) {
-        (self.frames.len() as u64, self.free.len() as u64)
+        let num_free = self.free.len() as u64;
+        (self.num_taken + num_free, num_free)
     }
 
     /// Only frames below `limit` are for saves from now on: workers cannot copy to the others yet.
@@ -52,7 +93,26 @@ impl HostTier {
     /// The lowest free frame, if it will do.
     pub(crate) fn take(&mut self, what_for: FrameFor) -> Option<FrameId> {
         let fits = self.free.first().is_some_and(|frame| self.is_fit(*frame, what_for));
-        if fits { self.free.pop_first() } else { None }
+        let frame = if fits { self.free.pop_first() } else { None }?;
+        self.num_taken += 1;
+        if let Memory::Shared(grid) = &mut self.memory {
+            grid.take(frame);
+        }
+        Some(frame)
+    }
+
+    /// A frame of a slab that nobody had until now.
+    pub(crate) fn grow(&mut self, what_for: FrameFor) -> Option<FrameId> {
+        let Memory::Shared(grid) = &mut self.memory else { return None };
+        grid.collect(&mut self.free);
+        let limit = if what_for == FrameFor::Save { self.limit } else { u32::MAX };
+        loop {
+            let frame = self.take(what_for);
+            let Memory::Shared(grid) = &mut self.memory else { return None };
+            if frame.is_some() || !grid.grow(limit, &mut self.free) {
+                return frame;
+            }
+        }
     }
 
     /// Whether the frame will do: workers can copy to those below the limit only, and from any.
@@ -60,15 +120,30 @@ impl HostTier {
         what_for == FrameFor::Read || frame.0 < self.limit
     }
 
+    /// The chunk has the frame, which was taken for it.
+    pub(crate) fn hand(&mut self, frame: FrameId, to: ChunkId) {
+        if let Memory::Shared(grid) = &mut self.memory {
+            grid.hand(frame, to);
+        }
+    }
+
     /// Takes a frame back that is not used any more.
     pub(crate) fn give(&mut self, frame: FrameId) {
         debug_assert!(self.frames[frame.0 as usize].is_some(), "invariant I4: frame {} is lent", frame.0);
+        self.num_taken -= 1;
+        if let Memory::Shared(grid) = &mut self.memory {
+            return grid.give(frame, &mut self.free);
+        }
         let is_new = self.free.insert(frame);
         debug_assert!(is_new, "invariant I8: frame {} given twice", frame.0);
     }
 
-    /// Hands out the right to a frame's bytes; None if it is lent already.
+    /// Hands out the right to a frame's bytes; None if it is lent already, or is nobody's: in shared memory its bytes may be
+    /// another store's.
     pub(crate) fn lend(&mut self, frame: FrameId) -> Option<Frame> {
+        if self.grid().is_some_and(|grid| !grid.is_taken(frame)) {
+            return None;
+        }
         self.frames[frame.0 as usize].take()
     }
 
@@ -77,6 +152,29 @@ impl HostTier {
         let at = frame.id().0 as usize;
         debug_assert!(self.frames[at].is_none(), "there is one right to a frame");
         self.frames[at] = Some(frame);
+    }
+
+    // -- slabs that others should have ------------------------------------------------------------------------
+
+    /// Uses the slabs that came since it was hungry.
+    pub(crate) fn collect(&mut self) {
+        if let Memory::Shared(grid) = &mut self.memory {
+            grid.collect(&mut self.free);
+        }
+    }
+
+    /// Begins to empty a slab: the one of `coldest`, unless another has far fewer frames in use. It is given up with the last of
+    /// them. None if there is none.
+    pub(crate) fn drain(&mut self, coldest: Option<FrameId>) -> Option<SlabId> {
+        let Memory::Shared(grid) = &mut self.memory else { return None };
+        grid.drain(coldest, &mut self.free)
+    }
+
+    /// The slab is used again, if it is still being emptied.
+    pub(crate) fn keep(&mut self, slab: SlabId) {
+        if let Memory::Shared(grid) = &mut self.memory {
+            grid.keep(slab, &mut self.free);
+        }
     }
 }
 

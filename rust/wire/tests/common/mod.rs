@@ -8,7 +8,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Prefix, SaveRange};
-use kvloft_wire::{Patience, Remote, RemoteConfig, Server, ServerConfig};
+use kvloft_wire::{Patience, Remote, RemoteConfig, Server, ServerConfig, Status};
 
 pub(crate) const FRAME: u64 = 4096;
 /// No test waits as long for what happens.
@@ -22,6 +22,7 @@ pub(crate) fn server_config(dir: &Path) -> ServerConfig {
         eviction: Eviction::parse("lru").expect("known"),
         available_bytes: None,
         disk: None,
+        shares: Vec::new(),
         max_connections: 8,
         patience,
     }
@@ -78,6 +79,11 @@ pub(crate) fn found(session: &dyn Session, chain: &KeyChain) -> u32 {
 
 pub(crate) fn stat(stats: &[(String, u64)], name: &str) -> u64 {
     stats.iter().find(|(key, _)| key == name).map(|(_, value)| *value).expect("a name")
+}
+
+/// The server's numbers, then those of its one namespace.
+pub(crate) fn numbers(status: &Status) -> Vec<(String, u64)> {
+    status.stats.iter().chain(status.namespaces.iter().flat_map(|space| &space.stats)).cloned().collect()
 }
 
 /// Until it is so.

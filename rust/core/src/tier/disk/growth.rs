@@ -1,17 +1,16 @@
 //! Growing the files: how far they may grow now, and what has to go for it.
 //!
-//! The cap holds at every instant because the files only grow here, one thread at a time, to a size that was added up first,
-//! while the directory has one owner. No lock is held while files grow or namespaces are deleted.
+//! The cap holds at every instant because the files only grow here, one thread at a time, to a size that was claimed first,
+//! while the directory has one owner (`root`). No lock is held while files grow or namespaces are deleted.
 
 use std::sync::PoisonError;
 use std::time::Duration;
 
+use super::DiskTier;
+use super::root::{Owner, Room};
 use super::types::SlotId;
-use super::{DiskTier, budget, namespaces};
 use crate::sync::MutexGuard;
 
-/// The files grow by about this much at a time: few allocations, and no more taken than soon used.
-const EXTENT_BYTES: u64 = 64 * 1024 * 1024;
 /// After the files could not grow, so many asks are turned away before it is tried again: room may come back one day.
 const ASKS_BEFORE_RETRY: u32 = 256;
 /// Longest wait for another thread that grows the files. An extent is usually there in a few milliseconds, and who does not
@@ -78,8 +77,15 @@ impl DiskTier {
         if self.is_pointless() {
             return have;
         }
-        let extent = u32::try_from(EXTENT_BYTES / self.config.frame_bytes).unwrap_or(u32::MAX).max(1);
-        let mut to = have.saturating_add(extent).min(self.make_room(have));
+        let Ok(owner) = self.enter() else { return have };
+        let extent_bytes = owner.extent_bytes(self.config.cap_bytes);
+        let extent = u32::try_from(extent_bytes / self.config.frame_bytes).unwrap_or(u32::MAX).max(1);
+        let len = self.grow_to(have, self.make_room(&owner, have, have.saturating_add(extent)));
+        owner.settle(&self.config, len);
+        len
+    }
+
+    fn grow_to(&self, have: u32, mut to: u32) -> u32 {
         while to > have {
             let Err(error) = self.files.grow(have, to) else {
                 self.growth().is_refused = false;
@@ -104,13 +110,12 @@ impl DiskTier {
         skip
     }
 
-    /// Slots that fit the cap; other namespaces go only if else not one more than `have` fits.
-    fn make_room(&self, have: u32) -> u32 {
-        let is_enough = |foreign_bytes| budget::max_slots(&self.config, foreign_bytes) > have;
-        let made = namespaces::make_room(&self.config, is_enough, |line| self.books().event(line));
-        let Ok(foreign_bytes) = made else { return have };
+    /// Slots up to `want` that fit the cap; closed namespaces go only if else not one more than `have` fits.
+    fn make_room(&self, owner: &Owner, have: u32, want: u32) -> u32 {
+        let room = owner.claim(&self.config, [have, have.saturating_add(1), want], |line| self.books().event(line));
+        let Ok(Room { slots, foreign_bytes }) = room else { return have };
         self.books().foreign_bytes = foreign_bytes;
-        budget::max_slots(&self.config, foreign_bytes)
+        slots
     }
 
     fn growth(&self) -> MutexGuard<'_, Growth> {

@@ -2,6 +2,7 @@
 //!
 //! An engine may be writing meanwhile, and anything may be damaged: then a number is a little old, or `problem` says so.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
@@ -53,7 +54,8 @@ pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
         Ok(_) => return Err(not_ours("is not a directory")),
         Err(e) => return Err(not_ours("cannot be opened").with_context("cause", e)),
     }
-    let found = namespaces::scan(dir, None).map_err(|e| Error::io(format!("cannot list {}", dir.display()), e))?;
+    let found =
+        namespaces::scan(dir, &BTreeSet::new()).map_err(|e| Error::io(format!("cannot list {}", dir.display()), e))?;
     if found.is_empty() && !dir.join(super::lock::FILE_NAME).exists() {
         return Err(not_ours("is not a disk directory of kvloft"));
     }

@@ -21,6 +21,7 @@ mod open;
 mod paths;
 mod record;
 mod recover;
+mod root;
 mod slots;
 mod superblock;
 mod types;
@@ -33,6 +34,7 @@ use std::io;
 use std::sync::{Arc, PoisonError};
 
 pub use inspect::{NamespaceInfo, inspect};
+pub use root::DiskRoot;
 pub use types::{DiskConfig, DiskEntry, DiskMeta, DiskStats, SlotId};
 pub use verify::{Damage, Verifier};
 
@@ -44,7 +46,7 @@ use files::SlotFiles;
 #[doc(hidden)]
 pub use files::{OpenFiles, OsFiles};
 use growth::Growth;
-use lock::DirLock;
+use root::Owner;
 
 /// An open disk directory of one namespace. All methods take `&self` and may be called from any thread.
 ///
@@ -58,7 +60,7 @@ pub struct DiskTier {
     grown: Condvar,
     /// None once closed. Each call that is inside has a part of it, and the last to leave gives the directory up: so a call
     /// that hangs keeps the directory, and there are never two owners. Last, so that it is dropped after all else.
-    owner: Mutex<Option<Arc<DirLock>>>,
+    owner: Mutex<Option<Arc<Owner>>>,
 }
 
 impl DiskTier {
@@ -73,7 +75,12 @@ impl DiskTier {
         Self::open_with_files(&config, &OsFiles)
     }
 
-    fn enter(&self) -> Result<Arc<DirLock>> {
+    /// As [`Self::open`], beside other namespaces of the directory that this process has open.
+    pub fn open_beside(config: &DiskConfig, root: &Arc<DiskRoot>) -> Result<(Self, Vec<DiskEntry>)> {
+        Self::open_at(config, root, &OsFiles)
+    }
+
+    fn enter(&self) -> Result<Arc<Owner>> {
         let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner).clone();
         owner.ok_or_else(|| Error::new(ErrorKind::Closed, "the disk tier was closed"))
     }

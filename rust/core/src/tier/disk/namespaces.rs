@@ -3,6 +3,7 @@
 //! Deleting touches nothing but the files that this tier makes, in directories whose names are ours; whatever else a
 //! person put there stays. It must not read what the files hold.
 
+use std::collections::BTreeSet;
 use std::fs::{self, DirBuilder, Metadata};
 use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
@@ -46,13 +47,13 @@ pub(super) fn make_dir(path: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(0o700).create(path)
 }
 
-/// All namespace directories under `dir` but `own`, the least recently used first.
-pub(super) fn scan(dir: &Path, own: Option<&str>) -> io::Result<Vec<Found>> {
+/// All namespace directories under `dir` but those that are `open`, the least recently used first.
+pub(super) fn scan(dir: &Path, open: &BTreeSet<String>) -> io::Result<Vec<Found>> {
     let mut found = Vec::new();
     for entry in fs::read_dir(dir)? {
         let entry = entry?;
         let Ok(name) = entry.file_name().into_string() else { continue };
-        if is_namespace_name(&name) && own != Some(name.as_str()) && entry.file_type()?.is_dir() {
+        if is_namespace_name(&name) && !open.contains(&name) && entry.file_type()?.is_dir() {
             found.push(measure(name, entry.path()));
         }
     }
@@ -60,25 +61,27 @@ pub(super) fn scan(dir: &Path, own: Option<&str>) -> io::Result<Vec<Found>> {
     Ok(found)
 }
 
-/// Deletes other namespaces, the least recently used first, until `is_enough` of the bytes that are left. Returns those
+/// Has closed namespaces deleted, the least recently used first, until `is_enough` of the bytes that are left. Returns those
 /// bytes; `note` gets a line for each.
 pub(super) fn make_room(
     config: &DiskConfig,
+    open: &BTreeSet<String>,
     is_enough: impl Fn(u64) -> bool,
+    remove: impl Fn(&Found) -> io::Result<()>,
     mut note: impl FnMut(String),
 ) -> io::Result<u64> {
-    let foreign = scan(&config.dir, Some(&dir_name(&config.namespace)))?;
-    let mut bytes = foreign.iter().map(|f| f.bytes).fold(0, u64::saturating_add);
-    for Found { path, bytes: freed, .. } in &foreign {
+    let closed = scan(&config.dir, open)?;
+    let mut bytes = closed.iter().map(|f| f.bytes).fold(0, u64::saturating_add);
+    for found in &closed {
         if is_enough(bytes) {
             break;
         }
-        match remove(path) {
+        match remove(found) {
             Ok(()) => {
-                bytes = bytes.saturating_sub(*freed);
-                note(format!("{} was deleted to make room", path.display()));
+                bytes = bytes.saturating_sub(found.bytes);
+                note(format!("{} was deleted to make room", found.path.display()));
             }
-            Err(error) => note(format!("{} cannot be deleted: {error}", path.display())),
+            Err(error) => note(format!("{} cannot be deleted: {error}", found.path.display())),
         }
     }
     Ok(bytes)

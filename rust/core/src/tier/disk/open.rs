@@ -14,9 +14,9 @@ use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, utimensat};
 use super::books::Books;
 use super::files::{OpenFiles, SlotFiles};
 use super::growth::Growth;
-use super::lock::DirLock;
 use super::record::{Record, record_seed};
 use super::recover::{self, Recovered};
+use super::root::{DiskRoot, Owner, Room};
 use super::slots::Slots;
 use super::superblock::{self, Superblock};
 use super::types::{DiskConfig, DiskEntry, DiskStats, SlotId};
@@ -29,9 +29,17 @@ impl DiskTier {
     /// As [`Self::open`], with another source of files: tests have one that fails on purpose.
     #[doc(hidden)]
     pub fn open_with_files(config: &DiskConfig, opener: &dyn OpenFiles) -> Result<(Self, Vec<DiskEntry>)> {
+        Self::open_at(config, &Arc::default(), opener)
+    }
+
+    pub(super) fn open_at(
+        config: &DiskConfig,
+        root: &Arc<DiskRoot>,
+        opener: &dyn OpenFiles,
+    ) -> Result<(Self, Vec<DiskEntry>)> {
         validate(config)?;
         namespaces::make_dir(&config.dir).map_err(|e| paths::dir_error("make", &config.dir, e))?;
-        let lock = DirLock::acquire(&config.dir)?;
+        let owner = root.enter(config)?;
         let dir = config.namespace_dir();
         let failed = |e| Error::io(format!("cannot open the namespace {}", dir.display()), e);
         let mut books = Books::default();
@@ -43,9 +51,10 @@ impl DiskTier {
         claim_namespace(config, &dir, &mut books).map_err(failed)?;
         let seed = record_seed(&config.namespace);
         let files = SlotFiles::open(&dir, config.frame_bytes, seed, opener).map_err(failed)?;
-        let keep = fit_cap(config, &files, &mut books).map_err(failed)?;
+        let keep = fit_cap(config, &owner, &files, &mut books).map_err(failed)?;
         let (found, unsound) = collect(&files, keep, &mut books.stats).map_err(failed)?;
         files.set_slots(keep).map_err(failed)?;
+        owner.settle(config, keep);
         let entries = settle(&files, keep, &found, unsound, &mut books);
         let tier = Self {
             config: config.clone(),
@@ -53,7 +62,7 @@ impl DiskTier {
             books: Mutex::new(books),
             growth: Mutex::new(Growth::default()),
             grown: Condvar::new(),
-            owner: Mutex::new(Some(Arc::new(lock))),
+            owner: Mutex::new(Some(owner)),
         };
         Ok((tier, entries))
     }
@@ -126,12 +135,12 @@ fn touch(dir: &Path) -> io::Result<()> {
 }
 
 /// Makes room where the directory is above its cap; returns how many slots may stay.
-fn fit_cap(config: &DiskConfig, files: &SlotFiles, books: &mut Books) -> io::Result<u32> {
+fn fit_cap(config: &DiskConfig, owner: &Owner, files: &SlotFiles, books: &mut Books) -> io::Result<u32> {
     let (records, frames) = files.lens()?;
     let have = records.min(frames);
-    let is_enough = |foreign| budget::dir_bytes(have, config.frame_bytes, foreign) <= config.cap_bytes;
-    books.foreign_bytes = namespaces::make_room(config, is_enough, |line| books.event(line))?;
-    Ok(have.min(budget::max_slots(config, books.foreign_bytes)))
+    let Room { slots, foreign_bytes } = owner.claim(config, [have; 3], |line| books.event(line))?;
+    books.foreign_bytes = foreign_bytes;
+    Ok(slots)
 }
 
 /// Reads the index: what the first `keep` slots hold, those of them whose record must go, and counts of what is given up.

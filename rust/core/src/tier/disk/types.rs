@@ -66,7 +66,7 @@ pub struct DiskStats {
     pub slots_used: u64,
     /// Slots reserved and not yet written or freed.
     pub slots_reserved: u64,
-    /// Bytes the whole directory is accounted at.
+    /// Bytes the whole directory is accounted at; of a namespace that is open beside others, its own.
     pub bytes: u64,
     /// The cap on `bytes`.
     pub cap_bytes: u64,

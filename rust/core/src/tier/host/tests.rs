@@ -30,3 +30,20 @@ fn frames_from_the_limit_on_are_held_back_until_it_rises() {
     tier.limit(u32::MAX);
     assert_eq!(taken(&mut tier).len(), 3);
 }
+
+#[test]
+fn a_slab_that_is_emptied_hands_out_no_frame_and_goes_with_its_last() {
+    let pool = Pool::create(64 * 4096, 4096, || {}).unwrap();
+    let mut tier = HostTier::join(&pool, None, 4096, 64).unwrap();
+    let first = tier.take(FrameFor::Save).or_else(|| tier.grow(FrameFor::Save)).unwrap();
+    assert!(tier.grow(FrameFor::Save).is_some() && tier.num_frames() == (4, 2));
+    assert!(tier.lend(FrameId(3)).is_none(), "free frames may be another store's soon");
+    let slab = tier.drain(Some(first)).unwrap();
+    assert_eq!((tier.num_frames(), taken(&mut tier)), ((2, 0), vec![]));
+    tier.keep(slab);
+    assert_eq!(taken(&mut tier), [2, 3]);
+    let slab = tier.drain(Some(first)).unwrap();
+    (0..4).for_each(|frame| tier.give(FrameId(frame)));
+    assert!(!tier.grid().unwrap().is_draining(slab));
+    assert_eq!((tier.num_frames(), tier.grid().unwrap().member().num_slabs().0), ((0, 0), 0));
+}

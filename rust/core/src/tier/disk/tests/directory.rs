@@ -1,11 +1,12 @@
 //! The rules of a directory: one owner, the cap, other namespaces, and files that are not what they should be.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
 
 use super::super::faults::{FaultFiles, du};
-use super::super::{ErrorKind, namespaces, paths};
+use super::super::{DiskRoot, ErrorKind, namespaces, paths};
 use super::*;
 
 fn namespace_dir(config: &DiskConfig) -> PathBuf {
@@ -141,7 +142,7 @@ fn test_the_least_recently_used_namespace_makes_room_and_no_more_than_needed() {
             file.set_modified(time).unwrap();
         }
     }
-    let foreign: u64 = namespaces::scan(dir.path(), None).unwrap().iter().map(|f| f.bytes).sum();
+    let foreign: u64 = namespaces::scan(dir.path(), &BTreeSet::new()).unwrap().iter().map(|f| f.bytes).sum();
     let mut config = config(dir.path(), 1);
     config.cap_bytes += foreign;
     let (tier, _) = open(&config);
@@ -287,4 +288,40 @@ fn test_an_event_is_noted_for_people_but_the_list_is_short() {
     assert!(books.take_events().is_empty(), "each once");
     books.event("63".to_owned());
     assert!(books.take_events().is_empty(), "also where it happens again");
+}
+
+#[test]
+fn test_open_namespaces_keep_one_cap_together_and_are_never_deleted() {
+    let dir = tempfile::tempdir().unwrap();
+    let both = DiskConfig { cap_bytes: budget::dir_bytes(40, FRAME, 2 * FRAME), ..config(dir.path(), 40) };
+    let root = DiskRoot::shared();
+    let (first, _) = DiskTier::open_beside(&with_namespace(&both, 1), &root).unwrap();
+    let (second, _) = DiskTier::open_beside(&with_namespace(&both, 2), &root).unwrap();
+    assert_eq!(DiskTier::open_beside(&with_namespace(&both, 1), &root).unwrap_err().kind(), ErrorKind::Busy);
+    let slots = std::thread::scope(|scope| {
+        [&first, &second]
+            .map(|tier| scope.spawn(|| std::iter::from_fn(|| tier.reserve()).count()))
+            .map(|t| t.join().unwrap())
+    });
+    assert!(slots.iter().all(|&each| (18..=21).contains(&each)), "an equal part each: {slots:?}");
+    assert!(du(dir.path()) <= both.cap_bytes);
+    first.close();
+    drop(first);
+    let more = (0..600).filter_map(|_| second.reserve()).count(); // some asks are turned away before it looks again
+    assert_eq!(slots[1] + more, 42, "a closed one makes room");
+    assert!(!dir.path().join(namespaces::dir_name(&[1; 32])).exists());
+}
+
+#[test]
+fn test_a_namespace_that_was_opened_since_it_was_found_is_not_deleted() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 8);
+    fill(&with_namespace(&config, 2));
+    let root = DiskRoot::shared();
+    let owner = root.enter(&with_namespace(&config, 1)).unwrap();
+    let found = namespaces::scan(dir.path(), &BTreeSet::new()).unwrap().remove(0);
+    let (tier, entries) = DiskTier::open_beside(&with_namespace(&config, 2), &root).unwrap();
+    assert!(owner.remove(&found).is_err() && found.path.exists());
+    drop(tier);
+    assert!(!entries.is_empty() && owner.remove(&found).is_ok() && !found.path.exists());
 }

@@ -1,0 +1,275 @@
+//! What several stores share. Of host memory: who has which slab of the one arena, and who should give one up.
+//!
+//! Each store lays a grid of its own frame size over the arena and uses the frames that lie in slabs of its own. Slabs that nobody
+//! has go to who asks first. When none is left, a store below its share is *hungry*, and those above theirs are asked for a
+//! slab, in their own time: nobody waits. A store's lock may be held while the pool's is taken, never the other way round.
+//! It must not know chunks, frames in use or namespaces.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, PoisonError};
+
+use crate::io::HostArena;
+use crate::io::arena::FRAME_ALIGN;
+use crate::sync::{Mutex, MutexGuard};
+use crate::tier::disk::DiskRoot;
+use crate::units::size_text;
+use crate::{Error, ErrorKind, Result};
+
+/// An arena has this many slabs, up to twice as many, where it is large enough.
+const NUM_SLABS: u64 = 64;
+/// Fewest frames of the first store in a slab, where that leaves `MIN_SLABS`: what lies over the seam of two stores is lost.
+const MIN_FRAMES: u64 = 4;
+const MIN_SLABS: u64 = 8;
+
+/// One slab of the arena.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub(crate) struct SlabId(pub(crate) u32);
+
+/// What the pool knows of a store.
+#[derive(Debug, Default)]
+struct Owner {
+    /// Those that it has not collected yet among them.
+    num_slabs: u32,
+    arrived: Vec<SlabId>,
+    /// Percent of the arena; None for an equal part of what is left.
+    percent: Option<u32>,
+    /// Whether it has a share at all.
+    is_active: bool,
+    /// Slabs that it may have while others want them too.
+    share: u32,
+    is_hungry: bool,
+}
+
+impl Owner {
+    fn wants(&self) -> bool {
+        self.is_hungry && self.num_slabs < self.share
+    }
+}
+
+#[derive(Debug, Default)]
+struct Books {
+    /// Owner of each slab.
+    slabs: Vec<Option<u32>>,
+    num_free: u32,
+    owners: BTreeMap<u32, Owner>,
+    next_id: u32,
+}
+
+/// The arena and its slabs.
+pub struct Pool {
+    arena: HostArena,
+    slab_bytes: u64,
+    /// Of their disk directory.
+    pub(crate) disk: Arc<DiskRoot>,
+    books: Mutex<Books>,
+    wake: Box<dyn Fn() + Send + Sync>,
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pool").field("arena", &self.arena).field("slab_bytes", &self.slab_bytes).finish_non_exhaustive()
+    }
+}
+
+impl Pool {
+    /// An arena of `host_bytes`, in slabs that suit frames of `frame_bytes`. `wake` is called, maybe under a store's lock, when a
+    /// store became hungry: then [`crate::store::Store::give_way`] of the others should be.
+    ///
+    /// `InvalidConfig` if not one frame fits; `Io` if the system refuses memory.
+    pub fn create(host_bytes: u64, frame_bytes: u64, wake: impl Fn() + Send + Sync + 'static) -> Result<Arc<Self>> {
+        let host_bytes = host_bytes - host_bytes % FRAME_ALIGN;
+        if frame_bytes == 0 || !frame_bytes.is_multiple_of(FRAME_ALIGN) || host_bytes < frame_bytes {
+            let message = format!("host_size = {} holds no chunk of {frame_bytes} bytes", size_text(host_bytes));
+            return Err(Error::new(ErrorKind::InvalidConfig, message));
+        }
+        let slab_bytes = slab_bytes(host_bytes, frame_bytes);
+        let num_slabs = u32::try_from(host_bytes / slab_bytes).unwrap_or(u32::MAX);
+        let books = Books { slabs: vec![None; num_slabs as usize], num_free: num_slabs, ..Books::default() };
+        let arena = HostArena::of_bytes(host_bytes)?;
+        Ok(Arc::new(Self {
+            arena,
+            slab_bytes,
+            disk: DiskRoot::shared(),
+            books: Mutex::new(books),
+            wake: Box::new(wake),
+        }))
+    }
+
+    /// Bytes of the whole arena.
+    pub fn size_bytes(&self) -> u64 {
+        self.arena.size_bytes()
+    }
+
+    /// Bytes of a slab; the last one has what is left over, too.
+    pub fn slab_bytes(&self) -> u64 {
+        self.slab_bytes
+    }
+
+    /// How many there are.
+    pub fn num_slabs(&self) -> u32 {
+        u32::try_from(self.size_bytes() / self.slab_bytes).unwrap_or(u32::MAX)
+    }
+
+    /// Whether a store is hungry, so that others should give way.
+    pub fn is_wanted(&self) -> bool {
+        self.books().owners.values().any(Owner::wants)
+    }
+
+    /// Whether a store found no room on the shared disk since this was asked last, and closing another would make some.
+    pub fn take_short_of_disk(&self) -> bool {
+        self.disk.take_short()
+    }
+
+    pub(crate) fn arena(&self) -> &HostArena {
+        &self.arena
+    }
+
+    /// `InvalidConfig` unless every slab holds a whole frame of this size: a store could have slabs and still no frame.
+    pub fn check(&self, frame_bytes: u64) -> Result<()> {
+        let slab_bytes = self.slab_bytes;
+        if slab_bytes.is_multiple_of(frame_bytes) || 2 * frame_bytes - FRAME_ALIGN <= slab_bytes {
+            return Ok(());
+        }
+        let message = format!(
+            "chunks of {frame_bytes} bytes are too large for this server's slabs of {slab_bytes} bytes, which follow from \
+             host_size and its first engine; raise the server's host_size, lower chunk_tokens, or start the engine with the \
+             larger chunks first"
+        );
+        Err(Error::new(ErrorKind::InvalidConfig, message))
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn slab_bytes(host_bytes: u64, frame_bytes: u64) -> u64 {
+    let least = (MIN_FRAMES * frame_bytes).next_power_of_two();
+    let many = (host_bytes / NUM_SLABS).max(1);
+    let slab_bytes = least.max(1 << many.ilog2());
+    if host_bytes / slab_bytes >= MIN_SLABS {
+        return slab_bytes;
+    }
+    frame_bytes * (host_bytes / frame_bytes / MIN_SLABS).max(1)
+}
+
+impl Books {
+    /// Shares follow from who is active.
+    fn share_out(&mut self) {
+        let num_slabs = self.slabs.len() as u64;
+        let of = |percent: u32| num_slabs * u64::from(percent) / 100;
+        let active = || self.owners.values().filter(|owner| owner.is_active);
+        let fixed: u64 = active().filter_map(|owner| owner.percent).map(of).sum();
+        let num_equal = active().filter(|owner| owner.percent.is_none()).count().max(1) as u64;
+        let equal = num_slabs.saturating_sub(fixed) / num_equal;
+        for owner in self.owners.values_mut() {
+            let share = if owner.is_active { owner.percent.map_or(equal, of) } else { 0 };
+            owner.share = u32::try_from(share).unwrap_or(u32::MAX);
+            owner.is_hungry &= owner.is_active;
+        }
+    }
+
+    /// The slab is for the hungriest store, or for who asks next.
+    fn give(&mut self, from: u32, slab: SlabId) {
+        if let Some(owner) = self.owners.get_mut(&from) {
+            owner.num_slabs -= 1;
+        }
+        let hungry = self.owners.iter_mut().filter(|(_, owner)| owner.wants());
+        let next = hungry.max_by_key(|(_, owner)| owner.share - owner.num_slabs);
+        self.slabs[slab.0 as usize] = next.map(|(id, owner)| {
+            (owner.num_slabs, owner.is_hungry) = (owner.num_slabs + 1, false);
+            owner.arrived.push(slab);
+            *id
+        });
+        self.num_free += u32::from(self.slabs[slab.0 as usize].is_none());
+    }
+}
+
+/// A store's part in a pool. Dropping it gives all its slabs up.
+#[derive(Debug)]
+pub(crate) struct Member {
+    pub(crate) pool: Arc<Pool>,
+    id: u32,
+}
+
+impl Member {
+    /// A store without slabs, which has a share: of `percent`, or an equal one.
+    pub(crate) fn join(pool: &Arc<Pool>, percent: Option<u32>) -> Self {
+        let mut books = pool.books();
+        let id = books.next_id;
+        books.next_id += 1;
+        books.owners.insert(id, Owner { percent, is_active: true, ..Owner::default() });
+        books.share_out();
+        drop(books);
+        Self { pool: Arc::clone(pool), id }
+    }
+
+    fn with<T>(&self, what: impl FnOnce(&mut Owner) -> T) -> T {
+        what(self.pool.books().owners.entry(self.id).or_default())
+    }
+
+    /// Whether it has a share.
+    pub(crate) fn set_active(&self, is_active: bool) {
+        let mut books = self.pool.books();
+        books.owners.entry(self.id).or_default().is_active = is_active;
+        books.share_out();
+    }
+
+    /// Slabs that came because it was hungry.
+    pub(crate) fn collect(&self) -> Vec<SlabId> {
+        self.with(|own| std::mem::take(&mut own.arrived))
+    }
+
+    /// The lowest slab below `end` that nobody has. If there is none at all, it is hungry as far as its share goes.
+    pub(crate) fn take(&self, end: u32) -> Option<SlabId> {
+        let mut books = self.pool.books();
+        let Books { slabs, num_free, owners, .. } = &mut *books;
+        let own = owners.entry(self.id).or_default();
+        let free = if *num_free > 0 { slabs.iter().take(end as usize).position(Option::is_none) } else { None };
+        if let Some(at) = free {
+            slabs[at] = Some(self.id);
+            *num_free -= 1;
+            (own.num_slabs, own.is_hungry) = (own.num_slabs + 1, false);
+            return u32::try_from(at).ok().map(SlabId);
+        }
+        let is_news = *num_free == 0 && !own.is_hungry && own.num_slabs < own.share;
+        own.is_hungry |= is_news;
+        drop(books);
+        if is_news {
+            (self.pool.wake)();
+        }
+        None
+    }
+
+    /// A slab of its own in which no frame is used.
+    pub(crate) fn give(&self, slab: SlabId) {
+        self.pool.books().give(self.id, slab);
+    }
+
+    /// How many slabs it has, and how many of them others may ask for.
+    pub(crate) fn num_slabs(&self) -> (u32, u32) {
+        self.with(|own| (own.num_slabs, own.num_slabs.saturating_sub(own.share)))
+    }
+
+    /// Whether another store should have a slab of this one's.
+    pub(crate) fn is_asked(&self) -> bool {
+        let books = self.pool.books();
+        let is_above = books.owners.get(&self.id).is_some_and(|own| own.num_slabs > own.share);
+        is_above && books.owners.values().any(Owner::wants)
+    }
+}
+
+impl Drop for Member {
+    fn drop(&mut self) {
+        let mut books = self.pool.books();
+        if let Some(own) = books.owners.get_mut(&self.id) {
+            own.is_active = false;
+        }
+        books.share_out();
+        let own: Vec<_> = (0..).map(SlabId).zip(&books.slabs).filter(|(_, owner)| **owner == Some(self.id)).collect();
+        let own: Vec<_> = own.into_iter().map(|(slab, _)| slab).collect();
+        own.into_iter().for_each(|slab| books.give(self.id, slab));
+        books.owners.remove(&self.id);
+    }
+}

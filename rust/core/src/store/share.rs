@@ -1,0 +1,182 @@
+//! Giving memory up to another store of the same pool.
+//!
+//! A slab is emptied chunk by chunk, children before parents as always, a slice a call. What is pinned, reserved, read or written
+//! stays, and with it the slab until that ends: no new chunk comes to it, and meanwhile others are emptied too.
+
+use std::sync::Arc;
+
+use super::config::StoreConfig;
+use super::state::State;
+use super::{Opener, Store};
+use crate::Result;
+use crate::evict::ChunkId;
+use crate::pool::{Pool, SlabId};
+
+/// Chunks looked at by one call: some 0.2 ms.
+const SLICE: usize = 256;
+/// Slabs that are emptied at once, where some of their frames must stay for now.
+const MAX_DRAINS: usize = 4;
+
+/// A slab that is emptied.
+#[derive(Debug)]
+pub(super) struct Drain {
+    slab: SlabId,
+    /// Frames before it were looked at in this round.
+    next: u32,
+    /// A chunk of the slab, and the way down to what hangs on it.
+    way: Vec<Step>,
+}
+
+/// A chunk, and the child that is looked at next.
+#[derive(Debug)]
+struct Step {
+    id: ChunkId,
+    generation: u32,
+    next: Next,
+}
+
+#[derive(Debug, Clone, Copy)]
+enum Next {
+    First,
+    Child(ChunkId, u32),
+    None,
+}
+
+/// What came of [`Store::give_way`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Way {
+    /// No other store should have memory of this one's.
+    Unasked,
+    /// A slab went.
+    Gave,
+    /// More calls will do more.
+    Working,
+    /// Whatever is left has users now.
+    Stuck,
+}
+
+impl Store {
+    /// As [`Self::open`], over memory that other stores have a part in: `config.host_bytes` is not looked at, and `percent` of it is
+    /// this store's share, or an equal part. `InvalidConfig` also if its frames are too large for the pool's slabs.
+    pub fn open_in(config: &StoreConfig, pool: &Arc<Pool>, percent: Option<u32>) -> Result<Self> {
+        let config = &StoreConfig { host_bytes: pool.size_bytes(), ..config.clone() };
+        Self::build(config, Some((pool, percent)), Self::opener(config, &pool.disk)?, Self::clock())
+    }
+
+    #[doc(hidden)]
+    pub fn with_tier_in(config: &StoreConfig, pool: &Arc<Pool>, opener: Option<Opener>) -> Result<Self> {
+        let config = &StoreConfig { host_bytes: pool.size_bytes(), ..config.clone() };
+        Self::build(config, Some((pool, None)), opener, Self::clock())
+    }
+
+    /// Whether the store has a share of its pool. One without keeps what it has until others want it.
+    pub fn set_active(&self, is_active: bool) {
+        self.inner.with_books(|state| state.host.grid().map(|grid| grid.member().set_active(is_active)));
+    }
+
+    /// Slabs of its pool that the store has, and how many of them are more than its share.
+    pub fn num_slabs(&self) -> (u32, u32) {
+        let of = |state: &mut State| state.host.grid().map(|grid| grid.member().num_slabs());
+        self.inner.with_books(of).flatten().unwrap_or_default()
+    }
+
+    /// Gives up some of what this store has beyond its share, if another one below its own wants it. Never waits; each call does
+    /// a little.
+    pub fn give_way(&self) -> Way {
+        self.inner.with_books(State::give_way).unwrap_or(Way::Unasked)
+    }
+}
+
+impl State {
+    pub(super) fn give_way(&mut self) -> Way {
+        self.host.collect();
+        if !self.host.grid().is_some_and(|grid| grid.member().is_asked()) {
+            let drains = std::mem::take(&mut self.drains);
+            drains.iter().for_each(|drain| self.host.keep(drain.slab));
+            return Way::Unasked;
+        }
+        let mut drains = std::mem::take(&mut self.drains);
+        drains.retain(|drain| self.is_draining(drain.slab));
+        let way = self.work_at(&mut drains);
+        self.drains = drains;
+        way
+    }
+
+    fn work_at(&mut self, drains: &mut Vec<Drain>) -> Way {
+        let mut budget = SLICE;
+        for nth in 0..MAX_DRAINS {
+            if nth == drains.len() {
+                let coldest = self.host_policy.victim().and_then(|id| self.index[id].host.place());
+                let Some(slab) = self.host.drain(coldest) else { break };
+                drains.push(Drain { slab, next: 0, way: Vec::new() });
+            }
+            let way = self.empty(&mut drains[nth], &mut budget);
+            if way == Way::Gave {
+                drains.swap_remove(nth);
+            }
+            if way != Way::Stuck {
+                return way;
+            }
+        }
+        Way::Stuck
+    }
+
+    fn is_draining(&self, slab: SlabId) -> bool {
+        self.host.grid().is_some_and(|grid| grid.is_draining(slab))
+    }
+
+    /// Evicts what is in a slab, and what hangs on that, as far as it may go now.
+    fn empty(&mut self, drain: &mut Drain, budget: &mut usize) -> Way {
+        while self.is_draining(drain.slab) {
+            if *budget == 0 {
+                return Way::Working;
+            }
+            *budget -= 1;
+            if !drain.way.is_empty() {
+                self.step(&mut drain.way);
+            } else if let Some((frame, id)) = self.host.grid().and_then(|grid| grid.next_holder(drain.slab, drain.next))
+            {
+                drain.next = frame.0 + 1;
+                drain.way.push(self.step_at(id));
+            } else {
+                drain.next = 0;
+                return Way::Stuck;
+            }
+        }
+        Way::Gave
+    }
+
+    fn step_at(&self, id: ChunkId) -> Step {
+        Step { id, generation: self.index[id].generation, next: Next::First }
+    }
+
+    /// Evicts the last chunk of the way, goes on to its next child in host, or leaves it.
+    fn step(&mut self, way: &mut Vec<Step>) {
+        let Some(Step { id, generation, next }) = way.last_mut() else { return };
+        let (id, entry) = (*id, &self.index[*id]);
+        let is_gone = !self.index.is_same(id, *generation) || entry.host.is_absent() || entry.detached;
+        if !is_gone && entry.host_evictable == Some(true) {
+            way.pop();
+            return self.evict(id);
+        }
+        let child = match *next {
+            Next::First => entry.first_child,
+            Next::Child(child, generation)
+                if self.index.is_same(child, generation) && self.index.is_child(child, id) =>
+            {
+                Some(child)
+            }
+            Next::Child(..) => entry.first_child, // it left meanwhile, and with it the place
+            Next::None => None,
+        };
+        let Some(child) = child.filter(|_| !is_gone && entry.host_children > 0) else {
+            way.pop();
+            return;
+        };
+        let behind = self.index[child].next_sibling;
+        *next = behind.map_or(Next::None, |behind| Next::Child(behind, self.index[behind].generation));
+        if !self.index[child].host.is_absent() {
+            way.push(self.step_at(child));
+        }
+    }
+}

@@ -1,0 +1,171 @@
+//! A disk directory and those of its namespaces that are open in this process: one owner for all, and one cap.
+//!
+//! Each open namespace claims bytes before its files grow, so that all together stay below the cap at every instant; closed ones
+//! are measured, and may be deleted to make room, open ones never. While several are open, each leaves the others room for an equal
+//! part; what one took when it was alone it keeps until it is closed. No lock is held while the system works, but one for the first
+//! to open.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::io;
+use std::sync::{Arc, PoisonError, Weak};
+
+use super::lock::DirLock;
+use super::types::DiskConfig;
+use super::{budget, namespaces};
+use crate::sync::{Mutex, MutexGuard};
+use crate::{Error, ErrorKind, Result};
+
+/// A namespace's directory and superblock, where it is open beside others.
+const NAMESPACE_BYTES: u64 = 4 * budget::PAGE_BYTES;
+/// The files grow by about this much at a time: few allocations, and no more taken than soon used.
+const EXTENT_BYTES: u64 = 64 * 1024 * 1024;
+/// But by no more than this part of the cap where other namespaces may come.
+const MAX_EXTENTS: u64 = 16;
+/// Times that room is looked for again because a namespace was opened or closed meanwhile.
+const TRIES: usize = 16;
+
+/// What the tiers of one directory in this process share.
+#[derive(Debug, Default)]
+pub struct DiskRoot {
+    books: Mutex<Books>,
+    opening: Mutex<()>,
+    /// Whether several namespaces may be open.
+    is_shared: bool,
+}
+
+#[derive(Debug, Default)]
+struct Books {
+    lock: Weak<DirLock>,
+    /// Bytes that each open namespace may take, by its directory's name.
+    open: BTreeMap<String, u64>,
+    /// Names that are being deleted.
+    leaving: BTreeSet<String>,
+    /// Namespaces opened and closed so far.
+    changes: u64,
+    /// One had no room since somebody asked.
+    is_short: bool,
+}
+
+/// The right to the files of one namespace, and with the others' to the directory; given up with the last part of it.
+#[derive(Debug)]
+pub(super) struct Owner {
+    root: Arc<DiskRoot>,
+    name: String,
+    _lock: Arc<DirLock>,
+}
+
+/// What may be taken.
+pub(super) struct Room {
+    /// Slots that the namespace may have.
+    pub(super) slots: u32,
+    /// Bytes of all other namespaces; 0 where those report their own.
+    pub(super) foreign_bytes: u64,
+}
+
+impl DiskRoot {
+    /// For several namespaces; the default is for one.
+    pub fn shared() -> Arc<Self> {
+        Arc::new(Self { is_shared: true, ..Self::default() })
+    }
+
+    fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether a namespace had no room since this was asked last: to close another would make some.
+    pub(crate) fn take_short(&self) -> bool {
+        std::mem::take(&mut self.books().is_short)
+    }
+
+    /// Takes the directory, if nobody of this process has it, and the namespace. `Busy` where another has one of them.
+    pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<Owner>> {
+        let _alone = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        let held = self.books().lock.upgrade();
+        let lock = match held {
+            Some(lock) => lock,
+            None => Arc::new(DirLock::acquire(&config.dir)?),
+        };
+        let name = namespaces::dir_name(&config.namespace);
+        let mut books = self.books();
+        if books.open.contains_key(&name) || books.leaving.contains(&name) {
+            let message = format!(
+                "{} is in use by this process: it ends soon, or is another's",
+                config.dir.join(&name).display()
+            );
+            return Err(Error::new(ErrorKind::Busy, message));
+        }
+        books.lock = Arc::downgrade(&lock);
+        books.open.insert(name.clone(), 0);
+        books.changes += 1;
+        Ok(Arc::new(Owner { root: Arc::clone(self), name, _lock: lock }))
+    }
+}
+
+impl Owner {
+    /// Most bytes that a file grows by at once.
+    pub(super) fn extent_bytes(&self, cap_bytes: u64) -> u64 {
+        let share = if self.root.is_shared { cap_bytes / MAX_EXTENTS } else { cap_bytes };
+        share.min(EXTENT_BYTES)
+    }
+
+    /// Bytes of other open namespaces, which are never looked at on disk: what they claimed, or their part.
+    fn open_bytes(&self, books: &Books, cap_bytes: u64) -> u64 {
+        let part = cap_bytes.saturating_sub(budget::FIXED_BYTES) / books.open.len().max(1) as u64;
+        let others = books.open.iter().filter(|(name, _)| **name != self.name);
+        others.map(|(_, bytes)| part.max(bytes + NAMESPACE_BYTES)).fold(0, u64::saturating_add)
+    }
+
+    /// Claims room for `want` slots or fewer, of which `have` are there; closed namespaces go only if else not even `enough` fit.
+    pub(super) fn claim(
+        &self,
+        config: &DiskConfig,
+        [have, enough, want]: [u32; 3],
+        mut note: impl FnMut(String),
+    ) -> io::Result<Room> {
+        for _ in 0..TRIES {
+            let books = self.root.books();
+            let (changes, open_bytes) = (books.changes, self.open_bytes(&books, config.cap_bytes));
+            let open: BTreeSet<_> = books.open.keys().cloned().collect();
+            drop(books);
+            let foreign = |closed: u64| closed.saturating_add(open_bytes);
+            let fits = |closed| budget::dir_bytes(enough, config.frame_bytes, foreign(closed)) <= config.cap_bytes;
+            let closed_bytes = namespaces::make_room(config, &open, fits, |path| self.remove(path), &mut note)?;
+            let mut books = self.root.books();
+            if books.changes == changes {
+                let foreign_bytes = closed_bytes.saturating_add(self.open_bytes(&books, config.cap_bytes));
+                let slots = want.min(budget::max_slots(config, foreign_bytes));
+                let bytes = budget::dir_bytes(slots.max(have), config.frame_bytes, 0) - budget::FIXED_BYTES;
+                books.open.insert(self.name.clone(), bytes);
+                books.is_short |= slots < enough;
+                return Ok(Room { slots, foreign_bytes: if self.root.is_shared { 0 } else { foreign_bytes } });
+            }
+        }
+        Err(io::Error::new(io::ErrorKind::ResourceBusy, "namespaces come and go"))
+    }
+
+    /// It has so many slots now, and no claim to more.
+    pub(super) fn settle(&self, config: &DiskConfig, slots: u32) {
+        let bytes = budget::dir_bytes(slots, config.frame_bytes, 0) - budget::FIXED_BYTES;
+        self.root.books().open.insert(self.name.clone(), bytes);
+    }
+
+    /// Deletes a closed namespace, which cannot be opened meanwhile.
+    pub(super) fn remove(&self, found: &namespaces::Found) -> io::Result<()> {
+        let mut books = self.root.books();
+        if books.open.contains_key(&found.name) || !books.leaving.insert(found.name.clone()) {
+            return Err(io::Error::new(io::ErrorKind::ResourceBusy, "it is in use"));
+        }
+        drop(books);
+        let removed = namespaces::remove(&found.path);
+        self.root.books().leaving.remove(&found.name);
+        removed
+    }
+}
+
+impl Drop for Owner {
+    fn drop(&mut self) {
+        let mut books = self.root.books();
+        books.open.remove(&self.name);
+        books.changes += 1;
+    }
+}

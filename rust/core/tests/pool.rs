@@ -1,0 +1,342 @@
+//! Several stores of different frame sizes over one arena: slabs move, and no byte is ever another store's.
+//!
+//! The oracle knows the arena's bytes only: who reserved or pinned which of them, and what was written there. Every frame in use
+//! must lie apart from those of other stores and hold, all the time, what its owner wrote.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::key::{ChunkKey, KeyChain};
+use kvloft_core::pool::Pool;
+use kvloft_core::store::{DiskSettings, ReadLease, SaveRange, Store, StoreConfig, Way, WriteLease};
+use proptest::prelude::*;
+
+const PAGE: u64 = 4096;
+const FRAMES: [u64; 3] = [2 * PAGE, 3 * PAGE, PAGE];
+const HOST: u64 = 98 * PAGE; // the last slab is a longer one
+
+fn config(nth: usize, disk: Option<DiskSettings>) -> StoreConfig {
+    StoreConfig {
+        frame_bytes: FRAMES[nth],
+        host_bytes: 0,
+        blocks_per_chunk: 1,
+        eviction: Eviction::Lru,
+        available_bytes: None,
+        namespace: [u8::try_from(nth).unwrap(); 32],
+        disk,
+    }
+}
+
+fn pool() -> Arc<Pool> {
+    Pool::create(HOST, FRAMES[0], || {}).unwrap()
+}
+
+/// Chains of a prompt begin alike with those of its neighbours, so that there are trees.
+fn chain(nth: usize, prompt: u32, len: u32) -> KeyChain {
+    let mut chain = KeyChain::new(ChunkKey([u8::try_from(nth).unwrap(); 32]), 1).unwrap();
+    chain.append_tokens(&(0..len).map(|at| if at < 2 { prompt / 4 } else { prompt }).collect::<Vec<_>>()).unwrap();
+    chain
+}
+
+/// What a chunk of a store is.
+fn content(nth: usize, key: &ChunkKey, frame_bytes: u64) -> Vec<u8> {
+    let mut unit = vec![u8::try_from(nth).unwrap(); 32];
+    unit.extend(key.0);
+    unit.repeat(usize::try_from(frame_bytes).unwrap() / unit.len())
+}
+
+#[derive(Debug)]
+struct World {
+    pool: Arc<Pool>,
+    memory: File,
+    stores: Vec<Store>,
+    writing: Vec<(usize, WriteLease)>,
+    reading: Vec<(usize, ReadLease)>,
+}
+
+impl World {
+    fn new() -> Self {
+        let pool = pool();
+        let stores: Vec<_> = (0..3).map(|nth| Store::open_in(&config(nth, None), &pool, None).unwrap()).collect();
+        let memory = File::options().read(true).write(true).open(&stores[0].arena().path).unwrap();
+        Self { pool, memory, stores, writing: Vec::new(), reading: Vec::new() }
+    }
+
+    fn at(nth: usize, frame: u32) -> (u64, u64) {
+        (u64::from(frame) * FRAMES[nth], FRAMES[nth])
+    }
+
+    fn save(&mut self, nth: usize, chain: &KeyChain) -> u32 {
+        let all = SaveRange { start: 0, stop: u32::try_from(chain.keys().len()).unwrap(), tail_blocks: 0 };
+        let got = self.stores[nth].reserve(chain, all).unwrap();
+        for lease in got.leases {
+            let row = *lease.reservation();
+            let (start, len) = Self::at(nth, row.frame.0);
+            assert!(start + len <= self.pool.size_bytes());
+            self.memory.write_all_at(&content(nth, &row.key, len), start).unwrap();
+            self.writing.push((nth, lease));
+        }
+        got.num_dropped
+    }
+
+    fn commit_all(&mut self, nth: usize) {
+        let (own, others) = std::mem::take(&mut self.writing).into_iter().partition(|(of, _)| *of == nth);
+        self.writing = others;
+        let own: Vec<_> = own;
+        self.stores[nth].commit(own.into_iter().map(|(_, lease)| lease));
+    }
+
+    /// Frames that a worker may touch now, with what must be there.
+    fn in_use(&self) -> Vec<(usize, u32, ChunkKey)> {
+        let writing = self.writing.iter().map(|(nth, lease)| {
+            let row = lease.reservation();
+            (*nth, row.frame.0, row.key)
+        });
+        let reading = self
+            .reading
+            .iter()
+            .flat_map(|(nth, lease)| lease.frames().into_iter().map(|row| (*nth, row.frame.0, row.key)));
+        writing.chain(reading).collect()
+    }
+
+    fn check(&self) {
+        let mut pages: BTreeMap<u64, (usize, u32)> = BTreeMap::new();
+        for (nth, frame, key) in self.in_use() {
+            let (start, len) = Self::at(nth, frame);
+            for page in start / PAGE..(start + len) / PAGE {
+                let owner = *pages.entry(page).or_insert((nth, frame));
+                assert_eq!(owner, (nth, frame), "two owners of page {page}");
+            }
+            let mut found = vec![0; usize::try_from(len).unwrap()];
+            self.memory.read_exact_at(&mut found, start).unwrap();
+            assert!(found == content(nth, &key, len), "frame {frame} of store {nth} has other bytes");
+        }
+        let num_slabs: u32 = self.stores.iter().map(|store| store.num_slabs().0).sum();
+        assert!(num_slabs <= self.pool.num_slabs(), "{num_slabs} slabs");
+        for store in &self.stores {
+            store.check().unwrap();
+        }
+    }
+
+    /// One look of whoever has stores give way.
+    fn give_way(&self) -> BTreeSet<u8> {
+        self.stores.iter().map(|store| store.give_way() as u8).collect()
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Save(usize, u32, u32),
+    Commit(usize),
+    Abort(usize),
+    Acquire(usize, u32),
+    Release(usize),
+    Discard(usize, u32, u32),
+    Clear(usize),
+    SetActive(usize, bool),
+    GiveWay(usize),
+    Reopen(usize),
+    Limit(usize, u32),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let (nth, prompt) = (0..3_usize, 0..24_u32);
+    prop_oneof![
+        8 => (nth.clone(), prompt.clone(), 1..12_u32).prop_map(|(nth, prompt, len)| Step::Save(nth, prompt, len)),
+        6 => nth.clone().prop_map(Step::Commit),
+        1 => (0..64_usize).prop_map(Step::Abort),
+        4 => (nth.clone(), prompt.clone()).prop_map(|(nth, prompt)| Step::Acquire(nth, prompt)),
+        4 => (0..64_usize).prop_map(Step::Release),
+        1 => (nth.clone(), prompt, 0..12_u32).prop_map(|(nth, prompt, at)| Step::Discard(nth, prompt, at)),
+        1 => nth.clone().prop_map(Step::Clear),
+        2 => (nth.clone(), any::<bool>()).prop_map(|(nth, is_active)| Step::SetActive(nth, is_active)),
+        8 => nth.clone().prop_map(Step::GiveWay),
+        1 => nth.clone().prop_map(Step::Reopen),
+        1 => (nth, 0..100_u32).prop_map(|(nth, limit)| Step::Limit(nth, limit)),
+    ]
+}
+
+fn take<T>(from: &mut Vec<T>, nth: usize) -> Option<T> {
+    (!from.is_empty()).then(|| from.swap_remove(nth % from.len()))
+}
+
+fn apply(world: &mut World, step: &Step) {
+    match *step {
+        Step::Save(nth, prompt, len) => {
+            world.save(nth, &chain(nth, prompt, len));
+        }
+        Step::Commit(nth) => world.commit_all(nth),
+        Step::Abort(nth) => drop(take(&mut world.writing, nth)),
+        Step::Acquire(nth, prompt) => {
+            let lease = world.stores[nth].acquire(&chain(nth, prompt, 12));
+            world.reading.push((nth, lease));
+        }
+        Step::Release(nth) => drop(take(&mut world.reading, nth)),
+        Step::Discard(nth, prompt, at) => {
+            world.stores[nth].discard(&[chain(nth, prompt, 12).keys()[at as usize]]);
+        }
+        Step::Clear(nth) => world.stores[nth].clear(),
+        Step::SetActive(nth, is_active) => world.stores[nth].set_active(is_active),
+        Step::GiveWay(nth) => drop(world.stores[nth].give_way()),
+        Step::Reopen(nth) => world.stores[nth] = Store::open_in(&config(nth, None), &world.pool, None).unwrap(),
+        Step::Limit(nth, limit) => world.stores[nth].limit_frames(limit),
+    }
+}
+
+/// Once nothing is pinned, a store that goes on saving gets its share in a bounded number of looks.
+fn gets_its_share(world: &mut World, nth: usize) {
+    world.reading.clear();
+    world.writing.clear();
+    (0..3).for_each(|of| world.stores[of].set_active(of == nth));
+    world.stores[nth].limit_frames(u32::MAX);
+    let all = world.pool.num_slabs();
+    for look in 0..u32::MAX {
+        assert!(look < 40 * all, "{:?} slabs after {look} looks", world.stores[nth].num_slabs());
+        let num_dropped = world.save(nth, &chain(nth, 1000 + look, 4));
+        world.commit_all(nth);
+        world.check();
+        world.give_way();
+        if world.stores[nth].num_slabs().0 == all {
+            assert_eq!(num_dropped, 0);
+            return;
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn stores_of_one_pool_never_touch_each_others_bytes(steps in prop::collection::vec(step(), 1..160), last in 0..3_usize) {
+        let mut world = World::new();
+        for step in &steps {
+            apply(&mut world, step);
+            world.check();
+        }
+        gets_its_share(&mut world, last);
+    }
+}
+
+#[test]
+fn memory_follows_demand_up_to_equal_shares() {
+    let mut world = World::new();
+    let all = world.pool.num_slabs();
+    for prompt in 0..40 {
+        world.save(0, &chain(0, 8 * prompt, 4));
+        world.commit_all(0);
+    }
+    assert_eq!(world.stores[0].num_slabs().0, all, "the only one that saves has it all");
+    for prompt in 0..400 {
+        world.save(1, &chain(1, 8 * prompt, 4));
+        world.commit_all(1);
+        world.give_way();
+        world.check();
+    }
+    assert_eq!(world.stores[1].num_slabs().0, all / 3, "an equal share, and no more");
+    assert_eq!(world.stores[0].num_slabs().0, all - all / 3);
+    world.stores[0].set_active(false);
+    for prompt in 400..800 {
+        world.save(1, &chain(1, 8 * prompt, 4));
+        world.commit_all(1);
+        world.give_way();
+    }
+    assert_eq!(world.stores[1].num_slabs().0, all / 2, "a store without engines has no share");
+    world.stores[1].clear();
+    assert!(world.stores[1].num_slabs().0 <= 1, "what was emptied is there for all");
+}
+
+#[test]
+fn a_slab_with_a_pinned_or_reserved_frame_stays_until_it_is_free() {
+    let mut world = World::new();
+    for prompt in 0..40 {
+        world.save(0, &chain(0, 8 * prompt, 4));
+        world.commit_all(0);
+        world.reading.push((0, world.stores[0].acquire(&chain(0, 8 * prompt, 4))));
+    }
+    let before = world.stores[0].num_slabs().0;
+    world.stores[0].set_active(false);
+    for prompt in 0..20 {
+        assert!(world.save(1, &chain(1, prompt, 1)) == 1, "a miss, and no wait");
+        assert_ne!(world.stores[0].give_way(), Way::Gave);
+        world.check();
+    }
+    assert_eq!(world.stores[0].num_slabs().0, before);
+    world.reading.clear();
+    assert_eq!(world.stores[0].give_way(), Way::Gave);
+    assert_eq!(world.save(1, &chain(1, 0, 1)), 0);
+    world.check();
+}
+
+#[test]
+fn a_store_is_asked_again_only_while_another_wants() {
+    let news = Arc::new(AtomicU64::new(0));
+    let heard = Arc::clone(&news);
+    let pool = Pool::create(HOST, FRAMES[0], move || {
+        heard.fetch_add(1, Ordering::SeqCst);
+    })
+    .unwrap();
+    let stores = [0, 1].map(|nth| Store::open_in(&config(nth, None), &pool, None).unwrap());
+    let all = SaveRange { start: 0, stop: 60, tail_blocks: 0 };
+    let got = stores[0].reserve(&chain(0, 0, 60), all).unwrap();
+    stores[0].commit(got.leases);
+    assert_eq!(news.load(Ordering::SeqCst), 0);
+    assert_eq!(stores[0].give_way(), Way::Unasked);
+    assert_eq!(stores[1].reserve(&chain(1, 0, 60), all).unwrap().num_dropped, 60);
+    assert!(pool.is_wanted() && news.load(Ordering::SeqCst) == 1);
+    stores[1].set_active(false);
+    assert!(!pool.is_wanted());
+    assert_eq!(stores[0].give_way(), Way::Unasked);
+}
+
+#[test]
+fn a_slab_that_was_given_up_is_not_taken_back_by_its_giver() {
+    let mut world = World::new();
+    for prompt in 0..40 {
+        world.save(0, &chain(0, 8 * prompt, 4));
+        world.commit_all(0);
+    }
+    let before = world.stores[0].num_slabs().0;
+    assert_eq!(world.save(1, &chain(1, 0, 1)), 1);
+    assert!((0..100).any(|_| world.stores[0].give_way() == Way::Gave));
+    for prompt in 40..60 {
+        world.save(0, &chain(0, 8 * prompt, 4)); // it has to evict its own
+        world.commit_all(0);
+    }
+    assert_eq!((world.stores[0].num_slabs().0, world.stores[1].num_slabs().0), (before - 1, 1));
+    assert_eq!(world.save(1, &chain(1, 0, 1)), 0);
+}
+
+#[test]
+fn saves_take_no_slab_that_workers_cannot_copy_to() {
+    let mut world = World::new();
+    world.stores[0].limit_frames(3);
+    assert_eq!(world.save(0, &chain(0, 0, 6)), 3);
+    assert_eq!(world.stores[0].num_slabs().0, 1);
+}
+
+#[test]
+fn a_store_whose_share_shrank_wants_no_more() {
+    let mut world = World::new();
+    world.stores.pop();
+    while world.stores[1].num_slabs().0 < 5 {
+        world.save(1, &chain(1, 8 * u32::try_from(world.writing.len()).unwrap(), 1));
+    }
+    assert!(world.save(0, &chain(0, 0, 60)) > 0);
+    assert_eq!((world.stores[0].num_slabs().0, world.stores[1].num_slabs().0), (7, 5));
+    assert!(world.save(1, &chain(1, 8, 9)) > 0);
+    assert!(world.pool.is_wanted(), "it has 5 of the 6 that it may have");
+    world.stores.push(Store::open_in(&config(2, None), &world.pool, None).unwrap());
+    assert!(!world.pool.is_wanted(), "it may have 4");
+    assert_eq!(world.give_way(), BTreeSet::from([Way::Unasked as u8]));
+}
+
+#[test]
+fn frames_larger_than_a_slab_can_hold_are_not_taken_in() {
+    let pool = pool();
+    let error = Store::open_in(&StoreConfig { frame_bytes: 64 * PAGE, ..config(0, None) }, &pool, None).unwrap_err();
+    assert!(error.to_string().contains("too large for this server's slabs"), "{error}");
+}

@@ -1,0 +1,299 @@
+//! The namespaces of a server: a store for each, opened for the first engine that asks, and the engines' seats in it.
+//!
+//! Their memory is one arena, made for the first of them, and their disk one directory. A namespace without engines stays, for
+//! engines come back, until others have all of its memory. It must not know sockets.
+
+use std::cmp::Reverse;
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
+
+use kvloft_core::pool::Pool;
+use kvloft_core::session::Local;
+use kvloft_core::store::{Store, StoreConfig, Way};
+use kvloft_core::{Error, ErrorKind, Result};
+
+use crate::message::Hello;
+use crate::server::ServerConfig;
+use crate::tally::Tally;
+
+/// Most namespaces that are open at one time.
+pub const MAX_NAMESPACES: usize = 64;
+/// Longest wait for the disk of a namespace that makes room.
+const REPLACE_TIMEOUT: Duration = Duration::from_secs(3);
+
+/// One namespace: a store, and who uses it.
+#[derive(Debug)]
+pub(crate) struct Space {
+    pub(crate) hello: Hello,
+    /// None until it could be opened.
+    store: OnceLock<Arc<Store>>,
+    opening: Mutex<()>,
+    num_seats: Mutex<usize>,
+    /// Of all engines that it ever had.
+    pub(crate) tally: Tally,
+}
+
+/// An engine's place in a namespace, with all that it holds there.
+#[derive(Debug)]
+pub(crate) struct Seat {
+    pub(crate) space: Arc<Space>,
+    pub(crate) local: Local,
+}
+
+#[derive(Debug, Default)]
+struct Books {
+    /// What they share, once there is one.
+    pool: Option<Arc<Pool>>,
+    spaces: BTreeMap<[u8; 32], Arc<Space>>,
+}
+
+/// All of a server.
+#[derive(Debug, Default)]
+pub(crate) struct Namespaces(Mutex<Books>);
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What people call a namespace, and its directory: 16 hex digits.
+pub(crate) fn id(namespace: &[u8; 32]) -> String {
+    let (first, _) = namespace.split_first_chunk().unwrap_or((&[0; 8], &[]));
+    format!("{:016x}", u64::from_be_bytes(*first))
+}
+
+fn hex(namespace: &[u8; 32]) -> String {
+    namespace.iter().map(|byte| format!("{byte:02x}")).collect()
+}
+
+/// Checks shares by namespace: `InvalidConfig` for none of 1 to 100 percent, or more than 100 together.
+pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
+    let sum: u64 = shares.iter().map(|(_, percent)| u64::from(*percent)).sum();
+    if sum <= 100 && shares.iter().all(|(_, percent)| *percent > 0) {
+        return Ok(());
+    }
+    let message = format!("shares of namespaces must be from 1 to 100 percent, and 100 together at most, not {sum}");
+    Err(Error::new(ErrorKind::InvalidConfig, message))
+}
+
+impl Space {
+    fn new(hello: &Hello) -> Self {
+        let (store, opening) = (OnceLock::new(), Mutex::default());
+        Self { hello: hello.clone(), store, opening, num_seats: Mutex::new(0), tally: Tally::default() }
+    }
+
+    pub(crate) fn store(&self) -> Option<&Arc<Store>> {
+        self.store.get()
+    }
+
+    fn is_for(&self, hello: &Hello) -> bool {
+        let of = |hello: &Hello| (hello.namespace, hello.frame_bytes, hello.blocks_per_chunk);
+        of(&self.hello) == of(hello)
+    }
+
+    fn has_seats(&self) -> bool {
+        *locked(&self.num_seats) > 0
+    }
+
+    fn open(&self, pool: &Arc<Pool>, config: &ServerConfig) -> Result<Arc<Store>> {
+        let _alone = locked(&self.opening);
+        if let Some(store) = self.store.get() {
+            return Ok(Arc::clone(store));
+        }
+        let name = hex(&self.hello.namespace);
+        let percent = config.shares.iter().find(|(prefix, _)| name.starts_with(prefix)).map(|(_, percent)| *percent);
+        let store = Arc::new(Store::open_in(&store_config(&self.hello, config), pool, percent)?);
+        Ok(Arc::clone(self.store.get_or_init(|| store)))
+    }
+
+    /// One engine more; the first gives the namespace a share again.
+    fn sit(&self) {
+        let mut num_seats = locked(&self.num_seats);
+        *num_seats += 1;
+        if let (1, Some(store)) = (*num_seats, self.store()) {
+            store.set_active(true);
+        }
+    }
+
+    fn leave(&self) {
+        let mut num_seats = locked(&self.num_seats);
+        *num_seats -= 1;
+        if let (0, Some(store)) = (*num_seats, self.store()) {
+            store.set_active(false);
+        }
+    }
+
+    fn close(&self, timeout: Duration) {
+        if let Some(store) = self.store() {
+            store.close(timeout);
+        }
+    }
+}
+
+fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig {
+    let mut disk = config.disk.clone();
+    if let Some(disk) = &mut disk {
+        disk.description.clone_from(&hello.description);
+    }
+    StoreConfig {
+        frame_bytes: hello.frame_bytes,
+        host_bytes: config.host_bytes,
+        blocks_per_chunk: hello.blocks_per_chunk,
+        eviction: config.eviction,
+        available_bytes: config.available_bytes,
+        namespace: hello.namespace,
+        disk,
+    }
+}
+
+impl Books {
+    /// The namespace of an engine, and those that have to be closed for it; `Busy` where they have engines.
+    fn space(&mut self, hello: &Hello) -> Result<(Arc<Space>, Vec<Arc<Space>>)> {
+        let mut gone = Vec::new();
+        if let Some(space) = self.spaces.get(&hello.namespace) {
+            if space.is_for(hello) {
+                return Ok((Arc::clone(space), gone));
+            }
+            if space.has_seats() {
+                return Err(other_shape(space, hello));
+            }
+            gone.extend(self.spaces.remove(&hello.namespace));
+        }
+        let fits = self.pool.as_ref().map_or(Ok(()), |pool| pool.check(hello.frame_bytes));
+        if let Err(error) = fits {
+            if self.spaces.values().any(|space| space.has_seats()) {
+                return Err(error);
+            }
+            gone.extend(std::mem::take(&mut self.spaces).into_values());
+            self.pool = None;
+        }
+        if self.spaces.len() >= MAX_NAMESPACES {
+            let Some(idle) = self.spaces.values().find(|space| !space.has_seats()).map(|space| space.hello.namespace)
+            else {
+                let message = format!(
+                    "this kvloft server serves {MAX_NAMESPACES} namespaces, and takes no more; start another server for this one"
+                );
+                return Err(Error::new(ErrorKind::Busy, message));
+            };
+            gone.extend(self.spaces.remove(&idle));
+        }
+        let space = Arc::new(Space::new(hello));
+        self.spaces.insert(hello.namespace, Arc::clone(&space));
+        Ok((space, gone))
+    }
+}
+
+impl Namespaces {
+    /// A seat for the engine; `Busy` or `InvalidConfig` where there is none for its shape. `wake` is the pool's.
+    pub(crate) fn seat(
+        &self,
+        hello: &Hello,
+        config: &ServerConfig,
+        wake: impl Fn() + Send + Sync + 'static,
+    ) -> Result<Seat> {
+        store_config(hello, config).check()?;
+        let (space, gone, pool) = {
+            let mut books = locked(&self.0);
+            let (space, gone) = books.space(hello)?;
+            let pool = match &books.pool {
+                Some(pool) => Arc::clone(pool),
+                None => Arc::clone(books.pool.insert(Pool::create(config.host_bytes, hello.frame_bytes, wake)?)),
+            };
+            space.sit(); // so that nobody closes it meanwhile
+            (space, gone, pool)
+        };
+        gone.iter().for_each(|space| space.close(REPLACE_TIMEOUT));
+        match space.open(&pool, config) {
+            Ok(store) => Ok(Seat { local: Local::of(store), space }),
+            Err(error) => {
+                let mut books = locked(&self.0);
+                space.leave();
+                if space.store().is_none() && !space.has_seats() {
+                    books.spaces.remove(&hello.namespace);
+                }
+                Err(error)
+            }
+        }
+    }
+
+    /// All of them, in the order of their names.
+    pub(crate) fn all(&self) -> Vec<Arc<Space>> {
+        locked(&self.0).spaces.values().cloned().collect()
+    }
+
+    /// Bytes of the arena and of a slab; None before the first engine.
+    pub(crate) fn memory(&self) -> Option<(u64, u64)> {
+        locked(&self.0).pool.as_ref().map(|pool| (pool.size_bytes(), pool.slab_bytes()))
+    }
+
+    /// The one whose name begins so; of several, none. `InvalidConfig` with what there is.
+    pub(crate) fn find(&self, prefix: &str) -> Result<Option<Arc<Space>>> {
+        let all = self.all();
+        let mut found = all.iter().filter(|space| hex(&space.hello.namespace).starts_with(prefix));
+        match (found.next(), found.next()) {
+            (Some(one), None) => Ok(Some(Arc::clone(one))),
+            (None, _) if all.is_empty() && prefix.is_empty() => Ok(None),
+            (first, _) => {
+                let what = if first.is_some() { "several namespaces" } else { "no such namespace" };
+                let ids: Vec<_> = all.iter().map(|space| id(&space.hello.namespace)).collect();
+                let ids = if ids.is_empty() { "none".to_owned() } else { ids.join(", ") };
+                let message = format!("this kvloft server has {what}; say --namespace with one of its own: {ids}");
+                Err(Error::new(ErrorKind::InvalidConfig, message))
+            }
+        }
+    }
+
+    /// Has stores give way to others, those first that are most above their share. Whether more is to be done at once.
+    pub(crate) fn give_way(&self) -> bool {
+        let mut stores: Vec<_> = self.all().iter().filter_map(|space| space.store().cloned()).collect();
+        stores.sort_by_cached_key(|store| Reverse(store.num_slabs().1));
+        stores.iter().any(|store| matches!(store.give_way(), Way::Gave | Way::Working))
+    }
+
+    /// Takes out those without engines that have no memory left; and one more where another has no room on disk, for what a closed
+    /// one has there may be deleted.
+    pub(crate) fn take_idle(&self) -> Vec<Arc<Space>> {
+        let mut books = locked(&self.0);
+        let mut is_short = books.pool.as_ref().is_some_and(|pool| pool.take_short_of_disk());
+        let mut may_go = |space: &Arc<Space>| {
+            let Some(store) = space.store().filter(|_| !space.has_seats()) else { return false };
+            store.num_slabs().0 == 0 || std::mem::take(&mut is_short)
+        };
+        let idle: Vec<_> = books.spaces.values().filter(|space| may_go(space)).cloned().collect();
+        for space in &idle {
+            books.spaces.remove(&space.hello.namespace);
+        }
+        idle
+    }
+
+    /// Closes all until the timeout.
+    pub(crate) fn close(&self, timeout: Duration) {
+        let deadline = Instant::now() + timeout;
+        for space in self.all() {
+            space.close(deadline.saturating_duration_since(Instant::now()));
+        }
+    }
+}
+
+fn other_shape(other: &Space, hello: &Hello) -> Error {
+    let message = format!(
+        "engines of namespace {} on this kvloft server have chunks of {} bytes in {} blocks, and this engine's have {} in {}; \
+         give them the same settings, or start another server for it",
+        id(&hello.namespace),
+        other.hello.frame_bytes,
+        other.hello.blocks_per_chunk,
+        hello.frame_bytes,
+        hello.blocks_per_chunk
+    );
+    Error::new(ErrorKind::Busy, message)
+}
+
+impl Drop for Seat {
+    fn drop(&mut self) {
+        // What it holds ends before its seat is free.
+        if let Some(store) = self.space.store() {
+            self.local = Local::of(Arc::clone(store));
+        }
+        self.space.leave();
+    }
+}

@@ -1,0 +1,239 @@
+//! Engines of several models on one server: each has its own, memory goes where it is wanted, and one's end is one's own.
+
+mod common;
+
+use std::fs::File;
+use std::os::unix::fs::FileExt;
+use std::process::Command;
+use std::time::Duration;
+
+use common::{
+    FRAME, LONG, chain, found, remote_config, save, serve, server_config, socket, stat, until, whole, with_disk,
+};
+use kvloft_core::ErrorKind;
+use kvloft_core::session::Session;
+use kvloft_core::store::Prefix;
+use kvloft_wire::{
+    MAX_NAMESPACES, NamespaceStatus, Patience, Remote, RemoteConfig, Server, ServerConfig, forget, status,
+};
+
+/// A client of another namespace, with frames of another size.
+fn engine(dir: &std::path::Path, nth: u8, pages: u64) -> Remote {
+    let config = RemoteConfig { namespace: [nth; 32], frame_bytes: pages * FRAME, ..remote_config(dir) };
+    Remote::open(config).expect("a client")
+}
+
+fn space(server: &Server, nth: u8) -> NamespaceStatus {
+    server.status().namespaces.into_iter().find(|space| space.namespace == [nth; 32]).expect("it is open")
+}
+
+/// Saves chunks that say whose they are; how many became visible.
+fn mark(session: &Remote, pages: u64, seed: u32, num_blocks: u32) -> u32 {
+    let chain = chain(seed, num_blocks);
+    let (rows, _) = session.reserve(Prefix::from(&chain), whole(num_blocks)).expect("in range");
+    let arena = session.arena().expect("an arena");
+    let memory = File::options().write(true).open(&arena.path).expect("the arena");
+    for row in &rows {
+        memory
+            .write_all_at(
+                &row.key.0.repeat(usize::try_from(pages * FRAME / 32).expect("small")),
+                u64::from(row.frame.0) * pages * FRAME,
+            )
+            .expect("room");
+    }
+    session.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>())
+}
+
+/// Compares every byte of what is found of a prefix; how many chunks those are.
+fn compare(session: &Remote, pages: u64, seed: u32, num_blocks: u32) -> usize {
+    let lease = session.acquire(Prefix::from(&chain(seed, num_blocks)));
+    let frames = session.frames(lease);
+    let memory = File::open(session.arena().expect("an arena").path).expect("the arena");
+    for row in &frames {
+        let mut bytes = vec![0; usize::try_from(pages * FRAME).expect("small")];
+        memory.read_exact_at(&mut bytes, u64::from(row.frame.0) * pages * FRAME).expect("room");
+        assert!(bytes == row.key.0.repeat(bytes.len() / 32), "another's bytes in frame {}", row.frame.0);
+    }
+    session.release(lease);
+    frames.len()
+}
+
+#[test]
+fn two_namespaces_share_the_memory_and_nothing_else() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let (one, other) = (engine(dir.path(), 1, 1), engine(dir.path(), 2, 2));
+    assert_eq!(one.arena().expect("an arena").id, other.arena().expect("an arena").id, "one arena");
+    for seed in 0..12 {
+        assert_eq!(mark(&one, 1, seed, 5), 5);
+    }
+    assert_eq!(found(&other, &chain(0, 5)), 0, "the same prompt of another model");
+    assert_eq!((space(&server, 1).num_slabs, space(&server, 2).num_slabs), (15, 0));
+    // The other saves until it has its half; what it cannot save at once is a miss and no more.
+    until("an equal share", || {
+        (0..40).for_each(|seed| {
+            mark(&other, 2, seed, 3);
+        });
+        space(&server, 2).num_slabs == 8
+    });
+    let counts = |engine: &Remote, pages, len| (0..40).map(|seed| compare(engine, pages, seed, len)).sum::<usize>();
+    assert!(counts(&other, 2, 3) > 8 && counts(&one, 1, 5) > 8);
+    other.clear();
+    assert_eq!(counts(&other, 2, 3), 0);
+    assert!(counts(&one, 1, 5) > 8, "a clear empties its own namespace");
+}
+
+#[test]
+fn a_person_forgets_one_namespace() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = serve(dir.path());
+    let socket = socket(dir.path());
+    assert_eq!(forget(&socket, "", LONG).expect("there is none"), 0);
+    let one = engine(dir.path(), 0x11, 1);
+    save(&one, &chain(1, 3));
+    assert_eq!(forget(&socket, "", LONG).expect("there is one"), 3);
+    let other = engine(dir.path(), 0x12, 2);
+    save(&one, &chain(1, 3));
+    save(&other, &chain(1, 4));
+    for name in ["", "1", "13"] {
+        let error = forget(&socket, name, LONG).expect_err("which");
+        assert!(error.kind() == ErrorKind::InvalidConfig, "{error}");
+        assert!(error.to_string().contains("1111111111111111, 1212121212121212"), "{error}");
+    }
+    assert_eq!(forget(&socket, "1212", LONG).expect("one"), 4);
+    assert_eq!((found(&one, &chain(1, 3)), found(&other, &chain(1, 4))), (3, 0));
+}
+
+#[test]
+fn shares_are_kept_and_more_than_all_is_refused() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let shares = |percent| vec![("01".to_owned(), percent), ("02".to_owned(), 20)];
+    for percent in [0, 81] {
+        let error =
+            Server::open(ServerConfig { shares: shares(percent), ..server_config(dir.path()) }).expect_err("wrong");
+        assert!(error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("100 together"), "{error}");
+    }
+    let server = Server::open(ServerConfig { shares: shares(50), ..server_config(dir.path()) }).expect("a server");
+    let (one, other) = (engine(dir.path(), 1, 1), engine(dir.path(), 2, 1));
+    for seed in 0..12 {
+        save(&one, &chain(seed, 6));
+    }
+    until("a fifth of 16 slabs", || {
+        for seed in 0..40 {
+            save(&other, &chain(seed, 3));
+        }
+        space(&server, 2).num_slabs == 3
+    });
+    std::thread::sleep(Duration::from_millis(300));
+    for seed in 0..40 {
+        save(&other, &chain(seed, 3));
+    }
+    assert_eq!((space(&server, 1).num_slabs, space(&server, 2).num_slabs), (13, 3));
+}
+
+#[test]
+fn what_an_engine_left_is_there_until_another_wants_the_memory() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let (one, other) = (engine(dir.path(), 1, 1), engine(dir.path(), 2, 2));
+    for seed in 0..8 {
+        save(&one, &chain(seed, 6));
+    }
+    one.close(Duration::ZERO);
+    until("gone", || space(&server, 1).engines.is_empty());
+    std::thread::sleep(Duration::from_millis(300));
+    let back = engine(dir.path(), 1, 1);
+    assert_eq!(found(&back, &chain(3, 6)), 6, "it comes back to a warm cache");
+    back.close(Duration::ZERO);
+    drop((one, back));
+    until("the other has it all", || {
+        for seed in 0..40 {
+            save(&other, &chain(seed, 3));
+        }
+        server.status().namespaces.len() == 1
+    });
+    assert_eq!(space(&server, 2).num_slabs, 16);
+    assert_eq!(found(&engine(dir.path(), 1, 1), &chain(3, 6)), 0);
+}
+
+#[test]
+fn a_killed_engine_of_one_namespace_leaves_the_other_alone() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let other = engine(dir.path(), 2, 2);
+    let mut child = Command::new(std::env::current_exe().expect("this test"))
+        .args(["--exact", "a_child_that_is_killed_while_it_holds_all_its_memory", "--ignored", "--nocapture"])
+        .env("KV_SERVE_DIR", dir.path())
+        .spawn()
+        .expect("a child");
+    let reserved = || stat(&space(&server, 1).stats, "frames_reserved");
+    until("it saves", || server.status().namespaces.len() == 2 && reserved() == 60);
+    mark(&other, 2, 1, 2);
+    until("it is wanted", || mark(&other, 2, 7, 9) == 0);
+    assert_eq!(reserved(), 60, "what it fills is its own");
+    child.kill().expect("it lives");
+    child.wait().expect("it ended");
+    until("memory of the dead goes to who wants it", || {
+        (0..40).for_each(|seed| {
+            mark(&other, 2, seed, 3);
+            compare(&other, 2, seed, 3);
+        });
+        space(&server, 2).num_slabs == 8
+    });
+}
+
+#[test]
+#[ignore = "run by the test above, in a process that it kills"]
+fn a_child_that_is_killed_while_it_holds_all_its_memory() {
+    let dir = std::env::var("KV_SERVE_DIR").expect("called by the test");
+    let one = engine(dir.as_ref(), 1, 1);
+    one.reserve(Prefix::from(&chain(1, 60)), whole(60)).expect("in range");
+    std::thread::sleep(LONG);
+}
+
+#[test]
+fn each_namespace_has_its_disk_and_a_restart_finds_both() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = Server::open(with_disk(dir.path())).expect("a server");
+    for (nth, pages) in [(1, 1), (2, 2)] {
+        let engine = engine(dir.path(), nth, pages);
+        assert_eq!(mark(&engine, pages, 5, 4), 4);
+        assert!(engine.flush(LONG));
+    }
+    server.close(LONG);
+    drop(server);
+    let server = Server::open(with_disk(dir.path())).expect("a server");
+    let engines = [(1, 1), (2, 2)].map(|(nth, pages)| (engine(dir.path(), nth, pages), pages));
+    for (engine, pages) in &engines {
+        assert_eq!(found(engine, &chain(5, 4)), 4);
+        let lease = engine.acquire(Prefix::from(&chain(5, 4)));
+        until("read", || engine.poll(lease).ready_blocks == 4);
+        assert_eq!(compare(engine, *pages, 5, 4), 4);
+    }
+    engines[0].0.clear();
+    until("cleared", || found(&engines[0].0, &chain(5, 4)) == 0);
+    assert_eq!(found(&engines[1].0, &chain(5, 4)), 4);
+    assert!(server.take_events().iter().all(|event| !event.contains("cannot be opened")));
+}
+
+#[test]
+fn namespaces_are_bounded_and_frames_too_large_for_a_slab_are_refused() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let patience = Patience { after_death: Duration::ZERO, longest: Duration::ZERO };
+    let config = ServerConfig { max_connections: 100, patience, ..server_config(dir.path()) };
+    let server = Server::open(config).expect("a server");
+    let num = u8::try_from(MAX_NAMESPACES).expect("few");
+    let mut engines: Vec<_> = (0..num).map(|nth| engine(dir.path(), nth, 1)).collect();
+    let another =
+        |pages| RemoteConfig { namespace: [200; 32], frame_bytes: pages * FRAME, ..remote_config(dir.path()) };
+    let error = Remote::open(another(5)).expect_err("too large");
+    assert!(error.to_string().contains("too large for this server's slabs"), "{error}");
+    let error = Remote::open(another(1)).expect_err("too many");
+    assert!(error.to_string().contains("serves 64 namespaces"), "{error}");
+    drop(engines.pop());
+    until("room", || Remote::open(another(1)).is_ok());
+    drop(engines);
+    until("all are gone", || server.status().engines().count() == 0);
+    assert_eq!(Remote::open(another(5)).expect("the memory is made anew").arena().expect("an arena").num_frames, 12);
+    assert_eq!(status(&socket(dir.path()), LONG).expect("it answers").namespaces.len(), 1);
+}
