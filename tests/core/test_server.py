@@ -63,7 +63,7 @@ def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
     engine = connect(socket)
     with pytest.raises(_core.ConfigError, match="give them the same settings"):
         connect(socket, frame_bytes=2 * FRAME)
-    with pytest.raises(_core.ConfigError, match="no such namespace.*: 0000000000000000"):
+    with pytest.raises(_core.ConfigError, match=r"no such namespace.*: 0000000000000000"):
         _core.server_forget(socket, namespace="f")
     with pytest.raises(_core.ConfigError, match="no such chunks"):
         engine.reserve(chain_of([1]), 0, 2, 0, [1, 2])

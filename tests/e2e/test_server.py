@@ -294,7 +294,8 @@ def test_two_models_want_more_memory_than_there_is_and_no_token_is_wrong(
     server.end()
     server.start(host_size="1MiB")
     requests = [other_truth.pick(lambda seed: Req(random_ids(seed, 200), max_tokens=12), 9000 + nth) for nth in range(6)]
-    other = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120, model=model)  # its chunks are larger: slabs suit both
+    # Its chunks are the larger ones: the first engine decides how large slabs are.
+    other = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120, model=model)
     one = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120)
     hits = [0, 0]
     for nth in range(8):

@@ -13,18 +13,20 @@ def add_parser(subparsers: Any) -> None:
         "clear",
         help="empty a server's memory and disk",
         description=(
-            "Empty a server: nothing that a namespace holds now, in memory or on disk, is found again by any of its engines. They go "
-            "on and save anew. Exit status: 0, 1 where no server answers, or 2 where it has several namespaces and none is named."
+            "Empty a server: nothing that a namespace holds now, in memory or on disk, is found again by any of its engines. They "
+            "go on and save anew. Exit status: 0, 1 where no server answers, or 2 where it has several namespaces and none is named."
         ),
     )
     add_socket(parser)
-    parser.add_argument("--namespace", metavar="ID", default="", help="which, as `kvloft status` prints it; needed if there are several")
+    parser.add_argument(
+        "--namespace", metavar="ID", default="", help="which, as `kvloft status` prints it; needed if there are several"
+    )
     parser.add_argument("--yes", action="store_true", help="do not ask")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Clear a namespace; 0, or after a message on stderr 1 if no server answers or the user does not agree, 2 if it is not named."""
+    """Clear a namespace; 0, or after a message 1 if no server answers or the user does not agree, 2 if it is not named."""
     from kvloft._core import ConfigError, StoreError, server_forget
 
     socket = settings(args).socket

@@ -62,7 +62,8 @@ def _print_namespace(space: dict[str, Any], status: dict[str, Any], console: Con
     stats, frame_bytes = space["stats"], space["frame_bytes"]
     console.print(f"namespace {space['namespace'][:16]}: {describe(space['description'])}", highlight=False, markup=False)
     if not stats:
-        return console.print("It is being opened.")
+        console.print("It is being opened.")
+        return
     has, everything = size_text(space["slabs"] * status["slab_bytes"]), size_text(status["host_bytes"])
     console.print(f"has {has} of {everything} host memory", highlight=False)
     used = size_text(stats["frames_visible"] * frame_bytes)

@@ -269,7 +269,9 @@ impl Drop for Member {
         books.share_out();
         let own: Vec<_> = (0..).map(SlabId).zip(&books.slabs).filter(|(_, owner)| **owner == Some(self.id)).collect();
         let own: Vec<_> = own.into_iter().map(|(slab, _)| slab).collect();
-        own.into_iter().for_each(|slab| books.give(self.id, slab));
+        for slab in own {
+            books.give(self.id, slab);
+        }
         books.owners.remove(&self.id);
     }
 }

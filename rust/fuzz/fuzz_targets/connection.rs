@@ -39,6 +39,7 @@ fn rig() -> &'static Rig {
             eviction,
             available_bytes,
             disk,
+            shares: Vec::new(),
             max_connections,
             patience,
             shares: Vec::new(),

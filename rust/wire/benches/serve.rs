@@ -71,6 +71,7 @@ fn main() {
             eviction,
             available_bytes,
             disk,
+            shares: Vec::new(),
             max_connections,
             patience,
             shares: Vec::new(),

@@ -58,12 +58,17 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// What people call a namespace, and its directory: 16 hex digits.
 pub(crate) fn id(namespace: &[u8; 32]) -> String {
-    let (first, _) = namespace.split_first_chunk().unwrap_or((&[0; 8], &[]));
-    format!("{:016x}", u64::from_be_bytes(*first))
+    hex(namespace)[..16].to_owned()
 }
 
 fn hex(namespace: &[u8; 32]) -> String {
-    namespace.iter().map(|byte| format!("{byte:02x}")).collect()
+    namespace
+        .as_chunks::<8>()
+        .0
+        .iter()
+        .map(|part| format!("{:016x}", u64::from_be_bytes(*part)))
+        .collect::<Vec<_>>()
+        .concat()
 }
 
 /// Checks shares by namespace: `InvalidConfig` for none of 1 to 100 percent, or more than 100 together.
@@ -202,7 +207,9 @@ impl Namespaces {
             space.sit(); // so that nobody closes it meanwhile
             (space, gone, pool)
         };
-        gone.iter().for_each(|space| space.close(REPLACE_TIMEOUT));
+        for space in gone {
+            space.close(REPLACE_TIMEOUT);
+        }
         match space.open(&pool, config) {
             Ok(store) => Ok(Seat { local: Local::of(store), space }),
             Err(error) => {

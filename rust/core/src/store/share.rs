@@ -91,8 +91,9 @@ impl State {
     pub(super) fn give_way(&mut self) -> Way {
         self.host.collect();
         if !self.host.grid().is_some_and(|grid| grid.member().is_asked()) {
-            let drains = std::mem::take(&mut self.drains);
-            drains.iter().for_each(|drain| self.host.keep(drain.slab));
+            for drain in std::mem::take(&mut self.drains) {
+                self.host.keep(drain.slab);
+            }
             return Way::Unasked;
         }
         let mut drains = std::mem::take(&mut self.drains);
@@ -160,13 +161,12 @@ impl State {
             return self.evict(id);
         }
         let child = match *next {
-            Next::First => entry.first_child,
             Next::Child(child, generation)
                 if self.index.is_same(child, generation) && self.index.is_child(child, id) =>
             {
                 Some(child)
             }
-            Next::Child(..) => entry.first_child, // it left meanwhile, and with it the place
+            Next::First | Next::Child(..) => entry.first_child, // it left meanwhile, and with it the place
             Next::None => None,
         };
         let Some(child) = child.filter(|_| !is_gone && entry.host_children > 0) else {
