@@ -114,9 +114,7 @@ def _by_name(status: dict[str, Any] | None) -> dict[bytes, dict[str, Any]]:
     return {space["namespace"]: space for space in status["namespaces"]} if status is not None else {}
 
 
-def picture(
-    status: dict[str, Any], rates: dict[bytes, dict[str, float]], before: dict[str, Any] | None = None
-) -> RenderableType:
+def picture(status: dict[str, Any], rates: dict[bytes, dict[str, float]], before: dict[str, Any] | None = None) -> RenderableType:
     """Tables of one look, with hit rates since the look ``before``."""
     spaces, olds = [space for space in status["namespaces"] if space["stats"]], _by_name(before)
     if not spaces:

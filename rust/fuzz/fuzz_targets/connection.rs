@@ -42,7 +42,6 @@ fn rig() -> &'static Rig {
             shares: Vec::new(),
             max_connections,
             patience,
-            shares: Vec::new(),
         };
         let server = Server::open(config).expect("a server");
         let (namespace, frame_bytes, blocks_per_chunk, description) = (NAMESPACE, FRAME_BYTES, 1, String::new());

@@ -74,7 +74,6 @@ fn main() {
             shares: Vec::new(),
             max_connections,
             patience,
-            shares: Vec::new(),
         };
         let _server = Server::open(config).expect("a server");
         let (frame_bytes, blocks_per_chunk, description) = (FRAME_BYTES, 1, String::new());
