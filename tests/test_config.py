@@ -164,7 +164,9 @@ def test_a_server_is_a_socket(origin: str) -> None:
         config = load_config({"server": text}, {}) if origin == "extra" else load_config({}, {"KVLOFT_SERVER": text})
         assert config.server == path
     for wrong in ("tcp://host:1", "kv.sock", "unix:", "unix:/" + "x" * 107, 7):
-        with pytest.raises(ConfigError, match=r"server = .* is not allowed; it must be a path of at most 107 bytes, such as"):
+        with pytest.raises(
+            ConfigError, match=r"server = .* is not allowed; it must be \"auto\", a path of at most 107 bytes such as"
+        ):
             load_config({"server": wrong}, {})
     assert ("server", "unix:/s", "kv_connector_extra_config") in describe(load_config({"server": "unix:/s"}, {}))
 
@@ -172,6 +174,9 @@ def test_a_server_is_a_socket(origin: str) -> None:
 def test_what_a_server_is_told_an_engine_that_uses_one_is_not() -> None:
     with pytest.raises(ConfigError, match=r"host_size \(kv_connector_extra_config\) does nothing with server"):
         load_config({"server": "unix:/s", "host_size": "1GiB"}, {})
+    starting = load_config({"server": "auto", "host_size": "1GiB", "disk_path": "/cache"}, {})
+    assert (starting.server, starting.host_size, starting.server_linger) == ("auto", 1 << 30, 300.0), "it is told to the server"
+    assert ("server", "auto", "kv_connector_extra_config") in describe(starting)
     shared = load_config({"server": "unix:/s"}, {"KVLOFT_HOST_SIZE": "1GiB"})  # the server may read it there
     assert (shared.server, shared.host_size) == ("/s", 1 << 30)
     assert load_config({"server": "unix:/s", "host_size": "1GiB"}, {}, extra_origin="command line").host_size == 1 << 30

@@ -24,6 +24,8 @@ ENV_FILE: Final = "KVLOFT_CONFIG"
 FROM_EXTRA: Final = "kv_connector_extra_config"
 FROM_DEFAULT: Final = "default"
 
+AUTO: Final = "auto"
+"""As a server: one that engines start themselves."""
 MAX_SOCKET_BYTES: Final = 107
 """Of a Unix socket's path."""
 
@@ -103,9 +105,9 @@ def _parse_path(value: object) -> str | None:
 
 
 def parse_socket(value: object) -> str | None:
-    """The path in ``"unix:/run/user/1000/kvloft.sock"``, or a whole path; raises ValueError for anything else. None is none."""
-    if value is None:
-        return None
+    """The path in ``"unix:/run/user/1000/kvloft.sock"``, or a whole path; ValueError for anything else but None and "auto"."""
+    if value is None or value == AUTO:
+        return value
     if not isinstance(value, str) or not value.startswith(("unix:", "/")):
         raise ValueError(value)
     path = _parse_path(value.removeprefix("unix:"))
@@ -154,8 +156,8 @@ _PATH: Final = Kind(_parse_path, "the path of a directory, or null for no disk t
 _TOKENS: Final = Kind(lambda v: v if v == "auto" else _parse_count(v, 1, 1 << 20), '"auto" or a number of tokens from 1 to 1048576')
 _SERVER: Final = Kind(
     parse_socket,
-    'a path of at most 107 bytes, such as "unix:/run/user/1000/kvloft/kvloft.sock", or null for a cache of the engine\'s own',
-    lambda v: f"unix:{v}" if v else "(none)",
+    '"auto", a path of at most 107 bytes such as "unix:/run/user/1000/kvloft/kvloft.sock", or null for one of its own',
+    lambda v: (v if v == AUTO else f"unix:{v}") if v else "(none)",
 )
 _TEXT: Final = Kind(_parse_text, "text", lambda v: repr(v) if v else "(empty)")
 _THREADS: Final = Kind(partial(_parse_count, low=1, high=64), "a number from 1 to 64")
@@ -181,7 +183,13 @@ class Config:
     staging_size: int = _set(80 << 20, _size(1 << 20, 1 << 30))
     server: str | None = _set(None, _SERVER)
     server_timeout: float = _set(0.005, _TIME)
+    server_linger: float = _set(300.0, _TIME)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+
+    @property
+    def socket(self) -> str | None:
+        """Path of the server's socket; None without a server."""
+        return _auto_socket() if self.server == AUTO else self.server
 
     @property
     def disk_bytes(self) -> int:
@@ -220,7 +228,7 @@ def load_config(
             f'disk_size = "{size}" ({origins["disk_size"]}) does nothing without disk_path: set that, or leave disk_size out.'
         )
     misplaced = [key for key in OF_STORE if origins.get(key) == FROM_EXTRA]  # a file or an environment may be the server's, too
-    if misplaced and values.get("server") is not None:
+    if misplaced and values.get("server") not in (None, AUTO):
         raise ConfigError(
             f"{misplaced[0]} ({FROM_EXTRA}) does nothing with server: give it to `kvloft serve`, or leave server out."
         )
@@ -261,6 +269,19 @@ def engine_environment(names: Iterable[str]) -> list[str]:
 def child_environment(changes: Mapping[str, str]) -> dict[str, str]:
     """This process's environment with ``changes``, for a process that it starts."""
     return {**os.environ, **changes}
+
+
+def server_environment() -> dict[str, str]:
+    """This process's environment for a server: without kvloft's settings, which it is told otherwise."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+
+
+def _auto_socket() -> str:
+    """In the directory for such things that the system made for this user, or else in one that all of its processes know."""
+    run = os.environ.get("XDG_RUNTIME_DIR", "")
+    places = [f"{run}/kvloft/auto.sock"] if os.path.isabs(run) and os.path.isdir(run) else []  # noqa: PTH112, PTH117 (plain strings)
+    places.append(f"/tmp/kvloft-{os.geteuid()}/auto.sock")
+    return next((place for place in places if len(place.encode()) <= MAX_SOCKET_BYTES), places[-1])
 
 
 def _from_file(environ: Mapping[str, str]) -> _Layer:

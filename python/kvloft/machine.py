@@ -38,7 +38,7 @@ def refuse_here(config: Config) -> None:
 def warnings(config: Config) -> list[str]:
     """One sentence for each setting that this machine may not have room or rights for."""
     if config.server is not None:
-        return []  # the memory and the disk are the server's
+        return []  # the memory and the disk are the server's, which looks itself
     found = [_memory(config.host_size)]
     if config.disk_path is not None:
         path = Path(config.disk_path)

@@ -14,9 +14,9 @@ def open_store(config: Config, shape: CacheShape, namespace: bytes, description:
     Raises ConfigError where a setting is wrong, or the server refuses.
     """
     group = shape.full
-    if config.server is not None:
+    if config.socket is not None:
         return _core.Session.connect(
-            config.server,
+            config.socket,
             frame_bytes=shape.frame_bytes,
             namespace=namespace,
             timeout_s=config.server_timeout,

@@ -14,13 +14,16 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 
 from kvloft import _core
 from kvloft.cli import metrics, top
 from kvloft.cli.__main__ import main
+from kvloft.cli.hits import hit_rate
 from kvloft.errors import ConfigError
 
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
+COUNTS = ("lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks")
 OF_VLLM = {"vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total"}
 
 
@@ -68,7 +71,7 @@ def test_prometheus_reads_what_status_says(socket: str) -> None:
     assert (found["kvloft_engines"], found["kvloft_frame_bytes"]) == (1, 4096)
     (space,) = status["namespaces"]
     assert (found["kvloft_slabs"], found["kvloft_host_bytes"]) == (space["slabs"], status["host_bytes"]) == (1, 1 << 20)
-    not_counts = {"disk_write_us", "disk_read_us", "disk_slots", "disk_recovered", "write_leases"}
+    not_counts = {"disk_write_us", "disk_read_us", "disk_slots", "disk_recovered", "write_leases", "save_chunks"}
     named = metrics.COUNTERS | metrics.GAUGES
     assert space["stats"].keys() == named.keys() | not_counts, "a new number is exported, or listed here"
     of_server = metrics.SERVER_COUNTERS | metrics.SERVER_GAUGES
@@ -155,8 +158,44 @@ def test_top_shows_tiers_engines_and_rates(socket: str, capsys: pytest.CaptureFi
     (first,), (second,) = first["namespaces"], second["namespaces"]
     assert (first["stats"]["frames_visible"], first["chunks_per_s"]) == (3, {})
     assert second["chunks_per_s"].keys() == top.RATES.keys()
+    assert (second["gb_per_s"], second["hit_rate"], second["hit_rate_now"]) == ({"loaded": 0.0, "saved": 0.0}, None, None)
     assert main(["top", "--socket", f"{socket}.none"]) == 1
     assert "no kvloft server answers" in capsys.readouterr().err
+
+
+def test_hit_rates_are_told_of_each_engine_and_of_all(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    other = _core.Session.connect(socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+    chain = _core.KeyChain(bytes(32), block_tokens=1)
+    chain.append_tokens([1, 2, 3, 4])
+    for _ in range(2):
+        assert other.lookup(chain) == (3, 3)
+    lease = other.acquire(chain)
+    lease.batch([5, 6, 7], 0, 3)
+    assert main(["status", "--socket", socket, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    (space,) = shown["namespaces"]
+    told = [{name: engine[name] for name in COUNTS} for engine in space["engines"]]
+    assert told == [dict(zip(COUNTS, counts, strict=True)) for counts in ([0, 0, 0, 0, 3], [2, 8, 6, 3, 0])]
+    assert [space["stats"][name] for name in COUNTS] == [2, 8, 6, 3, 3]
+    assert space["hit_rate"] == 0.75
+    assert main(["status", "--socket", socket]) == 0
+    assert capsys.readouterr().out.count("75.0%") == 2, "of the one that asked and of all, not of the other"
+    before = _core.server_status(socket)
+    known = _core.KeyChain(bytes(32), block_tokens=1)
+    known.append_tokens([1, 2])
+    other.lookup(known)
+    drawn = Console(width=150, record=True)
+    drawn.print(top.picture(_core.server_status(socket), {}, before))
+    (of_all,) = [line for line in drawn.export_text().splitlines() if "all so far" in line]
+    assert [cell.strip() for cell in of_all.split("│")[2:-1]] == ["3", "10", "8", "80.0%", "100.0%", "3", "3"]
+    other.close()
+
+
+def test_a_hit_rate_is_of_the_time_between_and_of_one_server() -> None:
+    old, new = {"lookup_chunks": 10, "lookup_chunks_found": 5}, {"lookup_chunks": 14, "lookup_chunks_found": 8}
+    assert (hit_rate(old), hit_rate(new, old)) == (0.5, 0.75)
+    assert (hit_rate(old, old), hit_rate(old, new)) == (None, None)
+    assert top.gb_per_s({"loaded": 1000.0, "saved": 500.0, "found": 1.0}, 2_000_000) == {"loaded": 2.0, "saved": 1.0}
 
 
 def test_clear_empties_a_server_only_if_somebody_says_so(socket: str, capsys: pytest.CaptureFixture[str]) -> None:

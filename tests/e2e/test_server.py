@@ -1,5 +1,6 @@
 """Real engines on one `kvloft serve`: they share, and the death of either side costs misses, never a token or an engine."""
 
+import contextlib
 import os
 import shutil
 import signal
@@ -346,3 +347,35 @@ def test_two_ranks_map_the_memory_of_a_server_that_began_anew(
         assert ask() == 96
     engine.stop()
     truth.close()
+
+
+def test_engines_share_a_server_that_they_start_themselves(truth: Truth, start: Callable[..., Engine]) -> None:
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+        socket = Path(folder) / "kvloft" / "auto.sock"
+        extra = {"server": "auto", "server_timeout": f"{10 * PACE}s", "server_linger": "2s", "host_size": "64MiB"}
+        transfer = {
+            "kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": extra,
+        }  # fmt: skip
+        env = {"XDG_RUNTIME_DIR": folder}
+        one, other = (start(kv_transfer_config=transfer, num_blocks=120, env=env) for _ in range(2))
+        assert ask_all(truth, one) == 0
+        assert ask_all(truth, other) == FULL
+        (pid,) = _servers_at(socket)
+        os.kill(pid, signal.SIGKILL)
+        assert ask_all(truth, one) == 0, "nothing is left of it"
+        until(lambda: _servers_at(socket) not in ([], [pid]), "no engine starts another")
+        until_full(truth, one)
+        until_full(truth, other)
+        one.stop()
+        other.stop()
+        until(lambda: not _servers_at(socket), "it does not end after the last engine")
+
+
+def _servers_at(socket: Path) -> list[int]:
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"--socket={socket}".encode() in (process / "cmdline").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+    return found

@@ -14,7 +14,8 @@ def add_parser(subparsers: Any) -> None:
         help="empty a server's memory and disk",
         description=(
             "Empty a server: nothing that a namespace holds now, in memory or on disk, is found again by any of its engines. They "
-            "go on and save anew. Exit status: 0, 1 where no server answers, or 2 where it has several namespaces and none is named."
+            "go on and save anew. Exit status: 0, 1 where no server answers, or 2 where several namespaces are there and none is "
+            "named."
         ),
     )
     add_socket(parser)
@@ -29,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
     """Clear a namespace; 0, or after a message 1 if no server answers or the user does not agree, 2 if it is not named."""
     from kvloft._core import ConfigError, StoreError, server_forget
 
-    socket = settings(args).server
+    socket = settings(args).socket
     assert socket is not None
     if not args.yes and not _agrees(socket, args.namespace):
         print("kvloft: nothing is cleared; say --yes to do it without a question", file=sys.stderr)

@@ -29,6 +29,10 @@ COUNTERS: Final = {
     "disk_verify_failures": "Chunks on disk whose bytes were not what their key says",
     "disk_dropped": "Chunks that never reached disk",
     "disk_trips": "Times that the disk tier was left alone after errors or a hang",
+    "lookups": "Questions of engines how much of a prompt is there",
+    "lookup_chunks": "Chunks that they asked for",
+    "lookup_chunks_found": "Chunks of those that were there, in any tier",
+    "load_chunks": "Chunks that engines took to load them",
 }
 GAUGES: Final = {
     "frames_total": "Frames in the slabs that it has of host memory",
@@ -45,7 +49,11 @@ GAUGES: Final = {
     "disk_broken": "1 while the disk tier is left alone after errors or a hang",
 }
 SERVER_COUNTERS: Final = {"server_accepted": "Connections that were accepted", "server_refused": "Connections that were refused"}
-SERVER_GAUGES: Final = {"quarantined_reservations": "Frames kept until nothing can write to them"}
+SERVER_GAUGES: Final = {
+    "server_host_bytes": "Bytes of host memory that the server may take",
+    "server_disk_bytes": "Bytes that the disk directory may take",
+    "quarantined_reservations": "Frames kept until nothing can write to them",
+}
 LABEL: Final = "namespace"
 
 

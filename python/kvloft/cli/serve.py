@@ -11,16 +11,22 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 from kvloft import __version__
 from kvloft.cli import metrics
-from kvloft.config import Config, load_config, size_text
+from kvloft.cli.background import in_background
+from kvloft.config import Config, load_config, parse_seconds, size_text
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here, warnings
 
 LOOK_EVERY_S: Final = 0.5
+FIRST_ENGINE_S: Final = 60.0
+"""What --linger adds before the first engine, which may still load its model's weights."""
 CLOSE_TIMEOUT_S: Final = 60.0
 OPTIONS: Final = {
     "host_size": "host memory for cached KV, taken as it is used",
@@ -35,6 +41,9 @@ crosses the socket: engines map the server's memory. What is not given here come
 the YAML file that KVLOFT_CONFIG names, or is the default of `kvloft config`.
 """
 EPILOG: Final = """\
+With "server": "auto" engines need none of this: the first one starts a server, with its own settings, at a socket in
+$XDG_RUNTIME_DIR/kvloft or /tmp/kvloft-UID, which ends 5 minutes after the last engine (server_linger).
+
 Every engine that should share the cache gets one setting, in kv_connector_extra_config or as KVLOFT_SERVER:
 
   "server": "unix:/run/user/1000/kvloft/kvloft.sock"
@@ -60,6 +69,8 @@ def add_parser(subparsers: Any) -> None:
     add_socket(parser)
     for name, text in OPTIONS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", help=text)
+    parser.add_argument("--linger", metavar="TIME", help="end once no engine was connected for so long (30s, 5min); else it stays")
+    parser.add_argument("--background", metavar="LOG", help="end once it listens, and serve on in the background with this log")
     parser.add_argument(
         "--share",
         action="append",
@@ -108,24 +119,45 @@ def not_answered(error: Exception) -> int:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until a signal; returns 0, 1 if another server has the socket or the system refuses, 2 for a wrong setting."""
-    # Here and not above: `kvloft config` must work where the extension does not load.
-    from kvloft._core import ConfigError as PlaceError
-    from kvloft._core import Server, StoreError
+    """Serve until a signal, or until no engine was there for ``--linger``.
 
+    Returns 0, 1 if another server has the socket or the system refuses, 2 for a wrong setting.
+    """
     config, metrics_at = settings(args), metrics.address(args.metrics) if args.metrics is not None else None
+    linger_s = _linger(args.linger)
     own_shares = shares(args.share)
     own = replace(config, server=None)  # its memory and its disk are this machine's
     refuse_here(own)
     for warning in warnings(own):
         print(f"kvloft: warning: {warning}", file=sys.stderr)
-    assert config.server is not None
+    serve = partial(_serve, config, own_shares, metrics_at, linger_s)
+    return in_background(serve, Path(args.background).absolute()) if args.background is not None else serve(lambda: None)
+
+
+def _linger(text: str | None) -> float | None:
+    try:
+        return parse_seconds(text) if text is not None else None
+    except (ValueError, ArithmeticError):
+        raise ConfigError(f"--linger {text!r} is no time; say 300, 30s or 5min, of an hour at most.") from None
+
+
+def _serve(
+    config: Config,
+    own_shares: list[tuple[str, int]],
+    metrics_at: tuple[str, int] | None,
+    linger_s: float | None,
+    begun: Callable[[], None],
+) -> int:
+    # Here and not above: `kvloft config` must work where the extension does not load.
+    from kvloft._core import ConfigError as PlaceError
+    from kvloft._core import Server, StoreError
+
     is_over = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: _stop(is_over, number))
     try:
         server = Server(
-            config.server,
+            str(config.socket),
             host_bytes=config.host_size,
             eviction=config.eviction,
             disk_path=config.disk_path,
@@ -143,18 +175,34 @@ def run(args: argparse.Namespace) -> int:
         except ConfigError:
             server.close(0.0)
             raise
+    begun()
     disk = f"disk {config.disk_path} up to {size_text(config.disk_size)}" if config.disk_path else "no disk"
-    _tell(f"kvloft {__version__} serves at unix:{config.server}: host {size_text(config.host_size)}, {disk}")
+    _tell(f"kvloft {__version__} serves at unix:{config.socket}: host {size_text(config.host_size)}, {disk}")
     if end_metrics is not None:
         _tell(f"metrics at {url}")
-    while not is_over.wait(LOOK_EVERY_S):
-        _tell(*server.take_events())
+    _wait(is_over, server, linger_s)
     _tell(f"ending; at most {CLOSE_TIMEOUT_S:g} s for what should be on disk (a second signal ends at once)")
     server.close(CLOSE_TIMEOUT_S)
     if end_metrics is not None:
         end_metrics()
     _tell(*server.take_events(), "ended")
     return 0
+
+
+def _wait(is_over: threading.Event, server: Any, linger_s: float | None) -> None:
+    """Until a signal, or until there was no engine for ``linger_s``."""
+    needed = time.monotonic() + FIRST_ENGINE_S
+    while not is_over.wait(LOOK_EVERY_S):
+        _tell(*server.take_events())
+        if linger_s is not None and _has_engines(server.status()):
+            needed = time.monotonic()
+        if linger_s is not None and time.monotonic() - needed >= linger_s:
+            _tell(f"no engine was connected for {linger_s:g} s")
+            return
+
+
+def _has_engines(status: dict[str, Any]) -> bool:
+    return any(space["engines"] for space in status["namespaces"])
 
 
 def _stop(is_over: threading.Event, number: int) -> None:

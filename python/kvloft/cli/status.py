@@ -7,6 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from kvloft.cli.hits import hit_rate, hit_table
 from kvloft.cli.inspect import describe
 from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.config import size_text
@@ -17,7 +18,10 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "status",
         help="show what a server does",
-        description="Show what a server does: memory, disk and engines of each namespace. Exit status: 0, or 1 where none answers.",
+        description=(
+            "Show what a server does: memory, disk and engines of each namespace, and what they asked for and found. "
+            "Exit status: 0, or 1 where none answers."
+        ),
     )
     add_socket(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables (sizes in bytes)")
@@ -28,7 +32,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what the server does; returns 0, or 1 after a message on stderr if no server answers."""
     from kvloft._core import ConfigError, StoreError, server_status
 
-    socket = settings(args).server
+    socket = settings(args).socket
     assert socket is not None
     try:
         status = server_status(socket)
@@ -36,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
         return not_answered(e)
     for space in status["namespaces"]:
         space["namespace"] = space["namespace"].hex()
+        space["hit_rate"] = hit_rate(space["stats"])
     if args.json:
         print(json.dumps(status, indent=2))
         return 0
@@ -62,14 +67,16 @@ def _print_namespace(space: dict[str, Any], status: dict[str, Any], console: Con
     has, everything = size_text(space["slabs"] * status["slab_bytes"]), size_text(status["host_bytes"])
     console.print(f"has {has} of {everything} host memory", highlight=False)
     used = size_text(stats["frames_visible"] * frame_bytes)
-    tiers = Table("tier", "chunks", "bytes", "being written", "pinned", "evicted")
-    written = str(stats["frames_reserved"])
-    tiers.add_row("host", str(stats["frames_visible"]), used, written, str(stats["pins"]), str(stats["host_evictions"]))
+    tiers = Table("tier", "chunks", "bytes", "to be read", "being written", "pinned", "evicted")
+    host = ("frames_reserved", "pins", "host_evictions")
+    tiers.add_row("host", str(stats["frames_visible"]), used, "", *(str(stats[name]) for name in host))
     on_disk = size_text(stats["disk_used"] * frame_bytes)
-    tiers.add_row("disk", str(stats["disk_used"]), on_disk, str(stats["disk_pending"]), "", str(stats["disk_evictions"]))
+    queues = (str(stats["reads_pending"]), str(stats["disk_pending"]))
+    tiers.add_row("disk", str(stats["disk_used"]), on_disk, *queues, "", str(stats["disk_evictions"]))
     console.print(tiers)
     engines = Table("engine", "connected for", "reservations", "leases")
     for engine in space["engines"]:
         seconds = f"{engine['connected_ms'] / 1000:.0f} s"
         engines.add_row(f"process {engine['pid']}", seconds, str(engine["reservations"]), str(engine["leases"]))
     console.print(engines if space["engines"] else "No engine is connected.")
+    console.print(hit_table(space))

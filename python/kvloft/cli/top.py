@@ -11,12 +11,16 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Column, Table
 
+from kvloft.cli.hits import hit_rate, hit_table
 from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.config import size_text
 
 MIN_INTERVAL_S: Final = 0.1
 MAX_INTERVAL_S: Final = 3600.0
 RATES: Final = {
+    "asked for": "lookup_chunks",
+    "found": "lookup_chunks_found",
+    "loaded": "load_chunks",
     "saved": "commits",
     "evicted from host": "host_evictions",
     "written to disk": "disk_writes",
@@ -33,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
         "top",
         help="watch a server: tiers, rates, engines",
         description=(
-            "Watch a server: what each namespace holds, chunks and bytes a second since the look before, and engines. "
+            "Watch a server: what each namespace holds, chunks and GB a second and hit rates since the look before, and engines. "
             "Ctrl-C ends it. Exit status: 0, or 1 once no server answers."
         ),
     )
@@ -48,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     """Show it until Ctrl-C or ``--count``; 0, or 1 after a line on stderr where no server answers."""
     from kvloft._core import ConfigError, StoreError, server_status
 
-    socket = settings(args).server
+    socket = settings(args).socket
     assert socket is not None
     before: tuple[float, dict[str, Any]] | None = None
     console = Console()
@@ -60,11 +64,11 @@ def run(args: argparse.Namespace) -> int:
                 now = time.monotonic()
                 rates = rates_of(status, now - before[0], before[1]) if before is not None else {}
                 if args.json:
-                    print(json.dumps(_row(status, rates)), flush=True)
+                    print(json.dumps(_row(status, rates, before[1] if before is not None else None)), flush=True)
                 elif live is not None:
-                    live.update(picture(status, rates), refresh=True)
+                    live.update(picture(status, rates, before[1] if before is not None else None), refresh=True)
                 else:
-                    console.print(picture(status, rates))
+                    console.print(picture(status, rates, before[1] if before is not None else None))
                 if nth == args.count:
                     return 0
                 before = now, status
@@ -88,22 +92,40 @@ def rates_of(status: dict[str, Any], seconds: float, before: dict[str, Any]) -> 
     return rates
 
 
-def _row(status: dict[str, Any], rates: dict[bytes, dict[str, float]]) -> dict[str, Any]:
+def gb_per_s(rates: dict[str, float], frame_bytes: int) -> dict[str, float]:
+    """10^9 bytes a second of what was loaded and saved."""
+    return {name: rates[name] * frame_bytes / 1e9 for name in ("loaded", "saved") if name in rates}
+
+
+def _row(status: dict[str, Any], rates: dict[bytes, dict[str, float]], before: dict[str, Any] | None) -> dict[str, Any]:
+    olds = _by_name(before)
+
     def shown(space: dict[str, Any]) -> dict[str, Any]:
-        return space | {"namespace": space["namespace"].hex(), "chunks_per_s": rates.get(space["namespace"], {})}
+        own, old = rates.get(space["namespace"], {}), olds.get(space["namespace"])
+        more = {"namespace": space["namespace"].hex(), "chunks_per_s": own, "gb_per_s": gb_per_s(own, space["frame_bytes"])}
+        more |= {"hit_rate": hit_rate(space["stats"])}
+        more |= {"hit_rate_now": hit_rate(space["stats"], old["stats"]) if old is not None else None}
+        return space | more
 
     return status | {"namespaces": [shown(space) for space in status["namespaces"]]}
 
 
-def picture(status: dict[str, Any], rates: dict[bytes, dict[str, float]]) -> RenderableType:
-    """Tables of one look."""
-    spaces = [space for space in status["namespaces"] if space["stats"]]
+def _by_name(status: dict[str, Any] | None) -> dict[bytes, dict[str, Any]]:
+    return {space["namespace"]: space for space in status["namespaces"]} if status is not None else {}
+
+
+def picture(status: dict[str, Any], rates: dict[bytes, dict[str, float]], before: dict[str, Any] | None = None) -> RenderableType:
+    """Tables of one look, with hit rates since the look ``before``."""
+    spaces, olds = [space for space in status["namespaces"] if space["stats"]], _by_name(before)
     if not spaces:
         return "No engine has connected yet, so no memory is taken."
-    return Group(*(_picture_of(space, status, rates.get(space["namespace"], {})) for space in spaces))
+    each = [(space, rates.get(space["namespace"], {}), olds.get(space["namespace"])) for space in spaces]
+    return Group(*(_picture_of(space, status, own, old) for space, own, old in each))
 
 
-def _picture_of(space: dict[str, Any], status: dict[str, Any], rates: dict[str, float]) -> RenderableType:
+def _picture_of(
+    space: dict[str, Any], status: dict[str, Any], rates: dict[str, float], before: dict[str, Any] | None
+) -> RenderableType:
     stats, frame_bytes = space["stats"], space["frame_bytes"]
     right = {"justify": "right", "no_wrap": True}
     has, everything = size_text(space["slabs"] * status["slab_bytes"]), size_text(status["host_bytes"])
@@ -115,14 +137,15 @@ def _picture_of(space: dict[str, Any], status: dict[str, Any], rates: dict[str, 
     state = "left alone: it fails" if stats["disk_broken"] else ""
     on_way = f"{stats['disk_pending'] + stats['reads_pending']:,}"
     tiers.add_row("disk", f"{stats['disk_used']:,}", size_text(stats["disk_used"] * frame_bytes), state, on_way, "")
-    flow = Table("a second", *(Column(name, **right) for name in ("chunks", "bytes")))  # type: ignore[arg-type]
+    flow = Table("a second", *(Column(name, **right) for name in ("chunks", "GB")))  # type: ignore[arg-type]
     for shown, rate in rates.items():
-        flow.add_row(shown, f"{rate:,.0f}", size_text(round(rate * frame_bytes)))
+        flow.add_row(shown, f"{rate:,.0f}", f"{rate * frame_bytes / 1e9:,.3f}")
     engines = Table("engine", *(Column(name, **right) for name in ("connected", "being saved", "being loaded")))  # type: ignore[arg-type]
     for engine in space["engines"]:
         name, seconds = f"process {engine['pid']}", f"{engine['connected_ms'] / 1000:,.0f} s"
         engines.add_row(name, seconds, str(engine["reservations"]), str(engine["leases"]))
-    return Group(title, tiers, flow if rates else "", engines if space["engines"] else "No engine is connected.")
+    tables = (title, tiers, flow if rates else "", engines if space["engines"] else "No engine is connected.")
+    return Group(*tables, hit_table(space, before))
 
 
 def _seconds(text: str) -> float:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from kvloft import __version__, _core
-from kvloft.config import Config, size_text
+from kvloft.auto import look_after
+from kvloft.config import AUTO, Config, size_text
 from kvloft.errors import ConfigError
 from kvloft.machine import warnings
 from kvloft.plan import SchedulerCore
@@ -77,7 +78,7 @@ def tiers_text(config: Config, shape: CacheShape, *, disk_path: str | None, num_
     group, frame = shape.full, size_text(shape.frame_bytes)
     chunk = f"{_count(group.chunk_tokens, 'token')} ({_count(group.blocks_per_chunk, 'block')}, {frame})"
     if config.server is not None:
-        return f"chunks of {chunk}, server {config.server} with {_count(num_frames, 'frame')}"
+        return f"chunks of {chunk}, server {config.socket} with {_count(num_frames, 'frame')}"
     host = f"host {size_text(config.host_size)} in {_count(num_frames, 'frame')}"
     disk = "no disk"
     if disk_path:
@@ -108,7 +109,8 @@ class SchedulerHalf:
         self._is_shared = config.server is not None
         self._is_live = are_replaced(vllm_config)
         if self._is_shared and self._is_live:
-            raise ConfigError(ONE_S_OWN_WEIGHTS.format(config.server, config.origin("server")))
+            raise ConfigError(ONE_S_OWN_WEIGHTS.format(config.socket, config.origin("server")))
+        self._leave_server = look_after(config, logger) if config.server == AUTO else None
         self._store = open_store(config, shape, self._namespace, description_of(fields), disk_path=disk_path)
         transfer = vllm_config.kv_transfer_config
         arena = arena_of(self._store)
@@ -276,6 +278,8 @@ class SchedulerHalf:
 
     def close(self) -> None:
         self.core.close()
+        if self._leave_server is not None:
+            self._leave_server()
         self._store.close()
         self._tell_events()
 

@@ -15,8 +15,8 @@ use crate::Result;
 use crate::key::ChunkKey;
 pub use crate::store::ArenaInfo;
 use crate::store::{
-    Changes, Got, LeasedFrame, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store, StoreConfig, ToSave,
-    WriteLease,
+    Anchors, Changes, Got, LeasedFrame, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store,
+    StoreConfig, ToSave, WriteLease,
 };
 
 /// Number of a read lease, never used again by its session.
@@ -121,6 +121,11 @@ impl Local {
     pub fn num_open(&self) -> (usize, usize) {
         let leases = self.leases();
         (leases.writes.len(), leases.reads.len())
+    }
+
+    /// As [`Store::anchors`].
+    pub fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
+        self.store.anchors(anchors)
     }
 
     fn leases(&self) -> MutexGuard<'_, Leases> {

@@ -85,7 +85,7 @@ fn a_cancelled_read_stays_for_the_lease_that_still_wants_it() {
     let disk = MemoryDisk::new(200);
     let (store, cold, _hot) = cold_prompts(&disk);
     let gate = disk.read_gate.lock().unwrap();
-    let half = Prefix { root: cold[0].root(), keys: &cold[0].keys()[..5] };
+    let half = Prefix::new(cold[0].root(), &cold[0].keys()[..5]);
     let (first, second) = (store.acquire(&cold[0]), store.acquire(half));
     assert_eq!((first.poll().pending_blocks, second.poll().pending_blocks), (8, 5));
     first.release();

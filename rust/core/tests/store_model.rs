@@ -8,8 +8,8 @@ mod store_common;
 use std::collections::BTreeMap;
 
 use kvloft_core::evict::Eviction;
-use kvloft_core::key::ChunkKey;
-use kvloft_core::store::{Lookup, ReadLease, Store, WriteLease};
+use kvloft_core::key::{ChunkKey, KeyChain};
+use kvloft_core::store::{Anchors, Lookup, Prefix, ReadLease, Store, WriteLease};
 use proptest::prelude::*;
 use store_common::{arena_of, config, fill, prompt_chain, range, stat, verify};
 
@@ -201,12 +201,32 @@ impl Run {
         self.compare();
     }
 
+    /// Whatever stored chunk a prefix begins with, it is found as with all its keys; with another one, nothing is.
+    fn compare_anchors(&self, chain: &KeyChain, blocks: u32) {
+        let keys = chain.keys();
+        let ends = (1..=chain.num_blocks() / self.per_chunk).map(|nth| nth * self.per_chunk);
+        let anchors: Vec<_> = ends.map(|end| (end, keys[end as usize - 1])).collect();
+        let num = blocks / self.per_chunk;
+        assert_eq!(self.store.anchors(&anchors), Anchors { num_known: num, num_stored: num });
+        for end in 2..=chain.num_blocks() {
+            let begun = Prefix { first: end - 1, keys: &keys[end as usize - 1..], ..Prefix::from(chain) };
+            let is_stored = end.is_multiple_of(self.per_chunk) && end <= blocks;
+            let blocks = if is_stored { blocks } else { 0 };
+            assert_eq!(self.store.lookup(begun), Lookup { host_blocks: blocks, stored_blocks: blocks });
+            assert_eq!(
+                self.store.acquire(begun).frames(),
+                if is_stored { self.store.acquire(chain).frames() } else { vec![] }
+            );
+        }
+    }
+
     fn compare(&self) {
         self.store.check().unwrap();
         for prompt in 0..64 {
             let chain = prompt_chain(prompt);
             let blocks = self.model.lookup(chain.keys(), self.per_chunk as usize);
             assert_eq!(self.store.lookup(&chain), Lookup { host_blocks: blocks, stored_blocks: blocks });
+            self.compare_anchors(&chain, blocks);
         }
         assert_eq!(stat(&self.store, "entries"), self.model.chunks.len() as u64);
         assert_eq!(stat(&self.store, "write_leases"), self.writes.len() as u64);

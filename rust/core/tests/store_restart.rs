@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::KeyChain;
 use kvloft_core::evict::Eviction;
-use kvloft_core::store::{DiskSettings, Store, StoreConfig};
+use kvloft_core::store::{Anchors, DiskSettings, Lookup, Prefix, Store, StoreConfig};
 use kvloft_core::tier::disk::faults::{Call, EIO, Fault, FaultFiles, Rule};
 use kvloft_core::tier::disk::{DiskConfig, DiskTier};
 use store_common::{FRAME, arena_of, chain, config, range, save, stat};
@@ -145,4 +145,36 @@ fn a_slot_that_cannot_be_freed_keeps_no_other_chunk_from_being_cleared() {
     store.clear();
     drop(store);
     assert_eq!(prompts[1..].iter().map(|prompt| place.found_later(prompt)).sum::<u32>(), 0);
+}
+
+/// A record found on disk may lie about its place, so the way up to it is compared with all keys once.
+#[test]
+fn what_was_found_on_disk_is_an_anchor_once_all_its_keys_were_compared() {
+    let (place, prompt, other) = (Place::new(), chain(&[1, 2, 3, 4, 5, 6, 7, 8]), chain(&[9, 10, 11, 12, 13]));
+    let before = place.open();
+    save_all(&before, &prompt);
+    assert!(before.flush(LONG));
+    drop(before);
+    let store = place.open();
+    until("what was found is entered", || store.flush(LONG));
+    let ends: Vec<_> = (1..).zip(prompt.keys().iter().copied()).collect();
+    let begun = |end: u32| Prefix { first: end - 1, keys: &prompt.keys()[end as usize - 1..], ..Prefix::from(&prompt) };
+    assert_eq!(store.anchors(&ends), Anchors { num_known: 0, num_stored: 8 });
+    assert_eq!(store.lookup(begun(8)), Lookup::default());
+    assert_eq!(store.lookup(&prompt).stored_blocks, 8);
+    assert_eq!(store.anchors(&ends), Anchors { num_known: 8, num_stored: 8 });
+
+    // All of it comes to host; then others take frames from its end, and some is on disk only.
+    let whole = store.acquire(&prompt);
+    until("it is read", || whole.poll().ready_blocks == 8);
+    drop(whole);
+    save_all(&store, &other);
+    assert_eq!(store.lookup(&prompt), Lookup { host_blocks: 3, stored_blocks: 8 });
+    for end in 2..=8 {
+        assert_eq!(store.lookup(begun(end)), Lookup { host_blocks: 3, stored_blocks: 8 }, "{end}");
+    }
+    let lease = store.acquire(begun(7));
+    assert_eq!(lease.poll().ready_blocks + lease.poll().pending_blocks, 8);
+    until("it is read", || lease.poll().ready_blocks == 8);
+    assert_eq!(lease.frames().iter().map(|frame| frame.key).collect::<Vec<_>>(), prompt.keys());
 }

@@ -30,7 +30,7 @@ pub(crate) fn kept_by<'a>(chain: &'a mut key::KeyChain, groups: &[Option<u32>]) 
     for group in groups.iter().flatten() {
         chain.extend_group(*group);
     }
-    let prefix = |(root, keys)| Prefix { root, keys };
+    let prefix = |(root, keys)| Prefix::new(root, keys);
     groups.iter().map(|group| prefix(chain.kept_by(*group))).collect()
 }
 
@@ -41,7 +41,7 @@ pub(crate) fn attached(chain: &key::KeyChain, rows: &[(u32, u32, u32)]) -> PyRes
 
 /// Each of it as a prefix by itself.
 pub(crate) fn each(kept: &[Kept]) -> impl Iterator<Item = Prefix<'_>> {
-    kept.iter().flat_map(|(root, keys)| keys.chunks(1).map(|keys| Prefix { root: *root, keys }))
+    kept.iter().flat_map(|(root, keys)| keys.chunks(1).map(|keys| Prefix::new(*root, keys)))
 }
 
 /// Blocks of one group's table. It is read before a chain is held: that may run Python code.
@@ -101,7 +101,7 @@ impl Saved {
             Some((root, keys)) => (*root, keys.as_slice()),
             None => chain.kept_by(self.group),
         };
-        let what = ToSave { prefix: Prefix { root, keys }, range: self.range, is_attached };
+        let what = ToSave { prefix: Prefix::new(root, keys), range: self.range, is_attached };
         SaveRow { what, table: &self.blocks, first: self.range.start, replaced: None }
     }
 }

@@ -116,7 +116,7 @@ fn space_dict<'py>(py: Python<'py>, space: &NamespaceStatus) -> PyResult<Bound<'
             ("reservations", engine.num_reserved),
             ("leases", engine.num_leases),
         ];
-        fields.into_py_dict(py)
+        fields.into_iter().chain(engine.counts.named()).into_py_dict(py)
     };
     let dict = PyDict::new(py);
     dict.set_item("namespace", PyBytes::new(py, &space.namespace))?;

@@ -338,7 +338,7 @@ impl Session {
         }
         let mut asked = Vec::with_capacity(rows.len());
         for ((root, keys), (.., own)) in kept.iter().zip(&rows) {
-            let (prefix, table) = (Prefix { root: *root, keys }, std::slice::from_ref(own));
+            let (prefix, table) = (Prefix::new(*root, keys), std::slice::from_ref(own));
             let range = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
             let what = ToSave { prefix, range, is_attached: true };
             asked.push(SaveRow { what, table, first: 0, replaced: None });

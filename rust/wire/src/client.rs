@@ -7,7 +7,7 @@
 use std::borrow::Cow;
 use std::collections::HashMap;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -18,8 +18,8 @@ use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 use rustix::event::PollFlags;
 
 use crate::batches::{bounded, messages, one_by_one, sent_range};
-use crate::link::{self, Link};
-use crate::message::{Answer, Hello, Keys, MAX_KEYS, MAX_PREFIXES, Request, Status, VERSION};
+use crate::link::Link;
+use crate::message::{Answer, Hello, Keys, MAX_KEYS, MAX_PREFIXES, Request, VERSION};
 use crate::server::spawn;
 use crate::socket::wait;
 
@@ -90,18 +90,6 @@ pub struct Remote {
     thread: JoinHandle<()>,
 }
 
-/// What the server at `socket` does now. `InvalidConfig` if it refuses to say, `Io` if no server answers in time.
-pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
-    link::status(socket, timeout)
-}
-
-/// Has the server at `socket` forget a namespace in every tier, for all its engines: the one whose name in hex begins with
-/// `namespace`, which may be empty where there is one only. Returns how many chunks. Errors as [`status`], and `InvalidConfig` with
-/// what there is if not one name begins so.
-pub fn forget(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
-    link::forget(socket, namespace, timeout)
-}
-
 impl State {
     fn tell(&mut self, event: String) {
         if self.events.len() < MAX_EVENTS && self.events.last() != Some(&event) {
@@ -124,6 +112,17 @@ impl State {
             self.num_late += 1;
         }
         answer
+    }
+
+    /// Only the first prefix of a message is known to the server afterwards, so only that one is shortened.
+    fn shorten(&mut self, prefixes: &mut [Prefix<'_>], shared: &Shared) {
+        let deadline = shared.deadline();
+        if let Some(first) = prefixes.first_mut()
+            && let Some(link) = self.link().filter(|link| link.known.is_far_from(first.keys))
+        {
+            link.shorten(first, shared.config.blocks_per_chunk, deadline);
+            self.num_late += u64::from(Instant::now() >= deadline);
+        }
     }
 
     /// What has to be heard, now or when the server goes on.
@@ -295,6 +294,16 @@ impl Remote {
         answers
     }
 
+    /// None: no answer.
+    fn look_up(&self, prefixes: &[Prefix<'_>]) -> Vec<Option<Lookup>> {
+        let mut prefixes: Vec<_> = prefixes.iter().map(bounded).collect();
+        self.state().shorten(&mut prefixes, &self.shared);
+        let parts = messages(&prefixes, |prefix| prefix.keys.len());
+        let answers = self.ask_all(|link| parts.iter().map(|part| Request::Lookup(link.prefixes(part))).collect());
+        let found = |answer| if let Answer::Found(found) = answer { Some(found) } else { None };
+        one_by_one(&parts, answers, found).collect()
+    }
+
     /// What has to be heard in any case.
     fn ask_anyway(&self, request: &Request<'_>) -> Option<Answer> {
         let deadline = self.shared.deadline();
@@ -316,21 +325,27 @@ impl Session for Remote {
     }
 
     fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
-        let prefixes: Vec<_> = prefixes.iter().map(bounded).collect();
-        let parts = messages(&prefixes, |prefix| prefix.keys.len());
-        let answers = self.ask_all(|link| parts.iter().map(|part| Request::Lookup(link.prefixes(part))).collect());
-        let found = |answer| if let Answer::Found(found) = answer { Some(found) } else { None };
-        one_by_one(&parts, answers, found).map(Option::unwrap_or_default).collect()
+        let found = self.look_up(prefixes);
+        let has_lost = |state: &mut State| {
+            let (first, link) = (found.first()?.as_ref()?, state.link.as_mut()?);
+            Some(link.known.has_lost(first.stored_blocks))
+        };
+        let is_again = has_lost(&mut self.state()) == Some(true);
+        let found = if is_again { self.look_up(prefixes) } else { found };
+        found.into_iter().map(Option::unwrap_or_default).collect()
     }
 
     fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> LeaseId {
-        let prefixes: Vec<_> = prefixes.iter().map(bounded).collect();
+        let mut prefixes: Vec<_> = prefixes.iter().map(bounded).collect();
         let num_keys: usize = prefixes.iter().map(|prefix| prefix.keys.len()).sum();
         let is_bounded = num_keys <= MAX_KEYS && prefixes.len() <= MAX_PREFIXES as usize;
-        let deadline = self.shared.deadline();
         let mut state = self.state();
         let id = LeaseId(state.next_lease);
         state.next_lease += 1;
+        if is_bounded {
+            state.shorten(&mut prefixes, &self.shared);
+        }
+        let deadline = self.shared.deadline();
         let answer = state.ask(deadline, |link| {
             if link.is_late() || !is_bounded {
                 return None;

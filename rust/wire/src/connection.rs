@@ -16,13 +16,16 @@ use kvloft_core::ChunkKey;
 use kvloft_core::session::{LeaseId, Local, Session};
 use kvloft_core::store::{Got, Prefix, Progress, ToSave};
 
+use crate::known::Known;
 use crate::message::{
-    Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_KEYS, MAX_MESSAGE, Request, SentPrefixes, SentRange, VERSION,
+    Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_KEYS, MAX_MESSAGE, Request, SentAnchors, SentPrefixes, SentRange,
+    VERSION,
 };
 use crate::namespaces::{self, Seat};
 use crate::quarantine::Watch;
 use crate::server::{Peer, Shared, spawn};
 use crate::socket::{is_own, peer, send_with, widen};
+use crate::tally::{Answered, Tally};
 
 /// Longest silence of somebody who has not said hello.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
@@ -48,11 +51,14 @@ struct Connection {
     /// By the engine's numbers, and of how many prefixes each is.
     leases: HashMap<u64, (LeaseId, usize)>,
     num_held: usize,
-    /// Keys of the last long prefix that came first in a message.
-    known: Vec<ChunkKey>,
+    /// The last long prefix that came first in a message.
+    known: Known,
     /// Keys of other prefixes, one after the other; of a reservation's only those that it needs are meant.
     scratch: Vec<ChunkKey>,
     out: Vec<u8>,
+    tally: Arc<Tally>,
+    /// Blocks of the prefix that the next question is about, where it is sent without what is not there.
+    num_anchored: u32,
     has_said_bye: bool,
 }
 
@@ -86,7 +92,9 @@ pub(crate) fn start(shared: &Arc<Shared>, stream: UnixStream, number: u64) {
     widen(&stream);
     let limits = stream.set_read_timeout(Some(HELLO_TIMEOUT)).and(stream.set_write_timeout(Some(WRITE_TIMEOUT)));
     let (Ok(()), Ok(clone)) = (limits, stream.try_clone()) else { return };
-    shared.peers().insert(number, Peer { stream: clone, pid, since: Instant::now(), seat: None });
+    let tally = Arc::<Tally>::default();
+    let peer = Peer { stream: clone, pid, since: Instant::now(), seat: None, tally: Arc::clone(&tally) };
+    shared.peers().insert(number, peer);
     let mut connection = Connection {
         shared: Arc::clone(shared),
         stream,
@@ -95,9 +103,11 @@ pub(crate) fn start(shared: &Arc<Shared>, stream: UnixStream, number: u64) {
         seat: None,
         leases: HashMap::new(),
         num_held: 0,
-        known: Vec::new(),
+        known: Known::default(),
         scratch: Vec::new(),
         out: Vec::new(),
+        tally,
+        num_anchored: 0,
         has_said_bye: false,
     };
     // Where no thread starts, the connection is dropped, and with it ends.
@@ -194,8 +204,18 @@ impl Connection {
     fn answer(&mut self, request: &Request<'_>, seat: &Seat) -> Result<Option<Answer>, End> {
         let local = &seat.local;
         Ok(Some(match request {
-            Request::Lookup(prefixes) => Answer::Found(local.lookup_many(&self.prefixes(prefixes)?)),
+            Request::Lookup(prefixes) => {
+                let (per_chunk, whole) = (seat.space.hello.blocks_per_chunk, std::mem::take(&mut self.num_anchored));
+                let prefixes = self.prefixes(prefixes)?;
+                let found = local.lookup_many(&prefixes);
+                let num_blocks =
+                    |(nth, prefix): (usize, &Prefix<'_>)| prefix.num_blocks().max(if nth == 0 { whole } else { 0 });
+                let asked = Answered::lookup(prefixes.iter().enumerate().map(num_blocks), &found, per_chunk);
+                self.count(asked, seat);
+                Answer::Found(found)
+            }
             Request::Acquire(lease, prefixes) => {
+                self.num_anchored = 0;
                 let (is_full, num_held) = (self.leases.len() >= MAX_LEASES, self.num_held);
                 let prefixes = self.prefixes(prefixes)?;
                 let num = prefixes.len();
@@ -208,11 +228,14 @@ impl Connection {
                 self.num_held += num;
                 Answer::Progress(local.poll(own))
             }
+            Request::Anchors(anchors) => self.anchors(anchors, local)?,
             Request::Poll(lease) => {
                 Answer::Progress(self.leases.get(lease).map(|(lease, _)| local.poll(*lease)).unwrap_or_default())
             }
             Request::Frames(lease) => {
-                Answer::Frames(self.leases.get(lease).map(|(lease, _)| local.frames(*lease)).unwrap_or_default())
+                let frames = self.leases.get(lease).map(|(lease, _)| local.frames(*lease)).unwrap_or_default();
+                self.count(Answered::Loaded(frames.len() as u64), seat);
+                Answer::Frames(frames)
             }
             Request::Release(lease) => {
                 self.release(*lease, local);
@@ -225,7 +248,11 @@ impl Connection {
                 let rows = |got: Got| (reserved.by_ref().take(got.num_reserved).collect(), got.num_dropped);
                 Answer::Reserved(got.into_iter().map(rows).collect())
             }
-            Request::Commit(tickets) => Answer::Count(local.commit(tickets).into()),
+            Request::Commit(tickets) => {
+                let num_saved = local.commit(tickets).into();
+                self.count(Answered::Saved(num_saved), seat);
+                Answer::Count(num_saved)
+            }
             Request::Abort(tickets) => {
                 local.abort(tickets);
                 return Ok(None);
@@ -249,6 +276,11 @@ impl Connection {
         }))
     }
 
+    fn count(&self, answered: Answered, seat: &Seat) {
+        self.tally.add(answered);
+        seat.space.tally.add(answered);
+    }
+
     fn release(&mut self, lease: u64, local: &Local) {
         if let Some((own, num)) = self.leases.remove(&lease) {
             self.num_held -= num;
@@ -256,27 +288,39 @@ impl Connection {
         }
     }
 
+    /// How many of a prefix's anchors are there; it is known as far as the last of those.
+    fn anchors(&mut self, sent: &SentAnchors<'_>, local: &Local) -> Result<Answer, End> {
+        let all = sent.all().ok_or_else(no_message)?;
+        let found = local.anchors(&all);
+        self.num_anchored = sent.last;
+        self.known.begin((found.num_known as usize).checked_sub(1).map(|last| all[last]));
+        Ok(Answer::Anchors(found))
+    }
+
     /// What was sent of prefixes, the first one behind what is known of it.
     fn prefixes(&mut self, sent: &SentPrefixes<'_>) -> Result<Vec<Prefix<'_>>, End> {
         let num_same = usize::try_from(sent.num_same).unwrap_or(usize::MAX);
         let num_sent: usize = sent.all.iter().map(|(_, keys)| keys.iter().len()).sum();
-        let num_first = sent.all.first().map_or(0, |(_, keys)| keys.iter().len().saturating_add(num_same));
-        let is_long = num_first > 1;
-        if num_same > if is_long { self.known.len() } else { 0 } || num_same + num_sent > MAX_KEYS {
+        if num_same.saturating_add(num_sent) > MAX_KEYS {
             return Err(no_message());
         }
+        let num_first = sent.all.first().map_or(0, |(_, keys)| keys.iter().len().saturating_add(num_same));
+        let is_long = num_first > 1;
         let (first, others) = sent.all.split_at(is_long.into());
-        self.known.truncate(if is_long { num_same } else { self.known.len() });
-        self.known.extend(first.iter().flat_map(|(_, keys)| keys.iter()).map(|key| ChunkKey(*key)));
+        let mut keys = first.iter().flat_map(|(_, keys)| keys.iter()).map(|key| ChunkKey(*key));
+        let is_whole = if is_long { self.known.go_on(num_same, &mut keys) } else { num_same == 0 };
+        if !is_whole {
+            return Err(no_message());
+        }
         self.scratch.clear();
         self.scratch.extend(others.iter().flat_map(|(_, keys)| keys.iter()).map(|key| ChunkKey(*key)));
         let mut rest = self.scratch.as_slice();
         let whole = |(root, keys): &(ChunkKey, Keys<'_>)| {
             let (own, behind) = rest.split_at(keys.iter().len());
             rest = behind;
-            Prefix { root: *root, keys: own }
+            Prefix::new(*root, own)
         };
-        let first = first.iter().map(|(root, _)| Prefix { root: *root, keys: &self.known });
+        let first = first.iter().map(|(root, _)| self.known.prefix(*root));
         Ok(first.chain(others.iter().map(whole)).collect())
     }
 
@@ -297,7 +341,7 @@ impl Connection {
         let range = |one: &SentRange<'_>| {
             end += one.keys.iter().len();
             let start = end - one.keys.iter().len() - one.first as usize;
-            let prefix = Prefix { root: one.root, keys: &self.scratch[start..end] };
+            let prefix = Prefix::new(one.root, &self.scratch[start..end]);
             ToSave { prefix, range: one.range, is_attached: one.is_attached }
         };
         Ok(sent.iter().map(range).collect())

@@ -15,7 +15,8 @@ use kvloft_core::store::Prefix;
 use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 use rustix::event::PollFlags;
 
-use crate::message::{Answer, Keys, MAX_MESSAGE, Request, SentPrefixes, Status, VERSION};
+use crate::known::{Known, ends};
+use crate::message::{Answer, Keys, MAX_MESSAGE, Request, SentAnchors, SentPrefixes, Status, VERSION};
 use crate::socket::{Inbox, is_own, peer, wait, widen};
 
 /// Most bytes that wait for a server that does not read when another request is made.
@@ -34,7 +35,7 @@ pub(crate) struct Link {
     /// Numbers of requests that have no answer yet.
     unanswered: VecDeque<u32>,
     /// The prefix that the server knows.
-    known: Vec<ChunkKey>,
+    pub(crate) known: Known,
     is_dead: bool,
 }
 
@@ -57,7 +58,7 @@ impl Link {
             sent: 0,
             next_number: 0,
             unanswered: VecDeque::new(),
-            known: Vec::new(),
+            known: Known::default(),
             is_dead: false,
         })
     }
@@ -70,7 +71,7 @@ impl Link {
         self.push(request);
         let mut found = None;
         loop {
-            self.flush().map_err(fail)?;
+            let sent = self.flush(); // one who refuses may be gone already, but has said why
             let out = if self.unsent() > 0 { PollFlags::OUT } else { PollFlags::empty() };
             if !wait(&*self.stream, PollFlags::IN | out, deadline) {
                 return Err(late());
@@ -88,6 +89,7 @@ impl Link {
                     None => Err(fail(IoKind::InvalidData.into())),
                 };
             }
+            sent.map_err(fail)?;
         }
     }
 
@@ -151,6 +153,25 @@ impl Link {
         }
     }
 
+    /// Leaves as much of a prefix as can be stored. Of a long one that the server does not know, its anchors say how much that is;
+    /// without an answer the next question is a miss.
+    pub(crate) fn shorten(&mut self, prefix: &mut Prefix<'_>, per_chunk: u32, deadline: Instant) {
+        if !self.known.is_far_from(prefix.keys) {
+            return;
+        }
+        let ends = ends(prefix.keys.len(), per_chunk);
+        let (Some(&stride), Some(&last)) = (ends.first(), ends.last()) else { return };
+        let keys: Vec<_> = ends.iter().map(|end| prefix.keys[*end as usize - 1]).collect();
+        let sent = SentAnchors { stride, last, keys: Keys::Own(&keys) };
+        self.known.begin(None);
+        if let Some(Answer::Anchors(found)) = self.ask(&Request::Anchors(sent), deadline) {
+            let known = (found.num_known as usize).checked_sub(1);
+            self.known.begin(known.and_then(|last| Some((*ends.get(last)?, *keys.get(last)?))));
+            let end = ends.get(found.num_stored as usize).map_or(prefix.keys.len(), |end| *end as usize);
+            prefix.keys = &prefix.keys[..end];
+        }
+    }
+
     /// Prefixes without what the server knows of the first one. They must be sent.
     pub(crate) fn prefixes<'a>(&mut self, prefixes: &[Prefix<'a>]) -> SentPrefixes<'a> {
         let mut all: Vec<_> = prefixes.iter().map(|prefix| (prefix.root, prefix.keys)).collect();
@@ -164,13 +185,9 @@ impl Link {
         if keys.len() < 2 {
             return 0;
         }
-        let num_both = self.known.len().min(keys.len());
-        // A key stands for its whole prefix, so one is enough to compare.
-        let is_same = num_both > 0 && self.known[num_both - 1] == keys[num_both - 1];
-        let num_same = if is_same { num_both } else { 0 };
-        self.known.truncate(num_same);
+        let num_same = self.known.num_same(keys);
         *keys = &keys[num_same..];
-        self.known.extend_from_slice(keys);
+        self.known.go_on(num_same, keys.iter().copied());
         num_same
     }
 
@@ -260,18 +277,20 @@ impl Link {
     }
 }
 
-/// Has the server at `path` forget a namespace, and returns how many chunks; errors as [`Link::connect`] and [`Link::open`].
-pub(crate) fn forget(path: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
-    match Link::connect(path)?.open(&Request::Forget(VERSION, namespace.to_owned()), timeout)? {
-        (Answer::Count(num_chunks), _) => Ok(num_chunks),
+/// What the server at `socket` does now. `InvalidConfig` if it refuses to say, `Io` if no server answers in time.
+pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
+    match Link::connect(socket)?.open(&Request::Status(VERSION), timeout)? {
+        (Answer::Status(status), _) => Ok(status),
         _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
     }
 }
 
-/// What the server at `path` does now; errors as [`Link::connect`] and [`Link::open`].
-pub(crate) fn status(path: &Path, timeout: Duration) -> Result<Status> {
-    match Link::connect(path)?.open(&Request::Status(VERSION), timeout)? {
-        (Answer::Status(status), _) => Ok(status),
+/// Has the server at `socket` forget a namespace in every tier, for all its engines: the one whose name in hex begins with
+/// `namespace`, which may be empty where there is one only. Returns how many chunks. Errors as [`status`], and `InvalidConfig` with
+/// what there is if not one name begins so.
+pub fn forget(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
+    match Link::connect(socket)?.open(&Request::Forget(VERSION, namespace.to_owned()), timeout)? {
+        (Answer::Count(num_chunks), _) => Ok(num_chunks),
         _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
     }
 }

@@ -2,17 +2,21 @@
 //!
 //! A request is `u32 number, u8 kind, fields`; each but the one-way kinds gets one answer `u32 number, u8 kind, fields`, in order.
 //! A first request says the version: any other is refused. A prefix is sent without what the last one had of it, because a key
-//! stands for its whole prefix; those behind it in the same message are sent whole.
+//! stands for its whole prefix; those behind it in the same message are sent whole. Before a long one that is new, anchors are asked
+//! about: see `known`.
 
 use kvloft_core::io::FrameId;
-use kvloft_core::store::{LeasedFrame, Lookup, Progress, Reservation, TierName};
+use kvloft_core::store::{Anchors, LeasedFrame, Lookup, Progress, Reservation, TierName};
 
 use crate::bytes::{Reader, Writer};
+pub use crate::known::SentAnchors;
+use crate::known::anchors;
 pub use crate::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
 use crate::prefixes::{prefixes, ranges, write_ranges};
+use crate::tally::Counts;
 
 /// Version of all that crosses; two sides with different ones do not talk.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// Most bytes of a message, and of one from somebody who has not said hello.
 pub const MAX_MESSAGE: usize = 64 << 20;
 /// See [`MAX_MESSAGE`].
@@ -72,6 +76,8 @@ pub enum Request<'a> {
     Status(u32),
     /// A person wants a namespace forgotten; the version as above, and how the namespace's name begins.
     Forget(u32, String),
+    /// See `Store::anchors`. The next prefix may go on behind the last that is known.
+    Anchors(SentAnchors<'a>),
 }
 
 /// What the server says.
@@ -95,6 +101,8 @@ pub enum Answer {
     Stats(Vec<(String, u64)>),
     /// Of the server.
     Status(Status),
+    /// Of a prefix.
+    Anchors(Anchors),
 }
 
 /// What a server does now.
@@ -145,6 +153,8 @@ pub struct EngineStatus {
     pub num_reserved: u64,
     /// Read leases that it holds.
     pub num_leases: u64,
+    /// What it asked for and got.
+    pub counts: Counts,
 }
 
 /// Begins a message at the end of `to`; `finish` writes its length.
@@ -203,6 +213,7 @@ impl<'a> Request<'a> {
             Self::Reserve(ranges) => write_ranges(to, ranges),
             Self::Commit(tickets) | Self::Abort(tickets) => to.numbers(tickets),
             Self::Discard(keys) => keys.write(to),
+            Self::Anchors(anchors) => anchors.write(to),
             Self::LimitFrames(number) | Self::Status(number) => to.u32(*number),
             Self::Forget(version, name) => {
                 to.u32(*version);
@@ -233,6 +244,7 @@ impl<'a> Request<'a> {
                 15 => Self::Bye,
                 16 => Self::Status(from.u32()?),
                 17 => Self::Forget(from.u32()?, from.text()?),
+                18 => Self::Anchors(anchors(from)?),
                 _ => return None,
             })
         })
@@ -257,6 +269,7 @@ impl<'a> Request<'a> {
             Self::Bye => 15,
             Self::Status(_) => 16,
             Self::Forget(..) => 17,
+            Self::Anchors(_) => 18,
         }
     }
 
@@ -324,8 +337,8 @@ fn write_status(to: &mut Writer<'_>, status: &Status) {
         to.count(space.engines.len());
         for engine in &space.engines {
             to.u32(engine.pid);
-            for number in [engine.connected_ms, engine.num_reserved, engine.num_leases] {
-                to.u64(number);
+            for number in [engine.connected_ms, engine.num_reserved, engine.num_leases].iter().chain(&engine.counts.0) {
+                to.u64(*number);
             }
         }
     }
@@ -339,9 +352,13 @@ fn status(from: &mut Reader<'_>) -> Option<Status> {
 fn namespace_status(from: &mut Reader<'_>) -> Option<NamespaceStatus> {
     let (namespace, description) = (from.key()?, from.text()?);
     let (frame_bytes, num_slabs, stats) = (from.u64()?, from.u32()?, stats(from)?);
-    let engines = from.list(28, |from| {
-        let (pid, connected_ms) = (from.u32()?, from.u64()?);
-        Some(EngineStatus { pid, connected_ms, num_reserved: from.u64()?, num_leases: from.u64()? })
+    let engines = from.list(68, |from| {
+        let (pid, connected_ms, num_reserved, num_leases) = (from.u32()?, from.u64()?, from.u64()?, from.u64()?);
+        let mut counts = Counts::default();
+        for number in &mut counts.0 {
+            *number = from.u64()?;
+        }
+        Some(EngineStatus { pid, connected_ms, num_reserved, num_leases, counts })
     })?;
     Some(NamespaceStatus { namespace, description, frame_bytes, num_slabs, stats, engines })
 }
@@ -382,6 +399,10 @@ impl Answer {
             Self::Count(number) => to.u64(*number),
             Self::Stats(stats) => write_stats(to, stats),
             Self::Status(status) => write_status(to, status),
+            Self::Anchors(Anchors { num_known, num_stored }) => {
+                to.u32(*num_known);
+                to.u32(*num_stored);
+            }
         });
     }
 
@@ -401,6 +422,7 @@ impl Answer {
                 7 => Self::Count(from.u64()?),
                 8 => Self::Stats(stats(from)?),
                 9 => Self::Status(status(from)?),
+                10 => Self::Anchors(Anchors { num_known: from.u32()?, num_stored: from.u32()? }),
                 _ => return None,
             })
         })
@@ -417,6 +439,7 @@ impl Answer {
             Self::Count(_) => 7,
             Self::Stats(_) => 8,
             Self::Status(_) => 9,
+            Self::Anchors(_) => 10,
         }
     }
 }

@@ -15,6 +15,7 @@ use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::message::Hello;
 use crate::server::ServerConfig;
+use crate::tally::Tally;
 
 /// Most namespaces that are open at one time.
 pub const MAX_NAMESPACES: usize = 64;
@@ -29,6 +30,8 @@ pub(crate) struct Space {
     store: OnceLock<Arc<Store>>,
     opening: Mutex<()>,
     num_seats: Mutex<usize>,
+    /// Of all engines that it ever had.
+    pub(crate) tally: Tally,
 }
 
 /// An engine's place in a namespace, with all that it holds there.
@@ -81,7 +84,7 @@ pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
 impl Space {
     fn new(hello: &Hello) -> Self {
         let (store, opening) = (OnceLock::new(), Mutex::default());
-        Self { hello: hello.clone(), store, opening, num_seats: Mutex::new(0) }
+        Self { hello: hello.clone(), store, opening, num_seats: Mutex::new(0), tally: Tally::default() }
     }
 
     pub(crate) fn store(&self) -> Option<&Arc<Store>> {

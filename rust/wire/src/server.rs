@@ -20,6 +20,7 @@ use crate::message::{EngineStatus, Hello, NamespaceStatus, Status};
 use crate::namespaces::{self, Namespaces, Seat, Space};
 use crate::quarantine::{Patience, Quarantine};
 use crate::socket::Listener;
+use crate::tally::Tally;
 
 /// How often it is looked whether frames of dead engines may be used again.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -59,6 +60,7 @@ pub(crate) struct Peer {
     pub(crate) since: Instant,
     /// Once it said hello.
     pub(crate) seat: Option<Arc<Seat>>,
+    pub(crate) tally: Arc<Tally>,
 }
 
 #[derive(Debug)]
@@ -124,6 +126,8 @@ impl Shared {
             ("server_refused", self.num_refused.load(Ordering::Relaxed)),
             ("quarantined_reservations", kept.0 as u64),
             ("quarantined_leases", kept.1 as u64),
+            ("server_host_bytes", self.config.host_bytes),
+            ("server_disk_bytes", self.config.disk.as_ref().map_or(0, |disk| disk.cap_bytes)),
         ];
         let stats = stats.map(|(name, value)| (name.to_owned(), value)).to_vec();
         let namespaces = self.namespaces.all().iter().map(|space| self.namespace_status(space)).collect();
@@ -132,6 +136,7 @@ impl Shared {
 
     fn namespace_status(&self, space: &Arc<Space>) -> NamespaceStatus {
         let stats = space.store().map(|store| store.stats()).unwrap_or_default();
+        let asked = space.tally.counts().named().filter(|_| !stats.is_empty()).collect::<Vec<_>>();
         let peers = self.peers();
         let mut engines: Vec<_> = peers.values().filter_map(|peer| peer.status(space)).collect();
         drop(peers);
@@ -141,7 +146,7 @@ impl Shared {
             description: space.hello.description.clone(),
             frame_bytes: space.hello.frame_bytes,
             num_slabs: space.store().map_or(0, |store| store.num_slabs().0),
-            stats: stats.into_iter().map(|(name, value)| (name.to_owned(), value)).collect(),
+            stats: stats.into_iter().chain(asked).map(|(name, value)| (name.to_owned(), value)).collect(),
             engines,
         }
     }
@@ -177,6 +182,7 @@ impl Peer {
             connected_ms: u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX),
             num_reserved: num_reserved as u64,
             num_leases: num_leases as u64,
+            counts: self.tally.counts(),
         })
     }
 }

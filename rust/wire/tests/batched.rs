@@ -75,14 +75,14 @@ impl Asked {
     }
 
     fn to_save(&self) -> ToSave<'_> {
-        let prefix = Prefix { root: self.root, keys: &self.keys };
+        let prefix = Prefix::new(self.root, &self.keys);
         ToSave { prefix, range: self.range, is_attached: self.is_attached }
     }
 
     fn prefixes(&self) -> Vec<Prefix<'_>> {
         let (root, length) = (self.root, if self.is_attached { 1 } else { self.keys.len().max(1) });
-        let each = self.keys.chunks(length).map(|keys| Prefix { root, keys });
-        let none = (!self.is_attached && self.keys.is_empty()).then_some(Prefix { root, keys: &[] });
+        let each = self.keys.chunks(length).map(|keys| Prefix::new(root, keys));
+        let none = (!self.is_attached && self.keys.is_empty()).then_some(Prefix::new(root, &[]));
         each.chain(none).collect()
     }
 

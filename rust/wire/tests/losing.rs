@@ -148,7 +148,7 @@ fn a_server_that_stands_still_costs_one_deadline() {
     assert_eq!((rows.len(), num_dropped), (4, 0), "nothing that came late is held");
     engine.abort(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
     let many = common::chain(9, 2500); // of several messages
-    let every: Vec<_> = many.keys().chunks(1).map(|keys| Prefix { root: many.root(), keys }).collect();
+    let every: Vec<_> = many.keys().chunks(1).map(|keys| Prefix::new(many.root(), keys)).collect();
     for what in ["a save", "a lease", "many saves", "many lookups", "a lease on many"] {
         let num_late_before = num_late().expect("it counts");
         signal(&child, "STOP");

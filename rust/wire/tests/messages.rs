@@ -2,11 +2,11 @@
 
 use kvloft_core::ChunkKey;
 use kvloft_core::io::FrameId;
-use kvloft_core::store::{LeasedFrame, Lookup, Progress, Reservation, SaveRange, TierName};
+use kvloft_core::store::{Anchors, LeasedFrame, Lookup, Progress, Reservation, SaveRange, TierName};
 use kvloft_wire::message::{
-    Answer, Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentPrefixes, SentRange, VERSION,
+    Answer, Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentAnchors, SentPrefixes, SentRange, VERSION,
 };
-use kvloft_wire::{EngineStatus, NamespaceStatus, Status};
+use kvloft_wire::{Counts, EngineStatus, NamespaceStatus, Status};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -23,7 +23,7 @@ struct Parts {
 }
 
 fn parts() -> impl Strategy<Value = Parts> {
-    let fields = (1..=17_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
+    let fields = (1..=18_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
     (fields, any::<[u32; 4]>(), ".{0,9}").prop_map(|((kind, number, root, keys, numbers), small, text)| Parts {
         kind,
         number,
@@ -70,7 +70,8 @@ fn request(parts: &Parts) -> Request<'_> {
         14 => Request::IsSettled,
         15 => Request::Bye,
         16 => Request::Status(parts.small[0]),
-        _ => Request::Forget(parts.small[0], parts.text.clone()),
+        17 => Request::Forget(parts.small[0], parts.text.clone()),
+        _ => Request::Anchors(SentAnchors { stride: parts.small[0], last: parts.small[1], keys }),
     }
 }
 
@@ -91,8 +92,11 @@ fn answer(parts: &Parts) -> Answer {
         6 => Answer::Reserved((0..num_rows).map(|nth| (vec![row; nth], one)).collect()),
         7 => Answer::Count(parts.number),
         8 => Answer::Stats(stats),
+        9 => Answer::Anchors(Anchors { num_known: one, num_stored: two }),
         _ => {
-            let engine = EngineStatus { pid: one, connected_ms: 1, num_reserved: 2, num_leases: parts.number };
+            let (connected_ms, num_reserved, num_leases) = (1, 2, parts.number);
+            let counts = Counts([5, 4, 3, parts.number, 1]);
+            let engine = EngineStatus { pid: one, connected_ms, num_reserved, num_leases, counts };
             let space = NamespaceStatus {
                 namespace: parts.root,
                 description: parts.text.clone(),

@@ -17,7 +17,9 @@ use kvloft_core::io::Arena;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, Progress, SaveRange};
 use kvloft_core::{ChunkKey, ErrorKind};
-use kvloft_wire::message::{Hello, LENGTH_BYTES, MAX_PREFIXES, Request, SentPrefixes, SentRange, VERSION};
+use kvloft_wire::message::{
+    Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentAnchors, SentPrefixes, SentRange, VERSION,
+};
 use kvloft_wire::{Remote, RemoteConfig, Server, status};
 
 #[test]
@@ -272,7 +274,23 @@ fn hostile_bytes_are_refused_and_nobody_else_notices() {
     let range = kvloft_core::store::SaveRange { start: 2, stop: 3, tail_blocks: 0 };
     Request::Reserve(vec![SentRange { root: ChunkKey([1; 32]), first: 3, keys, range, is_attached: false }])
         .encode(2, &mut without_keys);
+    let stored = chain(1, 3);
+    let anchored = |stride, last, num_keys: usize, num_same| {
+        let keys: Vec<_> = stored.keys()[1..].iter().chain(stored.keys()).copied().take(num_keys).collect();
+        let mut bytes = Vec::new();
+        Request::Anchors(SentAnchors { stride, last, keys: Keys::Own(&keys) }).encode(2, &mut bytes);
+        let prefixes = SentPrefixes { num_same, all: vec![(ChunkKey([1; 32]), Keys::Own(stored.keys()))] };
+        Request::Lookup(prefixes).encode(3, &mut bytes);
+        after_hello(&bytes)
+    };
     for (name, bytes) in [
+        ("a prefix from before its anchor", anchored(2, 2, 1, 1)),
+        ("a prefix from behind its anchor", anchored(2, 2, 1, 3)),
+        ("no anchor", anchored(1, 1, 0, 0)),
+        ("anchors at one place", anchored(0, 2, 2, 0)),
+        ("anchors out of order", anchored(3, 2, 2, 0)),
+        ("anchors beyond every prefix", anchored(1, u32::MAX, 2, 0)),
+        ("anchors beyond every number", anchored(u32::MAX, u32::MAX, 3, 0)),
         ("text", b"GET / HTTP/1.1\r\n\r\n".to_vec()),
         ("too long", u32::MAX.to_le_bytes().to_vec()),
         ("no kind", message(&[1, 0, 0, 0, 200])),
@@ -375,7 +393,7 @@ fn leases_of_one_engine_have_a_bounded_number_of_prefixes() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let engine = connect(dir.path());
-    let nothing = vec![Prefix { root: ChunkKey([1; 32]), keys: &[] }; MAX_PREFIXES as usize];
+    let nothing = vec![Prefix::new(ChunkKey([1; 32]), &[]); MAX_PREFIXES as usize];
     let num_leases = || {
         assert_eq!(found(&engine, &chain(1, 1)), 0); // what was said before is heard
         server.status().namespaces[0].engines[0].num_leases

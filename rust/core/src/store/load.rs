@@ -101,17 +101,14 @@ impl State {
         held
     }
 
-    /// Chunks between two numbers of blocks that come from disk, each held.
+    /// Chunks between two numbers of blocks that come from disk, each held. What was found is right as far as `to`.
     fn want_reads(&mut self, prefix: &Prefix<'_>, from: u32, to: u32) -> Vec<ChunkId> {
-        let mut loads = Vec::new();
-        let mut end = from;
-        while end < to {
-            end = to.min(end.saturating_add(self.per_chunk));
-            match self.index.get(&prefix.key_of(end)) {
-                Some(id) if self.want_read(id) => loads.push(id),
-                _ => break,
-            }
-        }
+        let end = self.index.get(&prefix.key_of(to));
+        let above = end.into_iter().flat_map(|id| self.index.ancestry(id));
+        let mut loads: Vec<_> = above.take_while(|id| self.index[*id].end_block() > from).collect();
+        loads.reverse();
+        let will_come = loads.iter().position(|&id| !self.want_read(id)).unwrap_or(loads.len());
+        loads.truncate(will_come);
         loads
     }
 

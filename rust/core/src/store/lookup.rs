@@ -13,74 +13,142 @@ use crate::key::{ChunkKey, KeyChain};
 pub struct Prefix<'a> {
     /// The key of the empty prefix.
     pub root: ChunkKey,
-    /// Keys of the blocks, from position 0; fewer than 2^32.
+    /// Keys of the blocks, from block `first` on; fewer than 2^32.
     pub keys: &'a [ChunkKey],
+    /// Blocks whose keys are left out. If there are any, the first key has to end a chunk that [`Store::anchors`] knows: without
+    /// it, nothing of the prefix is found. Only for lookups and leases.
+    ///
+    /// [`Store::anchors`]: super::Store::anchors
+    pub first: u32,
 }
 
 impl<'a> From<&'a KeyChain> for Prefix<'a> {
     fn from(chain: &'a KeyChain) -> Self {
-        Self { root: chain.root(), keys: chain.keys() }
+        Self::new(chain.root(), chain.keys())
     }
 }
 
-impl Prefix<'_> {
-    pub(crate) fn num_blocks(&self) -> u32 {
-        u32::try_from(self.keys.len()).unwrap_or(u32::MAX)
+impl<'a> Prefix<'a> {
+    /// With all its keys.
+    pub fn new(root: ChunkKey, keys: &'a [ChunkKey]) -> Self {
+        Self { root, keys, first: 0 }
     }
 
-    /// The key of its first `num_blocks` blocks, 0 for none.
-    pub(crate) fn key_of(&self, num_blocks: u32) -> ChunkKey {
-        num_blocks.checked_sub(1).map_or(self.root, |last| self.keys[last as usize])
+    /// Blocks that it has, those without keys too.
+    pub fn num_blocks(&self) -> u32 {
+        u32::try_from(self.keys.len()).unwrap_or(u32::MAX).saturating_add(self.first)
     }
+
+    /// The key of its first `num_blocks` blocks, 0 for none; it must not be left out.
+    pub(crate) fn key_of(&self, num_blocks: u32) -> ChunkKey {
+        num_blocks.checked_sub(1).map_or(self.root, |last| self.keys[(last - self.first) as usize])
+    }
+
+    /// Blocks up to its first key, if some are left out before that; and the key.
+    fn base(&self) -> Option<(u32, ChunkKey)> {
+        let key = self.keys.first().filter(|_| self.first > 0)?;
+        Some((self.first.saturating_add(1), *key))
+    }
+}
+
+/// How many of a prefix's anchors are stored; see [`Store::anchors`](super::Store::anchors).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Anchors {
+    /// Those whose way up is known to be right: a prefix may begin with the last of them.
+    pub num_known: u32,
+    /// Those that are stored.
+    pub num_stored: u32,
 }
 
 impl State {
     /// The entry of the chunk that ends behind `end` blocks, if a lease may have its frame.
     pub(super) fn visible(&self, prefix: &Prefix<'_>, end: u32) -> Option<ChunkId> {
-        if end == 0 { None } else { self.get(prefix, end, |entry| entry.host.is_here()) }
+        let is_here = |entry: &Entry| entry.host.is_here();
+        if end == 0 {
+            return None;
+        }
+        match prefix.base().filter(|(base, _)| end < *base) {
+            None => self.get(&prefix.key_of(end), end, is_here),
+            Some((_, key)) => {
+                let mut above = self.index.ancestry(self.index.get(&key)?);
+                above.find(|id| self.index[*id].end_block() == end).filter(|id| is_here(&self.index[*id]))
+            }
+        }
     }
 
-    /// The entry of the chunk that ends behind `end` blocks, if it is `present` and its shape is right.
-    fn get(&self, prefix: &Prefix<'_>, end: u32, present: impl Fn(&Entry) -> bool) -> Option<ChunkId> {
-        let id = self.index.get(&prefix.key_of(end))?;
+    /// The entry of the chunk that ends behind `end` blocks with `key`, if it is `present` and its shape is right.
+    fn get(&self, key: &ChunkKey, end: u32, present: impl Fn(&Entry) -> bool) -> Option<ChunkId> {
+        let id = self.index.get(key)?;
         let entry = &self.index[id];
         let fits = entry.end_block() == end && entry.first_block == (end - 1) / self.per_chunk * self.per_chunk;
         (fits && present(entry)).then_some(id)
+    }
+
+    /// In host, or on a disk that can be read.
+    fn is_stored(&self) -> impl Fn(&Entry) -> bool + Copy + use<> {
+        let answers = self.disk.answers(self.now);
+        move |entry| entry.host.is_here() || answers && entry.disk.is_here()
+    }
+
+    /// How many of `anchors` are there: ends of full chunks of one prefix and their keys, in order.
+    pub(crate) fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
+        let num = u32::try_from(anchors.len()).unwrap_or(u32::MAX);
+        let is_stored = self.is_stored();
+        let at = |nth: u32| anchors[nth as usize];
+        let num_stored = leading(num, |nth| self.get(&at(nth).1, at(nth).0, is_stored).is_some());
+        Anchors { num_stored, num_known: leading(num_stored, |nth| self.knows(at(nth)).is_some()) }
+    }
+
+    /// A full chunk that is stored, if all above it is known to be what its keys say.
+    fn knows(&self, (end, key): (u32, ChunkKey)) -> Option<ChunkId> {
+        let is_known = |entry: &Entry| entry.proven && !entry.doomed && !entry.detached;
+        let is_stored = self.is_stored();
+        if self.is_forgetting() || !end.is_multiple_of(self.per_chunk) {
+            return None;
+        }
+        self.get(&key, end, |entry| is_known(entry) && is_stored(entry))
     }
 
     /// Blocks in host, and blocks in host or on a disk that can be read: full chunks, then the longest tail behind them. What is
     /// not what its key says is forgotten on the way.
     pub(crate) fn find(&mut self, prefix: &Prefix<'_>) -> (u32, u32) {
         let mut prefix = *prefix;
+        if prefix.first > 0 && prefix.base().and_then(|base| self.knows(base)).is_none() {
+            return (0, 0); // what its keys say of the blocks before cannot be compared
+        }
         loop {
             let (host, any) = self.find_present(&prefix);
             match self.first_unsound(&prefix, any) {
                 None => return (host, any),
-                Some(depth) => prefix.keys = &prefix.keys[..(depth * self.per_chunk) as usize],
+                Some(depth) => prefix.keys = &prefix.keys[..(depth * self.per_chunk - prefix.first) as usize],
             }
         }
     }
 
     fn find_present(&self, prefix: &Prefix<'_>) -> (u32, u32) {
-        let is_here = |entry: &Entry| entry.host.is_here();
-        let num_full = prefix.num_blocks() / self.per_chunk;
-        if !self.disk.answers(self.now) {
-            let host = self.find_end(prefix, num_full, is_here);
-            return (host, host);
-        }
-        let stored = self.find_end(prefix, num_full, |entry| is_here(entry) || entry.disk.is_here());
-        (self.find_end(prefix, stored / self.per_chunk, is_here), stored)
+        let stored = self.find_end(prefix, prefix.num_blocks() / self.per_chunk, self.is_stored());
+        (self.find_end(prefix, stored / self.per_chunk, |entry| entry.host.is_here()), stored)
     }
 
     /// Blocks that are `present`: of the first `num_full` full chunks, and of the longest tail behind those.
     fn find_end(&self, prefix: &Prefix<'_>, num_full: u32, present: impl Fn(&Entry) -> bool + Copy) -> u32 {
         let per_chunk = self.per_chunk;
-        let full = leading(num_full, |chunk| self.get(prefix, (chunk + 1) * per_chunk, present).is_some()) * per_chunk;
+        let base = prefix.base();
+        if let Some((_, key)) = base.filter(|(end, key)| self.get(key, *end, present).is_none()) {
+            let mut above = self.index.get(&key).into_iter().flat_map(|id| self.index.ancestry(id));
+            return above.find(|id| present(&self.index[*id])).map_or(0, |id| self.index[id].end_block());
+        }
+        let before = base.map_or(0, |(end, _)| end / per_chunk);
+        let is_present = |chunk: u32| {
+            let end = (before + chunk + 1) * per_chunk;
+            self.get(&prefix.key_of(end), end, present).is_some()
+        };
+        let full = (before + leading(num_full - before, is_present)) * per_chunk;
         let longest = (per_chunk - 1).min(prefix.num_blocks() - full);
         (1..=longest)
             .rev()
             .map(|tail| full + tail)
-            .find(|&end| self.get(prefix, end, present).is_some())
+            .find(|&end| self.get(&prefix.key_of(end), end, present).is_some())
             .unwrap_or(full)
     }
 

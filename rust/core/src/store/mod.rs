@@ -33,7 +33,7 @@ use inner::Inner;
 pub use inner::{Clock, Opener};
 pub use lease::{ReadLease, WriteLease};
 pub use load::{LeasedFrame, Progress, TierName};
-pub use lookup::Prefix;
+pub use lookup::{Anchors, Prefix};
 pub use save::{Got, Reservation, SaveRange, ToSave};
 pub use share::Way;
 use state::State;
@@ -183,6 +183,12 @@ impl Store {
         let found: Option<Vec<_>> = self.inner.with_open_books(find);
         let of = |(host_blocks, stored_blocks)| Lookup { host_blocks, stored_blocks };
         found.unwrap_or_else(|| vec![(0, 0); prefixes.len()]).into_iter().map(of).collect()
+    }
+
+    /// How many of a prefix's `anchors` are stored and known: ends of some full chunks, in blocks, with their keys, in order. Behind
+    /// a known one a prefix needs no other keys (see [`Prefix::first`]).
+    pub fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
+        self.inner.with_open_books(|state| state.anchors(anchors)).unwrap_or_default()
     }
 
     /// Pins what is in host of the stored part of a prefix, and wants the rest of it from disk. A read takes a frame when it

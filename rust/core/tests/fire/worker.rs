@@ -112,7 +112,7 @@ impl<'a> Worker<'a> {
         let floors = self.shared.recorder.floors(chain);
         let lease = if self.dice.in_100(20) {
             let keys = &chain.keys()[..self.dice.below(8).min(chain.keys().len())];
-            self.shared.store.acquire(Prefix { root: chain.root(), keys })
+            self.shared.store.acquire(Prefix::new(chain.root(), keys))
         } else {
             self.shared.store.acquire(chain)
         };

@@ -98,7 +98,7 @@ impl Run {
             }
             Step::Acquire { prompt, num_blocks } => {
                 let chain = prompt_chain(prompt);
-                let prefix = Prefix { root: chain.root(), keys: &chain.keys()[..num_blocks] };
+                let prefix = Prefix::new(chain.root(), &chain.keys()[..num_blocks]);
                 let held = self.state.acquire(&prefix);
                 self.reads.push(held);
             }

@@ -1,0 +1,195 @@
+"""`server: auto`: one server of this user on this machine, started by the first engine that needs it.
+
+It is a process of its own session, so it outlives engines and their signals, and ends by itself some time after the last of
+them. Of engines that start at once one wins the socket; the others use it. It must not know vLLM.
+"""
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from kvloft import _core
+from kvloft.config import Config, format_size, server_environment
+from kvloft.errors import ConfigError
+
+START_TIMEOUT_S: Final = 30.0
+"""Longest wait for a server that starts."""
+LOOK_EVERY_S: Final = 1.0
+START_EVERY_S: Final = 10.0
+"""Least time between two servers that one engine starts."""
+WRONG_SETTING: Final = 2
+"""Exit status of `kvloft serve`."""
+_PEER: Final = struct.Struct("3i")
+"""Process, user and group at the other end of a socket."""
+
+
+class _StartError(Exception):
+    """No server could be started, for a reason that may go away."""
+
+
+def look_after(config: Config, logger: logging.Logger) -> Callable[[], None]:
+    """Have a server at ``config.socket``, and another where it dies, until what is returned is called.
+
+    Raises ConfigError where the socket's directory is not private or the server refuses a setting; anything else is a warning,
+    and is tried again: until a server answers, requests are computed.
+    """
+    ended = threading.Event()
+    try:
+        _ensure(config, logger)
+        _tell_differences(config, logger)
+    except _StartError as e:
+        logger.warning("kvloft: %s", e)
+    threading.Thread(target=_watch, args=(config, logger, ended), name="kvloft-server", daemon=True).start()
+    return ended.set
+
+
+def _watch(config: Config, logger: logging.Logger, ended: threading.Event) -> None:
+    told = ""
+    while not ended.wait(LOOK_EVERY_S):
+        with contextlib.suppress(OSError):
+            _wait_for_end(_path(config), ended)
+            continue
+        try:
+            _ensure(config, logger)
+        except (ConfigError, _StartError) as e:
+            if told != str(e):
+                logger.warning("kvloft: %s", e)
+            told = str(e)
+        ended.wait(START_EVERY_S)
+
+
+def _ensure(config: Config, logger: logging.Logger) -> None:
+    """Start a server unless one listens. Raises ConfigError or _StartError."""
+    path = Path(_path(config))
+    _make_private(path.parent)
+    if _is_there(path):
+        return
+    log = path.with_suffix(".log")
+    try:
+        done = subprocess.run(
+            _command(config, log),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd="/",
+            env=server_environment(),
+            timeout=START_TIMEOUT_S,
+            start_new_session=True,
+        )
+        status, said = done.returncode, done.stderr.strip()
+    except (OSError, subprocess.SubprocessError) as e:
+        status, said = 1, str(e)
+    if status == 0:
+        linger = f"{config.server_linger:g} s"
+        logger.info("kvloft: started a server at unix:%s, which ends %s after its last engine; its log is %s", path, linger, log)
+        for line in said.splitlines():
+            logger.warning("%s", line)
+    elif status == WRONG_SETTING:
+        raise ConfigError(said.removeprefix("kvloft: "))
+    elif not _comes(path):  # another engine's was not first
+        raise _StartError(
+            f"no server could be started for server = auto, so requests are computed until one answers; start one with "
+            f"`kvloft serve --socket {path}`, or mend this: {said.removeprefix('kvloft: ')}"
+        )
+
+
+def _command(config: Config, log: Path) -> list[str]:
+    told = {
+        "socket": _path(config),
+        "host-size": str(config.host_size),
+        "eviction": config.eviction,
+        "disk-threads": str(config.disk_threads),
+        "linger": f"{config.server_linger:g}s",
+        "background": str(log),
+    }
+    if config.disk_path is not None:
+        told |= {"disk-path": config.disk_path, "disk-size": str(config.disk_size)}
+    argv = [sys.executable, "-P", "-m", "kvloft.cli", "serve"]
+    return argv + [f"--{name}={value}" for name, value in told.items()]
+
+
+def _tell_differences(config: Config, logger: logging.Logger) -> None:
+    """Only the settings of the engine that starts a server count."""
+    with contextlib.suppress(_core.StoreError):
+        stats = _core.server_status(_path(config))["stats"]
+        asked_for = [
+            ("host_size", config.host_size, stats["server_host_bytes"], "host_size" in config.origins),
+            ("disk_size", config.disk_bytes, stats["server_disk_bytes"], config.disk_path is not None),
+        ]
+        for name, own, its, is_set in asked_for:
+            if is_set and own != its:
+                text = "kvloft: %s = %s is not used: the server at unix:%s was started with %s"
+                logger.warning(text, name, format_size(own), _path(config), format_size(its))
+
+
+def _path(config: Config) -> str:
+    assert config.socket is not None
+    return config.socket
+
+
+def _make_private(folder: Path) -> None:
+    """Raises ConfigError for a directory that another user owns or may write to, or for a link to one."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        found = folder.lstat()
+    except OSError as e:
+        raise ConfigError(f"{folder} cannot be made for server = auto ({e.strerror}); set server to a path.") from e
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise ConfigError(
+            f"{folder} is not this user's own directory, or others may write to it, so server = auto does not use it; "
+            "remove it, or set server to a path."
+        )
+
+
+def _connect(path: str | Path) -> int:
+    """The process that listens there, 0 if it is another container's. Raises OSError where none does."""
+    with socket.socket(socket.AF_UNIX) as own:
+        own.settimeout(START_TIMEOUT_S)
+        own.connect(str(path))
+        pid: int = _PEER.unpack(own.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[0]
+        return pid
+
+
+def _is_there(path: str | Path) -> bool:
+    try:
+        _connect(path)
+    except OSError:
+        return False
+    return True
+
+
+def _comes(path: Path) -> bool:
+    """Whether a server that has the socket's lock soon listens."""
+    deadline = time.monotonic() + START_TIMEOUT_S / 3
+    while not (is_there := _is_there(path)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return is_there
+
+
+def _wait_for_end(path: str, ended: threading.Event) -> None:
+    """Returns once the server or this engine ends. Raises OSError where none listens."""
+    pid = _connect(path)
+    try:
+        process = os.pidfd_open(pid)
+    except OSError:
+        return  # it is another container's, or gone already: the next look says which
+    try:
+        poll = select.poll()
+        poll.register(process, select.POLLIN)
+        while not ended.is_set() and not poll.poll(LOOK_EVERY_S * 1000):
+            pass
+    finally:
+        os.close(process)

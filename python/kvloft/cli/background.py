@@ -1,0 +1,56 @@
+"""`kvloft serve --background`: the command ends once its work has begun, which goes on in a process of its own session."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from kvloft.errors import ConfigError
+
+MAX_LOG_BYTES: Final = 1 << 20
+"""A log that is longer is begun anew."""
+
+
+def in_background(work: Callable[[Callable[[], None]], int], log: Path) -> int:
+    """Do ``work`` in a process of its own, with ``log`` as its output from the moment it calls what it is given.
+
+    Returns twice: here 0 after that call, or the exit status of work that ended without it; there, work's own. Must be called
+    before any thread is started. Raises ConfigError where ``log`` cannot be this user's own file.
+    """
+    to = _open(log)
+    ready, told = os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(to)
+        os.close(told)
+        with os.fdopen(ready, "rb") as pipe:
+            if pipe.read(1):
+                return 0
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(ready)
+    os.setsid()
+    os.chdir("/")
+
+    def begun() -> None:
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        for own, standard in ((nothing, 0), (to, 1), (to, 2)):
+            os.dup2(own, standard)
+        os.write(told, b"1")
+        for own in (nothing, to, told):
+            os.close(own)
+
+    return work(begun)
+
+
+def _open(log: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+    try:
+        to = os.open(log, flags, 0o600)
+        found = os.fstat(to)
+        if found.st_uid != os.geteuid():
+            raise ConfigError(f"{log} is another user's file; name another for --background.")
+        if found.st_size > MAX_LOG_BYTES:
+            os.truncate(to, 0)
+    except OSError as e:
+        raise ConfigError(f"{log} cannot be written ({e.strerror}); name another file for --background.") from e
+    return to

@@ -1,0 +1,34 @@
+"""What engines asked a server for and got, for `kvloft status` and `kvloft top`: of each engine and of all that ever were."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Column, Table
+
+Counts = Mapping[str, Any]
+"""Numbers of one engine, or of a namespace, by the server's names."""
+
+
+def hit_rate(counts: Counts, before: Counts | None = None) -> float | None:
+    """Chunks found by chunks asked for in lookups, since ``before``; None where none were asked for."""
+    asked, found = ((counts.get(name, 0) - (before or {}).get(name, 0)) for name in ("lookup_chunks", "lookup_chunks_found"))
+    return found / asked if asked > 0 and found >= 0 else None
+
+
+def hit_table(space: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Table:
+    """A row for each engine of a namespace and one for all, with the rate since the look ``before`` if there is one."""
+    names = ["lookups", "chunks asked for", "found", "hit rate", *(["now"] if before is not None else []), "loaded", "saved"]
+    table = Table("engine", *(Column(name, justify="right", no_wrap=True) for name in names))
+    old = {engine["pid"]: engine for engine in before["engines"] if engine["pid"]} if before is not None else {}
+    for engine in space["engines"]:
+        now = [hit_rate(engine, old.get(engine["pid"]))] if before is not None else []
+        table.add_row(f"process {engine['pid']}", *_cells(engine, now))
+    now = [hit_rate(space["stats"], before["stats"])] if before is not None else []
+    table.add_row("all so far", *_cells(space["stats"], now))
+    return table
+
+
+def _cells(counts: Counts, now: list[float | None]) -> list[str]:
+    rates = ["" if rate is None else f"{rate:.1%}" for rate in [hit_rate(counts), *now]]
+    asked = [f"{counts[name]:,}" for name in ("lookups", "lookup_chunks", "lookup_chunks_found")]
+    return [*asked, *rates, f"{counts['load_chunks']:,}", f"{counts['save_chunks']:,}"]

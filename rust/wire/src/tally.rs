@@ -1,0 +1,61 @@
+//! What engines asked for and got, counted where the answer is given: of each engine, and of all that ever were.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use kvloft_core::store::Lookup;
+
+/// Names of [`Counts`], in order.
+const NAMES: [&str; 5] = ["lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks"];
+
+/// Counters since an engine said hello: lookups, the chunks asked for in them, those found in any tier, the chunks whose frames
+/// were asked for to be loaded, and those that became visible.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Counts(pub [u64; 5]);
+
+impl Counts {
+    /// Each with its name.
+    pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> {
+        NAMES.into_iter().zip(self.0)
+    }
+}
+
+/// [`Counts`] that grow.
+#[derive(Debug, Default)]
+pub(crate) struct Tally([AtomicU64; 5]);
+
+/// What one answer adds.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Answered {
+    /// Chunks asked for, and found.
+    Lookup(u64, u64),
+    Loaded(u64),
+    Saved(u64),
+}
+
+impl Answered {
+    /// What was found of prefixes of so many blocks, in chunks that are begun.
+    pub(crate) fn lookup(asked: impl Iterator<Item = u32>, found: &[Lookup], per_chunk: u32) -> Self {
+        let chunks = |blocks: u32| u64::from(blocks.div_ceil(per_chunk));
+        Self::Lookup(asked.map(chunks).sum(), found.iter().map(|found| chunks(found.stored_blocks)).sum())
+    }
+}
+
+impl Tally {
+    pub(crate) fn add(&self, answered: Answered) {
+        let [lookups, asked, found, loaded, saved] = &self.0;
+        let add = |to: &AtomicU64, number| _ = to.fetch_add(number, Ordering::Relaxed);
+        match answered {
+            Answered::Lookup(num_asked, num_found) => {
+                add(lookups, 1);
+                add(asked, num_asked);
+                add(found, num_found);
+            }
+            Answered::Loaded(num) => add(loaded, num),
+            Answered::Saved(num) => add(saved, num),
+        }
+    }
+
+    pub(crate) fn counts(&self) -> Counts {
+        Counts(self.0.each_ref().map(|number| number.load(Ordering::Relaxed)))
+    }
+}

@@ -1,0 +1,171 @@
+//! Long prefixes: few of their keys cross, and what is found is what is there.
+
+mod common;
+
+use std::time::Duration;
+
+use common::{FRAME, LONG, chain, connect, found, remote_config, save, server_config, stat, until, with_disk};
+use kvloft_core::KeyChain;
+use kvloft_core::session::Session;
+use kvloft_core::store::{Lookup, Prefix, Progress, SaveRange};
+use kvloft_wire::{Counts, Remote, RemoteConfig, Server, ServerConfig};
+use proptest::prelude::*;
+
+const NUM_BLOCKS: u32 = 900;
+
+fn serve(dir: &std::path::Path, num_frames: u64) -> Server {
+    Server::open(ServerConfig { host_bytes: num_frames * FRAME, ..server_config(dir) }).expect("a server")
+}
+
+fn lookup(session: &dyn Session, chain: &KeyChain) -> u32 {
+    let Lookup { host_blocks, stored_blocks } = session.lookup(Prefix::from(chain));
+    assert_eq!(host_blocks, stored_blocks);
+    host_blocks
+}
+
+/// The keys of a lease on all that is found.
+fn leased(session: &dyn Session, chain: &KeyChain) -> Vec<kvloft_core::ChunkKey> {
+    let lease = session.acquire(Prefix::from(chain));
+    let frames = session.frames(lease);
+    assert_eq!(session.poll(lease).ready_blocks as usize, frames.len());
+    session.release(lease);
+    frames.iter().map(|frame| frame.key).collect()
+}
+
+/// As many blocks of one, then another's.
+fn branch(seed: u32, num_same: u32, num_blocks: u32) -> KeyChain {
+    let num_same = num_same.min(num_blocks);
+    let mut tokens: Vec<_> = (0..num_same).map(|at| at * 1000).collect();
+    tokens.extend((num_same..num_blocks).map(|at| at * 1000 + seed));
+    let mut chain = KeyChain::new(chain(0, 0).root(), 1).expect("a chain");
+    chain.append_tokens(&tokens).expect("tokens");
+    chain
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn long_prefixes_that_part_anywhere_are_found_as_far_as_they_are_stored(
+        asked in prop::collection::vec((0..NUM_BLOCKS, 0..=NUM_BLOCKS, any::<bool>()), 1..20),
+        num_stored in 0..=NUM_BLOCKS,
+    ) {
+        let dir = tempfile::tempdir().expect("a directory");
+        let _server = serve(dir.path(), u64::from(NUM_BLOCKS));
+        let engine = connect(dir.path());
+        let stored = branch(0, 0, num_stored);
+        prop_assert_eq!(save(&engine, &stored), num_stored);
+        for (num_same, num_blocks, is_leased) in asked {
+            let prompt = branch(7, num_same, num_blocks);
+            let expected = num_same.min(num_blocks).min(num_stored);
+            if is_leased {
+                prop_assert_eq!(leased(&engine, &prompt), &stored.keys()[..expected as usize]);
+            } else {
+                prop_assert_eq!(lookup(&engine, &prompt), expected);
+            }
+        }
+    }
+
+    #[test]
+    fn chunks_of_several_blocks_and_their_tails_are_found_behind_an_anchor(
+        per_chunk in 2..200_u32, num_stored in 1..=NUM_BLOCKS, num_blocks in 129..=NUM_BLOCKS,
+    ) {
+        let dir = tempfile::tempdir().expect("a directory");
+        let _server = serve(dir.path(), u64::from(NUM_BLOCKS));
+        let config = RemoteConfig { blocks_per_chunk: per_chunk, ..remote_config(dir.path()) };
+        let engine = Remote::open(config).expect("a client");
+        let stored = chain(1, num_stored);
+        let (stop, tail_blocks) = (num_stored / per_chunk, num_stored % per_chunk);
+        let range = SaveRange { start: 0, stop, tail_blocks };
+        let (rows, _) = engine.reserve(Prefix::from(&stored), range).expect("in range");
+        engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
+        let full = stop.min(num_blocks / per_chunk) * per_chunk;
+        let expected = if num_blocks >= num_stored { num_stored } else { full };
+        prop_assert_eq!(lookup(&engine, &chain(1, num_blocks)), expected);
+    }
+}
+
+/// Whole keys are compared: one that only begins like a stored one is another.
+#[test]
+fn keys_that_differ_in_their_last_byte_only_are_not_found() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = serve(dir.path(), 400);
+    let engine = connect(dir.path());
+    let stored = chain(1, 400);
+    save(&engine, &stored);
+    for num_same in [0, 1, 63, 64, 65, 128, 399, 400] {
+        let mut keys = stored.keys().to_vec();
+        keys[num_same..].iter_mut().for_each(|key| key.0[31] ^= 1);
+        let forged = Prefix::new(stored.root(), &keys);
+        assert_eq!(engine.lookup(forged).host_blocks as usize, num_same);
+        let lease = engine.acquire(forged);
+        let frames = engine.frames(lease);
+        assert!(frames.iter().map(|frame| frame.key).eq(stored.keys()[..num_same].iter().copied()), "{num_same}");
+        engine.release(lease);
+    }
+}
+
+#[test]
+fn a_prefix_whose_anchor_is_evicted_is_found_as_far_as_it_is_left() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = serve(dir.path(), 400);
+    let (engine, other) = (connect(dir.path()), connect(dir.path()));
+    let long = chain(1, 400);
+    save(&engine, &long);
+    assert_eq!(lookup(&engine, &long), 400);
+    save(&other, &chain(2, 100)); // takes frames from the end of the long one
+    assert_eq!(lookup(&engine, &long), 300, "not known to the server any more, so asked about again");
+    assert_eq!(leased(&engine, &long), &long.keys()[..300]);
+    other.clear();
+    assert_eq!(lookup(&engine, &long), 0);
+    assert_eq!(save(&engine, &long), 400);
+    assert_eq!(lookup(&engine, &long), 400);
+}
+
+#[test]
+fn a_restarted_server_finds_a_long_prefix_on_its_disk() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let config = ServerConfig { host_bytes: 300 * FRAME, ..with_disk(dir.path()) };
+    let disk = config.disk.clone().map(|disk| kvloft_core::store::DiskSettings { cap_bytes: 4 << 20, ..disk });
+    let config = ServerConfig { disk, ..config };
+    let server = Server::open(config.clone()).expect("a server");
+    let engine = connect(dir.path());
+    let long = chain(1, 300);
+    assert_eq!(save(&engine, &long), 300);
+    assert!(engine.flush(LONG));
+    engine.close(Duration::ZERO);
+    server.close(LONG);
+    drop(server);
+    let _server = Server::open(config).expect("a server");
+    let engine = connect(dir.path());
+    until("it is found", || found(&engine, &long) == 300);
+    let lease = engine.acquire(Prefix::from(&long));
+    until("it is read", || engine.poll(lease) == Progress { ready_blocks: 300, pending_blocks: 0 });
+    assert_eq!(engine.frames(lease).iter().map(|frame| frame.key).collect::<Vec<_>>(), long.keys());
+    assert_eq!(found(&connect(dir.path()), &long), 300, "and now it is known");
+}
+
+#[test]
+fn what_was_asked_for_and_found_is_counted_for_each_engine_and_in_all() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path(), 400);
+    let (one, other) = (connect(dir.path()), connect(dir.path()));
+    save(&one, &chain(1, 300));
+    assert_eq!(lookup(&other, &chain(1, 400)), 300, "of 400, although fewer keys cross");
+    assert_eq!(lookup(&other, &chain(2, 50)), 0);
+    assert_eq!(leased(&other, &chain(1, 200)).len(), 200);
+    assert_eq!(lookup(&other, &chain(1, 100)), 100, "a lease's anchors are not the next question's");
+    let named = |counts: Counts| counts.named().map(|(_, value)| value).collect::<Vec<_>>();
+    let status = server.status();
+    let engines: Vec<_> = status.engines().collect();
+    let [first, second] = &engines[..] else { panic!("two engines") };
+    assert_eq!(named(first.counts), [0, 0, 0, 0, 300]);
+    assert_eq!(named(second.counts), [3, 550, 400, 200, 0]);
+    other.close(Duration::ZERO);
+    until("it is gone", || server.status().engines().count() == 1);
+    let status = server.status();
+    let totals = &status.namespaces[0].stats;
+    let asked = ["lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks"];
+    assert_eq!(asked.map(|name| stat(totals, name)), [3, 550, 400, 200, 300], "of engines that are gone, too");
+    assert_eq!(stat(&status.stats, "server_host_bytes"), 400 * FRAME);
+}

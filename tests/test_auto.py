@@ -1,0 +1,247 @@
+"""`server: auto` with processes as engines are: who starts the server, what it inherits, what ends it and what does not."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvloft import _core, auto
+from kvloft.config import Config, load_config
+from kvloft.errors import ConfigError
+
+ENGINE = """
+import logging, os, sys, time
+from kvloft import _core
+from kvloft.auto import look_after
+from kvloft.config import load_config
+
+logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
+for name in sys.argv[2:]:
+    os.set_inheritable(os.open(name, os.O_RDWR), True)
+extra = eval(sys.argv[1])
+config = load_config({"server": "auto", "server_linger": "1s", **extra})
+leave = look_after(config, logging.getLogger())
+store = _core.Session.connect(config.socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+print("ready", flush=True)
+while True:
+    time.sleep(0.05)
+    store.renew()
+"""
+
+
+def until(is_so: Callable[[], Any], otherwise: str) -> Any:
+    deadline = time.monotonic() + 120
+    while not (found := is_so()):
+        assert time.monotonic() < deadline, otherwise
+        time.sleep(0.05)
+    return found
+
+
+class Host:
+    """A user's directory for sockets, and the engines and servers that have to do with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.socket = folder / "kvloft" / "auto.sock"
+        self.log = self.socket.with_suffix(".log")
+        self._engines: list[subprocess.Popen[str]] = []
+
+    def start(self, *names: Path, **extra: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-c", ENGINE, repr({"host_size": "1MiB"} | extra), *map(str, names)]
+        env = {**os.environ, "XDG_RUNTIME_DIR": str(self.folder), "KVLOFT_DISK_THREADS": "3"}
+        engine = subprocess.Popen(
+            argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, start_new_session=True, close_fds=False
+        )
+        self._engines.append(engine)
+        return engine
+
+    def servers(self) -> list[int]:
+        """Processes that serve here."""
+        processes = [process for process in Path("/proc").iterdir() if process.name.isdecimal()]
+        return [int(process.name) for process in processes if self._serves(process)]
+
+    def _serves(self, process: Path) -> bool:
+        try:
+            argv = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            return False
+        return b"serve" in argv and f"--socket={self.socket}".encode() in argv
+
+    def num_engines(self) -> int:
+        try:
+            return sum(len(space["engines"]) for space in _core.server_status(str(self.socket))["namespaces"])
+        except _core.StoreError:
+            return 0
+
+    def end(self) -> None:
+        for engine in self._engines:
+            engine.kill()
+            engine.communicate()
+        for pid in self.servers():
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def host() -> Iterator[Host]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+        host = Host(Path(folder))
+        yield host
+        host.end()
+
+
+def lines_until_ready(engine: subprocess.Popen[str]) -> list[str]:
+    assert engine.stdout is not None
+    lines: list[str] = []
+    for line in engine.stdout:
+        if line == "ready\n":
+            return lines
+        lines.append(line.strip())
+    raise AssertionError("\n".join(lines))
+
+
+@pytest.mark.short
+def test_engines_that_start_at_once_share_one_server_that_ends_after_them(host: Host) -> None:
+    engines = [host.start() for _ in range(3)]
+    said = [lines_until_ready(engine) for engine in engines]
+    started = [line for lines in said for line in lines if "started a server at" in line]
+    assert len(started) == 1
+    assert str(host.log) in started[0]
+    until(lambda: host.num_engines() == 3, "not all are connected")
+    (server,) = host.servers()
+    assert os.getsid(server) == server, "signals to an engine's session are not its"
+    assert Path(f"/proc/{server}/stat").read_text().rpartition(") ")[2].split()[1] not in {str(e.pid) for e in engines}
+    for engine in engines[:2]:
+        engine.kill()
+        engine.wait()
+    until(lambda: host.num_engines() == 1, "they are not seen to be gone")
+    time.sleep(2)  # longer than it lingers
+    assert host.servers() == [server], "one engine is left"
+    os.killpg(engines[2].pid, signal.SIGINT)
+    engines[2].wait()
+    until(lambda: not host.servers(), "it does not end")
+    assert "no engine was connected for 1 s" in host.log.read_text()
+    assert host.log.read_text().splitlines()[-1].endswith("ended")
+    assert host.log.stat().st_mode & 0o077 == 0
+    assert not host.socket.exists()
+
+
+@pytest.mark.short
+def test_a_server_inherits_neither_descriptors_nor_settings_nor_the_engines_end(host: Host) -> None:
+    marker = host.folder / "as a GPU"
+    marker.touch()
+    engine = host.start(marker)
+    lines_until_ready(engine)
+    (server,) = host.servers()
+    descriptors = Path(f"/proc/{server}/fd")
+    targets = {os.readlink(each) for each in descriptors.iterdir()}
+    assert str(marker) not in targets
+    assert not any(target.startswith("pipe:") for target in targets)
+    assert {os.readlink(descriptors / number) for number in "12"} == {str(host.log)}
+    assert os.readlink(f"/proc/{server}/cwd") == "/"
+    environ = Path(f"/proc/{server}/environ").read_bytes()
+    assert b"KVLOFT_" not in environ
+    assert b"--disk-threads=3" in Path(f"/proc/{server}/cmdline").read_bytes()
+    os.killpg(engine.pid, signal.SIGKILL)
+    engine.wait()
+    assert host.servers() == [server]
+
+
+@pytest.mark.short
+def test_a_running_engine_replaces_a_server_that_is_killed(host: Host) -> None:
+    engines = [host.start(), host.start()]
+    for engine in engines:
+        lines_until_ready(engine)
+    (server,) = host.servers()
+    os.kill(server, signal.SIGKILL)
+    until(lambda: host.servers() not in ([], [server]) and host.num_engines() == 2, "no other takes its place")
+    until(lambda: len(host.servers()) == 1, "the one that came second goes on")
+    for engine in engines:
+        children = Path(f"/proc/{engine.pid}/task/{engine.pid}/children").read_text().split()
+        states = [Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2][0] for child in children]
+        assert "Z" not in states
+
+
+def test_an_engine_is_told_that_the_running_servers_sizes_count(host: Host) -> None:
+    lines_until_ready(host.start())
+    said = lines_until_ready(host.start(host_size="2MiB", disk_path=str(host.folder / "disk"), disk_size="8MiB"))
+    assert [line for line in said if "is not used" in line] == [
+        f"kvloft: host_size = 2MiB is not used: the server at unix:{host.socket} was started with 1MiB",
+        f"kvloft: disk_size = 8MiB is not used: the server at unix:{host.socket} was started with 0",
+    ]
+    assert lines_until_ready(host.start()) == [], "the same sizes are no news"
+
+
+def of_others(folder: Path) -> None:
+    folder.mkdir()
+    folder.chmod(0o777)
+
+
+def link(folder: Path) -> None:
+    folder.symlink_to("/tmp")
+
+
+def not_ours(folder: Path) -> None:
+    folder.mkdir()
+    if os.geteuid() != 0:
+        pytest.skip("only root may give a directory away")
+    os.chown(folder, 12345, 12345)
+
+
+@pytest.mark.parametrize("make", [of_others, link, not_ours, Path.touch])
+def test_a_directory_that_is_not_private_is_refused(
+    make: Callable[[Path], None], host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
+    make(host.folder / "kvloft")
+    with pytest.raises(ConfigError, match=r"is not this user's own directory, or others may write to it.*set server to a path"):
+        auto.look_after(Config(server="auto"), logging.getLogger())
+    assert host.servers() == []
+
+
+def test_a_wrong_setting_ends_the_start_as_without_a_server(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
+    (host.folder / "file").touch()
+    config = load_config({"server": "auto", "disk_path": str(host.folder / "file" / "disk")})
+    with pytest.raises(ConfigError, match=r"disk_path = .* cannot be a directory"):
+        auto.look_after(config, logging.getLogger())
+
+
+def test_an_engine_whose_server_cannot_be_started_computes_and_tries_again(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
+    config = load_config({"server": "auto", "host_size": "1MiB", "server_linger": "1s"})
+    for name, value in {"START_TIMEOUT_S": 30.0, "LOOK_EVERY_S": 0.1, "START_EVERY_S": 0.1}.items():
+        monkeypatch.setattr(auto, name, value)
+    python = sys.executable
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(auto, "_comes", lambda _: False)
+    caplog.set_level(logging.INFO)
+    leave = auto.look_after(config, logging.getLogger())
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said == (
+        "kvloft: no server could be started for server = auto, so requests are computed until one answers; start one with "
+        f"`kvloft serve --socket {host.socket}`, or mend this: [Errno 2] No such file or directory: '/nowhere/python'"
+    )
+    monkeypatch.setattr(sys, "executable", python)
+    until(host.servers, "it is not tried again")
+    leave()
+
+
+def test_where_the_socket_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert Config(server="auto").socket == f"{tmp_path}/kvloft/auto.sock"
+    assert Config(server="/a.sock").socket == "/a.sock"
+    assert Config().socket is None
+    own = f"/tmp/kvloft-{os.geteuid()}/auto.sock"
+    for elsewhere in ("", "not/absolute", str(tmp_path / "none"), str(tmp_path / ("x" * 90))):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", elsewhere)
+        assert Config(server="auto").socket == own
