@@ -1,5 +1,6 @@
 """`server: auto` with processes as engines are: who starts the server, what it inherits, what ends it and what does not."""
 
+import errno
 import logging
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 
 from kvloft import _core, auto
+from kvloft.cli import background
 from kvloft.config import Config, load_config
 from kvloft.errors import ConfigError
 
@@ -234,6 +236,25 @@ def test_an_engine_whose_server_cannot_be_started_computes_and_tries_again(
     monkeypatch.setattr(sys, "executable", python)
     until(host.servers, "it is not tried again")
     leave()
+
+
+def test_a_full_disk_ends_no_engines_start(
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "open", refuse)
+        with pytest.raises(SystemExit, match=r"^1$"):
+            background.in_background(lambda _: 0, host.log)
+    assert "No space left on device" in capsys.readouterr().err
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    leave = auto.look_after(Config(server="auto"), logging.getLogger())
+    leave()
+    (said,) = [record.getMessage() for record in caplog.records]
+    assert said.endswith("cannot be made (No space left on device), so requests are computed until a server answers")
 
 
 def test_where_the_socket_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

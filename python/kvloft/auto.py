@@ -5,6 +5,7 @@ them. Of engines that start at once one wins the socket; the others use it. It m
 """
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -30,6 +31,8 @@ START_EVERY_S: Final = 10.0
 """Least time between two servers that one engine starts."""
 WRONG_SETTING: Final = 2
 """Exit status of `kvloft serve`."""
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+"""What may pass, so it must not end an engine's start."""
 _PEER: Final = struct.Struct("3i")
 """Process, user and group at the other end of a socket."""
 
@@ -140,12 +143,14 @@ def _path(config: Config) -> str:
 
 
 def _make_private(folder: Path) -> None:
-    """Raises ConfigError for a directory that another user owns or may write to, or for a link to one."""
+    """Raises ConfigError for a directory that another user owns or may write to, or for a link to one; _StartError for now."""
     try:
         with contextlib.suppress(FileExistsError):
             folder.mkdir(mode=0o700)
         found = folder.lstat()
     except OSError as e:
+        if e.errno in _NO_ROOM:
+            raise _StartError(f"{folder} cannot be made ({e.strerror}), so requests are computed until a server answers") from e
         raise ConfigError(f"{folder} cannot be made for server = auto ({e.strerror}); set server to a path.") from e
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
         raise ConfigError(

@@ -6,12 +6,14 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvloft import _core
+from kvloft.cli import serve
 from kvloft.cli.__main__ import main
 
 
@@ -117,3 +119,18 @@ def test_a_place_that_will_not_do_is_one_sentence(more: list[str], wanted: str, 
     assert done.returncode == 2, done.stderr
     assert re.fullmatch(rf"kvloft: [^\n]*{wanted}[^\n]*\n", done.stderr), done.stderr
     assert "serves at" not in done.stdout
+
+
+def test_no_linger_at_all_ends_with_the_last_engine_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = [{"namespaces": [{"engines": engines}]} for engines in ([1], [1], [])]
+
+    class Watched:
+        def take_events(self) -> list[str]:
+            return []
+
+        def status(self) -> dict[str, object]:
+            return looks.pop(0)
+
+    monkeypatch.setattr(serve, "LOOK_EVERY_S", 0.001)
+    serve._wait(threading.Event(), Watched(), 0.0)
+    assert looks == []

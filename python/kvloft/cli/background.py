@@ -1,6 +1,8 @@
 """`kvloft serve --background`: the command ends once its work has begun, which goes on in a process of its own session."""
 
+import errno
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -9,13 +11,16 @@ from kvloft.errors import ConfigError
 
 MAX_LOG_BYTES: Final = 1 << 20
 """A log that is longer is begun anew."""
+MAY_PASS: Final = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EMFILE", "ENFILE", "ENOMEM")}
+"""What is wrong with the machine, and not with the name of the log."""
 
 
 def in_background(work: Callable[[Callable[[], None]], int], log: Path) -> int:
     """Do ``work`` in a process of its own, with ``log`` as its output from the moment it calls what it is given.
 
     Returns twice: here 0 after that call, or the exit status of work that ended without it; there, work's own. Must be called
-    before any thread is started. Raises ConfigError where ``log`` cannot be this user's own file.
+    before any thread is started. Raises ConfigError where ``log`` cannot be this user's own file, and exits with 1 where the
+    machine refuses it for now.
     """
     to = _open(log)
     ready, told = os.pipe()
@@ -52,5 +57,9 @@ def _open(log: Path) -> int:
         if found.st_size > MAX_LOG_BYTES:
             os.truncate(to, 0)
     except OSError as e:
-        raise ConfigError(f"{log} cannot be written ({e.strerror}); name another file for --background.") from e
+        message = f"{log} cannot be written ({e.strerror}); name another file for --background."
+        if e.errno not in MAY_PASS:
+            raise ConfigError(message) from e
+        print(f"kvloft: {message}", file=sys.stderr)
+        raise SystemExit(1) from e
     return to

@@ -194,9 +194,11 @@ def _wait(is_over: threading.Event, server: Any, linger_s: float | None) -> None
     needed = time.monotonic() + FIRST_ENGINE_S
     while not is_over.wait(LOOK_EVERY_S):
         _tell(*server.take_events())
-        if linger_s is not None and _has_engines(server.status()):
+        if linger_s is None:
+            continue
+        if _has_engines(server.status()):
             needed = time.monotonic()
-        if linger_s is not None and time.monotonic() - needed >= linger_s:
+        elif time.monotonic() - needed >= linger_s:
             _tell(f"no engine was connected for {linger_s:g} s")
             return
 

@@ -158,11 +158,12 @@ impl Books {
     /// Shares follow from who is active.
     fn share_out(&mut self) {
         let num_slabs = self.slabs.len() as u64;
-        let of = |percent: u32| num_slabs * u64::from(percent) / 100;
+        let of = |percent: u32| (num_slabs * u64::from(percent) / 100).max(1);
         let active = || self.owners.values().filter(|owner| owner.is_active);
         let fixed: u64 = active().filter_map(|owner| owner.percent).map(of).sum();
         let num_equal = active().filter(|owner| owner.percent.is_none()).count().max(1) as u64;
-        let equal = num_slabs.saturating_sub(fixed) / num_equal;
+        let left = num_slabs.saturating_sub(fixed);
+        let equal = (left / num_equal).max(left.min(1)); // without any it would never save
         for owner in self.owners.values_mut() {
             let share = if owner.is_active { owner.percent.map_or(equal, of) } else { 0 };
             owner.share = u32::try_from(share).unwrap_or(u32::MAX);

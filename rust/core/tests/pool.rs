@@ -340,3 +340,44 @@ fn frames_larger_than_a_slab_can_hold_are_not_taken_in() {
     let error = Store::open_in(&StoreConfig { frame_bytes: 64 * PAGE, ..config(0, None) }, &pool, None).unwrap_err();
     assert!(error.to_string().contains("too large for this server's slabs"), "{error}");
 }
+
+#[test]
+fn a_store_with_an_equal_share_of_what_is_left_has_a_slab_at_least() {
+    let pool = Pool::create(8 * 4 * FRAMES[0], FRAMES[0], || {}).unwrap();
+    assert_eq!(pool.num_slabs(), 8);
+    let stores: Vec<_> = (0..9_u8)
+        .map(|nth| Store::open_in(&StoreConfig { namespace: [nth; 32], ..config(0, None) }, &pool, None).unwrap())
+        .collect();
+    let all = SaveRange { start: 0, stop: 60, tail_blocks: 0 };
+    let got = stores[0].reserve(&chain(0, 0, 60), all).unwrap();
+    stores[0].commit(got.leases);
+    let one = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
+    for _ in 0..100 {
+        let got = stores[1].reserve(&chain(0, 1, 1), one).unwrap();
+        if got.num_dropped == 0 {
+            return;
+        }
+        stores[0].give_way();
+    }
+    panic!("{:?} {:?}", stores[0].num_slabs(), stores[1].num_slabs());
+}
+
+#[test]
+fn a_long_chain_that_is_pinned_is_looked_at_once_in_a_round() {
+    let pool = Pool::create(16 << 20, PAGE, || {}).unwrap();
+    let of = |nth: u8| StoreConfig { frame_bytes: PAGE, namespace: [nth; 32], ..config(0, None) };
+    let stores = [0, 1].map(|nth| Store::open_in(&of(nth), &pool, None).unwrap());
+    let (long, all) = (chain(0, 0, 4096), SaveRange { start: 0, stop: 4096, tail_blocks: 0 });
+    let got = stores[0].reserve(&long, all).unwrap();
+    assert_eq!(stores[0].commit(got.leases), 4096);
+    let lease = stores[0].acquire(&long);
+    let one = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
+    assert_eq!(stores[1].reserve(&chain(1, 0, 1), one).unwrap().num_dropped, 1);
+    for _ in 0..3 {
+        let num_calls = (0..1000).take_while(|_| stores[0].give_way() == Way::Working).count();
+        assert!((4..100).contains(&num_calls), "{num_calls} calls of 256 chunks each for 4096");
+    }
+    drop(lease);
+    (0..100).for_each(|_| _ = stores[0].give_way());
+    assert_eq!(stores[1].reserve(&chain(1, 0, 1), one).unwrap().num_dropped, 0);
+}

@@ -424,3 +424,36 @@ fn a_save_for_which_there_is_no_frame_at_all_evicts_nothing() {
     settled(&store.acquire(&cold[0]));
     assert_eq!(store.lookup(&cold[0]).host_blocks, 8);
 }
+
+/// The same behind an anchor: what is known before it is not looked at again while the lie is being forgotten.
+#[test]
+fn a_forged_record_behind_an_anchor_ends_the_prefix_there() {
+    let (wanted, other) = (chain(&[1, 2, 3, 4, 5, 6]), chain(&[7, 8, 9, 10]));
+    let keys = wanted.keys();
+    let entry = |slot: u32, key: ChunkKey, parent: ChunkKey, depth: u32| DiskEntry {
+        slot: SlotId(slot),
+        meta: DiskMeta { key, parent, num_blocks: 1, depth },
+        sequence: u64::from(slot),
+    };
+    let mut found: Vec<_> = (0..4_u32)
+        .map(|nth| {
+            let parent = nth.checked_sub(1).map_or(wanted.root(), |before| keys[before as usize]);
+            entry(nth, keys[nth as usize], parent, nth)
+        })
+        .collect();
+    let strange = other.keys();
+    found.extend((0..4_u32).map(|nth| {
+        let parent = nth.checked_sub(1).map_or(other.root(), |before| strange[before as usize]);
+        entry(4 + nth, strange[nth as usize], parent, nth)
+    }));
+    found.push(entry(8, keys[4], strange[3], 4));
+    let disk = MemoryDisk::new(16);
+    disk.put(&found, FRAME);
+    let store = disk.open(&settings(8, &disk), &found);
+    let whole = Prefix::from(&wanted);
+    assert_eq!(store.lookup(Prefix { keys: &keys[..4], ..whole }).stored_blocks, 4);
+    let begun = Prefix { first: 2, keys: &keys[2..], ..whole };
+    assert_eq!(store.lookup(begun).stored_blocks, 4);
+    assert_eq!(store.lookup(&wanted).stored_blocks, 4, "the store goes on");
+    store.check().unwrap();
+}

@@ -328,7 +328,9 @@ impl Session for Remote {
         let found = self.look_up(prefixes);
         let has_lost = |state: &mut State| {
             let (first, link) = (found.first()?.as_ref()?, state.link.as_mut()?);
-            Some(link.known.has_lost(first.stored_blocks))
+            // A single key is something attached, which has nothing to do with the prefix that is known.
+            let is_known = prefixes.first()?.keys.len() > 1;
+            Some(is_known && link.known.has_lost(first.stored_blocks))
         };
         let is_again = has_lost(&mut self.state()) == Some(true);
         let found = if is_again { self.look_up(prefixes) } else { found };

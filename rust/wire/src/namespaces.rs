@@ -264,7 +264,8 @@ impl Namespaces {
         let mut is_short = books.pool.as_ref().is_some_and(|pool| pool.take_short_of_disk());
         let mut may_go = |space: &Arc<Space>| {
             let Some(store) = space.store().filter(|_| !space.has_seats()) else { return false };
-            store.num_slabs().0 == 0 || std::mem::take(&mut is_short)
+            // A clear has to reach the disk first, or what it forgot is found again.
+            !store.is_clearing() && (store.num_slabs().0 == 0 || std::mem::take(&mut is_short))
         };
         let idle: Vec<_> = books.spaces.values().filter(|space| may_go(space)).cloned().collect();
         for space in &idle {

@@ -169,3 +169,22 @@ fn what_was_asked_for_and_found_is_counted_for_each_engine_and_in_all() {
     assert_eq!(asked.map(|name| stat(totals, name)), [3, 550, 400, 200, 300], "of engines that are gone, too");
     assert_eq!(stat(&status.stats, "server_host_bytes"), 400 * FRAME);
 }
+
+/// A single key is something attached, of which neither end takes note.
+#[test]
+fn a_question_about_something_attached_is_asked_once_and_leaves_the_long_prefix_known() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path(), 500);
+    let engine = connect(dir.path());
+    let long = chain(1, 400);
+    save(&engine, &long);
+    assert_eq!(lookup(&engine, &long), 400);
+    let lookups = || server.status().engines().map(|engine| engine.counts.0[0]).sum::<u64>();
+    assert_eq!(lookups(), 1);
+    for root in [chain(2, 1), chain(3, 1)] {
+        assert_eq!(lookup(&engine, &root), 0);
+    }
+    assert_eq!(lookups(), 3, "each once");
+    assert_eq!(engine.lookup_many(&[]), []);
+    assert_eq!(lookup(&engine, &long), 400);
+}

@@ -156,11 +156,12 @@ impl State {
     /// elsewhere than its key does. What was compared once need not be again.
     fn first_unsound(&mut self, prefix: &Prefix<'_>, blocks: u32) -> Option<u32> {
         let end = self.index.get(&prefix.key_of(blocks))?;
-        let is_forgetting = self.is_forgetting();
+        let (is_forgetting, base) = (self.is_forgetting(), prefix.base());
         let (mut unsound, mut unproven, mut behind) = (None, Vec::new(), blocks);
         for id in self.index.ancestry(end) {
             let entry = &self.index[id];
-            if entry.proven && !is_forgetting {
+            // The base was looked at before anything was doomed, and before it there are no keys to compare.
+            if entry.proven && (!is_forgetting || base == Some((behind, entry.key))) {
                 break;
             }
             let fits = entry.end_block() == behind && entry.parent.is_none() == (entry.first_block == 0);

@@ -262,6 +262,11 @@ impl Store {
         }
     }
 
+    /// Whether a clear has not reached the disk yet.
+    pub fn is_clearing(&self) -> bool {
+        self.inner.with_books(|state| state.disk.clearing != Clearing::No).unwrap_or(false)
+    }
+
     /// Saves take frames below `num_frames` only from now on: workers cannot copy to the others yet. Reads from disk take any.
     pub fn limit_frames(&self, num_frames: u32) {
         self.inner.with_books(|state| state.host.limit(num_frames));

@@ -5,6 +5,8 @@
 
 use std::sync::Arc;
 
+use rustc_hash::FxHashSet;
+
 use super::config::StoreConfig;
 use super::state::State;
 use super::{Opener, Store};
@@ -17,14 +19,24 @@ const SLICE: usize = 256;
 /// Slabs that are emptied at once, where some of their frames must stay for now.
 const MAX_DRAINS: usize = 4;
 
+/// Slabs that are emptied. They are looked at in rounds, of many calls where they are large: whatever has to stay is found once.
+#[derive(Debug, Default)]
+pub(super) struct Drains {
+    all: Vec<Drain>,
+    /// Chunks that had to stay in this round, with something that hangs on them or by themselves.
+    stuck: FxHashSet<(ChunkId, u32)>,
+}
+
 /// A slab that is emptied.
 #[derive(Debug)]
-pub(super) struct Drain {
+struct Drain {
     slab: SlabId,
     /// Frames before it were looked at in this round.
     next: u32,
     /// A chunk of the slab, and the way down to what hangs on it.
     way: Vec<Step>,
+    /// Nothing more can go in this round.
+    is_done: bool,
 }
 
 /// A chunk, and the child that is looked at next.
@@ -91,33 +103,41 @@ impl State {
     pub(super) fn give_way(&mut self) -> Way {
         self.host.collect();
         if !self.host.grid().is_some_and(|grid| grid.member().is_asked()) {
-            for drain in std::mem::take(&mut self.drains) {
+            for drain in std::mem::take(&mut self.drains).all {
                 self.host.keep(drain.slab);
             }
             return Way::Unasked;
         }
         let mut drains = std::mem::take(&mut self.drains);
-        drains.retain(|drain| self.is_draining(drain.slab));
+        drains.all.retain(|drain| self.is_draining(drain.slab));
         let way = self.work_at(&mut drains);
+        if way == Way::Stuck {
+            drains.stuck.clear();
+            drains.all.iter_mut().for_each(|drain| drain.is_done = false);
+        }
         self.drains = drains;
         way
     }
 
-    fn work_at(&mut self, drains: &mut Vec<Drain>) -> Way {
+    fn work_at(&mut self, drains: &mut Drains) -> Way {
         let mut budget = SLICE;
         for nth in 0..MAX_DRAINS {
-            if nth == drains.len() {
+            if nth == drains.all.len() {
                 let coldest = self.host_policy.victim().and_then(|id| self.index[id].host.place());
                 let Some(slab) = self.host.drain(coldest) else { break };
-                drains.push(Drain { slab, next: 0, way: Vec::new() });
+                drains.all.push(Drain { slab, next: 0, way: Vec::new(), is_done: false });
             }
-            let way = self.empty(&mut drains[nth], &mut budget);
+            if drains.all[nth].is_done {
+                continue;
+            }
+            let way = self.empty(&mut drains.all[nth], &mut drains.stuck, &mut budget);
             if way == Way::Gave {
-                drains.swap_remove(nth);
+                drains.all.swap_remove(nth);
             }
             if way != Way::Stuck {
                 return way;
             }
+            drains.all[nth].is_done = true;
         }
         Way::Stuck
     }
@@ -127,18 +147,18 @@ impl State {
     }
 
     /// Evicts what is in a slab, and what hangs on that, as far as it may go now.
-    fn empty(&mut self, drain: &mut Drain, budget: &mut usize) -> Way {
+    fn empty(&mut self, drain: &mut Drain, stuck: &mut FxHashSet<(ChunkId, u32)>, budget: &mut usize) -> Way {
         while self.is_draining(drain.slab) {
             if *budget == 0 {
                 return Way::Working;
             }
             *budget -= 1;
             if !drain.way.is_empty() {
-                self.step(&mut drain.way);
+                self.step(&mut drain.way, stuck);
             } else if let Some((frame, id)) = self.host.grid().and_then(|grid| grid.next_holder(drain.slab, drain.next))
             {
                 drain.next = frame.0 + 1;
-                drain.way.push(self.step_at(id));
+                self.go_to(id, &mut drain.way, stuck);
             } else {
                 drain.next = 0;
                 return Way::Stuck;
@@ -147,12 +167,15 @@ impl State {
         Way::Gave
     }
 
-    fn step_at(&self, id: ChunkId) -> Step {
-        Step { id, generation: self.index[id].generation, next: Next::First }
+    fn go_to(&self, id: ChunkId, way: &mut Vec<Step>, stuck: &FxHashSet<(ChunkId, u32)>) {
+        let generation = self.index[id].generation;
+        if !stuck.contains(&(id, generation)) {
+            way.push(Step { id, generation, next: Next::First });
+        }
     }
 
     /// Evicts the last chunk of the way, goes on to its next child in host, or leaves it.
-    fn step(&mut self, way: &mut Vec<Step>) {
+    fn step(&mut self, way: &mut Vec<Step>, stuck: &mut FxHashSet<(ChunkId, u32)>) {
         let Some(Step { id, generation, next }) = way.last_mut() else { return };
         let (id, entry) = (*id, &self.index[*id]);
         let is_gone = !self.index.is_same(id, *generation) || entry.host.is_absent() || entry.detached;
@@ -170,13 +193,14 @@ impl State {
             Next::None => None,
         };
         let Some(child) = child.filter(|_| !is_gone && entry.host_children > 0) else {
+            stuck.insert((id, *generation));
             way.pop();
             return;
         };
         let behind = self.index[child].next_sibling;
         *next = behind.map_or(Next::None, |behind| Next::Child(behind, self.index[behind].generation));
         if !self.index[child].host.is_absent() {
-            way.push(self.step_at(child));
+            self.go_to(child, way, stuck);
         }
     }
 }

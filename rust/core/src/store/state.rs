@@ -12,7 +12,7 @@ use rustc_hash::FxHashMap;
 use super::books::DiskBooks;
 use super::changes::Watch;
 use super::forget::Doomed;
-use super::share::Drain;
+use super::share::Drains;
 use super::stats::Stats;
 use crate::evict::{ChunkId, Policy, Removal};
 use crate::index::{Filler, Index, Presence};
@@ -51,7 +51,7 @@ pub(crate) struct State {
     /// Chunks forgotten by one call.
     pub(super) slice: usize,
     /// Slabs that are emptied for other stores.
-    pub(super) drains: Vec<Drain>,
+    pub(super) drains: Drains,
     next_ticket: u64,
 }
 
@@ -78,7 +78,7 @@ impl State {
             waiters: FxHashMap::default(),
             doomed: Vec::new(),
             slice: SLICE,
-            drains: Vec::new(),
+            drains: Drains::default(),
             next_ticket: 1,
         }
     }

@@ -119,7 +119,7 @@ fn is_namespace_name(name: &str) -> bool {
 }
 
 /// What vanishes or cannot be looked at meanwhile counts nothing.
-fn measure(name: String, path: PathBuf) -> Found {
+pub(super) fn measure(name: String, path: PathBuf) -> Found {
     let mut found = Found { name, bytes: 0, path, last_used: (0, 0) };
     found.bytes = fs::symlink_metadata(&found.path).map_or(0, |meta| disk_bytes(&meta));
     for meta in fs::read_dir(&found.path).into_iter().flatten().flatten().filter_map(|entry| entry.metadata().ok()) {

@@ -86,6 +86,8 @@ impl DiskRoot {
             None => Arc::new(DirLock::acquire(&config.dir)?),
         };
         let name = namespaces::dir_name(&config.namespace);
+        // Until it claims what it keeps, others must not grow into what its files take.
+        let found = namespaces::measure(name.clone(), config.dir.join(&name));
         let mut books = self.books();
         if books.open.contains_key(&name) || books.leaving.contains(&name) {
             let message = format!(
@@ -95,7 +97,7 @@ impl DiskRoot {
             return Err(Error::new(ErrorKind::Busy, message));
         }
         books.lock = Arc::downgrade(&lock);
-        books.open.insert(name.clone(), 0);
+        books.open.insert(name.clone(), found.bytes);
         books.changes += 1;
         Ok(Arc::new(Owner { root: Arc::clone(self), name, _lock: lock }))
     }

@@ -4,10 +4,13 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::super::faults::{FaultFiles, du};
+use super::super::files::{OpenFiles, OsFiles};
 use super::super::{DiskRoot, ErrorKind, namespaces, paths};
 use super::*;
+use crate::io::direct::RawFile;
 
 fn namespace_dir(config: &DiskConfig) -> PathBuf {
     config.dir.join(namespaces::dir_name(&config.namespace))
@@ -324,4 +327,34 @@ fn test_a_namespace_that_was_opened_since_it_was_found_is_not_deleted() {
     assert!(owner.remove(&found).is_err() && found.path.exists());
     drop(tier);
     assert!(!entries.is_empty() && owner.remove(&found).is_ok() && !found.path.exists());
+}
+
+/// Has another namespace grow while files are opened.
+#[derive(Debug)]
+struct GrowMeanwhile<'a>(&'a DiskTier, &'a Path, AtomicU64);
+
+impl OpenFiles for GrowMeanwhile<'_> {
+    fn open(&self, path: &Path, direct: bool) -> std::io::Result<Box<dyn RawFile>> {
+        while self.0.reserve().is_some() {}
+        self.2.fetch_max(du(self.1), Ordering::SeqCst);
+        OsFiles.open(path, direct)
+    }
+}
+
+#[test]
+fn test_the_cap_holds_while_a_large_namespace_is_opened_beside_one_that_grows() {
+    let dir = tempfile::tempdir().unwrap();
+    let both = config(dir.path(), 40);
+    fill(&with_namespace(&both, 2));
+    let root = DiskRoot::shared();
+    let large = fs::metadata(dir.path().join(namespaces::dir_name(&[2; 32])).join("frames.dat")).unwrap().len();
+    assert!(large >= 39 * FRAME, "{large}");
+    let wide = DiskConfig { cap_bytes: budget::dir_bytes(50, FRAME, 0), ..both };
+    let (first, _) = DiskTier::open_beside(&with_namespace(&wide, 1), &root).unwrap();
+    assert!(first.reserve().is_some());
+    let opener = GrowMeanwhile(&first, dir.path(), AtomicU64::default());
+    let (second, _) = DiskTier::open_at(&with_namespace(&wide, 2), &root, &opener).unwrap();
+    let most = opener.2.into_inner();
+    assert!(most <= wide.cap_bytes, "{most} of {}", wide.cap_bytes);
+    drop(second);
 }
