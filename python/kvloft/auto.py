@@ -5,7 +5,6 @@ them. Of engines that start at once one wins the socket; the others use it. It m
 """
 
 import contextlib
-import errno
 import logging
 import os
 import select
@@ -22,7 +21,7 @@ from typing import Final
 
 from kvloft import _core
 from kvloft.config import Config, format_size, server_environment
-from kvloft.errors import ConfigError
+from kvloft.errors import MAY_PASS, ConfigError
 
 START_TIMEOUT_S: Final = 30.0
 """Longest wait for a server that starts."""
@@ -31,8 +30,6 @@ START_EVERY_S: Final = 10.0
 """Least time between two servers that one engine starts."""
 WRONG_SETTING: Final = 2
 """Exit status of `kvloft serve`."""
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-"""What may pass, so it must not end an engine's start."""
 _PEER: Final = struct.Struct("3i")
 """Process, user and group at the other end of a socket."""
 
@@ -149,7 +146,7 @@ def _make_private(folder: Path) -> None:
             folder.mkdir(mode=0o700)
         found = folder.lstat()
     except OSError as e:
-        if e.errno in _NO_ROOM:
+        if e.errno in MAY_PASS:
             raise _StartError(f"{folder} cannot be made ({e.strerror}), so requests are computed until a server answers") from e
         raise ConfigError(f"{folder} cannot be made for server = auto ({e.strerror}); set server to a path.") from e
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:

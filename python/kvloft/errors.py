@@ -4,6 +4,12 @@ Must know nothing else of kvloft, so that every module may import it. The errors
 `BusyError`) come from `kvloft._core`, which this file must not load.
 """
 
+import errno
+from typing import Final
+
+MAY_PASS: Final = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EMFILE", "ENFILE", "ENOMEM")}
+"""What is wrong with the machine for now, and with no setting: it must not end an engine's start."""
+
 
 class ConfigError(ValueError):
     """A setting is wrong; the message is one sentence naming the key, the value, its source and what is allowed."""

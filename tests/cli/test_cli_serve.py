@@ -47,6 +47,7 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
         assert "12 KiB" in out
         assert f"process {engine_pid()}" in out
         process.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGINT)  # as timeout(1) does: one to the process, one to its group
         rest, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         assert rest.splitlines()[-1].endswith("ended")
@@ -80,6 +81,7 @@ def test_a_second_server_on_a_socket_ends_with_a_sentence(folder: Path, capsys: 
         ([], "no socket is given"),
         (["--socket", "unix:" + "x" * 200], "server = "),
         (["--socket", ""], "server = "),
+        (["--socket", "auto"], "--socket auto is no path; for the socket of server = auto, set KVLOFT_SERVER=auto."),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_status_2(
@@ -108,6 +110,7 @@ def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[s
     [
         (["--socket", "/tmp/kv.sock"], "others may write to it; set socket"),
         (["--socket", "{folder}/run/kv.sock", "--share", "3f=60", "--share", "4=41%"], "100 together at most, not 101"),
+        (["--socket", "{folder}/run/kv.sock", "--share", "3fa=6", "--share", "4=4", "--share", "3f=4"], "3f covers 3fa"),
         (["--socket", "{folder}/file"], "is no socket; set socket to another path"),
         (["--socket", "{folder}/run/kv.sock", "--metrics", "nohost.invalid:9180"], "name another host or port"),
     ],

@@ -1,18 +1,15 @@
 """`kvloft serve --background`: the command ends once its work has begun, which goes on in a process of its own session."""
 
-import errno
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-from kvloft.errors import ConfigError
+from kvloft.errors import MAY_PASS, ConfigError
 
 MAX_LOG_BYTES: Final = 1 << 20
 """A log that is longer is begun anew."""
-MAY_PASS: Final = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO", "EROFS", "ESTALE", "EMFILE", "ENFILE", "ENOMEM")}
-"""What is wrong with the machine, and not with the name of the log."""
 
 
 def in_background(work: Callable[[Callable[[], None]], int], log: Path) -> int:

@@ -71,8 +71,14 @@ fn hex(namespace: &[u8; 32]) -> String {
         .concat()
 }
 
-/// Checks shares by namespace: `InvalidConfig` for none of 1 to 100 percent, or more than 100 together.
+/// Checks shares by namespace: `InvalidConfig` for none of 1 to 100 percent, more than 100 together, or two of one namespace.
 pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
+    let mut names: Vec<_> = shares.iter().map(|(name, _)| name.as_str()).collect();
+    names.sort_unstable();
+    if let Some([name, longer]) = names.windows(2).find(|pair| pair[1].starts_with(pair[0])) {
+        let message = format!("two shares are of one namespace: {name} covers {longer}; give more of their digits");
+        return Err(Error::new(ErrorKind::InvalidConfig, message));
+    }
     let sum: u64 = shares.iter().map(|(_, percent)| u64::from(*percent)).sum();
     if sum <= 100 && shares.iter().all(|(_, percent)| *percent > 0) {
         return Ok(());

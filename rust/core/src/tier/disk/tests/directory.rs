@@ -363,11 +363,11 @@ fn test_the_cap_holds_while_a_large_namespace_is_opened_beside_one_that_grows() 
 fn test_a_namespace_that_is_closed_while_room_is_made_still_counts() {
     let dir = tempfile::tempdir().unwrap();
     fill(&with_namespace(&config(dir.path(), 10), 3));
-    let (all, root) = (config(dir.path(), 40), DiskRoot::shared());
-    let (second, _) = DiskTier::open_beside(&with_namespace(&all, 2), &root).unwrap();
+    let (both, root) = (config(dir.path(), 40), DiskRoot::shared());
+    let (second, _) = DiskTier::open_beside(&with_namespace(&both, 2), &root).unwrap();
     assert!((0..20).all(|_| second.reserve().is_some()));
     let mut second = Some(second);
-    let owner = root.enter(&with_namespace(&all, 1)).unwrap();
-    let room = owner.claim(&all, [0, 15, 40], |_| drop(second.take())).unwrap();
-    assert!(second.is_none() && (15..=20).contains(&room.slots), "{} slots", room.slots);
+    let owner = root.enter(&with_namespace(&both, 1)).unwrap();
+    let claimed = owner.claim(&both, [0, 15, 40], |_| drop(second.take())).unwrap();
+    assert!(second.is_none() && (15..=20).contains(&claimed.slots), "{} slots", claimed.slots);
 }
