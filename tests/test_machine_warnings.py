@@ -93,3 +93,14 @@ def test_a_refusal_names_the_setting_and_where_it_is_from(monkeypatch: pytest.Mo
     config = load_config({"disk_path": str(tmp_path / "x"), "disk_size": "1MiB"}, {})
     with pytest.raises(ConfigError, match=r"not writable\. Set another disk_path; this one is from .*extra"):
         refuse_here(config)
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
+def test_a_directory_that_others_may_write_is_told_before_it_is_not_used(mode: int, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    disk.chmod(mode)
+    config = load_config({"disk_path": str(disk), "disk_size": "1MiB"}, {})
+    assert any("chmod go-w" in text for text in warnings(config))
+    disk.chmod(0o755)
+    assert not any("chmod go-w" in text for text in warnings(config))

@@ -43,7 +43,7 @@ def warnings(config: Config) -> list[str]:
     if config.disk_path is not None:
         path = Path(config.disk_path)
         rights = _rights(path)
-        found += [rights] if rights is not None else [_room(path, config.disk_size), _company(path)]
+        found += [rights] if rights is not None else [_others(path), _room(path, config.disk_size), _company(path)]
     return [text for text in found if text is not None]
 
 
@@ -72,6 +72,18 @@ def _rights(path: Path) -> str | None:
     if os.access(nearest, os.W_OK | os.X_OK) and Path("/proc") not in (nearest, *nearest.parents):
         return None
     return f"disk_path = {path} cannot be made or written here, for {nearest} is not writable."
+
+
+def _others(path: Path) -> str | None:
+    if not path.is_dir():
+        return None
+    found = path.stat()
+    if found.st_uid == os.geteuid() and not found.st_mode & 0o022:
+        return None
+    return (
+        f"disk_path = {path} belongs to another user or may be written by others (mode {found.st_mode & 0o7777:o}), so it is not "
+        f"used: run `chown {os.geteuid()} {path}` and `chmod go-w {path}`, or set another disk_path."
+    )
 
 
 def _room(path: Path, disk_size: int) -> str | None:

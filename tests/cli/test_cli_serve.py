@@ -81,7 +81,7 @@ def test_a_second_server_on_a_socket_ends_with_a_sentence(folder: Path, capsys: 
         ([], "no socket is given"),
         (["--socket", "unix:" + "x" * 200], "server = "),
         (["--socket", ""], "server = "),
-        (["--socket", "auto"], "--socket auto is no path; for the socket of server = auto, set KVLOFT_SERVER=auto."),
+        (["--socket", "auto"], "--socket auto: expected a path; for the socket of server = auto, set KVLOFT_SERVER=auto."),
     ],
 )
 def test_a_mistake_is_one_line_on_stderr_and_status_2(
@@ -102,7 +102,7 @@ def test_a_wrong_size_is_told_with_its_origin(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("text", ["x=10", "3f", "3f=", "=10", "3f=x"])
 def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--socket", "/tmp/x.sock", "--share", text]) == 2
-    assert "is no NAMESPACE=PERCENT" in capsys.readouterr().err
+    assert "expected NAMESPACE=PERCENT" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

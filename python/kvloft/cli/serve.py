@@ -95,7 +95,7 @@ def settings(args: argparse.Namespace) -> Config:
     """Of the command line and everything behind it, with a ``server``. Raises ConfigError."""
     given = {name: value for name in OPTIONS if (value := getattr(args, name, None)) is not None}
     if args.socket == "auto":
-        raise ConfigError("--socket auto is no path; for the socket of server = auto, set KVLOFT_SERVER=auto.")
+        raise ConfigError("--socket auto: expected a path; for the socket of server = auto, set KVLOFT_SERVER=auto.")
     if args.socket is not None:
         given["server"] = f"unix:{args.socket.removeprefix('unix:')}"
     config = load_config(given, extra_origin="command line")
@@ -110,7 +110,7 @@ def shares(texts: list[str]) -> list[tuple[str, int]]:
     for text in texts:
         match = re.fullmatch(r"([0-9a-f]{1,64})=([0-9]{1,3})%?", text.lower())
         if match is None:
-            raise ConfigError(f"--share {text!r} is no NAMESPACE=PERCENT; say for example --share 3f9a=25.")
+            raise ConfigError(f"--share {text!r}: expected NAMESPACE=PERCENT, such as 3f9a=25.")
         found.append((match[1], int(match[2])))
     return found
 
@@ -144,7 +144,7 @@ def _linger(text: str | None) -> float | None:
     try:
         return parse_seconds(text) if text is not None else None
     except (ValueError, ArithmeticError):
-        raise ConfigError(f"--linger {text!r} is no time; say 300, 30s or 5min, of an hour at most.") from None
+        raise ConfigError(f"--linger {text!r}: expected a time of at most an hour, such as 300, 30s or 5min.") from None
 
 
 def _serve(

@@ -1,8 +1,8 @@
-//! What several stores share. Of host memory: who has which slab of the one arena, and who should give one up.
+//! The memory that several stores share: which store has which slab of the arena, and which one should give a slab up.
 //!
-//! Each store lays a grid of its own frame size over the arena and uses the frames that lie in slabs of its own. Slabs that nobody
-//! has go to who asks first. When none is left, a store below its share is *hungry*, and those above theirs are asked for a
-//! slab, in their own time: nobody waits. A store's lock may be held while the pool's is taken, never the other way round.
+//! Each store lays a grid of its own frame size over the arena and uses the frames inside its own slabs. A free slab goes to the
+//! first store that asks. When none is free, a store below its share is *hungry*: stores above their share are asked for a slab,
+//! and hand it over later. No call waits for that. A store's lock may be held while the pool's is taken, never the reverse.
 //! It must not know chunks, frames in use or namespaces.
 
 use std::collections::BTreeMap;
@@ -222,7 +222,7 @@ impl Member {
         self.with(|own| std::mem::take(&mut own.arrived))
     }
 
-    /// The lowest slab below `end` that nobody has. If there is none at all, it is hungry as far as its share goes.
+    /// Takes the lowest free slab below `end`. If no slab is free anywhere, the store becomes hungry while it is below its share.
     pub(crate) fn take(&self, end: u32) -> Option<SlabId> {
         let mut books = self.pool.books();
         let Books { slabs, num_free, owners, .. } = &mut *books;

@@ -210,7 +210,7 @@ impl Namespaces {
                 Some(pool) => Arc::clone(pool),
                 None => Arc::clone(books.pool.insert(Pool::create(config.host_bytes, hello.frame_bytes, wake)?)),
             };
-            space.sit(); // so that nobody closes it meanwhile
+            space.sit(); // keeps it from being closed meanwhile
             (space, gone, pool)
         };
         for space in gone {

@@ -112,12 +112,7 @@ fn an_engine_that_ends_sees_to_it_that_its_clear_is_heard() {
 #[test]
 fn a_server_that_stands_still_costs_one_deadline() {
     let dir = tempfile::tempdir().expect("a directory");
-    let test = std::env::current_exe().expect("this test");
-    let mut child = std::process::Command::new(test)
-        .args(["--exact", "a_server_in_a_process_of_its_own", "--ignored", "--nocapture"])
-        .env("KV_SERVE_DIR", dir.path())
-        .spawn()
-        .expect("a child");
+    let mut child = served_by_a_child(dir.path());
     let engine = Remote::open(RemoteConfig { deadline: Duration::from_millis(200), ..remote_config(dir.path()) })
         .expect("a client");
     until("connected", || engine.renew() || engine.arena().is_some());
@@ -182,12 +177,7 @@ fn a_server_that_stands_still_costs_one_deadline() {
 #[test]
 fn many_saves_wait_for_a_server_that_pauses() {
     let dir = tempfile::tempdir().expect("a directory");
-    let test = std::env::current_exe().expect("this test");
-    let mut child = std::process::Command::new(test)
-        .args(["--exact", "a_server_in_a_process_of_its_own", "--ignored", "--nocapture"])
-        .env("KV_SERVE_DIR", dir.path())
-        .spawn()
-        .expect("a child");
+    let mut child = served_by_a_child(dir.path());
     let engine = connect(dir.path());
     until("connected", || engine.renew() || engine.arena().is_some());
     let chains: Vec<_> = (0..256).map(|seed| common::chain(seed, 2048)).collect(); // 16 MiB of keys
@@ -204,6 +194,15 @@ fn many_saves_wait_for_a_server_that_pauses() {
     });
     child.kill().expect("it lives");
     child.wait().expect("it ended");
+}
+
+/// Runs `a_server_in_a_process_of_its_own` in a process that can be stopped.
+fn served_by_a_child(dir: &std::path::Path) -> std::process::Child {
+    std::process::Command::new(std::env::current_exe().expect("this test"))
+        .args(["--exact", "a_server_in_a_process_of_its_own", "--ignored", "--nocapture"])
+        .env("KV_SERVE_DIR", dir)
+        .spawn()
+        .expect("a child")
 }
 
 /// A signal is on its way for a moment, to each thread.

@@ -27,9 +27,7 @@ impl State {
         self.disk.attached = Attached::NotBefore(self.now + wait);
         if self.disk.told != why {
             why.clone_into(&mut self.disk.told);
-            self.tell(format!(
-                "the disk tier cannot be opened, so this engine has host memory only until it can: {why}"
-            ));
+            self.tell(format!("the disk tier cannot be opened, so there is host memory only until it can: {why}"));
         }
     }
 

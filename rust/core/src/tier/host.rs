@@ -101,7 +101,7 @@ impl HostTier {
         Some(frame)
     }
 
-    /// A frame of a slab that nobody had until now.
+    /// Takes a frame after adding free slabs to this tier.
     pub(crate) fn grow(&mut self, what_for: FrameFor) -> Option<FrameId> {
         let Memory::Shared(grid) = &mut self.memory else { return None };
         grid.collect(&mut self.free);
@@ -138,7 +138,7 @@ impl HostTier {
         debug_assert!(is_new, "invariant I8: frame {} given twice", frame.0);
     }
 
-    /// Hands out the right to a frame's bytes; None if it is lent already, or is nobody's: in shared memory its bytes may be
+    /// Hands out the right to a frame's bytes; None if it is lent already, or free: in shared memory its bytes may be
     /// another store's.
     pub(crate) fn lend(&mut self, frame: FrameId) -> Option<Frame> {
         if self.grid().is_some_and(|grid| !grid.is_taken(frame)) {

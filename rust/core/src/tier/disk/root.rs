@@ -77,7 +77,8 @@ impl DiskRoot {
         std::mem::take(&mut self.books().is_short)
     }
 
-    /// Takes the directory, if nobody of this process has it, and the namespace. `Busy` where another has one of them.
+    /// Locks the directory for this process and opens the namespace. `Busy` if another process has the directory, or this process
+    /// has the namespace open or is deleting it.
     pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<Owner>> {
         let _alone = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         let held = self.books().lock.upgrade();
@@ -171,3 +172,6 @@ impl Drop for Owner {
         books.changes += 1;
     }
 }
+
+#[cfg(test)]
+mod tests;
