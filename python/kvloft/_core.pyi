@@ -27,6 +27,9 @@ def namespace_digest(fields: Sequence[tuple[str, str]]) -> bytes:
 def root_key(namespace: bytes, adapter: tuple[str, str] | None, cache_salt: str | None) -> bytes:
     """The 32-byte key of the empty prefix. ``adapter`` is (name, path-or-id) of a LoRA."""
 
+def first_of_each(keys: list[Any], values: list[Any]) -> list[tuple[Any, Any]]:
+    """(key, value[0]) of those whose value is neither None nor empty, in their order; ``ConfigError`` for lists of two lengths."""
+
 @final
 class KeyChain:
     """Keys of one request's prefix, one per block, extended as tokens arrive.
