@@ -178,7 +178,7 @@ class Config:
     disk_threads: int = _set(2, _THREADS)
     load_timeout: float = _set(10.0, _TIME)
     on_pause: Literal["keep", "clear"] = _set("keep", _choice("keep", "clear"))
-    kv_groups: Literal["one", "all"] = _set("one", _choice("one", "all"))
+    kv_groups: Literal["auto", "one", "all"] = _set("auto", _choice("auto", "one", "all"))
     gpu_copies: Literal["kernels", "torch"] = _set("kernels", _choice("kernels", "torch"))
     staging_size: int = _set(80 << 20, _size(1 << 20, 1 << 30))
     server: str | None = _set(None, _SERVER)

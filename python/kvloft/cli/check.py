@@ -46,7 +46,7 @@ KVLOFT_* and KVLOFT_CONFIG, as for an engine; disk_path is the temporary directo
 EXAMPLES = """\
 examples:
   kvloft check Qwen/Qwen3-0.6B
-  kvloft check google/gemma-3-4b-it --extra '{"kv_groups": "all"}' -- --max-model-len 8192 --tensor-parallel-size 2
+  kvloft check google/gemma-3-4b-it --extra '{"save": "prompt"}' -- --max-model-len 8192 --tensor-parallel-size 2
 
 Exit status: 0 served, 1 not served (the last line says what is missing), 2 it could not be tried: wrong arguments, no vLLM, or
 vLLM does not start without kvloft either.
