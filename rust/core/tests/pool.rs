@@ -208,15 +208,40 @@ fn gets_its_share(world: &mut World, nth: usize) {
     }
 }
 
+/// The same where its workers can copy to the first `limit` frames only: these are its own then.
+fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, limit: u32) {
+    world.reading.clear();
+    world.writing.clear();
+    (0..3).for_each(|of| world.stores[of].set_active(of == nth));
+    world.stores[nth].limit_frames(limit);
+    let num_frames = limit.min(u32::try_from(HOST / FRAMES[nth]).unwrap());
+    for look in 0..40 * world.pool.num_slabs() {
+        let num_dropped = world.save(nth, &chain(nth, 1000 + look, num_frames));
+        world.check();
+        world.commit_all(nth);
+        world.give_way();
+        world.stores[nth].clear(); // what it has elsewhere hides nothing
+        if num_dropped == 0 {
+            return;
+        }
+    }
+    panic!("store {nth} has {:?} slabs, and not the {limit} frames", world.stores[nth].num_slabs());
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn stores_of_one_pool_never_touch_each_others_bytes(steps in prop::collection::vec(step(), 1..160), last in 0..3_usize) {
+    fn stores_of_one_pool_never_touch_each_others_bytes(
+        steps in prop::collection::vec(step(), 1..160),
+        last in 0..3_usize,
+        limit in 0..100_u32,
+    ) {
         let mut world = World::new();
         for step in &steps {
             apply(&mut world, step);
             world.check();
         }
+        gets_what_its_workers_can_copy_to(&mut world, (last + 1) % 3, limit);
         gets_its_share(&mut world, last);
     }
 }
@@ -316,6 +341,54 @@ fn saves_take_no_slab_that_workers_cannot_copy_to() {
     world.stores[0].limit_frames(3);
     assert_eq!(world.save(0, &chain(0, 0, 6)), 3);
     assert_eq!(world.stores[0].num_slabs().0, 1);
+}
+
+#[test]
+fn a_store_gets_slabs_that_its_workers_can_copy_to() {
+    let mut world = World::new();
+    world.stores.pop();
+    let limit = |nth: usize| u32::try_from(HOST / FRAMES[nth] / 3).unwrap();
+    (0..2).for_each(|nth| world.stores[nth].limit_frames(limit(nth)));
+    for prompt in 0..60 {
+        world.save(0, &chain(0, 8 * prompt, 4));
+        world.commit_all(0);
+    }
+    assert!(world.save(1, &chain(1, 0, 2)) == 2, "the first has all that either can use, and free slabs help nobody");
+    for prompt in 0..40 {
+        world.save(1, &chain(1, 8 * prompt, 4));
+        world.commit_all(1);
+        world.give_way();
+        world.check();
+    }
+    assert_eq!([0, 1].map(|nth| world.stores[nth].num_slabs().0), [2, 2], "each has half of the part");
+    assert!(!world.pool.is_wanted());
+}
+
+#[test]
+fn a_store_that_can_use_all_makes_room_for_one_that_cannot_and_goes_elsewhere() {
+    let mut world = World::new();
+    world.save(0, &chain(0, 0, 12)); // in the lowest slabs, 3 of its 4
+    world.commit_all(0);
+    for prompt in 0..60 {
+        world.save(1, &chain(1, 8 * prompt, 4)); // all others
+        world.commit_all(1);
+    }
+    assert_eq!([0, 1].map(|nth| world.stores[nth].num_slabs().0), [3, 9]);
+    world.stores[2].limit_frames(6 * 4); // three slabs
+    let dropped = |world: &mut World, prompt| world.save(2, &chain(2, prompt, 4));
+    assert_eq!(dropped(&mut world, 0), 4);
+    assert_eq!(world.stores[1].give_way(), Way::Unasked, "none of its slabs would do");
+    assert_eq!(world.stores[0].give_way(), Way::Gave);
+    assert_eq!(dropped(&mut world, 0), 0);
+    world.commit_all(2);
+    for prompt in 10..30 {
+        world.save(0, &chain(0, 8 * prompt, 4));
+        world.commit_all(0);
+        world.give_way();
+        world.check();
+    }
+    assert_eq!([0, 1, 2].map(|nth| world.stores[nth].num_slabs().0), [4, 7, 1]);
+    assert_eq!(world.stores[2].lookup(&chain(2, 0, 4)).host_blocks, 4);
 }
 
 #[test]

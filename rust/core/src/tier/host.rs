@@ -163,11 +163,11 @@ impl HostTier {
         }
     }
 
-    /// Begins to empty a slab: the one of `coldest`, unless another has far fewer frames in use. It is given up with the last of
-    /// them. None if there is none.
-    pub(crate) fn drain(&mut self, coldest: Option<FrameId>) -> Option<SlabId> {
+    /// Begins to empty a slab before the `end`th: the one of `coldest`, unless another has far fewer frames in use; first of those
+    /// that saves cannot use. It is given up with the last of them. None if there is none.
+    pub(crate) fn drain(&mut self, end: u32, coldest: Option<FrameId>) -> Option<SlabId> {
         let Memory::Shared(grid) = &mut self.memory else { return None };
-        grid.drain(coldest, &mut self.free)
+        grid.drain(end, self.limit, coldest, &mut self.free)
     }
 
     /// The slab is used again, if it is still being emptied.
