@@ -290,7 +290,7 @@ impl Member {
     pub(crate) fn asked(&self) -> Option<u32> {
         let books = self.pool.books();
         let own = books.owners.get(&self.id)?;
-        let ends = books.wanting().filter(|(id, _)| *id != self.id).map(|(_, end)| end);
+        let ends = books.wanting().map(|(_, end)| end);
         ends.filter(|end| books.num_before(*end, self.id, own) > books.share_before(*end, own)).min()
     }
 }

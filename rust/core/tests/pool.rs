@@ -344,54 +344,6 @@ fn saves_take_no_slab_that_workers_cannot_copy_to() {
 }
 
 #[test]
-fn a_store_gets_slabs_that_its_workers_can_copy_to() {
-    let mut world = World::new();
-    world.stores.pop();
-    let limit = |nth: usize| u32::try_from(HOST / FRAMES[nth] / 3).unwrap();
-    (0..2).for_each(|nth| world.stores[nth].limit_frames(limit(nth)));
-    for prompt in 0..60 {
-        world.save(0, &chain(0, 8 * prompt, 4));
-        world.commit_all(0);
-    }
-    assert!(world.save(1, &chain(1, 0, 2)) == 2, "the first has all that either can use, and free slabs help nobody");
-    for prompt in 0..40 {
-        world.save(1, &chain(1, 8 * prompt, 4));
-        world.commit_all(1);
-        world.give_way();
-        world.check();
-    }
-    assert_eq!([0, 1].map(|nth| world.stores[nth].num_slabs().0), [2, 2], "each has half of the part");
-    assert!(!world.pool.is_wanted());
-}
-
-#[test]
-fn a_store_that_can_use_all_makes_room_for_one_that_cannot_and_goes_elsewhere() {
-    let mut world = World::new();
-    world.save(0, &chain(0, 0, 12)); // in the lowest slabs, 3 of its 4
-    world.commit_all(0);
-    for prompt in 0..60 {
-        world.save(1, &chain(1, 8 * prompt, 4)); // all others
-        world.commit_all(1);
-    }
-    assert_eq!([0, 1].map(|nth| world.stores[nth].num_slabs().0), [3, 9]);
-    world.stores[2].limit_frames(6 * 4); // three slabs
-    let dropped = |world: &mut World, prompt| world.save(2, &chain(2, prompt, 4));
-    assert_eq!(dropped(&mut world, 0), 4);
-    assert_eq!(world.stores[1].give_way(), Way::Unasked, "none of its slabs would do");
-    assert_eq!(world.stores[0].give_way(), Way::Gave);
-    assert_eq!(dropped(&mut world, 0), 0);
-    world.commit_all(2);
-    for prompt in 10..30 {
-        world.save(0, &chain(0, 8 * prompt, 4));
-        world.commit_all(0);
-        world.give_way();
-        world.check();
-    }
-    assert_eq!([0, 1, 2].map(|nth| world.stores[nth].num_slabs().0), [4, 7, 1]);
-    assert_eq!(world.stores[2].lookup(&chain(2, 0, 4)).host_blocks, 4);
-}
-
-#[test]
 fn a_store_whose_share_shrank_wants_no_more() {
     let mut world = World::new();
     world.stores.pop();
