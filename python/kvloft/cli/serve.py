@@ -20,7 +20,7 @@ from typing import Any, Final
 from kvloft import __version__
 from kvloft.cli import metrics
 from kvloft.cli.background import in_background
-from kvloft.config import Config, load_config, parse_seconds, size_text
+from kvloft.config import KEYS, OF_STORE, Config, describe, load_config, parse_seconds, size_text
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here, warnings
 
@@ -170,6 +170,7 @@ def _serve(
             disk_bytes=config.disk_bytes,
             disk_threads=config.disk_threads,
             shares=own_shares,
+            settings=_told(config, linger_s),
         )
     except (PlaceError, StoreError) as e:
         print(f"kvloft: {e}", file=sys.stderr)
@@ -193,6 +194,15 @@ def _serve(
         end_metrics()
     _tell(*server.take_events(), "ended")
     return 0
+
+
+def _told(config: Config, linger_s: float | None) -> dict[str, str]:
+    """What engines compare their own settings with."""
+    linger = "(none)" if linger_s is None else KEYS["server_linger"].show(linger_s)
+    own = {key: value for key, value, _ in describe(config) if key in OF_STORE}
+    if config.disk_path is None:
+        del own["disk_size"]
+    return own | {"server_linger": linger}
 
 
 def _wait(is_over: threading.Event, server: Any, linger_s: float | None) -> None:

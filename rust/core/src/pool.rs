@@ -281,6 +281,11 @@ impl Member {
         self.pool.books().give(self.id, slab);
     }
 
+    /// Slabs that it may have while others want them too.
+    pub(crate) fn share(&self) -> u32 {
+        self.with(|own| own.share)
+    }
+
     /// How many slabs it has, and how many of them others may ask for.
     pub(crate) fn num_slabs(&self) -> (u32, u32) {
         self.with(|own| (own.num_slabs, own.num_slabs.saturating_sub(own.share)))

@@ -85,6 +85,8 @@ fn a_store_gets_slabs_that_its_workers_can_copy_to() {
     }
     assert_eq!([0, 1].map(|nth| num(&stores[nth])), [2, 2], "each has half of what both can use");
     assert!(!pool.is_wanted());
+    let share = |store: &Store| store.stats().into_iter().find(|(name, _)| *name == "frames_share").unwrap().1;
+    assert_eq!([0, 1].map(|nth| share(&stores[nth])), [6 * 4, 6 * 8 / 3]);
 }
 
 #[test]

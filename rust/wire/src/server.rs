@@ -47,6 +47,8 @@ pub struct ServerConfig {
     pub disk: Option<DiskSettings>,
     /// Percent of host memory for namespaces whose names in hex begin so; the others with engines share the rest equally.
     pub shares: Vec<(String, u32)>,
+    /// What it was started with, as engines and people are told.
+    pub settings: Vec<(String, String)>,
     /// Connections at one time.
     pub max_connections: usize,
     /// About engines that went without a word.
@@ -137,7 +139,7 @@ impl Shared {
         ];
         let stats = stats.map(|(name, value)| (name.to_owned(), value)).to_vec();
         let namespaces = self.namespaces.all().iter().map(|space| self.namespace_status(space)).collect();
-        Status { host_bytes, slab_bytes, stats, namespaces }
+        Status { host_bytes, slab_bytes, stats, settings: self.config.settings.clone(), namespaces }
     }
 
     fn namespace_status(&self, space: &Arc<Space>) -> NamespaceStatus {

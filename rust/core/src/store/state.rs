@@ -17,7 +17,7 @@ use super::stats::Stats;
 use crate::evict::{ChunkId, Policy, Removal};
 use crate::index::{Filler, Index, Presence};
 use crate::io::FrameId;
-use crate::tier::host::{FrameFor, HostTier};
+use crate::tier::host::{FrameFor, Grid, HostTier};
 
 /// Chunks forgotten by one call: some 0.2 ms.
 const SLICE: usize = 256;
@@ -101,6 +101,7 @@ impl State {
         let (frames_total, frames_free) = host.num_frames();
         Stats {
             frames_total,
+            frames_share: host.grid().map_or(frames_total, Grid::share),
             frames_reserved: frames_total - frames_free - self.stats.frames_visible,
             frames_free,
             entries: self.index.len() as u64,

@@ -58,6 +58,11 @@ impl Grid {
         &self.member
     }
 
+    /// Frames of its share of the slabs.
+    pub(crate) fn share(&self) -> u64 {
+        u64::from(self.member.share()) * self.slab_bytes / self.frame_bytes
+    }
+
     /// Slabs that a frame lies in.
     fn slabs_of(&self, frame: FrameId) -> RangeInclusive<usize> {
         let start = u64::from(frame.0) * self.frame_bytes;
