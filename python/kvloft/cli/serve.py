@@ -38,24 +38,31 @@ OPTIONS: Final = {
     "eviction": "adaptive or lru",
 }
 DESCRIPTION: Final = """\
-Serve one cache to every engine of this user on this machine, over a Unix socket that only this user can open. No KV
-crosses the socket: engines map the server's memory. What is not given here comes from KVLOFT_HOST_SIZE and so on, from
-the YAML file that KVLOFT_CONFIG names, or is the default of `kvloft config`.
+Serve one cache to every engine of this user on this machine, over a Unix
+socket that only this user can open. No KV crosses the socket: engines map the
+server's memory. What is not given here comes from KVLOFT_HOST_SIZE and so on,
+from the YAML file that KVLOFT_CONFIG names, or is the default of
+`kvloft config`.
 """
 EPILOG: Final = """\
-With "server": "auto" engines need none of this: the first one starts a server, with its own settings, at a socket in
-$XDG_RUNTIME_DIR/kvloft or /tmp/kvloft-UID, which ends 5 minutes after the last engine (server_linger).
+With "server": "auto" engines need none of this: the first one starts a server,
+with its own settings, at a socket in $XDG_RUNTIME_DIR/kvloft or
+/tmp/kvloft-UID, which ends 5 minutes after the last engine (server_linger).
 
-Every engine that should share the cache gets one setting, in kv_connector_extra_config or as KVLOFT_SERVER:
+Every engine that should share the cache gets one setting, in
+kv_connector_extra_config or as KVLOFT_SERVER:
 
   "server": "unix:/run/user/1000/kvloft/kvloft.sock"
 
-Engines of one model and one version of vLLM share KV: they are a namespace. Each namespace has chunks of its own, on
-disk a folder of its own. Memory goes to the namespaces that save; when there is no more, those with engines get equal
-shares, or what --share says. An engine that is restarted finds what is in the server's memory, as long as no other
-namespace wanted it. While no server answers, engines compute; they connect again by themselves.
+Engines of one model and one version of vLLM share KV: they are a namespace.
+Each namespace has chunks of its own, on disk a folder of its own. Memory goes
+to the namespaces that save; when there is no more, those with engines get
+equal shares, or what --share says. An engine that is restarted finds what is
+in the server's memory, as long as no other namespace wanted it. While no
+server answers, engines compute; they connect again by themselves.
 
-SIGTERM or Ctrl-C writes to disk what should be there, and ends. `kvloft status --socket PATH` shows what it does.
+SIGTERM or Ctrl-C writes to disk what should be there, and ends.
+`kvloft status --socket PATH` shows what it does.
 """
 
 
