@@ -216,7 +216,7 @@ def test_large_numbers_fit_80_columns_and_both_commands_use_the_same_words(socke
     (engine,) = space["engines"]
     space["engines"] = [dict.fromkeys(engine, 999_999) | {"pid": 4_194_304}]
     rates = {space["namespace"]: dict.fromkeys(top.RATES, 1_234_567.0)}
-    none = {name: 0 for name in COUNTS}
+    none = dict.fromkeys(COUNTS, 0)
     before = status | {"namespaces": [space | {"stats": none, "engines": [none | {"pid": 4_194_304}]}]}
     consoles = [Console(width=80, record=True, file=io.StringIO()) for _ in range(2)]
     consoles[0].print(top.picture(status, rates, before))

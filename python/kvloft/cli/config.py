@@ -30,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
         description=(
             "Print the effective settings and where each value came from: vLLM's extra config (--extra), the environment "
             "(KVLOFT_HOST_SIZE and so on), the YAML file that KVLOFT_CONFIG names, or the default. What can be checked on this "
-            "machine without a model is checked. Exit status: 0 all right (warnings go to stderr), 2 where an engine does not start."
+            "machine without a model is checked. Exit status: 0 all right (warnings go to stderr), 2 where no engine starts."
         ),
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

@@ -45,7 +45,9 @@ def before_engines(status: Status, socket: str) -> str:
     stats, disk = status["stats"], status["settings"].get("disk_path")
     of_disk = f"disk {disk or ''} up to {size_text(stats['server_disk_bytes'])}" if stats["server_disk_bytes"] else "no disk"
     host = size_text(stats["server_host_bytes"])
-    return f"The server at unix:{socket} has host memory up to {host}, {of_disk}.\nNo engine has connected yet, so no memory is taken."
+    return (
+        f"The server at unix:{socket} has host memory up to {host}, {of_disk}.\nNo engine has connected yet, so no memory is taken."
+    )
 
 
 def tier_table(space: Status) -> Table:

@@ -67,6 +67,12 @@ fn limit(nth: usize, num_slabs: u64) -> u32 {
     u32::try_from(num_slabs * 8 * PAGE / FRAMES[nth]).unwrap()
 }
 
+fn all_give_way(stores: &[Store]) {
+    for store in stores {
+        store.give_way();
+    }
+}
+
 /// Has the store give way until it gave a slab.
 fn gives(store: &Store) -> bool {
     (0..100).map(|_| store.give_way()).find(|way| *way != Way::Working) == Some(Way::Gave)
@@ -81,7 +87,7 @@ fn a_store_gets_slabs_that_its_workers_can_copy_to() {
     assert_eq!(save(&stores[1], 0), 4, "eight slabs are free, and cannot be used");
     for prompt in 0..40 {
         save(&stores[1], prompt);
-        stores.iter().for_each(|store| _ = store.give_way());
+        all_give_way(&stores);
     }
     assert_eq!([0, 1].map(|nth| num(&stores[nth])), [2, 2], "each has half of what both can use");
     assert!(!pool.is_wanted());
@@ -101,7 +107,7 @@ fn one_that_can_use_all_makes_room_for_one_that_cannot_and_goes_elsewhere() {
     assert_eq!(save(&stores[2], 0), 0);
     for prompt in 10..30 {
         save(&stores[0], prompt);
-        stores.iter().for_each(|store| _ = store.give_way());
+        all_give_way(&stores);
     }
     assert_eq!([0, 1, 2].map(|nth| num(&stores[nth])), [4, 7, 1]);
     assert!(is_there(&stores[2], 0));
