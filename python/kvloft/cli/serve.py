@@ -200,6 +200,8 @@ def _serve(
     if end_metrics is not None:
         end_metrics()
     _tell(*server.take_events(), "ended")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # one that comes second would kill the interpreter while it ends
     return 0
 
 

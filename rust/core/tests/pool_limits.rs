@@ -189,3 +189,13 @@ fn who_can_use_more_than_before_waits_for_no_certain_slab() {
     assert!(gives(&stores[0]));
     assert_eq!(num(&stores[1]), 1);
 }
+
+#[test]
+fn many_chunks_where_saves_cannot_go_do_not_keep_them_out() {
+    let (_pool, [_first, _second, store]) = stores::<3>();
+    (0..24).for_each(|prompt| assert_eq!(save(&store, prompt), 0));
+    (0..4).for_each(|prompt| drop(store.acquire(&chain(prompt)))); // what saves could take was used last
+    store.limit_frames(limit(2, 2));
+    (100..120).for_each(|prompt| assert_eq!(save(&store, prompt), 0));
+    assert!((4..24).all(|prompt| is_there(&store, prompt)));
+}

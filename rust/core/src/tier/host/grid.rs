@@ -13,8 +13,8 @@ use crate::pool::{Member, SlabId};
 /// Slabs without a used frame that a store keeps for the next one; more are given up.
 const MAX_EMPTY: u32 = 1;
 /// In `holders`: no chunk.
-const FREE: u32 = u32::MAX;
-const TAKEN: u32 = u32::MAX - 1;
+pub(super) const FREE: u32 = u32::MAX;
+pub(super) const TAKEN: u32 = u32::MAX - 1;
 
 /// What a slab is to this store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,6 +84,10 @@ impl Grid {
 
     fn is_usable(&self, frame: FrameId) -> bool {
         self.slabs_of(frame).all(|slab| self.slabs[slab] == Slab::Own)
+    }
+
+    pub(super) fn holder(&self, frame: FrameId) -> u32 {
+        self.holders[frame.0 as usize]
     }
 
     pub(super) fn is_taken(&self, frame: FrameId) -> bool {
