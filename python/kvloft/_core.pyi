@@ -251,7 +251,8 @@ class Server:
 
     Memory is taken for the first engine. Each namespace has chunks, slabs of the memory and a folder of its own on disk; those with
     engines share the memory equally, but for ``shares``: percent by how a namespace's name in hex begins. Raises BusyError
-    where another server has the socket, ConfigError where its directory is not private or the shares are wrong.
+    where another server has the socket, ConfigError where its directory is not private or the shares are wrong. ``settings``: what
+    `server_status` says of it, for people.
     """
 
     def __new__(
@@ -265,6 +266,7 @@ class Server:
         disk_threads: int = 2,
         max_connections: int = 64,
         shares: list[tuple[str, int]] | None = None,
+        settings: dict[str, str] | None = None,
     ) -> Server: ...
     def status(self) -> dict[str, Any]:
         """As `server_status`."""
@@ -275,8 +277,9 @@ class Server:
 
 def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """What the server at ``socket`` does now: host_bytes, slab_bytes (both 0 before the first engine), stats (its counters and
-    gauges by name) and namespaces: each namespace (32 bytes), description, frame_bytes, slabs (how many it has), stats (of its
-    store) and engines (each pid, connected_ms, reservations, leases).
+    gauges by name), settings (what it was started with, as text by name) and namespaces: each namespace (32 bytes), description,
+    frame_bytes, slabs (how many it has), stats (of its store, with share_percent where that is set) and engines (each pid,
+    connected_ms, reservations, leases).
 
     Raises StoreError where nobody answers in time, ConfigError where the server refuses to.
     """
