@@ -267,7 +267,7 @@ fn a_discard_is_not_settled_while_the_tier_is_away() {
 /// A slice of the walk gets no further than a part of the way down: nothing is freed yet, and nothing is in the trash.
 #[test]
 fn a_long_prefix_that_is_discarded_is_off_the_disk_once_it_settles() {
-    const CHUNKS: u32 = 4000;
+    const CHUNKS: u32 = 1500;
     let disk = MemoryDisk::new(CHUNKS);
     let store = disk.open(&settings(CHUNKS, &disk), &[]);
     let prompt = chain(&(0..CHUNKS).collect::<Vec<_>>());
