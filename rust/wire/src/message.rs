@@ -12,11 +12,12 @@ use crate::bytes::{Reader, Writer};
 pub use crate::known::SentAnchors;
 use crate::known::anchors;
 pub use crate::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
+use crate::orders::{GivenUp, Whose};
 use crate::prefixes::{prefixes, ranges, write_ranges};
 use crate::tally::Counts;
 
 /// Version of all that crosses; two sides with different ones do not talk.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Most bytes of a message, and of one from somebody who has not said hello.
 pub const MAX_MESSAGE: usize = 64 << 20;
 /// See [`MAX_MESSAGE`].
@@ -78,6 +79,8 @@ pub enum Request<'a> {
     Forget(u32, String),
     /// See `Store::anchors`. The next prefix may go on behind the last that is known.
     Anchors(SentAnchors<'a>),
+    /// A person gives chunks up, in every tier or in host memory only; the version as above.
+    Evict(u32, Whose, bool),
 }
 
 /// What the server says.
@@ -103,6 +106,8 @@ pub enum Answer {
     Status(Status),
     /// Of a prefix.
     Anchors(Anchors),
+    /// Of an eviction.
+    GivenUp(GivenUp),
 }
 
 /// What a server does now.
@@ -219,6 +224,11 @@ impl<'a> Request<'a> {
                 to.u32(*version);
                 to.text(name);
             }
+            Self::Evict(version, whose, is_host_only) => {
+                to.u32(*version);
+                whose.write(to);
+                to.u8((*is_host_only).into());
+            }
             Self::Clear | Self::Stats | Self::IsSettled | Self::Bye => {}
         });
     }
@@ -245,6 +255,7 @@ impl<'a> Request<'a> {
                 16 => Self::Status(from.u32()?),
                 17 => Self::Forget(from.u32()?, from.text()?),
                 18 => Self::Anchors(anchors(from)?),
+                21 => Self::Evict(from.u32()?, Whose::read(from)?, from.flag()?),
                 _ => return None,
             })
         })
@@ -270,6 +281,7 @@ impl<'a> Request<'a> {
             Self::Status(_) => 16,
             Self::Forget(..) => 17,
             Self::Anchors(_) => 18,
+            Self::Evict(..) => 21,
         }
     }
 
@@ -403,6 +415,7 @@ impl Answer {
                 to.u32(*num_known);
                 to.u32(*num_stored);
             }
+            Self::GivenUp(given_up) => given_up.write(to),
         });
     }
 
@@ -423,6 +436,7 @@ impl Answer {
                 8 => Self::Stats(stats(from)?),
                 9 => Self::Status(status(from)?),
                 10 => Self::Anchors(Anchors { num_known: from.u32()?, num_stored: from.u32()? }),
+                12 => Self::GivenUp(GivenUp::read(from)?),
                 _ => return None,
             })
         })
@@ -440,6 +454,7 @@ impl Answer {
             Self::Stats(_) => 8,
             Self::Status(_) => 9,
             Self::Anchors(_) => 10,
+            Self::GivenUp(_) => 12,
         }
     }
 }

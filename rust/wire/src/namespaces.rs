@@ -234,6 +234,16 @@ impl Namespaces {
         locked(&self.0).spaces.values().cloned().collect()
     }
 
+    /// Those whose names begin so, maybe none.
+    pub(crate) fn all_of(&self, prefix: &str) -> Vec<Arc<Space>> {
+        self.all().into_iter().filter(|space| hex(&space.hello.namespace).starts_with(prefix)).collect()
+    }
+
+    /// What they share; None before the first engine.
+    pub(crate) fn pool(&self) -> Option<Arc<Pool>> {
+        locked(&self.0).pool.clone()
+    }
+
     /// Bytes of the arena and of a slab; None before the first engine.
     pub(crate) fn memory(&self) -> Option<(u64, u64)> {
         locked(&self.0).pool.as_ref().map(|pool| (pool.size_bytes(), pool.slab_bytes()))
@@ -247,13 +257,17 @@ impl Namespaces {
             (Some(one), None) => Ok(Some(Arc::clone(one))),
             (None, _) if all.is_empty() && prefix.is_empty() => Ok(None),
             (first, _) => {
-                let what = if first.is_some() { "several namespaces" } else { "no such namespace" };
-                let ids: Vec<_> = all.iter().map(|space| id(&space.hello.namespace)).collect();
-                let ids = if ids.is_empty() { "none".to_owned() } else { ids.join(", ") };
-                let message = format!("this kvloft server has {what}; say --namespace with one of its own: {ids}");
-                Err(Error::new(ErrorKind::InvalidConfig, message))
+                Err(self.none_of(if first.is_some() { "several namespaces" } else { "no such namespace" }))
             }
         }
+    }
+
+    /// Why a name does not do, with those that do.
+    pub(crate) fn none_of(&self, what: &str) -> Error {
+        let ids: Vec<_> = self.all().iter().map(|space| id(&space.hello.namespace)).collect();
+        let ids = if ids.is_empty() { "none".to_owned() } else { ids.join(", ") };
+        let message = format!("this kvloft server has {what}; say --namespace with one of its own: {ids}");
+        Error::new(ErrorKind::InvalidConfig, message)
     }
 
     /// Has stores give way to others, those first that are most above their share. Whether more is to be done at once.

@@ -66,7 +66,7 @@ pub(crate) struct Peer {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) config: ServerConfig,
-    namespaces: Namespaces,
+    pub(crate) namespaces: Namespaces,
     pub(crate) quarantine: Quarantine,
     peers: Mutex<HashMap<u64, Peer>>,
     peer_left: Condvar,

@@ -30,6 +30,14 @@ impl SaltTag {
     }
 }
 
+impl ChunkKey {
+    /// A root of the same salt as another.
+    pub(super) fn with_salt_of(mut self, root: &Self) -> Self {
+        self.0[32 - TAG_BYTES..].copy_from_slice(&root.0[32 - TAG_BYTES..]);
+        self
+    }
+}
+
 /// Fingerprint of (name, value) pairs, in any order. `InvalidConfig` if a name comes twice.
 pub fn namespace_digest(fields: &[(&str, &str)]) -> Result<[u8; 32]> {
     let mut sorted = fields.to_vec();

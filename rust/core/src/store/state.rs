@@ -11,7 +11,9 @@ use rustc_hash::FxHashMap;
 
 use super::books::DiskBooks;
 use super::changes::Watch;
+use super::evict::Evicted;
 use super::forget::Doomed;
+use super::owners::Owners;
 use super::share::Drains;
 use super::stats::Stats;
 use crate::evict::{ChunkId, Policy, Removal};
@@ -50,6 +52,9 @@ pub(crate) struct State {
     pub(super) doomed: Vec<Doomed>,
     /// Chunks forgotten by one call.
     pub(super) slice: usize,
+    /// Forgotten by `evict` so far.
+    pub(super) evicted: Evicted,
+    pub(super) owners: Owners,
     /// Slabs that are emptied for other stores.
     pub(super) drains: Drains,
     next_ticket: u64,
@@ -78,6 +83,8 @@ impl State {
             waiters: FxHashMap::default(),
             doomed: Vec::new(),
             slice: SLICE,
+            evicted: Evicted::default(),
+            owners: Owners::default(),
             drains: Drains::default(),
             next_ticket: 1,
         }
@@ -104,6 +111,7 @@ impl State {
             frames_reserved: frames_total - frames_free - self.stats.frames_visible,
             frames_free,
             entries: self.index.len() as u64,
+            evicted: self.evicted.num_chunks,
             disk_pending: disk.num_dirty,
             disk_broken: disk.is_broken().into(),
             disk_trips: disk.reading.num_trips + disk.writes.num_trips,
@@ -145,6 +153,7 @@ impl State {
         self.stats.frames_visible += u64::from(presence.is_here());
         self.stats.frames_visible -= u64::from(before.is_here());
         if before.is_here() != presence.is_here() {
+            self.owners.count_host(self.index[id].owner, presence.is_here());
             self.note_change(id);
         }
         self.sync_host(id);

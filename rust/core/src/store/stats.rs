@@ -32,6 +32,8 @@ struct Stats {
     discards,
     /// Chunks forgotten by `clear`.
     cleared,
+    /// Chunks forgotten by `evict`, or taken out of host memory by it.
+    evicted,
     /// Chunks that left the disk to make room.
     disk_evictions,
     /// Chunks that could not get to disk: they left host memory first, their parent did not get there, or no slot may be freed.
