@@ -20,6 +20,7 @@ COUNTERS: Final = {
     "disk_evictions": "Chunks evicted from disk",
     "discards": "Chunks forgotten because they were wrong, or replaced",
     "cleared": "Chunks forgotten because an engine or a person asked for it",
+    "evicted": "Chunks evicted because a person asked for it",
     "disk_writes": "Chunks written to disk",
     "disk_bytes_written": "Bytes written to disk",
     "disk_reads": "Chunks read from disk",
