@@ -37,6 +37,7 @@ pub use inner::{Clock, Opener};
 pub use lease::{ReadLease, WriteLease};
 pub use load::{LeasedFrame, Progress, TierName};
 pub use lookup::{Anchors, Prefix};
+pub use owners::Kept;
 pub use save::{Got, Reservation, SaveRange, ToSave};
 pub use share::Way;
 use state::State;

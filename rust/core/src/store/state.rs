@@ -13,7 +13,7 @@ use super::books::DiskBooks;
 use super::changes::Watch;
 use super::evict::Evicted;
 use super::forget::Doomed;
-use super::owners::Owners;
+use super::owners::{Owners, Spared};
 use super::share::Drains;
 use super::stats::Stats;
 use crate::evict::{ChunkId, Policy, Removal};
@@ -112,6 +112,9 @@ impl State {
             frames_free,
             entries: self.index.len() as u64,
             evicted: self.evicted.num_chunks,
+            kept_host: self.owners.kept.num_host,
+            kept_disk: self.owners.kept.num_disk,
+            kept_salts: self.owners.kept.num_salts,
             disk_pending: disk.num_dirty,
             disk_broken: disk.is_broken().into(),
             disk_trips: disk.reading.num_trips + disk.writes.num_trips,
@@ -199,12 +202,17 @@ impl State {
     /// A free frame, made free if need be; None if every frame that would do is in use. What must stay is held by the caller.
     fn take_frame(&mut self, what_for: FrameFor) -> Option<FrameId> {
         let mut frame = self.host.take(what_for).or_else(|| self.host.grow(what_for));
-        let mut spared = Vec::new();
+        let (mut spared, mut kept) = (Vec::new(), Spared::default());
         while frame.is_none()
             && spared.len() < MAX_SPARED
+            && !kept.is_full()
             && let Some(victim) = self.host_policy.victim()
         {
             debug_assert_eq!(self.index[victim].host_evictable, Some(true), "a policy returns evictable chunks only");
+            if self.keeps_in_host(victim) {
+                kept.push(&mut *self.host_policy, victim);
+                continue;
+            }
             let its_frame = self.index[victim].host.place();
             if its_frame.is_some_and(|its_frame| !self.host.is_fit(its_frame, what_for)) {
                 self.host_policy.set_evictable(victim, false); // its frame would not do, so it must not go for it
@@ -217,6 +225,7 @@ impl State {
         for id in spared {
             self.host_policy.set_evictable(id, true);
         }
+        kept.end(&mut *self.host_policy);
         frame
     }
 
