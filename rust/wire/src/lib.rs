@@ -22,7 +22,7 @@ pub use client::{Remote, RemoteConfig};
 pub use link::{forget, status};
 pub use message::{EngineStatus, NamespaceStatus, Status};
 pub use namespaces::MAX_NAMESPACES;
-pub use orders::{GivenUp, Whose, evict};
+pub use orders::{GivenUp, Pinned, Whose, evict, pin};
 pub use quarantine::Patience;
 pub use server::{Server, ServerConfig};
 pub use tally::Counts;

@@ -12,7 +12,7 @@ use crate::bytes::{Reader, Writer};
 pub use crate::known::SentAnchors;
 use crate::known::anchors;
 pub use crate::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
-use crate::orders::{GivenUp, Whose};
+use crate::orders::{GivenUp, Pinned, Whose};
 use crate::prefixes::{prefixes, ranges, write_ranges};
 use crate::tally::Counts;
 
@@ -81,6 +81,8 @@ pub enum Request<'a> {
     Anchors(SentAnchors<'a>),
     /// A person gives chunks up, in every tier or in host memory only; the version as above.
     Evict(u32, Whose, bool),
+    /// A person keeps chunks from eviction, or no more; the version as above.
+    Pin(u32, Whose, bool),
 }
 
 /// What the server says.
@@ -108,6 +110,8 @@ pub enum Answer {
     Anchors(Anchors),
     /// Of an eviction.
     GivenUp(GivenUp),
+    /// Of a pin.
+    Pinned(Pinned),
 }
 
 /// What a server does now.
@@ -224,10 +228,10 @@ impl<'a> Request<'a> {
                 to.u32(*version);
                 to.text(name);
             }
-            Self::Evict(version, whose, is_host_only) => {
+            Self::Evict(version, whose, is_so) | Self::Pin(version, whose, is_so) => {
                 to.u32(*version);
                 whose.write(to);
-                to.u8((*is_host_only).into());
+                to.u8((*is_so).into());
             }
             Self::Clear | Self::Stats | Self::IsSettled | Self::Bye => {}
         });
@@ -256,6 +260,7 @@ impl<'a> Request<'a> {
                 17 => Self::Forget(from.u32()?, from.text()?),
                 18 => Self::Anchors(anchors(from)?),
                 21 => Self::Evict(from.u32()?, Whose::read(from)?, from.flag()?),
+                22 => Self::Pin(from.u32()?, Whose::read(from)?, from.flag()?),
                 _ => return None,
             })
         })
@@ -282,6 +287,7 @@ impl<'a> Request<'a> {
             Self::Forget(..) => 17,
             Self::Anchors(_) => 18,
             Self::Evict(..) => 21,
+            Self::Pin(..) => 22,
         }
     }
 
@@ -416,6 +422,7 @@ impl Answer {
                 to.u32(*num_stored);
             }
             Self::GivenUp(given_up) => given_up.write(to),
+            Self::Pinned(pinned) => pinned.write(to),
         });
     }
 
@@ -437,6 +444,7 @@ impl Answer {
                 9 => Self::Status(status(from)?),
                 10 => Self::Anchors(Anchors { num_known: from.u32()?, num_stored: from.u32()? }),
                 12 => Self::GivenUp(GivenUp::read(from)?),
+                13 => Self::Pinned(Pinned::read(from)?),
                 _ => return None,
             })
         })
@@ -455,6 +463,7 @@ impl Answer {
             Self::Status(_) => 9,
             Self::Anchors(_) => 10,
             Self::GivenUp(_) => 12,
+            Self::Pinned(_) => 13,
         }
     }
 }

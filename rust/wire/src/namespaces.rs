@@ -30,6 +30,8 @@ pub(crate) struct Space {
     store: OnceLock<Arc<Store>>,
     opening: Mutex<()>,
     num_seats: Mutex<usize>,
+    /// Whether a person pinned it, or salts of it: a seat without an engine.
+    pinned: Mutex<(bool, bool)>,
     /// Of all engines that it ever had.
     pub(crate) tally: Tally,
 }
@@ -90,7 +92,7 @@ pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
 impl Space {
     fn new(hello: &Hello) -> Self {
         let (store, opening) = (OnceLock::new(), Mutex::default());
-        Self { hello: hello.clone(), store, opening, num_seats: Mutex::new(0), tally: Tally::default() }
+        Self { hello: hello.clone(), store, opening, num_seats: Mutex::new(0), pinned: Mutex::default(), tally: Tally::default() }
     }
 
     pub(crate) fn store(&self) -> Option<&Arc<Store>> {
@@ -132,6 +134,25 @@ impl Space {
         if let (0, Some(store)) = (*num_seats, self.store()) {
             store.set_active(false);
         }
+    }
+
+    /// Pins it as a whole, or no more, or leaves that as it is. While it or a salt is pinned, it stays open and has its share of memory
+    /// without an engine, too.
+    pub(crate) fn pin(&self, is_whole: Option<bool>, has_salts: bool) {
+        let mut pinned = locked(&self.pinned);
+        let before = pinned.0 || pinned.1;
+        *pinned = (is_whole.unwrap_or(pinned.0), has_salts);
+        match (before, pinned.0 || pinned.1) {
+            (false, true) => self.sit(),
+            (true, false) => self.leave(),
+            _ => {}
+        }
+    }
+
+    /// Whether something of it is pinned.
+    pub(crate) fn is_pinned(&self) -> bool {
+        let pinned = locked(&self.pinned);
+        pinned.0 || pinned.1
     }
 
     fn close(&self, timeout: Duration) {

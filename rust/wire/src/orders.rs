@@ -6,7 +6,7 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use kvloft_core::key::SaltTag;
-use kvloft_core::store::{Evict, erase_closed};
+use kvloft_core::store::{Evict, Kept, erase_closed};
 use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::bytes::{Reader, Writer};
@@ -42,6 +42,19 @@ pub struct GivenUp {
     pub num_in_use: u64,
     /// Something is left that may be found yet, or after a restart.
     pub is_cut_short: bool,
+}
+
+/// What is pinned.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Pinned {
+    /// Namespaces that were told.
+    pub num_namespaces: u64,
+    /// Salts that are pinned in them now.
+    pub num_salts: u64,
+    /// Bytes that those have in host memory.
+    pub host_bytes: u64,
+    /// Bytes that they have on disk.
+    pub disk_bytes: u64,
 }
 
 impl Whose {
@@ -80,6 +93,19 @@ impl GivenUp {
     }
 }
 
+impl Pinned {
+    pub(crate) fn write(&self, to: &mut Writer<'_>) {
+        for number in [self.num_namespaces, self.num_salts, self.host_bytes, self.disk_bytes] {
+            to.u64(number);
+        }
+    }
+
+    pub(crate) fn read(from: &mut Reader<'_>) -> Option<Self> {
+        let (num_namespaces, num_salts) = (from.u64()?, from.u64()?);
+        Some(Self { num_namespaces, num_salts, host_bytes: from.u64()?, disk_bytes: from.u64()? })
+    }
+}
+
 impl Shared {
     /// Gives chunks up, in the namespaces that are open and in those that are on disk only. `InvalidConfig` if no namespace is meant.
     pub(crate) fn evict(&self, whose: &Whose, is_host_only: bool) -> Result<GivenUp> {
@@ -114,6 +140,35 @@ impl Shared {
     }
 }
 
+impl Shared {
+    /// Keeps chunks from eviction, or no more, in open namespaces; those that keep some have their share of memory without an engine,
+    /// too. `InvalidConfig` if no namespace is meant, or too many salts.
+    pub(crate) fn pin(&self, whose: &Whose, is_pinned: bool) -> Result<Pinned> {
+        let spaces = self.namespaces.all_of(&whose.namespace);
+        if spaces.is_empty() {
+            return Err(self.namespaces.none_of("no such namespace open"));
+        }
+        let mut all = Pinned::default();
+        for space in &spaces {
+            let Some(store) = space.store() else { return Err(self.namespaces.none_of("a namespace that is being opened")) };
+            match whose.salt {
+                Some(salt) => store.keep(salt, is_pinned)?,
+                None if !is_pinned => store.keep_none(),
+                None => {}
+            }
+            let Kept { num_salts, num_host, num_disk } = store.kept();
+            space.pin(if whose.salt.is_none() { Some(is_pinned) } else { None }, num_salts > 0);
+            all.num_namespaces += 1;
+            all.num_salts += num_salts;
+            all.host_bytes += num_host * space.hello.frame_bytes;
+            all.disk_bytes += num_disk * space.hello.frame_bytes;
+        }
+        let what = if whose.salt.is_some() { "one cache salt" } else { "a namespace" };
+        self.tell(format!("{what} is {}, as a person asked", if is_pinned { "pinned" } else { "pinned no more" }));
+        Ok(all)
+    }
+}
+
 fn evict_in(space: &Space, what: Evict, deadline: Instant, all: &mut GivenUp) {
     all.num_namespaces += 1;
     let Some(store) = space.store() else {
@@ -133,6 +188,14 @@ fn evict_in(space: &Space, what: Evict, deadline: Instant, all: &mut GivenUp) {
 pub fn evict(socket: &Path, whose: &Whose, is_host_only: bool, timeout: Duration) -> Result<GivenUp> {
     match Link::connect(socket)?.open(&Request::Evict(VERSION, whose.clone(), is_host_only), timeout)? {
         (Answer::GivenUp(given_up), _) => Ok(given_up),
+        _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
+    }
+}
+
+/// Has the server at `socket` keep chunks from eviction, or no more. Errors as [`evict`].
+pub fn pin(socket: &Path, whose: &Whose, is_pinned: bool, timeout: Duration) -> Result<Pinned> {
+    match Link::connect(socket)?.open(&Request::Pin(VERSION, whose.clone(), is_pinned), timeout)? {
+        (Answer::Pinned(pinned), _) => Ok(pinned),
         _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
     }
 }

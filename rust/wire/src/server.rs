@@ -136,7 +136,8 @@ impl Shared {
 
     fn namespace_status(&self, space: &Arc<Space>) -> NamespaceStatus {
         let stats = space.store().map(|store| store.stats()).unwrap_or_default();
-        let asked = space.tally.counts().named().filter(|_| !stats.is_empty()).collect::<Vec<_>>();
+        let (counts, pinned) = (space.tally.counts(), [("pinned", space.is_pinned().into())]);
+        let asked = counts.named().chain(pinned).filter(|_| !stats.is_empty()).collect::<Vec<_>>();
         let peers = self.peers();
         let mut engines: Vec<_> = peers.values().filter_map(|peer| peer.status(space)).collect();
         drop(peers);

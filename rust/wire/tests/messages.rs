@@ -7,7 +7,7 @@ use kvloft_core::store::{Anchors, LeasedFrame, Lookup, Progress, Reservation, Sa
 use kvloft_wire::message::{
     Answer, Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentAnchors, SentPrefixes, SentRange, VERSION,
 };
-use kvloft_wire::{Counts, EngineStatus, GivenUp, NamespaceStatus, Status, Whose};
+use kvloft_wire::{Counts, EngineStatus, GivenUp, NamespaceStatus, Pinned, Status, Whose};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -24,7 +24,7 @@ struct Parts {
 }
 
 fn parts() -> impl Strategy<Value = Parts> {
-    let fields = (1..=19_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
+    let fields = (1..=20_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
     (fields, any::<[u32; 4]>(), ".{0,9}").prop_map(|((kind, number, root, keys, numbers), small, text)| Parts {
         kind,
         number,
@@ -76,6 +76,7 @@ fn request(parts: &Parts) -> Request<'_> {
             let salt = parts.numbers.first().map(|number| SaltTag(number.to_le_bytes()));
             Request::Evict(parts.small[0], Whose { namespace: parts.text.clone(), salt }, parts.small[1] % 2 == 0)
         }
+        19 => Request::Pin(parts.small[0], Whose { namespace: parts.text.clone(), salt: None }, parts.small[1] % 2 == 0),
         _ => Request::Anchors(SentAnchors { stride: parts.small[0], last: parts.small[1], keys }),
     }
 }
@@ -98,6 +99,7 @@ fn answer(parts: &Parts) -> Answer {
         7 => Answer::Count(parts.number),
         8 => Answer::Stats(stats),
         9 => Answer::Anchors(Anchors { num_known: one, num_stored: two }),
+        11 => Answer::Pinned(Pinned { num_namespaces: 7, num_salts: 3, host_bytes: one.into(), disk_bytes: parts.number }),
         10 => Answer::GivenUp(GivenUp {
             num_namespaces: 7,
             num_chunks: parts.number,

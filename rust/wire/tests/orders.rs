@@ -12,7 +12,7 @@ use kvloft_core::ErrorKind;
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Prefix};
-use kvloft_wire::{GivenUp, Remote, RemoteConfig, Server, ServerConfig, Whose, evict};
+use kvloft_wire::{GivenUp, Pinned, Remote, RemoteConfig, Server, ServerConfig, Whose, evict, pin};
 
 fn engine(dir: &Path, nth: u8) -> Remote {
     Remote::open(RemoteConfig { namespace: [nth; 32], ..remote_config(dir) }).expect("a client")
@@ -139,4 +139,66 @@ fn engines_load_and_save_while_their_tenant_is_evicted() {
     drop(engines);
     server.close(LONG);
     assert_eq!(server.take_events().iter().filter(|event| event.contains("fail")).count(), 0);
+}
+
+/// Enough of others to fill the memory more than once.
+fn press(engine: &Remote, nth: u8) {
+    for seed in 100..140 {
+        save(engine, &chain(nth, None, false, seed));
+    }
+}
+
+#[test]
+fn a_pinned_tenant_outlasts_others_and_is_told() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let socket = socket(dir.path());
+    let error = pin(&socket, &whose("", Some("a")), true, LONG).expect_err("nothing is open");
+    assert!(error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("no such namespace open"), "{error}");
+    let one = engine(dir.path(), 1);
+    save(&one, &chain(1, Some("a"), false, 0));
+    let said = pin(&socket, &whose("", Some("a")), true, LONG).expect("done");
+    assert_eq!(said, Pinned { num_namespaces: 1, num_salts: 1, host_bytes: 6 * FRAME, disk_bytes: 0 });
+    save(&one, &chain(1, Some("a"), true, 1));
+    press(&one, 1);
+    assert_eq!([(false, 0), (true, 1)].map(|(lora, seed)| found(&one, &chain(1, Some("a"), lora, seed))), [6, 6]);
+    let stats = &server.status().namespaces[0].stats;
+    assert_eq!(["pinned", "kept_salts", "kept_host", "kept_disk"].map(|name| stat(stats, name)), [1, 1, 12, 0]);
+    assert_eq!(pin(&socket, &whose("01", Some("a")), false, LONG).expect("done").num_salts, 0);
+    press(&one, 1);
+    assert_eq!(found(&one, &chain(1, Some("a"), false, 0)), 0);
+    assert_eq!(stat(&server.status().namespaces[0].stats, "pinned"), 0);
+    let events = server.take_events().join("; ");
+    assert!(events.contains("pinned, as a person") && events.contains("pinned no more, as"), "{events}");
+}
+
+#[test]
+fn a_pinned_namespace_keeps_its_share_when_its_engines_are_gone() {
+    for (salt, off) in [(None, None), (Some("a"), None), (Some("a"), Some("a"))] {
+        let dir = tempfile::tempdir().expect("a directory");
+        let server = serve(dir.path());
+        let socket = socket(dir.path());
+        let one = engine(dir.path(), 1);
+        pin(&socket, &whose("01", salt), true, LONG).expect("done");
+        press(&one, 1);
+        drop(one);
+        until("it is gone", || server.status().engines().count() == 0);
+        let (num_slabs, other) = (|nth: u8| slabs(&server, nth), engine(dir.path(), 2));
+        until("the other has its half", || {
+            press(&other, 2);
+            num_slabs(2) == 8
+        });
+        (0..5).for_each(|_| press(&other, 2));
+        assert_eq!((num_slabs(1), num_slabs(2)), (8, 8), "and no more");
+        pin(&socket, &whose("01", off), false, LONG).expect("done");
+        until("the other has all", || {
+            press(&other, 2);
+            num_slabs(1) == 0
+        });
+    }
+}
+
+fn slabs(server: &Server, nth: u8) -> u32 {
+    let spaces = server.status().namespaces;
+    spaces.iter().find(|space| space.namespace == [nth; 32]).map_or(0, |space| space.num_slabs)
 }
