@@ -1,4 +1,4 @@
-"""`kvloft evict` over a real server: a tenant goes, for good, and its salt is told to nobody."""
+"""`kvloft evict` and `kvloft pin` over a real server: a tenant goes, for good, or stays; its salt is told to nobody."""
 
 import json
 import subprocess
@@ -142,3 +142,50 @@ def test_a_mistake_evicts_nothing(folder: Path, capsys: pytest.CaptureFixture[st
     (folder / "latin").write_bytes(b"\xe9")
     assert main(["evict", "--socket", "/nowhere", *(part.format(folder=folder) for part in argv)]) == 2
     assert said in capsys.readouterr().err
+
+
+def press(engine: _core.Session) -> None:
+    """Save more of others than host memory holds."""
+    for prompt in range(100):
+        chain = _core.KeyChain(_core.root_key(bytes([1] * 32), None, None), block_tokens=1)
+        chain.append_tokens([7, prompt, 1, 2, 3])
+        chunks, _ = engine.reserve(chain, 0, 5, 0, [4, 5, 6, 7, 8])
+        engine.settle(chunks.tickets())
+
+
+def test_a_pinned_tenant_stays_until_it_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    socket = str(folder / "run" / "kv.sock")
+    server = _core.Server(socket, host_bytes=64 * FRAME)
+    try:
+        engine = connect(socket)
+        for adapter, salt in ROOTS:
+            chunks, _ = engine.reserve(chain_of(1, adapter, salt), 0, 3, 0, [4, 5, 6])
+            engine.settle(chunks.tickets())
+        assert main(["pin", "--socket", socket, "--salt", SALT]) == 0
+        said = "1 salt is pinned in 1 namespace: 24 KiB of host memory and 0 B on disk\n"
+        assert capsys.readouterr().out == said
+        press(engine)
+        assert found(engine) == [0, 3, 3, 0]
+        assert main(["status", "--socket", socket]) == 0
+        assert "1 salt pinned: 24 KiB in memory, 0 B on disk" in capsys.readouterr().out
+        assert main(["pin", "--socket", socket, "--off", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"namespaces": 1, "salts": 0, "host_bytes": 0, "disk_bytes": 0}
+        press(engine)
+        assert found(engine) == [0, 0, 0, 0]
+        assert main(["pin", "--socket", socket, "--namespace", "0101"]) == 0
+        assert capsys.readouterr().out == "1 namespace pinned: without engines, too, a share of memory is kept\n"
+        assert main(["status", "--socket", socket]) == 0
+        assert "It is pinned: it keeps its share of memory without engines." in capsys.readouterr().out
+    finally:
+        server.close(0.0)
+
+
+def test_a_pin_of_nothing_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    socket = str(folder / "run" / "kv.sock")
+    assert main(["pin", "--socket", socket, "--salt", SALT]) == 1
+    assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")
+    _server = _core.Server(socket, host_bytes=64 * FRAME)
+    assert main(["pin", "--socket", socket, "--salt", SALT]) == 2
+    assert "has no such namespace open; say --namespace with one of its own: none" in capsys.readouterr().err
+    assert main(["pin", "--socket", socket, "--salt", ""]) == 2
+    assert "the salt is empty" in capsys.readouterr().err

@@ -74,6 +74,12 @@ def _print_namespace(space: dict[str, Any], status: dict[str, Any], console: Con
     queues = (str(stats["reads_pending"]), str(stats["disk_pending"]))
     tiers.add_row("disk", str(stats["disk_used"]), on_disk, *queues, "", str(stats["disk_evictions"]))
     console.print(tiers)
+    if stats["pinned"]:
+        kept = (size_text(stats[name] * frame_bytes) for name in ("kept_host", "kept_disk"))
+        held, on_disk_too = kept
+        salts = stats["kept_salts"]
+        what = f"{salts} salt{'s' if salts != 1 else ''} pinned: {held} in memory, {on_disk_too} on disk"
+        console.print(what if salts else "It is pinned: it keeps its share of memory without engines.", highlight=False)
     engines = Table("engine", "connected for", "reservations", "leases")
     for engine in space["engines"]:
         seconds = f"{engine['connected_ms'] / 1000:.0f} s"
