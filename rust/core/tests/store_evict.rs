@@ -101,7 +101,12 @@ impl Model {
             let before: BTreeSet<_> = self.host.keys().filter_map(|key| self.parents.get(key)).collect();
             let left = host.intersection(held).filter(|(key, _)| !before.contains(key));
             let num_in_use = num(left.count());
-            return Evicted { num_chunks: num(gone.len()), num_host: num(gone.len()), num_in_use, ..Evicted::default() };
+            return Evicted {
+                num_chunks: num(gone.len()),
+                num_host: num(gone.len()),
+                num_in_use,
+                ..Evicted::default()
+            };
         }
         self.host.retain(|key, life| !host.contains(&(*key, *life)));
         self.disk.retain(|key, life| !disk.contains(&(*key, *life)));
@@ -200,7 +205,8 @@ impl World {
             std::thread::yield_now();
         }
         let found = &chain.keys()[..self.model.lookup(chain.keys()).1 as usize];
-        let lives = found.iter().map(|key| (*key, self.model.host.get(key).or(self.model.disk.get(key)).copied().unwrap()));
+        let lives =
+            found.iter().map(|key| (*key, self.model.host.get(key).or(self.model.disk.get(key)).copied().unwrap()));
         let held: Vec<_> = lives.collect();
         self.model.host.extend(held.iter().copied());
         self.leases.push((lease, held));
@@ -343,8 +349,11 @@ fn namespaces_that_nobody_has_open_are_erased_on_disk() {
     }
     let chunks = || inspect(&settings.dir).unwrap().iter().map(|space| space.chunks).collect::<Vec<_>>();
     assert_eq!(chunks(), [30, 30]);
-    let erased = |num_namespaces, num_chunks| {
-        Erased { num_namespaces, num_chunks, num_bytes: num_chunks * FRAME as u64, is_cut_short: false }
+    let erased = |num_namespaces, num_chunks| Erased {
+        num_namespaces,
+        num_chunks,
+        num_bytes: num_chunks * FRAME as u64,
+        is_cut_short: false,
     };
     assert_eq!(erase_closed(&settings, None, "03", tag).unwrap(), erased(0, 0), "another namespace");
     assert_eq!(erase_closed(&settings, None, "0101", tag).unwrap(), erased(1, 12));

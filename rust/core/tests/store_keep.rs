@@ -195,8 +195,7 @@ fn keys_of(store: &Store, salt: usize) -> [BTreeSet<ChunkKey>; 2] {
 }
 
 fn run(disk: &Arc<MemoryDisk>, eviction: Eviction, steps: &[Step]) {
-    let store =
-        disk.open(&StoreConfig { disk: Some(disk_settings(48, 1)), ..config(FRAMES, 1, eviction) }, &[]);
+    let store = disk.open(&StoreConfig { disk: Some(disk_settings(48, 1)), ..config(FRAMES, 1, eviction) }, &[]);
     let mut kept = BTreeSet::new();
     for step in steps {
         let before: BTreeMap<_, _> = kept.iter().map(|salt| (*salt, keys_of(&store, *salt))).collect();
@@ -209,7 +208,11 @@ fn run(disk: &Arc<MemoryDisk>, eviction: Eviction, steps: &[Step]) {
             }
             Step::Keep { salt, is_kept } => {
                 store.keep(tag(SALTS[salt].unwrap()), is_kept).unwrap();
-                if is_kept { kept.insert(salt) } else { kept.remove(&salt) };
+                if is_kept {
+                    kept.insert(salt)
+                } else {
+                    kept.remove(&salt)
+                };
             }
             Step::Load { salt, prompt } => {
                 drop(store.acquire(&chain_of(SALTS[salt], prompt, 6)));
@@ -224,7 +227,9 @@ fn run(disk: &Arc<MemoryDisk>, eviction: Eviction, steps: &[Step]) {
         assert!(disk.flush(&store));
         store.check().unwrap();
         let after: BTreeMap<_, _> = kept.iter().map(|salt| (*salt, keys_of(&store, *salt))).collect();
-        let sum = |of: &BTreeMap<usize, [BTreeSet<_>; 2]>, tier: usize| -> usize { of.values().map(|found| found[tier].len()).sum() };
+        let sum = |of: &BTreeMap<usize, [BTreeSet<_>; 2]>, tier: usize| -> usize {
+            of.values().map(|found| found[tier].len()).sum()
+        };
         let num = |tier: usize| sum(&before, tier).max(sum(&after, tier)) as u64;
         for (salt, before) in before.iter().filter(|(salt, _)| kept.contains(*salt)) {
             let after = &after[salt];

@@ -4,9 +4,11 @@ use std::path::PathBuf;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
-use kvloft_core::store::DiskSettings;
 use kvloft_core::key::SaltTag;
-use kvloft_wire::{EngineStatus, GivenUp, NamespaceStatus, Patience, Pinned, ServerConfig, Status, Whose, evict, forget, pin, status};
+use kvloft_core::store::DiskSettings;
+use kvloft_wire::{
+    EngineStatus, GivenUp, NamespaceStatus, Patience, Pinned, ServerConfig, Status, Whose, evict, forget, pin, status,
+};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyList};
 
@@ -137,12 +139,8 @@ pub(crate) fn server_pin<'py>(
     let whose = Whose { namespace: namespace.to_owned(), salt: salt.map(SaltTag::of) };
     let done = py.detach(|| pin(&socket, &whose, on, timeout(timeout_s))).map_err(raise)?;
     let Pinned { num_namespaces, num_salts, host_bytes, disk_bytes } = done;
-    let numbers = [
-        ("namespaces", num_namespaces),
-        ("salts", num_salts),
-        ("host_bytes", host_bytes),
-        ("disk_bytes", disk_bytes),
-    ];
+    let numbers =
+        [("namespaces", num_namespaces), ("salts", num_salts), ("host_bytes", host_bytes), ("disk_bytes", disk_bytes)];
     numbers.into_py_dict(py)
 }
 

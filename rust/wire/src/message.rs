@@ -11,8 +11,8 @@ use kvloft_core::store::{Anchors, LeasedFrame, Lookup, Progress, Reservation, Ti
 use crate::bytes::{Reader, Writer};
 pub use crate::known::SentAnchors;
 use crate::known::anchors;
-pub use crate::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
 use crate::orders::{GivenUp, Pinned, Whose};
+pub use crate::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
 use crate::prefixes::{prefixes, ranges, write_ranges};
 use crate::tally::Counts;
 

@@ -92,7 +92,14 @@ pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
 impl Space {
     fn new(hello: &Hello) -> Self {
         let (store, opening) = (OnceLock::new(), Mutex::default());
-        Self { hello: hello.clone(), store, opening, num_seats: Mutex::new(0), pinned: Mutex::default(), tally: Tally::default() }
+        Self {
+            hello: hello.clone(),
+            store,
+            opening,
+            num_seats: Mutex::new(0),
+            pinned: Mutex::default(),
+            tally: Tally::default(),
+        }
     }
 
     pub(crate) fn store(&self) -> Option<&Arc<Store>> {
@@ -277,9 +284,7 @@ impl Namespaces {
         match (found.next(), found.next()) {
             (Some(one), None) => Ok(Some(Arc::clone(one))),
             (None, _) if all.is_empty() && prefix.is_empty() => Ok(None),
-            (first, _) => {
-                Err(self.none_of(if first.is_some() { "several namespaces" } else { "no such namespace" }))
-            }
+            (first, _) => Err(self.none_of(if first.is_some() { "several namespaces" } else { "no such namespace" })),
         }
     }
 

@@ -150,7 +150,9 @@ impl Shared {
         }
         let mut all = Pinned::default();
         for space in &spaces {
-            let Some(store) = space.store() else { return Err(self.namespaces.none_of("a namespace that is being opened")) };
+            let Some(store) = space.store() else {
+                return Err(self.namespaces.none_of("a namespace that is being opened"));
+            };
             match whose.salt {
                 Some(salt) => store.keep(salt, is_pinned)?,
                 None if !is_pinned => store.keep_none(),

@@ -74,9 +74,17 @@ fn request(parts: &Parts) -> Request<'_> {
         17 => Request::Forget(parts.small[0], parts.text.clone()),
         18 => {
             let salt = parts.numbers.first().map(|number| SaltTag(number.to_le_bytes()));
-            Request::Evict(parts.small[0], Whose { namespace: parts.text.clone(), salt }, parts.small[1] % 2 == 0)
+            Request::Evict(
+                parts.small[0],
+                Whose { namespace: parts.text.clone(), salt },
+                parts.small[1].is_multiple_of(2),
+            )
         }
-        19 => Request::Pin(parts.small[0], Whose { namespace: parts.text.clone(), salt: None }, parts.small[1] % 2 == 0),
+        19 => Request::Pin(
+            parts.small[0],
+            Whose { namespace: parts.text.clone(), salt: None },
+            parts.small[1].is_multiple_of(2),
+        ),
         _ => Request::Anchors(SentAnchors { stride: parts.small[0], last: parts.small[1], keys }),
     }
 }
@@ -99,7 +107,9 @@ fn answer(parts: &Parts) -> Answer {
         7 => Answer::Count(parts.number),
         8 => Answer::Stats(stats),
         9 => Answer::Anchors(Anchors { num_known: one, num_stored: two }),
-        11 => Answer::Pinned(Pinned { num_namespaces: 7, num_salts: 3, host_bytes: one.into(), disk_bytes: parts.number }),
+        11 => {
+            Answer::Pinned(Pinned { num_namespaces: 7, num_salts: 3, host_bytes: one.into(), disk_bytes: parts.number })
+        }
         10 => Answer::GivenUp(GivenUp {
             num_namespaces: 7,
             num_chunks: parts.number,

@@ -76,7 +76,8 @@ fn host_memory_alone_is_given_up_where_a_person_says_so() {
     assert!(one.flush(LONG));
     let lease = one.acquire(Prefix::from(&chain(1, None, false, 1)));
     let said = evict(&socket(dir.path()), &whose("01", None), true, LONG).expect("done");
-    let wanted = GivenUp { num_namespaces: 1, num_chunks: 6, host_bytes: 6 * FRAME, num_in_use: 1, ..GivenUp::default() };
+    let wanted =
+        GivenUp { num_namespaces: 1, num_chunks: 6, host_bytes: 6 * FRAME, num_in_use: 1, ..GivenUp::default() };
     assert_eq!((said, one.frames(lease).len()), (wanted, 6), "what is loaded now stays");
     assert_eq!(stat(&server.status().namespaces[0].stats, "evicted"), 6);
     assert_eq!(found(&one, &chain(1, Some("a"), false, 0)), 6, "it is on disk");
@@ -154,7 +155,10 @@ fn a_pinned_tenant_outlasts_others_and_is_told() {
     let server = serve(dir.path());
     let socket = socket(dir.path());
     let error = pin(&socket, &whose("", Some("a")), true, LONG).expect_err("nothing is open");
-    assert!(error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("no such namespace open"), "{error}");
+    assert!(
+        error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("no such namespace open"),
+        "{error}"
+    );
     let one = engine(dir.path(), 1);
     save(&one, &chain(1, Some("a"), false, 0));
     let said = pin(&socket, &whose("", Some("a")), true, LONG).expect("done");

@@ -205,12 +205,7 @@ impl State {
 
 /// Erases what hangs on roots of a salt in those namespaces of a disk directory that no store has open: of names, in hex, that begin
 /// with `prefix`. `pool` is that of the stores, if there is one. `Io` if the directory cannot be listed.
-pub fn erase_closed(
-    settings: &DiskSettings,
-    pool: Option<&Arc<Pool>>,
-    prefix: &str,
-    salt: SaltTag,
-) -> Result<Erased> {
+pub fn erase_closed(settings: &DiskSettings, pool: Option<&Arc<Pool>>, prefix: &str, salt: SaltTag) -> Result<Erased> {
     let root = pool.map_or_else(DiskRoot::shared, |pool| Arc::clone(&pool.disk));
     disk::erase(&settings.dir, settings.cap_bytes, &root, prefix, |key| SaltTag::of_root(key) == Some(salt))
 }

@@ -12,8 +12,8 @@ use rustc_hash::FxHashMap;
 use super::Store;
 use super::state::State;
 use crate::evict::ChunkId;
-use crate::index::{Entry, OwnerId};
 use crate::evict::Policy;
+use crate::index::{Entry, OwnerId};
 use crate::key::SaltTag;
 use crate::{Error, ErrorKind, Result};
 
@@ -98,11 +98,19 @@ impl Owners {
             let message = format!("{MAX_KEPT} salts of this namespace are pinned, which is the most; unpin some");
             return Err(Error::new(ErrorKind::InvalidConfig, message));
         }
-        if is_kept || self.find(tag).is_some() {
+        if is_kept {
             let id = self.find_or_add(Some(tag));
-            self.change(id, |owner| owner.is_kept = is_kept);
+            self.change(id, |owner| owner.is_kept = true);
+        } else {
+            self.unkeep(tag);
         }
         Ok(())
+    }
+
+    fn unkeep(&mut self, tag: SaltTag) {
+        if let Some(id) = self.find(tag) {
+            self.change(id, |owner| owner.is_kept = false);
+        }
     }
 
     fn is_kept(&self, id: OwnerId) -> bool {
@@ -136,7 +144,9 @@ impl Owners {
             owner.num_disk += u32::from(entry.disk.place().is_some());
         }
         let mut kept = Kept::default();
-        counted.iter().for_each(|owner| kept.count(owner, true));
+        for owner in &counted {
+            kept.count(owner, true);
+        }
         let is_used = |owner: &&Owner| owner.tag.is_some() && (owner.num_entries > 0 || owner.is_kept);
         let num_used = counted.iter().filter(is_used).count();
         counted == self.all && kept == self.kept && self.by_tag.len() == num_used
@@ -219,8 +229,11 @@ impl Store {
     /// Keeps nothing any more.
     pub fn keep_none(&self) {
         self.inner.with_books(|state| {
-            let kept: Vec<_> = state.owners.all.iter().filter(|owner| owner.is_kept).filter_map(|owner| owner.tag).collect();
-            kept.into_iter().for_each(|tag| drop(state.owners.keep(tag, false)));
+            let kept: Vec<_> =
+                state.owners.all.iter().filter(|owner| owner.is_kept).filter_map(|owner| owner.tag).collect();
+            for tag in kept {
+                state.owners.unkeep(tag);
+            }
         });
     }
 
