@@ -281,6 +281,26 @@ fn many_chunks_go_in_slices() {
     }
 }
 
+/// The walk comes to it from below first, and then by itself, for its entry is behind that of its child.
+#[test]
+fn a_chunk_in_use_counts_once() {
+    let store = Store::open(&config(16, 1, Eviction::Lru)).unwrap();
+    let chain = |salt, num_blocks: u32| {
+        let mut chain = KeyChain::new(root_key(&[7; 32], None, Some(salt)).unwrap(), 1).unwrap();
+        chain.append_tokens(&(0..num_blocks).collect::<Vec<_>>()).unwrap();
+        chain
+    };
+    let save = |salt, num: u32| save(&store, &arena_of(&store), &chain(salt, num), range(0, num, 0));
+    assert_eq!((save(SALTS[0], 6), save(SALTS[1], 6)), (6, 6));
+    for nth in [0, 1] {
+        store.evict(of_salt(Some(nth), false), soon()); // the places of the second are taken first
+    }
+    assert_eq!(save(SALTS[0], 12), 12);
+    let lease = store.acquire(&chain(SALTS[0], 6));
+    let said = store.evict(of_salt(Some(0), true), soon());
+    assert_eq!((said.num_chunks, said.num_in_use, lease.frames().len()), (6, 1, 6));
+}
+
 /// What a worker fills meanwhile is not visible afterwards.
 #[test]
 fn a_save_under_way_comes_to_nothing() {
