@@ -348,6 +348,29 @@ fn a_disk_that_does_not_answer_is_told() {
 }
 
 #[test]
+fn a_disk_that_is_opened_later_is_told() {
+    let disk = MemoryDisk::new(64);
+    let config = StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, 1, Eviction::Lru) };
+    let store = disk.open(&config, &[]);
+    save(&store, &arena_of(&store), &chain_of(1, 0), range(0, 6, 0));
+    assert!(disk.flush(&store));
+    drop(store);
+    disk.fail_opens.store(true, std::sync::atomic::Ordering::SeqCst);
+    let store = disk.open(&config, &disk.entries());
+    let evict = || store.evict(of_salt(Some(0), false), soon());
+    assert_eq!(evict(), Evicted { is_cut_short: true, ..Evicted::default() });
+    // It is open before the walk is over, or while that waits for the disk: what it holds was not walked.
+    disk.fail_opens.store(false, std::sync::atomic::Ordering::SeqCst);
+    disk.wait(1);
+    let deadline = soon();
+    while evict().is_cut_short {
+        assert!(Instant::now() < deadline, "it is never opened");
+        disk.wait(1);
+    }
+    assert!(disk.chunks().is_empty(), "it was said that nothing is left");
+}
+
+#[test]
 fn namespaces_that_nobody_has_open_are_erased_on_disk() {
     let dir = tempfile::tempdir().unwrap();
     let settings = DiskSettings { dir: dir.path().join("disk"), cap_bytes: 1 << 20, ..disk_settings(64, 1) };

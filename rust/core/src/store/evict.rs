@@ -85,6 +85,8 @@ struct Walk {
     next: u32,
     /// Where to go on upwards, if the entry still is what it was.
     above: Option<(ChunkId, u32)>,
+    /// What the disk holds was not known yet.
+    is_blind: bool,
 }
 
 impl Store {
@@ -104,7 +106,7 @@ impl Store {
                 _ => return self.evicted_since(before, true),
             }
         }
-        let is_erased = what.is_host_only || self.wait_erased(deadline);
+        let is_erased = what.is_host_only || !walk.is_blind && self.wait_erased(deadline);
         self.evicted_since(before, !is_erased)
     }
 
@@ -138,6 +140,7 @@ impl State {
         if self.is_forgetting() || (!self.disk.found.is_empty() && self.recover_some()) {
             return false;
         }
+        walk.is_blind |= self.disk.is_recovering();
         let owner = match what.salt.map(|tag| self.owners.find(tag)) {
             Some(None) => return true,
             Some(found) => found,
