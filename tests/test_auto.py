@@ -171,14 +171,31 @@ def test_a_running_engine_replaces_a_server_that_is_killed(host: Host) -> None:
         assert "Z" not in states
 
 
-def test_an_engine_is_told_that_the_running_servers_sizes_count(host: Host) -> None:
+def test_an_engine_is_told_which_of_its_settings_the_running_server_has_not(host: Host) -> None:
     lines_until_ready(host.start())
-    said = lines_until_ready(host.start(host_size="2MiB", disk_path=str(host.folder / "disk"), disk_size="8MiB"))
-    assert [line for line in said if "is not used" in line] == [
-        f"kvloft: host_size = 2MiB is not used: the server at unix:{host.socket} was started with 1MiB",
-        f"kvloft: disk_size = 8MiB is not used: the server at unix:{host.socket} was started with 0",
-    ]
-    assert lines_until_ready(host.start()) == [], "the same sizes are no news"
+    disk = str(host.folder / "disk")
+    (said,) = lines_until_ready(
+        host.start(host_size="2MiB", disk_path=disk, disk_size="8MiB", eviction="lru", server_linger="2min")
+    )
+    assert said == (
+        f"kvloft: settings of this engine are not used, for the server at unix:{host.socket} was started with others: "
+        f"host_size = 2MiB here and 1MiB there, disk_path = {disk} here and (none) there, eviction = lru here and adaptive there, "
+        "server_linger = 120s here and 1s there"
+    )
+    assert lines_until_ready(host.start()) == [], "the same settings are no news"
+
+
+def test_a_size_without_a_unit_is_not_asked_about_by_the_server_too(host: Host) -> None:
+    (said,) = lines_until_ready(host.start(host_size="32000"))
+    assert "started a server" in said
+
+
+def test_the_size_of_a_disk_is_compared_where_both_have_one(host: Host) -> None:
+    disk = str(host.folder / "disk")
+    lines_until_ready(host.start(disk_path=disk, disk_size="8MiB"))
+    (said,) = lines_until_ready(host.start(disk_path=disk))
+    assert said.endswith("was started with others: disk_size = 64GiB here and 8MiB there")
+    assert lines_until_ready(host.start()) == [], "it asks for no disk"
 
 
 def of_others(folder: Path) -> None:

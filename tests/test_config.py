@@ -19,7 +19,7 @@ GOOD = {
     "save": st.sampled_from(["all", "prompt"]),
     "eviction": st.sampled_from(["adaptive", "lru"]),
     "on_pause": st.sampled_from(["keep", "clear"]),
-    "kv_groups": st.sampled_from(["one", "all"]),
+    "kv_groups": st.sampled_from(["auto", "one", "all"]),
     "disk_threads": st.integers(1, 64),
     "server_timeout": st.integers(0, 3600).map(lambda s: f"{s}s"),
     "load_timeout": st.integers(0, 3600) | st.integers(0, 3600).map(lambda s: f"{s}s"),

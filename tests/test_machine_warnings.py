@@ -22,6 +22,23 @@ def test_what_fits_is_silent_and_makes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.parametrize(("size", "is_odd"), [(32000, True), ("4096", True), ("0.5e6", None), ("32000B", False), ("8KiB", False)])
+@pytest.mark.parametrize("server", [None, "auto"])
+def test_a_small_size_without_a_unit_is_asked_about(size: object, is_odd: bool | None, server: str | None) -> None:
+    if is_odd is None:
+        with pytest.raises(ConfigError):
+            load_config({"host_size": size}, {})
+        return
+    found = warnings(load_config({"host_size": size, "server": server}, {}))
+    assert [text.split("; ")[1] for text in found] == ([f"did you mean {size}MiB?"] if is_odd else [])
+
+
+def test_a_megabyte_without_a_unit_is_none_of_them_nor_one_that_a_stronger_source_replaced() -> None:
+    assert warnings(load_config({"host_size": 1 << 20}, {})) == []
+    assert warnings(load_config({"host_size": "1MiB"}, {"KVLOFT_HOST_SIZE": "32000"})) == []
+    assert warnings(load_config({"server": "/a.sock"}, {"KVLOFT_HOST_SIZE": "32000"})) == [], "it is the server's"
+
+
 def test_more_host_memory_than_there_is(tmp_path: Path) -> None:
     (text,) = said(host_size="900TiB")
     assert text.startswith("host_size = 900TiB is more than this machine's memory")

@@ -27,6 +27,9 @@ def namespace_digest(fields: Sequence[tuple[str, str]]) -> bytes:
 def root_key(namespace: bytes, adapter: tuple[str, str] | None, cache_salt: str | None) -> bytes:
     """The 32-byte key of the empty prefix. ``adapter`` is (name, path-or-id) of a LoRA."""
 
+def first_of_each(keys: list[Any], values: list[Any]) -> list[tuple[Any, Any]]:
+    """(key, value[0]) of those whose value is neither None nor empty, in their order; ``ConfigError`` for lists of two lengths."""
+
 @final
 class KeyChain:
     """Keys of one request's prefix, one per block, extended as tokens arrive.
@@ -248,7 +251,8 @@ class Server:
 
     Memory is taken for the first engine. Each namespace has chunks, slabs of the memory and a folder of its own on disk; those with
     engines share the memory equally, but for ``shares``: percent by how a namespace's name in hex begins. Raises BusyError
-    where another server has the socket, ConfigError where its directory is not private or the shares are wrong.
+    where another server has the socket, ConfigError where its directory is not private or the shares are wrong. ``settings``: what
+    `server_status` says of it, for people.
     """
 
     def __new__(
@@ -262,6 +266,7 @@ class Server:
         disk_threads: int = 2,
         max_connections: int = 64,
         shares: list[tuple[str, int]] | None = None,
+        settings: dict[str, str] | None = None,
     ) -> Server: ...
     def status(self) -> dict[str, Any]:
         """As `server_status`."""
@@ -272,8 +277,9 @@ class Server:
 
 def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """What the server at ``socket`` does now: host_bytes, slab_bytes (both 0 before the first engine), stats (its counters and
-    gauges by name) and namespaces: each namespace (32 bytes), description, frame_bytes, slabs (how many it has), stats (of its
-    store) and engines (each pid, connected_ms, reservations, leases).
+    gauges by name), settings (what it was started with, as text by name) and namespaces: each namespace (32 bytes), description,
+    frame_bytes, slabs (how many it has), stats (of its store, with share_percent where that is set) and engines (each pid,
+    connected_ms, reservations, leases).
 
     Raises StoreError where nobody answers in time, ConfigError where the server refuses to.
     """

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from kvloft import _core
-from kvloft.config import Config, format_size, server_environment
+from kvloft.config import FROM_DEFAULT, Config, describe, server_environment
 from kvloft.errors import MAY_PASS, ConfigError
 
 START_TIMEOUT_S: Final = 30.0
@@ -108,14 +108,14 @@ def _ensure(config: Config, logger: logging.Logger) -> None:
 def _command(config: Config, log: Path) -> list[str]:
     told = {
         "socket": _path(config),
-        "host-size": str(config.host_size),
+        "host-size": f"{config.host_size}B",
         "eviction": config.eviction,
         "disk-threads": str(config.disk_threads),
         "linger": f"{config.server_linger:g}s",
         "background": str(log),
     }
     if config.disk_path is not None:
-        told |= {"disk-path": config.disk_path, "disk-size": str(config.disk_size)}
+        told |= {"disk-path": config.disk_path, "disk-size": f"{config.disk_size}B"}
     argv = [sys.executable, "-P", "-m", "kvloft.cli", "serve"]
     return argv + [f"--{name}={value}" for name, value in told.items()]
 
@@ -123,15 +123,15 @@ def _command(config: Config, log: Path) -> list[str]:
 def _tell_differences(config: Config, logger: logging.Logger) -> None:
     """Only the settings of the engine that starts a server count."""
     with contextlib.suppress(_core.StoreError):
-        stats = _core.server_status(_path(config))["stats"]
-        asked_for = [
-            ("host_size", config.host_size, stats["server_host_bytes"], "host_size" in config.origins),
-            ("disk_size", config.disk_bytes, stats["server_disk_bytes"], config.disk_path is not None),
+        its = _core.server_status(_path(config))["settings"]
+        differences = [
+            f"{key} = {own} here and {its[key]} there"
+            for key, own, origin in describe(config)
+            if its.get(key, own) != own and (origin != FROM_DEFAULT or (key == "disk_size" and config.disk_path is not None))
         ]
-        for name, own, its, is_set in asked_for:
-            if is_set and own != its:
-                text = "kvloft: %s = %s is not used: the server at unix:%s was started with %s"
-                logger.warning(text, name, format_size(own), _path(config), format_size(its))
+        if differences:
+            text = "kvloft: settings of this engine are not used, for the server at unix:%s was started with others: %s"
+            logger.warning(text, _path(config), ", ".join(differences))
 
 
 def _path(config: Config) -> str:

@@ -178,13 +178,15 @@ class Config:
     disk_threads: int = _set(2, _THREADS)
     load_timeout: float = _set(10.0, _TIME)
     on_pause: Literal["keep", "clear"] = _set("keep", _choice("keep", "clear"))
-    kv_groups: Literal["one", "all"] = _set("one", _choice("one", "all"))
+    kv_groups: Literal["auto", "one", "all"] = _set("auto", _choice("auto", "one", "all"))
     gpu_copies: Literal["kernels", "torch"] = _set("kernels", _choice("kernels", "torch"))
     staging_size: int = _set(80 << 20, _size(1 << 20, 1 << 30))
     server: str | None = _set(None, _SERVER)
     server_timeout: float = _set(0.005, _TIME)
     server_linger: float = _set(300.0, _TIME)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
+    bare_sizes: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """Sizes that were given without a unit."""
 
     @property
     def socket(self) -> str | None:
@@ -218,10 +220,14 @@ def load_config(
     layers = [_from_file(environ), _from_environ(environ), _from_mapping(extra or {}, extra_origin)]
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
+    bare_sizes: dict[str, int] = {}
     for layer in layers:  # weakest first; every layer is checked, also where a stronger one wins
         for key, (raw, origin) in layer.items():
-            values[key] = _parse(key, raw, origin)
+            values[key] = value = _parse(key, raw, origin)
             origins[key] = origin
+            bare_sizes.pop(key, None)
+            if KEYS[key] is _SIZE and isinstance(value, int) and not _quantity(raw)[1]:
+                bare_sizes[key] = value
     if "disk_size" in values and values.get("disk_path") is None:
         size = KEYS["disk_size"].show(values["disk_size"])
         raise ConfigError(
@@ -232,7 +238,7 @@ def load_config(
         raise ConfigError(
             f"{misplaced[0]} ({FROM_EXTRA}) does nothing with server: give it to `kvloft serve`, or leave server out."
         )
-    return Config(**values, origins=origins)  # type: ignore[arg-type]  # each value was checked by its Kind
+    return Config(**values, origins=origins, bare_sizes=bare_sizes)  # type: ignore[arg-type]  # each value was checked by its Kind
 
 
 def describe(config: Config) -> list[tuple[str, str, str]]:

@@ -6,9 +6,13 @@ It changes nothing and makes no directory. It must not know vLLM or the store.
 import os
 import shutil
 from pathlib import Path
+from typing import Final
 
-from kvloft.config import Config, format_size, size_text
+from kvloft.config import AUTO, Config, format_size, size_text
 from kvloft.errors import ConfigError
+
+SMALL: Final = 1 << 20
+"""A size below this is hardly meant in bytes."""
 
 
 def refuse_impossible(config: Config) -> None:
@@ -38,13 +42,21 @@ def refuse_here(config: Config) -> None:
 def warnings(config: Config) -> list[str]:
     """One sentence for each setting that this machine may not have room or rights for."""
     if config.server is not None:
-        return []  # the memory and the disk are the server's, which looks itself
-    found = [_memory(config.host_size)]
+        return _bare(config) if config.server == AUTO else []  # the memory and the disk are the server's, which looks itself
+    found = [*_bare(config), _memory(config.host_size)]
     if config.disk_path is not None:
         path = Path(config.disk_path)
         rights = _rights(path)
         found += [rights] if rights is not None else [_others(path), _room(path, config.disk_size), _company(path)]
     return [text for text in found if text is not None]
+
+
+def _bare(config: Config) -> list[str]:
+    return [
+        f"{key} = {size} ({config.origin(key)}) has no unit, so it is in bytes; did you mean {size}MiB?"
+        for key, size in config.bare_sizes.items()
+        if size < SMALL
+    ]
 
 
 def _nearest(path: Path) -> Path:

@@ -150,7 +150,7 @@ def test_answers_differ_by_rounding_only_where_two_tokens_are_as_good(tokens: li
     assert {name: getattr(found, name) for name in ("equal", "near", "wrong")} == {"equal": 0, "near": 0, "wrong": 0, kind: 1}
 
 
-def report(**changes: dict[str, Any]) -> dict[str, Any]:
+def report(extra: dict[str, str] | None = None, /, **changes: dict[str, Any]) -> dict[str, Any]:
     """Of a run in which all went well, but for ``changes`` of a pass's answer or of an engine's facts."""
     good = {"host": {"host": 16}, "disk": {"disk": 16}}
     names = ("plain", "own", "cold", "host", "fork", "disk", "reset")
@@ -159,7 +159,7 @@ def report(**changes: dict[str, Any]) -> dict[str, Any]:
     starts = [{"event": "started", "facts": facts | changes.get(name, {})} for name in ("alone", "with kvloft")]
     return make_report(
         [("alone", [starts[0], *told[:2]], None), ("with kvloft", [starts[1], *told[2:]], None)],
-        {"model": "m", "extra": {}, "ignored": []},
+        {"model": "m", "extra": extra or {}, "ignored": []},
     )
 
 
@@ -188,7 +188,7 @@ def test_each_thing_that_is_missing_is_said(changes: dict[str, Any], missing: st
 
 
 def test_more_gpu_memory_for_a_request_is_a_remark_with_the_setting_that_helps() -> None:
-    found = report(**{"with kvloft": {"request_bytes": 4 << 20}})
+    found = report({"kv_groups": "one"}, **{"with kvloft": {"request_bytes": 4 << 20}})
     assert found["served"]
     assert "a request of 100 tokens takes 4 MiB of GPU KV memory with kvloft, 1 MiB without" in found["remarks"][0]
-    assert '--extra \'{"kv_groups": "all"}\'' in found["remarks"][1]
+    assert "leave kv_groups at auto" in found["remarks"][1]

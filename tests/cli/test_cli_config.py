@@ -1,6 +1,7 @@
 """`kvloft config`: what a person and a script read, and how mistakes end."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -59,14 +60,26 @@ def test_a_file_as_disk_path_is_refused(capsys: pytest.CaptureFixture[str], tmp_
     assert main(["config", "--extra", json.dumps({"disk_path": str(tmp_path / "not" / "yet")})]) == 0
 
 
-def test_more_memory_than_the_machine_has_is_a_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_no_engine_starts_the_status_is_2(capsys: pytest.CaptureFixture[str]) -> None:
     for flags in ([], ["--json"]):
-        assert main(["config", *flags, "--extra", '{"host_size": "900TiB"}']) == 0
-        captured = capsys.readouterr()
-        assert captured.err.startswith("kvloft: warning: host_size = 900TiB is more than this machine's memory of ")
-        assert captured.err.count("\n") == 1
+        for extra, text in (
+            ('{"host_size": "900TiB"}', "kvloft: host_size = 900TiB is more than this machine's memory of "),
+            ('{"disk_path": "/proc/nope"}', "kvloft: disk_path = /proc/nope cannot be made or written here"),
+        ):
+            assert main(["config", *flags, "--extra", extra]) == 2
+            captured = capsys.readouterr()
+            assert captured.out == ""
+            assert captured.err.startswith(text)
+            assert captured.err.count("\n") == 1
         assert main(["config", *flags, "--extra", '{"host_size": "4KiB"}']) == 0
         assert capsys.readouterr().err == ""
+
+
+def test_a_warning_is_no_refusal(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--extra", '{"host_size": "32000"}']) == 0
+    assert capsys.readouterr().err == (
+        "kvloft: warning: host_size = 32000 (kv_connector_extra_config) has no unit, so it is in bytes; did you mean 32000MiB?\n"
+    )
 
 
 def test_what_only_an_engine_can_check_is_said(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +94,20 @@ def test_help_is_written_for_people(capsys: pytest.CaptureFixture[str], command:
         main([*command, "--help"])
     assert exit_.value.code == 0
     assert "`" not in capsys.readouterr().out
+
+
+COMMANDS = ["config", "check", "serve", "status", "top", "clear", "inspect", "verify", "bench"]
+
+
+@pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["bench", "copy"]])
+def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main([*command, "--help"])
+    out = capsys.readouterr().out
+    assert [line for line in out.splitlines() if len(line) > 80] == []
+    if not command:
+        assert re.findall(r"^    (\w+)", out, re.MULTILINE) == COMMANDS, "the list above is all"
 
 
 def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:

@@ -32,7 +32,10 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
         first = process.stdout.readline()
         assert f"serves at unix:{socket}: host 1 MiB, disk {disk} up to 1 MiB" in first
         assert main(["status", "--socket", str(socket)]) == 0
-        assert "No engine has connected yet" in capsys.readouterr().out
+        assert capsys.readouterr().out == (
+            f"The server at unix:{socket} has host memory up to 1 MiB, disk {disk} up to 1 MiB.\n"
+            "No engine has connected yet, so no memory is taken.\n"
+        )
         engine = _core.Session.connect(str(socket), frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
         chain = _core.KeyChain(bytes(32), block_tokens=1)
         chain.append_tokens([1, 2, 3])

@@ -1,5 +1,6 @@
 """`kvloft serve --metrics`, `kvloft top` and examples/deploy: against a real server, and by the tools that will read them."""
 
+import io
 import json
 import os
 import re
@@ -18,8 +19,10 @@ from rich.console import Console
 
 from kvloft import _core
 from kvloft.cli import metrics, top
+from kvloft.cli import status as status_command
 from kvloft.cli.__main__ import main
 from kvloft.cli.hits import hit_rate
+from kvloft.cli.tables import count_text
 from kvloft.errors import ConfigError
 
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
@@ -187,8 +190,54 @@ def test_hit_rates_are_told_of_each_engine_and_of_all(socket: str, capsys: pytes
     drawn = Console(width=150, record=True)
     drawn.print(top.picture(_core.server_status(socket), {}, before))
     (of_all,) = [line for line in drawn.export_text().splitlines() if "all so far" in line]
-    assert [cell.strip() for cell in of_all.split("│")[2:-1]] == ["3", "10", "8", "80.0%", "100.0%", "3", "3"]
+    assert of_all.split()[3:] == ["3", "10", "8", "80.0%", "100.0%", "3", "3"]
     other.close()
+
+
+def test_shares_are_shown_where_they_are_set(capsys: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        path = f"{folder}/run/kv.sock"
+        with closing(_core.Server(path, host_bytes=1 << 20, shares=[("01", 25)])):
+            engines = [_core.Session.connect(path, frame_bytes=4096, namespace=bytes([n] * 32), timeout_s=60.0) for n in (1, 2)]
+            for command in (["status"], ["top", "--count", "1"]):
+                assert main([*command, "--socket", path]) == 0
+                titles = [line for line in capsys.readouterr().out.splitlines() if "host memory" in line]
+                assert [title.endswith(" host memory, share 25%") for title in titles] == [True, False]
+            assert [engine.stats()["frames_share"] for engine in engines] == [64, 192]
+            for engine in engines:
+                engine.close()
+
+
+def test_large_numbers_fit_80_columns_and_both_commands_use_the_same_words(socket: str) -> None:
+    status = _core.server_status(socket)
+    (space,) = status["namespaces"]
+    space["stats"] = dict.fromkeys(space["stats"], 999_999) | {"disk_broken": 1, "share_percent": 100}
+    space["slabs"] = 1 << 22
+    (engine,) = space["engines"]
+    space["engines"] = [dict.fromkeys(engine, 999_999) | {"pid": 4_194_304}]
+    rates = {space["namespace"]: dict.fromkeys(top.RATES, 1_234_567.0)}
+    none = dict.fromkeys(COUNTS, 0)
+    before = status | {"namespaces": [space | {"stats": none, "engines": [none | {"pid": 4_194_304}]}]}
+    consoles = [Console(width=80, record=True, file=io.StringIO()) for _ in range(2)]
+    consoles[0].print(top.picture(status, rates, before))
+    status_command._print(status | {"namespaces": [space | {"namespace": "00" * 32}]}, socket, consoles[1])
+    heads = []
+    for console in consoles:
+        lines = [line.rstrip() for line in console.export_text().splitlines()]
+        assert not any("…" in line or len(line) > 80 for line in lines)
+        rows = [line.split()[0] for line in lines if line.startswith(("host", "disk", "process", "all"))]
+        assert rows == ["host", "disk", "process", "process", "all"], "each row is one line"
+        heads.append([line.replace(" now", "").split() for line in lines if line.startswith(("tier", "engine", "chunks"))])
+    assert heads[0] == heads[1]
+    assert len(heads[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [(0, "0"), (999_999, "999,999"), (1_000_000, "1 M"), (1_234_567, "1.23 M"), (999_600_000, "1 G"), (10**14, "100 T")],
+)
+def test_a_count_is_short(number: int, text: str) -> None:
+    assert count_text(number) == text
 
 
 def test_a_hit_rate_is_of_the_time_between_and_of_one_server() -> None:

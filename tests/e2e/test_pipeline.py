@@ -72,7 +72,7 @@ def test_two_stages_save_and_load_their_layers_from_host_and_from_disk(
     assert ask(others, truth, requests) == [0] * 3, "stages of other layers have frames of their own"
 
 
-@pytest.mark.parametrize("kv_groups", ["one", "all"])
+@pytest.mark.parametrize("kv_groups", ["one", "auto"])
 def test_what_one_stage_cannot_load_is_computed_by_all(
     kv_groups: str, start: Callable[..., Engine], model: Path, truth: Truth
 ) -> None:

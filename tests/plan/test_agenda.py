@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvloft.plan import agenda
 from kvloft.plan.agenda import Agenda
-from kvloft.plan.tracker import NEVER
+from kvloft.plan.tracker import NEVER, NOT_LOOKED
 from kvloft.seam.ids import ReqId
 
 BLOCK = 4
@@ -30,7 +30,7 @@ def test_due_are_those_whose_frontier_has_reached_what_was_put_down(seed: int, o
     for _ in range(60):
         if not computed or rng.random() < odd:
             name = ReqId(str(next(names)))
-            computed[name], due_at[name] = rng.randrange(40), rng.choice([NEVER, 1 << 63, rng.randrange(60)])
+            computed[name], due_at[name] = rng.randrange(40), rng.choice([NEVER, NOT_LOOKED, rng.randrange(60)])
         if len(computed) > 1 and rng.random() < odd:
             del computed[rng.choice(list(computed))]
         if rng.random() < odd:

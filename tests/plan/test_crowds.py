@@ -208,6 +208,23 @@ def test_those_who_wait_pin_half_of_host_memory_and_none_gets_zero_before_its_tu
     engine.core.close()
 
 
+def test_those_who_wait_pin_half_of_what_is_the_stores_in_a_shared_arena() -> None:
+    engine, requests = on_disk(12, num_frames=24, local_cache=False)
+    engine.core.count_on(100)
+    ask(engine, requests)
+    assert pinned_frames(engine) == 12, "there are no more"
+    engine.core._queue.clear()
+    engine.core.count_on(16)
+    for _ in range(4):
+        assert ask(engine, requests) == [None] * 12
+        assert pinned_frames(engine) == 8
+    engine.core.count_on(0)
+    for _ in range(4):
+        assert ask(engine, requests) == [None] * 12
+        assert pinned_frames(engine) >= 4, "the first always may"
+    engine.core.close()
+
+
 def test_the_first_in_the_queue_may_pin_more_than_half() -> None:
     engine, requests = on_disk(2, num_frames=6, local_cache=False)
     assert ask(engine, requests) == [None] * 2

@@ -41,7 +41,7 @@ BY_NAME_AND_MODULE = pytest.mark.parametrize("how", [{}, {"kv_connector_module_p
 def test_a_wrong_setting_is_told_when_vllm_asks_whether_the_hybrid_manager_may_run(factory: Any, how: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"host_sze.*did you mean host_size"):
         factory.supports_hma_config(transfer(kv_connector_extra_config={"host_sze": "1GiB"}, **how))
-    assert factory.supports_hma_config(transfer(kv_connector_extra_config={"host_size": "1GiB"}, **how)) is False
+    assert factory.supports_hma_config(transfer(kv_connector_extra_config={"host_size": "1GiB", "kv_groups": "one"}, **how)) is False
 
 
 def test_what_this_machine_cannot_do_is_told_then_too(factory: Any) -> None:
@@ -71,9 +71,9 @@ def test_a_wrong_environment_variable_is_told_and_a_wrong_file_too(
 
 
 def test_what_was_right_at_start_is_not_read_again(factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert factory.get_connector_class(transfer()) is KVLoftConnector
+    assert issubclass(factory.get_connector_class(transfer()), KVLoftConnector)
     monkeypatch.setenv("KVLOFT_HOST_SZE", "1GiB")
-    assert factory.get_connector_class(transfer()) is KVLoftConnector
+    assert issubclass(factory.get_connector_class(transfer()), KVLoftConnector)
 
 
 def test_other_connectors_are_none_of_our_business(factory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,7 +98,7 @@ def test_it_is_wrapped_once_and_passes_on_what_it_is_given() -> None:
     wrapped: Any = Factory.get_connector_class
     assert not hasattr(wrapped.__wrapped__, "kvloft_wraps")
     given = SimpleNamespace(kv_connector_extra_config=None)
-    assert Factory().get_connector_class(given, 1, more=2) is KVLoftConnector
+    assert issubclass(Factory().get_connector_class(given, 1, more=2), KVLoftConnector)
     assert calls == [((1,), {"more": 2})]
 
 
@@ -110,9 +110,16 @@ def test_a_factory_that_looks_up_in_another_way_is_left_alone() -> None:
     assert "get_connector_class" not in vars(Factory)
 
 
-def test_several_groups_are_asked_of_vllm_only_where_a_user_says_so(factory: Any) -> None:
-    for extra, is_grouped in (({}, False), ({"kv_groups": "one"}, False), ({"kv_groups": "all"}, True)):
-        for _ in range(2):
-            wanted = transfer(kv_connector_extra_config={"host_size": "1GiB", **extra})
-            assert factory.supports_hma_config(wanted) is is_grouped
-            assert factory.get_connector_class(wanted).__name__ == ("KVLoftGroupsConnector" if is_grouped else NAME)
+@pytest.mark.parametrize(
+    ("extra", "has_groups", "is_grouped"),
+    [({}, True, True), ({}, False, False), ({"kv_groups": "auto"}, True, True), ({"kv_groups": "one"}, True, False),
+     ({"kv_groups": "all"}, True, True), ({"kv_groups": "all"}, False, True)],
+)  # fmt: skip
+def test_vllm_keeps_several_groups_where_it_tells_enough_and_no_user_says_otherwise(
+    factory: Any, extra: dict[str, str], has_groups: bool, is_grouped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvloft.vllm.connector.HAS_GROUPS", has_groups)
+    for _ in range(2):
+        wanted = transfer(kv_connector_extra_config={"host_size": "1GiB", **extra})
+        assert factory.supports_hma_config(wanted) is is_grouped
+        assert factory.get_connector_class(wanted).__name__ == ("KVLoftGroupsConnector" if is_grouped else NAME)

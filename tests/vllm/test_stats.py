@@ -56,6 +56,18 @@ def counted(half: Any, **more: int) -> None:
     half.take_stats()
 
 
+def test_a_namespace_counts_on_what_it_has_or_may_have(half: Any) -> None:
+    counted_on: list[int] = []
+    half.core.count_on = counted_on.append
+    half._store.numbers.pop("frames_share", None)
+    counted(half)
+    assert counted_on == [], "no server has said"
+    half._store.numbers["frames_share"] = 8
+    counted(half, frames_total=3)
+    counted(half, frames_total=9)
+    assert counted_on == [8, 12]
+
+
 def test_damage_on_disk_is_told_in_the_log_but_not_again_and_again(half: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "kvloft"):
         counted(half)

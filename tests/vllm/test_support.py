@@ -84,7 +84,6 @@ def test_one_group_of_full_attention_is_served() -> None:
         ({"is_diffusion": True}, (FULL,), "diffusion"),
         ({"sleep_mode_backend": "cuda-checkpoint"}, (FULL,), "sleep_mode_backend='cuda-checkpoint'"),
         ({"is_prefix_caching_supported": False}, (FULL,), "pooling"),
-        ({}, (FULL, WINDOW), "2"),
         ({}, (WINDOW,), "SlidingWindowSpec"),
         ({}, (per_layer(FULL, WINDOW),), "SlidingWindowSpec"),
         ({}, (per_layer(FULL, replace(FULL, non_causal=True)),), "prefix LM"),
@@ -164,10 +163,23 @@ def test_windows_or_local_chunks_in_every_layer_are_refused(layers: tuple[Any, .
 
 
 @pytest.mark.parametrize("specs", [(FULL, WINDOW), (WINDOW, FULL), (FULL, FULL, WINDOW)])
-def test_several_groups_are_served_where_asked_for(specs: tuple[Any, ...]) -> None:
-    check_supported(settings(), groups(*specs), "all")
+def test_several_groups_are_served_unless_one_is_asked_for(specs: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "HAS_GROUPS", True)
+    for kv_groups in ("auto", "all"):
+        check_supported(settings(), groups(*specs), kv_groups)
     with pytest.raises(UnsupportedError, match="one KV cache group"):
         check_supported(settings(), groups(*specs), "one")
+    monkeypatch.setattr(support, "HAS_GROUPS", False)
+    with pytest.raises(UnsupportedError, match=r"0\.32 and newer"):
+        check_supported(settings(), groups(*specs))
+
+
+@pytest.mark.parametrize(("other", "helps"), [(replace(WINDOW, block_size=64), True), (replace(MAMBA, block_size=64), False)])
+def test_where_one_group_would_do_that_is_said(other: Any, helps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "HAS_GROUPS", True)
+    with pytest.raises(UnsupportedError, match="blocks of one size") as caught:
+        check_supported(settings(), groups(FULL, other))
+    assert ('kv_groups set to "one"' in str(caught.value)) is helps
 
 
 @pytest.mark.parametrize(
@@ -197,7 +209,7 @@ def test_state_space_layers_are_refused_by_vllm_or_by_us() -> None:
     with pytest.raises(ValueError, match="promote"):
         merged(MAMBA, FULL)
     with pytest.raises(UnsupportedError, match=r"one KV cache group.*has 2 .*state-space"):
-        check_supported(settings(), groups(FULL, MAMBA))
+        check_supported(settings(), groups(FULL, MAMBA), "one")
     with pytest.raises(UnsupportedError, match="MambaSpec"):
         check_supported(settings(), merged(MAMBA))
 

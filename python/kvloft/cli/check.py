@@ -29,27 +29,33 @@ DISK_SIZE = "8GiB"
 LEAST_LIMIT_S, MOST_LIMIT_S = 10, 86_400
 ENGINES = (("alone", ["own"]), ("with kvloft", ["cold", "host", "fork"]), ("with kvloft again", ["disk", "reset"]))
 HELP = """\
-Start vLLM with MODEL and the flags behind --, serve some prompts, and compare the answers token by token:
+Start vLLM with MODEL and the flags behind --, serve some prompts, and compare
+the answers token by token:
 
-  vLLM alone               what is computed, and what its own prefix cache makes of it
+  vLLM alone               what is computed, and found in its prefix cache
   kvloft, cold             its cache is empty; saves
   kvloft, host memory      vLLM's prefix cache is emptied before each prompt
   kvloft, other endings    prompts that begin as known ones and end otherwise
   kvloft, disk             a new engine process
-  kvloft, after a reset    reset_prefix_cache(reset_connector=True): nothing may be left
+  kvloft, after a reset    reset_prefix_cache(reset_connector=True): no hits
 
-Three engines start one after another, so it takes three times as long as vLLM needs to start, and some seconds. Nothing else
-may use the GPU meanwhile. Caches and logs are in a temporary directory (set TMPDIR for another place; at most 8 GiB), which is
-removed. Nothing is sent anywhere. Flags of the server (--port and so on) are left out. Settings of kvloft come from --extra,
-KVLOFT_* and KVLOFT_CONFIG, as for an engine; disk_path is the temporary directory whatever they say.
+Three engines start one after another, so it takes three times as long as vLLM
+needs to start, and some seconds. Nothing else may use the GPU meanwhile.
+Caches and logs are in a temporary directory (set TMPDIR for another place; at
+most 8 GiB), which is removed. Nothing is sent anywhere. Flags of the server
+(--port and so on) are left out. Settings of kvloft come from --extra, KVLOFT_*
+and KVLOFT_CONFIG, as for an engine; disk_path is the temporary directory
+whatever they say.
 """
 EXAMPLES = """\
 examples:
   kvloft check Qwen/Qwen3-0.6B
-  kvloft check google/gemma-3-4b-it --extra '{"kv_groups": "all"}' -- --max-model-len 8192 --tensor-parallel-size 2
+  kvloft check google/gemma-3-4b-it --extra '{"save": "prompt"}' \\
+    -- --max-model-len 8192 --tensor-parallel-size 2
 
-Exit status: 0 served, 1 not served (the last line says what is missing), 2 it could not be tried: wrong arguments, no vLLM, or
-vLLM does not start without kvloft either.
+Exit status: 0 served, 1 not served (the last line says what is missing), 2 it
+could not be tried: wrong arguments, no vLLM, or vLLM does not start without
+kvloft either.
 """
 
 
@@ -57,7 +63,7 @@ def add_parser(subparsers: Any) -> None:
     """Add this command to the argparse subparsers."""
     parser = subparsers.add_parser(
         "check", help="run a model with vLLM's flags and tell whether kvloft serves it", description=HELP, epilog=EXAMPLES,
-        usage="kvloft check MODEL [--json] [--extra JSON] [--time-limit SECONDS] [-- FLAGS OF VLLM]",
+        usage="kvloft check MODEL [OPTIONS] [-- FLAGS OF VLLM]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     parser.add_argument("model", metavar="MODEL", help="as vLLM takes it: a name or a folder")

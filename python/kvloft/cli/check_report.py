@@ -123,8 +123,8 @@ def _remarks(passes: dict[str, Pass], facts: dict[str, Any], about: dict[str, An
     if is_more:
         with_it, without = (size_text(facts["request_bytes"]) for facts in (ours, alone))
         yield f"a request of {ours['max_model_len']} tokens takes {with_it} of GPU KV memory with kvloft, {without} without"
-    if len(alone.get("groups", ())) > 1 and (is_more or not is_served) and about["extra"].get("kv_groups") != "all":
-        yield f"""vLLM alone has {len(alone["groups"])} KV cache groups here; try --extra '{{"kv_groups": "all"}}'"""
+    if len(alone.get("groups", ())) > 1 and (is_more or not is_served) and about["extra"].get("kv_groups") == "one":
+        yield f"vLLM alone has {len(alone['groups'])} KV cache groups here; leave kv_groups at auto"
     if {"own", "host"} <= passes.keys() and passes["host"].cached < passes["own"].cached:
         yield f"{passes['host'].cached} tokens were found in host memory, {passes['own'].cached} in vLLM's own prefix cache"
     near = sum(one.near for one in passes.values() if one.name != "own")

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 
 from kvloft.config import describe, first_twice, load_config
 from kvloft.errors import ConfigError
-from kvloft.machine import refuse_impossible, warnings
+from kvloft.machine import refuse_here, warnings
 
 MAX_SHOWN: Final = 200
 """Characters of a wrong --extra in an error."""
@@ -30,7 +30,7 @@ def add_parser(subparsers: Any) -> None:
         description=(
             "Print the effective settings and where each value came from: vLLM's extra config (--extra), the environment "
             "(KVLOFT_HOST_SIZE and so on), the YAML file that KVLOFT_CONFIG names, or the default. What can be checked on this "
-            "machine without a model is checked. Exit status: 0 all right (warnings go to stderr), 2 a wrong setting."
+            "machine without a model is checked. Exit status: 0 all right (warnings go to stderr), 2 where no engine starts."
         ),
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
@@ -39,9 +39,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the settings; 0, or raises ConfigError where a setting is wrong."""
+    """Print the settings; 0, or raises ConfigError where no engine can start with them here."""
     config = load_config(parse_extra(args.extra))
-    refuse_impossible(config)
+    refuse_here(config)
     for warning in warnings(config):
         print(f"kvloft: warning: {warning}", file=sys.stderr)
     if args.json:

@@ -3,7 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rich.table import Column, Table
+from rich.table import Table
+
+from kvloft.cli.tables import count_text, new_table
 
 Counts = Mapping[str, Any]
 """Numbers of one engine, or of a namespace, by the server's names."""
@@ -17,8 +19,8 @@ def hit_rate(counts: Counts, before: Counts | None = None) -> float | None:
 
 def hit_table(space: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Table:
     """A row for each engine of a namespace and one for all, with the rate since the look ``before`` if there is one."""
-    names = ["lookups", "chunks asked for", "found", "hit rate", *(["now"] if before is not None else []), "loaded", "saved"]
-    table = Table("engine", *(Column(name, justify="right", no_wrap=True) for name in names))
+    names = ["lookups", "asked for", "found", "hit rate", *(["now"] if before is not None else []), "loaded", "saved"]
+    table = new_table("chunks", *names)
     old = {engine["pid"]: engine for engine in before["engines"] if engine["pid"]} if before is not None else {}
     for engine in space["engines"]:
         now = [hit_rate(engine, old.get(engine["pid"]))] if before is not None else []
@@ -30,5 +32,5 @@ def hit_table(space: Mapping[str, Any], before: Mapping[str, Any] | None = None)
 
 def _cells(counts: Counts, now: list[float | None]) -> list[str]:
     rates = ["" if rate is None else f"{rate:.1%}" for rate in [hit_rate(counts), *now]]
-    asked = [f"{counts[name]:,}" for name in ("lookups", "lookup_chunks", "lookup_chunks_found")]
-    return [*asked, *rates, f"{counts['load_chunks']:,}", f"{counts['save_chunks']:,}"]
+    asked = [count_text(counts[name]) for name in ("lookups", "lookup_chunks", "lookup_chunks_found")]
+    return [*asked, *rates, count_text(counts["load_chunks"]), count_text(counts["save_chunks"])]

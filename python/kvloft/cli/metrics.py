@@ -37,6 +37,7 @@ COUNTERS: Final = {
 }
 GAUGES: Final = {
     "frames_total": "Frames in the slabs that it has of host memory",
+    "frames_share": "Frames that it may have while other namespaces want memory, too",
     "frames_visible": "Frames that hold a visible chunk",
     "frames_reserved": "Frames being written",
     "frames_free": "Frames that hold nothing",

@@ -20,7 +20,7 @@ from typing import Any, Final
 from kvloft import __version__
 from kvloft.cli import metrics
 from kvloft.cli.background import in_background
-from kvloft.config import Config, load_config, parse_seconds, size_text
+from kvloft.config import KEYS, OF_STORE, Config, describe, load_config, parse_seconds, size_text
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here, warnings
 
@@ -38,24 +38,31 @@ OPTIONS: Final = {
     "eviction": "adaptive or lru",
 }
 DESCRIPTION: Final = """\
-Serve one cache to every engine of this user on this machine, over a Unix socket that only this user can open. No KV
-crosses the socket: engines map the server's memory. What is not given here comes from KVLOFT_HOST_SIZE and so on, from
-the YAML file that KVLOFT_CONFIG names, or is the default of `kvloft config`.
+Serve one cache to every engine of this user on this machine, over a Unix
+socket that only this user can open. No KV crosses the socket: engines map the
+server's memory. What is not given here comes from KVLOFT_HOST_SIZE and so on,
+from the YAML file that KVLOFT_CONFIG names, or is the default of
+`kvloft config`.
 """
 EPILOG: Final = """\
-With "server": "auto" engines need none of this: the first one starts a server, with its own settings, at a socket in
-$XDG_RUNTIME_DIR/kvloft or /tmp/kvloft-UID, which ends 5 minutes after the last engine (server_linger).
+With "server": "auto" engines need none of this: the first one starts a server,
+with its own settings, at a socket in $XDG_RUNTIME_DIR/kvloft or
+/tmp/kvloft-UID, which ends 5 minutes after the last engine (server_linger).
 
-Every engine that should share the cache gets one setting, in kv_connector_extra_config or as KVLOFT_SERVER:
+Every engine that should share the cache gets one setting, in
+kv_connector_extra_config or as KVLOFT_SERVER:
 
   "server": "unix:/run/user/1000/kvloft/kvloft.sock"
 
-Engines of one model and one version of vLLM share KV: they are a namespace. Each namespace has chunks of its own, on
-disk a folder of its own. Memory goes to the namespaces that save; when there is no more, those with engines get equal
-shares, or what --share says. An engine that is restarted finds what is in the server's memory, as long as no other
-namespace wanted it. While no server answers, engines compute; they connect again by themselves.
+Engines of one model and one version of vLLM share KV: they are a namespace.
+Each namespace has chunks of its own, on disk a folder of its own. Memory goes
+to the namespaces that save; when there is no more, those with engines get
+equal shares, or what --share says. An engine that is restarted finds what is
+in the server's memory, as long as no other namespace wanted it. While no
+server answers, engines compute; they connect again by themselves.
 
-SIGTERM or Ctrl-C writes to disk what should be there, and ends. `kvloft status --socket PATH` shows what it does.
+SIGTERM or Ctrl-C writes to disk what should be there, and ends.
+`kvloft status --socket PATH` shows what it does.
 """
 
 
@@ -170,6 +177,7 @@ def _serve(
             disk_bytes=config.disk_bytes,
             disk_threads=config.disk_threads,
             shares=own_shares,
+            settings=_told(config, linger_s),
         )
     except (PlaceError, StoreError) as e:
         print(f"kvloft: {e}", file=sys.stderr)
@@ -192,7 +200,18 @@ def _serve(
     if end_metrics is not None:
         end_metrics()
     _tell(*server.take_events(), "ended")
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # one that comes second would kill the interpreter while it ends
     return 0
+
+
+def _told(config: Config, linger_s: float | None) -> dict[str, str]:
+    """What engines compare their own settings with."""
+    linger = "(none)" if linger_s is None else KEYS["server_linger"].show(linger_s)
+    own = {key: value for key, value, _ in describe(config) if key in OF_STORE}
+    if config.disk_path is None:
+        del own["disk_size"]
+    return own | {"server_linger": linger}
 
 
 def _wait(is_over: threading.Event, server: Any, linger_s: float | None) -> None:

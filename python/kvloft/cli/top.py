@@ -9,11 +9,10 @@ from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.table import Column, Table
 
 from kvloft.cli.hits import hit_rate, hit_table
 from kvloft.cli.serve import add_socket, not_answered, settings
-from kvloft.config import size_text
+from kvloft.cli.tables import before_engines, broken, engine_table, new_table, tier_table, title
 
 MIN_INTERVAL_S: Final = 0.1
 MAX_INTERVAL_S: Final = 3600.0
@@ -63,12 +62,13 @@ def run(args: argparse.Namespace) -> int:
                 status = server_status(socket)
                 now = time.monotonic()
                 rates = rates_of(status, now - before[0], before[1]) if before is not None else {}
+                old = before[1] if before is not None else None
                 if args.json:
-                    print(json.dumps(_row(status, rates, before[1] if before is not None else None)), flush=True)
+                    print(json.dumps(_row(status, rates, old)), flush=True)
                 elif live is not None:
-                    live.update(picture(status, rates, before[1] if before is not None else None), refresh=True)
+                    live.update(picture(status, rates, old, socket), refresh=True)
                 else:
-                    console.print(picture(status, rates, before[1] if before is not None else None))
+                    console.print(picture(status, rates, old, socket))
                 if nth == args.count:
                     return 0
                 before = now, status
@@ -114,11 +114,13 @@ def _by_name(status: dict[str, Any] | None) -> dict[bytes, dict[str, Any]]:
     return {space["namespace"]: space for space in status["namespaces"]} if status is not None else {}
 
 
-def picture(status: dict[str, Any], rates: dict[bytes, dict[str, float]], before: dict[str, Any] | None = None) -> RenderableType:
+def picture(
+    status: dict[str, Any], rates: dict[bytes, dict[str, float]], before: dict[str, Any] | None = None, socket: str = ""
+) -> RenderableType:
     """Tables of one look, with hit rates since the look ``before``."""
     spaces, olds = [space for space in status["namespaces"] if space["stats"]], _by_name(before)
     if not spaces:
-        return "No engine has connected yet, so no memory is taken."
+        return before_engines(status, socket)
     each = [(space, rates.get(space["namespace"], {}), olds.get(space["namespace"])) for space in spaces]
     return Group(*(_picture_of(space, status, own, old) for space, own, old in each))
 
@@ -126,26 +128,11 @@ def picture(status: dict[str, Any], rates: dict[bytes, dict[str, float]], before
 def _picture_of(
     space: dict[str, Any], status: dict[str, Any], rates: dict[str, float], before: dict[str, Any] | None
 ) -> RenderableType:
-    stats, frame_bytes = space["stats"], space["frame_bytes"]
-    right = {"justify": "right", "no_wrap": True}
-    has, everything = size_text(space["slabs"] * status["slab_bytes"]), size_text(status["host_bytes"])
-    title = f"namespace {space['namespace'].hex()[:16]}: {has} of {everything} host memory"
-    tiers = Table("tier", *(Column(name, **right) for name in ("chunks", "bytes", "full", "on their way", "pinned")))  # type: ignore[arg-type]
-    full = f"{stats['frames_visible'] / max(stats['frames_total'], 1):.0%}"
-    host = [stats["frames_visible"], stats["frames_reserved"], stats["pins"]]
-    tiers.add_row("host", f"{host[0]:,}", size_text(host[0] * frame_bytes), full, f"{host[1]:,}", f"{host[2]:,}")
-    state = "left alone: it fails" if stats["disk_broken"] else ""
-    on_way = f"{stats['disk_pending'] + stats['reads_pending']:,}"
-    tiers.add_row("disk", f"{stats['disk_used']:,}", size_text(stats["disk_used"] * frame_bytes), state, on_way, "")
-    flow = Table("a second", *(Column(name, **right) for name in ("chunks", "GB")))  # type: ignore[arg-type]
+    flow = new_table("a second", "chunks", "GB")
     for shown, rate in rates.items():
-        flow.add_row(shown, f"{rate:,.0f}", f"{rate * frame_bytes / 1e9:,.3f}")
-    engines = Table("engine", *(Column(name, **right) for name in ("connected", "being saved", "being loaded")))  # type: ignore[arg-type]
-    for engine in space["engines"]:
-        name, seconds = f"process {engine['pid']}", f"{engine['connected_ms'] / 1000:,.0f} s"
-        engines.add_row(name, seconds, str(engine["reservations"]), str(engine["leases"]))
-    tables = (title, tiers, flow if rates else "", engines if space["engines"] else "No engine is connected.")
-    return Group(*tables, hit_table(space, before))
+        flow.add_row(shown, f"{rate:,.0f}", f"{rate * space['frame_bytes'] / 1e9:,.3f}")
+    tables = (tier_table(space), *broken(space), *([flow] if rates else []), engine_table(space), hit_table(space, before))
+    return Group(title(space["namespace"].hex(), space, status), *(part for table in tables for part in (table, "")))
 
 
 def _seconds(text: str) -> float:

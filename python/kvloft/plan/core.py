@@ -396,6 +396,11 @@ class SchedulerCore:
         self._queue.clear()
         self._store.clear()
 
+    def count_on(self, num_frames: int) -> None:
+        """So many frames are the store's, of an arena in which others have theirs."""
+        if self._arena is not None:
+            self._queue.num_frames = min(self._arena.num_frames, num_frames)
+
     @property
     def has_queued_loads(self) -> bool:
         """The next plan will name frames that are known already: it must be of the same arena."""

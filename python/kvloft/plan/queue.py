@@ -38,6 +38,7 @@ class Queue:
     clock: Callable[[], float]
     wait_s: float
     num_frames: int
+    """That the store can count on: beside others in one memory, those that it has, or its share."""
     shares_blocks: bool
     """vLLM shares blocks among requests; where it does not, none waits for another's load."""
     max_running: int | None
@@ -205,7 +206,7 @@ class Queue:
     @property
     def _max_pinned(self) -> int:
         """Of all frames, also those that are not pinned by a GPU's driver: what is read from disk takes any."""
-        return (self.num_frames - self.loading.num_chunks) // 2
+        return max(0, self.num_frames - self.loading.num_chunks) // 2
 
     # -- loads, steps and ends ------------------------------------------------------------------------------------
 

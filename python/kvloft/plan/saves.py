@@ -25,22 +25,25 @@ def due_chunks(tracker: Tracker, group: GroupShape, frontier: int) -> SaveRow | 
     ``group`` is the full one. ``frontier``: tokens whose KV is in the request's blocks by then, drafts left out. Leaves the
     frontier at which the next chunk (or, with longer chunks, the next block) will be complete and known in ``next_save``.
     """
-    # Of hundreds of running requests some complete a block in every step, and the forward waits for this: so no calls of min().
-    save_limit = tracker.save_limit
-    limit = frontier if frontier < save_limit else save_limit  # noqa: FURB136
     token_ids = tracker.confirmed_tokens()
-    lookahead, num_tokens = tracker.lookahead, len(token_ids)
-    known = num_tokens - lookahead
     if tracker.save_blocked or tracker.kv_outdated:
         tracker.next_save = NEVER
         return None
+    # Of hundreds of running requests some complete a block in every step, and the forward waits for this: so no calls of min().
+    goes_on = frontier < tracker.save_limit
+    limit = frontier if goes_on else tracker.save_limit
     block_tokens, blocks_per_chunk, blocks = group.block_tokens, group.blocks_per_chunk, tracker.blocks
-    lag = limit - known if known < limit else 0
-    num_blocks = (limit - lag) // block_tokens
+    num_tokens, wanted, lag = len(token_ids), limit + tracker.lookahead, 0
+    if num_tokens < wanted:
+        lag = wanted - num_tokens
+        num_blocks = (limit - lag) // block_tokens
+    else:
+        num_tokens = wanted
+        num_blocks = limit // block_tokens
     if len(blocks) < num_blocks:
         num_blocks = len(blocks)
     # Under async scheduling the tokens come to be known some steps after their KV: by then the frontier is that far ahead.
-    tracker.next_save = (num_blocks + 1) * block_tokens + lag if frontier < save_limit else NEVER
+    tracker.next_save = (num_blocks + 1) * block_tokens + lag if goes_on else NEVER
     start, num_full, tail_blocks = tracker.saved_chunks, num_blocks // blocks_per_chunk, num_blocks % blocks_per_chunk
     replaced = 0
     if tail_blocks:
@@ -57,8 +60,6 @@ def due_chunks(tracker: Tracker, group: GroupShape, frontier: int) -> SaveRow | 
         return None
     if tail_blocks:
         tracker.tail_blocks = num_blocks
-    wanted = limit + lookahead
-    num_tokens = num_tokens if num_tokens < wanted else wanted  # noqa: FURB136
     return (tracker.chain, token_ids, num_tokens, start, num_full, tail_blocks, blocks, replaced)
 
 

@@ -14,9 +14,9 @@ from kvloft.seam.ids import ReqId
 from kvloft.seam.store import KeyChain
 from kvloft.seam.views import EmbedRows, LiveRequest, RequestView
 
-NEVER = 1 << 62
-"""A token count no request reaches."""
-NOT_LOOKED = 1 << 63
+NEVER = (1 << 30) - 2
+"""A token count no request reaches; the interpreter compares larger ints more slowly."""
+NOT_LOOKED = NEVER + 1
 """Another: no step has looked at the request since it was admitted."""
 
 

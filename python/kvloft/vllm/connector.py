@@ -27,7 +27,7 @@ from kvloft.vllm.patches import ADD_REQUEST, listen
 from kvloft.vllm.scheduler_half import SchedulerHalf
 from kvloft.vllm.shape import cache_shape
 from kvloft.vllm.stats import KVLoftPromMetrics, KVLoftStats
-from kvloft.vllm.support import check_supported
+from kvloft.vllm.support import HAS_GROUPS, check_supported
 from kvloft.vllm.views import hit_sources
 from kvloft.vllm.worker_half import WorkerHalf
 
@@ -245,7 +245,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
     """The same for models with several KV cache groups: vLLM gives up its hybrid manager for a connector that is no SupportsHMA.
 
-    `kvloft.vllm.plugin` takes this class or that one, as the setting ``kv_groups`` says.
+    `kvloft.vllm.plugin` takes this class or that one, as `class_of` says.
     """
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
@@ -269,3 +269,8 @@ class KVLoftGroupsConnector(KVLoftConnector, SupportsHMA):
         """As `request_finished`: no block of any group is held back."""
         finished: tuple[bool, dict[str, Any] | None] = self.request_finished(request, [])
         return finished
+
+
+def class_of(kv_groups: str) -> type[KVLoftConnector]:
+    """Which class a setting of ``kv_groups`` asks for."""
+    return KVLoftGroupsConnector if kv_groups == "all" or (kv_groups == "auto" and HAS_GROUPS) else KVLoftConnector

@@ -50,8 +50,7 @@ def check_settings_early(factory: Any) -> None:
                 except ConfigError as error:
                     raise ConfigError(f"kvloft: {error}") from error  # inside a ValidationError of vLLM's, say
                 right[repr(extra)] = config.kv_groups
-            if right[repr(extra)] == "all":
-                return sys.modules[MODULE].KVLoftGroupsConnector
+            return sys.modules[MODULE].class_of(right[repr(extra)])
         return connector
 
     wrap(FIND_CLASS, get_connector_class, factory)

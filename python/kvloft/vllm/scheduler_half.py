@@ -213,6 +213,8 @@ class SchedulerHalf:
         if not self.core.counters and not self.hook_errors and self._quiet_steps < STATS_STEPS:
             return None
         stats = self._store.stats()
+        if "frames_share" in stats:
+            self.core.count_on(max(stats["frames_share"], stats["frames_total"]))
         data = self.core.counters + Counter({name: stats[name] - self._last.get(name, 0) for name in COUNTERS if name in stats})
         data += Counter(hook_errors=self.hook_errors)
         self.core.counters.clear()

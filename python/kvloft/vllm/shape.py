@@ -42,7 +42,7 @@ def _grouped_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> Ca
     if config.chunk_tokens not in ("auto", groups[0].block_tokens):
         raise ConfigError(
             f"chunk_tokens={config.chunk_tokens} cannot be had with several KV cache groups, whose chunks are blocks of "
-            f"{groups[0].block_tokens} tokens; leave it at 'auto'"
+            f"{groups[0].block_tokens} tokens; leave it at 'auto', or set kv_groups to 'one'"
         )
     largest = max(sum(bytes_of[name] for name in names) for names in group_layers(kv_cache_config))
     num_ranks = vllm_config.parallel_config.world_size

@@ -20,7 +20,12 @@ from kvloft.errors import UnsupportedError
 from kvloft.vllm.shape import KIND_OF_SPEC, has_draft_kv, layer_specs, lookahead, page_bytes, stage_layers
 
 
-def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_groups: str = "one") -> None:
+HAS_GROUPS = hasattr(base, "KVConnectorTransferResults") and hasattr(output, "KVConnectorBlockState")
+"""Whether this release tells connectors enough about several KV cache groups."""
+IN_ONE = ' (with kv_groups set to "one", vLLM keeps every token in every layer instead)'
+
+
+def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_groups: str = "auto") -> None:
     """Raise UnsupportedError for models and settings that kvloft would serve wrongly."""
     if reason := next(_of_model(vllm_config, kv_cache_config, kv_groups), None):
         raise UnsupportedError(f"kvloft {reason}; run {vllm_config.model_config.model!r} without kvloft")
@@ -43,7 +48,9 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
         if kv_groups == "one" or not num_groups:
             beside = "as with state-space layers beside attention"
             yield f"serves models with one KV cache group, and this one has {num_groups} ({beside})"
-        yield from _of_groups(vllm_config, kv_cache_config)
+        kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in layer_specs(kv_cache_config).values()}
+        way_out = IN_ONE if kv_groups != "one" and kinds <= {"full", "window", "local"} else ""
+        yield from (reason + way_out for reason in _of_groups(vllm_config, kv_cache_config))
     for spec in layer_specs(kv_cache_config).values():
         if KIND_OF_SPEC.get(type(spec).__name__) not in (("full",) if num_groups == 1 else ("full", "window", "local", "state")):
             yield f"serves full attention and MLA, and this model keeps its KV as {type(spec).__name__}"
@@ -79,7 +86,7 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
     groups = kv_cache_config.kv_cache_groups
     specs = [group.kv_cache_spec for group in groups]
     kinds = [KIND_OF_SPEC.get(type(spec).__name__) for spec in specs]
-    if not hasattr(base, "KVConnectorTransferResults") or not hasattr(output, "KVConnectorBlockState"):
+    if not HAS_GROUPS:
         yield "serves several KV cache groups with vLLM 0.32 and newer, which tell connectors enough about them"
     if "state" in kinds and not current_platform.is_cpu():
         yield "serves state-space layers on CPUs only: on a GPU they were never run"
@@ -132,7 +139,7 @@ def _of_stages(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
     if not current_platform.is_cpu():
         yield f"serves pipeline_parallel_size={size} on CPUs only so far; set it to 1"
     if len(groups) != 1:
-        yield f"does not serve pipeline_parallel_size={size} with several KV cache groups yet; set it to 1"
+        yield f"does not serve pipeline_parallel_size={size} with several KV cache groups yet; set it to 1, or kv_groups to 'one'"
     if vllm_config.speculative_config is not None:
         yield f"does not serve pipeline_parallel_size={size} with speculative decoding yet; set it to 1"
     stage = parallel.rank // parallel.tensor_parallel_size % size

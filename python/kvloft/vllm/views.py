@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import compress, groupby
+from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 
+from kvloft import _core
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.views import BoundaryState, EmbedRows, MediaItem, NewRequest, RequestView, StepView
@@ -143,7 +144,10 @@ def view_step(output: SchedulerOutput, blocks_of: Callable[[Any], Sequence[int]]
     req_ids, computed = cached.req_ids, cached.num_computed_tokens
     # Most get no block in a step: those are passed over without a line of Python each.
     added = cached.new_block_ids
-    grown: list[Any] = list(zip(compress(req_ids, added), map(blocks_of, filter(None, added)), strict=True))
+    if blocks_of is first_of:
+        grown = _core.first_of_each(req_ids, added)
+    else:
+        grown = [(req_id, blocks_of(tables)) for req_id, tables in zip(req_ids, added, strict=True) if tables]
     if resumed := cached.resumed_req_ids:
         tables = dict(grown)
         kept = [i for i, req_id in enumerate(req_ids) if req_id not in resumed]

@@ -18,7 +18,7 @@ pub mod store;
 pub(crate) mod sync;
 pub mod tag;
 pub mod tier;
-pub(crate) mod units;
+pub mod units;
 
 pub use error::{Error, ErrorKind, Result};
 pub use key::{ChunkKey, KeyChain};

@@ -2,9 +2,11 @@
 //!
 //! Each store lays a grid of its own frame size over the arena and uses the frames inside its own slabs. A free slab goes to the
 //! first store that asks. When none is free, a store below its share is *hungry*: stores above their share are asked for a slab,
-//! and hand it over later. No call waits for that. A store's lock may be held while the pool's is taken, never the reverse.
+//! and hand it over later. No call waits for that. A store whose workers can copy to a first part of the arena only has its part
+//! of its share there, so that others cannot have all of it. A store's lock may be held while the pool's is taken, never the reverse.
 //! It must not know chunks, frames in use or namespaces.
 
+use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, PoisonError};
@@ -38,13 +40,8 @@ struct Owner {
     is_active: bool,
     /// Slabs that it may have while others want them too.
     share: u32,
-    is_hungry: bool,
-}
-
-impl Owner {
-    fn wants(&self) -> bool {
-        self.is_hungry && self.num_slabs < self.share
-    }
+    /// It wants a slab before this one.
+    hungry: Option<u32>,
 }
 
 #[derive(Debug, Default)]
@@ -113,7 +110,7 @@ impl Pool {
 
     /// Whether a store is hungry, so that others should give way.
     pub fn is_wanted(&self) -> bool {
-        self.books().owners.values().any(Owner::wants)
+        self.books().wanting().next().is_some()
     }
 
     /// Whether a store found no room on the shared disk since this was asked last, and closing another would make some.
@@ -167,22 +164,57 @@ impl Books {
         for owner in self.owners.values_mut() {
             let share = if owner.is_active { owner.percent.map_or(equal, of) } else { 0 };
             owner.share = u32::try_from(share).unwrap_or(u32::MAX);
-            owner.is_hungry &= owner.is_active;
+            owner.hungry = owner.hungry.filter(|_| owner.is_active);
         }
     }
 
-    /// The slab is for the hungriest store, or for who asks next.
+    fn num_slabs(&self) -> u32 {
+        u32::try_from(self.slabs.len()).unwrap_or(u32::MAX)
+    }
+
+    /// Slabs before `end` that a store has.
+    fn num_before(&self, end: u32, id: u32, owner: &Owner) -> u32 {
+        if end >= self.num_slabs() {
+            return owner.num_slabs;
+        }
+        let own = self.slabs.iter().take(end as usize).filter(|of| **of == Some(id));
+        u32::try_from(own.count()).unwrap_or(u32::MAX)
+    }
+
+    /// Slabs before `end` that a store may have while others want them too.
+    fn share_before(&self, end: u32, owner: &Owner) -> u32 {
+        let part = u64::from(owner.share) * u64::from(end.min(self.num_slabs())) / u64::from(self.num_slabs().max(1));
+        u32::try_from(part).unwrap_or(u32::MAX).max(owner.share.min(end).min(1))
+    }
+
+    fn wants(&self, end: u32, id: u32, owner: &Owner) -> bool {
+        self.num_before(end, id, owner) < self.share_before(end, owner)
+    }
+
+    /// Stores that should get a slab, and before which.
+    fn wanting(&self) -> impl Iterator<Item = (u32, u32)> + '_ {
+        let end =
+            |(id, owner): (&u32, &Owner)| owner.hungry.filter(|end| self.wants(*end, *id, owner)).map(|end| (*id, end));
+        self.owners.iter().filter_map(end)
+    }
+
+    /// The slab is for the hungriest store that can use it, first of those that can use fewest; or for who asks next.
     fn give(&mut self, from: u32, slab: SlabId) {
         if let Some(owner) = self.owners.get_mut(&from) {
             owner.num_slabs -= 1;
         }
-        let hungry = self.owners.iter_mut().filter(|(_, owner)| owner.wants());
-        let next = hungry.max_by_key(|(_, owner)| owner.share - owner.num_slabs);
-        self.slabs[slab.0 as usize] = next.map(|(id, owner)| {
-            (owner.num_slabs, owner.is_hungry) = (owner.num_slabs + 1, false);
+        self.slabs[slab.0 as usize] = None;
+        let lacks = |id: u32, end: u32| {
+            let owner = self.owners.get(&id).map(|owner| (owner, self.num_before(end, id, owner)));
+            owner.map(|(owner, has)| self.share_before(end, owner) - has)
+        };
+        let next = self.wanting().filter(|(_, end)| slab.0 < *end);
+        let next = next.max_by_key(|(id, end)| (Reverse(*end), lacks(*id, *end))).map(|(id, _)| id);
+        if let Some(owner) = next.and_then(|id| self.owners.get_mut(&id)) {
+            (owner.num_slabs, owner.hungry) = (owner.num_slabs + 1, None);
             owner.arrived.push(slab);
-            *id
-        });
+        }
+        self.slabs[slab.0 as usize] = next;
         self.num_free += u32::from(self.slabs[slab.0 as usize].is_none());
     }
 }
@@ -222,7 +254,7 @@ impl Member {
         self.with(|own| std::mem::take(&mut own.arrived))
     }
 
-    /// Takes the lowest free slab below `end`. If no slab is free anywhere, the store becomes hungry while it is below its share.
+    /// Takes the lowest free slab before `end`. If there is none, the store becomes hungry while it has less than its share there.
     pub(crate) fn take(&self, end: u32) -> Option<SlabId> {
         let mut books = self.pool.books();
         let Books { slabs, num_free, owners, .. } = &mut *books;
@@ -231,11 +263,12 @@ impl Member {
         if let Some(at) = free {
             slabs[at] = Some(self.id);
             *num_free -= 1;
-            (own.num_slabs, own.is_hungry) = (own.num_slabs + 1, false);
+            (own.num_slabs, own.hungry) = (own.num_slabs + 1, None);
             return u32::try_from(at).ok().map(SlabId);
         }
-        let is_news = *num_free == 0 && !own.is_hungry && own.num_slabs < own.share;
-        own.is_hungry |= is_news;
+        let wants = books.owners.get(&self.id).is_some_and(|own| books.wants(end, self.id, own));
+        let own = books.owners.get_mut(&self.id).filter(|_| wants)?;
+        let is_news = own.hungry.replace(end).is_none();
         drop(books);
         if is_news {
             (self.pool.wake)();
@@ -248,16 +281,22 @@ impl Member {
         self.pool.books().give(self.id, slab);
     }
 
+    /// Slabs that it may have while others want them too.
+    pub(crate) fn share(&self) -> u32 {
+        self.with(|own| own.share)
+    }
+
     /// How many slabs it has, and how many of them others may ask for.
     pub(crate) fn num_slabs(&self) -> (u32, u32) {
         self.with(|own| (own.num_slabs, own.num_slabs.saturating_sub(own.share)))
     }
 
-    /// Whether another store should have a slab of this one's.
-    pub(crate) fn is_asked(&self) -> bool {
+    /// Before which slab others should have one of this store's, if they should.
+    pub(crate) fn asked(&self) -> Option<u32> {
         let books = self.pool.books();
-        let is_above = books.owners.get(&self.id).is_some_and(|own| own.num_slabs > own.share);
-        is_above && books.owners.values().any(Owner::wants)
+        let own = books.owners.get(&self.id)?;
+        let ends = books.wanting().map(|(_, end)| end);
+        ends.filter(|end| books.num_before(*end, self.id, own) > books.share_before(*end, own)).min()
     }
 }
 

@@ -1,7 +1,7 @@
 //! Sizes as people write them, for messages.
 
 /// Bytes with a binary unit, exact where the number is: `32 GiB`, `1.5 MiB`, `4097 bytes`.
-pub(crate) fn size_text(bytes: u64) -> String {
+pub fn size_text(bytes: u64) -> String {
     for (unit, shift) in [("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)] {
         let hundredths = (u128::from(bytes) * 100) >> shift;
         if hundredths >= 100 {

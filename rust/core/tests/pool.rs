@@ -208,15 +208,40 @@ fn gets_its_share(world: &mut World, nth: usize) {
     }
 }
 
+/// The same where its workers can copy to the first `limit` frames only: these are its own then.
+fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, limit: u32) {
+    world.reading.clear();
+    world.writing.clear();
+    (0..3).for_each(|of| world.stores[of].set_active(of == nth));
+    world.stores[nth].limit_frames(limit);
+    let num_frames = limit.min(u32::try_from(HOST / FRAMES[nth]).unwrap());
+    for look in 0..40 * world.pool.num_slabs() {
+        let num_dropped = world.save(nth, &chain(nth, 1000 + look, num_frames));
+        world.check();
+        world.commit_all(nth);
+        world.give_way();
+        world.stores[nth].clear(); // what it has elsewhere hides nothing
+        if num_dropped == 0 {
+            return;
+        }
+    }
+    panic!("store {nth} has {:?} slabs, and not the {limit} frames", world.stores[nth].num_slabs());
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
-    fn stores_of_one_pool_never_touch_each_others_bytes(steps in prop::collection::vec(step(), 1..160), last in 0..3_usize) {
+    fn stores_of_one_pool_never_touch_each_others_bytes(
+        steps in prop::collection::vec(step(), 1..160),
+        last in 0..3_usize,
+        limit in 0..100_u32,
+    ) {
         let mut world = World::new();
         for step in &steps {
             apply(&mut world, step);
             world.check();
         }
+        gets_what_its_workers_can_copy_to(&mut world, (last + 1) % 3, limit);
         gets_its_share(&mut world, last);
     }
 }

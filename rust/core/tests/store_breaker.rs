@@ -397,6 +397,31 @@ fn chunks_in_frames_that_are_held_back_do_not_cost_a_save() {
 }
 
 #[test]
+fn many_chunks_in_frames_that_are_held_back_do_not_keep_saves_out() {
+    let store = Store::open(&config(400, 1, Eviction::Lru)).unwrap();
+    let prompts = chains(100, 4, 0);
+    for prompt in &prompts {
+        assert_eq!(save_all(&store, prompt), 4);
+    }
+    for prompt in &prompts[..25] {
+        drop(store.acquire(prompt)); // what saves could take was used last
+    }
+    store.limit_frames(100);
+    let pinned = store.acquire(&prompts[3]);
+    let mut num_saved = 0;
+    for prompt in &chains(100, 4, 9000) {
+        num_saved += save_all(&store, prompt);
+        store.check().unwrap();
+    }
+    assert_eq!(num_saved, 400);
+    assert_eq!(pinned.frames().len(), 4);
+    assert!(prompts[25..].iter().all(|prompt| store.lookup(prompt).host_blocks == 4), "they are in nobody's way");
+    store.limit_frames(0);
+    assert_eq!(save_all(&store, &chains(1, 4, 20_000)[0]), 0);
+    assert_eq!(stat(&store, "host_evictions"), 400);
+}
+
+#[test]
 fn what_is_on_disk_is_read_though_workers_can_copy_to_few_frames_or_none() {
     let disk = MemoryDisk::new(200);
     let (store, cold, _) = cold_prompts(&disk);

@@ -21,6 +21,7 @@ mod _core {
         key::{KeyChain, namespace_digest, root_key},
         server::{Server, server_evict, server_forget, server_pin, server_status},
         session::{ReadLease, Session},
+        tokens::first_of_each,
     };
     #[pymodule_export]
     const KEY_SCHEMA: u32 = kvloft_core::key::KEY_SCHEMA;

@@ -1,5 +1,6 @@
 //! `Server` and `server_status`: conversions only; the meaning is in `kvloft_wire`.
 
+use std::collections::BTreeMap;
 use std::path::PathBuf;
 
 use kvloft_core::evict::Eviction;
@@ -26,7 +27,7 @@ impl Server {
     #[new]
     #[pyo3(signature = (
         socket, *, host_bytes, eviction="adaptive", disk_path=None, disk_bytes=0, disk_threads=2, max_connections=64,
-        shares=None,
+        shares=None, settings=None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
@@ -39,6 +40,7 @@ impl Server {
         disk_threads: u32,
         max_connections: usize,
         shares: Option<Vec<(String, u32)>>,
+        settings: Option<BTreeMap<String, String>>,
     ) -> PyResult<Self> {
         let disk = disk_path.map(|dir| DiskSettings {
             dir,
@@ -53,6 +55,7 @@ impl Server {
             available_bytes: available_bytes(),
             disk,
             shares: shares.unwrap_or_default(),
+            settings: settings.unwrap_or_default().into_iter().collect(),
             max_connections,
             patience: Patience::default(),
         };
@@ -149,6 +152,8 @@ fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyD
     dict.set_item("host_bytes", status.host_bytes)?;
     dict.set_item("slab_bytes", status.slab_bytes)?;
     dict.set_item("stats", stats_dict(py, &status.stats)?)?;
+    let settings = status.settings.iter().map(|(name, value)| (name, value));
+    dict.set_item("settings", settings.into_py_dict(py)?)?;
     let spaces: Vec<_> = status.namespaces.iter().map(|space| space_dict(py, space)).collect::<PyResult<_>>()?;
     dict.set_item("namespaces", PyList::new(py, spaces)?)?;
     Ok(dict)

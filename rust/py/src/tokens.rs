@@ -129,6 +129,37 @@ fn slow_id(name: &str, item: &Bound<'_, PyAny>, index: usize) -> PyResult<u32> {
     })
 }
 
+/// `(key, value[0])` of those whose value is neither None nor empty; the two are lists of one length.
+///
+/// For a scheduler's columns of hundreds of requests, of which few have a value.
+#[pyfunction]
+pub(crate) fn first_of_each<'py>(
+    keys: &Bound<'py, PyList>,
+    values: &Bound<'py, PyList>,
+) -> PyResult<Vec<(Bound<'py, PyAny>, Bound<'py, PyAny>)>> {
+    let (len, py) = (values.len(), values.py());
+    if keys.len() != len {
+        return Err(ConfigError::new_err(format!("{} keys of {len} values", keys.len())));
+    }
+    let mut found = Vec::new();
+    for index in 0..len {
+        // SAFETY: `values` is a live list and this thread is attached. The index fits isize because it is below the length that
+        // the list had; should it have shrunk meanwhile, null comes back. Only the pointer is looked at.
+        let item = unsafe { ffi::PyList_GetItem(values.as_ptr(), index.cast_signed()) };
+        if item.is_null() {
+            return Err(PyErr::fetch(py));
+        }
+        // SAFETY: None is alive as long as the interpreter.
+        if item != unsafe { ffi::Py_None() } {
+            let value = values.get_item(index)?;
+            if value.is_truthy()? {
+                found.push((keys.get_item(index)?, value.get_item(0)?));
+            }
+        }
+    }
+    Ok(found)
+}
+
 /// The memory of a C-contiguous buffer, kept exported while this lives.
 pub(crate) struct RowBytes(PyUntypedBuffer);
 

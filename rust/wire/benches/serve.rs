@@ -72,6 +72,7 @@ fn main() {
             available_bytes,
             disk,
             shares: Vec::new(),
+            settings: Vec::new(),
             max_connections,
             patience,
         };

@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::ChunkKey;
 use kvloft_core::session::{LeaseId, Local, Session};
 use kvloft_core::store::{Got, Prefix, Progress, ToSave};
+use rustix::event::PollFlags;
 
 use crate::known::Known;
 use crate::message::{
@@ -24,7 +25,7 @@ use crate::message::{
 use crate::namespaces::{self, Seat};
 use crate::quarantine::Watch;
 use crate::server::{Peer, Shared, spawn};
-use crate::socket::{is_own, peer, send_with, widen};
+use crate::socket::{AWAKE, is_own, peer, send_with, stay_awake, widen};
 use crate::tally::{Answered, Tally};
 
 /// Longest silence of somebody who has not said hello.
@@ -140,6 +141,9 @@ impl Connection {
             });
             if let Err(end) = done {
                 break end;
+            }
+            if reader.buffer().is_empty() {
+                stay_awake(&self.stream, PollFlags::IN, Instant::now() + AWAKE); // an engine asks twice or thrice in a row
             }
         };
         if let End::Refused(text) = end {

@@ -17,7 +17,7 @@ use rustix::event::PollFlags;
 
 use crate::known::{Known, ends};
 use crate::message::{Answer, Keys, MAX_MESSAGE, Request, SentAnchors, SentPrefixes, Status, VERSION};
-use crate::socket::{Inbox, is_own, peer, wait, widen};
+use crate::socket::{Inbox, is_own, peer, wait, wait_awake, widen};
 
 /// Most bytes that wait for a server that does not read when another request is made.
 const MAX_UNSENT: usize = 8 << 20;
@@ -240,7 +240,7 @@ impl Link {
                 return Some(answer); // it came with the one before
             }
             let out = if self.unsent() > 0 { PollFlags::OUT } else { PollFlags::empty() };
-            if self.is_dead || (must_wait && !wait(&*self.stream, PollFlags::IN | out, deadline)) {
+            if self.is_dead || (must_wait && !wait_awake(&*self.stream, PollFlags::IN | out, deadline)) {
                 return None;
             }
             let filled = self.inbox.fill(&self.stream);

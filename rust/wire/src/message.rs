@@ -123,6 +123,8 @@ pub struct Status {
     pub slab_bytes: u64,
     /// Of the server, over all namespaces.
     pub stats: Vec<(String, u64)>,
+    /// What it was started with, for people.
+    pub settings: Vec<(String, String)>,
     /// Open now, in the order of their names.
     pub namespaces: Vec<NamespaceStatus>,
 }
@@ -345,6 +347,11 @@ fn write_status(to: &mut Writer<'_>, status: &Status) {
     to.u64(status.host_bytes);
     to.u64(status.slab_bytes);
     write_stats(to, &status.stats);
+    to.count(status.settings.len());
+    for (name, value) in &status.settings {
+        to.text(name);
+        to.text(value);
+    }
     to.count(status.namespaces.len());
     for space in &status.namespaces {
         to.key(&space.namespace);
@@ -364,7 +371,8 @@ fn write_status(to: &mut Writer<'_>, status: &Status) {
 
 fn status(from: &mut Reader<'_>) -> Option<Status> {
     let (host_bytes, slab_bytes, stats) = (from.u64()?, from.u64()?, stats(from)?);
-    Some(Status { host_bytes, slab_bytes, stats, namespaces: from.list(56, namespace_status)? })
+    let settings = from.list(8, |from| Some((from.text()?, from.text()?)))?;
+    Some(Status { host_bytes, slab_bytes, stats, settings, namespaces: from.list(56, namespace_status)? })
 }
 
 fn namespace_status(from: &mut Reader<'_>) -> Option<NamespaceStatus> {

@@ -29,11 +29,18 @@ pub(crate) struct Space {
     /// None until it could be opened.
     store: OnceLock<Arc<Store>>,
     opening: Mutex<()>,
-    num_seats: Mutex<usize>,
+    seats: Mutex<Seats>,
     /// Whether a person pinned it, or salts of it: a seat without an engine.
     pinned: Mutex<(bool, bool)>,
     /// Of all engines that it ever had.
     pub(crate) tally: Tally,
+}
+
+/// How many engines a namespace has, and when one came or went last.
+#[derive(Debug)]
+struct Seats {
+    num: usize,
+    changed: Instant,
 }
 
 /// An engine's place in a namespace, with all that it holds there.
@@ -92,14 +99,8 @@ pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
 impl Space {
     fn new(hello: &Hello) -> Self {
         let (store, opening) = (OnceLock::new(), Mutex::default());
-        Self {
-            hello: hello.clone(),
-            store,
-            opening,
-            num_seats: Mutex::new(0),
-            pinned: Mutex::default(),
-            tally: Tally::default(),
-        }
+        let seats = Mutex::new(Seats { num: 0, changed: Instant::now() });
+        Self { hello: hello.clone(), store, opening, seats, pinned: Mutex::default(), tally: Tally::default() }
     }
 
     pub(crate) fn store(&self) -> Option<&Arc<Store>> {
@@ -112,7 +113,23 @@ impl Space {
     }
 
     fn has_seats(&self) -> bool {
-        *locked(&self.num_seats) > 0
+        locked(&self.seats).num > 0
+    }
+
+    /// Since when it has no engine; None where it has one, or owes its disk a clear: what that forgot would be found again.
+    fn idle_since(&self) -> Option<Instant> {
+        let changed = Some(locked(&self.seats)).filter(|seats| seats.num == 0).map(|seats| seats.changed);
+        changed.filter(|_| !self.is_clearing())
+    }
+
+    fn is_clearing(&self) -> bool {
+        self.store().is_some_and(|store| store.is_clearing())
+    }
+
+    /// Percent of host memory that is set for it.
+    pub(crate) fn percent(&self, config: &ServerConfig) -> Option<u32> {
+        let name = hex(&self.hello.namespace);
+        config.shares.iter().find(|(prefix, _)| name.starts_with(prefix)).map(|(_, percent)| *percent)
     }
 
     fn open(&self, pool: &Arc<Pool>, config: &ServerConfig) -> Result<Arc<Store>> {
@@ -120,25 +137,23 @@ impl Space {
         if let Some(store) = self.store.get() {
             return Ok(Arc::clone(store));
         }
-        let name = hex(&self.hello.namespace);
-        let percent = config.shares.iter().find(|(prefix, _)| name.starts_with(prefix)).map(|(_, percent)| *percent);
-        let store = Arc::new(Store::open_in(&store_config(&self.hello, config), pool, percent)?);
+        let store = Arc::new(Store::open_in(&store_config(&self.hello, config), pool, self.percent(config))?);
         Ok(Arc::clone(self.store.get_or_init(|| store)))
     }
 
     /// One engine more; the first gives the namespace a share again.
     fn sit(&self) {
-        let mut num_seats = locked(&self.num_seats);
-        *num_seats += 1;
-        if let (1, Some(store)) = (*num_seats, self.store()) {
+        let mut seats = locked(&self.seats);
+        *seats = Seats { num: seats.num + 1, changed: Instant::now() };
+        if let (1, Some(store)) = (seats.num, self.store()) {
             store.set_active(true);
         }
     }
 
     fn leave(&self) {
-        let mut num_seats = locked(&self.num_seats);
-        *num_seats -= 1;
-        if let (0, Some(store)) = (*num_seats, self.store()) {
+        let mut seats = locked(&self.seats);
+        *seats = Seats { num: seats.num - 1, changed: Instant::now() };
+        if let (0, Some(store)) = (seats.num, self.store()) {
             store.set_active(false);
         }
     }
@@ -186,6 +201,14 @@ fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig {
 }
 
 impl Books {
+    /// Those that may be closed, the one that is idle longest first.
+    fn idle(&self) -> Vec<Arc<Space>> {
+        let since = |space: &Arc<Space>| space.idle_since().map(|since| (since, Arc::clone(space)));
+        let mut idle: Vec<_> = self.spaces.values().filter_map(since).collect();
+        idle.sort_by_key(|(since, _)| *since);
+        idle.into_iter().map(|(_, space)| space).collect()
+    }
+
     /// The namespace of an engine, and those that have to be closed for it; `Busy` where they have engines.
     fn space(&mut self, hello: &Hello) -> Result<(Arc<Space>, Vec<Arc<Space>>)> {
         let mut gone = Vec::new();
@@ -200,15 +223,14 @@ impl Books {
         }
         let fits = self.pool.as_ref().map_or(Ok(()), |pool| pool.check(hello.frame_bytes));
         if let Err(error) = fits {
-            if self.spaces.values().any(|space| space.has_seats()) {
+            if self.spaces.values().any(|space| space.idle_since().is_none()) {
                 return Err(error);
             }
             gone.extend(std::mem::take(&mut self.spaces).into_values());
             self.pool = None;
         }
         if self.spaces.len() >= MAX_NAMESPACES {
-            let Some(idle) = self.spaces.values().find(|space| !space.has_seats()).map(|space| space.hello.namespace)
-            else {
+            let Some(idle) = self.idle().first().map(|space| space.hello.namespace) else {
                 let message = format!(
                     "this kvloft server serves {MAX_NAMESPACES} namespaces, and takes no more; start another server for this one"
                 );
@@ -308,12 +330,9 @@ impl Namespaces {
     pub(crate) fn take_idle(&self) -> Vec<Arc<Space>> {
         let mut books = locked(&self.0);
         let mut is_short = books.pool.as_ref().is_some_and(|pool| pool.take_short_of_disk());
-        let mut may_go = |space: &Arc<Space>| {
-            let Some(store) = space.store().filter(|_| !space.has_seats()) else { return false };
-            // A clear has to reach the disk first, or what it forgot is found again.
-            !store.is_clearing() && (store.num_slabs().0 == 0 || std::mem::take(&mut is_short))
-        };
-        let idle: Vec<_> = books.spaces.values().filter(|space| may_go(space)).cloned().collect();
+        let mut idle = books.idle();
+        let num_slabs = |space: &Arc<Space>| space.store().map(|store| store.num_slabs().0);
+        idle.retain(|space| num_slabs(space).is_some_and(|num| num == 0 || std::mem::take(&mut is_short)));
         for space in &idle {
             books.spaces.remove(&space.hello.namespace);
         }

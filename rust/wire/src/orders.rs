@@ -3,6 +3,7 @@
 //! A salt crosses as a tag, which does not tell it, and no log has either.
 
 use std::path::Path;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvloft_core::key::SaltTag;
@@ -160,6 +161,9 @@ impl Shared {
             }
             let Kept { num_salts, num_host, num_disk } = store.kept();
             space.pin(if whose.salt.is_none() { Some(is_pinned) } else { None }, num_salts > 0);
+            if !self.namespaces.all().iter().any(|open| Arc::ptr_eq(open, space)) {
+                return Err(self.namespaces.none_of("just closed a namespace"));
+            }
             all.num_namespaces += 1;
             all.num_salts += num_salts;
             all.host_bytes += num_host * space.hello.frame_bytes;

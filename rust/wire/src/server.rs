@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::store::DiskSettings;
+use kvloft_core::units::size_text;
 use kvloft_core::{Error, Result};
 
 use crate::connection;
@@ -46,6 +47,8 @@ pub struct ServerConfig {
     pub disk: Option<DiskSettings>,
     /// Percent of host memory for namespaces whose names in hex begin so; the others with engines share the rest equally.
     pub shares: Vec<(String, u32)>,
+    /// What it was started with, as engines and people are told.
+    pub settings: Vec<(String, String)>,
     /// Connections at one time.
     pub max_connections: usize,
     /// About engines that went without a word.
@@ -86,6 +89,11 @@ impl Shared {
     /// The connection is over; it has no seat from here on.
     pub(crate) fn leave(&self, number: u64) {
         let left = self.peers().remove(&number);
+        if let Some(event) = left.as_ref().and_then(Peer::farewell)
+            && !self.is_stopping.load(Ordering::SeqCst)
+        {
+            self.tell(event);
+        }
         drop(left);
         self.peer_left.notify_all();
     }
@@ -131,13 +139,14 @@ impl Shared {
         ];
         let stats = stats.map(|(name, value)| (name.to_owned(), value)).to_vec();
         let namespaces = self.namespaces.all().iter().map(|space| self.namespace_status(space)).collect();
-        Status { host_bytes, slab_bytes, stats, namespaces }
+        Status { host_bytes, slab_bytes, stats, settings: self.config.settings.clone(), namespaces }
     }
 
     fn namespace_status(&self, space: &Arc<Space>) -> NamespaceStatus {
         let stats = space.store().map(|store| store.stats()).unwrap_or_default();
+        let percent = space.percent(&self.config).map(|percent| ("share_percent", percent.into()));
         let (counts, pinned) = (space.tally.counts(), [("pinned", space.is_pinned().into())]);
-        let asked = counts.named().chain(pinned).filter(|_| !stats.is_empty()).collect::<Vec<_>>();
+        let asked = counts.named().chain(percent).chain(pinned).filter(|_| !stats.is_empty()).collect::<Vec<_>>();
         let peers = self.peers();
         let mut engines: Vec<_> = peers.values().filter_map(|peer| peer.status(space)).collect();
         drop(peers);
@@ -175,6 +184,16 @@ impl Shared {
 }
 
 impl Peer {
+    /// What a person should see of an engine that left.
+    fn farewell(&self) -> Option<String> {
+        let space = &self.seat.as_ref()?.space;
+        let (num_saved, id) = (self.tally.num_saved(), namespaces::id(&space.hello.namespace));
+        let (pid, seconds) = (self.pid, self.since.elapsed().as_secs());
+        let size = size_text(num_saved * space.hello.frame_bytes);
+        let chunks = if num_saved == 1 { "chunk" } else { "chunks" };
+        Some(format!("process {pid} has left namespace {id} after {seconds} s; it saved {num_saved} {chunks} ({size})"))
+    }
+
     fn status(&self, of: &Arc<Space>) -> Option<EngineStatus> {
         let seat = self.seat.as_ref().filter(|seat| Arc::ptr_eq(&seat.space, of))?;
         let (num_reserved, num_leases) = seat.local.num_open();

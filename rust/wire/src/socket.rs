@@ -9,6 +9,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::LazyLock;
+use std::thread;
 use std::time::{Duration, Instant};
 
 use kvloft_core::{Error, ErrorKind, Result};
@@ -23,6 +25,9 @@ use crate::message::LENGTH_BYTES;
 const BUFFER_BYTES: usize = 1 << 20;
 /// Bytes that a read asks for.
 const READ_BYTES: usize = 64 << 10;
+
+/// How long an end stays awake for what is about to come: to be woken takes longer than to answer.
+pub(crate) const AWAKE: Duration = Duration::from_micros(100);
 
 /// A listening socket that only this user can reach. It is gone from its place when this goes.
 #[derive(Debug)]
@@ -123,6 +128,23 @@ pub(crate) fn wait(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
             Err(_) => return false,
         }
     }
+}
+
+/// As [`wait`], but awake at first.
+pub(crate) fn wait_awake(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
+    stay_awake(&fd, flags, deadline.min(Instant::now() + AWAKE)) || wait(fd, flags, deadline)
+}
+
+/// As [`wait`], but looks again and again, unless there is only one core, which the other side needs.
+pub(crate) fn stay_awake(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
+    static HAS_CORES: LazyLock<bool> = LazyLock::new(|| thread::available_parallelism().is_ok_and(|num| num.get() > 1));
+    while *HAS_CORES && Instant::now() < deadline {
+        if wait(&fd, flags, Instant::now()) {
+            return true;
+        }
+        thread::yield_now();
+    }
+    false
 }
 
 /// Sends all of `bytes`, and with its first a descriptor.

@@ -55,6 +55,11 @@ impl Tally {
         }
     }
 
+    /// Chunks that became visible.
+    pub(crate) fn num_saved(&self) -> u64 {
+        self.counts().0[4]
+    }
+
     pub(crate) fn counts(&self) -> Counts {
         Counts(self.0.each_ref().map(|number| number.load(Ordering::Relaxed)))
     }

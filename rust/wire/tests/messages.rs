@@ -130,7 +130,9 @@ fn answer(parts: &Parts) -> Answer {
                 stats: stats.clone(),
                 engines: vec![engine; num_rows],
             };
-            Answer::Status(Status { host_bytes: 5, slab_bytes: parts.number, stats, namespaces: vec![space; num_rows] })
+            let settings = vec![(parts.text.clone(), "x".to_owned()); num_rows];
+            let (slab_bytes, namespaces) = (parts.number, vec![space; num_rows]);
+            Answer::Status(Status { host_bytes: 5, slab_bytes, stats, settings, namespaces })
         }
     }
 }

@@ -12,7 +12,7 @@ use common::{
 };
 use kvloft_core::ErrorKind;
 use kvloft_core::session::Session;
-use kvloft_core::store::Prefix;
+use kvloft_core::store::{Prefix, Store, StoreConfig};
 use kvloft_wire::{
     MAX_NAMESPACES, NamespaceStatus, Patience, Remote, RemoteConfig, Server, ServerConfig, forget, status,
 };
@@ -129,6 +129,13 @@ fn shares_are_kept_and_more_than_all_is_refused() {
         save(&other, &chain(seed, 3));
     }
     assert_eq!((space(&server, 1).num_slabs, space(&server, 2).num_slabs), (13, 3));
+    let _third = engine(dir.path(), 3, 1);
+    let percents = server
+        .status()
+        .namespaces
+        .into_iter()
+        .map(|space| space.stats.iter().find(|(name, _)| name == "share_percent").map(|(_, percent)| *percent));
+    assert_eq!(percents.collect::<Vec<_>>(), [Some(50), Some(20), None]);
 }
 
 #[test]
@@ -240,4 +247,63 @@ fn namespaces_are_bounded_and_frames_too_large_for_a_slab_are_refused() {
     });
     assert_eq!(large.as_ref().and_then(Session::arena).expect("an arena").num_frames, 12);
     assert_eq!(status(&socket(dir.path()), LONG).expect("it answers").namespaces.len(), 1);
+}
+
+#[test]
+fn of_too_many_namespaces_the_one_that_is_idle_longest_goes() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let config = ServerConfig { max_connections: 100, ..server_config(dir.path()) };
+    let server = Server::open(config).expect("a server");
+    let num = u8::try_from(MAX_NAMESPACES).expect("few");
+    let mut engines: Vec<_> = (0..num).map(|nth| Some(engine(dir.path(), nth, 1))).collect();
+    for nth in [40, 3, 50] {
+        let one = engines[usize::from(nth)].take().expect("connected");
+        assert_eq!(save(&one, &chain(1, 1)), 1, "or it would be closed for having nothing");
+        one.close(Duration::ZERO);
+        until("gone", || space(&server, nth).engines.is_empty());
+    }
+    let _another = engine(dir.path(), 200, 1);
+    let ids: Vec<_> = server.status().namespaces.iter().map(|space| space.namespace[0]).collect();
+    assert!(ids.contains(&3) && ids.contains(&50) && !ids.contains(&40), "{ids:?}");
+    let events = server.take_events();
+    let left = events.iter().filter(|event| event.contains("has left")).collect::<Vec<_>>();
+    assert!(left.len() == 3 && left[0].contains("has left namespace 2828282828282828 after "), "{left:?}");
+    assert!(left[0].ends_with(" s; it saved 1 chunk (4 KiB)"), "{left:?}");
+}
+
+#[test]
+fn an_idle_namespace_that_owes_its_disk_a_clear_is_kept_until_it_is_done() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = Server::open(with_disk(dir.path())).expect("a server");
+    let one = engine(dir.path(), 1, 1);
+    assert_eq!(mark(&one, 1, 5, 4), 4);
+    assert!(one.flush(LONG));
+    drop(one);
+    server.close(LONG);
+    drop(server);
+    let config = with_disk(dir.path());
+    let other = StoreConfig {
+        frame_bytes: FRAME,
+        host_bytes: FRAME,
+        blocks_per_chunk: 1,
+        eviction: config.eviction,
+        available_bytes: None,
+        namespace: [9; 32],
+        disk: config.disk.clone(),
+    };
+    let other = Store::open(&other).expect("it has the directory now");
+    let server = Server::open(config).expect("a server");
+    let one = engine(dir.path(), 1, 1);
+    one.clear();
+    one.close(Duration::ZERO);
+    until("gone", || server.status().engines().count() == 0);
+    std::thread::sleep(Duration::from_millis(300)); // it has no memory, so without the clear it would be closed
+    let error = Remote::open(RemoteConfig { namespace: [2; 32], frame_bytes: 5 * FRAME, ..remote_config(dir.path()) });
+    let error = error.expect_err("other slabs would close it, too").to_string();
+    assert!(error.contains("too large for this server's slabs"), "{error}");
+    drop(other);
+    until("cleared, and closed", || server.status().namespaces.is_empty());
+    let back = engine(dir.path(), 1, 1);
+    until("its disk is open", || stat(&space(&server, 1).stats, "disk_broken") == 0);
+    assert_eq!(found(&back, &chain(5, 4)), 0);
 }

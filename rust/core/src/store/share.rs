@@ -102,15 +102,14 @@ impl Store {
 impl State {
     pub(super) fn give_way(&mut self) -> Way {
         self.host.collect();
-        if !self.host.grid().is_some_and(|grid| grid.member().is_asked()) {
-            for drain in std::mem::take(&mut self.drains).all {
-                self.host.keep(drain.slab);
-            }
-            return Way::Unasked;
-        }
+        let asked = self.host.grid().and_then(|grid| grid.member().asked());
         let mut drains = std::mem::take(&mut self.drains);
+        for drain in drains.all.extract_if(.., |drain| asked.is_none_or(|end| drain.slab.0 >= end)) {
+            self.host.keep(drain.slab);
+        }
+        let Some(end) = asked else { return Way::Unasked };
         drains.all.retain(|drain| self.is_draining(drain.slab));
-        let way = self.work_at(&mut drains);
+        let way = self.work_at(&mut drains, end);
         if way == Way::Stuck {
             drains.stuck.clear();
             drains.all.iter_mut().for_each(|drain| drain.is_done = false);
@@ -119,12 +118,12 @@ impl State {
         way
     }
 
-    fn work_at(&mut self, drains: &mut Drains) -> Way {
+    fn work_at(&mut self, drains: &mut Drains, end: u32) -> Way {
         let mut budget = SLICE;
         for nth in 0..MAX_DRAINS {
             if nth == drains.all.len() {
                 let coldest = self.host_policy.victim().and_then(|id| self.index[id].host.place());
-                let Some(slab) = self.host.drain(coldest) else { break };
+                let Some(slab) = self.host.drain(end, coldest) else { break };
                 drains.all.push(Drain { slab, next: 0, way: Vec::new(), is_done: false });
             }
             if drains.all[nth].is_done {

@@ -19,7 +19,7 @@ use super::stats::Stats;
 use crate::evict::{ChunkId, Policy, Removal};
 use crate::index::{Filler, Index, Presence};
 use crate::io::FrameId;
-use crate::tier::host::{FrameFor, HostTier};
+use crate::tier::host::{FrameFor, Grid, HostTier};
 
 /// Chunks forgotten by one call: some 0.2 ms.
 const SLICE: usize = 256;
@@ -108,6 +108,7 @@ impl State {
         let (frames_total, frames_free) = host.num_frames();
         Stats {
             frames_total,
+            frames_share: host.grid().map_or(frames_total, Grid::share),
             frames_reserved: frames_total - frames_free - self.stats.frames_visible,
             frames_free,
             entries: self.index.len() as u64,
@@ -222,11 +223,27 @@ impl State {
             self.evict(victim);
             frame = self.host.take(what_for);
         }
+        if spared.len() == MAX_SPARED {
+            frame = frame.or_else(|| self.take_frame_below_limit());
+        }
         for id in spared {
             self.host_policy.set_evictable(id, true);
         }
         kept.end(&mut *self.host_policy);
         frame
+    }
+
+    /// A frame of the next chunk that may go and is in one for saves: the policy would name many others before.
+    fn take_frame_below_limit(&mut self) -> Option<FrameId> {
+        for _ in 0..MAX_SPARED {
+            if let Some(id) = self.host.next_below_limit()
+                && self.index[id].host_evictable == Some(true)
+            {
+                self.evict(id);
+                return self.host.take(FrameFor::Save);
+            }
+        }
+        None
     }
 
     /// Takes a chunk that may go out of host.

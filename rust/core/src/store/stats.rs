@@ -60,6 +60,8 @@ struct Stats {
     disk_verify_failures,
     /// Frames in host memory.
     frames_total,
+    /// Frames that it may have while other stores want memory, too; without others, all.
+    frames_share,
     /// Frames being filled, or filled and waiting for their parent.
     frames_reserved,
     /// Frames that hold a chunk, found by lookups or still pinned.

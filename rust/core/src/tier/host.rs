@@ -32,13 +32,15 @@ pub(crate) struct HostTier {
     free: BTreeSet<FrameId>,
     num_taken: u64,
     limit: u32,
+    /// The frame that was looked at last for its chunk.
+    hand: u32,
 }
 
 /// Whose the memory is.
 #[derive(Debug)]
 enum Memory {
-    /// All frames are this tier's.
-    Own(HostArena),
+    /// All frames are this tier's; and the chunk that has each.
+    Own(HostArena, Vec<u32>),
     /// Those in its slabs are.
     Shared(Box<Grid>),
 }
@@ -48,7 +50,8 @@ impl HostTier {
     pub(crate) fn create(frame_bytes: u64, num_frames: u32) -> Result<Self> {
         let (arena, frames) = HostArena::create(frame_bytes, num_frames)?;
         let free = frames.iter().map(Frame::id).collect();
-        Ok(Self::new(Memory::Own(arena), frames, free))
+        let holders = vec![grid::FREE; frames.len()];
+        Ok(Self::new(Memory::Own(arena, holders), frames, free))
     }
 
     /// A grid over the memory of a pool, without a frame yet; see [`HostArena::frames`] and [`Pool::check`].
@@ -61,12 +64,12 @@ impl HostTier {
 
     fn new(memory: Memory, frames: Vec<Frame>, free: BTreeSet<FrameId>) -> Self {
         let frames: Vec<_> = frames.into_iter().map(Some).collect();
-        Self { memory, limit: u32::try_from(frames.len()).unwrap_or(u32::MAX), frames, free, num_taken: 0 }
+        Self { memory, limit: u32::try_from(frames.len()).unwrap_or(u32::MAX), frames, free, num_taken: 0, hand: 0 }
     }
 
     pub(crate) fn arena(&self) -> &HostArena {
         match &self.memory {
-            Memory::Own(arena) => arena,
+            Memory::Own(arena, _) => arena,
             Memory::Shared(grid) => grid.member().pool.arena(),
         }
     }
@@ -74,7 +77,7 @@ impl HostTier {
     /// The slabs, where memory is shared.
     pub(crate) fn grid(&self) -> Option<&Grid> {
         match &self.memory {
-            Memory::Own(_) => None,
+            Memory::Own(..) => None,
             Memory::Shared(grid) => Some(grid),
         }
     }
@@ -122,20 +125,35 @@ impl HostTier {
 
     /// The chunk has the frame, which was taken for it.
     pub(crate) fn hand(&mut self, frame: FrameId, to: ChunkId) {
-        if let Memory::Shared(grid) = &mut self.memory {
-            grid.hand(frame, to);
+        match &mut self.memory {
+            Memory::Own(_, holders) => holders[frame.0 as usize] = to.0,
+            Memory::Shared(grid) => grid.hand(frame, to),
         }
+    }
+
+    /// The chunk that has the next frame of those that are for saves, round after round.
+    pub(crate) fn next_below_limit(&mut self) -> Option<ChunkId> {
+        let end = self.frames.len().min(self.limit as usize).max(1);
+        self.hand = (self.hand + 1) % u32::try_from(end).unwrap_or(u32::MAX);
+        let holder = match &self.memory {
+            Memory::Own(_, holders) => holders[self.hand as usize],
+            Memory::Shared(grid) => grid.holder(FrameId(self.hand)),
+        };
+        Some(ChunkId(holder)).filter(|_| holder < grid::TAKEN && self.hand < self.limit)
     }
 
     /// Takes a frame back that is not used any more.
     pub(crate) fn give(&mut self, frame: FrameId) {
         debug_assert!(self.frames[frame.0 as usize].is_some(), "invariant I4: frame {} is lent", frame.0);
         self.num_taken -= 1;
-        if let Memory::Shared(grid) = &mut self.memory {
-            return grid.give(frame, &mut self.free);
+        match &mut self.memory {
+            Memory::Own(_, holders) => {
+                holders[frame.0 as usize] = grid::FREE;
+                let is_new = self.free.insert(frame);
+                debug_assert!(is_new, "invariant I8: frame {} given twice", frame.0);
+            }
+            Memory::Shared(grid) => grid.give(frame, &mut self.free),
         }
-        let is_new = self.free.insert(frame);
-        debug_assert!(is_new, "invariant I8: frame {} given twice", frame.0);
     }
 
     /// Hands out the right to a frame's bytes; None if it is lent already, or free: in shared memory its bytes may be
@@ -163,11 +181,11 @@ impl HostTier {
         }
     }
 
-    /// Begins to empty a slab: the one of `coldest`, unless another has far fewer frames in use. It is given up with the last of
-    /// them. None if there is none.
-    pub(crate) fn drain(&mut self, coldest: Option<FrameId>) -> Option<SlabId> {
+    /// Begins to empty a slab before the `end`th: the one of `coldest`, unless another has far fewer frames in use; first of those
+    /// that saves cannot use. It is given up with the last of them. None if there is none.
+    pub(crate) fn drain(&mut self, end: u32, coldest: Option<FrameId>) -> Option<SlabId> {
         let Memory::Shared(grid) = &mut self.memory else { return None };
-        grid.drain(coldest, &mut self.free)
+        grid.drain(end, self.limit, coldest, &mut self.free)
     }
 
     /// The slab is used again, if it is still being emptied.

@@ -13,8 +13,8 @@ use crate::pool::{Member, SlabId};
 /// Slabs without a used frame that a store keeps for the next one; more are given up.
 const MAX_EMPTY: u32 = 1;
 /// In `holders`: no chunk.
-const FREE: u32 = u32::MAX;
-const TAKEN: u32 = u32::MAX - 1;
+pub(super) const FREE: u32 = u32::MAX;
+pub(super) const TAKEN: u32 = u32::MAX - 1;
 
 /// What a slab is to this store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,6 +58,11 @@ impl Grid {
         &self.member
     }
 
+    /// Frames of its share of the slabs.
+    pub(crate) fn share(&self) -> u64 {
+        u64::from(self.member.share()) * self.slab_bytes / self.frame_bytes
+    }
+
     /// Slabs that a frame lies in.
     fn slabs_of(&self, frame: FrameId) -> RangeInclusive<usize> {
         let start = u64::from(frame.0) * self.frame_bytes;
@@ -79,6 +84,10 @@ impl Grid {
 
     fn is_usable(&self, frame: FrameId) -> bool {
         self.slabs_of(frame).all(|slab| self.slabs[slab] == Slab::Own)
+    }
+
+    pub(super) fn holder(&self, frame: FrameId) -> u32 {
+        self.holders[frame.0 as usize]
     }
 
     pub(super) fn is_taken(&self, frame: FrameId) -> bool {
@@ -145,16 +154,33 @@ impl Grid {
 
     /// Takes one more slab, if there is one that holds a frame below `limit`.
     pub(super) fn grow(&mut self, limit: u32, free: &mut BTreeSet<FrameId>) -> bool {
-        let end = (u64::from(limit) * self.frame_bytes).div_ceil(self.slab_bytes);
-        let slab = self.member.take(u32::try_from(end).unwrap_or(u32::MAX));
+        let slab = self.member.take(self.end_of(limit));
         slab.map(|slab| self.own(slab, free)).is_some()
     }
 
-    pub(super) fn drain(&mut self, coldest: Option<FrameId>, free: &mut BTreeSet<FrameId>) -> Option<SlabId> {
-        let own = (0..self.slabs.len()).filter(|&slab| self.slabs[slab] == Slab::Own);
-        let fewest = own.min_by_key(|&slab| self.used[slab])?;
+    /// Slabs before this one hold frames below `limit`.
+    fn end_of(&self, limit: u32) -> u32 {
+        let end = (u64::from(limit) * self.frame_bytes).div_ceil(self.slab_bytes);
+        u32::try_from(end).unwrap_or(u32::MAX)
+    }
+
+    pub(super) fn drain(
+        &mut self,
+        before: u32,
+        limit: u32,
+        coldest: Option<FrameId>,
+        free: &mut BTreeSet<FrameId>,
+    ) -> Option<SlabId> {
+        let (end, own_end) = (self.slabs.len().min(before as usize), self.end_of(limit) as usize);
+        let is_own = |slab: &usize| *slab < end && self.slabs[*slab] == Slab::Own;
+        let fewest = |from: usize| (from..end).filter(is_own).min_by_key(|&slab| self.used[slab]);
+        // Saves cannot use what lies behind the limit.
+        let (from, fewest) = match fewest(own_end) {
+            Some(slab) => (own_end, slab),
+            None => (0, fewest(0)?),
+        };
         let coldest = coldest.map(|frame| *self.slabs_of(frame).start());
-        let is_better = |&slab: &usize| self.slabs[slab] == Slab::Own && self.used[slab] < 2 * self.used[fewest];
+        let is_better = |slab: &usize| *slab >= from && is_own(slab) && self.used[*slab] < 2 * self.used[fewest];
         let slab = coldest.filter(is_better).unwrap_or(fewest);
         let id = SlabId(u32::try_from(slab).ok()?);
         self.num_empty -= u32::from(self.used[slab] == 0);

@@ -38,11 +38,11 @@ fn a_slab_that_is_emptied_hands_out_no_frame_and_goes_with_its_last() {
     let first = tier.take(FrameFor::Save).or_else(|| tier.grow(FrameFor::Save)).unwrap();
     assert!(tier.grow(FrameFor::Save).is_some() && tier.num_frames() == (4, 2));
     assert!(tier.lend(FrameId(3)).is_none(), "free frames may be another store's soon");
-    let slab = tier.drain(Some(first)).unwrap();
+    let slab = tier.drain(u32::MAX, Some(first)).unwrap();
     assert_eq!((tier.num_frames(), taken(&mut tier)), ((2, 0), vec![]));
     tier.keep(slab);
     assert_eq!(taken(&mut tier), [2, 3]);
-    let slab = tier.drain(Some(first)).unwrap();
+    let slab = tier.drain(u32::MAX, Some(first)).unwrap();
     tier.give(FrameId(0));
     assert_eq!(taken(&mut tier), [0; 0], "what comes back to it stays with it");
     (1..4).for_each(|frame| tier.give(FrameId(frame)));

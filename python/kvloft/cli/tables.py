@@ -1,0 +1,92 @@
+"""What `kvloft status` and `kvloft top` draw alike: what a server has, tiers and engines. All fits 80 columns."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich import box
+from rich.table import Column, Table
+
+from kvloft.config import size_text
+
+Status = Mapping[str, Any]
+"""As `_core.server_status` has it, or one namespace of it."""
+MAX_WHOLE = 1_000_000
+"""Numbers from here on are shown with a unit."""
+
+
+def count_text(number: int) -> str:
+    """In seven characters at most, up to 10^15: "999,999", "1.23 M"."""
+    if number < MAX_WHOLE:
+        return f"{number:,}"
+    value = float(number)
+    for unit in ("k", "M", "G"):
+        value /= 1000
+        if value < 999.5 and unit != "k":
+            return f"{value:.3g} {unit}"
+    return f"{value / 1000:,.3g} T"
+
+
+def new_table(first: str, *names: str) -> Table:
+    """``first`` says what each row is of; the others are numbers."""
+    numbers = (Column(name, justify="right", no_wrap=True) for name in names)
+    return Table(Column(first, no_wrap=True), *numbers, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
+
+
+def title(namespace: str, space: Status, status: Status) -> str:
+    """What a namespace has of the server's memory, and what is set for it."""
+    has, everything = size_text(space["slabs"] * status["slab_bytes"]), size_text(status["host_bytes"])
+    percent = space["stats"].get("share_percent")
+    share = f", share {percent}%" if percent is not None else ""
+    return f"namespace {namespace[:16]}: {has} of {everything} host memory{share}"
+
+
+def before_engines(status: Status, socket: str) -> str:
+    """What there is while no engine has connected."""
+    stats, disk = status["stats"], status["settings"].get("disk_path")
+    of_disk = f"disk {disk or ''} up to {size_text(stats['server_disk_bytes'])}" if stats["server_disk_bytes"] else "no disk"
+    host = size_text(stats["server_host_bytes"])
+    return (
+        f"The server at unix:{socket} has host memory up to {host}, {of_disk}.\nNo engine has connected yet, so no memory is taken."
+    )
+
+
+def tier_table(space: Status) -> Table:
+    """What is in host memory and on disk, and on its way there."""
+    stats, frame_bytes = space["stats"], space["frame_bytes"]
+    table = new_table("tier", "chunks", "bytes", "full", "reading", "writing", "pinned", "evicted")
+    full = f"{stats['frames_visible'] / max(stats['frames_total'], 1):.0%}"
+    on_host = [stats[name] for name in ("frames_reserved", "pins", "host_evictions")]
+    host = (stats["frames_visible"], full, "", *map(count_text, on_host))
+    on_disk = [stats[name] for name in ("reads_pending", "disk_pending")]
+    disk = (stats["disk_used"], "", *map(count_text, on_disk), "", count_text(stats["disk_evictions"]))
+    for name, (num, *rest) in {"host": host, "disk": disk}.items():
+        table.add_row(name, count_text(num), size_text(num * frame_bytes), *rest)
+    return table
+
+
+def broken(space: Status) -> list[str]:
+    """A line where the disk tier is left alone."""
+    return ["The disk tier is left alone for now: it fails."] if space["stats"]["disk_broken"] else []
+
+
+def pinned(space: Status) -> list[str]:
+    """A line where something is pinned by `kvloft pin`."""
+    stats, frame_bytes = space["stats"], space["frame_bytes"]
+    if not stats["pinned"]:
+        return []
+    salts = stats["kept_salts"]
+    if not salts:
+        return ["It is pinned: it keeps its share of memory without engines."]
+    held, on_disk = (size_text(stats[name] * frame_bytes) for name in ("kept_host", "kept_disk"))
+    return [f"{salts:,} salt{'s' if salts != 1 else ''} pinned: {held} in memory, {on_disk} on disk"]
+
+
+def engine_table(space: Status) -> Table | str:
+    """Who is connected, and what each holds."""
+    if not space["engines"]:
+        return "No engine is connected."
+    table = new_table("engine", "connected", "saving", "loading")
+    for engine in space["engines"]:
+        held = (count_text(engine["reservations"]), count_text(engine["leases"]))
+        table.add_row(f"process {engine['pid']}", f"{engine['connected_ms'] / 1000:,.0f} s", *held)
+    return table

@@ -1,0 +1,205 @@
+//! Stores of one arena whose workers can copy to its first part only: memory goes where it can be used.
+//!
+//! Slabs have eight pages here, so that four frames of the first store, or two and two thirds of the second, fill one.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+use std::sync::Arc;
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::key::{ChunkKey, KeyChain};
+use kvloft_core::pool::Pool;
+use kvloft_core::store::{ReadLease, SaveRange, Store, StoreConfig, Way};
+
+const PAGE: u64 = 4096;
+const FRAMES: [u64; 3] = [2 * PAGE, 3 * PAGE, PAGE];
+const NUM_SLABS: u32 = 12;
+
+fn open(pool: &Arc<Pool>, nth: usize) -> Store {
+    let config = StoreConfig {
+        frame_bytes: FRAMES[nth],
+        host_bytes: 0,
+        blocks_per_chunk: 1,
+        eviction: Eviction::Lru,
+        available_bytes: None,
+        namespace: [u8::try_from(nth).unwrap(); 32],
+        disk: None,
+    };
+    Store::open_in(&config, pool, None).unwrap()
+}
+
+fn stores<const N: usize>() -> (Arc<Pool>, [Store; N]) {
+    let pool = Pool::create(u64::from(NUM_SLABS) * 8 * PAGE, FRAMES[0], || {}).unwrap();
+    let stores = std::array::from_fn(|nth| open(&pool, nth));
+    assert_eq!(pool.num_slabs(), NUM_SLABS);
+    (pool, stores)
+}
+
+fn chain(prompt: u32) -> KeyChain {
+    let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).unwrap();
+    chain.append_tokens(&[prompt; 4]).unwrap();
+    chain
+}
+
+/// Saves four chunks; how many could not be.
+fn save(store: &Store, prompt: u32) -> u32 {
+    save_first(store, prompt, 4)
+}
+
+fn save_first(store: &Store, prompt: u32, stop: u32) -> u32 {
+    let got = store.reserve(&chain(prompt), SaveRange { start: 0, stop, tail_blocks: 0 }).unwrap();
+    store.commit(got.leases);
+    store.check().unwrap();
+    got.num_dropped
+}
+
+/// The first store saves one prompt a slab.
+fn fill(store: &Store, num_slabs: u32) {
+    (0..num_slabs).for_each(|prompt| assert_eq!(save(store, prompt), 0));
+    assert_eq!(num(store), num_slabs);
+}
+
+fn num(store: &Store) -> u32 {
+    store.num_slabs().0
+}
+
+fn is_there(store: &Store, prompt: u32) -> bool {
+    store.lookup(&chain(prompt)).host_blocks == 4
+}
+
+/// Frames of the first slabs.
+fn limit(nth: usize, num_slabs: u64) -> u32 {
+    u32::try_from(num_slabs * 8 * PAGE / FRAMES[nth]).unwrap()
+}
+
+fn all_give_way(stores: &[Store]) {
+    for store in stores {
+        store.give_way();
+    }
+}
+
+/// Has the store give way until it gave a slab.
+fn gives(store: &Store) -> bool {
+    (0..100).map(|_| store.give_way()).find(|way| *way != Way::Working) == Some(Way::Gave)
+}
+
+#[test]
+fn a_store_gets_slabs_that_its_workers_can_copy_to() {
+    let (pool, stores) = stores::<2>();
+    (0..2).for_each(|nth| stores[nth].limit_frames(limit(nth, 4)));
+    (0..60).for_each(|prompt| _ = save(&stores[0], prompt));
+    assert_eq!(num(&stores[0]), 4);
+    assert_eq!(save(&stores[1], 0), 4, "eight slabs are free, and cannot be used");
+    for prompt in 0..40 {
+        save(&stores[1], prompt);
+        all_give_way(&stores);
+    }
+    assert_eq!([0, 1].map(|nth| num(&stores[nth])), [2, 2], "each has half of what both can use");
+    assert!(!pool.is_wanted());
+    let share = |store: &Store| store.stats().into_iter().find(|(name, _)| *name == "frames_share").unwrap().1;
+    assert_eq!([0, 1].map(|nth| share(&stores[nth])), [6 * 4, 6 * 8 / 3]);
+}
+
+#[test]
+fn one_that_can_use_all_makes_room_for_one_that_cannot_and_goes_elsewhere() {
+    let (_pool, stores) = stores::<3>();
+    fill(&stores[0], 3);
+    (0..60).for_each(|prompt| _ = save(&stores[1], prompt));
+    stores[2].limit_frames(limit(2, 2));
+    assert_eq!(save(&stores[2], 0), 4);
+    assert_eq!(stores[1].give_way(), Way::Unasked, "none of its slabs would do");
+    assert!(gives(&stores[0]), "though it has less than its share");
+    assert_eq!(save(&stores[2], 0), 0);
+    for prompt in 10..30 {
+        save(&stores[0], prompt);
+        all_give_way(&stores);
+    }
+    assert_eq!([0, 1, 2].map(|nth| num(&stores[nth])), [4, 7, 1]);
+    assert!(is_there(&stores[2], 0));
+}
+
+#[test]
+fn a_slab_that_all_could_use_goes_to_who_can_use_few() {
+    let (_pool, stores) = stores::<3>();
+    fill(&stores[0], NUM_SLABS);
+    (0..2).for_each(|prompt| drop(stores[0].acquire(&chain(prompt)))); // used last, in the two lowest slabs
+    stores[2].limit_frames(limit(2, 2));
+    assert_eq!([1, 2].map(|nth| save(&stores[nth], 0)), [4, 4]);
+    assert!(gives(&stores[0]));
+    assert_eq!([1, 2].map(|nth| save(&stores[nth], 0)), [4, 0]);
+    assert!(gives(&stores[0]));
+    assert!(is_there(&stores[0], 1) && !is_there(&stores[0], 2), "the coldest goes to who can use all");
+    assert_eq!(num(&stores[1]), 1);
+}
+
+#[test]
+fn a_slab_that_cannot_be_used_is_not_given() {
+    let (pool, [first, second, third]) = stores::<3>();
+    fill(&first, 3);
+    (0..60).for_each(|prompt| _ = save(&second, prompt));
+    third.limit_frames(limit(2, 2));
+    assert_eq!(save(&third, 0), 4);
+    drop(second);
+    assert!(num(&third) == 0 && pool.is_wanted());
+    third.limit_frames(u32::MAX);
+    assert_eq!(save(&third, 0), 0);
+}
+
+#[test]
+fn what_saves_cannot_use_is_given_first() {
+    let (_pool, stores) = stores::<2>();
+    fill(&stores[0], NUM_SLABS);
+    stores[0].limit_frames(limit(0, 2));
+    while num(&stores[1]) < NUM_SLABS / 2 {
+        save(&stores[1], 0);
+        save(&stores[1], 100 + num(&stores[1]));
+        assert!(num(&stores[0]) == 6 || gives(&stores[0]));
+    }
+    assert!(is_there(&stores[0], 0) && is_there(&stores[0], 1), "though they were used longest ago");
+}
+
+#[test]
+fn a_pin_elsewhere_does_not_keep_the_slabs_that_can_be_used() {
+    let (_pool, stores) = stores::<3>();
+    fill(&stores[0], NUM_SLABS);
+    let mut pinned: Vec<ReadLease> = (0..NUM_SLABS).map(|prompt| stores[0].acquire(&chain(prompt))).collect();
+    for prompt in 4..8 {
+        pinned[prompt] = stores[0].acquire(&chain(50)); // nothing
+        let prompt = chain(u32::try_from(prompt).unwrap());
+        stores[0].discard(&prompt.keys()[1..]);
+        pinned.push(stores[0].acquire(&prompt)); // the emptiest, but pinned
+    }
+    assert_eq!(save(&stores[1], 0), 4);
+    assert!(!gives(&stores[0]), "it has tried four of its slabs");
+    pinned.drain(..2);
+    stores[2].limit_frames(limit(2, 2));
+    assert_eq!(save(&stores[2], 0), 4);
+    assert!(gives(&stores[0]));
+    assert_eq!(save(&stores[2], 0), 0);
+    pinned.clear();
+    assert!(gives(&stores[0]));
+    assert_eq!(num(&stores[1]), 1);
+}
+
+#[test]
+fn who_can_use_more_than_before_waits_for_no_certain_slab() {
+    let (_pool, stores) = stores::<2>();
+    fill(&stores[0], NUM_SLABS);
+    let _pinned = stores[0].acquire(&chain(0));
+    stores[1].limit_frames(limit(1, 1));
+    assert_eq!(save(&stores[1], 0), 4);
+    assert!(!gives(&stores[0]), "its workers are");
+    stores[1].limit_frames(u32::MAX);
+    assert_eq!(save(&stores[1], 0), 4);
+    assert!(gives(&stores[0]));
+    assert_eq!(num(&stores[1]), 1);
+}
+
+#[test]
+fn many_chunks_where_saves_cannot_go_do_not_keep_them_out() {
+    let (_pool, [_first, _second, store]) = stores::<3>();
+    (0..96).for_each(|prompt| assert_eq!(save_first(&store, prompt, 1), 0));
+    (0..16).for_each(|prompt| drop(store.acquire(&chain(prompt)))); // what saves could take was used last
+    store.limit_frames(limit(2, 2));
+    (100..120).for_each(|prompt| assert_eq!(save_first(&store, prompt, 1), 0));
+    assert!((16..96).all(|prompt| store.lookup(&chain(prompt)).host_blocks == 1));
+}
