@@ -20,8 +20,10 @@ use store_common::{FRAME, MemoryDisk, arena_of, config, disk_settings, fill, ran
 
 const LONG: Duration = Duration::from_secs(60);
 const SALTS: [&str; 2] = ["tenant a", "tenant b"];
+/// Name and path.
+type Adapter = Option<(&'static str, &'static str)>;
 /// Adapter and salt of each root.
-const ROOTS: [(Option<(&str, &str)>, Option<&str>); 5] = [
+const ROOTS: [(Adapter, Option<&str>); 5] = [
     (None, None),
     (None, Some(SALTS[0])),
     (Some(("lora", "/there")), Some(SALTS[0])),
@@ -192,7 +194,9 @@ impl World {
         let prefix = Prefix::new(group_root, &keys);
         let asked = ToSave { prefix, range: range(0, chain.num_blocks(), 0), is_attached: true };
         let (leases, _) = self.store().reserve_many(None, &[asked]).unwrap();
-        leases.iter().for_each(|lease| fill(&self.arena, lease.reservation()));
+        for lease in &leases {
+            fill(&self.arena, lease.reservation());
+        }
         self.store().commit(leases);
         self.model.save(root, &keys, true);
     }
