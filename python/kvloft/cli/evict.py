@@ -12,8 +12,8 @@ from kvloft.errors import ConfigError
 
 DESCRIPTION: Final = """\
 Forget a tenant: what a server holds of requests with one cache_salt, with any LoRA adapter and of any model, in memory and
-on disk, also of models that no engine serves now. It is not found again, after a restart neither. With --host-only, give up
-host memory instead: of that tenant, or of all.
+on disk, also of models that no engine serves now. It is not found again, not even after a restart. With --host-only, give
+up host memory instead: of that tenant, or of all.
 """
 EPILOG: Final = """\
   kvloft evict --socket PATH --salt-file secret.txt
@@ -23,9 +23,9 @@ EPILOG: Final = """\
 Other users of this machine can read a command line, so --salt-file is for salts that are secrets. The salt is hashed here:
 the server and its logs do not get it.
 
-Stop the tenant's requests first: what a running one saves later is there again. Chunks that are loaded at this moment cannot
-be found any more, and their memory is used again when that ends; with --host-only they stay. Bytes stay in memory and in
-files, where nothing leads to them, until the space is used again. What engines keep on their GPUs is vLLM's.
+Stop the tenant's requests first: what a running one saves later is there again. Chunks that are being loaded
+cannot be found any more, and their memory is free when the load ends; with --host-only they stay. The bytes themselves stay
+in memory and in files until they are overwritten, but nothing leads to them. What engines keep on their GPUs is vLLM's.
 
 Exit status: 0; 1 if no server answers or something is left, such as on a disk that fails; 2 for a wrong argument.
 """

@@ -90,8 +90,8 @@ struct Walk {
 }
 
 impl Store {
-    /// Gives chunks up that were visible when it was called. It returns when they cannot be found any more, after a restart
-    /// neither, or at the deadline.
+    /// Gives chunks up that were visible when it was called. It returns when they cannot be found any more, not even
+    /// after a restart, or at the deadline.
     pub fn evict(&self, what: Evict, deadline: Instant) -> Evicted {
         let (mut walk, mut before) = (Walk::default(), None);
         loop {
