@@ -164,6 +164,23 @@ fn a_long_row_of_kept_chunks_is_passed_in_parts() {
     assert_eq!(own.1.iter().map(in_host).sum::<u32>(), 4000);
 }
 
+/// A save that may use the lowest frames only passes many chunks, and does not take what is kept in those.
+#[test]
+fn kept_chunks_in_the_frames_of_saves_stay() {
+    let store = Store::open(&config(256, 1, Eviction::Lru)).unwrap();
+    store.keep(tag("a"), true).unwrap();
+    fill(&store, Some("a"), 0..20, 1);
+    for prompt in 0..236 {
+        fill(&store, None, prompt..prompt + 1, 1);
+    }
+    for prompt in 0..20 {
+        drop(store.acquire(&chain_of(None, prompt, 1))); // of frames below the limit, so that others are older
+    }
+    store.limit_frames(40);
+    fill(&store, None, 500..540, 1);
+    assert_eq!(found(&store, Some("a"), 0..20, 1).0, 20);
+}
+
 #[derive(Debug, Clone)]
 enum Step {
     Save { salt: usize, prompt: u32, len: u32 },

@@ -223,13 +223,13 @@ impl State {
             self.evict(victim);
             frame = self.host.take(what_for);
         }
+        kept.end(&mut *self.host_policy); // before anything else may take one of them
         if spared.len() == MAX_SPARED {
             frame = frame.or_else(|| self.take_frame_below_limit());
         }
         for id in spared {
             self.host_policy.set_evictable(id, true);
         }
-        kept.end(&mut *self.host_policy);
         frame
     }
 
@@ -238,6 +238,7 @@ impl State {
         for _ in 0..MAX_SPARED {
             if let Some(id) = self.host.next_below_limit()
                 && self.index[id].host_evictable == Some(true)
+                && !self.keeps_in_host(id)
             {
                 self.evict(id);
                 return self.host.take(FrameFor::Save);
