@@ -291,6 +291,29 @@ def server_forget(socket: str, *, namespace: str = "", timeout_s: float = 30.0) 
     `server_status`, and ConfigError, with the names that there are, if not exactly one begins so.
     """
 
+def server_evict(
+    socket: str, *, namespace: str = "", salt: str | None = None, host_only: bool = False, timeout_s: float = 60.0
+) -> dict[str, Any]:
+    """Have the server at ``socket`` give up what has this cache salt, or everything, for all its engines: in every tier, or in host
+    memory only.
+
+    In the namespaces whose names in hex begin with ``namespace``; those that are on disk without an engine are among them, where
+    a salt is given. Returns how many namespaces were looked at, chunks, host_bytes and disk_bytes that went, chunks in_use, and
+    whether that is complete: if not, something may be found yet, or after a restart. The salt itself does not reach the server.
+    Raises as `server_status`, and ConfigError if no namespace is meant.
+    """
+
+def server_pin(
+    socket: str, *, namespace: str = "", salt: str | None = None, on: bool = True, timeout_s: float = 60.0
+) -> dict[str, int]:
+    """Have the server at ``socket`` keep what has this cache salt from eviction, or no more; without a salt, have open namespaces
+    keep their share of memory without an engine, or unpin everything in them.
+
+    In the open namespaces whose names in hex begin with ``namespace``. Returns how many namespaces those are, and what is pinned in
+    them now: salts, and their host_bytes and disk_bytes. Raises as `server_status`, and ConfigError if no namespace is meant or
+    too many salts are pinned.
+    """
+
 def disk_inspect(path: str) -> list[dict[str, Any]]:
     """One dict per namespace directory under ``path``, most recently used first: namespace (16 hex digits), description,
     chunks, slots, frame_bytes, bytes, oldest and newest (Unix seconds or None), problem (a sentence part or None).

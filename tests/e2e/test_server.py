@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from kvloft._core import ConfigError, Session, StoreError, server_status
+from kvloft._core import ConfigError, Session, StoreError, server_evict, server_status
 
 from . import tiny
 from .client import BLOCK, PACE, Engine, EngineError, Req, Zygote, engine_kwargs, full_blocks, random_ids
@@ -154,6 +154,25 @@ def test_a_server_that_was_stopped_has_everything_on_disk(truth: Truth, start: C
     assert engine.metrics()["vllm:kvloft_load_tokens_disk_total"] > 0
     assert "is gone" in engine.log.read_text()
     engine.assert_at_rest()
+
+
+def test_a_tenant_that_is_evicted_is_computed_again(truth: Truth, start: Callable[..., Engine], server: CacheServer) -> None:
+    engine = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120)
+    asked = [PROMPTS[0].again(salt=salt) for salt in (None, "one", "two")]
+
+    def external() -> list[int]:
+        results = [engine.ask(request.again())[0] for request in asked]
+        assert [r.tokens for r in results] == [truth.tokens(PROMPTS[0])] * len(asked)
+        return [r.num_external for r in results]
+
+    whole = full_blocks(PROMPTS[0].num_prompt_tokens)
+    assert external() == [0, 0, 0]
+    until(lambda: external() == [whole] * 3, "not all is saved")
+    done = server_evict(str(server.socket), salt="one")
+    assert (done["chunks"] > 0, done["complete"]) == (True, True)
+    assert external() == [whole, 0, whole]
+    engine.assert_at_rest()
+    server.assert_at_rest()
 
 
 def test_kill_9_of_an_engine_that_saves_leaves_the_other_and_no_reservation(

@@ -48,7 +48,7 @@ Position = Token | Row
 
 def keyed(mode: str, data: bytes) -> bytes:
     """The keyed hash of one mode: 32 bytes."""
-    return blake3(data, key=blake3(b"kvloft key v1 " + mode.encode()).digest()).digest()
+    return blake3(data, key=blake3(b"kvloft key v2 " + mode.encode()).digest()).digest()
 
 
 def u32(number: int) -> bytes:
@@ -67,7 +67,8 @@ def namespace_digest(fields: Iterable[tuple[str, str]]) -> bytes:
 def root_key(namespace: bytes, adapter: tuple[str, str] | None, salt: str | None) -> bytes:
     adapter_bytes = b"\0" if adapter is None else b"\1" + text(adapter[0]) + text(adapter[1])
     salt_bytes = b"\0" if salt is None else b"\1" + text(salt)
-    return keyed("root", namespace + adapter_bytes + salt_bytes)
+    tag = bytes(8) if salt is None else keyed("salt", salt.encode())[-8:]
+    return keyed("root", namespace + adapter_bytes + salt_bytes)[:24] + tag
 
 
 def _tokens(ids: Sequence[int]) -> bytes:
@@ -229,7 +230,7 @@ def make_vectors() -> dict[str, Any]:
         items = [Item(start, identifier, num) for identifier, start, num in case["items"]]
         keys = chain_keys(root, parse_content(case["content"]), items, case["block_tokens"])
         case |= {"namespace": namespace.hex(), "root": root.hex(), "keys": [key.hex() for key in keys]}
-    return {"schema": 1, "cases": cases}
+    return {"schema": 2, "cases": cases}
 
 
 def render(vectors: dict[str, Any]) -> str:

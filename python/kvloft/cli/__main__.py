@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from kvloft import __version__
 from kvloft.bench import command as bench
-from kvloft.cli import check, clear, config, inspect, serve, status, top, verify
+from kvloft.cli import check, clear, config, evict, inspect, pin, serve, status, top, verify
 from kvloft.errors import ConfigError
 
 
@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"kvloft {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (config, check, serve, status, top, clear, inspect, verify, bench):
+    for command in (config, check, serve, status, top, clear, evict, pin, inspect, verify, bench):
         command.add_parser(subparsers)
     return parser
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from kvloft.cli.hits import hit_rate, hit_table
 from kvloft.cli.inspect import describe
 from kvloft.cli.serve import add_socket, not_answered, settings
-from kvloft.cli.tables import before_engines, broken, engine_table, tier_table, title
+from kvloft.cli.tables import before_engines, broken, engine_table, pinned, tier_table, title
 
 
 def add_parser(subparsers: Any) -> None:
@@ -56,7 +56,7 @@ def _print(status: dict[str, Any], socket: str, console: Console) -> None:
         if not space["stats"]:
             console.print("It is being opened.")
             continue
-        for table in (tier_table(space), *broken(space), engine_table(space), hit_table(space)):
+        for table in (tier_table(space), *pinned(space), *broken(space), engine_table(space), hit_table(space)):
             console.print(table)
             console.print()
     kept = status["stats"]["quarantined_reservations"]

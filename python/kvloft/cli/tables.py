@@ -69,6 +69,18 @@ def broken(space: Status) -> list[str]:
     return ["The disk tier is left alone for now: it fails."] if space["stats"]["disk_broken"] else []
 
 
+def pinned(space: Status) -> list[str]:
+    """A line where something is pinned by `kvloft pin`."""
+    stats, frame_bytes = space["stats"], space["frame_bytes"]
+    if not stats["pinned"]:
+        return []
+    salts = stats["kept_salts"]
+    if not salts:
+        return ["It is pinned: it keeps its share of memory without engines."]
+    held, on_disk = (size_text(stats[name] * frame_bytes) for name in ("kept_host", "kept_disk"))
+    return [f"{salts:,} salt{'s' if salts != 1 else ''} pinned: {held} in memory, {on_disk} on disk"]
+
+
 def engine_table(space: Status) -> Table | str:
     """Who is connected, and what each holds."""
     if not space["engines"]:

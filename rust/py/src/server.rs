@@ -5,8 +5,11 @@ use std::path::PathBuf;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
+use kvloft_core::key::SaltTag;
 use kvloft_core::store::DiskSettings;
-use kvloft_wire::{EngineStatus, NamespaceStatus, Patience, ServerConfig, Status, forget, status};
+use kvloft_wire::{
+    EngineStatus, GivenUp, NamespaceStatus, Patience, Pinned, ServerConfig, Status, Whose, evict, forget, pin, status,
+};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyList};
 
@@ -95,6 +98,53 @@ pub(crate) fn server_status(py: Python<'_>, socket: PathBuf, timeout_s: f64) -> 
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
 pub(crate) fn server_forget(py: Python<'_>, socket: PathBuf, namespace: &str, timeout_s: f64) -> PyResult<u64> {
     py.detach(|| forget(&socket, namespace, timeout(timeout_s))).map_err(raise)
+}
+
+/// Have the server that listens at `socket` give up chunks: of a salt, or all; in every tier, or in host memory only.
+#[pyfunction]
+#[pyo3(signature = (socket, *, namespace="", salt=None, host_only=false, timeout_s=60.0))]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+pub(crate) fn server_evict<'py>(
+    py: Python<'py>,
+    socket: PathBuf,
+    namespace: &str,
+    salt: Option<&str>,
+    host_only: bool,
+    timeout_s: f64,
+) -> PyResult<Bound<'py, PyDict>> {
+    let whose = Whose { namespace: namespace.to_owned(), salt: salt.map(SaltTag::of) };
+    let done = py.detach(|| evict(&socket, &whose, host_only, timeout(timeout_s))).map_err(raise)?;
+    let GivenUp { num_namespaces, num_chunks, host_bytes, disk_bytes, num_in_use, is_cut_short } = done;
+    let numbers = [
+        ("namespaces", num_namespaces),
+        ("chunks", num_chunks),
+        ("host_bytes", host_bytes),
+        ("disk_bytes", disk_bytes),
+        ("in_use", num_in_use),
+    ];
+    let dict = numbers.into_py_dict(py)?;
+    dict.set_item("complete", !is_cut_short)?;
+    Ok(dict)
+}
+
+/// Have the server that listens at `socket` keep a salt's chunks, or a namespace's memory, or no more.
+#[pyfunction]
+#[pyo3(signature = (socket, *, namespace="", salt=None, on=true, timeout_s=60.0))]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+pub(crate) fn server_pin<'py>(
+    py: Python<'py>,
+    socket: PathBuf,
+    namespace: &str,
+    salt: Option<&str>,
+    on: bool,
+    timeout_s: f64,
+) -> PyResult<Bound<'py, PyDict>> {
+    let whose = Whose { namespace: namespace.to_owned(), salt: salt.map(SaltTag::of) };
+    let done = py.detach(|| pin(&socket, &whose, on, timeout(timeout_s))).map_err(raise)?;
+    let Pinned { num_namespaces, num_salts, host_bytes, disk_bytes } = done;
+    let numbers =
+        [("namespaces", num_namespaces), ("salts", num_salts), ("host_bytes", host_bytes), ("disk_bytes", disk_bytes)];
+    numbers.into_py_dict(py)
 }
 
 fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyDict>> {

@@ -159,14 +159,20 @@ impl Connection {
             (Request::Forget(VERSION, name), _) => {
                 Some(Answer::Count(self.shared.forget(name).map_err(|error| End::Refused(error.to_string()))?))
             }
+            (Request::Evict(VERSION, whose, is_host_only), _) => {
+                let done = self.shared.evict(whose, *is_host_only);
+                Some(Answer::GivenUp(done.map_err(|error| End::Refused(error.to_string()))?))
+            }
+            (Request::Pin(VERSION, whose, is_pinned), _) => {
+                let done = self.shared.pin(whose, *is_pinned);
+                Some(Answer::Pinned(done.map_err(|error| End::Refused(error.to_string()))?))
+            }
             (Request::Hello(hello), None) => return self.welcome(number, hello),
             (Request::Bye, _) => {
                 self.has_said_bye = true;
                 return Err(End::Gone);
             }
-            (Request::Hello(_) | Request::Status(_) | Request::Forget(..), _) | (_, None) => {
-                return Err(End::Refused(NO_MESSAGE.to_owned()));
-            }
+            (_, None) => return Err(End::Refused(NO_MESSAGE.to_owned())),
             (request, Some(seat)) => self.answer(request, &seat)?,
         };
         let Some(answer) = answer else { return Ok(()) };
@@ -276,7 +282,12 @@ impl Connection {
                 return Ok(None);
             }
             Request::IsSettled => Answer::Count(local.flush(Duration::ZERO).into()),
-            Request::Hello(_) | Request::Status(_) | Request::Forget(..) | Request::Bye => return Err(no_message()),
+            Request::Hello(_)
+            | Request::Status(_)
+            | Request::Forget(..)
+            | Request::Evict(..)
+            | Request::Pin(..)
+            | Request::Bye => return Err(no_message()),
         }))
     }
 

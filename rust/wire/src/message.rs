@@ -11,12 +11,13 @@ use kvloft_core::store::{Anchors, LeasedFrame, Lookup, Progress, Reservation, Ti
 use crate::bytes::{Reader, Writer};
 pub use crate::known::SentAnchors;
 use crate::known::anchors;
+use crate::orders::{GivenUp, Pinned, Whose};
 pub use crate::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
 use crate::prefixes::{prefixes, ranges, write_ranges};
 use crate::tally::Counts;
 
 /// Version of all that crosses; two sides with different ones do not talk.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Most bytes of a message, and of one from somebody who has not said hello.
 pub const MAX_MESSAGE: usize = 64 << 20;
 /// See [`MAX_MESSAGE`].
@@ -78,6 +79,10 @@ pub enum Request<'a> {
     Forget(u32, String),
     /// See `Store::anchors`. The next prefix may go on behind the last that is known.
     Anchors(SentAnchors<'a>),
+    /// A person gives chunks up, in every tier or in host memory only; the version as above.
+    Evict(u32, Whose, bool),
+    /// A person keeps chunks from eviction, or no more; the version as above.
+    Pin(u32, Whose, bool),
 }
 
 /// What the server says.
@@ -103,6 +108,10 @@ pub enum Answer {
     Status(Status),
     /// Of a prefix.
     Anchors(Anchors),
+    /// Of an eviction.
+    GivenUp(GivenUp),
+    /// Of a pin.
+    Pinned(Pinned),
 }
 
 /// What a server does now.
@@ -221,6 +230,11 @@ impl<'a> Request<'a> {
                 to.u32(*version);
                 to.text(name);
             }
+            Self::Evict(version, whose, is_so) | Self::Pin(version, whose, is_so) => {
+                to.u32(*version);
+                whose.write(to);
+                to.u8((*is_so).into());
+            }
             Self::Clear | Self::Stats | Self::IsSettled | Self::Bye => {}
         });
     }
@@ -247,6 +261,8 @@ impl<'a> Request<'a> {
                 16 => Self::Status(from.u32()?),
                 17 => Self::Forget(from.u32()?, from.text()?),
                 18 => Self::Anchors(anchors(from)?),
+                21 => Self::Evict(from.u32()?, Whose::read(from)?, from.flag()?),
+                22 => Self::Pin(from.u32()?, Whose::read(from)?, from.flag()?),
                 _ => return None,
             })
         })
@@ -272,6 +288,8 @@ impl<'a> Request<'a> {
             Self::Status(_) => 16,
             Self::Forget(..) => 17,
             Self::Anchors(_) => 18,
+            Self::Evict(..) => 21,
+            Self::Pin(..) => 22,
         }
     }
 
@@ -411,6 +429,8 @@ impl Answer {
                 to.u32(*num_known);
                 to.u32(*num_stored);
             }
+            Self::GivenUp(given_up) => given_up.write(to),
+            Self::Pinned(pinned) => pinned.write(to),
         });
     }
 
@@ -431,6 +451,8 @@ impl Answer {
                 8 => Self::Stats(stats(from)?),
                 9 => Self::Status(status(from)?),
                 10 => Self::Anchors(Anchors { num_known: from.u32()?, num_stored: from.u32()? }),
+                12 => Self::GivenUp(GivenUp::read(from)?),
+                13 => Self::Pinned(Pinned::read(from)?),
                 _ => return None,
             })
         })
@@ -448,6 +470,8 @@ impl Answer {
             Self::Stats(_) => 8,
             Self::Status(_) => 9,
             Self::Anchors(_) => 10,
+            Self::GivenUp(_) => 12,
+            Self::Pinned(_) => 13,
         }
     }
 }

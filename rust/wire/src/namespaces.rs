@@ -30,6 +30,8 @@ pub(crate) struct Space {
     store: OnceLock<Arc<Store>>,
     opening: Mutex<()>,
     seats: Mutex<Seats>,
+    /// Whether a person pinned it, or salts of it: a seat without an engine.
+    pinned: Mutex<(bool, bool)>,
     /// Of all engines that it ever had.
     pub(crate) tally: Tally,
 }
@@ -98,7 +100,7 @@ impl Space {
     fn new(hello: &Hello) -> Self {
         let (store, opening) = (OnceLock::new(), Mutex::default());
         let seats = Mutex::new(Seats { num: 0, changed: Instant::now() });
-        Self { hello: hello.clone(), store, opening, seats, tally: Tally::default() }
+        Self { hello: hello.clone(), store, opening, seats, pinned: Mutex::default(), tally: Tally::default() }
     }
 
     pub(crate) fn store(&self) -> Option<&Arc<Store>> {
@@ -154,6 +156,25 @@ impl Space {
         if let (0, Some(store)) = (seats.num, self.store()) {
             store.set_active(false);
         }
+    }
+
+    /// Pins it as a whole, or no more, or leaves that as it is. While it or a salt is pinned, it stays open and has its share of memory
+    /// without an engine, too.
+    pub(crate) fn pin(&self, is_whole: Option<bool>, has_salts: bool) {
+        let mut pinned = locked(&self.pinned);
+        let before = pinned.0 || pinned.1;
+        *pinned = (is_whole.unwrap_or(pinned.0), has_salts);
+        match (before, pinned.0 || pinned.1) {
+            (false, true) => self.sit(),
+            (true, false) => self.leave(),
+            _ => {}
+        }
+    }
+
+    /// Whether something of it is pinned.
+    pub(crate) fn is_pinned(&self) -> bool {
+        let pinned = locked(&self.pinned);
+        pinned.0 || pinned.1
     }
 
     fn close(&self, timeout: Duration) {
@@ -263,6 +284,16 @@ impl Namespaces {
         locked(&self.0).spaces.values().cloned().collect()
     }
 
+    /// Those whose names begin so, maybe none.
+    pub(crate) fn all_of(&self, prefix: &str) -> Vec<Arc<Space>> {
+        self.all().into_iter().filter(|space| hex(&space.hello.namespace).starts_with(prefix)).collect()
+    }
+
+    /// What they share; None before the first engine.
+    pub(crate) fn pool(&self) -> Option<Arc<Pool>> {
+        locked(&self.0).pool.clone()
+    }
+
     /// Bytes of the arena and of a slab; None before the first engine.
     pub(crate) fn memory(&self) -> Option<(u64, u64)> {
         locked(&self.0).pool.as_ref().map(|pool| (pool.size_bytes(), pool.slab_bytes()))
@@ -275,14 +306,16 @@ impl Namespaces {
         match (found.next(), found.next()) {
             (Some(one), None) => Ok(Some(Arc::clone(one))),
             (None, _) if all.is_empty() && prefix.is_empty() => Ok(None),
-            (first, _) => {
-                let what = if first.is_some() { "several namespaces" } else { "no such namespace" };
-                let ids: Vec<_> = all.iter().map(|space| id(&space.hello.namespace)).collect();
-                let ids = if ids.is_empty() { "none".to_owned() } else { ids.join(", ") };
-                let message = format!("this kvloft server has {what}; say --namespace with one of its own: {ids}");
-                Err(Error::new(ErrorKind::InvalidConfig, message))
-            }
+            (first, _) => Err(self.none_of(if first.is_some() { "several namespaces" } else { "no such namespace" })),
         }
+    }
+
+    /// Why a name does not do, with those that do.
+    pub(crate) fn none_of(&self, what: &str) -> Error {
+        let ids: Vec<_> = self.all().iter().map(|space| id(&space.hello.namespace)).collect();
+        let ids = if ids.is_empty() { "none".to_owned() } else { ids.join(", ") };
+        let message = format!("this kvloft server has {what}; say --namespace with one of its own: {ids}");
+        Error::new(ErrorKind::InvalidConfig, message)
     }
 
     /// Has stores give way to others, those first that are most above their share. Whether more is to be done at once.

@@ -69,7 +69,7 @@ pub(crate) struct Peer {
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub(crate) config: ServerConfig,
-    namespaces: Namespaces,
+    pub(crate) namespaces: Namespaces,
     pub(crate) quarantine: Quarantine,
     peers: Mutex<HashMap<u64, Peer>>,
     peer_left: Condvar,
@@ -145,7 +145,8 @@ impl Shared {
     fn namespace_status(&self, space: &Arc<Space>) -> NamespaceStatus {
         let stats = space.store().map(|store| store.stats()).unwrap_or_default();
         let percent = space.percent(&self.config).map(|percent| ("share_percent", percent.into()));
-        let asked = space.tally.counts().named().chain(percent).filter(|_| !stats.is_empty()).collect::<Vec<_>>();
+        let (counts, pinned) = (space.tally.counts(), [("pinned", space.is_pinned().into())]);
+        let asked = counts.named().chain(percent).chain(pinned).filter(|_| !stats.is_empty()).collect::<Vec<_>>();
         let peers = self.peers();
         let mut engines: Vec<_> = peers.values().filter_map(|peer| peer.status(space)).collect();
         drop(peers);

@@ -51,6 +51,10 @@ pub(crate) enum Filler {
     Failed,
 }
 
+/// Whose chunk it is: see `store/owners.rs`. The default has no salt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(crate) struct OwnerId(pub(crate) u32);
+
 /// Whether a chunk should get to disk.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(crate) enum Wish {
@@ -71,6 +75,7 @@ pub(crate) struct Entry {
     pub(crate) key: ChunkKey,
     pub(crate) parent_key: ChunkKey,
     pub(crate) parent: Option<ChunkId>,
+    pub(crate) owner: OwnerId,
     /// Chunks before it.
     pub(crate) depth: u32,
     pub(crate) first_block: u32,

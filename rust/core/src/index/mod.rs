@@ -9,7 +9,7 @@ mod table;
 
 use std::ops;
 
-pub(crate) use entry::{Entry, Filler, Presence, Wish};
+pub(crate) use entry::{Entry, Filler, OwnerId, Presence, Wish};
 use table::Table;
 
 use crate::evict::ChunkId;
@@ -141,6 +141,16 @@ impl Index {
     /// `id` and all above it, children before parents.
     pub(crate) fn ancestry(&self, id: ChunkId) -> impl Iterator<Item = ChunkId> {
         std::iter::successors(Some(id), |&id| self[id].parent)
+    }
+
+    /// Places of entries: a walk over all of them goes by these, for an entry keeps its own.
+    pub(crate) fn num_places(&self) -> u32 {
+        u32::try_from(self.entries.len()).unwrap_or(u32::MAX)
+    }
+
+    /// The entry in that place.
+    pub(crate) fn at(&self, place: u32) -> Option<(ChunkId, &Entry)> {
+        self.entries.get(place as usize).filter(|entry| entry.live).map(|entry| (ChunkId(place), entry))
     }
 
     /// First chunks that were not all forgotten at once; for checks.

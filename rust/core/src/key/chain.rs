@@ -25,6 +25,11 @@ fn of_group(keys: &[ChunkKey], group: u32) -> impl Iterator<Item = ChunkKey> + u
     digests.into_iter().map(ChunkKey)
 }
 
+/// The root of what a group keeps: with the same salt.
+fn root_of_group(root: ChunkKey, group: u32) -> ChunkKey {
+    of_group(&[root], group).next().unwrap_or_default().with_salt_of(&root)
+}
+
 /// Keys of the same prefix as another group of layers keeps it.
 #[derive(Debug, Clone)]
 struct OfGroup {
@@ -113,8 +118,7 @@ impl KeyChain {
     /// Hashes what KV cache group `group` keeps of the whole prefix, as far as that was not done before.
     pub fn extend_group(&mut self, group: u32) {
         let known = self.groups.iter().position(|of| of.group == group).unwrap_or_else(|| {
-            let root = of_group(&[self.root], group).next().unwrap_or_default();
-            self.groups.push(OfGroup { group, root, keys: Vec::new() });
+            self.groups.push(OfGroup { group, root: root_of_group(self.root, group), keys: Vec::new() });
             self.groups.len() - 1
         });
         let keys = &mut self.groups[known].keys;
@@ -131,9 +135,8 @@ impl KeyChain {
 
     /// What `group` keeps of each of `blocks` alone, valid at that block's end: the key that all of them hang on, and theirs.
     pub fn attached(&self, group: u32, blocks: impl IntoIterator<Item = u32>) -> Result<(ChunkKey, Vec<ChunkKey>)> {
-        let own = std::iter::once(Ok(self.root)).chain(blocks.into_iter().map(|block| self.key(block)));
-        let mut keys = of_group(&own.collect::<Result<Vec<_>>>()?, group);
-        Ok((keys.next().unwrap_or_default(), keys.collect()))
+        let own = blocks.into_iter().map(|block| self.key(block)).collect::<Result<Vec<_>>>()?;
+        Ok((root_of_group(self.root, group), of_group(&own, group).collect()))
     }
 
     /// Declares a multimodal item on positions [start, start + `num_tokens`), before any of them is appended.

@@ -2,7 +2,7 @@
 //!
 //! `root_key(namespace_digest(..), adapter, salt)` is the key of the empty prefix; a [`KeyChain`] extends it a block
 //! at a time from what the model really reads: token ids, embedding rows, multimodal items. The format is ARCHITECTURE.md's
-//! "Keys (schema 1)" and its golden vectors are `tests/vectors/keys.json`. Nothing here knows stores, chunk
+//! "Keys (schema 2)" and its golden vectors are `tests/vectors/keys.json`. Nothing here knows stores, chunk
 //! sizes or engines, and no process seed enters: the same prefix has the same keys everywhere, permanently.
 
 mod chain;
@@ -20,10 +20,10 @@ use std::fmt;
 pub use chain::KeyChain;
 pub use dtype::row_bytes;
 pub use many::append_to_each;
-pub use root::{namespace_digest, root_key};
+pub use root::{SaltTag, namespace_digest, root_key};
 
 /// Version of the key format; part of every mode's name, so two versions never share a key.
-pub const KEY_SCHEMA: u32 = 1;
+pub const KEY_SCHEMA: u32 = 2;
 
 /// A chained digest: it stands for the whole prefix up to the chunk's end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]

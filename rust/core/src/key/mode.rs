@@ -15,6 +15,7 @@ pub(super) type Digest = [u8; 32];
 
 pub(super) static NAMESPACE: LazyLock<Mode> = LazyLock::new(|| Mode::new("namespace"));
 pub(super) static ROOT: LazyLock<Mode> = LazyLock::new(|| Mode::new("root"));
+pub(super) static SALT: LazyLock<Mode> = LazyLock::new(|| Mode::new("salt"));
 pub(super) static TOKENS: LazyLock<Mode> = LazyLock::new(|| Mode::new("tokens"));
 pub(super) static EMBEDS: LazyLock<Mode> = LazyLock::new(|| Mode::new("embeds"));
 pub(super) static MIXED: LazyLock<Mode> = LazyLock::new(|| Mode::new("mixed"));

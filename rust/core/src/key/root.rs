@@ -1,11 +1,42 @@
 //! The key of the empty prefix: everything but content that decides KV bytes.
 //!
 //! Each string goes in with its length in front and each absent value as a byte of its own, so no two different
-//! inputs are the same bytes.
+//! inputs are the same bytes. The last bytes of a root say whose salt it has, so that a store, which knows roots only, can tell
+//! what belongs to one tenant: over adapters, restarts and directories.
 
 use super::ChunkKey;
-use super::mode::{Digest, NAMESPACE, ROOT};
+use super::mode::{Digest, NAMESPACE, ROOT, SALT};
 use crate::{Error, ErrorKind, Result};
+
+const TAG_BYTES: usize = 8;
+
+/// What stands for a cache salt in the roots of its prefixes; it does not tell the salt.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct SaltTag(pub [u8; TAG_BYTES]);
+
+impl SaltTag {
+    /// Of a salt; an empty one is one, too.
+    pub fn of(salt: &str) -> Self {
+        Self::end(&SALT.hash(salt.as_bytes()))
+    }
+
+    /// Of a root; None where it has no salt.
+    pub fn of_root(root: &ChunkKey) -> Option<Self> {
+        Some(Self::end(&root.0)).filter(|tag| tag.0 != [0; TAG_BYTES])
+    }
+
+    fn end(digest: &Digest) -> Self {
+        Self(*digest.last_chunk().expect("a digest is longer"))
+    }
+}
+
+impl ChunkKey {
+    /// A root of the same salt as another.
+    pub(super) fn with_salt_of(mut self, root: &Self) -> Self {
+        self.0[32 - TAG_BYTES..].copy_from_slice(&root.0[32 - TAG_BYTES..]);
+        self
+    }
+}
 
 /// Fingerprint of (name, value) pairs, in any order. `InvalidConfig` if a name comes twice.
 pub fn namespace_digest(fields: &[(&str, &str)]) -> Result<[u8; 32]> {
@@ -37,8 +68,9 @@ pub fn root_key(namespace: &[u8; 32], adapter: Option<(&str, &str)>, salt: Optio
     if let Some(salt) = salt {
         put_str(&mut bytes, salt)?;
     }
-    let digest: Digest = ROOT.hash(&bytes);
-    Ok(ChunkKey(digest))
+    let mut root: Digest = ROOT.hash(&bytes);
+    root[32 - TAG_BYTES..].copy_from_slice(&salt.map_or([0; TAG_BYTES], |salt| SaltTag::of(salt).0));
+    Ok(ChunkKey(root))
 }
 
 /// Appends u32 length and UTF-8 bytes.

@@ -3,6 +3,7 @@
 //! A chunk is written only behind a parent that is on disk, and leaves only before it: presence is monotone, as in host.
 
 use super::books::Attached;
+use super::owners::Spared;
 use super::state::State;
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, Presence, Wish};
@@ -25,6 +26,7 @@ impl State {
         entry.disk = Presence::Here(slot);
         entry.disk_evictable = Some(false);
         self.stats.disk_used += 1;
+        self.owners.count_disk(entry.owner, true);
         self.disk_policy.insert(id, entry.parent, &entry.key);
         self.note_change(id);
     }
@@ -39,6 +41,7 @@ impl State {
         }
         let slot = before.place()?;
         self.stats.disk_used -= 1;
+        self.owners.count_disk(self.index[id].owner, false);
         self.disk.num_lingering -= u64::from(self.index[id].detached);
         Some(slot)
     }
@@ -72,7 +75,15 @@ impl State {
 
     /// Begins to make room on disk: the chunk that should leave, and the slot to free; None if every one is in use.
     pub(super) fn begin_eviction(&mut self) -> Option<(ChunkId, SlotId)> {
-        let victim = self.disk_policy.victim()?;
+        let mut kept = Spared::default();
+        let victim = loop {
+            match self.disk_policy.victim() {
+                Some(id) if self.keeps_on_disk(id) && !kept.is_full() => kept.push(&mut *self.disk_policy, id),
+                victim => break victim.filter(|_| !kept.is_full()),
+            }
+        };
+        kept.end(&mut *self.disk_policy);
+        let victim = victim?;
         debug_assert_eq!(self.index[victim].disk_evictable, Some(true), "a policy returns evictable chunks only");
         let slot = self.index[victim].disk.place()?;
         self.index[victim].disk = Presence::Leaving(slot);

@@ -18,8 +18,15 @@ const MAX_UNWELCOME: usize = 1 << 16;
 pub(crate) struct Doomed {
     id: ChunkId,
     generation: u32,
-    /// By a clear.
-    is_cleared: bool,
+    why: Why,
+}
+
+/// Who asked for it, for the counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Why {
+    Discard,
+    Clear,
+    Evict,
 }
 
 impl State {
@@ -71,16 +78,20 @@ impl State {
 
     /// No key leads to the chunk from now on; it and all below it are forgotten in slices.
     pub(super) fn doom(&mut self, id: ChunkId) {
+        self.doom_for(id, Why::Discard);
+    }
+
+    pub(super) fn doom_for(&mut self, id: ChunkId, why: Why) {
         if !self.index[id].doomed && !self.index[id].detached {
             self.index.unmap(id);
             self.index[id].doomed = true;
             self.note_change(id);
-            self.push_doomed(id, false);
+            self.push_doomed(id, why);
         }
     }
 
-    fn push_doomed(&mut self, id: ChunkId, is_cleared: bool) {
-        self.doomed.push(Doomed { id, generation: self.index[id].generation, is_cleared });
+    fn push_doomed(&mut self, id: ChunkId, why: Why) {
+        self.doomed.push(Doomed { id, generation: self.index[id].generation, why });
     }
 
     /// Forgets as much as one call may take time for; returns how many chunks.
@@ -92,19 +103,24 @@ impl State {
     pub(crate) fn forget_some(&mut self, budget: usize) -> u64 {
         let mut forgotten = 0;
         for _ in 0..budget {
-            let Some(&Doomed { id, generation, is_cleared }) = self.doomed.last() else {
+            let Some(&Doomed { id, generation, why }) = self.doomed.last() else {
                 let Some(root) = self.index.old_root() else { break };
-                self.push_doomed(root, true);
+                self.push_doomed(root, Why::Clear);
                 continue;
             };
             if !self.index.is_same(id, generation) || self.index[id].detached {
                 self.doomed.pop();
             } else if let Some(child) = self.index[id].first_child {
-                self.push_doomed(child, is_cleared);
+                self.push_doomed(child, why);
             } else {
                 self.doomed.pop();
-                *(if is_cleared { &mut self.stats.cleared } else { &mut self.stats.discards }) += 1;
+                match why {
+                    Why::Discard => self.stats.discards += 1,
+                    Why::Clear => self.stats.cleared += 1,
+                    Why::Evict => self.evicted.count(&self.index[id]),
+                }
                 self.detach(id);
+                self.evicted.num_in_use += u64::from(why == Why::Evict && self.index.is_same(id, generation));
                 forgotten += 1;
             }
         }
@@ -162,6 +178,7 @@ impl State {
             if !entry.host.is_absent() {
                 self.leave_host(id, Removal::Dropped);
             }
+            self.owners.count_entry(self.index[id].owner, false);
             self.index.remove(id);
         }
         self.end_failed(next);

@@ -89,7 +89,7 @@ impl State {
             }
             id
         } else {
-            self.index.insert(Entry { key, parent_key, parent, depth, first_block, num_blocks, ..Entry::default() })
+            self.add(Entry { key, parent_key, parent, depth, first_block, num_blocks, ..Entry::default() })
         };
         self.unwant(id);
         self.begin_disk(id);

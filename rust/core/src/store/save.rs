@@ -152,7 +152,7 @@ impl State {
         });
         let frame = if fits { self.take_frame_under(parent, FrameFor::Save)? } else { return None };
         let proven = parent.is_none_or(|parent| self.index[parent].proven);
-        let id = self.index.get(&new.key).unwrap_or_else(|| self.index.insert(Entry { parent, proven, ..new }));
+        let id = self.index.get(&new.key).unwrap_or_else(|| self.add(Entry { parent, proven, ..new }));
         if self.index[id].is_queued() {
             self.index[id].filler = Filler::Lease;
             self.disk.num_queued -= 1;

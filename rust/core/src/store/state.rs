@@ -11,7 +11,9 @@ use rustc_hash::FxHashMap;
 
 use super::books::DiskBooks;
 use super::changes::Watch;
+use super::evict::Evicted;
 use super::forget::Doomed;
+use super::owners::{Owners, Spared};
 use super::share::Drains;
 use super::stats::Stats;
 use crate::evict::{ChunkId, Policy, Removal};
@@ -50,6 +52,9 @@ pub(crate) struct State {
     pub(super) doomed: Vec<Doomed>,
     /// Chunks forgotten by one call.
     pub(super) slice: usize,
+    /// Forgotten by `evict` so far.
+    pub(super) evicted: Evicted,
+    pub(super) owners: Owners,
     /// Slabs that are emptied for other stores.
     pub(super) drains: Drains,
     next_ticket: u64,
@@ -78,6 +83,8 @@ impl State {
             waiters: FxHashMap::default(),
             doomed: Vec::new(),
             slice: SLICE,
+            evicted: Evicted::default(),
+            owners: Owners::default(),
             drains: Drains::default(),
             next_ticket: 1,
         }
@@ -105,6 +112,10 @@ impl State {
             frames_reserved: frames_total - frames_free - self.stats.frames_visible,
             frames_free,
             entries: self.index.len() as u64,
+            evicted: self.evicted.num_chunks,
+            kept_host: self.owners.kept.num_host,
+            kept_disk: self.owners.kept.num_disk,
+            kept_salts: self.owners.kept.num_salts,
             disk_pending: disk.num_dirty,
             disk_broken: disk.is_broken().into(),
             disk_trips: disk.reading.num_trips + disk.writes.num_trips,
@@ -146,6 +157,7 @@ impl State {
         self.stats.frames_visible += u64::from(presence.is_here());
         self.stats.frames_visible -= u64::from(before.is_here());
         if before.is_here() != presence.is_here() {
+            self.owners.count_host(self.index[id].owner, presence.is_here());
             self.note_change(id);
         }
         self.sync_host(id);
@@ -191,12 +203,17 @@ impl State {
     /// A free frame, made free if need be; None if every frame that would do is in use. What must stay is held by the caller.
     fn take_frame(&mut self, what_for: FrameFor) -> Option<FrameId> {
         let mut frame = self.host.take(what_for).or_else(|| self.host.grow(what_for));
-        let mut spared = Vec::new();
+        let (mut spared, mut kept) = (Vec::new(), Spared::default());
         while frame.is_none()
             && spared.len() < MAX_SPARED
+            && !kept.is_full()
             && let Some(victim) = self.host_policy.victim()
         {
             debug_assert_eq!(self.index[victim].host_evictable, Some(true), "a policy returns evictable chunks only");
+            if self.keeps_in_host(victim) {
+                kept.push(&mut *self.host_policy, victim);
+                continue;
+            }
             let its_frame = self.index[victim].host.place();
             if its_frame.is_some_and(|its_frame| !self.host.is_fit(its_frame, what_for)) {
                 self.host_policy.set_evictable(victim, false); // its frame would not do, so it must not go for it
@@ -206,6 +223,7 @@ impl State {
             self.evict(victim);
             frame = self.host.take(what_for);
         }
+        kept.end(&mut *self.host_policy); // before anything else may take one of them
         if spared.len() == MAX_SPARED {
             frame = frame.or_else(|| self.take_frame_below_limit());
         }
@@ -220,6 +238,7 @@ impl State {
         for _ in 0..MAX_SPARED {
             if let Some(id) = self.host.next_below_limit()
                 && self.index[id].host_evictable == Some(true)
+                && !self.keeps_in_host(id)
             {
                 self.evict(id);
                 return self.host.take(FrameFor::Save);

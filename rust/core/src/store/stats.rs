@@ -32,6 +32,8 @@ struct Stats {
     discards,
     /// Chunks forgotten by `clear`.
     cleared,
+    /// Chunks forgotten by `evict`, or taken out of host memory by it.
+    evicted,
     /// Chunks that left the disk to make room.
     disk_evictions,
     /// Chunks that could not get to disk: they left host memory first, their parent did not get there, or no slot may be freed.
@@ -88,5 +90,11 @@ struct Stats {
     disk_trips,
     /// Chunks that wait to be read from disk; they have no frame yet.
     reads_pending,
+    /// Salts whose chunks are kept from eviction.
+    kept_salts,
+    /// Chunks of those in host memory.
+    kept_host,
+    /// And on disk.
+    kept_disk,
 }
 }

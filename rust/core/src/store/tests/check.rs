@@ -42,6 +42,7 @@ pub(super) fn check(state: &State) -> Result<(), String> {
             *(if entry.host.is_here() { &mut visible } else { &mut reserved }) += 1;
         }
     }
+    ensure!(state.owners.check(state.index.iter().map(|(_, entry)| (entry.owner, entry))), "{:?}", state.owners);
     let gauges = state.stats();
     ensure!(attached == state.index.len(), "every attached entry has a key: {attached} {}", state.index.len());
     ensure!(

@@ -6,6 +6,7 @@
 
 mod books;
 mod budget;
+mod erase;
 #[cfg(any(test, feature = "faults"))]
 #[doc(hidden)]
 pub mod faults;
@@ -33,6 +34,8 @@ mod tests;
 use std::io;
 use std::sync::{Arc, PoisonError};
 
+pub use erase::Erased;
+pub(crate) use erase::erase;
 pub use inspect::{NamespaceInfo, inspect};
 pub use root::DiskRoot;
 pub use types::{DiskConfig, DiskEntry, DiskMeta, DiskStats, SlotId};

@@ -77,6 +77,11 @@ impl DiskRoot {
         std::mem::take(&mut self.books().is_short)
     }
 
+    /// Names of the namespaces that this process has open.
+    pub(super) fn open_names(&self) -> BTreeSet<String> {
+        self.books().open.keys().cloned().collect()
+    }
+
     /// Locks the directory for this process and opens the namespace. `Busy` if another process has the directory, or this process
     /// has the namespace open or is deleting it.
     pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<Owner>> {

@@ -1,0 +1,214 @@
+//! What a person gives up: chunks of one cache salt, or all, in host memory only or in every tier.
+//!
+//! The walk goes over the places of entries, a slice a lock. What is saved while it goes on may stay. In host memory, children
+//! leave before their parents, as for any other eviction; in every tier, first chunks are doomed, and `forget` does the rest.
+
+use std::ops::{AddAssign, Sub};
+use std::sync::Arc;
+use std::time::Instant;
+
+use super::Store;
+use super::books::{Clearing, Direction};
+use super::config::DiskSettings;
+use super::forget::Why;
+use super::state::State;
+use crate::Result;
+use crate::evict::ChunkId;
+use crate::index::{Entry, OwnerId, Wish};
+use crate::key::SaltTag;
+use crate::pool::Pool;
+use crate::tier::disk::{self, DiskRoot, Erased};
+
+/// Entries looked at by one call: some 0.2 ms.
+const SLICE: u32 = 2048;
+/// Chunks taken out of host memory by one call.
+const MAX_EVICTED: u32 = 256;
+
+/// What is to be given up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Evict {
+    /// Of this salt only.
+    pub salt: Option<SaltTag>,
+    /// What is on disk stays there, and what is on its way to disk in memory.
+    pub is_host_only: bool,
+}
+
+/// What came of it.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Evicted {
+    /// Chunks that are found no more, or not in host memory any more.
+    pub num_chunks: u64,
+    /// Frames that they had in host memory.
+    pub num_host: u64,
+    /// Places that they had on disk.
+    pub num_disk: u64,
+    /// Chunks in use: forgotten ones keep their memory until that ends; in host memory alone, they stay.
+    pub num_in_use: u64,
+    /// Something was not done in time: it may be found yet, or by the next life of the store.
+    pub is_cut_short: bool,
+}
+
+impl Evicted {
+    pub(super) fn count(&mut self, entry: &Entry) {
+        self.num_chunks += 1;
+        self.num_host += u64::from(entry.host.place().is_some());
+        self.num_disk += u64::from(entry.disk.place().is_some());
+    }
+}
+
+impl AddAssign for Evicted {
+    fn add_assign(&mut self, other: Self) {
+        self.num_chunks += other.num_chunks;
+        self.num_host += other.num_host;
+        self.num_disk += other.num_disk;
+        self.num_in_use += other.num_in_use;
+        self.is_cut_short |= other.is_cut_short;
+    }
+}
+
+impl Sub for Evicted {
+    type Output = Self;
+    fn sub(self, before: Self) -> Self {
+        Self {
+            num_chunks: self.num_chunks - before.num_chunks,
+            num_host: self.num_host - before.num_host,
+            num_disk: self.num_disk - before.num_disk,
+            num_in_use: self.num_in_use - before.num_in_use,
+            is_cut_short: self.is_cut_short,
+        }
+    }
+}
+
+/// How far a walk is.
+#[derive(Debug, Default)]
+struct Walk {
+    next: u32,
+    /// Where to go on upwards, if the entry still is what it was.
+    above: Option<(ChunkId, u32)>,
+    /// What the disk holds was not known yet.
+    is_blind: bool,
+}
+
+impl Store {
+    /// Gives chunks up that were visible when it was called. It returns when they cannot be found any more, not even
+    /// after a restart, or at the deadline.
+    pub fn evict(&self, what: Evict, deadline: Instant) -> Evicted {
+        let (mut walk, mut before) = (Walk::default(), None);
+        loop {
+            let done = self.inner.with_books(|state| {
+                before.get_or_insert(state.evicted);
+                state.evict_slice(what, &mut walk)
+            });
+            let is_late = Instant::now() >= deadline;
+            match done {
+                Some(false) if !is_late => std::thread::yield_now(),
+                Some(true) => break,
+                _ => return self.evicted_since(before, true),
+            }
+        }
+        let is_erased = what.is_host_only || !walk.is_blind && self.wait_erased(deadline);
+        self.evicted_since(before, !is_erased)
+    }
+
+    fn evicted_since(&self, before: Option<Evicted>, is_cut_short: bool) -> Evicted {
+        let now = self.inner.with_books(|state| state.evicted).unwrap_or_default();
+        Evicted { is_cut_short, ..before.map_or_else(Evicted::default, |before| now - before) }
+    }
+
+    /// Waits until everything forgotten so far is off the disk.
+    fn wait_erased(&self, deadline: Instant) -> bool {
+        let Some(mark) = self.inner.with_books(State::new_ticket) else { return false };
+        self.inner.wait(deadline, |state| {
+            let is_erased = state.is_erased(mark);
+            (is_erased || !state.disk.is_hopeless(state.now)).then_some(is_erased)
+        })
+    }
+}
+
+impl State {
+    /// Whether nothing is on disk that was forgotten before `mark`.
+    fn is_erased(&self, mark: u64) -> bool {
+        let books = &self.disk;
+        let nothing_to_free = books.trash.is_empty() && books.stuck.is_empty() && books.freeing == 0;
+        let is_written = |job: &super::books::UnderWay| job.direction == Direction::Write && job.ticket < mark;
+        let nothing_else = books.num_lingering == 0 && books.clearing == Clearing::No && !books.is_recovering();
+        nothing_to_free && nothing_else && !books.under_way.iter().any(is_written)
+    }
+
+    /// Goes on with a walk; true at its end.
+    fn evict_slice(&mut self, what: Evict, walk: &mut Walk) -> bool {
+        if self.is_forgetting() || (!self.disk.found.is_empty() && self.recover_some()) {
+            return false;
+        }
+        walk.is_blind |= self.disk.is_recovering();
+        let owner = match what.salt.map(|tag| self.owners.find(tag)) {
+            Some(None) => return true,
+            Some(found) => found,
+            None => None,
+        };
+        if what.is_host_only { self.evict_from_host(owner, walk) } else { self.doom_slice(owner, walk) }
+    }
+
+    /// Dooms first chunks; what hangs on those of one slice is forgotten before the next.
+    fn doom_slice(&mut self, owner: Option<OwnerId>, walk: &mut Walk) -> bool {
+        let end = walk.next.saturating_add(SLICE).min(self.index.num_places());
+        for place in walk.next..end {
+            if let Some((id, entry)) = self.index.at(place)
+                && entry.parent.is_none()
+                && owner.is_none_or(|owner| entry.owner == owner)
+            {
+                self.doom_for(id, Why::Evict);
+            }
+        }
+        walk.next = end;
+        end == self.index.num_places() && !self.is_forgetting()
+    }
+
+    fn evict_from_host(&mut self, owner: Option<OwnerId>, walk: &mut Walk) -> bool {
+        let mut budget = MAX_EVICTED;
+        let end = walk.next.saturating_add(SLICE).min(self.index.num_places());
+        loop {
+            let next = match walk.above.take() {
+                Some((id, generation)) if self.index.is_same(id, generation) => Some(id),
+                _ if walk.next == end => return end == self.index.num_places(),
+                _ => {
+                    walk.next += 1;
+                    self.index.at(walk.next - 1).map(|(id, _)| id)
+                }
+            };
+            let Some(id) = next.filter(|id| owner.is_none_or(|owner| self.index[*id].owner == owner)) else { continue };
+            let above = self.index[id].parent.map(|parent| (parent, self.index[parent].generation));
+            if self.give_up_frame(id, id.0 < walk.next) {
+                walk.above = above;
+                budget -= 1;
+            }
+            if budget == 0 {
+                return false;
+            }
+        }
+    }
+
+    /// Takes a chunk out of host memory, if nobody uses it and nothing hangs on it there. One that is used counts if this is the
+    /// last look at it.
+    fn give_up_frame(&mut self, id: ChunkId, is_last: bool) -> bool {
+        let entry = &self.index[id];
+        if entry.detached || entry.doomed || !entry.host.is_here() || entry.host_children > 0 {
+            return false;
+        }
+        if entry.holds > 0 || entry.wish != Wish::None {
+            self.evicted.num_in_use += u64::from(is_last);
+            return false;
+        }
+        self.evicted.num_chunks += 1;
+        self.evicted.num_host += 1;
+        self.evict(id);
+        true
+    }
+}
+
+/// Erases what hangs on roots of a salt in those namespaces of a disk directory that no store has open: of names, in hex, that begin
+/// with `prefix`. `pool` is that of the stores, if there is one. `Io` if the directory cannot be listed.
+pub fn erase_closed(settings: &DiskSettings, pool: Option<&Arc<Pool>>, prefix: &str, salt: SaltTag) -> Result<Erased> {
+    let root = pool.map_or_else(DiskRoot::shared, |pool| Arc::clone(&pool.disk));
+    disk::erase(&settings.dir, settings.cap_bytes, &root, prefix, |key| SaltTag::of_root(key) == Some(salt))
+}

@@ -1,0 +1,244 @@
+//! Whose chunks are whose: those under roots of one cache salt have one owner, whatever their adapter.
+//!
+//! An entry has its parent's owner, and a first chunk that of its root, so asking walks nothing. Owners without chunks are
+//! forgotten. Nothing here knows salts, only the tags that roots end with.
+//!
+//! What an owner has may be *kept*: where such a chunk would be the next to leave a tier for want of room, it goes to the end of the
+//! row, as if it were used, while kept chunks are at most half of the tier. So the policies need not know, and nothing is
+//! walked when it begins or ends.
+
+use rustc_hash::FxHashMap;
+
+use super::Store;
+use super::state::State;
+use crate::evict::ChunkId;
+use crate::evict::Policy;
+use crate::index::{Entry, OwnerId};
+use crate::key::SaltTag;
+use crate::{Error, ErrorKind, Result};
+
+/// What has no salt.
+const NO_SALT: OwnerId = OwnerId(0);
+/// Most kept chunks that one call sends to the end of a tier's row: some 1 ms. With more of them in front, nothing leaves yet.
+const MAX_SPARED: usize = 1024;
+/// Most owners whose chunks are kept.
+const MAX_KEPT: u64 = 1024;
+
+/// What one has now.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Owner {
+    /// None: nobody has this number.
+    tag: Option<SaltTag>,
+    num_entries: u32,
+    num_host: u32,
+    num_disk: u32,
+    is_kept: bool,
+}
+
+/// What is kept.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Kept {
+    /// Salts.
+    pub num_salts: u64,
+    /// Chunks in host memory.
+    pub num_host: u64,
+    /// Chunks on disk.
+    pub num_disk: u64,
+}
+
+#[derive(Debug)]
+pub(super) struct Owners {
+    by_tag: FxHashMap<SaltTag, OwnerId>,
+    all: Vec<Owner>,
+    vacant: Vec<OwnerId>,
+    pub(super) kept: Kept,
+}
+
+impl Default for Owners {
+    fn default() -> Self {
+        Self { by_tag: FxHashMap::default(), all: vec![Owner::default()], vacant: Vec::new(), kept: Kept::default() }
+    }
+}
+
+impl Owners {
+    /// The owner of what hangs on roots with that tag, if there is anything.
+    pub(super) fn find(&self, tag: SaltTag) -> Option<OwnerId> {
+        self.by_tag.get(&tag).copied()
+    }
+
+    fn find_or_add(&mut self, tag: Option<SaltTag>) -> OwnerId {
+        let Some(tag) = tag else { return NO_SALT };
+        let Self { by_tag, all, vacant, .. } = self;
+        *by_tag.entry(tag).or_insert_with(|| {
+            let id = vacant.pop().unwrap_or_else(|| {
+                all.push(Owner::default());
+                OwnerId(u32::try_from(all.len() - 1).expect("each has an entry, and entries are counted in u32"))
+            });
+            all[id.0 as usize].tag = Some(tag);
+            id
+        })
+    }
+
+    fn change(&mut self, id: OwnerId, change: impl FnOnce(&mut Owner)) {
+        let owner = &mut self.all[id.0 as usize];
+        self.kept.count(owner, false);
+        change(owner);
+        self.kept.count(owner, true);
+        if let (0, false, Some(tag)) = (owner.num_entries, owner.is_kept, owner.tag) {
+            *owner = Owner::default();
+            self.by_tag.remove(&tag);
+            self.vacant.push(id);
+        }
+    }
+
+    /// Keeps what has that tag from now on, or no more. `InvalidConfig` if that would be too many.
+    fn keep(&mut self, tag: SaltTag, is_kept: bool) -> Result<()> {
+        let is_known = self.find(tag).is_some_and(|id| self.is_kept(id));
+        if is_kept && !is_known && self.kept.num_salts >= MAX_KEPT {
+            let message = format!("{MAX_KEPT} salts of this namespace are pinned, which is the most; unpin some");
+            return Err(Error::new(ErrorKind::InvalidConfig, message));
+        }
+        if is_kept {
+            let id = self.find_or_add(Some(tag));
+            self.change(id, |owner| owner.is_kept = true);
+        } else {
+            self.unkeep(tag);
+        }
+        Ok(())
+    }
+
+    fn unkeep(&mut self, tag: SaltTag) {
+        if let Some(id) = self.find(tag) {
+            self.change(id, |owner| owner.is_kept = false);
+        }
+    }
+
+    fn is_kept(&self, id: OwnerId) -> bool {
+        self.all[id.0 as usize].is_kept
+    }
+
+    /// It has an entry more, or one less.
+    pub(super) fn count_entry(&mut self, id: OwnerId, is_more: bool) {
+        self.change(id, |owner| step(&mut owner.num_entries, is_more));
+    }
+
+    /// The same of visible chunks in host.
+    pub(super) fn count_host(&mut self, id: OwnerId, is_more: bool) {
+        self.change(id, |owner| step(&mut owner.num_host, is_more));
+    }
+
+    /// The same of chunks on disk.
+    pub(super) fn count_disk(&mut self, id: OwnerId, is_more: bool) {
+        self.change(id, |owner| step(&mut owner.num_disk, is_more));
+    }
+
+    /// Every number again, from the entries; for checks.
+    #[cfg(any(test, feature = "faults"))]
+    pub(super) fn check<'a>(&self, entries: impl Iterator<Item = (OwnerId, &'a Entry)>) -> bool {
+        let keep = |owner: &Owner| Owner { tag: owner.tag, is_kept: owner.is_kept, ..Owner::default() };
+        let mut counted: Vec<_> = self.all.iter().map(keep).collect();
+        for (id, entry) in entries {
+            let owner = &mut counted[id.0 as usize];
+            owner.num_entries += 1;
+            owner.num_host += u32::from(entry.host.is_here());
+            owner.num_disk += u32::from(entry.disk.place().is_some());
+        }
+        let mut kept = Kept::default();
+        for owner in &counted {
+            kept.count(owner, true);
+        }
+        let is_used = |owner: &&Owner| owner.tag.is_some() && (owner.num_entries > 0 || owner.is_kept);
+        let num_used = counted.iter().filter(is_used).count();
+        counted == self.all && kept == self.kept && self.by_tag.len() == num_used
+    }
+}
+
+impl Kept {
+    fn count(&mut self, owner: &Owner, is_more: bool) {
+        if owner.is_kept {
+            let own = [1, owner.num_host, owner.num_disk].map(u64::from);
+            for (number, own) in [&mut self.num_salts, &mut self.num_host, &mut self.num_disk].into_iter().zip(own) {
+                *number = if is_more { *number + own } else { *number - own };
+            }
+        }
+    }
+}
+
+fn step(number: &mut u32, is_more: bool) {
+    *number = if is_more { *number + 1 } else { *number - 1 };
+}
+
+impl State {
+    /// Enters a chunk that is in no tier yet.
+    pub(super) fn add(&mut self, new: Entry) -> ChunkId {
+        let owner = match new.parent {
+            Some(parent) => self.index[parent].owner,
+            None => self.owners.find_or_add(SaltTag::of_root(&new.parent_key)),
+        };
+        self.owners.count_entry(owner, true);
+        self.index.insert(Entry { owner, ..new })
+    }
+}
+
+/// Kept chunks that were in front of a tier's row.
+#[derive(Debug, Default)]
+pub(super) struct Spared(Vec<ChunkId>);
+
+impl Spared {
+    /// Whether one call has looked at as many as it may.
+    pub(super) fn is_full(&self) -> bool {
+        self.0.len() >= MAX_SPARED
+    }
+
+    /// Takes a chunk out of the row for now.
+    pub(super) fn push(&mut self, policy: &mut dyn Policy, id: ChunkId) {
+        policy.set_evictable(id, false);
+        self.0.push(id);
+    }
+
+    /// Back to the row, at its end.
+    pub(super) fn end(self, policy: &mut dyn Policy) {
+        for id in self.0 {
+            policy.set_evictable(id, true);
+            policy.touch(id);
+        }
+    }
+}
+
+impl State {
+    /// Whether a chunk that may leave host memory is kept there.
+    pub(super) fn keeps_in_host(&self, id: ChunkId) -> bool {
+        let kept = self.owners.kept.num_host;
+        kept > 0 && self.owners.is_kept(self.index[id].owner) && 2 * kept <= self.host.num_frames().0
+    }
+
+    /// The same of the disk.
+    pub(super) fn keeps_on_disk(&self, id: ChunkId) -> bool {
+        let kept = self.owners.kept.num_disk;
+        kept > 0 && self.owners.is_kept(self.index[id].owner) && 2 * kept <= self.stats.disk_used
+    }
+}
+
+impl Store {
+    /// Keeps chunks with that salt from eviction, those that come later too, or no more. Of each tier, half at most is kept. What other
+    /// stores of the pool are owed is given up all the same. `InvalidConfig` if too many salts are kept.
+    pub fn keep(&self, salt: SaltTag, is_kept: bool) -> Result<()> {
+        self.inner.with_books(|state| state.owners.keep(salt, is_kept)).unwrap_or(Ok(()))
+    }
+
+    /// Keeps nothing any more.
+    pub fn keep_none(&self) {
+        self.inner.with_books(|state| {
+            let kept: Vec<_> =
+                state.owners.all.iter().filter(|owner| owner.is_kept).filter_map(|owner| owner.tag).collect();
+            for tag in kept {
+                state.owners.unkeep(tag);
+            }
+        });
+    }
+
+    /// What is kept now.
+    pub fn kept(&self) -> Kept {
+        self.inner.with_books(|state| state.owners.kept).unwrap_or_default()
+    }
+}

@@ -1,0 +1,96 @@
+//! Erasing chunks of namespaces that nobody has open, by the roots that they hang on.
+//!
+//! A namespace is opened only if a record in it says that there is something to erase: to open one counts as its use.
+
+use std::collections::{BTreeSet, HashSet};
+use std::path::Path;
+use std::sync::Arc;
+
+use super::inspect::open_namespace;
+use super::namespaces::{self, Found};
+use super::root::DiskRoot;
+use super::types::DiskConfig;
+use super::{DiskTier, LocalTier, superblock};
+use crate::{ChunkKey, Error, Result};
+
+/// What was erased.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Erased {
+    /// Namespaces that were looked at.
+    pub num_namespaces: u64,
+    /// Chunks that are not there any more.
+    pub num_chunks: u64,
+    /// Bytes of their frames.
+    pub num_bytes: u64,
+    /// A namespace is in use, or the system refused: something may be there yet.
+    pub is_cut_short: bool,
+}
+
+/// Frees the chunks whose root `is_theirs`, in all namespaces of `dir` whose names begin as `prefix` does, as far as both go, but
+/// those that `root` has open. A directory that is not there holds nothing. `Io` if it cannot be listed.
+pub(crate) fn erase(
+    dir: &Path,
+    cap_bytes: u64,
+    root: &Arc<DiskRoot>,
+    prefix: &str,
+    is_theirs: impl Fn(&ChunkKey) -> bool,
+) -> Result<Erased> {
+    let mut all = Erased::default();
+    if !dir.exists() {
+        return Ok(all);
+    }
+    let open: BTreeSet<_> = root.open_names();
+    let found = namespaces::scan(dir, &open).map_err(|e| Error::io(format!("cannot list {}", dir.display()), e))?;
+    for found in found.iter().filter(|found| found.name.starts_with(prefix) || prefix.starts_with(&found.name)) {
+        match erase_in(found, dir, cap_bytes, root, (prefix, &is_theirs)) {
+            Ok(erased) => {
+                all.num_namespaces += erased.num_namespaces;
+                all.num_chunks += erased.num_chunks;
+                all.num_bytes += erased.num_bytes;
+                all.is_cut_short |= erased.is_cut_short;
+            }
+            Err(_) => all.is_cut_short = true,
+        }
+    }
+    Ok(all)
+}
+
+fn erase_in(
+    found: &Found,
+    dir: &Path,
+    cap_bytes: u64,
+    root: &Arc<DiskRoot>,
+    (prefix, is_theirs): (&str, &impl Fn(&ChunkKey) -> bool),
+) -> Result<Erased> {
+    // Whatever is wrong with a namespace's superblock, it is started over before it is used.
+    let Ok((superblock, Some(files))) = open_namespace(found) else { return Ok(Erased::default()) };
+    let named = superblock.namespace().filter(|namespace| superblock::hex(namespace).starts_with(prefix));
+    let Some(namespace) = named else { return Ok(Erased::default()) };
+    let nothing = Erased { num_namespaces: 1, ..Erased::default() };
+    let mut has_some = false;
+    let walked = files.for_each_record(|_, record| {
+        has_some |= record.is_ok_and(|record| record.meta.depth == 0 && is_theirs(&record.meta.parent));
+    });
+    walked.map_err(|e| Error::io(format!("cannot read {}", found.path.display()), e))?;
+    if !has_some {
+        return Ok(nothing);
+    }
+    let (frame_bytes, description) = (superblock.frame_bytes, superblock.description);
+    let config = DiskConfig { dir: dir.to_owned(), cap_bytes, frame_bytes, namespace, description };
+    let (tier, entries) = DiskTier::open_beside(&config, root)?;
+    let mut gone = HashSet::new();
+    let mut slots = Vec::new();
+    for entry in entries {
+        let meta = entry.meta;
+        if if meta.depth == 0 { is_theirs(&meta.parent) } else { gone.contains(&meta.parent) } {
+            gone.insert(meta.key);
+            slots.push(entry.slot);
+        }
+    }
+    let num_chunks = slots.len() as u64;
+    let num_left = slots.iter().rev().filter(|slot| tier.free(**slot).is_err()).count() as u64;
+    tier.close();
+    let num_freed = num_chunks - num_left;
+    let num_bytes = num_freed * frame_bytes;
+    Ok(Erased { num_chunks: num_freed, num_bytes, is_cut_short: num_left > 0, ..nothing })
+}

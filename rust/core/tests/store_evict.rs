@@ -1,0 +1,419 @@
+//! Giving up what hangs on the roots of a salt, against sets of keys that a person can read.
+//!
+//! Frames and slots are plentiful, so every answer is determined and must be equal.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod store_common;
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::io::Arena;
+use kvloft_core::key::{ChunkKey, KeyChain, SaltTag, root_key};
+use kvloft_core::pool::Pool;
+use kvloft_core::store::{DiskSettings, Evict, Evicted, Prefix, ReadLease, Store, StoreConfig, ToSave, erase_closed};
+use kvloft_core::tier::disk::{Erased, inspect};
+use proptest::prelude::*;
+use store_common::{FRAME, MemoryDisk, arena_of, config, disk_settings, fill, range, save, verify};
+
+const LONG: Duration = Duration::from_secs(60);
+const SALTS: [&str; 2] = ["tenant a", "tenant b"];
+/// Name and path.
+type Adapter = Option<(&'static str, &'static str)>;
+/// Adapter and salt of each root.
+const ROOTS: [(Adapter, Option<&str>); 5] = [
+    (None, None),
+    (None, Some(SALTS[0])),
+    (Some(("lora", "/there")), Some(SALTS[0])),
+    (Some(("lora", "/there")), None),
+    (None, Some(SALTS[1])),
+];
+const NUM_PROMPTS: u32 = 8;
+
+fn chain_of(root: usize, prompt: u32) -> KeyChain {
+    let (adapter, salt) = ROOTS[root];
+    let mut chain = KeyChain::new(root_key(&[7; 32], adapter, salt).unwrap(), 1).unwrap();
+    // Prompts are a tree: two branches of two, and two lengths.
+    let tokens = [9, 9, prompt & 1, prompt & 1, prompt & 2, prompt & 2];
+    chain.append_tokens(&tokens[..if prompt & 4 == 0 { 6 } else { 4 }]).unwrap();
+    chain
+}
+
+fn of_salt(salt: Option<usize>, is_host_only: bool) -> Evict {
+    Evict { salt: salt.map(|nth| SaltTag::of(SALTS[nth])), is_host_only }
+}
+
+fn soon() -> Instant {
+    Instant::now() + LONG
+}
+
+/// Number that tells this life of a key from a later one.
+type Life = u64;
+
+#[derive(Debug, Default)]
+struct Model {
+    /// Key -> root, of all that was ever saved.
+    roots: BTreeMap<ChunkKey, usize>,
+    /// Key -> the one before it.
+    parents: BTreeMap<ChunkKey, ChunkKey>,
+    host: BTreeMap<ChunkKey, Life>,
+    disk: BTreeMap<ChunkKey, Life>,
+    num_lives: Life,
+}
+
+impl Model {
+    fn lookup(&self, keys: &[ChunkKey]) -> (u32, u32) {
+        let leading = |holds: &dyn Fn(&ChunkKey) -> bool| {
+            u32::try_from(keys.iter().take_while(|key| holds(key)).count()).unwrap()
+        };
+        let host = leading(&|key| self.host.contains_key(key));
+        (host, leading(&|key| self.host.contains_key(key) || self.disk.contains_key(key)))
+    }
+
+    fn save(&mut self, root: usize, keys: &[ChunkKey], is_attached: bool) {
+        if !is_attached {
+            self.parents.extend(keys.windows(2).map(|pair| (pair[1], pair[0])));
+        }
+        for key in keys {
+            self.num_lives += 1;
+            let life = self.host.get(key).or(self.disk.get(key)).copied().unwrap_or(self.num_lives);
+            self.host.insert(*key, life);
+            self.disk.insert(*key, life);
+            self.roots.insert(*key, root);
+        }
+    }
+
+    fn is_of(&self, key: &ChunkKey, salt: Option<usize>) -> bool {
+        salt.is_none_or(|nth| ROOTS[self.roots[key]].1 == Some(SALTS[nth]))
+    }
+
+    /// What an eviction must say; `held` are chunks that leases have.
+    fn evict(&mut self, salt: Option<usize>, is_host_only: bool, held: &BTreeSet<(ChunkKey, Life)>) -> Evicted {
+        let theirs = |place: &BTreeMap<ChunkKey, Life>| -> BTreeSet<(ChunkKey, Life)> {
+            place.iter().filter(|(key, _)| self.is_of(key, salt)).map(|(key, life)| (*key, *life)).collect()
+        };
+        let (host, disk) = (theirs(&self.host), theirs(&self.disk));
+        let num = |set: usize| set as u64;
+        if is_host_only {
+            let gone: Vec<_> = host.difference(held).copied().collect();
+            self.host.retain(|key, life| !gone.contains(&(*key, *life)));
+            // Of what has to stay, what is before another chunk stays for that one.
+            let before: BTreeSet<_> = self.host.keys().filter_map(|key| self.parents.get(key)).collect();
+            let left = host.intersection(held).filter(|(key, _)| !before.contains(key));
+            let num_in_use = num(left.count());
+            return Evicted {
+                num_chunks: num(gone.len()),
+                num_host: num(gone.len()),
+                num_in_use,
+                ..Evicted::default()
+            };
+        }
+        self.host.retain(|key, life| !host.contains(&(*key, *life)));
+        self.disk.retain(|key, life| !disk.contains(&(*key, *life)));
+        let all: BTreeSet<_> = host.union(&disk).copied().collect();
+        let num_in_use = num(all.intersection(held).count());
+        let (num_host, num_disk) = (num(host.len()), num(disk.len()));
+        Evicted { num_chunks: num(all.len()), num_host, num_disk, num_in_use, is_cut_short: false }
+    }
+}
+
+#[derive(Debug, Clone)]
+enum Step {
+    Save { root: usize, prompt: u32 },
+    Attach { root: usize, prompt: u32 },
+    Hold { root: usize, prompt: u32 },
+    Release,
+    Evict { salt: Option<usize>, is_host_only: bool },
+    Restart,
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    let place = || (0..ROOTS.len(), 0..NUM_PROMPTS);
+    let salt = prop_oneof![1 => Just(None), 4 => (0..SALTS.len()).prop_map(Some)];
+    prop_oneof![
+        6 => place().prop_map(|(root, prompt)| Step::Save { root, prompt }),
+        2 => place().prop_map(|(root, prompt)| Step::Attach { root, prompt }),
+        2 => place().prop_map(|(root, prompt)| Step::Hold { root, prompt }),
+        1 => Just(Step::Release),
+        3 => (salt, any::<bool>()).prop_map(|(salt, is_host_only)| Step::Evict { salt, is_host_only }),
+        1 => Just(Step::Restart),
+    ]
+}
+
+struct World {
+    disk: Arc<MemoryDisk>,
+    store: Option<Store>,
+    arena: Arena,
+    model: Model,
+    leases: Vec<(ReadLease, Vec<(ChunkKey, Life)>)>,
+}
+
+impl World {
+    fn config() -> StoreConfig {
+        StoreConfig { disk: Some(disk_settings(1024, 1)), ..config(1024, 1, Eviction::Lru) }
+    }
+
+    fn new() -> Self {
+        let disk = MemoryDisk::new(1024);
+        let store = disk.open(&Self::config(), &[]);
+        Self { arena: arena_of(&store), disk, store: Some(store), model: Model::default(), leases: Vec::new() }
+    }
+
+    fn store(&self) -> &Store {
+        self.store.as_ref().unwrap()
+    }
+
+    fn apply(&mut self, step: &Step) {
+        match *step {
+            Step::Save { root, prompt } => {
+                let chain = chain_of(root, prompt);
+                save(self.store(), &self.arena, &chain, range(0, chain.num_blocks(), 0));
+                self.model.save(root, chain.keys(), false);
+            }
+            Step::Attach { root, prompt } => self.attach(root, prompt),
+            Step::Hold { root, prompt } => self.hold(&chain_of(root, prompt)),
+            Step::Release => self.leases.clear(),
+            Step::Evict { salt, is_host_only } => self.evict(salt, is_host_only),
+            Step::Restart => {
+                self.leases.clear();
+                self.store = None;
+                self.store = Some(self.disk.open(&Self::config(), &self.disk.entries()));
+                self.arena = arena_of(self.store());
+                self.model.host.clear();
+            }
+        }
+        assert!(self.disk.flush(self.store()));
+    }
+
+    /// What a group of windows keeps: its chunks hang on a root of the group's alone.
+    fn attach(&mut self, root: usize, prompt: u32) {
+        let chain = chain_of(root, prompt);
+        let (group_root, keys) = chain.attached(3, 0..chain.num_blocks()).unwrap();
+        let prefix = Prefix::new(group_root, &keys);
+        let asked = ToSave { prefix, range: range(0, chain.num_blocks(), 0), is_attached: true };
+        let (leases, _) = self.store().reserve_many(None, &[asked]).unwrap();
+        for lease in &leases {
+            fill(&self.arena, lease.reservation());
+        }
+        self.store().commit(leases);
+        self.model.save(root, &keys, true);
+    }
+
+    fn hold(&mut self, chain: &KeyChain) {
+        let lease = self.store().acquire(chain);
+        let deadline = soon();
+        while lease.poll().pending_blocks > 0 {
+            assert!(Instant::now() < deadline, "it is never read");
+            std::thread::yield_now();
+        }
+        let found = &chain.keys()[..self.model.lookup(chain.keys()).1 as usize];
+        let lives =
+            found.iter().map(|key| (*key, self.model.host.get(key).or(self.model.disk.get(key)).copied().unwrap()));
+        let held: Vec<_> = lives.collect();
+        self.model.host.extend(held.iter().copied());
+        self.leases.push((lease, held));
+    }
+
+    fn evict(&mut self, salt: Option<usize>, is_host_only: bool) {
+        let held = self.leases.iter().flat_map(|(_, held)| held).copied().collect();
+        let said = self.store().evict(of_salt(salt, is_host_only), soon());
+        assert_eq!(said, self.model.evict(salt, is_host_only, &held));
+    }
+
+    fn compare(&self) {
+        self.store().check().unwrap();
+        for root in 0..ROOTS.len() {
+            for chain in (0..NUM_PROMPTS).map(|prompt| chain_of(root, prompt)) {
+                let found = self.store().lookup(&chain);
+                assert_eq!((found.host_blocks, found.stored_blocks), self.model.lookup(chain.keys()));
+                let (group_root, keys) = chain.attached(3, 0..chain.num_blocks()).unwrap();
+                for key in &keys {
+                    let found = self.store().lookup(Prefix::new(group_root, std::slice::from_ref(key)));
+                    assert_eq!((found.host_blocks, found.stored_blocks), self.model.lookup(&[*key]), "attached");
+                }
+            }
+        }
+        let on_disk: BTreeSet<_> = self.disk.chunks().into_keys().collect();
+        assert_eq!(on_disk, self.model.disk.keys().copied().collect());
+        for (lease, held) in &self.leases {
+            let frames = lease.frames();
+            assert!(frames.iter().map(|frame| frame.key).eq(held.iter().map(|(key, _)| *key)), "leases go on");
+            assert!(frames.iter().all(|frame| verify(&self.arena, frame.frame, frame.key).is_none()));
+        }
+    }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    #[test]
+    fn what_is_given_up_is_what_hangs_on_the_salts_roots(steps in prop::collection::vec(step(), 1..40)) {
+        let mut world = World::new();
+        for step in &steps {
+            world.apply(step);
+            world.compare();
+        }
+        prop_assert!(world.disk.violations().is_empty());
+    }
+}
+
+/// More first chunks than a slice of the walk, and a prefix that is longer than what one call evicts.
+#[test]
+fn many_chunks_go_in_slices() {
+    let store = Store::open(&config(8192, 1, Eviction::Lru)).unwrap();
+    let arena = arena_of(&store);
+    let deep = |salt| {
+        let mut chain = KeyChain::new(root_key(&[7; 32], None, Some(salt)).unwrap(), 1).unwrap();
+        chain.append_tokens(&(0..2000).collect::<Vec<_>>()).unwrap();
+        chain
+    };
+    for is_host_only in [true, false] {
+        for salt in SALTS {
+            save(&store, &arena, &deep(salt), range(0, 2000, 0));
+            let wide = deep(salt);
+            let (root, keys) = wide.attached(1, 0..1800).unwrap();
+            let asked = ToSave { prefix: Prefix::new(root, &keys), range: range(0, 1800, 0), is_attached: true };
+            let (leases, _) = store.reserve_many(None, &[asked]).unwrap();
+            store.commit(leases);
+        }
+        let said = store.evict(of_salt(Some(1), is_host_only), soon()); // the second: the walk passes the first
+        assert_eq!((said.num_chunks, said.num_host, said.num_in_use, said.is_cut_short), (3800, 3800, 0, false));
+        assert_eq!(store.lookup(&deep(SALTS[1])).stored_blocks, 0);
+        assert_eq!(store.lookup(&deep(SALTS[0])).stored_blocks, 2000, "another tenant's");
+    }
+}
+
+/// The walk comes to it from below first, and then by itself, for its entry is behind that of its child.
+#[test]
+fn a_chunk_in_use_counts_once() {
+    let store = Store::open(&config(16, 1, Eviction::Lru)).unwrap();
+    let chain = |salt, num_blocks: u32| {
+        let mut chain = KeyChain::new(root_key(&[7; 32], None, Some(salt)).unwrap(), 1).unwrap();
+        chain.append_tokens(&(0..num_blocks).collect::<Vec<_>>()).unwrap();
+        chain
+    };
+    let save = |salt, num: u32| save(&store, &arena_of(&store), &chain(salt, num), range(0, num, 0));
+    assert_eq!((save(SALTS[0], 6), save(SALTS[1], 6)), (6, 6));
+    for nth in [0, 1] {
+        store.evict(of_salt(Some(nth), false), soon()); // the places of the second are taken first
+    }
+    assert_eq!(save(SALTS[0], 12), 12);
+    let lease = store.acquire(&chain(SALTS[0], 6));
+    let said = store.evict(of_salt(Some(0), true), soon());
+    assert_eq!((said.num_chunks, said.num_in_use, lease.frames().len()), (6, 1, 6));
+}
+
+/// What a worker fills meanwhile is not visible afterwards.
+#[test]
+fn a_save_under_way_comes_to_nothing() {
+    let store = Store::open(&config(16, 1, Eviction::Lru)).unwrap();
+    let chain = chain_of(1, 0);
+    let reserved = store.reserve(&chain, range(0, 3, 0)).unwrap();
+    assert_eq!(store.evict(of_salt(Some(0), false), soon()).num_in_use, 3);
+    assert_eq!(store.commit(reserved.leases), 0);
+    assert_eq!(store.lookup(&chain).stored_blocks, 0);
+    store.check().unwrap();
+}
+
+#[test]
+fn it_is_over_only_when_a_write_under_way_is_undone() {
+    let disk = MemoryDisk::new(64);
+    let store = disk.open(&StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, 1, Eviction::Lru) }, &[]);
+    let chain = chain_of(1, 0);
+    let gate = disk.write_gate.lock().unwrap();
+    save(&store, &arena_of(&store), &chain, range(0, 1, 0));
+    let deadline = soon();
+    while store.stats().iter().all(|(name, value)| *name != "pins" || *value > 0) || disk.num_slots_used() == 0 {
+        assert!(Instant::now() < deadline, "it is never written");
+        std::thread::yield_now();
+    }
+    let said = store.evict(of_salt(Some(0), true), soon());
+    assert_eq!((said.num_chunks, said.num_in_use), (0, 1), "what is on its way to disk stays in memory");
+    assert!(store.evict(of_salt(Some(0), false), Instant::now() + Duration::from_millis(200)).is_cut_short);
+    drop(gate);
+    assert!(!store.evict(of_salt(Some(0), false), soon()).is_cut_short);
+    assert!(disk.chunks().is_empty(), "a restart would find it");
+}
+
+#[test]
+fn a_disk_that_does_not_answer_is_told() {
+    let disk = MemoryDisk::new(64);
+    let store = disk.open(&StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, 1, Eviction::Lru) }, &[]);
+    save(&store, &arena_of(&store), &chain_of(1, 0), range(0, 6, 0));
+    assert!(disk.flush(&store));
+    disk.fail_frees.store(true, std::sync::atomic::Ordering::SeqCst);
+    assert!(store.evict(of_salt(Some(0), false), soon()).is_cut_short);
+    assert_eq!(store.lookup(&chain_of(1, 0)).stored_blocks, 0);
+    disk.fail_frees.store(false, std::sync::atomic::Ordering::SeqCst);
+    disk.wait(61);
+    assert!(!store.evict(of_salt(Some(0), false), soon()).is_cut_short, "it is tried again");
+    assert!(disk.chunks().is_empty());
+}
+
+#[test]
+fn a_disk_that_is_opened_later_is_told() {
+    let disk = MemoryDisk::new(64);
+    let config = StoreConfig { disk: Some(disk_settings(64, 1)), ..config(64, 1, Eviction::Lru) };
+    let store = disk.open(&config, &[]);
+    save(&store, &arena_of(&store), &chain_of(1, 0), range(0, 6, 0));
+    assert!(disk.flush(&store));
+    drop(store);
+    disk.fail_opens.store(true, std::sync::atomic::Ordering::SeqCst);
+    let store = disk.open(&config, &disk.entries());
+    let evict = || store.evict(of_salt(Some(0), false), soon());
+    assert_eq!(evict(), Evicted { is_cut_short: true, ..Evicted::default() });
+    // It is open before the walk is over, or while that waits for the disk: what it holds was not walked.
+    disk.fail_opens.store(false, std::sync::atomic::Ordering::SeqCst);
+    disk.wait(1);
+    let deadline = soon();
+    while evict().is_cut_short {
+        assert!(Instant::now() < deadline, "it is never opened");
+        disk.wait(1);
+    }
+    assert!(disk.chunks().is_empty(), "it was said that nothing is left");
+}
+
+#[test]
+fn namespaces_that_nobody_has_open_are_erased_on_disk() {
+    let dir = tempfile::tempdir().unwrap();
+    let settings = DiskSettings { dir: dir.path().join("disk"), cap_bytes: 1 << 20, ..disk_settings(64, 1) };
+    let pool = || Pool::create(64 * FRAME as u64, FRAME as u64, || {}).unwrap();
+    let open = |nth: u8, pool: &Arc<Pool>| {
+        let config = StoreConfig { disk: Some(settings.clone()), namespace: [nth; 32], ..config(64, 1, Eviction::Lru) };
+        Store::open_in(&config, pool, None).unwrap()
+    };
+    let tag = SaltTag::of(SALTS[0]);
+    assert_eq!(erase_closed(&settings, None, "", tag).unwrap(), Erased::default(), "no directory");
+    for nth in [1, 2] {
+        let store = open(nth, &pool());
+        for root in 0..ROOTS.len() {
+            let chain = chain_of(root, 0);
+            save(&store, &arena_of(&store), &chain, range(0, chain.num_blocks(), 0));
+        }
+        assert!(store.flush(LONG));
+    }
+    let chunks = || inspect(&settings.dir).unwrap().iter().map(|space| space.chunks).collect::<Vec<_>>();
+    assert_eq!(chunks(), [30, 30]);
+    let erased = |num_namespaces, num_chunks| Erased {
+        num_namespaces,
+        num_chunks,
+        num_bytes: num_chunks * FRAME as u64,
+        is_cut_short: false,
+    };
+    assert_eq!(erase_closed(&settings, None, "03", tag).unwrap(), erased(0, 0), "another namespace");
+    assert_eq!(erase_closed(&settings, None, "0101", tag).unwrap(), erased(1, 12));
+    assert_eq!(erase_closed(&settings, None, &"01".repeat(32), tag).unwrap(), erased(1, 0), "its whole name");
+    assert_eq!(erase_closed(&settings, None, &format!("{}00", "01".repeat(31)), tag).unwrap(), erased(0, 0));
+    let shared = pool();
+    let first = open(1, &shared);
+    let found = |store: &Store| (0..ROOTS.len()).map(|root| store.lookup(&chain_of(root, 0)).stored_blocks).collect();
+    let left: Vec<u32> = found(&first);
+    assert_eq!(left, [6, 0, 0, 6, 6]);
+    let said = erase_closed(&settings, None, "", tag).unwrap();
+    assert!(said.is_cut_short && said.num_chunks == 0, "another owner has the directory");
+    assert_eq!(erase_closed(&settings, Some(&shared), "", tag).unwrap(), erased(1, 12), "beside an open one");
+    drop(first);
+    let left: Vec<u32> = found(&open(2, &pool()));
+    assert_eq!(left, [6, 0, 0, 6, 6]);
+}

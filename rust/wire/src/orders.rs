@@ -1,0 +1,207 @@
+//! What a person has a server do to what it holds: as it crosses, as the server does it, and as it is asked.
+//!
+//! A salt crosses as a tag, which does not tell it, and no log has either.
+
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use kvloft_core::key::SaltTag;
+use kvloft_core::store::{Evict, Kept, erase_closed};
+use kvloft_core::{Error, ErrorKind, Result};
+
+use crate::bytes::{Reader, Writer};
+use crate::link::Link;
+use crate::message::{Answer, Request, VERSION};
+use crate::namespaces::Space;
+use crate::server::Shared;
+
+/// Longest work of a server at one order.
+const ORDER_TIMEOUT: Duration = Duration::from_secs(50);
+
+/// Whose chunks are meant.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Whose {
+    /// Namespaces whose names in hex begin so.
+    pub namespace: String,
+    /// What has this salt; None for everything.
+    pub salt: Option<SaltTag>,
+}
+
+/// What an eviction came to.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct GivenUp {
+    /// Namespaces that were looked at, those without engines on disk among them.
+    pub num_namespaces: u64,
+    /// Chunks that went.
+    pub num_chunks: u64,
+    /// Bytes of host memory that they had.
+    pub host_bytes: u64,
+    /// Bytes on disk that they had.
+    pub disk_bytes: u64,
+    /// Chunks in use; see `kvloft_core::store::Evicted`.
+    pub num_in_use: u64,
+    /// Something is left that may be found yet, or after a restart.
+    pub is_cut_short: bool,
+}
+
+/// What is pinned.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Pinned {
+    /// Namespaces that were told.
+    pub num_namespaces: u64,
+    /// Salts that are pinned in them now.
+    pub num_salts: u64,
+    /// Bytes that those have in host memory.
+    pub host_bytes: u64,
+    /// Bytes that they have on disk.
+    pub disk_bytes: u64,
+}
+
+impl Whose {
+    pub(crate) fn write(&self, to: &mut Writer<'_>) {
+        to.text(&self.namespace);
+        to.u8(self.salt.is_some().into());
+        if let Some(tag) = self.salt {
+            to.u64(u64::from_le_bytes(tag.0));
+        }
+    }
+
+    pub(crate) fn read(from: &mut Reader<'_>) -> Option<Self> {
+        let (namespace, has_salt) = (from.text()?, from.flag()?);
+        let salt = if has_salt { Some(SaltTag(from.u64()?.to_le_bytes())) } else { None };
+        Some(Self { namespace, salt })
+    }
+}
+
+impl GivenUp {
+    pub(crate) fn write(&self, to: &mut Writer<'_>) {
+        for number in [self.num_namespaces, self.num_chunks, self.host_bytes, self.disk_bytes, self.num_in_use] {
+            to.u64(number);
+        }
+        to.u8(self.is_cut_short.into());
+    }
+
+    pub(crate) fn read(from: &mut Reader<'_>) -> Option<Self> {
+        Some(Self {
+            num_namespaces: from.u64()?,
+            num_chunks: from.u64()?,
+            host_bytes: from.u64()?,
+            disk_bytes: from.u64()?,
+            num_in_use: from.u64()?,
+            is_cut_short: from.flag()?,
+        })
+    }
+}
+
+impl Pinned {
+    pub(crate) fn write(&self, to: &mut Writer<'_>) {
+        for number in [self.num_namespaces, self.num_salts, self.host_bytes, self.disk_bytes] {
+            to.u64(number);
+        }
+    }
+
+    pub(crate) fn read(from: &mut Reader<'_>) -> Option<Self> {
+        let (num_namespaces, num_salts) = (from.u64()?, from.u64()?);
+        Some(Self { num_namespaces, num_salts, host_bytes: from.u64()?, disk_bytes: from.u64()? })
+    }
+}
+
+impl Shared {
+    /// Gives chunks up, in the namespaces that are open and in those that are on disk only. `InvalidConfig` if no namespace is meant.
+    pub(crate) fn evict(&self, whose: &Whose, is_host_only: bool) -> Result<GivenUp> {
+        let deadline = Instant::now() + ORDER_TIMEOUT;
+        let mut all = GivenUp::default();
+        // Before, for what is opened meanwhile, and after, for what is closed.
+        self.erase_closed(whose, is_host_only, &mut all)?;
+        for space in self.namespaces.all_of(&whose.namespace) {
+            evict_in(&space, Evict { salt: whose.salt, is_host_only }, deadline, &mut all);
+        }
+        let num_namespaces = all.num_namespaces;
+        self.erase_closed(whose, is_host_only, &mut all)?;
+        all.num_namespaces = num_namespaces;
+        if all.num_namespaces == 0 && !whose.namespace.is_empty() {
+            return Err(self.namespaces.none_of("no such namespace"));
+        }
+        let GivenUp { num_chunks, .. } = all;
+        let of = if whose.salt.is_some() { "one cache salt" } else { "all" };
+        self.tell(format!("{num_chunks} chunks of {of} are evicted, as a person asked"));
+        Ok(all)
+    }
+
+    fn erase_closed(&self, whose: &Whose, is_host_only: bool, all: &mut GivenUp) -> Result<()> {
+        if let (Some(salt), Some(disk), false) = (whose.salt, &self.config.disk, is_host_only) {
+            let erased = erase_closed(disk, self.namespaces.pool().as_ref(), &whose.namespace, salt)?;
+            all.num_namespaces += erased.num_namespaces;
+            all.num_chunks += erased.num_chunks;
+            all.disk_bytes += erased.num_bytes;
+            all.is_cut_short |= erased.is_cut_short;
+        }
+        Ok(())
+    }
+}
+
+impl Shared {
+    /// Keeps chunks from eviction, or no more, in open namespaces; those that keep some have their share of memory without an engine,
+    /// too. `InvalidConfig` if no namespace is meant, or too many salts.
+    pub(crate) fn pin(&self, whose: &Whose, is_pinned: bool) -> Result<Pinned> {
+        let spaces = self.namespaces.all_of(&whose.namespace);
+        if spaces.is_empty() {
+            return Err(self.namespaces.none_of("no such namespace open"));
+        }
+        let mut all = Pinned::default();
+        for space in &spaces {
+            let Some(store) = space.store() else {
+                return Err(self.namespaces.none_of("a namespace that is being opened"));
+            };
+            match whose.salt {
+                Some(salt) => store.keep(salt, is_pinned)?,
+                None if !is_pinned => store.keep_none(),
+                None => {}
+            }
+            let Kept { num_salts, num_host, num_disk } = store.kept();
+            space.pin(if whose.salt.is_none() { Some(is_pinned) } else { None }, num_salts > 0);
+            if !self.namespaces.all().iter().any(|open| Arc::ptr_eq(open, space)) {
+                return Err(self.namespaces.none_of("just closed a namespace"));
+            }
+            all.num_namespaces += 1;
+            all.num_salts += num_salts;
+            all.host_bytes += num_host * space.hello.frame_bytes;
+            all.disk_bytes += num_disk * space.hello.frame_bytes;
+        }
+        let what = if whose.salt.is_some() { "one cache salt" } else { "a namespace" };
+        self.tell(format!("{what} is {}, as a person asked", if is_pinned { "pinned" } else { "pinned no more" }));
+        Ok(all)
+    }
+}
+
+fn evict_in(space: &Space, what: Evict, deadline: Instant, all: &mut GivenUp) {
+    all.num_namespaces += 1;
+    let Some(store) = space.store() else {
+        all.is_cut_short = true; // it is being opened
+        return;
+    };
+    let evicted = store.evict(what, deadline);
+    all.num_chunks += evicted.num_chunks;
+    all.host_bytes += evicted.num_host * space.hello.frame_bytes;
+    all.disk_bytes += evicted.num_disk * space.hello.frame_bytes;
+    all.num_in_use += evicted.num_in_use;
+    all.is_cut_short |= evicted.is_cut_short;
+}
+
+/// Has the server at `socket` give chunks up: in every tier, or in host memory only. `InvalidConfig` with what there is if no namespace
+/// is meant, `Io` if no server answers in time.
+pub fn evict(socket: &Path, whose: &Whose, is_host_only: bool, timeout: Duration) -> Result<GivenUp> {
+    match Link::connect(socket)?.open(&Request::Evict(VERSION, whose.clone(), is_host_only), timeout)? {
+        (Answer::GivenUp(given_up), _) => Ok(given_up),
+        _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
+    }
+}
+
+/// Has the server at `socket` keep chunks from eviction, or no more. Errors as [`evict`].
+pub fn pin(socket: &Path, whose: &Whose, is_pinned: bool, timeout: Duration) -> Result<Pinned> {
+    match Link::connect(socket)?.open(&Request::Pin(VERSION, whose.clone(), is_pinned), timeout)? {
+        (Answer::Pinned(pinned), _) => Ok(pinned),
+        _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
+    }
+}

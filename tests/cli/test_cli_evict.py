@@ -1,0 +1,192 @@
+"""`kvloft evict` and `kvloft pin` over a real server: a tenant goes, for good, or stays; its salt is told to nobody."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from kvloft import _core
+from kvloft.cli.__main__ import main
+
+FRAME = 4096
+SALT = "acme's secret"
+ADAPTER = ("lora", "/there")
+ROOTS = [(None, None), (None, SALT), (ADAPTER, SALT), (None, "another")]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+        yield Path(folder)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """A server with a disk, in a process of its own."""
+    socket = str(folder / "run" / "kv.sock")
+    sizes = ["--host-size", "1MiB", "--disk-path", str(folder / "disk"), "--disk-size", "4MiB"]
+    argv = [sys.executable, "-m", "kvloft.cli", "serve", "--socket", socket, *sizes]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert "serves at" in process.stdout.readline()
+            yield socket, process
+        finally:
+            process.kill()
+
+
+def connect(socket: str, nth: int = 1) -> _core.Session:
+    return _core.Session.connect(socket, frame_bytes=FRAME, namespace=bytes([nth] * 32), timeout_s=60.0)
+
+
+def chain_of(nth: int, adapter: tuple[str, str] | None, salt: str | None) -> _core.KeyChain:
+    chain = _core.KeyChain(_core.root_key(bytes([nth] * 32), adapter, salt), block_tokens=1)
+    chain.append_tokens([1, 2, 3])
+    return chain
+
+
+def save_all(engine: _core.Session, nth: int = 1) -> None:
+    for adapter, salt in ROOTS:
+        chunks, _ = engine.reserve(chain_of(nth, adapter, salt), 0, 3, 0, [4, 5, 6])
+        assert engine.settle(chunks.tickets()) == (3, 0)
+    assert engine.flush(60.0)
+
+
+def found(engine: _core.Session, nth: int = 1) -> list[int]:
+    return [engine.lookup(chain_of(nth, adapter, salt))[1] for adapter, salt in ROOTS]
+
+
+def test_a_tenant_is_gone_after_a_kill_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    secret = folder / "salt"
+    secret.write_text(SALT + "\n")
+    with serving(folder) as (socket, process):
+        engine = connect(socket)
+        save_all(engine)
+        assert main(["evict", "--socket", socket, "--salt-file", str(secret)]) == 0
+        assert capsys.readouterr().out == "6 chunks evicted in 1 namespace: 24 KiB of host memory and 24 KiB on disk\n"
+        assert found(engine) == [3, 0, 0, 3]
+        process.kill()
+        process.wait()
+    with serving(folder) as (socket, _):
+        assert found(connect(socket)) == [3, 0, 0, 3], "what was evicted is not found after a restart"
+        assert main(["evict", "--socket", socket, "--salt", SALT]) == 0
+        assert capsys.readouterr().out.startswith("0 chunks evicted in 1 namespace: ")
+
+
+def test_models_without_engines_are_evicted_on_disk_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(folder) as (socket, process):
+        for nth in (1, 2):
+            save_all(connect(socket, nth), nth)
+        process.terminate()
+        process.wait()
+    with serving(folder) as (socket, _):
+        done = _evict(socket, ["--salt-file", "-", "--json", "--namespace", "02"], SALT)
+        assert json.loads(done.stdout) == {
+            "namespaces": 1, "chunks": 6, "host_bytes": 0, "disk_bytes": 6 * FRAME, "in_use": 0, "complete": True,
+        }  # fmt: skip
+        one, other = connect(socket, 1), connect(socket, 2)  # their namespaces stay open
+        assert (found(one, 1), found(other, 2)) == ([3, 3, 3, 3], [3, 0, 0, 3])
+        assert main(["evict", "--socket", socket, "--salt", SALT, "--namespace", "3"]) == 2
+        assert "no such namespace; say --namespace with one of its own: 0101010101010101, 02" in capsys.readouterr().err
+
+
+def _evict(socket: str, more: list[str], stdin: str) -> "subprocess.CompletedProcess[str]":
+    argv = [sys.executable, "-m", "kvloft.cli", "evict", "--socket", socket, *more]
+    return subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=120, check=True)
+
+
+def test_host_memory_is_given_up_alone(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(folder) as (socket, _):
+        engine = connect(socket)
+        save_all(engine)
+        lease = engine.acquire(chain_of(1, None, None))
+        assert main(["evict", "--socket", socket, "--host-only"]) == 0
+        said = capsys.readouterr().out
+        assert said == "9 chunks evicted in 1 namespace: 36 KiB of host memory; 1 in use, which stay\n"
+        assert lease.poll() == (3, 0)
+        assert found(engine) == [3, 3, 3, 3]
+
+
+def test_the_log_tells_that_and_not_whose(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with serving(folder) as (socket, process):
+        save_all(connect(socket))
+        assert main(["evict", "--socket", socket, "--salt", SALT, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["in_use"] == 0
+        process.terminate()
+        log = process.communicate(timeout=120)[0]
+    assert "6 chunks of one cache salt are evicted, as a person asked" in log
+    assert SALT not in log
+
+
+def test_without_a_server_it_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["evict", "--socket", str(folder / "kv.sock"), "--salt", SALT]) == 1
+    assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "say --salt-file or --salt for a tenant, or --host-only"),
+        (["--salt", ""], "the salt is empty"),
+        (["--salt-file", "{folder}/none"], "cannot be read (No such file or directory)"),
+        (["--salt-file", "{folder}/newline"], "the salt is empty"),
+        (["--salt-file", "{folder}/latin"], "expected UTF-8"),
+    ],
+)
+def test_a_mistake_evicts_nothing(folder: Path, capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+    (folder / "newline").write_text("\n")
+    (folder / "latin").write_bytes(b"\xe9")
+    assert main(["evict", "--socket", "/nowhere", *(part.format(folder=folder) for part in argv)]) == 2
+    assert said in capsys.readouterr().err
+
+
+def press(engine: _core.Session) -> None:
+    """Save more of others than host memory holds."""
+    for prompt in range(100):
+        chain = _core.KeyChain(_core.root_key(bytes([1] * 32), None, None), block_tokens=1)
+        chain.append_tokens([7, prompt, 1, 2, 3])
+        chunks, _ = engine.reserve(chain, 0, 5, 0, [4, 5, 6, 7, 8])
+        engine.settle(chunks.tickets())
+
+
+def test_a_pinned_tenant_stays_until_it_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    socket = str(folder / "run" / "kv.sock")
+    server = _core.Server(socket, host_bytes=64 * FRAME)
+    try:
+        engine = connect(socket)
+        for adapter, salt in ROOTS:
+            chunks, _ = engine.reserve(chain_of(1, adapter, salt), 0, 3, 0, [4, 5, 6])
+            engine.settle(chunks.tickets())
+        assert main(["pin", "--socket", socket, "--salt", SALT]) == 0
+        said = "1 salt is pinned in 1 namespace: 24 KiB of host memory and 0 B on disk\n"
+        assert capsys.readouterr().out == said
+        press(engine)
+        assert found(engine) == [0, 3, 3, 0]
+        assert main(["status", "--socket", socket]) == 0
+        assert "1 salt pinned: 24 KiB in memory, 0 B on disk" in capsys.readouterr().out
+        assert main(["pin", "--socket", socket, "--off", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"namespaces": 1, "salts": 0, "host_bytes": 0, "disk_bytes": 0}
+        press(engine)
+        assert found(engine) == [0, 0, 0, 0]
+        assert main(["pin", "--socket", socket, "--namespace", "0101"]) == 0
+        assert capsys.readouterr().out == "1 namespace pinned: without engines, too, a share of memory is kept\n"
+        assert main(["status", "--socket", socket]) == 0
+        assert "It is pinned: it keeps its share of memory without engines." in capsys.readouterr().out
+    finally:
+        server.close(0.0)
+
+
+def test_a_pin_of_nothing_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    socket = str(folder / "run" / "kv.sock")
+    assert main(["pin", "--socket", socket, "--salt", SALT]) == 1
+    assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")
+    _server = _core.Server(socket, host_bytes=64 * FRAME)
+    assert main(["pin", "--socket", socket, "--salt", SALT]) == 2
+    assert "has no such namespace open; say --namespace with one of its own: none" in capsys.readouterr().err
+    assert main(["pin", "--socket", socket, "--salt", ""]) == 2
+    assert "the salt is empty" in capsys.readouterr().err
