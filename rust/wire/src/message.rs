@@ -6,17 +6,19 @@
 //! about: see `known`.
 
 use kvloft_core::io::FrameId;
-use kvloft_core::store::{Anchors, LeasedFrame, Lookup, Progress, Reservation, TierName};
+use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName};
 
 use crate::bytes::{Reader, Writer};
 pub use crate::known::SentAnchors;
 use crate::known::anchors;
+pub use crate::listening::{MAX_CHANGES, SentChanges};
+use crate::listening::{changes, sent_changes, write_changes};
 pub use crate::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
 use crate::prefixes::{prefixes, ranges, write_ranges};
 use crate::tally::Counts;
 
 /// Version of all that crosses; two sides with different ones do not talk.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// Most bytes of a message, and of one from somebody who has not said hello.
 pub const MAX_MESSAGE: usize = 64 << 20;
 /// See [`MAX_MESSAGE`].
@@ -78,6 +80,8 @@ pub enum Request<'a> {
     Forget(u32, String),
     /// See `Store::anchors`. The next prefix may go on behind the last that is known.
     Anchors(SentAnchors<'a>),
+    /// See `Session::changes`. The first of a connection begins to listen.
+    Changes(SentChanges<'a>),
 }
 
 /// What the server says.
@@ -103,6 +107,8 @@ pub enum Answer {
     Status(Status),
     /// Of a prefix.
     Anchors(Anchors),
+    /// Of the store; the first of a connection says that what was told before may be wrong.
+    Changes(Changes),
 }
 
 /// What a server does now.
@@ -216,6 +222,7 @@ impl<'a> Request<'a> {
             Self::Commit(tickets) | Self::Abort(tickets) => to.numbers(tickets),
             Self::Discard(keys) => keys.write(to),
             Self::Anchors(anchors) => anchors.write(to),
+            Self::Changes(sent) => sent.write(to),
             Self::LimitFrames(number) | Self::Status(number) => to.u32(*number),
             Self::Forget(version, name) => {
                 to.u32(*version);
@@ -247,6 +254,7 @@ impl<'a> Request<'a> {
                 16 => Self::Status(from.u32()?),
                 17 => Self::Forget(from.u32()?, from.text()?),
                 18 => Self::Anchors(anchors(from)?),
+                19 => Self::Changes(sent_changes(from)?),
                 _ => return None,
             })
         })
@@ -272,6 +280,7 @@ impl<'a> Request<'a> {
             Self::Status(_) => 16,
             Self::Forget(..) => 17,
             Self::Anchors(_) => 18,
+            Self::Changes(_) => 19,
         }
     }
 
@@ -411,6 +420,7 @@ impl Answer {
                 to.u32(*num_known);
                 to.u32(*num_stored);
             }
+            Self::Changes(changes) => write_changes(to, changes),
         });
     }
 
@@ -431,6 +441,7 @@ impl Answer {
                 8 => Self::Stats(stats(from)?),
                 9 => Self::Status(status(from)?),
                 10 => Self::Anchors(Anchors { num_known: from.u32()?, num_stored: from.u32()? }),
+                11 => Self::Changes(changes(from)?),
                 _ => return None,
             })
         })
@@ -448,6 +459,7 @@ impl Answer {
             Self::Stats(_) => 8,
             Self::Status(_) => 9,
             Self::Anchors(_) => 10,
+            Self::Changes(_) => 11,
         }
     }
 }

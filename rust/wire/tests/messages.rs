@@ -2,9 +2,10 @@
 
 use kvloft_core::ChunkKey;
 use kvloft_core::io::FrameId;
-use kvloft_core::store::{Anchors, LeasedFrame, Lookup, Progress, Reservation, SaveRange, TierName};
+use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, SaveRange, TierName, Tiers};
 use kvloft_wire::message::{
-    Answer, Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentAnchors, SentPrefixes, SentRange, VERSION,
+    Answer, Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentAnchors, SentChanges, SentPrefixes, SentRange,
+    VERSION,
 };
 use kvloft_wire::{Counts, EngineStatus, NamespaceStatus, Status};
 use proptest::collection::vec;
@@ -23,7 +24,7 @@ struct Parts {
 }
 
 fn parts() -> impl Strategy<Value = Parts> {
-    let fields = (1..=18_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
+    let fields = (1..=19_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
     (fields, any::<[u32; 4]>(), ".{0,9}").prop_map(|((kind, number, root, keys, numbers), small, text)| Parts {
         kind,
         number,
@@ -71,7 +72,8 @@ fn request(parts: &Parts) -> Request<'_> {
         15 => Request::Bye,
         16 => Request::Status(parts.small[0]),
         17 => Request::Forget(parts.small[0], parts.text.clone()),
-        _ => Request::Anchors(SentAnchors { stride: parts.small[0], last: parts.small[1], keys }),
+        18 => Request::Anchors(SentAnchors { stride: parts.small[0], last: parts.small[1], keys }),
+        _ => Request::Changes(SentChanges { capacity: parts.small[0], limit: parts.small[1], asked: keys }),
     }
 }
 
@@ -93,6 +95,11 @@ fn answer(parts: &Parts) -> Answer {
         7 => Answer::Count(parts.number),
         8 => Answer::Stats(stats),
         9 => Answer::Anchors(Anchors { num_known: one, num_stored: two }),
+        10 => {
+            let tiers = |nth: u8| Tiers { host: nth.is_multiple_of(2), disk: nth > 1 };
+            let rows = parts.keys.iter().zip(0..).map(|(key, nth)| (ChunkKey(*key), tiers(nth))).collect();
+            Answer::Changes(Changes { rows, lost: two.is_multiple_of(2) })
+        }
         _ => {
             let (connected_ms, num_reserved, num_leases) = (1, 2, parts.number);
             let counts = Counts([5, 4, 3, parts.number, 1]);
@@ -156,7 +163,7 @@ proptest! {
     }
 
     #[test]
-    fn random_bytes_never_panic(bytes in vec(any::<u8>(), 0..200), kind in 0..20_u8) {
+    fn random_bytes_never_panic(bytes in vec(any::<u8>(), 0..200), kind in 0..21_u8) {
         let mut bytes = bytes;
         if let Some(at) = bytes.get_mut(4) {
             *at = kind;
@@ -168,7 +175,7 @@ proptest! {
 
 #[test]
 fn counts_that_lie_take_no_memory() {
-    for kind in 0..20 {
+    for kind in 0..21 {
         let bytes = [[1, 0, 0, 0, kind].as_slice(), &[0xff; 64]].concat();
         assert_eq!(Answer::decode(&bytes), None, "kind {kind}");
     }

@@ -27,7 +27,7 @@ use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use books::Clearing;
-pub use changes::{Changes, Tiers};
+pub use changes::{Changes, Listener, Tiers};
 pub use config::{ArenaInfo, DiskSettings, StoreConfig};
 use inner::Inner;
 pub use inner::{Clock, Opener};
