@@ -77,8 +77,8 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn take_events(&self) -> Vec<String>;
     /// Tells from now on which chunks come and go, as [`Store::watch`]; again does nothing.
     fn watch(&self, capacity: usize);
-    /// As [`Listener::changes`]. While there is no store, or none that answers, nothing that is asked for is there; that, and the
-    /// first answer after it, say once that whatever else was told may be wrong by now (`lost`).
+    /// As [`Listener::changes`]. While there is no store, or none that answers for a second, nothing that is asked for is there;
+    /// until then there are no rows. Once nothing is there, and with the next answer, whatever was told may be wrong (`lost`).
     fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes;
     /// Waits until every visible chunk that will get to disk is there; false at the deadline.
     fn flush(&self, timeout: Duration) -> bool;

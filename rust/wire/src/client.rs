@@ -442,7 +442,8 @@ impl Session for Remote {
         let sent = state.hearing.question(asked, limit);
         let answer = state.ask(deadline, |link| link.ask(&Request::Changes(sent?), deadline));
         let told = if let Some(Answer::Changes(told)) = answer { Some(told) } else { None };
-        state.hearing.hear(asked, told)
+        let is_there = !state.owes_clear && state.link.as_ref().is_some_and(|link| !link.is_dead());
+        state.hearing.hear(asked, told, is_there)
     }
 
     fn flush(&self, timeout: Duration) -> bool {

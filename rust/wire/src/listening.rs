@@ -2,8 +2,10 @@
 //! would say.
 //!
 //! Each connection has a listener of its own in the store, from its first question on. An answer that comes too late is not taken
-//! in, and a connection that ends takes its listener with it: then the next answer says that whatever was told may be wrong. It
-//! must not know sockets.
+//! in, and a connection that ends takes its listener with it: then the next answer says that whatever was told may be wrong. A
+//! server that pauses for a moment is not believed to be gone. It must not know sockets.
+
+use std::time::{Duration, Instant};
 
 use kvloft_core::ChunkKey;
 use kvloft_core::store::{Changes, Listener, Store, Tiers};
@@ -13,6 +15,9 @@ use crate::prefixes::Keys;
 
 /// Most keys that wait for a listener, that are asked for at once, and that are told beside those.
 pub const MAX_CHANGES: u32 = 1 << 16;
+
+/// How long a server that does not answer is believed to have what it had.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// What is asked of chunks that come and go.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -69,8 +74,18 @@ pub(crate) fn changes(from: &mut Reader<'_>) -> Option<Changes> {
 pub(crate) struct Hearing {
     /// As of `Session::watch`.
     pub(crate) capacity: u32,
-    /// Whether the last question had an answer.
-    is_answered: bool,
+    last: Last,
+}
+
+/// What became of the last question.
+#[derive(Debug, Default, Clone, Copy, PartialEq)]
+enum Last {
+    Answered,
+    /// It, and those before it since then, had no answer in time.
+    Late(Instant),
+    /// Nothing that was told is there.
+    #[default]
+    Gone,
 }
 
 impl Hearing {
@@ -81,11 +96,22 @@ impl Hearing {
         (asked.len() <= MAX_CHANGES as usize).then_some(sent)
     }
 
-    /// What follows from the answer, or from none.
-    pub(crate) fn hear(&mut self, asked: &[ChunkKey], answer: Option<Changes>) -> Changes {
-        let is_answered = answer.is_some();
-        let is_news = std::mem::replace(&mut self.is_answered, is_answered) != is_answered;
-        let Changes { rows, lost } = answer.unwrap_or_else(|| Changes { lost: false, ..Changes::of_none(asked) });
-        Changes { rows, lost: lost || is_news }
+    /// What follows from the answer; or from none, of a server that is there or not.
+    pub(crate) fn hear(&mut self, asked: &[ChunkKey], answer: Option<Changes>, is_there: bool) -> Changes {
+        let before = self.last;
+        if let Some(Changes { rows, lost }) = answer {
+            self.last = Last::Answered;
+            return Changes { rows, lost: lost || before != Last::Answered };
+        }
+        self.last = match before {
+            Last::Answered if is_there => Last::Late(Instant::now()),
+            Last::Late(since) if is_there && since.elapsed() < PATIENCE => before,
+            _ => Last::Gone,
+        };
+        if self.last == Last::Gone {
+            Changes { lost: before != Last::Gone, ..Changes::of_none(asked) }
+        } else {
+            Changes::default() // all is asked for again once there is an answer
+        }
     }
 }

@@ -55,6 +55,18 @@ fn a_store_that_failed_inside_misses() {
     store.close(Duration::ZERO);
 }
 
+#[test]
+fn keys_are_noted_only_while_somebody_listens() {
+    let store = Store::open(&host_only()).unwrap();
+    let is_noting = || store.inner.with_books(|state| state.watch.is_some());
+    assert_eq!(is_noting(), Some(false));
+    let (one, other) = (store.watch(9), store.watch(9));
+    drop(one);
+    assert_eq!(is_noting(), Some(true));
+    drop(other);
+    assert_eq!(is_noting(), Some(false));
+}
+
 /// Disk threads that wait for work are not left behind by a store that failed, nor do they hold up its end.
 #[test]
 fn disk_threads_end_when_the_lock_is_poisoned() {
