@@ -160,7 +160,10 @@ def test_events_say_before_each_prompt_what_the_store_gives(
 
 
 def test_an_engine_of_a_server_says_what_others_evict_and_when_the_server_goes(
-    truth: Truth, start: Callable[..., Engine], router: Subscriber, server: CacheServer  # noqa: F811
+    truth: Truth,
+    start: Callable[..., Engine],
+    router: Subscriber,
+    server: CacheServer,  # noqa: F811
 ) -> None:
     """Another engine fills memory, a person clears, and the server is killed: kill -9. What its disk has is told again."""
     server.end()

@@ -63,9 +63,7 @@ def test_events_have_the_fields_of_the_release() -> None:
         ("kv_consumer", 1, '"kv_role": "kv_consumer"'),
     ],
 )
-def test_where_nothing_can_be_told_that_is_said(
-    role: Any, groups: int, why: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_nothing_can_be_told_that_is_said(role: Any, groups: int, why: str | None, caplog: pytest.LogCaptureFixture) -> None:
     transfer = KVTransferConfig(kv_connector="KVLoftConnector", kv_role=role)
     listens = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True), kv_transfer_config=transfer)
     watched: list[int] = []
