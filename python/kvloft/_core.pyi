@@ -231,15 +231,14 @@ class Session:
         """Saves take frames below ``num_frames`` only from now on: workers cannot copy to the others yet."""
     def take_events(self) -> list[str]:
         """What a person should see of the disk tier, once each."""
-    def watch(self, capacity: int) -> bool:
-        """Note from now on which chunks come and go, for one caller of `changes`; ``capacity`` keys wait for it at most.
-
-        False where the store does not tell, as a server's does not.
-        """
+    def watch(self, capacity: int) -> None:
+        """Note from now on which chunks come and go, for one caller of `changes`; ``capacity`` keys wait for it at most."""
     def changes(self, asked: Sequence[bytes], limit: int) -> tuple[list[tuple[bytes, int]], bool]:
         """([(key, where it is now)], lost): the chunks ``asked`` for, then up to ``limit`` that came or went, oldest first.
 
-        Where: 1 in host + 2 on disk. ``lost``: keys were dropped before, so whatever is not among the rows may have changed.
+        Where: 1 in host + 2 on disk. ``lost``: keys were dropped before, so whatever is not among the rows may have changed. A
+        server that does not answer says nothing; after a second, or when it is gone, nothing is anywhere, and ``lost`` is said
+        once: then, and with its next answer.
         """
     def flush(self, timeout_s: float) -> bool:
         """Wait until every visible host chunk that will go to disk is there; False at the deadline."""

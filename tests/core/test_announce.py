@@ -1,11 +1,14 @@
 """What is announced of the real store, replayed, is what it answers: after any steps, lost keys, a full book, restarts.
 
-The oracle is lookups of every prefix, and what a subscriber may assume of each event. Steps: ``KV_EVENT_STEPS``.
+It is the engine's own store, or a server's, where another engine saves and evicts too and the server goes and comes back. The
+oracle is lookups of every prefix, and what a subscriber may assume of each event. Steps: ``KV_EVENT_STEPS``.
 """
 
 import hashlib
 import os
 import random
+import shutil
+import tempfile
 import time
 from array import array
 from pathlib import Path
@@ -63,26 +66,42 @@ class Index:
 class World:
     """A store, its announcer and a subscriber; in any order of steps."""
 
+    is_shared = False
+
     def __init__(self, seed: int, folder: Path, *, per_chunk: int, capacity: int, slots: int) -> None:
         self.rng, self.per_chunk, self.capacity = random.Random(seed), per_chunk, capacity
         self.prompts = {tuple(self.rng.choices((1, 2), k=BLOCK * self.rng.randint(1, MAX_BLOCKS))) for _ in range(40)}
-        self.settings: dict[str, Any] = {
-            "frame_bytes": FRAME, "host_bytes": 9 * FRAME, "namespace": NAMESPACE, "blocks_per_chunk": per_chunk,
-            "disk_path": str(folder / "disk"), "disk_bytes": slots * FRAME, "disk_threads": 2,
+        self.shape: dict[str, Any] = {"frame_bytes": FRAME, "namespace": NAMESPACE, "blocks_per_chunk": per_chunk}
+        self.memory: dict[str, Any] = {
+            "host_bytes": 9 * FRAME, "disk_path": str(folder / "disk"), "disk_bytes": slots * FRAME, "disk_threads": 2,
         }  # fmt: skip
         self.num_lost = 0
         self.start()
 
+    def open(self) -> _core.Session:
+        return _core.Session(**self.shape, **self.memory)
+
     def start(self) -> None:
         """A new engine: its publisher is new, too."""
-        self.store = _core.Session(**self.settings)
-        arena = (self.store.arena_path, FRAME, self.store.num_frames)
-        self.arena = _core.Arena.open(arena[0], frame_bytes=arena[1], num_frames=arena[2])
-        assert self.store.watch(self.capacity) is True
-        self.announcer = Announcer(SimpleNamespace(changes=self.changes), GroupShape(BLOCK, self.per_chunk), describe)  # type: ignore[arg-type]
+        self.store = self.open()
+        self.map_arena()
+        self.store.watch(self.capacity)
+        self.announcer = Announcer(
+            SimpleNamespace(changes=self.changes), GroupShape(BLOCK, self.per_chunk), describe, is_shared=self.is_shared  # type: ignore[arg-type]
+        )  # fmt: skip
         self.index, self.noted = Index(self.prompts), set[Prompt]()
         self.tickets: list[int] = []
         self.leases: list[Any] = []
+
+    def map_arena(self) -> None:
+        self.arena = _core.Arena.open(self.store.arena_path, frame_bytes=FRAME, num_frames=self.store.num_frames)
+
+    def restart(self) -> None:
+        self.store.close()
+        self.start()
+
+    def close(self) -> None:
+        self.store.close()
 
     def changes(self, asked: list[bytes], limit: int) -> Any:
         rows, lost = self.store.changes(asked, limit)
@@ -124,20 +143,25 @@ class World:
 
     def save(self, prompt: Prompt, *, whole: bool = False) -> None:
         """As the scheduler half does: full chunks, and at a prompt's end a tail, which may replace another."""
+        row, tickets = self.reserve(self.store, prompt, whole=whole)
+        self.announcer.note(SimpleNamespace(prompt=prompt), row)  # type: ignore[arg-type]
+        size, (_, _, _, start, stop, tail, _, _) = self.per_chunk, row
+        ends = [size * (nth + 1) for nth in range(start, stop)] + [len(prompt) // BLOCK] * bool(tail)
+        self.noted |= {prompt[: end * BLOCK] for end in ends}
+        self.tickets += tickets
+
+    def reserve(self, store: _core.Session, prompt: Prompt, *, whole: bool = False) -> tuple[Any, list[int]]:
         size, num_blocks = self.per_chunk, len(prompt) // BLOCK
         tail, stop = num_blocks % size * self.rng.randint(0, 1), num_blocks // size
         start = 0 if whole else self.rng.choice([0, 0, 0, stop])
         chain = self.chain(prompt)
         replaced = num_blocks - 1 if tail > 1 and self.rng.random() < 0.5 else 0
         row: Any = (chain, list(prompt), len(prompt), start, stop, tail, list(range(1, num_blocks + 1)), replaced)
-        (chunks,), _ = self.store.reserve_all([row])
-        self.announcer.note(SimpleNamespace(prompt=prompt), row)  # type: ignore[arg-type]
-        ends = [size * (nth + 1) for nth in range(start, stop)] + [num_blocks] * bool(tail)
-        self.noted |= {prompt[: end * BLOCK] for end in ends}
+        (chunks,), _ = store.reserve_all([row])
         for chunk in chunks or ():
             spec = {"offset": 0, "part_bytes": FRAME, "key": chunk.key, "layout": b"l" * 32, "page_bytes": [64], "rank": 0}
             self.arena.seal(chunk.frame, {**spec, "num_blocks": chunk.num_blocks})
-            self.tickets.append(chunk.ticket)
+        return row, [chunk.ticket for chunk in chunks or ()]
 
     def rest(self) -> None:
         """Nothing moves, and everything is told: the index is what lookups find of what requests had."""
@@ -164,26 +188,90 @@ class World:
         assert self.index.tiers[HOST] | self.index.tiers[DISK] == stored
 
 
+class SharedWorld(World):
+    """The same with a server, which goes and comes back, and another engine, whose saves evict."""
+
+    is_shared = True
+
+    def __init__(self, seed: int, folder: Path, **more: Any) -> None:
+        self.run = Path(tempfile.mkdtemp(prefix="kv-"))  # a socket's path is short
+        self.server: _core.Server | None = None
+        super().__init__(seed, folder, **more)
+
+    def connect(self) -> _core.Session:
+        return _core.Session.connect(str(self.run / "kvloft.sock"), **self.shape, timeout_s=60 * PACE)
+
+    def open(self) -> _core.Session:
+        if self.server is None:
+            self.serve()
+        self.other = self.connect()
+        return self.connect()
+
+    def serve(self) -> None:
+        self.server = _core.Server(str(self.run / "kvloft.sock"), **self.memory)
+
+    def restart(self) -> None:
+        self.other.close()
+        super().restart()
+
+    def close(self) -> None:
+        super().close()
+        self.other.close()
+        assert self.server is not None
+        self.server.close()
+        shutil.rmtree(self.run)
+
+    def step(self) -> None:
+        rng = self.rng
+        match rng.choices(range(5), (60, 30, 4, 1, 1))[0]:
+            case 0:
+                super().step()
+            case 1:
+                self.other.settle(self.reserve(self.other, self.any_prompt())[1])
+            case 2:
+                prompt = self.any_prompt()
+                self.other.discard([self.chain(prompt).key(rng.randrange(len(prompt) // BLOCK))])
+            case 3:
+                _core.server_forget(str(self.run / "kvloft.sock"))
+            case 4:
+                self.lose_server(num_takes=rng.choice((0, 1, 300)))
+
+    def lose_server(self, num_takes: int) -> None:
+        assert self.server is not None
+        self.server.close(60 * PACE)
+        self.server = None  # only then is the socket free
+        for _ in range(num_takes):
+            self.index.replay(self.announcer.take())
+        assert num_takes < 300 or not self.index.tiers[HOST] | self.index.tiers[DISK]
+        self.serve()
+        deadline = time.monotonic() + 60 * PACE
+        for session in (self.store, self.other):
+            while not session.renew():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        self.map_arena()
+
+
+@pytest.mark.parametrize("kind", [World, SharedWorld], ids=["its own", "a server's"])
 @pytest.mark.parametrize("per_chunk", [1, 3])
 @pytest.mark.parametrize("capacity", [3, 1 << 16], ids=["loses keys", "has room"])
 def test_the_replayed_index_is_what_the_store_answers(
-    per_chunk: int, capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: type[World], per_chunk: int, capacity: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(announce, "SLICE", 5)
-    world = World(10 * per_chunk + capacity, tmp_path, per_chunk=per_chunk, capacity=capacity, slots=40)
+    world = kind(10 * per_chunk + capacity, tmp_path, per_chunk=per_chunk, capacity=capacity, slots=40)
     for nth in range(1, NUM_STEPS // 4 + 1):
         world.step()
         if nth % 250 == 0:
             world.rest()
-        if nth % 1500 == 0:
-            world.store.close()
-            world.start()
+        if nth % 400 == 0:
+            world.restart()
     world.rest()
     assert world.num_lost, "a clear does, too"
     world.announcer.withdraw()
     world.index.replay(world.announcer.take())
     assert not world.index.tiers[HOST] | world.index.tiers[DISK]
-    world.store.close()
+    world.close()
 
 
 def test_what_was_on_disk_at_the_start_is_announced_with_the_first_request_that_has_it(tmp_path: Path) -> None:
@@ -192,7 +280,7 @@ def test_what_was_on_disk_at_the_start_is_announced_with_the_first_request_that_
     world.save(prompt, whole=True)
     world.store.settle(world.tickets)
     assert world.store.flush(30 * PACE)
-    world.store.close()
+    world.close()
     world.start()
     assert world.announcer.take() == []
     world.save(prompt, whole=True)
@@ -200,7 +288,7 @@ def test_what_was_on_disk_at_the_start_is_announced_with_the_first_request_that_
     assert [(e.tier, [b.hash for b in e.blocks]) for e in told if isinstance(e, Stored)] == [
         (DISK, [hash_of(prompt[:end]) for end in range(BLOCK, len(prompt) + 1, BLOCK)])
     ]
-    world.store.close()
+    world.close()
 
 
 def test_chunks_that_left_are_not_kept(tmp_path: Path) -> None:
@@ -214,7 +302,7 @@ def test_chunks_that_left_are_not_kept(tmp_path: Path) -> None:
     for _ in range(3):
         world.announcer.take()
     assert not world.announcer._known
-    world.store.close()
+    world.close()
 
 
 def test_an_engine_that_offers_nothing_any_more_takes_back_what_it_told(tmp_path: Path) -> None:
@@ -232,7 +320,7 @@ def test_an_engine_that_offers_nothing_any_more_takes_back_what_it_told(tmp_path
     world.index.replay(world.announcer.take())
     assert not world.index.tiers[HOST] | world.index.tiers[DISK]
     assert world.announcer.take() == [] and not world.announcer._known
-    world.store.close()
+    world.close()
 
 
 def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) -> None:
@@ -249,4 +337,4 @@ def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) 
     world.save((1, 1), whole=True)
     world.index.replay(world.announcer.take())
     assert world.index.tiers[HOST] == {hash_of((1, 1)), hash_of((1, 2))}, "another request has it: it is told again"
-    world.store.close()
+    world.close()

@@ -13,9 +13,12 @@ import msgspec
 import pytest
 import zmq
 
+from kvloft import _core
+
 from . import tiny
 from .client import BLOCK, PACE, Engine, Req, full_blocks, kvloft, random_ids
 from .conftest import Truth
+from .test_server import CacheServer, server, shared, until  # noqa: F401
 
 FRAME_KIB = 32
 """More than a frame of the tiny model with one block, less than two."""
@@ -107,8 +110,13 @@ def router() -> Iterator[Subscriber]:
 
 
 def settle(engine: Engine) -> None:
-    """What goes to disk is there; vLLM asks connectors for events in steps only, so one request makes some."""
+    """What goes to disk is there, and told."""
     engine.flush()
+    step(engine)
+
+
+def step(engine: Engine) -> None:
+    """vLLM asks connectors for events in steps only, so one request makes some."""
     engine.ask(Req(random_ids(1, BLOCK // 2), max_tokens=2))
 
 
@@ -148,6 +156,52 @@ def test_events_say_before_each_prompt_what_the_store_gives(
     assert ask_as_predicted(engine, router, truth, last) > 0
     assert engine.reset(connector=True)
     assert ask_as_predicted(engine, router, truth, last) == 0
+    engine.assert_at_rest()
+
+
+def test_an_engine_of_a_server_says_what_others_evict_and_when_the_server_goes(
+    truth: Truth,
+    start: Callable[..., Engine],
+    router: Subscriber,
+    server: CacheServer,  # noqa: F811
+) -> None:
+    """Another engine fills memory, a person clears, and the server is killed: kill -9. What its disk has is told again."""
+    server.end()
+    server.start(host_size=f"{12 * FRAME_KIB}KiB")
+    prompt = truth.pick(lambda seed: Req(random_ids(seed, 150), max_tokens=4), 9500)
+    engine = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), kv_events_config=router.settings())
+    router.join()
+    assert [ask_as_predicted(engine, router, truth, prompt) > 0 for _ in range(2)] == [False, True]
+    assert router.num_tokens(prompt, "CPU") > 0
+    (space,) = server.namespaces()
+    other = _core.Session.connect(
+        str(server.socket), frame_bytes=space["frame_bytes"], namespace=space["namespace"], timeout_s=60.0 * PACE
+    )
+    chain = _core.KeyChain(_core.root_key(space["namespace"], None, None), block_tokens=1)
+    chain.append_tokens(list(range(other.num_frames)))
+    chunks, _ = other.reserve(chain, 0, other.num_frames, 0, list(range(1, other.num_frames + 1)))
+    assert other.settle(chunks.tickets()) == (other.num_frames, 0)
+    settle(engine)
+    router.hear()
+    assert (router.num_tokens(prompt, "CPU"), router.num_tokens(prompt, "STORAGE") > 0) == (0, True)
+    assert ask_as_predicted(engine, router, truth, prompt) > 0
+    _core.server_forget(str(server.socket))
+    assert ask_as_predicted(engine, router, truth, prompt) == 0
+    settle(engine)
+    server.end()
+    step(engine)
+    router.hear()
+    assert not router.blocks["CPU"] and not router.blocks["STORAGE"]
+    server.start(host_size=f"{12 * FRAME_KIB}KiB")
+
+    def is_told() -> bool:
+        step(engine)
+        router.hear()
+        return router.num_tokens(prompt, "STORAGE") > 0
+
+    until(is_told, "what the disk has is not told again")
+    assert ask_as_predicted(engine, router, truth, prompt) > 0
+    other.close()
     engine.assert_at_rest()
 
 

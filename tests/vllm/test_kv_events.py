@@ -55,29 +55,28 @@ def test_events_have_the_fields_of_the_release() -> None:
 
 
 @pytest.mark.parametrize(
-    ("role", "groups", "tells", "why"),
+    ("role", "groups", "why"),
     [
-        ("kv_both", 1, True, None),
-        ("kv_both", 1, False, "with a server"),
-        ("kv_both", 2, True, "with several KV cache groups"),
-        ("kv_producer", 1, True, '"kv_role": "kv_producer"'),
-        ("kv_consumer", 1, True, '"kv_role": "kv_consumer"'),
+        ("kv_both", 1, None),
+        ("kv_both", 2, "with several KV cache groups"),
+        ("kv_producer", 1, '"kv_role": "kv_producer"'),
+        ("kv_consumer", 1, '"kv_role": "kv_consumer"'),
     ],
 )
-def test_where_nothing_can_be_told_that_is_said(
-    role: Any, groups: int, tells: bool, why: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_nothing_can_be_told_that_is_said(role: Any, groups: int, why: str | None, caplog: pytest.LogCaptureFixture) -> None:
     transfer = KVTransferConfig(kv_connector="KVLoftConnector", kv_role=role)
     listens = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True), kv_transfer_config=transfer)
-    store: Any = SimpleNamespace(watch=lambda _capacity: tells)
-    announcer = announcer_of(listens, store, CacheShape((GroupShape(4),) * groups))
+    watched: list[int] = []
+    store: Any = SimpleNamespace(watch=watched.append)
+    announcer = announcer_of(listens, store, CacheShape((GroupShape(4),) * groups), is_shared=False)
+    assert len(watched) == (why is None)
     assert (announcer is None) == bool(why) and len(caplog.records) == bool(why)
     assert why is None or why in caplog.text
 
 
 @pytest.mark.parametrize("config", [SimpleNamespace(), SimpleNamespace(kv_events_config=None)])
 def test_a_store_that_nobody_asks_about_is_not_watched(config: Any) -> None:
-    assert announcer_of(config, None, CacheShape((GroupShape(4),))) is None  # type: ignore[arg-type]
+    assert announcer_of(config, None, CacheShape((GroupShape(4),)), is_shared=False) is None  # type: ignore[arg-type]
 
 
 def test_an_error_takes_back_what_was_told_and_ends_it() -> None:

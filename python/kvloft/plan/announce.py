@@ -69,10 +69,16 @@ class _Chunk:
 
 
 class Announcer:
-    """What others know of ``store``, which must be watched. ``group`` is its only one."""
+    """What others know of ``store``, which must be watched. ``group`` is its only one.
 
-    def __init__(self, store: Session, group: GroupShape, describe: Describe, *, max_chunks: int = MAX_CHUNKS) -> None:
+    ``is_shared``: other engines save to it, or it may be away for a while, so a chunk that left may come back without a request.
+    """
+
+    def __init__(
+        self, store: Session, group: GroupShape, describe: Describe, *, is_shared: bool = False, max_chunks: int = MAX_CHUNKS
+    ) -> None:
         self._store, self._per_chunk, self._describe, self._max_chunks = store, group.blocks_per_chunk, describe, max_chunks
+        self._is_shared = is_shared
         self._known: OrderedDict[bytes, _Chunk] = OrderedDict()
         self._to_ask: deque[bytes] = deque()
         self._must_ask_all = self._is_over = False
@@ -114,7 +120,7 @@ class Announcer:
             self._move(chunk, where)
             if where:
                 chunk.is_expected = False
-            elif not chunk.is_expected:
+            elif not (chunk.is_expected or self._is_shared):
                 del self._known[key]
         return self._told()
 

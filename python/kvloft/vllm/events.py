@@ -28,8 +28,11 @@ MEDIUM = {HOST: "CPU", DISK: "STORAGE"}
 NO_EVENTS = "kvloft: KV events tell of vLLM's own blocks only, and not of what kvloft holds: with %s that is not supported"
 
 
-def announcer_of(vllm_config: Any, store: Session, shape: CacheShape) -> Announcer | None:
-    """What announces ``store``; None if KV events are off (vLLM's ``kv_events_config``), or cannot be had: a warning says so."""
+def announcer_of(vllm_config: Any, store: Session, shape: CacheShape, *, is_shared: bool) -> Announcer | None:
+    """What announces ``store``, which other engines may use too (``is_shared``).
+
+    None if KV events are off (vLLM's ``kv_events_config``), or cannot be had: a warning says so.
+    """
     events = getattr(vllm_config, "kv_events_config", None)
     if events is None or not events.enable_kv_cache_events:
         return None
@@ -38,10 +41,9 @@ def announcer_of(vllm_config: Any, store: Session, shape: CacheShape) -> Announc
         logger.warning(NO_EVENTS, f'"kv_role": "{transfer.kv_role}"')  # what is saved is not given back, or nothing is saved
     elif len(shape.groups) > 1:
         logger.warning(NO_EVENTS, "several KV cache groups")
-    elif not store.watch(MAX_WAITING):
-        logger.warning(NO_EVENTS, "a server")
     else:
-        return Announcer(store, shape.full, partial(describe, shape.full.block_tokens))
+        store.watch(MAX_WAITING)
+        return Announcer(store, shape.full, partial(describe, shape.full.block_tokens), is_shared=is_shared)
     return None
 
 

@@ -114,7 +114,7 @@ class SchedulerHalf:
         self._store = open_store(config, shape, self._namespace, description_of(fields), disk_path=disk_path)
         transfer = vllm_config.kv_transfer_config
         arena = arena_of(self._store)
-        self._announcer = announcer_of(vllm_config, self._store, shape)
+        self._announcer = announcer_of(vllm_config, self._store, shape, is_shared=self._is_shared)
         self.core = SchedulerCore(
             self._store,
             self._new_chain,

@@ -6,7 +6,7 @@
 use std::borrow::Cow;
 use std::fmt;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use rustc_hash::FxHashMap;
@@ -15,7 +15,7 @@ use crate::Result;
 use crate::key::ChunkKey;
 pub use crate::store::ArenaInfo;
 use crate::store::{
-    Anchors, Changes, Got, LeasedFrame, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store,
+    Anchors, Changes, Got, LeasedFrame, Listener, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store,
     StoreConfig, ToSave, WriteLease,
 };
 
@@ -75,14 +75,11 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn limit_frames(&self, num_frames: u32);
     /// What a person should see in the log since the last call, each once.
     fn take_events(&self) -> Vec<String>;
-    /// As [`Store::watch`]; false where the store does not tell this session what comes and goes.
-    fn watch(&self, _capacity: usize) -> bool {
-        false
-    }
-    /// As [`Store::changes`].
-    fn changes(&self, asked: &[ChunkKey], _limit: usize) -> Changes {
-        Changes::of_none(asked)
-    }
+    /// Tells from now on which chunks come and go, as [`Store::watch`]; again does nothing.
+    fn watch(&self, capacity: usize);
+    /// As [`Listener::changes`]. While there is no store, or none that answers for a second, nothing that is asked for is there;
+    /// until then there are no rows. Once nothing is there, and with the next answer, whatever was told may be wrong (`lost`).
+    fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes;
     /// Waits until every visible chunk that will get to disk is there; false at the deadline.
     fn flush(&self, timeout: Duration) -> bool;
     /// Ends reservations and stops serving; leases end by themselves.
@@ -103,6 +100,7 @@ pub struct Local {
     leases: Mutex<Leases>,
     /// Frames that this engine's workers can copy to; others of the store may have other limits.
     limit: AtomicU32,
+    listener: OnceLock<Listener>,
     store: Arc<Store>,
 }
 
@@ -114,7 +112,7 @@ impl Local {
 
     /// One of several sessions of `store`. To close it closes the store; to drop it ends only what is its own.
     pub fn of(store: Arc<Store>) -> Self {
-        Self { leases: Mutex::default(), limit: AtomicU32::new(u32::MAX), store }
+        Self { leases: Mutex::default(), limit: AtomicU32::new(u32::MAX), listener: OnceLock::new(), store }
     }
 
     /// Open reservations, and read leases.
@@ -209,13 +207,12 @@ impl Session for Local {
         self.store.take_events()
     }
 
-    fn watch(&self, capacity: usize) -> bool {
-        self.store.watch(capacity);
-        true
+    fn watch(&self, capacity: usize) {
+        self.listener.get_or_init(|| self.store.watch(capacity));
     }
 
     fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes {
-        self.store.changes(asked, limit)
+        self.listener.get().map_or_else(|| Changes::of_none(asked), |listener| listener.changes(asked, limit))
     }
 
     fn flush(&self, timeout: Duration) -> bool {

@@ -11,7 +11,7 @@ use kvloft_core::io::FrameId;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::{ArenaInfo, LeaseId, Local, Session};
 use kvloft_core::store::{
-    Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveRange, StoreConfig, TierName, ToSave,
+    Changes, Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, SaveRange, StoreConfig, TierName, ToSave,
 };
 
 fn local(num_frames: u64) -> Local {
@@ -150,6 +150,10 @@ impl Session for Odd {
     fn limit_frames(&self, _: u32) {}
     fn take_events(&self) -> Vec<String> {
         Vec::new()
+    }
+    fn watch(&self, _: usize) {}
+    fn changes(&self, asked: &[ChunkKey], _: usize) -> Changes {
+        Changes::of_none(asked)
     }
     fn flush(&self, _: Duration) -> bool {
         true

@@ -142,7 +142,9 @@ fn refused_writes_leave_what_is_on_disk_alone() {
             // The next prompt takes the frames of this one, and what was not tried by then never is.
             let num_refused = stat(&store, "disk_write_errors");
             assert!(save_all(&store, &prompt) > 0, "host memory serves on");
-            until("one is tried", || stat(&store, "disk_broken") == 1 || stat(&store, "disk_write_errors") > num_refused);
+            until("one is tried", || {
+                stat(&store, "disk_broken") == 1 || stat(&store, "disk_write_errors") > num_refused
+            });
         }
         assert_eq!(stat(&store, "disk_broken"), 1);
         let left = disk.chunks().len();

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::Arena;
 use kvloft_core::key::ChunkKey;
-use kvloft_core::store::{Changes, Lookup, ReadLease, Store, StoreConfig, Tiers, WriteLease};
+use kvloft_core::store::{Changes, Listener, Lookup, ReadLease, Store, StoreConfig, Tiers, WriteLease};
 use proptest::prelude::*;
 use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, range, save, stat};
 
@@ -24,21 +24,28 @@ fn open(num_frames: u32, per_chunk: u32, disk: &Arc<MemoryDisk>) -> Store {
     disk.open(&config, &disk.entries())
 }
 
-/// A listener: where it believes each chunk to be.
-#[derive(Debug, Default)]
-struct Listener {
+/// Somebody who listens, and where it believes each chunk to be.
+#[derive(Debug)]
+struct Hearer {
+    listener: Listener,
     known: HashMap<ChunkKey, Tiers>,
     num_lost: u32,
 }
 
-impl Listener {
+impl Hearer {
+    fn join(store: &Store, universe: &[ChunkKey], capacity: usize) -> Self {
+        let listener = store.watch(capacity);
+        let known = listener.changes(universe, 0).rows.into_iter().collect();
+        Self { listener, known, num_lost: 0 }
+    }
+
     /// Takes some; whether there may be more.
-    fn take(&mut self, store: &Store, universe: &[ChunkKey], limit: usize) -> bool {
-        let changes = store.changes(&[], limit);
+    fn take(&mut self, universe: &[ChunkKey], limit: usize) -> bool {
+        let changes = self.listener.changes(&[], limit);
         let is_full = changes.rows.len() == limit;
         if changes.lost {
             self.num_lost += 1;
-            self.known.extend(store.changes(universe, 0).rows);
+            self.known.extend(self.listener.changes(universe, 0).rows);
         }
         self.known.extend(changes.rows);
         is_full || changes.lost
@@ -66,7 +73,9 @@ enum Step {
     Release { lease: usize },
     Discard { prompt: usize, block: usize },
     Clear,
-    Take { limit: usize },
+    Take { who: usize, limit: usize },
+    Join { capacity: usize },
+    Leave { who: usize },
     Rest,
     Fault { writes: bool, corrupt: bool, frees: bool },
 }
@@ -80,7 +89,9 @@ fn step() -> impl Strategy<Value = Step> {
         4 => (0..64usize).prop_map(|lease| Step::Release { lease }),
         2 => (0..64usize, 0..9usize).prop_map(|(prompt, block)| Step::Discard { prompt, block }),
         1 => Just(Step::Clear),
-        4 => (1..6usize).prop_map(|limit| Step::Take { limit }),
+        6 => (0..4usize, 1..6usize).prop_map(|(who, limit)| Step::Take { who, limit }),
+        1 => (1..12usize).prop_map(|capacity| Step::Join { capacity }),
+        1 => (0..4usize).prop_map(|who| Step::Leave { who }),
         2 => Just(Step::Rest),
         2 => (any::<bool>(), any::<bool>(), any::<bool>())
             .prop_map(|(writes, corrupt, frees)| Step::Fault { writes, corrupt, frees }),
@@ -93,7 +104,7 @@ struct Run {
     disk: Arc<MemoryDisk>,
     per_chunk: u32,
     universe: Vec<ChunkKey>,
-    listener: Listener,
+    hearers: Vec<Hearer>,
     writes: Vec<WriteLease>,
     reads: Vec<ReadLease>,
 }
@@ -102,11 +113,10 @@ impl Run {
     fn new(num_frames: u32, num_slots: u32, per_chunk: u32, capacity: usize) -> Self {
         let disk = MemoryDisk::new(num_slots);
         let store = open(num_frames, per_chunk, &disk);
-        store.watch(capacity);
         let keys: HashSet<_> = (0..64).flat_map(|prompt| prompt_chain(prompt).keys().to_vec()).collect();
-        let (universe, arena) = (keys.into_iter().collect(), arena_of(&store));
-        let (listener, writes, reads) = (Listener::default(), Vec::new(), Vec::new());
-        Self { store, arena, disk, per_chunk, universe, listener, writes, reads }
+        let (universe, arena) = (keys.into_iter().collect::<Vec<_>>(), arena_of(&store));
+        let hearers = vec![Hearer::join(&store, &universe, capacity)];
+        Self { store, arena, disk, per_chunk, universe, hearers, writes: Vec::new(), reads: Vec::new() }
     }
 
     fn take(&mut self, step: &Step) {
@@ -132,7 +142,6 @@ impl Run {
             Step::Release { lease } if !self.reads.is_empty() => {
                 drop(self.reads.swap_remove(lease % self.reads.len()));
             }
-            Step::Settle { .. } | Step::Release { .. } => {}
             Step::Discard { prompt, block } => {
                 let chain = prompt_chain(prompt);
                 self.store.discard(&[chain.keys()[block % chain.keys().len()]]);
@@ -141,9 +150,15 @@ impl Run {
                 self.heal();
                 self.store.clear();
             }
-            Step::Take { limit } => {
-                self.listener.take(&self.store, &self.universe, limit);
+            Step::Take { who, limit } if !self.hearers.is_empty() => {
+                let who = who % self.hearers.len();
+                self.hearers[who].take(&self.universe, limit);
             }
+            Step::Join { capacity } => self.hearers.push(Hearer::join(&self.store, &self.universe, capacity)),
+            Step::Leave { who } if !self.hearers.is_empty() => {
+                drop(self.hearers.swap_remove(who % self.hearers.len()));
+            }
+            Step::Settle { .. } | Step::Release { .. } | Step::Take { .. } | Step::Leave { .. } => {}
             Step::Rest => self.rest(),
             Step::Fault { writes, corrupt, frees } => {
                 self.disk.fail_writes.store(writes, Ordering::SeqCst);
@@ -173,18 +188,21 @@ impl Run {
         }
         assert!(self.disk.flush(&self.store));
         self.disk.wait(600); // a disk that was left alone is asked again, so lookups find what is there
-        while self.listener.take(&self.store, &self.universe, 7) {}
         self.store.check().unwrap();
         let on_disk = self.disk.chunks();
-        for key in &self.universe {
-            let told = self.listener.known.get(key).is_some_and(|tiers| tiers.disk);
-            assert_eq!(told, on_disk.contains_key(key), "{key}");
-        }
-        for prompt in 0..64 {
-            let chain = prompt_chain(prompt);
-            let blocks = |too| self.listener.blocks(chain.keys(), self.per_chunk as usize, too);
-            let replayed = Lookup { host_blocks: blocks(false), stored_blocks: blocks(true) };
-            assert_eq!(self.store.lookup(&chain), replayed, "prompt {prompt}");
+        let found: Vec<_> = (0..64).map(|prompt| self.store.lookup(&prompt_chain(prompt))).collect();
+        for hearer in &mut self.hearers {
+            assert!((0..1000).any(|_| !hearer.take(&self.universe, 7)), "there is always more");
+            for key in &self.universe {
+                let told = hearer.known.get(key).is_some_and(|tiers| tiers.disk);
+                assert_eq!(told, on_disk.contains_key(key), "{key}");
+            }
+            for (prompt, found) in found.iter().enumerate() {
+                let chain = prompt_chain(prompt);
+                let blocks = |too| hearer.blocks(chain.keys(), self.per_chunk as usize, too);
+                let replayed = Lookup { host_blocks: blocks(false), stored_blocks: blocks(true) };
+                assert_eq!(*found, replayed, "prompt {prompt}");
+            }
         }
     }
 }
@@ -210,32 +228,32 @@ fn a_key_says_where_its_chunk_is_when_it_is_taken() {
     let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
     let (chain, arena) = (prompt_chain(0), arena_of(&store));
     assert_eq!(save(&store, &arena, &chain, range(0, 1, 0)), 1);
-    store.watch(100);
-    assert!(store.changes(&[], 100).rows.is_empty(), "what came before is not told");
-    assert_eq!(store.changes(&chain.keys()[..2], 0).rows, [(chain.keys()[0], HOST), (chain.keys()[1], NOWHERE)]);
+    let listener = store.watch(100);
+    assert!(listener.changes(&[], 100).rows.is_empty(), "what came before is not told");
+    assert_eq!(listener.changes(&chain.keys()[..2], 0).rows, [(chain.keys()[0], HOST), (chain.keys()[1], NOWHERE)]);
     save(&store, &arena, &chain, range(0, 3, 0));
     store.discard(&[chain.keys()[2]]);
-    let Changes { rows, lost } = store.changes(&[], 2);
+    let Changes { rows, lost } = listener.changes(&[], 2);
     assert_eq!(rows, [(chain.keys()[1], HOST), (chain.keys()[2], NOWHERE)]);
-    assert!(!lost && store.changes(&[], 100).rows.iter().all(|row| *row == (chain.keys()[2], NOWHERE)));
+    assert!(!lost && listener.changes(&[], 100).rows.iter().all(|row| *row == (chain.keys()[2], NOWHERE)));
 }
 
 #[test]
 fn keys_that_nobody_takes_cost_no_memory_and_their_loss_is_told_once() {
     let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
     let (chain, arena) = (prompt_chain(0), arena_of(&store));
-    store.watch(4);
+    let listener = store.watch(4);
     for _ in 0..10 {
         save(&store, &arena, &chain, range(0, 3, 0));
         store.discard(chain.keys());
     }
     save(&store, &arena, &chain, range(0, 1, 0));
-    let Changes { rows, lost } = store.changes(&chain.keys()[..2], 100);
+    let Changes { rows, lost } = listener.changes(&chain.keys()[..2], 100);
     assert!(lost);
     assert_eq!(rows, [(chain.keys()[0], HOST), (chain.keys()[1], NOWHERE)]);
-    assert!(!store.changes(&[], 100).lost);
+    assert!(!listener.changes(&[], 100).lost);
     save(&store, &arena, &chain, range(0, 2, 0));
-    assert_eq!(store.changes(&[], 100).rows, [(chain.keys()[1], HOST)], "it goes on");
+    assert_eq!(listener.changes(&[], 100).rows, [(chain.keys()[1], HOST)], "it goes on");
 }
 
 /// Lookups do not find a chunk whose slot is being freed; where that fails it is there again.
@@ -244,7 +262,7 @@ fn a_chunk_that_stays_on_disk_after_all_is_told() {
     let disk = MemoryDisk::new(1);
     let store = open(8, 1, &disk);
     let (old, new, arena) = (chain(&[1]), chain(&[2]), arena_of(&store));
-    store.watch(100);
+    let listener = store.watch(100);
     save(&store, &arena, &old, range(0, 1, 0));
     assert!(disk.flush(&store));
     disk.fail_frees.store(true, Ordering::SeqCst);
@@ -252,7 +270,7 @@ fn a_chunk_that_stays_on_disk_after_all_is_told() {
     save(&store, &arena, &new, range(0, 1, 0));
     let old_is = |expected: Tiers| {
         let deadline = Instant::now() + Duration::from_secs(20);
-        while !store.changes(&[], 100).rows.contains(&(old.keys()[0], expected)) {
+        while !listener.changes(&[], 100).rows.contains(&(old.keys()[0], expected)) {
             assert!(Instant::now() < deadline, "it is never told that {expected:?}");
             std::thread::sleep(Duration::from_micros(200));
         }
@@ -262,13 +280,30 @@ fn a_chunk_that_stays_on_disk_after_all_is_told() {
     old_is(Tiers { host: true, disk: true });
 }
 
+/// Each hears everything, in its own time; only those that took too little lack something.
 #[test]
-fn a_store_that_nobody_watches_notes_nothing() {
+fn each_listener_has_a_place_of_its_own() {
     let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
-    let chain = prompt_chain(0);
-    save(&store, &arena_of(&store), &chain, range(0, 3, 0));
-    let changes = store.changes(&[], 100);
-    assert!(changes.rows.is_empty() && !changes.lost);
+    let (one, other, arena) = (chain(&[1, 2, 3]), chain(&[4, 5, 6]), arena_of(&store));
+    let (quick, slow, idle) = (store.watch(4), store.watch(3), store.watch(4));
+    let keys = |listener: &Listener, limit| {
+        let Changes { rows, lost } = listener.changes(&[], limit);
+        assert!(!lost);
+        rows.into_iter().map(|(key, _)| key).collect::<Vec<_>>()
+    };
+    save(&store, &arena, &one, range(0, 3, 0));
+    assert_eq!(keys(&quick, 100), one.keys());
+    assert_eq!(keys(&slow, 2), one.keys()[..2]);
+    let late = store.watch(4);
+    save(&store, &arena, &other, range(0, 3, 0));
+    assert_eq!((keys(&quick, 100), keys(&late, 100)), (other.keys().to_vec(), other.keys().to_vec()));
+    assert_eq!(keys(&slow, 100), [&one.keys()[2..], other.keys()].concat());
+    assert_eq!(idle.changes(&[], 100), Changes { rows: Vec::new(), lost: true });
+    drop((quick, late));
+    store.clear();
+    assert!(slow.changes(&[], 100).lost && idle.changes(&[], 100).lost, "a clear is told to all");
+    save(&store, &arena, &one, range(0, 1, 0));
+    assert_eq!((keys(&slow, 100), keys(&idle, 100)), (one.keys()[..1].to_vec(), one.keys()[..1].to_vec()));
 }
 
 /// A large tree is forgotten piece by piece, and its top last; what lookups miss at once is told at once.
@@ -278,13 +313,13 @@ fn what_is_forgotten_slice_by_slice_is_told_at_once() {
     let tokens: Vec<u32> = (0..2000).collect();
     let (long, arena) = (chain(&tokens), arena_of(&store));
     save(&store, &arena, &long, range(0, 2000, 0));
-    store.watch(10_000);
+    let listener = store.watch(10_000);
     store.discard(&long.keys()[..1]);
-    let Changes { rows, lost } = store.changes(&[], 10_000);
+    let Changes { rows, lost } = listener.changes(&[], 10_000);
     assert!(rows.contains(&(long.keys()[0], NOWHERE)) && rows.len() < 1000 && !lost);
-    while !store.changes(&[], 10_000).rows.is_empty() {}
+    while !listener.changes(&[], 10_000).rows.is_empty() {}
     save(&store, &arena, &long, range(0, 2000, 0));
-    store.changes(&[], 10_000);
+    listener.changes(&[], 10_000);
     store.clear();
-    assert!(store.changes(&[], 10_000).lost);
+    assert!(listener.changes(&[], 10_000).lost);
 }

@@ -12,7 +12,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::key;
 use kvloft_core::session::{self, LeaseId, Local};
-use kvloft_core::store::{Changes, DiskSettings, Lookup, Prefix, SaveRange, StoreConfig, Tiers, ToSave};
+use kvloft_core::store::{Changes, DiskSettings, Lookup, Prefix, SaveRange, StoreConfig, ToSave};
 use kvloft_wire::{Remote, RemoteConfig};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyTuple};
@@ -393,17 +393,16 @@ impl Session {
         self.inner.session().take_events()
     }
 
-    /// Note from now on which chunks come and go, `capacity` of them at most; False where the store does not tell.
-    fn watch(&self, capacity: usize) -> bool {
-        self.inner.session().watch(capacity)
+    /// Note from now on which chunks come and go: `capacity` of them wait to be taken.
+    fn watch(&self, capacity: usize) {
+        self.inner.session().watch(capacity);
     }
 
     /// ([(key, 1 if in host + 2 if on disk)], whether keys were lost): chunks asked for, and up to `limit` that came or went.
     fn changes<'py>(&self, py: Python<'py>, asked: Vec<KeyBytes>, limit: usize) -> (Vec<TierRow<'py>>, bool) {
         let asked: Vec<_> = asked.into_iter().map(|key| key.0).collect();
         let Changes { rows, lost } = self.inner.session().changes(&asked, limit);
-        let bits = |tiers: Tiers| u8::from(tiers.host) + 2 * u8::from(tiers.disk);
-        (rows.into_iter().map(|(key, tiers)| (PyBytes::new(py, &key.0), bits(tiers))).collect(), lost)
+        (rows.into_iter().map(|(key, tiers)| (PyBytes::new(py, &key.0), tiers.bits())).collect(), lost)
     }
 
     /// Wait until every visible host chunk that will go to disk is there; False at the deadline.

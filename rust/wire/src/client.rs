@@ -6,25 +6,24 @@
 
 use std::borrow::Cow;
 use std::collections::HashMap;
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvloft_core::session::{ArenaInfo, LeaseId, Session};
-use kvloft_core::store::{Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, ToSave};
-use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
+use kvloft_core::store::{Changes, Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, ToSave};
+use kvloft_core::{ChunkKey, ErrorKind, Result};
 use rustix::event::PollFlags;
 
 use crate::batches::{bounded, messages, one_by_one, sent_range};
-use crate::link::Link;
-use crate::message::{Answer, Hello, Keys, MAX_KEYS, MAX_PREFIXES, Request, VERSION};
+use crate::link::{Found, Link};
+use crate::listening::Hearing;
+use crate::message::{Answer, Keys, MAX_KEYS, MAX_PREFIXES, Request};
 use crate::server::spawn;
 use crate::socket::wait;
 
-/// Longest wait for a server that opens its disk.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// Between two attempts to connect, and two looks whether the connection stands.
 const TRY_EVERY: Duration = Duration::from_millis(100);
 /// Between two looks of a flush.
@@ -49,15 +48,6 @@ pub struct RemoteConfig {
     pub description: String,
 }
 
-/// A server that said welcome.
-#[derive(Debug)]
-struct Found {
-    link: Link,
-    arena: ArenaInfo,
-    /// Keeps `arena.path` where it is.
-    fd: OwnedFd,
-}
-
 #[derive(Debug, Default)]
 struct State {
     link: Option<Link>,
@@ -68,6 +58,7 @@ struct State {
     leases: HashMap<LeaseId, Option<Progress>>,
     next_lease: u64,
     limit: Option<u32>,
+    hearing: Hearing,
     /// A clear that may not have been heard.
     owes_clear: bool,
     stats: Vec<(String, u64)>,
@@ -168,26 +159,6 @@ impl Shared {
         Instant::now() + self.config.deadline
     }
 
-    fn find(&self) -> Result<Found> {
-        let config = &self.config;
-        let mut link = Link::connect(&config.socket)?;
-        let hello = Hello {
-            version: VERSION,
-            namespace: config.namespace,
-            frame_bytes: config.frame_bytes,
-            blocks_per_chunk: config.blocks_per_chunk,
-            description: config.description.clone(),
-        };
-        let (answer, fd) = link.open(&Request::Hello(hello), HELLO_TIMEOUT)?;
-        let (Answer::Welcome(num_frames), Some(fd)) = (answer, fd) else {
-            return Err(Error::new(ErrorKind::Io, "the kvloft server answered something else"));
-        };
-        let stat = rustix::fs::fstat(&fd).map_err(|error| Error::io("the arena is not to be seen", error.into()))?;
-        let path = format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd());
-        let arena = ArenaInfo { path, id: stat.st_ino, frame_bytes: config.frame_bytes, num_frames };
-        Ok(Found { link, arena, fd })
-    }
-
     fn at(&self) -> String {
         format!("the kvloft server at {}", self.config.socket.display())
     }
@@ -212,7 +183,7 @@ impl Shared {
             return;
         }
         self.lose();
-        match self.find() {
+        match Found::at(&self.config) {
             Ok(found) => {
                 let mut state = self.state();
                 state.tell(format!("{} is there", self.at()));
@@ -242,7 +213,7 @@ impl Remote {
     /// Connects, or goes on trying: until then, everything is a miss. `InvalidConfig` if the server refuses, in its own words.
     pub fn open(config: RemoteConfig) -> Result<Self> {
         let shared = Arc::new(Shared { config, state: Mutex::default() });
-        match shared.find() {
+        match Found::at(&shared.config) {
             Ok(found) => shared.state().adopt(found, shared.deadline()),
             Err(error) if error.kind() == ErrorKind::InvalidConfig => return Err(error),
             Err(error) => shared.state().tell(format!("{error}; requests are computed until one does")),
@@ -459,6 +430,20 @@ impl Session for Remote {
 
     fn take_events(&self) -> Vec<String> {
         std::mem::take(&mut self.state().events)
+    }
+
+    fn watch(&self, capacity: usize) {
+        self.state().hearing.capacity = u32::try_from(capacity).unwrap_or(u32::MAX);
+    }
+
+    fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes {
+        let deadline = self.shared.deadline();
+        let mut state = self.state();
+        let sent = state.hearing.question(asked, limit);
+        let answer = state.ask(deadline, |link| link.ask(&Request::Changes(sent?), deadline));
+        let told = if let Some(Answer::Changes(told)) = answer { Some(told) } else { None };
+        let is_there = !state.owes_clear && state.link.as_ref().is_some_and(|link| !link.is_dead());
+        state.hearing.hear(asked, told, is_there)
     }
 
     fn flush(&self, timeout: Duration) -> bool {

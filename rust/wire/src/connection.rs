@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::ChunkKey;
 use kvloft_core::session::{LeaseId, Local, Session};
-use kvloft_core::store::{Got, Prefix, Progress, ToSave};
+use kvloft_core::store::{Got, Listener, Prefix, Progress, ToSave};
 use rustix::event::PollFlags;
 
 use crate::known::Known;
@@ -54,6 +54,8 @@ struct Connection {
     num_held: usize,
     /// The last long prefix that came first in a message.
     known: Known,
+    /// Hears which chunks come and go, for an engine that asked.
+    listener: Option<Listener>,
     /// Keys of other prefixes, one after the other; of a reservation's only those that it needs are meant.
     scratch: Vec<ChunkKey>,
     out: Vec<u8>,
@@ -105,6 +107,7 @@ pub(crate) fn start(shared: &Arc<Shared>, stream: UnixStream, number: u64) {
         leases: HashMap::new(),
         num_held: 0,
         known: Known::default(),
+        listener: None,
         scratch: Vec::new(),
         out: Vec::new(),
         tally,
@@ -281,6 +284,10 @@ impl Connection {
                 local.limit_frames(*num_frames);
                 return Ok(None);
             }
+            Request::Changes(asked) => {
+                let store = seat.space.store().ok_or(End::Gone)?;
+                Answer::Changes(asked.answer(store, &mut self.listener).ok_or_else(no_message)?)
+            }
             Request::IsSettled => Answer::Count(local.flush(Duration::ZERO).into()),
             Request::Hello(_)
             | Request::Status(_)
@@ -369,6 +376,7 @@ fn no_message() -> End {
 
 impl Drop for Connection {
     fn drop(&mut self) {
+        self.listener = None; // a seat in quarantine listens to nothing
         let seat = self.seat.take();
         self.shared.leave(self.number);
         // No other thread has it now: a status is made while connections cannot leave.

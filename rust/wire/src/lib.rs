@@ -9,6 +9,7 @@ mod client;
 mod connection;
 mod known;
 mod link;
+mod listening;
 pub mod message;
 mod namespaces;
 mod orders;

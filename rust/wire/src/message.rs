@@ -6,11 +6,13 @@
 //! about: see `known`.
 
 use kvloft_core::io::FrameId;
-use kvloft_core::store::{Anchors, LeasedFrame, Lookup, Progress, Reservation, TierName};
+use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName};
 
 use crate::bytes::{Reader, Writer};
 pub use crate::known::SentAnchors;
 use crate::known::anchors;
+pub use crate::listening::{MAX_CHANGES, SentChanges};
+use crate::listening::{changes, sent_changes, write_changes};
 use crate::orders::{GivenUp, Pinned, Whose};
 pub use crate::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
 use crate::prefixes::{prefixes, ranges, write_ranges};
@@ -79,6 +81,8 @@ pub enum Request<'a> {
     Forget(u32, String),
     /// See `Store::anchors`. The next prefix may go on behind the last that is known.
     Anchors(SentAnchors<'a>),
+    /// See `Session::changes`. The first of a connection begins to listen.
+    Changes(SentChanges<'a>),
     /// A person gives chunks up, in every tier or in host memory only; the version as above.
     Evict(u32, Whose, bool),
     /// A person keeps chunks from eviction, or no more; the version as above.
@@ -108,6 +112,8 @@ pub enum Answer {
     Status(Status),
     /// Of a prefix.
     Anchors(Anchors),
+    /// Of the store; the first of a connection says that what was told before may be wrong.
+    Changes(Changes),
     /// Of an eviction.
     GivenUp(GivenUp),
     /// Of a pin.
@@ -225,6 +231,7 @@ impl<'a> Request<'a> {
             Self::Commit(tickets) | Self::Abort(tickets) => to.numbers(tickets),
             Self::Discard(keys) => keys.write(to),
             Self::Anchors(anchors) => anchors.write(to),
+            Self::Changes(sent) => sent.write(to),
             Self::LimitFrames(number) | Self::Status(number) => to.u32(*number),
             Self::Forget(version, name) => {
                 to.u32(*version);
@@ -261,6 +268,7 @@ impl<'a> Request<'a> {
                 16 => Self::Status(from.u32()?),
                 17 => Self::Forget(from.u32()?, from.text()?),
                 18 => Self::Anchors(anchors(from)?),
+                19 => Self::Changes(sent_changes(from)?),
                 21 => Self::Evict(from.u32()?, Whose::read(from)?, from.flag()?),
                 22 => Self::Pin(from.u32()?, Whose::read(from)?, from.flag()?),
                 _ => return None,
@@ -288,6 +296,7 @@ impl<'a> Request<'a> {
             Self::Status(_) => 16,
             Self::Forget(..) => 17,
             Self::Anchors(_) => 18,
+            Self::Changes(_) => 19,
             Self::Evict(..) => 21,
             Self::Pin(..) => 22,
         }
@@ -429,6 +438,7 @@ impl Answer {
                 to.u32(*num_known);
                 to.u32(*num_stored);
             }
+            Self::Changes(changes) => write_changes(to, changes),
             Self::GivenUp(given_up) => given_up.write(to),
             Self::Pinned(pinned) => pinned.write(to),
         });
@@ -451,6 +461,7 @@ impl Answer {
                 8 => Self::Stats(stats(from)?),
                 9 => Self::Status(status(from)?),
                 10 => Self::Anchors(Anchors { num_known: from.u32()?, num_stored: from.u32()? }),
+                11 => Self::Changes(changes(from)?),
                 12 => Self::GivenUp(GivenUp::read(from)?),
                 13 => Self::Pinned(Pinned::read(from)?),
                 _ => return None,
@@ -470,6 +481,7 @@ impl Answer {
             Self::Stats(_) => 8,
             Self::Status(_) => 9,
             Self::Anchors(_) => 10,
+            Self::Changes(_) => 11,
             Self::GivenUp(_) => 12,
             Self::Pinned(_) => 13,
         }

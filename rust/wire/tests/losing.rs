@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use common::{FRAME, LONG, chain, connect, found, remote_config, save, serve, socket, until, whole, with_disk};
 use kvloft_core::key::KeyChain;
 use kvloft_core::session::Session;
-use kvloft_core::store::{Lookup, Prefix, Progress};
+use kvloft_core::store::{Changes, Lookup, Prefix, Progress, Tiers};
 use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig, status};
 
 #[test]
@@ -192,6 +192,57 @@ fn many_saves_wait_for_a_server_that_pauses() {
         let (reserved, _) = engine.reserve_many(&asked).expect("in range");
         assert_eq!(reserved.len(), 64, "as many as there are frames");
     });
+    child.kill().expect("it lives");
+    child.wait().expect("it ended");
+}
+
+/// What was told counts while the server answers, and for a second more; then nothing is there, until it answers again.
+#[test]
+fn a_listener_hears_once_that_its_server_is_away_and_once_that_it_is_back() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut child = served_by_a_child(dir.path());
+    let config = RemoteConfig { deadline: Duration::from_millis(200), ..remote_config(dir.path()) };
+    let engine = Remote::open(config).expect("a client");
+    engine.watch(100);
+    let chain = chain(1, 2);
+    let told = |tiers: Tiers, lost| Changes { rows: chain.keys().iter().map(|key| (*key, tiers)).collect(), lost };
+    let (host, nowhere) = (Tiers { host: true, disk: false }, Tiers::default());
+    let ask = || engine.changes(chain.keys(), 0);
+    // Until the chunks are there, or not: whether it said meanwhile that anything may have changed.
+    let hear = |tiers: Tiers| {
+        let mut lost = false;
+        until("heard", || {
+            let changes = ask();
+            lost |= changes.lost;
+            changes.rows == told(tiers, true).rows
+        });
+        lost
+    };
+    let saved = || until("saved", || save(&engine, &chain) == 2 || found(&engine, &chain) == 2);
+    assert!(!ask().lost || engine.arena().is_some(), "nothing was told yet");
+    until("connected", || engine.renew() || engine.arena().is_some());
+    saved();
+    hear(host);
+    until("all is told", || ask() == told(host, false));
+    signal(&child, "STOP");
+    until("it stands still", || all_stopped(child.id()));
+    assert_eq!(ask(), Changes::default(), "it may be back in a moment");
+    signal(&child, "CONT");
+    assert!(hear(host), "what the late answer said is lost");
+    until("all is told", || ask() == told(host, false));
+    signal(&child, "STOP");
+    until("it stands still", || all_stopped(child.id()));
+    assert!(hear(nowhere));
+    assert_eq!(ask(), told(nowhere, false));
+    signal(&child, "CONT");
+    assert!(hear(host));
+    until("all is told", || ask() == told(host, false));
+    child.kill().expect("it lives");
+    child.wait().expect("it ended");
+    assert!(hear(nowhere) && !ask().lost);
+    let mut child = served_by_a_child(dir.path());
+    until("found", || engine.renew());
+    until("it answers", || ask().lost);
     child.kill().expect("it lives");
     child.wait().expect("it ended");
 }

@@ -3,9 +3,10 @@
 use kvloft_core::ChunkKey;
 use kvloft_core::io::FrameId;
 use kvloft_core::key::SaltTag;
-use kvloft_core::store::{Anchors, LeasedFrame, Lookup, Progress, Reservation, SaveRange, TierName};
+use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, SaveRange, TierName, Tiers};
 use kvloft_wire::message::{
-    Answer, Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentAnchors, SentPrefixes, SentRange, VERSION,
+    Answer, Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentAnchors, SentChanges, SentPrefixes, SentRange,
+    VERSION,
 };
 use kvloft_wire::{Counts, EngineStatus, GivenUp, NamespaceStatus, Pinned, Status, Whose};
 use proptest::collection::vec;
@@ -24,7 +25,7 @@ struct Parts {
 }
 
 fn parts() -> impl Strategy<Value = Parts> {
-    let fields = (1..=20_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
+    let fields = (1..=21_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
     (fields, any::<[u32; 4]>(), ".{0,9}").prop_map(|((kind, number, root, keys, numbers), small, text)| Parts {
         kind,
         number,
@@ -72,7 +73,9 @@ fn request(parts: &Parts) -> Request<'_> {
         15 => Request::Bye,
         16 => Request::Status(parts.small[0]),
         17 => Request::Forget(parts.small[0], parts.text.clone()),
-        18 => {
+        18 => Request::Anchors(SentAnchors { stride: parts.small[0], last: parts.small[1], keys }),
+        19 => Request::Changes(SentChanges { capacity: parts.small[0], limit: parts.small[1], asked: keys }),
+        20 => {
             let salt = parts.numbers.first().map(|number| SaltTag(number.to_le_bytes()));
             Request::Evict(
                 parts.small[0],
@@ -80,12 +83,11 @@ fn request(parts: &Parts) -> Request<'_> {
                 parts.small[1].is_multiple_of(2),
             )
         }
-        19 => Request::Pin(
+        _ => Request::Pin(
             parts.small[0],
             Whose { namespace: parts.text.clone(), salt: None },
             parts.small[1].is_multiple_of(2),
         ),
-        _ => Request::Anchors(SentAnchors { stride: parts.small[0], last: parts.small[1], keys }),
     }
 }
 
@@ -110,7 +112,7 @@ fn answer(parts: &Parts) -> Answer {
         11 => {
             Answer::Pinned(Pinned { num_namespaces: 7, num_salts: 3, host_bytes: one.into(), disk_bytes: parts.number })
         }
-        10 => Answer::GivenUp(GivenUp {
+        12 => Answer::GivenUp(GivenUp {
             num_namespaces: 7,
             num_chunks: parts.number,
             host_bytes: one.into(),
@@ -118,6 +120,11 @@ fn answer(parts: &Parts) -> Answer {
             num_in_use: 3,
             is_cut_short: one.is_multiple_of(2),
         }),
+        10 => {
+            let tiers = |nth: u8| Tiers { host: nth.is_multiple_of(2), disk: nth > 1 };
+            let rows = parts.keys.iter().zip(0..).map(|(key, nth)| (ChunkKey(*key), tiers(nth))).collect();
+            Answer::Changes(Changes { rows, lost: two.is_multiple_of(2) })
+        }
         _ => {
             let (connected_ms, num_reserved, num_leases) = (1, 2, parts.number);
             let counts = Counts([5, 4, 3, parts.number, 1]);
@@ -181,7 +188,7 @@ proptest! {
     }
 
     #[test]
-    fn random_bytes_never_panic(bytes in vec(any::<u8>(), 0..200), kind in 0..24_u8) {
+    fn random_bytes_never_panic(bytes in vec(any::<u8>(), 0..200), kind in 0..26_u8) {
         let mut bytes = bytes;
         if let Some(at) = bytes.get_mut(4) {
             *at = kind;
@@ -193,7 +200,7 @@ proptest! {
 
 #[test]
 fn counts_that_lie_take_no_memory() {
-    for kind in 0..24 {
+    for kind in 0..26 {
         let bytes = [[1, 0, 0, 0, kind].as_slice(), &[0xff; 64]].concat();
         assert_eq!(Answer::decode(&bytes), None, "kind {kind}");
     }

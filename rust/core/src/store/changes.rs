@@ -2,14 +2,18 @@
 //!
 //! The taker of a key is told where its chunk is at that moment. So a chunk that came and went, a key that belongs to another
 //! entry by now, and trees that are forgotten slice by slice say nothing wrong, and the last answer of each key is true. Keys
-//! are dropped when too many wait; the next caller is told so, and asks about every key that it knows.
+//! are dropped when too many wait; a listener that lacks some is told so, and asks about every key that it knows. All listeners
+//! share one queue, each with a place of its own in it, so that another one costs no memory.
 
 use std::collections::VecDeque;
+use std::sync::{Arc, PoisonError};
 
 use super::Store;
+use super::inner::Inner;
 use super::state::State;
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
+use crate::sync::Mutex;
 
 /// In which tiers lookups find a chunk, if they find its parents.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -20,8 +24,22 @@ pub struct Tiers {
     pub disk: bool,
 }
 
-/// What [`Store::changes`] has to tell.
-#[derive(Debug, Default)]
+impl Tiers {
+    /// As a number: 1 in host, 2 on disk.
+    #[must_use]
+    pub fn bits(self) -> u8 {
+        u8::from(self.host) + 2 * u8::from(self.disk)
+    }
+
+    /// What [`Self::bits`] says; None for other numbers.
+    #[must_use]
+    pub fn of_bits(bits: u8) -> Option<Self> {
+        (bits < 4).then_some(Self { host: bits & 1 != 0, disk: bits & 2 != 0 })
+    }
+}
+
+/// What [`Listener::changes`] has to tell.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Changes {
     /// Where chunks are now: those asked for, then those that came or went, oldest first. A key may be there twice.
     pub rows: Vec<(ChunkKey, Tiers)>,
@@ -37,28 +55,43 @@ impl Changes {
     }
 }
 
-/// Keys that wait to be taken.
+/// The last keys of chunks that came or went. They are counted, so that a listener's place is a number.
 #[derive(Debug, Default)]
 pub(crate) struct Watch {
     keys: VecDeque<ChunkKey>,
     capacity: usize,
-    lost: bool,
+    /// Number of the first of `keys`.
+    first: u64,
+    num_listeners: usize,
 }
 
 impl Watch {
-    fn push(&mut self, key: ChunkKey) {
-        if self.keys.len() >= self.capacity {
-            self.lose();
-        }
-        // All are asked for again once it is told: until then none need wait.
-        if !self.lost {
-            self.keys.push_back(key);
-        }
+    fn end(&self) -> u64 {
+        self.first + self.keys.len() as u64
     }
 
+    fn push(&mut self, key: ChunkKey) {
+        if self.keys.len() == self.capacity {
+            self.keys.pop_front();
+            self.first += 1;
+        }
+        self.keys.push_back(key);
+    }
+
+    /// Whoever listens lacks some from now on.
     fn lose(&mut self) {
+        self.first = self.end() + 1;
         self.keys.clear();
-        self.lost = true;
+    }
+
+    /// Up to `limit` keys from the place `next` on, which moves behind them; and whether some before were dropped. Then the others
+    /// are left out too: all are asked for again once it is told.
+    fn take(&self, next: &mut u64, limit: usize) -> (impl Iterator<Item = ChunkKey>, bool) {
+        let lost = *next < self.first;
+        let from = if lost { self.keys.len() } else { usize::try_from(*next - self.first).unwrap_or(usize::MAX) };
+        let until = from.saturating_add(limit).min(self.keys.len());
+        *next = self.first + until as u64;
+        (self.keys.range(from..until).copied(), lost)
     }
 }
 
@@ -80,27 +113,63 @@ impl State {
         entry.map_or_else(Tiers::default, |entry| Tiers { host: entry.host.is_here(), disk: entry.disk.is_here() })
     }
 
-    fn changes(&mut self, asked: &[ChunkKey], limit: usize) -> Changes {
-        let (mut keys, mut lost) = (asked.to_vec(), false);
-        if let Some(watch) = &mut self.watch {
-            lost = std::mem::take(&mut watch.lost);
-            keys.extend(watch.keys.drain(..limit.min(watch.keys.len())));
+    fn changes(&self, asked: &[ChunkKey], next: &mut u64, limit: usize) -> Changes {
+        let row = |key| (key, self.tiers(&key));
+        let mut rows: Vec<_> = asked.iter().copied().map(row).collect();
+        let mut lost = false;
+        if let Some(watch) = &self.watch {
+            let (keys, has_lost) = watch.take(next, limit);
+            rows.extend(keys.map(row));
+            lost = has_lost;
         }
-        Changes { rows: keys.into_iter().map(|key| (key, self.tiers(&key))).collect(), lost }
+        Changes { rows, lost }
+    }
+
+    /// One listener more; returns its place.
+    fn listen(&mut self, capacity: usize) -> u64 {
+        let watch = self.watch.get_or_insert_default();
+        watch.num_listeners += 1;
+        watch.capacity = watch.capacity.max(capacity).max(1);
+        watch.keys.reserve(watch.capacity - watch.keys.len()); // a queue that grows later would hold everybody up
+        watch.end()
+    }
+
+    fn stop_listening(&mut self) {
+        if let Some(watch) = &mut self.watch {
+            watch.num_listeners -= 1;
+        }
+        self.watch.take_if(|watch| watch.num_listeners == 0);
+    }
+}
+
+/// Hears which chunks come and go in a store. While there is none, nothing is noted.
+#[derive(Debug)]
+#[must_use = "dropping a listener ends it"]
+pub struct Listener {
+    store: Arc<Inner>,
+    next: Mutex<u64>,
+}
+
+impl Listener {
+    /// Where the chunks `asked` for are now, and up to `limit` of those that came or went since this listener was last told.
+    pub fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes {
+        let mut next = self.next.lock().unwrap_or_else(PoisonError::into_inner);
+        let told = self.store.with_books(|state| state.changes(asked, &mut next, limit));
+        told.unwrap_or_else(|| Changes::of_none(asked))
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        self.store.with_books(State::stop_listening);
     }
 }
 
 impl Store {
-    /// Notes from now on which chunks come and go, for one caller of [`Self::changes`]; `capacity` keys wait for it at most, and
-    /// what is here already is for it to ask. Until then nothing is noted.
-    pub fn watch(&self, capacity: usize) {
-        self.inner.with_books(|state| {
-            state.watch = Some(Watch { keys: VecDeque::with_capacity(capacity), capacity, lost: false });
-        });
-    }
-
-    /// Where the chunks `asked` for are now, and up to `limit` of those that came or went since they were last told.
-    pub fn changes(&self, asked: &[ChunkKey], limit: usize) -> Changes {
-        self.inner.with_books(|state| state.changes(asked, limit)).unwrap_or_else(|| Changes::of_none(asked))
+    /// Notes from now on which chunks come and go; what is here already is for the listener to ask. At least the last `capacity` keys
+    /// wait for it, some 32 bytes each: as many as the most that any listener asks for.
+    pub fn watch(&self, capacity: usize) -> Listener {
+        let next = self.inner.with_books(|state| state.listen(capacity)).unwrap_or_default();
+        Listener { store: Arc::clone(&self.inner), next: Mutex::new(next) }
     }
 }

@@ -29,7 +29,7 @@ use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use books::Clearing;
-pub use changes::{Changes, Tiers};
+pub use changes::{Changes, Listener, Tiers};
 pub use config::{ArenaInfo, DiskSettings, StoreConfig};
 pub use evict::{Evict, Evicted, erase_closed};
 use inner::Inner;

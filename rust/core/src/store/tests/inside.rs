@@ -12,10 +12,8 @@ use crate::key::{ChunkKey, KeyChain};
 use crate::tier::disk::{DiskEntry, DiskMeta};
 use crate::tier::host::HostTier;
 
-/// A panic under the lock must not reach the next caller: everything is a miss, and guards can still be dropped.
-#[test]
-fn a_store_that_failed_inside_misses() {
-    let config = StoreConfig {
+fn host_only() -> StoreConfig {
+    StoreConfig {
         frame_bytes: 4096,
         host_bytes: 8 * 4096,
         blocks_per_chunk: 1,
@@ -23,8 +21,13 @@ fn a_store_that_failed_inside_misses() {
         available_bytes: None,
         namespace: [0; 32],
         disk: None,
-    };
-    let store = Store::open(&config).unwrap();
+    }
+}
+
+/// A panic under the lock must not reach the next caller: everything is a miss, and guards can still be dropped.
+#[test]
+fn a_store_that_failed_inside_misses() {
+    let store = Store::open(&host_only()).unwrap();
     let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).unwrap();
     chain.append_tokens(&[1, 2, 3]).unwrap();
     let all = SaveRange { start: 0, stop: 3, tail_blocks: 0 };
@@ -33,11 +36,12 @@ fn a_store_that_failed_inside_misses() {
     assert_eq!(store.commit(reserved.leases), 2);
     let lease = store.acquire(&chain);
     assert_eq!(lease.poll().ready_blocks, 2);
+    let listener = store.watch(9);
     let inner = Arc::clone(&store.inner);
     let panicked = std::thread::spawn(move || inner.with_books(|_| panic!("asked to"))).join();
     assert!(panicked.is_err());
     assert_eq!(store.lookup(&chain), Lookup::default());
-    let Changes { rows, lost } = store.changes(&chain.keys()[..1], 9);
+    let Changes { rows, lost } = listener.changes(&chain.keys()[..1], 9);
     assert!(lost && rows == [(chain.keys()[0], Tiers::default())], "all that was told of is gone");
     assert_eq!(store.acquire(&chain).poll(), Progress::default());
     assert_eq!(lease.frames(), []);
@@ -49,6 +53,18 @@ fn a_store_that_failed_inside_misses() {
     assert!(store.stats().iter().all(|(_, value)| *value == 0));
     drop(lease);
     store.close(Duration::ZERO);
+}
+
+#[test]
+fn keys_are_noted_only_while_somebody_listens() {
+    let store = Store::open(&host_only()).unwrap();
+    let is_noting = || store.inner.with_books(|state| state.watch.is_some());
+    assert_eq!(is_noting(), Some(false));
+    let (one, other) = (store.watch(9), store.watch(9));
+    drop(one);
+    assert_eq!(is_noting(), Some(true));
+    drop(other);
+    assert_eq!(is_noting(), Some(false));
 }
 
 /// Disk threads that wait for work are not left behind by a store that failed, nor do they hold up its end.
