@@ -41,7 +41,8 @@ BY_NAME_AND_MODULE = pytest.mark.parametrize("how", [{}, {"kv_connector_module_p
 def test_a_wrong_setting_is_told_when_vllm_asks_whether_the_hybrid_manager_may_run(factory: Any, how: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"host_sze.*did you mean host_size"):
         factory.supports_hma_config(transfer(kv_connector_extra_config={"host_sze": "1GiB"}, **how))
-    assert factory.supports_hma_config(transfer(kv_connector_extra_config={"host_size": "1GiB", "kv_groups": "one"}, **how)) is False
+    right = {"host_size": "1GiB", "kv_groups": "one"}
+    assert factory.supports_hma_config(transfer(kv_connector_extra_config=right, **how)) is False
 
 
 def test_what_this_machine_cannot_do_is_told_then_too(factory: Any) -> None:

@@ -19,7 +19,6 @@ from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunne
 from kvloft.errors import UnsupportedError
 from kvloft.vllm.shape import KIND_OF_SPEC, has_draft_kv, layer_specs, lookahead, page_bytes, stage_layers
 
-
 HAS_GROUPS = hasattr(base, "KVConnectorTransferResults") and hasattr(output, "KVConnectorBlockState")
 """Whether this release tells connectors enough about several KV cache groups."""
 IN_ONE = ' (with kv_groups set to "one", vLLM keeps every token in every layer instead)'
