@@ -227,6 +227,14 @@ class Engine:
             self._steps_without_tokens = 0
             self.abort(sessions[0])
 
+    def _lost_session(self) -> str | None:
+        """Under async scheduling vLLM 0.32 takes a session out of every queue if it was preempted in the step that ends a turn of
+        it, with or without a connector. Its user would end it."""
+        scheduler = self.scheduler
+        queued = {request.request_id for queue in (scheduler.waiting, scheduler.running) for request in queue}
+        sessions = (r for r in self.unfinished if self.specs[r].turns and r in scheduler.requests and r not in queued)
+        return next(sessions, None) if self.shape.async_scheduling else None
+
     def _step(self) -> None:
         if self.shape.async_scheduling:
             self._step_async()
@@ -323,7 +331,9 @@ class Engine:
         """Step until nothing is left to do."""
         for _ in range(max_steps):
             if not self.scheduler.has_requests() and not self._flying:
-                return
+                if not (lost := self._lost_session()):
+                    return
+                self.abort(lost)
             self.step()
         raise AssertionError(f"the engine does not come to rest: {self.unfinished}")
 
