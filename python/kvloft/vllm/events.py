@@ -40,7 +40,7 @@ def announcer_of(vllm_config: Any, store: Session, shape: CacheShape, *, is_shar
     if transfer is not None and not (transfer.is_kv_consumer and transfer.is_kv_producer):
         logger.warning(NO_EVENTS, f'"kv_role": "{transfer.kv_role}"')  # what is saved is not given back, or nothing is saved
     elif len(shape.groups) > 1:
-        logger.warning(NO_EVENTS, "several KV cache groups")
+        logger.warning(NO_EVENTS, "several KV cache groups (kv_groups: one would keep one)")
     else:
         store.watch(MAX_WAITING)
         return Announcer(store, shape.full, partial(describe, shape.full.block_tokens), is_shared=is_shared)
