@@ -2,6 +2,7 @@
 //!
 //! A salt crosses as a tag, which does not tell it, and no log has either.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -13,7 +14,7 @@ use kvloft_core::{Error, ErrorKind, Result};
 use crate::bytes::{Reader, Writer};
 use crate::link::Link;
 use crate::message::{Answer, Request, VERSION};
-use crate::namespaces::Space;
+use crate::namespaces::{Space, id};
 use crate::server::Shared;
 
 /// Longest work of a server at one order.
@@ -113,13 +114,16 @@ impl Shared {
         let deadline = Instant::now() + ORDER_TIMEOUT;
         let mut all = GivenUp::default();
         // Before, for what is opened meanwhile, and after, for what is closed.
-        self.erase_closed(whose, is_host_only, &mut all)?;
-        for space in self.namespaces.all_of(&whose.namespace) {
-            evict_in(&space, Evict { salt: whose.salt, is_host_only }, deadline, &mut all);
+        let before = self.erase_closed(whose, is_host_only, &mut all)?;
+        let spaces = self.namespaces.all_of(&whose.namespace);
+        for space in &spaces {
+            evict_in(space, Evict { salt: whose.salt, is_host_only }, deadline, &mut all);
         }
         let num_namespaces = all.num_namespaces;
-        self.erase_closed(whose, is_host_only, &mut all)?;
+        let after = self.erase_closed(whose, is_host_only, &mut all)?;
         all.num_namespaces = num_namespaces;
+        let ids: Vec<_> = spaces.iter().map(|space| id(&space.hello.namespace)).collect();
+        all.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name)); // it is being closed
         if all.num_namespaces == 0 && !whose.namespace.is_empty() {
             return Err(self.namespaces.none_of("no such namespace"));
         }
@@ -129,15 +133,17 @@ impl Shared {
         Ok(all)
     }
 
-    fn erase_closed(&self, whose: &Whose, is_host_only: bool, all: &mut GivenUp) -> Result<()> {
+    /// Returns the names of those that are open.
+    fn erase_closed(&self, whose: &Whose, is_host_only: bool, all: &mut GivenUp) -> Result<BTreeSet<String>> {
         if let (Some(salt), Some(disk), false) = (whose.salt, &self.config.disk, is_host_only) {
             let erased = erase_closed(disk, self.namespaces.pool().as_ref(), &whose.namespace, salt)?;
             all.num_namespaces += erased.num_namespaces;
             all.num_chunks += erased.num_chunks;
             all.disk_bytes += erased.num_bytes;
             all.is_cut_short |= erased.is_cut_short;
+            return Ok(erased.open);
         }
-        Ok(())
+        Ok(BTreeSet::new())
     }
 }
 
@@ -205,3 +211,6 @@ pub fn pin(socket: &Path, whose: &Whose, is_pinned: bool, timeout: Duration) -> 
         _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -210,7 +210,7 @@ impl Peer {
 /// Listens from `open` until it is closed or dropped.
 #[derive(Debug)]
 pub struct Server {
-    shared: Arc<Shared>,
+    pub(crate) shared: Arc<Shared>,
     listener: Arc<Listener>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }

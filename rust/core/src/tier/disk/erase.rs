@@ -14,7 +14,7 @@ use super::{DiskTier, LocalTier, superblock};
 use crate::{ChunkKey, Error, Result};
 
 /// What was erased.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Erased {
     /// Namespaces that were looked at.
     pub num_namespaces: u64,
@@ -24,6 +24,8 @@ pub struct Erased {
     pub num_bytes: u64,
     /// A namespace is in use, or the system refused: something may be there yet.
     pub is_cut_short: bool,
+    /// Names of those that were meant and not looked at, for they are open here: whoever has them open must do it.
+    pub open: BTreeSet<String>,
 }
 
 /// Frees the chunks whose root `is_theirs`, in all namespaces of `dir` whose names begin as `prefix` does, as far as both go, but
@@ -39,9 +41,11 @@ pub(crate) fn erase(
     if !dir.exists() {
         return Ok(all);
     }
-    let open: BTreeSet<_> = root.open_names();
+    let is_meant = |name: &str| name.starts_with(prefix) || prefix.starts_with(name);
+    let open = root.open_names();
     let found = namespaces::scan(dir, &open).map_err(|e| Error::io(format!("cannot list {}", dir.display()), e))?;
-    for found in found.iter().filter(|found| found.name.starts_with(prefix) || prefix.starts_with(&found.name)) {
+    all.open = open.into_iter().filter(|name| is_meant(name)).collect();
+    for found in found.iter().filter(|found| is_meant(&found.name)) {
         match erase_in(found, dir, cap_bytes, root, (prefix, &is_theirs)) {
             Ok(erased) => {
                 all.num_namespaces += erased.num_namespaces;
