@@ -52,11 +52,13 @@ pub(super) struct Owners {
     all: Vec<Owner>,
     vacant: Vec<OwnerId>,
     pub(super) kept: Kept,
+    /// A look past kept chunks found none that may go, since the lock was taken: the next would find none either.
+    pub(super) is_in_vain: bool,
 }
 
 impl Default for Owners {
     fn default() -> Self {
-        Self { by_tag: FxHashMap::default(), all: vec![Owner::default()], vacant: Vec::new(), kept: Kept::default() }
+        Self { by_tag: FxHashMap::default(), all: vec![Owner::default()], vacant: Vec::new(), kept: Kept::default(), is_in_vain: false }
     }
 }
 
@@ -185,6 +187,11 @@ impl State {
 pub(super) struct Spared(Vec<ChunkId>);
 
 impl Spared {
+    /// Whether there was one.
+    pub(super) fn has_some(&self) -> bool {
+        !self.0.is_empty()
+    }
+
     /// Whether one call has looked at as many as it may.
     pub(super) fn is_full(&self) -> bool {
         self.0.len() >= MAX_SPARED

@@ -211,6 +211,9 @@ impl State {
         {
             debug_assert_eq!(self.index[victim].host_evictable, Some(true), "a policy returns evictable chunks only");
             if self.keeps_in_host(victim) {
+                if self.owners.is_in_vain {
+                    break; // a step of hundreds of requests would take as many looks
+                }
                 kept.push(&mut *self.host_policy, victim);
                 continue;
             }
@@ -223,10 +226,12 @@ impl State {
             self.evict(victim);
             frame = self.host.take(what_for);
         }
+        let has_kept = kept.has_some();
         kept.end(&mut *self.host_policy); // before anything else may take one of them
         if spared.len() == MAX_SPARED {
             frame = frame.or_else(|| self.take_frame_below_limit());
         }
+        self.owners.is_in_vain |= has_kept && frame.is_none();
         for id in spared {
             self.host_policy.set_evictable(id, true);
         }
