@@ -123,6 +123,14 @@ def test_the_log_tells_that_and_not_whose(folder: Path, capsys: pytest.CaptureFi
     assert SALT not in log
 
 
+@pytest.mark.parametrize("command", ["evict", "pin"])
+@pytest.mark.parametrize("option", ["--salt", "--namespace"])
+def test_bytes_that_are_no_text_are_a_wrong_argument(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "--socket", "/nowhere", option, "\udcff"])
+    assert f"argument {option}: expected UTF-8" in capsys.readouterr().err
+
+
 def test_without_a_server_it_says_so(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evict", "--socket", str(folder / "kv.sock"), "--salt", SALT]) == 1
     assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")

@@ -49,10 +49,18 @@ def add_parser(subparsers: Any) -> None:
 
 def add_whose(parser: argparse.ArgumentParser) -> None:
     """What says whose chunks are meant."""
-    parser.add_argument("--namespace", metavar="ID", default="", help="only this model's, as `kvloft status` prints it")
+    parser.add_argument("--namespace", metavar="ID", default="", type=_utf8, help="only this model's, as `kvloft status` prints it")
     salt = parser.add_mutually_exclusive_group()
-    salt.add_argument("--salt", help="the cache_salt of the tenant's requests")
+    salt.add_argument("--salt", type=_utf8, help="the cache_salt of the tenant's requests")
     salt.add_argument("--salt-file", metavar="FILE", help="a file that holds it; - for stdin. One newline at its end is left out")
+
+
+def _utf8(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise argparse.ArgumentTypeError("expected UTF-8") from None
+    return text
 
 
 def given_salt(args: argparse.Namespace) -> str | None:
