@@ -58,7 +58,13 @@ pub(super) struct Owners {
 
 impl Default for Owners {
     fn default() -> Self {
-        Self { by_tag: FxHashMap::default(), all: vec![Owner::default()], vacant: Vec::new(), kept: Kept::default(), is_in_vain: false }
+        Self {
+            by_tag: FxHashMap::default(),
+            all: vec![Owner::default()],
+            vacant: Vec::new(),
+            kept: Kept::default(),
+            is_in_vain: false,
+        }
     }
 }
 

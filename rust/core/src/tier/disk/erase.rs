@@ -7,8 +7,9 @@ use std::path::Path;
 use std::sync::Arc;
 
 use super::inspect::open_namespace;
-use super::namespaces::{self, Found};
+use super::namespaces::{self, FRAMES_NAME, Found, INDEX_NAME};
 use super::root::DiskRoot;
+use super::superblock::Superblock;
 use super::types::DiskConfig;
 use super::{DiskTier, LocalTier, superblock};
 use crate::{ChunkKey, Error, Result};
@@ -66,8 +67,11 @@ fn erase_in(
     root: &Arc<DiskRoot>,
     (prefix, is_theirs): (&str, &impl Fn(&ChunkKey) -> bool),
 ) -> Result<Erased> {
-    // Whatever is wrong with a namespace's superblock, it is started over before it is used.
-    let Ok((superblock, Some(files))) = open_namespace(found) else { return Ok(Erased::default()) };
+    let (superblock, files) = match open_namespace(found) {
+        Ok((superblock, Some(files))) => (superblock, files),
+        Ok(_) => return Ok(Erased::default()),
+        Err(_) => return Ok(Erased { is_cut_short: is_whole(found), ..Erased::default() }),
+    };
     let named = superblock.namespace().filter(|namespace| superblock::hex(namespace).starts_with(prefix));
     let Some(namespace) = named else { return Ok(Erased::default()) };
     let nothing = Erased { num_namespaces: 1, ..Erased::default() };
@@ -97,4 +101,17 @@ fn erase_in(
     let num_freed = num_chunks - num_left;
     let num_bytes = num_freed * frame_bytes;
     Ok(Erased { num_chunks: num_freed, num_bytes, is_cut_short: num_left > 0, ..nothing })
+}
+
+/// Whether a namespace that cannot be read now may be read later, when the system has descriptors again, say. With anything wrong
+/// in it, it is started over before it is used.
+fn is_whole(found: &Found) -> bool {
+    let has_files = [INDEX_NAME, FRAMES_NAME].iter().all(|name| found.path.join(name).is_file());
+    let is_ours =
+        |superblock: &Superblock| superblock.namespace().is_some_and(|of| namespaces::dir_name(&of) == found.name);
+    let may_be_ours = match Superblock::read(&found.path) {
+        Ok(read) => read.is_some_and(|read| read.is_ok_and(|superblock| is_ours(&superblock))),
+        Err(_) => true,
+    };
+    has_files && may_be_ours && !namespaces::has_strange_files(&found.path)
 }
