@@ -195,6 +195,6 @@ def test_a_pin_of_nothing_is_told(folder: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")
     _server = _core.Server(socket, host_bytes=64 * FRAME)
     assert main(["pin", "--socket", socket, "--salt", SALT]) == 2
-    assert "has no such namespace open; say --namespace with one of its own: none" in capsys.readouterr().err
+    assert "has no such namespace open: engines bring them" in capsys.readouterr().err
     assert main(["pin", "--socket", socket, "--salt", ""]) == 2
     assert "the salt is empty" in capsys.readouterr().err

@@ -73,6 +73,7 @@ def scheduler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
             if has_sibling:
                 child = {"kv_connector": "KVLoftConnector", "kv_connector_module_path": "kvloft.vllm", "kv_role": "kv_both",
                          "kv_connector_extra_config": transfer.kv_connector_extra_config}  # fmt: skip
+                settings.scheduler_config.disable_hybrid_kv_cache_manager = True  # as vLLM does for a sibling like this one
                 transfer.kv_connector, transfer.kv_connector_module_path = "MultiConnector", None
                 transfer.kv_connector_extra_config = {"connectors": [child, {"kv_connector": "Sibling", "kv_role": "kv_both"}]}
             return settings

@@ -11,23 +11,28 @@ from kvloft.config import size_text
 from kvloft.errors import ConfigError
 
 DESCRIPTION: Final = """\
-Forget a tenant: what a server holds of requests with one cache_salt, with any LoRA adapter and of any model, in memory and
-on disk, also of models that no engine serves now. It is not found again, not even after a restart. With --host-only, give
-up host memory instead: of that tenant, or of all.
+Forget a tenant: what a server holds of requests with one cache_salt, with any
+LoRA adapter and of any model, in memory and on disk, also of models that no
+engine serves now. It is not found again, not even after a restart. With
+--host-only, give up host memory instead: of that tenant, or of all.
 """
 EPILOG: Final = """\
   kvloft evict --socket PATH --salt-file secret.txt
   printf %s "$SALT" | kvloft evict --socket PATH --salt-file -
   kvloft evict --socket PATH --namespace 3f9a --host-only
 
-Other users of this machine can read a command line, so --salt-file is for salts that are secrets. The salt is hashed here:
-the server and its logs do not get it.
+Other users of this machine can read a command line, so --salt-file is for
+salts that are secrets. The salt is hashed here: the server and its logs do not
+get it.
 
-Stop the tenant's requests first: what a running one saves later is there again. Chunks that are being loaded
-cannot be found any more, and their memory is free when the load ends; with --host-only they stay. The bytes themselves stay
-in memory and in files until they are overwritten, but nothing leads to them. What engines keep on their GPUs is vLLM's.
+Stop the tenant's requests first: what a running one saves later is there
+again. Chunks that are being loaded cannot be found any more, and their memory
+is free when the load ends; with --host-only they stay. The bytes themselves
+stay in memory and in files until they are overwritten, but nothing leads to
+them. What engines keep on their GPUs is vLLM's.
 
-Exit status: 0; 1 if no server answers or something is left, such as on a disk that fails; 2 for a wrong argument.
+Exit status: 0; 1 if no server answers or something is left, such as on a disk
+that fails; 2 for a wrong argument.
 """
 
 

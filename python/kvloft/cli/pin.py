@@ -10,9 +10,11 @@ from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.config import size_text
 
 DESCRIPTION: Final = """\
-Keep a tenant: what a server holds of requests with one cache_salt, now and later, with any LoRA adapter, is not evicted for
-other requests of its model. At most half of a model's memory and of its disk is kept so; beyond that, what was used least
-recently goes. Without a salt, a model's namespace keeps its share of memory when its engines are gone.
+Keep a tenant: what a server holds of requests with one cache_salt, now and
+later, with any LoRA adapter, is not evicted for other requests of its model.
+At most half of a model's memory and of its disk is kept so; beyond that, what
+was used least recently goes. Without a salt, a model's namespace keeps its
+share of memory when its engines are gone.
 """
 EPILOG: Final = """\
   kvloft pin --socket PATH --salt-file secret.txt
@@ -20,9 +22,11 @@ EPILOG: Final = """\
   kvloft pin --socket PATH --namespace 3f9a
   kvloft pin --socket PATH --off
 
-Pins are of namespaces that are open, which `kvloft status` shows, and end with the server or with --off; --off without a
-salt ends all. While something of a namespace is pinned, it stays open and has its share of memory without an engine, too.
-What another namespace's share takes is given up, pinned or not: it stays on disk. `kvloft evict` takes what is pinned.
+Pins are of namespaces that are open, which `kvloft status` shows, and end with
+the server or with --off; --off without a salt ends all. While something of a
+namespace is pinned, it stays open and has its share of memory without an
+engine, too. What another namespace's share takes is given up, pinned or not:
+it stays on disk. `kvloft evict` takes what is pinned.
 
 Exit status: 0; 1 if no server answers; 2 for a wrong argument.
 """

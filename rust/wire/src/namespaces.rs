@@ -313,8 +313,11 @@ impl Namespaces {
     /// Why a name does not do, with those that do.
     pub(crate) fn none_of(&self, what: &str) -> Error {
         let ids: Vec<_> = self.all().iter().map(|space| id(&space.hello.namespace)).collect();
-        let ids = if ids.is_empty() { "none".to_owned() } else { ids.join(", ") };
-        let message = format!("this kvloft server has {what}; say --namespace with one of its own: {ids}");
+        let message = if ids.is_empty() {
+            format!("this kvloft server has {what}: engines bring them, so try again once one is connected")
+        } else {
+            format!("this kvloft server has {what}; say --namespace with one of its own: {}", ids.join(", "))
+        };
         Error::new(ErrorKind::InvalidConfig, message)
     }
 
