@@ -21,8 +21,16 @@ from kvloft.transfer.mover import Finished
 def paged_kv(engine: Any) -> list[list[torch.Tensor]]:
     """Every layer's paged KV of a vLLM engine in this process, blocks first; a list for each KV cache group."""
     layers = engine.vllm_config.compilation_config.static_forward_context
-    groups = engine.engine_core.engine_core.scheduler.kv_cache_config.kv_cache_groups
-    return [[kv for name in group.layer_names for kv in _tensors(layers[name].kv_cache) if kv.numel()] for group in groups]
+    config = engine.engine_core.engine_core.scheduler.kv_cache_config
+    return [
+        [_whole_blocks(kv, config.num_blocks) for name in group.layer_names for kv in _tensors(layers[name].kv_cache) if kv.numel()]
+        for group in config.kv_cache_groups
+    ]
+
+
+def _whole_blocks(kv: torch.Tensor, num_blocks: int) -> torch.Tensor:
+    """[num_blocks, ...]: where a kernel's blocks are smaller than the scheduler's, a block is several rows."""
+    return kv if kv.shape[0] == num_blocks else kv.unflatten(0, (num_blocks, -1))
 
 
 def _tensors(kv: Any) -> Sequence[torch.Tensor]:
@@ -35,6 +43,8 @@ def poison(tensors: Sequence[torch.Tensor], seed: int) -> None:
     for number, kv in enumerate(tensors):
         generator = torch.Generator(device=kv.device).manual_seed(seed * 1000 + number)
         kv.normal_(0.0, 3.0, generator=generator)
+        if kv.dtype == torch.float32:  # a state: other groups see the same bytes as bfloat16, and must not see NaN
+            kv.copy_(kv.bfloat16())
     if tensors and tensors[0].is_cuda:
         torch.cuda.synchronize()
 

@@ -13,13 +13,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benches.gpu.llama import gemma3
-from benches.gpu.options import STATUS, add_sizes, some_of, table_of
-from benches.gpu.peers import SERVED, kvloft_server
+from benches.gpu.options import STATUS, add_model, add_sizes, some_of, table_of
+from benches.gpu.peers import NAMES as PEERS
+from benches.gpu.peers import SERVED, daemon, env_of, is_installed, kvloft_server
+from benches.gpu.shapes import options_of
 from benches.gpu.turns import leave
 from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
@@ -63,7 +65,11 @@ def run(
         raise UnsupportedError(
             "'attached' compares an engine with itself without its connector; --connectors names none that has one"
         )
-    with kvloft_server(connectors, options.get("host_bytes", 0), log_dir / "server.log") as socket:
+    host_bytes = options.get("host_bytes", 0)
+    with ExitStack() as servers:
+        for name in connectors:
+            servers.enter_context(daemon(name, host_bytes >> 30, log_dir / f"{name}.server.log"))
+        socket = servers.enter_context(kvloft_server(connectors, host_bytes, log_dir / "server.log"))
         _run_groups(groups, {**options, "socket": socket}, results, log_dir, deadline, together=together, progress=progress)
     return results
 
@@ -75,7 +81,7 @@ def _run_groups(
     for number, (names, asked_phases) in enumerate(groups):
         with tempfile.TemporaryDirectory() as folder:
             asked = {"turns": folder, "names": list(names), "phases": list(asked_phases), **options}
-            asked["llm"] = shared_gpu(options["num_blocks"], options.get("model", {}))
+            asked["llm"] = {**shared_gpu(options["num_blocks"], options), **options.get("llm", {})}
             logs = {name: log_dir / f"engine_{name}{'_alone' if number and together else ''}.log" for name in names}
             model_of = {name: f"{folder}/model-{SERVED[0] if name in SERVED else name}" for name in names}
             children = {name: _start(name, {**asked, "model_dir": model_of[name]}, log) for name, log in logs.items()}
@@ -107,11 +113,13 @@ def fit_together(num_engines: int, num_blocks: int, model: Mapping[str, Any], to
     return num_engines * (WEIGHT_BYTES + OTHER_BYTES + num_blocks * _block_bytes(model)) <= total_bytes
 
 
-def shared_gpu(num_blocks: int, model: Mapping[str, Any]) -> dict[str, Any]:
+def shared_gpu(num_blocks: int, options: Mapping[str, Any]) -> dict[str, Any]:
     """vLLM's settings for engines that start on a GPU together: none measures what the others leave free."""
+    model: Mapping[str, Any] = options.get("model", {})
     settings: dict[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": num_blocks * _block_bytes(model)}
-    # With several KV cache groups a block has fewer layers: how many there are is vLLM's to say.
-    return settings | ({"num_gpu_blocks_override": None} if "layer_types" in model else {})
+    # With several KV cache groups a block has fewer layers, with a drafter it has more: how many there are is vLLM's to say.
+    counts_itself = "layer_types" in model or "num_drafts" in options
+    return settings | ({"num_gpu_blocks_override": None} if counts_itself else {})
 
 
 def _block_bytes(model: Mapping[str, Any]) -> int:
@@ -120,7 +128,8 @@ def _block_bytes(model: Mapping[str, Any]) -> int:
 
 
 def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
-    settings = [f"{key}={value}" for key, value in CHILD_ENV.items()]
+    env = {**CHILD_ENV, **env_of(name, options.get("host_bytes", 0) >> 30)}
+    settings = [f"{key}={value}" for key, value in env.items()]
     command = ["env", *settings, sys.executable, "-m", "benches.gpu.engine_child", name, json.dumps(options)]
     with log.open("w") as file:
         return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
@@ -223,13 +232,13 @@ def parser() -> argparse.ArgumentParser:
         prog="engine",
         description=f"First tokens and decode steps of vLLM alone, with OffloadingConnector and with kvloft, on one GPU. {STATUS}",
     )
-    connectors = ("none", "native", "kvloft", "groups", *SERVED)
+    connectors = ("none", "native", "kvloft", "groups", *SERVED, *PEERS)
     phases = ("cold", "ttft", "wave", "decode", "shared", "attached", "startup")
     engine.add_argument(
         "--connectors",
         type=some_of(*connectors),
         default=list(connectors[:3]),
-        help=f"which of {','.join(connectors)}: groups is kvloft with kv_groups=all, the last two are engines with one "
+        help=f"which of {','.join(connectors)}: groups is kvloft with kv_groups=all, served and served2 are engines with one "
         "`kvloft serve` as their store (default the first three)",
     )
     engine.add_argument(
@@ -243,7 +252,8 @@ def parser() -> argparse.ArgumentParser:
         "--context", type=whole(2048, 40000), default=32768, help="tokens of a long prompt, 2048 to 40000 (default 32768)"
     )
     engine.add_argument("--kv-heads", type=int, choices=(1, 2, 4, 8, 16, 32), default=8, help="KV heads of the model (default 8)")
-    engine.add_argument("--model", choices=("llama", "gemma3"), default="llama", help="which architecture (default llama)")
+    engine.add_argument("--colds", type=whole(1, 1000), default=12, help="new prompts of cold and attached (default 12)")
+    add_model(engine)
     engine.add_argument("--one-by-one", action="store_true", help="one engine after the other, which takes less GPU memory")
     add_sizes(engine, blocks=9000, host_gib=40)
     return engine
@@ -252,16 +262,24 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure engines; 1 where one of them failed, 2 where none can run."""
     args, screen = parser().parse_args(argv), console()
-    model = gemma3(34) if args.model == "gemma3" else {"num_key_value_heads": args.kv_heads}
+    shape = options_of(args.model, args.layers)
+    if args.model == "llama":
+        shape["model"]["num_key_value_heads"] = args.kv_heads
     try:
-        room = fit_together(len(args.connectors), args.blocks, model, gpu_bytes())
+        room = fit_together(len(args.connectors), args.blocks, shape["model"], gpu_bytes())
     except UnsupportedError as error:
         print(f"kvloft: the engine bench cannot run here: {error}", file=sys.stderr)
         return 2
     together = room and not args.one_by_one
     if not together:
         screen.print("One engine after the other: what changes on the machine meanwhile counts as their difference.", style="dim")
-    options = {"num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "context": args.context, "model": model}
+    options = {
+        "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "context": args.context, "colds": args.colds, **shape,
+    }  # fmt: skip
+    missing = [name for name in args.connectors if not is_installed(name)]
+    if missing:
+        print(f"kvloft: {', '.join(missing)} cannot be imported here; --connectors names others", file=sys.stderr)
+        return 2
     try:
         with screen.status("starting") as status:
             results = run(

@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benches.gpu.engine import CHILD_ENV, ROOT, result_of, shared_gpu
-from benches.gpu.llama import gemma3
-from benches.gpu.options import STATUS, add_sizes, some_of, table_of
+from benches.gpu.options import STATUS, add_model, add_sizes, some_of, table_of
+from benches.gpu.shapes import options_of
 from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
 
@@ -40,6 +40,8 @@ class Setup:
 
 
 _EXACT = {"VLLM_BATCH_INVARIANT": "1"}
+_TUNED = {"TRITON_CACHE_AUTOTUNING": "1"}
+"""What an engine measured to be the fastest kernel is the next one's too, if they start one after the other (`--at-once 1`)."""
 _TRITON = {"attention_backend": "TRITON_ATTN"}
 
 
@@ -56,7 +58,7 @@ SETUPS = {
     "hnd-sync": _exact("kvloft, HND, no async scheduling", "HND", async_scheduling=False),
     "plain-pc": _exact("no connector, prefix cache", "NHD", connector="none"),
     "flash": Setup("kvloft, vLLM's defaults (FlashAttention 3)", exact=False),
-    "plain-flash": Setup("no connector, vLLM's defaults (FlashAttention 3)", "none", exact=False),
+    "plain-flash": Setup("no connector, vLLM's defaults (FlashAttention 3)", "none", exact=False, env=_TUNED),
     "plain-flash-invariant": Setup("no connector, FlashAttention 3, batch-invariant mode", "none", exact=False, env=_EXACT),
 }
 DEFAULT_SETUPS = tuple(SETUPS)
@@ -64,12 +66,14 @@ SETUPS["hnd-sleep"] = _exact("kvloft, HND, put to sleep", "HND", enable_sleep_mo
 """For the phase `sleep`, with `reference`."""
 SETUPS["groups"] = _exact("kvloft, kv_groups=all", "NHD", connector="groups")
 """For `--model gemma3`, with `reference` and `plain-pc`."""
+SETUPS["flash-groups"] = Setup("kvloft, kv_groups=all, vLLM's defaults", "groups", exact=False, env=_TUNED)
+"""For `--model qwen35`, whose kernels have no batch-invariant mode, with `plain-flash`."""
 
 
-def options(*, num_blocks: int, host_bytes: int, model: dict[str, Any]) -> dict[str, Any]:
+def options(*, num_blocks: int, host_bytes: int, shape: Mapping[str, Any]) -> dict[str, Any]:
     """What the engines have in common: a block pool so small that it preempts."""
-    llm = {"max_model_len": 24576, **shared_gpu(num_blocks, model)}
-    return {"num_blocks": num_blocks, "host_bytes": host_bytes, "model": model, "llm": llm}
+    llm = {"max_model_len": 24576, **shared_gpu(num_blocks, shape), **shape["llm"]}
+    return {**shape, "num_blocks": num_blocks, "host_bytes": host_bytes, "llm": llm}
 
 
 def run(
@@ -120,7 +124,7 @@ class Row:
     setup: str
     run: str
     equal: int | None
-    """Requests whose tokens equal the reference's, of ``total`` (this engine's own first run's if it is not exact)."""
+    """Requests whose tokens equal the reference's, of ``total``; of an engine that is not exact those of `_alike`."""
     total: int
     preemptions: int
     loaded: int
@@ -138,10 +142,17 @@ def judge(results: Mapping[str, Any]) -> list[Row]:
     rows: list[Row] = []
     for name, result in results.items():
         for phase, runs in result.get("phases", {}).items():
-            first: dict[str, Any] = next(iter((wanted.get(phase, {}) if SETUPS[name].exact else runs).values()), {})
+            alike = wanted.get(phase, {}) if SETUPS[name].exact else _alike(results, phase) or runs
+            first: dict[str, Any] = next(iter(alike.values()), {})
             reference = first.get("tokens")
             rows += [_row(name, f"{phase} {run}", found, reference) for run, found in runs.items()]
     return rows
+
+
+def _alike(results: Mapping[str, Any], phase: str) -> Mapping[str, Any]:
+    """Runs of an engine without a connector whose batches are the same: of prompts that come one at a time."""
+    plain: Mapping[str, Any] = results.get("plain-flash", {}).get("phases", {}).get(phase, {})
+    return plain if phase == "prompts" else {}
 
 
 def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int]] | None) -> Row:
@@ -182,8 +193,9 @@ def problems(results: Mapping[str, Any]) -> list[str]:
     if len(set(blocks.values())) > 1:
         found.append(f"engines have unequal numbers of KV blocks: {blocks}")
     for row in rows:
-        if row.setup == "groups" and row.run == "prompts warm" and len(row.loaded_of) != results["groups"]["kv_groups"]:
-            found.append(f"groups, {row.run}: not every KV cache group was loaded and compared: {row.loaded_of}")
+        groups = results[row.setup].get("kv_groups", 1)
+        if groups > 1 and SETUPS[row.setup].connector != "none" and row.run == "prompts warm" and len(row.loaded_of) != groups:
+            found.append(f"{row.setup}, {row.run}: not every KV cache group was loaded and compared: {row.loaded_of}")
     if any(row.run.startswith("crowd") for row in rows) and not any(row.preemptions for row in rows if row.setup != REFERENCE):
         found.append("no request was ever preempted")
     return found
@@ -231,8 +243,7 @@ def parser() -> argparse.ArgumentParser:
         help="which of prompts, crowd, load, sleep (default the first three)",
     )  # fmt: skip
     equality.add_argument("--at-once", type=whole(1, 16), default=3, help="engines that share the GPU (default 3)")
-    equality.add_argument("--model", choices=("llama", "gemma3"), default="llama", help="which architecture (default llama)")
-    equality.add_argument("--layers", type=whole(1, 128), default=32, help="layers of the model (default 32)")
+    add_model(equality)
     add_sizes(equality, blocks=2000, host_gib=16)
     return equality
 
@@ -245,10 +256,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnsupportedError as error:
         print(f"kvloft: the equality bench cannot run here: {error}", file=sys.stderr)
         return 2
-    model = gemma3(args.layers) if args.model == "gemma3" else {"num_hidden_layers": args.layers}
     results = run(
         setups=args.setups, phases=args.phases,
-        options=options(num_blocks=args.blocks, host_bytes=args.host_gib << 30, model=model), log_dir=Path(args.logs),
+        options=options(num_blocks=args.blocks, host_bytes=args.host_gib << 30, shape=options_of(args.model, args.layers)), log_dir=Path(args.logs),
         at_once=args.at_once, timeout_s=args.timeout, progress=lambda text: screen.print(text, style="dim"),
     )  # fmt: skip
     screen.print(table_of(table(results)))

@@ -1,4 +1,4 @@
-"""An 8B Llama shape with random weights made sharp, served by vLLM in this process: what the engine benches measure.
+"""A model of one of `shapes` with random weights made sharp, served by vLLM in this process: what the engine benches measure.
 
 Sharp: attention logits have a spread of several units, so that the next token depends on single tokens of the prompt, and so on
 the KV that was loaded. It must not know what is measured.
@@ -16,29 +16,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from benches.gpu.peers import CONNECTORS, SERVED
-
-MODEL = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
-    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
-    "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "attention_bias": False,
-    "mlp_bias": False,
-}  # fmt: skip
-
-
-def gemma3(num_layers: int) -> dict[str, Any]:
-    """What Gemma 3 4B has instead: windows of 1,024 tokens in five of six layers, so several KV cache groups."""
-    return {
-        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
-        "num_hidden_layers": num_layers, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
-        "query_pre_attn_scalar": 256, "sliding_window": 1024, "rope_local_base_freq": 10000.0, "tie_word_embeddings": True,
-        "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(num_layers)],
-        "hidden_activation": "gelu_pytorch_tanh", "hidden_act": None, "mlp_bias": None,
-    }  # fmt: skip
-
+from benches.gpu.shapes import DRAFT, config_of
 
 SHARPNESS = 2.5
 """Standard deviation of queries' and keys' entries; its square is that of the attention logits."""
+
+
+SLOW_DECAY = -6.0
+"""Logarithm of how fast a gated delta net forgets: its state has some hundred tokens in it."""
 
 
 def sharpen(model: Any) -> int:
@@ -53,7 +38,7 @@ def sharpen(model: Any) -> int:
     for name, parameter in parameters:
         count += parameter.numel()
         if parameter.dim() < 2:
-            parameter.data.fill_(1.0)
+            parameter.data.fill_(SLOW_DECAY if name.endswith("A_log") else 1.0)
             continue
         scales_embeddings = config.model_type.startswith("gemma")  # by the root of their width
         fan_in = 1.0 if "embed_tokens" in name and not scales_embeddings else float(parameter.shape[-1])
@@ -75,9 +60,8 @@ class Engine:
         from vllm import LLM, SamplingParams
 
         folder = Path(options["model_dir"])
-        folder.mkdir(parents=True, exist_ok=True)
-        model = {key: value for key, value in {**MODEL, **options.get("model", {})}.items() if value is not None}
-        (folder / "config.json").write_text(json.dumps(model))
+        model = config_of(options.get("model", {}))
+        _write_config(folder, model)
         settings: dict[str, Any] = {
             "model": str(folder), "skip_tokenizer_init": True, "load_format": "dummy", "dtype": "bfloat16",
             "max_model_len": 40960, "max_num_batched_tokens": 8192, "max_num_seqs": 64, "gpu_memory_utilization": 0.62,
@@ -105,6 +89,10 @@ class Engine:
             **CONNECTORS,
         }["served" if name in SERVED else name]  # fmt: skip
         settings.update(options.get("llm", {}))
+        if options.get("num_drafts"):
+            _write_config(folder / "draft", config_of(DRAFT))
+            drafts = {"method": "eagle", "model": str(folder / "draft"), "num_speculative_tokens": options["num_drafts"]}
+            settings["speculative_config"] = drafts
         if transfer is not None:
             settings["kv_transfer_config"] = KVTransferConfig(**transfer)
         self.sampling = SamplingParams
@@ -153,6 +141,14 @@ class Engine:
             if self.llm.reset_prefix_cache():
                 return
         raise RuntimeError("vLLM's prefix cache could not be emptied: some blocks are never freed")
+
+
+def _write_config(folder: Path, config: dict[str, Any]) -> None:
+    """Only where it is another: engines that share a folder are told apart by when its files changed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file, text = folder / "config.json", json.dumps(config)
+    if not file.exists() or file.read_text() != text:
+        file.write_text(text)
 
 
 def apply_model(llm: Any, function: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from rich.table import Table
 
+from benches.gpu.shapes import SHAPES
 from kvloft.bench.command import add_json, whole
 
 STATUS = "Exit status: 0 all right, 1 something failed or was not equal, 2 it cannot run here."
@@ -36,6 +37,12 @@ def add_sizes(engines: argparse.ArgumentParser, *, blocks: int, host_gib: int) -
     engines.add_argument("--timeout", type=whole(1, 86400), default=900, help="seconds for everything (default 900)")
     engines.add_argument("--logs", default="build/bench", help="folder for the engines' logs (default build/bench)")
     add_json(engines)
+
+
+def add_model(engines: argparse.ArgumentParser) -> None:
+    """What every bench of whole engines serves."""
+    engines.add_argument("--model", choices=tuple(SHAPES), default="llama", help="which architecture (default llama)")
+    engines.add_argument("--layers", type=whole(1, 128), default=None, help="layers of the model (default as published)")
 
 
 def table_of(rows: Sequence[Sequence[str]]) -> Table:

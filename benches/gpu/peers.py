@@ -1,4 +1,4 @@
-"""Other external caches beside kvloft: their connector settings, their environment, and servers: PegaFlow's and kvloft's own.
+"""Other external caches beside kvloft: their connector settings, their environment, and servers: theirs and kvloft's own.
 
 It must not import vLLM or a peer: one that cannot start costs only its own row.
 """
@@ -13,25 +13,33 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+LMCACHE_PORT = 50056
 CONNECTORS: dict[str, dict[str, Any]] = {
     "lmcache": {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"},
+    "lmcache-server": {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
+                       "kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector",
+                       "kv_connector_extra_config": {"lmcache.mp.port": LMCACHE_PORT}},
     "pegaflow": {"kv_connector": "PegaKVConnector", "kv_role": "kv_both", "kv_connector_module_path": "pegaflow.connector"},
-}
+}  # fmt: skip
 NAMES = tuple(CONNECTORS)
+PACKAGES = {name: name.removesuffix("-server") for name in NAMES}
 PEGAFLOW_PORT, PEGAFLOW_HTTP = 50055, "http://127.0.0.1:9091"
-READY_S, STOP_S = 60.0, 10.0
+LMCACHE_READY = "LMCache cache server is running"
+READY_S, STOP_S = 90.0, 10.0
 SERVED = ("served", "served2")
 """Engines whose cache is one `kvloft serve`."""
 
 
 def env_of(name: str, host_gib: int) -> dict[str, str]:
     """What the engine of ``name`` needs in its environment."""
+    if name == "lmcache-server":
+        return {"LMCACHE_TRACK_USAGE": "false"}
     if name == "lmcache":
         return {
             "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": str(host_gib),
@@ -44,15 +52,15 @@ def env_of(name: str, host_gib: int) -> dict[str, str]:
 
 @contextmanager
 def daemon(name: str, host_gib: int, log: Path) -> Iterator[None]:
-    """PegaFlow's server while it lasts, ready; nothing for the others. Raises RuntimeError if it does not get ready."""
-    if name != "pegaflow":
+    """PegaFlow's or LMCache's server while it lasts, ready; nothing for the others. Raises RuntimeError if it does not get ready."""
+    if name not in SERVERS:
         yield
         return
-    command, env = _pegaflow(host_gib)
+    command, env = SERVERS[name](host_gib)
     with log.open("w") as file:
         server = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
     try:
-        _wait_ready(server, log)
+        _wait_ready(server, log, PEGAFLOW_HTTP if name == "pegaflow" else None)
         yield
     finally:
         _stop(server)
@@ -82,6 +90,18 @@ def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
     return command, env
 
 
+def _lmcache(host_gib: int) -> tuple[list[str], Mapping[str, str]]:
+    """Its multi-process server: all of its memory taken at once, as ours has it."""
+    command = [
+        sys.executable, "-m", "lmcache.v1.multiprocess.server", "--host", "127.0.0.1", "--port", str(LMCACHE_PORT),
+        "--l1-size-gb", str(host_gib), "--no-l1-use-lazy", "--eviction-policy", "LRU", "--chunk-size", "256",
+    ]  # fmt: skip
+    return command, {**os.environ, **env_of("lmcache-server", host_gib), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+SERVERS: dict[str, Callable[[int], tuple[list[str], Mapping[str, str]]]] = {"pegaflow": _pegaflow, "lmcache-server": _lmcache}
+
+
 @contextmanager
 def kvloft_server(names: Iterable[str], host_bytes: int, log: Path) -> Iterator[str | None]:
     """The socket of `kvloft serve`, if some of ``names`` are to use one. Raises RuntimeError if it does not get ready."""
@@ -103,13 +123,17 @@ def kvloft_server(names: Iterable[str], host_bytes: int, log: Path) -> Iterator[
             _stop(server)
 
 
-def _wait_ready(server: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_ready(server: subprocess.Popen[bytes], log: Path, http: str | None) -> None:
+    """Until its health page answers or, where it has none, it says in its log that it runs."""
     deadline = time.monotonic() + READY_S
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     while server.poll() is None and time.monotonic() < deadline:
         with suppress(urllib.error.URLError, OSError):
-            opener.open(f"{PEGAFLOW_HTTP}/health", timeout=2.0).close()
-            return
+            if http is not None:
+                opener.open(f"{http}/health", timeout=2.0).close()
+                return
+            if LMCACHE_READY in log.read_text(errors="replace"):
+                return
         time.sleep(0.25)
     raise RuntimeError(f"its server did not get ready: {log.read_text(errors='replace')[-1000:]}")
 
@@ -125,4 +149,4 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 def is_installed(name: str) -> bool:
     """Whether the peer's package can be imported; others need none."""
-    return name not in CONNECTORS or find_spec(name) is not None
+    return name not in CONNECTORS or find_spec(PACKAGES[name]) is not None

@@ -137,7 +137,7 @@ def test_without_time_no_engine_starts(tmp_path: Path) -> None:
 
 
 def test_a_daemon_that_dies_is_an_error_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers, "_pegaflow", lambda _: ([sys.executable, "-c", "raise SystemExit('no such pool')"], None))
+    monkeypatch.setitem(peers.SERVERS, "pegaflow", lambda _: ([sys.executable, "-c", "raise SystemExit('no such pool')"], {}))
     begin = time.monotonic()
     with pytest.raises(RuntimeError, match="no such pool"), peers.daemon("pegaflow", 1, tmp_path / "log"):
         pass

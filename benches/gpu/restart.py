@@ -1,0 +1,120 @@
+"""`python -m benches.gpu.restart`: an engine is killed and started again; its cache is a `kvloft serve`, which stays.
+
+Prints how long the next engine takes to the first token of a prompt that the first one computed. It must not import vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benches.gpu.engine import CHILD_ENV, ROOT, result_of
+from benches.gpu.options import STATUS, add_model, add_sizes, table_of
+from benches.gpu.peers import SERVED, kvloft_server
+from benches.gpu.shapes import options_of
+from kvloft.bench.command import console, gpu_bytes, whole, write
+from kvloft.errors import UnsupportedError
+
+LIVES = 2
+POLL_S = 0.1
+
+
+def run(*, options: dict[str, Any], log_dir: Path, timeout_s: float) -> list[dict[str, Any]]:
+    """What each life of the engine printed, or {"error": ...}; each is killed by SIGKILL once it has."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + timeout_s
+    lives: list[dict[str, Any]] = []
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        kvloft_server(SERVED[:1], options["host_bytes"], log_dir / "server.log") as socket,
+    ):
+        asked = {**options, "socket": socket, "model_dir": f"{folder}/model"}
+        for life in range(LIVES):
+            log = log_dir / f"restart_{life}.log"
+            lives.append(_live({**asked, "life": life, "begin_s": time.monotonic()}, log, deadline))
+            if "error" in lives[-1]:
+                break
+    return lives
+
+
+def _live(options: dict[str, Any], log: Path, deadline: float) -> dict[str, Any]:
+    settings = [f"{key}={value}" for key, value in CHILD_ENV.items()]
+    command = ["env", *settings, sys.executable, "-m", "benches.gpu.restart_child", json.dumps(options)]
+    with log.open("w") as file:
+        child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
+    try:
+        while child.poll() is None and time.monotonic() < deadline and "\nRESULT " not in log.read_text(errors="replace"):
+            time.sleep(POLL_S)
+        said = "\nRESULT " in log.read_text(errors="replace")
+        status: int | str | None = 0 if said else "timeout" if child.poll() is None else child.returncode
+    finally:
+        child.kill()
+        child.wait()
+    return result_of(log, status)
+
+
+def problems(lives: Sequence[dict[str, Any]], context: int, block_tokens: int = 16) -> list[str]:
+    """Why the check fails; empty if it does not."""
+    failed = [f"engine {nth + 1} {life['error']}" for nth, life in enumerate(lives) if "error" in life]
+    if failed:
+        return failed
+    before, after = lives[0], lives[-1]
+    found = []
+    if after["cached"] < context - block_tokens:
+        found.append(f"the next engine found {after['cached']} of {context} tokens")
+    answers = [before["first_loaded"], after["first"], after["first_loaded"]]
+    if any(answer != answers[0] for answer in answers):
+        found.append(f"first tokens, or their logprobs, differ: {answers}")
+    return found
+
+
+def table(lives: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Head, and a row for each figure."""
+    rows = [("", *(f"engine {nth + 1}" for nth in range(len(lives))))]
+    for key, label in {
+        "started_s": "ready after, s", "answered_s": "first token of the prompt after, s", "cached": "its tokens found",
+        "ttft_ms": "its TTFT, ms", "hbm_ms": "again, from HBM, ms", "loaded_ms": "again, from the server, ms",
+    }.items():  # fmt: skip
+        rows.append((label, *(f"{life[key]:,.2f}" if key != "cached" and key in life else str(life.get(key, "-")) for life in lives)))
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    """This bench's command line."""
+    restart = argparse.ArgumentParser(
+        prog="restart", description=f"Kills an engine and starts it again, with its cache in `kvloft serve`. {STATUS}"
+    )
+    restart.add_argument("--context", type=whole(2048, 40000), default=32768, help="tokens of the prompt (default 32768)")
+    add_model(restart)
+    add_sizes(restart, blocks=4700, host_gib=24)
+    return restart
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure; 1 where the next engine did not find the prompt or answers otherwise, 2 where none can run."""
+    args, screen = parser().parse_args(argv), console()
+    try:
+        gpu_bytes()
+    except UnsupportedError as error:
+        print(f"kvloft: the restart bench cannot run here: {error}", file=sys.stderr)
+        return 2
+    options = {
+        "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "context": args.context, **options_of(args.model, args.layers),
+    }  # fmt: skip
+    lives = run(options=options, log_dir=Path(args.logs), timeout_s=args.timeout)
+    screen.print(table_of(table(lives)))
+    write(args.json, {"lives": lives, "problems": problems(lives, args.context)})
+    for problem in problems(lives, args.context):
+        print(f"kvloft: {problem}", file=sys.stderr)
+    return 1 if problems(lives, args.context) else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,75 @@
+"""Architectures that the engine benches serve, in the widths that published models have; the weights are random ones.
+
+It must not import torch or vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 128256,
+    "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "hidden_act": "silu",
+    "torch_dtype": "bfloat16", "tie_word_embeddings": False, "bos_token_id": 1, "eos_token_id": 2, "attention_bias": False,
+    "mlp_bias": False,
+}  # fmt: skip
+"""Llama 3.1 8B: what each shape changes a part of."""
+DRAFT = {"architectures": ["EagleLlamaForCausalLM"], "num_hidden_layers": 1}
+"""An EAGLE drafter of it."""
+
+
+def gemma3(num_layers: int) -> dict[str, Any]:
+    """Gemma 3 4B: windows of 1,024 tokens in five of six layers, so several KV cache groups."""
+    return {
+        "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240,
+        "num_hidden_layers": num_layers, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256,
+        "query_pre_attn_scalar": 256, "sliding_window": 1024, "rope_local_base_freq": 10000.0, "tie_word_embeddings": True,
+        "layer_types": ["full_attention" if i % 6 == 5 else "sliding_attention" for i in range(num_layers)],
+        "hidden_activation": "gelu_pytorch_tanh", "hidden_act": None, "mlp_bias": None,
+    }  # fmt: skip
+
+
+def qwen35(num_layers: int) -> dict[str, Any]:
+    """Qwen 3.5 9B: gated delta nets, so states, in three of four layers."""
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "intermediate_size": 12288,
+        "num_hidden_layers": num_layers, "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256,
+        "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "partial_rotary_factor": 0.25, "rope_theta": None, "mlp_bias": None,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.25},
+        "layer_types": ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(num_layers)],
+    }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """``changes``: what its config has instead of `LLAMA`'s, for so many layers. ``llm``: vLLM's settings for it."""
+
+    num_layers: int
+    changes: Callable[[int], Mapping[str, Any]]
+    llm: Mapping[str, Any] = field(default_factory=dict)
+    num_drafts: int = 0
+
+
+SHAPES = {
+    "llama": Shape(32, lambda num_layers: {"num_hidden_layers": num_layers}),
+    "eagle": Shape(32, lambda num_layers: {"num_hidden_layers": num_layers}, num_drafts=2),
+    "gemma3": Shape(34, gemma3),
+    "qwen35": Shape(32, qwen35, {"additional_config": {"gdn_prefill_backend": "triton"}}),
+}
+"""What `--model` names. The other prefill of gated delta nets, flashinfer's, is not on every machine."""
+
+
+def options_of(name: str, num_layers: int | None = None) -> dict[str, Any]:
+    """An engine's options for a shape: its model, vLLM's settings for it, and how many tokens its drafter guesses."""
+    shape = SHAPES[name]
+    model = dict(shape.changes(num_layers or shape.num_layers))
+    return {"model": model, "llm": dict(shape.llm), **({"num_drafts": shape.num_drafts} if shape.num_drafts else {})}
+
+
+def config_of(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """What config.json says: `LLAMA` with these changes; None takes a field away."""
+    return {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}
