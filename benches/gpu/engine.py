@@ -253,6 +253,8 @@ def parser() -> argparse.ArgumentParser:
     )
     engine.add_argument("--kv-heads", type=int, choices=(1, 2, 4, 8, 16, 32), default=8, help="KV heads of the model (default 8)")
     engine.add_argument("--colds", type=whole(1, 1000), default=12, help="new prompts of cold and attached (default 12)")
+    engine.add_argument("--rounds", type=whole(1, 1000), default=4, help="times that known prompts are asked for (default 4)")
+    engine.add_argument("--trace", action="store_true", help="note when each load's pieces were sent and copied, in --json")
     add_model(engine)
     engine.add_argument("--one-by-one", action="store_true", help="one engine after the other, which takes less GPU memory")
     add_sizes(engine, blocks=9000, host_gib=40)
@@ -274,7 +276,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not together:
         screen.print("One engine after the other: what changes on the machine meanwhile counts as their difference.", style="dim")
     options = {
-        "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "context": args.context, "colds": args.colds, **shape,
+        "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "context": args.context, "colds": args.colds,
+        "rounds": args.rounds, "trace": args.trace, **shape,
     }  # fmt: skip
     missing = [name for name in args.connectors if not is_installed(name)]
     if missing:
