@@ -92,6 +92,7 @@ beside_engines() {
   phase "Python tests without engines on vLLM $NEWEST" pytest_on "$NEWEST" tests --ignore=tests/e2e
   phase "correctness machine on vLLM $NEWEST" pytest_on "$NEWEST" tests/machine
   wait # what went wrong there goes wrong again below, where it is told
+  KV_STORE=server phase "short form over a server on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e -m short
   for version in $OTHERS; do short "$version"; done
   phase "kvloft check of all tiny models on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e/zoo/test_checks.py
   touch "$REPORT/beside-engines"

@@ -13,8 +13,8 @@ from benches.gpu import restart
 
 def life(**changes: Any) -> dict[str, Any]:
     return {
-        "started_s": 9.0, "answered_s": 9.5, "ttft_ms": 100.0, "cached": 4096, "first": [7, -0.5], "hbm_ms": 40.0, "loaded_ms": 90.0,
-        "loaded_cached": 4096, "first_loaded": [7, -0.5], **changes,
+        "started_s": 9.0, "answered_s": 9.5, "ttft_ms": 100.0, "cached": 4096, "first": [7, -0.5], "hbm_ms": 40.0,
+        "loaded_ms": 90.0, "loaded_cached": 4096, "first_loaded": [7, -0.5], **changes,
     }  # fmt: skip
 
 
@@ -28,7 +28,9 @@ def test_what_the_next_engine_lacks_is_named() -> None:
     assert [row[0] for row in restart.table([first, life()])][1] == "ready after, s"
 
 
-@pytest.mark.parametrize("code, word", [("raise SystemExit(3)", "ended with 3"), ("print(); print('RESULT {}', flush=True)", "")])
+@pytest.mark.parametrize(
+    ("code", "word"), [("raise SystemExit(3)", "ended with 3"), ("print(); print('RESULT {}', flush=True)", "")]
+)
 def test_an_engine_that_dies_is_an_error_and_one_that_answered_is_killed(
     code: str, word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

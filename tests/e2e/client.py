@@ -24,6 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .cache_server import IS_SERVED, CacheServer, argv_instead, end, instead
+
 BLOCK = 32
 """Tokens per block of vLLM's CPU backend in all these tests."""
 
@@ -112,10 +114,14 @@ class Engine:
         self._socket.connect(str(address))
         self._stream = self._socket.makefile("rw")
         self.pid: int = 0
+        self._servers: list[CacheServer] = []
         try:
+            if IS_SERVED and "kv_transfer_config" in kwargs:
+                kwargs = kwargs | {"kv_transfer_config": instead(kwargs["kv_transfer_config"], self._servers)}
             self.pid = self._ask("start", kwargs=kwargs, env=env or {}, log=str(log), v2_shape=v2_shape, prepare=prepare)
-        except EngineError:
+        except BaseException:
             self._close()
+            end(self._servers, signal.SIGKILL)
             raise
 
     def _ask(self, op: str, **fields: Any) -> Any:
@@ -137,6 +143,10 @@ class Engine:
         with contextlib.suppress(OSError):
             return self.log.read_bytes()[-num_bytes:].decode(errors="replace")
         return ""
+
+    def store_log(self) -> str:
+        """What the engine said so far, and the server that has its store."""
+        return "\n".join(log.read_text() for log in [self.log, *[server.log for server in self._servers]])
 
     def add(self, *requests: Req) -> None:
         """Queue requests without stepping."""
@@ -208,6 +218,14 @@ class Engine:
         """A function of zoo/probe.py."""
         return self._ask("probe", name=name, arguments=arguments)
 
+    def time_hooks(self) -> None:
+        """Begin to count what each step spends in the scheduler's connector."""
+        self._ask("time_hooks")
+
+    def hooks_s(self) -> list[float]:
+        """Those seconds, a step each, since the last call."""
+        return list(self._ask("hooks_s"))
+
     def detach(self, *, away: bool) -> None:
         """Take the connector away, or put it back."""
         self._ask("detach", away=away)
@@ -244,7 +262,8 @@ class Engine:
         """Flip a bit at ``offset`` in each used frame of the host tier, but for the first ``keep`` of them; returns how many."""
         frame_bytes = self.call("_scheduler._store.frame_bytes")
         with open(self.call("_scheduler._store.arena_path"), "r+b") as file, mmap.mmap(file.fileno(), 0) as arena:
-            frames = np.frombuffer(arena, dtype=np.uint8).reshape(-1, frame_bytes)
+            whole = len(arena) // frame_bytes * frame_bytes  # a server's arena is of no one's frames
+            frames = np.frombuffer(arena, dtype=np.uint8, count=whole).reshape(-1, frame_bytes)
             used = np.flatnonzero(frames[:, :64].any(axis=1))[keep:]
             frames[used, offset] ^= 1
             del frames
@@ -255,6 +274,7 @@ class Engine:
         if self.pid:
             self._ask("stop")
             self._gone()
+            end(self._servers, signal.SIGTERM)
 
     def kill(self) -> None:
         """kill -9, and wait until the process is gone."""
@@ -262,6 +282,7 @@ class Engine:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
             self._gone()
+            end(self._servers, signal.SIGKILL)
 
     def _close(self) -> None:
         with contextlib.suppress(OSError):  # an engine that was killed did not read what it was told last
@@ -285,6 +306,9 @@ class Server:
         self._socket.connect(str(address))
         self._stream = self._socket.makefile("rw")
         env = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+        self._servers: list[CacheServer] = []
+        if IS_SERVED:
+            argv = argv_instead(argv, self._servers)
         self.pid = int(self._ask("serve_http", argv=[*argv, "--port", str(port)], env=env, log=str(log)))
 
     def _ask(self, op: str, **fields: Any) -> Any:
@@ -345,6 +369,7 @@ class Server:
             self._stream.close()
             self._socket.close()
             self.pid = 0
+            end(self._servers, signal.SIGTERM)
 
 
 def _group_alive(group: int) -> bool:

@@ -14,6 +14,7 @@ import runpy
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +35,8 @@ class Engine:
         self.internal: dict[str, str] = {}
         self.results: dict[str, dict[str, Any]] = {}
         self.admissions: list[dict[str, Any]] = []
+        self.hooks_s: list[float] = []
+        """What each step so far spent in the scheduler's connector, since `do_time_hooks`."""
 
     # -- life ---------------------------------------------------------------------------------------------------
 
@@ -140,6 +143,7 @@ class Engine:
         """Run ``count`` engine steps; returns the ids that finished in them."""
         finished: list[str] = []
         for _ in range(count):
+            self.hooks_s.append(0.0)
             for output in self.llm.step():
                 if output.finished:
                     self.results[output.request_id] = self._result(output)
@@ -260,6 +264,31 @@ class Engine:
     def do_probe(self, name: str, arguments: dict[str, Any]) -> Any:
         """Call a function of zoo/probe.py."""
         return getattr(importlib.import_module(".zoo.probe", __package__), name)(self.llm, **arguments)
+
+    def do_time_hooks(self) -> None:
+        """Count from now on what each step spends in the scheduler's connector."""
+        connector = self.core.scheduler.connector
+        names = ("get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output")
+
+        def timed(call: Callable[..., Any]) -> Callable[..., Any]:
+            def hook(*args: Any, **kwargs: Any) -> Any:
+                begin = time.perf_counter()
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    self.hooks_s[-1] += time.perf_counter() - begin
+
+            return hook
+
+        for name in (*names, "request_finished", "request_finished_all_groups"):
+            if hasattr(connector, name):
+                setattr(connector, name, timed(getattr(connector, name)))
+        self.do_hooks_s()
+
+    def do_hooks_s(self) -> list[float]:
+        """Seconds that each step spent in the connector since the last call."""
+        taken, self.hooks_s = self.hooks_s, [0.0]
+        return taken
 
     def do_detach(self, away: bool) -> None:
         """Take the connector away, as the benches do, or put it back."""

@@ -9,6 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from . import tiny
+from .cache_server import of_own_store
 from .client import BLOCK, Engine, Req, Zygote, engine_kwargs, full_blocks, kvloft, random_ids
 from .conftest import Truth
 
@@ -161,6 +162,7 @@ def test_kill_9_during_saves_leaves_no_wrong_token(truth: Truth, start: Callable
     assert ask_all(truth, last) >= found
 
 
+@of_own_store
 def test_a_second_engine_on_one_disk_directory_has_host_memory_until_the_first_ends(
     truth: Truth, start: Callable[..., Engine], tmp_path: Path
 ) -> None:

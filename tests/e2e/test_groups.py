@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from .cache_server import CacheServer, until
 from .client import BLOCK, Engine, Req, Zygote, engine_kwargs, kvloft, random_ids
 from .conftest import Truth
-from .test_server import CacheServer, server, until  # noqa: F401
+from .test_server import server  # noqa: F401
 from .test_server import shared as sharing
 from .zoo.models import IS_WHOLE, ZOO, ZooModel, chosen
 

@@ -16,9 +16,10 @@ import zmq
 from kvloft import _core
 
 from . import tiny
+from .cache_server import CacheServer, until
 from .client import BLOCK, PACE, Engine, Req, full_blocks, kvloft, random_ids
 from .conftest import Truth
-from .test_server import CacheServer, server, shared, until  # noqa: F401
+from .test_server import server, shared  # noqa: F401
 
 FRAME_KIB = 32
 """More than a frame of the tiny model with one block, less than two."""

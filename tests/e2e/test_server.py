@@ -2,101 +2,24 @@
 
 import contextlib
 import os
-import shutil
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvloft._core import ConfigError, Session, StoreError, server_evict, server_status
+from kvloft._core import ConfigError, Session, server_evict
 
-from . import tiny
+from . import storm, tiny
+from .cache_server import CacheServer, until
 from .client import BLOCK, PACE, Engine, EngineError, Req, Zygote, engine_kwargs, full_blocks, random_ids
 from .conftest import Truth
 
 PROMPTS = [Req(random_ids(7000 + i, 150 + 7 * i), max_tokens=12) for i in range(6)]
 FULL = sum(full_blocks(p.num_prompt_tokens) for p in PROMPTS)
-
-
-class CacheServer:
-    """`kvloft serve` as users run it. ``kill`` is kill -9; ``start`` begins again with the same disk."""
-
-    def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="kv-"))  # a socket's path is short
-        self.socket = self.folder / "run" / "kvloft.sock"
-        self.log = self.folder / "log"
-        self._process: subprocess.Popen[bytes] | None = None
-
-    def start(self, *, host_size: str = "64MiB") -> "CacheServer":
-        options = [
-            f"--socket={self.socket}",
-            f"--host-size={host_size}",
-            f"--disk-path={self.folder / 'disk'}",
-            "--disk-size=256MiB",
-        ]
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen([sys.executable, "-m", "kvloft.cli", "serve", *options], stdout=log, stderr=log)
-        until(self._answers, "the server does not answer")
-        return self
-
-    def _answers(self) -> bool:
-        try:
-            server_status(str(self.socket))
-        except StoreError:
-            return False
-        return True
-
-    def status(self) -> dict[str, Any]:
-        return server_status(str(self.socket))
-
-    def send(self, number: int) -> None:
-        assert self._process is not None
-        self._process.send_signal(number)
-
-    def freeze(self) -> None:
-        """SIGSTOP, and wait until every thread stands still."""
-        self.send(signal.SIGSTOP)
-        assert self._process is not None
-        tasks = Path(f"/proc/{self._process.pid}/task")
-        until(lambda: all((t / "stat").read_text().rpartition(") ")[2][0] == "T" for t in tasks.iterdir()), "it goes on")
-
-    def end(self, number: int = signal.SIGKILL) -> int:
-        """Send the signal and wait; the exit status."""
-        if self._process is None:
-            return 0
-        self.send(number)
-        process, self._process = self._process, None
-        return process.wait(60 * PACE)
-
-    def namespaces(self) -> list[dict[str, Any]]:
-        spaces: list[dict[str, Any]] = self.status()["namespaces"]
-        return spaces
-
-    def assert_at_rest(self) -> None:
-        def is_at_rest() -> bool:
-            status = self.status()
-            held = [space["stats"][name] for space in status["namespaces"] for name in ("frames_reserved", "pins")]
-            return not any(held) and status["stats"]["quarantined_leases"] == 0
-
-        until(is_at_rest, "something is held")
-
-    def close(self) -> None:
-        self.end()
-        shutil.rmtree(self.folder)
-
-
-def until(is_so: Callable[[], bool], otherwise: str) -> None:
-    deadline = time.monotonic() + 60 * PACE
-    while not is_so():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -230,6 +153,17 @@ def test_the_server_dies_at_any_moment_and_no_token_is_wrong(
     until_full(truth, engine)
     engine.assert_at_rest()
     assert engine.metrics()["vllm:kvloft_hook_errors_total"] == 0
+
+
+def test_a_server_that_is_killed_and_frozen_under_load_costs_no_token(
+    truth: Truth, start: Callable[..., Engine], server: CacheServer
+) -> None:
+    engine = start(kv_transfer_config=storm.settings(server), num_blocks=120)
+    result = storm.storm(engine, server, truth, rounds=4, seed=5, progress=str)
+    assert not result["problems"]
+    assert result["hooks_s"]["kill -9"] and result["hooks_s"]["freeze"]
+    engine.assert_at_rest()
+    server.assert_at_rest()
 
 
 def test_a_frozen_server_costs_one_deadline_and_goes_on_where_it_was(

@@ -1,0 +1,139 @@
+"""A server that is killed and frozen at random moments under load: `python -m tests.e2e.storm --rounds 20`.
+
+One real engine asks the same prompts again and again, with the deadline that users have. Prints how long its steps waited in
+kvloft, with and without faults; every token is compared with vLLM without any cache. Exit status 1 if one differs, a request fails,
+or hits do not come back. On a busy machine the times say more of the machine.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from . import tiny
+from .cache_server import PACE, CacheServer
+from .client import Engine, Req, Zygote, engine_kwargs, full_blocks, random_ids
+from .conftest import Truth
+
+KINDS = ("kill -9", "freeze")
+
+
+def prompts(truth: Truth) -> list[Req]:
+    return [truth.pick(lambda seed, n=n: Req(random_ids(seed, 150 + 7 * n), max_tokens=12), 7000 + n) for n in range(6)]  # type: ignore[misc]
+
+
+@contextlib.contextmanager
+def fault(server: CacheServer, kind: str, after_s: float, lasts_s: float) -> Iterator[None]:
+    """One, beside what the block does, over at its end."""
+
+    def strike() -> None:
+        time.sleep(after_s)
+        server.end() if kind == "kill -9" else server.freeze()
+        time.sleep(lasts_s)
+        server.start() if kind == "kill -9" else server.send(signal.SIGCONT)
+
+    thread = threading.Thread(target=strike)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def storm(
+    engine: Engine, server: CacheServer, truth: Truth, rounds: int, seed: int, progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """So many faults at moments that chance picks, in turns with rounds without: seconds in kvloft of every step, and problems."""
+    pick, asked = random.Random(seed), prompts(truth)
+    found, hooks_s, problems = 0, dict[str, list[float]](), list[str]()
+
+    def ask(kind: str) -> int:
+        nonlocal problems
+        engine.hooks_s()
+        results = engine.ask(*[p.again() for p in asked for _ in range(2)])
+        hooks_s.setdefault(kind, []).extend(engine.hooks_s())
+        right = [truth.tokens(p) for p in asked for _ in range(2)]
+        problems += [f"{kind}: a wrong answer" for result, tokens in zip(results, right, strict=True) if result.tokens != tokens]
+        return sum(result.num_external for result in results)
+
+    full = 2 * sum(full_blocks(p.num_prompt_tokens) for p in asked)
+    engine.time_hooks()
+    for nth in range(rounds):
+        kind = KINDS[nth % len(KINDS)]
+        with fault(server, kind, pick.uniform(0, 0.3), pick.uniform(0.02, 0.4)):
+            ask(kind)
+        deadline = time.monotonic() + 30 * PACE
+        while (found := ask("none")) < full and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if found < full:
+            problems.append(f"hits did not come back after {kind}: {found} of {full} tokens")
+        progress(f"{nth + 1} of {rounds} faults, {len(problems)} problems")
+    return {"rounds": rounds, "seed": seed, "hooks_s": hooks_s, "problems": problems}
+
+
+def settings(server: CacheServer, **more: Any) -> dict[str, Any]:
+    """kv_transfer_config of its engine."""
+    return {
+        "kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {"server": f"unix:{server.socket}", "chunk_tokens": 32, **more},
+    }  # fmt: skip
+
+
+def run(rounds: int, seed: int, progress: Callable[[str], None]) -> dict[str, Any]:
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvloft-storm-")))
+        model = tiny.write_model(folder / "model")
+        zygote = Zygote(folder)
+        stack.callback(zygote.close)
+        truth = Truth(lambda: zygote.engine(engine_kwargs(model, num_blocks=600)))
+        stack.callback(truth.close)
+        server = CacheServer().start()
+        stack.callback(server.close)
+        engine = zygote.engine(engine_kwargs(model, num_blocks=120, kv_transfer_config=settings(server)))
+        stack.callback(engine.kill)
+        result = storm(engine, server, truth, rounds=rounds, seed=seed, progress=progress)
+        engine.assert_at_rest()
+        server.assert_at_rest()
+        return result
+
+
+def row(kind: str, seconds: Sequence[float]) -> tuple[str, ...]:
+    ms = [1e3 * s for s in seconds]
+    p99 = statistics.quantiles(ms, n=100)[98] if len(ms) > 1 else ms[0]
+    return kind, str(len(ms)), f"{statistics.median(ms):.2f}", f"{p99:.2f}", f"{max(ms):.2f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=20, help="faults (default 20)")
+    parser.add_argument("--seed", type=int, default=int(time.time()), help="of their moments (default: the time)")
+    parser.add_argument("--json", metavar="FILE", help="also write everything that was counted to FILE")
+    args = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    with console.status("starting") as status:
+        result = run(args.rounds, args.seed, status.update)
+    table = Table("fault", "steps", "median ms", "p99 ms", "longest ms", title="What a step waits in kvloft (server_timeout: 5 ms)")
+    for kind, seconds in sorted(result["hooks_s"].items()):
+        table.add_row(*row(kind, seconds))
+    console.print(table)
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1))
+    for problem in result["problems"]:
+        console.print(f"kvloft: {problem}", style="red")
+    return 1 if result["problems"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
