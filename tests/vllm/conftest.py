@@ -1,4 +1,4 @@
-"""Lets these tests import the helpers beside them, and what several of them need."""
+"""Lets these tests import the helpers beside them and of `tests/model`, and what several of them need."""
 
 import sys
 from collections.abc import Callable
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-HERE = str(Path(__file__).resolve().parent)
-if HERE not in sys.path:
-    sys.path.insert(0, HERE)
+HERE = Path(__file__).resolve().parent
+for folder in (str(HERE), str(HERE.parent / "model")):
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
 
 
 @pytest.fixture

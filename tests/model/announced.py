@@ -1,0 +1,264 @@
+"""A store, what is announced of it and a subscriber, in any order of steps: for tests of what is told, by whatever way.
+
+It is the engine's own store, or a server's, where another engine saves and evicts too and the server goes and comes back. The
+oracle is lookups of every prefix, and what a subscriber may assume of each event. How events get to the subscriber, and how a
+server is started, is the test's.
+"""
+
+import hashlib
+import os
+import random
+import shutil
+import tempfile
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from kvloft import _core
+from kvloft.plan.announce import DISK, HOST, Announcer, Block, Stored
+from kvloft.seam.shape import GroupShape
+
+FRAME, BLOCK, MAX_BLOCKS = 4096, 2, 7
+NAMESPACE = b"e" * 32
+NUM_STEPS = int(os.environ.get("KV_EVENT_STEPS", "4000"))
+PACE = float(os.environ.get("TEST_PACE", "1"))
+Prompt = tuple[int, ...]
+
+
+def hash_of(prompt: Prompt) -> bytes:
+    return hashlib.sha256(repr(prompt).encode()).digest()
+
+
+def describe(live: Any, begin: int, end: int) -> list[Block]:
+    prefixes = [live.prompt[: (nth + 1) * BLOCK] for nth in range(begin, end)]
+    parents = [hash_of(prefix[:-BLOCK]) if len(prefix) > BLOCK else None for prefix in prefixes]
+    return [Block(hash_of(own), parent, array("I", own[-BLOCK:])) for own, parent in zip(prefixes, parents, strict=True)]
+
+
+class Index:
+    """A subscriber. Events that contradict what it was told before, or the prompts, fail."""
+
+    def __init__(self, prompts: set[Prompt]) -> None:
+        self.tiers: dict[int, set[bytes]] = {HOST: set(), DISK: set()}
+        prefixes = {prompt[:end] for prompt in prompts for end in range(BLOCK, len(prompt) + 1, BLOCK)}
+        self._of = {hash_of(prefix): prefix for prefix in prefixes}
+
+    def replay(self, events: list[Any]) -> None:
+        for event in events:
+            tier = self.tiers[event.tier]
+            if not isinstance(event, Stored):
+                assert set(event.hashes) <= tier and len(set(event.hashes)) == len(event.hashes), "removed, and was not there"
+                tier -= set(event.hashes)
+                continue
+            for block, before in zip(event.blocks, [None, *event.blocks], strict=False):
+                prefix = self._of[block.hash]
+                assert block.hash not in tier, "told twice"
+                assert tuple(block.token_ids) == prefix[-BLOCK:]
+                assert block.parent == (hash_of(prefix[:-BLOCK]) if len(prefix) > BLOCK else None)
+                assert before is None or before.hash == block.parent, "one event, two runs"
+                tier.add(block.hash)
+
+    def clear(self) -> None:
+        """The engine forgot its own blocks, and says so: what others hold is told again."""
+        self.tiers = {HOST: set(), DISK: set()}
+
+    def close(self) -> None:
+        """The engine ended."""
+
+
+class World:
+    """A store, its announcer and a subscriber, which ``subscribe`` makes for each engine; in any order of steps."""
+
+    is_shared = False
+
+    def __init__(
+        self, seed: int, folder: Path, *, per_chunk: int, capacity: int, slots: int, subscribe: Callable[[set[Prompt]], Any] = Index
+    ) -> None:
+        self.subscribe = subscribe
+        self.rng, self.per_chunk, self.capacity = random.Random(seed), per_chunk, capacity
+        self.prompts = {tuple(self.rng.choices((1, 2), k=BLOCK * self.rng.randint(1, MAX_BLOCKS))) for _ in range(40)}
+        self.shape: dict[str, Any] = {"frame_bytes": FRAME, "namespace": NAMESPACE, "blocks_per_chunk": per_chunk}
+        self.memory: dict[str, Any] = {
+            "host_bytes": 9 * FRAME, "disk_path": str(folder / "disk"), "disk_bytes": slots * FRAME, "disk_threads": 2,
+        }  # fmt: skip
+        self.num_lost = 0
+        self.start()
+
+    def open(self) -> _core.Session:
+        return _core.Session(**self.shape, **self.memory)
+
+    def start(self) -> None:
+        """A new engine: its publisher is new, too."""
+        self.store = self.open()
+        self.map_arena()
+        self.store.watch(self.capacity)
+        self.announcer = Announcer(
+            SimpleNamespace(changes=self.changes), GroupShape(BLOCK, self.per_chunk), describe, is_shared=self.is_shared  # type: ignore[arg-type]
+        )  # fmt: skip
+        self.index, self.noted = self.subscribe(self.prompts), set[Prompt]()
+        self.tickets: list[int] = []
+        self.leases: list[Any] = []
+
+    def map_arena(self) -> None:
+        self.arena = _core.Arena.open(self.store.arena_path, frame_bytes=FRAME, num_frames=self.store.num_frames)
+
+    def restart(self) -> None:
+        self.store.close()
+        self.index.close()
+        self.start()
+
+    def close(self) -> None:
+        self.store.close()
+        self.index.close()
+
+    def changes(self, asked: list[bytes], limit: int) -> Any:
+        rows, lost = self.store.changes(asked, limit)
+        self.num_lost += lost
+        return rows, lost
+
+    def chain(self, prompt: Prompt) -> _core.KeyChain:
+        chain = _core.KeyChain(_core.root_key(NAMESPACE, None, None), block_tokens=BLOCK)
+        chain.append_tokens(list(prompt))
+        return chain
+
+    def any_prompt(self) -> Prompt:
+        return self.rng.choice(sorted(self.prompts))
+
+    def step(self) -> None:
+        rng = self.rng
+        match rng.choices(range(9), (40, 20, 5, 15, 12, 4, 40, 1, 1))[0]:
+            case 0:
+                self.save(self.any_prompt())
+            case 1:
+                while self.tickets:
+                    self.store.settle([self.tickets.pop(rng.randrange(len(self.tickets)))])
+            case 2 if self.tickets:
+                self.store.abort([self.tickets.pop()])
+            case 3:
+                self.leases.append(self.store.acquire(self.chain(self.any_prompt())))
+            case 4:
+                self.leases.clear()
+            case 5:
+                prompt = self.any_prompt()
+                self.store.discard([self.chain(prompt).key(rng.randrange(len(prompt) // BLOCK))])
+            case 6:
+                self.index.replay(self.announcer.take())
+            case 7:
+                self.store.clear()
+            case 8:
+                self.index.clear()
+                self.announcer.repeat()
+
+    def save(self, prompt: Prompt, *, whole: bool = False) -> None:
+        """As the scheduler half does: full chunks, and at a prompt's end a tail, which may replace another."""
+        row, tickets = self.reserve(self.store, prompt, whole=whole)
+        self.announcer.note(SimpleNamespace(prompt=prompt), row)  # type: ignore[arg-type]
+        size, (_, _, _, start, stop, tail, _, _) = self.per_chunk, row
+        ends = [size * (nth + 1) for nth in range(start, stop)] + [len(prompt) // BLOCK] * bool(tail)
+        self.noted |= {prompt[: end * BLOCK] for end in ends}
+        self.tickets += tickets
+
+    def reserve(self, store: _core.Session, prompt: Prompt, *, whole: bool = False) -> tuple[Any, list[int]]:
+        size, num_blocks = self.per_chunk, len(prompt) // BLOCK
+        tail, stop = num_blocks % size * self.rng.randint(0, 1), num_blocks // size
+        start = 0 if whole else self.rng.choice([0, 0, 0, stop])
+        chain = self.chain(prompt)
+        replaced = num_blocks - 1 if tail > 1 and self.rng.random() < 0.5 else 0
+        row: Any = (chain, list(prompt), len(prompt), start, stop, tail, list(range(1, num_blocks + 1)), replaced)
+        (chunks,), _ = store.reserve_all([row])
+        for chunk in chunks or ():
+            spec = {"offset": 0, "part_bytes": FRAME, "key": chunk.key, "layout": b"l" * 32, "page_bytes": [64], "rank": 0}
+            self.arena.seal(chunk.frame, {**spec, "num_blocks": chunk.num_blocks})
+        return row, [chunk.ticket for chunk in chunks or ()]
+
+    def rest(self) -> None:
+        """Nothing moves, and everything is told: the index is what lookups find of what requests had."""
+        self.leases.clear()
+        self.store.abort(self.tickets)
+        self.tickets.clear()
+        deadline = time.monotonic() + 30 * PACE
+        while self.store.stats()["frames_reserved"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        assert self.store.flush(30 * PACE)
+        # In slices: what was lost meanwhile is asked for once more.
+        for _ in range(300):
+            self.index.replay(self.announcer.take())
+        host, stored = set[bytes](), set[bytes]()
+        for prefix in self.noted:
+            num_blocks = len(prefix) // BLOCK
+            first = (num_blocks - 1) // self.per_chunk * self.per_chunk
+            blocks = {hash_of(prefix[: (nth + 1) * BLOCK]) for nth in range(first, num_blocks)}
+            in_host, anywhere = self.store.lookup(self.chain(prefix))
+            host |= blocks if in_host == num_blocks else set()
+            stored |= blocks if anywhere == num_blocks else set()
+        told = self.index.tiers
+        assert told[HOST] == host
+        assert told[HOST] | told[DISK] == stored
+
+
+class SharedWorld(World):
+    """The same with a server of ``host``'s, which goes and comes back, and another engine, whose saves evict."""
+
+    is_shared = True
+
+    def __init__(self, seed: int, folder: Path, *, host: Callable[..., Any] = _core.Server, **more: Any) -> None:
+        self.run, self.host = Path(tempfile.mkdtemp(prefix="kv-")), host  # a socket's path is short
+        self.server: Any = None
+        super().__init__(seed, folder, **more)
+
+    def connect(self) -> _core.Session:
+        return _core.Session.connect(str(self.run / "kvloft.sock"), **self.shape, timeout_s=60 * PACE)
+
+    def open(self) -> _core.Session:
+        if self.server is None:
+            self.serve()
+        self.other = self.connect()
+        return self.connect()
+
+    def serve(self) -> None:
+        self.server = self.host(str(self.run / "kvloft.sock"), **self.memory)
+
+    def restart(self) -> None:
+        self.other.close()
+        super().restart()
+
+    def close(self) -> None:
+        super().close()
+        self.other.close()
+        assert self.server is not None
+        self.server.close()
+        shutil.rmtree(self.run)
+
+    def step(self) -> None:
+        rng = self.rng
+        match rng.choices(range(5), (60, 30, 4, 1, 1))[0]:
+            case 0:
+                super().step()
+            case 1:
+                self.other.settle(self.reserve(self.other, self.any_prompt())[1])
+            case 2:
+                prompt = self.any_prompt()
+                self.other.discard([self.chain(prompt).key(rng.randrange(len(prompt) // BLOCK))])
+            case 3:
+                _core.server_forget(str(self.run / "kvloft.sock"))
+            case 4:
+                self.lose_server(num_takes=rng.choice((0, 1, 300)))
+
+    def lose_server(self, num_takes: int) -> None:
+        assert self.server is not None
+        self.server.close(60 * PACE)
+        self.server = None  # only then is the socket free
+        for _ in range(num_takes):
+            self.index.replay(self.announcer.take())
+        assert num_takes < 300 or not self.index.tiers[HOST] | self.index.tiers[DISK]
+        self.serve()
+        deadline = time.monotonic() + 60 * PACE
+        for session in (self.store, self.other):
+            while not session.renew():
+                assert time.monotonic() < deadline
+                time.sleep(0.001)
+        self.map_arena()
