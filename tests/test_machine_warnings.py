@@ -10,7 +10,7 @@ import pytest
 
 from kvloft.config import load_config
 from kvloft.errors import ConfigError
-from kvloft.machine import refuse_here, refuse_impossible, warnings
+from kvloft.machine import refuse_here, refuse_impossible, refuse_nodes, warnings
 
 
 def said(**extra: object) -> list[str]:
@@ -121,3 +121,20 @@ def test_a_directory_that_others_may_write_is_told_before_it_is_not_used(mode: i
     assert any("chmod go-w" in text for text in warnings(config))
     disk.chmod(0o755)
     assert not any("chmod go-w" in text for text in warnings(config))
+
+
+@pytest.mark.parametrize(
+    ("allowed", "nodes", "wrong"),
+    [("0", [0], None), ("0", [0, 1], 1), ("0-3,8", [0, 3, 8], None), ("0-3,8", [0, 4], 4), ("1-2", [0], 0), (None, [63], None)],
+)
+def test_nodes_that_this_process_may_not_use_are_refused(
+    allowed: str | None, nodes: list[int], wrong: int | None, tmp_path: Path
+) -> None:
+    status = tmp_path / "status"
+    if allowed is not None:
+        status.write_text(f"Name:\tpython\nMems_allowed:\t00000001\nMems_allowed_list:\t{allowed}\n")
+    if wrong is None:
+        refuse_nodes(nodes, status)
+    else:
+        with pytest.raises(ConfigError, match=rf"NUMA node {wrong} is not there.* may use is {allowed} "):
+            refuse_nodes(nodes, status)

@@ -249,9 +249,9 @@ class Server:
     """A store that engines of this user share; it listens at ``socket`` from its making on, and tells nobody else.
 
     Memory is taken for the first engine. Each namespace has chunks, slabs of the memory and a folder of its own on disk; those with
-    engines share the memory equally, but for ``shares``: percent by how a namespace's name in hex begins. Raises BusyError
-    where another server has the socket, ConfigError where its directory is not private or the shares are wrong. ``settings``: what
-    `server_status` says of it, for people.
+    engines share the memory equally, but for ``shares``: percent by how a namespace's name in hex begins. ``numa``: the
+    NUMA node of each shard's part of a chunk, or one for all. ``settings``: what `server_status` says of it, for people. Raises
+    BusyError where another server has the socket, ConfigError where its directory is not private or the shares are wrong.
     """
 
     def __new__(
@@ -265,6 +265,7 @@ class Server:
         disk_threads: int = 2,
         max_connections: int = 64,
         shares: list[tuple[str, int]] | None = None,
+        numa: list[int] | None = None,
         settings: dict[str, str] | None = None,
     ) -> Server: ...
     def status(self) -> dict[str, Any]:

@@ -5,6 +5,7 @@ It changes nothing and makes no directory. It must not know vLLM or the store.
 
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -37,6 +38,22 @@ def refuse_here(config: Config) -> None:
     for key, text in found.items():
         if text is not None:
             raise ConfigError(f"{text} Set another {key}; this one is from {config.origin(key)}.")
+
+
+def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status")) -> None:
+    """Raise ConfigError for NUMA nodes that this process may have no memory of, as far as the system says (``status``)."""
+    try:
+        lists = [line.split()[1] for line in status.read_text().splitlines() if line.startswith("Mems_allowed_list:")]
+    except (OSError, IndexError):
+        return
+    for text in lists:
+        ends = [tuple(map(int, part.split("-"))) for part in text.split(",")]
+        unknown = [node for node in nodes if not any(end[0] <= node <= end[-1] for end in ends)]
+        if unknown:
+            raise ConfigError(
+                f"--numa: NUMA node {unknown[0]} is not there, or not for this process; what it may use is {text} "
+                "(see `nvidia-smi topo -m` for each GPU's node)."
+            )
 
 
 def warnings(config: Config) -> list[str]:

@@ -57,6 +57,7 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
     finally:
         process.kill()
         process.wait()
+    assert list(socket.parent.iterdir()) == [], "neither socket nor lock is left"
     assert _core.disk_inspect(str(disk))[0]["chunks"] == 3
     assert main(["status", "--socket", str(socket)]) == 1
     assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")
@@ -140,3 +141,32 @@ def test_no_linger_at_all_ends_with_the_last_engine_and_not_before(monkeypatch: 
     monkeypatch.setattr(serve, "LOOK_EVERY_S", 0.001)
     serve._wait(threading.Event(), Watched(), 0.0)
     assert looks == []
+
+
+@pytest.mark.parametrize(
+    ("nodes", "said"),
+    [
+        ("", "expected a node for each rank"),
+        ("0,", "expected a node for each rank"),
+        ("0;1", "expected a node for each rank"),
+        ("0,63", "--numa: NUMA node 63 is not there, or not for this process; what it may use is 0"),
+    ],
+)
+def test_a_numa_node_that_cannot_be_is_one_sentence(
+    nodes: str, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve", "--socket", str(folder / "kv.sock"), "--host-size", "1MiB", "--numa", nodes]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
+    assert not list(folder.iterdir())
+
+
+def test_nodes_of_ranks_are_the_servers(folder: Path) -> None:
+    assert serve.nodes("0,0") == [0, 0] and serve.nodes(None) == []
+    socket = str(folder / "run" / "kv.sock")
+    server = _core.Server(socket, host_bytes=1 << 20, numa=[0, 0])
+    engine = _core.Session.connect(socket, frame_bytes=8192, namespace=bytes(32), timeout_s=60.0)
+    (said,) = [event for event in server.take_events() if "memory" in event]
+    assert said == "host memory lies on NUMA nodes 0, 0" or said.endswith("; it lies where the system puts it")
+    engine.close()
+    server.close(0.0)

@@ -3,6 +3,9 @@
 Saves to frames that are not pinned yet wait for them, and none fails unless its blocks are written again first.
 """
 
+import ctypes
+import mmap
+import os
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -222,3 +225,28 @@ def test_pinning_goes_from_the_first_frame_up_and_says_so(monkeypatch: pytest.Mo
         assert seen == [(4 * 4096, False), (8 * 4096, False), (10 * 4096, False), (10 * 4096, True)]
         assert sorted(gpu.registered) == [1 << 20, (1 << 20) + 4 * 4096, (1 << 20) + 8 * 4096]
         gpu.registered.clear()
+
+
+def test_memory_that_was_placed_stays_where_it_was_placed() -> None:
+    """By the server, say: real calls, of which those that place are noted and not made."""
+    mbind, _ = pinning._SYSCALLS[os.uname().machine]
+    libc = ctypes.CDLL(None, use_errno=True)
+    memory = mmap.mmap(-1, 4 * mmap.PAGESIZE)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    placed: list[tuple[int, int]] = []
+
+    class Libc:
+        @staticmethod
+        def syscall(number: int, *args: Any) -> int:
+            if number == mbind:
+                placed.append((args[0].value, args[1].value))
+                return 0
+            return int(libc.syscall(number, *args))
+
+    pinning._prefer(Libc, begin, 2 * mmap.PAGESIZE, 0)  # type: ignore[arg-type]
+    assert placed == [(begin, 2 * mmap.PAGESIZE)]
+    mask = ctypes.c_ulong(1)
+    if libc.syscall(mbind, ctypes.c_void_p(begin), ctypes.c_size_t(mmap.PAGESIZE), 1, ctypes.byref(mask), 65, 0):
+        pytest.skip("this system lets nobody place memory")
+    pinning._prefer(Libc, begin, 2 * mmap.PAGESIZE, 0)  # type: ignore[arg-type]
+    assert len(placed) == 1, "the one who came first decides"

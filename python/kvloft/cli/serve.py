@@ -22,7 +22,7 @@ from kvloft.cli import metrics
 from kvloft.cli.background import in_background
 from kvloft.config import KEYS, OF_STORE, Config, describe, load_config, parse_seconds, size_text
 from kvloft.errors import ConfigError
-from kvloft.machine import refuse_here, warnings
+from kvloft.machine import refuse_here, refuse_nodes, warnings
 
 LOOK_EVERY_S: Final = 0.5
 FIRST_ENGINE_S: Final = 60.0
@@ -89,6 +89,9 @@ def add_parser(subparsers: Any) -> None:
         metavar="NAMESPACE=PERCENT",
         help="a fixed share of host memory, by the first digits of a name that `kvloft status` prints; may be repeated",
     )
+    parser.add_argument(
+        "--numa", metavar="NODES", help="the NUMA node of each rank's GPU (0,0,1,1), or one for all: host memory lies there"
+    )
     parser.add_argument("--metrics", metavar="[HOST:]PORT", help="answer Prometheus there; without a HOST, only this machine")
     parser.set_defaults(run=run)
 
@@ -122,6 +125,17 @@ def shares(texts: list[str]) -> list[tuple[str, int]]:
     return found
 
 
+def nodes(text: str | None) -> list[int]:
+    """NUMA nodes of ranks, of ``0,0,1,1``. Raises ConfigError also where this machine has no such node."""
+    if text is None:
+        return []
+    if re.fullmatch(r"[0-9]{1,2}(,[0-9]{1,2})*", text) is None:
+        raise ConfigError(f"--numa {text!r}: expected a node for each rank of an engine, such as 0,0,1,1, or one node for all.")
+    found = [int(each) for each in text.split(",")]
+    refuse_nodes(found)
+    return found
+
+
 def not_answered(error: Exception) -> int:
     """Tell why a server was not asked, and what to do if there is none; returns the exit status."""
     from kvloft._core import StoreError
@@ -138,12 +152,12 @@ def run(args: argparse.Namespace) -> int:
     """
     config, metrics_at = settings(args), metrics.address(args.metrics) if args.metrics is not None else None
     linger_s = _linger(args.linger)
-    own_shares = shares(args.share)
+    own_shares, numa = shares(args.share), nodes(args.numa)
     own = replace(config, server=None)  # its memory and its disk are this machine's
     refuse_here(own)
     for warning in warnings(own):
         print(f"kvloft: warning: {warning}", file=sys.stderr)
-    serve = partial(_serve, config, own_shares, metrics_at, linger_s)
+    serve = partial(_serve, config, own_shares, numa, metrics_at, linger_s)
     return in_background(serve, Path(args.background).absolute()) if args.background is not None else serve(lambda: None)
 
 
@@ -157,6 +171,7 @@ def _linger(text: str | None) -> float | None:
 def _serve(
     config: Config,
     own_shares: list[tuple[str, int]],
+    numa: list[int],
     metrics_at: tuple[str, int] | None,
     linger_s: float | None,
     begun: Callable[[], None],
@@ -177,6 +192,7 @@ def _serve(
             disk_bytes=config.disk_bytes,
             disk_threads=config.disk_threads,
             shares=own_shares,
+            numa=numa,
             settings=_told(config, linger_s),
         )
     except (PlaceError, StoreError) as e:

@@ -11,8 +11,8 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, PoisonError};
 
-use crate::io::HostArena;
 use crate::io::arena::FRAME_ALIGN;
+use crate::io::{HostArena, placement};
 use crate::sync::{Mutex, MutexGuard};
 use crate::tier::disk::DiskRoot;
 use crate::units::size_text;
@@ -91,6 +91,15 @@ impl Pool {
             books: Mutex::new(books),
             wake: Box::new(wake),
         }))
+    }
+
+    /// Has memory that nobody touched yet lie on the NUMA nodes of shards, for frames of `frame_bytes`; returns in how many ranges.
+    /// `Io` if the system refuses.
+    pub fn place(&self, frame_bytes: u64, nodes: &[u32]) -> Result<usize> {
+        let num_frames = u32::try_from(self.size_bytes() / frame_bytes.max(1)).unwrap_or(u32::MAX);
+        let places = placement::by_shard(frame_bytes, num_frames, nodes);
+        self.arena.place(&places)?;
+        Ok(places.len())
     }
 
     /// Bytes of the whole arena.

@@ -164,6 +164,26 @@ fn a_long_row_of_kept_chunks_is_passed_in_parts() {
     assert_eq!(own.1.iter().map(in_host).sum::<u32>(), 4000);
 }
 
+/// The same on disk: a write looks on until all that is kept is passed.
+#[test]
+fn no_write_is_dropped_for_a_long_row_of_kept_chunks() {
+    let disk = MemoryDisk::new(6000);
+    let config = StoreConfig { disk: Some(disk_settings(6000, 1)), ..config(64, 1, Eviction::Lru) };
+    let store = disk.open(&config, &[]);
+    store.keep(tag("a"), true).unwrap();
+    let arena = arena_of(&store);
+    let fill_disk = |salt, prompts: std::ops::Range<u32>| {
+        for prompt in prompts {
+            save(&store, &arena, &chain_of(salt, prompt, 1), range(0, 1, 0));
+            assert!(prompt % 30 > 0 || disk.flush(&store));
+        }
+        assert!(disk.flush(&store));
+    };
+    fill_disk(Some("a"), 0..2700);
+    fill_disk(None, 0..4000); // the last of them find it full, and what is kept in front
+    assert_eq!((stat(&store, "disk_dropped"), store.kept().num_disk), (0, 2700));
+}
+
 /// A save that may use the lowest frames only passes many chunks, and does not take what is kept in those.
 #[test]
 fn kept_chunks_in_the_frames_of_saves_stay() {

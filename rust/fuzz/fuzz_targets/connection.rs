@@ -39,6 +39,7 @@ fn rig() -> &'static Rig {
             eviction,
             available_bytes,
             disk,
+            numa: Vec::new(),
             shares: Vec::new(),
             settings: Vec::new(),
             max_connections,

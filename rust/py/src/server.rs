@@ -27,7 +27,7 @@ impl Server {
     #[new]
     #[pyo3(signature = (
         socket, *, host_bytes, eviction="adaptive", disk_path=None, disk_bytes=0, disk_threads=2, max_connections=64,
-        shares=None, settings=None,
+        shares=None, numa=None, settings=None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
@@ -40,6 +40,7 @@ impl Server {
         disk_threads: u32,
         max_connections: usize,
         shares: Option<Vec<(String, u32)>>,
+        numa: Option<Vec<u32>>,
         settings: Option<BTreeMap<String, String>>,
     ) -> PyResult<Self> {
         let disk = disk_path.map(|dir| DiskSettings {
@@ -55,6 +56,7 @@ impl Server {
             available_bytes: available_bytes(),
             disk,
             shares: shares.unwrap_or_default(),
+            numa: numa.unwrap_or_default(),
             settings: settings.unwrap_or_default().into_iter().collect(),
             max_connections,
             patience: Patience::default(),

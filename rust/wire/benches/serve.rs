@@ -71,6 +71,7 @@ fn main() {
             eviction,
             available_bytes,
             disk,
+            numa: Vec::new(),
             shares: Vec::new(),
             settings: Vec::new(),
             max_connections,

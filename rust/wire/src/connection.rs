@@ -62,6 +62,8 @@ struct Connection {
     tally: Arc<Tally>,
     /// Blocks of the prefix that the next question is about, where it is sent without what is not there.
     num_anchored: u32,
+    /// As one of those that were accepted; who only looks is none.
+    is_counted: bool,
     has_said_bye: bool,
 }
 
@@ -89,6 +91,7 @@ pub(crate) fn refuse(shared: &Shared, mut stream: &UnixStream, text: &str) {
 pub(crate) fn start(shared: &Arc<Shared>, stream: UnixStream, number: u64) {
     let Ok((uid, pid)) = peer(&stream) else { return };
     if !is_own(uid) {
+        shared.num_accepted.fetch_add(1, Ordering::Relaxed);
         shared.tell(format!("refused a connection of user {uid}: {NOT_OURS}"));
         return refuse(shared, &stream, NOT_OURS);
     }
@@ -112,6 +115,7 @@ pub(crate) fn start(shared: &Arc<Shared>, stream: UnixStream, number: u64) {
         out: Vec::new(),
         tally,
         num_anchored: 0,
+        is_counted: false,
         has_said_bye: false,
     };
     // Where no thread starts, the connection is dropped, and with it ends.
@@ -150,13 +154,22 @@ impl Connection {
             }
         };
         if let End::Refused(text) = end {
+            self.count_once();
             let pid = self.shared.peers().get(&self.number).map_or(0, |peer| peer.pid);
             self.shared.tell(format!("refused process {pid}: {text}"));
             refuse(&self.shared, &self.stream, &text);
         }
     }
 
+    fn count_once(&mut self) {
+        let is_new = !std::mem::replace(&mut self.is_counted, true);
+        self.shared.num_accepted.fetch_add(is_new.into(), Ordering::Relaxed);
+    }
+
     fn handle(&mut self, number: u32, request: &Request<'_>) -> Result<(), End> {
+        if !matches!(request, Request::Status(_)) {
+            self.count_once();
+        }
         let answer = match (request, self.seat.clone()) {
             (Request::Status(VERSION), _) => Some(Answer::Status(self.shared.status())),
             (Request::Forget(VERSION, name), _) => {

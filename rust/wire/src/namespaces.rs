@@ -159,11 +159,11 @@ impl Space {
     }
 
     /// Pins it as a whole, or no more, or leaves that as it is. While it or a salt is pinned, it stays open and has its share of memory
-    /// without an engine, too.
-    pub(crate) fn pin(&self, is_whole: Option<bool>, has_salts: bool) {
+    /// without an engine, too. Who asks last whether it `has_salts` decides, so that is asked under the lock.
+    pub(crate) fn pin(&self, is_whole: Option<bool>, has_salts: impl FnOnce() -> bool) {
         let mut pinned = locked(&self.pinned);
         let before = pinned.0 || pinned.1;
-        *pinned = (is_whole.unwrap_or(pinned.0), has_salts);
+        *pinned = (is_whole.unwrap_or(pinned.0), has_salts());
         match (before, pinned.0 || pinned.1) {
             (false, true) => self.sit(),
             (true, false) => self.leave(),
@@ -245,12 +245,13 @@ impl Books {
 }
 
 impl Namespaces {
-    /// A seat for the engine; `Busy` or `InvalidConfig` where there is none for its shape. `wake` is the pool's.
+    /// A seat for the engine; `Busy` or `InvalidConfig` where there is none for its shape. `wake` is the pool's, `tell` for people.
     pub(crate) fn seat(
         &self,
         hello: &Hello,
         config: &ServerConfig,
         wake: impl Fn() + Send + Sync + 'static,
+        tell: impl Fn(String),
     ) -> Result<Seat> {
         store_config(hello, config).check()?;
         let (space, gone, pool) = {
@@ -258,7 +259,13 @@ impl Namespaces {
             let (space, gone) = books.space(hello)?;
             let pool = match &books.pool {
                 Some(pool) => Arc::clone(pool),
-                None => Arc::clone(books.pool.insert(Pool::create(config.host_bytes, hello.frame_bytes, wake)?)),
+                None => {
+                    let pool = Pool::create(config.host_bytes, hello.frame_bytes, wake)?;
+                    if !config.numa.is_empty() {
+                        tell(placed(&pool, hello.frame_bytes, &config.numa)); // before an engine touches it
+                    }
+                    Arc::clone(books.pool.insert(pool))
+                }
             };
             space.sit(); // keeps it from being closed meanwhile
             (space, gone, pool)
@@ -351,15 +358,30 @@ impl Namespaces {
     }
 }
 
+/// Has memory lie near the shards' GPUs; what a person should see of it.
+fn placed(pool: &Pool, frame_bytes: u64, nodes: &[u32]) -> String {
+    let names = nodes.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
+    match pool.place(frame_bytes, nodes) {
+        Ok(1) => format!("host memory lies on NUMA nodes {names}"),
+        Ok(num) => format!("host memory lies on NUMA nodes {names} by shard, in {num} ranges"),
+        Err(error) => format!("{error}; it lies where the system puts it"),
+    }
+}
+
 fn other_shape(other: &Space, hello: &Hello) -> Error {
+    let name = id(&hello.namespace);
+    let is_pin_alone = other.is_pinned() && locked(&other.seats).num == 1;
+    let (whose, fix) = if is_pin_alone {
+        (
+            format!("namespace {name} is pinned on this kvloft server with"),
+            format!("`kvloft pin --namespace {name} --off`"),
+        )
+    } else {
+        (format!("engines of namespace {name} on this kvloft server have"), "give them the same settings".to_owned())
+    };
     let message = format!(
-        "engines of namespace {} on this kvloft server have chunks of {} bytes in {} blocks, and this engine's have {} in {}; \
-         give them the same settings, or start another server for it",
-        id(&hello.namespace),
-        other.hello.frame_bytes,
-        other.hello.blocks_per_chunk,
-        hello.frame_bytes,
-        hello.blocks_per_chunk
+        "{whose} chunks of {} bytes in {} blocks, and this engine's have {} in {}; {fix}, or start another server for it",
+        other.hello.frame_bytes, other.hello.blocks_per_chunk, hello.frame_bytes, hello.blocks_per_chunk
     );
     Error::new(ErrorKind::Busy, message)
 }

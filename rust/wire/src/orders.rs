@@ -4,18 +4,19 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use kvloft_core::key::SaltTag;
 use kvloft_core::store::{Evict, Kept, erase_closed};
+use kvloft_core::tier::disk::Erased;
 use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::bytes::{Reader, Writer};
 use crate::link::Link;
 use crate::message::{Answer, Request, VERSION};
 use crate::namespaces::{Space, id};
-use crate::server::Shared;
+use crate::server::{Shared, spawn};
 
 /// Longest work of a server at one order.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(50);
@@ -46,12 +47,12 @@ pub struct GivenUp {
     pub is_cut_short: bool,
 }
 
-/// What is pinned.
+/// What is pinned: of the salt that was named, or all.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Pinned {
     /// Namespaces that were told.
     pub num_namespaces: u64,
-    /// Salts that are pinned in them now.
+    /// Salts that are pinned in them now, in each for itself.
     pub num_salts: u64,
     /// Bytes that those have in host memory.
     pub host_bytes: u64,
@@ -111,16 +112,18 @@ impl Pinned {
 impl Shared {
     /// Gives chunks up, in the namespaces that are open and in those that are on disk only. `InvalidConfig` if no namespace is meant.
     pub(crate) fn evict(&self, whose: &Whose, is_host_only: bool) -> Result<GivenUp> {
-        let deadline = Instant::now() + ORDER_TIMEOUT;
-        let mut all = GivenUp::default();
-        // Before, for what is opened meanwhile, and after, for what is closed.
-        let before = self.erase_closed(whose, is_host_only, &mut all)?;
+        let (begin, mut all) = (Instant::now(), GivenUp::default());
+        let deadline = begin + ORDER_TIMEOUT;
+        // Each counts what goes while it has its turn.
+        let Some(_turn) = self.evicting.take(deadline) else { return Ok(GivenUp { is_cut_short: true, ..all }) };
+        // Before, for what is opened meanwhile, and after, for what is closed. A disk that hangs leaves time for what is open.
+        let before = self.erase_closed(whose, is_host_only, begin + ORDER_TIMEOUT / 3, &mut all)?;
         let spaces = self.namespaces.all_of(&whose.namespace);
         for space in &spaces {
             evict_in(space, Evict { salt: whose.salt, is_host_only }, deadline, &mut all);
         }
         let num_namespaces = all.num_namespaces;
-        let after = self.erase_closed(whose, is_host_only, &mut all)?;
+        let after = self.erase_closed(whose, is_host_only, deadline, &mut all)?;
         all.num_namespaces = num_namespaces;
         let ids: Vec<_> = spaces.iter().map(|space| id(&space.hello.namespace)).collect();
         all.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name)); // it is being closed
@@ -134,9 +137,16 @@ impl Shared {
     }
 
     /// Returns the names of those that are open.
-    fn erase_closed(&self, whose: &Whose, is_host_only: bool, all: &mut GivenUp) -> Result<BTreeSet<String>> {
+    fn erase_closed(
+        &self,
+        whose: &Whose,
+        is_host_only: bool,
+        deadline: Instant,
+        all: &mut GivenUp,
+    ) -> Result<BTreeSet<String>> {
         if let (Some(salt), Some(disk), false) = (whose.salt, &self.config.disk, is_host_only) {
-            let erased = erase_closed(disk, self.namespaces.pool().as_ref(), &whose.namespace, salt)?;
+            let (disk, pool, prefix) = (disk.clone(), self.namespaces.pool(), whose.namespace.clone());
+            let erased = self.erase_within(deadline, move || erase_closed(&disk, pool.as_ref(), &prefix, salt))?;
             all.num_namespaces += erased.num_namespaces;
             all.num_chunks += erased.num_chunks;
             all.disk_bytes += erased.num_bytes;
@@ -144,6 +154,23 @@ impl Shared {
             return Ok(erased.open);
         }
         Ok(BTreeSet::new())
+    }
+
+    /// What `erase` comes to, in a thread of its own, which may be left with a disk that hangs: until it is done there is no other.
+    fn erase_within(
+        &self,
+        deadline: Instant,
+        erase: impl FnOnce() -> Result<Erased> + Send + 'static,
+    ) -> Result<Erased> {
+        let cut_short = || Ok(Erased { is_cut_short: true, ..Erased::default() });
+        let Some(turn) = self.erasing.take(deadline) else { return cut_short() };
+        let (send, receive) = mpsc::channel();
+        spawn("erase", move || {
+            let done = erase();
+            drop(turn);
+            let _nobody_waits = send.send(done);
+        })?;
+        receive.recv_timeout(deadline.saturating_duration_since(Instant::now())).unwrap_or_else(|_| cut_short())
     }
 }
 
@@ -165,11 +192,12 @@ impl Shared {
                 None if !is_pinned => store.keep_none(),
                 None => {}
             }
-            let Kept { num_salts, num_host, num_disk } = store.kept();
-            space.pin(if whose.salt.is_none() { Some(is_pinned) } else { None }, num_salts > 0);
+            space.pin(if whose.salt.is_none() { Some(is_pinned) } else { None }, || store.kept().num_salts > 0);
             if !self.namespaces.all().iter().any(|open| Arc::ptr_eq(open, space)) {
                 return Err(self.namespaces.none_of("just closed a namespace"));
             }
+            let Kept { num_salts, num_host, num_disk } =
+                whose.salt.map_or_else(|| store.kept(), |salt| store.kept_of(salt));
             all.num_namespaces += 1;
             all.num_salts += num_salts;
             all.host_bytes += num_host * space.hello.frame_bytes;

@@ -22,6 +22,7 @@ use crate::namespaces::{self, Namespaces, Seat, Space};
 use crate::quarantine::{Patience, Quarantine};
 use crate::socket::Listener;
 use crate::tally::Tally;
+use crate::turns::Turns;
 
 /// How often it is looked whether frames of dead engines may be used again.
 const LOOK_EVERY: Duration = Duration::from_millis(100);
@@ -47,6 +48,8 @@ pub struct ServerConfig {
     pub disk: Option<DiskSettings>,
     /// Percent of host memory for namespaces whose names in hex begin so; the others with engines share the rest equally.
     pub shares: Vec<(String, u32)>,
+    /// The NUMA node of each shard's part of a chunk, in their order; one for all. Empty: wherever the system puts memory.
+    pub numa: Vec<u32>,
     /// What it was started with, as engines and people are told.
     pub settings: Vec<(String, String)>,
     /// Connections at one time.
@@ -71,6 +74,9 @@ pub(crate) struct Shared {
     pub(crate) config: ServerConfig,
     pub(crate) namespaces: Namespaces,
     pub(crate) quarantine: Quarantine,
+    /// Of evictions, which count what went; of work on the disk of closed namespaces, which may hang.
+    pub(crate) evicting: Arc<Turns>,
+    pub(crate) erasing: Arc<Turns>,
     peers: Mutex<HashMap<u64, Peer>>,
     peer_left: Condvar,
     events: Mutex<Vec<String>>,
@@ -110,7 +116,7 @@ impl Shared {
     pub(crate) fn seat(&self, hello: &Hello) -> Result<Seat> {
         let looker = Arc::clone(&self.looker);
         let wake = move || looker.get().map_or((), Thread::unpark);
-        self.namespaces.seat(hello, &self.config, wake)
+        self.namespaces.seat(hello, &self.config, wake, |event| self.tell(event))
     }
 
     /// Empties the namespace whose name begins so; returns how many chunks there were. `InvalidConfig` if there is not one.
@@ -226,6 +232,8 @@ impl Server {
             config,
             namespaces: Namespaces::default(),
             looker: Arc::default(),
+            evicting: Arc::default(),
+            erasing: Arc::default(),
             peers: Mutex::default(),
             peer_left: Condvar::new(),
             events: Mutex::default(),
@@ -299,8 +307,8 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
             std::thread::sleep(LOOK_EVERY); // no descriptor is left, say
             continue;
         };
-        shared.num_accepted.fetch_add(1, Ordering::Relaxed);
         if shared.peers().len() >= shared.config.max_connections {
+            shared.num_accepted.fetch_add(1, Ordering::Relaxed);
             connection::refuse(shared, &stream, "this kvloft server has as many connections as it takes; close some");
             continue;
         }

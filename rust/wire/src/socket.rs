@@ -35,7 +35,7 @@ pub(crate) struct Listener {
     pub(crate) socket: UnixListener,
     path: PathBuf,
     /// Locked while the socket is ours, so that a stale one can be told from another server's.
-    _lock: File,
+    lock: File,
 }
 
 impl Listener {
@@ -43,17 +43,7 @@ impl Listener {
     pub(crate) fn bind(path: &Path) -> Result<Self> {
         let fail = |what: &str, error: io::Error| Error::io(format!("{what} {}", path.display()), error);
         check_place(path)?;
-        let mut lock_path = path.as_os_str().to_owned();
-        lock_path.push(".lock");
-        let lock = File::options().write(true).create(true).truncate(false).open(&lock_path);
-        let lock = lock.map_err(|error| fail("no lock can be made for the socket", error))?;
-        lock.try_lock().map_err(|error| match error {
-            TryLockError::WouldBlock => {
-                let message = format!("another kvloft server listens at {}; choose another socket", path.display());
-                Error::new(ErrorKind::Busy, message)
-            }
-            TryLockError::Error(error) => fail("the lock cannot be taken of the socket", error),
-        })?;
+        let lock = lock(path)?;
         if path.symlink_metadata().is_ok_and(|found| found.file_type().is_socket()) {
             std::fs::remove_file(path).map_err(|error| fail("a stale socket cannot be removed:", error))?;
         }
@@ -64,7 +54,7 @@ impl Listener {
         let socket = UnixListener::bind(path).map_err(|error| fail("the server cannot listen at", error))?;
         let private = Permissions::from_mode(0o600);
         std::fs::set_permissions(path, private).map_err(|error| fail("the socket cannot be made private:", error))?;
-        Ok(Self { socket, path: path.to_owned(), _lock: lock })
+        Ok(Self { socket, path: path.to_owned(), lock })
     }
 
     /// Ends `accept`.
@@ -76,6 +66,43 @@ impl Listener {
 impl Drop for Listener {
     fn drop(&mut self) {
         let _gone = std::fs::remove_file(&self.path);
+        // While it is locked: who has it open, and gets the lock then, sees that it is not there any more.
+        if is_there(&self.lock, &lock_path(&self.path)).unwrap_or(false) {
+            let _gone = std::fs::remove_file(lock_path(&self.path));
+        }
+    }
+}
+
+fn lock_path(socket: &Path) -> PathBuf {
+    let mut path = socket.as_os_str().to_owned();
+    path.push(".lock");
+    path.into()
+}
+
+/// Whether the file is the one at that path.
+fn is_there(file: &File, path: &Path) -> io::Result<bool> {
+    let (own, found) = (file.metadata()?, path.symlink_metadata()?);
+    Ok((own.dev(), own.ino()) == (found.dev(), found.ino()))
+}
+
+/// Takes the lock of a socket; `Busy` if another server has it.
+fn lock(socket: &Path) -> Result<File> {
+    let fail = |what: &str, error: io::Error| Error::io(format!("{what} {}", socket.display()), error);
+    let path = lock_path(socket);
+    loop {
+        let lock = File::options().write(true).create(true).truncate(false).open(&path);
+        let lock = lock.map_err(|error| fail("no lock can be made for the socket", error))?;
+        lock.try_lock().map_err(|error| match error {
+            TryLockError::WouldBlock => {
+                let message = format!("another kvloft server listens at {}; choose another socket", socket.display());
+                Error::new(ErrorKind::Busy, message)
+            }
+            TryLockError::Error(error) => fail("the lock cannot be taken of the socket", error),
+        })?;
+        // A server that ended meanwhile took the file with it.
+        if is_there(&lock, &path).unwrap_or(false) {
+            return Ok(lock);
+        }
     }
 }
 

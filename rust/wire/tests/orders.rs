@@ -12,7 +12,7 @@ use kvloft_core::ErrorKind;
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Prefix};
-use kvloft_wire::{GivenUp, Pinned, Remote, RemoteConfig, Server, ServerConfig, Whose, evict, pin};
+use kvloft_wire::{GivenUp, Pinned, Remote, RemoteConfig, Server, ServerConfig, Whose, evict, pin, status};
 
 fn engine(dir: &Path, nth: u8) -> Remote {
     Remote::open(RemoteConfig { namespace: [nth; 32], ..remote_config(dir) }).expect("a client")
@@ -77,7 +77,7 @@ fn host_memory_alone_is_given_up_where_a_person_says_so() {
     let lease = one.acquire(Prefix::from(&chain(1, None, false, 1)));
     let said = evict(&socket(dir.path()), &whose("01", None), true, LONG).expect("done");
     let wanted =
-        GivenUp { num_namespaces: 1, num_chunks: 6, host_bytes: 6 * FRAME, num_in_use: 1, ..GivenUp::default() };
+        GivenUp { num_namespaces: 1, num_chunks: 6, host_bytes: 6 * FRAME, num_in_use: 6, ..GivenUp::default() };
     assert_eq!((said, one.frames(lease).len()), (wanted, 6), "what is loaded now stays");
     assert_eq!(stat(&server.status().namespaces[0].stats, "evicted"), 6);
     assert_eq!(found(&one, &chain(1, Some("a"), false, 0)), 6, "it is on disk");
@@ -200,6 +200,58 @@ fn a_pinned_namespace_keeps_its_share_when_its_engines_are_gone() {
             num_slabs(1) == 0
         });
     }
+}
+
+#[test]
+fn a_pin_says_what_there_is_of_its_own_salt() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = serve(dir.path());
+    let (socket, one) = (socket(dir.path()), engine(dir.path(), 1));
+    save(&one, &chain(1, Some("a"), false, 0));
+    let told = |salt, is_pinned| pin(&socket, &whose("", salt), is_pinned, LONG).expect("done");
+    let of_one = Pinned { num_namespaces: 1, num_salts: 1, host_bytes: 6 * FRAME, disk_bytes: 0 };
+    assert_eq!(told(Some("a"), true), of_one);
+    assert_eq!(told(Some("nobody's"), true), Pinned { host_bytes: 0, ..of_one });
+    assert_eq!(told(None, true), Pinned { num_salts: 2, ..of_one }, "without a salt, of all");
+    assert_eq!(told(Some("a"), false), Pinned { num_namespaces: 1, ..Pinned::default() });
+}
+
+#[test]
+fn a_pinned_namespace_says_what_to_do_for_engines_of_another_shape() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let socket = socket(dir.path());
+    let refused = || {
+        let other = RemoteConfig { namespace: [1; 32], frame_bytes: 2 * FRAME, ..remote_config(dir.path()) };
+        Remote::open(other).expect_err("another shape").to_string()
+    };
+    let one = engine(dir.path(), 1);
+    pin(&socket, &whose("01", None), true, LONG).expect("done");
+    assert!(
+        refused().contains("engines of namespace 0101010101010101 on this kvloft server have chunks of 4096 bytes")
+    );
+    drop(one);
+    until("it is gone", || server.status().engines().count() == 0);
+    let said = refused();
+    assert!(
+        said.contains("namespace 0101010101010101 is pinned") && said.contains("`kvloft pin --namespace"),
+        "{said}"
+    );
+    pin(&socket, &whose("01", None), false, LONG).expect("done");
+    let other = RemoteConfig { namespace: [1; 32], frame_bytes: 2 * FRAME, ..remote_config(dir.path()) };
+    Remote::open(other).expect("its memory is others' again");
+}
+
+#[test]
+fn who_only_looks_is_no_accepted_connection() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let accepted = || stat(&status(&socket(dir.path()), LONG).expect("a server").stats, "server_accepted");
+    assert_eq!([accepted(), accepted()], [0, 0]);
+    let _one = engine(dir.path(), 1);
+    assert_eq!(accepted(), 1);
+    evict(&socket(dir.path()), &whose("", Some("a")), false, LONG).expect("done");
+    assert_eq!((accepted(), stat(&server.status().stats, "server_accepted")), (2, 2));
 }
 
 fn slabs(server: &Server, nth: u8) -> u32 {

@@ -19,10 +19,14 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use super::part::{Damage, PartSpec, TRAILER_BYTES};
+use super::placement::{MAX_NODES, Place};
 use crate::{Error, ErrorKind, Result};
 
 /// Frames start and end on pages, so that a disk can read and write them without a bounce copy.
 pub const FRAME_ALIGN: u64 = 4096;
+
+/// Ranges that are mapped together to be placed: each splits that mapping, and a process may have 65,530.
+const PLACED_AT_ONCE: usize = 1024;
 
 /// A frame's place in the arena.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -183,6 +187,40 @@ impl HostArena {
         self.size_bytes
     }
 
+    /// Has pages that nobody touched yet lie where `places`, which are in order, say, whoever maps them. `Io` if the system refuses.
+    pub fn place(&self, places: &[Place]) -> Result<()> {
+        let done = places.chunks(PLACED_AT_ONCE).try_for_each(|some| self.place_some(some));
+        done.map_err(|error| Error::io("this system does not place memory on those NUMA nodes", error))
+    }
+
+    /// Policies are the file's, and hold for all mappings: the one here only says which bytes are meant.
+    fn place_some(&self, places: &[Place]) -> std::io::Result<()> {
+        let (Some(first), Some(last)) = (places.first(), places.last()) else { return Ok(()) };
+        let size_bytes = usize::try_from(last.end.min(self.size_bytes).saturating_sub(first.start)).unwrap_or(0);
+        // SAFETY: no address is asked for, and nothing reads or writes this mapping.
+        let start = unsafe {
+            rustix::mm::mmap(ptr::null_mut(), size_bytes, ProtFlags::empty(), MapFlags::SHARED, &self.fd, first.start)
+        }?;
+        let bind = |place: &Place| {
+            let within =
+                |byte: u64| usize::try_from(byte.saturating_sub(first.start)).unwrap_or(size_bytes).min(size_bytes);
+            let (from, to) = (within(place.start), within(place.end));
+            let (at, mask) = (start.wrapping_byte_add(from), &raw const place.nodes);
+            // SAFETY: at..at + to - from lies in the mapping above; the mask is one word, of which the system reads one bit less
+            // than it is told.
+            match unsafe {
+                libc::syscall(libc::SYS_mbind, at, to - from, place.mode(), mask, u64::from(MAX_NODES) + 1, 0)
+            } {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        };
+        let bound = places.iter().try_for_each(bind);
+        // SAFETY: start and size are those of the mapping above, into which nothing points.
+        let _unmapped = unsafe { rustix::mm::munmap(start, size_bytes) };
+        bound
+    }
+
     /// As [`Arena::id`].
     pub fn id(&self) -> Result<u64> {
         let stat = rustix::fs::fstat(&self.fd);
@@ -287,5 +325,54 @@ impl Arena {
         // SAFETY: the bytes lie in the mapping, which self keeps. Nothing writes them meanwhile: the frame is reserved for or
         // pinned by the caller, whose own copies are done, as seal and check demand.
         Ok(unsafe { slice::from_raw_parts(start.as_ptr(), bytes) })
+    }
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use super::*;
+
+    /// What the system says of pages of another mapping than the one that was placed; None where it says nothing.
+    fn policies(arena: &HostArena, pages: impl Iterator<Item = usize>) -> Option<Vec<(i32, u64)>> {
+        let num_frames = u32::try_from(arena.size_bytes / FRAME_ALIGN).unwrap();
+        let other = Arena::open(&arena.path(), FRAME_ALIGN, num_frames).unwrap();
+        let policy = |page: usize| {
+            let (mut mode, mut mask) = (-1_i32, 0_u64);
+            let at = other.address() + page * 4096;
+            let by_address = 2; // MPOL_F_ADDR
+            // SAFETY: the mode and one word of a mask are ours; the address is only looked up.
+            let done =
+                unsafe { libc::syscall(libc::SYS_get_mempolicy, &raw mut mode, &raw mut mask, 65_u64, at, by_address) };
+            (done == 0).then_some((mode, mask))
+        };
+        pages.map(policy).collect()
+    }
+
+    /// On this machine's first node, which is the only one that there surely is: every other page of more than one call's ranges.
+    #[test]
+    fn ranges_are_placed_for_every_mapping_and_no_page_beside_them() {
+        let num_pages = 2 * PLACED_AT_ONCE as u64 + 100;
+        let arena = HostArena::of_bytes(num_pages * FRAME_ALIGN).unwrap();
+        let place = |page: u64| Place { start: page * FRAME_ALIGN, end: (page + 1) * FRAME_ALIGN, nodes: 1 };
+        let places: Vec<_> = (0..num_pages).step_by(2).map(place).collect();
+        let Ok(()) = arena.place(&places) else {
+            eprintln!("skipped: this system lets nobody place memory");
+            return;
+        };
+        let found = policies(&arena, 0..usize::try_from(num_pages).unwrap()).unwrap();
+        let wanted = |page| if page % 2 == 0 { (1, 1) } else { (0, 0) };
+        assert_eq!((0..).zip(found).find(|(page, found)| *found != wanted(*page)), None);
+    }
+
+    #[test]
+    fn a_node_that_is_not_there_is_an_error_and_what_lies_behind_the_end_is_left_out() {
+        let arena = HostArena::of_bytes(4 * FRAME_ALIGN).unwrap();
+        let place = |nodes| [Place { start: 0, end: 100 * FRAME_ALIGN, nodes }];
+        let error = arena.place(&place(1 << 63)).unwrap_err();
+        assert!(error.kind() == ErrorKind::Io && error.to_string().contains("NUMA nodes"), "{error}");
+        let _as_it_may_be = arena.place(&place(1));
+        assert!(arena.place(&[]).is_ok());
+        assert!(Arena::open(&arena.path(), FRAME_ALIGN, 4).is_ok());
     }
 }

@@ -1,12 +1,13 @@
 //! Memory and files: the only folder with unsafe code.
 //!
-//! `arena` maps the shared frames, `part` writes and checks a part's trailer, `memory` asks the machine how much there is. It
+//! `arena` maps the shared frames, `placement` says on which NUMA nodes, `part` writes and checks a part's trailer, `memory` asks the machine how much there is. It
 //! must not know keys' meaning, the index or leases; it only bounds-checks what it is handed.
 
 pub mod arena;
 pub mod direct;
 pub mod memory;
 pub mod part;
+pub mod placement;
 
 pub use arena::{Arena, Frame, FrameId, HostArena};
 pub use memory::available_bytes;

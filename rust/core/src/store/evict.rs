@@ -87,6 +87,8 @@ struct Walk {
     above: Option<(ChunkId, u32)>,
     /// What the disk holds was not known yet.
     is_blind: bool,
+    /// All of it was walked; what stays is counted before this place.
+    counted: Option<u32>,
 }
 
 impl Store {
@@ -146,7 +148,14 @@ impl State {
             Some(found) => found,
             None => None,
         };
-        if what.is_host_only { self.evict_from_host(owner, walk) } else { self.doom_slice(owner, walk) }
+        if !what.is_host_only {
+            return self.doom_slice(owner, walk);
+        }
+        if walk.counted.is_none() && self.evict_from_host(owner, walk) {
+            walk.counted = Some(0);
+            return false;
+        }
+        walk.counted.is_some_and(|from| self.count_in_use(owner, from, walk))
     }
 
     /// Dooms first chunks; what hangs on those of one slice is forgotten before the next.
@@ -178,7 +187,7 @@ impl State {
             };
             let Some(id) = next.filter(|id| owner.is_none_or(|owner| self.index[*id].owner == owner)) else { continue };
             let above = self.index[id].parent.map(|parent| (parent, self.index[parent].generation));
-            if self.give_up_frame(id, id.0 < walk.next) {
+            if self.give_up_frame(id) {
                 walk.above = above;
                 budget -= 1;
             }
@@ -188,15 +197,25 @@ impl State {
         }
     }
 
-    /// Takes a chunk out of host memory, if nobody uses it and nothing hangs on it there. One that is used counts if this is the
-    /// last look at it.
-    fn give_up_frame(&mut self, id: ChunkId, is_last: bool) -> bool {
+    /// Counts chunks that stay, for they are used or hang above one that is; true at the end.
+    fn count_in_use(&mut self, owner: Option<OwnerId>, from: u32, walk: &mut Walk) -> bool {
+        let end = from.saturating_add(SLICE).min(self.index.num_places());
+        let stays = |entry: &Entry| {
+            let is_used = entry.host_children > 0 || entry.holds > 0 || entry.wish != Wish::None;
+            owner.is_none_or(|owner| entry.owner == owner) && is_used && entry.host.is_here()
+        };
+        let entries = (from..end).filter_map(|place| self.index.at(place));
+        let num = entries.filter(|(_, entry)| !entry.detached && !entry.doomed && stays(entry)).count();
+        self.evicted.num_in_use += num as u64;
+        walk.counted = Some(end);
+        end == self.index.num_places()
+    }
+
+    /// Takes a chunk out of host memory, if nobody uses it and nothing hangs on it there.
+    fn give_up_frame(&mut self, id: ChunkId) -> bool {
         let entry = &self.index[id];
-        if entry.detached || entry.doomed || !entry.host.is_here() || entry.host_children > 0 {
-            return false;
-        }
-        if entry.holds > 0 || entry.wish != Wish::None {
-            self.evicted.num_in_use += u64::from(is_last);
+        let is_used = entry.host_children > 0 || entry.holds > 0 || entry.wish != Wish::None;
+        if entry.detached || entry.doomed || !entry.host.is_here() || is_used {
             return false;
         }
         self.evicted.num_chunks += 1;

@@ -121,6 +121,14 @@ impl Owners {
         }
     }
 
+    fn kept_of(&self, tag: SaltTag) -> Kept {
+        let mut kept = Kept::default();
+        if let Some(id) = self.find(tag) {
+            kept.count(&self.all[id.0 as usize], true);
+        }
+        kept
+    }
+
     fn is_kept(&self, id: OwnerId) -> bool {
         self.all[id.0 as usize].is_kept
     }
@@ -225,6 +233,11 @@ impl State {
         kept > 0 && self.owners.is_kept(self.index[id].owner) && 2 * kept <= self.host.num_frames().0
     }
 
+    /// Looks that pass all that is kept on disk, where each may go only so far.
+    pub(super) fn looks_past_kept(&self) -> u64 {
+        1 + self.owners.kept.num_disk / MAX_SPARED as u64
+    }
+
     /// The same of the disk.
     pub(super) fn keeps_on_disk(&self, id: ChunkId) -> bool {
         let kept = self.owners.kept.num_disk;
@@ -248,6 +261,11 @@ impl Store {
                 state.owners.unkeep(tag);
             }
         });
+    }
+
+    /// What is kept of a salt now.
+    pub fn kept_of(&self, salt: SaltTag) -> Kept {
+        self.inner.with_books(|state| state.owners.kept_of(salt)).unwrap_or_default()
     }
 
     /// What is kept now.

@@ -1,8 +1,14 @@
-use std::time::Duration;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Barrier, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
+use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Prefix, SaveRange, Store, StoreConfig};
+use kvloft_core::tier::disk::Erased;
 
 use super::Whose;
 use crate::{Patience, Remote, RemoteConfig, Server, ServerConfig};
@@ -10,33 +16,52 @@ use crate::{Patience, Remote, RemoteConfig, Server, ServerConfig};
 const FRAME: u64 = 4096;
 const LONG: Duration = Duration::from_secs(60);
 
-/// As while it is closed: its disk is still in use, and it is none of the server's any more.
-#[test]
-fn a_namespace_that_is_being_closed_may_keep_something() {
-    let dir = tempfile::tempdir().expect("a directory");
-    let settings =
-        DiskSettings { dir: dir.path().join("disk"), cap_bytes: 1 << 20, num_threads: 1, description: String::new() };
+fn config(dir: &Path) -> (ServerConfig, DiskSettings) {
+    let disk = DiskSettings { dir: dir.join("disk"), cap_bytes: 1 << 20, num_threads: 1, description: String::new() };
     let config = ServerConfig {
-        socket: dir.path().join("run").join("kvloft.sock"),
+        socket: dir.join("run").join("kvloft.sock"),
         host_bytes: 64 * FRAME,
         eviction: Eviction::Lru,
         available_bytes: None,
-        disk: Some(settings.clone()),
+        disk: Some(disk.clone()),
+        numa: Vec::new(),
         shares: Vec::new(),
         settings: Vec::new(),
         max_connections: 8,
         patience: Patience::default(),
     };
-    let server = Server::open(config.clone()).expect("a server");
-    let remote = RemoteConfig {
-        socket: config.socket,
+    (config, disk)
+}
+
+fn engine(socket: PathBuf) -> Remote {
+    let config = RemoteConfig {
+        socket,
         deadline: LONG,
         namespace: [7; 32],
         frame_bytes: FRAME,
         blocks_per_chunk: 1,
         description: String::new(),
     };
-    let _engine = Remote::open(remote).expect("a client");
+    Remote::open(config).expect("a client")
+}
+
+fn whose(namespace: &str, salt: &str) -> Whose {
+    Whose { namespace: namespace.to_owned(), salt: Some(SaltTag::of(salt)) }
+}
+
+fn chain_of(namespace: u8, salt: &str, num_blocks: u32) -> KeyChain {
+    let mut chain = KeyChain::new(root_key(&[namespace; 32], None, Some(salt)).expect("short"), 1).expect("a chain");
+    chain.append_tokens(&(0..num_blocks).collect::<Vec<_>>()).expect("tokens");
+    chain
+}
+
+/// As while it is closed: its disk is still in use, and it is none of the server's any more.
+#[test]
+fn a_namespace_that_is_being_closed_may_keep_something() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let (config, settings) = config(dir.path());
+    let server = Server::open(config.clone()).expect("a server");
+    let _engine = engine(config.socket);
     let of_store = StoreConfig {
         frame_bytes: FRAME,
         host_bytes: 0,
@@ -48,19 +73,97 @@ fn a_namespace_that_is_being_closed_may_keep_something() {
     };
     let pool = server.shared.namespaces.pool().expect("an engine is there");
     let closing = Store::open_in(&of_store, &pool, None).expect("a store");
-    let mut chain = KeyChain::new(root_key(&[9; 32], None, Some("a")).expect("short"), 1).expect("a chain");
-    chain.append_tokens(&[1, 2]).expect("tokens");
+    let chain = chain_of(9, "a", 2);
     let reserved = closing.reserve(Prefix::from(&chain), SaveRange { start: 0, stop: 2, tail_blocks: 0 });
     assert_eq!(closing.commit(reserved.expect("in range").leases), 2);
     assert!(closing.flush(LONG));
-    let evict = |namespace: &str| {
-        let whose = Whose { namespace: namespace.to_owned(), salt: Some(SaltTag::of("a")) };
-        server.shared.evict(&whose, false).expect("done")
-    };
+    let evict = |namespace: &str| server.shared.evict(&whose(namespace, "a"), false).expect("done");
     let said = evict("");
     assert!(said.is_cut_short && said.num_chunks == 0, "{said:?}");
     assert!(!evict("07").is_cut_short, "another is meant");
     drop(closing);
     let said = evict("");
     assert!(!said.is_cut_short && said.num_chunks == 2, "{said:?}");
+}
+
+#[test]
+fn a_disk_that_hangs_under_a_closed_namespace_holds_nobody_up() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = Server::open(config(dir.path()).0).expect("a server");
+    let (heal, hung) = mpsc::channel::<()>();
+    let soon = || Instant::now() + Duration::from_millis(50);
+    let hangs = move || Ok(hung.recv().map_or_else(|_| Erased::default(), |()| Erased::default()));
+    let erased = |num_chunks| move || Ok(Erased { num_chunks, ..Erased::default() });
+    assert!(server.shared.erase_within(soon(), hangs).expect("started").is_cut_short);
+    let said = server.shared.erase_within(soon(), erased(1)).expect("not begun");
+    assert!(said.is_cut_short && said.num_chunks == 0, "one thread is left with the disk, not one for each order");
+    drop(heal);
+    let said = server.shared.erase_within(Instant::now() + LONG, erased(1)).expect("done");
+    assert!(!said.is_cut_short && said.num_chunks == 1);
+}
+
+#[test]
+fn evictions_at_once_count_what_each_of_them_gave_up() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let (config, _) = config(dir.path());
+    let server = Server::open(config.clone()).expect("a server");
+    let engine = engine(config.socket);
+    for _ in 0..30 {
+        for (salt, num) in [("a", 20), ("b", 7)] {
+            let chain = chain_of(7, salt, num);
+            let (rows, _) = engine
+                .reserve(Prefix::from(&chain), SaveRange { start: 0, stop: num, tail_blocks: 0 })
+                .expect("in range");
+            assert_eq!(engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), num);
+        }
+        let evict = |salt: &'static str| server.shared.evict(&whose("", salt), false).expect("done").num_chunks;
+        let both = thread::scope(|scope| {
+            ["a", "b"].map(|salt| scope.spawn(move || evict(salt))).map(|thread| thread.join().expect("no panic"))
+        });
+        assert_eq!(both, [20, 7]);
+    }
+}
+
+#[test]
+fn pins_at_once_leave_no_seat_behind() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let (config, _) = config(dir.path());
+    let server = Server::open(config.clone()).expect("a server");
+    let _engine = engine(config.socket);
+    let (space, pin) =
+        (&server.shared.namespaces.all()[0], |is_on| server.shared.pin(&whose("", "a"), is_on).expect("done"));
+    let (barrier, num_wrong) = (Barrier::new(2), AtomicUsize::new(0));
+    thread::scope(|scope| {
+        for is_on in [true, false] {
+            let (barrier, num_wrong) = (&barrier, &num_wrong);
+            scope.spawn(move || {
+                for _ in 0..3000 {
+                    barrier.wait();
+                    pin(is_on);
+                    if barrier.wait().is_leader() {
+                        let num_salts = space.store().expect("it is open").kept().num_salts;
+                        num_wrong.fetch_add(usize::from(space.is_pinned() != (num_salts > 0)), Ordering::Relaxed);
+                    }
+                }
+            });
+        }
+    });
+    assert_eq!(num_wrong.into_inner(), 0);
+}
+
+#[test]
+fn a_pin_asks_what_is_kept_while_no_other_pin_can() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let (config, _) = config(dir.path());
+    let server = Server::open(config.clone()).expect("a server");
+    let _engine = engine(config.socket);
+    let space = &server.shared.namespaces.all()[0];
+    thread::scope(|scope| {
+        let (send, told) = mpsc::channel();
+        space.pin(None, || {
+            scope.spawn(move || send.send(space.is_pinned()));
+            told.recv_timeout(Duration::from_millis(100)).is_err()
+        });
+    });
+    assert!(space.is_pinned(), "another looked in between");
 }

@@ -22,6 +22,7 @@ pub(crate) fn server_config(dir: &Path) -> ServerConfig {
         eviction: Eviction::parse("lru").expect("known"),
         available_bytes: None,
         disk: None,
+        numa: Vec::new(),
         shares: Vec::new(),
         settings: Vec::new(),
         max_connections: 8,

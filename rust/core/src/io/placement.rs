@@ -1,0 +1,110 @@
+//! Which NUMA node each range of an arena's pages should lie on, where frames are made of one part per shard.
+//!
+//! Advice only: where it cannot be followed, memory lies where the system puts it. It must not know how the system is told.
+
+use super::arena::FRAME_ALIGN;
+
+/// The nodes of the system's first word of a mask.
+pub const MAX_NODES: u32 = 64;
+/// Most ranges, each some 0.4 KiB of the kernel's memory and some microseconds when the arena is made.
+const MAX_PLACES: u64 = 1 << 18;
+
+/// Bytes `start..end` of an arena, and a bit for each node that they may lie on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Place {
+    /// The first byte: on a page.
+    pub start: u64,
+    /// Behind the last byte.
+    pub end: u64,
+    /// One bit: all of it on that node. More: pages in turn.
+    pub nodes: u64,
+}
+
+impl Place {
+    /// A policy of the system: what it prefers (1), or pages in turn (3).
+    pub(super) fn mode(&self) -> u32 {
+        if self.nodes.is_power_of_two() { 1 } else { 3 }
+    }
+}
+
+fn bit(node: u32) -> u64 {
+    1_u64.checked_shl(node).unwrap_or(0)
+}
+
+/// Ranges of `num_frames` frames of `frame_bytes`, in order and none touching another of the same node: part i of each frame on
+/// `nodes[i]`, below `MAX_NODES`. One range of all frames where all nodes are one, or pages in turn where parts are not whole pages
+/// or ranges too many.
+pub fn by_shard(frame_bytes: u64, num_frames: u32, nodes: &[u32]) -> Vec<Place> {
+    let all = nodes.iter().fold(0, |all, node| all | bit(*node));
+    let (num_parts, end) = (nodes.len() as u64, frame_bytes * u64::from(num_frames));
+    if all == 0 || end == 0 {
+        return Vec::new();
+    }
+    let is_whole = frame_bytes.is_multiple_of(num_parts * FRAME_ALIGN);
+    let num_runs = nodes.chunk_by(|one, next| one == next).count() as u64;
+    if all.is_power_of_two() || !is_whole || num_runs * u64::from(num_frames) > MAX_PLACES {
+        return vec![Place { start: 0, end, nodes: all }];
+    }
+    let part_bytes = frame_bytes / num_parts;
+    let parts = (0..u64::from(num_frames) * num_parts).map(|part| part * part_bytes).zip(nodes.iter().cycle());
+    let mut places: Vec<Place> = Vec::new();
+    for (start, node) in parts {
+        match places.last_mut() {
+            Some(last) if last.nodes == bit(*node) => last.end += part_bytes,
+            _ => places.push(Place { start, end: start + part_bytes, nodes: bit(*node) }),
+        }
+    }
+    places
+}
+
+#[cfg(test)]
+#[expect(clippy::unwrap_used, reason = "tests")]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::{FRAME_ALIGN, MAX_PLACES, Place, bit, by_shard};
+
+    fn node_at(places: &[Place], byte: u64) -> Vec<u64> {
+        places.iter().filter(|place| (place.start..place.end).contains(&byte)).map(|place| place.nodes).collect()
+    }
+
+    proptest! {
+        #[test]
+        fn each_part_lies_on_its_shards_node(
+            nodes in prop::collection::vec(0_u32..4, 1..9), pages in 1_u64..5, num_frames in 1_u32..20,
+        ) {
+            let (part_bytes, num_parts) = (pages * FRAME_ALIGN, nodes.len() as u64);
+            let places = by_shard(part_bytes * num_parts, num_frames, &nodes);
+            for page in 0..u64::from(num_frames) * num_parts * pages {
+                let shard = usize::try_from(page / pages % num_parts).unwrap();
+                prop_assert_eq!(node_at(&places, page * FRAME_ALIGN), [1_u64 << nodes[shard]]);
+            }
+            prop_assert!(places.iter().all(|place| place.start % FRAME_ALIGN == 0 && place.mode() == 1));
+            let is_split = |pair: &[Place]| pair[0].end == pair[1].start && pair[0].nodes != pair[1].nodes;
+            prop_assert!(places.windows(2).all(is_split), "neighbours on one node are one range");
+        }
+
+        #[test]
+        fn parts_that_are_not_whole_pages_lie_on_all_nodes_in_turn(pages in 0_u64..5, num_frames in 1_u32..20) {
+            let frame_bytes = (2 * pages + 1) * FRAME_ALIGN;
+            let places = by_shard(frame_bytes, num_frames, &[1, 0]);
+            prop_assert_eq!(&places, &[Place { start: 0, end: frame_bytes * u64::from(num_frames), nodes: 0b11 }]);
+            prop_assert_eq!(places[0].mode(), 3);
+        }
+    }
+
+    #[test]
+    fn more_ranges_than_the_system_should_keep_are_one() {
+        let frames = u32::try_from(MAX_PLACES / 2).unwrap();
+        assert_eq!(by_shard(2 * FRAME_ALIGN, frames, &[0, 1]).len() as u64, MAX_PLACES);
+        assert_eq!(by_shard(2 * FRAME_ALIGN, frames + 1, &[0, 1]).len(), 1);
+    }
+
+    #[test]
+    fn a_node_that_no_mask_has_is_left_out() {
+        assert_eq!((bit(63), bit(64)), (1 << 63, 0));
+        assert_eq!(by_shard(FRAME_ALIGN, 1, &[64]), []);
+        assert_eq!(by_shard(FRAME_ALIGN, 1, &[]), []);
+        assert_eq!(by_shard(FRAME_ALIGN, 0, &[0]), []);
+    }
+}
