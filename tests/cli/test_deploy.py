@@ -1,11 +1,17 @@
-"""examples/deploy for containers: what kvloft is told there are its own options and settings, and both sides find one socket."""
+"""examples/deploy for containers: what kvloft is told there are its own options and settings, and both sides find one socket.
+
+The files follow the specifications of compose and of Kubernetes, as tools read them that others made.
+"""
 
 import argparse
 import json
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import kubernetes_validate
 import pytest
 import yaml
 
@@ -83,3 +89,27 @@ def test_the_readiness_probe_is_a_command_of_kvlofts() -> None:
     program, *argv = container["readinessProbe"]["exec"]["command"]
     assert program == "kvloft"
     assert parsed(argv).socket == parsed([*container["command"], *container["args"]][1:]).socket
+
+
+def of_compose_spec(path: Path) -> int:
+    argv = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
+    return subprocess.run(argv, capture_output=True, timeout=120, check=False).returncode
+
+
+def test_the_compose_file_follows_its_specification(tmp_path: Path) -> None:
+    text = (DEPLOY / "compose.yaml").read_text()
+    wrong = tmp_path / "compose.yaml"
+    wrong.write_text(text.replace("stop_grace_period", "stop_grace"))
+    assert [of_compose_spec(path) for path in (DEPLOY / "compose.yaml", wrong)] == [0, 1]
+
+
+@pytest.mark.parametrize("version", ["1.28", kubernetes_validate.latest_version()])
+def test_kubernetes_understands_the_manifests(version: str) -> None:
+    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+    assert [document["kind"] for document in documents] == ["DaemonSet", "Deployment"]
+    for document in documents:
+        kubernetes_validate.validate(document, version, strict=True)
+        spec = document["spec"]["template"]["spec"]
+        spec["terminationGrace"] = spec.pop("terminationGracePeriodSeconds")
+        with pytest.raises(kubernetes_validate.ValidationError):
+            kubernetes_validate.validate(document, version, strict=True)
