@@ -38,6 +38,7 @@ from kvloft.vllm.patches import ADD_ADAPTER, ENGINE_RPC, ENGINE_SLEEP, OF_EVERY_
 from kvloft.vllm.shape import draft_limit
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.support import transfer_warnings
+from kvloft.vllm.telling import Teller
 from kvloft.vllm.views import VllmRequest, view_grouped_step, view_step
 
 if TYPE_CHECKING:
@@ -162,6 +163,7 @@ class SchedulerHalf:
         logger.debug("kvloft namespace fields: %s", fields)
         for text in transfer_warnings(transfer):
             logger.warning("kvloft: %s", text)
+        self._teller = Teller(self._tell_events) if self._is_shared else None
         self._tell_events()
 
     def _new_chain(self, view: RequestView) -> _core.KeyChain:
@@ -279,6 +281,8 @@ class SchedulerHalf:
             self.core.stop()
 
     def close(self) -> None:
+        if self._teller is not None:
+            self._teller.close()
         self.core.close()
         if self._leave_server is not None:
             self._leave_server()

@@ -1,0 +1,40 @@
+"""What a server does is told although the engine makes no step."""
+
+import os
+import tempfile
+import threading
+from contextlib import closing
+from functools import partial
+
+from kvloft import _core
+from kvloft.vllm.telling import Teller
+
+PACE = float(os.environ.get("TEST_PACE", "1"))
+
+
+def test_an_idle_engine_hears_that_its_server_is_there_and_gone() -> None:
+    heard, is_news = list[str](), threading.Condition()
+
+    def tell(session: _core.Session) -> None:
+        with is_news:
+            heard.extend(session.take_events())
+            is_news.notify_all()
+
+    def has_heard(text: str) -> bool:
+        with is_news:
+            return is_news.wait_for(lambda: any(text in line for line in heard), timeout=60 * PACE)
+
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        path = f"{folder}/run/kv.sock"
+        session = _core.Session.connect(path, frame_bytes=4096, namespace=bytes(32), timeout_s=1.0)
+        with closing(Teller(partial(tell, session), every_s=0.01)) as teller:
+            server = _core.Server(path, host_bytes=1 << 20)
+            assert has_heard("is there")
+            assert session.renew()
+            server.close(0.0)
+            assert has_heard("is gone; requests are computed until it is back")
+        heard.clear()
+        _server = _core.Server(path, host_bytes=1 << 20)
+        teller.close()
+        assert not heard, "nothing is told after its end"
+        session.close()
