@@ -1,0 +1,185 @@
+"""What a `kvloft serve` costs beside the arena, against the targets of the issue it was built for. Needs no GPU and no model.
+
+How soon it accepts, what it takes idle and under lookups of 8 engines, memory a chunk, and what 10,000 connections do to it. The
+server is a process of its own, and its CPU time and memory are the system's numbers.
+"""
+
+import os
+import resource
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvloft import _core
+
+FRAME_BYTES, NAMESPACE = 4096, b"b" * 32
+NUM_ENGINES, LOOKUPS_PER_S, SECONDS = 8, 100, 8.0
+NUM_CHUNKS, PROMPT_CHUNKS = 1_000_000, 8192
+NUM_CONNECTIONS = 10_000
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def serving(*more: str, host_size: str = "16GiB") -> Iterator[tuple[str, int]]:
+    """The socket and the process of a server, which is killed in the end."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        path = f"{folder}/run/kv.sock"
+        argv = [sys.executable, "-m", "kvloft.cli", "serve", f"--socket={path}", f"--host-size={host_size}", *more]
+        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL)
+        try:
+            yield path, process.pid
+        finally:
+            process.kill()
+            process.wait()
+
+
+def connect(path: str) -> _core.Session:
+    session = _core.Session.connect(path, frame_bytes=FRAME_BYTES, namespace=NAMESPACE, timeout_s=5.0)
+    deadline = time.monotonic() + 60
+    while not session.num_frames:  # misses until the server is there
+        assert time.monotonic() < deadline, "no server"
+        time.sleep(0.001)
+        session.renew()
+    return session
+
+
+def until_it_listens(path: str) -> None:
+    while True:
+        try:
+            with socket.socket(socket.AF_UNIX) as client:
+                return client.connect(path)
+        except OSError:
+            time.sleep(0.001)
+
+
+def cpu_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICKS_PER_S
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Memory beyond the arena, which is a file's."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon:"))
+
+
+def prompt(seed: int, num_chunks: int) -> _core.KeyChain:
+    chain = _core.KeyChain(_core.root_key(NAMESPACE, None, None), block_tokens=1)
+    chain.append_tokens(list(range(seed << 16, (seed << 16) + num_chunks)))
+    return chain
+
+
+def save(session: _core.Session, chain: _core.KeyChain, num_chunks: int) -> None:
+    chunks, _ = session.reserve(chain, 0, num_chunks, 0, list(range(1, num_chunks + 1)))
+    session.settle(chunks.tickets())
+
+
+def told(what: str, value: float, unit: str, target: float | None = None) -> None:
+    verdict = "" if target is None else f"target {target:g}: {'met' if value <= target else 'NOT met'}"
+    print(f"{what:>72} {value:>10,.1f} {unit:<8} {verdict}", flush=True)
+
+
+def starts() -> None:
+    for more in ((), ("--numa=0",)):
+        begin = time.monotonic()
+        with serving(*more) as (path, _):
+            until_it_listens(path)
+            listens_s = time.monotonic() - begin
+            own = time.monotonic()
+            connect(path).close()
+            hello_s = time.monotonic() - own
+        told(f"process started until it accepts, with Python's start {' '.join(more)}", 1000 * listens_s, "ms")
+        told("hello of the first engine, which makes the arena of 16 GiB", 1000 * hello_s, "ms")
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        begin = time.monotonic()
+        server = _core.Server(f"{folder}/run/kv.sock", host_bytes=16 << 30)
+        connect(f"{folder}/run/kv.sock").close()
+        told("server made until its first engine has the arena of 16 GiB", 1000 * (time.monotonic() - begin), "ms", 300)
+        server.close(0.0)
+
+
+def idle_and_busy() -> None:
+    with serving() as (path, pid):
+        until_it_listens(path)
+        engines = [connect(path) for _ in range(NUM_ENGINES)]
+        before = cpu_s(pid)
+        time.sleep(SECONDS)
+        told(f"{NUM_ENGINES} idle engines", 100 * (cpu_s(pid) - before) / SECONDS, "% core", 1)
+        for num_chunks in (512, PROMPT_CHUNKS):
+            prompts = [prompt(seed, num_chunks) for seed in range(NUM_ENGINES)]
+            for chain in prompts:
+                save(engines[0], chain, num_chunks)
+            before, begin = cpu_s(pid), time.monotonic()
+            threads = [threading.Thread(target=ask, args=(engine, prompts, nth)) for nth, engine in enumerate(engines)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            share = 100 * (cpu_s(pid) - before) / (time.monotonic() - begin)
+            told(f"{NUM_ENGINES} engines x {LOOKUPS_PER_S} lookups/s, prompts of {num_chunks} chunks in turn", share, "% core", 50)
+        for engine in engines:
+            engine.close()
+
+
+def ask(engine: _core.Session, prompts: list[_core.KeyChain], nth: int) -> None:
+    """At a steady rate, not as fast as can be."""
+    begin = time.monotonic()
+    for number in range(int(LOOKUPS_PER_S * SECONDS)):
+        time.sleep(max(0.0, begin + number / LOOKUPS_PER_S - time.monotonic()))
+        engine.lookup(prompts[(number + nth) % len(prompts)])
+
+
+def memory() -> None:
+    with serving(host_size=str(NUM_CHUNKS * FRAME_BYTES)) as (path, pid):
+        until_it_listens(path)
+        engine = connect(path)
+        before = anonymous_bytes(pid)
+        for seed in range(NUM_CHUNKS // PROMPT_CHUNKS):
+            save(engine, prompt(seed, PROMPT_CHUNKS), PROMPT_CHUNKS)
+        num = _core.server_status(path)["namespaces"][0]["stats"]["frames_visible"]
+        after = anonymous_bytes(pid)
+        told(f"memory beyond the arena a chunk, of {num:,} chunks and 50 MiB", (after - (50 << 20)) / num, "bytes", 300)
+        told("of it before the first chunk", before / 2**20, "MiB")
+        engine.close()
+
+
+def crowd() -> None:
+    """Of one user, as no other gets in; most are refused, for the server takes 64 at a time."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+    with serving(host_size="64MiB") as (path, pid):
+        until_it_listens(path)
+        engine, chain = connect(path), prompt(1, 100)
+        save(engine, chain, 100)
+        before, clients, begin, slowest = anonymous_bytes(pid), list[socket.socket](), time.monotonic(), 0.0
+        for nth in range(NUM_CONNECTIONS):
+            client = socket.socket(socket.AF_UNIX)
+            client.connect(path)
+            clients.append(client)
+            if nth % 100 == 0:
+                own = time.monotonic()
+                assert engine.lookup(chain) == (100, 100)
+                slowest = max(slowest, time.monotonic() - own)
+            if len(clients) == 500:
+                for old in clients:
+                    old.close()
+                clients.clear()
+        told(f"{NUM_CONNECTIONS:,} connections, up to 500 at once, one after another", time.monotonic() - begin, "s")
+        told("slowest of 100 lookups of an engine meanwhile", 1000 * slowest, "ms")
+        told("memory beyond the arena that they left", (anonymous_bytes(pid) - before) / 2**20, "MiB")
+        stats = _core.server_status(path)["stats"]
+        told("of them refused", stats["server_refused"], "")
+        engine.close()
+
+
+if __name__ == "__main__":
+    print(f"load of this machine: {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
+    starts()
+    memory()
+    crowd()
+    idle_and_busy()
