@@ -115,3 +115,16 @@ def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None
         main([])
     assert exit_.value.code == 2
     assert "usage: kvloft" in capsys.readouterr().err
+
+
+def test_what_a_server_has_is_not_shown_as_the_engines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVLOFT_HOST_SIZE", "2GiB")
+    for server, is_void in (("unix:/run/kvloft/kv.sock", True), ("auto", False)):
+        monkeypatch.setenv("KVLOFT_SERVER", server)
+        assert main(["config"]) == 0
+        row = next(line for line in capsys.readouterr().out.splitlines() if "host_size" in line)
+        assert ("2GiB" in row, "(the server's)" in row) == (not is_void, is_void)
+        assert main(["config", "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert (shown["host_size"]["value"], shown["chunk_tokens"]["value"]) == (None if is_void else 2 << 30, "auto")
+        assert shown["host_size"]["from"] == ("kvloft serve" if is_void else "environment variable KVLOFT_HOST_SIZE")

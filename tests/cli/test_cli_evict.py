@@ -107,8 +107,10 @@ def test_host_memory_is_given_up_alone(folder: Path, capsys: pytest.CaptureFixtu
         lease = engine.acquire(chain_of(1, None, None))
         assert main(["evict", "--socket", socket, "--host-only"]) == 0
         said = capsys.readouterr().out
-        assert said == "9 chunks evicted in 1 namespace: 36 KiB of host memory; 1 in use, which stay\n"
+        assert said == "9 chunks evicted in 1 namespace: 36 KiB of host memory; 3 in use, which stay\n"
         assert lease.poll() == (3, 0)
+        assert main(["status", "--socket", socket]) == 0
+        assert "9 chunks given up by `kvloft evict`" in capsys.readouterr().out
         assert found(engine) == [3, 3, 3, 3]
 
 
@@ -173,6 +175,10 @@ def test_a_pinned_tenant_stays_until_it_is_not(folder: Path, capsys: pytest.Capt
         assert main(["pin", "--socket", socket, "--salt", SALT]) == 0
         said = "1 salt is pinned in 1 namespace: 24 KiB of host memory and 0 B on disk\n"
         assert capsys.readouterr().out == said
+        assert main(["pin", "--socket", socket, "--salt", "of nobody", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"namespaces": 1, "salts": 1, "host_bytes": 0, "disk_bytes": 0}
+        assert main(["pin", "--socket", socket, "--salt", "of nobody", "--off"]) == 0
+        assert capsys.readouterr().out == "0 salts are pinned in 1 namespace: 0 B of host memory and 0 B on disk\n"
         press(engine)
         assert found(engine) == [0, 3, 3, 0]
         assert main(["status", "--socket", socket]) == 0

@@ -247,6 +247,32 @@ def test_a_hit_rate_is_of_the_time_between_and_of_one_server() -> None:
     assert top.gb_per_s({"loaded": 1000.0, "saved": 500.0, "found": 1.0}, 2_000_000) == {"loaded": 2.0, "saved": 1.0}
 
 
+def test_every_number_of_a_server_is_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    gauges = metrics.GAUGES | metrics.SERVER_GAUGES
+    names = [f"kvloft_{name}" for name in gauges] + [f"kvloft_{name}_total" for name in metrics.COUNTERS | metrics.SERVER_COUNTERS]
+    missing = [name for name in names if f"`{name}`" not in text and not name.startswith("kvloft_frames_")]
+    assert not missing
+
+
+def test_what_a_namespace_depends_on_is_a_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    fields = {"model": "a/model", "empty": "", "dtype": "bfloat16", "nothing": "None", "window": "[4, 5]" * 30}
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        path = f"{folder}/run/kv.sock"
+        with closing(_core.Server(path, host_bytes=1 << 20)):
+            for nth, text in enumerate([json.dumps(fields), "[a person's own]"]):
+                engine = _core.Session.connect(
+                    path, frame_bytes=4096, namespace=bytes([nth] * 32), timeout_s=60.0, description=text
+                )
+                assert main(["status", "--socket", path]) == 0
+                lines = capsys.readouterr().out.splitlines()
+                engine.close()
+    assert [line.split() for line in lines if line.startswith("model")] == [["model", "a/model", "dtype", "bfloat16"]]
+    assert "[a person's own]" in lines and not any("empty" in line or "nothing" in line for line in lines)
+    assert max(map(len, lines)) <= 80 and "".join(lines).replace(" ", "").count("[4,5]") == 30
+
+
 def test_clear_empties_a_server_only_if_somebody_says_so(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["clear", "--socket", socket]) == 1
     assert "say --yes" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a router learns over ZMQ is what the store answers: random steps through vLLM's own publisher, and a subscriber that misses some.
+"""What a router learns over ZMQ is what the store answers: random steps through vLLM's own publisher, and a gap now and then.
 
 The store is the engine's own, or that of a `kvloft serve`, which is killed and started again while another engine saves, evicts
 and clears. The subscriber reads what is on the wire: it has a SUB socket, falls out of the stream now and then, and asks the
@@ -102,10 +102,12 @@ class Router:
 
     def _learn(self, event: dict[str, Any]) -> None:
         if event["type"] == "AllBlocksCleared":
-            return self.index.clear()
+            self.index.clear()
+            return
         tier, hashes = TIERS[event["medium"]], [self._hashes[each] for each in event["block_hashes"]]
         if event["type"] == "BlockRemoved":
-            return self.index.replay([Removed(tier, hashes)])
+            self.index.replay([Removed(tier, hashes)])
+            return
         tokens, parent = event["token_ids"], event["parent_block_hash"]
         assert (event["type"], event["block_size"], len(tokens)) == ("BlockStored", BLOCK, BLOCK * len(hashes))
         parents = [self._hashes[parent] if parent is not None else None, *hashes]

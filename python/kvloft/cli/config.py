@@ -10,7 +10,7 @@ from typing import Any, Final
 from rich.console import Console
 from rich.table import Column, Table
 
-from kvloft.config import describe, first_twice, load_config
+from kvloft.config import AUTO, OF_STORE, Config, describe, first_twice, load_config
 from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here, warnings
 
@@ -45,15 +45,28 @@ def run(args: argparse.Namespace) -> int:
     for warning in warnings(config):
         print(f"kvloft: warning: {warning}", file=sys.stderr)
     if args.json:
-        print(json.dumps({key: {"value": getattr(config, key), "from": origin} for key, _, origin in describe(config)}, indent=2))
+        void = not_ours(config)
+        values = {key: None if key in void else getattr(config, key) for key, _, _ in describe(config)}
+        print(json.dumps({key: {"value": values[key], "from": origin} for key, _, origin in rows(config)}, indent=2))
         return 0
     table = Table("key", Column("value", overflow="fold"), Column("from", overflow="fold"))
-    for row in describe(config):
+    for row in rows(config):
         table.add_row(*row)
     console = Console()
     console.print(table)
     console.print(NOT_CHECKED, highlight=False, style="dim")
     return 0
+
+
+def not_ours(config: Config) -> tuple[str, ...]:
+    """Settings that are a server's which somebody else starts: whatever is set here does nothing."""
+    return OF_STORE if config.server not in (None, AUTO) else ()
+
+
+def rows(config: Config) -> list[tuple[str, str, str]]:
+    """As `describe`, with "(the server's)" for those that a server has."""
+    void = not_ours(config)
+    return [(key, *(("(the server's)", "kvloft serve") if key in void else rest)) for key, *rest in describe(config)]
 
 
 def parse_extra(text: str) -> dict[str, object]:

@@ -112,8 +112,14 @@ def namespace_table(namespaces: list[dict[str, Any]]) -> Table:
 
 def describe(description: str) -> str:
     """A namespace's fields as ``name=value, ...``, those that say nothing left out; any other text as it is."""
+    fields = fields_of(description)
+    return fields if isinstance(fields, str) else ", ".join(f"{k}={v}" for k, v in fields.items())
+
+
+def fields_of(description: str) -> dict[str, str] | str:
+    """A namespace's fields that say something; any other text as it is."""
     fields = _fields(description)
-    return ", ".join(f"{k}={v}" for k, v in fields.items() if v not in ("", "''", "None")) if fields else description
+    return {k: v for k, v in fields.items() if v not in ("", "''", "None")} if fields else description
 
 
 def _fields(description: str) -> dict[str, str] | None:

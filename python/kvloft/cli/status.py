@@ -7,9 +7,9 @@ from typing import Any
 from rich.console import Console
 
 from kvloft.cli.hits import hit_rate, hit_table
-from kvloft.cli.inspect import describe
+from kvloft.cli.inspect import fields_of
 from kvloft.cli.serve import add_socket, not_answered, settings
-from kvloft.cli.tables import before_engines, broken, engine_table, pinned, tier_table, title
+from kvloft.cli.tables import before_engines, broken, engine_table, field_table, given_up, pinned, tier_table, title
 
 
 def add_parser(subparsers: Any) -> None:
@@ -52,11 +52,11 @@ def _print(status: dict[str, Any], socket: str, console: Console) -> None:
         console.print(before_engines(status, socket), highlight=False, markup=False, soft_wrap=True)
     for space in status["namespaces"]:
         console.print(title(space["namespace"], space, status), highlight=False, markup=False)
-        console.print(describe(space["description"]), highlight=False, markup=False)
+        console.print(field_table(fields_of(space["description"])))
         if not space["stats"]:
             console.print("It is being opened.")
             continue
-        for table in (tier_table(space), *pinned(space), *broken(space), engine_table(space), hit_table(space)):
+        for table in (tier_table(space), *pinned(space), *given_up(space), *broken(space), engine_table(space), hit_table(space)):
             console.print(table)
             console.print()
     kept = status["stats"]["quarantined_reservations"]

@@ -5,6 +5,7 @@ from typing import Any
 
 from rich import box
 from rich.table import Column, Table
+from rich.text import Text
 
 from kvloft.config import size_text
 
@@ -40,6 +41,17 @@ def title(namespace: str, space: Status, status: Status) -> str:
     return f"namespace {namespace[:16]}: {has} of {everything} host memory{share}"
 
 
+def field_table(fields: Mapping[str, str] | str) -> Table | Text:
+    """What a namespace's KV depends on, two fields a row; any other text as it is."""
+    if isinstance(fields, str):
+        return Text(fields)
+    table = Table(*(Column(overflow="fold") for _ in range(4)), box=None, show_header=False, pad_edge=False)
+    cells = [Text(str(part)) for field in fields.items() for part in field]
+    for at in range(0, len(cells), 4):
+        table.add_row(*cells[at : at + 4])
+    return table
+
+
 def before_engines(status: Status, socket: str) -> str:
     """What there is while no engine has connected."""
     stats, disk = status["stats"], status["settings"].get("disk_path")
@@ -53,7 +65,7 @@ def before_engines(status: Status, socket: str) -> str:
 def tier_table(space: Status) -> Table:
     """What is in host memory and on disk, and on its way there."""
     stats, frame_bytes = space["stats"], space["frame_bytes"]
-    table = new_table("tier", "chunks", "bytes", "full", "reading", "writing", "pinned", "evicted")
+    table = new_table("tier", "chunks", "bytes", "full", "reading", "writing", "in use", "evicted")
     full = f"{stats['frames_visible'] / max(stats['frames_total'], 1):.0%}"
     on_host = [stats[name] for name in ("frames_reserved", "pins", "host_evictions")]
     host = (stats["frames_visible"], full, "", *map(count_text, on_host))
@@ -79,6 +91,12 @@ def pinned(space: Status) -> list[str]:
         return ["It is pinned: it keeps its share of memory without engines."]
     held, on_disk = (size_text(stats[name] * frame_bytes) for name in ("kept_host", "kept_disk"))
     return [f"{salts:,} salt{'s' if salts != 1 else ''} pinned: {held} in memory, {on_disk} on disk"]
+
+
+def given_up(space: Status) -> list[str]:
+    """A line where a person evicted something: chunks that the column "evicted" does not count, or does for another reason."""
+    num = space["stats"]["evicted"]
+    return [f"{num:,} chunk{'s' if num != 1 else ''} given up by `kvloft evict`"] if num else []
 
 
 def engine_table(space: Status) -> Table | str:

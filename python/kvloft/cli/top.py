@@ -12,7 +12,7 @@ from rich.live import Live
 
 from kvloft.cli.hits import hit_rate, hit_table
 from kvloft.cli.serve import add_socket, not_answered, settings
-from kvloft.cli.tables import before_engines, broken, engine_table, new_table, tier_table, title
+from kvloft.cli.tables import before_engines, broken, engine_table, given_up, new_table, pinned, tier_table, title
 
 MIN_INTERVAL_S: Final = 0.1
 MAX_INTERVAL_S: Final = 3600.0
@@ -131,7 +131,8 @@ def _picture_of(
     flow = new_table("a second", "chunks", "GB")
     for shown, rate in rates.items():
         flow.add_row(shown, f"{rate:,.0f}", f"{rate * space['frame_bytes'] / 1e9:,.3f}")
-    tables = (tier_table(space), *broken(space), *([flow] if rates else []), engine_table(space), hit_table(space, before))
+    lines = (*pinned(space), *given_up(space), *broken(space))
+    tables = (tier_table(space), *lines, *([flow] if rates else []), engine_table(space), hit_table(space, before))
     return Group(title(space["namespace"].hex(), space, status), *(part for table in tables for part in (table, "")))
 
 
