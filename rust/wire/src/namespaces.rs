@@ -257,15 +257,14 @@ impl Namespaces {
         let (space, gone, pool) = {
             let mut books = locked(&self.0);
             let (space, gone) = books.space(hello)?;
-            let pool = match &books.pool {
-                Some(pool) => Arc::clone(pool),
-                None => {
-                    let pool = Pool::create(config.host_bytes, hello.frame_bytes, wake)?;
-                    if !config.numa.is_empty() {
-                        tell(placed(&pool, hello.frame_bytes, &config.numa)); // before an engine touches it
-                    }
-                    Arc::clone(books.pool.insert(pool))
+            let pool = if let Some(pool) = &books.pool {
+                Arc::clone(pool)
+            } else {
+                let pool = Pool::create(config.host_bytes, hello.frame_bytes, wake)?;
+                if !config.numa.is_empty() {
+                    tell(placed(&pool, hello.frame_bytes, &config.numa)); // before an engine touches it
                 }
+                Arc::clone(books.pool.insert(pool))
             };
             space.sit(); // keeps it from being closed meanwhile
             (space, gone, pool)
