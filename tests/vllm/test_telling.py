@@ -34,6 +34,7 @@ def test_an_idle_engine_hears_that_its_server_is_there_and_gone() -> None:
             server.close(0.0)
             assert has_heard("is gone; requests are computed until it is back")
         heard.clear()
+        del server  # only then is the socket free
         _server = _core.Server(path, host_bytes=1 << 20)
         teller.close()
         assert not heard, "nothing is told after its end"
