@@ -196,13 +196,13 @@ def test_several_groups_without_a_rule_are_refused(changes: dict[str, Any], spec
         check_supported(settings(**changes), groups(*specs), "all")
 
 
-def test_states_are_served_on_cpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_states_are_served_where_vllm_keeps_them_at_blocks_ends(is_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
     aligned = replace(MAMBA, block_size=FULL.block_size, mamba_cache_mode="align")
     check_supported(settings(), groups(FULL, aligned), "all")
-    monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    with pytest.raises(UnsupportedError, match="on CPUs only"):
-        check_supported(settings(), groups(FULL, aligned), "all")
-    check_supported(settings(), groups(FULL, WINDOW), "all")
+    with pytest.raises(UnsupportedError, match="mamba-cache-mode align"):
+        check_supported(settings(), groups(FULL, replace(aligned, mamba_cache_mode="none")), "all")
 
 
 def test_state_space_layers_are_refused_by_vllm_or_by_us() -> None:

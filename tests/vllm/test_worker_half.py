@@ -92,7 +92,8 @@ def listeners(monkeypatch: pytest.MonkeyPatch) -> dict[Patch, Any]:
 
 
 def half_of(
-    *, can_sleep: bool = False, zeroes: bool = False, extension: str = "", drafter: str | None = None
+    *, can_sleep: bool = False, zeroes: bool = False, extension: str = "", drafter: str | None = None,
+    groups: tuple[GroupShape, ...] = (GroupShape(16),),
 ) -> worker_half.WorkerHalf:
     settings: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(rank=0, world_size=1, worker_extension_cls=extension),
@@ -101,9 +102,9 @@ def half_of(
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=drafter and SimpleNamespace(method=drafter),
     )
-    groups = [SimpleNamespace(layer_names=[])]
-    kv: Any = SimpleNamespace(num_blocks=4, needs_kv_cache_zeroing=zeroes, kv_cache_groups=groups)
-    return worker_half.WorkerHalf(settings, kv, CacheShape((GroupShape(16),)), Config())
+    layers = [SimpleNamespace(layer_names=[]) for _ in groups]
+    kv: Any = SimpleNamespace(num_blocks=4, needs_kv_cache_zeroing=zeroes, kv_cache_groups=layers)
+    return worker_half.WorkerHalf(settings, kv, CacheShape(groups), Config())
 
 
 @pytest.mark.parametrize(("is_on", "has_hook", "drains"), [(True, False, True), (True, True, False), (False, False, False)])
@@ -151,6 +152,13 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(zeroes: b
     window: Any = SimpleNamespace(memory=None)
     choose_mover([layout], 1, settings)(window)
     assert given == [zeroes]
+
+
+def test_gathers_go_first_where_vllm_moves_states_before_any_hook() -> None:
+    """`preprocess_mamba` copies a state into the block that its request was given in this step, whose last owner's may still be read."""
+    groups = GroupShape(16), GroupShape(16, kind="state")
+    assert half_of(groups=groups).core._settings.gathers_first
+    assert not half_of(groups=(GroupShape(16), GroupShape(16, kind="window", reach=31))).core._settings.gathers_first
 
 
 @pytest.mark.parametrize(("drafter", "saves_late"), [(None, False), ("ngram", False), ("eagle", True)])

@@ -87,8 +87,6 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
     kinds = [KIND_OF_SPEC.get(type(spec).__name__) for spec in specs]
     if not HAS_GROUPS:
         yield "serves several KV cache groups with vLLM 0.32 and newer, which tell connectors enough about them"
-    if "state" in kinds and not current_platform.is_cpu():
-        yield "serves state-space layers on CPUs only: on a GPU they were never run"
     if "full" not in kinds:
         yield "serves several KV cache groups where one of them is of full attention"
     if None in kinds:

@@ -40,7 +40,8 @@ class WorkerHalf:
         self._group_layers = group_layers(kv_cache_config) if self.is_grouped else []
         self._fingerprint = f"{vllm.__version__}|{current_platform.device_name}|{model.dtype}|{cache.cache_dtype}"
         zeroes_first = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))  # new blocks, before any hook of the step
-        settings = MoverSettings(config.gpu_copies, config.staging_size, gathers_first=zeroes_first)
+        moves_states = any(group.kind == "state" for group in shape.groups)  # into new blocks, before any hook, too
+        settings = MoverSettings(config.gpu_copies, config.staging_size, gathers_first=zeroes_first or moves_states)
         self.core = WorkerCore(shape, rank=parallel.rank % parallel.world_size, settings=settings)
         if model.enable_sleep_mode and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
             settle([SLEEP])
