@@ -278,7 +278,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     results = run(
         setups=args.setups, phases=args.phases,
-        options=options(num_blocks=args.blocks, host_bytes=args.host_gib << 30, shape=options_of(args.model, args.layers)), log_dir=Path(args.logs),
+        options=options(num_blocks=args.blocks, host_bytes=args.host_gib << 30, shape=options_of(args.model, args.layers)),
+        log_dir=Path(args.logs),
         at_once=args.at_once, timeout_s=args.timeout, progress=lambda text: screen.print(text, style="dim"),
     )  # fmt: skip
     screen.print(table_of(table(results)))

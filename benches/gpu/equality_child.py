@@ -191,10 +191,10 @@ def phase_sleep(subject: Subject) -> dict[str, Any]:
 
 
 def phase_kept(subject: Subject) -> dict[str, Any]:
-    """One at a time, of lengths around the ends of blocks; loaded pages are compared with what vLLM's own cache held by its own names."""
+    """One at a time, of lengths around blocks' ends; what is loaded is compared with what vLLM's own cache held by its own names."""
     size, longest = subject.block_tokens, subject.longest
-    lengths = sorted({min(n, longest) for n in (size // 2, size, size + 1, 2 * size - 1, 3 * size + 5, 8 * size + size // 2, 40 * size)})
-    prompts = [subject.prompt(random.Random(200 + n), n) for n in lengths]
+    lengths = (size // 2, size, size + 1, 2 * size - 1, 3 * size + 5, 8 * size + size // 2, 40 * size)
+    prompts = [subject.prompt(random.Random(200 + n), n) for n in sorted({min(n, longest) for n in lengths})]
     kept, looks, cached = subject.kept, list[dict[str, int]](), list[list[int]]()
 
     def one_by_one() -> list[tuple[int, ...]]:
@@ -234,8 +234,9 @@ def phase_kept(subject: Subject) -> dict[str, Any]:
 
         runs |= {"warm": host, "skipped_load": skipped}
     found = subject.measured(runs)
+    common = {"cached_hbm": cached[:2][-1], "block_tokens": size, "kv_groups": subject.num_groups}
     for row, look, num_cached in zip(found.values(), looks, cached, strict=True):
-        row |= {"kept": look, "cached": num_cached, "cached_hbm": cached[:2][-1], "block_tokens": size, "kv_groups": subject.num_groups}
+        row |= {"kept": look, "cached": num_cached, **common}
     return found
 
 

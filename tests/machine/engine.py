@@ -283,7 +283,9 @@ class Engine:
             if req_id not in (output.preempted_req_ids or ()):
                 spec, request = self.specs[req_id], self.scheduler.requests[req_id]
                 limit = request.num_prompt_tokens if spec.saves == "prompt" else request.num_tokens
-                self.ledger.check_states(req_id, spec.prefix(request._all_token_ids), states, limit)
+                tables = self.scheduler.kv_cache_manager.get_block_ids(req_id)  # what is not there any more is given up already
+                held = [state for state in states if state[1] in tables[state[0]]]
+                self.ledger.check_states(req_id, spec.prefix(request._all_token_ids), held, limit)
 
     def _check_save(self, save: Any, output: Any) -> None:
         request = self.scheduler.requests[save.req_id]

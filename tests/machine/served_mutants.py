@@ -9,19 +9,22 @@ import pytest
 from kvloft.plan.core import SchedulerCore
 from kvloft.plan.groups import GroupedChunks, GroupLease
 from kvloft.plan.queue import Queue
+from kvloft.plan.tracker import Tracker
 from kvloft.seam.batch import GroupBatches, Tables
 from kvloft.seam.shape import GroupShape
 from kvloft.transfer import groups
 from kvloft.transfer.groups import GroupedMover
-from kvloft.vllm import connector, views
+from kvloft.vllm import connector, scheduler_half, views
 from kvloft.vllm.connector import KVLoftGroupsConnector
+from kvloft.vllm.worker_half import WorkerHalf
 
 from .mutants import Mutant, Patch, swap
 from .steady import SteadyStore
 
 SERVED_MUTANTS: list[Mutant] = []
 WINDOWS, LOCALS, STATES = ("window", "window of whole blocks"), ("local", "two locals"), ("state", "three states")
-DRAFTERS = ("window and drafter", "window of the drafter, too")
+DRAFTERS = ("window and drafter", "window of the drafter, too", "state and drafter")
+DRAFTED_STATES = (*STATES, "state and drafter", "state, drafter beside attention")
 LOAD = r"were given for it \(I6\)|not all of them saved"
 
 
@@ -177,6 +180,71 @@ def running_state_is_saved(mp: pytest.MonkeyPatch) -> None:
             running.append(state)
         original(self, running, saves)
 
+    swap(mp, SchedulerCore, "_save_states", save)
+
+
+@mutant(
+    "vLLM takes results before it settles the state that accepted drafts passed; who saves there saves what the block held before",
+    "does not hold its key's KV|state after",
+    *DRAFTED_STATES,
+)
+def state_is_saved_before_accepted_drafts_are_settled(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, WorkerHalf, "take_finished", lambda original, self: (self.core.run_saves(), original(self))[1])
+
+
+@mutant("vLLM offers a state whose block it gave up in the same pass, behind drafts that were accepted", r"\(I6\)", *DRAFTED_STATES)
+def state_is_saved_from_a_block_that_was_given_up(mp: pytest.MonkeyPatch) -> None:
+    def has_state(self: Any, state: Any) -> Any:
+        tracker = self._trackers.get(state.req_id)
+        if tracker is None or state.num_tokens % self._group.block_tokens or state.num_tokens > tracker.save_limit:
+            return None
+        tracker.extend_chain(state.num_tokens)
+        is_known = tracker.chain.num_blocks >= state.num_tokens // self._group.block_tokens
+        return tracker if is_known and not (tracker.save_blocked or tracker.kv_outdated) else None
+
+    mp.setattr(SchedulerCore, "_has_state", has_state)
+
+
+@mutant("the state after a draft is saved, which may be rejected", "that vLLM does not offer", *DRAFTED_STATES)
+def state_after_a_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
+    """From the column behind the running state's, where vLLM keeps the state after each draft."""
+
+    def reserve(original: Any, self: Any, rows: Any) -> Any:
+        return original(self, [(chain, group, boundary, drafted(block)) for chain, group, boundary, block in rows])
+
+    tables: list[Any] = []
+
+    def drafted(block: int) -> int:
+        found = [row[row.index(block) + 1] for table in tables for row in table.tables if block in row[:-1]]
+        return next((after for after in found if after), block)
+
+    def take(original: Any, self: Any, tracker: Any) -> bool:
+        is_there = bool(original(self, tracker))
+        tables[:] = [tracker.blocks]
+        return is_there
+
+    swap(mp, SchedulerCore, "_take_tables", take)
+    swap(mp, GroupedChunks, "reserve_states", reserve)
+
+
+@mutant("a draft stands for the token behind a state", r"known \(I7\)|one key, two prefixes|does not hold", *DRAFTED_STATES[-2:])
+def draft_is_in_the_key_of_a_state(mp: pytest.MonkeyPatch) -> None:
+    drafts: dict[str, list[int]] = {}
+
+    def drafted(original: Any, self: Any) -> Any:
+        return [*original(self), *(token for token in drafts.get(self.req_id, ()) if token >= 0)]
+
+    def save(original: Any, self: Any, states: Any, saves: Any) -> None:
+        with pytest.MonkeyPatch.context() as now:
+            swap(now, Tracker, "confirmed_tokens", drafted)
+            original(self, states, saves)
+
+    def view(original: Any, output: Any, *more: Any) -> Any:
+        drafts.clear()
+        drafts.update(output.scheduled_spec_decode_tokens)
+        return original(output, *more)
+
+    swap(mp, scheduler_half, "view_grouped_step", view)
     swap(mp, SchedulerCore, "_save_states", save)
 
 

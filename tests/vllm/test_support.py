@@ -188,12 +188,17 @@ def test_where_one_group_would_do_that_is_said(other: Any, helps: bool, monkeypa
         ({}, (WINDOW, WINDOW), "full attention"),
         ({}, (FULL, replace(WINDOW, block_size=64)), "blocks of one size"),
         ({}, (FULL, per_layer(FULL, WINDOW)), "SimpleNamespace"),
-        ({"speculative_config": SimpleNamespace(method="ngram")}, (FULL, replace(MAMBA, mamba_cache_mode="align")), "speculative"),
     ],
 )
 def test_several_groups_without_a_rule_are_refused(changes: dict[str, Any], specs: tuple[Any, ...], named: str) -> None:
     with pytest.raises(UnsupportedError, match=named):
         check_supported(settings(**changes), groups(*specs), "all")
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix", "mtp", "eagle3"])
+def test_drafts_are_served_beside_states(method: str) -> None:
+    aligned = replace(MAMBA, block_size=FULL.block_size, mamba_cache_mode="align")
+    check_supported(settings(speculative_config=SimpleNamespace(method=method)), groups(FULL, aligned), "all")
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])

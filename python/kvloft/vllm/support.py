@@ -101,8 +101,6 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
     odd = {"enable_kv_transfer": False, "host_resident": True}
     if any(getattr(group, name, not value) == value for group in groups for name, value in odd.items()):
         yield "does not serve groups that are kept elsewhere than in blocks"
-    if vllm_config.speculative_config is not None and "state" in kinds:
-        yield "does not serve speculative decoding beside state-space layers yet"
 
 
 def _of_settings(vllm_config: Any) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """The worker half inside vLLM: WorkerCore fed from connector metadata; one method a hook.
 
 vLLM's releases differ in which hooks run and in what order (no ``wait_for_save`` on empty steps before 0.31, results taken
-before it with speculative decoding), so saves run at whichever comes first after the forward. A drafter with KV of its own runs
-behind the results: then saves wait for ``wait_for_save``, which comes behind it.
+before it with speculative decoding), so saves run at whichever comes first after the forward. Behind the results a drafter with KV
+of its own runs, and vLLM settles the states that accepted drafts passed: then saves wait for ``wait_for_save``, behind both.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class WorkerHalf:
         if not are_replaced(vllm_config):
             self._watch = WeightsWatch(model, vllm_config.load_config, self.core.stop)
             listen(WORKER_RELOAD, self._watch.hear_reload)
-        self._saves_late = has_draft_kv(vllm_config)
+        self._saves_late = has_draft_kv(vllm_config) or (moves_states and vllm_config.speculative_config is not None)
         self._bad_blocks: set[int] = set()
         self.hook_errors = 0
 
