@@ -164,7 +164,8 @@ def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int
     if run == "kept warm":
         problems += _kept_problems(found, tokens, reference or [])
     if run.endswith("skipped_load"):
-        if equal is not None and equal * 2 > len(tokens):
+        most = len(tokens) - 1 if "cached" in found else len(tokens) // 2  # of the prompts in `kept` some find nothing
+        if equal is not None and equal > most:
             problems.append("tokens do not depend on the loaded KV")
         if audit.get("loaded", 0) and not differing:
             problems.append("the audit saw nothing")
