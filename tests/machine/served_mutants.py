@@ -169,18 +169,28 @@ def states_are_never_saved(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(SchedulerCore, "_save_states", lambda self, states, saves: None)
 
 
-@mutant("SGLang #22134: the running state is saved, which is some tokens further", "that vLLM does not offer", *STATES)
-def running_state_is_saved(mp: pytest.MonkeyPatch) -> None:
+def states_saved_from(mp: pytest.MonkeyPatch, pick: Callable[[list[int], int], int]) -> None:
+    """``pick(row, block)``: the block that is saved in the place of ``block``, which is in a group's ``row`` of the table."""
+    tables: list[Any] = []
+
+    def reserve(original: Any, self: Any, rows: Any) -> Any:
+        return original(self, [(chain, group, boundary, other(group, block)) for chain, group, boundary, block in rows])
+
+    def other(group: int, block: int) -> int:
+        found = [pick(table[group], block) for table in tables if block in table[group]]
+        return next(filter(None, found), block)
+
     def save(original: Any, self: Any, states: Any, saves: Any) -> None:
-        running = []
-        for state in states:
-            tracker = self._trackers.get(state.req_id)
-            if tracker is not None and self._take_tables(tracker):
-                state = state._replace(block=tracker.blocks.tables[state.group][-1])
-            running.append(state)
-        original(self, running, saves)
+        tables[:] = [self._tables(state.req_id).tables for state in states]
+        original(self, states, saves)
 
     swap(mp, SchedulerCore, "_save_states", save)
+    swap(mp, GroupedChunks, "reserve_states", reserve)
+
+
+@mutant("SGLang #22134: the running state is saved, which is some tokens further", "that vLLM does not offer", *DRAFTED_STATES)
+def running_state_is_saved(mp: pytest.MonkeyPatch) -> None:
+    states_saved_from(mp, lambda row, block: row[-1])
 
 
 @mutant(
@@ -207,24 +217,8 @@ def state_is_saved_from_a_block_that_was_given_up(mp: pytest.MonkeyPatch) -> Non
 
 @mutant("the state after a draft is saved, which may be rejected", "that vLLM does not offer", *DRAFTED_STATES)
 def state_after_a_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
-    """From the column behind the running state's, where vLLM keeps the state after each draft."""
-
-    def reserve(original: Any, self: Any, rows: Any) -> Any:
-        return original(self, [(chain, group, boundary, drafted(block)) for chain, group, boundary, block in rows])
-
-    tables: list[Any] = []
-
-    def drafted(block: int) -> int:
-        found = [row[row.index(block) + 1] for table in tables for row in table.tables if block in row[:-1]]
-        return next((after for after in found if after), block)
-
-    def take(original: Any, self: Any, tracker: Any) -> bool:
-        is_there = bool(original(self, tracker))
-        tables[:] = [tracker.blocks]
-        return is_there
-
-    swap(mp, SchedulerCore, "_take_tables", take)
-    swap(mp, GroupedChunks, "reserve_states", reserve)
+    """From the column behind the state's own, where vLLM keeps the states after drafts."""
+    states_saved_from(mp, lambda row, block: row[min(row.index(block) + 1, len(row) - 1)])
 
 
 @mutant("a draft stands for the token behind a state", r"known \(I7\)|one key, two prefixes|does not hold", *DRAFTED_STATES[-2:])
