@@ -202,17 +202,30 @@ def state_is_saved_before_accepted_drafts_are_settled(mp: pytest.MonkeyPatch) ->
     swap(mp, WorkerHalf, "take_finished", lambda original, self: (self.core.run_saves(), original(self))[1])
 
 
-@mutant("vLLM offers a state whose block it gave up in the same pass, behind drafts that were accepted", r"\(I6\)", *DRAFTED_STATES)
-def state_is_saved_from_a_block_that_was_given_up(mp: pytest.MonkeyPatch) -> None:
+def states_saved_if(mp: pytest.MonkeyPatch, is_there: Callable[[list[int], int], bool]) -> None:
+    """In the place of the plan's own look at the group's row of the table."""
+
     def has_state(self: Any, state: Any) -> Any:
-        tracker = self._trackers.get(state.req_id)
+        tracker, num_blocks = self._trackers.get(state.req_id), state.num_tokens // self._group.block_tokens
         if tracker is None or state.num_tokens % self._group.block_tokens or state.num_tokens > tracker.save_limit:
             return None
+        if not is_there(self._tables(state.req_id).tables[state.group], state.block):
+            return None
         tracker.extend_chain(state.num_tokens)
-        is_known = tracker.chain.num_blocks >= state.num_tokens // self._group.block_tokens
-        return tracker if is_known and not (tracker.save_blocked or tracker.kv_outdated) else None
+        is_known = tracker.chain.num_blocks >= num_blocks and not (tracker.save_blocked or tracker.kv_outdated)
+        return tracker if is_known else None
 
     mp.setattr(SchedulerCore, "_has_state", has_state)
+
+
+@mutant("vLLM offers a state whose block it gave up in the same pass, behind drafts that were accepted", r"\(I6\)", *DRAFTED_STATES)
+def state_is_saved_from_a_block_that_was_given_up(mp: pytest.MonkeyPatch) -> None:
+    states_saved_if(mp, lambda row, block: True)
+
+
+@mutant("such a block was given out again, to the same request, for states after drafts", "does not hold its key's KV", *DRAFTED_STATES)
+def state_is_saved_from_a_block_that_came_back(mp: pytest.MonkeyPatch) -> None:
+    states_saved_if(mp, lambda row, block: block in row)
 
 
 @mutant("the state after a draft is saved, which may be rejected", "that vLLM does not offer", *DRAFTED_STATES)

@@ -330,7 +330,7 @@ class SchedulerCore:
         """Whose state it is, if it is to be saved.
 
         Under async scheduling vLLM offers what results of the step before confirmed, but gives up first what accepted drafts left
-        behind: then the block is another request's already.
+        behind: then the block may hold anything when this step is done, even where the same request got it again.
         """
         tracker, num_blocks = self._trackers.get(state.req_id), state.num_tokens // self._group.block_tokens
         if tracker is None or state.num_tokens % self._group.block_tokens or state.num_tokens > tracker.save_limit:
