@@ -329,12 +329,16 @@ impl Session {
         Ok(parts.iter().map(joined).collect())
     }
 
-    /// Reserve a frame for what a group keeps of one block alone, for each (chain, group, block, where it is); all or nothing.
+    /// Reserve a frame for what a group keeps of one block alone, for each (chain, group, block, where it is); all or nothing. It is
+    /// kept beside the prefix that ends with the block.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn reserve_attached(&self, rows: Vec<(Bound<'_, KeyChain>, u32, u32, i32)>) -> PyResult<Vec<Option<ChunkBatch>>> {
         let mut kept = Vec::with_capacity(rows.len());
         for (chain, group, block, _) in &rows {
-            kept.push(chain.get().lock()?.attached(*group, [*block]).map_err(raise)?);
+            let chain = chain.get().lock()?;
+            let (root, mut keys) = chain.attached(*group, [*block]).map_err(raise)?;
+            keys.extend(chain.keys().get(*block as usize));
+            kept.push((root, keys));
         }
         let mut asked = Vec::with_capacity(rows.len());
         for ((root, keys), (.., own)) in kept.iter().zip(&rows) {
