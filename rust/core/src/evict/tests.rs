@@ -323,9 +323,16 @@ fn ghosts_are_bounded_and_the_oldest_of_a_set_goes_first() {
 
 #[test]
 fn a_prefix_goes_on_where_at_least_half_of_it_was_used_again() {
-    for (num_chunks, num_used, goes_on) in
-        [(1, 0, false), (1, 1, true), (2, 1, true), (3, 1, false), (3, 2, true), (8, 3, false), (8, 4, true), (8, 8, true)]
-    {
+    for (num_chunks, num_used, goes_on) in [
+        (1, 0, false),
+        (1, 1, true),
+        (2, 1, true),
+        (3, 1, false),
+        (3, 2, true),
+        (8, 3, false),
+        (8, 4, true),
+        (8, 8, true),
+    ] {
         let mut forest = Forest::new(Adaptive::new(60));
         let chain: Vec<_> = (0..num_chunks)
             .scan(None, |parent, number| {
