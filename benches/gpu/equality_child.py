@@ -191,7 +191,7 @@ def phase_sleep(subject: Subject) -> dict[str, Any]:
 
 
 def phase_kept(subject: Subject) -> dict[str, Any]:
-    """One at a time, of lengths around blocks' ends; what is loaded is compared with what vLLM's own cache held by its own names."""
+    """One at a time, of lengths around blocks' ends; what is loaded is compared with what vLLM's own cache held."""
     size, longest = subject.block_tokens, subject.longest
     lengths = (size // 2, size, size + 1, 2 * size - 1, 3 * size + 5, 8 * size + size // 2, 40 * size)
     prompts = [subject.prompt(random.Random(200 + n), n) for n in sorted({min(n, longest) for n in lengths})]
@@ -235,8 +235,8 @@ def phase_kept(subject: Subject) -> dict[str, Any]:
         runs |= {"warm": host, "skipped_load": skipped}
     found = subject.measured(runs)
     common = {"cached_hbm": cached[:2][-1], "block_tokens": size, "kv_groups": subject.num_groups}
-    for row, look, num_cached in zip(found.values(), looks, cached, strict=True):
-        row |= {"kept": look, "cached": num_cached, **common}
+    for row, counts, num_cached in zip(found.values(), looks, cached, strict=True):
+        row |= {"kept": counts, "cached": num_cached, **common}
     return found
 
 

@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch", reason="torch is not installed")
 from batches import batch_of
 
 from benches.gpu.audit import PageAudit, poison
-from benches.gpu.kept import KeptBlocks
 from benches.gpu.equality import REFERENCE, problems, summary
+from benches.gpu.kept import KeptBlocks
 from kvloft.seam.batch import ChunkCopy, GroupBatches
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId
 from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
@@ -150,7 +150,13 @@ def test_the_audit_looks_at_the_pages_of_a_chunks_own_group() -> None:
 
 def kept() -> dict[str, Any]:
     """What the phase `kept` gives of an engine with two groups whose kernels are not batch-invariant."""
-    told = {"kept": {"same_0": 5, "same_1": 1}, "cached": [0, 32, 64], "cached_hbm": [0, 32, 64], "block_tokens": 32, "kv_groups": 2}
+    told = {
+        "kept": {"same_0": 5, "same_1": 1},
+        "cached": [0, 32, 64],
+        "cached_hbm": [0, 32, 64],
+        "block_tokens": 32,
+        "kv_groups": 2,
+    }
     first, hbm, none = [[1], [2], [3]], [[1], [2], [4]], [[1], [8], [9]]
     warm = run(hbm, loaded=6, loaded_0=5, loaded_1=1) | told
     skipped = run(none, loaded=6, loaded_differing=6) | told

@@ -223,7 +223,9 @@ def state_is_saved_from_a_block_that_was_given_up(mp: pytest.MonkeyPatch) -> Non
     states_saved_if(mp, lambda row, block: True)
 
 
-@mutant("such a block was given out again, to the same request, for states after drafts", "does not hold its key's KV", *DRAFTED_STATES)
+@mutant(
+    "such a block was given out again, to the same request, for states after drafts", "does not hold its key's KV", *DRAFTED_STATES
+)
 def state_is_saved_from_a_block_that_came_back(mp: pytest.MonkeyPatch) -> None:
     states_saved_if(mp, lambda row, block: block in row)
 

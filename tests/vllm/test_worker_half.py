@@ -95,7 +95,11 @@ ALONE, WITH_STATES = (GroupShape(16),), (GroupShape(16), GroupShape(16, kind="st
 
 
 def half_of(
-    *, can_sleep: bool = False, zeroes: bool = False, extension: str = "", drafter: str | None = None,
+    *,
+    can_sleep: bool = False,
+    zeroes: bool = False,
+    extension: str = "",
+    drafter: str | None = None,
     groups: tuple[GroupShape, ...] = ALONE,
 ) -> worker_half.WorkerHalf:
     settings: Any = SimpleNamespace(
@@ -158,7 +162,7 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(zeroes: b
 
 
 def test_gathers_go_first_where_vllm_moves_states_before_any_hook() -> None:
-    """`preprocess_mamba` copies a state into the block that its request got in this step, and saves of another may read it still."""
+    """`preprocess_mamba` copies a state into the block that its request got in this step; saves of another may read it still."""
     assert half_of(groups=WITH_STATES).core._settings.gathers_first
     assert not half_of(groups=(GroupShape(16), GroupShape(16, kind="window", reach=31))).core._settings.gathers_first
 
@@ -173,7 +177,9 @@ def test_gathers_go_first_where_vllm_moves_states_before_any_hook() -> None:
         ("ngram", WITH_STATES, True),
     ],
 )
-def test_saves_wait_for_what_comes_behind_the_results(drafter: str | None, groups: tuple[GroupShape, ...], saves_late: bool) -> None:
+def test_saves_wait_for_what_comes_behind_the_results(
+    drafter: str | None, groups: tuple[GroupShape, ...], saves_late: bool
+) -> None:
     """vLLM takes results before a drafter runs, and before it settles the states that accepted drafts passed; it calls
     `wait_for_save` behind both."""
     half = half_of(drafter=drafter, groups=groups)

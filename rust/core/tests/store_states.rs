@@ -1,6 +1,8 @@
 //! States of chats: new at each turn, of no use without the prefix before them, and the prefix of none without them. Where a store
 //! is told what they are kept beside, both tiers keep what goes on.
 
+#![expect(clippy::unwrap_used, reason = "tests")]
+
 mod store_common;
 
 use std::time::{Duration, Instant};
