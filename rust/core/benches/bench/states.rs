@@ -75,7 +75,7 @@ fn replay(trace: &Trace, frames: usize, eviction: Eviction, says_beside: bool) -
         let whole = |stop| SaveRange { start: 0, stop, tail_blocks: 0 };
         store.commit(store.reserve(&chain, whole(chain.num_blocks())).expect("the chain has the range").leases);
         for (root, keys) in groups.iter().map(|group| state(group, chain.keys().len() - 1)) {
-            let prefix = Prefix::new(root, &keys[..1 + usize::from(says_beside)]);
+            let prefix = Prefix::new(root, &keys[..=usize::from(says_beside)]);
             let asked = ToSave { prefix, range: whole(1), is_attached: true };
             store.commit(store.reserve_many(None, &[asked]).expect("one chunk").0);
         }
