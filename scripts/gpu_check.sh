@@ -5,6 +5,7 @@
 #   chats                                           a closed loop of chats; beside PegaFlow and LMCache too, where they are installed
 #   crowd equality                                  preemptions beside plain vLLM's; tokens and pages equal
 #   groups                                          Gemma 3 with kv_groups=all: the same, and first tokens of known prompts
+#   states                                          a small Qwen 3.5: answers and pages, states too, beside vLLM's own cache's (100 to 200 s)
 #
 # Any vLLM from 0.26 on: an unpacked one goes before the rest, PYTHONPATH=DIR/site (peers: PYTHONPATH=DIR/site2:DIR/site). One command may
 # be short of time: ENGINE_ARGS, CHATS_ARGS and EQUALITY_ARGS go to those benches (--timeout 500); what was measured by then is kept.
@@ -17,7 +18,7 @@ OUT=${OUT:-build/gpu}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 NEED_GPU=1
-ALL="tests copy startup engine chats crowd prefill sanitize profile kv1 equality groups"
+ALL="tests copy startup engine chats crowd prefill sanitize profile kv1 equality groups states"
 stages=${*:-$ALL}
 failed=()
 for name in $stages; do
@@ -91,6 +92,11 @@ if has groups; then # 13 layers: six groups of windows, one of them smaller, and
   done
   stage engine_groups "$PYTHON" -m benches.gpu.engine --model gemma3 --connectors none,groups --phases ttft --timeout 115 \
     --json "$OUT/engine_groups.json" --logs "$OUT/groups_ttft"
+fi
+
+if has states; then # three groups of states, one of full attention, two layers each; first of all Triton compiles for a minute
+  TAIL=30 stage equality_states "$PYTHON" -m benches.gpu.equality --model tiny-gdn --blocks 900 --host-gib 2 --timeout "${STATES_S:-200}" \
+    --setups plain-flash,flash-groups --phases kept,crowd --json "$OUT/equality_states.json" --logs "$OUT/states"
 fi
 
 if ls "$OUT"/*.json >/dev/null 2>&1; then

@@ -60,6 +60,7 @@ class PageAudit:
         self._clones: dict[ChunkKey, torch.Tensor] = {}
         self._plans: dict[int, LoadPlan] = {}
         self._skipped: list[LoadResult] = []
+        self._loaded: list[tuple[int, int]] = []
         self._counts: dict[str, int] = {}
         self._differing: dict[str, list[torch.Tensor]] = {}
         self.skip_loads = False
@@ -77,6 +78,11 @@ class PageAudit:
             counts[f"{name}_differing"] = int(sum(int(value) for value in found))
         self._counts, self._differing = {}, {}
         return counts
+
+    def take_loaded(self) -> list[tuple[int, int]]:
+        """(KV cache group, block) of every chunk loaded since the last call, loads that were skipped too."""
+        loaded, self._loaded = self._loaded, []
+        return loaded
 
     # -- around the mover -----------------------------------------------------------------------------------------
 
@@ -110,6 +116,7 @@ class PageAudit:
                 wanted = [self._clones[copy.key][copy.first_block : copy.first_block + len(copy.blocks)] for copy in known]
                 self._compare("loaded", self._pages(group, known), wanted)
                 self._count("loaded", group, len(known))
+                self._loaded += [(group, block) for copy in copies for block in copy.blocks]
         return done
 
     def _by_group(self, plans: Sequence[SavePlan | LoadPlan]) -> list[tuple[int, list[ChunkCopy]]]:

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,8 @@ SETUPS["hnd-sleep"] = _exact("kvloft, HND, put to sleep", "HND", enable_sleep_mo
 SETUPS["groups"] = _exact("kvloft, kv_groups=all", "NHD", connector="groups")
 """For `--model gemma3`, with `reference` and `plain-pc`."""
 SETUPS["flash-groups"] = Setup("kvloft, kv_groups=all, vLLM's defaults", "groups", exact=False, env=_TUNED)
-"""For `--model qwen35`, whose kernels have no batch-invariant mode, with `plain-flash`."""
+"""For `--model qwen35` and `tiny-gdn`, whose kernels have no batch-invariant mode, with `plain-flash`. In the phase `kept` a prompt
+comes alone: with as much of it cached, an answer must be that of vLLM's own cache."""
 
 
 def options(*, num_blocks: int, host_bytes: int, shape: Mapping[str, Any]) -> dict[str, Any]:
@@ -144,7 +145,7 @@ def judge(results: Mapping[str, Any]) -> list[Row]:
         for phase, runs in result.get("phases", {}).items():
             alike = wanted.get(phase, {}) if SETUPS[name].exact else _alike(results, phase) or runs
             first: dict[str, Any] = next(iter(alike.values()), {})
-            reference = first.get("tokens")
+            reference = (runs.get("hbm", first) if phase == "kept" else first).get("tokens")
             rows += [_row(name, f"{phase} {run}", found, reference) for run, found in runs.items()]
     return rows
 
@@ -160,8 +161,11 @@ def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int
     equal = None if reference is None else sum(a == b for a, b in zip(tokens, reference, strict=True))
     differing = audit.get("loaded_differing", 0)
     problems: list[str] = []
+    if run == "kept warm":
+        problems += _kept_problems(found, tokens, reference or [])
     if run.endswith("skipped_load"):
-        if equal is not None and equal * 2 > len(tokens):
+        most = len(tokens) - 1 if "cached" in found else len(tokens) // 2  # of the prompts in `kept` some find nothing
+        if equal is not None and equal > most:
             problems.append("tokens do not depend on the loaded KV")
         if audit.get("loaded", 0) and not differing:
             problems.append("the audit saw nothing")
@@ -182,6 +186,23 @@ def _row(name: str, run: str, found: Mapping[str, Any], reference: list[list[int
         name, run, equal, len(tokens), found["preemptions"], audit.get("loaded", 0), differing, resaved, "; ".join(problems),
         loaded_of,
     )  # fmt: skip
+
+
+def _kept_problems(found: Mapping[str, Any], tokens: list[list[int]], of_hbm: list[list[int]]) -> Iterator[str]:
+    """Of prompts from host memory, beside the same from vLLM's own cache; ``found`` has how many tokens each found."""
+    kept, ours, vllms = found["kept"], found["cached"], found["cached_hbm"]
+    same = [name for name in kept if name.startswith("same_")]
+    if any(count for name, count in kept.items() if name.startswith("differing_")):
+        yield "loaded pages differ from those of vLLM's own cache"
+    if len(same) < found["kv_groups"]:
+        yield f"pages of only {len(same)} KV cache groups were compared with vLLM's own cache"
+    if any(mine < theirs - found["block_tokens"] for mine, theirs in zip(ours, vllms, strict=True)):
+        yield f"less was found than in vLLM's own cache: {ours} for {vllms}"
+    alike = [mine == theirs for mine, theirs in zip(ours, vllms, strict=True)]
+    if sum(alike) * 2 <= len(alike):
+        yield f"too few prompts had as much cached as with vLLM's own cache: {ours} for {vllms}"
+    if any(a != b for a, b, is_alike in zip(tokens, of_hbm, alike, strict=True) if is_alike):
+        yield "tokens differ from those with vLLM's own cache"
 
 
 def problems(results: Mapping[str, Any]) -> list[str]:
@@ -239,8 +260,8 @@ def parser() -> argparse.ArgumentParser:
         help="which engines, in this order (default all but hnd-sleep; a wrong name lists them)",
     )  # fmt: skip
     equality.add_argument(
-        "--phases", type=some_of("prompts", "crowd", "load", "sleep"), default=["prompts", "crowd", "load"],
-        help="which of prompts, crowd, load, sleep (default the first three)",
+        "--phases", type=some_of("prompts", "crowd", "load", "sleep", "kept"), default=["prompts", "crowd", "load"],
+        help="which of prompts, crowd, load, sleep, kept (default the first three)",
     )  # fmt: skip
     equality.add_argument("--at-once", type=whole(1, 16), default=3, help="engines that share the GPU (default 3)")
     add_model(equality)
@@ -258,7 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     results = run(
         setups=args.setups, phases=args.phases,
-        options=options(num_blocks=args.blocks, host_bytes=args.host_gib << 30, shape=options_of(args.model, args.layers)), log_dir=Path(args.logs),
+        options=options(num_blocks=args.blocks, host_bytes=args.host_gib << 30, shape=options_of(args.model, args.layers)),
+        log_dir=Path(args.logs),
         at_once=args.at_once, timeout_s=args.timeout, progress=lambda text: screen.print(text, style="dim"),
     )  # fmt: skip
     screen.print(table_of(table(results)))

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 from benches.gpu.audit import PageAudit, paged_kv, poison
+from benches.gpu.kept import KeptBlocks
 from benches.gpu.llama import Engine, apply_model, prompt_of, sharpen, worker_totals
 
 LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
@@ -63,6 +64,10 @@ class Subject:
         self.has_prefix_cache = bool(self.engine.engine.vllm_config.cache_config.enable_prefix_caching)
         groups = paged_kv(self.engine.engine)
         self._tensors = [kv for group in groups for kv in group]
+        self.kept = KeptBlocks(self.engine.engine, groups)
+        self.block_tokens = max(g.kv_cache_spec.block_size for g in self.scheduler.kv_cache_config.kv_cache_groups)
+        self.longest = int(self.engine.engine.vllm_config.model_config.max_model_len) - 64
+        self.num_groups = len(groups)
         self._num_poisoned = 0
         self.audit: PageAudit | None = None
         if name in ("kvloft", "groups"):
@@ -185,7 +190,58 @@ def phase_sleep(subject: Subject) -> dict[str, Any]:
     return subject.measured({"first": tokens})
 
 
+def phase_kept(subject: Subject) -> dict[str, Any]:
+    """One at a time, of lengths around blocks' ends; what is loaded is compared with what vLLM's own cache held."""
+    size, longest = subject.block_tokens, subject.longest
+    lengths = (size // 2, size, size + 1, 2 * size - 1, 3 * size + 5, 8 * size + size // 2, 40 * size)
+    prompts = [subject.prompt(random.Random(200 + n), n) for n in sorted({min(n, longest) for n in lengths})]
+    kept, looks, cached = subject.kept, list[dict[str, int]](), list[list[int]]()
+
+    def one_by_one() -> list[tuple[int, ...]]:
+        looks.append({})
+        answers = [look(prompt) for prompt in prompts]
+        cached.append([num_cached for _, num_cached in answers])
+        return [tokens for tokens, _ in answers]
+
+    def look(prompt: list[int]) -> tuple[tuple[int, ...], int]:
+        answer = subject.engine.answer(prompt, 16)
+        if subject.audit is not None:
+            for name, count in kept.compare(subject.audit.take_loaded()).items():
+                looks[-1][name] = looks[-1].get(name, 0) + count
+        if len(looks) == 1:  # what a forward wrote; later, what is there may have been loaded
+            kept.note()
+        return answer
+
+    def hbm() -> list[tuple[int, ...]]:
+        one_by_one()
+        del looks[-1], cached[-1]
+        return one_by_one()
+
+    def host() -> list[tuple[int, ...]]:
+        subject.empty_hbm()
+        return one_by_one()
+
+    runs = {"cold": one_by_one, "hbm": hbm}
+    if subject.audit is not None:
+        audit = subject.audit
+
+        def skipped() -> list[tuple[int, ...]]:
+            audit.skip_loads = True
+            try:
+                return host()
+            finally:
+                audit.skip_loads = False
+
+        runs |= {"warm": host, "skipped_load": skipped}
+    found = subject.measured(runs)
+    common = {"cached_hbm": cached[:2][-1], "block_tokens": size, "kv_groups": subject.num_groups}
+    for row, counts, num_cached in zip(found.values(), looks, cached, strict=True):
+        row |= {"kept": counts, "cached": num_cached, **common}
+    return found
+
+
 PHASES: dict[str, Callable[[Subject], dict[str, Any]]] = {
+    "kept": phase_kept,
     "prompts": phase_prompts,
     "crowd": phase_crowd,
     "load": phase_load,

@@ -122,6 +122,11 @@ class Engine:
         outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], self.params(max_tokens), use_tqdm=False)
         return [tuple(output.outputs[0].token_ids) for output in outputs]
 
+    def answer(self, prompt: list[int], max_tokens: int) -> tuple[tuple[int, ...], int]:
+        """(its tokens, how many of the prompt's were cached)."""
+        (output,) = self.llm.generate([{"prompt_token_ids": prompt}], self.params(max_tokens), use_tqdm=False)
+        return tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0
+
     def add(self, prompt: list[int], max_tokens: int) -> str:
         self._next += 1
         name = f"bench{self._next}"

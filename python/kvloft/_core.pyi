@@ -209,7 +209,8 @@ class Session:
         no frame. Returns for each row the chunks by table, of tables that have any, and how many others could not be had.
         """
     def reserve_attached(self, rows: Sequence[tuple[KeyChain, int, int, int]]) -> list[ChunkBatch | None]:
-        """For each (chain, group, block, where it is): reserve a frame for what the group keeps of that block alone.
+        """For each (chain, group, block, where it is): reserve a frame for what the group keeps of that block alone, beside the
+        prefix that ends with it and of no use without: where that prefix goes on, both are kept longer.
 
         All or nothing on an error. None stands for no chunk.
         """

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from copy import deepcopy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from batches import batch_of
 
 from benches.gpu.audit import PageAudit, poison
 from benches.gpu.equality import REFERENCE, problems, summary
+from benches.gpu.kept import KeptBlocks
 from kvloft.seam.batch import ChunkCopy, GroupBatches
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId
 from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
@@ -144,3 +146,61 @@ def test_the_audit_looks_at_the_pages_of_a_chunks_own_group() -> None:
     counts = audit.take_counts()
     assert (counts["saved_0"], counts["saved_1"], counts["loaded_0"], counts["loaded_1"]) == (1, 1, 1, 1)
     assert counts["loaded_differing"] == 1
+
+
+def kept() -> dict[str, Any]:
+    """What the phase `kept` gives of an engine with two groups whose kernels are not batch-invariant."""
+    told = {
+        "kept": {"same_0": 5, "same_1": 1},
+        "cached": [0, 32, 64],
+        "cached_hbm": [0, 32, 64],
+        "block_tokens": 32,
+        "kv_groups": 2,
+    }
+    first, hbm, none = [[1], [2], [3]], [[1], [2], [4]], [[1], [8], [9]]
+    warm = run(hbm, loaded=6, loaded_0=5, loaded_1=1) | told
+    skipped = run(none, loaded=6, loaded_differing=6) | told
+    runs = {"cold": run(first) | told, "hbm": run(hbm) | told, "warm": warm, "skipped_load": skipped}
+    return {"flash-groups": {"kv_groups": 2, "phases": {"kept": runs}}}
+
+
+WRONG_KEPT: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "differ from those of vLLM's own cache": lambda warm: warm["kept"].update(differing_1=1),
+    "only 1 KV cache groups were compared": lambda warm: warm["kept"].pop("same_1"),
+    "less was found": lambda warm: warm.update(cached=[0, 32, 31]),
+    "too few prompts": lambda warm: warm.update(cached=[0, 0, 32]),
+    "tokens differ from those with": lambda warm: warm.update(tokens=[[1], [7], [4]]),
+}
+
+
+@pytest.mark.parametrize("problem", WRONG_KEPT)
+def test_what_is_not_as_in_vllms_own_cache_is_named(problem: str) -> None:
+    found = kept()
+    assert problems(found) == []
+    WRONG_KEPT[problem](found["flash-groups"]["phases"]["kept"]["warm"])
+    assert any(problem in text for text in problems(found))
+
+
+def test_other_tokens_where_more_is_cached_are_rounding() -> None:
+    found = kept()
+    found["flash-groups"]["phases"]["kept"]["warm"].update(tokens=[[1], [2], [5]], cached=[0, 32, 96])
+    assert problems(found) == []
+
+
+def test_pages_are_compared_with_what_vllm_held_by_its_own_names() -> None:
+    blocks = [SimpleNamespace(block_id=i, block_hash=None) for i in range(6)]
+    engine: Any = SimpleNamespace(kv_cache_manager=SimpleNamespace(block_pool=SimpleNamespace(blocks=blocks)))
+    engine = SimpleNamespace(engine_core=SimpleNamespace(engine_core=SimpleNamespace(scheduler=engine)))
+    groups = [[torch.zeros(6, 2, 4)], [torch.zeros(6, 3), torch.zeros(6, 5, dtype=torch.bfloat16)]]
+    poison([kv for group in groups for kv in group], 1)
+    kept = KeptBlocks(engine, groups)
+    blocks[1].block_hash, blocks[2].block_hash = (b"prefix" + group.to_bytes(4, "big") for group in (0, 1))
+    assert kept.note() == 2
+    for group, (source, to) in enumerate([(1, 3), (2, 4)]):
+        for kv in groups[group]:
+            kv[to] = kv[source]
+        blocks[to].block_hash, blocks[source].block_hash = blocks[source].block_hash, b"another" + group.to_bytes(4, "big")
+    assert kept.compare([(0, 3), (1, 4), (0, 1), (0, 5)]) == {"same_0": 1, "same_1": 1, "unnamed": 2}
+    groups[1][1][4, 2] += 1
+    assert kept.compare([(0, 3), (1, 4)]) == {"same_0": 1, "differing_1": 1}
+    assert kept.compare([(1, 3)]) == {"unnamed": 1}, "under the name of another group"

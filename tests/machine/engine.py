@@ -283,7 +283,15 @@ class Engine:
             if req_id not in (output.preempted_req_ids or ()):
                 spec, request = self.specs[req_id], self.scheduler.requests[req_id]
                 limit = request.num_prompt_tokens if spec.saves == "prompt" else request.num_tokens
-                self.ledger.check_states(req_id, spec.prefix(request._all_token_ids), states, limit)
+                tables = self.scheduler.kv_cache_manager.get_block_ids(req_id)
+                held = [state for state in states if self._holds(tables, *state)]
+                self.ledger.check_states(req_id, spec.prefix(request._all_token_ids), held, limit)
+
+    def _holds(self, tables: Any, group: int, block: int, num_tokens: int) -> bool:
+        """Whether a block is where the state after so many tokens belongs: vLLM may have given it up in the same pass, and may
+        have given it out again, also to the same request."""
+        at = num_tokens // self.shape.block_tokens - 1
+        return bool(tables[group][at : at + 1] == [block])
 
     def _check_save(self, save: Any, output: Any) -> None:
         request = self.scheduler.requests[save.req_id]

@@ -48,6 +48,7 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     "short window, long blocks": (Group(block_tokens=8), Group("window", size=3)),
     "state of two blocks": (FULL, Group("state", block_tokens=8)),
     "state and drafter": (FULL, STATE, DRAFT),
+    "state, drafter beside attention": (Group(layers=("target", "draft")), STATE, STATE),
     "seven": (FULL, Group("window", size=7), Group("window", size=7), STATE, STATE, STATE, DRAFT),
 }
 """With a drafter where there is one. A group of the drafter is annotated, as vLLM does for MTP."""
@@ -57,5 +58,4 @@ def are_served(groups: tuple[Group, ...]) -> bool:
     """Whether kvloft serves them; the others show that the machine's model of vLLM is right."""
     if len(groups) == 1:
         return groups[0].kind == "full"
-    kinds, has_drafter = {group.kind for group in groups}, any(group.is_draft for group in groups)
-    return "full" in kinds and len({group.block_tokens for group in groups}) == 1 and not ("state" in kinds and has_drafter)
+    return any(group.kind == "full" for group in groups) and len({group.block_tokens for group in groups}) == 1

@@ -151,7 +151,8 @@ class Ledger:
         """What vLLM offered in this step is saved now or was before, up to ``limit`` tokens, unless something may be missing."""
         kept = self.saved | {end for planned in self.tickets.values() for end in planned.ends}
         for number, _, num_tokens in states if self.why_lossy is None else ():
-            is_kept = num_tokens > limit or self.kv(prefix.symbols[num_tokens - 1], number) in kept
+            is_known = num_tokens + self.ahead <= min(limit + self.ahead, len(prefix))  # beside a drafter, the token behind it too
+            is_kept = not is_known or self.kv(prefix.symbols[num_tokens - 1 + self.ahead], number) in kept
             self.expect(is_kept, f"{req_id}: the state after {num_tokens} tokens was offered and is not saved, group {number}")
 
     def _note_save(self, req_id: str, number: int, copy: ChunkCopy, prefix: Prefix, span: range, computed: int) -> None:

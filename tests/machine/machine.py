@@ -98,15 +98,16 @@ def served_groups(draw: st.DrawFn, names: tuple[str, ...] = tuple(name for name 
     """Several groups, which kvloft serves. Several hundred frames keep whatever is saved."""
     groups = GROUPS[draw(st.sampled_from(names))]
     has_drafter, kinds = any(group.is_draft for group in groups), {group.kind for group in groups}
-    drafts = [1, 2] if has_drafter else [0] if kinds & {"local", "state"} else [0, 0, 2]
+    num_drafts = draw(st.sampled_from([1, 2] if has_drafter else [0] if "local" in kinds else [0, 0, 2]))
     return Shape(
         groups, async_scheduling=draw(st.booleans()), v2=draw(st.booleans()), kv_groups="all",
         caching="state" in kinds or draw(st.sampled_from([True, True, False])),
         num_blocks=draw(st.sampled_from([16, 24, 60])) * len(groups),
-        num_drafts=draw(st.sampled_from(drafts)),
+        num_drafts=num_drafts,
         policy=draw(st.sampled_from(["recompute", "recompute", "recompute", "fail"])),
         host_frames=draw(st.sampled_from([20, 60, 900, 900, 900])) * len(groups), num_ranks=draw(st.sampled_from([1, 2])),
-        has_disk=draw(st.sampled_from([False, False, True])), early_results=has_drafter,
+        has_disk=draw(st.sampled_from([False, False, True])),
+        early_results=has_drafter or (num_drafts > 0 and draw(st.booleans())),
     )  # fmt: skip
 
 

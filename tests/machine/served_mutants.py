@@ -9,19 +9,22 @@ import pytest
 from kvloft.plan.core import SchedulerCore
 from kvloft.plan.groups import GroupedChunks, GroupLease
 from kvloft.plan.queue import Queue
+from kvloft.plan.tracker import Tracker
 from kvloft.seam.batch import GroupBatches, Tables
 from kvloft.seam.shape import GroupShape
 from kvloft.transfer import groups
 from kvloft.transfer.groups import GroupedMover
-from kvloft.vllm import connector, views
+from kvloft.vllm import connector, scheduler_half, views
 from kvloft.vllm.connector import KVLoftGroupsConnector
+from kvloft.vllm.worker_half import WorkerHalf
 
 from .mutants import Mutant, Patch, swap
 from .steady import SteadyStore
 
 SERVED_MUTANTS: list[Mutant] = []
 WINDOWS, LOCALS, STATES = ("window", "window of whole blocks"), ("local", "two locals"), ("state", "three states")
-DRAFTERS = ("window and drafter", "window of the drafter, too")
+DRAFTERS = ("window and drafter", "window of the drafter, too", "state and drafter")
+DRAFTED_STATES = (*STATES, "state and drafter", "state, drafter beside attention")
 LOAD = r"were given for it \(I6\)|not all of them saved"
 
 
@@ -166,17 +169,91 @@ def states_are_never_saved(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(SchedulerCore, "_save_states", lambda self, states, saves: None)
 
 
-@mutant("SGLang #22134: the running state is saved, which is some tokens further", "that vLLM does not offer", *STATES)
-def running_state_is_saved(mp: pytest.MonkeyPatch) -> None:
-    def save(original: Any, self: Any, states: Any, saves: Any) -> None:
-        running = []
-        for state in states:
-            tracker = self._trackers.get(state.req_id)
-            if tracker is not None and self._take_tables(tracker):
-                state = state._replace(block=tracker.blocks.tables[state.group][-1])
-            running.append(state)
-        original(self, running, saves)
+def states_saved_from(mp: pytest.MonkeyPatch, pick: Callable[[list[int], int], int]) -> None:
+    """``pick(row, block)``: the block that is saved in the place of ``block``, which is in a group's ``row`` of the table."""
+    tables: list[Any] = []
 
+    def reserve(original: Any, self: Any, rows: Any) -> Any:
+        return original(self, [(chain, group, boundary, other(group, block)) for chain, group, boundary, block in rows])
+
+    def other(group: int, block: int) -> int:
+        found = [pick(table[group], block) for table in tables if block in table[group]]
+        return next(filter(None, found), block)
+
+    def save(original: Any, self: Any, states: Any, saves: Any) -> None:
+        tables[:] = [self._tables(state.req_id).tables for state in states]
+        original(self, states, saves)
+
+    swap(mp, SchedulerCore, "_save_states", save)
+    swap(mp, GroupedChunks, "reserve_states", reserve)
+
+
+@mutant("SGLang #22134: the running state is saved, which is some tokens further", "that vLLM does not offer", *DRAFTED_STATES)
+def running_state_is_saved(mp: pytest.MonkeyPatch) -> None:
+    states_saved_from(mp, lambda row, block: row[-1])
+
+
+@mutant(
+    "vLLM takes results before it settles the state that accepted drafts passed; who saves there saves what the block held before",
+    "does not hold its key's KV|state after",
+    *DRAFTED_STATES,
+)
+def state_is_saved_before_accepted_drafts_are_settled(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, WorkerHalf, "take_finished", lambda original, self: (self.core.run_saves(), original(self))[1])
+
+
+def states_saved_if(mp: pytest.MonkeyPatch, is_there: Callable[[list[int], int], bool]) -> None:
+    """In the place of the plan's own look at the group's row of the table."""
+
+    def has_state(self: Any, state: Any) -> Any:
+        tracker, num_blocks = self._trackers.get(state.req_id), state.num_tokens // self._group.block_tokens
+        if tracker is None or state.num_tokens % self._group.block_tokens or state.num_tokens > tracker.save_limit:
+            return None
+        if not is_there(self._tables(state.req_id).tables[state.group], state.block):
+            return None
+        tracker.extend_chain(state.num_tokens)
+        is_known = tracker.chain.num_blocks >= num_blocks and not (tracker.save_blocked or tracker.kv_outdated)
+        return tracker if is_known else None
+
+    mp.setattr(SchedulerCore, "_has_state", has_state)
+
+
+@mutant("vLLM offers a state whose block it gave up in the same pass, behind drafts that were accepted", r"\(I6\)", *DRAFTED_STATES)
+def state_is_saved_from_a_block_that_was_given_up(mp: pytest.MonkeyPatch) -> None:
+    states_saved_if(mp, lambda row, block: True)
+
+
+@mutant(
+    "such a block was given out again, to the same request, for states after drafts", "does not hold its key's KV", *DRAFTED_STATES
+)
+def state_is_saved_from_a_block_that_came_back(mp: pytest.MonkeyPatch) -> None:
+    states_saved_if(mp, lambda row, block: block in row)
+
+
+@mutant("the state after a draft is saved, which may be rejected", "that vLLM does not offer", *DRAFTED_STATES)
+def state_after_a_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
+    """From the column behind the state's own, where vLLM keeps the states after drafts."""
+    states_saved_from(mp, lambda row, block: row[min(row.index(block) + 1, len(row) - 1)])
+
+
+@mutant("a draft stands for the token behind a state", r"known \(I7\)|one key, two prefixes|does not hold", *DRAFTED_STATES[-2:])
+def draft_is_in_the_key_of_a_state(mp: pytest.MonkeyPatch) -> None:
+    drafts: dict[str, list[int]] = {}
+
+    def drafted(original: Any, self: Any) -> Any:
+        return [*original(self), *(token for token in drafts.get(self.req_id, ()) if token >= 0)]
+
+    def save(original: Any, self: Any, states: Any, saves: Any) -> None:
+        with pytest.MonkeyPatch.context() as now:
+            swap(now, Tracker, "confirmed_tokens", drafted)
+            original(self, states, saves)
+
+    def view(original: Any, output: Any, *more: Any) -> Any:
+        drafts.clear()
+        drafts.update(output.scheduled_spec_decode_tokens)
+        return original(output, *more)
+
+    swap(mp, scheduler_half, "view_grouped_step", view)
     swap(mp, SchedulerCore, "_save_states", save)
 
 

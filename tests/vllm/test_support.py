@@ -188,7 +188,6 @@ def test_where_one_group_would_do_that_is_said(other: Any, helps: bool, monkeypa
         ({}, (WINDOW, WINDOW), "full attention"),
         ({}, (FULL, replace(WINDOW, block_size=64)), "blocks of one size"),
         ({}, (FULL, per_layer(FULL, WINDOW)), "SimpleNamespace"),
-        ({"speculative_config": SimpleNamespace(method="ngram")}, (FULL, replace(MAMBA, mamba_cache_mode="align")), "speculative"),
     ],
 )
 def test_several_groups_without_a_rule_are_refused(changes: dict[str, Any], specs: tuple[Any, ...], named: str) -> None:
@@ -196,13 +195,19 @@ def test_several_groups_without_a_rule_are_refused(changes: dict[str, Any], spec
         check_supported(settings(**changes), groups(*specs), "all")
 
 
-def test_states_are_served_on_cpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", ["ngram", "suffix", "mtp", "eagle3"])
+def test_drafts_are_served_beside_states(method: str) -> None:
+    aligned = replace(MAMBA, block_size=FULL.block_size, mamba_cache_mode="align")
+    check_supported(settings(speculative_config=SimpleNamespace(method=method)), groups(FULL, aligned), "all")
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_states_are_served_where_vllm_keeps_them_at_blocks_ends(is_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
     aligned = replace(MAMBA, block_size=FULL.block_size, mamba_cache_mode="align")
     check_supported(settings(), groups(FULL, aligned), "all")
-    monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: False))
-    with pytest.raises(UnsupportedError, match="on CPUs only"):
-        check_supported(settings(), groups(FULL, aligned), "all")
-    check_supported(settings(), groups(FULL, WINDOW), "all")
+    with pytest.raises(UnsupportedError, match="mamba-cache-mode align"):
+        check_supported(settings(), groups(FULL, replace(aligned, mamba_cache_mode="none")), "all")
 
 
 def test_state_space_layers_are_refused_by_vllm_or_by_us() -> None:

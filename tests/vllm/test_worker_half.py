@@ -91,8 +91,16 @@ def listeners(monkeypatch: pytest.MonkeyPatch) -> dict[Patch, Any]:
     return heard
 
 
+ALONE, WITH_STATES = (GroupShape(16),), (GroupShape(16), GroupShape(16, kind="state"))
+
+
 def half_of(
-    *, can_sleep: bool = False, zeroes: bool = False, extension: str = "", drafter: str | None = None
+    *,
+    can_sleep: bool = False,
+    zeroes: bool = False,
+    extension: str = "",
+    drafter: str | None = None,
+    groups: tuple[GroupShape, ...] = ALONE,
 ) -> worker_half.WorkerHalf:
     settings: Any = SimpleNamespace(
         parallel_config=SimpleNamespace(rank=0, world_size=1, worker_extension_cls=extension),
@@ -101,9 +109,9 @@ def half_of(
         cache_config=SimpleNamespace(cache_dtype="auto"),
         speculative_config=drafter and SimpleNamespace(method=drafter),
     )
-    groups = [SimpleNamespace(layer_names=[])]
-    kv: Any = SimpleNamespace(num_blocks=4, needs_kv_cache_zeroing=zeroes, kv_cache_groups=groups)
-    return worker_half.WorkerHalf(settings, kv, CacheShape((GroupShape(16),)), Config())
+    layers = [SimpleNamespace(layer_names=[]) for _ in groups]
+    kv: Any = SimpleNamespace(num_blocks=4, needs_kv_cache_zeroing=zeroes, kv_cache_groups=layers)
+    return worker_half.WorkerHalf(settings, kv, CacheShape(groups), Config())
 
 
 @pytest.mark.parametrize(("is_on", "has_hook", "drains"), [(True, False, True), (True, True, False), (False, False, False)])
@@ -153,10 +161,28 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(zeroes: b
     assert given == [zeroes]
 
 
-@pytest.mark.parametrize(("drafter", "saves_late"), [(None, False), ("ngram", False), ("eagle", True)])
-def test_saves_wait_for_a_drafter_that_keeps_kv(drafter: str | None, saves_late: bool) -> None:
-    """vLLM takes results before it runs, and calls `wait_for_save` behind it."""
-    half = half_of(drafter=drafter)
+def test_gathers_go_first_where_vllm_moves_states_before_any_hook() -> None:
+    """`preprocess_mamba` copies a state into the block that its request got in this step; saves of another may read it still."""
+    assert half_of(groups=WITH_STATES).core._settings.gathers_first
+    assert not half_of(groups=(GroupShape(16), GroupShape(16, kind="window", reach=31))).core._settings.gathers_first
+
+
+@pytest.mark.parametrize(
+    ("drafter", "groups", "saves_late"),
+    [
+        (None, ALONE, False),
+        ("ngram", ALONE, False),
+        ("eagle", ALONE, True),
+        (None, WITH_STATES, False),
+        ("ngram", WITH_STATES, True),
+    ],
+)
+def test_saves_wait_for_what_comes_behind_the_results(
+    drafter: str | None, groups: tuple[GroupShape, ...], saves_late: bool
+) -> None:
+    """vLLM takes results before a drafter runs, and before it settles the states that accepted drafts passed; it calls
+    `wait_for_save` behind both."""
+    half = half_of(drafter=drafter, groups=groups)
     half.core.run_saves = lambda: log.append("saves")  # type: ignore[method-assign]
     log: list[str] = []
     half.take_finished()

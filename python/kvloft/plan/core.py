@@ -327,9 +327,15 @@ class SchedulerCore:
         saves += [SavePlan(tracker.req_id, chunks) for (tracker, _), chunks in reserved if chunks]
 
     def _has_state(self, state: BoundaryState) -> Tracker | None:
-        """Whose state it is, if it is to be saved."""
+        """Whose state it is, if it is to be saved.
+
+        Under async scheduling vLLM offers what results of the step before confirmed, but gives up first what accepted drafts left
+        behind: then the block may hold anything when this step is done, even where the same request got it again.
+        """
         tracker, num_blocks = self._trackers.get(state.req_id), state.num_tokens // self._group.block_tokens
         if tracker is None or state.num_tokens % self._group.block_tokens or state.num_tokens > tracker.save_limit:
+            return None
+        if not self._take_tables(tracker) or tracker.blocks.tables[state.group][num_blocks - 1 : num_blocks] != [state.block]:
             return None
         tracker.extend_chain(state.num_tokens)
         is_known = tracker.chain.num_blocks >= num_blocks and not (tracker.save_blocked or tracker.kv_outdated)

@@ -87,8 +87,6 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
     kinds = [KIND_OF_SPEC.get(type(spec).__name__) for spec in specs]
     if not HAS_GROUPS:
         yield "serves several KV cache groups with vLLM 0.32 and newer, which tell connectors enough about them"
-    if "state" in kinds and not current_platform.is_cpu():
-        yield "serves state-space layers on CPUs only: on a GPU they were never run"
     if "full" not in kinds:
         yield "serves several KV cache groups where one of them is of full attention"
     if None in kinds:
@@ -103,8 +101,6 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
     odd = {"enable_kv_transfer": False, "host_resident": True}
     if any(getattr(group, name, not value) == value for group in groups for name, value in odd.items()):
         yield "does not serve groups that are kept elsewhere than in blocks"
-    if vllm_config.speculative_config is not None and "state" in kinds:
-        yield "does not serve speculative decoding beside state-space layers yet"
 
 
 def _of_settings(vllm_config: Any) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """The worker half inside vLLM: WorkerCore fed from connector metadata; one method a hook.
 
 vLLM's releases differ in which hooks run and in what order (no ``wait_for_save`` on empty steps before 0.31, results taken
-before it with speculative decoding), so saves run at whichever comes first after the forward. A drafter with KV of its own runs
-behind the results: then saves wait for ``wait_for_save``, which comes behind it.
+before it with speculative decoding), so saves run at whichever comes first after the forward. Behind the results a drafter with KV
+of its own runs, and vLLM settles the states that accepted drafts passed: then saves wait for ``wait_for_save``, behind both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class WorkerHalf:
         self._group_layers = group_layers(kv_cache_config) if self.is_grouped else []
         self._fingerprint = f"{vllm.__version__}|{current_platform.device_name}|{model.dtype}|{cache.cache_dtype}"
         zeroes_first = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))  # new blocks, before any hook of the step
-        settings = MoverSettings(config.gpu_copies, config.staging_size, gathers_first=zeroes_first)
+        moves_states = any(group.kind == "state" for group in shape.groups)  # into new blocks, before any hook, too
+        settings = MoverSettings(config.gpu_copies, config.staging_size, gathers_first=zeroes_first or moves_states)
         self.core = WorkerCore(shape, rank=parallel.rank % parallel.world_size, settings=settings)
         if model.enable_sleep_mode and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
             settle([SLEEP])
@@ -49,7 +50,7 @@ class WorkerHalf:
         if not are_replaced(vllm_config):
             self._watch = WeightsWatch(model, vllm_config.load_config, self.core.stop)
             listen(WORKER_RELOAD, self._watch.hear_reload)
-        self._saves_late = has_draft_kv(vllm_config)
+        self._saves_late = has_draft_kv(vllm_config) or (moves_states and vllm_config.speculative_config is not None)
         self._bad_blocks: set[int] = set()
         self.hook_errors = 0
 

@@ -34,6 +34,13 @@ pub(crate) fn kept_by<'a>(chain: &'a mut key::KeyChain, groups: &[Option<u32>]) 
     groups.iter().map(|group| prefix(chain.kept_by(*group))).collect()
 }
 
+/// Of one block, with the key of the prefix that ends with it: what a group keeps is kept beside that.
+pub(crate) fn beside(chain: &key::KeyChain, group: u32, block: u32) -> PyResult<Kept> {
+    let (root, mut keys) = chain.attached(group, [block]).map_err(raise)?;
+    keys.extend(chain.keys().get(block as usize));
+    Ok((root, keys))
+}
+
 /// What groups keep of single blocks, for (group, start, stop).
 pub(crate) fn attached(chain: &key::KeyChain, rows: &[(u32, u32, u32)]) -> PyResult<Vec<Kept>> {
     rows.iter().map(|(group, start, stop)| chain.attached(*group, *start..*stop).map_err(raise)).collect()

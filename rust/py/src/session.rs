@@ -19,7 +19,7 @@ use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyTuple};
 
 use crate::batch::ChunkBatch;
 use crate::error::raise;
-use crate::groups::{Blocks, GroupsDue, Kept, Reserved, Saved, SavedGroup, attached, each, kept_by};
+use crate::groups::{Blocks, GroupsDue, Kept, Reserved, Saved, SavedGroup, attached, beside, each, kept_by};
 use crate::key::{KeyBytes, KeyChain, digest};
 use crate::tokens::{append_block_ids, append_token_ids, block_ids, number};
 
@@ -329,12 +329,12 @@ impl Session {
         Ok(parts.iter().map(joined).collect())
     }
 
-    /// Reserve a frame for what a group keeps of one block alone, for each (chain, group, block, where it is); all or nothing.
+    /// Reserve a frame for what a group keeps of one block, beside the prefix that ends with it; (chain, group, block, where it is).
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn reserve_attached(&self, rows: Vec<(Bound<'_, KeyChain>, u32, u32, i32)>) -> PyResult<Vec<Option<ChunkBatch>>> {
         let mut kept = Vec::with_capacity(rows.len());
         for (chain, group, block, _) in &rows {
-            kept.push(chain.get().lock()?.attached(*group, [*block]).map_err(raise)?);
+            kept.push(beside(&*chain.get().lock()?, *group, *block)?);
         }
         let mut asked = Vec::with_capacity(rows.len());
         for ((root, keys), (.., own)) in kept.iter().zip(&rows) {

@@ -20,6 +20,8 @@ pub(crate) fn sent_range<'a>(asked: &ToSave<'a>, per_chunk: u32) -> Result<Optio
     // The parent of the first chunk is the last that has to be known of what comes before.
     let first = (range.start * per_chunk).saturating_sub(1);
     let end = (range.stop * per_chunk + range.tail_blocks) as usize;
+    // Of what is kept alone, the key of what it is kept beside may come behind the range's.
+    let end = if is_attached { prefix.keys.len().min(end + 1) } else { end };
     let keys = Keys::Own(&prefix.keys[(first as usize).min(end)..end]);
     Ok((end <= MAX_KEYS).then_some(SentRange { root: prefix.root, first, keys, range, is_attached }))
 }

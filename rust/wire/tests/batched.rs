@@ -171,8 +171,8 @@ impl Twins {
     }
 }
 
-fn local() -> Box<dyn Session> {
-    let config = StoreConfig {
+fn local_config() -> StoreConfig {
+    StoreConfig {
         frame_bytes: FRAME,
         host_bytes: NUM_FRAMES * FRAME,
         blocks_per_chunk: 1,
@@ -180,8 +180,11 @@ fn local() -> Box<dyn Session> {
         available_bytes: None,
         namespace: [7; 32],
         disk: None,
-    };
-    Box::new(Local::open(&config).expect("memory"))
+    }
+}
+
+fn local() -> Box<dyn Session> {
+    Box::new(Local::open(&local_config()).expect("memory"))
 }
 
 fn live(steps: &[Step], mut open: impl FnMut() -> Box<dyn Session>) {
@@ -255,4 +258,77 @@ fn both_sides_know_of_the_same_prefix() {
             assert_eq!(engine.poll(lease).ready_blocks, wanted[first] + wanted[second]);
         }
     }
+}
+
+/// Blocks that chats find of themselves in a store that has room for half of them, while prompts come that never do again. Each
+/// turn keeps a state, which the next one needs, and which says what it is kept beside, or does not.
+fn found_by_chats(session: &dyn Session, says_beside: bool) -> u32 {
+    const TURN: u32 = 3;
+    let state = |prompt, end: u32| {
+        let own = chain(prompt, end);
+        let (root, mut keys) = own.attached(GROUP, end - 1..end).expect("its block");
+        keys.extend(own.keys().last().filter(|_| says_beside));
+        (root, keys)
+    };
+    let save = |prompt, end: u32| {
+        let (own, (root, keys)) = (chain(prompt, end), state(prompt, end));
+        let kv = ToSave { prefix: Prefix::new(own.root(), own.keys()), range: whole(end), is_attached: false };
+        let beside = ToSave { prefix: Prefix::new(root, &keys), range: whole(1), is_attached: true };
+        for asked in [kv, beside] {
+            let (reserved, _) = session.reserve_many(&[asked]).expect("in range");
+            session.commit(&reserved.iter().map(|row| row.ticket).collect::<Vec<_>>());
+        }
+    };
+    let mut num_found = 0;
+    for turn in 1..10_u32 {
+        for chat in 0..20 {
+            let before = (turn - 1) * TURN;
+            if before > 0 {
+                let (own, (root, keys)) = (chain(chat, before), state(chat, before));
+                let needs = [Prefix::new(own.root(), own.keys()), Prefix::new(root, &keys[..1])];
+                let has: Vec<_> = session.lookup_many(&needs).iter().map(|found| found.host_blocks).collect();
+                if has == [before, 1] {
+                    num_found += before;
+                    session.release(session.acquire_all(&needs));
+                }
+            }
+            save(chat, turn * TURN);
+            save(1000 + turn * 20 + chat, 2 * TURN);
+        }
+    }
+    num_found
+}
+
+const ROOM_FOR_CHATS: u64 = 300;
+
+fn chats_in(mut open: impl FnMut() -> Box<dyn Session>) {
+    let [told, not_told] = [true, false].map(|says_beside| {
+        let session = open();
+        let found = found_by_chats(&*session, says_beside);
+        session.close(Duration::ZERO);
+        found
+    });
+    assert!(told > not_told * 5 / 4, "{told} blocks, and {not_told} without");
+}
+
+/// A state is new at each turn, and without knowing what it is kept beside it would always go before what needs it.
+#[test]
+fn chats_find_more_where_states_say_what_they_are_kept_beside() {
+    chats_in(|| {
+        let host_bytes = ROOM_FOR_CHATS * FRAME;
+        let config = StoreConfig { host_bytes, eviction: Eviction::Adaptive, ..local_config() };
+        Box::new(Local::open(&config).expect("memory"))
+    });
+}
+
+#[test]
+fn chats_find_more_over_a_socket_too() {
+    let dirs = [tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("a directory")];
+    let config = |dir| {
+        let host_bytes = ROOM_FOR_CHATS * FRAME;
+        ServerConfig { host_bytes, eviction: Eviction::Adaptive, ..server_config(dir) }
+    };
+    let _servers = dirs.each_ref().map(|dir| Server::open(config(dir.path())).expect("a server"));
+    let mut dirs = dirs.iter();
+    chats_in(|| Box::new(connect(dirs.next().expect("two").path())));
 }

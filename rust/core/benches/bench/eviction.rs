@@ -8,6 +8,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::store::{SaveRange, Store, StoreConfig};
 
+use crate::states;
 use crate::table::{title, verdict};
 use crate::trace::{Trace, load, synthetic, two_sets};
 
@@ -21,7 +22,9 @@ const FRAME_BYTES: u64 = 4096;
 pub(crate) fn run(asked: Option<&Path>) {
     if let Some((name, trace)) = load(asked) {
         table(&name, &trace, 0, &SIZES);
+        states::table(&name, &trace);
     }
+    states::table("synthetic chats", &synthetic());
     table("synthetic chats", &synthetic(), 0, &SIZES.map(|(percent, _)| (percent, SYNTHETIC_TARGET)));
     let [first, second] = two_sets();
     let (percent, target) = TWO_SETS;

@@ -11,6 +11,7 @@ mod eviction;
 mod hashing;
 mod lookup;
 mod saves;
+mod states;
 mod table;
 mod trace;
 

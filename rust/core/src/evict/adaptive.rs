@@ -11,6 +11,10 @@
 //! Using a chunk uses its ancestors too, yet only the deepest is written: an ancestor cannot be a victim before its
 //! descendants are gone, and a leaving chunk hands its uses up. So a chunk that becomes a leaf stands where stamping
 //! each use on its whole prefix would have put it, and a touch costs the same at any depth.
+//!
+//! What is kept beside a prefix and of no use without it (the state behind it) is new at each turn of a chat, while most of the
+//! prefix was used again: alone it would always go first, and the prefix is of no use without it either. So where at
+//! least half of the prefix was used again, its end and what is kept beside it count as used again (`goes_on`, `mark_reused`).
 
 use std::collections::BTreeSet;
 
@@ -27,6 +31,8 @@ const RETURNS_PER_E: f64 = 1.0 / 12.0;
 const MAX_CREDIT: f64 = 256.0;
 /// Evictions after which the share of reused chunks has followed by two thirds.
 const SHARE_WEIGHT: f64 = 256.0;
+/// So many chunks are looked at, from the end up, for one that was reused.
+const MAX_STEPS_UP: u32 = 1024;
 const MIN_SHARE: f64 = 1.0 / 50.0;
 
 /// What is known of a chunk: 24 bytes, and at most 32 in a queue while it is evictable.
@@ -157,6 +163,16 @@ impl Policy for Adaptive {
             (once, reused) => once.or(reused)?.1,
         };
         Some(ChunkId(id))
+    }
+
+    fn goes_on(&self, end: ChunkId, num_chunks: u32) -> bool {
+        let node = |id: u32| self.nodes.get(id as usize).copied();
+        let chunks = std::iter::successors(node(end.0), |last| node(last.parent));
+        chunks.take((num_chunks / 2 + 1).min(MAX_STEPS_UP) as usize).any(|node| node.reused)
+    }
+
+    fn mark_reused(&mut self, id: ChunkId) {
+        self.update(id, |node| node.reused = true);
     }
 
     fn remove(&mut self, id: ChunkId, removal: Removal) {

@@ -47,6 +47,10 @@ pub trait Policy: fmt::Debug + Send {
     fn set_evictable(&mut self, id: ChunkId, evictable: bool);
     /// What should go next; None if nothing may.
     fn victim(&mut self) -> Option<ChunkId>;
+    /// Whether at least half of the `num_chunks` that end with `end` were used again, as far as that shows at once.
+    fn goes_on(&self, end: ChunkId, num_chunks: u32) -> bool;
+    /// `id` is as if it had been used again. When it was used last stays.
+    fn mark_reused(&mut self, id: ChunkId);
     /// `id` left the tier.
     fn remove(&mut self, id: ChunkId, removal: Removal);
 }

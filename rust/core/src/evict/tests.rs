@@ -131,6 +131,11 @@ impl<P: Policy> Forest<P> {
         self.policy.touch(ChunkId(id));
     }
 
+    fn mark_reused(&mut self, id: u32) {
+        self.oracle.chunks.get_mut(&id).unwrap().reused = true;
+        self.policy.mark_reused(ChunkId(id));
+    }
+
     fn remove(&mut self, id: u32, removal: Removal) {
         self.policy.remove(ChunkId(id), removal);
         let parent = self.parents.remove(&id).unwrap();
@@ -180,6 +185,7 @@ impl<P: Policy> Forest<P> {
 enum Step {
     Insert { parent: Option<usize>, key: usize },
     Touch(usize),
+    MarkReused(usize),
     Pin(usize),
     Unpin(usize),
     Drop(usize),
@@ -192,6 +198,7 @@ fn steps() -> impl Strategy<Value = Vec<Step>> {
     let step = prop_oneof![
         6 => insert.prop_map(|(parent, key)| Step::Insert { parent, key }),
         4 => nth.clone().prop_map(Step::Touch),
+        1 => nth.clone().prop_map(Step::MarkReused),
         1 => nth.clone().prop_map(Step::Pin),
         1 => nth.clone().prop_map(Step::Unpin),
         1 => nth.prop_map(Step::Drop),
@@ -217,6 +224,11 @@ fn walk<P: Policy>(forest: &mut Forest<P>, steps: &[Step], mut check: impl FnMut
             Step::Touch(nth) => {
                 if let Some(id) = forest.nth(nth) {
                     forest.touch(id);
+                }
+            }
+            Step::MarkReused(nth) => {
+                if let Some(id) = forest.nth(nth) {
+                    forest.mark_reused(id);
                 }
             }
             Step::Pin(nth) => forest.pinned.extend(forest.nth(nth)),
@@ -307,6 +319,35 @@ fn ghosts_are_bounded_and_the_oldest_of_a_set_goes_first() {
     assert_eq!(recent.len(), 100, "one per chunk");
     assert!(recent.iter().all(|(number, _)| *number > 9600));
     assert!(fingerprints.iter().all(|&fingerprint| ghosts.take(fingerprint).is_none()), "a ghost is taken once");
+}
+
+#[test]
+fn a_prefix_goes_on_where_at_least_half_of_it_was_used_again() {
+    for (num_chunks, num_used, goes_on) in [
+        (1, 0, false),
+        (1, 1, true),
+        (2, 1, true),
+        (3, 1, false),
+        (3, 2, true),
+        (8, 3, false),
+        (8, 4, true),
+        (8, 8, true),
+    ] {
+        let mut forest = Forest::new(Adaptive::new(60));
+        let chain: Vec<_> = (0..num_chunks)
+            .scan(None, |parent, number| {
+                *parent = Some(forest.insert(*parent, number));
+                *parent
+            })
+            .collect();
+        if num_used > 0 {
+            forest.touch(chain[num_used - 1]);
+        }
+        let end = ChunkId(*chain.last().unwrap());
+        assert_eq!(forest.policy.goes_on(end, num_chunks), goes_on, "{num_used} of {num_chunks}");
+    }
+    let unknown = Adaptive::new(60);
+    assert!(!unknown.goes_on(ChunkId(7), 3));
 }
 
 /// Documents that come back after three times the capacity, amid prompts that never do.
@@ -436,6 +477,12 @@ impl Policy for Boxed {
     }
     fn victim(&mut self) -> Option<ChunkId> {
         self.0.victim()
+    }
+    fn goes_on(&self, end: ChunkId, num_chunks: u32) -> bool {
+        self.0.goes_on(end, num_chunks)
+    }
+    fn mark_reused(&mut self, id: ChunkId) {
+        self.0.mark_reused(id);
     }
     fn remove(&mut self, id: ChunkId, removal: Removal) {
         self.0.remove(id, removal);

@@ -109,6 +109,8 @@ pub(crate) struct Entry {
     /// What the policies were told last; None while they do not know the chunk.
     pub(crate) host_evictable: Option<bool>,
     pub(crate) disk_evictable: Option<bool>,
+    /// It is the end of a prefix that was used again, or kept beside it: policies that hear of it later are told so.
+    pub(crate) goes_on: bool,
 }
 
 impl Entry {

@@ -28,6 +28,9 @@ impl State {
         self.stats.disk_used += 1;
         self.owners.count_disk(entry.owner, true);
         self.disk_policy.insert(id, entry.parent, &entry.key);
+        if entry.goes_on {
+            self.disk_policy.mark_reused(id);
+        }
         self.note_change(id);
     }
 

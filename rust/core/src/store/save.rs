@@ -71,6 +71,7 @@ pub struct ToSave<'a> {
     /// Which chunks of it.
     pub range: SaveRange,
     /// Each chunk hangs on the root alone, as what a group of windows or states keeps. One that cannot be had ends nothing then.
+    /// A key behind the range's is that of the chunk which ends the prefix that they are kept beside, and of no use without.
     pub is_attached: bool,
 }
 
@@ -85,6 +86,7 @@ impl State {
     pub(crate) fn reserve(&mut self, asked: &ToSave<'_>, reserved: &mut Vec<(ChunkId, Reservation)>) -> Got {
         let ToSave { prefix, range, is_attached } = *asked;
         let (before, mut num_dropped) = (reserved.len(), 0);
+        let beside = prefix.keys.get((range.stop * self.per_chunk) as usize).filter(|_| is_attached);
         let wanted = range.num_chunks();
         for nth in 0..wanted {
             let depth = range.start + nth;
@@ -101,6 +103,9 @@ impl State {
                 continue;
             }
             if let Some((id, frame)) = self.reserve_one(new) {
+                if let Some(end) = beside.and_then(|key| self.index.get(key)) {
+                    self.keep_beside(id, end);
+                }
                 let ticket = self.new_ticket();
                 reserved.push((id, Reservation { ticket, frame, key, first_block, num_blocks }));
             } else if is_attached {
@@ -163,6 +168,21 @@ impl State {
         self.sync_disk(id);
         self.stats.write_leases += 1;
         Some((id, frame))
+    }
+
+    /// `id`, which has a frame, is kept beside the prefix that ends with `end`: where that goes on, both are likely to be used again.
+    fn keep_beside(&mut self, id: ChunkId, end: ChunkId) {
+        let num_chunks = self.index[end].depth + 1;
+        if self.index[end].host_evictable.is_none() || !self.host_policy.goes_on(end, num_chunks) {
+            return;
+        }
+        for each in [id, end] {
+            self.host_policy.mark_reused(each);
+            self.index[each].goes_on = true;
+            if self.index[each].disk_evictable.is_some() {
+                self.disk_policy.mark_reused(each);
+            }
+        }
     }
 
     /// Ends a write lease; false if its chunk was forgotten meanwhile, and so is aborted.

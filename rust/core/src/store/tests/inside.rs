@@ -86,6 +86,12 @@ impl Policy for Counted {
     fn victim(&mut self) -> Option<ChunkId> {
         self.0.victim()
     }
+    fn goes_on(&self, end: ChunkId, num_chunks: u32) -> bool {
+        self.0.goes_on(end, num_chunks)
+    }
+    fn mark_reused(&mut self, id: ChunkId) {
+        self.0.mark_reused(id);
+    }
     fn remove(&mut self, id: ChunkId, removal: Removal) {
         self.0.remove(id, removal);
     }

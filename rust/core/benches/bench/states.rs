@@ -1,0 +1,85 @@
+//! Hit ratio where each prompt keeps states behind its last whole block: a hit needs all of them there, and all blocks before. Beside
+//! LRU's, and what adaptive eviction finds where states do not say what they are kept beside.
+
+use std::collections::BTreeSet;
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::key::{ChunkKey, KeyChain};
+use kvloft_core::store::{Prefix, SaveRange, Store, StoreConfig, ToSave};
+
+use crate::table::{title, verdict};
+use crate::trace::Trace;
+
+/// Groups of states, as in Qwen3-Next; a state takes a frame as a block does.
+const NUM_GROUPS: u32 = 3;
+/// Sizes in percent of the unique blocks; the target is LRU's hits.
+const SIZES: [u32; 4] = [3, 10, 20, 30];
+const TARGET: f64 = 0.98;
+
+pub(crate) fn table(name: &str, trace: &Trace) {
+    let unique = trace.iter().flatten().collect::<BTreeSet<_>>().len();
+    let total: usize = trace.iter().map(|ids| ids.len().saturating_sub(1)).sum();
+    title(&format!("Eviction with {NUM_GROUPS} states a prompt: hit ratio on {name}"));
+    println!(
+        "{:>5} {:>8} {:>9} {:>9} {:>9} {:>12} {:>8}",
+        "size", "frames", "lru", "not told", "adaptive", "adaptive/lru", "target"
+    );
+    for percent in SIZES {
+        let frames = (unique * percent as usize).div_ceil(100);
+        let ratio = |policy, says_beside| replay(trace, frames, policy, says_beside) as f64 / total as f64;
+        let (lru, not_told) = (ratio(Eviction::Lru, true), ratio(Eviction::default(), false));
+        let ours = ratio(Eviction::default(), true);
+        let (more, met) = (ours / lru, verdict(ours >= TARGET * lru && ours >= not_told));
+        println!("{percent:>4}% {frames:>8} {lru:>9.4} {not_told:>9.4} {ours:>9.4} {more:>12.3} {TARGET:>8} {met:>7}");
+    }
+}
+
+/// Blocks of all hits in a store of so many frames.
+fn replay(trace: &Trace, frames: usize, eviction: Eviction, says_beside: bool) -> usize {
+    let config = StoreConfig {
+        frame_bytes: 4096,
+        host_bytes: frames as u64 * 4096,
+        blocks_per_chunk: 1,
+        eviction,
+        available_bytes: None,
+        namespace: [0; 32],
+        disk: None,
+    };
+    let store = Store::open(&config).expect("address space for the frames");
+    let mut num_found = 0;
+    for ids in trace.iter().filter(|ids| ids.len() > 1) {
+        let mut chain = KeyChain::new(ChunkKey([7; 32]), 1).expect("a valid chain");
+        chain.append_tokens(&ids[..ids.len() - 1]).expect("room for all ids");
+        let groups: Vec<_> = (2..2 + NUM_GROUPS)
+            .map(|group| chain.attached(group, 0..chain.num_blocks()).expect("its blocks"))
+            .collect();
+        let state = |(root, keys): &(ChunkKey, Vec<ChunkKey>), block: usize| {
+            let end = chain.keys()[block];
+            (*root, [keys[block], end])
+        };
+        let is_there = |block: usize| {
+            groups
+                .iter()
+                .map(|group| state(group, block))
+                .all(|(root, keys)| store.lookup(Prefix::new(root, &keys[..1])).host_blocks > 0)
+        };
+        let has = store.lookup(&chain).host_blocks as usize;
+        let found = (0..has).rev().find(|&block| is_there(block)).map_or(0, |block| block + 1);
+        num_found += found;
+        if found > 0 {
+            drop(store.acquire(Prefix { keys: &chain.keys()[..found], ..Prefix::from(&chain) }));
+            for (root, keys) in groups.iter().map(|group| state(group, found - 1)) {
+                drop(store.acquire(Prefix::new(root, &keys[..1])));
+            }
+        }
+        let whole = |stop| SaveRange { start: 0, stop, tail_blocks: 0 };
+        store.commit(store.reserve(&chain, whole(chain.num_blocks())).expect("the chain has the range").leases);
+        for (root, keys) in groups.iter().map(|group| state(group, chain.keys().len() - 1)) {
+            let prefix = Prefix::new(root, &keys[..=usize::from(says_beside)]);
+            let asked = ToSave { prefix, range: whole(1), is_attached: true };
+            store.commit(store.reserve_many(None, &[asked]).expect("one chunk").0);
+        }
+    }
+    store.check().expect("the invariants hold");
+    num_found
+}

@@ -1,0 +1,151 @@
+"""CudaMover with state-space layers beside attention: tensors as vLLM makes them, in every layout it has, each byte compared.
+
+A state's page is shorter than attention's, so there is padding behind it that belongs to nobody; its tensors (convolution and
+recurrence) have types of their own, and, since vLLM 0.32, come as one tensor of bytes. The emulated GPU runs the same functions
+(`test_emulated_states.py`).
+"""
+
+from itertools import product
+from math import prod
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+
+import gpu_support
+from batches import batch_of
+from gpu_support import POISON, Frames, copies_of, part_bytes_for
+
+from kvloft.seam.batch import ChunkCopy, GroupBatches
+from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.plan import LoadPlan, SavePlan
+from kvloft.transfer.cuda.lanes import Tuning
+from kvloft.transfer.cuda.mover import CudaMover
+from kvloft.transfer.layout import PagedLayout, read_layout
+
+pytestmark = pytest.mark.gpu
+NUM_BLOCKS, NUM_SLOTS = 37, 2
+"""Layers of a group lie in as many slots; groups share the slots, for a block is one group's at a time."""
+HEADS, TOKENS, HEAD_BYTES = 2, 12, 88
+PAGE = HEADS * TOKENS * HEAD_BYTES
+CONV, SSM = (3, 10), (4, 7, 15)
+"""Shapes of a state's two tensors, bfloat16 and float32: 60 + 1,680 bytes in a page of 2,112."""
+STRIDES = {"layers outermost": (NUM_BLOCKS * PAGE, PAGE), "blocks outermost": (PAGE, NUM_SLOTS * PAGE)}
+"""Of a slot and of a block, as in vLLM's layouts L... and BL...; heads or tokens come first inside a page."""
+KINDS = ("full", "bytes", "tensors")
+GROUPS = ("full", "bytes", "tensors", "bytes")
+Views = list[torch.Tensor]
+
+
+def views_of(memory: torch.Tensor, kind: str, strides: tuple[int, int], *, heads_first: bool) -> dict[str, torch.Tensor | Views]:
+    """Each layer's tensors over ``memory`` as an engine registers them: a state's as one of bytes, or as one for each part."""
+    of_slot, of_block = strides
+    found: dict[str, torch.Tensor | Views] = {}
+    for slot in range(NUM_SLOTS):
+        if kind == "full":
+            inner = (TOKENS * HEAD_BYTES, HEAD_BYTES) if heads_first else (HEAD_BYTES, HEADS * HEAD_BYTES)
+            shape, stride = (NUM_BLOCKS, HEADS, TOKENS, HEAD_BYTES), (of_block, *inner, 1)
+            found[f"full.{slot}"] = memory.as_strided(shape, stride, slot * of_slot).view(torch.bfloat16)
+            continue
+        num_bytes = prod(CONV) * 2 + prod(SSM) * 4
+        page = memory.as_strided((NUM_BLOCKS, 1, 1, num_bytes), (of_block, num_bytes, num_bytes, 1), slot * of_slot)
+        conv, ssm = page[:, 0, 0].split([prod(CONV) * 2, prod(SSM) * 4], dim=1)
+        parts = [conv.view(torch.bfloat16).view(NUM_BLOCKS, *CONV), ssm.view(torch.float32).view(NUM_BLOCKS, *SSM)]
+        found[f"{kind}.{slot}"] = page if kind == "bytes" else parts
+    return found
+
+
+class Rig:
+    """Full attention and states over the same memory; each group has some of the blocks."""
+
+    def __init__(self, layout: str, *, heads_first: bool, slot_bytes: int = 1 << 16) -> None:
+        self.memory = torch.empty(NUM_BLOCKS * NUM_SLOTS * PAGE, dtype=torch.int8, device=gpu_support.DEVICE)
+        self.raw = self.memory.view(torch.uint8)
+        self.of_slot, self.of_block = STRIDES[layout]
+        self.layouts: list[PagedLayout] = [
+            read_layout(views_of(self.memory, kind, STRIDES[layout], heads_first=heads_first), NUM_BLOCKS) for kind in KINDS
+        ]
+        self.frames = Frames(NUM_BLOCKS, part_bytes_for(max(layout.block_bytes for layout in self.layouts)))
+        self.mover = CudaMover(
+            [(layout, gpu_support.make_kernels(layout)) for layout in self.layouts], self.frames.memory, blocks_per_chunk=1,
+            tuning=Tuning(2, slot_bytes, 66), kind_of=[KINDS.index(kind) for kind in GROUPS], gathers_first=True,
+        )  # fmt: skip
+        self.mover.wait_pinned()
+        self.copies = [
+            copies_of(blocks, [[block] for block in blocks], first_key=1 + 100 * group)
+            for group, blocks in enumerate(list(range(group, NUM_BLOCKS, len(GROUPS))) for group in range(len(GROUPS)))
+        ]
+
+    def used(self, group: int, block: int) -> list[slice]:
+        """Where the group's bytes of a block are: of a state without the padding behind it."""
+        num_bytes = PAGE if GROUPS[group] == "full" else prod(CONV) * 2 + prod(SSM) * 4
+        begins = [slot * self.of_slot + block * self.of_block for slot in range(NUM_SLOTS)]
+        return [slice(begin, begin + num_bytes) for begin in begins]
+
+    def step(self, saves: GroupBatches | None = None, loads: GroupBatches | None = None) -> None:
+        self.mover.begin_step((), has_loads=loads is not None)
+        if loads is not None:
+            self.mover.submit_loads([LoadPlan(ReqId("l"), 7, loads)])
+        if saves is not None:
+            self.mover.submit_saves([SavePlan(ReqId("s"), saves)])
+
+    def batches(self, targets: dict[BlockId, int] | None = None) -> GroupBatches:
+        """Everything; or loads of it into other blocks."""
+        moved = [[c._replace(blocks=(BlockId(targets[c.blocks[0]]),)) if targets else c for c in group] for group in self.copies]
+        return GroupBatches(tuple((group, batch_of(copies)) for group, copies in enumerate(moved)))
+
+
+@pytest.fixture(params=[*product(STRIDES, (True, False), (1 << 16,)), ("layers outermost", True, 6144)])
+def rig(request: pytest.FixtureRequest) -> Rig:
+    """Pieces of several chunks, and chunks that take a piece each."""
+    layout, heads_first, slot_bytes = request.param
+    return Rig(layout, heads_first=heads_first, slot_bytes=slot_bytes)
+
+
+def test_a_states_page_is_its_own_bytes_whatever_types_they_are(rig: Rig) -> None:
+    full, as_bytes, as_tensors = rig.layouts
+    state_bytes = prod(CONV) * 2 + prod(SSM) * 4
+    assert full.page_bytes == (PAGE, PAGE) and as_bytes.page_bytes == (state_bytes, state_bytes)
+    assert as_tensors.page_bytes == (prod(CONV) * 2, prod(SSM) * 4) * NUM_SLOTS
+    assert len({layout.digest for layout in rig.layouts}) == 3
+    rig.mover.close()
+
+
+def test_states_and_attention_come_back_and_padding_stays_as_it_was(rig: Rig) -> None:
+    rig.raw.random_(0, 256)
+    before = rig.raw.clone()
+    rig.step(saves=rig.batches())
+    assert len(rig.mover.drain().saved) == NUM_BLOCKS
+    assert torch.equal(rig.raw, before), "a save wrote to pages"
+    for group, copies in enumerate(rig.copies):
+        for copy in copies:
+            payload = torch.cat([before[place] for place in rig.used(group, copy.blocks[0])]).cpu()
+            assert torch.equal(torch.from_numpy(rig.frames.parts[copy.frame, : len(payload)]), payload)
+            assert (rig.frames.parts[copy.frame, len(payload) : -128] == POISON).all(), "written behind a payload"
+    rig.raw.fill_(POISON)
+    wanted = rig.raw.clone()
+    targets = {BlockId(block): NUM_BLOCKS - 1 - block for block in range(NUM_BLOCKS)}
+    for group, copies in enumerate(rig.copies):
+        for copy in copies:
+            pairs = zip(rig.used(group, targets[copy.blocks[0]]), rig.used(group, copy.blocks[0]), strict=True)
+            for to, source in pairs:
+                wanted[to] = before[source]
+    rig.step(loads=rig.batches(targets))
+    done = rig.mover.drain()
+    assert [(result.load_id, result.bad_keys, result.failed) for result in done.loads] == [(7, (), False)]
+    assert torch.equal(rig.raw, wanted)
+    rig.mover.close()
+
+
+def test_a_states_frame_is_not_read_as_another_groups(rig: Rig) -> None:
+    """Their keys differ; should they not, their layouts do: each is a miss."""
+    rig.raw.random_(0, 256)
+    rig.step(saves=rig.batches())
+    assert rig.mover.drain().saved
+    as_bytes, as_tensors = rig.copies[1][0], rig.copies[2][0]
+    swapped: list[tuple[ChunkCopy, ...]] = [(as_tensors,), (as_bytes,)]
+    rig.step(loads=GroupBatches(tuple((group, batch_of(copies)) for group, copies in zip((0, 2), swapped, strict=True))))
+    done = rig.mover.drain()
+    assert {key for result in done.loads for key, _ in result.bad_keys} == {as_bytes.key, as_tensors.key}
+    assert done.bad_blocks == {as_bytes.blocks[0], as_tensors.blocks[0]}
+    rig.mover.close()
