@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 from vllm.config import ParallelConfig
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kvloft.config import Config
 from kvloft.errors import ConfigError
@@ -141,13 +146,28 @@ def test_groups_reach_as_far_as_vllm_keeps_their_blocks() -> None:
     assert local == GroupShape(16, kind="local", reach=64)
 
 
+@pytest.mark.parametrize("sizes", [(32, 32), (32, 64)])
+def test_windows_in_every_layer_are_a_group_that_keeps_a_part(sizes: tuple[int, int]) -> None:
+    kv: Any = {"num_kv_heads": 1, "dtype": torch.float32, "block_size": 16, "sliding_window": 33}
+    specs = {f"{i}": SlidingWindowSpec(head_size=size, **kv) for i, size in enumerate(sizes)}
+    one = specs["0"] if len(set(sizes)) == 1 else UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=dict(specs))
+    engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+    groups = [SimpleNamespace(kv_cache_spec=one, layer_names=list(specs))]
+    shape = cache_shape(engine, SimpleNamespace(kv_cache_groups=groups), Config())
+    assert shape.groups == (GroupShape(16, kind="window", reach=32),)
+    assert (shape.is_grouped, shape.main) == (True, 0)
+    assert shape.part_bytes == part_bytes_for(sum(spec.page_size_bytes for spec in specs.values()))
+    with pytest.raises(ConfigError, match=r"leave it at 'auto'$"):
+        cache_shape(engine, SimpleNamespace(kv_cache_groups=groups), Config(chunk_tokens=32))
+
+
 def test_several_groups_share_frames_that_hold_the_largest_chunk() -> None:
     kv: Any = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     full, window = FullAttentionSpec(block_size=16, **kv), SlidingWindowSpec(block_size=16, sliding_window=32, **kv)
     groups = [SimpleNamespace(kv_cache_spec=window, layer_names=["a"]), SimpleNamespace(kv_cache_spec=full, layer_names=["b", "c"])]
     engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
     shape = cache_shape(engine, SimpleNamespace(kv_cache_groups=groups), Config())
-    assert (shape.main, shape.full, shape.num_shards) == (1, GroupShape(16), 2)
+    assert (shape.main, shape.main_group, shape.num_shards) == (1, GroupShape(16), 2)
     assert shape.part_bytes == part_bytes_for(2 * full.page_size_bytes)
     with pytest.raises(ConfigError, match="chunk_tokens=32 cannot be had"):
         cache_shape(engine, SimpleNamespace(kv_cache_groups=groups), Config(chunk_tokens=32))

@@ -68,8 +68,13 @@ class WorkerCore:
         layouts = [
             read_layout(group, num_blocks, fingerprint) for group in ([kv_caches] if isinstance(kv_caches, Mapping) else kv_caches)
         ]
-        blocks_per_chunk, given = self._shape.full.blocks_per_chunk, self._given_make_mover
-        self._make = for_each(given, layouts) if given else choose_mover(layouts, blocks_per_chunk, self._settings)
+        blocks_per_chunk, given = self._shape.main_group.blocks_per_chunk, self._given_make_mover
+        is_grouped = self._shape.is_grouped
+        self._make = (
+            for_each(given, layouts, is_grouped=is_grouped)
+            if given
+            else choose_mover(layouts, blocks_per_chunk, self._settings, is_grouped=is_grouped)
+        )
         self._payload_bytes = max(layout.block_bytes for layout in layouts) * blocks_per_chunk
         return layouts[0]
 

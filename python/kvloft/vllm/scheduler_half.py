@@ -75,7 +75,7 @@ ONE_S_OWN_WEIGHTS = (
 
 def tiers_text(config: Config, shape: CacheShape, *, disk_path: str | None, num_frames: int, num_found: int) -> str:
     """What the log says at start about chunks and tiers; ``num_found`` chunks were in this engine's ``disk_path`` already."""
-    group, frame = shape.full, size_text(shape.frame_bytes)
+    group, frame = shape.main_group, size_text(shape.frame_bytes)
     chunk = f"{_count(group.chunk_tokens, 'token')} ({_count(group.blocks_per_chunk, 'block')}, {frame})"
     if config.server is not None:
         return f"chunks of {chunk}, server {config.socket} with {_count(num_frames, 'frame')}"
@@ -96,8 +96,8 @@ class SchedulerHalf:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: CacheShape, config: Config) -> None:
         for warning in warnings(config):  # first, for the store makes its directory
             logger.warning("kvloft: %s", warning)
-        self._block_tokens, self._lookahead = shape.full.block_tokens, shape.lookahead
-        self._main_of_many = shape.main if len(shape.groups) > 1 else None
+        self._block_tokens, self._lookahead = shape.main_group.block_tokens, shape.lookahead
+        self._main_of_many = shape.main if shape.is_grouped else None
         """With several KV cache groups, which is the main one."""
         has_adapters = getattr(vllm_config, "lora_config", None) is not None
         is_blind = settle([*OF_EVERY_ENGINE, *([ADD_ADAPTER] * has_adapters)])

@@ -5,6 +5,7 @@ It decides chunk sizes and which ranks hold the same bytes, nothing later than s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, Literal
 
 from vllm.distributed.utils import get_pp_indices
@@ -21,8 +22,9 @@ MAX_AUTO_CHUNK_TOKENS = 1024
 
 def cache_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> CacheShape:
     """The shape that both halves share. Raises ConfigError where ``chunk_tokens`` does not fit vLLM's block size."""
-    if len(kv_cache_config.kv_cache_groups) > 1:
-        return _grouped_shape(vllm_config, kv_cache_config, config)
+    groups = tuple(group_shape(spec) for spec in group_specs(kv_cache_config))
+    if (grouped := CacheShape(groups)).is_grouped:
+        return _grouped_shape(vllm_config, kv_cache_config, config, grouped)
     (group,) = kv_cache_config.kv_cache_groups
     block_tokens, block_bytes = group.kv_cache_spec.block_size, largest_block_bytes(vllm_config, kv_cache_config)
     blocks_per_chunk = choose_blocks(config, block_tokens, block_bytes)
@@ -35,18 +37,17 @@ def cache_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> Cache
     )
 
 
-def _grouped_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> CacheShape:
-    """A chunk is one block of a group: `check_supported` has refused groups whose blocks differ."""
+def _grouped_shape(vllm_config: Any, kv_cache_config: Any, config: Config, shape: CacheShape) -> CacheShape:
+    """``shape`` with its sizes. A chunk is one block of a group: `check_supported` has refused groups whose blocks differ."""
     bytes_of = page_bytes(kv_cache_config)
-    groups = tuple(group_shape(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
-    if config.chunk_tokens not in ("auto", groups[0].block_tokens):
+    if config.chunk_tokens not in ("auto", block_tokens := shape.main_group.block_tokens):
         raise ConfigError(
-            f"chunk_tokens={config.chunk_tokens} cannot be had with several KV cache groups, whose chunks are blocks of "
-            f"{groups[0].block_tokens} tokens; leave it at 'auto', or set kv_groups to 'one'"
+            f"chunk_tokens={config.chunk_tokens} cannot be had with several KV cache groups or windows in every layer, whose "
+            f"chunks are blocks of {block_tokens} tokens; leave it at 'auto'" + ", or set kv_groups to 'one'" * (len(shape.groups) > 1)
         )
     largest = max(sum(bytes_of[name] for name in names) for names in group_layers(kv_cache_config))
     num_ranks = vllm_config.parallel_config.world_size
-    return CacheShape(groups, part_bytes=part_bytes_for(largest), num_ranks=num_ranks, lookahead=lookahead(vllm_config))
+    return replace(shape, part_bytes=part_bytes_for(largest), num_ranks=num_ranks, lookahead=lookahead(vllm_config))
 
 
 HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
@@ -83,7 +84,8 @@ KIND_OF_SPEC: dict[str, Literal["full", "window", "local", "state"]] = {
 """Whether a spec's blocks hold every token's KV for the request's whole life, or what else they are good for.
 
 With one block table for all layers a sliding window or a local chunk comes as FullAttentionSpec too: vLLM promotes such layers
-(`unify_hybrid_kv_cache_specs`), keeps all their blocks, and leaves the window to the computation.
+(`unify_hybrid_kv_cache_specs`), keeps all their blocks, and leaves the window to the computation. Not so where every layer has
+the same window: then the one table is of windows.
 """
 
 
@@ -96,6 +98,12 @@ def group_shape(spec: Any) -> GroupShape:
     elif kind == "local":
         reach = spec.attention_chunk_size
     return GroupShape(spec.block_size, kind=kind, reach=reach)
+
+
+def group_specs(kv_cache_config: Any) -> list[Any]:
+    """The spec of each group, or of its first layer where layers of one kind differ in size (UniformTypeKVCacheSpecs)."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [next(iter(layers.values())) if (layers := getattr(spec, "kv_cache_specs", None)) else spec for spec in specs]
 
 
 def group_layers(kv_cache_config: Any) -> list[list[str]]:

@@ -105,6 +105,7 @@ ZOO = {
         ZooModel("gemma3", windows.gemma3_config, windows.gemma3_weights, (*("window 64",) * 3, "full")),
         ZooModel("gpt-oss", windows.gpt_oss_config, windows.gpt_oss_weights, ("window 64", "full")),
         ZooModel("llama4", windows.llama4_config, windows.llama4_weights, (*("chunk 64",) * 3, "full")),
+        ZooModel("mistral", windows.mistral_config, windows.mistral_weights, ("window 64",)),
         ZooModel("qwen3-next", states.qwen3_next_config, states.qwen3_next_weights, THREE_STATES, 64, STATES, "exact_delta_net"),
         ZooModel("granite4", mamba2.granite4_config, mamba2.granite4_weights, *MAMBA2),
         ZooModel("nemotron-h", mamba2.nemotron_h_config, mamba2.nemotron_h_weights, *MAMBA2),

@@ -1,4 +1,5 @@
-"""Models whose attention is local in some layers: Gemma 3 (windows), GPT-OSS (windows with sinks, experts), Llama 4 (chunks).
+"""Models whose attention is local: Gemma 3 (windows), GPT-OSS (windows with sinks, experts) and Llama 4 (chunks) in some layers,
+Mistral (windows) in every one.
 
 The order of layers decides vLLM's groups: as many layers in each as the rarest kind has.
 """
@@ -118,4 +119,24 @@ def llama4_weights(seed: int = 23) -> Tensors:
         made.norms(at, "input_layernorm", "post_attention_layernorm")
         made.attention(at + "self_attn.")
         made.mlp(at + "feed_forward.")
+    return made.tensors
+
+
+MISTRAL_LAYERS = 4
+
+
+def mistral_config(window: int = WINDOW) -> dict[str, Any]:
+    """Mistral 7B of 2023: every layer has the window, so vLLM makes one group, and none of full attention."""
+    return config("MistralForCausalLM", "mistral", num_hidden_layers=MISTRAL_LAYERS, sliding_window=window)
+
+
+def mistral_weights(seed: int = 24) -> Tensors:
+    """A Llama's."""
+    made = weights(seed)
+    made.ends()
+    for layer in range(MISTRAL_LAYERS):
+        at = f"model.layers.{layer}."
+        made.norms(at, "input_layernorm", "post_attention_layernorm")
+        made.attention(at + "self_attn.")
+        made.mlp(at + "mlp.")
     return made.tensors

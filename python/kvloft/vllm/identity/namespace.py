@@ -74,8 +74,8 @@ def namespace_fields(
         "attention": _settings(getattr(vllm_config, "attention_config", None), "backend"),
         "layout": getattr(kv_cache_config, "kv_cache_layout", None),
         "pages": _digest(json.dumps(sorted(page_bytes(kv_cache_config).items()))),
-        "block_tokens": shape.full.block_tokens,
-        "chunk_tokens": shape.full.chunk_tokens,
+        "block_tokens": shape.main_group.block_tokens,
+        "chunk_tokens": shape.main_group.chunk_tokens,
         "tensor_parallel": parallel.tensor_parallel_size,
         "shards": shape.num_shards,
         "expert_parallel": getattr(parallel, "enable_expert_parallel", None),
@@ -89,7 +89,7 @@ def namespace_fields(
         fields |= _drafter_fields(vllm_config)
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         fields["stages"] = stage_layers(vllm_config)
-    if len(shape.groups) > 1:
+    if shape.is_grouped:
         fields["groups"] = [(group.kind, group.reach) for group in shape.groups]
     return [(name, repr(value) if value is not None else "") for name, value in fields.items()]
 
