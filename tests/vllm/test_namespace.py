@@ -63,7 +63,7 @@ def digest(**changes: Any) -> bytes:
     assert hasattr(kv, "kv_cache_layout")
     kv.kv_cache_layout = v["layout"]
     shape = CacheShape((GroupShape(v["block"], v["blocks_per_chunk"]),))
-    return _core.namespace_digest(namespace_fields(config, kv, shape, v["user"]))  # type: ignore[arg-type]
+    return _core.namespace_digest(namespace_fields(config, v.get("ranks", [kv]), shape, v["user"]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

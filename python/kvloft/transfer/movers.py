@@ -47,7 +47,7 @@ def choose_mover(
     layouts: Sequence[PagedLayout], blocks_per_chunk: int, settings: MoverSettings, *, is_grouped: bool = False
 ) -> Callable[[FrameWindow], Mover]:
     """Raises UnsupportedError if the KV is on a GPU whose kernels cannot be had, unless settings allow torch's copies."""
-    device = layouts[0].planes[0].storage.device
+    device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     if device.type == "cpu":
         return for_each(CpuMover, layouts, is_grouped=is_grouped)
     if device.type != "cuda":

@@ -38,7 +38,7 @@ def gemma3_config(layers: tuple[str, ...] = THREE_AND_ONE, window: int = WINDOW)
     return {k: v for k, v in fields.items() if k not in ("hidden_act", "rope_parameters")}
 
 
-def gemma3_weights(seed: int = 21, layers: tuple[str, ...] = THREE_AND_ONE) -> Tensors:
+def gemma3_weights(seed: int = 21, layers: tuple[str, ...] = THREE_AND_ONE, num_heads: int = NUM_HEADS) -> Tensors:
     """Norms on both sides of each branch, of queries and of keys; the head is the embedding."""
     made = weights(seed)
     made.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=1 / float(np.sqrt(HIDDEN)))
@@ -48,7 +48,7 @@ def gemma3_weights(seed: int = 21, layers: tuple[str, ...] = THREE_AND_ONE) -> T
         made.norms(at + "self_attn.", "q_norm", "k_norm", width=HEAD_DIM, value=GEMMA_QK_NORM)
         made.norms(at, "input_layernorm", "pre_feedforward_layernorm", value=0.0)
         made.norms(at, "post_attention_layernorm", "post_feedforward_layernorm", value=GEMMA_BRANCH_NORM)
-        made.attention(at + "self_attn.", Heads(qk_gain=1.0, out_gain=1.0))
+        made.attention(at + "self_attn.", Heads(num=num_heads, qk_gain=1.0, out_gain=1.0))
         made.mlp(at + "mlp.")
     return made.tensors
 

@@ -37,9 +37,9 @@ ENVIRONMENT = (
 
 
 def namespace_fields(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: CacheShape, user_namespace: str
+    vllm_config: VllmConfig, ranks: Sequence[KVCacheConfig], shape: CacheShape, user_namespace: str
 ) -> list[tuple[str, str]]:
-    """Fields of ``_core.namespace_digest``; two engines with equal fields may serve each other's KV."""
+    """Fields of ``_core.namespace_digest``; two engines with equal fields may serve each other's KV. ``ranks``: their configs."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     load = vllm_config.load_config
     fields: dict[str, Any] = {
@@ -72,8 +72,8 @@ def namespace_fields(
         "additional": getattr(vllm_config, "additional_config", None) or None,
         "platform": _platform(),
         "attention": _settings(getattr(vllm_config, "attention_config", None), "backend"),
-        "layout": getattr(kv_cache_config, "kv_cache_layout", None),
-        "pages": _digest(json.dumps(sorted(page_bytes(kv_cache_config).items()))),
+        "layout": getattr(ranks[0], "kv_cache_layout", None),
+        "pages": _digest(json.dumps(sorted({row for rank in ranks for row in page_bytes(rank).items()}))),
         "block_tokens": shape.main_group.block_tokens,
         "chunk_tokens": shape.main_group.chunk_tokens,
         "tensor_parallel": parallel.tensor_parallel_size,
