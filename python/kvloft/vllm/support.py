@@ -82,7 +82,10 @@ def _of_drafter(vllm_config: Any) -> Iterator[str]:
     if not hasattr(KVConnectorModelRunnerMixin, "finalize_kv_connector"):
         yield f"serves {speculative.method!r} with vLLM 0.30 and newer, which let connectors save behind the drafter"
     if lookahead(vllm_config) > 1:
-        yield "does not serve drafters of several MTP layers yet: set num_speculative_tokens to 1"
+        yield (
+            "does not serve several MTP layers: in each step vLLM writes the last positions of all but the first once more, and so "
+            "only in its runner for GPUs, where that was never tried; set num_speculative_tokens to 1"
+        )
     if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
         yield "needs a drafter that runs in every step; leave num_speculative_tokens_per_batch_size off"
 

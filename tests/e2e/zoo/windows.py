@@ -140,3 +140,41 @@ def mistral_weights(seed: int = 24) -> Tensors:
         made.attention(at + "self_attn.")
         made.mlp(at + "mlp.")
     return made.tensors
+
+
+GEMMA4_FULL_HEAD = 2 * HEAD_DIM
+
+
+def gemma4_config(window: int = WINDOW) -> dict[str, Any]:
+    """Gemma 4's text model without experts: heads of full attention are twice as wide, so pages differ in size."""
+    rope = {"rope_theta": 10000.0, "rope_type": "default"}
+    fields = config(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        num_hidden_layers=len(THREE_AND_ONE),
+        layer_types=["sliding_attention" if kind == "local" else "full_attention" for kind in THREE_AND_ONE],
+        sliding_window=window,
+        global_head_dim=GEMMA4_FULL_HEAD,
+        hidden_activation="gelu_pytorch_tanh",
+        rope_parameters={"sliding_attention": rope, "full_attention": rope},
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        tie_word_embeddings=True,
+    )
+    return {k: v for k, v in fields.items() if k != "hidden_act"}
+
+
+def gemma4_weights(seed: int = 25) -> Tensors:
+    """As Gemma 3's, but norms multiply by their weights, and scores are not scaled."""
+    made = weights(seed)
+    made.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=1 / float(np.sqrt(HIDDEN)))
+    made.norms("model.", "norm")
+    for layer, kind in enumerate(THREE_AND_ONE):
+        at, dim = f"model.layers.{layer}.", HEAD_DIM if kind == "local" else GEMMA4_FULL_HEAD
+        made.norms(at + "self_attn.", "q_norm", "k_norm", width=dim, value=1.05)
+        made.norms(at, "input_layernorm", "pre_feedforward_layernorm")
+        made.norms(at, "post_attention_layernorm", "post_feedforward_layernorm", value=1 + GEMMA_BRANCH_NORM)
+        made.attention(at + "self_attn.", Heads(dim=dim, qk_gain=1.0, out_gain=1.0))
+        made.mlp(at + "mlp.")
+        made.fill(at + "layer_scalar", 1)
+    return made.tensors
