@@ -206,7 +206,8 @@ class Session:
         tables, the group's number or None for the chain's own keys, whether each block is kept alone).
 
         Of blocks that are kept alone, those are left out that the table has not got or has as a null block, and those that find
-        no frame. Returns for each row the chunks by table, of tables that have any, and how many others could not be had.
+        no frame. Returns for each row the chunks by table, of tables that have any, and how many could not be had: of blocks that
+        are not kept alone, if there are such groups.
         """
     def reserve_attached(self, rows: Sequence[tuple[KeyChain, int, int, int]]) -> list[ChunkBatch | None]:
         """For each (chain, group, block, where it is): reserve a frame for what the group keeps of that block alone, beside the

@@ -13,7 +13,7 @@ def open_store(config: Config, shape: CacheShape, namespace: bytes, description:
 
     Raises ConfigError where a setting is wrong, or the server refuses.
     """
-    group = shape.full
+    group = shape.main_group
     if config.socket is not None:
         return _core.Session.connect(
             config.socket,

@@ -119,6 +119,14 @@ def test_a_lease_on_groups_gives_each_its_blocks_or_nothing(
     assert store.stats()["pins"] == 0
 
 
+@pytest.mark.parametrize(("groups", "dropped"), [([ALONE], 4), ([FULL, ALONE], 0)])
+def test_blocks_that_are_kept_alone_count_as_dropped_where_nothing_else_is_kept(groups: list[Any], dropped: int) -> None:
+    store, chain, tables = session(8), chain_of(list(range(12))), [list(range(1, 13)), [], list(range(21, 33))]
+    num_blocks = 12 if len(groups) == 1 else 8  # of eight all of the first group find a frame
+    ((batches, num_dropped),) = store.reserve_groups([(chain, [], 0, 0, num_blocks, tables)], groups)
+    assert (sum(len(batch) for _, batch in batches), num_dropped) == (8, dropped)
+
+
 def test_states_are_reserved_for_many_requests_and_those_that_are_there_are_left_out() -> None:
     store, one, other = session(3), chain_of([1, 2]), chain_of([1, 3])
     found = store.reserve_attached([(one, 4, 0, 7), (one, 4, 1, 8), (other, 4, 0, 9), (other, 4, 1, 10), (one, 5, 1, 11)])

@@ -62,7 +62,7 @@ def serve(place: Place, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
     engines: list[Engine] = []
 
     def launch(disk: Path | None = None, **more: Any) -> Engine:
-        arguments = place.model.engine(place.folder) | {"kv_transfer_config": kvloft(disk, kv_groups="all")} | more
+        arguments = place.model.engine(place.folder) | {"kv_transfer_config": kvloft(disk, kv_groups=place.model.kv_groups)} | more
         engine = zygote.engine(engine_kwargs(place.folder, **arguments), prepare=place.model.prepare)
         engines.append(engine)
         return engine
@@ -190,7 +190,7 @@ def test_engines_on_a_server_find_each_others_and_compute_when_it_dies(
     serve: Callable[..., Engine],
     server: CacheServer,  # noqa: F811
 ) -> None:
-    one, other = (serve(kv_transfer_config=sharing(server, kv_groups="all")) for _ in range(2))
+    one, other = (serve(kv_transfer_config=sharing(server, kv_groups=place.model.kv_groups)) for _ in range(2))
     prompts = [place.prompt(9900 + i, 150 + 67 * i) for i in range(5)]
     wanted = [least(place, p.num_prompt_tokens) for p in prompts]
     assert ask(place, one, *prompts) == [0] * len(prompts)

@@ -5,6 +5,7 @@ not None". So models here are compiled by a compiler that does nothing.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 from . import tiny
 from .client import Engine, Req, Zygote, engine_kwargs, kvloft, random_ids
 from .conftest import Truth
+from .zoo.models import ZOO
+from .zoo.windows import gemma3_config, gemma3_weights
 
 STAGES: dict[str, Any] = {
     "pipeline_parallel_size": 2, "enforce_eager": False, "compilation_config": {"mode": 1, "backend": "eager"},
@@ -114,3 +117,57 @@ def test_two_stages_of_two_ranks_each_have_four_parts(
         assert ask(engine, truth, requests) == [96 * life] * 2
         assert engine.call("_scheduler._store.frame_bytes") % 4 == 0
         engine.stop()
+
+
+# -- several KV cache groups --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "ranks"),
+    [("gemma3", "4,4", 2), ("gemma3", "3,5", 2), ("gemma3", "7,1", 2), ("gemma3", "5,3", 4), ("mistral", "1,3", 2)],
+)
+def test_stages_of_several_groups_save_and_load_what_they_have_of_each(
+    name: str, layers: str, ranks: int, start: Callable[..., Engine], zygote: Zygote, tmp_path: Path
+) -> None:
+    """Of gemma3 the first stage has no layer of full attention (3,5), or the last one no other (7,1)."""
+    zoo = ZOO[name]
+    if ranks > 2:  # two to a stage, and each has query heads
+        heads = 2 * zoo.config()["num_attention_heads"]
+        config = lambda: gemma3_config() | {"num_attention_heads": heads}  # noqa: E731
+        zoo = replace(zoo, config=config, weights=lambda: gemma3_weights(num_heads=heads))
+    folder = zoo.write(tmp_path / "model")
+    truth = Truth(lambda: zygote.engine(engine_kwargs(folder, **zoo.plain())))
+    requests = [truth.pick(lambda s: Req(random_ids(s, 230), max_tokens=12), 7500 + i) for i in range(3)]
+    arguments = zoo.engine(folder) | STAGES | {"tensor_parallel_size": ranks // 2}
+    for life in range(2):
+        engine = start(
+            kv_transfer_config=kvloft(tmp_path / "disk", kv_groups="all"), model=folder, env=environment(layers, ranks), **arguments
+        )
+        for turn in range(2):
+            assert ask(engine, truth, requests) == [224 if life or turn else 0] * 3
+            assert engine.reset()
+        metrics = engine.metrics()
+        assert metrics["vllm:kvloft_hook_errors_total"] + metrics["vllm:kvloft_verify_failures_total"] == 0
+        engine.assert_at_rest()
+        engine.stop()
+    truth.close()
+
+
+def test_a_group_that_one_stage_cannot_load_is_computed_by_all(
+    start: Callable[..., Engine], zygote: Zygote, tmp_path: Path
+) -> None:
+    zoo = ZOO["gemma3"]
+    folder = zoo.write(tmp_path / "model")
+    truth = Truth(lambda: zygote.engine(engine_kwargs(folder, **zoo.plain())))
+    requests = [truth.pick(lambda s: Req(random_ids(s, 130), max_tokens=12), 7600 + i) for i in range(2)]
+    settings = kvloft(policy="recompute", kv_groups="all")
+    engine = start(kv_transfer_config=settings, model=folder, env=environment("3,5"), **zoo.engine(folder) | STAGES)
+    for part in range(2):
+        ask(engine, truth, requests)
+        assert engine.reset()
+        engine.flip_frames(offset=part * engine.call("_scheduler._store.frame_bytes") // 2 + 5)
+        assert min(ask(engine, truth, requests)) > 0, "it was offered"
+        assert engine.metrics()["vllm:kvloft_verify_failures_total"] > 0
+        assert engine.reset()
+    engine.assert_at_rest()
+    truth.close()

@@ -49,13 +49,22 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     "state of two blocks": (FULL, Group("state", block_tokens=8)),
     "state and drafter": (FULL, STATE, DRAFT),
     "state, drafter beside attention": (Group(layers=("target", "draft")), STATE, STATE),
+    "one window": (Group("window", size=9),),
+    "one short window": (Group("window", size=3),),
+    "drafter in the one window": (Group("window", size=9, layers=("target", "draft")),),
+    "two windows": (Group("window", size=9), Group("window", size=18)),
+    "window and local": (Group("local", size=8), Group("window", size=6)),
+    "window and state": (STATE, Group("window", size=6)),
     "seven": (FULL, Group("window", size=7), Group("window", size=7), STATE, STATE, STATE, DRAFT),
 }
 """With a drafter where there is one. A group of the drafter is annotated, as vLLM does for MTP."""
 
 
+def are_grouped(groups: tuple[Group, ...]) -> bool:
+    """Whether a hit needs more than every block of one table."""
+    return len(groups) > 1 or groups[0].kind != "full"
+
+
 def are_served(groups: tuple[Group, ...]) -> bool:
     """Whether kvloft serves them; the others show that the machine's model of vLLM is right."""
-    if len(groups) == 1:
-        return groups[0].kind == "full"
-    return any(group.kind == "full" for group in groups) and len({group.block_tokens for group in groups}) == 1
+    return bool({group.kind for group in groups} & {"full", "window"}) and len({group.block_tokens for group in groups}) == 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvloft.seam.batch import ChunkCopy, GroupBatches
 
-from .groups import Group
+from .groups import Group, are_grouped
 from .symbols import Prefix
 
 State = tuple[int, int, int]
@@ -97,6 +97,12 @@ class Ledger:
         return symbol ^ self.weights ^ (group * 0x9E3779B97F4A)
 
     @property
+    def _main(self) -> int:
+        """The first group of full attention, or of windows where there is none."""
+        kinds = [group.kind for group in self.groups]
+        return kinds.index("full" if "full" in kinds else "window")
+
+    @property
     def ahead(self) -> int:
         """Tokens behind a block that its KV depends on."""
         return int(any(group.is_draft for group in self.groups))
@@ -179,8 +185,8 @@ class Ledger:
             named = [b for at, copy in copies(load.chunks) for b in copy.blocks if at == number]
             first = max(begin, group.needs_from(begin + count))
             wanted = list(tables[number][first // block : (begin + count) // block])
-            if load.lost:  # with several groups nothing of it is loaded, and what is lost is told in the first of full attention
-                is_main = group is next(g for g in self.groups if g.kind == "full")
+            if load.lost:  # with several groups nothing of it is loaded, and what is lost is told in the main one
+                is_main = number == self._main
                 named, wanted = named + list(load.lost) * is_main, wanted * (is_main or len(self.groups) == 1)
             is_right = named == wanted and 0 not in named
             self.expect(is_right, f"{load.req_id}: load of blocks {named} where {wanted} were given for it (I6), group {number}")
@@ -238,7 +244,7 @@ class Ledger:
         if answer is None:
             return
         total = local + answer
-        most = len(prefix) - (len(self.groups) > 1)  # with several groups vLLM cannot go back a token
+        most = len(prefix) - are_grouped(self.groups)  # with several groups, or windows only, vLLM cannot go back a token
         if answer:
             self.num_offered += 1
             is_possible = total <= most and answer % block == 0

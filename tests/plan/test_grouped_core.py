@@ -1,4 +1,4 @@
-"""The scheduler half with two KV cache groups over the real store: what it saves, when not, and what it loads."""
+"""The scheduler half with several KV cache groups, or windows only, over the real store: what is saved, when not, and loaded."""
 
 from typing import Any
 
@@ -24,12 +24,12 @@ PROMPT = list(range(100, 117))
 class Bench:
     """One engine with a store."""
 
-    def __init__(self) -> None:
+    def __init__(self, shape: CacheShape = SHAPE) -> None:
         self.store = _core.Session(frame_bytes=FRAME, host_bytes=FRAME * 64, namespace=bytes(32))
         root = _core.root_key(bytes(32), None, None)
         arena = ArenaSpec(self.store.arena_path, FRAME, self.store.num_frames)
         chains = lambda _: _core.KeyChain(root, block_tokens=BLOCK)  # noqa: E731
-        self.core = SchedulerCore(self.store, chains, SHAPE, arena=arena, clock=lambda: 0.0, shares_blocks=True)
+        self.core = SchedulerCore(self.store, chains, shape, arena=arena, clock=lambda: 0.0, shares_blocks=True)
 
     def step(self, request: Request, num: int, tables: Tables | None, *, new: bool = True, states: Any = ()) -> StepPlan:
         """A forward of ``num`` tokens of ``request``."""
@@ -123,3 +123,57 @@ def test_a_state_whose_tokens_are_not_known_yet_is_not_kept() -> None:
     bench.step(request, 15, tables)
     plan = bench.step(request, 1, tables, new=False, states=[BoundaryState(ReqId("a"), 2, 34, 16)])  # type: ignore[arg-type]
     assert (2, 34) not in saved(plan)
+
+
+# -- windows in every layer ---------------------------------------------------------------------------------------
+
+WINDOW_ONLY = CacheShape((GroupShape(BLOCK, kind="window", reach=5),), part_bytes=FRAME)
+
+
+def windows(*blocks: int) -> Tables:
+    return Tables([blocks], 0)  # type: ignore[list-item]
+
+
+def test_windows_only_are_saved_and_found_from_the_window_on() -> None:
+    bench, request = Bench(WINDOW_ONLY), request_of()
+    bench.core.admit(request, 0, windows(21, 22, 23, 24, 25))
+    plan = bench.step(request, 17, windows(21, 22, 23, 24, 25))
+    assert saved(plan) == {(0, 21), (0, 22), (0, 23), (0, 24)}
+    bench.finish(plan)
+    other = request_of("b", [*PROMPT, 9])
+    assert bench.core.match(other, 0) == 16
+    bench.core.admit(other, 16, windows(0, 0, 53, 54, 55))
+    (load,) = bench.step(other, 0, windows(0, 0, 53, 54, 55)).loads
+    assert (load.lost, load.chunks.block_ids()) == ((), [53, 54])
+    assert bench.core.hit_tokens(ReqId("b")) == {"host": 16}
+
+
+def test_what_is_lost_of_a_load_are_blocks_and_no_null_blocks() -> None:
+    bench, request = Bench(WINDOW_ONLY), request_of()
+    bench.core.admit(request, 0, windows(21, 22, 23, 24, 25))
+    bench.finish(bench.step(request, 17, windows(21, 22, 23, 24, 25)))
+    other = request_of("b", [*PROMPT, 9])
+    assert bench.core.match(other, 0) == 16
+    bench.core.admit(other, 16, windows(0, 0, 0, 54, 55))  # as no vLLM gives it
+    (load,) = bench.step(other, 0, None).loads
+    assert (load.lost, len(load.chunks)) == ((54,), 0)
+
+
+def test_a_session_whose_window_moved_on_keeps_what_it_had_before_a_reset() -> None:
+    bench, request = Bench(WINDOW_ONLY), request_of()
+    bench.core.admit(request, 0, windows(21, 22, 23, 24, 25))
+    bench.finish(bench.step(request, 17, windows(21, 22, 23, 24, 25)))
+    bench.core.reset()
+    request.token_ids += range(8)
+    bench.core.admit(request, 0, windows(0, 0, 23, 24, 25, 26, 27))
+    assert not bench.step(request, 8, windows(0, 0, 23, 24, 25, 26, 27)).saves
+
+
+def test_a_preempted_request_s_windows_are_computed_anew_though_both_tables_begin_with_null_blocks() -> None:
+    bench, request = Bench(WINDOW_ONLY), request_of()
+    bench.core.admit(request, 0, windows(0, 22, 23, 24, 25))
+    bench.finish(bench.step(request, 17, windows(0, 22, 23, 24, 25)))
+    bench.core.reset()
+    request.num_computed_tokens = 0
+    bench.core.admit(request, 0, windows(0, 32, 33, 34, 35))
+    assert saved(bench.step(request, 17, windows(0, 32, 33, 34, 35))) == {(0, 32), (0, 33), (0, 34)}

@@ -15,6 +15,8 @@ BLOCK = 4
 MAX_BLOCKS = 12
 
 WINDOWS = st.builds(lambda reach: GroupShape(BLOCK, kind="window", reach=reach), st.integers(0, 40))
+SOME_WINDOW = WINDOWS.filter(lambda group: group.reach > 0)
+"""Without full attention a boundary must need something."""
 LOCALS = st.builds(lambda reach: GroupShape(BLOCK, kind="local", reach=reach), st.integers(1, 40))
 OTHERS = WINDOWS | LOCALS | st.just(GroupShape(BLOCK, kind="state"))
 FULL = GroupShape(BLOCK)
@@ -101,7 +103,7 @@ class Store:
 
 @st.composite
 def scenes(draw: st.DrawFn) -> tuple[CacheShape, Store, int, int]:
-    groups = draw(st.permutations([FULL, *draw(st.lists(OTHERS | st.just(FULL), max_size=3))]))
+    groups = draw(st.permutations([draw(st.just(FULL) | SOME_WINDOW), *draw(st.lists(OTHERS | st.just(FULL), max_size=3))]))
     shape = CacheShape(tuple(groups))
     names = [(number(shape, nth), block) for nth in range(len(groups)) for block in range(MAX_BLOCKS)]
     sparse = st.sets(st.sampled_from(names))
@@ -112,7 +114,7 @@ def scenes(draw: st.DrawFn) -> tuple[CacheShape, Store, int, int]:
 
 def number(shape: CacheShape, nth: int) -> int:
     """As groups are numbered in keys."""
-    return 0 if nth == shape.main else nth + 1
+    return 0 if nth == shape.main and shape.main_group.kind == "full" else nth + 1
 
 
 def needs(shape: CacheShape, boundary: int) -> set[tuple[int, int]]:
@@ -206,3 +208,25 @@ def test_few_questions_find_a_window_wherever_it_is(first: int, most: int) -> No
     boundary = kept[-1] + 1
     assert chunks.deepest(chain, chunks.lookup(chain), 2000) == (boundary, boundary)
     assert store.num_asked <= most
+
+
+@pytest.mark.parametrize(("stored", "wanted"), [(range(40, 100), 100), (range(3), 3), (range(60, 62), 62), (range(0), 0)])
+def test_without_full_attention_a_hit_may_begin_anywhere(stored: range, wanted: int) -> None:
+    """Nothing before a window is looked for, and nothing behind it is needed."""
+    shape = CacheShape((GroupShape(BLOCK, kind="window", reach=2 * BLOCK),))
+    store = Store(set(), {(1, block) for block in stored})
+    chunks = GroupedChunks(store, shape)  # type: ignore[arg-type]
+    chain: Any = Chain(100)
+    assert chunks.lookup(chain) == (100, 100)
+    assert chunks.deepest(chain, chunks.lookup(chain), 100) == (0, wanted)
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_what_windows_leave_out_counts_as_from_where_they_are(tier: str) -> None:
+    shape = CacheShape((GroupShape(BLOCK, kind="window", reach=2 * BLOCK),))
+    lease = GroupedChunks(Store({(1, 8), (1, 9)}, set()), shape).acquire(Chain(10), 10)  # type: ignore[arg-type]
+    found: Any = lease._lease
+    original = found.batches
+    found.batches = lambda rows: (original(rows)[0], {tier: 2})
+    tables = Tables([[0] * 8 + [7, 9]], shape.main)  # type: ignore[list-item]
+    assert lease.batch(tables, 3, 10)[1] == {tier: 7}

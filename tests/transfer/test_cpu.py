@@ -17,7 +17,7 @@ from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
 from kvloft.transfer.cpu import CpuMover
 from kvloft.transfer.frames import FrameWindow, part_bytes_for
-from kvloft.transfer.layout import LayoutError, PagedLayout, read_layout
+from kvloft.transfer.layout import LayoutError, PagedLayout, read_layout, without_pages
 
 KEY = ChunkKey(bytes(range(32)))
 BLOCKS_PER_CHUNK = 3
@@ -226,6 +226,22 @@ def test_each_copy_is_reported_once_and_counted(bench: Bench) -> None:
     assert done.num_bytes_loaded == bench.layout.block_bytes
     again = bench.mover.poll()
     assert not (again.saved or again.failed or again.loads or again.bad_blocks or again.num_bytes_saved)
+
+
+def test_how_large_parts_are_the_arena_says(bench: Bench) -> None:
+    """A pipeline stage that needs less than another has the same part of each frame."""
+    smaller = FrameWindow(bench.spec, replace(bench.shape, part_bytes=4096), shard=0, payload_bytes=16)
+    assert smaller.memory.part_bytes == bench.spec.frame_bytes // bench.shape.num_shards
+
+
+def test_a_stage_without_a_layer_of_a_group_seals_its_part_and_finds_it_again(bench: Bench) -> None:
+    frames = FrameWindow(bench.spec, bench.shape, shard=0, payload_bytes=0)
+    mover = CpuMover(without_pages(bench.layout), frames)
+    mover.submit_saves([SavePlan(ReqId("r"), (copy_of(0, (1, 2), ticket=1),))])
+    mover.submit_loads([LoadPlan(ReqId("r"), 9, (copy_of(0, (4,), num_blocks=2, first=1),))])
+    mover.submit_loads([LoadPlan(ReqId("r"), 10, (copy_of(1, (4,), num_blocks=1),))])
+    done = mover.poll()
+    assert (done.saved, [bool(load.bad_keys) for load in done.loads]) == ([1], [False, True])
 
 
 def test_frames_too_small_for_this_rank_are_refused(bench: Bench) -> None:

@@ -1,6 +1,7 @@
 """The namespace: each field that decides KV bytes, changed alone, changes the digest (through the real extension)."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -63,7 +64,7 @@ def digest(**changes: Any) -> bytes:
     assert hasattr(kv, "kv_cache_layout")
     kv.kv_cache_layout = v["layout"]
     shape = CacheShape((GroupShape(v["block"], v["blocks_per_chunk"]),))
-    return _core.namespace_digest(namespace_fields(config, kv, shape, v["user"]))  # type: ignore[arg-type]
+    return _core.namespace_digest(namespace_fields(config, v.get("ranks", [kv]), shape, v["user"]))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -136,6 +137,19 @@ def test_the_layers_of_each_stage_count(monkeypatch: pytest.MonkeyPatch) -> None
         found.append(digest(stages=3))
     assert found[2] == found[3], "vLLM's own partition"
     assert len(set(found)) == 4
+
+
+def test_pages_of_every_rank_count() -> None:
+    """vLLM tells the scheduler of the first one's layers only."""
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
+
+    def rank(name: str, head_size: int) -> KVCacheConfig:
+        group = KVCacheGroupSpec([name], replace(spec, head_size=head_size))
+        return KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[group])
+
+    first = rank("layer", 32)
+    assert len({digest(ranks=[first, rank("other", size)]) for size in (32, 64)} | {digest(ranks=[first])}) == 3
+    assert digest(ranks=[first, first]) == digest(ranks=[first]), "ranks of one stage are alike"
 
 
 def test_settings_of_adapters_count() -> None:

@@ -1,12 +1,18 @@
 """What the scheduler half makes of its settings before it has a store: chunk sizes, and whose directory is whose."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.config import ParallelConfig
-from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 from kvloft.config import Config
 from kvloft.errors import ConfigError
@@ -21,7 +27,6 @@ from kvloft.vllm.shape import (
     has_draft_kv,
     lookahead,
     num_replicas,
-    stage_layers,
 )
 
 
@@ -50,23 +55,49 @@ def test_replicas_read_the_part_that_the_first_of_them_writes() -> None:
         CacheShape((GroupShape(16),), num_ranks=3, num_replicas=2)
 
 
-@pytest.mark.parametrize(("partition", "largest"), [(None, 3), ("1,4", 4), ("4,1", 4)])
-def test_every_stage_of_a_pipeline_comes_to_the_same_shape(
-    partition: str | None, largest: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if partition:
-        monkeypatch.setenv("VLLM_PP_LAYER_PARTITION", partition)
+def stage(*groups: tuple[Any, Sequence[str]]) -> Any:
+    """A rank's config: of each group the spec, and the layers that it has there."""
+    return SimpleNamespace(kv_cache_groups=[SimpleNamespace(layer_names=list(names), kv_cache_spec=spec) for spec, names in groups])
+
+
+@pytest.mark.parametrize("layers", [("ab", "cde"), ("abc", "de"), ("a", "bcde")])
+def test_the_largest_pipeline_stage_decides_how_large_a_part_is(layers: tuple[str, ...]) -> None:
     spec = FullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 1, get_total_num_hidden_layers=lambda: 5)
-    parallel = SimpleNamespace(pipeline_parallel_size=2, tensor_parallel_size=2, world_size=4)
-    engine = SimpleNamespace(model_config=model, parallel_config=parallel)
-    found = set()
-    for num_layers in stage_layers(engine):
-        group = SimpleNamespace(layer_names=[f"{i}" for i in range(num_layers)], kv_cache_spec=spec)
-        found.add(cache_shape(engine, SimpleNamespace(kv_cache_groups=[group]), Config(chunk_tokens=32)))
-    (shape,) = found
-    assert shape.part_bytes == part_bytes_for(largest * spec.page_size_bytes)
+    engine, ranks = pipeline(), [stage((spec, names)) for names in layers for _ in range(2)]
+    shape = cache_shape(engine, ranks, Config())
+    assert shape.part_bytes == part_bytes_for(max(map(len, layers)) * spec.page_size_bytes)
     assert [shape.shard_of(rank) for rank in range(4)] == [0, 0, 1, 1], "two ranks of a stage share the one KV head"
+    own = [cache_shape(engine, [rank], Config()) for rank in ranks]
+    assert {each.groups for each in own} == {shape.groups}, "all choose chunks alike, whatever their layers"
+    assert max(each.part_bytes for each in own) == shape.part_bytes
+
+
+def test_a_stage_may_have_no_layer_of_a_group() -> None:
+    kv: Any = {"block_size": 16, "num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    full, window = FullAttentionSpec(**kv), SlidingWindowSpec(sliding_window=33, **kv)
+    ranks = [stage((window, "ab"), (full, "")), stage((window, "c"), (full, "def"))]
+    shape = cache_shape(pipeline(2, 1), ranks, Config())
+    assert [group.kind for group in shape.groups] == ["window", "full"]
+    assert shape.part_bytes == part_bytes_for(3 * full.page_size_bytes)
+
+
+def test_layers_of_one_group_that_differ_in_size_are_added_up() -> None:
+    """vLLM tells the scheduler of one size only, and each rank of all: that of the ranks counts."""
+    kv: Any = {"block_size": 16, "num_kv_heads": 1, "dtype": torch.float32}
+    specs: Any = {"a": FullAttentionSpec(head_size=32, **kv), "b": FullAttentionSpec(head_size=128, **kv)}
+    ranks = [stage((UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs), "ab"))]
+    assert cache_shape(pipeline(1, 1), ranks, Config(chunk_tokens=16)).part_bytes == part_bytes_for(
+        sum(spec.page_size_bytes for spec in specs.values())
+    )
+
+
+def pipeline(num_stages: int = 2, num_ranks: int = 2) -> Any:
+    model = SimpleNamespace(use_mla=False, get_total_num_kv_heads=lambda: 1, get_total_num_hidden_layers=lambda: 5)
+    world = num_stages * num_ranks
+    return SimpleNamespace(
+        model_config=model,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=num_stages, tensor_parallel_size=num_ranks, world_size=world),
+    )
 
 
 @pytest.mark.parametrize(
@@ -141,13 +172,28 @@ def test_groups_reach_as_far_as_vllm_keeps_their_blocks() -> None:
     assert local == GroupShape(16, kind="local", reach=64)
 
 
+@pytest.mark.parametrize("sizes", [(32, 32), (32, 64)])
+def test_windows_in_every_layer_are_a_group_that_keeps_a_part(sizes: tuple[int, int]) -> None:
+    kv: Any = {"num_kv_heads": 1, "dtype": torch.float32, "block_size": 16, "sliding_window": 33}
+    specs = {f"{i}": SlidingWindowSpec(head_size=size, **kv) for i, size in enumerate(sizes)}
+    one = specs["0"] if len(set(sizes)) == 1 else UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=dict(specs))
+    engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+    groups = [SimpleNamespace(kv_cache_spec=one, layer_names=list(specs))]
+    shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)], Config())
+    assert shape.groups == (GroupShape(16, kind="window", reach=32),)
+    assert (shape.is_grouped, shape.main) == (True, 0)
+    assert shape.part_bytes == part_bytes_for(sum(spec.page_size_bytes for spec in specs.values()))
+    with pytest.raises(ConfigError, match=r"leave it at 'auto'$"):
+        cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)], Config(chunk_tokens=32))
+
+
 def test_several_groups_share_frames_that_hold_the_largest_chunk() -> None:
     kv: Any = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     full, window = FullAttentionSpec(block_size=16, **kv), SlidingWindowSpec(block_size=16, sliding_window=32, **kv)
     groups = [SimpleNamespace(kv_cache_spec=window, layer_names=["a"]), SimpleNamespace(kv_cache_spec=full, layer_names=["b", "c"])]
     engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=2))
-    shape = cache_shape(engine, SimpleNamespace(kv_cache_groups=groups), Config())
-    assert (shape.main, shape.full, shape.num_shards) == (1, GroupShape(16), 2)
+    shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)], Config())
+    assert (shape.main, shape.main_group, shape.num_shards) == (1, GroupShape(16), 2)
     assert shape.part_bytes == part_bytes_for(2 * full.page_size_bytes)
     with pytest.raises(ConfigError, match="chunk_tokens=32 cannot be had"):
-        cache_shape(engine, SimpleNamespace(kv_cache_groups=groups), Config(chunk_tokens=32))
+        cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)], Config(chunk_tokens=32))

@@ -74,7 +74,7 @@ def test_one_group_of_full_attention_is_served() -> None:
         settings(), groups(SinkFullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, sink_len=32))
     )
     check_supported(settings(), groups(per_layer(FULL, MLA)))
-    check_supported(settings(pipeline_parallel_size=2), groups(per_layer(FULL, FULL)))
+    check_supported(settings(pipeline_parallel_size=2), groups(per_layer(FULL, replace(FULL, head_size=64))))
 
 
 @pytest.mark.parametrize(
@@ -84,13 +84,10 @@ def test_one_group_of_full_attention_is_served() -> None:
         ({"is_diffusion": True}, (FULL,), "diffusion"),
         ({"sleep_mode_backend": "cuda-checkpoint"}, (FULL,), "sleep_mode_backend='cuda-checkpoint'"),
         ({"is_prefix_caching_supported": False}, (FULL,), "pooling"),
-        ({}, (WINDOW,), "SlidingWindowSpec"),
         ({}, (per_layer(FULL, WINDOW),), "SlidingWindowSpec"),
         ({}, (per_layer(FULL, replace(FULL, non_causal=True)),), "prefix LM"),
         ({"use_mla": True, "enable_chunked_prefill": False}, (MLA,), "MLA"),
         ({}, (replace(FULL, non_causal=True),), "prefix LM"),
-        ({"pipeline_parallel_size": 2}, (per_layer(FULL),), "every layer keeps the same amount"),  # the model has four
-        ({"pipeline_parallel_size": 2}, (per_layer(FULL, replace(FULL, head_size=64)),), "every layer keeps the same amount"),
         (
             {"pipeline_parallel_size": 2, "speculative_config": SimpleNamespace(method="ngram")},
             (per_layer(FULL, FULL),),
@@ -155,11 +152,35 @@ def test_windows_and_local_chunks_beside_full_attention_are_served_as_full_atten
     assert FullAttentionManager.remove_skipped_blocks is SingleTypeKVCacheManager.remove_skipped_blocks
 
 
-@pytest.mark.parametrize(("layers", "named"), [((WINDOW, WINDOW), "SlidingWindowSpec"), ((CHUNKED,), "ChunkedLocalAttentionSpec")])
-def test_windows_or_local_chunks_in_every_layer_are_refused(layers: tuple[Any, ...], named: str) -> None:
-    """vLLM leaves such a model as it is, and gives away what is out of the window."""
-    with pytest.raises(UnsupportedError, match=named):
-        check_supported(settings(), merged(*layers))
+def test_local_chunks_in_every_layer_are_refused() -> None:
+    """A hit that ends with a chunk would need nothing at all."""
+    with pytest.raises(UnsupportedError, match="ChunkedLocalAttentionSpec"):
+        check_supported(settings(), merged(CHUNKED))
+
+
+@pytest.mark.parametrize("layers", [(WINDOW, WINDOW), (WINDOW, replace(WINDOW, head_size=64))])
+def test_windows_in_every_layer_are_served_where_failed_loads_can_be_told(
+    layers: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM leaves such a model as it is, and gives away what is out of the window: it cannot go on from the first bad block."""
+    config = merged(*layers)
+    assert len(config.kv_cache_groups) == 1
+    monkeypatch.setattr(support, "HAS_GROUPS", True)
+    for kv_groups in ("auto", "all"):
+        check_supported(settings(), config, kv_groups)
+    with pytest.raises(UnsupportedError, match="kv_groups"):
+        check_supported(settings(), config, "one")
+    monkeypatch.setattr(support, "HAS_GROUPS", False)
+    with pytest.raises(UnsupportedError, match=r"0\.32 and newer"):
+        check_supported(settings(), config)
+
+
+@pytest.mark.parametrize(
+    "specs", [(WINDOW, replace(WINDOW, sliding_window=96)), (CHUNKED, WINDOW), (replace(WINDOW, sliding_window=2),)]
+)
+def test_several_groups_need_none_of_full_attention(specs: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "HAS_GROUPS", True)
+    check_supported(settings(), groups(*specs))
 
 
 @pytest.mark.parametrize("specs", [(FULL, WINDOW), (WINDOW, FULL), (FULL, FULL, WINDOW)])
@@ -185,7 +206,8 @@ def test_where_one_group_would_do_that_is_said(other: Any, helps: bool, monkeypa
 @pytest.mark.parametrize(
     ("changes", "specs", "named"),
     [
-        ({}, (WINDOW, WINDOW), "full attention"),
+        ({}, (CHUNKED, CHUNKED), "attends to all tokens"),
+        ({}, (replace(WINDOW, sliding_window=1),), "attends to all tokens"),
         ({}, (FULL, replace(WINDOW, block_size=64)), "blocks of one size"),
         ({}, (FULL, per_layer(FULL, WINDOW)), "SimpleNamespace"),
     ],

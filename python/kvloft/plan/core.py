@@ -64,8 +64,9 @@ class SchedulerCore:
         announcer: Announcer | None = None,
     ) -> None:
         self._store, self._new_chain, self._clock, self._arena = store, new_chain, clock, arena
-        self._group, self._num_ranks, self._lookahead = shape.full, shape.num_ranks, shape.lookahead
-        self._groups = GroupedChunks(store, shape) if len(shape.groups) > 1 else None
+        self._group, self._num_ranks, self._lookahead = shape.main_group, shape.num_ranks, shape.lookahead
+        self._groups = GroupedChunks(store, shape) if shape.is_grouped else None
+        self._is_dense = self._groups is None or self._groups.is_dense
         self._continuations = Continuations() if shape.lookahead or draft_limit is not None else None
         self._draft_limit, self._announcer = draft_limit, announcer
         self._queue = Queue(
@@ -115,7 +116,10 @@ class SchedulerCore:
         """vLLM gave the request its blocks and takes ``num_tokens`` of the standing offer (0: none of it)."""
         tracker = self._tracker(live)
         # After a load, or with a streaming session's next input, a request is admitted again with the blocks it has.
-        keeps_kv = bool(tracker.blocks) and list(tracker.blocks[:1]) == list(block_ids[:1])
+        # A table of windows begins with null blocks then: that it begins alike says nothing.
+        keeps_kv = bool(tracker.blocks) and (
+            list(tracker.blocks[:1]) == list(block_ids[:1]) if self._is_dense else live.num_computed_tokens > 0
+        )
         tracker.start_over(keeps_kv=keeps_kv)
         tracker.next_save = NOT_LOOKED
         tracker.blocks = block_ids if isinstance(block_ids, Tables) else list(block_ids)

@@ -2,7 +2,7 @@
 
 Chunks of full-attention groups hang on each other as the prefix goes on; those of windows, local chunks and states are
 attached to one boundary each and come and go on their own. A hit is the deepest boundary at which every group has what it needs.
-It must not know vLLM or bytes.
+Without a group of full attention every chunk is attached, and a hit's beginning may be long gone. It must not know vLLM or bytes.
 """
 
 from __future__ import annotations
@@ -28,17 +28,21 @@ class GroupedChunks:
     Tables are `Tables`, batches `GroupBatches`. The first full group has the chain's own keys.
     """
 
+    is_dense: bool
+    """Some group keeps all blocks of a prefix: what is not there ends every hit that goes further."""
+
     def __init__(self, session: Session, shape: CacheShape) -> None:
         self._session = session
         groups = list(enumerate(shape.groups))
         self._full = [(nth, None if nth == shape.main else nth + 1) for nth, group in groups if group.kind == "full"]
+        self.is_dense = bool(self._full)
         self._attached = [(nth, group) for nth, group in groups if group.kind != "full"]
 
     # -- what is there --------------------------------------------------------------------------------------------
 
     def lookup(self, chain: KeyChain) -> tuple[int, int]:
-        """Blocks that every full group has, in host and in any tier: no hit is deeper."""
-        found = [self._session.lookup(chain, number) for _, number in self._full]
+        """Blocks that every full group has, in host and in any tier: no hit is deeper. Without one, all that have keys."""
+        found = [self._session.lookup(chain, number) for _, number in self._full] or [(chain.num_blocks, chain.num_blocks)]
         return min(host for host, _ in found), min(stored for _, stored in found)
 
     def deepest(self, chain: KeyChain, found: tuple[int, int], most: int) -> tuple[int, int]:
@@ -72,12 +76,12 @@ class GroupedChunks:
         rows = [(nth + 1, group.first_chunk(boundary), boundary) for nth, group in self._attached]
         lease = self._session.acquire_groups(chain, boundary, [number for _, number in self._full], rows)
         parts = [(nth, 0) for nth, _ in self._full] + [(number - 1, first) for number, first, _ in rows]
-        return GroupLease(boundary, parts, lease)
+        return GroupLease(boundary, parts, lease, is_dense=self.is_dense)
 
     # -- saves ----------------------------------------------------------------------------------------------------
 
     def reserve_all(self, rows: Sequence[SaveRow]) -> tuple[list[GroupBatches | None], list[int]]:
-        """As `Session.reserve_all`, with `Tables`, in every group but states; what could not be had counts for full ones.
+        """As `Session.reserve_all`, with `Tables`, in every group but states; what could not be had counts for full ones, if any.
 
         There are no tails. A chunk whose block a group has given up already (it left the window) is left out.
         """
@@ -131,11 +135,11 @@ class _Column:
 class GroupLease:
     """A `ReadLease` on what a prefix of ``boundary`` blocks needs of every group: all of it, or nothing.
 
-    ``parts``: which group, and the first block that it needs, in the lease's order.
+    ``parts``: which group, and the first block that it needs, in the lease's order. Unless it ``is_dense``, none needs all.
     """
 
-    def __init__(self, boundary: int, parts: Sequence[tuple[int, int]], lease: ReadLease) -> None:
-        self._boundary, self._parts, self._lease = boundary, parts, lease
+    def __init__(self, boundary: int, parts: Sequence[tuple[int, int]], lease: ReadLease, *, is_dense: bool = True) -> None:
+        self._boundary, self._parts, self._lease, self._is_dense = boundary, parts, lease, is_dense
         self._num_chunks = sum(boundary - first for _, first in parts)
 
     def poll(self) -> tuple[int, int]:
@@ -154,6 +158,9 @@ class GroupLease:
         if found is None:
             return GroupBatches(), {}
         batches, by_tier = found
+        if not self._is_dense:  # blocks before all windows come from nowhere: they count as the hit's that is there for a window
+            tier = "disk" if "disk" in by_tier else "host"
+            by_tier[tier] = by_tier.get(tier, 0) + end - begin - sum(by_tier.values())
         return GroupBatches(tuple((nth, chunks) for (nth, _), chunks in zip(self._parts, batches, strict=True) if chunks)), by_tier
 
     def release(self) -> None:

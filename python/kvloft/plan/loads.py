@@ -34,6 +34,6 @@ def plan_load(tracker: Tracker, block_tokens: int, num_tokens: int, load_id: int
     if (lease := tracker.lease) is not None:
         chunks, by_tier = lease.batch(tracker.blocks, begin, end)
         tracker.lease = None
-    lost = tuple(tracker.blocks[begin + sum(by_tier.values()) : end])
+    lost = tuple(filter(None, tracker.blocks[begin + sum(by_tier.values()) : end]))  # the null block is promised to none
     by_tier = {tier: num_blocks * block_tokens for tier, num_blocks in by_tier.items()}
     return LoadPlan(tracker.req_id, load_id, chunks, lost), lease, by_tier

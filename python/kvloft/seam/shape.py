@@ -61,13 +61,19 @@ class CacheShape:
 
     @property
     def main(self) -> int:
-        """Which group is the first of full attention, which every served model has."""
-        return next(nth for nth, group in enumerate(self.groups) if group.kind == "full")
+        """Which group stands for the request where one must: the first of full attention, or the first of windows without any."""
+        kinds = [group.kind for group in self.groups]
+        return kinds.index("full" if "full" in kinds else "window")
 
     @property
-    def full(self) -> GroupShape:
+    def main_group(self) -> GroupShape:
         """That group; from one key to the next is one of its blocks."""
         return self.groups[self.main]
+
+    @property
+    def is_grouped(self) -> bool:
+        """Whether a prefix needs more than all its blocks of one table: several groups, or one that keeps only a part."""
+        return len(self.groups) > 1 or self.groups[0].kind != "full"
 
     @property
     def num_shards(self) -> int:

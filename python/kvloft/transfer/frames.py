@@ -54,8 +54,12 @@ class FrameWindow:
     """This rank's part of every frame: as addresses in ``memory``, and as bytes of one shared tensor."""
 
     def __init__(self, spec: ArenaSpec, shape: CacheShape, *, shard: int, payload_bytes: int) -> None:
-        """Map the arena. Raises LayoutError if its frames cannot hold ``payload_bytes`` in this shard's part."""
-        if spec.frame_bytes != shape.frame_bytes or shape.part_bytes < part_bytes_for(payload_bytes):
+        """Map the arena. Raises LayoutError if its frames cannot hold ``payload_bytes`` in this shard's part.
+
+        How large parts are the scheduler says, which knows all ranks.
+        """
+        part_bytes, rest = divmod(spec.frame_bytes, shape.num_shards)
+        if rest or part_bytes % PART_ALIGN or part_bytes < part_bytes_for(payload_bytes):
             raise LayoutError(
                 f"frames of {spec.frame_bytes} bytes in {shape.num_shards} shards cannot hold this rank's {payload_bytes} bytes a "
                 "chunk: the scheduler and the worker disagree about the KV cache; please report this model"
@@ -64,7 +68,7 @@ class FrameWindow:
         if spec.id not in (0, arena.id):
             raise RuntimeError("the host tier that was planned for is gone; what was planned is a miss")
         self.memory = FrameMemory(
-            arena.address, spec.num_frames, spec.frame_bytes, shard * shape.part_bytes, shape.part_bytes, shard, arena,
+            arena.address, spec.num_frames, spec.frame_bytes, shard * part_bytes, part_bytes, shard, arena,
             is_shared=shape.num_ranks > 1,
         )  # fmt: skip
         raw = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)

@@ -79,6 +79,11 @@ def read_layout(
     return PagedLayout(tuple(planes.values()), num_blocks, digest.digest())
 
 
+def without_pages(other: PagedLayout) -> PagedLayout:
+    """Of a group that has no layer on a rank, beside ``other``."""
+    return PagedLayout((), other.num_blocks, hashlib.blake2b(b"no pages", digest_size=32).digest())
+
+
 def _dense_order(tensor: torch.Tensor) -> tuple[int, ...]:
     """Inner dims from outermost to innermost in memory: what distinguishes NHD from HND pages of one shape."""
     dims = [d for d in range(1, tensor.dim()) if tensor.shape[d] > 1]

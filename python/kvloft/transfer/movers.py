@@ -33,28 +33,30 @@ class MoverSettings:
     """The engine writes new blocks before it says which they are: it zeroes them."""
 
 
-def for_each(make: MakeMover, layouts: Sequence[PagedLayout]) -> Callable[[FrameWindow], Mover]:
-    """One mover a layout, each of a KV cache group, used as one."""
+def for_each(make: MakeMover, layouts: Sequence[PagedLayout], *, is_grouped: bool = False) -> Callable[[FrameWindow], Mover]:
+    """One mover a layout, each of a KV cache group, used as one. ``is_grouped``: plans carry `GroupBatches`."""
 
     def make_all(window: FrameWindow) -> Mover:
         movers = [make(layout, window) for layout in layouts]
-        return GroupedMover(movers) if len(movers) > 1 else movers[0]
+        return GroupedMover(movers) if is_grouped else movers[0]
 
     return make_all
 
 
-def choose_mover(layouts: Sequence[PagedLayout], blocks_per_chunk: int, settings: MoverSettings) -> Callable[[FrameWindow], Mover]:
+def choose_mover(
+    layouts: Sequence[PagedLayout], blocks_per_chunk: int, settings: MoverSettings, *, is_grouped: bool = False
+) -> Callable[[FrameWindow], Mover]:
     """Raises UnsupportedError if the KV is on a GPU whose kernels cannot be had, unless settings allow torch's copies."""
-    device = layouts[0].planes[0].storage.device
+    device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     if device.type == "cpu":
-        return for_each(CpuMover, layouts)
+        return for_each(CpuMover, layouts, is_grouped=is_grouped)
     if device.type != "cuda":
         raise UnsupportedError(
             f"kvloft serves KV on CPUs and CUDA GPUs, and this engine's is on {device.type!r}; run it without kvloft"
         )
     if settings.gpu_copies == "torch":
         logger.warning("kvloft: gpu_copies=torch: KV is copied page by page and each step waits for it; this is slow")
-        return for_each(CpuMover, layouts)
+        return for_each(CpuMover, layouts, is_grouped=is_grouped)
     from kvloft.transfer.cuda.mover import prepare
 
     try:

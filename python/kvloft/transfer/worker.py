@@ -14,7 +14,7 @@ from kvloft.seam.ids import BlockId, ReqId, Ticket
 from kvloft.seam.plan import LoadResult, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.transfer.frames import FrameWindow
-from kvloft.transfer.layout import PagedLayout, read_layout
+from kvloft.transfer.layout import PagedLayout, read_layout, without_pages
 from kvloft.transfer.mover import Finished, Mover
 from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover, for_each
 
@@ -59,19 +59,26 @@ class WorkerCore:
     def register(
         self, kv_caches: Mapping[str, Any] | Sequence[Mapping[str, Any]], num_blocks: int, fingerprint: str
     ) -> PagedLayout:
-        """Learn where the pages are, of each group where there are several; returns the first one's layout.
+        """Learn where the pages are, of each group where there are several; returns the first layout that has some.
 
-        Raises LayoutError for layouts, UnsupportedError for GPUs that cannot be served.
+        A pipeline stage may have no layer of a group: its part of that group's frames is a trailer alone. Raises LayoutError for
+        layouts, UnsupportedError for GPUs that cannot be served.
         """
         self.shutdown()
         self._mover, self._could_be_made, self._is_asleep = None, True, False
-        layouts = [
-            read_layout(group, num_blocks, fingerprint) for group in ([kv_caches] if isinstance(kv_caches, Mapping) else kv_caches)
-        ]
-        blocks_per_chunk, given = self._shape.full.blocks_per_chunk, self._given_make_mover
-        self._make = for_each(given, layouts) if given else choose_mover(layouts, blocks_per_chunk, self._settings)
+        groups = [kv_caches] if isinstance(kv_caches, Mapping) else kv_caches
+        some = next(filter(None, groups), {})
+        first = read_layout(some, num_blocks, fingerprint)
+        layouts = [read_layout(group, num_blocks, fingerprint) if group else without_pages(first) for group in groups]
+        blocks_per_chunk, given = self._shape.main_group.blocks_per_chunk, self._given_make_mover
+        is_grouped = self._shape.is_grouped
+        self._make = (
+            for_each(given, layouts, is_grouped=is_grouped)
+            if given
+            else choose_mover(layouts, blocks_per_chunk, self._settings, is_grouped=is_grouped)
+        )
         self._payload_bytes = max(layout.block_bytes for layout in layouts) * blocks_per_chunk
-        return layouts[0]
+        return first
 
     def begin(self, plan: StepPlan) -> None:
         """A step starts: its forward is not launched yet, and nothing is copied yet. What the one before left out has failed."""

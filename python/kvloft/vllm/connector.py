@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from kvloft.config import load_config
 from kvloft.seam.plan import StepPlan, StepReport
 from kvloft.vllm.patches import ADD_REQUEST, listen
+from kvloft.vllm.ranks import configs_of_ranks
 from kvloft.vllm.scheduler_half import SchedulerHalf
 from kvloft.vllm.shape import cache_shape
 from kvloft.vllm.stats import KVLoftPromMetrics, KVLoftStats
@@ -89,9 +90,10 @@ class KVLoftConnector(KVConnectorBase_V1):
         config = load_config(vllm_config.kv_transfer_config.kv_connector_extra_config or {})
         check_supported(vllm_config, kv_cache_config, config.kv_groups)
         self._errors_logged: set[str] = set()
-        shape = cache_shape(vllm_config, kv_cache_config, config)
+        ranks = configs_of_ranks(vllm_config, kv_cache_config) if role == KVConnectorRole.SCHEDULER else [kv_cache_config]
+        shape = cache_shape(vllm_config, ranks, config)
         if role == KVConnectorRole.SCHEDULER:
-            self._half = self._scheduler = SchedulerHalf(vllm_config, kv_cache_config, shape, config)
+            self._half = self._scheduler = SchedulerHalf(vllm_config, ranks, shape, config)
             listen(ADD_REQUEST, self.meet_scheduler)
         else:
             self._half = self._worker = WorkerHalf(vllm_config, kv_cache_config, shape, config)

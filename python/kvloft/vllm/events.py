@@ -39,11 +39,14 @@ def announcer_of(vllm_config: Any, store: Session, shape: CacheShape, *, is_shar
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is not None and not (transfer.is_kv_consumer and transfer.is_kv_producer):
         logger.warning(NO_EVENTS, f'"kv_role": "{transfer.kv_role}"')  # what is saved is not given back, or nothing is saved
-    elif len(shape.groups) > 1:
-        logger.warning(NO_EVENTS, "several KV cache groups (kv_groups: one would keep one)")
+    elif shape.is_grouped:
+        several = len(shape.groups) > 1
+        logger.warning(
+            NO_EVENTS, "several KV cache groups (kv_groups: one would keep one)" if several else "windows in every layer"
+        )
     else:
         store.watch(MAX_WAITING)
-        return Announcer(store, shape.full, partial(describe, shape.full.block_tokens), is_shared=is_shared)
+        return Announcer(store, shape.main_group, partial(describe, shape.main_group.block_tokens), is_shared=is_shared)
     return None
 
 

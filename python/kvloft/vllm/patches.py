@@ -88,6 +88,10 @@ FIND_CLASS = Patch(
     "vllm.distributed.kv_transfer.kv_connector.factory", "KVConnectorFactory", "get_connector_class",
     "settings are read before weights are loaded", "0.33", "wrong settings are told only after weights are loaded", Missing.LESS,
 )  # fmt: skip
+RANK_CONFIGS = Patch(
+    "vllm.v1.executor.abstract", "Executor", "initialize_from_config", "a connector of the scheduler is told of the first rank's"
+    " layers only", "0.33", "what other ranks keep is not known, so pipeline parallelism is not served", Missing.LESS,
+)  # fmt: skip
 SLEEP = Patch(
     _ALLOCATOR, "CuMemAllocator", "sleep", "paged KV is unmapped without a word to connectors", "0.32",
     "copies in flight do not end before the engine sleeps, which would end it", Missing.REFUSE,
@@ -96,7 +100,7 @@ DISCARD = Patch(
     _ALLOCATOR, "CuMemAllocator", "discard", "as sleep, in releases that have it (0.30 and newer)", "0.32",
     "copies in flight do not end before KV memory is discarded", Missing.REFUSE,
 )  # fmt: skip
-OF_EVERY_ENGINE = (ENGINE_RPC, WORKER_RELOAD, PAUSE_RESET, ENGINE_SLEEP, ADD_REQUEST, FIND_CLASS)
+OF_EVERY_ENGINE = (ENGINE_RPC, WORKER_RELOAD, PAUSE_RESET, ENGINE_SLEEP, ADD_REQUEST, FIND_CLASS, RANK_CONFIGS)
 PATCHES = (*OF_EVERY_ENGINE, ADD_ADAPTER, POOL_RESET, SLEEP, DISCARD)
 
 Around = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]

@@ -1,6 +1,7 @@
 """vLLM's plugin entry point: makes ``"kv_connector": "KVLoftConnector"`` known by name in every vLLM process.
 
-It also has wrong settings told before any weights are loaded. It must not import the connector: engines without kvloft load this.
+It also has wrong settings told before any weights are loaded, and hears what ranks are told. It must not import the connector:
+engines without kvloft load this.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here
 from kvloft.vllm.identity.weights import note_start
 from kvloft.vllm.patches import FIND_CLASS, wrap
+from kvloft.vllm.ranks import watch
 
 NAME = "KVLoftConnector"
 MODULE = "kvloft.vllm.connector"
@@ -27,6 +29,7 @@ def register() -> None:
     if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - vLLM offers no public question
         KVConnectorFactory.register_connector(NAME, MODULE, NAME)
     check_settings_early(KVConnectorFactory)
+    watch()
 
 
 def check_settings_early(factory: Any) -> None:

@@ -10,7 +10,7 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
@@ -76,7 +76,7 @@ ONE_S_OWN_WEIGHTS = (
 
 def tiers_text(config: Config, shape: CacheShape, *, disk_path: str | None, num_frames: int, num_found: int) -> str:
     """What the log says at start about chunks and tiers; ``num_found`` chunks were in this engine's ``disk_path`` already."""
-    group, frame = shape.full, size_text(shape.frame_bytes)
+    group, frame = shape.main_group, size_text(shape.frame_bytes)
     chunk = f"{_count(group.chunk_tokens, 'token')} ({_count(group.blocks_per_chunk, 'block')}, {frame})"
     if config.server is not None:
         return f"chunks of {chunk}, server {config.socket} with {_count(num_frames, 'frame')}"
@@ -94,15 +94,16 @@ def _count(number: int, noun: str) -> str:
 class SchedulerHalf:
     """Everything kvloft does in vLLM's scheduler process."""
 
-    def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: CacheShape, config: Config) -> None:
+    def __init__(self, vllm_config: VllmConfig, ranks: Sequence[KVCacheConfig], shape: CacheShape, config: Config) -> None:
+        """``ranks``: the KV cache config of every rank, as far as it is known; the first is this process's."""
         for warning in warnings(config):  # first, for the store makes its directory
             logger.warning("kvloft: %s", warning)
-        self._block_tokens, self._lookahead = shape.full.block_tokens, shape.lookahead
-        self._main_of_many = shape.main if len(shape.groups) > 1 else None
+        self._block_tokens, self._lookahead = shape.main_group.block_tokens, shape.lookahead
+        self._main_of_many = shape.main if shape.is_grouped else None
         """With several KV cache groups, which is the main one."""
         has_adapters = getattr(vllm_config, "lora_config", None) is not None
         is_blind = settle([*OF_EVERY_ENGINE, *([ADD_ADAPTER] * has_adapters)])
-        fields = namespace_fields(vllm_config, kv_cache_config, shape, config.namespace)
+        fields = namespace_fields(vllm_config, ranks, shape, config.namespace)
         if is_blind:
             fields.append(("unseen_reloads", uuid4().hex))
         self._namespace = _core.namespace_digest(fields)
@@ -155,7 +156,7 @@ class SchedulerHalf:
         if self._announcer is not None:
             settle([POOL_RESET])
             listen(POOL_RESET, self.hear_pool_reset)
-            self._writer = EventWriter(kv_cache_config.kv_cache_groups[0].kv_cache_spec, self._block_tokens)
+            self._writer = EventWriter(ranks[0].kv_cache_groups[0].kv_cache_spec, self._block_tokens)
         num_found = self._store.stats().get("disk_used", 0)
         num_frames = arena.num_frames if arena is not None else 0
         tiers = tiers_text(config, shape, disk_path=disk_path, num_frames=num_frames, num_found=num_found)

@@ -5,6 +5,8 @@ It decides chunk sizes and which ranks hold the same bytes, nothing later than s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from vllm.distributed.utils import get_pp_indices
@@ -19,34 +21,40 @@ GOOD_CHUNK_BYTES = 128 << 10
 MAX_AUTO_CHUNK_TOKENS = 1024
 
 
-def cache_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> CacheShape:
-    """The shape that both halves share. Raises ConfigError where ``chunk_tokens`` does not fit vLLM's block size."""
-    if len(kv_cache_config.kv_cache_groups) > 1:
-        return _grouped_shape(vllm_config, kv_cache_config, config)
-    (group,) = kv_cache_config.kv_cache_groups
-    block_tokens, block_bytes = group.kv_cache_spec.block_size, largest_block_bytes(vllm_config, kv_cache_config)
-    blocks_per_chunk = choose_blocks(config, block_tokens, block_bytes)
+def cache_shape(vllm_config: Any, ranks: Sequence[Any], config: Config) -> CacheShape:
+    """The shape that both halves share, out of the KV cache configs of ``ranks``: of all, or of a worker its own.
+
+    A part of a frame is as large as the largest rank needs, so a worker, which knows only its own layers, comes to smaller ones
+    where stages differ: how large they are it learns with the arena. Raises ConfigError where ``chunk_tokens`` does not fit vLLM's
+    block size.
+    """
+    groups = tuple(group_shape(spec) for spec in group_specs(ranks[0]))
+    largest = max(map(largest_block_bytes, ranks))
+    if (grouped := CacheShape(groups)).is_grouped:
+        return _grouped_shape(vllm_config, largest, config, grouped)
+    block_tokens = groups[0].block_tokens
+    has_stages = getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1
+    # A rank knows the size of its own stage's blocks only, and all must choose alike.
+    blocks_per_chunk = choose_blocks(config, block_tokens, GOOD_CHUNK_BYTES if has_stages else largest)
     return CacheShape(
         (GroupShape(block_tokens, blocks_per_chunk),),
-        part_bytes=part_bytes_for(block_bytes * blocks_per_chunk),
+        part_bytes=part_bytes_for(largest * blocks_per_chunk),
         num_ranks=vllm_config.parallel_config.world_size,
         num_replicas=num_replicas(vllm_config),
         lookahead=lookahead(vllm_config),
     )
 
 
-def _grouped_shape(vllm_config: Any, kv_cache_config: Any, config: Config) -> CacheShape:
-    """A chunk is one block of a group: `check_supported` has refused groups whose blocks differ."""
-    bytes_of = page_bytes(kv_cache_config)
-    groups = tuple(group_shape(group.kv_cache_spec) for group in kv_cache_config.kv_cache_groups)
-    if config.chunk_tokens not in ("auto", groups[0].block_tokens):
+def _grouped_shape(vllm_config: Any, largest: int, config: Config, shape: CacheShape) -> CacheShape:
+    """``shape`` with its sizes. A chunk is one block of a group: `check_supported` has refused groups whose blocks differ."""
+    if config.chunk_tokens not in ("auto", block_tokens := shape.main_group.block_tokens):
+        way_out = ", or set kv_groups to 'one'" if len(shape.groups) > 1 else ""
         raise ConfigError(
-            f"chunk_tokens={config.chunk_tokens} cannot be had with several KV cache groups, whose chunks are blocks of "
-            f"{groups[0].block_tokens} tokens; leave it at 'auto', or set kv_groups to 'one'"
+            f"chunk_tokens={config.chunk_tokens} cannot be had with several KV cache groups or windows in every layer, whose "
+            f"chunks are blocks of {block_tokens} tokens; leave it at 'auto'{way_out}"
         )
-    largest = max(sum(bytes_of[name] for name in names) for names in group_layers(kv_cache_config))
     num_ranks = vllm_config.parallel_config.world_size
-    return CacheShape(groups, part_bytes=part_bytes_for(largest), num_ranks=num_ranks, lookahead=lookahead(vllm_config))
+    return replace(shape, part_bytes=part_bytes_for(largest), num_ranks=num_ranks, lookahead=lookahead(vllm_config))
 
 
 HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
@@ -83,7 +91,8 @@ KIND_OF_SPEC: dict[str, Literal["full", "window", "local", "state"]] = {
 """Whether a spec's blocks hold every token's KV for the request's whole life, or what else they are good for.
 
 With one block table for all layers a sliding window or a local chunk comes as FullAttentionSpec too: vLLM promotes such layers
-(`unify_hybrid_kv_cache_specs`), keeps all their blocks, and leaves the window to the computation.
+(`unify_hybrid_kv_cache_specs`), keeps all their blocks, and leaves the window to the computation. Not so where every layer has
+the same window: then the one table is of windows.
 """
 
 
@@ -96,6 +105,12 @@ def group_shape(spec: Any) -> GroupShape:
     elif kind == "local":
         reach = spec.attention_chunk_size
     return GroupShape(spec.block_size, kind=kind, reach=reach)
+
+
+def group_specs(kv_cache_config: Any) -> list[Any]:
+    """The spec of each group, or of its first layer where layers of one kind differ in size (UniformTypeKVCacheSpecs)."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    return [next(iter(layers.values())) if (layers := getattr(spec, "kv_cache_specs", None)) else spec for spec in specs]
 
 
 def group_layers(kv_cache_config: Any) -> list[list[str]]:
@@ -124,16 +139,10 @@ def stage_layers(vllm_config: Any) -> list[int]:
     return [end - start for start, end in (get_pp_indices(total, stage, size) for stage in range(size))]
 
 
-def largest_block_bytes(vllm_config: Any, kv_cache_config: Any) -> int:
-    """Bytes of one block on the rank that has the most.
-
-    vLLM tells each rank of its own layers, and the scheduler of the first stage's. All must come to the same size, so with several
-    stages it follows from one layer's; `check_supported` has refused models whose layers differ.
-    """
-    sizes = page_bytes(kv_cache_config).values()
-    if getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) == 1:
-        return sum(sizes)
-    return max(sizes) * max(stage_layers(vllm_config))
+def largest_block_bytes(kv_cache_config: Any) -> int:
+    """Bytes of one block of the group that keeps most, on the rank whose config it is."""
+    bytes_of = page_bytes(kv_cache_config)
+    return max(sum(bytes_of[name] for name in names) for names in group_layers(kv_cache_config))
 
 
 def choose_blocks(config: Config, block_tokens: int, block_bytes: int) -> int:

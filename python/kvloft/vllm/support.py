@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
 
 from kvloft.errors import UnsupportedError
-from kvloft.vllm.shape import KIND_OF_SPEC, has_draft_kv, layer_specs, lookahead, page_bytes, stage_layers
+from kvloft.vllm.shape import KIND_OF_SPEC, group_specs, has_draft_kv, layer_specs, lookahead
 
 HAS_GROUPS = hasattr(base, "KVConnectorTransferResults") and hasattr(output, "KVConnectorBlockState")
 """Whether this release tells connectors enough about several KV cache groups."""
@@ -28,7 +28,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_
     """Raise UnsupportedError for models and settings that kvloft would serve wrongly."""
     if reason := next(_of_model(vllm_config, kv_cache_config, kv_groups), None):
         raise UnsupportedError(f"kvloft {reason}; run {vllm_config.model_config.model!r} without kvloft")
-    if reason := next(chain(_of_settings(vllm_config), _of_stages(vllm_config, kv_cache_config)), None):
+    if reason := next(chain(_of_settings(vllm_config), _of_stages(vllm_config)), None):
         raise UnsupportedError(f"kvloft {reason}")
 
 
@@ -43,15 +43,22 @@ def _of_model(vllm_config: Any, kv_cache_config: KVCacheConfig, kv_groups: str) 
             "serves models whose prefixes vLLM can cache, and this one needs every token's output "
             "(mean or CLS pooling, or attention in both directions)"
         )
+    kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in layer_specs(kv_cache_config).values()}
+    served: set[str | None] = {"full"}
     if (num_groups := len(kv_cache_config.kv_cache_groups)) != 1:
+        served = {"full", "window", "local", "state"}
         if kv_groups == "one" or not num_groups:
             beside = "as with state-space layers beside attention"
             yield f"serves models with one KV cache group, and this one has {num_groups} ({beside})"
-        kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in layer_specs(kv_cache_config).values()}
-        way_out = IN_ONE if kv_groups != "one" and kinds <= {"full", "window", "local"} else ""
+        way_out = IN_ONE if kv_groups != "one" and "full" in kinds and kinds <= {"full", "window", "local"} else ""
         yield from (reason + way_out for reason in _of_groups(vllm_config, kv_cache_config))
+    elif kinds == {"window"}:
+        served = {"window"}
+        if kv_groups == "one":
+            yield 'serves sliding windows in every layer with kv_groups set to "auto" or "all"'
+        yield from _of_groups(vllm_config, kv_cache_config)
     for spec in layer_specs(kv_cache_config).values():
-        if KIND_OF_SPEC.get(type(spec).__name__) not in (("full",) if num_groups == 1 else ("full", "window", "local", "state")):
+        if KIND_OF_SPEC.get(type(spec).__name__) not in served:
             yield f"serves full attention and MLA, and this model keeps its KV as {type(spec).__name__}"
         if getattr(spec, "non_causal", False):
             yield "serves KV that only earlier tokens decide, and here a prompt's tokens attend to later ones (prefix LM)"
@@ -75,20 +82,23 @@ def _of_drafter(vllm_config: Any) -> Iterator[str]:
     if not hasattr(KVConnectorModelRunnerMixin, "finalize_kv_connector"):
         yield f"serves {speculative.method!r} with vLLM 0.30 and newer, which let connectors save behind the drafter"
     if lookahead(vllm_config) > 1:
-        yield "does not serve drafters of several MTP layers yet: set num_speculative_tokens to 1"
+        yield (
+            "does not serve several MTP layers: in each step vLLM writes the last positions of all but the first once more, and so "
+            "only in its runner for GPUs, where that was never tried; set num_speculative_tokens to 1"
+        )
     if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
         yield "needs a drafter that runs in every step; leave num_speculative_tokens_per_batch_size off"
 
 
 def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
-    """Of a model with several KV cache groups."""
+    """Of a model with several KV cache groups, or with one of windows."""
     groups = kv_cache_config.kv_cache_groups
-    specs = [group.kv_cache_spec for group in groups]
+    specs = [group.kv_cache_spec for group in groups] if len(groups) > 1 else group_specs(kv_cache_config)
     kinds = [KIND_OF_SPEC.get(type(spec).__name__) for spec in specs]
     if not HAS_GROUPS:
-        yield "serves several KV cache groups with vLLM 0.32 and newer, which tell connectors enough about them"
-    if "full" not in kinds:
-        yield "serves several KV cache groups where one of them is of full attention"
+        yield "serves several KV cache groups, or windows in every layer, with vLLM 0.32 and newer, which tell connectors enough"
+    if "full" not in kinds and not any((getattr(spec, "sliding_window", None) or 0) > 1 for spec in specs):
+        yield "serves models where some layer attends to all tokens or to a window of more than one"
     if None in kinds:
         yield f"has no rule for KV kept as {type(specs[kinds.index(None)]).__name__}"
     blocks = sorted({spec.block_size for spec in specs})
@@ -126,23 +136,16 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
         )
 
 
-def _of_stages(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
-    """Of pipeline parallelism: each rank knows its own stage only, and all must come to frames of the same size."""
-    parallel, groups = vllm_config.parallel_config, kv_cache_config.kv_cache_groups
-    if (size := getattr(parallel, "pipeline_parallel_size", 1)) == 1:
+def _of_stages(vllm_config: Any) -> Iterator[str]:
+    """Of pipeline parallelism."""
+    if (size := getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)) == 1:
         return
     if not current_platform.is_cpu():
         yield f"serves pipeline_parallel_size={size} on CPUs only so far; set it to 1"
-    if len(groups) != 1:
-        yield f"does not serve pipeline_parallel_size={size} with several KV cache groups yet; set it to 1, or kv_groups to 'one'"
     if vllm_config.speculative_config is not None:
-        yield f"does not serve pipeline_parallel_size={size} with speculative decoding yet; set it to 1"
-    stage = parallel.rank // parallel.tensor_parallel_size % size
-    sizes = list(page_bytes(kv_cache_config).values())
-    if len(sizes) != stage_layers(vllm_config)[stage] or len(set(sizes)) != 1:
         yield (
-            f"serves pipeline_parallel_size={size} where every layer keeps the same amount of KV, and this model's do not; "
-            "set it to 1"
+            f"does not serve pipeline_parallel_size={size} with speculative decoding, of which vLLM for CPUs dies "
+            "(\"'CPUModelRunner' object has no attribute 'drafter'\"); set it to 1"
         )
 
 

@@ -36,7 +36,7 @@ class WorkerHalf:
     def __init__(self, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: CacheShape, config: Config) -> None:
         model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
         self._num_blocks = kv_cache_config.num_blocks
-        self.is_grouped = len(shape.groups) > 1
+        self.is_grouped = shape.is_grouped
         self._group_layers = group_layers(kv_cache_config) if self.is_grouped else []
         self._fingerprint = f"{vllm.__version__}|{current_platform.device_name}|{model.dtype}|{cache.cache_dtype}"
         zeroes_first = bool(getattr(kv_cache_config, "needs_kv_cache_zeroing", False))  # new blocks, before any hook of the step

@@ -292,7 +292,8 @@ impl Session {
     }
 
     /// Reserve frames for blocks `[start, stop)` of many requests in each of `groups` (table, number, whether chunks are attached);
-    /// all or nothing. For each request the chunks by table, where there are any, and how many could not be had.
+    /// all or nothing. For each request the chunks by table, where there are any, and how many could not be had: of those that are not
+    /// attached, if there are such groups.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn reserve_groups(&self, rows: Vec<GroupsDue<'_>>, groups: Vec<SavedGroup>) -> PyResult<Vec<Reserved>> {
         for (chain, token_ids, num_tokens, ..) in &rows {
@@ -319,9 +320,9 @@ impl Session {
             parts.iter().flat_map(|(chain, saved)| saved.iter().map(|saved| saved.row(chain))).collect();
         let mut reserved = self.inner.reserve(&asked).map_err(raise)?.into_iter();
         let joined = |(_, saved): &(_, Vec<Saved>)| {
-            let (mut batches, mut num_dropped) = (Vec::new(), 0);
+            let (mut batches, mut num_dropped, has_full) = (Vec::new(), 0, groups.iter().any(|group| !group.2));
             for ((nth, _, is_attached), (inner, dropped)) in groups.iter().zip(reserved.by_ref().take(saved.len())) {
-                num_dropped = num_dropped.max(if *is_attached { 0 } else { dropped });
+                num_dropped = num_dropped.max(if *is_attached && has_full { 0 } else { dropped });
                 batches.extend((!inner.is_empty()).then_some((*nth, ChunkBatch { inner })));
             }
             (batches, num_dropped)

@@ -20,6 +20,7 @@ STATES = ("falcon-h1", "granite4", "lfm2", "nemotron-h", "qwen3-next")
 NOT_SERVED = {
     *(("deepseek-v2", groups) for groups in ("auto", "one")),
     *((name, "one") for name in STATES),
+    ("gemma4", "auto"),
 }
 """Models with a setting of kv_groups; whatever begins to be served loses its row."""
 AS_A_USER, FORKED = (

@@ -44,6 +44,8 @@ class ZooModel:
     prepare: str = ""
     """Function of kernels.py that the engine's process calls first."""
     draft: Draft | None = None
+    kv_groups: str = "all"
+    """What kvloft is told to serve it with."""
     alone: bool = False
     """vLLM's CPU build answers it differently in a batch, without any cache: ask one request at a time."""
 
@@ -105,6 +107,8 @@ ZOO = {
         ZooModel("gemma3", windows.gemma3_config, windows.gemma3_weights, (*("window 64",) * 3, "full")),
         ZooModel("gpt-oss", windows.gpt_oss_config, windows.gpt_oss_weights, ("window 64", "full")),
         ZooModel("llama4", windows.llama4_config, windows.llama4_weights, (*("chunk 64",) * 3, "full")),
+        ZooModel("gemma4", windows.gemma4_config, windows.gemma4_weights, (*("window 64",) * 3, "full"), 64, kv_groups="one"),
+        ZooModel("mistral", windows.mistral_config, windows.mistral_weights, ("window 64",)),
         ZooModel("qwen3-next", states.qwen3_next_config, states.qwen3_next_weights, THREE_STATES, 64, STATES, "exact_delta_net"),
         ZooModel("granite4", mamba2.granite4_config, mamba2.granite4_weights, *MAMBA2),
         ZooModel("nemotron-h", mamba2.nemotron_h_config, mamba2.nemotron_h_weights, *MAMBA2),

@@ -1,4 +1,5 @@
-"""Models whose attention is local in some layers: Gemma 3 (windows), GPT-OSS (windows with sinks, experts), Llama 4 (chunks).
+"""Models whose attention is local: Gemma 3 (windows), GPT-OSS (windows with sinks, experts) and Llama 4 (chunks) in some layers,
+Mistral (windows) in every one.
 
 The order of layers decides vLLM's groups: as many layers in each as the rarest kind has.
 """
@@ -37,7 +38,7 @@ def gemma3_config(layers: tuple[str, ...] = THREE_AND_ONE, window: int = WINDOW)
     return {k: v for k, v in fields.items() if k not in ("hidden_act", "rope_parameters")}
 
 
-def gemma3_weights(seed: int = 21, layers: tuple[str, ...] = THREE_AND_ONE) -> Tensors:
+def gemma3_weights(seed: int = 21, layers: tuple[str, ...] = THREE_AND_ONE, num_heads: int = NUM_HEADS) -> Tensors:
     """Norms on both sides of each branch, of queries and of keys; the head is the embedding."""
     made = weights(seed)
     made.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=1 / float(np.sqrt(HIDDEN)))
@@ -47,7 +48,7 @@ def gemma3_weights(seed: int = 21, layers: tuple[str, ...] = THREE_AND_ONE) -> T
         made.norms(at + "self_attn.", "q_norm", "k_norm", width=HEAD_DIM, value=GEMMA_QK_NORM)
         made.norms(at, "input_layernorm", "pre_feedforward_layernorm", value=0.0)
         made.norms(at, "post_attention_layernorm", "post_feedforward_layernorm", value=GEMMA_BRANCH_NORM)
-        made.attention(at + "self_attn.", Heads(qk_gain=1.0, out_gain=1.0))
+        made.attention(at + "self_attn.", Heads(num=num_heads, qk_gain=1.0, out_gain=1.0))
         made.mlp(at + "mlp.")
     return made.tensors
 
@@ -118,4 +119,62 @@ def llama4_weights(seed: int = 23) -> Tensors:
         made.norms(at, "input_layernorm", "post_attention_layernorm")
         made.attention(at + "self_attn.")
         made.mlp(at + "feed_forward.")
+    return made.tensors
+
+
+MISTRAL_LAYERS = 4
+
+
+def mistral_config(window: int = WINDOW) -> dict[str, Any]:
+    """Mistral 7B of 2023: every layer has the window, so vLLM makes one group, and none of full attention."""
+    return config("MistralForCausalLM", "mistral", num_hidden_layers=MISTRAL_LAYERS, sliding_window=window)
+
+
+def mistral_weights(seed: int = 24) -> Tensors:
+    """A Llama's."""
+    made = weights(seed)
+    made.ends()
+    for layer in range(MISTRAL_LAYERS):
+        at = f"model.layers.{layer}."
+        made.norms(at, "input_layernorm", "post_attention_layernorm")
+        made.attention(at + "self_attn.")
+        made.mlp(at + "mlp.")
+    return made.tensors
+
+
+GEMMA4_FULL_HEAD = 2 * HEAD_DIM
+
+
+def gemma4_config(window: int = WINDOW) -> dict[str, Any]:
+    """Gemma 4's text model without experts: heads of full attention are twice as wide, so pages differ in size."""
+    rope = {"rope_theta": 10000.0, "rope_type": "default"}
+    fields = config(
+        "Gemma4ForCausalLM",
+        "gemma4_text",
+        num_hidden_layers=len(THREE_AND_ONE),
+        layer_types=["sliding_attention" if kind == "local" else "full_attention" for kind in THREE_AND_ONE],
+        sliding_window=window,
+        global_head_dim=GEMMA4_FULL_HEAD,
+        hidden_activation="gelu_pytorch_tanh",
+        rope_parameters={"sliding_attention": rope, "full_attention": rope},
+        hidden_size_per_layer_input=0,
+        num_kv_shared_layers=0,
+        tie_word_embeddings=True,
+    )
+    return {k: v for k, v in fields.items() if k != "hidden_act"}
+
+
+def gemma4_weights(seed: int = 25) -> Tensors:
+    """As Gemma 3's, but norms multiply by their weights, and scores are not scaled."""
+    made = weights(seed)
+    made.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=1 / float(np.sqrt(HIDDEN)))
+    made.norms("model.", "norm")
+    for layer, kind in enumerate(THREE_AND_ONE):
+        at, dim = f"model.layers.{layer}.", HEAD_DIM if kind == "local" else GEMMA4_FULL_HEAD
+        made.norms(at + "self_attn.", "q_norm", "k_norm", width=dim, value=1.05)
+        made.norms(at, "input_layernorm", "pre_feedforward_layernorm")
+        made.norms(at, "post_attention_layernorm", "post_feedforward_layernorm", value=1 + GEMMA_BRANCH_NORM)
+        made.attention(at + "self_attn.", Heads(dim=dim, qk_gain=1.0, out_gain=1.0))
+        made.mlp(at + "mlp.")
+        made.fill(at + "layer_scalar", 1)
     return made.tensors

@@ -37,9 +37,9 @@ ENVIRONMENT = (
 
 
 def namespace_fields(
-    vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, shape: CacheShape, user_namespace: str
+    vllm_config: VllmConfig, ranks: Sequence[KVCacheConfig], shape: CacheShape, user_namespace: str
 ) -> list[tuple[str, str]]:
-    """Fields of ``_core.namespace_digest``; two engines with equal fields may serve each other's KV."""
+    """Fields of ``_core.namespace_digest``; two engines with equal fields may serve each other's KV. ``ranks``: their configs."""
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     load = vllm_config.load_config
     fields: dict[str, Any] = {
@@ -72,10 +72,10 @@ def namespace_fields(
         "additional": getattr(vllm_config, "additional_config", None) or None,
         "platform": _platform(),
         "attention": _settings(getattr(vllm_config, "attention_config", None), "backend"),
-        "layout": getattr(kv_cache_config, "kv_cache_layout", None),
-        "pages": _digest(json.dumps(sorted(page_bytes(kv_cache_config).items()))),
-        "block_tokens": shape.full.block_tokens,
-        "chunk_tokens": shape.full.chunk_tokens,
+        "layout": getattr(ranks[0], "kv_cache_layout", None),
+        "pages": _digest(json.dumps(sorted({row for rank in ranks for row in page_bytes(rank).items()}))),
+        "block_tokens": shape.main_group.block_tokens,
+        "chunk_tokens": shape.main_group.chunk_tokens,
         "tensor_parallel": parallel.tensor_parallel_size,
         "shards": shape.num_shards,
         "expert_parallel": getattr(parallel, "enable_expert_parallel", None),
@@ -89,7 +89,7 @@ def namespace_fields(
         fields |= _drafter_fields(vllm_config)
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         fields["stages"] = stage_layers(vllm_config)
-    if len(shape.groups) > 1:
+    if shape.is_grouped:
         fields["groups"] = [(group.kind, group.reach) for group in shape.groups]
     return [(name, repr(value) if value is not None else "") for name, value in fields.items()]
 
