@@ -48,6 +48,8 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
     turns: int = 0
+    has_lost_blocks: bool = False
+    """It was preempted while its last step was under way: the tokens of the step before became known too late to save them."""
 
 
 class Engine:
@@ -322,6 +324,9 @@ class Engine:
     def _absorb(self, output: Any, result: Any) -> None:
         for rank, report in self._reports.pop(id(output), ()):
             self.ledger.check_report(rank, report)
+        requests = self.scheduler.requests
+        for req_id in output.num_scheduled_tokens:
+            self.outcomes[req_id].has_lost_blocks = req_id in requests and requests[req_id].status == RequestStatus.PREEMPTED
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 outcome = self.outcomes[one.request_id]
@@ -375,7 +380,8 @@ class Engine:
                 if self.shape.has_connector and not spec.turns:
                     prefix = spec.prefix([0] * len(spec.contents) + truth)
                     # Drafts that the last step accepted are known when the blocks are free already.
-                    whole = len(spec.contents) if spec.saves else len(prefix) - 1 - self.shape.num_drafts
+                    late = (1 + self.shape.num_drafts) * (1 + outcome.has_lost_blocks)
+                    whole = min(len(prefix) - late, len(spec.contents) if spec.saves else len(prefix))
                     self.ledger.check_stored(req_id, prefix, whole - self.ledger.ahead, chunk)
             elif outcome.reason == "error":
                 assert self.shape.policy == "fail"
