@@ -48,6 +48,8 @@ class Outcome:
     tokens: list[int] = field(default_factory=list)
     reason: str | None = None
     turns: int = 0
+    has_lost_blocks: bool = False
+    """It was preempted while its last step was under way: the tokens of the step before became known too late to save them."""
 
 
 class Engine:
@@ -62,7 +64,9 @@ class Engine:
         """A step found something wrong, and nothing more is to be asked of this engine."""
         self.specs: dict[str, Spec] = {}
         self.outcomes: dict[str, Outcome] = {}
-        self.num_steps = self.num_preempted = self.num_loaded = self.num_hits = self.num_mixed_hits = 0
+        self.num_steps = self.num_scheduled = self.num_preempted = self.num_loaded = self.num_hits = self.num_mixed_hits = 0
+        self._hoped: dict[str, tuple[int, int]] = {}
+        """First token and number of tokens of loads whose requests have not run since: hits, if what they read was loaded."""
         self._config, self._kv_config = vllm_config(model, shape, disk, self.ledger.namespace), kv_config(shape)
         self._block, hash_block = resolve_kv_cache_block_sizes(self._kv_config, self._config)
         init_none_hash(get_hash_fn_by_name(HASH))
@@ -131,6 +135,7 @@ class Engine:
         chunk = self.shape.block_tokens * self.shape.blocks_per_chunk
 
         def matched(request: Any, local: int) -> Any:
+            self._hoped.pop(request.request_id, None)
             tracker = self.core._trackers.get(request.request_id)
             has_offer = tracker is not None and tracker.lease is not None
             # Adapters whose files are younger than this process are another run's own.
@@ -151,10 +156,8 @@ class Engine:
             if num_tokens:
                 local, answer = self.ledger.asked[req_id]
                 self.ledger.expect(num_tokens == answer, f"{req_id}: {num_tokens} tokens taken of {answer} offered")
-                self.ledger.admitted[req_id] = (local, num_tokens)
+                self.ledger.admitted[req_id] = self._hoped[req_id] = (local, num_tokens)
                 self.num_loaded += num_tokens
-                self.num_hits += 1
-                self.num_mixed_hits += local > 0
             admit(request, blocks, num_tokens)
 
         def planned(output: Any) -> Any:
@@ -256,6 +259,7 @@ class Engine:
             self._absorb(*self._flying.popleft())
 
     def _execute(self, output: Any) -> Any:
+        self.num_scheduled += 1
         self.num_preempted += len(getattr(output, "preempted_req_ids", None) or ())
         if not self.shape.has_connector:
             return self._alike([w.execute(output, None) for w in self.workers])
@@ -268,7 +272,19 @@ class Engine:
             transfers.kv_connector_worker_meta = meta = pickle.loads(pickle.dumps(transfers.kv_connector_worker_meta))
             self._reports[id(output)] += [(rank, report) for report in meta.reports] if meta is not None else []
             results.append(result)
+        self._count_hits()
         return self._aggregator.aggregate(results) if len(results) > 1 else results[0]
+
+    def _count_hits(self) -> None:
+        """A hit is a load that was admitted, ended well, and was compared on every rank: the request's first step begins behind it.
+
+        With one group vLLM may compute the last token of it again.
+        """
+        for work in self.workers[0].works:
+            local, num_tokens = self._hoped.pop(work.req_id, (0, 0))
+            if num_tokens and work.start >= local + num_tokens - (len(self.shape.groups) == 1):
+                self.num_hits += 1
+                self.num_mixed_hits += local > 0
 
     def _alike(self, results: list[Any]) -> Any:
         assert all(result.sampled_token_ids == results[0].sampled_token_ids for result in results)
@@ -316,6 +332,9 @@ class Engine:
     def _absorb(self, output: Any, result: Any) -> None:
         for rank, report in self._reports.pop(id(output), ()):
             self.ledger.check_report(rank, report)
+        requests = self.scheduler.requests
+        for req_id in output.num_scheduled_tokens:
+            self.outcomes[req_id].has_lost_blocks = req_id in requests and requests[req_id].status == RequestStatus.PREEMPTED
         for outputs in self.scheduler.update_from_output(output, result).values():
             for one in outputs.outputs:
                 outcome = self.outcomes[one.request_id]
@@ -369,7 +388,8 @@ class Engine:
                 if self.shape.has_connector and not spec.turns:
                     prefix = spec.prefix([0] * len(spec.contents) + truth)
                     # Drafts that the last step accepted are known when the blocks are free already.
-                    whole = len(spec.contents) if spec.saves else len(prefix) - 1 - self.shape.num_drafts
+                    late = (1 + self.shape.num_drafts) * (1 + outcome.has_lost_blocks)
+                    whole = min(len(prefix) - late, len(spec.contents) if spec.saves else len(prefix))
                     self.ledger.check_stored(req_id, prefix, whole - self.ledger.ahead, chunk)
             elif outcome.reason == "error":
                 assert self.shape.policy == "fail"

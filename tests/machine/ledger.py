@@ -6,6 +6,7 @@ It knows plans and vLLM's block tables; it must not know how kvloft makes a plan
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from kvloft.seam.batch import ChunkCopy, GroupBatches
@@ -96,13 +97,13 @@ class Ledger:
         """What memory holds at a position, for a group."""
         return symbol ^ self.weights ^ (group * 0x9E3779B97F4A)
 
-    @property
+    @cached_property
     def _main(self) -> int:
         """The first group of full attention, or of windows where there is none."""
         kinds = [group.kind for group in self.groups]
         return kinds.index("full" if "full" in kinds else "window")
 
-    @property
+    @cached_property
     def ahead(self) -> int:
         """Tokens behind a block that its KV depends on."""
         return int(any(group.is_draft for group in self.groups))

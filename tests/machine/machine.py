@@ -31,6 +31,7 @@ IMAGES = ("image-a", "image-b")
 
 SEVERAL = tuple(name for name, groups in GROUPS.items() if are_grouped(groups))
 """Also with one group that keeps only a part of a prefix."""
+SERVED = tuple(name for name in SEVERAL if are_served(GROUPS[name]))
 
 MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
 
@@ -95,7 +96,7 @@ def several_groups(draw: st.DrawFn, names: tuple[str, ...] = SEVERAL) -> Shape:
 
 
 @st.composite
-def served_groups(draw: st.DrawFn, names: tuple[str, ...] = tuple(name for name in SEVERAL if are_served(GROUPS[name]))) -> Shape:
+def served_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
     """Several groups, which kvloft serves. Several hundred frames keep whatever is saved."""
     groups = GROUPS[draw(st.sampled_from(names))]
     has_drafter, kinds = any(group.is_draft for group in groups), {group.kind for group in groups}
@@ -173,10 +174,18 @@ class Machine(RuleBasedStateMachine):
         flavour = self.menu[arrival.course % len(self.menu)] if arrival.course >= 0 else "plain"
         if shape.num_drafts and flavour in ("rows", "mixed", "session"):
             flavour = "plain"  # vLLM takes no embeddings with drafts, and keeps KV of cut-off drafts under a session's next input
-        length = max(1, min(arrival.length, shape.longest - 24 if shape.longest > 32 else shape.longest // 2))
+        length = max(1, min(arrival.length, self.most_tokens()))
         max_tokens = min(arrival.max_tokens, shape.longest - length - 1)
         self.num_arrived += 1
-        self.engine.add(make_spec(f"r{self.num_arrived}", flavour, arrival.story, length, max_tokens, arrival.more))
+        self._ask(make_spec(f"r{self.num_arrived}", flavour, arrival.story, length, max_tokens, arrival.more))
+
+    def most_tokens(self) -> int:
+        """Of a prompt."""
+        longest = self.engine.shape.longest
+        return longest - 24 if longest > 32 else longest // 2
+
+    def _ask(self, spec: Spec) -> None:
+        self.engine.add(spec)
 
     @rule(
         count=st.integers(1, 20), budget=st.sampled_from([16, 16, 7, 3, 1]), acceptance=st.sampled_from([0.6, 0.0, 1.0]),
@@ -263,9 +272,11 @@ class Machine(RuleBasedStateMachine):
 
     def _count(self, engine: Engine) -> None:
         blocks = sum(worker.memory.num_checked for worker in engine.workers)
-        self.seen.update({"steps": engine.num_steps, "preemptions": engine.num_preempted, "blocks read": blocks})
-        hits = "hits with several groups" if are_grouped(engine.shape.groups) else "hits"
+        self.seen.update({"steps": engine.num_scheduled, "preemptions": engine.num_preempted, "blocks read": blocks})
+        hits = "hits with several groups" if len(engine.shape.groups) > 1 else "hits"
         self.seen.update({hits: engine.num_hits, f"{hits}, behind local ones": engine.num_mixed_hits})
+        self.seen[f"{hits}, async"] += engine.num_hits * engine.shape.async_scheduling
+        self.seen[f"{hits}, beside drafts"] += engine.num_hits * (engine.shape.num_drafts > 0)
         self.seen.update({"loads": engine.num_loaded, "saves": engine.ledger.num_saved, "offers": engine.ledger.num_offered})
         engine.ledger.num_saved = engine.ledger.num_offered = 0
 

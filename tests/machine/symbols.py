@@ -6,6 +6,7 @@ group's number and the weights' version. It must not know vLLM or kvloft: it is 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -22,6 +23,7 @@ def digest(value: object) -> int:
     return int.from_bytes(blake2b(repr(value).encode(), digest_size=8).digest(), "little") & _MASK
 
 
+@lru_cache
 def root(adapter: str | None, salt: str | None) -> int:
     """Symbol of the empty prefix."""
     return digest((adapter, salt))
@@ -56,9 +58,12 @@ class Prefix:
     contents: list[int] = field(default_factory=list)
     symbols: list[int] = field(default_factory=list)
 
-    def append(self, content: int) -> None:
-        self.symbols.append(extend(self.last, content))
-        self.contents.append(content)
+    def append(self, *contents: int) -> None:
+        symbol = self.last
+        for content in contents:
+            symbol = extend(symbol, content)
+            self.symbols.append(symbol)
+        self.contents += contents
 
     def truncate(self, length: int) -> None:
         del self.contents[length:], self.symbols[length:]
@@ -108,8 +113,7 @@ class Spec:
     def prefix(self, ids: Sequence[int] = ()) -> Prefix:
         """Of the prompt and the ids that follow it; ``ids`` begin at position 0."""
         prefix = Prefix(root(self.adapter, self.salt))
-        for content in (*self.contents, *ids[len(self.contents) :]):
-            prefix.append(content)
+        prefix.append(*self.contents, *ids[len(self.contents) :])
         return prefix
 
     def truth(self) -> list[int]:
@@ -118,8 +122,7 @@ class Spec:
         _say(prefix, self.max_tokens, said)
         for turn in self.turns:
             prefix.truncate(len(prefix) - 1)
-            for content in turn.ids:
-                prefix.append(content)
+            prefix.append(*turn.ids)
             _say(prefix, turn.max_tokens, said)
         return said
 

@@ -9,6 +9,7 @@ import traceback
 
 import pytest
 
+from .busy import BusyMachine
 from .draft_mutants import DRAFT_MUTANTS
 from .group_mutants import GROUP_MUTANTS
 from .machine import DraftMachine, GroupMachine, Machine, ServedMachine, check
@@ -17,6 +18,7 @@ from .served_mutants import SERVED_MUTANTS
 from .shape import HAS_GROUPS
 
 SEEDS = (1, 2, 3)
+IS_WHOLE = os.environ.get("MODEL_MUTANTS") == "all"
 IN_CI = {
     "keys_without_salt",
     "last_block_of_a_drafter_is_kept",
@@ -36,7 +38,7 @@ IN_CI = {
 
 def chosen(mutants: list[Mutant]) -> list[Mutant]:
     """Those that this run is for."""
-    return [mutant for mutant in mutants if os.environ.get("MODEL_MUTANTS") == "all" or mutant.name in IN_CI]
+    return [mutant for mutant in mutants if IS_WHOLE or mutant.name in IN_CI]
 
 
 def test_what_is_chosen_is_there() -> None:
@@ -60,8 +62,9 @@ def test_the_machine_sees_in_several_groups(mutant: Mutant) -> None:
 
 @pytest.mark.skipif(not HAS_GROUPS, reason="vLLM 0.32 and newer tell connectors enough about several groups")
 @pytest.mark.parametrize("mutant", chosen(SERVED_MUTANTS), ids=lambda mutant: mutant.name)
-def test_the_machine_sees_where_several_groups_are_served(mutant: Mutant) -> None:
-    judge(mutant, ServedMachine)
+@pytest.mark.parametrize("machine", [ServedMachine, BusyMachine] if IS_WHOLE else [ServedMachine])
+def test_the_machine_sees_where_several_groups_are_served(machine: type[Machine], mutant: Mutant) -> None:
+    judge(mutant, machine)
 
 
 def judge(mutant: Mutant, machine: type[Machine]) -> None:

@@ -39,6 +39,8 @@ class Worker:
         self.acceptance = 0.6
         """How often a draft is right."""
         self.running: dict[str, Running] = {}
+        self.works: list[Work] = []
+        """Of the last step."""
 
     def execute(self, output: Any, metadata: Any) -> ModelRunnerOutput:
         """One step; ``metadata`` is the connector's, as it came over the wire."""
@@ -51,7 +53,7 @@ class Worker:
                 connector.handle_preemptions(metadata)
             connector.bind_connector_metadata(metadata)
             assert not output.has_sync_kv_loads, "kvloft never loads synchronously"
-        works = self._forward(output) if output.total_num_scheduled_tokens else []
+        works = self.works = self._forward(output) if output.total_num_scheduled_tokens else []
         transfers: Any = None
         if connector is not None and works and self._shape.early_results:
             transfers = self._results(output.finished_req_ids, saves=False)
