@@ -40,6 +40,7 @@ fn rig() -> &'static Rig {
             available_bytes,
             disk,
             shares: Vec::new(),
+            limits: kvloft_core::store::TenantLimits::default(),
             settings: Vec::new(),
             max_connections,
             patience,

@@ -6,6 +6,7 @@ mod disk;
 mod error;
 mod groups;
 mod key;
+mod limits;
 mod server;
 mod session;
 mod tokens;

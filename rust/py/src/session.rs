@@ -21,6 +21,7 @@ use crate::batch::ChunkBatch;
 use crate::error::raise;
 use crate::groups::{Blocks, GroupsDue, Kept, Reserved, Saved, SavedGroup, attached, each, kept_by};
 use crate::key::{KeyBytes, KeyChain, digest};
+use crate::limits::{PyTenantLimits, tenant_limits, unix_s};
 use crate::tokens::{append_block_ids, append_token_ids, block_ids, number};
 
 /// A store, and what one engine has in flight in it.
@@ -91,7 +92,7 @@ impl Session {
     #[new]
     #[pyo3(signature = (
         *, frame_bytes, host_bytes, namespace, blocks_per_chunk=1, num_ranks=1, eviction="adaptive", disk_path=None, disk_bytes=0,
-        disk_threads=2, description="",
+        disk_threads=2, description="", limits=None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
@@ -106,6 +107,7 @@ impl Session {
         disk_bytes: u64,
         disk_threads: u32,
         description: &str,
+        limits: Option<PyTenantLimits>,
     ) -> PyResult<Self> {
         let disk = disk_path.map(|dir| DiskSettings {
             dir,
@@ -121,6 +123,8 @@ impl Session {
             available_bytes: available_bytes(),
             namespace: digest(namespace, "namespace")?,
             disk,
+            now_s: unix_s(),
+            limits: tenant_limits(limits).map_err(raise)?,
         };
         let local = py.detach(|| Local::open(&config)).map_err(raise)?;
         Ok(Self::over(Box::new(local), num_ranks, blocks_per_chunk, frame_bytes))

@@ -12,7 +12,7 @@ use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
-use kvloft_core::store::DiskSettings;
+use kvloft_core::store::{DiskSettings, TenantLimits};
 use kvloft_core::units::size_text;
 use kvloft_core::{Error, Result};
 
@@ -29,6 +29,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most lines for people that wait to be taken.
 const MAX_EVENTS: usize = 256;
+/// Most salts of a namespace that a status tells of.
+const MAX_TENANTS: usize = 16;
 /// Enough for what a connection's thread calls.
 const STACK_BYTES: usize = 512 << 10;
 
@@ -47,6 +49,8 @@ pub struct ServerConfig {
     pub disk: Option<DiskSettings>,
     /// Percent of host memory for namespaces whose names in hex begin so; the others with engines share the rest equally.
     pub shares: Vec<(String, u32)>,
+    /// What each salt may have, in each namespace.
+    pub limits: TenantLimits,
     /// What it was started with, as engines and people are told.
     pub settings: Vec<(String, String)>,
     /// Connections at one time.
@@ -151,12 +155,14 @@ impl Shared {
         let mut engines: Vec<_> = peers.values().filter_map(|peer| peer.status(space)).collect();
         drop(peers);
         engines.sort_by_key(|engine| (u64::MAX - engine.connected_ms, engine.pid));
+        let tenants = space.store().map(|store| store.tenants(MAX_TENANTS).0).unwrap_or_default();
         NamespaceStatus {
             namespace: space.hello.namespace,
             description: space.hello.description.clone(),
             frame_bytes: space.hello.frame_bytes,
             num_slabs: space.store().map_or(0, |store| store.num_slabs().0),
             stats: stats.into_iter().chain(asked).map(|(name, value)| (name.to_owned(), value)).collect(),
+            tenants,
             engines,
         }
     }
@@ -238,6 +244,10 @@ impl Server {
         server.keep("accept", move || accept(&shared, &listener))?;
         let shared = Arc::clone(&server.shared);
         server.keep("look", move || look(&shared))?;
+        if let Some(every) = server.shared.erases_every() {
+            let shared = Arc::clone(&server.shared);
+            server.keep("erase", move || erase(&shared, every))?;
+        }
         Ok(server)
     }
 
@@ -305,6 +315,17 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
             continue;
         }
         connection::start(shared, stream, number);
+    }
+}
+
+/// Erases what is too old in namespaces without a store; those with one do so themselves.
+fn erase(shared: &Shared, every: Duration) {
+    while !shared.is_stopping.load(Ordering::SeqCst) {
+        shared.erase_expired();
+        let until = Instant::now() + every;
+        while !shared.is_stopping.load(Ordering::SeqCst) && Instant::now() < until {
+            std::thread::park_timeout(until.saturating_duration_since(Instant::now()));
+        }
     }
 }
 

@@ -180,6 +180,8 @@ fn local() -> Box<dyn Session> {
         available_bytes: None,
         namespace: [7; 32],
         disk: None,
+        now_s: 0,
+        limits: kvloft_core::store::TenantLimits::default(),
     };
     Box::new(Local::open(&config).expect("memory"))
 }

@@ -23,6 +23,7 @@ fn a_namespace_that_is_being_closed_may_keep_something() {
         available_bytes: None,
         disk: Some(settings.clone()),
         shares: Vec::new(),
+        limits: kvloft_core::store::TenantLimits::default(),
         settings: Vec::new(),
         max_connections: 8,
         patience: Patience::default(),
@@ -45,6 +46,8 @@ fn a_namespace_that_is_being_closed_may_keep_something() {
         available_bytes: None,
         namespace: [9; 32],
         disk: Some(settings),
+        now_s: 0,
+        limits: kvloft_core::store::TenantLimits::default(),
     };
     let pool = server.shared.namespaces.pool().expect("an engine is there");
     let closing = Store::open_in(&of_store, &pool, None).expect("a store");

@@ -23,6 +23,7 @@ pub(crate) fn server_config(dir: &Path) -> ServerConfig {
         available_bytes: None,
         disk: None,
         shares: Vec::new(),
+        limits: kvloft_core::store::TenantLimits::default(),
         settings: Vec::new(),
         max_connections: 8,
         patience,
