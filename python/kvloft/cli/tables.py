@@ -6,7 +6,7 @@ from typing import Any
 from rich import box
 from rich.table import Column, Table
 
-from kvloft.config import size_text
+from kvloft.config import format_ttl, size_text
 
 Status = Mapping[str, Any]
 """As `_core.server_status` has it, or one namespace of it."""
@@ -79,6 +79,21 @@ def pinned(space: Status) -> list[str]:
         return ["It is pinned: it keeps its share of memory without engines."]
     held, on_disk = (size_text(stats[name] * frame_bytes) for name in ("kept_host", "kept_disk"))
     return [f"{salts:,} salt{'s' if salts != 1 else ''} pinned: {held} in memory, {on_disk} on disk"]
+
+
+def tenant_table(space: Status, limit: int) -> list[Table | str]:
+    """What the salts have that have most, by their tags, which do not tell the salts; nothing without a salt."""
+    tenants, frame_bytes = space["tenants"][:limit], space["frame_bytes"]
+    if not any(tenant["tag"] for tenant in tenants):
+        return []
+    table = new_table("salt's tag", "host", "of", "disk", "of", "forgotten after")
+    for tenant in tenants:
+        most = [size_text(most * frame_bytes) if most is not None else "" for most in (tenant["max_host"], tenant["max_disk"])]
+        held, on_disk = (size_text(tenant[name] * frame_bytes) for name in ("host", "disk"))
+        ttl = format_ttl(tenant["ttl_s"]) if tenant["ttl_s"] is not None else ""
+        table.add_row(tenant["tag"] or "(no salt)", held, most[0], on_disk, most[1], ttl)
+    more = space["stats"]["salts"] - sum(tenant["tag"] is not None for tenant in tenants)
+    return [table, f"and {more:,} salts that have less"] if more > 0 else [table]
 
 
 def engine_table(space: Status) -> Table | str:

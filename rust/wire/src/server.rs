@@ -29,6 +29,8 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most lines for people that wait to be taken.
 const MAX_EVENTS: usize = 256;
+/// Time until namespaces without engines are looked at for what is too old.
+const FIRST_ERASE: Duration = Duration::from_secs(30);
 /// Most salts of a namespace that a status tells of.
 const MAX_TENANTS: usize = 16;
 /// Enough for what a connection's thread calls.
@@ -320,12 +322,15 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
 
 /// Erases what is too old in namespaces without a store; those with one do so themselves.
 fn erase(shared: &Shared, every: Duration) {
+    // Not at once: engines that begin now would find their namespaces in use, and their disks a second later.
+    let mut next = Instant::now() + FIRST_ERASE;
     while !shared.is_stopping.load(Ordering::SeqCst) {
-        shared.erase_expired();
-        let until = Instant::now() + every;
-        while !shared.is_stopping.load(Ordering::SeqCst) && Instant::now() < until {
-            std::thread::park_timeout(until.saturating_duration_since(Instant::now()));
+        let left = next.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            shared.erase_expired();
+            next = Instant::now() + every;
         }
+        std::thread::park_timeout(left);
     }
 }
 
