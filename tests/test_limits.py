@@ -38,13 +38,13 @@ def test_a_quota_is_a_part_or_a_size(text: object, quota: float) -> None:
 
 @pytest.mark.parametrize("wrong", ["101%", "-1%", "%", "1e1%", "10 percent", "0.00001%", -1, 1.5, -0.1, True, None, "", "1.5", [], float("nan")])
 def test_other_quotas_are_refused(wrong: object) -> None:
-    with pytest.raises(ValueError, match=""):
+    with pytest.raises(ValueError):  # noqa: PT011 (of the value alone)
         parse_quota(wrong)
 
 
 @pytest.mark.parametrize("wrong", ["0s", 0, "0", 1.5, "1.5s", "1y", "3651d", "-1h", None, True, "", "1e3s", "1ms"])
 def test_other_times_are_refused(wrong: object) -> None:
-    with pytest.raises((ValueError, TypeError), match=""):
+    with pytest.raises((ValueError, TypeError)):
         parse_ttl(wrong)
 
 

@@ -484,3 +484,34 @@ fn the_clock_may_have_gone_back() {
     }
     assert_eq!(disk.chunks().len(), 5, "what has an unknown age is gone for good");
 }
+
+/// What the disk turns out to hold is older than what was saved meanwhile: it would outlive its time under the other's.
+#[test]
+fn an_old_copy_does_not_hide_behind_a_new_one() {
+    let disk = MemoryDisk::new(SLOTS);
+    let limits = TenantLimits { salted: Limits { ttl_s: Some(1000), ..Limits::default() }, ..TenantLimits::default() };
+    let open = |now_s| {
+        let (disk_settings, limits) = (Some(disk_settings(SLOTS.into(), 1)), limits.clone());
+        let config = StoreConfig { disk: disk_settings, limits, now_s, ..config(FRAMES, 1, Eviction::Lru) };
+        disk.open(&config, &disk.entries())
+    };
+    let chain = chain_of(Some("a"), 0, 5);
+    let store = open(START_S);
+    save(&store, &arena_of(&store), &chain, range(0, 5, 0));
+    assert!(disk.flush(&store));
+    drop(store);
+    disk.fail_opens.store(true, std::sync::atomic::Ordering::SeqCst);
+    let store = open(START_S + 900 - disk.now_s());
+    save(&store, &arena_of(&store), &chain, range(0, 2, 0));
+    disk.fail_opens.store(false, std::sync::atomic::Ordering::SeqCst);
+    disk.wait(61);
+    assert!(disk.flush(&store));
+    assert_eq!(store.lookup(&chain).host_blocks, 2);
+    disk.wait(200);
+    store.tend();
+    assert!(disk.flush(&store));
+    let now_s = START_S + 900 + 261;
+    assert!(disk.chunks().values().all(|meta| meta.saved_s + 1000 > now_s), "{:?}", disk.chunks());
+    assert_eq!(store.lookup(&chain).stored_blocks, 2);
+    store.check().unwrap();
+}
