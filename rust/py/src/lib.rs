@@ -9,6 +9,7 @@ mod key;
 mod limits;
 mod server;
 mod session;
+mod time;
 mod tokens;
 
 #[pyo3::pymodule(gil_used = false)]

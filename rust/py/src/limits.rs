@@ -1,7 +1,5 @@
 //! What each salt may have: as Python says it, and as stores take it. Salts are hashed here.
 
-use std::time::{SystemTime, UNIX_EPOCH};
-
 use kvloft_core::key::SaltTag;
 use kvloft_core::store::{Limits, Quota, TenantLimits};
 use kvloft_core::{Error, ErrorKind, Result};
@@ -46,9 +44,4 @@ pub(crate) fn tenant_limits(given: Option<PyTenantLimits>) -> Result<TenantLimit
     let own = |(salt, given): (String, PyLimits)| Ok((SaltTag::of(&salt), limits(&given)?));
     let by_salt = by_salt.into_iter().map(own).collect::<Result<_>>()?;
     Ok(TenantLimits { unsalted: limits(&unsalted)?, salted: limits(&salted)?, by_salt })
-}
-
-/// Unix time, in seconds.
-pub(crate) fn unix_s() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }

@@ -15,7 +15,7 @@ use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyList};
 
 use crate::error::raise;
 use crate::limits::{PyTenantLimits, tenant_limits};
-use crate::session::timeout;
+use crate::time::timeout;
 
 /// A store that engines of this user share. It listens from its making on.
 #[pyclass(frozen, module = "kvloft._core")]

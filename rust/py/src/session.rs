@@ -21,7 +21,8 @@ use crate::batch::ChunkBatch;
 use crate::error::raise;
 use crate::groups::{Blocks, GroupsDue, Kept, Reserved, Saved, SavedGroup, attached, each, kept_by};
 use crate::key::{KeyBytes, KeyChain, digest};
-use crate::limits::{PyTenantLimits, tenant_limits, unix_s};
+use crate::limits::{PyTenantLimits, tenant_limits};
+use crate::time::{timeout, unix_s};
 use crate::tokens::{append_block_ids, append_token_ids, block_ids, number};
 
 /// A store, and what one engine has in flight in it.
@@ -428,11 +429,6 @@ impl Session {
 /// Numbers of blocks, of tiers that have any.
 fn by_tier(py: Python<'_>, from: BlocksByTier) -> PyResult<Bound<'_, PyDict>> {
     [("host", from.host), ("disk", from.disk)].into_iter().filter(|(_, num_blocks)| *num_blocks > 0).into_py_dict(py)
-}
-
-/// Seconds of any kind: negative ones and NaN count as 0, too many as no limit.
-pub(crate) fn timeout(seconds: f64) -> Duration {
-    Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }
 
 /// Pins on the host part of prefixes; disk chunks behind it are being read in. Dropping it unpins.

@@ -18,6 +18,7 @@ mod quarantine;
 mod server;
 mod socket;
 mod tally;
+mod tenants;
 
 pub use client::{Remote, RemoteConfig};
 pub use link::{forget, status};

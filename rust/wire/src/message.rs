@@ -6,7 +6,6 @@
 //! about: see `known`.
 
 use kvloft_core::io::FrameId;
-use kvloft_core::key::SaltTag;
 use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, Tenant, TierName};
 
 use crate::bytes::{Reader, Writer};
@@ -18,6 +17,7 @@ use crate::orders::{GivenUp, Pinned, Whose};
 pub use crate::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
 use crate::prefixes::{prefixes, ranges, write_ranges};
 use crate::tally::Counts;
+use crate::tenants::{tenant, write_tenant};
 
 /// Version of all that crosses; two sides with different ones do not talk.
 pub const VERSION: u32 = 6;
@@ -387,25 +387,6 @@ fn status(from: &mut Reader<'_>) -> Option<Status> {
     let (host_bytes, slab_bytes, stats) = (from.u64()?, from.u64()?, stats(from)?);
     let settings = from.list(8, |from| Some((from.text()?, from.text()?)))?;
     Some(Status { host_bytes, slab_bytes, stats, settings, namespaces: from.list(60, namespace_status)? })
-}
-
-const NONE: u32 = u32::MAX;
-
-fn write_tenant(to: &mut Writer<'_>, tenant: &Tenant) {
-    to.u8(tenant.tag.is_some().into());
-    if let Some(tag) = tenant.tag {
-        to.u64(u64::from_le_bytes(tag.0));
-    }
-    let limits = [tenant.max_host, tenant.max_disk, tenant.ttl_s].map(|limit| limit.unwrap_or(NONE));
-    [tenant.num_host, tenant.num_disk].into_iter().chain(limits).for_each(|number| to.u32(number));
-}
-
-fn tenant(from: &mut Reader<'_>) -> Option<Tenant> {
-    let tag = if from.flag()? { Some(SaltTag(from.u64()?.to_le_bytes())) } else { None };
-    let (num_host, num_disk) = (from.u32()?, from.u32()?);
-    let mut limit = || from.u32().map(|number| Some(number).filter(|number| *number != NONE));
-    let (max_host, max_disk, ttl_s) = (limit()?, limit()?, limit()?);
-    Some(Tenant { tag, num_host, num_disk, max_host, max_disk, ttl_s })
 }
 
 fn namespace_status(from: &mut Reader<'_>) -> Option<NamespaceStatus> {
