@@ -30,15 +30,18 @@ def test_times_are_read_back(seconds: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "quota"), [("10%", 0.1), (" 0.05 % ", 0.0005), ("100%", 1.0), ("0%", 0.0), ("8GiB", 8 << 30), (0, 0), ("0", 0), (4096, 4096), (0.5, 0.5)]
+    ("text", "quota"),
+    [("10%", 0.1), (" 0.05 % ", 0.0005), ("100%", 1.0), ("0%", 0.0), ("8GiB", 8 << 30), (0, 0), ("0", 0), (4096, 4096), (0.5, 0.5)],
 )
 def test_a_quota_is_a_part_or_a_size(text: object, quota: float) -> None:
     assert parse_quota(text) == quota
 
 
-@pytest.mark.parametrize("wrong", ["101%", "-1%", "%", "1e1%", "10 percent", "0.00001%", -1, 1.5, -0.1, True, None, "", "1.5", [], float("nan")])
+@pytest.mark.parametrize(
+    "wrong", ["101%", "-1%", "%", "1e1%", "10 percent", "0.00001%", -1, 1.5, -0.1, True, None, "", "1.5", [], float("nan")]
+)
 def test_other_quotas_are_refused(wrong: object) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 (of the value alone)
+    with pytest.raises(ValueError):
         parse_quota(wrong)
 
 

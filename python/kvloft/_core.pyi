@@ -9,6 +9,9 @@ from typing import Any, Final, final, overload
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, Ticket
 
+_Limits = tuple[int | float | None, int | float | None, int | None]
+_TenantLimits = tuple[_Limits, _Limits, Sequence[tuple[str, _Limits]]]
+
 class StoreError(RuntimeError):
     """The store could not do what was asked (I/O, corrupt file, closed)."""
 
@@ -120,9 +123,6 @@ class ReadLease:
     def release(self) -> None: ...
 
 @final
-_Limits = tuple[int | float | None, int | float | None, int | None]
-_TenantLimits = tuple[_Limits, _Limits, Sequence[tuple[str, _Limits]]]
-
 class Session:
     """A store (host arena, optional disk tier, index), and what one engine has in flight in it."""
 

@@ -65,7 +65,7 @@ Quota = int | float
 
 
 def parse_quota(value: object) -> Quota:
-    """Bytes as an int of ``"8GiB"``, 0 or another size, or a part of the whole as a float of ``"10%"`` or 0.1; raises ValueError."""
+    """Bytes as an int of ``"8GiB"`` or another size, or a part of the whole as a float of ``"10%"`` or 0.1; raises ValueError."""
     if isinstance(value, float) and 0.0 <= value <= 1.0:
         return value
     match = re.fullmatch(r"\s*([0-9]{1,3}(?:\.[0-9]{1,4})?)\s*%\s*", value) if isinstance(value, str) else None
@@ -229,8 +229,8 @@ class Config:
     kv_groups: Literal["auto", "one", "all"] = _set("auto", _choice("auto", "one", "all"))
     gpu_copies: Literal["kernels", "torch"] = _set("kernels", _choice("kernels", "torch"))
     staging_size: int = _set(80 << 20, _size(1 << 20, 1 << 30))
-    salt_quota: Quota | None = _set(None, _QUOTA)
-    salt_disk_quota: Quota | None = _set(None, _QUOTA)
+    salt_quota: int | float | None = _set(None, _QUOTA)
+    salt_disk_quota: int | float | None = _set(None, _QUOTA)
     salt_ttl: int | None = _set(None, _TTL)
     salt_limits: str | None = _set(None, _FILE)
     server: str | None = _set(None, _SERVER)

@@ -27,7 +27,9 @@ def server(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """1 MiB is 256 frames: 10 % are 25, and the one tenant has 5, in memory and on disk."""
     socket = str(folder / "run" / "kv.sock")
     (folder / "acme.salt").write_text(SALT + "\n")
-    (folder / "limits.yaml").write_text("- {salt_file: acme.salt, quota: 20KiB, disk_quota: 20KiB, ttl: 7d}\n- {salt: null, ttl: 30d}\n")
+    (folder / "limits.yaml").write_text(
+        "- {salt_file: acme.salt, quota: 20KiB, disk_quota: 20KiB, ttl: 7d}\n- {salt: null, ttl: 30d}\n"
+    )
     sizes = ["--host-size", "1MiB", "--disk-path", str(folder / "disk"), "--disk-size", "4MiB"]
     limits = ["--salt-quota", "10%", "--salt-ttl", "24h", "--salt-limits", str(folder / "limits.yaml")]
     argv = [sys.executable, "-m", "kvloft.cli", "serve", "--socket", socket, *sizes, *limits]

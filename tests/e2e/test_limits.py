@@ -1,13 +1,20 @@
 """Real engines and tenants with limits on one `kvloft serve`: who is over its quota pays for it alone, and what is old is gone."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from .client import BLOCK, Engine, Req, full_blocks
 from .conftest import Truth
-from .test_server import PROMPTS, CacheServer, server, shared, until  # noqa: F401
+from .test_server import PROMPTS, CacheServer, shared, until
+
+
+@pytest.fixture
+def server() -> Iterator[CacheServer]:
+    server = CacheServer().start()
+    yield server
+    server.close()
 
 
 def external(truth: Truth, engine: Engine, requests: list[Req]) -> int:

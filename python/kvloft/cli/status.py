@@ -11,7 +11,6 @@ from kvloft.cli.inspect import describe
 from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.cli.tables import before_engines, broken, engine_table, pinned, tenant_table, tier_table, title
 
-
 MAX_TENANTS: Final = 16
 
 

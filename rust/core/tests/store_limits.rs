@@ -16,7 +16,7 @@ use kvloft_core::store::{
     Evict, Limits, Prefix, Quota, ReadLease, Store, StoreConfig, TenantLimits, ToSave, WriteLease,
 };
 use proptest::prelude::*;
-use store_common::{FRAME, MemoryDisk, arena_of, config, disk_settings, fill, range, save, stat, verify};
+use store_common::{FRAME, MemoryDisk, arena_of, config, disk_settings, fill, range, stat, verify};
 
 const FRAMES: u32 = 32;
 const SLOTS: u32 = 64;
@@ -31,12 +31,12 @@ fn chain_of(salt: Option<&str>, prompt: u32, num_blocks: u32) -> KeyChain {
     chain
 }
 
-fn bytes(num_frames: u32) -> Option<Quota> {
-    Some(Quota::Bytes(u64::from(num_frames) * FRAME as u64))
+fn bytes(num_frames: u32) -> Quota {
+    Quota::Bytes(u64::from(num_frames) * FRAME as u64)
 }
 
 fn limits(host: u32, disk: u32, ttl_s: u32) -> Limits {
-    Limits { host: bytes(host), disk: bytes(disk), ttl_s: Some(ttl_s) }
+    Limits { host: Some(bytes(host)), disk: Some(bytes(disk)), ttl_s: Some(ttl_s) }
 }
 
 /// "a" has limits of its own, and what has no salt never expires.
@@ -53,7 +53,7 @@ fn limits_of(all: &TenantLimits, salt: usize) -> Limits {
 
 fn frames(quota: Option<Quota>) -> u32 {
     match quota {
-        Some(Quota::Bytes(bytes)) => u32::try_from(bytes).unwrap() / FRAME as u32,
+        Some(Quota::Bytes(bytes)) => u32::try_from(bytes / FRAME as u64).unwrap(),
         _ => panic!("sizes only"),
     }
 }
@@ -219,7 +219,9 @@ impl World {
             *saved_s = if on_disk.contains_key(&key) { *saved_s } else { now_s };
         }
         let arena = arena_of(self.store());
-        leases.iter().for_each(|lease| fill(&arena, lease.reservation()));
+        for lease in &leases {
+            fill(&arena, lease.reservation());
+        }
         leases
     }
 

@@ -21,8 +21,8 @@ fn chain_of(salt: Option<&str>, prompt: u32, num_blocks: u32) -> KeyChain {
     chain
 }
 
-fn bytes(num_frames: u32) -> Option<Quota> {
-    Some(Quota::Bytes(u64::from(num_frames) * FRAME as u64))
+fn bytes(num_frames: u32) -> Quota {
+    Quota::Bytes(u64::from(num_frames) * FRAME as u64)
 }
 
 fn host_only(limits: TenantLimits) -> Store {
@@ -59,7 +59,7 @@ fn a_salt_above_its_quota_loses_its_own_coldest() {
 
 #[test]
 fn a_prompt_longer_than_the_quota_keeps_its_beginning() {
-    let store = host_only(of_salts(bytes(5)));
+    let store = host_only(of_salts(Some(bytes(5))));
     let chain = chain_of(Some("a"), 0, 9);
     assert_eq!(save(&store, &arena_of(&store), &chain, range(0, 9, 0)), 5);
     assert_eq!([stat(&store, "quota_dropped"), stat(&store, "reserve_dropped")], [4, 4]);
@@ -79,7 +79,7 @@ fn a_prompt_longer_than_the_quota_keeps_its_beginning() {
 #[test]
 fn a_quota_of_nothing_keeps_nothing() {
     let store = host_only(TenantLimits {
-        by_salt: vec![(SaltTag::of("a"), Limits { host: bytes(0), ..Limits::default() })],
+        by_salt: vec![(SaltTag::of("a"), Limits { host: Some(bytes(0)), ..Limits::default() })],
         ..TenantLimits::default()
     });
     for (salt, num) in [(Some("a"), 0), (Some("b"), 4), (None, 4)] {
@@ -90,7 +90,7 @@ fn a_quota_of_nothing_keeps_nothing() {
 
 #[test]
 fn a_kept_salt_has_its_quota_too() {
-    let store = host_only(of_salts(bytes(8)));
+    let store = host_only(of_salts(Some(bytes(8))));
     store.keep(SaltTag::of("a"), true).unwrap();
     for prompt in 0..5 {
         assert_eq!(save(&store, &arena_of(&store), &chain_of(Some("a"), prompt, 4), range(0, 4, 0)), 4);
@@ -102,7 +102,7 @@ fn a_kept_salt_has_its_quota_too() {
 /// Workers cannot copy to all frames yet: room in others is of no use, and what is there stays.
 #[test]
 fn a_save_at_its_quota_takes_frames_that_saves_can_use() {
-    let store = host_only(of_salts(bytes(8)));
+    let store = host_only(of_salts(Some(bytes(8))));
     let arena = arena_of(&store);
     for (salt, prompt) in [(None, 0), (Some("a"), 0), (Some("a"), 1), (None, 1)] {
         save(&store, &arena, &chain_of(salt, prompt, 4), range(0, 4, 0));
@@ -117,7 +117,7 @@ fn a_save_at_its_quota_takes_frames_that_saves_can_use() {
 #[test]
 fn what_is_loaded_counts_for_the_quota() {
     let disk = MemoryDisk::new(SLOTS);
-    let limits = of_salts(bytes(6));
+    let limits = of_salts(Some(bytes(6)));
     let config = StoreConfig { disk: Some(disk_settings(SLOTS.into(), 1)), limits, ..config(FRAMES, 1, Eviction::Lru) };
     let store = disk.open(&config, &[]);
     for prompt in 0..2 {

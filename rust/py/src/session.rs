@@ -4,7 +4,6 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use kvloft_core::batch::{self, BlocksByTier};
 use kvloft_core::engine::{EngineSession, LoadRow, SaveRow};
