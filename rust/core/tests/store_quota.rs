@@ -156,6 +156,7 @@ fn the_clock_may_have_gone_back() {
         let store = disk.open(&config(now_s - disk.now_s()), &disk.entries());
         assert_eq!(store.lookup(&chain_of(Some("a"), 0, 5)).stored_blocks, of_a, "{now_s}");
         assert_eq!(store.lookup(&chain_of(None, 0, 5)).stored_blocks, 5);
+        store.tend();
         assert!(disk.flush(&store));
     }
     assert_eq!(disk.chunks().len(), 5, "what has an unknown age is gone for good");
@@ -189,5 +190,25 @@ fn an_old_copy_does_not_hide_behind_a_new_one() {
     let now_s = START_S + 900 + 261;
     assert!(disk.chunks().values().all(|meta| meta.saved_s + 1000 > now_s), "{:?}", disk.chunks());
     assert_eq!(store.lookup(&chain).stored_blocks, 2);
+    store.check().unwrap();
+}
+
+/// What is found behind an expired chunk would be found with it.
+#[test]
+fn a_chunk_expires_with_the_older_one_that_it_hangs_on() {
+    let disk = MemoryDisk::new(SLOTS);
+    let limits = TenantLimits { salted: Limits { ttl_s: Some(1000), ..Limits::default() }, ..TenantLimits::default() };
+    let config = StoreConfig { disk: Some(disk_settings(SLOTS.into(), 1)), limits, ..config(FRAMES, 1, Eviction::Lru) };
+    let store = disk.open(&config, &[]);
+    let chain = chain_of(Some("a"), 0, 6);
+    save(&store, &arena_of(&store), &chain, range(0, 3, 0));
+    disk.wait(900);
+    save(&store, &arena_of(&store), &chain, range(3, 6, 0));
+    assert_eq!(store.lookup(&chain).host_blocks, 6);
+    disk.wait(100);
+    assert_eq!(store.lookup(&chain).stored_blocks, 0);
+    store.tend();
+    assert_eq!([stat(&store, "expired"), stat(&store, "entries"), stat(&store, "frames_visible")], [6, 0, 0]);
+    assert_eq!(save(&store, &arena_of(&store), &chain, range(0, 6, 0)), 6, "and is saved anew");
     store.check().unwrap();
 }

@@ -123,5 +123,6 @@ fn what_is_too_old_goes_pinned_or_not_and_does_not_come_back() {
     let _server = Server::open(ServerConfig { limits: limits(Some(2)), ..with_disk(dir.path()) }).expect("a server");
     let one = engine(dir.path(), 7);
     assert_eq!([found(&one, &chain(7, Some("a"), 0, 6)), found(&one, &chain(7, None, 0, 6))], [0, 6]);
-    assert_eq!(stat(&space(dir.path(), 7).stats, "expired"), 6);
+    until("it is forgotten", || stat(&space(dir.path(), 7).stats, "expired") == 6);
+    until("it is off the disk", || stat(&space(dir.path(), 7).stats, "disk_used") == 6);
 }

@@ -15,7 +15,7 @@ use super::state::State;
 use crate::Result;
 use crate::evict::ChunkId;
 use crate::index::{Entry, NEVER};
-use crate::key::{ChunkKey, SaltTag};
+use crate::key::SaltTag;
 use crate::pool::Pool;
 use crate::tier::disk::{self, DiskRoot, Erased};
 
@@ -64,15 +64,6 @@ impl State {
     /// Whether it was saved too long ago.
     pub(super) fn is_expired(&self, entry: &Entry) -> bool {
         entry.expires_s <= self.unix_s
-    }
-
-    /// Whether a chunk that was found on disk, saved at `saved_s`, expired meanwhile.
-    pub(super) fn is_too_old(&self, parent: Option<ChunkId>, root: &ChunkKey, saved_s: u32) -> bool {
-        let class = self.owners.limits.class_of(SaltTag::of_root(root));
-        let ttl_s = parent
-            .map_or(self.owners.limits.ceiling(class), |parent| self.owners.ceiling(self.index[parent].owner))
-            .ttl_s;
-        self.expiry(ttl_s, parent, saved_s) <= self.unix_s
     }
 
     fn expires_alone(&self, entry: &Entry) -> bool {

@@ -91,10 +91,6 @@ impl State {
             }
             id
         } else {
-            if self.is_too_old(parent, &parent_key, saved_s) {
-                self.stats.expired += 1;
-                return None;
-            }
             self.add(Entry { key, parent_key, parent, depth, first_block, num_blocks, saved_s, ..Entry::default() })
         };
         self.unwant(id);

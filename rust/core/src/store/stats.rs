@@ -42,7 +42,7 @@ struct Stats {
     quota_disk_evictions,
     /// Chunks that got no frame, or no place on disk, because their salt had its quota and nothing of its own could go.
     quota_dropped,
-    /// Chunks forgotten because they were saved too long ago, those found so on disk among them.
+    /// Chunks forgotten because they were saved too long ago, those found on disk among them.
     expired,
     /// Chunks that could not get to disk: they left host memory first, their parent did not get there, or no slot may be freed.
     disk_dropped,
