@@ -66,10 +66,10 @@ equal shares, or what --share says. An engine that is restarted finds what is
 in the server's memory, as long as no other namespace wanted it. While no
 server answers, engines compute; they connect again by themselves.
 
-One tenant, one cache_salt: with --salt-quota a tenant that has its part of a
-model's memory loses its own least recently used KV for what it saves, and
-nobody else's; with --salt-ttl its KV is forgotten so long after it was saved, on
-disk too. --salt-limits FILE has other limits for single salts:
+A tenant is a cache_salt. With --salt-quota, one that has its part of a model's
+memory loses its own least recently used KV, and nobody else's. With --salt-ttl,
+its KV is forgotten so long after it was saved, on disk too. --salt-limits FILE
+has other limits for single salts:
 
   - {salt_file: acme.salt, quota: 25%, disk_quota: 40%, ttl: 7d}
   - {salt: null, ttl: 30d}    # requests without a salt
