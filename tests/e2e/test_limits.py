@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
+from .cache_server import CacheServer, until
 from .client import BLOCK, Engine, Req, full_blocks
 from .conftest import Truth
-from .test_server import PROMPTS, CacheServer, shared, until
+from .test_server import PROMPTS, shared
 
 
 @pytest.fixture
@@ -56,7 +57,8 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
     server.end()
     # As much memory as the others need, and a quota: without it, everybody would lose.
     needed = len(PROMPTS) * most
-    server.start(f"--salt-quota={quota}B", f"--salt-disk-quota={quota}B", host_size=f"{needed * quota // most}B")
+    limits = {"salt_quota": f"{quota}B", "salt_disk_quota": f"{quota}B"}
+    server.serve({"host_size": f"{needed * quota // most}B"} | server.disk | limits)
     small, unsalted, big = of_salt("small", PROMPTS[:1]), of_salt(None, PROMPTS[:2]), of_salt("big", PROMPTS)
     whole = [sum(full_blocks(r.num_prompt_tokens) for r in requests) for requests in (small, unsalted)]
     until(lambda: [external(truth, engines[0], requests) for requests in (small, unsalted)] == whole, "not all is saved")
@@ -76,7 +78,7 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
 
 def test_what_is_too_old_is_computed_again(truth: Truth, start: Callable[..., Engine], server: CacheServer) -> None:
     server.end()
-    server.start("--salt-ttl=20s")
+    server.serve({"host_size": "64MiB", "salt_ttl": "20s"} | server.disk)
     engine = start(kv_transfer_config=shared(server, chunk_tokens=BLOCK), num_blocks=120)
     whole = full_blocks(PROMPTS[0].num_prompt_tokens)
 
