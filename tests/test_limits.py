@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from kvloft.config import MAX_TTL_S, Config, format_quota, format_ttl, load_config, parse_quota, parse_ttl
 from kvloft.errors import ConfigError
 from kvloft.limits import Limits, TenantLimits, tenant_limits
+from kvloft.machine import refuse_impossible
 
 SECRET = "acme-s3cr3t"
 
@@ -104,6 +105,14 @@ def test_a_wrong_file_is_named_and_no_salt_is_told(tmp_path: Path, text: str, sa
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         tenant_limits(Config(salt_limits=str(tmp_path / "none.yaml")))
+
+
+def test_an_engine_of_a_server_does_not_read_the_servers_salts() -> None:
+    environ = {"KVLOFT_SALT_LIMITS": "/none/such.yaml"}
+    refuse_impossible(load_config({"server": "unix:/s"}, environ))
+    for own in ({}, {"server": "auto"}):
+        with pytest.raises(ConfigError, match="cannot be read"):
+            refuse_impossible(load_config(own, environ))
 
 
 def test_a_quota_of_the_disk_needs_one() -> None:

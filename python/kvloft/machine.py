@@ -18,7 +18,8 @@ SMALL: Final = 1 << 20
 
 def refuse_impossible(config: Config) -> None:
     """Raise ConfigError where disk_path leads through something that is no directory, or salt_limits cannot be used."""
-    tenant_limits(config)
+    if config.server in (None, AUTO):  # or the file is for the server's eyes only
+        tenant_limits(config)
     if config.disk_path is None:
         return
     nearest = _nearest(Path(config.disk_path))
