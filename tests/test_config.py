@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloft.config import KEYS, Config, describe, format_size, load_config, parse_seconds, parse_size
+from kvloft.config import KEYS, OF_LIMITS, Config, describe, format_size, load_config, parse_seconds, parse_size
 from kvloft.errors import ConfigError
 
 GOOD = {
@@ -22,6 +22,9 @@ GOOD = {
     "kv_groups": st.sampled_from(["auto", "one", "all"]),
     "disk_threads": st.integers(1, 64),
     "server_timeout": st.integers(0, 3600).map(lambda s: f"{s}s"),
+    "salt_quota": st.none() | st.integers(0, 100).map(lambda n: f"{n}%") | st.integers(0, 1 << 60),
+    "salt_disk_quota": st.none() | st.integers(0, 100).map(lambda n: f"{n}%") | st.integers(0, 1 << 60).map(format_size),
+    "salt_ttl": st.integers(1, 3650).flatmap(lambda n: st.sampled_from([n, f"{n}s", f"{n}min", f"{n}h", f"{n}d"])),
     "load_timeout": st.integers(0, 3600) | st.integers(0, 3600).map(lambda s: f"{s}s"),
 }
 JUNK = (
@@ -148,7 +151,8 @@ def test_what_describe_prints_loads_back_to_the_same_settings(extra: dict[str, o
     extra["disk_path"] = "/cache"
     config = load_config(extra, {})
     names = {"namespace": config.namespace, "server": config.server}
-    shown = {key: names.get(key, text) for key, text, _ in describe(config)}
+    unset = {key: None for key in KEYS if getattr(config, key) is None}
+    shown = {key: names.get(key, text) for key, text, _ in describe(config)} | unset
     assert load_config(shown, {}) == config
     assert load_config(json.loads(json.dumps({key: getattr(config, key) for key in KEYS})), {}) == config
     assert all(config.origin(key) == "kv_connector_extra_config" for key in extra)
@@ -182,7 +186,7 @@ def test_what_a_server_is_told_an_engine_that_uses_one_is_not() -> None:
     assert load_config({"server": "unix:/s", "host_size": "1GiB"}, {}, extra_origin="command line").host_size == 1 << 30
 
 
-@given(st.fixed_dictionaries({}, optional={k: v.map(str) for k, v in GOOD.items()}))
+@given(st.fixed_dictionaries({}, optional={k: v.filter(lambda v: v is not None).map(str) for k, v in GOOD.items()}))
 def test_environment_and_extra_config_read_values_alike(values: dict[str, str]) -> None:
     values = {key: value for key, value in values.items() if value and "\0" not in value} | {"disk_path": "/cache"}
     environ = {f"KVLOFT_{key.upper()}": value for key, value in values.items()}
@@ -241,7 +245,8 @@ def test_a_long_value_does_not_make_a_long_message() -> None:
 def test_every_bad_value_gives_one_sentence_with_key_source_and_what_is_allowed(key: str, junk: object) -> None:
     is_text = isinstance(junk, str) and junk != "\ud800"
     is_path = isinstance(junk, str) and is_text and bool(junk.strip())
-    if (key == "disk_path" and (junk is None or is_path)) or (key == "server" and junk is None) or (key == "namespace" and is_text):
+    may_be_none = key in ("disk_path", "server", *OF_LIMITS)
+    if (may_be_none and junk is None) or (key in ("disk_path", "salt_limits") and is_path) or (key == "namespace" and is_text):
         return
     with pytest.raises(ConfigError) as error:
         load_config({"disk_path": "/cache", key: junk}, {})

@@ -9,6 +9,9 @@ from typing import Any, Final, final, overload
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, Ticket
 
+_Limits = tuple[int | float | None, int | float | None, int | None]
+_TenantLimits = tuple[_Limits, _Limits, Sequence[tuple[str, _Limits]]]
+
 class StoreError(RuntimeError):
     """The store could not do what was asked (I/O, corrupt file, closed)."""
 
@@ -136,7 +139,9 @@ class Session:
         disk_bytes: int = 0,
         disk_threads: int = 2,
         description: str = "",
-    ) -> Session: ...
+        limits: _TenantLimits | None = None,
+    ) -> Session:
+        """``limits``: of each salt, of what has no salt, and of single salts; see `kvloft.limits`. Salts are hashed at once."""
     @staticmethod
     def connect(
         socket: str,
@@ -268,6 +273,7 @@ class Server:
         max_connections: int = 64,
         shares: list[tuple[str, int]] | None = None,
         numa: list[int] | None = None,
+        limits: _TenantLimits | None = None,
         settings: dict[str, str] | None = None,
     ) -> Server: ...
     def status(self) -> dict[str, Any]:
@@ -280,8 +286,9 @@ class Server:
 def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """What the server at ``socket`` does now: host_bytes, slab_bytes (both 0 before the first engine), stats (its counters and
     gauges by name), settings (what it was started with, as text by name) and namespaces: each namespace (32 bytes), description,
-    frame_bytes, slabs (how many it has), stats (of its store, with share_percent where that is set) and engines (each pid,
-    connected_ms, reservations, leases).
+    frame_bytes, slabs (how many it has), stats (of its store, with share_percent where that is set), tenants (salts that have most:
+    each tag, None for what has no salt, host and disk in chunks, max_host and max_disk, ttl_s) and engines (each pid, connected_ms,
+    reservations, leases).
 
     Raises StoreError where nobody answers in time, ConfigError where the server refuses to.
     """

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from kvloft import _core
-from kvloft.config import FROM_DEFAULT, Config, describe, server_environment
+from kvloft.config import FROM_DEFAULT, KEYS, OF_LIMITS, Config, describe, server_environment
 from kvloft.errors import MAY_PASS, ConfigError
 
 START_TIMEOUT_S: Final = 30.0
@@ -116,6 +116,8 @@ def _command(config: Config, log: Path) -> list[str]:
     }
     if config.disk_path is not None:
         told |= {"disk-path": config.disk_path, "disk-size": f"{config.disk_size}B"}
+    limits = {key: KEYS[key].show(value) for key in OF_LIMITS if (value := getattr(config, key)) is not None}
+    told |= {key.replace("_", "-"): text for key, text in limits.items()}
     argv = [sys.executable, "-P", "-m", "kvloft.cli", "serve"]
     return argv + [f"--{name}={value}" for name, value in told.items()]
 

@@ -32,6 +32,8 @@ MAX_SOCKET_BYTES: Final = 107
 _UNITS: Final = {"": 1, "b": 1} | {
     f"{prefix}{kind}": base ** (power + 1) for power, prefix in enumerate("kmgt") for kind, base in (("ib", 1024), ("b", 1000))
 }
+_TTL_SECONDS: Final = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
+MAX_TTL_S: Final = 3650 * 86400
 _SECONDS: Final = {"": 1.0, "s": 1.0, "ms": 1e-3, "min": 60.0, "h": 3600.0}
 _QUANTITY: Final = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{1,9})?)\s*([A-Za-z]*)\s*")
 
@@ -56,6 +58,42 @@ def parse_seconds(value: object) -> float:
     if seconds > 3600.0:
         raise ValueError(value)
     return seconds
+
+
+Quota = int | float
+"""Most of a tier: bytes, or as a float a part from 0.0 to 1.0."""
+
+
+def parse_quota(value: object) -> Quota:
+    """Bytes as an int of ``"8GiB"`` or another size, or a part of the whole as a float of ``"10%"`` or 0.1; raises ValueError."""
+    if isinstance(value, float) and 0.0 <= value <= 1.0:
+        return value
+    match = re.fullmatch(r"\s*([0-9]{1,3}(?:\.[0-9]{1,4})?)\s*%\s*", value) if isinstance(value, str) else None
+    if match is None:
+        return parse_size(value, low=0)
+    part = float(Decimal(match[1]) / 100)
+    if part > 1.0:
+        raise ValueError(value)
+    return part
+
+
+def format_quota(quota: Quota) -> str:
+    """Text that :func:`parse_quota` reads back."""
+    return f"{Decimal(str(quota)) * 100:f}".rstrip("0").rstrip(".") + "%" if isinstance(quota, float) else format_size(quota)
+
+
+def parse_ttl(value: object) -> int:
+    """Whole seconds of ``"24h"``, ``"7d"``, ``"90min"``, ``"30s"`` or a plain number, from 1 to ten years; raises ValueError."""
+    amount, unit = _quantity(value)
+    seconds = amount * _TTL_SECONDS[unit] if unit in _TTL_SECONDS else Decimal(0)
+    if seconds != int(seconds) or not 1 <= seconds <= MAX_TTL_S:
+        raise ValueError(value)
+    return int(seconds)
+
+
+def format_ttl(seconds: int) -> str:
+    """Text that :func:`parse_ttl` reads back."""
+    return next((f"{seconds // each}{unit}" for unit, each in (("d", 86400), ("h", 3600)) if seconds % each == 0), f"{seconds}s")
 
 
 def format_size(size_bytes: int) -> str:
@@ -142,6 +180,13 @@ def _size(low: int = 4096, high: int = 1 << 60, example: str = "") -> Kind:
     return Kind(partial(parse_size, low=low, high=high), allowed, format_size)
 
 
+def _or_none(kind: Kind) -> Kind:
+    def parse(value: object) -> object:
+        return None if value is None else kind.parse(value)
+
+    return Kind(parse, f"{kind.allowed}, or null for no limit", lambda v: "(none)" if v is None else kind.show(v))
+
+
 def _choice(*allowed: str) -> Kind:
     return Kind(partial(_parse_choice, allowed=allowed), " or ".join(f'"{each}"' for each in allowed))
 
@@ -161,6 +206,9 @@ _SERVER: Final = Kind(
 )
 _TEXT: Final = Kind(_parse_text, "text", lambda v: repr(v) if v else "(empty)")
 _THREADS: Final = Kind(partial(_parse_count, low=1, high=64), "a number from 1 to 64")
+_FILE: Final = Kind(_parse_path, "the path of a YAML file, or null for none", lambda v: v or "(none)")
+_QUOTA: Final = _or_none(Kind(parse_quota, 'a part such as "10%", or a size such as "8GiB"', format_quota))
+_TTL: Final = _or_none(Kind(parse_ttl, 'a time from 1s to 3650d, such as "24h" or "7d"', format_ttl))
 _TIME: Final = Kind(parse_seconds, 'a time from 0 to 1h, such as "10s", "250ms" or a number of seconds', lambda v: f"{v:g}s")
 
 
@@ -181,6 +229,10 @@ class Config:
     kv_groups: Literal["auto", "one", "all"] = _set("auto", _choice("auto", "one", "all"))
     gpu_copies: Literal["kernels", "torch"] = _set("kernels", _choice("kernels", "torch"))
     staging_size: int = _set(80 << 20, _size(1 << 20, 1 << 30))
+    salt_quota: int | float | None = _set(None, _QUOTA)
+    salt_disk_quota: int | float | None = _set(None, _QUOTA)
+    salt_ttl: int | None = _set(None, _TTL)
+    salt_limits: str | None = _set(None, _FILE)
     server: str | None = _set(None, _SERVER)
     server_timeout: float = _set(0.005, _TIME)
     server_linger: float = _set(300.0, _TIME)
@@ -203,7 +255,9 @@ class Config:
         return self.origins.get(key, FROM_DEFAULT)
 
 
-OF_STORE: Final = ("host_size", "disk_path", "disk_size", "eviction", "disk_threads")
+OF_LIMITS: Final = ("salt_quota", "salt_disk_quota", "salt_ttl", "salt_limits")
+"""What each tenant may have: see `kvloft.limits`."""
+OF_STORE: Final = ("host_size", "disk_path", "disk_size", "eviction", "disk_threads", *OF_LIMITS)
 """What a server is told, and an engine that uses one is not."""
 KEYS: Final[Mapping[str, Kind]] = {f.name: f.metadata["kind"] for f in fields(Config) if f.metadata}
 
@@ -228,11 +282,10 @@ def load_config(
             bare_sizes.pop(key, None)
             if KEYS[key] is _SIZE and isinstance(value, int) and not _quantity(raw)[1]:
                 bare_sizes[key] = value
-    if "disk_size" in values and values.get("disk_path") is None:
-        size = KEYS["disk_size"].show(values["disk_size"])
-        raise ConfigError(
-            f'disk_size = "{size}" ({origins["disk_size"]}) does nothing without disk_path: set that, or leave disk_size out.'
-        )
+    for key in ("disk_size", "salt_disk_quota"):
+        if values.get(key) is not None and values.get("disk_path") is None:
+            size = KEYS[key].show(values[key])
+            raise ConfigError(f'{key} = "{size}" ({origins[key]}) does nothing without disk_path: set that, or leave {key} out.')
     misplaced = [key for key in OF_STORE if origins.get(key) == FROM_EXTRA]  # a file or an environment may be the server's, too
     if misplaced and values.get("server") not in (None, AUTO):
         raise ConfigError(

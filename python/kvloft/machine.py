@@ -11,13 +11,16 @@ from typing import Final
 
 from kvloft.config import AUTO, Config, format_size, size_text
 from kvloft.errors import ConfigError
+from kvloft.limits import tenant_limits
 
 SMALL: Final = 1 << 20
 """A size below this is hardly meant in bytes."""
 
 
 def refuse_impossible(config: Config) -> None:
-    """Raise ConfigError where disk_path is, or leads through, something that is not a directory."""
+    """Raise ConfigError where disk_path leads through something that is no directory, or salt_limits cannot be used."""
+    if config.server in (None, AUTO):  # or the file is for the server's eyes only
+        tenant_limits(config)
     if config.disk_path is None:
         return
     nearest = _nearest(Path(config.disk_path))

@@ -5,6 +5,7 @@ It must not know vLLM, and nothing of what is kept.
 
 from kvloft import _core
 from kvloft.config import Config
+from kvloft.limits import tenant_limits
 from kvloft.seam.shape import ArenaSpec, CacheShape
 
 
@@ -35,6 +36,7 @@ def open_store(config: Config, shape: CacheShape, namespace: bytes, description:
         disk_bytes=config.disk_bytes,
         disk_threads=config.disk_threads,
         description=description,
+        limits=tenant_limits(config),
     )
 
 

@@ -20,13 +20,12 @@ from typing import Any
 import pytest
 
 from kvloft._core import StoreError, server_status
+from kvloft.config import OF_STORE
 
 PACE = float(os.environ.get("TEST_PACE", "1"))
 IS_SERVED = os.environ.get("KV_STORE") == "server"
 """The switch."""
 of_own_store = pytest.mark.skipif(IS_SERVED, reason="asks what an engine's own store says and does, which is a server's here")
-OF_STORE = ("host_size", "disk_path", "disk_size", "disk_threads", "eviction")
-"""Settings that a server is given, and an engine of it is not."""
 
 
 class CacheServer:
@@ -36,11 +35,12 @@ class CacheServer:
         self.folder = Path(tempfile.mkdtemp(prefix="kv-"))  # a socket's path is short
         self.socket = self.folder / "run" / "kvloft.sock"
         self.log = self.folder / "log"
+        self.disk: dict[str, Any] = {"disk_path": self.folder / "disk", "disk_size": "256MiB"}
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, host_size: str = "64MiB") -> "CacheServer":
         """With a disk tier in its folder."""
-        return self.serve({"host_size": host_size, "disk_path": self.folder / "disk", "disk_size": "256MiB"})
+        return self.serve({"host_size": host_size} | self.disk)
 
     def serve(self, settings: Mapping[str, Any]) -> "CacheServer":
         """With other settings of a store."""

@@ -9,6 +9,7 @@ from typing import Any, Final
 from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.config import size_text
 from kvloft.errors import ConfigError
+from kvloft.limits import read_salt
 
 DESCRIPTION: Final = """\
 Forget a tenant: what a server holds of requests with one cache_salt, with any
@@ -75,11 +76,9 @@ def given_salt(args: argparse.Namespace) -> str | None:
     else:
         try:
             raw = sys.stdin.buffer.read() if args.salt_file == "-" else Path(args.salt_file).read_bytes()
-            salt = raw.decode().removesuffix("\n").removesuffix("\r")
         except OSError as e:
             raise ConfigError(f"--salt-file {args.salt_file}: cannot be read ({e.strerror}).") from None
-        except UnicodeDecodeError:
-            raise ConfigError(f"--salt-file {args.salt_file}: expected UTF-8.") from None
+        salt = read_salt(raw, f"--salt-file {args.salt_file}")
     if salt == "":
         raise ConfigError("the salt is empty, and no request can have an empty one.")
     return salt

@@ -22,6 +22,7 @@ from kvloft.cli import metrics
 from kvloft.cli.background import in_background
 from kvloft.config import KEYS, OF_STORE, Config, describe, load_config, parse_seconds, size_text
 from kvloft.errors import ConfigError
+from kvloft.limits import tenant_limits
 from kvloft.machine import refuse_here, refuse_nodes, warnings
 
 LOOK_EVERY_S: Final = 0.5
@@ -36,6 +37,10 @@ OPTIONS: Final = {
     "disk_size": "cap of the disk tier",
     "disk_threads": "threads that read and write the disk tier",
     "eviction": "adaptive or lru",
+    "salt_quota": "most of a model's host memory that the requests of one cache_salt may have, such as 10%% or 8GiB",
+    "salt_disk_quota": "the same of the disk",
+    "salt_ttl": "forget what was saved so long ago with a cache_salt (24h, 7d), used since or not",
+    "salt_limits": "a YAML file of limits of single salts",
 }
 DESCRIPTION: Final = """\
 Serve one cache to every engine of this user on this machine, over a Unix
@@ -60,6 +65,14 @@ to the namespaces that save; when there is no more, those with engines get
 equal shares, or what --share says. An engine that is restarted finds what is
 in the server's memory, as long as no other namespace wanted it. While no
 server answers, engines compute; they connect again by themselves.
+
+A tenant is a cache_salt. With --salt-quota, one that has its part of a model's
+memory loses its own least recently used KV, and nobody else's. With --salt-ttl,
+its KV is forgotten so long after it was saved, on disk too. --salt-limits FILE
+has other limits for single salts:
+
+  - {salt_file: acme.salt, quota: 25%, disk_quota: 40%, ttl: 7d}
+  - {salt: null, ttl: 30d}    # requests without a salt
 
 SIGTERM or Ctrl-C writes to disk what should be there, and ends.
 `kvloft status --socket PATH` shows what it does.
@@ -193,6 +206,7 @@ def _serve(
             disk_threads=config.disk_threads,
             shares=own_shares,
             numa=numa,
+            limits=tenant_limits(config),
             settings=_told(config, linger_s),
         )
     except (PlaceError, StoreError) as e:

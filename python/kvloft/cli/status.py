@@ -2,14 +2,18 @@
 
 import argparse
 import json
-from typing import Any
+from typing import Any, Final
 
 from rich.console import Console
 
 from kvloft.cli.hits import hit_rate, hit_table
 from kvloft.cli.inspect import fields_of
 from kvloft.cli.serve import add_socket, not_answered, settings
-from kvloft.cli.tables import before_engines, broken, engine_table, field_table, given_up, pinned, tier_table, title
+from kvloft.cli.tables import (
+    before_engines, broken, engine_table, field_table, given_up, pinned, tenant_table, tier_table, title,
+)  # fmt: skip
+
+MAX_TENANTS: Final = 16
 
 
 def add_parser(subparsers: Any) -> None:
@@ -56,7 +60,8 @@ def _print(status: dict[str, Any], socket: str, console: Console) -> None:
         if not space["stats"]:
             console.print("It is being opened.")
             continue
-        for table in (tier_table(space), *pinned(space), *given_up(space), *broken(space), engine_table(space), hit_table(space)):
+        lines = (*pinned(space), *given_up(space), *broken(space), *tenant_table(space, MAX_TENANTS))
+        for table in (tier_table(space), *lines, engine_table(space), hit_table(space)):
             console.print(table)
             console.print()
     kept = status["stats"]["quarantined_reservations"]

@@ -7,7 +7,7 @@ from rich import box
 from rich.table import Column, Table
 from rich.text import Text
 
-from kvloft.config import size_text
+from kvloft.config import format_ttl, size_text
 
 Status = Mapping[str, Any]
 """As `_core.server_status` has it, or one namespace of it."""
@@ -97,6 +97,21 @@ def given_up(space: Status) -> list[str]:
     """A line where a person evicted something: chunks that the column "evicted" does not count, or does for another reason."""
     num = space["stats"]["evicted"]
     return [f"{num:,} chunk{'s' if num != 1 else ''} given up by `kvloft evict`"] if num else []
+
+
+def tenant_table(space: Status, limit: int) -> list[Table | str]:
+    """What the salts have that have most, by their tags, which do not tell the salts; nothing without a salt."""
+    tenants, frame_bytes = space["tenants"][:limit], space["frame_bytes"]
+    if not any(tenant["tag"] for tenant in tenants):
+        return []
+    table = new_table("salt's tag", "host", "of", "disk", "of", "forgotten after")
+    for tenant in tenants:
+        most = [size_text(most * frame_bytes) if most is not None else "" for most in (tenant["max_host"], tenant["max_disk"])]
+        held, on_disk = (size_text(tenant[name] * frame_bytes) for name in ("host", "disk"))
+        ttl = format_ttl(tenant["ttl_s"]) if tenant["ttl_s"] is not None else ""
+        table.add_row(tenant["tag"] or "(no salt)", held, most[0], on_disk, most[1], ttl)
+    more = space["stats"]["salts"] - sum(tenant["tag"] is not None for tenant in tenants)
+    return [table, f"and {more:,} salts that have less"] if more > 0 else [table]
 
 
 def engine_table(space: Status) -> Table | str:

@@ -12,10 +12,13 @@ from rich.live import Live
 
 from kvloft.cli.hits import hit_rate, hit_table
 from kvloft.cli.serve import add_socket, not_answered, settings
-from kvloft.cli.tables import before_engines, broken, engine_table, given_up, new_table, pinned, tier_table, title
+from kvloft.cli.tables import (
+    before_engines, broken, engine_table, given_up, new_table, pinned, tenant_table, tier_table, title,
+)  # fmt: skip
 
 MIN_INTERVAL_S: Final = 0.1
 MAX_INTERVAL_S: Final = 3600.0
+MAX_TENANTS: Final = 5
 RATES: Final = {
     "asked for": "lookup_chunks",
     "found": "lookup_chunks_found",
@@ -25,6 +28,8 @@ RATES: Final = {
     "written to disk": "disk_writes",
     "read from disk": "disk_reads",
     "evicted from disk": "disk_evictions",
+    "evicted for a quota": "quota_evictions",
+    "too old": "expired",
     "saves without a frame": "reserve_dropped",
 }
 """What a person calls it, and the counter of chunks that it is."""
@@ -132,7 +137,8 @@ def _picture_of(
     for shown, rate in rates.items():
         flow.add_row(shown, f"{rate:,.0f}", f"{rate * space['frame_bytes'] / 1e9:,.3f}")
     lines = (*pinned(space), *given_up(space), *broken(space))
-    tables = (tier_table(space), *lines, *([flow] if rates else []), engine_table(space), hit_table(space, before))
+    above = (tier_table(space), *lines, *([flow] if rates else []), *tenant_table(space, MAX_TENANTS))
+    tables = (*above, engine_table(space), hit_table(space, before))
     return Group(title(space["namespace"].hex(), space, status), *(part for table in tables for part in (table, "")))
 
 

@@ -107,7 +107,11 @@ fn frame(i: u32) -> PageBuffer {
 }
 
 fn write(tier: &DiskTier, slot: SlotId, i: u32) -> kvloft_core::Result<()> {
-    tier.write(slot, &DiskMeta { key: key(i), parent: ChunkKey([0; 32]), num_blocks: 1, depth: 0 }, &frame(i))
+    tier.write(
+        slot,
+        &DiskMeta { key: key(i), parent: ChunkKey([0; 32]), num_blocks: 1, depth: 0, saved_s: 0 },
+        &frame(i),
+    )
 }
 
 fn put(tier: &DiskTier, i: u32) -> SlotId {

@@ -44,7 +44,7 @@ fn key(life: u64, n: u64) -> ChunkKey {
 fn meta(life: u64, n: u64) -> DiskMeta {
     let depth = u32::try_from(n % 4).unwrap();
     let parent = if depth == 0 { ChunkKey([0; 32]) } else { key(life, n - 1) };
-    DiskMeta { key: key(life, n), parent, num_blocks: 1, depth }
+    DiskMeta { key: key(life, n), parent, num_blocks: 1, depth, saved_s: 0 }
 }
 
 fn fill(frame: &mut [u8], key: &ChunkKey) {
@@ -93,6 +93,8 @@ fn store_config(dir: &Path) -> StoreConfig {
         available_bytes: None,
         namespace,
         disk,
+        now_s: 0,
+        limits: kvloft_core::store::TenantLimits::default(),
     }
 }
 

@@ -140,7 +140,8 @@ fn a_closed_tier_gives_its_directory_up_with_the_last_call() {
             let tier = Arc::clone(&tier);
             thread::spawn(move || {
                 let slot = tier.reserve()?;
-                let meta = DiskMeta { key: ChunkKey([n; 32]), parent: ChunkKey([0; 32]), num_blocks: 1, depth: 0 };
+                let meta =
+                    DiskMeta { key: ChunkKey([n; 32]), parent: ChunkKey([0; 32]), num_blocks: 1, depth: 0, saved_s: 0 };
                 let written = tier.write(slot, &meta, &[n; 4096]);
                 assert!(written.is_ok() || written.is_err_and(|error| error.kind() == ErrorKind::Closed));
                 Some(slot)

@@ -29,6 +29,8 @@ fn config(nth: usize, disk: Option<DiskSettings>) -> StoreConfig {
         available_bytes: None,
         namespace: [u8::try_from(nth).unwrap(); 32],
         disk,
+        now_s: 0,
+        limits: kvloft_core::store::TenantLimits::default(),
     }
 }
 

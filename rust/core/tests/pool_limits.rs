@@ -23,6 +23,8 @@ fn open(pool: &Arc<Pool>, nth: usize) -> Store {
         available_bytes: None,
         namespace: [u8::try_from(nth).unwrap(); 32],
         disk: None,
+        now_s: 0,
+        limits: kvloft_core::store::TenantLimits::default(),
     };
     Store::open_in(&config, pool, None).unwrap()
 }

@@ -23,6 +23,8 @@ fn local(num_frames: u64) -> Local {
         available_bytes: None,
         namespace: [7; 32],
         disk: None,
+        now_s: 0,
+        limits: kvloft_core::store::TenantLimits::default(),
     };
     Local::open(&config).expect("memory")
 }

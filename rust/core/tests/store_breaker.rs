@@ -314,7 +314,7 @@ fn a_forged_record_is_a_miss() {
     let (root, keys) = (wanted.root(), wanted.keys());
     let entry = |slot: u32, key: ChunkKey, parent: ChunkKey, depth: u32| DiskEntry {
         slot: SlotId(slot),
-        meta: DiskMeta { key, parent, num_blocks: 1, depth },
+        meta: DiskMeta { key, parent, num_blocks: 1, depth, saved_s: 0 },
         sequence: u64::from(slot),
     };
     let forgeries = [
@@ -462,7 +462,7 @@ fn a_forged_record_behind_an_anchor_ends_the_prefix_there() {
     let keys = wanted.keys();
     let entry = |slot: u32, key: ChunkKey, parent: ChunkKey, depth: u32| DiskEntry {
         slot: SlotId(slot),
-        meta: DiskMeta { key, parent, num_blocks: 1, depth },
+        meta: DiskMeta { key, parent, num_blocks: 1, depth, saved_s: 0 },
         sequence: u64::from(slot),
     };
     let mut found: Vec<_> = (0..4_u32)

@@ -41,6 +41,7 @@ fn rig() -> &'static Rig {
             disk,
             numa: Vec::new(),
             shares: Vec::new(),
+            limits: kvloft_core::store::TenantLimits::default(),
             settings: Vec::new(),
             max_connections,
             patience,

@@ -6,8 +6,10 @@ mod disk;
 mod error;
 mod groups;
 mod key;
+mod limits;
 mod server;
 mod session;
+mod time;
 mod tokens;
 
 #[pyo3::pymodule(gil_used = false)]

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::key::SaltTag;
-use kvloft_core::store::DiskSettings;
+use kvloft_core::store::{DiskSettings, Tenant};
 use kvloft_wire::{
     EngineStatus, GivenUp, NamespaceStatus, Patience, Pinned, ServerConfig, Status, Whose, evict, forget, pin, status,
 };
@@ -14,7 +14,8 @@ use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyList};
 
 use crate::error::raise;
-use crate::session::timeout;
+use crate::limits::{PyTenantLimits, tenant_limits};
+use crate::time::timeout;
 
 /// A store that engines of this user share. It listens from its making on.
 #[pyclass(frozen, module = "kvloft._core")]
@@ -27,7 +28,7 @@ impl Server {
     #[new]
     #[pyo3(signature = (
         socket, *, host_bytes, eviction="adaptive", disk_path=None, disk_bytes=0, disk_threads=2, max_connections=64,
-        shares=None, numa=None, settings=None,
+        shares=None, numa=None, limits=None, settings=None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
@@ -41,6 +42,7 @@ impl Server {
         max_connections: usize,
         shares: Option<Vec<(String, u32)>>,
         numa: Option<Vec<u32>>,
+        limits: Option<PyTenantLimits>,
         settings: Option<BTreeMap<String, String>>,
     ) -> PyResult<Self> {
         let disk = disk_path.map(|dir| DiskSettings {
@@ -57,6 +59,7 @@ impl Server {
             disk,
             shares: shares.unwrap_or_default(),
             numa: numa.unwrap_or_default(),
+            limits: tenant_limits(limits).map_err(raise)?,
             settings: settings.unwrap_or_default().into_iter().collect(),
             max_connections,
             patience: Patience::default(),
@@ -161,6 +164,17 @@ fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyD
     Ok(dict)
 }
 
+fn tenant_dict<'py>(py: Python<'py>, tenant: &Tenant) -> PyResult<Bound<'py, PyDict>> {
+    let dict = PyDict::new(py);
+    dict.set_item("tag", tenant.tag.map(|tag| format!("{:016x}", u64::from_be_bytes(tag.0))))?;
+    dict.set_item("host", tenant.num_host)?;
+    dict.set_item("disk", tenant.num_disk)?;
+    dict.set_item("max_host", tenant.max_host)?;
+    dict.set_item("max_disk", tenant.max_disk)?;
+    dict.set_item("ttl_s", tenant.ttl_s)?;
+    Ok(dict)
+}
+
 fn stats_dict<'py>(py: Python<'py>, stats: &[(String, u64)]) -> PyResult<Bound<'py, PyDict>> {
     stats.iter().map(|(name, value)| (name, value)).into_py_dict(py)
 }
@@ -181,6 +195,8 @@ fn space_dict<'py>(py: Python<'py>, space: &NamespaceStatus) -> PyResult<Bound<'
     dict.set_item("frame_bytes", space.frame_bytes)?;
     dict.set_item("slabs", space.num_slabs)?;
     dict.set_item("stats", stats_dict(py, &space.stats)?)?;
+    let tenants: Vec<_> = space.tenants.iter().map(|tenant| tenant_dict(py, tenant)).collect::<PyResult<_>>()?;
+    dict.set_item("tenants", PyList::new(py, tenants)?)?;
     let engines: Vec<_> = space.engines.iter().map(engine).collect::<PyResult<_>>()?;
     dict.set_item("engines", PyList::new(py, engines)?)?;
     Ok(dict)

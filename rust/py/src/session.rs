@@ -4,7 +4,6 @@
 
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
 
 use kvloft_core::batch::{self, BlocksByTier};
 use kvloft_core::engine::{EngineSession, LoadRow, SaveRow};
@@ -21,6 +20,8 @@ use crate::batch::ChunkBatch;
 use crate::error::raise;
 use crate::groups::{Blocks, GroupsDue, Kept, Reserved, Saved, SavedGroup, attached, beside, each, kept_by};
 use crate::key::{KeyBytes, KeyChain, digest};
+use crate::limits::{PyTenantLimits, tenant_limits};
+use crate::time::{timeout, unix_s};
 use crate::tokens::{append_block_ids, append_token_ids, block_ids, number};
 
 /// A store, and what one engine has in flight in it.
@@ -91,7 +92,7 @@ impl Session {
     #[new]
     #[pyo3(signature = (
         *, frame_bytes, host_bytes, namespace, blocks_per_chunk=1, num_ranks=1, eviction="adaptive", disk_path=None, disk_bytes=0,
-        disk_threads=2, description="",
+        disk_threads=2, description="", limits=None,
     ))]
     #[expect(clippy::too_many_arguments, reason = "keyword arguments in Python")]
     fn new(
@@ -106,6 +107,7 @@ impl Session {
         disk_bytes: u64,
         disk_threads: u32,
         description: &str,
+        limits: Option<PyTenantLimits>,
     ) -> PyResult<Self> {
         let disk = disk_path.map(|dir| DiskSettings {
             dir,
@@ -121,6 +123,8 @@ impl Session {
             available_bytes: available_bytes(),
             namespace: digest(namespace, "namespace")?,
             disk,
+            now_s: unix_s(),
+            limits: tenant_limits(limits).map_err(raise)?,
         };
         let local = py.detach(|| Local::open(&config)).map_err(raise)?;
         Ok(Self::over(Box::new(local), num_ranks, blocks_per_chunk, frame_bytes))
@@ -425,11 +429,6 @@ impl Session {
 /// Numbers of blocks, of tiers that have any.
 fn by_tier(py: Python<'_>, from: BlocksByTier) -> PyResult<Bound<'_, PyDict>> {
     [("host", from.host), ("disk", from.disk)].into_iter().filter(|(_, num_blocks)| *num_blocks > 0).into_py_dict(py)
-}
-
-/// Seconds of any kind: negative ones and NaN count as 0, too many as no limit.
-pub(crate) fn timeout(seconds: f64) -> Duration {
-    Duration::try_from_secs_f64(seconds.max(0.0)).unwrap_or(Duration::MAX)
 }
 
 /// Pins on the host part of prefixes; disk chunks behind it are being read in. Dropping it unpins.

@@ -73,6 +73,7 @@ fn main() {
             disk,
             numa: Vec::new(),
             shares: Vec::new(),
+            limits: kvloft_core::store::TenantLimits::default(),
             settings: Vec::new(),
             max_connections,
             patience,
@@ -83,9 +84,17 @@ fn main() {
         let remote =
             RemoteConfig { socket: socket.clone(), deadline, namespace, frame_bytes, blocks_per_chunk, description };
         let remote = Remote::open(remote).expect("a client");
-        let disk = None;
-        let local =
-            StoreConfig { frame_bytes, host_bytes, blocks_per_chunk, eviction, available_bytes, namespace, disk };
+        let local = StoreConfig {
+            frame_bytes,
+            host_bytes,
+            blocks_per_chunk,
+            eviction,
+            available_bytes,
+            namespace,
+            disk: None,
+            now_s: 0,
+            limits: kvloft_core::store::TenantLimits::default(),
+        };
         let local = Local::open(&local).expect("address space");
         for (name, session) in [("embedded", &local as &dyn Session), ("server", &remote)] {
             fill(session, &prompts);

@@ -18,6 +18,7 @@ mod quarantine;
 mod server;
 mod socket;
 mod tally;
+mod tenants;
 mod turns;
 
 pub use client::{Remote, RemoteConfig};

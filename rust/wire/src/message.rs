@@ -6,7 +6,7 @@
 //! about: see `known`.
 
 use kvloft_core::io::FrameId;
-use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName};
+use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, Tenant, TierName};
 
 use crate::bytes::{Reader, Writer};
 pub use crate::known::SentAnchors;
@@ -17,9 +17,10 @@ use crate::orders::{GivenUp, Pinned, Whose};
 pub use crate::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
 use crate::prefixes::{prefixes, ranges, write_ranges};
 use crate::tally::Counts;
+use crate::tenants::{tenant, write_tenant};
 
 /// Version of all that crosses; two sides with different ones do not talk.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 /// Most bytes of a message, and of one from somebody who has not said hello.
 pub const MAX_MESSAGE: usize = 64 << 20;
 /// See [`MAX_MESSAGE`].
@@ -155,6 +156,8 @@ pub struct NamespaceStatus {
     pub num_slabs: u32,
     /// Of its store.
     pub stats: Vec<(String, u64)>,
+    /// Salts that have most, what has none among them; their tags do not tell them.
+    pub tenants: Vec<Tenant>,
     /// Connected now.
     pub engines: Vec<EngineStatus>,
 }
@@ -368,6 +371,8 @@ fn write_status(to: &mut Writer<'_>, status: &Status) {
         to.u64(space.frame_bytes);
         to.u32(space.num_slabs);
         write_stats(to, &space.stats);
+        to.count(space.tenants.len());
+        space.tenants.iter().for_each(|tenant| write_tenant(to, tenant));
         to.count(space.engines.len());
         for engine in &space.engines {
             to.u32(engine.pid);
@@ -381,12 +386,13 @@ fn write_status(to: &mut Writer<'_>, status: &Status) {
 fn status(from: &mut Reader<'_>) -> Option<Status> {
     let (host_bytes, slab_bytes, stats) = (from.u64()?, from.u64()?, stats(from)?);
     let settings = from.list(8, |from| Some((from.text()?, from.text()?)))?;
-    Some(Status { host_bytes, slab_bytes, stats, settings, namespaces: from.list(56, namespace_status)? })
+    Some(Status { host_bytes, slab_bytes, stats, settings, namespaces: from.list(60, namespace_status)? })
 }
 
 fn namespace_status(from: &mut Reader<'_>) -> Option<NamespaceStatus> {
     let (namespace, description) = (from.key()?, from.text()?);
     let (frame_bytes, num_slabs, stats) = (from.u64()?, from.u32()?, stats(from)?);
+    let tenants = from.list(21, tenant)?;
     let engines = from.list(68, |from| {
         let (pid, connected_ms, num_reserved, num_leases) = (from.u32()?, from.u64()?, from.u64()?, from.u64()?);
         let mut counts = Counts::default();
@@ -395,7 +401,7 @@ fn namespace_status(from: &mut Reader<'_>) -> Option<NamespaceStatus> {
         }
         Some(EngineStatus { pid, connected_ms, num_reserved, num_leases, counts })
     })?;
-    Some(NamespaceStatus { namespace, description, frame_bytes, num_slabs, stats, engines })
+    Some(NamespaceStatus { namespace, description, frame_bytes, num_slabs, stats, tenants, engines })
 }
 
 impl Answer {

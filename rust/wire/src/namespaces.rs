@@ -6,7 +6,7 @@
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use kvloft_core::pool::Pool;
 use kvloft_core::session::Local;
@@ -184,6 +184,11 @@ impl Space {
     }
 }
 
+/// Unix time, in seconds.
+pub(crate) fn unix_s() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
+}
+
 fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig {
     let mut disk = config.disk.clone();
     if let Some(disk) = &mut disk {
@@ -197,6 +202,8 @@ fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig {
         available_bytes: config.available_bytes,
         namespace: hello.namespace,
         disk,
+        now_s: unix_s(),
+        limits: config.limits.clone(),
     }
 }
 

@@ -8,14 +8,14 @@ use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
 use kvloft_core::key::SaltTag;
-use kvloft_core::store::{Evict, Kept, erase_closed};
+use kvloft_core::store::{Evict, Kept, erase_closed, erase_expired};
 use kvloft_core::tier::disk::Erased;
 use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::bytes::{Reader, Writer};
 use crate::link::Link;
 use crate::message::{Answer, Request, VERSION};
-use crate::namespaces::{Space, id};
+use crate::namespaces::{Space, id, unix_s};
 use crate::server::{Shared, spawn};
 
 /// Longest work of a server at one order.
@@ -175,6 +175,24 @@ impl Shared {
 }
 
 impl Shared {
+    /// How often closed namespaces are looked at for what is too old; None if nothing becomes so.
+    pub(crate) fn erases_every(&self) -> Option<Duration> {
+        let ttl_s = self.config.disk.as_ref().and(self.config.limits.shortest_ttl_s())?;
+        Some(Duration::from_secs((u64::from(ttl_s) / 16).clamp(60, 3600)))
+    }
+
+    /// Erases what is too old in namespaces that are on disk only.
+    pub(crate) fn erase_expired(&self) {
+        let Some(disk) = &self.config.disk else { return };
+        let erased = erase_expired(disk, self.namespaces.pool().as_ref(), &self.config.limits, unix_s());
+        let num_chunks = erased.map_or(0, |erased| erased.num_chunks);
+        if num_chunks > 0 {
+            self.tell(format!(
+                "{num_chunks} chunks of namespaces without engines are erased from disk: they are too old"
+            ));
+        }
+    }
+
     /// Keeps chunks from eviction, or no more, in open namespaces; those that keep some have their share of memory without an engine,
     /// too. `InvalidConfig` if no namespace is meant, or too many salts.
     pub(crate) fn pin(&self, whose: &Whose, is_pinned: bool) -> Result<Pinned> {

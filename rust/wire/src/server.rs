@@ -12,7 +12,7 @@ use std::thread::{JoinHandle, Thread};
 use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
-use kvloft_core::store::DiskSettings;
+use kvloft_core::store::{DiskSettings, TenantLimits};
 use kvloft_core::units::size_text;
 use kvloft_core::{Error, Result};
 
@@ -30,6 +30,10 @@ const LOOK_EVERY: Duration = Duration::from_millis(100);
 const END_TIMEOUT: Duration = Duration::from_secs(2);
 /// Most lines for people that wait to be taken.
 const MAX_EVENTS: usize = 256;
+/// Time until namespaces without engines are looked at for what is too old.
+const FIRST_ERASE: Duration = Duration::from_secs(30);
+/// Most salts of a namespace that a status tells of.
+const MAX_TENANTS: usize = 16;
 /// Enough for what a connection's thread calls.
 const STACK_BYTES: usize = 512 << 10;
 
@@ -50,6 +54,8 @@ pub struct ServerConfig {
     pub shares: Vec<(String, u32)>,
     /// The NUMA node of each shard's part of a chunk, in their order; one for all. Empty: wherever the system puts memory.
     pub numa: Vec<u32>,
+    /// What each salt may have, in each namespace.
+    pub limits: TenantLimits,
     /// What it was started with, as engines and people are told.
     pub settings: Vec<(String, String)>,
     /// Connections at one time.
@@ -157,12 +163,14 @@ impl Shared {
         let mut engines: Vec<_> = peers.values().filter_map(|peer| peer.status(space)).collect();
         drop(peers);
         engines.sort_by_key(|engine| (u64::MAX - engine.connected_ms, engine.pid));
+        let tenants = space.store().map(|store| store.tenants(MAX_TENANTS).0).unwrap_or_default();
         NamespaceStatus {
             namespace: space.hello.namespace,
             description: space.hello.description.clone(),
             frame_bytes: space.hello.frame_bytes,
             num_slabs: space.store().map_or(0, |store| store.num_slabs().0),
             stats: stats.into_iter().chain(asked).map(|(name, value)| (name.to_owned(), value)).collect(),
+            tenants,
             engines,
         }
     }
@@ -246,6 +254,10 @@ impl Server {
         server.keep("accept", move || accept(&shared, &listener))?;
         let shared = Arc::clone(&server.shared);
         server.keep("look", move || look(&shared))?;
+        if let Some(every) = server.shared.erases_every() {
+            let shared = Arc::clone(&server.shared);
+            server.keep("erase", move || erase(&shared, every))?;
+        }
         Ok(server)
     }
 
@@ -313,6 +325,20 @@ fn accept(shared: &Arc<Shared>, listener: &Listener) {
             continue;
         }
         connection::start(shared, stream, number);
+    }
+}
+
+/// Erases what is too old in namespaces without a store; those with one do so themselves.
+fn erase(shared: &Shared, every: Duration) {
+    // Not at once: engines that begin now would find their namespaces in use, and their disks a second later.
+    let mut next = Instant::now() + FIRST_ERASE;
+    while !shared.is_stopping.load(Ordering::SeqCst) {
+        let left = next.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            shared.erase_expired();
+            next = Instant::now() + every;
+        }
+        std::thread::park_timeout(left);
     }
 }
 

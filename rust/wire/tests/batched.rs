@@ -180,6 +180,8 @@ fn local_config() -> StoreConfig {
         available_bytes: None,
         namespace: [7; 32],
         disk: None,
+        now_s: 0,
+        limits: kvloft_core::store::TenantLimits::default(),
     }
 }
 

@@ -3,7 +3,9 @@
 use kvloft_core::ChunkKey;
 use kvloft_core::io::FrameId;
 use kvloft_core::key::SaltTag;
-use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, SaveRange, TierName, Tiers};
+use kvloft_core::store::{
+    Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, SaveRange, Tenant, TierName, Tiers,
+};
 use kvloft_wire::message::{
     Answer, Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentAnchors, SentChanges, SentPrefixes, SentRange,
     VERSION,
@@ -129,12 +131,21 @@ fn answer(parts: &Parts) -> Answer {
             let (connected_ms, num_reserved, num_leases) = (1, 2, parts.number);
             let counts = Counts([5, 4, 3, parts.number, 1]);
             let engine = EngineStatus { pid: one, connected_ms, num_reserved, num_leases, counts };
+            let tenant = Tenant {
+                tag: Some(SaltTag([7; 8])).filter(|_| one.is_multiple_of(2)),
+                num_host: one,
+                num_disk: two,
+                max_host: Some(one).filter(|number| *number < u32::MAX),
+                max_disk: None,
+                ttl_s: Some(9),
+            };
             let space = NamespaceStatus {
                 namespace: parts.root,
                 description: parts.text.clone(),
                 frame_bytes: parts.number,
                 num_slabs: two,
                 stats: stats.clone(),
+                tenants: vec![tenant; num_rows],
                 engines: vec![engine; num_rows],
             };
             let settings = vec![(parts.text.clone(), "x".to_owned()); num_rows];

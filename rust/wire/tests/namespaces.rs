@@ -303,6 +303,8 @@ fn an_idle_namespace_that_owes_its_disk_a_clear_is_kept_until_it_is_done() {
         available_bytes: None,
         namespace: [9; 32],
         disk: config.disk.clone(),
+        now_s: 0,
+        limits: kvloft_core::store::TenantLimits::default(),
     };
     let other = Store::open(&other).expect("it has the directory now");
     let server = Server::open(config).expect("a server");

@@ -202,6 +202,8 @@ fn measure_open(dir: &Path) {
         available_bytes: None,
         namespace: NAMESPACE,
         disk: Some(DiskSettings { dir, cap_bytes: config.cap_bytes, num_threads: 1, description: config.description }),
+        now_s: 0,
+        limits: kvloft_core::store::TenantLimits::default(),
     };
     let (began, cpu_began) = (Instant::now(), cpu_time());
     let store = Store::open(&store).unwrap();
@@ -239,7 +241,7 @@ fn config(dir: &Path, frame_bytes: u64, cap_bytes: u64) -> DiskConfig {
 /// A chunk named after its slot, so that any thread can check any slot.
 fn meta(slot: u32) -> DiskMeta {
     let key = ChunkKey(*blake3::hash(&slot.to_le_bytes()).as_bytes());
-    DiskMeta { key, parent: ChunkKey([0; 32]), num_blocks: 1, depth: 0 }
+    DiskMeta { key, parent: ChunkKey([0; 32]), num_blocks: 1, depth: 0, saved_s: 0 }
 }
 
 fn next_random(state: u64) -> u64 {

@@ -66,6 +66,8 @@ fn replay(trace: &Trace, capacity: usize, eviction: Eviction) -> Vec<usize> {
         available_bytes: None,
         namespace: [0; 32],
         disk: None,
+        now_s: 0,
+        limits: kvloft_core::store::TenantLimits::default(),
     };
     let store = Store::open(&config).expect("address space for the frames");
     let mut hits = Vec::new();

@@ -38,6 +38,8 @@ pub(crate) fn full_store(num_blocks: u32, eviction: Eviction) -> Store {
         available_bytes: None,
         namespace: [0; 32],
         disk: None,
+        now_s: 0,
+        limits: kvloft_core::store::TenantLimits::default(),
     };
     let store = Store::open(&config).expect("4 GB of address space");
     for seed in 0..NUM_CHUNKS / num_blocks {

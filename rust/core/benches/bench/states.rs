@@ -44,6 +44,8 @@ fn replay(trace: &Trace, frames: usize, eviction: Eviction, says_beside: bool) -
         available_bytes: None,
         namespace: [0; 32],
         disk: None,
+        now_s: 0,
+        limits: TenantLimits::default(),
     };
     let store = Store::open(&config).expect("address space for the frames");
     let mut num_found = 0;

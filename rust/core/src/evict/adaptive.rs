@@ -19,7 +19,8 @@
 use std::collections::BTreeSet;
 
 use super::ghosts::{Ghost, Ghosts, fingerprint};
-use super::{ChunkId, Policy, Removal};
+use super::groups::Groups;
+use super::{ChunkId, GroupId, Policy, Removal};
 use crate::key::ChunkKey;
 
 const NO_PARENT: u32 = u32::MAX;
@@ -57,6 +58,8 @@ pub struct Adaptive {
     nodes: Vec<Node>,
     /// Chunks that were used once, and chunks that were used again.
     queues: [BTreeSet<(u64, u32)>; 2],
+    /// The same of each group.
+    groups: Groups,
     /// Inserts, and touches that count.
     events: u64,
     touches_apart: u64,
@@ -86,6 +89,7 @@ impl Adaptive {
         Self {
             nodes: Vec::new(),
             queues: Default::default(),
+            groups: Groups::default(),
             events: 0,
             touches_apart: 0,
             ghosts: Ghosts::default(),
@@ -118,11 +122,22 @@ impl Adaptive {
         let node = &mut self.nodes[id.0 as usize];
         if node.evictable {
             self.queues[usize::from(node.reused)].remove(&(node.last, id.0));
+            self.groups.leave(id, node.reused, node.last);
         }
         change(node);
         if node.evictable {
             self.queues[usize::from(node.reused)].insert((node.last, id.0));
+            self.groups.enter(id, node.reused, node.last);
         }
+    }
+
+    /// Which goes first of the heads of a queue of chunks that were used once and one of those used again.
+    fn colder(&self, once: Option<(u64, u32)>, reused: Option<(u64, u32)>) -> Option<ChunkId> {
+        let id = match (once, reused) {
+            (Some(once), Some(reused)) if self.age(reused.0) > self.age(once.0) * self.credit => reused.1,
+            (once, reused) => once.or(reused)?.1,
+        };
+        Some(ChunkId(id))
     }
 }
 
@@ -158,11 +173,16 @@ impl Policy for Adaptive {
 
     fn victim(&mut self) -> Option<ChunkId> {
         let [once, reused] = [0, 1].map(|nth: usize| self.queues[nth].first().copied());
-        let id = match (once, reused) {
-            (Some(once), Some(reused)) if self.age(reused.0) > self.age(once.0) * self.credit => reused.1,
-            (once, reused) => once.or(reused)?.1,
-        };
-        Some(ChunkId(id))
+        self.colder(once, reused)
+    }
+
+    fn victim_of(&mut self, group: GroupId) -> Option<ChunkId> {
+        let [once, reused] = self.groups.heads(group);
+        self.colder(once, reused)
+    }
+
+    fn set_group(&mut self, id: ChunkId, group: GroupId) {
+        self.groups.set(id, group);
     }
 
     fn goes_on(&self, end: ChunkId, num_chunks: u32) -> bool {
@@ -177,6 +197,7 @@ impl Policy for Adaptive {
 
     fn remove(&mut self, id: ChunkId, removal: Removal) {
         self.update(id, |node| node.evictable = false);
+        self.groups.forget(id);
         let node = self.nodes[id.0 as usize];
         if node.parent != NO_PARENT {
             // A parent with a child present is not evictable, so it has no place in a queue that would have to move.

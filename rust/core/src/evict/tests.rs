@@ -68,7 +68,16 @@ struct Forest<P> {
     num_children: BTreeMap<u32, u32>,
     pinned: BTreeSet<u32>,
     told: BTreeMap<u32, bool>,
+    /// Victims of each group, asked for with the last one of all.
+    of_groups: [Option<u32>; NUM_GROUPS as usize],
     oracle: Oracle,
+}
+
+const NUM_GROUPS: u32 = 3;
+
+/// A quarter of the chunks of a walk have no group.
+fn group_of(number: u32) -> Option<GroupId> {
+    Some(GroupId(number % 4)).filter(|group| group.0 < NUM_GROUPS)
 }
 
 impl<P: Policy> Forest<P> {
@@ -80,6 +89,7 @@ impl<P: Policy> Forest<P> {
             num_children: BTreeMap::new(),
             pinned: BTreeSet::new(),
             told: BTreeMap::new(),
+            of_groups: Default::default(),
             oracle: Oracle::default(),
         }
     }
@@ -94,6 +104,10 @@ impl<P: Policy> Forest<P> {
 
     fn leaves(&self) -> Vec<u32> {
         self.parents.keys().copied().filter(|&id| self.evictable(id)).collect()
+    }
+
+    fn leaves_of(&self, group: GroupId) -> Vec<u32> {
+        self.leaves().into_iter().filter(|id| group_of(self.numbers[id]) == Some(group)).collect()
     }
 
     /// Tells the policy what changed. A parent that ceases to be a leaf must be told before its child comes.
@@ -120,6 +134,9 @@ impl<P: Policy> Forest<P> {
         self.sync();
         self.oracle.insert(id, number);
         self.policy.insert(ChunkId(id), parent.map(ChunkId), &key(number));
+        if let Some(group) = group_of(number) {
+            self.policy.set_group(ChunkId(id), group);
+        }
         self.told.insert(id, false);
         self.sync();
         id
@@ -154,6 +171,12 @@ impl<P: Policy> Forest<P> {
         assert_eq!(self.policy.victim().map(|id| id.0), victim);
         assert_eq!(victim.is_some(), !self.leaves().is_empty());
         assert!(victim.is_none_or(|id| self.evictable(id)));
+        for group in (0..NUM_GROUPS).map(GroupId) {
+            let victim = self.policy.victim_of(group).map(|id| id.0);
+            assert_eq!(victim.is_some(), !self.leaves_of(group).is_empty());
+            assert!(victim.is_none_or(|id| self.leaves_of(group).contains(&id)));
+            self.of_groups[group.0 as usize] = victim;
+        }
         victim
     }
 
@@ -268,6 +291,11 @@ fn oldest(forest: &Forest<Adaptive>, victim: Option<u32>) {
     if let Some(victim) = victim {
         let most = forest.leaves().into_iter().map(age).fold(0.0, f64::max);
         assert!(age(victim) >= most - 1e-9, "{victim}");
+    }
+    for group in (0..NUM_GROUPS).map(GroupId) {
+        let most = forest.leaves_of(group).into_iter().map(age).fold(0.0, f64::max);
+        let victim = forest.of_groups[group.0 as usize];
+        assert!(victim.is_none_or(|victim| age(victim) >= most - 1e-9), "{victim:?} of {group:?}");
     }
 }
 
@@ -475,6 +503,9 @@ impl Policy for Boxed {
     fn set_evictable(&mut self, id: ChunkId, evictable: bool) {
         self.0.set_evictable(id, evictable);
     }
+    fn set_group(&mut self, id: ChunkId, group: GroupId) {
+        self.0.set_group(id, group);
+    }
     fn victim(&mut self) -> Option<ChunkId> {
         self.0.victim()
     }
@@ -483,6 +514,9 @@ impl Policy for Boxed {
     }
     fn mark_reused(&mut self, id: ChunkId) {
         self.0.mark_reused(id);
+    }
+    fn victim_of(&mut self, group: GroupId) -> Option<ChunkId> {
+        self.0.victim_of(group)
     }
     fn remove(&mut self, id: ChunkId, removal: Removal) {
         self.0.remove(id, removal);

@@ -51,6 +51,9 @@ pub(crate) enum Filler {
     Failed,
 }
 
+/// As a time: it does not come.
+pub(crate) const NEVER: u32 = u32::MAX;
+
 /// Whose chunk it is: see `store/owners.rs`. The default has no salt.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub(crate) struct OwnerId(pub(crate) u32);
@@ -100,6 +103,9 @@ pub(crate) struct Entry {
     pub(crate) wish: Wish,
     /// Second of the store's life before which it is not read again.
     pub(crate) unreadable_until_s: u32,
+    /// Second of Unix time when it was reserved for its bytes, and from which on it is not found any more.
+    pub(crate) saved_s: u32,
+    pub(crate) expires_s: u32,
     /// Read leases that end here or wait for it, and a disk thread that copies the frame.
     pub(crate) holds: u32,
     /// Children in or coming to host, detached ones too.

@@ -6,7 +6,7 @@
 use std::fmt;
 use std::fs::{File, OpenOptions};
 use std::io::{Error, ErrorKind, Result};
-use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -28,8 +28,6 @@ pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
     fn set_len(&self, len: u64) -> Result<()>;
     /// Extends the file from `from` to `to` with zeros whose blocks are there; `Unsupported` where that cannot be had.
     fn allocate(&self, from: u64, to: u64) -> Result<()>;
-    /// When the file was last written, by its file system's clock, in seconds of Unix time.
-    fn modified_s(&self) -> Result<u64>;
     /// Whether aligned transfers bypass the page cache.
     fn is_direct(&self) -> bool;
 }
@@ -124,10 +122,6 @@ impl RawFile for OsFile {
             Err(Errno::OPNOTSUPP | Errno::NOSYS) => Err(Error::from(ErrorKind::Unsupported)),
             other => Ok(other?),
         }
-    }
-
-    fn modified_s(&self) -> Result<u64> {
-        Ok(self.buffered.metadata()?.mtime().try_into().unwrap_or(0))
     }
 
     fn is_direct(&self) -> bool {

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use super::limits::TenantLimits;
 use crate::evict::Eviction;
 use crate::io::arena::FRAME_ALIGN;
 use crate::tier::disk::DiskConfig;
@@ -30,6 +31,10 @@ pub struct StoreConfig {
     pub namespace: [u8; 32],
     /// The disk tier, if there is one.
     pub disk: Option<DiskSettings>,
+    /// Unix time now, in seconds: ages of chunks are kept over restarts.
+    pub now_s: u64,
+    /// What each salt may have.
+    pub limits: TenantLimits,
 }
 
 /// How another process of this user maps the frames.

@@ -14,6 +14,7 @@ impl State {
     pub(super) fn begin_disk(&mut self, id: ChunkId) {
         debug_assert!(self.index[id].disk.is_absent());
         self.index[id].disk = Presence::Coming(None);
+        self.owners.count_slot(self.index[id].owner, true);
         if let Some(parent) = self.index[id].parent {
             self.index[parent].disk_children += 1;
             self.sync_disk(parent);
@@ -31,6 +32,7 @@ impl State {
         if entry.goes_on {
             self.disk_policy.mark_reused(id);
         }
+        self.group_on_disk(id);
         self.note_change(id);
     }
 
@@ -38,6 +40,9 @@ impl State {
     pub(super) fn leave_disk(&mut self, id: ChunkId, removal: Removal) -> Option<SlotId> {
         self.forget_disk(id, removal);
         let before = std::mem::take(&mut self.index[id].disk);
+        if !before.is_absent() {
+            self.owners.count_slot(self.index[id].owner, false);
+        }
         if let Some(parent) = self.index[id].parent {
             self.index[parent].disk_children -= 1;
             self.sync_disk(parent);
@@ -86,7 +91,11 @@ impl State {
             }
         };
         kept.end(&mut *self.disk_policy);
-        let victim = victim?;
+        self.leave_slot(victim?)
+    }
+
+    /// A chunk that may go begins to leave the disk.
+    pub(super) fn leave_slot(&mut self, victim: ChunkId) -> Option<(ChunkId, SlotId)> {
         debug_assert_eq!(self.index[victim].disk_evictable, Some(true), "a policy returns evictable chunks only");
         let slot = self.index[victim].disk.place()?;
         self.index[victim].disk = Presence::Leaving(slot);
@@ -113,6 +122,12 @@ impl State {
         }
         self.wake_behind(id);
         self.settle(id);
+    }
+
+    /// The same of a chunk that leaves for its owner's quota.
+    pub(super) fn end_own_eviction(&mut self, id: ChunkId, freed: bool) {
+        self.stats.quota_disk_evictions += u64::from(freed);
+        self.end_eviction(id, freed);
     }
 
     /// A chunk became visible in host: it should be on disk too.

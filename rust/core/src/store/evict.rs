@@ -229,5 +229,5 @@ impl State {
 /// with `prefix`. `pool` is that of the stores, if there is one. `Io` if the directory cannot be listed.
 pub fn erase_closed(settings: &DiskSettings, pool: Option<&Arc<Pool>>, prefix: &str, salt: SaltTag) -> Result<Erased> {
     let root = pool.map_or_else(DiskRoot::shared, |pool| Arc::clone(&pool.disk));
-    disk::erase(&settings.dir, settings.cap_bytes, &root, prefix, |key| SaltTag::of_root(key) == Some(salt))
+    disk::erase(&settings.dir, settings.cap_bytes, &root, prefix, |first| SaltTag::of_root(&first.parent) == Some(salt))
 }

@@ -27,6 +27,7 @@ pub(super) enum Why {
     Discard,
     Clear,
     Evict,
+    Age,
 }
 
 impl State {
@@ -118,6 +119,7 @@ impl State {
                     Why::Discard => self.stats.discards += 1,
                     Why::Clear => self.stats.cleared += 1,
                     Why::Evict => self.evicted.count(&self.index[id]),
+                    Why::Age => self.stats.expired += 1,
                 }
                 self.detach(id);
                 self.evicted.num_in_use += u64::from(why == Why::Evict && self.index.is_same(id, generation));
@@ -178,6 +180,7 @@ impl State {
             if !entry.host.is_absent() {
                 self.leave_host(id, Removal::Dropped);
             }
+            self.forget_age(id);
             self.owners.count_entry(self.index[id].owner, false);
             self.index.remove(id);
         }

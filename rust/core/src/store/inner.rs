@@ -25,6 +25,8 @@ pub(crate) struct Inner {
     pub(super) work: Condvar,
     /// A job ended.
     pub(super) idle: Condvar,
+    /// Time to look at limits, or the end.
+    pub(super) tend: Condvar,
     /// None until it could be opened.
     pub(super) disk: OnceLock<Arc<dyn LocalTier>>,
     pub(super) opener: Option<Opener>,

@@ -6,6 +6,7 @@
 use std::time::Duration;
 
 use super::books::{Attached, Clearing, Direction, UnderWay};
+use super::quota::Room;
 use super::state::State;
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, Presence, Wish};
@@ -67,6 +68,8 @@ pub(super) enum Written {
     In(SlotId),
     /// No slot could be had: all are in use by chunks that may not go now.
     NoRoom,
+    /// Its owner has as many slots as it may, and none of those may go.
+    NoQuota,
     /// The system refused; a slot that was taken for it could not be freed either, and the chunk's record may be in it.
     Failed(Option<SlotId>),
 }
@@ -142,6 +145,7 @@ impl State {
     /// Looks at the time: operations that hang open the breakers.
     pub(crate) fn set_time(&mut self, now: Duration) {
         self.now = self.now.max(now);
+        self.unix_s = self.opened_s.saturating_add(u32::try_from(self.now.as_secs()).unwrap_or(u32::MAX));
         if self.disk.find_hangs(self.now) {
             self.tell("the disk tier hangs, and is left alone for a while".to_owned());
         }
@@ -151,8 +155,9 @@ impl State {
         while let Some(id) = self.disk.reads.pop(&self.index, Entry::is_queued) {
             let entry = self.index[id];
             let has_parent = entry.parent.is_none_or(|parent| self.index[parent].has_frame());
+            let room = self.room_of(entry.owner);
             if let (Presence::Here(slot), true) = (entry.disk, has_parent)
-                && let Some(place) = self.take_frame_under(entry.parent, FrameFor::Read)
+                && let Some(place) = self.take_frame_under(entry.parent, room, FrameFor::Read)
             {
                 self.disk.num_queued -= 1;
                 self.give_frame(id, place);
@@ -160,6 +165,7 @@ impl State {
                 return Some(Job::Read { id, slot, key: entry.key, frame });
             }
             // No frame can be had: the leases that want it end before it.
+            self.stats.quota_dropped += u64::from(room != Room::Any);
             self.fail_host(id);
         }
         None
@@ -186,7 +192,7 @@ impl State {
             if !self.parent_is_on_disk(id) {
                 continue;
             }
-            let Entry { key, parent_key: parent, num_blocks, depth, host, .. } = self.index[id];
+            let Entry { key, parent_key: parent, num_blocks, depth, host, saved_s, .. } = self.index[id];
             if let Presence::Here(frame) = host
                 && let Some(frame) = self.host.lend(frame)
             {
@@ -194,7 +200,7 @@ impl State {
                 self.hold(id);
                 self.begin_disk(id);
                 self.disk.writing += 1;
-                let meta = DiskMeta { key, parent, num_blocks, depth };
+                let meta = DiskMeta { key, parent, num_blocks, depth, saved_s: saved_s.into() };
                 return Some(Job::Write { id, meta, frame });
             }
             self.unwant(id);
@@ -274,6 +280,11 @@ impl State {
             Written::In(_) => Some(true),
             Written::NoRoom => {
                 self.stats.disk_dropped += 1;
+                None
+            }
+            Written::NoQuota => {
+                self.stats.disk_dropped += 1;
+                self.stats.quota_dropped += 1;
                 None
             }
             Written::Failed(slot) => {

@@ -76,12 +76,12 @@ impl State {
         }
     }
 
-    /// The entry of the chunk that ends behind `end` blocks with `key`, if it is `present` and its shape is right.
+    /// The entry of the chunk that ends behind `end` blocks with `key`, if it is `present`, not too old, and its shape is right.
     fn get(&self, key: &ChunkKey, end: u32, present: impl Fn(&Entry) -> bool) -> Option<ChunkId> {
         let id = self.index.get(key)?;
         let entry = &self.index[id];
         let fits = entry.end_block() == end && entry.first_block == (end - 1) / self.per_chunk * self.per_chunk;
-        (fits && present(entry)).then_some(id)
+        (fits && !self.is_expired(entry) && present(entry)).then_some(id)
     }
 
     /// In host, or on a disk that can be read.

@@ -3,6 +3,7 @@
 //! One index over the tiers behind one lock. No call waits for a disk but those that say so. A store that failed inside
 //! (a panic under the lock) answers with misses from then on. It must not know Python, tokens' meaning or what pages hold.
 
+mod ages;
 mod books;
 mod breaker;
 mod changes;
@@ -13,14 +14,17 @@ mod forget;
 mod inner;
 mod jobs;
 mod lease;
+mod limits;
 mod load;
 mod lookup;
 mod owners;
+mod quota;
 mod recover;
 mod save;
 mod share;
 mod state;
 mod stats;
+mod tend;
 #[cfg(any(test, feature = "faults"))]
 mod tests;
 mod threads;
@@ -28,6 +32,7 @@ mod threads;
 use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+pub use ages::erase_expired;
 use books::Clearing;
 pub use changes::{Changes, Listener, Tiers};
 pub use config::{ArenaInfo, DiskSettings, StoreConfig};
@@ -35,9 +40,12 @@ pub use evict::{Evict, Evicted, erase_closed};
 use inner::Inner;
 pub use inner::{Clock, Opener};
 pub use lease::{ReadLease, WriteLease};
+use limits::{Bases, Table};
+pub use limits::{Limits, Quota, TenantLimits};
 pub use load::{LeasedFrame, Progress, TierName};
 pub use lookup::{Anchors, Prefix};
 pub use owners::Kept;
+pub use quota::Tenant;
 pub use save::{Got, Reservation, SaveRange, ToSave};
 pub use share::Way;
 use state::State;
@@ -141,6 +149,11 @@ impl Store {
         state.index.reserve(num_frames as usize + num_slots.min(MAX_RESERVED));
         let num_threads = settings.map_or(0, |disk| disk.num_threads);
         state.disk.num_threads = num_threads as usize;
+        state.opened_s = u32::try_from(config.now_s).unwrap_or(u32::MAX);
+        state.set_time(clock());
+        let bases = Bases { host: 0, disk: cap_bytes / config.frame_bytes };
+        state.owners.limits = Table::new(&config.limits, config.frame_bytes, bases);
+        state.look_at_bases();
         let disk = OnceLock::new();
         match opener.as_ref().map(|open| open()) {
             None => {}
@@ -156,6 +169,7 @@ impl Store {
             state: Mutex::new(state),
             work: Condvar::new(),
             idle: Condvar::new(),
+            tend: Condvar::new(),
             disk,
             opener,
             clock,
@@ -163,9 +177,12 @@ impl Store {
         });
         // Dropped with what threads it has, should one more not start.
         let mut store = Self { inner, threads: Mutex::default() };
+        let threads = store.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
         for nth in 0..num_threads {
-            let thread = threads::spawn(&store.inner, nth)?;
-            store.threads.get_mut().unwrap_or_else(PoisonError::into_inner).push(thread);
+            threads.push(threads::spawn(&store.inner, nth)?);
+        }
+        if config.limits.is_set() {
+            threads.push(tend::spawn(&store.inner)?);
         }
         Ok(store)
     }
@@ -307,6 +324,7 @@ impl Store {
         self.flush(timeout);
         self.inner.with_books(|state| state.disk.stopping = true);
         self.inner.work.notify_all();
+        self.inner.tend.notify_all();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         threads::join(threads, LAST_JOB_TIMEOUT);
         if let Some(disk) = self.inner.disk.get() {

@@ -10,6 +10,7 @@
 use rustc_hash::FxHashMap;
 
 use super::Store;
+use super::limits::{Ceiling, Class, Table};
 use super::state::State;
 use crate::evict::ChunkId;
 use crate::evict::Policy;
@@ -32,7 +33,12 @@ pub(super) struct Owner {
     num_entries: u32,
     num_host: u32,
     num_disk: u32,
+    /// Frames that its chunks have, those being filled too.
+    num_frames: u32,
+    /// Its chunks on disk, on their way there or away.
+    num_slots: u32,
     is_kept: bool,
+    class: Class,
 }
 
 /// What is kept.
@@ -52,6 +58,8 @@ pub(super) struct Owners {
     all: Vec<Owner>,
     vacant: Vec<OwnerId>,
     pub(super) kept: Kept,
+    /// What each may have.
+    pub(super) limits: Table,
     /// A look past kept chunks found none that may go, since the lock was taken: the next would find none either.
     pub(super) is_in_vain: bool,
 }
@@ -63,6 +71,7 @@ impl Default for Owners {
             all: vec![Owner::default()],
             vacant: Vec::new(),
             kept: Kept::default(),
+            limits: Table::default(),
             is_in_vain: false,
         }
     }
@@ -74,15 +83,21 @@ impl Owners {
         self.by_tag.get(&tag).copied()
     }
 
+    /// The same, with the one of what has no salt.
+    pub(super) fn find_any(&self, tag: Option<SaltTag>) -> Option<OwnerId> {
+        tag.map_or(Some(NO_SALT), |tag| self.find(tag))
+    }
+
     fn find_or_add(&mut self, tag: Option<SaltTag>) -> OwnerId {
         let Some(tag) = tag else { return NO_SALT };
-        let Self { by_tag, all, vacant, .. } = self;
+        let Self { by_tag, all, vacant, limits, .. } = self;
         *by_tag.entry(tag).or_insert_with(|| {
             let id = vacant.pop().unwrap_or_else(|| {
                 all.push(Owner::default());
                 OwnerId(u32::try_from(all.len() - 1).expect("each has an entry, and entries are counted in u32"))
             });
-            all[id.0 as usize].tag = Some(tag);
+            let owner = &mut all[id.0 as usize];
+            (owner.tag, owner.class) = (Some(tag), limits.class_of(Some(tag)));
             id
         })
     }
@@ -148,16 +163,55 @@ impl Owners {
         self.change(id, |owner| step(&mut owner.num_disk, is_more));
     }
 
+    /// It has a frame more, or one less, for a chunk in whatever state.
+    pub(super) fn count_frame(&mut self, id: OwnerId, is_more: bool) {
+        step(&mut self.all[id.0 as usize].num_frames, is_more);
+    }
+
+    /// The same of places on disk, that are being written or freed too.
+    pub(super) fn count_slot(&mut self, id: OwnerId, is_more: bool) {
+        step(&mut self.all[id.0 as usize].num_slots, is_more);
+    }
+
+    pub(super) fn num_frames(&self, id: OwnerId) -> u32 {
+        self.all[id.0 as usize].num_frames
+    }
+
+    pub(super) fn num_slots(&self, id: OwnerId) -> u32 {
+        self.all[id.0 as usize].num_slots
+    }
+
+    /// What it may have.
+    pub(super) fn ceiling(&self, id: OwnerId) -> Ceiling {
+        self.limits.ceiling(self.all[id.0 as usize].class)
+    }
+
+    /// The `nth` place of an owner, which may have nothing.
+    pub(super) fn nth(&self, nth: usize) -> Option<OwnerId> {
+        u32::try_from(nth).ok().filter(|_| nth < self.all.len()).map(OwnerId)
+    }
+
+    pub(super) fn tag(&self, id: OwnerId) -> Option<SaltTag> {
+        self.all[id.0 as usize].tag
+    }
+
+    /// Salts that have something, or are kept.
+    pub(super) fn num_salts(&self) -> u64 {
+        self.by_tag.len() as u64
+    }
+
     /// Every number again, from the entries; for checks.
     #[cfg(any(test, feature = "faults"))]
     pub(super) fn check<'a>(&self, entries: impl Iterator<Item = (OwnerId, &'a Entry)>) -> bool {
-        let keep = |owner: &Owner| Owner { tag: owner.tag, is_kept: owner.is_kept, ..Owner::default() };
+        let keep = |&Owner { tag, is_kept, class, .. }: &Owner| Owner { tag, is_kept, class, ..Owner::default() };
         let mut counted: Vec<_> = self.all.iter().map(keep).collect();
         for (id, entry) in entries {
             let owner = &mut counted[id.0 as usize];
             owner.num_entries += 1;
             owner.num_host += u32::from(entry.host.is_here());
             owner.num_disk += u32::from(entry.disk.place().is_some());
+            owner.num_frames += u32::from(entry.host.place().is_some());
+            owner.num_slots += u32::from(!entry.disk.is_absent());
         }
         let mut kept = Kept::default();
         for owner in &counted {
@@ -185,14 +239,17 @@ fn step(number: &mut u32, is_more: bool) {
 }
 
 impl State {
-    /// Enters a chunk that is in no tier yet.
+    /// Enters a chunk that is in no tier yet; `saved_s` is the caller's.
     pub(super) fn add(&mut self, new: Entry) -> ChunkId {
         let owner = match new.parent {
             Some(parent) => self.index[parent].owner,
             None => self.owners.find_or_add(SaltTag::of_root(&new.parent_key)),
         };
         self.owners.count_entry(owner, true);
-        self.index.insert(Entry { owner, ..new })
+        let expires_s = self.expiry(self.owners.ceiling(owner).ttl_s, new.parent, new.saved_s);
+        let id = self.index.insert(Entry { owner, expires_s, ..new });
+        self.note_age(id);
+        id
     }
 }
 

@@ -1,6 +1,7 @@
 //! Saving: reserve a frame, then commit or abort.
 
 use super::lookup::Prefix;
+use super::quota::Room;
 use super::state::State;
 use crate::evict::ChunkId;
 use crate::index::{Entry, Filler};
@@ -81,6 +82,15 @@ impl<'a> From<(Prefix<'a>, SaveRange)> for ToSave<'a> {
     }
 }
 
+/// Why a chunk gets no frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Refused {
+    /// There is none, or no parent.
+    NoPlace,
+    /// Its owner has as many as it may, and none of those may go.
+    Quota,
+}
+
 impl State {
     /// Reserves what is missing of a range, which must be the prefix's, into `reserved`.
     pub(crate) fn reserve(&mut self, asked: &ToSave<'_>, reserved: &mut Vec<(ChunkId, Reservation)>) -> Got {
@@ -102,16 +112,22 @@ impl State {
             if self.is_there(&new) {
                 continue;
             }
-            if let Some((id, frame)) = self.reserve_one(new) {
-                if let Some(end) = beside.and_then(|key| self.index.get(key)) {
-                    self.keep_beside(id, end);
+            match self.reserve_one(new) {
+                Ok((id, frame)) => {
+                    if let Some(end) = beside.and_then(|key| self.index.get(key)) {
+                        self.keep_beside(id, end);
+                    }
+                    let ticket = self.new_ticket();
+                    reserved.push((id, Reservation { ticket, frame, key, first_block, num_blocks }));
+                    continue;
                 }
-                let ticket = self.new_ticket();
-                reserved.push((id, Reservation { ticket, frame, key, first_block, num_blocks }));
-            } else if is_attached {
-                num_dropped += 1;
-            } else {
-                num_dropped = wanted - nth;
+                Err(why) => {
+                    let num_lost = if is_attached { 1 } else { wanted - nth };
+                    self.stats.quota_dropped += if why == Refused::Quota { num_lost.into() } else { 0 };
+                    num_dropped += num_lost;
+                }
+            }
+            if !is_attached {
                 break;
             }
         }
@@ -149,15 +165,21 @@ impl State {
     }
 
     /// A frame for the chunk, under a parent that has one; a read of it that has not begun becomes this save.
-    fn reserve_one(&mut self, new: Entry) -> Option<(ChunkId, FrameId)> {
+    fn reserve_one(&mut self, new: Entry) -> std::result::Result<(ChunkId, FrameId), Refused> {
         let parent = self.parent_of(&new);
         let fits = parent.map_or(new.depth == 0, |parent| {
             let parent = &self.index[parent];
             parent.has_frame() && parent.end_block() == new.first_block
         });
-        let frame = if fits { self.take_frame_under(parent, FrameFor::Save)? } else { return None };
+        if !fits {
+            return Err(Refused::NoPlace);
+        }
+        let room = self.room_for(&new, parent);
+        let refused = if room == Room::Any { Refused::NoPlace } else { Refused::Quota };
+        let frame = self.take_frame_under(parent, room, FrameFor::Save).ok_or(refused)?;
         let proven = parent.is_none_or(|parent| self.index[parent].proven);
-        let id = self.index.get(&new.key).unwrap_or_else(|| self.add(Entry { parent, proven, ..new }));
+        let saved_s = self.unix_s;
+        let id = self.index.get(&new.key).unwrap_or_else(|| self.add(Entry { parent, proven, saved_s, ..new }));
         if self.index[id].is_queued() {
             self.index[id].filler = Filler::Lease;
             self.disk.num_queued -= 1;
@@ -167,7 +189,7 @@ impl State {
         self.give_frame(id, frame);
         self.sync_disk(id);
         self.stats.write_leases += 1;
-        Some((id, frame))
+        Ok((id, frame))
     }
 
     /// `id`, which has a frame, is kept beside the prefix that ends with `end`: where that goes on, both are likely to be used again.

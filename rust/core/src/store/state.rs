@@ -9,11 +9,13 @@ use std::time::Duration;
 
 use rustc_hash::FxHashMap;
 
+use super::ages::Ages;
 use super::books::DiskBooks;
 use super::changes::Watch;
 use super::evict::Evicted;
 use super::forget::Doomed;
 use super::owners::{Owners, Spared};
+use super::quota::Room;
 use super::share::Drains;
 use super::stats::Stats;
 use crate::evict::{ChunkId, Policy, Removal};
@@ -41,6 +43,9 @@ pub(crate) struct State {
     pub(crate) stats: Stats,
     /// Time since the store was opened, as the last caller read it.
     pub(crate) now: Duration,
+    /// Seconds of Unix time now, and when the store was opened.
+    pub(super) unix_s: u32,
+    pub(super) opened_s: u32,
     pub(crate) closed: bool,
     /// What a person should see.
     pub(crate) events: Vec<String>,
@@ -55,6 +60,7 @@ pub(crate) struct State {
     /// Forgotten by `evict` so far.
     pub(super) evicted: Evicted,
     pub(super) owners: Owners,
+    pub(super) ages: Ages,
     /// Slabs that are emptied for other stores.
     pub(super) drains: Drains,
     next_ticket: u64,
@@ -77,6 +83,8 @@ impl State {
             disk_policy,
             stats: Stats::default(),
             now: Duration::ZERO,
+            unix_s: 0,
+            opened_s: 0,
             closed: false,
             events: Vec::new(),
             watch: None,
@@ -85,6 +93,7 @@ impl State {
             slice: SLICE,
             evicted: Evicted::default(),
             owners: Owners::default(),
+            ages: Ages::default(),
             drains: Drains::default(),
             next_ticket: 1,
         }
@@ -116,6 +125,7 @@ impl State {
             kept_host: self.owners.kept.num_host,
             kept_disk: self.owners.kept.num_disk,
             kept_salts: self.owners.kept.num_salts,
+            salts: self.owners.num_salts(),
             disk_pending: disk.num_dirty,
             disk_broken: disk.is_broken().into(),
             disk_trips: disk.reading.num_trips + disk.writes.num_trips,
@@ -146,9 +156,11 @@ impl State {
         self.change_host(id, Presence::Coming(Some(frame)));
         let entry = &mut self.index[id];
         entry.host_evictable = Some(false);
-        let (parent, key) = (entry.parent, entry.key);
+        let (parent, key, owner) = (entry.parent, entry.key, entry.owner);
         self.host.hand(frame, id);
+        self.owners.count_frame(owner, true);
         self.host_policy.insert(id, parent, &key);
+        self.group_in_host(id);
     }
 
     /// From one presence to another, with the same frame if it had one.
@@ -176,6 +188,7 @@ impl State {
         self.index[id].filler = Filler::Done;
         if let Some(frame) = before.place() {
             self.host.give(frame);
+            self.owners.count_frame(self.index[id].owner, false);
         }
         if let Some(parent) = self.index[id].parent {
             self.index[parent].host_children -= 1;
@@ -260,12 +273,24 @@ impl State {
         self.settle(id);
     }
 
-    /// A frame for a child of `parent`, which does not leave meanwhile.
-    pub(super) fn take_frame_under(&mut self, parent: Option<ChunkId>, what_for: FrameFor) -> Option<FrameId> {
-        let Some(parent) = parent else { return self.take_frame(what_for) };
-        self.hold(parent);
-        let frame = self.take_frame(what_for);
-        self.unhold(parent);
+    /// A frame from `room` for a child of `parent`, which does not leave meanwhile.
+    pub(super) fn take_frame_under(
+        &mut self,
+        parent: Option<ChunkId>,
+        room: Room,
+        what_for: FrameFor,
+    ) -> Option<FrameId> {
+        if let Some(parent) = parent {
+            self.hold(parent);
+        }
+        let frame = match room {
+            Room::Any => self.take_frame(what_for),
+            Room::Own(owner) => self.take_own_frame(owner, what_for),
+            Room::None => None,
+        };
+        if let Some(parent) = parent {
+            self.unhold(parent);
+        }
         frame
     }
 

@@ -36,6 +36,14 @@ struct Stats {
     evicted,
     /// Chunks that left the disk to make room.
     disk_evictions,
+    /// Chunks of those in `host_evictions` that left because their own salt had its quota.
+    quota_evictions,
+    /// The same of `disk_evictions`.
+    quota_disk_evictions,
+    /// Chunks that got no frame, or no place on disk, because their salt had its quota and nothing of its own could go.
+    quota_dropped,
+    /// Chunks forgotten because they were saved too long ago, those found on disk among them.
+    expired,
     /// Chunks that could not get to disk: they left host memory first, their parent did not get there, or no slot may be freed.
     disk_dropped,
     /// Chunks found on disk when the store was opened.
@@ -96,5 +104,7 @@ struct Stats {
     kept_host,
     /// And on disk.
     kept_disk,
+    /// Salts that have something here.
+    salts,
 }
 }

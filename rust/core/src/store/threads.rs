@@ -9,7 +9,9 @@ use std::time::{Duration, Instant};
 
 use super::inner::Inner;
 use super::jobs::{End, Job, Written};
+use super::quota::Place;
 use super::state::State;
+use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 use crate::sync::has_ended;
 use crate::sync::thread::{self, JoinHandle};
@@ -92,7 +94,7 @@ fn do_next(inner: &Inner, disk: &dyn LocalTier) -> bool {
             End::Read { id, frame, outcome, num_refused }
         }
         Job::Write { id, meta, frame } => {
-            let outcome = write(inner, disk, &meta, frame.bytes());
+            let outcome = write(inner, disk, id, &meta, frame.bytes());
             End::Write { id, frame, outcome }
         }
         Job::Free(slots) => End::Free(free(disk, slots)),
@@ -161,7 +163,12 @@ fn free(disk: &dyn LocalTier, mut slots: Vec<SlotId>) -> Vec<SlotId> {
     slots
 }
 
-fn write(inner: &Inner, disk: &dyn LocalTier, meta: &DiskMeta, bytes: &[u8]) -> Written {
+fn write(inner: &Inner, disk: &dyn LocalTier, id: ChunkId, meta: &DiskMeta, bytes: &[u8]) -> Written {
+    match keep_quota(inner, disk, id) {
+        Ok(true) => {}
+        Ok(false) => return Written::NoQuota,
+        Err(_) => return Written::Failed(None),
+    }
     let slot = match find_slot(inner, disk) {
         Ok(Some(slot)) => slot,
         Ok(None) => return Written::NoRoom,
@@ -172,6 +179,23 @@ fn write(inner: &Inner, disk: &dyn LocalTier, meta: &DiskMeta, bytes: &[u8]) -> 
     }
     let freed = guarded(|| disk.free(slot)).is_ok();
     Written::Failed((!freed).then_some(slot))
+}
+
+/// Makes a chunk that is to be written fit its owner's quota; false if nothing of its owner's may go. Err if the tier refused to
+/// free a slot: its chunk is there as before.
+fn keep_quota(inner: &Inner, disk: &dyn LocalTier, id: ChunkId) -> Result<bool> {
+    for _ in 0..SLOT_TRIES {
+        match inner.with_books(|state| state.place_on_disk(id)) {
+            Some(Place::Fits) => return Ok(true),
+            Some(Place::After(victim, slot)) => {
+                let freed = guarded(|| disk.free(slot));
+                inner.with_books(|state| state.end_own_eviction(victim, freed.is_ok()));
+                freed?;
+            }
+            Some(Place::None) | None => return Ok(false),
+        }
+    }
+    Ok(false)
 }
 
 /// A slot to write to, made free if need be. Err if the tier refused to free one: its chunk is there as before.

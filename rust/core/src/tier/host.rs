@@ -95,13 +95,17 @@ impl HostTier {
 
     /// The lowest free frame, if it will do.
     pub(crate) fn take(&mut self, what_for: FrameFor) -> Option<FrameId> {
-        let fits = self.free.first().is_some_and(|frame| self.is_fit(*frame, what_for));
-        let frame = if fits { self.free.pop_first() } else { None }?;
+        let frame = if self.has_free(what_for) { self.free.pop_first() } else { None }?;
         self.num_taken += 1;
         if let Memory::Shared(grid) = &mut self.memory {
             grid.take(frame);
         }
         Some(frame)
+    }
+
+    /// Whether [`Self::take`] would give one.
+    pub(crate) fn has_free(&self, what_for: FrameFor) -> bool {
+        self.free.first().is_some_and(|frame| self.is_fit(*frame, what_for))
     }
 
     /// Takes a frame after adding free slabs to this tier.

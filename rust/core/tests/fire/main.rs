@@ -83,6 +83,8 @@ impl Fire {
             eviction: dice.pick(&Eviction::ALL),
             available_bytes: None,
             namespace: [7; 32],
+            now_s: 0,
+            limits: kvloft_core::store::TenantLimits::default(),
             disk: Some(DiskSettings {
                 dir: self.disk.dir.clone(),
                 cap_bytes,

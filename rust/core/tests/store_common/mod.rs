@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::{Arena, Damage, FrameId, PartSpec};
 use kvloft_core::key::{ChunkKey, KeyChain, root_key};
-use kvloft_core::store::{ArenaInfo, DiskSettings, Reservation, SaveRange, Store, StoreConfig};
+use kvloft_core::store::{ArenaInfo, DiskSettings, Reservation, SaveRange, Store, StoreConfig, TenantLimits};
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::DiskEntry;
 use kvloft_core::tier::memory::MemoryTier;
@@ -26,6 +26,8 @@ pub(crate) fn config(num_frames: u32, blocks_per_chunk: u32, eviction: Eviction)
         available_bytes: None,
         namespace: [7; 32],
         disk: None,
+        now_s: 0,
+        limits: TenantLimits::default(),
     }
 }
 
@@ -116,6 +118,11 @@ impl MemoryDisk {
         };
         let now = move || Duration::from_millis(clock.now_ms.load(Ordering::SeqCst));
         Store::with_tier(config, Some(Box::new(open)), Box::new(now)).unwrap()
+    }
+
+    /// Seconds of the store's time.
+    pub(crate) fn now_s(&self) -> u64 {
+        self.now_ms.load(Ordering::SeqCst) / 1000
     }
 
     pub(crate) fn wait(&self, seconds: u64) {

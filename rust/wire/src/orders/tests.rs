@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
-use kvloft_core::store::{DiskSettings, Prefix, SaveRange, Store, StoreConfig};
+use kvloft_core::store::{DiskSettings, Limits, Prefix, SaveRange, Store, StoreConfig, TenantLimits};
 use kvloft_core::tier::disk::Erased;
 
 use super::Whose;
@@ -26,6 +26,7 @@ fn config(dir: &Path) -> (ServerConfig, DiskSettings) {
         disk: Some(disk.clone()),
         numa: Vec::new(),
         shares: Vec::new(),
+        limits: TenantLimits::default(),
         settings: Vec::new(),
         max_connections: 8,
         patience: Patience::default(),
@@ -34,10 +35,14 @@ fn config(dir: &Path) -> (ServerConfig, DiskSettings) {
 }
 
 fn engine(socket: PathBuf) -> Remote {
+    engine_of(socket, 7)
+}
+
+fn engine_of(socket: PathBuf, namespace: u8) -> Remote {
     let config = RemoteConfig {
         socket,
         deadline: LONG,
-        namespace: [7; 32],
+        namespace: [namespace; 32],
         frame_bytes: FRAME,
         blocks_per_chunk: 1,
         description: String::new(),
@@ -70,6 +75,8 @@ fn a_namespace_that_is_being_closed_may_keep_something() {
         available_bytes: None,
         namespace: [9; 32],
         disk: Some(settings),
+        now_s: 0,
+        limits: TenantLimits::default(),
     };
     let pool = server.shared.namespaces.pool().expect("an engine is there");
     let closing = Store::open_in(&of_store, &pool, None).expect("a store");
@@ -166,4 +173,45 @@ fn a_pin_asks_what_is_kept_while_no_other_pin_can() {
         });
     });
     assert!(space.is_pinned(), "another looked in between");
+}
+
+/// A namespace that no engine asks for has no store that would look.
+#[test]
+fn what_is_too_old_goes_from_namespaces_without_engines_too() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let limits = |ttl_s| TenantLimits { salted: Limits { ttl_s, ..Limits::default() }, ..TenantLimits::default() };
+    let open = |ttl_s| {
+        let config = ServerConfig { limits: limits(ttl_s), ..config(dir.path()).0 };
+        (Server::open(config.clone()).expect("a server"), config)
+    };
+    let chain = |nth: u8, salt: Option<&str>| {
+        let mut chain = KeyChain::new(root_key(&[nth; 32], None, salt).expect("short"), 1).expect("a chain");
+        chain.append_tokens(&[1, 2, 3]).expect("tokens");
+        chain
+    };
+    let each = [(1, Some("a")), (1, None), (2, Some("b")), (2, None)];
+    let (server, config) = open(None);
+    for (nth, salt) in each {
+        let engine = engine_of(config.socket.clone(), nth);
+        let all = SaveRange { start: 0, stop: 3, tail_blocks: 0 };
+        let (rows, _) = engine.reserve(Prefix::from(&chain(nth, salt)), all).expect("in range");
+        assert_eq!(engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), 3);
+        assert!(engine.flush(LONG));
+    }
+    server.close(LONG);
+    drop(server);
+    std::thread::sleep(Duration::from_millis(2100)); // two whole seconds at least
+    let (server, _) = open(Some(1));
+    server.shared.erase_expired();
+    let told = server.take_events();
+    assert_eq!(told, ["6 chunks of namespaces without engines are erased from disk: they are too old"]);
+    server.shared.erase_expired();
+    assert!(server.take_events().is_empty());
+    server.close(LONG);
+    drop(server);
+    let (_server, config) = open(None); // nothing is too old for this one
+    for (nth, salt) in each {
+        let found = engine_of(config.socket.clone(), nth).lookup(Prefix::from(&chain(nth, salt))).stored_blocks;
+        assert_eq!(found, if salt.is_some() { 0 } else { 3 }, "{nth} {salt:?}");
+    }
 }

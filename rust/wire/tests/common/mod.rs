@@ -24,6 +24,7 @@ pub(crate) fn server_config(dir: &Path) -> ServerConfig {
         disk: None,
         numa: Vec::new(),
         shares: Vec::new(),
+        limits: kvloft_core::store::TenantLimits::default(),
         settings: Vec::new(),
         max_connections: 8,
         patience,

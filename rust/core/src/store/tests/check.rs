@@ -44,6 +44,7 @@ pub(super) fn check(state: &State) -> Result<(), String> {
     }
     ensure!(state.owners.check(state.index.iter().map(|(_, entry)| (entry.owner, entry))), "{:?}", state.owners);
     let gauges = state.stats();
+    ensure!(state.check_ages(), "{:?}", state.ages);
     ensure!(attached == state.index.len(), "every attached entry has a key: {attached} {}", state.index.len());
     ensure!(
         (visible, reserved) == (gauges.frames_visible, gauges.frames_reserved),

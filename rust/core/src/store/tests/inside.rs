@@ -8,7 +8,7 @@ use super::super::books::{Attached, Clearing, Direction, DiskBooks};
 use super::super::jobs::Job;
 use super::super::state::State;
 use super::super::{Changes, DiskSettings, Lookup, Prefix, Progress, SaveRange, Store, StoreConfig, Tiers};
-use crate::evict::{ChunkId, Eviction, Policy, Removal};
+use crate::evict::{ChunkId, Eviction, GroupId, Policy, Removal};
 use crate::key::{ChunkKey, KeyChain, SaltTag, root_key};
 use crate::tier::disk::{DiskEntry, DiskMeta};
 use crate::tier::host::HostTier;
@@ -22,6 +22,8 @@ fn host_only() -> StoreConfig {
         available_bytes: None,
         namespace: [0; 32],
         disk: None,
+        now_s: 0,
+        limits: crate::store::TenantLimits::default(),
     }
 }
 
@@ -83,6 +85,9 @@ impl Policy for Counted {
         self.1.fetch_add(u32::from(!evictable), Ordering::Relaxed);
         self.0.set_evictable(id, evictable);
     }
+    fn set_group(&mut self, id: ChunkId, group: GroupId) {
+        self.0.set_group(id, group);
+    }
     fn victim(&mut self) -> Option<ChunkId> {
         self.0.victim()
     }
@@ -91,6 +96,9 @@ impl Policy for Counted {
     }
     fn mark_reused(&mut self, id: ChunkId) {
         self.0.mark_reused(id);
+    }
+    fn victim_of(&mut self, group: GroupId) -> Option<ChunkId> {
+        self.0.victim_of(group)
     }
     fn remove(&mut self, id: ChunkId, removal: Removal) {
         self.0.remove(id, removal);
@@ -141,6 +149,8 @@ fn disk_threads_end_when_the_lock_is_poisoned() {
         available_bytes: None,
         namespace: [0; 32],
         disk: Some(disk),
+        now_s: 0,
+        limits: crate::store::TenantLimits::default(),
     };
     let store = Store::open(&config).unwrap();
     let inner = Arc::clone(&store.inner);
@@ -167,7 +177,7 @@ fn a_discard_while_the_tier_is_opened_holds() {
     let slot = crate::tier::disk::SlotId(0);
     assert!(state.attach(vec![DiskEntry {
         slot,
-        meta: DiskMeta { key, parent, num_blocks: 1, depth: 0 },
+        meta: DiskMeta { key, parent, num_blocks: 1, depth: 0, saved_s: 0 },
         sequence: 0
     }]));
     while state.recover_some() {}
@@ -178,7 +188,7 @@ fn found(number: u32) -> DiskEntry {
     let mut key = [0; 32];
     key[..4].copy_from_slice(&number.to_le_bytes());
     let slot = crate::tier::disk::SlotId(number);
-    let meta = DiskMeta { key: ChunkKey(key), parent: ChunkKey([9; 32]), num_blocks: 1, depth: 0 };
+    let meta = DiskMeta { key: ChunkKey(key), parent: ChunkKey([9; 32]), num_blocks: 1, depth: 0, saved_s: 0 };
     DiskEntry { slot, meta, sequence: 0 }
 }
 

@@ -1,4 +1,4 @@
-//! Erasing chunks of namespaces that nobody has open, by the roots that they hang on.
+//! Erasing chunks of namespaces that nobody has open, by the first chunks that they hang on.
 //!
 //! A namespace is opened only if a record in it says that there is something to erase: to open one counts as its use.
 
@@ -10,9 +10,9 @@ use super::inspect::open_namespace;
 use super::namespaces::{self, FRAMES_NAME, Found, INDEX_NAME};
 use super::root::DiskRoot;
 use super::superblock::Superblock;
-use super::types::DiskConfig;
+use super::types::{DiskConfig, DiskMeta};
 use super::{DiskTier, LocalTier, superblock};
-use crate::{ChunkKey, Error, Result};
+use crate::{Error, Result};
 
 /// What was erased.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -29,25 +29,25 @@ pub struct Erased {
     pub open: BTreeSet<String>,
 }
 
-/// Frees the chunks whose root `is_theirs`, in all namespaces of `dir` whose names begin as `prefix` does, as far as both go, but
+/// Frees the first chunks that are `meant`, and what hangs on those, in all namespaces of `dir` whose names begin as `prefix` does, as far as both go, but
 /// those that `root` has open. A directory that is not there holds nothing. `Io` if it cannot be listed.
 pub(crate) fn erase(
     dir: &Path,
     cap_bytes: u64,
     root: &Arc<DiskRoot>,
     prefix: &str,
-    is_theirs: impl Fn(&ChunkKey) -> bool,
+    is_meant: impl Fn(&DiskMeta) -> bool,
 ) -> Result<Erased> {
     let mut all = Erased::default();
     if !dir.exists() {
         return Ok(all);
     }
-    let is_meant = |name: &str| name.starts_with(prefix) || prefix.starts_with(name);
+    let is_named = |name: &str| name.starts_with(prefix) || prefix.starts_with(name);
     let open = root.open_names();
     let found = namespaces::scan(dir, &open).map_err(|e| Error::io(format!("cannot list {}", dir.display()), e))?;
-    all.open = open.into_iter().filter(|name| is_meant(name)).collect();
-    for found in found.iter().filter(|found| is_meant(&found.name)) {
-        match erase_in(found, dir, cap_bytes, root, (prefix, &is_theirs)) {
+    all.open = open.into_iter().filter(|name| is_named(name)).collect();
+    for found in found.iter().filter(|found| is_named(&found.name)) {
+        match erase_in(found, dir, cap_bytes, root, (prefix, &is_meant)) {
             Ok(erased) => {
                 all.num_namespaces += erased.num_namespaces;
                 all.num_chunks += erased.num_chunks;
@@ -65,7 +65,7 @@ fn erase_in(
     dir: &Path,
     cap_bytes: u64,
     root: &Arc<DiskRoot>,
-    (prefix, is_theirs): (&str, &impl Fn(&ChunkKey) -> bool),
+    (prefix, is_meant): (&str, &impl Fn(&DiskMeta) -> bool),
 ) -> Result<Erased> {
     let (superblock, files) = match open_namespace(found) {
         Ok((superblock, Some(files))) => (superblock, files),
@@ -77,7 +77,7 @@ fn erase_in(
     let nothing = Erased { num_namespaces: 1, ..Erased::default() };
     let mut has_some = false;
     let walked = files.for_each_record(|_, record| {
-        has_some |= record.is_ok_and(|record| record.meta.depth == 0 && is_theirs(&record.meta.parent));
+        has_some |= record.is_ok_and(|record| record.meta.depth == 0 && is_meant(&record.meta));
     });
     walked.map_err(|e| Error::io(format!("cannot read {}", found.path.display()), e))?;
     if !has_some {
@@ -90,7 +90,7 @@ fn erase_in(
     let mut slots = Vec::new();
     for entry in entries {
         let meta = entry.meta;
-        if if meta.depth == 0 { is_theirs(&meta.parent) } else { gone.contains(&meta.parent) } {
+        if if meta.depth == 0 { is_meant(&meta) } else { gone.contains(&meta.parent) } {
             gone.insert(meta.key);
             slots.push(entry.slot);
         }

@@ -396,10 +396,6 @@ impl RawFile for FaultFile {
         result
     }
 
-    fn modified_s(&self) -> io::Result<u64> {
-        self.file.modified_s()
-    }
-
     fn is_direct(&self) -> bool {
         self.file.is_direct()
     }

@@ -128,10 +128,8 @@ impl SlotFiles {
         at_record: impl FnOnce(),
     ) -> io::Result<()> {
         self.clear_record(slot)?;
-        // The clear has just set this time, so it is the file system's "now".
-        let written_s = self.index.modified_s()?;
         self.frames.write_all_at(frame, self.frame_offset(slot.0))?;
-        let record = Record { meta: *meta, payload: record::payload_checksum(frame), sequence, written_s };
+        let record = Record { meta: *meta, payload: record::payload_checksum(frame), sequence };
         at_record();
         self.index.write_all_at(&record.encode(slot, self.seed), index_offset(slot.0))
     }

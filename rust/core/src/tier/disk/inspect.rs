@@ -10,6 +10,7 @@ use super::files::SlotFiles;
 use super::namespaces::{self, INDEX_NAME};
 use super::record::{Record, record_seed};
 use super::superblock::{Refusal, Superblock};
+use super::types::DiskMeta;
 use super::verify::Damage;
 use crate::{Error, ErrorKind, Result};
 
@@ -28,9 +29,9 @@ pub struct NamespaceInfo {
     pub chunks: u64,
     /// What the directory takes on disk.
     pub bytes: u64,
-    /// When its oldest chunk was written, in seconds of Unix time.
+    /// When its oldest chunk was saved, in seconds of Unix time.
     pub oldest_s: Option<u64>,
-    /// When its newest chunk was written, in seconds of Unix time.
+    /// When its newest chunk was saved, in seconds of Unix time.
     pub newest_s: Option<u64>,
     /// What is wrong with it, if anything is.
     pub problem: Option<String>,
@@ -112,10 +113,10 @@ fn inspect_one(found: &namespaces::Found) -> NamespaceInfo {
 fn count_records(files: &SlotFiles, info: &mut NamespaceInfo) {
     let mut bad = 0_u64;
     let walked = files.for_each_record(|_, found| match found {
-        Ok(Record { written_s, .. }) => {
+        Ok(Record { meta: DiskMeta { saved_s, .. }, .. }) => {
             info.chunks += 1;
-            info.oldest_s = Some(info.oldest_s.map_or(written_s, |s| s.min(written_s)));
-            info.newest_s = Some(info.newest_s.map_or(written_s, |s| s.max(written_s)));
+            info.oldest_s = Some(info.oldest_s.map_or(saved_s, |s| s.min(saved_s)));
+            info.newest_s = Some(info.newest_s.map_or(saved_s, |s| s.max(saved_s)));
         }
         Err(_) => bad += 1,
     });

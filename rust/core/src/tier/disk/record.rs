@@ -1,7 +1,7 @@
 //! The 128-byte record of a slot in `index.dat`: which chunk the slot's frame is, provable on its own.
 //!
-//! Layout, little endian: magic `KVLREC01` (8), key (32), parent (32), payload checksum (u128), sequence (u64), written at
-//! (u64, Unix seconds), number of blocks (u32), depth (u32), slot (u32), zeros (4), checksum of these 120 bytes (u64).
+//! Layout, little endian: magic `KVLREC01` (8), key (32), parent (32), payload checksum (u128), sequence (u64), saved at
+//! (u64, Unix seconds; when it was written, by versions that did not know more), number of blocks (u32), depth (u32), slot (u32), zeros (4), checksum of these 120 bytes (u64).
 //! All zeros is an empty slot. Both checksums are XXH3; the record's is seeded with the namespace, so that a record of
 //! another namespace, or at another slot, is not one of ours. It must not do I/O and must not panic on any bytes.
 
@@ -31,8 +31,6 @@ pub(super) struct Record {
     pub(super) payload: u128,
     /// Order of writing.
     pub(super) sequence: u64,
-    /// When it was written, by the file system's clock, in seconds of Unix time; for people only.
-    pub(super) written_s: u64,
 }
 
 /// What a slot's 128 bytes are.
@@ -70,7 +68,7 @@ impl Record {
         put(&self.meta.parent.0);
         put(&self.payload.to_le_bytes());
         put(&self.sequence.to_le_bytes());
-        put(&self.written_s.to_le_bytes());
+        put(&self.meta.saved_s.to_le_bytes());
         put(&self.meta.num_blocks.to_le_bytes());
         put(&self.meta.depth.to_le_bytes());
         put(&slot.0.to_le_bytes());
@@ -89,10 +87,10 @@ pub(super) fn parse(bytes: &RecordBytes, slot: SlotId, seed: u64) -> Parsed {
     let (key, parent) = (ChunkKey(take(&mut rest)), ChunkKey(take(&mut rest)));
     let payload = u128::from_le_bytes(take(&mut rest));
     let sequence = u64::from_le_bytes(take(&mut rest));
-    let written_s = u64::from_le_bytes(take(&mut rest));
+    let saved_s = u64::from_le_bytes(take(&mut rest));
     let num_blocks = u32::from_le_bytes(take(&mut rest));
     let depth = u32::from_le_bytes(take(&mut rest));
-    let record = Record { meta: DiskMeta { key, parent, num_blocks, depth }, payload, sequence, written_s };
+    let record = Record { meta: DiskMeta { key, parent, num_blocks, depth, saved_s }, payload, sequence };
     // Magic, slot, zeros and checksum are right where the same record would be written so.
     if record.encode(slot, seed) == *bytes { Parsed::Valid(record) } else { Parsed::Bad }
 }

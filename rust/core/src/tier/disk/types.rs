@@ -44,6 +44,8 @@ pub struct DiskMeta {
     pub num_blocks: u32,
     /// Chunks before it in its prefix: 0 is the first chunk.
     pub depth: u32,
+    /// When it was saved, in seconds of Unix time.
+    pub saved_s: u64,
 }
 
 /// A chunk as it was found at open.

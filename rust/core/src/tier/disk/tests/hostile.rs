@@ -177,7 +177,7 @@ fn test_keys_that_begin_alike_do_not_make_recovery_slow() {
         let mut key = ChunkKey([7; 32]);
         key.0[28..].copy_from_slice(&i.to_le_bytes());
         let parent = ChunkKey([9; 32]);
-        let meta = DiskMeta { key, parent, num_blocks: 1, depth: i % 2 };
+        let meta = DiskMeta { key, parent, num_blocks: 1, depth: i % 2, saved_s: 0 };
         DiskEntry { slot: SlotId(i), meta, sequence: u64::from(i) }
     };
     let found: Vec<_> = (0..200_000).map(entry).collect();
@@ -194,7 +194,7 @@ fn forge(dir: &Path, frame_bytes: u64, frame_end: &[u8], payload: u128) -> DiskC
     let own = config.dir.join(namespaces::dir_name(&config.namespace));
     let superblock = Superblock::new(&config.namespace, frame_bytes, "forged");
     fs::write(own.join("superblock.json"), serde_json::to_vec(&superblock).unwrap()).unwrap();
-    let record = Record { meta: meta_of(0), payload, sequence: 0, written_s: 0 };
+    let record = Record { meta: meta_of(0), payload, sequence: 0 };
     fs::write(own.join("index.dat"), record.encode(SlotId(0), record_seed(&config.namespace))).unwrap();
     let frames = OpenOptions::new().write(true).open(own.join("frames.dat")).unwrap();
     frames.set_len(frame_bytes).unwrap();

@@ -1,0 +1,107 @@
+"""What single tenants may have: the YAML file of ``salt_limits``, and the values that a store is opened with.
+
+Salts are secrets: they are read here, hashed by the store, and are in no message and no log.
+"""
+
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import yaml
+
+from kvloft.config import Config, Quota, parse_quota, parse_ttl
+from kvloft.errors import ConfigError
+
+KEYS: Final = {"quota": ("quota", parse_quota), "disk_quota": ("disk_quota", parse_quota), "ttl": ("ttl_s", parse_ttl)}
+SALT_KEYS: Final = ("salt", "salt_file")
+MAX_SALT_BYTES: Final = 1 << 16
+WANTED: Final = "it must be a list of entries such as: {salt_file: a.salt, quota: 10%, disk_quota: 20%, ttl: 24h}"
+
+
+class Limits(NamedTuple):
+    """Bytes or a part of host memory and of the disk, and seconds since the save; None: no limit."""
+
+    quota: Quota | None = None
+    disk_quota: Quota | None = None
+    ttl_s: int | None = None
+
+
+class TenantLimits(NamedTuple):
+    """What each salt may have, what is without a salt, and single salts."""
+
+    salted: Limits
+    unsalted: Limits
+    by_salt: tuple[tuple[str, Limits], ...]
+
+
+def tenant_limits(config: Config) -> TenantLimits | None:
+    """The limits that ``config`` sets; None where it sets none. Raises ConfigError for a file that cannot be used."""
+    salted = Limits(config.salt_quota, config.salt_disk_quota, config.salt_ttl)
+    own = _from_file(config.salt_limits, salted) if config.salt_limits is not None else {}
+    limits = TenantLimits(salted, own.pop(None, Limits()), tuple((salt, each) for salt, each in own.items() if salt is not None))
+    return None if limits == TenantLimits(Limits(), Limits(), ()) else limits
+
+
+def read_salt(raw: bytes, source: str) -> str:
+    """The salt in a file's bytes; one newline at the end is not part of it. Raises ConfigError, which names ``source``."""
+    try:
+        salt = raw.decode().removesuffix("\n").removesuffix("\r")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{source}: expected UTF-8.") from None
+    if salt == "":
+        raise ConfigError(f"{source}: the salt is empty, and no request can have an empty one.")
+    return salt
+
+
+def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
+    blame = f"salt_limits = {path}"
+    try:
+        entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"{blame} cannot be read ({e.strerror}); it must name a YAML file.") from None
+    except (yaml.YAMLError, ValueError, RecursionError):  # what they say may quote a salt
+        raise ConfigError(f"{blame} is not YAML; {WANTED}.") from None
+    if not isinstance(entries, list):
+        raise ConfigError(f"{blame} holds no list; {WANTED}.")
+    found: dict[str | None, Limits] = {}
+    for nth, entry in enumerate(entries, 1):
+        salt, limits = _entry(entry, f"{blame}, entry {nth}", Path(path).parent, salted)
+        if salt in found:
+            raise ConfigError(f"{blame}, entry {nth}: an entry before it has the same salt; leave one of them out.")
+        found[salt] = limits
+    return found
+
+
+def _entry(entry: Any, blame: str, folder: Path, salted: Limits) -> tuple[str | None, Limits]:
+    if not isinstance(entry, dict) or len([key for key in entry if key in SALT_KEYS]) != 1:
+        raise ConfigError(f"{blame}: expected one of salt and salt_file (salt: null for requests without one); {WANTED}.")
+    if unknown := [key for key in entry if key not in (*KEYS, *SALT_KEYS)]:
+        raise ConfigError(f"{blame}: {str(unknown[0])[:40]!r} is not known; known keys are {', '.join((*SALT_KEYS, *KEYS))}.")
+    if "salt_file" in entry:
+        salt: str | None = _salt_in(entry["salt_file"], blame, folder)
+    elif (salt := entry["salt"]) is not None and (not isinstance(salt, str) or not salt):
+        raise ConfigError(f"{blame}: expected salt to be text that is not empty; write it in quotes.")
+    limits = salted if salt is not None else Limits()
+    for key, (name, parse) in KEYS.items():
+        if key in entry:
+            limits = limits._replace(**{name: _parsed(parse, entry[key], f"{blame}: {key}")})
+    return salt, limits
+
+
+def _salt_in(name: object, blame: str, folder: Path) -> str:
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{blame}: expected salt_file to be the path of a file.")
+    try:
+        with (folder / name).open("rb") as file:
+            raw = file.read(MAX_SALT_BYTES)
+    except (OSError, ValueError) as e:
+        reason = e.strerror if isinstance(e, OSError) else "it is no path"
+        raise ConfigError(f"{blame}: salt_file {name} cannot be read ({reason}).") from None
+    return read_salt(raw, f"{blame}: salt_file {name}")
+
+
+def _parsed(parse: Any, value: object, blame: str) -> Any:
+    try:
+        return None if value is None else parse(value)
+    except (ValueError, TypeError, ArithmeticError):
+        wanted = 'a time from 1s to 3650d, such as "24h" or "7d"' if parse is parse_ttl else 'a part such as "10%", or a size'
+        raise ConfigError(f"{blame} is not allowed; it must be {wanted}, or null for no limit.") from None

@@ -1,0 +1,111 @@
+//! Ages: a chunk is not found any more some time after it was saved, and is forgotten soon after.
+//!
+//! Time counts from the reservation of a chunk, which is before its bytes are there, and goes on over restarts: the disk keeps
+//! when a chunk was saved. Using a chunk does not make it younger. No chunk outlives its parent, so `expires_s` never grows
+//! downwards: presence stays monotone while chunks expire. Time is seconds of Unix time: what it was when the store was opened, and
+//! what the store's clock counted since.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+
+use super::config::DiskSettings;
+use super::forget::Why;
+use super::limits::{Bases, Ceiling, Table, TenantLimits};
+use super::state::State;
+use crate::Result;
+use crate::evict::ChunkId;
+use crate::index::{Entry, NEVER};
+use crate::key::SaltTag;
+use crate::pool::Pool;
+use crate::tier::disk::{self, DiskRoot, Erased};
+
+/// Trees that one call begins to forget.
+const MAX_EXPIRED: usize = 64;
+/// What was saved later than now by more than this has an age that is not known: it counts as expired.
+const MAX_SKEW_S: u32 = 60;
+
+/// When trees expire: first chunks, and others that expire before their parents.
+#[derive(Debug, Default)]
+pub(super) struct Ages(BTreeSet<(u32, ChunkId)>);
+
+/// When what was saved at `saved_s` expires, seen at `now_s`.
+fn expiry(ttl_s: u32, saved_s: u32, now_s: u32) -> u32 {
+    match ttl_s {
+        Ceiling::NONE => NEVER,
+        _ if saved_s > now_s.saturating_add(MAX_SKEW_S) => 0,
+        _ => saved_s.min(now_s).saturating_add(ttl_s),
+    }
+}
+
+/// Erases what is older than `limits` allow in those namespaces of a disk directory that no store has open. `pool` is that of the
+/// stores, if there is one. `Io` if the directory cannot be listed.
+pub fn erase_expired(
+    settings: &DiskSettings,
+    pool: Option<&Arc<Pool>>,
+    limits: &TenantLimits,
+    now_s: u64,
+) -> Result<Erased> {
+    let root = pool.map_or_else(DiskRoot::shared, |pool| Arc::clone(&pool.disk));
+    let table = Table::new(limits, 1, Bases::default());
+    let seconds = |time: u64| u32::try_from(time).unwrap_or(u32::MAX);
+    disk::erase(&settings.dir, settings.cap_bytes, &root, "", |first| {
+        let ttl_s = table.ceiling(table.class_of(SaltTag::of_root(&first.parent))).ttl_s;
+        expiry(ttl_s, seconds(first.saved_s), seconds(now_s)) <= seconds(now_s)
+    })
+}
+
+impl State {
+    /// Seconds of Unix time after which the chunk, which was saved at `saved_s`, must not be found.
+    pub(super) fn expiry(&self, ttl_s: u32, parent: Option<ChunkId>, saved_s: u32) -> u32 {
+        let own = expiry(ttl_s, saved_s, self.unix_s);
+        parent.map_or(own, |parent| own.min(self.index[parent].expires_s))
+    }
+
+    /// Whether it was saved too long ago.
+    pub(super) fn is_expired(&self, entry: &Entry) -> bool {
+        entry.expires_s <= self.unix_s
+    }
+
+    fn expires_alone(&self, entry: &Entry) -> bool {
+        entry.expires_s != NEVER && entry.parent.is_none_or(|parent| entry.expires_s < self.index[parent].expires_s)
+    }
+
+    /// The chunk was entered.
+    pub(super) fn note_age(&mut self, id: ChunkId) {
+        if self.expires_alone(&self.index[id]) {
+            self.ages.0.insert((self.index[id].expires_s, id));
+        }
+    }
+
+    /// The chunk's entry is about to be freed.
+    pub(super) fn forget_age(&mut self, id: ChunkId) {
+        if self.index[id].expires_s != NEVER {
+            self.ages.0.remove(&(self.index[id].expires_s, id));
+        }
+    }
+
+    /// Begins to forget some of what expired; true if that was all.
+    pub(super) fn expire_some(&mut self) -> bool {
+        for _ in 0..MAX_EXPIRED {
+            match self.ages.0.first().copied() {
+                Some((expires_s, id)) if expires_s <= self.unix_s => {
+                    self.ages.0.remove(&(expires_s, id));
+                    self.doom_for(id, Why::Age);
+                }
+                _ => return true,
+            }
+        }
+        false
+    }
+
+    /// Whether every entry that expires by itself is noted, and nothing else; for checks.
+    #[cfg(any(test, feature = "faults"))]
+    pub(super) fn check_ages(&self) -> bool {
+        let is_noted = |id: ChunkId, entry: &Entry| self.ages.0.contains(&(entry.expires_s, id));
+        let is_right = |(id, entry): (ChunkId, &Entry)| {
+            let is_old = entry.doomed || entry.detached;
+            is_noted(id, entry) == self.expires_alone(entry) || is_old && !is_noted(id, entry)
+        };
+        self.index.iter().all(is_right) && self.ages.0.iter().all(|(_, id)| self.index.at(id.0).is_some())
+    }
+}

@@ -1,0 +1,214 @@
+//! Quotas and ages by salt, by example: who pays for a chunk, what counts, and what time it is. Against a model: `store_limits.rs`.
+#![expect(clippy::unwrap_used, reason = "tests")]
+
+mod store_common;
+
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::key::{KeyChain, SaltTag, root_key};
+use kvloft_core::store::{Limits, Quota, Store, StoreConfig, TenantLimits};
+use store_common::{FRAME, MemoryDisk, arena_of, config, disk_settings, range, save, stat};
+
+const FRAMES: u32 = 32;
+const SLOTS: u32 = 64;
+const START_S: u64 = 1_700_000_000;
+
+fn chain_of(salt: Option<&str>, prompt: u32, num_blocks: u32) -> KeyChain {
+    let mut chain = KeyChain::new(root_key(&[7; 32], None, salt).unwrap(), 1).unwrap();
+    chain.append_tokens(&(0..num_blocks).map(|at| prompt * 100 + at).collect::<Vec<_>>()).unwrap();
+    chain
+}
+
+fn bytes(num_frames: u32) -> Quota {
+    Quota::Bytes(u64::from(num_frames) * FRAME as u64)
+}
+
+fn host_only(limits: TenantLimits) -> Store {
+    Store::open(&StoreConfig { limits, ..config(FRAMES, 1, Eviction::Lru) }).unwrap()
+}
+
+fn of_salts(host: Option<Quota>) -> TenantLimits {
+    TenantLimits { salted: Limits { host, ..Limits::default() }, ..TenantLimits::default() }
+}
+
+fn in_host(store: &Store, salt: Option<&str>, prompts: std::ops::Range<u32>, len: u32) -> Vec<u32> {
+    prompts.map(|prompt| store.lookup(&chain_of(salt, prompt, len)).host_blocks).collect()
+}
+
+#[test]
+fn a_salt_above_its_quota_loses_its_own_coldest() {
+    let store = host_only(of_salts(Some(Quota::Share(250_000)))); // 8 frames
+    let arena = arena_of(&store);
+    for (salt, prompts) in [(Some("b"), 0..2), (None, 0..2), (Some("a"), 0..2)] {
+        for prompt in prompts {
+            save(&store, &arena, &chain_of(salt, prompt, 4), range(0, 4, 0));
+        }
+    }
+    drop(store.acquire(&chain_of(Some("a"), 0, 4))); // warmer than the other
+    assert_eq!(save(&store, &arena, &chain_of(Some("a"), 2, 3), range(0, 3, 0)), 3);
+    assert_eq!(in_host(&store, Some("a"), 0..3, 4), [4, 1, 3]);
+    assert_eq!((in_host(&store, Some("b"), 0..2, 4), in_host(&store, None, 0..2, 4)), (vec![4, 4], vec![4, 4]));
+    assert_eq!(
+        [stat(&store, "quota_evictions"), stat(&store, "quota_dropped"), stat(&store, "frames_free")],
+        [3, 0, 8]
+    );
+    store.check().unwrap();
+}
+
+#[test]
+fn a_prompt_longer_than_the_quota_keeps_its_beginning() {
+    let store = host_only(of_salts(Some(bytes(5))));
+    let chain = chain_of(Some("a"), 0, 9);
+    assert_eq!(save(&store, &arena_of(&store), &chain, range(0, 9, 0)), 5);
+    assert_eq!([stat(&store, "quota_dropped"), stat(&store, "reserve_dropped")], [4, 4]);
+    assert_eq!(store.lookup(&chain).host_blocks, 5);
+    let lease = store.acquire(&chain);
+    assert_eq!(
+        save(&store, &arena_of(&store), &chain_of(Some("a"), 1, 1), range(0, 1, 0)),
+        0,
+        "all of it is in use (I4)"
+    );
+    drop(lease);
+    assert_eq!(save(&store, &arena_of(&store), &chain_of(Some("a"), 1, 1), range(0, 1, 0)), 1);
+    assert_eq!(in_host(&store, Some("a"), 0..2, 9), [4, 1]);
+    store.check().unwrap();
+}
+
+#[test]
+fn a_quota_of_nothing_keeps_nothing() {
+    let store = host_only(TenantLimits {
+        by_salt: vec![(SaltTag::of("a"), Limits { host: Some(bytes(0)), ..Limits::default() })],
+        ..TenantLimits::default()
+    });
+    for (salt, num) in [(Some("a"), 0), (Some("b"), 4), (None, 4)] {
+        assert_eq!(save(&store, &arena_of(&store), &chain_of(salt, 0, 4), range(0, 4, 0)), num);
+    }
+    assert_eq!(stat(&store, "salts"), 1);
+}
+
+#[test]
+fn a_kept_salt_has_its_quota_too() {
+    let store = host_only(of_salts(Some(bytes(8))));
+    store.keep(SaltTag::of("a"), true).unwrap();
+    for prompt in 0..5 {
+        assert_eq!(save(&store, &arena_of(&store), &chain_of(Some("a"), prompt, 4), range(0, 4, 0)), 4);
+    }
+    assert_eq!(store.kept().num_host, 8);
+    assert_eq!(in_host(&store, Some("a"), 0..5, 4), [0, 0, 0, 4, 4]);
+}
+
+/// Workers cannot copy to all frames yet: room in others is of no use, and what is there stays.
+#[test]
+fn a_save_at_its_quota_takes_frames_that_saves_can_use() {
+    let store = host_only(of_salts(Some(bytes(8))));
+    let arena = arena_of(&store);
+    for (salt, prompt) in [(None, 0), (Some("a"), 0), (Some("a"), 1), (None, 1)] {
+        save(&store, &arena, &chain_of(salt, prompt, 4), range(0, 4, 0));
+    }
+    drop(store.acquire(&chain_of(Some("a"), 0, 4)));
+    store.limit_frames(8); // prompt 0 of each
+    assert_eq!(save(&store, &arena, &chain_of(Some("a"), 2, 1), range(0, 1, 0)), 1);
+    assert_eq!((in_host(&store, Some("a"), 0..3, 4), in_host(&store, None, 0..2, 4)), (vec![3, 4, 1], vec![4, 4]));
+    store.check().unwrap();
+}
+
+#[test]
+fn what_is_loaded_counts_for_the_quota() {
+    let disk = MemoryDisk::new(SLOTS);
+    let limits = of_salts(Some(bytes(6)));
+    let config = StoreConfig { disk: Some(disk_settings(SLOTS.into(), 1)), limits, ..config(FRAMES, 1, Eviction::Lru) };
+    let store = disk.open(&config, &[]);
+    for prompt in 0..2 {
+        save(&store, &arena_of(&store), &chain_of(Some("a"), prompt, 5), range(0, 5, 0));
+        assert!(disk.flush(&store));
+    }
+    assert_eq!(in_host(&store, Some("a"), 0..2, 5), [1, 5]);
+    let other = store.acquire(&chain_of(Some("a"), 1, 2));
+    let lease = store.acquire(&chain_of(Some("a"), 0, 5));
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while lease.poll().pending_blocks > 0 && Instant::now() < deadline {
+        std::thread::yield_now();
+    }
+    assert_eq!(lease.poll().ready_blocks, 4, "two of six are in use");
+    assert_eq!(store.tenants(1).0[0].num_host, 6);
+    drop((lease, other));
+    store.check().unwrap();
+}
+
+#[test]
+fn the_clock_may_have_gone_back() {
+    let disk = MemoryDisk::new(SLOTS);
+    let limits = TenantLimits { salted: Limits { ttl_s: Some(1000), ..Limits::default() }, ..TenantLimits::default() };
+    let config = |now_s| StoreConfig {
+        disk: Some(disk_settings(SLOTS.into(), 1)),
+        limits: limits.clone(),
+        now_s,
+        ..config(FRAMES, 1, Eviction::Lru)
+    };
+    let store = disk.open(&config(START_S), &[]);
+    save(&store, &arena_of(&store), &chain_of(Some("a"), 0, 5), range(0, 5, 0));
+    save(&store, &arena_of(&store), &chain_of(None, 0, 5), range(0, 5, 0));
+    assert!(disk.flush(&store));
+    drop(store);
+    for (now_s, of_a) in [(START_S - 30, 5), (START_S + 999, 5), (START_S - 5000, 0)] {
+        let store = disk.open(&config(now_s - disk.now_s()), &disk.entries());
+        assert_eq!(store.lookup(&chain_of(Some("a"), 0, 5)).stored_blocks, of_a, "{now_s}");
+        assert_eq!(store.lookup(&chain_of(None, 0, 5)).stored_blocks, 5);
+        store.tend();
+        assert!(disk.flush(&store));
+    }
+    assert_eq!(disk.chunks().len(), 5, "what has an unknown age is gone for good");
+}
+
+/// What the disk turns out to hold is older than what was saved meanwhile: it would outlive its time under the other's.
+#[test]
+fn an_old_copy_does_not_hide_behind_a_new_one() {
+    let disk = MemoryDisk::new(SLOTS);
+    let limits = TenantLimits { salted: Limits { ttl_s: Some(1000), ..Limits::default() }, ..TenantLimits::default() };
+    let open = |now_s| {
+        let (disk_settings, limits) = (Some(disk_settings(SLOTS.into(), 1)), limits.clone());
+        let config = StoreConfig { disk: disk_settings, limits, now_s, ..config(FRAMES, 1, Eviction::Lru) };
+        disk.open(&config, &disk.entries())
+    };
+    let chain = chain_of(Some("a"), 0, 5);
+    let store = open(START_S);
+    save(&store, &arena_of(&store), &chain, range(0, 5, 0));
+    assert!(disk.flush(&store));
+    drop(store);
+    disk.fail_opens.store(true, Ordering::SeqCst);
+    let store = open(START_S + 900 - disk.now_s());
+    save(&store, &arena_of(&store), &chain, range(0, 2, 0));
+    disk.fail_opens.store(false, Ordering::SeqCst);
+    disk.wait(61);
+    assert!(disk.flush(&store));
+    assert_eq!(store.lookup(&chain).host_blocks, 2);
+    disk.wait(200);
+    store.tend();
+    assert!(disk.flush(&store));
+    let now_s = START_S + 900 + 261;
+    assert!(disk.chunks().values().all(|meta| meta.saved_s + 1000 > now_s), "{:?}", disk.chunks());
+    assert_eq!(store.lookup(&chain).stored_blocks, 2);
+    store.check().unwrap();
+}
+
+/// What is found behind an expired chunk would be found with it.
+#[test]
+fn a_chunk_expires_with_the_older_one_that_it_hangs_on() {
+    let disk = MemoryDisk::new(SLOTS);
+    let limits = TenantLimits { salted: Limits { ttl_s: Some(1000), ..Limits::default() }, ..TenantLimits::default() };
+    let config = StoreConfig { disk: Some(disk_settings(SLOTS.into(), 1)), limits, ..config(FRAMES, 1, Eviction::Lru) };
+    let store = disk.open(&config, &[]);
+    let chain = chain_of(Some("a"), 0, 6);
+    save(&store, &arena_of(&store), &chain, range(0, 3, 0));
+    disk.wait(900);
+    save(&store, &arena_of(&store), &chain, range(3, 6, 0));
+    assert_eq!(store.lookup(&chain).host_blocks, 6);
+    disk.wait(100);
+    assert_eq!(store.lookup(&chain).stored_blocks, 0);
+    store.tend();
+    assert_eq!([stat(&store, "expired"), stat(&store, "entries"), stat(&store, "frames_visible")], [6, 0, 0]);
+    assert_eq!(save(&store, &arena_of(&store), &chain, range(0, 6, 0)), 6, "and is saved anew");
+    store.check().unwrap();
+}

@@ -1,0 +1,128 @@
+//! Quotas and ages over a real server: by salt, in each namespace, on disk too, over restarts and among namespaces.
+
+mod common;
+
+use std::path::Path;
+use std::time::Duration;
+
+use common::{FRAME, LONG, found, remote_config, save, server_config, socket, stat, until, with_disk};
+use kvloft_core::key::{KeyChain, SaltTag, root_key};
+use kvloft_core::session::Session;
+use kvloft_core::store::{Limits, Quota, Tenant, TenantLimits};
+use kvloft_wire::{NamespaceStatus, Remote, RemoteConfig, Server, ServerConfig, pin, status};
+
+fn engine(dir: &Path, nth: u8) -> Remote {
+    Remote::open(RemoteConfig { namespace: [nth; 32], ..remote_config(dir) }).expect("a client")
+}
+
+fn chain(namespace: u8, salt: Option<&str>, seed: u32, num_blocks: u32) -> KeyChain {
+    let mut chain = KeyChain::new(root_key(&[namespace; 32], None, salt).expect("short"), 1).expect("a chain");
+    chain.append_tokens(&(0..num_blocks).map(|at| seed * 100 + at).collect::<Vec<_>>()).expect("tokens");
+    chain
+}
+
+fn space(dir: &Path, nth: u8) -> NamespaceStatus {
+    let status = status(&socket(dir), LONG).expect("an answer");
+    status.namespaces.into_iter().find(|space| space.namespace == [nth; 32]).expect("it is open")
+}
+
+fn tenant(dir: &Path, nth: u8, salt: Option<&str>) -> Option<Tenant> {
+    space(dir, nth).tenants.into_iter().find(|tenant| tenant.tag == salt.map(SaltTag::of))
+}
+
+fn salted(limits: Limits) -> TenantLimits {
+    TenantLimits { salted: limits, ..TenantLimits::default() }
+}
+
+#[test]
+fn two_engines_of_one_tenant_have_one_quota_and_others_lose_nothing() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let limits = Limits { host: Some(Quota::Share(125_000)), disk: Some(Quota::Bytes(10 * FRAME)), ttl_s: None };
+    let _server = Server::open(ServerConfig { limits: salted(limits), ..with_disk(dir.path()) }).expect("a server");
+    let engines = [engine(dir.path(), 7), engine(dir.path(), 7)];
+    assert_eq!(save(&engines[0], &chain(7, Some("b"), 0, 6)), 6);
+    assert_eq!(save(&engines[1], &chain(7, None, 0, 6)), 6);
+    for seed in 0..10 {
+        assert_eq!(save(&engines[seed as usize % 2], &chain(7, Some("a"), seed, 4)), 4);
+        assert!(engines[0].flush(LONG));
+    }
+    let of_a = tenant(dir.path(), 7, Some("a")).expect("it has something");
+    assert_eq!((of_a.num_host, of_a.max_host, of_a.max_disk, of_a.ttl_s), (8, Some(8), Some(10), None));
+    assert!((6..=10).contains(&of_a.num_disk), "{of_a:?}");
+    assert_eq!(tenant(dir.path(), 7, None).map(|tenant| (tenant.num_host, tenant.max_host)), Some((6, None)));
+    for (salt, len) in [(Some("b"), 6), (None, 6), (Some("a"), 4)] {
+        let seed = if salt == Some("a") { 9 } else { 0 };
+        assert_eq!(engines[0].lookup((&chain(7, salt, seed, len)).into()).host_blocks, len, "{salt:?}");
+    }
+    let stats = space(dir.path(), 7).stats;
+    assert_eq!([stat(&stats, "quota_evictions"), stat(&stats, "host_evictions"), stat(&stats, "salts")], [32, 32, 2]);
+    assert!(stat(&stats, "quota_disk_evictions") >= 30 && stat(&stats, "quota_dropped") == 0);
+}
+
+#[test]
+fn what_an_engine_held_counts_no_more_once_it_has_left() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let limits = Limits { host: Some(Quota::Bytes(4 * FRAME)), ..Limits::default() };
+    let _server = Server::open(ServerConfig { limits: salted(limits), ..server_config(dir.path()) }).expect("a server");
+    let (one, other) = (engine(dir.path(), 7), engine(dir.path(), 7));
+    assert_eq!(save(&one, &chain(7, Some("a"), 0, 4)), 4);
+    let _lease = one.acquire((&chain(7, Some("a"), 0, 4)).into());
+    assert_eq!(save(&other, &chain(7, Some("a"), 1, 4)), 0, "all that it may have is in use");
+    assert_eq!(stat(&space(dir.path(), 7).stats, "quota_dropped"), 4);
+    one.close(LONG);
+    until("the lease has ended", || stat(&space(dir.path(), 7).stats, "pins") == 0);
+    assert_eq!(save(&other, &chain(7, Some("a"), 1, 4)), 4);
+    assert_eq!(found(&other, &chain(7, Some("a"), 0, 4)), 0);
+}
+
+/// Percentages are of the namespace's share, which another namespace halves.
+#[test]
+fn a_quota_follows_the_share_and_stays_without_engines() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let limits = Limits { host: Some(Quota::Share(500_000)), ..Limits::default() };
+    let _server = Server::open(ServerConfig { limits: salted(limits), ..server_config(dir.path()) }).expect("a server");
+    let one = engine(dir.path(), 1);
+    assert_eq!(save(&one, &chain(1, Some("a"), 0, 40)), 32);
+    drop(one);
+    until("it has left", || space(dir.path(), 1).engines.is_empty());
+    std::thread::sleep(Duration::from_millis(1500)); // the store looks once a second
+    assert_eq!(tenant(dir.path(), 1, Some("a")).map(|tenant| tenant.num_host), Some(32));
+    let (one, _other) = (engine(dir.path(), 1), engine(dir.path(), 2));
+    until("half of the half is left", || tenant(dir.path(), 1, Some("a")).is_some_and(|tenant| tenant.num_host == 16));
+    assert_eq!(tenant(dir.path(), 1, Some("a")).and_then(|tenant| tenant.max_host), Some(16));
+    assert_eq!(found(&one, &chain(1, Some("a"), 0, 40)), 16, "its beginning");
+}
+
+#[test]
+fn what_is_too_old_goes_pinned_or_not_and_does_not_come_back() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let limits = |ttl_s| salted(Limits { ttl_s, ..Limits::default() });
+    let server = Server::open(ServerConfig { limits: limits(Some(2)), ..with_disk(dir.path()) }).expect("a server");
+    let one = engine(dir.path(), 7);
+    let whose = kvloft_wire::Whose { namespace: String::new(), salt: Some(SaltTag::of("a")) };
+    pin(&socket(dir.path()), &whose, true, LONG).expect("pinned");
+    for salt in [Some("a"), Some("b"), None] {
+        assert_eq!(save(&one, &chain(7, salt, 0, 6)), 6);
+    }
+    let lease = one.acquire((&chain(7, Some("a"), 0, 6)).into());
+    until("it is too old", || stat(&space(dir.path(), 7).stats, "expired") == 12);
+    for (salt, len) in [(Some("a"), 0), (Some("b"), 0), (None, 6)] {
+        assert_eq!(found(&one, &chain(7, salt, 0, 6)), len, "{salt:?}");
+    }
+    assert_eq!(one.frames(lease).len(), 6, "I4: what is being loaded stays until that ends");
+    one.release(lease);
+    until("its memory is free", || stat(&space(dir.path(), 7).stats, "frames_visible") == 6);
+    assert!(one.flush(LONG));
+    assert_eq!(stat(&space(dir.path(), 7).stats, "disk_used"), 6);
+    assert_eq!(save(&one, &chain(7, Some("a"), 0, 6)), 6, "and is saved again");
+    assert!(one.flush(LONG));
+    drop(one);
+    server.close(LONG);
+    drop(server);
+    std::thread::sleep(Duration::from_millis(2500));
+    let _server = Server::open(ServerConfig { limits: limits(Some(2)), ..with_disk(dir.path()) }).expect("a server");
+    let one = engine(dir.path(), 7);
+    assert_eq!([found(&one, &chain(7, Some("a"), 0, 6)), found(&one, &chain(7, None, 0, 6))], [0, 6]);
+    until("it is forgotten", || stat(&space(dir.path(), 7).stats, "expired") == 6);
+    until("it is off the disk", || stat(&space(dir.path(), 7).stats, "disk_used") == 6);
+}

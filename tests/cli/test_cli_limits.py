@@ -1,0 +1,95 @@
+"""`kvloft serve` with limits for tenants: settings reach the store, people see tags, and nobody sees a salt."""
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvloft import _core
+from kvloft.cli.__main__ import main
+
+FRAME = 4096
+SALT, OTHER = "acme's secret", "another"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+        yield Path(folder)
+
+
+@pytest.fixture
+def server(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
+    """1 MiB is 256 frames: 10 % are 25, and the one tenant has 5, in memory and on disk."""
+    socket = str(folder / "run" / "kv.sock")
+    (folder / "acme.salt").write_text(SALT + "\n")
+    (folder / "limits.yaml").write_text(
+        "- {salt_file: acme.salt, quota: 20KiB, disk_quota: 20KiB, ttl: 7d}\n- {salt: null, ttl: 30d}\n"
+    )
+    sizes = ["--host-size", "1MiB", "--disk-path", str(folder / "disk"), "--disk-size", "4MiB"]
+    limits = ["--salt-quota", "10%", "--salt-ttl", "24h", "--salt-limits", str(folder / "limits.yaml")]
+    argv = [sys.executable, "-m", "kvloft.cli", "serve", "--socket", socket, *sizes, *limits]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert "serves at" in process.stdout.readline()
+            yield socket, process
+        finally:
+            process.kill()
+
+
+def save(engine: _core.Session, salt: str | None, seed: int, num_blocks: int) -> int:
+    chain = _core.KeyChain(_core.root_key(bytes([1] * 32), None, salt), block_tokens=1)
+    chain.append_tokens(list(range(100 * seed, 100 * seed + num_blocks)))
+    chunks, _ = engine.reserve(chain, 0, num_blocks, 0, list(range(1, num_blocks + 1)))
+    return engine.settle(chunks.tickets())[0]
+
+
+def test_people_see_what_tenants_have_and_no_salt(
+    server: tuple[str, "subprocess.Popen[str]"], capsys: pytest.CaptureFixture[str]
+) -> None:
+    socket, process = server
+    engine = _core.Session.connect(socket, frame_bytes=FRAME, namespace=bytes([1] * 32), timeout_s=60.0)
+    assert [save(engine, salt, 0, 30) for salt in (SALT, OTHER, None)] == [5, 25, 30]
+    assert engine.flush(60.0)
+    (space,) = _core.server_status(socket)["namespaces"]
+    rows = {(row["max_host"], row["max_disk"], row["ttl_s"]): row for row in space["tenants"]}
+    assert {limits: (row["host"], row["disk"]) for limits, row in rows.items()} == {
+        (5, 5, 7 * 86400): (5, 5),
+        (25, None, 86400): (25, 25),
+        (None, None, 30 * 86400): (30, 30),
+    }
+    assert space["stats"]["quota_dropped"] == 30, "25 of one and 5 of the other"
+    shown = []
+    for command in (["status"], ["status", "--json"], ["top", "--count", "1"], ["top", "--count", "1", "--json"]):
+        assert main([command[0], "--socket", socket, *command[1:]]) == 0
+        shown.append(capsys.readouterr().out)
+    tag = rows[5, 5, 7 * 86400]["tag"]
+    lines = [line.split() for line in shown[0].splitlines()]
+    assert [tag, "20", "KiB", "20", "KiB", "20", "KiB", "20", "KiB", "7d"] in lines
+    assert ["(no", "salt)", "120", "KiB", "120", "KiB", "30d"] in lines
+    assert all(len(line) <= 80 for line in shown[0].splitlines() if tag in line)
+    assert all(tag in text for text in shown)
+    settings = json.loads(shown[1])["settings"]
+    assert (settings["salt_quota"], settings["salt_ttl"]) == ("10%", "1d")
+    process.terminate()
+    said = process.communicate(timeout=60)[0]
+    assert not [text for text in (*shown, said) if SALT in text or OTHER in text]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--salt-quota", "110%"], 'salt_quota = "110%" (command line) is not allowed; it must be a part such as "10%"'),
+        (["--salt-ttl", "0s"], 'salt_ttl = "0s" (command line) is not allowed; it must be a time from 1s to 3650d'),
+        (["--salt-disk-quota", "1%"], "does nothing without disk_path"),
+        (["--salt-limits", "/none/such.yaml"], "salt_limits = /none/such.yaml cannot be read"),
+    ],
+)
+def test_wrong_limits_are_one_sentence(options: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["serve", "--socket", str(folder / "kv.sock"), "--host-size", "1MiB", *options]) == 2
+    assert said in capsys.readouterr().err
