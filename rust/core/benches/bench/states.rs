@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
-use kvloft_core::store::{Prefix, SaveRange, Store, StoreConfig, ToSave};
+use kvloft_core::store::{Prefix, SaveRange, Store, StoreConfig, TenantLimits, ToSave};
 
 use crate::table::{title, verdict};
 use crate::trace::Trace;
