@@ -52,7 +52,7 @@ def env_of(name: str, host_gib: int) -> dict[str, str]:
 
 @contextmanager
 def daemon(name: str, host_gib: int, log: Path) -> Iterator[None]:
-    """PegaFlow's or LMCache's server while it lasts, ready; nothing for the others. Raises RuntimeError if it does not get ready."""
+    """PegaFlow's or LMCache's server while it lasts, ready; nothing for the others. RuntimeError if it does not get ready."""
     if name not in SERVERS:
         yield
         return

@@ -82,7 +82,8 @@ def table(lives: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
         "started_s": "ready after, s", "answered_s": "first token of the prompt after, s", "cached": "its tokens found",
         "ttft_ms": "its TTFT, ms", "hbm_ms": "again, from HBM, ms", "loaded_ms": "again, from the server, ms",
     }.items():  # fmt: skip
-        rows.append((label, *(f"{life[key]:,.2f}" if key != "cached" and key in life else str(life.get(key, "-")) for life in lives)))
+        shown = (f"{life[key]:,.2f}" if key != "cached" and key in life else str(life.get(key, "-")) for life in lives)
+        rows.append((label, *shown))
     return rows
 
 
@@ -106,7 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvloft: the restart bench cannot run here: {error}", file=sys.stderr)
         return 2
     options = {
-        "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "context": args.context, **options_of(args.model, args.layers),
+        "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "context": args.context,
+        **options_of(args.model, args.layers),
     }  # fmt: skip
     lives = run(options=options, log_dir=Path(args.logs), timeout_s=args.timeout)
     screen.print(table_of(table(lives)))

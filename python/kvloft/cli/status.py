@@ -10,7 +10,15 @@ from kvloft.cli.hits import hit_rate, hit_table
 from kvloft.cli.inspect import fields_of
 from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.cli.tables import (
-    before_engines, broken, engine_table, field_table, given_up, pinned, tenant_table, tier_table, title,
+    before_engines,
+    broken,
+    engine_table,
+    field_table,
+    given_up,
+    pinned,
+    tenant_table,
+    tier_table,
+    title,
 )  # fmt: skip
 
 MAX_TENANTS: Final = 16

@@ -13,7 +13,15 @@ from rich.live import Live
 from kvloft.cli.hits import hit_rate, hit_table
 from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.cli.tables import (
-    before_engines, broken, engine_table, given_up, new_table, pinned, tenant_table, tier_table, title,
+    before_engines,
+    broken,
+    engine_table,
+    given_up,
+    new_table,
+    pinned,
+    tenant_table,
+    tier_table,
+    title,
 )  # fmt: skip
 
 MIN_INTERVAL_S: Final = 0.1
