@@ -20,11 +20,12 @@ from kvloft.config import Config, load_config
 from kvloft.errors import ConfigError
 
 ENGINE = """
-import logging, os, sys, time
+import logging, os, signal, sys, time
 from kvloft import _core
 from kvloft.auto import look_after
 from kvloft.config import load_config
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell that starts the tests in the background has it ignored
 logging.basicConfig(level=logging.INFO, stream=sys.stdout, format="%(message)s")
 for name in sys.argv[2:]:
     os.set_inheritable(os.open(name, os.O_RDWR), True)

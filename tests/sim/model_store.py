@@ -99,6 +99,7 @@ class ModelStore(model.Session):  # type: ignore[name-defined,misc]
     disk_bytes: int = 0
     disk_threads: int = 2
     description: str = ""
+    limits: Any = None
     unkind: random.Random | None = None
     has_disk: bool = False
     entries: dict[bytes, Entry] = field(default_factory=dict)

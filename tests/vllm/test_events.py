@@ -18,7 +18,7 @@ def test_events_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     events = [["/cache/x starts afresh: its superblock is damaged", "the disk tier is left alone"], [], ["it is back"]]
     half: Any = object.__new__(SchedulerHalf)
     half._store = SimpleNamespace(take_events=iter(events).__next__, stats=dict, close=lambda: None)
-    half._leave_server = None
+    half._leave_server = half._teller = None
     half._namespace = bytes(range(32))
     half.core = SimpleNamespace(counters=Counter(x=1), close=lambda: None)
     half.hook_errors, half._quiet_steps, half._last, half._next_warning_s = 0, 0, {}, {}
