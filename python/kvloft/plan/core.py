@@ -107,7 +107,7 @@ class SchedulerCore:
             return 0
         if tracker.load_failed:
             # Offered again, the same load could fail again, and vLLM would ask again and again.
-            return 0
+            return None if self._groups is not None and tracker.gives_way_once() else 0
         if self._breaker.has_tripped and (self._loads or not self._breaker.lets_pass(self._clock())):
             return 0  # one load at a time is tried
         return self._queue.match(tracker, local_tokens, may_wait=may_wait)
@@ -138,7 +138,7 @@ class SchedulerCore:
         for tier, tokens in by_tier.items():
             self.counters[f"load_tokens_{tier}"] += tokens
         if plan.lost:
-            tracker.load_failed = True
+            tracker.fail_load()
             self.counters["load_lost_blocks"] += len(plan.lost)
 
     def fail_load(self, live: LiveRequest, num_tokens: int, block_ids: Sequence[BlockId] | Tables) -> None:
@@ -146,7 +146,7 @@ class SchedulerCore:
         begin, block_tokens = 0, self._group.block_tokens
         if (tracker := self._trackers.get(live.req_id)) is not None:
             begin = tracker.local_tokens // block_tokens
-            tracker.load_failed = True
+            tracker.fail_load()
         lost = tuple(block_ids[begin : begin + num_tokens // block_tokens])
         self._queue_load(LoadPlan(live.req_id, next(self._load_ids), lost=lost), None)
 
@@ -368,7 +368,7 @@ class SchedulerCore:
             if has_failed := bool(result.bad_keys) or result.failed:
                 self._queue.flights.pop(result.req_id, None)
                 if (tracker := self._trackers.get(result.req_id)) is not None:
-                    tracker.load_failed = True
+                    tracker.fail_load()
                     tracker.saved_chunks = 0
             if (loading := self._loads.get(result.load_id)) is None:
                 continue

@@ -77,6 +77,8 @@ class Tracker:
     """By tier, of the load planned last."""
     load_failed: bool = False
     """A load of this request brought less than was promised: it computes the rest of its life by itself."""
+    gives_way: bool = False
+    """A load failed, and vLLM has not asked since."""
     _embeds: tuple[EmbedRows, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -140,6 +142,19 @@ class Tracker:
     def forget_saves(self) -> None:
         """Nothing that was saved of it is known to be there."""
         self.saved_chunks = self.tail_blocks = 0
+
+    def fail_load(self) -> None:
+        """A load of it brought less than was promised."""
+        self.load_failed = self.gives_way = True
+
+    def gives_way_once(self) -> bool:
+        """Whether vLLM asks for the first time since a load failed; then it is to pass to the requests behind this one.
+
+        It has given the load's blocks back. Where all tokens need more blocks than the load did (windows do) and there are too
+        few, vLLM would stop at this request in every step, and never see those behind it whose loads ended, which hold the rest.
+        """
+        gives_way, self.gives_way = self.gives_way, False
+        return gives_way
 
     def drop_lease(self) -> None:
         """Unpin what the last match pinned (I5)."""
