@@ -16,7 +16,7 @@ from .shape import Shape
 from .symbols import Spec
 
 again = {
-    "first": st.integers(0, 30), "count": st.integers(4, 24), "cut": st.integers(0, 9), "is_next_turn": st.booleans(),
+    "first": st.integers(0, 30), "count": st.integers(6, 40), "cut": st.integers(0, 9), "is_next_turn": st.booleans(),
     "max_tokens": st.sampled_from([1, 1, 2, 5]), "ahead": st.integers(0, 8),
 }  # fmt: skip
 """``count`` requests of before, from the ``first``-last on; ``cut``: so many tokens shorter, each one more, below ten."""
@@ -26,7 +26,7 @@ again = {
 def busy_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
     """Served ones, of which some run many requests in one step."""
     shape = draw(served_groups(names))
-    return replace(shape, max_seqs=draw(st.sampled_from([6, 16])), max_batched_tokens=draw(st.sampled_from([16, 64])))
+    return replace(shape, max_seqs=draw(st.sampled_from([6, 16, 16])), max_batched_tokens=draw(st.sampled_from([16, 64, 64])))
 
 
 class BusyMachine(ServedMachine):

@@ -182,7 +182,11 @@ def window_is_saved_after_it_was_given_up(mp: pytest.MonkeyPatch) -> None:
     swap(mp, SchedulerCore, "_take_tables", take)
 
 
-@mutant("sglang #38031: a state is kept under the boundary before its own", "one key, two prefixes|another prefix's|ended", *STATES)
+@mutant(
+    "sglang #38031: a state is kept under the boundary before its own",
+    "one key, two prefixes|another prefix's|ended|not all of them saved",
+    *STATES,
+)
 def state_is_saved_under_another_boundary(mp: pytest.MonkeyPatch) -> None:
     def reserve(original: Any, self: Any, rows: Any) -> Any:
         return original(self, [(chain, group, max(1, boundary - 1), block) for chain, group, boundary, block in rows])

@@ -17,7 +17,9 @@ LENGTHS = (49, 43, 42, 41, 40)
 
 def serve(names: str, blocks: int, load_failure: float, *, is_async: bool) -> Engine:
     """Requests of one long prefix with so many ``blocks`` a group; loads go wrong at this rate."""
-    shape = Shape(GROUPS[names], num_blocks=blocks * len(GROUPS[names]), async_scheduling=is_async, host_frames=300, kv_groups="all")
+    shape = Shape(
+        GROUPS[names], num_blocks=blocks * len(GROUPS[names]), async_scheduling=is_async, host_frames=300, kv_groups="all"
+    )
     engine = Engine(MODEL, shape, 1)
     engine.add(Spec("first", STORIES[0][:49], 1, STORIES[0][:49]))
     engine.run()
