@@ -33,6 +33,15 @@ def test_a_small_size_without_a_unit_is_asked_about(size: object, is_odd: bool |
     assert [text.split("; ")[1] for text in found] == ([f"did you mean {size}MiB?"] if is_odd else [])
 
 
+@pytest.mark.parametrize(
+    ("quota", "meant"),
+    [(10, "10%"), ("10", "10%"), (100, "100%"), (500, "500MiB"), (0, None), ("10%", None), (0.1, None), ("4KiB", None)],
+)
+def test_a_small_quota_without_a_unit_is_asked_about(quota: object, meant: str | None) -> None:
+    found = warnings(load_config({"salt_quota": quota}, {}))
+    assert [text.split("; ")[1] for text in found] == ([f"did you mean {meant}?"] if meant else [])
+
+
 def test_a_megabyte_without_a_unit_is_none_of_them_nor_one_that_a_stronger_source_replaced() -> None:
     assert warnings(load_config({"host_size": 1 << 20}, {})) == []
     assert warnings(load_config({"host_size": "1MiB"}, {"KVLOFT_HOST_SIZE": "32000"})) == []

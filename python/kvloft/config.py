@@ -280,7 +280,7 @@ def load_config(
             values[key] = value = _parse(key, raw, origin)
             origins[key] = origin
             bare_sizes.pop(key, None)
-            if KEYS[key] is _SIZE and isinstance(value, int) and not _quantity(raw)[1]:
+            if KEYS[key] in (_SIZE, _QUOTA) and isinstance(value, int) and not _quantity(raw)[1]:
                 bare_sizes[key] = value
     for key in ("disk_size", "salt_disk_quota"):
         if values.get(key) is not None and values.get("disk_path") is None:

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import yaml
 
-from kvloft.config import Config, Quota, parse_quota, parse_ttl
+from kvloft.config import Config, Quota, first_twice, parse_quota, parse_ttl
 from kvloft.errors import ConfigError
 
 KEYS: Final = {"quota": ("quota", parse_quota), "disk_quota": ("disk_quota", parse_quota), "ttl": ("ttl_s", parse_ttl)}
@@ -55,7 +55,9 @@ def read_salt(raw: bytes, source: str) -> str:
 def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
     blame = f"salt_limits = {path}"
     try:
-        entries = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        entries = yaml.safe_load(text)
+        keys = _keys_of(text)
     except OSError as e:
         raise ConfigError(f"{blame} cannot be read ({e.strerror}); it must name a YAML file.") from None
     except (yaml.YAMLError, ValueError, RecursionError):  # what they say may quote a salt
@@ -64,11 +66,20 @@ def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
         raise ConfigError(f"{blame} holds no list; {WANTED}.")
     found: dict[str | None, Limits] = {}
     for nth, entry in enumerate(entries, 1):
+        if (twice := first_twice(keys[nth - 1])) in (*SALT_KEYS, *KEYS):  # any other key may be a salt
+            raise ConfigError(f"{blame}, entry {nth} sets {twice} twice; leave one of the two out.")
         salt, limits = _entry(entry, f"{blame}, entry {nth}", Path(path).parent, salted)
         if salt in found:
             raise ConfigError(f"{blame}, entry {nth}: an entry before it has the same salt; leave one of them out.")
         found[salt] = limits
     return found
+
+
+def _keys_of(text: str) -> list[list[str]]:
+    """The keys of each entry as they are written: of a key that is there twice, PyYAML keeps the last one without a word."""
+    node = yaml.compose(text, Loader=yaml.SafeLoader)
+    entries = node.value if isinstance(node, yaml.SequenceNode) else []
+    return [[key.value for key, _ in entry.value] if isinstance(entry, yaml.MappingNode) else [] for entry in entries]
 
 
 def _entry(entry: Any, blame: str, folder: Path, salted: Limits) -> tuple[str | None, Limits]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from kvloft.config import AUTO, Config, format_size, size_text
+from kvloft.config import AUTO, OF_LIMITS, Config, format_size, size_text
 from kvloft.errors import ConfigError
 from kvloft.limits import tenant_limits
 
@@ -73,10 +73,14 @@ def warnings(config: Config) -> list[str]:
 
 def _bare(config: Config) -> list[str]:
     return [
-        f"{key} = {size} ({config.origin(key)}) has no unit, so it is in bytes; did you mean {size}MiB?"
+        f"{key} = {size} ({config.origin(key)}) has no unit, so it is in bytes; did you mean {size}{_unit(key, size)}?"
         for key, size in config.bare_sizes.items()
-        if size < SMALL
+        if 0 < size < SMALL
     ]
+
+
+def _unit(key: str, size: int) -> str:
+    return "%" if key in OF_LIMITS and size <= 100 else "MiB"
 
 
 def _nearest(path: Path) -> Path:

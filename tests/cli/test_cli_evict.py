@@ -178,17 +178,19 @@ def test_a_pinned_tenant_stays_until_it_is_not(folder: Path, capsys: pytest.Capt
         assert main(["pin", "--socket", socket, "--salt", "of nobody", "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == {"namespaces": 1, "salts": 1, "host_bytes": 0, "disk_bytes": 0}
         assert main(["pin", "--socket", socket, "--salt", "of nobody", "--off"]) == 0
-        assert capsys.readouterr().out == "0 salts are pinned in 1 namespace: 0 B of host memory and 0 B on disk\n"
+        assert capsys.readouterr().out == "the salt is not pinned any more in 1 namespace\n"
         press(engine)
         assert found(engine) == [0, 3, 3, 0]
         assert main(["status", "--socket", socket]) == 0
         assert "1 salt pinned: 24 KiB in memory, 0 B on disk" in capsys.readouterr().out
         assert main(["pin", "--socket", socket, "--off", "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == {"namespaces": 1, "salts": 0, "host_bytes": 0, "disk_bytes": 0}
+        assert main(["pin", "--socket", socket, "--off"]) == 0
+        assert capsys.readouterr().out == "nothing is pinned any more in 1 namespace\n"
         press(engine)
         assert found(engine) == [0, 0, 0, 0]
         assert main(["pin", "--socket", socket, "--namespace", "0101"]) == 0
-        assert capsys.readouterr().out == "1 namespace pinned: without engines, too, a share of memory is kept\n"
+        assert capsys.readouterr().out == "1 namespace pinned; without engines, too, it keeps its share of memory\n"
         assert main(["status", "--socket", socket]) == 0
         assert "It is pinned: it keeps its share of memory without engines." in capsys.readouterr().out
     finally:

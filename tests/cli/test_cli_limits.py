@@ -11,6 +11,7 @@ import pytest
 
 from kvloft import _core
 from kvloft.cli.__main__ import main
+from kvloft.cli.tables import tenant_table
 
 FRAME = 4096
 SALT, OTHER = "acme's secret", "another"
@@ -93,3 +94,19 @@ def test_people_see_what_tenants_have_and_no_salt(
 def test_wrong_limits_are_one_sentence(options: list[str], said: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--socket", str(folder / "kv.sock"), "--host-size", "1MiB", *options]) == 2
     assert said in capsys.readouterr().err
+
+
+def tenant(tag: str | None, ttl_s: int | None = None) -> dict[str, object]:
+    return {"tag": tag, "host": 1, "disk": 0, "max_host": None, "max_disk": None, "ttl_s": ttl_s}
+
+
+@pytest.mark.parametrize(("num_salts", "said"), [(1, []), (2, ["and 1 salt that has less"]), (3, ["and 2 salts that have less"])])
+def test_salts_that_are_left_out_are_counted(num_salts: int, said: list[str]) -> None:
+    space = {"tenants": [tenant("ab")], "frame_bytes": FRAME, "stats": {"salts": num_salts}}
+    assert tenant_table(space, 8)[1:] == said
+
+
+def test_what_has_no_salt_is_shown_by_itself_only_with_a_limit() -> None:
+    for ttl_s, is_shown in ((None, False), (10, True)):
+        space = {"tenants": [tenant(None, ttl_s)], "frame_bytes": FRAME, "stats": {"salts": 0}}
+        assert bool(tenant_table(space, 8)) is is_shown

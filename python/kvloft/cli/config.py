@@ -74,6 +74,8 @@ def parse_extra(text: str) -> dict[str, object]:
     shown = repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
     try:
         extra = json.loads(text, object_pairs_hook=_each_once)
+    except ConfigError:
+        raise
     except (ValueError, RecursionError) as e:
         raise ConfigError(f"--extra {shown} is not JSON ({e}); it must be an object of settings.") from e
     if not isinstance(extra, dict):

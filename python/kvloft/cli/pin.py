@@ -62,14 +62,16 @@ def run(args: argparse.Namespace) -> int:
         return 2
     except StoreError as e:
         return not_answered(e)
-    print(json.dumps(done) if args.json else _sentence(done, is_memory=salt is None and not args.off))
+    print(json.dumps(done) if args.json else _sentence(done, is_memory=salt is None, is_off=args.off))
     return 0
 
 
-def _sentence(done: dict[str, int], *, is_memory: bool) -> str:
+def _sentence(done: dict[str, int], *, is_memory: bool, is_off: bool) -> str:
     salts, spaces = done["salts"], done["namespaces"]
     where = f"{spaces:,} namespace{'s' if spaces != 1 else ''}"
+    if is_off:
+        return f"nothing is pinned any more in {where}" if is_memory else f"the salt is not pinned any more in {where}"
     if is_memory:
-        return f"{where} pinned: without engines, too, a share of memory is kept"
+        return f"{where} pinned; without engines, too, {'it keeps its' if spaces == 1 else 'they keep their'} share of memory"
     sizes = f"{size_text(done['host_bytes'])} of host memory and {size_text(done['disk_bytes'])} on disk"
     return f"{salts:,} salt{'s are' if salts != 1 else ' is'} pinned in {where}: {sizes}"

@@ -100,9 +100,10 @@ def given_up(space: Status) -> list[str]:
 
 
 def tenant_table(space: Status, limit: int) -> list[Table | str]:
-    """What the salts have that have most, by their tags, which do not tell the salts; nothing without a salt."""
+    """What the salts have that have most, by their tags, which do not tell the salts; nothing without a salt or a limit."""
     tenants, frame_bytes = space["tenants"][:limit], space["frame_bytes"]
-    if not any(tenant["tag"] for tenant in tenants):
+    limits = ("max_host", "max_disk", "ttl_s")
+    if not any(tenant["tag"] or any(tenant[name] is not None for name in limits) for tenant in tenants):
         return []
     table = new_table("salt's tag", "host", "of", "disk", "of", "forgotten after")
     for tenant in tenants:
@@ -111,7 +112,7 @@ def tenant_table(space: Status, limit: int) -> list[Table | str]:
         ttl = format_ttl(tenant["ttl_s"]) if tenant["ttl_s"] is not None else ""
         table.add_row(tenant["tag"] or "(no salt)", held, most[0], on_disk, most[1], ttl)
     more = space["stats"]["salts"] - sum(tenant["tag"] is not None for tenant in tenants)
-    return [table, f"and {more:,} salts that have less"] if more > 0 else [table]
+    return [table, f"and {more:,} salt{'s that have' if more > 1 else ' that has'} less"] if more > 0 else [table]
 
 
 def engine_table(space: Status) -> Table | str:

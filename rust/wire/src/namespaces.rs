@@ -368,7 +368,7 @@ impl Namespaces {
 fn placed(pool: &Pool, frame_bytes: u64, nodes: &[u32]) -> String {
     let names = nodes.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
     match pool.place(frame_bytes, nodes) {
-        Ok(1) => format!("host memory lies on NUMA nodes {names}"),
+        Ok(1) => format!("host memory lies on NUMA node{} {names}", if nodes.len() == 1 { "" } else { "s" }),
         Ok(num) => format!("host memory lies on NUMA nodes {names} by shard, in {num} ranges"),
         Err(error) => format!("{error}; it lies where the system puts it"),
     }
