@@ -1,7 +1,7 @@
 """Loads of several requests that fail at once in a full pool: vLLM must come to rest, on its real scheduler.
 
-vLLM 0.32 gives a failed load's blocks back when the request is first in its queue, and stops the queue there if all its tokens do
-not fit at once. With windows they need more blocks than the load had; those behind hold theirs, are never looked at, and nothing runs.
+vLLM 0.32 gives a failed load's blocks back when the request is first in its queue, and stops the queue there if all its tokens
+do not fit at once. With windows they need more blocks than the load had. Loads behind it hold theirs and are never looked at.
 """
 
 import pytest
@@ -17,9 +17,8 @@ LENGTHS = (49, 43, 42, 41, 40)
 
 def serve(names: str, blocks: int, load_failure: float, *, is_async: bool) -> Engine:
     """Requests of one long prefix with so many ``blocks`` a group; loads go wrong at this rate."""
-    shape = Shape(
-        GROUPS[names], num_blocks=blocks * len(GROUPS[names]), async_scheduling=is_async, host_frames=300, kv_groups="all"
-    )
+    num_blocks = blocks * len(GROUPS[names])
+    shape = Shape(GROUPS[names], num_blocks=num_blocks, async_scheduling=is_async, host_frames=300, kv_groups="all")
     engine = Engine(MODEL, shape, 1)
     engine.add(Spec("first", STORIES[0][:49], 1, STORIES[0][:49]))
     engine.run()

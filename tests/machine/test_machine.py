@@ -16,9 +16,12 @@ HOURS = float(os.environ.get("MODEL_HOURS", "0"))
 EXAMPLES = 40
 """Lives of an engine a machine: some ten CPU seconds."""
 KINDS: dict[str, type[Machine]] = {
-    "one group": Machine, "drafter": DraftMachine, "several groups": ServedMachine, "no connector": GroupMachine,
+    "one group": Machine,
+    "drafter": DraftMachine,
+    "several groups": ServedMachine,
+    "no connector": GroupMachine,
     "asked again": BusyMachine,
-}  # fmt: skip
+}
 SEEN = {"steps", "preemptions", "blocks read"}
 BESIDE_KVLOFT = SEEN | {"saves", "loads", "offers"}
 WANTED = {
