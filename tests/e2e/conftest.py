@@ -55,7 +55,11 @@ def zygote(pytestconfig: pytest.Config) -> Zygote:
 class Truth:
     """Outputs of an engine without any cache, remembered by request content."""
 
-    def __init__(self, engine: Callable[[], Engine]) -> None:
+    def __init__(self, engine: Callable[[], Engine], book: Path | None = None) -> None:
+        """``book``: what is said is written down there, for drafters (zoo/draft_kernels.py)."""
+        self._book = book
+        if book is not None:
+            book.touch()
         self._make, self._engine, self._known = engine, None, dict[Any, Result]()
 
     def _run(self, requests: Sequence[Req]) -> list[Result]:
@@ -64,6 +68,9 @@ class Truth:
         missing = {self._key(r): r.again(logprobs=2) for r in requests if self._key(r) not in self._known}
         if missing:
             self._known |= dict(zip(missing, self._engine.ask(*missing.values()), strict=True))
+            if self._book is not None:
+                with self._book.open("a") as book:
+                    book.writelines(f"{[*(r.ids or ()), *self._known[key].tokens]}\n" for key, r in missing.items())
         return [self._known[self._key(r)] for r in requests]
 
     @staticmethod

@@ -16,9 +16,11 @@ from .client import BLOCK, Engine, Req, Zygote, engine_kwargs, kvloft, random_id
 from .conftest import Truth
 from .test_server import server  # noqa: F401
 from .test_server import shared as sharing
+from .zoo.draft_kernels import BOOK
 from .zoo.models import IS_WHOLE, ZOO, ZooModel, chosen
 
 REFUSED = {
+    "ngram-mamba2": "kvloft refuses drafts beside Mamba2: one prompt around a boundary was answered wrongly, and nobody knows why yet",
     "deepseek-v2": "kvloft refuses latent attention on CPUs without AMX: vLLM computes its prompts only whole there",
 }
 """What kvloft does not serve yet, and why: when it does, its row goes."""
@@ -51,7 +53,8 @@ def place(request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pyte
     """Each model in turn."""
     model = ZOO[request.param]
     folder = model.write(tmp_path_factory.mktemp(model.name))
-    truth = Truth(lambda: zygote.engine(engine_kwargs(folder, **model.plain()), prepare=model.prepare))
+    plain = engine_kwargs(folder, **model.plain())
+    truth = Truth(lambda: zygote.engine(plain, prepare=model.prepare), folder.parent / "book")
     yield Place(model, folder, truth)
     truth.close()
 
@@ -63,7 +66,8 @@ def serve(place: Place, zygote: Zygote) -> Iterator[Callable[..., Engine]]:
 
     def launch(disk: Path | None = None, **more: Any) -> Engine:
         arguments = place.model.engine(place.folder) | {"kv_transfer_config": kvloft(disk, kv_groups=place.model.kv_groups)} | more
-        engine = zygote.engine(engine_kwargs(place.folder, **arguments), prepare=place.model.prepare)
+        env = {BOOK: str(place.folder.parent / "book")}
+        engine = zygote.engine(engine_kwargs(place.folder, **arguments), prepare=place.model.prepare, env=env)
         engines.append(engine)
         return engine
 
@@ -150,6 +154,41 @@ def test_turn_two_finds_what_turn_one_said(place: Place, serve: Callable[..., En
     second = place.prompt(9601, len(history) + 21, before=history)
     assert ask(place, engine, second)[0] >= least(place, len(history) - 1)
     assert_sound(engine)
+
+
+def beside_drafts(place: Place) -> None:
+    """Skip models without both."""
+    if place.model.draft is None or "state (align)" not in place.model.kinds:
+        pytest.skip("no drafts beside states")
+
+
+def test_states_at_boundaries_that_accepted_drafts_passed_are_right(place: Place, serve: Callable[..., Engine]) -> None:
+    """vLLM moves such a state to its block behind sampling only. It offers few of them: one of these prompts must find one."""
+    beside_drafts(place)
+    size = place.model.hit_tokens
+    engine = serve(prefix_cache_retention_interval=size)
+    prompts = [place.prompt(9650 + i, size - 12 + i, max_tokens=20) for i in range(12)]
+    ask(place, engine, *prompts)
+    assert accepted(engine) > 4 * len(prompts)
+    said = [(p.ids or ()) + place.truth.tokens(p) for p in prompts]
+    assert engine.reset()
+    assert max(ask(place, engine, *(place.prompt(9680 + i, len(ids) + 9, before=ids) for i, ids in enumerate(said)))) >= size
+    assert_sound(engine)
+
+
+def test_a_loaded_state_that_is_overwritten_changes_what_is_said(place: Place, serve: Callable[..., Engine]) -> None:
+    """So that these tests can fail. Each group has an engine of its own: kvloft stops where a test changes a worker's memory."""
+    beside_drafts(place)
+    prompt = place.prompt(9690, 418)
+    for group, kind in enumerate(place.model.kinds):
+        engine = serve()
+        ask(place, engine, prompt)
+        assert engine.reset()
+        assert ask(place, engine, prompt)[0] > 0
+        hit = engine.probe("hit", ids=list(prompt.ids or ()))  # what kvloft loaded is in vLLM's own cache now
+        assert engine.probe("damage", group=group, block=hit["blocks"][group][-1])
+        assert engine.ask(prompt.again())[0].tokens != place.truth.tokens(prompt), f"group {group} {kind}"
+        engine.kill()
 
 
 def test_few_blocks_and_many_requests_say_the_truth(place: Place, serve: Callable[..., Engine]) -> None:

@@ -217,10 +217,20 @@ def test_several_groups_without_a_rule_are_refused(changes: dict[str, Any], spec
         check_supported(settings(**changes), groups(*specs), "all")
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "mtp", "eagle3"])
-def test_drafts_are_served_beside_states(method: str) -> None:
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafts_are_served_beside_gated_delta_nets(method: str) -> None:
     aligned = replace(MAMBA, block_size=FULL.block_size, mamba_cache_mode="align")
-    check_supported(settings(speculative_config=SimpleNamespace(method=method)), groups(FULL, aligned), "all")
+    config = settings(speculative_config=SimpleNamespace(method=method))
+    check_supported(config, groups(FULL, replace(aligned, mamba_type="GDN_ATTN")), "all")
+    with pytest.raises(UnsupportedError, match="gated delta nets only yet"):
+        check_supported(config, groups(FULL, aligned), "all")
+
+
+@pytest.mark.parametrize("method", ["mtp", "eagle3"])
+def test_a_drafter_with_kv_of_its_own_is_refused_beside_states(method: str) -> None:
+    aligned = replace(MAMBA, block_size=FULL.block_size, mamba_cache_mode="align", mamba_type="GDN_ATTN")
+    with pytest.raises(UnsupportedError, match="never ran with such a model"):
+        check_supported(settings(speculative_config=SimpleNamespace(method=method)), groups(FULL, aligned), "all")
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])

@@ -108,9 +108,20 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
         yield f"serves groups with blocks of one size, and here they have {sizes} tokens, with hits at multiples of {alignment}"
     if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in specs):
         yield "serves states that vLLM keeps at blocks' ends; set --mamba-cache-mode align, with prefix caching"
+    if "state" in kinds and vllm_config.speculative_config is not None:
+        yield from _of_drafts_beside_states(vllm_config, specs)
     odd = {"enable_kv_transfer": False, "host_resident": True}
     if any(getattr(group, name, not value) == value for group in groups for name, value in odd.items()):
         yield "does not serve groups that are kept elsewhere than in blocks"
+
+
+def _of_drafts_beside_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
+    """What ran with a model is served: ngram or suffix beside gated delta nets."""
+    if has_draft_kv(vllm_config):
+        method = vllm_config.speculative_config.method
+        yield f"does not serve {method!r} beside state-space layers yet: a drafter with KV of its own never ran with such a model"
+    if any("GDN" not in str(getattr(spec, "mamba_type", "GDN")) for spec in specs if hasattr(spec, "mamba_cache_mode")):
+        yield "serves speculative decoding beside gated delta nets only yet: beside Mamba2 and convolutions it is not proven"
 
 
 def _of_settings(vllm_config: Any) -> Iterator[str]:

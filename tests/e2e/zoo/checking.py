@@ -16,11 +16,12 @@ from .models import ZOO
 
 ROOT = Path(__file__).resolve().parents[3]
 KEPT = ROOT / "build" / "models"
-STATES = ("falcon-h1", "granite4", "lfm2", "nemotron-h", "qwen3-next")
+STATES = ("falcon-h1", "granite4", "lfm2", "nemotron-h", "ngram-mamba2", "ngram-states", "qwen3-next")
 NOT_SERVED = {
     *(("deepseek-v2", groups) for groups in ("auto", "one")),
     *((name, "one") for name in STATES),
     ("gemma4", "auto"),
+    ("ngram-mamba2", "auto"),
 }
 """Models with a setting of kv_groups; whatever begins to be served loses its row."""
 AS_A_USER, FORKED = (

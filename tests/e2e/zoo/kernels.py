@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from .draft_kernels import Row, drafted_convolutions, drafted_scans, moved_states, rows, well_read_ngram
+
 
 def exact_delta_net() -> None:
     """Let gated delta nets be computed in float32, token by token."""
@@ -21,6 +23,12 @@ def exact_delta_net() -> None:
         _delta_net(mixed_qkv, b, a, core_attn_out, layer_name)
 
     gdn_attention.cpu_gdn_attention_core = core
+    _drafts()
+
+
+def _drafts() -> None:
+    moved_states()
+    well_read_ngram()
 
 
 def _delta_net(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: Any) -> None:
@@ -34,33 +42,32 @@ def _delta_net(mixed_qkv: Any, b: Any, a: Any, core_attn_out: Any, layer_name: A
     step: Any = context.attn_metadata[layer.prefix]
     if not step.num_actual_tokens:
         return
-    assert step.spec_sequence_masks is None, "no drafts"
-    bounds, slots = step.non_spec_query_start_loc.tolist(), step.non_spec_state_indices_tensor.tolist()
-    for i in range(step.num_decodes + step.num_prefills):
-        begin, end = bounds[i], bounds[i + 1]
-        is_new = i >= step.num_decodes and not bool(step.has_initial_state[i])
-        convolved = _convolve(layer, slots[i], mixed_qkv[begin:end], is_new)
-        core_attn_out[begin:end] = _recur(layer, slots[i], convolved, a[begin:end], b[begin:end], is_new)
+    for tokens, row in rows(step):
+        convolved = _convolve(layer, row, mixed_qkv[tokens])
+        core_attn_out[tokens] = _recur(layer, row, convolved, a[tokens], b[tokens])
 
 
-def _convolve(layer: Any, slot: int, x: Any, is_new: bool) -> Any:
-    """Convolution over time; the state is the input of the last tokens."""
+def _convolve(layer: Any, row: Row, x: Any) -> Any:
+    """Convolution over time; the state is the input of the last tokens, and with drafts of as many more as can be rejected."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
-    state = layer.kv_cache[0][slot]
-    state = state.transpose(0, 1) if is_conv_state_dim_first() else state  # (width - 1, channels)
+    state = layer.kv_cache[0][row.slots[0]]
+    state = state.transpose(0, 1) if is_conv_state_dim_first() else state  # (width - 1 + drafts, channels)
     weight = layer.conv1d.weight.view(x.shape[1], -1)
-    inputs = torch.cat([torch.zeros_like(state) if is_new else state, x])
+    before = state[row.rejected_from : row.rejected_from + weight.shape[1] - 1]
+    inputs = torch.cat([torch.zeros_like(before) if row.is_new else before, x])
     out = (inputs.unfold(0, weight.shape[1], 1) * weight).sum(-1)
-    state.copy_(inputs[-state.shape[0] :])
+    kept = inputs[1:] if row.is_drafted else inputs[len(x) :]
+    state[: len(kept)] = kept
     return torch.nn.functional.silu(out)
 
 
-def _recur(layer: Any, slot: int, x: Any, a: Any, b: Any, is_new: bool) -> Any:
-    """The recurrence; the state is one matrix a head, keys by values."""
-    state = layer.kv_cache[1][slot]
-    state = state.view(state.shape[0], state.shape[2], state.shape[1])
-    if is_new:
+def _recur(layer: Any, row: Row, x: Any, a: Any, b: Any) -> Any:
+    """The recurrence; the state is one matrix a head, keys by values. With drafts each token's goes into a slot of its own."""
+    states = layer.kv_cache[1]
+    states = states.view(states.shape[0], states.shape[1], states.shape[3], states.shape[2])
+    state = states[row.slots[row.rejected_from]].clone()
+    if row.is_new:
         state.zero_()
     query, key, value = torch.split(x, [layer.key_dim, layer.key_dim, layer.value_dim], dim=-1)
     repeat = layer.num_v_heads // layer.num_k_heads
@@ -75,6 +82,10 @@ def _recur(layer: Any, slot: int, x: Any, a: Any, b: Any, is_new: bool) -> Any:
         missing = (value[t] - torch.einsum("hk,hkv->hv", key[t], state)) * beta[t, :, None]
         state += key[t, :, :, None] * missing[:, None, :]
         out[t] = torch.einsum("hk,hkv->hv", query[t], state)
+        if row.is_drafted:
+            states[row.slots[t]] = state
+    if not row.is_drafted:
+        states[row.slots[0]] = state
     return out
 
 
@@ -103,6 +114,9 @@ def mamba2_checkpoints() -> None:
 
     ssd_combined._mamba_chunk_scan_combined_fwd = scan_by_chunks
     mamba_mixer2.store_prefill_checkpoint = _store_checkpoint
+    drafted_convolutions()
+    drafted_scans()
+    _drafts()
 
 
 def _store_checkpoint(
