@@ -218,11 +218,10 @@ fn a_chunk_expires_with_the_older_one_that_it_hangs_on() {
 fn a_prompt_longer_than_the_disks_quota_keeps_its_beginning_there() {
     for (most, num) in [(0, 0), (3, 3)] {
         let disk = MemoryDisk::new(SLOTS);
-        let limits = TenantLimits {
-            salted: Limits { disk: Some(bytes(most)), ..Limits::default() },
-            ..TenantLimits::default()
-        };
-        let config = StoreConfig { disk: Some(disk_settings(SLOTS.into(), 2)), limits, ..config(FRAMES, 1, Eviction::Lru) };
+        let limits =
+            TenantLimits { salted: Limits { disk: Some(bytes(most)), ..Limits::default() }, ..TenantLimits::default() };
+        let config =
+            StoreConfig { disk: Some(disk_settings(SLOTS.into(), 2)), limits, ..config(FRAMES, 1, Eviction::Lru) };
         let store = disk.open(&config, &[]);
         for salt in [Some("a"), None] {
             assert_eq!(save(&store, &arena_of(&store), &chain_of(salt, 0, 6), range(0, 6, 0)), 6);

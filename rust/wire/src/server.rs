@@ -304,7 +304,9 @@ impl Drop for Server {
 
 /// Ends threads that are told to end. One that a disk holds, as it erases what is too old, is left to itself at the deadline.
 fn join(threads: Vec<JoinHandle<()>>, deadline: Instant) {
-    threads.iter().for_each(|thread| thread.thread().unpark());
+    for thread in &threads {
+        thread.thread().unpark();
+    }
     for thread in threads {
         while !thread.is_finished() && Instant::now() < deadline {
             std::thread::sleep(JOIN_EVERY);
