@@ -25,6 +25,13 @@ def test_quotas_are_read_back(quota: int | float) -> None:
     assert (read, type(read)) == (quota, type(quota))
 
 
+@given(st.floats(1e-6, 1.0))
+def test_a_part_is_told_to_a_server_as_it_is_read(part: float) -> None:
+    """As `server: auto` does, of whatever an engine was given."""
+    quota = parse_quota(part)
+    assert parse_quota(format_quota(quota)) == quota and abs(quota - part) < 1e-6
+
+
 @given(st.integers(1, MAX_TTL_S))
 def test_times_are_read_back(seconds: int) -> None:
     assert parse_ttl(format_ttl(seconds)) == seconds
@@ -39,7 +46,7 @@ def test_a_quota_is_a_part_or_a_size(text: object, quota: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", ["101%", "-1%", "%", "1e1%", "10 percent", "0.00001%", -1, 1.5, -0.1, True, None, "", "1.5", [], float("nan")]
+    "wrong", ["101%", "-1%", "%", "1e1%", "10 percent", "0.00001%", -1, 1.5, -0.1, 1e-7, True, None, "", "1.5", [], float("nan")]
 )
 def test_other_quotas_are_refused(wrong: object) -> None:
     with pytest.raises(ValueError):

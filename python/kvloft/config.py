@@ -65,9 +65,12 @@ Quota = int | float
 
 
 def parse_quota(value: object) -> Quota:
-    """Bytes as an int of ``"8GiB"`` or another size, or a part of the whole as a float of ``"10%"`` or 0.1; raises ValueError."""
-    if isinstance(value, float) and 0.0 <= value <= 1.0:
-        return value
+    """Bytes as an int of ``"8GiB"`` or another size, or a part of the whole as a float of ``"10%"`` or 0.1; raises ValueError.
+
+    Parts are millionths: what is less and not 0 is refused.
+    """
+    if isinstance(value, float) and (value == 0.0 or 1e-6 <= value <= 1.0):
+        return round(value, 6)
     match = re.fullmatch(r"\s*([0-9]{1,3}(?:\.[0-9]{1,4})?)\s*%\s*", value) if isinstance(value, str) else None
     if match is None:
         return parse_size(value, low=0)

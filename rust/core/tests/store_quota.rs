@@ -212,3 +212,24 @@ fn a_chunk_expires_with_the_older_one_that_it_hangs_on() {
     assert_eq!(save(&store, &arena_of(&store), &chain, range(0, 6, 0)), 6, "and is saved anew");
     store.check().unwrap();
 }
+
+/// Of a prompt longer than the disk's quota nothing may go for what hangs on it, so its end is not written.
+#[test]
+fn a_prompt_longer_than_the_disks_quota_keeps_its_beginning_there() {
+    for (most, num) in [(0, 0), (3, 3)] {
+        let disk = MemoryDisk::new(SLOTS);
+        let limits =
+            TenantLimits { salted: Limits { disk: Some(bytes(most)), ..Limits::default() }, ..TenantLimits::default() };
+        let config =
+            StoreConfig { disk: Some(disk_settings(SLOTS.into(), 2)), limits, ..config(FRAMES, 1, Eviction::Lru) };
+        let store = disk.open(&config, &[]);
+        for salt in [Some("a"), None] {
+            assert_eq!(save(&store, &arena_of(&store), &chain_of(salt, 0, 6), range(0, 6, 0)), 6);
+        }
+        assert!(disk.flush(&store));
+        assert_eq!([stat(&store, "disk_used"), disk.chunks().len() as u64], [6 + num, 6 + num], "a quota of {most}");
+        assert_eq!(store.lookup(&chain_of(Some("a"), 0, 6)).host_blocks, 6, "memory has no quota");
+        assert!(stat(&store, "quota_dropped") > 0);
+        store.check().unwrap();
+    }
+}

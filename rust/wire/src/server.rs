@@ -28,6 +28,7 @@ use crate::turns::Turns;
 const LOOK_EVERY: Duration = Duration::from_millis(100);
 /// Longest wait for connections to end when the server does.
 const END_TIMEOUT: Duration = Duration::from_secs(2);
+const JOIN_EVERY: Duration = Duration::from_millis(1);
 /// Most lines for people that wait to be taken.
 const MAX_EVENTS: usize = 256;
 /// Time until namespaces without engines are looked at for what is too old.
@@ -261,7 +262,7 @@ impl Server {
         Ok(server)
     }
 
-    fn keep(&self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
+    pub(crate) fn keep(&self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
         let thread = spawn(name, work)?;
         self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
         Ok(())
@@ -284,10 +285,7 @@ impl Server {
         self.shared.is_stopping.store(true, Ordering::SeqCst);
         self.listener.shut();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
-        for thread in threads {
-            thread.thread().unpark();
-            let _ended = thread.join();
-        }
+        join(threads, Instant::now() + END_TIMEOUT);
         let peers = self.shared.peers();
         for peer in peers.values() {
             let _gone = peer.stream.shutdown(std::net::Shutdown::Both);
@@ -301,6 +299,21 @@ impl Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.close(Duration::ZERO);
+    }
+}
+
+/// Ends threads that are told to end. One that a disk holds, as it erases what is too old, is left to itself at the deadline.
+fn join(threads: Vec<JoinHandle<()>>, deadline: Instant) {
+    for thread in &threads {
+        thread.thread().unpark();
+    }
+    for thread in threads {
+        while !thread.is_finished() && Instant::now() < deadline {
+            std::thread::sleep(JOIN_EVERY);
+        }
+        if thread.is_finished() {
+            let _ended = thread.join();
+        }
     }
 }
 

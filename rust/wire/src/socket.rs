@@ -79,9 +79,9 @@ fn lock_path(socket: &Path) -> PathBuf {
     path.into()
 }
 
-/// Whether the file is the one at that path.
+/// Whether the file is the one at that path, or that a link there leads to.
 fn is_there(file: &File, path: &Path) -> io::Result<bool> {
-    let (own, found) = (file.metadata()?, path.symlink_metadata()?);
+    let (own, found) = (file.metadata()?, path.metadata()?);
     Ok((own.dev(), own.ino()) == (found.dev(), found.ino()))
 }
 
@@ -251,5 +251,48 @@ impl Inbox {
         }
         self.start += LENGTH_BYTES + length;
         Ok(Some(&rest[..length]))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::mpsc;
+
+    use super::*;
+
+    /// The one that listens has the socket and the lock, whoever ends or begins meanwhile.
+    #[test]
+    fn servers_that_end_and_begin_at_once_never_listen_together() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("kvloft.sock");
+        let (num_listening, num_bound) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let work = || {
+            for _ in 0..500 {
+                let Ok(listener) = Listener::bind(&path) else { continue };
+                assert_eq!(num_listening.fetch_add(1, Ordering::SeqCst), 0, "two listen at once");
+                assert!(is_there(&listener.lock, &lock_path(&path)).unwrap_or(false), "its lock is another's");
+                assert!(UnixStream::connect(&path).is_ok(), "its socket is gone");
+                num_bound.fetch_add(1, Ordering::SeqCst);
+                num_listening.fetch_sub(1, Ordering::SeqCst);
+            }
+        };
+        thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(work))));
+        assert!(num_bound.into_inner() > 0);
+        assert_eq!(dir.path().read_dir().expect("it is there").count(), 0, "something is left");
+    }
+
+    #[test]
+    fn a_lock_that_is_a_link_is_a_lock() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("kvloft.sock");
+        std::os::unix::fs::symlink(dir.path().join("elsewhere"), lock_path(&path)).expect("the path is free");
+        let (send, bound) = mpsc::channel();
+        let own = path.clone();
+        thread::spawn(move || send.send(Listener::bind(&own)));
+        let listener = bound.recv_timeout(Duration::from_secs(20)).expect("it is still at it").expect("it is free");
+        assert!(Listener::bind(&path).is_err(), "it is taken");
+        drop(listener);
+        assert!(!path.exists() && lock_path(&path).symlink_metadata().is_err());
     }
 }

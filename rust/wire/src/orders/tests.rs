@@ -109,6 +109,23 @@ fn a_disk_that_hangs_under_a_closed_namespace_holds_nobody_up() {
     assert!(!said.is_cut_short && said.num_chunks == 1);
 }
 
+/// What is too old is looked for by a thread of the server's own, which a disk may hold for ever.
+#[test]
+fn a_thread_that_a_disk_holds_does_not_hold_the_servers_end_up() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = Server::open(config(dir.path()).0).expect("a server");
+    let (heal, hung) = mpsc::channel::<()>();
+    server.keep("hangs", move || hung.recv().unwrap_or_default()).expect("started");
+    let (send, ended) = mpsc::channel();
+    thread::spawn(move || {
+        server.close(Duration::ZERO);
+        let _nobody_waits = send.send(());
+    });
+    let has_ended = ended.recv_timeout(Duration::from_secs(20)).is_ok();
+    drop(heal);
+    assert!(has_ended);
+}
+
 #[test]
 fn evictions_at_once_count_what_each_of_them_gave_up() {
     let dir = tempfile::tempdir().expect("a directory");
