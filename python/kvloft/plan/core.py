@@ -20,6 +20,7 @@ from kvloft.plan.groups import GroupedChunks, SaveRow
 from kvloft.plan.loads import Loading, plan_load
 from kvloft.plan.pins import Lease
 from kvloft.plan.queue import Queue
+from kvloft.plan.room import Room
 from kvloft.plan.saves import due_chunks, longest, note_dropped, rewritten
 from kvloft.plan.tracker import NEVER, NOT_LOOKED, Tracker
 from kvloft.seam.batch import Tables
@@ -42,7 +43,7 @@ class SchedulerCore:
     vLLM ``shares_blocks``, which it does with its prefix cache. ``retry_loads_s``: when loads are tried again after many failed;
     infinite: never. ``save_prompts_only``: for requests that do not say. ``max_running``: seats of the engine; None: not known.
     ``draft_limit``: with a request of more tokens in a step, the engine leaves its drafter out of that step; None: it has none.
-    ``announcer``: is told which chunks requests have; None where KV events are off.
+    ``announcer``: is told which chunks requests have; None where KV events are off. ``room``: of several groups in vLLM's pool.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SchedulerCore:
         max_running: int | None = None,
         draft_limit: int | None = None,
         announcer: Announcer | None = None,
+        room: Room | None = None,
     ) -> None:
         self._store, self._new_chain, self._clock, self._arena = store, new_chain, clock, arena
         self._group, self._num_ranks, self._lookahead = shape.main_group, shape.num_ranks, shape.lookahead
@@ -71,7 +73,7 @@ class SchedulerCore:
         self._draft_limit, self._announcer = draft_limit, announcer
         self._queue = Queue(
             store, self._group, clock, wait_s, arena.num_frames if arena is not None else 0, max_running=max_running,
-            shares_blocks=shares_blocks and self._groups is None, groups=self._groups, lookahead=shape.lookahead,
+            shares_blocks=shares_blocks and self._groups is None, groups=self._groups, lookahead=shape.lookahead, room=room,
         )  # fmt: skip
         self.still_waits = self._queue.still_waits
         """Whether `match` would say None as it did before: to ask of thousands in every step, before anything is made for them."""
@@ -130,6 +132,7 @@ class SchedulerCore:
             tracker.drop_lease()
             self._queue.num_running += 1
             return
+        self._queue.hold(tracker, num_tokens)
         plan, lease, by_tier = plan_load(tracker, self._group.block_tokens, num_tokens, next(self._load_ids))
         if lease is not None:
             self._queue.begin_load(tracker, lease, num_tokens, is_whole=not plan.lost)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 from kvloft.plan.groups import GroupedChunks
 from kvloft.plan.pins import Lease, Pins
+from kvloft.plan.room import Need, Room
 from kvloft.plan.tracker import Flight, Tracker
 from kvloft.seam.ids import ReqId
 from kvloft.seam.shape import GroupShape
@@ -46,6 +47,8 @@ class Queue:
     """What the store has of several KV cache groups; None with one."""
     lookahead: int = 0
     """Of the shape: with a drafter's, vLLM gives up the last block of what its own cache has."""
+    room: Room | None = None
+    """What several groups have in the pool; None with one."""
     num_running: int = 0
     step: int = 0
     waiting: Pins = field(init=False)
@@ -59,6 +62,9 @@ class Queue:
     """The first in this step that waits with pins, or for them."""
     _without_turn: ReqId | None = None
     """The first in this step that must wait until others pin less: those behind it wait, too."""
+    _without_room: ReqId | None = None
+    """The first in this step for whose blocks there is no room beside those of others' loads: those behind it wait, too."""
+    _room_changed_s: float = float("-inf")
     _no_turns_until_s: float = float("-inf")
     """The disk did not keep up: until then none waits for its turn, for it would wait as long as all before it."""
     _next_expiry_s: float = float("-inf")
@@ -144,6 +150,13 @@ class Queue:
         if may_wait and (self._is_coming(tracker, num_tokens, now) or self._seats_are_taken(now)):
             self._first = self._first or tracker
             return None
+        if self._lacks_room(tracker, num_tokens, ready_blocks * block_tokens):
+            # Whose load hangs keeps its blocks, and then it is better to compute.
+            if may_wait and now - self._room_changed_s < self.wait_s:
+                self._first = self._first or tracker
+                return None
+            tracker.drop_lease()
+            return 0
         return offered
 
     def _look_up(self, tracker: Tracker) -> tuple[int, int]:
@@ -208,6 +221,19 @@ class Queue:
         """Of all frames, also those that are not pinned by a GPU's driver: what is read from disk takes any."""
         return max(0, self.num_frames - self.loading.num_chunks) // 2
 
+    def _lacks_room(self, tracker: Tracker, num_tokens: int, loaded_tokens: int) -> bool:
+        if self.room is None:
+            return False
+        has_turn = self._without_room in (None, tracker.req_id)
+        if has_turn and self.room.has(self._need(tracker, num_tokens, loaded_tokens)):
+            return False
+        self._without_room = self._without_room or tracker.req_id
+        return True
+
+    def _need(self, tracker: Tracker, num_tokens: int, loaded_tokens: int) -> Need:
+        assert self.room is not None
+        return self.room.need(tracker.chain, num_tokens, tracker.local_tokens, loaded_tokens)
+
     # -- loads, steps and ends ------------------------------------------------------------------------------------
 
     def begin_load(self, tracker: Tracker, lease: Lease, num_tokens: int, *, is_whole: bool) -> None:
@@ -218,12 +244,18 @@ class Queue:
             end = begin + num_tokens // self.group.block_tokens
             self.flights[tracker.req_id] = Flight(tracker.req_id, tracker.chain, begin, end, self.clock())
 
+    def hold(self, tracker: Tracker, num_tokens: int) -> None:
+        """It was given blocks for a load of so many tokens, and keeps them until vLLM admits it again."""
+        if self.room is not None:
+            self.room.take(tracker.req_id, self._need(tracker, tracker.num_confirmed, tracker.local_tokens + num_tokens))
+            self._room_changed_s = self.clock()
+
     def next_step(self) -> None:
         """vLLM asks from the front again. Leases fall whose requests it has not asked about for long."""
         if self.waiting.num_chunks > self._max_pinned:  # the first that asked needed much: those whom vLLM passes over give way
             self._drop_leases(lambda tracker: tracker.asked_step < self.step)
         self.step += 1
-        self._first = self._without_turn = None
+        self._first = self._without_turn = self._without_room = None
         if self.waiting.leases and (now := self.clock()) >= self._next_expiry_s:
             self._next_expiry_s = now + LEASE_S / 8
             self._drop_leases(lambda tracker: now - tracker.asked_s > LEASE_S)
@@ -238,6 +270,8 @@ class Queue:
         """It was admitted, or it ended."""
         self.told_to_wait.pop(req_id, None)
         self.flights.pop(req_id, None)
+        if self.room is not None and self.room.give_back(req_id):
+            self._room_changed_s = self.clock()
 
     def clear(self) -> None:
         """Unpin what requests wait with; requests that were told to wait are looked up afresh."""

@@ -35,7 +35,7 @@ from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.identity.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
 from kvloft.vllm.identity.reload import WeightsWatch
 from kvloft.vllm.patches import ADD_ADAPTER, ENGINE_RPC, ENGINE_SLEEP, OF_EVERY_ENGINE, PAUSE_RESET, POOL_RESET, listen, settle
-from kvloft.vllm.shape import draft_limit
+from kvloft.vllm.shape import draft_limit, room_of
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.support import transfer_warnings
 from kvloft.vllm.telling import Teller
@@ -130,6 +130,7 @@ class SchedulerHalf:
             save_prompts_only=config.save == "prompt",
             max_running=vllm_config.scheduler_config.max_num_seqs,
             draft_limit=draft_limit(vllm_config),
+            room=room_of(vllm_config, kv_cache_config, shape),
             announcer=self._announcer,
             # Where a failed load ends its request, trying again would cost answers.
             retry_loads_s=RETRY_S if getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute" else math.inf,

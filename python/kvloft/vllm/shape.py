@@ -13,6 +13,7 @@ from vllm.distributed.utils import get_pp_indices
 
 from kvloft.config import Config
 from kvloft.errors import ConfigError
+from kvloft.plan.room import Room
 from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.transfer.frames import part_bytes_for
 
@@ -75,6 +76,17 @@ def draft_limit(vllm_config: Any) -> int | None:
     if (draft := getattr(speculative, "draft_model_config", None)) is not None:
         longest = min(longest, draft.max_model_len)
     return int(longest) - int(speculative.num_speculative_tokens) - 1
+
+
+def room_of(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> Room | None:
+    """What requests with loads may take of the pool, but for the null block; None with one group, where vLLM counts right."""
+    if len(shape.groups) == 1:
+        return None
+    speculative = getattr(vllm_config, "speculative_config", None)
+    num_drafts = int(speculative.num_speculative_tokens or 0) if speculative is not None else 0
+    two_steps = 2 * vllm_config.scheduler_config.max_num_batched_tokens
+    step_tokens = int(getattr(vllm_config, "max_in_flight_tokens", two_steps))
+    return Room(shape.groups, kv_cache_config.num_blocks - 1, step_tokens, num_drafts)
 
 
 def lookahead(vllm_config: Any) -> int:

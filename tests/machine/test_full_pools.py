@@ -1,0 +1,48 @@
+"""Loads that fill the GPU's pool, of several groups: vLLM's real scheduler must not stand still.
+
+With windows and local chunks vLLM 0.32 keeps too few blocks free for requests whose loads have ended, and gives the blocks of a
+failed load back only when its request is first in a queue, where it stops if all tokens do not fit at once. Either way the loads
+behind keep what they hold and are never looked at.
+"""
+
+import pytest
+
+from .engine import Engine
+from .groups import GROUPS
+from .machine import MODEL, STORIES
+from .shape import HAS_GROUPS, Shape
+from .symbols import Spec
+
+KINDS = ("window before full", "local", "state", "six windows")
+pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason="vLLM 0.32 and newer tell connectors enough about several groups")
+
+
+def serve(names: str, blocks: int, stored: int, lengths: tuple[int, ...], load_failure: float = 0.0) -> Engine:
+    """Requests of one prefix, of which so many tokens are ``stored``, in a pool of so many ``blocks`` a group, sync or async."""
+    num_blocks, is_async = blocks * len(GROUPS[names]), blocks % 2 > 0
+    shape = Shape(GROUPS[names], num_blocks=num_blocks, async_scheduling=is_async, host_frames=300, kv_groups="all")
+    engine = Engine(MODEL, shape, 1)
+    engine.add(Spec("first", STORIES[0][: stored + 1], 1, STORIES[0][: stored + 1]))
+    engine.run()
+    engine.reset(running=False, connector=False)
+    engine.trouble.load_failure = load_failure
+    for i, length in enumerate(lengths):
+        engine.add(Spec(f"r{i}", STORIES[0][:length], 1, STORIES[0][:length]))
+    engine.run(400)
+    engine.close()
+    assert all(outcome.reason == "length" for outcome in engine.outcomes.values())
+    assert engine.num_loaded and not engine.ledger.breaches
+    return engine
+
+
+@pytest.mark.parametrize("load_failure", [0.05, 1.0])
+@pytest.mark.parametrize("names", KINDS)
+def test_requests_whose_loads_failed_give_way_to_those_behind(names: str, load_failure: float) -> None:
+    for blocks in range(15, 31):
+        assert serve(names, blocks, 48, (49, 43, 42, 41, 40), load_failure).ledger.doubtful
+
+
+@pytest.mark.parametrize("names", KINDS)
+def test_loads_leave_each_other_room_to_go_on(names: str) -> None:
+    for blocks in range(18, 31):
+        serve(names, blocks, 32, (56, 33, 55, 34, 54, 35, 53))
