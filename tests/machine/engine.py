@@ -9,6 +9,8 @@ import pickle
 import random
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -28,7 +30,7 @@ from vllm.v1.request import RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvloft import _core, store
-from kvloft.vllm import scheduler_half
+from kvloft.vllm import scheduler_half, support
 from kvloft.vllm.identity.weights import LooksInTime
 
 from .ledger import Ledger, State, copies
@@ -52,6 +54,17 @@ class Outcome:
     """It was preempted while its last step was under way: the tokens of the step before became known too late to save them."""
 
 
+@contextmanager
+def all_is_tried() -> Iterator[None]:
+    """Also what kvloft refuses because it never ran with a model."""
+    refused = support._of_drafts_beside_states
+    support._of_drafts_beside_states = lambda *_: iter(())
+    try:
+        yield
+    finally:
+        support._of_drafts_beside_states = refused
+
+
 class Engine:
     """See the module. ``model``: a folder with a config.json; ``disk``: one for the disk tier; ``ledger``: of an earlier life."""
 
@@ -72,8 +85,9 @@ class Engine:
         init_none_hash(get_hash_fn_by_name(HASH))
         self._hasher = get_request_block_hasher(hash_block, get_hash_fn_by_name(HASH))
         self.store: SteadyStore | None = None
-        self.scheduler = self._make_scheduler(hash_block)
-        self.workers = [self._make_worker(rank, seed) for rank in range(shape.num_ranks)]
+        with all_is_tried():
+            self.scheduler = self._make_scheduler(hash_block)
+            self.workers = [self._make_worker(rank, seed) for rank in range(shape.num_ranks)]
         self._flying: deque[tuple[Any, Any]] = deque()
         self._reports: defaultdict[int, list[tuple[int, Any]]] = defaultdict(list)
         """What the ranks reported in steps whose results are still on their way."""

@@ -57,7 +57,8 @@ class Room:
                     own += min(whole, 2 + -(-(group.reach + ahead) // group.block_tokens))
                 case "state":
                     own += min(whole, 3) + self.num_drafts
-        full = [group for group in self.groups if group.kind == "full"]
+        if not (full := [group for group in self.groups if group.kind == "full"]):
+            return Need(own, [])
         strides = self._pins.strides(chain, local_tokens // full[0].block_tokens)
         return Need(own, [(key, num_blocks * len(full)) for key, num_blocks in strides])
 

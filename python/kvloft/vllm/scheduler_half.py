@@ -130,7 +130,7 @@ class SchedulerHalf:
             save_prompts_only=config.save == "prompt",
             max_running=vllm_config.scheduler_config.max_num_seqs,
             draft_limit=draft_limit(vllm_config),
-            room=room_of(vllm_config, kv_cache_config, shape),
+            room=room_of(vllm_config, ranks[0], shape),
             announcer=self._announcer,
             # Where a failed load ends its request, trying again would cost answers.
             retry_loads_s=RETRY_S if getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute" else math.inf,

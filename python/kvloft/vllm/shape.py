@@ -79,8 +79,8 @@ def draft_limit(vllm_config: Any) -> int | None:
 
 
 def room_of(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> Room | None:
-    """What requests with loads may take of the pool, but for the null block; None with one group, where vLLM counts right."""
-    if len(shape.groups) == 1:
+    """What requests with loads may take of the pool, but for the null block; None with one group of full attention, which vLLM counts right."""
+    if not shape.is_grouped:
         return None
     speculative = getattr(vllm_config, "speculative_config", None)
     num_drafts = int(speculative.num_speculative_tokens or 0) if speculative is not None else 0

@@ -116,11 +116,11 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
 
 
 def _of_drafts_beside_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
-    """What ran with a model is served: ngram or suffix beside gated delta nets."""
+    """Ngram beside gated delta nets ran with a model, and suffix differs in the tokens that it guesses only; others are not served."""
     if has_draft_kv(vllm_config):
         method = vllm_config.speculative_config.method
         yield f"does not serve {method!r} beside state-space layers yet: a drafter with KV of its own never ran with such a model"
-    if any("GDN" not in str(getattr(spec, "mamba_type", "GDN")) for spec in specs if hasattr(spec, "mamba_cache_mode")):
+    if any("GDN" not in str(getattr(spec, "mamba_type", "")) for spec in specs if hasattr(spec, "mamba_cache_mode")):
         yield "serves speculative decoding beside gated delta nets only yet: beside Mamba2 and convolutions it is not proven"
 
 

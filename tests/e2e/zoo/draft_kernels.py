@@ -92,9 +92,7 @@ def _behind_a_step(
             _copy(i, source, target, bias, tables, stride, layout, CONV_STATE_DIM_FIRST)
 
 
-def _copy(
-    row: int, source: int, target: int, bias: int, tables: Any, stride: int, layout: list[Any], is_dim_first: bool
-) -> None:
+def _copy(row: int, source: int, target: int, bias: int, tables: Any, stride: int, layout: list[Any], is_dim_first: bool) -> None:
     """_copy_mamba_state_block, of every state of every layer: columns of a block table, and tokens to pass over."""
 
     def block(group: int, column: int) -> int:

@@ -124,11 +124,23 @@ ZOO = {
         ZooModel("eagle", *LLAMA, draft=Draft("eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER)),
         ZooModel("eagle3", *LLAMA, draft=Draft("eagle3", 3, "draft", drafts.eagle3_config, drafts.eagle3_weights, layer=AFTER)),
         ZooModel(
-            "ngram-states", states.qwen3_next_config, states.qwen3_next_weights, THREE_STATES, 64, STATES, "exact_delta_net",
+            "ngram-states",
+            states.qwen3_next_config,
+            states.qwen3_next_weights,
+            THREE_STATES,
+            64,
+            STATES,
+            "exact_delta_net",
             Draft("ngram", 3, settings=NGRAM),
         ),  # fmt: skip
         ZooModel(
-            "ngram-mamba2", mamba2.granite4_config, mamba2.granite4_weights, THREE_STATES, 96, STATES, "mamba2_checkpoints",
+            "ngram-mamba2",
+            mamba2.granite4_config,
+            mamba2.granite4_weights,
+            THREE_STATES,
+            96,
+            STATES,
+            "mamba2_checkpoints",
             Draft("ngram", 3, settings=NGRAM),
         ),  # fmt: skip
         ZooModel("ngram-windows", *WINDOWS, draft=Draft("ngram", 3, settings=NGRAM)),

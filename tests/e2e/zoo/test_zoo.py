@@ -157,7 +157,9 @@ def test_what_is_said_next_depends_on_every_page_that_a_running_request_needs(ca
     """The same between prefill and decode. A state's group has blocks for earlier boundaries and drafts, too: one is read."""
     for group, kind in enumerate(cage.model.kinds):
         block_tokens = cage.groups[group]["block_tokens"]
-        for index in [(NUM_TOKENS - 1) // block_tokens] if kind.startswith("state") else some(list(needed(kind, NUM_TOKENS, block_tokens))):
+        for index in (
+            [(NUM_TOKENS - 1) // block_tokens] if kind.startswith("state") else some(list(needed(kind, NUM_TOKENS, block_tokens)))
+        ):
             assert any(output_is_damaged(cage, cage.prompt(seed), group, index) for seed in PROMPTS), f"{group} {kind} {index}"
 
 
