@@ -79,7 +79,7 @@ def draft_limit(vllm_config: Any) -> int | None:
 
 
 def room_of(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> Room | None:
-    """What requests with loads may take of the pool, but for the null block; None with one group of full attention, which vLLM counts right."""
+    """What requests with loads may take of the pool, but for the null block; None with one group of full attention."""
     if not shape.is_grouped:
         return None
     speculative = getattr(vllm_config, "speculative_config", None)

@@ -116,7 +116,7 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
 
 
 def _of_drafts_beside_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
-    """Ngram beside gated delta nets ran with a model, and suffix differs in the tokens that it guesses only; others are not served."""
+    """Ngram beside gated delta nets ran with a model; suffix differs from it in the tokens that it guesses only."""
     if has_draft_kv(vllm_config):
         method = vllm_config.speculative_config.method
         yield f"does not serve {method!r} beside state-space layers yet: a drafter with KV of its own never ran with such a model"

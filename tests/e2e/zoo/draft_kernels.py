@@ -1,4 +1,4 @@
-"""What the CPU build lacks for states beside drafts: vLLM's two Triton kernels that move states, and the rows of a step with drafts.
+"""What the CPU build lacks for states beside drafts: vLLM's two Triton kernels that move states, and the rows of drafts.
 
 The kernels' doubles take the kernels' own arguments and copy the same bytes; which state goes where is decided by the code
 around them, which stays vLLM's. And a drafter that is right often. Must know nothing of what a layer computes (kernels.py).

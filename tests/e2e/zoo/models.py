@@ -132,7 +132,7 @@ ZOO = {
             STATES,
             "exact_delta_net",
             Draft("ngram", 3, settings=NGRAM),
-        ),  # fmt: skip
+        ),
         ZooModel(
             "ngram-mamba2",
             mamba2.granite4_config,
@@ -142,7 +142,7 @@ ZOO = {
             STATES,
             "mamba2_checkpoints",
             Draft("ngram", 3, settings=NGRAM),
-        ),  # fmt: skip
+        ),
         ZooModel("ngram-windows", *WINDOWS, draft=Draft("ngram", 3, settings=NGRAM)),
         ZooModel(
             "eagle-windows", *WINDOWS, draft=Draft("eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER)
