@@ -20,7 +20,7 @@ from .zoo.draft_kernels import BOOK
 from .zoo.models import IS_WHOLE, ZOO, ZooModel, chosen
 
 REFUSED = {
-    "ngram-mamba2": "kvloft refuses drafts beside Mamba2: one prompt around a boundary was answered wrongly, for a cause not known yet",
+    "ngram-mamba2": "kvloft refuses drafts beside Mamba2: an answer around a boundary was wrong, for a cause not known yet",
     "deepseek-v2": "kvloft refuses latent attention on CPUs without AMX: vLLM computes its prompts only whole there",
 }
 """What kvloft does not serve yet, and why: when it does, its row goes."""
