@@ -17,7 +17,7 @@ from .symbols import Spec
 
 again = {
     "first": st.integers(0, 30), "count": st.integers(6, 40), "cut": st.integers(0, 9), "is_next_turn": st.booleans(),
-    "max_tokens": st.sampled_from([1, 1, 2, 5]), "ahead": st.integers(0, 8),
+    "max_tokens": st.sampled_from([1, 1, 2, 5, 12]), "ahead": st.integers(0, 8),
 }  # fmt: skip
 """``count`` requests of before, from the ``first``-last on; ``cut``: so many tokens shorter, each one more, below ten."""
 

@@ -33,6 +33,7 @@ from kvloft import _core, store
 from kvloft.vllm import scheduler_half, support
 from kvloft.vllm.identity.weights import LooksInTime
 
+from .groups import are_grouped
 from .ledger import Ledger, State, copies
 from .memory import Memory
 from .mover import Saving, SlowMover, Trouble
@@ -292,11 +293,11 @@ class Engine:
     def _count_hits(self) -> None:
         """A hit is a load that was admitted, ended well, and was compared on every rank: the request's first step begins behind it.
 
-        With one group vLLM may compute the last token of it again.
+        With full attention alone vLLM may compute the last token of it again.
         """
         for work in self.workers[0].works:
             local, num_tokens = self._hoped.pop(work.req_id, (0, 0))
-            if num_tokens and work.start >= local + num_tokens - (len(self.shape.groups) == 1):
+            if num_tokens and work.start >= local + num_tokens - (not are_grouped(self.shape.groups)):
                 self.num_hits += 1
                 self.num_mixed_hits += local > 0
 

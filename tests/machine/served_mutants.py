@@ -144,7 +144,10 @@ def bad_blocks_of_the_one_window_are_told(mp: pytest.MonkeyPatch) -> None:
 # -- what is saved ------------------------------------------------------------------------------------------------
 
 
-@mutant("keys do not tell groups apart, and one group's block is another's", "one key, two prefixes", "four windows", "six windows")
+@mutant(
+    "keys do not tell groups apart, and one group's block is another's", "one key, two prefixes|ended, and of its",
+    "four windows", "six windows",
+)  # fmt: skip
 def keys_without_the_group(mp: pytest.MonkeyPatch) -> None:
     def reserve(original: Any, self: Any, rows: Any, groups: Any) -> Any:
         return original(self, rows, [(nth, 2 if is_alone else number, is_alone) for nth, number, is_alone in groups])

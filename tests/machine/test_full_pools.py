@@ -13,7 +13,7 @@ from .machine import MODEL, STORIES
 from .shape import HAS_GROUPS, Shape
 from .symbols import Spec
 
-KINDS = ("window before full", "local", "state", "six windows", "one window", "two windows")
+KINDS = ("window before full", "local", "state", "six windows", "one window", "two windows", "window and local")
 pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason="vLLM 0.32 and newer tell connectors enough about several groups")
 
 

@@ -16,12 +16,9 @@ HOURS = float(os.environ.get("MODEL_HOURS", "0"))
 EXAMPLES = 40
 """Lives of an engine a machine: some ten CPU seconds."""
 KINDS: dict[str, type[Machine]] = {
-    "one group": Machine,
-    "drafter": DraftMachine,
-    "several groups": ServedMachine,
-    "no connector": GroupMachine,
+    "one group": Machine, "drafter": DraftMachine, "several groups": ServedMachine, "no connector": GroupMachine,
     "asked again": BusyMachine,
-}
+}  # fmt: skip
 SEEN = {"steps", "preemptions", "blocks read"}
 BESIDE_KVLOFT = SEEN | {"saves", "loads", "offers"}
 WANTED = {
@@ -60,7 +57,9 @@ def test_for_hours() -> None:
             check(machine, examples=50 if machine in BUSY.values() else 25, first_seed=100 * round_number + nth, steps=50)
         total = sum((machine.seen for machine in machines), Counter({"CPU seconds": round(time.process_time())}))
         print(f"seed {round_number}:", ", ".join(f"{count} {name}" for name, count in total.items()))
-        hits = ", ".join(f"{name} {machine.seen['hits with several groups']}" for name, machine in BUSY.items())
+        hits = ", ".join(
+            f"{name} {machine.seen['hits'] + machine.seen['hits with several groups']}" for name, machine in BUSY.items()
+        )
         print(f"  hits where much is asked again: {hits}", flush=True)
         if not gc.get_freeze_count():  # vLLM is imported by now, and need not be searched for garbage again and again
             gc.collect()
