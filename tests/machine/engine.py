@@ -370,8 +370,8 @@ class Engine:
             self.scheduler.finish_requests(spec.id, RequestStatus.FINISHED_ABORTED)
 
     def run(self, max_steps: int = 3000) -> None:
-        """Step until nothing is left to do."""
-        for _ in range(max_steps):
+        """Step until nothing is left to do. Each session may block the others for a hundred steps until it is ended."""
+        for _ in range(max_steps + 150 * sum(bool(self.specs[r].turns) for r in self.unfinished)):
             if not self.scheduler.has_requests() and not self._flying:
                 if not (lost := self._lost_session()):
                     return
