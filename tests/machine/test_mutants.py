@@ -83,6 +83,6 @@ def verdict(mutant: Mutant, machine: type[Machine]) -> str | None:
             try:
                 check(machine, examples=100, first_seed=seed, shrinks=False)
             except Exception as error:
-                found = getattr(error, "exceptions", [error])  # of what did not happen again: a busy machine's disk is late elsewhere
+                found = getattr(error, "exceptions", [error])  # of what did not happen again
                 return "".join(traceback.format_exception_only(found[0])).partition("Failing test case")[0]
     return None
