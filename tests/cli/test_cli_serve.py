@@ -129,18 +129,28 @@ def test_a_place_that_will_not_do_is_one_sentence(more: list[str], wanted: str, 
 
 
 def test_no_linger_at_all_ends_with_the_last_engine_and_not_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = [{"namespaces": [{"engines": engines}]} for engines in ([1], [1], [])]
+    assert looks_left([([1], 1), ([1], 1), ([], 1)], monkeypatch) == 0
+
+
+def test_an_engine_that_came_and_went_between_two_looks_was_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert looks_left([([], 1), ([], 1)], monkeypatch) == 0, "it waits no minute for the first"
+    assert looks_left([([], 1), ([], 2), ([], 2), ([], 2)], monkeypatch) == 1, "the second counts as well"
+
+
+def looks_left(looks: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPatch) -> int:
+    """How many are left, each the engines and how many came, once a server ends that does not linger."""
 
     class Watched:
         def take_events(self) -> list[str]:
             return []
 
         def status(self) -> dict[str, object]:
-            return looks.pop(0)
+            engines, num_joined = looks.pop(0)
+            return {"namespaces": [{"engines": engines}], "stats": {"server_joined": num_joined}}
 
     monkeypatch.setattr(serve, "LOOK_EVERY_S", 0.001)
     serve._wait(threading.Event(), Watched(), 0.0)
-    assert looks == []
+    return len(looks)
 
 
 @pytest.mark.parametrize(

@@ -119,6 +119,8 @@ class Engine:
             if IS_SERVED and "kv_transfer_config" in kwargs:
                 kwargs = kwargs | {"kv_transfer_config": instead(kwargs["kv_transfer_config"], self._servers)}
             self.pid = self._ask("start", kwargs=kwargs, env=env or {}, log=str(log), v2_shape=v2_shape, prepare=prepare)
+            for server in self._servers:
+                assert server.namespaces(), "the engine has a store of its own all the same"
         except BaseException:
             self._close()
             end(self._servers, signal.SIGKILL)

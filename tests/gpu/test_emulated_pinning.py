@@ -247,6 +247,6 @@ def test_memory_that_was_placed_stays_where_it_was_placed() -> None:
     assert placed == [(begin, 2 * mmap.PAGESIZE)]
     mask = ctypes.c_ulong(1)
     if libc.syscall(mbind, ctypes.c_void_p(begin), ctypes.c_size_t(mmap.PAGESIZE), 1, ctypes.byref(mask), 65, 0):
-        pytest.skip("this system lets nobody place memory")
+        pytest.skip("this system refuses to place memory")
     pinning._prefer(Libc, begin, 2 * mmap.PAGESIZE, 0)  # type: ignore[arg-type]
     assert len(placed) == 1, "the one who came first decides"

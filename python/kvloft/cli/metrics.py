@@ -59,7 +59,11 @@ GAUGES: Final = {
     "disk_bytes": "Bytes of its files on disk",
     "disk_broken": "1 while the disk tier is left alone after errors or a hang",
 }
-SERVER_COUNTERS: Final = {"server_accepted": "Connections that were accepted", "server_refused": "Connections that were refused"}
+SERVER_COUNTERS: Final = {
+    "server_accepted": "Connections that were accepted",
+    "server_joined": "Engines that connected, again after each break",
+    "server_refused": "Connections that were refused",
+}
 SERVER_GAUGES: Final = {
     "server_host_bytes": "Bytes of host memory that the server may take",
     "server_disk_bytes": "Bytes that the disk directory may take",

@@ -67,7 +67,7 @@ in the server's memory, as long as no other namespace wanted it. While no
 server answers, engines compute; they connect again by themselves.
 
 A tenant is a cache_salt. With --salt-quota, one that has its part of a model's
-memory loses its own least recently used KV, and nobody else's. With --salt-ttl,
+memory loses its own least recently used KV, never another's. With --salt-ttl,
 its KV is forgotten so long after it was saved, on disk too. --salt-limits FILE
 has other limits for single salts:
 
@@ -246,12 +246,14 @@ def _told(config: Config, linger_s: float | None) -> dict[str, str]:
 
 def _wait(is_over: threading.Event, server: Any, linger_s: float | None) -> None:
     """Until a signal, or until there was no engine for ``linger_s``."""
-    needed = time.monotonic() + FIRST_ENGINE_S
+    needed, num_joined = time.monotonic() + FIRST_ENGINE_S, 0
     while not is_over.wait(LOOK_EVERY_S):
         _tell(*server.take_events())
         if linger_s is None:
             continue
-        if _has_engines(server.status()):
+        status = server.status()
+        came, num_joined = status["stats"]["server_joined"] > num_joined, status["stats"]["server_joined"]
+        if came or _has_engines(status):  # some come and go between two looks
             needed = time.monotonic()
         elif time.monotonic() - needed >= linger_s:
             _tell(f"no engine was connected for {linger_s:g} s")

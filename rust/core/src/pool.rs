@@ -93,7 +93,7 @@ impl Pool {
         }))
     }
 
-    /// Has memory that nobody touched yet lie on the NUMA nodes of shards, for frames of `frame_bytes`; returns in how many ranges.
+    /// Places memory that is not touched yet on the NUMA nodes of shards, for frames of `frame_bytes`; returns how many ranges.
     /// `Io` if the system refuses.
     pub fn place(&self, frame_bytes: u64, nodes: &[u32]) -> Result<usize> {
         let num_frames = u32::try_from(self.size_bytes() / frame_bytes.max(1)).unwrap_or(u32::MAX);

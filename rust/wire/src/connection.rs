@@ -220,6 +220,7 @@ impl Connection {
             peer.pid
         });
         drop(peers);
+        self.shared.num_joined.fetch_add(1, Ordering::Relaxed);
         let id = namespaces::id(&hello.namespace);
         self.shared.tell(format!("process {pid} is connected, for namespace {id}"));
         send_with(&self.stream, &out, fd.as_fd())?;

@@ -91,6 +91,8 @@ pub(crate) struct Shared {
     /// The thread that looks after dead engines and slabs that are wanted.
     looker: Arc<OnceLock<Thread>>,
     pub(crate) num_accepted: AtomicU64,
+    /// Engines that got a place, also those that are gone.
+    pub(crate) num_joined: AtomicU64,
     pub(crate) num_refused: AtomicU64,
 }
 
@@ -144,6 +146,7 @@ impl Shared {
         let (host_bytes, slab_bytes) = self.namespaces.memory().unwrap_or_default();
         let stats = [
             ("server_accepted", self.num_accepted.load(Ordering::Relaxed)),
+            ("server_joined", self.num_joined.load(Ordering::Relaxed)),
             ("server_refused", self.num_refused.load(Ordering::Relaxed)),
             ("quarantined_reservations", kept.0 as u64),
             ("quarantined_leases", kept.1 as u64),
@@ -248,6 +251,7 @@ impl Server {
             events: Mutex::default(),
             is_stopping: AtomicBool::new(false),
             num_accepted: AtomicU64::new(0),
+            num_joined: AtomicU64::new(0),
             num_refused: AtomicU64::new(0),
         });
         let server = Self { shared, listener, threads: Mutex::default() };

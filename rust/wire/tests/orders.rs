@@ -246,12 +246,14 @@ fn a_pinned_namespace_says_what_to_do_for_engines_of_another_shape() {
 fn who_only_looks_is_no_accepted_connection() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
-    let accepted = || stat(&status(&socket(dir.path()), LONG).expect("a server").stats, "server_accepted");
+    let num = |name: &str| stat(&status(&socket(dir.path()), LONG).expect("a server").stats, name);
+    let accepted = || num("server_accepted");
     assert_eq!([accepted(), accepted()], [0, 0]);
     let _one = engine(dir.path(), 1);
     assert_eq!(accepted(), 1);
     evict(&socket(dir.path()), &whose("", Some("a")), false, LONG).expect("done");
     assert_eq!((accepted(), stat(&server.status().stats, "server_accepted")), (2, 2));
+    assert_eq!(num("server_joined"), 1, "a person is no engine");
 }
 
 fn slabs(server: &Server, nth: u8) -> u32 {

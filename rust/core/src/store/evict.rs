@@ -211,7 +211,7 @@ impl State {
         end == self.index.num_places()
     }
 
-    /// Takes a chunk out of host memory, if nobody uses it and nothing hangs on it there.
+    /// Takes a chunk out of host memory, if it is not in use and nothing hangs on it there.
     fn give_up_frame(&mut self, id: ChunkId) -> bool {
         let entry = &self.index[id];
         let is_used = entry.host_children > 0 || entry.holds > 0 || entry.wish != Wish::None;
