@@ -8,7 +8,6 @@ grows.
 
 import argparse
 import contextlib
-import json
 import random
 import statistics
 import sys
@@ -26,6 +25,7 @@ from . import tiny
 from .client import Engine, Req, Zygote, engine_kwargs, kvloft, random_ids
 from .conftest import Truth
 from .ext4 import Ext4, can_mount, mounted
+from .report import finish
 
 MAX_GROWTH = {"memory MiB": 48.0, "handles": 4.0, "threads": 2.0}
 """How much more the last third of the samples may have than the second, by median."""
@@ -198,11 +198,7 @@ def main() -> int:
     first, last = (result["samples"] or [{}])[0], (result["samples"] or [{}])[-1]
     for name, by in result["growth"].items():
         console.print(f"{name}: {first[name]:g} at first, {last[name]:g} at last; median of the last third {by:+g}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1))
-    for problem in result["problems"]:
-        console.print(f"kvloft: {problem}", style="red")
-    return 1 if result["problems"] else 0
+    return finish(console, result, args.json)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,6 @@ or hits do not come back. On a busy machine the times say more of the machine.
 
 import argparse
 import contextlib
-import json
 import random
 import signal
 import statistics
@@ -26,6 +25,7 @@ from . import tiny
 from .cache_server import PACE, CacheServer
 from .client import Engine, Req, Zygote, engine_kwargs, full_blocks, random_ids
 from .conftest import Truth
+from .report import finish
 
 KINDS = ("kill -9", "freeze")
 
@@ -128,11 +128,7 @@ def main() -> int:
     for kind, seconds in sorted(result["hooks_s"].items()):
         table.add_row(*row(kind, seconds))
     console.print(table)
-    if args.json:
-        Path(args.json).write_text(json.dumps(result, indent=1))
-    for problem in result["problems"]:
-        console.print(f"kvloft: {problem}", style="red")
-    return 1 if result["problems"] else 0
+    return finish(console, result, args.json)
 
 
 if __name__ == "__main__":

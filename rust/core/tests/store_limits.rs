@@ -11,12 +11,12 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::FrameId;
-use kvloft_core::key::{ChunkKey, KeyChain, SaltTag, root_key};
+use kvloft_core::key::{ChunkKey, KeyChain, SaltTag};
 use kvloft_core::store::{
     Evict, Limits, Prefix, Quota, ReadLease, Store, StoreConfig, TenantLimits, ToSave, WriteLease,
 };
 use proptest::prelude::*;
-use store_common::{FRAME, MemoryDisk, arena_of, config, disk_settings, fill, range, stat, verify};
+use store_common::{FRAME, MemoryDisk, arena_of, bytes, chain_of, config, disk_settings, fill, range, stat, verify};
 
 const FRAMES: u32 = 32;
 const SLOTS: u32 = 64;
@@ -24,16 +24,6 @@ const SALTS: [Option<&str>; 4] = [None, Some("a"), Some("b"), Some("c")];
 const NUM_PROMPTS: u32 = 6;
 const LEN: u32 = 6;
 const START_S: u64 = 1_700_000_000;
-
-fn chain_of(salt: Option<&str>, prompt: u32, num_blocks: u32) -> KeyChain {
-    let mut chain = KeyChain::new(root_key(&[7; 32], None, salt).unwrap(), 1).unwrap();
-    chain.append_tokens(&(0..num_blocks).map(|at| prompt * 100 + at).collect::<Vec<_>>()).unwrap();
-    chain
-}
-
-fn bytes(num_frames: u32) -> Quota {
-    Quota::Bytes(u64::from(num_frames) * FRAME as u64)
-}
 
 fn limits(host: u32, disk: u32, ttl_s: u32) -> Limits {
     Limits { host: Some(bytes(host)), disk: Some(bytes(disk)), ttl_s: Some(ttl_s) }

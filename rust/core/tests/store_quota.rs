@@ -7,23 +7,13 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
-use kvloft_core::key::{KeyChain, SaltTag, root_key};
+use kvloft_core::key::SaltTag;
 use kvloft_core::store::{Limits, Quota, Store, StoreConfig, TenantLimits};
-use store_common::{FRAME, MemoryDisk, arena_of, config, disk_settings, range, save, stat};
+use store_common::{MemoryDisk, arena_of, bytes, chain_of, config, disk_settings, range, save, stat};
 
 const FRAMES: u32 = 32;
 const SLOTS: u32 = 64;
 const START_S: u64 = 1_700_000_000;
-
-fn chain_of(salt: Option<&str>, prompt: u32, num_blocks: u32) -> KeyChain {
-    let mut chain = KeyChain::new(root_key(&[7; 32], None, salt).unwrap(), 1).unwrap();
-    chain.append_tokens(&(0..num_blocks).map(|at| prompt * 100 + at).collect::<Vec<_>>()).unwrap();
-    chain
-}
-
-fn bytes(num_frames: u32) -> Quota {
-    Quota::Bytes(u64::from(num_frames) * FRAME as u64)
-}
 
 fn host_only(limits: TenantLimits) -> Store {
     Store::open(&StoreConfig { limits, ..config(FRAMES, 1, Eviction::Lru) }).unwrap()

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::{Arena, Damage, FrameId, PartSpec};
 use kvloft_core::key::{ChunkKey, KeyChain, root_key};
-use kvloft_core::store::{ArenaInfo, DiskSettings, Reservation, SaveRange, Store, StoreConfig, TenantLimits};
+use kvloft_core::store::{ArenaInfo, DiskSettings, Quota, Reservation, SaveRange, Store, StoreConfig, TenantLimits};
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::DiskEntry;
 use kvloft_core::tier::memory::MemoryTier;
@@ -41,6 +41,18 @@ pub(crate) fn chain(tokens: &[u32]) -> KeyChain {
     let mut chain = KeyChain::new(root_key(&[7; 32], None, None).unwrap(), 1).unwrap();
     chain.append_tokens(tokens).unwrap();
     chain
+}
+
+/// One of a tenant's prompts, in blocks of one token each.
+pub(crate) fn chain_of(salt: Option<&str>, prompt: u32, num_blocks: u32) -> KeyChain {
+    let mut chain = KeyChain::new(root_key(&[7; 32], None, salt).unwrap(), 1).unwrap();
+    chain.append_tokens(&(0..num_blocks).map(|at| prompt * 100 + at).collect::<Vec<_>>()).unwrap();
+    chain
+}
+
+/// Of so many frames.
+pub(crate) fn bytes(num_frames: u32) -> Quota {
+    Quota::Bytes(u64::from(num_frames) * FRAME as u64)
 }
 
 /// One of 64 prompts of 3 to 9 blocks. The bits of `prompt` are their tokens, three at a time, so they share prefixes.
