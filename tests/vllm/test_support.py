@@ -217,6 +217,22 @@ def test_several_groups_without_a_rule_are_refused(changes: dict[str, Any], spec
         check_supported(settings(**changes), groups(*specs), "all")
 
 
+def test_states_within_blocks_are_refused() -> None:
+    """Served, such a model's prompts would find next to nothing: vLLM offers no state at a block's end."""
+    aligned = replace(MAMBA, block_size=FULL.block_size, mamba_cache_mode="align")
+    for unit in (8, 16):
+        with pytest.raises(UnsupportedError, match=f"at multiples of {unit} only.*--prefix-match-unit"):
+            check_supported(settings(), with_hits_at(unit, FULL, aligned), "all")
+    check_supported(settings(), with_hits_at(32, FULL, aligned), "all")
+    check_supported(settings(), with_hits_at(16, FULL, WINDOW), "all")
+
+
+def with_hits_at(unit: int, *specs: Any) -> Any:
+    found = groups(*specs)
+    found.cache_hit_alignment_tokens = unit
+    return found
+
+
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_drafts_are_served_beside_gated_delta_nets(method: str) -> None:
     aligned = replace(MAMBA, block_size=FULL.block_size, mamba_cache_mode="align")

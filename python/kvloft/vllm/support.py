@@ -106,6 +106,11 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
     if len(blocks) != 1 or blocks[0] % alignment:
         sizes = " and ".join(map(str, blocks))
         yield f"serves groups with blocks of one size, and here they have {sizes} tokens, with hits at multiples of {alignment}"
+    if "state" in kinds and alignment < blocks[0]:
+        yield (
+            f"keeps states at the ends of blocks of {blocks[0]} tokens, and here vLLM keeps them at multiples of {alignment} only, "
+            "where prompts end; leave --prefix-match-unit out"
+        )
     if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in specs):
         yield "serves states that vLLM keeps at blocks' ends; set --mamba-cache-mode align, with prefix caching"
     if "state" in kinds and vllm_config.speculative_config is not None:
