@@ -101,14 +101,15 @@ def pipeline(num_stages: int = 2, num_ranks: int = 2) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("method", "has_kv", "ahead"), [(None, False, 0), ("ngram", False, 0), ("draft_model", True, 0), ("mtp", True, 1)]
+    ("method", "has_kv", "ahead"),
+    [(None, False, 0), ("ngram", False, 0), ("draft_model", True, 0), ("mtp", True, 1), ("dflash", True, 0)],
 )
 def test_what_kv_depends_on_behind_it(method: str | None, has_kv: bool, ahead: int) -> None:
     config = SimpleNamespace(speculative_config=method and SimpleNamespace(method=method), num_prefill_lookahead_tokens=ahead)
     assert (has_draft_kv(config), lookahead(config)) == (has_kv, ahead)
 
 
-@pytest.mark.parametrize(("draft_len", "limit"), [(None, 60), (50, 46), (70, 60)])
+@pytest.mark.parametrize(("draft_len", "limit"), [(None, 59), (50, 45), (70, 59)])
 def test_a_drafter_runs_only_as_far_as_its_guesses_fit(draft_len: int | None, limit: int) -> None:
     draft = draft_len and SimpleNamespace(max_model_len=draft_len)
     speculative = SimpleNamespace(method="eagle", num_speculative_tokens=3, draft_model_config=draft)

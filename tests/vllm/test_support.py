@@ -114,7 +114,7 @@ def test_what_would_be_served_wrongly_is_refused_by_name(changes: dict[str, Any]
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model"])
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp", "draft_model", "dflash"])
 def test_drafters_with_kv_are_served_by_releases_that_let_save_behind_them(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = settings(speculative_config=SimpleNamespace(method=method))
     monkeypatch.setattr(support, "KVConnectorModelRunnerMixin", SimpleNamespace(finalize_kv_connector=None))

@@ -60,12 +60,14 @@ def _grouped_shape(vllm_config: Any, largest: int, config: Config, shape: CacheS
 
 HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
 """Methods whose layers read the target's hidden states beside the token after each (`SpeculativeConfig.use_eagle`)."""
+PREFIX_DRAFTERS = ("draft_model", "dflash")
+"""Methods whose KV of a position is of the tokens up to it: DFlash projects the target's hidden states of the prompt."""
 
 
 def has_draft_kv(vllm_config: Any) -> bool:
     """Whether a drafter keeps KV of its own in the engine's blocks."""
     speculative = getattr(vllm_config, "speculative_config", None)
-    return speculative is not None and speculative.method in (*HIDDEN_DRAFTERS, "draft_model")
+    return speculative is not None and speculative.method in (*HIDDEN_DRAFTERS, *PREFIX_DRAFTERS)
 
 
 def draft_limit(vllm_config: Any) -> int | None:
@@ -75,7 +77,7 @@ def draft_limit(vllm_config: Any) -> int | None:
     speculative, longest = vllm_config.speculative_config, vllm_config.model_config.max_model_len
     if (draft := getattr(speculative, "draft_model_config", None)) is not None:
         longest = min(longest, draft.max_model_len)
-    return int(longest) - int(speculative.num_speculative_tokens) - 1
+    return int(longest) - int(speculative.num_speculative_tokens) - 2  # DFlash asks about one token more, and one is to spare
 
 
 def room_of(vllm_config: Any, kv_cache_config: Any, shape: CacheShape) -> Room | None:

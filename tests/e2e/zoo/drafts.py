@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from e2e.tiny import HEAD_DIM, HIDDEN, NUM_HEADS, NUM_KV_HEADS, VOCAB
+from e2e.tiny import HEAD_DIM, HIDDEN, NUM_HEADS, NUM_KV_HEADS, QK_GAIN, VOCAB
 
 from .parts import Heads, Tensors, Weights, config, weights
 
@@ -17,6 +17,8 @@ NUM_LAYERS = 3
 REST_GAIN = 0.6
 WINDOW, WINDOWS_GAIN = 64, 1.0
 EMBED_STD = 0.1
+MASK, NUM_COPIES, SHARP, NUM_FAST = 3, HIDDEN // HEAD_DIM, 3.0, 4
+"""Of DFlash: the token that it puts where it guesses, layers that copy, and how they find the position before."""
 PROJECTIONS = (
     "self_attn.q_proj",
     "self_attn.k_proj",
@@ -37,6 +39,11 @@ def windows_config() -> dict[str, Any]:
     """The same Llama with windows in all layers but the first, which the drafter copies."""
     kinds = ["full_attention", *["sliding_attention"] * (NUM_LAYERS - 1)]
     return llama_config(layer_types=kinds, sliding_window=WINDOW)
+
+
+def qwen3_config() -> dict[str, Any]:
+    """The same as a Qwen3, whose heads are normed: DFlash's layers are."""
+    return config("Qwen3ForCausalLM", "qwen3", num_hidden_layers=NUM_LAYERS)
 
 
 def _target(seed: int, rest_gain: float = REST_GAIN) -> Weights:
@@ -129,3 +136,59 @@ def mimo_weights(seed: int = 52) -> Tensors:
         for name, heads in (("q", NUM_HEADS), ("k", NUM_KV_HEADS), ("v", NUM_KV_HEADS)):
             made.fill(f"{layer}self_attn.{name}_proj.bias", heads * HEAD_DIM, value=0.0)
     return made.tensors
+
+
+def _head_norms(at: str, gain: float) -> Tensors:
+    return {f"{at}self_attn.{name}.weight": np.full(HEAD_DIM, gain, np.float32) for name in ("q_norm", "k_norm")}
+
+
+def qwen3_weights() -> Tensors:
+    """The target. The token that stands for what is to be guessed weighs next to nothing."""
+    made = _target(53, REST_GAIN / 2)
+    for layer in range(NUM_LAYERS):
+        made.tensors |= _head_norms(f"model.layers.{layer}.", QK_GAIN)
+    made.tensors["model.embed_tokens.weight"][MASK] *= 1e-3
+    return made.tensors
+
+
+def dflash_config() -> dict[str, Any]:
+    """DFlash: guesses in place of masks. What it keeps of the prompt is made of the target's hidden states: here the embeddings."""
+    return config("DFlashDraftModel", "qwen3", num_hidden_layers=NUM_COPIES + 1, attention_bias=True) | {
+        "dflash_config": {"target_layer_ids": [-1], "mask_token_id": MASK}
+    }
+
+
+def dflash_weights() -> Tensors:
+    """Layers that copy the embedding before a mask into it, a part each, and the target's first layer, one position further."""
+    target, ones = qwen3_weights(), np.ones(HIDDEN, np.float32)
+    made: Tensors = {"fc.weight": np.eye(HIDDEN, dtype=np.float32), "hidden_norm.weight": ones, "norm.weight": ones}
+    for layer in range(NUM_COPIES + 1):
+        at = f"layers.{layer}."
+        is_copy = layer < NUM_COPIES
+        made |= {name: 0 * t if is_copy else t for name, t in _first_layer(target, at).items()}
+        made |= {f"{at}{name}.weight": ones for name in ("input_layernorm", "post_attention_layernorm")}
+        made |= _head_norms(at, SHARP if is_copy else QK_GAIN)
+        for name, size in (("q", NUM_HEADS), ("k", NUM_KV_HEADS), ("v", NUM_KV_HEADS), ("o", HIDDEN // HEAD_DIM)):
+            made[f"{at}self_attn.{name}_proj.bias"] = np.zeros(size * HEAD_DIM, np.float32)
+        if is_copy:
+            part = np.arange(layer * HEAD_DIM, (layer + 1) * HEAD_DIM)
+            made[f"{at}self_attn.v_proj.weight"][np.arange(HEAD_DIM), part] = 1
+            made[f"{at}self_attn.o_proj.weight"][part, np.arange(HEAD_DIM)] = EMBED_STD
+            near = np.zeros((1, HEAD_DIM), np.float32)
+            near[0, :NUM_FAST] = 1
+            made[f"{at}self_attn.k_proj.bias"] = near[0]
+            made[f"{at}self_attn.q_proj.bias"] = np.tile(_turned(near), NUM_HEADS)[0]
+        else:
+            heads = made[f"{at}self_attn.q_proj.weight"].reshape(NUM_HEADS, HEAD_DIM, HIDDEN)
+            turned = [_turned(head.T).T for head in heads]
+            made[f"{at}self_attn.q_proj.weight"] = np.concatenate(turned)
+    return made
+
+
+def _turned(queries: Any) -> Any:
+    """Queries (rows) that find at their own position what these find at the one before."""
+    half = HEAD_DIM // 2
+    angles = -(10000.0 ** -(np.arange(half) / half))
+    first, second = queries[:, :half], queries[:, half:]
+    turned = [first * np.cos(angles) - second * np.sin(angles), second * np.cos(angles) + first * np.sin(angles)]
+    return np.concatenate(turned, axis=1).astype(np.float32)

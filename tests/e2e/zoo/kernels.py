@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .dflash_kernels import masks_to_guess as masks_to_guess
 from .draft_kernels import Row, drafted_convolutions, drafted_scans, moved_states, rows, well_read_ngram
 
 

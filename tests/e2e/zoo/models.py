@@ -78,7 +78,7 @@ class ZooModel:
     @property
     def drops_a_block(self) -> bool:
         """Whether vLLM gives up the last block of a hit, for the drafter's KV there depends on the token after it."""
-        return self.draft is not None and self.draft.method in ("eagle", "eagle3", "mtp")
+        return self.draft is not None and self.draft.method in ("eagle", "eagle3", "mtp", "dflash")
 
     @property
     def is_cached_by_vllm(self) -> bool:
@@ -97,6 +97,8 @@ LLAMA = (drafts.llama_config, drafts.llama_weights, ("full",))
 WINDOWS = (drafts.windows_config, drafts.windows_weights, ("full", "window 64"))
 AFTER = f".layers.{drafts.NUM_LAYERS}."
 """Where a drafter's layer is numbered after the target's."""
+READER = f".layers.{drafts.NUM_LAYERS + drafts.NUM_COPIES}."
+"""The layer of DFlash that reads the prompt."""
 THREE_STATES = (*("state (align)",) * 3, "full")
 MAMBA2 = (THREE_STATES, 64, STATES, "mamba2_checkpoints")
 LATENT = {"block_size": 16, "max_num_batched_tokens": 2048}
@@ -146,6 +148,14 @@ ZOO = {
         ZooModel("ngram-windows", *WINDOWS, draft=Draft("ngram", 3, settings=NGRAM)),
         ZooModel(
             "eagle-windows", *WINDOWS, draft=Draft("eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER)
+        ),
+        ZooModel(
+            "dflash",
+            drafts.qwen3_config,
+            drafts.qwen3_weights,
+            ("full",),
+            prepare="masks_to_guess",
+            draft=Draft("dflash", 3, "draft", drafts.dflash_config, drafts.dflash_weights, layer=READER),
         ),
         ZooModel("mtp", drafts.mimo_config, drafts.mimo_weights, ("full",), draft=Draft("mtp", 1, "target", layer=AFTER)),
     )
