@@ -7,7 +7,7 @@
 use rustc_hash::FxHashMap;
 
 use super::limits::{Ceiling, Class, Table};
-use crate::index::{Entry, OwnerId};
+use crate::index::OwnerId;
 use crate::key::SaltTag;
 use crate::{Error, ErrorKind, Result};
 
@@ -204,7 +204,7 @@ impl Owners {
 
     /// Every number again, from the entries; for checks.
     #[cfg(any(test, feature = "faults"))]
-    pub(super) fn check<'a>(&self, entries: impl Iterator<Item = (OwnerId, &'a Entry)>) -> bool {
+    pub(super) fn check<'a>(&self, entries: impl Iterator<Item = (OwnerId, &'a crate::index::Entry)>) -> bool {
         let keep = |&Owner { tag, is_kept, class, .. }: &Owner| Owner { tag, is_kept, class, ..Owner::default() };
         let mut counted: Vec<_> = self.all.iter().map(keep).collect();
         for (id, entry) in entries {
