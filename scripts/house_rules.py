@@ -1,4 +1,4 @@
-"""Rules that no linter knows: where `unsafe` and the environment may be, how light `import kvloft` is, how long files are.
+"""Rules that no linter knows: where `unsafe` and the environment may be, how light `import kvloft` is, how long files are, circles.
 
 Prints one line per offence; exit status 1 if there is any. Run from anywhere; the imports are checked in the
 environment it runs in.
@@ -10,12 +10,16 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from circles import Crate
+
 ROOT = Path(__file__).resolve().parents[1]
 UNSAFE_FILES = {"rust/core/src/io/arena.rs", "rust/py/src/tokens.rs"}
 ENVIRONMENT_FILE = "python/kvloft/config.py"
 PURE_FOLDERS = ("python/kvloft/plan/", "python/kvloft/seam/")
 PATCHES_FILE = "python/kvloft/vllm/patches.py"
 MAX_LINES = 500
+FREE_OF_CIRCLES = ("core",)
+"""Crates under rust/ whose modules can be read one after the other."""
 HEAVY = ("torch", "vllm", "numpy", "yaml", "rich")
 
 
@@ -73,6 +77,13 @@ def long_files() -> Iterator[str]:
                 yield f"{name}: {count} lines, more than {MAX_LINES}"
 
 
+def circles() -> Iterator[str]:
+    """No module of these crates uses one that uses it, over whatever others."""
+    for crate in FREE_OF_CIRCLES:
+        for circle in Crate(ROOT / "rust" / crate).circles():
+            yield f"rust/{crate}/src: modules use each other in a circle: {', '.join(circle)}"
+
+
 def heavy_import() -> Iterator[str]:
     """`import kvloft` loads nothing that costs time or memory."""
     code = f"import sys, kvloft; print(*[m for m in {HEAVY!r} if m in sys.modules])"
@@ -81,7 +92,7 @@ def heavy_import() -> Iterator[str]:
         yield f"import kvloft loads {run.stdout.strip() or run.stderr.strip()}"
 
 
-RULES = (unsafe_elsewhere, environment_elsewhere, extension_elsewhere, hidden_imports, long_files, heavy_import)
+RULES = (unsafe_elsewhere, environment_elsewhere, extension_elsewhere, hidden_imports, long_files, circles, heavy_import)
 
 
 def main() -> int:

@@ -28,5 +28,5 @@ check "ruff format" ruff format --check .
 check "mypy --strict" mypy
 check "stub of _core against the built extension" python -m mypy.stubtest kvloft._core --mypy-config-file scripts/stubtest.ini --allowlist scripts/stubtest.allow
 check "import contracts" env PYTHONPATH=python lint-imports
-check "unsafe, environment, imports, file sizes" python scripts/house_rules.py
+check "unsafe, environment, imports, file sizes, circles" python scripts/house_rules.py
 exit $FAILED

@@ -20,7 +20,7 @@ use std::collections::BTreeSet;
 
 use super::ghosts::{Ghost, Ghosts, fingerprint};
 use super::groups::Groups;
-use super::{ChunkId, GroupId, Policy, Removal};
+use super::policy::{ChunkId, GroupId, Policy, Removal};
 use crate::key::ChunkKey;
 
 const NO_PARENT: u32 = u32::MAX;

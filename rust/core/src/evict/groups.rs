@@ -2,7 +2,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{ChunkId, GroupId};
+use super::policy::{ChunkId, GroupId};
 
 /// What is in a group.
 #[derive(Debug, Default)]

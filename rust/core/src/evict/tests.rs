@@ -6,6 +6,7 @@ use proptest::prelude::*;
 
 use super::ghosts::Ghosts;
 use super::*;
+use crate::key::ChunkKey;
 
 mod aims;
 

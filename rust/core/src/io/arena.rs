@@ -18,19 +18,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::mm::{MapFlags, ProtFlags};
 
+pub use super::frame::{FRAME_ALIGN, FrameId};
 use super::part::{Damage, PartSpec, TRAILER_BYTES};
 use super::placement::{MAX_NODES, Place};
 use crate::{Error, ErrorKind, Result};
 
-/// Frames start and end on pages, so that a disk can read and write them without a bounce copy.
-pub const FRAME_ALIGN: u64 = 4096;
-
 /// Ranges that are mapped together to be placed: each splits that mapping, and a process may have 65,530.
 const PLACED_AT_ONCE: usize = 1024;
-
-/// A frame's place in the arena.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
-pub struct FrameId(pub u32);
 
 /// `num_frames` equal frames, mapped shared; unmapped when the last owner of the mapping goes.
 #[derive(Debug)]

@@ -1,14 +1,17 @@
 //! Memory and files: the only folder with unsafe code.
 //!
-//! `arena` maps the shared frames, `placement` says on which NUMA nodes, `part` writes and checks a part's trailer, `memory` asks the machine how much there is. It
-//! must not know keys' meaning, the index or leases; it only bounds-checks what it is handed.
+//! `frame` is a frame's number, `arena` maps the shared frames, `placement` says on which NUMA nodes, `part` writes and checks a
+//! part's trailer, `memory` asks the machine how much there is. It must not know keys' meaning, the index or leases; it only
+//! bounds-checks what it is handed.
 
 pub mod arena;
 pub mod direct;
+mod frame;
 pub mod memory;
 pub mod part;
 pub mod placement;
 
-pub use arena::{Arena, Frame, FrameId, HostArena};
+pub use arena::{Arena, Frame, HostArena};
+pub use frame::FrameId;
 pub use memory::available_bytes;
 pub use part::{Damage, PartSpec, TRAILER_BYTES};

@@ -2,7 +2,7 @@
 //!
 //! Advice only: where it cannot be followed, memory lies where the system puts it. It must not know how the system is told.
 
-use super::arena::FRAME_ALIGN;
+use super::frame::FRAME_ALIGN;
 
 /// The nodes of the system's first word of a mask.
 pub const MAX_NODES: u32 = 64;

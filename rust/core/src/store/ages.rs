@@ -5,11 +5,9 @@
 //! downwards: presence stays monotone while chunks expire. Time is seconds of Unix time: what it was when the store was opened, and
 //! what the store's clock counted since.
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::config::DiskSettings;
-use super::forget::Why;
 use super::limits::{Bases, Ceiling, Table, TenantLimits};
 use super::state::State;
 use crate::Result;
@@ -19,14 +17,8 @@ use crate::key::SaltTag;
 use crate::pool::Pool;
 use crate::tier::disk::{self, DiskRoot, Erased};
 
-/// Trees that one call begins to forget.
-const MAX_EXPIRED: usize = 64;
 /// What was saved later than now by more than this has an age that is not known: it counts as expired.
 const MAX_SKEW_S: u32 = 60;
-
-/// When trees expire: first chunks, and others that expire before their parents.
-#[derive(Debug, Default)]
-pub(super) struct Ages(BTreeSet<(u32, ChunkId)>);
 
 /// When what was saved at `saved_s` expires, seen at `now_s`.
 fn expiry(ttl_s: u32, saved_s: u32, now_s: u32) -> u32 {
@@ -82,20 +74,6 @@ impl State {
         if self.index[id].expires_s != NEVER {
             self.ages.0.remove(&(self.index[id].expires_s, id));
         }
-    }
-
-    /// Begins to forget some of what expired; true if that was all.
-    pub(super) fn expire_some(&mut self) -> bool {
-        for _ in 0..MAX_EXPIRED {
-            match self.ages.0.first().copied() {
-                Some((expires_s, id)) if expires_s <= self.unix_s => {
-                    self.ages.0.remove(&(expires_s, id));
-                    self.doom_for(id, Why::Age);
-                }
-                _ => return true,
-            }
-        }
-        false
     }
 
     /// Whether every entry that expires by itself is noted, and nothing else; for checks.

@@ -5,109 +5,16 @@
 //! are dropped when too many wait; a listener that lacks some is told so, and asks about every key that it knows. All listeners
 //! share one queue, each with a place of its own in it, so that another one costs no memory.
 
-use std::collections::VecDeque;
 use std::sync::{Arc, PoisonError};
 
-use super::Store;
 use super::inner::Inner;
+use super::open::Store;
 use super::state::State;
-use crate::evict::ChunkId;
+use super::watch::{Changes, Tiers};
 use crate::key::ChunkKey;
 use crate::sync::Mutex;
 
-/// In which tiers lookups find a chunk, if they find its parents.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Tiers {
-    /// In host memory.
-    pub host: bool,
-    /// On disk.
-    pub disk: bool,
-}
-
-impl Tiers {
-    /// As a number: 1 in host, 2 on disk.
-    #[must_use]
-    pub fn bits(self) -> u8 {
-        u8::from(self.host) + 2 * u8::from(self.disk)
-    }
-
-    /// What [`Self::bits`] says; None for other numbers.
-    #[must_use]
-    pub fn of_bits(bits: u8) -> Option<Self> {
-        (bits < 4).then_some(Self { host: bits & 1 != 0, disk: bits & 2 != 0 })
-    }
-}
-
-/// What [`Listener::changes`] has to tell.
-#[derive(Debug, Clone, Default, PartialEq, Eq)]
-pub struct Changes {
-    /// Where chunks are now: those asked for, then those that came or went, oldest first. A key may be there twice.
-    pub rows: Vec<(ChunkKey, Tiers)>,
-    /// Keys were dropped before: whatever is not among the rows may have changed too.
-    pub lost: bool,
-}
-
-impl Changes {
-    /// The answer where there is no store: everything may have changed, and nothing that was asked for is there.
-    #[must_use]
-    pub fn of_none(asked: &[ChunkKey]) -> Self {
-        Self { rows: asked.iter().map(|key| (*key, Tiers::default())).collect(), lost: true }
-    }
-}
-
-/// The last keys of chunks that came or went. They are counted, so that a listener's place is a number.
-#[derive(Debug, Default)]
-pub(crate) struct Watch {
-    keys: VecDeque<ChunkKey>,
-    capacity: usize,
-    /// Number of the first of `keys`.
-    first: u64,
-    num_listeners: usize,
-}
-
-impl Watch {
-    fn end(&self) -> u64 {
-        self.first + self.keys.len() as u64
-    }
-
-    fn push(&mut self, key: ChunkKey) {
-        if self.keys.len() == self.capacity {
-            self.keys.pop_front();
-            self.first += 1;
-        }
-        self.keys.push_back(key);
-    }
-
-    /// Whoever listens lacks some from now on.
-    fn lose(&mut self) {
-        self.first = self.end() + 1;
-        self.keys.clear();
-    }
-
-    /// Up to `limit` keys from the place `next` on, which moves behind them; and whether some before were dropped. Then the others
-    /// are left out too: all are asked for again once it is told.
-    fn take(&self, next: &mut u64, limit: usize) -> (impl Iterator<Item = ChunkKey>, bool) {
-        let lost = *next < self.first;
-        let from = if lost { self.keys.len() } else { usize::try_from(*next - self.first).unwrap_or(usize::MAX) };
-        let until = from.saturating_add(limit).min(self.keys.len());
-        *next = self.first + until as u64;
-        (self.keys.range(from..until).copied(), lost)
-    }
-}
-
 impl State {
-    /// The chunk came to a tier or left one, or its key does not lead to it any more.
-    pub(super) fn note_change(&mut self, id: ChunkId) {
-        if let Some(watch) = &mut self.watch {
-            watch.push(self.index[id].key);
-        }
-    }
-
-    /// Anything may have changed.
-    pub(super) fn note_all(&mut self) {
-        self.watch.iter_mut().for_each(Watch::lose);
-    }
-
     fn tiers(&self, key: &ChunkKey) -> Tiers {
         let entry = self.index.get(key).map(|id| &self.index[id]);
         entry.map_or_else(Tiers::default, |entry| Tiers { host: entry.host.is_here(), disk: entry.disk.is_here() })

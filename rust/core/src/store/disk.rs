@@ -3,7 +3,6 @@
 //! A chunk is written only behind a parent that is on disk, and leaves only before it: presence is monotone, as in host.
 
 use super::books::Attached;
-use super::owners::Spared;
 use super::state::State;
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, Presence, Wish};
@@ -79,55 +78,6 @@ impl State {
             entry.disk_evictable = Some(evictable);
             self.disk_policy.set_evictable(id, evictable);
         }
-    }
-
-    /// Begins to make room on disk: the chunk that should leave, and the slot to free; None if every one is in use.
-    pub(super) fn begin_eviction(&mut self) -> Option<(ChunkId, SlotId)> {
-        let mut kept = Spared::default();
-        let victim = loop {
-            match self.disk_policy.victim() {
-                Some(id) if self.keeps_on_disk(id) && !kept.is_full() => kept.push(&mut *self.disk_policy, id),
-                victim => break victim.filter(|_| !kept.is_full()),
-            }
-        };
-        kept.end(&mut *self.disk_policy);
-        self.leave_slot(victim?)
-    }
-
-    /// A chunk that may go begins to leave the disk.
-    pub(super) fn leave_slot(&mut self, victim: ChunkId) -> Option<(ChunkId, SlotId)> {
-        debug_assert_eq!(self.index[victim].disk_evictable, Some(true), "a policy returns evictable chunks only");
-        let slot = self.index[victim].disk.place()?;
-        self.index[victim].disk = Presence::Leaving(slot);
-        self.note_change(victim);
-        self.sync_disk(victim);
-        Some((victim, slot))
-    }
-
-    /// The slot was freed, or the chunk is there as before.
-    pub(super) fn end_eviction(&mut self, id: ChunkId, freed: bool) {
-        let Presence::Leaving(slot) = self.index[id].disk else { return };
-        if freed {
-            self.stats.disk_evictions += 1;
-            self.leave_disk(id, Removal::Evicted);
-        } else if self.index[id].detached {
-            self.leave_disk(id, Removal::Dropped);
-            self.disk.trash.push(slot);
-        } else {
-            self.index[id].disk = Presence::Here(slot);
-            self.note_change(id);
-            self.sync_disk(id);
-            // Another one is tried first next time.
-            self.disk_policy.touch(id);
-        }
-        self.wake_behind(id);
-        self.settle(id);
-    }
-
-    /// The same of a chunk that leaves for its owner's quota.
-    pub(super) fn end_own_eviction(&mut self, id: ChunkId, freed: bool) {
-        self.stats.quota_disk_evictions += u64::from(freed);
-        self.end_eviction(id, freed);
     }
 
     /// A chunk became visible in host: it should be on disk too.

@@ -3,15 +3,14 @@
 //! The walk goes over the places of entries, a slice a lock. What is saved while it goes on may stay. In host memory, children
 //! leave before their parents, as for any other eviction; in every tier, first chunks are doomed, and `forget` does the rest.
 
-use std::ops::{AddAssign, Sub};
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::Store;
 use super::books::{Clearing, Direction};
 use super::config::DiskSettings;
-use super::forget::Why;
-use super::state::State;
+use super::open::Store;
+use super::state::{State, Why};
+use super::stats::Evicted;
 use crate::Result;
 use crate::evict::ChunkId;
 use crate::index::{Entry, OwnerId, Wish};
@@ -31,52 +30,6 @@ pub struct Evict {
     pub salt: Option<SaltTag>,
     /// What is on disk stays there, and what is on its way to disk in memory.
     pub is_host_only: bool,
-}
-
-/// What came of it.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Evicted {
-    /// Chunks that are found no more, or not in host memory any more.
-    pub num_chunks: u64,
-    /// Frames that they had in host memory.
-    pub num_host: u64,
-    /// Places that they had on disk.
-    pub num_disk: u64,
-    /// Chunks in use: forgotten ones keep their memory until that ends; in host memory alone, they stay.
-    pub num_in_use: u64,
-    /// Something was not done in time: it may be found yet, or by the next life of the store.
-    pub is_cut_short: bool,
-}
-
-impl Evicted {
-    pub(super) fn count(&mut self, entry: &Entry) {
-        self.num_chunks += 1;
-        self.num_host += u64::from(entry.host.place().is_some());
-        self.num_disk += u64::from(entry.disk.place().is_some());
-    }
-}
-
-impl AddAssign for Evicted {
-    fn add_assign(&mut self, other: Self) {
-        self.num_chunks += other.num_chunks;
-        self.num_host += other.num_host;
-        self.num_disk += other.num_disk;
-        self.num_in_use += other.num_in_use;
-        self.is_cut_short |= other.is_cut_short;
-    }
-}
-
-impl Sub for Evicted {
-    type Output = Self;
-    fn sub(self, before: Self) -> Self {
-        Self {
-            num_chunks: self.num_chunks - before.num_chunks,
-            num_host: self.num_host - before.num_host,
-            num_disk: self.num_disk - before.num_disk,
-            num_in_use: self.num_in_use - before.num_in_use,
-            is_cut_short: self.is_cut_short,
-        }
-    }
 }
 
 /// How far a walk is.

@@ -5,30 +5,12 @@
 //! way up while anything is doomed. A clear takes all keys away at once; the index remembers the trees that it left.
 
 use super::books::{Attached, Clearing};
-use super::state::State;
-use crate::evict::{ChunkId, Removal};
-use crate::index::Presence;
+use super::state::{Doomed, State, Why};
+use crate::evict::ChunkId;
 use crate::key::ChunkKey;
 
 /// Most keys that are remembered until it is known what the disk holds; beyond, it is not used.
 const MAX_UNWELCOME: usize = 1 << 16;
-
-/// The top of a tree that is walked.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Doomed {
-    id: ChunkId,
-    generation: u32,
-    why: Why,
-}
-
-/// Who asked for it, for the counts.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Why {
-    Discard,
-    Clear,
-    Evict,
-    Age,
-}
 
 impl State {
     /// Forgets chunks and all that hangs on them; returns how many are gone already.
@@ -127,63 +109,5 @@ impl State {
             }
         }
         forgotten
-    }
-
-    /// Forgets a chunk without children that can be found.
-    pub(super) fn detach(&mut self, id: ChunkId) {
-        let parent = self.index[id].parent;
-        self.forget_host(id, Removal::Dropped);
-        self.unwant(id);
-        self.index.detach(id);
-        self.note_change(id);
-        let entry = &self.index[id];
-        if matches!(entry.host, Presence::Coming(_)) && !entry.is_filling() {
-            self.leave_host(id, Removal::Dropped);
-        }
-        if self.index[id].disk.place().is_some() {
-            self.disk.num_lingering += 1;
-            self.drop_from_disk(id);
-        }
-        self.reap(id);
-        self.end_failed(parent);
-    }
-
-    /// What was filled for a forgotten chunk is of no use: its frame is free.
-    pub(super) fn abandon(&mut self, id: ChunkId) {
-        let parent = self.index[id].parent;
-        self.leave_host(id, Removal::Dropped);
-        self.drop_from_disk(id);
-        self.reap(id);
-        self.end_failed(parent);
-    }
-
-    /// Forgets a chunk that is in no tier any more.
-    pub(super) fn settle(&mut self, id: ChunkId) {
-        let entry = &self.index[id];
-        if entry.host.is_absent() && entry.disk.is_absent() && !entry.detached {
-            self.detach(id);
-        } else {
-            self.reap(id);
-        }
-    }
-
-    /// Frees a detached entry that has no user any more, and those above it that only waited for it.
-    pub(super) fn reap(&mut self, id: ChunkId) {
-        let mut next = Some(id);
-        while let Some(id) = next {
-            let entry = &self.index[id];
-            let is_used = entry.holds > 0 || entry.has_children() || entry.is_filling() || !entry.disk.is_absent();
-            if !entry.detached || is_used {
-                break;
-            }
-            next = entry.parent;
-            if !entry.host.is_absent() {
-                self.leave_host(id, Removal::Dropped);
-            }
-            self.forget_age(id);
-            self.owners.count_entry(self.index[id].owner, false);
-            self.index.remove(id);
-        }
-        self.end_failed(next);
     }
 }

@@ -142,15 +142,6 @@ impl State {
         }
     }
 
-    /// Looks at the time: operations that hang open the breakers.
-    pub(crate) fn set_time(&mut self, now: Duration) {
-        self.now = self.now.max(now);
-        self.unix_s = self.opened_s.saturating_add(u32::try_from(self.now.as_secs()).unwrap_or(u32::MAX));
-        if self.disk.find_hangs(self.now) {
-            self.tell("the disk tier hangs, and is left alone for a while".to_owned());
-        }
-    }
-
     fn next_read(&mut self) -> Option<Job> {
         while let Some(id) = self.disk.reads.pop(&self.index, Entry::is_queued) {
             let entry = self.index[id];

@@ -2,26 +2,19 @@
 //!
 //! An entry has its parent's owner, and a first chunk that of its root, so asking walks nothing. Owners without chunks are
 //! forgotten. Nothing here knows salts, only the tags that roots end with.
-//!
-//! What an owner has may be *kept*: where such a chunk would be the next to leave a tier for want of room, it goes to the end of the
-//! row, as if it were used, while kept chunks are at most half of the tier. So the policies need not know, and nothing is
-//! walked when it begins or ends.
+//! What an owner has may be *kept*, which is a mark and a count here; `kept` heeds it.
 
 use rustc_hash::FxHashMap;
 
-use super::Store;
 use super::limits::{Ceiling, Class, Table};
-use super::state::State;
-use crate::evict::ChunkId;
-use crate::evict::Policy;
-use crate::index::{Entry, OwnerId};
+use crate::index::OwnerId;
 use crate::key::SaltTag;
 use crate::{Error, ErrorKind, Result};
 
 /// What has no salt.
 const NO_SALT: OwnerId = OwnerId(0);
-/// Most kept chunks that one call sends to the end of a tier's row: some 1 ms. With more of them in front, nothing leaves yet.
-const MAX_SPARED: usize = 1024;
+/// Owners looked at by one call: some 0.2 ms.
+pub(super) const OWNERS: usize = 4096;
 /// Most owners whose chunks are kept.
 const MAX_KEPT: u64 = 1024;
 
@@ -88,7 +81,7 @@ impl Owners {
         tag.map_or(Some(NO_SALT), |tag| self.find(tag))
     }
 
-    fn find_or_add(&mut self, tag: Option<SaltTag>) -> OwnerId {
+    pub(super) fn find_or_add(&mut self, tag: Option<SaltTag>) -> OwnerId {
         let Some(tag) = tag else { return NO_SALT };
         let Self { by_tag, all, vacant, limits, .. } = self;
         *by_tag.entry(tag).or_insert_with(|| {
@@ -115,7 +108,7 @@ impl Owners {
     }
 
     /// Keeps what has that tag from now on, or no more. `InvalidConfig` if that would be too many.
-    fn keep(&mut self, tag: SaltTag, is_kept: bool) -> Result<()> {
+    pub(super) fn keep(&mut self, tag: SaltTag, is_kept: bool) -> Result<()> {
         let is_known = self.find(tag).is_some_and(|id| self.is_kept(id));
         if is_kept && !is_known && self.kept.num_salts >= MAX_KEPT {
             let message = format!("{MAX_KEPT} salts of this namespace are pinned, which is the most; unpin some");
@@ -136,7 +129,16 @@ impl Owners {
         }
     }
 
-    fn kept_of(&self, tag: SaltTag) -> Kept {
+    /// Keeps nothing any more.
+    pub(super) fn keep_none(&mut self) {
+        let kept: Vec<_> = self.all.iter().filter(|owner| owner.is_kept).filter_map(|owner| owner.tag).collect();
+        for tag in kept {
+            self.unkeep(tag);
+        }
+    }
+
+    /// What is kept of that tag.
+    pub(super) fn kept_of(&self, tag: SaltTag) -> Kept {
         let mut kept = Kept::default();
         if let Some(id) = self.find(tag) {
             kept.count(&self.all[id.0 as usize], true);
@@ -144,7 +146,7 @@ impl Owners {
         kept
     }
 
-    fn is_kept(&self, id: OwnerId) -> bool {
+    pub(super) fn is_kept(&self, id: OwnerId) -> bool {
         self.all[id.0 as usize].is_kept
     }
 
@@ -202,7 +204,7 @@ impl Owners {
 
     /// Every number again, from the entries; for checks.
     #[cfg(any(test, feature = "faults"))]
-    pub(super) fn check<'a>(&self, entries: impl Iterator<Item = (OwnerId, &'a Entry)>) -> bool {
+    pub(super) fn check<'a>(&self, entries: impl Iterator<Item = (OwnerId, &'a crate::index::Entry)>) -> bool {
         let keep = |&Owner { tag, is_kept, class, .. }: &Owner| Owner { tag, is_kept, class, ..Owner::default() };
         let mut counted: Vec<_> = self.all.iter().map(keep).collect();
         for (id, entry) in entries {
@@ -236,97 +238,4 @@ impl Kept {
 
 fn step(number: &mut u32, is_more: bool) {
     *number = if is_more { *number + 1 } else { *number - 1 };
-}
-
-impl State {
-    /// Enters a chunk that is in no tier yet; `saved_s` is the caller's.
-    pub(super) fn add(&mut self, new: Entry) -> ChunkId {
-        let owner = match new.parent {
-            Some(parent) => self.index[parent].owner,
-            None => self.owners.find_or_add(SaltTag::of_root(&new.parent_key)),
-        };
-        self.owners.count_entry(owner, true);
-        let expires_s = self.expiry(self.owners.ceiling(owner).ttl_s, new.parent, new.saved_s);
-        let id = self.index.insert(Entry { owner, expires_s, ..new });
-        self.note_age(id);
-        id
-    }
-}
-
-/// Kept chunks that were in front of a tier's row.
-#[derive(Debug, Default)]
-pub(super) struct Spared(Vec<ChunkId>);
-
-impl Spared {
-    /// Whether there was one.
-    pub(super) fn has_some(&self) -> bool {
-        !self.0.is_empty()
-    }
-
-    /// Whether one call has looked at as many as it may.
-    pub(super) fn is_full(&self) -> bool {
-        self.0.len() >= MAX_SPARED
-    }
-
-    /// Takes a chunk out of the row for now.
-    pub(super) fn push(&mut self, policy: &mut dyn Policy, id: ChunkId) {
-        policy.set_evictable(id, false);
-        self.0.push(id);
-    }
-
-    /// Back to the row, at its end.
-    pub(super) fn end(self, policy: &mut dyn Policy) {
-        for id in self.0 {
-            policy.set_evictable(id, true);
-            policy.touch(id);
-        }
-    }
-}
-
-impl State {
-    /// Whether a chunk that may leave host memory is kept there.
-    pub(super) fn keeps_in_host(&self, id: ChunkId) -> bool {
-        let kept = self.owners.kept.num_host;
-        kept > 0 && self.owners.is_kept(self.index[id].owner) && 2 * kept <= self.host.num_frames().0
-    }
-
-    /// Looks that pass all that is kept on disk, where each may go only so far.
-    pub(super) fn looks_past_kept(&self) -> u64 {
-        1 + self.owners.kept.num_disk / MAX_SPARED as u64
-    }
-
-    /// The same of the disk.
-    pub(super) fn keeps_on_disk(&self, id: ChunkId) -> bool {
-        let kept = self.owners.kept.num_disk;
-        kept > 0 && self.owners.is_kept(self.index[id].owner) && 2 * kept <= self.stats.disk_used
-    }
-}
-
-impl Store {
-    /// Keeps chunks with that salt from eviction, those that come later too, or no more. Of each tier, half at most is kept. What other
-    /// stores of the pool are owed is given up all the same. `InvalidConfig` if too many salts are kept.
-    pub fn keep(&self, salt: SaltTag, is_kept: bool) -> Result<()> {
-        self.inner.with_books(|state| state.owners.keep(salt, is_kept)).unwrap_or(Ok(()))
-    }
-
-    /// Keeps nothing any more.
-    pub fn keep_none(&self) {
-        self.inner.with_books(|state| {
-            let kept: Vec<_> =
-                state.owners.all.iter().filter(|owner| owner.is_kept).filter_map(|owner| owner.tag).collect();
-            for tag in kept {
-                state.owners.unkeep(tag);
-            }
-        });
-    }
-
-    /// What is kept of a salt now.
-    pub fn kept_of(&self, salt: SaltTag) -> Kept {
-        self.inner.with_books(|state| state.owners.kept_of(salt)).unwrap_or_default()
-    }
-
-    /// What is kept now.
-    pub fn kept(&self) -> Kept {
-        self.inner.with_books(|state| state.owners.kept).unwrap_or_default()
-    }
 }

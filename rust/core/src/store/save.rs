@@ -228,18 +228,6 @@ impl State {
         risen
     }
 
-    /// A chunk's bytes are in its frame: it becomes visible with its parent, or fails with it. Returns how many became so.
-    pub(super) fn fill(&mut self, id: ChunkId) -> u32 {
-        let parent = self.index[id].parent;
-        if parent.is_some_and(|parent| !self.index[parent].has_frame()) {
-            self.fail_host(id);
-            return 0;
-        }
-        self.index[id].filler = Filler::Done;
-        self.sync_disk(id);
-        self.rise(id)
-    }
-
     /// A reserved chunk will not be filled.
     pub(crate) fn abort(&mut self, id: ChunkId) {
         if self.end_write_lease(id) {

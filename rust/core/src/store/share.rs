@@ -8,8 +8,9 @@ use std::sync::Arc;
 use rustc_hash::FxHashSet;
 
 use super::config::StoreConfig;
-use super::state::State;
-use super::{Opener, Store};
+use super::inner::Opener;
+use super::open::Store;
+use super::state::{Drain, Drains, Next, State, Step};
 use crate::Result;
 use crate::evict::ChunkId;
 use crate::pool::{Pool, SlabId};
@@ -18,41 +19,6 @@ use crate::pool::{Pool, SlabId};
 const SLICE: usize = 256;
 /// Slabs that are emptied at once, where some of their frames must stay for now.
 const MAX_DRAINS: usize = 4;
-
-/// Slabs that are emptied. They are looked at in rounds, of many calls where they are large: whatever has to stay is found once.
-#[derive(Debug, Default)]
-pub(super) struct Drains {
-    all: Vec<Drain>,
-    /// Chunks that had to stay in this round, with something that hangs on them or by themselves.
-    stuck: FxHashSet<(ChunkId, u32)>,
-}
-
-/// A slab that is emptied.
-#[derive(Debug)]
-struct Drain {
-    slab: SlabId,
-    /// Frames before it were looked at in this round.
-    next: u32,
-    /// A chunk of the slab, and the way down to what hangs on it.
-    way: Vec<Step>,
-    /// Nothing more can go in this round.
-    is_done: bool,
-}
-
-/// A chunk, and the child that is looked at next.
-#[derive(Debug)]
-struct Step {
-    id: ChunkId,
-    generation: u32,
-    next: Next,
-}
-
-#[derive(Debug, Clone, Copy)]
-enum Next {
-    First,
-    Child(ChunkId, u32),
-    None,
-}
 
 /// What came of [`Store::give_way`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

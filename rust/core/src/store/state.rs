@@ -1,34 +1,82 @@
-//! All that the store's one lock guards, and the small moves that keep its counts right in host.
+//! All that the store's one lock guards. Data, and what is asked of all of it; whatever moves a chunk is above.
 //!
-//! Everything else (reserve, commit, leases, disk threads) is made of these moves. An entry is *present* in host while its
-//! presence there is not `Absent`. Rules upheld here: a present chunk's parent is present (but for detached entries, which
-//! nothing finds); only chunks that are here, are leaves and are not held are offered to the policy; a detached entry is
-//! freed with its last user; `frames_reserved + frames_visible + free = all` (I8).
+//! `host`, `disk` and `entries` are the small moves, `filling`, `frames`, `slots` and `forget` are made of those, and everything
+//! else (save, load, disk threads) of both. `frames_reserved + frames_visible + free = all` (I8).
 
+use std::collections::BTreeSet;
 use std::time::Duration;
 
-use rustc_hash::FxHashMap;
+use rustc_hash::{FxHashMap, FxHashSet};
 
-use super::ages::Ages;
 use super::books::DiskBooks;
-use super::changes::Watch;
-use super::evict::Evicted;
-use super::forget::Doomed;
-use super::owners::{Owners, Spared};
-use super::quota::Room;
-use super::share::Drains;
-use super::stats::Stats;
-use crate::evict::{ChunkId, Policy, Removal};
-use crate::index::{Filler, Index, Presence};
-use crate::io::FrameId;
-use crate::tier::host::{FrameFor, Grid, HostTier};
+use super::owners::Owners;
+use super::stats::{Evicted, Stats};
+use super::watch::Watch;
+use crate::evict::{ChunkId, Policy};
+use crate::index::Index;
+use crate::pool::SlabId;
+use crate::tier::host::{Grid, HostTier};
 
 /// Chunks forgotten by one call: some 0.2 ms.
 const SLICE: usize = 256;
-/// Most chunks looked at for one frame whose own frames would not do.
-const MAX_SPARED: usize = 64;
 /// Most lines for people that wait to be taken.
 const MAX_EVENTS: usize = 64;
+
+/// The top of a tree that is walked.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Doomed {
+    pub(super) id: ChunkId,
+    pub(super) generation: u32,
+    pub(super) why: Why,
+}
+
+/// Who asked for it, for the counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Why {
+    Discard,
+    Clear,
+    Evict,
+    Age,
+}
+
+/// When trees expire: first chunks, and others that expire before their parents.
+#[derive(Debug, Default)]
+pub(super) struct Ages(pub(super) BTreeSet<(u32, ChunkId)>);
+
+/// Slabs that are emptied. They are looked at in rounds, of many calls where they are large: whatever has to stay is found once.
+#[derive(Debug, Default)]
+pub(super) struct Drains {
+    pub(super) all: Vec<Drain>,
+    /// Chunks that had to stay in this round, with something that hangs on them or by themselves.
+    pub(super) stuck: FxHashSet<(ChunkId, u32)>,
+}
+
+/// A slab that is emptied.
+#[derive(Debug)]
+pub(super) struct Drain {
+    pub(super) slab: SlabId,
+    /// Frames before it were looked at in this round.
+    pub(super) next: u32,
+    /// A chunk of the slab, and the way down to what hangs on it.
+    pub(super) way: Vec<Step>,
+    /// Nothing more can go in this round.
+    pub(super) is_done: bool,
+}
+
+/// A chunk, and the child that is looked at next.
+#[derive(Debug)]
+pub(super) struct Step {
+    pub(super) id: ChunkId,
+    pub(super) generation: u32,
+    pub(super) next: Next,
+}
+
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Next {
+    First,
+    Child(ChunkId, u32),
+    None,
+}
 
 /// The index, the tiers' books and the policies.
 #[derive(Debug)]
@@ -111,6 +159,15 @@ impl State {
         }
     }
 
+    /// Looks at the time: operations that hang open the breakers.
+    pub(crate) fn set_time(&mut self, now: Duration) {
+        self.now = self.now.max(now);
+        self.unix_s = self.opened_s.saturating_add(u32::try_from(self.now.as_secs()).unwrap_or(u32::MAX));
+        if self.disk.find_hangs(self.now) {
+            self.tell("the disk tier hangs, and is left alone for a while".to_owned());
+        }
+    }
+
     /// Every number, as it is now.
     pub(crate) fn stats(&self) -> Stats {
         let (host, disk) = (&self.host, &self.disk);
@@ -134,260 +191,15 @@ impl State {
         }
     }
 
-    // -- host presence ------------------------------------------------------------------------------------------
-
-    /// A chunk that is not in host will come there. Its parent is present.
-    pub(super) fn enter_host(&mut self, id: ChunkId, filler: Filler) {
-        debug_assert!(self.index[id].host.is_absent());
-        let entry = &mut self.index[id];
-        (entry.host, entry.filler) = (Presence::Coming(None), filler);
-        if let Some(parent) = entry.parent {
-            self.index[parent].host_children += 1;
-            self.sync_host(parent);
-            if !self.index[parent].host.is_here() {
-                self.waiters.entry(parent).or_default().push(id);
-            }
+    /// The chunk came to a tier or left one, or its key does not lead to it any more.
+    pub(super) fn note_change(&mut self, id: ChunkId) {
+        if let Some(watch) = &mut self.watch {
+            watch.push(self.index[id].key);
         }
     }
 
-    /// A chunk that is coming has a frame from now on. Its parent has one.
-    pub(super) fn give_frame(&mut self, id: ChunkId, frame: FrameId) {
-        debug_assert!(self.index[id].is_queued());
-        self.change_host(id, Presence::Coming(Some(frame)));
-        let entry = &mut self.index[id];
-        entry.host_evictable = Some(false);
-        let (parent, key, owner) = (entry.parent, entry.key, entry.owner);
-        self.host.hand(frame, id);
-        self.owners.count_frame(owner, true);
-        self.host_policy.insert(id, parent, &key);
-        self.group_in_host(id);
-    }
-
-    /// From one presence to another, with the same frame if it had one.
-    pub(super) fn change_host(&mut self, id: ChunkId, presence: Presence<FrameId>) {
-        let before = std::mem::replace(&mut self.index[id].host, presence);
-        self.stats.frames_visible += u64::from(presence.is_here());
-        self.stats.frames_visible -= u64::from(before.is_here());
-        if before.is_here() != presence.is_here() {
-            self.owners.count_host(self.index[id].owner, presence.is_here());
-            self.note_change(id);
-        }
-        self.sync_host(id);
-    }
-
-    /// Takes the frame away and makes the chunk absent; it may have to be settled or reaped after.
-    pub(super) fn leave_host(&mut self, id: ChunkId, removal: Removal) {
-        self.forget_host(id, removal);
-        self.waiters.remove(&id);
-        let before = self.index[id].host;
-        debug_assert!(!before.is_absent());
-        if self.index[id].is_queued() {
-            self.disk.num_queued -= 1;
-        }
-        self.change_host(id, Presence::Absent);
-        self.index[id].filler = Filler::Done;
-        if let Some(frame) = before.place() {
-            self.host.give(frame);
-            self.owners.count_frame(self.index[id].owner, false);
-        }
-        if let Some(parent) = self.index[id].parent {
-            self.index[parent].host_children -= 1;
-            self.sync_host(parent);
-        }
-    }
-
-    /// Takes the chunk from the host policy, if it is there.
-    pub(super) fn forget_host(&mut self, id: ChunkId, removal: Removal) {
-        if self.index[id].host_evictable.take().is_some() {
-            self.host_policy.remove(id, removal);
-        }
-    }
-
-    /// Tells the host policy whether the chunk may go now, if that changed.
-    pub(super) fn sync_host(&mut self, id: ChunkId) {
-        let entry = &mut self.index[id];
-        let evictable = entry.host.is_here() && entry.host_children == 0 && entry.holds == 0 && !entry.detached;
-        if entry.host_evictable.is_some_and(|before| before != evictable) {
-            entry.host_evictable = Some(evictable);
-            self.host_policy.set_evictable(id, evictable);
-        }
-    }
-
-    /// A free frame, made free if need be; None if every frame that would do is in use. What must stay is held by the caller.
-    fn take_frame(&mut self, what_for: FrameFor) -> Option<FrameId> {
-        let mut frame = self.host.take(what_for).or_else(|| self.host.grow(what_for));
-        let (mut spared, mut kept) = (Vec::new(), Spared::default());
-        while frame.is_none()
-            && spared.len() < MAX_SPARED
-            && !kept.is_full()
-            && let Some(victim) = self.host_policy.victim()
-        {
-            debug_assert_eq!(self.index[victim].host_evictable, Some(true), "a policy returns evictable chunks only");
-            if self.keeps_in_host(victim) {
-                if self.owners.is_in_vain {
-                    break; // a step of hundreds of requests would take as many looks
-                }
-                kept.push(&mut *self.host_policy, victim);
-                continue;
-            }
-            let its_frame = self.index[victim].host.place();
-            if its_frame.is_some_and(|its_frame| !self.host.is_fit(its_frame, what_for)) {
-                self.host_policy.set_evictable(victim, false); // its frame would not do, so it must not go for it
-                spared.push(victim);
-                continue;
-            }
-            self.evict(victim);
-            frame = self.host.take(what_for);
-        }
-        let has_kept = kept.has_some();
-        kept.end(&mut *self.host_policy); // before anything else may take one of them
-        if spared.len() == MAX_SPARED {
-            frame = frame.or_else(|| self.take_frame_below_limit());
-        }
-        self.owners.is_in_vain |= has_kept && frame.is_none();
-        for id in spared {
-            self.host_policy.set_evictable(id, true);
-        }
-        frame
-    }
-
-    /// A frame of the next chunk that may go and is in one for saves: the policy would name many others before.
-    fn take_frame_below_limit(&mut self) -> Option<FrameId> {
-        for _ in 0..MAX_SPARED {
-            if let Some(id) = self.host.next_below_limit()
-                && self.index[id].host_evictable == Some(true)
-                && !self.keeps_in_host(id)
-            {
-                self.evict(id);
-                return self.host.take(FrameFor::Save);
-            }
-        }
-        None
-    }
-
-    /// Takes a chunk that may go out of host.
-    pub(super) fn evict(&mut self, id: ChunkId) {
-        self.stats.host_evictions += 1;
-        self.stats.disk_dropped += u64::from(self.unwant(id));
-        self.leave_host(id, Removal::Evicted);
-        self.settle(id);
-    }
-
-    /// A frame from `room` for a child of `parent`, which does not leave meanwhile.
-    pub(super) fn take_frame_under(
-        &mut self,
-        parent: Option<ChunkId>,
-        room: Room,
-        what_for: FrameFor,
-    ) -> Option<FrameId> {
-        if let Some(parent) = parent {
-            self.hold(parent);
-        }
-        let frame = match room {
-            Room::Any => self.take_frame(what_for),
-            Room::Own(owner) => self.take_own_frame(owner, what_for),
-            Room::None => None,
-        };
-        if let Some(parent) = parent {
-            self.unhold(parent);
-        }
-        frame
-    }
-
-    /// Makes the chunk visible if it is filled and its parent is visible, and then what waited for it; returns how many.
-    pub(super) fn rise(&mut self, id: ChunkId) -> u32 {
-        let mut risen = 0;
-        let mut ready = vec![id];
-        while let Some(id) = ready.pop() {
-            let entry = &self.index[id];
-            let (Presence::Coming(Some(frame)), Filler::Done) = (entry.host, entry.filler) else { continue };
-            if entry.detached || entry.parent.is_some_and(|parent| !self.index[parent].host.is_here()) {
-                continue;
-            }
-            self.change_host(id, Presence::Here(frame));
-            self.want_on_disk(id);
-            risen += 1;
-            ready.extend(self.take_waiters(id));
-        }
-        risen
-    }
-
-    /// Children that came to host while `id` was not visible, and are still coming.
-    pub(super) fn take_waiters(&mut self, id: ChunkId) -> Vec<ChunkId> {
-        let mut children = self.waiters.remove(&id).unwrap_or_default();
-        let index = &self.index;
-        children.retain(|&child| index.is_child(child, id) && matches!(index[child].host, Presence::Coming(_)));
-        children
-    }
-
-    /// A chunk will not come to host, nor what could only wait for it. Those whose frame somebody else has, and those above
-    /// them, leave when that ends.
-    pub(super) fn fail_host(&mut self, id: ChunkId) {
-        let mut all = vec![id];
-        let mut at = 0;
-        while let Some(&next) = all.get(at) {
-            let children = self.take_waiters(next);
-            all.extend(children);
-            at += 1;
-        }
-        for &next in all.iter().rev() {
-            let entry = &mut self.index[next];
-            if entry.host.is_absent() || entry.detached {
-                continue; // it left with its last child, or is here twice
-            }
-            if next == id || !entry.is_filling() {
-                entry.filler = Filler::Failed;
-            }
-            if self.index[next].disk.is_absent() {
-                self.detach(next);
-            } else {
-                if let Some(parent) = self.index[next].parent
-                    && next != id
-                    && self.index[next].is_filling()
-                {
-                    // Its parent may yet fail on its own, when this one is filled and waits for it.
-                    self.waiters.entry(parent).or_default().push(next);
-                }
-                self.sync_disk(next);
-                self.end_failed(Some(next));
-            }
-        }
-    }
-
-    /// Takes a failed chunk out of host, once nothing hangs on it there; then those above it.
-    pub(super) fn end_failed(&mut self, mut next: Option<ChunkId>) {
-        while let Some(id) = next {
-            let entry = &self.index[id];
-            if entry.filler != Filler::Failed || entry.host_children > 0 || entry.detached {
-                break;
-            }
-            next = entry.parent;
-            self.leave_host(id, Removal::Dropped);
-            self.sync_disk(id);
-            self.settle(id);
-        }
-    }
-
-    // -- holds ----------------------------------------------------------------------------------------------------
-
-    /// Keeps the chunk, and so its whole prefix, in host.
-    pub(super) fn hold(&mut self, id: ChunkId) {
-        self.index[id].holds += 1;
-        self.sync_host(id);
-    }
-
-    /// Ends one hold. A read that has not begun and that nothing wants any more is cancelled.
-    pub(super) fn unhold(&mut self, id: ChunkId) {
-        self.index[id].holds -= 1;
-        self.sync_host(id);
-        let entry = &self.index[id];
-        let parent = entry.parent;
-        if entry.holds > 0 || !entry.is_queued() || entry.host_children > 0 {
-            return self.reap(id);
-        }
-        self.leave_host(id, Removal::Dropped);
-        self.sync_disk(id);
-        self.settle(id);
-        self.end_failed(parent);
+    /// Anything may have changed.
+    pub(super) fn note_all(&mut self) {
+        self.watch.iter_mut().for_each(Watch::lose);
     }
 }

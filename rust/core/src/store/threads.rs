@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use super::inner::Inner;
 use super::jobs::{End, Job, Written};
-use super::quota::Place;
+use super::slots::Place;
 use super::state::State;
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;

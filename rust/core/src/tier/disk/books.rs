@@ -1,4 +1,5 @@
-//! What changes while a tier is open: who has which slot, the counters, and the few lines that a person should see.
+//! What changes while a tier is open: who has which slot, the counters, the few lines that a person should see, and who grows
+//! the files. Data only.
 
 use super::slots::Slots;
 use super::types::DiskStats;
@@ -35,4 +36,23 @@ impl Books {
         }
         taken
     }
+}
+
+/// Whether a thread grows the files now.
+#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Grower {
+    #[default]
+    None,
+    Busy,
+    /// It takes longer than anyone waits: until it ends the files are as good as full.
+    Slow,
+}
+
+/// Who grows the files, and how that went.
+#[derive(Debug, Default)]
+pub(super) struct Growth {
+    pub(super) grower: Grower,
+    /// The last growth failed; a person was told.
+    pub(super) is_refused: bool,
+    pub(super) asks_to_skip: u32,
 }

@@ -9,9 +9,10 @@ use std::sync::Arc;
 use super::inspect::open_namespace;
 use super::namespaces::{self, FRAMES_NAME, Found, INDEX_NAME};
 use super::root::DiskRoot;
-use super::superblock::Superblock;
+use super::superblock::{self, Superblock};
+use super::tier::DiskTier;
 use super::types::{DiskConfig, DiskMeta};
-use super::{DiskTier, LocalTier, superblock};
+use crate::tier::LocalTier;
 use crate::{Error, Result};
 
 /// What was erased.

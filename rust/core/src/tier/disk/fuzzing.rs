@@ -11,7 +11,8 @@ use twox_hash::XxHash3_64;
 use super::record::{self, EMPTY, Parsed, RECORD_BYTES, Record, RecordBytes, record_seed};
 use super::recover::recover;
 use super::superblock::{self, Superblock};
-use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, LocalTier, SlotId, Verifier, budget, inspect, namespaces};
+use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, Verifier, budget, inspect, namespaces};
+use crate::tier::LocalTier;
 use crate::tier::conformance::PageBuffer;
 use crate::{ChunkKey, ErrorKind};
 

@@ -6,35 +6,16 @@
 use std::sync::PoisonError;
 use std::time::Duration;
 
-use super::DiskTier;
+use super::books::Grower;
 use super::root::{Owner, Room};
+use super::tier::DiskTier;
 use super::types::SlotId;
-use crate::sync::MutexGuard;
 
 /// After the files could not grow, so many asks are turned away before it is tried again: room may come back one day.
 const ASKS_BEFORE_RETRY: u32 = 256;
 /// Longest wait for another thread that grows the files. An extent is usually there in a few milliseconds, and who does not
 /// wait for it gives up a chunk for a slot.
 const MAX_WAIT: Duration = Duration::from_millis(100);
-
-/// Whether a thread grows the files now.
-#[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
-enum Grower {
-    #[default]
-    None,
-    Busy,
-    /// It takes longer than anyone waits: until it ends the files are as good as full.
-    Slow,
-}
-
-/// Who grows the files, and how that went.
-#[derive(Debug, Default)]
-pub(super) struct Growth {
-    grower: Grower,
-    /// The last growth failed; a person was told.
-    is_refused: bool,
-    asks_to_skip: u32,
-}
 
 /// The one right to grow; its end is told to who waits, also where growing panics.
 struct Turn<'a>(&'a DiskTier);
@@ -116,9 +97,5 @@ impl DiskTier {
         let Ok(Room { slots, foreign_bytes }) = room else { return have };
         self.books().foreign_bytes = foreign_bytes;
         slots
-    }
-
-    fn growth(&self) -> MutexGuard<'_, Growth> {
-        self.growth.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -10,8 +10,7 @@ use super::files::SlotFiles;
 use super::namespaces::{self, INDEX_NAME};
 use super::record::{Record, record_seed};
 use super::superblock::{Refusal, Superblock};
-use super::types::DiskMeta;
-use super::verify::Damage;
+use super::types::{Damage, DiskMeta};
 use crate::{Error, ErrorKind, Result};
 
 /// One namespace directory as found.

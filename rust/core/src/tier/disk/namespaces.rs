@@ -38,6 +38,11 @@ pub(super) fn dir_name(namespace: &[u8; 32]) -> String {
     superblock::hex(namespace)[..16].to_owned()
 }
 
+/// Where the files of the namespace that is to be served are.
+pub(super) fn dir_of(config: &DiskConfig) -> PathBuf {
+    config.dir.join(dir_name(&config.namespace))
+}
+
 /// Makes a directory (and its parents) that only this user can enter, unless it is there: on a frozen file system even the
 /// attempt would wait.
 pub(super) fn make_dir(path: &Path) -> io::Result<()> {

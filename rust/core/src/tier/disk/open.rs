@@ -11,21 +11,37 @@ use std::sync::Arc;
 
 use rustix::fs::{AtFlags, CWD, Timespec, Timestamps, UTIME_NOW, utimensat};
 
-use super::books::Books;
-use super::files::{OpenFiles, SlotFiles};
-use super::growth::Growth;
+use super::books::{Books, Growth};
+use super::files::{OpenFiles, OsFiles, SlotFiles};
 use super::record::{Record, record_seed};
 use super::recover::{self, Recovered};
 use super::root::{DiskRoot, Owner, Room};
 use super::slots::Slots;
 use super::superblock::{self, Superblock};
+use super::tier::DiskTier;
 use super::types::{DiskConfig, DiskEntry, DiskStats, SlotId};
-use super::{DiskTier, budget, namespaces, paths};
+use super::{budget, namespaces, paths};
 use crate::sync::{Condvar, Mutex};
 use crate::units::size_text;
 use crate::{Error, ErrorKind, Result};
 
 impl DiskTier {
+    /// Opens (or makes) the directory and finds the chunks of this namespace: parents before children, oldest first.
+    ///
+    /// Chunks whose parent is missing (and is not a root: `depth` > 0) are dropped, as are unreadable records; a
+    /// namespace with a wrong superblock is started afresh. Errors: `InvalidConfig` where these settings can never work;
+    /// `Busy` where another owner lives, and `Io` where the system refused or somebody else may write here: both may pass,
+    /// so the same settings are worth another try later. A failed open leaves nothing that hinders the next.
+    #[expect(clippy::needless_pass_by_value, reason = "the settings are the tier's from here on")]
+    pub fn open(config: DiskConfig) -> Result<(Self, Vec<DiskEntry>)> {
+        Self::open_with_files(&config, &OsFiles)
+    }
+
+    /// As [`Self::open`], beside other namespaces of the directory that this process has open.
+    pub fn open_beside(config: &DiskConfig, root: &Arc<DiskRoot>) -> Result<(Self, Vec<DiskEntry>)> {
+        Self::open_at(config, root, &OsFiles)
+    }
+
     /// As [`Self::open`], with another source of files: tests have one that fails on purpose.
     #[doc(hidden)]
     pub fn open_with_files(config: &DiskConfig, opener: &dyn OpenFiles) -> Result<(Self, Vec<DiskEntry>)> {
@@ -40,7 +56,7 @@ impl DiskTier {
         validate(config)?;
         namespaces::make_dir(&config.dir).map_err(|e| paths::dir_error("make", &config.dir, e))?;
         let owner = root.enter(config)?;
-        let dir = config.namespace_dir();
+        let dir = namespaces::dir_of(config);
         let failed = |e| Error::io(format!("cannot open the namespace {}", dir.display()), e);
         let mut books = Books::default();
         make_namespace(&dir, &mut books).map_err(failed)?;

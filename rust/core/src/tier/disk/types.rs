@@ -1,10 +1,9 @@
-//! The disk tier's values: its settings, and what it says about a chunk and about itself.
+//! The disk tier's values: its settings, and what it says about a chunk, about itself and about damage.
 //!
 //! Nothing here does I/O. Sizes are bytes, counts are slots or chunks as named.
 
 use std::path::PathBuf;
 
-use super::namespaces;
 use crate::ChunkKey;
 
 /// One frame-sized place in `frames.dat`, with its record in `index.dat`.
@@ -24,13 +23,6 @@ pub struct DiskConfig {
     pub namespace: [u8; 32],
     /// One line for people (`kvloft inspect`): which model and shape this namespace is.
     pub description: String,
-}
-
-impl DiskConfig {
-    /// Where this namespace's files are.
-    pub(super) fn namespace_dir(&self) -> PathBuf {
-        self.dir.join(namespaces::dir_name(&self.namespace))
-    }
 }
 
 /// A chunk as it is written.
@@ -88,4 +80,26 @@ pub struct DiskStats {
     pub fresh_starts: u64,
     /// Times that the files could not grow (ENOSPC and the like; not the cap).
     pub grow_errors: u64,
+}
+
+/// One thing that is not as it should be.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Damage {
+    /// The namespace directory's name.
+    pub namespace: String,
+    /// The slot, where it concerns one.
+    pub slot: Option<u32>,
+    /// The key in hex, where the record still names one.
+    pub key: Option<String>,
+    /// What is wrong, in a few words.
+    pub problem: String,
+    /// True where nothing is known to be damaged: another version made the namespace, so nothing of it was checked.
+    pub is_other_format: bool,
+}
+
+impl Damage {
+    pub(super) fn new(namespace: &str, slot: Option<SlotId>, problem: impl Into<String>) -> Self {
+        let (namespace, slot) = (namespace.to_owned(), slot.map(|slot| slot.0));
+        Self { namespace, slot, key: None, problem: problem.into(), is_other_format: false }
+    }
 }

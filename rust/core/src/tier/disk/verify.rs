@@ -8,7 +8,7 @@ use std::path::Path;
 use super::files::{self, SlotFiles};
 use super::inspect::{list, lost_records, open_namespace};
 use super::lock::DirLock;
-use super::types::SlotId;
+use super::types::{Damage, SlotId};
 use crate::Result;
 use crate::io::part::{MAGIC, TRAILER_BYTES};
 use crate::io::{Frame, HostArena};
@@ -17,28 +17,6 @@ use crate::io::{Frame, HostArena};
 const PIECE_BYTES: u64 = 1024 * 1024;
 /// Damaged records of one namespace that are told one by one.
 const MAX_BAD_RECORDS: u64 = 1000;
-
-/// One thing that is not as it should be.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Damage {
-    /// The namespace directory's name.
-    pub namespace: String,
-    /// The slot, where it concerns one.
-    pub slot: Option<u32>,
-    /// The key in hex, where the record still names one.
-    pub key: Option<String>,
-    /// What is wrong, in a few words.
-    pub problem: String,
-    /// True where nothing is known to be damaged: another version made the namespace, so nothing of it was checked.
-    pub is_other_format: bool,
-}
-
-impl Damage {
-    pub(super) fn new(namespace: &str, slot: Option<SlotId>, problem: impl Into<String>) -> Self {
-        let (namespace, slot) = (namespace.to_owned(), slot.map(|slot| slot.0));
-        Self { namespace, slot, key: None, problem: problem.into(), is_other_format: false }
-    }
-}
 
 /// A walk over every chunk; see `step`.
 #[derive(Debug)]

@@ -8,8 +8,9 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::super::faults::{FaultFiles, du};
 use super::super::files::{OpenFiles, OsFiles};
-use super::super::{DiskRoot, ErrorKind, namespaces, paths};
+use super::super::{DiskRoot, namespaces, paths};
 use super::*;
+use crate::ErrorKind;
 use crate::io::direct::RawFile;
 
 fn namespace_dir(config: &DiskConfig) -> PathBuf {

@@ -3,8 +3,8 @@
 use std::io;
 
 use super::super::faults::{Call, EIO, ENOSPC, EOPNOTSUPP, Fault, FaultFiles, Rule};
-use super::super::{Error, ErrorKind};
 use super::*;
+use crate::{Error, ErrorKind};
 
 /// The `n`th change from now is refused.
 fn refuse_once(files: &FaultFiles, n: u64, number: i32) {

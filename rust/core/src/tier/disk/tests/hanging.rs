@@ -8,8 +8,8 @@ use std::thread::{JoinHandle, yield_now};
 use std::time::Duration;
 
 use super::super::faults::{Call, Fault, FaultFiles, Rule};
-use super::super::{Error, ErrorKind};
 use super::*;
+use crate::{Error, ErrorKind};
 
 const HUNG: Duration = Duration::from_secs(60);
 

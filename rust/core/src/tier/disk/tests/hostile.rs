@@ -10,8 +10,9 @@ use super::super::faults::{Call, EIO, Fault, FaultFiles, Rule};
 use super::super::record::{Record, payload_checksum, record_seed};
 use super::super::recover::recover;
 use super::super::superblock::Superblock;
-use super::super::{ErrorKind, Verifier, inspect, namespaces};
+use super::super::{Verifier, inspect, namespaces};
 use super::*;
+use crate::ErrorKind;
 
 fn filled(dir: &Path) -> DiskConfig {
     let config = config(dir, 8);

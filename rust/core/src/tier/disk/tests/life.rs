@@ -1,7 +1,8 @@
 //! One process's life with a tier: what is written comes back, what is freed does not, slots are never lost.
 
-use super::super::ErrorKind;
+use super::super::namespaces;
 use super::*;
+use crate::ErrorKind;
 
 #[test]
 fn test_a_chunk_comes_back_in_this_life_and_the_next() {
@@ -55,7 +56,7 @@ fn test_files_that_are_cut_under_a_tier_are_damage() {
     let (tier, _) = open(&config);
     let slots = [put(&tier, 0), put(&tier, 1)];
     for (name, len) in [("frames.dat", FRAME + 1), ("index.dat", 5)] {
-        let file = std::fs::File::options().write(true).open(config.namespace_dir().join(name)).unwrap();
+        let file = std::fs::File::options().write(true).open(namespaces::dir_of(&config).join(name)).unwrap();
         file.set_len(len).unwrap();
         assert_eq!(get(&tier, slots[1], 1).unwrap_err().kind(), ErrorKind::Corrupt, "{name}");
     }

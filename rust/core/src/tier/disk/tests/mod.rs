@@ -12,8 +12,9 @@ mod verifying;
 
 use std::path::Path;
 
-use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, LocalTier, SlotId, budget};
+use super::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId, budget};
 use crate::ChunkKey;
+use crate::tier::LocalTier;
 use crate::tier::conformance::PageBuffer;
 
 const FRAME: u64 = 8192;

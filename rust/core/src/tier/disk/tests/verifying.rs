@@ -6,8 +6,9 @@ use std::path::PathBuf;
 
 use proptest::prelude::*;
 
-use super::super::{Damage, ErrorKind, Verifier, inspect, namespaces};
+use super::super::{Damage, Verifier, inspect, namespaces};
 use super::*;
+use crate::ErrorKind;
 
 fn filled(dir: &Path) -> DiskConfig {
     let config = config(dir, 8);

@@ -1,0 +1,161 @@
+//! What a store is asked: lookup, lease, reserve, commit, and to forget.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::books::Clearing;
+use super::config::ArenaInfo;
+use super::lease::{ReadLease, WriteLease};
+use super::lookup::{Anchors, Prefix};
+use super::open::Store;
+use super::save::{Got, SaveRange, ToSave};
+use super::state::State;
+use crate::Result;
+use crate::key::ChunkKey;
+
+/// Longest wait of `clear` for the disk; it is cleared later where that is not enough.
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(5);
+
+/// What [`Store::lookup`] found, in blocks from position 0.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Lookup {
+    /// In host memory.
+    pub host_blocks: u32,
+    /// In host memory or on disk.
+    pub stored_blocks: u32,
+}
+
+/// What [`Store::reserve`] got: a lease for each chunk that has to be filled, and how many chunks could not be had.
+#[derive(Debug, Default)]
+pub struct Reserved {
+    /// In order of the prefix; of attached chunks the first block is their place in what was asked.
+    pub leases: Vec<WriteLease>,
+    /// The first chunk without a frame or a parent, and all behind it.
+    pub num_dropped: u32,
+}
+
+impl Store {
+    /// How another process of this user maps the frames.
+    pub fn arena(&self) -> &ArenaInfo {
+        &self.inner.arena
+    }
+
+    /// How much of the prefix is stored: full chunks, then the longest tail behind them; of a disk that is left alone, nothing.
+    /// Asking is free (I9).
+    pub fn lookup<'a>(&self, prefix: impl Into<Prefix<'a>>) -> Lookup {
+        self.lookup_many(&[prefix.into()]).pop().unwrap_or_default()
+    }
+
+    /// The same of many, at one moment.
+    pub fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
+        let find = |state: &mut State| prefixes.iter().map(|prefix| state.find(prefix)).collect();
+        let found: Option<Vec<_>> = self.inner.with_open_books(find);
+        let of = |(host_blocks, stored_blocks)| Lookup { host_blocks, stored_blocks };
+        found.unwrap_or_else(|| vec![(0, 0); prefixes.len()]).into_iter().map(of).collect()
+    }
+
+    /// How many of a prefix's `anchors` are stored and known: ends of some full chunks, in blocks, with their keys, in order. Behind
+    /// a known one a prefix needs no other keys (see [`Prefix::first`]).
+    pub fn anchors(&self, anchors: &[(u32, ChunkKey)]) -> Anchors {
+        self.inner.with_open_books(|state| state.anchors(anchors)).unwrap_or_default()
+    }
+
+    /// Pins what is in host of the stored part of a prefix, and wants the rest of it from disk. A read takes a frame when it
+    /// begins; the lease ends before a chunk that no frame can be had for, or that cannot be read.
+    pub fn acquire<'a>(&self, prefix: impl Into<Prefix<'a>>) -> ReadLease {
+        self.acquire_all(&[prefix.into()])
+    }
+
+    /// The same of many, as one lease: it counts blocks of all of them.
+    pub fn acquire_all(&self, prefixes: &[Prefix<'_>]) -> ReadLease {
+        let hold = |state: &mut State| prefixes.iter().map(|prefix| state.acquire(prefix)).collect();
+        ReadLease::new(Arc::clone(&self.inner), self.inner.with_open_books(hold))
+    }
+
+    /// Reserves frames for those chunks of `range` that are neither in host nor being filled.
+    ///
+    /// It stops at the first that cannot be had. `InvalidConfig` if the prefix has not got the range.
+    pub fn reserve<'a>(&self, prefix: impl Into<Prefix<'a>>, range: SaveRange) -> Result<Reserved> {
+        let (leases, got) = self.reserve_many(None, &[(prefix.into(), range).into()])?;
+        Ok(Reserved { leases, num_dropped: got[0].num_dropped })
+    }
+
+    /// As [`Self::reserve`] for many: the leases of all, one prefix's after the other's, and how many are whose. With a `limit`,
+    /// saves take frames below it only from now on. Nothing is reserved if one prefix has not got its range.
+    pub fn reserve_many(&self, limit: Option<u32>, asked: &[ToSave<'_>]) -> Result<(Vec<WriteLease>, Vec<Got>)> {
+        let reserved = self.inner.with_open_books(|state| {
+            if let Some(limit) = limit {
+                state.host.limit(limit);
+            }
+            asked.iter().try_for_each(|each| each.range.check(&each.prefix, state.per_chunk))?;
+            state.warm(asked);
+            let mut reserved = Vec::with_capacity(asked.len());
+            let got = asked.iter().map(|each| state.reserve(each, &mut reserved)).collect();
+            Ok((reserved, got))
+        });
+        let none = || asked.iter().map(|each| Got { num_reserved: 0, num_dropped: each.range.num_chunks() }).collect();
+        let (reserved, got) = reserved.unwrap_or_else(|| Ok((Vec::new(), none())))?;
+        let lease = |(id, reservation)| WriteLease::new(Arc::clone(&self.inner), id, reservation);
+        Ok((reserved.into_iter().map(lease).collect(), got))
+    }
+
+    /// Makes filled chunks visible; returns how many became so. One whose parent is gone is aborted; one whose parent is
+    /// not visible yet becomes visible with it. Leases of another store are aborted.
+    pub fn commit(&self, leases: impl IntoIterator<Item = WriteLease>) -> u32 {
+        let (own, foreign): (Vec<_>, Vec<_>) = leases.into_iter().partition(|lease| lease.is_of(&self.inner));
+        drop(foreign);
+        let ids: Vec<_> = own.into_iter().map(WriteLease::disarm).collect();
+        self.inner.with_books(|state| ids.into_iter().map(|id| state.commit(id)).sum()).unwrap_or(0)
+    }
+
+    /// Forgets chunks and all that hangs on them, in every tier. Pinned ones cannot be found any more and are freed with
+    /// their last pin. Returns how many are forgotten already; what hangs on a large one is forgotten piece by piece.
+    pub fn discard(&self, keys: &[ChunkKey]) -> u64 {
+        self.inner.with_books(|state| state.discard(keys)).unwrap_or(0)
+    }
+
+    /// Forgets everything in every tier. Pinned and reserved frames are freed when their owners end.
+    ///
+    /// Nothing is found from the moment it is called. It waits some seconds at most for the disk, so that nothing comes back
+    /// after a restart either; a disk that does not answer is cleared later, and an event says so.
+    pub fn clear(&self) {
+        self.inner.with_books(State::clear);
+        let cleared = |state: &State| {
+            let is_cleared = state.disk.clearing == Clearing::No;
+            (is_cleared || !state.disk.is_hopeless(state.now)).then_some(is_cleared)
+        };
+        if !self.inner.wait(Instant::now() + CLEAR_TIMEOUT, cleared) {
+            self.inner.with_books(|state| {
+                state.tell("the disk tier is not cleared yet; until it is, a restart finds its chunks".to_owned());
+            });
+        }
+    }
+
+    /// Whether a clear has not reached the disk yet.
+    pub fn is_clearing(&self) -> bool {
+        self.inner.with_books(|state| state.disk.clearing != Clearing::No).unwrap_or(false)
+    }
+
+    /// Saves take frames below `num_frames` only from now on: workers cannot copy to the others yet. Reads from disk take any.
+    pub fn limit_frames(&self, num_frames: u32) {
+        self.inner.with_books(|state| state.host.limit(num_frames));
+    }
+
+    /// What a person should see in the log since the last call, oldest first: each once, and not many.
+    pub fn take_events(&self) -> Vec<String> {
+        let mut events = self.inner.with_books(|state| std::mem::take(&mut state.events)).unwrap_or_default();
+        events.extend(self.inner.disk.get().map(|disk| disk.take_events()).unwrap_or_default());
+        events
+    }
+
+    /// Counters and gauges by name; all 0 after an internal failure.
+    pub fn stats(&self) -> Vec<(&'static str, u64)> {
+        self.inner.books().map(|state| state.stats()).unwrap_or_default().named()
+    }
+
+    /// What the store's thread does each second, now; for tests.
+    #[doc(hidden)]
+    pub fn tend(&self) {
+        self.inner.tend();
+    }
+}

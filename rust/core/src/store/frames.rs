@@ -1,0 +1,126 @@
+//! A frame for a chunk that has none: a free one, or one of a chunk that may go.
+
+use super::kept::Spared;
+use super::quota::{Room, group};
+use super::state::State;
+use crate::evict::{ChunkId, Removal};
+use crate::index::OwnerId;
+use crate::io::FrameId;
+use crate::tier::host::FrameFor;
+
+/// Most chunks looked at for one frame whose own frames would not do.
+const MAX_SPARED: usize = 64;
+
+impl State {
+    /// A frame from `room` for a child of `parent`, which does not leave meanwhile.
+    pub(super) fn take_frame_under(
+        &mut self,
+        parent: Option<ChunkId>,
+        room: Room,
+        what_for: FrameFor,
+    ) -> Option<FrameId> {
+        if let Some(parent) = parent {
+            self.hold(parent);
+        }
+        let frame = match room {
+            Room::Any => self.take_frame(what_for),
+            Room::Own(owner) => self.take_own_frame(owner, what_for),
+            Room::None => None,
+        };
+        if let Some(parent) = parent {
+            self.unhold(parent);
+        }
+        frame
+    }
+
+    /// A free frame, made free if need be; None if every frame that would do is in use. What must stay is held by the caller.
+    fn take_frame(&mut self, what_for: FrameFor) -> Option<FrameId> {
+        let mut frame = self.host.take(what_for).or_else(|| self.host.grow(what_for));
+        let (mut spared, mut kept) = (Vec::new(), Spared::default());
+        while frame.is_none()
+            && spared.len() < MAX_SPARED
+            && !kept.is_full()
+            && let Some(victim) = self.host_policy.victim()
+        {
+            debug_assert_eq!(self.index[victim].host_evictable, Some(true), "a policy returns evictable chunks only");
+            if self.keeps_in_host(victim) {
+                if self.owners.is_in_vain {
+                    break; // a step of hundreds of requests would take as many looks
+                }
+                kept.push(&mut *self.host_policy, victim);
+                continue;
+            }
+            let its_frame = self.index[victim].host.place();
+            if its_frame.is_some_and(|its_frame| !self.host.is_fit(its_frame, what_for)) {
+                self.host_policy.set_evictable(victim, false); // its frame would not do, so it must not go for it
+                spared.push(victim);
+                continue;
+            }
+            self.evict(victim);
+            frame = self.host.take(what_for);
+        }
+        let has_kept = kept.has_some();
+        kept.end(&mut *self.host_policy); // before anything else may take one of them
+        if spared.len() == MAX_SPARED {
+            frame = frame.or_else(|| self.take_frame_below_limit());
+        }
+        self.owners.is_in_vain |= has_kept && frame.is_none();
+        for id in spared {
+            self.host_policy.set_evictable(id, true);
+        }
+        frame
+    }
+
+    /// A frame of the next chunk that may go and is in one for saves: the policy would name many others before.
+    fn take_frame_below_limit(&mut self) -> Option<FrameId> {
+        for _ in 0..MAX_SPARED {
+            if let Some(id) = self.host.next_below_limit()
+                && self.index[id].host_evictable == Some(true)
+                && !self.keeps_in_host(id)
+            {
+                self.evict(id);
+                return self.host.take(FrameFor::Save);
+            }
+        }
+        None
+    }
+
+    /// A frame for an owner that has as many as it may: one of its own chunks leaves, and no other's.
+    pub(super) fn take_own_frame(&mut self, owner: OwnerId, what_for: FrameFor) -> Option<FrameId> {
+        if self.owners.num_frames(owner) > self.owners.ceiling(owner).host {
+            return None; // its quota became smaller: `trim` comes first
+        }
+        let has_free = self.host.has_free(what_for);
+        let (mut frame, mut spared) = (None, Vec::new());
+        while frame.is_none()
+            && spared.len() < MAX_SPARED
+            && let Some(victim) = self.host_policy.victim_of(group(owner))
+        {
+            let its_frame = self.index[victim].host.place();
+            if has_free || its_frame.is_some_and(|its_frame| self.host.is_fit(its_frame, what_for)) {
+                self.evict_for_quota(victim);
+                frame = self.host.take(what_for);
+            } else {
+                self.host_policy.set_evictable(victim, false); // its frame would not do, so it must not go for it
+                spared.push(victim);
+            }
+        }
+        for id in spared {
+            self.host_policy.set_evictable(id, true);
+        }
+        frame
+    }
+
+    /// Takes a chunk that may go out of host.
+    pub(super) fn evict(&mut self, id: ChunkId) {
+        self.stats.host_evictions += 1;
+        self.stats.disk_dropped += u64::from(self.unwant(id));
+        self.leave_host(id, Removal::Evicted);
+        self.settle(id);
+    }
+
+    pub(super) fn evict_for_quota(&mut self, id: ChunkId) {
+        self.stats.quota_evictions += 1;
+        self.evict(id);
+    }
+}

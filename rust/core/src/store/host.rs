@@ -1,0 +1,88 @@
+//! The small moves that keep counts right in host memory.
+//!
+//! An entry is *present* in host while its presence there is not `Absent`. A present chunk's parent is present (but for detached
+//! entries, which nothing finds); only chunks that are here, are leaves and are not held are offered to the policy.
+
+use super::state::State;
+use crate::evict::{ChunkId, Removal};
+use crate::index::{Filler, Presence};
+use crate::io::FrameId;
+
+impl State {
+    /// A chunk that is not in host will come there. Its parent is present.
+    pub(super) fn enter_host(&mut self, id: ChunkId, filler: Filler) {
+        debug_assert!(self.index[id].host.is_absent());
+        let entry = &mut self.index[id];
+        (entry.host, entry.filler) = (Presence::Coming(None), filler);
+        if let Some(parent) = entry.parent {
+            self.index[parent].host_children += 1;
+            self.sync_host(parent);
+            if !self.index[parent].host.is_here() {
+                self.waiters.entry(parent).or_default().push(id);
+            }
+        }
+    }
+
+    /// A chunk that is coming has a frame from now on. Its parent has one.
+    pub(super) fn give_frame(&mut self, id: ChunkId, frame: FrameId) {
+        debug_assert!(self.index[id].is_queued());
+        self.change_host(id, Presence::Coming(Some(frame)));
+        let entry = &mut self.index[id];
+        entry.host_evictable = Some(false);
+        let (parent, key, owner) = (entry.parent, entry.key, entry.owner);
+        self.host.hand(frame, id);
+        self.owners.count_frame(owner, true);
+        self.host_policy.insert(id, parent, &key);
+        self.group_in_host(id);
+    }
+
+    /// From one presence to another, with the same frame if it had one.
+    pub(super) fn change_host(&mut self, id: ChunkId, presence: Presence<FrameId>) {
+        let before = std::mem::replace(&mut self.index[id].host, presence);
+        self.stats.frames_visible += u64::from(presence.is_here());
+        self.stats.frames_visible -= u64::from(before.is_here());
+        if before.is_here() != presence.is_here() {
+            self.owners.count_host(self.index[id].owner, presence.is_here());
+            self.note_change(id);
+        }
+        self.sync_host(id);
+    }
+
+    /// Takes the frame away and makes the chunk absent; it may have to be settled or reaped after.
+    pub(super) fn leave_host(&mut self, id: ChunkId, removal: Removal) {
+        self.forget_host(id, removal);
+        self.waiters.remove(&id);
+        let before = self.index[id].host;
+        debug_assert!(!before.is_absent());
+        if self.index[id].is_queued() {
+            self.disk.num_queued -= 1;
+        }
+        self.change_host(id, Presence::Absent);
+        self.index[id].filler = Filler::Done;
+        if let Some(frame) = before.place() {
+            self.host.give(frame);
+            self.owners.count_frame(self.index[id].owner, false);
+        }
+        if let Some(parent) = self.index[id].parent {
+            self.index[parent].host_children -= 1;
+            self.sync_host(parent);
+        }
+    }
+
+    /// Takes the chunk from the host policy, if it is there.
+    pub(super) fn forget_host(&mut self, id: ChunkId, removal: Removal) {
+        if self.index[id].host_evictable.take().is_some() {
+            self.host_policy.remove(id, removal);
+        }
+    }
+
+    /// Tells the host policy whether the chunk may go now, if that changed.
+    pub(super) fn sync_host(&mut self, id: ChunkId) {
+        let entry = &mut self.index[id];
+        let evictable = entry.host.is_here() && entry.host_children == 0 && entry.holds == 0 && !entry.detached;
+        if entry.host_evictable.is_some_and(|before| before != evictable) {
+            entry.host_evictable = Some(evictable);
+            self.host_policy.set_evictable(id, evictable);
+        }
+    }
+}

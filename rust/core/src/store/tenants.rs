@@ -1,0 +1,87 @@
+//! What a store tells of the salts that it has something of, and whose chunks it is told to keep.
+
+use super::limits::Ceiling;
+use super::open::Store;
+use super::owners::{Kept, OWNERS};
+use super::state::State;
+use crate::Result;
+use crate::index::OwnerId;
+use crate::key::SaltTag;
+
+/// One salt, or what has none, and what it has.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tenant {
+    /// None: what has no salt.
+    pub tag: Option<SaltTag>,
+    /// Frames of host memory that its chunks have.
+    pub num_host: u32,
+    /// Its chunks on disk.
+    pub num_disk: u32,
+    /// The most frames that it may have, where there is a quota.
+    pub max_host: Option<u32>,
+    /// The most chunks on disk.
+    pub max_disk: Option<u32>,
+    /// Seconds since it was saved after which a chunk is forgotten, where it is.
+    pub ttl_s: Option<u32>,
+}
+
+impl State {
+    fn tenants(&self, next: &mut usize) -> (Vec<Tenant>, u64) {
+        let is_set = |number: u32| Some(number).filter(|number| *number != Ceiling::NONE);
+        let tenant = |owner: OwnerId| {
+            let ceiling = self.owners.ceiling(owner);
+            Tenant {
+                tag: self.owners.tag(owner),
+                num_host: self.owners.num_frames(owner),
+                num_disk: self.owners.num_slots(owner),
+                max_host: is_set(ceiling.host),
+                max_disk: is_set(ceiling.disk),
+                ttl_s: is_set(ceiling.ttl_s),
+            }
+        };
+        let some: Vec<_> = (*next..*next + OWNERS).map_while(|nth| self.owners.nth(nth)).map(tenant).collect();
+        *next += some.len();
+        (some, self.owners.num_salts())
+    }
+}
+
+impl Store {
+    /// Those of its salts that have most, in host memory first, and how many salts have something.
+    pub fn tenants(&self, limit: usize) -> (Vec<Tenant>, u64) {
+        let (mut all, mut next, mut num) = (Vec::new(), 0, 0);
+        while let Some((some, num_salts)) = self.inner.with_books(|state| state.tenants(&mut next)) {
+            num = num_salts;
+            if some.is_empty() {
+                break;
+            }
+            all.extend(some);
+            all.sort_by_key(|tenant: &Tenant| {
+                std::cmp::Reverse((tenant.num_host, tenant.num_disk, tenant.tag.map(|tag| tag.0)))
+            });
+            all.truncate(limit);
+        }
+        all.retain(|tenant| tenant.num_host > 0 || tenant.num_disk > 0);
+        (all, num)
+    }
+
+    /// Keeps chunks with that salt from eviction, those that come later too, or no more. Of each tier, half at most is kept. What other
+    /// stores of the pool are owed is given up all the same. `InvalidConfig` if too many salts are kept.
+    pub fn keep(&self, salt: SaltTag, is_kept: bool) -> Result<()> {
+        self.inner.with_books(|state| state.owners.keep(salt, is_kept)).unwrap_or(Ok(()))
+    }
+
+    /// Keeps nothing any more.
+    pub fn keep_none(&self) {
+        self.inner.with_books(|state| state.owners.keep_none());
+    }
+
+    /// What is kept of a salt now.
+    pub fn kept_of(&self, salt: SaltTag) -> Kept {
+        self.inner.with_books(|state| state.owners.kept_of(salt)).unwrap_or_default()
+    }
+
+    /// What is kept now.
+    pub fn kept(&self) -> Kept {
+        self.inner.with_books(|state| state.owners.kept).unwrap_or_default()
+    }
+}

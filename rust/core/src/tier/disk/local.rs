@@ -1,0 +1,115 @@
+//! What callers ask of an open directory: slots are taken, written, read and freed.
+//!
+//! No lock is held while the system works. Who may ask what of a slot is the caller's promise (`LocalTier`), but for what would
+//! write to a slot that nobody has.
+
+use std::sync::PoisonError;
+
+use super::tier::DiskTier;
+use super::types::{DiskMeta, DiskStats, SlotId};
+use super::{budget, files, namespaces};
+use crate::tier::LocalTier;
+use crate::{ChunkKey, Error, ErrorKind, Result};
+
+impl DiskTier {
+    /// Frees a slot; nothing where no caller has it.
+    fn leave(&self, slot: SlotId) -> Result<()> {
+        let leaving = self.books().slots.leaving(slot);
+        let Some(before) = leaving else { return Ok(()) };
+        let cleared = if before.may_have_record() { self.files.clear_record(slot) } else { Ok(()) };
+        let slots = &mut self.books().slots;
+        match cleared {
+            Ok(()) => slots.left(slot),
+            Err(_) => slots.stays(slot, before),
+        }
+        cleared.map_err(|error| self.io_error("free", slot, error))
+    }
+
+    /// The sequence of a write that may begin.
+    fn begin_write(&self, slot: SlotId) -> Result<u64> {
+        let mut books = self.books();
+        if !books.slots.may_write(slot) {
+            let message = "a disk slot was written that was not reserved";
+            return Err(Error::new(ErrorKind::Io, message).with_context("slot", slot.0));
+        }
+        books.next_sequence = books.next_sequence.saturating_add(1);
+        Ok(books.next_sequence - 1)
+    }
+
+    fn check_size(&self, len: usize) -> Result<()> {
+        let expected = self.config.frame_bytes;
+        if len as u64 == expected {
+            return Ok(());
+        }
+        let message = format!("a frame of {len} bytes was given to a disk tier with frames of {expected}");
+        Err(Error::new(ErrorKind::InvalidConfig, message))
+    }
+}
+
+impl LocalTier for DiskTier {
+    /// May grow the files and delete other namespaces, so it belongs on a disk thread, not in a step. Where another thread does
+    /// that and takes long, this one does not wait and gets None.
+    fn reserve(&self) -> Option<SlotId> {
+        let _inside = self.enter().ok()?;
+        let slot = self.books().slots.take();
+        slot.or_else(|| self.reserve_more())
+    }
+
+    /// Once it returns Ok the chunk survives the process. Frames aligned to 4096 in memory are written without a copy.
+    fn write(&self, slot: SlotId, meta: &DiskMeta, frame: &[u8]) -> Result<()> {
+        let _inside = self.enter()?;
+        self.check_size(frame.len())?;
+        let sequence = self.begin_write(slot)?;
+        let written = self.files.write(slot, meta, frame, sequence, || self.books().slots.unsure(slot));
+        written.map_err(|error| self.io_error("write", slot, error))?;
+        self.books().slots.written(slot);
+        Ok(())
+    }
+
+    fn read(&self, slot: SlotId, key: &ChunkKey, into: &mut [u8]) -> Result<()> {
+        let _inside = self.enter()?;
+        self.check_size(into.len())?;
+        self.files.read(slot, key, into).map_err(|error| {
+            if !files::is_damage(&error) {
+                return self.io_error("read", slot, error);
+            }
+            let dir = namespaces::dir_of(&self.config);
+            let message = format!("the chunk in {} is not the one asked for: {error}", dir.display());
+            Error::new(ErrorKind::Corrupt, message).with_context("slot", slot.0)
+        })
+    }
+
+    fn free(&self, slot: SlotId) -> Result<()> {
+        let _inside = self.enter()?;
+        self.leave(slot)
+    }
+
+    fn stats(&self) -> DiskStats {
+        let books = self.books();
+        let slots = books.slots.len();
+        DiskStats {
+            slots: u64::from(slots),
+            slots_used: books.slots.used(),
+            slots_reserved: books.slots.reserved(),
+            bytes: budget::dir_bytes(slots, self.config.frame_bytes, books.foreign_bytes),
+            cap_bytes: self.config.cap_bytes,
+            direct: self.files.is_direct(),
+            ..books.stats
+        }
+    }
+
+    fn take_events(&self) -> Vec<String> {
+        self.books().take_events()
+    }
+
+    fn clear(&self) -> Result<()> {
+        let _inside = self.enter()?;
+        let used = self.books().slots.all_used();
+        used.into_iter().map(|slot| self.leave(slot)).fold(Ok(()), Result::and)
+    }
+
+    fn close(&self) {
+        let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(owner);
+    }
+}

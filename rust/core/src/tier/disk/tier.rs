@@ -1,0 +1,47 @@
+//! An open disk directory: what it is made of, and who is inside. `open` makes one, `growth` and `local` work with it.
+
+use std::io;
+use std::sync::{Arc, PoisonError};
+
+use super::books::{Books, Growth};
+use super::files::SlotFiles;
+use super::namespaces;
+use super::root::Owner;
+use super::types::{DiskConfig, SlotId};
+use crate::sync::{Condvar, Mutex, MutexGuard};
+use crate::{Error, ErrorKind, Result};
+
+/// An open disk directory of one namespace. All methods take `&self` and may be called from any thread.
+///
+/// No lock is held while the system works, so one slow or hung call delays no other.
+#[derive(Debug)]
+pub struct DiskTier {
+    pub(super) config: DiskConfig,
+    pub(super) files: SlotFiles,
+    pub(super) books: Mutex<Books>,
+    pub(super) growth: Mutex<Growth>,
+    pub(super) grown: Condvar,
+    /// None once closed. Each call that is inside has a part of it, and the last to leave gives the directory up: so a call
+    /// that hangs keeps the directory, and there are never two owners. Last, so that it is dropped after all else.
+    pub(super) owner: Mutex<Option<Arc<Owner>>>,
+}
+
+impl DiskTier {
+    pub(super) fn enter(&self) -> Result<Arc<Owner>> {
+        let owner = self.owner.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        owner.ok_or_else(|| Error::new(ErrorKind::Closed, "the disk tier was closed"))
+    }
+
+    pub(super) fn books(&self) -> MutexGuard<'_, Books> {
+        self.books.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn growth(&self) -> MutexGuard<'_, Growth> {
+        self.growth.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn io_error(&self, verb: &str, slot: SlotId, error: io::Error) -> Error {
+        let message = format!("cannot {verb} a chunk in {}", namespaces::dir_of(&self.config).display());
+        Error::io(message, error).with_context("slot", slot.0)
+    }
+}
