@@ -5,75 +5,24 @@
 //! is sent again before anything is asked of the next one: else the disk could bring back what is wrong by now.
 
 use std::borrow::Cow;
-use std::collections::HashMap;
-use std::os::fd::OwnedFd;
-use std::path::PathBuf;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvloft_core::session::{ArenaInfo, LeaseId, Session};
 use kvloft_core::store::{Changes, Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, ToSave};
 use kvloft_core::{ChunkKey, ErrorKind, Result};
-use rustix::event::PollFlags;
 
 use crate::batches::{bounded, messages, one_by_one, sent_range};
-use crate::link::{Found, Link};
-use crate::listening::Hearing;
+use crate::found::Found;
+use crate::link::Link;
 use crate::message::{Answer, Keys, MAX_KEYS, MAX_PREFIXES, Request};
-use crate::server::spawn;
-use crate::socket::wait;
+use crate::settings::RemoteConfig;
+use crate::threads::spawn;
+use crate::upkeep::{Shared, State};
 
-/// Between two attempts to connect, and two looks whether the connection stands.
-const TRY_EVERY: Duration = Duration::from_millis(100);
 /// Between two looks of a flush.
 const SETTLE_EVERY: Duration = Duration::from_millis(20);
-/// Most lines for people that wait to be taken.
-const MAX_EVENTS: usize = 64;
-
-/// What is asked for of a server.
-#[derive(Debug, Clone)]
-pub struct RemoteConfig {
-    /// Where it listens.
-    pub socket: PathBuf,
-    /// Longest wait of a call.
-    pub deadline: Duration,
-    /// As in `StoreConfig`.
-    pub namespace: [u8; 32],
-    /// As in `StoreConfig`.
-    pub frame_bytes: u64,
-    /// As in `StoreConfig`.
-    pub blocks_per_chunk: u32,
-    /// As in `DiskSettings`.
-    pub description: String,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    link: Option<Link>,
-    /// Used from the next `renew` on.
-    next: Option<Found>,
-    arena: Option<(ArenaInfo, OwnedFd)>,
-    /// Leases of this link. Of those that no longer change, how far they are.
-    leases: HashMap<LeaseId, Option<Progress>>,
-    next_lease: u64,
-    limit: Option<u32>,
-    hearing: Hearing,
-    /// A clear that may not have been heard.
-    owes_clear: bool,
-    stats: Vec<(String, u64)>,
-    num_late: u64,
-    num_lost: u64,
-    events: Vec<String>,
-    is_closed: bool,
-}
-
-#[derive(Debug)]
-struct Shared {
-    config: RemoteConfig,
-    state: Mutex<State>,
-}
-
 /// The store of a server.
 #[derive(Debug)]
 pub struct Remote {
@@ -81,138 +30,10 @@ pub struct Remote {
     thread: JoinHandle<()>,
 }
 
-impl State {
-    fn tell(&mut self, event: String) {
-        if self.events.len() < MAX_EVENTS && self.events.last() != Some(&event) {
-            self.events.push(event);
-        }
-    }
-
-    /// The connection, if it stands and may be asked. A clear that was not heard comes before everything.
-    fn link(&mut self) -> Option<&mut Link> {
-        let link = self.link.as_mut().filter(|link| !link.is_dead())?;
-        if self.owes_clear {
-            self.owes_clear = link.is_late();
-        }
-        (!self.owes_clear).then_some(link)
-    }
-
-    fn ask(&mut self, deadline: Instant, request: impl FnOnce(&mut Link) -> Option<Answer>) -> Option<Answer> {
-        let answer = request(self.link()?);
-        if answer.is_none() && Instant::now() >= deadline {
-            self.num_late += 1;
-        }
-        answer
-    }
-
-    /// Only the first prefix of a message is known to the server afterwards, so only that one is shortened.
-    fn shorten(&mut self, prefixes: &mut [Prefix<'_>], shared: &Shared) {
-        let deadline = shared.deadline();
-        if let Some(first) = prefixes.first_mut()
-            && let Some(link) = self.link().filter(|link| link.known.is_far_from(first.keys))
-        {
-            link.shorten(first, shared.config.blocks_per_chunk, deadline);
-            self.num_late += u64::from(Instant::now() >= deadline);
-        }
-    }
-
-    /// What has to be heard, now or when the server goes on.
-    fn tell_server(&mut self, request: &Request<'_>) {
-        if let Some(link) = &mut self.link {
-            link.tell(request);
-        }
-    }
-
-    fn adopt(&mut self, found: Found, deadline: Instant) {
-        let Found { link, arena, fd } = found;
-        self.link = Some(link);
-        self.leases.clear();
-        if self.arena.as_ref().is_some_and(|(own, _)| own.id == arena.id) {
-            if let Some(limit) = self.limit {
-                self.tell_server(&Request::LimitFrames(limit));
-            }
-        } else {
-            self.arena = Some((arena, fd));
-            self.limit = None;
-        }
-        if self.owes_clear {
-            self.send_clear(deadline);
-        }
-    }
-
-    fn send_clear(&mut self, deadline: Instant) {
-        self.owes_clear = true;
-        if let Some(link) = &mut self.link
-            && link.ask_anyway(&Request::Clear, deadline).is_some()
-        {
-            self.owes_clear = false;
-        }
-    }
-}
-
-impl Shared {
-    fn state(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn deadline(&self) -> Instant {
-        Instant::now() + self.config.deadline
-    }
-
-    fn at(&self) -> String {
-        format!("the kvloft server at {}", self.config.socket.display())
-    }
-
-    /// One round of the thread that connects: looks whether the connection stands, and else tries to have another.
-    fn look(&self, refused: &mut String) {
-        let stream = {
-            let state = self.state();
-            if state.next.is_some() {
-                drop(state);
-                return std::thread::park_timeout(TRY_EVERY);
-            }
-            state.link.as_ref().filter(|link| !link.is_dead()).map(|link| Arc::clone(&link.stream))
-        };
-        if let Some(stream) = stream {
-            if wait(&*stream, PollFlags::empty(), Instant::now() + TRY_EVERY)
-                && let Some(link) = &mut self.state().link
-                && Arc::ptr_eq(&link.stream, &stream)
-            {
-                link.die();
-            }
-            return;
-        }
-        self.lose();
-        match Found::at(&self.config) {
-            Ok(found) => {
-                let mut state = self.state();
-                state.tell(format!("{} is there", self.at()));
-                state.next = Some(found);
-            }
-            Err(error) => {
-                if error.kind() == ErrorKind::InvalidConfig && *refused != error.to_string() {
-                    *refused = error.to_string();
-                    self.state().tell(refused.clone());
-                }
-                std::thread::park_timeout(TRY_EVERY);
-            }
-        }
-    }
-
-    /// The connection is over.
-    fn lose(&self) {
-        let mut state = self.state();
-        if state.link.take().is_some() {
-            state.num_lost += 1;
-            state.tell(format!("{} is gone; requests are computed until it is back", self.at()));
-        }
-    }
-}
-
 impl Remote {
     /// Connects, or goes on trying: until then, everything is a miss. `InvalidConfig` if the server refuses, in its own words.
     pub fn open(config: RemoteConfig) -> Result<Self> {
-        let shared = Arc::new(Shared { config, state: Mutex::default() });
+        let shared = Arc::new(Shared::new(config));
         match Found::at(&shared.config) {
             Ok(found) => shared.state().adopt(found, shared.deadline()),
             Err(error) if error.kind() == ErrorKind::InvalidConfig => return Err(error),
