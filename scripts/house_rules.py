@@ -1,9 +1,10 @@
-"""Rules that no linter knows: where `unsafe` and the environment may be, how light `import kvloft` is, how long files are.
+"""Rules that no linter knows: where `unsafe` and the environment may be, how light `import kvloft` is, how long files are, circles.
 
 Prints one line per offence; exit status 1 if there is any. Run from anywhere; the imports are checked in the
 environment it runs in.
 """
 
+import graphlib
 import re
 import subprocess
 import sys
@@ -16,6 +17,8 @@ ENVIRONMENT_FILE = "python/kvloft/config.py"
 PURE_FOLDERS = ("python/kvloft/plan/", "python/kvloft/seam/")
 PATCHES_FILE = "python/kvloft/vllm/patches.py"
 MAX_LINES = 500
+FREE_OF_CIRCLES = ("wire",)
+"""Crates under rust/ whose modules can be read one after the other."""
 HEAVY = ("torch", "vllm", "numpy", "yaml", "rich")
 
 
@@ -73,6 +76,21 @@ def long_files() -> Iterator[str]:
                 yield f"{name}: {count} lines, more than {MAX_LINES}"
 
 
+def circles() -> Iterator[str]:
+    """No module of these crates uses one that uses it, over whatever others; test modules may use everything."""
+    for crate in FREE_OF_CIRCLES:
+        uses: dict[str, set[str]] = {}
+        for name, text in sources(f"rust/{crate}/src", ".rs"):
+            module = name.removeprefix(f"rust/{crate}/src/").removesuffix(".rs").removesuffix("/mod").replace("/", "::")
+            if module != "lib" and not module.endswith("tests"):
+                found = re.findall(r"^\s*(?:pub(?:\(.*\))? )?use crate::(\w+)", text.split("#[cfg(test)]")[0], re.MULTILINE)
+                uses.setdefault(module.split("::")[0], set()).update(found)
+        try:
+            graphlib.TopologicalSorter({name: others - {name} for name, others in uses.items()}).prepare()
+        except graphlib.CycleError as e:
+            yield f"rust/{crate}/src: modules use each other in a circle: {' <- '.join(e.args[1])}"
+
+
 def heavy_import() -> Iterator[str]:
     """`import kvloft` loads nothing that costs time or memory."""
     code = f"import sys, kvloft; print(*[m for m in {HEAVY!r} if m in sys.modules])"
@@ -81,7 +99,7 @@ def heavy_import() -> Iterator[str]:
         yield f"import kvloft loads {run.stdout.strip() or run.stderr.strip()}"
 
 
-RULES = (unsafe_elsewhere, environment_elsewhere, extension_elsewhere, hidden_imports, long_files, heavy_import)
+RULES = (unsafe_elsewhere, environment_elsewhere, extension_elsewhere, hidden_imports, long_files, circles, heavy_import)
 
 
 def main() -> int:
