@@ -87,11 +87,12 @@ impl Remote {
     }
 
     /// None: no answer.
-    fn look_up(&self, prefixes: &[Prefix<'_>]) -> Vec<Option<Lookup>> {
+    fn look_up(&self, prefixes: &[Prefix<'_>], is_again: bool) -> Vec<Option<Lookup>> {
         let mut prefixes: Vec<_> = prefixes.iter().map(bounded).collect();
         self.state().shorten(&mut prefixes, &self.shared);
         let parts = messages(&prefixes, |prefix| prefix.keys.len());
-        let answers = self.ask_all(|link| parts.iter().map(|part| Request::Lookup(link.prefixes(part))).collect());
+        let request = if is_again { Request::LookAgain } else { Request::Lookup };
+        let answers = self.ask_all(|link| parts.iter().map(|part| request(link.prefixes(part))).collect());
         let found = |answer| if let Answer::Found(found) = answer { Some(found) } else { None };
         one_by_one(&parts, answers, found).collect()
     }
@@ -117,15 +118,16 @@ impl Session for Remote {
     }
 
     fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
-        let found = self.look_up(prefixes);
+        let is_again = self.state().goes_on(prefixes);
+        let found = self.look_up(prefixes, is_again);
         let has_lost = |state: &mut State| {
             let (first, link) = (found.first()?.as_ref()?, state.link.as_mut()?);
             // A single key is something attached, which has nothing to do with the prefix that is known.
             let is_known = prefixes.first()?.keys.len() > 1;
             Some(is_known && link.known.has_lost(first.stored_blocks))
         };
-        let is_again = has_lost(&mut self.state()) == Some(true);
-        let found = if is_again { self.look_up(prefixes) } else { found };
+        let must_repeat = has_lost(&mut self.state()) == Some(true);
+        let found = if must_repeat { self.look_up(prefixes, is_again) } else { found };
         found.into_iter().map(Option::unwrap_or_default).collect()
     }
 
@@ -206,6 +208,8 @@ impl Session for Remote {
             reserved.extend_from_slice(&rows);
             got.push(Got { num_reserved: rows.len(), num_dropped });
         }
+        let dropped = asked.iter().zip(&got).filter(|(each, got)| got.num_dropped > 0 && !each.is_attached);
+        self.state().dropped = dropped.filter_map(|(each, _)| each.prefix.keys.last().copied()).collect();
         Ok((reserved, got))
     }
 

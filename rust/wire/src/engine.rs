@@ -58,14 +58,16 @@ impl Engine {
     pub(crate) fn answer(&mut self, request: &Request<'_>, seat: &Seat) -> Result<Option<Answer>, End> {
         let local = &seat.local;
         Ok(Some(match request {
-            Request::Lookup(prefixes) => {
+            Request::Lookup(prefixes) | Request::LookAgain(prefixes) => {
                 let (per_chunk, whole) = (seat.space.hello.blocks_per_chunk, std::mem::take(&mut self.num_anchored));
                 let prefixes = self.prefixes(prefixes)?;
                 let found = local.lookup_many(&prefixes);
                 let num_blocks =
                     |(nth, prefix): (usize, &Prefix<'_>)| prefix.num_blocks().max(if nth == 0 { whole } else { 0 });
                 let asked = Answered::lookup(prefixes.iter().enumerate().map(num_blocks), &found, per_chunk);
-                self.count(asked, seat);
+                if matches!(request, Request::Lookup(_)) {
+                    self.count(asked, seat);
+                }
                 Answer::Found(found)
             }
             Request::Acquire(lease, prefixes) => {

@@ -7,7 +7,7 @@ use crate::orders::Whose;
 use crate::prefixes::{Keys, SentPrefixes, SentRange, prefixes, ranges, write_ranges};
 
 /// Version of all that crosses; two sides with different ones do not talk.
-pub const VERSION: u32 = 6;
+pub const VERSION: u32 = 7;
 
 /// Who wants to use the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -31,6 +31,8 @@ pub enum Request<'a> {
     Hello(Hello),
     /// See `Session::lookup_many`.
     Lookup(SentPrefixes<'a>),
+    /// The same of prefixes whose save got no place, to go on from what is there: no request asks, so it is not counted.
+    LookAgain(SentPrefixes<'a>),
     /// See `Session::acquire_all`; the engine chose the number.
     Acquire(u64, SentPrefixes<'a>),
     /// See `Session::poll`.
@@ -98,7 +100,7 @@ impl<'a> Request<'a> {
                 to.u32(hello.blocks_per_chunk);
                 to.text(&hello.description);
             }
-            Self::Lookup(prefixes) => prefixes.write(to),
+            Self::Lookup(prefixes) | Self::LookAgain(prefixes) => prefixes.write(to),
             Self::Acquire(lease, prefixes) => {
                 to.u64(*lease);
                 prefixes.write(to);
@@ -146,6 +148,7 @@ impl<'a> Request<'a> {
                 17 => Self::Forget(from.u32()?, from.text()?),
                 18 => Self::Anchors(anchors(from)?),
                 19 => Self::Changes(sent_changes(from)?),
+                20 => Self::LookAgain(prefixes(from)?),
                 21 => Self::Evict(from.u32()?, Whose::read(from)?, from.flag()?),
                 22 => Self::Pin(from.u32()?, Whose::read(from)?, from.flag()?),
                 _ => return None,
@@ -174,6 +177,7 @@ impl<'a> Request<'a> {
             Self::Forget(..) => 17,
             Self::Anchors(_) => 18,
             Self::Changes(_) => 19,
+            Self::LookAgain(_) => 20,
             Self::Evict(..) => 21,
             Self::Pin(..) => 22,
         }

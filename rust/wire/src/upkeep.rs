@@ -6,9 +6,9 @@ use std::os::fd::OwnedFd;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use kvloft_core::ErrorKind;
 use kvloft_core::session::{ArenaInfo, LeaseId};
 use kvloft_core::store::{Prefix, Progress};
+use kvloft_core::{ChunkKey, ErrorKind};
 use rustix::event::PollFlags;
 
 use crate::found::Found;
@@ -33,6 +33,8 @@ pub(crate) struct State {
     pub(crate) leases: HashMap<LeaseId, Option<Progress>>,
     pub(crate) next_lease: u64,
     pub(crate) limit: Option<u32>,
+    /// Ends of the prefixes of which the last save got no place for something.
+    pub(crate) dropped: Vec<ChunkKey>,
     pub(crate) hearing: Hearing,
     /// A clear that may not have been heard.
     pub(crate) owes_clear: bool,
@@ -86,6 +88,13 @@ impl State {
             link.shorten(first, shared.config.blocks_per_chunk, deadline);
             self.num_late += u64::from(Instant::now() >= deadline);
         }
+    }
+
+    /// Whether a lookup is of one prefix whose save just got no place, and so no request's; once for each.
+    pub(crate) fn goes_on(&mut self, prefixes: &[Prefix<'_>]) -> bool {
+        let [Prefix { keys: [.., end], .. }] = prefixes else { return false };
+        let at = self.dropped.iter().position(|dropped| dropped == end);
+        at.map(|at| self.dropped.swap_remove(at)).is_some()
     }
 
     /// What has to be heard, now or when the server goes on.
