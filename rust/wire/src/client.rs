@@ -81,7 +81,7 @@ impl Remote {
         let requests = make(link);
         let answers = link.ask_all(&requests, deadline);
         if answers.iter().any(Option::is_none) && Instant::now() >= deadline {
-            state.num_late += 1;
+            state.late.note();
         }
         answers
     }
@@ -242,7 +242,7 @@ impl Session for Remote {
         if let Some(Answer::Stats(stats)) = answer {
             state.stats = stats;
         }
-        let own = [("server_late", state.num_late), ("server_lost", state.num_lost)];
+        let own = [("server_late", state.late.num()), ("server_lost", state.num_lost)];
         let of_store = state.stats.iter().map(|(name, value)| (Cow::Owned(name.clone()), *value));
         of_store.chain(own.map(|(name, value)| (Cow::Borrowed(name), value))).collect()
     }
@@ -254,7 +254,9 @@ impl Session for Remote {
     }
 
     fn take_events(&self) -> Vec<String> {
-        std::mem::take(&mut self.state().events)
+        let mut state = self.state();
+        let late = state.late.line(Instant::now(), &self.shared.at(), self.shared.config.deadline);
+        std::mem::take(&mut state.events).into_iter().chain(late).collect()
     }
 
     fn watch(&self, capacity: usize) {

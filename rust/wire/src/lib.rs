@@ -12,6 +12,7 @@ mod connection;
 mod engine;
 mod found;
 mod known;
+mod late;
 mod link;
 mod listening;
 pub mod message;

@@ -12,6 +12,7 @@ use kvloft_core::{ChunkKey, ErrorKind};
 use rustix::event::PollFlags;
 
 use crate::found::Found;
+use crate::late::Late;
 use crate::link::Link;
 use crate::listening::Hearing;
 use crate::message::{Answer, Request};
@@ -39,7 +40,7 @@ pub(crate) struct State {
     /// A clear that may not have been heard.
     pub(crate) owes_clear: bool,
     pub(crate) stats: Vec<(String, u64)>,
-    pub(crate) num_late: u64,
+    pub(crate) late: Late,
     pub(crate) num_lost: u64,
     pub(crate) events: Vec<String>,
     pub(crate) is_closed: bool,
@@ -74,7 +75,7 @@ impl State {
     ) -> Option<Answer> {
         let answer = request(self.link()?);
         if answer.is_none() && Instant::now() >= deadline {
-            self.num_late += 1;
+            self.late.note();
         }
         answer
     }
@@ -86,7 +87,9 @@ impl State {
             && let Some(link) = self.link().filter(|link| link.known.is_far_from(first.keys))
         {
             link.shorten(first, shared.config.blocks_per_chunk, deadline);
-            self.num_late += u64::from(Instant::now() >= deadline);
+            if Instant::now() >= deadline {
+                self.late.note();
+            }
         }
     }
 
@@ -144,7 +147,7 @@ impl Shared {
         Instant::now() + self.config.deadline
     }
 
-    fn at(&self) -> String {
+    pub(crate) fn at(&self) -> String {
         format!("the kvloft server at {}", self.config.socket.display())
     }
 
