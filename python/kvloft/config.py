@@ -240,8 +240,8 @@ class Config:
     server_timeout: float = _set(0.005, _TIME)
     server_linger: float = _set(300.0, _TIME)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    bare_sizes: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
-    """Sizes that were given without a unit."""
+    bare_numbers: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """Sizes and ages that were given without a unit."""
 
     @property
     def socket(self) -> str | None:
@@ -277,14 +277,14 @@ def load_config(
     layers = [_from_file(environ), _from_environ(environ), _from_mapping(extra or {}, extra_origin)]
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
-    bare_sizes: dict[str, int] = {}
+    bare_numbers: dict[str, int] = {}
     for layer in layers:  # weakest first; every layer is checked, also where a stronger one wins
         for key, (raw, origin) in layer.items():
             values[key] = value = _parse(key, raw, origin)
             origins[key] = origin
-            bare_sizes.pop(key, None)
-            if KEYS[key] in (_SIZE, _QUOTA) and isinstance(value, int) and not _quantity(raw)[1]:
-                bare_sizes[key] = value
+            bare_numbers.pop(key, None)
+            if KEYS[key] in (_SIZE, _QUOTA, _TTL) and isinstance(value, int) and not _quantity(raw)[1]:
+                bare_numbers[key] = value
     for key in ("disk_size", "salt_disk_quota"):
         if values.get(key) is not None and values.get("disk_path") is None:
             size = KEYS[key].show(values[key])
@@ -294,7 +294,7 @@ def load_config(
         raise ConfigError(
             f"{misplaced[0]} ({FROM_EXTRA}) does nothing with server: give it to `kvloft serve`, or leave server out."
         )
-    return Config(**values, origins=origins, bare_sizes=bare_sizes)  # type: ignore[arg-type]  # each value was checked by its Kind
+    return Config(**values, origins=origins, bare_numbers=bare_numbers)  # type: ignore[arg-type]  # each value was checked by its Kind
 
 
 def describe(config: Config) -> list[tuple[str, str, str]]:

@@ -103,10 +103,12 @@ def _salt_in(name: object, blame: str, folder: Path) -> str:
         raise ConfigError(f"{blame}: expected salt_file to be the path of a file.")
     try:
         with (folder / name).open("rb") as file:
-            raw = file.read(MAX_SALT_BYTES)
+            raw = file.read(MAX_SALT_BYTES + 1)
     except (OSError, ValueError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is no path"
         raise ConfigError(f"{blame}: salt_file {name} cannot be read ({reason}).") from None
+    if len(raw) > MAX_SALT_BYTES:
+        raise ConfigError(f"{blame}: salt_file {name} is larger than 64 KiB; it must hold one salt and nothing else.")
     return read_salt(raw, f"{blame}: salt_file {name}")
 
 
