@@ -9,6 +9,6 @@ pub mod memory;
 pub mod part;
 pub mod placement;
 
-pub use arena::{Arena, Frame, FrameId, HostArena};
+pub use arena::{Arena, Frame, FrameId, Frames, HostArena};
 pub use memory::available_bytes;
 pub use part::{Damage, PartSpec, TRAILER_BYTES};
