@@ -5,7 +5,6 @@ by ``KVLOFT_CONFIG``, the default. This is the only file that reads the environm
 store, so anything that depends on the model (does a chunk hold whole blocks?) is checked where the model is known.
 """
 
-import difflib
 import math
 import os
 import re
@@ -14,8 +13,6 @@ from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
-
-import yaml
 
 from kvloft.errors import ConfigError
 
@@ -350,6 +347,8 @@ def _from_file(environ: Mapping[str, str]) -> _Layer:
     path = environ.get(ENV_FILE)
     if not path:
         return {}
+    import yaml  # here and not above: it takes a fifth of a server's start, and few have such a file
+
     blame, wanted = f"{ENV_FILE} = {path!r} (environment)", "it must hold lines such as: host_size: 8GiB"
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123 (a NUL in the name must be a ValueError here, too)
@@ -382,6 +381,8 @@ def first_twice(keys: Sequence[str]) -> str | None:
 def _known(key: object, origin: str, spell: Callable[[str], str] = str, written: str | None = None) -> str:
     if isinstance(key, str) and key in KEYS:
         return key
+    import difflib
+
     near = difflib.get_close_matches(str(key).lower(), KEYS, n=1, cutoff=0.5)
     hint = f"did you mean {spell(near[0])}?" if near else f"known keys are {', '.join(map(spell, KEYS))}."
     raise ConfigError(f"{_shown(key) if written is None else written} ({origin}) is not a setting of kvloft; {hint}")

@@ -6,8 +6,6 @@ Salts are secrets: they are read here, hashed by the store, and are in no messag
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import yaml
-
 from kvloft.config import Config, Quota, first_twice, parse_quota, parse_ttl
 from kvloft.errors import ConfigError
 
@@ -53,6 +51,8 @@ def read_salt(raw: bytes, source: str) -> str:
 
 
 def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
+    import yaml  # here and not above: see `config._from_file`
+
     blame = f"salt_limits = {path}"
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -77,6 +77,8 @@ def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
 
 def _keys_of(text: str) -> list[list[str]]:
     """The keys of each entry as they are written: of a key that is there twice, PyYAML keeps the last one without a word."""
+    import yaml
+
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     entries = node.value if isinstance(node, yaml.SequenceNode) else []
     return [[key.value for key, _ in entry.value] if isinstance(entry, yaml.MappingNode) else [] for entry in entries]
