@@ -13,6 +13,8 @@ use kvloft_core::{Error, ErrorKind, Result};
 pub(crate) struct Listener {
     pub(crate) socket: UnixListener,
     path: PathBuf,
+    /// Device and number of the socket's file, which may be another's by the end: who deletes a lock that is held lets one in.
+    file: (u64, u64),
     /// Locked while the socket is ours, so that a stale one can be told from another server's.
     lock: File,
 }
@@ -33,7 +35,8 @@ impl Listener {
         let socket = UnixListener::bind(path).map_err(|error| fail("the server cannot listen at", error))?;
         let private = Permissions::from_mode(0o600);
         std::fs::set_permissions(path, private).map_err(|error| fail("the socket cannot be made private:", error))?;
-        Ok(Self { socket, path: path.to_owned(), lock })
+        let file = file_at(path).map_err(|error| fail("the socket is not to be seen:", error))?;
+        Ok(Self { socket, path: path.to_owned(), file, lock })
     }
 
     /// Ends `accept`.
@@ -44,12 +47,19 @@ impl Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        let _gone = std::fs::remove_file(&self.path);
+        if file_at(&self.path).is_ok_and(|file| file == self.file) {
+            let _gone = std::fs::remove_file(&self.path);
+        }
         // While it is locked: who has it open, and gets the lock then, sees that it is not there any more.
         if is_there(&self.lock, &lock_path(&self.path)).unwrap_or(false) {
             let _gone = std::fs::remove_file(lock_path(&self.path));
         }
     }
+}
+
+/// Device and number of what is at the path itself, not of what a link there leads to.
+fn file_at(path: &Path) -> io::Result<(u64, u64)> {
+    path.symlink_metadata().map(|found| (found.dev(), found.ino()))
 }
 
 fn lock_path(socket: &Path) -> PathBuf {
@@ -131,6 +141,19 @@ mod tests {
         };
         thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(work))));
         assert!(num_bound.into_inner() > 0);
+        assert_eq!(dir.path().read_dir().expect("it is there").count(), 0, "something is left");
+    }
+
+    #[test]
+    fn a_server_whose_lock_was_deleted_leaves_the_next_ones_socket_alone() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("kvloft.sock");
+        let first = Listener::bind(&path).expect("it is free");
+        std::fs::remove_file(lock_path(&path)).expect("it is there");
+        let second = Listener::bind(&path).expect("no lock says that it is taken");
+        drop(first);
+        assert!(UnixStream::connect(&path).is_ok() && lock_path(&path).exists(), "it is the second one's");
+        drop(second);
         assert_eq!(dir.path().read_dir().expect("it is there").count(), 0, "something is left");
     }
 
