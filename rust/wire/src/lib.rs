@@ -24,6 +24,7 @@ mod prefixes;
 mod quarantine;
 mod request;
 mod server;
+mod session;
 mod settings;
 mod shared;
 mod socket;
