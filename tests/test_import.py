@@ -28,6 +28,16 @@ def test_the_commands_run_without_torch_and_vllm() -> None:
     assert loaded_after(code, "kvloft.cli.config", "torch", "vllm") == {"kvloft.cli.config"}
 
 
+def test_a_server_starts_without_what_other_commands_need() -> None:
+    """Engines wait for its start; tables, YAML and an HTTP server take several times as long to load as all that it needs."""
+    code = (
+        "from kvloft.cli.__main__ import build_parser; from kvloft.cli.serve import settings; "
+        "settings(build_parser('serve').parse_args(['serve', '--socket', '/tmp/a.sock', '--salt-ttl', '1h']))"
+    )
+    heavy = ("rich", "yaml", "prometheus_client", "http.server", "difflib", "subprocess", "kvloft.cli.status")
+    assert loaded_after(code, "kvloft.cli.serve", *heavy) == {"kvloft.cli.serve"}
+
+
 def test_requirements_name_neither_torch_nor_vllm() -> None:
     requirements = importlib.metadata.requires("kvloft") or []
     assert {r.split(">")[0] for r in requirements} == {"prometheus-client", "pyyaml", "rich"}

@@ -100,16 +100,25 @@ def test_single_salts_have_what_they_say_and_else_what_all_have(tmp_path: Path) 
         ("- {salt_file: missing}", "salt_file missing cannot be read (No such file or directory)"),
         ('- {salt_file: "a\\0b"}', "it is no path"),
         ("- {salt_file: empty}", "the salt is empty"),
+        ("- {salt_file: large}", "salt_file large is larger than 64 KiB; it must hold one salt and nothing else"),
         ("- {salt_file: [1]}", "expected salt_file to be the path of a file"),
     ],
 )
 def test_a_wrong_file_is_named_and_no_salt_is_told(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "empty").write_text("\n")
+    (tmp_path / "large").write_text(SECRET.ljust((1 << 16) + 1, "x"))
     with pytest.raises(ConfigError) as error:
         limits_of(tmp_path / "limits.yaml", text)
     assert said in str(error.value)
     assert str(error.value).startswith(f"salt_limits = {tmp_path / 'limits.yaml'}")
     assert SECRET not in str(error.value)
+
+
+def test_a_salt_file_of_64_kib_is_one_salt(tmp_path: Path) -> None:
+    (tmp_path / "large").write_text("x" * (1 << 16))
+    limits = limits_of(tmp_path / "limits.yaml", "- {salt_file: large, quota: 1%}")
+    assert limits is not None
+    assert [len(salt) for salt, _ in limits.by_salt] == [1 << 16]
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -42,6 +42,24 @@ def test_a_small_quota_without_a_unit_is_asked_about(quota: object, meant: str |
     assert [text.split("; ")[1] for text in found] == ([f"did you mean {meant}?"] if meant else [])
 
 
+@pytest.mark.parametrize(("ttl", "meant"), [(24, "24h"), ("7", "7h"), (3600, None), ("24h", None), ("30s", None)])
+@pytest.mark.parametrize("server", [None, "auto"])
+def test_a_short_age_without_a_unit_is_asked_about(ttl: object, meant: str | None, server: str | None) -> None:
+    found = warnings(load_config({"salt_ttl": ttl, "server": server}, {}))
+    assert found == (
+        [f"salt_ttl = {ttl} (kv_connector_extra_config) has no unit, so it is in seconds; did you mean {meant}?"] if meant else []
+    )
+
+
+def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
+    sizes: dict[str, object] = {"host_size": "4MiB", "disk_path": tmp_path, "disk_size": "8MiB"}
+    assert said(**sizes, salt_quota="4MiB", salt_disk_quota="8MiB") == []
+    assert said(**sizes, salt_quota="100%", salt_disk_quota="100%") == []
+    host, disk = said(**sizes, salt_quota="5MiB", salt_disk_quota="9MiB")
+    assert host == "salt_quota = 5MiB (kv_connector_extra_config) is more than host_size = 4MiB, so it limits nothing."
+    assert disk == "salt_disk_quota = 9MiB (kv_connector_extra_config) is more than disk_size = 8MiB, so it limits nothing."
+
+
 def test_a_megabyte_without_a_unit_is_none_of_them_nor_one_that_a_stronger_source_replaced() -> None:
     assert warnings(load_config({"host_size": 1 << 20}, {})) == []
     assert warnings(load_config({"host_size": "1MiB"}, {"KVLOFT_HOST_SIZE": "32000"})) == []

@@ -5,7 +5,6 @@ by ``KVLOFT_CONFIG``, the default. This is the only file that reads the environm
 store, so anything that depends on the model (does a chunk hold whole blocks?) is checked where the model is known.
 """
 
-import difflib
 import math
 import os
 import re
@@ -14,8 +13,6 @@ from dataclasses import dataclass, field, fields
 from decimal import Decimal
 from functools import partial
 from typing import Any, Final, Literal, NamedTuple
-
-import yaml
 
 from kvloft.errors import ConfigError
 
@@ -240,8 +237,8 @@ class Config:
     server_timeout: float = _set(0.005, _TIME)
     server_linger: float = _set(300.0, _TIME)
     origins: Mapping[str, str] = field(default_factory=dict, compare=False, repr=False)
-    bare_sizes: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
-    """Sizes that were given without a unit."""
+    bare_numbers: Mapping[str, int] = field(default_factory=dict, compare=False, repr=False)
+    """Sizes and ages that were given without a unit."""
 
     @property
     def socket(self) -> str | None:
@@ -277,14 +274,14 @@ def load_config(
     layers = [_from_file(environ), _from_environ(environ), _from_mapping(extra or {}, extra_origin)]
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
-    bare_sizes: dict[str, int] = {}
+    bare_numbers: dict[str, int] = {}
     for layer in layers:  # weakest first; every layer is checked, also where a stronger one wins
         for key, (raw, origin) in layer.items():
             values[key] = value = _parse(key, raw, origin)
             origins[key] = origin
-            bare_sizes.pop(key, None)
-            if KEYS[key] in (_SIZE, _QUOTA) and isinstance(value, int) and not _quantity(raw)[1]:
-                bare_sizes[key] = value
+            bare_numbers.pop(key, None)
+            if KEYS[key] in (_SIZE, _QUOTA, _TTL) and isinstance(value, int) and not _quantity(raw)[1]:
+                bare_numbers[key] = value
     for key in ("disk_size", "salt_disk_quota"):
         if values.get(key) is not None and values.get("disk_path") is None:
             size = KEYS[key].show(values[key])
@@ -294,7 +291,7 @@ def load_config(
         raise ConfigError(
             f"{misplaced[0]} ({FROM_EXTRA}) does nothing with server: give it to `kvloft serve`, or leave server out."
         )
-    return Config(**values, origins=origins, bare_sizes=bare_sizes)  # type: ignore[arg-type]  # each value was checked by its Kind
+    return Config(**values, origins=origins, bare_numbers=bare_numbers)  # type: ignore[arg-type]  # each value was checked by its Kind
 
 
 def describe(config: Config) -> list[tuple[str, str, str]]:
@@ -350,6 +347,8 @@ def _from_file(environ: Mapping[str, str]) -> _Layer:
     path = environ.get(ENV_FILE)
     if not path:
         return {}
+    import yaml  # here and not above: it takes a fifth of a server's start, and few have such a file
+
     blame, wanted = f"{ENV_FILE} = {path!r} (environment)", "it must hold lines such as: host_size: 8GiB"
     try:
         with open(path, encoding="utf-8") as file:  # noqa: PTH123 (a NUL in the name must be a ValueError here, too)
@@ -382,6 +381,8 @@ def first_twice(keys: Sequence[str]) -> str | None:
 def _known(key: object, origin: str, spell: Callable[[str], str] = str, written: str | None = None) -> str:
     if isinstance(key, str) and key in KEYS:
         return key
+    import difflib
+
     near = difflib.get_close_matches(str(key).lower(), KEYS, n=1, cutoff=0.5)
     hint = f"did you mean {spell(near[0])}?" if near else f"known keys are {', '.join(map(spell, KEYS))}."
     raise ConfigError(f"{_shown(key) if written is None else written} ({origin}) is not a setting of kvloft; {hint}")

@@ -6,8 +6,6 @@ Salts are secrets: they are read here, hashed by the store, and are in no messag
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-import yaml
-
 from kvloft.config import Config, Quota, first_twice, parse_quota, parse_ttl
 from kvloft.errors import ConfigError
 
@@ -53,6 +51,8 @@ def read_salt(raw: bytes, source: str) -> str:
 
 
 def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
+    import yaml  # here and not above: see `config._from_file`
+
     blame = f"salt_limits = {path}"
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -77,6 +77,8 @@ def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
 
 def _keys_of(text: str) -> list[list[str]]:
     """The keys of each entry as they are written: of a key that is there twice, PyYAML keeps the last one without a word."""
+    import yaml
+
     node = yaml.compose(text, Loader=yaml.SafeLoader)
     entries = node.value if isinstance(node, yaml.SequenceNode) else []
     return [[key.value for key, _ in entry.value] if isinstance(entry, yaml.MappingNode) else [] for entry in entries]
@@ -103,10 +105,12 @@ def _salt_in(name: object, blame: str, folder: Path) -> str:
         raise ConfigError(f"{blame}: expected salt_file to be the path of a file.")
     try:
         with (folder / name).open("rb") as file:
-            raw = file.read(MAX_SALT_BYTES)
+            raw = file.read(MAX_SALT_BYTES + 1)
     except (OSError, ValueError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is no path"
         raise ConfigError(f"{blame}: salt_file {name} cannot be read ({reason}).") from None
+    if len(raw) > MAX_SALT_BYTES:
+        raise ConfigError(f"{blame}: salt_file {name} is larger than 64 KiB; it must hold one salt and nothing else.")
     return read_salt(raw, f"{blame}: salt_file {name}")
 
 

@@ -5,7 +5,7 @@ It changes nothing and makes no directory. It must not know vLLM or the store.
 
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -15,6 +15,8 @@ from kvloft.limits import tenant_limits
 
 SMALL: Final = 1 << 20
 """A size below this is hardly meant in bytes."""
+SHORT_S: Final = 3600
+"""An age below this is hardly meant in seconds."""
 
 
 def refuse_impossible(config: Config) -> None:
@@ -63,7 +65,7 @@ def warnings(config: Config) -> list[str]:
     """One sentence for each setting that this machine may not have room or rights for."""
     if config.server is not None:
         return _bare(config) if config.server == AUTO else []  # the memory and the disk are the server's, which looks itself
-    found = [*_bare(config), _memory(config.host_size)]
+    found = [*_bare(config), _memory(config.host_size), *_in_vain(config)]
     if config.disk_path is not None:
         path = Path(config.disk_path)
         rights = _rights(path)
@@ -73,14 +75,24 @@ def warnings(config: Config) -> list[str]:
 
 def _bare(config: Config) -> list[str]:
     return [
-        f"{key} = {size} ({config.origin(key)}) has no unit, so it is in bytes; did you mean {size}{_unit(key, size)}?"
-        for key, size in config.bare_sizes.items()
-        if 0 < size < SMALL
+        f"{key} = {number} ({config.origin(key)}) has no unit, so it is in {unit}; did you mean {number}{meant}?"
+        for key, number in config.bare_numbers.items()
+        for unit, meant, most in [("seconds", "h", SHORT_S) if key == "salt_ttl" else ("bytes", _unit(key, number), SMALL)]
+        if 0 < number < most
     ]
 
 
 def _unit(key: str, size: int) -> str:
     return "%" if key in OF_LIMITS and size <= 100 else "MiB"
+
+
+def _in_vain(config: Config) -> Iterator[str]:
+    """Quotas that bound nothing."""
+    for key, of in (("salt_quota", "host_size"), ("salt_disk_quota", "disk_size")):
+        quota, whole = getattr(config, key), getattr(config, of)
+        if isinstance(quota, int) and quota > whole:
+            given, least = format_size(quota), format_size(whole)
+            yield f"{key} = {given} ({config.origin(key)}) is more than {of} = {least}, so it limits nothing."
 
 
 def _nearest(path: Path) -> Path:

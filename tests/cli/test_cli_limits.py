@@ -11,7 +11,8 @@ import pytest
 
 from kvloft import _core
 from kvloft.cli.__main__ import main
-from kvloft.cli.tables import tenant_table
+from kvloft.cli.rules import rules
+from kvloft.cli.tables import tenant_table, whose
 
 FRAME = 4096
 SALT, OTHER = "acme's secret", "another"
@@ -32,15 +33,22 @@ def server(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
         "- {salt_file: acme.salt, quota: 20KiB, disk_quota: 20KiB, ttl: 7d}\n- {salt: null, ttl: 30d}\n"
     )
     sizes = ["--host-size", "1MiB", "--disk-path", str(folder / "disk"), "--disk-size", "4MiB"]
-    limits = ["--salt-quota", "10%", "--salt-ttl", "24h", "--salt-limits", str(folder / "limits.yaml")]
+    limits = ["--salt-quota", "10%", "--salt-ttl", "24h", "--salt-limits", str(folder / "limits.yaml"), "--share", "0101=100"]
     argv = [sys.executable, "-m", "kvloft.cli", "serve", "--socket", socket, *sizes, *limits]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         try:
             assert process.stdout is not None
-            assert "serves at" in process.stdout.readline()
+            assert process.stdout.readline().endswith(f"/disk up to 4 MiB; {bounds(folder)}\n")
             yield socket, process
         finally:
             process.kill()
+
+
+def bounds(folder: Path) -> str:
+    return (
+        "each salt: at most 10% of its namespace's host memory, forgotten after 1d; "
+        f"other limits of single salts: {folder / 'limits.yaml'}; fixed shares of host memory: 0101 100%"
+    )
 
 
 def save(engine: _core.Session, salt: str | None, seed: int, num_blocks: int) -> int:
@@ -51,7 +59,7 @@ def save(engine: _core.Session, salt: str | None, seed: int, num_blocks: int) ->
 
 
 def test_people_see_what_tenants_have_and_no_salt(
-    server: tuple[str, "subprocess.Popen[str]"], capsys: pytest.CaptureFixture[str]
+    server: tuple[str, "subprocess.Popen[str]"], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     socket, process = server
     engine = _core.Session.connect(socket, frame_bytes=FRAME, namespace=bytes([1] * 32), timeout_s=60.0)
@@ -76,7 +84,20 @@ def test_people_see_what_tenants_have_and_no_salt(
     assert all(len(line) <= 80 for line in shown[0].splitlines() if tag in line)
     assert all(tag in text for text in shown)
     settings = json.loads(shown[1])["settings"]
-    assert (settings["salt_quota"], settings["salt_ttl"]) == ("10%", "1d")
+    limits = ("salt_quota", "salt_disk_quota", "salt_ttl", "share", "numa")
+    assert [settings[name] for name in limits] == ["10%", "(none)", "1d", "0101 100%", "(none)"]
+    assert shown[0].splitlines()[0] == f"Limits: {bounds(folder)}"
+    for salt, its_tag, said in ((SALT, tag, "marked * below"), ("none's", None, "it has nothing here")):
+        assert main(["status", "--socket", socket, "--salt", salt]) == 0
+        shown.append(capsys.readouterr().out)
+        line = next(line for line in shown[-1].splitlines() if line.startswith("The salt's tag is "))
+        assert said in line
+        assert its_tag is None or its_tag in line
+        assert [row.split()[0] for row in shown[-1].splitlines() if " * " in row[:20]] == ([its_tag] if its_tag else [])
+        assert all(len(row) <= 80 for row in shown[-1].splitlines()[1:])
+    assert main(["status", "--socket", socket, "--salt-file", str(folder / "acme.salt"), "--json"]) == 0
+    shown.append(capsys.readouterr().out)
+    assert json.loads(shown[-1])["salt_tag"] == tag
     process.terminate()
     said = process.communicate(timeout=60)[0]
     assert not [text for text in (*shown, said) if SALT in text or OTHER in text]
@@ -104,6 +125,26 @@ def tenant(tag: str | None, ttl_s: int | None = None) -> dict[str, object]:
 def test_salts_that_are_left_out_are_counted(num_salts: int, said: list[str]) -> None:
     space = {"tenants": [tenant("ab")], "frame_bytes": FRAME, "stats": {"salts": num_salts}}
     assert tenant_table(space, 8)[1:] == said
+
+
+@pytest.mark.parametrize(("num_salts", "said"), [(1, "it has nothing here"), (2, "it is not among those that have most")])
+def test_a_salt_that_is_not_listed_may_have_something(num_salts: int, said: str) -> None:
+    spaces: list[dict[str, object]] = [{"tenants": [tenant("ab"), tenant(None)], "stats": {"salts": num_salts}}]
+    assert whose("cd", spaces) == f"The salt's tag is cd; {said}."
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({}, ""),
+        ({"salt_quota": "(none)", "numa": "(none)", "disk_size": "1GiB"}, ""),
+        ({"salt_quota": "1GiB", "salt_disk_quota": "5%"}, "each salt: at most 1GiB of host memory, at most 5% of the disk"),
+        ({"salt_limits": "/a.yaml", "numa": "0,1"}, "limits of single salts: /a.yaml; host memory on NUMA nodes 0,1"),
+        ({"share": "3f9a 25%, 77 5%", "numa": "0"}, "fixed shares of host memory: 3f9a 25%, 77 5%; host memory on NUMA node 0"),
+    ],
+)
+def test_bounds_are_told_in_words(settings: dict[str, str], said: str) -> None:
+    assert rules(settings) == said
 
 
 def test_what_has_no_salt_is_shown_by_itself_only_with_a_limit() -> None:

@@ -52,6 +52,25 @@ def test_sessions_of_one_server_share_and_each_holds_its_own(socket: str) -> Non
     assert lease.poll() == (0, 0)
 
 
+def test_a_look_after_a_save_without_a_place_is_no_lookup(socket: str) -> None:
+    """As the scheduler half asks: the chain is as long as the save left it, and may go on behind what is saved."""
+    server = _core.Server(socket, host_bytes=8 * FRAME)
+    engine, long, short = connect(socket), chain_of([]), chain_of([])
+
+    def num_lookups() -> int:
+        return int(server.status()["namespaces"][0]["stats"]["lookups"])
+
+    rows = [(long, list(range(12)), 12, 0, 11, 0, list(range(1, 12)), 0), (short, [50, 51], 2, 0, 2, 0, [20, 21], 0)]
+    (chunks, none), dropped = engine.reserve_all(rows)
+    assert none is None
+    assert (dropped, engine.settle(chunks.tickets())) == ([3, 2], (8, 0))
+    assert [engine.lookup(chain)[0] for chain in (long, short)] == [8, 0]
+    assert num_lookups() == 0
+    assert [engine.lookup(chain)[0] for chain in (long, short)] == [8, 0]
+    assert num_lookups() == 2, "a request's"
+    server.close()
+
+
 def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
     with pytest.raises(_core.StoreError, match="no kvloft server answers"):
         _core.server_status(socket)

@@ -4,18 +4,17 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from kvloft import __version__
-from kvloft.bench import command as bench
-from kvloft.cli import check, clear, config, evict, inspect, pin, serve, status, top, verify
 from kvloft.errors import ConfigError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status (2 for a wrong setting or argument, as argparse does)."""
-    own, flags = check.split_flags(list(sys.argv[1:] if argv is None else argv))
-    args = build_parser().parse_args(own, argparse.Namespace(flags=flags))
+    own, flags = split_flags(list(sys.argv[1:] if argv is None else argv))
+    args = build_parser(own[0] if own else None).parse_args(own, argparse.Namespace(flags=flags))
     try:
         return int(args.run(args))
     except ConfigError as e:
@@ -35,17 +34,41 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
+    """kvloft's own arguments and vLLM's flags: what stands behind the first ``--`` of a `kvloft check`.
+
+    argparse would take the first flag for the end of a list that it has seen already.
+    """
+    if argv[:1] != ["check"] or "--" not in argv:
+        return argv, []
+    end = argv.index("--")
+    return argv[:end], argv[end + 1 :]
+
+
+def build_parser(name: str | None = None) -> argparse.ArgumentParser:
+    """The whole command line, or of the command ``name`` alone where that is `serve`."""
     parser = argparse.ArgumentParser(
         prog="kvloft",
         description="Serve one cache to several engines; look at settings, models, the disk tier and speed on a GPU.",
     )
     parser.add_argument("--version", action="version", version=f"kvloft {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in (config, check, serve, status, top, clear, evict, pin, inspect, verify, bench):
+    for command in _commands(name):
         command.add_parser(subparsers)
     return parser
+
+
+def _commands(name: str | None) -> Iterator[Any]:
+    """Modules, in the order of the help text."""
+    if name == "serve":  # engines wait for its start, and the others load what takes several times as long as that
+        from kvloft.cli import serve
+
+        yield serve
+        return
+    from kvloft.bench import command as bench
+    from kvloft.cli import check, clear, config, evict, inspect, pin, serve, status, top, verify
+
+    yield from (config, check, serve, status, top, clear, evict, pin, inspect, verify, bench)
 
 
 if __name__ == "__main__":

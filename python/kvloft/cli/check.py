@@ -81,17 +81,6 @@ def _seconds(text: str) -> int:
     return int(text)
 
 
-def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
-    """kvloft's own arguments and vLLM's flags: what stands behind the first ``--`` of a `kvloft check`.
-
-    argparse would take the first flag for the end of a list that it has seen already.
-    """
-    if argv[:1] != ["check"] or "--" not in argv:
-        return argv, []
-    end = argv.index("--")
-    return argv[:end], argv[end + 1 :]
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the engines and print the report: 0 served, 1 not, 2 could not be tried. Raises ConfigError for a wrong setting."""
     extra = parse_extra(args.extra)

@@ -56,6 +56,11 @@ def add_parser(subparsers: Any) -> None:
 def add_whose(parser: argparse.ArgumentParser) -> None:
     """What says whose chunks are meant."""
     parser.add_argument("--namespace", metavar="ID", default="", type=_utf8, help="only this model's, as `kvloft status` prints it")
+    add_salt(parser)
+
+
+def add_salt(parser: argparse.ArgumentParser) -> None:
+    """What says which salt is meant."""
     salt = parser.add_mutually_exclusive_group()
     salt.add_argument("--salt", type=_utf8, help="the cache_salt of the tenant's requests")
     salt.add_argument("--salt-file", metavar="FILE", help="a file that holds it; - for stdin. One newline at its end is left out")
@@ -82,6 +87,13 @@ def given_salt(args: argparse.Namespace) -> str | None:
     if salt == "":
         raise ConfigError("the salt is empty, and no request can have an empty one.")
     return salt
+
+
+def salt_tag(salt: str) -> str:
+    """What stands for a salt where a server tells of tenants: 16 hex digits, the same in each namespace."""
+    from kvloft._core import root_key
+
+    return root_key(bytes(32), None, salt)[-8:].hex()
 
 
 def run(args: argparse.Namespace) -> int:

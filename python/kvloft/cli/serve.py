@@ -20,6 +20,7 @@ from typing import Any, Final
 from kvloft import __version__
 from kvloft.cli import metrics
 from kvloft.cli.background import in_background
+from kvloft.cli.rules import NONE, rules
 from kvloft.config import KEYS, OF_STORE, Config, describe, load_config, parse_seconds, size_text
 from kvloft.errors import ConfigError
 from kvloft.limits import tenant_limits
@@ -194,6 +195,7 @@ def _serve(
     from kvloft._core import Server, StoreError
 
     is_over, begun_s = threading.Event(), list[float]()
+    told = _told(config, linger_s, own_shares, numa)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _frame: _stop(is_over, begun_s, number))
     try:
@@ -207,7 +209,7 @@ def _serve(
             shares=own_shares,
             numa=numa,
             limits=tenant_limits(config),
-            settings=_told(config, linger_s),
+            settings=told,
         )
     except (PlaceError, StoreError) as e:
         print(f"kvloft: {e}", file=sys.stderr)
@@ -221,7 +223,8 @@ def _serve(
             raise
     begun()
     disk = f"disk {config.disk_path} up to {size_text(config.disk_size)}" if config.disk_path else "no disk"
-    _tell(f"kvloft {__version__} serves at unix:{config.socket}: host {size_text(config.host_size)}, {disk}")
+    bounds = f"; {text}" if (text := rules(told)) else ""
+    _tell(f"kvloft {__version__} serves at unix:{config.socket}: host {size_text(config.host_size)}, {disk}{bounds}")
     if end_metrics is not None:
         _tell(f"metrics at {url}")
     _wait(is_over, server, linger_s)
@@ -235,13 +238,15 @@ def _serve(
     return 0
 
 
-def _told(config: Config, linger_s: float | None) -> dict[str, str]:
-    """What engines compare their own settings with."""
-    linger = "(none)" if linger_s is None else KEYS["server_linger"].show(linger_s)
+def _told(config: Config, linger_s: float | None, own_shares: list[tuple[str, int]], numa: list[int]) -> dict[str, str]:
+    """What it was started with, for people, and for engines, which compare their own settings with those of the same names."""
+    linger = NONE if linger_s is None else KEYS["server_linger"].show(linger_s)
+    share = ", ".join(f"{name} {percent}%" for name, percent in own_shares) or NONE
+    nodes = ",".join(map(str, numa)) or NONE
     own = {key: value for key, value, _ in describe(config) if key in OF_STORE}
     if config.disk_path is None:
         del own["disk_size"]
-    return own | {"server_linger": linger}
+    return own | {"server_linger": linger, "share": share, "numa": nodes}
 
 
 def _wait(is_over: threading.Event, server: Any, linger_s: float | None) -> None:

@@ -6,8 +6,10 @@ from typing import Any, Final
 
 from rich.console import Console
 
+from kvloft.cli.evict import add_salt, given_salt, salt_tag
 from kvloft.cli.hits import hit_rate, hit_table
 from kvloft.cli.inspect import fields_of
+from kvloft.cli.rules import rules
 from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.cli.tables import (
     before_engines,
@@ -19,6 +21,7 @@ from kvloft.cli.tables import (
     tenant_table,
     tier_table,
     title,
+    whose,
 )  # fmt: skip
 
 MAX_TENANTS: Final = 16
@@ -30,11 +33,13 @@ def add_parser(subparsers: Any) -> None:
         "status",
         help="show what a server does",
         description=(
-            "Show what a server does: memory, disk and engines of each namespace, and what they asked for and found. "
-            "Exit status: 0, or 1 where none answers."
+            "Show what a server does: its limits, memory, disk and engines of each namespace, and what they asked for and found. "
+            "Salts are listed by their tags, which do not tell them; one that is given is marked. "
+            "Exit status: 0; 1 where none answers; 2 for a wrong argument."
         ),
     )
     add_socket(parser)
+    add_salt(parser)
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables (sizes in bytes)")
     parser.set_defaults(run=run)
 
@@ -43,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Print what the server does; returns 0, or 1 after a message on stderr if no server answers."""
     from kvloft._core import ConfigError, StoreError, server_status
 
-    socket = settings(args).socket
+    socket, salt = settings(args).socket, given_salt(args)
     assert socket is not None
     try:
         status = server_status(socket)
@@ -52,14 +57,19 @@ def run(args: argparse.Namespace) -> int:
     for space in status["namespaces"]:
         space["namespace"] = space["namespace"].hex()
         space["hit_rate"] = hit_rate(space["stats"])
+    tag = salt_tag(salt) if salt is not None else None
     if args.json:
-        print(json.dumps(status, indent=2))
+        print(json.dumps(status | ({"salt_tag": tag} if tag is not None else {}), indent=2))
         return 0
-    _print(status, socket, Console())
+    _print(status, socket, Console(), tag)
     return 0
 
 
-def _print(status: dict[str, Any], socket: str, console: Console) -> None:
+def _print(status: dict[str, Any], socket: str, console: Console, tag: str | None = None) -> None:
+    if bounds := rules(status["settings"]):
+        console.print(f"Limits: {bounds}", highlight=False, markup=False, soft_wrap=True)
+    if tag is not None:
+        console.print(whose(tag, status["namespaces"]), highlight=False, markup=False, soft_wrap=True)
     if not status["namespaces"]:
         console.print(before_engines(status, socket), highlight=False, markup=False, soft_wrap=True)
     for space in status["namespaces"]:
@@ -68,7 +78,7 @@ def _print(status: dict[str, Any], socket: str, console: Console) -> None:
         if not space["stats"]:
             console.print("It is being opened.")
             continue
-        lines = (*pinned(space), *given_up(space), *broken(space), *tenant_table(space, MAX_TENANTS))
+        lines = (*pinned(space), *given_up(space), *broken(space), *tenant_table(space, MAX_TENANTS, tag))
         for table in (tier_table(space), *lines, engine_table(space), hit_table(space)):
             console.print(table)
             console.print()

@@ -99,18 +99,28 @@ def given_up(space: Status) -> list[str]:
     return [f"{num:,} chunk{'s' if num != 1 else ''} given up by `kvloft evict`"] if num else []
 
 
-def tenant_table(space: Status, limit: int) -> list[Table | str]:
+def whose(tag: str, spaces: list[dict[str, Any]]) -> str:
+    """Where a salt is whose tag is asked for."""
+    if any(tenant["tag"] == tag for space in spaces for tenant in space["tenants"]):
+        return f"The salt's tag is {tag}, marked * below."
+    num_listed = [sum(tenant["tag"] is not None for tenant in space["tenants"]) for space in spaces]
+    are_all = all(space["stats"].get("salts", 0) <= num for space, num in zip(spaces, num_listed, strict=True))
+    return f"The salt's tag is {tag}; it {'has nothing here' if are_all else 'is not among those that have most'}."
+
+
+def tenant_table(space: Status, limit: int, marked: str | None = None) -> list[Table | str]:
     """What the salts have that have most, by their tags, which do not tell the salts; nothing without a salt or a limit."""
     tenants, frame_bytes = space["tenants"][:limit], space["frame_bytes"]
     limits = ("max_host", "max_disk", "ttl_s")
     if not any(tenant["tag"] or any(tenant[name] is not None for name in limits) for tenant in tenants):
         return []
-    table = new_table("salt's tag", "host", "of", "disk", "of", "forgotten after")
+    table = new_table("salt's tag", "host", "host quota", "disk", "disk quota", "forgotten after")
     for tenant in tenants:
         most = [size_text(most * frame_bytes) if most is not None else "" for most in (tenant["max_host"], tenant["max_disk"])]
         held, on_disk = (size_text(tenant[name] * frame_bytes) for name in ("host", "disk"))
         ttl = format_ttl(tenant["ttl_s"]) if tenant["ttl_s"] is not None else ""
-        table.add_row(tenant["tag"] or "(no salt)", held, most[0], on_disk, most[1], ttl)
+        tag = tenant["tag"] or "(no salt)"
+        table.add_row(f"{tag} *" if tag == marked else tag, held, most[0], on_disk, most[1], ttl)
     more = space["stats"]["salts"] - sum(tenant["tag"] is not None for tenant in tenants)
     return [table, f"and {more:,} salt{'s that have' if more > 1 else ' that has'} less"] if more > 0 else [table]
 

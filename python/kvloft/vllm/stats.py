@@ -29,7 +29,7 @@ COUNTERS: dict[str, str] = {
     "disk_evictions": "Chunks evicted from disk",
     "quota_evictions": "Chunks of those evicted from host memory that left because their salt had its quota",
     "quota_disk_evictions": "Chunks of those evicted from disk that left because their salt had its quota",
-    "quota_dropped": "Chunks not saved, loaded or written because their salt had its quota, all of it in use",
+    "quota_dropped": "Tries to save, load or write a chunk while its salt had its quota, all of it in use",
     "expired": "Chunks forgotten because they were saved too long ago",
     "disk_bytes_written": "Bytes written to disk",
     "disk_bytes_read": "Bytes read from disk",

@@ -2,6 +2,9 @@
 
 use kvloft_core::ChunkKey;
 
+/// Bytes before each message.
+pub const LENGTH_BYTES: usize = 4;
+
 /// Writes at the end of a buffer.
 #[derive(Debug)]
 pub(crate) struct Writer<'a>(pub(crate) &'a mut Vec<u8>);
@@ -116,4 +119,24 @@ impl<'a> Reader<'a> {
         }
         (0..num).map(|_| read(self)).collect()
     }
+}
+
+/// Begins a message at the end of `to`; `finish` writes its length.
+pub(crate) fn message(to: &mut Vec<u8>, number: u32, kind: u8, fields: impl FnOnce(&mut Writer<'_>)) {
+    let start = to.len();
+    let mut writer = Writer(to);
+    writer.u32(0);
+    writer.u32(number);
+    writer.u8(kind);
+    fields(&mut writer);
+    let num_bytes = u32::try_from(to.len() - start - LENGTH_BYTES).unwrap_or(u32::MAX);
+    to[start..start + LENGTH_BYTES].copy_from_slice(&num_bytes.to_le_bytes());
+}
+
+/// The whole of `bytes`, or nothing.
+pub(crate) fn whole<'a, T>(bytes: &'a [u8], read: impl FnOnce(u8, &mut Reader<'a>) -> Option<T>) -> Option<(u32, T)> {
+    let mut reader = Reader(bytes);
+    let (number, kind) = (reader.u32()?, reader.u8()?);
+    let value = read(kind, &mut reader)?;
+    reader.0.is_empty().then_some((number, value))
 }

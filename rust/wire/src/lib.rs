@@ -3,29 +3,44 @@
 //! No byte of KV crosses the socket: workers map the arena, whose descriptor comes with the first answer. Everything here is
 //! numbers and keys. It must not know Python, vLLM or what pages hold.
 
+mod answer;
+mod asking;
 mod batches;
 mod bytes;
 mod client;
 mod connection;
+mod engine;
+mod found;
 mod known;
+mod late;
 mod link;
 mod listening;
 pub mod message;
 mod namespaces;
+mod obeying;
 mod orders;
+mod place;
 mod prefixes;
 mod quarantine;
+mod request;
 mod server;
+mod session;
+mod settings;
+mod shared;
 mod socket;
+mod space;
+mod status;
 mod tally;
 mod tenants;
+mod threads;
 mod turns;
+mod upkeep;
 
-pub use client::{Remote, RemoteConfig};
-pub use link::{forget, status};
+pub use asking::{evict, forget, pin, status};
+pub use client::Remote;
 pub use message::{EngineStatus, NamespaceStatus, Status};
 pub use namespaces::MAX_NAMESPACES;
-pub use orders::{GivenUp, Pinned, Whose, evict, pin};
-pub use quarantine::Patience;
-pub use server::{Server, ServerConfig};
+pub use orders::{GivenUp, Pinned, Whose};
+pub use server::Server;
+pub use settings::{Patience, RemoteConfig, ServerConfig};
 pub use tally::Counts;

@@ -5,24 +5,20 @@
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind as IoKind, Write};
-use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvloft_core::session::ArenaInfo;
 use kvloft_core::store::Prefix;
 use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 use rustix::event::PollFlags;
 
-use crate::client::RemoteConfig;
 use crate::known::{Known, ends};
-use crate::message::{Answer, Hello, Keys, MAX_MESSAGE, Request, SentAnchors, SentPrefixes, Status, VERSION};
+use crate::message::{Answer, Keys, MAX_MESSAGE, Request, SentAnchors, SentPrefixes};
 use crate::socket::{Inbox, is_own, peer, wait, wait_awake, widen};
 
-/// Longest wait for a server that opens its disk.
-const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 /// Most bytes that wait for a server that does not read when another request is made.
 const MAX_UNSENT: usize = 8 << 20;
 /// Sent bytes that are left at the front until the rest is sent.
@@ -278,54 +274,5 @@ impl Link {
                 self.tell(&Request::Abort(rows.map(|row| row.ticket).collect()));
             }
         }
-    }
-}
-
-/// A server that said welcome.
-#[derive(Debug)]
-pub(crate) struct Found {
-    pub(crate) link: Link,
-    pub(crate) arena: ArenaInfo,
-    /// Keeps `arena.path` where it is.
-    pub(crate) fd: OwnedFd,
-}
-
-impl Found {
-    /// `Io` if there is none, `InvalidConfig` if it refuses.
-    pub(crate) fn at(config: &RemoteConfig) -> Result<Self> {
-        let mut link = Link::connect(&config.socket)?;
-        let hello = Hello {
-            version: VERSION,
-            namespace: config.namespace,
-            frame_bytes: config.frame_bytes,
-            blocks_per_chunk: config.blocks_per_chunk,
-            description: config.description.clone(),
-        };
-        let (answer, fd) = link.open(&Request::Hello(hello), HELLO_TIMEOUT)?;
-        let (Answer::Welcome(num_frames), Some(fd)) = (answer, fd) else {
-            return Err(Error::new(ErrorKind::Io, "the kvloft server answered something else"));
-        };
-        let stat = rustix::fs::fstat(&fd).map_err(|error| Error::io("the arena is not to be seen", error.into()))?;
-        let path = format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd());
-        let arena = ArenaInfo { path, id: stat.st_ino, frame_bytes: config.frame_bytes, num_frames };
-        Ok(Self { link, arena, fd })
-    }
-}
-
-/// What the server at `socket` does now. `InvalidConfig` if it refuses to say, `Io` if no server answers in time.
-pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
-    match Link::connect(socket)?.open(&Request::Status(VERSION), timeout)? {
-        (Answer::Status(status), _) => Ok(status),
-        _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
-    }
-}
-
-/// Has the server at `socket` forget a namespace in every tier, for all its engines: the one whose name in hex begins with
-/// `namespace`, which may be empty where there is one only. Returns how many chunks. Errors as [`status`], and `InvalidConfig` with
-/// what there is if not one name begins so.
-pub fn forget(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
-    match Link::connect(socket)?.open(&Request::Forget(VERSION, namespace.to_owned()), timeout)? {
-        (Answer::Count(num_chunks), _) => Ok(num_chunks),
-        _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
     }
 }

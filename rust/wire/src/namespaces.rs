@@ -1,54 +1,26 @@
-//! The namespaces of a server: a store for each, opened for the first engine that asks, and the engines' seats in it.
+//! The namespaces of a server: which are open, and what they share.
 //!
 //! Their memory is one arena, made for the first of them, and their disk one directory. A namespace without engines stays, for
 //! engines come back, until others have all of its memory. It must not know sockets.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 use kvloft_core::pool::Pool;
 use kvloft_core::session::Local;
-use kvloft_core::store::{Store, StoreConfig, Way};
+use kvloft_core::store::Way;
 use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::message::Hello;
-use crate::server::ServerConfig;
-use crate::tally::Tally;
+use crate::settings::ServerConfig;
+use crate::space::{Seat, Space, hex, id, store_config};
 
 /// Most namespaces that are open at one time.
 pub const MAX_NAMESPACES: usize = 64;
 /// Longest wait for the disk of a namespace that makes room.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(3);
-
-/// One namespace: a store, and who uses it.
-#[derive(Debug)]
-pub(crate) struct Space {
-    pub(crate) hello: Hello,
-    /// None until it could be opened.
-    store: OnceLock<Arc<Store>>,
-    opening: Mutex<()>,
-    seats: Mutex<Seats>,
-    /// Whether a person pinned it, or salts of it: a seat without an engine.
-    pinned: Mutex<(bool, bool)>,
-    /// Of all engines that it ever had.
-    pub(crate) tally: Tally,
-}
-
-/// How many engines a namespace has, and when one came or went last.
-#[derive(Debug)]
-struct Seats {
-    num: usize,
-    changed: Instant,
-}
-
-/// An engine's place in a namespace, with all that it holds there.
-#[derive(Debug)]
-pub(crate) struct Seat {
-    pub(crate) space: Arc<Space>,
-    pub(crate) local: Local,
-}
 
 #[derive(Debug, Default)]
 struct Books {
@@ -65,21 +37,6 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// What people call a namespace, and its directory: 16 hex digits.
-pub(crate) fn id(namespace: &[u8; 32]) -> String {
-    hex(namespace)[..16].to_owned()
-}
-
-fn hex(namespace: &[u8; 32]) -> String {
-    namespace
-        .as_chunks::<8>()
-        .0
-        .iter()
-        .map(|part| format!("{:016x}", u64::from_be_bytes(*part)))
-        .collect::<Vec<_>>()
-        .concat()
-}
-
 /// Checks shares by namespace: `InvalidConfig` for none of 1 to 100 percent, more than 100 together, or two of one namespace.
 pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
     let mut names: Vec<_> = shares.iter().map(|(name, _)| name.as_str()).collect();
@@ -94,117 +51,6 @@ pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
     }
     let message = format!("shares of namespaces must be from 1 to 100 percent, and 100 together at most, not {sum}");
     Err(Error::new(ErrorKind::InvalidConfig, message))
-}
-
-impl Space {
-    fn new(hello: &Hello) -> Self {
-        let (store, opening) = (OnceLock::new(), Mutex::default());
-        let seats = Mutex::new(Seats { num: 0, changed: Instant::now() });
-        Self { hello: hello.clone(), store, opening, seats, pinned: Mutex::default(), tally: Tally::default() }
-    }
-
-    pub(crate) fn store(&self) -> Option<&Arc<Store>> {
-        self.store.get()
-    }
-
-    fn is_for(&self, hello: &Hello) -> bool {
-        let of = |hello: &Hello| (hello.namespace, hello.frame_bytes, hello.blocks_per_chunk);
-        of(&self.hello) == of(hello)
-    }
-
-    fn has_seats(&self) -> bool {
-        locked(&self.seats).num > 0
-    }
-
-    /// Since when it has no engine; None where it has one, or owes its disk a clear: what that forgot would be found again.
-    fn idle_since(&self) -> Option<Instant> {
-        let changed = Some(locked(&self.seats)).filter(|seats| seats.num == 0).map(|seats| seats.changed);
-        changed.filter(|_| !self.is_clearing())
-    }
-
-    fn is_clearing(&self) -> bool {
-        self.store().is_some_and(|store| store.is_clearing())
-    }
-
-    /// Percent of host memory that is set for it.
-    pub(crate) fn percent(&self, config: &ServerConfig) -> Option<u32> {
-        let name = hex(&self.hello.namespace);
-        config.shares.iter().find(|(prefix, _)| name.starts_with(prefix)).map(|(_, percent)| *percent)
-    }
-
-    fn open(&self, pool: &Arc<Pool>, config: &ServerConfig) -> Result<Arc<Store>> {
-        let _alone = locked(&self.opening);
-        if let Some(store) = self.store.get() {
-            return Ok(Arc::clone(store));
-        }
-        let store = Arc::new(Store::open_in(&store_config(&self.hello, config), pool, self.percent(config))?);
-        Ok(Arc::clone(self.store.get_or_init(|| store)))
-    }
-
-    /// One engine more; the first gives the namespace a share again.
-    fn sit(&self) {
-        let mut seats = locked(&self.seats);
-        *seats = Seats { num: seats.num + 1, changed: Instant::now() };
-        if let (1, Some(store)) = (seats.num, self.store()) {
-            store.set_active(true);
-        }
-    }
-
-    fn leave(&self) {
-        let mut seats = locked(&self.seats);
-        *seats = Seats { num: seats.num - 1, changed: Instant::now() };
-        if let (0, Some(store)) = (seats.num, self.store()) {
-            store.set_active(false);
-        }
-    }
-
-    /// Pins it as a whole, or no more, or leaves that as it is. While it or a salt is pinned, it stays open and has its share of memory
-    /// without an engine, too. Who asks last whether it `has_salts` decides, so that is asked under the lock.
-    pub(crate) fn pin(&self, is_whole: Option<bool>, has_salts: impl FnOnce() -> bool) {
-        let mut pinned = locked(&self.pinned);
-        let before = pinned.0 || pinned.1;
-        *pinned = (is_whole.unwrap_or(pinned.0), has_salts());
-        match (before, pinned.0 || pinned.1) {
-            (false, true) => self.sit(),
-            (true, false) => self.leave(),
-            _ => {}
-        }
-    }
-
-    /// Whether something of it is pinned.
-    pub(crate) fn is_pinned(&self) -> bool {
-        let pinned = locked(&self.pinned);
-        pinned.0 || pinned.1
-    }
-
-    fn close(&self, timeout: Duration) {
-        if let Some(store) = self.store() {
-            store.close(timeout);
-        }
-    }
-}
-
-/// Unix time, in seconds.
-pub(crate) fn unix_s() -> u64 {
-    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
-}
-
-fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig {
-    let mut disk = config.disk.clone();
-    if let Some(disk) = &mut disk {
-        disk.description.clone_from(&hello.description);
-    }
-    StoreConfig {
-        frame_bytes: hello.frame_bytes,
-        host_bytes: config.host_bytes,
-        blocks_per_chunk: hello.blocks_per_chunk,
-        eviction: config.eviction,
-        available_bytes: config.available_bytes,
-        namespace: hello.namespace,
-        disk,
-        now_s: unix_s(),
-        limits: config.limits.clone(),
-    }
 }
 
 impl Books {
@@ -376,8 +222,7 @@ fn placed(pool: &Pool, frame_bytes: u64, nodes: &[u32]) -> String {
 
 fn other_shape(other: &Space, hello: &Hello) -> Error {
     let name = id(&hello.namespace);
-    let is_pin_alone = other.is_pinned() && locked(&other.seats).num == 1;
-    let (whose, fix) = if is_pin_alone {
+    let (whose, fix) = if other.is_pin_alone() {
         (
             format!("namespace {name} is pinned on this kvloft server with"),
             format!("`kvloft pin --namespace {name} --off`"),
@@ -390,14 +235,4 @@ fn other_shape(other: &Space, hello: &Hello) -> Error {
         other.hello.frame_bytes, other.hello.blocks_per_chunk, hello.frame_bytes, hello.blocks_per_chunk
     );
     Error::new(ErrorKind::Busy, message)
-}
-
-impl Drop for Seat {
-    fn drop(&mut self) {
-        // What it holds ends before its seat is free.
-        if let Some(store) = self.space.store() {
-            self.local = Local::of(Arc::clone(store));
-        }
-        self.space.leave();
-    }
 }

@@ -5,28 +5,14 @@
 
 use std::os::fd::OwnedFd;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use rustix::event::PollFlags;
 use rustix::process::{Pid, PidfdFlags};
 
-use crate::namespaces::Seat;
+use crate::settings::Patience;
 use crate::socket::wait;
-
-/// How long frames of an engine that is gone are kept from others.
-#[derive(Debug, Clone, Copy)]
-pub struct Patience {
-    /// After its process was seen dead: workers end with it.
-    pub after_death: Duration,
-    /// After its connection ended, whatever became of the process.
-    pub longest: Duration,
-}
-
-impl Default for Patience {
-    fn default() -> Self {
-        Self { after_death: Duration::from_secs(2), longest: Duration::from_secs(30) }
-    }
-}
+use crate::space::Seat;
 
 /// A process that may still run.
 #[derive(Debug)]

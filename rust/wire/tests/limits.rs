@@ -5,10 +5,10 @@ mod common;
 use std::path::Path;
 use std::time::Duration;
 
-use common::{FRAME, LONG, found, remote_config, save, server_config, socket, stat, until, with_disk};
+use common::{FRAME, LONG, found, remote_config, save, server_config, socket, stat, until, whole, with_disk};
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
-use kvloft_core::store::{Limits, Quota, Tenant, TenantLimits};
+use kvloft_core::store::{Limits, Quota, Tenant, TenantLimits, ToSave};
 use kvloft_wire::{NamespaceStatus, Remote, RemoteConfig, Server, ServerConfig, pin, status};
 
 fn engine(dir: &Path, nth: u8) -> Remote {
@@ -73,6 +73,34 @@ fn what_an_engine_held_counts_no_more_once_it_has_left() {
     until("the lease has ended", || stat(&space(dir.path(), 7).stats, "pins") == 0);
     assert_eq!(save(&other, &chain(7, Some("a"), 1, 4)), 4);
     assert_eq!(found(&other, &chain(7, Some("a"), 0, 4)), 0);
+}
+
+/// The engine looks where it has to go on with the save: no request asked for that, so no hit rate knows of it.
+#[test]
+fn a_look_after_a_save_without_a_place_is_no_lookup() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let limits = Limits { host: Some(Quota::Bytes(4 * FRAME)), ..Limits::default() };
+    let _server = Server::open(ServerConfig { limits: salted(limits), ..server_config(dir.path()) }).expect("a server");
+    let engine = engine(dir.path(), 7);
+    let lookups = || space(dir.path(), 7).engines[0].counts.0[..3].to_vec();
+    let (long, other) = (chain(7, Some("a"), 0, 6), chain(7, Some("b"), 1, 3));
+    assert_eq!((save(&engine, &long), save(&engine, &other)), (4, 3));
+    assert_eq!((found(&engine, &long), lookups()), (4, vec![1, 6, 4]), "the last save had all its places");
+    assert_eq!(save(&engine, &long), 0);
+    let after = |prefix: &KeyChain, blocks, counted: [u64; 3]| {
+        assert_eq!(found(&engine, prefix), blocks);
+        assert_eq!(lookups(), counted);
+    };
+    after(&other, 3, [2, 9, 7]); // a request's
+    after(&long, 4, [2, 9, 7]);
+    after(&long, 4, [3, 15, 11]); // a request's, for the save has looked
+    assert_eq!(engine.lookup_many(&[(&long).into(), (&other).into()]).len(), 2);
+    assert_eq!(lookups(), [4, 24, 18]);
+    let _lease = engine.acquire((&long).into());
+    let state = chain(7, Some("a"), 2, 1);
+    let beside = ToSave { prefix: (&state).into(), range: whole(1), is_attached: true };
+    assert_eq!(engine.reserve_many(&[beside]).expect("in range").1[0].num_dropped, 1);
+    after(&state, 0, [5, 25, 18]); // saves of what is attached do not go on
 }
 
 /// Percentages are of the namespace's share, which another namespace halves.

@@ -137,6 +137,9 @@ fn a_server_that_stands_still_costs_one_deadline() {
     // Of 6000 calls one waited: had each, it would have been 20 minutes.
     assert!(first >= Duration::from_millis(200) && start.elapsed() < LONG, "{first:?}, then {:?}", start.elapsed());
     assert_eq!(num_late(), Some(num_late_before + 1));
+    let is_late =
+        |event: &String| event.contains("got no answer from the kvloft server at") && event.contains("within 200ms");
+    assert_eq!(engine.take_events().iter().filter(|event| is_late(event)).count(), 1, "the first is told at once");
     signal(&child, "CONT");
     until("it goes on", || found(&engine, &chain) == 4);
     let (rows, num_dropped) = engine.reserve(Prefix::from(&common::chain(7, 4)), whole(4)).expect("in range");

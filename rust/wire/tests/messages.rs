@@ -55,7 +55,13 @@ fn request(parts: &Parts) -> Request<'_> {
             blocks_per_chunk: parts.small[0],
             description: parts.text.clone(),
         }),
-        2 => Request::Lookup(prefixes),
+        2 => {
+            if prefixes.num_same.is_multiple_of(2) {
+                Request::Lookup(prefixes)
+            } else {
+                Request::LookAgain(prefixes)
+            }
+        }
         3 => Request::Acquire(parts.number, prefixes),
         4 => Request::Poll(parts.number),
         5 => Request::Frames(parts.number),

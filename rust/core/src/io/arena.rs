@@ -1,6 +1,6 @@
 //! Frames in shared memory: one memfd, mapped by its owner and by workers of other processes.
 //!
-//! In the owner's process a frame's bytes are reached through its [`Frame`], of which there is exactly one, so the borrow
+//! In the owner's process a frame's bytes are reached through its [`Frame`], of which there is at most one, so the borrow
 //! checker upholds that no thread reads what another writes. Workers map the same memory through [`Arena`]; between
 //! processes the leases uphold it: a worker writes only frames that are reserved for it and reads only frames pinned for
 //! it. Stores that share an arena lay grids of their own sizes over it; between them the pool's slabs uphold it, as each
@@ -131,6 +131,52 @@ impl Frame {
     }
 }
 
+/// A grid of frames: the right to each one's bytes is here, or with whom it was lent to. A `Frame` kept for each would take 16 bytes.
+#[derive(Debug)]
+pub struct Frames {
+    mapping: Arc<Mapping>,
+    /// A bit for each frame that is lent. This is what makes a `Frame` the only one: it is set while there is one.
+    lent: Vec<u64>,
+}
+
+impl Frames {
+    /// How many there are.
+    pub fn num(&self) -> u32 {
+        self.mapping.num_frames
+    }
+
+    fn bit(id: FrameId) -> (usize, u64) {
+        (id.0 as usize / 64, 1 << (id.0 % 64))
+    }
+
+    /// Whether the frame's right is with somebody.
+    pub fn is_lent(&self, id: FrameId) -> bool {
+        let (word, bit) = Self::bit(id);
+        self.lent.get(word).is_some_and(|word| word & bit != 0)
+    }
+
+    /// The right to a frame's bytes; None while somebody has it, or if there is no such frame. One that is dropped is lent permanently.
+    pub fn lend(&mut self, id: FrameId) -> Option<Frame> {
+        if id.0 >= self.num() || self.is_lent(id) {
+            return None;
+        }
+        let (word, bit) = Self::bit(id);
+        self.lent[word] |= bit;
+        Some(Frame { mapping: Arc::clone(&self.mapping), id })
+    }
+
+    /// Takes a right back. One of another grid is only dropped.
+    pub fn give_back(&mut self, frame: Frame) {
+        let Frame { mapping, id } = frame;
+        let is_own = Arc::ptr_eq(&self.mapping, &mapping);
+        debug_assert!(is_own, "frame {} is another grid's", id.0);
+        if is_own {
+            let (word, bit) = Self::bit(id);
+            self.lent[word] &= !bit;
+        }
+    }
+}
+
 /// The owner's side: the memory itself. It lives as long as this, any of its frames, or any process that mapped it.
 #[derive(Debug)]
 pub struct HostArena {
@@ -142,7 +188,7 @@ impl HostArena {
     /// New zeroed frames. Memory is taken page by page as frames are first written.
     ///
     /// `InvalidConfig` if `frame_bytes` is not a multiple of 4096 or nothing would be mapped; `Io` if the system refuses.
-    pub fn create(frame_bytes: u64, num_frames: u32) -> Result<(Self, Vec<Frame>)> {
+    pub fn create(frame_bytes: u64, num_frames: u32) -> Result<(Self, Frames)> {
         let arena = Self::of_bytes(checked_size(frame_bytes, num_frames)? as u64)?;
         let frames = arena.frames(frame_bytes, num_frames)?;
         Ok((arena, frames))
@@ -165,7 +211,7 @@ impl HostArena {
     /// grid, a caller lends a frame only while no frame of another grid over the same bytes is lent.
     ///
     /// `InvalidConfig` as in [`Self::create`], or if the arena is smaller.
-    pub fn frames(&self, frame_bytes: u64, num_frames: u32) -> Result<Vec<Frame>> {
+    pub fn frames(&self, frame_bytes: u64, num_frames: u32) -> Result<Frames> {
         let size_bytes = checked_size(frame_bytes, num_frames)?;
         if size_bytes as u64 > self.size_bytes {
             return Err(Error::new(ErrorKind::InvalidConfig, "the arena holds fewer frames")
@@ -173,7 +219,7 @@ impl HostArena {
                 .with_context("arena_bytes", self.size_bytes));
         }
         let mapping = Arc::new(Mapping::new(&self.fd, size_bytes / num_frames as usize, num_frames)?);
-        Ok((0..num_frames).map(|id| Frame { mapping: Arc::clone(&mapping), id: FrameId(id) }).collect())
+        Ok(Frames { mapping, lent: vec![0; num_frames.div_ceil(64) as usize] })
     }
 
     /// Bytes of all of it.
@@ -369,6 +415,25 @@ mod tests {
         let found = policies(&arena, 0..usize::try_from(num_pages).unwrap()).unwrap();
         let wanted = |page| if page % 2 == 0 { (1, 1) } else { (0, 0) };
         assert_eq!((0..).zip(found).find(|(page, found)| *found != wanted(*page)), None);
+    }
+
+    #[test]
+    fn a_frame_is_lent_to_one_at_a_time_and_no_other_grid_gives_it_back() {
+        let (arena, mut frames) = HostArena::create(FRAME_ALIGN, 130).unwrap();
+        let mut held: Vec<_> = (0..130).filter_map(|id| frames.lend(FrameId(id))).collect();
+        assert_eq!(held.len(), 130);
+        assert!([0, 63, 64, 129, 130, u32::MAX].iter().all(|id| frames.lend(FrameId(*id)).is_none()));
+        let frame = held.remove(64);
+        frames.give_back(frame);
+        assert!(!frames.is_lent(FrameId(64)) && [63, 65, 128].iter().all(|id| frames.is_lent(FrameId(*id))));
+        let mut again = frames.lend(FrameId(64)).unwrap();
+        assert!(frames.lend(FrameId(64)).is_none() && again.bytes_mut().len() as u64 == FRAME_ALIGN);
+        drop(again);
+        assert!(frames.lend(FrameId(64)).is_none(), "who drops it does not say that it is done");
+        let mut others = arena.frames(FRAME_ALIGN, 130).unwrap();
+        let foreign = others.lend(FrameId(3)).unwrap();
+        let _debug = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| frames.give_back(foreign)));
+        assert!(frames.lend(FrameId(3)).is_none());
     }
 
     #[test]

@@ -44,9 +44,14 @@ impl Store {
         Self::build(config, None, opener, clock)
     }
 
+    /// Of time since the machine was booted, suspended or not: what is too old after a day is so, too, if most of it was slept.
     pub(super) fn clock() -> Clock {
-        let start = Instant::now();
-        Box::new(move || start.elapsed())
+        let now = || {
+            let now = rustix::time::clock_gettime(rustix::time::ClockId::Boottime);
+            Duration::new(u64::try_from(now.tv_sec).unwrap_or(0), u32::try_from(now.tv_nsec).unwrap_or(0))
+        };
+        let start = now();
+        Box::new(move || now().saturating_sub(start))
     }
 
     /// What opens the disk tier, if there is one.

@@ -28,7 +28,7 @@ struct Stats {
     commits,
     /// Reservations that came to nothing: aborted, dropped, or their parent was gone.
     aborts,
-    /// Chunks that `reserve` could give no frame or that had no parent.
+    /// Chunks that `reserve` could give no frame or that had no parent, each time that it was asked for them.
     reserve_dropped,
     /// Chunks that left host memory to make room.
     host_evictions,
@@ -44,7 +44,8 @@ struct Stats {
     quota_evictions,
     /// The same of `disk_evictions`.
     quota_disk_evictions,
-    /// Chunks that got no frame, or no place on disk, because their salt had its quota and nothing of its own could go.
+    /// Tries, each of one chunk, that got no frame or no place on disk because its salt had its quota and nothing of its own could
+    /// go. A chunk that is tried again counts again: to know it, the store would have to keep the keys of what it does not have.
     quota_dropped,
     /// Chunks forgotten because they were saved too long ago, those found on disk among them.
     expired,

@@ -11,7 +11,7 @@ pub(crate) use grid::Grid;
 
 use crate::Result;
 use crate::evict::ChunkId;
-use crate::io::{Frame, FrameId, HostArena};
+use crate::io::{Frame, FrameId, Frames, HostArena};
 use crate::pool::{Member, Pool, SlabId};
 
 /// What a frame is taken for.
@@ -27,7 +27,7 @@ pub(crate) enum FrameFor {
 #[derive(Debug)]
 pub(crate) struct HostTier {
     memory: Memory,
-    frames: Vec<Option<Frame>>,
+    frames: Frames,
     /// The lowest are handed out first: their memory is already touched, and workers can copy to those below `limit`.
     free: BTreeSet<FrameId>,
     num_taken: u64,
@@ -49,8 +49,8 @@ impl HostTier {
     /// New memory; see [`HostArena::create`].
     pub(crate) fn create(frame_bytes: u64, num_frames: u32) -> Result<Self> {
         let (arena, frames) = HostArena::create(frame_bytes, num_frames)?;
-        let free = frames.iter().map(Frame::id).collect();
-        let holders = vec![grid::FREE; frames.len()];
+        let free = (0..num_frames).map(FrameId).collect();
+        let holders = vec![grid::FREE; num_frames as usize];
         Ok(Self::new(Memory::Own(arena, holders), frames, free))
     }
 
@@ -62,9 +62,8 @@ impl HostTier {
         Ok(Self::new(Memory::Shared(Box::new(grid)), frames, BTreeSet::new()))
     }
 
-    fn new(memory: Memory, frames: Vec<Frame>, free: BTreeSet<FrameId>) -> Self {
-        let frames: Vec<_> = frames.into_iter().map(Some).collect();
-        Self { memory, limit: u32::try_from(frames.len()).unwrap_or(u32::MAX), frames, free, num_taken: 0, hand: 0 }
+    fn new(memory: Memory, frames: Frames, free: BTreeSet<FrameId>) -> Self {
+        Self { memory, limit: frames.num(), frames, free, num_taken: 0, hand: 0 }
     }
 
     pub(crate) fn arena(&self) -> &HostArena {
@@ -130,25 +129,25 @@ impl HostTier {
     /// The chunk has the frame, which was taken for it.
     pub(crate) fn hand(&mut self, frame: FrameId, to: ChunkId) {
         match &mut self.memory {
-            Memory::Own(_, holders) => holders[frame.0 as usize] = to.0,
+            Memory::Own(_, holders) => holders[frame.0 as usize] = grid::held_by(to),
             Memory::Shared(grid) => grid.hand(frame, to),
         }
     }
 
     /// The chunk that has the next frame of those that are for saves, round after round.
     pub(crate) fn next_below_limit(&mut self) -> Option<ChunkId> {
-        let end = self.frames.len().min(self.limit as usize).max(1);
-        self.hand = (self.hand + 1) % u32::try_from(end).unwrap_or(u32::MAX);
+        let end = self.frames.num().min(self.limit).max(1);
+        self.hand = (self.hand + 1) % end;
         let holder = match &self.memory {
             Memory::Own(_, holders) => holders[self.hand as usize],
             Memory::Shared(grid) => grid.holder(FrameId(self.hand)),
         };
-        Some(ChunkId(holder)).filter(|_| holder < grid::TAKEN && self.hand < self.limit)
+        grid::chunk_of(holder).filter(|_| self.hand < self.limit)
     }
 
     /// Takes a frame back that is not used any more.
     pub(crate) fn give(&mut self, frame: FrameId) {
-        debug_assert!(self.frames[frame.0 as usize].is_some(), "invariant I4: frame {} is lent", frame.0);
+        debug_assert!(!self.frames.is_lent(frame), "invariant I4: frame {} is lent", frame.0);
         self.num_taken -= 1;
         match &mut self.memory {
             Memory::Own(_, holders) => {
@@ -166,14 +165,12 @@ impl HostTier {
         if self.grid().is_some_and(|grid| !grid.is_taken(frame)) {
             return None;
         }
-        self.frames[frame.0 as usize].take()
+        self.frames.lend(frame)
     }
 
     /// Takes a lent frame back.
     pub(crate) fn give_back(&mut self, frame: Frame) {
-        let at = frame.id().0 as usize;
-        debug_assert!(self.frames[at].is_none(), "there is one right to a frame");
-        self.frames[at] = Some(frame);
+        self.frames.give_back(frame);
     }
 
     // -- slabs that others should have ------------------------------------------------------------------------

@@ -9,9 +9,9 @@ use super::files::{self, SlotFiles};
 use super::inspect::{list, lost_records, open_namespace};
 use super::lock::DirLock;
 use super::types::{Damage, SlotId};
-use crate::Result;
 use crate::io::part::{MAGIC, TRAILER_BYTES};
-use crate::io::{Frame, HostArena};
+use crate::io::{Frame, FrameId, HostArena};
+use crate::{Error, ErrorKind, Result};
 
 /// Frames are read in pieces of this size.
 const PIECE_BYTES: u64 = 1024 * 1024;
@@ -29,7 +29,7 @@ pub struct Verifier {
     /// Found before the first chunk was read.
     early: Vec<Damage>,
     /// One frame of memory that is aligned as direct reads need it.
-    buffer: Vec<Frame>,
+    buffer: Frame,
     _lock: DirLock,
 }
 
@@ -39,7 +39,8 @@ impl Verifier {
     pub fn open(dir: &Path) -> Result<Self> {
         let found = list(dir)?;
         let lock = DirLock::acquire_existing(dir)?;
-        let (_, buffer) = HostArena::create(PIECE_BYTES, 1)?;
+        let (_, mut frames) = HostArena::create(PIECE_BYTES, 1)?;
+        let buffer = frames.lend(FrameId(0)).ok_or_else(|| Error::new(ErrorKind::Io, "no buffer can be had"))?;
         let (namespaces, chunks, early) = (Vec::new(), Vec::new(), Vec::new());
         let mut verifier = Self { namespaces, chunks, num_checked: 0, early, buffer, _lock: lock };
         for namespace in found {
@@ -67,7 +68,7 @@ impl Verifier {
     pub fn step(&mut self, max_chunks: u64) -> Vec<Damage> {
         let mut damage = std::mem::take(&mut self.early);
         let max_chunks = usize::try_from(max_chunks).unwrap_or(usize::MAX);
-        let buffer = self.buffer[0].bytes_mut();
+        let buffer = self.buffer.bytes_mut();
         for &(at, slot) in self.chunks.iter().skip(self.num_checked).take(max_chunks) {
             let (name, files) = &self.namespaces[at];
             damage.extend(check(name, files, slot, buffer));

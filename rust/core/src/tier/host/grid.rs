@@ -12,9 +12,20 @@ use crate::pool::{Member, SlabId};
 
 /// Slabs without a used frame that a store keeps for the next one; more are given up.
 const MAX_EMPTY: u32 = 1;
-/// In `holders`: no chunk.
-pub(super) const FREE: u32 = u32::MAX;
-pub(super) const TAKEN: u32 = u32::MAX - 1;
+/// In `holders`: no chunk. Zero, so that `vec!` asks for zeroed memory, which is not touched for frames that are never used.
+pub(super) const FREE: u32 = 0;
+const TAKEN: u32 = 1;
+const FIRST_CHUNK: u32 = 2;
+
+/// In `holders`: the chunk has the frame.
+pub(super) fn held_by(chunk: ChunkId) -> u32 {
+    chunk.0 + FIRST_CHUNK
+}
+
+/// The chunk that has a frame, of what `holders` says.
+pub(super) fn chunk_of(holder: u32) -> Option<ChunkId> {
+    holder.checked_sub(FIRST_CHUNK).map(ChunkId)
+}
 
 /// What a slab is to this store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -103,7 +114,7 @@ impl Grid {
     }
 
     pub(super) fn hand(&mut self, frame: FrameId, to: ChunkId) {
-        self.holders[frame.0 as usize] = to.0;
+        self.holders[frame.0 as usize] = held_by(to);
     }
 
     pub(super) fn give(&mut self, frame: FrameId, free: &mut BTreeSet<FrameId>) {
@@ -207,10 +218,7 @@ impl Grid {
 
     /// The first chunk that has a frame in the slab, from the `from`th frame on; and its frame.
     pub(crate) fn next_holder(&self, slab: SlabId, from: u32) -> Option<(FrameId, ChunkId)> {
-        let holder = |frame: FrameId| match self.holders[frame.0 as usize] {
-            FREE | TAKEN => None,
-            chunk => Some((frame, ChunkId(chunk))),
-        };
+        let holder = |frame: FrameId| chunk_of(self.holders[frame.0 as usize]).map(|chunk| (frame, chunk));
         self.frames_of(slab, from).find_map(holder)
     }
 }

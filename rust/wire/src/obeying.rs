@@ -1,0 +1,152 @@
+//! What the server does for people: it gives chunks up and keeps others from eviction, and erases what is too old without being told.
+
+use std::collections::BTreeSet;
+use std::sync::{Arc, mpsc};
+use std::time::{Duration, Instant};
+
+use kvloft_core::Result;
+use kvloft_core::store::{Evict, Kept, erase_closed, erase_expired};
+use kvloft_core::tier::disk::Erased;
+
+use crate::orders::{GivenUp, Pinned, Whose};
+use crate::shared::Shared;
+use crate::space::{Space, id, unix_s};
+use crate::threads::spawn;
+
+/// Longest work of a server at one order.
+const ORDER_TIMEOUT: Duration = Duration::from_secs(50);
+
+impl Shared {
+    /// Gives chunks up, in the namespaces that are open and in those that are on disk only. `InvalidConfig` if no namespace is meant.
+    pub(crate) fn evict(&self, whose: &Whose, is_host_only: bool) -> Result<GivenUp> {
+        let (begin, mut all) = (Instant::now(), GivenUp::default());
+        let deadline = begin + ORDER_TIMEOUT;
+        // Each counts what goes while it has its turn.
+        let Some(_turn) = self.evicting.take(deadline) else { return Ok(GivenUp { is_cut_short: true, ..all }) };
+        // Before, for what is opened meanwhile, and after, for what is closed. A disk that hangs leaves time for what is open.
+        let before = self.erase_closed(whose, is_host_only, begin + ORDER_TIMEOUT / 3, &mut all)?;
+        let spaces = self.namespaces.all_of(&whose.namespace);
+        for space in &spaces {
+            evict_in(space, Evict { salt: whose.salt, is_host_only }, deadline, &mut all);
+        }
+        let num_namespaces = all.num_namespaces;
+        let after = self.erase_closed(whose, is_host_only, deadline, &mut all)?;
+        all.num_namespaces = num_namespaces;
+        let ids: Vec<_> = spaces.iter().map(|space| id(&space.hello.namespace)).collect();
+        all.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name)); // it is being closed
+        if all.num_namespaces == 0 && !whose.namespace.is_empty() {
+            return Err(self.namespaces.none_of("no such namespace"));
+        }
+        let GivenUp { num_chunks, .. } = all;
+        let of = if whose.salt.is_some() { "one cache salt" } else { "all" };
+        self.tell(format!("{num_chunks} chunks of {of} are evicted, as a person asked"));
+        Ok(all)
+    }
+
+    /// Returns the names of those that are open.
+    fn erase_closed(
+        &self,
+        whose: &Whose,
+        is_host_only: bool,
+        deadline: Instant,
+        all: &mut GivenUp,
+    ) -> Result<BTreeSet<String>> {
+        if let (Some(salt), Some(disk), false) = (whose.salt, &self.config.disk, is_host_only) {
+            let (disk, pool, prefix) = (disk.clone(), self.namespaces.pool(), whose.namespace.clone());
+            let erased = self.erase_within(deadline, move || erase_closed(&disk, pool.as_ref(), &prefix, salt))?;
+            all.num_namespaces += erased.num_namespaces;
+            all.num_chunks += erased.num_chunks;
+            all.disk_bytes += erased.num_bytes;
+            all.is_cut_short |= erased.is_cut_short;
+            return Ok(erased.open);
+        }
+        Ok(BTreeSet::new())
+    }
+
+    /// What `erase` comes to, in a thread of its own, which may be left with a disk that hangs: until it is done there is no other.
+    fn erase_within(
+        &self,
+        deadline: Instant,
+        erase: impl FnOnce() -> Result<Erased> + Send + 'static,
+    ) -> Result<Erased> {
+        let cut_short = || Ok(Erased { is_cut_short: true, ..Erased::default() });
+        let Some(turn) = self.erasing.take(deadline) else { return cut_short() };
+        let (send, receive) = mpsc::channel();
+        spawn("erase", move || {
+            let done = erase();
+            drop(turn);
+            let _nobody_waits = send.send(done);
+        })?;
+        receive.recv_timeout(deadline.saturating_duration_since(Instant::now())).unwrap_or_else(|_| cut_short())
+    }
+}
+
+impl Shared {
+    /// How often closed namespaces are looked at for what is too old; None if nothing becomes so.
+    pub(crate) fn erases_every(&self) -> Option<Duration> {
+        let ttl_s = self.config.disk.as_ref().and(self.config.limits.shortest_ttl_s())?;
+        Some(Duration::from_secs((u64::from(ttl_s) / 16).clamp(60, 3600)))
+    }
+
+    /// Erases what is too old in namespaces that are on disk only.
+    pub(crate) fn erase_expired(&self) {
+        let Some(disk) = &self.config.disk else { return };
+        let erased = erase_expired(disk, self.namespaces.pool().as_ref(), &self.config.limits, unix_s());
+        let num_chunks = erased.map_or(0, |erased| erased.num_chunks);
+        if num_chunks > 0 {
+            self.tell(format!(
+                "{num_chunks} chunks of namespaces without engines are erased from disk: they are too old"
+            ));
+        }
+    }
+
+    /// Keeps chunks from eviction, or no more, in open namespaces; those that keep some have their share of memory without an engine,
+    /// too. `InvalidConfig` if no namespace is meant, or too many salts.
+    pub(crate) fn pin(&self, whose: &Whose, is_pinned: bool) -> Result<Pinned> {
+        let spaces = self.namespaces.all_of(&whose.namespace);
+        if spaces.is_empty() {
+            return Err(self.namespaces.none_of("no such namespace open"));
+        }
+        let mut all = Pinned::default();
+        for space in &spaces {
+            let Some(store) = space.store() else {
+                return Err(self.namespaces.none_of("a namespace that is being opened"));
+            };
+            match whose.salt {
+                Some(salt) => store.keep(salt, is_pinned)?,
+                None if !is_pinned => store.keep_none(),
+                None => {}
+            }
+            space.pin(if whose.salt.is_none() { Some(is_pinned) } else { None }, || store.kept().num_salts > 0);
+            if !self.namespaces.all().iter().any(|open| Arc::ptr_eq(open, space)) {
+                return Err(self.namespaces.none_of("just closed a namespace"));
+            }
+            let Kept { num_salts, num_host, num_disk } =
+                whose.salt.map_or_else(|| store.kept(), |salt| store.kept_of(salt));
+            all.num_namespaces += 1;
+            all.num_salts += num_salts;
+            all.host_bytes += num_host * space.hello.frame_bytes;
+            all.disk_bytes += num_disk * space.hello.frame_bytes;
+        }
+        let what = if whose.salt.is_some() { "one cache salt" } else { "a namespace" };
+        self.tell(format!("{what} is {}, as a person asked", if is_pinned { "pinned" } else { "pinned no more" }));
+        Ok(all)
+    }
+}
+
+fn evict_in(space: &Space, what: Evict, deadline: Instant, all: &mut GivenUp) {
+    all.num_namespaces += 1;
+    let Some(store) = space.store() else {
+        all.is_cut_short = true; // it is being opened
+        return;
+    };
+    let evicted = store.evict(what, deadline);
+    all.num_chunks += evicted.num_chunks;
+    all.host_bytes += evicted.num_host * space.hello.frame_bytes;
+    all.disk_bytes += evicted.num_disk * space.hello.frame_bytes;
+    all.num_in_use += evicted.num_in_use;
+    all.is_cut_short |= evicted.is_cut_short;
+}
+
+#[cfg(test)]
+mod tests;

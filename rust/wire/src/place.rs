@@ -1,0 +1,173 @@
+//! A private place for a server's socket, and the lock that tells a stale one from another server's. It must not know who connects.
+
+use std::fs::{DirBuilder, File, Permissions, TryLockError};
+use std::io;
+use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+
+use kvloft_core::{Error, ErrorKind, Result};
+
+/// A listening socket that only this user can reach. It is gone from its place when this goes.
+#[derive(Debug)]
+pub(crate) struct Listener {
+    pub(crate) socket: UnixListener,
+    path: PathBuf,
+    /// Device and number of the socket's file, which may be another's by the end: who deletes a lock that is held lets one in.
+    file: (u64, u64),
+    /// Locked while the socket is ours, so that a stale one can be told from another server's.
+    lock: File,
+}
+
+impl Listener {
+    /// `Busy` if another server listens there; `InvalidConfig` for a place that is not private.
+    pub(crate) fn bind(path: &Path) -> Result<Self> {
+        let fail = |what: &str, error: io::Error| Error::io(format!("{what} {}", path.display()), error);
+        check_place(path)?;
+        let lock = lock(path)?;
+        if path.symlink_metadata().is_ok_and(|found| found.file_type().is_socket()) {
+            std::fs::remove_file(path).map_err(|error| fail("a stale socket cannot be removed:", error))?;
+        }
+        if path.symlink_metadata().is_ok_and(|found| !found.file_type().is_socket()) {
+            let message = format!("{} is there already and is no socket; set socket to another path", path.display());
+            return Err(Error::new(ErrorKind::InvalidConfig, message));
+        }
+        let socket = UnixListener::bind(path).map_err(|error| fail("the server cannot listen at", error))?;
+        let private = Permissions::from_mode(0o600);
+        std::fs::set_permissions(path, private).map_err(|error| fail("the socket cannot be made private:", error))?;
+        let file = file_at(path).map_err(|error| fail("the socket is not to be seen:", error))?;
+        Ok(Self { socket, path: path.to_owned(), file, lock })
+    }
+
+    /// Ends `accept`.
+    pub(crate) fn shut(&self) {
+        let _ended = rustix::net::shutdown(&self.socket, rustix::net::Shutdown::Both);
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if file_at(&self.path).is_ok_and(|file| file == self.file) {
+            let _gone = std::fs::remove_file(&self.path);
+        }
+        // While it is locked: who has it open, and gets the lock then, sees that it is not there any more.
+        if is_there(&self.lock, &lock_path(&self.path)).unwrap_or(false) {
+            let _gone = std::fs::remove_file(lock_path(&self.path));
+        }
+    }
+}
+
+/// Device and number of what is at the path itself, not of what a link there leads to.
+fn file_at(path: &Path) -> io::Result<(u64, u64)> {
+    path.symlink_metadata().map(|found| (found.dev(), found.ino()))
+}
+
+fn lock_path(socket: &Path) -> PathBuf {
+    let mut path = socket.as_os_str().to_owned();
+    path.push(".lock");
+    path.into()
+}
+
+/// Whether the file is the one at that path, or that a link there leads to.
+fn is_there(file: &File, path: &Path) -> io::Result<bool> {
+    let (own, found) = (file.metadata()?, path.metadata()?);
+    Ok((own.dev(), own.ino()) == (found.dev(), found.ino()))
+}
+
+/// Takes the lock of a socket; `Busy` if another server has it.
+fn lock(socket: &Path) -> Result<File> {
+    let fail = |what: &str, error: io::Error| Error::io(format!("{what} {}", socket.display()), error);
+    let path = lock_path(socket);
+    loop {
+        let lock = File::options().write(true).create(true).truncate(false).open(&path);
+        let lock = lock.map_err(|error| fail("no lock can be made for the socket", error))?;
+        lock.try_lock().map_err(|error| match error {
+            TryLockError::WouldBlock => {
+                let message = format!("another kvloft server listens at {}; choose another socket", socket.display());
+                Error::new(ErrorKind::Busy, message)
+            }
+            TryLockError::Error(error) => fail("the lock cannot be taken of the socket", error),
+        })?;
+        // A server that ended meanwhile took the file with it.
+        if is_there(&lock, &path).unwrap_or(false) {
+            return Ok(lock);
+        }
+    }
+}
+
+/// Makes the socket's directory; one that is there must be this user's, and no other user may write to it.
+fn check_place(path: &Path) -> Result<()> {
+    let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
+    made.map_err(|error| Error::io(format!("the socket's directory {} cannot be made", folder.display()), error))?;
+    let found = folder.metadata();
+    let found =
+        found.map_err(|error| Error::io(format!("the directory {} cannot be looked at", folder.display()), error))?;
+    if found.uid() == rustix::process::geteuid().as_raw() && found.mode() & 0o022 == 0 {
+        return Ok(());
+    }
+    let message = format!(
+        "{} belongs to another user, or others may write to it; set socket to a path in a directory of your own",
+        folder.display()
+    );
+    Err(Error::new(ErrorKind::InvalidConfig, message))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+    use std::sync::atomic::{AtomicUsize, Ordering};
+    use std::sync::mpsc;
+    use std::thread;
+    use std::time::Duration;
+
+    use super::*;
+
+    /// The one that listens has the socket and the lock, whoever ends or begins meanwhile.
+    #[test]
+    fn servers_that_end_and_begin_at_once_never_listen_together() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("kvloft.sock");
+        let (num_listening, num_bound) = (AtomicUsize::new(0), AtomicUsize::new(0));
+        let work = || {
+            for _ in 0..500 {
+                let Ok(listener) = Listener::bind(&path) else { continue };
+                assert_eq!(num_listening.fetch_add(1, Ordering::SeqCst), 0, "two listen at once");
+                assert!(is_there(&listener.lock, &lock_path(&path)).unwrap_or(false), "its lock is another's");
+                assert!(UnixStream::connect(&path).is_ok(), "its socket is gone");
+                num_bound.fetch_add(1, Ordering::SeqCst);
+                num_listening.fetch_sub(1, Ordering::SeqCst);
+            }
+        };
+        thread::scope(|scope| (0..4).for_each(|_| drop(scope.spawn(work))));
+        assert!(num_bound.into_inner() > 0);
+        assert_eq!(dir.path().read_dir().expect("it is there").count(), 0, "something is left");
+    }
+
+    #[test]
+    fn a_server_whose_lock_was_deleted_leaves_the_next_ones_socket_alone() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("kvloft.sock");
+        let first = Listener::bind(&path).expect("it is free");
+        std::fs::remove_file(lock_path(&path)).expect("it is there");
+        let second = Listener::bind(&path).expect("no lock says that it is taken");
+        drop(first);
+        assert!(UnixStream::connect(&path).is_ok() && lock_path(&path).exists(), "it is the second one's");
+        drop(second);
+        assert_eq!(dir.path().read_dir().expect("it is there").count(), 0, "something is left");
+    }
+
+    #[test]
+    fn a_lock_that_is_a_link_is_a_lock() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("kvloft.sock");
+        std::os::unix::fs::symlink(dir.path().join("elsewhere"), lock_path(&path)).expect("the path is free");
+        let (send, bound) = mpsc::channel();
+        let own = path.clone();
+        thread::spawn(move || send.send(Listener::bind(&own)));
+        let listener = bound.recv_timeout(Duration::from_secs(20)).expect("it is still at it").expect("it is free");
+        assert!(Listener::bind(&path).is_err(), "it is taken");
+        drop(listener);
+        assert!(!path.exists() && lock_path(&path).symlink_metadata().is_err());
+    }
+}

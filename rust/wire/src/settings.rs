@@ -1,0 +1,66 @@
+//! Settings of a server and of an engine that uses one. It must not know how either is served.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::store::{DiskSettings, TenantLimits};
+
+/// Settings of a server.
+#[derive(Debug, Clone)]
+pub struct ServerConfig {
+    /// Where it listens.
+    pub socket: PathBuf,
+    /// Bytes of host memory for frames.
+    pub host_bytes: u64,
+    /// Policy of each tier.
+    pub eviction: Eviction,
+    /// As `StoreConfig::available_bytes`.
+    pub available_bytes: Option<u64>,
+    /// The disk tier, if there is one; its description is the engine's.
+    pub disk: Option<DiskSettings>,
+    /// Percent of host memory for namespaces whose names in hex begin so; the others with engines share the rest equally.
+    pub shares: Vec<(String, u32)>,
+    /// The NUMA node of each shard's part of a chunk, in their order; one for all. Empty: wherever the system puts memory.
+    pub numa: Vec<u32>,
+    /// What each salt may have, in each namespace.
+    pub limits: TenantLimits,
+    /// What it was started with, as engines and people are told.
+    pub settings: Vec<(String, String)>,
+    /// Connections at one time.
+    pub max_connections: usize,
+    /// About engines that went without a word.
+    pub patience: Patience,
+}
+
+/// How long frames of an engine that is gone are kept from others.
+#[derive(Debug, Clone, Copy)]
+pub struct Patience {
+    /// After its process was seen dead: workers end with it.
+    pub after_death: Duration,
+    /// After its connection ended, whatever became of the process.
+    pub longest: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self { after_death: Duration::from_secs(2), longest: Duration::from_secs(30) }
+    }
+}
+
+/// What is asked for of a server.
+#[derive(Debug, Clone)]
+pub struct RemoteConfig {
+    /// Where it listens.
+    pub socket: PathBuf,
+    /// Longest wait of a call.
+    pub deadline: Duration,
+    /// As in `StoreConfig`.
+    pub namespace: [u8; 32],
+    /// As in `StoreConfig`.
+    pub frame_bytes: u64,
+    /// As in `StoreConfig`.
+    pub blocks_per_chunk: u32,
+    /// As in `DiskSettings`.
+    pub description: String,
+}
