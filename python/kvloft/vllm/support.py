@@ -116,10 +116,9 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
 
 
 def _of_drafts_beside_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
-    """Ngram beside gated delta nets ran with a model; suffix differs from it in the tokens that it guesses only."""
-    if has_draft_kv(vllm_config):
-        method = vllm_config.speculative_config.method
-        yield f"does not serve {method!r} beside state-space layers yet: a drafter with KV of its own never ran with such a model"
+    """Ngram and MTP beside gated delta nets ran with a model; suffix differs from ngram in the tokens that it guesses only."""
+    if has_draft_kv(vllm_config) and (method := vllm_config.speculative_config.method) != "mtp":
+        yield f"does not serve {method!r} beside state-space layers yet, but MTP: no other drafter with KV of its own ran with them"
     if any("GDN" not in str(getattr(spec, "mamba_type", "")) for spec in specs if hasattr(spec, "mamba_cache_mode")):
         yield "serves speculative decoding beside gated delta nets only yet: beside Mamba2 and convolutions it is not proven"
 
