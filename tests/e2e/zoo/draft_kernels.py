@@ -50,37 +50,6 @@ def moved_states() -> None:
 
     mamba_utils.precopy_mamba_align_fused_kernel = _Launched(_before_a_step)
     mamba_utils.postprocess_mamba_fused_kernel = _Launched(_behind_a_step)
-    _late_counts()
-
-
-def _late_counts() -> None:
-    """Let the counts of accepted tokens reach the host when they are waited for, not before.
-
-    With async scheduling vLLM moves requests to other rows of its batch meanwhile, and then takes each count from the row
-    of the step before: on a GPU the copy is under way until then. Here it would be there at once, and be moved along.
-    """
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    update = GPUModelRunner._update_states_after_model_execute
-
-    def count(self: Any, output_token_ids: Any, scheduler_output: Any) -> None:
-        event = self.num_accepted_tokens_event
-        if not self.use_async_scheduling or event is None:
-            update(self, output_token_ids, scheduler_output)
-            return
-        counts, num_reqs = self.input_batch.num_accepted_tokens_cpu_tensor, output_token_ids.size(0)
-        before = counts.clone()
-        update(self, output_token_ids, scheduler_output)
-        copied = counts[:num_reqs].clone()
-        counts.copy_(before)
-
-        def land() -> None:
-            counts[:num_reqs] = copied
-            event.synchronize = lambda: None
-
-        event.synchronize = land
-
-    GPUModelRunner._update_states_after_model_execute = count
 
 
 @dataclass(frozen=True, slots=True)
