@@ -224,6 +224,8 @@ def test_a_loaded_page_of_the_drafter_that_is_overwritten_is_seen(place: Place, 
     draft = place.model.draft
     if draft is None or not draft.layer:
         pytest.skip("no drafter with KV of its own")
+    if place.model.drops_a_block and any(kind.startswith("window") for kind in place.model.kinds):
+        pytest.skip("vLLM's own hit is a block shorter, and the loaded windows do not reach so far back: kvloft loads all again")
     engine = serve()
     prompts = [place.prompt(9850 + i, 300 + 7 * i, max_tokens=24) for i in range(4)]
     ask(place, engine, *prompts)
