@@ -5,7 +5,7 @@ The yardstick of a hit is vLLM's own prefix cache: at least what that finds at o
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from .zoo.draft_kernels import BOOK
 from .zoo.models import IS_WHOLE, ZOO, ZooModel, chosen
 
 REFUSED = {
-    "ngram-mamba2": "kvloft refuses drafts beside Mamba2: an answer around a boundary was wrong, for a cause not known yet",
+    "ngram-mamba2": "kvloft refuses drafts beside Mamba2: vLLM alone answers some hits wrongly (zoo/test_faults.py)",
     "deepseek-v2": "kvloft refuses latent attention on CPUs without AMX: vLLM computes its prompts only whole there",
 }
 """What kvloft does not serve yet, and why: when it does, its row goes."""
@@ -217,6 +217,54 @@ def test_drafts_are_accepted_as_often_on_a_hit_as_cold(place: Place, serve: Call
     assert min(ask(place, engine, *prompts)) > 0
     warm = accepted(engine) - cold
     assert warm >= 0.99 * cold
+
+
+def test_a_loaded_page_of_the_drafter_that_is_overwritten_is_seen(place: Place, serve: Callable[..., Engine]) -> None:
+    """So that the test above can fail. Tokens stay right, fewer drafts are: kvloft loaded what is damaged here."""
+    draft = place.model.draft
+    if draft is None or not draft.layer:
+        pytest.skip("no drafter with KV of its own")
+    if place.model.drops_a_block and any(kind.startswith("window") for kind in place.model.kinds):
+        pytest.skip("vLLM's own hit is a block shorter, and the loaded windows do not reach so far back: kvloft loads all again")
+    engine = serve()
+    prompts = [place.prompt(9850 + i, 300 + 7 * i, max_tokens=24) for i in range(4)]
+    ask(place, engine, *prompts)
+    cold = accepted(engine)
+    assert engine.reset()
+    for prompt in prompts:
+        assert ask(place, engine, replace(prompt, max_tokens=1))[0] > 0
+    before = accepted(engine)
+    hits = [engine.probe("hit", ids=list(prompt.ids or ())) for prompt in prompts]
+    for group, found in enumerate(engine.probe("groups")["groups"]):
+        mine = [name for name in found["layers"] if draft.layer in name]
+        for block in {block for hit in hits for block in hit["blocks"][group] if block} if mine else ():
+            assert engine.probe("damage", group=group, block=block, layers=mine)
+    ask(place, engine, *prompts)
+    assert accepted(engine) - before < 0.7 * cold
+
+
+def test_aborts_and_resets_under_way_say_the_truth(place: Place, serve: Callable[..., Engine]) -> None:
+    """Requests end while they load, wait and run; vLLM's cache is emptied beneath the others, which begin anew."""
+    if place.model.alone:
+        pytest.skip("vLLM's CPU build answers this model differently in a batch")
+    engine = serve(num_blocks=20 + 16 * len(place.model.kinds), max_model_len=512, max_num_batched_tokens=512)
+    prompts = [place.prompt(9950 + i, 120 + 31 * i, max_tokens=24) for i in range(8)]
+    ask(place, engine, *prompts)
+    for turn in range(4):
+        engine.reset()
+        asked = [p.again() for p in prompts]
+        for nth, request in enumerate(asked):
+            engine.add(request)
+            engine.step(turn + nth % 3)
+            if nth % 3 == turn % 3:
+                engine.abort(asked[nth // 2].id)
+        engine.reset(running=turn % 2 == 1)
+        results = engine.run()
+        done = [(results[a.id], place.truth.tokens(p)) for a, p in zip(asked, prompts, strict=True) if a.id in results]
+        whole = [(result.tokens, truth) for result, truth in done if result.finish != "abort"]
+        assert len(whole) >= 4
+        assert all(tokens == truth for tokens, truth in whole)
+    assert_sound(engine)
 
 
 def accepted(engine: Engine) -> float:

@@ -57,7 +57,11 @@ def settings(**changes: Any) -> Any:
         cache_config=SimpleNamespace(calculate_kv_scales=changes.get("calculate_kv_scales", False)),
         speculative_config=changes.get("speculative_config"),
         num_prefill_lookahead_tokens=changes.get("num_prefill_lookahead_tokens", 1),
-        scheduler_config=SimpleNamespace(enable_chunked_prefill=changes.get("enable_chunked_prefill", True)),
+        scheduler_config=SimpleNamespace(
+            enable_chunked_prefill=changes.get("enable_chunked_prefill", True),
+            async_scheduling=changes.get("async_scheduling", False),
+        ),
+        use_v2_model_runner=changes.get("use_v2_model_runner", False),
     )
 
 
@@ -217,13 +221,16 @@ def test_several_groups_without_a_rule_are_refused(changes: dict[str, Any], spec
         check_supported(settings(**changes), groups(*specs), "all")
 
 
+ALIGNED = replace(MAMBA, block_size=FULL.block_size, mamba_cache_mode="align")
+GDN = replace(ALIGNED, mamba_type="GDN_ATTN")
+
+
 def test_states_within_blocks_are_refused() -> None:
     """Served, such a model's prompts would find next to nothing: vLLM offers no state at a block's end."""
-    aligned = replace(MAMBA, block_size=FULL.block_size, mamba_cache_mode="align")
     for unit in (8, 16):
         with pytest.raises(UnsupportedError, match=f"at multiples of {unit} only.*--prefix-match-unit"):
-            check_supported(settings(), with_hits_at(unit, FULL, aligned), "all")
-    check_supported(settings(), with_hits_at(32, FULL, aligned), "all")
+            check_supported(settings(), with_hits_at(unit, FULL, ALIGNED), "all")
+    check_supported(settings(), with_hits_at(32, FULL, ALIGNED), "all")
     check_supported(settings(), with_hits_at(16, FULL, WINDOW), "all")
 
 
@@ -233,29 +240,35 @@ def with_hits_at(unit: int, *specs: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "mtp"])
 def test_drafts_are_served_beside_gated_delta_nets(method: str) -> None:
-    aligned = replace(MAMBA, block_size=FULL.block_size, mamba_cache_mode="align")
     config = settings(speculative_config=SimpleNamespace(method=method))
-    check_supported(config, groups(FULL, replace(aligned, mamba_type="GDN_ATTN")), "all")
-    with pytest.raises(UnsupportedError, match="gated delta nets only yet"):
-        check_supported(config, groups(FULL, aligned), "all")
+    check_supported(config, groups(FULL, GDN), "all")
+    with pytest.raises(UnsupportedError, match="gated delta nets only"):
+        check_supported(config, groups(FULL, ALIGNED), "all")
 
 
-@pytest.mark.parametrize("method", ["mtp", "eagle3"])
-def test_a_drafter_with_kv_of_its_own_is_refused_beside_states(method: str) -> None:
-    aligned = replace(MAMBA, block_size=FULL.block_size, mamba_cache_mode="align", mamba_type="GDN_ATTN")
-    with pytest.raises(UnsupportedError, match="never ran with such a model"):
-        check_supported(settings(speculative_config=SimpleNamespace(method=method)), groups(FULL, aligned), "all")
+@pytest.mark.parametrize("method", ["ngram_gpu", "mtp"])
+def test_drafts_beside_states_are_refused_where_vllm_mixes_up_the_states_of_requests(method: str) -> None:
+    config = settings(speculative_config=SimpleNamespace(method=method), async_scheduling=True)
+    with pytest.raises(UnsupportedError, match="--no-async-scheduling"):
+        check_supported(config, groups(FULL, GDN), "all")
+    config.use_v2_model_runner = True
+    check_supported(config, groups(FULL, GDN), "all")
+
+
+@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
+def test_another_drafter_with_kv_of_its_own_is_refused_beside_states(method: str) -> None:
+    with pytest.raises(UnsupportedError, match="only MTP ran with them"):
+        check_supported(settings(speculative_config=SimpleNamespace(method=method)), groups(FULL, GDN), "all")
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])
 def test_states_are_served_where_vllm_keeps_them_at_blocks_ends(is_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
-    aligned = replace(MAMBA, block_size=FULL.block_size, mamba_cache_mode="align")
-    check_supported(settings(), groups(FULL, aligned), "all")
+    check_supported(settings(), groups(FULL, ALIGNED), "all")
     with pytest.raises(UnsupportedError, match="mamba-cache-mode align"):
-        check_supported(settings(), groups(FULL, replace(aligned, mamba_cache_mode="none")), "all")
+        check_supported(settings(), groups(FULL, replace(ALIGNED, mamba_cache_mode="none")), "all")
 
 
 def test_state_space_layers_are_refused_by_vllm_or_by_us() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import drafts, latent, mamba2, states, windows
+from . import draft_states, drafts, latent, mamba2, states, windows
 from .parts import Tensors, write
 
 Config = Callable[[], dict[str, Any]]
@@ -144,6 +144,16 @@ ZOO = {
             STATES,
             "mamba2_checkpoints",
             Draft("ngram", 3, settings=NGRAM),
+        ),
+        ZooModel(
+            "mtp-states",
+            draft_states.qwen3_next_mtp_config,
+            draft_states.qwen3_next_mtp_weights,
+            ("full", *("state (align)",) * 2),
+            64,
+            STATES,
+            "exact_delta_net",
+            Draft("mtp", 2, "target", layer="mtp."),
         ),
         ZooModel("ngram-windows", *WINDOWS, draft=Draft("ngram", 3, settings=NGRAM)),
         ZooModel(

@@ -15,14 +15,18 @@ QWEN_EXPERTS = 2
 GDN_KEY_HEADS, GDN_VALUE_HEADS, GDN_DIM, CONV_WIDTH = 1, 2, 32, 4
 
 
-def qwen3_next_config() -> dict[str, Any]:
-    """Qwen3-Next: three gated delta nets to one layer of full attention; experts only in the last layer."""
+QK_NORM = 0.6
+"""Norms of Qwen3-Next multiply by one more than this."""
+
+
+def qwen3_next_config(layers: tuple[str, ...] = LAYERS, experts_in: int = -1) -> dict[str, Any]:
+    """Qwen3-Next: three gated delta nets to one layer of full attention; experts in one layer, usually the last."""
     return config(
         "Qwen3NextForCausalLM",
         "qwen3_next",
-        num_hidden_layers=len(LAYERS),
-        layer_types=["linear_attention" if kind == "state" else "full_attention" for kind in LAYERS],
-        mlp_only_layers=list(range(len(LAYERS) - 1)),
+        num_hidden_layers=len(layers),
+        layer_types=["linear_attention" if kind == "state" else "full_attention" for kind in layers],
+        mlp_only_layers=[i for i in range(len(layers)) if i != experts_in % len(layers)],
         num_experts=QWEN_EXPERTS,
         num_experts_per_tok=1,
         moe_intermediate_size=FFN,
@@ -36,7 +40,8 @@ def qwen3_next_config() -> dict[str, Any]:
     )
 
 
-def _delta_net(made: Weights, at: str) -> None:
+def delta_net(made: Weights, at: str) -> None:
+    """A gated delta net under ``at``."""
     keys, values = GDN_KEY_HEADS * GDN_DIM, GDN_VALUE_HEADS * GDN_DIM
     made.dense(at + "in_proj_qkvz", 2 * keys + 2 * values, HIDDEN)
     made.dense(at + "in_proj_ba", 2 * GDN_VALUE_HEADS, HIDDEN)
@@ -47,7 +52,8 @@ def _delta_net(made: Weights, at: str) -> None:
     made.dense(at + "out_proj", HIDDEN, values, 2.0)
 
 
-def _qwen_experts(made: Weights, at: str) -> None:
+def qwen_experts(made: Weights, at: str) -> None:
+    """Experts under ``at``: one chosen for each token, one shared."""
     made.dense(at + "gate", QWEN_EXPERTS, HIDDEN)
     made.dense(at + "shared_expert_gate", 1, HIDDEN)
     made.mlp(at + "shared_expert.")
@@ -63,12 +69,12 @@ def qwen3_next_weights(seed: int = 31) -> Tensors:
         at = f"model.layers.{layer}."
         made.norms(at, "input_layernorm", "post_attention_layernorm", value=0.0)
         if kind == "state":
-            _delta_net(made, at + "linear_attn.")
+            delta_net(made, at + "linear_attn.")
         else:
             made.attention(at + "self_attn.", Heads(gated=True))
-            made.norms(at + "self_attn.", "q_norm", "k_norm", width=HEAD_DIM, value=0.6)
+            made.norms(at + "self_attn.", "q_norm", "k_norm", width=HEAD_DIM, value=QK_NORM)
         if layer == len(LAYERS) - 1:
-            _qwen_experts(made, at + "mlp.")
+            qwen_experts(made, at + "mlp.")
         else:
             made.mlp(at + "mlp.")
     return made.tensors
