@@ -116,10 +116,13 @@ class ReadLease:
     def batch(self, table: Sequence[int], begin: int, end: int) -> tuple[ChunkBatch, dict[str, int]]:
         """Chunks for the blocks ``table[begin:end]``, and how many blocks come from each tier ('host' or 'disk': where it was
         when the lease was taken). Ends before the first block that is not ready. Bounds outside the table raise ConfigError."""
-    def batches(self, rows: Sequence[tuple[Sequence[int], int, int, int]]) -> tuple[list[ChunkBatch], dict[str, int]] | None:
-        """Of a lease by `acquire_groups`, with a row (table, start, stop, begin) for each group in its order: its chunks are blocks
-        [start, stop) of the table, and those from ``begin`` on are loaded. Returns each group's chunks, and the first group's
-        blocks by tier; None if a chunk is not ready, or has no block to go to."""
+    def batches(
+        self, rows: Sequence[tuple[Sequence[int], int, int, int, tuple[int, int]]]
+    ) -> tuple[list[ChunkBatch], dict[str, int]] | None:
+        """Of a lease by `acquire_groups`, with a row (table, start, stop, begin, (each, kept)) for each group in its order: its
+        chunks are blocks [start, stop) of the chain, one holds the last ``kept`` of ``each`` blocks of the table, and what the
+        table has from its block ``begin`` on is loaded. Returns each group's chunks, and the first group's by tier; None if a
+        chunk is not ready, or has no block to go to, or not all of that is in the chunks."""
     def release(self) -> None: ...
 
 @final
@@ -205,14 +208,17 @@ class Session:
         those reserved. None stands for no chunks. ConfigError where the chain has fewer blocks than that.
         """
     def reserve_groups(
-        self, rows: Sequence[tuple[KeyChain, Sequence[int], int, int, int, Any]], groups: Sequence[tuple[int, int | None, bool]]
+        self,
+        rows: Sequence[tuple[KeyChain, Sequence[int], int, int, int, Any]],
+        groups: Sequence[tuple[int, int | None, bool, tuple[int, int]]],
     ) -> list[tuple[list[tuple[int, ChunkBatch]], int]]:
         """`reserve_all` for rows of (chain, token_ids, num_tokens, start, stop, tables), in each of ``groups``: (which of the
-        tables, the group's number or None for the chain's own keys, whether each block is kept alone).
+        tables, the group's number or None for the chain's own keys, whether each block is kept alone, (how many blocks of the
+        table are in one of the chain, how many of those, the last ones, are kept: all, unless each is kept alone)).
 
-        Of blocks that are kept alone, those are left out that the table has not got or has as a null block, and those that find
-        no frame. Returns for each row the chunks by table, of tables that have any, and how many could not be had: of blocks that
-        are not kept alone, if there are such groups.
+        Of blocks that are kept alone, those are left out of which the table has not got or has as a null block any that is kept,
+        and those that find no frame. Returns for each row the chunks by table, of tables that have any, and how many could not be
+        had: of blocks that are not kept alone, if there are such groups.
         """
     def reserve_attached(self, rows: Sequence[tuple[KeyChain, int, int, int]]) -> list[ChunkBatch | None]:
         """For each (chain, group, block, where it is): reserve a frame for what the group keeps of that block alone, beside the

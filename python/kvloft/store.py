@@ -14,7 +14,7 @@ def open_store(config: Config, shape: CacheShape, namespace: bytes, description:
 
     Raises ConfigError where a setting is wrong, or the server refuses.
     """
-    group = shape.main_group
+    group = shape.unit
     if config.socket is not None:
         return _core.Session.connect(
             config.socket,

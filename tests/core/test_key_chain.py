@@ -37,7 +37,7 @@ def test_what_groups_keep_has_keys_of_its_own(num_tokens: int, first: int, group
     assert store.lookup(chain, group) == (0, 0)
     table, first = list(range(1, len(keys) + 1)), min(first, len(keys))
     row = (chain, ids, len(ids), 0, len(keys), [table, [0] * first + table[first:]])
-    ((batches, num_dropped),) = store.reserve_groups([row], [(0, group, False), (1, (group + 1) % 2**32, True)])
+    ((batches, num_dropped),) = store.reserve_groups([row], [(0, group, False, (1, 1)), (1, (group + 1) % 2**32, True, (1, 1))])
     found = {nth: [(chunk.key, *chunk.blocks) for chunk in batch] for nth, batch in batches}
     every = [(model.group_key(key, group), block) for key, block in zip(keys, table, strict=True)]
     alone = [(model.group_key(key, (group + 1) % 2**32), block) for key, block in zip(keys, table, strict=True)][first:]

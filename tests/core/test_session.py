@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from batches import reserve
 from chunk_batch import Chunks, InFlight, chunks_to_load
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -74,56 +74,98 @@ def test_a_chain_may_be_in_one_row_only_and_else_nothing_stays_reserved() -> Non
     assert [len(chunks or ()) for chunks in store.reserve_all(rows[:2])[0]] == [1, 1]
 
 
+WHOLE = (1, 1)
 FULL, OTHER, ALONE = (0, None, False), (1, 2, False), (2, 3, True)
-"""A group with the chain's own keys, another that keeps the prefix, and one that keeps each block alone."""
+"""A group with the chain's own keys, another that keeps the prefix, and one that keeps each block alone. Not said: how each table
+is cut."""
+Held = list[list[tuple[int, int]]]
+"""Of each group and block of the chain: (where in the table, block) of what its chunk holds."""
+SIZES = st.integers(1, 3)
+
+
+def held_by(tables: list[list[int]], cuts: list[tuple[int, int]], num_blocks: int) -> list[Held]:
+    """The last ones of each block of the chain."""
+    return [
+        [list(enumerate(table))[(n + 1) * each - kept : (n + 1) * each] for n in range(num_blocks)]
+        for table, (each, kept) in zip(tables, cuts, strict=True)
+    ]
 
 
 @given(
-    num_blocks=st.integers(1, 12), first=st.integers(0, 12), begin=st.integers(0, 12),
+    num_blocks=st.integers(1, 9), gone=st.integers(0, 12), begins=st.tuples(*[st.integers(0, 27)] * 3),
+    sizes=st.tuples(SIZES, SIZES, SIZES), num_kept=SIZES,
     missing=st.none() | st.tuples(st.sampled_from(["lost", "null", "short"]), st.integers(0, 2)),
 )  # fmt: skip
+@example(num_blocks=2, gone=1, begins=(0, 0, 3), sizes=(1, 1, 2), num_kept=2, missing=None)
+@example(num_blocks=2, gone=0, begins=(0, 0, 0), sizes=(1, 1, 2), num_kept=1, missing=None)
 def test_a_lease_on_groups_gives_each_its_blocks_or_nothing(
-    num_blocks: int, first: int, begin: int, missing: tuple[str, int] | None
+    num_blocks: int, gone: int, begins: tuple[int, ...], sizes: tuple[int, ...], num_kept: int, missing: tuple[str, int] | None
 ) -> None:
+    """``gone``: blocks that the last group has given up. Each is loaded from a block of its own table on, anywhere in a chunk."""
     store, chain = session(64), chain_of(list(range(num_blocks)))
-    first, begin = min(first, num_blocks), min(begin, num_blocks)
-    tables = [[100 * (nth + 1) + block for block in range(num_blocks)] for nth in range(3)]
-    given_up = [0] * first + tables[2][first:]
-    ((batches, num_dropped),) = store.reserve_groups([(chain, [], 0, 0, num_blocks, [*tables[:2], given_up])], [FULL, OTHER, ALONE])
-    key_of = {(nth, copy.blocks[0]): copy.key for nth, batch in batches for copy in batch}
+    cuts = [(size, size) for size in sizes[:2]] + [(sizes[2], min(num_kept, sizes[2]))]
+    ends = [num_blocks * size for size in sizes]
+    tables = [[100 * (nth + 1) + block for block in range(end)] for nth, end in enumerate(ends)]
+    given_up = [0] * min(gone, ends[2]) + tables[2][gone:]
+    held = held_by([*tables[:2], given_up], cuts, num_blocks)
+    groups = [(*group, cut) for group, cut in zip((FULL, OTHER, ALONE), cuts, strict=True)]
+    ((batches, num_dropped),) = store.reserve_groups([(chain, [], 0, 0, num_blocks, [*tables[:2], given_up])], groups)
+    saved = {nth: [(copy.blocks, copy.key) for copy in batch] for nth, batch in batches}
     assert num_dropped == 0
-    assert set(key_of) == {(n, b) for n, table in enumerate([*tables[:2], given_up]) for b in table if b}
+    wanted = [[tuple(block for _, block in own) for own in rows if all(block for _, block in own)] for rows in held]
+    assert saved.keys() == {nth for nth, rows in enumerate(wanted) if rows}
+    assert all([blocks for blocks, _ in rows] == wanted[nth] for nth, rows in saved.items())
     store.settle([ticket for _, batch in batches for ticket in batch.tickets()])
 
-    starts, how, nth = [0, 0, first], *(missing or ("", 0))
-    if how == "lost" and (nth, tables[nth][-1]) in key_of:
-        assert store.discard([key_of[nth, tables[nth][-1]]]) == 1
-    lease = store.acquire_groups(chain, num_blocks, [None, 2], [(3, first, num_blocks)])
-    begins = [max(start, begin) for start in starts]
-    if how == "null" and begins[nth] < num_blocks:
+    starts, how, nth = [0, 0, num_blocks - len(wanted[2])], *(missing or ("", 0))
+    begins = tuple(min(end, max(begin, start * size)) for begin, end, start, size in zip(begins, ends, starts, sizes, strict=True))
+    if how == "lost" and nth in saved:
+        assert store.discard([saved[nth][-1][1]]) == 1
+    lease = store.acquire_groups(chain, num_blocks, [None, 2], [(3, starts[2], num_blocks)])
+    if how == "null" and begins[nth] < ends[nth]:
         tables[nth][-1] = 0
     elif how == "short":
         tables[nth].pop()
-    has_all = not how or (how != "short" and begins[nth] == num_blocks and not (how == "lost" and starts[nth] < num_blocks))
-    found = lease.batches([(table, start, num_blocks, at) for table, start, at in zip(tables, starts, begins, strict=True)])
-    assert (found is not None) == has_all
+    found = lease.batches([(tables[n], starts[n], num_blocks, begins[n], cuts[n]) for n in range(3)])
+    there = [{at for own in rows[start:] for at, _ in own} for rows, start in zip(held, starts, strict=True)]
+    has_all = all(set(range(begin, end)) <= own for begin, end, own in zip(begins, ends, there, strict=True))
+    is_hurt = how == "short" or (how == "lost" and nth in saved) or (how == "null" and begins[nth] < ends[nth])
+    assert (found is not None) == (has_all and not is_hurt)
     if found is not None:
         loaded = [[(copy.blocks, copy.key) for copy in batch] for batch in found[0]]
         assert loaded == [
-            [((b,), key_of[n, b]) for b in table[at:]] for n, (table, at) in enumerate(zip(tables, begins, strict=True))
+            [
+                (own, key)
+                for (blocks, key) in saved.get(n, [])
+                if (own := tuple(block for block in blocks if block in tables[n][begins[n] :]))
+            ]
+            for n in range(3)
         ]
-        assert found[1] == ({"host": num_blocks - begin} if begin < num_blocks else {})
+        num_loaded = num_blocks - begins[0] // sizes[0]
+        assert found[1] == ({"host": num_loaded} if num_loaded else {})
     if not how:
-        assert lease.poll() == (2 * num_blocks + num_blocks - first, 0)
+        assert lease.poll() == (2 * num_blocks + len(wanted[2]), 0)
     lease.release()
     assert store.stats()["pins"] == 0
+
+
+@pytest.mark.parametrize("cut", [(0, 0), (2, 0), (1, 2), (-1, 1), (1,)])
+def test_a_table_that_cannot_be_cut_so_is_an_error(cut: Any) -> None:
+    store, chain = session(4), chain_of([7])
+    with pytest.raises((_core.ConfigError, OverflowError, ValueError)):
+        store.reserve_groups([(chain, [], 0, 0, 1, [[], [], [1, 2]])], [(*ALONE, cut)])
+    lease = store.acquire_groups(chain, 1, [None], [])
+    with pytest.raises((_core.ConfigError, OverflowError, ValueError)):
+        lease.batches([([1, 2], 0, 1, 0, cut)])
+    assert store.num_in_flight == 0
 
 
 @pytest.mark.parametrize(("groups", "dropped"), [([ALONE], 4), ([FULL, ALONE], 0)])
 def test_blocks_that_are_kept_alone_count_as_dropped_where_nothing_else_is_kept(groups: list[Any], dropped: int) -> None:
     store, chain, tables = session(8), chain_of(list(range(12))), [list(range(1, 13)), [], list(range(21, 33))]
     num_blocks = 12 if len(groups) == 1 else 8  # of eight all of the first group find a frame
-    ((batches, num_dropped),) = store.reserve_groups([(chain, [], 0, 0, num_blocks, tables)], groups)
+    cut = [(*group, WHOLE) for group in groups]
+    ((batches, num_dropped),) = store.reserve_groups([(chain, [], 0, 0, num_blocks, tables)], cut)
     assert (sum(len(batch) for _, batch in batches), num_dropped) == (8, dropped)
 
 

@@ -191,6 +191,28 @@ def test_a_loaded_state_that_is_overwritten_changes_what_is_said(place: Place, s
         engine.kill()
 
 
+def test_a_loaded_block_that_is_overwritten_changes_what_is_said_where_blocks_differ_in_size(
+    place: Place, serve: Callable[..., Engine]
+) -> None:
+    """The first and the last block that kvloft loads of each group, which may be any of a chunk's. See the test above."""
+    engine = serve()
+    if len({group["block_tokens"] for group in engine.probe("groups")["groups"]}) == 1:
+        pytest.skip("all blocks have one size")
+    prompts = [place.prompt(9695 + i, 418) for i in range(3)]
+    for group, kind in enumerate(place.model.kinds):
+        for index in (0, -1):
+            ask(place, engine, *prompts)
+            assert engine.reset()
+            assert min(ask(place, engine, *prompts)) > 0
+            for prompt in prompts:
+                held = list(filter(None, engine.probe("hit", ids=list(prompt.ids or ()))["blocks"][group]))
+                assert engine.probe("damage", group=group, block=held[index])
+            said = [result.tokens for result in engine.ask_each(*(p.again() for p in prompts))]
+            assert said != [place.truth.tokens(p) for p in prompts], f"group {group} {kind}"
+            engine.kill()
+            engine = serve()
+
+
 def test_few_blocks_and_many_requests_say_the_truth(place: Place, serve: Callable[..., Engine]) -> None:
     """Preemptions, and blocks that are given to others as soon as they can be."""
     if place.model.alone:

@@ -128,13 +128,16 @@ def part_bytes_for(payload: int) -> int:
 
 
 def make_mover(
-    paged: Paged, frames: Frames, blocks_per_chunk: int, *, gathers_first: bool = False, ring: tuple[int, int] = (2, 1 << 20),
-    num_ctas: int = 66, others: Sequence[Paged] = (), kind_of: Sequence[int] = (0,),
+    paged: Paged, frames: Frames, blocks_per_chunk: int | Sequence[int], *, gathers_first: bool = False,
+    ring: tuple[int, int] = (2, 1 << 20), num_ctas: int = 66, others: Sequence[Paged] = (), kind_of: Sequence[int] = (0,),
 ) -> CudaMover:  # fmt: skip
-    """``ring``: staging slots, and bytes of each. ``others``: kinds of pages beside ``paged``; ``kind_of``: each group's."""
+    """``blocks_per_chunk``: of all kinds, or of each. ``ring``: staging slots, and bytes of each. ``others``: kinds of pages beside
+    ``paged``; ``kind_of``: each group's.
+    """
     layouts = [each.layout() for each in (paged, *others)]
     mover = CudaMover(
-        [(layout, make_kernels(layout)) for layout in layouts], frames.memory, blocks_per_chunk=blocks_per_chunk,
+        [(layout, make_kernels(layout)) for layout in layouts], frames.memory,
+        blocks_per_chunk=[blocks_per_chunk] * len(layouts) if isinstance(blocks_per_chunk, int) else blocks_per_chunk,
         tuning=Tuning(*ring, num_ctas), kind_of=kind_of, gathers_first=gathers_first,
     )  # fmt: skip
     mover.wait_pinned()

@@ -23,6 +23,10 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
 
 
 test_bytes_of_every_group_come_back = on_gpu.test_bytes_of_every_group_come_back
+test_groups_may_have_different_numbers_of_blocks_in_a_chunk = on_gpu.test_groups_may_have_different_numbers_of_blocks_in_a_chunk
+test_a_chunk_of_more_blocks_than_its_kinds_frames_hold_is_not_copied = (
+    on_gpu.test_a_chunk_of_more_blocks_than_its_kinds_frames_hold_is_not_copied
+)
 test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_another = (
     on_gpu.test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_another
 )
@@ -33,14 +37,17 @@ def test_groups_whose_pages_lie_alike_are_one_kind_and_all_have_one_mover(monkey
     """Windows beside full attention have the same pages: one batch, one tile table. The digest alone does not say so."""
     made: list[Any] = []
     monkeypatch.setattr(mover, "Kernels", lambda layout, *_: EmulatedKernels(layout))
-    monkeypatch.setattr(mover, "CudaMover", lambda kinds, *_, **more: made.append((kinds, more["kind_of"])))
+    monkeypatch.setattr(
+        mover, "CudaMover", lambda kinds, *_, **more: made.append((kinds, more["kind_of"], more["blocks_per_chunk"]))
+    )
     monkeypatch.setattr(mover.torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(mover.torch.cuda, "get_device_name", lambda _: "a GPU")
     paged = per_layer(2, 8, 4096)
     elsewhere = per_layer(2, 8, 4096)
     layouts = [each.layout() for each in (paged, paged, turned(paged), elsewhere, paged)]
-    make = mover.prepare(layouts, blocks_per_chunk=1, staging_bytes=80 << 20, gathers_first=False)
+    make = mover.prepare(layouts, blocks_per_chunk=[1, 3, 2, 1, 2], staging_bytes=80 << 20, gathers_first=False)
     make(SimpleNamespace(memory=None))  # type: ignore[arg-type]
-    ((kinds, kind_of),) = made
+    ((kinds, kind_of, blocks_per_chunk),) = made
     assert list(kind_of) == [0, 0, 1, 2, 0]
+    assert list(blocks_per_chunk) == [3, 2, 1], "the most that one of its groups has"
     assert [layout for layout, _ in kinds] == [layouts[0], layouts[2], layouts[3]]

@@ -36,21 +36,30 @@ OTHERS = {"turned": turned, "half": half_block}
 
 
 class Rig:
-    """Groups over the same memory; a third of the blocks is each group's."""
+    """Groups over the same memory; a third of the blocks is each group's. ``sizes``: blocks of a chunk, by kind."""
 
-    def __init__(self, page: int, other: str, *, slot_bytes: int = 1 << 16) -> None:
+    def __init__(self, page: int, other: str, *, slot_bytes: int = 1 << 16, sizes: tuple[int, int] = (1, 1)) -> None:
         self.paged = per_layer(2, BLOCKS, page)
-        self.kinds = [self.paged, OTHERS[other](self.paged)]
-        self.frames = Frames(BLOCKS, part_bytes_for(self.paged.block_bytes))
-        self.mover: CudaMover = make_mover(self.paged, self.frames, 1, ring=(2, slot_bytes), others=self.kinds[1:], kind_of=GROUPS)
+        self.kinds, self.sizes = [self.paged, OTHERS[other](self.paged)], sizes
+        payload = max(kind.block_bytes * size for kind, size in zip(self.kinds, sizes, strict=True))
+        self.frames = Frames(BLOCKS, part_bytes_for(payload))
+        self.mover: CudaMover = make_mover(
+            self.paged, self.frames, sizes, ring=(2, slot_bytes), others=self.kinds[1:], kind_of=GROUPS
+        )
         order = random.Random(page).sample(range(BLOCKS), BLOCKS)
         self.blocks = [order[group::3] for group in range(3)]
+        chunks = [self.in_chunks(group, blocks) for group, blocks in enumerate(self.blocks)]
         self.copies = [
-            copies_of(blocks, [[block] for block in blocks], first_key=1 + 100 * group) for group, blocks in enumerate(self.blocks)
+            copies_of([first for first, *_ in some], some, first_key=1 + 100 * group) for group, some in enumerate(chunks)
         ]
 
     def kind(self, group: int) -> Paged:
         return self.kinds[GROUPS[group]]
+
+    def in_chunks(self, group: int, blocks: list[int]) -> list[list[int]]:
+        """As many blocks each as a chunk of the group has; the last may have fewer."""
+        size = self.sizes[GROUPS[group]]
+        return [blocks[at : at + size] for at in range(0, len(blocks), size)]
 
     def save(self) -> list[int]:
         batches = GroupBatches(tuple((group, batch_of(copies)) for group, copies in enumerate(self.copies)))
@@ -66,6 +75,56 @@ def batches_to(copies: list[tuple[ChunkCopy, ...]], targets: list[list[int]]) ->
         for group, blocks in zip(copies, targets, strict=True)
     ]
     return GroupBatches(tuple((group, batch_of(chunks)) for group, chunks in enumerate(moved) if chunks))
+
+
+@pytest.mark.parametrize("sizes", [(1, 2), (3, 1), (2, 5)])
+@pytest.mark.parametrize("slot_bytes", [1 << 12, 1 << 16])
+def test_groups_may_have_different_numbers_of_blocks_in_a_chunk(sizes: tuple[int, int], slot_bytes: int) -> None:
+    """Each is loaded from a block of its own on, as a window begins in the midst of its first chunk."""
+    rig = Rig(4096, "half", sizes=sizes, slot_bytes=slot_bytes)
+    rig.paged.randomize(1)
+    before = rig.paged.snapshot()
+    assert rig.save() == sorted(copy.ticket for copies in rig.copies for copy in copies)
+    trailers = trailers_of(rig.frames.memory)
+    for group, copies in enumerate(rig.copies):
+        page_bytes = [plane[3] for plane in rig.kind(group).planes]
+        for copy in copies:
+            want = rig.kind(group).payload(copy.blocks).cpu().numpy()
+            assert np.array_equal(rig.frames.parts[copy.frame, : len(want)], want)
+            assert int(trailers[copy.frame]["tag"]) == chunk_tag(want, page_bytes, len(copy.blocks))
+            assert int(trailers[copy.frame]["num_blocks"]) == len(copy.blocks)
+    rig.paged.poison()
+    want_pages, loads = rig.paged.snapshot(), []
+    for group, copies in enumerate(rig.copies):
+        some = []
+        for nth, (copy, to) in enumerate(zip(copies, rig.in_chunks(group, rig.blocks[group][::-1]), strict=False)):
+            first = nth % min(len(to), len(copy.blocks))
+            to, source = to[first : len(copy.blocks)], copy.blocks[first : len(to)]
+            rig.kind(group).place(want_pages, rig.kind(group).payload(source, before), to)
+            some.append(ChunkCopy(copy.frame, copy.key, len(copy.blocks), first, tuple(map(BlockId, to))))
+        loads.append((group, batch_of(some)))
+    rig.mover.begin_step((), has_loads=True)
+    rig.mover.submit_loads([LoadPlan(ReqId("l"), 7, GroupBatches(tuple(loads)))])
+    done = rig.mover.drain()
+    assert [(result.bad_keys, result.failed) for result in done.loads] == [((), False)]
+    for now, then in zip(rig.paged.buffers, want_pages, strict=True):
+        assert torch.equal(now, then)
+    rig.mover.close()
+
+
+def test_a_chunk_of_more_blocks_than_its_kinds_frames_hold_is_not_copied() -> None:
+    """Another kind's, whose blocks are smaller, may have as many."""
+    rig = Rig(4096, "half", sizes=(1, 2))
+    rig.paged.randomize(1)
+    two = copies_of([0], [[1, 2]])
+    rig.frames.parts[:] = 7
+    for group, is_saved in ((0, False), (1, True)):
+        rig.mover.begin_step(())
+        rig.mover.submit_saves([SavePlan(ReqId("s"), GroupBatches(((group, batch_of(two)),)))])
+        done = rig.mover.drain()
+        assert (bool(done.saved), bool(done.failed)) == (is_saved, not is_saved)
+        assert (rig.frames.parts == 7).all() or is_saved
+    rig.mover.close()
 
 
 @pytest.mark.parametrize("other", OTHERS)

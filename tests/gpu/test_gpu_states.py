@@ -67,8 +67,9 @@ class Rig:
         ]
         self.frames = Frames(NUM_BLOCKS, part_bytes_for(max(layout.block_bytes for layout in self.layouts)))
         self.mover = CudaMover(
-            [(layout, gpu_support.make_kernels(layout)) for layout in self.layouts], self.frames.memory, blocks_per_chunk=1,
-            tuning=Tuning(2, slot_bytes, 66), kind_of=[KINDS.index(kind) for kind in GROUPS], gathers_first=True,
+            [(layout, gpu_support.make_kernels(layout)) for layout in self.layouts], self.frames.memory,
+            blocks_per_chunk=[1] * len(self.layouts), tuning=Tuning(2, slot_bytes, 66),
+            kind_of=[KINDS.index(kind) for kind in GROUPS], gathers_first=True,
         )  # fmt: skip
         self.mover.wait_pinned()
         self.copies = [

@@ -111,7 +111,7 @@ class Queues(RuleBasedStateMachine):
             block_tiles=BlockTiles(BLOCK_BYTES, 1, np.zeros(1, dtype=np.int64)), tiles=SimpleNamespace(device=None)
         )
         tuning = Tuning(2, CHUNKS_A_SLOT * PART)
-        self.mover = CudaMover([(layout, kernels)], memory, blocks_per_chunk=1, tuning=tuning)
+        self.mover = CudaMover([(layout, kernels)], memory, blocks_per_chunk=[1], tuning=tuning)
         self.mover.loads.before_submit = self.load_is_sent  # type: ignore[attr-defined]
         frames = np.arange(LOADED)
         keys = b"".join(int(i).to_bytes(32, "little") for i in frames)

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -58,12 +59,11 @@ class Outcome:
 @contextmanager
 def all_is_tried() -> Iterator[None]:
     """Also what kvloft refuses because it never ran with a model."""
-    refused = support._of_drafts_beside_states
-    support._of_drafts_beside_states = lambda *_: iter(())
-    try:
+    refused = ("_of_drafts_beside_states", "_of_drafts_beside_blocks")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in refused:
+            patch.setattr(support, name, lambda *_: iter(()))
         yield
-    finally:
-        support._of_drafts_beside_states = refused
 
 
 class Engine:
@@ -147,7 +147,7 @@ class Engine:
         """Everything that is offered and admitted goes through the ledger."""
         connector = self.scheduler.connector
         match, admit = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
-        chunk = self.shape.block_tokens * self.shape.blocks_per_chunk
+        chunk = self.shape.unit * self.shape.blocks_per_chunk
 
         def matched(request: Any, local: int) -> Any:
             self._hoped.pop(request.request_id, None)
@@ -163,7 +163,7 @@ class Engine:
                 self.ledger.expect(not answer, f"{spec.id} asked for no cached KV")
             else:
                 prefix = spec.prefix(request._all_token_ids)
-                self.ledger.check_offer(spec.id, prefix, local, answer, self.shape.block_tokens, chunk)
+                self.ledger.check_offer(spec.id, prefix, local, answer, self.shape.unit, chunk)
             return answer, is_async
 
         def admitted(request: Any, blocks: Any, num_tokens: int) -> None:
@@ -321,7 +321,7 @@ class Engine:
     def _holds(self, tables: Any, group: int, block: int, num_tokens: int) -> bool:
         """Whether a block is where the state after so many tokens belongs: vLLM may have given it up in the same pass, and may
         have given it out again, also to the same request."""
-        at = num_tokens // self.shape.block_tokens - 1
+        at = num_tokens // self.shape.groups[group].block_tokens - 1
         return bool(tables[group][at : at + 1] == [block])
 
     def _check_save(self, save: Any, output: Any) -> None:
@@ -331,10 +331,10 @@ class Engine:
         prefix = self.specs[save.req_id].prefix(request._all_token_ids)
         computed = request.num_computed_tokens - drafts
         states = self._states.get(save.req_id, ())
-        self.ledger.check_save(save, prefix, tables, computed, self.shape.block_tokens, states)
+        self.ledger.check_save(save, prefix, tables, computed, states)
         if self.specs[save.req_id].saves == "prompt":
-            last = max(tables[g].index(copy.blocks[-1]) for g, copy in copies(save.chunks) if copy.blocks[-1] in tables[g])
-            end = (last + 1) * self.shape.block_tokens
+            own = [(g, copy.blocks[-1]) for g, copy in copies(save.chunks) if copy.blocks[-1] in tables[g]]
+            end = max((tables[g].index(last) + 1) * self.shape.groups[g].block_tokens for g, last in own)
             self.ledger.expect(
                 end <= request.num_prompt_tokens, f"{save.req_id} is to save its prompt only, and {end} tokens are saved"
             )
@@ -342,7 +342,7 @@ class Engine:
     def _check_load(self, load: Any, output: Any) -> None:
         request = self.scheduler.requests[load.req_id]
         tables = self.scheduler.kv_cache_manager.get_block_ids(load.req_id)
-        self.ledger.check_load(load, self.specs[load.req_id].prefix(request._all_token_ids), tables, self.shape.block_tokens)
+        self.ledger.check_load(load, self.specs[load.req_id].prefix(request._all_token_ids), tables)
 
     def _absorb(self, output: Any, result: Any) -> None:
         for rank, report in self._reports.pop(id(output), ()):
@@ -394,7 +394,7 @@ class Engine:
 
     def _check_outcomes(self) -> None:
         """Every request said its truth, or a beginning of it if it was aborted or its load failed; and is stored."""
-        chunk = self.shape.block_tokens * self.shape.blocks_per_chunk
+        chunk = self.shape.unit * self.shape.blocks_per_chunk
         for req_id, outcome in self.outcomes.items():
             spec = self.specs[req_id]
             truth = spec.truth()

@@ -4,6 +4,7 @@ That is the machine's own model of vLLM; it must not ask vLLM, nor kvloft.
 """
 
 from dataclasses import dataclass
+from math import lcm
 from typing import Literal
 
 
@@ -31,7 +32,7 @@ class Group:
         return max(0, end - self.block_tokens) if self.kind == "state" else self.reads_from(end)
 
 
-FULL, DRAFT, STATE = Group(), Group(layers=("draft",)), Group("state")
+FULL, DRAFT, STATE, LONG = Group(), Group(layers=("draft",)), Group("state"), Group(block_tokens=8)
 GROUPS: dict[str, tuple[Group, ...]] = {
     "drafter in the one group": (Group(layers=("target", "draft")),),
     "window": (FULL, Group("window", size=9)),
@@ -45,7 +46,13 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     "two locals": (FULL, Group("local", size=12), Group("local", size=12)),
     "state": (FULL, STATE),
     "three states": (FULL, STATE, STATE, STATE),
-    "short window, long blocks": (Group(block_tokens=8), Group("window", size=3)),
+    "short window, long blocks": (LONG, Group("window", size=3)),
+    "window of half blocks": (LONG, Group("window", size=9)),
+    "windows from the midst of a chunk": (LONG, Group("window", size=11), Group("window", size=12)),
+    "window of long blocks": (FULL, Group("window", block_tokens=8, size=11)),
+    "window of longer blocks": (FULL, Group("window", block_tokens=6, size=10)),
+    "two windows of different blocks": (Group("window", size=9), Group("window", block_tokens=8, size=18)),
+    "window of half blocks and drafter": (LONG, Group("window", size=10), Group(block_tokens=8, layers=("draft",))),
     "state of two blocks": (FULL, Group("state", block_tokens=8)),
     "state and drafter": (FULL, STATE, DRAFT),
     "state, drafter beside attention": (Group(layers=("target", "draft")), STATE, STATE),
@@ -67,4 +74,10 @@ def are_grouped(groups: tuple[Group, ...]) -> bool:
 
 def are_served(groups: tuple[Group, ...]) -> bool:
     """Whether kvloft serves them; the others show that the machine's model of vLLM is right."""
-    return bool({group.kind for group in groups} & {"full", "window"}) and len({group.block_tokens for group in groups}) == 1
+    kinds, sizes = {group.kind for group in groups}, {group.block_tokens for group in groups}
+    return bool(kinds & {"full", "window"}) and (len(sizes) == 1 or kinds <= {"full", "window"})
+
+
+def unit_tokens(groups: tuple[Group, ...]) -> int:
+    """Hits with several groups end at multiples of it."""
+    return lcm(*(group.block_tokens for group in groups))

@@ -108,9 +108,10 @@ class Ledger:
         """Tokens behind a block that its KV depends on."""
         return int(any(group.is_draft for group in self.groups))
 
-    def words(self, prefix: Prefix, begin: int, end: int, block: int, number: int = 0) -> list[int]:
+    def words(self, prefix: Prefix, begin: int, end: int, number: int = 0) -> list[int]:
         """What blocks of positions [begin, end) hold in a group, block after block, layer by layer."""
         found, group = list[int](), self.groups[number]
+        block = group.block_tokens
         for at in range(begin, end, block):
             if group.kind == "state":
                 found += [self.kv(prefix.symbols[at + block - 1], number), at + block]
@@ -120,21 +121,22 @@ class Ledger:
                 found += [self.kv(symbol, number) for symbol in prefix.symbols[first : first + block]]
         return found
 
-    def ends(self, prefix: Prefix, begin: int, end: int, block: int, number: int = 0) -> list[int]:
+    def ends(self, prefix: Prefix, begin: int, end: int, number: int = 0) -> list[int]:
         """What stands for each block's end in [begin, end): the prefix up to the last token that its KV depends on."""
+        block = self.groups[number].block_tokens
         return [self.kv(symbol, number) for symbol in prefix.symbols[begin + block - 1 + self.ahead : end + self.ahead : block]]
 
     # -- plans ----------------------------------------------------------------------------------------------------
 
     def check_save(
-        self, save: Any, prefix: Prefix, tables: Sequence[Sequence[int]], computed: int, block: int, states: Iterable[State] = ()
+        self, save: Any, prefix: Prefix, tables: Sequence[Sequence[int]], computed: int, states: Iterable[State] = ()
     ) -> None:
         """A save names blocks of its request (I6), whole ones, all of whose tokens are known and computed in this step (I2, I7).
 
         ``states`` are what vLLM offers of the request in this step; there are no others in state groups.
         """
         for number, copy in copies(save.chunks):
-            table, blocks = list(tables[number]), list(copy.blocks)
+            table, blocks, block = list(tables[number]), list(copy.blocks), self.groups[number].block_tokens
             if 0 in blocks or not set(blocks) <= set(table):
                 self.breaches.append(f"save of blocks {blocks}, not all of {save.req_id}'s {table} (I6)")
                 continue
@@ -147,7 +149,7 @@ class Ledger:
                 begin = table.index(blocks[0]) * block
                 in_order = table[begin // block : begin // block + len(blocks)]
                 self.expect(blocks == in_order, f"save of {blocks}, out of order in {table} (I6)")
-            self._note_save(save.req_id, number, copy, prefix, range(max(0, begin), begin + len(blocks) * block, block), computed)
+            self._note_save(save.req_id, number, copy, prefix, range(max(0, begin), begin + len(blocks) * block), computed)
 
     @staticmethod
     def _offered(number: int, blocks: list[int], states: Iterable[State]) -> int:
@@ -163,19 +165,19 @@ class Ledger:
             self.expect(is_kept, f"{req_id}: the state after {num_tokens} tokens was offered and is not saved, group {number}")
 
     def _note_save(self, req_id: str, number: int, copy: ChunkCopy, prefix: Prefix, span: range, computed: int) -> None:
-        begin, end, block = span.start, span.stop, span.step
+        begin, end = span.start, span.stop
         self.expect(copy.first_block == 0 and len(copy.blocks) == copy.num_blocks, f"save of a part of a chunk: {copy}")
         self.expect(end + self.ahead <= len(prefix), f"{req_id}: {end} tokens saved, {len(prefix)} known (I7)")
         self.expect(end <= computed, f"{req_id}: {end} tokens saved, {computed} computed (I2)")
         self.expect(copy.ticket not in self.tickets, f"ticket {copy.ticket} planned twice (I10)")
         if end + self.ahead > len(prefix):
             return
-        words = self.words(prefix, begin, end, block, number)
+        words = self.words(prefix, begin, end, number)
         known = self.truth.setdefault(copy.key, words)
         self.expect(known == words, f"{req_id}: one key, two prefixes (tokens {begin} to {end} of group {number})")
-        self.tickets[copy.ticket] = Planned(copy.key, words, self.ends(prefix, begin, end, block, number), self.weights)
+        self.tickets[copy.ticket] = Planned(copy.key, words, self.ends(prefix, begin, end, number), self.weights)
 
-    def check_load(self, load: Any, prefix: Prefix, tables: Sequence[Sequence[int]], block: int) -> None:
+    def check_load(self, load: Any, prefix: Prefix, tables: Sequence[Sequence[int]]) -> None:
         """A load fills the blocks that were given for it, each with the chunk of its place (I1, I6)."""
         self.expect(load.load_id not in self.loads, f"load {load.load_id} planned twice (I10)")
         self.loads[load.load_id] = set()
@@ -185,21 +187,22 @@ class Ledger:
         for number, group in enumerate(self.groups):
             named = [b for at, copy in copies(load.chunks) for b in copy.blocks if at == number]
             first = max(begin, group.needs_from(begin + count))
-            wanted = list(tables[number][first // block : (begin + count) // block])
+            wanted = list(tables[number][first // group.block_tokens : (begin + count) // group.block_tokens])
             if load.lost:  # with several groups nothing of it is loaded, and what is lost is told in the main one
                 is_main = number == self._main
                 named, wanted = named + list(load.lost) * is_main, wanted * (is_main or len(self.groups) == 1)
             is_right = named == wanted and 0 not in named
             self.expect(is_right, f"{load.req_id}: load of blocks {named} where {wanted} were given for it (I6), group {number}")
         for number, copy in copies(load.chunks):
-            self._check_copy(load.req_id, number, copy, prefix, tables[number], block)
+            self._check_copy(load.req_id, number, copy, prefix, tables[number])
 
-    def _check_copy(self, req_id: str, number: int, copy: ChunkCopy, prefix: Prefix, table: Sequence[int], block: int) -> None:
+    def _check_copy(self, req_id: str, number: int, copy: ChunkCopy, prefix: Prefix, table: Sequence[int]) -> None:
         if copy.blocks[0] not in table or (words := self.truth.get(copy.key)) is None:
             self.breaches.append(f"{req_id}: load of {copy.key.hex()[:8]}, which was not saved under these weights (I1)")
             return
+        block = self.groups[number].block_tokens
         at = table.index(copy.blocks[0]) * block
-        own = self.words(prefix, at, at + len(copy.blocks) * block, block, number)
+        own = self.words(prefix, at, at + len(copy.blocks) * block, number)
         first = copy.first_block * len(own) // len(copy.blocks)
         is_own = own == words[first : first + len(own)] and bool(own)
         self.expect(is_own, f"{req_id}: another prefix's chunk for tokens {at} on (I1), group {number}")
@@ -239,7 +242,7 @@ class Ledger:
 
     # -- offers ---------------------------------------------------------------------------------------------------
 
-    def check_offer(self, req_id: str, prefix: Prefix, local: int, answer: int | None, block: int, chunk: int) -> None:
+    def check_offer(self, req_id: str, prefix: Prefix, local: int, answer: int | None, unit: int, chunk: int) -> None:
         """What is offered was saved; and all that was saved is offered, unless something may be missing."""
         self.asked[req_id] = (local, answer)
         if answer is None:
@@ -248,9 +251,9 @@ class Ledger:
         most = len(prefix) - are_grouped(self.groups)  # with several groups, or windows only, vLLM cannot go back a token
         if answer:
             self.num_offered += 1
-            is_possible = total <= most and answer % block == 0
+            is_possible = total <= most and answer % unit == 0
             self.expect(is_possible, f"{req_id}: {answer} tokens offered beyond {local} of {len(prefix)}")
-            has_all = all(self._has(number, prefix, local, total, block) for number in range(len(self.groups)))
+            has_all = all(self._has(number, prefix, local, total) for number in range(len(self.groups)))
             self.expect(is_possible and has_all, f"{req_id}: offered {total} tokens, not all of them saved (I1)")
         elif req_id in self.doubtful:
             return
@@ -258,20 +261,21 @@ class Ledger:
             found = self.num_stored(prefix, min(most, len(prefix) - self.ahead), chunk)
             self.expect(total >= found, f"{req_id}: {found} tokens are stored, only {total} offered (local: {local})")
 
-    def _has(self, number: int, prefix: Prefix, begin: int, end: int, block: int) -> bool:
+    def _has(self, number: int, prefix: Prefix, begin: int, end: int) -> bool:
         """Whether all was saved that a hit of ``end`` tokens needs of a group from ``begin`` on."""
+        block = self.groups[number].block_tokens
         begin = max(begin, self.groups[number].needs_from(end) // block * block)
-        ends = self.ends(prefix, begin, end, block, number)
+        ends = self.ends(prefix, begin, end, number)
         return len(ends) == max(0, end - begin) // block and self.saved.issuperset(ends)
 
     def num_stored(self, prefix: Prefix, num_tokens: int, chunk: int, *, states: bool = True) -> int:
         """Tokens of the deepest hit: full chunks that were saved and that nothing took away, and what else it needs there."""
         found = 0
         full = [number for number, group in enumerate(self.groups) if group.kind == "full"]
-        while found + chunk <= num_tokens and all(self._has(number, prefix, found, found + chunk, chunk) for number in full):
+        while found + chunk <= num_tokens and all(self._has(number, prefix, found, found + chunk) for number in full):
             found += chunk
         others = [n for n, group in enumerate(self.groups) if group.kind != "full" and (states or group.kind != "state")]
-        while found and not all(self._has(number, prefix, 0, found, chunk) for number in others):
+        while found and not all(self._has(number, prefix, 0, found) for number in others):
             found -= chunk
         return found
 

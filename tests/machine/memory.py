@@ -51,7 +51,8 @@ class Memory:
         """As a runner registers them: a tensor a layer, a list of tensors where it has states."""
         found: dict[str, Any] = {}
         for number, group in enumerate(self._shape.groups):
-            planes = [[plane[:, :2]] if group.kind == "state" else plane for plane in self.planes]
+            size = group.block_tokens
+            planes = [[plane[:, :2]] if group.kind == "state" else plane[:, :size] for plane in self.planes]
             found |= dict(zip(layer_names(number, group), planes, strict=False))
         return found
 

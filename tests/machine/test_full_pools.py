@@ -14,6 +14,7 @@ from .shape import HAS_GROUPS, Shape
 from .symbols import Spec
 
 KINDS = ("window before full", "local", "state", "six windows", "one window", "two windows", "window and local")
+UNEQUAL = ("window of half blocks", "window of long blocks", "two windows of different blocks")
 pytestmark = pytest.mark.skipif(not HAS_GROUPS, reason="vLLM 0.32 and newer tell connectors enough about several groups")
 
 
@@ -36,13 +37,13 @@ def serve(names: str, blocks: int, stored: int, lengths: tuple[int, ...], load_f
 
 
 @pytest.mark.parametrize("load_failure", [0.05, 1.0])
-@pytest.mark.parametrize("names", KINDS)
+@pytest.mark.parametrize("names", [*KINDS, *UNEQUAL])
 def test_requests_whose_loads_failed_give_way_to_those_behind(names: str, load_failure: float) -> None:
     for blocks in range(15, 31):
         assert serve(names, blocks, 48, (49, 43, 42, 41, 40), load_failure).ledger.doubtful
 
 
-@pytest.mark.parametrize("names", KINDS)
+@pytest.mark.parametrize("names", [*KINDS, *UNEQUAL])
 def test_loads_leave_each_other_room_to_go_on(names: str) -> None:
     for blocks in range(18, 31):
         serve(names, blocks, 32, (56, 33, 55, 34, 54, 35, 53))

@@ -20,6 +20,7 @@ from .shape import HAS_GROUPS
 SEEDS = (1, 2, 3)
 IS_WHOLE = os.environ.get("MODEL_MUTANTS") == "all"
 IN_CI = {
+    "blocks_of_a_chunk_are_turned",
     "keys_without_salt",
     "last_block_of_a_drafter_is_kept",
     "last_group_is_missing_at_a_hit",
@@ -32,6 +33,7 @@ IN_CI = {
     "state_is_saved_under_another_boundary",
     "states_are_not_asked",
     "tables_are_all_the_main_ones",
+    "unit_is_the_main_groups_block",
 }
 """The cheapest to see: each costs less than a CPU second."""
 

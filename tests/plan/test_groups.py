@@ -12,32 +12,49 @@ from kvloft.seam.batch import GroupBatches, Tables
 from kvloft.seam.shape import CacheShape, GroupShape
 
 BLOCK = 4
+"""Tokens of a chunk, which has one block of a group, or several."""
 MAX_BLOCKS = 12
 
-WINDOWS = st.builds(lambda reach: GroupShape(BLOCK, kind="window", reach=reach), st.integers(0, 40))
+SIZES = st.sampled_from([(BLOCK, 1), (BLOCK, 1), (2, 2), (1, 4)])
+"""Tokens of a block, and blocks in a chunk."""
+WINDOWS = st.builds(lambda size, reach: GroupShape(*size, kind="window", reach=reach), SIZES, st.integers(0, 40))
 SOME_WINDOW = WINDOWS.filter(lambda group: group.reach > 0)
 """Without full attention a boundary must need something."""
-LOCALS = st.builds(lambda reach: GroupShape(BLOCK, kind="local", reach=reach), st.integers(1, 40))
-OTHERS = WINDOWS | LOCALS | st.just(GroupShape(BLOCK, kind="state"))
+LOCALS = st.builds(lambda size, reach: GroupShape(*size, kind="local", reach=reach), SIZES, st.integers(1, 40))
+OTHERS = WINDOWS | LOCALS | SIZES.map(lambda size: GroupShape(*size, kind="state"))
 FULL = GroupShape(BLOCK)
+FULLS = SIZES.map(lambda size: GroupShape(*size))
 
 
-def attended(group: GroupShape, boundary: int) -> set[int]:
-    """Chunks with a token that the query at the position behind ``boundary`` may attend to, or the state that it goes on from."""
+def attended_blocks(group: GroupShape, boundary: int) -> set[int]:
+    """Blocks with a token that the query at the position behind ``boundary`` may attend to, or the state that it goes on from."""
     query = boundary * BLOCK
     if group.kind == "state":
-        return {boundary - 1} & set(range(boundary))
+        return {at // group.block_tokens for at in range(max(0, query - 1), query)}
     seen = {
         "full": lambda at: True,
         "window": lambda at: query - at <= group.reach,
         "local": lambda at: at // group.reach == query // group.reach,
     }[group.kind]
-    return {at // BLOCK for at in range(query) if seen(at)}
+    return {at // group.block_tokens for at in range(query) if seen(at)}
 
 
-@given(OTHERS | st.just(FULL), st.integers(0, MAX_BLOCKS))
-def test_a_prefix_needs_the_chunks_that_its_next_token_attends_to(group: GroupShape, boundary: int) -> None:
+def attended(group: GroupShape, boundary: int) -> set[int]:
+    """The same in chunks."""
+    return {block // group.blocks_per_chunk for block in attended_blocks(group, boundary)}
+
+
+@given(OTHERS | FULLS, st.integers(0, MAX_BLOCKS))
+def test_a_prefix_needs_what_its_next_token_attends_to(group: GroupShape, boundary: int) -> None:
     assert set(range(group.first_chunk(boundary), boundary)) == attended(group, boundary)
+    assert set(range(group.first_block(boundary), boundary * group.blocks_per_chunk)) == attended_blocks(group, boundary)
+
+
+@given(OTHERS | FULLS, st.integers(0, MAX_BLOCKS))
+def test_what_is_kept_of_chunks_is_all_that_any_prefix_needs(group: GroupShape, boundary: int) -> None:
+    first_kept = group.blocks_per_chunk - group.kept_blocks
+    assert group.kept_blocks >= 1
+    assert all(block % group.blocks_per_chunk >= first_kept for block in attended_blocks(group, boundary))
 
 
 class Chain:
@@ -57,17 +74,18 @@ class Lease:
         host, stored = ([name in tier for name in self.names] for tier in self.store.tiers)
         return sum(host) - self.lost, sum(stored) - sum(host)
 
-    def batches(self, rows: Sequence[tuple[Sequence[int], int, int, int]]) -> tuple[list[Any], dict[str, int]] | None:
-        assert self.poll()[0] == len(self.names) == sum(stop - start for _, start, stop, _ in rows)
+    def batches(self, rows: Sequence[Any]) -> tuple[list[Any], dict[str, int]] | None:
+        assert self.poll()[0] == len(self.names) == sum(stop - start for _, start, stop, *_ in rows)
         names, found = list(self.names), []
-        for table, start, stop, begin in rows:
+        for table, start, stop, begin, (each, kept) in rows:
             own, names = names[: stop - start], names[stop - start :]
-            pairs = [(name, table[name[1]]) for name in own if name[1] >= begin]
             assert [name[1] for name in own] == list(range(start, stop))
-            if 0 in dict(pairs).values():
+            held = [(name, block) for name in own for block in range((name[1] + 1) * each - kept, (name[1] + 1) * each)]
+            pairs = [(name, table[block]) for name, block in held if block >= begin]
+            if len(pairs) != stop * each - begin or 0 in [block for _, block in pairs]:
                 return None
             found.append(pairs)
-        return found, {"host": len(found[0])}
+        return found, {"host": len({name for name, _ in found[0]})}
 
     def release(self) -> None:
         self.released += 1
@@ -103,7 +121,7 @@ class Store:
 
 @st.composite
 def scenes(draw: st.DrawFn) -> tuple[CacheShape, Store, int, int]:
-    groups = draw(st.permutations([draw(st.just(FULL) | SOME_WINDOW), *draw(st.lists(OTHERS | st.just(FULL), max_size=3))]))
+    groups = draw(st.permutations([draw(FULLS | SOME_WINDOW), *draw(st.lists(OTHERS | FULLS, max_size=3))]))
     shape = CacheShape(tuple(groups))
     names = [(number(shape, nth), block) for nth in range(len(groups)) for block in range(MAX_BLOCKS)]
     sparse = st.sets(st.sampled_from(names))
@@ -144,12 +162,16 @@ def test_a_lease_has_exactly_what_its_boundary_needs_behind_the_blocks_at_hand(
     is_ready = lease.poll() == (boundary, 0)
     assert is_ready or host < boundary
     begin = min(begin, boundary)
-    tables = Tables([[1000 * (nth + 1) + block for block in range(MAX_BLOCKS)] for nth in range(len(shape.groups))], shape.main)  # type: ignore[misc]
+    sizes = [group.blocks_per_chunk for group in shape.groups]
+    tables = Tables(
+        [[1000 * (nth + 1) + block for block in range(MAX_BLOCKS * size)] for nth, size in enumerate(sizes)], shape.main, sizes
+    )  # type: ignore[misc]
     if is_ready and begin < boundary:
         batches, by_tier = lease.batch(tables, begin, boundary)
         loaded: set[Any] = {pair for _, batch in batches.batches for pair in batch}
-        assert {name for name, _ in loaded} == {name for name in needs(shape, boundary) if name[1] >= begin}
-        assert all(block == 1000 * (name[0] or shape.main + 1) + name[1] for name, block in loaded)
+        wanted = [(nth, at) for nth, group in enumerate(shape.groups) for at in attended_blocks(group, boundary)]
+        wanted = [(nth, at) for nth, at in wanted if at >= begin * sizes[nth]]
+        assert loaded == {((number(shape, nth), at // sizes[nth]), 1000 * (nth + 1) + at) for nth, at in wanted}
         assert sum(by_tier.values()) == boundary - begin
         assert len({group for group, _ in batches.batches}) == len(batches.batches)
     lease.release()

@@ -40,3 +40,10 @@ def test_a_request_needs_all_its_blocks_of_full_attention_but_those_of_the_windo
     own, shared = room.need(CHAINS[0], 100, 40, 80)
     assert own == (26 - 10) + (2 + (8 + 16) // 4) + 3
     assert sum(num_blocks for _, num_blocks in shared) == 10
+
+
+def test_where_blocks_differ_in_size_all_of_a_shared_chunk_count() -> None:
+    room = Room((GroupShape(2, 2), GroupShape(4), GroupShape(1, 4, kind="window", reach=8)), 200, step_tokens=16)
+    own, shared = room.need(CHAINS[0], 100, 40, 80)
+    assert own == (26 - 10) + (51 - 20) + (2 + 8 + 16)
+    assert sum(num_blocks for _, num_blocks in shared) == 10 + 20

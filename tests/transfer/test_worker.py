@@ -142,6 +142,15 @@ def test_a_mover_that_cannot_be_made_fails_copies_and_not_steps(store: _core.Ses
     assert len([r for r in caplog.records if "cannot move pages" in r.message]) == 1
 
 
+@pytest.mark.parametrize("kept", [1, PART_BYTES // BLOCK_BYTES + 1])
+def test_frames_must_hold_a_chunk_of_every_group(store: _core.Session, kept: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Also of one that has more blocks in it than the others."""
+    worker = WorkerCore(replace(SHAPE, groups=(GroupShape(16 * kept), GroupShape(16, kept))), rank=0)
+    worker.register([CACHES, CACHES], 7, "test")
+    worker.begin(plan_of(store)._replace(loads=(), saves=()))
+    assert ("cannot move pages" in caplog.text) is (kept > 1)
+
+
 @pytest.mark.parametrize("error", [TypeError, BaseException], ids=["any error", "a panic in Rust"])
 def test_a_request_hears_of_its_load_whatever_breaks(store: _core.Session, error: type[BaseException]) -> None:
     def make(layout: PagedLayout, frames: object) -> IdleMover:

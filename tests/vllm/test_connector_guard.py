@@ -57,7 +57,7 @@ def test_a_request_whose_load_cannot_be_planned_is_told_so(error: type[BaseExcep
     told: list[int] = []
     half = object.__new__(SchedulerHalf)
     half._adapters = None  # type: ignore[assignment]
-    half._main_of_many = None
+    half._new_tables = None
     half.core = SimpleNamespace(admit=fail, fail_load=lambda _, num_tokens, __: told.append(num_tokens))  # type: ignore[assignment]
     request: Any = SimpleNamespace(request_id="r")
     with pytest.raises(error):

@@ -63,7 +63,7 @@ def digest(**changes: Any) -> bytes:
     kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
     assert hasattr(kv, "kv_cache_layout")
     kv.kv_cache_layout = v["layout"]
-    shape = CacheShape((GroupShape(v["block"], v["blocks_per_chunk"]),))
+    shape = CacheShape(v.get("groups") or (GroupShape(v["block"], v["blocks_per_chunk"]),))
     return _core.namespace_digest(namespace_fields(config, v.get("ranks", [kv]), shape, v["user"]))  # type: ignore[arg-type]
 
 
@@ -150,6 +150,13 @@ def test_pages_of_every_rank_count() -> None:
     first = rank("layer", 32)
     assert len({digest(ranks=[first, rank("other", size)]) for size in (32, 64)} | {digest(ranks=[first])}) == 3
     assert digest(ranks=[first, first]) == digest(ranks=[first]), "ranks of one stage are alike"
+
+
+def test_sizes_of_blocks_count_group_by_group() -> None:
+    """Also where all chunks have the same tokens."""
+    full = GroupShape(32)
+    windows = [GroupShape(32 // size, size, kind="window", reach=64) for size in (1, 2, 4)]
+    assert len({digest(groups=(full, window)) for window in windows}) == 3
 
 
 def test_settings_of_adapters_count() -> None:

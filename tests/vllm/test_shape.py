@@ -134,6 +134,10 @@ def test_the_start_line_is_in_units_and_numbers_as_people_write_them() -> None:
     assert tiers_text(Config(host_size=3 << 29), shape_of(16, 4, 4096), disk_path=None, num_frames=1, num_found=0) == (
         "chunks of 64 tokens (4 blocks, 4 KiB), host 1.5 GiB in 1 frame, no disk, eviction adaptive"
     )
+    unequal = CacheShape((GroupShape(64), GroupShape(32, 2, kind="window", reach=63)), part_bytes=8192)
+    assert tiers_text(config, unequal, disk_path=None, num_frames=1, num_found=0).startswith(
+        "chunks of 64 tokens (1 to 2 blocks, 8 KiB), "
+    )
     assert "up to 1 GiB with 0 chunks found" in tiers_text(
         config, shape_of(1, 1, 4096), disk_path="/cache", num_frames=2, num_found=0
     )
@@ -198,3 +202,34 @@ def test_several_groups_share_frames_that_hold_the_largest_chunk() -> None:
     assert shape.part_bytes == part_bytes_for(2 * full.page_size_bytes)
     with pytest.raises(ConfigError, match="chunk_tokens=32 cannot be had"):
         cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)], Config(chunk_tokens=32))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window", "unit", "counts", "kept"),
+    [
+        ((64, 32), 64, 64, (1, 2), (1, 2)),
+        ((64, 32), 32, 64, (1, 2), (1, 1)),
+        ((32, 64), 64, 64, (2, 1), (2, 1)),
+        ((32, 48), 200, 96, (3, 2), (3, 2)),
+    ],
+)
+def test_groups_of_shorter_blocks_have_more_of_them_in_a_chunk(
+    sizes: tuple[int, int], window: int, unit: int, counts: tuple[int, int], kept: tuple[int, int]
+) -> None:
+    """All chunks end where vLLM's hits do; of a window that is shorter than that, no more is kept than it reaches."""
+    kv: Any = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    full = FullAttentionSpec(block_size=sizes[0], **kv)
+    windows = SlidingWindowSpec(block_size=sizes[1], sliding_window=window, **kv)
+    groups = [
+        SimpleNamespace(kv_cache_spec=full, layer_names=["a"]),
+        SimpleNamespace(kv_cache_spec=windows, layer_names=["b", "c"]),
+    ]
+    engine: Any = SimpleNamespace(parallel_config=SimpleNamespace(world_size=1))
+    for chunk_tokens in ("auto", unit):
+        shape = cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)], Config(chunk_tokens=chunk_tokens))  # type: ignore[arg-type]
+        assert (shape.unit, {group.chunk_tokens for group in shape.groups}) == (GroupShape(unit), {unit})
+        assert tuple(group.blocks_per_chunk for group in shape.groups) == counts
+        assert tuple(group.kept_blocks for group in shape.groups) == kept
+        assert shape.part_bytes == part_bytes_for(max(kept[0] * full.page_size_bytes, kept[1] * 2 * windows.page_size_bytes))
+    with pytest.raises(ConfigError, match=f"chunks have {unit} tokens"):
+        cache_shape(engine, [SimpleNamespace(kv_cache_groups=groups)], Config(chunk_tokens=2 * unit))

@@ -199,12 +199,32 @@ def test_several_groups_are_served_unless_one_is_asked_for(specs: tuple[Any, ...
         check_supported(settings(), groups(*specs))
 
 
-@pytest.mark.parametrize(("other", "helps"), [(replace(WINDOW, block_size=64), True), (replace(MAMBA, block_size=64), False)])
+@pytest.mark.parametrize(("other", "helps"), [(replace(CHUNKED, block_size=64), True), (replace(MAMBA, block_size=64), False)])
 def test_where_one_group_would_do_that_is_said(other: Any, helps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "HAS_GROUPS", True)
-    with pytest.raises(UnsupportedError, match="blocks of one size") as caught:
+    with pytest.raises(UnsupportedError, match="all blocks have one size") as caught:
         check_supported(settings(), groups(FULL, other))
     assert ('kv_groups set to "one"' in str(caught.value)) is helps
+
+
+@pytest.mark.parametrize("alignment", [None, 64, 96])
+def test_windows_and_full_attention_may_have_blocks_of_different_sizes(
+    alignment: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where hits end with whole blocks of all of them; vLLM says so, or says nothing where it has no prefix cache."""
+    monkeypatch.setattr(support, "HAS_GROUPS", True)
+    several = groups(replace(FULL, block_size=alignment or 64), WINDOW)
+    several.cache_hit_alignment_tokens = alignment
+    check_supported(settings(speculative_config=SimpleNamespace(method="ngram")), several)
+    several.cache_hit_alignment_tokens = 32
+    with pytest.raises(UnsupportedError, match="hits at multiples of 32"):
+        check_supported(settings(), several)
+
+
+def test_a_drafter_with_kv_of_its_own_is_refused_beside_blocks_of_different_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "HAS_GROUPS", True)
+    with pytest.raises(UnsupportedError, match="32 and 64 tokens yet: a drafter with KV of its own never ran"):
+        check_supported(settings(speculative_config=SimpleNamespace(method="mtp")), groups(replace(FULL, block_size=64), WINDOW))
 
 
 @pytest.mark.parametrize(
@@ -212,7 +232,7 @@ def test_where_one_group_would_do_that_is_said(other: Any, helps: bool, monkeypa
     [
         ({}, (CHUNKED, CHUNKED), "attends to all tokens"),
         ({}, (replace(WINDOW, sliding_window=1),), "attends to all tokens"),
-        ({}, (FULL, replace(WINDOW, block_size=64)), "blocks of one size"),
+        ({}, (FULL, replace(CHUNKED, block_size=64)), "all blocks have one size"),
         ({}, (FULL, per_layer(FULL, WINDOW)), "SimpleNamespace"),
     ],
 )

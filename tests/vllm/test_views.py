@@ -1,5 +1,6 @@
 """vLLM's requests and steps as views: real Request objects, both shapes of a resumed request, mixed prompts, KV from elsewhere."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,10 +11,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import CachedRequestData
 from vllm.v1.request import Request
 
+from kvloft.seam.batch import Tables
+from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.seam.views import EmbedRows
 from kvloft.vllm import views
 from kvloft.vllm.identity.adapters import AdapterNames
-from kvloft.vllm.views import VllmRequest, view_grouped_step, view_step
+from kvloft.vllm.views import VllmRequest, tables_of, view_grouped_step, view_step
 
 
 def request(**changes: Any) -> Request:
@@ -138,10 +141,20 @@ def test_with_several_groups_all_blocks_are_told_and_tables_are_asked_for() -> N
     step.kv_connector_block_state = SimpleNamespace(
         resolve_block_ids=tables.get, boundary_state_offloads={"a": [(1, 6, 48)], "z": [(1, 9, 16)]}
     )
-    view = view_grouped_step(step, 1)
+    view = view_grouped_step(step, partial(Tables, main=1))
     assert {req_id: list(blocks) for req_id, blocks in view.grown} == {"a": [4, 5, 6], "n": [1, 2, 3], "b": [7, 8]}
     assert [(new.req_id, list(new.block_ids)) for new in view.new] == [("n", []), ("b", [])]
     assert view.states == [("a", 1, 6, 48)], "a preempted request's blocks are another's by now"
     found: Any = view.tables
     assert (found("a").tables, found("a")[:1], len(found("a"))) == (tables["a"], [5], 2)
     assert found("gone") is None
+
+
+def test_tables_are_counted_in_chunks_of_the_main_group() -> None:
+    """Where blocks differ in size, a chunk has several of a group: tables end in the midst of one while a request grows."""
+    shape = CacheShape((GroupShape(16, 2, kind="window", reach=40), GroupShape(8, 4), GroupShape(32)))
+    tables = tables_of(shape)([[0, 4, 5], [11, 12, 13, 14, 15], [7, 8]])
+    assert (len(tables), tables[:1], tables[1:], tables[0:0]) == (1, [11, 12, 13, 14], [15], [])
+    assert [tables.of(group, slice(0, 1)) for group in range(3)] == [[0, 4], [11, 12, 13, 14], [7]]
+    assert [tables.size_of(group) for group in range(3)] == [2, 4, 1]
+    assert tables_of(CacheShape((GroupShape(16), GroupShape(16, kind="state"))))([[1], [2]]).per_chunk is None

@@ -157,7 +157,7 @@ def test_a_worker_whose_engine_zeroes_new_blocks_has_its_gathers_first(zeroes: b
         planes=[SimpleNamespace(storage=storage, base=0, block_stride=1, page_bytes=1)], block_bytes=4096, digest=b""
     )
     window: Any = SimpleNamespace(memory=None)
-    choose_mover([layout], 1, settings)(window)
+    choose_mover([layout], [1], settings)(window)
     assert given == [zeroes]
 
 

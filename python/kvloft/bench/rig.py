@@ -98,7 +98,7 @@ class Rig:
         part = -(-(case.block_bytes + TRAILER_BYTES) // 4096) * 4096
         memory = host.memory(part, 2 * self.num_chunks)
         kernels = Kernels(layout, self.buffer.device, cache_dir, macros=macros)
-        self.mover = CudaMover([(layout, kernels)], memory, blocks_per_chunk=1, tuning=tuning)
+        self.mover = CudaMover([(layout, kernels)], memory, blocks_per_chunk=[1], tuning=tuning)
         self.mover.wait_pinned()
         order = list(map(BlockId, random.Random(1).sample(range(1, num_blocks), 2 * self.num_chunks)))
         self._from, self._to = order[: self.num_chunks], order[self.num_chunks :]

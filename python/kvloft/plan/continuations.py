@@ -23,23 +23,31 @@ class Continuations:
         """The request itself filled its first ``num_blocks`` blocks, but for those that vLLM had."""
         for nth in range(max(tracker.num_local_blocks, tracker.num_noted), num_blocks):
             key = tracker.chain.key(nth)
-            for table in _tables(tracker):
-                self._keys.update((block, key) for block in table[nth : nth + 1])
+            for table, size in _tables(tracker):
+                self._keys.update((block, key) for block in table[nth * size : (nth + 1) * size])
         tracker.num_noted = max(tracker.num_noted, num_blocks)
 
     def forget(self, tracker: Tracker) -> None:
         """The request writes to its blocks what is not to be saved: whose those were before says nothing of them now."""
-        for table in _tables(tracker):
-            for block in table[max(tracker.num_local_blocks, tracker.num_noted) :]:
+        for table, size in _tables(tracker):
+            for block in table[max(tracker.num_local_blocks, tracker.num_noted) * size :]:
                 self._keys.pop(block, None)
         tracker.num_noted = max(tracker.num_noted, len(tracker.blocks))
 
     def are_its_own(self, tracker: Tracker, blocks: Sequence[BlockId]) -> bool:
         """Whether those of ``blocks`` that vLLM had are known to be of the request's own continuation."""
         wanted = set(blocks)
-        local = (row for table in _tables(tracker) for row in enumerate(table[: tracker.num_local_blocks]))
-        return all(self._keys.get(block) == tracker.chain.key(nth) for nth, block in local if block in wanted)
+        for table, size in _tables(tracker):
+            local = enumerate(table[: tracker.num_local_blocks * size])
+            if any(self._keys.get(block) != tracker.chain.key(nth // size) for nth, block in local if block in wanted):
+                return False
+        return True
 
 
-def _tables(tracker: Tracker) -> Iterator[Sequence[BlockId]]:
-    yield from tracker.blocks.tables if isinstance(tracker.blocks, Tables) else (tracker.blocks,)
+def _tables(tracker: Tracker) -> Iterator[tuple[Sequence[BlockId], int]]:
+    """Each group's, and how many blocks of it have one key."""
+    blocks = tracker.blocks
+    if not isinstance(blocks, Tables):
+        yield blocks, 1
+    else:
+        yield from ((table, blocks.size_of(group)) for group, table in enumerate(blocks.tables))

@@ -66,7 +66,7 @@ class SchedulerCore:
         room: Room | None = None,
     ) -> None:
         self._store, self._new_chain, self._clock, self._arena = store, new_chain, clock, arena
-        self._group, self._num_ranks, self._lookahead = shape.main_group, shape.num_ranks, shape.lookahead
+        self._group, self._num_ranks, self._lookahead = shape.unit, shape.num_ranks, shape.lookahead
         self._groups = GroupedChunks(store, shape) if shape.is_grouped else None
         self._is_dense = self._groups is None or self._groups.is_dense
         self._continuations = Continuations() if shape.lookahead or draft_limit is not None else None

@@ -59,8 +59,9 @@ class Room:
                     own += min(whole, 3) + self.num_drafts
         if not (full := [group for group in self.groups if group.kind == "full"]):
             return Need(own, [])
-        strides = self._pins.strides(chain, local_tokens // full[0].block_tokens)
-        return Need(own, [(key, num_blocks * len(full)) for key, num_blocks in strides])
+        strides = self._pins.strides(chain, local_tokens // full[0].chunk_tokens)
+        per_chunk = sum(group.blocks_per_chunk for group in full)
+        return Need(own, [(key, num_chunks * per_chunk) for key, num_chunks in strides])
 
     def has(self, need: Need) -> bool:
         """Whether it fits beside all others; alone anything does, or vLLM says so."""

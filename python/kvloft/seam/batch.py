@@ -61,15 +61,28 @@ class GroupBatches:
 
 
 class Tables:
-    """A request's block tables, one a group; its length and its slices are those of group ``main``."""
+    """A request's block tables, one a group; its length and its slices are those of group ``main``, in chunks.
 
-    __slots__ = ("main", "tables")
+    ``per_chunk``: blocks of each group in a chunk; None: one.
+    """
 
-    def __init__(self, tables: Sequence[Sequence[BlockId]], main: int) -> None:
-        self.tables, self.main = tables, main
+    __slots__ = ("main", "per_chunk", "tables")
+
+    def __init__(self, tables: Sequence[Sequence[BlockId]], main: int, per_chunk: Sequence[int] | None = None) -> None:
+        self.tables, self.main, self.per_chunk = tables, main, per_chunk
 
     def __len__(self) -> int:
-        return len(self.tables[self.main])
+        return len(self.tables[self.main]) // self.size_of(self.main)
 
-    def __getitem__(self, blocks: slice) -> Sequence[BlockId]:
-        return self.tables[self.main][blocks]
+    def __getitem__(self, chunks: slice) -> Sequence[BlockId]:
+        return self.of(self.main, chunks)
+
+    def size_of(self, group: int) -> int:
+        """Blocks of a group in a chunk."""
+        return self.per_chunk[group] if self.per_chunk else 1
+
+    def of(self, group: int, chunks: slice) -> Sequence[BlockId]:
+        """The blocks of a group in ``chunks``, of which neither end is negative."""
+        size = self.size_of(group)
+        start, stop = chunks.start, chunks.stop
+        return self.tables[group][start and start * size : stop and stop * size]

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 
@@ -14,7 +14,8 @@ class GroupShape:
     """One KV cache group: layers that share a block table. Sizes are in tokens and blocks.
 
     ``kind`` says which blocks a prefix of L tokens needs: "full" all of them; "window" those of the last ``reach`` tokens before
-    L; "local" those of the local chunk of ``reach`` tokens that L cuts; "state" the one state after L tokens.
+    L; "local" those of the local chunk of ``reach`` tokens that L cuts; "state" the one state after L tokens. Chunks of all groups
+    end at the same tokens, so a group of shorter blocks has more of them in each.
     """
 
     block_tokens: int
@@ -26,18 +27,28 @@ class GroupShape:
     def chunk_tokens(self) -> int:
         return self.block_tokens * self.blocks_per_chunk
 
+    @property
+    def kept_blocks(self) -> int:
+        """How many of a chunk's blocks are kept, the last ones: no prefix needs more, and vLLM may have given up those before."""
+        reached = max(1, -(-self.reach // self.block_tokens))
+        return min(self.blocks_per_chunk, reached) if self.kind == "window" else self.blocks_per_chunk
+
     def first_chunk(self, boundary: int) -> int:
         """The first chunk that a prefix of ``boundary`` chunks needs; all from there to the boundary are needed."""
+        return self.first_block(boundary) // self.blocks_per_chunk
+
+    def first_block(self, boundary: int) -> int:
+        """The same in blocks: it may be in the midst of a chunk."""
         num_tokens = boundary * self.chunk_tokens
         match self.kind:
             case "full":
                 return 0
             case "window":
-                return max(0, num_tokens - self.reach) // self.chunk_tokens
+                return max(0, num_tokens - self.reach) // self.block_tokens
             case "local":
-                return num_tokens // self.reach * self.reach // self.chunk_tokens
+                return num_tokens // self.reach * self.reach // self.block_tokens
             case "state":
-                return max(0, boundary - 1)
+                return max(0, boundary * self.blocks_per_chunk - 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +78,14 @@ class CacheShape:
 
     @property
     def main_group(self) -> GroupShape:
-        """That group; from one key to the next is one of its blocks."""
+        """That group."""
         return self.groups[self.main]
+
+    @property
+    def unit(self) -> GroupShape:
+        """What a request is counted in: blocks from one key to the next. Where ``is_grouped`` one is a chunk of each group."""
+        main = self.main_group
+        return replace(main, block_tokens=main.chunk_tokens, blocks_per_chunk=1) if self.is_grouped else main
 
     @property
     def is_grouped(self) -> bool:

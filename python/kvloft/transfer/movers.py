@@ -44,9 +44,12 @@ def for_each(make: MakeMover, layouts: Sequence[PagedLayout], *, is_grouped: boo
 
 
 def choose_mover(
-    layouts: Sequence[PagedLayout], blocks_per_chunk: int, settings: MoverSettings, *, is_grouped: bool = False
+    layouts: Sequence[PagedLayout], blocks_per_chunk: Sequence[int], settings: MoverSettings, *, is_grouped: bool = False
 ) -> Callable[[FrameWindow], Mover]:
-    """Raises UnsupportedError if the KV is on a GPU whose kernels cannot be had, unless settings allow torch's copies."""
+    """``blocks_per_chunk``: that a frame holds, of each layout.
+
+    Raises UnsupportedError if the KV is on a GPU whose kernels cannot be had, unless settings allow torch's copies.
+    """
     device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     if device.type == "cpu":
         return for_each(CpuMover, layouts, is_grouped=is_grouped)

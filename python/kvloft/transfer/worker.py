@@ -70,14 +70,14 @@ class WorkerCore:
         some = next(filter(None, groups), {})
         first = read_layout(some, num_blocks, fingerprint)
         layouts = [read_layout(group, num_blocks, fingerprint) if group else without_pages(first) for group in groups]
-        blocks_per_chunk, given = self._shape.main_group.blocks_per_chunk, self._given_make_mover
+        kept, given = [group.kept_blocks for group in self._shape.groups], self._given_make_mover
         is_grouped = self._shape.is_grouped
         self._make = (
             for_each(given, layouts, is_grouped=is_grouped)
             if given
-            else choose_mover(layouts, blocks_per_chunk, self._settings, is_grouped=is_grouped)
+            else choose_mover(layouts, kept, self._settings, is_grouped=is_grouped)
         )
-        self._payload_bytes = max(layout.block_bytes for layout in layouts) * blocks_per_chunk
+        self._payload_bytes = max(layout.block_bytes * num_blocks for layout, num_blocks in zip(layouts, kept, strict=True))
         return first
 
     def begin(self, plan: StepPlan) -> None:

@@ -24,7 +24,6 @@ from kvloft.errors import ConfigError
 from kvloft.machine import warnings
 from kvloft.plan import SchedulerCore
 from kvloft.plan.breaker import MAX_FAILED_LOADS, RETRY_S
-from kvloft.seam.batch import Tables
 from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import StepPlan
 from kvloft.seam.shape import CacheShape
@@ -39,7 +38,7 @@ from kvloft.vllm.shape import draft_limit, room_of
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
 from kvloft.vllm.support import transfer_warnings
 from kvloft.vllm.telling import Teller
-from kvloft.vllm.views import VllmRequest, view_grouped_step, view_step
+from kvloft.vllm.views import VllmRequest, tables_of, view_grouped_step, view_step
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -76,8 +75,9 @@ ONE_S_OWN_WEIGHTS = (
 
 def tiers_text(config: Config, shape: CacheShape, *, disk_path: str | None, num_frames: int, num_found: int) -> str:
     """What the log says at start about chunks and tiers; ``num_found`` chunks were in this engine's ``disk_path`` already."""
-    group, frame = shape.main_group, size_text(shape.frame_bytes)
-    chunk = f"{_count(group.chunk_tokens, 'token')} ({_count(group.blocks_per_chunk, 'block')}, {frame})"
+    counts = sorted({group.blocks_per_chunk for group in shape.groups})
+    blocks = _count(counts[0], "block") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} blocks"
+    chunk = f"{_count(shape.main_group.chunk_tokens, 'token')} ({blocks}, {size_text(shape.frame_bytes)})"
     if config.server is not None:
         return f"chunks of {chunk}, server {config.socket} with {_count(num_frames, 'frame')}"
     host = f"host {size_text(config.host_size)} in {_count(num_frames, 'frame')}"
@@ -98,9 +98,9 @@ class SchedulerHalf:
         """``ranks``: the KV cache config of every rank, as far as it is known; the first is this process's."""
         for warning in warnings(config):  # first, for the store makes its directory
             logger.warning("kvloft: %s", warning)
-        self._block_tokens, self._lookahead = shape.main_group.block_tokens, shape.lookahead
-        self._main_of_many = shape.main if shape.is_grouped else None
-        """With several KV cache groups, which is the main one."""
+        self._block_tokens, self._lookahead = shape.unit.block_tokens, shape.lookahead
+        self._new_tables = tables_of(shape) if shape.is_grouped else None
+        """With several KV cache groups, or one that keeps a part: makes `Tables` of vLLM's."""
         has_adapters = getattr(vllm_config, "lora_config", None) is not None
         is_blind = settle([*OF_EVERY_ENGINE, *([ADD_ADAPTER] * has_adapters)])
         fields = namespace_fields(vllm_config, ranks, shape, config.namespace)
@@ -188,8 +188,7 @@ class SchedulerHalf:
 
     def admit(self, request: Request, tables: tuple[list[int], ...], num_external_tokens: int) -> None:
         """A load that cannot be planned is reported as failed, for its request waits until it hears something."""
-        main = self._main_of_many
-        block_ids: Any = tables[0] if main is None else Tables(tables, main)  # type: ignore[arg-type]
+        block_ids: Any = tables[0] if self._new_tables is None else self._new_tables(tables)
         try:
             self.core.admit(VllmRequest(request, self._adapters), num_external_tokens, block_ids)
         except BaseException:  # a panic in Rust is no Exception
@@ -198,8 +197,8 @@ class SchedulerHalf:
             raise
 
     def plan_step(self, output: SchedulerOutput) -> StepPlan:
-        main = self._main_of_many
-        return self.core.plan_step(view_step(output) if main is None else view_grouped_step(output, main))
+        new_tables = self._new_tables
+        return self.core.plan_step(view_step(output) if new_tables is None else view_grouped_step(output, new_tables))
 
     def reset(self) -> None:
         """Forget everything; but a pause that keeps the weights makes nothing wrong, so what is there stays.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import lcm
 from typing import Any, Literal
 
 from vllm.distributed.utils import get_pp_indices
@@ -29,10 +30,10 @@ def cache_shape(vllm_config: Any, ranks: Sequence[Any], config: Config) -> Cache
     where stages differ: how large they are it learns with the arena. Raises ConfigError where ``chunk_tokens`` does not fit vLLM's
     block size.
     """
-    groups = tuple(group_shape(spec) for spec in group_specs(ranks[0]))
-    largest = max(map(largest_block_bytes, ranks))
+    groups = in_chunks([group_shape(spec) for spec in group_specs(ranks[0])])
     if (grouped := CacheShape(groups)).is_grouped:
-        return _grouped_shape(vllm_config, largest, config, grouped)
+        return _grouped_shape(vllm_config, ranks, config, grouped)
+    largest = max(map(largest_block_bytes, ranks))
     block_tokens = groups[0].block_tokens
     has_stages = getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1) > 1
     # A rank knows the size of its own stage's blocks only, and all must choose alike.
@@ -46,16 +47,24 @@ def cache_shape(vllm_config: Any, ranks: Sequence[Any], config: Config) -> Cache
     )
 
 
-def _grouped_shape(vllm_config: Any, largest: int, config: Config, shape: CacheShape) -> CacheShape:
-    """``shape`` with its sizes. A chunk is one block of a group: `check_supported` has refused groups whose blocks differ."""
-    if config.chunk_tokens not in ("auto", block_tokens := shape.main_group.block_tokens):
+def in_chunks(groups: Sequence[GroupShape]) -> tuple[GroupShape, ...]:
+    """``groups`` with chunks of as few tokens as are whole blocks of each: there vLLM's own hits end."""
+    tokens = lcm(*(group.block_tokens for group in groups))
+    return tuple(replace(group, blocks_per_chunk=tokens // group.block_tokens) for group in groups)
+
+
+def _grouped_shape(vllm_config: Any, ranks: Sequence[Any], config: Config, shape: CacheShape) -> CacheShape:
+    """``shape`` with its sizes."""
+    if config.chunk_tokens not in ("auto", tokens := shape.unit.block_tokens):
         way_out = ", or set kv_groups to 'one'" if len(shape.groups) > 1 else ""
         raise ConfigError(
             f"chunk_tokens={config.chunk_tokens} cannot be had with several KV cache groups or windows in every layer, whose "
-            f"chunks are blocks of {block_tokens} tokens; leave it at 'auto'{way_out}"
+            f"chunks have {tokens} tokens; leave it at 'auto'{way_out}"
         )
+    kept = [group.kept_blocks for group in shape.groups]
+    payload = max(num * size for rank in ranks for num, size in zip(kept, group_block_bytes(rank), strict=True))
     num_ranks = vllm_config.parallel_config.world_size
-    return replace(shape, part_bytes=part_bytes_for(largest), num_ranks=num_ranks, lookahead=lookahead(vllm_config))
+    return replace(shape, part_bytes=part_bytes_for(payload), num_ranks=num_ranks, lookahead=lookahead(vllm_config))
 
 
 HIDDEN_DRAFTERS = ("eagle", "eagle3", "mtp")
@@ -153,10 +162,15 @@ def stage_layers(vllm_config: Any) -> list[int]:
     return [end - start for start, end in (get_pp_indices(total, stage, size) for stage in range(size))]
 
 
-def largest_block_bytes(kv_cache_config: Any) -> int:
-    """Bytes of one block of the group that keeps most, on the rank whose config it is."""
+def group_block_bytes(kv_cache_config: Any) -> list[int]:
+    """Bytes of one block of each group, on the rank whose config it is."""
     bytes_of = page_bytes(kv_cache_config)
-    return max(sum(bytes_of[name] for name in names) for names in group_layers(kv_cache_config))
+    return [sum(bytes_of[name] for name in names) for names in group_layers(kv_cache_config)]
+
+
+def largest_block_bytes(kv_cache_config: Any) -> int:
+    """Of the group that keeps most."""
+    return max(group_block_bytes(kv_cache_config))
 
 
 def choose_blocks(config: Config, block_tokens: int, block_bytes: int) -> int:

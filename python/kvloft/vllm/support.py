@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import chain
+from math import lcm
 from typing import Any
 
 from vllm.config import VllmConfig
@@ -101,16 +102,7 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
         yield "serves models where some layer attends to all tokens or to a window of more than one"
     if None in kinds:
         yield f"has no rule for KV kept as {type(specs[kinds.index(None)]).__name__}"
-    blocks = sorted({spec.block_size for spec in specs})
-    alignment = getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or blocks[0]
-    if len(blocks) != 1 or blocks[0] % alignment:
-        sizes = " and ".join(map(str, blocks))
-        yield f"serves groups with blocks of one size, and here they have {sizes} tokens, with hits at multiples of {alignment}"
-    if "state" in kinds and alignment < blocks[0]:
-        yield (
-            f"keeps states at the ends of blocks of {blocks[0]} tokens, and here vLLM keeps them at multiples of {alignment} only, "
-            "where prompts end; leave --prefix-match-unit out"
-        )
+    yield from _of_block_sizes(vllm_config, kv_cache_config, specs)
     if any(getattr(spec, "mamba_cache_mode", "align") != "align" for spec in specs):
         yield "serves states that vLLM keeps at blocks' ends; set --mamba-cache-mode align, with prefix caching"
     if "state" in kinds and vllm_config.speculative_config is not None:
@@ -118,6 +110,34 @@ def _of_groups(vllm_config: Any, kv_cache_config: Any) -> Iterator[str]:
     odd = {"enable_kv_transfer": False, "host_resident": True}
     if any(getattr(group, name, not value) == value for group in groups for name, value in odd.items()):
         yield "does not serve groups that are kept elsewhere than in blocks"
+
+
+def _of_block_sizes(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) -> Iterator[str]:
+    """Where blocks differ in size, hits end at multiples of all sizes, and a chunk has several blocks of a group."""
+    blocks = sorted({spec.block_size for spec in specs})
+    unit = lcm(*blocks)
+    alignment = getattr(kv_cache_config, "cache_hit_alignment_tokens", None) or unit
+    sizes = f"{' and '.join(map(str, blocks))} tokens"
+    if alignment != unit and (len(blocks) != 1 or unit % alignment):
+        yield f"serves hits that end where blocks of all groups do; here they have {sizes}, with hits at multiples of {alignment}"
+    if len(blocks) == 1:
+        if alignment < unit and any(hasattr(spec, "mamba_cache_mode") for spec in specs):
+            yield (
+                f"keeps states at the ends of blocks of {unit} tokens, and here vLLM keeps them at multiples of {alignment} only, "
+                "where prompts end; leave --prefix-match-unit out"
+            )
+        return
+    if not {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs} <= {"full", "window"}:
+        yield f"serves states and local chunks where all blocks have one size, and here they have {sizes}"
+    if has_draft_kv(vllm_config):
+        yield from _of_drafts_beside_blocks(vllm_config, sizes)
+
+
+def _of_drafts_beside_blocks(vllm_config: Any, sizes: str) -> Iterator[str]:
+    yield (
+        f"does not serve {vllm_config.speculative_config.method!r} beside groups with blocks of {sizes} yet: a drafter with KV of "
+        "its own never ran with such a model"
+    )
 
 
 def _of_drafts_beside_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:

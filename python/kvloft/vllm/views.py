@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -17,6 +18,7 @@ import torch
 from kvloft import _core
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.shape import CacheShape
 from kvloft.seam.views import BoundaryState, EmbedRows, MediaItem, NewRequest, RequestView, StepView
 from kvloft.vllm.identity.adapters import AdapterNames
 
@@ -107,7 +109,16 @@ def _rows(tensor: torch.Tensor, begin: int, end: int) -> EmbedRows:
     return EmbedRows(begin, end - begin, raw, str(tensor.dtype).removeprefix("torch."), tensor.shape[-1])
 
 
-def view_grouped_step(output: SchedulerOutput, main: int) -> StepView:
+NewTables = Callable[[Any], Tables]
+
+
+def tables_of(shape: CacheShape) -> NewTables:
+    """What makes `Tables` of vLLM's tables, one a group of ``shape``."""
+    per_chunk = [group.blocks_per_chunk for group in shape.groups]
+    return partial(Tables, main=shape.main, per_chunk=per_chunk if max(per_chunk) > 1 else None)
+
+
+def view_grouped_step(output: SchedulerOutput, new_tables: NewTables) -> StepView:
     """The same with several groups: tables as vLLM has them now, and all blocks that a request got, as if it had grown by them."""
     flat = view_step(output, flatten)
     state = output.kv_connector_block_state
@@ -117,7 +128,7 @@ def view_grouped_step(output: SchedulerOutput, main: int) -> StepView:
 
     def tables(req_id: ReqId) -> Tables | None:
         found = state.resolve_block_ids(req_id)
-        return Tables(cast(Any, found), main) if found else None
+        return new_tables(found) if found else None
 
     return flat._replace(
         new=[replace(new, block_ids=()) for new in flat.new], grown=grown, tables=tables,

@@ -75,6 +75,19 @@ pub struct BlocksByTier {
     pub disk: u32,
 }
 
+impl BlocksByTier {
+    pub(crate) fn add(&mut self, tier: TierName, num: u32) {
+        *match tier {
+            TierName::Host => &mut self.host,
+            TierName::Disk => &mut self.disk,
+        } += num;
+    }
+
+    pub(crate) fn total(self) -> u32 {
+        self.host + self.disk
+    }
+}
+
 fn invalid(what: &'static str) -> Error {
     Error::new(ErrorKind::InvalidConfig, what)
 }
@@ -140,17 +153,19 @@ impl ChunkBatch {
         }
     }
 
-    /// What was reserved, to be filled from the blocks that `table` names, which begins with block `first` of the prefix. Its
-    /// tickets are the store's numbers. `InvalidConfig` for a chunk outside the table, or a negative number in it.
+    /// What was reserved, to be filled from the blocks that `table` names, `each` for one of the store's, from block `first` of the
+    /// prefix on. Its tickets are the store's numbers. `InvalidConfig` for a chunk outside the table, or a negative number in it.
     ///
     /// A chunk with a null block is left out: the numbers of such chunks come back beside the batch.
-    pub fn of_saves(reserved: &[Reservation], table: &[i32], first: u32) -> Result<(Self, Vec<u64>)> {
+    pub fn of_saves(reserved: &[Reservation], table: &[i32], first: u32, each: u32) -> Result<(Self, Vec<u64>)> {
         check_table(table)?;
         let mut batch = Self::with_capacity(reserved.len());
         let mut without_kv = Vec::new();
         for chunk in reserved {
             let from = chunk.first_block.checked_sub(first).ok_or_else(|| invalid("a chunk before the block table"))?;
-            let blocks = table.get(from as usize..).and_then(|rest| rest.get(..chunk.num_blocks as usize));
+            let (from, num_blocks) =
+                (from.saturating_mul(each) as usize, chunk.num_blocks.saturating_mul(each) as usize);
+            let blocks = table.get(from..).and_then(|rest| rest.get(..num_blocks));
             let blocks = blocks.ok_or_else(|| invalid("the block table is too short"))?;
             if blocks.contains(&NULL_BLOCK) {
                 without_kv.push(chunk.ticket);
@@ -186,10 +201,7 @@ impl ChunkBatch {
             let not_wanted = |blocks: Range<u32>| blocks.map(|_| NOT_WANTED);
             let blocks = not_wanted(chunk.first_block..lo).chain(wanted.iter().copied());
             batch.push(chunk.frame.0, chunk.key.0, blocks.chain(not_wanted(hi..chunk_end)));
-            *match chunk.tier {
-                TierName::Host => &mut by_tier.host,
-                TierName::Disk => &mut by_tier.disk,
-            } += hi - lo;
+            by_tier.add(chunk.tier, hi - lo);
         }
         Ok((batch, by_tier))
     }

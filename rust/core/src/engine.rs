@@ -15,7 +15,7 @@ use crate::Result;
 use crate::batch::{BlocksByTier, ChunkBatch, NULL_BLOCK};
 use crate::key::ChunkKey;
 use crate::session::{LeaseId, Session};
-use crate::store::ToSave;
+use crate::store::{LeasedFrame, ToSave};
 
 /// Chunks of one prefix to be saved.
 #[derive(Debug, Clone, Copy)]
@@ -26,17 +26,51 @@ pub struct SaveRow<'a> {
     pub table: &'a [i32],
     /// Where in the prefix the table begins.
     pub first: u32,
+    /// How many of them hold one block of the store.
+    pub each: u32,
     /// Discarded once the chunk with the table's last block is committed.
     pub replaced: Option<ChunkKey>,
+}
+
+/// How many blocks of a group's table are in one block of the store, and how many of those, the last ones, it keeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Cut {
+    /// At least one.
+    pub each: u32,
+    /// At least one, and at most as many.
+    pub kept: u32,
 }
 
 /// Blocks of one group that a lease has.
 #[derive(Debug, Clone)]
 pub struct LoadRow<'a> {
-    /// All of them.
+    /// All of them, as the store counts.
     pub blocks: Range<u32>,
-    /// Where the last of them go to; those before are not loaded.
+    /// Where the last of them go to, in blocks of the group; those before are not loaded.
     pub table: &'a [i32],
+    /// What of the table is in one of the store's.
+    pub cut: Cut,
+}
+
+impl LoadRow<'_> {
+    /// The first block of the group's table that is loaded; None if the row begins before that.
+    fn begin(&self) -> Option<u32> {
+        self.blocks.end.checked_mul(self.cut.each)?.checked_sub(u32::try_from(self.table.len()).ok()?)
+    }
+
+    /// What `leased` chunks hold of the row; None unless that is the whole table. And how many of them are loaded, by tier.
+    fn batch(&self, leased: &mut [LeasedFrame]) -> Result<Option<(ChunkBatch, BlocksByTier)>> {
+        let Cut { each, kept } = self.cut;
+        let Some(begin) = self.begin() else { return Ok(None) };
+        let mut by_tier = BlocksByTier::default();
+        for (chunk, block) in leased.iter_mut().zip(self.blocks.clone()) {
+            let end = (block + 1) * each; // no overflow: the row's last one has none
+            (chunk.first_block, chunk.num_blocks) = (end - kept, kept);
+            by_tier.add(chunk.tier, u32::from(end > begin));
+        }
+        let (batch, loaded) = ChunkBatch::of_loads(leased, self.table, begin)?;
+        Ok((loaded.total() as usize == self.table.len()).then_some((batch, by_tier)))
+    }
 }
 
 /// One chunk that is being saved.
@@ -140,7 +174,7 @@ impl EngineSession {
     }
 
     /// What a lease on several prefixes covers: its chunks in their order are those of each row, one a block. None if one of them is
-    /// not there, or has no block to go to. `InvalidConfig` for a negative number in a table.
+    /// not there, or has no block to go to. The tiers count chunks. `InvalidConfig` for a negative number in a table.
     pub fn load_rows(&self, lease: LeaseId, rows: &[LoadRow<'_>]) -> Result<Option<Vec<(ChunkBatch, BlocksByTier)>>> {
         let mut leased = self.session.frames(lease);
         let num_blocks: usize = rows.iter().map(|row| row.blocks.len()).sum();
@@ -152,13 +186,9 @@ impl EngineSession {
         let mut batch = |row: &LoadRow<'_>| {
             let (own, behind) = std::mem::take(&mut rest).split_at_mut(row.blocks.len());
             rest = behind;
-            for (chunk, block) in own.iter_mut().zip(row.blocks.clone()) {
-                chunk.first_block = block;
-            }
-            let num_wanted = u32::try_from(row.table.len()).unwrap_or(u32::MAX);
-            ChunkBatch::of_loads(own, row.table, row.blocks.end.saturating_sub(num_wanted))
+            row.batch(own)
         };
-        rows.iter().map(&mut batch).collect::<Result<_>>().map(Some)
+        rows.iter().map(&mut batch).collect()
     }
 
     /// Reserves frames for what is missing of each row's range, to be filled from its table; and how many chunks could not be had.
@@ -172,7 +202,7 @@ impl EngineSession {
         for (row, got) in rows.iter().zip(&got) {
             let (own, behind) = rest.split_at(got.num_reserved.min(rest.len()));
             rest = behind;
-            let batch = ChunkBatch::of_saves(own, row.table, row.first);
+            let batch = ChunkBatch::of_saves(own, row.table, row.first, row.each);
             batches.push(batch.inspect_err(|_| self.give_back(reserved.iter().map(|chunk| chunk.ticket)))?);
         }
         let mut added = Vec::with_capacity(rows.len());

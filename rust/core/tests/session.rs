@@ -80,7 +80,7 @@ fn what_a_save_replaces_is_there_until_the_save_is() {
     let save = |root: u8, replaced| {
         let mut chain = KeyChain::new(ChunkKey([root; 32]), 1).expect("a chain");
         chain.append_tokens(&[1]).expect("tokens");
-        let row = SaveRow { what: (Prefix::from(&chain), whole(1)).into(), table: &[5], first: 0, replaced };
+        let row = SaveRow { what: (Prefix::from(&chain), whole(1)).into(), table: &[5], first: 0, each: 1, replaced };
         let (batch, _) = engine.reserve(&[row]).expect("in range").pop().expect("one for one");
         (chain, batch)
     };
@@ -176,7 +176,7 @@ fn reserve(
     first: u32,
 ) -> kvloft_core::Result<(Arc<ChunkBatch>, u32)> {
     let chain = chain(num_blocks);
-    let row = SaveRow { what: (Prefix::from(&chain), whole(stop)).into(), table, first, replaced: None };
+    let row = SaveRow { what: (Prefix::from(&chain), whole(stop)).into(), table, first, each: 1, replaced: None };
     engine.reserve(&[row]).map(|mut reserved| reserved.pop().expect("one for one"))
 }
 

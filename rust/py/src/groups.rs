@@ -3,21 +3,39 @@
 //! A group of full attention keeps a prefix, as the chain's own; what others keep of a block hangs on no other block.
 
 use kvloft_core::batch::NULL_BLOCK;
-use kvloft_core::engine::SaveRow;
+use kvloft_core::engine::{Cut, LoadRow, SaveRow};
 use kvloft_core::key::{self, ChunkKey};
 use kvloft_core::store::{Prefix, SaveRange, ToSave};
 use pyo3::prelude::*;
 
 use crate::batch::ChunkBatch;
-use crate::error::raise;
+use crate::error::{ConfigError, raise};
 use crate::key::KeyChain;
 use crate::tokens::block_ids;
 
 /// Chain, token ids, tokens that the chain is to have, first block, behind the last one, each group's table.
 pub(crate) type GroupsDue<'py> = (Bound<'py, KeyChain>, Bound<'py, PyAny>, u32, u32, u32, Bound<'py, PyAny>);
 
-/// Which of the tables, the group's number (None: the chain's own keys), and whether each block is kept alone.
-pub(crate) type SavedGroup = (usize, Option<u32>, bool);
+/// Which of the tables, the group's number (None: the chain's own keys), whether each block is kept alone, and how the table is cut.
+pub(crate) type SavedGroup = (usize, Option<u32>, bool, PyCut);
+
+/// Blocks of the table in one of the chain, and how many of those, the last ones, are kept.
+#[derive(Clone, Copy)]
+pub(crate) struct PyCut(pub(crate) Cut);
+
+impl<'py> FromPyObject<'_, 'py> for PyCut {
+    type Error = PyErr;
+    fn extract(cut: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
+        let (each, kept) = cut.extract()?;
+        if kept == 0 || kept > each {
+            return Err(ConfigError::new_err(format!("{kept} of {each} blocks cannot be kept")));
+        }
+        Ok(Self(Cut { each, kept }))
+    }
+}
+
+/// Table, first block of the chain, behind the last one, first block of the table that is loaded, how the table is cut.
+pub(crate) type Loaded<'py> = (Bound<'py, PyAny>, u32, u32, u32, PyCut);
 
 /// Chunks by table, and how many could not be had.
 pub(crate) type Reserved = (Vec<(usize, ChunkBatch)>, u32);
@@ -51,6 +69,24 @@ pub(crate) fn each(kept: &[Kept]) -> impl Iterator<Item = Prefix<'_>> {
     kept.iter().flat_map(|(root, keys)| keys.chunks(1).map(|keys| Prefix::new(*root, keys)))
 }
 
+/// What is loaded of each row's table; None if one ends before.
+pub(crate) fn loaded_blocks(rows: &[Loaded<'_>]) -> PyResult<Option<Vec<Vec<i32>>>> {
+    let mut tables = Vec::with_capacity(rows.len());
+    for (table, _, stop, begin, PyCut(cut)) in rows {
+        let end = stop.saturating_mul(cut.each);
+        if table.len()? < end as usize {
+            return Ok(None);
+        }
+        tables.push(block_ids(table, *begin, Some(end))?);
+    }
+    Ok(Some(tables))
+}
+
+/// A row as the engine's session takes it.
+pub(crate) fn load_row<'a>(((_, start, stop, _, cut), table): (&Loaded<'_>, &'a Vec<i32>)) -> LoadRow<'a> {
+    LoadRow { blocks: *start..*stop, table, cut: cut.0 }
+}
+
 /// Blocks of one group's table. It is read before a chain is held: that may run Python code.
 pub(crate) struct Blocks {
     start: u32,
@@ -58,17 +94,18 @@ pub(crate) struct Blocks {
 }
 
 impl Blocks {
-    /// `[start, stop)`; of a group that keeps each block alone, as far as the table has them.
+    /// What the table has for `[start, stop)` of the chain; of a group that keeps each block alone, as far as it goes.
     pub(crate) fn of(
-        (nth, _, is_attached): &SavedGroup,
+        (nth, _, is_attached, PyCut(cut)): &SavedGroup,
         tables: &Bound<'_, PyAny>,
         start: u32,
         stop: u32,
     ) -> PyResult<Self> {
         let table = tables.get_item(*nth)?;
-        let len = if *is_attached { u32::try_from(table.len()?).unwrap_or(u32::MAX) } else { u32::MAX };
+        let len = if *is_attached { u32::try_from(table.len()?).unwrap_or(u32::MAX) / cut.each } else { u32::MAX };
         let (start, stop) = (start.min(len), stop.min(len));
-        Ok(Self { start, ids: block_ids(&table, start, Some(stop))? })
+        let [first, end] = [start, stop].map(|at| at.saturating_mul(cut.each));
+        Ok(Self { start, ids: block_ids(&table, first, Some(end))? })
     }
 }
 
@@ -79,26 +116,35 @@ pub(crate) struct Saved {
     kept: Option<Kept>,
     range: SaveRange,
     blocks: Vec<i32>,
+    each: u32,
 }
 
 impl Saved {
     /// All of them, or of those that are kept alone what the group has not given up.
     pub(crate) fn of(
         chain: &key::KeyChain,
-        &(_, group, is_attached): &SavedGroup,
+        &(_, group, is_attached, PyCut(Cut { each, kept })): &SavedGroup,
         Blocks { start, ids }: Blocks,
     ) -> PyResult<Self> {
-        let range = |start, blocks: &[i32]| {
-            let num = u32::try_from(blocks.len()).unwrap_or(u32::MAX);
+        let range = |start, num: usize| {
+            let num = u32::try_from(num).unwrap_or(u32::MAX);
             SaveRange { start, stop: num.saturating_add(start), tail_blocks: 0 }
         };
         if !is_attached {
-            return Ok(Self { group, kept: None, range: range(start, &ids), blocks: ids });
+            let range = range(start, ids.len() / each as usize);
+            return Ok(Self { group, kept: None, range, blocks: ids, each });
         }
-        let own = (start..).zip(ids).filter(|(_, own)| *own != NULL_BLOCK);
-        let (nths, blocks): (Vec<_>, Vec<_>) = own.unzip();
-        let kept = chain.attached(group.unwrap_or_default(), nths).map_err(raise)?;
-        Ok(Self { group, kept: Some(kept), range: range(0, &blocks), blocks })
+        let (mut nths, mut blocks) = (Vec::with_capacity(ids.len()), Vec::with_capacity(ids.len()));
+        for (nth, own) in (start..).zip(ids.chunks_exact(each as usize)) {
+            let own = &own[(each - kept) as usize..];
+            if !own.contains(&NULL_BLOCK) {
+                nths.push(nth);
+                blocks.extend_from_slice(own);
+            }
+        }
+        let range = range(0, nths.len());
+        let keys = chain.attached(group.unwrap_or_default(), nths).map_err(raise)?;
+        Ok(Self { group, kept: Some(keys), range, blocks, each: kept })
     }
 
     /// What it asks of `chain`, on which `extend_group` was called.
@@ -109,6 +155,6 @@ impl Saved {
             None => chain.kept_by(self.group),
         };
         let what = ToSave { prefix: Prefix::new(root, keys), range: self.range, is_attached };
-        SaveRow { what, table: &self.blocks, first: self.range.start, replaced: None }
+        SaveRow { what, table: &self.blocks, first: self.range.start, each: self.each, replaced: None }
     }
 }

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvloft_core::batch::{self, BlocksByTier};
-use kvloft_core::engine::{EngineSession, LoadRow, SaveRow};
+use kvloft_core::engine::{EngineSession, SaveRow};
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::key;
@@ -18,7 +18,10 @@ use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyTuple};
 
 use crate::batch::ChunkBatch;
 use crate::error::raise;
-use crate::groups::{Blocks, GroupsDue, Kept, Reserved, Saved, SavedGroup, attached, beside, each, kept_by};
+use crate::groups::{
+    Blocks, GroupsDue, Kept, Loaded, Reserved, Saved, SavedGroup, attached, beside, each, kept_by, load_row,
+    loaded_blocks,
+};
 use crate::key::{KeyBytes, KeyChain, digest};
 use crate::limits::{PyTenantLimits, tenant_limits};
 use crate::time::{timeout, unix_s};
@@ -254,7 +257,7 @@ impl Session {
         self.part_of(table, range, &mut blocks)?;
         let chain = chain.lock()?;
         let what = (Prefix::from(&*chain), range).into();
-        let row = SaveRow { what, table: &blocks, first, replaced: None };
+        let row = SaveRow { what, table: &blocks, first, each: 1, replaced: None };
         let (inner, num_dropped) = self.inner.reserve(&[row]).map_err(raise)?.swap_remove(0);
         Ok((ChunkBatch { inner }, num_dropped))
     }
@@ -288,15 +291,15 @@ impl Session {
             let what = (Prefix::from(&**chain), due.range).into();
             let (table, first) = (&tables[own.clone()], self.first_of(due.range));
             let replaced = due.replaced.checked_sub(1).map(|block| chain.key(block)).transpose().map_err(raise)?;
-            asked.push(SaveRow { what, table, first, replaced });
+            asked.push(SaveRow { what, table, first, each: 1, replaced });
         }
         let reserved = self.inner.reserve(&asked).map_err(raise)?;
         let some = |inner: Arc<batch::ChunkBatch>| (!inner.is_empty()).then_some(ChunkBatch { inner });
         Ok(reserved.into_iter().map(|(chunks, num_dropped)| (some(chunks), num_dropped)).unzip())
     }
 
-    /// Reserve frames for blocks `[start, stop)` of many requests in each of `groups` (table, number, whether chunks are attached);
-    /// all or nothing. For each request the chunks by table, where there are any, and how many could not be had: of those that are not
+    /// Reserve frames for blocks `[start, stop)` of many requests in each of `groups` (table, number, whether chunks are attached, how
+    /// the table is cut); all or nothing. For each request the chunks by table, where there are any, and how many could not be had: of those that are not
     /// attached, if there are such groups.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn reserve_groups(&self, rows: Vec<GroupsDue<'_>>, groups: Vec<SavedGroup>) -> PyResult<Vec<Reserved>> {
@@ -325,7 +328,7 @@ impl Session {
         let mut reserved = self.inner.reserve(&asked).map_err(raise)?.into_iter();
         let joined = |(_, saved): &(_, Vec<Saved>)| {
             let (mut batches, mut num_dropped, has_full) = (Vec::new(), 0, groups.iter().any(|group| !group.2));
-            for ((nth, _, is_attached), (inner, dropped)) in groups.iter().zip(reserved.by_ref().take(saved.len())) {
+            for ((nth, _, is_attached, _), (inner, dropped)) in groups.iter().zip(reserved.by_ref().take(saved.len())) {
                 num_dropped = num_dropped.max(if *is_attached && has_full { 0 } else { dropped });
                 batches.extend((!inner.is_empty()).then_some((*nth, ChunkBatch { inner })));
             }
@@ -346,7 +349,7 @@ impl Session {
             let (prefix, table) = (Prefix::new(*root, keys), std::slice::from_ref(own));
             let range = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
             let what = ToSave { prefix, range, is_attached: true };
-            asked.push(SaveRow { what, table, first: 0, replaced: None });
+            asked.push(SaveRow { what, table, first: 0, each: 1, replaced: None });
         }
         let reserved = self.inner.reserve(&asked).map_err(raise)?;
         Ok(reserved.into_iter().map(|(inner, _)| (!inner.is_empty()).then_some(ChunkBatch { inner })).collect())
@@ -458,23 +461,17 @@ impl ReadLease {
         Ok((chunks.into(), by_tier(table.py(), from)?))
     }
 
-    /// Of a lease on groups: its chunks in their order are blocks `[start, stop)` of each (table, start, stop, begin), and those from
-    /// `begin` on are loaded. The first row's blocks by tier. None if a chunk is not ready, or has no block to go to.
+    /// Of a lease on groups: its chunks in their order are blocks `[start, stop)` of the chain for each (table, start, stop, begin, cut),
+    /// and what the table has from its block `begin` on is loaded. The first row's chunks by tier. None if a chunk is not ready, or has
+    /// no block to go to.
     #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
     fn batches<'py>(
         &self,
         py: Python<'py>,
-        rows: Vec<(Bound<'py, PyAny>, u32, u32, u32)>,
+        rows: Vec<Loaded<'py>>,
     ) -> PyResult<Option<(Vec<ChunkBatch>, Bound<'py, PyDict>)>> {
-        let mut tables = Vec::with_capacity(rows.len());
-        for (table, _, stop, begin) in &rows {
-            if table.len()? < *stop as usize {
-                return Ok(None);
-            }
-            tables.push(block_ids(table, *begin, Some(*stop))?);
-        }
-        let blocks = rows.iter().map(|(_, start, stop, _)| *start..*stop);
-        let asked: Vec<_> = blocks.zip(&tables).map(|(blocks, table)| LoadRow { blocks, table }).collect();
+        let Some(tables) = loaded_blocks(&rows)? else { return Ok(None) };
+        let asked: Vec<_> = rows.iter().zip(&tables).map(load_row).collect();
         let Some(found) = self.session.load_rows(self.id, &asked).map_err(raise)? else { return Ok(None) };
         let from = found.first().map(|(_, from)| *from).unwrap_or_default();
         Ok(Some((found.into_iter().map(|(chunks, _)| chunks.into()).collect(), by_tier(py, from)?)))

@@ -20,7 +20,6 @@ STATES = ("falcon-h1", "granite4", "lfm2", "mtp-states", "nemotron-h", "ngram-ma
 NOT_SERVED = {
     *(("deepseek-v2", groups) for groups in ("auto", "one")),
     *((name, "one") for name in STATES),
-    ("gemma4", "auto"),
     ("ngram-mamba2", "auto"),
 }
 """Models with a setting of kv_groups; whatever begins to be served loses its row."""

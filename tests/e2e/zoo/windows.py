@@ -142,11 +142,8 @@ def mistral_weights(seed: int = 24) -> Tensors:
     return made.tensors
 
 
-GEMMA4_FULL_HEAD = 2 * HEAD_DIM
-
-
-def gemma4_config(window: int = WINDOW) -> dict[str, Any]:
-    """Gemma 4's text model without experts: heads of full attention are twice as wide, so pages differ in size."""
+def gemma4_config(window: int = WINDOW, head: int = HEAD_DIM, full_head: int = 2 * HEAD_DIM) -> dict[str, Any]:
+    """Gemma 4's text model without experts: heads of full attention have another width, so pages would differ in size."""
     rope = {"rope_theta": 10000.0, "rope_type": "default"}
     fields = config(
         "Gemma4ForCausalLM",
@@ -154,7 +151,8 @@ def gemma4_config(window: int = WINDOW) -> dict[str, Any]:
         num_hidden_layers=len(THREE_AND_ONE),
         layer_types=["sliding_attention" if kind == "local" else "full_attention" for kind in THREE_AND_ONE],
         sliding_window=window,
-        global_head_dim=GEMMA4_FULL_HEAD,
+        head_dim=head,
+        global_head_dim=full_head,
         hidden_activation="gelu_pytorch_tanh",
         rope_parameters={"sliding_attention": rope, "full_attention": rope},
         hidden_size_per_layer_input=0,
@@ -164,13 +162,13 @@ def gemma4_config(window: int = WINDOW) -> dict[str, Any]:
     return {k: v for k, v in fields.items() if k != "hidden_act"}
 
 
-def gemma4_weights(seed: int = 25) -> Tensors:
+def gemma4_weights(seed: int = 25, head: int = HEAD_DIM, full_head: int = 2 * HEAD_DIM) -> Tensors:
     """As Gemma 3's, but norms multiply by their weights, and scores are not scaled."""
     made = weights(seed)
     made.normal("model.embed_tokens.weight", VOCAB, HIDDEN, std=1 / float(np.sqrt(HIDDEN)))
     made.norms("model.", "norm")
     for layer, kind in enumerate(THREE_AND_ONE):
-        at, dim = f"model.layers.{layer}.", HEAD_DIM if kind == "local" else GEMMA4_FULL_HEAD
+        at, dim = f"model.layers.{layer}.", head if kind == "local" else full_head
         made.norms(at + "self_attn.", "q_norm", "k_norm", width=dim, value=1.05)
         made.norms(at, "input_layernorm", "pre_feedforward_layernorm")
         made.norms(at, "post_attention_layernorm", "post_feedforward_layernorm", value=1 + GEMMA_BRANCH_NORM)
@@ -178,3 +176,16 @@ def gemma4_weights(seed: int = 25) -> Tensors:
         made.mlp(at + "mlp.")
         made.fill(at + "layer_scalar", 1)
     return made.tensors
+
+
+WIDE = {"head": 2 * HEAD_DIM, "full_head": HEAD_DIM}
+"""As the large Gemma 4 has it in all: windows keep more of a token than full attention, and so have shorter blocks."""
+
+
+def wide_gemma4_config(window: int = 96) -> dict[str, Any]:
+    """Three blocks of a window are a chunk and a half."""
+    return gemma4_config(window, **WIDE)
+
+
+def wide_gemma4_weights() -> Tensors:
+    return gemma4_weights(26, **WIDE)

@@ -63,7 +63,7 @@ class Loads(Half):
                 self._report(load)
             else:
                 for kind, chunks in self._shared.by_kind([plan]):
-                    if (problem := self._shared.problem_of(chunks)) is not None:
+                    if (problem := self._shared.problem_of(kind, chunks)) is not None:
                         self._finish_load(load, chunks, dict.fromkeys(range(len(chunks)), problem))
                     else:
                         self.waiting.append(Waiting(load, kind, chunks, after))

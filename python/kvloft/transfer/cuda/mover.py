@@ -46,12 +46,13 @@ class CudaMover:
     """Moves chunks for one GPU."""
 
     def __init__(
-        self, kinds: Sequence[tuple[PagedLayout, Kernels]], frames: FrameMemory, *, blocks_per_chunk: int, tuning: Tuning,
+        self, kinds: Sequence[tuple[PagedLayout, Kernels]], frames: FrameMemory, *, blocks_per_chunk: Sequence[int], tuning: Tuning,
         kind_of: Sequence[int] = (0,), gathers_first: bool = False,
     ) -> None:  # fmt: skip
         """Allocates the staging rings and starts pinning ``frames``. Raises CudaError, or ValueError for a ring too small.
 
-        ``kind_of``: of each KV cache group, which of ``kinds`` its pages are; all share streams, staging and pinned memory.
+        ``blocks_per_chunk``: that a frame holds at most, of each of ``kinds``. ``kind_of``: of each KV cache group, which of them
+        its pages are; all share streams, staging and pinned memory.
         ``gathers_first``: whatever follows a step's saves on the compute stream waits for their gathers, for an engine that writes
         blocks before `begin_step` names them.
         """
@@ -59,10 +60,13 @@ class CudaMover:
         self._device = all_kernels[0].tiles.device
         frames_per_pin = max(1, GOOD_PIECE_BYTES // frames.frame_bytes)
         tuning = tuning.fitted(frames.part_bytes)
-        bounds = (tuning.slot_bytes, frames.part_bytes, blocks_per_chunk, frames_per_pin)
+        slot_bytes, part_bytes = tuning.slot_bytes, frames.part_bytes
         parts = [
-            Kind(Shape(kernels.block_tiles, *bounds), Trailers(frames, layout=layout.digest, block_bytes=layout.block_bytes))
-            for layout, kernels in kinds
+            Kind(
+                Shape(kernels.block_tiles, slot_bytes, part_bytes, num_blocks, frames_per_pin),
+                Trailers(frames, layout=layout.digest, block_bytes=layout.block_bytes),
+            )
+            for (layout, kernels), num_blocks in zip(kinds, blocks_per_chunk, strict=True)
         ]
         bytes_ahead, num_blocks = (SLOTS_AHEAD - 1) * tuning.slot_bytes, kinds[0][0].num_blocks
         self._shared = shared = Shared(parts, kind_of, frames, num_blocks, bytes_ahead, self._compute, self._break)
@@ -175,16 +179,19 @@ def _current_stream(device: torch.device) -> int:
 
 
 def prepare(
-    layouts: Sequence[PagedLayout], *, blocks_per_chunk: int, staging_bytes: int, gathers_first: bool
+    layouts: Sequence[PagedLayout], *, blocks_per_chunk: Sequence[int], staging_bytes: int, gathers_first: bool
 ) -> Callable[[FrameWindow], CudaMover]:
     """Compile for ``layouts``, one a KV cache group, at engine start: an engine whose kernels cannot be had does not start.
+    ``blocks_per_chunk``: that a frame holds, of each group.
 
     What is returned makes the mover, when the arena is known. Raises UnsupportedError or CudaError.
     """
     device = layouts[0].planes[0].storage.device
     kinds: dict[tuple[object, ...], tuple[PagedLayout, Kernels]] = {}
+    most: dict[tuple[object, ...], int] = {}
     addresses = [(layout.digest, *((p.base, p.block_stride, p.page_bytes) for p in layout.planes)) for layout in layouts]
-    for where, layout in zip(addresses, layouts, strict=True):
+    for where, layout, num_blocks in zip(addresses, layouts, blocks_per_chunk, strict=True):
+        most[where] = max(most.get(where, 0), num_blocks)
         if where not in kinds:
             with torch.cuda.device(device):
                 kinds[where] = layout, Kernels(layout, device, default_cache_dir() / "kernels")
@@ -199,7 +206,7 @@ def prepare(
     def make(window: FrameWindow) -> CudaMover:
         with torch.cuda.device(device):
             return CudaMover(
-                list(kinds.values()), window.memory, blocks_per_chunk=blocks_per_chunk, tuning=tuning,
+                list(kinds.values()), window.memory, blocks_per_chunk=list(most.values()), tuning=tuning,
                 kind_of=[list(kinds).index(where) for where in addresses], gathers_first=gathers_first,
             )  # fmt: skip
 

@@ -88,7 +88,7 @@ class Saves(Half):
 
     def _queue(self, kind: int, chunks: ChunkBatch, after: Mark) -> Sequence[Piece] | None:
         """The pieces that were queued; None: there is no room for so many."""
-        if (problem := self._shared.problem_of(chunks)) is not None:
+        if (problem := self._shared.problem_of(kind, chunks)) is not None:
             logger.error("kvloft: saves that cannot be made: %s", problem)
             self._drop(chunks)
             return ()

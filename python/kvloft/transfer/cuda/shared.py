@@ -78,7 +78,7 @@ class Shared:
 
     @property
     def chunks_per_job(self) -> int:
-        return max(1, self.kinds[0].shape.chunks_per_piece)  # a slot takes as many parts of any kind
+        return max(1, min(kind.shape.chunks_per_piece for kind in self.kinds))
 
     def by_kind(self, plans: Sequence[SavePlan | LoadPlan]) -> list[tuple[int, ChunkBatch]]:
         """All chunks of ``plans``, a batch for each kind of pages."""
@@ -98,9 +98,9 @@ class Shared:
         mark.event.record(self.compute())
         return mark
 
-    def problem_of(self, chunks: ChunkBatch) -> str | None:
+    def problem_of(self, kind: int, chunks: ChunkBatch) -> str | None:
         """Which copy would leave the arena, its frame or the paged KV; None if none does."""
-        blocks_per_chunk = self.kinds[0].shape.blocks_per_chunk
+        blocks_per_chunk = self.kinds[kind].shape.blocks_per_chunk
         try:
             chunks.check(num_frames=self.memory.num_frames, num_blocks=self.num_blocks, blocks_per_chunk=blocks_per_chunk)
         except ValueError as error:

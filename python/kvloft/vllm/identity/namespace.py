@@ -74,8 +74,8 @@ def namespace_fields(
         "attention": _settings(getattr(vllm_config, "attention_config", None), "backend"),
         "layout": getattr(ranks[0], "kv_cache_layout", None),
         "pages": _digest(json.dumps(sorted({row for rank in ranks for row in page_bytes(rank).items()}))),
-        "block_tokens": shape.main_group.block_tokens,
-        "chunk_tokens": shape.main_group.chunk_tokens,
+        "block_tokens": shape.unit.block_tokens,
+        "chunk_tokens": shape.unit.chunk_tokens,
         "tensor_parallel": parallel.tensor_parallel_size,
         "shards": shape.num_shards,
         "expert_parallel": getattr(parallel, "enable_expert_parallel", None),
@@ -91,6 +91,8 @@ def namespace_fields(
         fields["stages"] = stage_layers(vllm_config)
     if shape.is_grouped:
         fields["groups"] = [(group.kind, group.reach) for group in shape.groups]
+        if any(group.block_tokens != shape.unit.block_tokens for group in shape.groups):
+            fields["group_blocks"] = [group.block_tokens for group in shape.groups]
     return [(name, repr(value) if value is not None else "") for name, value in fields.items()]
 
 
