@@ -109,10 +109,12 @@ impl Flights {
             self.saves.values_mut().for_each(|save| save.reservation = None);
         }
         self.last_reservation = reservations.last().copied().unwrap_or(self.last_reservation);
+        self.readers.reserve(reservations.len());
         for block in batch.wanted_blocks() {
             *self.readers.entry(block).or_default() += 1;
         }
         let batch = Arc::new(batch);
+        self.saves.reserve(reservations.len()); // a whole prompt's, at once instead of by doublings
         for (nth, reservation) in reservations.into_iter().enumerate() {
             let (reservation, batch) = (Some(reservation), Arc::clone(&batch));
             let save = Save { reservation, batch, nth, num_left: num_ranks, failed: false, supersedes: None };

@@ -89,7 +89,7 @@ impl Store {
             }
             asked.iter().try_for_each(|each| each.range.check(&each.prefix, state.per_chunk))?;
             state.warm(asked);
-            let mut reserved = Vec::with_capacity(asked.len());
+            let mut reserved = Vec::with_capacity(asked.iter().map(|each| each.range.num_chunks() as usize).sum());
             let got = asked.iter().map(|each| state.reserve(each, &mut reserved)).collect();
             Ok((reserved, got))
         });

@@ -3,7 +3,7 @@
 
 use super::state::State;
 use crate::evict::{ChunkId, Removal};
-use crate::index::{Filler, Presence};
+use crate::index::{Entry, Filler, Presence};
 
 impl State {
     /// Keeps the chunk, and so its whole prefix, in host.
@@ -42,8 +42,8 @@ impl State {
     /// Makes the chunk visible if it is filled and its parent is visible, and then what waited for it; returns how many.
     pub(super) fn rise(&mut self, id: ChunkId) -> u32 {
         let mut risen = 0;
-        let mut ready = vec![id];
-        while let Some(id) = ready.pop() {
+        let (mut next, mut ready) = (Some(id), Vec::new());
+        while let Some(id) = next.take().or_else(|| ready.pop()) {
             let entry = &self.index[id];
             let (Presence::Coming(Some(frame)), Filler::Done) = (entry.host, entry.filler) else { continue };
             if entry.detached || entry.parent.is_some_and(|parent| !self.index[parent].host.is_here()) {
@@ -52,17 +52,16 @@ impl State {
             self.change_host(id, Presence::Here(frame));
             self.want_on_disk(id);
             risen += 1;
-            ready.extend(self.take_waiters(id));
+            ready.extend(self.take_waiters(id, |entry| entry.filler == Filler::Done));
         }
         risen
     }
 
-    /// Children that came to host while `id` was not visible, and are still coming.
-    pub(super) fn take_waiters(&mut self, id: ChunkId) -> Vec<ChunkId> {
-        let mut children = self.waiters.remove(&id).unwrap_or_default();
-        let index = &self.index;
-        children.retain(|&child| index.is_child(child, id) && matches!(index[child].host, Presence::Coming(_)));
-        children
+    /// Children that came to host while `id` was not visible, are still coming, and are `wanted`. None waits for it any more.
+    fn take_waiters(&mut self, id: ChunkId, wanted: fn(&Entry) -> bool) -> impl Iterator<Item = ChunkId> {
+        let (children, index) = (self.waiters.take(id), &self.index);
+        let is_coming = move |child| index.is_child(child, id) && matches!(index[child].host, Presence::Coming(_));
+        children.filter(move |&child| is_coming(child) && wanted(&index[child]))
     }
 
     /// A chunk will not come to host, nor what could only wait for it. Those whose frame somebody else has, and those above
@@ -71,8 +70,7 @@ impl State {
         let mut all = vec![id];
         let mut at = 0;
         while let Some(&next) = all.get(at) {
-            let children = self.take_waiters(next);
-            all.extend(children);
+            all.extend(self.take_waiters(next, |_| true));
             at += 1;
         }
         for &next in all.iter().rev() {
@@ -91,7 +89,7 @@ impl State {
                     && self.index[next].is_filling()
                 {
                     // Its parent may yet fail on its own, when this one is filled and waits for it.
-                    self.waiters.entry(parent).or_default().push(next);
+                    self.waiters.push(parent, next);
                 }
                 self.sync_disk(next);
                 self.end_failed(Some(next));

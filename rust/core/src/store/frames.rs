@@ -19,6 +19,11 @@ impl State {
         room: Room,
         what_for: FrameFor,
     ) -> Option<FrameId> {
+        if room == Room::Any
+            && let Some(frame) = self.host.take(what_for)
+        {
+            return Some(frame); // nothing leaves for it
+        }
         if let Some(parent) = parent {
             self.hold(parent);
         }

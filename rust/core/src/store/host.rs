@@ -18,7 +18,7 @@ impl State {
             self.index[parent].host_children += 1;
             self.sync_host(parent);
             if !self.index[parent].host.is_here() {
-                self.waiters.entry(parent).or_default().push(id);
+                self.waiters.push(parent, id);
             }
         }
     }
@@ -51,7 +51,7 @@ impl State {
     /// Takes the frame away and makes the chunk absent; it may have to be settled or reaped after.
     pub(super) fn leave_host(&mut self, id: ChunkId, removal: Removal) {
         self.forget_host(id, removal);
-        self.waiters.remove(&id);
+        drop(self.waiters.take(id));
         let before = self.index[id].host;
         debug_assert!(!before.is_absent());
         if self.index[id].is_queued() {

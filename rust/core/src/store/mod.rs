@@ -4,7 +4,7 @@
 //! (a panic under the lock) answers with misses from then on. It must not know Python, tokens' meaning or what pages hold.
 //!
 //! From the ground up, each using only what is before it: `state` is all that the lock guards (with `books`, `owners`, `stats`,
-//! `watch`); `quota`, `kept` and `ages` say what an owner may have; `host`, `disk` and `entries` are the small moves; `filling`, `frames`,
+//! `waiters`, `watch`); `quota`, `kept` and `ages` say what an owner may have; `host`, `disk` and `entries` are the small moves; `filling`, `frames`,
 //! `slots`, `forget` and `recover` are made of them; then `lookup`, `load`, `save` and `jobs`; `inner` is the lock, `lease`, `tend` and `threads`
 //! take it; `open` is a [`Store`], and `calls`, `changes`, `evict`, `share` and `tenants` are what it is asked.
 
@@ -42,6 +42,7 @@ mod tend;
 #[cfg(any(test, feature = "faults"))]
 mod tests;
 mod threads;
+mod waiters;
 mod watch;
 
 pub use ages::erase_expired;

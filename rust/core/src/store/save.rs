@@ -98,6 +98,7 @@ impl State {
         let (before, mut num_dropped) = (reserved.len(), 0);
         let beside = prefix.keys.get((range.stop * self.per_chunk) as usize).filter(|_| is_attached);
         let wanted = range.num_chunks();
+        let mut above = None; // the chunk before, once it is known to be there
         for nth in 0..wanted {
             let depth = range.start + nth;
             let num_blocks = if depth < range.stop { self.per_chunk } else { range.tail_blocks };
@@ -109,26 +110,30 @@ impl State {
                 let parent_key = prefix.key_of(first_block);
                 Entry { key, parent_key, depth, first_block, num_blocks, ..Entry::default() }
             };
-            if self.is_there(&new) {
+            let parent = above.take().or_else(|| self.parent_of(&new));
+            debug_assert_eq!(parent, self.parent_of(&new), "what was there is found by its key");
+            let own = self.find_own(&new, parent);
+            if let Some(id) = own.filter(|id| self.is_there(*id)) {
+                above = Some(id).filter(|_| !is_attached);
                 continue;
             }
-            match self.reserve_one(new) {
+            match self.reserve_one(new, parent, own) {
                 Ok((id, frame)) => {
+                    above = Some(id).filter(|_| !is_attached);
                     if let Some(end) = beside.and_then(|key| self.index.get(key)) {
                         self.keep_beside(id, end);
                     }
                     let ticket = self.new_ticket();
                     reserved.push((id, Reservation { ticket, frame, key, first_block, num_blocks }));
-                    continue;
                 }
                 Err(why) => {
                     let num_lost = if is_attached { 1 } else { wanted - nth };
                     self.stats.quota_dropped += if why == Refused::Quota { num_lost.into() } else { 0 };
                     num_dropped += num_lost;
+                    if !is_attached {
+                        break;
+                    }
                 }
-            }
-            if !is_attached {
-                break;
             }
         }
         self.stats.reserve_dropped += u64::from(num_dropped);
@@ -151,22 +156,30 @@ impl State {
         if new.depth == 0 { None } else { self.index.get(&new.parent_key) }
     }
 
-    /// Whether the chunk is in host or being filled. What has its key but hangs elsewhere is being forgotten, or was forged on
-    /// disk.
-    fn is_there(&mut self, new: &Entry) -> bool {
-        let Some(id) = self.index.get(&new.key) else { return false };
-        let (entry, parent) = (&self.index[id], self.parent_of(new));
+    /// The entry that the chunk has already. What has its key but hangs elsewhere is being forgotten, or was forged on disk.
+    fn find_own(&mut self, new: &Entry, parent: Option<ChunkId>) -> Option<ChunkId> {
+        let id = self.index.get(&new.key)?;
+        let entry = &self.index[id];
         let is_elsewhere = entry.parent != parent && (parent.is_some() || new.depth == 0);
         if is_elsewhere || entry.first_block != new.first_block {
             self.doom(id);
-            return false;
+            return None;
         }
-        !entry.host.is_absent() && !entry.is_queued()
+        Some(id)
+    }
+
+    /// Whether the chunk is in host or being filled.
+    fn is_there(&self, id: ChunkId) -> bool {
+        !self.index[id].host.is_absent() && !self.index[id].is_queued()
     }
 
     /// A frame for the chunk, under a parent that has one; a read of it that has not begun becomes this save.
-    fn reserve_one(&mut self, new: Entry) -> std::result::Result<(ChunkId, FrameId), Refused> {
-        let parent = self.parent_of(&new);
+    fn reserve_one(
+        &mut self,
+        new: Entry,
+        parent: Option<ChunkId>,
+        own: Option<ChunkId>,
+    ) -> std::result::Result<(ChunkId, FrameId), Refused> {
         let fits = parent.map_or(new.depth == 0, |parent| {
             let parent = &self.index[parent];
             parent.has_frame() && parent.end_block() == new.first_block
@@ -179,7 +192,8 @@ impl State {
         let frame = self.take_frame_under(parent, room, FrameFor::Save).ok_or(refused)?;
         let proven = parent.is_none_or(|parent| self.index[parent].proven);
         let saved_s = self.unix_s;
-        let id = self.index.get(&new.key).unwrap_or_else(|| self.add(Entry { parent, proven, saved_s, ..new }));
+        let own = own.and_then(|_| self.index.get(&new.key)); // what gave its frame up may have taken it along
+        let id = own.unwrap_or_else(|| self.add(Entry { parent, proven, saved_s, ..new }));
         if self.index[id].is_queued() {
             self.index[id].filler = Filler::Lease;
             self.disk.num_queued -= 1;

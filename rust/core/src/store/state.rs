@@ -6,11 +6,12 @@
 use std::collections::BTreeSet;
 use std::time::Duration;
 
-use rustc_hash::{FxHashMap, FxHashSet};
+use rustc_hash::FxHashSet;
 
 use super::books::DiskBooks;
 use super::owners::Owners;
 use super::stats::{Evicted, Stats};
+use super::waiters::Waiters;
 use super::watch::Watch;
 use crate::evict::{ChunkId, Policy};
 use crate::index::Index;
@@ -100,7 +101,7 @@ pub(crate) struct State {
     /// Keys of chunks that came to a tier or left one; None unless the store is watched.
     pub(super) watch: Option<Watch>,
     /// Children that came to host before their parent was visible.
-    pub(super) waiters: FxHashMap<ChunkId, Vec<ChunkId>>,
+    pub(super) waiters: Waiters,
     /// Chunks to forget with all below them: a stack, walked in slices.
     pub(super) doomed: Vec<Doomed>,
     /// Chunks forgotten by one call.
@@ -136,7 +137,7 @@ impl State {
             closed: false,
             events: Vec::new(),
             watch: None,
-            waiters: FxHashMap::default(),
+            waiters: Waiters::default(),
             doomed: Vec::new(),
             slice: SLICE,
             evicted: Evicted::default(),
