@@ -55,7 +55,9 @@ class KeyChain:
         """Append ``token_ids[start:stop]`` (a list is read in place). Bounds outside it and bad ids raise ConfigError."""
     def append_embeds(self, rows: Any, *, dtype: str, width: int) -> None:
         """Append embedding rows: a C-contiguous buffer of n x width elements of ``dtype``, raw bytes."""
-    def key(self, block: int) -> bytes: ...
+    def key(self, block: int, group: int | None = None) -> bytes:
+        """Of the prefix that ends with full block ``block``, or of what KV cache group number ``group`` keeps of it. ConfigError if
+        there is no such block."""
 
 @final
 class Arena:

@@ -87,7 +87,7 @@ def test_an_engine_that_offers_nothing_any_more_takes_back_what_it_told(tmp_path
 
 def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) -> None:
     world = World(2, tmp_path, per_chunk=1, capacity=100, slots=40)
-    world.announcer = Announcer(world.store, GroupShape(BLOCK), describe, max_chunks=2)
+    world.announcer = Announcer(world.store, CacheShape((GroupShape(BLOCK),)), describe, max_chunks=2)
     for prompt in ((1, 1), (1, 2), (2, 2)):
         world.save(prompt, whole=True)
         world.store.settle(world.tickets)

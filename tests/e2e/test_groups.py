@@ -14,10 +14,12 @@ import pytest
 from .cache_server import CacheServer, until
 from .client import BLOCK, Engine, Req, Zygote, engine_kwargs, kvloft, random_ids
 from .conftest import Truth
+from .test_kv_events import Subscriber, router, settle, step  # noqa: F401
 from .test_server import server  # noqa: F401
 from .test_server import shared as sharing
 from .zoo.draft_kernels import BOOK
 from .zoo.models import IS_WHOLE, ZOO, ZooModel, chosen
+from .zoo.test_zoo import needed
 
 REFUSED = {
     "ngram-mamba2": "kvloft refuses drafts beside Mamba2: vLLM alone answers some hits wrongly (zoo/test_faults.py)",
@@ -292,6 +294,52 @@ def test_aborts_and_resets_under_way_say_the_truth(place: Place, serve: Callable
 def accepted(engine: Engine) -> float:
     """Drafted tokens that were right, since the engine's start."""
     return engine.metrics()["vllm:spec_decode_num_accepted_tokens_total"]
+
+
+def foretold(place: Place, router: Subscriber, prompt: Req) -> int:
+    """Tokens of the deepest boundary at which each group has what a hit needs, by what the router was told."""
+    size = place.model.hit_tokens
+    hashes, there = router.chain(prompt, size), {medium: router.blocks[medium].keys() for medium in ("CPU", "STORAGE")}
+    for num_blocks in range(min(len(hashes), (prompt.num_prompt_tokens - 1) // size), 0, -1):
+        num_tokens = num_blocks * size
+        rows = [(nth, needed(kind, num_tokens, size)) for nth, kind in enumerate(place.model.kinds)]
+        if all(any((nth, hashes[i]) in keys for keys in there.values()) for nth, row in rows for i in row):
+            return num_tokens
+    return 0
+
+
+def test_events_say_what_each_group_has(
+    place: Place, serve: Callable[..., Engine], router: Subscriber, tmp_path: Path  # noqa: F811
+) -> None:
+    """Few frames and slots, so that chunks of each group come and go; then a restart: a disk is told of when it is asked about."""
+    if place.model.draft is not None:
+        pytest.skip("beside a drafter a block has a key for each token behind it")
+    config = kvloft(tmp_path / "disk", kv_groups=place.model.kv_groups, host_size="1MiB", disk_size="4MiB")
+    prompts = [place.prompt(9950 + i, 150 + 67 * i) for i in range(6)]
+    found = list[int]()
+    again = [5, 5, 2, 2]
+    for order in ([0, 0, 1, 0, 2, 1, 3, 3, 4, 2, 5, 5, 0], again):
+        seen = set[int]()
+        engine = serve(kv_transfer_config=config, kv_events_config=router.settings())
+        if engine.call("_scheduler._announcer") is None:
+            pytest.skip("KV events want blocks of one size")
+        router.join()
+        for nth, prompt in ((nth, prompts[nth]) for nth in order):
+            num_cleared = router.num_cleared
+            assert engine.reset()
+            settle(engine)
+            step(engine)  # what was told before is told again, and may take a step more
+            until(lambda n=num_cleared: (router.hear(), router.num_cleared > n)[1], "no word of the reset")  # type: ignore[misc]
+            expected = foretold(place, router, prompt)
+            found += ask(place, engine, prompt)
+            is_of_before = order is again and nth not in seen  # on disk, which has no tokens
+            assert expected == (0 if is_of_before else found[-1]), (order, found)
+            seen.add(nth)
+        assert_sound(engine)
+        engine.stop()
+        router.hear()
+        router.begin()
+    assert sum(map(bool, found)) > 4 and not all(found), found
 
 
 def test_engines_on_a_server_find_each_others_and_compute_when_it_dies(

@@ -26,7 +26,7 @@ FRAME_KIB = 32
 
 
 class Subscriber:
-    """What a router knows of one engine: medium -> block hash -> the event's other fields of that block."""
+    """What a router knows of one engine: medium -> (group, block hash) -> the event's other fields of that block."""
 
     def __init__(self, folder: Path) -> None:
         self.endpoint = f"ipc://{folder}/events"
@@ -34,12 +34,13 @@ class Subscriber:
         self._socket.subscribe(b"")
         self._joins = self._socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._socket.connect(self.endpoint)
+        self._hashes: dict[tuple[int | bytes | None, tuple[int, ...]], int | bytes] = {}
         self.begin()
 
     def begin(self) -> None:
         """The engine is another one: it holds nothing that was heard of before."""
-        self.blocks: dict[str, dict[int | bytes, dict[str, Any]]] = {"GPU": {}, "CPU": {}, "STORAGE": {}}
-        self.num_removed = 0
+        self.blocks: dict[str, dict[tuple[int, int | bytes], dict[str, Any]]] = {"GPU": {}, "CPU": {}, "STORAGE": {}}
+        self.num_removed = self.num_cleared = 0
         self._next = 0
 
     def join(self) -> None:
@@ -67,24 +68,28 @@ class Subscriber:
     def _replay(self, event: dict[str, Any]) -> None:
         kind, medium = event["type"], event.get("medium")
         if kind == "AllBlocksCleared":
+            self.num_cleared += 1
             for known in self.blocks.values():
                 known.clear()
             return
-        known = self.blocks[medium]
+        known, group = self.blocks[medium], event.get("group_idx") or 0
         if kind == "BlockRemoved":
             self.num_removed += len(event["block_hashes"]) * (medium != "GPU")
             for each in event["block_hashes"]:
-                assert known.pop(each, None) is not None or medium == "GPU", "removed, and was not there"
+                assert known.pop((group, each), None) is not None or medium == "GPU", "removed, and was not there"
             return
         size, parent = event["block_size"], event["parent_block_hash"]
+        if medium == "GPU" and len(event["token_ids"]) > size * len(event["block_hashes"]):
+            return  # of windows that vLLM keeps in part it tells the tokens of all blocks, and not which those are that it has
         assert len(event["token_ids"]) == size * len(event["block_hashes"])
         for nth, each in enumerate(event["block_hashes"]):
-            assert each not in known or medium == "GPU", "told twice"
-            known[each] = {
+            assert (group, each) not in known or medium == "GPU", "told twice"
+            known[group, each] = {
                 "tokens": tuple(event["token_ids"][nth * size : (nth + 1) * size]), "parent": parent, "size": size,
-                "extra": (event.get("extra_keys") or [None] * (nth + 1))[nth], "group": event.get("group_idx"),
+                "extra": (event.get("extra_keys") or [None] * (nth + 1))[nth],
                 "lora": (event["lora_id"], event["lora_name"]), "kind": event.get("kv_cache_spec_kind"),
             }  # fmt: skip
+            self._hashes[parent, known[group, each]["tokens"]] = each
             parent = each
 
     def num_tokens(self, prompt: Req, *media: str, extra: list[Any] | None = None) -> int:
@@ -95,10 +100,18 @@ class Subscriber:
         while True:
             tokens, keys = prompt.ids[found : found + BLOCK], extra if not found else None
             wanted = (parent, tokens, keys)
-            here = [each for each, block in known.items() if (block["parent"], block["tokens"], block["extra"]) == wanted]
+            here = [each for (_, each), block in known.items() if (block["parent"], block["tokens"], block["extra"]) == wanted]
             if len(tokens) < BLOCK or not here:
                 return found
             (parent,), found = here, found + BLOCK
+
+    def chain(self, prompt: Req, size: int) -> list[int | bytes]:
+        """Hashes of the prompt's blocks of ``size`` tokens, as far as any was heard of."""
+        assert prompt.ids is not None
+        parent, hashes = None, list[int | bytes]()
+        while parent := self._hashes.get((parent, prompt.ids[len(hashes) * size : (len(hashes) + 1) * size])):
+            hashes.append(parent)
+        return hashes
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from typing import Any
 
 from kvloft import _core
 from kvloft.plan.announce import DISK, HOST, Announcer, Block, Stored
-from kvloft.seam.shape import GroupShape
+from kvloft.seam.shape import CacheShape, GroupShape
 
 FRAME, BLOCK, MAX_BLOCKS = 4096, 2, 7
 NAMESPACE = b"e" * 32
@@ -95,9 +95,9 @@ class World:
         self.store = self.open()
         self.map_arena()
         self.store.watch(self.capacity)
-        self.announcer = Announcer(
-            SimpleNamespace(changes=self.changes), GroupShape(BLOCK, self.per_chunk), describe, is_shared=self.is_shared  # type: ignore[arg-type]
-        )  # fmt: skip
+        heard: Any = SimpleNamespace(changes=self.changes)
+        shape = CacheShape((GroupShape(BLOCK, self.per_chunk),))
+        self.announcer = Announcer(heard, shape, describe, is_shared=self.is_shared)
         self.index, self.noted = self.subscribe(self.prompts), set[Prompt]()
         self.tickets: list[int] = []
         self.leases: list[Any] = []

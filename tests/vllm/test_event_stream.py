@@ -125,7 +125,7 @@ class Stream:
             enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, replay_endpoint=replay_endpoint, buffer_steps=BUFFERED
         )
         self._publisher = EventPublisherFactory.create(config)
-        self._writer = EventWriter(object.__new__(FullAttentionSpec), BLOCK)
+        self._writer = EventWriter([object.__new__(FullAttentionSpec)], BLOCK)
         self._router, self._rng, self._num_published = Router(prompts, endpoint, replay_endpoint), rng, 0
         self._num_unheard = 0
 

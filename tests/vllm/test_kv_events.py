@@ -42,7 +42,7 @@ def test_blocks_that_others_could_not_join_are_left_out(odd: dict[str, Any]) -> 
 
 
 def test_events_have_the_fields_of_the_release() -> None:
-    writer = EventWriter(object.__new__(FullAttentionSpec), 4)
+    writer = EventWriter([object.__new__(FullAttentionSpec)] * 2, 4)
     stored: Any = writer.write(Stored(HOST, blocks()))
     assert isinstance(stored, BlockStored)
     parent, *own = map(maybe_convert_block_hash, HASHES)
@@ -50,25 +50,30 @@ def test_events_have_the_fields_of_the_release() -> None:
     assert (stored.token_ids, stored.block_size, stored.lora_id) == (list(range(104, 112)), 4, None)
     removed: Any = writer.write(Removed(DISK, HASHES))
     assert isinstance(removed, BlockRemoved) and (removed.block_hashes, removed.medium) == ([parent, *own], "STORAGE")
+    windows: Any = [writer.write(event) for event in (Stored(HOST, blocks(), 1), Removed(HOST, HASHES, 1))]
+    assert [event.group_idx for event in (stored, removed, *windows)] == [0, 0, 1, 1]
     older = type("Older", (dict,), {"__struct_fields__": ("medium",)})
     assert events._make(older, medium=1, group_idx=0) == {"medium": 1}
 
 
 @pytest.mark.parametrize(
-    ("role", "groups", "why"),
+    ("role", "blocks", "why"),
     [
-        ("kv_both", 1, None),
-        ("kv_both", 2, "with several KV cache groups"),
-        ("kv_producer", 1, '"kv_role": "kv_producer"'),
-        ("kv_consumer", 1, '"kv_role": "kv_consumer"'),
+        ("kv_both", (4,), None),
+        ("kv_both", (4, 4), None),
+        ("kv_both", (4, 8), "with KV cache groups whose blocks differ in size"),
+        ("kv_producer", (4,), '"kv_role": "kv_producer"'),
+        ("kv_consumer", (4,), '"kv_role": "kv_consumer"'),
     ],
 )
-def test_where_nothing_can_be_told_that_is_said(role: Any, groups: int, why: str | None, caplog: pytest.LogCaptureFixture) -> None:
+def test_where_nothing_can_be_told_that_is_said(
+    role: Any, blocks: tuple[int, ...], why: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
     transfer = KVTransferConfig(kv_connector="KVLoftConnector", kv_role=role)
     listens = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True), kv_transfer_config=transfer)
     watched: list[int] = []
     store: Any = SimpleNamespace(watch=watched.append)
-    announcer = announcer_of(listens, store, CacheShape((GroupShape(4),) * groups), is_shared=False)
+    announcer = announcer_of(listens, store, CacheShape(tuple(map(GroupShape, blocks))), is_shared=False)
     assert len(watched) == (why is None)
     assert (announcer is None) == bool(why) and len(caplog.records) == bool(why)
     assert why is None or why in caplog.text
@@ -83,8 +88,8 @@ def test_an_error_takes_back_what_was_told_and_ends_it() -> None:
     """Of what was lost with it nothing is known: better nothing than wrong."""
     answers = [([(b"key", 1)], False), None]
     store: Any = SimpleNamespace(changes=lambda *_: answers.pop(0))
-    announcer = Announcer(store, GroupShape(4), lambda *_: [Block(HASHES[0], None, array("I", [1]))])
-    announcer.note(live(), (SimpleNamespace(key=lambda _: b"key"), [], 0, 0, 1, 0, [], None))  # type: ignore[arg-type]
+    announcer = Announcer(store, CacheShape((GroupShape(4),)), lambda *_: [Block(HASHES[0], None, array("I", [1]))])
+    announcer.note(live(), (SimpleNamespace(key=lambda *_: b"key"), [], 0, 0, 1, 0, [], None))  # type: ignore[arg-type]
     half: Any = object.__new__(SchedulerHalf)
     half._announcer, half._writer = announcer, SimpleNamespace(write=lambda event: event)
     assert [type(event) for event in half.take_kv_events()] == [Stored]

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvloft.plan.groups import SaveRow
-from kvloft.seam.shape import GroupShape
-from kvloft.seam.store import Session
+from kvloft.seam.shape import CacheShape
+from kvloft.seam.store import KeyChain, Session
 from kvloft.seam.views import LiveRequest
 
 HOST, DISK = TIERS = (1, 2)
@@ -45,6 +45,8 @@ class Stored(NamedTuple):
 
     tier: int
     blocks: list[Block]
+    group: int = 0
+    """Which KV cache group keeps them."""
 
 
 class Removed(NamedTuple):
@@ -52,6 +54,7 @@ class Removed(NamedTuple):
 
     tier: int
     hashes: list[bytes]
+    group: int = 0
 
 
 Event = Stored | Removed
@@ -62,6 +65,7 @@ Describe = Callable[[LiveRequest, int, int], Sequence[Block]]
 @dataclass(slots=True, eq=False)
 class _Chunk:
     blocks: Sequence[Block]
+    group: int
     where: int = 0
     """Tiers that others know of."""
     is_expected: bool = True
@@ -69,21 +73,24 @@ class _Chunk:
 
 
 class Announcer:
-    """What others know of ``store``, which must be watched. ``group`` is its only one.
+    """What others know of ``store``, which must be watched. ``shape``: with several groups, their blocks must have one size.
 
     ``is_shared``: other engines save to it, or it may be away for a while, so a chunk that left may come back without a request.
     """
 
     def __init__(
-        self, store: Session, group: GroupShape, describe: Describe, *, is_shared: bool = False, max_chunks: int = MAX_CHUNKS
+        self, store: Session, shape: CacheShape, describe: Describe, *, is_shared: bool = False, max_chunks: int = MAX_CHUNKS
     ) -> None:
-        self._store, self._per_chunk, self._describe, self._max_chunks = store, group.blocks_per_chunk, describe, max_chunks
+        self._store, self._per_chunk, self._describe, self._max_chunks = store, shape.unit.blocks_per_chunk, describe, max_chunks
         self._is_shared = is_shared
+        groups = [(nth, shape.number_of(nth), group.kind == "state") for nth, group in enumerate(shape.groups)]
+        self._states = [(nth, number) for nth, number, is_state in groups if is_state]
+        self._others = [(nth, number) for nth, number, is_state in groups if not is_state]
         self._known: OrderedDict[bytes, _Chunk] = OrderedDict()
         self._to_ask: deque[bytes] = deque()
         self._must_ask_all = self._is_over = False
-        self._holders: dict[int, Counter[bytes]] = {tier: Counter() for tier in TIERS}
-        """By tier and block: chunks there that have it."""
+        self._holders: dict[int, Counter[tuple[int, bytes]]] = {tier: Counter() for tier in TIERS}
+        """By tier, group and block: chunks there that have it."""
         self._events: list[Event] = []
 
     def note(self, live: LiveRequest, row: SaveRow) -> None:
@@ -91,13 +98,21 @@ class Announcer:
         chain, _, _, start, stop, tail_blocks, _, _ = row
         size = self._per_chunk
         ends = [size * (nth + 1) for nth in range(start, stop)] + [size * stop + tail_blocks] * bool(tail_blocks)
-        for end in () if self._is_over else ends:
-            key = chain.key(end - 1)
+        for end in ends:
+            self._note(live, chain, self._others, (end - 1) // size * size, end)
+
+    def note_states(self, live: LiveRequest, chain: KeyChain, num_blocks: int) -> None:
+        """The same of the states behind its first ``num_blocks`` blocks."""
+        self._note(live, chain, self._states, num_blocks - 1, num_blocks)
+
+    def _note(self, live: LiveRequest, chain: KeyChain, groups: Iterable[tuple[int, int | None]], begin: int, end: int) -> None:
+        for group, number in () if self._is_over else groups:
+            key = chain.key(end - 1, number)
             if (chunk := self._known.get(key)) is not None:
                 self._known.move_to_end(key)
                 chunk.is_expected = True
-            elif blocks := self._describe(live, (end - 1) // size * size, end):
-                self._known[key] = _Chunk(blocks)
+            elif blocks := self._describe(live, begin, end):
+                self._known[key] = _Chunk(blocks, group)
             else:
                 return
             self._to_ask.append(key)
@@ -134,7 +149,9 @@ class Announcer:
     def withdraw(self) -> None:
         """Nothing is offered any more: what was told is taken back, and nothing is told from now on."""
         self._is_over = True
-        self._events += [Removed(tier, list(holders)) for tier, holders in self._holders.items() if holders]
+        for tier in TIERS:
+            for group, each in self._holders[tier]:
+                self._leave(tier, group, each)
         self._known.clear()
         self._to_ask.clear()
         self._holders = {tier: Counter() for tier in TIERS}
@@ -146,30 +163,32 @@ class Announcer:
     def _move(self, chunk: _Chunk, where: int) -> None:
         for tier in TIERS:
             if (chunk.where ^ where) & tier:
-                (self._come if where & tier else self._go)(tier, chunk.blocks)
+                (self._come if where & tier else self._go)(tier, chunk)
         chunk.where = where
 
-    def _come(self, tier: int, blocks: Iterable[Block]) -> None:
-        holders = self._holders[tier]
-        for block in blocks:
-            holders[block.hash] += 1
-            if holders[block.hash] > 1:
+    def _come(self, tier: int, chunk: _Chunk) -> None:
+        holders, group = self._holders[tier], chunk.group
+        for block in chunk.blocks:
+            holders[group, block.hash] += 1
+            if holders[group, block.hash] > 1:
                 continue
             match self._events[-1:]:
-                case [Stored(of, [*_, last] as run)] if of == tier and last.hash == block.parent:
+                case [Stored(of, [*_, last] as run, whose)] if (of, whose, last.hash) == (tier, group, block.parent):
                     run.append(block)
                 case _:
-                    self._events.append(Stored(tier, [block]))
+                    self._events.append(Stored(tier, [block], group))
 
-    def _go(self, tier: int, blocks: Iterable[Block]) -> None:
-        holders = self._holders[tier]
-        for block in blocks:
-            holders[block.hash] -= 1
-            if holders[block.hash]:
-                continue
-            del holders[block.hash]
-            match self._events[-1:]:
-                case [Removed(of, hashes)] if of == tier:
-                    hashes.append(block.hash)
-                case _:
-                    self._events.append(Removed(tier, [block.hash]))
+    def _go(self, tier: int, chunk: _Chunk) -> None:
+        holders, group = self._holders[tier], chunk.group
+        for block in chunk.blocks:
+            holders[group, block.hash] -= 1
+            if not holders[group, block.hash]:
+                del holders[group, block.hash]
+                self._leave(tier, group, block.hash)
+
+    def _leave(self, tier: int, group: int, hash_: bytes) -> None:
+        match self._events[-1:]:
+            case [Removed(of, hashes, whose)] if (of, whose) == (tier, group):
+                hashes.append(hash_)
+            case _:
+                self._events.append(Removed(tier, [hash_], group))

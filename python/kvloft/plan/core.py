@@ -137,6 +137,8 @@ class SchedulerCore:
         if lease is not None:
             self._queue.begin_load(tracker, lease, num_tokens, is_whole=not plan.lost)
         tracker.loaded_tokens = by_tier
+        if self._announcer is not None:
+            self._announcer.note_states(live, tracker.chain, (tracker.local_tokens + num_tokens) // self._group.block_tokens)
         self._queue_load(plan, lease)
         for tier, tokens in by_tier.items():
             self.counters[f"load_tokens_{tier}"] += tokens
@@ -332,6 +334,9 @@ class SchedulerCore:
         rows = [(tracker.chain, state.group, state.num_tokens // block_tokens, state.block) for tracker, state in due]
         reserved = zip(due, self._groups.reserve_states(rows), strict=True)
         saves += [SavePlan(tracker.req_id, chunks) for (tracker, _), chunks in reserved if chunks]
+        if self._announcer is not None:
+            for tracker, state in due:
+                self._announcer.note_states(tracker.live, tracker.chain, state.num_tokens // block_tokens)
 
     def _has_state(self, state: BoundaryState) -> Tracker | None:
         """Whose state it is, if it is to be saved.

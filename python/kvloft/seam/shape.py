@@ -81,6 +81,10 @@ class CacheShape:
         """That group."""
         return self.groups[self.main]
 
+    def number_of(self, group: int) -> int | None:
+        """The number in the keys of what ``groups[group]`` keeps; None: they are the prefix's own."""
+        return None if group == self.main and self.groups[group].kind == "full" else group + 1
+
     @property
     def unit(self) -> GroupShape:
         """What a request is counted in: blocks from one key to the next. Where ``is_grouped`` one is a chunk of each group."""

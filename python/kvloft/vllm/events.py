@@ -39,14 +39,11 @@ def announcer_of(vllm_config: Any, store: Session, shape: CacheShape, *, is_shar
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is not None and not (transfer.is_kv_consumer and transfer.is_kv_producer):
         logger.warning(NO_EVENTS, f'"kv_role": "{transfer.kv_role}"')  # what is saved is not given back, or nothing is saved
-    elif shape.is_grouped:
-        several = len(shape.groups) > 1
-        logger.warning(
-            NO_EVENTS, "several KV cache groups (kv_groups: one would keep one)" if several else "windows in every layer"
-        )
+    elif len({group.block_tokens for group in shape.groups}) > 1:
+        logger.warning(NO_EVENTS, "KV cache groups whose blocks differ in size (kv_groups: one would keep one)")
     else:
         store.watch(MAX_WAITING)
-        return Announcer(store, shape.main_group, partial(describe, shape.main_group.block_tokens), is_shared=is_shared)
+        return Announcer(store, shape, partial(describe, shape.main_group.block_tokens), is_shared=is_shared)
     return None
 
 
@@ -69,16 +66,19 @@ def describe(block_tokens: int, live: LiveRequest, begin: int, end: int) -> Sequ
 
 
 class EventWriter:
-    """Makes vLLM's events, with the fields that the release has. ``spec``: the KV cache spec of the one group."""
+    """Makes vLLM's events, with the fields that the release has. ``specs``: the KV cache spec of each group."""
 
-    def __init__(self, spec: Any, block_tokens: int) -> None:
+    def __init__(self, specs: Sequence[Any], block_tokens: int) -> None:
         kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
         window = getattr(kv_cache_interface, "get_kv_cache_spec_sliding_window", None)
-        self._group = {
-            "group_idx": 0,
-            "kv_cache_spec_kind": kind(spec).value if kind is not None else None,
-            "kv_cache_spec_sliding_window": window(spec) if window is not None else None,
-        }
+        self._groups = [
+            {
+                "group_idx": nth,
+                "kv_cache_spec_kind": kind(spec).value if kind is not None else None,
+                "kv_cache_spec_sliding_window": window(spec) if window is not None else None,
+            }
+            for nth, spec in enumerate(specs)
+        ]
         self._block_tokens = block_tokens
         # 0.30 and older publish the keys as they are hashed.
         self._extra_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)
@@ -86,7 +86,8 @@ class EventWriter:
     def write(self, event: Event) -> BlockStored | BlockRemoved:
         hash_of, medium = kv_cache_utils.maybe_convert_block_hash, MEDIUM[event.tier]
         if not isinstance(event, Stored):
-            return _make(BlockRemoved, block_hashes=[hash_of(each) for each in event.hashes], medium=medium, group_idx=0)
+            hashes = [hash_of(each) for each in event.hashes]
+            return _make(BlockRemoved, block_hashes=hashes, medium=medium, group_idx=event.group)
         first = event.blocks[0]
         lora_id, lora_name = first.adapter or (None, None)
         return _make(
@@ -99,7 +100,7 @@ class EventWriter:
             medium=medium,
             lora_name=lora_name,
             extra_keys=self._extra_keys([block.extra for block in event.blocks]),
-            **self._group,
+            **self._groups[event.group],
         )
 
 

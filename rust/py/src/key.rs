@@ -98,9 +98,10 @@ impl KeyChain {
         if rows.bytes().len() < DETACH_BYTES { append() } else { rows_py.detach(append) }
     }
 
-    /// Key of the prefix that ends with full block `block`.
-    fn key<'py>(&self, py: Python<'py>, block: u32) -> PyResult<Bound<'py, PyBytes>> {
-        let key = self.lock()?.key(block).map_err(raise)?;
+    /// Key of the prefix that ends with full block `block`, or of what `group` keeps of it.
+    #[pyo3(signature = (block, group = None))]
+    fn key<'py>(&self, py: Python<'py>, block: u32, group: Option<u32>) -> PyResult<Bound<'py, PyBytes>> {
+        let key = self.lock()?.key_of(block, group).map_err(raise)?;
         Ok(PyBytes::new(py, &key.0))
     }
 

@@ -115,6 +115,12 @@ impl KeyChain {
         })
     }
 
+    /// The same of what `group` keeps of that prefix; None: this chain's own.
+    pub fn key_of(&self, block: u32, group: Option<u32>) -> Result<ChunkKey> {
+        let own = self.key(block)?;
+        Ok(group.and_then(|group| of_group(&[own], group).next()).unwrap_or(own))
+    }
+
     /// Hashes what KV cache group `group` keeps of the whole prefix, as far as that was not done before.
     pub fn extend_group(&mut self, group: u32) {
         let known = self.groups.iter().position(|of| of.group == group).unwrap_or_else(|| {
