@@ -309,7 +309,10 @@ def foretold(place: Place, router: Subscriber, prompt: Req) -> int:
 
 
 def test_events_say_what_each_group_has(
-    place: Place, serve: Callable[..., Engine], router: Subscriber, tmp_path: Path  # noqa: F811
+    place: Place,
+    serve: Callable[..., Engine],
+    router: Subscriber,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     """Few frames and slots, so that chunks of each group come and go; then a restart: a disk is told of when it is asked about."""
     if place.model.draft is not None:
