@@ -296,10 +296,10 @@ def accepted(engine: Engine) -> float:
     return engine.metrics()["vllm:spec_decode_num_accepted_tokens_total"]
 
 
-def foretold(place: Place, router: Subscriber, prompt: Req) -> int:
-    """Tokens of the deepest boundary at which each group has what a hit needs, by what the router was told."""
+def foretold(place: Place, told: Subscriber, prompt: Req) -> int:
+    """Tokens of the deepest boundary at which each group has what a hit needs, by what a router was told."""
     size = place.model.hit_tokens
-    hashes, there = router.chain(prompt, size), {medium: router.blocks[medium].keys() for medium in ("CPU", "STORAGE")}
+    hashes, there = told.chain(prompt, size), {medium: told.blocks[medium].keys() for medium in ("CPU", "STORAGE")}
     for num_blocks in range(min(len(hashes), (prompt.num_prompt_tokens - 1) // size), 0, -1):
         num_tokens = num_blocks * size
         rows = [(nth, needed(kind, num_tokens, size)) for nth, kind in enumerate(place.model.kinds)]
