@@ -106,6 +106,8 @@ def test_the_replayed_index_is_what_the_store_answers_of_each_group(tmp_path: An
         if nth % 100 == 0:
             world.rest()
     assert world.num_removed > 100
+    for num_blocks in (0, 2):  # nothing was loaded, or more than is known
+        world.announcer.note_states(SimpleNamespace(prompt=(1, 1)), world.chain((1, 1)), num_blocks)  # type: ignore[arg-type]
     world.announcer.withdraw()
     world.hear()
     assert not world.told[HOST] | world.told[DISK]

@@ -102,8 +102,9 @@ class Announcer:
             self._note(live, chain, self._others, (end - 1) // size * size, end)
 
     def note_states(self, live: LiveRequest, chain: KeyChain, num_blocks: int) -> None:
-        """The same of the states behind its first ``num_blocks`` blocks."""
-        self._note(live, chain, self._states, num_blocks - 1, num_blocks)
+        """The same of the states behind its first ``num_blocks`` blocks, if they have keys."""
+        if 0 < num_blocks <= chain.num_blocks:
+            self._note(live, chain, self._states, num_blocks - 1, num_blocks)
 
     def _note(self, live: LiveRequest, chain: KeyChain, groups: Iterable[tuple[int, int | None]], begin: int, end: int) -> None:
         for group, number in () if self._is_over else groups:
