@@ -36,6 +36,19 @@ def test_blocks_have_vllms_hashes_and_their_tokens() -> None:
     assert describe(4, live(), 0, 1)[0].parent is None
 
 
+def test_a_block_with_several_hashes_is_called_by_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``--prefix-match-unit``; vLLM's own events call it that."""
+    finer = [(b"%d" % nth) * 32 for nth in range(7)]
+    own = finer[1::2]
+    monkeypatch.setattr(events, "Announcer", lambda _store, _shape, describe, **_: describe)
+    listens = SimpleNamespace(
+        kv_events_config=SimpleNamespace(enable_kv_cache_events=True), cache_config=SimpleNamespace(prefix_match_unit=2)
+    )
+    told: Any = announcer_of(listens, SimpleNamespace(watch=id), CacheShape((GroupShape(4),)), is_shared=False)  # type: ignore[arg-type]
+    assert [(block.hash, block.parent) for block in told(live(block_hashes=finer), 0, 3)] == [*zip(own, [None, *own], strict=False)]
+    assert told(live(block_hashes=finer), 0, 4) == (), "the fourth has only one of its two"
+
+
 @pytest.mark.parametrize("odd", [{"mm_features": [object()]}, {"prompt_embeds": object()}, {"block_hashes": HASHES[:2]}])
 def test_blocks_that_others_could_not_join_are_left_out(odd: dict[str, Any]) -> None:
     assert blocks(**odd) == ()

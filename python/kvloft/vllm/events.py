@@ -43,15 +43,25 @@ def announcer_of(vllm_config: Any, store: Session, shape: CacheShape, *, is_shar
         logger.warning(NO_EVENTS, "KV cache groups whose blocks differ in size (kv_groups: one would keep one)")
     else:
         store.watch(MAX_WAITING)
-        return Announcer(store, shape, partial(describe, shape.main_group.block_tokens), is_shared=is_shared)
+        block_tokens = shape.main_group.block_tokens
+        describes = partial(describe, block_tokens, per_block=hashes_per_block(vllm_config, block_tokens))
+        return Announcer(store, shape, describes, is_shared=is_shared)
     return None
 
 
-def describe(block_tokens: int, live: LiveRequest, begin: int, end: int) -> Sequence[Block]:
-    """Blocks [begin, end) of a `VllmRequest`; none of one whose hashes others could not tell from its tokens."""
+def hashes_per_block(vllm_config: Any, block_tokens: int) -> int:
+    """More than one where vLLM hashes in shorter steps than its blocks are (``--prefix-match-unit``, with several groups only)."""
+    return block_tokens // (getattr(getattr(vllm_config, "cache_config", None), "prefix_match_unit", None) or block_tokens)
+
+
+def describe(block_tokens: int, live: LiveRequest, begin: int, end: int, *, per_block: int = 1) -> Sequence[Block]:
+    """Blocks [begin, end) of a `VllmRequest`; none of one whose hashes others could not tell from its tokens.
+
+    ``per_block``: hashes that the request has of a block; the last stands for it (`BlockHashListWithBlockSize`).
+    """
     request: Any = live.request  # type: ignore[attr-defined]
     hashes = getattr(request, "block_hashes", ())
-    if request.mm_features or request.prompt_embeds is not None or len(hashes) < end:
+    if request.mm_features or request.prompt_embeds is not None or len(hashes) < end * per_block:
         return ()
     lora, token_ids = request.lora_request, live.token_ids
     adapter = (lora.adapter_id, lora.name) if lora is not None else None
@@ -60,8 +70,8 @@ def describe(block_tokens: int, live: LiveRequest, begin: int, end: int) -> Sequ
     for nth in range(begin, end):
         start, stop = nth * block_tokens, (nth + 1) * block_tokens
         extra = kv_cache_utils.generate_block_hash_extra_keys(request, start, stop, 0)[0] if has_extra else None
-        parent = hashes[nth - 1] if nth else None
-        blocks.append(Block(hashes[nth], parent, array("I", token_ids[start:stop]), adapter, extra))
+        parent = hashes[nth * per_block - 1] if nth else None
+        blocks.append(Block(hashes[(nth + 1) * per_block - 1], parent, array("I", token_ids[start:stop]), adapter, extra))
     return blocks
 
 
