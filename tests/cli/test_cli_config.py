@@ -133,3 +133,22 @@ def test_what_a_server_has_is_not_shown_as_the_engines(capsys: pytest.CaptureFix
         shown = json.loads(capsys.readouterr().out)
         assert (shown["host_size"]["value"], shown["chunk_tokens"]["value"]) == (None if is_void else 2 << 30, "auto")
         assert shown["host_size"]["from"] == ("kvloft serve" if is_void else "environment variable KVLOFT_HOST_SIZE")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["serve", "--hostsize=3", "--evict", "lru"], "unknown argument: --hostsize; did you mean --host-size?"),
+        (["serve", "--evict", "lru"], "unknown argument: --evict; did you mean --eviction?"),
+        (["status", "extra"], "unknown argument: extra\n"),
+        (["bench", "copy", "--nothing"], "unknown argument: --nothing\n"),
+    ],
+)
+def test_what_a_command_does_not_know_is_named_with_what_it_does(
+    argv: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An abbreviation may mean something else than its writer thinks."""
+    with pytest.raises(SystemExit) as ended:
+        main(argv)
+    err = capsys.readouterr().err
+    assert ended.value.code == 2 and said in err and err.startswith(f"usage: kvloft {argv[0]}")

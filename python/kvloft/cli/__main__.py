@@ -5,7 +5,7 @@ import errno
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 from kvloft import __version__
 from kvloft.errors import ConfigError
@@ -14,7 +14,9 @@ from kvloft.errors import ConfigError
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit status (2 for a wrong setting or argument, as argparse does)."""
     own, flags = split_flags(list(sys.argv[1:] if argv is None else argv))
-    args = build_parser(own[0] if own else None).parse_args(own, argparse.Namespace(flags=flags))
+    args, rest = build_parser(own[0] if own else None).parse_known_args(own, argparse.Namespace(flags=flags))
+    if rest:
+        _refuse(args.parser, rest)
     try:
         return int(args.run(args))
     except ConfigError as e:
@@ -34,6 +36,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
+    """Exit with 2 over what the command ``parser`` does not know, with its own usage."""
+    import difflib  # what is typed wrong may take its time
+    import re
+
+    name = unknown[0].partition("=")[0]
+    like = difflib.get_close_matches(name, re.findall(r"--[a-z-]+", parser.format_usage()), 1)
+    parser.error(f"unknown argument: {name}" + (f"; did you mean {like[0]}?" if like else ""))
+
+
 def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
     """kvloft's own arguments and vLLM's flags: what stands behind the first ``--`` of a `kvloft check`.
 
@@ -49,12 +61,16 @@ def build_parser(name: str | None = None) -> argparse.ArgumentParser:
     """The whole command line, or of the command ``name`` alone where that is `serve`."""
     parser = argparse.ArgumentParser(
         prog="kvloft",
+        allow_abbrev=False,
         description="Serve one cache to several engines; look at settings, models, the disk tier and speed on a GPU.",
     )
     parser.add_argument("--version", action="version", version=f"kvloft {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _commands(name):
         command.add_parser(subparsers)
+    for own in subparsers.choices.values():
+        own.allow_abbrev = False  # --evict is not --eviction
+        own.set_defaults(parser=own)
     return parser
 
 
