@@ -20,9 +20,10 @@ from typing import Any
 
 from benches.gpu.chats_child import Load
 from benches.gpu.engine import CHILD_ENV, ROOT, result_of
-from benches.gpu.options import STATUS, add_sizes, some_of, table_of
+from benches.gpu.options import STATUS, add_model, add_sizes, some_of, table_of
 from benches.gpu.peers import NAMES as PEERS
 from benches.gpu.peers import SERVED, daemon, env_of, is_installed, kvloft_server
+from benches.gpu.shapes import options_of
 from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
 
@@ -132,6 +133,7 @@ def parser() -> argparse.ArgumentParser:
     chats.add_argument("--rounds", type=whole(1, 10), default=1, help="processes of each engine, in turns (default 1)")
     chats.add_argument("--repeats", type=whole(1, 10), default=2, help="runs in each process (default 2)")
     chats.add_argument("--each", type=whole(60, 3600), default=180, help="seconds for a process, its start too (default 180)")
+    add_model(chats)
     add_sizes(chats, blocks=5625, host_gib=40)
     return chats
 
@@ -145,10 +147,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvloft: the chats bench cannot run here: {error}", file=sys.stderr)
         return 2
     load = {name: getattr(args, name) for name in asdict(Load())}
+    shape = options_of(args.model, args.layers)
     longest = args.first_tokens + (args.num_turns - 1) * args.more_tokens + args.num_turns * args.generated_tokens
     options = {
         "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "load": load, "repeats": args.repeats, "child_s": args.each,
-        "llm": {"max_num_seqs": args.seqs, "max_model_len": longest + 64},
+        **shape, "llm": {**shape["llm"], "max_num_seqs": args.seqs, "max_model_len": longest + 64},
     }  # fmt: skip
     results = run(
         connectors=args.connectors, rounds=args.rounds, options=options, log_dir=Path(args.logs), timeout_s=args.timeout,

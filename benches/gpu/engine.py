@@ -36,7 +36,8 @@ CHILD_ENV = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
     "VLLM_PLUGINS": "",
 }  # fmt: skip
-WEIGHT_BYTES = 2 * 8_030_261_248
+EMBEDDING_BYTES, LAYER_BYTES = 4 * 128256 * 4096, 2 * 218_112_000
+"""Of the Llama shape, in bfloat16; other shapes have less."""
 OTHER_BYTES = 5 << 30
 """Of an engine, beside weights and paged KV: activations of 8,192 tokens, CUDA graphs, kvloft's staging, the CUDA context."""
 POLL_S = 0.2
@@ -84,7 +85,10 @@ def _run_groups(
             asked["llm"] = {**shared_gpu(options["num_blocks"], options), **options.get("llm", {})}
             logs = {name: log_dir / f"engine_{name}{'_alone' if number and together else ''}.log" for name in names}
             model_of = {name: f"{folder}/model-{SERVED[0] if name in SERVED else name}" for name in names}
-            children = {name: _start(name, {**asked, "model_dir": model_of[name]}, log) for name, log in logs.items()}
+            gpu_of = {name: nth % options["gpus"] for nth, name in enumerate(names)} if options.get("gpus") else {}
+            children = {
+                name: _start(name, {**asked, "model_dir": model_of[name]}, log, gpu_of.get(name)) for name, log in logs.items()
+            }
             share = (deadline - time.monotonic()) / (len(groups) - number)
             if len(names) > 1:
                 share = deadline - time.monotonic()
@@ -110,7 +114,8 @@ def _groups(connectors: Sequence[str], phases: Sequence[str], *, together: bool)
 
 def fit_together(num_engines: int, num_blocks: int, model: Mapping[str, Any], total_bytes: int) -> bool:
     """Whether so many engines have room on a GPU of ``total_bytes``."""
-    return num_engines * (WEIGHT_BYTES + OTHER_BYTES + num_blocks * _block_bytes(model)) <= total_bytes
+    weights = EMBEDDING_BYTES + int(model.get("num_hidden_layers", 32)) * LAYER_BYTES
+    return num_engines * (weights + OTHER_BYTES + num_blocks * _block_bytes(model)) <= total_bytes
 
 
 def shared_gpu(num_blocks: int, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,7 +123,7 @@ def shared_gpu(num_blocks: int, options: Mapping[str, Any]) -> dict[str, Any]:
     model: Mapping[str, Any] = options.get("model", {})
     settings: dict[str, Any] = {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": num_blocks * _block_bytes(model)}
     # With several KV cache groups a block has fewer layers, with a drafter it has more: how many there are is vLLM's to say.
-    counts_itself = "layer_types" in model or "num_drafts" in options
+    counts_itself = "layer_types" in model or bool(options.get("drafts"))
     return settings | ({"num_gpu_blocks_override": None} if counts_itself else {})
 
 
@@ -127,8 +132,10 @@ def _block_bytes(model: Mapping[str, Any]) -> int:
     return 16 * 2 * heads * dim * 2 * int(model.get("num_hidden_layers", 32))
 
 
-def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
+def _start(name: str, options: dict[str, Any], log: Path, gpu: int | None) -> subprocess.Popen[bytes]:
     env = {**CHILD_ENV, **env_of(name, options.get("host_bytes", 0) >> 30)}
+    if gpu is not None:
+        env["CUDA_VISIBLE_DEVICES"] = str(gpu)
     settings = [f"{key}={value}" for key, value in env.items()]
     command = ["env", *settings, sys.executable, "-m", "benches.gpu.engine_child", name, json.dumps(options)]
     with log.open("w") as file:
@@ -200,7 +207,10 @@ def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
         row(f"  {label}, ms", "cold", part)
     for what in ("warm", "hbm"):
         row(f"TTFT {what}, ms", "ttft", f"{what}_ms")
+    row("  the link, GB/s", "ttft", "link_gbps")
+    row("  warm, of the bytes' time on the link and TTFT hbm", "ttft", "warm_of_bound")
     row("bytes loaded, last round", "ttft", "loaded_bytes_last_round")
+    row("blocks of paged KV", "kv_blocks")
     for what, whose in (("own", "an own prompt"), ("other", "the other engine's prompt")):
         row(f"TTFT of {whose}, through the server, ms", "shared", f"{what}_ms")
         row("  tokens that were cached", "shared", f"{what}_cached")
@@ -232,14 +242,15 @@ def parser() -> argparse.ArgumentParser:
         prog="engine",
         description=f"First tokens and decode steps of vLLM alone, with OffloadingConnector and with kvloft, on one GPU. {STATUS}",
     )
-    connectors = ("none", "native", "kvloft", "groups", *SERVED, *PEERS)
+    connectors = ("none", "native", "kvloft", "before", "groups", *SERVED, *PEERS)
     phases = ("cold", "ttft", "wave", "decode", "shared", "attached", "startup")
     engine.add_argument(
         "--connectors",
         type=some_of(*connectors),
         default=list(connectors[:3]),
-        help=f"which of {','.join(connectors)}: groups is kvloft with kv_groups=all, served and served2 are engines with one "
-        "`kvloft serve` as their store (default the first three)",
+        help=f"which of {','.join(connectors)}: before is another kvloft, the one in the folder that KVLOFT_BEFORE "
+        "names, groups is kvloft with kv_groups=all, served and served2 are engines with one `kvloft serve` as their store "
+        "(default the first three)",
     )
     engine.add_argument(
         "--phases", type=some_of(*phases), default=list(phases[:4]),
@@ -255,6 +266,7 @@ def parser() -> argparse.ArgumentParser:
     engine.add_argument("--colds", type=whole(1, 1000), default=12, help="new prompts of cold and attached (default 12)")
     engine.add_argument("--rounds", type=whole(1, 1000), default=4, help="times that known prompts are asked for (default 4)")
     engine.add_argument("--trace", action="store_true", help="note when each load's pieces were sent and copied, in --json")
+    engine.add_argument("--gpus", type=whole(1, 64), default=None, help="spread the engines over so many GPUs (default one GPU)")
     add_model(engine)
     engine.add_argument("--one-by-one", action="store_true", help="one engine after the other, which takes less GPU memory")
     add_sizes(engine, blocks=9000, host_gib=40)
@@ -268,7 +280,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.model == "llama":
         shape["model"]["num_key_value_heads"] = args.kv_heads
     try:
-        room = fit_together(len(args.connectors), args.blocks, shape["model"], gpu_bytes())
+        on_one = -(-len(args.connectors) // (args.gpus or 1))
+        room = fit_together(on_one, args.blocks, shape["model"], gpu_bytes())
     except UnsupportedError as error:
         print(f"kvloft: the engine bench cannot run here: {error}", file=sys.stderr)
         return 2
@@ -277,11 +290,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         screen.print("One engine after the other: what changes on the machine meanwhile counts as their difference.", style="dim")
     options = {
         "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "context": args.context, "colds": args.colds,
-        "rounds": args.rounds, "trace": args.trace, **shape,
+        "rounds": args.rounds, "trace": args.trace, "gpus": args.gpus, **shape,
     }  # fmt: skip
     missing = [name for name in args.connectors if not is_installed(name)]
     if missing:
-        print(f"kvloft: {', '.join(missing)} cannot be imported here; --connectors names others", file=sys.stderr)
+        print(f"kvloft: {', '.join(missing)} cannot be had here; --connectors names others", file=sys.stderr)
         return 2
     try:
         with screen.status("starting") as status:

@@ -23,10 +23,14 @@ from benches.gpu.llama import Engine, prompt_of, worker_totals
 from benches.gpu.parts import Parts
 from benches.gpu.peers import SERVED
 from benches.gpu.turns import Turns
+from kvloft.bench.link import Ceiling, HostFrames
 
-KVLOFT = ("kvloft", "groups", *SERVED)
+KVLOFT = ("kvloft", "before", "groups", *SERVED)
 LANDED_S = 0.1
 """After a turn: what it saved is on its way, and must not run beside the next engine's turn."""
+
+LINK_BYTES = 256 << 20
+"""Of the large copy that loads are compared with."""
 
 
 @contextmanager
@@ -73,11 +77,12 @@ def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
             cold.append(engine.ttft(prompt))
             engine.settle()
     trace, traced = load_trace(options), list[dict[str, Any]]()
-    middle = before
+    middle, link, rates = before, Ceiling(HostFrames(2 * LINK_BYTES), LINK_BYTES), list[float]()
     for _ in range(options.get("rounds", 4)):
         with turn(turns):
             if options["name"] != "none":
                 engine.empty_gpu_cache()
+            rates += [link.gbps("load") for _ in range(3)]
         middle = worker_totals()
         for prompt in prompts:
             with turn(turns):
@@ -89,16 +94,24 @@ def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
                     warm.append(first)
                 hits.append(engine.ttft(prompt))
     after = worker_totals()
+    link.close()
     found = {name: [row[0] * 1e3 for row in rows] for name, rows in (("cold", cold), ("hbm", hits), ("warm", warm)) if rows}
+    loaded, gbps = after.get("loaded_bytes", 0) - middle.get("loaded_bytes", 0), statistics.median(rates)
     return {
+        "link_gbps": gbps, **(of_bound(loaded / len(prompts) / gbps / 1e6, found["warm"], found["hbm"]) if loaded else {}),
         "context": context, **{f"{name}_ms": statistics.median(times) for name, times in found.items()},
         "all_ms": {name: [round(each, 2) for each in times] for name, times in found.items()},
-        "cached_tokens": [row[2] for row in warm], "first_cold": [row[1] for row in cold],
-        "first_hbm": [row[1] for row in hits], "first_warm": [row[1] for row in warm],
-        "kv_bytes": engine.bytes_a_token * (context - 1),
-        "loaded_bytes_last_round": after.get("loaded_bytes", 0) - middle.get("loaded_bytes", 0),
+        "cached_tokens": [row[2] for row in warm], "cached_tokens_hbm": [row[2] for row in hits],
+        "first_cold": [row[1] for row in cold], "first_hbm": [row[1] for row in hits], "first_warm": [row[1] for row in warm],
+        "kv_bytes": engine.bytes_a_token * (context - 1), "loaded_bytes_last_round": loaded,
         "saved_bytes": after.get("saved_bytes", 0) - before.get("saved_bytes", 0), "trace": traced,
     }  # fmt: skip
+
+
+def of_bound(link_ms: float, warm_ms: Sequence[float], hbm_ms: Sequence[float]) -> dict[str, Any]:
+    """Each warm TTFT as a share of the bytes' time on the link plus the TTFT from HBM right after it, and the median."""
+    shares = [warm / (link_ms + hit) for warm, hit in zip(warm_ms, hbm_ms, strict=True)]
+    return {"shares_of_bound": shares, "warm_of_bound": statistics.median(shares)}
 
 
 def phase_shared(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[str, Any]:
@@ -284,6 +297,7 @@ def main(name: str, options: dict[str, Any]) -> None:
     engine = Engine(name, options)
     result: dict[str, Any] = {"name": name, "start_s": time.perf_counter() - begin, "parameters": engine.num_parameters}
     result["vllm"] = vllm.__version__
+    result["kv_blocks"] = engine.engine.vllm_config.cache_config.num_gpu_blocks
     result["v2_runner"] = bool(getattr(engine.engine.vllm_config, "use_v2_model_runner", False))
     print("RESULT", json.dumps(result), flush=True)
     for phase in options["phases"]:

@@ -87,12 +87,13 @@ class Engine:
                        "kv_load_failure_policy": "recompute",
                        "kv_connector_extra_config": {"server": f"unix:{options.get('socket')}", **options.get("extra", {})}},
             **CONNECTORS,
-        }["served" if name in SERVED else name]  # fmt: skip
+        }["served" if name in SERVED else "kvloft" if name == "before" else name]  # fmt: skip
         settings.update(options.get("llm", {}))
-        if options.get("num_drafts"):
-            _write_config(folder / "draft", config_of(DRAFT))
-            drafts = {"method": "eagle", "model": str(folder / "draft"), "num_speculative_tokens": options["num_drafts"]}
-            settings["speculative_config"] = drafts
+        if options.get("drafts"):
+            settings["speculative_config"] = drafts = dict(options["drafts"])
+            if drafts["method"] == "eagle":
+                _write_config(folder / "draft", config_of(DRAFT))
+                drafts["model"] = str(folder / "draft")
         if transfer is not None:
             settings["kv_transfer_config"] = KVTransferConfig(**transfer)
         self.sampling = SamplingParams

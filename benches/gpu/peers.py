@@ -32,6 +32,8 @@ PACKAGES = {name: name.removesuffix("-server") for name in NAMES}
 PEGAFLOW_PORT, PEGAFLOW_HTTP = 50055, "http://127.0.0.1:9091"
 LMCACHE_READY = "LMCache cache server is running"
 READY_S, STOP_S = 90.0, 10.0
+BEFORE = "KVLOFT_BEFORE"
+"""Where another kvloft lies, such as the commit before: the folder that PYTHONPATH would name."""
 SERVED = ("served", "served2")
 """Engines whose cache is one `kvloft serve`."""
 
@@ -45,6 +47,8 @@ def env_of(name: str, host_gib: int) -> dict[str, str]:
             "LMCACHE_TRACK_USAGE": "false", "LMCACHE_LOCAL_CPU": "True", "LMCACHE_MAX_LOCAL_CPU_SIZE": str(host_gib),
             "LMCACHE_CHUNK_SIZE": "256",
         }  # fmt: skip
+    if name == "before":
+        return {"PYTHONPATH": ":".join(filter(None, (os.environ[BEFORE], os.environ.get("PYTHONPATH"))))}
     if name == "pegaflow":
         return {"PEGAFLOW_HOST": "http://127.0.0.1", "PEGAFLOW_PORT": str(PEGAFLOW_PORT)}
     return {}
@@ -148,5 +152,7 @@ def _stop(server: subprocess.Popen[bytes]) -> None:
 
 
 def is_installed(name: str) -> bool:
-    """Whether the peer's package can be imported; others need none."""
+    """Whether the peer's package can be imported, or the other kvloft is there; others need none."""
+    if name == "before":
+        return BEFORE in os.environ
     return name not in CONNECTORS or find_spec(PACKAGES[name]) is not None

@@ -44,37 +44,57 @@ def qwen35(num_layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def gemma4(num_layers: int) -> dict[str, Any]:
+    """Gemma 4, the text model without experts: as Gemma 3, but heads of full attention are twice as wide: blocks differ in size."""
+    rope = {"rope_theta": 10000.0, "rope_type": "default"}
+    return gemma3(num_layers) | {
+        "architectures": ["Gemma4ForCausalLM"], "model_type": "gemma4_text", "global_head_dim": 512, "rope_theta": None,
+        "rope_local_base_freq": None, "query_pre_attn_scalar": None, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0,
+        "rope_parameters": {"sliding_attention": rope, "full_attention": rope},
+    }  # fmt: skip
+
+
 def tiny_gdn(num_layers: int) -> dict[str, Any]:
     """Qwen 3.5 made small: blocks of about a hundred tokens, and an engine that starts in seconds."""
     small = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "num_key_value_heads": 2}
     return qwen35(num_layers) | small | {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
 
 
+def tiny_gdn_mtp(num_layers: int) -> dict[str, Any]:
+    """The same with a layer that predicts tokens, whose KV is a draft's."""
+    return tiny_gdn(num_layers) | {"mtp_num_hidden_layers": 1}
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """``changes``: what its config has instead of `LLAMA`'s, for so many layers. ``llm``: vLLM's settings for it."""
+    """``changes``: what its config has instead of `LLAMA`'s, for so many layers. ``llm``: vLLM's settings for it. ``drafts``: the
+    drafter's method and how many tokens it guesses."""
 
     num_layers: int
     changes: Callable[[int], Mapping[str, Any]]
     llm: Mapping[str, Any] = field(default_factory=dict)
-    num_drafts: int = 0
+    drafts: Mapping[str, Any] = field(default_factory=dict)
 
 
+TRITON_GDN = {"additional_config": {"gdn_prefill_backend": "triton"}}
+"""The other prefill of gated delta nets, flashinfer's, is not on every machine."""
 SHAPES = {
     "llama": Shape(32, lambda num_layers: {"num_hidden_layers": num_layers}),
-    "eagle": Shape(32, lambda num_layers: {"num_hidden_layers": num_layers}, num_drafts=2),
+    "eagle": Shape(32, lambda num_layers: {"num_hidden_layers": num_layers}, {}, {"method": "eagle", "num_speculative_tokens": 2}),
     "gemma3": Shape(34, gemma3),
-    "qwen35": Shape(32, qwen35, {"additional_config": {"gdn_prefill_backend": "triton"}}),
-    "tiny-gdn": Shape(8, tiny_gdn, {"additional_config": {"gdn_prefill_backend": "triton"}}),
+    "gemma4": Shape(12, gemma4),
+    "qwen35": Shape(32, qwen35, TRITON_GDN),
+    "tiny-gdn": Shape(8, tiny_gdn, TRITON_GDN),
+    "tiny-gdn-mtp": Shape(8, tiny_gdn_mtp, TRITON_GDN, {"method": "mtp", "num_speculative_tokens": 2}),
 }
-"""What `--model` names. The other prefill of gated delta nets, flashinfer's, is not on every machine."""
+"""What `--model` names."""
 
 
 def options_of(name: str, num_layers: int | None = None) -> dict[str, Any]:
-    """An engine's options for a shape: its model, vLLM's settings for it, and how many tokens its drafter guesses."""
+    """An engine's options for a shape: its model, vLLM's settings for it, and its drafter's."""
     shape = SHAPES[name]
     model = dict(shape.changes(num_layers or shape.num_layers))
-    return {"model": model, "llm": dict(shape.llm), **({"num_drafts": shape.num_drafts} if shape.num_drafts else {})}
+    return {"model": model, "llm": dict(shape.llm), "drafts": dict(shape.drafts)}
 
 
 def config_of(changes: Mapping[str, Any]) -> dict[str, Any]:

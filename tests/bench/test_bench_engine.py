@@ -42,7 +42,7 @@ print("RESULT", json.dumps({"name": name, "cold": {"cold_ms": 1.5}, "totals": {"
 def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Children that take turns and measure nothing; "native" dies before its first."""
 
-    def start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
+    def start(name: str, options: dict[str, Any], log: Path, gpu: int | None) -> subprocess.Popen[bytes]:
         with log.open("w") as file:
             return subprocess.Popen([sys.executable, "-c", CHILD, name, json.dumps(options)], stdout=file, stderr=subprocess.STDOUT)
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benches.gpu import engine
-from benches.gpu.engine_child import _by_kind, _middle, _percentiles
+from benches.gpu.engine_child import _by_kind, _middle, _percentiles, of_bound
 from kvloft.bench.command import _rates
 from kvloft.bench.rig import Rig
 
@@ -34,6 +34,10 @@ def test_steps_before_the_first_arrival_are_in_no_figure() -> None:
 def test_one_disturbed_run_does_not_decide() -> None:
     runs = [{"p99": value} for value in (6.0, 99.0, 6.2)]
     assert _middle(runs) == {"p99": 6.2, "runs": runs}
+
+
+def test_a_warm_first_token_is_beside_the_link_and_its_own_hit() -> None:
+    assert of_bound(10.0, [22.0, 33.0, 26.0], [10.0, 20.0, 10.0]) == {"shares_of_bound": [1.1, 1.1, 1.3], "warm_of_bound": 1.1}
 
 
 def test_a_share_is_of_the_ceiling_measured_right_before_it() -> None:

@@ -1,0 +1,44 @@
+"""What is asked of one rank of an engine, in its own process: the audit of its pages. It must be a module that ranks can import."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benches.gpu.audit import PageAudit, poison
+from benches.gpu.llama import worker_totals
+
+_audits: list[PageAudit] = []
+"""Of this process."""
+
+
+def _paged_kv(worker: Any) -> list[Any]:
+    """Of the layers that this rank has; each has its blocks first."""
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    return [layer.kv_cache for layer in layers if getattr(layer, "kv_cache", None) is not None and layer.kv_cache.numel()]
+
+
+def begin_audit(worker: Any) -> int:
+    """In a rank: watch what its mover moves; returns how many layers it has."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    mover = get_kv_transfer_group()._worker.core._mover
+    getattr(mover, "wait_pinned", lambda timeout: None)(60.0)
+    worker_totals()  # counts from here on
+    tensors = _paged_kv(worker)
+    _audits.append(PageAudit(mover, tensors))
+    return len(tensors)
+
+
+def overwrite(worker: Any, seed: int) -> None:
+    """In a rank: every page is wrong."""
+    poison(_paged_kv(worker), seed)
+
+
+def skip_loads(worker: Any, skip: bool) -> None:
+    """In a rank: loads report success and move nothing."""
+    _audits[0].skip_loads = skip
+
+
+def counts(worker: Any) -> dict[str, int]:
+    """In a rank: what was moved and compared since the last call, and bytes since the first."""
+    return {**_audits[0].take_counts(), **worker_totals()}

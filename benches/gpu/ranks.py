@@ -1,0 +1,120 @@
+"""`python -m benches.gpu.ranks`: an engine of several ranks, tensor or pipeline parallel; does it answer the same from host memory?
+
+vLLM's exact mode, as in `equality`, without CUDA graphs; each rank compares what it loaded with what its forwards wrote. It must
+not import vLLM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benches.gpu.engine import CHILD_ENV, ROOT, result_of
+from benches.gpu.options import STATUS, add_model, add_sizes, table_of
+from benches.gpu.shapes import options_of
+from kvloft.bench.command import console, gpu_bytes, whole, write
+from kvloft.errors import UnsupportedError
+
+ENV = {
+    **CHILD_ENV, "VLLM_BATCH_INVARIANT": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+}  # fmt: skip
+"""Ranks add what they have by plain NCCL: multicast of NVLink can disturb other programs on the host's GPUs."""
+
+
+def run(*, options: dict[str, Any], log: Path, timeout_s: float) -> dict[str, Any]:
+    """The child's result, or with an "error"."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, log.open("w") as file:
+        settings = [f"{key}={value}" for key, value in ENV.items()]
+        asked = json.dumps({**options, "model_dir": f"{folder}/model"})
+        command = ["env", *settings, sys.executable, "-m", "benches.gpu.ranks_child", asked]
+        child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
+        status: int | str
+        try:
+            status = child.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            status = "timeout"
+        finally:
+            child.kill()
+            child.wait()
+    return result_of(log, status)
+
+
+def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
+    """Why the check fails; nothing if it does not."""
+    if "error" in result:
+        yield str(result["error"])
+        return
+    runs = result["runs"]
+    cold, warm, skipped = (runs[name] for name in ("cold", "warm", "skipped_load"))
+    for name in ("hbm", "warm"):
+        if runs[name]["tokens"] != cold["tokens"]:
+            yield f"tokens {name} differ from those of a cold cache"
+    if skipped["tokens"] == cold["tokens"]:
+        yield "tokens do not depend on what is loaded"
+    if any(ours < theirs - 16 for ours, theirs in zip(warm["cached"], runs["hbm"]["cached"], strict=True)):
+        yield f"less was found than in vLLM's own cache: {warm['cached']} for {runs['hbm']['cached']}"
+    if len(warm["ranks"]) != num_ranks:
+        yield f"{len(warm['ranks'])} ranks answered, not {num_ranks}"
+    for rank, (found, blind) in enumerate(zip(warm["ranks"], skipped["ranks"], strict=True)):
+        if not found["loaded"] or found["loaded_differing"] or found["unknown"] or found.get("bad_chunks"):
+            yield f"rank {rank} loaded other pages than its forwards wrote, or none: {found}"
+        if blind["loaded_differing"] != blind["loaded"]:
+            yield f"rank {rank}: the audit did not see pages that were not loaded: {blind}"
+
+
+def table(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Head, and a row for each run."""
+    runs = result.get("runs", {})
+    cold = runs.get("cold", {}).get("tokens", [])
+    rows: list[tuple[str, ...]] = [("run", "answers equal", "tokens cached", "chunks loaded by rank", "differing")]
+    for name, found in runs.items():
+        equal = sum(a == b for a, b in zip(found["tokens"], cold, strict=True))
+        loaded = (", ".join(str(rank[key]) for rank in found["ranks"]) for key in ("loaded", "loaded_differing"))
+        rows.append((name, f"{equal} of {len(cold)}", f"{sum(found['cached']):,}", *loaded))
+    return rows
+
+
+def parser() -> argparse.ArgumentParser:
+    """This bench's command line."""
+    ranks = argparse.ArgumentParser(prog="ranks", description=f"Greedy tokens of an engine over several GPUs. {STATUS}")
+    ranks.add_argument("--tp", type=whole(1, 8), default=1, help="tensor parallel ranks (default 1)")
+    ranks.add_argument("--pp", type=whole(1, 8), default=1, help="pipeline stages (default 1)")
+    add_model(ranks)
+    add_sizes(ranks, blocks=2600, host_gib=8)
+    return ranks
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check; 1 where anything was not as it must be, 2 where it cannot run."""
+    args, screen = parser().parse_args(argv), console()
+    try:
+        gpu_bytes()
+    except UnsupportedError as error:
+        print(f"kvloft: the ranks bench cannot run here: {error}", file=sys.stderr)
+        return 2
+    shape = options_of(args.model, args.layers)
+    llm = {
+        "tensor_parallel_size": args.tp, "pipeline_parallel_size": args.pp, "max_model_len": 24576, "enforce_eager": True,
+        "attention_backend": "TRITON_ATTN", "disable_custom_all_reduce": True, **shape["llm"],
+    }  # fmt: skip
+    options = {**shape, "llm": llm, "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "longest": 16385}
+    name = f"ranks_tp{args.tp}_pp{args.pp}"
+    result = run(options=options, log=Path(args.logs) / f"{name}.log", timeout_s=args.timeout)
+    screen.print(table_of(table(result)))
+    found = list(problems(result, args.tp * args.pp))
+    write(args.json, {**result, "problems": found})
+    for problem in found:
+        print(f"kvloft: {problem}", file=sys.stderr)
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,63 @@
+"""One engine over several GPUs: `python -m benches.gpu.ranks_child JSON`. Each rank compares what it loads.
+
+Prompts one at a time: cold, from HBM, and, with paged KV overwritten in each rank, from host memory; then with loads that copy
+nothing. Prints `RESULT {...}`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from benches.gpu.llama import Engine, prompt_of
+from benches.gpu.rank import begin_audit, counts, overwrite, skip_loads
+
+LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
+NUM_TOKENS = 24
+
+
+def main(options: dict[str, Any]) -> None:
+    """Run it all and print what came out as JSON."""
+    from kvloft.vllm.ranks import watch
+
+    watch()  # kvloft's plugin does, which is not loaded here; pipeline stages need it
+    engine = Engine("kvloft", options)
+    executor = engine.engine.engine_core.engine_core.model_executor
+    engine.settle()
+    layers = executor.collective_rpc(begin_audit)
+    prompts = [prompt_of(random.Random(n), min(n, options["longest"])) for n in LENGTHS]
+
+    def answers() -> list[tuple[tuple[int, ...], int]]:
+        return [engine.answer(prompt, NUM_TOKENS) for prompt in prompts]
+
+    def emptied(seed: int) -> list[tuple[tuple[int, ...], int]]:
+        engine.empty_gpu_cache()
+        executor.collective_rpc(overwrite, args=(seed,))
+        return answers()
+
+    def skipped() -> list[tuple[tuple[int, ...], int]]:
+        executor.collective_rpc(skip_loads, args=(True,))
+        return emptied(2)
+
+    runs: dict[str, Callable[[], list[tuple[tuple[int, ...], int]]]] = {
+        "cold": answers, "hbm": answers, "warm": lambda: emptied(1), "skipped_load": skipped,
+    }  # fmt: skip
+    result: dict[str, Any] = {"layers": layers, "runs": {}}
+    for name, run in runs.items():
+        found = run()
+        engine.settle()
+        result["runs"][name] = {
+            "tokens": [tokens for tokens, _ in found], "cached": [cached for _, cached in found],
+            "ranks": executor.collective_rpc(counts),
+        }  # fmt: skip
+        print("RESULT", json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))
+    sys.stdout.flush()
+    os._exit(0)  # an engine's own shutdown may hang on some releases, and everything is printed

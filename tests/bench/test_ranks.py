@@ -1,0 +1,61 @@
+"""The check of several ranks itself: whatever goes wrong in any of them, it must say so. Needs no GPU."""
+
+from copy import deepcopy
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch", reason="torch is not installed")
+
+from benches.gpu import ranks
+
+
+def rank(loaded: int, differing: int = 0, **more: int) -> dict[str, int]:
+    return {"loaded": loaded, "loaded_differing": differing, "unknown": 0, "bad_chunks": 0, **more}
+
+
+def result() -> dict[str, Any]:
+    cold, other = [[1, 2], [3, 4]], [[1, 2], [5, 6]]
+    runs = {
+        "cold": (cold, [0, 0], 0, 0),
+        "hbm": (cold, [0, 96], 0, 0),
+        "warm": (cold, [0, 96], 6, 0),
+        "skipped_load": (other, [0, 96], 6, 6),
+    }
+    return {
+        "runs": {
+            name: {"tokens": tokens, "cached": cached, "ranks": [rank(loaded, differing)] * 2}
+            for name, (tokens, cached, loaded, differing) in runs.items()
+        }
+    }
+
+
+def test_ranks_that_load_what_they_wrote_are_no_problem() -> None:
+    assert list(ranks.problems(result(), 2)) == []
+    assert ranks.table(result())[-1] == ("skipped_load", "1 of 2", "96", "6, 6", "6, 6")
+
+
+@pytest.mark.parametrize(
+    ("run", "key", "value", "word"),
+    [
+        ("warm", "tokens", [[1, 2], [3, 5]], "tokens warm differ"),
+        ("hbm", "tokens", [[1, 2], [3, 5]], "tokens hbm differ"),
+        ("skipped_load", "tokens", [[1, 2], [3, 4]], "do not depend"),
+        ("warm", "cached", [0, 64], "less was found"),
+        ("warm", "ranks", [rank(6), rank(0)], "rank 1 loaded other pages than its forwards wrote, or none"),
+        ("warm", "ranks", [rank(6, 1), rank(6)], "rank 0 loaded other pages"),
+        ("warm", "ranks", [rank(6), rank(6, unknown=1)], "rank 1 loaded other pages"),
+        ("warm", "ranks", [rank(6), rank(6, bad_chunks=1)], "rank 1 loaded other pages"),
+        ("skipped_load", "ranks", [rank(6, 6), rank(6, 5)], "rank 1: the audit did not see"),
+    ],
+)
+def test_what_is_wrong_in_one_rank_is_named(run: str, key: str, value: Any, word: str) -> None:
+    found = deepcopy(result())
+    found["runs"][run][key] = value
+    (problem,) = ranks.problems(found, 2)
+    assert word in problem
+
+
+def test_a_rank_that_is_missing_and_an_engine_that_died_are_problems() -> None:
+    assert any("2 ranks answered, not 4" in problem for problem in ranks.problems(result(), 4))
+    assert list(ranks.problems({"error": "ended with 1"}, 2)) == ["ended with 1"]
