@@ -248,7 +248,7 @@ def parser() -> argparse.ArgumentParser:
         "--connectors",
         type=some_of(*connectors),
         default=list(connectors[:3]),
-        help=f"which of {','.join(connectors)}: before is another kvloft, the one in the folder that KVLOFT_BEFORE "
+        help=f"which of {','.join(connectors)}: before is another kvloft, the one in the folder that BENCH_BEFORE "
         "names, groups is kvloft with kv_groups=all, served and served2 are engines with one `kvloft serve` as their store "
         "(default the first three)",
     )

@@ -32,7 +32,7 @@ PACKAGES = {name: name.removesuffix("-server") for name in NAMES}
 PEGAFLOW_PORT, PEGAFLOW_HTTP = 50055, "http://127.0.0.1:9091"
 LMCACHE_READY = "LMCache cache server is running"
 READY_S, STOP_S = 90.0, 10.0
-BEFORE = "KVLOFT_BEFORE"
+BEFORE = "BENCH_BEFORE"
 """Where another kvloft lies, such as the commit before: the folder that PYTHONPATH would name."""
 SERVED = ("served", "served2")
 """Engines whose cache is one `kvloft serve`."""
