@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benches.gpu.engine import CHILD_ENV, ROOT, result_of
+from benches.gpu.engine import CHILD_ENV, ROOT, result_of, shared_gpu
 from benches.gpu.options import STATUS, add_model, add_sizes, table_of
 from benches.gpu.shapes import options_of
 from kvloft.bench.command import console, gpu_bytes, whole, write
@@ -103,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     shape = options_of(args.model, args.layers)
     llm = {
         "tensor_parallel_size": args.tp, "pipeline_parallel_size": args.pp, "max_model_len": 24576, "enforce_eager": True,
-        "attention_backend": "TRITON_ATTN", "disable_custom_all_reduce": True, **shape["llm"],
+        "attention_backend": "TRITON_ATTN", "disable_custom_all_reduce": True,
+        **shared_gpu(args.blocks, shape), **shape["llm"],
     }  # fmt: skip
     options = {**shape, "llm": llm, "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "longest": 16385}
     name = f"ranks_tp{args.tp}_pp{args.pp}"

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benches.gpu.engine import CHILD_ENV, ROOT, result_of
+from benches.gpu.engine import CHILD_ENV, ROOT, result_of, shared_gpu
 from benches.gpu.options import STATUS, add_model, add_sizes, table_of
 from benches.gpu.peers import SERVED, kvloft_server
 from benches.gpu.shapes import options_of
@@ -106,9 +106,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UnsupportedError as error:
         print(f"kvloft: the restart bench cannot run here: {error}", file=sys.stderr)
         return 2
+    shape = options_of(args.model, args.layers)
     options = {
-        "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "context": args.context,
-        **options_of(args.model, args.layers),
+        "num_blocks": args.blocks, "host_bytes": args.host_gib << 30, "context": args.context, **shape,
+        "llm": {**shared_gpu(args.blocks, shape), **shape["llm"]},
     }  # fmt: skip
     lives = run(options=options, log_dir=Path(args.logs), timeout_s=args.timeout)
     screen.print(table_of(table(lives)))
