@@ -22,10 +22,11 @@ from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
 
 ENV = {
-    **CHILD_ENV, "VLLM_BATCH_INVARIANT": "1", "VLLM_WORKER_MULTIPROC_METHOD": "spawn", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    **CHILD_ENV, "VLLM_BATCH_INVARIANT": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
     "NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
 }  # fmt: skip
-"""Ranks add what they have by plain NCCL: multicast of NVLink can disturb other programs on the host's GPUs."""
+"""Ranks are forked, so that they are what the child made of kvloft. They add what they have by plain NCCL: multicast of NVLink can
+disturb other programs on the host's GPUs."""
 
 
 def run(*, options: dict[str, Any], log: Path, timeout_s: float) -> dict[str, Any]:
