@@ -4,8 +4,12 @@
 #   startup engine prefill kv1                      first seconds, first tokens, decode steps; beside OffloadingConnector
 #   chats                                           a closed loop of chats; beside PegaFlow and LMCache too, where they are installed
 #   crowd equality                                  preemptions beside plain vLLM's; tokens and pages equal
-#   groups                                          Gemma 3 with kv_groups=all: the same, and first tokens of known prompts
-#   states                                          a small Qwen 3.5: answers and pages, states too, beside vLLM's own cache's (100 to 200 s)
+#   groups                                          Gemma 3 and 4 with kv_groups=all: the same (blocks of two sizes, too)
+#   states                                          a small Qwen 3.5, alone and with its MTP: answers and pages, states too, beside vLLM's
+#                                                   own cache's (100 to 300 s each: Triton compiles)
+#   known                                           first tokens of known prompts with windows, states and a draft's KV, beside the link
+#   served restart                                  two engines with one server, and one killed and started anew beside it
+#   ranks                                           two tensor parallel ranks, two pipeline stages (two GPUs)
 #
 # Any vLLM from 0.26 on: an unpacked one goes before the rest, PYTHONPATH=DIR/site (peers: PYTHONPATH=DIR/site2:DIR/site). One command may
 # be short of time: ENGINE_ARGS, CHATS_ARGS and EQUALITY_ARGS go to those benches (--timeout 500); what was measured by then is kept.
@@ -18,7 +22,7 @@ OUT=${OUT:-build/gpu}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 NEED_GPU=1
-ALL="tests copy startup engine chats crowd prefill sanitize profile kv1 equality groups states"
+ALL="tests copy startup engine chats crowd prefill sanitize profile kv1 equality groups states known served restart ranks"
 stages=${*:-$ALL}
 failed=()
 for name in $stages; do
@@ -90,13 +94,34 @@ if has groups; then # 13 layers: six groups of windows, one of them smaller, and
     TAIL=30 stage "equality_groups_$phase" "$PYTHON" -m benches.gpu.equality --model gemma3 --layers 13 --blocks 1300 --timeout 115 \
       --setups reference,plain-pc,groups --phases $phase --json "$OUT/equality_groups_$phase.json" --logs "$OUT/groups_$phase"
   done
-  stage engine_groups "$PYTHON" -m benches.gpu.engine --model gemma3 --connectors none,groups --phases ttft --timeout 115 \
-    --json "$OUT/engine_groups.json" --logs "$OUT/groups_ttft"
+  TAIL=30 stage equality_gemma4 "$PYTHON" -m benches.gpu.equality --model gemma4 --blocks 2000 --timeout 200 \
+    --setups reference,plain-pc,groups --phases prompts,crowd --json "$OUT/equality_gemma4.json" --logs "$OUT/gemma4"
 fi
 
-if has states; then # three groups of states, one of full attention, two layers each; first of all Triton compiles for a minute
-  TAIL=30 stage equality_states "$PYTHON" -m benches.gpu.equality --model tiny-gdn --blocks 900 --host-gib 2 --timeout "${STATES_S:-200}" \
-    --setups plain-flash,flash-groups --phases kept,crowd --json "$OUT/equality_states.json" --logs "$OUT/states"
+if has states; then # groups of states and one of full attention, two layers each; first of all Triton compiles for minutes
+  for model in tiny-gdn tiny-gdn-mtp; do
+    TAIL=30 stage "equality_$model" "$PYTHON" -m benches.gpu.equality --model $model --blocks 900 --host-gib 2 \
+      --timeout "${STATES_S:-400}" --setups plain-flash,flash-groups --phases kept,crowd --json "$OUT/equality_$model.json" \
+      --logs "$OUT/$model"
+  done
+fi
+
+if has known; then
+  for model in gemma3 gemma4 qwen35 eagle; do
+    stage "known_$model" "$PYTHON" -m benches.gpu.engine --model $model --connectors none,groups --phases ttft,cold --blocks 4700 --host-gib 24 \
+      --timeout 300 --json "$OUT/engine_known_$model.json" --logs "$OUT/known_$model"
+  done
+fi
+
+has served && TAIL=30 stage engine_served "$PYTHON" -m benches.gpu.engine --layers 16 --connectors kvloft,served,served2 \
+  --phases ttft,cold,shared --blocks 4700 --host-gib 20 --timeout 300 --json "$OUT/engine_served.json" --logs "$OUT/served"
+has restart && TAIL=30 stage restart "$PYTHON" -m benches.gpu.restart --layers 8 --blocks 2700 --host-gib 12 --timeout 200 \
+  --json "$OUT/restart.json" --logs "$OUT/restart"
+if has ranks; then
+  for ranks in "--tp 2" "--pp 2"; do # shellcheck disable=SC2086 # two words each
+    stage "ranks${ranks// /}" "$PYTHON" -m benches.gpu.ranks $ranks --layers 8 --timeout 200 --json "$OUT/ranks${ranks// /}.json" \
+      --logs "$OUT/ranks"
+  done
 fi
 
 if ls "$OUT"/*.json >/dev/null 2>&1; then

@@ -47,8 +47,13 @@ def main(folder: Path) -> int:
             parts += _attached(files[name])
     if "engine_kv1" in files:
         parts += _one_kv_head(files["engine_kv1"])
-    if "engine_groups" in files:
-        parts += _groups(files["engine_groups"])
+    parts += _known(
+        {
+            name: files[name]
+            for name in ("engine_groups", *(n for n in sorted(files) if n.startswith("engine_known_")))
+            if name in files
+        }
+    )
     for name in sorted(files):
         if name.startswith("equality"):
             parts += _equality(files[name])
@@ -290,13 +295,21 @@ def _one_kv_head(results: dict[str, Any]) -> Iterator[str]:
     )
 
 
-def _groups(found: dict[str, Any]) -> Iterator[str]:
-    yield from ("", "## Gemma 3 with kv_groups=all: first token of a known prompt", "")
-    yield from ("| engine | tokens | computed, ms | from vLLM's prefix cache, ms | from host memory, ms |", "|---|---|---|---|---|")
-    for name, result in found.items():
-        row = result.get("ttft", {})
-        times = (f"{row[key]:.1f}" if key in row else "-" for key in ("cold_ms", "hbm_ms", "warm_ms"))
-        yield f"| {name} | {row.get('context', '-')} | {' | '.join(times)} |"
+def _known(every: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """First tokens of known prompts, by model."""
+    if not every:
+        return
+    yield from ("", "## Several KV cache groups and drafters: first token of a known prompt", "")
+    yield "| model, engine | tokens | computed, ms | from HBM, ms | from host memory, ms | of link and HBM (1.05) | | KV blocks |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for model, found in every.items():
+        for name, result in found.items():
+            row = result.get("ttft", {})
+            times = (f"{row[key]:.1f}" if key in row else "-" for key in ("cold_ms", "hbm_ms", "warm_ms"))
+            share = row.get("warm_of_bound")
+            bound = "- | " if share is None else f"{share:.3f} | {_verdict(share <= 1.05)}"
+            what = f"{model.removeprefix('engine_').removeprefix('known_')}, {name}"
+            yield f"| {what} | {row.get('context', '-')} | {' | '.join(times)} | {bound} | {result.get('kv_blocks', '-')} |"
 
 
 def _equality(found: dict[str, Any]) -> Iterator[str]:

@@ -294,3 +294,13 @@ def test_the_report_compares_preemptions_of_a_crowd(
     setups = {name: {"what": name, "runs": [{**row, "preemptions": count}]} for name, count in (("plain-pc", 10), ("hnd", ours))}
     crowd = {"setups": setups, "problems": problems}
     assert f"tokens equal; {verdict})" in report(tmp_path, capsys, equality_crowd=crowd)
+
+
+def test_known_prompts_are_judged_by_the_link_and_hbm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    times = {"context": 32768, "cold_ms": 700.0, "hbm_ms": 100.0, "warm_ms": 125.0}
+    engines = {
+        "none": {"kv_blocks": 9, "ttft": {**times, "warm_ms": 0.0}},
+        "groups": {"kv_blocks": 9, "ttft": {**times, "warm_of_bound": 1.06}},
+    }
+    said = report(tmp_path, capsys, engine_known_gemma3=engines)
+    assert "| gemma3, groups | 32768 | 700.0 | 100.0 | 125.0 | 1.060 | **missed** | 9 |" in said
