@@ -1,7 +1,10 @@
 """`kvloft serve` and `kvloft status`: what a person and a script read, and how mistakes end."""
 
+import contextlib
 import json
+import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -61,6 +64,24 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
     assert _core.disk_inspect(str(disk))[0]["chunks"] == 3
     assert main(["status", "--socket", str(socket)]) == 1
     assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")
+
+
+def test_a_server_in_the_background_is_told_by_its_process_socket_and_log(folder: Path) -> None:
+    socket, log = folder / "run" / "kv.sock", folder / "run" / "kv.log"
+    (folder / "run").mkdir(mode=0o700)
+    argv = ["serve", "--socket", str(socket), "--host-size", "1MiB", "--background", str(log)]
+    done = subprocess.run([sys.executable, "-m", "kvloft.cli", *argv], stdout=subprocess.PIPE, text=True, timeout=120)
+    said = re.fullmatch(rf"process ([0-9]+) serves in the background at unix:{socket}; its log is {log}\n", done.stdout)
+    assert said is not None and done.returncode == 0, done.stdout
+    process = os.pidfd_open(int(said[1]))
+    try:
+        assert "serves at" in log.read_text() and _core.server_status(str(socket))
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+        assert select.select([process], [], [], 120)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
 
 
 def engine_pid() -> int:

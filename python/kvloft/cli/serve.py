@@ -172,7 +172,9 @@ def run(args: argparse.Namespace) -> int:
     for warning in warnings(own):
         print(f"kvloft: warning: {warning}", file=sys.stderr)
     serve = partial(_serve, config, own_shares, numa, metrics_at, linger_s)
-    return in_background(serve, Path(args.background).absolute()) if args.background is not None else serve(lambda: None)
+    if args.background is None:
+        return serve(lambda: None)
+    return in_background(serve, Path(args.background).absolute(), f"serves in the background at unix:{config.socket}")
 
 
 def _linger(text: str | None) -> float | None:
