@@ -28,6 +28,7 @@ def folder() -> Iterator[Path]:
 def server(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """1 MiB is 256 frames: 10 % are 25, and the one tenant has 5, in memory and on disk."""
     socket = str(folder / "run" / "kv.sock")
+    (folder / "run").mkdir(mode=0o700)
     (folder / "acme.salt").write_text(SALT + "\n")
     (folder / "limits.yaml").write_text(
         "- {salt_file: acme.salt, quota: 20KiB, disk_quota: 20KiB, ttl: 7d}\n- {salt: null, ttl: 30d}\n"

@@ -68,9 +68,10 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
 
 def test_a_server_in_the_background_is_told_by_its_process_socket_and_log(folder: Path) -> None:
     socket, log = folder / "run" / "kv.sock", folder / "run" / "kv.log"
-    (folder / "run").mkdir(mode=0o700)
     argv = ["serve", "--socket", str(socket), "--host-size", "1MiB", "--background", str(log)]
-    done = subprocess.run([sys.executable, "-m", "kvloft.cli", *argv], stdout=subprocess.PIPE, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-m", "kvloft.cli", *argv], capture_output=True, text=True, timeout=120)
+    assert done.stderr == f"kvloft: made {folder}/run for the socket; only this user may enter it\n"
+    assert (folder / "run").stat().st_mode & 0o777 == 0o700
     said = re.fullmatch(rf"process ([0-9]+) serves in the background at unix:{socket}; its log is {log}\n", done.stdout)
     assert said is not None and done.returncode == 0, done.stdout
     process = os.pidfd_open(int(said[1]))
@@ -124,6 +125,27 @@ def test_a_wrong_size_is_told_with_its_origin(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.startswith('kvloft: host_size = "many" (command line) is not allowed')
 
 
+@pytest.mark.parametrize("is_from_environment", [False, True])
+def test_folders_above_the_sockets_are_not_made(
+    is_from_environment: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    socket = f"{folder}/typed/wrong/kv.sock"
+    if is_from_environment:
+        monkeypatch.setenv("KVLOFT_SERVER", socket)
+    assert main(["serve", "--host-size", "1MiB", *([] if is_from_environment else ["--socket", socket])]) == 2
+    given = f"server = unix:{socket} (environment variable KVLOFT_SERVER)" if is_from_environment else f"--socket {socket}"
+    assert capsys.readouterr().err == f"kvloft: {given}: {folder}/typed is not there; make it, or name another path.\n"
+    assert not list(folder.iterdir())
+
+
+def test_a_folder_of_the_log_is_not_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = folder / "typed" / "kv.log"
+    assert main(["serve", "--host-size", "1MiB", "--socket", f"{folder}/kv.sock", "--background", str(log)]) == 2
+    said = f"kvloft: {log} cannot be written ({folder}/typed is not there); name another file for --background.\n"
+    assert capsys.readouterr().err == said
+    assert not list(folder.iterdir())
+
+
 @pytest.mark.parametrize("text", ["x=10", "3f", "3f=", "=10", "3f=x"])
 def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--socket", "/tmp/x.sock", "--share", text]) == 2
@@ -142,6 +164,7 @@ def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[s
 )
 def test_a_place_that_will_not_do_is_one_sentence(more: list[str], wanted: str, folder: Path) -> None:
     (folder / "file").touch()
+    (folder / "run").mkdir()
     argv = ["serve", "--host-size", "1MiB", *(part.format(folder=folder) for part in more)]
     done = subprocess.run([sys.executable, "-m", "kvloft.cli", *argv], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr

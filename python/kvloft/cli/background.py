@@ -1,5 +1,6 @@
 """`kvloft serve --background`: the command ends once its work has begun, which goes on in a process of its own session."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -55,7 +56,8 @@ def _open(log: Path) -> int:
         if found.st_size > MAX_LOG_BYTES:
             os.truncate(to, 0)
     except OSError as e:
-        message = f"{log} cannot be written ({e.strerror}); name another file for --background."
+        reason = f"{log.parent} is not there" if e.errno == errno.ENOENT else e.strerror
+        message = f"{log} cannot be written ({reason}); name another file for --background."
         if e.errno not in MAY_PASS:
             raise ConfigError(message) from e
         print(f"kvloft: {message}", file=sys.stderr)

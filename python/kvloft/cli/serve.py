@@ -26,6 +26,8 @@ from kvloft.errors import ConfigError
 from kvloft.limits import tenant_limits
 from kvloft.machine import refuse_here, refuse_nodes, warnings
 
+COMMAND_LINE: Final = "command line"
+"""As the origin of a setting."""
 LOOK_EVERY_S: Final = 0.5
 FIRST_ENGINE_S: Final = 60.0
 """What --linger adds before the first engine, which may still load its model's weights."""
@@ -122,7 +124,7 @@ def settings(args: argparse.Namespace) -> Config:
         raise ConfigError("--socket auto: expected a path; for the socket of server = auto, set KVLOFT_SERVER=auto.")
     if args.socket is not None:
         given["server"] = f"unix:{args.socket.removeprefix('unix:')}"
-    config = load_config(given, extra_origin="command line")
+    config = load_config(given, extra_origin=COMMAND_LINE)
     if config.server is None:
         raise ConfigError("no socket is given; say --socket PATH, or set KVLOFT_SERVER=unix:PATH.")
     return config
@@ -172,9 +174,31 @@ def run(args: argparse.Namespace) -> int:
     for warning in warnings(own):
         print(f"kvloft: warning: {warning}", file=sys.stderr)
     serve = partial(_serve, config, own_shares, numa, metrics_at, linger_s)
+    _make_folder(config)
     if args.background is None:
         return serve(lambda: None)
     return in_background(serve, Path(args.background).absolute(), f"serves in the background at unix:{config.socket}")
+
+
+def _make_folder(config: Config) -> None:
+    """Make the socket's folder, for this user only, and say so; the server tells what is wrong with one that is there.
+
+    Raises ConfigError where the folder above it is not there either: that is a typing error, or not mounted yet.
+    """
+    folder = Path(str(config.socket)).parent
+    try:
+        folder.mkdir(mode=0o700)
+    except FileNotFoundError:
+        raise ConfigError(f"{_given(config)}: {folder.parent} is not there; make it, or name another path.") from None
+    except OSError:
+        return
+    print(f"kvloft: made {folder} for the socket; only this user may enter it", file=sys.stderr)
+
+
+def _given(config: Config) -> str:
+    """The socket as it was given."""
+    origin = config.origin("server")
+    return f"--socket {config.socket}" if origin == COMMAND_LINE else f"server = unix:{config.socket} ({origin})"
 
 
 def _linger(text: str | None) -> float | None:
