@@ -101,7 +101,7 @@ def format_size(size_bytes: int) -> str:
     for unit, base in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size_bytes and size_bytes % base == 0:
             return f"{size_bytes // base}{unit}"
-    return str(size_bytes)
+    return f"{size_bytes}B"
 
 
 def size_text(size_bytes: int) -> str:

@@ -13,6 +13,7 @@ from kvloft import _core
 from kvloft.cli.__main__ import main
 from kvloft.cli.rules import rules
 from kvloft.cli.tables import tenant_table, whose
+from kvloft.config import KEYS
 
 FRAME = 4096
 SALT, OTHER = "acme's secret", "another"
@@ -139,6 +140,7 @@ def test_a_salt_that_is_not_listed_may_have_something(num_salts: int, said: str)
     [
         ({}, ""),
         ({"salt_quota": "(none)", "numa": "(none)", "disk_size": "1GiB"}, ""),
+        ({"salt_quota": KEYS["salt_quota"].show(10)}, "each salt: at most 10B of host memory"),
         ({"salt_quota": "1GiB", "salt_disk_quota": "5%"}, "each salt: at most 1GiB of host memory, at most 5% of the disk"),
         ({"salt_limits": "/a.yaml", "numa": "0,1"}, "limits of single salts: /a.yaml; host memory on NUMA nodes 0,1"),
         ({"share": "3f9a 25%, 77 5%", "numa": "0"}, "fixed shares of host memory: 3f9a 25%, 77 5%; host memory on NUMA node 0"),
