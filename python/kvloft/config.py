@@ -114,6 +114,11 @@ def size_text(size_bytes: int) -> str:
     return f"{value:.4g} TiB"
 
 
+def has_unit(value: object) -> bool:
+    """Whether a size or an age that was read has one."""
+    return _quantity(value)[1] != ""
+
+
 def _quantity(value: object) -> tuple[Decimal, str]:
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value >= 0:
         return Decimal(value), ""
@@ -280,7 +285,7 @@ def load_config(
             values[key] = value = _parse(key, raw, origin)
             origins[key] = origin
             bare_numbers.pop(key, None)
-            if KEYS[key] in (_SIZE, _QUOTA, _TTL) and isinstance(value, int) and not _quantity(raw)[1]:
+            if KEYS[key] in (_SIZE, _QUOTA, _TTL) and isinstance(value, int) and not has_unit(raw):
                 bare_numbers[key] = value
     for key in ("disk_size", "salt_disk_quota"):
         if values.get(key) is not None and values.get("disk_path") is None:

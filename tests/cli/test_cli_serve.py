@@ -157,8 +157,14 @@ def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[s
     ("more", "wanted"),
     [
         (["--socket", "/tmp/kv.sock"], "others may write to it; set socket"),
-        (["--socket", "{folder}/run/kv.sock", "--share", "3f=60", "--share", "4=41%"], "--share: shares must be .* 100 together at most, not 101"),
-        (["--socket", "{folder}/run/kv.sock", "--share", "3fa=6", "--share", "4=4", "--share", "3f=4"], "--share: two are .* 3f covers 3fa"),
+        (
+            ["--socket", "{folder}/run/kv.sock", "--share", "3f=60", "--share", "4=41%"],
+            "--share: shares must be .* 100 together at most, not 101",
+        ),
+        (
+            ["--socket", "{folder}/run/kv.sock", "--share", "3fa=6", "--share", "4=4", "--share", "3f=4"],
+            "--share: two are .* 3f covers 3fa",
+        ),
         (["--socket", "{folder}/file"], "is no socket; set socket to another path"),
         (["--socket", "{folder}/run/kv.sock", "--metrics", "nohost.invalid:9180"], "name another host or port"),
     ],
