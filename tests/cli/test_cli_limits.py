@@ -88,7 +88,10 @@ def test_people_see_what_tenants_have_and_no_salt(
     settings = json.loads(shown[1])["settings"]
     limits = ("salt_quota", "salt_disk_quota", "salt_ttl", "share", "numa")
     assert [settings[name] for name in limits] == ["10%", "(none)", "1d", "0101 100%", "(none)"]
-    assert shown[0].splitlines()[0] == f"Limits: {bounds(folder)}"
+    whole = f"Limits: {bounds(folder)}"
+    assert shown[0].splitlines()[0] == whole
+    first = shown[2].splitlines()[0]
+    assert first.endswith("…") and whole.startswith(first[:-1]) and 70 < len(first) <= 80, "short: `status` has it all"
     for salt, its_tag, said in ((SALT, tag, "marked * below"), ("none's", None, "it has nothing here")):
         assert main(["status", "--socket", socket, "--salt", salt]) == 0
         shown.append(capsys.readouterr().out)
