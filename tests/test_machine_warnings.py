@@ -65,8 +65,8 @@ def test_limits_of_single_salts_are_asked_about_like_those_of_all(tmp_path: Path
     file.write_text(
         "- {salt: s3cret, quota: 10, disk_quota: 9MiB, ttl: 24}\n"
         "- {salt: other, quota: 5MiB, disk_quota: '4096', ttl: 24h}\n"
-        "- {salt: third, quota: 0, disk_quota: 10%, ttl: 3600}\n"
-        "- {salt: null, quota: null}\n"
+        "- {salt: third, quota: 0, disk_quota: 500B, ttl: 3600}\n"
+        "- {salt: null, quota: null, disk_quota: 10%, ttl: 30s}\n"
     )
     sizes: dict[str, object] = {"host_size": "4MiB", "disk_path": tmp_path / "new", "disk_size": "8MiB"}
     assert said(**sizes, salt_limits=file) == [

@@ -80,6 +80,16 @@ def test_a_tenant_is_gone_after_a_kill_too(folder: Path, capsys: pytest.CaptureF
         assert capsys.readouterr().out == "nothing with that salt is held in host memory, so there is nothing to evict\n"
 
 
+@pytest.mark.parametrize(("found", "status"), [({"in_use": 3}, 0), ({"complete": False}, 1), ({"chunks": 1}, 0)])
+def test_nothing_is_held_is_said_only_where_that_is_known(
+    found: dict[str, object], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing = {"namespaces": 1, "chunks": 0, "host_bytes": 0, "disk_bytes": 0, "in_use": 0, "complete": True}
+    monkeypatch.setattr(_core, "server_evict", lambda *_, **__: nothing | found)
+    assert main(["evict", "--socket", "/nowhere", "--salt", SALT, "--host-only"]) == status
+    assert "evicted in 1 namespace" in capsys.readouterr().out
+
+
 def test_models_without_engines_are_evicted_on_disk_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(folder) as (socket, process):
         for nth in (1, 2):

@@ -5,7 +5,9 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator
@@ -284,6 +286,18 @@ def test_clear_empties_a_server_only_if_somebody_says_so(socket: str, capsys: py
     for more in ([], ["--yes"]):
         assert main(["clear", "--socket", f"{socket}.none", *more]) == 1
         assert "no kvloft server answers" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_top_with_status_0(socket: str) -> None:
+    def heed() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job, as this may be one of, ignores it
+
+    argv = [sys.executable, "-m", "kvloft.cli", "top", "--json", "--socket", socket]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=120)[1] == b""
+        assert process.returncode == 0
 
 
 def test_clear_asks_a_person_only_where_a_server_answers(

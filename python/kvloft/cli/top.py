@@ -51,8 +51,8 @@ def add_parser(subparsers: Any) -> None:
         "top",
         help="watch a server: tiers, rates, engines",
         description=(
-            "Watch a server: its limits, what each namespace holds, chunks and GB a second and hit rates since the look before, and engines. "
-            "Ctrl-C ends it. Exit status: 0, or 1 once no server answers."
+            "Watch a server: its limits, what each namespace holds, chunks and GB a second and hit rates since the look before, "
+            "and engines. Ctrl-C ends it. Exit status: 0, or 1 once no server answers."
         ),
     )
     add_socket(parser)
