@@ -68,7 +68,7 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
 
 def test_a_server_in_the_background_is_told_by_its_process_socket_and_log(folder: Path) -> None:
     socket, log = folder / "run" / "kv.sock", folder / "run" / "kv.log"
-    argv = ["serve", "--socket", str(socket), "--host-size", "1MiB", "--background", str(log)]
+    argv = ["serve", "--socket", str(socket), "--host-size", "1MiB", "--linger", "1s", "--background", str(log)]
     done = subprocess.run([sys.executable, "-m", "kvloft.cli", *argv], capture_output=True, text=True, timeout=120)
     assert done.stderr == f"kvloft: made {folder}/run for the socket; only this user may enter it\n"
     assert (folder / "run").stat().st_mode & 0o777 == 0o700
