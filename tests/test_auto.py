@@ -265,7 +265,7 @@ def test_a_full_disk_ends_no_engines_start(
     with monkeypatch.context() as patched:
         patched.setattr(os, "open", refuse)
         with pytest.raises(SystemExit, match=r"^1$"):
-            background.in_background(lambda _: 0, host.log)
+            background.in_background(lambda _: 0, host.log, "")
     assert "No space left on device" in capsys.readouterr().err
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
     monkeypatch.setattr(Path, "mkdir", refuse)

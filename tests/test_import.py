@@ -18,20 +18,20 @@ def test_import_kvloft_loads_neither_torch_nor_vllm() -> None:
     assert loaded_after("import kvloft", "kvloft", "torch", "vllm", "numpy", "kvloft._core") == {"kvloft"}
 
 
-@pytest.mark.parametrize("module", ["kvloft.plan", "kvloft.config", "kvloft.seam", "kvloft.cli.__main__"])
+@pytest.mark.parametrize("module", ["kvloft.plan", "kvloft.config", "kvloft.seam", "kvloft.cli.commands"])
 def test_modules_that_must_run_without_vllm_do(module: str) -> None:
     assert loaded_after(f"import {module}", module, "torch", "vllm") == {module}
 
 
 def test_the_commands_run_without_torch_and_vllm() -> None:
-    code = "from kvloft.cli.__main__ import build_parser; build_parser().format_help()"
+    code = "from kvloft.cli.commands import build_parser; build_parser().format_help()"
     assert loaded_after(code, "kvloft.cli.config", "torch", "vllm") == {"kvloft.cli.config"}
 
 
 def test_a_server_starts_without_what_other_commands_need() -> None:
     """Engines wait for its start; tables, YAML and an HTTP server take several times as long to load as all that it needs."""
     code = (
-        "from kvloft.cli.__main__ import build_parser; from kvloft.cli.serve import settings; "
+        "from kvloft.cli.commands import build_parser; from kvloft.cli.serve import settings; "
         "settings(build_parser('serve').parse_args(['serve', '--socket', '/tmp/a.sock', '--salt-ttl', '1h']))"
     )
     heavy = ("rich", "yaml", "prometheus_client", "http.server", "difflib", "subprocess", "kvloft.cli.status")

@@ -60,6 +60,26 @@ def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
     assert disk == "salt_disk_quota = 9MiB (kv_connector_extra_config) is more than disk_size = 8MiB, so it limits nothing."
 
 
+def test_limits_of_single_salts_are_asked_about_like_those_of_all(tmp_path: Path) -> None:
+    file = tmp_path / "{limits}.yaml"
+    file.write_text(
+        "- {salt: s3cret, quota: 10, disk_quota: 9MiB, ttl: 24}\n"
+        "- {salt: other, quota: 5MiB, disk_quota: '4096', ttl: 24h}\n"
+        "- {salt: third, quota: 0, disk_quota: 500B, ttl: 3600}\n"
+        "- {salt: null, quota: null, disk_quota: 10%, ttl: 30s}\n"
+    )
+    sizes: dict[str, object] = {"host_size": "4MiB", "disk_path": tmp_path / "new", "disk_size": "8MiB"}
+    assert said(**sizes, salt_limits=file) == [
+        f"salt_limits = {file}, entry 1: quota = 10 has no unit, so it is in bytes; did you mean 10%?",
+        f"salt_limits = {file}, entry 1: ttl = 24 has no unit, so it is in seconds; did you mean 24h?",
+        f"salt_limits = {file}, entry 2: disk_quota = 4096 has no unit, so it is in bytes; did you mean 4096MiB?",
+        f"salt_limits = {file}, entry 1: disk_quota = 9MiB is more than disk_size = 8MiB, so it limits nothing.",
+        f"salt_limits = {file}, entry 2: quota = 5MiB is more than host_size = 4MiB, so it limits nothing.",
+    ]
+    assert said(salt_limits=file, server="auto") == [], "its server reads it"
+    assert warnings(load_config({"server": "/a.sock"}, {"KVLOFT_SALT_LIMITS": str(file)})) == [], "it is the server's"
+
+
 def test_a_megabyte_without_a_unit_is_none_of_them_nor_one_that_a_stronger_source_replaced() -> None:
     assert warnings(load_config({"host_size": 1 << 20}, {})) == []
     assert warnings(load_config({"host_size": "1MiB"}, {"KVLOFT_HOST_SIZE": "32000"})) == []

@@ -101,7 +101,7 @@ def format_size(size_bytes: int) -> str:
     for unit, base in (("TiB", 1 << 40), ("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if size_bytes and size_bytes % base == 0:
             return f"{size_bytes // base}{unit}"
-    return str(size_bytes)
+    return f"{size_bytes}B"
 
 
 def size_text(size_bytes: int) -> str:
@@ -112,6 +112,11 @@ def size_text(size_bytes: int) -> str:
             return f"{value:.4g} {unit}"
         value /= 1024
     return f"{value:.4g} TiB"
+
+
+def has_unit(value: object) -> bool:
+    """Whether a size or an age that was read has one."""
+    return _quantity(value)[1] != ""
 
 
 def _quantity(value: object) -> tuple[Decimal, str]:
@@ -280,7 +285,7 @@ def load_config(
             values[key] = value = _parse(key, raw, origin)
             origins[key] = origin
             bare_numbers.pop(key, None)
-            if KEYS[key] in (_SIZE, _QUOTA, _TTL) and isinstance(value, int) and not _quantity(raw)[1]:
+            if KEYS[key] in (_SIZE, _QUOTA, _TTL) and isinstance(value, int) and not has_unit(raw):
                 bare_numbers[key] = value
     for key in ("disk_size", "salt_disk_quota"):
         if values.get(key) is not None and values.get("disk_path") is None:

@@ -3,10 +3,11 @@
 Salts are secrets: they are read here, hashed by the store, and are in no message and no log.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from kvloft.config import Config, Quota, first_twice, parse_quota, parse_ttl
+from kvloft.config import Config, Quota, first_twice, has_unit, parse_quota, parse_ttl
 from kvloft.errors import ConfigError
 
 KEYS: Final = {"quota": ("quota", parse_quota), "disk_quota": ("disk_quota", parse_quota), "ttl": ("ttl_s", parse_ttl)}
@@ -31,12 +32,31 @@ class TenantLimits(NamedTuple):
     by_salt: tuple[tuple[str, Limits], ...]
 
 
+class Given(NamedTuple):
+    """One value in the file of ``salt_limits``: what to call it, the setting that is the same for all salts, and the value."""
+
+    blame: str
+    setting: str
+    value: Quota
+    is_bare: bool
+    """Whether it is a number without a unit."""
+
+
 def tenant_limits(config: Config) -> TenantLimits | None:
     """The limits that ``config`` sets; None where it sets none. Raises ConfigError for a file that cannot be used."""
     salted = Limits(config.salt_quota, config.salt_disk_quota, config.salt_ttl)
     own = _from_file(config.salt_limits, salted) if config.salt_limits is not None else {}
     limits = TenantLimits(salted, own.pop(None, Limits()), tuple((salt, each) for salt, each in own.items() if salt is not None))
     return None if limits == TenantLimits(Limits(), Limits(), ()) else limits
+
+
+def given_limits(config: Config) -> Iterator[Given]:
+    """What the file of ``salt_limits`` sets, in its order. Raises ConfigError for a file that cannot be used."""
+    for blame, entry in _entries(config.salt_limits) if config.salt_limits is not None else ():
+        for key, (_, parse) in KEYS.items():
+            if (raw := entry.get(key)) is not None:
+                value = _parsed(parse, raw, f"{blame}: {key}")
+                yield Given(f"{blame}: {key}", f"salt_{key}", value, isinstance(value, int) and not has_unit(raw))
 
 
 def read_salt(raw: bytes, source: str) -> str:
@@ -51,6 +71,17 @@ def read_salt(raw: bytes, source: str) -> str:
 
 
 def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
+    found: dict[str | None, Limits] = {}
+    for blame, entry in _entries(path):
+        salt, limits = _entry(entry, blame, Path(path).parent, salted)
+        if salt in found:
+            raise ConfigError(f"{blame}: an entry before it has the same salt; leave one of them out.")
+        found[salt] = limits
+    return found
+
+
+def _entries(path: str) -> Iterator[tuple[str, Any]]:
+    """Each entry of the file, with what to call it."""
     import yaml  # here and not above: see `config._from_file`
 
     blame = f"salt_limits = {path}"
@@ -64,15 +95,10 @@ def _from_file(path: str, salted: Limits) -> dict[str | None, Limits]:
         raise ConfigError(f"{blame} is not YAML; {WANTED}.") from None
     if not isinstance(entries, list):
         raise ConfigError(f"{blame} holds no list; {WANTED}.")
-    found: dict[str | None, Limits] = {}
     for nth, entry in enumerate(entries, 1):
         if (twice := first_twice(keys[nth - 1])) in (*SALT_KEYS, *KEYS):  # any other key may be a salt
             raise ConfigError(f"{blame}, entry {nth} sets {twice} twice; leave one of the two out.")
-        salt, limits = _entry(entry, f"{blame}, entry {nth}", Path(path).parent, salted)
-        if salt in found:
-            raise ConfigError(f"{blame}, entry {nth}: an entry before it has the same salt; leave one of them out.")
-        found[salt] = limits
-    return found
+        yield f"{blame}, entry {nth}", entry
 
 
 def _keys_of(text: str) -> list[list[str]]:

@@ -11,7 +11,7 @@ from typing import Final
 
 from kvloft.config import AUTO, OF_LIMITS, Config, format_size, size_text
 from kvloft.errors import ConfigError
-from kvloft.limits import tenant_limits
+from kvloft.limits import given_limits, tenant_limits
 
 SMALL: Final = 1 << 20
 """A size below this is hardly meant in bytes."""
@@ -74,9 +74,15 @@ def warnings(config: Config) -> list[str]:
 
 
 def _bare(config: Config) -> list[str]:
+    """Numbers without a unit that hardly mean what they say."""
+    numbers = [(f"{key} = {number} ({config.origin(key)})", key, number) for key, number in config.bare_numbers.items()]
+    if config.server != AUTO:  # the server reads the file itself
+        numbers += [
+            (f"{each.blame} = {each.value}", each.setting, int(each.value)) for each in given_limits(config) if each.is_bare
+        ]
     return [
-        f"{key} = {number} ({config.origin(key)}) has no unit, so it is in {unit}; did you mean {number}{meant}?"
-        for key, number in config.bare_numbers.items()
+        f"{what} has no unit, so it is in {unit}; did you mean {number}{meant}?"
+        for what, key, number in numbers
         for unit, meant, most in [("seconds", "h", SHORT_S) if key == "salt_ttl" else ("bytes", _unit(key, number), SMALL)]
         if 0 < number < most
     ]
@@ -88,11 +94,14 @@ def _unit(key: str, size: int) -> str:
 
 def _in_vain(config: Config) -> Iterator[str]:
     """Quotas that bound nothing."""
-    for key, of in (("salt_quota", "host_size"), ("salt_disk_quota", "disk_size")):
-        quota, whole = getattr(config, key), getattr(config, of)
+    wholes = {"salt_quota": "host_size", "salt_disk_quota": "disk_size"}
+    quotas = [(key, f" ({config.origin(key)})", key, getattr(config, key)) for key in wholes]
+    quotas += [(each.blame, "", each.setting, each.value) for each in given_limits(config) if each.setting in wholes]
+    for name, origin, key, quota in quotas:
+        whole = getattr(config, wholes[key])
         if isinstance(quota, int) and quota > whole:
             given, least = format_size(quota), format_size(whole)
-            yield f"{key} = {given} ({config.origin(key)}) is more than {of} = {least}, so it limits nothing."
+            yield f"{name} = {given}{origin} is more than {wholes[key]} = {least}, so it limits nothing."
 
 
 def _nearest(path: Path) -> Path:

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from kvloft.cli import check_engine
-from kvloft.cli.__main__ import main, split_flags
+from kvloft.cli.__main__ import main
 from kvloft.cli.check_report import compare, make_report
+from kvloft.cli.commands import split_flags
 
 HERE = str(Path(__file__).parent)
 

@@ -206,13 +206,22 @@ def test_verify_of_a_directory_in_use_is_one_sentence_with_what_to_do(tmp_path: 
     assert main(["verify", str(tmp_path)]) == 0, "nothing saved yet is no damage"
 
 
-@pytest.mark.parametrize("name", ["nothing", "x" * 300])
+@pytest.mark.parametrize(
+    ("name", "why"), [("nothing", "is not there"), ("x" * 300, "cannot be opened (File name too long (os error 36))")]
+)
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_a_wrong_directory_is_one_line_and_status_2(
-    command: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main([command, str(tmp_path / name)]) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("kvloft: ")
-    assert captured.err.count("\n") == 1
+    said = f"kvloft: {tmp_path / name} {why}: DIR must be what an engine or a server has as its disk_path\n"
+    assert captured.err == said
+
+
+def test_a_lock_that_cannot_be_opened_is_no_setting_of_verify(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "lock").unlink()
+    (folder / "lock").symlink_to("elsewhere")
+    assert main(["verify", str(folder)]) == 2
+    assert capsys.readouterr().err.startswith(f"kvloft: cannot open the lock file of {folder}: ")

@@ -75,7 +75,19 @@ def test_a_tenant_is_gone_after_a_kill_too(folder: Path, capsys: pytest.CaptureF
     with serving(folder) as (socket, _):
         assert found(connect(socket)) == [3, 0, 0, 3], "what was evicted is not found after a restart"
         assert main(["evict", "--socket", socket, "--salt", SALT]) == 0
-        assert capsys.readouterr().out.startswith("0 chunks evicted in 1 namespace: ")
+        assert capsys.readouterr().out == "nothing with that salt is held, so there is nothing to evict\n"
+        assert main(["evict", "--socket", socket, "--salt", "another", "--host-only"]) == 0
+        assert capsys.readouterr().out == "nothing with that salt is held in host memory, so there is nothing to evict\n"
+
+
+@pytest.mark.parametrize(("found", "status"), [({"in_use": 3}, 0), ({"complete": False}, 1), ({"chunks": 1}, 0)])
+def test_nothing_is_held_is_said_only_where_that_is_known(
+    found: dict[str, object], status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nothing = {"namespaces": 1, "chunks": 0, "host_bytes": 0, "disk_bytes": 0, "in_use": 0, "complete": True}
+    monkeypatch.setattr(_core, "server_evict", lambda *_, **__: nothing | found)
+    assert main(["evict", "--socket", "/nowhere", "--salt", SALT, "--host-only"]) == status
+    assert "evicted in 1 namespace" in capsys.readouterr().out
 
 
 def test_models_without_engines_are_evicted_on_disk_too(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -177,6 +189,8 @@ def test_a_pinned_tenant_stays_until_it_is_not(folder: Path, capsys: pytest.Capt
         assert capsys.readouterr().out == said
         assert main(["pin", "--socket", socket, "--salt", "of nobody", "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == {"namespaces": 1, "salts": 1, "host_bytes": 0, "disk_bytes": 0}
+        assert main(["pin", "--socket", socket, "--salt", "of nobody"]) == 0
+        assert capsys.readouterr().out == "the salt is pinned in 1 namespace, which holds nothing with it yet\n"
         assert main(["pin", "--socket", socket, "--salt", "of nobody", "--off"]) == 0
         assert capsys.readouterr().out == "the salt is not pinned any more in 1 namespace\n"
         press(engine)

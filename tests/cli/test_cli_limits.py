@@ -13,6 +13,7 @@ from kvloft import _core
 from kvloft.cli.__main__ import main
 from kvloft.cli.rules import rules
 from kvloft.cli.tables import tenant_table, whose
+from kvloft.config import KEYS
 
 FRAME = 4096
 SALT, OTHER = "acme's secret", "another"
@@ -28,6 +29,7 @@ def folder() -> Iterator[Path]:
 def server(folder: Path) -> Iterator[tuple[str, "subprocess.Popen[str]"]]:
     """1 MiB is 256 frames: 10 % are 25, and the one tenant has 5, in memory and on disk."""
     socket = str(folder / "run" / "kv.sock")
+    (folder / "run").mkdir(mode=0o700)
     (folder / "acme.salt").write_text(SALT + "\n")
     (folder / "limits.yaml").write_text(
         "- {salt_file: acme.salt, quota: 20KiB, disk_quota: 20KiB, ttl: 7d}\n- {salt: null, ttl: 30d}\n"
@@ -86,7 +88,10 @@ def test_people_see_what_tenants_have_and_no_salt(
     settings = json.loads(shown[1])["settings"]
     limits = ("salt_quota", "salt_disk_quota", "salt_ttl", "share", "numa")
     assert [settings[name] for name in limits] == ["10%", "(none)", "1d", "0101 100%", "(none)"]
-    assert shown[0].splitlines()[0] == f"Limits: {bounds(folder)}"
+    whole = f"Limits: {bounds(folder)}"
+    assert shown[0].splitlines()[0] == whole
+    first = shown[2].splitlines()[0]
+    assert first.endswith("…") and whole.startswith(first[:-1]) and 70 < len(first) <= 80, "short: `status` has it all"
     for salt, its_tag, said in ((SALT, tag, "marked * below"), ("none's", None, "it has nothing here")):
         assert main(["status", "--socket", socket, "--salt", salt]) == 0
         shown.append(capsys.readouterr().out)
@@ -138,6 +143,7 @@ def test_a_salt_that_is_not_listed_may_have_something(num_salts: int, said: str)
     [
         ({}, ""),
         ({"salt_quota": "(none)", "numa": "(none)", "disk_size": "1GiB"}, ""),
+        ({"salt_quota": KEYS["salt_quota"].show(10)}, "each salt: at most 10B of host memory"),
         ({"salt_quota": "1GiB", "salt_disk_quota": "5%"}, "each salt: at most 1GiB of host memory, at most 5% of the disk"),
         ({"salt_limits": "/a.yaml", "numa": "0,1"}, "limits of single salts: /a.yaml; host memory on NUMA nodes 0,1"),
         ({"share": "3f9a 25%, 77 5%", "numa": "0"}, "fixed shares of host memory: 3f9a 25%, 77 5%; host memory on NUMA node 0"),

@@ -1,7 +1,10 @@
 """`kvloft serve` and `kvloft status`: what a person and a script read, and how mistakes end."""
 
+import contextlib
 import json
+import os
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -63,6 +66,25 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
     assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")
 
 
+def test_a_server_in_the_background_is_told_by_its_process_socket_and_log(folder: Path) -> None:
+    socket, log = folder / "run" / "kv.sock", folder / "run" / "kv.log"
+    argv = ["serve", "--socket", str(socket), "--host-size", "1MiB", "--linger", "1s", "--background", str(log)]
+    done = subprocess.run([sys.executable, "-m", "kvloft.cli", *argv], capture_output=True, text=True, timeout=120)
+    assert done.stderr == f"kvloft: made {folder}/run for the socket; only this user may enter it\n"
+    assert (folder / "run").stat().st_mode & 0o777 == 0o700
+    said = re.fullmatch(rf"process ([0-9]+) serves in the background at unix:{socket}; its log is {log}\n", done.stdout)
+    assert said is not None and done.returncode == 0, done.stdout
+    process = os.pidfd_open(int(said[1]))
+    try:
+        assert "serves at" in log.read_text() and _core.server_status(str(socket))
+        signal.pidfd_send_signal(process, signal.SIGTERM)
+        assert select.select([process], [], [], 120)[0]
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.close(process)
+
+
 def engine_pid() -> int:
     return int(Path("/proc/self").resolve().name)
 
@@ -83,8 +105,9 @@ def test_a_second_server_on_a_socket_ends_with_a_sentence(folder: Path, capsys: 
     ("argv", "said"),
     [
         ([], "no socket is given"),
-        (["--socket", "unix:" + "x" * 200], "server = "),
-        (["--socket", ""], "server = "),
+        (["--socket", "unix:" + "x" * 200], f"--socket 'unix:{75 * 'x'}...': expected a path of 1 to 107 bytes."),
+        (["--socket", "\udcff"], r"--socket '\udcff': expected a path of 1 to 107 bytes."),
+        (["--socket", ""], "--socket '': expected a path of 1 to 107 bytes."),
         (["--socket", "auto"], "--socket auto: expected a path; for the socket of server = auto, set KVLOFT_SERVER=auto."),
     ],
 )
@@ -103,6 +126,27 @@ def test_a_wrong_size_is_told_with_its_origin(capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().err.startswith('kvloft: host_size = "many" (command line) is not allowed')
 
 
+@pytest.mark.parametrize("is_from_environment", [False, True])
+def test_folders_above_the_sockets_are_not_made(
+    is_from_environment: bool, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    socket = f"{folder}/typed/wrong/kv.sock"
+    if is_from_environment:
+        monkeypatch.setenv("KVLOFT_SERVER", socket)
+    assert main(["serve", "--host-size", "1MiB", *([] if is_from_environment else ["--socket", socket])]) == 2
+    given = f"server = unix:{socket} (environment variable KVLOFT_SERVER)" if is_from_environment else f"--socket {socket}"
+    assert capsys.readouterr().err == f"kvloft: {given}: {folder}/typed is not there; make it, or name another path.\n"
+    assert not list(folder.iterdir())
+
+
+def test_a_folder_of_the_log_is_not_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = folder / "typed" / "kv.log"
+    assert main(["serve", "--host-size", "1MiB", "--socket", f"{folder}/kv.sock", "--background", str(log)]) == 2
+    said = f"kvloft: {log} cannot be written ({folder}/typed is not there); name another file for --background.\n"
+    assert capsys.readouterr().err == said
+    assert not list(folder.iterdir())
+
+
 @pytest.mark.parametrize("text", ["x=10", "3f", "3f=", "=10", "3f=x"])
 def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["serve", "--socket", "/tmp/x.sock", "--share", text]) == 2
@@ -113,14 +157,21 @@ def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[s
     ("more", "wanted"),
     [
         (["--socket", "/tmp/kv.sock"], "others may write to it; set socket"),
-        (["--socket", "{folder}/run/kv.sock", "--share", "3f=60", "--share", "4=41%"], "100 together at most, not 101"),
-        (["--socket", "{folder}/run/kv.sock", "--share", "3fa=6", "--share", "4=4", "--share", "3f=4"], "3f covers 3fa"),
+        (
+            ["--socket", "{folder}/run/kv.sock", "--share", "3f=60", "--share", "4=41%"],
+            "--share: shares must be .* 100 together at most, not 101",
+        ),
+        (
+            ["--socket", "{folder}/run/kv.sock", "--share", "3fa=6", "--share", "4=4", "--share", "3f=4"],
+            "--share: two are .* 3f covers 3fa",
+        ),
         (["--socket", "{folder}/file"], "is no socket; set socket to another path"),
         (["--socket", "{folder}/run/kv.sock", "--metrics", "nohost.invalid:9180"], "name another host or port"),
     ],
 )
 def test_a_place_that_will_not_do_is_one_sentence(more: list[str], wanted: str, folder: Path) -> None:
     (folder / "file").touch()
+    (folder / "run").mkdir()
     argv = ["serve", "--host-size", "1MiB", *(part.format(folder=folder) for part in more)]
     done = subprocess.run([sys.executable, "-m", "kvloft.cli", *argv], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr

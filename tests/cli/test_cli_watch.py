@@ -5,7 +5,9 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
+import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator
@@ -281,8 +283,35 @@ def test_clear_empties_a_server_only_if_somebody_says_so(socket: str, capsys: py
     assert capsys.readouterr().out == "3 chunks forgotten\n"
     stats = stats_of(socket)
     assert (stats["frames_visible"], stats["disk_used"], stats["cleared"]) == (0, 0, 3)
-    assert main(["clear", "--socket", f"{socket}.none", "--yes"]) == 1
+    for more in ([], ["--yes"]):
+        assert main(["clear", "--socket", f"{socket}.none", *more]) == 1
+        assert "no kvloft server answers" in capsys.readouterr().err
+
+
+def test_ctrl_c_ends_top_with_status_0(socket: str) -> None:
+    def heed() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job, as this may be one of, ignores it
+
+    argv = [sys.executable, "-m", "kvloft.cli", "top", "--json", "--socket", socket]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed) as process:
+        assert process.stdout is not None and process.stdout.readline()
+        process.send_signal(signal.SIGINT)
+        assert process.communicate(timeout=120)[1] == b""
+        assert process.returncode == 0
+
+
+def test_clear_asks_a_person_only_where_a_server_answers(
+    socket: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[str]()
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", lambda text: (asked.append(text), "yes")[1])
+    assert main(["clear", "--socket", f"{socket}.none"]) == 1
     assert "no kvloft server answers" in capsys.readouterr().err
+    assert asked == []
+    assert main(["clear", "--socket", socket]) == 0
+    assert capsys.readouterr().out == "3 chunks forgotten\n"
+    assert len(asked) == 1
 
 
 def test_rates_are_of_the_time_between_and_never_of_two_stores() -> None:

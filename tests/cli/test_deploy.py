@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from kvloft.cli import metrics, serve
-from kvloft.cli.__main__ import build_parser
+from kvloft.cli.commands import build_parser
 from kvloft.config import load_config
 
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"

@@ -101,6 +101,7 @@ def test_adapters_of_which_no_file_is_seen_are_this_runs_own(path: str) -> None:
 def test_an_adapter_of_the_hub_is_told_apart_by_its_commit_when_offline(hub_cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hub_cache("hub/adapter", "adapter_config.json", "c0ffee")
     lora = LoRARequest("a", 1, "hub/adapter")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # other tests of this process are offline, or its user
     assert AdapterNames().identify(lora) != AdapterNames().identify(lora), "vLLM asks the hub for a newer one"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     first = AdapterNames().identify(lora)

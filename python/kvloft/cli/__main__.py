@@ -1,90 +1,41 @@
-"""Entry point of the `kvloft` command. Each command is a module with `add_parser(subparsers)` and `run(args) -> int`."""
+"""Entry point of the `kvloft` command: Ctrl-C ends it quietly also while modules load, and its standard streams are there.
 
-import argparse
-import errno
+It must import nothing that takes time before `main`; what each command does is in `kvloft.cli.commands` and beside it.
+"""
+
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, NoReturn
-
-from kvloft import __version__
-from kvloft.errors import ConfigError
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns its exit status (2 for a wrong setting or argument, as argparse does)."""
-    own, flags = split_flags(list(sys.argv[1:] if argv is None else argv))
-    args, rest = build_parser(own[0] if own else None).parse_known_args(own, argparse.Namespace(flags=flags))
-    if rest:
-        _refuse(args.parser, rest)
+def main(argv: list[str] | None = None) -> int:
+    """Run one command; returns its exit status: 1 where stdout is closed, 130 after Ctrl-C."""
     try:
-        return int(args.run(args))
-    except ConfigError as e:
-        print(f"kvloft: {e}", file=sys.stderr)
-        return 2
-    except BrokenPipeError:
-        # The reader (head, less) has seen enough; without this, Python complains again while it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        if not _has_streams():
+            print("kvloft: stdout is closed; redirect it to /dev/null to see nothing", file=sys.stderr)
+            return 1
+        import _signal as signal  # type: ignore[import-not-found]  # the module over it takes as long to load as all before it
+
+        is_ours = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if is_ours:  # an exception may get lost in a callback of the import system
+            signal.signal(signal.SIGINT, lambda number, _frame: os._exit(128 + number))
+        from kvloft.cli.commands import parse, run
+
+        args = parse(argv)
+        if is_ours and sys.argv[1:2] != ["serve"]:  # which has a handler of its own before it has anything to end
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        return run(args)
     except KeyboardInterrupt:
         return 130
-    except OSError as e:
-        if e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
-            raise
-        print(f"kvloft: the output cannot be written ({e.strerror})", file=sys.stderr)
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
 
 
-def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
-    """Exit with 2 over what the command ``parser`` does not know, with its own usage."""
-    import difflib  # what is typed wrong may take its time
-    import re
-
-    name = unknown[0].partition("=")[0]
-    like = difflib.get_close_matches(name, re.findall(r"--[a-z-]+", parser.format_usage()), 1)
-    parser.error(f"unknown argument: {name}" + (f"; did you mean {like[0]}?" if like else ""))
-
-
-def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
-    """kvloft's own arguments and vLLM's flags: what stands behind the first ``--`` of a `kvloft check`.
-
-    argparse would take the first flag for the end of a list that it has seen already.
-    """
-    if argv[:1] != ["check"] or "--" not in argv:
-        return argv, []
-    end = argv.index("--")
-    return argv[:end], argv[end + 1 :]
-
-
-def build_parser(name: str | None = None) -> argparse.ArgumentParser:
-    """The whole command line, or of the command ``name`` alone where that is `serve`."""
-    parser = argparse.ArgumentParser(
-        prog="kvloft",
-        allow_abbrev=False,
-        description="Serve one cache to several engines; look at settings, models, the disk tier and speed on a GPU.",
-    )
-    parser.add_argument("--version", action="version", version=f"kvloft {__version__}")
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
-    for command in _commands(name):
-        command.add_parser(subparsers)
-    for own in subparsers.choices.values():
-        own.allow_abbrev = False  # --evict is not --eviction
-        own.set_defaults(parser=own)
-    return parser
-
-
-def _commands(name: str | None) -> Iterator[Any]:
-    """Modules, in the order of the help text."""
-    if name == "serve":  # engines wait for its start, and the others load what takes several times as long as that
-        from kvloft.cli import serve
-
-        yield serve
-        return
-    from kvloft.bench import command as bench
-    from kvloft.cli import check, clear, config, evict, inspect, pin, serve, status, top, verify
-
-    yield from (config, check, serve, status, top, clear, evict, pin, inspect, verify, bench)
+def _has_streams() -> bool:
+    """Whether stdout is open. Where the others are closed, they become /dev/null: files of ours could get their numbers."""
+    if sys.__stdout__ is None:  # print would say nothing, and that without an error
+        return False
+    for name, original, mode in (("stdin", sys.__stdin__, "r"), ("stderr", sys.__stderr__, "w")):
+        if original is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))
+    return True
 
 
 if __name__ == "__main__":

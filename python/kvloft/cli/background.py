@@ -1,5 +1,6 @@
 """`kvloft serve --background`: the command ends once its work has begun, which goes on in a process of its own session."""
 
+import errno
 import os
 import sys
 from collections.abc import Callable
@@ -12,12 +13,12 @@ MAX_LOG_BYTES: Final = 1 << 20
 """A log that is longer is begun anew."""
 
 
-def in_background(work: Callable[[Callable[[], None]], int], log: Path) -> int:
+def in_background(work: Callable[[Callable[[], None]], int], log: Path, what: str) -> int:
     """Do ``work`` in a process of its own, with ``log`` as its output from the moment it calls what it is given.
 
-    Returns twice: here 0 after that call, or the exit status of work that ended without it; there, work's own. Must be called
-    before any thread is started. Raises ConfigError where ``log`` cannot be this user's own file, and exits with 1 where the
-    machine refuses it for now.
+    Returns twice: here 0 after that call and a line that says ``what`` which process does, or the exit status of work that ended
+    without it; there, work's own. Must be called before any thread is started. Raises ConfigError where ``log`` cannot be this
+    user's own file, and exits with 1 where the machine refuses it for now.
     """
     to = _open(log)
     ready, told = os.pipe()
@@ -27,6 +28,7 @@ def in_background(work: Callable[[Callable[[], None]], int], log: Path) -> int:
         os.close(told)
         with os.fdopen(ready, "rb") as pipe:
             if pipe.read(1):
+                print(f"process {pid} {what}; its log is {log}")
                 return 0
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     os.close(ready)
@@ -54,7 +56,8 @@ def _open(log: Path) -> int:
         if found.st_size > MAX_LOG_BYTES:
             os.truncate(to, 0)
     except OSError as e:
-        message = f"{log} cannot be written ({e.strerror}); name another file for --background."
+        reason = f"{log.parent} is not there" if e.errno == errno.ENOENT else e.strerror
+        message = f"{log} cannot be written ({reason}); name another file for --background."
         if e.errno not in MAY_PASS:
             raise ConfigError(message) from e
         print(f"kvloft: {message}", file=sys.stderr)

@@ -28,14 +28,16 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Clear a namespace; 0, or after a message 1 if no server answers or the user does not agree, 2 if it is not named."""
-    from kvloft._core import ConfigError, StoreError, server_forget
+    from kvloft._core import ConfigError, StoreError, server_forget, server_status
 
     socket = settings(args).socket
     assert socket is not None
-    if not args.yes and not _agrees(socket, args.namespace):
-        print("kvloft: nothing is cleared; say --yes to do it without a question", file=sys.stderr)
-        return 1
     try:
+        if not args.yes:
+            server_status(socket)  # no question where none answers
+            if not _agrees(socket, args.namespace):
+                print("kvloft: nothing is cleared; say --yes to do it without a question", file=sys.stderr)
+                return 1
         num_chunks = server_forget(socket, namespace=args.namespace.lower())
     except ConfigError as e:
         print(f"kvloft: {e}", file=sys.stderr)

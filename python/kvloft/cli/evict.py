@@ -32,8 +32,9 @@ is free when the load ends; with --host-only they stay. The bytes themselves
 stay in memory and in files until they are overwritten, but nothing leads to
 them. What engines keep on their GPUs is vLLM's.
 
-Exit status: 0; 1 if no server answers or something is left, such as on a disk
-that fails; 2 for a wrong argument.
+Exit status: 0, also where nothing with that salt is held; 1 if no server
+answers or something is left, such as on a disk that fails; 2 for a wrong
+argument.
 """
 
 
@@ -112,7 +113,13 @@ def run(args: argparse.Namespace) -> int:
         return 2
     except StoreError as e:
         return not_answered(e)
-    print(json.dumps(done) if args.json else _sentence(done, args.host_only))
+    has_nothing = salt is not None and done["complete"] and not done["chunks"] and not done["in_use"]
+    if args.json:
+        print(json.dumps(done))
+    elif has_nothing:
+        print(f"nothing with that salt is held{' in host memory' if args.host_only else ''}, so there is nothing to evict")
+    else:
+        print(_sentence(done, args.host_only))
     if done["complete"]:
         return 0
     print("kvloft: something is left: the disk does not answer, or a namespace is being opened; run this again", file=sys.stderr)

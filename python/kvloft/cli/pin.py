@@ -73,5 +73,7 @@ def _sentence(done: dict[str, int], *, is_memory: bool, is_off: bool) -> str:
         return f"nothing is pinned any more in {where}" if is_memory else f"the salt is not pinned any more in {where}"
     if is_memory:
         return f"{where} pinned; without engines, too, {'it keeps its' if spaces == 1 else 'they keep their'} share of memory"
+    if not done["host_bytes"] and not done["disk_bytes"]:
+        return f"the salt is pinned in {where}, which hold{'s' if spaces == 1 else ''} nothing with it yet"
     sizes = f"{size_text(done['host_bytes'])} of host memory and {size_text(done['disk_bytes'])} on disk"
     return f"{salts:,} salt{'s are' if salts != 1 else ' is'} pinned in {where}: {sizes}"

@@ -21,11 +21,15 @@ from kvloft import __version__
 from kvloft.cli import metrics
 from kvloft.cli.background import in_background
 from kvloft.cli.rules import NONE, rules
-from kvloft.config import KEYS, OF_STORE, Config, describe, load_config, parse_seconds, size_text
+from kvloft.config import KEYS, MAX_SOCKET_BYTES, OF_STORE, Config, describe, load_config, parse_seconds, parse_socket, size_text
 from kvloft.errors import ConfigError
 from kvloft.limits import tenant_limits
 from kvloft.machine import refuse_here, refuse_nodes, warnings
 
+COMMAND_LINE: Final = "command line"
+"""As the origin of a setting."""
+MAX_SHOWN: Final = 80
+"""Characters of a wrong argument in an error."""
 LOOK_EVERY_S: Final = 0.5
 FIRST_ENGINE_S: Final = 60.0
 """What --linger adds before the first engine, which may still load its model's weights."""
@@ -121,11 +125,19 @@ def settings(args: argparse.Namespace) -> Config:
     if args.socket == "auto":
         raise ConfigError("--socket auto: expected a path; for the socket of server = auto, set KVLOFT_SERVER=auto.")
     if args.socket is not None:
-        given["server"] = f"unix:{args.socket.removeprefix('unix:')}"
-    config = load_config(given, extra_origin="command line")
+        given["server"] = f"unix:{_path(args.socket)}"
+    config = load_config(given, extra_origin=COMMAND_LINE)
     if config.server is None:
         raise ConfigError("no socket is given; say --socket PATH, or set KVLOFT_SERVER=unix:PATH.")
     return config
+
+
+def _path(text: str) -> str:
+    try:
+        return str(parse_socket(f"unix:{text.removeprefix('unix:')}"))
+    except ValueError:
+        shown = repr(text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}...")
+        raise ConfigError(f"--socket {shown}: expected a path of 1 to {MAX_SOCKET_BYTES} bytes.") from None
 
 
 def shares(texts: list[str]) -> list[tuple[str, int]]:
@@ -172,7 +184,31 @@ def run(args: argparse.Namespace) -> int:
     for warning in warnings(own):
         print(f"kvloft: warning: {warning}", file=sys.stderr)
     serve = partial(_serve, config, own_shares, numa, metrics_at, linger_s)
-    return in_background(serve, Path(args.background).absolute()) if args.background is not None else serve(lambda: None)
+    _make_folder(config)
+    if args.background is None:
+        return serve(lambda: None)
+    return in_background(serve, Path(args.background).absolute(), f"serves in the background at unix:{config.socket}")
+
+
+def _make_folder(config: Config) -> None:
+    """Make the socket's folder, for this user only, and say so; the server tells what is wrong with one that is there.
+
+    Raises ConfigError where the folder above it is not there either: that is a typing error, or not mounted yet.
+    """
+    folder = Path(str(config.socket)).parent
+    try:
+        folder.mkdir(mode=0o700)
+    except FileNotFoundError:
+        raise ConfigError(f"{_given(config)}: {folder.parent} is not there; make it, or name another path.") from None
+    except OSError:
+        return
+    print(f"kvloft: made {folder} for the socket; only this user may enter it", file=sys.stderr)
+
+
+def _given(config: Config) -> str:
+    """The socket as it was given."""
+    origin = config.origin("server")
+    return f"--socket {config.socket}" if origin == COMMAND_LINE else f"server = unix:{config.socket} ({origin})"
 
 
 def _linger(text: str | None) -> float | None:

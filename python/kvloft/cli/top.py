@@ -9,8 +9,10 @@ from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from kvloft.cli.hits import hit_rate, hit_table
+from kvloft.cli.rules import rules
 from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.cli.tables import (
     before_engines,
@@ -49,8 +51,8 @@ def add_parser(subparsers: Any) -> None:
         "top",
         help="watch a server: tiers, rates, engines",
         description=(
-            "Watch a server: what each namespace holds, chunks and GB a second and hit rates since the look before, and engines. "
-            "Ctrl-C ends it. Exit status: 0, or 1 once no server answers."
+            "Watch a server: its limits, what each namespace holds, chunks and GB a second and hit rates since the look before, "
+            "and engines. Ctrl-C ends it. Exit status: 0, or 1 once no server answers."
         ),
     )
     add_socket(parser)
@@ -130,12 +132,14 @@ def _by_name(status: dict[str, Any] | None) -> dict[bytes, dict[str, Any]]:
 def picture(
     status: dict[str, Any], rates: dict[bytes, dict[str, float]], before: dict[str, Any] | None = None, socket: str = ""
 ) -> RenderableType:
-    """Tables of one look, with hit rates since the look ``before``."""
+    """Tables of one look, with hit rates since the look ``before``, below a line of limits, which ends where the screen does."""
     spaces, olds = [space for space in status["namespaces"] if space["stats"]], _by_name(before)
+    bounds = rules(status["settings"])
+    limits = [Text(f"Limits: {bounds}", no_wrap=True, overflow="ellipsis")] if bounds else []
     if not spaces:
-        return before_engines(status, socket)
+        return Group(*limits, before_engines(status, socket))
     each = [(space, rates.get(space["namespace"], {}), olds.get(space["namespace"])) for space in spaces]
-    return Group(*(_picture_of(space, status, own, old) for space, own, old in each))
+    return Group(*limits, *(_picture_of(space, status, own, old) for space, own, old in each))
 
 
 def _picture_of(

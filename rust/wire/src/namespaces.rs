@@ -42,14 +42,14 @@ pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
     let mut names: Vec<_> = shares.iter().map(|(name, _)| name.as_str()).collect();
     names.sort_unstable();
     if let Some([name, longer]) = names.windows(2).find(|pair| pair[1].starts_with(pair[0])) {
-        let message = format!("two shares are of one namespace: {name} covers {longer}; give more of their digits");
+        let message = format!("--share: two are of one namespace: {name} covers {longer}; give more of their digits");
         return Err(Error::new(ErrorKind::InvalidConfig, message));
     }
     let sum: u64 = shares.iter().map(|(_, percent)| u64::from(*percent)).sum();
     if sum <= 100 && shares.iter().all(|(_, percent)| *percent > 0) {
         return Ok(());
     }
-    let message = format!("shares of namespaces must be from 1 to 100 percent, and 100 together at most, not {sum}");
+    let message = format!("--share: shares must be from 1 to 100 percent, and 100 together at most, not {sum}");
     Err(Error::new(ErrorKind::InvalidConfig, message))
 }
 

@@ -3,8 +3,8 @@
 //! An engine may be writing meanwhile, and anything may be damaged: then a number is a little old, or `problem` says so.
 
 use std::collections::BTreeSet;
-use std::fs;
 use std::path::Path;
+use std::{fs, io};
 
 use super::files::SlotFiles;
 use super::namespaces::{self, INDEX_NAME};
@@ -46,13 +46,14 @@ pub fn inspect(dir: &Path) -> Result<Vec<NamespaceInfo>> {
 /// The namespaces under a path that a person named.
 pub(super) fn list(dir: &Path) -> Result<Vec<namespaces::Found>> {
     let not_ours = |why: &str| {
-        let message = format!("{} {why}: give the directory that an engine has as its disk_path", dir.display());
+        let message = format!("{} {why}: DIR must be what an engine or a server has as its disk_path", dir.display());
         Error::new(ErrorKind::InvalidConfig, message)
     };
     match fs::metadata(dir) {
         Ok(meta) if meta.is_dir() => {}
         Ok(_) => return Err(not_ours("is not a directory")),
-        Err(e) => return Err(not_ours("cannot be opened").with_context("cause", e)),
+        Err(e) if e.kind() == io::ErrorKind::NotFound => return Err(not_ours("is not there")),
+        Err(e) => return Err(not_ours(&format!("cannot be opened ({e})"))),
     }
     let found =
         namespaces::scan(dir, &BTreeSet::new()).map_err(|e| Error::io(format!("cannot list {}", dir.display()), e))?;

@@ -35,7 +35,7 @@ impl DirLock {
     /// Takes the directory for writing; makes the lock file where missing. `Busy` where another owner lives, `Io` where
     /// another user may write.
     pub(super) fn acquire(dir: &Path) -> Result<Self> {
-        let failed = |e| paths::dir_error("open the lock file of", dir, e);
+        let failed = |e| failed("open the lock file of", dir, ENGINE, e);
         let mut lock = Self::lock_dir(dir, ENGINE)?;
         paths::check_owner(dir, dir, &lock.files[0].metadata().map_err(failed)?)?;
         let path = dir.join(FILE_NAME);
@@ -56,13 +56,13 @@ impl DirLock {
         match open_options(OFlags::NOFOLLOW).open(dir.join(FILE_NAME)) {
             Ok(file) => lock.add(file, dir, READER)?,
             Err(e) if e.kind() == io::ErrorKind::NotFound => {}
-            Err(e) => return Err(paths::dir_error("open the lock file of", dir, e)),
+            Err(e) => return Err(failed("open the lock file of", dir, READER, e)),
         }
         Ok(lock)
     }
 
     fn lock_dir(dir: &Path, asker: Asker) -> Result<Self> {
-        let file = open_options(OFlags::DIRECTORY).open(dir).map_err(|e| paths::dir_error("open", dir, e))?;
+        let file = open_options(OFlags::DIRECTORY).open(dir).map_err(|e| failed("open", dir, asker, e))?;
         let result = flock(&file, FlockOperation::NonBlockingLockExclusive);
         // Some network file systems lock only what is open for writing; there the lock file has to do.
         if result == Err(Errno::WOULDBLOCK) {
@@ -74,7 +74,7 @@ impl DirLock {
     fn add(&mut self, file: File, dir: &Path, asker: Asker) -> Result<()> {
         flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|e| match e {
             Errno::WOULDBLOCK => busy(dir, asker),
-            e => paths::dir_error("lock", dir, e.into()),
+            e => failed("lock", dir, asker, e.into()),
         })?;
         self.files.push(file);
         Ok(())
@@ -97,6 +97,14 @@ fn open_options(flags: OFlags) -> OpenOptions {
     let mut options = OpenOptions::new();
     options.read(true).custom_flags((OFlags::NONBLOCK | flags).bits().cast_signed());
     options
+}
+
+/// A reader's directory is not a setting of it.
+fn failed(action: &str, dir: &Path, asker: Asker, error: io::Error) -> Error {
+    if asker == READER {
+        return Error::io(format!("cannot {action} {}", dir.display()), error);
+    }
+    paths::dir_error(action, dir, error)
 }
 
 fn busy(dir: &Path, [name, advice]: Asker) -> Error {

@@ -46,5 +46,5 @@ pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
         Io::ReadOnlyFilesystem => return Error::io(advice("is on a read-only file system"), error),
         _ => return Error::io(format!("cannot {action} disk_path {}", path.display()), error),
     };
-    Error::new(ErrorKind::InvalidConfig, advice(never)).with_context("cause", error)
+    Error::new(ErrorKind::InvalidConfig, format!("{} ({error})", advice(never)))
 }

@@ -1,0 +1,90 @@
+"""The command line of `kvloft`. Each command is a module with `add_parser(subparsers)` and `run(args) -> int`."""
+
+import argparse
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+from kvloft import __version__
+from kvloft.errors import ConfigError
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """What is to be done, by ``argv`` or the process's own arguments. Exits with 2 over what is not known."""
+    own, flags = split_flags(list(sys.argv[1:] if argv is None else argv))
+    args, rest = build_parser(own[0] if own else None).parse_known_args(own, argparse.Namespace(flags=flags))
+    if rest:
+        _refuse(args.parser, rest)
+    return args
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run one command; returns its exit status (2 for a wrong setting, as argparse does for an argument)."""
+    try:
+        return int(args.run(args))
+    except ConfigError as e:
+        print(f"kvloft: {e}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        # The reader (head, less) has seen enough; without this, Python complains again while it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except OSError as e:
+        if e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
+            raise
+        print(f"kvloft: the output cannot be written ({e.strerror})", file=sys.stderr)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
+    """Exit with 2 over what the command ``parser`` does not know, with its own usage."""
+    import difflib  # what is typed wrong may take its time
+    import re
+
+    name = unknown[0].partition("=")[0]
+    like = difflib.get_close_matches(name, re.findall(r"--[a-z-]+", parser.format_usage()), 1)
+    parser.error(f"unknown argument: {name}" + (f"; did you mean {like[0]}?" if like else ""))
+
+
+def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
+    """kvloft's own arguments and vLLM's flags: what stands behind the first ``--`` of a `kvloft check`.
+
+    argparse would take the first flag for the end of a list that it has seen already.
+    """
+    if argv[:1] != ["check"] or "--" not in argv:
+        return argv, []
+    end = argv.index("--")
+    return argv[:end], argv[end + 1 :]
+
+
+def build_parser(name: str | None = None) -> argparse.ArgumentParser:
+    """The whole command line, or of the command ``name`` alone where that is `serve`."""
+    parser = argparse.ArgumentParser(
+        prog="kvloft",
+        allow_abbrev=False,
+        description="Serve one cache to several engines; look at settings, models, the disk tier and speed on a GPU.",
+    )
+    parser.add_argument("--version", action="version", version=f"kvloft {__version__}")
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    for command in _commands(name):
+        command.add_parser(subparsers)
+    for own in subparsers.choices.values():
+        own.allow_abbrev = False  # --evict is not --eviction
+        own.set_defaults(parser=own)
+    return parser
+
+
+def _commands(name: str | None) -> Iterator[Any]:
+    """Modules, in the order of the help text."""
+    if name == "serve":  # engines wait for its start, and the others load what takes several times as long as that
+        from kvloft.cli import serve
+
+        yield serve
+        return
+    from kvloft.bench import command as bench
+    from kvloft.cli import check, clear, config, evict, inspect, pin, serve, status, top, verify
+
+    yield from (config, check, serve, status, top, clear, evict, pin, inspect, verify, bench)

@@ -1,0 +1,90 @@
+"""What all commands have in common before they do anything: standard streams that are closed, and Ctrl-C at any moment."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+COMMAND = [sys.executable, "-m", "kvloft.cli"]
+INTERRUPTED = """
+import os, runpy, signal, sys
+
+class Interrupts:
+    def find_spec(self, name, path=None, target=None):
+        if name == at:
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+            except KeyboardInterrupt:
+                if not is_lost:
+                    raise
+
+at, is_lost = sys.argv.pop(1), sys.argv.pop(1) == "True"
+sys.meta_path.insert(0, Interrupts())
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job, as this may be one of, ignores it
+runpy.run_module("kvloft.cli", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+        yield Path(folder)
+
+
+def closed(argv: list[str], *numbers: int) -> "subprocess.CompletedProcess[str]":
+    """Of a command for which these files are closed."""
+
+    def close() -> None:
+        for number in numbers:
+            os.close(number)
+
+    return subprocess.run(
+        [*COMMAND, *argv], stdin=subprocess.PIPE, capture_output=True, text=True, timeout=120, preexec_fn=close
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["config"], ["config", "--json"], ["status", "--socket", "{}/kv.sock"], ["serve", "--socket", "{}/kv.sock"], ["--help"]],
+)
+def test_what_it_cannot_print_it_does_not_do(argv: list[str], folder: Path) -> None:
+    done = closed([part.format(folder) for part in argv], 1)
+    assert (done.returncode, done.stderr) == (1, "kvloft: stdout is closed; redirect it to /dev/null to see nothing\n")
+    assert not list(folder.iterdir())
+    assert closed(["config"], 0, 1, 2).returncode == 1
+
+
+def test_what_goes_wrong_is_not_output_where_stderr_is_closed(folder: Path) -> None:
+    done = closed(["status", "--socket", str(folder / "kv.sock")], 2)
+    assert (done.returncode, done.stdout) == (1, "")
+
+
+@pytest.mark.parametrize("argv", [["clear"], ["evict", "--salt-file", "-"]])
+def test_a_stdin_that_is_closed_is_empty(argv: list[str], folder: Path) -> None:
+    done = closed([*argv, "--socket", str(folder / "kv.sock")], 0)
+    assert done.returncode in (1, 2)
+    assert done.stderr.startswith("kvloft: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+@pytest.mark.parametrize(
+    "module", ["kvloft.cli.commands", "argparse", "kvloft.cli.serve", "kvloft.config", "kvloft.cli.metrics", "kvloft._core"]
+)
+def test_ctrl_c_is_quiet_while_a_server_loads_its_modules(module: str, is_lost: bool, folder: Path) -> None:
+    """Also where an exception would be lost, as in a callback of the import system."""
+    interrupted([module, str(is_lost), "serve", "--host-size", "1MiB", "--socket", str(folder / "kv.sock")])
+
+
+@pytest.mark.parametrize("module", ["kvloft.cli.commands", "rich.console", "kvloft.cli.hits", "kvloft._core"])
+def test_ctrl_c_is_quiet_while_another_command_loads_its_modules(module: str, folder: Path) -> None:
+    interrupted([module, "False", "status", "--socket", str(folder / "kv.sock")])
+
+
+def interrupted(argv: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED, *argv], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "")
