@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> int:
         if not _has_streams():
             print("kvloft: stdout is closed; redirect it to /dev/null to see nothing", file=sys.stderr)
             return 1
-        import _signal as signal  # type: ignore[import-not-found]  # the module over it takes as long to load as all before it
+        import signal
 
         is_ours = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if is_ours:  # an exception may get lost in a callback of the import system
