@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import socket as socketlib
 import subprocess
 import sys
 import tempfile
@@ -312,6 +313,28 @@ def test_clear_asks_a_person_only_where_a_server_answers(
     assert main(["clear", "--socket", socket]) == 0
     assert capsys.readouterr().out == "3 chunks forgotten\n"
     assert len(asked) == 1
+
+
+def test_clear_is_not_agreed_to_by_the_end_of_input(
+    socket: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(_: str) -> str:
+        raise EOFError
+
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True)
+    monkeypatch.setattr("builtins.input", ends)
+    assert main(["clear", "--socket", socket]) == 1
+    assert "nothing is cleared" in capsys.readouterr().err
+
+
+def test_a_server_that_stands_is_not_said_to_be_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socketlib.socket(socketlib.AF_UNIX) as stands:
+        stands.bind(str(tmp_path / "stands.sock"))
+        stands.listen()
+        assert main(["status", "--socket", str(tmp_path / "stands.sock")]) == 1
+    said = capsys.readouterr().err
+    assert "timed out; its process stands or is busy, and may still do what it was asked" in said
+    assert "start one" not in said
 
 
 def test_rates_are_of_the_time_between_and_never_of_two_stores() -> None:

@@ -52,4 +52,8 @@ def _agrees(socket: str, namespace: str) -> bool:
     if not sys.stdin.isatty():
         return False
     what = f"namespace {namespace}" if namespace else "everything"
-    return input(f"Forget {what} that the server at {socket} holds? [y/N] ").strip().lower() in ("y", "yes")
+    try:
+        return input(f"Forget {what} that the server at {socket} holds? [y/N] ").strip().lower() in ("y", "yes")
+    except EOFError:  # Ctrl-D
+        print()
+        return False

@@ -167,6 +167,8 @@ def not_answered(error: Exception) -> int:
     from kvloft._core import StoreError
 
     fix = "; start one with `kvloft serve`" if isinstance(error, StoreError) else ""
+    if "timed out" in str(error):
+        fix = "; its process stands or is busy, and may still do what it was asked"
     print(f"kvloft: {error}{fix}", file=sys.stderr)
     return 1
 

@@ -5,8 +5,15 @@ use std::io;
 use std::os::unix::fs::{DirBuilderExt, FileTypeExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
+use std::thread::sleep;
+use std::time::{Duration, Instant};
 
 use kvloft_core::{Error, ErrorKind, Result};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
+
+/// For how long the socket of a process that is killed may outlive its lock.
+const DYING: Duration = Duration::from_millis(200);
 
 /// A listening socket that only this user can reach. It is gone from its place when this goes.
 #[derive(Debug)]
@@ -26,6 +33,10 @@ impl Listener {
         check_place(path)?;
         let lock = lock(path)?;
         if path.symlink_metadata().is_ok_and(|found| found.file_type().is_socket()) {
+            if keeps_answering(path) {
+                let message = format!("another program listens at {}; choose another socket", path.display());
+                return Err(Error::new(ErrorKind::Busy, message));
+            }
             std::fs::remove_file(path).map_err(|error| fail("a stale socket cannot be removed:", error))?;
         }
         if path.symlink_metadata().is_ok_and(|found| !found.file_type().is_socket()) {
@@ -55,6 +66,25 @@ impl Drop for Listener {
             let _gone = std::fs::remove_file(lock_path(&self.path));
         }
     }
+}
+
+/// Whether somebody listens there who has no lock of ours. A server that is just being killed may lose its lock before its socket.
+fn keeps_answering(path: &Path) -> bool {
+    let deadline = Instant::now() + DYING;
+    while answers(path) {
+        if Instant::now() > deadline {
+            return true;
+        }
+        sleep(DYING / 20);
+    }
+    false
+}
+
+/// Whether a connection is taken, or would be if not so many waited.
+fn answers(path: &Path) -> bool {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let ask = || connect(&socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?, &SocketAddrUnix::new(path)?);
+    matches!(ask(), Ok(()) | Err(Errno::AGAIN))
 }
 
 /// Device and number of what is at the path itself, not of what a link there leads to.
@@ -119,7 +149,6 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::mpsc;
     use std::thread;
-    use std::time::Duration;
 
     use super::*;
 
@@ -150,11 +179,26 @@ mod tests {
         let path = dir.path().join("kvloft.sock");
         let first = Listener::bind(&path).expect("it is free");
         std::fs::remove_file(lock_path(&path)).expect("it is there");
-        let second = Listener::bind(&path).expect("no lock says that it is taken");
+        assert_eq!(Listener::bind(&path).expect_err("it listens").kind(), ErrorKind::Busy);
+        first.shut();
+        let second = Listener::bind(&path).expect("nobody listens, and no lock says that it is taken");
         drop(first);
         assert!(UnixStream::connect(&path).is_ok() && lock_path(&path).exists(), "it is the second one's");
         drop(second);
         assert_eq!(dir.path().read_dir().expect("it is there").count(), 0, "something is left");
+    }
+
+    #[test]
+    fn a_socket_on_which_another_program_listens_is_left_to_it() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("others.sock");
+        let others = UnixListener::bind(&path).expect("the path is free");
+        rustix::net::listen(&others, 0).expect("it listens already");
+        assert!((0..4).all(|_| answers(&path)), "also with more that wait than it lets");
+        assert_eq!(Listener::bind(&path).expect_err("it is another's").kind(), ErrorKind::Busy);
+        assert!(others.accept().is_ok() && path.exists(), "it lost its socket");
+        drop(others);
+        assert!(Listener::bind(&path).is_ok(), "nobody listens any more");
     }
 
     #[test]
