@@ -27,27 +27,17 @@ pub(crate) struct Listener {
 }
 
 impl Listener {
-    /// `Busy` if another server listens there; `InvalidConfig` for a place that is not private.
+    /// `Busy` if another server or program listens there; `InvalidConfig` for a place that is not private, or is no socket's.
     pub(crate) fn bind(path: &Path) -> Result<Self> {
-        let fail = |what: &str, error: io::Error| Error::io(format!("{what} {}", path.display()), error);
         check_place(path)?;
         let lock = lock(path)?;
-        if path.symlink_metadata().is_ok_and(|found| found.file_type().is_socket()) {
-            if keeps_answering(path) {
-                let message = format!("another program listens at {}; choose another socket", path.display());
-                return Err(Error::new(ErrorKind::Busy, message));
+        match listen(path) {
+            Ok((socket, file)) => Ok(Self { socket, path: path.to_owned(), file, lock }),
+            Err(error) => {
+                remove_lock(&lock, path);
+                Err(error)
             }
-            std::fs::remove_file(path).map_err(|error| fail("a stale socket cannot be removed:", error))?;
         }
-        if path.symlink_metadata().is_ok_and(|found| !found.file_type().is_socket()) {
-            let message = format!("{} is there already and is no socket; set socket to another path", path.display());
-            return Err(Error::new(ErrorKind::InvalidConfig, message));
-        }
-        let socket = UnixListener::bind(path).map_err(|error| fail("the server cannot listen at", error))?;
-        let private = Permissions::from_mode(0o600);
-        std::fs::set_permissions(path, private).map_err(|error| fail("the socket cannot be made private:", error))?;
-        let file = file_at(path).map_err(|error| fail("the socket is not to be seen:", error))?;
-        Ok(Self { socket, path: path.to_owned(), file, lock })
     }
 
     /// Ends `accept`.
@@ -61,10 +51,7 @@ impl Drop for Listener {
         if file_at(&self.path).is_ok_and(|file| file == self.file) {
             let _gone = std::fs::remove_file(&self.path);
         }
-        // While it is locked: who has it open, and gets the lock then, sees that it is not there any more.
-        if is_there(&self.lock, &lock_path(&self.path)).unwrap_or(false) {
-            let _gone = std::fs::remove_file(lock_path(&self.path));
-        }
+        remove_lock(&self.lock, &self.path);
     }
 }
 
@@ -83,8 +70,30 @@ fn keeps_answering(path: &Path) -> bool {
 /// Whether a connection is taken, or would be if not so many waited.
 fn answers(path: &Path) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let ask = || connect(&socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?, &SocketAddrUnix::new(path)?);
+    let ask =
+        || connect(&socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?, &SocketAddrUnix::new(path)?);
     matches!(ask(), Ok(()) | Err(Errno::AGAIN))
+}
+
+/// Listens in the place of a stale socket: the socket, and its file.
+fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
+    let fail = |what: &str, error: io::Error| Error::io(format!("{what} {}", path.display()), error);
+    if let Ok(found) = path.symlink_metadata() {
+        if !found.file_type().is_socket() {
+            let message = format!("{} is there already and is no socket; set socket to another path", path.display());
+            return Err(Error::new(ErrorKind::InvalidConfig, message));
+        }
+        if keeps_answering(path) {
+            let message = format!("another program listens at {}; choose another socket", path.display());
+            return Err(Error::new(ErrorKind::Busy, message));
+        }
+        std::fs::remove_file(path).map_err(|error| fail("a stale socket cannot be removed:", error))?;
+    }
+    let socket = UnixListener::bind(path).map_err(|error| fail("the server cannot listen at", error))?;
+    let private = Permissions::from_mode(0o600);
+    std::fs::set_permissions(path, private).map_err(|error| fail("the socket cannot be made private:", error))?;
+    let file = file_at(path).map_err(|error| fail("the socket is not to be seen:", error))?;
+    Ok((socket, file))
 }
 
 /// Device and number of what is at the path itself, not of what a link there leads to.
@@ -96,6 +105,13 @@ fn lock_path(socket: &Path) -> PathBuf {
     let mut path = socket.as_os_str().to_owned();
     path.push(".lock");
     path.into()
+}
+
+/// While it is locked: who has it open, and gets the lock then, sees that it is not there any more. Another's is left alone.
+fn remove_lock(lock: &File, socket: &Path) {
+    if is_there(lock, &lock_path(socket)).unwrap_or(false) {
+        let _gone = std::fs::remove_file(lock_path(socket));
+    }
 }
 
 /// Whether the file is the one at that path, or that a link there leads to.
@@ -197,6 +213,7 @@ mod tests {
         assert!((0..4).all(|_| answers(&path)), "also with more that wait than it lets");
         assert_eq!(Listener::bind(&path).expect_err("it is another's").kind(), ErrorKind::Busy);
         assert!(others.accept().is_ok() && path.exists(), "it lost its socket");
+        assert!(!lock_path(&path).exists(), "a lock is left");
         drop(others);
         assert!(Listener::bind(&path).is_ok(), "nobody listens any more");
     }
