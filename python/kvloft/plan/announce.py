@@ -58,8 +58,19 @@ class Removed(NamedTuple):
 
 
 Event = Stored | Removed
-Describe = Callable[[LiveRequest, int, int], Sequence[Block]]
-"""Blocks [begin, end) of a request; none, where others could make nothing of them."""
+Describe = Callable[[LiveRequest, int, int, int], Sequence[Block]]
+"""Blocks of so many tokens each, [begin, end) of a request; none, where others could make nothing of them."""
+
+
+class _Group(NamedTuple):
+    """One KV cache group: its number in the keys, and how its blocks lie in those that keys are counted in."""
+
+    nth: int
+    number: int | None
+    block_tokens: int
+    per_unit: int
+    not_kept: int
+    """The first ones of each, which no prefix needs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +84,7 @@ class _Chunk:
 
 
 class Announcer:
-    """What others know of ``store``, which must be watched. ``shape``: with several groups, their blocks must have one size.
+    """What others know of ``store``, which must be watched. Each group's chunks are told as blocks of that group's size.
 
     ``is_shared``: other engines save to it, or it may be away for a while, so a chunk that left may come back without a request.
     """
@@ -83,9 +94,9 @@ class Announcer:
     ) -> None:
         self._store, self._per_chunk, self._describe, self._max_chunks = store, shape.unit.blocks_per_chunk, describe, max_chunks
         self._is_shared = is_shared
-        groups = [(nth, shape.number_of(nth), group.kind == "state") for nth, group in enumerate(shape.groups)]
-        self._states = [(nth, number) for nth, number, is_state in groups if is_state]
-        self._others = [(nth, number) for nth, number, is_state in groups if not is_state]
+        groups = [_group(shape, nth) for nth in range(len(shape.groups))]
+        self._states = [group for group in groups if shape.groups[group.nth].kind == "state"]
+        self._others = [group for group in groups if shape.groups[group.nth].kind != "state"]
         self._known: OrderedDict[bytes, _Chunk] = OrderedDict()
         self._to_ask: deque[bytes] = deque()
         self._must_ask_all = self._is_over = False
@@ -106,14 +117,14 @@ class Announcer:
         if 0 < num_blocks <= chain.num_blocks:
             self._note(live, chain, self._states, num_blocks - 1, num_blocks)
 
-    def _note(self, live: LiveRequest, chain: KeyChain, groups: Iterable[tuple[int, int | None]], begin: int, end: int) -> None:
-        for group, number in () if self._is_over else groups:
-            key = chain.key(end - 1, number)
+    def _note(self, live: LiveRequest, chain: KeyChain, groups: Iterable[_Group], begin: int, end: int) -> None:
+        for group in () if self._is_over else groups:
+            key, per_unit = chain.key(end - 1, group.number), group.per_unit
             if (chunk := self._known.get(key)) is not None:
                 self._known.move_to_end(key)
                 chunk.is_expected = True
-            elif blocks := self._describe(live, begin, end):
-                self._known[key] = _Chunk(blocks, group)
+            elif blocks := self._describe(live, group.block_tokens, begin * per_unit + group.not_kept, end * per_unit):
+                self._known[key] = _Chunk(blocks, group.nth)
             else:
                 return
             self._to_ask.append(key)
@@ -193,3 +204,10 @@ class Announcer:
                 hashes.append(hash_)
             case _:
                 self._events.append(Removed(tier, [hash_], group))
+
+
+def _group(shape: CacheShape, nth: int) -> _Group:
+    group = shape.groups[nth]
+    # Keys of the only group that keeps all are of its own blocks, of several groups they are of a chunk of each.
+    per_unit, kept = (group.blocks_per_chunk, group.kept_blocks) if shape.is_grouped else (1, 1)
+    return _Group(nth, shape.number_of(nth), group.block_tokens, per_unit, per_unit - kept)
