@@ -246,6 +246,13 @@ def test_blocks_are_called_what_vllm_calls_them(
     assert len(host) == (sum(num_tokens) - len(stem)) // BLOCK
     assert router.num_tokens(prompts[2], "CPU", extra=["of a user"]) == full_blocks(len(prompts[2].ids or ()))
     engine.ask(Req(embeds=tiny.embedding_rows(list(stem)), max_tokens=4))
+    engine.add(Req(random_ids(9303, 5), max_tokens=4))
+    engine.step(1)
+    assert engine.reset() is False
+    engine.run()
+    settle(engine)
+    router.hear()
+    assert router.blocks["GPU"] and router.blocks["CPU"] == host and not router.num_cleared, "vLLM did not reset"
     assert engine.reset() is True
     settle(engine)
     router.hear()

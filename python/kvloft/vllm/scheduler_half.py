@@ -267,10 +267,15 @@ class SchedulerHalf:
         """
         self._weights_go |= level not in (0, 1)
 
-    def hear_pool_reset(self, *_args: Any, **_kwargs: Any) -> None:
-        """vLLM tells its listeners that all blocks are gone, in every medium; kvloft's may have stayed."""
-        if self._announcer is not None:
-            self._announcer.repeat()
+    def hear_pool_reset(self, pool: Any, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
+        """vLLM tells its listeners that all blocks are gone, in every medium, if no request has any; kvloft's may have stayed."""
+        queued = len(pool.kv_event_queue)
+
+        def repeat() -> None:
+            if self._announcer is not None and len(pool.kv_event_queue) > queued:
+                self._announcer.repeat()
+
+        return repeat
 
     def stop(self, reason: str) -> None:
         """Neither offer nor save anything from now on; where a trainer replaces weights again and again, forget what is there."""
