@@ -163,9 +163,9 @@ class Announcer:
             if (chunk := self._known.get(key)) is None:
                 continue
             self._move(chunk, where)
-            if where:
+            if where & HOST:  # on disk alone it may leave before a save that is under way ends
                 chunk.is_expected = False
-            elif not (chunk.is_expected or self._is_shared):
+            elif not (where or chunk.is_expected or self._is_shared):
                 self._forget(key)
         return self._told()
 
