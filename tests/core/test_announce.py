@@ -5,6 +5,8 @@ The store is the engine's own or a server's (`announced.py`). Steps: ``KV_EVENT_
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from announced import BLOCK, NUM_STEPS, PACE, SharedWorld, World, describe, hash_of
@@ -81,7 +83,30 @@ def test_an_engine_that_offers_nothing_any_more_takes_back_what_it_told(tmp_path
     world.save(max(world.prompts, key=len), whole=True)
     world.index.replay(world.announcer.take())
     assert not world.index.tiers[HOST] | world.index.tiers[DISK]
+    core.stop()
     assert world.announcer.take() == [] and not world.announcer._known
+    world.close()
+
+
+def test_what_is_told_again_begins_with_the_beginning(tmp_path: Path) -> None:
+    """A router may drop a block whose parent it does not know. Later requests have only the beginning, and only the end."""
+    world = World(6, tmp_path, per_chunk=1, capacity=100, slots=40)
+    longest = max(world.prompts, key=len)
+    for prompt in (longest, longest[: 2 * BLOCK]):
+        world.save(prompt, whole=True)
+        world.store.settle(world.tickets)
+        world.tickets.clear()
+    num_blocks = len(longest) // BLOCK
+    end: Any = (world.chain(longest), [], 0, num_blocks - 1, num_blocks, 0, [], 0)
+    live: Any = SimpleNamespace(prompt=longest)
+    world.announcer.note(live, end)
+    world.announcer.take()
+    world.announcer.repeat()
+    world.announcer.note(live, end)
+    told = [event for event in world.announcer.take() if isinstance(event, Stored) and event.tier == HOST]
+    assert [block.hash for event in told for block in event.blocks] == [
+        hash_of(longest[:end]) for end in range(BLOCK, len(longest) + 1, BLOCK)
+    ]
     world.close()
 
 
@@ -99,4 +124,11 @@ def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) 
     world.save((1, 1), whole=True)
     world.index.replay(world.announcer.take())
     assert world.index.tiers[HOST] == {hash_of((1, 1)), hash_of((1, 2))}, "another request has it: it is told again"
+    longest = max(world.prompts, key=len)
+    for _ in range(2):
+        world.save(longest, whole=True)
+        world.store.settle(world.tickets)
+        world.tickets.clear()
+        world.index.replay(world.announcer.take())
+    assert world.index.tiers[HOST] == {hash_of(longest[:BLOCK]), hash_of(longest[: 2 * BLOCK])}, "its beginning, not its end"
     world.close()

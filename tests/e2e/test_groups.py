@@ -4,6 +4,7 @@ The oracle is exact: the same vLLM without connector, prefix cache and drafter; 
 The yardstick of a hit is vLLM's own prefix cache: at least what that finds at once, less one unit of alignment.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -296,14 +297,19 @@ def accepted(engine: Engine) -> float:
     return engine.metrics()["vllm:spec_decode_num_accepted_tokens_total"]
 
 
-def foretold(place: Place, told: Subscriber, prompt: Req) -> int:
+def block_sizes(engine: Engine) -> list[int]:
+    """Tokens of a block of each group."""
+    return [group["block_tokens"] for group in engine.probe("groups")["groups"]]
+
+
+def foretold(place: Place, told: Subscriber, sizes: list[int], prompt: Req) -> int:
     """Tokens of the deepest boundary at which each group has what a hit needs, by what a router was told."""
-    size = place.model.hit_tokens
-    hashes, there = told.chain(prompt, size), {medium: told.blocks[medium].keys() for medium in ("CPU", "STORAGE")}
-    for num_blocks in range(min(len(hashes), (prompt.num_prompt_tokens - 1) // size), 0, -1):
-        num_tokens = num_blocks * size
-        rows = [(nth, needed(kind, num_tokens, size)) for nth, kind in enumerate(place.model.kinds)]
-        if all(any((nth, hashes[i]) in keys for keys in there.values()) for nth, row in rows for i in row):
+    unit, kinds = place.model.hit_tokens, list(zip(place.model.kinds, sizes, strict=True))
+    names, there = told.names(prompt, set(sizes)), {**told.blocks["CPU"], **told.blocks["STORAGE"]}
+    assert all(block["size"] == sizes[group] for (group, _), block in there.items())
+    for num_tokens in range((prompt.num_prompt_tokens - 1) // unit * unit, 0, -unit):
+        rows = [[(nth, (i + 1) * size) for i in needed(kind, num_tokens, size)] for nth, (kind, size) in enumerate(kinds)]
+        if all((group, names.get(end)) in there for row in rows for group, end in row):
             return num_tokens
     return 0
 
@@ -324,8 +330,7 @@ def test_events_say_what_each_group_has(
     for order in ([0, 0, 1, 0, 2, 1, 3, 3, 4, 2, 5, 5, 0], again):
         seen = set[int]()
         engine = serve(kv_transfer_config=config, kv_events_config=router.settings())
-        if engine.call("_scheduler._announcer") is None:
-            pytest.skip("KV events want blocks of one size")
+        sizes = block_sizes(engine)
         router.join()
         for nth, prompt in ((nth, prompts[nth]) for nth in order):
             num_cleared = router.num_cleared
@@ -333,7 +338,7 @@ def test_events_say_what_each_group_has(
             settle(engine)
             step(engine)  # what was told before is told again, and may take a step more
             until(lambda n=num_cleared: (router.hear(), router.num_cleared > n)[1], "no word of the reset")  # type: ignore[misc]
-            expected = foretold(place, router, prompt)
+            expected = foretold(place, router, sizes, prompt)
             found += ask(place, engine, prompt)
             is_of_before = order is again and nth not in seen  # on disk, which has no tokens
             assert expected == (0 if is_of_before else found[-1]), (order, found)
@@ -345,26 +350,34 @@ def test_events_say_what_each_group_has(
     assert sum(map(bool, found)) > 4 and not all(found), found
 
 
+@pytest.mark.parametrize("is_finer", [False, True], ids=["as it does", "in shorter steps"])
 def test_blocks_are_called_what_vllm_calls_them_however_it_hashes(
     place: Place,
     serve: Callable[..., Engine],
     router: Subscriber,  # noqa: F811
+    is_finer: bool,
 ) -> None:
-    """It may hash in shorter steps than blocks are; a block of one group and of another has one name."""
+    """vLLM, told to keep all, says the same of each block of each group: its size, name, parent, tokens and what else it is of."""
     if len(place.model.kinds) == 1 or any(kind.startswith("state") for kind in place.model.kinds):
         pytest.skip("with one group vLLM refuses --prefix-match-unit, with states kvloft does")
+    more = {"prefix_match_unit": 16} if is_finer else {}
     engine = serve(
         kv_transfer_config=kvloft(kv_groups=place.model.kv_groups), kv_events_config=router.settings(), enable_prefix_caching=True,
-        prefix_match_unit=place.model.hit_tokens // 2,
+        prefix_cache_retention_interval=None, **more,
     )  # fmt: skip
-    if engine.call("_scheduler._announcer") is None:
-        pytest.skip("KV events want blocks of one size")
+    sizes = block_sizes(engine)
     router.join()
-    ask(place, engine, place.prompt(9960, 300))
+    prompt = place.prompt(9960, 300)
+    ask(place, engine, prompt)
+    engine.ask(replace(prompt.again(), salt="of a user"))
     settle(engine)
     router.hear()
-    names = [{name for _, name in router.blocks[medium]} for medium in ("GPU", "CPU")]
-    assert len(names[1]) >= 300 // place.model.hit_tokens and names[1] <= names[0]
+    gpu, host = router.blocks["GPU"], router.blocks["CPU"]
+    assert {each: gpu.get(each) for each in host} == host
+    num_tokens = (prompt.num_prompt_tokens + prompt.max_tokens - 1) // place.model.hit_tokens * place.model.hit_tokens
+    assert Counter(group for group, _ in host) == {nth: 2 * num_tokens // size for nth, size in enumerate(sizes)}
+    assert {block["size"] for block in host.values()} == set(sizes)
+    assert Counter(str(block["extra"]) for block in host.values())["['of a user']"] == len(sizes), "the first of each group"
 
 
 def test_engines_on_a_server_find_each_others_and_compute_when_it_dies(

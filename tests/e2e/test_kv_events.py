@@ -105,13 +105,17 @@ class Subscriber:
                 return found
             (parent,), found = here, found + BLOCK
 
-    def chain(self, prompt: Req, size: int) -> list[int | bytes]:
-        """Hashes of the prompt's blocks of ``size`` tokens, as far as any was heard of."""
+    def names(self, prompt: Req, sizes: set[int]) -> dict[int, int | bytes | None]:
+        """Hashes of the prompt's prefixes by their ends, as far as any was heard of: blocks of all ``sizes`` give them the same."""
         assert prompt.ids is not None
-        parent, hashes = None, list[int | bytes]()
-        while parent := self._hashes.get((parent, prompt.ids[len(hashes) * size : (len(hashes) + 1) * size])):
-            hashes.append(parent)
-        return hashes
+        names: dict[int, int | bytes | None] = {0: None}
+        for end in range(min(sizes), len(prompt.ids) + 1):
+            heard = [self._hashes.get((names[end - n], prompt.ids[end - n : end])) for n in sizes if end - n in names]
+            found = {name for name in heard if name is not None}
+            assert len(found) <= 1, "blocks of different sizes that end together have different hashes"
+            if found:
+                (names[end],) = found
+        return names
 
 
 @pytest.fixture
@@ -242,6 +246,13 @@ def test_blocks_are_called_what_vllm_calls_them(
     assert len(host) == (sum(num_tokens) - len(stem)) // BLOCK
     assert router.num_tokens(prompts[2], "CPU", extra=["of a user"]) == full_blocks(len(prompts[2].ids or ()))
     engine.ask(Req(embeds=tiny.embedding_rows(list(stem)), max_tokens=4))
+    engine.add(Req(random_ids(9303, 5), max_tokens=4))
+    engine.step(1)
+    assert engine.reset() is False
+    engine.run()
+    settle(engine)
+    router.hear()
+    assert router.blocks["GPU"] and router.blocks["CPU"] == host and not router.num_cleared, "vLLM did not reset"
     assert engine.reset() is True
     settle(engine)
     router.hear()

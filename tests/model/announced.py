@@ -32,10 +32,11 @@ def hash_of(prompt: Prompt) -> bytes:
     return hashlib.sha256(repr(prompt).encode()).digest()
 
 
-def describe(live: Any, begin: int, end: int) -> list[Block]:
-    prefixes = [live.prompt[: (nth + 1) * BLOCK] for nth in range(begin, end)]
-    parents = [hash_of(prefix[:-BLOCK]) if len(prefix) > BLOCK else None for prefix in prefixes]
-    return [Block(hash_of(own), parent, array("I", own[-BLOCK:])) for own, parent in zip(prefixes, parents, strict=True)]
+def describe(live: Any, size: int, begin: int, end: int) -> list[Block]:
+    """As vLLM does: a block's hash is that of the prefix that ends with it, so blocks of any ``size`` that end there have one."""
+    prefixes = [live.prompt[: (nth + 1) * size] for nth in range(begin, end)]
+    parents = [hash_of(prefix[:-size]) if len(prefix) > size else None for prefix in prefixes]
+    return [Block(hash_of(own), parent, array("I", own[-size:])) for own, parent in zip(prefixes, parents, strict=True)]
 
 
 class Index:

@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from kvloft import _core
 from kvloft.plan import announce
 from kvloft.plan.announce import DISK, HOST, Block, Event, Removed, Stored
+from kvloft.seam.shape import CacheShape, GroupShape
 from kvloft.vllm.events import EventWriter
 
 TIERS = {"CPU": HOST, "STORAGE": DISK}
@@ -125,7 +126,7 @@ class Stream:
             enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint, replay_endpoint=replay_endpoint, buffer_steps=BUFFERED
         )
         self._publisher = EventPublisherFactory.create(config)
-        self._writer = EventWriter([object.__new__(FullAttentionSpec)], BLOCK)
+        self._writer = EventWriter([object.__new__(FullAttentionSpec)], CacheShape((GroupShape(BLOCK),)))
         self._router, self._rng, self._num_published = Router(prompts, endpoint, replay_endpoint), rng, 0
         self._num_unheard = 0
 

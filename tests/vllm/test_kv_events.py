@@ -25,7 +25,7 @@ def live(**fields: Any) -> Any:
 
 
 def blocks(**fields: Any) -> Any:
-    return describe(4, live(**fields), 1, 3)
+    return describe(4, live(**fields), 4, 1, 3)
 
 
 def test_blocks_have_vllms_hashes_and_their_tokens() -> None:
@@ -33,20 +33,28 @@ def test_blocks_have_vllms_hashes_and_their_tokens() -> None:
         Block(HASHES[1], HASHES[0], array("I", [104, 105, 106, 107])),
         Block(HASHES[2], HASHES[1], array("I", [108, 109, 110, 111])),
     ]
-    assert describe(4, live(), 0, 1)[0].parent is None
+    assert describe(4, live(), 4, 0, 1)[0].parent is None
 
 
-def test_a_block_with_several_hashes_is_called_by_its_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With ``--prefix-match-unit``; vLLM's own events call it that."""
-    finer = [(b"%d" % nth) * 32 for nth in range(7)]
-    own = finer[1::2]
+@pytest.mark.parametrize(("config", "hash_tokens"), [(SimpleNamespace(hash_block_size=2), 2), (SimpleNamespace(), 4)])
+def test_a_block_with_several_hashes_is_called_by_its_last(config: Any, hash_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a group with longer blocks, and of all with ``--prefix-match-unit``; vLLM's own events call it that."""
     monkeypatch.setattr(events, "Announcer", lambda _store, _shape, describe, **_: describe)
-    listens = SimpleNamespace(
-        kv_events_config=SimpleNamespace(enable_kv_cache_events=True), cache_config=SimpleNamespace(prefix_match_unit=2)
-    )
-    told: Any = announcer_of(listens, SimpleNamespace(watch=id), CacheShape((GroupShape(4),)), is_shared=False)  # type: ignore[arg-type]
-    assert [(block.hash, block.parent) for block in told(live(block_hashes=finer), 0, 3)] == [*zip(own, [None, *own], strict=False)]
-    assert told(live(block_hashes=finer), 0, 4) == (), "the fourth has only one of its two"
+    listens = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
+    shape = CacheShape((GroupShape(4, 3), GroupShape(12)))
+    store: Any = SimpleNamespace(watch=id)
+    told: Any = announcer_of(listens, config, store, shape, is_shared=False)
+    finest = [b"%02d" % end * 16 for end in range(hash_tokens, 25, hash_tokens)]
+    salted = live(block_hashes=finest, cache_salt="s")
+    salted.token_ids = list(range(100, 126))
+    for size in (4, 12):
+        ends = range(size, 25, size)
+        names = [b"%02d" % end * 16 for end in ends]
+        found = told(salted, size, 0, len(names))
+        assert [(block.hash, block.parent) for block in found] == [*zip(names, [None, *names], strict=False)]
+        assert [list(block.token_ids) for block in found] == [[*range(100 + end - size, 100 + end)] for end in ends]
+        assert [block.extra is not None for block in found] == [True, *[False] * (len(names) - 1)], "a salt is in the first"
+        assert told(salted, size, 0, len(names) + 1) == (), "the last has not all of its hashes"
 
 
 @pytest.mark.parametrize("odd", [{"mm_features": [object()]}, {"prompt_embeds": object()}, {"block_hashes": HASHES[:2]}])
@@ -55,7 +63,7 @@ def test_blocks_that_others_could_not_join_are_left_out(odd: dict[str, Any]) -> 
 
 
 def test_events_have_the_fields_of_the_release() -> None:
-    writer = EventWriter([object.__new__(FullAttentionSpec)] * 2, 4)
+    writer = EventWriter([object.__new__(FullAttentionSpec)] * 2, CacheShape((GroupShape(4, 2), GroupShape(8))))
     stored: Any = writer.write(Stored(HOST, blocks()))
     assert isinstance(stored, BlockStored)
     parent, *own = map(maybe_convert_block_hash, HASHES)
@@ -65,6 +73,7 @@ def test_events_have_the_fields_of_the_release() -> None:
     assert isinstance(removed, BlockRemoved) and (removed.block_hashes, removed.medium) == ([parent, *own], "STORAGE")
     windows: Any = [writer.write(event) for event in (Stored(HOST, blocks(), 1), Removed(HOST, HASHES, 1))]
     assert [event.group_idx for event in (stored, removed, *windows)] == [0, 0, 1, 1]
+    assert (stored.block_size, windows[0].block_size) == (4, 8)
     older = type("Older", (dict,), {"__struct_fields__": ("medium",)})
     assert events._make(older, medium=1, group_idx=0) == {"medium": 1}
 
@@ -74,7 +83,7 @@ def test_events_have_the_fields_of_the_release() -> None:
     [
         ("kv_both", (4,), None),
         ("kv_both", (4, 4), None),
-        ("kv_both", (4, 8), "with KV cache groups whose blocks differ in size"),
+        ("kv_both", (4, 8), None),
         ("kv_producer", (4,), '"kv_role": "kv_producer"'),
         ("kv_consumer", (4,), '"kv_role": "kv_consumer"'),
     ],
@@ -86,7 +95,7 @@ def test_where_nothing_can_be_told_that_is_said(
     listens = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True), kv_transfer_config=transfer)
     watched: list[int] = []
     store: Any = SimpleNamespace(watch=watched.append)
-    announcer = announcer_of(listens, store, CacheShape(tuple(map(GroupShape, blocks))), is_shared=False)
+    announcer = announcer_of(listens, None, store, CacheShape(tuple(map(GroupShape, blocks))), is_shared=False)
     assert len(watched) == (why is None)
     assert (announcer is None) == bool(why) and len(caplog.records) == bool(why)
     assert why is None or why in caplog.text
@@ -94,7 +103,7 @@ def test_where_nothing_can_be_told_that_is_said(
 
 @pytest.mark.parametrize("config", [SimpleNamespace(), SimpleNamespace(kv_events_config=None)])
 def test_a_store_that_nobody_asks_about_is_not_watched(config: Any) -> None:
-    assert announcer_of(config, None, CacheShape((GroupShape(4),)), is_shared=False) is None  # type: ignore[arg-type]
+    assert announcer_of(config, None, None, CacheShape((GroupShape(4),)), is_shared=False) is None  # type: ignore[arg-type]
 
 
 def test_an_error_takes_back_what_was_told_and_ends_it() -> None:

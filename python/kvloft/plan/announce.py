@@ -9,9 +9,10 @@ It must not know vLLM, nor what an event looks like.
 from __future__ import annotations
 
 from array import array
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, NamedTuple
 
 from kvloft.plan.groups import SaveRow
@@ -24,7 +25,8 @@ HOST, DISK = TIERS = (1, 2)
 MAX_WAITING = 1 << 16
 """Keys that wait in the store to be taken (2 MiB); more make everything be looked at again."""
 MAX_CHUNKS = 1 << 18
-"""Chunks whose blocks are known, each some 0.6 KiB and 4 bytes a token; others are told of the oldest no more."""
+"""Chunks whose blocks are known, each some 0.8 KiB, 0.5 for each further block, and 4 bytes a token; of the oldest others are told
+no more."""
 SLICE = 2048
 """Chunks looked at in one step."""
 
@@ -58,8 +60,19 @@ class Removed(NamedTuple):
 
 
 Event = Stored | Removed
-Describe = Callable[[LiveRequest, int, int], Sequence[Block]]
-"""Blocks [begin, end) of a request; none, where others could make nothing of them."""
+Describe = Callable[[LiveRequest, int, int, int], Sequence[Block]]
+"""Blocks of so many tokens each, [begin, end) of a request; none, where others could make nothing of them."""
+
+
+class _Group(NamedTuple):
+    """One KV cache group: its number in the keys, and how its blocks lie in those that keys are counted in."""
+
+    nth: int
+    number: int | None
+    block_tokens: int
+    per_unit: int
+    not_kept: int
+    """The first ones of each, which no prefix needs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +86,7 @@ class _Chunk:
 
 
 class Announcer:
-    """What others know of ``store``, which must be watched. ``shape``: with several groups, their blocks must have one size.
+    """What others know of ``store``, which must be watched. Each group's chunks are told as blocks of that group's size.
 
     ``is_shared``: other engines save to it, or it may be away for a while, so a chunk that left may come back without a request.
     """
@@ -83,11 +96,17 @@ class Announcer:
     ) -> None:
         self._store, self._per_chunk, self._describe, self._max_chunks = store, shape.unit.blocks_per_chunk, describe, max_chunks
         self._is_shared = is_shared
-        groups = [(nth, shape.number_of(nth), group.kind == "state") for nth, group in enumerate(shape.groups)]
-        self._states = [(nth, number) for nth, number, is_state in groups if is_state]
-        self._others = [(nth, number) for nth, number, is_state in groups if not is_state]
-        self._known: OrderedDict[bytes, _Chunk] = OrderedDict()
-        self._to_ask: deque[bytes] = deque()
+        groups = [_group(shape, nth) for nth in range(len(shape.groups))]
+        self._states = [group for group in groups if shape.groups[group.nth].kind == "state"]
+        self._others = [group for group in groups if shape.groups[group.nth].kind != "state"]
+        self._known: dict[bytes, _Chunk] = {}
+        """In the order in which requests brought them, the beginning of a prefix first: some routers drop what has no parent."""
+        self._recent: OrderedDict[bytes, None] = OrderedDict()
+        """The same keys, least recently requested first."""
+        self._to_ask: OrderedDict[bytes, None] = OrderedDict()
+        """Known keys, each once, in their order: those that requests bring meanwhile hold nothing up."""
+        self._round = 0
+        """How many of them, the first ones, are asked about because everything is."""
         self._must_ask_all = self._is_over = False
         self._holders: dict[int, Counter[tuple[int, bytes]]] = {tier: Counter() for tier in TIERS}
         """By tier, group and block: chunks there that have it."""
@@ -98,54 +117,66 @@ class Announcer:
         chain, _, _, start, stop, tail_blocks, _, _ = row
         size = self._per_chunk
         ends = [size * (nth + 1) for nth in range(start, stop)] + [size * stop + tail_blocks] * bool(tail_blocks)
-        for end in ends:
-            self._note(live, chain, self._others, (end - 1) // size * size, end)
+        self._note(live, chain, self._others, [((end - 1) // size * size, end) for end in ends])
 
     def note_states(self, live: LiveRequest, chain: KeyChain, num_blocks: int) -> None:
         """The same of the states behind its first ``num_blocks`` blocks, if they have keys."""
         if 0 < num_blocks <= chain.num_blocks:
-            self._note(live, chain, self._states, num_blocks - 1, num_blocks)
+            self._note(live, chain, self._states, [(num_blocks - 1, num_blocks)])
 
-    def _note(self, live: LiveRequest, chain: KeyChain, groups: Iterable[tuple[int, int | None]], begin: int, end: int) -> None:
-        for group, number in () if self._is_over else groups:
-            key = chain.key(end - 1, number)
+    def _note(self, live: LiveRequest, chain: KeyChain, groups: Sequence[_Group], chunks: Iterable[tuple[int, int]]) -> None:
+        keys = list[bytes]()
+        for (begin, end), group in () if self._is_over else product(chunks, groups):
+            key, per_unit = chain.key(end - 1, group.number), group.per_unit
             if (chunk := self._known.get(key)) is not None:
-                self._known.move_to_end(key)
                 chunk.is_expected = True
-            elif blocks := self._describe(live, begin, end):
-                self._known[key] = _Chunk(blocks, group)
+            elif blocks := self._describe(live, group.block_tokens, begin * per_unit + group.not_kept, end * per_unit):
+                self._known[key] = _Chunk(blocks, group.nth)
             else:
-                return
-            self._to_ask.append(key)
+                break
+            keys.append(key)
+        self._to_ask.update(dict.fromkeys(keys))
+        for key in reversed(keys):  # a prefix loses its end first, for without its beginning it is of no use
+            self._recent[key] = None
+            self._recent.move_to_end(key)
         while len(self._known) > self._max_chunks:
-            self._move(self._known.popitem(last=False)[1], 0)
+            self._move(self._forget(next(iter(self._recent))), 0)
+
+    def _forget(self, key: bytes) -> _Chunk:
+        del self._recent[key]
+        self._to_ask.pop(key, None)
+        return self._known.pop(key)
 
     def take(self) -> list[Event]:
         """What is to be told since the last call, in order. It asks the store about `SLICE` chunks at most."""
         if self._is_over:
             return self._told()
-        if self._must_ask_all and not self._to_ask:
+        if self._must_ask_all and self._round <= 0:
             self._must_ask_all = False
-            self._to_ask.extend(self._known)
-        asked = [self._to_ask.popleft() for _ in range(min(SLICE, len(self._to_ask)))]
+            self._to_ask.update(dict.fromkeys(self._known))
+            self._round = len(self._to_ask)
+        asked = [self._to_ask.popitem(last=False)[0] for _ in range(min(SLICE, len(self._to_ask)))]
+        self._round = self._round - len(asked) if self._to_ask else 0
         rows, lost = self._store.changes(asked, SLICE)
         self._must_ask_all |= lost
         for key, where in rows:
             if (chunk := self._known.get(key)) is None:
                 continue
             self._move(chunk, where)
-            if where:
+            if where & HOST:  # on disk alone it may leave before a save that is under way ends
                 chunk.is_expected = False
-            elif not (chunk.is_expected or self._is_shared):
-                del self._known[key]
+            elif not (where or chunk.is_expected or self._is_shared):
+                self._forget(key)
         return self._told()
 
     def repeat(self) -> None:
         """Others forgot all that they were told: what is there is told again."""
+        self._events.clear()  # what was still to be taken back
         for chunk in self._known.values():
             chunk.where = 0
         self._holders = {tier: Counter() for tier in TIERS}
-        self._must_ask_all = True
+        self._to_ask = OrderedDict.fromkeys(self._known)
+        self._must_ask_all, self._round = False, len(self._to_ask)
 
     def withdraw(self) -> None:
         """Nothing is offered any more: what was told is taken back, and nothing is told from now on."""
@@ -154,6 +185,7 @@ class Announcer:
             for group, each in self._holders[tier]:
                 self._leave(tier, group, each)
         self._known.clear()
+        self._recent.clear()
         self._to_ask.clear()
         self._holders = {tier: Counter() for tier in TIERS}
 
@@ -193,3 +225,10 @@ class Announcer:
                 hashes.append(hash_)
             case _:
                 self._events.append(Removed(tier, [hash_], group))
+
+
+def _group(shape: CacheShape, nth: int) -> _Group:
+    group = shape.groups[nth]
+    # Keys of the only group that keeps all are of its own blocks, of several groups they are of a chunk of each.
+    per_unit, kept = (group.blocks_per_chunk, group.kept_blocks) if shape.is_grouped else (1, 1)
+    return _Group(nth, shape.number_of(nth), group.block_tokens, per_unit, per_unit - kept)

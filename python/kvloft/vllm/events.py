@@ -10,6 +10,7 @@ import logging
 from array import array
 from collections.abc import Sequence
 from functools import partial
+from math import gcd
 from typing import Any
 
 from vllm.distributed.kv_events import BlockRemoved, BlockStored
@@ -28,7 +29,7 @@ MEDIUM = {HOST: "CPU", DISK: "STORAGE"}
 NO_EVENTS = "kvloft: KV events tell of vLLM's own blocks only, and not of what kvloft holds: with %s that is not supported"
 
 
-def announcer_of(vllm_config: Any, store: Session, shape: CacheShape, *, is_shared: bool) -> Announcer | None:
+def announcer_of(vllm_config: Any, kv_cache_config: Any, store: Session, shape: CacheShape, *, is_shared: bool) -> Announcer | None:
     """What announces ``store``, which other engines may use too (``is_shared``).
 
     None if KV events are off (vLLM's ``kv_events_config``), or cannot be had: a warning says so.
@@ -39,28 +40,27 @@ def announcer_of(vllm_config: Any, store: Session, shape: CacheShape, *, is_shar
     transfer = getattr(vllm_config, "kv_transfer_config", None)
     if transfer is not None and not (transfer.is_kv_consumer and transfer.is_kv_producer):
         logger.warning(NO_EVENTS, f'"kv_role": "{transfer.kv_role}"')  # what is saved is not given back, or nothing is saved
-    elif len({group.block_tokens for group in shape.groups}) > 1:
-        logger.warning(NO_EVENTS, "KV cache groups whose blocks differ in size (kv_groups: one would keep one)")
     else:
         store.watch(MAX_WAITING)
-        block_tokens = shape.main_group.block_tokens
-        describes = partial(describe, block_tokens, per_block=hashes_per_block(vllm_config, block_tokens))
+        describes = partial(describe, hash_tokens_of(kv_cache_config, shape))
         return Announcer(store, shape, describes, is_shared=is_shared)
     return None
 
 
-def hashes_per_block(vllm_config: Any, block_tokens: int) -> int:
-    """More than one where vLLM hashes in shorter steps than its blocks are (``--prefix-match-unit``, with several groups only)."""
-    return block_tokens // (getattr(getattr(vllm_config, "cache_config", None), "prefix_match_unit", None) or block_tokens)
+def hash_tokens_of(kv_cache_config: Any, shape: CacheShape) -> int:
+    """Tokens from one hash of a request to the next: of several groups all blocks are multiples of it, as of
+    ``--prefix-match-unit``.
+    """
+    return getattr(kv_cache_config, "hash_block_size", None) or gcd(*(group.block_tokens for group in shape.groups))
 
 
-def describe(block_tokens: int, live: LiveRequest, begin: int, end: int, *, per_block: int = 1) -> Sequence[Block]:
+def describe(hash_tokens: int, live: LiveRequest, block_tokens: int, begin: int, end: int) -> Sequence[Block]:
     """Blocks [begin, end) of a `VllmRequest`; none of one whose hashes others could not tell from its tokens.
 
-    ``per_block``: hashes that the request has of a block; the last stands for it (`BlockHashListWithBlockSize`).
+    It has a hash each ``hash_tokens``: the last of a block stands for it (`BlockHashListWithBlockSize`).
     """
     request: Any = live.request  # type: ignore[attr-defined]
-    hashes = getattr(request, "block_hashes", ())
+    hashes, per_block = getattr(request, "block_hashes", ()), block_tokens // hash_tokens
     if request.mm_features or request.prompt_embeds is not None or len(hashes) < end * per_block:
         return ()
     lora, token_ids = request.lora_request, live.token_ids
@@ -76,9 +76,9 @@ def describe(block_tokens: int, live: LiveRequest, begin: int, end: int, *, per_
 
 
 class EventWriter:
-    """Makes vLLM's events, with the fields that the release has. ``specs``: the KV cache spec of each group."""
+    """Makes vLLM's events, with the fields that the release has. ``specs``: the KV cache spec of each group of ``shape``."""
 
-    def __init__(self, specs: Sequence[Any], block_tokens: int) -> None:
+    def __init__(self, specs: Sequence[Any], shape: CacheShape) -> None:
         kind = getattr(kv_cache_interface, "get_kv_cache_spec_kind", None)
         window = getattr(kv_cache_interface, "get_kv_cache_spec_sliding_window", None)
         self._groups = [
@@ -86,10 +86,10 @@ class EventWriter:
                 "group_idx": nth,
                 "kv_cache_spec_kind": kind(spec).value if kind is not None else None,
                 "kv_cache_spec_sliding_window": window(spec) if window is not None else None,
+                "block_size": group.block_tokens,
             }
-            for nth, spec in enumerate(specs)
+            for nth, (spec, group) in enumerate(zip(specs, shape.groups, strict=True))
         ]
-        self._block_tokens = block_tokens
         # 0.30 and older publish the keys as they are hashed.
         self._extra_keys = getattr(kv_cache_utils, "to_event_extra_keys", list)
 
@@ -105,7 +105,6 @@ class EventWriter:
             block_hashes=[hash_of(block.hash) for block in event.blocks],
             parent_block_hash=hash_of(first.parent) if first.parent is not None else None,
             token_ids=[token for block in event.blocks for token in block.token_ids],
-            block_size=self._block_tokens,
             lora_id=lora_id,
             medium=medium,
             lora_name=lora_name,

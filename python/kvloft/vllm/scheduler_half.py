@@ -116,7 +116,7 @@ class SchedulerHalf:
         self._store = open_store(config, shape, self._namespace, description_of(fields), disk_path=disk_path)
         transfer = vllm_config.kv_transfer_config
         arena = arena_of(self._store)
-        self._announcer = announcer_of(vllm_config, self._store, shape, is_shared=self._is_shared)
+        self._announcer = announcer_of(vllm_config, ranks[0], self._store, shape, is_shared=self._is_shared)
         self.core = SchedulerCore(
             self._store,
             self._new_chain,
@@ -157,7 +157,7 @@ class SchedulerHalf:
         if self._announcer is not None:
             settle([POOL_RESET])
             listen(POOL_RESET, self.hear_pool_reset)
-            self._writer = EventWriter([group.kv_cache_spec for group in ranks[0].kv_cache_groups], self._block_tokens)
+            self._writer = EventWriter([group.kv_cache_spec for group in ranks[0].kv_cache_groups], shape)
         num_found = self._store.stats().get("disk_used", 0)
         num_frames = arena.num_frames if arena is not None else 0
         tiers = tiers_text(config, shape, disk_path=disk_path, num_frames=num_frames, num_found=num_found)
@@ -267,10 +267,15 @@ class SchedulerHalf:
         """
         self._weights_go |= level not in (0, 1)
 
-    def hear_pool_reset(self, *_args: Any, **_kwargs: Any) -> None:
-        """vLLM tells its listeners that all blocks are gone, in every medium; kvloft's may have stayed."""
-        if self._announcer is not None:
-            self._announcer.repeat()
+    def hear_pool_reset(self, pool: Any, *_args: Any, **_kwargs: Any) -> Callable[[], None]:
+        """vLLM tells its listeners that all blocks are gone, in every medium, if no request has any; kvloft's may have stayed."""
+        queued = len(pool.kv_event_queue)
+
+        def repeat() -> None:
+            if self._announcer is not None and len(pool.kv_event_queue) > queued:
+                self._announcer.repeat()
+
+        return repeat
 
     def stop(self, reason: str) -> None:
         """Neither offer nor save anything from now on; where a trainer replaces weights again and again, forget what is there."""

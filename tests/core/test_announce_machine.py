@@ -1,0 +1,217 @@
+"""What subscribers know, in any order of what can happen: requests, chunks that come and go, lost keys, resets, late subscribers.
+
+The store is a model here, so that a tier may change between any two looks at it. One subscriber hears all from the start, others
+join later and take every event for granted. The oracle: at rest, all that is there of the chunks that were requested last is
+known, and nothing that is not there. Rest comes although requests go on (`calm`), and however often keys were lost before.
+"""
+
+from collections import OrderedDict
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from announced import describe, hash_of
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+
+from kvloft.plan import announce
+from kvloft.plan.announce import DISK, HOST, TIERS, Announcer, Removed, Stored
+from kvloft.seam.shape import CacheShape, GroupShape
+
+SLICE = 3
+SHAPE = CacheShape((
+    GroupShape(1, 4, kind="window", reach=2), GroupShape(2, 2), GroupShape(4, kind="state"), GroupShape(4, kind="window", reach=7),
+))  # fmt: skip
+SIZE, STATE = SHAPE.unit.block_tokens, 2
+PROMPTS = [tuple(digit for unit in units for digit in (unit,) * SIZE) for units in ((1, 1, 1), (1, 2, 1), (2,), (1, 1, 2, 2))]
+Key = tuple[int, tuple[int, ...]]
+"""A group and the prefix: the machine's keys."""
+
+
+class Chain:
+    """Keys that say whose they are."""
+
+    def __init__(self, prompt: tuple[int, ...]) -> None:
+        self.prompt, self.num_blocks = prompt, len(prompt) // SIZE
+
+    def key(self, nth: int, number: int | None) -> Any:
+        return (number - 1 if number is not None else SHAPE.main), self.prompt[: (nth + 1) * SIZE]
+
+
+class Store:
+    """Where keys are, and the last few that came or went."""
+
+    def __init__(self, capacity: int) -> None:
+        self.where: dict[Any, int] = {}
+        self.capacity, self.waiting, self.has_lost, self.num_asked = capacity, list[Any](), False, 0
+
+    def put(self, key: Any, where: int) -> None:
+        if where != self.where.get(key, 0):
+            self.where[key] = where
+            self.waiting.append(key)
+            self.has_lost |= len(self.waiting) > self.capacity
+            del self.waiting[: -self.capacity]
+
+    def changes(self, asked: list[Any], limit: int) -> tuple[list[tuple[Any, int]], bool]:
+        assert len(asked) <= limit
+        self.num_asked += len(asked)
+        lost, self.has_lost = self.has_lost, False
+        if lost:
+            self.waiting.clear()  # all are asked for
+        told, self.waiting = self.waiting[:limit], self.waiting[limit:]
+        return [(key, self.where.get(key, 0)) for key in [*asked, *told]], lost
+
+
+def blocks_of(key: Key) -> set[tuple[int, bytes]]:
+    """What subscribers call the blocks of a chunk that some hit may need."""
+    nth, prefix = key
+    group = SHAPE.groups[nth]
+    first = len(prefix) - (min(group.reach, SIZE) if group.kind == "window" else SIZE)
+    return {(nth, hash_of(prefix[:end])) for end in range(len(prefix), first, -group.block_tokens)}
+
+
+class Subscriber:
+    """``is_first``: it heard everything, so an event that contradicts what it knows is an error."""
+
+    def __init__(self, *, is_first: bool) -> None:
+        self.is_first, self.known = is_first, {tier: set[tuple[int, bytes]]() for tier in TIERS}
+
+    def hear(self, events: list[Any]) -> None:
+        for event in events:
+            known = self.known[event.tier]
+            if not isinstance(event, Stored):
+                gone = {(event.group, each) for each in event.hashes}
+                assert not self.is_first or gone <= known, "removed, and was not there"
+                assert len(gone) == len(event.hashes)
+                known -= gone
+                continue
+            for block, before in zip(event.blocks, [None, *event.blocks], strict=False):
+                assert len(block.token_ids) == SHAPE.groups[event.group].block_tokens
+                assert before is None or before.hash == block.parent, "one event, two runs"
+                assert not self.is_first or (event.group, block.hash) not in known, "told twice"
+                known.add((event.group, block.hash))
+
+
+class Machine(RuleBasedStateMachine):
+    """One engine's life, until it withdraws."""
+
+    @initialize(capacity=st.sampled_from((1, 4, 100)), most=st.sampled_from((2, 9, 1000)), shared=st.booleans())
+    def begin(self, capacity: int, most: int, shared: bool) -> None:
+        self.store, self.most, self.is_shared, self.is_over = Store(capacity), most, shared, False
+        store: Any = self.store
+        self.announcer = Announcer(store, SHAPE, describe, is_shared=shared, max_chunks=most)
+        self.subscribers = [Subscriber(is_first=True)]
+        self.noted = OrderedDict[Key, None]()
+        self.coming = set[Key]()
+        """Chunks that are being saved: each came from a request."""
+
+    def note(self, prompt: tuple[int, ...], start: int, stop: int) -> None:
+        """As the scheduler half does. What is not there or under way is saved."""
+        chain: Any = Chain(prompt)
+        row: Any = (chain, [], 0, start, stop, 0, [], 0)
+        live: Any = SimpleNamespace(prompt=prompt)
+        self.announcer.note(live, row)
+        others = [nth for nth in range(len(SHAPE.groups)) if nth != STATE]
+        keys = [(nth, prompt[: SIZE * end]) for end in range(start + 1, stop + 1) for nth in others]
+        if stop == chain.num_blocks:
+            self.announcer.note_states(live, chain, stop)
+            keys.insert(0, (STATE, prompt))
+        for key in reversed(keys):  # ends are forgotten first
+            self.noted[key] = None
+            self.noted.move_to_end(key)
+            if not self.store.where.get(key, 0) & HOST:  # also what is on disk: it may leave that meanwhile
+                self.coming.add(key)
+
+    @rule(prompt=st.sampled_from(PROMPTS), bounds=st.tuples(st.integers(0, 3), st.integers(1, 4)))
+    def request(self, prompt: tuple[int, ...], bounds: tuple[int, int]) -> None:
+        num_chunks = len(prompt) // SIZE
+        stop = min(bounds[1], num_chunks)
+        self.note(prompt, min(bounds[0], stop - 1), stop)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.coming)
+    def commit(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.coming)))
+        self.coming.discard(key)
+        self.store.put(key, self.store.where.get(key, 0) | HOST)
+
+    @rule(data=st.data(), where=st.sampled_from((0, 0, *TIERS, 3)))
+    @precondition(lambda self: any(self.store.where.values()))
+    def move(self, data: st.DataObject, where: int) -> None:
+        """To disk, back, or away: evicted, discarded or damaged."""
+        self.store.put(data.draw(st.sampled_from(sorted(key for key, tiers in self.store.where.items() if tiers))), where)
+
+    @rule(data=st.data(), where=st.sampled_from(TIERS))
+    @precondition(lambda self: self.is_shared and self.noted)
+    def come_from_another_engine(self, data: st.DataObject, where: int) -> None:
+        self.store.put(data.draw(st.sampled_from(sorted(self.noted))), where)
+
+    @rule()
+    def clear(self) -> None:
+        for key in self.store.where:
+            self.store.put(key, 0)
+
+    @rule()
+    def step(self) -> None:
+        events = self.announcer.take()
+        for subscriber in self.subscribers:
+            subscriber.hear(events)
+
+    @rule()
+    def forget(self) -> None:
+        """vLLM says that all blocks are gone."""
+        self.announcer.repeat()
+        for subscriber in self.subscribers:
+            subscriber.known = {tier: set() for tier in TIERS}
+
+    @rule()
+    def join(self) -> None:
+        self.subscribers.append(Subscriber(is_first=False))
+
+    @rule(is_busy=st.booleans())
+    def calm(self, is_busy: bool) -> None:
+        """Nothing comes or goes any more, though requests may."""
+        for _ in range(3 + 3 * -(-min(len(self.noted), self.most) // SLICE)):
+            if is_busy and self.noted:
+                prompt = next(reversed(self.noted))[1]
+                pending = set(self.coming)
+                self.note(prompt, len(prompt) // SIZE - 1, len(prompt) // SIZE)
+                self.coming = pending
+            self.step()
+        last = list(self.noted)[-self.most :] if not self.is_over else []
+        for tier in TIERS:
+            here = [key for key, where in self.store.where.items() if where & tier]
+            may = set().union(*(blocks_of(key) for key in here if key in self.noted)) if not self.is_over else set()
+            must = set().union(*(blocks_of(key) for key in here if key in last))
+            assert must <= self.subscribers[0].known[tier] <= may
+            assert all(subscriber.known[tier] <= may for subscriber in self.subscribers)
+
+    @rule()
+    def withdraw(self) -> None:
+        self.announcer.withdraw()
+        self.is_over = True
+
+    @invariant()
+    def is_bounded(self) -> None:
+        if hasattr(self, "announcer"):
+            assert len(self.announcer._known) <= self.most
+            assert self.announcer._recent.keys() == self.announcer._known.keys()
+            assert self.announcer._to_ask.keys() <= self.announcer._known.keys()
+
+
+def test_subscribers_know_what_is_there_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announce, "SLICE", SLICE)
+    run_state_machine_as_test(Machine, settings=settings(max_examples=4 * settings().max_examples))  # each takes little time
+
+
+def test_a_chunk_that_leaves_the_disk_while_it_is_saved_is_told_when_the_save_ends() -> None:
+    store: Any = Store(9)
+    announcer, row = Announcer(store, SHAPE, describe), (Chain(PROMPTS[2]), [], 0, 0, 1, 0, [], 0)
+    told = []
+    store.put((SHAPE.main, PROMPTS[2]), DISK)
+    announcer.note(SimpleNamespace(prompt=PROMPTS[2]), row)  # type: ignore[arg-type]
+    for where in (DISK, 0, HOST):
+        store.put((SHAPE.main, PROMPTS[2]), where)
+        told += [(type(event), event.tier) for event in announcer.take()]
+    assert told == [(Stored, DISK), (Removed, DISK), (Stored, HOST)]
