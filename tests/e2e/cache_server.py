@@ -83,7 +83,8 @@ class CacheServer:
             return 0
         self.send(number)
         process, self._process = self._process, None
-        until(lambda: has_ended(process), "the server does not end")
+        sent = time.monotonic()
+        until(lambda: has_ended(process, sent), "the server does not end")
         return process.returncode if process.returncode is not None else 0
 
     def namespaces(self) -> list[dict[str, Any]]:
@@ -103,12 +104,15 @@ class CacheServer:
         shutil.rmtree(self.folder)
 
 
-def has_ended(process: subprocess.Popen[bytes]) -> bool:
-    """Or only waits for threads that the kernel holds in a frozen file system: its first thread has returned."""
+def has_ended(process: subprocess.Popen[bytes], sent: float) -> bool:
+    """Or only waits for threads that the kernel holds in a frozen file system: its first thread has returned.
+
+    Others end a moment later, and until then they have the socket's lock: that is waited for, as nothing says that they are held.
+    """
     if process.poll() is not None:
         return True
     state = Path(f"/proc/{process.pid}/stat").read_text().rpartition(") ")[2][0]
-    if state in "ZX":
+    if state in "ZX" and time.monotonic() - sent > 5 * PACE:
         _ending.append(process)
         return True
     return False

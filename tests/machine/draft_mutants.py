@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from kvloft.plan import core
 from kvloft.plan.tracker import Tracker
 from kvloft.transfer.cpu import CpuMover
 from kvloft.vllm import connector, scheduler_half, worker_half
@@ -66,3 +67,21 @@ def layers_of_the_drafter_are_not_loaded(mp: pytest.MonkeyPatch) -> None:
         draft[blocks] = before
 
     swap(mp, CpuMover, "_scatter", scatter)
+
+
+@mutant(
+    "vLLM leaves a drafter with a shorter limit than the model out of a step, and what it left is saved as its KV",
+    "does not hold its key's KV",
+)
+def steps_without_the_drafter_are_saved(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, scheduler_half, "draft_limit", lambda original, config: original(config) and 1 << 20)
+
+
+@mutant("the longest request of a step decides on the drafter, and new ones are not looked at", "does not hold its key's KV")
+def new_requests_do_not_count_as_the_longest(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, core, "longest", lambda original, view: original(view._replace(new=[])))
+
+
+@mutant("DFlash asks for one token more than other drafters, and runs a step less", "does not hold its key's KV")
+def drafters_limit_is_two_tokens_too_long(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, scheduler_half, "draft_limit", lambda original, config: (limit := original(config)) and limit + 2)

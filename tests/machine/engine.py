@@ -187,6 +187,8 @@ class Engine:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def add(self, spec: Spec) -> None:
+        if self.shape.may_leave_drafter_out(spec.most_tokens):
+            self.ledger.lose("the drafter is left out of some steps")
         self.specs[spec.id] = spec
         self.outcomes[spec.id] = Outcome()
         self.scheduler.add_request(make_request(spec, self._hasher))
@@ -370,8 +372,10 @@ class Engine:
             self.scheduler.finish_requests(spec.id, RequestStatus.FINISHED_ABORTED)
 
     def run(self, max_steps: int = 3000) -> None:
-        """Step until nothing is left to do. Each session may block the others for a hundred steps until it is ended."""
-        for _ in range(max_steps + 150 * sum(bool(self.specs[r].turns) for r in self.unfinished)):
+        """Step until nothing is left to do. Each session may block the others for a hundred steps until it is ended; of hundreds of
+        requests each may take some steps alone."""
+        sessions = sum(bool(self.specs[r].turns) for r in self.unfinished)
+        for _ in range(max_steps + 10 * len(self.unfinished) + 150 * sessions):
             if not self.scheduler.has_requests() and not self._flying:
                 if not (lost := self._lost_session()):
                     return

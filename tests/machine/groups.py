@@ -10,7 +10,10 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Group:
-    """One KV cache group. ``size``: tokens of a window or a local chunk. ``layers``: of the target, of a drafter, or both."""
+    """One KV cache group. ``size``: tokens of a window or a local chunk. ``layers``: of the target, of a drafter, or both.
+
+    Layers of drafters: "draft" of EAGLE and MTP, "dflash", or "model" of a draft model.
+    """
 
     kind: Literal["full", "window", "local", "state"] = "full"
     block_tokens: int = 4
@@ -19,7 +22,12 @@ class Group:
 
     @property
     def is_draft(self) -> bool:
-        return "draft" in self.layers
+        return self.drafter is not None
+
+    @property
+    def drafter(self) -> str | None:
+        """Which drafter has layers here."""
+        return next((layer for layer in self.layers if layer != "target"), None)
 
     def reads_from(self, position: int) -> int:
         """The first position that the token at ``position`` attends to."""
@@ -35,10 +43,14 @@ class Group:
 FULL, DRAFT, STATE, LONG = Group(), Group(layers=("draft",)), Group("state"), Group(block_tokens=8)
 GROUPS: dict[str, tuple[Group, ...]] = {
     "drafter in the one group": (Group(layers=("target", "draft")),),
+    "dflash in the one group": (Group(layers=("target", "dflash")),),
+    "draft model in the one group": (Group(layers=("target", "model")),),
     "window": (FULL, Group("window", size=9)),
     "window of whole blocks": (FULL, Group("window", size=8)),
     "window before full": (Group("window", size=6), FULL),
     "window and drafter": (FULL, Group("window", size=10), DRAFT),
+    "window and dflash": (FULL, Group("window", size=10), Group(layers=("dflash",))),
+    "dflash with a window": (FULL, Group("window", size=10, layers=("target", "dflash"))),
     "window of the drafter, too": (FULL, Group("window", size=10), Group("window", size=6, layers=("draft",))),
     "four windows": (FULL, *(Group("window", size=6) for _ in range(4))),
     "six windows": (FULL, *(Group("window", size=size) for size in (5, 5, 9, 9, 13, 13))),
@@ -53,9 +65,13 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     "window of longer blocks": (FULL, Group("window", block_tokens=6, size=10)),
     "two windows of different blocks": (Group("window", size=9), Group("window", block_tokens=8, size=18)),
     "window of half blocks and drafter": (LONG, Group("window", size=10), Group(block_tokens=8, layers=("draft",))),
+    "drafter of half blocks": (LONG, DRAFT),
+    "window of half blocks and dflash": (Group(block_tokens=8, layers=("target", "dflash")), Group("window", size=10)),
+    "three sizes of blocks": (FULL, Group("window", block_tokens=6, size=10), Group("window", block_tokens=8, size=5)),
     "state of two blocks": (FULL, Group("state", block_tokens=8)),
     "state and drafter": (FULL, STATE, DRAFT),
     "state, drafter beside attention": (Group(layers=("target", "draft")), STATE, STATE),
+    "state and dflash": (FULL, STATE, Group(layers=("dflash",))),
     "one window": (Group("window", size=9),),
     "one short window": (Group("window", size=3),),
     "drafter in the one window": (Group("window", size=9, layers=("target", "draft")),),
@@ -81,3 +97,8 @@ def are_served(groups: tuple[Group, ...]) -> bool:
 def unit_tokens(groups: tuple[Group, ...]) -> int:
     """Hits with several groups end at multiples of it."""
     return lcm(*(group.block_tokens for group in groups))
+
+
+def lookahead(groups: tuple[Group, ...]) -> int:
+    """Tokens behind a block that its KV depends on. What DFlash and a draft model keep of a position is of the tokens up to it."""
+    return int(any("draft" in group.layers for group in groups))

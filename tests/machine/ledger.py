@@ -11,7 +11,7 @@ from typing import Any
 
 from kvloft.seam.batch import ChunkCopy, GroupBatches
 
-from .groups import Group, are_grouped
+from .groups import Group, are_grouped, lookahead
 from .symbols import Prefix
 
 State = tuple[int, int, int]
@@ -106,7 +106,7 @@ class Ledger:
     @cached_property
     def ahead(self) -> int:
         """Tokens behind a block that its KV depends on."""
-        return int(any(group.is_draft for group in self.groups))
+        return lookahead(self.groups)
 
     def words(self, prefix: Prefix, begin: int, end: int, number: int = 0) -> list[int]:
         """What blocks of positions [begin, end) hold in a group, block after block, layer by layer."""

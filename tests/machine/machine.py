@@ -32,6 +32,10 @@ IMAGES = ("image-a", "image-b")
 SEVERAL = tuple(name for name, groups in GROUPS.items() if are_grouped(groups))
 """Also with one group that keeps only a part of a prefix."""
 SERVED = tuple(name for name in SEVERAL if are_served(GROUPS[name]))
+DRAFTERS = tuple(name for name, groups in GROUPS.items() if not are_grouped(groups))
+"""With all of a drafter's layers in the one group."""
+drafter_tokens = st.sampled_from([None, None, 24])
+"""Prompts have up to 40."""
 
 MODEL = model_folder(Path(tempfile.mkdtemp(prefix="machine-model-")))
 
@@ -69,7 +73,7 @@ def _with_rows(plain: Spec, *, mixed: bool) -> Spec:
 @st.composite
 def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
     """One group of full attention, with a drafter's layers in it or without."""
-    groups = GROUPS["drafter in the one group"] if has_drafter else (FULL,)
+    groups = GROUPS[draw(st.sampled_from(DRAFTERS))] if has_drafter else (FULL,)
     num_drafts = draw(st.sampled_from([1, 2, 3] if has_drafter else [0, 0, 2]))
     return Shape(
         groups, async_scheduling=draw(st.booleans()), v2=draw(st.booleans()), caching=draw(st.sampled_from([True, True, False])),
@@ -78,6 +82,7 @@ def one_group(draw: st.DrawFn, has_drafter: bool = False) -> Shape:
         blocks_per_chunk=draw(st.sampled_from([1, 1, 2, 4])), host_frames=draw(st.sampled_from([6, 40, 400, 400, 400])),
         num_ranks=draw(st.sampled_from([1, 2])), has_disk=draw(st.sampled_from([False, False, True])),
         early_results=draw(st.booleans()), kv_groups=draw(st.sampled_from(["one", "one", "all"])),
+        drafter_tokens=draw(drafter_tokens) if has_drafter else None,
     )  # fmt: skip
 
 
@@ -110,6 +115,7 @@ def served_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
         host_frames=draw(st.sampled_from([20, 60, 900, 900, 900])) * len(groups), num_ranks=draw(st.sampled_from([1, 2])),
         has_disk=draw(st.sampled_from([False, False, True])),
         early_results=has_drafter or (num_drafts > 0 and draw(st.booleans())),
+        drafter_tokens=draw(drafter_tokens) if has_drafter else None,
     )  # fmt: skip
 
 

@@ -95,12 +95,14 @@ class Memory:
                 self._compare(number, group, work, 0, begin, work.state.prefix.symbols[begin : work.stop])
 
     def check_drafter(self, work: Work) -> None:
-        """The same for the drafter's layers: it runs after sampling, and in its KV of a position the next token is."""
+        """The same for the drafter's layers: it runs after sampling, and in EAGLE's KV of a position the next token is."""
+        if self._shape.drafter_tokens:
+            return  # vLLM's own cache serves blocks of steps without the drafter, which cost acceptance only
         for number, group in enumerate(self._shape.groups):
-            if group.is_draft:
-                begin = group.reads_from(work.start)
-                symbols = work.state.prefix.symbols[begin + 1 : work.state.computed + 1]
-                self._compare(number, group, work, group.layers.index("draft"), begin, symbols)
+            if group.drafter is not None:
+                begin, ahead = group.reads_from(work.start), group.drafter == "draft"
+                symbols = work.state.prefix.symbols[begin + ahead : work.state.computed + ahead]
+                self._compare(number, group, work, group.layers.index(group.drafter), begin, symbols)
 
     def _compare(self, number: int, group: Group, work: Work, plane: int, begin: int, symbols: Sequence[int]) -> None:
         if not symbols:
@@ -165,14 +167,14 @@ class Memory:
                 raise WrongKV(f"{work.req_id}: state after {after} tokens of group {number} is written to the null block")
             self._words[0][table[column + i], :2] = (value, after)
 
-    def end_step(self, work: Work) -> None:
+    def end_step(self, work: Work, *, has_drafter: bool = True) -> None:
         """After sampling: the drafter's layers, and the state at a block's end that accepted drafts passed."""
         state = work.state
         for number, group in enumerate(self._shape.groups):
             if group.kind == "state" and self._shape.num_drafts:
                 self._settle_state(number, group, work)
             for plane, layer in enumerate(group.layers):
-                if layer == "draft":
+                if layer != "target" and has_drafter:
                     self._write_draft_layer(number, group, work, plane, state.computed)
 
     def _settle_state(self, number: int, group: Group, work: Work) -> None:
@@ -187,9 +189,12 @@ class Memory:
                 state.accepted = 1
 
     def _write_draft_layer(self, number: int, group: Group, work: Work, plane: int, computed: int) -> None:
-        """What is confirmed knows its next token; what was rejected, or drafted ahead, holds garbage."""
-        symbols = work.state.prefix.symbols
-        known = [self._ledger.kv(symbol, number) for symbol in symbols[work.start + 1 : computed + 1]]
-        self._ledger.before.update(zip(known, symbols[work.start : computed], strict=True))
-        ahead = min(max(work.end, computed + self._shape.num_drafts - 1), len(work.state.tables[number]) * group.block_tokens)
+        """What is confirmed knows its next token, if it needs one; what was rejected, or drafted ahead, holds garbage."""
+        symbols, layer = work.state.prefix.symbols, group.layers[plane]
+        shift = int(layer == "draft")
+        known = [self._ledger.kv(symbol, number) for symbol in symbols[work.start + shift : computed + shift]]
+        if shift:
+            self._ledger.before.update(zip(known, symbols[work.start : computed], strict=True))
+        ahead = computed + self._shape.num_drafts + {"draft": -1, "model": 0, "dflash": 1}[layer]
+        ahead = min(max(work.end, ahead), len(work.state.tables[number]) * group.block_tokens)
         self._write(number, group, work, plane, work.start, known + [GARBAGE] * (ahead - computed))

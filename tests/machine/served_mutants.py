@@ -14,7 +14,7 @@ from kvloft.seam.batch import GroupBatches, Tables
 from kvloft.seam.shape import GroupShape
 from kvloft.transfer import groups
 from kvloft.transfer.groups import GroupedMover
-from kvloft.vllm import connector, scheduler_half, shape, views
+from kvloft.vllm import connector, scheduler_half, shape, views, worker_half
 from kvloft.vllm.connector import KVLoftGroupsConnector
 from kvloft.vllm.worker_half import WorkerHalf
 
@@ -25,6 +25,7 @@ SERVED_MUTANTS: list[Mutant] = []
 WINDOWS, LOCALS, STATES = ("window", "window of whole blocks"), ("local", "two locals"), ("state", "three states")
 DRAFTERS = ("window and drafter", "window of the drafter, too", "state and drafter")
 DRAFTED_STATES = (*STATES, "state and drafter", "state, drafter beside attention")
+OF_DFLASH = ("window and dflash", "dflash with a window")
 ONLY_WINDOWS = ("one window", "two windows")
 """No group keeps a whole prefix."""
 HALF_BLOCKS = ("window of half blocks", "windows from the midst of a chunk")
@@ -367,6 +368,39 @@ def fence_of_the_first_group_only(mp: pytest.MonkeyPatch) -> None:
 @mutant("vLLM #46971, #55503: beside a drafter, keys do not know the next token", "one key, two prefixes|known", *DRAFTERS)
 def groups_beside_a_drafter_have_keys_without_the_next_token(mp: pytest.MonkeyPatch) -> None:
     swap(mp, connector, "cache_shape", lambda original, *args: replace(original(*args), lookahead=0))
+
+
+@mutant(
+    "DFlash keeps its KV beside the target's, and runs behind the target: who saves before it saves what was there",
+    "does not hold its key's KV", *OF_DFLASH,
+)  # fmt: skip
+def saved_before_dflash(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, worker_half, "has_draft_kv", lambda original, config: False)
+
+
+@mutant(
+    "what DFlash keeps of a position is taken to depend on the next token, and hits end a block early",
+    "are stored, only",
+    *OF_DFLASH,
+)
+def dflash_is_taken_for_eagle(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(shape, "HIDDEN_DRAFTERS", (*shape.HIDDEN_DRAFTERS, "dflash"))
+
+
+@mutant("a step without the drafter is saved in some group", "does not hold its key's KV", *OF_DFLASH, *DRAFTERS)
+def steps_without_the_drafter_are_saved_in_groups(mp: pytest.MonkeyPatch) -> None:
+    swap(mp, scheduler_half, "draft_limit", lambda original, config: original(config) and 1 << 20)
+
+
+@mutant(
+    "of a window that reaches into the midst of a chunk one block too few is kept", LOAD, *HALF_BLOCKS, "window of longer blocks"
+)
+def kept_blocks_are_rounded_down(mp: pytest.MonkeyPatch) -> None:
+    def kept(original: Any, self: GroupShape) -> int:
+        is_window, reached = self.kind == "window", max(1, self.reach // self.block_tokens)
+        return min(self.blocks_per_chunk, reached) if is_window else int(original(self))
+
+    swap(mp, GroupShape, "kept_blocks", kept)
 
 
 # -- reports ------------------------------------------------------------------------------------------------------

@@ -28,6 +28,10 @@ HAS_GROUPS = tuple(map(int, VERSION.split(".")[:2])) >= (0, 32)
 """kvloft serves several groups with this release."""
 
 
+METHODS = {None: "ngram", "draft": "eagle", "dflash": "dflash", "model": "draft_model"}
+"""vLLM's, by whose layers are there."""
+
+
 def spec_of(group: Group, num_drafts: int) -> Any:
     """vLLM's; a page has 8 bytes a token, which is one symbol."""
     if group.kind == "state":
@@ -62,6 +66,8 @@ class Shape:
     num_ranks: int = 1
     has_disk: bool = False
     early_results: bool = False
+    drafter_tokens: int | None = None
+    """The longest request with which the drafter runs: it is left out of steps with a longer one. None: it runs always."""
     kv_groups: Literal["one", "all"] = "one"
     """kvloft's setting. Several groups with "one": an engine without a connector."""
 
@@ -80,9 +86,14 @@ class Shape:
         room = (self.num_blocks - 1) // len(self.groups) - (self.num_drafts > 0) * 2 - (len(self.groups) > 1)
         return max(8, room * min(group.block_tokens for group in self.groups))
 
+    def may_leave_drafter_out(self, num_tokens: int) -> bool:
+        """Of the steps of a request with so many tokens at its end: kvloft may be some tokens more careful than vLLM."""
+        return self.drafter_tokens is not None and num_tokens + 2 * self.num_drafts + 2 > self.drafter_tokens
+
     @property
-    def drafts_have_kv(self) -> bool:
-        return any(group.is_draft for group in self.groups)
+    def drafter(self) -> str | None:
+        """Whose layers are in some group; None: drafts come from nothing but tokens."""
+        return next((group.drafter for group in self.groups if group.is_draft), None)
 
 
 def model_folder(path: Path) -> Path:
@@ -102,7 +113,8 @@ def layer_names(number: int, group: Group) -> list[str]:
 def kv_config(shape: Shape) -> KVCacheConfig:
     groups = []
     for number, group in enumerate(shape.groups):
-        groups.append(KVCacheGroupSpec(layer_names(number, group), spec_of(group, shape.num_drafts), is_eagle_group=group.is_draft))
+        is_dropped = group.drafter in ("draft", "dflash")
+        groups.append(KVCacheGroupSpec(layer_names(number, group), spec_of(group, shape.num_drafts), is_eagle_group=is_dropped))
     return KVCacheConfig(num_blocks=shape.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -126,7 +138,10 @@ def vllm_config(model: Path, shape: Shape, disk: Path | None, namespace: str) ->
     config.speculative_config = copy.copy(base.speculative_config) if shape.num_drafts else None
     if config.speculative_config is not None:
         config.speculative_config.num_speculative_tokens = shape.num_drafts
-        config.speculative_config.method = "eagle" if shape.drafts_have_kv else "ngram"
+        config.speculative_config.method = METHODS[shape.drafter]
+        if shape.drafter_tokens:
+            config.speculative_config.draft_model_config = copy.copy(base.model_config)
+            config.speculative_config.draft_model_config.max_model_len = shape.drafter_tokens
     if shape.has_connector:
         config.kv_transfer_config = _transfer_config(shape, disk, namespace)
     return config

@@ -110,6 +110,11 @@ class Spec:
     skips_cache: bool = False
     saves: str | None = None
 
+    @property
+    def most_tokens(self) -> int:
+        """Of the prompt and all that is said, over all turns."""
+        return len(self.contents) + self.max_tokens + sum(len(turn.ids) + turn.max_tokens for turn in self.turns)
+
     def prefix(self, ids: Sequence[int] = ()) -> Prefix:
         """Of the prompt and the ids that follow it; ``ids`` begin at position 0."""
         prefix = Prefix(root(self.adapter, self.salt))

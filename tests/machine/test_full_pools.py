@@ -43,6 +43,11 @@ def test_requests_whose_loads_failed_give_way_to_those_behind(names: str, load_f
         assert serve(names, blocks, 48, (49, 43, 42, 41, 40), load_failure).ledger.doubtful
 
 
+def test_room_is_counted_in_each_groups_own_blocks() -> None:
+    """In the longest ones two loads would seem to fit, and stand still."""
+    serve("window of longer blocks", 15, 48, (50, 50))
+
+
 @pytest.mark.parametrize("names", [*KINDS, *UNEQUAL])
 def test_loads_leave_each_other_room_to_go_on(names: str) -> None:
     for blocks in range(18, 31):

@@ -41,6 +41,8 @@ class Worker:
         self.running: dict[str, Running] = {}
         self.works: list[Work] = []
         """Of the last step."""
+        self._has_drafter = True
+        """It runs in this step."""
 
     def execute(self, output: Any, metadata: Any) -> ModelRunnerOutput:
         """One step; ``metadata`` is the connector's, as it came over the wire."""
@@ -54,6 +56,7 @@ class Worker:
             connector.bind_connector_metadata(metadata)
             assert not output.has_sync_kv_loads, "kvloft never loads synchronously"
         works = self.works = self._forward(output) if output.total_num_scheduled_tokens else []
+        self._has_drafter = self._fits_drafter(works)
         transfers: Any = None
         if connector is not None and works and self._shape.early_results:
             transfers = self._results(output.finished_req_ids, saves=False)
@@ -128,7 +131,7 @@ class Worker:
     def _sample(self, works: list[Work]) -> dict[str, list[int]]:
         """Behind the forward, and with a drafter behind the connector's results: then its layers run."""
         sampled = {work.req_id: self._finish(work) for work in works}
-        for work in works:
+        for work in works if self._has_drafter else ():
             self.memory.check_drafter(work)
         return sampled
 
@@ -167,11 +170,19 @@ class Worker:
             self._propose(state)
         state.accepted = max(1, len(said))
         state.computed = work.stop + state.accepted - 1
-        self.memory.end_step(work)
+        self.memory.end_step(work, has_drafter=self._has_drafter)
         return said
 
+    def _fits_drafter(self, works: list[Work]) -> bool:
+        """As vLLM's `_input_fits_in_drafter`. Blocks of a step without it lack its KV, whoever hits them later."""
+        limit, is_dflash = self._shape.drafter_tokens, self._shape.drafter == "dflash"
+        return not limit or max((work.end for work in works), default=0) + self._shape.num_drafts + is_dflash <= limit
+
     def _propose(self, state: Running) -> None:
-        """Drafts that are right now and then."""
+        """Drafts that are right now and then; without the drafter vLLM has zeros."""
+        if not self._has_drafter:
+            state.drafts = [0] * self._shape.num_drafts
+            return
         symbol, state.drafts = state.prefix.last, []
         for _ in range(self._shape.num_drafts):
             token = next_token(symbol) if self._luck.random() < self.acceptance else 3 + self._luck.randrange(30)

@@ -7,9 +7,11 @@ from sim_request import Request
 
 from kvloft import _core
 from kvloft.plan import SchedulerCore
+from kvloft.plan.breaker import MAX_FAILED_LOADS
+from kvloft.plan.room import Room
 from kvloft.seam.batch import GroupBatches, Tables
 from kvloft.seam.ids import ReqId
-from kvloft.seam.plan import StepPlan, StepReport
+from kvloft.seam.plan import LoadResult, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
 from kvloft.seam.views import BoundaryState, NewRequest, StepView
 
@@ -24,12 +26,15 @@ PROMPT = list(range(100, 117))
 class Bench:
     """One engine with a store."""
 
-    def __init__(self, shape: CacheShape = SHAPE) -> None:
+    def __init__(self, shape: CacheShape = SHAPE, room: Room | None = None) -> None:
         self.store = _core.Session(frame_bytes=FRAME, host_bytes=FRAME * 64, namespace=bytes(32))
         root = _core.root_key(bytes(32), None, None)
         arena = ArenaSpec(self.store.arena_path, FRAME, self.store.num_frames)
         chains = lambda _: _core.KeyChain(root, block_tokens=BLOCK)  # noqa: E731
-        self.core = SchedulerCore(self.store, chains, shape, arena=arena, clock=lambda: 0.0, shares_blocks=True)
+        self.now_s = 0.0
+        self.core = SchedulerCore(
+            self.store, chains, shape, arena=arena, clock=lambda: self.now_s, wait_s=10.0, shares_blocks=True, room=room
+        )
 
     def step(self, request: Request, num: int, tables: Tables | None, *, new: bool = True, states: Any = ()) -> StepPlan:
         """A forward of ``num`` tokens of ``request``."""
@@ -84,6 +89,22 @@ def test_each_group_s_complete_blocks_are_saved_and_found_again() -> None:
     assert {group: batch.block_ids() for group, batch in load.chunks.batches} == {1: [11, 12, 13, 14], 0: [53, 54], 2: [34]}
 
 
+def test_a_load_that_hangs_keeps_its_room_and_who_waited_for_it_computes() -> None:
+    bench = Bench(room=Room(SHAPE.groups, 14, step_tokens=16))
+    bench.finish(saving_step(bench, request_of()))
+    bench.core.finish(ReqId("a"))
+    first, second = request_of("b", [*PROMPT, 9]), request_of("c", [*PROMPT, 8])
+    assert bench.core.match(first, 0) == 16
+    bench.core.admit(first, 16, tables_of([0, 0, 53, 54, 55]))
+    pins = bench.store.stats()["pins"]
+    for now_s, answer in ((0.0, None), (9.9, None), (10.0, 0), (30.0, 0)):
+        bench.now_s = now_s
+        assert bench.core.match(second, 0) == answer
+    assert bench.store.stats()["pins"] == pins, "it pins nothing any more"
+    bench.core.finish(ReqId("b"))
+    assert bench.core.match(second, 0) == 16, "there is room again"
+
+
 def test_without_a_state_there_is_no_hit_and_with_one_less_it_ends_there() -> None:
     bench = Bench()
     plan = saving_step(bench, request_of())
@@ -93,13 +114,15 @@ def test_without_a_state_there_is_no_hit_and_with_one_less_it_ends_there() -> No
     assert bench.core.match(request_of("b"), 0) == 0
 
 
-def test_what_a_request_computed_before_a_reset_is_not_saved_after_it() -> None:
+@pytest.mark.parametrize("happens", ["reset", "plan_loads_only"])
+def test_what_a_request_computed_before_a_reset_or_a_step_that_could_not_be_read_is_not_saved_after_it(happens: str) -> None:
     bench = Bench()
     request = request_of()
     bench.finish(saving_step(bench, request))
     request.token_ids += [1, 2, 3, 4]
-    bench.core.reset()
-    assert not bench.step(request, 4, tables_of([0, 22, 23, 24, 25]), new=False).saves
+    getattr(bench.core, happens)()
+    state = BoundaryState(ReqId("a"), 2, 35, 20)  # type: ignore[arg-type]
+    assert not bench.step(request, 4, tables_of([0, 22, 23, 24, 25]), new=False, states=[state]).saves
 
 
 @pytest.mark.parametrize("tables", [None, Tables([[], [], []], SHAPE.main)])
@@ -113,6 +136,24 @@ def test_a_step_that_does_not_tell_tables_saves_later_and_forgets_no_reset(table
     assert not bench.step(request, 2, tables, new=False).saves, "the fifth block is complete, and not told"
     bench.core.reset()
     assert not bench.step(request, 1, tables_of([0, 22, 23, 24, 25]), new=False).saves
+
+
+def test_a_state_between_two_boundaries_is_not_kept_as_that_of_the_first() -> None:
+    bench, tables = Bench(), tables_of([0, 22, 23, 24, 25])
+    bench.core.admit(request := request_of(), 0, tables)
+    assert (2, 34) not in saved(bench.step(request, 17, tables, states=[BoundaryState(ReqId("a"), 2, 34, 17)]))  # type: ignore[arg-type]
+
+
+def test_no_state_is_saved_while_loads_fail() -> None:
+    bench = Bench()
+    bench.finish(saving_step(bench, request_of()))
+    for nth in range(MAX_FAILED_LOADS):
+        request = request_of(f"load{nth}", [*PROMPT, 9])
+        assert bench.core.match(request, 0) == 16
+        bench.core.admit(request, 16, tables_of([0, 0, 53, 54, 55]))
+        (load,) = bench.step(request, 0, tables_of([0, 0, 53, 54, 55])).loads
+        bench.core.absorb(StepReport(loads=(LoadResult(load.req_id, load.load_id, failed=True),)))
+    assert not saved(saving_step(bench, request_of("b", [7, *PROMPT[1:]])))
 
 
 def test_a_state_whose_tokens_are_not_known_yet_is_not_kept() -> None:

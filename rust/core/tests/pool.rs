@@ -18,6 +18,8 @@ use proptest::prelude::*;
 
 const PAGE: u64 = 4096;
 const FRAMES: [u64; 3] = [2 * PAGE, 3 * PAGE, PAGE];
+/// In pages; the pool suits the first. A slab has eight, so that some frames fill one, and others leave half of each over its seam.
+const SIZES: [[u64; 3]; 5] = [[2, 3, 1], [2, 8, 1], [2, 4, 3], [1, 4, 2], [2, 4, 4]];
 const HOST: u64 = 98 * PAGE; // the last slab is a longer one
 
 fn config(nth: usize, disk: Option<DiskSettings>) -> StoreConfig {
@@ -56,6 +58,8 @@ fn content(nth: usize, key: &ChunkKey, frame_bytes: u64) -> Vec<u8> {
 struct World {
     pool: Arc<Pool>,
     memory: File,
+    frames: [u64; 3],
+    shares: [Option<u32>; 3],
     stores: Vec<Store>,
     writing: Vec<(usize, WriteLease)>,
     reading: Vec<(usize, ReadLease)>,
@@ -63,14 +67,26 @@ struct World {
 
 impl World {
     fn new() -> Self {
-        let pool = pool();
-        let stores: Vec<_> = (0..3).map(|nth| Store::open_in(&config(nth, None), &pool, None).unwrap()).collect();
-        let memory = File::options().read(true).write(true).open(&stores[0].arena().path).unwrap();
-        Self { pool, memory, stores, writing: Vec::new(), reading: Vec::new() }
+        Self::of(FRAMES, [None; 3])
     }
 
-    fn at(nth: usize, frame: u32) -> (u64, u64) {
-        (u64::from(frame) * FRAMES[nth], FRAMES[nth])
+    fn of(frames: [u64; 3], shares: [Option<u32>; 3]) -> Self {
+        let pool = Pool::create(HOST, frames[0], || {}).unwrap();
+        let open = |nth: usize| {
+            Store::open_in(&StoreConfig { frame_bytes: frames[nth], ..config(nth, None) }, &pool, shares[nth]).unwrap()
+        };
+        let stores: Vec<_> = (0..3).map(open).collect();
+        let memory = File::options().read(true).write(true).open(&stores[0].arena().path).unwrap();
+        Self { pool, memory, frames, shares, stores, writing: Vec::new(), reading: Vec::new() }
+    }
+
+    fn open(&self, nth: usize) -> Store {
+        let config = StoreConfig { frame_bytes: self.frames[nth], ..config(nth, None) };
+        Store::open_in(&config, &self.pool, self.shares[nth]).unwrap()
+    }
+
+    fn at(&self, nth: usize, frame: u32) -> (u64, u64) {
+        (u64::from(frame) * self.frames[nth], self.frames[nth])
     }
 
     fn save(&mut self, nth: usize, chain: &KeyChain) -> u32 {
@@ -78,7 +94,7 @@ impl World {
         let got = self.stores[nth].reserve(chain, all).unwrap();
         for lease in got.leases {
             let row = *lease.reservation();
-            let (start, len) = Self::at(nth, row.frame.0);
+            let (start, len) = self.at(nth, row.frame.0);
             assert!(start + len <= self.pool.size_bytes());
             self.memory.write_all_at(&content(nth, &row.key, len), start).unwrap();
             self.writing.push((nth, lease));
@@ -109,7 +125,7 @@ impl World {
     fn check(&self) {
         let mut pages: BTreeMap<u64, (usize, u32)> = BTreeMap::new();
         for (nth, frame, key) in self.in_use() {
-            let (start, len) = Self::at(nth, frame);
+            let (start, len) = self.at(nth, frame);
             for page in start / PAGE..(start + len) / PAGE {
                 let owner = *pages.entry(page).or_insert((nth, frame));
                 assert_eq!(owner, (nth, frame), "two owners of page {page}");
@@ -185,7 +201,7 @@ fn apply(world: &mut World, step: &Step) {
         Step::Clear(nth) => world.stores[nth].clear(),
         Step::SetActive(nth, is_active) => world.stores[nth].set_active(is_active),
         Step::GiveWay(nth) => drop(world.stores[nth].give_way()),
-        Step::Reopen(nth) => world.stores[nth] = Store::open_in(&config(nth, None), &world.pool, None).unwrap(),
+        Step::Reopen(nth) => world.stores[nth] = world.open(nth),
         Step::Limit(nth, limit) => world.stores[nth].limit_frames(limit),
     }
 }
@@ -216,7 +232,7 @@ fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, limit: u32) 
     world.writing.clear();
     (0..3).for_each(|of| world.stores[of].set_active(of == nth));
     world.stores[nth].limit_frames(limit);
-    let num_frames = limit.min(u32::try_from(HOST / FRAMES[nth]).unwrap());
+    let num_frames = limit.min(u32::try_from(HOST / world.frames[nth]).unwrap());
     for look in 0..40 * world.pool.num_slabs() {
         let num_dropped = world.save(nth, &chain(nth, 1000 + look, num_frames));
         world.check();
@@ -230,21 +246,40 @@ fn gets_what_its_workers_can_copy_to(world: &mut World, nth: usize, limit: u32) 
     panic!("store {nth} has {:?} slabs, and not the {limit} frames", world.stores[nth].num_slabs());
 }
 
+/// Stores that are cleared keep an empty slab, and one that came meanwhile; those that are closed none: another can have it all.
+fn is_given_back(mut world: World, nth: usize) {
+    for store in &world.stores {
+        store.clear();
+        assert!(store.num_slabs().0 <= 2, "{:?} slabs of a store that was cleared", store.num_slabs());
+    }
+    world.stores.clear();
+    let all = SaveRange { start: 0, stop: 98, tail_blocks: 0 };
+    let store = world.open(nth);
+    let got = store.reserve(&chain(nth, 0, 98), all).unwrap();
+    assert_eq!(got.leases.len() as u64, 98.min(HOST / world.frames[nth]), "with nobody else it has every frame");
+    assert_eq!(store.num_slabs().0, world.pool.num_slabs());
+}
+
 proptest! {
     #![proptest_config(ProptestConfig { cases: 96, failure_persistence: None, ..ProptestConfig::default() })]
     #[test]
     fn stores_of_one_pool_never_touch_each_others_bytes(
         steps in prop::collection::vec(step(), 1..160),
+        sizes in prop::sample::select(SIZES.to_vec()),
+        percent in prop::option::of(5..60_u32),
         last in 0..3_usize,
         limit in 0..100_u32,
     ) {
-        let mut world = World::new();
+        let mut shares = [None; 3];
+        shares[(last + 2) % 3] = percent; // of one that is not asked for more below
+        let mut world = World::of(sizes.map(|pages| pages * PAGE), shares);
         for step in &steps {
             apply(&mut world, step);
             world.check();
         }
         gets_what_its_workers_can_copy_to(&mut world, (last + 1) % 3, limit);
         gets_its_share(&mut world, last);
+        is_given_back(world, last);
     }
 }
 
@@ -317,6 +352,10 @@ fn a_store_is_asked_again_only_while_another_wants() {
     stores[1].set_active(false);
     assert!(!pool.is_wanted());
     assert_eq!(stores[0].give_way(), Way::Unasked);
+    stores[1].set_active(true);
+    assert!(!pool.is_wanted(), "what its engines wanted before they left is not what the next ones want");
+    assert_eq!(stores[1].reserve(&chain(1, 0, 60), all).unwrap().num_dropped, 60);
+    assert!(pool.is_wanted() && news.load(Ordering::SeqCst) == 2, "and when they do, it is heard");
 }
 
 #[test]

@@ -457,3 +457,18 @@ fn closing_ends_waiting_leases_short_and_keeps_the_disk() {
     drop(lease);
     store.check().unwrap();
 }
+
+/// The other prompt's entry is where the child's was, of which its parent still thinks that it waits.
+#[test]
+fn a_save_that_fails_takes_no_other_prompt_with_it() {
+    let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
+    let (own, other) = (chain(&[1, 2]), chain(&[3]));
+    let mut leases = store.reserve(&own, range(0, 2, 0)).unwrap().leases;
+    drop(leases.pop());
+    let others = store.reserve(&other, range(0, 1, 0)).unwrap().leases;
+    drop(leases);
+    fill(&arena_of(&store), others[0].reservation());
+    assert_eq!(store.commit(others), 1);
+    assert_eq!(store.lookup(&other).host_blocks, 1);
+    store.check().unwrap();
+}

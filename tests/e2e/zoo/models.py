@@ -94,7 +94,7 @@ SMALL: dict[str, Any] = {"num_blocks": 300, "max_model_len": 1024, "enable_promp
 STATES = {"mamba_cache_mode": "align"}
 NGRAM = {"prompt_lookup_max": 2, "prompt_lookup_min": 1}
 LLAMA = (drafts.llama_config, drafts.llama_weights, ("full",))
-WINDOWS = (drafts.windows_config, drafts.windows_weights, ("full", "window 64"))
+WINDOWS = (drafts.windows_config, drafts.windows_weights)
 AFTER = f".layers.{drafts.NUM_LAYERS}."
 """Where a drafter's layer is numbered after the target's."""
 READER = f".layers.{drafts.NUM_LAYERS + drafts.NUM_COPIES}."
@@ -156,9 +156,12 @@ ZOO = {
             "exact_delta_net",
             Draft("mtp", 2, "target", layer="mtp."),
         ),
-        ZooModel("ngram-windows", *WINDOWS, draft=Draft("ngram", 3, settings=NGRAM)),
+        ZooModel("ngram-windows", *WINDOWS, ("full", *("window 64",) * 2), draft=Draft("ngram", 3, settings=NGRAM)),
         ZooModel(
-            "eagle-windows", *WINDOWS, draft=Draft("eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER)
+            "eagle-windows",
+            *WINDOWS,
+            ("full", "window 64"),
+            draft=Draft("eagle", 3, "draft", drafts.eagle_config, drafts.eagle_weights, layer=AFTER),
         ),
         ZooModel(
             "dflash",
