@@ -67,12 +67,12 @@ fn keeps_answering(path: &Path) -> bool {
     false
 }
 
-/// Whether a connection is taken, or would be if not so many waited.
+/// Whether the socket is somebody's: a connection is taken, or would be if not so many waited, if it were a stream or we might ask.
 fn answers(path: &Path) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let ask =
         || connect(&socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?, &SocketAddrUnix::new(path)?);
-    matches!(ask(), Ok(()) | Err(Errno::AGAIN))
+    !matches!(ask(), Err(Errno::CONNREFUSED | Errno::NOENT))
 }
 
 /// Listens in the place of a stale socket: the socket, and its file.
@@ -161,7 +161,7 @@ fn check_place(path: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-    use std::os::unix::net::UnixStream;
+    use std::os::unix::net::{UnixDatagram, UnixStream};
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::mpsc;
     use std::thread;
@@ -216,6 +216,18 @@ mod tests {
         assert!(!lock_path(&path).exists(), "a lock is left");
         drop(others);
         assert!(Listener::bind(&path).is_ok(), "nobody listens any more");
+    }
+
+    #[test]
+    fn a_socket_that_another_program_has_is_left_to_it_also_where_it_is_no_stream() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("log.sock");
+        let others = UnixDatagram::bind(&path).expect("the path is free");
+        assert_eq!(Listener::bind(&path).expect_err("it is another's").kind(), ErrorKind::Busy);
+        let sent = UnixDatagram::unbound().and_then(|own| own.send_to(b"a line", &path));
+        assert!(sent.is_ok() && !lock_path(&path).exists(), "it lost its socket, or a lock is left");
+        drop(others);
+        assert!(Listener::bind(&path).is_ok(), "it is stale");
     }
 
     #[test]
