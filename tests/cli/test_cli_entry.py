@@ -71,6 +71,30 @@ def test_a_stdin_that_is_closed_is_empty(argv: list[str], folder: Path) -> None:
     assert done.stderr.startswith("kvloft: ") and done.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("argv", [["config", "--json"], ["--help"], ["config", "--help"], ["--version"]])
+@pytest.mark.parametrize(("place", "reason"), [("/dev/full", "No space left on device"), ("/dev/null", "Bad file descriptor")])
+def test_what_is_lost_only_as_it_ends_is_told_in_a_sentence(argv: list[str], place: str, reason: str) -> None:
+    """Python writes what it kept back as it ends: then an error would be a traceback, and the status 120."""
+    with open(place, "r" if place == "/dev/null" else "w") as out:
+        done = subprocess.run([*COMMAND, *argv], stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, env=buffered())
+    assert (done.returncode, done.stderr) == (1, f"kvloft: the output cannot be written ({reason})\n")
+
+
+@pytest.mark.parametrize("argv", [["config", "--json"], ["--help"]])
+def test_a_reader_that_is_gone_is_no_error(argv: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run([*COMMAND, *argv], stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, env=buffered())
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def buffered() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+
+
 @pytest.mark.parametrize("is_lost", [False, True])
 @pytest.mark.parametrize(
     "module", ["kvloft.cli.commands", "argparse", "kvloft.cli.serve", "kvloft.config", "kvloft.cli.metrics", "kvloft._core"]

@@ -4,7 +4,7 @@ import argparse
 import errno
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from kvloft import __version__
@@ -14,7 +14,12 @@ from kvloft.errors import ConfigError
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """What is to be done, by ``argv`` or the process's own arguments. Exits with 2 over what is not known."""
     own, flags = split_flags(list(sys.argv[1:] if argv is None else argv))
-    args, rest = build_parser(own[0] if own else None).parse_known_args(own, argparse.Namespace(flags=flags))
+    try:
+        args, rest = build_parser(own[0] if own else None).parse_known_args(own, argparse.Namespace(flags=flags))
+    except SystemExit as e:
+        if e.code:
+            raise
+        raise SystemExit(_written(lambda: 0)) from None  # the help
     if rest:
         _refuse(args.parser, rest)
     return args
@@ -22,21 +27,29 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Run one command; returns its exit status (2 for a wrong setting, as argparse does for an argument)."""
+    return _written(lambda: int(args.run(args)))
+
+
+def _written(do: Callable[[], int]) -> int:
+    """The status of what is done, or of what it printed, where that cannot be written."""
+    status = 0
     try:
-        return int(args.run(args))
+        status = do()
+        sys.stdout.flush()  # as Python ends, an error would be a traceback, and the status 120
+        return status
     except ConfigError as e:
         print(f"kvloft: {e}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         # The reader (head, less) has seen enough; without this, Python complains again while it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+        return status
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
             raise
         print(f"kvloft: the output cannot be written ({e.strerror})", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        return status or 1
 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
