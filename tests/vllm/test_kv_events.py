@@ -119,3 +119,22 @@ def test_an_error_takes_back_what_was_told_and_ends_it() -> None:
         half.take_kv_events()
     assert half.take_kv_events() == [Removed(HOST, [HASHES[0]])]
     assert half.take_kv_events() == [] and not answers
+
+
+def test_what_left_is_taken_back_also_where_telling_failed_in_the_same_step() -> None:
+    """It is in no book any more: nothing but the event that was lost says that others believe in it."""
+    answers: list[Any] = [([(b"0", 1)], False), ([(b"0", 0), (b"1", 1)], False)]
+    store: Any = SimpleNamespace(changes=lambda *_: answers.pop(0))
+    announcer = Announcer(store, CacheShape((GroupShape(4),)), lambda _live, _size, nth, _end: [Block(HASHES[nth], None, array("I"))])
+    chain: Any = SimpleNamespace(key=lambda nth, _group: b"%d" % nth)
+    announcer.note(live(), (chain, [], 0, 0, 2, 0, [], 0))
+    half: Any = object.__new__(SchedulerHalf)
+    half._announcer, half._writer = announcer, SimpleNamespace(write=lambda event: event)
+    assert half.take_kv_events() == [Stored(HOST, [Block(HASHES[0], None, array("I"))])]
+    half._writer.write = lambda event: event.hashes  # what came cannot be written
+    with pytest.raises(AttributeError):
+        half.take_kv_events()
+    half._writer.write = lambda event: event
+    assert half.take_kv_events() == [Removed(HOST, HASHES[:2])]
+    half._announcer.withdraw([Removed(HOST, HASHES[:2])])
+    assert half.take_kv_events() == [], "what cannot be written at all is not tried in every step"

@@ -178,8 +178,13 @@ class Announcer:
         self._to_ask = OrderedDict.fromkeys(self._known)
         self._must_ask_all, self._round = False, len(self._to_ask)
 
-    def withdraw(self) -> None:
-        """Nothing is offered any more: what was told is taken back, and nothing is told from now on."""
+    def withdraw(self, lost: Iterable[Event] = ()) -> None:
+        """Nothing is offered any more: what was told is taken back, and nothing is told from now on.
+
+        ``lost``: events that were taken, and that others may not have heard.
+        """
+        if not self._is_over:
+            self._events += [event for event in lost if isinstance(event, Removed)]
         self._is_over = True
         for tier in TIERS:
             for group, each in self._holders[tier]:

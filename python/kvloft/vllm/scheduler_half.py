@@ -23,6 +23,7 @@ from kvloft.config import AUTO, Config, size_text
 from kvloft.errors import ConfigError
 from kvloft.machine import warnings
 from kvloft.plan import SchedulerCore
+from kvloft.plan.announce import Event
 from kvloft.plan.breaker import MAX_FAILED_LOADS, RETRY_S
 from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import StepPlan
@@ -233,10 +234,12 @@ class SchedulerHalf:
         """What came to the store's tiers and left them since the last call; nothing where KV events are off."""
         if self._announcer is None:
             return ()
+        events: list[Event] = []
         try:
-            return [self._writer.write(event) for event in self._announcer.take()]
+            events = self._announcer.take()
+            return [self._writer.write(event) for event in events]
         except BaseException:  # what was told may be wrong from now on
-            self._announcer.withdraw()
+            self._announcer.withdraw(events)
             raise
 
     def _tell_events(self) -> None:
