@@ -67,7 +67,7 @@ fn keeps_answering(path: &Path) -> bool {
     false
 }
 
-/// Whether the socket is somebody's: a connection is taken, or would be if not so many waited, if it were a stream or we might ask.
+/// Whether somebody has the socket: only a stale one refuses like this. Others are busy, no streams, or not ours to ask.
 fn answers(path: &Path) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let ask =
@@ -228,6 +228,22 @@ mod tests {
         assert!(sent.is_ok() && !lock_path(&path).exists(), "it lost its socket, or a lock is left");
         drop(others);
         assert!(Listener::bind(&path).is_ok(), "it is stale");
+    }
+
+    #[test]
+    fn a_socket_that_outlives_its_killed_server_for_a_moment_is_waited_for() {
+        let dir = tempfile::tempdir().expect("a directory");
+        let path = dir.path().join("kvloft.sock");
+        let is_had = || {
+            let killed = UnixListener::bind(&path).expect("the path is free");
+            let end = thread::spawn(move || killed.accept().is_ok()); // it goes once it was asked
+            let found = Listener::bind(&path);
+            let is_had = end.join().unwrap_or(false) && found.is_ok();
+            drop(found);
+            let _gone = std::fs::remove_file(&path);
+            is_had
+        };
+        assert!((0..20).any(|_| is_had()), "on a busy machine it may take longer than is waited for");
     }
 
     #[test]
