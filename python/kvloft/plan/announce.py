@@ -105,8 +105,8 @@ class Announcer:
         """The same keys, least recently requested first."""
         self._to_ask: OrderedDict[bytes, None] = OrderedDict()
         """Known keys, each once, in their order: those that requests bring meanwhile hold nothing up."""
-        self._round = 0
-        """How many of them, the first ones, are asked about because everything is."""
+        self._round: list[bytes] = []
+        """Keys that are asked about because everything is, before those, the next one last. Some may have left the book."""
         self._must_ask_all = self._is_over = False
         self._holders: dict[int, Counter[tuple[int, bytes]]] = {tier: Counter() for tier in TIERS}
         """By tier, group and block: chunks there that have it."""
@@ -151,12 +151,11 @@ class Announcer:
         """What is to be told since the last call, in order. It asks the store about `SLICE` chunks at most."""
         if self._is_over:
             return self._told()
-        if self._must_ask_all and self._round <= 0:
-            self._must_ask_all = False
-            self._to_ask.update(dict.fromkeys(self._known))
-            self._round = len(self._to_ask)
-        asked = [self._to_ask.popitem(last=False)[0] for _ in range(min(SLICE, len(self._to_ask)))]
-        self._round = self._round - len(asked) if self._to_ask else 0
+        if self._must_ask_all and not self._round:
+            self._must_ask_all, self._round = False, self._all()
+        asked = self._round[: -SLICE - 1 : -1]
+        del self._round[-SLICE:]
+        asked += [self._to_ask.popitem(last=False)[0] for _ in range(min(SLICE - len(asked), len(self._to_ask)))]
         rows, lost = self._store.changes(asked, SLICE)
         self._must_ask_all |= lost
         for key, where in rows:
@@ -175,8 +174,8 @@ class Announcer:
         for chunk in self._known.values():
             chunk.where = 0
         self._holders = {tier: Counter() for tier in TIERS}
-        self._to_ask = OrderedDict.fromkeys(self._known)
-        self._must_ask_all, self._round = False, len(self._to_ask)
+        self._to_ask.clear()
+        self._must_ask_all, self._round = False, self._all()
 
     def withdraw(self, lost: Iterable[Event] = ()) -> None:
         """Nothing is offered any more: what was told is taken back, and nothing is told from now on.
@@ -192,7 +191,12 @@ class Announcer:
         self._known.clear()
         self._recent.clear()
         self._to_ask.clear()
+        self._round.clear()
         self._holders = {tier: Counter() for tier in TIERS}
+
+    def _all(self) -> list[bytes]:
+        """Of all chunks, as ``_round`` has them: a list, for a dict of a full book's would hold up a step for 0.1 s."""
+        return list(reversed(self._known))
 
     def _told(self) -> list[Event]:
         events, self._events = self._events, []
