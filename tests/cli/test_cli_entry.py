@@ -80,7 +80,7 @@ def test_what_is_lost_only_as_it_ends_is_told_in_a_sentence(argv: list[str], pla
     assert (done.returncode, done.stderr) == (1, f"kvloft: the output cannot be written ({reason})\n")
 
 
-@pytest.mark.parametrize("argv", [["config", "--json"], ["--help"]])
+@pytest.mark.parametrize("argv", [["config"], ["config", "--json"], ["--help"]])
 def test_a_reader_that_is_gone_is_no_error(argv: list[str]) -> None:
     reader, writer = os.pipe()
     os.close(reader)

@@ -40,6 +40,10 @@ def _written(do: Callable[[], int]) -> int:
     except ConfigError as e:
         print(f"kvloft: {e}", file=sys.stderr)
         return 2
+    except SystemExit as e:  # so rich tells of such a reader, and has done the rest
+        if not isinstance(e.__context__, BrokenPipeError):
+            raise
+        return status
     except BrokenPipeError:
         # The reader (head, less) has seen enough; without this, Python complains again while it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
