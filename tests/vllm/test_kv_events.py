@@ -62,6 +62,12 @@ def test_blocks_that_others_could_not_join_are_left_out(odd: dict[str, Any]) -> 
     assert blocks(**odd) == ()
 
 
+@pytest.mark.parametrize(("hash_tokens", "block_tokens"), [(4, 2), (4, 6)])
+def test_a_block_that_no_hash_ends_with_is_left_out(hash_tokens: int, block_tokens: int) -> None:
+    """vLLM's hashes are those of groups in its prefix cache; another's blocks may be of any size."""
+    assert describe(hash_tokens, live(), block_tokens, 0, 1) == ()
+
+
 def test_events_have_the_fields_of_the_release() -> None:
     writer = EventWriter([object.__new__(FullAttentionSpec)] * 2, CacheShape((GroupShape(4, 2), GroupShape(8))))
     stored: Any = writer.write(Stored(HOST, blocks()))
@@ -125,7 +131,9 @@ def test_what_left_is_taken_back_also_where_telling_failed_in_the_same_step() ->
     """It is in no book any more: nothing but the event that was lost says that others believe in it."""
     answers: list[Any] = [([(b"0", 1)], False), ([(b"0", 0), (b"1", 1)], False)]
     store: Any = SimpleNamespace(changes=lambda *_: answers.pop(0))
-    announcer = Announcer(store, CacheShape((GroupShape(4),)), lambda _live, _size, nth, _end: [Block(HASHES[nth], None, array("I"))])
+    announcer = Announcer(
+        store, CacheShape((GroupShape(4),)), lambda _live, _size, nth, _end: [Block(HASHES[nth], None, array("I"))]
+    )
     chain: Any = SimpleNamespace(key=lambda nth, _group: b"%d" % nth)
     announcer.note(live(), (chain, [], 0, 0, 2, 0, [], 0))
     half: Any = object.__new__(SchedulerHalf)

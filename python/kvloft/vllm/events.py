@@ -61,7 +61,7 @@ def describe(hash_tokens: int, live: LiveRequest, block_tokens: int, begin: int,
     """
     request: Any = live.request  # type: ignore[attr-defined]
     hashes, per_block = getattr(request, "block_hashes", ()), block_tokens // hash_tokens
-    if request.mm_features or request.prompt_embeds is not None or len(hashes) < end * per_block:
+    if block_tokens % hash_tokens or len(hashes) < end * per_block or request.mm_features or request.prompt_embeds is not None:
         return ()
     lora, token_ids = request.lora_request, live.token_ids
     adapter = (lora.adapter_id, lora.name) if lora is not None else None
