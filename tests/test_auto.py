@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -90,6 +91,14 @@ class Host:
             engine.communicate()
         for pid in self.servers():
             os.kill(pid, signal.SIGKILL)
+        for thread in watchers():
+            thread.join(120)
+            assert not thread.is_alive(), "it would warn during a later test"
+
+
+def watchers() -> list[threading.Thread]:
+    """What looks after servers in this process. A test that starts one must end it."""
+    return [thread for thread in threading.enumerate() if thread.name == "kvloft-server"]
 
 
 @pytest.fixture
@@ -254,6 +263,8 @@ def test_an_engine_whose_server_cannot_be_started_computes_and_tries_again(
     monkeypatch.setattr(sys, "executable", python)
     until(host.servers, "it is not tried again")
     leave()
+    host.end()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [said], "it has left"
 
 
 def test_a_full_disk_ends_no_engines_start(

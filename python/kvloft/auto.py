@@ -63,7 +63,7 @@ def _watch(config: Config, logger: logging.Logger, ended: threading.Event) -> No
         try:
             _ensure(config, logger)
         except (ConfigError, _StartError) as e:
-            if told != str(e):
+            if told != str(e) and not ended.is_set():
                 logger.warning("kvloft: %s", e)
             told = str(e)
         ended.wait(START_EVERY_S)
