@@ -9,6 +9,7 @@
 #                                                   own cache's (100 to 300 s each: Triton compiles)
 #   known                                           first tokens of known prompts with windows, states and a draft's KV, beside the link
 #   served restart                                  two engines with one server, and one killed and started anew beside it
+#   peers                                           kvloft's server beside LMCache's and PegaFlow's in one run: first tokens, chats
 #   ranks                                           two tensor parallel ranks, two pipeline stages (two GPUs)
 #
 # Any vLLM from 0.26 on: an unpacked one goes before the rest, PYTHONPATH=DIR/site (peers: PYTHONPATH=DIR/site2:DIR/site). One command may
@@ -22,7 +23,7 @@ OUT=${OUT:-build/gpu}
 PYTHON=${PYTHON:-python3}
 mkdir -p "$OUT"
 export PYTHONPATH="$PWD/python${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1 NEED_GPU=1
-ALL="tests copy startup engine chats crowd prefill sanitize profile kv1 equality groups states known served restart ranks"
+ALL="tests copy startup engine chats crowd prefill sanitize profile kv1 equality groups states known served restart peers ranks"
 stages=${*:-$ALL}
 failed=()
 for name in $stages; do
@@ -117,6 +118,12 @@ has served && TAIL=30 stage engine_served "$PYTHON" -m benches.gpu.engine --laye
   --phases ttft,cold,shared --blocks 4700 --host-gib 20 --timeout 300 --json "$OUT/engine_served.json" --logs "$OUT/served"
 has restart && TAIL=30 stage restart "$PYTHON" -m benches.gpu.restart --layers 8 --blocks 2700 --host-gib 12 --timeout 200 \
   --json "$OUT/restart.json" --logs "$OUT/restart"
+if has peers; then # host memory for twice what a round asks for: what pins it at once takes a second a GiB
+  TAIL=30 stage engine_peers "$PYTHON" -m benches.gpu.engine --layers 16 --connectors served,pegaflow,lmcache-server --phases ttft \
+    --blocks 4700 --host-gib 12 --timeout 300 --json "$OUT/engine_peers.json" --logs "$OUT/peers"
+  TAIL=30 stage chats_peers "$PYTHON" -m benches.gpu.chats --layers 16 --connectors served,pegaflow,lmcache-server --host-gib 32 \
+    --repeats 2 --timeout 500 --json "$OUT/chats_peers.json" --logs "$OUT/peers"
+fi
 if has ranks; then
   for ranks in "--tp 2" "--pp 2"; do # shellcheck disable=SC2086 # two words each
     stage "ranks${ranks// /}" "$PYTHON" -m benches.gpu.ranks $ranks --layers 8 --timeout 200 --json "$OUT/ranks${ranks// /}.json" \

@@ -18,6 +18,7 @@ from typing import Any
 COPY_TARGET, BOTH_TARGET = 0.98, 0.95
 BESIDE_TARGETS = {"matmul": 1.05, "add": 1.04}
 BESIDE_GBPS = 45.0
+OURS = ("kvloft", "served")
 COLD_PARTS = {
     "before_ms": "until the first forward starts",
     "gpu_ms": "from there to the end of the last forward",
@@ -37,8 +38,9 @@ def main(folder: Path) -> int:
     if "copy" in files:
         parts += _copy(files["copy"])
     parts += _startup(files.get("engine_startup", {}))
-    if "chats" in files:
-        parts += _chats(files["chats"])
+    for name in ("chats", "chats_peers"):
+        parts += _chats(files[name]) if name in files else ()
+    parts += _peers(files.get("engine_peers", {}))
     if "engine" in files:
         parts += _engine(files["engine"], files.get("copy", {}).get("ceiling", {}).get("load"))
     parts += _again([files[name] for name in sorted(files) if name == "engine" or name.startswith("engine_again")])
@@ -312,6 +314,17 @@ def _known(every: dict[str, dict[str, Any]]) -> Iterator[str]:
             yield f"| {what} | {row.get('context', '-')} | {' | '.join(times)} | {bound} | {result.get('kv_blocks', '-')} |"
 
 
+def _peers(results: dict[str, Any]) -> Iterator[str]:
+    """First tokens of known prompts from our server and from those of others, in one run."""
+    medians = {name: result["ttft"]["warm_ms"] for name, result in results.items() if "warm_ms" in result.get("ttft", {})}
+    others = [value for name, value in medians.items() if name not in OURS]
+    if "served" not in medians or not others:
+        return
+    texts = ", ".join(f"{name} {value:.1f}" for name, value in medians.items())
+    yield from ("", "## First token of a known prompt from a server's host memory, beside others' servers", "")
+    yield f"Medians, ms: {texts} (target: ours not above another's; {_verdict(medians['served'] <= min(others))})."
+
+
 def _equality(found: dict[str, Any]) -> Iterator[str]:
     yield from ("", "## Token equality and byte audit (`benches/gpu/equality.py`)", "")
     if "note" in found:
@@ -342,13 +355,13 @@ def _chats(results: dict[str, Any]) -> Iterator[str]:
     yield from ("| | makespan, s | all runs | cached of known tokens | preempted | |", "|---|---|---|---|---|---|")
     runs = {name: [run for run in result["runs"] if not run["unfinished"]] for name, result in results.items()}
     medians = {name: statistics.median(run["makespan_s"] for run in found) for name, found in runs.items() if found}
-    best = min((value for name, value in medians.items() if name != "kvloft"), default=math.inf)
+    best = min((value for name, value in medians.items() if name not in OURS), default=math.inf)
     for name, found in runs.items():
         if name not in medians:
             yield f"| {name} | - | - | - | - | {results[name].get('error', 'not measured').splitlines()[0][:120]} |"
             continue
         known, cached = (sum(run[f"{what}_tokens"] for run in found) for what in ("known", "cached"))
-        verdict = f"at most the fastest other's {best:.1f}: {_verdict(medians[name] <= best)}" if name == "kvloft" else ""
+        verdict = f"at most the fastest other's {best:.1f}: {_verdict(medians[name] <= best)}" if name in OURS else ""
         every, preempted = (
             ", ".join(texts) for texts in zip(*((f"{r['makespan_s']:.1f}", str(r["preemptions"])) for r in found), strict=True)
         )

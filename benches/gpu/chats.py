@@ -22,7 +22,7 @@ from benches.gpu.chats_child import Load
 from benches.gpu.engine import CHILD_ENV, ROOT, result_of
 from benches.gpu.options import STATUS, add_model, add_sizes, some_of, table_of
 from benches.gpu.peers import NAMES as PEERS
-from benches.gpu.peers import SERVED, daemon, env_of, is_installed, kvloft_server
+from benches.gpu.peers import SERVED, daemons, env_of, is_installed, kvloft_server
 from benches.gpu.shapes import options_of
 from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
@@ -66,9 +66,11 @@ def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
         server_log = log.with_suffix(".server.log")
         with (
             tempfile.TemporaryDirectory() as folder,
-            daemon(name, host_gib, server_log),
+            daemons([name], host_gib, lambda _: server_log) as errors,
             kvloft_server([name], options["host_bytes"], server_log) as socket,
         ):
+            if errors:
+                return {"error": errors[name]}
             settings = [f"{key}={value}" for key, value in {**CHILD_ENV, **env_of(name, host_gib)}.items()]
             child = _child(name, {**options, "model_dir": f"{folder}/model", "socket": socket})
             with log.open("w") as file:

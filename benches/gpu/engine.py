@@ -13,14 +13,13 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from benches.gpu.options import STATUS, add_model, add_sizes, some_of, table_of
 from benches.gpu.peers import NAMES as PEERS
-from benches.gpu.peers import SERVED, daemon, env_of, is_installed, kvloft_server
+from benches.gpu.peers import SERVED, daemons, env_of, is_installed, kvloft_server
 from benches.gpu.shapes import options_of
 from benches.gpu.turns import leave
 from kvloft.bench.command import console, gpu_bytes, whole, write
@@ -67,10 +66,13 @@ def run(
             "'attached' compares an engine with itself without its connector; --connectors names none that has one"
         )
     host_bytes = options.get("host_bytes", 0)
-    with ExitStack() as servers:
-        for name in connectors:
-            servers.enter_context(daemon(name, host_bytes >> 30, log_dir / f"{name}.server.log"))
-        socket = servers.enter_context(kvloft_server(connectors, host_bytes, log_dir / "server.log"))
+    progress("servers start")
+    with (
+        daemons(connectors, host_bytes >> 30, lambda name: log_dir / f"{name}.server.log") as errors,
+        kvloft_server(connectors, host_bytes, log_dir / "server.log") as socket,
+    ):
+        results |= {name: {"error": error} for name, error in errors.items()}
+        groups = _groups([name for name in connectors if name not in errors], phases, together=together)
         _run_groups(groups, {**options, "socket": socket}, results, log_dir, deadline, together=together, progress=progress)
     return results
 

@@ -55,19 +55,33 @@ def env_of(name: str, host_gib: int) -> dict[str, str]:
 
 
 @contextmanager
-def daemon(name: str, host_gib: int, log: Path) -> Iterator[None]:
-    """PegaFlow's or LMCache's server while it lasts, ready; nothing for the others. RuntimeError if it does not get ready."""
-    if name not in SERVERS:
-        yield
-        return
-    command, env = SERVERS[name](host_gib)
-    with log.open("w") as file:
-        server = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+def daemons(names: Iterable[str], host_gib: int, log_of: Callable[[str], Path]) -> Iterator[dict[str, str]]:
+    """PegaFlow's and LMCache's servers while it lasts, started together: {name: why} of those that did not get ready.
+
+    ``log_of``: where the output of a server goes.
+    """
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    errors: dict[str, str] = {}
     try:
-        _wait_ready(server, log, PEGAFLOW_HTTP if name == "pegaflow" else None)
-        yield
+        for name in SERVERS.keys() & set(names):
+            with _errors_to(errors, name), log_of(name).open("w") as file:
+                command, env = SERVERS[name](host_gib)
+                started[name] = subprocess.Popen(command, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
+        for name, server in started.items():
+            with _errors_to(errors, name):
+                _wait_ready(server, log_of(name), PEGAFLOW_HTTP if name == "pegaflow" else None)
+        yield errors
     finally:
-        _stop(server)
+        for server in started.values():
+            _stop(server)
+
+
+@contextmanager
+def _errors_to(errors: dict[str, str], name: str) -> Iterator[None]:
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        errors[name] = str(error)
 
 
 def _pegaflow(host_gib: int) -> tuple[list[str], Mapping[str, str]]:

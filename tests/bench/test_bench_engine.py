@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benches.gpu import engine, equality
+from benches.gpu import engine, equality, peers
 from benches.gpu.engine import fit_together, result_of, run
 from kvloft.bench import command
 from kvloft.cli.__main__ import main
@@ -65,6 +65,22 @@ def test_an_engine_that_dies_costs_only_its_own_row(tmp_path: Path, together: bo
 
 
 @pytest.mark.usefixtures("fake_engines")
+@pytest.mark.usefixtures("fake_engines")
+def test_servers_start_together_and_one_that_cannot_costs_only_its_own_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started = tmp_path / "started"
+    ready = f"import time; open({str(started)!r}, 'w'); print({peers.LMCACHE_READY!r}, flush=True); time.sleep(60)"
+    fails = f"import os, time\nwhile not os.path.exists({str(started)!r}): time.sleep(0.01)\nraise SystemExit('no such pool')"
+    for name, program in {"lmcache-server": ready, "pegaflow": fails}.items():
+        monkeypatch.setitem(peers.SERVERS, name, lambda _, program=program: ([sys.executable, "-c", program], {}))
+    found = run(
+        connectors=("pegaflow", "lmcache-server"), phases=("cold",), options={"num_blocks": 10}, log_dir=tmp_path / "logs",
+        timeout_s=60.0, together=True, progress=lambda _: None,
+    )  # fmt: skip
+    assert list(found) == ["pegaflow", "lmcache-server"]
+    assert "no such pool" in found["pegaflow"]["error"] and "cold" not in found["pegaflow"]
+    assert found["lmcache-server"]["cold"]["cold_ms"] == 1.5 and "error" not in found["lmcache-server"]
+
+
 def test_engines_that_take_too_long_are_killed_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "CHILD", "import time; time.sleep(600)")
     begin = time.monotonic()

@@ -304,3 +304,22 @@ def test_known_prompts_are_judged_by_the_link_and_hbm(tmp_path: Path, capsys: py
     }
     said = report(tmp_path, capsys, engine_known_gemma3=engines)
     assert "| gemma3, groups | 32768 | 700.0 | 100.0 | 125.0 | 1.060 | **missed** | 9 |" in said
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(70.0, "met"), (70.5, "**missed**")])
+def test_the_report_puts_our_server_beside_the_fastest_other(
+    ours: float, verdict: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    peers = {"served": ours, "pegaflow": 70.0, "lmcache-server": 90.0}
+    chats = {
+        name: {"runs": [{"makespan_s": s, "preemptions": 0, "known_tokens": 4, "cached_tokens": 4, "unfinished": 0}]}
+        for name, s in peers.items()
+    }
+    died = {"dead": {"error": "its server did not get ready"}}
+    out = report(
+        tmp_path, capsys, chats_peers=chats, engine_peers={name: {"ttft": {"warm_ms": ms}} for name, ms in peers.items()} | died
+    )
+    assert f"served {ours:.1f}, pegaflow 70.0, lmcache-server 90.0 (target: ours not above another's; {verdict})" in out
+    assert f"| served | {ours:.1f} | {ours:.1f} | 100.0% | 0 | at most the fastest other's 70.0: {verdict} |" in out
+    alone = report(tmp_path, capsys, engine_peers={"served": {"ttft": {"warm_ms": ours}}} | died)
+    assert "beside others' servers" not in alone, "there is none to be beside"

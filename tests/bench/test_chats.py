@@ -2,9 +2,7 @@
 
 import json
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,13 +104,7 @@ def fake_children(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("fake_children")
 def test_whatever_becomes_of_an_engine_the_others_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    @contextmanager
-    def daemon(name: str, *_: Any) -> Iterator[None]:
-        if name == "pegaflow":
-            raise RuntimeError("its server did not get ready")
-        yield
-
-    monkeypatch.setattr(chats, "daemon", daemon)
+    monkeypatch.setitem(peers.SERVERS, "pegaflow", lambda _: ([sys.executable, "-c", "raise SystemExit('no such pool')"], {}))
     kept: list[str] = []
     found = chats.run(
         connectors=chats.CONNECTORS, rounds=2, options={"host_bytes": 1 << 30, "child_s": 5.0, "load": LOAD}, log_dir=tmp_path,
@@ -120,7 +112,7 @@ def test_whatever_becomes_of_an_engine_the_others_are_measured(tmp_path: Path, m
     )  # fmt: skip
     assert len(found["none"]["runs"]) == 2 and "--timeout" in found["none"]["error"], "killed after its figures were printed"
     assert "cannot start" in found["native"]["error"] and "not answered" in found["kvloft"]["error"]
-    assert "server" in found["pegaflow"]["error"] and "not installed" in found["lmcache"]["error"]
+    assert "no such pool" in found["pegaflow"]["error"] and "not installed" in found["lmcache"]["error"]
     assert len(kept) == 2 * len(chats.CONNECTORS) and json.loads(kept[0])["none"]["runs"], "what is there is kept after each"
     rows = {row[0]: row for row in chats.table(found)}
     assert rows["kvloft"][1:5] == ("2.0", "2.0, 2.0", "10 of 20 (50.0%)", "7, 7")
@@ -134,14 +126,6 @@ def test_without_time_no_engine_starts(tmp_path: Path) -> None:
         keep=lambda _: None, progress=lambda _: None,
     )  # fmt: skip
     assert found == {"none": {"runs": [], "error": "no time was left to start it"}}
-
-
-def test_a_daemon_that_dies_is_an_error_with_its_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(peers.SERVERS, "pegaflow", lambda _: ([sys.executable, "-c", "raise SystemExit('no such pool')"], {}))
-    begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="no such pool"), peers.daemon("pegaflow", 1, tmp_path / "log"):
-        pass
-    assert time.monotonic() - begin < 60
 
 
 def test_without_a_gpu_no_chat_begins(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
