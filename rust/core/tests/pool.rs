@@ -256,7 +256,7 @@ fn is_given_back(mut world: World, nth: usize) {
     let all = SaveRange { start: 0, stop: 98, tail_blocks: 0 };
     let store = world.open(nth);
     let got = store.reserve(&chain(nth, 0, 98), all).unwrap();
-    assert_eq!(got.leases.len() as u64, 98.min(HOST / world.frames[nth]), "with nobody else it has every frame");
+    assert_eq!(got.leases.len() as u64, 98.min(HOST / world.frames[nth]), "alone it has every frame");
     assert_eq!(store.num_slabs().0, world.pool.num_slabs());
 }
 

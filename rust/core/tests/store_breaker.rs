@@ -420,7 +420,7 @@ fn many_chunks_in_frames_that_are_held_back_do_not_keep_saves_out() {
     }
     assert_eq!(num_saved, 400);
     assert_eq!(pinned.frames().len(), 4);
-    assert!(prompts[25..].iter().all(|prompt| store.lookup(prompt).host_blocks == 4), "they are in nobody's way");
+    assert!(prompts[25..].iter().all(|prompt| store.lookup(prompt).host_blocks == 4), "they are in no one's way");
     store.limit_frames(0);
     assert_eq!(save_all(&store, &chains(1, 4, 20_000)[0]), 0);
     assert_eq!(stat(&store, "host_evictions"), 400);

@@ -1,6 +1,6 @@
 //! Quotas and ages by salt, against a dictionary of what was saved when. By example: `store_quota.rs`.
 //!
-//! The quotas of the walk fit their tiers together. So nobody may ever lose a chunk to another, whatever happens.
+//! The quotas of the walk fit their tiers together. So no tenant may ever lose a chunk to another, whatever happens.
 #![expect(clippy::unwrap_used, reason = "tests")]
 
 mod store_common;

@@ -1,5 +1,5 @@
 //! What becomes of chunks that are coming to host memory: filled ones become visible behind their parents, others fail with all
-//! that waits for them, and what nobody holds any more need not come.
+//! that waits for them, and what has no holder left need not come.
 
 use super::state::State;
 use crate::evict::{ChunkId, Removal};

@@ -21,7 +21,7 @@ const MAX_KEPT: u64 = 1024;
 /// What one has now.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Owner {
-    /// None: nobody has this number.
+    /// None: the number is free.
     tag: Option<SaltTag>,
     num_entries: u32,
     num_host: u32,

@@ -1,4 +1,4 @@
-//! Erasing chunks of namespaces that nobody has open, by the first chunks that they hang on.
+//! Erasing chunks of namespaces that are not open, by the first chunks that they hang on.
 //!
 //! A namespace is opened only if a record in it says that there is something to erase: to open one counts as its use.
 

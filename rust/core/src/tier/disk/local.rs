@@ -1,7 +1,7 @@
 //! What callers ask of an open directory: slots are taken, written, read and freed.
 //!
 //! No lock is held while the system works. Who may ask what of a slot is the caller's promise (`LocalTier`), but for what would
-//! write to a slot that nobody has.
+//! write to a slot that is free.
 
 use std::sync::PoisonError;
 
