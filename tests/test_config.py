@@ -22,7 +22,10 @@ GOOD = {
     "kv_groups": st.sampled_from(["auto", "one", "all"]),
     "disk_threads": st.integers(1, 64),
     "server_timeout": st.integers(0, 3600).map(lambda s: f"{s}s"),
-    "salt_quota": st.none() | st.integers(0, 100).map(lambda n: f"{n}%") | st.integers(0, 1 << 60),
+    "salt_quota": st.none()
+    | st.integers(0, 100).map(lambda n: f"{n}%")
+    | st.integers(0, 1 << 60)
+    | st.integers(0, 100).map(lambda n: n / 100),
     "salt_disk_quota": st.none() | st.integers(0, 100).map(lambda n: f"{n}%") | st.integers(0, 1 << 60).map(format_size),
     "salt_ttl": st.integers(1, 3650).flatmap(lambda n: st.sampled_from([n, f"{n}s", f"{n}min", f"{n}h", f"{n}d"])),
     "load_timeout": st.integers(0, 3600) | st.integers(0, 3600).map(lambda s: f"{s}s"),
@@ -169,7 +172,7 @@ def test_a_server_is_a_socket(origin: str) -> None:
         assert config.server == path
     for wrong in ("tcp://host:1", "kv.sock", "unix:", "unix:/" + "x" * 107, 7):
         with pytest.raises(
-            ConfigError, match=r"server = .* is not allowed; it must be \"auto\", a path of at most 107 bytes such as"
+            ConfigError, match=r"server = .* is not allowed; it must be \"auto\" or a path of at most 107 bytes such as"
         ):
             load_config({"server": wrong}, {})
     assert ("server", "unix:/s", "kv_connector_extra_config") in describe(load_config({"server": "unix:/s"}, {}))
@@ -191,6 +194,38 @@ def test_environment_and_extra_config_read_values_alike(values: dict[str, str]) 
     values = {key: value for key, value in values.items() if value and "\0" not in value} | {"disk_path": "/cache"}
     environ = {f"KVLOFT_{key.upper()}": value for key, value in values.items()}
     assert load_config({}, environ) == load_config(values, {})
+
+
+@pytest.mark.parametrize("key", ["disk_path", "server", *OF_LIMITS])
+def test_null_is_offered_only_where_it_can_be_written(key: str, tmp_path: Path) -> None:
+    """A variable and a flag are text, so "null" there is a word like any other."""
+    file = tmp_path / "kvloft.yaml"
+    file.write_text(f"disk_path: /cache\n{key}: [1]\n" if key != "disk_path" else "disk_path: [1]\n")
+    given = {"disk_path": "/cache", key: [1]}
+    for extra, environ, origin in (
+        (given, {}, "kv_connector_extra_config"),
+        ({}, {"KVLOFT_CONFIG": str(file)}, "kv_connector_extra_config"),
+        (given, {}, "command line"),
+        ({"disk_path": "/cache"}, {f"KVLOFT_{key.upper()}": "a\0b"}, "kv_connector_extra_config"),
+    ):
+        with pytest.raises(ConfigError) as error:
+            load_config(extra, environ, extra_origin=origin)
+        is_text = "command line" in str(error.value) or "variable" in str(error.value)
+        assert KEYS[key].null and (f", or null for {KEYS[key].null}." in one_sentence(error)) is not is_text
+
+
+def test_a_part_is_one_in_every_source(tmp_path: Path) -> None:
+    file = tmp_path / "kvloft.yaml"
+    for text in ("0.0", "0.1", "0.25", "1.0"):
+        file.write_text(f"salt_quota: {text}\n")
+        sources: list[tuple[dict[str, object], dict[str, str]]] = [
+            ({}, {"KVLOFT_CONFIG": str(file)}),
+            ({}, {"KVLOFT_SALT_QUOTA": text}),
+            ({"salt_quota": text}, {}),
+            ({"salt_quota": float(text)}, {}),
+        ]
+        read = [load_config(extra, environ).salt_quota for extra, environ in sources]
+        assert [(type(quota), quota) for quota in read] == [(float, float(text))] * 4
 
 
 ALWAYS_BAD = [

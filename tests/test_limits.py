@@ -53,6 +53,19 @@ def test_other_quotas_are_refused(wrong: object) -> None:
         parse_quota(wrong)
 
 
+@pytest.mark.parametrize(
+    ("text", "quota"), [("0.5", 0.5), (" 1.0 ", 1.0), ("0.0", 0.0), ("01.0", 1.0), ("1", 1), ("2.0", 2), (2.0, 2)]
+)
+def test_a_number_with_a_point_is_a_part_up_to_one_as_text_too(text: object, quota: float) -> None:
+    assert (parse_quota(text), type(parse_quota(text))) == (quota, type(quota))
+
+
+@pytest.mark.parametrize("wrong", ["1.0000001", "0.0000001", ".5", "1."])
+def test_texts_that_are_no_part_are_refused(wrong: str) -> None:
+    with pytest.raises(ValueError):
+        parse_quota(wrong)
+
+
 @pytest.mark.parametrize("wrong", ["0s", 0, "0", 1.5, "1.5s", "1y", "3651d", "-1h", None, True, "", "1e3s", "1ms"])
 def test_other_times_are_refused(wrong: object) -> None:
     with pytest.raises((ValueError, TypeError)):

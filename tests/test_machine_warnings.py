@@ -35,11 +35,31 @@ def test_a_small_size_without_a_unit_is_asked_about(size: object, is_odd: bool |
 
 @pytest.mark.parametrize(
     ("quota", "meant"),
-    [(10, "10%"), ("10", "10%"), (100, "100%"), (500, "500MiB"), (0, None), ("10%", None), (0.1, None), ("4KiB", None)],
+    [(10, "10%"), ("10", "10%"), (100, "100%"), (500, "500MiB"), ("10%", None), (0.1, None), ("4KiB", None)],
 )
 def test_a_small_quota_without_a_unit_is_asked_about(quota: object, meant: str | None) -> None:
     found = warnings(load_config({"salt_quota": quota}, {}))
     assert [text.split("; ")[1] for text in found] == ([f"did you mean {meant}?"] if meant else [])
+
+
+def test_a_quota_that_keeps_nothing_is_told_unless_single_salts_have_others(tmp_path: Path) -> None:
+    for quota, shown in (("0", "0B"), ("0%", "0%"), ("0.0", "0%")):
+        (text,) = said(salt_quota=quota)
+        assert text.startswith(f"salt_quota = {shown} (kv_connector_extra_config) keeps nothing of what has a cache_salt")
+    file = tmp_path / "limits.yaml"
+    file.write_text("- {salt: a, quota: 10%}\n- {salt: b, quota: 0}\n")
+    assert said(salt_quota="0", salt_limits=file) == [], "only those in the file"
+    assert said(salt_disk_quota="0", disk_path=tmp_path / "new", disk_size="1MiB") == [], "in host memory only"
+
+
+def test_a_quota_of_the_disk_in_the_file_needs_a_disk(tmp_path: Path) -> None:
+    file = tmp_path / "limits.yaml"
+    file.write_text("- {salt: a, disk_quota: 10%}\n- {salt: b, disk_quota: 9GiB, quota: 1%}\n- {salt: c, disk_quota: null}\n")
+    assert said(salt_limits=file) == [
+        f"salt_limits = {file}, entry 1: disk_quota = 10% does nothing without disk_path.",
+        f"salt_limits = {file}, entry 2: disk_quota = 9GiB does nothing without disk_path.",
+    ]
+    assert said(salt_limits=file, disk_path=tmp_path / "new", disk_size="9GiB") == []
 
 
 @pytest.mark.parametrize(("ttl", "meant"), [(24, "24h"), ("7", "7h"), (3600, None), ("24h", None), ("30s", None)])
@@ -166,6 +186,7 @@ def test_a_directory_that_others_may_write_is_told_before_it_is_not_used(mode: i
     disk.chmod(mode)
     config = load_config({"disk_path": str(disk), "disk_size": "1MiB"}, {})
     assert any("chmod go-w" in text for text in warnings(config))
+    assert not any("chmod go-w" in text for text in warnings(config, opens_disk=True)), "it is told as the disk is opened"
     disk.chmod(0o755)
     assert not any("chmod go-w" in text for text in warnings(config))
 

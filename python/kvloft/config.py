@@ -64,8 +64,11 @@ Quota = int | float
 def parse_quota(value: object) -> Quota:
     """Bytes as an int of ``"8GiB"`` or another size, or a part of the whole as a float of ``"10%"`` or 0.1; raises ValueError.
 
-    Parts are millionths: what is less and not 0 is refused.
+    Up to 1.0, a number with a point is a part, as text too: YAML has 1.0 as a number, and a command line as text. Parts are
+    millionths: what is less and not 0 is refused.
     """
+    if isinstance(value, str) and re.fullmatch(r"\s*0*[01]\.[0-9]{1,9}\s*", value):
+        value = float(value)
     if isinstance(value, float) and (value == 0.0 or 1e-6 <= value <= 1.0):
         return round(value, 6)
     match = re.fullmatch(r"\s*([0-9]{1,3}(?:\.[0-9]{1,4})?)\s*%\s*", value) if isinstance(value, str) else None
@@ -173,11 +176,15 @@ def _parse_choice(value: object, allowed: tuple[str, ...]) -> str:
 
 
 class Kind(NamedTuple):
-    """How a value is read (ValueError if it cannot be), what is allowed (completes "it must be ..."), how it is shown."""
+    """How a value is read (ValueError if it cannot be), what is allowed (completes "it must be ..."), how it is shown.
+
+    ``null``: what null means, where a source has it; empty where it is not allowed.
+    """
 
     parse: Callable[[object], object]
     allowed: str
     show: Callable[[Any], str] = str
+    null: str = ""
 
 
 def _size(low: int = 4096, high: int = 1 << 60, example: str = "") -> Kind:
@@ -189,7 +196,7 @@ def _or_none(kind: Kind) -> Kind:
     def parse(value: object) -> object:
         return None if value is None else kind.parse(value)
 
-    return Kind(parse, f"{kind.allowed}, or null for no limit", lambda v: "(none)" if v is None else kind.show(v))
+    return Kind(parse, kind.allowed, lambda v: "(none)" if v is None else kind.show(v), "no limit")
 
 
 def _choice(*allowed: str) -> Kind:
@@ -202,16 +209,17 @@ def _set(default: Any, kind: Kind) -> Any:
 
 
 _SIZE: Final = _size(example=', such as "8GiB", "500MB" or a number of bytes')
-_PATH: Final = Kind(_parse_path, "the path of a directory, or null for no disk tier", lambda v: v or "(none)")
+_PATH: Final = Kind(_parse_path, "the path of a directory", lambda v: v or "(none)", "no disk tier")
 _TOKENS: Final = Kind(lambda v: v if v == "auto" else _parse_count(v, 1, 1 << 20), '"auto" or a number of tokens from 1 to 1048576')
 _SERVER: Final = Kind(
     parse_socket,
-    '"auto", a path of at most 107 bytes such as "unix:/run/user/1000/kvloft/kvloft.sock", or null for one of its own',
+    '"auto" or a path of at most 107 bytes such as "unix:/run/user/1000/kvloft/kvloft.sock"',
     lambda v: (v if v == AUTO else f"unix:{v}") if v else "(none)",
+    "one of its own",
 )
 _TEXT: Final = Kind(_parse_text, "text", lambda v: repr(v) if v else "(empty)")
 _THREADS: Final = Kind(partial(_parse_count, low=1, high=64), "a number from 1 to 64")
-_FILE: Final = Kind(_parse_path, "the path of a YAML file, or null for none", lambda v: v or "(none)")
+_FILE: Final = Kind(_parse_path, "the path of a YAML file", lambda v: v or "(none)", "none")
 _QUOTA: Final = _or_none(Kind(parse_quota, 'a part such as "10%", or a size such as "8GiB"', format_quota))
 _TTL: Final = _or_none(Kind(parse_ttl, 'a time from 1s to 3650d, such as "24h" or "7d"', format_ttl))
 _TIME: Final = Kind(parse_seconds, 'a time from 0 to 1h, such as "10s", "250ms" or a number of seconds', lambda v: f"{v:g}s")
@@ -277,12 +285,13 @@ def load_config(
     """
     environ = os.environ if environ is None else environ
     layers = [_from_file(environ), _from_environ(environ), _from_mapping(extra or {}, extra_origin)]
+    has_null = [True, False, extra_origin == FROM_EXTRA]  # a variable or a flag is text
     values: dict[str, object] = {}
     origins: dict[str, str] = {}
     bare_numbers: dict[str, int] = {}
-    for layer in layers:  # weakest first; every layer is checked, also where a stronger one wins
+    for layer, may_be_null in zip(layers, has_null, strict=True):  # weakest first; each is checked, also where a stronger one wins
         for key, (raw, origin) in layer.items():
-            values[key] = value = _parse(key, raw, origin)
+            values[key] = value = _parse(key, raw, origin, may_be_null)
             origins[key] = origin
             bare_numbers.pop(key, None)
             if KEYS[key] in (_SIZE, _QUOTA, _TTL) and isinstance(value, int) and not has_unit(raw):
@@ -393,11 +402,13 @@ def _known(key: object, origin: str, spell: Callable[[str], str] = str, written:
     raise ConfigError(f"{_shown(key) if written is None else written} ({origin}) is not a setting of kvloft; {hint}")
 
 
-def _parse(key: str, raw: object, origin: str) -> object:
+def _parse(key: str, raw: object, origin: str, may_be_null: bool) -> object:
+    kind = KEYS[key]
     try:
-        return KEYS[key].parse(raw)
+        return kind.parse(raw)
     except (ValueError, TypeError, ArithmeticError):
-        raise ConfigError(f"{key} = {_shown(raw)} ({origin}) is not allowed; it must be {KEYS[key].allowed}.") from None
+        null = f", or null for {kind.null}" if kind.null and may_be_null else ""
+        raise ConfigError(f"{key} = {_shown(raw)} ({origin}) is not allowed; it must be {kind.allowed}{null}.") from None
 
 
 def _shown(value: object) -> str:

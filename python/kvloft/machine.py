@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from kvloft.config import AUTO, OF_LIMITS, Config, format_size, size_text
+from kvloft.config import AUTO, OF_LIMITS, Config, format_quota, format_size, size_text
 from kvloft.errors import ConfigError
 from kvloft.limits import given_limits, tenant_limits
 
@@ -61,15 +61,19 @@ def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status"))
             )
 
 
-def warnings(config: Config) -> list[str]:
-    """One sentence for each setting that this machine may not have room or rights for."""
+def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
+    """One sentence for each setting that this machine may not have room or rights for.
+
+    Who ``opens_disk`` at once tells by itself whose the directory is.
+    """
     if config.server is not None:
         return _bare(config) if config.server == AUTO else []  # the memory and the disk are the server's, which looks itself
     found = [*_bare(config), _memory(config.host_size), *_in_vain(config)]
     if config.disk_path is not None:
         path = Path(config.disk_path)
         rights = _rights(path)
-        found += [rights] if rights is not None else [_others(path), _room(path, config.disk_size), _company(path)]
+        looks = [_room(path, config.disk_size), _company(path)] if rights is None else [rights]
+        found += looks if rights is not None or opens_disk else [_others(path), *looks]
     return [text for text in found if text is not None]
 
 
@@ -93,13 +97,18 @@ def _unit(key: str, size: int) -> str:
 
 
 def _in_vain(config: Config) -> Iterator[str]:
-    """Quotas that bound nothing."""
+    """Quotas that bound nothing, and one that leaves nothing."""
+    if config.salt_quota == 0 and config.salt_limits is None:  # beside that file, only its salts are kept
+        given = f"salt_quota = {format_quota(config.salt_quota)} ({config.origin('salt_quota')})"
+        yield f"{given} keeps nothing of what has a cache_salt; leave it out for no limit."
     wholes = {"salt_quota": "host_size", "salt_disk_quota": "disk_size"}
-    quotas = [(key, f" ({config.origin(key)})", key, getattr(config, key)) for key in wholes]
+    quotas = [(key, f" ({config.origin(key)})", key, quota) for key in wholes if (quota := getattr(config, key)) is not None]
     quotas += [(each.blame, "", each.setting, each.value) for each in given_limits(config) if each.setting in wholes]
     for name, origin, key, quota in quotas:
         whole = getattr(config, wholes[key])
-        if isinstance(quota, int) and quota > whole:
+        if key == "salt_disk_quota" and config.disk_path is None:
+            yield f"{name} = {format_quota(quota)} does nothing without disk_path."
+        elif isinstance(quota, int) and quota > whole:
             given, least = format_size(quota), format_size(whole)
             yield f"{name} = {given}{origin} is more than {wholes[key]} = {least}, so it limits nothing."
 

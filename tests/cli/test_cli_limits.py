@@ -112,6 +112,7 @@ def test_people_see_what_tenants_have_and_no_salt(
     ("options", "said"),
     [
         (["--salt-quota", "110%"], 'salt_quota = "110%" (command line) is not allowed; it must be a part such as "10%"'),
+        (["--salt-quota", "null"], 'it must be a part such as "10%", or a size such as "8GiB".\n'),
         (["--salt-ttl", "0s"], 'salt_ttl = "0s" (command line) is not allowed; it must be a time from 1s to 3650d'),
         (["--salt-disk-quota", "1%"], "does nothing without disk_path"),
         (["--salt-limits", "/none/such.yaml"], "salt_limits = /none/such.yaml cannot be read"),
