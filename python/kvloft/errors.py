@@ -11,6 +11,10 @@ MAY_PASS: Final = {getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EIO", 
 """What is wrong with the machine for now, and with no setting: it must not end an engine's start."""
 
 
+NOT_WRITTEN: Final = 4
+"""Exit status of a command whose output could not be written: 1 says what was found."""
+
+
 class ConfigError(ValueError):
     """A setting is wrong; the message is one sentence naming the key, the value, its source and what is allowed."""
 

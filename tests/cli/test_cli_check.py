@@ -66,6 +66,15 @@ def test_a_wrong_answer_is_status_1_and_the_last_line_says_where(capsys: pytest.
     assert "kvloft, disk, new engine: 1 of 1 answers differ" in last
 
 
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_a_reader_that_leaves_early_does_not_make_it_served(more: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as lines:
+        monkeypatch.setattr("sys.stdout", lines)
+        assert main(["check", "wrong", *more]) == 1
+
+
 def test_a_refusal_is_status_1_and_has_kvlofts_own_sentence(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "refused"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,27 @@ def test_verify_of_a_lost_index_is_status_1(
     assert "0 chunks checked: 1 problem found." in out
     assert main(["inspect", "--json", str(folder)]) == 0
     assert json.loads(capsys.readouterr().out)[0]["problem"] == damage["problem"]
+
+
+@pytest.mark.parametrize("is_json", [False, True])
+def test_damage_that_a_reader_does_not_wait_for_is_status_1_all_the_same(folder: Path, is_json: bool) -> None:
+    damage_one_payload(folder)
+    argv = [sys.executable, "-m", "kvloft.cli", "verify", str(folder), *(["--json"] if is_json else [])]
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        environ = os.environ | {"PYTHONUNBUFFERED": "1"}  # as if it were a lot
+        done = subprocess.run(argv, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=120, env=environ)
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (1, "")
+
+
+def test_what_cannot_be_written_is_not_the_status_of_damage(folder: Path) -> None:
+    argv = [sys.executable, "-m", "kvloft.cli", "verify", str(folder)]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (4, "kvloft: the output cannot be written (No space left on device)\n")
 
 
 def make_older(folder: Path) -> None:

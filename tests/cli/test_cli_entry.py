@@ -54,9 +54,9 @@ def closed(argv: list[str], *numbers: int) -> "subprocess.CompletedProcess[str]"
 )
 def test_what_it_cannot_print_it_does_not_do(argv: list[str], folder: Path) -> None:
     done = closed([part.format(folder) for part in argv], 1)
-    assert (done.returncode, done.stderr) == (1, "kvloft: stdout is closed; redirect it to /dev/null to see nothing\n")
+    assert (done.returncode, done.stderr) == (4, "kvloft: stdout is closed; redirect it to /dev/null to see nothing\n")
     assert not list(folder.iterdir())
-    assert closed(["config"], 0, 1, 2).returncode == 1
+    assert closed(["config"], 0, 1, 2).returncode == 4
 
 
 def test_what_goes_wrong_is_not_output_where_stderr_is_closed(folder: Path) -> None:
@@ -77,7 +77,7 @@ def test_what_is_lost_only_as_it_ends_is_told_in_a_sentence(argv: list[str], pla
     """Python writes what it kept back as it ends: then an error would be a traceback, and the status 120."""
     with open(place, "r" if place == "/dev/null" else "w") as out:
         done = subprocess.run([*COMMAND, *argv], stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, env=buffered())
-    assert (done.returncode, done.stderr) == (1, f"kvloft: the output cannot be written ({reason})\n")
+    assert (done.returncode, done.stderr) == (4, f"kvloft: the output cannot be written ({reason})\n")
 
 
 @pytest.mark.parametrize("argv", [["config"], ["config", "--json"], ["--help"]])

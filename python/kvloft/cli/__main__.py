@@ -8,11 +8,13 @@ import sys
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one command; returns its exit status: 1 where stdout is closed, 130 after Ctrl-C."""
+    """Run one command; returns its exit status: 4 where stdout is closed, 130 after Ctrl-C."""
     try:
         if not _has_streams():
+            from kvloft.errors import NOT_WRITTEN
+
             print("kvloft: stdout is closed; redirect it to /dev/null to see nothing", file=sys.stderr)
-            return 1
+            return NOT_WRITTEN
         import signal
 
         is_ours = argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -109,13 +109,14 @@ def run(args: argparse.Namespace) -> int:
         return 2
     found = [(name, ran.events, ran.error) for name, ran in engines.items()]
     report = make_report(found, about | {"ignored": ran.get("started")["ignored"]})
+    args.status = 0 if report["served"] else 1
     if args.json:
         print(json.dumps(report, indent=1))
     else:
         screen = Console(width=None if sys.stdout.isatty() else 150)
         for each in tables(report):
             screen.print(each, highlight=False, markup=False, soft_wrap=isinstance(each, str))
-    return 0 if report["served"] else 1
+    return int(args.status)
 
 
 def run_engines(args: argparse.Namespace, extra: dict[str, Any]) -> dict[str, Ran]:

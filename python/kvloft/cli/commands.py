@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from kvloft import __version__
-from kvloft.errors import ConfigError
+from kvloft.errors import NOT_WRITTEN, ConfigError
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -19,7 +19,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     except SystemExit as e:
         if e.code:
             raise
-        raise SystemExit(_written(lambda: 0)) from None  # the help
+        raise SystemExit(_written(lambda _: 0, argparse.Namespace(status=0))) from None  # the help
     if rest:
         _refuse(args.parser, rest)
     return args
@@ -27,33 +27,35 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def run(args: argparse.Namespace) -> int:
     """Run one command; returns its exit status (2 for a wrong setting, as argparse does for an argument)."""
-    return _written(lambda: int(args.run(args)))
+    return _written(args.run, args)
 
 
-def _written(do: Callable[[], int]) -> int:
-    """The status of what is done, or of what it printed, where that cannot be written."""
-    status = 0
+def _written(do: Callable[[argparse.Namespace], int], args: argparse.Namespace) -> int:
+    """The status of what is done, or of what it printed, where that cannot be written.
+
+    A command that prints a lot sets ``args.status`` before: a reader that leaves early must not make it 0.
+    """
     try:
-        status = do()
+        args.status = do(args)
         sys.stdout.flush()  # as Python ends, an error would be a traceback, and the status 120
-        return status
+        return int(args.status)
     except ConfigError as e:
         print(f"kvloft: {e}", file=sys.stderr)
         return 2
     except SystemExit as e:  # so rich tells of such a reader, and has done the rest
         if not isinstance(e.__context__, BrokenPipeError):
             raise
-        return status
+        return int(args.status)
     except BrokenPipeError:
         # The reader (head, less) has seen enough; without this, Python complains again while it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return status
+        return int(args.status)
     except OSError as e:
         if e.errno not in (errno.ENOSPC, errno.EIO, errno.EBADF):
             raise
         print(f"kvloft: the output cannot be written ({e.strerror})", file=sys.stderr)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return status or 1
+        return int(args.status) or NOT_WRITTEN
 
 
 def _refuse(parser: argparse.ArgumentParser, unknown: list[str]) -> NoReturn:
@@ -83,6 +85,7 @@ def build_parser(name: str | None = None) -> argparse.ArgumentParser:
         prog="kvloft",
         allow_abbrev=False,
         description="Serve one cache to several engines; look at settings, models, the disk tier and speed on a GPU.",
+        epilog="Exit status of each: 2 for a wrong argument or setting, 4 where the output cannot be written; see COMMAND --help.",
     )
     parser.add_argument("--version", action="version", version=f"kvloft {__version__}")
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -90,7 +93,7 @@ def build_parser(name: str | None = None) -> argparse.ArgumentParser:
         command.add_parser(subparsers)
     for own in subparsers.choices.values():
         own.allow_abbrev = False  # --evict is not --eviction
-        own.set_defaults(parser=own)
+        own.set_defaults(parser=own, status=0)
     return parser
 
 

@@ -21,9 +21,9 @@ def add_parser(subparsers: Any) -> None:
         help="check every chunk of a disk directory for damage",
         description=(
             "Read every chunk of a disk directory and compare its key and checksum. Changes nothing. "
-            "Exit status: 0 all right, 1 damage found, 2 not done (wrong DIR, or an engine is using it), "
+            "Exit status: 0 all right, 1 damage found, 2 not done (wrong DIR, or an engine or a server has it), "
             "3 no damage found, but another version of kvloft made some of it, which cannot be checked: "
-            "an engine of this version starts that over."
+            "an engine of this version starts that over; 4 the output cannot be written, so that what was found is not known."
         ),
     )
     add_arguments(parser)
@@ -31,20 +31,24 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Walk the directory; 0 without damage, 1 with, 2 where it could not be walked, 3 where another version made some of it."""
+    """Walk the directory; 0 without damage, 1 with, 2 where it could not be walked, 3 where another version made some of it.
+
+    The status is ``args.status`` before anything is printed.
+    """
     checked = read_folder(args.dir, lambda folder: _walk(folder, quiet=args.json))
     if checked is None:
         return 2
     num_chunks, found = checked
     others = [row for row in found if row.pop("is_other_format")]
     damage = [row for row in found if row not in others]
+    args.status = 1 if damage else 3 if others else 0
     if args.json:
         print(json.dumps({"chunks": num_chunks, "damage": damage, "other_format": others}, indent=2))
     else:
         _print(num_chunks, damage)
         for other in others:
             print(f"{other['namespace']} is not damaged and was not checked: {other['problem']}.")
-    return 1 if damage else 3 if others else 0
+    return int(args.status)
 
 
 def _walk(folder: str, *, quiet: bool) -> tuple[int, list[dict[str, Any]]]:
