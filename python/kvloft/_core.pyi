@@ -261,12 +261,13 @@ class Session:
 
 @final
 class Server:
-    """A store that engines of this user share; it listens at ``socket`` from its making on, and tells nobody else.
+    """A store that engines of this user share; it listens at ``socket`` from its making on, and only they are let in.
 
-    Memory is taken for the first engine. Each namespace has chunks, slabs of the memory and a folder of its own on disk; those with
-    engines share the memory equally, but for ``shares``: percent by how a namespace's name in hex begins. ``numa``: the
-    NUMA node of each shard's part of a chunk, or one for all. ``settings``: what `server_status` says of it, for people. Raises
-    BusyError where another server has the socket, ConfigError where its directory is not private or the shares are wrong.
+    Memory is taken for the first engine, and the disk directory at once, or later if it cannot be had: see ``disk_trouble``.
+    Each namespace has chunks, slabs of the memory and a folder of its own on disk; those with engines share the memory equally,
+    but for ``shares``: percent by how a namespace's name in hex begins. ``numa``: the NUMA node of each shard's part of a
+    chunk, or one for all. ``settings``: what `server_status` says of it, for people. Raises BusyError where another server
+    has the socket, ConfigError where its directory is not private, the shares are wrong or ``disk_path`` can never be used.
     """
 
     def __new__(
@@ -286,6 +287,8 @@ class Server:
     ) -> Server: ...
     def status(self) -> dict[str, Any]:
         """As `server_status`."""
+    def disk_trouble(self) -> str | None:
+        """Why the disk directory is not this server's for now, such as another owner; None where it is, or there is none."""
     def take_events(self) -> list[str]:
         """What a person should see in the log, once each."""
     def close(self, timeout_s: float = 30.0) -> None:
@@ -298,7 +301,7 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     each tag, None for what has no salt, host and disk in chunks, max_host and max_disk, ttl_s) and engines (each pid, connected_ms,
     reservations, leases).
 
-    Raises StoreError where nobody answers in time, ConfigError where the server refuses to.
+    Raises StoreError where none answers in time, ConfigError where the server refuses to.
     """
 
 def server_forget(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:

@@ -1,17 +1,22 @@
 """`kvloft serve` and `kvloft status`: what a person and a script read, and how mistakes end."""
 
 import contextlib
+import fcntl
 import json
 import os
+import pty
 import re
 import select
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,6 +69,121 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
     assert _core.disk_inspect(str(disk))[0]["chunks"] == 3
     assert main(["status", "--socket", str(socket)]) == 1
     assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGTERM, signal.SIGINT])
+def test_each_signal_that_ends_it_leaves_the_last_writes_on_disk(number: signal.Signals, folder: Path) -> None:
+    with served(folder) as (process, socket):
+        engine = _core.Session.connect(socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+        assert save(engine, range(200)) == 200
+        process.send_signal(number)
+        rest, _ = process.communicate(timeout=120)
+        assert process.returncode == 0 and rest.splitlines()[-1].endswith("ended"), rest
+        engine.close()
+    assert _core.disk_inspect(str(folder / "disk"))[0]["chunks"] == 200
+
+
+def test_a_terminal_that_closes_ends_it_with_its_last_writes(folder: Path) -> None:
+    """The kernel sends SIGHUP then, and what is printed has nowhere to go."""
+    ours, its = pty.openpty()
+    try:
+        with served(folder, stdin=its, stdout=its, stderr=its, start_new_session=True, preexec_fn=take_terminal) as (
+            process,
+            socket,
+        ):
+            until_it_listens(socket)
+            engine = _core.Session.connect(socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+            assert save(engine, range(3)) == 3
+            os.close(its)
+            os.close(ours)
+            its = ours = -1
+            assert process.wait(timeout=120) == 0
+            engine.close()
+    finally:
+        for file in (ours, its):
+            if file >= 0:
+                os.close(file)
+    assert _core.disk_inspect(str(folder / "disk"))[0]["chunks"] == 3
+
+
+def test_nohup_is_heeded(folder: Path) -> None:
+    with served(folder, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)) as (process, _):
+        (ignored,) = re.findall(r"^SigIgn:\s*([0-9a-f]+)$", Path(f"/proc/{process.pid}/status").read_text(), re.MULTILINE)
+        assert int(ignored, 16) & 1 << signal.SIGHUP - 1
+
+
+@pytest.mark.parametrize("is_background", [False, True])
+def test_a_second_server_on_a_disk_warns_at_its_start(folder: Path, is_background: bool) -> None:
+    disk, log = folder / "disk", folder / "run" / "second.log"
+    with served(folder) as (first, _):
+        trouble = f"disk_path {disk} is in use by process {first.pid}: stop it, or set another disk_path"
+        warning = f"kvloft: warning: {trouble}; there is host memory only until it can be used\n"
+        first_line = f"host 4 MiB, disk {disk} not used for now, tried again ({trouble})\n"
+        more = ["--linger", "1s", "--background", str(log)] if is_background else []
+        with served(folder, "second", more, stderr=subprocess.PIPE, wanted="" if is_background else "serves at") as (
+            second,
+            socket,
+        ):
+            if is_background:
+                out, err = second.communicate(timeout=120)
+                os.kill(int(out.split()[1]), signal.SIGTERM)
+                assert (second.returncode, err) == (0, warning)
+                assert log.read_text().splitlines(keepends=True)[0].endswith(first_line)
+                return
+            said = _core.server_status(socket)["stats"]["server_disk_unused"]
+            second.terminate()
+            _, err = second.communicate(timeout=120)
+            assert (said, err) == (1, warning)
+
+
+def test_the_first_line_does_not_name_a_disk_that_is_not_used(folder: Path) -> None:
+    (folder / "disk").mkdir()
+    (folder / "disk").chmod(0o777)
+    with served(folder, stderr=subprocess.STDOUT, wanted="kvloft: warning: ") as (process, _):
+        assert process.stdout is not None
+        assert f"host 4 MiB, disk {folder}/disk not used for now, tried again (disk_path" in process.stdout.readline()
+        process.terminate()
+        rest, _ = process.communicate(timeout=120)
+        assert "chmod" not in rest, "it is told once"
+
+
+def take_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def until_it_listens(socket: str) -> None:
+    for _ in range(1200):
+        with contextlib.suppress(_core.StoreError):
+            _core.server_status(socket)
+            return
+        time.sleep(0.05)
+    pytest.fail("it never listened")
+
+
+@contextlib.contextmanager
+def served(
+    folder: Path, name: str = "kv", argv: Sequence[str] = (), wanted: str = "serves at", **more: Any
+) -> "Iterator[tuple[subprocess.Popen[str], str]]":
+    """A server with a disk in ``folder``, once it said a first line that holds what is ``wanted``, if that can be read."""
+    socket = str(folder / "run" / f"{name}.sock")
+    sizes = ["--host-size", "4MiB", "--disk-path", str(folder / "disk"), "--disk-size", "4MiB"]
+    keywords = {"stdout": subprocess.PIPE, "text": True} | more
+    (folder / "run").mkdir(mode=0o700, exist_ok=True)
+    whole = [sys.executable, "-m", "kvloft.cli", "serve", "--socket", socket, *sizes, *argv]
+    with subprocess.Popen(whole, **keywords) as process:
+        try:
+            if process.stdout is not None and wanted:
+                assert wanted in process.stdout.readline()
+            yield process, socket
+        finally:
+            process.kill()
+
+
+def save(engine: _core.Session, tokens: Iterable[int]) -> int:
+    chain, tokens = _core.KeyChain(bytes(32), block_tokens=1), list(tokens)
+    chain.append_tokens(tokens)
+    chunks, _ = engine.reserve(chain, 0, len(tokens), 0, [token + 1 for token in tokens])
+    return engine.settle(chunks.tickets())[0]
 
 
 def test_a_server_in_the_background_is_told_by_its_process_socket_and_log(folder: Path) -> None:

@@ -3,7 +3,10 @@
 Host memory serves on, saves into it go on, every token is right, the engine stops, and what was good on disk before is there after.
 """
 
+import shutil
 import subprocess
+import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -109,3 +112,24 @@ def test_an_engine_starts_on_a_disk_that_takes_nothing(truth: Truth, start: Call
     assert ask(truth, engine, OLD) == FULL_HIT
     until(lambda: "host memory only" in engine.store_log(), "nothing tells that there is no disk")
     engine.stop()
+
+
+def test_a_server_starts_beside_a_disk_that_hangs_and_uses_it_once_it_answers(disk: Ext4, tmp_path: Path) -> None:
+    folder, socket = disk.path / "disk", tempfile.mkdtemp(prefix="kv-")  # a socket's path is short
+    argv = ["--socket", f"{socket}/kv.sock", "--host-size", "1MiB", "--disk-path", str(folder), "--disk-size", "1MiB"]
+    log = tmp_path / "log"
+    disk.freeze()
+    with log.open("w") as out:
+        process = subprocess.Popen([sys.executable, "-m", "kvloft.cli", "serve", *argv], stdout=out, stderr=out)
+    try:
+        told = f"disk {folder} not used for now, tried again (disk_path {folder} does not answer)"
+        until(lambda: told in log.read_text(), "it waits for the disk")
+        disk.thaw()
+        until(lambda: f"the disk {folder} is used from now on" in log.read_text(), "the disk is never used")
+        process.terminate()
+        assert process.wait(timeout=60) == 0
+    finally:
+        disk.thaw()
+        process.kill()
+        process.wait()
+        shutil.rmtree(socket)

@@ -67,6 +67,7 @@ SERVER_COUNTERS: Final = {
 SERVER_GAUGES: Final = {
     "server_host_bytes": "Bytes of host memory that the server may take",
     "server_disk_bytes": "Bytes that the disk directory may take",
+    "server_disk_unused": "1 while the disk directory is another's, or cannot be used for another reason",
     "quarantined_reservations": "Frames kept until nothing can write to them",
 }
 LABEL: Final = "namespace"

@@ -36,6 +36,8 @@ FIRST_ENGINE_S: Final = 60.0
 CLOSE_TIMEOUT_S: Final = 60.0
 TWICE_S: Final = 1.0
 """Signals that come so soon after the first are the same one."""
+ENDS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that end a server with its last writes; the last is a terminal's that closes."""
 OPTIONS: Final = {
     "host_size": "host memory for cached KV, taken as it is used",
     "disk_path": "directory of the disk tier; without it, a restart begins empty",
@@ -79,7 +81,7 @@ has other limits for single salts:
   - {salt_file: acme.salt, quota: 25%, disk_quota: 40%, ttl: 7d}
   - {salt: null, ttl: 30d}    # requests without a salt
 
-SIGTERM or Ctrl-C writes to disk what should be there, and ends.
+SIGTERM, Ctrl-C or SIGHUP writes to disk what should be there, and ends.
 `kvloft status --socket PATH` shows what it does.
 """
 
@@ -183,7 +185,7 @@ def run(args: argparse.Namespace) -> int:
     own_shares, numa = shares(args.share), nodes(args.numa)
     own = replace(config, server=None)  # its memory and its disk are this machine's
     refuse_here(own)
-    for warning in warnings(own):
+    for warning in warnings(own, opens_disk=True):
         print(f"kvloft: warning: {warning}", file=sys.stderr)
     serve = partial(_serve, config, own_shares, numa, metrics_at, linger_s)
     _make_folder(config)
@@ -234,8 +236,9 @@ def _serve(
 
     is_over, begun_s = threading.Event(), list[float]()
     told = _told(config, linger_s, own_shares, numa)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, _frame: _stop(is_over, begun_s, number))
+    for number in ENDS:
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+            signal.signal(number, lambda number, _frame: _stop(is_over, begun_s, number))
     try:
         server = Server(
             str(config.socket),
@@ -259,10 +262,13 @@ def _serve(
         except ConfigError:
             server.close(0.0)
             raise
+    trouble = server.disk_trouble()
+    if trouble is not None:
+        print(f"kvloft: warning: {trouble}; there is host memory only until it can be used", file=sys.stderr)
     begun()
-    disk = f"disk {config.disk_path} up to {size_text(config.disk_size)}" if config.disk_path else "no disk"
     bounds = f"; {text}" if (text := rules(told)) else ""
-    _tell(f"kvloft {__version__} serves at unix:{config.socket}: host {size_text(config.host_size)}, {disk}{bounds}")
+    host, disk = size_text(config.host_size), _disk(config, trouble)
+    _tell(f"kvloft {__version__} serves at unix:{config.socket}: host {host}, {disk}{bounds}")
     if end_metrics is not None:
         _tell(f"metrics at {url}")
     _wait(is_over, server, linger_s)
@@ -271,9 +277,18 @@ def _serve(
     if end_metrics is not None:
         end_metrics()
     _tell(*server.take_events(), "ended")
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ENDS:
         signal.signal(number, signal.SIG_IGN)  # one that comes second would kill the interpreter while it ends
     return 0
+
+
+def _disk(config: Config, trouble: str | None) -> str:
+    """What there is of a disk as it starts."""
+    if config.disk_path is None:
+        return "no disk"
+    if trouble is None:
+        return f"disk {config.disk_path} up to {size_text(config.disk_size)}"
+    return f"disk {config.disk_path} not used for now, tried again ({trouble})"
 
 
 def _told(config: Config, linger_s: float | None, own_shares: list[tuple[str, int]], numa: list[int]) -> dict[str, str]:

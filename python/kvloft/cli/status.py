@@ -14,6 +14,7 @@ from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.cli.tables import (
     before_engines,
     broken,
+    disk_unused,
     engine_table,
     field_table,
     given_up,
@@ -72,14 +73,17 @@ def _print(status: dict[str, Any], socket: str, console: Console, tag: str | Non
         console.print(whose(tag, status["namespaces"]), highlight=False, markup=False, soft_wrap=True)
     if not status["namespaces"]:
         console.print(before_engines(status, socket), highlight=False, markup=False, soft_wrap=True)
+    for line in disk_unused(status) if status["namespaces"] else ():
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
     for space in status["namespaces"]:
         console.print(title(space["namespace"], space, status), highlight=False, markup=False)
         console.print(field_table(fields_of(space["description"])))
         if not space["stats"]:
             console.print("It is being opened.")
             continue
-        lines = (*pinned(space), *given_up(space), *broken(space), *tenant_table(space, MAX_TENANTS, tag))
-        for table in (tier_table(space), *lines, engine_table(space), hit_table(space)):
+        lines = (*pinned(space), *given_up(space), *broken(space))
+        below = (engine_table(space), *tenant_table(space, MAX_TENANTS, tag))
+        for table in (tier_table(space), *lines, hit_table(space), *below):
             console.print(table)
             console.print()
     kept = status["stats"]["quarantined_reservations"]

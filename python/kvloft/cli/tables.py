@@ -11,6 +11,7 @@ from kvloft.config import format_ttl, size_text
 
 Status = Mapping[str, Any]
 """As `_core.server_status` has it, or one namespace of it."""
+NO_ENGINE = "No engine has connected yet, so no memory is taken."
 MAX_WHOLE = 1_000_000
 """Numbers from here on are shown with a unit."""
 
@@ -55,11 +56,19 @@ def field_table(fields: Mapping[str, str] | str) -> Table | Text:
 def before_engines(status: Status, socket: str) -> str:
     """What there is while no engine has connected."""
     stats, disk = status["stats"], status["settings"].get("disk_path")
+    if unused := disk_unused(status):
+        return (
+            f"The server at unix:{socket} has host memory up to {size_text(stats['server_host_bytes'])}. {unused[0]}\n" + NO_ENGINE
+        )
     of_disk = f"disk {disk or ''} up to {size_text(stats['server_disk_bytes'])}" if stats["server_disk_bytes"] else "no disk"
     host = size_text(stats["server_host_bytes"])
-    return (
-        f"The server at unix:{socket} has host memory up to {host}, {of_disk}.\nNo engine has connected yet, so no memory is taken."
-    )
+    return f"The server at unix:{socket} has host memory up to {host}, {of_disk}.\n{NO_ENGINE}"
+
+
+def disk_unused(status: Status) -> list[str]:
+    """A line where the server cannot have its disk directory."""
+    disk = status["settings"].get("disk_path", "")
+    return [f"The disk {disk} is not used for now; the server's log says why."] if status["stats"]["server_disk_unused"] else []
 
 
 def tier_table(space: Status) -> Table:

@@ -75,6 +75,16 @@ impl Pool {
     ///
     /// `InvalidConfig` if not one frame fits; `Io` if the system refuses memory.
     pub fn create(host_bytes: u64, frame_bytes: u64, wake: impl Fn() + Send + Sync + 'static) -> Result<Arc<Self>> {
+        Self::create_over(DiskRoot::shared(), host_bytes, frame_bytes, wake)
+    }
+
+    /// As [`Self::create`], for stores whose disk directory is this one.
+    pub fn create_over(
+        disk: Arc<DiskRoot>,
+        host_bytes: u64,
+        frame_bytes: u64,
+        wake: impl Fn() + Send + Sync + 'static,
+    ) -> Result<Arc<Self>> {
         let host_bytes = host_bytes - host_bytes % FRAME_ALIGN;
         if frame_bytes == 0 || !frame_bytes.is_multiple_of(FRAME_ALIGN) || host_bytes < frame_bytes {
             let message = format!("host_size = {} holds no chunk of {frame_bytes} bytes", size_text(host_bytes));
@@ -84,13 +94,7 @@ impl Pool {
         let num_slabs = u32::try_from(host_bytes / slab_bytes).unwrap_or(u32::MAX);
         let books = Books { slabs: vec![None; num_slabs as usize], num_free: num_slabs, ..Books::default() };
         let arena = HostArena::of_bytes(host_bytes)?;
-        Ok(Arc::new(Self {
-            arena,
-            slab_bytes,
-            disk: DiskRoot::shared(),
-            books: Mutex::new(books),
-            wake: Box::new(wake),
-        }))
+        Ok(Arc::new(Self { arena, slab_bytes, disk, books: Mutex::new(books), wake: Box::new(wake) }))
     }
 
     /// Places memory that is not touched yet on the NUMA nodes of shards, for frames of `frame_bytes`; returns how many ranges.

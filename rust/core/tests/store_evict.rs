@@ -14,7 +14,7 @@ use kvloft_core::io::Arena;
 use kvloft_core::key::{ChunkKey, KeyChain, SaltTag, root_key};
 use kvloft_core::pool::Pool;
 use kvloft_core::store::{DiskSettings, Evict, Evicted, Prefix, ReadLease, Store, StoreConfig, ToSave, erase_closed};
-use kvloft_core::tier::disk::{Erased, inspect};
+use kvloft_core::tier::disk::{DiskRoot, Erased, inspect};
 use proptest::prelude::*;
 use store_common::{FRAME, MemoryDisk, arena_of, config, disk_settings, fill, range, save, verify};
 
@@ -375,13 +375,15 @@ fn a_disk_that_is_opened_later_is_told() {
 fn namespaces_that_nobody_has_open_are_erased_on_disk() {
     let dir = tempfile::tempdir().unwrap();
     let settings = DiskSettings { dir: dir.path().join("disk"), cap_bytes: 1 << 20, ..disk_settings(64, 1) };
-    let pool = || Pool::create(64 * FRAME as u64, FRAME as u64, || {}).unwrap();
+    let over =
+        |root: &Arc<DiskRoot>| Pool::create_over(Arc::clone(root), 64 * FRAME as u64, FRAME as u64, || {}).unwrap();
+    let (pool, none) = (|| over(&DiskRoot::shared()), DiskRoot::shared());
     let open = |nth: u8, pool: &Arc<Pool>| {
         let config = StoreConfig { disk: Some(settings.clone()), namespace: [nth; 32], ..config(64, 1, Eviction::Lru) };
         Store::open_in(&config, pool, None).unwrap()
     };
     let tag = SaltTag::of(SALTS[0]);
-    assert_eq!(erase_closed(&settings, None, "", tag).unwrap(), Erased::default(), "no directory");
+    assert_eq!(erase_closed(&settings, &none, "", tag).unwrap(), Erased::default(), "no directory");
     for nth in [1, 2] {
         let store = open(nth, &pool());
         for root in 0..ROOTS.len() {
@@ -398,20 +400,20 @@ fn namespaces_that_nobody_has_open_are_erased_on_disk() {
         num_bytes: num_chunks * FRAME as u64,
         ..Erased::default()
     };
-    assert_eq!(erase_closed(&settings, None, "03", tag).unwrap(), erased(0, 0), "another namespace");
-    assert_eq!(erase_closed(&settings, None, "0101", tag).unwrap(), erased(1, 12));
-    assert_eq!(erase_closed(&settings, None, &"01".repeat(32), tag).unwrap(), erased(1, 0), "its whole name");
-    assert_eq!(erase_closed(&settings, None, &format!("{}00", "01".repeat(31)), tag).unwrap(), erased(0, 0));
-    let shared = pool();
-    let first = open(1, &shared);
+    assert_eq!(erase_closed(&settings, &none, "03", tag).unwrap(), erased(0, 0), "another namespace");
+    assert_eq!(erase_closed(&settings, &none, "0101", tag).unwrap(), erased(1, 12));
+    assert_eq!(erase_closed(&settings, &none, &"01".repeat(32), tag).unwrap(), erased(1, 0), "its whole name");
+    assert_eq!(erase_closed(&settings, &none, &format!("{}00", "01".repeat(31)), tag).unwrap(), erased(0, 0));
+    let shared = DiskRoot::shared();
+    let first = open(1, &over(&shared));
     let found = |store: &Store| (0..ROOTS.len()).map(|root| store.lookup(&chain_of(root, 0)).stored_blocks).collect();
     let left: Vec<u32> = found(&first);
     assert_eq!(left, [6, 0, 0, 6, 6]);
-    let said = erase_closed(&settings, None, "", tag).unwrap();
+    let said = erase_closed(&settings, &none, "", tag).unwrap();
     assert!(said.is_cut_short && said.num_chunks == 0, "another owner has the directory");
     let beside = Erased { open: ["01".repeat(8)].into(), ..erased(1, 12) };
-    assert_eq!(erase_closed(&settings, Some(&shared), "", tag).unwrap(), beside, "beside an open one");
-    assert_eq!(erase_closed(&settings, Some(&shared), "02", tag).unwrap(), erased(1, 0), "which is not meant");
+    assert_eq!(erase_closed(&settings, &shared, "", tag).unwrap(), beside, "beside an open one");
+    assert_eq!(erase_closed(&settings, &shared, "02", tag).unwrap(), erased(1, 0), "which is not meant");
     drop(first);
     let left: Vec<u32> = found(&open(2, &pool()));
     assert_eq!(left, [6, 0, 0, 6, 6]);

@@ -72,6 +72,11 @@ impl Server {
         status_dict(py, &self.inner.status())
     }
 
+    /// Why the disk directory is not this server's for now; None where it is, or there is none.
+    fn disk_trouble(&self) -> Option<String> {
+        self.inner.disk_trouble()
+    }
+
     /// What a person should see in the log, once each.
     fn take_events(&self) -> Vec<String> {
         self.inner.take_events()

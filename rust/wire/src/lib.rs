@@ -11,6 +11,7 @@ mod client;
 mod connection;
 mod engine;
 mod found;
+mod holding;
 mod known;
 mod late;
 mod link;

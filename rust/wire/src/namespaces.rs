@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::pool::Pool;
 use kvloft_core::session::Local;
 use kvloft_core::store::Way;
+use kvloft_core::tier::disk::DiskRoot;
 use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::message::Hello;
@@ -30,8 +31,18 @@ struct Books {
 }
 
 /// All of a server.
-#[derive(Debug, Default)]
-pub(crate) struct Namespaces(Mutex<Books>);
+#[derive(Debug)]
+pub(crate) struct Namespaces {
+    books: Mutex<Books>,
+    /// Their disk directory.
+    pub(crate) disk: Arc<DiskRoot>,
+}
+
+impl Default for Namespaces {
+    fn default() -> Self {
+        Self { books: Mutex::default(), disk: DiskRoot::shared() }
+    }
+}
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
@@ -108,12 +119,12 @@ impl Namespaces {
     ) -> Result<Seat> {
         store_config(hello, config).check()?;
         let (space, gone, pool) = {
-            let mut books = locked(&self.0);
+            let mut books = locked(&self.books);
             let (space, gone) = books.space(hello)?;
             let pool = if let Some(pool) = &books.pool {
                 Arc::clone(pool)
             } else {
-                let pool = Pool::create(config.host_bytes, hello.frame_bytes, wake)?;
+                let pool = Pool::create_over(Arc::clone(&self.disk), config.host_bytes, hello.frame_bytes, wake)?;
                 if !config.numa.is_empty() {
                     tell(placed(&pool, hello.frame_bytes, &config.numa)); // before an engine touches it
                 }
@@ -128,7 +139,7 @@ impl Namespaces {
         match space.open(&pool, config) {
             Ok(store) => Ok(Seat { local: Local::of(store), space }),
             Err(error) => {
-                let mut books = locked(&self.0);
+                let mut books = locked(&self.books);
                 space.leave();
                 if space.store().is_none() && !space.has_seats() {
                     books.spaces.remove(&hello.namespace);
@@ -140,7 +151,7 @@ impl Namespaces {
 
     /// All of them, in the order of their names.
     pub(crate) fn all(&self) -> Vec<Arc<Space>> {
-        locked(&self.0).spaces.values().cloned().collect()
+        locked(&self.books).spaces.values().cloned().collect()
     }
 
     /// Those whose names begin so, maybe none.
@@ -149,13 +160,14 @@ impl Namespaces {
     }
 
     /// What they share; None before the first engine.
+    #[cfg(test)]
     pub(crate) fn pool(&self) -> Option<Arc<Pool>> {
-        locked(&self.0).pool.clone()
+        locked(&self.books).pool.clone()
     }
 
     /// Bytes of the arena and of a slab; None before the first engine.
     pub(crate) fn memory(&self) -> Option<(u64, u64)> {
-        locked(&self.0).pool.as_ref().map(|pool| (pool.size_bytes(), pool.slab_bytes()))
+        locked(&self.books).pool.as_ref().map(|pool| (pool.size_bytes(), pool.slab_bytes()))
     }
 
     /// The one whose name begins so; of several, none. `InvalidConfig` with what there is.
@@ -190,7 +202,7 @@ impl Namespaces {
     /// Takes out those without engines that have no memory left; and one more where another has no room on disk, for what a closed
     /// one has there may be deleted.
     pub(crate) fn take_idle(&self) -> Vec<Arc<Space>> {
-        let mut books = locked(&self.0);
+        let mut books = locked(&self.books);
         let mut is_short = books.pool.as_ref().is_some_and(|pool| pool.take_short_of_disk());
         let mut idle = books.idle();
         let num_slabs = |space: &Arc<Space>| space.store().map(|store| store.num_slabs().0);

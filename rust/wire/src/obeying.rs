@@ -52,8 +52,8 @@ impl Shared {
         all: &mut GivenUp,
     ) -> Result<BTreeSet<String>> {
         if let (Some(salt), Some(disk), false) = (whose.salt, &self.config.disk, is_host_only) {
-            let (disk, pool, prefix) = (disk.clone(), self.namespaces.pool(), whose.namespace.clone());
-            let erased = self.erase_within(deadline, move || erase_closed(&disk, pool.as_ref(), &prefix, salt))?;
+            let (disk, root, prefix) = (disk.clone(), Arc::clone(&self.namespaces.disk), whose.namespace.clone());
+            let erased = self.erase_within(deadline, move || erase_closed(&disk, &root, &prefix, salt))?;
             all.num_namespaces += erased.num_namespaces;
             all.num_chunks += erased.num_chunks;
             all.disk_bytes += erased.num_bytes;
@@ -91,7 +91,7 @@ impl Shared {
     /// Erases what is too old in namespaces that are on disk only.
     pub(crate) fn erase_expired(&self) {
         let Some(disk) = &self.config.disk else { return };
-        let erased = erase_expired(disk, self.namespaces.pool().as_ref(), &self.config.limits, unix_s());
+        let erased = erase_expired(disk, &self.namespaces.disk, &self.config.limits, unix_s());
         let num_chunks = erased.map_or(0, |erased| erased.num_chunks);
         if num_chunks > 0 {
             self.tell(format!(

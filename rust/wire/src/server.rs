@@ -4,13 +4,14 @@
 //! know signals, files of settings or Python; see `connection` for what is answered.
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvloft_core::Result;
 
 use crate::connection;
+use crate::holding::first_try;
 use crate::message::Status;
 use crate::namespaces;
 use crate::place::Listener;
@@ -35,12 +36,18 @@ pub struct Server {
 
 impl Server {
     /// `Busy` if another server has the socket; `InvalidConfig` where its directory is not private or shares are wrong; `Io` where the system refuses.
-    /// Memory is taken and the disk opened for the first engine, which says how large a frame is.
+    /// The disk directory is taken here, or tried again later: see [`Self::disk_trouble`]. Memory is taken and the disk opened for the
+    /// first engine, which says how large a frame is.
     pub fn open(config: ServerConfig) -> Result<Self> {
         namespaces::check_shares(&config.shares)?;
         let listener = Arc::new(Listener::bind(&config.socket)?);
         let shared = Arc::new(Shared::new(config));
         let server = Self { shared, listener, threads: Mutex::default() };
+        if server.shared.config.disk.is_some() {
+            let (shared, (first, came)) = (Arc::clone(&server.shared), mpsc::channel());
+            server.keep("disk", move || shared.take_disk(first))?;
+            first_try(&came)?;
+        }
         let (shared, listener) = (Arc::clone(&server.shared), Arc::clone(&server.listener));
         server.keep("accept", move || accept(&shared, &listener))?;
         let shared = Arc::clone(&server.shared);
@@ -63,6 +70,11 @@ impl Server {
         self.shared.status()
     }
 
+    /// Why the disk directory is not this server's for now, so that there is host memory only; None where it is, or there is none.
+    pub fn disk_trouble(&self) -> Option<String> {
+        self.shared.disk_trouble()
+    }
+
     /// What a person should see in the log since the last call, oldest first.
     pub fn take_events(&self) -> Vec<String> {
         let all = self.shared.namespaces.all();
@@ -83,6 +95,7 @@ impl Server {
         let gone = self.shared.peer_left.wait_timeout_while(peers, END_TIMEOUT, |peers| !peers.is_empty());
         drop(gone);
         self.shared.namespaces.close(timeout);
+        self.shared.namespaces.disk.let_go();
     }
 }
 

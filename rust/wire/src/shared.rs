@@ -53,10 +53,14 @@ pub(crate) struct Shared {
     /// Engines that got a place, also those that are gone.
     pub(crate) num_joined: AtomicU64,
     pub(crate) num_refused: AtomicU64,
+    /// Why the disk directory is not the server's for now.
+    pub(crate) disk_trouble: Mutex<Option<String>>,
 }
 
 impl Shared {
     pub(crate) fn new(config: ServerConfig) -> Self {
+        let no_answer = config.disk.as_ref().map(|disk| format!("disk_path {} does not answer", disk.dir.display()));
+        let disk_trouble = Mutex::new(no_answer); // until it did
         Self {
             quarantine: Quarantine::new(config.patience),
             config,
@@ -71,6 +75,7 @@ impl Shared {
             num_accepted: AtomicU64::new(0),
             num_joined: AtomicU64::new(0),
             num_refused: AtomicU64::new(0),
+            disk_trouble,
         }
     }
 
@@ -118,6 +123,11 @@ impl Shared {
         Ok(num_chunks)
     }
 
+    /// Why the disk directory is not the server's for now; None where it is, or there is none.
+    pub(crate) fn disk_trouble(&self) -> Option<String> {
+        self.disk_trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
     pub(crate) fn status(&self) -> Status {
         let kept = self.quarantine.num_open();
         let (host_bytes, slab_bytes) = self.namespaces.memory().unwrap_or_default();
@@ -129,6 +139,7 @@ impl Shared {
             ("quarantined_leases", kept.1 as u64),
             ("server_host_bytes", self.config.host_bytes),
             ("server_disk_bytes", self.config.disk.as_ref().map_or(0, |disk| disk.cap_bytes)),
+            ("server_disk_unused", self.disk_trouble().is_some().into()),
         ];
         let stats = stats.map(|(name, value)| (name.to_owned(), value)).to_vec();
         let namespaces = self.namespaces.all().iter().map(|space| self.namespace_status(space)).collect();

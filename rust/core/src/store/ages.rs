@@ -14,7 +14,6 @@ use crate::Result;
 use crate::evict::ChunkId;
 use crate::index::{Entry, NEVER};
 use crate::key::SaltTag;
-use crate::pool::Pool;
 use crate::tier::disk::{self, DiskRoot, Erased};
 
 /// What was saved later than now by more than this has an age that is not known: it counts as expired.
@@ -29,18 +28,17 @@ fn expiry(ttl_s: u32, saved_s: u32, now_s: u32) -> u32 {
     }
 }
 
-/// Erases what is older than `limits` allow in those namespaces of a disk directory that no store has open. `pool` is that of the
-/// stores, if there is one. `Io` if the directory cannot be listed.
+/// Erases what is older than `limits` allow in those namespaces of a disk directory that no store has open. `root` is that of the
+/// stores. `Io` if the directory cannot be listed.
 pub fn erase_expired(
     settings: &DiskSettings,
-    pool: Option<&Arc<Pool>>,
+    root: &Arc<DiskRoot>,
     limits: &TenantLimits,
     now_s: u64,
 ) -> Result<Erased> {
-    let root = pool.map_or_else(DiskRoot::shared, |pool| Arc::clone(&pool.disk));
     let table = Table::new(limits, 1, Bases::default());
     let seconds = |time: u64| u32::try_from(time).unwrap_or(u32::MAX);
-    disk::erase(&settings.dir, settings.cap_bytes, &root, "", |first| {
+    disk::erase(&settings.dir, settings.cap_bytes, root, "", |first| {
         let ttl_s = table.ceiling(table.class_of(SaltTag::of_root(&first.parent))).ttl_s;
         expiry(ttl_s, seconds(first.saved_s), seconds(now_s)) <= seconds(now_s)
     })

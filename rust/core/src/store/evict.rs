@@ -15,7 +15,6 @@ use crate::Result;
 use crate::evict::ChunkId;
 use crate::index::{Entry, OwnerId, Wish};
 use crate::key::SaltTag;
-use crate::pool::Pool;
 use crate::tier::disk::{self, DiskRoot, Erased};
 
 /// Entries looked at by one call: some 0.2 ms.
@@ -179,8 +178,7 @@ impl State {
 }
 
 /// Erases what hangs on roots of a salt in those namespaces of a disk directory that no store has open: of names, in hex, that begin
-/// with `prefix`. `pool` is that of the stores, if there is one. `Io` if the directory cannot be listed.
-pub fn erase_closed(settings: &DiskSettings, pool: Option<&Arc<Pool>>, prefix: &str, salt: SaltTag) -> Result<Erased> {
-    let root = pool.map_or_else(DiskRoot::shared, |pool| Arc::clone(&pool.disk));
-    disk::erase(&settings.dir, settings.cap_bytes, &root, prefix, |first| SaltTag::of_root(&first.parent) == Some(salt))
+/// with `prefix`. `root` is that of the stores. `Io` if the directory cannot be listed.
+pub fn erase_closed(settings: &DiskSettings, root: &Arc<DiskRoot>, prefix: &str, salt: SaltTag) -> Result<Erased> {
+    disk::erase(&settings.dir, settings.cap_bytes, root, prefix, |first| SaltTag::of_root(&first.parent) == Some(salt))
 }

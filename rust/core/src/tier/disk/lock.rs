@@ -6,7 +6,7 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read};
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
+use std::os::unix::fs::{FileExt, MetadataExt, OpenOptionsExt};
 use std::path::Path;
 
 use rustix::fs::{FlockOperation, OFlags, flock};
@@ -20,7 +20,7 @@ pub(super) const FILE_NAME: &str = "lock";
 
 /// Who wants the directory: what an error calls it, and what to do where another has it.
 type Asker = [&'static str; 2];
-const ENGINE: Asker = ["disk_path ", "stop it, or give this engine another disk_path"];
+const OWNER: Asker = ["disk_path ", "stop it, or set another disk_path"];
 const READER: Asker = ["", "stop that process and verify again, or use `kvloft inspect`, which needs no stop"];
 
 /// The directory is ours until this is dropped.
@@ -35,14 +35,14 @@ impl DirLock {
     /// Takes the directory for writing; makes the lock file where missing. `Busy` where another owner lives, `Io` where
     /// another user may write.
     pub(super) fn acquire(dir: &Path) -> Result<Self> {
-        let failed = |e| failed("open the lock file of", dir, ENGINE, e);
-        let mut lock = Self::lock_dir(dir, ENGINE)?;
+        let failed = |e| failed("open the lock file of", dir, OWNER, e);
+        let mut lock = Self::lock_dir(dir, OWNER)?;
         paths::check_owner(dir, dir, &lock.files[0].metadata().map_err(failed)?)?;
         let path = dir.join(FILE_NAME);
         paths::check_owner_at(dir, &path)?;
         let mut options = open_options(OFlags::NOFOLLOW);
         let file = options.write(true).create(true).truncate(false).mode(0o600).open(&path).map_err(failed)?;
-        lock.add(file, dir, ENGINE)?;
+        lock.add(file, dir, OWNER)?;
         // The text is a courtesy: a full disk must not keep a good cache from opening.
         let text = format!("{}\n", lock.owner_pid);
         let _ = lock.files[1].set_len(0);
@@ -59,6 +59,12 @@ impl DirLock {
             Err(e) => return Err(failed("open the lock file of", dir, READER, e)),
         }
         Ok(lock)
+    }
+
+    /// Whether what is locked is still what is at `dir`: a directory may be deleted under its owner, and made again.
+    pub(super) fn is_of(&self, dir: &Path) -> bool {
+        let (own, there) = (self.files[0].metadata(), dir.metadata());
+        own.is_ok_and(|own| there.is_ok_and(|there| (own.dev(), own.ino()) == (there.dev(), there.ino())))
     }
 
     fn lock_dir(dir: &Path, asker: Asker) -> Result<Self> {

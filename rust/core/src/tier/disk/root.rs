@@ -7,11 +7,12 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
+use std::path::Path;
 use std::sync::{Arc, PoisonError, Weak};
 
 use super::lock::DirLock;
 use super::types::DiskConfig;
-use super::{budget, namespaces};
+use super::{budget, namespaces, paths};
 use crate::sync::{Mutex, MutexGuard};
 use crate::{Error, ErrorKind, Result};
 
@@ -36,6 +37,8 @@ pub struct DiskRoot {
 #[derive(Debug, Default)]
 struct Books {
     lock: Weak<DirLock>,
+    /// The same, while this process keeps the directory whether or not a namespace is open.
+    kept: Option<Arc<DirLock>>,
     /// Bytes that each open namespace may take, by its directory's name.
     open: BTreeMap<String, u64>,
     /// Names that are being deleted.
@@ -72,6 +75,37 @@ impl DiskRoot {
         self.books.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Takes the directory for this process until [`Self::let_go`], whether or not a namespace is open; makes it where missing.
+    /// Errors as of [`super::DiskTier::open`].
+    pub fn keep(&self, dir: &Path) -> Result<()> {
+        namespaces::make_dir(dir).map_err(|e| paths::dir_error("make", dir, e))?;
+        let _alone = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        let lock = self.lock(dir)?;
+        self.books().kept = Some(lock);
+        Ok(())
+    }
+
+    /// Keeps the directory no longer than namespaces are open.
+    pub fn let_go(&self) {
+        let kept = self.books().kept.take();
+        drop(kept); // and with it, maybe, the lock: not under ours
+    }
+
+    /// The directory's lock, which this process has or takes now; only one thread may ask at a time.
+    fn lock(&self, dir: &Path) -> Result<Arc<DirLock>> {
+        let held = self.books().lock.upgrade().filter(|lock| lock.is_of(dir));
+        if let Some(lock) = held {
+            return Ok(lock);
+        }
+        let lock = Arc::new(DirLock::acquire(dir)?);
+        let mut books = self.books();
+        books.lock = Arc::downgrade(&lock);
+        let before = books.kept.as_ref().map(|_| Arc::clone(&lock)).and_then(|lock| books.kept.replace(lock));
+        drop(books);
+        drop(before);
+        Ok(lock)
+    }
+
     /// Whether a namespace had no room since this was asked last: to close another would make some.
     pub(crate) fn take_short(&self) -> bool {
         std::mem::take(&mut self.books().is_short)
@@ -86,11 +120,7 @@ impl DiskRoot {
     /// has the namespace open or is deleting it.
     pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<Owner>> {
         let _alone = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
-        let held = self.books().lock.upgrade();
-        let lock = match held {
-            Some(lock) => lock,
-            None => Arc::new(DirLock::acquire(&config.dir)?),
-        };
+        let lock = self.lock(&config.dir)?;
         let name = namespaces::dir_name(&config.namespace);
         // Until it claims what it keeps, others must not grow into what its files take.
         let found = namespaces::measure(name.clone(), config.dir.join(&name));
@@ -102,7 +132,6 @@ impl DiskRoot {
             );
             return Err(Error::new(ErrorKind::Busy, message));
         }
-        books.lock = Arc::downgrade(&lock);
         books.open.insert(name.clone(), found.bytes);
         books.changes += 1;
         Ok(Arc::new(Owner { root: Arc::clone(self), name, _lock: lock }))

@@ -1,4 +1,6 @@
-//! A namespace that is being deleted.
+//! A namespace that is being deleted, and a directory that is kept without one.
+
+use std::fs;
 
 use super::super::namespaces::dir_name;
 use super::*;
@@ -6,16 +8,56 @@ use super::*;
 #[test]
 fn a_namespace_is_not_opened_while_it_is_deleted() {
     let dir = tempfile::tempdir().unwrap();
-    let config = DiskConfig {
-        dir: dir.path().to_owned(),
-        cap_bytes: 1 << 20,
-        frame_bytes: 4096,
-        namespace: [1; 32],
-        description: String::new(),
-    };
+    let config = config(dir.path());
     let root = DiskRoot::shared();
     root.books().leaving.insert(dir_name(&config.namespace));
     assert_eq!(root.enter(&config).unwrap_err().kind(), ErrorKind::Busy);
     root.books().leaving.clear();
     assert!(root.enter(&config).is_ok());
+}
+
+fn config(dir: &Path) -> DiskConfig {
+    DiskConfig {
+        dir: dir.to_owned(),
+        cap_bytes: 1 << 20,
+        frame_bytes: 4096,
+        namespace: [1; 32],
+        description: String::new(),
+    }
+}
+
+#[test]
+fn a_directory_that_is_kept_is_no_others_before_and_after_its_namespaces() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(&dir.path().join("new"));
+    let (first, second) = (DiskRoot::shared(), DiskRoot::shared());
+    first.keep(&config.dir).unwrap();
+    let is_busy = || second.keep(&config.dir).is_err_and(|error| error.kind() == ErrorKind::Busy);
+    assert!(is_busy(), "before a namespace is open");
+    drop(first.enter(&config).unwrap());
+    first.keep(&config.dir).unwrap();
+    assert!(is_busy(), "after the last one is closed");
+    let owner = first.enter(&config).unwrap();
+    first.let_go();
+    assert!(is_busy(), "one is open");
+    drop(owner);
+    second.keep(&config.dir).unwrap();
+    assert_eq!(first.enter(&config).unwrap_err().kind(), ErrorKind::Busy);
+}
+
+#[test]
+fn a_directory_that_was_deleted_and_made_again_is_taken_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(&dir.path().join("disk"));
+    let (first, second) = (DiskRoot::shared(), DiskRoot::shared());
+    first.keep(&config.dir).unwrap();
+    for _ in 0..2 {
+        fs::remove_dir_all(&config.dir).unwrap();
+        fs::create_dir(&config.dir).unwrap();
+        drop(first.enter(&config).unwrap());
+        assert_eq!(second.keep(&config.dir).unwrap_err().kind(), ErrorKind::Busy, "it is the first one's still");
+    }
+    fs::remove_dir_all(&config.dir).unwrap();
+    second.keep(&config.dir).unwrap();
+    assert_eq!(first.enter(&config).unwrap_err().kind(), ErrorKind::Busy, "it is the second one's now");
 }

@@ -1,0 +1,71 @@
+//! A server's disk directory: whose it is before an engine comes, and what a second server does meanwhile.
+
+mod common;
+
+use common::{FRAME, LONG, chain, connect, found, save, stat, until, with_disk};
+use kvloft_core::session::Session;
+use kvloft_core::{ErrorKind, Result};
+use kvloft_wire::{Server, ServerConfig};
+
+/// Two servers of one process, each with a socket of its own.
+fn servers(dir: &std::path::Path) -> [ServerConfig; 2] {
+    let config = with_disk(dir);
+    let second = dir.join("second").join("kvloft.sock");
+    [config.clone(), ServerConfig { socket: second, ..config }]
+}
+
+fn is_unused(server: &Server) -> bool {
+    stat(&server.status().stats, "server_disk_unused") == 1
+}
+
+#[test]
+fn a_second_server_on_a_disk_says_so_at_its_start_and_has_it_after_the_first() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let [of_second, of_first] = servers(dir.path());
+    let first = Server::open(of_first).expect("a server");
+    assert_eq!((first.disk_trouble(), is_unused(&first)), (None, false));
+    let second = Server::open(of_second).expect("it serves");
+    let trouble = second.disk_trouble().expect("no engine came, and it is known already");
+    let whose = format!("disk_path {} is in use by process {}", dir.path().join("disk").display(), std::process::id());
+    assert!(trouble.starts_with(&whose) && is_unused(&second), "{trouble}");
+    assert!(second.take_events().is_empty(), "who started it was told");
+    let engine = connect(dir.path());
+    assert_eq!(save(&engine, &chain(1, 3)), 3, "host memory serves");
+    assert_eq!(found(&engine, &chain(1, 3)), 3);
+    first.close(LONG);
+    let mut told = Vec::new();
+    until("the disk is used", || {
+        told.extend(second.take_events());
+        second.disk_trouble().is_none()
+    });
+    assert!(!is_unused(&second));
+    told.extend(second.take_events());
+    let used = format!("the disk {} is used from now on", dir.path().join("disk").display());
+    assert_eq!(told.iter().filter(|event| **event == used).count(), 1, "{told:?}");
+    until("its chunks are on disk", || {
+        engine.flush(LONG);
+        let status = second.status();
+        status.namespaces.iter().any(|space| stat(&space.stats, "disk_used") == 3)
+    });
+    second.close(LONG);
+}
+
+#[test]
+fn a_closed_server_leaves_its_disk_to_others() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let [of_first, of_second] = servers(dir.path());
+    let first = Server::open(of_first).expect("a server");
+    first.close(LONG);
+    let second = Server::open(of_second).expect("a server");
+    assert_eq!(second.disk_trouble(), None);
+}
+
+#[test]
+fn a_disk_that_can_never_be_one_stops_the_start() {
+    let dir = tempfile::tempdir().expect("a directory");
+    std::fs::write(dir.path().join("disk"), "a file").expect("room");
+    let opened: Result<Server> = Server::open(with_disk(dir.path()));
+    assert_eq!(opened.expect_err("it is no directory").kind(), ErrorKind::InvalidConfig);
+    let config = ServerConfig { disk: None, host_bytes: 8 * FRAME, ..with_disk(dir.path()) };
+    assert_eq!(Server::open(config).expect("nothing is left of the first").disk_trouble(), None);
+}
