@@ -1,15 +1,20 @@
 """`kvloft serve --metrics`, `kvloft top` and examples/deploy: against a real server, and by the tools that will read them."""
 
+import contextlib
+import fcntl
 import io
 import json
 import os
+import pty
 import re
 import shutil
 import signal
 import socket as socketlib
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import urllib.request
 from collections.abc import Iterator
 from contextlib import closing
@@ -24,6 +29,7 @@ from kvloft import _core
 from kvloft.cli import metrics, top
 from kvloft.cli import status as status_command
 from kvloft.cli.__main__ import main
+from kvloft.cli.commands import build_parser
 from kvloft.cli.hits import hit_rate
 from kvloft.cli.tables import count_text
 from kvloft.errors import ConfigError
@@ -147,11 +153,19 @@ def test_a_host_that_is_none_is_refused(host: str) -> None:
         metrics.serve((host, 0), dict)
 
 
-@pytest.mark.parametrize("option", ["--interval=0", "--interval=nan", "--interval=x", "--count=0", "--count=-1"])
+@pytest.mark.parametrize(
+    "option", ["--interval=0", "--interval=nan", "--interval=x", "--interval=61min", "--interval=50ms", "--count=0", "--count=-1"]
+)
 def test_top_says_what_is_allowed(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         main(["top", "--socket", "/nowhere/kv.sock", option])
     assert "expected a number" in capsys.readouterr().err
+
+
+def test_top_takes_times_as_others_do() -> None:
+    parser = build_parser("top")
+    intervals = [parser.parse_args(["top", f"--interval={text}"]).interval for text in ("2", "0.5", "500ms", "2s", "1h")]
+    assert intervals == [2.0, 0.5, 0.5, 2.0, 3600.0]
 
 
 def test_top_shows_tiers_engines_and_rates(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -229,7 +243,7 @@ def test_large_numbers_fit_80_columns_and_both_commands_use_the_same_words(socke
         lines = [line.rstrip() for line in console.export_text().splitlines()]
         assert not any("…" in line or len(line) > 80 for line in lines)
         rows = [line.split()[0] for line in lines if line.startswith(("host", "disk", "process", "all"))]
-        assert rows == ["host", "disk", "process", "process", "all"], "each row is one line"
+        assert rows == ["host", "disk", "all", "process", "process"], "each row is one line"
         heads.append([line.replace(" now", "").split() for line in lines if line.startswith(("tier", "engine", "chunks"))])
     assert heads[0] == heads[1]
     assert len(heads[0]) == 3
@@ -241,6 +255,59 @@ def test_large_numbers_fit_80_columns_and_both_commands_use_the_same_words(socke
 )
 def test_a_count_is_short(number: int, text: str) -> None:
     assert count_text(number) == text
+
+
+@pytest.mark.parametrize(("num_engines", "num_more"), [(1, 0), (2, 3), (9, 17)])
+def test_top_fits_a_terminal_of_24_rows_or_says_what_does_not(socket: str, num_engines: int, num_more: int) -> None:
+    status = _core.server_status(socket) | {"settings": {"salt_quota": "10%"}}
+    (space,) = status["namespaces"]
+    space["engines"] *= num_engines
+    console = Console(width=80, height=24, record=True, file=io.StringIO(), force_terminal=True)
+    rates = {space["namespace"]: dict.fromkeys(top.RATES, 1.0)}
+    console.print(top.fitted(top.picture(status, rates, status), console))
+    lines = console.export_text().splitlines()
+    assert len(lines) == 24
+    assert all(any(name in line for line in lines) for name in top.RATES), "no rate is lost"
+    assert any(line.startswith("all so far") for line in lines)
+    told = [f"{num_more} more rows: make the window taller, or use --json"] if num_more else []
+    assert [line for line in lines if "more rows" in line] == told
+    assert not num_more or lines[-1] == told[0]
+
+
+def test_top_says_on_a_terminal_of_24_rows_what_it_does_not_show(socket: str) -> None:
+    others = [_core.Session.connect(socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0) for _ in range(3)]
+    ours, its = pty.openpty()
+    fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    argv = [sys.executable, "-m", "kvloft.cli", "top", "--socket", socket, "--count", "2", "--interval", "100ms"]
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    with open(ours, "rb", buffering=0) as screen, subprocess.Popen(argv, stdin=its, stdout=its, stderr=its, env=env) as process:
+        os.close(its)
+        drawn = b""
+        with contextlib.suppress(OSError):  # once the other end is closed
+            while part := screen.read(1 << 16):
+                drawn += part
+        assert process.wait(timeout=120) == 0
+    assert b"more rows: make the window taller, or use --json" in drawn
+    for other in others:
+        other.close()
+
+
+def test_a_disk_that_a_server_cannot_have_is_shown(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        disk, path = str(Path(socket).parents[1] / "disk"), f"{folder}/run/kv.sock"
+        settings = {"disk_path": disk}
+        with closing(_core.Server(path, host_bytes=1 << 20, disk_path=disk, disk_bytes=1 << 20, settings=settings)) as server:
+            assert f"disk_path {disk} is in use by process {os.getpid()}" in str(server.disk_trouble())
+            said = f"The disk {disk} is not used for now; the server's log says why."
+            for has_engine in (False, True):
+                if has_engine:
+                    engine = _core.Session.connect(path, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+                for command in (["status"], ["top", "--count", "1"]):
+                    assert main([*command, "--socket", path]) == 0
+                    assert said in " ".join(capsys.readouterr().out.split())
+            engine.close()
+    assert main(["status", "--socket", socket]) == 0
+    assert "not used" not in capsys.readouterr().out
 
 
 def test_a_hit_rate_is_of_the_time_between_and_of_one_server() -> None:

@@ -18,15 +18,15 @@ def hit_rate(counts: Counts, before: Counts | None = None) -> float | None:
 
 
 def hit_table(space: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> Table:
-    """A row for each engine of a namespace and one for all, with the rate since the look ``before`` if there is one."""
+    """A row for all engines of a namespace and one for each, with the rate since the look ``before`` if there is one."""
     names = ["lookups", "asked for", "found", "hit rate", *(["now"] if before is not None else []), "loaded", "saved"]
     table = new_table("chunks", *names)
     old = {engine["pid"]: engine for engine in before["engines"] if engine["pid"]} if before is not None else {}
+    now = [hit_rate(space["stats"], before["stats"])] if before is not None else []
+    table.add_row("all so far", *_cells(space["stats"], now))
     for engine in space["engines"]:
         now = [hit_rate(engine, old.get(engine["pid"]))] if before is not None else []
         table.add_row(f"process {engine['pid']}", *_cells(engine, now))
-    now = [hit_rate(space["stats"], before["stats"])] if before is not None else []
-    table.add_row("all so far", *_cells(space["stats"], now))
     return table
 
 

@@ -9,6 +9,8 @@ from typing import Any, Final
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.segment import SegmentLines
+from rich.table import Table
 from rich.text import Text
 
 from kvloft.cli.hits import hit_rate, hit_table
@@ -17,6 +19,7 @@ from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.cli.tables import (
     before_engines,
     broken,
+    disk_unused,
     engine_table,
     given_up,
     new_table,
@@ -25,9 +28,9 @@ from kvloft.cli.tables import (
     tier_table,
     title,
 )  # fmt: skip
+from kvloft.config import parse_seconds
 
 MIN_INTERVAL_S: Final = 0.1
-MAX_INTERVAL_S: Final = 3600.0
 MAX_TENANTS: Final = 5
 RATES: Final = {
     "asked for": "lookup_chunks",
@@ -56,7 +59,7 @@ def add_parser(subparsers: Any) -> None:
         ),
     )
     add_socket(parser)
-    parser.add_argument("--interval", type=_seconds, default=1.0, metavar="SECONDS", help="between two looks (1)")
+    parser.add_argument("--interval", type=_seconds, default=1.0, metavar="TIME", help="between two looks (1s)")
     parser.add_argument("--count", type=_count, default=None, metavar="N", help="end after N looks")
     parser.add_argument("--json", action="store_true", help="print a JSON object for each look, one a line")
     parser.set_defaults(run=run)
@@ -81,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
                 if args.json:
                     print(json.dumps(_row(status, rates, old)), flush=True)
                 elif live is not None:
-                    live.update(picture(status, rates, old, socket), refresh=True)
+                    live.update(fitted(picture(status, rates, old, socket), console), refresh=True)
                 else:
                     console.print(picture(status, rates, old, socket))
                 if nth == args.count:
@@ -129,6 +132,18 @@ def _by_name(status: dict[str, Any] | None) -> dict[bytes, dict[str, Any]]:
     return {space["namespace"]: space for space in status["namespaces"]} if status is not None else {}
 
 
+def fitted(drawn: RenderableType, console: Console) -> RenderableType:
+    """As much of it as the screen is high, and a line that says how much more there is."""
+    lines = console.render_lines(drawn, pad=False)
+    while lines and not "".join(segment.text for segment in lines[-1]).strip():
+        lines.pop()
+    num_more = len(lines) - console.height
+    if num_more <= 0:
+        return SegmentLines(lines, new_lines=True)
+    told = Text(f"{num_more + 1} more rows: make the window taller, or use --json", no_wrap=True, overflow="ellipsis")
+    return Group(SegmentLines(lines[: console.height - 1], new_lines=True), told)
+
+
 def picture(
     status: dict[str, Any], rates: dict[bytes, dict[str, float]], before: dict[str, Any] | None = None, socket: str = ""
 ) -> RenderableType:
@@ -138,6 +153,7 @@ def picture(
     limits = [Text(f"Limits: {bounds}", no_wrap=True, overflow="ellipsis")] if bounds else []
     if not spaces:
         return Group(*limits, before_engines(status, socket))
+    limits += [Text(line) for line in disk_unused(status)]
     each = [(space, rates.get(space["namespace"], {}), olds.get(space["namespace"])) for space in spaces]
     return Group(*limits, *(_picture_of(space, status, own, old) for space, own, old in each))
 
@@ -145,20 +161,32 @@ def picture(
 def _picture_of(
     space: dict[str, Any], status: dict[str, Any], rates: dict[str, float], before: dict[str, Any] | None
 ) -> RenderableType:
-    flow = new_table("a second", "chunks", "GB")
-    for shown, rate in rates.items():
-        flow.add_row(shown, f"{rate:,.0f}", f"{rate * space['frame_bytes'] / 1e9:,.3f}")
+    """What matters most comes first: a screen may end before the rest."""
     lines = (*pinned(space), *given_up(space), *broken(space))
-    above = (tier_table(space), *lines, *([flow] if rates else []), *tenant_table(space, MAX_TENANTS))
-    tables = (*above, engine_table(space), hit_table(space, before))
+    flow = [_flow(rates, space["frame_bytes"])] if rates else []
+    below = (engine_table(space), *tenant_table(space, MAX_TENANTS))
+    tables = (tier_table(space), *lines, *flow, hit_table(space, before), *below)
     return Group(title(space["namespace"].hex(), space, status), *(part for table in tables for part in (table, "")))
+
+
+def _flow(rates: dict[str, float], frame_bytes: int) -> Table:
+    """Two rates a row: one alone would be half of a screen of 24 rows."""
+    table = new_table("a second", "chunks", "GB")
+    table.add_column("a second", no_wrap=True)
+    for name in ("chunks", "GB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    cells = [(shown, f"{rate:,.0f}", f"{rate * frame_bytes / 1e9:,.3f}") for shown, rate in rates.items()]
+    half = (len(cells) + 1) // 2
+    for left, right in itertools.zip_longest(cells[:half], cells[half:], fillvalue=()):
+        table.add_row(*left, *right)
+    return table
 
 
 def _seconds(text: str) -> float:
     with contextlib.suppress(ValueError):
-        if MIN_INTERVAL_S <= (seconds := float(text)) <= MAX_INTERVAL_S:  # not NaN
+        if (seconds := parse_seconds(text)) >= MIN_INTERVAL_S:
             return seconds
-    raise argparse.ArgumentTypeError(f"expected a number from {MIN_INTERVAL_S:g} to {MAX_INTERVAL_S:g}, not {text!r}")
+    raise argparse.ArgumentTypeError(f"expected a number of seconds from {MIN_INTERVAL_S:g}, or a time up to 1h, not {text!r}")
 
 
 def _count(text: str) -> int:
