@@ -251,9 +251,10 @@ class Session:
     def changes(self, asked: Sequence[bytes], limit: int) -> tuple[list[tuple[bytes, int]], bool]:
         """([(key, where it is now)], lost): the chunks ``asked`` for, then up to ``limit`` that came or went, oldest first.
 
-        Where: 1 in host + 2 on disk. ``lost``: keys were dropped before, so whatever is not among the rows may have changed. A
-        server that does not answer says nothing; after a second, or when it is gone, nothing is anywhere, and ``lost`` is said
-        once: then, and with its next answer.
+        Where: 1 in host + 2 on disk + 4 coming to host; a save or read that brings nothing is told, too, unless the chunk is on
+        disk. ``lost``: keys were dropped before, so whatever is not among the rows may have changed. A server that does not
+        answer says nothing; after a second, or when it is gone, nothing is anywhere, and ``lost`` is said once: then, and with
+        its next answer.
         """
     def flush(self, timeout_s: float) -> bool:
         """Wait until every visible host chunk that will go to disk is there; False at the deadline."""

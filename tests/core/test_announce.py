@@ -132,3 +132,60 @@ def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) 
         world.index.replay(world.announcer.take())
     assert world.index.tiers[HOST] == {hash_of(longest[:BLOCK]), hash_of(longest[: 2 * BLOCK])}, "its beginning, not its end"
     world.close()
+
+
+def test_chunks_whose_save_got_no_frame_or_ended_without_them_are_not_kept(tmp_path: Path) -> None:
+    """A book of what may yet come would fill with what never does, where memory is short."""
+    world = World(5, tmp_path, per_chunk=1, capacity=1000, slots=40)
+    for prompt in sorted(world.prompts):
+        world.save(prompt, whole=True)
+    assert len(world.announcer._known) > len(world.tickets) == 9, "the store has nine frames"
+    assert world.announcer.take() == [] and len(world.announcer._known) == 9, "those may come"
+    world.store.abort(world.tickets)
+    assert world.announcer.take() == [] and not world.announcer._known
+    world.close()
+
+
+@pytest.mark.parametrize(
+    ("requests", "kept"),
+    [
+        ("a0-2 a2-4 a4-5 a5-6 b0-1 b1-3 b0-4", "a0-3 b0-4"),
+        ("a0-4 a0-1 a4-5 a5-6 b0-4", "a0-3 b0-4"),
+        ("a0-6 b0-1 a0-2 c0-1 d0-4", "a0-2 c0-1 d0-4"),
+    ],
+    ids=["in pieces", "with its beginning once more meanwhile", "its beginning later than its end"],
+)
+def test_of_a_prompt_the_end_is_taken_back_first(requests: str, kept: str, tmp_path: Path) -> None:
+    """Chunked prefill notes a prompt step by step, and others start with its beginning."""
+    world = World(8, tmp_path, per_chunk=1, capacity=1000, slots=40)
+    announcer = Announcer(world.store, CacheShape((GroupShape(BLOCK),)), describe, max_chunks=7)
+
+    def chunks(text: str) -> list[tuple[Any, Any, range]]:
+        rows = [(each[0], range(*map(int, each[1:].split("-")))) for each in text.split()]
+        prompts = [(ord(name),) * 6 * BLOCK for name, _ in rows]
+        return [(SimpleNamespace(prompt=own), world.chain(own), nths) for own, (_, nths) in zip(prompts, rows, strict=True)]
+
+    for live, chain, nths in chunks(requests):
+        announcer.note(live, (chain, [], 0, nths.start, nths.stop, 0, [], 0))
+    assert set(announcer._known) == {chain.key(nth) for _, chain, nths in chunks(kept) for nth in nths}
+    assert len(announcer._recent) == len(kept.split()), "or a step may look at many before it finds one that can go"
+    world.close()
+
+
+def test_an_error_about_a_requests_blocks_costs_what_is_told_of_them_alone(tmp_path: Path) -> None:
+    """It may come from what a newer vLLM has in a request. The next note finds a book that is right."""
+    world = World(9, tmp_path, per_chunk=1, capacity=100, slots=40)
+    odd = ((1, 1, 1, 1), (1, 1, 2, 2))
+
+    def fails(live: Any, size: int, begin: int, end: int) -> Any:
+        if live.prompt == odd[0] and begin:
+            raise RuntimeError
+        return describe(live, size, begin, end)
+
+    world.announcer = Announcer(world.store, CacheShape((GroupShape(BLOCK),)), fails, max_chunks=1)
+    with pytest.raises(RuntimeError):
+        world.save(odd[0], whole=True)
+    assert not world.announcer._known and world.announcer.take() == []
+    world.save(odd[1], whole=True)
+    assert set(world.announcer._known) == {world.chain(odd[1]).key(0)}
+    world.close()

@@ -1,8 +1,9 @@
 """What subscribers know, in any order of what can happen: requests, chunks that come and go, lost keys, resets, late subscribers.
 
 The store is a model here, so that a tier may change between any two looks at it. One subscriber hears all from the start, others
-join later and take every event for granted. The oracle: at rest, all that is there of the chunks that were requested last is
-known, and nothing that is not there. Rest comes although requests go on (`calm`), and however often keys were lost before.
+join later and take every event for granted. The oracle: at rest, all that is there of the chunks that the book has room for
+(`Book`) is known, and nothing that is not there. Rest comes although requests go on (`calm`), and however often keys were lost
+before.
 """
 
 from collections import OrderedDict
@@ -17,6 +18,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvloft.plan import announce
 from kvloft.plan.announce import DISK, HOST, TIERS, Announcer, Removed, Stored
+
+COMING = 4
 from kvloft.seam.shape import CacheShape, GroupShape
 
 SLICE = 3
@@ -44,14 +47,22 @@ class Store:
 
     def __init__(self, capacity: int) -> None:
         self.where: dict[Any, int] = {}
+        self.coming = set[Any]()
+        """Chunks that are being saved: each came from a request."""
         self.capacity, self.waiting, self.has_lost, self.num_asked = capacity, list[Any](), False, 0
 
     def put(self, key: Any, where: int) -> None:
         if where != self.where.get(key, 0):
             self.where[key] = where
-            self.waiting.append(key)
-            self.has_lost |= len(self.waiting) > self.capacity
-            del self.waiting[: -self.capacity]
+            self.tell(key)
+
+    def tell(self, key: Any) -> None:
+        self.waiting.append(key)
+        self.has_lost |= len(self.waiting) > self.capacity
+        del self.waiting[: -self.capacity]
+
+    def say(self, key: Any) -> int:
+        return self.where.get(key, 0) | COMING * (key in self.coming)
 
     def changes(self, asked: list[Any], limit: int) -> tuple[list[tuple[Any, int]], bool]:
         assert len(asked) <= limit
@@ -60,7 +71,30 @@ class Store:
         if lost:
             self.waiting.clear()  # all are asked for
         told, self.waiting = self.waiting[:limit], self.waiting[limit:]
-        return [(key, self.where.get(key, 0)) for key in [*asked, *told]], lost
+        return [(key, self.say(key)) for key in [*asked, *told]], lost
+
+
+class Book(dict[Key, tuple[int, int]]):
+    """What is announced at most, if nothing leaves the store for good: the least recent leaf goes first, by its row and place in it.
+
+    What a leaf hangs on was of use as long as the leaf.
+    """
+
+    def note(self, keys: list[Key], nth_row: int, most: int) -> None:
+        self.update({key: (nth_row, -place) for place, key in enumerate(keys)})
+        while len(self) > most:
+            inner = {parent(key) for key in self}
+            leaf = min((key for key in self if key not in inner), key=self.__getitem__)
+            used = self.pop(leaf)
+            if (above := parent(leaf)) in self:
+                self[above] = max(self[above], used)
+
+
+def parent(key: Key) -> Key | None:
+    """The main group's chunk before, or beside one of another group."""
+    group, prefix = key
+    above = prefix[:-SIZE] if group == SHAPE.main else prefix
+    return (SHAPE.main, above) if above else None
 
 
 def blocks_of(key: Key) -> set[tuple[int, bytes]]:
@@ -99,12 +133,11 @@ class Machine(RuleBasedStateMachine):
     @initialize(capacity=st.sampled_from((1, 4, 100)), most=st.sampled_from((2, 9, 1000)), shared=st.booleans())
     def begin(self, capacity: int, most: int, shared: bool) -> None:
         self.store, self.most, self.is_shared, self.is_over = Store(capacity), most, shared, False
+        self.book, self.num_rows = Book(), 0
         store: Any = self.store
         self.announcer = Announcer(store, SHAPE, describe, is_shared=shared, max_chunks=most)
         self.subscribers = [Subscriber(is_first=True)]
         self.noted = OrderedDict[Key, None]()
-        self.coming = set[Key]()
-        """Chunks that are being saved: each came from a request."""
 
     def note(self, prompt: tuple[int, ...], start: int, stop: int) -> None:
         """As the scheduler half does. What is not there or under way is saved."""
@@ -112,16 +145,19 @@ class Machine(RuleBasedStateMachine):
         row: Any = (chain, [], 0, start, stop, 0, [], 0)
         live: Any = SimpleNamespace(prompt=prompt)
         self.announcer.note(live, row)
-        others = [nth for nth in range(len(SHAPE.groups)) if nth != STATE]
-        keys = [(nth, prompt[: SIZE * end]) for end in range(start + 1, stop + 1) for nth in others]
+        others = [SHAPE.main, *(nth for nth in range(len(SHAPE.groups)) if nth not in (STATE, SHAPE.main))]
+        rows: list[list[Key]] = [[(nth, prompt[: SIZE * end]) for end in range(start + 1, stop + 1) for nth in others]]
         if stop == chain.num_blocks:
             self.announcer.note_states(live, chain, stop)
-            keys.insert(0, (STATE, prompt))
-        for key in reversed(keys):  # ends are forgotten first
-            self.noted[key] = None
-            self.noted.move_to_end(key)
-            if not self.store.where.get(key, 0) & HOST:  # also what is on disk: it may leave that meanwhile
-                self.coming.add(key)
+            rows.append([(STATE, prompt)])
+        for keys in rows:
+            self.num_rows += 1
+            self.book.note(keys, self.num_rows, self.most)
+            for key in keys:
+                self.noted[key] = None
+                self.noted.move_to_end(key)
+                if not self.store.where.get(key, 0) & HOST:  # also what is on disk: it may leave that meanwhile
+                    self.store.coming.add(key)
 
     @rule(prompt=st.sampled_from(PROMPTS), bounds=st.tuples(st.integers(0, 3), st.integers(1, 4)))
     def request(self, prompt: tuple[int, ...], bounds: tuple[int, int]) -> None:
@@ -130,11 +166,20 @@ class Machine(RuleBasedStateMachine):
         self.note(prompt, min(bounds[0], stop - 1), stop)
 
     @rule(data=st.data())
-    @precondition(lambda self: self.coming)
+    @precondition(lambda self: self.store.coming)
     def commit(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.coming)))
-        self.coming.discard(key)
+        key = data.draw(st.sampled_from(sorted(self.store.coming)))
+        self.store.coming.discard(key)
         self.store.put(key, self.store.where.get(key, 0) | HOST)
+
+    @rule(data=st.data())
+    @precondition(lambda self: self.store.coming)
+    def drop(self, data: st.DataObject) -> None:
+        """It got no frame, or its save failed; what is on disk is not told."""
+        key = data.draw(st.sampled_from(sorted(self.store.coming)))
+        self.store.coming.discard(key)
+        if not self.store.where.get(key, 0):
+            self.store.tell(key)
 
     @rule(data=st.data(), where=st.sampled_from((0, 0, *TIERS, 3)))
     @precondition(lambda self: any(self.store.where.values()))
@@ -175,17 +220,21 @@ class Machine(RuleBasedStateMachine):
         for _ in range(3 + 3 * -(-min(len(self.noted), self.most) // SLICE)):
             if is_busy and self.noted:
                 prompt = next(reversed(self.noted))[1]
-                pending = set(self.coming)
+                pending = set(self.store.coming)
                 self.note(prompt, len(prompt) // SIZE - 1, len(prompt) // SIZE)
-                self.coming = pending
+                self.store.coming = pending
             self.step()
-        last = list(self.noted)[-self.most :] if not self.is_over else []
+        # A book from which something left has more room than its model.
+        last = [] if self.is_over else self.book if self.is_shared or len(self.noted) <= self.most else []
         for tier in TIERS:
             here = [key for key, where in self.store.where.items() if where & tier]
             may = set().union(*(blocks_of(key) for key in here if key in self.noted)) if not self.is_over else set()
             must = set().union(*(blocks_of(key) for key in here if key in last))
             assert must <= self.subscribers[0].known[tier] <= may
             assert all(subscriber.known[tier] <= may for subscriber in self.subscribers)
+        if not self.is_shared:
+            asked = self.announcer._known.keys() - self.announcer._to_ask.keys()
+            assert all(map(self.store.say, asked)), "what is not to come is not waited for"
 
     @rule()
     def withdraw(self) -> None:
@@ -195,9 +244,11 @@ class Machine(RuleBasedStateMachine):
     @invariant()
     def is_bounded(self) -> None:
         if hasattr(self, "announcer"):
-            assert len(self.announcer._known) <= self.most
-            assert self.announcer._recent.keys() == self.announcer._known.keys()
-            assert self.announcer._to_ask.keys() <= self.announcer._known.keys()
+            known, recent = self.announcer._known.keys(), self.announcer._recent.keys()
+            assert self.announcer._to_ask.keys() <= known and recent <= known
+            inner = {parent(key) for key in known} - {None}
+            assert known - inner <= recent and self.announcer._children.keys() == inner
+            assert len(known) <= self.most and (not self.is_shared or self.is_over or known == self.book.keys())
 
 
 def test_subscribers_know_what_is_there_whatever_happens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +261,7 @@ def test_a_chunk_that_leaves_the_disk_while_it_is_saved_is_told_when_the_save_en
     announcer, row = Announcer(store, SHAPE, describe), (Chain(PROMPTS[2]), [], 0, 0, 1, 0, [], 0)
     told = []
     store.put((SHAPE.main, PROMPTS[2]), DISK)
+    store.coming.add((SHAPE.main, PROMPTS[2]))
     announcer.note(SimpleNamespace(prompt=PROMPTS[2]), row)  # type: ignore[arg-type]
     for where in (DISK, 0, HOST):
         store.put((SHAPE.main, PROMPTS[2]), where)

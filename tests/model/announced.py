@@ -199,6 +199,9 @@ class World:
         told = self.index.tiers
         assert told[HOST] == host
         assert told[HOST] | told[DISK] == stored
+        if not self.is_shared:
+            rows, _ = self.store.changes(list(self.announcer._known), 0)
+            assert all(where for _, where in rows), "what is not to come is not waited for"
 
 
 class SharedWorld(World):

@@ -206,3 +206,29 @@ def test_a_save_that_could_not_be_planned_does_not_count_when_its_request_is_com
 
 def fail(*_: Any) -> Any:
     raise RuntimeError
+
+
+def test_what_kv_events_are_told_is_left_until_the_plan_is_made() -> None:
+    """An error in it can fail no plan and no admission."""
+    engine = SymbolicEngine(Setup(block_tokens=2))
+    told: list[Any] = []
+
+    class Announcer:
+        def note(self, live: Any, row: Any) -> None:
+            told.append((live.req_id, row[3:5]))
+
+        def note_states(self, live: Any, _chain: Any, num_blocks: int) -> None:
+            told.append((live.req_id, num_blocks))
+
+    engine.core._announcer = Announcer()  # type: ignore[assignment]
+    serve(engine, Request("b", list(PROMPT), 2))
+    request = Request(A, PROMPT[:12], 9)
+    num_tokens = engine.core.match(request, 0)
+    assert num_tokens
+    engine.core.admit(request, num_tokens, [1, 2, 3, 4, 5, 6])  # type: ignore[arg-type]
+    engine.core.plan_step(view_of_new(num_tokens, [1, 2, 3, 4, 5, 6], 12 - num_tokens))
+    assert not told
+    for note in engine.core.take_notes():
+        note()
+    assert ("b", (0, len(PROMPT) // 2)) in told and (A, num_tokens // 2) in told
+    assert not engine.core.take_notes()

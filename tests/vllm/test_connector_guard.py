@@ -22,7 +22,7 @@ def broken(error: type[BaseException]) -> KVLoftConnector:
 
     half = SimpleNamespace(
         match=fail, admit=fail, take_stats=fail, close=fail, hook_errors=0,
-        core=SimpleNamespace(plan_loads_only=lambda: StepPlan(7), plan_step=fail, finish=fail, reset=fail),
+        core=SimpleNamespace(plan_loads_only=lambda: StepPlan(7), plan_step=fail, finish=fail, reset=fail, take_notes=list),
     )  # fmt: skip
     connector = object.__new__(KVLoftConnector)
     connector._errors_logged, connector._half, connector._scheduler = set(), half, half  # type: ignore[assignment]
@@ -41,6 +41,23 @@ def test_whatever_breaks_in_a_hook_is_a_miss_and_counted(error: type[BaseExcepti
     assert connector.get_kv_connector_stats() is None
     connector.shutdown()
     assert connector._scheduler.hook_errors == 7
+
+
+@pytest.mark.parametrize("error", [RuntimeError, PanicLike])
+def test_a_failure_of_kv_events_costs_no_plan_and_no_other_requests_events(
+    error: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    connector, told = broken(error), list[str]()
+
+    def fail() -> None:
+        raise error
+
+    half: Any = connector._scheduler
+    half.renew, half.plan_step = lambda: None, lambda _: StepPlan(3)
+    half.core.take_notes = lambda: [fail, lambda: told.append("a"), fail, lambda: told.append("b")]
+    assert connector.build_connector_meta(None).plan == StepPlan(3)
+    assert told == ["a", "b"] and half.hook_errors == 2
+    assert [record.message.partition(",")[0] for record in caplog.records] == ["kvloft: error in _note_for_events"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])

@@ -21,11 +21,11 @@ from kvloft.seam.store import KeyChain, Session
 from kvloft.seam.views import LiveRequest
 
 HOST, DISK = TIERS = (1, 2)
-"""Tiers as `Session.changes` adds them up."""
+"""Tiers as `Session.changes` adds them up; with another number where a chunk is coming to host memory."""
 MAX_WAITING = 1 << 16
 """Keys that wait in the store to be taken (2 MiB); more make everything be looked at again."""
 MAX_CHUNKS = 1 << 18
-"""Chunks whose blocks are known, each some 0.8 KiB, 0.5 for each further block, and 4 bytes a token; of the oldest others are told
+"""Chunks whose blocks are known, each some 0.7 KiB, 0.5 for each further block, and 4 bytes a token; of the oldest others are told
 no more."""
 SLICE = 2048
 """Chunks looked at in one step."""
@@ -79,10 +79,10 @@ class _Group(NamedTuple):
 class _Chunk:
     blocks: Sequence[Block]
     group: int
+    parent: bytes | None
+    """The chunk that others need before this one is of use to them: the one before it, or the main group's beside it."""
     where: int = 0
-    """Tiers that others know of."""
-    is_expected: bool = True
-    """A request has or had it since the store was asked last: it may come."""
+    """What the store said last, and others know of tiers."""
 
 
 class Announcer:
@@ -97,12 +97,16 @@ class Announcer:
         self._store, self._per_chunk, self._describe, self._max_chunks = store, shape.unit.blocks_per_chunk, describe, max_chunks
         self._is_shared = is_shared
         groups = [_group(shape, nth) for nth in range(len(shape.groups))]
+        self._main = groups[shape.main]
         self._states = [group for group in groups if shape.groups[group.nth].kind == "state"]
-        self._others = [group for group in groups if shape.groups[group.nth].kind != "state"]
+        others = [group for group in groups if shape.groups[group.nth].kind != "state"]
+        self._others = sorted(others, key=lambda group: group is not self._main)
         self._known: dict[bytes, _Chunk] = {}
         """In the order in which requests brought them, the beginning of a prefix first: some routers drop what has no parent."""
+        self._children: dict[bytes, int] = {}
+        """By parent: known chunks that hang on it."""
         self._recent: OrderedDict[bytes, None] = OrderedDict()
-        """The same keys, least recently requested first."""
+        """Known keys, least recently requested first: all without children, and others that were requested after theirs."""
         self._to_ask: OrderedDict[bytes, None] = OrderedDict()
         """Known keys, each once, in their order: those that requests bring meanwhile hold nothing up."""
         self._round: list[bytes] = []
@@ -117,35 +121,64 @@ class Announcer:
         chain, _, _, start, stop, tail_blocks, _, _ = row
         size = self._per_chunk
         ends = [size * (nth + 1) for nth in range(start, stop)] + [size * stop + tail_blocks] * bool(tail_blocks)
-        self._note(live, chain, self._others, [((end - 1) // size * size, end) for end in ends])
+        self._note(live, chain, self._others, [((end - 1) // size * size, end) for end in ends], start * size)
 
     def note_states(self, live: LiveRequest, chain: KeyChain, num_blocks: int) -> None:
         """The same of the states behind its first ``num_blocks`` blocks, if they have keys."""
         if 0 < num_blocks <= chain.num_blocks:
-            self._note(live, chain, self._states, [(num_blocks - 1, num_blocks)])
+            self._note(live, chain, self._states, [(num_blocks - 1, num_blocks)], num_blocks)
 
-    def _note(self, live: LiveRequest, chain: KeyChain, groups: Sequence[_Group], chunks: Iterable[tuple[int, int]]) -> None:
-        keys = list[bytes]()
+    def _note(
+        self, live: LiveRequest, chain: KeyChain, groups: Sequence[_Group], chunks: Iterable[tuple[int, int]], num_above: int
+    ) -> None:
+        """``num_above``: blocks of the prefix on whose last chunk the first of these hangs."""
+        found: dict[bytes, _Chunk] = {}
+        above = chain.key(num_above - 1, self._main.number) if num_above else None
         for (begin, end), group in () if self._is_over else product(chunks, groups):
             key, per_unit = chain.key(end - 1, group.number), group.per_unit
-            if (chunk := self._known.get(key)) is not None:
-                chunk.is_expected = True
-            elif blocks := self._describe(live, group.block_tokens, begin * per_unit + group.not_kept, end * per_unit):
-                self._known[key] = _Chunk(blocks, group.nth)
-            else:
-                break
-            keys.append(key)
-        self._to_ask.update(dict.fromkeys(keys))
-        for key in reversed(keys):  # a prefix loses its end first, for without its beginning it is of no use
-            self._recent[key] = None
-            self._recent.move_to_end(key)
+            if (chunk := self._known.get(key)) is None:
+                blocks = self._describe(live, group.block_tokens, begin * per_unit + group.not_kept, end * per_unit)
+                if not blocks:
+                    break
+                chunk = _Chunk(blocks, group.nth, above)
+            found[key] = chunk
+            if group is self._main:
+                above = key
+        # Nothing from here on can fail: an error leaves the book as it was.
+        for key, chunk in found.items():
+            if key not in self._known:
+                self._known[key] = chunk
+                if chunk.parent is not None:
+                    self._children[chunk.parent] = self._children.get(chunk.parent, 0) + 1
+        self._to_ask.update(dict.fromkeys(found))
+        self._line_up(found)
         while len(self._known) > self._max_chunks:
-            self._move(self._forget(next(iter(self._recent))), 0)
+            key, _ = self._recent.popitem(last=False)
+            if key not in self._children:  # if it is, it comes back before all others with the last of those
+                self._move(self._forget(key), 0)
+
+    def _line_up(self, found: dict[bytes, _Chunk]) -> None:
+        """These are the most recent. A prefix loses its end first, however many steps brought it: others start with its beginning."""
+        inner = {chunk.parent for chunk in found.values() if chunk.parent is not None}
+        for parent in inner:
+            self._recent.pop(parent, None)
+        for key in reversed(found):
+            if key not in inner:
+                self._recent[key] = None
+                self._recent.move_to_end(key)
 
     def _forget(self, key: bytes) -> _Chunk:
-        del self._recent[key]
+        chunk = self._known.pop(key)
+        self._recent.pop(key, None)
         self._to_ask.pop(key, None)
-        return self._known.pop(key)
+        if (parent := chunk.parent) is not None:
+            self._children[parent] -= 1
+            if not self._children[parent]:
+                del self._children[parent]
+                if parent in self._known and parent not in self._recent:
+                    self._recent[parent] = None
+                    self._recent.move_to_end(parent, last=False)
+        return chunk
 
     def take(self) -> list[Event]:
         """What is to be told since the last call, in order. It asks the store about `SLICE` chunks at most."""
@@ -162,9 +195,7 @@ class Announcer:
             if (chunk := self._known.get(key)) is None:
                 continue
             self._move(chunk, where)
-            if where & HOST:  # on disk alone it may leave before a save that is under way ends
-                chunk.is_expected = False
-            elif not (where or chunk.is_expected or self._is_shared):
+            if not (where or self._is_shared):
                 self._forget(key)
         return self._told()
 
@@ -189,6 +220,7 @@ class Announcer:
             for group, each in self._holders[tier]:
                 self._leave(tier, group, each)
         self._known.clear()
+        self._children.clear()
         self._recent.clear()
         self._to_ask.clear()
         self._round.clear()

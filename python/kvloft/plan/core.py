@@ -91,6 +91,8 @@ class SchedulerCore:
         self._unsent: list[SavePlan] = []
         self._tables: Callable[[ReqId], Tables | None] | None = None
         """Of this step, with several groups."""
+        self._notes: list[Callable[[], None]] = []
+        """See `take_notes`."""
         self._usable_frames: dict[int, int] = {}
         """By rank, where workers said so: how many of the first frames they can copy to."""
         self.counters: Counter[str] = Counter()
@@ -137,8 +139,7 @@ class SchedulerCore:
         if lease is not None:
             self._queue.begin_load(tracker, lease, num_tokens, is_whole=not plan.lost)
         tracker.loaded_tokens = by_tier
-        if self._announcer is not None:
-            self._announcer.note_states(live, tracker.chain, (tracker.local_tokens + num_tokens) // self._group.block_tokens)
+        self._note_states(live, tracker, tracker.local_tokens + num_tokens)
         self._queue_load(plan, lease)
         for tier, tokens in by_tier.items():
             self.counters[f"load_tokens_{tier}"] += tokens
@@ -180,6 +181,11 @@ class SchedulerCore:
         fenced = rewritten(view, self._store, self._group.block_tokens)
         saves = self._plan_saves(view) if self._saves_allowed else ()
         return self._finish_plan(tuple(saves), fenced)
+
+    def take_notes(self) -> list[Callable[[], None]]:
+        """What the announcer is to be told, each to be called now that the plan is made: if one fails, no plan does."""
+        notes, self._notes = self._notes, []
+        return notes
 
     def plan_loads_only(self) -> StepPlan:
         """A plan without saves, for a step that could not be read: requests that wait must not wait permanently.
@@ -301,8 +307,7 @@ class SchedulerCore:
                     self.counters["save_dropped_chunks"] += num_dropped
                     note_dropped(tracker, self._groups or self._store, self._group)
         if self._announcer is not None:
-            for tracker, row in zip(due, rows, strict=True):
-                self._announcer.note(tracker.live, row)
+            self._notes += [partial(self._announcer.note, tracker.live, row) for tracker, row in zip(due, rows, strict=True)]
         if self._continuations is not None:
             self._drop_others(due, rows, saves)
 
@@ -334,9 +339,12 @@ class SchedulerCore:
         rows = [(tracker.chain, state.group, state.num_tokens // block_tokens, state.block) for tracker, state in due]
         reserved = zip(due, self._groups.reserve_states(rows), strict=True)
         saves += [SavePlan(tracker.req_id, chunks) for (tracker, _), chunks in reserved if chunks]
+        for tracker, state in due:
+            self._note_states(tracker.live, tracker, state.num_tokens)
+
+    def _note_states(self, live: LiveRequest, tracker: Tracker, num_tokens: int) -> None:
         if self._announcer is not None:
-            for tracker, state in due:
-                self._announcer.note_states(tracker.live, tracker.chain, state.num_tokens // block_tokens)
+            self._notes.append(partial(self._announcer.note_states, live, tracker.chain, num_tokens // self._group.block_tokens))
 
     def _has_state(self, state: BoundaryState) -> Tracker | None:
         """Whose state it is, if it is to be saved.

@@ -180,7 +180,15 @@ class KVLoftConnector(KVConnectorBase_V1):
         return hit_sources(self._scheduler.core.hit_tokens(request.request_id), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: Any) -> KVLoftMetadata:
-        return KVLoftMetadata(self._plan_step(scheduler_output))
+        plan = self._plan_step(scheduler_output)
+        for note in self._scheduler.core.take_notes():
+            self._note_for_events(note)
+        return KVLoftMetadata(plan)
+
+    @_miss_on_error()
+    def _note_for_events(self, note: Callable[[], None]) -> None:
+        """Of one request; an error costs what would be told of its chunks, and no plan."""
+        note()
 
     @_miss_on_error(lambda self: self._scheduler.core.plan_loads_only())
     def _plan_step(self, scheduler_output: Any) -> StepPlan:

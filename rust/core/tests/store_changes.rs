@@ -15,8 +15,9 @@ use kvloft_core::store::{Changes, Listener, Lookup, ReadLease, Store, StoreConfi
 use proptest::prelude::*;
 use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, range, save, stat};
 
-const HOST: Tiers = Tiers { host: true, disk: false };
-const NOWHERE: Tiers = Tiers { host: false, disk: false };
+const NOWHERE: Tiers = Tiers { host: false, disk: false, coming: false };
+const HOST: Tiers = Tiers { host: true, ..NOWHERE };
+const COMING: Tiers = Tiers { coming: true, ..NOWHERE };
 
 fn open(num_frames: u32, per_chunk: u32, disk: &Arc<MemoryDisk>) -> Store {
     let settings = disk_settings(u64::from(disk.capacity), 2);
@@ -194,8 +195,9 @@ impl Run {
         for hearer in &mut self.hearers {
             assert!((0..1000).any(|_| !hearer.take(&self.universe, 7)), "there is always more");
             for key in &self.universe {
-                let told = hearer.known.get(key).is_some_and(|tiers| tiers.disk);
-                assert_eq!(told, on_disk.contains_key(key), "{key}");
+                let told = hearer.known.get(key).copied().unwrap_or_default();
+                assert_eq!(told.disk, on_disk.contains_key(key), "{key}");
+                assert!(told.disk || !told.coming, "{key} never came, and that was not told");
             }
             for (prompt, found) in found.iter().enumerate() {
                 let chain = prompt_chain(prompt);
@@ -239,6 +241,17 @@ fn a_key_says_where_its_chunk_is_when_it_is_taken() {
 }
 
 #[test]
+fn a_save_that_brings_nothing_is_told() {
+    let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
+    let (chain, listener) = (prompt_chain(0), store.watch(100));
+    let key = chain.keys()[0];
+    let reserved = store.reserve(&chain, range(0, 1, 0)).unwrap();
+    assert_eq!(listener.changes(&[key], 100).rows, [(key, COMING)]);
+    drop(reserved);
+    assert!(listener.changes(&[], 100).rows.contains(&(key, NOWHERE)));
+}
+
+#[test]
 fn keys_that_nobody_takes_cost_no_memory_and_their_loss_is_told_once() {
     let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
     let (chain, arena) = (prompt_chain(0), arena_of(&store));
@@ -277,7 +290,7 @@ fn a_chunk_that_stays_on_disk_after_all_is_told() {
     };
     old_is(HOST);
     drop(gate);
-    old_is(Tiers { host: true, disk: true });
+    old_is(Tiers { disk: true, ..HOST });
 }
 
 /// Each hears everything, in its own time; only those that took too little lack something.

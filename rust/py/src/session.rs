@@ -406,7 +406,8 @@ impl Session {
         self.inner.session().watch(capacity);
     }
 
-    /// ([(key, 1 if in host + 2 if on disk)], whether keys were lost): chunks asked for, and up to `limit` that came or went.
+    /// ([(key, 1 if in host + 2 if on disk + 4 if coming to host)], whether keys were lost): chunks asked for, and up to `limit`
+    /// that came or went.
     fn changes<'py>(&self, py: Python<'py>, asked: Vec<KeyBytes>, limit: usize) -> (Vec<TierRow<'py>>, bool) {
         let asked: Vec<_> = asked.into_iter().map(|key| key.0).collect();
         let Changes { rows, lost } = self.inner.session().changes(&asked, limit);

@@ -209,7 +209,7 @@ fn a_listener_hears_once_that_its_server_is_away_and_once_that_it_is_back() {
     engine.watch(100);
     let chain = chain(1, 2);
     let told = |tiers: Tiers, lost| Changes { rows: chain.keys().iter().map(|key| (*key, tiers)).collect(), lost };
-    let (host, nowhere) = (Tiers { host: true, disk: false }, Tiers::default());
+    let (host, nowhere) = (Tiers { host: true, ..Tiers::default() }, Tiers::default());
     let ask = || engine.changes(chain.keys(), 0);
     // Until the chunks are there, or not: whether it said meanwhile that anything may have changed.
     let hear = |tiers: Tiers| {

@@ -129,7 +129,7 @@ fn answer(parts: &Parts) -> Answer {
             is_cut_short: one.is_multiple_of(2),
         }),
         10 => {
-            let tiers = |nth: u8| Tiers { host: nth.is_multiple_of(2), disk: nth > 1 };
+            let tiers = |nth: u8| Tiers { host: nth.is_multiple_of(2), disk: nth > 1, coming: nth == 3 };
             let rows = parts.keys.iter().zip(0..).map(|(key, nth)| (ChunkKey(*key), tiers(nth))).collect();
             Answer::Changes(Changes { rows, lost: two.is_multiple_of(2) })
         }

@@ -1,4 +1,4 @@
-//! Keys of chunks that came to a tier or left one, not what happened to them. KV events are made of them.
+//! Keys of chunks that came to a tier or left one, or were to come and do not; not what happened to them. KV events are made of them.
 //!
 //! The taker of a key is told where its chunk is at that moment. So a chunk that came and went, a key that belongs to another
 //! entry by now, and trees that are forgotten slice by slice say nothing wrong, and the last answer of each key is true. Keys
@@ -17,7 +17,11 @@ use crate::sync::Mutex;
 impl State {
     fn tiers(&self, key: &ChunkKey) -> Tiers {
         let entry = self.index.get(key).map(|id| &self.index[id]);
-        entry.map_or_else(Tiers::default, |entry| Tiers { host: entry.host.is_here(), disk: entry.disk.is_here() })
+        entry.map_or_else(Tiers::default, |entry| Tiers {
+            host: entry.host.is_here(),
+            disk: entry.disk.is_here(),
+            coming: entry.is_coming(),
+        })
     }
 
     fn changes(&self, asked: &[ChunkKey], next: &mut u64, limit: usize) -> Changes {

@@ -11,19 +11,21 @@ pub struct Tiers {
     pub host: bool,
     /// On disk.
     pub disk: bool,
+    /// Not in host memory, but a save or a read of it is under way.
+    pub coming: bool,
 }
 
 impl Tiers {
-    /// As a number: 1 in host, 2 on disk.
+    /// As a number: 1 in host, 2 on disk, 4 coming.
     #[must_use]
     pub fn bits(self) -> u8 {
-        u8::from(self.host) + 2 * u8::from(self.disk)
+        u8::from(self.host) + 2 * u8::from(self.disk) + 4 * u8::from(self.coming)
     }
 
     /// What [`Self::bits`] says; None for other numbers.
     #[must_use]
     pub fn of_bits(bits: u8) -> Option<Self> {
-        (bits < 4).then_some(Self { host: bits & 1 != 0, disk: bits & 2 != 0 })
+        (bits < 8).then_some(Self { host: bits & 1 != 0, disk: bits & 2 != 0, coming: bits & 4 != 0 })
     }
 }
 
