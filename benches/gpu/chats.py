@@ -9,8 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -19,13 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from benches.gpu.chats_child import Load
-from benches.gpu.engine import CHILD_ENV, ROOT, result_of
+from benches.gpu.child import CHILD_ENV, can_run, end_of, result_of, start, verdict
 from benches.gpu.options import STATUS, add_model, add_sizes, some_of, table_of
 from benches.gpu.peers import NAMES as PEERS
 from benches.gpu.peers import SERVED, daemons, env_of, is_installed, kvloft_server
 from benches.gpu.shapes import options_of
-from kvloft.bench.command import console, gpu_bytes, whole, write
-from kvloft.errors import UnsupportedError
+from kvloft.bench.command import console, whole, write
 
 CONNECTORS = ("none", "native", "kvloft", SERVED[0], *PEERS)
 KILL_S = 15.0
@@ -71,18 +68,9 @@ def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
         ):
             if errors:
                 return {"error": errors[name]}
-            settings = [f"{key}={value}" for key, value in {**CHILD_ENV, **env_of(name, host_gib)}.items()]
-            child = _child(name, {**options, "model_dir": f"{folder}/model", "socket": socket})
-            with log.open("w") as file:
-                process = subprocess.Popen(["env", *settings, *child], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
-            status: int | str
-            try:
-                status = process.wait(options["child_s"] + KILL_S)
-            except subprocess.TimeoutExpired:
-                status = "timeout"
-            finally:
-                process.kill()
-                process.wait()
+            asked = json.dumps({**options, "model_dir": f"{folder}/model", "socket": socket})
+            process = start(log, "chats_child", name, asked, env={**CHILD_ENV, **env_of(name, host_gib)})
+            status = end_of(process, options["child_s"] + KILL_S)
     except (RuntimeError, OSError) as error:
         return {"error": str(error)}
     found = result_of(log, status)
@@ -90,10 +78,6 @@ def _measure(name: str, options: dict[str, Any], log: Path) -> dict[str, Any]:
     if unfinished and "error" not in found:
         found["error"] = f"{unfinished} turns were not answered in time"
     return found
-
-
-def _child(name: str, options: dict[str, Any]) -> list[str]:
-    return [sys.executable, "-m", "benches.gpu.chats_child", name, json.dumps(options)]
 
 
 def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -143,10 +127,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; 1 where an engine failed, 2 where none can run."""
     args, screen = parser().parse_args(argv), console()
-    try:
-        gpu_bytes()
-    except UnsupportedError as error:
-        print(f"kvloft: the chats bench cannot run here: {error}", file=sys.stderr)
+    if not can_run("chats"):
         return 2
     load = {name: getattr(args, name) for name in asdict(Load())}
     shape = options_of(args.model, args.layers)
@@ -161,10 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     screen.print(table_of(table(results)))
     write(args.json, results)
-    failed = {name: result["error"] for name, result in results.items() if "error" in result}
-    for name, problem in failed.items():
-        print(f"kvloft: {name} {problem}", file=sys.stderr)
-    return 1 if failed else 0
+    return verdict([f"{name} {result['error']}" for name, result in results.items() if "error" in result])
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benches.gpu.child import CHILD_ENV, result_of, start, verdict
 from benches.gpu.options import STATUS, add_model, add_sizes, some_of, table_of
 from benches.gpu.peers import NAMES as PEERS
 from benches.gpu.peers import SERVED, daemons, env_of, is_installed, kvloft_server
@@ -25,16 +26,9 @@ from benches.gpu.turns import leave
 from kvloft.bench.command import console, gpu_bytes, whole, write
 from kvloft.errors import UnsupportedError
 
-ROOT = Path(__file__).resolve().parents[2]
-"""Where `-m benches.gpu.NAME` finds this package."""
 ALONE = ("decode", "attached", "startup")
 """Plain vLLM's decode steps were up to 4 % shorter beside other engines on the GPU, idle ones, than alone; servers do not run so.
 And what is compared within one process needs no other."""
-CHILD_ENV = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1",
-    "VLLM_USE_FLASHINFER_SAMPLER": "0", "PYTHONHASHSEED": "0", "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1",
-    "VLLM_PLUGINS": "",
-}  # fmt: skip
 EMBEDDING_BYTES, LAYER_BYTES = 4 * 128256 * 4096, 2 * 218_112_000
 """Of the Llama shape, in bfloat16; other shapes have less."""
 OTHER_BYTES = 5 << 30
@@ -138,10 +132,7 @@ def _start(name: str, options: dict[str, Any], log: Path, gpu: int | None) -> su
     env = {**CHILD_ENV, **env_of(name, options.get("host_bytes", 0) >> 30)}
     if gpu is not None:
         env["CUDA_VISIBLE_DEVICES"] = str(gpu)
-    settings = [f"{key}={value}" for key, value in env.items()]
-    command = ["env", *settings, sys.executable, "-m", "benches.gpu.engine_child", name, json.dumps(options)]
-    with log.open("w") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
+    return start(log, "engine_child", name, json.dumps(options), env=env)
 
 
 def _wait(
@@ -176,17 +167,6 @@ def _phase(log: Path) -> str:
 def _left(folder: Path, phases: Sequence[str], name: str) -> None:
     for phase in phases:
         leave(folder / phase, name)
-
-
-def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
-    """What a child printed last as ``RESULT {...}``, with an "error" if it did not end well."""
-    text = log.read_text(errors="replace")
-    found = [line[7:] for line in text.splitlines() if line.startswith("RESULT ")]
-    result: dict[str, Any] = json.loads(found[-1]) if found else {}
-    if status != 0:
-        why = "was not done in time (--timeout)" if status == "timeout" else f"ended with {status}"
-        result["error"] = f"{why}; the end of {log}:\n{text[-1500:] or '(it is empty)'}"
-    return result
 
 
 def table(results: dict[str, Any]) -> list[tuple[str, ...]]:
@@ -309,10 +289,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     screen.print(table_of(table(results)))
     write(args.json, results)
-    failed = [name for name, result in results.items() if "error" in result]
-    for name in failed:
-        print(f"kvloft: {name} {results[name]['error']}", file=sys.stderr)
-    return 1 if failed else 0
+    return verdict([f"{name} {result['error']}" for name, result in results.items() if "error" in result])
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,11 +18,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benches.gpu.engine import CHILD_ENV, ROOT, result_of, shared_gpu
+from benches.gpu.child import CHILD_ENV, can_run, result_of, start, verdict
+from benches.gpu.engine import shared_gpu
 from benches.gpu.options import STATUS, add_model, add_sizes, some_of, table_of
 from benches.gpu.shapes import options_of
-from kvloft.bench.command import console, gpu_bytes, whole, write
-from kvloft.errors import UnsupportedError
+from kvloft.bench.command import console, whole, write
 
 REFERENCE = "reference"
 
@@ -112,10 +111,7 @@ def run(
 
 def _start(name: str, options: dict[str, Any], log: Path) -> subprocess.Popen[bytes]:
     setup = SETUPS[name]
-    settings = [f"{key}={value}" for key, value in {**CHILD_ENV, **setup.env}.items()]
-    child = [sys.executable, "-m", "benches.gpu.equality_child", setup.connector, json.dumps(options)]
-    with log.open("w") as file:
-        return subprocess.Popen(["env", *settings, *child], stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
+    return start(log, "equality_child", setup.connector, json.dumps(options), env={**CHILD_ENV, **setup.env})
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,10 +268,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare tokens and pages; 1 where any was not as it must be, 2 where nothing can be compared."""
     args, screen = parser().parse_args(argv), console()
-    try:
-        gpu_bytes()
-    except UnsupportedError as error:
-        print(f"kvloft: the equality bench cannot run here: {error}", file=sys.stderr)
+    if not can_run("equality"):
         return 2
     results = run(
         setups=args.setups, phases=args.phases,
@@ -285,10 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )  # fmt: skip
     screen.print(table_of(table(results)))
     write(args.json, summary(results))
-    found = problems(results)
-    for problem in found:
-        print(f"kvloft: {problem}", file=sys.stderr)
-    return 1 if found else 0
+    return verdict(problems(results))
 
 
 if __name__ == "__main__":

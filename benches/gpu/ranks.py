@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benches.gpu.engine import CHILD_ENV, ROOT, result_of, shared_gpu
+from benches.gpu.child import CHILD_ENV, can_run, end_of, result_of, start, verdict
+from benches.gpu.engine import shared_gpu
 from benches.gpu.options import STATUS, add_model, add_sizes, table_of
 from benches.gpu.shapes import options_of
-from kvloft.bench.command import console, gpu_bytes, whole, write
-from kvloft.errors import UnsupportedError
+from kvloft.bench.command import console, whole, write
 
 ENV = {
     **CHILD_ENV, "VLLM_BATCH_INVARIANT": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
@@ -32,19 +30,9 @@ disturb other programs on the host's GPUs."""
 def run(*, options: dict[str, Any], log: Path, timeout_s: float) -> dict[str, Any]:
     """The child's result, or with an "error"."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder, log.open("w") as file:
-        settings = [f"{key}={value}" for key, value in ENV.items()]
+    with tempfile.TemporaryDirectory() as folder:
         asked = json.dumps({**options, "model_dir": f"{folder}/model"})
-        command = ["env", *settings, sys.executable, "-m", "benches.gpu.ranks_child", asked]
-        child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
-        status: int | str
-        try:
-            status = child.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            status = "timeout"
-        finally:
-            child.kill()
-            child.wait()
+        status = end_of(start(log, "ranks_child", asked, env=ENV), timeout_s)
     return result_of(log, status)
 
 
@@ -96,10 +84,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check; 1 where anything was not as it must be, 2 where it cannot run."""
     args, screen = parser().parse_args(argv), console()
-    try:
-        gpu_bytes()
-    except UnsupportedError as error:
-        print(f"kvloft: the ranks bench cannot run here: {error}", file=sys.stderr)
+    if not can_run("ranks"):
         return 2
     shape = options_of(args.model, args.layers)
     llm = {
@@ -113,9 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     screen.print(table_of(table(result)))
     found = list(problems(result, args.tp * args.pp))
     write(args.json, {**result, "problems": found})
-    for problem in found:
-        print(f"kvloft: {problem}", file=sys.stderr)
-    return 1 if found else 0
+    return verdict(found)
 
 
 if __name__ == "__main__":

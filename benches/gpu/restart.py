@@ -7,20 +7,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benches.gpu.engine import CHILD_ENV, ROOT, result_of, shared_gpu
+from benches.gpu.child import can_run, result_of, start, verdict
+from benches.gpu.engine import shared_gpu
 from benches.gpu.options import STATUS, add_model, add_sizes, table_of
 from benches.gpu.peers import SERVED, kvloft_server
 from benches.gpu.shapes import options_of
-from kvloft.bench.command import console, gpu_bytes, whole, write
-from kvloft.errors import UnsupportedError
+from kvloft.bench.command import console, whole, write
 
 LIVES = 2
 POLL_S = 0.1
@@ -45,10 +43,7 @@ def run(*, options: dict[str, Any], log_dir: Path, timeout_s: float) -> list[dic
 
 
 def _live(options: dict[str, Any], log: Path, deadline: float) -> dict[str, Any]:
-    settings = [f"{key}={value}" for key, value in CHILD_ENV.items()]
-    command = ["env", *settings, sys.executable, "-m", "benches.gpu.restart_child", json.dumps(options)]
-    with log.open("w") as file:
-        child = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
+    child = start(log, "restart_child", json.dumps(options))
     try:
         while child.poll() is None and time.monotonic() < deadline and "\nRESULT " not in log.read_text(errors="replace"):
             time.sleep(POLL_S)
@@ -101,10 +96,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure; 1 where the next engine did not find the prompt or answers otherwise, 2 where none can run."""
     args, screen = parser().parse_args(argv), console()
-    try:
-        gpu_bytes()
-    except UnsupportedError as error:
-        print(f"kvloft: the restart bench cannot run here: {error}", file=sys.stderr)
+    if not can_run("restart"):
         return 2
     shape = options_of(args.model, args.layers)
     options = {
@@ -113,10 +105,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     }  # fmt: skip
     lives = run(options=options, log_dir=Path(args.logs), timeout_s=args.timeout)
     screen.print(table_of(table(lives)))
-    write(args.json, {"lives": lives, "problems": problems(lives, args.context)})
-    for problem in problems(lives, args.context):
-        print(f"kvloft: {problem}", file=sys.stderr)
-    return 1 if problems(lives, args.context) else 0
+    found = problems(lives, args.context)
+    write(args.json, {"lives": lives, "problems": found})
+    return verdict(found)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from benches.gpu import engine, equality, peers
-from benches.gpu.engine import fit_together, result_of, run
+from benches.gpu.child import result_of
+from benches.gpu.engine import fit_together, run
 from kvloft.bench import command
 from kvloft.cli.__main__ import main
 from kvloft.errors import UnsupportedError

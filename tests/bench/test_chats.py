@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from benches.gpu import chats, peers
+from benches.gpu import chats, child, peers
 from benches.gpu.chats_child import Load, run_chats
 
 LOAD = {"num_chats": 3, "num_turns": 2, "first_tokens": 8, "more_tokens": 4, "generated_tokens": 2}
@@ -95,7 +95,7 @@ def test_a_loop_whose_time_is_over_says_what_is_missing() -> None:
 @pytest.fixture
 def fake_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        chats, "_child", lambda name, options: [sys.executable, "-c", CHILD, name, json.dumps(options), json.dumps(RUN)]
+        child, "command", lambda _child, name, options: [sys.executable, "-c", CHILD, name, options, json.dumps(RUN)]
     )
     monkeypatch.setattr(chats, "KILL_S", 0.5)
     monkeypatch.setattr(chats, "LEAST_S", 0.1)

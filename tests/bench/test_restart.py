@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("torch", reason="torch is not installed")
 
+from benches.gpu import child as bench_child
 from benches.gpu import restart
 
 
@@ -38,6 +39,6 @@ def test_an_engine_that_dies_is_an_error_and_one_that_answered_is_killed(
     child.write_text(f"import time\n{code}\ntime.sleep(600)\n")
     python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{child}"\n')
     python.chmod(0o755)
-    monkeypatch.setattr(restart.sys, "executable", str(python))
+    monkeypatch.setattr(bench_child.sys, "executable", str(python))
     found = restart._live({}, tmp_path / "log", restart.time.monotonic() + 120)
     assert word in found.get("error", "") and ("error" in found) == bool(word)
