@@ -210,28 +210,20 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_on_which_another_program_listens_is_left_to_it() {
+    fn a_socket_that_another_program_has_is_left_to_it() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("others.sock");
-        let others = UnixListener::bind(&path).expect("the path is free");
-        rustix::net::listen(&others, 0).expect("it listens already");
+        let is_left = || Listener::bind(&path).is_err_and(|e| e.kind() == ErrorKind::Busy) && !lock_path(&path).exists();
+        let listens = UnixListener::bind(&path).expect("the path is free");
+        rustix::net::listen(&listens, 0).expect("it listens already");
         assert!((0..4).all(|_| answers(&path)), "also with more that wait than it lets");
-        assert_eq!(Listener::bind(&path).expect_err("it is another's").kind(), ErrorKind::Busy);
-        assert!(others.accept().is_ok() && path.exists(), "it lost its socket");
-        assert!(!lock_path(&path).exists(), "a lock is left");
-        drop(others);
-        assert!(Listener::bind(&path).is_ok(), "nobody listens any more");
-    }
-
-    #[test]
-    fn a_socket_that_another_program_has_is_left_to_it_also_where_it_is_no_stream() {
-        let dir = tempfile::tempdir().expect("a directory");
-        let path = dir.path().join("log.sock");
-        let others = UnixDatagram::bind(&path).expect("the path is free");
-        assert_eq!(Listener::bind(&path).expect_err("it is another's").kind(), ErrorKind::Busy);
-        let sent = UnixDatagram::unbound().and_then(|own| own.send_to(b"a line", &path));
-        assert!(sent.is_ok() && !lock_path(&path).exists(), "it lost its socket, or a lock is left");
-        drop(others);
+        assert!(is_left() && listens.accept().is_ok() && path.exists(), "it lost its socket, or a lock is left");
+        drop(listens);
+        drop(Listener::bind(&path).expect("it is stale"));
+        let is_no_stream = UnixDatagram::bind(&path).expect("a listener takes its socket along");
+        let send = || UnixDatagram::unbound().and_then(|own| own.send_to(b"a line", &path));
+        assert!(is_left() && send().is_ok(), "it lost its socket, or a lock is left");
+        drop(is_no_stream);
         assert!(Listener::bind(&path).is_ok(), "it is stale");
     }
 
