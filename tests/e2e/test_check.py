@@ -8,8 +8,8 @@ from .zoo.checking import check
 
 
 def test_a_model_with_windows_is_served_with_all_groups(tmp_path: Path, vllm_release: tuple[int, int]) -> None:
-    if vllm_release != (0, 32):
-        pytest.skip("the zoo's models are made for vLLM 0.32")
+    if vllm_release < (0, 32):
+        pytest.skip("kvloft serves several groups with vLLM 0.32 and newer")
     status, report, progress = check("gemma3", tmp_path, "all")
     assert status == 0, (report, progress)
     passes = {one["name"]: one for one in report["passes"]}

@@ -28,7 +28,7 @@ MORE_FIRST, MORE_LAST = "2,1", "1,2"
 @pytest.fixture(scope="module", autouse=True)
 def _release(vllm_release: tuple[int, int]) -> None:
     if vllm_release < (0, 32):
-        pytest.skip("pipelines were tried on the CPU build of vLLM 0.32 only")
+        pytest.skip("pipelines on CPUs are tested from vLLM 0.32 on")
 
 
 @pytest.fixture(scope="module")

@@ -213,7 +213,8 @@ mod tests {
     fn a_socket_that_another_program_has_is_left_to_it() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("others.sock");
-        let is_left = || Listener::bind(&path).is_err_and(|e| e.kind() == ErrorKind::Busy) && !lock_path(&path).exists();
+        let is_left =
+            || Listener::bind(&path).is_err_and(|e| e.kind() == ErrorKind::Busy) && !lock_path(&path).exists();
         let listens = UnixListener::bind(&path).expect("the path is free");
         rustix::net::listen(&listens, 0).expect("it listens already");
         assert!((0..4).all(|_| answers(&path)), "also with more that wait than it lets");
