@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvloft.config import KEYS, OF_LIMITS, Config, describe, format_size, load_config, parse_seconds, parse_size
+from kvloft.config import KEYS, OF_LIMITS, Config, describe, format_size, has_unit, load_config, parse_seconds, parse_size
 from kvloft.errors import ConfigError
 
 GOOD = {
@@ -146,7 +146,7 @@ def test_times_out_of_range_or_malformed_are_refused(text: object) -> None:
 
 @given(st.integers(4096, 1 << 60))
 def test_size_survives_being_written_and_read(size: int) -> None:
-    assert parse_size(format_size(size)) == size
+    assert parse_size(format_size(size)) == size and has_unit(format_size(size))
 
 
 @given(st.fixed_dictionaries({}, optional=GOOD))

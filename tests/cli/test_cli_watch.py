@@ -431,7 +431,7 @@ def test_every_panel_of_the_dashboard_asks_for_numbers_that_exist(socket: str) -
         assert names <= known, expression
 
 
-@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze, which alone says what systemd makes of it, is not installed")
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 def test_systemd_understands_the_unit(tmp_path: Path) -> None:
     text = (DEPLOY / "kvloft.service").read_text()
     assert verified(tmp_path, text) == ""

@@ -110,6 +110,21 @@ def test_what_is_told_again_begins_with_the_beginning(tmp_path: Path) -> None:
     world.close()
 
 
+def test_what_is_told_again_begins_anew_where_it_was_half_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(announce, "SLICE", 1)
+    world = World(6, tmp_path, per_chunk=1, capacity=100, slots=40)
+    longest = max(world.prompts, key=len)
+    world.save(longest, whole=True)
+    world.store.settle(world.tickets)
+    while not all(chunk.where & HOST for chunk in world.announcer._known.values()):
+        world.announcer.take()
+    for _ in range(2):
+        world.announcer.repeat()
+        told = [event.blocks[0].hash for event in world.announcer.take() if isinstance(event, Stored)]
+        assert told[0] == hash_of(longest[:BLOCK])
+    world.close()
+
+
 def test_of_more_chunks_than_are_kept_the_oldest_are_taken_back(tmp_path: Path) -> None:
     world = World(2, tmp_path, per_chunk=1, capacity=100, slots=40)
     world.announcer = Announcer(world.store, CacheShape((GroupShape(BLOCK),)), describe, max_chunks=2)

@@ -18,11 +18,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvloft.plan import announce
 from kvloft.plan.announce import DISK, HOST, TIERS, Announcer, Removed, Stored
-
-COMING = 4
 from kvloft.seam.shape import CacheShape, GroupShape
 
-SLICE = 3
+SLICE, COMING = 3, 4
 SHAPE = CacheShape((
     GroupShape(1, 4, kind="window", reach=2), GroupShape(2, 2), GroupShape(4, kind="state"), GroupShape(4, kind="window", reach=7),
 ))  # fmt: skip
@@ -75,7 +73,7 @@ class Store:
 
 
 class Book(dict[Key, tuple[int, int]]):
-    """What is announced at most, if nothing leaves the store for good: the least recent leaf goes first, by its row and place in it.
+    """What is announced at most, if nothing leaves the store for good: the least recent leaf goes first, by row and place in it.
 
     What a leaf hangs on was of use as long as the leaf.
     """

@@ -146,3 +146,16 @@ def test_what_left_is_taken_back_also_where_telling_failed_in_the_same_step() ->
     assert half.take_kv_events() == [Removed(HOST, HASHES[:2])]
     half._announcer.withdraw([Removed(HOST, HASHES[:2])])
     assert half.take_kv_events() == [], "what cannot be written at all is not tried in every step"
+
+
+def test_all_is_told_again_where_vllm_said_that_all_is_gone_and_only_there() -> None:
+    """While requests have blocks it resets nothing, and says nothing."""
+    told: list[str] = []
+    half: Any = object.__new__(SchedulerHalf)
+    half._announcer, pool = SimpleNamespace(repeat=lambda: told.append("again")), SimpleNamespace(kv_event_queue=["before"])
+    half.hear_pool_reset(pool)()
+    assert not told
+    after = half.hear_pool_reset(pool)
+    pool.kv_event_queue.append("AllBlocksCleared")
+    after()
+    assert told == ["again"]

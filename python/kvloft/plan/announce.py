@@ -158,7 +158,7 @@ class Announcer:
                 self._move(self._forget(key), 0)
 
     def _line_up(self, found: dict[bytes, _Chunk]) -> None:
-        """These are the most recent. A prefix loses its end first, however many steps brought it: others start with its beginning."""
+        """These are the most recent. A prefix loses its end first, however many steps brought it: others begin as it does."""
         inner = {chunk.parent for chunk in found.values() if chunk.parent is not None}
         for parent in inner:
             self._recent.pop(parent, None)
@@ -205,7 +205,6 @@ class Announcer:
         for chunk in self._known.values():
             chunk.where = 0
         self._holders = {tier: Counter() for tier in TIERS}
-        self._to_ask.clear()
         self._must_ask_all, self._round = False, self._all()
 
     def withdraw(self, lost: Iterable[Event] = ()) -> None:
