@@ -68,3 +68,24 @@ def test_a_block_of_vllms_own_cache_is_not_saved_under_another_next_token_than_i
 
 def test_a_block_of_vllms_own_cache_is_saved_by_who_goes_on_as_its_writer_did() -> None:
     assert scene(9, 13, forgets=True).ledger.num_saved == 2 + 3
+
+
+def test_what_a_block_held_before_says_nothing_of_it_once_a_request_wrote_to_it_and_left() -> None:
+    """As the test with lengths 4, 9 and 13, where each block once held the first one's under the third one's next token.
+
+    The first request leaves before its next token is known to kvloft, and its block is in vLLM's cache.
+    """
+    engine = Engine(MODEL, SHAPE, 1)
+    serve(engine, "r0", STORIES[0][:9])
+    keys = engine.core._continuations._keys
+    first = next(iter(keys.values()))
+    keys.update(dict.fromkeys(range(SHAPE.num_blocks), first))
+    engine.reset(running=False, connector=False)
+    engine.store.discard(engine.store.keys)
+    engine.add(Spec("r1", STORIES[0][:4], 1, STORIES[0][:4]))
+    engine.run()
+    serve(engine, "r2", STORIES[0][:9])
+    engine.store.discard(engine.store.keys)
+    serve(engine, "r3", STORIES[0][:13])
+    assert others(engine) > 0
+    engine.close()

@@ -20,19 +20,26 @@ class Continuations:
         self._keys: dict[BlockId, bytes] = {}
 
     def note(self, tracker: Tracker, num_blocks: int) -> None:
-        """The request itself filled its first ``num_blocks`` blocks, but for those that vLLM had."""
+        """The request itself filled its first ``num_blocks`` blocks, but for those that vLLM had.
+
+        It writes to those behind them, too: they may come into vLLM's cache before their next token is known here, or never be.
+        """
         for nth in range(max(tracker.num_local_blocks, tracker.num_noted), num_blocks):
             key = tracker.chain.key(nth)
             for table, size in _tables(tracker):
                 self._keys.update((block, key) for block in table[nth * size : (nth + 1) * size])
         tracker.num_noted = max(tracker.num_noted, num_blocks)
+        self._drop_unknown(tracker)
 
     def forget(self, tracker: Tracker) -> None:
         """The request writes to its blocks what is not to be saved: whose those were before says nothing of them now."""
+        self._drop_unknown(tracker)
+        tracker.num_noted = max(tracker.num_noted, len(tracker.blocks))
+
+    def _drop_unknown(self, tracker: Tracker) -> None:
         for table, size in _tables(tracker):
             for block in table[max(tracker.num_local_blocks, tracker.num_noted) * size :]:
                 self._keys.pop(block, None)
-        tracker.num_noted = max(tracker.num_noted, len(tracker.blocks))
 
     def are_its_own(self, tracker: Tracker, blocks: Sequence[BlockId]) -> bool:
         """Whether those of ``blocks`` that vLLM had are known to be of the request's own continuation."""
