@@ -158,6 +158,8 @@ class Engine:
             (self.ledger.standing.add if has_offer or is_apart else self.ledger.standing.discard)(request.request_id)
             answer, is_async = match(request, local)
             assert answer is None or is_async == (answer > 0)
+            if answer == 0 and self.core._queue._without_room is not None:  # loads that hang have all room: it computes
+                self.ledger.standing.add(request.request_id)
             spec = self.specs[request.request_id]
             if spec.skips_cache:
                 self.ledger.expect(not answer, f"{spec.id} asked for no cached KV")

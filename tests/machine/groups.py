@@ -72,6 +72,9 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     "state and drafter": (FULL, STATE, DRAFT),
     "state, drafter beside attention": (Group(layers=("target", "draft")), STATE, STATE),
     "state and dflash": (FULL, STATE, Group(layers=("dflash",))),
+    "state, dflash beside attention": (Group(layers=("target", "dflash")), STATE),
+    "state and draft model": (FULL, STATE, Group(layers=("model",))),
+    "states, draft model beside attention": (Group(layers=("target", "model")), STATE, STATE),
     "one window": (Group("window", size=9),),
     "one short window": (Group("window", size=3),),
     "drafter in the one window": (Group("window", size=9, layers=("target", "draft")),),
@@ -80,7 +83,7 @@ GROUPS: dict[str, tuple[Group, ...]] = {
     "window and state": (STATE, Group("window", size=6)),
     "seven": (FULL, Group("window", size=7), Group("window", size=7), STATE, STATE, STATE, DRAFT),
 }
-"""With a drafter where there is one. A group of the drafter is annotated, as vLLM does for MTP."""
+"""With a drafter where there is one."""
 
 
 def are_grouped(groups: tuple[Group, ...]) -> bool:

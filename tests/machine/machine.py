@@ -96,7 +96,7 @@ def several_groups(draw: st.DrawFn, names: tuple[str, ...] = SEVERAL) -> Shape:
         groups, async_scheduling=draw(st.booleans()), v2=draw(st.booleans()),
         num_blocks=draw(st.sampled_from([12, 20])) * len(groups),
         num_drafts=draw(st.sampled_from([1, 2])) if has_drafter else 0 if has_local else draw(st.sampled_from([0, 0, 2])),
-        early_results=has_drafter,
+        early_results=has_drafter, marks_drafts=draw(st.booleans()),
     )  # fmt: skip
 
 
@@ -115,7 +115,7 @@ def served_groups(draw: st.DrawFn, names: tuple[str, ...] = SERVED) -> Shape:
         host_frames=draw(st.sampled_from([20, 60, 900, 900, 900])) * len(groups), num_ranks=draw(st.sampled_from([1, 2])),
         has_disk=draw(st.sampled_from([False, False, True])),
         early_results=has_drafter or (num_drafts > 0 and draw(st.booleans())),
-        drafter_tokens=draw(drafter_tokens) if has_drafter else None,
+        drafter_tokens=draw(drafter_tokens) if has_drafter else None, marks_drafts=draw(st.booleans()),
     )  # fmt: skip
 
 

@@ -24,7 +24,9 @@ from .steady import SteadyStore
 SERVED_MUTANTS: list[Mutant] = []
 WINDOWS, LOCALS, STATES = ("window", "window of whole blocks"), ("local", "two locals"), ("state", "three states")
 DRAFTERS = ("window and drafter", "window of the drafter, too", "state and drafter")
-DRAFTED_STATES = (*STATES, "state and drafter", "state, drafter beside attention")
+NEXT_TO_STATES = ("state and drafter", "state, drafter beside attention")
+OF_DRAFT_MODELS = ("state and draft model", "states, draft model beside attention")
+DRAFTED_STATES = (*STATES, *NEXT_TO_STATES, *OF_DRAFT_MODELS, "state, dflash beside attention")
 OF_DFLASH = ("window and dflash", "dflash with a window")
 ONLY_WINDOWS = ("one window", "two windows")
 """No group keeps a whole prefix."""
@@ -80,7 +82,9 @@ def last_group_is_missing_at_a_hit(mp: pytest.MonkeyPatch) -> None:
     swap(mp, GroupedChunks, "__init__", init)
 
 
-@mutant("vLLM #46971: the drafter's own group is neither saved nor loaded", f"{LOAD}|ended, and of its", *DRAFTERS)
+@mutant(
+    "vLLM #46971: the drafter's own group is neither saved nor loaded", f"{LOAD}|ended, and of its", *DRAFTERS, OF_DRAFT_MODELS[0]
+)
 def group_of_the_drafter_is_missing(mp: pytest.MonkeyPatch) -> None:
     def init(original: Any, self: Any, *args: Any) -> None:
         original(self, *args)
@@ -339,7 +343,7 @@ def state_after_a_draft_is_saved(mp: pytest.MonkeyPatch) -> None:
     states_saved_from(mp, lambda row, block: row[min(row.index(block) + 1, len(row) - 1)])
 
 
-@mutant("a draft stands for the token behind a state", r"known \(I7\)|one key, two prefixes|does not hold", *DRAFTED_STATES[-2:])
+@mutant("a draft stands for the token behind a state", r"known \(I7\)|one key, two prefixes|does not hold", *NEXT_TO_STATES)
 def draft_is_in_the_key_of_a_state(mp: pytest.MonkeyPatch) -> None:
     drafts: dict[str, list[int]] = {}
 
@@ -380,11 +384,31 @@ def saved_before_dflash(mp: pytest.MonkeyPatch) -> None:
 
 @mutant(
     "what DFlash keeps of a position is taken to depend on the next token, and hits end a block early",
-    "are stored, only",
+    "are stored, only|offered and is not saved",
     *OF_DFLASH,
 )
 def dflash_is_taken_for_eagle(mp: pytest.MonkeyPatch) -> None:
     mp.setattr(shape, "HIDDEN_DRAFTERS", (*shape.HIDDEN_DRAFTERS, "dflash"))
+
+
+@mutant(
+    "keys know the next token only where vLLM marks a drafter's group, as it does of MTP", "one key, two prefixes|known", *DRAFTERS
+)
+def lookahead_only_where_vllm_marks_a_group(mp: pytest.MonkeyPatch) -> None:
+    def cache_shape(original: Any, vllm_config: Any, ranks: Any, config: Any) -> Any:
+        found, groups = original(vllm_config, ranks, config), ranks[0].kv_cache_groups
+        return found if any(group.is_eagle_group for group in groups) else replace(found, lookahead=0)
+
+    swap(mp, connector, "cache_shape", cache_shape)
+
+
+@mutant(
+    "a draft model's KV is taken to depend on the next token, and hits end a block early",
+    "are stored, only|offered and is not saved",
+    *OF_DRAFT_MODELS,
+)
+def draft_model_is_taken_for_eagle(mp: pytest.MonkeyPatch) -> None:
+    mp.setattr(shape, "HIDDEN_DRAFTERS", (*shape.HIDDEN_DRAFTERS, "draft_model"))
 
 
 @mutant("a step without the drafter is saved in some group", "does not hold its key's KV", *OF_DFLASH, *DRAFTERS)

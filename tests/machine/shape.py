@@ -68,6 +68,8 @@ class Shape:
     early_results: bool = False
     drafter_tokens: int | None = None
     """The longest request with which the drafter runs: it is left out of steps with a longer one. None: it runs always."""
+    marks_drafts: bool = True
+    """vLLM knows the group with the drafter's layer, as it does of MTP; False: it takes every group for one, as with EAGLE."""
     kv_groups: Literal["one", "all"] = "one"
     """kvloft's setting. Several groups with "one": an engine without a connector."""
 
@@ -113,8 +115,8 @@ def layer_names(number: int, group: Group) -> list[str]:
 def kv_config(shape: Shape) -> KVCacheConfig:
     groups = []
     for number, group in enumerate(shape.groups):
-        is_dropped = group.drafter in ("draft", "dflash")
-        groups.append(KVCacheGroupSpec(layer_names(number, group), spec_of(group, shape.num_drafts), is_eagle_group=is_dropped))
+        is_marked = group.drafter == "draft" and shape.marks_drafts
+        groups.append(KVCacheGroupSpec(layer_names(number, group), spec_of(group, shape.num_drafts), is_eagle_group=is_marked))
     return KVCacheConfig(num_blocks=shape.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
