@@ -155,7 +155,10 @@ def test_turn_two_finds_what_turn_one_said(place: Place, serve: Callable[..., En
     history = (first.ids or ()) + place.truth.tokens(first)
     assert engine.reset()
     second = place.prompt(9601, len(history) + 21, before=history)
-    assert ask(place, engine, second)[0] >= least(place, len(history) - 1)
+    found = ask(place, engine, second)[0]
+    # Beside such a drafter a state is saved only where the token behind it is known as vLLM offers it: see the next test.
+    is_chance = bool(retained) and place.model.drops_a_block
+    assert is_chance or found >= least(place, len(history) - 1)
     assert_sound(engine)
 
 

@@ -260,27 +260,30 @@ def with_hits_at(unit: int, *specs: Any) -> Any:
     return found
 
 
-@pytest.mark.parametrize("method", ["ngram", "suffix", "mtp"])
+@pytest.mark.parametrize("method", ["ngram", "suffix", "mtp", "eagle", "eagle3", "dflash", "draft_model"])
 def test_drafts_are_served_beside_gated_delta_nets(method: str) -> None:
     config = settings(speculative_config=SimpleNamespace(method=method))
     check_supported(config, groups(FULL, GDN), "all")
-    with pytest.raises(UnsupportedError, match="gated delta nets only"):
+    with pytest.raises(UnsupportedError, match=r"gated delta nets only.*leave --speculative-config out"):
         check_supported(config, groups(FULL, ALIGNED), "all")
 
 
-@pytest.mark.parametrize("method", ["ngram_gpu", "mtp"])
+@pytest.mark.parametrize("method", [None, "draft_model", "eagle3"])
+def test_states_beside_blocks_of_another_size_are_refused_and_a_drafter_that_may_make_them_is_named(method: str | None) -> None:
+    """A drafter whose KV heads are not like the model's."""
+    config = settings(speculative_config=method and SimpleNamespace(method=method))
+    with pytest.raises(UnsupportedError, match="all blocks have one size") as caught:
+        check_supported(config, groups(replace(FULL, block_size=96), GDN, FULL), "all")
+    assert ("leave --speculative-config out, or use a drafter" in str(caught.value)) == (method is not None)
+
+
+@pytest.mark.parametrize("method", ["ngram_gpu", "mtp", "eagle3", "draft_model"])
 def test_drafts_beside_states_are_refused_where_vllm_mixes_up_the_states_of_requests(method: str) -> None:
     config = settings(speculative_config=SimpleNamespace(method=method), async_scheduling=True)
     with pytest.raises(UnsupportedError, match="--no-async-scheduling"):
         check_supported(config, groups(FULL, GDN), "all")
     config.use_v2_model_runner = True
     check_supported(config, groups(FULL, GDN), "all")
-
-
-@pytest.mark.parametrize("method", ["draft_model", "eagle3"])
-def test_another_drafter_with_kv_of_its_own_is_refused_beside_states(method: str) -> None:
-    with pytest.raises(UnsupportedError, match="only MTP ran with them"):
-        check_supported(settings(speculative_config=SimpleNamespace(method=method)), groups(FULL, GDN), "all")
 
 
 @pytest.mark.parametrize("is_cpu", [True, False])

@@ -84,8 +84,8 @@ def _of_drafter(vllm_config: Any) -> Iterator[str]:
         yield f"serves {speculative.method!r} with vLLM 0.30 and newer, which let connectors save behind the drafter"
     if lookahead(vllm_config) > 1:
         yield (
-            "does not serve several MTP layers: in each step vLLM writes the last positions of all but the first once more, and so "
-            "only in its runner for GPUs, where that was never tried; set num_speculative_tokens to 1"
+            "does not serve several MTP layers yet, for vLLM writes the last positions of later ones again in the next step; "
+            "set num_speculative_tokens to 1"
         )
     if getattr(speculative, "num_speculative_tokens_per_batch_size", None):
         yield "needs a drafter that runs in every step; leave num_speculative_tokens_per_batch_size off"
@@ -128,7 +128,10 @@ def _of_block_sizes(vllm_config: Any, kv_cache_config: Any, specs: list[Any]) ->
             )
         return
     if not {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs} <= {"full", "window"}:
-        yield f"serves states and local chunks where all blocks have one size, and here they have {sizes}"
+        way_out = (
+            "; leave --speculative-config out, or use a drafter with KV heads like the model's" if has_draft_kv(vllm_config) else ""
+        )
+        yield f"serves states and local chunks where all blocks have one size, and here they have {sizes}{way_out}"
     if has_draft_kv(vllm_config):
         yield from _of_drafts_beside_blocks(vllm_config, sizes)
 
@@ -141,17 +144,16 @@ def _of_drafts_beside_blocks(vllm_config: Any, sizes: str) -> Iterator[str]:
 
 
 def _of_drafts_beside_states(vllm_config: Any, specs: list[Any]) -> Iterator[str]:
-    """Ngram and MTP beside gated delta nets ran with a model; suffix differs from ngram in the tokens that it guesses only.
+    """All drafters but suffix ran with gated delta nets; suffix differs from ngram in the tokens that it guesses only.
 
-    What is refused besides is wrong in vLLM 0.32 alone, on hits of its own cache (tests/e2e/zoo/test_faults.py). Such KV would
-    be saved, and outlive the engine.
+    What is refused is wrong in vLLM 0.32 alone, on hits of its own cache (tests/e2e/zoo/test_faults.py). Such KV would be saved,
+    and outlive the engine.
     """
-    if has_draft_kv(vllm_config) and (method := vllm_config.speculative_config.method) != "mtp":
-        yield f"does not serve {method!r} beside state-space layers yet: of drafters with KV of their own only MTP ran with them"
     if any("GDN" not in str(getattr(spec, "mamba_type", "")) for spec in specs if hasattr(spec, "mamba_cache_mode")):
         yield (
             "serves speculative decoding beside gated delta nets only: beside Mamba2 and convolutions vLLM keeps a state behind "
-            "drafts that it rejects, where a prompt's last token and another's short rest come in one step"
+            "drafts that it rejects, where a prompt's last token and another's short rest come in one step; "
+            "leave --speculative-config out"
         )
     is_async = getattr(vllm_config.scheduler_config, "async_scheduling", False)
     if is_async and not getattr(vllm_config, "use_v2_model_runner", False):

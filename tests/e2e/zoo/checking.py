@@ -16,7 +16,8 @@ from .models import ZOO
 
 ROOT = Path(__file__).resolve().parents[3]
 KEPT = ROOT / "build" / "models"
-STATES = ("falcon-h1", "granite4", "lfm2", "mtp-states", "nemotron-h", "ngram-mamba2", "ngram-states", "qwen3-next")
+DRAFTED_STATES = tuple(f"{drafter}-states" for drafter in ("dflash", "draft-model", "eagle", "eagle3", "mtp", "ngram"))
+STATES = ("falcon-h1", "granite4", "lfm2", "nemotron-h", "ngram-mamba2", "qwen3-next", *DRAFTED_STATES)
 NOT_SERVED = {
     *(("deepseek-v2", groups) for groups in ("auto", "one")),
     *((name, "one") for name in STATES),

@@ -1,20 +1,24 @@
-"""Qwen3-Next with its predictor (MTP): a drafter with KV of its own beside states, right by construction, as in drafts.py.
+"""Qwen3-Next with drafters that have KV of their own, right by construction, as in drafts.py.
 
-The target's first layer is of full attention and decides nearly everything, the gated delta nets behind it add to it. The
-predictor is a copy of that first layer, experts and all. vLLM keeps both layers in one group and marks it as draft.
+The target's first layer is of full attention and decides nearly everything, the gated delta nets behind it add to it. Its
+predictor (MTP) is a copy of that first layer, experts and all: vLLM keeps both layers in one group and marks it as draft. Other
+drafters copy the first layer of a target in which a Llama's does the same (`plain_weights`); there vLLM marks no group.
 """
 
 from typing import Any
 
 import numpy as np
 
-from e2e.tiny import HEAD_DIM, HIDDEN
+from e2e.tiny import HEAD_DIM, HIDDEN, NUM_HEADS, QK_GAIN
 
+from . import drafts
 from .drafts import EMBED_STD
 from .parts import Heads, Tensors, Weights, weights
 from .states import QK_NORM, delta_net, qwen3_next_config, qwen_experts
 
 LAYERS = ("full", "state", "state", "state")
+MORE_LAYERS = (*LAYERS, "state", "state")
+"""So that vLLM has all layers of full attention in one group: DFlash has four, and they must be in the same."""
 STATES_GAIN = 0.18
 """How much a gated delta net adds, of what it does in qwen3-next."""
 
@@ -31,6 +35,20 @@ def _first_layer(made: Weights, at: str) -> None:
     qwen_experts(made, at + "mlp.")
 
 
+def _delta_nets(made: Weights, experts_in: int = 0, num_layers: int = len(LAYERS)) -> None:
+    for layer in range(1, num_layers):
+        at = f"model.layers.{layer}."
+        made.norms(at, "input_layernorm", "post_attention_layernorm", value=0.0)
+        delta_net(made, at + "linear_attn.")
+        if layer == experts_in:
+            qwen_experts(made, at + "mlp.")
+        else:
+            made.mlp(at + "mlp.")
+        for name, tensor in made.tensors.items():
+            if name.startswith(at) and name.endswith(("linear_attn.out_proj.weight", "down_proj.weight")):
+                tensor *= STATES_GAIN
+
+
 def qwen3_next_mtp_weights(seed: int = 37) -> Tensors:
     """The target, and a predictor whose norm of the embedding gives the embedding back and that hears no hidden state."""
     made = weights(seed)
@@ -39,16 +57,81 @@ def qwen3_next_mtp_weights(seed: int = 37) -> Tensors:
     embed *= EMBED_STD * np.sqrt(HIDDEN) / np.linalg.norm(embed, axis=1, keepdims=True)  # so that a norm is one factor
     first = "model.layers.0."
     _first_layer(made, first)
-    for layer in range(1, len(LAYERS)):
-        at = f"model.layers.{layer}."
-        made.norms(at, "input_layernorm", "post_attention_layernorm", value=0.0)
-        delta_net(made, at + "linear_attn.")
-        made.mlp(at + "mlp.")
-        for name in ("linear_attn.out_proj", "mlp.down_proj"):
-            made.tensors[f"{at}{name}.weight"] *= STATES_GAIN
+    _delta_nets(made)
     at = "mtp.layers.0."
     made.tensors |= {at + name.removeprefix(first): t for name, t in made.tensors.items() if name.startswith(first)}
     made.norms("mtp.", "norm", "pre_fc_norm_hidden", value=0.0)
     made.norms("mtp.", "pre_fc_norm_embedding", value=EMBED_STD - 1)
     made.tensors["mtp.fc.weight"] = np.eye(HIDDEN, 2 * HIDDEN, dtype=np.float32)
     return made.tensors
+
+
+def plain_config(layers: tuple[str, ...] = LAYERS) -> dict[str, Any]:
+    """The first layer has neither a gate nor experts."""
+    return qwen3_next_config(layers) | {"attn_output_gate": False}
+
+
+def plain_weights(seed: int = 38, layers: tuple[str, ...] = LAYERS) -> Tensors:
+    """The target. Norms of queries and keys only multiply: each head turns a third of its input, and thirds are alike in size."""
+    made = weights(seed)
+    made.ends(embed_std=EMBED_STD, one=0.0)
+    thirds = made.tensors["model.embed_tokens.weight"].reshape(-1, HIDDEN // HEAD_DIM, HEAD_DIM)
+    thirds *= EMBED_STD * np.sqrt(HEAD_DIM) / np.linalg.norm(thirds, axis=2, keepdims=True)
+    made.tensors["model.embed_tokens.weight"][drafts.MASK] *= 1e-3
+    at = "model.layers.0."
+    made.norms(at, "input_layernorm", "post_attention_layernorm", value=0.0)
+    made.attention(at + "self_attn.")
+    made.norms(at + "self_attn.", "q_norm", "k_norm", width=HEAD_DIM, value=QK_GAIN - 1)
+    for name, num_heads in (("q", NUM_HEADS), ("k", 1)):
+        made.tensors[f"{at}self_attn.{name}_proj.weight"] = _turning(made.rng, num_heads)
+    made.mlp(at + "mlp.")
+    _delta_nets(made, len(layers) - 1, len(layers))
+    return made.tensors
+
+
+def _turning(rng: np.random.Generator, num_heads: int) -> Any:
+    """Heads that turn a third of the input each, and make it larger."""
+    made = np.zeros((num_heads, HEAD_DIM, HIDDEN), np.float32)
+    for nth, head in enumerate(made):
+        turn, _ = np.linalg.qr(rng.standard_normal((HEAD_DIM, HEAD_DIM)))
+        head[:, nth * HEAD_DIM : (nth + 1) * HEAD_DIM] = QK_GAIN * turn
+    return made.reshape(-1, HIDDEN)
+
+
+def small_weights() -> Tensors:
+    """A Llama of one layer between the target's ends."""
+    target = plain_weights()
+    ends = {name: target[name] for name in ("model.embed_tokens.weight", "lm_head.weight")}
+    norms = ("model.norm", "model.layers.0.input_layernorm", "model.layers.0.post_attention_layernorm")
+    ones = {f"{name}.weight": np.ones(HIDDEN, np.float32) for name in norms}
+    return ends | ones | drafts.first_layer(target, "model.layers.0.")
+
+
+def eagle_weights() -> Tensors:
+    """EAGLE's layer over this target."""
+    return drafts.eagle_weights(plain_weights())
+
+
+def eagle3_config() -> dict[str, Any]:
+    """EAGLE-3 with the layers that it hears: those that vLLM takes by itself are three only of a larger model."""
+    return drafts.eagle3_config() | {"eagle_aux_hidden_state_layer_ids": [1, 2, 3]}
+
+
+def eagle3_weights() -> Tensors:
+    """EAGLE-3's layer over this target."""
+    return drafts.eagle3_weights(plain_weights())
+
+
+def long_config() -> dict[str, Any]:
+    """The target of DFlash."""
+    return plain_config(MORE_LAYERS)
+
+
+def long_weights() -> Tensors:
+    """The target of DFlash."""
+    return plain_weights(layers=MORE_LAYERS)
+
+
+def dflash_weights() -> Tensors:
+    """DFlash's layers over the first layer of both targets."""
+    return drafts.dflash_weights(long_weights())

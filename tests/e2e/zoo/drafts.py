@@ -71,7 +71,8 @@ def windows_weights() -> Tensors:
     return _target(51, WINDOWS_GAIN).tensors
 
 
-def _first_layer(target: Tensors, at: str = "") -> Tensors:
+def first_layer(target: Tensors, at: str = "") -> Tensors:
+    """Projections of the target's first layer, named as under ``at``."""
     return {f"{at}{name}.weight": target[f"model.layers.0.{name}.weight"] for name in PROJECTIONS}
 
 
@@ -90,9 +91,9 @@ def eagle_config() -> dict[str, Any]:
     return llama_config(1)
 
 
-def eagle_weights() -> Tensors:
+def eagle_weights(target: Tensors | None = None) -> Tensors:
     """EAGLE's layer has no first norm: its embedding comes in normed, and its branches are scaled like that."""
-    made = _first_layer(llama_weights(), "layers.0.")
+    made = first_layer(target or llama_weights(), "layers.0.")
     scale = np.float32(1 / EMBED_STD)
     made["fc.weight"] = np.concatenate([scale * np.eye(HIDDEN, dtype=np.float32), np.zeros((HIDDEN, HIDDEN), np.float32)], axis=1)
     for name in ("self_attn.o_proj", "mlp.down_proj"):
@@ -105,10 +106,10 @@ def eagle3_config() -> dict[str, Any]:
     return llama_config(1, draft_vocab_size=VOCAB)
 
 
-def eagle3_weights() -> Tensors:
+def eagle3_weights(target: Tensors | None = None) -> Tensors:
     """The mixture is nearly nothing, so what is missing is the embedding in the residual: a little more often wrong than EAGLE."""
-    target = llama_weights()
-    made = _first_layer(target, "midlayer.")
+    target = target or llama_weights()
+    made = first_layer(target, "midlayer.")
     for name in "qkv":
         rows = made[f"midlayer.self_attn.{name}_proj.weight"]
         made[f"midlayer.self_attn.{name}_proj.weight"] = np.concatenate([rows, np.zeros_like(rows)], axis=1)
@@ -127,7 +128,7 @@ def mimo_weights(seed: int = 52) -> Tensors:
     """The target, and a predictor whose norm of the embedding gives the embedding back."""
     made = _target(seed)
     at = "model.mtp_layers.0."
-    made.tensors |= _first_layer(made.tensors, at)
+    made.tensors |= first_layer(made.tensors, at)
     made.norms(at, "input_layernorm", "post_attention_layernorm", "final_layernorm", "hidden_layernorm")
     made.norms(at, "token_layernorm", value=EMBED_STD)
     zeros = np.zeros((HIDDEN, HIDDEN), np.float32)
@@ -158,14 +159,14 @@ def dflash_config() -> dict[str, Any]:
     }
 
 
-def dflash_weights() -> Tensors:
+def dflash_weights(target: Tensors | None = None) -> Tensors:
     """Layers that copy the embedding before a mask into it, a part each, and the target's first layer, one position further."""
-    target, ones = qwen3_weights(), np.ones(HIDDEN, np.float32)
+    target, ones = target or qwen3_weights(), np.ones(HIDDEN, np.float32)
     made: Tensors = {"fc.weight": np.eye(HIDDEN, dtype=np.float32), "hidden_norm.weight": ones, "norm.weight": ones}
     for layer in range(NUM_COPIES + 1):
         at = f"layers.{layer}."
         is_copy = layer < NUM_COPIES
-        made |= {name: 0 * t if is_copy else t for name, t in _first_layer(target, at).items()}
+        made |= {name: 0 * t if is_copy else t for name, t in first_layer(target, at).items()}
         made |= {f"{at}{name}.weight": ones for name in ("input_layernorm", "post_attention_layernorm")}
         made |= _head_norms(at, SHARP if is_copy else QK_GAIN)
         for name, size in (("q", NUM_HEADS), ("k", NUM_KV_HEADS), ("v", NUM_KV_HEADS), ("o", HIDDEN // HEAD_DIM)):

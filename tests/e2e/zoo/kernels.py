@@ -27,6 +27,12 @@ def exact_delta_net() -> None:
     _drafts()
 
 
+def delta_net_and_masks() -> None:
+    """Both, for DFlash beside gated delta nets."""
+    exact_delta_net()
+    masks_to_guess()
+
+
 def _drafts() -> None:
     moved_states()
     well_read_ngram()

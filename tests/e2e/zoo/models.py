@@ -99,6 +99,8 @@ AFTER = f".layers.{drafts.NUM_LAYERS}."
 """Where a drafter's layer is numbered after the target's."""
 READER = f".layers.{drafts.NUM_LAYERS + drafts.NUM_COPIES}."
 """The layer of DFlash that reads the prompt."""
+BEHIND, FAR_BEHIND = len(draft_states.LAYERS), len(draft_states.MORE_LAYERS) + drafts.NUM_COPIES
+"""The number of a drafter's layer behind targets with states, which have more layers."""
 THREE_STATES = (*("state (align)",) * 3, "full")
 MAMBA2 = (THREE_STATES, 64, STATES, "mamba2_checkpoints")
 LATENT = {"block_size": 16, "max_num_batched_tokens": 2048}
@@ -155,6 +157,33 @@ ZOO = {
             STATES,
             "exact_delta_net",
             Draft("mtp", 2, "target", layer="mtp."),
+        ),
+        *(
+            ZooModel(
+                f"{name}-states",
+                draft_states.plain_config,
+                draft_states.plain_weights,
+                ("full", *("state (align)",) * 2),
+                64,
+                STATES,
+                "exact_delta_net",
+                Draft(method, 3, "draft", config, weights, layer=layer),
+            )
+            for name, method, config, weights, layer in (
+                ("draft-model", "draft_model", drafts.small_config, draft_states.small_weights, "draft_model."),
+                ("eagle", "eagle", drafts.eagle_config, draft_states.eagle_weights, f".layers.{BEHIND}."),
+                ("eagle3", "eagle3", draft_states.eagle3_config, draft_states.eagle3_weights, f".layers.{BEHIND}."),
+            )
+        ),
+        ZooModel(
+            "dflash-states",
+            draft_states.long_config,
+            draft_states.long_weights,
+            ("full", "state (align)"),
+            64,
+            STATES,
+            "delta_net_and_masks",
+            Draft("dflash", 3, "draft", drafts.dflash_config, draft_states.dflash_weights, layer=f".layers.{FAR_BEHIND}."),
         ),
         ZooModel("ngram-windows", *WINDOWS, ("full", *("window 64",) * 2), draft=Draft("ngram", 3, settings=NGRAM)),
         ZooModel(

@@ -62,7 +62,13 @@ def num_wrong_hits(engine: Engine, truth: Truth, size: int) -> int:
     return wrong
 
 
-@pytest.mark.parametrize(("name", "is_wrong"), [("ngram-mamba2", True), ("ngram-states", False), ("mtp-states", False)])
+@pytest.mark.parametrize(
+    ("name", "is_wrong"),
+    [
+        ("ngram-mamba2", True),
+        *((f"{drafter}-states", False) for drafter in ("ngram", "mtp", "eagle", "eagle3", "dflash", "draft-model")),
+    ],
+)
 def test_a_last_token_beside_a_short_rest_is_answered_wrongly_with_mamba2_only(name: str, is_wrong: bool, start: Start) -> None:
     """vLLM pads a prompt's last token with drafts, to be taken back. Behind a row of a prompt's rest its row counts as a prompt.
 
