@@ -6,6 +6,7 @@ model without a report is not in the table. The same tests compare what they fin
 
 import json
 import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,55 @@ tokens before a hit's end, a "local 64" group those of the last 64 that the end 
 one state.
 
 """
+FOOT = """
+## What is refused, and what to set
+
+An engine says it at start, too.
+
+"""
+REFUSED = (
+    ("setting or model", "why", "instead"),
+    ("---", "---", "---"),
+    (
+        "several MTP layers at once",
+        (
+            "vLLM writes the last positions of later layers again in the next step; for CPUs it runs the first layer only, so "
+            "nothing shows there whether that is right"
+        ),
+        "`num_speculative_tokens` 1",
+    ),
+    (
+        "`--decode-context-parallel-size`",
+        'not tried: vLLM for CPUs does not run it ("CPUAttentionBackendImpl does not" return the softmax LSE)',
+        "1",
+    ),
+    (
+        "`--prefill-context-parallel-size`",
+        'not tried: vLLM for CPUs does not run it ("Model Runner V1 does not support: prefill context parallel")',
+        "1",
+    ),
+    (
+        "`--prefix-match-unit` beside states",
+        "vLLM keeps states within blocks then, where prompts end, and kvloft keeps them at blocks' ends",
+        "leave it out",
+    ),
+    (
+        "drafts beside Mamba2 or convolutions",
+        "vLLM 0.32 alone answers some hits of its own cache wrongly",
+        "leave `--speculative-config` out",
+    ),
+    (
+        "drafts beside states with async scheduling, Model Runner V1",
+        "vLLM may go on from another request's state",
+        "`--no-async-scheduling`",
+    ),
+    (
+        "states and a drafter whose KV heads are not like the model's",
+        "vLLM gives them blocks of several sizes",
+        "another drafter, or none",
+    ),
+)
+"""What no report can tell: settings that `vllm/support.py` refuses."""
 COLUMNS = (
     "model", "KV cache groups", "drafter", "`kv_groups`", "served", "found: host, disk, vLLM", "blocks", "memory",
     "drafts accepted: cold, host, disk",
@@ -47,9 +97,13 @@ def main() -> int:
     lengths = {facts["max_model_len"] for report in reports for facts in report["engines"].values()}
     whole = next(one for report in reports for one in report["passes"] if one["name"] == "own")
     head = HEAD.format(date=" to ".join(dates), prompts=whole["answers"], max_model_len=" or ".join(map(str, lengths)), **versions)
-    lines = [COLUMNS, ["---"] * len(COLUMNS), *sorted(row(report) for report in reports)]
-    PAGE.write_text(head + "".join(f"| {' | '.join(line)} |\n" for line in lines))
+    lines: list[Sequence[str]] = [COLUMNS, ["---"] * len(COLUMNS), *sorted(row(report) for report in reports)]
+    PAGE.write_text(head + _table(lines) + FOOT + _table(REFUSED))
     return 0
+
+
+def _table(lines: Iterable[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
 def row(report: dict[str, Any]) -> list[str]:
