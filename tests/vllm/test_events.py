@@ -14,11 +14,12 @@ from kvloft.machine import refuse_here
 from kvloft.vllm.scheduler_half import SchedulerHalf
 
 
-def test_events_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_events_are_logged_once(logged: Any) -> None:
     events = [["/cache/x starts afresh: its superblock is damaged", "the disk tier is left alone"], [], ["it is back"]]
     half: Any = object.__new__(SchedulerHalf)
     half._store = SimpleNamespace(take_events=iter(events).__next__, stats=dict, close=lambda: None)
     half._leave_server = half._teller = None
+    half._adapters = SimpleNamespace(close=lambda: None)
     half._namespace = bytes(range(32))
     half.core = SimpleNamespace(counters=Counter(x=1), close=lambda: None)
     half.hook_errors, half._quiet_steps, half._last, half._next_warning_s = 0, 0, {}, {}
@@ -26,8 +27,8 @@ def test_events_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     half.take_stats()
     half.close()
     texts = [*events[0], *events[2]]
-    assert [r.message for r in caplog.records] == [f"kvloft: {text} (namespace 0001020304050607)" for text in texts]
-    assert {r.levelname for r in caplog.records} == {"WARNING"}
+    assert [r.message for r in logged()] == [f"kvloft: {text} (namespace 0001020304050607)" for text in texts]
+    assert {r.levelname for r in logged()} == {"WARNING"}
 
 
 def test_a_file_system_that_became_read_only_is_no_mistake_in_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -293,6 +293,7 @@ class SchedulerHalf:
         if self._teller is not None:
             self._teller.close()
         self.core.close()
+        self._adapters.close()
         if self._leave_server is not None:
             self._leave_server()
         self._store.close()

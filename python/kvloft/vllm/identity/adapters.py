@@ -38,6 +38,10 @@ class AdapterNames:
         """(name, path and which weights) of ``lora``; None for the base model."""
         return (lora.lora_name, self._shared(lora) or uuid4().hex) if lora is not None else None
 
+    def close(self) -> None:
+        """Ends the thread that looks at files. Nothing is identified afterwards."""
+        self._looks.close()
+
     def _shared(self, lora: LoRARequest) -> str | None:
         """Path and which weights; None where this request shares its adapter with no other."""
         path, number = lora.lora_path or "", lora.lora_int_id

@@ -13,7 +13,8 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -99,12 +100,20 @@ def look(path: str, *, below: bool = True) -> Look | None:
 
 
 class LooksInTime:
-    """Looks at folders on a thread of its own, for a scheduler that must not wait for a file system that hangs."""
+    """Looks at folders on a thread of its own, for a scheduler that must not wait for a file system that hangs.
+
+    The thread ends when this is closed or gone: a process may have many engines, one after another.
+    """
 
     def __init__(self, timeout_s: float = LOOK_TIMEOUT_S) -> None:
         self._timeout_s = timeout_s
-        self._asked: SimpleQueue[tuple[str, Future[Look | None]]] = SimpleQueue()
+        self._asked: SimpleQueue[tuple[str, Future[Look | None]] | None] = SimpleQueue()
         self._last: Future[Look | None] | None = None
+        self._end: Callable[[], object] = lambda: None
+
+    def close(self) -> None:
+        """Ends the thread, if there is one, after the look that is under way. Nothing is looked at afterwards."""
+        self._end()
 
     def look(self, path: str) -> Look | None:
         """As `look`, without folders below, as vLLM does with adapters.
@@ -112,21 +121,23 @@ class LooksInTime:
         Raises TimeoutError if that fails, at once while an earlier one hangs.
         """
         if self._last is None:
-            threading.Thread(target=self._run, name="kvloft-looks", daemon=True).start()
+            threading.Thread(target=_look_when_asked, args=(self._asked,), name="kvloft-looks", daemon=True).start()
+            self._end = weakref.finalize(self, self._asked.put, None)
         elif not self._last.done():
             raise TimeoutError(path)
         self._last = Future()
         self._asked.put((path, self._last))
         return self._last.result(self._timeout_s)
 
-    def _run(self) -> None:
-        while True:
-            path, answer = self._asked.get()
-            try:
-                answer.set_result(look(path, below=False))
-            except Exception:
-                logger.exception("kvloft: the files of %.200s cannot be looked at", path)
-                answer.set_exception(TimeoutError(path))
+
+def _look_when_asked(asked: SimpleQueue[tuple[str, Future[Look | None]] | None]) -> None:
+    while (each := asked.get()) is not None:
+        path, answer = each
+        try:
+            answer.set_result(look(path, below=False))
+        except Exception:
+            logger.exception("kvloft: the files of %.200s cannot be looked at", path)
+            answer.set_exception(TimeoutError(path))
 
 
 def _entries(root: bytes, *, below: bool) -> Iterator[tuple[bytes, os.stat_result, tuple[float, ...]]]:
