@@ -4,13 +4,20 @@ Time: no test asserts on it, but each waits for what must happen, and a starved 
 are scaled by this machine's pace (TEST_PACE, measured here), properties get fewer examples where it is slow, and with
 TEST_DEADLINE (seconds since 1970; TEST_LAST_DEADLINE for those marked short) tests that have not begun by then are left out and
 counted, in the summary and in the file that TEST_LEFT_OUT names.
+
+Leftovers: a test that leaves a thread or a process behind fails itself. Otherwise a later one would, now and then, in which the
+thread logs a warning or the process has not ended yet.
 """
 
+import gc
 import importlib.metadata
+import logging
 import os
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import hypothesis
@@ -20,6 +27,10 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 USUAL_START_S = 0.25
 """A Python process that imports a few dozen modules, on two idle cores."""
 LEFT_OUT = pytest.StashKey[int]()
+END_S = 60.0
+"""Longest wait, at the usual pace, for what a test has ended already and what is not quite gone."""
+COLLECT_S = 0.1
+"""After this long, what only a cycle of objects keeps is collected."""
 
 
 def measured_pace() -> float:
@@ -88,8 +99,66 @@ def vllm_release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
+def running() -> dict[object, str]:
+    """What a test could leave behind, each with its name: Python's threads, kvloft's own in Rust, and child processes."""
+    found: dict[object, str] = {each: f"thread {each.name}" for each in threading.enumerate()}
+    for task in Path("/proc/self/task").iterdir():
+        name = read(task / "comm").strip()
+        if name.startswith("kvloft"):
+            found[f"task {task.name}"] = f"thread {name}"
+    return found | children()
+
+
+def children() -> dict[object, str]:
+    """Child processes that have not ended."""
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return {}  # mostly, and cheaper than looking
+    pids = {pid for task in Path("/proc/self/task").iterdir() for pid in read(task / "children").split()}
+    argv = {pid: read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip() for pid in pids}
+    return {f"process {pid}": f"process {pid} ({words[:200]})" for pid, words in argv.items() if words}
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""  # it has just ended
+
+
+def left_behind(before: dict[object, str]) -> list[str]:
+    """Names of what runs and did not run before, once it had its time to end."""
+    begin, left = time.monotonic(), list[str]()
+    for longest_s in (COLLECT_S, END_S * PACE):
+        while left := [name for key, name in running().items() if key not in before]:
+            if time.monotonic() - begin > longest_s:
+                break
+            time.sleep(0.002)
+        if not left:
+            break
+        gc.collect()
+    return left
+
+
 @pytest.fixture(autouse=True)
-def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
+def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Set up before all other fixtures of a test (of which `monkeypatch` is one), so it looks when these are gone."""
+    before, num_failed = running(), request.session.testsfailed
+    yield
+    if request.session.testsfailed > num_failed:
+        return  # what pytest shows of a failure holds the test's objects
+    assert not (left := left_behind(before)), f"left behind by this test: {', '.join(sorted(left))}"
+
+
+@pytest.fixture
+def logged(caplog: pytest.LogCaptureFixture) -> Callable[[], list[logging.LogRecord]]:
+    """What kvloft has logged in this test: other libraries log what they like, when they like."""
+    return lambda: [record for record in caplog.records if record.getMessage().startswith("kvloft")]
+
+
+@pytest.fixture(autouse=True)
+def _no_settings_from_outside(_nothing_is_left_behind: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A developer's own KVLOFT_* must not change what a test sees."""
     for name in list(os.environ):
         if name.startswith("KVLOFT_"):

@@ -57,6 +57,7 @@ class Host:
         self.socket = folder / "kvloft" / "auto.sock"
         self.log = self.socket.with_suffix(".log")
         self._engines: list[subprocess.Popen[str]] = []
+        self._leaves: list[Callable[[], None]] = []
 
     def start(self, *names: Path, **extra: str) -> subprocess.Popen[str]:
         argv = [sys.executable, "-c", ENGINE, repr({"host_size": "1MiB"} | extra), *map(str, names)]
@@ -66,6 +67,12 @@ class Host:
         )
         self._engines.append(engine)
         return engine
+
+    def look_after(self, config: Config) -> Callable[[], None]:
+        """As an engine in this process does."""
+        leave = auto.look_after(config, logging.getLogger())
+        self._leaves.append(leave)
+        return leave
 
     def servers(self) -> list[int]:
         """Processes that serve here."""
@@ -86,18 +93,20 @@ class Host:
             return 0
 
     def end(self) -> None:
+        for leave in self._leaves:
+            leave()
         for engine in self._engines:
             engine.kill()
             engine.communicate()
-        for pid in self.servers():
-            os.kill(pid, signal.SIGKILL)
         for thread in watchers():
             thread.join(120)
             assert not thread.is_alive(), "it would warn during a later test"
+        for pid in self.servers():
+            os.kill(pid, signal.SIGKILL)
 
 
 def watchers() -> list[threading.Thread]:
-    """What looks after servers in this process. A test that starts one must end it."""
+    """What looks after servers in this process."""
     return [thread for thread in threading.enumerate() if thread.name == "kvloft-server"]
 
 
@@ -149,7 +158,7 @@ def test_engines_that_start_at_once_share_one_server_that_ends_after_them(host: 
 def test_a_server_inherits_neither_descriptors_nor_settings_nor_the_engines_end(host: Host) -> None:
     marker = host.folder / "as a GPU"
     marker.touch()
-    engine = host.start(marker)
+    engine = host.start(marker, server_linger="5min")  # it outlives this test
     lines_until_ready(engine)
     (server,) = host.servers()
     descriptors = Path(f"/proc/{server}/fd")
@@ -175,10 +184,13 @@ def test_a_running_engine_replaces_a_server_that_is_killed(host: Host) -> None:
     os.kill(server, signal.SIGKILL)
     until(lambda: host.servers() not in ([], [server]) and host.num_engines() == 2, "no other takes its place")
     until(lambda: len(host.servers()) == 1, "the one that came second goes on")
-    for engine in engines:
-        children = Path(f"/proc/{engine.pid}/task/{engine.pid}/children").read_text().split()
-        states = [Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2][0] for child in children]
-        assert "Z" not in states
+    until(lambda: not any(map(has_zombies, engines)), "what has ended is not waited for")
+
+
+def has_zombies(engine: subprocess.Popen[str]) -> bool:
+    tasks = Path(f"/proc/{engine.pid}/task").iterdir()  # each thread has the children that it started
+    children = [child for task in tasks for child in (task / "children").read_text().split()]
+    return any(Path(f"/proc/{child}/stat").read_text().rpartition(") ")[2][0] == "Z" for child in children)
 
 
 def test_an_engine_is_told_which_of_its_settings_the_running_server_has_not(host: Host) -> None:
@@ -231,7 +243,7 @@ def test_a_directory_that_is_not_private_is_refused(
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
     make(host.folder / "kvloft")
     with pytest.raises(ConfigError, match=r"is not this user's own directory, or others may write to it.*set server to a path"):
-        auto.look_after(Config(server="auto"), logging.getLogger())
+        host.look_after(Config(server="auto"))
     assert host.servers() == []
 
 
@@ -240,11 +252,11 @@ def test_a_wrong_setting_ends_the_start_as_without_a_server(host: Host, monkeypa
     (host.folder / "file").touch()
     config = load_config({"server": "auto", "disk_path": str(host.folder / "file" / "disk")})
     with pytest.raises(ConfigError, match=r"disk_path = .* cannot be a directory"):
-        auto.look_after(config, logging.getLogger())
+        host.look_after(config)
 
 
 def test_an_engine_whose_server_cannot_be_started_computes_and_tries_again(
-    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, logged: Any
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
     config = load_config({"server": "auto", "host_size": "1MiB", "server_linger": "1s"})
@@ -252,23 +264,25 @@ def test_an_engine_whose_server_cannot_be_started_computes_and_tries_again(
         monkeypatch.setattr(auto, name, value)
     python = sys.executable
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
-    monkeypatch.setattr(auto, "_comes", lambda _: False)
+    tried = list[Path]()
+    monkeypatch.setattr(auto, "_comes", tried.append)
     caplog.set_level(logging.INFO)
-    leave = auto.look_after(config, logging.getLogger())
-    (said,) = [record.getMessage() for record in caplog.records]
+    leave = host.look_after(config)
+    until(lambda: len(tried) > 2, "it is not tried again")
+    (said,) = [record.getMessage() for record in logged()]
     assert said == (
         "kvloft: no server could be started for server = auto, so requests are computed until one answers; start one with "
         f"`kvloft serve --socket {host.socket}`, or mend this: [Errno 2] No such file or directory: '/nowhere/python'"
     )
     monkeypatch.setattr(sys, "executable", python)
-    until(host.servers, "it is not tried again")
+    until(host.servers, "none is started")
     leave()
     host.end()
-    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [said], "it has left"
+    assert [record.getMessage() for record in logged() if record.levelno >= logging.WARNING] == [said], "it has left"
 
 
 def test_a_full_disk_ends_no_engines_start(
-    host: Host, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+    host: Host, monkeypatch: pytest.MonkeyPatch, logged: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -280,9 +294,8 @@ def test_a_full_disk_ends_no_engines_start(
     assert "No space left on device" in capsys.readouterr().err
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(host.folder))
     monkeypatch.setattr(Path, "mkdir", refuse)
-    leave = auto.look_after(Config(server="auto"), logging.getLogger())
-    leave()
-    (said,) = [record.getMessage() for record in caplog.records]
+    host.look_after(Config(server="auto"))()
+    (said,) = [record.getMessage() for record in logged()]
     assert said.endswith("cannot be made (No space left on device), so requests are computed until a server answers")
 
 

@@ -44,18 +44,19 @@ def look_after(config: Config, logger: logging.Logger) -> Callable[[], None]:
     Raises ConfigError where the socket's directory is not private or the server refuses a setting; anything else is a warning,
     and is tried again: until a server answers, requests are computed.
     """
-    ended = threading.Event()
+    ended, told = threading.Event(), ""
     try:
         _ensure(config, logger)
         _tell_differences(config, logger)
     except _StartError as e:
-        logger.warning("kvloft: %s", e)
-    threading.Thread(target=_watch, args=(config, logger, ended), name="kvloft-server", daemon=True).start()
+        told = str(e)
+        logger.warning("kvloft: %s", told)
+    threading.Thread(target=_watch, args=(config, logger, ended, told), name="kvloft-server", daemon=True).start()
     return ended.set
 
 
-def _watch(config: Config, logger: logging.Logger, ended: threading.Event) -> None:
-    told = ""
+def _watch(config: Config, logger: logging.Logger, ended: threading.Event, told: str) -> None:
+    """``told``: the warning that was the last one, which is not said again."""
     while not ended.wait(LOOK_EVERY_S):
         with contextlib.suppress(OSError):
             _wait_for_end(_path(config), ended)

@@ -183,3 +183,4 @@ def test_after_a_break_loads_say_that_they_failed(gpu: Gpu) -> None:
     done = mover.drain()
     assert [(result.load_id, result.failed, result.bad_keys) for result in done.loads] == [(1, True, ()), (2, True, ())]
     assert done.bad_blocks == {3, 4}
+    mover.close()

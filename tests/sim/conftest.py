@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,5 +21,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 512,
         "max_position_embeddings": 4096, "torch_dtype": "float32",
     }))  # fmt: skip
-    logging.getLogger("vllm").setLevel(logging.ERROR)
     return path
+
+
+@pytest.fixture(autouse=True)
+def _vllm_is_quiet() -> Iterator[None]:
+    """While these tests run: others look at what is logged."""
+    logger = logging.getLogger("vllm")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    yield
+    logger.setLevel(level)

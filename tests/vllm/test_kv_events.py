@@ -94,17 +94,15 @@ def test_events_have_the_fields_of_the_release() -> None:
         ("kv_consumer", (4,), '"kv_role": "kv_consumer"'),
     ],
 )
-def test_where_nothing_can_be_told_that_is_said(
-    role: Any, blocks: tuple[int, ...], why: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_nothing_can_be_told_that_is_said(role: Any, blocks: tuple[int, ...], why: str | None, logged: Any) -> None:
     transfer = KVTransferConfig(kv_connector="KVLoftConnector", kv_role=role)
     listens = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True), kv_transfer_config=transfer)
     watched: list[int] = []
     store: Any = SimpleNamespace(watch=watched.append)
     announcer = announcer_of(listens, None, store, CacheShape(tuple(map(GroupShape, blocks))), is_shared=False)
     assert len(watched) == (why is None)
-    assert (announcer is None) == bool(why) and len(caplog.records) == bool(why)
-    assert why is None or why in caplog.text
+    assert (announcer is None) == bool(why) and len(logged()) == bool(why)
+    assert why is None or why in logged()[0].getMessage()
 
 
 @pytest.mark.parametrize("config", [SimpleNamespace(), SimpleNamespace(kv_events_config=None)])

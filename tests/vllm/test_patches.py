@@ -45,7 +45,7 @@ def test_each_target_is_there(patch: Patch) -> None:
 
 @pytest.mark.parametrize("patch", PATCHES, ids=name_of)
 def test_a_renamed_target_has_the_consequence_that_its_row_states(
-    patch: Patch, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    patch: Patch, monkeypatch: pytest.MonkeyPatch, logged: Any
 ) -> None:
     monkeypatch.delattr(patch.find(), patch.method)
     wrap(patch, lambda *_: None)  # nothing to wrap, and nothing breaks
@@ -55,7 +55,7 @@ def test_a_renamed_target_has_the_consequence_that_its_row_states(
         return
     for _ in range(2):
         assert settle([patch]) is (patch.missing is Missing.THIS_RUN)
-    (record,) = caplog.records
+    (record,) = logged()
     assert name_of(patch) in record.message and patch.lost in record.message and record.levelname == "WARNING"
 
 

@@ -68,24 +68,26 @@ def test_a_namespace_counts_on_what_it_has_or_may_have(half: Any) -> None:
     assert counted_on == [8, 12]
 
 
-def test_damage_on_disk_is_told_in_the_log_but_not_again_and_again(half: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_on_disk_is_told_in_the_log_but_not_again_and_again(
+    half: Any, caplog: pytest.LogCaptureFixture, logged: Any
+) -> None:
     with caplog.at_level(logging.WARNING, "kvloft"):
         counted(half)
-        assert not caplog.records
+        assert not logged()
         for _ in range(3):
             counted(half, disk_verify_failures=2)
-    (record,) = caplog.records
+    (record,) = logged()
     assert "2 chunks on disk had other bytes" in record.getMessage()
 
 
 @pytest.mark.parametrize("name", ["disk_dropped", "disk_write_errors"])
-def test_a_disk_that_takes_nothing_is_told_in_the_log(half: Any, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_disk_that_takes_nothing_is_told_in_the_log(half: Any, name: str, caplog: pytest.LogCaptureFixture, logged: Any) -> None:
     with caplog.at_level(logging.WARNING, "kvloft"):
         counted(half, disk_bytes_written=4096, **{name: 3})
-        assert not caplog.records, "a slow disk drops some chunks and takes others"
+        assert not logged(), "a slow disk drops some chunks and takes others"
         for _ in range(3):
             counted(half, **{name: 3})
-    (record,) = caplog.records
+    (record,) = logged()
     assert "3 chunks did not get to disk" in record.getMessage()
 
 
