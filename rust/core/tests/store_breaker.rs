@@ -15,7 +15,7 @@ use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId};
 use store_common::{FRAME, MemoryDisk, arena_of, chain, config, disk_settings, range, save, stat};
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 const THREADS: u32 = 2;
 
 fn settings(num_frames: u32, disk: &MemoryDisk) -> StoreConfig {

@@ -20,7 +20,7 @@ use kvloft_core::store::{Progress, ReadLease, Store, StoreConfig, TierName, Writ
 use proptest::prelude::*;
 use store_common::{MemoryDisk, arena_of, chain, config, disk_settings, fill, prompt_chain, range, save, stat, verify};
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 
 fn open(num_frames: u32, per_chunk: u32, eviction: Eviction, disk: &Arc<MemoryDisk>, num_threads: u32) -> Store {
     let disk_settings = disk_settings(u64::from(disk.capacity), num_threads);

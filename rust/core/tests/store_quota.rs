@@ -117,7 +117,7 @@ fn what_is_loaded_counts_for_the_quota() {
     assert_eq!(in_host(&store, Some("a"), 0..2, 5), [1, 5]);
     let other = store.acquire(&chain_of(Some("a"), 1, 2));
     let lease = store.acquire(&chain_of(Some("a"), 0, 5));
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(60);
     while lease.poll().pending_blocks > 0 && Instant::now() < deadline {
         std::thread::yield_now();
     }

@@ -15,7 +15,7 @@ use kvloft_core::tier::disk::faults::{Call, EIO, Fault, FaultFiles, Rule};
 use kvloft_core::tier::disk::{DiskConfig, DiskTier};
 use store_common::{FRAME, arena_of, chain, config, range, save, stat};
 
-const LONG: Duration = Duration::from_secs(20);
+const LONG: Duration = Duration::from_secs(60);
 /// The store's time runs so much faster: what could not be freed is tried again soon.
 const HASTE: u32 = 500;
 const WRITES: &[Call] = &[Call::Write];

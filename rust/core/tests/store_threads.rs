@@ -12,7 +12,7 @@ use store_common::{MemoryDisk, arena_of, config, disk_settings, fill, prompt_cha
 
 const THREADS: usize = 4;
 const TURNS: usize = 400;
-const LONG: Duration = Duration::from_secs(30);
+const LONG: Duration = Duration::from_secs(60);
 
 /// One thread's life: save, load and forget prompts in an order of its own.
 fn live(store: &Store, seed: usize) {

@@ -256,7 +256,7 @@ mod tests {
         let (send, bound) = mpsc::channel();
         let own = path.clone();
         thread::spawn(move || send.send(Listener::bind(&own)));
-        let listener = bound.recv_timeout(Duration::from_secs(20)).expect("it is still at it").expect("it is free");
+        let listener = bound.recv_timeout(Duration::from_secs(60)).expect("it is still at it").expect("it is free");
         assert!(Listener::bind(&path).is_err(), "it is taken");
         drop(listener);
         assert!(!path.exists() && lock_path(&path).symlink_metadata().is_err());

@@ -121,11 +121,17 @@ fn a_quota_follows_the_share_and_stays_without_engines() {
     assert_eq!(found(&one, &chain(1, Some("a"), 0, 40)), 16, "its beginning");
 }
 
+/// Longer than a starved machine needs to lease, or to write, what it has just saved.
+const TTL_S: u32 = 6;
+
 #[test]
 fn what_is_too_old_goes_pinned_or_not_and_does_not_come_back() {
     let dir = tempfile::tempdir().expect("a directory");
-    let limits = |ttl_s| salted(Limits { ttl_s, ..Limits::default() });
-    let server = Server::open(ServerConfig { limits: limits(Some(2)), ..with_disk(dir.path()) }).expect("a server");
+    let config = || {
+        let limits = salted(Limits { ttl_s: Some(TTL_S), ..Limits::default() });
+        ServerConfig { limits, ..with_disk(dir.path()) }
+    };
+    let server = Server::open(config()).expect("a server");
     let one = engine(dir.path(), 7);
     let whose = kvloft_wire::Whose { namespace: String::new(), salt: Some(SaltTag::of("a")) };
     pin(&socket(dir.path()), &whose, true, LONG).expect("pinned");
@@ -147,8 +153,8 @@ fn what_is_too_old_goes_pinned_or_not_and_does_not_come_back() {
     drop(one);
     server.close(LONG);
     drop(server);
-    std::thread::sleep(Duration::from_millis(2500));
-    let _server = Server::open(ServerConfig { limits: limits(Some(2)), ..with_disk(dir.path()) }).expect("a server");
+    std::thread::sleep(Duration::from_secs(TTL_S.into()) + Duration::from_millis(500));
+    let _server = Server::open(config()).expect("a server");
     let one = engine(dir.path(), 7);
     assert_eq!([found(&one, &chain(7, Some("a"), 0, 6)), found(&one, &chain(7, None, 0, 6))], [0, 6]);
     until("it is forgotten", || stat(&space(dir.path(), 7).stats, "expired") == 6);

@@ -113,12 +113,23 @@ fn an_engine_that_ends_sees_to_it_that_its_clear_is_heard() {
 fn a_server_that_stands_still_costs_one_deadline() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut child = served_by_a_child(dir.path());
-    let engine = Remote::open(RemoteConfig { deadline: Duration::from_millis(200), ..remote_config(dir.path()) })
-        .expect("a client");
-    until("connected", || engine.renew() || engine.arena().is_some());
     let chain = chain(1, 4);
-    until("saved", || save(&engine, &chain) == 4 || found(&engine, &chain) == 4);
-    let num_late = || engine.stats().into_iter().find(|(name, _)| name == "server_late").map(|(_, value)| value);
+    let late = |engine: &Remote| engine.stats().into_iter().find(|(name, _)| name == "server_late").map(|(_, num)| num);
+    let mut on_time = None;
+    until("a client whose server was never late", || {
+        let engine = Remote::open(RemoteConfig { deadline: Duration::from_millis(200), ..remote_config(dir.path()) })
+            .expect("a client");
+        until("connected", || engine.renew() || engine.arena().is_some());
+        until("saved", || save(&engine, &chain) == 4 || found(&engine, &chain) == 4);
+        if late(&engine) == Some(0) {
+            on_time = Some(engine);
+        } else {
+            engine.close(Duration::ZERO);
+        }
+        on_time.is_some()
+    });
+    let engine = on_time.expect("until then");
+    let num_late = || late(&engine);
     let num_late_before = num_late().expect("it counts");
     signal(&child, "STOP");
     until("it stands still", || all_stopped(child.id()));
@@ -142,9 +153,11 @@ fn a_server_that_stands_still_costs_one_deadline() {
     assert_eq!(engine.take_events().iter().filter(|event| is_late(event)).count(), 1, "the first is told at once");
     signal(&child, "CONT");
     until("it goes on", || found(&engine, &chain) == 4);
-    let (rows, num_dropped) = engine.reserve(Prefix::from(&common::chain(7, 4)), whole(4)).expect("in range");
-    assert_eq!((rows.len(), num_dropped), (4, 0), "nothing that came late is held");
-    engine.abort(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
+    until("nothing that came late is held", || {
+        let (rows, num_dropped) = engine.reserve(Prefix::from(&common::chain(7, 4)), whole(4)).expect("in range");
+        engine.abort(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>());
+        (rows.len(), num_dropped) == (4, 0)
+    });
     let many = common::chain(9, 2500); // of several messages
     let every: Vec<_> = many.keys().chunks(1).map(|keys| Prefix::new(many.root(), keys)).collect();
     for what in ["a save", "a lease", "many saves", "many lookups", "a lease on many"] {
@@ -276,7 +289,7 @@ fn signal(child: &std::process::Child, name: &str) {
 fn a_server_in_a_process_of_its_own() {
     let dir = std::env::var("KV_SERVE_DIR").expect("called by the test");
     let _server = serve(dir.as_ref());
-    std::thread::sleep(LONG);
+    common::outlive_no_test();
 }
 
 #[test]

@@ -231,7 +231,7 @@ struct DirIsFree;
 impl DirIsFree {
     fn wait(dir: &Path) -> bool {
         let Ok(file) = std::fs::File::open(dir) else { return false };
-        let deadline = Instant::now() + Duration::from_secs(10);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while file.try_lock().is_err() {
             if Instant::now() > deadline {
                 return false;

@@ -143,7 +143,7 @@ impl MemoryDisk {
 
     /// Flushes, while time goes by for what is tried again later.
     pub(crate) fn flush(&self, store: &Store) -> bool {
-        let deadline = Instant::now() + Duration::from_secs(20);
+        let deadline = Instant::now() + Duration::from_secs(60);
         while Instant::now() < deadline {
             if store.flush(Duration::from_millis(50)) {
                 return true;

@@ -89,6 +89,14 @@ pub(crate) fn numbers(status: &Status) -> Vec<(String, u64)> {
     status.stats.iter().chain(status.namespaces.iter().flat_map(|space| &space.stats)).cloned().collect()
 }
 
+/// In a child process: returns once the test that started it is gone. However long that takes: it kills the child before.
+pub(crate) fn outlive_no_test() {
+    let test = std::os::unix::process::parent_id();
+    while std::os::unix::process::parent_id() == test {
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
 /// Until it is so.
 pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
