@@ -159,19 +159,20 @@ def test_one_disturbed_prompt_does_not_decide_and_one_without_parts_does_not_cou
 
 def test_a_wave_that_hangs_is_no_fast_wave(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     aborted: list[str] = []
-    steps = iter(range(1000))
+    steps, clock = iter(range(1000)), SimpleNamespace(now=0.0)
 
     class Hanging(Wave):
         def step(self) -> list[Any]:
             if next(steps) < 3:
                 return [SimpleNamespace(finished=False, request_id=f"{self.waiting[0]}-x"), *super().step()]
-            time.sleep(0.01)
+            clock.now += 0.01
             return []
 
         def abort_request(self, names: list[str]) -> None:
             aborted.extend(names)
 
     monkeypatch.setattr(cold, "WAVE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(cold, "time", SimpleNamespace(perf_counter=lambda: clock.now))
     with pytest.raises(RuntimeError, match="3 of 8 prompts had their token after 0 s"):
         cold.wave(Hanging(model, is_graph=True), [[1]] * 8)  # type: ignore[arg-type]
     assert aborted == [f"r{n}" for n in range(1, 9)]

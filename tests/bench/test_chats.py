@@ -1,7 +1,9 @@
 """The closed loop of chats without a GPU: what a turn says, what is counted, and that no engine takes another's figures with it."""
 
 import json
+import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -26,7 +28,7 @@ if name == "native":
     sys.exit("this one cannot start")
 print("RESULT", json.dumps({"name": name, "start_s": 1.0, "runs": [run]}), flush=True)
 if name == "none":
-    time.sleep(600)
+    time.sleep(6000)
 if name == "kvloft":
     late = {**run, "unfinished": 4}
     print("RESULT", json.dumps({"name": name, "start_s": 1.0, "runs": [run, late]}), flush=True)
@@ -92,11 +94,28 @@ def test_a_loop_whose_time_is_over_says_what_is_missing() -> None:
     assert found["unfinished"] > 0 and engine.aborted
 
 
+class Child(subprocess.Popen[bytes]):
+    """Has all the time that it needs; the one that goes on once its figures are printed is late then."""
+
+    def __init__(self, argv: list[str], **more: Any) -> None:
+        self._goes_on, self._log = "none" in argv, Path(more["stdout"].name)
+        super().__init__(argv, **more)
+
+    def wait(self, timeout: float | None = None) -> int:
+        while timeout is not None and self._goes_on and self.poll() is None:
+            if "RESULT" in self._log.read_text():
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            time.sleep(0.01)
+        return super().wait(timeout)
+
+
 @pytest.fixture
 def fake_children(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         child, "command", lambda _child, name, options: [sys.executable, "-c", CHILD, name, options, json.dumps(RUN)]
     )
+    own = SimpleNamespace(Popen=Child, TimeoutExpired=subprocess.TimeoutExpired, STDOUT=subprocess.STDOUT)
+    monkeypatch.setattr(child, "subprocess", own)
     monkeypatch.setattr(chats, "KILL_S", 0.5)
     monkeypatch.setattr(chats, "LEAST_S", 0.1)
     monkeypatch.setattr(chats, "is_installed", lambda name: name != "lmcache")
@@ -107,8 +126,8 @@ def test_whatever_becomes_of_an_engine_the_others_are_measured(tmp_path: Path, m
     monkeypatch.setitem(peers.SERVERS, "pegaflow", lambda _: ([sys.executable, "-c", "raise SystemExit('no such pool')"], {}))
     kept: list[str] = []
     found = chats.run(
-        connectors=chats.CONNECTORS, rounds=2, options={"host_bytes": 1 << 30, "child_s": 5.0, "load": LOAD}, log_dir=tmp_path,
-        timeout_s=60.0, keep=lambda results: kept.append(json.dumps(results)), progress=lambda _: None,
+        connectors=chats.CONNECTORS, rounds=2, options={"host_bytes": 1 << 30, "child_s": 600.0, "load": LOAD}, log_dir=tmp_path,
+        timeout_s=60_000.0, keep=lambda results: kept.append(json.dumps(results)), progress=lambda _: None,
     )  # fmt: skip
     assert len(found["none"]["runs"]) == 2 and "--timeout" in found["none"]["error"], "killed after its figures were printed"
     assert "cannot start" in found["native"]["error"] and "not answered" in found["kvloft"]["error"]

@@ -13,6 +13,7 @@ from batches import reserve
 from kvloft import _core
 from kvloft.cli.__main__ import main
 
+PACE = float(os.environ.get("TEST_PACE", "1"))
 FRAME = 4096
 NAMESPACE = b"n" * 32
 NUM_CHUNKS = 5
@@ -41,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
         part = {"offset": 0, "part_bytes": FRAME, "key": key, "layout": bytes(32), "page_bytes": [64], "num_blocks": 1, "rank": 0}
         arena.seal(frame, part)
     assert store.settle([row[0] for row in rows])[0] == NUM_CHUNKS
-    assert store.flush(20)
+    assert store.flush(60.0 * PACE)
     store.close()
     return tmp_path
 

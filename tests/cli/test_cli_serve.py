@@ -126,9 +126,9 @@ def test_a_second_server_on_a_disk_warns_at_its_start(folder: Path, is_backgroun
         ):
             if is_background:
                 out, err = second.communicate(timeout=120)
-                os.kill(int(out.split()[1]), signal.SIGTERM)
-                assert (second.returncode, err) == (0, warning)
-                assert log.read_text().splitlines(keepends=True)[0].endswith(first_line)
+                with ended(int(out.split()[1])):
+                    assert (second.returncode, err) == (0, warning)
+                    assert log.read_text().splitlines(keepends=True)[0].endswith(first_line)
                 return
             said = _core.server_status(socket)["stats"]["server_disk_unused"]
             second.terminate()
@@ -194,9 +194,16 @@ def test_a_server_in_the_background_is_told_by_its_process_socket_and_log(folder
     assert (folder / "run").stat().st_mode & 0o777 == 0o700
     said = re.fullmatch(rf"process ([0-9]+) serves in the background at unix:{socket}; its log is {log}\n", done.stdout)
     assert said is not None and done.returncode == 0, done.stdout
-    process = os.pidfd_open(int(said[1]))
-    try:
+    with ended(int(said[1])):
         assert "serves at" in log.read_text() and _core.server_status(str(socket))
+
+
+@contextlib.contextmanager
+def ended(pid: int) -> Iterator[None]:
+    """A server in the background is no child of this process: it ends with the block, and is gone then."""
+    process = os.pidfd_open(pid)
+    try:
+        yield
         signal.pidfd_send_signal(process, signal.SIGTERM)
         assert select.select([process], [], [], 120)[0]
     finally:

@@ -1,6 +1,7 @@
 """`kvloft inspect` and `kvloft verify` over what a real store left on disk, sound and damaged."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from kvloft.cli.__main__ import main
 from kvloft.cli.inspect import format_time
 from kvloft.config import size_text
 
+PACE = float(os.environ.get("TEST_PACE", "1"))
 FRAME = 4096
 NAMESPACE = bytes(range(32))
 NUM_CHUNKS = 5
@@ -26,7 +28,7 @@ def disk(tmp_path: Path) -> Path:
     rows, dropped = reserve(store, chain, 0, NUM_CHUNKS)
     assert (len(rows), dropped) == (NUM_CHUNKS, 0)
     assert store.settle([row[0] for row in rows])[0] == NUM_CHUNKS
-    assert store.flush(30.0)
+    assert store.flush(60.0 * PACE)
     store.close()
     return tmp_path / "disk"
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from kvloft import _core
 
-PACE = float(os.environ.get("TEST_PACE", "1"))
+LONG_S = 60.0 * float(os.environ.get("TEST_PACE", "1"))
 
 _spec = importlib.util.spec_from_file_location("store_model", Path(__file__).parents[1] / "model" / "store.py")
 assert _spec is not None
@@ -116,7 +116,7 @@ class StoreMachine(RuleBasedStateMachine):
         return (lease, prompt)
 
     def _settle(self, lease: _core.ReadLease) -> None:
-        deadline = time.monotonic() + 20 * PACE
+        deadline = time.monotonic() + LONG_S
         while lease.poll()[1]:
             assert time.monotonic() < deadline
             time.sleep(0.0005)
@@ -143,9 +143,9 @@ class StoreMachine(RuleBasedStateMachine):
     def reopen(self, flush: bool) -> None:
         """Leases of the old store may outlive it; tickets of it mean nothing to the new one."""
         if flush:
-            assert self.store.flush(20)
+            assert self.store.flush(LONG_S)
         before = self.store.stats()["disk_used"]
-        self.store.close(20 if flush else 0)
+        self.store.close(LONG_S if flush else 0)
         for lease, _ in self.held:
             lease.release()
         self.held.clear()
@@ -186,8 +186,8 @@ class StoreMachine(RuleBasedStateMachine):
             return
         for lease, _ in self.held:
             lease.release()
-        self.store.flush(20)
-        deadline = time.monotonic() + 20 * PACE
+        self.store.flush(LONG_S)
+        deadline = time.monotonic() + LONG_S
         while self.store.stats()["reads_pending"] and time.monotonic() < deadline:
             time.sleep(0.001)
         self.store.clear()

@@ -250,7 +250,7 @@ class Engine:
     def assert_at_rest(self) -> None:
         """Nothing is pinned, reserved, queued or held: every owner gave back what it had (I5, I8)."""
         state, store = self.state(), self.store()
-        for _ in range(int(100 * PACE)):  # a disk read that is not waited for any more takes its time
+        for _ in range(int(1200 * PACE)):  # a disk read that is not waited for any more takes its time
             if not store["pins"] and not store["frames_reserved"]:
                 break
             time.sleep(0.05)
@@ -473,8 +473,8 @@ def engine_kwargs(model: Path, *, num_blocks: int = 64, max_model_len: int | Non
 
 
 def kvloft(disk_path: Path | None = None, *, policy: str | None = None, **extra: Any) -> dict[str, Any]:
-    """kv_transfer_config of kvloft with a small host tier and, with ``disk_path``, a disk tier."""
-    settings: dict[str, Any] = {"host_size": "64MiB"} | extra
+    """kv_transfer_config of kvloft with a small host tier and, with ``disk_path``, a disk tier, which may be slow here."""
+    settings: dict[str, Any] = {"host_size": "64MiB", "load_timeout": f"{30 * PACE:g}s"} | extra
     if disk_path is not None:
         settings |= {"disk_path": str(disk_path), "disk_size": "256MiB"} | extra
     config: dict[str, Any] = {"kv_connector": "KVLoftConnector", "kv_role": "kv_both", "kv_connector_extra_config": settings}

@@ -74,7 +74,7 @@ def storm(
         kind = KINDS[nth % len(KINDS)]
         with fault(server, kind, pick.uniform(0, 0.3), pick.uniform(0.02, 0.4)):
             ask(kind)
-        deadline = time.monotonic() + 30 * PACE
+        deadline = time.monotonic() + 120 * PACE
         while (found := ask("none")) < full and time.monotonic() < deadline:
             time.sleep(0.05)
         if found < full:

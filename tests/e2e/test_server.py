@@ -170,10 +170,11 @@ def test_a_frozen_server_costs_one_deadline_and_goes_on_where_it_was(
     truth: Truth, start: Callable[..., Engine], server: CacheServer
 ) -> None:
     engine = start(kv_transfer_config=shared(server, server_timeout="200ms"), num_blocks=120)
-    ask_all(truth, engine)
+    until_full(truth, engine)
+    num_late = engine.store()["server_late"]  # on a busy machine some calls are
     server.freeze()
     assert ask_all(truth, engine) == 0
-    assert engine.store()["server_late"] == 1, "no call waits for a server that is known to stand still"
+    assert engine.store()["server_late"] == num_late + 1, "no call waits for a server that is known to stand still"
     server.send(signal.SIGCONT)
     until_full(truth, engine)
     assert engine.store()["server_lost"] == 0

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -93,7 +94,12 @@ def test_close_ends_a_thread_that_sleeps_and_one_that_waits(lane: Lane) -> None:
     feeder = Feeder("waiting", lane.lock, lane)  # type: ignore[arg-type]
     lane.queue(feeder, 5)
     assert lane.waiting.acquire(timeout=WAIT_S)
-    threading.Timer(0.05, lane.passed.release).start()
-    feeder.close()
+    closes = threading.Thread(target=feeder.close)
+    closes.start()
+    while not feeder._closing:
+        time.sleep(0.001)
+    assert closes.is_alive(), "it does not wait for the event"
+    lane.passed.release()
+    closes.join()
     assert lane.queued == 4
     assert not [thread for thread in threading.enumerate() if thread.name in ("asleep", "waiting")]

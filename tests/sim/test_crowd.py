@@ -1,5 +1,6 @@
 """Crowds of requests on vLLM's real scheduler: what they load, which blocks they take, and who comes first."""
 
+import os
 import random
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from .engine import BLOCK, Engine, Shape
 from .symbols import VOCAB, Spec
 
+PACE = float(os.environ.get("TEST_PACE", "1"))
 HERD = 8
 PREFIX_BLOCKS = 20
 
@@ -65,7 +67,7 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(folder: P
     for i, prompt in enumerate([*prompts, *(prefix(num_blocks, 100 + i) for i in range(13))]):  # the last fill host memory
         engine.add(spec(f"before{i}", (*prompt, 3), 1))
         engine.run()
-        assert engine.half._store.flush(20.0)
+        assert engine.half._store.flush(60.0 * PACE)
     engine.reset(running=False, connector=False)
     engine.external.clear()
     engine.core.counters.clear()

@@ -210,7 +210,7 @@ def folder() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.timeout(300 + NUM_STEPS // 10)
+@pytest.mark.timeout((300 + NUM_STEPS // 10) * PACE)
 @pytest.mark.parametrize("kind", ["its own", "a server's"])
 def test_a_routers_index_is_what_the_store_answers(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(announce, "SLICE", 5)
