@@ -181,7 +181,7 @@ def second_block_is_the_next_chunks(mp: pytest.MonkeyPatch) -> None:
 
 @mutant(
     "chunks are as long as the main group's blocks, whatever the others have",
-    "not all of them saved|ended, and of its",
+    r"not all of them saved|ended, and of its|were given for it \(I6\)",
     *HALF_BLOCKS,
 )
 def unit_is_the_main_groups_block(mp: pytest.MonkeyPatch) -> None:
@@ -252,7 +252,7 @@ def window_is_saved_after_it_was_given_up(mp: pytest.MonkeyPatch) -> None:
 
 @mutant(
     "sglang #38031: a state is kept under the boundary before its own",
-    "one key, two prefixes|another prefix's|ended|not all of them saved",
+    "one key, two prefixes|another prefix's|ended|not all of them saved|offered and is not saved",
     *STATES,
 )
 def state_is_saved_under_another_boundary(mp: pytest.MonkeyPatch) -> None:
@@ -331,7 +331,10 @@ def state_is_saved_from_a_block_that_was_given_up(mp: pytest.MonkeyPatch) -> Non
 
 
 @mutant(
-    "such a block was given out again, to the same request, for states after drafts", "does not hold its key's KV", *DRAFTED_STATES
+    "such a block was given out again, to the same request, for states after drafts",
+    "does not hold its key's KV",
+    STATES[0],
+    NEXT_TO_STATES[1],
 )
 def state_is_saved_from_a_block_that_came_back(mp: pytest.MonkeyPatch) -> None:
     states_saved_if(mp, lambda row, block: block in row)
