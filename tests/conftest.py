@@ -27,6 +27,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 USUAL_START_S = 0.25
 """A Python process that imports a few dozen modules, on two idle cores."""
 LEFT_OUT = pytest.StashKey[int]()
+TICKS = os.sysconf("SC_CLK_TCK")
 END_S = 60.0
 """Longest wait, at the usual pace, for what a test has ended already and what is not quite gone."""
 COLLECT_S = 0.1
@@ -99,25 +100,33 @@ def vllm_release() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def running() -> dict[object, str]:
-    """What a test could leave behind, each with its name: Python's threads, kvloft's own in Rust, and child processes."""
+def running(since_s: float = 0.0) -> dict[object, str]:
+    """What a test could leave behind, each with its name: Python's threads, kvloft's own in Rust, and processes begun since."""
     found: dict[object, str] = {each: f"thread {each.name}" for each in threading.enumerate()}
     for task in Path("/proc/self/task").iterdir():
         name = read(task / "comm").strip()
         if name.startswith("kvloft"):
             found[f"task {task.name}"] = f"thread {name}"
-    return found | children()
+    return found | children(since_s)
 
 
-def children() -> dict[object, str]:
-    """Child processes that have not ended."""
+def children(since_s: float) -> dict[object, str]:
+    """Child processes that have not ended, and began after so many seconds since boot. Linux may leave some out, as others end."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
         return {}  # mostly, and cheaper than looking
     pids = {pid for task in Path("/proc/self/task").iterdir() for pid in read(task / "children").split()}
-    argv = {pid: read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip() for pid in pids}
+    argv = {
+        pid: read(Path(f"/proc/{pid}/cmdline")).replace("\0", " ").strip() for pid in pids if began(pid) >= int(since_s * TICKS)
+    }
     return {f"process {pid}": f"process {pid} ({words[:200]})" for pid, words in argv.items() if words}
+
+
+def began(pid: str) -> int:
+    """Ticks from boot until it did."""
+    fields = read(Path(f"/proc/{pid}/stat")).rpartition(") ")[2].split()
+    return int(fields[19]) if fields else 0
 
 
 def read(path: Path) -> str:
@@ -127,11 +136,11 @@ def read(path: Path) -> str:
         return ""  # it has just ended
 
 
-def left_behind(before: dict[object, str]) -> list[str]:
+def left_behind(before: dict[object, str], since_s: float) -> list[str]:
     """Names of what runs and did not run before, once it had its time to end."""
     begin, left = time.monotonic(), list[str]()
     for longest_s in (COLLECT_S, END_S * PACE):
-        while left := [name for key, name in running().items() if key not in before]:
+        while left := [name for key, name in running(since_s).items() if key not in before]:
             if time.monotonic() - begin > longest_s:
                 break
             time.sleep(0.002)
@@ -144,11 +153,11 @@ def left_behind(before: dict[object, str]) -> list[str]:
 @pytest.fixture(autouse=True)
 def _nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
     """Set up before all other fixtures of a test (of which `monkeypatch` is one), so it looks when these are gone."""
-    before, num_failed = running(), request.session.testsfailed
+    since_s, before, num_failed = time.clock_gettime(time.CLOCK_BOOTTIME), running(), request.session.testsfailed
     yield
     if request.session.testsfailed > num_failed:
         return  # what pytest shows of a failure holds the test's objects
-    assert not (left := left_behind(before)), f"left behind by this test: {', '.join(sorted(left))}"
+    assert not (left := left_behind(before, since_s)), f"left behind by this test: {', '.join(sorted(left))}"
 
 
 @pytest.fixture

@@ -148,6 +148,7 @@ def test_the_first_line_does_not_name_a_disk_that_is_not_used(folder: Path) -> N
 
 
 def take_terminal() -> None:
+    without_nohup()
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
@@ -160,6 +161,11 @@ def until_it_listens(socket: str) -> None:
     pytest.fail("it never listened")
 
 
+def without_nohup() -> None:
+    """The tests themselves may run under it."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def served(
     folder: Path, name: str = "kv", argv: Sequence[str] = (), wanted: str = "serves at", **more: Any
@@ -167,7 +173,7 @@ def served(
     """A server with a disk in ``folder``, once it said a first line that holds what is ``wanted``, if that can be read."""
     socket = str(folder / "run" / f"{name}.sock")
     sizes = ["--host-size", "4MiB", "--disk-path", str(folder / "disk"), "--disk-size", "4MiB"]
-    keywords = {"stdout": subprocess.PIPE, "text": True} | more
+    keywords = {"stdout": subprocess.PIPE, "text": True, "preexec_fn": without_nohup} | more
     (folder / "run").mkdir(mode=0o700, exist_ok=True)
     whole = [sys.executable, "-m", "kvloft.cli", "serve", "--socket", socket, *sizes, *argv]
     with subprocess.Popen(whole, **keywords) as process:

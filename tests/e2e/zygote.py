@@ -74,8 +74,9 @@ def main(path: str) -> None:
     gc.freeze()  # an engine's collections then write into none of these pages, which it would have to copy
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children are reaped by the kernel
     with socket.socket(socket.AF_UNIX) as server:
-        server.bind(path)
+        server.bind(f"{path}.new")
         server.listen(16)
+        os.rename(f"{path}.new", path)  # who sees it may connect
         server.settimeout(2.0)
         while os.getppid() == parent:
             try:
