@@ -304,7 +304,9 @@ def test_a_disk_that_a_server_cannot_have_is_shown(socket: str, capsys: pytest.C
                     engine = _core.Session.connect(path, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
                 for command in (["status"], ["top", "--count", "1"]):
                     assert main([*command, "--socket", path]) == 0
-                    assert said in " ".join(capsys.readouterr().out.split())
+                    shown = " ".join(capsys.readouterr().out.split())
+                    assert said in shown and "it fails" not in shown, "another owner is no failure"
+            assert engine.stats()["disk_broken"] == 1, "its store has no disk either"
             engine.close()
     assert main(["status", "--socket", socket]) == 0
     assert "not used" not in capsys.readouterr().out

@@ -81,7 +81,7 @@ def _print(status: dict[str, Any], socket: str, console: Console, tag: str | Non
         if not space["stats"]:
             console.print("It is being opened.")
             continue
-        lines = (*pinned(space), *given_up(space), *broken(space))
+        lines = (*pinned(space), *given_up(space), *broken(space, status))
         below = (engine_table(space), *tenant_table(space, MAX_TENANTS, tag))
         for table in (tier_table(space), *lines, hit_table(space), *below):
             console.print(table)

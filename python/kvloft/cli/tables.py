@@ -85,9 +85,10 @@ def tier_table(space: Status) -> Table:
     return table
 
 
-def broken(space: Status) -> list[str]:
-    """A line where the disk tier is left alone."""
-    return ["The disk tier is left alone for now: it fails."] if space["stats"]["disk_broken"] else []
+def broken(space: Status, status: Status) -> list[str]:
+    """A line where the disk tier is left alone for a reason that `disk_unused` does not tell."""
+    is_told = bool(disk_unused(status))
+    return ["The disk tier is not used for now: it fails."] if space["stats"]["disk_broken"] and not is_told else []
 
 
 def pinned(space: Status) -> list[str]:

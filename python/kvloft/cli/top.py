@@ -162,7 +162,7 @@ def _picture_of(
     space: dict[str, Any], status: dict[str, Any], rates: dict[str, float], before: dict[str, Any] | None
 ) -> RenderableType:
     """What matters most comes first: a screen may end before the rest."""
-    lines = (*pinned(space), *given_up(space), *broken(space))
+    lines = (*pinned(space), *given_up(space), *broken(space, status))
     flow = [_flow(rates, space["frame_bytes"])] if rates else []
     below = (engine_table(space), *tenant_table(space, MAX_TENANTS))
     tables = (tier_table(space), *lines, *flow, hit_table(space, before), *below)

@@ -60,8 +60,8 @@ DAMAGE = (
     "Look at the disk's health, or stop the engine and run `kvloft verify`"
 )
 NO_ROOM = (
-    "kvloft: %s did not get to disk since the last look, and none did (namespace %s); host memory serves on. "
-    "Has the file system of disk_path room and rights left?"
+    "kvloft: %s did not get to disk since the last look, nor did any other (namespace %s); host memory serves on. "
+    "disk_path may be full, not writable, or in use by another process: see the lines before, or the log of the server"
 )
 LOADS_FAIL = (
     f"kvloft: {MAX_FAILED_LOADS} loads in a row failed, so nothing is loaded or saved for a while (namespace %s); requests are "
