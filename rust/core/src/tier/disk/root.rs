@@ -82,7 +82,6 @@ impl DiskRoot {
     /// Takes the directory for this process until [`Self::let_go`], whether or not a namespace is open; makes it where missing.
     /// Errors as of [`super::DiskTier::open`].
     pub fn keep(&self, dir: &Path) -> Result<()> {
-        namespaces::make_dir(dir).map_err(|e| paths::dir_error("make", dir, e))?;
         let _alone = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         let lock = self.lock(dir)?;
         self.books().kept = Some(lock);
@@ -95,8 +94,9 @@ impl DiskRoot {
         drop(kept); // and with it, maybe, the lock: not under ours
     }
 
-    /// The directory's lock, which this process has or takes now; only one thread may ask at a time.
+    /// The directory's lock, which this process has or takes now, and with it the directory; only one thread may ask at a time.
     fn lock(&self, dir: &Path) -> Result<Arc<DirLock>> {
+        namespaces::make_dir(dir).map_err(|e| paths::dir_error("make", dir, e))?;
         let held = self.books().lock.upgrade().filter(|lock| lock.is_of(dir));
         if let Some(lock) = held {
             return Ok(lock);
@@ -136,7 +136,7 @@ impl DiskRoot {
         }
     }
 
-    /// Locks the directory for this process and opens the namespace. `Busy` if another process has the directory, or this process
+    /// Locks the directory for this process, makes it where missing, and opens the namespace. `Busy` if another process has the directory, or this process
     /// has the namespace open or is deleting it, or waits for the directory for long.
     pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<Owner>> {
         let _alone = self.alone(&config.dir)?;
