@@ -31,7 +31,7 @@ TICKS = os.sysconf("SC_CLK_TCK")
 END_S = 60.0
 """Longest wait, at the usual pace, for what a test has ended already and what is not quite gone."""
 COLLECT_S = 0.1
-"""After this long, what only a cycle of objects keeps is collected."""
+"""After this long, what only a cycle of objects keeps is collected; and again after twice as long, and so on."""
 
 
 def measured_pace() -> float:
@@ -138,15 +138,15 @@ def read(path: Path) -> str:
 
 def left_behind(before: dict[object, str], since_s: float) -> list[str]:
     """Names of what runs and did not run before, once it had its time to end."""
-    begin, left = time.monotonic(), list[str]()
-    for longest_s in (COLLECT_S, END_S * PACE):
-        while left := [name for key, name in running(since_s).items() if key not in before]:
-            if time.monotonic() - begin > longest_s:
-                break
-            time.sleep(0.002)
-        if not left:
+    begin, collect_s = time.monotonic(), COLLECT_S
+    while left := [name for key, name in running(since_s).items() if key not in before]:
+        waited_s = time.monotonic() - begin
+        if waited_s > END_S * PACE:
             break
-        gc.collect()
+        if waited_s > collect_s:
+            gc.collect()  # again and again: a thread may have kept a cycle until it ended a moment ago
+            collect_s = 2 * waited_s
+        time.sleep(0.002)
     return left
 
 

@@ -8,8 +8,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-use kvloft_core::Result;
 use kvloft_core::units::size_text;
+use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::message::{EngineStatus, Hello, NamespaceStatus, Status};
 use crate::namespaces::Namespaces;
@@ -107,7 +107,13 @@ impl Shared {
     pub(crate) fn seat(&self, hello: &Hello) -> Result<Seat> {
         let looker = Arc::clone(&self.looker);
         let wake = move || looker.get().map_or((), Thread::unpark);
-        self.namespaces.seat(hello, &self.config, wake, |event| self.tell(event))
+        let seat = self.namespaces.seat(hello, &self.config, wake, |event| self.tell(event))?;
+        if self.is_stopping.load(Ordering::SeqCst) {
+            // Its disk may have hung until the server had closed all others: it is given up now.
+            seat.space.close(Duration::ZERO);
+            return Err(Error::new(ErrorKind::Busy, "this kvloft server has ended"));
+        }
+        Ok(seat)
     }
 
     /// Empties the namespace whose name begins so; returns how many chunks there were. `InvalidConfig` if there is not one.

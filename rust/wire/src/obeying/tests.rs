@@ -11,6 +11,7 @@ use kvloft_core::store::{DiskSettings, Limits, Prefix, SaveRange, Store, StoreCo
 use kvloft_core::tier::disk::Erased;
 
 use super::Whose;
+use crate::message::Hello;
 use crate::{Patience, Remote, RemoteConfig, Server, ServerConfig};
 
 const FRAME: u64 = 4096;
@@ -124,6 +125,20 @@ fn a_thread_that_a_disk_holds_does_not_hold_the_servers_end_up() {
     let has_ended = ended.recv_timeout(LONG).is_ok();
     drop(heal);
     assert!(has_ended);
+}
+
+/// A disk may hang while it opens one for an engine, until the server has closed all that it had.
+#[test]
+fn a_namespace_that_opens_after_the_servers_end_does_not_keep_the_disk() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let (config, _) = config(dir.path());
+    let ended = Server::open(config.clone()).expect("a server");
+    ended.close(Duration::ZERO);
+    let hello =
+        Hello { version: 1, namespace: [7; 32], frame_bytes: FRAME, blocks_per_chunk: 1, description: String::new() };
+    assert!(ended.shared.seat(&hello).is_err());
+    let next = Server::open(ServerConfig { socket: dir.path().join("next").join("kvloft.sock"), ..config });
+    assert_eq!(next.expect("a server").disk_trouble(), None, "the first is still there, and has nothing");
 }
 
 #[test]

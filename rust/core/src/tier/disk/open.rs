@@ -54,7 +54,6 @@ impl DiskTier {
         opener: &dyn OpenFiles,
     ) -> Result<(Self, Vec<DiskEntry>)> {
         validate(config)?;
-        namespaces::make_dir(&config.dir).map_err(|e| paths::dir_error("make", &config.dir, e))?;
         let owner = root.enter(config)?;
         let dir = namespaces::dir_of(config);
         let failed = |e| Error::io(format!("cannot open the namespace {}", dir.display()), e);

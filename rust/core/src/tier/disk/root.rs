@@ -8,7 +8,8 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::path::Path;
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, PoisonError, TryLockError, Weak};
+use std::time::{Duration, Instant};
 
 use super::lock::DirLock;
 use super::types::DiskConfig;
@@ -24,6 +25,9 @@ const EXTENT_BYTES: u64 = 64 * 1024 * 1024;
 const MAX_EXTENTS: u64 = 16;
 /// Times that room is looked for again because a namespace was opened or closed meanwhile.
 const TRIES: usize = 16;
+/// Longest that a namespace waits for others that ask for the directory: an engine waits for it, and host memory would serve.
+const OPENING_TIMEOUT: Duration = Duration::from_secs(1);
+const LOOK_EVERY: Duration = Duration::from_millis(1);
 
 /// What the tiers of one directory in this process share.
 #[derive(Debug, Default)]
@@ -78,7 +82,6 @@ impl DiskRoot {
     /// Takes the directory for this process until [`Self::let_go`], whether or not a namespace is open; makes it where missing.
     /// Errors as of [`super::DiskTier::open`].
     pub fn keep(&self, dir: &Path) -> Result<()> {
-        namespaces::make_dir(dir).map_err(|e| paths::dir_error("make", dir, e))?;
         let _alone = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
         let lock = self.lock(dir)?;
         self.books().kept = Some(lock);
@@ -91,8 +94,9 @@ impl DiskRoot {
         drop(kept); // and with it, maybe, the lock: not under ours
     }
 
-    /// The directory's lock, which this process has or takes now; only one thread may ask at a time.
+    /// The directory's lock, which this process has or takes now, and with it the directory; only one thread may ask at a time.
     fn lock(&self, dir: &Path) -> Result<Arc<DirLock>> {
+        namespaces::make_dir(dir).map_err(|e| paths::dir_error("make", dir, e))?;
         let held = self.books().lock.upgrade().filter(|lock| lock.is_of(dir));
         if let Some(lock) = held {
             return Ok(lock);
@@ -116,10 +120,26 @@ impl DiskRoot {
         self.books().open.keys().cloned().collect()
     }
 
-    /// Locks the directory for this process and opens the namespace. `Busy` if another process has the directory, or this process
-    /// has the namespace open or is deleting it.
+    /// The only one that asks for the directory. `Busy` where another asks for so long that the system seems to hang.
+    fn alone(&self, dir: &Path) -> Result<MutexGuard<'_, ()>> {
+        let deadline = Instant::now() + OPENING_TIMEOUT;
+        loop {
+            match self.opening.try_lock() {
+                Ok(alone) => return Ok(alone),
+                Err(TryLockError::Poisoned(poisoned)) => return Ok(poisoned.into_inner()),
+                Err(TryLockError::WouldBlock) if Instant::now() < deadline => std::thread::sleep(LOOK_EVERY),
+                Err(TryLockError::WouldBlock) => {
+                    let message = format!("disk_path {} does not answer", dir.display());
+                    return Err(Error::new(ErrorKind::Busy, message));
+                }
+            }
+        }
+    }
+
+    /// Locks the directory for this process, makes it where missing, and opens the namespace. `Busy` if another process has the directory, or this process
+    /// has the namespace open or is deleting it, or waits for the directory for long.
     pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<Owner>> {
-        let _alone = self.opening.lock().unwrap_or_else(PoisonError::into_inner);
+        let _alone = self.alone(&config.dir)?;
         let lock = self.lock(&config.dir)?;
         let name = namespaces::dir_name(&config.namespace);
         // Until it claims what it keeps, others must not grow into what its files take.

@@ -1,6 +1,8 @@
-//! A namespace that is being deleted, and a directory that is kept without one.
+//! A namespace that is being deleted, a directory that is kept without one, and one that hangs.
 
 use std::fs;
+use std::sync::mpsc;
+use std::thread;
 
 use super::super::namespaces::dir_name;
 use super::*;
@@ -60,4 +62,20 @@ fn a_directory_that_was_deleted_and_made_again_is_taken_again() {
     fs::remove_dir_all(&config.dir).unwrap();
     second.keep(&config.dir).unwrap();
     assert_eq!(first.enter(&config).unwrap_err().kind(), ErrorKind::Busy, "it is the second one's now");
+}
+
+/// A server that takes its directory may hang in the system; its engines have host memory meanwhile.
+#[test]
+fn a_namespace_is_not_held_up_by_one_that_hangs_as_it_takes_the_directory() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let (root, config) = (DiskRoot::shared(), config(dir.path()));
+    let hung = root.opening.lock().expect("no panic");
+    let (send, came) = mpsc::channel();
+    let (own, its) = (Arc::clone(&root), config.clone());
+    let waits = thread::spawn(move || send.send(own.enter(&its).map(drop).map_err(|e| e.kind())));
+    let said = came.recv_timeout(Duration::from_secs(60));
+    drop(hung);
+    assert!(waits.join().is_ok());
+    assert_eq!(said, Ok(Err(ErrorKind::Busy)));
+    assert!(root.enter(&config).is_ok(), "it answers again");
 }

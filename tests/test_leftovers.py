@@ -1,0 +1,43 @@
+"""The guard of `conftest.py` against what tests leave behind: it waits for what ends late, however that is kept."""
+
+import gc
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+class Owner:
+    """In a cycle, as a test's objects may be; what it owns ends when it is collected."""
+
+    def __init__(self, end: Callable[[], None]) -> None:
+        self.itself, self.end = self, end
+
+    def __del__(self) -> None:
+        self.end()
+
+
+def test_what_a_thread_kept_until_it_ended_late_is_collected_too(request: pytest.FixtureRequest) -> None:
+    """On a starved machine a thread may well end after the guard's first collection."""
+    guard = request.config.pluginmanager.get_plugin(str(Path(__file__).with_name("conftest.py")))
+    assert guard is not None
+    has_collected, may_end = threading.Event(), threading.Event()
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        if phase == "stop" and info["generation"] == 2:
+            has_collected.set()
+
+    def keep(_owner: Owner) -> None:
+        has_collected.wait()
+
+    before = guard.running()
+    threading.Thread(target=may_end.wait).start()
+    threading.Thread(target=keep, args=(Owner(may_end.set),)).start()
+    gc.callbacks.append(note)
+    try:
+        assert guard.left_behind(before, 0.0) == []
+    finally:
+        gc.callbacks.remove(note)
+        has_collected.set()
+        may_end.set()
