@@ -136,8 +136,8 @@ impl DiskRoot {
         }
     }
 
-    /// Locks the directory for this process, makes it where missing, and opens the namespace. `Busy` if another process has the directory, or this process
-    /// has the namespace open or is deleting it, or waits for the directory for long.
+    /// Makes the directory where missing, locks it for this process and opens the namespace. `Busy` if another process has the
+    /// directory, or this process has the namespace open or is deleting it, or waits for the directory for long.
     pub(super) fn enter(self: &Arc<Self>, config: &DiskConfig) -> Result<Arc<Owner>> {
         let _alone = self.alone(&config.dir)?;
         let lock = self.lock(&config.dir)?;
