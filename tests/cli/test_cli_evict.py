@@ -1,4 +1,4 @@
-"""`kvloft evict` and `kvloft pin` over a real server: a tenant goes, for good, or stays; its salt is told to nobody."""
+"""`kvloft evict` and `kvloft pin` over a real server: a tenant goes, for good, or stays; its salt is shown nowhere."""
 
 import json
 import subprocess
@@ -187,11 +187,11 @@ def test_a_pinned_tenant_stays_until_it_is_not(folder: Path, capsys: pytest.Capt
         assert main(["pin", "--socket", socket, "--salt", SALT]) == 0
         said = "1 salt is pinned in 1 namespace: 24 KiB of host memory and 0 B on disk\n"
         assert capsys.readouterr().out == said
-        assert main(["pin", "--socket", socket, "--salt", "of nobody", "--json"]) == 0
+        assert main(["pin", "--socket", socket, "--salt", "unused", "--json"]) == 0
         assert json.loads(capsys.readouterr().out) == {"namespaces": 1, "salts": 1, "host_bytes": 0, "disk_bytes": 0}
-        assert main(["pin", "--socket", socket, "--salt", "of nobody"]) == 0
+        assert main(["pin", "--socket", socket, "--salt", "unused"]) == 0
         assert capsys.readouterr().out == "the salt is pinned in 1 namespace, which holds nothing with it yet\n"
-        assert main(["pin", "--socket", socket, "--salt", "of nobody", "--off"]) == 0
+        assert main(["pin", "--socket", socket, "--salt", "unused", "--off"]) == 0
         assert capsys.readouterr().out == "the salt is not pinned any more in 1 namespace\n"
         press(engine)
         assert found(engine) == [0, 3, 3, 0]

@@ -1,4 +1,4 @@
-"""`kvloft serve` with limits for tenants: settings reach the store, people see tags, and nobody sees a salt."""
+"""`kvloft serve` with limits for tenants: settings reach the store, people see tags, and no salt is shown."""
 
 import json
 import subprocess

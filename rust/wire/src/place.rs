@@ -202,7 +202,7 @@ mod tests {
         std::fs::remove_file(lock_path(&path)).expect("it is there");
         assert_eq!(Listener::bind(&path).expect_err("it listens").kind(), ErrorKind::Busy);
         first.shut();
-        let second = Listener::bind(&path).expect("nobody listens, and no lock says that it is taken");
+        let second = Listener::bind(&path).expect("no process listens, and no lock says that it is taken");
         drop(first);
         assert!(UnixStream::connect(&path).is_ok() && lock_path(&path).exists(), "it is the second one's");
         drop(second);

@@ -211,7 +211,7 @@ fn a_pin_says_what_there_is_of_its_own_salt() {
     let told = |salt, is_pinned| pin(&socket, &whose("", salt), is_pinned, LONG).expect("done");
     let of_one = Pinned { num_namespaces: 1, num_salts: 1, host_bytes: 6 * FRAME, disk_bytes: 0 };
     assert_eq!(told(Some("a"), true), of_one);
-    assert_eq!(told(Some("nobody's"), true), Pinned { host_bytes: 0, ..of_one });
+    assert_eq!(told(Some("unused"), true), Pinned { host_bytes: 0, ..of_one });
     assert_eq!(told(None, true), Pinned { num_salts: 2, ..of_one }, "without a salt, of all");
     assert_eq!(told(Some("a"), false), Pinned { num_namespaces: 1, ..Pinned::default() });
 }

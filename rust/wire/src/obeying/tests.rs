@@ -110,7 +110,7 @@ fn a_disk_that_hangs_under_a_closed_namespace_holds_nobody_up() {
     assert!(!said.is_cut_short && said.num_chunks == 1);
 }
 
-/// What is too old is looked for by a thread of the server's own, which a disk may hold for ever.
+/// What is too old is looked for by a thread of the server's own, which a disk may hold permanently.
 #[test]
 fn a_thread_that_a_disk_holds_does_not_hold_the_servers_end_up() {
     let dir = tempfile::tempdir().expect("a directory");
