@@ -4,6 +4,7 @@ Host memory serves on, saves into it go on, every token is right, the engine sto
 """
 
 import shutil
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,10 +29,14 @@ FULL_HIT = sum(full_blocks(r.num_prompt_tokens) for r in OLD)
 def disk(tmp_path: Path) -> Iterator[Ext4]:
     if not can_mount():
         pytest.skip("a file system can be mounted by root only, and needs loop devices")
+    if shutil.which("mkfs.ext4") is None:
+        pytest.skip("mkfs.ext4 is not installed")
     with ExitStack() as stack:
         try:
             ext4 = stack.enter_context(mounted(tmp_path / "ext4"))
-        except (OSError, subprocess.CalledProcessError) as error:
+        except subprocess.CalledProcessError as error:
+            if error.cmd[0] != "mount":
+                raise
             pytest.skip(f"root may mount no file system here, as in most containers: {error}")
         yield ext4
 
