@@ -4,7 +4,6 @@ Host memory serves on, saves into it go on, every token is right, the engine sto
 """
 
 import shutil
-import shutil
 import subprocess
 import sys
 import tempfile
