@@ -77,7 +77,9 @@ def _run_groups(
 ) -> None:  # fmt: skip
     for number, (names, asked_phases) in enumerate(groups):
         with tempfile.TemporaryDirectory() as folder:
-            asked = {"turns": folder, "names": list(names), "phases": list(asked_phases), **options}
+            # All in the same way, if any of them needs it.
+            floods = not set(PEERS).isdisjoint(names)
+            asked = {"turns": folder, "names": list(names), "phases": list(asked_phases), "floods": floods, **options}
             asked["llm"] = {**shared_gpu(options["num_blocks"], options), **options.get("llm", {})}
             logs = {name: log_dir / f"engine_{name}{'_alone' if number and together else ''}.log" for name in names}
             model_of = {name: f"{folder}/model-{SERVED[0] if name in SERVED else name}" for name in names}

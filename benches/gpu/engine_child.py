@@ -19,7 +19,7 @@ from typing import Any
 
 from benches.gpu.attached import compare
 from benches.gpu.cold import cold_prompt, cold_wave, forward_parts, medians, milliseconds, wave
-from benches.gpu.llama import Engine, prompt_of, worker_totals
+from benches.gpu.llama import Engine, count_asked, prompt_of, worker_totals
 from benches.gpu.parts import Parts
 from benches.gpu.peers import SERVED
 from benches.gpu.turns import Turns
@@ -72,6 +72,7 @@ def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
     prompts = [engine.prompt(context) for _ in range(2)]
     before = worker_totals()
     cold, warm, hits = [], list[tuple[float, tuple[int, float], int]](), []
+    asked, from_connector = count_asked(engine), list[int]()
     for prompt in prompts:
         with turn(turns):
             cold.append(engine.ttft(prompt))
@@ -88,7 +89,8 @@ def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
             with turn(turns):
                 if trace is not None:
                     trace.start()
-                first = engine.ttft(prompt)
+                so_far, first = asked[0], engine.ttft(prompt)
+                from_connector.append(asked[0] - so_far)
                 traced += [trace.summary()] if trace is not None else []
                 if options["name"] != "none":
                     warm.append(first)
@@ -101,7 +103,8 @@ def phase_ttft(engine: Engine, turns: Turns, options: dict[str, Any]) -> dict[st
         "link_gbps": gbps, **(of_bound(loaded / len(prompts) / gbps / 1e6, found["warm"], found["hbm"]) if loaded else {}),
         "context": context, **{f"{name}_ms": statistics.median(times) for name, times in found.items()},
         "all_ms": {name: [round(each, 2) for each in times] for name, times in found.items()},
-        "cached_tokens": [row[2] for row in warm], "cached_tokens_hbm": [row[2] for row in hits],
+        "cached_tokens": [row[2] for row in warm], "from_connector": from_connector,
+        "cached_tokens_hbm": [row[2] for row in hits],
         "first_cold": [row[1] for row in cold], "first_hbm": [row[1] for row in hits], "first_warm": [row[1] for row in warm],
         "kv_bytes": engine.bytes_a_token * (context - 1), "loaded_bytes_last_round": loaded,
         "saved_bytes": after.get("saved_bytes", 0) - before.get("saved_bytes", 0), "trace": traced,

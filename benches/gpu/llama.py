@@ -20,8 +20,8 @@ from benches.gpu.shapes import DRAFT, config_of
 
 SHARPNESS = 2.5
 """Standard deviation of queries' and keys' entries; its square is that of the attention logits."""
-
-
+FLOOD_PROMPTS = 3
+"""Of which each fills as much of paged KV, at most: while a connector still keeps one's blocks, there is room for the next."""
 SLOW_DECAY = -6.0
 """Logarithm of how fast a gated delta net forgets: its state has some hundred tokens in it."""
 
@@ -103,6 +103,7 @@ class Engine:
         self.block_tokens = 16
         self._random = random.Random(8 if name in SERVED[1:] else 7)  # what one has computed is no new prompt of the other
         self._next = 0
+        self._floods = options.get("floods", False)
         self.bytes_a_token = model["num_hidden_layers"] * 2 * model["num_key_value_heads"] * model["head_dim"] * 2
 
     def prompt(self, num_tokens: int) -> list[int]:
@@ -142,11 +143,22 @@ class Engine:
 
     def empty_gpu_cache(self) -> None:
         """Nothing in HBM can be hit any more; what the connector keeps stays. Raises RuntimeError where vLLM will not."""
+        if self._floods:
+            return self._flood()
         for _ in range(50):
             self.settle()
             if self.llm.reset_prefix_cache():
-                return
+                return None
         raise RuntimeError("vLLM's prefix cache could not be emptied: some blocks are never freed")
+
+    def _flood(self) -> None:
+        """New prompts in every block: some connectors keep a few blocks until the next request, and vLLM then resets nothing."""
+        config = self.engine.vllm_config
+        blocks, size = config.cache_config.num_gpu_blocks, config.cache_config.block_size
+        each = min(blocks // FLOOD_PROMPTS, config.model_config.max_model_len // size - 1)
+        for _ in range(-(-blocks // each) + 1):
+            self.ttft(self.prompt(each * size))
+        self.settle()
 
 
 def _write_config(folder: Path, config: dict[str, Any]) -> None:
@@ -169,6 +181,20 @@ def apply_model(llm: Any, function: Any) -> list[Any]:
 def prompt_of(rng: random.Random, num_tokens: int) -> list[int]:
     """Of its own, so that every connector sees the same whatever ran before."""
     return [rng.randrange(10, 128000) for _ in range(num_tokens)]
+
+
+def count_asked(engine: Engine) -> list[int]:
+    """[tokens that vLLM asked the connector to load so far], of the scheduler in this process."""
+    connector, count = engine.engine.engine_core.engine_core.scheduler.connector, [0]
+    if connector is not None:
+        update = connector.update_state_after_alloc
+
+        def counted(request: Any, blocks: Any, num_external_tokens: int) -> Any:
+            count[0] += num_external_tokens
+            return update(request, blocks, num_external_tokens)
+
+        connector.update_state_after_alloc = counted
+    return count
 
 
 def worker_totals() -> dict[str, int]:

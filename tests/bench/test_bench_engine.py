@@ -49,6 +49,12 @@ def fake_engines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "_start", start)
 
 
+def asked_of(log: Path) -> dict[str, Any]:
+    """The options that the child of `CHILD` was given."""
+    asked: dict[str, Any] = json.loads(log.read_text().split("ASKED ")[1].splitlines()[0])
+    return asked
+
+
 @pytest.mark.parametrize("together", [True, False])
 @pytest.mark.usefixtures("fake_engines")
 def test_an_engine_that_dies_costs_only_its_own_row(tmp_path: Path, together: bool) -> None:
@@ -78,6 +84,7 @@ def test_servers_start_together_and_one_that_cannot_costs_only_its_own_row(tmp_p
     assert list(found) == ["pegaflow", "lmcache-server"]
     assert "no such pool" in found["pegaflow"]["error"] and "cold" not in found["pegaflow"]
     assert found["lmcache-server"]["cold"]["cold_ms"] == 1.5 and "error" not in found["lmcache-server"]
+    assert asked_of(tmp_path / "logs/engine_lmcache-server.log")["floods"], "a peer keeps blocks: prompts are to empty the cache"
 
 
 @pytest.mark.usefixtures("fake_engines")
@@ -96,9 +103,8 @@ def test_decoding_is_measured_with_one_engine_at_a_time(tmp_path: Path) -> None:
         connectors=("none", "kvloft"), phases=("cold", "decode"), options={"num_blocks": 10}, log_dir=tmp_path,
         timeout_s=600.0, together=True, progress=lambda _: None,
     )  # fmt: skip
-    shared, alone = (
-        json.loads((tmp_path / f"engine_kvloft{end}.log").read_text().split("ASKED ")[1].splitlines()[0]) for end in ("", "_alone")
-    )
+    shared, alone = (asked_of(tmp_path / f"engine_kvloft{end}.log") for end in ("", "_alone"))
+    assert not shared["floods"]
     assert (shared["names"], shared["phases"]) == (["none", "kvloft"], ["cold"])
     assert (alone["names"], alone["phases"]) == (["kvloft"], ["decode"])
     assert found["kvloft"]["totals"] == {"loads": 10, "bad_chunks": 0}, "5 in each of its two processes"
