@@ -23,19 +23,20 @@ def paged_kv(engine: Any) -> list[list[torch.Tensor]]:
     layers = engine.vllm_config.compilation_config.static_forward_context
     config = engine.engine_core.engine_core.scheduler.kv_cache_config
     return [
-        [_whole_blocks(kv, config.num_blocks) for name in group.layer_names for kv in _tensors(layers[name].kv_cache) if kv.numel()]
+        [kv for name in group.layer_names for kv in whole_blocks(layers[name], config.num_blocks)]
         for group in config.kv_cache_groups
     ]
 
 
-def _whole_blocks(kv: torch.Tensor, num_blocks: int) -> torch.Tensor:
-    """[num_blocks, ...]: where a kernel's blocks are smaller than the scheduler's, a block is several rows."""
-    return kv if kv.shape[0] == num_blocks else kv.unflatten(0, (num_blocks, -1))
+def whole_blocks(layer: Any, num_blocks: int) -> list[torch.Tensor]:
+    """A layer's paged KV, [num_blocks, ...]: where a kernel's blocks are smaller than the scheduler's, a block is several rows."""
+    tensors = [kv for kv in _tensors(getattr(layer, "kv_cache", None)) if kv.numel()]
+    return [kv if kv.shape[0] == num_blocks else kv.unflatten(0, (num_blocks, -1)) for kv in tensors]
 
 
 def _tensors(kv: Any) -> Sequence[torch.Tensor]:
-    """A layer's: one, or of a state several."""
-    return [kv] if isinstance(kv, torch.Tensor) else kv
+    """A layer's: one, of a state several; something else that has no KV has none."""
+    return [kv] if isinstance(kv, torch.Tensor) else kv or []
 
 
 def poison(tensors: Sequence[torch.Tensor], seed: int) -> None:
@@ -53,7 +54,7 @@ class PageAudit:
     """Goes around ``mover`` from its construction on; ``skip_loads`` makes loads report success and move nothing."""
 
     def __init__(self, mover: Any, *groups: Sequence[torch.Tensor]) -> None:
-        """``groups``: the paged KV of each KV cache group."""
+        """``groups``: the paged KV of each KV cache group; of one that has none here, nothing is compared or counted."""
         self._mover, self._groups = mover, groups
         self._submit_saves, self._submit_loads, self._poll = mover.submit_saves, mover.submit_loads, mover.poll
         mover.submit_saves, mover.submit_loads, mover.poll = self._saves, self._loads, self._poll_and_compare
@@ -124,7 +125,7 @@ class PageAudit:
         for plan in plans:
             for group, batch in plan.chunks.batches if isinstance(plan.chunks, GroupBatches) else ((0, plan.chunks),):
                 found.setdefault(group, []).extend(batch)
-        return list(found.items())
+        return [(group, copies) for group, copies in found.items() if self._groups[group]]
 
     def _count(self, name: str, group: int, num_chunks: int) -> None:
         """Of all groups, and of one where there are several."""

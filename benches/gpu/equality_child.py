@@ -204,7 +204,7 @@ def phase_kept(subject: Subject) -> dict[str, Any]:
         return [tokens for tokens, _ in answers]
 
     def look(prompt: list[int]) -> tuple[tuple[int, ...], int]:
-        answer = subject.engine.answer(prompt, 16)
+        (answer,) = subject.engine.answers([prompt], 16)
         if subject.audit is not None:
             for name, count in kept.compare(subject.audit.take_loaded()).items():
                 looks[-1][name] = looks[-1].get(name, 0) + count

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import time
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,15 +28,20 @@ SLOW_DECAY = -6.0
 
 
 def sharpen(model: Any) -> int:
-    """Random weights of unit gain in place, the same for the same architecture; returns how many parameters there are."""
+    """Random weights of unit gain in place, the same for the same architecture; returns how many parameters there are.
+
+    Each parameter's are of its name, so that a pipeline stage without the embeddings does not give the head theirs: then an engine
+    repeats the last token, whatever its KV is.
+    """
     import torch
 
     config = model.config
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     parameters = sorted(model.named_parameters())
-    generator = torch.Generator(device=parameters[0][1].device).manual_seed(20)
+    generator = torch.Generator(device=parameters[0][1].device)
     count = 0
     for name, parameter in parameters:
+        generator.manual_seed(zlib.crc32(name.encode()))
         count += parameter.numel()
         if parameter.dim() < 2:
             parameter.data.fill_(SLOW_DECAY if name.endswith("A_log") else 1.0)
@@ -121,13 +127,12 @@ class Engine:
         return seconds, (first.token_ids[0], round(next(iter(first.logprobs[0].values())).logprob, 5)), output.num_cached_tokens
 
     def tokens(self, prompts: Sequence[list[int]], max_tokens: int) -> list[tuple[int, ...]]:
-        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], self.params(max_tokens), use_tqdm=False)
-        return [tuple(output.outputs[0].token_ids) for output in outputs]
+        return [tokens for tokens, _ in self.answers(prompts, max_tokens)]
 
-    def answer(self, prompt: list[int], max_tokens: int) -> tuple[tuple[int, ...], int]:
-        """(its tokens, how many of the prompt's were cached)."""
-        (output,) = self.llm.generate([{"prompt_token_ids": prompt}], self.params(max_tokens), use_tqdm=False)
-        return tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0
+    def answers(self, prompts: Sequence[list[int]], max_tokens: int) -> list[tuple[tuple[int, ...], int]]:
+        """Of all at once: (its tokens, how many of the prompt's were cached)."""
+        outputs = self.llm.generate([{"prompt_token_ids": p} for p in prompts], self.params(max_tokens), use_tqdm=False)
+        return [(tuple(output.outputs[0].token_ids), output.num_cached_tokens or 0) for output in outputs]
 
     def add(self, prompt: list[int], max_tokens: int) -> str:
         self._next += 1

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from benches.gpu.audit import PageAudit, poison
+from benches.gpu.audit import PageAudit, poison, whole_blocks
 from benches.gpu.llama import worker_totals
 
 _audits: list[PageAudit] = []
 """Of this process."""
 
 
-def _paged_kv(worker: Any) -> list[Any]:
-    """Of the layers that this rank has; each has its blocks first."""
-    layers = worker.vllm_config.compilation_config.static_forward_context.values()
-    return [layer.kv_cache for layer in layers if getattr(layer, "kv_cache", None) is not None and layer.kv_cache.numel()]
+def _paged_kv(worker: Any) -> list[list[Any]]:
+    """Of the layers that this rank has, by KV cache group; each has its blocks first."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    half, layers = get_kv_transfer_group()._worker, worker.vllm_config.compilation_config.static_forward_context
+    groups = half._group_layers if half.is_grouped else [list(layers)]
+    return [[kv for name in names if name in layers for kv in whole_blocks(layers[name], half._num_blocks)] for names in groups]
 
 
 def begin_audit(worker: Any) -> int:
@@ -24,14 +27,14 @@ def begin_audit(worker: Any) -> int:
     mover = get_kv_transfer_group()._worker.core._mover
     getattr(mover, "wait_pinned", lambda timeout: None)(60.0)
     worker_totals()  # counts from here on
-    tensors = _paged_kv(worker)
-    _audits.append(PageAudit(mover, tensors))
-    return len(tensors)
+    groups = _paged_kv(worker)
+    _audits.append(PageAudit(mover, *groups))
+    return sum(map(len, groups))
 
 
 def overwrite(worker: Any, seed: int) -> None:
     """In a rank: every page is wrong."""
-    poison(_paged_kv(worker), seed)
+    poison([kv for group in _paged_kv(worker) for kv in group], seed)
 
 
 def skip_loads(worker: Any, skip: bool) -> None:

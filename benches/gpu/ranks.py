@@ -42,19 +42,25 @@ def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
         yield str(result["error"])
         return
     runs = result["runs"]
-    cold, warm, skipped = (runs[name] for name in ("cold", "warm", "skipped_load"))
-    for name in ("hbm", "warm"):
-        if runs[name]["tokens"] != cold["tokens"]:
+    cold, warm, crowd, skipped = (runs[name] for name in ("cold", "warm", "crowd", "skipped_load"))
+    for name in ("hbm", "warm", "crowd"):
+        if runs[name]["tokens"][: len(cold["tokens"])] != cold["tokens"]:
             yield f"tokens {name} differ from those of a cold cache"
+    if runs["crowd_warm"]["tokens"] != crowd["tokens"]:
+        yield "tokens crowd_warm differ from those of the crowd before"
+    if not sum(runs["crowd_warm"]["cached"]) > sum(crowd["cached"]):
+        yield "of the crowd's new prompts nothing was found when it came again"
     if skipped["tokens"] == cold["tokens"]:
         yield "tokens do not depend on what is loaded"
     if any(ours < theirs - 16 for ours, theirs in zip(warm["cached"], runs["hbm"]["cached"], strict=True)):
         yield f"less was found than in vLLM's own cache: {warm['cached']} for {runs['hbm']['cached']}"
     if len(warm["ranks"]) != num_ranks:
         yield f"{len(warm['ranks'])} ranks answered, not {num_ranks}"
-    for rank, (found, blind) in enumerate(zip(warm["ranks"], skipped["ranks"], strict=True)):
-        if not found["loaded"] or found["loaded_differing"] or found["unknown"] or found.get("bad_chunks"):
-            yield f"rank {rank} loaded other pages than its forwards wrote, or none: {found}"
+    for name in ("warm", "crowd", "crowd_warm"):
+        for rank, found in enumerate(runs[name]["ranks"]):
+            if not found["loaded"] or found["loaded_differing"] or found["unknown"] or found.get("bad_chunks"):
+                yield f"rank {rank} loaded other pages than its forwards wrote, or none ({name}): {found}"
+    for rank, blind in enumerate(skipped["ranks"]):
         if blind["loaded_differing"] != blind["loaded"]:
             yield f"rank {rank}: the audit did not see pages that were not loaded: {blind}"
 
@@ -62,12 +68,12 @@ def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
 def table(result: Mapping[str, Any]) -> list[tuple[str, ...]]:
     """Head, and a row for each run."""
     runs = result.get("runs", {})
-    cold = runs.get("cold", {}).get("tokens", [])
+    known = runs.get("crowd", runs.get("cold", {})).get("tokens", [])
     rows: list[tuple[str, ...]] = [("run", "answers equal", "tokens cached", "chunks loaded by rank", "differing")]
     for name, found in runs.items():
-        equal = sum(a == b for a, b in zip(found["tokens"], cold, strict=True))
+        equal = sum(a == b for a, b in zip(found["tokens"], known, strict=False))
         loaded = (", ".join(str(rank[key]) for rank in found["ranks"]) for key in ("loaded", "loaded_differing"))
-        rows.append((name, f"{equal} of {len(cold)}", f"{sum(found['cached']):,}", *loaded))
+        rows.append((name, f"{equal} of {len(found['tokens'])}", f"{sum(found['cached']):,}", *loaded))
     return rows
 
 

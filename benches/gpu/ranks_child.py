@@ -1,6 +1,7 @@
 """One engine over several GPUs: `python -m benches.gpu.ranks_child JSON`. Each rank compares what it loads.
 
-Prompts one at a time: cold, from HBM, and, with paged KV overwritten in each rank, from host memory; then with loads that copy
+Prompts one at a time: cold, from HBM, and, with paged KV overwritten in each rank, from host memory. Then these and new ones all
+at once, so that stages have steps of their own under way: twice, the second time from host memory. Last with loads that copy
 nothing. Prints `RESULT {...}`.
 """
 
@@ -11,13 +12,18 @@ import os
 import random
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from benches.gpu.llama import Engine, prompt_of
 from benches.gpu.rank import begin_audit, counts, overwrite, skip_loads
 
 LENGTHS = (777, 1024, 3000, 4096, 9001, 16385)
+NUM_NEW = 4
+"""Of the crowd, as many prompts that are not known, of the first lengths."""
 NUM_TOKENS = 24
+Answer = tuple[tuple[int, ...], int]
+"""Its tokens, and how many of the prompt's were cached."""
 
 
 def main(options: dict[str, Any]) -> None:
@@ -28,26 +34,31 @@ def main(options: dict[str, Any]) -> None:
     watch()  # kvloft's plugin does, which is not loaded here; pipeline stages need it
     assert vars(connector)["check_supported"] is support.check_supported, "what is lifted here must be what is asked"
     support._of_stages = lambda vllm_config: iter(())  # refused on GPUs until this bench has seen them right
-    engine = Engine("kvloft", options)
+    engine = Engine("groups" if "layer_types" in options["model"] else "kvloft", options)
     executor = engine.engine.engine_core.engine_core.model_executor
     engine.settle()
     layers = executor.collective_rpc(begin_audit)
     prompts = [prompt_of(random.Random(n), min(n, options["longest"])) for n in LENGTHS]
+    both = [*prompts, *(prompt_of(random.Random(f"new-{n}"), n) for n in LENGTHS[:NUM_NEW])]
 
-    def answers() -> list[tuple[tuple[int, ...], int]]:
-        return [engine.answer(prompt, NUM_TOKENS) for prompt in prompts]
+    def one_by_one() -> list[Answer]:
+        return [answer for prompt in prompts for answer in engine.answers([prompt], NUM_TOKENS)]
 
-    def emptied(seed: int) -> list[tuple[tuple[int, ...], int]]:
+    def at_once() -> list[Answer]:
+        return engine.answers(both, NUM_TOKENS)
+
+    def emptied(seed: int, answers: Callable[[], list[Answer]]) -> list[Answer]:
         engine.empty_gpu_cache()
         executor.collective_rpc(overwrite, args=(seed,))
         return answers()
 
-    def skipped() -> list[tuple[tuple[int, ...], int]]:
+    def skipped() -> list[Answer]:
         executor.collective_rpc(skip_loads, args=(True,))
-        return emptied(2)
+        return emptied(4, one_by_one)
 
-    runs: dict[str, Callable[[], list[tuple[tuple[int, ...], int]]]] = {
-        "cold": answers, "hbm": answers, "warm": lambda: emptied(1), "skipped_load": skipped,
+    runs: dict[str, Callable[[], list[Answer]]] = {
+        "cold": one_by_one, "hbm": one_by_one, "warm": partial(emptied, 1, one_by_one), "crowd": partial(emptied, 2, at_once),
+        "crowd_warm": partial(emptied, 3, at_once), "skipped_load": skipped,
     }  # fmt: skip
     result: dict[str, Any] = {"layers": layers, "runs": {}}
     for name, run in runs.items():
