@@ -116,6 +116,7 @@ class Stream:
         self.gpu.run_until(lambda: not self.queue)
 
     def copy_to_device(self, to: int, source: int, num_bytes: int) -> None:
+        assert num_bytes > 0, "cuMemcpyBatchAsync refuses a copy of nothing"
         self.gpu.check_host(to, num_bytes)
         self.gpu.check_host(source, num_bytes)
         self.enqueue(lambda: ctypes.memmove(to, source, num_bytes))

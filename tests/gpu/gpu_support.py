@@ -61,7 +61,8 @@ class Paged:
     def payload(self, blocks: Sequence[int], buffers: list[torch.Tensor] | None = None) -> torch.Tensor:
         """The reference gather: torch slices, page by page."""
         buffers = buffers or self.buffers
-        return torch.cat([buffers[i][o + b * s : o + b * s + n] for b in blocks for i, o, s, n in self.planes])
+        pages = [buffers[i][o + b * s : o + b * s + n] for b in blocks for i, o, s, n in self.planes]
+        return torch.cat(pages) if pages else buffers[0][:0]
 
     def place(self, buffers: list[torch.Tensor], payload: torch.Tensor, blocks: Sequence[int]) -> None:
         """The reference scatter, into ``buffers``."""

@@ -14,6 +14,7 @@ from emulated_gpu import EmulatedKernels, Gpu, emulated
 from gpu_support import per_layer, turned
 
 from kvloft.transfer.cuda import mover
+from kvloft.transfer.layout import without_pages
 
 
 @pytest.fixture(autouse=True, params=range(3))
@@ -33,7 +34,7 @@ test_a_block_is_not_loaded_into_for_one_group_before_it_was_saved_for_another = 
 test_what_is_wrong_in_one_group_is_told_and_the_others_arrive = on_gpu.test_what_is_wrong_in_one_group_is_told_and_the_others_arrive
 
 
-def test_groups_whose_pages_lie_alike_are_one_kind_and_all_have_one_mover(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_whose_pages_lie_alike_or_who_have_none_are_one_kind_and_all_have_one_mover(monkeypatch: pytest.MonkeyPatch) -> None:
     """Windows beside full attention have the same pages: one batch, one tile table. The digest alone does not say so."""
     made: list[Any] = []
     monkeypatch.setattr(mover, "Kernels", lambda layout, *_: EmulatedKernels(layout))
@@ -44,10 +45,11 @@ def test_groups_whose_pages_lie_alike_are_one_kind_and_all_have_one_mover(monkey
     monkeypatch.setattr(mover.torch.cuda, "get_device_name", lambda _: "a GPU")
     paged = per_layer(2, 8, 4096)
     elsewhere = per_layer(2, 8, 4096)
-    layouts = [each.layout() for each in (paged, paged, turned(paged), elsewhere, paged)]
-    make = mover.prepare(layouts, blocks_per_chunk=[1, 3, 2, 1, 2], staging_bytes=80 << 20, gathers_first=False)
+    nothing = without_pages(paged.layout())
+    layouts = [nothing, *(each.layout() for each in (paged, paged, turned(paged), elsewhere, paged)), nothing]
+    make = mover.prepare(layouts, blocks_per_chunk=[1, 1, 3, 2, 1, 2, 1], staging_bytes=80 << 20, gathers_first=False)
     make(SimpleNamespace(memory=None))  # type: ignore[arg-type]
     ((kinds, kind_of, blocks_per_chunk),) = made
-    assert list(kind_of) == [0, 0, 1, 2, 0]
-    assert list(blocks_per_chunk) == [3, 2, 1], "the most that one of its groups has"
-    assert [layout for layout, _ in kinds] == [layouts[0], layouts[2], layouts[3]]
+    assert list(kind_of) == [0, 1, 1, 2, 3, 1, 0]
+    assert list(blocks_per_chunk) == [1, 3, 2, 1], "the most that one of its groups has"
+    assert [layout for layout, _ in kinds] == [nothing, layouts[1], layouts[3], layouts[4]]

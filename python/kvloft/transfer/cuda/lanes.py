@@ -156,8 +156,9 @@ class Lane:
             stream.destroy()
 
     def _launch(self, piece: Piece, kind: int, sent: Sent, slot: _Slot) -> None:
+        """One CTA at least: where there are no pages, it says that their sums are 0."""
         address = self._params[kind].filled(piece, slot.address, sent.tags_address)
-        num_ctas = min(self._num_ctas, -(-piece.num_tiles // WARPS_PER_CTA))
+        num_ctas = max(1, min(self._num_ctas, -(-piece.num_tiles // WARPS_PER_CTA)))
         self.kernel_stream.launch(self._functions[kind], num_ctas, CTA_THREADS, address)
 
     def _copy(self, piece: Piece, slot: _Slot, *, is_pinned: bool) -> None:

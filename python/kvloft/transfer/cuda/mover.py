@@ -186,7 +186,7 @@ def prepare(
 
     What is returned makes the mover, when the arena is known. Raises UnsupportedError or CudaError.
     """
-    device = layouts[0].planes[0].storage.device
+    device = next(layout.planes[0].storage.device for layout in layouts if layout.planes)
     kinds: dict[tuple[object, ...], tuple[PagedLayout, Kernels]] = {}
     most: dict[tuple[object, ...], int] = {}
     addresses = [(layout.digest, *((p.base, p.block_stride, p.page_bytes) for p in layout.planes)) for layout in layouts]

@@ -94,8 +94,9 @@ class Shape:
 
     @property
     def chunks_per_piece(self) -> int:
-        """0: chunks are cut."""
-        return min(self.slot_bytes // self.part_bytes, MAX_SEGMENTS, MAX_BLOCKS // self.blocks_per_chunk)
+        """0: chunks are cut. Those without pages take no room in a slot."""
+        in_slot = self.slot_bytes // self.part_bytes if self.block_tiles.tiles_per_block else MAX_SEGMENTS
+        return min(in_slot, MAX_SEGMENTS, MAX_BLOCKS // self.blocks_per_chunk)
 
 
 def split(table: ChunkTable, shape: Shape) -> Iterator[Piece]:
@@ -138,6 +139,8 @@ def _runs(frames: Sequence[int], num_blocks: Sequence[int], shape: Shape, *, are
     Chunks of a run are equally long: behind a shorter one's payload, a slot has what was there before.
     """
     part, block_bytes, per_pin = shape.part_bytes, shape.block_tiles.block_bytes, shape.frames_per_pin
+    if not block_bytes:
+        return
     apart = [i for i, (before, frame) in enumerate(pairwise(frames), 1) if frame != before + 1 or not frame % per_pin]
     if not are_full:
         apart = sorted({*apart, *(i for i, (before, length) in enumerate(pairwise(num_blocks), 1) if length != before)})
