@@ -125,9 +125,10 @@ if has peers; then # host memory for more than a round asks for and fills: what 
     --repeats 2 --timeout 500 --json "$OUT/chats_peers.json" --logs "$OUT/peers"
 fi
 if has ranks; then
-  for ranks in "--tp 2" "--pp 2"; do # shellcheck disable=SC2086 # two words each
-    stage "ranks${ranks// /}" "$PYTHON" -m benches.gpu.ranks $ranks --layers 8 --timeout 200 --json "$OUT/ranks${ranks// /}.json" \
-      --logs "$OUT/ranks"
+  # The second stage of 13 layers of Gemma 3 has none of one group, the first of 7 none of full attention.
+  for ranks in "--tp 2 --layers 8" "--pp 2 --layers 8" "--pp 2 --model gemma3 --layers 13" "--pp 2 --model gemma3 --layers 7"; do
+    name=ranks${ranks// /} # shellcheck disable=SC2086 # several words
+    stage "$name" "$PYTHON" -m benches.gpu.ranks $ranks --timeout 200 --json "$OUT/$name.json" --logs "$OUT/$name"
   done
 fi
 

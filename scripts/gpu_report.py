@@ -59,6 +59,7 @@ def main(folder: Path) -> int:
     for name in sorted(files):
         if name.startswith("equality"):
             parts += _equality(files[name])
+    parts += _ranks({name: found for name, found in files.items() if name.startswith("ranks")})
     if "equality_crowd" in files:
         parts += _crowd(files["equality_crowd"])
     profile = folder / "ncu.txt"
@@ -323,6 +324,23 @@ def _peers(results: dict[str, Any]) -> Iterator[str]:
     texts = ", ".join(f"{name} {value:.1f}" for name, value in medians.items())
     yield from ("", "## First token of a known prompt from a server's host memory, beside others' servers", "")
     yield f"Medians, ms: {texts} (target: ours not above another's; {_verdict(medians['served'] <= min(others))})."
+
+
+def _ranks(files: dict[str, Any]) -> Iterator[str]:
+    """Of engines over several GPUs: whether answers and pages of each rank were right."""
+    if not files:
+        return
+    yield from ("", "## Engines of several ranks, vLLM's exact mode", "")
+    yield from ("| engine | run | chunks loaded by rank | differing |", "|---|---|---|---|")
+    for name, found in files.items():
+        for run, row in found.get("runs", {}).items():
+            loaded, differing = (", ".join(str(rank[key]) for rank in row["ranks"]) for key in ("loaded", "loaded_differing"))
+            yield f"| {name} | {run} | {loaded} | {differing} |"
+    yield ""
+    for name, found in files.items():
+        yield f"- {name}: {_verdict(not found['problems'])}" + "".join(
+            f"; {problem.splitlines()[0]}" for problem in found["problems"]
+        )
 
 
 def _equality(found: dict[str, Any]) -> Iterator[str]:

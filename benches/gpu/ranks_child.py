@@ -28,12 +28,9 @@ Answer = tuple[tuple[int, ...], int]
 
 def main(options: dict[str, Any]) -> None:
     """Run it all and print what came out as JSON."""
-    from kvloft.vllm import connector, support
     from kvloft.vllm.ranks import watch
 
     watch()  # kvloft's plugin does, which is not loaded here; pipeline stages need it
-    assert vars(connector)["check_supported"] is support.check_supported, "what is lifted here must be what is asked"
-    support._of_stages = lambda vllm_config: iter(())  # refused on GPUs until this bench has seen them right
     engine = Engine("groups" if "layer_types" in options["model"] else "kvloft", options)
     executor = engine.engine.engine_core.engine_core.model_executor
     engine.settle()

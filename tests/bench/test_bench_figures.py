@@ -323,3 +323,14 @@ def test_the_report_puts_our_server_beside_the_fastest_other(
     assert f"| served | {ours:.1f} | {ours:.1f} | 100.0% | 0 | at most the fastest other's 70.0: {verdict} |" in out
     alone = report(tmp_path, capsys, engine_peers={"served": {"ttft": {"warm_ms": ours}}} | died)
     assert "beside others' servers" not in alone, "there is none to be beside"
+
+
+def test_the_report_says_what_was_wrong_in_a_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ranks = [{"loaded": 5, "loaded_differing": 0}, {"loaded": 4, "loaded_differing": 1}]
+    out = report(
+        tmp_path, capsys, ranks_pp2={"runs": {"warm": {"ranks": ranks}}, "problems": ["rank 1 loaded other pages\nand more"]},
+        ranks_tp2={"runs": {}, "problems": []}, ranks_died={"error": "ended with 1", "problems": ["ended with 1"]},
+    )  # fmt: skip
+    assert "| ranks_pp2 | warm | 5, 4 | 0, 1 |" in out
+    assert "- ranks_pp2: **missed**; rank 1 loaded other pages\n- ranks_tp2: met" in out
+    assert "- ranks_died: **missed**; ended with 1" in out

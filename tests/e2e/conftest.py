@@ -109,9 +109,9 @@ def start(zygote: Zygote, model: Path) -> Iterator[Callable[..., Engine]]:
     """Starts engines (``start(num_blocks=..., v2_shape=..., kv_transfer_config=...)``) and kills what is left of them."""
     engines: list[Engine] = []
 
-    def launch(*, v2_shape: bool = False, env: dict[str, str] | None = None, **kwargs: Any) -> Engine:
+    def launch(*, v2_shape: bool = False, env: dict[str, str] | None = None, prepare: str = "", **kwargs: Any) -> Engine:
         path = kwargs.pop("model", model)
-        engine = zygote.engine(engine_kwargs(path, **kwargs), v2_shape=v2_shape, env=env)
+        engine = zygote.engine(engine_kwargs(path, **kwargs), v2_shape=v2_shape, env=env, prepare=prepare)
         engines.append(engine)
         return engine
 

@@ -15,6 +15,7 @@ from . import tiny
 from .client import Engine, Req, Zygote, engine_kwargs, kvloft, random_ids
 from .conftest import Truth
 from .zoo.models import ZOO
+from .zoo.states import qwen3_next_config, qwen3_next_weights
 from .zoo.windows import gemma3_config, gemma3_weights
 
 STAGES: dict[str, Any] = {
@@ -23,6 +24,8 @@ STAGES: dict[str, Any] = {
 }  # fmt: skip
 MORE_FIRST, MORE_LAST = "2,1", "1,2"
 """Layers of each stage; the scheduler is told of the first stage's only."""
+MIXED = ("state", "full", "state", "full")
+"""Of a model whose stages have states and attention each."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -124,27 +127,40 @@ def test_two_stages_of_two_ranks_each_have_four_parts(
 
 @pytest.mark.parametrize(
     ("name", "layers", "ranks"),
-    [("gemma3", "4,4", 2), ("gemma3", "3,5", 2), ("gemma3", "7,1", 2), ("gemma3", "5,3", 4), ("mistral", "1,3", 2)],
+    [
+        ("gemma3", "4,4", 2),
+        ("gemma3", "3,5", 2),
+        ("gemma3", "7,1", 2),
+        ("gemma3", "5,3", 4),
+        ("mistral", "1,3", 2),
+        ("qwen3-next", "2,2", 2),
+    ],
 )
 def test_stages_of_several_groups_save_and_load_what_they_have_of_each(
     name: str, layers: str, ranks: int, start: Callable[..., Engine], zygote: Zygote, tmp_path: Path
 ) -> None:
     """Of gemma3 the first stage has no layer of full attention (3,5), or the last one no other (7,1)."""
     zoo = ZOO[name]
-    if ranks > 2:  # two to a stage, and each has query heads
+    if name == "qwen3-next":  # vLLM wants experts in each stage, and a state in the last one
+        zoo = replace(
+            zoo, config=lambda: qwen3_next_config(MIXED) | {"mlp_only_layers": []},
+            weights=lambda: qwen3_next_weights(layers=MIXED, all_have_experts=True),
+        )  # fmt: skip
+    elif ranks > 2:  # two to a stage, and each has query heads
         heads = 2 * zoo.config()["num_attention_heads"]
         config = lambda: gemma3_config() | {"num_attention_heads": heads}  # noqa: E731
         zoo = replace(zoo, config=config, weights=lambda: gemma3_weights(num_heads=heads))
     folder = zoo.write(tmp_path / "model")
-    truth = Truth(lambda: zygote.engine(engine_kwargs(folder, **zoo.plain())))
+    truth = Truth(lambda: zygote.engine(engine_kwargs(folder, **zoo.plain()), prepare=zoo.prepare))
     requests = [truth.pick(lambda s: Req(random_ids(s, 230), max_tokens=12), 7500 + i) for i in range(3)]
     arguments = zoo.engine(folder) | STAGES | {"tensor_parallel_size": ranks // 2}
     for life in range(2):
         engine = start(
-            kv_transfer_config=kvloft(tmp_path / "disk", kv_groups="all"), model=folder, env=environment(layers, ranks), **arguments
-        )
+            kv_transfer_config=kvloft(tmp_path / "disk", kv_groups="all"), model=folder, env=environment(layers, ranks),
+            prepare=zoo.prepare, **arguments,
+        )  # fmt: skip
         for turn in range(2):
-            assert ask(engine, truth, requests) == [224 if life or turn else 0] * 3
+            assert ask(engine, truth, requests) == [zoo.own_hit(230) if life or turn else 0] * 3
             assert engine.reset()
         metrics = engine.metrics()
         assert metrics["vllm:kvloft_hook_errors_total"] + metrics["vllm:kvloft_verify_failures_total"] == 0

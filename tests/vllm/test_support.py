@@ -1,5 +1,6 @@
 """What is refused at start: each with one sentence, nothing half-served. Real KV specs, settings as plain namespaces."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -292,6 +293,21 @@ def test_states_are_served_where_vllm_keeps_them_at_blocks_ends(is_cpu: bool, mo
     check_supported(settings(), groups(FULL, ALIGNED), "all")
     with pytest.raises(UnsupportedError, match="mamba-cache-mode align"):
         check_supported(settings(), groups(FULL, replace(ALIGNED, mamba_cache_mode="none")), "all")
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_pipeline_stages_are_served_but_of_models_with_states_on_gpus(is_cpu: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "current_platform", SimpleNamespace(is_cpu=lambda: is_cpu))
+    monkeypatch.setattr(support, "HAS_GROUPS", True)
+    stages = settings(pipeline_parallel_size=2)
+    check_supported(stages, groups(FULL))
+    check_supported(stages, groups(FULL, WINDOW, CHUNKED), "all")
+    check_supported(settings(), groups(FULL, GDN), "all")
+    refused = pytest.raises(
+        UnsupportedError, match="pipeline_parallel_size=2 of models with states on CPUs only so far; set it to 1"
+    )
+    with nullcontext() if is_cpu else refused:
+        check_supported(stages, groups(FULL, GDN), "all")
 
 
 def test_state_space_layers_are_refused_by_vllm_or_by_us() -> None:

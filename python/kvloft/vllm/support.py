@@ -29,7 +29,7 @@ def check_supported(vllm_config: VllmConfig, kv_cache_config: KVCacheConfig, kv_
     """Raise UnsupportedError for models and settings that kvloft would serve wrongly."""
     if reason := next(_of_model(vllm_config, kv_cache_config, kv_groups), None):
         raise UnsupportedError(f"kvloft {reason}; run {vllm_config.model_config.model!r} without kvloft")
-    if reason := next(chain(_of_settings(vllm_config), _of_stages(vllm_config)), None):
+    if reason := next(chain(_of_settings(vllm_config), _of_stages(vllm_config, kv_cache_config)), None):
         raise UnsupportedError(f"kvloft {reason}")
 
 
@@ -186,12 +186,13 @@ def _of_settings(vllm_config: Any) -> Iterator[str]:
         )
 
 
-def _of_stages(vllm_config: Any) -> Iterator[str]:
-    """Of pipeline parallelism."""
+def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str]:
+    """Of pipeline parallelism. What is refused never ran, or not with pages on a GPU."""
     if (size := getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)) == 1:
         return
-    if not current_platform.is_cpu():
-        yield f"serves pipeline_parallel_size={size} on CPUs only so far; set it to 1"
+    kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in layer_specs(kv_cache_config).values()}
+    if "state" in kinds and not current_platform.is_cpu():
+        yield f"serves pipeline_parallel_size={size} of models with states on CPUs only so far; set it to 1"
     if vllm_config.speculative_config is not None:
         yield (
             f"does not serve pipeline_parallel_size={size} with speculative decoding, of which vLLM for CPUs dies "

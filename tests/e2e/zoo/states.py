@@ -61,11 +61,11 @@ def qwen_experts(made: Weights, at: str) -> None:
         made.mlp(f"{at}experts.{expert}.")
 
 
-def qwen3_next_weights(seed: int = 31) -> Tensors:
+def qwen3_next_weights(seed: int = 31, layers: tuple[str, ...] = LAYERS, *, all_have_experts: bool = False) -> Tensors:
     """Norms multiply by one more than their weight; queries come with a gate."""
     made = weights(seed)
     made.ends(one=0.0)
-    for layer, kind in enumerate(LAYERS):
+    for layer, kind in enumerate(layers):
         at = f"model.layers.{layer}."
         made.norms(at, "input_layernorm", "post_attention_layernorm", value=0.0)
         if kind == "state":
@@ -73,7 +73,7 @@ def qwen3_next_weights(seed: int = 31) -> Tensors:
         else:
             made.attention(at + "self_attn.", Heads(gated=True))
             made.norms(at + "self_attn.", "q_norm", "k_norm", width=HEAD_DIM, value=QK_NORM)
-        if layer == len(LAYERS) - 1:
+        if all_have_experts or layer == len(layers) - 1:
             qwen_experts(made, at + "mlp.")
         else:
             made.mlp(at + "mlp.")
