@@ -308,6 +308,9 @@ def test_pipeline_stages_are_served_but_of_models_with_states_on_gpus(is_cpu: bo
     )
     with nullcontext() if is_cpu else refused:
         check_supported(stages, groups(FULL, GDN), "all")
+    monkeypatch.setattr(support, "HAS_GROUPS", False)
+    with nullcontext() if is_cpu else pytest.raises(UnsupportedError, match=r"on GPUs with vLLM 0\.32 and newer"):
+        check_supported(stages, groups(FULL))
 
 
 def test_state_space_layers_are_refused_by_vllm_or_by_us() -> None:

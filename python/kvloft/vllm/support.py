@@ -191,6 +191,8 @@ def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str
     if (size := getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)) == 1:
         return
     kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in layer_specs(kv_cache_config).values()}
+    if not HAS_GROUPS and not current_platform.is_cpu():
+        yield f"serves pipeline_parallel_size={size} on GPUs with vLLM 0.32 and newer, where it ran; set it to 1"
     if "state" in kinds and not current_platform.is_cpu():
         yield f"serves pipeline_parallel_size={size} of models with states on CPUs only so far; set it to 1"
     if vllm_config.speculative_config is not None:
