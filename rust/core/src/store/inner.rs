@@ -5,6 +5,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::config::ArenaInfo;
+use super::opening::Opening;
 use super::state::State;
 use crate::Result;
 use crate::sync::{Condvar, Mutex, MutexGuard};
@@ -14,6 +15,8 @@ use crate::tier::disk::DiskEntry;
 /// Longest sleep of a thread that waits for the disk before it looks again.
 const WAIT_SLICE: Duration = Duration::from_millis(20);
 
+/// A disk tier and what it holds.
+pub(super) type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
 /// Opens the disk tier; it is asked again where that fails.
 pub type Opener = Box<dyn Fn() -> Result<(Arc<dyn LocalTier>, Vec<DiskEntry>)> + Send + Sync>;
 /// Time since some moment before; it never goes back.
@@ -29,7 +32,9 @@ pub(crate) struct Inner {
     pub(super) tend: Condvar,
     /// None until it could be opened.
     pub(super) disk: OnceLock<Arc<dyn LocalTier>>,
-    pub(super) opener: Option<Opener>,
+    pub(super) opener: Option<Arc<Opener>>,
+    /// A first try that takes long, for a disk thread to wait for.
+    pub(super) late: Mutex<Option<Opening>>,
     pub(super) clock: Clock,
     pub(super) arena: ArenaInfo,
 }

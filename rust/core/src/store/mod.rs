@@ -6,7 +6,7 @@
 //! From the ground up, each using only what is before it: `state` is all that the lock guards (with `books`, `owners`, `stats`,
 //! `waiters`, `watch`); `quota`, `kept` and `ages` say what an owner may have; `host`, `disk` and `entries` are the small moves; `filling`, `frames`,
 //! `slots`, `forget` and `recover` are made of them; then `lookup`, `load`, `save` and `jobs`; `inner` is the lock, `lease`, `tend` and `threads`
-//! take it; `open` is a [`Store`], and `calls`, `changes`, `evict`, `share` and `tenants` are what it is asked.
+//! take it, `opening` waits for a disk; `open` is a [`Store`], and `calls`, `changes`, `evict`, `share` and `tenants` are what it is asked.
 
 mod ages;
 mod books;
@@ -29,6 +29,7 @@ mod limits;
 mod load;
 mod lookup;
 mod open;
+mod opening;
 mod owners;
 mod quota;
 mod recover;

@@ -6,6 +6,7 @@ use std::time::{Duration, Instant};
 use super::config::{ArenaInfo, StoreConfig};
 use super::inner::{Clock, Inner, Opener};
 use super::limits::{Bases, Table};
+use super::opening::Opening;
 use super::state::State;
 use super::{tend, threads};
 use crate::pool::Pool;
@@ -17,6 +18,10 @@ use crate::{ErrorKind, Result};
 
 /// Longest wait for disk threads that are inside a job when the store ends.
 const LAST_JOB_TIMEOUT: Duration = Duration::from_millis(800);
+/// Longest that an engine waits for its disk, which may hang, before it has host memory alone.
+const FIRST_TIMEOUT: Duration = Duration::from_secs(10);
+/// The same beside others, on a server: its other calls wait meanwhile.
+const FIRST_TIMEOUT_BESIDE: Duration = Duration::from_secs(1);
 /// Chunks on disk that the index has room for from the start.
 const MAX_RESERVED: usize = 1 << 24;
 
@@ -96,8 +101,13 @@ impl Store {
         let bases = Bases { host: 0, disk: cap_bytes / config.frame_bytes };
         state.owners.limits = Table::new(&config.limits, config.frame_bytes, bases);
         state.look_at_bases();
-        let disk = OnceLock::new();
-        match opener.as_ref().map(|open| open()) {
+        let (disk, opener) = (OnceLock::new(), opener.map(Arc::new));
+        let opening = opener.as_ref().map(Opening::begin).transpose()?;
+        let timeout = if share.is_some() { FIRST_TIMEOUT_BESIDE } else { FIRST_TIMEOUT };
+        let first = opening.as_ref().and_then(|opening| opening.wait(timeout));
+        let late = Mutex::new(opening.filter(|_| first.is_none()));
+        match first {
+            None if opener.is_some() => state.open_later(timeout),
             None => {}
             Some(Ok((tier, found))) => {
                 state.attach(found);
@@ -114,6 +124,7 @@ impl Store {
             tend: Condvar::new(),
             disk,
             opener,
+            late,
             clock,
             arena,
         });

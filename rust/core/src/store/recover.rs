@@ -31,6 +31,15 @@ impl State {
         }
     }
 
+    /// It is still being opened: a disk thread is to wait for that.
+    pub(super) fn open_later(&mut self, waited: Duration) {
+        self.disk.attached = Attached::NotBefore(self.now);
+        let seconds = waited.as_secs();
+        self.tell(format!(
+            "the disk tier has not opened within {seconds} s, so there is host memory only until it has"
+        ));
+    }
+
     /// Whether the caller should open the tier now; then `attach` or `postpone` must follow.
     pub(super) fn must_open(&mut self) -> bool {
         let is_due = matches!(self.disk.attached, Attached::NotBefore(time) if self.now >= time);

@@ -4,11 +4,12 @@
 //! store misses from then on.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::inner::Inner;
+use super::inner::{Inner, Opened};
 use super::jobs::{End, Job, Written};
+use super::opening::Opening;
 use super::slots::Place;
 use super::state::State;
 use crate::evict::ChunkId;
@@ -68,8 +69,11 @@ fn open(inner: &Inner) -> bool {
             continue;
         }
         drop(state);
-        match guarded(opener) {
-            Ok((disk, found)) => {
+        let late = inner.late.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let tier = late.map_or_else(|| Some(guarded(&***opener)), |opening| wait_for(&opening, inner));
+        match tier {
+            None => return false,
+            Some(Ok((disk, found))) => {
                 let disk = inner.disk.get_or_init(|| disk);
                 let is_wanted = inner.with_books(|state| state.attach(found)).unwrap_or(false);
                 if !is_wanted {
@@ -77,10 +81,20 @@ fn open(inner: &Inner) -> bool {
                 }
                 return is_wanted;
             }
-            Err(error) => {
+            Some(Err(error)) => {
                 wait = (wait * 2).min(LONGEST_REOPEN);
                 inner.with_books(|state| state.postpone(wait, &error.to_string()));
             }
+        }
+    }
+}
+
+/// What comes of a first try that takes long; None where the store ends before.
+fn wait_for(opening: &Opening, inner: &Inner) -> Option<Result<Opened>> {
+    loop {
+        let tier = opening.wait(LOOK_AGAIN);
+        if tier.is_some() || inner.books()?.disk.stopping {
+            return tier;
         }
     }
 }
@@ -215,6 +229,6 @@ fn find_slot(inner: &Inner, disk: &dyn LocalTier) -> Result<Option<SlotId>> {
 }
 
 /// A panic of the disk tier as an error.
-fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
     catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the disk tier panicked")))
 }

@@ -1,0 +1,50 @@
+//! The first try to open a disk tier, in a thread of its own: the system may hang, and engines wait for their memory.
+//!
+//! Where it takes long, a disk thread waits for it instead. It must not know the books.
+
+use std::sync::{Arc, PoisonError};
+use std::time::{Duration, Instant};
+
+use super::inner::{Opened, Opener};
+use super::threads::guarded;
+use crate::sync::thread;
+use crate::sync::{Condvar, Mutex};
+use crate::{Error, Result};
+
+#[derive(Default)]
+struct Outcome {
+    tier: Mutex<Option<Result<Opened>>>,
+    came: Condvar,
+}
+
+/// A try that is under way.
+pub(super) struct Opening(Arc<Outcome>);
+
+impl Opening {
+    /// `Io` if the system has no thread left.
+    pub(super) fn begin(opener: &Arc<Opener>) -> Result<Self> {
+        let outcome = Arc::new(Outcome::default());
+        let (opener, theirs) = (Arc::clone(opener), Arc::clone(&outcome));
+        let work = move || {
+            let tier = guarded(&**opener);
+            *theirs.tier.lock().unwrap_or_else(PoisonError::into_inner) = Some(tier);
+            theirs.came.notify_all();
+        };
+        let thread = thread::Builder::new().name("kvloft-open".to_owned());
+        thread.spawn(work).map_err(|error| Error::io("a disk thread cannot be started", error))?;
+        Ok(Self(outcome))
+    }
+
+    /// What came of it, once; None if that takes longer.
+    pub(super) fn wait(&self, timeout: Duration) -> Option<Result<Opened>> {
+        let deadline = Instant::now() + timeout;
+        let mut tier = self.0.tier.lock().unwrap_or_else(PoisonError::into_inner);
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            if tier.is_some() || left.is_zero() {
+                return tier.take();
+            }
+            (tier, _) = self.0.came.wait_timeout(tier, left).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}

@@ -1,0 +1,111 @@
+//! A disk tier that takes long to open, beside others: its store is there before it is, and has it once it opened.
+#![expect(clippy::unwrap_used, reason = "tests")]
+mod store_common;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use kvloft_core::evict::Eviction;
+use kvloft_core::pool::Pool;
+use kvloft_core::store::{Opener, Store, StoreConfig};
+use kvloft_core::tier::memory::MemoryTier;
+use kvloft_core::{Error, ErrorKind, Result};
+use store_common::{FRAME, arena_of, chain, config, disk_settings, range, save};
+
+const LONG: Duration = Duration::from_secs(60);
+type Answer = Result<()>;
+
+/// A disk whose opening waits until a test says what comes of it.
+struct Slow {
+    tier: Arc<MemoryTier>,
+    num_tries: Arc<AtomicU64>,
+    answers: Sender<Answer>,
+    heard: Arc<Mutex<Receiver<Answer>>>,
+}
+
+impl Slow {
+    fn new() -> Self {
+        let (answers, heard) = channel();
+        let heard = Arc::new(Mutex::new(heard));
+        Self { tier: MemoryTier::new(8), num_tries: Arc::default(), answers, heard }
+    }
+
+    fn open(&self) -> Result<Store> {
+        let (tier, heard, tries) = (Arc::clone(&self.tier), Arc::clone(&self.heard), Arc::clone(&self.num_tries));
+        let opener: Opener = Box::new(move || {
+            tries.fetch_add(1, Ordering::SeqCst);
+            heard.lock().unwrap().recv_timeout(LONG).unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "no answer")))?;
+            Ok((Arc::clone(&tier) as Arc<_>, Vec::new()))
+        });
+        let pool = Pool::create(8 * FRAME as u64, FRAME as u64, || {}).unwrap();
+        let config = StoreConfig { disk: Some(disk_settings(8, 2)), ..config(8, 1, Eviction::Lru) };
+        Store::with_tier_in(&config, &pool, Some(opener))
+    }
+}
+
+fn until(what: &str, mut is_so: impl FnMut() -> bool) {
+    let deadline = Instant::now() + LONG;
+    while !is_so() {
+        assert!(Instant::now() < deadline, "not within a minute: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+fn told(store: &Store) -> String {
+    store.take_events().join("; ")
+}
+
+#[test]
+fn a_disk_that_takes_long_to_open_keeps_no_store_from_its_memory_and_is_used_once_it_opened() {
+    let disk = Slow::new();
+    let store = disk.open().unwrap(); // it does not wait for the disk, or it would have it
+    assert!(told(&store).contains("has not opened within 1 s, so there is host memory only"));
+    assert_eq!(save(&store, &arena_of(&store), &chain(&[1, 2, 3]), range(0, 3, 0)), 3);
+    assert_eq!(store.lookup(&chain(&[1, 2, 3])).stored_blocks, 3);
+    assert!(disk.tier.chunks().is_empty());
+    disk.answers.send(Ok(())).unwrap();
+    assert!(store.flush(LONG));
+    assert_eq!(disk.tier.chunks().len(), 3);
+    assert_eq!(disk.num_tries.load(Ordering::SeqCst), 1, "the first try was not thrown away");
+    store.check().unwrap();
+}
+
+#[test]
+fn what_a_late_try_fails_of_is_told_and_tried_again() {
+    let disk = Slow::new();
+    let store = disk.open().unwrap();
+    told(&store);
+    disk.answers.send(Err(Error::new(ErrorKind::Busy, "another has it"))).unwrap();
+    let mut all = String::new();
+    until("it is told", || {
+        all += &told(&store);
+        all.contains("cannot be opened, so there is host memory only until it can: another has it")
+    });
+    disk.answers.send(Ok(())).unwrap();
+    save(&store, &arena_of(&store), &chain(&[1]), range(0, 1, 0));
+    until("it is open", || store.flush(LONG));
+    assert_eq!((disk.tier.chunks().len(), disk.num_tries.load(Ordering::SeqCst)), (1, 2));
+}
+
+#[test]
+fn a_store_ends_although_its_disk_has_not_opened_and_nothing_keeps_the_disk_afterwards() {
+    let disk = Slow::new();
+    let store = disk.open().unwrap();
+    store.close(Duration::ZERO);
+    drop(store);
+    disk.answers.send(Ok(())).unwrap();
+    until("the disk is let go", || Arc::strong_count(&disk.tier) == 1);
+}
+
+#[test]
+fn a_setting_that_can_never_work_is_an_error_at_once_and_another_failure_is_not() {
+    let disk = Slow::new();
+    disk.answers.send(Err(Error::new(ErrorKind::InvalidConfig, "no directory"))).unwrap();
+    assert_eq!(disk.open().unwrap_err().kind(), ErrorKind::InvalidConfig);
+    disk.answers.send(Err(Error::new(ErrorKind::Io, "no luck"))).unwrap();
+    let store = disk.open().unwrap();
+    assert!(told(&store).contains("until it can: no luck"));
+    disk.answers.send(Ok(())).unwrap(); // for the next try, or the end
+}
