@@ -5,20 +5,14 @@ use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use super::config::ArenaInfo;
-use super::opening::Opening;
+use super::opening::{Opener, Opening};
 use super::state::State;
-use crate::Result;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 use crate::tier::LocalTier;
-use crate::tier::disk::DiskEntry;
 
 /// Longest sleep of a thread that waits for the disk before it looks again.
 const WAIT_SLICE: Duration = Duration::from_millis(20);
 
-/// A disk tier and what it holds.
-pub(super) type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
-/// Opens the disk tier; it is asked again where that fails.
-pub type Opener = Box<dyn Fn() -> Result<(Arc<dyn LocalTier>, Vec<DiskEntry>)> + Send + Sync>;
 /// Time since some moment before; it never goes back.
 pub type Clock = Box<dyn Fn() -> Duration + Send + Sync>;
 

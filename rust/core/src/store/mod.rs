@@ -5,8 +5,8 @@
 //!
 //! From the ground up, each using only what is before it: `state` is all that the lock guards (with `books`, `owners`, `stats`,
 //! `waiters`, `watch`); `quota`, `kept` and `ages` say what an owner may have; `host`, `disk` and `entries` are the small moves; `filling`, `frames`,
-//! `slots`, `forget` and `recover` are made of them; then `lookup`, `load`, `save` and `jobs`; `inner` is the lock, `lease`, `tend` and `threads`
-//! take it, `opening` waits for a disk; `open` is a [`Store`], and `calls`, `changes`, `evict`, `share` and `tenants` are what it is asked.
+//! `slots`, `forget` and `recover` are made of them; then `lookup`, `load`, `save` and `jobs`; `opening` waits for a disk; `inner` is the lock, `lease`, `tend` and `threads`
+//! take it; `open` is a [`Store`], and `calls`, `changes`, `evict`, `share` and `tenants` are what it is asked.
 
 mod ages;
 mod books;
@@ -51,12 +51,13 @@ pub use calls::{Lookup, Reserved};
 pub use changes::Listener;
 pub use config::{ArenaInfo, DiskSettings, StoreConfig};
 pub use evict::{Evict, erase_closed};
-pub use inner::{Clock, Opener};
+pub use inner::Clock;
 pub use lease::{ReadLease, WriteLease};
 pub use limits::{Limits, Quota, TenantLimits};
 pub use load::{LeasedFrame, Progress, TierName};
 pub use lookup::{Anchors, Prefix};
 pub use open::Store;
+pub use opening::Opener;
 pub use owners::Kept;
 pub use save::{Got, Reservation, SaveRange, ToSave};
 pub use share::Way;

@@ -4,9 +4,9 @@ use std::sync::{Arc, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::config::{ArenaInfo, StoreConfig};
-use super::inner::{Clock, Inner, Opener};
+use super::inner::{Clock, Inner};
 use super::limits::{Bases, Table};
-use super::opening::Opening;
+use super::opening::{Opener, Opening};
 use super::state::State;
 use super::{tend, threads};
 use crate::pool::Pool;

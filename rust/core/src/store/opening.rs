@@ -2,14 +2,20 @@
 //!
 //! Where it takes long, a disk thread waits for it instead. It must not know the books.
 
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::inner::{Opened, Opener};
-use super::threads::guarded;
 use crate::sync::thread;
 use crate::sync::{Condvar, Mutex};
-use crate::{Error, Result};
+use crate::tier::LocalTier;
+use crate::tier::disk::DiskEntry;
+use crate::{Error, ErrorKind, Result};
+
+/// A disk tier and what it holds.
+pub(super) type Opened = (Arc<dyn LocalTier>, Vec<DiskEntry>);
+/// Opens the disk tier; it is asked again where that fails.
+pub type Opener = Box<dyn Fn() -> Result<(Arc<dyn LocalTier>, Vec<DiskEntry>)> + Send + Sync>;
 
 #[derive(Default)]
 struct Outcome {
@@ -47,4 +53,9 @@ impl Opening {
             (tier, _) = self.0.came.wait_timeout(tier, left).unwrap_or_else(PoisonError::into_inner);
         }
     }
+}
+
+/// A panic of the disk tier as an error.
+pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the disk tier panicked")))
 }

@@ -8,8 +8,8 @@ use std::sync::Arc;
 use rustc_hash::FxHashSet;
 
 use super::config::StoreConfig;
-use super::inner::Opener;
 use super::open::Store;
+use super::opening::Opener;
 use super::state::{Drain, Drains, Next, State, Step};
 use crate::Result;
 use crate::evict::ChunkId;

@@ -3,13 +3,12 @@
 //! A panic inside the disk tier counts as a failed job. A panic in the books poisons the lock: the threads end and the
 //! store misses from then on.
 
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::inner::{Inner, Opened};
+use super::inner::Inner;
 use super::jobs::{End, Job, Written};
-use super::opening::Opening;
+use super::opening::{Opened, Opening, guarded};
 use super::slots::Place;
 use super::state::State;
 use crate::evict::ChunkId;
@@ -226,9 +225,4 @@ fn find_slot(inner: &Inner, disk: &dyn LocalTier) -> Result<Option<SlotId>> {
         freed?;
     }
     Ok(None)
-}
-
-/// A panic of the disk tier as an error.
-pub(super) fn guarded<T>(work: impl FnOnce() -> Result<T>) -> Result<T> {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err(Error::new(ErrorKind::Io, "the disk tier panicked")))
 }
