@@ -330,9 +330,9 @@ def server_pin(
     """Have the server at ``socket`` keep what has this cache salt from eviction, or no more; without a salt, have open namespaces
     keep their share of memory without an engine, or unpin everything in them.
 
-    In the open namespaces whose names in hex begin with ``namespace``. Returns how many namespaces those are, and what is pinned in
-    them now: salts, and their host_bytes and disk_bytes. Raises as `server_status`, and ConfigError if no namespace is meant or
-    too many salts are pinned.
+    In the open namespaces whose names in hex begin with ``namespace``. Returns how many namespaces those are, what is pinned in
+    them now (salts, and their host_bytes and disk_bytes), and how many of the namespaces were ``changed``. Raises as
+    `server_status`, and ConfigError if no namespace is meant or too many salts are pinned.
     """
 
 def disk_inspect(path: str) -> list[dict[str, Any]]:

@@ -23,6 +23,7 @@ import pytest
 from kvloft import _core
 from kvloft.cli import serve
 from kvloft.cli.__main__ import main
+from kvloft.cli.log import Log
 
 
 @pytest.fixture
@@ -40,8 +41,13 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
         first = process.stdout.readline()
         assert f"serves at unix:{socket}: host 1 MiB, disk {disk} up to 1 MiB" in first
         assert main(["status", "--socket", str(socket)]) == 0
-        assert capsys.readouterr().out == (
-            f"The server at unix:{socket} has host memory up to 1 MiB, disk {disk} up to 1 MiB.\n"
+        shown = re.sub(r"[0-9.]+ [A-Z]iB free", "FREE", capsys.readouterr().out)
+        assert shown == (
+            f"The kvloft server at unix:{socket} is well.\n"
+            "host memory: 0 B of 1 MiB used (0.0%)\n"
+            f"disk: {disk}: 0 B of 1 MiB used (0.0%); its file system has FREE\n"
+            "engines: 0 connected\n"
+            "hit rate: nothing was asked for yet\n"
             "No engine has connected yet, so no memory is taken.\n"
         )
         engine = _core.Session.connect(str(socket), frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
@@ -141,10 +147,10 @@ def test_the_first_line_does_not_name_a_disk_that_is_not_used(folder: Path) -> N
     (folder / "disk").chmod(0o777)
     with served(folder, stderr=subprocess.STDOUT, wanted="kvloft: warning: ") as (process, _):
         assert process.stdout is not None
-        assert f"host 4 MiB, disk {folder}/disk not used for now, tried again (disk_path" in process.stdout.readline()
+        assert process.stdout.readline().endswith(f"host 4 MiB, disk {folder}/disk not used for now, tried again\n")
         process.terminate()
         rest, _ = process.communicate(timeout=120)
-        assert "chmod" not in rest, "it is told once"
+        assert "chmod" not in rest, "it is told once, where both are one log"
 
 
 def take_terminal() -> None:
@@ -289,7 +295,7 @@ def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("more", "wanted"),
     [
-        (["--socket", "/tmp/kv.sock"], "others may write to it; set socket"),
+        (["--socket", "/tmp/kv.sock"], "the socket's directory /tmp (belongs to user|may be written by other users) [^;]*; give --socket a path"),
         (
             ["--socket", "{folder}/run/kv.sock", "--share", "3f=60", "--share", "4=41%"],
             "--share: shares must be .* 100 together at most, not 101",
@@ -298,7 +304,7 @@ def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[s
             ["--socket", "{folder}/run/kv.sock", "--share", "3fa=6", "--share", "4=4", "--share", "3f=4"],
             "--share: two are .* 3f covers 3fa",
         ),
-        (["--socket", "{folder}/file"], "is no socket; set socket to another path"),
+        (["--socket", "{folder}/file"], "is no socket; give --socket another path"),
         (["--socket", "{folder}/run/kv.sock", "--metrics", "nohost.invalid:9180"], "name another host or port"),
     ],
 )
@@ -333,7 +339,7 @@ def looks_left(looks: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPat
             return {"namespaces": [{"engines": engines}], "stats": {"server_joined": num_joined}}
 
     monkeypatch.setattr(serve, "LOOK_EVERY_S", 0.001)
-    serve._wait(threading.Event(), Watched(), 0.0)
+    serve._wait(threading.Event(), Watched(), 0.0, Log())
     return len(looks)
 
 

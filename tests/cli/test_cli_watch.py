@@ -107,7 +107,7 @@ def test_each_namespace_has_its_numbers_and_is_cleared_alone(socket: str, capsys
     assert 'kvloft_frame_bytes{namespace="1a1a1a1a1a1a1a1a"} 8192.0' in text
     assert main(["status", "--socket", socket]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("host memory") == 2
+    assert shown.count("from 1 MiB host memory") == 2
     assert "namespace 1a1a1a1a1a1a1a1a" in shown
     for unclear in ([], ["--namespace", "2"]):
         assert main(["clear", "--socket", socket, "--yes", *unclear]) == 2
@@ -218,7 +218,7 @@ def test_shares_are_shown_where_they_are_set(capsys: pytest.CaptureFixture[str])
             engines = [_core.Session.connect(path, frame_bytes=4096, namespace=bytes([n] * 32), timeout_s=60.0) for n in (1, 2)]
             for command in (["status"], ["top", "--count", "1"]):
                 assert main([*command, "--socket", path]) == 0
-                titles = [line for line in capsys.readouterr().out.splitlines() if "host memory" in line]
+                titles = [line for line in capsys.readouterr().out.splitlines() if " host memory" in line]
                 assert [title.endswith(" host memory, share 25%") for title in titles] == [True, False]
             assert [engine.stats()["frames_share"] for engine in engines] == [64, 192]
             for engine in engines:
@@ -402,7 +402,7 @@ def test_a_server_that_stands_is_not_said_to_be_missing(tmp_path: Path, capsys: 
         stands.listen()
         assert main(["status", "--socket", str(tmp_path / "stands.sock")]) == 1
     said = capsys.readouterr().err
-    assert "timed out; its process stands or is busy, and may still do what it was asked" in said
+    assert "timed out; the server's process is stopped or busy, and may still do what it was asked" in said
     assert "start one" not in said
 
 
