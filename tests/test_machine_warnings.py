@@ -84,6 +84,7 @@ def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
     assert said(**sizes, salt_quota="99.9%", salt_disk_quota="0.999") == []
     file = tmp_path / "limits.yaml"
     file.write_text("- {salt: a, quota: 100%}\n")
+    sizes["disk_path"] = tmp_path / "new"
     assert said(**sizes, salt_quota="10%", salt_limits=file) == [], "it lifts the limit of all for one"
     host, disk = said(**sizes, salt_quota="5MiB", salt_disk_quota="9MiB")
     assert host == "salt_quota = 5MiB (kv_connector_extra_config) is more than host_size = 4MiB, so it limits nothing."

@@ -16,8 +16,8 @@ GROWTH_BYTES: Final = 64 << 20
 
 
 def figures(status: Status) -> dict[str, Any]:
-    """For --json: bytes used of host memory and disk and their sizes, the disk's path, free bytes of its file system (None if that is
-    not known, or there is no disk), engines, the hit rate of all, and a sentence for each problem.
+    """For --json: bytes of the chunks in host memory and of the files on disk, and the sizes of both, the disk's path, free bytes of
+    its file system (None if that is not known, or there is no disk), engines, the hit rate of all, a sentence for each problem.
     """
     stats, spaces = status["stats"], [space for space in status["namespaces"] if space["stats"]]
     path = status["settings"].get("disk_path", NONE)
@@ -27,7 +27,7 @@ def figures(status: Status) -> dict[str, Any]:
         "host_used_bytes": sum(space["stats"]["frames_visible"] * space["frame_bytes"] for space in spaces),
         "host_size_bytes": stats["server_host_bytes"],
         "disk_path": path if path != NONE else None,
-        "disk_used_bytes": on_disk,
+        "disk_files_bytes": on_disk,
         "disk_size_bytes": stats["server_disk_bytes"],
         "disk_free_bytes": stats.get("server_disk_free_bytes"),
         "engines": sum(len(space["engines"]) for space in status["namespaces"]),
@@ -45,8 +45,9 @@ def lines(status: Status, socket: str) -> list[str]:
     return [
         f"The kvloft server at unix:{socket} {well}{':' if problems else '.'}",
         *problems,
-        f"host memory: {_used(found['host_used_bytes'], found['host_size_bytes'])}",
+        f"host memory: {_part(found['host_used_bytes'], found['host_size_bytes'])} used",
         f"disk: {_disk(status, found)}",
+        *([f"disk path: {found['disk_path']}"] if found["disk_path"] is not None else []),
         f"engines: {num_engines:,} connected{in_spaces}",
         f"hit rate: {_hits(status, found['hit_rate'])}",
     ]
@@ -55,11 +56,11 @@ def lines(status: Status, socket: str) -> list[str]:
 def disk_full(status: Status, found: dict[str, Any] | None = None) -> list[str]:
     """A line where the disk directory may still grow, and its file system has no room for that."""
     found = found or figures(status)
-    free, left = found["disk_free_bytes"], found["disk_size_bytes"] - found["disk_used_bytes"]
+    free, left = found["disk_free_bytes"], found["disk_size_bytes"] - found["disk_files_bytes"]
     if free is None or free >= min(left, GROWTH_BYTES):
         return []
-    what = f"The file system of the disk {found['disk_path'] or ''} is full: {size_text(free)} of it are free."
-    return [f"{what} New chunks take the place of others there, or are dropped."]
+    what = f"The file system of the disk {found['disk_path'] or ''} is full ({size_text(free)} free)"
+    return [f"{what}: new chunks take the place of others there, or are dropped."]
 
 
 def _problems(status: Status, found: dict[str, Any]) -> list[str]:
@@ -68,22 +69,21 @@ def _problems(status: Status, found: dict[str, Any]) -> list[str]:
     return problems + sorted(fails)
 
 
-def _used(used: int, size: int) -> str:
-    return f"{size_text(used)} of {size_text(size)} used ({used / max(size, 1):.1%})"
+def _part(used: int, size: int) -> str:
+    return f"{size_text(used)} of {size_text(size)} ({used / max(size, 1):.1%})"
 
 
 def _disk(status: Status, found: dict[str, Any]) -> str:
     if not found["disk_size_bytes"]:
-        return "none, so a restart of the server begins empty"
-    path = f"{found['disk_path']}: " if found["disk_path"] is not None else ""
+        return "none"
     if disk_unused(status):
-        return f"{path}not used for now, up to {size_text(found['disk_size_bytes'])}"
+        return f"not used for now, up to {size_text(found['disk_size_bytes'])}"
     free = f"; its file system has {size_text(found['disk_free_bytes'])} free" if found["disk_free_bytes"] is not None else ""
-    return f"{path}{_used(found['disk_used_bytes'], found['disk_size_bytes'])}{free}"
+    return f"{_part(found['disk_files_bytes'], found['disk_size_bytes'])} in files{free}"
 
 
 def _hits(status: Status, rate: float | None) -> str:
     if rate is None:
-        return "nothing was asked for yet"
+        return "none yet: no engine has asked"
     asked = sum(space["stats"].get("lookup_chunks", 0) for space in status["namespaces"])
     return f"{rate:.1%} of {asked:,} chunks that engines asked for"

@@ -142,11 +142,12 @@ impl Shared {
             all.host_bytes += num_host * space.hello.frame_bytes;
             all.disk_bytes += num_disk * space.hello.frame_bytes;
         }
-        let what = match (whose.salt, is_pinned) {
-            (None, true) => "shares of host memory".to_owned(),
-            _ => whose.name(),
+        let what = if whose.salt.is_none() && is_pinned { "share of host memory".to_owned() } else { whose.name() };
+        let done = match (is_pinned, all.num_changed) {
+            (true, _) => "pinned",
+            (false, 0) => "was not pinned",
+            (false, _) => "unpinned",
         };
-        let done = if is_pinned { "pinned" } else { "unpinned" };
         self.tell(format!("kvloft pin: {what} {done} in {}", in_namespaces(&spaces)));
         Ok(all)
     }

@@ -248,8 +248,10 @@ fn a_log_names_the_tag_and_the_namespaces_of_an_order() {
     assert_eq!(said(), format!("kvloft pin: the salt with tag {tag} pinned in namespace {first}"));
     pin(&socket, &whose("", None), false, LONG).expect("done");
     assert_eq!(said(), format!("kvloft pin: everything unpinned in namespaces {first}, {second}"));
+    pin(&socket, &whose("01", Some("a")), false, LONG).expect("done");
+    assert_eq!(said(), format!("kvloft pin: the salt with tag {tag} was not pinned in namespace {first}"));
     pin(&socket, &whose("02", None), true, LONG).expect("done");
-    assert_eq!(said(), format!("kvloft pin: shares of host memory pinned in namespace {second}"));
+    assert_eq!(said(), format!("kvloft pin: share of host memory pinned in namespace {second}"));
     evict(&socket, &whose("", Some("a")), false, LONG).expect("done");
     assert_eq!(
         said(),
