@@ -173,7 +173,7 @@ fn a_pinned_tenant_outlasts_others_and_is_told() {
     assert_eq!(found(&one, &chain(1, Some("a"), false, 0)), 0);
     assert_eq!(stat(&server.status().namespaces[0].stats, "pinned"), 0);
     let events = server.take_events().join("; ");
-    assert!(events.contains("pinned, as a person") && events.contains("pinned no more, as"), "{events}");
+    assert!(events.contains("pinned in namespace 01") && events.contains("unpinned in namespace 01"), "{events}");
 }
 
 #[test]
