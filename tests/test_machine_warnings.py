@@ -210,9 +210,9 @@ def test_a_disk_directory_in_anothers_is_told(lock: str | None, is_told: bool, t
     (tmp_path / "link").symlink_to(disk.parent)
     for path in (disk, tmp_path / "link" / "er", disk / "not" / "yet"):
         found = said(disk_path=path, disk_size="1MiB")
-        assert [f"disk_path = {path} lies in {tmp_path}/first, which is the disk directory of another" in text for text in found] == (
-            [True] if is_told else []
-        )
+        assert [
+            f"disk_path = {path} lies in {tmp_path}/first, which is the disk directory of another" in text for text in found
+        ] == ([True] if is_told else [])
     assert said(disk_path=tmp_path / "first", disk_size="1MiB") == [] or lock is None, "it is its own"
 
 

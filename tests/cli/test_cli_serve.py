@@ -175,8 +175,8 @@ def test_a_log_that_cannot_be_written_is_said_once_and_ends_no_server(is_stderr_
 
 def test_a_log_goes_on_once_there_is_room_again(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     class Full:
-        is_full = True
-        lines = list[str]()
+        def __init__(self) -> None:
+            self.is_full, self.lines = True, list[str]()
 
         def write(self, text: str) -> None:
             if self.is_full:
@@ -368,7 +368,10 @@ def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("more", "wanted"),
     [
-        (["--socket", "/tmp/kv.sock"], "the socket's directory /tmp (belongs to user|may be written by other users) [^;]*; give --socket a path"),
+        (
+            ["--socket", "/tmp/kv.sock"],
+            "the socket's directory /tmp (belongs to user|may be written by other users) [^;]*; give --socket a path",
+        ),
         (
             ["--socket", "{folder}/run/kv.sock", "--share", "3f=60", "--share", "4=41%"],
             "--share: shares must be .* 100 together at most, not 101",

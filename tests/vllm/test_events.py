@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvloft.config import load_config
-from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here
 from kvloft.vllm.scheduler_half import SchedulerHalf
 

@@ -16,8 +16,8 @@ GROWTH_BYTES: Final = 64 << 20
 
 
 def figures(status: Status) -> dict[str, Any]:
-    """For --json: bytes of the chunks in host memory and of the files on disk, and the sizes of both, the disk's path, free bytes of
-    its file system (None if that is not known, or there is no disk), engines, the hit rate of all, a sentence for each problem.
+    """For --json: bytes of the chunks in host memory and of the files on disk, and the sizes of both, the disk's path, free bytes
+    of its file system (None if not known, or without a disk), engines, the hit rate of all, a sentence for each problem.
     """
     stats, spaces = status["stats"], [space for space in status["namespaces"] if space["stats"]]
     path = status["settings"].get("disk_path", NONE)

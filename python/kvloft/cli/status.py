@@ -34,8 +34,8 @@ def add_parser(subparsers: Any) -> None:
         "status",
         help="show what a server does",
         description=(
-            "Show what a server does: first whether it is well, how much of host memory and disk is used, engines and hit rate; then "
-            "memory, disk and engines of each namespace, and what they asked for and found; last what each namespace depends on. "
+            "Show what a server does: first whether it is well, how much of host memory and disk is used, engines and hit rate; "
+            "then memory, disk and engines of each namespace, and what they asked for and found; last what its KV depends on. "
             "Salts are listed by their tags, which do not tell them; one that is given is marked. "
             "Exit status: 0; 1 where none answers; 2 for a wrong argument."
         ),

@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use kvloft_core::{Error, ErrorKind, Result};
 
+use crate::room::DiskRoom;
 use crate::shared::Shared;
 
 /// Longest that a start waits for the disk, which may hang.
@@ -20,15 +21,6 @@ const FIRST_RETRY: Duration = Duration::from_secs(1);
 const LONGEST_RETRY: Duration = Duration::from_secs(60);
 /// Between two looks at its room, which are a call or two of the system each.
 const MEASURE_EVERY: Duration = Duration::from_secs(5);
-
-/// What a person is told of the directory's file system. As of the last look that came to an end: a disk may hang.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct DiskRoom {
-    /// Bytes that this user may still write there.
-    pub(crate) free_bytes: u64,
-    /// Bytes of namespaces that are not open.
-    pub(crate) closed_bytes: u64,
-}
 
 /// What the first try came to, as far as it was one: `InvalidConfig` where the directory can never be used.
 pub(crate) fn first_try(came: &Receiver<Option<Error>>) -> Result<()> {
@@ -83,10 +75,6 @@ impl Shared {
             let room = DiskRoom { free_bytes, closed_bytes };
             *self.disk_room.lock().unwrap_or_else(PoisonError::into_inner) = Some(room);
         }
-    }
-
-    pub(crate) fn disk_room(&self) -> Option<DiskRoom> {
-        *self.disk_room.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether it was another one before.

@@ -155,11 +155,11 @@ fn check_place(path: &Path) -> Result<()> {
     let found = folder.metadata();
     let found =
         found.map_err(|error| Error::io(format!("the directory {} cannot be looked at", folder.display()), error))?;
-    let (me, mode) = (rustix::process::geteuid().as_raw(), found.mode());
+    let (me, rights) = (rustix::process::geteuid().as_raw(), found.mode() & 0o7777);
     let problem = if found.uid() != me {
         format!("belongs to user {}, and this process is user {me}", found.uid())
-    } else if mode & 0o022 != 0 {
-        format!("may be written by other users (mode {:o})", mode & 0o7777)
+    } else if rights & 0o022 != 0 {
+        format!("may be written by other users (mode {rights:o})")
     } else {
         return Ok(());
     };

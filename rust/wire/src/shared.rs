@@ -11,10 +11,10 @@ use std::time::{Duration, Instant};
 use kvloft_core::units::size_text;
 use kvloft_core::{Error, ErrorKind, Result};
 
-use crate::holding::DiskRoom;
 use crate::message::{EngineStatus, Hello, NamespaceStatus, Status};
 use crate::namespaces::Namespaces;
 use crate::quarantine::Quarantine;
+use crate::room::DiskRoom;
 use crate::settings::ServerConfig;
 use crate::space::{Seat, Space, id};
 use crate::tally::Tally;
@@ -137,6 +137,10 @@ impl Shared {
     /// Why the disk directory is not the server's for now; None where it is, or there is none.
     pub(crate) fn disk_trouble(&self) -> Option<String> {
         self.disk_trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn disk_room(&self) -> Option<DiskRoom> {
+        *self.disk_room.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn status(&self) -> Status {

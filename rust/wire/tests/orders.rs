@@ -242,7 +242,7 @@ fn a_log_names_the_tag_and_the_namespaces_of_an_order() {
     save(&one, &chain(1, Some("a"), false, 0));
     let _before = server.take_events();
     let said = || server.take_events().join("; ");
-    let tag: String = SaltTag::of("a").0.iter().map(|byte| format!("{byte:02x}")).collect();
+    let tag = format!("{:016x}", u64::from_be_bytes(SaltTag::of("a").0));
     let (first, second) = ("0101010101010101", "0202020202020202");
     pin(&socket, &whose("01", Some("a")), true, LONG).expect("done");
     assert_eq!(said(), format!("kvloft pin: the salt with tag {tag} pinned in namespace {first}"));
