@@ -74,7 +74,18 @@ def test_a_short_age_without_a_unit_is_asked_about(ttl: object, meant: str | Non
 def test_a_quota_of_more_than_there_is_limits_nothing(tmp_path: Path) -> None:
     sizes: dict[str, object] = {"host_size": "4MiB", "disk_path": tmp_path, "disk_size": "8MiB"}
     assert said(**sizes, salt_quota="4MiB", salt_disk_quota="8MiB") == []
-    assert said(**sizes, salt_quota="100%", salt_disk_quota="100%") == []
+    for part in ("100%", 1.0, "1.0"):
+        host, disk = said(**sizes, salt_quota=part, salt_disk_quota=part)
+        assert host == (
+            "salt_quota = 100% (kv_connector_extra_config) is all of what its namespace may have of host memory, so it limits "
+            "nothing; leave it out for no limit."
+        )
+        assert disk.startswith("salt_disk_quota = 100% (kv_connector_extra_config) is all of disk_size, so it limits nothing;")
+    assert said(**sizes, salt_quota="99.9%", salt_disk_quota="0.999") == []
+    file = tmp_path / "limits.yaml"
+    file.write_text("- {salt: a, quota: 100%}\n")
+    sizes["disk_path"] = tmp_path / "new"
+    assert said(**sizes, salt_quota="10%", salt_limits=file) == [], "it lifts the limit of all for one"
     host, disk = said(**sizes, salt_quota="5MiB", salt_disk_quota="9MiB")
     assert host == "salt_quota = 5MiB (kv_connector_extra_config) is more than host_size = 4MiB, so it limits nothing."
     assert disk == "salt_disk_quota = 9MiB (kv_connector_extra_config) is more than disk_size = 8MiB, so it limits nothing."
@@ -171,12 +182,38 @@ def test_a_folder_whose_name_begins_like_proc_is_one_like_others(monkeypatch: py
 
 
 def test_a_refusal_names_the_setting_and_where_it_is_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Set another host_size; this one is from environment variable KVLOFT_HOST_SIZE\.$"):
-        refuse_here(load_config({}, {"KVLOFT_HOST_SIZE": "900TiB"}))
+    origins = {"environment variable KVLOFT_HOST_SIZE": ({}, "900TiB"), "the command line": ({"host_size": "900TiB"}, "1GiB")}
+    for origin, (given, variable) in origins.items():
+        config = load_config(given, {"KVLOFT_HOST_SIZE": variable}, extra_origin="command line")
+        with pytest.raises(ConfigError, match=rf"Set another host_size; this value came from {origin}\.$"):
+            refuse_here(config)
+    with pytest.raises(ConfigError, match=r"disk_path = /proc/nope \(kv_connector_extra_config\) cannot be made"):
+        refuse_here(load_config({"disk_path": "/proc/nope", "disk_size": "1MiB"}, {}))
+
+
+def test_a_directory_that_may_not_be_written_yet_stops_no_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As one that others may write, or another process has: host memory serves until a person has mended it."""
     monkeypatch.setattr(os, "access", lambda *_: False)
     config = load_config({"disk_path": str(tmp_path / "x"), "disk_size": "1MiB"}, {})
-    with pytest.raises(ConfigError, match=r"not writable\. Set another disk_path; this one is from .*extra"):
-        refuse_here(config)
+    refuse_here(config)
+    (text,) = warnings(config)
+    assert "is not writable" in text
+    assert warnings(config, opens_disk=True) == [], "who opens it tells by itself, once"
+
+
+@pytest.mark.parametrize(("lock", "is_told"), [("4711\n", True), ("", False), ("a person's own\n", False), (None, False)])
+def test_a_disk_directory_in_anothers_is_told(lock: str | None, is_told: bool, tmp_path: Path) -> None:
+    disk = tmp_path / "first" / "deep" / "er"
+    disk.mkdir(parents=True)
+    if lock is not None:
+        (tmp_path / "first" / "lock").write_text(lock)
+    (tmp_path / "link").symlink_to(disk.parent)
+    for path in (disk, tmp_path / "link" / "er", disk / "not" / "yet"):
+        found = said(disk_path=path, disk_size="1MiB")
+        assert [
+            f"disk_path = {path} lies in {tmp_path}/first, which is the disk directory of another" in text for text in found
+        ] == ([True] if is_told else [])
+    assert said(disk_path=tmp_path / "first", disk_size="1MiB") == [] or lock is None, "it is its own"
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])

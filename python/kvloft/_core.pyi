@@ -297,10 +297,10 @@ class Server:
 
 def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
     """What the server at ``socket`` does now: host_bytes, slab_bytes (both 0 before the first engine), stats (its counters and
-    gauges by name), settings (what it was started with, as text by name) and namespaces: each namespace (32 bytes), description,
-    frame_bytes, slabs (how many it has), stats (of its store, with share_percent where that is set), tenants (salts that have most:
-    each tag, None for what has no salt, host and disk in chunks, max_host and max_disk, ttl_s) and engines (each pid, connected_ms,
-    reservations, leases).
+    gauges by name; those of the disk's room once it was looked at), settings (what it was started with, as text by name) and
+    namespaces: each namespace (32 bytes), description, frame_bytes, slabs (how many it has), stats (of its store, with
+    share_percent where that is set), tenants (salts that have most: each tag, None for what has no salt, host and disk in chunks,
+    max_host and max_disk, ttl_s) and engines (each pid, connected_ms, reservations, leases).
 
     Raises StoreError where none answers in time, ConfigError where the server refuses to.
     """
@@ -330,9 +330,9 @@ def server_pin(
     """Have the server at ``socket`` keep what has this cache salt from eviction, or no more; without a salt, have open namespaces
     keep their share of memory without an engine, or unpin everything in them.
 
-    In the open namespaces whose names in hex begin with ``namespace``. Returns how many namespaces those are, and what is pinned in
-    them now: salts, and their host_bytes and disk_bytes. Raises as `server_status`, and ConfigError if no namespace is meant or
-    too many salts are pinned.
+    In the open namespaces whose names in hex begin with ``namespace``. Returns how many namespaces those are, what is pinned in
+    them now (salts, and their host_bytes and disk_bytes), and how many of the namespaces were ``changed``. Raises as
+    `server_status`, and ConfigError if no namespace is meant or too many salts are pinned.
     """
 
 def disk_inspect(path: str) -> list[dict[str, Any]]:

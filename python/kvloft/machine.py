@@ -17,6 +17,9 @@ SMALL: Final = 1 << 20
 """A size below this is hardly meant in bytes."""
 SHORT_S: Final = 3600
 """An age below this is hardly meant in seconds."""
+PROC: Final = Path("/proc")
+MAX_LOCK_BYTES: Final = 32
+"""Of the file by which a disk directory is known: it holds its owner's process."""
 
 
 def refuse_impossible(config: Config) -> None:
@@ -26,6 +29,11 @@ def refuse_impossible(config: Config) -> None:
     if config.disk_path is None:
         return
     nearest = _nearest(Path(config.disk_path))
+    if PROC in (nearest, *nearest.parents):
+        raise ConfigError(
+            f"disk_path = {config.disk_path} ({config.origin('disk_path')}) cannot be made, for {PROC} takes no directory; "
+            "set disk_path to a writable local directory."
+        )
     if not nearest.is_dir():
         raise ConfigError(
             f"disk_path = {config.disk_path} ({config.origin('disk_path')}) cannot be a directory, for {nearest} is a file; "
@@ -34,15 +42,19 @@ def refuse_impossible(config: Config) -> None:
 
 
 def refuse_here(config: Config) -> None:
-    """Raise ConfigError where no engine can start with these settings on this machine."""
+    """Raise ConfigError where no engine can start with these settings on this machine.
+
+    A disk_path that this user may not write is none of them: rights are given, disks emptied and file systems mounted while host
+    memory serves.
+    """
     refuse_impossible(config)
-    found = {
-        "host_size": _memory(config.host_size),
-        "disk_path": _rights(Path(config.disk_path)) if config.disk_path and not _is_read_only(config.disk_path) else None,
-    }
-    for key, text in found.items():
-        if text is not None:
-            raise ConfigError(f"{text} Set another {key}; this one is from {config.origin(key)}.")
+    text = _memory(config.host_size)
+    if text is not None:
+        raise ConfigError(f"{text} Set another host_size; this value came from {_source(config.origin('host_size'))}.")
+
+
+def _source(origin: str) -> str:
+    return f"the {origin}" if origin in ("default", "command line") else origin
 
 
 def refuse_nodes(nodes: Sequence[int], status: Path = Path("/proc/self/status")) -> None:
@@ -72,8 +84,9 @@ def warnings(config: Config, *, opens_disk: bool = False) -> list[str]:
     if config.disk_path is not None:
         path = Path(config.disk_path)
         rights = _rights(path)
-        looks = [_room(path, config.disk_size), _company(path)] if rights is None else [rights]
-        found += looks if rights is not None or opens_disk else [_others(path), *looks]
+        looks = [_room(path, config.disk_size), _company(path)] if rights is None else []
+        found += looks if opens_disk else [rights or _others(path), *looks]
+        found.append(_nested(path))
     return [text for text in found if text is not None]
 
 
@@ -102,6 +115,10 @@ def _in_vain(config: Config) -> Iterator[str]:
         given = f"salt_quota = {format_quota(config.salt_quota)} ({config.origin('salt_quota')})"
         yield f"{given} keeps nothing of what has a cache_salt; leave it out for no limit."
     wholes = {"salt_quota": "host_size", "salt_disk_quota": "disk_size"}
+    for key in wholes:
+        if getattr(config, key) == 1.0 and isinstance(getattr(config, key), float):
+            all_of = "what its namespace may have of host memory" if key == "salt_quota" else "disk_size"
+            yield f"{key} = 100% ({config.origin(key)}) is all of {all_of}, so it limits nothing; leave it out for no limit."
     quotas = [(key, f" ({config.origin(key)})", key, quota) for key in wholes if (quota := getattr(config, key)) is not None]
     quotas += [(each.blame, "", each.setting, each.value) for each in given_limits(config) if each.setting in wholes]
     for name, origin, key, quota in quotas:
@@ -128,14 +145,9 @@ def _memory(host_size: int) -> str | None:
     )
 
 
-def _is_read_only(path: str) -> bool:
-    """Whether the whole file system is, as after an I/O error: trouble, and no mistake in the settings."""
-    return bool(os.statvfs(_nearest(Path(path))).f_flag & os.ST_RDONLY)
-
-
 def _rights(path: Path) -> str | None:
     nearest = _nearest(path)
-    if os.access(nearest, os.W_OK | os.X_OK) and Path("/proc") not in (nearest, *nearest.parents):
+    if os.access(nearest, os.W_OK | os.X_OK) and PROC not in (nearest, *nearest.parents):
         return None
     return f"disk_path = {path} cannot be made or written here, for {nearest} is not writable."
 
@@ -175,3 +187,19 @@ def _company(path: Path) -> str | None:
     if not names or "lock" in names:
         return None
     return f"disk_path = {path} holds files that are not kvloft's; they stay, but a directory of its own is easier to clean up."
+
+
+def _nested(path: Path) -> str | None:
+    """What lies in another's directory counts against no disk_size there, and goes with it."""
+    for above in Path(os.path.realpath(path)).parents:
+        lock = above / "lock"
+        try:
+            is_disk = lock.is_file() and lock.stat().st_size <= MAX_LOCK_BYTES and lock.read_text().strip().isdecimal()
+        except (OSError, ValueError):
+            continue
+        if is_disk:
+            return (
+                f"disk_path = {path} lies in {above}, which is the disk directory of another engine or server: its disk_size does "
+                "not count what is here, and who deletes it deletes this; set disk_path to a directory of its own."
+            )
+    return None

@@ -1,6 +1,31 @@
-"""Lets these tests import the models of `tests/model`."""
+"""Lets these tests import the models of `tests/model` and what is beside them, and gives them a server to watch."""
 
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
+import pytest
+
+from kvloft import _core
+from kvloft.cli import metrics
+
+HERE = Path(__file__).resolve().parent
+sys.path[:0] = [str(HERE.parent / "model"), str(HERE)]
+
+
+@pytest.fixture
+def socket() -> Iterator[str]:
+    """Of a server with an engine that has saved three chunks."""
+    from watched import save  # only now is it found
+
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        path = f"{folder}/run/kv.sock"
+        with closing(_core.Server(path, host_bytes=1 << 20, disk_path=f"{folder}/disk", disk_bytes=1 << 20)) as server:
+            engine = _core.Session.connect(path, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+            save(engine, [1, 2, 3])
+            _, end = metrics.serve(("127.0.0.1", 0), server.status)
+            end()
+            yield path
+            engine.close()

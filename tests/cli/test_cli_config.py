@@ -64,7 +64,10 @@ def test_where_no_engine_starts_the_status_is_2(capsys: pytest.CaptureFixture[st
     for flags in ([], ["--json"]):
         for extra, text in (
             ('{"host_size": "900TiB"}', "kvloft: host_size = 900TiB is more than this machine's memory of "),
-            ('{"disk_path": "/proc/nope"}', "kvloft: disk_path = /proc/nope cannot be made or written here"),
+            (
+                '{"disk_path": "/proc/nope"}',
+                "kvloft: disk_path = /proc/nope (kv_connector_extra_config) cannot be made, for /proc takes no directory;",
+            ),
         ):
             assert main(["config", *flags, "--extra", extra]) == 2
             captured = capsys.readouterr()

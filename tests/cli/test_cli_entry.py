@@ -80,6 +80,21 @@ def test_what_is_lost_only_as_it_ends_is_told_in_a_sentence(argv: list[str], pla
     assert (done.returncode, done.stderr) == (4, f"kvloft: the output cannot be written ({reason})\n")
 
 
+@pytest.mark.parametrize("argv", [["--help"], ["serve", "--help"], ["--version"], ["config"]])
+def test_what_is_lost_at_once_is_told_in_a_sentence(argv: list[str]) -> None:
+    """Without a buffer, the error comes while argparse prints, which would ignore it."""
+    with open("/dev/full", "w") as out:
+        env = os.environ | {"PYTHONUNBUFFERED": "1"}
+        done = subprocess.run([*COMMAND, *argv], stdout=out, stderr=subprocess.PIPE, text=True, timeout=120, env=env)
+    assert (done.returncode, done.stderr) == (4, "kvloft: the output cannot be written (No space left on device)\n")
+
+
+def test_a_wrong_argument_is_status_2_where_stderr_is_full() -> None:
+    with open("/dev/full", "w") as full:
+        env = os.environ | {"PYTHONUNBUFFERED": "1"}
+        assert subprocess.run([*COMMAND, "nothing"], stderr=full, timeout=120, env=env).returncode == 2
+
+
 @pytest.mark.parametrize("argv", [["config"], ["config", "--json"], ["--help"]])
 def test_a_reader_that_is_gone_is_no_error(argv: list[str]) -> None:
     reader, writer = os.pipe()

@@ -126,14 +126,15 @@ def test_host_memory_is_given_up_alone(folder: Path, capsys: pytest.CaptureFixtu
         assert found(engine) == [3, 3, 3, 3]
 
 
-def test_the_log_tells_that_and_not_whose(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_tells_the_tag_and_not_the_salt(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with serving(folder) as (socket, process):
         save_all(connect(socket))
         assert main(["evict", "--socket", socket, "--salt", SALT, "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["in_use"] == 0
         process.terminate()
         log = process.communicate(timeout=120)[0]
-    assert "6 chunks of one cache salt are evicted, as a person asked" in log
+    tag = _core.root_key(bytes(32), None, SALT)[-8:].hex()
+    assert f"kvloft evict: 6 chunks of the salt with tag {tag} evicted in namespace 0101010101010101\n" in log
     assert SALT not in log
 
 
@@ -188,7 +189,7 @@ def test_a_pinned_tenant_stays_until_it_is_not(folder: Path, capsys: pytest.Capt
         said = "1 salt is pinned in 1 namespace: 24 KiB of host memory and 0 B on disk\n"
         assert capsys.readouterr().out == said
         assert main(["pin", "--socket", socket, "--salt", "unused", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out) == {"namespaces": 1, "salts": 1, "host_bytes": 0, "disk_bytes": 0}
+        assert json.loads(capsys.readouterr().out) == {"namespaces": 1, "salts": 1, "host_bytes": 0, "disk_bytes": 0, "changed": 1}
         assert main(["pin", "--socket", socket, "--salt", "unused"]) == 0
         assert capsys.readouterr().out == "the salt is pinned in 1 namespace, which holds nothing with it yet\n"
         assert main(["pin", "--socket", socket, "--salt", "unused", "--off"]) == 0
@@ -198,9 +199,12 @@ def test_a_pinned_tenant_stays_until_it_is_not(folder: Path, capsys: pytest.Capt
         assert main(["status", "--socket", socket]) == 0
         assert "1 salt pinned: 24 KiB in memory, 0 B on disk" in capsys.readouterr().out
         assert main(["pin", "--socket", socket, "--off", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out) == {"namespaces": 1, "salts": 0, "host_bytes": 0, "disk_bytes": 0}
+        told = {"namespaces": 1, "salts": 0, "host_bytes": 0, "disk_bytes": 0, "changed": 1}
+        assert json.loads(capsys.readouterr().out) == told
         assert main(["pin", "--socket", socket, "--off"]) == 0
-        assert capsys.readouterr().out == "nothing is pinned any more in 1 namespace\n"
+        assert capsys.readouterr().out == "nothing was pinned in 1 namespace\n"
+        assert main(["pin", "--socket", socket, "--salt", SALT, "--off"]) == 0
+        assert capsys.readouterr().out == "the salt was not pinned in 1 namespace\n"
         press(engine)
         assert found(engine) == [0, 0, 0, 0]
         assert main(["pin", "--socket", socket, "--namespace", "0101"]) == 0
@@ -217,6 +221,7 @@ def test_a_pin_of_nothing_is_told(folder: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")
     _server = _core.Server(socket, host_bytes=64 * FRAME)
     assert main(["pin", "--socket", socket, "--salt", SALT]) == 2
-    assert "has no such namespace open: engines bring them" in capsys.readouterr().err
+    said = "nothing can be pinned yet: no namespace is open on this kvloft server; engines open them, so connect one"
+    assert capsys.readouterr().err == f"kvloft: {said} and run this again\n"
     assert main(["pin", "--socket", socket, "--salt", ""]) == 2
     assert "the salt is empty" in capsys.readouterr().err

@@ -23,6 +23,7 @@ import pytest
 from kvloft import _core
 from kvloft.cli import serve
 from kvloft.cli.__main__ import main
+from kvloft.cli.log import Log
 
 
 @pytest.fixture
@@ -40,8 +41,14 @@ def test_serves_until_a_signal_and_then_has_everything_on_disk(folder: Path, cap
         first = process.stdout.readline()
         assert f"serves at unix:{socket}: host 1 MiB, disk {disk} up to 1 MiB" in first
         assert main(["status", "--socket", str(socket)]) == 0
-        assert capsys.readouterr().out == (
-            f"The server at unix:{socket} has host memory up to 1 MiB, disk {disk} up to 1 MiB.\n"
+        shown = re.sub(r"[0-9.]+ [A-Z]iB free", "FREE", capsys.readouterr().out)
+        assert shown == (
+            f"The kvloft server at unix:{socket} is well.\n"
+            "host memory: 0 B of 1 MiB (0.0%) used\n"
+            "disk: 0 B of 1 MiB (0.0%) in files; its file system has FREE\n"
+            f"disk path: {disk}\n"
+            "engines: 0 connected\n"
+            "hit rate: none yet: no engine has asked\n"
             "No engine has connected yet, so no memory is taken.\n"
         )
         engine = _core.Session.connect(str(socket), frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
@@ -141,10 +148,82 @@ def test_the_first_line_does_not_name_a_disk_that_is_not_used(folder: Path) -> N
     (folder / "disk").chmod(0o777)
     with served(folder, stderr=subprocess.STDOUT, wanted="kvloft: warning: ") as (process, _):
         assert process.stdout is not None
-        assert f"host 4 MiB, disk {folder}/disk not used for now, tried again (disk_path" in process.stdout.readline()
+        assert process.stdout.readline().endswith(f"host 4 MiB, disk {folder}/disk not used for now, tried again\n")
         process.terminate()
         rest, _ = process.communicate(timeout=120)
-        assert "chmod" not in rest, "it is told once"
+        assert "chmod" not in rest, "it is told once, where both are one log"
+
+
+@pytest.mark.parametrize("is_stderr_full", [False, True])
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_log_that_cannot_be_written_is_said_once_and_ends_no_server(is_stderr_full: bool, unbuffered: str, folder: Path) -> None:
+    env = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with open("/dev/full", "w") as full:
+        err = full if is_stderr_full else subprocess.PIPE
+        with served(folder, stdout=full, stderr=err, env=env) as (process, socket):
+            until_it_listens(socket)
+            engine = _core.Session.connect(socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
+            assert save(engine, range(3)) == 3
+            process.terminate()
+            said = process.communicate(timeout=120)[1]
+            assert process.returncode == 0
+            engine.close()
+    assert _core.disk_inspect(str(folder / "disk"))[0]["chunks"] == 3
+    lost = "kvloft: warning: the log cannot be written (No space left on device); the server goes on without it\n"
+    assert said == (None if is_stderr_full else lost)
+
+
+def test_a_log_goes_on_once_there_is_room_again(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class Full:
+        def __init__(self) -> None:
+            self.is_full, self.lines = True, list[str]()
+
+        def write(self, text: str) -> None:
+            if self.is_full:
+                raise OSError(28, "No space left on device")
+            self.lines.append(text)
+
+        def flush(self) -> None:
+            pass
+
+    out, log = Full(), Log()
+    monkeypatch.setattr("sys.stdout", out)
+    log.tell("one", "two")
+    out.is_full = False
+    log.tell("three")
+    assert re.fullmatch(r"[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2} three\n", "".join(out.lines))
+    assert capsys.readouterr().err.count("the log cannot be written") == 1
+
+
+@pytest.mark.parametrize("is_one_place", [False, True])
+def test_a_reason_is_said_once_to_whoever_reads_both_logs(is_one_place: bool, folder: Path) -> None:
+    (folder / "disk").mkdir()
+    (folder / "disk").chmod(0o777)
+    with open(folder / "err", "w+") as err:
+        stderr = subprocess.STDOUT if is_one_place else err
+        with served(folder, stderr=stderr, wanted="") as (process, socket):
+            until_it_listens(socket)
+            process.terminate()
+            out = process.communicate(timeout=120)[0]
+        err.seek(0)
+        texts = [out] if is_one_place else [out, err.read()]
+    assert [text.count("may be written by other users") for text in texts] == [1] * len(texts), texts
+
+
+@pytest.mark.parametrize(("make", "status"), [("file", 2), ("open", 0), ("denied", 0)])
+def test_only_a_disk_path_that_can_never_be_one_stops_the_start(make: str, status: int, folder: Path) -> None:
+    disk = folder / "disk"
+    if make == "file":
+        disk.touch()
+    else:
+        disk.mkdir()
+        disk.chmod(0o777 if make == "open" else 0o700)
+    argv = ["serve", "--socket", str(folder / "run" / "kv.sock"), "--host-size", "1MiB", "--disk-path", str(disk), "--linger", "0s"]
+    denied = "import os; os.access = lambda *_: False" if make == "denied" else ""
+    code = ["import sys", "from kvloft.cli import serve", "from kvloft.cli.__main__ import main", "serve.FIRST_ENGINE_S = 0.0"]
+    code += [denied, f"sys.exit(main({argv!r}))"]
+    done = subprocess.run([sys.executable, "-c", "\n".join(code)], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, "serves at" in done.stdout) == (status, status == 0), done.stderr
 
 
 def take_terminal() -> None:
@@ -289,7 +368,10 @@ def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("more", "wanted"),
     [
-        (["--socket", "/tmp/kv.sock"], "others may write to it; set socket"),
+        (
+            ["--socket", "/tmp/kv.sock"],
+            "the socket's directory /tmp (belongs to user|may be written by other users) [^;]*; give --socket a path",
+        ),
         (
             ["--socket", "{folder}/run/kv.sock", "--share", "3f=60", "--share", "4=41%"],
             "--share: shares must be .* 100 together at most, not 101",
@@ -298,7 +380,7 @@ def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[s
             ["--socket", "{folder}/run/kv.sock", "--share", "3fa=6", "--share", "4=4", "--share", "3f=4"],
             "--share: two are .* 3f covers 3fa",
         ),
-        (["--socket", "{folder}/file"], "is no socket; set socket to another path"),
+        (["--socket", "{folder}/file"], "is no socket; give --socket another path"),
         (["--socket", "{folder}/run/kv.sock", "--metrics", "nohost.invalid:9180"], "name another host or port"),
     ],
 )
@@ -333,7 +415,7 @@ def looks_left(looks: list[tuple[list[int], int]], monkeypatch: pytest.MonkeyPat
             return {"namespaces": [{"engines": engines}], "stats": {"server_joined": num_joined}}
 
     monkeypatch.setattr(serve, "LOOK_EVERY_S", 0.001)
-    serve._wait(threading.Event(), Watched(), 0.0)
+    serve._wait(threading.Event(), Watched(), 0.0, Log())
     return len(looks)
 
 

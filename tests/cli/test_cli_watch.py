@@ -16,7 +16,6 @@ import sys
 import tempfile
 import termios
 import urllib.request
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
+from watched import save, stats_of
 
 from kvloft import _core
 from kvloft.cli import metrics, top
@@ -37,34 +37,6 @@ from kvloft.errors import ConfigError
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
 COUNTS = ("lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks")
 OF_VLLM = {"vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total"}
-
-
-@pytest.fixture
-def socket() -> Iterator[str]:
-    """Of a server with an engine that has saved three chunks."""
-    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
-        path = f"{folder}/run/kv.sock"
-        with closing(_core.Server(path, host_bytes=1 << 20, disk_path=f"{folder}/disk", disk_bytes=1 << 20)) as server:
-            engine = _core.Session.connect(path, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
-            save(engine, [1, 2, 3])
-            _, end = metrics.serve(("127.0.0.1", 0), server.status)
-            end()
-            yield path
-            engine.close()
-
-
-def save(engine: _core.Session, prompt: list[int]) -> None:
-    chain = _core.KeyChain(bytes(32), block_tokens=1)
-    chain.append_tokens(prompt)
-    chunks, _ = engine.reserve(chain, 0, len(prompt), 0, [block + 1 for block in range(len(prompt))])
-    engine.settle(chunks.tickets())
-
-
-def stats_of(socket: str) -> dict[str, int]:
-    """Of the only namespace."""
-    (space,) = _core.server_status(socket)["namespaces"]
-    stats: dict[str, int] = space["stats"]
-    return stats
 
 
 def scrape(url: str) -> dict[str, Any]:
@@ -107,7 +79,7 @@ def test_each_namespace_has_its_numbers_and_is_cleared_alone(socket: str, capsys
     assert 'kvloft_frame_bytes{namespace="1a1a1a1a1a1a1a1a"} 8192.0' in text
     assert main(["status", "--socket", socket]) == 0
     shown = capsys.readouterr().out
-    assert shown.count("host memory") == 2
+    assert shown.count("from 1 MiB host memory") == 2
     assert "namespace 1a1a1a1a1a1a1a1a" in shown
     for unclear in ([], ["--namespace", "2"]):
         assert main(["clear", "--socket", socket, "--yes", *unclear]) == 2
@@ -199,7 +171,7 @@ def test_hit_rates_are_told_of_each_engine_and_of_all(socket: str, capsys: pytes
     assert [space["stats"][name] for name in COUNTS] == [2, 8, 6, 3, 3]
     assert space["hit_rate"] == 0.75
     assert main(["status", "--socket", socket]) == 0
-    assert capsys.readouterr().out.count("75.0%") == 2, "of the one that asked and of all, not of the other"
+    assert capsys.readouterr().out.count("75.0%") == 3, "of the one that asked and of all, first and below; not of the other"
     before = _core.server_status(socket)
     known = _core.KeyChain(bytes(32), block_tokens=1)
     known.append_tokens([1, 2])
@@ -218,7 +190,7 @@ def test_shares_are_shown_where_they_are_set(capsys: pytest.CaptureFixture[str])
             engines = [_core.Session.connect(path, frame_bytes=4096, namespace=bytes([n] * 32), timeout_s=60.0) for n in (1, 2)]
             for command in (["status"], ["top", "--count", "1"]):
                 assert main([*command, "--socket", path]) == 0
-                titles = [line for line in capsys.readouterr().out.splitlines() if "host memory" in line]
+                titles = [line for line in capsys.readouterr().out.splitlines() if " host memory" in line]
                 assert [title.endswith(" host memory, share 25%") for title in titles] == [True, False]
             assert [engine.stats()["frames_share"] for engine in engines] == [64, 192]
             for engine in engines:
@@ -242,9 +214,9 @@ def test_large_numbers_fit_80_columns_and_both_commands_use_the_same_words(socke
     for console in consoles:
         lines = [line.rstrip() for line in console.export_text().splitlines()]
         assert not any("…" in line or len(line) > 80 for line in lines)
-        rows = [line.split()[0] for line in lines if line.startswith(("host", "disk", "process", "all"))]
+        rows = [line.split()[0] for line in lines if line.startswith(("host  ", "disk  ", "process", "all"))]
         assert rows == ["host", "disk", "all", "process", "process"], "each row is one line"
-        heads.append([line.replace(" now", "").split() for line in lines if line.startswith(("tier", "engine", "chunks"))])
+        heads.append([line.replace(" now", "").split() for line in lines if line.startswith(("tier ", "engine ", "chunks "))])
     assert heads[0] == heads[1]
     assert len(heads[0]) == 3
 
@@ -402,7 +374,7 @@ def test_a_server_that_stands_is_not_said_to_be_missing(tmp_path: Path, capsys: 
         stands.listen()
         assert main(["status", "--socket", str(tmp_path / "stands.sock")]) == 1
     said = capsys.readouterr().err
-    assert "timed out; its process stands or is busy, and may still do what it was asked" in said
+    assert "timed out; the server's process is stopped or busy, and may still do what it was asked" in said
     assert "start one" not in said
 
 

@@ -77,7 +77,7 @@ def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
     server = _core.Server(socket, host_bytes=8 * FRAME)
     with pytest.raises(_core.BusyError, match="another kvloft server"):
         _core.Server(socket, host_bytes=8 * FRAME)
-    with pytest.raises(_core.ConfigError, match="host_size"):
+    with pytest.raises(_core.ConfigError, match="--host-size of this engine's kvloft server = 32 KiB holds no chunk"):
         connect(socket, frame_bytes=1 << 40)
     engine = connect(socket)
     with pytest.raises(_core.ConfigError, match="give them the same settings"):

@@ -189,7 +189,7 @@ def test_an_engine_that_starts_before_its_server_is_served_once_it_is_there(
     assert "no kvloft server answers" in engine.log.read_text()
     assert ask_all(truth, engine) == 0
     server.start()
-    until(lambda: "is there (namespace" in engine.log.read_text(), "an idle engine does not say so")
+    until(lambda: "answers; it is used from now on (namespace" in engine.log.read_text(), "an idle engine does not say so")
     until_full(truth, engine)
 
 

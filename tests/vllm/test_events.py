@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from kvloft.config import load_config
-from kvloft.errors import ConfigError
 from kvloft.machine import refuse_here
 from kvloft.vllm.scheduler_half import SchedulerHalf
 
@@ -31,10 +30,6 @@ def test_events_are_logged_once(logged: Any) -> None:
     assert {r.levelname for r in logged()} == {"WARNING"}
 
 
-def test_a_file_system_that_became_read_only_is_no_mistake_in_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = load_config({"disk_path": str(tmp_path / "disk")}, {})
+def test_a_disk_that_cannot_be_written_is_no_mistake_in_the_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(ConfigError, match="cannot be made or written"):
-        refuse_here(config)
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_RDONLY))
-    refuse_here(config)
+    refuse_here(load_config({"disk_path": str(tmp_path / "disk")}, {}))

@@ -5,6 +5,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NoReturn
 
 from kvloft import __version__
@@ -20,9 +21,25 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         if e.code:
             raise
         raise SystemExit(_written(lambda _: 0, argparse.Namespace(status=0))) from None  # the help
+    except OSError as e:
+        raise SystemExit(_written(partial(_again, e), argparse.Namespace(status=0))) from None
     if rest:
         _refuse(args.parser, rest)
     return args
+
+
+def _again(error: OSError, _: argparse.Namespace) -> NoReturn:
+    raise error
+
+
+class _Parser(argparse.ArgumentParser):
+    """One whose help is output like any other: argparse ignores that it cannot be written, as it does for its errors on stderr."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        if file is sys.stdout:
+            file.write(message)
+        else:
+            super()._print_message(message, file)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,7 +98,7 @@ def split_flags(argv: list[str]) -> tuple[list[str], list[str]]:
 
 def build_parser(name: str | None = None) -> argparse.ArgumentParser:
     """The whole command line, or of the command ``name`` alone where that is `serve`."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="kvloft",
         allow_abbrev=False,
         description="Serve one cache to several engines; look at settings, models, the disk tier and speed on a GPU.",

@@ -68,6 +68,8 @@ SERVER_GAUGES: Final = {
     "server_host_bytes": "Bytes of host memory that the server may take",
     "server_disk_bytes": "Bytes that the disk directory may take",
     "server_disk_unused": "1 while the disk directory is another's, or cannot be used for another reason",
+    "server_disk_free_bytes": "Bytes free in the disk directory's file system, while the server has that directory",
+    "server_disk_closed_bytes": "Bytes that namespaces have on disk which are not open",
     "quarantined_reservations": "Frames kept until nothing can write to them",
 }
 LABEL: Final = "namespace"
@@ -128,7 +130,8 @@ class _Collector:
             yield family
         for families, names in ((CounterMetricFamily, SERVER_COUNTERS), (GaugeMetricFamily, SERVER_GAUGES)):
             for name, text in names.items():
-                yield families(f"kvloft_{name}", f"{text}.", value=status["stats"][name])
+                if name in status["stats"]:  # of a disk, once it was looked at
+                    yield families(f"kvloft_{name}", f"{text}.", value=status["stats"][name])
         yield GaugeMetricFamily("kvloft_host_bytes", "Bytes of host memory.", value=status["host_bytes"])
         yield GaugeMetricFamily("kvloft_slab_bytes", "Bytes of a slab of it.", value=status["slab_bytes"])
         num_engines = sum(len(space["engines"]) for _, space in spaces)

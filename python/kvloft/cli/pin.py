@@ -28,7 +28,9 @@ namespace is pinned, it stays open and has its share of memory without an
 engine, too. What another namespace's share takes is given up, pinned or not:
 it stays on disk. `kvloft evict` takes what is pinned.
 
-Exit status: 0; 1 if no server answers; 2 for a wrong argument.
+Exit status: 0, also with --off of what was not pinned, which it says; 1 if no
+server answers; 2 for a wrong argument, or where no engine has opened a
+namespace yet that could be pinned.
 """
 
 
@@ -69,6 +71,8 @@ def run(args: argparse.Namespace) -> int:
 def _sentence(done: dict[str, int], *, is_memory: bool, is_off: bool) -> str:
     salts, spaces = done["salts"], done["namespaces"]
     where = f"{spaces:,} namespace{'s' if spaces != 1 else ''}"
+    if is_off and not done["changed"]:
+        return f"nothing was pinned in {where}" if is_memory else f"the salt was not pinned in {where}"
     if is_off:
         return f"nothing is pinned any more in {where}" if is_memory else f"the salt is not pinned any more in {where}"
     if is_memory:

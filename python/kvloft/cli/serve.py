@@ -4,7 +4,6 @@ It reads settings, waits for signals and tells what happens; everything else is 
 """
 
 import argparse
-import contextlib
 import os
 import re
 import signal
@@ -15,11 +14,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import IO, Any, Final
 
 from kvloft import __version__
 from kvloft.cli import metrics
 from kvloft.cli.background import in_background
+from kvloft.cli.log import Log, warn
 from kvloft.cli.rules import NONE, rules
 from kvloft.config import KEYS, MAX_SOCKET_BYTES, OF_STORE, Config, describe, load_config, parse_seconds, parse_socket, size_text
 from kvloft.errors import ConfigError
@@ -170,7 +170,7 @@ def not_answered(error: Exception) -> int:
 
     fix = "; start one with `kvloft serve`" if isinstance(error, StoreError) else ""
     if "timed out" in str(error):
-        fix = "; its process stands or is busy, and may still do what it was asked"
+        fix = "; the server's process is stopped or busy, and may still do what it was asked"
     print(f"kvloft: {error}{fix}", file=sys.stderr)
     return 1
 
@@ -186,7 +186,7 @@ def run(args: argparse.Namespace) -> int:
     own = replace(config, server=None)  # its memory and its disk are this machine's
     refuse_here(own)
     for warning in warnings(own, opens_disk=True):
-        print(f"kvloft: warning: {warning}", file=sys.stderr)
+        warn(f"warning: {warning}")
     serve = partial(_serve, config, own_shares, numa, metrics_at, linger_s)
     _make_folder(config)
     if args.background is None:
@@ -206,7 +206,7 @@ def _make_folder(config: Config) -> None:
         raise ConfigError(f"{_given(config)}: {folder.parent} is not there; make it, or name another path.") from None
     except OSError:
         return
-    print(f"kvloft: made {folder} for the socket; only this user may enter it", file=sys.stderr)
+    warn(f"made {folder} for the socket; only this user may enter it")
 
 
 def _given(config: Config) -> str:
@@ -234,7 +234,7 @@ def _serve(
     from kvloft._core import ConfigError as PlaceError
     from kvloft._core import Server, StoreError
 
-    is_over, begun_s = threading.Event(), list[float]()
+    is_over, begun_s, log = threading.Event(), list[float](), Log()
     told = _told(config, linger_s, own_shares, numa)
     for number in ENDS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
@@ -253,7 +253,7 @@ def _serve(
             settings=told,
         )
     except (PlaceError, StoreError) as e:
-        print(f"kvloft: {e}", file=sys.stderr)
+        warn(str(e))
         return 2 if isinstance(e, PlaceError) else 1
     end_metrics = None
     if metrics_at is not None:
@@ -264,31 +264,42 @@ def _serve(
             raise
     trouble = server.disk_trouble()
     if trouble is not None:
-        print(f"kvloft: warning: {trouble}; there is host memory only until it can be used", file=sys.stderr)
+        warn(f"warning: {trouble}; there is host memory only until it can be used")
+    told_at = _place(sys.stderr)
     begun()
     bounds = f"; {text}" if (text := rules(told)) else ""
-    host, disk = size_text(config.host_size), _disk(config, trouble)
-    _tell(f"kvloft {__version__} serves at unix:{config.socket}: host {host}, {disk}{bounds}")
+    host, disk = size_text(config.host_size), _disk(config, trouble, is_told=told_at == _place(sys.stdout))
+    log.tell(f"kvloft {__version__} serves at unix:{config.socket}: host {host}, {disk}{bounds}")
     if end_metrics is not None:
-        _tell(f"metrics at {url}")
-    _wait(is_over, server, linger_s)
-    _tell(f"ending; at most {CLOSE_TIMEOUT_S:g} s for what should be on disk (a second signal ends at once)")
+        log.tell(f"metrics at {url}")
+    _wait(is_over, server, linger_s, log)
+    log.tell(f"ending; at most {CLOSE_TIMEOUT_S:g} s for what should be on disk (a second signal ends at once)")
     server.close(CLOSE_TIMEOUT_S)
     if end_metrics is not None:
         end_metrics()
-    _tell(*server.take_events(), "ended")
+    log.tell(*server.take_events(), "ended")
+    log.end()
     for number in ENDS:
         signal.signal(number, signal.SIG_IGN)  # one that comes second would kill the interpreter while it ends
     return 0
 
 
-def _disk(config: Config, trouble: str | None) -> str:
-    """What there is of a disk as it starts."""
+def _place(stream: IO[str]) -> tuple[int, int] | None:
+    """Where a stream goes, to compare; None where that cannot be said."""
+    try:
+        found = os.fstat(stream.fileno())
+    except (OSError, ValueError):
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _disk(config: Config, trouble: str | None, *, is_told: bool) -> str:
+    """What there is of a disk as it starts; the reason where it is not used, unless whoever reads this was told."""
     if config.disk_path is None:
         return "no disk"
     if trouble is None:
         return f"disk {config.disk_path} up to {size_text(config.disk_size)}"
-    return f"disk {config.disk_path} not used for now, tried again ({trouble})"
+    return f"disk {config.disk_path} not used for now, tried again{'' if is_told else f' ({trouble})'}"
 
 
 def _told(config: Config, linger_s: float | None, own_shares: list[tuple[str, int]], numa: list[int]) -> dict[str, str]:
@@ -302,11 +313,11 @@ def _told(config: Config, linger_s: float | None, own_shares: list[tuple[str, in
     return own | {"server_linger": linger, "share": share, "numa": nodes}
 
 
-def _wait(is_over: threading.Event, server: Any, linger_s: float | None) -> None:
+def _wait(is_over: threading.Event, server: Any, linger_s: float | None, log: Log) -> None:
     """Until a signal, or until there was no engine for ``linger_s``."""
     needed, num_joined = time.monotonic() + FIRST_ENGINE_S, 0
     while not is_over.wait(LOOK_EVERY_S):
-        _tell(*server.take_events())
+        log.tell(*server.take_events())
         if linger_s is None:
             continue
         status = server.status()
@@ -314,7 +325,7 @@ def _wait(is_over: threading.Event, server: Any, linger_s: float | None) -> None
         if came or _has_engines(status):  # some come and go between two looks
             needed = time.monotonic()
         elif time.monotonic() - needed >= linger_s:
-            _tell(f"no engine was connected for {linger_s:g} s")
+            log.tell(f"no engine was connected for {linger_s:g} s")
             return
 
 
@@ -329,10 +340,3 @@ def _stop(is_over: threading.Event, begun_s: list[float], number: int) -> None:
         is_over.set()
     elif time.monotonic() - begun_s[0] > TWICE_S:
         os._exit(128 + number)
-
-
-def _tell(*lines: str) -> None:
-    """Print each line with the time. A closed stdout is ignored."""
-    with contextlib.suppress(OSError):
-        for line in lines:
-            print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)

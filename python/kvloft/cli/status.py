@@ -9,12 +9,12 @@ from rich.console import Console
 from kvloft.cli.evict import add_salt, given_salt, salt_tag
 from kvloft.cli.hits import hit_rate, hit_table
 from kvloft.cli.inspect import fields_of
+from kvloft.cli.overview import figures, lines
 from kvloft.cli.rules import rules
 from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.cli.tables import (
-    before_engines,
-    broken,
-    disk_unused,
+    ID_DIGITS,
+    NO_ENGINE,
     engine_table,
     field_table,
     given_up,
@@ -34,7 +34,8 @@ def add_parser(subparsers: Any) -> None:
         "status",
         help="show what a server does",
         description=(
-            "Show what a server does: its limits, memory, disk and engines of each namespace, and what they asked for and found. "
+            "Show what a server does: first whether it is well, how much of host memory and disk is used, engines and hit rate; "
+            "then memory, disk and engines of each namespace, and what they asked for and found; last what its KV depends on. "
             "Salts are listed by their tags, which do not tell them; one that is given is marked. "
             "Exit status: 0; 1 where none answers; 2 for a wrong argument."
         ),
@@ -60,32 +61,41 @@ def run(args: argparse.Namespace) -> int:
         space["hit_rate"] = hit_rate(space["stats"])
     tag = salt_tag(salt) if salt is not None else None
     if args.json:
-        print(json.dumps(status | ({"salt_tag": tag} if tag is not None else {}), indent=2))
+        print(json.dumps(status | figures(status) | ({"salt_tag": tag} if tag is not None else {}), indent=2))
         return 0
     _print(status, socket, Console(), tag)
     return 0
 
 
 def _print(status: dict[str, Any], socket: str, console: Console, tag: str | None = None) -> None:
-    if bounds := rules(status["settings"]):
-        console.print(f"Limits: {bounds}", highlight=False, markup=False, soft_wrap=True)
-    if tag is not None:
-        console.print(whose(tag, status["namespaces"]), highlight=False, markup=False, soft_wrap=True)
-    if not status["namespaces"]:
-        console.print(before_engines(status, socket), highlight=False, markup=False, soft_wrap=True)
-    for line in disk_unused(status) if status["namespaces"] else ():
+    spaces = status["namespaces"]
+    bounds = rules(status["settings"])
+    more = [*([f"Limits: {bounds}"] if bounds else []), *([whose(tag, spaces)] if tag is not None else [])]
+    for line in (*lines(status, socket), *more, *([] if spaces else [NO_ENGINE])):
         console.print(line, highlight=False, markup=False, soft_wrap=True)
-    for space in status["namespaces"]:
-        console.print(title(space["namespace"], space, status), highlight=False, markup=False)
-        console.print(field_table(fields_of(space["description"])))
-        if not space["stats"]:
-            console.print("It is being opened.")
-            continue
-        lines = (*pinned(space), *given_up(space), *broken(space, status))
-        below = (engine_table(space), *tenant_table(space, MAX_TENANTS, tag))
-        for table in (tier_table(space), *lines, hit_table(space), *below):
-            console.print(table)
-            console.print()
+    for space in spaces:
+        console.print()
+        _print_namespace(space, status, console, tag)
     kept = status["stats"]["quarantined_reservations"]
     if kept:
         console.print(f"{kept} frames of engines that went without a word are kept until nothing can write to them.")
+    for space in spaces:
+        console.print()
+        console.print(f"KV of namespace {space['namespace'][:ID_DIGITS]} depends on:", highlight=False, markup=False)
+        console.print(field_table(fields_of(space["description"])))
+        console.print(f"whole name: {space['namespace']}", highlight=False, markup=False)
+
+
+def _print_namespace(space: dict[str, Any], status: dict[str, Any], console: Console, tag: str | None) -> None:
+    console.print(title(space["namespace"], space, status), highlight=False, markup=False)
+    fields = fields_of(space["description"])
+    if isinstance(fields, dict) and "model" in fields:
+        console.print(f"  model {fields['model']}", highlight=False, markup=False, soft_wrap=True)
+    if not space["stats"]:
+        console.print("It is being opened.")
+        return
+    above = (tier_table(space, status), *pinned(space), *given_up(space), hit_table(space))
+    for nth, part in enumerate((*above, engine_table(space), *tenant_table(space, MAX_TENANTS, tag))):
+        if nth:
+            console.print()
+        console.print(part)

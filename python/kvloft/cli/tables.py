@@ -11,6 +11,8 @@ from kvloft.config import format_ttl, size_text
 
 Status = Mapping[str, Any]
 """As `_core.server_status` has it, or one namespace of it."""
+ID_DIGITS = 16
+"""Of a namespace's name, for people: what `clear`, `pin`, `evict` and `--share` take, as they take fewer."""
 NO_ENGINE = "No engine has connected yet, so no memory is taken."
 MAX_WHOLE = 1_000_000
 """Numbers from here on are shown with a unit."""
@@ -35,11 +37,11 @@ def new_table(first: str, *names: str) -> Table:
 
 
 def title(namespace: str, space: Status, status: Status) -> str:
-    """What a namespace has of the server's memory, and what is set for it."""
+    """What a namespace has taken of the server's memory, full or not, and what is set for it."""
     has, everything = size_text(space["slabs"] * status["slab_bytes"]), size_text(status["host_bytes"])
     percent = space["stats"].get("share_percent")
     share = f", share {percent}%" if percent is not None else ""
-    return f"namespace {namespace[:16]}: {has} of {everything} host memory{share}"
+    return f"namespace {namespace[:ID_DIGITS]}: slabs of {has} from {everything} host memory{share}"
 
 
 def field_table(fields: Mapping[str, str] | str) -> Table | Text:
@@ -53,35 +55,24 @@ def field_table(fields: Mapping[str, str] | str) -> Table | Text:
     return table
 
 
-def before_engines(status: Status, socket: str) -> str:
-    """What there is while no engine has connected."""
-    stats, disk = status["stats"], status["settings"].get("disk_path")
-    if unused := disk_unused(status):
-        return (
-            f"The server at unix:{socket} has host memory up to {size_text(stats['server_host_bytes'])}. {unused[0]}\n" + NO_ENGINE
-        )
-    of_disk = f"disk {disk or ''} up to {size_text(stats['server_disk_bytes'])}" if stats["server_disk_bytes"] else "no disk"
-    host = size_text(stats["server_host_bytes"])
-    return f"The server at unix:{socket} has host memory up to {host}, {of_disk}.\n{NO_ENGINE}"
-
-
 def disk_unused(status: Status) -> list[str]:
     """A line where the server cannot have its disk directory."""
     disk = status["settings"].get("disk_path", "")
     return [f"The disk {disk} is not used for now; the server's log says why."] if status["stats"]["server_disk_unused"] else []
 
 
-def tier_table(space: Status) -> Table:
-    """What is in host memory and on disk, and on its way there."""
+def tier_table(space: Status, status: Status) -> Table:
+    """What is in host memory and on disk, also as a part of `host_size` and `disk_size`, and on its way there."""
     stats, frame_bytes = space["stats"], space["frame_bytes"]
-    table = new_table("tier", "chunks", "bytes", "full", "reading", "writing", "in use", "evicted")
-    full = f"{stats['frames_visible'] / max(stats['frames_total'], 1):.0%}"
+    table = new_table("tier", "chunks", "bytes", "of size", "reading", "writing", "in use", "evicted")
     on_host = [stats[name] for name in ("frames_reserved", "pins", "host_evictions")]
-    host = (stats["frames_visible"], full, "", *map(count_text, on_host))
+    host = (stats["frames_visible"], "server_host_bytes", "", *map(count_text, on_host))
     on_disk = [stats[name] for name in ("reads_pending", "disk_pending")]
-    disk = (stats["disk_used"], "", *map(count_text, on_disk), "", count_text(stats["disk_evictions"]))
-    for name, (num, *rest) in {"host": host, "disk": disk}.items():
-        table.add_row(name, count_text(num), size_text(num * frame_bytes), *rest)
+    disk = (stats["disk_used"], "server_disk_bytes", *map(count_text, on_disk), "", count_text(stats["disk_evictions"]))
+    for name, (num, of, *rest) in {"host": host, "disk": disk}.items():
+        used, size = num * frame_bytes, status["stats"][of]
+        part = f"{used / size:.1%}" if size else ""
+        table.add_row(name, count_text(num), size_text(used), part, *rest)
     return table
 
 

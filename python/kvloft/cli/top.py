@@ -14,10 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvloft.cli.hits import hit_rate, hit_table
+from kvloft.cli.overview import disk_full, figures, lines
 from kvloft.cli.rules import rules
 from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.cli.tables import (
-    before_engines,
+    NO_ENGINE,
     broken,
     disk_unused,
     engine_table,
@@ -125,7 +126,7 @@ def _row(status: dict[str, Any], rates: dict[bytes, dict[str, float]], before: d
         more |= {"hit_rate_now": hit_rate(space["stats"], old["stats"]) if old is not None else None}
         return space | more
 
-    return status | {"namespaces": [shown(space) for space in status["namespaces"]]}
+    return status | figures(status) | {"namespaces": [shown(space) for space in status["namespaces"]]}
 
 
 def _by_name(status: dict[str, Any] | None) -> dict[bytes, dict[str, Any]]:
@@ -152,8 +153,8 @@ def picture(
     bounds = rules(status["settings"])
     limits = [Text(f"Limits: {bounds}", no_wrap=True, overflow="ellipsis")] if bounds else []
     if not spaces:
-        return Group(*limits, before_engines(status, socket))
-    limits += [Text(line) for line in disk_unused(status)]
+        return Group(*limits, *(Text(line) for line in (*lines(status, socket), NO_ENGINE)))
+    limits += [Text(line) for line in (*disk_unused(status), *disk_full(status))]
     each = [(space, rates.get(space["namespace"], {}), olds.get(space["namespace"])) for space in spaces]
     return Group(*limits, *(_picture_of(space, status, own, old) for space, own, old in each))
 
@@ -162,10 +163,10 @@ def _picture_of(
     space: dict[str, Any], status: dict[str, Any], rates: dict[str, float], before: dict[str, Any] | None
 ) -> RenderableType:
     """What matters most comes first: a screen may end before the rest."""
-    lines = (*pinned(space), *given_up(space), *broken(space, status))
+    told = (*pinned(space), *given_up(space), *broken(space, status))
     flow = [_flow(rates, space["frame_bytes"])] if rates else []
     below = (engine_table(space), *tenant_table(space, MAX_TENANTS))
-    tables = (tier_table(space), *lines, *flow, hit_table(space, before), *below)
+    tables = (tier_table(space, status), *told, *flow, hit_table(space, before), *below)
     return Group(title(space["namespace"].hex(), space, status), *(part for table in tables for part in (table, "")))
 
 

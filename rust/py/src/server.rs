@@ -151,9 +151,14 @@ pub(crate) fn server_pin<'py>(
 ) -> PyResult<Bound<'py, PyDict>> {
     let whose = Whose { namespace: namespace.to_owned(), salt: salt.map(SaltTag::of) };
     let done = py.detach(|| pin(&socket, &whose, on, timeout(timeout_s))).map_err(raise)?;
-    let Pinned { num_namespaces, num_salts, host_bytes, disk_bytes } = done;
-    let numbers =
-        [("namespaces", num_namespaces), ("salts", num_salts), ("host_bytes", host_bytes), ("disk_bytes", disk_bytes)];
+    let Pinned { num_namespaces, num_salts, host_bytes, disk_bytes, num_changed } = done;
+    let numbers = [
+        ("namespaces", num_namespaces),
+        ("salts", num_salts),
+        ("host_bytes", host_bytes),
+        ("disk_bytes", disk_bytes),
+        ("changed", num_changed),
+    ];
     numbers.into_py_dict(py)
 }
 

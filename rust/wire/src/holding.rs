@@ -1,8 +1,9 @@
 //! A server's disk directory: taken as it starts, so that a second server on it says so at once and not with its first engine.
 //!
-//! While it cannot be had, there is host memory only, and it is tried again; stores that are open by then try by themselves. It must
-//! not know what the directory holds.
+//! While it cannot be had, there is host memory only, and it is tried again; stores that are open by then try by themselves. Once it
+//! is had, its room is looked at now and then. It must not know what the directory holds.
 
+use std::path::Path;
 use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender};
@@ -10,6 +11,7 @@ use std::time::Duration;
 
 use kvloft_core::{Error, ErrorKind, Result};
 
+use crate::room::DiskRoom;
 use crate::shared::Shared;
 
 /// Longest that a start waits for the disk, which may hang.
@@ -17,6 +19,8 @@ const FIRST_TIMEOUT: Duration = Duration::from_secs(1);
 /// Time until it is tried again; each time doubles it.
 const FIRST_RETRY: Duration = Duration::from_secs(1);
 const LONGEST_RETRY: Duration = Duration::from_secs(60);
+/// Between two looks at its room, which are a call or two of the system each.
+const MEASURE_EVERY: Duration = Duration::from_secs(5);
 
 /// What the first try came to, as far as it was one: `InvalidConfig` where the directory can never be used.
 pub(crate) fn first_try(came: &Receiver<Option<Error>>) -> Result<()> {
@@ -34,6 +38,9 @@ impl Shared {
         let (mut first, mut wait) = (Some(first), FIRST_RETRY);
         while !self.is_stopping.load(Ordering::SeqCst) {
             let error = self.namespaces.disk.keep(&disk.dir).err();
+            if error.is_none() {
+                self.measure(&disk.dir);
+            }
             let (is_ours, trouble) = (error.is_none(), error.as_ref().map(ToString::to_string));
             let is_new = self.note_trouble(trouble.clone());
             let is_heard = first.take().is_some_and(|first| first.send(error).is_ok());
@@ -50,8 +57,23 @@ impl Shared {
             std::thread::park_timeout(wait);
             wait = (wait * 2).min(LONGEST_RETRY);
         }
-        if self.is_stopping.load(Ordering::SeqCst) {
-            self.namespaces.disk.let_go(); // the server may have ended while this one hung
+        while !self.is_stopping.load(Ordering::SeqCst) {
+            std::thread::park_timeout(MEASURE_EVERY);
+            if !self.is_stopping.load(Ordering::SeqCst) {
+                self.measure(&disk.dir);
+            }
+        }
+        self.namespaces.disk.let_go(); // the server may have ended while this one hung
+    }
+
+    /// Looks at the directory's room; where that fails, what was found before stands.
+    fn measure(&self, dir: &Path) {
+        let found = rustix::fs::statvfs(dir).map_err(std::io::Error::from);
+        let closed = self.namespaces.disk.closed_bytes(dir);
+        if let (Ok(found), Ok(closed_bytes)) = (found, closed) {
+            let free_bytes = found.f_bavail.saturating_mul(found.f_frsize);
+            let room = DiskRoom { free_bytes, closed_bytes };
+            *self.disk_room.lock().unwrap_or_else(PoisonError::into_inner) = Some(room);
         }
     }
 

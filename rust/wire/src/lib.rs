@@ -24,6 +24,7 @@ mod place;
 mod prefixes;
 mod quarantine;
 mod request;
+mod room;
 mod server;
 mod session;
 mod settings;

@@ -22,6 +22,8 @@ use crate::space::{Seat, Space, hex, id, store_config};
 pub const MAX_NAMESPACES: usize = 64;
 /// Longest wait for the disk of a namespace that makes room.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(3);
+/// What sets the size of host memory, as its engines' logs call it.
+const OF_SERVER: &str = "--host-size of this engine's kvloft server";
 
 #[derive(Debug, Default)]
 struct Books {
@@ -117,7 +119,7 @@ impl Namespaces {
         wake: impl Fn() + Send + Sync + 'static,
         tell: impl Fn(String),
     ) -> Result<Seat> {
-        store_config(hello, config).check()?;
+        store_config(hello, config).check(OF_SERVER)?;
         let (space, gone, pool) = {
             let mut books = locked(&self.books);
             let (space, gone) = books.space(hello)?;

@@ -4,9 +4,9 @@ use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use kvloft_core::Result;
 use kvloft_core::store::{Evict, Kept, erase_closed, erase_expired};
 use kvloft_core::tier::disk::Erased;
+use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::orders::{GivenUp, Pinned, Whose};
 use crate::shared::Shared;
@@ -37,9 +37,12 @@ impl Shared {
         if all.num_namespaces == 0 && !whose.namespace.is_empty() {
             return Err(self.namespaces.none_of("no such namespace"));
         }
-        let GivenUp { num_chunks, .. } = all;
-        let of = if whose.salt.is_some() { "one cache salt" } else { "all" };
-        self.tell(format!("{num_chunks} chunks of {of} are evicted, as a person asked"));
+        let from = if is_host_only { " from host memory" } else { "" };
+        let chunks = if all.num_chunks == 1 { "chunk" } else { "chunks" };
+        let num_closed = all.num_namespaces.saturating_sub(spaces.len() as u64);
+        let beside = if num_closed > 0 { format!(" and {num_closed} on disk only") } else { String::new() };
+        let (num, what, place) = (all.num_chunks, whose.name(), in_namespaces(&spaces));
+        self.tell(format!("kvloft evict: {num} {chunks} of {what} evicted{from} in {place}{beside}"));
         Ok(all)
     }
 
@@ -104,6 +107,11 @@ impl Shared {
     /// too. `InvalidConfig` if no namespace is meant, or too many salts.
     pub(crate) fn pin(&self, whose: &Whose, is_pinned: bool) -> Result<Pinned> {
         let spaces = self.namespaces.all_of(&whose.namespace);
+        if spaces.is_empty() && self.namespaces.all().is_empty() {
+            let message = "nothing can be pinned yet: no namespace is open on this kvloft server; engines open them, so \
+                           connect one and run this again";
+            return Err(Error::new(ErrorKind::InvalidConfig, message));
+        }
         if spaces.is_empty() {
             return Err(self.namespaces.none_of("no such namespace open"));
         }
@@ -112,6 +120,12 @@ impl Shared {
             let Some(store) = space.store() else {
                 return Err(self.namespaces.none_of("a namespace that is being opened"));
             };
+            let was_pinned = match whose.salt {
+                Some(salt) => store.kept_of(salt).num_salts > 0,
+                None if is_pinned => space.is_pinned_whole(),
+                None => space.is_pinned(),
+            };
+            all.num_changed += u64::from(was_pinned != is_pinned);
             match whose.salt {
                 Some(salt) => store.keep(salt, is_pinned)?,
                 None if !is_pinned => store.keep_none(),
@@ -128,9 +142,24 @@ impl Shared {
             all.host_bytes += num_host * space.hello.frame_bytes;
             all.disk_bytes += num_disk * space.hello.frame_bytes;
         }
-        let what = if whose.salt.is_some() { "one cache salt" } else { "a namespace" };
-        self.tell(format!("{what} is {}, as a person asked", if is_pinned { "pinned" } else { "pinned no more" }));
+        let what = if whose.salt.is_none() && is_pinned { "share of host memory".to_owned() } else { whose.name() };
+        let done = match (is_pinned, all.num_changed) {
+            (true, _) => "pinned",
+            (false, 0) => "was not pinned",
+            (false, _) => "unpinned",
+        };
+        self.tell(format!("kvloft pin: {what} {done} in {}", in_namespaces(&spaces)));
         Ok(all)
+    }
+}
+
+/// The namespaces that are open in which an order was obeyed, for a log.
+fn in_namespaces(spaces: &[Arc<Space>]) -> String {
+    let ids: Vec<_> = spaces.iter().map(|space| id(&space.hello.namespace)).collect();
+    match ids.as_slice() {
+        [] => "no open namespace".to_owned(),
+        [one] => format!("namespace {one}"),
+        all => format!("namespaces {}", all.join(", ")),
     }
 }
 

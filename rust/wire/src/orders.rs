@@ -1,6 +1,6 @@
 //! What a person has a server do to what it holds, and what it came to, as they cross.
 //!
-//! A salt crosses as a tag, which does not tell it, and no log has either.
+//! A salt crosses as a tag, which does not tell it; logs have the tag, as a status has it, and never the salt.
 
 use kvloft_core::key::SaltTag;
 
@@ -43,9 +43,19 @@ pub struct Pinned {
     pub host_bytes: u64,
     /// Bytes that they have on disk.
     pub disk_bytes: u64,
+    /// Namespaces in which that was otherwise before.
+    pub num_changed: u64,
 }
 
 impl Whose {
+    /// What a log calls it.
+    pub(crate) fn name(&self) -> String {
+        self.salt.map_or_else(
+            || "everything".to_owned(),
+            |tag| format!("the salt with tag {:016x}", u64::from_be_bytes(tag.0)),
+        )
+    }
+
     pub(crate) fn write(&self, to: &mut Writer<'_>) {
         to.text(&self.namespace);
         to.u8(self.salt.is_some().into());
@@ -83,13 +93,14 @@ impl GivenUp {
 
 impl Pinned {
     pub(crate) fn write(&self, to: &mut Writer<'_>) {
-        for number in [self.num_namespaces, self.num_salts, self.host_bytes, self.disk_bytes] {
+        for number in [self.num_namespaces, self.num_salts, self.host_bytes, self.disk_bytes, self.num_changed] {
             to.u64(number);
         }
     }
 
     pub(crate) fn read(from: &mut Reader<'_>) -> Option<Self> {
         let (num_namespaces, num_salts) = (from.u64()?, from.u64()?);
-        Some(Self { num_namespaces, num_salts, host_bytes: from.u64()?, disk_bytes: from.u64()? })
+        let (host_bytes, disk_bytes) = (from.u64()?, from.u64()?);
+        Some(Self { num_namespaces, num_salts, host_bytes, disk_bytes, num_changed: from.u64()? })
     }
 }

@@ -80,11 +80,11 @@ fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
     let fail = |what: &str, error: io::Error| Error::io(format!("{what} {}", path.display()), error);
     if let Ok(found) = path.symlink_metadata() {
         if !found.file_type().is_socket() {
-            let message = format!("{} is there already and is no socket; set socket to another path", path.display());
+            let message = format!("{} exists and is no socket; give --socket another path", path.display());
             return Err(Error::new(ErrorKind::InvalidConfig, message));
         }
         if keeps_answering(path) {
-            let message = format!("another program listens at {}; choose another socket", path.display());
+            let message = format!("another program listens at {}; give --socket another path", path.display());
             return Err(Error::new(ErrorKind::Busy, message));
         }
         match std::fs::remove_file(path) {
@@ -134,7 +134,8 @@ fn lock(socket: &Path) -> Result<File> {
         let lock = lock.map_err(|error| fail("no lock can be made for the socket", error))?;
         lock.try_lock().map_err(|error| match error {
             TryLockError::WouldBlock => {
-                let message = format!("another kvloft server listens at {}; choose another socket", socket.display());
+                let message =
+                    format!("another kvloft server listens at {}; give --socket another path", socket.display());
                 Error::new(ErrorKind::Busy, message)
             }
             TryLockError::Error(error) => fail("the lock cannot be taken of the socket", error),
@@ -154,13 +155,17 @@ fn check_place(path: &Path) -> Result<()> {
     let found = folder.metadata();
     let found =
         found.map_err(|error| Error::io(format!("the directory {} cannot be looked at", folder.display()), error))?;
-    if found.uid() == rustix::process::geteuid().as_raw() && found.mode() & 0o022 == 0 {
+    let (me, rights) = (rustix::process::geteuid().as_raw(), found.mode() & 0o7777);
+    let problem = if found.uid() != me {
+        format!("belongs to user {}, and this process is user {me}", found.uid())
+    } else if rights & 0o022 != 0 {
+        format!("may be written by other users (mode {rights:o})")
+    } else {
         return Ok(());
-    }
-    let message = format!(
-        "{} belongs to another user, or others may write to it; set socket to a path in a directory of your own",
-        folder.display()
-    );
+    };
+    let folder = folder.display();
+    let message =
+        format!("the socket's directory {folder} {problem}; give --socket a path in a directory of this user's own");
     Err(Error::new(ErrorKind::InvalidConfig, message))
 }
 

@@ -7,7 +7,7 @@ use crate::orders::Whose;
 use crate::prefixes::{Keys, SentPrefixes, SentRange, prefixes, ranges, write_ranges};
 
 /// Version of all that crosses; two sides with different ones do not talk.
-pub const VERSION: u32 = 8;
+pub const VERSION: u32 = 9;
 
 /// Who wants to use the store.
 #[derive(Debug, Clone, PartialEq, Eq)]

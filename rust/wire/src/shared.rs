@@ -14,6 +14,7 @@ use kvloft_core::{Error, ErrorKind, Result};
 use crate::message::{EngineStatus, Hello, NamespaceStatus, Status};
 use crate::namespaces::Namespaces;
 use crate::quarantine::Quarantine;
+use crate::room::DiskRoom;
 use crate::settings::ServerConfig;
 use crate::space::{Seat, Space, id};
 use crate::tally::Tally;
@@ -55,6 +56,8 @@ pub(crate) struct Shared {
     pub(crate) num_refused: AtomicU64,
     /// Why the disk directory is not the server's for now.
     pub(crate) disk_trouble: Mutex<Option<String>>,
+    /// None until it was looked at.
+    pub(crate) disk_room: Mutex<Option<DiskRoom>>,
 }
 
 impl Shared {
@@ -76,6 +79,7 @@ impl Shared {
             num_joined: AtomicU64::new(0),
             num_refused: AtomicU64::new(0),
             disk_trouble,
+            disk_room: Mutex::default(),
         }
     }
 
@@ -125,13 +129,18 @@ impl Shared {
         store.clear();
         let num_chunks = count() - before;
         let id = id(&space.hello.namespace);
-        self.tell(format!("{num_chunks} chunks of namespace {id} are forgotten, as a person asked"));
+        let chunks = if num_chunks == 1 { "chunk" } else { "chunks" };
+        self.tell(format!("kvloft clear: {num_chunks} {chunks} of namespace {id} forgotten"));
         Ok(num_chunks)
     }
 
     /// Why the disk directory is not the server's for now; None where it is, or there is none.
     pub(crate) fn disk_trouble(&self) -> Option<String> {
         self.disk_trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn disk_room(&self) -> Option<DiskRoom> {
+        *self.disk_room.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     pub(crate) fn status(&self) -> Status {
@@ -147,7 +156,11 @@ impl Shared {
             ("server_disk_bytes", self.config.disk.as_ref().map_or(0, |disk| disk.cap_bytes)),
             ("server_disk_unused", self.disk_trouble().is_some().into()),
         ];
-        let stats = stats.map(|(name, value)| (name.to_owned(), value)).to_vec();
+        let room = self.disk_room().map(|DiskRoom { free_bytes, closed_bytes }| {
+            [("server_disk_free_bytes", free_bytes), ("server_disk_closed_bytes", closed_bytes)]
+        });
+        let stats = stats.into_iter().chain(room.into_iter().flatten());
+        let stats = stats.map(|(name, value)| (name.to_owned(), value)).collect();
         let namespaces = self.namespaces.all().iter().map(|space| self.namespace_status(space)).collect();
         Status { host_bytes, slab_bytes, stats, settings: self.config.settings.clone(), namespaces }
     }

@@ -140,6 +140,11 @@ impl Space {
         pinned.0 || pinned.1
     }
 
+    /// Whether it is pinned itself, and not only salts of it.
+    pub(crate) fn is_pinned_whole(&self) -> bool {
+        locked(&self.pinned).0
+    }
+
     /// Whether it is open because it is pinned, and for no engine.
     pub(crate) fn is_pin_alone(&self) -> bool {
         self.is_pinned() && locked(&self.seats).num == 1

@@ -174,7 +174,7 @@ impl Shared {
         match Found::at(&self.config) {
             Ok(found) => {
                 let mut state = self.state();
-                state.tell(format!("{} is there", self.at()));
+                state.tell(format!("{} answers; it is used from now on", self.at()));
                 state.next = Some(found);
             }
             Err(error) => {

@@ -50,6 +50,31 @@ fn a_second_server_on_a_disk_says_so_at_its_start_and_has_it_after_the_first() {
     second.close(LONG);
 }
 
+/// None: it is not known.
+fn room(server: &Server, name: &str) -> Option<u64> {
+    server.status().stats.into_iter().find(|(other, _)| other == name).map(|(_, value)| value)
+}
+
+#[test]
+fn a_disk_that_is_had_says_what_it_has_room_for() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let [of_second, of_first] = servers(dir.path());
+    std::fs::create_dir_all(dir.path().join("disk").join("0123456789abcdef")).expect("room");
+    std::fs::write(dir.path().join("disk").join("0123456789abcdef").join("frames.dat"), [1; 12_000]).expect("room");
+    let first = Server::open(of_first).expect("a server");
+    let free = room(&first, "server_disk_free_bytes").expect("it was looked at as it started");
+    let found = rustix::fs::statvfs(dir.path()).expect("a file system");
+    let (now, all) = (found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize);
+    assert!(free <= all && free.abs_diff(now) < 1 << 33, "{free} of {all}, and {now} now: others write there, too");
+    let closed = room(&first, "server_disk_closed_bytes").expect("it was looked at");
+    assert!((12_000..100_000).contains(&closed), "{closed}");
+    let second = Server::open(of_second).expect("it serves");
+    assert_eq!(room(&second, "server_disk_free_bytes"), None, "the directory is another's");
+    let none =
+        ServerConfig { disk: None, socket: dir.path().join("third").join("kvloft.sock"), ..with_disk(dir.path()) };
+    assert_eq!(room(&Server::open(none).expect("a server"), "server_disk_closed_bytes"), None);
+}
+
 #[test]
 fn a_closed_server_leaves_its_disk_to_others() {
     let dir = tempfile::tempdir().expect("a directory");

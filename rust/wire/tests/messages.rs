@@ -118,7 +118,14 @@ fn answer(parts: &Parts) -> Answer {
         8 => Answer::Stats(stats),
         9 => Answer::Anchors(Anchors { num_known: one, num_stored: two }),
         11 => {
-            Answer::Pinned(Pinned { num_namespaces: 7, num_salts: 3, host_bytes: one.into(), disk_bytes: parts.number })
+            let (host_bytes, num_changed) = (one.into(), two.into());
+            Answer::Pinned(Pinned {
+                num_namespaces: 7,
+                num_salts: 3,
+                host_bytes,
+                disk_bytes: parts.number,
+                num_changed,
+            })
         }
         12 => Answer::GivenUp(GivenUp {
             num_namespaces: 7,

@@ -237,6 +237,25 @@ fn each_namespace_has_its_disk_and_a_restart_finds_both() {
     assert!(server.take_events().iter().all(|event| !event.contains("cannot be opened")));
 }
 
+/// Its engine's log has the sentence, and there `host_size` is another setting.
+#[test]
+fn an_engine_with_too_large_chunks_hears_of_the_servers_own_option() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let config = ServerConfig { available_bytes: Some(1 << 30), ..server_config(dir.path()) };
+    let server = Server::open(config.clone()).expect("a server");
+    let large = || RemoteConfig { frame_bytes: 128 * FRAME, ..remote_config(dir.path()) };
+    let said = Remote::open(large()).expect_err("too large").to_string();
+    assert_eq!(
+        said,
+        "--host-size of this engine's kvloft server = 256 KiB holds no chunk, which is 524288 bytes here; make it at least \
+         that, or make chunks shorter (chunk_tokens)"
+    );
+    drop(server);
+    let _server = Server::open(ServerConfig { available_bytes: Some(FRAME), ..config }).expect("a server");
+    let said = Remote::open(remote_config(dir.path())).expect_err("no memory is left").to_string();
+    assert!(said.starts_with("--host-size of this engine's kvloft server = 256 KiB is more than the 4 KiB"), "{said}");
+}
+
 #[test]
 fn namespaces_are_bounded_and_frames_too_large_for_a_slab_are_refused() {
     let dir = tempfile::tempdir().expect("a directory");

@@ -58,7 +58,7 @@ fn a_tenant_goes_from_every_namespace_and_nobody_else() {
     let again = evict(&socket, &whose("", Some("a")), false, LONG).expect("done");
     assert_eq!(again, GivenUp { num_namespaces: 2, ..GivenUp::default() });
     let events = server.take_events().join("; ");
-    assert!(events.contains("24 chunks of one cache salt are evicted, as a person asked"), "{events}");
+    assert!(events.contains("evicted in namespace 0101010101010101 and 1 on disk only"), "{events}");
     let other = engine(dir.path(), 2);
     for (engine, nth) in [(&one, 1), (&other, 2)] {
         let of = |salt, has_adapter| found(engine, &chain(nth, salt, has_adapter, 0));
@@ -156,13 +156,13 @@ fn a_pinned_tenant_outlasts_others_and_is_told() {
     let socket = socket(dir.path());
     let error = pin(&socket, &whose("", Some("a")), true, LONG).expect_err("nothing is open");
     assert!(
-        error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("no such namespace open"),
+        error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("nothing can be pinned yet"),
         "{error}"
     );
     let one = engine(dir.path(), 1);
     save(&one, &chain(1, Some("a"), false, 0));
     let said = pin(&socket, &whose("", Some("a")), true, LONG).expect("done");
-    assert_eq!(said, Pinned { num_namespaces: 1, num_salts: 1, host_bytes: 6 * FRAME, disk_bytes: 0 });
+    assert_eq!(said, Pinned { num_namespaces: 1, num_salts: 1, host_bytes: 6 * FRAME, disk_bytes: 0, num_changed: 1 });
     save(&one, &chain(1, Some("a"), true, 1));
     press(&one, 1);
     assert_eq!([(false, 0), (true, 1)].map(|(lora, seed)| found(&one, &chain(1, Some("a"), lora, seed))), [6, 6]);
@@ -173,7 +173,7 @@ fn a_pinned_tenant_outlasts_others_and_is_told() {
     assert_eq!(found(&one, &chain(1, Some("a"), false, 0)), 0);
     assert_eq!(stat(&server.status().namespaces[0].stats, "pinned"), 0);
     let events = server.take_events().join("; ");
-    assert!(events.contains("pinned, as a person") && events.contains("pinned no more, as"), "{events}");
+    assert!(events.contains("pinned in namespace 01") && events.contains("unpinned in namespace 01"), "{events}");
 }
 
 #[test]
@@ -209,11 +209,69 @@ fn a_pin_says_what_there_is_of_its_own_salt() {
     let (socket, one) = (socket(dir.path()), engine(dir.path(), 1));
     save(&one, &chain(1, Some("a"), false, 0));
     let told = |salt, is_pinned| pin(&socket, &whose("", salt), is_pinned, LONG).expect("done");
-    let of_one = Pinned { num_namespaces: 1, num_salts: 1, host_bytes: 6 * FRAME, disk_bytes: 0 };
+    let of_one = Pinned { num_namespaces: 1, num_salts: 1, host_bytes: 6 * FRAME, disk_bytes: 0, num_changed: 1 };
     assert_eq!(told(Some("a"), true), of_one);
     assert_eq!(told(Some("unused"), true), Pinned { host_bytes: 0, ..of_one });
     assert_eq!(told(None, true), Pinned { num_salts: 2, ..of_one }, "without a salt, of all");
-    assert_eq!(told(Some("a"), false), Pinned { num_namespaces: 1, ..Pinned::default() });
+    assert_eq!(told(Some("a"), false), Pinned { num_namespaces: 1, num_changed: 1, ..Pinned::default() });
+}
+
+#[test]
+fn a_pin_says_in_how_many_namespaces_it_changes_something() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = serve(dir.path());
+    let (socket, _one) = (socket(dir.path()), engine(dir.path(), 1));
+    let changed = |salt, is_pinned| pin(&socket, &whose("", salt), is_pinned, LONG).expect("done").num_changed;
+    let twice = |salt, is_pinned| [changed(salt, is_pinned), changed(salt, is_pinned)];
+    assert_eq!(twice(Some("a"), false), [0, 0], "it never was");
+    assert_eq!(twice(Some("a"), true), [1, 0]);
+    assert_eq!(twice(None, true), [1, 0], "the namespace itself was not, only a salt of it");
+    assert_eq!(twice(None, false), [1, 0], "of both");
+    assert_eq!(changed(Some("a"), false), 0, "it went with everything");
+    assert_eq!((changed(Some("a"), true), twice(None, false)), (1, [1, 0]), "of a salt alone");
+    let _other = engine(dir.path(), 2);
+    pin(&socket, &whose("01", None), true, LONG).expect("done");
+    assert_eq!(changed(None, true), 1, "the other one");
+}
+
+#[test]
+fn a_log_names_the_tag_and_the_namespaces_of_an_order() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let (socket, one, _other) = (socket(dir.path()), engine(dir.path(), 1), engine(dir.path(), 2));
+    save(&one, &chain(1, Some("a"), false, 0));
+    let _before = server.take_events();
+    let said = || server.take_events().join("; ");
+    let tag = format!("{:016x}", u64::from_be_bytes(SaltTag::of("a").0));
+    let (first, second) = ("0101010101010101", "0202020202020202");
+    pin(&socket, &whose("01", Some("a")), true, LONG).expect("done");
+    assert_eq!(said(), format!("kvloft pin: the salt with tag {tag} pinned in namespace {first}"));
+    pin(&socket, &whose("", None), false, LONG).expect("done");
+    assert_eq!(said(), format!("kvloft pin: everything unpinned in namespaces {first}, {second}"));
+    pin(&socket, &whose("01", Some("a")), false, LONG).expect("done");
+    assert_eq!(said(), format!("kvloft pin: the salt with tag {tag} was not pinned in namespace {first}"));
+    pin(&socket, &whose("02", None), true, LONG).expect("done");
+    assert_eq!(said(), format!("kvloft pin: share of host memory pinned in namespace {second}"));
+    evict(&socket, &whose("", Some("a")), false, LONG).expect("done");
+    assert_eq!(
+        said(),
+        format!("kvloft evict: 6 chunks of the salt with tag {tag} evicted in namespaces {first}, {second}")
+    );
+    evict(&socket, &whose("01", None), true, LONG).expect("done");
+    assert_eq!(said(), format!("kvloft evict: 0 chunks of everything evicted from host memory in namespace {first}"));
+}
+
+#[test]
+fn a_pin_before_the_first_engine_says_what_to_do() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let _server = serve(dir.path());
+    let socket = socket(dir.path());
+    let said = |namespace| pin(&socket, &whose(namespace, Some("a")), true, LONG).expect_err("none").to_string();
+    for namespace in ["", "01"] {
+        assert!(said(namespace).contains("engines open them, so connect one and run this again"));
+    }
+    let _one = engine(dir.path(), 1);
+    assert!(said("02").contains("say --namespace with one of its own: 0101010101010101"));
 }
 
 #[test]

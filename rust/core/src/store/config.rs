@@ -81,13 +81,17 @@ impl DiskSettings {
 }
 
 impl StoreConfig {
-    /// `InvalidConfig` names the setting that is wrong, and the fix. Without I/O.
-    pub fn check(&self) -> Result<()> {
-        self.num_frames().map(drop)
+    /// `InvalidConfig` names the setting that is wrong, and the fix; `host_size` is what sets the host memory. Without I/O.
+    pub fn check(&self, host_size: &str) -> Result<()> {
+        self.frames_in(host_size).map(drop)
     }
 
     /// How many frames fit; `InvalidConfig` names the setting that is wrong, and the fix.
     pub(crate) fn num_frames(&self) -> Result<u32> {
+        self.frames_in("host_size")
+    }
+
+    fn frames_in(&self, host_size: &str) -> Result<u32> {
         let fail = |message: String| Err(Error::new(ErrorKind::InvalidConfig, message));
         let Self { frame_bytes, host_bytes, .. } = *self;
         if frame_bytes == 0 || !frame_bytes.is_multiple_of(FRAME_ALIGN) {
@@ -98,14 +102,15 @@ impl StoreConfig {
         }
         if host_bytes < frame_bytes {
             return fail(format!(
-                "host_size = {} holds no chunk; set host_size to at least {frame_bytes} bytes (one chunk)",
+                "{host_size} = {} holds no chunk, which is {frame_bytes} bytes here; make it at least that, or make chunks \
+                 shorter (chunk_tokens)",
                 size_text(host_bytes)
             ));
         }
         if let Some(available) = self.available_bytes.filter(|&available| host_bytes > available) {
             return fail(format!(
-                "host_size = {} is more than the {} of memory that this machine or container has left; lower host_size \
-                 or give it more memory",
+                "{host_size} = {} is more than the {} of memory that this machine or container has left; lower it, or give \
+                 the machine or container more memory",
                 size_text(host_bytes),
                 size_text(available)
             ));
@@ -113,8 +118,8 @@ impl StoreConfig {
         match u32::try_from(host_bytes / frame_bytes) {
             Ok(num_frames) if num_frames < u32::MAX => Ok(num_frames),
             _ => fail(format!(
-                "host_size = {} makes more than 2^32 chunks of {frame_bytes} bytes; lower host_size or make chunks \
-                 longer (chunk_tokens)",
+                "{host_size} = {} makes more than 2^32 chunks of {frame_bytes} bytes; lower it, or make chunks longer \
+                 (chunk_tokens)",
                 size_text(host_bytes)
             )),
         }

@@ -42,8 +42,8 @@ pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {
         Io::NotFound => "cannot be created there, for its file system takes no new directory",
         Io::InvalidFilename => "is not a possible file name",
         Io::Unsupported => "is on a file system without what a disk tier needs (flock)",
-        Io::PermissionDenied => return Error::io(advice("may not be written by this user"), error),
-        Io::ReadOnlyFilesystem => return Error::io(advice("is on a read-only file system"), error),
+        Io::PermissionDenied => return Error::new(ErrorKind::Io, advice("may not be written by this user")),
+        Io::ReadOnlyFilesystem => return Error::new(ErrorKind::Io, advice("is on a read-only file system")),
         _ => return Error::io(format!("cannot {action} disk_path {}", path.display()), error),
     };
     Error::new(ErrorKind::InvalidConfig, format!("{} ({error})", advice(never)))

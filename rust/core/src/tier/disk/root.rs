@@ -94,6 +94,12 @@ impl DiskRoot {
         drop(kept); // and with it, maybe, the lock: not under ours
     }
 
+    /// What namespaces take on disk that this process has not open; I/O. Errors of the system.
+    pub fn closed_bytes(&self, dir: &Path) -> io::Result<u64> {
+        let closed = namespaces::scan(dir, &self.open_names())?;
+        Ok(closed.iter().map(|found| found.bytes).fold(0, u64::saturating_add))
+    }
+
     /// The directory's lock, which this process has or takes now, and with it the directory; only one thread may ask at a time.
     fn lock(&self, dir: &Path) -> Result<Arc<DirLock>> {
         namespaces::make_dir(dir).map_err(|e| paths::dir_error("make", dir, e))?;

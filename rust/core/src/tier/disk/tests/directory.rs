@@ -95,6 +95,10 @@ fn test_only_what_can_never_work_is_the_settings_fault() {
             assert!(error.to_string().contains("disk_path /a/b") && !error.to_string().contains('['), "{error}");
         }
     }
+    for errno in [Errno::ACCESS, Errno::ROFS] {
+        let error = paths::dir_error("open", Path::new("/a/b"), errno.into()).to_string();
+        assert!(!error.contains("os error"), "its reason is said once: {error}");
+    }
 }
 
 #[test]

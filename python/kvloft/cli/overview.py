@@ -1,0 +1,89 @@
+"""What a person wants to know of a server first: is it well, how full are host memory and disk, who is there, what is found.
+
+All of it follows from what `_core.server_status` says, so it is of one moment, but for the room of the disk's file system, which
+the server looks at every few seconds. It must not know namespaces' tables.
+"""
+
+from typing import Any, Final
+
+from kvloft.cli.hits import hit_rate
+from kvloft.cli.rules import NONE
+from kvloft.cli.tables import Status, broken, disk_unused
+from kvloft.config import size_text
+
+GROWTH_BYTES: Final = 64 << 20
+"""Files on disk grow by about so much at a time."""
+
+
+def figures(status: Status) -> dict[str, Any]:
+    """For --json: bytes of the chunks in host memory and of the files on disk, and the sizes of both, the disk's path, free bytes
+    of its file system (None if not known, or without a disk), engines, the hit rate of all, a sentence for each problem.
+    """
+    stats, spaces = status["stats"], [space for space in status["namespaces"] if space["stats"]]
+    path = status["settings"].get("disk_path", NONE)
+    counts = {name: sum(space["stats"][name] for space in spaces) for name in ("lookup_chunks", "lookup_chunks_found")}
+    on_disk = sum(space["stats"]["disk_bytes"] for space in spaces) + stats.get("server_disk_closed_bytes", 0)
+    found = {
+        "host_used_bytes": sum(space["stats"]["frames_visible"] * space["frame_bytes"] for space in spaces),
+        "host_size_bytes": stats["server_host_bytes"],
+        "disk_path": path if path != NONE else None,
+        "disk_files_bytes": on_disk,
+        "disk_size_bytes": stats["server_disk_bytes"],
+        "disk_free_bytes": stats.get("server_disk_free_bytes"),
+        "engines": sum(len(space["engines"]) for space in status["namespaces"]),
+        "hit_rate": hit_rate(counts),
+    }
+    return found | {"problems": _problems(status, found)}
+
+
+def lines(status: Status, socket: str) -> list[str]:
+    """A line for each of them; the first says whether all is well."""
+    found = figures(status)
+    problems, num_engines, num_spaces = found["problems"], found["engines"], len(status["namespaces"])
+    well = "is well" if not problems else f"serves, with {len(problems)} problem{'s' if len(problems) > 1 else ''}"
+    in_spaces = f", in {num_spaces} namespace{'s' if num_spaces > 1 else ''}" if num_spaces else ""
+    return [
+        f"The kvloft server at unix:{socket} {well}{':' if problems else '.'}",
+        *problems,
+        f"host memory: {_part(found['host_used_bytes'], found['host_size_bytes'])} used",
+        f"disk: {_disk(status, found)}",
+        *([f"disk path: {found['disk_path']}"] if found["disk_path"] is not None else []),
+        f"engines: {num_engines:,} connected{in_spaces}",
+        f"hit rate: {_hits(status, found['hit_rate'])}",
+    ]
+
+
+def disk_full(status: Status, found: dict[str, Any] | None = None) -> list[str]:
+    """A line where the disk directory may still grow, and its file system has no room for that."""
+    found = found or figures(status)
+    free, left = found["disk_free_bytes"], found["disk_size_bytes"] - found["disk_files_bytes"]
+    if free is None or free >= min(left, GROWTH_BYTES):
+        return []
+    what = f"The file system of the disk {found['disk_path'] or ''} is full ({size_text(free)} free)"
+    return [f"{what}: new chunks take the place of others there, or are dropped."]
+
+
+def _problems(status: Status, found: dict[str, Any]) -> list[str]:
+    spaces, problems = status["namespaces"], [*disk_unused(status), *disk_full(status, found)]
+    fails = {line for space in spaces if space["stats"] for line in broken(space, status)}
+    return problems + sorted(fails)
+
+
+def _part(used: int, size: int) -> str:
+    return f"{size_text(used)} of {size_text(size)} ({used / max(size, 1):.1%})"
+
+
+def _disk(status: Status, found: dict[str, Any]) -> str:
+    if not found["disk_size_bytes"]:
+        return "none"
+    if disk_unused(status):
+        return f"not used for now, up to {size_text(found['disk_size_bytes'])}"
+    free = f"; its file system has {size_text(found['disk_free_bytes'])} free" if found["disk_free_bytes"] is not None else ""
+    return f"{_part(found['disk_files_bytes'], found['disk_size_bytes'])} in files{free}"
+
+
+def _hits(status: Status, rate: float | None) -> str:
+    if rate is None:
+        return "none yet: no engine has asked"
+    asked = sum(space["stats"].get("lookup_chunks", 0) for space in status["namespaces"])
+    return f"{rate:.1%} of {asked:,} chunks that engines asked for"

@@ -1,0 +1,131 @@
+"""`kvloft status` and `top`: what a person reads first of a server, and the same figures for a script."""
+
+import io
+import json
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+from watched import save, stats_of
+
+from kvloft import _core
+from kvloft.cli import status as status_command
+from kvloft.cli import top
+from kvloft.cli.__main__ import main
+from kvloft.config import size_text
+
+
+def shown_first(status: dict[str, Any]) -> list[str]:
+    """What status says before it tells of namespaces."""
+    console = Console(width=200, record=True, file=io.StringIO())
+    spaces = [space | {"namespace": space["namespace"].hex()} for space in status["namespaces"]]
+    status_command._print(status | {"namespaces": spaces}, "/kv.sock", console)
+    return console.export_text().split("\n\n")[0].splitlines()
+
+
+def looked_at(socket: str, **stats: int) -> dict[str, Any]:
+    """A status of that server, with other numbers of its own."""
+    status = _core.server_status(socket)
+    return status | {"stats": status["stats"] | stats, "settings": {"disk_path": "/a/disk"}}
+
+
+def test_a_person_reads_first_whether_a_server_is_well_and_how_full(socket: str) -> None:
+    status = looked_at(socket, server_disk_bytes=1 << 30, server_disk_free_bytes=5 << 30)
+    (space,) = status["namespaces"]
+    space["stats"] |= {"disk_bytes": 1 << 28, "lookup_chunks": 8, "lookup_chunks_found": 6}
+    assert shown_first(status) == [
+        "The kvloft server at unix:/kv.sock is well.",
+        "host memory: 12 KiB of 1 MiB (1.2%) used",
+        "disk: 256 MiB of 1 GiB (25.0%) in files; its file system has 5 GiB free",
+        "disk path: /a/disk",
+        "engines: 1 connected, in 1 namespace",
+        "hit rate: 75.0% of 8 chunks that engines asked for",
+    ]
+    status["stats"]["server_disk_closed_bytes"] = 1 << 28
+    assert "512 MiB of 1 GiB (50.0%) in files" in shown_first(status)[2], "also of namespaces that are not open"
+    del status["stats"]["server_disk_free_bytes"]
+    assert shown_first(status)[2].endswith("(50.0%) in files"), "before the first look"
+    assert shown_first(status | {"stats": status["stats"] | {"server_disk_bytes": 0}})[2] == "disk: none"
+
+
+@pytest.mark.parametrize(
+    ("free", "left", "is_full"),
+    [
+        (0, 1, True),
+        (64 << 20, 1 << 30, False),
+        ((64 << 20) - 1, 1 << 30, True),
+        (4096, 8192, True),
+        (8192, 8192, False),
+        (0, 0, False),
+    ],
+)
+def test_a_file_system_without_room_for_what_the_disk_may_still_take_is_told(
+    free: int, left: int, is_full: bool, socket: str
+) -> None:
+    taken = stats_of(socket)["disk_bytes"]
+    status = looked_at(socket, server_disk_bytes=taken + left, server_disk_free_bytes=free, server_disk_closed_bytes=0)
+    said = "The file system of the disk /a/disk is full"
+    told = [line for line in shown_first(status) if line.startswith(said)]
+    assert len(told) == is_full
+    assert shown_first(status)[0].endswith(" serves, with 1 problem:" if is_full else " is well.")
+    drawn = Console(width=200, record=True, file=io.StringIO())
+    drawn.print(top.picture(status, {}))
+    assert (said in drawn.export_text()) == is_full
+
+
+def test_a_disk_that_fails_is_a_problem_that_is_told_once(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status = looked_at(socket)
+    (space,) = status["namespaces"]
+    space["stats"]["disk_broken"] = 1
+    said = ["The kvloft server at unix:/kv.sock serves, with 1 problem:", "The disk tier is not used for now: it fails."]
+    assert shown_first(status)[:2] == said
+    status["stats"]["server_disk_unused"] = 1
+    assert shown_first(status)[:2] == [said[0], "The disk /a/disk is not used for now; the server's log says why."]
+
+
+def test_json_has_what_a_person_reads_first_and_all_that_it_had(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["status", "--json"], ["top", "--json", "--count", "1"]):
+        assert main([command[0], "--socket", socket, *command[1:]]) == 0
+        shown = json.loads(capsys.readouterr().out)
+        assert {"host_bytes", "slab_bytes", "stats", "settings", "namespaces"} <= shown.keys()
+        sizes = [shown[name] for name in ("host_used_bytes", "host_size_bytes", "disk_size_bytes", "engines")]
+        assert (sizes, shown["problems"], shown["disk_path"]) == ([3 * 4096, 1 << 20, 1 << 20, 1], [], None)
+        assert shown["disk_files_bytes"] == stats_of(socket)["disk_bytes"] > 0
+        assert shown["disk_free_bytes"] == shown["stats"]["server_disk_free_bytes"] > 0
+        assert shown["hit_rate"] is None
+
+
+def test_the_name_that_status_shows_is_taken_by_commands_and_the_whole_one_comes_last(
+    socket: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = _core.Session.connect(socket, frame_bytes=4096, namespace=b"\x1a" * 32, timeout_s=60.0)
+    save(other, [7, 8])
+    assert main(["status", "--socket", socket]) == 0
+    shown = capsys.readouterr().out
+    names = re.findall(r"^namespace ([0-9a-f]+): ", shown, re.MULTILINE)
+    assert names == ["00" * 8, "1a" * 8]
+    wholes = re.findall(r"^whole name: ([0-9a-f]{64})$", shown, re.MULTILINE)
+    assert wholes == ["00" * 32, "1a" * 32]
+    assert shown.index(wholes[0]) > shown.rindex("engine  "), "after all that changes"
+    for name in (names[1], wholes[1]):
+        assert main(["pin", "--socket", socket, "--namespace", name]) == 0
+        assert main(["evict", "--socket", socket, "--namespace", name, "--host-only"]) == 0
+        assert main(["clear", "--socket", socket, "--namespace", name, "--yes"]) == 0
+    assert "1 namespace pinned" in capsys.readouterr().out
+    assert [space["stats"]["frames_visible"] for space in _core.server_status(socket)["namespaces"]] == [3, 0]
+    other.close()
+
+
+def test_the_part_of_a_tier_is_of_its_whole_size_and_not_of_the_slabs_taken(socket: str) -> None:
+    status = looked_at(socket)
+    (space,) = status["namespaces"]
+    assert space["slabs"] * status["slab_bytes"] < status["host_bytes"], "else both were the same"
+    drawn = Console(width=150, record=True, file=io.StringIO())
+    drawn.print(top.picture(status, {}))
+    text = drawn.export_text()
+    (host,) = [line.split() for line in text.splitlines() if line.startswith("host ")]
+    assert host[:5] == ["host", "3", "12", "KiB", "1.2%"]
+    assert "full" not in text and "of size" in text
+    taken = size_text(space["slabs"] * status["slab_bytes"])
+    assert f"slabs of {taken} from 1 MiB host memory" in text

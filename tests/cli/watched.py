@@ -1,0 +1,17 @@
+"""What tests of `kvloft status`, `top` and the metrics do with a server that they watch."""
+
+from kvloft import _core
+
+
+def save(engine: _core.Session, prompt: list[int]) -> None:
+    chain = _core.KeyChain(bytes(32), block_tokens=1)
+    chain.append_tokens(prompt)
+    chunks, _ = engine.reserve(chain, 0, len(prompt), 0, [block + 1 for block in range(len(prompt))])
+    engine.settle(chunks.tickets())
+
+
+def stats_of(socket: str) -> dict[str, int]:
+    """Of the only namespace."""
+    (space,) = _core.server_status(socket)["namespaces"]
+    stats: dict[str, int] = space["stats"]
+    return stats
