@@ -4,9 +4,10 @@
 //! (a panic under the lock) answers with misses from then on. It must not know Python, tokens' meaning or what pages hold.
 //!
 //! From the ground up, each using only what is before it: `state` is all that the lock guards (with `books`, `owners`, `stats`,
-//! `waiters`, `watch`); `quota`, `kept` and `ages` say what an owner may have; `host`, `disk` and `entries` are the small moves; `filling`, `frames`,
-//! `slots`, `forget` and `recover` are made of them; then `lookup`, `load`, `save` and `jobs`; `opening` waits for a disk; `inner` is the lock, `lease`, `tend` and `threads`
-//! take it; `open` is a [`Store`], and `calls`, `changes`, `evict`, `share` and `tenants` are what it is asked.
+//! `waiters`, `watch`); `quota`, `kept` and `ages` say what an owner may have; `host`, `disk` and `entries` are the small moves;
+//! `filling`, `frames`, `slots`, `forget` and `recover` are made of them; then `lookup`, `load`, `save` and `jobs`; `opening` waits
+//! for a disk; `inner` is the lock, `lease`, `tend` and `threads` take it; `open` is a [`Store`], and `calls`, `changes`, `evict`,
+//! `share` and `tenants` are what it is asked.
 
 mod ages;
 mod books;
