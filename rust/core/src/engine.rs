@@ -5,14 +5,12 @@
 //! writer has to wait (I2). Tickets are the engine's own and count up for as long as it lives, whatever numbers the store
 //! gives its reservations: so a late report never settles another save.
 
-use std::collections::hash_map::Entry;
 use std::ops::Range;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use rustc_hash::FxHashMap;
-
 use crate::Result;
 use crate::batch::{BlocksByTier, ChunkBatch, NULL_BLOCK};
+use crate::flights::Flights;
 use crate::key::ChunkKey;
 use crate::session::{LeaseId, Session};
 use crate::store::{LeasedFrame, ToSave};
@@ -73,77 +71,6 @@ impl LoadRow<'_> {
     }
 }
 
-/// One chunk that is being saved.
-#[derive(Debug)]
-struct Save {
-    /// The store's number of it; None once the store forgot all that it had given out.
-    reservation: Option<u64>,
-    batch: Arc<ChunkBatch>,
-    /// Which one of the batch it is.
-    nth: usize,
-    /// Ranks that have yet to report it.
-    num_left: u32,
-    failed: bool,
-    /// A chunk that is not needed any more once this one is committed.
-    supersedes: Option<ChunkKey>,
-}
-
-/// Saves that some rank has not reported.
-#[derive(Debug)]
-struct Flights {
-    /// By ticket.
-    saves: FxHashMap<u64, Save>,
-    next_ticket: u64,
-    /// The store's highest number so far.
-    last_reservation: u64,
-    /// How many saves in flight read each block.
-    readers: FxHashMap<i32, u32>,
-}
-
-impl Flights {
-    /// These saves of `row` are planned: gives them their tickets.
-    fn add(&mut self, mut batch: ChunkBatch, num_ranks: u32, row: &SaveRow<'_>) -> Arc<ChunkBatch> {
-        let reservations = batch.number(self.next_ticket);
-        if reservations.first().is_some_and(|first| *first <= self.last_reservation) {
-            // The store began anew and knows nothing of what is in flight: it must not be told of it under old numbers.
-            self.saves.values_mut().for_each(|save| save.reservation = None);
-        }
-        self.last_reservation = reservations.last().copied().unwrap_or(self.last_reservation);
-        self.readers.reserve(reservations.len());
-        for block in batch.wanted_blocks() {
-            *self.readers.entry(block).or_default() += 1;
-        }
-        let batch = Arc::new(batch);
-        self.saves.reserve(reservations.len()); // a whole prompt's, at once instead of by doublings
-        for (nth, reservation) in reservations.into_iter().enumerate() {
-            let (reservation, batch) = (Some(reservation), Arc::clone(&batch));
-            let save = Save { reservation, batch, nth, num_left: num_ranks, failed: false, supersedes: None };
-            self.saves.insert(self.next_ticket, save);
-            self.next_ticket += 1;
-        }
-        if batch.wanted_blocks().last() == row.table.last().copied()
-            && let Some(save) = batch.tickets().last().and_then(|ticket| self.saves.get_mut(ticket))
-        {
-            save.supersedes = row.replaced;
-        }
-        batch
-    }
-
-    /// The save is in flight no longer.
-    fn remove(&mut self, ticket: u64) -> Option<Save> {
-        let save = self.saves.remove(&ticket)?;
-        for block in save.batch.chunk(save.nth).blocks {
-            if let Entry::Occupied(mut num) = self.readers.entry(*block) {
-                *num.get_mut() -= 1;
-                if *num.get() == 0 {
-                    num.remove();
-                }
-            }
-        }
-        Some(save)
-    }
-}
-
 /// A session, and what one engine has in flight in it.
 #[derive(Debug)]
 pub struct EngineSession {
@@ -155,9 +82,7 @@ pub struct EngineSession {
 impl EngineSession {
     /// Each of `num_ranks` reports every ticket once.
     pub fn new(session: Box<dyn Session>, num_ranks: u32) -> Self {
-        let (saves, readers) = (FxHashMap::default(), FxHashMap::default());
-        let flights = Flights { saves, next_ticket: 1, last_reservation: 0, readers };
-        Self { session, num_ranks, flights: Mutex::new(flights) }
+        Self { session, num_ranks, flights: Mutex::new(Flights::new()) }
     }
 
     /// The store behind it.
@@ -210,7 +135,8 @@ impl EngineSession {
         let mut added = Vec::with_capacity(rows.len());
         for ((row, got), (batch, without_kv)) in rows.iter().zip(got).zip(batches) {
             self.give_back(without_kv);
-            added.push((flights.add(batch, self.num_ranks, row), got.num_dropped));
+            let supersedes = row.replaced.filter(|_| batch.wanted_blocks().last() == row.table.last().copied());
+            added.push((flights.add(batch, self.num_ranks, supersedes), got.num_dropped));
         }
         Ok(added)
     }
@@ -219,20 +145,10 @@ impl EngineSession {
     /// are not in flight mean nothing.
     pub fn settle(&self, saved: &[u64], failed: &[u64]) -> (u32, usize) {
         let mut flights = self.flights();
-        for ticket in failed {
-            if let Some(save) = flights.saves.get_mut(ticket) {
-                save.failed = true;
-            }
-        }
+        failed.iter().for_each(|ticket| flights.fail(*ticket));
         let (mut written, mut aborted) = (Vec::with_capacity(saved.len()), Vec::new());
-        for ticket in saved.iter().chain(failed) {
-            match flights.saves.get_mut(ticket) {
-                Some(save) if save.num_left > 1 => save.num_left -= 1,
-                _ => {
-                    let Some(save) = flights.remove(*ticket) else { continue };
-                    (if save.failed || save.reservation.is_none() { &mut aborted } else { &mut written }).push(save);
-                }
-            }
+        for save in saved.iter().chain(failed).filter_map(|ticket| flights.report(*ticket)) {
+            (if save.failed || save.reservation.is_none() { &mut aborted } else { &mut written }).push(save);
         }
         drop(flights);
         self.give_back(aborted.iter().filter_map(|save| save.reservation));
@@ -258,8 +174,7 @@ impl EngineSession {
 
     /// Gives back everything that is in flight.
     pub fn abort_all(&self) {
-        let mut every: Vec<_> = self.flights().saves.keys().copied().collect();
-        every.sort_unstable(); // what happens to a store does not depend on chance
+        let every = self.flights().tickets();
         self.abort(&every);
     }
 
@@ -272,19 +187,17 @@ impl EngineSession {
 
     /// Forgets everything, also what is being saved.
     pub fn clear(&self) {
-        self.flights().saves.values_mut().for_each(|save| save.failed = true);
+        self.flights().fail_all();
         self.session.clear();
     }
 
     /// Saves that some rank has not reported.
     pub fn num_in_flight(&self) -> usize {
-        self.flights().saves.len()
+        self.flights().len()
     }
 
     /// Those of `blocks` that a save in flight reads; every such block for None.
     pub fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
-        let readers = &self.flights().readers;
-        let among = |blocks: &[i32]| blocks.iter().copied().filter(|block| readers.contains_key(block)).collect();
-        blocks.map_or_else(|| readers.keys().copied().collect(), among)
+        self.flights().being_read(blocks)
     }
 }

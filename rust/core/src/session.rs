@@ -13,6 +13,7 @@ use rustc_hash::FxHashMap;
 
 use crate::Result;
 use crate::key::ChunkKey;
+use crate::numbered::Numbered;
 pub use crate::store::ArenaInfo;
 use crate::store::{
     Anchors, Changes, Got, LeasedFrame, Listener, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store,
@@ -88,7 +89,8 @@ pub trait Session: Send + Sync + fmt::Debug {
 
 #[derive(Debug, Default)]
 struct Leases {
-    writes: FxHashMap<u64, WriteLease>,
+    /// By ticket.
+    writes: Numbered<WriteLease>,
     reads: FxHashMap<LeaseId, Arc<ReadLease>>,
     next: u64,
 }
@@ -137,7 +139,9 @@ impl Local {
     /// The reservations of `tickets` that are still open. What is dropped of them aborts, so not under the lock.
     fn take(&self, tickets: &[u64]) -> Vec<WriteLease> {
         let mut leases = self.leases();
-        tickets.iter().filter_map(|ticket| leases.writes.remove(ticket)).collect()
+        let mut taken = Vec::with_capacity(tickets.len());
+        taken.extend(tickets.iter().filter_map(|ticket| leases.writes.remove(*ticket)));
+        taken
     }
 }
 
@@ -175,7 +179,9 @@ impl Session for Local {
     fn reserve_many(&self, asked: &[ToSave<'_>]) -> Result<(Vec<Reservation>, Vec<Got>)> {
         let (leases, got) = self.store.reserve_many(Some(self.limit.load(Ordering::Relaxed)), asked)?;
         let reserved = leases.iter().map(|lease| *lease.reservation()).collect();
-        self.leases().writes.extend(leases.into_iter().map(|lease| (lease.reservation().ticket, lease)));
+        let writes = &mut self.leases().writes;
+        writes.reserve(leases.len());
+        leases.into_iter().for_each(|lease| writes.insert(lease.reservation().ticket, lease));
         Ok((reserved, got))
     }
 

@@ -32,6 +32,8 @@ const REUSED: u32 = 2;
 pub(super) struct Ghosts {
     /// Tags, the newest first.
     sets: Vec<[u32; WAYS]>,
+    /// Something was remembered: until then each look would be for nothing, and to cold memory.
+    has_any: bool,
 }
 
 /// Eight bytes of a key are enough for a hint.
@@ -43,7 +45,7 @@ impl Ghosts {
     /// For a tier of `capacity` chunks.
     pub(super) fn new(capacity: usize) -> Self {
         let num_sets = (capacity.saturating_mul(PER_CHUNK) / WAYS).clamp(1, MAX_SETS);
-        Self { sets: vec![[0; WAYS]; num_sets] }
+        Self { sets: vec![[0; WAYS]; num_sets], has_any: false }
     }
 
     /// The set of a fingerprint, and its tag there.
@@ -56,6 +58,7 @@ impl Ghosts {
 
     /// Remembers a chunk, and forgets the oldest of its set.
     pub(super) fn put(&mut self, fingerprint: u64, reused: bool) {
+        self.has_any = true;
         if let Some((set, tag)) = self.place(fingerprint) {
             set.rotate_right(1);
             set[0] = if reused { tag | REUSED } else { tag };
@@ -64,6 +67,9 @@ impl Ghosts {
 
     /// What is remembered of a chunk; it is forgotten with that.
     pub(super) fn take(&mut self, fingerprint: u64) -> Option<Ghost> {
+        if !self.has_any {
+            return None;
+        }
         let (set, tag) = self.place(fingerprint)?;
         let at = set.iter().position(|found| found & !REUSED == tag)?;
         let found = std::mem::take(&mut set[at]);

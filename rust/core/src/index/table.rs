@@ -70,8 +70,9 @@ impl Table {
     pub(super) fn insert(&mut self, key: &ChunkKey, id: ChunkId) {
         self.len += 1;
         self.reserve(self.len);
-        let at = self.find(hash(key), |_| false).1;
-        self.slots[at] = (hash(key), id.0 + 1);
+        let hash = hash(key);
+        let at = self.find(hash, |_| false).1;
+        self.slots[at] = (hash, id.0 + 1);
     }
 
     /// Takes an id out, if it is there, and moves those up that would not be found behind the gap.

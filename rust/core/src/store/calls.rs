@@ -102,9 +102,9 @@ impl Store {
     /// Makes filled chunks visible; returns how many became so. One whose parent is gone is aborted; one whose parent is
     /// not visible yet becomes visible with it. Leases of another store are aborted.
     pub fn commit(&self, leases: impl IntoIterator<Item = WriteLease>) -> u32 {
-        let (own, foreign): (Vec<_>, Vec<_>) = leases.into_iter().partition(|lease| lease.is_of(&self.inner));
-        drop(foreign);
-        let ids: Vec<_> = own.into_iter().map(WriteLease::disarm).collect();
+        let leases = leases.into_iter();
+        let mut ids = Vec::with_capacity(leases.size_hint().0);
+        ids.extend(leases.filter(|lease| lease.is_of(&self.inner)).map(WriteLease::disarm));
         self.inner.with_books(|state| ids.into_iter().map(|id| state.commit(id)).sum()).unwrap_or(0)
     }
 

@@ -1,0 +1,177 @@
+//! Saves in flight: which ranks have yet to report each, which blocks they read, and what becomes of them.
+//!
+//! What is reserved for one prefix has tickets in a row, so it is kept as one; a prompt of several KV cache groups has thousands of
+//! saves in few rows. It must not know a store: it hands out the numbers that the store gave.
+
+use std::collections::hash_map::Entry;
+use std::sync::Arc;
+
+use rustc_hash::FxHashMap;
+
+use crate::batch::ChunkBatch;
+use crate::key::ChunkKey;
+use crate::numbered::Numbered;
+
+/// Chunks that are being saved, with tickets in a row.
+#[derive(Debug)]
+struct Flight {
+    batch: Arc<ChunkBatch>,
+    /// One a chunk of the batch.
+    saves: Vec<Save>,
+    /// Of them, how many are not settled.
+    num_left: usize,
+    /// A chunk that is not needed any more once the batch's last one is committed.
+    supersedes: Option<ChunkKey>,
+}
+
+/// One of them.
+#[derive(Debug, Clone, Copy)]
+struct Save {
+    /// The store's number of it; None once the store forgot all that it had given out.
+    reservation: Option<u64>,
+    /// Ranks that have yet to report it; none once it is settled.
+    num_ranks_left: u32,
+    failed: bool,
+}
+
+/// One that is in flight no longer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Settled {
+    /// See `Save`.
+    pub(crate) reservation: Option<u64>,
+    /// Some rank could not write it, or it was forgotten.
+    pub(crate) failed: bool,
+    /// What is not needed any more if this is committed.
+    pub(crate) supersedes: Option<ChunkKey>,
+}
+
+/// Saves that some rank has not reported.
+#[derive(Debug)]
+pub(crate) struct Flights {
+    /// By their first tickets.
+    all: Numbered<Flight>,
+    num_saves: usize,
+    next_ticket: u64,
+    /// The store's highest number so far.
+    last_reservation: u64,
+    /// How many saves in flight read each block.
+    readers: FxHashMap<i32, u32>,
+}
+
+impl Flights {
+    pub(crate) fn new() -> Self {
+        let (all, readers) = (Numbered::default(), FxHashMap::default());
+        Self { all, num_saves: 0, next_ticket: 1, last_reservation: 0, readers }
+    }
+
+    /// Saves that some rank has not reported.
+    pub(crate) fn len(&self) -> usize {
+        self.num_saves
+    }
+
+    /// These are planned: gives them their tickets. Each of `num_ranks` reports each once. `supersedes` is not needed any more once
+    /// the last of them is committed.
+    pub(crate) fn add(
+        &mut self,
+        mut batch: ChunkBatch,
+        num_ranks: u32,
+        supersedes: Option<ChunkKey>,
+    ) -> Arc<ChunkBatch> {
+        let first = self.next_ticket;
+        let reservations = batch.number(first);
+        let (Some(lowest), Some(highest)) = (reservations.first(), reservations.last()) else { return Arc::new(batch) };
+        if *lowest <= self.last_reservation {
+            // The store began anew and knows nothing of what is in flight: it must not be told of it under old numbers.
+            self.saves_mut().for_each(|save| save.reservation = None);
+        }
+        self.last_reservation = *highest;
+        self.readers.reserve(reservations.len());
+        for block in batch.wanted_blocks() {
+            *self.readers.entry(block).or_default() += 1;
+        }
+        let batch = Arc::new(batch);
+        let save =
+            |reservation| Save { reservation: Some(reservation), num_ranks_left: num_ranks.max(1), failed: false };
+        let saves: Vec<_> = reservations.into_iter().map(save).collect();
+        let num_left = saves.len();
+        self.num_saves += num_left;
+        self.next_ticket += num_left as u64;
+        self.all.insert(first, Flight { batch: Arc::clone(&batch), saves, num_left, supersedes });
+        batch
+    }
+
+    fn saves_mut(&mut self) -> impl Iterator<Item = &mut Save> {
+        self.all.values_mut().flat_map(|flight| &mut flight.saves)
+    }
+
+    /// None of those in flight is to be committed.
+    pub(crate) fn fail_all(&mut self) {
+        self.saves_mut().for_each(|save| save.failed = true);
+    }
+
+    /// Those of `blocks` that a save in flight reads; every such block for None.
+    pub(crate) fn being_read(&self, blocks: Option<&[i32]>) -> Vec<i32> {
+        let among = |blocks: &[i32]| blocks.iter().copied().filter(|block| self.readers.contains_key(block)).collect();
+        blocks.map_or_else(|| self.readers.keys().copied().collect(), among)
+    }
+
+    /// Tickets in flight, in their order.
+    pub(crate) fn tickets(&self) -> Vec<u64> {
+        let of = |(first, flight): (u64, &Flight)| {
+            let is_left = |&(_, save): &(u64, &Save)| save.num_ranks_left > 0;
+            (first..).zip(&flight.saves).filter(is_left).map(|(ticket, _)| ticket).collect::<Vec<_>>()
+        };
+        self.all.iter().flat_map(of).collect()
+    }
+
+    /// A rank could not write the save.
+    pub(crate) fn fail(&mut self, ticket: u64) {
+        if let Some((_, flight, nth)) = find(&mut self.all, ticket) {
+            flight.saves[nth].failed = true;
+        }
+    }
+
+    /// A rank reported the save; what became of it, if it was the last one.
+    pub(crate) fn report(&mut self, ticket: u64) -> Option<Settled> {
+        let (_, flight, nth) = find(&mut self.all, ticket)?;
+        let save = &mut flight.saves[nth];
+        if save.num_ranks_left > 1 {
+            save.num_ranks_left -= 1;
+            return None;
+        }
+        self.remove(ticket)
+    }
+
+    /// The save is in flight no longer.
+    pub(crate) fn remove(&mut self, ticket: u64) -> Option<Settled> {
+        let (first, flight, nth) = find(&mut self.all, ticket)?;
+        let Save { reservation, failed, .. } = flight.saves[nth];
+        flight.saves[nth].num_ranks_left = 0;
+        flight.num_left -= 1;
+        self.num_saves -= 1;
+        for block in flight.batch.chunk(nth).blocks {
+            if let Entry::Occupied(mut num) = self.readers.entry(*block) {
+                *num.get_mut() -= 1;
+                if *num.get() == 0 {
+                    num.remove();
+                }
+            }
+        }
+        let is_last = nth + 1 == flight.saves.len();
+        let settled = Settled { reservation, failed, supersedes: flight.supersedes.filter(|_| is_last) };
+        if flight.num_left == 0 {
+            self.all.remove(first);
+        }
+        Some(settled)
+    }
+}
+
+/// A save that is in flight: the number of what it is one of, that, and its place there.
+fn find(all: &mut Numbered<Flight>, ticket: u64) -> Option<(u64, &mut Flight, usize)> {
+    let (first, flight) = all.up_to(ticket)?;
+    let nth = usize::try_from(ticket - first).ok()?;
+    flight.saves.get(nth).is_some_and(|save| save.num_ranks_left > 0).then_some((first, flight, nth))
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,114 @@
+//! `Flights` against one row a ticket in a map: reports of several ranks in any order, twice, of what is not in flight.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::{Flights, Settled};
+use crate::batch::ChunkBatch;
+use crate::io::FrameId;
+use crate::key::ChunkKey;
+use crate::store::Reservation;
+
+const RANKS: u32 = 2;
+
+#[derive(Debug, Clone)]
+enum Step {
+    /// So many chunks, whether the last one supersedes another, and whether the store begins anew with it.
+    Plan(u32, bool, bool),
+    /// So many tickets from one on, as a rank reports them.
+    Report(u64, u64),
+    Fail(u64),
+    FailAll,
+    /// No rank will report it.
+    Remove(u64),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        4 => (0..40_u32, any::<bool>(), prop::bool::weighted(0.1)).prop_map(|(num, with, anew)| Step::Plan(num, with, anew)),
+        8 => (0..200_u64, 0..60_u64).prop_map(|(from, num)| Step::Report(from, num)),
+        2 => (0..200_u64).prop_map(Step::Fail),
+        1 => Just(Step::FailAll),
+        2 => (0..200_u64).prop_map(Step::Remove),
+    ]
+}
+
+#[derive(Debug)]
+struct Row {
+    what: Settled,
+    num_left: u32,
+    block: i32,
+}
+
+fn planned(first: u64, num: u32) -> ChunkBatch {
+    let reservation = |nth: u32| Reservation {
+        ticket: first + u64::from(nth),
+        frame: FrameId(nth),
+        key: ChunkKey([7; 32]),
+        first_block: nth,
+        num_blocks: 1,
+    };
+    let table: Vec<_> = (1..).take(num as usize).collect(); // the same blocks each time: several saves may read one
+    ChunkBatch::of_saves(&(0..num).map(reservation).collect::<Vec<_>>(), &table, 0, 1).expect("it fits").0
+}
+
+fn reported(model: &mut BTreeMap<u64, Row>, ticket: u64) -> Option<Settled> {
+    let row = model.get_mut(&ticket)?;
+    row.num_left -= 1;
+    if row.num_left > 0 { None } else { model.remove(&ticket).map(|row| row.what) }
+}
+
+proptest! {
+    #[test]
+    fn each_save_is_settled_once_with_what_became_of_it(steps in prop::collection::vec(step(), 1..60)) {
+        let (mut flights, mut model) = (Flights::new(), BTreeMap::new());
+        let (mut next, mut number) = (1, 1);
+        for step in steps {
+            match step {
+                Step::Plan(num, with, anew) => {
+                    if anew && num > 0 {
+                        number = 1;
+                        model.values_mut().for_each(|row: &mut Row| row.what.reservation = None);
+                    }
+                    let supersedes = with.then_some(ChunkKey([num.to_le_bytes()[0]; 32]));
+                    let batch = flights.add(planned(number, num), RANKS, supersedes);
+                    let tickets: Vec<_> = (next..).take(num as usize).collect();
+                    prop_assert_eq!(batch.tickets(), &tickets);
+                    for (ticket, nth) in tickets.into_iter().zip(0..) {
+                        let is_last = nth + 1 == num;
+                        let supersedes = supersedes.filter(|_| is_last);
+                        let reservation = Some(number + u64::from(nth));
+                        let block = i32::try_from(nth).expect("few") + 1;
+                        let what = Settled { reservation, failed: false, supersedes };
+                        model.insert(ticket, Row { what, num_left: RANKS, block });
+                    }
+                    next += u64::from(num);
+                    number += u64::from(num);
+                }
+                Step::Report(from, num) => for ticket in from..from + num {
+                    prop_assert_eq!(flights.report(ticket), reported(&mut model, ticket), "ticket {}", ticket);
+                },
+                Step::Fail(ticket) => {
+                    flights.fail(ticket);
+                    model.get_mut(&ticket).into_iter().for_each(|row| row.what.failed = true);
+                }
+                Step::FailAll => {
+                    flights.fail_all();
+                    model.values_mut().for_each(|row| row.what.failed = true);
+                }
+                Step::Remove(ticket) => {
+                    prop_assert_eq!(flights.remove(ticket), model.remove(&ticket).map(|row| row.what));
+                }
+            }
+            prop_assert_eq!(flights.len(), model.len());
+            prop_assert_eq!(flights.tickets(), model.keys().copied().collect::<Vec<_>>());
+            let mut reads: Vec<_> = model.values().map(|row| row.block).collect();
+            reads.sort_unstable();
+            reads.dedup();
+            let mut found = flights.being_read(None);
+            found.sort_unstable();
+            prop_assert_eq!(found, reads);
+        }
+    }
+}

@@ -1,0 +1,73 @@
+//! `Numbered` against a map of the standard library.
+
+use std::collections::BTreeMap;
+
+use proptest::prelude::*;
+
+use super::{Numbered, SPARE};
+
+#[derive(Debug, Clone)]
+enum Step {
+    /// So many, each so much above the last.
+    Enter(usize, u64),
+    /// One that another thread was quicker with.
+    EnterBelow(u64),
+    /// So many from the nth on, in order, or the other way round.
+    Leave(usize, usize, bool),
+    Ask(u64),
+}
+
+fn step() -> impl Strategy<Value = Step> {
+    prop_oneof![
+        (0..200_usize, 1..3_u64).prop_map(|(num, apart)| Step::Enter(num, apart)),
+        (0..400_u64).prop_map(Step::EnterBelow),
+        (0..300_usize, 0..200_usize, any::<bool>()).prop_map(|(nth, num, is_turned)| Step::Leave(nth, num, is_turned)),
+        (0..600_u64).prop_map(Step::Ask),
+    ]
+}
+
+proptest! {
+    #[test]
+    fn is_a_map_whose_places_are_no_more_than_twice_its_values(steps in prop::collection::vec(step(), 1..40)) {
+        let (mut row, mut model, mut next) = (Numbered::default(), BTreeMap::new(), 1_u64);
+        let mut is_gone = std::collections::BTreeSet::new();
+        for step in steps {
+            match step {
+                Step::Enter(num, apart) => for _ in 0..num {
+                    next += apart;
+                    row.insert(next, next * 10);
+                    model.insert(next, next * 10);
+                },
+                Step::EnterBelow(number) => {
+                    row.insert(number, number * 7);
+                    model.insert(number, number * 7);
+                    is_gone.remove(&number);
+                    next = next.max(number);
+                }
+                Step::Leave(nth, num, is_turned) => {
+                    let mut some: Vec<_> = model.keys().copied().skip(nth).take(num).collect();
+                    if is_turned {
+                        some.reverse();
+                    }
+                    for number in some {
+                        prop_assert_eq!(row.remove(number), model.remove(&number));
+                        prop_assert_eq!(row.remove(number), None, "it left");
+                        is_gone.insert(number);
+                    }
+                }
+                Step::Ask(number) => {
+                    let found = row.up_to(number).map(|(number, value)| (number, *value));
+                    let below = model.range(..=number).next_back().map(|(number, value)| (*number, *value));
+                    let has_left = is_gone.range(..=number).next_back();
+                    let hides = has_left.is_some_and(|gone| below.is_none_or(|(own, _)| own < *gone));
+                    // A place that was given up says nothing; one that was not hides what is before it.
+                    prop_assert!(found == below || (hides && found.is_none()), "{found:?} {below:?}");
+                }
+            }
+            prop_assert_eq!(row.len(), model.len());
+            prop_assert_eq!(row.iter().map(|(number, value)| (number, *value)).collect::<BTreeMap<_, _>>(), model.clone());
+            prop_assert!(row.row.len() <= 2 * row.len() + SPARE);
+            prop_assert!(row.row.front().is_none_or(|(_, value)| value.is_some()));
+        }
+    }
+}
