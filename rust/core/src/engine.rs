@@ -145,7 +145,9 @@ impl EngineSession {
     /// are not in flight mean nothing.
     pub fn settle(&self, saved: &[u64], failed: &[u64]) -> (u32, usize) {
         let mut flights = self.flights();
-        failed.iter().for_each(|ticket| flights.fail(*ticket));
+        for ticket in failed {
+            flights.fail(*ticket);
+        }
         let (mut written, mut aborted) = (Vec::with_capacity(saved.len()), Vec::new());
         for save in saved.iter().chain(failed).filter_map(|ticket| flights.report(*ticket)) {
             (if save.failed || save.reservation.is_none() { &mut aborted } else { &mut written }).push(save);

@@ -181,7 +181,9 @@ impl Session for Local {
         let reserved = leases.iter().map(|lease| *lease.reservation()).collect();
         let writes = &mut self.leases().writes;
         writes.reserve(leases.len());
-        leases.into_iter().for_each(|lease| writes.insert(lease.reservation().ticket, lease));
+        for lease in leases {
+            writes.insert(lease.reservation().ticket, lease);
+        }
         Ok((reserved, got))
     }
 

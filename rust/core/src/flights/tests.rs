@@ -62,14 +62,16 @@ fn reported(model: &mut BTreeMap<u64, Row>, ticket: u64) -> Option<Settled> {
 proptest! {
     #[test]
     fn each_save_is_settled_once_with_what_became_of_it(steps in prop::collection::vec(step(), 1..60)) {
-        let (mut flights, mut model) = (Flights::new(), BTreeMap::new());
+        let (mut flights, mut model) = (Flights::new(), BTreeMap::<u64, Row>::new());
         let (mut next, mut number) = (1, 1);
         for step in steps {
             match step {
                 Step::Plan(num, with, anew) => {
                     if anew && num > 0 {
                         number = 1;
-                        model.values_mut().for_each(|row: &mut Row| row.what.reservation = None);
+                        for row in model.values_mut() {
+                            row.what.reservation = None;
+                        }
                     }
                     let supersedes = with.then_some(ChunkKey([num.to_le_bytes()[0]; 32]));
                     let batch = flights.add(planned(number, num), RANKS, supersedes);
@@ -91,11 +93,15 @@ proptest! {
                 },
                 Step::Fail(ticket) => {
                     flights.fail(ticket);
-                    model.get_mut(&ticket).into_iter().for_each(|row| row.what.failed = true);
+                    if let Some(row) = model.get_mut(&ticket) {
+                        row.what.failed = true;
+                    }
                 }
                 Step::FailAll => {
                     flights.fail_all();
-                    model.values_mut().for_each(|row| row.what.failed = true);
+                    for row in model.values_mut() {
+                        row.what.failed = true;
+                    }
                 }
                 Step::Remove(ticket) => {
                     prop_assert_eq!(flights.remove(ticket), model.remove(&ticket).map(|row| row.what));
