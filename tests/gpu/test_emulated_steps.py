@@ -92,9 +92,14 @@ class Pins:
 
 class Steps(RuleBasedStateMachine):
     @initialize(
-        seed=st.integers(0, 2**32), shape=st.sampled_from(sorted(SHAPES)), zeroes=st.booleans(), num_groups=st.sampled_from([1, 3, 4, 4]),
-        num_pinned=st.sampled_from([0, NUM_FRAMES, NUM_FRAMES, NUM_FRAMES]), few_pieces=st.booleans(), more_bytes=st.sampled_from([0, 5 * 4096]),
-    )  # fmt: skip
+        seed=st.integers(0, 2**32),
+        shape=st.sampled_from(sorted(SHAPES)),
+        zeroes=st.booleans(),
+        num_groups=st.sampled_from([1, 3, 4, 4]),
+        num_pinned=st.sampled_from([0, NUM_FRAMES, NUM_FRAMES, NUM_FRAMES]),
+        few_pieces=st.booleans(),
+        more_bytes=st.sampled_from([0, 5 * 4096]),
+    )
     def start(
         self, seed: int, shape: str, zeroes: bool, num_groups: int, num_pinned: int, few_pieces: bool, more_bytes: int
     ) -> None:
