@@ -324,6 +324,10 @@ def _peers(results: dict[str, Any]) -> Iterator[str]:
     texts = ", ".join(f"{name} {value:.1f}" for name, value in medians.items())
     yield from ("", "## First token of a known prompt from a server's host memory, beside others' servers", "")
     yield f"Medians, ms: {texts} (target: ours not above another's; {_verdict(medians['served'] <= min(others))})."
+    for name in medians:
+        found, asked = (results[name]["ttft"].get(key, []) for key in ("cached_tokens", "from_connector"))
+        if asked and any(ours < all_of_it for ours, all_of_it in zip(asked, found, strict=True)):
+            yield f"{name}: **not from its server**, for tokens were left in HBM: {asked} asked of it, {found} found."
 
 
 def _ranks(files: dict[str, Any]) -> Iterator[str]:

@@ -48,20 +48,24 @@ def problems(result: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
             yield f"tokens {name} differ from those of a cold cache"
     if runs["crowd_warm"]["tokens"] != crowd["tokens"]:
         yield "tokens crowd_warm differ from those of the crowd before"
-    if not sum(runs["crowd_warm"]["cached"]) > sum(crowd["cached"]):
-        yield "of the crowd's new prompts nothing was found when it came again"
+    if missing := [n for n, found in enumerate(runs["crowd_warm"]["cached"][len(cold["tokens"]) :]) if not found]:
+        yield f"of the crowd's new prompts nothing was found when they came again: {missing}"
+    for name in ("crowd", "crowd_warm"):
+        if any(ours < before for ours, before in zip(runs[name]["cached"], warm["cached"], strict=False)):
+            yield f"less was found {name} than warm: {runs[name]['cached']} for {warm['cached']}"
     if skipped["tokens"] == cold["tokens"]:
         yield "tokens do not depend on what is loaded"
     if any(ours < theirs - 16 for ours, theirs in zip(warm["cached"], runs["hbm"]["cached"], strict=True)):
         yield f"less was found than in vLLM's own cache: {warm['cached']} for {runs['hbm']['cached']}"
-    if len(warm["ranks"]) != num_ranks:
-        yield f"{len(warm['ranks'])} ranks answered, not {num_ranks}"
+    for name, found in runs.items():
+        if len(found["ranks"]) != num_ranks:
+            yield f"{len(found['ranks'])} ranks answered, not {num_ranks} ({name})"
     for name in ("warm", "crowd", "crowd_warm"):
         for rank, found in enumerate(runs[name]["ranks"]):
             if not found["loaded"] or found["loaded_differing"] or found["unknown"] or found.get("bad_chunks"):
                 yield f"rank {rank} loaded other pages than its forwards wrote, or none ({name}): {found}"
     for rank, blind in enumerate(skipped["ranks"]):
-        if blind["loaded_differing"] != blind["loaded"]:
+        if not blind["loaded"] or blind["loaded_differing"] != blind["loaded"]:
             yield f"rank {rank}: the audit did not see pages that were not loaded: {blind}"
 
 

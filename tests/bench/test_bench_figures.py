@@ -334,3 +334,13 @@ def test_the_report_says_what_was_wrong_in_a_rank(tmp_path: Path, capsys: pytest
     assert "| ranks_pp2 | warm | 5, 4 | 0, 1 |" in out
     assert "- ranks_pp2: **missed**; rank 1 loaded other pages\n- ranks_tp2: met" in out
     assert "- ranks_died: **missed**; ended with 1" in out
+
+
+def test_the_report_says_whose_tokens_were_left_in_hbm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Then its time is not that of a server: prompts between rounds were to empty the cache."""
+    both = {name: {"warm_ms": 70.0, "cached_tokens": [96, 96], "from_connector": [96, 96]} for name in ("served", "pegaflow")}
+    peers = {name: {"ttft": found} for name, found in both.items()}
+    assert "left in HBM" not in report(tmp_path, capsys, engine_peers=peers)
+    both["pegaflow"]["from_connector"] = [96, 32]
+    out = report(tmp_path, capsys, engine_peers=peers)
+    assert "pegaflow: **not from its server**" in out and "served: **not" not in out

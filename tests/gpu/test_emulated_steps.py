@@ -1,7 +1,8 @@
 """CudaMover's bytes on the emulated GPU: random steps that rewrite, read, save and load, against a dict of what each block holds.
 
 What a save stores is what its block held when it was asked for, whatever is rewritten since; what a forward reads is what was
-written, whatever is loaded meanwhile; a damaged frame is reported. Needs no GPU.
+written, whatever is loaded meanwhile; a damaged frame is reported. One group may have no pages, as on some pipeline stage: of its
+frames only the trailer is written, and of its blocks nothing. Needs no GPU.
 """
 
 import os
@@ -20,24 +21,33 @@ pytest.importorskip("torch", reason="torch is not installed")
 
 from batches import batch_of
 from emulated_gpu import emulated
-from gpu_support import POISON, Frames, key_of, make_mover, part_bytes_for, per_layer, turned
+from gpu_support import POISON, Frames, Paged, key_of, make_mover, part_bytes_for, per_layer, turned
 from kernels_oracle import chunk_tag
 
 from kvloft.seam.batch import ChunkCopy, GroupBatches
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda import mover as mover_module
-from kvloft.transfer.cuda.trailers import trailers_of
+from kvloft.transfer.cuda.trailers import TRAILER, trailers_of
 from kvloft.transfer.mover import Finished
 
 NUM_BLOCKS, NUM_FRAMES, CHUNK = 23, 61, 3
-KIND_OF = (0, 1, 0)
-"""Of each group, if there are several: the second sees the same pages in another order."""
+KIND_OF = (0, 1, 0, 2)
+"""Of each group, if there are several: the second sees the same pages in another order, the fourth has none."""
+SIZES = (CHUNK, CHUNK, 7)
+"""Blocks of a chunk, by kind."""
+FIELDS = ("magic", "key", "layout", "tag", "payload_bytes", "num_blocks", "rank")
+"""Of a trailer: what says something."""
 SHAPES = {
     "chunks share a piece": (37, {"ring": (2, 2 * 4096)}),
     "a chunk takes many pieces": (4099, {"ring": (2, 12 << 10)}),
     "three slots": (37, {"ring": (3, 3 * 4096)}),
 }
+
+
+def no_pages(paged: Paged) -> Paged:
+    """A group that has no layer on this stage."""
+    return Paged(paged.buffers, [], paged.num_blocks, digest=bytes([9] * 32))
 
 
 @dataclass
@@ -50,6 +60,8 @@ class Saved:
     payload: np.ndarray
     group: int = 0
     is_damaged: bool = False
+    before: np.ndarray | None = None
+    """The frame's bytes up to the trailer, if the save must leave them as they are."""
 
 
 @dataclass
@@ -62,26 +74,54 @@ class Wanted:
     is_bad: bool
 
 
+class Pins:
+    """Host memory that the test pins; `wait` and `close` as PinnedRange."""
+
+    def __init__(self, size_bytes: int, num_pinned_bytes: int) -> None:
+        self.size_bytes, self.num_pinned_bytes, self.is_over = size_bytes, num_pinned_bytes, num_pinned_bytes == size_bytes
+
+    @property
+    def is_complete(self) -> bool:
+        return self.num_pinned_bytes == self.size_bytes
+
+    def wait(self, _: object) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+
 class Steps(RuleBasedStateMachine):
     @initialize(
-        seed=st.integers(0, 2**32), shape=st.sampled_from(sorted(SHAPES)), zeroes=st.booleans(), num_groups=st.sampled_from([1, 3])
-    )  # fmt: skip
-    def start(self, seed: int, shape: str, zeroes: bool, num_groups: int) -> None:
+        seed=st.integers(0, 2**32),
+        shape=st.sampled_from(sorted(SHAPES)),
+        zeroes=st.booleans(),
+        num_groups=st.sampled_from([1, 3, 4, 4]),
+        num_pinned=st.sampled_from([0, NUM_FRAMES, NUM_FRAMES, NUM_FRAMES]),
+        few_pieces=st.booleans(),
+        more_bytes=st.sampled_from([0, 5 * 4096]),
+    )
+    def start(
+        self, seed: int, shape: str, zeroes: bool, num_groups: int, num_pinned: int, few_pieces: bool, more_bytes: int
+    ) -> None:
+        """``more_bytes``: what another stage's layers need more of a part."""
         self.zeroes, self.num_groups = zeroes, num_groups
         self.context = emulated(seed)
         self.gpu = self.context.__enter__()
         self.patch = pytest.MonkeyPatch()
         no_thread = SimpleNamespace(wake=lambda: None, close=lambda: None)
         self.patch.setattr(mover_module, "Feeder", lambda *_, **__: no_thread)
-        pinned = SimpleNamespace(is_complete=True, close=lambda: None, wait=lambda _: True)
-        self.patch.setattr(mover_module, "PinnedRange", lambda *_, **__: pinned)
+        for module in ("lanes", "saves", "shared") if few_pieces else ():
+            self.patch.setattr(f"kvloft.transfer.cuda.{module}.MAX_PIECES", 8)
         page, tuning = SHAPES[shape]
         self.paged = per_layer(2, NUM_BLOCKS, page, offset=3, gap=5)
         self.paged.poison()
-        self.frames = Frames(NUM_FRAMES, part_bytes_for(CHUNK * self.paged.block_bytes), rank=1, num_ranks=2)
-        self.kinds = [self.paged, turned(self.paged)]
-        several: Any = {"others": self.kinds[1:], "kind_of": KIND_OF} if num_groups > 1 else {}
-        self.mover = make_mover(self.paged, self.frames, CHUNK, gathers_first=zeroes, **several, **tuning)
+        self.frames = Frames(NUM_FRAMES, part_bytes_for(CHUNK * self.paged.block_bytes) + more_bytes, rank=1, num_ranks=2)
+        size_bytes = self.frames.memory.size_bytes
+        self.pins = Pins(size_bytes, num_pinned * self.frames.memory.frame_bytes)
+        self.patch.setattr(mover_module, "PinnedRange", lambda *_, **__: self.pins)
+        self.kinds = [self.paged, turned(self.paged), no_pages(self.paged)][: max(KIND_OF[:num_groups]) + 1]
+        several: Any = {"others": self.kinds[1:], "kind_of": KIND_OF[:num_groups]}
+        self.mover = make_mover(self.paged, self.frames, SIZES[: len(self.kinds)], gathers_first=zeroes, **several, **tuning)
         self.buffers = [buffer.numpy() for buffer in self.paged.buffers]
         self.random = np.random.default_rng(seed)
         self.held: dict[int, np.ndarray | None] = dict.fromkeys(range(NUM_BLOCKS))  # None: not to be relied on
@@ -172,7 +212,8 @@ class Steps(RuleBasedStateMachine):
             self.enqueue_forward(random, written)
         if loads:
             for wanted in loads:
-                self.held.update(dict.fromkeys(map(int, wanted.copy.blocks)))
+                if self.kinds[KIND_OF[wanted.saved.group]].planes:
+                    self.held.update(dict.fromkeys(map(int, wanted.copy.blocks)))
             self.loads[self.next_load] = loads
             plan = LoadPlan(ReqId("l"), self.next_load, self.batch([(wanted.saved.group, wanted.copy) for wanted in loads]))
             self.next_load += 1
@@ -190,6 +231,8 @@ class Steps(RuleBasedStateMachine):
 
     def seen_by(self, group: int, payload: np.ndarray) -> np.ndarray:
         """Blocks as the group's layers see them, out of them as the first's do; and the other way round, for it turns a block."""
+        if not self.kinds[KIND_OF[group]].planes:
+            return payload[:0]
         return payload if not KIND_OF[group] else payload.reshape(-1, 2, self.paged.block_bytes // 2)[:, ::-1].reshape(-1)
 
     def choose_loads(self, random: Random, mine: list[int], count: int) -> list[Wanted]:
@@ -210,15 +253,16 @@ class Steps(RuleBasedStateMachine):
     def choose_saves(self, random: Random, blocks: list[int], count: int) -> list[tuple[int, ChunkCopy]]:
         copies: list[tuple[int, ChunkCopy]] = []
         for _ in range(min(count, len(self.free))):
-            mine = random.sample(blocks, min(len(blocks), random.randint(1, CHUNK)))
+            group = random.randrange(self.num_groups)
+            mine = random.sample(blocks, min(len(blocks), random.randint(1, SIZES[KIND_OF[group]])))
             if not mine:
                 break
             frame = random.choice(sorted(self.free))
             self.free.remove(frame)
             ticket, self.next_ticket = self.next_ticket, self.next_ticket + 1
-            group = random.randrange(self.num_groups)
             payload = self.seen_by(group, np.concatenate([self.held[block] for block in mine]))  # type: ignore[misc]
-            self.unsaved[ticket] = Saved(frame, key_of(ticket), mine, payload, group)
+            before = None if len(payload) else self.frames.parts[frame, : -TRAILER.itemsize].copy()
+            self.unsaved[ticket] = Saved(frame, key_of(ticket), mine, payload, group, before=before)
             copies.append((group, ChunkCopy(frame, key_of(ticket), len(mine), 0, tuple(map(BlockId, mine)), Ticket(ticket))))
         return copies
 
@@ -231,6 +275,11 @@ class Steps(RuleBasedStateMachine):
         self.take(self.mover.poll())
 
     @rule()
+    def engine_sleeps(self) -> None:
+        """What is saved by then can be loaded: without this, most lives end before they load anything."""
+        self.take(self.mover.drain())
+
+    @rule()
     def feeders_run(self) -> None:
         for half in (self.mover._saves, self.mover._loads):
             with self.mover._shared.lock:
@@ -241,10 +290,23 @@ class Steps(RuleBasedStateMachine):
     def a_bit_flips(self, random: Random) -> None:
         being_loaded = {wanted.saved.frame for chunks in self.loads.values() for wanted in chunks}
         idle = [saved for saved in self.saved if saved.frame not in being_loaded and not saved.is_damaged]  # it may flip back
-        if idle and random.random() < 0.3:
+        if idle and random.random() < 0.5:
             saved = random.choice(idle)
-            self.frames.parts[saved.frame, random.randrange(len(saved.payload))] ^= 1 << random.randrange(8)
+            dtype, offset = TRAILER.fields[random.choice(FIELDS)][:2]  # type: ignore[index]
+            in_trailer = offset - TRAILER.itemsize + random.randrange(dtype.itemsize)
+            in_payload = random.randrange(max(1, len(saved.payload)))
+            at = in_trailer if not len(saved.payload) or random.random() < 0.4 else in_payload
+            self.frames.parts[saved.frame, at] ^= 1 << random.randrange(8)
             saved.is_damaged = True
+
+    @rule(num_frames=st.integers(1, 40), is_last=st.booleans())
+    def memory_is_pinned(self, num_frames: int, is_last: bool) -> None:
+        """``is_last``: the rest cannot be."""
+        pins, num_bytes = self.pins, num_frames * self.frames.memory.frame_bytes
+        if not pins.is_over:
+            pins.num_pinned_bytes = min(pins.size_bytes, pins.num_pinned_bytes + num_bytes)
+            pins.is_over = is_last or pins.is_complete
+            self.mover._feed_saves()
 
     @rule()
     def frames_are_given_to_others(self) -> None:
@@ -262,6 +324,8 @@ class Steps(RuleBasedStateMachine):
     # -- what comes back ------------------------------------------------------------------------------------------
 
     def take(self, done: Finished) -> None:
+        broken = self.mover._shared.broken
+        assert broken is None or self.gpu.is_broken, f"the mover gave up: {broken}"
         suspects = {
             int(b) for chunks in self.loads.values() for w in chunks if w.is_bad or self.gpu.is_broken for b in w.copy.blocks
         }
@@ -278,6 +342,8 @@ class Steps(RuleBasedStateMachine):
                     assert self.bad_blocks.issuperset(blocks), "a chunk that is not what was saved may be read"
                     self.bad_blocks.difference_update(blocks)
                     continue
+                if not len(wanted.payload):
+                    continue  # what is there is as it was: `held` says it still
                 got = np.concatenate([self.now(block) for block in blocks])
                 assert np.array_equal(got, wanted.payload), "a load brought something else"
                 self.held.update(zip(blocks, wanted.payload.reshape(len(blocks), -1), strict=True))
@@ -287,6 +353,8 @@ class Steps(RuleBasedStateMachine):
         for ticket in done.saved:
             saved = self.unsaved.pop(ticket)
             assert np.array_equal(self.frames.parts[saved.frame, : len(saved.payload)], saved.payload), "saved something else"
+            if saved.before is not None:
+                assert np.array_equal(self.frames.parts[saved.frame, : -TRAILER.itemsize], saved.before), "more than a trailer"
             page_bytes = [plane[3] for plane in self.kinds[KIND_OF[saved.group]].planes]
             assert int(trailers[saved.frame]["tag"]) == chunk_tag(saved.payload, page_bytes, len(saved.blocks))
             self.saved.append(saved)

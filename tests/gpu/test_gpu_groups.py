@@ -18,7 +18,7 @@ from kvloft.seam.batch import ChunkCopy, GroupBatches
 from kvloft.seam.ids import BlockId, ReqId
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.transfer.cuda.mover import CudaMover
-from kvloft.transfer.cuda.trailers import trailers_of
+from kvloft.transfer.cuda.trailers import TRAILER, trailers_of
 
 pytestmark = pytest.mark.gpu
 GROUPS = (0, 1, 0)
@@ -200,4 +200,22 @@ def test_what_is_wrong_in_one_group_is_told_and_the_others_arrive() -> None:
     done = rig.mover.drain()
     assert {result.load_id: [key for key, _ in result.bad_keys] for result in done.loads} == {1: [broken.key], 2: []}
     assert done.bad_blocks == set(broken.blocks)
+    rig.mover.close()
+
+
+@pytest.mark.parametrize("field", ["magic", "key", "layout", "tag", "payload_bytes", "num_blocks", "rank"])
+def test_a_damaged_trailer_of_a_group_without_pages_is_told(field: str) -> None:
+    """All that such a frame has: nothing else says that its chunk is another."""
+    rig = Rig(4096, "none")
+    rig.paged.randomize(3)
+    rig.save()
+    broken = rig.copies[1][3]
+    rig.frames.parts[broken.frame, TRAILER.fields[field][1] - TRAILER.itemsize] ^= 1  # type: ignore[index]
+    before = rig.paged.snapshot()
+    rig.mover.begin_step((), has_loads=True)
+    rig.mover.submit_loads([LoadPlan(ReqId("l"), 1, GroupBatches(((1, batch_of(rig.copies[1])),)))])
+    done = rig.mover.drain()
+    assert [key for result in done.loads for key, _ in result.bad_keys] == [broken.key]
+    assert done.bad_blocks == set(broken.blocks)
+    assert all(torch.equal(now, then) for now, then in zip(rig.paged.buffers, before, strict=True)), "it has no page to write"
     rig.mover.close()

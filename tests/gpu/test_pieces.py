@@ -47,6 +47,21 @@ def cases(draw: st.DrawFn):
     return shape, copies
 
 
+@pytest.mark.parametrize("blocks_per_chunk", [1, 7, MAX_BLOCKS + 1])
+@pytest.mark.parametrize("slot_bytes", [4096, 1 << 20])
+def test_chunks_without_pages_are_in_pieces_too(blocks_per_chunk: int, slot_bytes: int) -> None:
+    """In none, a load would never end. However long their chunks are where others have pages, here nothing is moved for them."""
+    shape = Shape(tiles_of([]), slot_bytes, 8192, blocks_per_chunk, 1000)
+    copies = [
+        ChunkCopy(frame, ChunkKey(bytes([frame]) * 32), blocks_per_chunk, 0, tuple(map(BlockId, range(blocks_per_chunk))))
+        for frame in range(MAX_SEGMENTS + 2)
+    ]
+    pieces = list(split(ChunkTable.of(batch_of(copies)), shape))
+    assert [(piece.begin, piece.end) for piece in pieces] == [(0, MAX_SEGMENTS), (MAX_SEGMENTS, MAX_SEGMENTS + 2)]
+    for piece in pieces:
+        assert (piece.num_tiles, piece.num_bytes, len(piece.block_ids), piece.runs) == (0, 0, 0, ())
+
+
 @given(cases())
 def test_pieces_of_a_save_fill_the_frames(case: tuple[Shape, list[ChunkCopy]]) -> None:
     shape, copies = case

@@ -308,6 +308,10 @@ def test_pipeline_stages_are_served_but_of_models_with_states_on_gpus(is_cpu: bo
     )
     with nullcontext() if is_cpu else refused:
         check_supported(stages, groups(FULL, GDN), "all")
+    elsewhere = groups(FULL, GDN)
+    elsewhere.kv_cache_groups[1].layer_names.clear()
+    with nullcontext() if is_cpu else refused:  # another stage has them
+        check_supported(stages, elsewhere, "all")
     monkeypatch.setattr(support, "HAS_GROUPS", False)
     with nullcontext() if is_cpu else pytest.raises(UnsupportedError, match=r"on GPUs with vLLM 0\.32 and newer"):
         check_supported(stages, groups(FULL))

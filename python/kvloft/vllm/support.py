@@ -190,7 +190,9 @@ def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str
     """Of pipeline parallelism. What is refused never ran, or not with pages on a GPU."""
     if (size := getattr(vllm_config.parallel_config, "pipeline_parallel_size", 1)) == 1:
         return
-    kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in layer_specs(kv_cache_config).values()}
+    # Of groups too: this rank may have no layer of one, and the scheduler is told of the first rank's layers only.
+    specs = [*group_specs(kv_cache_config), *layer_specs(kv_cache_config).values()]
+    kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs}
     if not HAS_GROUPS and not current_platform.is_cpu():
         yield f"serves pipeline_parallel_size={size} on GPUs with vLLM 0.32 and newer, where it ran; set it to 1"
     if "state" in kinds and not current_platform.is_cpu():

@@ -94,9 +94,10 @@ class Shape:
 
     @property
     def chunks_per_piece(self) -> int:
-        """0: chunks are cut. Those without pages take no room in a slot."""
-        in_slot = self.slot_bytes // self.part_bytes if self.block_tiles.tiles_per_block else MAX_SEGMENTS
-        return min(in_slot, MAX_SEGMENTS, MAX_BLOCKS // self.blocks_per_chunk)
+        """0: chunks are cut. Those without pages take no room in a slot, and name no blocks."""
+        if not self.block_tiles.tiles_per_block:
+            return MAX_SEGMENTS
+        return min(self.slot_bytes // self.part_bytes, MAX_SEGMENTS, MAX_BLOCKS // self.blocks_per_chunk)
 
 
 def split(table: ChunkTable, shape: Shape) -> Iterator[Piece]:
@@ -114,11 +115,12 @@ def _whole_chunks(table: ChunkTable, begin: int, end: int, shape: Shape) -> Piec
     tiles, num_chunks = shape.block_tiles, end - begin
     first, last = table.starts[begin], table.starts[end]
     total = last - first
+    named = last if tiles.tiles_per_block else first  # what is neither read nor written is waited for by nothing
     lengths = table.num_blocks[begin:end]
     are_full = total == num_chunks * shape.blocks_per_chunk
     segments = shape.full_segments if are_full else _segments(np.array(lengths), shape)
     return Piece(
-        begin, end, segments, table.block_ids[first:last], total * tiles.tiles_per_block, total * tiles.block_bytes,
+        begin, end, segments, table.block_ids[first:named], total * tiles.tiles_per_block, total * tiles.block_bytes,
         tuple(_runs(table.frames[begin:end], lengths, shape, are_full=are_full)),
     )  # fmt: skip
 
