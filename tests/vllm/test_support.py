@@ -79,7 +79,6 @@ def test_one_group_of_full_attention_is_served() -> None:
         settings(), groups(SinkFullAttentionSpec(block_size=32, num_kv_heads=1, head_size=32, dtype=torch.float32, sink_len=32))
     )
     check_supported(settings(), groups(per_layer(FULL, MLA)))
-    check_supported(settings(pipeline_parallel_size=2), groups(per_layer(FULL, replace(FULL, head_size=64))))
 
 
 @pytest.mark.parametrize(
@@ -301,6 +300,7 @@ def test_pipeline_stages_are_served_but_of_models_with_states_on_gpus(is_cpu: bo
     monkeypatch.setattr(support, "HAS_GROUPS", True)
     stages = settings(pipeline_parallel_size=2)
     check_supported(stages, groups(FULL))
+    check_supported(stages, groups(per_layer(FULL, replace(FULL, head_size=64))))
     check_supported(stages, groups(FULL, WINDOW, CHUNKED), "all")
     check_supported(settings(), groups(FULL, GDN), "all")
     refused = pytest.raises(
@@ -313,7 +313,7 @@ def test_pipeline_stages_are_served_but_of_models_with_states_on_gpus(is_cpu: bo
     with nullcontext() if is_cpu else refused:  # another stage has them
         check_supported(stages, elsewhere, "all")
     monkeypatch.setattr(support, "HAS_GROUPS", False)
-    with nullcontext() if is_cpu else pytest.raises(UnsupportedError, match=r"on GPUs with vLLM 0\.32 and newer"):
+    with pytest.raises(UnsupportedError, match=r"pipeline_parallel_size=2 with vLLM 0\.32 and newer"):
         check_supported(stages, groups(FULL))
 
 

@@ -193,8 +193,6 @@ def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str
     # Of groups too: this rank may have no layer of one, and the scheduler is told of the first rank's layers only.
     specs = [*group_specs(kv_cache_config), *layer_specs(kv_cache_config).values()]
     kinds = {KIND_OF_SPEC.get(type(spec).__name__) for spec in specs}
-    if not HAS_GROUPS and not current_platform.is_cpu():
-        yield f"serves pipeline_parallel_size={size} on GPUs with vLLM 0.32 and newer, where it ran; set it to 1"
     if "state" in kinds and not current_platform.is_cpu():
         yield f"serves pipeline_parallel_size={size} of models with states on CPUs only so far; set it to 1"
     if vllm_config.speculative_config is not None:
@@ -202,6 +200,8 @@ def _of_stages(vllm_config: Any, kv_cache_config: KVCacheConfig) -> Iterator[str
             f"does not serve pipeline_parallel_size={size} with speculative decoding, of which vLLM for CPUs dies "
             "(\"'CPUModelRunner' object has no attribute 'drafter'\"); set it to 1"
         )
+    if not HAS_GROUPS:
+        yield f"serves pipeline_parallel_size={size} with vLLM 0.32 and newer, where it ran; set it to 1"
 
 
 def transfer_warnings(transfer: Any) -> list[str]:
