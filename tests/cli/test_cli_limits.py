@@ -92,7 +92,7 @@ def test_people_see_what_tenants_have_and_no_salt(
     assert shown[0].splitlines()[6] == whole
     first = shown[2].splitlines()[0]
     assert first.endswith("…") and whole.startswith(first[:-1]) and 70 < len(first) <= 80, "short: `status` has it all"
-    for salt, its_tag, said in ((SALT, tag, "marked * below"), ("none's", None, "it has nothing here")):
+    for salt, its_tag, said in ((SALT, tag, "marked * below"), ("none's", None, "it has nothing in open namespaces")):
         assert main(["status", "--socket", socket, "--salt", salt]) == 0
         shown.append(capsys.readouterr().out)
         line = next(line for line in shown[-1].splitlines() if line.startswith("The salt's tag is "))
@@ -133,7 +133,9 @@ def test_salts_that_are_left_out_are_counted(num_salts: int, said: list[str]) ->
     assert tenant_table(space, 8)[1:] == said
 
 
-@pytest.mark.parametrize(("num_salts", "said"), [(1, "it has nothing here"), (2, "it is not among those that have most")])
+@pytest.mark.parametrize(
+    ("num_salts", "said"), [(1, "it has nothing in open namespaces"), (2, "it is not among those that have most")]
+)
 def test_a_salt_that_is_not_listed_may_have_something(num_salts: int, said: str) -> None:
     spaces: list[dict[str, object]] = [{"tenants": [tenant("ab"), tenant(None)], "stats": {"salts": num_salts}}]
     assert whose("cd", spaces) == f"The salt's tag is cd; {said}."

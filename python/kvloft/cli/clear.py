@@ -14,8 +14,9 @@ def add_parser(subparsers: Any) -> None:
         help="empty a server's memory and disk",
         description=(
             "Empty a server: nothing that a namespace holds now, in memory or on disk, is found again by any of its engines. They "
-            "go on and save anew. Exit status: 0; 1 where no server answers, or where the answer was not yes: without --yes, it "
-            "asks on a terminal and clears nothing elsewhere; 2 where it has several and none is named."
+            "go on and save anew. A namespace that is on disk only, for no engine came yet, is one of them. Exit status: 0; 1 "
+            "where no server answers, or where the answer was not yes: without --yes, it asks on a terminal and clears nothing "
+            "elsewhere; 2 where it has several and none is named."
         ),
     )
     add_socket(parser)

@@ -106,7 +106,7 @@ def whose(tag: str, spaces: list[dict[str, Any]]) -> str:
         return f"The salt's tag is {tag}, marked * below."
     num_listed = [sum(tenant["tag"] is not None for tenant in space["tenants"]) for space in spaces]
     are_all = all(space["stats"].get("salts", 0) <= num for space, num in zip(spaces, num_listed, strict=True))
-    return f"The salt's tag is {tag}; it {'has nothing here' if are_all else 'is not among those that have most'}."
+    return f"The salt's tag is {tag}; it {'has nothing in open namespaces' if are_all else 'is not among those that have most'}."
 
 
 def tenant_table(space: Status, limit: int, marked: str | None = None) -> list[Table | str]:

@@ -69,10 +69,10 @@ impl Shared {
     /// Looks at the directory's room; where that fails, what was found before stands.
     fn measure(&self, dir: &Path) {
         let found = rustix::fs::statvfs(dir).map_err(std::io::Error::from);
-        let closed = self.namespaces.disk.closed_bytes(dir);
-        if let (Ok(found), Ok(closed_bytes)) = (found, closed) {
+        let closed = self.namespaces.disk.closed(dir);
+        if let (Ok(found), Ok(closed)) = (found, closed) {
             let free_bytes = found.f_bavail.saturating_mul(found.f_frsize);
-            let room = DiskRoom { free_bytes, closed_bytes };
+            let room = DiskRoom { free_bytes, closed };
             *self.disk_room.lock().unwrap_or_else(PoisonError::into_inner) = Some(room);
         }
     }

@@ -172,17 +172,6 @@ impl Namespaces {
         locked(&self.books).pool.as_ref().map(|pool| (pool.size_bytes(), pool.slab_bytes()))
     }
 
-    /// The one whose name begins so; of several, none. `InvalidConfig` with what there is.
-    pub(crate) fn find(&self, prefix: &str) -> Result<Option<Arc<Space>>> {
-        let all = self.all();
-        let mut found = all.iter().filter(|space| hex(&space.hello.namespace).starts_with(prefix));
-        match (found.next(), found.next()) {
-            (Some(one), None) => Ok(Some(Arc::clone(one))),
-            (None, _) if all.is_empty() && prefix.is_empty() => Ok(None),
-            (first, _) => Err(self.none_of(if first.is_some() { "several namespaces" } else { "no such namespace" })),
-        }
-    }
-
     /// Why a name does not do, with those that do.
     pub(crate) fn none_of(&self, what: &str) -> Error {
         let ids: Vec<_> = self.all().iter().map(|space| id(&space.hello.namespace)).collect();

@@ -13,6 +13,10 @@ use crate::shared::Shared;
 use crate::space::{Space, id, unix_s};
 use crate::threads::spawn;
 
+/// Longest work at emptying a namespace; `kvloft clear` waits a little longer.
+const FORGET_TIMEOUT: Duration = Duration::from_secs(25);
+/// Longest wait for the list of namespaces on disk.
+const LIST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest work of a server at one order.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(50);
 
@@ -56,7 +60,7 @@ impl Shared {
     ) -> Result<BTreeSet<String>> {
         if let (Some(salt), Some(disk), false) = (whose.salt, &self.config.disk, is_host_only) {
             let (disk, root, prefix) = (disk.clone(), Arc::clone(&self.namespaces.disk), whose.namespace.clone());
-            let erased = self.erase_within(deadline, move || erase_closed(&disk, &root, &prefix, salt))?;
+            let erased = self.erase_within(deadline, move || erase_closed(&disk, &root, &prefix, Some(salt)))?;
             all.num_namespaces += erased.num_namespaces;
             all.num_chunks += erased.num_chunks;
             all.disk_bytes += erased.num_bytes;
@@ -64,6 +68,67 @@ impl Shared {
             return Ok(erased.open);
         }
         Ok(BTreeSet::new())
+    }
+
+    /// Empties the namespace whose name begins so, also one that is on disk only; returns how many chunks there were. `InvalidConfig`
+    /// if there is not one, `Busy` if some of it may still be on disk.
+    pub(crate) fn forget(&self, name: &str) -> Result<u64> {
+        let deadline = Instant::now() + FORGET_TIMEOUT;
+        let closed = self.closed(name, deadline);
+        let open = self.namespaces.all_of(name);
+        match (open.as_slice(), closed.as_slice()) {
+            ([space], []) => Ok(self.forget_open(space)),
+            ([], [one]) => self.forget_closed(one, deadline),
+            ([], []) if name.is_empty() => Ok(0),
+            ([], []) => Err(self.namespaces.none_of("no such namespace")),
+            _ => {
+                let ids: Vec<_> = open.iter().map(|space| id(&space.hello.namespace)).chain(closed).collect();
+                let message = format!(
+                    "this kvloft server has several namespaces, open or on disk only; say --namespace with one of {}",
+                    ids.join(", ")
+                );
+                Err(Error::new(ErrorKind::InvalidConfig, message))
+            }
+        }
+    }
+
+    fn forget_open(&self, space: &Space) -> u64 {
+        let Some(store) = space.store() else { return 0 };
+        let count = || store.stats().into_iter().find(|(name, _)| *name == "cleared").map_or(0, |(_, number)| number);
+        let before = count();
+        store.clear();
+        let num_chunks = count() - before;
+        self.tell_forgotten(num_chunks, &id(&space.hello.namespace));
+        num_chunks
+    }
+
+    fn forget_closed(&self, name: &str, deadline: Instant) -> Result<u64> {
+        let Some(disk) = self.config.disk.clone() else { return Ok(0) };
+        let (root, prefix) = (Arc::clone(&self.namespaces.disk), name.to_owned());
+        let erased = self.erase_within(deadline, move || erase_closed(&disk, &root, &prefix, None))?;
+        self.tell_forgotten(erased.num_chunks, name);
+        if erased.is_cut_short || !erased.open.is_empty() {
+            let message = format!(
+                "namespace {name} is not empty yet: it is being opened, or the disk does not answer; run this again"
+            );
+            return Err(Error::new(ErrorKind::Busy, message));
+        }
+        Ok(erased.num_chunks)
+    }
+
+    fn tell_forgotten(&self, num_chunks: u64, id: &str) {
+        let chunks = if num_chunks == 1 { "chunk" } else { "chunks" };
+        self.tell(format!("kvloft clear: {num_chunks} {chunks} of namespace {id} forgotten"));
+    }
+
+    /// Names of namespaces that are on disk only and begin so, as `kvloft status` prints names; none where the disk does not say.
+    fn closed(&self, prefix: &str, deadline: Instant) -> Vec<String> {
+        let Some(disk) = self.config.disk.clone() else { return Vec::new() };
+        let (root, (send, receive)) = (Arc::clone(&self.namespaces.disk), mpsc::channel());
+        let list = spawn("list", move || drop(send.send(root.closed(&disk.dir))));
+        let found = list.ok().and_then(|_| receive.recv_timeout(LIST_TIMEOUT.min(deadline - Instant::now())).ok());
+        let names = found.and_then(std::io::Result::ok).unwrap_or_default().into_keys();
+        names.filter(|name| name.starts_with(prefix) || prefix.starts_with(name.as_str())).collect()
     }
 
     /// What `erase` comes to, in a thread of its own, which may be left with a disk that hangs: until it is done there is no other.

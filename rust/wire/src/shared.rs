@@ -120,27 +120,13 @@ impl Shared {
         Ok(seat)
     }
 
-    /// Empties the namespace whose name begins so; returns how many chunks there were. `InvalidConfig` if there is not one.
-    pub(crate) fn forget(&self, name: &str) -> Result<u64> {
-        let Some(space) = self.namespaces.find(name)? else { return Ok(0) };
-        let Some(store) = space.store() else { return Ok(0) };
-        let count = || store.stats().into_iter().find(|(name, _)| *name == "cleared").map_or(0, |(_, number)| number);
-        let before = count();
-        store.clear();
-        let num_chunks = count() - before;
-        let id = id(&space.hello.namespace);
-        let chunks = if num_chunks == 1 { "chunk" } else { "chunks" };
-        self.tell(format!("kvloft clear: {num_chunks} {chunks} of namespace {id} forgotten"));
-        Ok(num_chunks)
-    }
-
     /// Why the disk directory is not the server's for now; None where it is, or there is none.
     pub(crate) fn disk_trouble(&self) -> Option<String> {
         self.disk_trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     fn disk_room(&self) -> Option<DiskRoom> {
-        *self.disk_room.lock().unwrap_or_else(PoisonError::into_inner)
+        self.disk_room.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     pub(crate) fn status(&self) -> Status {
@@ -156,7 +142,8 @@ impl Shared {
             ("server_disk_bytes", self.config.disk.as_ref().map_or(0, |disk| disk.cap_bytes)),
             ("server_disk_unused", self.disk_trouble().is_some().into()),
         ];
-        let room = self.disk_room().map(|DiskRoom { free_bytes, closed_bytes }| {
+        let room = self.disk_room().map(|DiskRoom { free_bytes, closed }| {
+            let closed_bytes = self.namespaces.disk.bytes_closed(&closed);
             [("server_disk_free_bytes", free_bytes), ("server_disk_closed_bytes", closed_bytes)]
         });
         let stats = stats.into_iter().chain(room.into_iter().flatten());

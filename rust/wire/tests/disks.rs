@@ -76,6 +76,22 @@ fn a_disk_that_is_had_says_what_it_has_room_for() {
 }
 
 #[test]
+fn a_namespace_that_is_opened_again_does_not_count_twice() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = Server::open(with_disk(dir.path())).expect("a server");
+    let engine = connect(dir.path());
+    assert_eq!(save(&engine, &chain(1, 3)), 3);
+    assert!(engine.flush(LONG));
+    server.close(LONG);
+    drop((engine, server));
+    let server = Server::open(with_disk(dir.path())).expect("a server");
+    assert!(room(&server, "server_disk_closed_bytes").expect("it was looked at") >= 3 * FRAME);
+    let engine = connect(dir.path());
+    assert_eq!(found(&engine, &chain(1, 3)), 3);
+    assert_eq!(room(&server, "server_disk_closed_bytes"), Some(0), "it is not looked at again for seconds");
+}
+
+#[test]
 fn a_closed_server_leaves_its_disk_to_others() {
     let dir = tempfile::tempdir().expect("a directory");
     let [of_first, of_second] = servers(dir.path());

@@ -177,8 +177,14 @@ impl State {
     }
 }
 
-/// Erases what hangs on roots of a salt in those namespaces of a disk directory that no store has open: of names, in hex, that begin
-/// with `prefix`. `root` is that of the stores. `Io` if the directory cannot be listed.
-pub fn erase_closed(settings: &DiskSettings, root: &Arc<DiskRoot>, prefix: &str, salt: SaltTag) -> Result<Erased> {
-    disk::erase(&settings.dir, settings.cap_bytes, root, prefix, |first| SaltTag::of_root(&first.parent) == Some(salt))
+/// Erases what hangs on roots of a salt, or everything, in those namespaces of a disk directory that no store has open: of names, in
+/// hex, that begin with `prefix`. `root` is that of the stores. `Io` if the directory cannot be listed.
+pub fn erase_closed(
+    settings: &DiskSettings,
+    root: &Arc<DiskRoot>,
+    prefix: &str,
+    salt: Option<SaltTag>,
+) -> Result<Erased> {
+    let is_meant = |root: &crate::ChunkKey| salt.is_none() || SaltTag::of_root(root) == salt;
+    disk::erase(&settings.dir, settings.cap_bytes, root, prefix, |first| is_meant(&first.parent))
 }

@@ -94,10 +94,23 @@ impl DiskRoot {
         drop(kept); // and with it, maybe, the lock: not under ours
     }
 
-    /// What namespaces take on disk that this process has not open; I/O. Errors of the system.
-    pub fn closed_bytes(&self, dir: &Path) -> io::Result<u64> {
-        let closed = namespaces::scan(dir, &self.open_names())?;
-        Ok(closed.iter().map(|found| found.bytes).fold(0, u64::saturating_add))
+    /// Namespaces on disk that this process has not open, by their directories' names, and the bytes that each takes; I/O. A
+    /// directory that is not there has none. Errors of the system.
+    pub fn closed(&self, dir: &Path) -> io::Result<BTreeMap<String, u64>> {
+        match namespaces::scan(dir, &self.open_names()) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(BTreeMap::new()),
+            found => Ok(found?.into_iter().map(|found| (found.name, found.bytes)).collect()),
+        }
+    }
+
+    /// Bytes of those of `measured` that are not open now, either.
+    pub fn bytes_closed(&self, measured: &BTreeMap<String, u64>) -> u64 {
+        let open = self.open_names();
+        measured
+            .iter()
+            .filter(|(name, _)| !open.contains(*name))
+            .map(|(_, bytes)| bytes)
+            .fold(0, |sum, of| sum.saturating_add(*of))
     }
 
     /// The directory's lock, which this process has or takes now, and with it the directory; only one thread may ask at a time.
