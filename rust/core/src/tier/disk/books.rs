@@ -1,6 +1,8 @@
 //! What changes while a tier is open: who has which slot, the counters, the few lines that a person should see, and who grows
 //! the files. Data only.
 
+use std::time::Instant;
+
 use super::slots::Slots;
 use super::types::DiskStats;
 
@@ -55,4 +57,5 @@ pub(super) struct Growth {
     /// The last growth failed; a person was told.
     pub(super) is_refused: bool,
     pub(super) asks_to_skip: u32,
+    pub(super) refused_at: Option<Instant>,
 }

@@ -4,7 +4,7 @@
 //! while the directory has one owner (`root`). No lock is held while files grow or namespaces are deleted.
 
 use std::sync::PoisonError;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use super::books::Grower;
 use super::root::{Owner, Room};
@@ -13,6 +13,8 @@ use super::types::SlotId;
 
 /// After the files could not grow, so many asks are turned away before it is tried again: room may come back one day.
 const ASKS_BEFORE_RETRY: u32 = 256;
+/// And no longer than this, for where few ask.
+const RETRY_AFTER: Duration = Duration::from_secs(2);
 /// Longest wait for another thread that grows the files. An extent is usually there in a few milliseconds, and who does not
 /// wait for it gives up a chunk for a slot.
 const MAX_WAIT: Duration = Duration::from_millis(100);
@@ -80,13 +82,15 @@ impl DiskTier {
             }
             to = have + (to - have) / 2;
         }
-        self.growth().asks_to_skip = ASKS_BEFORE_RETRY;
+        let mut growth = self.growth();
+        (growth.asks_to_skip, growth.refused_at) = (ASKS_BEFORE_RETRY, Some(Instant::now()));
         have
     }
 
     fn is_pointless(&self) -> bool {
         let mut growth = self.growth();
-        let skip = growth.asks_to_skip > 0;
+        let is_recent = growth.refused_at.is_some_and(|at| at.elapsed() < RETRY_AFTER);
+        let skip = growth.asks_to_skip > 0 && is_recent;
         growth.asks_to_skip = growth.asks_to_skip.saturating_sub(1);
         skip
     }

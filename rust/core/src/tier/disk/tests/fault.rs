@@ -165,7 +165,21 @@ fn test_files_that_cannot_grow_stop_growing_and_keep_what_is_there() {
     }
     // Room may come back: it is tried again after a while, not at every ask.
     let asks = (1..1000).find(|_| tier.reserve().is_some()).expect("it grows again");
-    assert_eq!(asks, 257);
+    assert!(asks <= 257, "{asks}");
+}
+
+#[test]
+fn test_files_that_could_not_grow_are_tried_again_soon_although_few_ask() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tier, files) = faulty(&config(dir.path(), 64));
+    files.inject(Rule::new(Fault::Refuse(ENOSPC)));
+    assert_eq!(tier.reserve(), None);
+    files.heal();
+    let is_there = (0..200).any(|_| {
+        std::thread::sleep(std::time::Duration::from_millis(50));
+        tier.reserve().is_some()
+    });
+    assert!(is_there, "200 asks are too few to count");
 }
 
 #[test]
