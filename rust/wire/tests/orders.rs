@@ -7,12 +7,17 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use common::{FRAME, LONG, found, remote_config, save, serve, server_config, socket, stat, until, whole, with_disk};
+use common::{FRAME, LONG, found, remote_config, save, server_config, socket, stat, until, whole, with_disk};
 use kvloft_core::ErrorKind;
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Prefix};
 use kvloft_wire::{GivenUp, Pinned, Remote, RemoteConfig, Server, ServerConfig, Whose, evict, pin, status};
+
+/// Orders come one behind the other, each by a connection of its own, and a server may see the end of one later.
+fn serve(dir: &Path) -> Server {
+    Server::open(ServerConfig { max_connections: 100, ..server_config(dir) }).expect("a server")
+}
 
 fn engine(dir: &Path, nth: u8) -> Remote {
     Remote::open(RemoteConfig { namespace: [nth; 32], ..remote_config(dir) }).expect("a client")

@@ -189,7 +189,7 @@ fn a_shape_that_does_not_fit_is_refused_in_one_sentence() {
     let _server = serve(dir.path());
     let error =
         Remote::open(RemoteConfig { frame_bytes: 1 << 30, ..remote_config(dir.path()) }).expect_err("too large");
-    assert!(error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("host_size"), "{error}");
+    assert!(error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("--host-size"), "{error}");
     assert_eq!(save(&connect(dir.path()), &chain(1, 3)), 3);
 }
 
