@@ -67,7 +67,7 @@ def test_a_tenant_over_its_quota_takes_nothing_from_another(
         assert external(truth, engines[-1], big) <= most * BLOCK, "no more is kept of it"
         for row in tenants(server):
             assert row["tag"] is None or (row["host"] <= most and row["disk"] <= most), row
-    assert others(server) == before, "nobody lost memory"
+    assert others(server) == before, "no other lost memory"
     assert [external(truth, engines[0], requests) for requests in (small, unsalted)] == whole
     (space,) = server.namespaces()
     assert space["stats"]["quota_evictions"] > 0

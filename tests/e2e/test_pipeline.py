@@ -31,7 +31,7 @@ MIXED = ("state", "full", "state", "full")
 @pytest.fixture(scope="module", autouse=True)
 def _release(vllm_release: tuple[int, int]) -> None:
     if vllm_release < (0, 32):
-        pytest.skip("pipelines on CPUs are tested from vLLM 0.32 on")
+        pytest.skip("kvloft serves pipeline stages with vLLM 0.32 and newer")
 
 
 @pytest.fixture(scope="module")

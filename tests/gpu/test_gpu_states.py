@@ -1,6 +1,6 @@
 """CudaMover with state-space layers beside attention: tensors as vLLM makes them, in every layout it has, each byte compared.
 
-A state's page is shorter than attention's, so there is padding behind it that belongs to nobody; its tensors (convolution and
+A state's page is shorter than attention's, so there is padding behind it that belongs to none; its tensors (convolution and
 recurrence) have types of their own, and, since vLLM 0.32, come as one tensor of bytes. The emulated GPU runs the same functions
 (`test_emulated_states.py`).
 """

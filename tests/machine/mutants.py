@@ -331,7 +331,7 @@ def nothing_is_offered_behind_a_local_hit(mp: pytest.MonkeyPatch) -> None:
     swap(mp, Queue, "match", match)
 
 
-@mutant("sglang: an aborted request's pins stay for ever", "pins|frames_reserved")
+@mutant("sglang: an aborted request's pins stay forever", "pins|frames_reserved")
 def pins_stay_when_a_request_ends(mp: pytest.MonkeyPatch) -> None:
     def finish(original: Any, self: Any, req_id: Any) -> None:
         if (tracker := self._trackers.get(req_id)) is not None:

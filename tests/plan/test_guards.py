@@ -148,7 +148,7 @@ def saved(engine: SymbolicEngine, plan: StepPlan) -> None:
 
 def test_a_store_that_took_anothers_place_is_given_everything_anew() -> None:
     engine, _, first = started([5, 6, 7, 8, 9, 10], 8)
-    engine.store.check_visible = lambda *_: None  # nobody wrote the frames
+    engine.store.check_visible = lambda *_: None  # the frames were not written
     saved(engine, first)
     assert saved_blocks(first) == [(5,), (6,), (7,), (8,)]
     again = engine.core.plan_step(view_of_running(8, 2))

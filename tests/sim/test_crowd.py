@@ -87,7 +87,7 @@ def test_prompts_on_disk_are_served_in_their_order_and_hold_up_no_save(folder: P
     served = [(req_id, tokens) for req_id, tokens, is_resumed in engine.external if tokens and not is_resumed]
     places = [int(req_id[1:]) for req_id, _ in served]
     assert sorted(places) == list(range(num_prompts))
-    # Of those that have their turn at once, the one whose reads end first goes first: nobody overtakes more.
+    # Of those that have their turn at once, the one whose reads end first goes first: no other overtakes.
     at_once = frames // 2 // num_blocks
     assert all(abs(place - nth) < at_once for nth, place in enumerate(places)), places
     assert all(tokens == num_blocks * BLOCK for _, tokens in served)

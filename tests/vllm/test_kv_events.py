@@ -106,7 +106,7 @@ def test_where_nothing_can_be_told_that_is_said(role: Any, blocks: tuple[int, ..
 
 
 @pytest.mark.parametrize("config", [SimpleNamespace(), SimpleNamespace(kv_events_config=None)])
-def test_a_store_that_nobody_asks_about_is_not_watched(config: Any) -> None:
+def test_a_store_that_is_not_asked_about_is_not_watched(config: Any) -> None:
     assert announcer_of(config, None, None, CacheShape((GroupShape(4),)), is_shared=False) is None  # type: ignore[arg-type]
 
 

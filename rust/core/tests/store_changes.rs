@@ -252,7 +252,7 @@ fn a_save_that_brings_nothing_is_told() {
 }
 
 #[test]
-fn keys_that_nobody_takes_cost_no_memory_and_their_loss_is_told_once() {
+fn keys_that_are_not_taken_cost_no_memory_and_their_loss_is_told_once() {
     let store = Store::open(&config(8, 1, Eviction::Lru)).unwrap();
     let (chain, arena) = (prompt_chain(0), arena_of(&store));
     let listener = store.watch(4);

@@ -372,7 +372,7 @@ fn a_disk_that_is_opened_later_is_told() {
 }
 
 #[test]
-fn namespaces_that_nobody_has_open_are_erased_on_disk() {
+fn namespaces_that_no_store_has_open_are_erased_on_disk() {
     let dir = tempfile::tempdir().unwrap();
     let settings = DiskSettings { dir: dir.path().join("disk"), cap_bytes: 1 << 20, ..disk_settings(64, 1) };
     let over =

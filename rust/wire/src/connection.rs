@@ -50,7 +50,7 @@ pub(crate) fn refuse(shared: &Shared, mut stream: &UnixStream, text: &str) {
     shared.num_refused.fetch_add(1, Ordering::Relaxed);
     let mut out = Vec::new();
     Answer::Refused(text.to_owned()).encode(0, &mut out);
-    let _nobody_listens = stream.set_nonblocking(true).and_then(|()| stream.write_all(&out));
+    let _none_listens = stream.set_nonblocking(true).and_then(|()| stream.write_all(&out));
 }
 
 /// Serves a new connection in a thread of its own, if it is this user's.

@@ -76,13 +76,19 @@ impl Shared {
         let deadline = Instant::now() + FORGET_TIMEOUT;
         let closed = self.closed(name, deadline);
         let open = self.namespaces.all_of(name);
-        match (open.as_slice(), closed.as_slice()) {
-            ([space], []) => Ok(self.forget_open(space)),
-            ([], [one]) => self.forget_closed(one, deadline),
-            ([], []) if name.is_empty() => Ok(0),
-            ([], []) => Err(self.namespaces.none_of("no such namespace")),
+        match (open.as_slice(), closed.as_deref()) {
+            ([space], None | Some([])) => Ok(self.forget_open(space)),
+            ([], Some([one])) => self.forget_closed(one, deadline),
+            ([], Some([])) if name.is_empty() => Ok(0),
+            ([], Some([])) => Err(self.namespaces.none_of("no such namespace")),
+            ([], None) => {
+                let message = "what this kvloft server has on disk is not known: its disk is not used for now, or does not \
+                               answer; `kvloft status` says which, so run this again once it is";
+                Err(Error::new(ErrorKind::Busy, message))
+            }
             _ => {
-                let ids: Vec<_> = open.iter().map(|space| id(&space.hello.namespace)).chain(closed).collect();
+                let ids = open.iter().map(|space| id(&space.hello.namespace)).chain(closed.into_iter().flatten());
+                let ids: Vec<_> = ids.collect();
                 let message = format!(
                     "this kvloft server has several namespaces, open or on disk only; say --namespace with one of {}",
                     ids.join(", ")
@@ -121,31 +127,44 @@ impl Shared {
         self.tell(format!("kvloft clear: {num_chunks} {chunks} of namespace {id} forgotten"));
     }
 
-    /// Names of namespaces that are on disk only and begin so, as `kvloft status` prints names; none where the disk does not say.
-    fn closed(&self, prefix: &str, deadline: Instant) -> Vec<String> {
-        let Some(disk) = self.config.disk.clone() else { return Vec::new() };
-        let (root, (send, receive)) = (Arc::clone(&self.namespaces.disk), mpsc::channel());
-        let list = spawn("list", move || drop(send.send(root.closed(&disk.dir))));
-        let found = list.ok().and_then(|_| receive.recv_timeout(LIST_TIMEOUT.min(deadline - Instant::now())).ok());
-        let names = found.and_then(std::io::Result::ok).unwrap_or_default().into_keys();
-        names.filter(|name| name.starts_with(prefix) || prefix.starts_with(name.as_str())).collect()
+    /// Names of namespaces that are on disk only and begin so, as `kvloft status` prints names; None where the disk does not say, or is
+    /// not this server's now.
+    fn closed(&self, prefix: &str, deadline: Instant) -> Option<Vec<String>> {
+        let Some(disk) = self.config.disk.clone() else { return Some(Vec::new()) };
+        if self.disk_trouble().is_some() {
+            return None;
+        }
+        let root = Arc::clone(&self.namespaces.disk);
+        let found = self.within(deadline.min(Instant::now() + LIST_TIMEOUT), move || root.closed(&disk.dir));
+        let names = found.ok()??.ok()?.into_keys();
+        Some(names.filter(|name| name.starts_with(prefix) || prefix.starts_with(name.as_str())).collect())
     }
 
-    /// What `erase` comes to, in a thread of its own, which may be left with a disk that hangs: until it is done there is no other.
+    /// What `erase` comes to, or that it was cut short.
     fn erase_within(
         &self,
         deadline: Instant,
         erase: impl FnOnce() -> Result<Erased> + Send + 'static,
     ) -> Result<Erased> {
         let cut_short = || Ok(Erased { is_cut_short: true, ..Erased::default() });
-        let Some(turn) = self.erasing.take(deadline) else { return cut_short() };
+        self.within(deadline, erase)?.unwrap_or_else(cut_short)
+    }
+
+    /// What `work` on the disk comes to, in a thread of its own, which may be left with a disk that hangs: until it is done there is no
+    /// other. None at the deadline.
+    fn within<T: Send + 'static>(
+        &self,
+        deadline: Instant,
+        work: impl FnOnce() -> T + Send + 'static,
+    ) -> Result<Option<T>> {
+        let Some(turn) = self.erasing.take(deadline) else { return Ok(None) };
         let (send, receive) = mpsc::channel();
         spawn("erase", move || {
-            let done = erase();
+            let done = work();
             drop(turn);
-            let _nobody_waits = send.send(done);
+            let _none_waits = send.send(done);
         })?;
-        receive.recv_timeout(deadline.saturating_duration_since(Instant::now())).unwrap_or_else(|_| cut_short())
+        Ok(receive.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok())
     }
 }
 

@@ -37,7 +37,7 @@ fn whose(namespace: &str, salt: Option<&str>) -> Whose {
 }
 
 #[test]
-fn a_tenant_goes_from_every_namespace_and_nobody_else() {
+fn a_tenant_goes_from_every_namespace_and_no_other() {
     let dir = tempfile::tempdir().expect("a directory");
     let disk = DiskSettings { cap_bytes: 4 << 20, ..with_disk(dir.path()).disk.expect("a disk") };
     let config = || ServerConfig { disk: Some(disk.clone()), ..server_config(dir.path()) };

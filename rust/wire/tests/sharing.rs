@@ -240,7 +240,7 @@ fn say(socket: &std::path::Path, bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn hostile_bytes_are_refused_and_nobody_else_notices() {
+fn hostile_bytes_are_refused_and_no_other_notices() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let engine = connect(dir.path());

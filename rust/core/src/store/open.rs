@@ -37,7 +37,7 @@ pub struct Store {
 impl Store {
     /// Takes the memory and opens the disk tier. `InvalidConfig` names the setting that is wrong; `Io` if the system refuses
     /// memory or threads. A disk tier that cannot be opened for another reason (another owner, an I/O error) is an event, and
-    /// is tried again while the store serves from host memory.
+    /// is tried again while the store serves from host memory; one that takes long to open is waited for for ten seconds.
     pub fn open(config: &StoreConfig) -> Result<Self> {
         let opener = Self::opener(config, &Arc::default())?;
         Self::with_tier(config, opener, Self::clock())

@@ -95,7 +95,7 @@ fn a_namespace_that_is_being_closed_may_keep_something() {
 }
 
 #[test]
-fn a_disk_that_hangs_under_a_closed_namespace_holds_nobody_up() {
+fn a_disk_that_hangs_under_a_closed_namespace_holds_no_order_up() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = Server::open(config(dir.path()).0).expect("a server");
     let (heal, hung) = mpsc::channel::<()>();
@@ -105,7 +105,9 @@ fn a_disk_that_hangs_under_a_closed_namespace_holds_nobody_up() {
     assert!(server.shared.erase_within(soon(), hangs).expect("started").is_cut_short);
     let said = server.shared.erase_within(soon(), erased(1)).expect("not begun");
     assert!(said.is_cut_short && said.num_chunks == 0, "one thread is left with the disk, not one for each order");
+    assert!(server.shared.closed("", soon()).is_none(), "it does not say which there are");
     drop(heal);
+    assert_eq!(server.shared.closed("", Instant::now() + LONG), Some(Vec::new()));
     let said = server.shared.erase_within(Instant::now() + LONG, erased(1)).expect("done");
     assert!(!said.is_cut_short && said.num_chunks == 1);
 }
@@ -120,7 +122,7 @@ fn a_thread_that_a_disk_holds_does_not_hold_the_servers_end_up() {
     let (send, ended) = mpsc::channel();
     thread::spawn(move || {
         server.close(Duration::ZERO);
-        let _nobody_waits = send.send(());
+        let _none_waits = send.send(());
     });
     let has_ended = ended.recv_timeout(LONG).is_ok();
     drop(heal);
@@ -252,4 +254,22 @@ fn what_is_too_old_goes_from_namespaces_without_engines_too() {
         }
         assert_eq!(found, wanted, "{nth} {salt:?}");
     }
+}
+
+/// Of a directory that another server has, what is there is not this one's to forget, nor to count.
+#[test]
+fn what_is_on_a_disk_that_another_server_has_is_not_said_to_be_nothing() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let (config, disk) = config(dir.path());
+    std::fs::create_dir_all(disk.dir.join("0123456789abcdef")).expect("room");
+    let _first = Server::open(config.clone()).expect("a server");
+    let second = ServerConfig { socket: dir.path().join("second").join("kvloft.sock"), ..config };
+    let socket = second.socket.clone();
+    let second = Server::open(second).expect("it serves");
+    for name in ["", "01"] {
+        let said = second.shared.forget(name).expect_err("not known").to_string();
+        assert!(said.contains("its disk is not used for now"), "{said}");
+    }
+    let _engine = engine(socket);
+    assert_eq!(second.shared.forget("").expect("its own, which has nothing"), 0);
 }
