@@ -308,8 +308,8 @@ def server_status(socket: str, *, timeout_s: float = 5.0) -> dict[str, Any]:
 def server_forget(socket: str, *, namespace: str = "", timeout_s: float = 30.0) -> int:
     """Have the server at ``socket`` forget a namespace in every tier, for all its engines; returns how many chunks.
 
-    It is the one whose name in hex begins with ``namespace``, which may be empty where there is one only. Raises as
-    `server_status`, and ConfigError, with the names that there are, if not exactly one begins so.
+    It is the one whose name in hex begins with ``namespace``, open or on disk only; that may be empty where there is one. Raises as
+    `server_status`, and ConfigError, with the names that there are, if not exactly one begins so, or if the disk does not say.
     """
 
 def server_evict(

@@ -71,7 +71,7 @@ class Router:
             self._take(int.from_bytes(number, "big"), payload)
 
     def catch_up(self, num_published: int) -> None:
-        """All that was published, for which no more need be published."""
+        """All that was published, of which no more need be published."""
         deadline = time.monotonic() + 30 * PACE
         while self._next < num_published:
             assert time.monotonic() < deadline, f"batch {self._next} of {num_published} never came"

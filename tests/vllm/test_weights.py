@@ -124,7 +124,7 @@ def test_what_changed_since_the_engines_start_serves_this_run_only(
     assert "changed after the engine's start" in logged()[0].getMessage()
 
 
-@pytest.mark.parametrize("name", ["hub/name", "/no/such/folder", "./models/a/b", "s3://bucket/model", "x" * 5000, "~no-user-here/x"])
+@pytest.mark.parametrize("name", ["hub/name", "/no/such/folder", "./models/a/b", "s3://bucket/model", "x" * 5000, "~no-user/x"])
 def test_weights_of_which_nothing_is_known_serve_this_run_only(name: str) -> None:
     """Another hub's, say: the name alone does not show that they were trained further."""
     assert not is_shared(name)

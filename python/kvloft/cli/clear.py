@@ -16,7 +16,7 @@ def add_parser(subparsers: Any) -> None:
             "Empty a server: nothing that a namespace holds now, in memory or on disk, is found again by any of its engines. They "
             "go on and save anew. A namespace that is on disk only, for no engine came yet, is one of them. Exit status: 0; 1 "
             "where no server answers, or where the answer was not yes: without --yes, it asks on a terminal and clears nothing "
-            "elsewhere; 2 where it has several and none is named."
+            "elsewhere; 2 where it has several and none is named, or its disk does not say what is there."
         ),
     )
     add_socket(parser)

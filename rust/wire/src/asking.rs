@@ -18,8 +18,8 @@ pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
 }
 
 /// Has the server at `socket` forget a namespace in every tier, for all its engines: the one whose name in hex begins with
-/// `namespace`, which may be empty where there is one only. Returns how many chunks. Errors as [`status`], and `InvalidConfig` with
-/// what there is if not one name begins so.
+/// `namespace`, open or on disk only; that may be empty where there is one. Returns how many chunks. Errors as [`status`], and
+/// `InvalidConfig` with what there is if not one name begins so, or if the disk does not say.
 pub fn forget(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
     match Link::connect(socket)?.open(&Request::Forget(VERSION, namespace.to_owned()), timeout)? {
         (Answer::Count(num_chunks), _) => Ok(num_chunks),
