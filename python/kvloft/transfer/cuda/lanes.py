@@ -38,7 +38,7 @@ _ALIGN: Final = 4096
 class Tuning:
     """How copies are made on one device.
 
-    Every piece is staged. With that, pages of 4 KiB to 2 MiB reach 98 % of one large copy (benches/results/h200-2026-11-22); no
+    Every piece is staged. With that, pages of 4 KiB to 2 MiB reach 98 % of one large copy (benches/results); no
     measured row shows a kernel that reads or writes the frames itself to be faster.
     """
 
