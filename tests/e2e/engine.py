@@ -300,12 +300,21 @@ class Engine:
             self.away.close()
 
     def do_serve_http(self, argv: list[str], env: dict[str, str], log: str) -> int:
-        """Become ``python -m vllm.entrypoints.openai.api_server`` in a child of this process; returns its id."""
+        """Become ``vllm serve`` in a child of this process; returns its id.
+
+        Only the `vllm` command, which the CPU package breaks, starts several API servers; otherwise its module runs as for users.
+        """
 
         def run() -> None:
             shapes.fork_processes()
-            sys.argv = ["api_server", *argv]
-            runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+            if "--api-server-count" in argv:
+                from vllm.entrypoints.cli import serve
+                from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+                serve.ServeSubcommand.cmd(serve.make_arg_parser(FlexibleArgumentParser()).parse_args(argv))
+            else:
+                sys.argv = ["api_server", *argv]
+                runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
 
         return _fork(run, env, log)
 

@@ -35,11 +35,12 @@ class Serving:
         self._zygote, self.model, self._disk = zygote, model, disk
         self.server: Server | None = None
 
-    def start(self) -> Server:
+    def start(self, transfer: dict[str, Any] | None = None, *flags: str) -> Server:
+        transfer = transfer or kvloft(self._disk, chunk_tokens=BLOCK)
         self.server = self._zygote.server([
             "--model", str(self.model), "--enforce-eager", "--dtype", "float32", "--block-size", str(BLOCK),
             "--max-model-len", "512", "--num-gpu-blocks-override", "64", "--max-num-seqs", "16", "--enable-prompt-embeds",
-            "--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(kvloft(self._disk, chunk_tokens=BLOCK)),
+            "--no-enable-prefix-caching", "--kv-transfer-config", json.dumps(transfer), *flags,
         ])  # fmt: skip
         return self.server.wait()
 
@@ -113,3 +114,39 @@ def test_bench_serve_with_shared_prefixes_fails_no_request_and_metrics_add_up(se
         assert metrics.get(f"vllm:kvloft_{name}_total", 0) == 0, name
     ids = random_ids(7000, 60)
     assert len(complete(server, serving.model, 4, prompt=list(ids))) == 4
+
+
+def among(*children: dict[str, Any]) -> dict[str, Any]:
+    """MultiConnector with these children, in this order."""
+    return {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_connector_extra_config": {"connectors": list(children)}}
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("order", ["first", "last"])
+def test_inside_multi_connector_100_prompts_come_back_from_host_and_after_a_restart_from_disk(
+    serving: Serving, tmp_path: Path, order: str
+) -> None:
+    sibling = kvloft(namespace="sibling")  # without a disk
+    ours = kvloft(tmp_path / "disk", chunk_tokens=BLOCK)
+    transfer = among(ours, sibling) if order == "first" else among(sibling, ours)
+    prompts = [list(random_ids(7100 + i, 3 * BLOCK + 5)) for i in range(50)]
+    server = serving.start(transfer)
+    cold = [complete(server, serving.model, prompt=prompt) for prompt in prompts]
+    assert [complete(server, serving.model, prompt=prompt) for prompt in prompts] == cold
+    assert settled(server, serving.model, "vllm:kvloft_disk_used", 150) >= 150
+    assert server.metrics()["vllm:kvloft_load_tokens_host_total"] == 50 * 3 * BLOCK
+    server.stop()
+
+    server = serving.start(transfer)
+    assert [complete(server, serving.model, prompt=prompt) for prompt in prompts] == cold
+    assert settled(server, serving.model, "vllm:kvloft_load_tokens_disk_total", 50 * 3 * BLOCK) == 50 * 3 * BLOCK
+    assert server.metrics().get("vllm:kvloft_hook_errors_total", 0) == 0
+
+
+def test_two_api_servers_export_each_gauge_once(serving: Serving) -> None:
+    server = serving.start(None, "--api-server-count", "2")
+    for i in range(8):
+        complete(server, serving.model, prompt=list(random_ids(7200 + i, 3 * BLOCK + 5)))
+    settled(server, serving.model, "vllm:kvloft_saved_chunks_total", 24)
+    lines = [line for line in server.get("/metrics").splitlines() if line.startswith("vllm:kvloft_frames_total")]
+    assert len(lines) == 1

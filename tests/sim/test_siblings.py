@@ -37,12 +37,13 @@ class HungDisk(ModelStore):
 
 
 class Sibling(KVConnectorBase_V1):
-    """Another connector, which has two blocks of every prompt."""
+    """Another connector, which has some tokens of every prompt: two blocks, unless a test says otherwise."""
 
+    has: ClassVar[int | None] = 2 * BLOCK
     given: ClassVar[list[int]] = []
 
-    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
-        return 2 * BLOCK, True
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.has, bool(self.has)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.given.append(num_external_tokens)
@@ -113,6 +114,20 @@ def test_beside_a_sibling_it_takes_what_the_sibling_has_at_once(scheduler: Any) 
     waiting.schedule()
     assert Sibling.given == [2 * BLOCK]
     assert waiting.requests["r"].status.name == "WAITING_FOR_REMOTE_KVS"
+
+
+@pytest.mark.parametrize("has", [0, None], ids=["has nothing", "waits itself"])
+def test_beside_a_sibling_without_tokens_a_request_waits_for_its_disk(
+    scheduler: Any, monkeypatch: pytest.MonkeyPatch, has: int | None
+) -> None:
+    monkeypatch.setattr(Sibling, "has", has)
+    waiting = scheduler(has_sibling=True)
+    for _ in range(3):
+        assert waiting.schedule().total_num_scheduled_tokens == 0
+    assert waiting.requests["r"].status.name == "WAITING"
+    monkeypatch.setattr(Sibling, "has", 2 * BLOCK)
+    waiting.schedule()
+    assert Sibling.given == [2 * BLOCK], "and takes the sibling's tokens as soon as there are any"
 
 
 def test_a_request_of_a_prefill_server_is_left_to_the_sibling(scheduler: Any) -> None:

@@ -192,7 +192,7 @@ def test_a_sleep_that_does_not_keep_the_weights_is_told(engine: Any, args: Any, 
 def new_connector() -> Any:
     """A connector that may be the engine's own, or a child of MultiConnector."""
     connector = object.__new__(KVLoftConnector)
-    connector._scheduler = SimpleNamespace(may_wait=False)  # type: ignore[assignment]
+    connector._scheduler = SimpleNamespace(siblings=None)  # type: ignore[assignment]
     return connector
 
 
@@ -214,7 +214,7 @@ def test_the_engines_own_connector_is_found_before_the_first_request_and_once() 
     listen(patches.ADD_REQUEST, own.meet_scheduler, cls)
     scheduler = cls()
     scheduler.add_request(0)
-    assert (scheduler.added, own._scheduler.may_wait, scheduler.defer_block_free) == ([0], True, False)
+    assert (scheduler.added, own._scheduler.siblings, scheduler.defer_block_free) == ([0], (), False)
     scheduler.defer_block_free = True
     scheduler.add_request(1)
     assert (scheduler.added, scheduler.defer_block_free) == ([0, 1], True)
@@ -227,11 +227,20 @@ def test_a_child_of_another_connector_is_not_found(other: Any) -> None:
     listen(patches.ADD_REQUEST, child.meet_scheduler, cls)
     scheduler = cls()
     scheduler.add_request(1)
-    assert (scheduler.added, child._scheduler.may_wait, scheduler.defer_block_free) == ([1], False, True)
+    assert (scheduler.added, child._scheduler.siblings, scheduler.defer_block_free) == ([1], None, True)
     num_listeners = len(patches._listeners[patches.ADD_REQUEST])
     del child
     gc.collect()
     assert len(patches._listeners[patches.ADD_REQUEST]) < num_listeners
+
+
+def test_a_child_of_multi_connector_knows_its_siblings() -> None:
+    child, sibling = new_connector(), object()
+    scheduler = new_scheduler(SimpleNamespace(_connectors=[sibling, child]))
+    listen(patches.ADD_REQUEST, child.meet_scheduler, scheduler)
+    made = scheduler()
+    made.add_request(1)
+    assert (child._scheduler.siblings, made.defer_block_free) == ((sibling,), True)
 
 
 def test_a_scheduler_whose_own_reads_of_free_pages_come_late_keeps_deferring() -> None:
@@ -240,4 +249,4 @@ def test_a_scheduler_whose_own_reads_of_free_pages_come_late_keeps_deferring() -
     listen(patches.ADD_REQUEST, own.meet_scheduler, cls)
     scheduler = cls()
     scheduler.add_request(1)
-    assert (own._scheduler.may_wait, scheduler.defer_block_free) == (True, True)
+    assert (own._scheduler.siblings, scheduler.defer_block_free) == ((), True)

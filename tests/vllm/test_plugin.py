@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from kvloft.errors import ConfigError
 from kvloft.vllm import KVLoftConnector
+from kvloft.vllm.connector import KVLoftGroupsConnector
 from kvloft.vllm.plugin import NAME, check_settings_early, register
 
 OTHER = "ExampleConnector"
@@ -124,3 +125,9 @@ def test_vllm_keeps_several_groups_where_it_tells_enough_and_no_user_says_otherw
         wanted = transfer(kv_connector_extra_config={"host_size": "1GiB", **extra})
         assert factory.supports_hma_config(wanted) is is_grouped
         assert factory.get_connector_class(wanted).__name__ == ("KVLoftGroupsConnector" if is_grouped else NAME)
+
+
+@pytest.mark.parametrize("connector", [KVLoftConnector, KVLoftGroupsConnector])
+def test_every_connector_class_is_found_by_its_own_name(factory: Any, connector: Any) -> None:
+    """MultiConnector looks up a child's class by its name when it rebuilds statistics."""
+    assert factory.get_connector_class_by_name(connector.__name__) is connector

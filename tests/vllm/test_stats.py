@@ -95,7 +95,7 @@ def test_every_name_reaches_prometheus() -> None:
     registry = CollectorRegistry()
 
     def bound(cls: type) -> object:
-        return lambda name, documentation, labelnames: cls(name, documentation, labelnames, registry=registry)
+        return lambda **settings: cls(**settings, registry=registry)
 
     types = {Counter: bound(Counter), Gauge: bound(Gauge), Histogram: bound(Histogram)}
     config = SimpleNamespace(kv_transfer_config=None)

@@ -217,17 +217,22 @@ class KVLoftConnector(KVConnectorBase_V1):
         return True
 
     def meet_scheduler(self, scheduler: Any, *_args: Any, **_kwargs: Any) -> None:
-        """Before each request: whether this is the scheduler's own connector, and not one of MultiConnector's.
+        """Called before each request is added: notes whether this is the scheduler's only connector or a child of MultiConnector.
 
-        Then "ask again" holds no sibling's tokens back, and a preempted or finished request's blocks are free at once, as without
-        a connector. vLLM defers that while a step in flight may write them, for a connector might fill them first; kvloft's loads
-        come after whatever was launched before their step (on a GPU they wait for an event recorded at the step's begin, on a CPU
-        workers run in order), and after saves that read the blocks. 0.26 to 0.29 preempt one request after another meanwhile.
+        An only connector also has the blocks of a preempted or finished request freed at once, as without a connector. vLLM defers
+        that while a step in flight may write them, for a connector might fill them first; kvloft's loads come after whatever was
+        launched before their step (on a GPU they wait for an event recorded at the step's begin, on a CPU workers run in order),
+        and after saves that read the blocks. 0.26 to 0.29 preempt one request after another meanwhile.
         """
-        if scheduler.connector is self and not self._scheduler.may_wait:
-            self._scheduler.may_wait = True
+        if self._scheduler.siblings is not None:
+            return
+        children = getattr(scheduler.connector, "_connectors", ())
+        if scheduler.connector is self:
+            self._scheduler.siblings = ()
             if not getattr(scheduler, "defer_async_loads", False):  # HiSparse reads pages of its own after they are free
                 scheduler.defer_block_free = False
+        elif any(child is self for child in children):
+            self._scheduler.siblings = tuple(child for child in children if child is not self)
 
     @_miss_on_error(lambda self: ())
     def take_events(self) -> Iterable[KVCacheEvent]:

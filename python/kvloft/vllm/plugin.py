@@ -20,16 +20,26 @@ from kvloft.vllm.patches import FIND_CLASS, wrap
 from kvloft.vllm.ranks import watch
 
 NAME = "KVLoftConnector"
+CLASS_NAMES = (NAME, "KVLoftGroupsConnector")
 MODULE = "kvloft.vllm.connector"
 
 
 def register() -> None:
     """Register the connector by name; vLLM may call this more than once in a process."""
     note_start()
-    if NAME not in KVConnectorFactory._registry:  # noqa: SLF001 - vLLM offers no public question
-        KVConnectorFactory.register_connector(NAME, MODULE, NAME)
+    register_classes()
     check_settings_early(KVConnectorFactory)
     watch()
+
+
+def register_classes() -> None:
+    """Register every connector class under its own name.
+
+    Users name `NAME` only, but MultiConnector looks up the class of a child's statistics by its ``__name__``.
+    """
+    for name in CLASS_NAMES:
+        if name not in KVConnectorFactory._registry:  # noqa: SLF001 - vLLM has no public lookup
+            KVConnectorFactory.register_connector(name, MODULE, name)
 
 
 def check_settings_early(factory: Any) -> None:

@@ -145,8 +145,9 @@ class SchedulerHalf:
         self._quiet_steps = 0
         self._next_warning_s: dict[str, float] = {}
         self._is_stopped = False
-        self.may_wait = False
-        """Whether the engine has no other connector; see `KVLoftConnector.meet_scheduler`."""
+        self.siblings: tuple[Any, ...] | None = None
+        """The other children of MultiConnector, none for an only connector; None until `KVLoftConnector.meet_scheduler`."""
+        self._asks_siblings = False
         is_told = None not in (PAUSE_RESET.find(), ENGINE_SLEEP.find())  # whether weights stay
         self._clears_on_pause = not is_told or config.on_pause == "clear" or self._is_live
         self._weights_go = False
@@ -181,11 +182,32 @@ class SchedulerHalf:
             self.core.meet_store(arena_of(self._store))
 
     def match(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return vLLM's answer for a waiting request: tokens that can be loaded, or None while it has to wait.
+
+        MultiConnector withholds the tokens of all children while one returns None, so a child waits only while no sibling offers
+        any.
+        """
         self.renew()
-        if self.may_wait and self.core.still_waits(ReqId(request.request_id), num_computed_tokens):
-            return None, False
-        tokens = self.core.match(VllmRequest(request, self._adapters), num_computed_tokens, may_wait=self.may_wait)
+        may_wait = self.siblings is not None
+        tokens = self._match(request, num_computed_tokens, may_wait=may_wait)
+        if tokens is None and self._sibling_offers(request, num_computed_tokens):
+            tokens = self._match(request, num_computed_tokens, may_wait=False)
         return tokens, bool(tokens)
+
+    def _match(self, request: Request, num_computed_tokens: int, *, may_wait: bool) -> int | None:
+        if may_wait and self.core.still_waits(ReqId(request.request_id), num_computed_tokens):
+            return None
+        return self.core.match(VllmRequest(request, self._adapters), num_computed_tokens, may_wait=may_wait)
+
+    def _sibling_offers(self, request: Request, num_computed_tokens: int) -> bool:
+        """Whether a sibling has tokens for this request now. A sibling of kvloft's own kind may call back while it is called."""
+        if not self.siblings or self._asks_siblings:
+            return False
+        self._asks_siblings = True
+        try:
+            return any(each.get_num_new_matched_tokens(request, num_computed_tokens)[0] for each in self.siblings)
+        finally:
+            self._asks_siblings = False
 
     def admit(self, request: Request, tables: tuple[list[int], ...], num_external_tokens: int) -> None:
         """A load that cannot be planned is reported as failed, for its request waits until it hears something."""

@@ -79,9 +79,11 @@ class KVLoftPromMetrics(KVConnectorPromMetrics):
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
         self._metrics: dict[str, dict[int, Any]] = {}
-        for names, cls in ((COUNTERS, self._counter_cls), (GAUGES, self._gauge_cls)):
+        # With several API servers, every process exports its copy of a gauge: the newest value is the engine's.
+        newest = {"multiprocess_mode": "mostrecent"}
+        for names, cls, more in ((COUNTERS, self._counter_cls, {}), (GAUGES, self._gauge_cls, newest)):
             for name, help_text in names.items():
-                metric = cls(name=f"vllm:kvloft_{name}", documentation=f"{help_text}.", labelnames=labelnames)
+                metric = cls(name=f"vllm:kvloft_{name}", documentation=f"{help_text}.", labelnames=labelnames, **more)
                 self._metrics[name] = {engine: metric.labels(*values) for engine, values in per_engine_labelvalues.items()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
