@@ -41,6 +41,7 @@ class Request:
     salt: str | None = None
     rows: dict[int, str] = field(default_factory=dict)
     items: tuple[MediaItem, ...] = ()
+    savable_tokens: int | None = None
     skip_load: bool = False
     saves: Any = None
     updates: list[list[int]] | None = None
@@ -92,4 +93,4 @@ class Request:
                 runs.append(EmbedRows(last.start, last.num_rows + 1, [*last.rows, self.rows[at]], "f16", 1))
             else:
                 runs.append(EmbedRows(at, 1, [self.rows[at]], "f16", 1))
-        return RequestView(self.adapter, self.salt, tuple(runs), self.items)
+        return RequestView(self.adapter, self.salt, tuple(runs), self.items, self.savable_tokens)

@@ -50,3 +50,11 @@ def test_the_next_input_of_a_session_is_saved_with_what_came_before_it(run_ahead
         engine.check()
     assert request.num_prompt_tokens == 9 + 3 + 7
     assert stored(engine, request) == 16
+
+
+@both_modes
+@pytest.mark.parametrize(("savable_tokens", "num_saved"), [(0, 0), (7, 4), (8, 8)])
+def test_nothing_is_saved_behind_the_tokens_that_can_be_found_again(run_ahead: bool, savable_tokens: int, num_saved: int) -> None:
+    engine = SymbolicEngine(Setup(run_ahead=run_ahead))
+    request = serve(engine, Request("a", list(PROMPT), 20, savable_tokens=savable_tokens))
+    assert stored(engine, request) == num_saved

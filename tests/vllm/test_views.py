@@ -93,6 +93,8 @@ def test_media_named_by_a_count_are_this_engines_own() -> None:
     first, second = (VllmRequest(live, AdapterNames(media_prefix=name)).view().items for name in ("x|", "y|"))
     assert [item.identifier for item in (*first, *second)] == [f"{name}|{feature.identifier}" for name in "xy"]
     assert VllmRequest(live, AdapterNames()).view().items[0].identifier == feature.identifier
+    numbered, hashed = (VllmRequest(live, AdapterNames(media_prefix=name)).view() for name in ("x|", ""))
+    assert (numbered.savable_tokens, hashed.savable_tokens) == (feature.mm_position.offset, None)
 
 
 def test_hit_sources_never_exceed_what_was_taken(monkeypatch: pytest.MonkeyPatch) -> None:

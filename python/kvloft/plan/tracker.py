@@ -88,7 +88,8 @@ class Tracker:
     def _restart_chain(self) -> None:
         view = self.live.view()
         self.num_prompt_tokens = self.live.num_prompt_tokens
-        self.save_limit = self.num_prompt_tokens if self.prompt_only else NEVER
+        savable_tokens = NEVER if view.savable_tokens is None else view.savable_tokens
+        self.save_limit = min(savable_tokens, self.num_prompt_tokens if self.prompt_only else NEVER)
         self._embeds = view.embeds
         self.chain = self.new_chain(view)
         for item in view.items:

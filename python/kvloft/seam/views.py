@@ -35,13 +35,15 @@ class MediaItem:
 class RequestView:
     """What decides a request's keys besides its token ids.
 
-    ``embeds`` are the positions whose input is an embedding row, whatever stands in the token ids there.
+    ``embeds`` are the positions whose input is an embedding row, whatever stands in the token ids there. With ``savable_tokens``,
+    only that many leading tokens are worth saving: no later request can have the keys of those after them.
     """
 
     adapter: tuple[str, str] | None = None
     cache_salt: str | None = None
     embeds: tuple[EmbedRows, ...] = ()
     items: tuple[MediaItem, ...] = ()
+    savable_tokens: int | None = None
 
 
 class LiveRequest(Protocol):

@@ -67,6 +67,10 @@ LOADS_FAIL = (
     f"kvloft: {MAX_FAILED_LOADS} loads in a row failed, so nothing is loaded or saved for a while (namespace %s); requests are "
     "computed instead. The workers' log says why"
 )
+MEDIA_ARE_NUMBERED = (
+    "kvloft: prompts with images or other media are saved only up to the first one: with --no-enable-prefix-caching and "
+    "--mm-processor-cache-gb 0, vLLM numbers media instead of hashing their content. Leave out one of the two flags to cache them"
+)
 
 ONE_S_OWN_WEIGHTS = (
     "server = unix:{} ({}) is not supported where a trainer may replace the weights of a running engine (weight_transfer_config, "
@@ -136,8 +140,10 @@ class SchedulerHalf:
             # Where a failed load ends its request, trying again would cost answers.
             retry_loads_s=RETRY_S if getattr(transfer, "kv_load_failure_policy", "recompute") == "recompute" else math.inf,
         )
+        if are_numbered := media_ids_are_counted(vllm_config):
+            logger.warning(MEDIA_ARE_NUMBERED)
         self._adapters = AdapterNames(
-            media_prefix=f"{uuid4().hex}|" if media_ids_are_counted(vllm_config) else "",
+            media_prefix=f"{uuid4().hex}|" if are_numbered else "",
             are_seen=ADD_ADAPTER.find() is not None,
         )
         self.hook_errors = 0

@@ -81,15 +81,17 @@ class VllmRequest:
         return params if isinstance(params, dict) else {}
 
     def view(self) -> RequestView:
-        request = self._request
+        request, prefix = self._request, self._adapters.media_prefix
+        items = tuple(
+            MediaItem(prefix + feature.identifier, feature.mm_position.offset, feature.mm_position.length)
+            for feature in request.mm_features
+        )
         return RequestView(
             adapter=self._adapters.identify(request.lora_request),
             cache_salt=request.cache_salt,
             embeds=_embeds(request),
-            items=tuple(
-                MediaItem(self._adapters.media_prefix + feature.identifier, feature.mm_position.offset, feature.mm_position.length)
-                for feature in request.mm_features
-            ),
+            items=items,
+            savable_tokens=min(item.start for item in items) if prefix and items else None,
         )
 
 
