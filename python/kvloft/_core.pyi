@@ -65,6 +65,9 @@ class Arena:
 
     @staticmethod
     def open(path: str, *, frame_bytes: int, num_frames: int) -> Arena: ...
+    @staticmethod
+    def private(frame_bytes: int) -> Arena:
+        """One frame that no other process maps."""
     @property
     def address(self) -> int: ...
     @property
@@ -168,6 +171,13 @@ class Session:
     @property
     def arena_id(self) -> int:
         """As `Arena.id`; 0 while there is no store."""
+    @property
+    def lifeline(self) -> tuple[str, int] | None:
+        """Path and inode of a pipe that each worker opens for writing before it maps the arena, and holds as long.
+
+        A server keeps an engine's frames reserved until every process has closed it. None for an engine's own store, or while there
+        is none.
+        """
     @property
     def frame_bytes(self) -> int: ...
     @property

@@ -43,4 +43,4 @@ def open_store(config: Config, shape: CacheShape, namespace: bytes, description:
 def arena_of(store: _core.Session) -> ArenaSpec | None:
     """How a worker maps its frames; None while there is no server."""
     path = store.arena_path
-    return ArenaSpec(path, store.frame_bytes, store.num_frames, store.arena_id) if path else None
+    return ArenaSpec(path, store.frame_bytes, store.num_frames, store.arena_id, store.lifeline) if path else None

@@ -1,7 +1,12 @@
 """The server and its client as Python sees them; what they do is tested in rust/wire."""
 
+import os
+import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +25,13 @@ def socket() -> Iterator[str]:
 
 def connect(socket: str, **more: Any) -> _core.Session:
     return _core.Session.connect(socket, **{"frame_bytes": FRAME, "namespace": bytes(32), "timeout_s": 60.0} | more)
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60.0
+    while not is_so():
+        assert time.monotonic() < deadline, "it never came"
+        time.sleep(0.01)
 
 
 def chain_of(tokens: list[int]) -> _core.KeyChain:
@@ -98,4 +110,41 @@ def test_a_session_without_a_server_has_no_arena_until_it_is_renewed(socket: str
         pass
     assert engine.num_frames == 8
     assert not engine.renew()
+    server.close()
+
+
+FORKING_ENGINE = """
+import os, signal
+from kvloft import _core
+session = _core.Session.connect({socket!r}, frame_bytes={frame}, namespace=bytes(32), timeout_s=60.0)
+chain = _core.KeyChain(bytes(32), block_tokens=1)
+chain.append_tokens([1, 2, 3])
+session.reserve(chain, 0, 3, 0, [4, 5, 6])
+if child := os.fork():
+    print(child, flush=True)
+else:
+    os.close(1)
+signal.pause()
+"""
+
+
+def test_a_forked_child_neither_hides_that_an_engine_died_nor_loses_it_its_frames(socket: str) -> None:
+    """The child has the engine's connection, and the arena mapped: it can write to the engine's frames."""
+    server = _core.Server(socket, host_bytes=8 * FRAME)
+    code = FORKING_ENGINE.format(socket=socket, frame=FRAME)
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        child = int(engine.stdout.readline())
+        engine.kill()
+
+    def state() -> tuple[int, int]:
+        status = server.status()
+        (space,) = status["namespaces"]
+        return len(space["engines"]), status["stats"]["quarantined_reservations"]
+
+    until(lambda: state() == (0, 3))
+    time.sleep(1.0)  # longer than a GPU settles
+    assert state() == (0, 3)
+    os.kill(child, signal.SIGKILL)
+    until(lambda: state() == (0, 0))
     server.close()

@@ -87,7 +87,7 @@ class SlowMover:
     def _gather(self, saving: Saving) -> None:
         self._inner.submit_saves([SavePlan(saving.req_id, saving.batch)])
         copy = saving.batch[0]
-        raw = self._frames.payload(copy.frame, copy.num_blocks * self._block_bytes)
+        raw = self._frames.part(copy.frame)[: copy.num_blocks * self._block_bytes]
         self._ledger.landed(copy.ticket, raw.view(torch.int64).tolist())
 
     def submit_saves(self, plans: Sequence[SavePlan]) -> None:
@@ -155,7 +155,7 @@ class SlowMover:
         expect(self._owns(plan.req_id, plan.blocks()), f"load into {plan.blocks()}, not all of {plan.req_id}'s (I6)")
         for copy in plan.chunks:
             if self._trouble.happens(self._trouble.load_failure):
-                self._frames.payload(copy.frame, 8)[:] ^= 1
+                self._frames.part(copy.frame)[:8] ^= 1
                 self._trouble.damaged.add(copy.key)
         self._inner.submit_loads([plan])
         self._take(self._inner.poll())

@@ -13,7 +13,7 @@ import torch
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import ChunkKey
 from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
-from kvloft.transfer.frames import FrameWindow
+from kvloft.transfer.frames import FrameWindow, PrivatePart
 from kvloft.transfer.layout import PagedLayout
 from kvloft.transfer.mover import Finished
 
@@ -53,6 +53,7 @@ class SlowMover:
         owns: Callable[[str, Sequence[int]], bool],
     ) -> None:  # fmt: skip
         self._layout, self._frames, self._kv, self._trouble, self._owns = layout, frames, kv, trouble, owns
+        self._part = PrivatePart(frames)
         self._saves: list[tuple[int, ChunkCopy, torch.Tensor | None]] = []
         self._loads: list[tuple[int, LoadPlan]] = []
         self._done = Finished()
@@ -117,8 +118,8 @@ class SlowMover:
             self._done.failed.append(copy.ticket)
             return
         raw = gathered.contiguous().view(torch.uint8).flatten()
-        self._frames.payload(copy.frame, raw.numel()).copy_(raw)
-        self._frames.seal(copy, self._layout.digest, self._layout.page_bytes)
+        self._part.bytes[: raw.numel()] = raw
+        self._part.store(copy, self._layout.digest, self._layout.page_bytes)
         self._trouble.damaged.discard(copy.frame)
         self._done.saved.append(copy.ticket)
         self._done.num_bytes_saved += raw.numel()
@@ -131,9 +132,9 @@ class SlowMover:
         for copy in plan.chunks:
             expect(self._owns(plan.req_id, copy.blocks), f"load into blocks {copy.blocks}, not {plan.req_id}'s (I6)")
             if self._trouble.random.random() < self._trouble.load_failure:
-                self._frames.payload(copy.frame, 8)[:] ^= 1
+                self._frames.part(copy.frame)[:8] ^= 1
                 self._trouble.damaged.add(copy.frame)
-            problem = self._frames.check(copy, self._layout.digest, self._layout.page_bytes)
+            problem = self._part.fetch(copy, self._layout.digest, self._layout.page_bytes)
             if problem is None:
                 self._scatter(copy)
             else:
@@ -147,7 +148,7 @@ class SlowMover:
     def _scatter(self, copy: ChunkCopy) -> None:
         block_bytes = self._layout.block_bytes
         end = (copy.first_block + len(copy.blocks)) * block_bytes
-        payload = self._frames.payload(copy.frame, end)[copy.first_block * block_bytes :]
+        payload = self._part.bytes[copy.first_block * block_bytes : end]
         rows = payload.clone().view(torch.int64).view(len(copy.blocks), -1)
         self._kv[list(copy.blocks)] = rows
         self._done.num_bytes_loaded += payload.numel()

@@ -16,7 +16,7 @@ from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.plan import LoadPlan, SavePlan
 from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
 from kvloft.transfer.cpu import CpuMover
-from kvloft.transfer.frames import FrameWindow, part_bytes_for
+from kvloft.transfer.frames import FrameWindow, PrivatePart, part_bytes_for
 from kvloft.transfer.layout import LayoutError, PagedLayout, read_layout, without_pages
 
 KEY = ChunkKey(bytes(range(32)))
@@ -112,7 +112,7 @@ def test_what_is_gathered_is_scattered_and_nothing_else_changes(
 
     assert save(bench.mover, copy_of(2, source)) == ([7], [])
     payload = bench.expected(source)
-    assert bench.frames.payload(2, len(payload)).numpy().tobytes() == payload
+    assert bench.frames.part(2)[: len(payload)].numpy().tobytes() == payload
     assert untouched(bench.caches, before, sizes.blocks, []), "gathering only reads"
     after = bench.frames.bytes.clone()
     arena[2, : len(payload)] = after[2, : len(payload)]
@@ -133,7 +133,7 @@ def test_what_is_gathered_is_scattered_and_nothing_else_changes(
 def test_a_tail_is_the_beginning_of_the_longer_chunk(bench: Bench) -> None:
     save(bench.mover, copy_of(0, (4, 2)), copy_of(1, (4, 2, 5)))
     size = 2 * bench.layout.block_bytes
-    assert torch.equal(bench.frames.payload(0, size), bench.frames.payload(1, size))
+    assert torch.equal(bench.frames.part(0)[:size], bench.frames.part(1)[:size])
     assert load(bench.mover, copy_of(0, (1,), num_blocks=3))[0] == ["shape"], "and is not taken for it"
 
 
@@ -207,11 +207,64 @@ def test_a_copy_that_cannot_be_made_fails_alone(bench: Bench) -> None:
     assert lost == {99, 6}
 
 
-def test_a_frame_half_written_is_not_proven_by_the_trailer_of_the_one_before(bench: Bench) -> None:
+def test_a_save_that_fails_leaves_its_frame_as_it_was(bench: Bench) -> None:
     save(bench.mover, copy_of(0, (1, 2, 3)))
+    before = bench.frames.part(0).clone()
     bench.fill(9)
     assert save(bench.mover, copy_of(0, (4, 99, 6)))[1] == [7]
-    assert load(bench.mover, copy_of(0, (1, 2, 3)))[0] == ["tag"]
+    assert torch.equal(bench.frames.part(0), before)
+
+
+class TestAnotherProcessWritesToTheFrame:
+    """A worker whose scheduler was killed still has the arena mapped, and may write to a frame that is another's by now."""
+
+    @staticmethod
+    def foreign_write(bench: Bench) -> None:
+        _, frames = bench.rank(0)  # maps the arena once more
+        frames.bytes[0] = 0xAB
+
+    def test_before_the_save(self, bench: Bench) -> None:
+        self.foreign_write(bench)
+        save(bench.mover, copy_of(0, (1, 2, 3)))
+        self.expect_right_pages(bench)
+
+    def test_between_gathering_pages_and_sealing_them(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.wrap(bench, monkeypatch, "store", before=True)
+        save(bench.mover, copy_of(0, (1, 2, 3)))
+        self.expect_right_pages(bench)
+
+    def test_between_the_check_and_the_copy_to_pages(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+        save(bench.mover, copy_of(0, (1, 2, 3)))
+        self.wrap(bench, monkeypatch, "fetch", before=False)
+        self.expect_right_pages(bench)
+
+    @pytest.mark.parametrize("written", [slice(0, 1), slice(40, 48), slice(-128, -120), slice(-90, -80)])
+    def test_after_the_save_it_is_a_miss_and_no_page_is_touched(self, bench: Bench, written: slice) -> None:
+        save(bench.mover, copy_of(0, (1, 2, 3)))
+        bench.frames.part(0)[written] ^= 0x55
+        before = [block_bytes(bench.caches, 7, block) for block in (4, 5, 6)]
+        problems, bad = load(bench.mover, copy_of(0, (4, 5, 6)))
+        assert problems
+        assert bad == {4, 5, 6}
+        assert [block_bytes(bench.caches, 7, block) for block in (4, 5, 6)] == before
+
+    def wrap(self, bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str, *, before: bool) -> None:
+        original = getattr(PrivatePart, name)
+
+        def wrapped(part: PrivatePart, *args: object) -> object:
+            if before:
+                self.foreign_write(bench)
+            done = original(part, *args)
+            if not before:
+                self.foreign_write(bench)
+            return done
+
+        monkeypatch.setattr(PrivatePart, name, wrapped)
+
+    @staticmethod
+    def expect_right_pages(bench: Bench) -> None:
+        assert load(bench.mover, copy_of(0, (4, 5, 6))) == ([], set())
+        assert bench.expected((4, 5, 6)) == bench.expected((1, 2, 3))
 
 
 def test_each_copy_is_reported_once_and_counted(bench: Bench) -> None:

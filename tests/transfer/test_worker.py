@@ -1,5 +1,7 @@
 """WorkerCore: one step's plan through a mover; idempotent hooks, reports taken once, a broken mover is only misses."""
 
+import os
+import select
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +14,7 @@ from paged_kv import Sizes, carve
 from kvloft import _core
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
-from kvloft.seam.plan import LoadPlan, SavePlan, StepPlan
+from kvloft.seam.plan import LoadPlan, SavePlan, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape, GroupShape
 from kvloft.store import arena_of
 from kvloft.transfer.frames import FrameWindow, part_bytes_for
@@ -302,3 +304,65 @@ def test_a_worker_that_was_stopped_moves_nothing_any_more(store: _core.Session) 
     worker.run_saves()
     worker.run_loads()
     assert_all_failed(worker)
+
+
+class TestLifeline:
+    """What a server goes by: it gives no frame to another engine while some process has the engine's lifeline open."""
+
+    @staticmethod
+    def new_pipe() -> tuple[int, int, tuple[str, int]]:
+        read, write = os.pipe()
+        return read, write, (f"/proc/self/fd/{write}", os.fstat(write).st_ino)
+
+    @staticmethod
+    def is_closed(read: int) -> bool:
+        poll = select.poll()
+        poll.register(read, 0)
+        return bool(poll.poll(0))
+
+    def begin(self, worker: WorkerCore, store: _core.Session, lifeline: tuple[str, int]) -> StepReport | None:
+        plan = plan_of(store)._replace(loads=())
+        arena = replace(plan.arena or pytest.fail("no arena"), lifeline=lifeline, id=store.arena_id)
+        worker.begin(plan._replace(arena=arena))
+        worker.run_saves()
+        return worker.take_report()
+
+    def test_it_is_open_until_the_worker_writes_to_no_frame(self, store: _core.Session) -> None:
+        read, write, lifeline = self.new_pipe()
+        worker = worker_for()
+        report = self.begin(worker, store, lifeline)
+        assert report is not None
+        assert report.saved == (11,)
+        os.close(write)
+        assert not self.is_closed(read)
+        worker.shutdown()
+        assert self.is_closed(read)
+        os.close(read)
+
+    @pytest.mark.parametrize("is_reused", [False, True])
+    def test_a_worker_whose_scheduler_is_gone_maps_nothing(self, store: _core.Session, is_reused: bool) -> None:
+        read, write, (path, inode) = self.new_pipe()
+        if not is_reused:
+            os.close(write)
+        worker = worker_for()
+        report = self.begin(worker, store, (path, inode + is_reused))
+        assert report is not None
+        assert (report.saved, report.failed) == ((), (11,))
+        if is_reused:
+            os.close(write)
+        assert self.is_closed(read), "nor does it hold another file open"
+        os.close(read)
+
+    def test_another_connection_to_the_same_memory_changes_the_lifeline_and_keeps_the_mover(self, store: _core.Session) -> None:
+        pipes = [self.new_pipe() for _ in range(2)]
+        worker = worker_for()
+        self.begin(worker, store, pipes[0][2])
+        mover = worker._mover
+        self.begin(worker, store, pipes[1][2])
+        assert worker._mover is mover is not None
+        for _, write, _ in pipes:
+            os.close(write)
+        assert [self.is_closed(read) for read, _, _ in pipes] == [True, False]
+        worker.shutdown()
+        for read, _, _ in pipes:
+            os.close(read)

@@ -440,7 +440,7 @@ class SchedulerCore:
         for tracker in self._trackers.values():
             tracker.forget_saves()
         self._queue.clear()
-        if arena != self._arena:
+        if arena is None or not arena.is_same_memory(self._arena):
             self._usable_frames.clear()
             self._queue.num_frames = arena.num_frames if arena is not None else 0
         self._arena = arena
@@ -453,11 +453,10 @@ class SchedulerCore:
             self._announcer.withdraw()
 
     def close(self) -> None:
-        """Release every pin and reservation that is still ours."""
+        """Release every pin. Reservations end with the store's session: workers may still write to their frames."""
         self._queue.clear()
         self._queue.flights.clear()
         self._trackers.clear()
-        self._store.abort()
         for loading in self._loads.values():
             if loading.lease is not None:
                 loading.lease.release()

@@ -123,3 +123,9 @@ class ArenaSpec:
     num_frames: int
     id: int = 0
     """Which memory it is, for paths are used again; 0: not known."""
+    lifeline: tuple[str, int] | None = None
+    """Path and inode of the pipe that a worker holds open while it can write to frames; None for an engine's own store."""
+
+    def is_same_memory(self, other: ArenaSpec | None) -> bool:
+        """Whether frames of ``other`` are frames of this arena, whatever connection they came by."""
+        return other is not None and replace(other, lifeline=self.lifeline) == self and self.id != 0

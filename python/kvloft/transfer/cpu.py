@@ -13,7 +13,7 @@ import torch
 from kvloft.seam.batch import ChunkCopy
 from kvloft.seam.ids import BlockId, ChunkKey
 from kvloft.seam.plan import LoadPlan, LoadResult, SavePlan
-from kvloft.transfer.frames import FrameWindow
+from kvloft.transfer.frames import FrameWindow, PrivatePart
 from kvloft.transfer.layout import PagedLayout
 from kvloft.transfer.mover import Finished
 
@@ -25,7 +25,7 @@ class CpuMover:
 
     def __init__(self, layout: PagedLayout, frames: FrameWindow) -> None:
         self._layout = layout
-        self._frames = frames
+        self._part = PrivatePart(frames)
         self._planes = [
             torch.empty(0, dtype=torch.uint8, device=plane.storage.device).set_(
                 plane.storage, plane.offset, (plane.num_blocks, plane.page_bytes), (plane.block_stride, 1)
@@ -58,7 +58,7 @@ class CpuMover:
             self._done.bad_blocks.update(plan.lost)
             for copy in plan.chunks:
                 try:
-                    problem = self._frames.check(copy, self._layout.digest, self._layout.page_bytes)
+                    problem = self._part.fetch(copy, self._layout.digest, self._layout.page_bytes)
                     if problem is None:
                         self._scatter(copy)
                 except (RuntimeError, ValueError, IndexError) as error:
@@ -84,15 +84,15 @@ class CpuMover:
     def _gather(self, copy: ChunkCopy) -> None:
         for saved, page in self._pages(copy, first=0):
             saved.copy_(page)
-        self._frames.seal(copy, self._layout.digest, self._layout.page_bytes)
+        self._part.store(copy, self._layout.digest, self._layout.page_bytes)
 
     def _scatter(self, copy: ChunkCopy) -> None:
         for saved, page in self._pages(copy, first=copy.first_block):
             page.copy_(saved)
 
     def _pages(self, copy: ChunkCopy, first: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Each page of the copy's blocks, the first of which is number ``first`` of its chunk: in the frame, and in paged KV."""
+        """Each page of the copy's blocks, the first of which is number ``first`` of its chunk: in the part, and in paged KV."""
         block_bytes = self._layout.block_bytes
-        payload = self._frames.payload(copy.frame, (first + len(copy.blocks)) * block_bytes)[first * block_bytes :]
+        payload = self._part.bytes[first * block_bytes : (first + len(copy.blocks)) * block_bytes]
         saved = payload.split(list(self._layout.page_bytes * len(copy.blocks)))
         return zip(saved, (plane[block] for block in copy.blocks for plane in self._planes), strict=True)

@@ -74,21 +74,43 @@ class FrameWindow:
         raw = (ctypes.c_uint8 * arena.size_bytes).from_address(arena.address)
         self.bytes = torch.frombuffer(raw, dtype=torch.uint8).view(spec.num_frames, spec.frame_bytes)
 
-    def payload(self, frame: int, num_bytes: int) -> torch.Tensor:
-        """uint8 view of the first ``num_bytes`` of this rank's payload in ``frame``."""
-        return self.bytes[frame, self.memory.part_offset : self.memory.part_offset + num_bytes]
+    def part(self, frame: int) -> torch.Tensor:
+        """uint8 view of this rank's part of ``frame``: payload, padding, trailer."""
+        return self.bytes[frame, self.memory.part_offset : self.memory.part_offset + self.memory.part_bytes]
 
-    def seal(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> None:
-        """Tag the payload just gathered and write the trailer."""
-        self._arena.seal(copy.frame, self._part_of(copy, layout, page_bytes))
 
-    def check(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> str | None:
-        """None if the frame is what ``copy.key`` stands for, else what is wrong with it."""
-        return self._arena.check(copy.frame, self._part_of(copy, layout, page_bytes))
+class PrivatePart:
+    """A copy of one part that no other process can change: sealed before it goes to a frame, checked after it came from one.
 
-    def _part_of(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> dict[str, Any]:
-        part = self.memory
+    A worker whose scheduler died can still write to frames that belong to others by then. Sealed or checked in place, such a write
+    between the copy and the check would make wrong bytes look right.
+    """
+
+    def __init__(self, frames: FrameWindow) -> None:
+        self._frames = frames
+        self._arena = _core.Arena.private(frames.memory.part_bytes)
+        raw = (ctypes.c_uint8 * self._arena.size_bytes).from_address(self._arena.address)
+        self.bytes = torch.frombuffer(raw, dtype=torch.uint8)
+
+    def store(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> None:
+        """Tag the payload in ``bytes`` and write it with its trailer to ``copy.frame``."""
+        self._arena.seal(0, self._describe(copy, layout, page_bytes))
+        num_bytes = sum(page_bytes) * copy.num_blocks
+        part = self._frames.part(copy.frame)
+        for begin, end in ((0, num_bytes), (len(part) - _core.TRAILER_BYTES, len(part))):
+            part[begin:end] = self.bytes[begin:end]
+
+    def fetch(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> str | None:
+        """Copy ``copy.frame`` to ``bytes``. None if it is what ``copy.key`` stands for, else what is wrong with it."""
+        num_bytes = sum(page_bytes) * copy.num_blocks
+        part = self._frames.part(copy.frame)
+        if num_bytes + _core.TRAILER_BYTES <= len(part):
+            for begin, end in ((0, num_bytes), (len(part) - _core.TRAILER_BYTES, len(part))):
+                self.bytes[begin:end] = part[begin:end]
+        return self._arena.check(0, self._describe(copy, layout, page_bytes))
+
+    def _describe(self, copy: ChunkCopy, layout: bytes, page_bytes: Sequence[int]) -> dict[str, Any]:
         return {
-            "offset": part.part_offset, "part_bytes": part.part_bytes, "key": copy.key, "layout": layout,
-            "page_bytes": page_bytes, "num_blocks": copy.num_blocks, "rank": part.rank,
+            "offset": 0, "part_bytes": self._frames.memory.part_bytes, "key": copy.key, "layout": layout,
+            "page_bytes": page_bytes, "num_blocks": copy.num_blocks, "rank": self._frames.memory.rank,
         }  # fmt: skip

@@ -15,6 +15,7 @@ from kvloft.seam.plan import LoadResult, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.transfer.frames import FrameWindow
 from kvloft.transfer.layout import PagedLayout, read_layout, without_pages
+from kvloft.transfer.lifeline import Lifeline
 from kvloft.transfer.mover import Finished, Mover
 from kvloft.transfer.movers import MakeMover, MoverSettings, choose_mover, for_each
 
@@ -47,6 +48,8 @@ class WorkerCore:
         self._plan = StepPlan(0)
         self._arena: ArenaSpec | None = None
         """What the mover was made for, or could not be."""
+        self._lifeline: Lifeline | None = None
+        """Open while the mover can write to a server's frames."""
         self._loads_run = self._saves_run = True
         self._pending = Finished()
         self._num_announced = 0
@@ -65,7 +68,7 @@ class WorkerCore:
         layouts, UnsupportedError for GPUs that cannot be served.
         """
         self.shutdown()
-        self._mover, self._could_be_made, self._is_asleep = None, True, False
+        self._could_be_made, self._is_asleep = True, False
         groups = [kv_caches] if isinstance(kv_caches, Mapping) else kv_caches
         some = next(filter(None, groups), {})
         first = read_layout(some, num_blocks, fingerprint)
@@ -87,19 +90,41 @@ class WorkerCore:
         self._plan = plan
         self._loads_run = self._saves_run = False
         if plan.arena is not None and plan.arena != self._arena:
-            self._leave_arena(plan.arena)
+            self._enter_arena(plan.arena)
         if self._mover is not None or (plan.arena is not None and self._make is not None):
             mover = self._ready_mover()
             if mover is not None:
                 mover.begin_step(plan.rewritten, has_loads=bool(plan.loads))
 
-    def _leave_arena(self, new: ArenaSpec) -> None:
-        """From this plan on frames are those of ``new``. Copies in flight end first; what became of them is reported as usual."""
-        mover, self._mover, self._arena = self._mover, None, new
-        self._could_be_made, self._told_usable = True, None
+    def _enter_arena(self, new: ArenaSpec) -> None:
+        """From this plan on frames are those of ``new``. Copies in flight end first; their results are reported as usual.
+
+        After a reconnect ``new`` can be the same memory with another lifeline: then the mover stays, and what it has registered.
+        """
+        self.drain()
+        if not new.is_same_memory(self._arena) or not self._could_be_made:
+            self._close_mover()
+            self._could_be_made, self._told_usable = True, None
+        self._arena = new
+        lifeline, self._lifeline = self._lifeline, None
+        try:
+            self._lifeline = Lifeline(*new.lifeline) if new.lifeline is not None else None
+        except OSError as error:
+            logger.error("kvloft: this worker cannot use the server's memory, so nothing is cached: %s", error)
+            self._close_mover()
+            self._could_be_made = False
+        if lifeline is not None:
+            lifeline.close()
+
+    def _close_mover(self) -> None:
+        mover, self._mover = self._mover, None
         if mover is not None:
-            self._note(mover.drain())
             mover.close()
+
+    def _close_lifeline(self) -> None:
+        lifeline, self._lifeline = self._lifeline, None
+        if lifeline is not None:
+            lifeline.close()
 
     def run_loads(self) -> None:
         """Start this step's loads: their blocks belong to requests that wait."""
@@ -178,15 +203,15 @@ class WorkerCore:
             return
         logger.error("kvloft: this worker moves no pages from now on, so nothing is cached: %s", reason)
         self._is_stopped = True
-        mover, self._mover = self._mover, None
-        if mover is not None:
-            self._note(mover.drain())
-            mover.close()
+        self.drain()
+        self._close_mover()
+        self._close_lifeline()
 
     def shutdown(self) -> None:
-        """Wait for copies in flight; their frames are not ours any more afterwards."""
-        if self._mover is not None:
-            self._mover.close()
+        """Wait for copies in flight; this worker writes to no frame until a plan names an arena again."""
+        self._close_mover()
+        self._arena = None
+        self._close_lifeline()
 
     def _ready_mover(self) -> Mover | None:
         """The mover, made on the first plan, when the arena is known; None: copies fail, and steps do not."""

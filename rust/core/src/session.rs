@@ -14,11 +14,11 @@ use rustc_hash::FxHashMap;
 use crate::Result;
 use crate::key::ChunkKey;
 use crate::numbered::Numbered;
-pub use crate::store::ArenaInfo;
 use crate::store::{
     Anchors, Changes, Got, LeasedFrame, Listener, Lookup, Prefix, Progress, ReadLease, Reservation, SaveRange, Store,
     StoreConfig, ToSave, WriteLease,
 };
+pub use crate::store::{ArenaInfo, LifelineInfo};
 
 /// Number of a read lease, never used again by its session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]

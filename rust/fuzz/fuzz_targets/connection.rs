@@ -12,7 +12,7 @@ use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, SaveRange};
 use kvloft_core::{ChunkKey, KeyChain};
 use kvloft_wire::message::{Hello, Request, VERSION};
-use kvloft_wire::{Patience, Remote, RemoteConfig, Server, ServerConfig};
+use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig};
 
 const FRAME_BYTES: u64 = 4096;
 const NAMESPACE: [u8; 32] = [7; 32];
@@ -30,7 +30,6 @@ fn rig() -> &'static Rig {
     RIG.get_or_init(|| {
         let dir = tempfile::tempdir().expect("a directory");
         let socket = dir.path().join("kvloft.sock");
-        let patience = Patience { after_death: Duration::ZERO, longest: Duration::ZERO };
         let (eviction, host_bytes) = (Eviction::parse("lru").expect("known"), 64 * FRAME_BYTES);
         let (available_bytes, disk, max_connections) = (None, None, 16);
         let config = ServerConfig {
@@ -44,7 +43,7 @@ fn rig() -> &'static Rig {
             limits: kvloft_core::store::TenantLimits::default(),
             settings: Vec::new(),
             max_connections,
-            patience,
+            gpu_settle: Duration::ZERO,
         };
         let server = Server::open(config).expect("a server");
         let (namespace, frame_bytes, blocks_per_chunk, description) = (NAMESPACE, FRAME_BYTES, 1, String::new());

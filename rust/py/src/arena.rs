@@ -39,14 +39,25 @@ impl FramePart {
     }
 }
 
+impl Arena {
+    fn of(inner: io::Arena) -> Self {
+        Self { address: inner.address(), size_bytes: inner.size_bytes(), id: inner.id(), inner }
+    }
+}
+
 #[pymethods]
 impl Arena {
     /// Map the arena at `path`.
     #[staticmethod]
     #[pyo3(signature = (path, *, frame_bytes, num_frames))]
     fn open(py: Python<'_>, path: &str, frame_bytes: u64, num_frames: u32) -> PyResult<Self> {
-        let inner = py.detach(|| io::Arena::open(path, frame_bytes, num_frames)).map_err(raise)?;
-        Ok(Self { address: inner.address(), size_bytes: inner.size_bytes(), id: inner.id(), inner })
+        Ok(Self::of(py.detach(|| io::Arena::open(path, frame_bytes, num_frames)).map_err(raise)?))
+    }
+
+    /// A frame that no other process maps.
+    #[staticmethod]
+    fn private(frame_bytes: u64) -> PyResult<Self> {
+        Ok(Self::of(io::Arena::private(frame_bytes).map_err(raise)?))
     }
 
     /// Tag the payload of a part of `frame` and write the trailer at the end of the part; returns the tag.

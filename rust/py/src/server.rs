@@ -8,7 +8,7 @@ use kvloft_core::io::available_bytes;
 use kvloft_core::key::SaltTag;
 use kvloft_core::store::{DiskSettings, Tenant};
 use kvloft_wire::{
-    EngineStatus, GivenUp, NamespaceStatus, Patience, Pinned, ServerConfig, Status, Whose, evict, forget, pin, status,
+    EngineStatus, GPU_SETTLE, GivenUp, NamespaceStatus, Pinned, ServerConfig, Status, Whose, evict, forget, pin, status,
 };
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyList};
@@ -62,7 +62,7 @@ impl Server {
             limits: tenant_limits(limits).map_err(raise)?,
             settings: settings.unwrap_or_default().into_iter().collect(),
             max_connections,
-            patience: Patience::default(),
+            gpu_settle: GPU_SETTLE,
         };
         Ok(Self { inner: py.detach(|| kvloft_wire::Server::open(config)).map_err(raise)? })
     }

@@ -171,6 +171,12 @@ impl Session {
         self.inner.session().arena().map_or(0, |arena| arena.id)
     }
 
+    /// Where a worker opens the lifeline, and its inode; None for an engine's own store, or while there is none.
+    #[getter]
+    fn lifeline(&self) -> Option<(String, u64)> {
+        self.inner.session().arena()?.lifeline.map(|lifeline| (lifeline.path, lifeline.id))
+    }
+
     #[getter]
     fn num_frames(&self) -> u32 {
         self.inner.session().arena().map_or(0, |arena| arena.num_frames)

@@ -9,7 +9,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::{Local, Session};
 use kvloft_core::store::{Prefix, SaveRange, StoreConfig};
-use kvloft_wire::{Patience, Remote, RemoteConfig, Server, ServerConfig};
+use kvloft_wire::{GPU_SETTLE, Remote, RemoteConfig, Server, ServerConfig};
 
 const PROMPT_TOKENS: u32 = 131_072;
 const NUM_PROMPTS: u32 = 16;
@@ -63,7 +63,6 @@ fn main() {
         let prompts: Vec<_> = (0..NUM_PROMPTS).map(|seed| prompt(seed, num_blocks)).collect();
         let (eviction, host_bytes) = (Eviction::default(), u64::from(num_blocks * NUM_PROMPTS) * FRAME_BYTES);
         let (namespace, available_bytes) = ([num_blocks.to_le_bytes()[1]; 32], None);
-        let patience = Patience::default();
         let (disk, max_connections) = (None, 4);
         let config = ServerConfig {
             socket: socket.clone(),
@@ -76,7 +75,7 @@ fn main() {
             limits: kvloft_core::store::TenantLimits::default(),
             settings: Vec::new(),
             max_connections,
-            patience,
+            gpu_settle: GPU_SETTLE,
         };
         let _server = Server::open(config).expect("a server");
         let (frame_bytes, blocks_per_chunk, description) = (FRAME_BYTES, 1, String::new());

@@ -109,6 +109,6 @@ impl Drop for Remote {
     fn drop(&mut self) {
         let mut state = self.state();
         state.is_closed = true;
-        (state.link, state.next) = (None, None);
+        (state.link, state.next, state.arena) = (None, None, None);
     }
 }

@@ -14,8 +14,8 @@ use kvloft_core::session::Session;
 use rustix::event::PollFlags;
 
 use crate::engine::{End, Engine, no_message};
+use crate::lifeline::{Lifeline, ProcessWatch};
 use crate::message::{Answer, Hello, LENGTH_BYTES, MAX_HELLO, MAX_MESSAGE, Request, VERSION};
-use crate::quarantine::Watch;
 use crate::shared::{Peer, Shared};
 use crate::socket::{AWAKE, is_own, peer, send_with, stay_awake, widen};
 use crate::space::{Seat, id};
@@ -36,13 +36,13 @@ struct Connection {
     shared: Arc<Shared>,
     stream: UnixStream,
     number: u64,
-    watch: Option<Watch>,
     seat: Option<Arc<Seat>>,
+    /// Of the engine whose seat it is.
+    lifeline: Option<Lifeline>,
     engine: Engine,
     out: Vec<u8>,
     /// As one of those that were accepted; who only looks is none.
     is_counted: bool,
-    has_said_bye: bool,
 }
 
 /// Says why, as far as that can be said at once.
@@ -65,18 +65,18 @@ pub(crate) fn start(shared: &Arc<Shared>, stream: UnixStream, number: u64) {
     let limits = stream.set_read_timeout(Some(HELLO_TIMEOUT)).and(stream.set_write_timeout(Some(WRITE_TIMEOUT)));
     let (Ok(()), Ok(clone)) = (limits, stream.try_clone()) else { return };
     let tally = Arc::<Tally>::default();
-    let peer = Peer { stream: clone, pid, since: Instant::now(), seat: None, tally: Arc::clone(&tally) };
+    let watch = ProcessWatch::new(pid);
+    let peer = Peer { stream: clone, pid, watch, since: Instant::now(), seat: None, tally: Arc::clone(&tally) };
     shared.peers().insert(number, peer);
     let mut connection = Connection {
         shared: Arc::clone(shared),
         stream,
         number,
-        watch: Some(Watch::new(pid)),
         seat: None,
+        lifeline: None,
         engine: Engine::new(tally),
         out: Vec::new(),
         is_counted: false,
-        has_said_bye: false,
     };
     // Where no thread starts, the connection is dropped, and with it ends.
     let _none = spawn("engine", move || connection.serve());
@@ -144,10 +144,7 @@ impl Connection {
                 Some(Answer::Pinned(done.map_err(|error| End::Refused(error.to_string()))?))
             }
             (Request::Hello(hello), None) => return self.welcome(number, hello),
-            (Request::Bye, _) => {
-                self.has_said_bye = true;
-                return Err(End::Gone);
-            }
+            (Request::Bye, _) => return Err(End::Gone),
             (_, None) => return Err(no_message()),
             (request, Some(seat)) => self.engine.answer(request, &seat)?,
         };
@@ -172,6 +169,8 @@ impl Connection {
         let fd = File::options().read(true).write(true).open(&arena.path)?;
         let mut out = Vec::new();
         Answer::Welcome(arena.num_frames).encode(number, &mut out);
+        let (lifeline, engine_end) = Lifeline::new()?;
+        self.lifeline = Some(lifeline);
         let seat = Arc::new(seat);
         self.seat = Some(Arc::clone(&seat));
         let mut peers = self.shared.peers();
@@ -183,7 +182,7 @@ impl Connection {
         self.shared.num_joined.fetch_add(1, Ordering::Relaxed);
         let id = id(&hello.namespace);
         self.shared.tell(format!("process {pid} is connected, for namespace {id}"));
-        send_with(&self.stream, &out, fd.as_fd())?;
+        send_with(&self.stream, &out, [fd.as_fd(), engine_end.as_fd()])?;
         self.stream.set_read_timeout(None)?;
         Ok(())
     }
@@ -195,10 +194,8 @@ impl Drop for Connection {
         let seat = self.seat.take();
         self.shared.leave(self.number);
         // No other thread has it now: a status is made while connections cannot leave.
-        if let (Some(seat), Some(watch)) = (seat.and_then(Arc::into_inner), self.watch.take())
-            && !self.has_said_bye
-        {
-            self.shared.quarantine.add(seat, watch);
+        if let (Some(seat), Some(lifeline)) = (seat.and_then(Arc::into_inner), self.lifeline.take()) {
+            self.shared.quarantine.add(seat, lifeline);
         }
     }
 }

@@ -3,7 +3,7 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Duration;
 
-use kvloft_core::session::ArenaInfo;
+use kvloft_core::session::{ArenaInfo, LifelineInfo};
 use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::link::Link;
@@ -18,8 +18,8 @@ const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) struct Found {
     pub(crate) link: Link,
     pub(crate) arena: ArenaInfo,
-    /// Keeps `arena.path` where it is.
-    pub(crate) fd: OwnedFd,
+    /// Keep the paths in `arena` valid: the arena and the lifeline.
+    pub(crate) fds: [OwnedFd; 2],
 }
 
 impl Found {
@@ -33,13 +33,19 @@ impl Found {
             blocks_per_chunk: config.blocks_per_chunk,
             description: config.description.clone(),
         };
-        let (answer, fd) = link.open(&Request::Hello(hello), HELLO_TIMEOUT)?;
-        let (Answer::Welcome(num_frames), Some(fd)) = (answer, fd) else {
+        let (answer, fds) = link.open(&Request::Hello(hello), HELLO_TIMEOUT)?;
+        let (Answer::Welcome(num_frames), Ok(fds)) = (answer, <[OwnedFd; 2]>::try_from(fds)) else {
             return Err(Error::new(ErrorKind::Io, "the kvloft server answered something else"));
         };
-        let stat = rustix::fs::fstat(&fd).map_err(|error| Error::io("the arena is not to be seen", error.into()))?;
-        let path = format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd());
-        let arena = ArenaInfo { path, id: stat.st_ino, frame_bytes: config.frame_bytes, num_frames };
-        Ok(Self { link, arena, fd })
+        let [(path, id), (lifeline_path, lifeline_id)] = [place_of(&fds[0])?, place_of(&fds[1])?];
+        let lifeline = Some(LifelineInfo { path: lifeline_path, id: lifeline_id });
+        let arena = ArenaInfo { path, id, frame_bytes: config.frame_bytes, num_frames, lifeline };
+        Ok(Self { link, arena, fds })
     }
+}
+
+/// Where another process of this user opens `fd`, and its inode.
+fn place_of(fd: &OwnedFd) -> Result<(String, u64)> {
+    let stat = rustix::fs::fstat(fd).map_err(|error| Error::io("the arena cannot be inspected", error.into()))?;
+    Ok((format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd()), stat.st_ino))
 }

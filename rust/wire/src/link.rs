@@ -63,13 +63,13 @@ impl Link {
         })
     }
 
-    /// The first request, and the descriptor that comes with its answer. `InvalidConfig`: the server refused, in its own words.
-    pub(crate) fn open(&mut self, request: &Request<'_>, timeout: Duration) -> Result<(Answer, Option<OwnedFd>)> {
+    /// The first request, and the descriptors that come with its answer. `InvalidConfig`: the server refused, in its own words.
+    pub(crate) fn open(&mut self, request: &Request<'_>, timeout: Duration) -> Result<(Answer, Vec<OwnedFd>)> {
         let deadline = Instant::now() + timeout;
         let fail = |error| Error::io("the kvloft server does not answer", error);
         let late = || fail(IoKind::TimedOut.into());
         self.push(request);
-        let mut found = None;
+        let mut found = Vec::new();
         loop {
             let sent = self.flush(); // one who refuses may be gone already, but has said why
             let out = if self.unsent() > 0 { PollFlags::OUT } else { PollFlags::empty() };
@@ -77,7 +77,7 @@ impl Link {
                 return Err(late());
             }
             match self.inbox.fill_with(&self.stream) {
-                Ok(fd) => found = fd.or(found),
+                Ok(fds) => found.extend(fds),
                 Err(error) if error.kind() == IoKind::WouldBlock => continue,
                 Err(error) => return Err(fail(error)),
             }

@@ -1,84 +1,61 @@
-//! What engines held that went without a word, until nothing of theirs can write to its frames any more.
+//! Frames and leases of engines that have disconnected, until no process can write to them.
 //!
-//! A worker, or a GPU that copies for it, may outlive its scheduler's end for a moment; a frame that it still fills must not be
-//! another's. The process is watched by a pidfd, so that its number may be used again. It must not know sockets.
+//! Workers and forked children can outlive the scheduler that reserved a frame. A seat therefore stays reserved until its lifeline
+//! is closed; no timeout releases it. This file must not know sockets.
 
-use std::os::fd::OwnedFd;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use rustix::event::PollFlags;
-use rustix::process::{Pid, PidfdFlags};
-
-use crate::settings::Patience;
-use crate::socket::wait;
+use crate::lifeline::Lifeline;
 use crate::space::Seat;
 
-/// A process that may still run.
 #[derive(Debug)]
-pub(crate) struct Watch(Option<OwnedFd>);
-
-impl Watch {
-    /// Process 0 is not visible from here, so nothing is known of it.
-    pub(crate) fn new(pid: u32) -> Self {
-        let pid = i32::try_from(pid).ok().and_then(Pid::from_raw);
-        Self(pid.and_then(|pid| rustix::process::pidfd_open(pid, PidfdFlags::empty()).ok()))
-    }
-
-    fn is_dead(&self) -> bool {
-        self.0.as_ref().is_some_and(|fd| wait(fd, PollFlags::IN, Instant::now()))
-    }
-}
-
-#[derive(Debug)]
-struct Kept {
+struct Quarantined {
     seat: Seat,
-    watch: Watch,
-    ended: Instant,
-    died: Option<Instant>,
+    lifeline: Lifeline,
+    closed: Option<Instant>,
 }
 
-/// Seats of engines that are gone.
+/// Seats of engines that have disconnected.
 #[derive(Debug)]
 pub(crate) struct Quarantine {
-    patience: Patience,
-    kept: Mutex<Vec<Kept>>,
+    /// The driver stops a dead process's GPU copies shortly after its descriptors are closed.
+    gpu_settle: Duration,
+    seats: Mutex<Vec<Quarantined>>,
 }
 
 impl Quarantine {
-    pub(crate) fn new(patience: Patience) -> Self {
-        Self { patience, kept: Mutex::default() }
+    pub(crate) fn new(gpu_settle: Duration) -> Self {
+        Self { gpu_settle, seats: Mutex::default() }
     }
 
-    fn kept(&self) -> MutexGuard<'_, Vec<Kept>> {
-        self.kept.lock().unwrap_or_else(PoisonError::into_inner)
+    fn seats(&self) -> MutexGuard<'_, Vec<Quarantined>> {
+        self.seats.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The seat is kept if it holds anything.
-    pub(crate) fn add(&self, seat: Seat, watch: Watch) {
+    /// Keeps the seat if it holds a reservation or a lease.
+    pub(crate) fn add(&self, seat: Seat, lifeline: Lifeline) {
         if seat.local.num_open() != (0, 0) {
-            self.kept().push(Kept { seat, watch, ended: Instant::now(), died: None });
+            self.seats().push(Quarantined { seat, lifeline, closed: None });
         }
     }
 
-    /// Frees what waited long enough.
-    pub(crate) fn look(&self) {
+    /// Releases the seats that no process can write to.
+    pub(crate) fn release_closed(&self) {
         let now = Instant::now();
-        let patience = self.patience;
-        let is_over = |kept: &mut Kept| {
-            if kept.died.is_none() && kept.watch.is_dead() {
-                kept.died = Some(now);
+        let is_over = |each: &mut Quarantined| {
+            if each.closed.is_none() && each.lifeline.is_closed() {
+                each.closed = Some(now);
             }
-            let is_dead = kept.died.is_some_and(|died| now.duration_since(died) >= patience.after_death);
-            is_dead || now.duration_since(kept.ended) >= patience.longest
+            each.closed.is_some_and(|closed| now.duration_since(closed) >= self.gpu_settle)
         };
-        let over: Vec<_> = self.kept().extract_if(.., is_over).collect();
-        drop(over); // not under the lock
+        let over: Vec<_> = self.seats().extract_if(.., is_over).collect();
+        drop(over); // outside the lock
     }
 
-    /// Reservations and read leases that are kept.
+    /// Reservations and read leases in quarantine.
     pub(crate) fn num_open(&self) -> (usize, usize) {
-        let kept = self.kept();
-        kept.iter().map(|kept| kept.seat.local.num_open()).fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1))
+        let seats = self.seats();
+        seats.iter().map(|each| each.seat.local.num_open()).fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1))
     }
 }

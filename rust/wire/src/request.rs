@@ -7,7 +7,7 @@ use crate::orders::Whose;
 use crate::prefixes::{Keys, SentPrefixes, SentRange, prefixes, ranges, write_ranges};
 
 /// Version of all that crosses; two sides with different ones do not talk.
-pub const VERSION: u32 = 9;
+pub const VERSION: u32 = 10;
 
 /// Who wants to use the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,7 +57,7 @@ pub enum Request<'a> {
     LimitFrames(u32),
     /// Whether a flush would be done at once.
     IsSettled,
-    /// One-way: the engine ends in order, so nothing of it writes to frames any more.
+    /// One-way: the engine ends in order.
     Bye,
     /// What the server does, with the version instead of a hello: for people.
     Status(u32),

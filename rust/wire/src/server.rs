@@ -156,7 +156,8 @@ fn erase(shared: &Shared, every: Duration) {
 fn look(shared: &Shared) {
     let _own = shared.looker.set(std::thread::current());
     while !shared.is_stopping.load(Ordering::SeqCst) {
-        shared.quarantine.look();
+        shared.end_dead_peers();
+        shared.quarantine.release_closed();
         if !shared.share() {
             std::thread::park_timeout(LOOK_EVERY);
         }

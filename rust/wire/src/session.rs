@@ -204,7 +204,7 @@ impl Session for Remote {
         let mut state = self.state();
         state.is_closed = true;
         state.tell_server(&Request::Bye);
-        (state.link, state.next) = (None, None);
+        (state.link, state.next, state.arena) = (None, None, None);
         drop(state);
         self.wake();
     }

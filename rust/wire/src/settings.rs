@@ -29,24 +29,12 @@ pub struct ServerConfig {
     pub settings: Vec<(String, String)>,
     /// Connections at one time.
     pub max_connections: usize,
-    /// About engines that went without a word.
-    pub patience: Patience,
+    /// How long frames stay reserved after the last process that could write to them has closed them.
+    pub gpu_settle: Duration,
 }
 
-/// How long frames of an engine that is gone are kept from others.
-#[derive(Debug, Clone, Copy)]
-pub struct Patience {
-    /// After its process was seen dead: workers end with it.
-    pub after_death: Duration,
-    /// After its connection ended, whatever became of the process.
-    pub longest: Duration,
-}
-
-impl Default for Patience {
-    fn default() -> Self {
-        Self { after_death: Duration::from_secs(2), longest: Duration::from_secs(30) }
-    }
-}
+/// Default of [`ServerConfig::gpu_settle`].
+pub const GPU_SETTLE: Duration = Duration::from_millis(500);
 
 /// What is asked for of a server.
 #[derive(Debug, Clone)]

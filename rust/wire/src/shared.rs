@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::units::size_text;
 use kvloft_core::{Error, ErrorKind, Result};
 
+use crate::lifeline::ProcessWatch;
 use crate::message::{EngineStatus, Hello, NamespaceStatus, Status};
 use crate::namespaces::Namespaces;
 use crate::quarantine::Quarantine;
@@ -30,6 +31,7 @@ const MAX_TENANTS: usize = 16;
 pub(crate) struct Peer {
     pub(crate) stream: UnixStream,
     pub(crate) pid: u32,
+    pub(crate) watch: ProcessWatch,
     pub(crate) since: Instant,
     /// Once it said hello.
     pub(crate) seat: Option<Arc<Seat>>,
@@ -65,7 +67,7 @@ impl Shared {
         let no_answer = config.disk.as_ref().map(|disk| format!("disk_path {} does not answer", disk.dir.display()));
         let disk_trouble = Mutex::new(no_answer); // until it did
         Self {
-            quarantine: Quarantine::new(config.patience),
+            quarantine: Quarantine::new(config.gpu_settle),
             config,
             namespaces: Namespaces::default(),
             looker: Arc::default(),
@@ -97,6 +99,13 @@ impl Shared {
         }
         drop(left);
         self.peer_left.notify_all();
+    }
+
+    /// Ends connections whose process has ended: a forked child that has the socket would keep them open.
+    pub(crate) fn end_dead_peers(&self) {
+        for peer in self.peers().values().filter(|peer| peer.watch.has_ended()) {
+            let _gone = peer.stream.shutdown(std::net::Shutdown::Both);
+        }
     }
 
     /// Notes what a person should see; what is too much is dropped.

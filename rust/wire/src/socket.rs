@@ -75,11 +75,10 @@ pub(crate) fn stay_awake(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> 
     false
 }
 
-/// Sends all of `bytes`, and with its first a descriptor.
-pub(crate) fn send_with(mut stream: &UnixStream, bytes: &[u8], fd: BorrowedFd<'_>) -> io::Result<()> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+/// Sends all of `bytes`, and with its first byte two descriptors.
+pub(crate) fn send_with(mut stream: &UnixStream, bytes: &[u8], fds: [BorrowedFd<'_>; 2]) -> io::Result<()> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    let fds = [fd];
     control.push(SendAncillaryMessage::ScmRights(&fds));
     let sent = rustix::net::sendmsg(stream, &[IoSlice::new(bytes)], &mut control, SendFlags::NOSIGNAL)?;
     stream.write_all(&bytes[sent..])
@@ -122,9 +121,9 @@ impl Inbox {
         }
     }
 
-    /// Reads once, and takes the descriptor that came along.
-    pub(crate) fn fill_with(&mut self, stream: &UnixStream) -> io::Result<Option<OwnedFd>> {
-        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    /// Reads once, and returns the descriptors that came with it.
+    pub(crate) fn fill_with(&mut self, stream: &UnixStream) -> io::Result<Vec<OwnedFd>> {
+        let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
         let mut slices = [IoSliceMut::new(self.room())];
         let num = rustix::net::recvmsg(stream, &mut slices, &mut control, RecvFlags::CMSG_CLOEXEC)?.bytes;
@@ -132,11 +131,11 @@ impl Inbox {
             return Err(IoKind::UnexpectedEof.into());
         }
         self.end += num;
-        let fds = control.drain().filter_map(|message| match message {
-            RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        let rights = control.drain().filter_map(|message| match message {
+            RecvAncillaryMessage::ScmRights(fds) => Some(fds),
             _ => None,
         });
-        Ok(fds.last())
+        Ok(rights.flatten().collect())
     }
 
     /// The next whole message. Err: one longer than `max_bytes`.

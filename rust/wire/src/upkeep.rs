@@ -29,7 +29,7 @@ pub(crate) struct State {
     pub(crate) link: Option<Link>,
     /// Used from the next `renew` on.
     pub(crate) next: Option<Found>,
-    pub(crate) arena: Option<(ArenaInfo, OwnedFd)>,
+    pub(crate) arena: Option<(ArenaInfo, [OwnedFd; 2])>,
     /// Leases of this link. Of those that no longer change, how far they are.
     pub(crate) leases: HashMap<LeaseId, Option<Progress>>,
     pub(crate) next_lease: u64,
@@ -108,16 +108,14 @@ impl State {
     }
 
     pub(crate) fn adopt(&mut self, found: Found, deadline: Instant) {
-        let Found { link, arena, fd } = found;
+        let Found { link, arena, fds } = found;
         self.link = Some(link);
         self.leases.clear();
-        if self.arena.as_ref().is_some_and(|(own, _)| own.id == arena.id) {
-            if let Some(limit) = self.limit {
-                self.tell_server(&Request::LimitFrames(limit));
-            }
-        } else {
-            self.arena = Some((arena, fd));
-            self.limit = None;
+        let is_same_memory = self.arena.as_ref().is_some_and(|(own, _)| own.id == arena.id);
+        self.arena = Some((arena, fds)); // its lifeline is this connection's in any case
+        self.limit = self.limit.filter(|_| is_same_memory);
+        if let Some(limit) = self.limit {
+            self.tell_server(&Request::LimitFrames(limit));
         }
         if self.owes_clear {
             self.send_clear(deadline);

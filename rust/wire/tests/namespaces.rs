@@ -13,9 +13,7 @@ use common::{
 use kvloft_core::ErrorKind;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, Store, StoreConfig};
-use kvloft_wire::{
-    MAX_NAMESPACES, NamespaceStatus, Patience, Remote, RemoteConfig, Server, ServerConfig, forget, status,
-};
+use kvloft_wire::{MAX_NAMESPACES, NamespaceStatus, Remote, RemoteConfig, Server, ServerConfig, forget, status};
 
 /// A client of another namespace, with frames of another size.
 fn engine(dir: &std::path::Path, nth: u8, pages: u64) -> Remote {
@@ -259,8 +257,7 @@ fn an_engine_with_too_large_chunks_hears_of_the_servers_own_option() {
 #[test]
 fn namespaces_are_bounded_and_frames_too_large_for_a_slab_are_refused() {
     let dir = tempfile::tempdir().expect("a directory");
-    let patience = Patience { after_death: Duration::ZERO, longest: Duration::ZERO };
-    let config = ServerConfig { max_connections: 100, patience, ..server_config(dir.path()) };
+    let config = ServerConfig { max_connections: 100, gpu_settle: Duration::ZERO, ..server_config(dir.path()) };
     let _server = Server::open(config).expect("a server");
     let num = u8::try_from(MAX_NAMESPACES).expect("few");
     let mut engines: Vec<_> = (0..num).map(|nth| engine(dir.path(), nth, 1)).collect();

@@ -113,21 +113,46 @@ fn an_engine_that_says_bye_holds_nothing_more() {
     assert_eq!(server.status().engines().count(), 1);
 }
 
-/// The test's own process holds the connection, and it lives.
+/// What a worker does before it maps the arena.
+fn open_lifeline(engine: &Remote) -> std::fs::File {
+    let lifeline = engine.arena().and_then(|arena| arena.lifeline).expect("a server's arena has one");
+    std::fs::File::options().write(true).open(lifeline.path).expect("its engine lives")
+}
+
 #[test]
-fn frames_of_an_engine_that_went_without_a_word_are_kept_while_its_process_lives() {
+fn frames_of_an_engine_that_ends_stay_reserved_until_its_last_worker_has_ended() {
+    for says_bye in [false, true] {
+        let dir = tempfile::tempdir().expect("a directory");
+        let server = serve(dir.path());
+        let (one, other) = (connect(dir.path()), connect(dir.path()));
+        assert_eq!(save(&other, &chain(1, 3)), 3);
+        let workers = [open_lifeline(&one), open_lifeline(&one)];
+        one.reserve(Prefix::from(&chain(2, 5)), whole(5)).expect("in range");
+        let _lease = one.acquire(Prefix::from(&chain(1, 3)));
+        if says_bye {
+            one.close(Duration::ZERO);
+        }
+        drop(one);
+        for worker in workers {
+            until("noticed", || stat(&numbers(&server.status()), "quarantined_reservations") == 5);
+            std::thread::sleep(Duration::from_millis(500)); // longer than the GPU settles
+            let status = server.status();
+            assert_eq!((stat(&numbers(&status), "frames_reserved"), stat(&numbers(&status), "pins")), (5, 3));
+            assert_eq!(status.engines().count(), 1);
+            drop(worker);
+        }
+        until("freed", || stat(&numbers(&server.status()), "frames_reserved") == 0);
+        assert_eq!(stat(&numbers(&server.status()), "pins"), 0);
+    }
+}
+
+#[test]
+fn another_connection_to_the_same_memory_has_another_lifeline() {
     let dir = tempfile::tempdir().expect("a directory");
-    let server = serve(dir.path());
-    let (one, other) = (connect(dir.path()), connect(dir.path()));
-    assert_eq!(save(&other, &chain(1, 3)), 3);
-    one.reserve(Prefix::from(&chain(2, 5)), whole(5)).expect("in range");
-    let _lease = one.acquire(Prefix::from(&chain(1, 3)));
-    drop(one);
-    until("noticed", || stat(&numbers(&server.status()), "quarantined_reservations") == 5);
-    std::thread::sleep(Duration::from_millis(500)); // more than after a death
-    let status = server.status();
-    assert_eq!((stat(&numbers(&status), "frames_reserved"), stat(&numbers(&status), "pins")), (5, 3));
-    assert_eq!(status.engines().count(), 1);
+    let _server = serve(dir.path());
+    let (one, other) = (connect(dir.path()).arena().expect("an arena"), connect(dir.path()).arena().expect("an arena"));
+    assert_eq!(one.id, other.id);
+    assert_ne!(one.lifeline.expect("a server's").id, other.lifeline.expect("a server's").id);
 }
 
 #[test]

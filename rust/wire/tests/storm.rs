@@ -12,7 +12,7 @@ use common::{FRAME, LONG, remote_config, server_config, stat, until, whole};
 use kvloft_core::key::{KeyChain, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{Limits, Prefix, Quota, TenantLimits};
-use kvloft_wire::{Patience, Remote, RemoteConfig, Server, ServerConfig};
+use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig};
 
 /// Pages of a chunk; a slab has four.
 const PAGES: [u64; 3] = [1, 2, 4];
@@ -98,8 +98,8 @@ fn models_of_very_different_chunks_lose_nothing_and_leave_nothing() {
     let salted = Limits { host: Some(Quota::Share(500_000)), ..Limits::default() };
     let limits = TenantLimits { salted, ..TenantLimits::default() };
     // These engines are threads of a process that lives on.
-    let patience = Patience { after_death: Duration::ZERO, longest: Duration::from_millis(50) };
-    let config = ServerConfig { limits, patience, max_connections: 1000, ..server_config(dir.path()) };
+    let config =
+        ServerConfig { limits, gpu_settle: Duration::ZERO, max_connections: 1000, ..server_config(dir.path()) };
     let server = Server::open(config).expect("a server");
     let first = engine(dir.path(), 0); // its chunks decide on slabs
     let end = Instant::now() + Duration::from_secs(2);

@@ -304,6 +304,12 @@ impl Arena {
         Ok(Self { mapping, id: metadata.ino(), trailers: Mutex::new(()) })
     }
 
+    /// A frame of this process alone, for the private copies from which parts are sealed and checked.
+    pub fn private(frame_bytes: u64) -> Result<Self> {
+        let memory = HostArena::of_bytes(checked_size(frame_bytes, 1)? as u64)?;
+        Self::open(&memory.path(), frame_bytes, 1)
+    }
+
     /// Which memory it is: no two arenas that live on this machine have the same number.
     pub fn id(&self) -> u64 {
         self.id

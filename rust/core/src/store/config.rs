@@ -48,6 +48,17 @@ pub struct ArenaInfo {
     pub frame_bytes: u64,
     /// Frames in host memory.
     pub num_frames: u32,
+    /// What every process that maps a server's arena must hold open; None for an engine's own store.
+    pub lifeline: Option<LifelineInfo>,
+}
+
+/// A pipe by which a server notices that the last process that could write to an engine's frames has ended.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LifelineInfo {
+    /// Where a worker opens it for writing.
+    pub path: String,
+    /// Its inode, for paths are used again.
+    pub id: u64,
 }
 
 /// Settings of the disk tier.

@@ -50,7 +50,7 @@ mod watch;
 pub use ages::erase_expired;
 pub use calls::{Lookup, Reserved};
 pub use changes::Listener;
-pub use config::{ArenaInfo, DiskSettings, StoreConfig};
+pub use config::{ArenaInfo, DiskSettings, LifelineInfo, StoreConfig};
 pub use evict::{Evict, erase_closed};
 pub use inner::Clock;
 pub use lease::{ReadLease, WriteLease};

@@ -86,6 +86,7 @@ impl Store {
             id: host.arena().id()?,
             frame_bytes: config.frame_bytes,
             num_frames,
+            lifeline: None,
         };
         let settings = config.disk.as_ref().filter(|_| opener.is_some());
         let cap_bytes = settings.map_or(0, |disk| disk.cap_bytes);

@@ -12,7 +12,7 @@ use kvloft_core::tier::disk::Erased;
 
 use super::Whose;
 use crate::message::Hello;
-use crate::{Patience, Remote, RemoteConfig, Server, ServerConfig};
+use crate::{GPU_SETTLE, Remote, RemoteConfig, Server, ServerConfig};
 
 const FRAME: u64 = 4096;
 const LONG: Duration = Duration::from_secs(60);
@@ -30,7 +30,7 @@ fn config(dir: &Path) -> (ServerConfig, DiskSettings) {
         limits: TenantLimits::default(),
         settings: Vec::new(),
         max_connections: 8,
-        patience: Patience::default(),
+        gpu_settle: GPU_SETTLE,
     };
     (config, disk)
 }

@@ -8,14 +8,13 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Prefix, SaveRange};
-use kvloft_wire::{Patience, Remote, RemoteConfig, Server, ServerConfig, Status};
+use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig, Status};
 
 pub(crate) const FRAME: u64 = 4096;
 /// No test waits as long for what happens.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 pub(crate) fn server_config(dir: &Path) -> ServerConfig {
-    let patience = Patience { after_death: Duration::from_millis(200), longest: Duration::from_secs(3600) };
     ServerConfig {
         socket: socket(dir),
         host_bytes: 64 * FRAME,
@@ -27,7 +26,7 @@ pub(crate) fn server_config(dir: &Path) -> ServerConfig {
         limits: kvloft_core::store::TenantLimits::default(),
         settings: Vec::new(),
         max_connections: 8,
-        patience,
+        gpu_settle: Duration::from_millis(200),
     }
 }
 
