@@ -182,6 +182,9 @@ class Session:
     def frame_bytes(self) -> int: ...
     @property
     def num_frames(self) -> int: ...
+    @property
+    def is_save_late(self) -> bool:
+        """Whether the last reservation got no answer of the server in time: what it dropped can be tried again at once."""
     def renew(self) -> bool:
         """Use the store that took the place of one that is gone: whether there is one. Nothing of the old one is there then.
 

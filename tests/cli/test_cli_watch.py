@@ -30,12 +30,12 @@ from kvloft.cli import metrics, top
 from kvloft.cli import status as status_command
 from kvloft.cli.__main__ import main
 from kvloft.cli.commands import build_parser
-from kvloft.cli.hits import hit_rate
+from kvloft.cli.hits import hit_rate, late_lines
 from kvloft.cli.tables import count_text
 from kvloft.errors import ConfigError
 
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
-COUNTS = ("lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks")
+COUNTS = ("lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks", "late_calls", "late_chunks")
 OF_VLLM = {"vllm:external_prefix_cache_hits_total", "vllm:external_prefix_cache_queries_total"}
 
 
@@ -167,8 +167,8 @@ def test_hit_rates_are_told_of_each_engine_and_of_all(socket: str, capsys: pytes
     shown = json.loads(capsys.readouterr().out)
     (space,) = shown["namespaces"]
     told = [{name: engine[name] for name in COUNTS} for engine in space["engines"]]
-    assert told == [dict(zip(COUNTS, counts, strict=True)) for counts in ([0, 0, 0, 0, 3], [2, 8, 6, 3, 0])]
-    assert [space["stats"][name] for name in COUNTS] == [2, 8, 6, 3, 3]
+    assert told == [dict(zip(COUNTS, counts, strict=True)) for counts in ([0, 0, 0, 0, 3, 0, 0], [2, 8, 6, 3, 0, 0, 0])]
+    assert [space["stats"][name] for name in COUNTS] == [2, 8, 6, 3, 3, 0, 0]
     assert space["hit_rate"] == 0.75
     assert main(["status", "--socket", socket]) == 0
     assert capsys.readouterr().out.count("75.0%") == 3, "of the one that asked and of all, first and below; not of the other"
@@ -181,6 +181,13 @@ def test_hit_rates_are_told_of_each_engine_and_of_all(socket: str, capsys: pytes
     (of_all,) = [line for line in drawn.export_text().splitlines() if "all so far" in line]
     assert of_all.split()[3:] == ["3", "10", "8", "80.0%", "100.0%", "3", "3"]
     other.close()
+
+
+@pytest.mark.parametrize(("late", "said"), [((0, 0), None), ((2, 0), ["2", "0"]), ((1, 1200), ["1", "1,200"])])
+def test_saves_that_a_late_answer_cost_are_shown_with_the_way_out(late: tuple[int, int], said: list[str] | None) -> None:
+    lines = late_lines({"stats": dict(zip(("late_calls", "late_chunks"), late, strict=True))})
+    assert [re.findall(r": ([\d,k.]+)[;.]", line) for line in lines] == ([] if said is None else [said])
+    assert all("server_timeout" in line for line in lines)
 
 
 def test_shares_are_shown_where_they_are_set(capsys: pytest.CaptureFixture[str]) -> None:

@@ -148,13 +148,14 @@ class ModelStore(Session):
     """Host frames, an optional disk, prefix-aware LRU eviction.
 
     ``arena[frame]`` is whatever the workers put there. ``tick`` lets disk reads
-    finish. ``drop_next`` reservations find no frame.
+    finish. ``drop_next`` reservations find no frame; ``is_save_late`` says that a server's answer came too late for them.
     """
 
     num_frames: int
     blocks_per_chunk: int = 1
     with_disk: bool = False
     drop_next: int = 0
+    is_save_late: bool = False
     num_ranks: int = 1
     arena: dict[int, Any] = field(default_factory=dict)
     check_visible: Callable[[bytes, int, Any], None] | None = None

@@ -6,7 +6,7 @@ import pytest
 from sim_checks import settle
 from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
-from sim_scenes import PROMPT, both_modes, serve, stored, whole_blocks
+from sim_scenes import PROMPT, both_chunks, both_modes, serve, stored, whole_blocks
 
 from kvloft.seam.plan import StepReport
 from kvloft.seam.views import NewRequest, StepView
@@ -219,3 +219,18 @@ def test_a_closed_core_hears_late_reports_without_harm() -> None:
     engine.core.absorb(StepReport(failed=tuple(copy.ticket for save in plan.saves for copy in save.chunks)))
     assert not engine.store.entries
     assert not engine.core.has_work_in_flight
+
+
+@both_chunks
+@both_modes
+def test_a_save_that_a_server_answered_too_late_is_tried_again_in_the_next_step(blocks_per_chunk: int, run_ahead: bool) -> None:
+    """The prompt ends here: no chunk completes later."""
+    engine = SymbolicEngine(Setup(blocks_per_chunk=blocks_per_chunk, run_ahead=run_ahead))
+    engine.store.drop_next, engine.store.is_save_late = 1, True
+    request = engine.add(Request("a", list(PROMPT), 2))
+    engine.run()
+    engine.store.is_save_late = False
+    engine.run(3)
+    engine.drain()
+    assert engine.core.counters["save_dropped_chunks"] > 0
+    assert stored(engine, request, len(PROMPT)) == whole_blocks(len(PROMPT))

@@ -112,7 +112,7 @@ class ModelStore(model.Session):  # type: ignore[name-defined,misc]
         os.ftruncate(self._fd, self.num_frames * self.frame_bytes)
         fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)  # as Arena.open demands
         self.arena_path = f"/proc/{os.getpid()}/fd/{self._fd}"
-        self.arena_id, self.lifeline = os.fstat(self._fd).st_ino, None
+        self.arena_id, self.lifeline, self.is_save_late = os.fstat(self._fd).st_ino, None, False
         self._bytes = map_frames(self.arena_path, self.frame_bytes, self.num_frames)
         self._free = list(range(self.num_frames))
         self._next_ticket = 0

@@ -30,6 +30,15 @@ def hit_table(space: Mapping[str, Any], before: Mapping[str, Any] | None = None)
     return table
 
 
+def late_lines(space: Mapping[str, Any]) -> list[str]:
+    """One line if engines had answers too late, with the chunks that were not saved for that, and what to do."""
+    num_calls, num_chunks = space["stats"]["late_calls"], space["stats"]["late_chunks"]
+    if not num_calls:
+        return []
+    late = f"Late answers: {count_text(num_calls)}; chunks not saved because of them: {count_text(num_chunks)}."
+    return [f"{late} The server or the engines lack CPU time; a larger server_timeout helps."]
+
+
 def _cells(counts: Counts, now: list[float | None]) -> list[str]:
     rates = ["" if rate is None else f"{rate:.1%}" for rate in [hit_rate(counts), *now]]
     asked = [count_text(counts[name]) for name in ("lookups", "lookup_chunks", "lookup_chunks_found")]

@@ -38,6 +38,8 @@ COUNTERS: Final = {
     "lookup_chunks": "Chunks that they asked for",
     "lookup_chunks_found": "Chunks of those that were there, in any tier",
     "load_chunks": "Chunks that engines took to load them",
+    "late_calls": "Calls that the server did not answer in time, as counted by the engines",
+    "late_chunks": "Chunks not saved because the server did not answer in time",
 }
 GAUGES: Final = {
     "frames_total": "Frames in the slabs that it has of host memory",

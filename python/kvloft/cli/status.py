@@ -7,7 +7,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from kvloft.cli.evict import add_salt, given_salt, salt_tag
-from kvloft.cli.hits import hit_rate, hit_table
+from kvloft.cli.hits import hit_rate, hit_table, late_lines
 from kvloft.cli.inspect import fields_of
 from kvloft.cli.overview import figures, lines
 from kvloft.cli.rules import rules
@@ -94,7 +94,7 @@ def _print_namespace(space: dict[str, Any], status: dict[str, Any], console: Con
     if not space["stats"]:
         console.print("It is being opened.")
         return
-    above = (tier_table(space, status), *pinned(space), *given_up(space), hit_table(space))
+    above = (tier_table(space, status), *pinned(space), *given_up(space), *late_lines(space), hit_table(space))
     for nth, part in enumerate((*above, engine_table(space), *tenant_table(space, MAX_TENANTS, tag))):
         if nth:
             console.print()

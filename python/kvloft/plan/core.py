@@ -302,14 +302,25 @@ class SchedulerCore:
         is_some = map(is_not, reserved, repeat(None))
         saves += map(new_save, compress(zip(map(its_id, due), reserved, strict=True), is_some))
         if any(dropped):
-            for tracker, num_dropped in zip(due, dropped, strict=True):
-                if num_dropped:
-                    self.counters["save_dropped_chunks"] += num_dropped
-                    note_dropped(tracker, self._groups or self._store, self._group)
+            self._note_dropped(due, rows, dropped)
         if self._announcer is not None:
             self._notes += [partial(self._announcer.note, tracker.live, row) for tracker, row in zip(due, rows, strict=True)]
         if self._continuations is not None:
             self._drop_others(due, rows, saves)
+
+    def _note_dropped(self, due: list[Tracker], rows: list[SaveRow], dropped: Sequence[int]) -> None:
+        """Count chunks without a frame: tried again in the next step if the server was late, else with the next chunk."""
+        is_late = self._store.is_save_late
+        for tracker, row, num_chunks in zip(due, rows, dropped, strict=True):
+            if not num_chunks:
+                continue
+            self.counters["save_dropped_chunks"] += num_chunks
+            if is_late:
+                tracker.saved_chunks, tracker.tail_blocks, tracker.next_save = row[3], 0, 0
+            else:
+                note_dropped(tracker, self._groups or self._store, self._group)
+        if is_late:
+            self._agenda.line_up(self._agenda.running, self._next_saves(self._agenda.running))
 
     def _drop_others(self, due: list[Tracker], rows: list[SaveRow], saves: list[SavePlan]) -> None:
         """Give back saves of blocks that vLLM had, unless they are known to be of their request's own continuation."""

@@ -2,8 +2,8 @@
 
 A chunk is saved in the step that completes it, while its request owns the blocks (I2, I6). Only confirmed tokens whose KV
 this or an earlier step writes count: ``min(frontier, known)``, where the frontier leaves drafts out (I7), and tokens that a
-drafter looks ahead at must be known beyond them. A save that cannot have a frame now is dropped and counted; it is tried again
-when the request's next chunk completes.
+drafter looks ahead at must be known beyond them. A save without a frame is dropped and counted; it is tried again when the
+request's next chunk completes, or in the next step if only the server's answer was late.
 """
 
 from __future__ import annotations

@@ -85,6 +85,11 @@ pub trait Session: Send + Sync + fmt::Debug {
     fn flush(&self, timeout: Duration) -> bool;
     /// Ends reservations and stops serving; leases end by themselves.
     fn close(&self, timeout: Duration);
+
+    /// Whether the last reservation got no answer in time: what it dropped can be tried again at once.
+    fn is_save_late(&self) -> bool {
+        false
+    }
 }
 
 #[derive(Debug, Default)]

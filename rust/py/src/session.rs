@@ -187,6 +187,12 @@ impl Session {
         self.inner.session().renew()
     }
 
+    /// Whether the last reservation got no answer in time.
+    #[getter]
+    fn is_save_late(&self) -> bool {
+        self.inner.session().is_save_late()
+    }
+
     /// Saves that some rank has not reported.
     #[getter]
     fn num_in_flight(&self) -> usize {

@@ -98,9 +98,21 @@ impl Remote {
         one_by_one(&parts, answers, found).collect()
     }
 
+    /// Reservations, with a deadline of their own. Fewer answers than requests, or None among them: no answer came in time.
+    pub(crate) fn ask_for_saves(&self, requests: &[Request<'_>]) -> Vec<Option<Answer>> {
+        let deadline = self.shared.save_deadline();
+        let mut state = self.state();
+        let Some(link) = state.link() else { return Vec::new() };
+        let must_wait = !link.is_silent();
+        let answers = link.ask_for_saves(requests, deadline);
+        if must_wait && (answers.len() < requests.len() || answers.iter().any(Option::is_none)) {
+            state.late.note();
+        }
+        answers
+    }
+
     /// What has to be heard in any case.
-    pub(crate) fn ask_anyway(&self, request: &Request<'_>) -> Option<Answer> {
-        let deadline = self.shared.deadline();
+    pub(crate) fn ask_anyway(&self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
         self.state().ask(deadline, |link| link.ask_anyway(request, deadline))
     }
 }

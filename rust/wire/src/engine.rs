@@ -120,7 +120,8 @@ impl Engine {
                 local.clear();
                 Answer::Count(0)
             }
-            Request::Stats => {
+            Request::Stats([num_calls, num_chunks]) => {
+                self.count(Answered::Late(*num_calls, *num_chunks), seat);
                 Answer::Stats(local.stats().into_iter().map(|(name, value)| (name.into_owned(), value)).collect())
             }
             Request::LimitFrames(num_frames) => {

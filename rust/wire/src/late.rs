@@ -5,12 +5,17 @@ use std::time::{Duration, Instant};
 /// Between two lines about it.
 const TELL_EVERY: Duration = Duration::from_secs(60);
 
-/// Counts them. The first is told as soon as somebody listens, then at most once a minute how many more there were.
+/// Counts them, and the chunks that were not saved for it. The first is logged at once, then at most once a minute how many more
+/// there were.
 #[derive(Debug, Default)]
 pub(crate) struct Late {
     num: u64,
+    num_chunks: u64,
     num_told: u64,
+    num_chunks_told: u64,
     told: Option<Instant>,
+    /// Calls and chunks of which the server knows.
+    known: [u64; 2],
 }
 
 impl Late {
@@ -19,9 +24,25 @@ impl Late {
         self.num += 1;
     }
 
+    /// So many chunks more have no frame, for their reservation got no answer.
+    pub(crate) fn drop_chunks(&mut self, num: u64) {
+        self.num_chunks += num;
+    }
+
     /// Calls so far.
     pub(crate) fn num(&self) -> u64 {
         self.num
+    }
+
+    /// Chunks so far.
+    pub(crate) fn num_chunks(&self) -> u64 {
+        self.num_chunks
+    }
+
+    /// Calls and chunks since the last time, for the server, which cannot count them.
+    pub(crate) fn take_new(&mut self) -> [u64; 2] {
+        let known = std::mem::replace(&mut self.known, [self.num, self.num_chunks]);
+        [self.num - known[0], self.num_chunks - known[1]]
     }
 
     /// The line that is due, if there is one; it is told with that. `at` says where the server is.
@@ -32,10 +53,15 @@ impl Late {
         }
         let more = if self.num_told > 0 { " more" } else { "" };
         let (calls, were) = if num_new == 1 { ("call", "was a miss") } else { ("calls", "were misses") };
-        (self.num_told, self.told) = (self.num, Some(now));
+        let num_chunks = self.num_chunks - self.num_chunks_told;
+        let lost = match num_chunks {
+            0 => String::new(),
+            1 => "; 1 chunk was not saved".to_owned(),
+            _ => format!("; {num_chunks} chunks were not saved"),
+        };
+        (self.num_told, self.num_chunks_told, self.told) = (self.num, self.num_chunks, Some(now));
         Some(format!(
-            "{num_new}{more} {calls} got no answer from {at} within {deadline:?} (server_timeout), and {were}; \
-             server_late counts them"
+            "{num_new}{more} {calls} got no answer from {at} within {deadline:?} (server_timeout) and {were}{lost}"
         ))
     }
 }
@@ -62,6 +88,9 @@ mod tests {
         assert_eq!(told(&mut late, after(61)).as_deref(), Some("3 more calls"));
         assert_eq!((told(&mut late, after(600)), late.num()), (None, 4));
         late.note();
-        assert_eq!(told(&mut late, after(601)).as_deref(), Some("1 more call"));
+        late.drop_chunks(5);
+        let line = late.line(after(601), "the server", Duration::from_millis(5)).expect("due");
+        assert!(line.starts_with("1 more call") && line.ends_with("was a miss; 5 chunks were not saved"), "{line}");
+        assert_eq!((late.take_new(), late.take_new()), ([5, 5], [0, 0]));
     }
 }

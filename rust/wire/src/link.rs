@@ -37,6 +37,8 @@ pub(crate) struct Link {
     /// The prefix that the server knows.
     pub(crate) known: Known,
     is_dead: bool,
+    /// A save has waited in vain, and nothing was answered since: the next ones do not wait.
+    is_silent: bool,
 }
 
 impl Link {
@@ -60,6 +62,7 @@ impl Link {
             unanswered: VecDeque::new(),
             known: Known::default(),
             is_dead: false,
+            is_silent: false,
         })
     }
 
@@ -95,6 +98,10 @@ impl Link {
 
     pub(crate) fn is_dead(&self) -> bool {
         self.is_dead
+    }
+
+    pub(crate) fn is_silent(&self) -> bool {
+        self.is_silent
     }
 
     pub(crate) fn die(&mut self) {
@@ -141,6 +148,28 @@ impl Link {
         }
         let rest = &numbers[answers.len()..];
         answers.extend(rest.iter().map(|number| self.pump(Some(*number), deadline)));
+        answers
+    }
+
+    /// Waits until no answer is overdue; whether that is so. Does not wait for a server that has been silent since the last time.
+    pub(crate) fn catch_up(&mut self, deadline: Instant) -> bool {
+        while self.is_late() && !self.is_dead {
+            let out = if self.unsent() > 0 { PollFlags::OUT } else { PollFlags::empty() };
+            if self.is_silent || !wait_awake(&*self.stream, PollFlags::IN | out, deadline) {
+                self.is_silent = true;
+                return false;
+            }
+        }
+        !self.is_dead
+    }
+
+    /// As [`Self::ask_all`], but overdue answers are waited for, too.
+    pub(crate) fn ask_for_saves(&mut self, requests: &[Request<'_>], deadline: Instant) -> Vec<Option<Answer>> {
+        if !self.catch_up(deadline) {
+            return Vec::new();
+        }
+        let answers = self.ask_all(requests, deadline);
+        self.is_silent |= answers.iter().any(Option::is_none);
         answers
     }
 
@@ -266,6 +295,7 @@ impl Link {
                     return None;
                 }
             };
+            self.is_silent = false;
             if Some(number) == wanted {
                 return Some(answer);
             }

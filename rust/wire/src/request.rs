@@ -51,8 +51,8 @@ pub enum Request<'a> {
     Discard(Keys<'a>),
     /// See `Session::clear`.
     Clear,
-    /// See `Session::stats`.
-    Stats,
+    /// See `Session::stats`; with the calls that got no answer in time, and the chunks that were not saved for that, since the last one.
+    Stats([u64; 2]),
     /// One-way. See `Session::limit_frames`.
     LimitFrames(u32),
     /// Whether a flush would be done at once.
@@ -121,7 +121,8 @@ impl<'a> Request<'a> {
                 whose.write(to);
                 to.u8((*is_so).into());
             }
-            Self::Clear | Self::Stats | Self::IsSettled | Self::Bye => {}
+            Self::Stats(late) => late.iter().for_each(|number| to.u64(*number)),
+            Self::Clear | Self::IsSettled | Self::Bye => {}
         });
     }
 
@@ -140,7 +141,7 @@ impl<'a> Request<'a> {
                 9 => Self::Abort(from.numbers()?),
                 10 => Self::Discard(Keys::Bytes(from.keys()?)),
                 11 => Self::Clear,
-                12 => Self::Stats,
+                12 => Self::Stats([from.u64()?, from.u64()?]),
                 13 => Self::LimitFrames(from.u32()?),
                 14 => Self::IsSettled,
                 15 => Self::Bye,
@@ -169,7 +170,7 @@ impl<'a> Request<'a> {
             Self::Abort(_) => 9,
             Self::Discard(_) => 10,
             Self::Clear => 11,
-            Self::Stats => 12,
+            Self::Stats(_) => 12,
             Self::LimitFrames(_) => 13,
             Self::IsSettled => 14,
             Self::Bye => 15,

@@ -109,23 +109,30 @@ impl Session for Remote {
         let ranges = asked.iter().map(|each| sent_range(each, per_chunk)).collect::<Result<Vec<_>>>()?;
         let sent: Vec<_> = ranges.iter().flatten().copied().collect();
         let parts = messages(&sent, |range| range.keys.iter().len());
-        let answers = self.ask_all(|_| parts.iter().map(|part| Request::Reserve(part.to_vec())).collect());
+        let requests: Vec<_> = parts.iter().map(|part| Request::Reserve(part.to_vec())).collect();
+        let answers = self.ask_for_saves(&requests);
         let each_of = |answer| if let Answer::Reserved(reserved) = answer { Some(reserved) } else { None };
         let mut answers = one_by_one(&parts, answers, each_of);
         let (mut reserved, mut got) = (Vec::new(), Vec::with_capacity(asked.len()));
+        let mut num_unanswered = 0;
         for (range, each) in ranges.iter().zip(asked) {
+            let answer = range.map(|_| answers.next().flatten());
+            num_unanswered += if matches!(answer, Some(None)) { each.range.num_chunks() } else { 0 };
             let nothing = || (Vec::new(), each.range.num_chunks());
-            let (rows, num_dropped) = range.and_then(|_| answers.next().flatten()).unwrap_or_else(nothing);
+            let (rows, num_dropped) = answer.flatten().unwrap_or_else(nothing);
             reserved.extend_from_slice(&rows);
             got.push(Got { num_reserved: rows.len(), num_dropped });
         }
         let dropped = asked.iter().zip(&got).filter(|(each, got)| got.num_dropped > 0 && !each.is_attached);
-        self.state().dropped = dropped.filter_map(|(each, _)| each.prefix.keys.last().copied()).collect();
+        let mut state = self.state();
+        state.late.drop_chunks(num_unanswered.into());
+        state.is_save_late = num_unanswered > 0;
+        state.dropped = dropped.filter_map(|(each, _)| each.prefix.keys.last().copied()).collect();
         Ok((reserved, got))
     }
 
     fn commit(&self, tickets: &[u64]) -> u32 {
-        let answer = self.ask_anyway(&Request::Commit(tickets.to_vec()));
+        let answer = self.ask_anyway(&Request::Commit(tickets.to_vec()), self.shared.save_deadline());
         if let Some(Answer::Count(number)) = answer { u32::try_from(number).unwrap_or(u32::MAX) } else { 0 }
     }
 
@@ -134,7 +141,7 @@ impl Session for Remote {
     }
 
     fn discard(&self, keys: &[ChunkKey]) -> u64 {
-        let answer = self.ask_anyway(&Request::Discard(Keys::Own(keys)));
+        let answer = self.ask_anyway(&Request::Discard(Keys::Own(keys)), self.shared.deadline());
         if let Some(Answer::Count(number)) = answer { number } else { 0 }
     }
 
@@ -148,12 +155,17 @@ impl Session for Remote {
     }
 
     fn stats(&self) -> Vec<(Cow<'static, str>, u64)> {
-        let answer = self.ask(&Request::Stats);
+        let late = self.state().late.take_new();
+        let answer = self.ask(&Request::Stats(late));
         let mut state = self.state();
         if let Some(Answer::Stats(stats)) = answer {
             state.stats = stats;
         }
-        let own = [("server_late", state.late.num()), ("server_lost", state.num_lost)];
+        let own = [
+            ("server_late", state.late.num()),
+            ("server_late_chunks", state.late.num_chunks()),
+            ("server_lost", state.num_lost),
+        ];
         let of_store = state.stats.iter().map(|(name, value)| (Cow::Owned(name.clone()), *value));
         of_store.chain(own.map(|(name, value)| (Cow::Borrowed(name), value))).collect()
     }
@@ -193,6 +205,10 @@ impl Session for Remote {
                 _ => std::thread::sleep(SETTLE_EVERY),
             }
         }
+    }
+
+    fn is_save_late(&self) -> bool {
+        self.state().is_save_late
     }
 
     /// The server goes on with what it has: nothing has to be waited for but a clear that it has not heard yet.

@@ -112,7 +112,7 @@ fn namespace_status(from: &mut Reader<'_>) -> Option<NamespaceStatus> {
     let (namespace, description) = (from.key()?, from.text()?);
     let (frame_bytes, num_slabs, stats) = (from.u64()?, from.u32()?, stats(from)?);
     let tenants = from.list(21, tenant)?;
-    let engines = from.list(68, |from| {
+    let engines = from.list(84, |from| {
         let (pid, connected_ms, num_reserved, num_leases) = (from.u32()?, from.u64()?, from.u64()?, from.u64()?);
         let mut counts = Counts::default();
         for number in &mut counts.0 {

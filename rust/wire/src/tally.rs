@@ -5,12 +5,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use kvloft_core::store::Lookup;
 
 /// Names of [`Counts`], in order.
-const NAMES: [&str; 5] = ["lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks"];
+const NAMES: [&str; 7] =
+    ["lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks", "late_calls", "late_chunks"];
 
 /// Counters since an engine said hello: lookups, the chunks asked for in them, those found in any tier, the chunks whose frames
-/// were asked for to be loaded, and those that became visible.
+/// were asked for to be loaded, and those that became visible; and, by the engine's own count, calls that the server answered too late,
+/// and chunks that were not saved for that.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counts(pub [u64; 5]);
+pub struct Counts(pub [u64; 7]);
 
 impl Counts {
     /// Each with its name.
@@ -21,7 +23,7 @@ impl Counts {
 
 /// [`Counts`] that grow.
 #[derive(Debug, Default)]
-pub(crate) struct Tally([AtomicU64; 5]);
+pub(crate) struct Tally([AtomicU64; 7]);
 
 /// What one answer adds.
 #[derive(Debug, Clone, Copy)]
@@ -30,6 +32,8 @@ pub(crate) enum Answered {
     Lookup(u64, u64),
     Loaded(u64),
     Saved(u64),
+    /// Calls and chunks.
+    Late(u64, u64),
 }
 
 impl Answered {
@@ -42,7 +46,7 @@ impl Answered {
 
 impl Tally {
     pub(crate) fn add(&self, answered: Answered) {
-        let [lookups, asked, found, loaded, saved] = &self.0;
+        let [lookups, asked, found, loaded, saved, late_calls, late_chunks] = &self.0;
         let add = |to: &AtomicU64, number| _ = to.fetch_add(number, Ordering::Relaxed);
         match answered {
             Answered::Lookup(num_asked, num_found) => {
@@ -52,6 +56,10 @@ impl Tally {
             }
             Answered::Loaded(num) => add(loaded, num),
             Answered::Saved(num) => add(saved, num),
+            Answered::Late(num_calls, num_chunks) => {
+                add(late_calls, num_calls);
+                add(late_chunks, num_chunks);
+            }
         }
     }
 

@@ -41,6 +41,8 @@ pub(crate) struct State {
     pub(crate) owes_clear: bool,
     pub(crate) stats: Vec<(String, u64)>,
     pub(crate) late: Late,
+    /// As `Session::is_save_late`.
+    pub(crate) is_save_late: bool,
     pub(crate) num_lost: u64,
     pub(crate) events: Vec<String>,
     pub(crate) is_closed: bool,
@@ -143,6 +145,10 @@ impl Shared {
 
     pub(crate) fn deadline(&self) -> Instant {
         Instant::now() + self.config.deadline
+    }
+
+    pub(crate) fn save_deadline(&self) -> Instant {
+        Instant::now() + self.config.save_deadline()
     }
 
     pub(crate) fn at(&self) -> String {

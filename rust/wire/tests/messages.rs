@@ -75,7 +75,7 @@ fn request(parts: &Parts) -> Request<'_> {
         9 => Request::Abort(parts.numbers.clone()),
         10 => Request::Discard(keys),
         11 => Request::Clear,
-        12 => Request::Stats,
+        12 => Request::Stats([parts.number, 2]),
         13 => Request::LimitFrames(parts.small[0]),
         14 => Request::IsSettled,
         15 => Request::Bye,
@@ -142,7 +142,7 @@ fn answer(parts: &Parts) -> Answer {
         }
         _ => {
             let (connected_ms, num_reserved, num_leases) = (1, 2, parts.number);
-            let counts = Counts([5, 4, 3, parts.number, 1]);
+            let counts = Counts([5, 4, 3, parts.number, 1, 0, 7]);
             let engine = EngineStatus { pid: one, connected_ms, num_reserved, num_leases, counts };
             let tenant = Tenant {
                 tag: Some(SaltTag([7; 8])).filter(|_| one.is_multiple_of(2)),
