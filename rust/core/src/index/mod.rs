@@ -51,9 +51,8 @@ impl Index {
         self.map.len()
     }
 
-    /// Makes room for `num` more without growing piecemeal.
+    /// Makes room for `num` more entries, so that they are not moved under the lock. Memory that is not used is not touched.
     pub(crate) fn reserve(&mut self, num: usize) {
-        self.map.reserve(num);
         self.entries.reserve(num);
     }
 

@@ -1,7 +1,8 @@
-//! Key -> id without pauses: open addressing with room for twice as many entries, in which a removal leaves nothing behind.
+//! Key -> id without pauses: a directory of small open-addressing tables, in which a removal leaves nothing behind.
 //!
-//! The standard map marks what was removed and cleans all of it up now and then, or grows: tens of milliseconds under the
-//! store's lock for a million chunks. Here an entry takes 8 bytes and keys stay where the caller has them.
+//! The standard map rehashes all entries when it grows or is full of removed ones: tens of milliseconds under the store's lock for
+//! a million chunks. Here one segment of 64 KiB is split at a time (extendible hashing), so memory and the cost of `clear` follow
+//! what is stored, not what could be. A slot takes 8 bytes; keys stay where the caller has them.
 
 use crate::evict::ChunkId;
 use crate::key::ChunkKey;
@@ -9,10 +10,25 @@ use crate::key::ChunkKey;
 /// Part of the key, and the id plus one: 0 is a free slot. A tuple, so that `vec!` asks for zeroed memory.
 type Slot = (u32, u32);
 
+/// Slots of a new segment, a power of two.
+const SEGMENT_SLOTS: usize = 1 << 13;
+/// The directory has at most 2 to this power places; segments grow beyond. Together with `SEGMENT_SLOTS` within a hash's 32 bits.
+const MAX_DEPTH: u32 = 18;
+
+/// Entries whose hashes begin with the same `depth` bits.
+#[derive(Debug)]
+struct Segment {
+    slots: Vec<Slot>,
+    len: usize,
+    depth: u32,
+}
+
 #[derive(Debug, Default)]
 pub(super) struct Table {
-    /// A power of two, at least twice `len`.
-    slots: Vec<Slot>,
+    segments: Vec<Segment>,
+    /// A segment by the first `depth` bits of a hash; empty without entries.
+    directory: Vec<u32>,
+    depth: u32,
     len: usize,
 }
 
@@ -25,25 +41,18 @@ fn hash(key: &ChunkKey) -> u32 {
     u32::try_from(mixed >> 32).expect("32 bits are left")
 }
 
-impl Table {
-    pub(super) fn len(&self) -> usize {
-        self.len
+/// The first `depth` bits of a hash.
+fn prefix(hash: u32, depth: u32) -> usize {
+    usize::try_from((u64::from(hash) << depth) >> 32).expect("at most 32 bits")
+}
+
+impl Segment {
+    fn new(num_slots: usize, depth: u32) -> Self {
+        Self { slots: vec![(0, 0); num_slots], len: 0, depth }
     }
 
-    pub(super) fn clear(&mut self) {
-        self.slots.fill((0, 0));
-        self.len = 0;
-    }
-
-    /// Room for `num` entries in all.
-    pub(super) fn reserve(&mut self, num: usize) {
-        if 2 * num > self.slots.len() {
-            let before = std::mem::replace(&mut self.slots, vec![(0, 0); (2 * num).next_power_of_two()]);
-            for slot in before.into_iter().filter(|slot| slot.1 != 0) {
-                let at = self.find(slot.0, |_| false).1;
-                self.slots[at] = slot;
-            }
-        }
+    fn is_full(&self) -> bool {
+        self.len >= self.slots.len() / 8 * 5
     }
 
     fn mask(&self) -> usize {
@@ -62,26 +71,16 @@ impl Table {
         }
     }
 
-    pub(super) fn get(&self, key: &ChunkKey, is_it: impl Fn(ChunkId) -> bool) -> Option<ChunkId> {
-        if self.len == 0 { None } else { self.find(hash(key), is_it).0 }
-    }
-
-    /// Adds an id whose key is not there.
-    pub(super) fn insert(&mut self, key: &ChunkKey, id: ChunkId) {
+    /// Adds a slot that is not there; one is free.
+    fn add(&mut self, slot: Slot) {
+        let at = self.find(slot.0, |_| false).1;
+        self.slots[at] = slot;
         self.len += 1;
-        self.reserve(self.len);
-        let hash = hash(key);
-        let at = self.find(hash, |_| false).1;
-        self.slots[at] = (hash, id.0 + 1);
     }
 
-    /// Takes an id out, if it is there, and moves those up that would not be found behind the gap.
-    pub(super) fn remove(&mut self, key: &ChunkKey, id: ChunkId) {
-        if self.get(key, |other| other == id).is_none() {
-            return;
-        }
+    /// Empties a slot, and moves those up that would not be found behind the gap.
+    fn remove(&mut self, mut gap: usize) {
         self.len -= 1;
-        let mut gap = self.find(hash(key), |other| other == id).1;
         let mut at = gap;
         loop {
             at = (at + 1) & self.mask();
@@ -96,6 +95,97 @@ impl Table {
             }
         }
         self.slots[gap] = (0, 0);
+    }
+}
+
+impl Table {
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(super) fn clear(&mut self) {
+        *self = Self::default();
+    }
+
+    fn segment(&self, hash: u32) -> Option<usize> {
+        self.directory.get(prefix(hash, self.depth)).map(|segment| *segment as usize)
+    }
+
+    pub(super) fn get(&self, key: &ChunkKey, is_it: impl Fn(ChunkId) -> bool) -> Option<ChunkId> {
+        let hash = hash(key);
+        self.segments[self.segment(hash)?].find(hash, is_it).0
+    }
+
+    /// Adds an id whose key is not there.
+    pub(super) fn insert(&mut self, key: &ChunkKey, id: ChunkId) {
+        let hash = hash(key);
+        let segment = self.segment_with_room(hash);
+        self.segments[segment].add((hash, id.0 + 1));
+        self.len += 1;
+    }
+
+    fn segment_with_room(&mut self, hash: u32) -> usize {
+        if self.directory.is_empty() {
+            self.segments.push(Segment::new(SEGMENT_SLOTS, 0));
+            self.directory.push(0);
+        }
+        loop {
+            let segment = self.segment(hash).expect("the directory has a place for every hash");
+            if !self.segments[segment].is_full() {
+                return segment;
+            }
+            if self.segments[segment].depth < MAX_DEPTH {
+                self.split(segment, hash);
+            } else {
+                self.enlarge(segment);
+            }
+        }
+    }
+
+    /// Moves the entries of a segment whose next bit is set to a new one. `hash` is one of the segment's.
+    fn split(&mut self, segment: usize, hash: u32) {
+        let depth = self.segments[segment].depth + 1;
+        if depth > self.depth {
+            self.directory = self.directory.iter().flat_map(|segment| [*segment; 2]).collect();
+            self.depth = depth;
+        }
+        let new = u32::try_from(self.segments.len()).expect("the directory is bounded");
+        let mut halves = [Segment::new(SEGMENT_SLOTS, depth), Segment::new(SEGMENT_SLOTS, depth)];
+        for slot in self.segments[segment].slots.iter().filter(|slot| slot.1 != 0) {
+            halves[prefix(slot.0, depth) & 1].add(*slot);
+        }
+        let [clear, set] = halves;
+        self.segments[segment] = clear;
+        self.segments.push(set);
+        let num_places = 1 << (self.depth - depth);
+        let first = (prefix(hash, depth) | 1) << (self.depth - depth);
+        self.directory[first..first + num_places].fill(new);
+    }
+
+    /// For hashes that all begin alike, which no split takes apart.
+    fn enlarge(&mut self, segment: usize) {
+        let old = &self.segments[segment];
+        let mut new = Segment::new(2 * old.slots.len(), old.depth);
+        old.slots.iter().filter(|slot| slot.1 != 0).for_each(|slot| new.add(*slot));
+        self.segments[segment] = new;
+    }
+
+    /// Takes an id out, if it is there.
+    pub(super) fn remove(&mut self, key: &ChunkKey, id: ChunkId) {
+        let hash = hash(key);
+        let Some(segment) = self.segment(hash) else { return };
+        let segment = &mut self.segments[segment];
+        if let (Some(_), at) = segment.find(hash, |other| other == id) {
+            segment.remove(at);
+            self.len -= 1;
+        }
+    }
+
+    /// Bytes that it takes; for checks.
+    #[cfg(test)]
+    fn size_bytes(&self) -> usize {
+        self.segments.iter().map(|segment| segment.slots.len() * size_of::<Slot>()).sum::<usize>()
+            + 4 * self.directory.len()
     }
 }
 

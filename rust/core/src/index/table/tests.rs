@@ -16,9 +16,8 @@ fn key(number: u32) -> ChunkKey {
 
 proptest! {
     #[test]
-    fn it_is_a_map(room in 0..20usize, steps in prop::collection::vec((0..4u8, 0..40u32), 0..200)) {
+    fn it_is_a_map(steps in prop::collection::vec((0..4u8, 0..40u32), 0..200)) {
         let (mut table, mut model) = (Table::default(), HashSet::new());
-        table.reserve(room);
         for (what, number) in steps {
             let known = model.contains(&number);
             match what {
@@ -46,21 +45,83 @@ proptest! {
     }
 }
 
+fn number_key(number: u32) -> ChunkKey {
+    ChunkKey(*blake3::hash(&number.to_le_bytes()).as_bytes())
+}
+
+fn assert_found(table: &Table, numbers: std::ops::Range<u32>, wanted: bool) {
+    for number in numbers {
+        let found = table.get(&number_key(number), |id| id.0 == number);
+        assert_eq!(found, wanted.then_some(ChunkId(number)));
+    }
+}
+
 /// A map that marks removed entries is full of marks after so many, and cleans up or grows.
 #[test]
-fn a_full_table_never_grows_nor_is_it_built_again() {
-    const NUM: u32 = 10_000;
-    let number_key = |number: u32| ChunkKey(*blake3::hash(&number.to_le_bytes()).as_bytes());
+fn entries_that_replace_others_leave_nothing_behind() {
+    const NUM: u32 = 100_000;
     let mut table = Table::default();
-    table.reserve(NUM as usize);
-    let (place, num_slots) = (table.slots.as_ptr(), table.slots.len());
-    for number in 0..20 * NUM {
-        if number >= NUM {
-            table.remove(&number_key(number - NUM), ChunkId(number - NUM));
-        }
+    for number in 0..NUM {
         table.insert(&number_key(number), ChunkId(number));
     }
-    assert_eq!((table.slots.as_ptr(), table.slots.len(), table.len()), (place, num_slots, NUM as usize));
-    let num_used = table.slots.iter().filter(|slot| slot.1 != 0).count();
-    assert_eq!(num_used, NUM as usize, "nothing is left of what was removed");
+    let size_bytes = table.size_bytes();
+    for number in NUM..10 * NUM {
+        table.remove(&number_key(number - NUM), ChunkId(number - NUM));
+        table.insert(&number_key(number), ChunkId(number));
+    }
+    assert_found(&table, 9 * NUM..10 * NUM, true);
+    assert_found(&table, 0..9 * NUM, false);
+    let num_used: usize = table.segments.iter().flat_map(|segment| &segment.slots).filter(|slot| slot.1 != 0).count();
+    assert_eq!((num_used, table.len()), (NUM as usize, NUM as usize), "nothing is left of what was removed");
+    assert!(table.size_bytes() <= 2 * size_bytes, "{} bytes after {size_bytes}", table.size_bytes());
+}
+
+#[test]
+fn memory_follows_what_is_stored() {
+    let mut table = Table::default();
+    assert_eq!(table.size_bytes(), 0);
+    for number in 0..1 << 20 {
+        table.insert(&number_key(number), ChunkId(number));
+        let limit = (SEGMENT_SLOTS + 4 * table.len()) * size_of::<Slot>();
+        assert!(table.size_bytes() <= limit, "{} bytes for {} entries", table.size_bytes(), table.len());
+    }
+    table.clear();
+    assert_eq!((table.size_bytes(), table.len()), (0, 0));
+    assert_found(&table, 0..100, false);
+}
+
+/// An insertion moves the entries of one segment at most, however many there are.
+#[test]
+fn growing_moves_one_segment_at_a_time() {
+    let mut table = Table::default();
+    for number in 0..300_000 {
+        let num_segments = table.segments.len();
+        table.insert(&number_key(number), ChunkId(number));
+        assert!(table.segments.len() <= num_segments + 1);
+        assert!(table.segments.iter().all(|segment| segment.slots.len() == SEGMENT_SLOTS));
+    }
+}
+
+/// Keys like these can only come from a damaged or forged file.
+#[test]
+fn keys_that_hash_alike_share_a_segment_that_grows() {
+    let mut table = Table::default();
+    let alike = |number: u32| {
+        let mut key = [0; 32]; // the last word decides the hash's low bits only
+        key[24..28].copy_from_slice(&number.to_le_bytes());
+        ChunkKey(key)
+    };
+    let num = u32::try_from(2 * SEGMENT_SLOTS).unwrap();
+    let hash_of_first = hash(&alike(0));
+    let keys: Vec<_> =
+        (0..num).map(|number| (if number % 2 == 0 { alike(0) } else { alike(number) }, number)).collect();
+    for (key, number) in &keys {
+        table.insert(key, ChunkId(*number));
+    }
+    assert_eq!(hash(&keys[2].0), hash_of_first);
+    for (key, number) in &keys {
+        assert_eq!(table.get(key, |id| id.0 == *number), Some(ChunkId(*number)));
+        table.remove(key, ChunkId(*number));
+    }
+    assert_eq!(table.len(), 0);
 }
