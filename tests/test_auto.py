@@ -162,9 +162,12 @@ def test_a_server_inherits_neither_descriptors_nor_settings_nor_the_engines_end(
     lines_until_ready(engine)
     (server,) = host.servers()
     descriptors = Path(f"/proc/{server}/fd")
-    targets = {os.readlink(each) for each in descriptors.iterdir()}
+    targets, own = ({os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()} for pid in (server, engine.pid))
     assert str(marker) not in targets
-    assert not any(target.startswith("pipe:") for target in targets)
+    assert engine.stdout is not None
+    assert os.readlink(f"/proc/self/fd/{engine.stdout.fileno()}") not in targets, "it holds a pipe of its engine's open"
+    shared = {target for target in targets & own if target.startswith("pipe:")}
+    assert len(shared) <= 1, "but for the engine's lifeline"
     assert {os.readlink(descriptors / number) for number in "12"} == {str(host.log)}
     assert os.readlink(f"/proc/{server}/cwd") == "/"
     environ = Path(f"/proc/{server}/environ").read_bytes()

@@ -163,7 +163,8 @@ class Session:
     ) -> Session:
         """The store of the server that listens at ``socket``. Each call waits ``timeout_s`` at most, and is a miss then.
 
-        While no server answers everything is a miss. Raises ConfigError where one refuses.
+        While no server answers, or it refuses this engine, everything is a miss, and it is tried again in the background. Raises
+        ConfigError for a socket of another user's process.
         """
     @property
     def arena_path(self) -> str:

@@ -12,7 +12,7 @@ from kvloft.seam.shape import ArenaSpec, CacheShape
 def open_store(config: Config, shape: CacheShape, namespace: bytes, description: str, *, disk_path: str | None) -> _core.Session:
     """A new session; ``description`` is one line about ``namespace``, ``disk_path`` this engine's own directory.
 
-    Raises ConfigError where a setting is wrong, or the server refuses.
+    Raises ConfigError where a setting is wrong.
     """
     group = shape.unit
     if config.socket is not None:

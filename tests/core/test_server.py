@@ -89,17 +89,34 @@ def test_mistakes_have_the_errors_of_an_embedded_store(socket: str) -> None:
     server = _core.Server(socket, host_bytes=8 * FRAME)
     with pytest.raises(_core.BusyError, match="another kvloft server"):
         _core.Server(socket, host_bytes=8 * FRAME)
-    with pytest.raises(_core.ConfigError, match="--host-size of this engine's kvloft server = 32 KiB holds no chunk"):
-        connect(socket, frame_bytes=1 << 40)
     engine = connect(socket)
-    with pytest.raises(_core.ConfigError, match="give them the same settings"):
-        connect(socket, frame_bytes=2 * FRAME)
     with pytest.raises(_core.ConfigError, match=r"no such namespace.*: 0000000000000000"):
         _core.server_forget(socket, namespace="f")
     with pytest.raises(_core.ConfigError, match="no such chunks"):
         engine.reserve(chain_of([1]), 0, 2, 0, [1, 2])
     assert repr(engine) == "Session(num_frames=8, frame_bytes=4096)"
     assert repr(server) == "Server(1 engines)"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"frame_bytes": 1 << 40}, "--host-size of this engine's kvloft server = 32 KiB holds no chunk"),
+        ({"frame_bytes": 2 * FRAME}, "give them the same settings"),
+    ],
+)
+def test_an_engine_that_the_server_refuses_starts_without_the_cache_and_says_so(
+    socket: str, settings: dict[str, int], said: str
+) -> None:
+    server = _core.Server(socket, host_bytes=8 * FRAME)
+    first = connect(socket)
+    engine = connect(socket, **settings)
+    (event,) = engine.take_events()
+    assert said in event
+    assert event.endswith("running without the cache and retrying in the background")
+    assert (engine.arena_path, engine.lookup(chain_of([1, 2, 3]))) == ("", (0, 0))
+    assert first.num_frames == 8
+    server.close()
 
 
 def test_a_session_without_a_server_has_no_arena_until_it_is_renewed(socket: str) -> None:

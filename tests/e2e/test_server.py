@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvloft._core import ConfigError, Session, server_evict
+from kvloft._core import Session, server_evict
 
 from . import storm, tiny
 from .cache_server import CacheServer, until
@@ -166,7 +166,7 @@ def test_a_server_that_is_killed_and_frozen_under_load_costs_no_token(
     server.assert_at_rest()
 
 
-def test_a_frozen_server_costs_one_deadline_and_goes_on_where_it_was(
+def test_a_frozen_server_costs_a_lookup_and_a_save_their_deadline_and_goes_on_where_it_was(
     truth: Truth, start: Callable[..., Engine], server: CacheServer
 ) -> None:
     engine = start(kv_transfer_config=shared(server, server_timeout="200ms"), num_blocks=120)
@@ -174,7 +174,9 @@ def test_a_frozen_server_costs_one_deadline_and_goes_on_where_it_was(
     num_late = engine.store()["server_late"]  # on a busy machine some calls are
     server.freeze()
     assert ask_all(truth, engine) == 0
-    assert engine.store()["server_late"] == num_late + 1, "no call waits for a server that is known to stand still"
+    assert engine.store()["server_late"] <= num_late + 2, (
+        "a lookup and a save wait for a server that stands still, and no other call"
+    )
     server.send(signal.SIGCONT)
     until_full(truth, engine)
     assert engine.store()["server_lost"] == 0
@@ -197,8 +199,10 @@ def test_another_shape_of_a_namespace_is_refused_in_one_sentence(start: Callable
     engine = start(kv_transfer_config=shared(server))
     size = server.namespaces()[0]["frame_bytes"]
     other = Session.connect(str(server.socket), frame_bytes=size, namespace=b"\1" * 32, timeout_s=60.0)
-    with pytest.raises(ConfigError, match="give them the same settings"):
-        Session.connect(str(server.socket), frame_bytes=2 * size, namespace=b"\1" * 32, timeout_s=60.0)
+    refused = Session.connect(str(server.socket), frame_bytes=2 * size, namespace=b"\1" * 32, timeout_s=60.0)
+    assert "give them the same settings" in "".join(refused.take_events())
+    assert not refused.arena_path
+    refused.close()
     other.close()
     engine.stop()
 

@@ -17,7 +17,7 @@ use crate::link::Link;
 use crate::message::{Answer, Request};
 use crate::settings::RemoteConfig;
 use crate::threads::spawn;
-use crate::upkeep::{Shared, State};
+use crate::upkeep::{Failures, Shared, State};
 
 /// The store of a server.
 #[derive(Debug)]
@@ -27,19 +27,20 @@ pub struct Remote {
 }
 
 impl Remote {
-    /// Connects, or goes on trying: until then, everything is a miss. `InvalidConfig` if the server refuses, in its own words.
+    /// Connects, or retries in the background: until then, everything is a miss. `InvalidConfig` for a socket of another user's
+    /// process; a server that refuses, being full or of another version, may accept the engine later.
     pub fn open(config: RemoteConfig) -> Result<Self> {
         let shared = Arc::new(Shared::new(config));
+        let mut failures = Failures::default();
         match Found::at(&shared.config) {
             Ok(found) => shared.state().adopt(found, shared.deadline()),
             Err(error) if error.kind() == ErrorKind::InvalidConfig => return Err(error),
-            Err(error) => shared.state().tell(format!("{error}; requests are computed until one does")),
+            Err(error) => failures.line(&error).into_iter().for_each(|line| shared.state().tell(line)),
         }
         let own = Arc::clone(&shared);
         let connect = move || {
-            let mut refused = String::new();
             while !own.state().is_closed {
-                own.look(&mut refused);
+                own.look(&mut failures);
             }
         };
         let thread = spawn("connect", connect)?;
@@ -102,10 +103,13 @@ impl Remote {
     pub(crate) fn ask_for_saves(&self, requests: &[Request<'_>]) -> Vec<Option<Answer>> {
         let deadline = self.shared.save_deadline();
         let mut state = self.state();
+        state.is_save_late = false;
         let Some(link) = state.link() else { return Vec::new() };
         let must_wait = !link.is_silent();
         let answers = link.ask_for_saves(requests, deadline);
-        if must_wait && (answers.len() < requests.len() || answers.iter().any(Option::is_none)) {
+        let is_late = !link.is_dead() && (answers.len() < requests.len() || answers.iter().any(Option::is_none));
+        state.is_save_late = is_late;
+        if is_late && must_wait {
             state.late.note();
         }
         answers

@@ -23,7 +23,7 @@ pub(crate) struct Found {
 }
 
 impl Found {
-    /// `Io` if there is none, `InvalidConfig` if it refuses.
+    /// `Io` if there is none, `Busy` if it refuses this engine for now, `InvalidConfig` for a socket of another user's process.
     pub(crate) fn at(config: &RemoteConfig) -> Result<Self> {
         let mut link = Link::connect(&config.socket)?;
         let hello = Hello {
@@ -33,7 +33,11 @@ impl Found {
             blocks_per_chunk: config.blocks_per_chunk,
             description: config.description.clone(),
         };
-        let (answer, fds) = link.open(&Request::Hello(hello), HELLO_TIMEOUT)?;
+        let refused = |error: Error| match error.kind() {
+            ErrorKind::InvalidConfig => Error::new(ErrorKind::Busy, error.to_string()), // another server may accept it
+            _ => error,
+        };
+        let (answer, fds) = link.open(&Request::Hello(hello), HELLO_TIMEOUT).map_err(refused)?;
         let (Answer::Welcome(num_frames), Ok(fds)) = (answer, <[OwnedFd; 2]>::try_from(fds)) else {
             return Err(Error::new(ErrorKind::Io, "the kvloft server answered something else"));
         };

@@ -125,8 +125,9 @@ impl Session for Remote {
         }
         let dropped = asked.iter().zip(&got).filter(|(each, got)| got.num_dropped > 0 && !each.is_attached);
         let mut state = self.state();
-        state.late.drop_chunks(num_unanswered.into());
-        state.is_save_late = num_unanswered > 0;
+        if state.is_save_late {
+            state.late.drop_chunks(num_unanswered.into());
+        }
         state.dropped = dropped.filter_map(|(each, _)| each.prefix.keys.last().copied()).collect();
         Ok((reserved, got))
     }

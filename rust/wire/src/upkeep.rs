@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::session::{ArenaInfo, LeaseId};
 use kvloft_core::store::{Prefix, Progress};
-use kvloft_core::{ChunkKey, ErrorKind};
+use kvloft_core::{ChunkKey, Error, ErrorKind};
 use rustix::event::PollFlags;
 
 use crate::found::Found;
@@ -21,6 +21,8 @@ use crate::socket::wait;
 
 /// Between two attempts to connect, and two looks whether the connection stands.
 const TRY_EVERY: Duration = Duration::from_millis(100);
+/// Longest pause before a server that refused is tried again: it logs each attempt.
+const MAX_PAUSE: Duration = Duration::from_secs(60);
 /// Most lines for people that wait to be taken.
 const MAX_EVENTS: usize = 64;
 
@@ -46,6 +48,29 @@ pub(crate) struct State {
     pub(crate) num_lost: u64,
     pub(crate) events: Vec<String>,
     pub(crate) is_closed: bool,
+}
+
+/// Attempts to connect that failed since the last connection.
+#[derive(Debug, Default)]
+pub(crate) struct Failures {
+    num_refused: u32,
+    reason: String,
+}
+
+impl Failures {
+    /// What a person reads of it: nothing if it was said before.
+    pub(crate) fn line(&mut self, error: &Error) -> Option<String> {
+        let reason = error.to_string();
+        let is_new = self.reason != reason;
+        self.reason.clone_from(&reason);
+        is_new.then(|| format!("{reason}; running without the cache and retrying in the background"))
+    }
+
+    /// How long to wait for the next attempt.
+    fn pause(&mut self, error: &Error) -> Duration {
+        self.num_refused += u32::from(error.kind() != ErrorKind::Io);
+        TRY_EVERY.saturating_mul(1 << self.num_refused.min(12)).min(MAX_PAUSE)
+    }
 }
 
 #[derive(Debug)]
@@ -156,7 +181,7 @@ impl Shared {
     }
 
     /// One round of the thread that connects: looks whether the connection stands, and else tries to have another.
-    pub(crate) fn look(&self, refused: &mut String) {
+    pub(crate) fn look(&self, failures: &mut Failures) {
         let stream = {
             let state = self.state();
             if state.next.is_some() {
@@ -180,13 +205,15 @@ impl Shared {
                 let mut state = self.state();
                 state.tell(format!("{} answers; it is used from now on", self.at()));
                 state.next = Some(found);
+                *failures = Failures::default();
             }
             Err(error) => {
-                if error.kind() == ErrorKind::InvalidConfig && *refused != error.to_string() {
-                    *refused = error.to_string();
-                    self.state().tell(refused.clone());
+                // The end of a connection was told already.
+                let line = failures.line(&error).filter(|_| error.kind() != ErrorKind::Io);
+                if let Some(line) = line {
+                    self.state().tell(line);
                 }
-                std::thread::park_timeout(TRY_EVERY);
+                std::thread::park_timeout(failures.pause(&error));
             }
         }
     }

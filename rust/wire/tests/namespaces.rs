@@ -8,7 +8,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use common::{
-    FRAME, LONG, chain, found, remote_config, save, serve, server_config, socket, stat, until, whole, with_disk,
+    FRAME, LONG, accepted, chain, found, refusal, remote_config, save, serve, server_config, socket, stat, until,
+    whole, with_disk,
 };
 use kvloft_core::ErrorKind;
 use kvloft_core::session::Session;
@@ -242,15 +243,15 @@ fn an_engine_with_too_large_chunks_hears_of_the_servers_own_option() {
     let config = ServerConfig { available_bytes: Some(1 << 30), ..server_config(dir.path()) };
     let server = Server::open(config.clone()).expect("a server");
     let large = || RemoteConfig { frame_bytes: 128 * FRAME, ..remote_config(dir.path()) };
-    let said = Remote::open(large()).expect_err("too large").to_string();
+    let said = refusal(large());
     assert_eq!(
         said,
         "--host-size of this engine's kvloft server = 256 KiB holds no chunk, which is 524288 bytes here; make it at least \
-         that, or make chunks shorter (chunk_tokens)"
+         that, or make chunks shorter (chunk_tokens); running without the cache and retrying in the background"
     );
     drop(server);
     let _server = Server::open(ServerConfig { available_bytes: Some(FRAME), ..config }).expect("a server");
-    let said = Remote::open(remote_config(dir.path())).expect_err("no memory is left").to_string();
+    let said = refusal(remote_config(dir.path()));
     assert!(said.starts_with("--host-size of this engine's kvloft server = 256 KiB is more than the 4 KiB"), "{said}");
 }
 
@@ -263,16 +264,18 @@ fn namespaces_are_bounded_and_frames_too_large_for_a_slab_are_refused() {
     let mut engines: Vec<_> = (0..num).map(|nth| engine(dir.path(), nth, 1)).collect();
     let another =
         |pages| RemoteConfig { namespace: [200; 32], frame_bytes: pages * FRAME, ..remote_config(dir.path()) };
-    let error = Remote::open(another(5)).expect_err("too large");
-    assert!(error.to_string().contains("too large for this server's slabs"), "{error}");
-    let error = Remote::open(another(1)).expect_err("too many");
-    assert!(error.to_string().contains("serves 64 namespaces"), "{error}");
+    let said = refusal(another(5));
+    assert!(said.contains("too large for this server's slabs"), "{said}");
+    let said = refusal(another(1));
+    assert!(said.contains("serves 64 namespaces"), "{said}");
+    let waits = Remote::open(another(1)).expect("it may pass");
     drop(engines.pop());
-    until("room", || Remote::open(another(1)).is_ok());
+    until("the one that was refused has its place", || waits.renew());
+    drop(waits);
     drop(engines);
     let mut large = None; // kept: without an engine or memory its namespace is closed
     until("the memory is made anew", || {
-        large = Remote::open(another(5)).ok();
+        large = accepted(another(5));
         large.is_some()
     });
     assert_eq!(large.as_ref().and_then(Session::arena).expect("an arena").num_frames, 12);
@@ -330,9 +333,8 @@ fn an_idle_namespace_that_owes_its_disk_a_clear_is_kept_until_it_is_done() {
     one.close(Duration::ZERO);
     until("gone", || server.status().engines().count() == 0);
     std::thread::sleep(Duration::from_millis(300)); // it has no memory, so without the clear it would be closed
-    let error = Remote::open(RemoteConfig { namespace: [2; 32], frame_bytes: 5 * FRAME, ..remote_config(dir.path()) });
-    let error = error.expect_err("other slabs would close it, too").to_string();
-    assert!(error.contains("too large for this server's slabs"), "{error}");
+    let said = refusal(RemoteConfig { namespace: [2; 32], frame_bytes: 5 * FRAME, ..remote_config(dir.path()) });
+    assert!(said.contains("too large for this server's slabs"), "other slabs would close it, too: {said}");
     drop(other);
     until("cleared, and closed", || server.status().namespaces.is_empty());
     let back = engine(dir.path(), 1, 1);

@@ -7,7 +7,9 @@ use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use common::{FRAME, LONG, found, remote_config, save, server_config, socket, stat, until, whole, with_disk};
+use common::{
+    FRAME, LONG, accepted, found, refusal, remote_config, save, server_config, socket, stat, until, whole, with_disk,
+};
 use kvloft_core::ErrorKind;
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
@@ -286,7 +288,7 @@ fn a_pinned_namespace_says_what_to_do_for_engines_of_another_shape() {
     let socket = socket(dir.path());
     let refused = || {
         let other = RemoteConfig { namespace: [1; 32], frame_bytes: 2 * FRAME, ..remote_config(dir.path()) };
-        Remote::open(other).expect_err("another shape").to_string()
+        refusal(other)
     };
     let one = engine(dir.path(), 1);
     pin(&socket, &whose("01", None), true, LONG).expect("done");
@@ -302,7 +304,7 @@ fn a_pinned_namespace_says_what_to_do_for_engines_of_another_shape() {
     );
     pin(&socket, &whose("01", None), false, LONG).expect("done");
     let other = RemoteConfig { namespace: [1; 32], frame_bytes: 2 * FRAME, ..remote_config(dir.path()) };
-    Remote::open(other).expect("its memory is others' again");
+    accepted(other).expect("its memory is others' again");
 }
 
 #[test]

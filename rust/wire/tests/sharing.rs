@@ -11,7 +11,8 @@ use std::process::Command;
 use std::time::Duration;
 
 use common::{
-    FRAME, LONG, chain, connect, found, numbers, remote_config, save, serve, server_config, socket, stat, until, whole,
+    FRAME, LONG, accepted, chain, connect, found, numbers, refusal, remote_config, save, serve, server_config, socket,
+    stat, until, whole,
 };
 use kvloft_core::io::Arena;
 use kvloft_core::session::Session;
@@ -198,13 +199,13 @@ fn another_shape_of_a_namespace_is_refused_until_the_first_is_gone() {
         RemoteConfig { blocks_per_chunk: 2, ..remote_config(dir.path()) },
     ];
     for config in &others {
-        let error = Remote::open(config.clone()).expect_err("another");
-        assert!(error.to_string().contains("give them the same settings"), "{error}");
+        let said = refusal(config.clone());
+        assert!(said.contains("give them the same settings"), "{said}");
     }
     save(&first, &chain(1, 3));
     first.close(Duration::ZERO);
     until("room", || {
-        Remote::open(others[0].clone()).is_ok_and(|other| other.arena().is_some_and(|arena| arena.num_frames == 32))
+        accepted(others[0].clone()).is_some_and(|other| other.arena().is_some_and(|arena| arena.num_frames == 32))
     });
 }
 
@@ -212,9 +213,8 @@ fn another_shape_of_a_namespace_is_refused_until_the_first_is_gone() {
 fn a_shape_that_does_not_fit_is_refused_in_one_sentence() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
-    let error =
-        Remote::open(RemoteConfig { frame_bytes: 1 << 30, ..remote_config(dir.path()) }).expect_err("too large");
-    assert!(error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("--host-size"), "{error}");
+    let said = refusal(RemoteConfig { frame_bytes: 1 << 30, ..remote_config(dir.path()) });
+    assert!(said.contains("--host-size"), "{said}");
     assert_eq!(save(&connect(dir.path()), &chain(1, 3)), 3);
 }
 

@@ -58,6 +58,18 @@ pub(crate) fn connect(dir: &Path) -> Remote {
     Remote::open(remote_config(dir)).expect("a client")
 }
 
+/// What an engine logs that the server refuses: it starts all the same, without the cache.
+pub(crate) fn refusal(config: RemoteConfig) -> String {
+    let engine = Remote::open(config).expect("a refusal may pass");
+    assert!(engine.arena().is_none());
+    engine.take_events().concat()
+}
+
+/// The engine, if the server accepts it at once.
+pub(crate) fn accepted(config: RemoteConfig) -> Option<Remote> {
+    Remote::open(config).ok().filter(|engine| engine.arena().is_some())
+}
+
 pub(crate) fn chain(seed: u32, num_blocks: u32) -> KeyChain {
     let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");
     chain.append_tokens(&(0..num_blocks).map(|at| at * 1000 + seed).collect::<Vec<_>>()).expect("tokens");
