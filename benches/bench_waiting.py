@@ -1,6 +1,6 @@
 """What requests that wait for a disk cost a step of vLLM's own scheduler: `python benches/bench_waiting.py [--waiting N]`.
 
-Many requests, whose 40 prefixes of 128 tokens are on a disk that does not answer, wait while 8 others run. The same
+Many requests, whose 40 prefixes of 128 tokens are on a disk that hangs, wait while 8 others run. The same
 scheduler without a connector is timed alongside, with the same requests.
 Needs an environment with vLLM. Nothing is computed.
 """
@@ -61,7 +61,8 @@ def scheduler_of(folder: Path, *, has_cache: bool, max_seqs: int) -> Scheduler:
         kv_connector_extra_config={"host_size": "64MiB", "load_timeout": 600},
     )  # fmt: skip
     config = EngineArgs(
-        model=str(folder), skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=BLOCK_TOKENS, max_model_len=1024,
+        model=str(folder), skip_tokenizer_init=True, enforce_eager=True, dtype="float32", block_size=BLOCK_TOKENS,
+        max_model_len=1024,
         max_num_seqs=max_seqs, max_num_batched_tokens=2048, enable_prefix_caching=True, async_scheduling=False,
         kv_transfer_config=transfer if has_cache else None, prefix_caching_hash_algo="sha256",
     ).create_engine_config()  # fmt: skip

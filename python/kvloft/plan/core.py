@@ -125,8 +125,6 @@ class SchedulerCore:
         keeps_kv = bool(tracker.blocks) and (
             list(tracker.blocks[:1]) == list(block_ids[:1]) if self._is_dense else live.num_computed_tokens > 0
         )
-        if not keeps_kv:
-            self._note_writer(tracker)
         tracker.start_over(keeps_kv=keeps_kv)
         tracker.next_save = NOT_LOOKED
         tracker.blocks = block_ids if isinstance(block_ids, Tables) else list(block_ids)
@@ -315,7 +313,7 @@ class SchedulerCore:
             self._writers.note(tracker)
 
     def _drop_writers(self, view: StepView) -> None:
-        """What wrote to blocks before says nothing once they are given to a request; of several groups it is seen when it writes."""
+        """Blocks were given to requests, which will write to them. Of several groups that is seen in each check."""
         if self._groups is not None:
             return
         for tracker in filter(None, map(self._trackers.get, self._admitted)):
@@ -327,7 +325,7 @@ class SchedulerCore:
             self._writers.drop(blocks)
 
     def _leave_out_strange_hits(self, due: list[Tracker], rows: list[SaveRow]) -> None:
-        """Save nothing of a request where a block that vLLM had for it was not written for its prefix: all it computes hangs on it."""
+        """Save nothing of requests for which vLLM had a block of another prefix: all that they compute depends on it."""
         for tracker in [tracker for tracker in due if tracker.is_hit_unchecked]:
             if not self._knows_hit(tracker):
                 tracker.save_blocked = True
@@ -341,7 +339,9 @@ class SchedulerCore:
         if self._groups is None and self._writers.know_hit(tracker):
             return True
         for other in self._trackers.values():
-            if other is not tracker:
+            # A reset may have preempted it outside a step: its table is not its own until it is admitted again.
+            has_table = other.req_id in self._scheduled or other.live.num_computed_tokens > 0
+            if has_table and other is not tracker:
                 self._note_writer(other)
         return self._writers.know_hit(tracker)
 
@@ -462,7 +462,8 @@ class SchedulerCore:
             self._queue.num_running -= 1
         if tracker is not None:
             tracker.drop_lease()
-            self._note_writer(tracker)
+            if tracker.live.num_computed_tokens > 0:
+                self._note_writer(tracker)
 
     def reset(self) -> None:
         """Forget every stored chunk, also those being saved; KV that requests hold from before now is not saved any more."""
