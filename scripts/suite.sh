@@ -70,13 +70,14 @@ short() { in_time "environment with vLLM $1" scripts/env.sh "$1" && phase "short
 
 all() {
   phase "environment with vLLM $NEWEST" scripts/env.sh "$NEWEST" || return
-  set -m # a process group of its own, which ends with this script
+  set -m # process groups of their own, which end with this script
   beside_engines >build/logs/beside.log 2>&1 </dev/null &
-  set +m
   BESIDE=$!
-  trap 'kill -- "-$BESIDE" 2>/dev/null' EXIT
+  phase "Python tests with engines on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e & # bash runs no trap before a foreground command ends
+  ENGINES=$!
+  set +m
+  trap 'kill -- "-$BESIDE" 2>/dev/null; kill -- "-$ENGINES" 2>/dev/null' EXIT
   trap 'exit 130' INT TERM
-  phase "Python tests with engines on vLLM $NEWEST" pytest_on "$NEWEST" tests/e2e
   wait || true
   cat build/logs/beside.log
   [ -e "$REPORT/beside-engines" ] || tell "what runs beside the engines: FAILED, it did not come to its end"

@@ -395,7 +395,7 @@ class Zygote:
         env = os.environ | ENV | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", f"{package}.zygote", str(self.address)],
+                [sys.executable, "-m", f"{package}.zygote", str(self.address), str(os.getpid())],
                 env=env,
                 stdout=log,
                 stderr=log,

@@ -2,10 +2,11 @@
 
 Importing vLLM costs 10-30 s on two cores, building an engine 2 s: with a fork per engine a test can afford a restart.
 Each connection of the Unix socket becomes one child that speaks engine.py's JSON lines; the zygote itself never runs
-a torch operation, so no thread pool exists when it forks. Run as ``python -m <package>.zygote SOCKET``.
+a torch operation, so no thread pool exists when it forks. Run as ``python -m <package>.zygote SOCKET PARENT``.
 """
 
 import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -66,9 +67,16 @@ def replace_kernels() -> None:
     platform.register_triton_kernel_overrides = classmethod(lambda _cls: None)
 
 
-def main(path: str) -> None:
-    """Serve forks until the socket's folder goes away or the parent ends."""
-    parent = os.getppid()
+def end_with(parent: int) -> None:
+    """Have the kernel kill this process with its parent, which may be gone already."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        sys.exit("the tests that started this ended")
+
+
+def main(path: str, parent: int) -> None:
+    """Serve forks until the parent ends."""
+    end_with(parent)
     preload()
     gc.collect()
     gc.freeze()  # an engine's collections then write into none of these pages, which it would have to copy
@@ -77,12 +85,8 @@ def main(path: str) -> None:
         server.bind(f"{path}.new")
         server.listen(16)
         os.rename(f"{path}.new", path)  # who sees it may connect
-        server.settimeout(2.0)
-        while os.getppid() == parent:
-            try:
-                connection, _ = server.accept()
-            except TimeoutError:
-                continue
+        while True:
+            connection, _ = server.accept()
             if os.fork() == 0:
                 server.close()
                 _child(connection)
@@ -103,4 +107,4 @@ def _child(connection: socket.socket) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -77,7 +77,7 @@ def test_what_a_block_held_before_says_nothing_of_it_once_a_request_wrote_to_it_
     """
     engine = Engine(MODEL, SHAPE, 1)
     serve(engine, "r0", STORIES[0][:9])
-    keys = engine.core._continuations._keys
+    keys = engine.core._writers._keys
     first = next(iter(keys.values()))
     keys.update(dict.fromkeys(range(SHAPE.num_blocks), first))
     engine.reset(running=False, connector=False)

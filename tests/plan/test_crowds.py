@@ -9,7 +9,7 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import PROMPT, serve
 
-from kvloft.plan.queue import LEASE_S
+from kvloft.plan.queue import LEASE_S, MIN_WAITING
 from kvloft.seam.ids import ReqId
 from kvloft.seam.plan import LoadResult, StepReport
 from kvloft.seam.views import StepView
@@ -353,3 +353,12 @@ def test_a_load_that_cannot_be_planned_is_not_counted_until_the_engine_ends(monk
     engine.core.finish(request.req_id)
     assert not engine.store.open_leases
     assert (engine.core._queue.waiting.num_chunks, engine.core._queue.loading.num_chunks) == (0, 0)
+
+
+def test_no_more_wait_for_the_disk_than_there_are_seats_and_those_behind_them_compute() -> None:
+    """vLLM passes over each that waits, in every step: a disk that hangs would cost each step more the longer the queue is."""
+    engine, requests = on_disk(18, num_frames=200, local_cache=False, max_running=2)
+    crowd = [Request(f"{request.req_id}-{nth}", list(request.token_ids), 1) for nth in range(5) for request in requests]
+    for _ in range(3):
+        assert ask(engine, crowd) == [None] * MIN_WAITING + [0] * (len(crowd) - MIN_WAITING)
+    assert engine.core.match(crowd[-1], 0) is None, "in the next step the first that asks may wait"

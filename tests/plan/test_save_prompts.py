@@ -5,8 +5,6 @@ from sim_engine import SymbolicEngine
 from sim_request import Request, Setup
 from sim_scenes import PROMPT, both_chunks, both_modes, serve, stored, whole_blocks
 
-from kvloft.plan.tracker import NEVER
-
 
 @both_chunks
 @both_modes
@@ -33,12 +31,14 @@ def test_what_a_request_wishes_goes_before_the_setting() -> None:
     assert stored(engine, serve(engine, Request("b", [1, *PROMPT], 9, saves="all"))) == 24
 
 
-def test_once_the_prompt_is_saved_steps_look_at_the_request_no_more() -> None:
+def test_once_the_prompt_is_saved_steps_look_at_the_request_once_a_block() -> None:
+    """What it filled is noted, for a later request whose prompt has it."""
     engine = SymbolicEngine(Setup())
     request = engine.add(Request("a", list(PROMPT), 20, saves="prompt"))
     engine.run(3)
     assert request.status == "running"
-    assert engine.core._trackers[request.req_id].next_save >= NEVER
+    tracker = engine.core._trackers[request.req_id]
+    assert tracker.next_save >= (tracker.num_complete + 1) * engine.setup.block_tokens
 
 
 @both_modes

@@ -14,14 +14,14 @@ from operator import attrgetter, is_not
 
 from kvloft.plan.agenda import Agenda
 from kvloft.plan.announce import Announcer
+from kvloft.plan.block_writers import BlockWriters
 from kvloft.plan.breaker import RETRY_S, Breaker
-from kvloft.plan.continuations import Continuations
 from kvloft.plan.groups import GroupedChunks, SaveRow
 from kvloft.plan.loads import Loading, plan_load
 from kvloft.plan.pins import Lease
 from kvloft.plan.queue import Queue
 from kvloft.plan.room import Room
-from kvloft.plan.saves import due_chunks, longest, note_dropped, rewritten
+from kvloft.plan.saves import complete_blocks, due_chunks, longest, note_dropped, rewritten
 from kvloft.plan.tracker import NEVER, NOT_LOOKED, Tracker
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
@@ -69,7 +69,8 @@ class SchedulerCore:
         self._group, self._num_ranks, self._lookahead = shape.unit, shape.num_ranks, shape.lookahead
         self._groups = GroupedChunks(store, shape) if shape.is_grouped else None
         self._is_dense = self._groups is None or self._groups.is_dense
-        self._continuations = Continuations() if shape.lookahead or draft_limit is not None else None
+        self._writers = BlockWriters()
+        self._has_drafter = bool(shape.lookahead) or draft_limit is not None
         self._draft_limit, self._announcer = draft_limit, announcer
         self._queue = Queue(
             store, self._group, clock, wait_s, arena.num_frames if arena is not None else 0, max_running=max_running,
@@ -128,6 +129,7 @@ class SchedulerCore:
         tracker.next_save = NOT_LOOKED
         tracker.blocks = block_ids if isinstance(block_ids, Tables) else list(block_ids)
         tracker.num_local_blocks = tracker.local_tokens // self._group.block_tokens
+        tracker.is_hit_unchecked = tracker.num_local_blocks > 0 and self._is_dense
         self._admitted.add(live.req_id)
         self._queue.forget(live.req_id)
         if num_tokens <= 0:
@@ -177,7 +179,9 @@ class SchedulerCore:
             if req_id in self._admitted:
                 tracker.kv_outdated = False
             else:
+                self._note_writer(tracker)
                 tracker.start_over()
+        self._drop_writers(view)
         fenced = rewritten(view, self._store, self._group.block_tokens)
         saves = self._plan_saves(view) if self._saves_allowed else ()
         return self._finish_plan(tuple(saves), fenced)
@@ -194,6 +198,7 @@ class SchedulerCore:
         get a table afresh (I6); what the failed attempt reserved is given back (I5), and does not count as saved.
         """
         self._store.abort([ticket for save in self._unsent for ticket in save.chunks.tickets()])
+        self._writers.clear()
         for tracker in self._trackers.values():
             tracker.save_blocked = True
             tracker.forget_saves()
@@ -226,6 +231,7 @@ class SchedulerCore:
             if (tracker := trackers.get(req_id)) is not None:
                 tracker.blocks += blocks
         self._look_at_running(view, *due)
+        self._leave_out_strange_hits(*due)
         if due[0]:
             self._save(*due, saves)
         if new_ids := [new.req_id for new in view.new]:
@@ -248,7 +254,7 @@ class SchedulerCore:
             agenda.line_up(running, self._next_saves(running))
         one_each = view.total_scheduled_tokens == len(scheduled)
         drafts, trackers = view.num_draft_tokens, self._trackers
-        is_plain = self._groups is None and self._continuations is None and not self._breaker.has_tripped
+        is_plain = self._groups is None and not self._has_drafter and not self._breaker.has_tripped
         group, due_again = self._group, []
         positions = agenda.due(computed, None if one_each else map(scheduled.__getitem__, running))
         for i in positions:
@@ -281,19 +287,63 @@ class SchedulerCore:
             tracker.next_save = frontier + 1
             return
         if self._breaker.has_tripped and not self._breaker.lets_pass(self._clock()):
+            num_tokens = len(tracker.confirmed_tokens())
+            tracker.num_complete = complete_blocks(tracker, num_tokens, frontier, self._group.block_tokens)
             tracker.next_save = frontier + self._group.block_tokens
         elif (row := due_chunks(tracker, self._group, frontier)) is not None:
             due.append(tracker)
             rows.append(row)
-        if self._continuations is not None:
-            if not (tracker.save_blocked or tracker.kv_outdated):
-                tracker.extend_chain(frontier)
-            if tracker.save_blocked or tracker.kv_outdated:
-                self._continuations.forget(tracker)
-            else:
-                self._continuations.note(tracker, min(frontier // self._group.block_tokens, tracker.chain.num_blocks))
+        if self._has_drafter:
+            self._note_writer(tracker)
             # What is not saved now may be by a later request, in whose prompt it is.
             tracker.next_save = min(tracker.next_save, frontier + self._group.block_tokens)
+
+    def _note_writer(self, tracker: Tracker) -> None:
+        """Record what the request has filled; with a drafter in each step, else when it is needed."""
+        if not (self._saves_allowed and tracker.blocks):
+            return
+        if tracker.is_hit_unchecked:
+            self._writers.disown(tracker)
+            return
+        if not (tracker.save_blocked or tracker.kv_outdated):
+            tracker.extend_chain(tracker.num_complete * self._group.block_tokens)
+        if tracker.save_blocked or tracker.kv_outdated:
+            self._writers.forget(tracker)
+        else:
+            self._writers.note(tracker)
+
+    def _drop_writers(self, view: StepView) -> None:
+        """Blocks were given to requests, which will write to them. Of several groups that is seen in each check."""
+        if self._groups is not None:
+            return
+        for tracker in filter(None, map(self._trackers.get, self._admitted)):
+            self._writers.drop(tracker.blocks[tracker.num_local_blocks :])
+        for new in view.new:
+            if new.req_id not in self._trackers:
+                self._writers.drop(new.block_ids)
+        for _, blocks in view.grown:
+            self._writers.drop(blocks)
+
+    def _leave_out_strange_hits(self, due: list[Tracker], rows: list[SaveRow]) -> None:
+        """Save nothing of requests for which vLLM had a block of another prefix: all that they compute depends on it."""
+        for tracker in [tracker for tracker in due if tracker.is_hit_unchecked]:
+            if not self._knows_hit(tracker):
+                tracker.save_blocked = True
+                self._writers.disown(tracker)
+                nth = due.index(tracker)
+                del due[nth], rows[nth]
+
+    def _knows_hit(self, tracker: Tracker) -> bool:
+        tracker.extend_chain(tracker.num_local_blocks * self._group.block_tokens)
+        tracker.is_hit_unchecked = False
+        if self._groups is None and self._writers.know_hit(tracker):
+            return True
+        for other in self._trackers.values():
+            # A reset may have preempted it outside a step: its table is not its own until it is admitted again.
+            has_table = other.req_id in self._scheduled or other.live.num_computed_tokens > 0
+            if has_table and other is not tracker:
+                self._note_writer(other)
+        return self._writers.know_hit(tracker)
 
     def _save(self, due: list[Tracker], rows: list[SaveRow], saves: list[SavePlan]) -> None:
         """Reserve frames for all that is due, in one call: every forward waits for this."""
@@ -305,7 +355,7 @@ class SchedulerCore:
             self._note_dropped(due, rows, dropped)
         if self._announcer is not None:
             self._notes += [partial(self._announcer.note, tracker.live, row) for tracker, row in zip(due, rows, strict=True)]
-        if self._continuations is not None:
+        if self._has_drafter:
             self._drop_others(due, rows, saves)
 
     def _note_dropped(self, due: list[Tracker], rows: list[SaveRow], dropped: Sequence[int]) -> None:
@@ -324,12 +374,11 @@ class SchedulerCore:
 
     def _drop_others(self, due: list[Tracker], rows: list[SaveRow], saves: list[SavePlan]) -> None:
         """Give back saves of blocks that vLLM had, unless they are known to be of their request's own continuation."""
-        assert self._continuations is not None
         first = {tracker.req_id: row[3] * self._group.blocks_per_chunk for tracker, row in zip(due, rows, strict=True)}
         for save in list(saves):
             tracker = self._trackers[save.req_id]
             has_local = first[save.req_id] < tracker.num_local_blocks
-            if has_local and not self._continuations.are_its_own(tracker, save.chunks.block_ids()):
+            if has_local and not self._writers.are_its_own(tracker, save.chunks.block_ids()):
                 self._store.abort(save.chunks.tickets())
                 saves.remove(save)
                 tracker.save_blocked = True
@@ -424,12 +473,15 @@ class SchedulerCore:
             self._queue.num_running -= 1
         if tracker is not None:
             tracker.drop_lease()
+            if tracker.live.num_computed_tokens > 0:
+                self._note_writer(tracker)
 
     def reset(self) -> None:
         """Forget every stored chunk, also those being saved; KV that requests hold from before now is not saved any more."""
         for tracker in self._trackers.values():
             tracker.kv_outdated = bool(tracker.blocks)
             tracker.forget_saves()
+        self._writers.clear()
         self._queue.clear()
         self._store.clear()
 

@@ -22,6 +22,10 @@ from kvloft.seam.ids import ReqId
 from kvloft.seam.shape import GroupShape
 from kvloft.seam.store import Session
 
+MIN_WAITING = 64
+"""So many requests may wait in a step, or as many as there are seats. vLLM passes over each that waits, in every step, at some
+ten microseconds: a disk that hangs would cost each step more the longer the queue is, while seats stay empty."""
+
 LEASE_S = 60.0
 """How long a lease may live without its request being asked about again."""
 
@@ -58,6 +62,10 @@ class Queue:
     """From a request's admission until vLLM admits it again with what was loaded, or that is known to be bad."""
     told_to_wait: dict[ReqId, Tracker] = field(default_factory=dict)
     """For the disk, for another's load, or, with neither lease nor flight, until others pin less."""
+    _told: set[ReqId] = field(default_factory=set)
+    """Requests that were told to wait in this step."""
+    _seats_were_taken: bool = False
+    """In this step, when one asked."""
     _first: Tracker | None = None
     """The first in this step that waits with pins, or for them."""
     _without_turn: ReqId | None = None
@@ -80,9 +88,16 @@ class Queue:
         tracker = self.told_to_wait.get(req_id)
         if tracker is None:
             return False
+        if is_same := self._waits_as_before(tracker, local_tokens):
+            self._told.add(req_id)
+        return is_same
+
+    def _waits_as_before(self, tracker: Tracker, local_tokens: int) -> bool:
         lease, flight = tracker.lease, tracker.flight
+        if flight is None and self._is_crowded(tracker) and not self._seats_were_taken:
+            return False
         if lease is None and flight is None:
-            return self._without_turn not in (None, req_id)
+            return self._without_turn not in (None, tracker.req_id)
         now = self._asked(tracker)
         if self._first is None and lease is not None:
             self._first = tracker
@@ -114,10 +129,18 @@ class Queue:
         num_offered = self._match(tracker, num_tokens, self._asked(tracker), may_wait=may_wait)
         if num_offered is None:
             self.told_to_wait[tracker.req_id] = tracker
+            self._told.add(tracker.req_id)
         return num_offered
+
+    def _is_crowded(self, tracker: Tracker) -> bool:
+        """Return True if enough others wait in this step: a request behind them gets what is in host memory."""
+        if self.max_running is None or len(self._told) < max(MIN_WAITING, self.max_running):
+            return False
+        return tracker.req_id not in self._told
 
     def _match(self, tracker: Tracker, num_tokens: int, now: float, *, may_wait: bool) -> int | None:
         block_tokens, local_tokens = self.group.block_tokens, tracker.local_tokens
+        is_crowded = self._is_crowded(tracker)
         if tracker.lease is None:
             host_blocks, stored_blocks = self._look_up(tracker)
             if stored_blocks * block_tokens <= local_tokens:
@@ -125,8 +148,8 @@ class Queue:
             if may_wait and self._is_coming(tracker, num_tokens, now):
                 return None
             must_wait = may_wait and self._seats_are_taken(now)
-            if must_wait or (stored_blocks > host_blocks and not self._has_turn(tracker, stored_blocks)):
-                if must_wait or (may_wait and now >= self._no_turns_until_s and self.wait_s > 0):
+            if must_wait or (stored_blocks > host_blocks and (is_crowded or not self._has_turn(tracker, stored_blocks))):
+                if must_wait or (may_wait and not is_crowded and now >= self._no_turns_until_s and self.wait_s > 0):
                     self._first, self._without_turn = self._first or tracker, self._without_turn or tracker.req_id
                     return None
                 if host_blocks * block_tokens <= local_tokens:
@@ -138,9 +161,10 @@ class Queue:
         ready_blocks, pending_blocks = tracker.lease.poll()
         if pending_blocks:
             self._first = self._first or tracker
-            if may_wait and self._has_time(tracker, now):
+            waits = may_wait and not is_crowded
+            if waits and self._has_time(tracker, now):
                 return None
-            if may_wait:
+            if waits:
                 self._no_turns_until_s = now + self.wait_s
         offered = ready_blocks * block_tokens - local_tokens
         if offered <= 0:
@@ -204,7 +228,8 @@ class Queue:
         if self.max_running is None:
             return False
         num_loading = sum(flight.began_s >= now - self.wait_s for flight in self.flights.values())
-        return self.num_running + num_loading >= self.max_running + max(1, self.max_running // 8)
+        self._seats_were_taken = self.num_running + num_loading >= self.max_running + max(1, self.max_running // 8)
+        return self._seats_were_taken
 
     def _has_turn(self, tracker: Tracker, stored_blocks: int) -> bool:
         """Whether it may pin what it needs from disk. The first that asks always may, or all would wait for each other."""
@@ -256,6 +281,8 @@ class Queue:
             self._drop_leases(lambda tracker: tracker.asked_step < self.step)
         self.step += 1
         self._first = self._without_turn = self._without_room = None
+        self._told.clear()
+        self._seats_were_taken = False
         if self.waiting.leases and (now := self.clock()) >= self._next_expiry_s:
             self._next_expiry_s = now + LEASE_S / 8
             self._drop_leases(lambda tracker: now - tracker.asked_s > LEASE_S)

@@ -43,7 +43,11 @@ def due_chunks(tracker: Tracker, group: GroupShape, frontier: int) -> SaveRow | 
     if len(blocks) < num_blocks:
         num_blocks = len(blocks)
     # Under async scheduling the tokens come to be known some steps after their KV: by then the frontier is that far ahead.
-    tracker.next_save = (num_blocks + 1) * block_tokens + lag if goes_on else NEVER
+    tracker.next_save = (num_blocks + 1) * block_tokens + lag
+    tracker.num_complete = num_blocks
+    if not goes_on:  # a later request may save the rest, in whose prompt it is
+        tracker.num_complete = complete_blocks(tracker, len(token_ids), frontier, block_tokens)
+        tracker.next_save = frontier + block_tokens
     start, num_full, tail_blocks = tracker.saved_chunks, num_blocks // blocks_per_chunk, num_blocks % blocks_per_chunk
     replaced = 0
     if tail_blocks:
@@ -61,6 +65,12 @@ def due_chunks(tracker: Tracker, group: GroupShape, frontier: int) -> SaveRow | 
     if tail_blocks:
         tracker.tail_blocks = num_blocks
     return (tracker.chain, token_ids, num_tokens, start, num_full, tail_blocks, blocks, replaced)
+
+
+def complete_blocks(tracker: Tracker, num_tokens: int, frontier: int, block_tokens: int) -> int:
+    """Leading blocks whose KV is computed at ``frontier`` and whose keys are known from ``num_tokens``, saved or not."""
+    num_known = min(frontier + tracker.lookahead, num_tokens) - tracker.lookahead
+    return min(num_known // block_tokens, len(tracker.blocks))
 
 
 def note_dropped(tracker: Tracker, store: Session | GroupedChunks, group: GroupShape) -> None:

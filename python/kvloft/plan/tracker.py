@@ -67,8 +67,12 @@ class Tracker:
     local_tokens: int = 0
     num_local_blocks: int = 0
     """Of ``blocks``, those that vLLM had itself when it admitted the request."""
+    is_hit_unchecked: bool = False
+    """Nobody has looked yet who wrote those."""
+    num_complete: int = 0
+    """Leading blocks whose KV and keys are complete at the end of the step that looked at it last."""
     num_noted: int = 0
-    """Leading blocks that `Continuations` knows of."""
+    """Leading blocks that `BlockWriters` has recorded."""
     asked_step: int = 0
     asked_s: float = 0.0
     waiting_since: float | None = None
@@ -135,7 +139,7 @@ class Tracker:
         """The request's block table is void. Unless it ``keeps_kv``, what it computes from here on comes from position 0."""
         self.kv_outdated = self.kv_outdated and keeps_kv
         self.blocks = []
-        self.saved_chunks = self.num_noted = 0
+        self.saved_chunks = self.num_complete = self.num_noted = 0
         self.save_blocked = False
         self.waiting_since = None
         self.waited_out = False

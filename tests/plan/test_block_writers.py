@@ -3,20 +3,20 @@
 from types import SimpleNamespace
 from typing import Any
 
-from kvloft.plan.continuations import Continuations
+from kvloft.plan.block_writers import BlockWriters
 from kvloft.seam.batch import Tables
 
 
 def tracker(keys: str, tables: list[list[int]], num_local: int = 0) -> Any:
     """A request whose chunks have these keys, and chunks of one block in the first group and of two in the second."""
     chain = SimpleNamespace(key=keys.__getitem__)
-    return SimpleNamespace(chain=chain, blocks=Tables(tables, 0, [1, 2]), num_local_blocks=num_local, num_noted=0)  # type: ignore[arg-type]
+    return SimpleNamespace(chain=chain, blocks=Tables(tables, 0, [1, 2]), num_local_blocks=num_local, num_noted=0, num_complete=2)  # type: ignore[arg-type]
 
 
 def test_all_blocks_of_a_chunk_are_of_its_continuation() -> None:
     """The second request has the first one's blocks, and goes on otherwise in its second chunk."""
-    known = Continuations()
-    known.note(tracker("ab", [[1, 2], [11, 12, 13, 14]]), 2)
+    known = BlockWriters()
+    known.note(tracker("ab", [[1, 2], [11, 12, 13, 14]]))
     same, other = (tracker(keys, [[1, 2, 3], [11, 12, 13, 14, 15, 16]], num_local=2) for keys in ("abc", "axc"))
     assert known.are_its_own(same, [1, 2, 11, 12, 13, 14])
     assert known.are_its_own(other, [1, 11, 12])

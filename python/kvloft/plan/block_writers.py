@@ -1,0 +1,95 @@
+"""Which prefix each GPU block was computed or loaded for: blocks that vLLM had are saved only if that is the request's own.
+
+A wrong hit of vLLM's prefix cache (vLLM #49377, #49449) costs one answer. Saved, the same KV would outlive the engine. With a
+drafter a hit may be right for the model and still hold another next token's KV in its last position. It must not know vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import repeat
+
+from kvloft.plan.tracker import Tracker
+from kvloft.seam.batch import Tables
+from kvloft.seam.ids import BlockId
+
+
+class BlockWriters:
+    """The key of the prefix that each block was last written for."""
+
+    def __init__(self) -> None:
+        self._keys: dict[BlockId, bytes] = {}
+
+    def note(self, tracker: Tracker) -> None:
+        """Record that the request filled its complete blocks, except those that vLLM had, and writes to the rest.
+
+        vLLM may cache one of the rest before its next token is known here.
+        """
+        first, num_blocks = max(tracker.num_local_blocks, tracker.num_noted), tracker.num_complete
+        if first < num_blocks:
+            keys = list(map(tracker.chain.key, range(first, num_blocks)))
+            for table, size in _tables(tracker):
+                for nth in range(size):
+                    self._keys.update(zip(table[first * size + nth : num_blocks * size : size], keys, strict=False))
+            tracker.num_noted = num_blocks
+        self._drop_unknown(tracker)
+
+    def forget(self, tracker: Tracker) -> None:
+        """The request's KV is not to be saved: nothing is known of the blocks it writes to."""
+        self._drop_unknown(tracker)
+        tracker.num_noted = max(tracker.num_noted, len(tracker.blocks))
+
+    def disown(self, tracker: Tracker) -> None:
+        """Nothing is known of what the request wrote, because it is not known what it computed on."""
+        tracker.num_noted = 0
+        self._drop_unknown(tracker)
+
+    def drop(self, blocks: Iterable[BlockId]) -> None:
+        """These blocks were given to a request, which will write to them."""
+        for block in blocks:
+            self._keys.pop(block, None)
+
+    def clear(self) -> None:
+        """Nothing is known of any block."""
+        self._keys.clear()
+
+    def _drop_unknown(self, tracker: Tracker) -> None:
+        for table, size in _tables(tracker):
+            self.drop(table[max(tracker.num_local_blocks, tracker.num_noted) * size :])
+
+    def know_hit(self, tracker: Tracker) -> bool:
+        """Return True if all blocks that vLLM had for the request were written for its prefix.
+
+        With a lookahead, another next token's block is as good: `are_its_own` keeps that from being saved under this one's key.
+        """
+        table, size = _main_table(tracker)
+        num_local = tracker.num_local_blocks * size
+        written = list(map(self._keys.get, table[:num_local]))
+        if tracker.lookahead:
+            return None not in written
+        wanted = [key for key in map(tracker.chain.key, range(tracker.num_local_blocks)) for _ in repeat(None, size)]
+        return written == wanted
+
+    def are_its_own(self, tracker: Tracker, blocks: Sequence[BlockId]) -> bool:
+        """Return True if those of ``blocks`` that vLLM had were written for the request's own continuation."""
+        wanted = set(blocks)
+        for table, size in _tables(tracker):
+            local = enumerate(table[: tracker.num_local_blocks * size])
+            if any(self._keys.get(block) != tracker.chain.key(nth // size) for nth, block in local if block in wanted):
+                return False
+        return True
+
+
+def _tables(tracker: Tracker) -> Iterator[tuple[Sequence[BlockId], int]]:
+    """Each group's table, and how many of its blocks have one key."""
+    blocks = tracker.blocks
+    if not isinstance(blocks, Tables):
+        yield blocks, 1
+    else:
+        yield from ((table, blocks.size_of(group)) for group, table in enumerate(blocks.tables))
+
+
+def _main_table(tracker: Tracker) -> tuple[Sequence[BlockId], int]:
+    """The table that full attention uses, and how many of its blocks have one key."""
+    blocks = tracker.blocks
+    return (blocks.tables[blocks.main], blocks.size_of(blocks.main)) if isinstance(blocks, Tables) else (blocks, 1)

@@ -1,0 +1,89 @@
+"""A wrong hit of vLLM's prefix cache (vLLM #49377, #49449) costs one answer: kvloft keeps nothing that was computed on it."""
+
+from typing import Any
+
+import pytest
+
+from kvloft.plan.block_writers import BlockWriters
+
+from .engine import Engine, Outcome
+from .groups import GROUPS
+from .machine import MODEL, STORIES
+from .memory import Memory
+from .requests import make_request
+from .shape import HAS_GROUPS, Shape
+from .symbols import Spec
+
+SHAPES = {"one group": Shape(num_blocks=40), "drafter": Shape(GROUPS["drafter in the one group"], num_drafts=1, num_blocks=40)}
+SHAPES |= {"window": Shape(GROUPS["window"], num_blocks=80, kv_groups="all")} if HAS_GROUPS else {}
+PROMPT = STORIES[0][:13]
+
+
+def add(engine: Engine, name: str, ids: tuple[int, ...], stale: Any = ()) -> Any:
+    """Add a request whose first blocks have the ``stale`` hashes of another, and return its hashes."""
+    spec = Spec(name, ids, 2, ids)
+    engine.specs[name], engine.outcomes[name] = spec, Outcome()
+    request = make_request(spec, engine._hasher)
+    request.block_hashes[: len(stale)] = stale
+    engine.scheduler.add_request(request)
+    return request.block_hashes
+
+
+def serve(engine: Engine, name: str, ids: tuple[int, ...], stale: Any = ()) -> Any:
+    hashes = add(engine, name, ids, stale)
+    engine.run()
+    return hashes
+
+
+def engine_of(shape: Shape) -> Engine:
+    """Loads nothing, so that all hits are of vLLM's own cache."""
+    engine = Engine(MODEL, shape, 1)
+    engine.core._loads_allowed = False
+    engine.ledger.lose("nothing is loaded")
+    return engine
+
+
+def hit_wrongly(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, is_stored: bool) -> None:
+    """A request gets another prompt's first blocks; what kvloft has of its own first blocks ``is_stored`` before."""
+    if is_stored:
+        serve(engine, "own", PROMPT[:9])
+        engine.reset(running=False, connector=False)
+    hashes = serve(engine, "other", STORIES[1][:13])
+    monkeypatch.setattr(Memory, "check", lambda *_: None)  # the answer is wrong, and that is vLLM's fault
+    monkeypatch.setattr(Memory, "check_drafter", lambda *_: None)
+    num_saved = engine.ledger.num_saved
+    serve(engine, "wrong", PROMPT, stale=list(hashes[:2]))
+    serve(engine, "next", PROMPT, stale=list(hashes[:2]))
+    assert engine.ledger.num_saved == num_saved, "what hangs on a wrong block is as wrong"
+
+
+@pytest.mark.parametrize(("name", "is_stored"), [*((name, False) for name in SHAPES), ("one group", True)])
+def test_nothing_computed_on_a_wrong_hit_is_saved(name: str, is_stored: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(SHAPES[name])
+    hit_wrongly(engine, monkeypatch, is_stored=is_stored)
+    engine.close()
+
+
+def test_the_scene_sees_wrong_kv_if_nobody_checks_who_wrote_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockWriters, "know_hit", lambda *_: True)
+    with pytest.raises(AssertionError, match="does not hold its key's KV"):
+        hit_wrongly(engine_of(SHAPES["one group"]), monkeypatch, is_stored=False)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_a_hit_is_saved_again_where_its_writer_is_known(shape: Shape) -> None:
+    """The store lost everything, as with a new server: of requests that ended, and of those that run in the same step."""
+    engine = engine_of(shape)
+    serve(engine, "first", PROMPT)
+    engine.store.discard(engine.store.keys)
+    num_saved = engine.ledger.num_saved
+    serve(engine, "again", PROMPT)
+    assert engine.ledger.num_saved - num_saved >= 3 * len([group for group in shape.groups if group.kind == "full"])
+    engine.store.discard(engine.store.keys)
+    num_saved = engine.ledger.num_saved
+    add(engine, "a", STORIES[1][:14])
+    add(engine, "b", STORIES[1][:14])
+    engine.step()
+    engine.run()
+    assert engine.ledger.num_saved - num_saved >= 3
+    engine.close()
