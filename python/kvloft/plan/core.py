@@ -326,24 +326,31 @@ class SchedulerCore:
 
     def _leave_out_strange_hits(self, due: list[Tracker], rows: list[SaveRow]) -> None:
         """Save nothing of requests for which vLLM had a block of another prefix: all that they compute depends on it."""
-        for tracker in [tracker for tracker in due if tracker.is_hit_unchecked]:
-            if not self._knows_hit(tracker):
-                tracker.save_blocked = True
-                self._writers.disown(tracker)
+        admitted = filter(None, map(self._trackers.get, self._admitted))
+        unchecked = {tracker: None for tracker in (*due, *admitted) if tracker.is_hit_unchecked}
+        num_left = len(unchecked) + 1
+        while unchecked and len(unchecked) < num_left:  # some hit blocks that others of them compute in this step
+            num_left = len(unchecked)
+            unchecked = {tracker: None for tracker in unchecked if not self._knows_hit(tracker)}
+        for tracker in unchecked:
+            tracker.is_hit_unchecked, tracker.save_blocked = False, True
+            self._writers.disown(tracker)
+            if tracker in due:
                 nth = due.index(tracker)
                 del due[nth], rows[nth]
 
     def _knows_hit(self, tracker: Tracker) -> bool:
         tracker.extend_chain(tracker.num_local_blocks * self._group.block_tokens)
-        tracker.is_hit_unchecked = False
-        if self._groups is None and self._writers.know_hit(tracker):
-            return True
-        for other in self._trackers.values():
-            # A reset may have preempted it outside a step: its table is not its own until it is admitted again.
-            has_table = other.req_id in self._scheduled or other.live.num_computed_tokens > 0
-            if has_table and other is not tracker:
-                self._note_writer(other)
-        return self._writers.know_hit(tracker)
+        is_known = self._groups is None and self._writers.know_hit(tracker)
+        if not is_known:
+            for other in self._trackers.values():
+                # A reset may have preempted it outside a step: its table is not its own until it is admitted again.
+                has_table = other.req_id in self._scheduled or other.live.num_computed_tokens > 0
+                if has_table and other is not tracker and not other.is_hit_unchecked:
+                    self._note_writer(other)
+            is_known = self._writers.know_hit(tracker)
+        tracker.is_hit_unchecked = not is_known
+        return is_known
 
     def _save(self, due: list[Tracker], rows: list[SaveRow], saves: list[SavePlan]) -> None:
         """Reserve frames for all that is due, in one call: every forward waits for this."""
