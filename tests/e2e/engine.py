@@ -51,7 +51,8 @@ class Engine:
             getattr(importlib.import_module(".zoo.kernels", __package__), prepare)()
         if kwargs.get("async_scheduling"):
             shapes.allow_async_scheduling()
-        if kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1) > 1:
+        num_ranks = kwargs.get("tensor_parallel_size", 1) * kwargs.get("pipeline_parallel_size", 1)
+        if num_ranks > 1 or kwargs.get("distributed_executor_backend") == "mp":
             shapes.fork_processes()
         from vllm.engine.arg_utils import EngineArgs
         from vllm.v1.engine.llm_engine import LLMEngine

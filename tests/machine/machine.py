@@ -238,6 +238,14 @@ class Machine(RuleBasedStateMachine):
         self._run(count)
         self.engine.trouble.save_failure = self.engine.trouble.load_failure = 0.0
 
+    @precondition(lambda self: self.engine and self.engine.shape.has_connector)
+    @rule(rate=st.sampled_from([0.3, 1.0]), count=st.integers(1, 10))
+    def a_dead_engines_worker_writes(self, rate: float, count: int) -> None:
+        """To frames that are this engine's by now: a store that gave them back too early."""
+        self.engine.trouble.strangers = rate
+        self._run(count)
+        self.engine.trouble.strangers = 0.0
+
     @precondition(lambda self: self.engine and self.engine.store is not None and self.engine.store.keys)
     @rule(which=st.integers(0, 50), ahead=st.integers(0, 8))
     def evict(self, which: int, ahead: int) -> None:

@@ -31,6 +31,8 @@ class Trouble:
     crash: float = 0.0
     damaged: set[bytes] = field(default_factory=set)
     """Keys of frames that were damaged on purpose."""
+    strangers: float = 0.0
+    """How often a dead engine's worker writes to a frame between a copy and its check, of saves and loads alike."""
 
     def delay(self) -> int:
         return self.random.randint(0, self.max_delay) if self.max_delay else 0
@@ -40,7 +42,34 @@ class Trouble:
 
     def end(self) -> None:
         """All goes well from now on."""
-        self.max_delay, self.save_failure, self.load_failure, self.crash = 0, 0.0, 0.0, 0.0
+        self.max_delay, self.save_failure, self.load_failure, self.crash, self.strangers = 0, 0.0, 0.0, 0.0, 0.0
+
+
+class Haunted:
+    """An arena, with a dead engine's worker that writes to a frame just before it is sealed and just after it was checked."""
+
+    def __init__(self, arena: Any, frames: FrameWindow, trouble: Trouble, frame_of: dict[bytes, int]) -> None:
+        self._arena, self._frames, self._trouble, self._frame_of = arena, frames, trouble, frame_of
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._arena, name)
+
+    def seal(self, frame: int, part: dict[str, Any]) -> Any:
+        self._write(part["key"])
+        return self._arena.seal(frame, part)
+
+    def check(self, frame: int, part: dict[str, Any]) -> Any:
+        problem = self._arena.check(frame, part)
+        if self._write(part["key"]):
+            self._trouble.damaged.add(part["key"])  # for the next load
+        return problem
+
+    def _write(self, key: bytes) -> bool:
+        frame = self._frame_of.get(key)  # None: another group's mover has it
+        if frame is None or not self._trouble.happens(self._trouble.strangers):
+            return False
+        self._frames.part(frame)[:8] ^= 1
+        return True
 
 
 @dataclass(eq=False)
@@ -71,6 +100,9 @@ class SlowMover:
         self._inner = CpuMover(layout, frames)
         self._frames, self._trouble, self._ledger, self._owns = frames, trouble, ledger, owns
         self._block_bytes = layout.block_bytes
+        self._frame_of = dict[bytes, int]()
+        part, haunted = self._inner._part, [frames, trouble, self._frame_of]
+        part._arena, frames._arena = Haunted(part._arena, *haunted), Haunted(frames._arena, *haunted)  # type: ignore[arg-type]
         self._saves, self._is_early = saves, is_early
         self._loads: list[tuple[int, LoadPlan]] = []
         self._done = Finished()
@@ -85,8 +117,9 @@ class SlowMover:
             saving.mover._gather(saving)
 
     def _gather(self, saving: Saving) -> None:
-        self._inner.submit_saves([SavePlan(saving.req_id, saving.batch)])
         copy = saving.batch[0]
+        self._frame_of[copy.key] = copy.frame
+        self._inner.submit_saves([SavePlan(saving.req_id, saving.batch)])
         raw = self._frames.part(copy.frame)[: copy.num_blocks * self._block_bytes]
         self._ledger.landed(copy.ticket, raw.view(torch.int64).tolist())
 
@@ -154,6 +187,7 @@ class SlowMover:
         expect = self._ledger.expect
         expect(self._owns(plan.req_id, plan.blocks()), f"load into {plan.blocks()}, not all of {plan.req_id}'s (I6)")
         for copy in plan.chunks:
+            self._frame_of[copy.key] = copy.frame
             if self._trouble.happens(self._trouble.load_failure):
                 self._frames.part(copy.frame)[:8] ^= 1
                 self._trouble.damaged.add(copy.key)

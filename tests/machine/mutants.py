@@ -16,7 +16,7 @@ from kvloft.plan.queue import Queue
 from kvloft.seam.plan import LoadPlan
 from kvloft.seam.views import MediaItem
 from kvloft.transfer.cpu import CpuMover
-from kvloft.transfer.frames import FrameWindow
+from kvloft.transfer.frames import PrivatePart
 from kvloft.transfer.worker import WorkerCore
 from kvloft.vllm import scheduler_half
 from kvloft.vllm.connector import KVLoftConnector
@@ -245,7 +245,33 @@ def part_of_a_chunk_is_its_begin(mp: pytest.MonkeyPatch) -> None:
 
 @mutant("vLLM's KV-load checks were an assert: a damaged frame is served", "WrongKV|position")
 def frames_are_not_checked(mp: pytest.MonkeyPatch) -> None:
-    swap(mp, FrameWindow, "check", lambda original, *args: None)
+    swap(mp, PrivatePart, "fetch", lambda original, *args: original(*args) and None)
+
+
+def in_place(part: PrivatePart, copy: Any, *layout: Any) -> dict[str, Any]:
+    """What a frame is sealed and checked by, without a private copy."""
+    return part._describe(copy, *layout) | {"offset": part._frames.memory.part_offset}
+
+
+@mutant(
+    "a dead engine's worker writes between the copy to a frame and its seal: a valid tag over wrong bytes", "not hold its key's"
+)
+def frames_are_sealed_in_place(mp: pytest.MonkeyPatch) -> None:
+    def store(original: Any, part: Any, copy: Any, *layout: Any) -> None:
+        part._frames.part(copy.frame)[:-128] = part.bytes[:-128]
+        part._frames._arena.seal(copy.frame, in_place(part, copy, *layout))
+
+    swap(mp, PrivatePart, "store", store)
+
+
+@mutant("a dead engine's worker writes between a frame's check and the copy out of it", "WrongKV|position|state after")
+def frames_are_checked_in_place(mp: pytest.MonkeyPatch) -> None:
+    def fetch(original: Any, part: Any, copy: Any, *layout: Any) -> Any:
+        problem = part._frames._arena.check(copy.frame, in_place(part, copy, *layout))
+        part.bytes[:] = part._frames.part(copy.frame)
+        return problem
+
+    swap(mp, PrivatePart, "fetch", fetch)
 
 
 # -- reports ------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 
 from .dflash_kernels import masks_to_guess as masks_to_guess
 from .draft_kernels import Row, drafted_convolutions, drafted_scans, moved_states, rows, well_read_ngram
+from .held import held_forwards as held_forwards
 
 
 def exact_delta_net() -> None:

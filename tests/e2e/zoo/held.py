@@ -1,0 +1,34 @@
+"""Forward passes that a test holds, in engines whose workers are processes: a step takes as long as the test wants.
+
+The folder KV_HOLD is how they talk: while it has a file `hold`, a forward pass writes `PID.held` and waits. Each chunk that goes to
+a frame is a line in `PID.stored`.
+"""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+def held_forwards() -> None:
+    """Let each forward pass of a Llama wait, and count the chunks that its process stores."""
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    from kvloft.transfer.frames import PrivatePart
+
+    folder = Path(os.environ["KV_HOLD"])
+    compute, store = LlamaForCausalLM.forward, PrivatePart.store
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        if (folder / "hold").exists():
+            (folder / f"{os.getpid()}.held").touch()
+            while (folder / "hold").exists():
+                time.sleep(0.01)
+        return compute(*args, **kwargs)
+
+    def counted(part: PrivatePart, *args: Any) -> None:
+        store(part, *args)
+        with (folder / f"{os.getpid()}.stored").open("a") as file:
+            file.write("\n")
+
+    LlamaForCausalLM.forward, PrivatePart.store = forward, counted  # type: ignore[method-assign]
