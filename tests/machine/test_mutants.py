@@ -21,7 +21,6 @@ SEEDS = (1, 2, 3, 4, 5, 6)
 IS_WHOLE = os.environ.get("MODEL_MUTANTS") == "all"
 IN_CI = {
     "blocks_of_a_chunk_are_turned",
-    "frames_are_checked_in_place",
     "frames_are_sealed_in_place",
     "keys_without_salt",
     "last_block_of_a_drafter_is_kept",
