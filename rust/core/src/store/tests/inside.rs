@@ -85,6 +85,12 @@ impl Policy for Counted {
         self.1.fetch_add(u32::from(!evictable), Ordering::Relaxed);
         self.0.set_evictable(id, evictable);
     }
+    fn set_unwritten(&mut self, id: ChunkId, unwritten: bool) {
+        self.0.set_unwritten(id, unwritten);
+    }
+    fn spare_unwritten(&mut self, spare: bool) {
+        self.0.spare_unwritten(spare);
+    }
     fn set_group(&mut self, id: ChunkId, group: GroupId) {
         self.0.set_group(id, group);
     }
