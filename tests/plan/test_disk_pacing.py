@@ -67,8 +67,8 @@ def test_a_disk_that_was_slow_is_tried_again_after_a_minute() -> None:
 def test_a_disk_that_delivers_nothing_becomes_slow_while_it_is_waited_for() -> None:
     made = pacing(tokens_per_s=5000)
     assert waits(made)
-    made.observe_disk(0.2, {"disk_reads": 0, "disk_read_busy_us": 200_000, "reads_pending": 10})
-    assert not waits(made, now=0.2)
+    made.observe_disk(0.5, {"disk_reads": 0, "disk_read_busy_us": 500_000, "reads_pending": 10})
+    assert not waits(made, now=0.5)
 
 
 def test_a_store_that_does_not_count_its_reads_is_waited_for() -> None:
@@ -118,6 +118,16 @@ def test_the_line_has_what_admitted_prompts_have_left() -> None:
     line.leave("a")
     line.leave("a")
     assert line.num_tokens == 0
+
+
+def test_recent_reads_count_more_than_those_before_them() -> None:
+    made = pacing(tokens_per_s=5000)
+    made.observe_disk(0.0, {"disk_reads": 10, "disk_read_busy_us": 1_000_000, "reads_pending": 0})
+    assert not waits(made)
+    for nth in range(1, 7):
+        num_reads, busy_us = 10 + 500 * nth, 1_000_000 + 500_000 * nth
+        made.observe_disk(0.0, {"disk_reads": num_reads, "disk_read_busy_us": busy_us, "reads_pending": 0})
+    assert waits(made)
 
 
 # -- crowds ---------------------------------------------------------------------------------------------------------

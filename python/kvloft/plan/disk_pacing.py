@@ -2,7 +2,8 @@
 
 Two rates are measured: how fast chunks arrive from disk, including what writes take, and how fast the engine computes
 prompt tokens. The disk's measurements fade within about a minute. A disk that was not measured counts as fast, so it is
-tried at the start, and again after it was too slow. Pure: the clock and all numbers are passed in.
+tried at the start; one that was too slow is measured by reads that no request waits for. Pure: the clock and all numbers
+are passed in.
 """
 
 from __future__ import annotations
@@ -11,8 +12,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from kvloft.seam.ids import ReqId
+
 DISK_HALF_LIFE_S = 5.0
 ENGINE_HALF_LIFE_S = 30.0
+WINDOW_S = 1.0
+"""Seconds of reading, or of steps, after which older ones count for half, too."""
 PRIOR_READS = 4
 """The disk's rate is measured as if this many more chunks had arrived, in no time."""
 PROBE_S = 0.5
@@ -42,8 +47,9 @@ class FadingRate:
 
     def add(self, now: float, amount: float, seconds: float) -> None:
         self.fade(now)
-        self.amount += amount
-        self.seconds += seconds
+        factor = 0.5 ** (seconds / WINDOW_S)
+        self.amount = self.amount * factor + amount
+        self.seconds = self.seconds * factor + seconds
 
 
 @dataclass(slots=True)
@@ -99,6 +105,11 @@ class DiskPacing:
             self._longest_step = max(self._longest_step, num_tokens)
         self._step_ended_s = now
 
+    @property
+    def is_disk_idle(self) -> bool:
+        """No chunk waits to be read: a read that is not waited for delays none, and measures the disk."""
+        return self.num_pending == 0
+
     # -- estimates ------------------------------------------------------------------------------------------------
 
     def expected_read_s(self, num_chunks: int) -> float:
@@ -131,20 +142,20 @@ class PromptLine:
     """Prompt tokens of admitted requests that the engine has yet to compute. Costs nothing for requests that generate."""
 
     num_tokens: int = 0
-    _left: dict[str, int] = field(default_factory=dict)
+    _left: dict[ReqId, int] = field(default_factory=dict)
 
-    def enter(self, req_id: str, num_tokens: int) -> None:
+    def enter(self, req_id: ReqId, num_tokens: int) -> None:
         """A request was admitted and has this many prompt tokens to compute."""
         self.leave(req_id)
         if num_tokens > 0:
             self._left[req_id] = num_tokens
             self.num_tokens += num_tokens
 
-    def leave(self, req_id: str) -> None:
+    def leave(self, req_id: ReqId) -> None:
         """It was preempted, or it finished."""
         self.num_tokens -= self._left.pop(req_id, 0)
 
-    def compute(self, scheduled: Mapping[str, int]) -> int:
+    def compute(self, scheduled: Mapping[ReqId, int]) -> int:
         """Take off the tokens of a step; returns how many there are."""
         total = 0
         for req_id, left in list(self._left.items()):

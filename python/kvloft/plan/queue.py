@@ -153,7 +153,9 @@ class Queue:
             must_wait = may_wait and self._seats_are_taken(now)
             tracker.num_on_disk = self._num_chunks(stored_blocks - max(host_blocks, local_tokens // block_tokens))
             pays = not is_crowded and tracker.num_on_disk > 0 and self._turn_pays(tracker, now)
-            if must_wait or (stored_blocks > host_blocks and not (pays and self._has_turn(tracker, stored_blocks))):
+            can_probe = may_wait and not is_crowded and self.pacing.is_disk_idle
+            may_read = self._has_turn(tracker, stored_blocks) if pays else can_probe
+            if must_wait or (stored_blocks > host_blocks and not may_read):
                 if must_wait or (may_wait and pays and now >= self._no_turns_until_s and self.wait_s > 0):
                     self._first, self._without_turn = self._first or tracker, self._without_turn or tracker.req_id
                     return None

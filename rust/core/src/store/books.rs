@@ -8,7 +8,7 @@ use std::time::Duration;
 use rustc_hash::FxHashMap;
 
 use super::breaker::{Breaker, HANG_AFTER};
-use super::shares::Shares;
+use super::shares::{Direction, Shares};
 use crate::evict::ChunkId;
 use crate::index::{Entry, Index};
 use crate::key::ChunkKey;
@@ -34,19 +34,6 @@ pub(super) enum Attached {
     /// It could not be opened; a disk thread opens it then.
     NotBefore(Duration),
     Opening,
-}
-
-/// What a job is to the tier: its two directions fail on their own.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Direction {
-    Read,
-    Write,
-}
-
-impl Direction {
-    pub(super) fn other(self) -> Self {
-        if self == Self::Read { Self::Write } else { Self::Read }
-    }
 }
 
 #[derive(Debug)]

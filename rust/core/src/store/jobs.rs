@@ -6,8 +6,9 @@
 
 use std::time::Duration;
 
-use super::books::{Attached, Clearing, Direction, UnderWay};
+use super::books::{Attached, Clearing, UnderWay};
 use super::quota::Room;
+use super::shares::Direction;
 use super::state::State;
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, Presence, Wish};
@@ -15,6 +16,7 @@ use crate::io::Frame;
 use crate::key::ChunkKey;
 use crate::tier::disk::{DiskMeta, SlotId};
 use crate::tier::host::FrameFor;
+use crate::units::micros;
 use crate::{ErrorKind, Result};
 
 /// Slots freed by one job: few enough that a read need not wait long for a thread.
@@ -73,11 +75,6 @@ pub(super) enum Written {
     NoQuota,
     /// The system refused; a slot that was taken for it could not be freed either, and the chunk's record may be in it.
     Failed(Option<SlotId>),
-}
-
-/// Whole microseconds.
-pub(super) fn micros(time: Duration) -> u64 {
-    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 impl State {

@@ -6,7 +6,18 @@
 
 use std::time::Duration;
 
-use super::books::Direction;
+/// What a job is to the tier: its two directions fail on their own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Direction {
+    Read,
+    Write,
+}
+
+impl Direction {
+    pub(super) fn other(self) -> Self {
+        if self == Self::Read { Self::Write } else { Self::Read }
+    }
+}
 
 /// Charge of a job before any was measured. Not zero: the first jobs alternate, too.
 const FIRST_CHARGE: Duration = Duration::from_millis(1);

@@ -9,7 +9,6 @@ use std::time::Duration;
 use rustc_hash::FxHashSet;
 
 use super::books::DiskBooks;
-use super::jobs::micros;
 use super::owners::Owners;
 use super::stats::{Evicted, Stats};
 use super::waiters::Waiters;
@@ -18,6 +17,7 @@ use crate::evict::{ChunkId, Policy};
 use crate::index::Index;
 use crate::pool::SlabId;
 use crate::tier::host::{Grid, HostTier};
+use crate::units::micros;
 
 /// Chunks forgotten by one call: some 0.2 ms.
 const SLICE: usize = 256;

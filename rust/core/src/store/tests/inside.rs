@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use super::super::books::{Attached, Clearing, Direction, DiskBooks};
+use super::super::books::{Attached, Clearing, DiskBooks};
 use super::super::jobs::Job;
+use super::super::shares::Direction;
 use super::super::state::State;
 use super::super::{Changes, DiskSettings, Lookup, Prefix, Progress, SaveRange, Store, StoreConfig, Tiers};
 use crate::evict::{ChunkId, Eviction, GroupId, Policy, Removal};

@@ -29,7 +29,7 @@ const SLOT_TRIES: u32 = 4;
 
 /// A job under way, and how far it is.
 #[derive(Debug)]
-enum Under {
+pub(super) enum Under {
     Read { id: ChunkId, slot: SlotId, key: ChunkKey, frame: Frame, outcome: Option<Result<(), Error>> },
     Write { id: ChunkId, meta: DiskMeta, frame: Frame, tries: u32, place: Place },
     Free { slots: Vec<SlotId>, failed: bool },
@@ -37,21 +37,21 @@ enum Under {
 }
 
 #[derive(Debug)]
-enum Place {
+pub(super) enum Place {
     None,
     Evicting(ChunkId, SlotId),
     Reserved(SlotId),
     Over(Written),
 }
 
-struct Run {
-    state: State,
+pub(super) struct Run {
+    pub(super) state: State,
     per_chunk: u32,
     num_slots: u32,
     num_threads: usize,
     /// What is on disk: slots in use, and the chunk in each that is written.
     slots: BTreeMap<u32, Option<DiskMeta>>,
-    under_way: Vec<(u64, Under)>,
+    pub(super) under_way: Vec<(u64, Under)>,
     /// Reserved chunks; those forgotten meanwhile have no key here.
     writes: Vec<(ChunkId, Option<ChunkKey>)>,
     reads: Vec<Held>,
@@ -59,7 +59,7 @@ struct Run {
 }
 
 impl Run {
-    fn new(num_frames: u32, num_slots: u32, per_chunk: u32, eviction: Eviction, num_threads: usize) -> Self {
+    pub(super) fn new(num_frames: u32, num_slots: u32, per_chunk: u32, eviction: Eviction, num_threads: usize) -> Self {
         let host = HostTier::create(4096, num_frames).unwrap();
         let policies = (eviction.policy(num_frames as usize), eviction.policy(num_slots as usize));
         let mut state = State::new(host, per_chunk, policies.0, policies.1);
@@ -77,7 +77,7 @@ impl Run {
         }
     }
 
-    fn take(&mut self, step: &Step) {
+    pub(super) fn take(&mut self, step: &Step) {
         match *step {
             Step::Reserve { prompt, start, stop, tail } => {
                 let reserved = self.reserve(prompt, start, stop, tail);
@@ -160,7 +160,7 @@ impl Run {
         reserved.into_iter().map(|(id, reservation)| (id, Some(reservation.key))).collect()
     }
 
-    fn take_job(&mut self) {
+    pub(super) fn take_job(&mut self) {
         let Some((ticket, job)) = self.state.next_job() else { return };
         let under = match job {
             Job::Read { id, slot, key, frame } => Under::Read { id, slot, key, frame, outcome: None },
@@ -178,7 +178,7 @@ impl Run {
     }
 
     /// One more piece of a job: each is what its thread does between two looks at the lock, or under it.
-    fn go(&mut self, nth: usize, io: Io) {
+    pub(super) fn go(&mut self, nth: usize, io: Io) {
         let (ticket, under) = self.under_way.swap_remove(nth);
         let next = match under {
             Under::Read { id, slot, key, mut frame, outcome: None } => {
@@ -339,7 +339,7 @@ impl Run {
     }
 
     /// Lets the threads work, and time go by, until there is nothing to do.
-    fn finish_jobs(&mut self) {
+    pub(super) fn finish_jobs(&mut self) {
         for _ in 0..1000 {
             self.state.forget_some(usize::MAX);
             self.take_job();
@@ -358,7 +358,7 @@ impl Run {
         panic!("flush would wait without end: {:?}", self.state.disk);
     }
 
-    fn end(mut self, is_faultless: bool) {
+    pub(super) fn end(mut self, is_faultless: bool) {
         self.finish_jobs();
         assert_eq!(self.state.stats().reads_pending, 0);
         let counters = self.state.stats();
@@ -429,132 +429,5 @@ fn what_is_filled_behind_a_failed_chunk_fails_with_it() {
         run.take(&Step::Settle { nth, commit: nth > 1 });
     }
     assert_eq!(run.state.stats().frames_reserved, 0);
-    run.end(true);
-}
-
-impl Run {
-    /// Saves the first `stop` blocks of a prompt.
-    fn save(&mut self, prompt: usize, stop: u32) {
-        self.take(&Step::Save { prompt, stop });
-    }
-
-    /// Blocks of a prompt in host memory.
-    fn in_host(&mut self, prompt: usize) -> u32 {
-        let chain = prompt_chain(prompt);
-        self.state.find(&Prefix::from(&chain)).0
-    }
-
-    /// Does one job of `took` and returns its letter: R, W or F; None if there is none.
-    fn do_job(&mut self, took: Duration) -> Option<char> {
-        self.take_job();
-        let letter = match self.under_way.last()?.1 {
-            Under::Read { .. } => 'R',
-            Under::Write { .. } => 'W',
-            Under::Free { .. } | Under::Clear { .. } => 'F',
-        };
-        self.state.set_time(self.state.now + took);
-        while !self.under_way.is_empty() {
-            self.go(0, Io::Works);
-        }
-        Some(letter)
-    }
-}
-
-/// Six chunks to read and six to write; frames for all.
-fn reads_and_writes() -> Run {
-    let mut run = Run::new(18, 64, 1, Eviction::Lru, 2);
-    run.save(0, 6);
-    run.finish_jobs();
-    run.state.host_policy.spare_unwritten(false);
-    run.state.evict_all_from_host();
-    assert_eq!(run.in_host(0), 0);
-    run.take(&Step::Acquire { prompt: 0, num_blocks: 6 });
-    run.save(63, 6);
-    run
-}
-
-impl State {
-    fn evict_all_from_host(&mut self) {
-        while let Some(victim) = self.host_victim(None) {
-            self.evict(victim);
-        }
-    }
-}
-
-#[test]
-fn reads_and_writes_of_equal_length_alternate() {
-    let mut run = reads_and_writes();
-    let order: String = std::iter::from_fn(|| run.do_job(Duration::from_millis(2))).collect();
-    assert_eq!(order, "RWRWRWRWRWRW");
-    run.end(true);
-}
-
-#[test]
-fn two_threads_are_never_both_reading_while_chunks_wait_to_be_written() {
-    let mut run = reads_and_writes();
-    run.take_job();
-    run.take_job();
-    let is_read = |(_, job): &(u64, Under)| matches!(job, Under::Read { .. });
-    assert_eq!(run.under_way.iter().filter(|job| is_read(job)).count(), 1);
-    run.end(true);
-}
-
-#[test]
-fn reads_that_fail_leave_all_threads_to_writes() {
-    let mut run = reads_and_writes();
-    run.state.disk.reading.trip(run.state.now);
-    let order: String = std::iter::from_fn(|| run.do_job(Duration::from_millis(2))).take(6).collect();
-    assert_eq!(order, "WWWWWW");
-    run.end(true);
-}
-
-/// Eight frames: six chunks on disk that were used last, and two that wait to be written.
-fn two_unwritten() -> Run {
-    let mut run = Run::new(8, 64, 1, Eviction::Lru, 1);
-    run.save(63, 6);
-    run.finish_jobs();
-    run.save(0, 2);
-    run.take(&Step::Acquire { prompt: 63, num_blocks: 6 });
-    run.take(&Step::Release { nth: 0 });
-    run
-}
-
-#[test]
-fn a_chunk_that_waits_to_be_written_leaves_host_memory_last() {
-    let mut run = two_unwritten();
-    run.save(2, 2); // its first chunk is that of prompt 0
-    assert_eq!((run.in_host(0), run.in_host(63)), (2, 5));
-    assert_eq!(run.state.stats().disk_unwritten, 0);
-    run.end(true);
-}
-
-#[test]
-fn unwritten_chunks_of_a_disk_that_takes_no_writes_leave_like_others() {
-    let mut run = two_unwritten();
-    run.state.disk.writes.trip(run.state.now);
-    run.save(2, 2);
-    assert_eq!((run.in_host(0), run.in_host(63)), (1, 6));
-    assert_eq!(run.state.stats().disk_unwritten, 1);
-    run.end(false);
-}
-
-#[test]
-fn unwritten_chunks_take_no_more_than_half_of_host_memory_from_others() {
-    let mut run = two_unwritten();
-    run.save(2, 4); // three more
-    assert_eq!((run.in_host(0), run.in_host(63), run.state.stats().disk_pending), (2, 3, 5));
-    run.save(2, 5);
-    assert_eq!((run.in_host(0), run.in_host(63)), (1, 3), "the coldest goes, for five of eight wait to be written");
-    run.end(false);
-}
-
-#[test]
-fn the_time_that_reads_take_counts_once_however_many_are_wanted() {
-    let mut run = reads_and_writes();
-    while run.do_job(Duration::from_millis(10)).is_some() {}
-    let stats = run.state.stats();
-    assert_eq!((stats.disk_reads, stats.disk_read_us, stats.disk_read_busy_us), (6, 60_000, 110_000));
-    run.take(&Step::Wait { millis: 500 });
-    assert_eq!(run.state.stats().disk_read_busy_us, 110_000, "nothing is wanted");
     run.end(true);
 }
