@@ -6,7 +6,7 @@ Needs root and loop devices. It must not know what is stored there.
 import os
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -79,3 +79,29 @@ def mounted(folder: Path, size_mib: int = 64) -> Iterator[Ext4]:
     finally:
         disk.thaw()
         subprocess.run(["umount", "--lazy", str(path)], check=False, capture_output=True)
+
+
+BLKIO = Path("/sys/fs/cgroup/blkio")
+LIMITS = ("blkio.throttle.read_bps_device", "blkio.throttle.write_bps_device")
+
+
+@contextmanager
+def throttled(disk: Ext4, pid: int, mib_s: float) -> Iterator[None]:
+    """Let process ``pid`` read and write at most ``mib_s`` each from the device of ``disk``: cgroup v1's blkio, or v2's io.max."""
+    number = os.stat(disk.path).st_dev
+    device, rate = f"{os.major(number)}:{os.minor(number)}", int(mib_s * 2**20)
+    is_v1 = BLKIO.is_dir()
+    group = (BLKIO if is_v1 else Path("/sys/fs/cgroup")) / f"kvloft-test-{pid}"
+    group.mkdir()
+    try:
+        if is_v1:
+            for limit in LIMITS:
+                (group / limit).write_text(f"{device} {rate}")
+        else:
+            (group / "io.max").write_text(f"{device} rbps={rate} wbps={rate}")
+        (group / "cgroup.procs").write_text(str(pid))
+        yield
+    finally:
+        with suppress(ProcessLookupError):
+            (group.parent / "cgroup.procs").write_text(str(pid))
+        group.rmdir()

@@ -325,6 +325,7 @@ class SymbolicEngine:
     def update(self) -> None:
         """update_from_output of the oldest step."""
         step = self.steps.popleft()
+        self.core.end_step()
         failed = self._invalid_blocks(step.bad)
         for work in step.works:
             request = self.requests.get(work.req_id)

@@ -33,6 +33,7 @@ COUNTERS: Final = {
     "disk_read_errors": "Reads from disk that failed",
     "disk_verify_failures": "Chunks on disk whose bytes were not what their key says",
     "disk_dropped": "Chunks that never reached disk",
+    "disk_unwritten": "Chunks evicted from host memory before they were written to disk",
     "disk_trips": "Times that the disk tier was left alone after errors or a hang",
     "lookups": "Questions of engines how much of a prompt is there",
     "lookup_chunks": "Chunks that they asked for",

@@ -22,6 +22,7 @@ from kvloft.cli.tables import (
     tenant_table,
     tier_table,
     title,
+    unwritten,
     whose,
 )  # fmt: skip
 
@@ -94,7 +95,8 @@ def _print_namespace(space: dict[str, Any], status: dict[str, Any], console: Con
     if not space["stats"]:
         console.print("It is being opened.")
         return
-    above = (tier_table(space, status), *pinned(space), *given_up(space), *late_lines(space), hit_table(space))
+    reports = (*pinned(space), *given_up(space), *unwritten(space), *late_lines(space))
+    above = (tier_table(space, status), *reports, hit_table(space))
     for nth, part in enumerate((*above, engine_table(space), *tenant_table(space, MAX_TENANTS, tag))):
         if nth:
             console.print()

@@ -82,6 +82,12 @@ def broken(space: Status, status: Status) -> list[str]:
     return ["The disk tier is not used for now: it fails."] if space["stats"]["disk_broken"] and not is_told else []
 
 
+def unwritten(space: Status) -> list[str]:
+    """A line if chunks were evicted from host memory before they were written to disk."""
+    num = space["stats"].get("disk_unwritten", 0)
+    return [f"{num:,} chunk{'s' if num != 1 else ''} evicted before written to disk: the disk is slower than saves"] if num else []
+
+
 def pinned(space: Status) -> list[str]:
     """A line where something is pinned by `kvloft pin`."""
     stats, frame_bytes = space["stats"], space["frame_bytes"]

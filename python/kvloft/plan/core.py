@@ -135,6 +135,7 @@ class SchedulerCore:
         if num_tokens <= 0:
             tracker.drop_lease()
             self._queue.num_running += 1
+            self._queue.line.enter(live.req_id, tracker.num_prompt_tokens - tracker.local_tokens)
             return
         self._queue.hold(tracker, num_tokens)
         plan, lease, by_tier = plan_load(tracker, self._group.block_tokens, num_tokens, next(self._load_ids))
@@ -181,10 +182,24 @@ class SchedulerCore:
             else:
                 self._note_writer(tracker)
                 tracker.start_over()
+                self._queue.line.leave(req_id)
+        self._note_prompts(view)
         self._drop_writers(view)
         fenced = rewritten(view, self._store, self._group.block_tokens)
         saves = self._plan_saves(view) if self._saves_allowed else ()
         return self._finish_plan(tuple(saves), fenced)
+
+    def _note_prompts(self, view: StepView) -> None:
+        """Measure what the step computes of prompts, and what is left of them."""
+        line, trackers = self._queue.line, self._trackers
+        for new in view.new:
+            if (tracker := trackers.get(new.req_id)) is not None:
+                line.enter(new.req_id, tracker.num_prompt_tokens - new.num_computed_tokens)
+        self._queue.pacing.observe_step_begin(self._clock(), line.compute(view.num_scheduled_tokens))
+
+    def end_step(self) -> None:
+        """The engine has executed the oldest step that it planned and had not executed."""
+        self._queue.pacing.observe_step_end(self._clock())
 
     def take_notes(self) -> list[Callable[[], None]]:
         """What the announcer is to be told, each to be called now that the plan is made: if one fails, no plan does."""

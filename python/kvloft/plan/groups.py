@@ -35,6 +35,7 @@ class GroupedChunks:
 
     def __init__(self, session: Session, shape: CacheShape) -> None:
         self._session, self._groups = session, shape.groups
+        self.num_groups = len(shape.groups)
         groups = list(enumerate(shape.groups))
         self._full = [(nth, shape.number_of(nth)) for nth, group in groups if group.kind == "full"]
         self.is_dense = bool(self._full)

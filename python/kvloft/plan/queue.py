@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvloft.plan.disk_pacing import DiskPacing, PromptLine
 from kvloft.plan.groups import GroupedChunks
 from kvloft.plan.pins import Lease, Pins
 from kvloft.plan.room import Need, Room
@@ -55,6 +56,8 @@ class Queue:
     """What several groups have in the pool; None with one."""
     num_running: int = 0
     step: int = 0
+    pacing: DiskPacing = field(default_factory=DiskPacing)
+    line: PromptLine = field(default_factory=PromptLine)
     waiting: Pins = field(init=False)
     loading: Pins = field(init=False)
     """Of loads in flight: what they leave is shared out."""
@@ -97,14 +100,14 @@ class Queue:
         if flight is None and self._is_crowded(tracker) and not self._seats_were_taken:
             return False
         if lease is None and flight is None:
-            return self._without_turn not in (None, tracker.req_id)
+            return self._without_turn not in (None, tracker.req_id) and self._turn_pays(tracker, self.clock())
         now = self._asked(tracker)
         if self._first is None and lease is not None:
             self._first = tracker
         if flight is not None:
             is_same = self.flights.get(flight.req_id) is flight and tracker.local_tokens == local_tokens
         else:
-            is_same = lease is not None and lease.poll()[1] > 0
+            is_same = lease is not None and self._disk_pays(tracker, *lease.poll(), now)
         return is_same and tracker.waiting_since is not None and now - tracker.waiting_since < self.wait_s
 
     def _asked(self, tracker: Tracker) -> float:
@@ -148,23 +151,28 @@ class Queue:
             if may_wait and self._is_coming(tracker, num_tokens, now):
                 return None
             must_wait = may_wait and self._seats_are_taken(now)
-            if must_wait or (stored_blocks > host_blocks and (is_crowded or not self._has_turn(tracker, stored_blocks))):
-                if must_wait or (may_wait and not is_crowded and now >= self._no_turns_until_s and self.wait_s > 0):
+            tracker.num_on_disk = self._num_chunks(stored_blocks - max(host_blocks, local_tokens // block_tokens))
+            pays = not is_crowded and tracker.num_on_disk > 0 and self._turn_pays(tracker, now)
+            can_probe = may_wait and not is_crowded and self.pacing.is_disk_idle
+            may_read = self._has_turn(tracker, stored_blocks) if pays else can_probe
+            if must_wait or (stored_blocks > host_blocks and not may_read):
+                if must_wait or (may_wait and pays and now >= self._no_turns_until_s and self.wait_s > 0):
                     self._first, self._without_turn = self._first or tracker, self._without_turn or tracker.req_id
                     return None
                 if host_blocks * block_tokens <= local_tokens:
                     return 0
-                tracker.waited_out = True
+                tracker.waited_out = tracker.waited_out or pays
             chain, groups = tracker.chain, self.groups
             acquired = self.store.acquire(chain) if groups is None else groups.acquire(chain, stored_blocks)
             tracker.lease = Lease(tracker, acquired, self.waiting, num_tokens, stored_blocks)
+            tracker.reads_end = self.pacing.observe_reads_wanted(tracker.num_on_disk)
         ready_blocks, pending_blocks = tracker.lease.poll()
         if pending_blocks:
             self._first = self._first or tracker
-            waits = may_wait and not is_crowded
-            if waits and self._has_time(tracker, now):
+            pays = not is_crowded and self._disk_pays(tracker, ready_blocks, pending_blocks, now)
+            if may_wait and pays and self._has_time(tracker, now):
                 return None
-            if waits:
+            if may_wait and pays:
                 self._no_turns_until_s = now + self.wait_s
         offered = ready_blocks * block_tokens - local_tokens
         if offered <= 0:
@@ -218,6 +226,36 @@ class Queue:
             tracker.waiting_since = now
         tracker.waited_out = tracker.waited_out or now - tracker.waiting_since >= self.wait_s
         return not tracker.waited_out
+
+    # -- disk -----------------------------------------------------------------------------------------------------
+
+    def _num_chunks(self, num_blocks: int) -> int:
+        """Chunks that hold so many blocks: with several groups at most, for windows need fewer."""
+        num_groups = 1 if self.groups is None else self.groups.num_groups
+        return -(-max(0, num_blocks) // self.group.blocks_per_chunk) * num_groups
+
+    def _turn_pays(self, tracker: Tracker, now: float) -> bool:
+        """Whether it pays to wait for chunks whose reads have not been started, behind all that have."""
+        return self._pays(tracker, tracker.num_on_disk, None, now)
+
+    def _disk_pays(self, tracker: Tracker, ready_blocks: int, pending_blocks: int, now: float) -> bool:
+        """Whether it pays to wait for the rest of a lease."""
+        missing = pending_blocks + min(0, ready_blocks - tracker.local_tokens // self.group.block_tokens)
+        return missing > 0 and self._pays(tracker, self._num_chunks(missing), tracker.reads_end, now)
+
+    def _pays(self, tracker: Tracker, num_chunks: int, reads_end: int | None, now: float) -> bool:
+        pacing = self.pacing
+        if pacing.is_sample_due(now):
+            pacing.observe_disk(now, self.store.stats())
+        if tracker.turn_at_s is None:
+            tracker.turn_at_s = now + (pacing.expected_compute_s(self.line.num_tokens) or 0.0)
+        num_ahead = pacing.num_pending
+        if reads_end is not None:
+            num_ahead = max(0, min(num_ahead, reads_end - pacing.num_done) - num_chunks)
+        num_groups = 1 if self.groups is None else self.groups.num_groups
+        num_tokens = num_chunks // num_groups * self.group.chunk_tokens
+        line_s = max(0.0, tracker.turn_at_s - now)
+        return pacing.pays(now, num_ahead=num_ahead, num_chunks=num_chunks, num_tokens=num_tokens, line_s=line_s)
 
     # -- turns ----------------------------------------------------------------------------------------------------
 
@@ -295,6 +333,7 @@ class Queue:
 
     def forget(self, req_id: ReqId) -> None:
         """It was admitted, or it ended."""
+        self.line.leave(req_id)
         self.told_to_wait.pop(req_id, None)
         self.flights.pop(req_id, None)
         if self.room is not None and self.room.give_back(req_id):

@@ -77,6 +77,12 @@ class Tracker:
     asked_s: float = 0.0
     waiting_since: float | None = None
     waited_out: bool = False
+    turn_at_s: float | None = None
+    """When the engine would have begun to compute it, had it not waited for the disk."""
+    reads_end: int = 0
+    """Value of `DiskPacing.num_done` at which its chunks will have been read."""
+    num_on_disk: int = 0
+    """Chunks that it lacked in host memory when it was looked up."""
     loaded_tokens: Mapping[str, int] = field(default_factory=dict)
     """By tier, of the load planned last."""
     load_failed: bool = False
@@ -141,7 +147,7 @@ class Tracker:
         self.blocks = []
         self.saved_chunks = self.num_complete = self.num_noted = 0
         self.save_blocked = False
-        self.waiting_since = None
+        self.waiting_since = self.turn_at_s = None
         self.waited_out = False
 
     def forget_saves(self) -> None:

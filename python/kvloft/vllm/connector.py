@@ -197,6 +197,7 @@ class KVLoftConnector(KVConnectorBase_V1):
 
     @_miss_on_error()
     def update_connector_output(self, connector_output: Any) -> None:
+        self._scheduler.core.end_step()
         metadata = getattr(connector_output, "kv_connector_worker_meta", None)
         for report in metadata.reports if isinstance(metadata, KVLoftWorkerMetadata) else ():
             self._scheduler.core.absorb(report)

@@ -38,6 +38,7 @@ COUNTERS: dict[str, str] = {
     "disk_verify_failures": "Chunks on disk whose bytes were not what their key says",
     "disk_trips": "Times that the disk tier was left alone after errors or a hang",
     "disk_dropped": "Chunks that never reached disk: it had no room, or they left host before",
+    "disk_unwritten": "Chunks evicted from host memory before they were written to disk",
     "server_late": "Calls that the server did not answer in time",
     "server_late_chunks": "Chunks not saved because the server did not answer in time",
     "server_lost": "Times that the server was gone",

@@ -1,4 +1,6 @@
-//! Sizes as people write them, for messages.
+//! Sizes as people write them, for messages; times as counters have them.
+
+use std::time::Duration;
 
 /// Bytes with a binary unit, exact where the number is: `32 GiB`, `1.5 MiB`, `4097 bytes`.
 pub fn size_text(bytes: u64) -> String {
@@ -10,6 +12,11 @@ pub fn size_text(bytes: u64) -> String {
         }
     }
     format!("{bytes} bytes")
+}
+
+/// Whole microseconds.
+pub(crate) fn micros(time: Duration) -> u64 {
+    u64::try_from(time.as_micros()).unwrap_or(u64::MAX)
 }
 
 #[cfg(test)]

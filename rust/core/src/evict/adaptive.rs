@@ -19,7 +19,7 @@
 use std::collections::BTreeSet;
 
 use super::ghosts::{Ghost, Ghosts, fingerprint};
-use super::groups::Groups;
+use super::groups::{Groups, NUM_ROWS};
 use super::policy::{ChunkId, GroupId, Policy, Removal};
 use crate::key::ChunkKey;
 
@@ -46,18 +46,26 @@ struct Node {
     evictable: bool,
     /// It was used more than once, counting uses before an eviction.
     reused: bool,
+    unwritten: bool,
 }
 
 impl Node {
-    const VACANT: Self = Self { fingerprint: 0, last: 0, parent: NO_PARENT, evictable: false, reused: false };
+    const VACANT: Self =
+        Self { fingerprint: 0, last: 0, parent: NO_PARENT, evictable: false, reused: false, unwritten: false };
+
+    /// The row it is in while it is evictable.
+    fn row(&self) -> u8 {
+        u8::from(self.reused) + 2 * u8::from(self.unwritten)
+    }
 }
 
 /// Evictable chunks in order of their last use.
 #[derive(Debug)]
 pub struct Adaptive {
     nodes: Vec<Node>,
-    /// Chunks that were used once, and chunks that were used again.
-    queues: [BTreeSet<(u64, u32)>; 2],
+    /// By `Node::row`.
+    queues: [BTreeSet<(u64, u32)>; NUM_ROWS],
+    spares_unwritten: bool,
     /// The same of each group.
     groups: Groups,
     /// Inserts, and touches that count.
@@ -89,6 +97,7 @@ impl Adaptive {
         Self {
             nodes: Vec::new(),
             queues: Default::default(),
+            spares_unwritten: false,
             groups: Groups::default(),
             events: 0,
             touches_apart: 0,
@@ -121,14 +130,23 @@ impl Adaptive {
     fn update(&mut self, id: ChunkId, change: impl FnOnce(&mut Node)) {
         let node = &mut self.nodes[id.0 as usize];
         if node.evictable {
-            self.queues[usize::from(node.reused)].remove(&(node.last, id.0));
-            self.groups.leave(id, node.reused, node.last);
+            self.queues[usize::from(node.row())].remove(&(node.last, id.0));
+            self.groups.leave(id, node.row(), node.last);
         }
         change(node);
         if node.evictable {
-            self.queues[usize::from(node.reused)].insert((node.last, id.0));
-            self.groups.enter(id, node.reused, node.last);
+            self.queues[usize::from(node.row())].insert((node.last, id.0));
+            self.groups.enter(id, node.row(), node.last);
         }
+    }
+
+    /// Which goes first of the heads of all rows.
+    fn coldest(&self, [once, reused, new, new_reused]: [Option<(u64, u32)>; NUM_ROWS]) -> Option<ChunkId> {
+        if self.spares_unwritten {
+            return self.colder(once, reused).or_else(|| self.colder(new, new_reused));
+        }
+        let older = |one: Option<_>, other: Option<_>| one.into_iter().chain(other).min();
+        self.colder(older(once, new), older(reused, new_reused))
     }
 
     /// Which goes first of the heads of a queue of chunks that were used once and one of those used again.
@@ -154,7 +172,7 @@ impl Policy for Adaptive {
             self.nodes.resize(at + 1, Node::VACANT);
         }
         let parent = parent.map_or(NO_PARENT, |parent| parent.0);
-        self.nodes[at] = Node { fingerprint, last: self.events, parent, evictable: false, reused: ghost.is_some() };
+        self.nodes[at] = Node { fingerprint, last: self.events, parent, reused: ghost.is_some(), ..Node::VACANT };
     }
 
     fn touch(&mut self, id: ChunkId) {
@@ -172,13 +190,19 @@ impl Policy for Adaptive {
     }
 
     fn victim(&mut self) -> Option<ChunkId> {
-        let [once, reused] = [0, 1].map(|nth: usize| self.queues[nth].first().copied());
-        self.colder(once, reused)
+        self.coldest([0, 1, 2, 3].map(|row: usize| self.queues[row].first().copied()))
     }
 
     fn victim_of(&mut self, group: GroupId) -> Option<ChunkId> {
-        let [once, reused] = self.groups.heads(group);
-        self.colder(once, reused)
+        self.coldest(self.groups.heads(group))
+    }
+
+    fn set_unwritten(&mut self, id: ChunkId, unwritten: bool) {
+        self.update(id, |node| node.unwritten = unwritten);
+    }
+
+    fn spare_unwritten(&mut self, spare: bool) {
+        self.spares_unwritten = spare;
     }
 
     fn set_group(&mut self, id: ChunkId, group: GroupId) {

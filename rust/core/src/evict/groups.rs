@@ -4,13 +4,18 @@ use std::collections::BTreeSet;
 
 use super::policy::{ChunkId, GroupId};
 
+/// Rows of chunks in order of their last use.
+pub(super) const NUM_ROWS: usize = 4;
+/// Used once, and used again; unwritten ones used once, and used again.
+const ROWS: [u8; NUM_ROWS] = [0, 1, 2, 3];
+
 /// What is in a group.
 #[derive(Debug, Default)]
 pub(super) struct Groups {
     /// By chunk; chunks behind the end have none.
     of: Vec<Option<GroupId>>,
-    /// Group, whether it was used again, last use, chunk.
-    queue: BTreeSet<(GroupId, bool, u64, u32)>,
+    /// Group, row, last use, chunk.
+    queue: BTreeSet<(GroupId, u8, u64, u32)>,
 }
 
 impl Groups {
@@ -35,23 +40,23 @@ impl Groups {
     }
 
     /// A chunk became evictable.
-    pub(super) fn enter(&mut self, id: ChunkId, reused: bool, last: u64) {
+    pub(super) fn enter(&mut self, id: ChunkId, row: u8, last: u64) {
         if let Some(group) = self.find(id) {
-            self.queue.insert((group, reused, last, id.0));
+            self.queue.insert((group, row, last, id.0));
         }
     }
 
     /// A chunk is evictable no more.
-    pub(super) fn leave(&mut self, id: ChunkId, reused: bool, last: u64) {
+    pub(super) fn leave(&mut self, id: ChunkId, row: u8, last: u64) {
         if let Some(group) = self.find(id) {
-            self.queue.remove(&(group, reused, last, id.0));
+            self.queue.remove(&(group, row, last, id.0));
         }
     }
 
-    /// Last use and number of the coldest chunk that was used once, and of the coldest that was used again.
-    pub(super) fn heads(&self, group: GroupId) -> [Option<(u64, u32)>; 2] {
-        [false, true].map(|reused| {
-            let all = (group, reused, 0, 0)..=(group, reused, u64::MAX, u32::MAX);
+    /// Last use and number of the coldest chunk of each row.
+    pub(super) fn heads(&self, group: GroupId) -> [Option<(u64, u32)>; NUM_ROWS] {
+        ROWS.map(|row| {
+            let all = (group, row, 0, 0)..=(group, row, u64::MAX, u32::MAX);
             self.queue.range(all).next().map(|(_, _, last, id)| (*last, *id))
         })
     }

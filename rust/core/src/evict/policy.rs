@@ -38,6 +38,10 @@ pub trait Policy: fmt::Debug + Send {
     fn touch(&mut self, id: ChunkId);
     /// `id` may be a victim from now on, or may not.
     fn set_evictable(&mut self, id: ChunkId, evictable: bool);
+    /// `id` is in no other tier yet and should get there, or that is over.
+    fn set_unwritten(&mut self, id: ChunkId, unwritten: bool);
+    /// From now on unwritten chunks are victims only if there is no other, or are like others.
+    fn spare_unwritten(&mut self, spare: bool);
     /// `id` is of that group until it is removed.
     fn set_group(&mut self, id: ChunkId, group: GroupId);
     /// What should go next; None if nothing may.

@@ -394,6 +394,12 @@ impl Policy for Boxed {
     fn set_evictable(&mut self, id: ChunkId, evictable: bool) {
         self.0.set_evictable(id, evictable);
     }
+    fn set_unwritten(&mut self, id: ChunkId, unwritten: bool) {
+        self.0.set_unwritten(id, unwritten);
+    }
+    fn spare_unwritten(&mut self, spare: bool) {
+        self.0.spare_unwritten(spare);
+    }
     fn set_group(&mut self, id: ChunkId, group: GroupId) {
         self.0.set_group(id, group);
     }

@@ -8,6 +8,7 @@ use std::time::Duration;
 use rustc_hash::FxHashMap;
 
 use super::breaker::{Breaker, HANG_AFTER};
+use super::shares::{Direction, Shares};
 use crate::evict::ChunkId;
 use crate::index::{Entry, Index};
 use crate::key::ChunkKey;
@@ -35,18 +36,13 @@ pub(super) enum Attached {
     Opening,
 }
 
-/// What a job is to the tier: its two directions fail on their own.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Direction {
-    Read,
-    Write,
-}
-
 #[derive(Debug)]
 pub(super) struct UnderWay {
     pub(super) ticket: u64,
     pub(super) direction: Direction,
     pub(super) started: Duration,
+    /// Of `shares`.
+    pub(super) charge: Duration,
     /// It opened the breakers already.
     pub(super) hangs: bool,
 }
@@ -89,6 +85,8 @@ pub(crate) struct DiskBooks {
     /// Chunks to read.
     pub(super) reads: Queue,
     pub(super) num_queued: u64,
+    /// Since when reads have been wanted without a read that ended; meaningless while none is wanted.
+    pub(super) reading_since: Duration,
     /// Slots to free.
     pub(super) trash: Vec<SlotId>,
     /// Slots that could not be freed; they are trash again at `stuck_until`.
@@ -98,6 +96,7 @@ pub(crate) struct DiskBooks {
     /// Threads that do jobs, one at a time each; 0 where that is not known.
     pub(super) num_threads: usize,
     pub(super) under_way: Vec<UnderWay>,
+    pub(super) shares: Shares,
     /// Of those, writes, and jobs that free slots.
     pub(super) writing: u32,
     pub(super) freeing: u32,
@@ -148,6 +147,16 @@ impl DiskBooks {
         self.attached == Attached::Yes && !self.stopping && self.reading.accepts(now) && !self.all_hang()
     }
 
+    /// Whether chunks wait to be read or are being read.
+    pub(super) fn wants_reads(&self) -> bool {
+        self.num_queued > 0 || self.under_way.iter().any(|job| job.direction == Direction::Read)
+    }
+
+    /// Whether a chunk that waits to be written can expect to be: then it should not leave host memory before that.
+    pub(super) fn takes_writes(&self, now: Duration) -> bool {
+        self.attached == Attached::Yes && !self.stopping && self.writes.accepts(now) && !self.all_hang()
+    }
+
     /// Whether no thread is left that could probe: what is asked for would wait for a job that may never end.
     fn all_hang(&self) -> bool {
         self.num_threads > 0 && self.under_way.iter().filter(|job| job.hangs).count() >= self.num_threads
@@ -166,7 +175,8 @@ impl DiskBooks {
 
     pub(super) fn begin(&mut self, ticket: u64, direction: Direction, now: Duration) {
         self.breaker(direction).begin(ticket);
-        self.under_way.push(UnderWay { ticket, direction, started: now, hangs: false });
+        let charge = self.shares.begin(direction);
+        self.under_way.push(UnderWay { ticket, direction, started: now, charge, hangs: false });
     }
 
     /// Opens both breakers for each operation that hangs, once; returns whether one was found.

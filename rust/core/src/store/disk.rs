@@ -86,6 +86,7 @@ impl State {
         if self.disk.attached != Attached::Never && entry.disk.is_absent() && entry.wish == Wish::None {
             entry.wish = Wish::Queued;
             self.disk.num_dirty += 1;
+            self.sync_unwritten(id);
             self.disk.queue.push(&self.index, id, self.disk.num_dirty, Entry::is_to_write);
         }
     }
@@ -96,6 +97,7 @@ impl State {
         if wanted {
             self.index[id].wish = Wish::None;
             self.disk.num_dirty -= 1;
+            self.sync_unwritten(id);
             self.disk.behind.remove(&id);
         }
         wanted

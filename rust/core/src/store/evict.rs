@@ -6,9 +6,10 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use super::books::{Clearing, Direction};
+use super::books::Clearing;
 use super::config::DiskSettings;
 use super::open::Store;
+use super::shares::Direction;
 use super::state::{State, Why};
 use super::stats::Evicted;
 use crate::Result;

@@ -45,7 +45,7 @@ impl State {
         while frame.is_none()
             && spared.len() < MAX_SPARED
             && !kept.is_full()
-            && let Some(victim) = self.host_policy.victim()
+            && let Some(victim) = self.host_victim(None)
         {
             debug_assert_eq!(self.index[victim].host_evictable, Some(true), "a policy returns evictable chunks only");
             if self.keeps_in_host(victim) {
@@ -99,7 +99,7 @@ impl State {
         let (mut frame, mut spared) = (None, Vec::new());
         while frame.is_none()
             && spared.len() < MAX_SPARED
-            && let Some(victim) = self.host_policy.victim_of(group(owner))
+            && let Some(victim) = self.host_victim(Some(group(owner)))
         {
             let its_frame = self.index[victim].host.place();
             if has_free || its_frame.is_some_and(|its_frame| self.host.is_fit(its_frame, what_for)) {
@@ -119,7 +119,9 @@ impl State {
     /// Takes a chunk that may go out of host.
     pub(super) fn evict(&mut self, id: ChunkId) {
         self.stats.host_evictions += 1;
-        self.stats.disk_dropped += u64::from(self.unwant(id));
+        let is_lost = self.unwant(id);
+        self.stats.disk_dropped += u64::from(is_lost);
+        self.stats.disk_unwritten += u64::from(is_lost);
         self.leave_host(id, Removal::Evicted);
         self.settle(id);
     }

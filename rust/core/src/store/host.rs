@@ -4,8 +4,8 @@
 //! entries, which nothing finds); only chunks that are here, are leaves and are not held are offered to the policy.
 
 use super::state::State;
-use crate::evict::{ChunkId, Removal};
-use crate::index::{Filler, Presence};
+use crate::evict::{ChunkId, GroupId, Removal};
+use crate::index::{Filler, Presence, Wish};
 use crate::io::FrameId;
 
 impl State {
@@ -73,6 +73,25 @@ impl State {
     pub(super) fn forget_host(&mut self, id: ChunkId, removal: Removal) {
         if self.index[id].host_evictable.take().is_some() {
             self.host_policy.remove(id, removal);
+        }
+    }
+
+    /// Tells the host policy whether the chunk waits to be written to disk.
+    pub(super) fn sync_unwritten(&mut self, id: ChunkId) {
+        let entry = &self.index[id];
+        if entry.host_evictable.is_some() {
+            self.host_policy.set_unwritten(id, entry.wish != Wish::None);
+        }
+    }
+
+    /// The chunk that should leave host memory next, of all or of one group. Chunks that wait to be written are last while the
+    /// disk takes writes and they are at most half of the frames: with more, chunks in use would have to go for them.
+    pub(super) fn host_victim(&mut self, group: Option<GroupId>) -> Option<ChunkId> {
+        let are_few = 2 * self.disk.num_dirty <= self.host.num_frames().0;
+        self.host_policy.spare_unwritten(are_few && self.disk.takes_writes(self.now));
+        match group {
+            Some(group) => self.host_policy.victim_of(group),
+            None => self.host_policy.victim(),
         }
     }
 

@@ -1,12 +1,14 @@
 //! What disk threads should do next, and what comes of it. Under the lock, without I/O.
 //!
-//! Loads wait for reads, so reads go first; then slots are freed, then frames are written, oldest first. A slot is freed only
-//! while nothing is written: a chunk under way to disk may hang on the one that was there (it was forgotten since).
+//! Reads and writes share the time of the disk fairly (`shares`). Among writes, slots are freed first, then frames are written,
+//! oldest first. A slot is freed only while nothing is written: a chunk under way to disk may hang on the one that was there (it
+//! was forgotten since).
 
 use std::time::Duration;
 
-use super::books::{Attached, Clearing, Direction, UnderWay};
+use super::books::{Attached, Clearing, UnderWay};
 use super::quota::Room;
+use super::shares::Direction;
 use super::state::State;
 use crate::evict::{ChunkId, Removal};
 use crate::index::{Entry, Presence, Wish};
@@ -14,6 +16,7 @@ use crate::io::Frame;
 use crate::key::ChunkKey;
 use crate::tier::disk::{DiskMeta, SlotId};
 use crate::tier::host::FrameFor;
+use crate::units::micros;
 use crate::{ErrorKind, Result};
 
 /// Slots freed by one job: few enough that a read need not wait long for a thread.
@@ -81,34 +84,52 @@ impl State {
         if self.disk.attached != Attached::Yes || self.disk.stopping {
             return None;
         }
-        let may_write = self.disk.writes.may_begin(now);
-        let read = match self.disk.clearing {
-            Clearing::No if self.disk.reading.may_begin(now) => self.next_read(),
-            _ => None,
-        };
-        let (direction, job) = match (read, self.disk.clearing) {
-            (Some(job), _) => (Direction::Read, job),
-            (None, Clearing::No) if may_write => (Direction::Write, self.next_free().or_else(|| self.next_write())?),
+        let (direction, job) = match self.disk.clearing {
+            Clearing::No => self.next_of_both()?,
             // Slots of chunks that are still to be forgotten must not become trash behind it.
-            (None, Clearing::Wanted) if may_write && self.disk.under_way.is_empty() && !self.is_forgetting() => {
+            Clearing::Wanted
+                if self.disk.writes.may_begin(now) && self.disk.under_way.is_empty() && !self.is_forgetting() =>
+            {
                 self.disk.clearing = Clearing::Running;
                 let mut slots = std::mem::take(&mut self.disk.trash);
                 slots.append(&mut self.disk.stuck);
                 (Direction::Write, Job::Clear(slots))
             }
-            _ => return None,
+            Clearing::Wanted | Clearing::Running => return None,
         };
         let ticket = self.new_ticket();
         self.disk.begin(ticket, direction, now);
         Some((ticket, job))
     }
 
+    /// A job of the direction whose turn it is, or else of the other one.
+    fn next_of_both(&mut self) -> Option<(Direction, Job)> {
+        let first = self.disk.shares.first();
+        if let Some(job) = self.next_of(first) {
+            return Some((first, job));
+        }
+        self.disk.shares.forfeit(first);
+        self.next_of(first.other()).map(|job| (first.other(), job))
+    }
+
+    fn next_of(&mut self, direction: Direction) -> Option<Job> {
+        if !self.disk.breaker(direction).may_begin(self.now) {
+            return None;
+        }
+        match direction {
+            Direction::Read => self.next_read(),
+            Direction::Write => self.next_free().or_else(|| self.next_write()),
+        }
+    }
+
     /// A job is done: its outcome, and what that says about the tier.
     pub(super) fn end_job(&mut self, ticket: u64, end: End) {
         let now = self.now;
         let Some(at) = self.disk.under_way.iter().position(|job| job.ticket == ticket) else { return };
-        let UnderWay { direction, started, hangs, .. } = self.disk.under_way.swap_remove(at);
-        let micros = u64::try_from(now.saturating_sub(started).as_micros()).unwrap_or(u64::MAX);
+        let UnderWay { direction, started, charge, hangs, .. } = self.disk.under_way.swap_remove(at);
+        let took = now.saturating_sub(started);
+        self.disk.shares.end(direction, charge, took);
+        let micros = micros(took);
         // The tier did it, refused it, or neither.
         let is_well = match end {
             End::Read { id, frame, outcome, num_refused } => {
@@ -211,6 +232,7 @@ impl State {
             // It left the disk, or could not be written when it was new; it is in host, for its child is.
             self.index[parent].wish = Wish::Queued;
             self.disk.num_dirty += 1;
+            self.sync_unwritten(parent);
             self.disk.queue.push_first(&self.index, parent);
         }
         false
@@ -222,6 +244,8 @@ impl State {
         let num_bytes = frame.bytes().len() as u64;
         self.host.give_back(frame);
         self.stats.disk_read_errors += num_refused;
+        self.stats.disk_read_busy_us += micros(self.now.saturating_sub(self.disk.reading_since));
+        self.disk.reading_since = self.now;
         let is_damaged = outcome.as_ref().is_err_and(|error| error.kind() == ErrorKind::Corrupt);
         self.stats.disk_verify_failures += u64::from(is_damaged);
         if outcome.is_ok() {
@@ -250,6 +274,7 @@ impl State {
         self.host.give_back(frame);
         self.index[id].wish = Wish::None;
         self.disk.num_dirty -= 1;
+        self.sync_unwritten(id);
         self.disk.writing -= 1;
         if let Written::In(slot) = outcome {
             self.stats.disk_writes += 1;

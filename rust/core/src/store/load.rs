@@ -122,6 +122,9 @@ impl State {
             if !entry.host.is_absent() || !is_readable || !may_come {
                 return false;
             }
+            if !self.disk.wants_reads() {
+                self.disk.reading_since = self.now;
+            }
             self.enter_host(id, Filler::Read);
             self.sync_disk(id);
             self.disk.num_queued += 1;

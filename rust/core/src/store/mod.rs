@@ -36,6 +36,7 @@ mod quota;
 mod recover;
 mod save;
 mod share;
+mod shares;
 mod slots;
 mod state;
 mod stats;

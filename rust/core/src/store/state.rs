@@ -17,6 +17,7 @@ use crate::evict::{ChunkId, Policy};
 use crate::index::Index;
 use crate::pool::SlabId;
 use crate::tier::host::{Grid, HostTier};
+use crate::units::micros;
 
 /// Chunks forgotten by one call: some 0.2 ms.
 const SLICE: usize = 256;
@@ -173,6 +174,7 @@ impl State {
     pub(crate) fn stats(&self) -> Stats {
         let (host, disk) = (&self.host, &self.disk);
         let (frames_total, frames_free) = host.num_frames();
+        let not_counted = if disk.wants_reads() { micros(self.now.saturating_sub(disk.reading_since)) } else { 0 };
         Stats {
             frames_total,
             frames_share: host.grid().map_or(frames_total, Grid::share),
@@ -185,6 +187,7 @@ impl State {
             kept_salts: self.owners.kept.num_salts,
             salts: self.owners.num_salts(),
             disk_pending: disk.num_dirty,
+            disk_read_busy_us: self.stats.disk_read_busy_us + not_counted,
             disk_broken: disk.is_broken().into(),
             disk_trips: disk.reading.num_trips + disk.writes.num_trips,
             reads_pending: disk.num_queued,

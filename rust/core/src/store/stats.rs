@@ -51,6 +51,8 @@ struct Stats {
     expired,
     /// Chunks that could not get to disk: they left host memory first, their parent did not get there, or no slot may be freed.
     disk_dropped,
+    /// Chunks of those that left host memory before they were written.
+    disk_unwritten,
     /// Chunks found on disk when the store was opened.
     disk_recovered,
     /// Chunks written to disk.
@@ -67,6 +69,9 @@ struct Stats {
     disk_bytes_read,
     /// Microseconds that disk threads spent reading.
     disk_read_us,
+    /// Microseconds in which at least one chunk was wanted from disk: with `disk_reads` it is the rate of reads as those who wait
+    /// for them see it, with what writes take.
+    disk_read_busy_us,
     /// Tries to read a chunk that the system refused; each is tried twice.
     disk_read_errors,
     /// Chunks on disk whose bytes, or whose place in their prefix, were not what their key says.

@@ -51,7 +51,7 @@ impl State {
             let ceiling = self.owners.ceiling(owner);
             while budget > 0
                 && self.owners.num_frames(owner) > ceiling.host
-                && let Some(victim) = self.host_policy.victim_of(group(owner))
+                && let Some(victim) = self.host_victim(Some(group(owner)))
             {
                 self.evict_for_quota(victim);
                 budget -= 1;

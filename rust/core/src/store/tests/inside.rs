@@ -4,8 +4,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use super::super::books::{Attached, Clearing, Direction, DiskBooks};
+use super::super::books::{Attached, Clearing, DiskBooks};
 use super::super::jobs::Job;
+use super::super::shares::Direction;
 use super::super::state::State;
 use super::super::{Changes, DiskSettings, Lookup, Prefix, Progress, SaveRange, Store, StoreConfig, Tiers};
 use crate::evict::{ChunkId, Eviction, GroupId, Policy, Removal};
@@ -84,6 +85,12 @@ impl Policy for Counted {
     fn set_evictable(&mut self, id: ChunkId, evictable: bool) {
         self.1.fetch_add(u32::from(!evictable), Ordering::Relaxed);
         self.0.set_evictable(id, evictable);
+    }
+    fn set_unwritten(&mut self, id: ChunkId, unwritten: bool) {
+        self.0.set_unwritten(id, unwritten);
+    }
+    fn spare_unwritten(&mut self, spare: bool) {
+        self.0.spare_unwritten(spare);
     }
     fn set_group(&mut self, id: ChunkId, group: GroupId) {
         self.0.set_group(id, group);

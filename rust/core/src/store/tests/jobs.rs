@@ -29,7 +29,7 @@ const SLOT_TRIES: u32 = 4;
 
 /// A job under way, and how far it is.
 #[derive(Debug)]
-enum Under {
+pub(super) enum Under {
     Read { id: ChunkId, slot: SlotId, key: ChunkKey, frame: Frame, outcome: Option<Result<(), Error>> },
     Write { id: ChunkId, meta: DiskMeta, frame: Frame, tries: u32, place: Place },
     Free { slots: Vec<SlotId>, failed: bool },
@@ -37,21 +37,21 @@ enum Under {
 }
 
 #[derive(Debug)]
-enum Place {
+pub(super) enum Place {
     None,
     Evicting(ChunkId, SlotId),
     Reserved(SlotId),
     Over(Written),
 }
 
-struct Run {
-    state: State,
+pub(super) struct Run {
+    pub(super) state: State,
     per_chunk: u32,
     num_slots: u32,
     num_threads: usize,
     /// What is on disk: slots in use, and the chunk in each that is written.
     slots: BTreeMap<u32, Option<DiskMeta>>,
-    under_way: Vec<(u64, Under)>,
+    pub(super) under_way: Vec<(u64, Under)>,
     /// Reserved chunks; those forgotten meanwhile have no key here.
     writes: Vec<(ChunkId, Option<ChunkKey>)>,
     reads: Vec<Held>,
@@ -59,7 +59,7 @@ struct Run {
 }
 
 impl Run {
-    fn new(num_frames: u32, num_slots: u32, per_chunk: u32, eviction: Eviction, num_threads: usize) -> Self {
+    pub(super) fn new(num_frames: u32, num_slots: u32, per_chunk: u32, eviction: Eviction, num_threads: usize) -> Self {
         let host = HostTier::create(4096, num_frames).unwrap();
         let policies = (eviction.policy(num_frames as usize), eviction.policy(num_slots as usize));
         let mut state = State::new(host, per_chunk, policies.0, policies.1);
@@ -77,7 +77,7 @@ impl Run {
         }
     }
 
-    fn take(&mut self, step: &Step) {
+    pub(super) fn take(&mut self, step: &Step) {
         match *step {
             Step::Reserve { prompt, start, stop, tail } => {
                 let reserved = self.reserve(prompt, start, stop, tail);
@@ -160,7 +160,7 @@ impl Run {
         reserved.into_iter().map(|(id, reservation)| (id, Some(reservation.key))).collect()
     }
 
-    fn take_job(&mut self) {
+    pub(super) fn take_job(&mut self) {
         let Some((ticket, job)) = self.state.next_job() else { return };
         let under = match job {
             Job::Read { id, slot, key, frame } => Under::Read { id, slot, key, frame, outcome: None },
@@ -178,7 +178,7 @@ impl Run {
     }
 
     /// One more piece of a job: each is what its thread does between two looks at the lock, or under it.
-    fn go(&mut self, nth: usize, io: Io) {
+    pub(super) fn go(&mut self, nth: usize, io: Io) {
         let (ticket, under) = self.under_way.swap_remove(nth);
         let next = match under {
             Under::Read { id, slot, key, mut frame, outcome: None } => {
@@ -339,7 +339,7 @@ impl Run {
     }
 
     /// Lets the threads work, and time go by, until there is nothing to do.
-    fn finish_jobs(&mut self) {
+    pub(super) fn finish_jobs(&mut self) {
         for _ in 0..1000 {
             self.state.forget_some(usize::MAX);
             self.take_job();
@@ -358,7 +358,7 @@ impl Run {
         panic!("flush would wait without end: {:?}", self.state.disk);
     }
 
-    fn end(mut self, is_faultless: bool) {
+    pub(super) fn end(mut self, is_faultless: bool) {
         self.finish_jobs();
         assert_eq!(self.state.stats().reads_pending, 0);
         let counters = self.state.stats();

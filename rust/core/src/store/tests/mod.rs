@@ -10,4 +10,6 @@ mod jobs;
 #[cfg(test)]
 mod lookup;
 #[cfg(test)]
+mod shares;
+#[cfg(test)]
 mod steps;

@@ -1,0 +1,159 @@
+"""Known prompts on a disk of a set speed, while other requests generate: `python -m tests.e2e.slow_disk`.
+
+Real engines on a loop-mounted ext4 whose block device the kernel throttles (cgroup blkio or io.max; needs root). For each
+speed: the time until all requests have ended, compared with vLLM without kvloft, and how much of what the generating
+requests saved is found after a restart. Speeds are MiB/s, or multiples of the engine's prefill rate (``2x``).
+"""
+
+import argparse
+import contextlib
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from . import tiny
+from .client import Engine, Req, Result, Zygote, engine_kwargs, full_blocks, kvloft, random_ids
+from .ext4 import mounted, throttled
+from .report import finish
+
+NUM_HEADS = 8
+"""Each with KV of its own."""
+TOKEN_BYTES = 2 * tiny.NUM_LAYERS * NUM_HEADS * tiny.HEAD_DIM * 4
+FILL_BATCH = 20
+NUM_GENERATING, GENERATED_TOKENS = 8, 256
+WARM_UP = [Req(random_ids(90_000 + i, 300), max_tokens=2) for i in range(8)]
+"""Unknown prompts, which show what the engine computes in a second."""
+
+
+class Scene:
+    """One model, the known prompts and the generating requests, and the engines that serve them."""
+
+    def __init__(self, stack: contextlib.ExitStack, folder: Path, num_prompts: int, num_tokens: int) -> None:
+        self._model = tiny.write_model(folder / "model", num_heads=NUM_HEADS, num_kv_heads=NUM_HEADS)
+        self._zygote = Zygote(folder)
+        stack.callback(self._zygote.close)
+        self.known = [Req(random_ids(i, num_tokens), max_tokens=2) for i in range(num_prompts)]
+        self.generating = [Req(random_ids(50_000 + i, 40), max_tokens=GENERATED_TOKENS) for i in range(NUM_GENERATING)]
+
+    @contextlib.contextmanager
+    def engine(self, disk: Path | None) -> Iterator[Engine]:
+        more: dict[str, Any] = {}
+        if disk is not None:
+            settings = {"host_size": "128MiB", "disk_size": "1900MiB", "load_timeout": "30s"}
+            more["kv_transfer_config"] = kvloft(disk, **settings)
+        engine = self._zygote.engine(engine_kwargs(self._model, num_blocks=400, max_num_seqs=16, max_model_len=1024, **more))
+        try:
+            yield engine
+            engine.stop()
+        finally:
+            engine.kill()
+
+    def fill(self, disk: Path) -> None:
+        """Put the known prompts on disk, few at a time: host memory is smaller than all of them."""
+        with self.engine(disk) as engine:
+            for at in range(0, len(self.known), FILL_BATCH):
+                engine.ask(*[prompt.again() for prompt in self.known[at : at + FILL_BATCH]])
+                engine.flush()
+
+    def run(self, engine: Engine) -> tuple[float, list[Result]]:
+        """Seconds until all requests have ended, and what the generating ones said."""
+        engine.ask(*[prompt.again() for prompt in WARM_UP])
+        generating = [request.again() for request in self.generating]
+        engine.add(*generating)
+        engine.step(2)
+        begin = time.monotonic()
+        engine.add(*[prompt.again() for prompt in self.known])
+        results = engine.run()
+        return time.monotonic() - begin, [results[request.id] for request in generating]
+
+    def found(self, disk: Path, results: list[Result]) -> float:
+        """Share of what the generating requests saved that a new engine finds."""
+        with self.engine(disk) as engine:
+            prompts = [(*request.ids, *result.tokens) for request, result in zip(self.generating, results, strict=True)]  # type: ignore[misc]
+            asked = engine.ask_each(*[Req(prompt, max_tokens=1) for prompt in prompts])
+        # The last token that was generated is never computed, and one of a prompt always is.
+        most = sum(full_blocks(len(prompt) - 1) for prompt in prompts)
+        return sum(result.num_external for result in asked) / most
+
+
+def plain(scene: Scene) -> tuple[float, float]:
+    """Seconds of vLLM without kvloft for all requests, and the prompt tokens that it computes in a second."""
+    with scene.engine(None) as engine:
+        seconds, _ = scene.run(engine)
+        known = scene.known[:100]
+        begin = time.monotonic()
+        engine.ask(*[prompt.again(max_tokens=1) for prompt in known])
+        return seconds, sum(prompt.num_prompt_tokens for prompt in known) / (time.monotonic() - begin)
+
+
+def on_disk(scene: Scene, folder: Path, mib_s: float) -> dict[str, Any]:
+    """The same with kvloft and all known prompts on a disk of this speed, and nothing in host memory."""
+    with mounted(folder, size_mib=2400) as disk:
+        path = disk.path / "kvloft"
+        scene.fill(path)
+        with scene.engine(path) as engine, throttled(disk, engine.pid, mib_s):
+            seconds, results = scene.run(engine)
+            engine.flush()
+            stats = engine.store()
+        found = scene.found(path, results)
+    names = ("disk_reads", "disk_writes", "disk_dropped", "disk_unwritten")
+    return {"mib_s": mib_s, "seconds": seconds, "found": found} | {name: stats.get(name) for name in names}
+
+
+def measure(scene: Scene, folder: Path, speeds: list[str], say: Any) -> dict[str, Any]:
+    """Each speed right after vLLM alone, for a busy machine changes."""
+    rows = []
+    for speed in speeds:
+        plain_s, tokens_per_s = plain(scene)
+        prefill_mib_s = tokens_per_s * TOKEN_BYTES / 2**20
+        mib_s = prefill_mib_s * float(speed[:-1]) if speed.endswith("x") else float(speed)
+        row = on_disk(scene, folder / speed, mib_s)
+        rows.append(row | {"speed": speed, "plain_s": plain_s, "ratio": row["seconds"] / plain_s, "prefill_mib_s": prefill_mib_s})
+        say(f"{speed}: {row['seconds']:.1f} s, vLLM alone {plain_s:.1f} s")
+    return {"rows": rows}
+
+
+def judge(result: dict[str, Any]) -> list[str]:
+    """Sentences about what is worse than it should be."""
+    problems = []
+    for row in result["rows"]:
+        most = 0.8 if row["mib_s"] >= 1.9 * row["prefill_mib_s"] else 1.1
+        if row["ratio"] > most:
+            problems.append(f"{row['speed']}: {row['ratio']:.2f} times the time of vLLM alone, more than {most}")
+        if row["found"] < 0.9:
+            problems.append(f"{row['speed']}: only {row['found']:.0%} of what was saved is found")
+    return problems
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--prompts", type=int, default=300, help="known prompts (default 300)")
+    parser.add_argument("--tokens", type=int, default=300, help="tokens of each (default 300)")
+    parser.add_argument("--speeds", nargs="+", default=["32", "2x", "100x"], help="MiB/s, or multiples of the prefill rate")
+    parser.add_argument("--json", metavar="FILE", help="also write everything that was measured to FILE")
+    args = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvloft-slow-disk-")))
+        scene = Scene(stack, folder, args.prompts, args.tokens)
+        result = measure(scene, folder, args.speeds, lambda what: console.print(what))
+    table = Table("disk", "MiB/s", "prefill MiB/s", "vLLM s", "kvloft s", "ratio", "saves found", "reads", "unwritten")
+    for row in result["rows"]:
+        numbers = [f"{row[name]:.0f}" for name in ("mib_s", "prefill_mib_s")]
+        table.add_row(
+            row["speed"], *numbers, f"{row['plain_s']:.1f}", f"{row['seconds']:.1f}", f"{row['ratio']:.2f}", f"{row['found']:.0%}",
+            str(row["disk_reads"]), str(row["disk_unwritten"]),
+        )  # fmt: skip
+    console.print(table)
+    result["problems"] = judge(result)
+    return finish(console, result, args.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
