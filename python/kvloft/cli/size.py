@@ -1,0 +1,193 @@
+"""`kvloft size MODEL`: KV bytes per token, how many tokens fit, and when reading from disk is faster than computing.
+
+Reads only a model's config.json, from a folder or the Hugging Face hub. It must not import vLLM or torch.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+from rich.table import Table
+
+from kvloft.config import parse_size, size_text
+from kvloft.errors import ConfigError
+
+FULL: Final = frozenset({"full_attention", "attention", "global_attention"})
+REACHING: Final = frozenset({"sliding_attention", "chunked_attention", "local_attention"})
+STATES: Final = frozenset({"linear_attention", "mamba", "mamba2", "conv", "recurrent"})
+DTYPE_BYTES: Final = {"auto": 2, "bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class KvSize:
+    """KV of one token over all ranks, in bytes, by the kind of layer that holds it."""
+
+    full_bytes: int
+    reaching_bytes: int
+    """Of layers with a sliding window or chunked local attention."""
+    num_state_layers: int
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that one saved token takes in host memory or on disk, without states."""
+        return self.full_bytes + self.reaching_bytes
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add this command to the argparse subparsers."""
+    parser = subparsers.add_parser(
+        "size",
+        help="compute KV bytes per token and how many tokens fit",
+        description=(
+            "Compute the KV bytes per token of a model from its config.json, and how many tokens fit into host memory and on disk. "
+            "With --prefill and --disk-read, also compare reading from disk with computing."
+        ),
+        epilog="example: kvloft size meta-llama/Llama-3.1-8B --host-size 64GiB --prefill 27000 --disk-read 6GB",
+    )
+    parser.add_argument("model", metavar="MODEL", help="a folder with config.json, or a model's name on the Hugging Face hub")
+    parser.add_argument("--kv-cache-dtype", default="auto", choices=DTYPE_BYTES, help="as vLLM's flag (auto: 2 bytes a value)")
+    parser.add_argument("--host-size", type=_size, default=32 << 30, metavar="SIZE", help="host memory (default: 32GiB)")
+    parser.add_argument("--disk-size", type=_size, metavar="SIZE", help="size of the disk tier")
+    parser.add_argument("--prefill", type=int, metavar="TOKENS", help="tokens that the engine computes per second")
+    parser.add_argument("--disk-read", type=_size, metavar="SIZE", help='what the disk reads per second, for example "6GB"')
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table (bytes, tokens)")
+    parser.set_defaults(run=run)
+
+
+def _size(text: str) -> int:
+    try:
+        return parse_size(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f'{text} is not a size; use a number with a unit, for example "500GiB"') from None
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the sizes; 0, or raises ConfigError if the model's config.json cannot be read or understood."""
+    size = kv_size(read_model_config(args.model), DTYPE_BYTES[args.kv_cache_dtype])
+    figures = _figures(size, args)
+    if args.json:
+        print(json.dumps(figures, indent=2))
+        return 0
+    table = Table(show_header=False)
+    for name, value in _rows(figures):
+        table.add_row(name, value)
+    Console().print(table)
+    return 0
+
+
+def read_model_config(model: str) -> dict[str, Any]:
+    """Return the parsed config.json of a folder or hub name. Raises ConfigError, naming the model, if there is none."""
+    path = Path(model) / "config.json"
+    if not path.is_file():
+        path = _from_hub(model)
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path} cannot be read as JSON ({e}).") from e
+    if not isinstance(config, dict):
+        raise ConfigError(f"{path} is not a JSON object.")
+    text = config.get("text_config")
+    return {**config, **text} if isinstance(text, dict) else config
+
+
+def _from_hub(model: str) -> Path:
+    try:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(model, "config.json"))
+    except Exception as e:  # the hub's client has a dozen error types, and this command does nothing else
+        raise ConfigError(f"{model} has no config.json here and could not be fetched from the hub: {e}") from e
+
+
+def kv_size(config: dict[str, Any], value_bytes: int) -> KvSize:
+    """Return the KV size of a model with this Hugging Face config. Raises ConfigError if a needed field is missing."""
+    layer_bytes = _layer_bytes(config, value_bytes)
+    kinds = _layer_kinds(config)
+    return KvSize(
+        full_bytes=layer_bytes * sum(kind in FULL for kind in kinds),
+        reaching_bytes=layer_bytes * sum(kind in REACHING for kind in kinds),
+        num_state_layers=sum(kind in STATES for kind in kinds),
+    )
+
+
+def _layer_bytes(config: dict[str, Any], value_bytes: int) -> int:
+    if "kv_lora_rank" in config:  # MLA: one latent for K and V, and the positional part of K
+        return value_bytes * (_count(config, "kv_lora_rank") + _count(config, "qk_rope_head_dim"))
+    num_heads = _count(config, "num_attention_heads")
+    head_dim = config.get("head_dim") or _count(config, "hidden_size") // num_heads
+    return 2 * value_bytes * int(config.get("num_key_value_heads") or num_heads) * int(head_dim)
+
+
+def _layer_kinds(config: dict[str, Any]) -> list[str]:
+    """Return the kind of each layer as Hugging Face names it. Without a list, every layer is full attention or has the window."""
+    num_layers = _count(config, "num_hidden_layers")
+    kinds = config.get("layer_types") or config.get("layers_block_type")
+    if kinds is None:
+        return _interleaved(config, num_layers)
+    if unknown := sorted(set(kinds) - FULL - REACHING - STATES - {"mlp", "moe"}):
+        raise ConfigError(f"config.json has layers of the kind {unknown[0]}, which this command does not know.")
+    return list(kinds)
+
+
+def _interleaved(config: dict[str, Any], num_layers: int) -> list[str]:
+    if interval := config.get("full_attention_interval"):
+        return ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(num_layers)]
+    if pattern := config.get("sliding_window_pattern"):
+        return ["full_attention" if (layer + 1) % pattern == 0 else "sliding_attention" for layer in range(num_layers)]
+    has_window = config.get("sliding_window") and config.get("use_sliding_window", True)
+    return ["sliding_attention" if has_window else "full_attention"] * num_layers
+
+
+def _count(config: dict[str, Any], key: str) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value <= 0:
+        raise ConfigError(f"config.json has no usable {key} ({value!r}), so the KV size is unknown.")
+    return value
+
+
+def _figures(size: KvSize, args: argparse.Namespace) -> dict[str, Any]:
+    figures: dict[str, Any] = {
+        "token_bytes": size.token_bytes,
+        "window_bytes": size.reaching_bytes,
+        "num_state_layers": size.num_state_layers,
+        "host_bytes": args.host_size,
+        "host_tokens": args.host_size // size.token_bytes if size.token_bytes else 0,
+    }
+    if args.disk_size and size.token_bytes:
+        figures |= {"disk_bytes": args.disk_size, "disk_tokens": args.disk_size // size.token_bytes}
+    if args.prefill:
+        figures["break_even_bytes_per_second"] = args.prefill * size.token_bytes
+    if args.disk_read and size.token_bytes:
+        figures["disk_tokens_per_second"] = args.disk_read // size.token_bytes
+    if args.prefill and args.disk_read:
+        figures["disk_is_faster"] = args.disk_read > figures["break_even_bytes_per_second"]
+    return figures
+
+
+def _rows(figures: dict[str, Any]) -> list[tuple[str, str]]:
+    host = figures["host_bytes"]
+    rows = [
+        ("KV per token", size_text(figures["token_bytes"])),
+        (f"tokens in {size_text(host)} of host memory", f"{figures['host_tokens']:,}"),
+    ]
+    if figures["window_bytes"]:
+        rows.append(("of that in sliding-window layers", size_text(figures["window_bytes"])))
+    if figures["num_state_layers"]:
+        rows.append(
+            ("layers with a state", f"{figures['num_state_layers']} (one state for each saved boundary, not in these figures)")
+        )
+    if "disk_tokens" in figures:
+        rows.append((f"tokens in {size_text(figures['disk_bytes'])} on disk", f"{figures['disk_tokens']:,}"))
+    if "break_even_bytes_per_second" in figures:
+        rows.append(("disk speed at which reading equals computing", f"{size_text(figures['break_even_bytes_per_second'])}/s"))
+    if "disk_tokens_per_second" in figures:
+        rows.append(("tokens read from disk", f"{figures['disk_tokens_per_second']:,} a second"))
+    if "disk_is_faster" in figures:
+        faster = figures["disk_is_faster"]
+        rows.append(
+            ("verdict", "reading is faster" if faster else "computing is faster: a disk hit helps only while the GPU is busy")
+        )
+    return rows
