@@ -6,6 +6,7 @@ mod disk;
 mod error;
 mod groups;
 mod key;
+mod lease;
 mod limits;
 mod server;
 mod session;
@@ -21,8 +22,9 @@ mod _core {
         disk::{DiskVerify, disk_inspect},
         error::{BusyError, ConfigError, StoreError},
         key::{KeyChain, namespace_digest, root_key},
+        lease::ReadLease,
         server::{Server, server_evict, server_forget, server_pin, server_status},
-        session::{ReadLease, Session},
+        session::Session,
         tokens::first_of_each,
     };
     #[pymodule_export]
