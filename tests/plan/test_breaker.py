@@ -9,7 +9,7 @@ from sim_scenes import PROMPT, serve
 
 from kvloft.plan.breaker import MAX_FAILED_LOADS, RETRY_S
 from kvloft.seam.ids import ChunkKey, ReqId
-from kvloft.seam.plan import LoadResult, StepReport
+from kvloft.seam.plan import LAYOUT, LoadResult, StepReport
 
 count = iter(range(1 << 30))
 
@@ -151,3 +151,18 @@ def test_a_save_that_fails_while_loads_are_tried_again_begins_another_pause() ->
     engine.run(2)
     assert engine.core.counters["load_breaker_trips"] == 2
     assert offered(engine) == 0
+
+
+def test_chunks_of_another_layout_are_kept_and_pause_no_loads() -> None:
+    """The settings of the engine that saved them differ: its chunks are right for it."""
+    engine = warm()
+    keys = list(engine.store.entries)
+    for _ in range(MAX_FAILED_LOADS + 2):
+        req_id, load_id = begin(engine)
+        bad = tuple((ChunkKey(key), LAYOUT) for key in keys)
+        engine.core.absorb(StepReport(loads=(LoadResult(req_id, load_id, bad),)))
+        engine.core.finish(req_id)
+    assert list(engine.store.entries) == keys
+    counters = engine.core.counters
+    assert counters["layout_mismatches"] == (MAX_FAILED_LOADS + 2) * len(keys)
+    assert counters["verify_failures"] == counters["load_breaker_trips"] == 0

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, MambaSpec
 
 from kvloft import _core
 from kvloft.seam.shape import CacheShape, GroupShape
+from kvloft.vllm.identity import namespace
 from kvloft.vllm.identity.namespace import (
     ENVIRONMENT,
     MAX_DESCRIPTION_CHARS,
@@ -199,3 +200,28 @@ def test_the_description_is_json_that_a_superblock_has_room_for() -> None:
     long = json.loads(description_of([(f"field{i}", repr("x" * 10_000)) for i in range(50)]))
     assert list(long) == [f"field{i}" for i in range(len(long))] and len(long) >= 3
     assert len(description_of([(f"field{i}", repr("\u00e9" * 10_000)) for i in range(50)])) <= MAX_DESCRIPTION_CHARS
+
+
+def digest_of_states(**changes: Any) -> bytes:
+    spec = MambaSpec(**({"block_size": 32, "shapes": ((3, 8), (4, 8)), "dtypes": (torch.bfloat16, torch.bfloat16)} | changes))
+    assert " at 0x" not in repr(spec), "another run would find nothing"
+    kv = KVCacheConfig(num_blocks=4, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["layer"], spec)])
+    return digest(ranks=[kv])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtypes": (torch.float16, torch.float16)},  # --mamba-cache-dtype: of one size with bfloat16
+        {"dtypes": (torch.bfloat16, torch.float16)},  # --mamba-ssm-cache-dtype
+        {"shapes": ((8, 3), (4, 8))},  # VLLM_SSM_CONV_STATE_LAYOUT
+    ],
+)
+def test_states_of_another_type_or_layout_are_others_although_they_are_as_large(change: dict[str, Any]) -> None:
+    assert digest_of_states(**change) != digest_of_states()
+
+
+def test_the_layout_of_convolutions_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = digest()
+    monkeypatch.setattr(namespace, "get_conv_state_layout", lambda: "DS")
+    assert digest() != before

@@ -25,7 +25,7 @@ from kvloft.plan.saves import complete_blocks, due_chunks, longest, note_dropped
 from kvloft.plan.tracker import NEVER, NOT_LOOKED, Tracker
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
-from kvloft.seam.plan import Chunks, LoadPlan, SavePlan, StepPlan, StepReport
+from kvloft.seam.plan import LAYOUT, Chunks, LoadPlan, SavePlan, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.seam.store import KeyChain, Session
 from kvloft.seam.views import BoundaryState, LiveRequest, RequestView, StepView
@@ -461,8 +461,11 @@ class SchedulerCore:
                     self._count_copies(failed=True)
         for result in report.loads:
             if result.bad_keys:
-                self._store.discard([key for key, _ in result.bad_keys])
-                self.counters["verify_failures"] += len(result.bad_keys)
+                damaged = [key for key, problem in result.bad_keys if problem != LAYOUT]
+                if damaged:
+                    self._store.discard(damaged)
+                self.counters["verify_failures"] += len(damaged)
+                self.counters["layout_mismatches"] += len(result.bad_keys) - len(damaged)
             if has_failed := bool(result.bad_keys) or result.failed:
                 self._queue.flights.pop(result.req_id, None)
                 if (tracker := self._trackers.get(result.req_id)) is not None:
@@ -471,12 +474,13 @@ class SchedulerCore:
             if (loading := self._loads.get(result.load_id)) is None:
                 continue
             loading.has_failed |= has_failed
+            loading.is_other_layout |= any(problem == LAYOUT for _, problem in result.bad_keys)
             loading.num_ranks_left -= 1
             if not loading.num_ranks_left:
                 del self._loads[result.load_id]
                 if loading.lease is not None:
                     loading.lease.release()
-                if loading.is_tried or loading.has_failed:
+                if (loading.is_tried or loading.has_failed) and not loading.is_other_layout:
                     self._count_copies(failed=loading.has_failed)
 
     def _count_copies(self, *, failed: bool) -> None:

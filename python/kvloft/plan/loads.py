@@ -20,6 +20,8 @@ class Loading:
     """There was something to copy."""
     has_failed: bool = False
     """On some rank nothing was copied, or other bytes than were saved."""
+    is_other_layout: bool = False
+    """Some chunk has another engine's memory layout: a difference of settings, not damage."""
 
 
 def plan_load(tracker: Tracker, block_tokens: int, num_tokens: int, load_id: int) -> tuple[LoadPlan, Lease | None, dict[str, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvloft.seam.ids import BlockId, ChunkKey, ReqId, Ticket
 from kvloft.seam.shape import ArenaSpec
@@ -47,6 +47,10 @@ class StepPlan(NamedTuple):
     loads: tuple[LoadPlan, ...] = ()
     saves: tuple[SavePlan, ...] = ()
     rewritten: tuple[BlockId, ...] = ()
+
+
+LAYOUT: Final = "layout"
+"""Why a chunk failed its check if its trailer names another memory layout."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,6 +63,10 @@ NO_ROOM = (
     "kvloft: %s did not get to disk since the last look, nor did any other (namespace %s); host memory serves on. "
     "disk_path may be full, not writable, or in use by another process: see the lines before, or the log of the server"
 )
+OTHER_LAYOUT = (
+    "kvloft: %s in this namespace (%s) were saved by an engine with another memory layout; they are kept and not loaded. "
+    "Give the two engines different values of the setting namespace, and report the settings in which they differ"
+)
 LOADS_FAIL = (
     f"kvloft: {MAX_FAILED_LOADS} loads in a row failed, so nothing is loaded or saved for a while (namespace %s); requests are "
     "computed instead. The workers' log says why"
@@ -252,6 +256,7 @@ class SchedulerHalf:
         self.core.counters.clear()
         self._quiet_steps, self.hook_errors, self._last = 0, 0, stats
         self._warn(data["disk_verify_failures"], DAMAGE)
+        self._warn(data["layout_mismatches"], OTHER_LAYOUT)
         self._warn(0 if data["disk_bytes_written"] else data["disk_dropped"] + data["disk_write_errors"], NO_ROOM)
         if data["load_breaker_trips"]:
             logger.error(LOADS_FAIL, self._namespace.hex()[:16])

@@ -24,6 +24,7 @@ COUNTERS: dict[str, str] = {
     "save_failed_chunks": "Saves that failed while copying",
     "load_breaker_trips": "Times that loads and saves were paused because loads failed",
     "verify_failures": "Chunks that failed their check when loaded",
+    "layout_mismatches": "Chunks that another engine saved with another memory layout; they are kept",
     "hook_errors": "Errors inside kvloft that were turned into misses",
     "host_evictions": "Chunks evicted from host memory",
     "disk_evictions": "Chunks evicted from disk",

@@ -23,7 +23,12 @@ import vllm
 from kvloft.config import engine_environment
 from kvloft.seam.shape import CacheShape
 from kvloft.vllm.identity.weights import model_fields
-from kvloft.vllm.shape import has_draft_kv, page_bytes, stage_layers
+from kvloft.vllm.shape import has_draft_kv, layer_specs, stage_layers
+
+try:
+    from vllm.model_executor.layers.mamba.mamba_utils import get_conv_state_layout
+except ImportError:  # older releases know one layout
+    get_conv_state_layout = None
 
 MAX_DESCRIPTION_CHARS = 1000
 """As in rust/core/src/tier/disk/superblock.rs."""
@@ -31,7 +36,7 @@ MAX_VALUE_CHARS = 200
 ENVIRONMENT = (
     "VLLM_BATCH_INVARIANT", "VLLM_FLOAT32_MATMUL_PRECISION", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "VLLM_CPU_INT4_W4A8",
     "VLLM_MARLIN_INPUT_DTYPE", "VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG",
-    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_DEEPEPLL_NVFP4_DISPATCH",
+    "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "VLLM_DEEPEPLL_NVFP4_DISPATCH", "VLLM_KV_CACHE_LAYOUT",
 )  # fmt: skip
 """What changes KV and is set nowhere else."""
 
@@ -73,7 +78,9 @@ def namespace_fields(
         "platform": _platform(),
         "attention": _settings(getattr(vllm_config, "attention_config", None), "backend"),
         "layout": getattr(ranks[0], "kv_cache_layout", None),
-        "pages": _digest(json.dumps(sorted({row for rank in ranks for row in page_bytes(rank).items()}))),
+        # Whole specs and not their sizes alone: they have shapes and dtypes of states, whatever flag set them.
+        "pages": _digest(json.dumps(sorted({(name, repr(spec)) for rank in ranks for name, spec in layer_specs(rank).items()}))),
+        "conv_states": get_conv_state_layout() if get_conv_state_layout is not None else None,
         "block_tokens": shape.unit.block_tokens,
         "chunk_tokens": shape.unit.chunk_tokens,
         "tensor_parallel": parallel.tensor_parallel_size,
