@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-START = "import sys, pathlib, signal; from e2e.client import Zygote; print(Zygote(pathlib.Path(sys.argv[1]))._process.pid, flush=True)"
+START = (
+    "import sys, pathlib, signal; from e2e.client import Zygote; print(Zygote(pathlib.Path(sys.argv[1]))._process.pid, flush=True)"
+)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])

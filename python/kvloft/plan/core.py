@@ -125,6 +125,8 @@ class SchedulerCore:
         keeps_kv = bool(tracker.blocks) and (
             list(tracker.blocks[:1]) == list(block_ids[:1]) if self._is_dense else live.num_computed_tokens > 0
         )
+        if live.req_id in self._scheduled:  # a reset preempted it since, and vLLM may have kept its blocks
+            self._note_writer(tracker)
         tracker.start_over(keeps_kv=keeps_kv)
         tracker.next_save = NOT_LOOKED
         tracker.blocks = block_ids if isinstance(block_ids, Tables) else list(block_ids)
