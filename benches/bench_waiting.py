@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -26,7 +27,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-import torch
 from vllm import SamplingParams
 
 BLOCK_TOKENS, NUM_PREFIXES, PREFIX_TOKENS, NUM_RUNNING, NUM_BLOCKS = 16, 40, 128, 8, 4000

@@ -19,9 +19,9 @@ SHAPES |= {"window": Shape(GROUPS["window"], num_blocks=80, kv_groups="all")} if
 PROMPT = STORIES[0][:13]
 
 
-def add(engine: Engine, name: str, ids: tuple[int, ...], stale: Any = ()) -> Any:
+def add(engine: Engine, name: str, ids: tuple[int, ...], stale: Any = (), num_tokens: int = 2) -> Any:
     """Add a request whose first blocks have the ``stale`` hashes of another, and return its hashes."""
-    spec = Spec(name, ids, 2, ids)
+    spec = Spec(name, ids, num_tokens, ids)
     engine.specs[name], engine.outcomes[name] = spec, Outcome()
     request = make_request(spec, engine._hasher)
     request.block_hashes[: len(stale)] = stale
@@ -86,4 +86,18 @@ def test_a_hit_is_saved_again_where_its_writer_is_known(shape: Shape) -> None:
     engine.step()
     engine.run()
     assert engine.ledger.num_saved - num_saved >= 3
+    engine.close()
+
+
+def test_a_request_that_a_reset_preempted_knows_the_blocks_that_vllm_kept() -> None:
+    """Another request's load holds a block, so vLLM preempts and keeps its cache."""
+    engine = Engine(MODEL, Shape(num_blocks=16), 1)
+    for name, length, num_tokens in (("first", 16, 5), ("second", 4, 1)):
+        add(engine, name, STORIES[0][:length], num_tokens=num_tokens)
+    engine.step()
+    engine.step()
+    for _ in range(2):
+        engine.reset(running=True, connector=False)
+    engine.settle()
+    assert not engine.ledger.breaches
     engine.close()

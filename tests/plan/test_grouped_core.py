@@ -144,6 +144,31 @@ def test_a_state_between_two_boundaries_is_not_kept_as_that_of_the_first() -> No
     assert (2, 34) not in saved(bench.step(request, 17, tables, states=[BoundaryState(ReqId("a"), 2, 34, 17)]))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("saves", "is_kept"), [("all", True), ("prompt", False)])
+def test_a_state_behind_the_prompt_is_kept_unless_prompts_only_are(saves: str, is_kept: bool) -> None:
+    bench, tables = Bench(), tables_of([0, 22, 23, 24, 25])
+    request = Request(ReqId("a"), PROMPT[:14], 9, num_prompt_tokens=14, saves=saves)
+    bench.core.admit(request, 0, tables)
+    bench.step(request, 14, tables)
+    request.token_ids += [1, 2, 3]
+    plan = bench.step(request, 3, tables, new=False, states=[BoundaryState(ReqId("a"), 2, 34, 16)])  # type: ignore[arg-type]
+    assert ((2, 34) in saved(plan)) == is_kept
+
+
+def test_a_state_whose_block_left_the_table_in_the_same_pass_is_not_kept() -> None:
+    bench, tables = Bench(), tables_of([0, 22, 23, 24, 25])
+    bench.core.admit(request := request_of(), 0, tables)
+    state = BoundaryState(ReqId("a"), 2, 35, 16)  # type: ignore[arg-type]
+    assert not any(group == 2 for group, _ in saved(bench.step(request, 17, tables, states=[state])))
+
+
+def test_a_hit_leaves_a_token_of_the_prompt_to_compute() -> None:
+    bench = Bench()
+    bench.finish(saving_step(bench, request_of()))
+    assert bench.core.match(request_of("b", PROMPT[:16]), 0) == 0, "its only boundary with a state is its end"
+    assert bench.core.match(request_of("c", PROMPT[:17]), 0) == 16
+
+
 def test_no_state_is_saved_while_loads_fail() -> None:
     bench = Bench()
     bench.finish(saving_step(bench, request_of()))

@@ -42,6 +42,13 @@ def test_a_request_needs_all_its_blocks_of_full_attention_but_those_of_the_windo
     assert sum(num_blocks for _, num_blocks in shared) == 10
 
 
+def test_draft_tokens_of_two_steps_and_the_columns_of_states_for_them_count() -> None:
+    """Async scheduling has two steps under way, and each of them drafts."""
+    room, states = Room(GROUPS[:1], 100, step_tokens=16, num_drafts=3), Room(GROUPS[2:], 100, step_tokens=16, num_drafts=3)
+    assert room.need(CHAINS[0], 97, 0, 80).own == 26, "97 tokens, the next one and six drafts"
+    assert states.need(CHAINS[0], 97, 0, 80).own == 3 + 3
+
+
 def test_where_blocks_differ_in_size_all_of_a_shared_chunk_count() -> None:
     room = Room((GroupShape(2, 2), GroupShape(4), GroupShape(1, 4, kind="window", reach=8)), 200, step_tokens=16)
     own, shared = room.need(CHAINS[0], 100, 40, 80)

@@ -6,19 +6,36 @@ drafter a hit may be right for the model and still hold another next token's KV 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 
 from kvloft.plan.tracker import Tracker
 from kvloft.seam.batch import Tables
-from kvloft.seam.ids import BlockId
+from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.views import StepView
 
 
 class BlockWriters:
-    """The key of the prefix that each block was last written for."""
+    """The key of the prefix that each block was last written for.
 
-    def __init__(self) -> None:
+    ``sees_grants``: `drop_given` sees all blocks that requests are given, so what is recorded always holds.
+    """
+
+    def __init__(self, block_tokens: int, *, sees_grants: bool) -> None:
+        self._block_tokens, self._sees_grants = block_tokens, sees_grants
         self._keys: dict[BlockId, bytes] = {}
+
+    def record(self, tracker: Tracker) -> None:
+        """`note` or `forget`, by whether the request's KV is to be saved."""
+        if tracker.is_hit_unchecked:
+            self.disown(tracker)
+            return
+        if not (tracker.save_blocked or tracker.kv_outdated):
+            tracker.extend_chain(tracker.num_complete * self._block_tokens)
+        if tracker.save_blocked or tracker.kv_outdated:  # the tokens may show that a session went on
+            self.forget(tracker)
+        else:
+            self.note(tracker)
 
     def note(self, tracker: Tracker) -> None:
         """Record that the request filled its complete blocks, except those that vLLM had, and writes to the rest.
@@ -46,8 +63,46 @@ class BlockWriters:
 
     def drop(self, blocks: Iterable[BlockId]) -> None:
         """These blocks were given to a request, which will write to them."""
-        for block in blocks:
+        for block in blocks if self._keys else ():
             self._keys.pop(block, None)
+
+    def drop_given(self, view: StepView, trackers: Mapping[ReqId, Tracker], admitted: Iterable[ReqId]) -> None:
+        """Drop what is known of blocks that this step gave to requests."""
+        if not self._sees_grants:
+            return
+        for tracker in filter(None, map(trackers.get, admitted)):
+            self.drop(tracker.blocks[tracker.num_local_blocks :])
+        for new in view.new:
+            if new.req_id not in trackers:
+                self.drop(new.block_ids)
+        for _, blocks in view.grown:
+            self.drop(blocks)
+
+    def find_strange(self, unchecked: Iterable[Tracker], writers: Sequence[Tracker]) -> list[Tracker]:
+        """Check the hits of ``unchecked`` requests; returns those that hit a block of another prefix.
+
+        ``writers`` may have filled blocks since they were recorded.
+        """
+        left = list(unchecked)
+        for tracker in left:
+            tracker.extend_chain(tracker.num_local_blocks * self._block_tokens)
+        is_first = self._sees_grants
+        while True:
+            if not is_first:
+                for writer in writers:
+                    if writer.blocks and not writer.is_hit_unchecked:
+                        self.record(writer)
+            known = [tracker for tracker in left if self.know_hit(tracker)]
+            for tracker in known:
+                tracker.is_hit_unchecked = False
+            left = [tracker for tracker in left if tracker.is_hit_unchecked]
+            if not left or not (known or is_first):
+                break
+            is_first = False  # some hit blocks that others fill in this step
+        for tracker in left:
+            tracker.is_hit_unchecked = False
+            self.disown(tracker)
+        return left
 
     def clear(self) -> None:
         """Nothing is known of any block."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress, count, repeat
-from operator import attrgetter, is_not
+from operator import is_not
 
 from kvloft.plan.agenda import Agenda
 from kvloft.plan.announce import Announcer
@@ -21,18 +21,14 @@ from kvloft.plan.loads import Loading, plan_load
 from kvloft.plan.pins import Lease
 from kvloft.plan.queue import Queue
 from kvloft.plan.room import Room
-from kvloft.plan.saves import complete_blocks, due_chunks, longest, note_dropped, rewritten
+from kvloft.plan.saves import complete_blocks, due_chunks, its_id, longest, new_save, note_dropped, rewritten
 from kvloft.plan.tracker import NEVER, NOT_LOOKED, Tracker
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
-from kvloft.seam.plan import LAYOUT, Chunks, LoadPlan, SavePlan, StepPlan, StepReport
+from kvloft.seam.plan import LAYOUT, LoadPlan, SavePlan, StepPlan, StepReport
 from kvloft.seam.shape import ArenaSpec, CacheShape
 from kvloft.seam.store import KeyChain, Session
 from kvloft.seam.views import BoundaryState, LiveRequest, RequestView, StepView
-
-new_save: Callable[[tuple[ReqId, Chunks]], SavePlan] = partial(tuple.__new__, SavePlan)
-"""`SavePlan` of a pair: three times as fast as its own constructor."""
-its_id: Callable[[Tracker], ReqId] = attrgetter("req_id")
 
 
 class SchedulerCore:
@@ -69,7 +65,7 @@ class SchedulerCore:
         self._group, self._num_ranks, self._lookahead = shape.unit, shape.num_ranks, shape.lookahead
         self._groups = GroupedChunks(store, shape) if shape.is_grouped else None
         self._is_dense = self._groups is None or self._groups.is_dense
-        self._writers = BlockWriters()
+        self._writers = BlockWriters(self._group.block_tokens, sees_grants=not shape.is_grouped)
         self._has_drafter = bool(shape.lookahead) or draft_limit is not None
         self._draft_limit, self._announcer = draft_limit, announcer
         self._queue = Queue(
@@ -125,6 +121,8 @@ class SchedulerCore:
         keeps_kv = bool(tracker.blocks) and (
             list(tracker.blocks[:1]) == list(block_ids[:1]) if self._is_dense else live.num_computed_tokens > 0
         )
+        if live.req_id in self._scheduled:  # a reset preempted it since, and vLLM may have kept its blocks
+            self._writers.record(tracker)
         tracker.start_over(keeps_kv=keeps_kv)
         tracker.next_save = NOT_LOOKED
         tracker.blocks = block_ids if isinstance(block_ids, Tables) else list(block_ids)
@@ -176,15 +174,14 @@ class SchedulerCore:
         for req_id in view.preempted:
             if (tracker := self._trackers.get(req_id)) is None:
                 continue
-            # A reset preempts outside a step; such a request may be admitted again before this step names it.
-            if req_id in self._admitted:
+            if req_id in self._admitted:  # a reset preempted it outside a step, and it was admitted before this one names it
                 tracker.kv_outdated = False
             else:
-                self._note_writer(tracker)
+                self._writers.record(tracker)
                 tracker.start_over()
                 self._queue.line.leave(req_id)
         self._note_prompts(view)
-        self._drop_writers(view)
+        self._writers.drop_given(view, self._trackers, self._admitted)
         fenced = rewritten(view, self._store, self._group.block_tokens)
         saves = self._plan_saves(view) if self._saves_allowed else ()
         return self._finish_plan(tuple(saves), fenced)
@@ -309,63 +306,21 @@ class SchedulerCore:
             due.append(tracker)
             rows.append(row)
         if self._has_drafter:
-            self._note_writer(tracker)
+            self._writers.record(tracker)
             # What is not saved now may be by a later request, in whose prompt it is.
             tracker.next_save = min(tracker.next_save, frontier + self._group.block_tokens)
-
-    def _note_writer(self, tracker: Tracker) -> None:
-        """Record what the request has filled; with a drafter in each step, else when it is needed."""
-        if not (self._saves_allowed and tracker.blocks):
-            return
-        if tracker.is_hit_unchecked:
-            self._writers.disown(tracker)
-            return
-        if not (tracker.save_blocked or tracker.kv_outdated):
-            tracker.extend_chain(tracker.num_complete * self._group.block_tokens)
-        if tracker.save_blocked or tracker.kv_outdated:
-            self._writers.forget(tracker)
-        else:
-            self._writers.note(tracker)
-
-    def _drop_writers(self, view: StepView) -> None:
-        """Blocks were given to requests, which will write to them. Of several groups that is seen in each check."""
-        if self._groups is not None:
-            return
-        for tracker in filter(None, map(self._trackers.get, self._admitted)):
-            self._writers.drop(tracker.blocks[tracker.num_local_blocks :])
-        for new in view.new:
-            if new.req_id not in self._trackers:
-                self._writers.drop(new.block_ids)
-        for _, blocks in view.grown:
-            self._writers.drop(blocks)
 
     def _leave_out_strange_hits(self, due: list[Tracker], rows: list[SaveRow]) -> None:
         """Save nothing of requests for which vLLM had a block of another prefix: all that they compute depends on it."""
         admitted = filter(None, map(self._trackers.get, self._admitted))
-        unchecked = {tracker: None for tracker in (*due, *admitted) if tracker.is_hit_unchecked}
-        num_left = len(unchecked) + 1
-        while unchecked and len(unchecked) < num_left:  # some hit blocks that others of them compute in this step
-            num_left = len(unchecked)
-            unchecked = {tracker: None for tracker in unchecked if not self._knows_hit(tracker)}
-        for tracker in unchecked:
-            tracker.is_hit_unchecked, tracker.save_blocked = False, True
-            self._writers.disown(tracker)
-            if tracker in due:
-                nth = due.index(tracker)
+        if not (unchecked := dict.fromkeys(t for t in (*due, *admitted) if t.is_hit_unchecked)):
+            return
+        # Those that a reset preempted outside a step have a table that is not theirs until they are admitted again.
+        writers = [t for t in self._trackers.values() if t.req_id in self._scheduled or t.live.num_computed_tokens > 0]
+        for tracker in self._writers.find_strange(unchecked, writers):
+            tracker.save_blocked = True
+            for nth in [nth for nth, other in enumerate(due) if other is tracker]:
                 del due[nth], rows[nth]
-
-    def _knows_hit(self, tracker: Tracker) -> bool:
-        tracker.extend_chain(tracker.num_local_blocks * self._group.block_tokens)
-        is_known = self._groups is None and self._writers.know_hit(tracker)
-        if not is_known:
-            for other in self._trackers.values():
-                # A reset may have preempted it outside a step: its table is not its own until it is admitted again.
-                has_table = other.req_id in self._scheduled or other.live.num_computed_tokens > 0
-                if has_table and other is not tracker and not other.is_hit_unchecked:
-                    self._note_writer(other)
-            is_known = self._writers.know_hit(tracker)
-        tracker.is_hit_unchecked = not is_known
-        return is_known
 
     def _save(self, due: list[Tracker], rows: list[SaveRow], saves: list[SavePlan]) -> None:
         """Reserve frames for all that is due, in one call: every forward waits for this."""
@@ -378,7 +333,7 @@ class SchedulerCore:
         if self._announcer is not None:
             self._notes += [partial(self._announcer.note, tracker.live, row) for tracker, row in zip(due, rows, strict=True)]
         if self._has_drafter:
-            self._drop_others(due, rows, saves)
+            self._drop_others(saves)
 
     def _note_dropped(self, due: list[Tracker], rows: list[SaveRow], dropped: Sequence[int]) -> None:
         """Count chunks without a frame: tried again in the next step if the server was late, else with the next chunk."""
@@ -394,13 +349,11 @@ class SchedulerCore:
         if is_late:
             self._agenda.line_up(self._agenda.running, self._next_saves(self._agenda.running))
 
-    def _drop_others(self, due: list[Tracker], rows: list[SaveRow], saves: list[SavePlan]) -> None:
+    def _drop_others(self, saves: list[SavePlan]) -> None:
         """Give back saves of blocks that vLLM had, unless they are known to be of their request's own continuation."""
-        first = {tracker.req_id: row[3] * self._group.blocks_per_chunk for tracker, row in zip(due, rows, strict=True)}
         for save in list(saves):
             tracker = self._trackers[save.req_id]
-            has_local = first[save.req_id] < tracker.num_local_blocks
-            if has_local and not self._writers.are_its_own(tracker, save.chunks.block_ids()):
+            if tracker.num_local_blocks and not self._writers.are_its_own(tracker, save.chunks.block_ids()):
                 self._store.abort(save.chunks.tickets())
                 saves.remove(save)
                 tracker.save_blocked = True
@@ -500,7 +453,7 @@ class SchedulerCore:
         if tracker is not None:
             tracker.drop_lease()
             if tracker.live.num_computed_tokens > 0:
-                self._note_writer(tracker)
+                self._writers.record(tracker)
 
     def reset(self) -> None:
         """Forget every stored chunk, also those being saved; KV that requests hold from before now is not saved any more."""

@@ -69,8 +69,7 @@ class Room:
         return not self._needs or self._num_taken + need.own + more <= self.num_blocks
 
     def take(self, req_id: ReqId, need: Need) -> None:
-        """It is admitted with a load."""
-        self.give_back(req_id)
+        """It is admitted with a load; what it had taken before was given back."""
         self._needs[req_id] = need
         self._num_taken += need.own
         for stride in need.shared:

@@ -8,14 +8,21 @@ request's next chunk completes, or in the next step if only the server's answer 
 
 from __future__ import annotations
 
-from operator import add
+from collections.abc import Callable
+from functools import partial
+from operator import add, attrgetter
 
 from kvloft.plan.groups import GroupedChunks, SaveRow
 from kvloft.plan.tracker import NEVER, Tracker
-from kvloft.seam.ids import BlockId
+from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.plan import Chunks, SavePlan
 from kvloft.seam.shape import GroupShape
 from kvloft.seam.store import Session
 from kvloft.seam.views import StepView
+
+new_save: Callable[[tuple[ReqId, Chunks]], SavePlan] = partial(tuple.__new__, SavePlan)
+"""`SavePlan` of a pair: three times as fast as its own constructor."""
+its_id: Callable[[Tracker], ReqId] = attrgetter("req_id")
 
 
 def due_chunks(tracker: Tracker, group: GroupShape, frontier: int) -> SaveRow | None:
