@@ -65,7 +65,7 @@ class Scene:
     def run(self, engine: Engine) -> tuple[float, list[Result]]:
         """Seconds until all requests have ended, and what the generating ones said."""
         engine.ask(*[prompt.again() for prompt in WARM_UP])
-        generating = [request.again(skip_reading=True) for request in self.generating]
+        generating = [request.again() for request in self.generating]
         engine.add(*generating)
         engine.step(2)
         begin = time.monotonic()
