@@ -7,6 +7,7 @@ requests saved is found after a restart. Speeds are MiB/s, or multiples of the e
 
 import argparse
 import contextlib
+import statistics
 import sys
 import tempfile
 import time
@@ -26,8 +27,8 @@ NUM_HEADS = 8
 """Each with KV of its own."""
 TOKEN_BYTES = 2 * tiny.NUM_LAYERS * NUM_HEADS * tiny.HEAD_DIM * 4
 FILL_BATCH = 20
-NUM_GENERATING, GENERATED_TOKENS = 8, 256
-WARM_UP = [Req(random_ids(90_000 + i, 300), max_tokens=2) for i in range(8)]
+NUM_GENERATING, GENERATED_TOKENS = 8, 96
+WARM_UP = [Req(random_ids(90_000 + i, 300), max_tokens=2, skip_reading=True) for i in range(8)]
 """Unknown prompts, which show what the engine computes in a second."""
 
 
@@ -92,31 +93,31 @@ def plain(scene: Scene) -> tuple[float, float]:
         return seconds, sum(prompt.num_prompt_tokens for prompt in known) / (time.monotonic() - begin)
 
 
-def on_disk(scene: Scene, folder: Path, mib_s: float) -> dict[str, Any]:
-    """The same with kvloft and all known prompts on a disk of this speed, and nothing in host memory."""
-    with mounted(folder, size_mib=2400) as disk:
+def measure(scene: Scene, folder: Path, speed: str, rounds: int, say: Any) -> dict[str, Any]:
+    """With kvloft, all known prompts on a disk of this speed and none in host memory, in turns with vLLM alone, for a busy machine
+    changes. Times are medians.
+    """
+    pairs, found = [], 0.0
+    with mounted(folder / speed, size_mib=2400) as disk:
         path = disk.path / "kvloft"
         scene.fill(path)
-        with scene.engine(path) as engine, throttled(disk, engine.pid, mib_s):
-            seconds, results = scene.run(engine)
-            engine.flush()
-            stats = engine.store()
-        found = scene.found(path, results)
+        for nth in range(rounds):
+            plain_s, tokens_per_s = plain(scene)
+            prefill_mib_s = tokens_per_s * TOKEN_BYTES / 2**20
+            mib_s = prefill_mib_s * float(speed[:-1]) if speed.endswith("x") else float(speed)
+            with scene.engine(path) as engine, throttled(disk, engine.pid, mib_s):
+                seconds, results = scene.run(engine)
+                engine.flush()
+                stats = engine.store()
+            if not nth:
+                found = scene.found(path, results)
+            pairs.append((plain_s, seconds))
+            say(f"{speed}: {seconds:.1f} s, vLLM alone {plain_s:.1f} s, {stats['disk_reads']} reads")
+    plain_s, seconds = (statistics.median(column) for column in zip(*pairs, strict=True))
     names = ("disk_reads", "disk_writes", "disk_dropped", "disk_unwritten")
-    return {"mib_s": mib_s, "seconds": seconds, "found": found} | {name: stats.get(name) for name in names}
-
-
-def measure(scene: Scene, folder: Path, speeds: list[str], say: Any) -> dict[str, Any]:
-    """Each speed right after vLLM alone, for a busy machine changes."""
-    rows = []
-    for speed in speeds:
-        plain_s, tokens_per_s = plain(scene)
-        prefill_mib_s = tokens_per_s * TOKEN_BYTES / 2**20
-        mib_s = prefill_mib_s * float(speed[:-1]) if speed.endswith("x") else float(speed)
-        row = on_disk(scene, folder / speed, mib_s)
-        rows.append(row | {"speed": speed, "plain_s": plain_s, "ratio": row["seconds"] / plain_s, "prefill_mib_s": prefill_mib_s})
-        say(f"{speed}: {row['seconds']:.1f} s, vLLM alone {plain_s:.1f} s")
-    return {"rows": rows}
+    row = {"speed": speed, "mib_s": mib_s, "prefill_mib_s": prefill_mib_s, "found": found, "pairs": pairs}
+    row |= {"plain_s": plain_s, "seconds": seconds, "ratio": seconds / plain_s}
+    return row | {name: stats.get(name) for name in names}
 
 
 def judge(result: dict[str, Any]) -> list[str]:
@@ -135,6 +136,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--prompts", type=int, default=300, help="known prompts (default 300)")
     parser.add_argument("--tokens", type=int, default=300, help="tokens of each (default 300)")
+    parser.add_argument("--rounds", type=int, default=3, help="engines of each kind at each speed (default 3)")
     parser.add_argument("--speeds", nargs="+", default=["32", "2x", "100x"], help="MiB/s, or multiples of the prefill rate")
     parser.add_argument("--json", metavar="FILE", help="also write everything that was measured to FILE")
     args = parser.parse_args()
@@ -142,7 +144,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvloft-slow-disk-")))
         scene = Scene(stack, folder, args.prompts, args.tokens)
-        result = measure(scene, folder, args.speeds, lambda what: console.print(what))
+        result: dict[str, Any] = {"rows": [measure(scene, folder, speed, args.rounds, console.print) for speed in args.speeds]}
     table = Table("disk", "MiB/s", "prefill MiB/s", "vLLM s", "kvloft s", "ratio", "saves found", "reads", "unwritten")
     for row in result["rows"]:
         numbers = [f"{row[name]:.0f}" for name in ("mib_s", "prefill_mib_s")]
