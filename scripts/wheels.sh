@@ -1,25 +1,29 @@
 #!/usr/bin/env bash
-# Builds what is published into dist/: manylinux wheels for x86_64 and aarch64, and an sdist. Then installs and imports what this machine can run.
+# Builds what is published into dist/: an sdist and manylinux wheels: scripts/wheels.sh [x86_64] [aarch64] (both by default). Then checks
+# their metadata, and installs and imports what this machine can run.
 #
 # Needs Python, Rust and, for the other architecture, its Rust target (`rustup target add`); a target that is not installed is named and
 # left out, and the exit status is 1 unless ALLOW_MISSING=1. maturin and zig (the linker of both) come from PyPI. glibc 2.28 and newer.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
-ARCHES="x86_64 aarch64"
+ARCHES=${*:-x86_64 aarch64}
 TOOLS=.venv-wheels
 missing=()
 
 say() { printf '[%4ds] %s\n' "$SECONDS" "$*"; }
 has_target() { [ -d "$(rustc --print target-libdir --target "$1-unknown-linux-gnu" 2>/dev/null)" ]; }
 
-[ -x "$TOOLS/bin/maturin" ] && "$TOOLS/bin/python" -c 'import ziglang' 2>/dev/null || {
+[ -x "$TOOLS/bin/maturin" ] && "$TOOLS/bin/python" -c 'import ziglang, twine' 2>/dev/null || {
   say "installing maturin and zig into $TOOLS"
   "${PYTHON:-python3}" -m venv "$TOOLS"
-  "$TOOLS/bin/python" -m pip install --quiet --disable-pip-version-check 'maturin[zig]>=1.9.4,<2'
+  "$TOOLS/bin/python" -m pip install --quiet --disable-pip-version-check 'maturin[zig]>=1.9.4,<2' 'twine>=6' 'check-wheel-contents>=0.6'
 }
 PATH="$PWD/$TOOLS/bin:$PATH"
 rm -rf dist
+REVISION=rust/py/REVISION # what an sdist has of git; see rust/py/build.rs
+trap 'rm -f "$REVISION"' EXIT
+git rev-parse --short=12 HEAD >"$REVISION" 2>/dev/null || echo unknown >"$REVISION"
 
 say "sdist"
 maturin sdist --out dist
@@ -39,12 +43,19 @@ installed() {
   venv=$(mktemp -d)
   "${PYTHON:-python3}" -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$1"
+  "$venv/bin/kvloft" --version
   "$venv/bin/python" -c 'import kvloft, kvloft.plan, kvloft.config; from kvloft import _core; print(kvloft.__version__, _core.Session.__name__)'
   "$venv/bin/kvloft" config >/dev/null
   rm -rf "$venv"
 }
-say "installing and importing the wheel for $(uname -m)"
-installed dist/*"$(uname -m)".whl
+say "checking metadata and contents"
+twine check --strict dist/*
+for wheel in dist/*.whl; do [ ! -e "$wheel" ] || check-wheel-contents "$wheel"; done
+for wheel in dist/*"$(uname -m)".whl; do
+  [ -e "$wheel" ] || continue
+  say "installing and importing $wheel"
+  installed "$wheel"
+done
 say "installing and importing the sdist"
 installed dist/*.tar.gz
 ls -l dist

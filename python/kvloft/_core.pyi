@@ -23,6 +23,8 @@ class BusyError(StoreError):
 
 KEY_SCHEMA: Final[int]
 TRAILER_BYTES: Final[int]
+VERSION: Final[str]
+REVISION: Final[str]
 
 def namespace_digest(fields: Sequence[tuple[str, str]]) -> bytes:
     """32-byte fingerprint of (name, value) pairs; order does not matter, names must be unique."""

@@ -1,15 +1,21 @@
 """What all commands have in common before they do anything: standard streams that are closed, and Ctrl-C at any moment."""
 
+import importlib.metadata
 import os
+import re
 import signal
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import kvloft
+
+ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-m", "kvloft.cli"]
 INTERRUPTED = """
 import os, runpy, signal, sys
@@ -127,3 +133,17 @@ def test_ctrl_c_is_quiet_while_another_command_loads_its_modules(module: str, fo
 def interrupted(argv: list[str]) -> None:
     done = subprocess.run([sys.executable, "-c", INTERRUPTED, *argv], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (128 + signal.SIGINT, "", "")
+
+
+def test_version_is_cargos_and_names_the_revision() -> None:
+    cargo = tomllib.loads((ROOT / "Cargo.toml").read_text())["workspace"]["package"]["version"]
+    done = subprocess.run([*COMMAND, "--version"], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert re.fullmatch(rf"kvloft {re.escape(cargo)} \(([0-9a-f]{{7,40}}|unknown)\)\n", done.stdout)
+    assert kvloft.__version__ == importlib.metadata.version("kvloft") == cargo
+
+
+def test_without_a_command_it_prints_its_help() -> None:
+    bare, asked = (subprocess.run([*COMMAND, *argv], capture_output=True, text=True, timeout=120) for argv in ([], ["--help"]))
+    assert (bare.returncode, bare.stderr) == (0, "")
+    assert bare.stdout == asked.stdout and bare.stdout.startswith("usage: kvloft")

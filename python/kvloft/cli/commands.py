@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NoReturn
 
-from kvloft import __version__
 from kvloft.errors import NOT_WRITTEN, ConfigError
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """What is to be done, by ``argv`` or the process's own arguments. Exits with 2 over what is not known."""
-    own, flags = split_flags(list(sys.argv[1:] if argv is None else argv))
+    own, flags = split_flags(list(sys.argv[1:] if argv is None else argv) or ["--help"])
     try:
         args, rest = build_parser(own[0] if own else None).parse_known_args(own, argparse.Namespace(flags=flags))
     except SystemExit as e:
@@ -40,6 +39,19 @@ class _Parser(argparse.ArgumentParser):
             file.write(message)
         else:
             super()._print_message(message, file)
+
+
+class _Version(argparse.Action):
+    """Print version and revision. Loads the extension, which carries them, only when they are printed."""
+
+    def __init__(self, option_strings: list[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="print version and git revision")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from kvloft.version import BUILD
+
+        parser._print_message(f"kvloft {BUILD}\n", sys.stdout)  # noqa: SLF001 - as argparse prints its help
+        parser.exit()
 
 
 def run(args: argparse.Namespace) -> int:
@@ -104,7 +116,7 @@ def build_parser(name: str | None = None) -> argparse.ArgumentParser:
         description="Serve one cache to several engines; look at settings, models, the disk tier and speed on a GPU.",
         epilog="Exit status of each: 2 for a wrong argument or setting, 4 where the output cannot be written; see COMMAND --help.",
     )
-    parser.add_argument("--version", action="version", version=f"kvloft {__version__}")
+    parser.add_argument("--version", action=_Version)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
     for command in _commands(name):
         command.add_parser(subparsers)

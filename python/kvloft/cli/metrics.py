@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 from kvloft.errors import ConfigError
+from kvloft.version import BUILD_INFO_HELP, BUILD_LABELS
 
 # Of each namespace, with a label that says which; then of the server.
 COUNTERS: Final = {
@@ -135,6 +136,9 @@ class _Collector:
             for name, text in names.items():
                 if name in status["stats"]:  # of a disk, once it was looked at
                     yield families(f"kvloft_{name}", f"{text}.", value=status["stats"][name])
+        build = GaugeMetricFamily("kvloft_build_info", BUILD_INFO_HELP, labels=list(BUILD_LABELS))
+        build.add_metric(list(BUILD_LABELS.values()), 1)
+        yield build
         yield GaugeMetricFamily("kvloft_host_bytes", "Bytes of host memory.", value=status["host_bytes"])
         yield GaugeMetricFamily("kvloft_slab_bytes", "Bytes of a slab of it.", value=status["slab_bytes"])
         num_engines = sum(len(space["engines"]) for _, space in spaces)

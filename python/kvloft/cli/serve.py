@@ -16,7 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, Final
 
-from kvloft import __version__
 from kvloft.cli import metrics
 from kvloft.cli.background import in_background
 from kvloft.cli.log import Log, warn
@@ -25,6 +24,7 @@ from kvloft.config import KEYS, MAX_SOCKET_BYTES, OF_STORE, Config, describe, lo
 from kvloft.errors import ConfigError
 from kvloft.limits import tenant_limits
 from kvloft.machine import refuse_here, refuse_nodes, warnings
+from kvloft.version import BUILD
 
 COMMAND_LINE: Final = "command line"
 """As the origin of a setting."""
@@ -269,7 +269,7 @@ def _serve(
     begun()
     bounds = f"; {text}" if (text := rules(told)) else ""
     host, disk = size_text(config.host_size), _disk(config, trouble, is_told=told_at == _place(sys.stdout))
-    log.tell(f"kvloft {__version__} serves at unix:{config.socket}: host {host}, {disk}{bounds}")
+    log.tell(f"kvloft {BUILD} serves at unix:{config.socket}: host {host}, {disk}{bounds}")
     if end_metrics is not None:
         log.tell(f"metrics at {url}")
     _wait(is_over, server, linger_s, log)

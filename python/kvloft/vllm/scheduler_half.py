@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from kvloft import __version__, _core
+from kvloft import _core
 from kvloft.auto import look_after
 from kvloft.config import AUTO, Config, size_text
 from kvloft.errors import ConfigError
@@ -30,6 +30,7 @@ from kvloft.seam.plan import StepPlan
 from kvloft.seam.shape import CacheShape
 from kvloft.seam.views import RequestView
 from kvloft.store import arena_of, open_store
+from kvloft.version import BUILD
 from kvloft.vllm.events import EventWriter, announcer_of
 from kvloft.vllm.identity.adapters import AdapterNames
 from kvloft.vllm.identity.namespace import are_replaced, description_of, media_ids_are_counted, namespace_fields
@@ -173,7 +174,7 @@ class SchedulerHalf:
         num_found = self._store.stats().get("disk_used", 0)
         num_frames = arena.num_frames if arena is not None else 0
         tiers = tiers_text(config, shape, disk_path=disk_path, num_frames=num_frames, num_found=num_found)
-        logger.info("kvloft %s: namespace %s, %s", __version__, self._namespace.hex()[:16], tiers)
+        logger.info("kvloft %s: namespace %s, %s", BUILD, self._namespace.hex()[:16], tiers)
         logger.debug("kvloft namespace fields: %s", fields)
         for text in transfer_warnings(transfer):
             logger.warning("kvloft: %s", text)

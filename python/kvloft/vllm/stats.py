@@ -11,6 +11,8 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
+from kvloft.version import BUILD_INFO_HELP, BUILD_LABELS
+
 COUNTERS: dict[str, str] = {
     "load_tokens_host": "Tokens loaded from host memory",
     "load_tokens_disk": "Tokens loaded from disk",
@@ -88,6 +90,11 @@ class KVLoftPromMetrics(KVConnectorPromMetrics):
             for name, help_text in names.items():
                 metric = cls(name=f"vllm:kvloft_{name}", documentation=f"{help_text}.", labelnames=labelnames, **more)
                 self._metrics[name] = {engine: metric.labels(*values) for engine, values in per_engine_labelvalues.items()}
+        build = self._gauge_cls(
+            name="vllm:kvloft_build_info", documentation=BUILD_INFO_HELP, labelnames=[*labelnames, *BUILD_LABELS], **newest
+        )
+        for values in per_engine_labelvalues.values():
+            build.labels(*values, *BUILD_LABELS.values()).set(1)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for name, value in transfer_stats_data.items():

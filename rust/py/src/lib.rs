@@ -31,4 +31,8 @@ mod _core {
     const KEY_SCHEMA: u32 = kvloft_core::key::KEY_SCHEMA;
     #[pymodule_export]
     const TRAILER_BYTES: usize = kvloft_core::io::TRAILER_BYTES;
+    #[pymodule_export]
+    const VERSION: &str = env!("CARGO_PKG_VERSION");
+    #[pymodule_export]
+    const REVISION: &str = env!("KVLOFT_REVISION");
 }

@@ -44,7 +44,7 @@ def compile_kernels(arch: str, vec_bytes: int, cache_dir: Path | None = None, *,
     except ImportError as error:
         raise KernelError(
             f"kvloft compiles its GPU kernels with NVRTC, and a package for that is missing ({error}): "
-            "pip install 'cuda-core>=1' nvidia-cuda-nvrtc"
+            "pip install 'kvloft[cu13]', or kvloft[cu12] where torch was built for CUDA 12"
         ) from error
     defined = [("KVLOFT_VEC_BYTES", str(vec_bytes)), *macros]
     options = ProgramOptions(name="kvloft_chunks", arch=arch, std="c++17", lineinfo=True, define_macro=defined)

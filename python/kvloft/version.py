@@ -1,0 +1,12 @@
+"""Version and git revision of this build. The version's only source is Cargo.toml; the extension carries both."""
+
+from typing import Final
+
+from kvloft._core import REVISION, VERSION
+
+__all__ = ["BUILD", "BUILD_INFO_HELP", "BUILD_LABELS", "VERSION"]
+
+BUILD: Final = f"{VERSION} ({REVISION})"
+# Of the metric `kvloft_build_info`, whose value is always 1.
+BUILD_INFO_HELP: Final = "Version and git revision of kvloft; the value is always 1."
+BUILD_LABELS: Final = {"version": VERSION, "revision": REVISION}
