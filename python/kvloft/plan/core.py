@@ -337,16 +337,10 @@ class SchedulerCore:
 
     def _note_dropped(self, due: list[Tracker], rows: list[SaveRow], dropped: Sequence[int]) -> None:
         """Count chunks without a frame: tried again in the next step if the server was late, else with the next chunk."""
-        is_late = self._store.is_save_late
-        for tracker, row, num_chunks in zip(due, rows, dropped, strict=True):
-            if not num_chunks:
-                continue
-            self.counters["save_dropped_chunks"] += num_chunks
-            if is_late:
-                tracker.saved_chunks, tracker.tail_blocks, tracker.next_save = row[3], 0, 0
-            else:
-                note_dropped(tracker, self._groups or self._store, self._group)
-        if is_late:
+        self.counters["save_dropped_chunks"] += sum(dropped)
+        for tracker, row in compress(zip(due, rows, strict=True), dropped):
+            note_dropped(tracker, row, self._groups or self._store, self._group, is_late=self._store.is_save_late)
+        if self._store.is_save_late:
             self._agenda.line_up(self._agenda.running, self._next_saves(self._agenda.running))
 
     def _drop_others(self, saves: list[SavePlan]) -> None:
@@ -419,21 +413,17 @@ class SchedulerCore:
                     self._store.discard(damaged)
                 self.counters["verify_failures"] += len(damaged)
                 self.counters["layout_mismatches"] += len(result.bad_keys) - len(damaged)
-            if has_failed := bool(result.bad_keys) or result.failed:
+            if result.bad_keys or result.failed:
                 self._queue.flights.pop(result.req_id, None)
                 if (tracker := self._trackers.get(result.req_id)) is not None:
                     tracker.fail_load()
                     tracker.saved_chunks = 0
             if (loading := self._loads.get(result.load_id)) is None:
                 continue
-            loading.has_failed |= has_failed
-            loading.is_other_layout |= any(problem == LAYOUT for _, problem in result.bad_keys)
-            loading.num_ranks_left -= 1
-            if not loading.num_ranks_left:
+            if loading.take_in(result):
                 del self._loads[result.load_id]
-                if loading.lease is not None:
-                    loading.lease.release()
-                if (loading.is_tried or loading.has_failed) and not loading.is_other_layout:
+                loading.unpin()
+                if loading.says_whether_copies_work:
                     self._count_copies(failed=loading.has_failed)
 
     def _count_copies(self, *, failed: bool) -> None:
@@ -500,8 +490,7 @@ class SchedulerCore:
         self._queue.flights.clear()
         self._trackers.clear()
         for loading in self._loads.values():
-            if loading.lease is not None:
-                loading.lease.release()
+            loading.unpin()
         self._loads.clear()
         self._queued_loads.clear()
 

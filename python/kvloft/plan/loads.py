@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from kvloft.plan.pins import Lease
 from kvloft.plan.tracker import Tracker
 from kvloft.seam.batch import ChunkBatch, GroupBatches
-from kvloft.seam.plan import LoadPlan
+from kvloft.seam.plan import LAYOUT, LoadPlan, LoadResult
 
 
 @dataclass(slots=True)
@@ -22,6 +22,22 @@ class Loading:
     """On some rank nothing was copied, or other bytes than were saved."""
     is_other_layout: bool = False
     """Some chunk has another engine's memory layout: a difference of settings, not damage."""
+
+    def take_in(self, result: LoadResult) -> bool:
+        """Note what one rank reports; returns whether all have."""
+        self.has_failed |= bool(result.bad_keys) or result.failed
+        self.is_other_layout |= any(problem == LAYOUT for _, problem in result.bad_keys)
+        self.num_ranks_left -= 1
+        return self.num_ranks_left == 0
+
+    @property
+    def says_whether_copies_work(self) -> bool:
+        """Whether it counts for the circuit breaker."""
+        return (self.is_tried or self.has_failed) and not self.is_other_layout
+
+    def unpin(self) -> None:
+        if self.lease is not None:
+            self.lease.release()
 
 
 def plan_load(tracker: Tracker, block_tokens: int, num_tokens: int, load_id: int) -> tuple[LoadPlan, Lease | None, dict[str, int]]:

@@ -80,14 +80,16 @@ def complete_blocks(tracker: Tracker, num_tokens: int, frontier: int, block_toke
     return min(num_known // block_tokens, len(tracker.blocks))
 
 
-def note_dropped(tracker: Tracker, store: Session | GroupedChunks, group: GroupShape) -> None:
-    """Some of the last row's chunks found no frame: go on from what is really there when the next chunk completes.
-
-    The host part may have shrunk under us.
+def note_dropped(tracker: Tracker, row: SaveRow, store: Session | GroupedChunks, group: GroupShape, *, is_late: bool) -> None:
+    """Some of the row's chunks found no frame. Save from what is stored when the next chunk completes, for the host part may
+    have shrunk; if only the server's answer ``is_late``, the same row in the next step.
     """
-    host_blocks, _ = store.lookup(tracker.chain)
-    tracker.saved_chunks = min(tracker.saved_chunks, host_blocks // group.blocks_per_chunk)
     tracker.tail_blocks = 0
+    if is_late:
+        tracker.saved_chunks, tracker.next_save = row[3], 0
+    else:
+        host_blocks, _ = store.lookup(tracker.chain)
+        tracker.saved_chunks = min(tracker.saved_chunks, host_blocks // group.blocks_per_chunk)
 
 
 def longest(view: StepView) -> int:
