@@ -138,6 +138,9 @@ def test_the_start_line_is_in_units_and_numbers_as_people_write_them() -> None:
     assert tiers_text(config, unequal, disk_path=None, num_frames=1, num_found=0).startswith(
         "chunks of 64 tokens (1 to 2 blocks, 8 KiB), "
     )
+    opening = tiers_text(config, shape_of(32, 1, 132 << 10), disk_path="/cache", num_frames=1, num_found=None)
+    assert "not open yet" in opening
+    assert "found" not in opening
     assert "up to 1 GiB with 0 chunks found" in tiers_text(
         config, shape_of(1, 1, 4096), disk_path="/cache", num_frames=2, num_found=0
     )

@@ -83,8 +83,11 @@ ONE_S_OWN_WEIGHTS = (
 )
 
 
-def tiers_text(config: Config, shape: CacheShape, *, disk_path: str | None, num_frames: int, num_found: int) -> str:
-    """What the log says at start about chunks and tiers; ``num_found`` chunks were in this engine's ``disk_path`` already."""
+def tiers_text(config: Config, shape: CacheShape, *, disk_path: str | None, num_frames: int, num_found: int | None) -> str:
+    """What the log says at start about chunks and tiers.
+
+    ``num_found`` chunks were in this engine's ``disk_path`` already; None if the disk tier is not open yet.
+    """
     counts = sorted({group.blocks_per_chunk for group in shape.groups})
     blocks = _count(counts[0], "block") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} blocks"
     chunk = f"{_count(shape.main_group.chunk_tokens, 'token')} ({blocks}, {size_text(shape.frame_bytes)})"
@@ -93,7 +96,8 @@ def tiers_text(config: Config, shape: CacheShape, *, disk_path: str | None, num_
     host = f"host {size_text(config.host_size)} in {_count(num_frames, 'frame')}"
     disk = "no disk"
     if disk_path:
-        disk = f"disk {disk_path} up to {size_text(config.disk_size)} with {_count(num_found, 'chunk')} found"
+        found = "not open yet" if num_found is None else f"with {_count(num_found, 'chunk')} found"
+        disk = f"disk {disk_path} up to {size_text(config.disk_size)} {found}"
     return f"chunks of {chunk}, {host}, {disk}, eviction {config.eviction}"
 
 
@@ -171,7 +175,8 @@ class SchedulerHalf:
             settle([POOL_RESET])
             listen(POOL_RESET, self.hear_pool_reset)
             self._writer = EventWriter([group.kv_cache_spec for group in ranks[0].kv_cache_groups], shape)
-        num_found = self._store.stats().get("disk_used", 0)
+        stats = self._store.stats()
+        num_found = None if stats.get("disk_broken") else stats.get("disk_used", 0)
         num_frames = arena.num_frames if arena is not None else 0
         tiers = tiers_text(config, shape, disk_path=disk_path, num_frames=num_frames, num_found=num_found)
         logger.info("kvloft %s: namespace %s, %s", BUILD, self._namespace.hex()[:16], tiers)

@@ -61,7 +61,7 @@ fn told(store: &Store) -> String {
 fn a_disk_that_takes_long_to_open_keeps_no_store_from_its_memory_and_is_used_once_it_opened() {
     let disk = Slow::new();
     let store = disk.open().unwrap(); // it does not wait for the disk, or it would have it
-    assert!(told(&store).contains("has not opened within 1 s, so there is host memory only"));
+    assert!(told(&store).contains("has not opened within 1 s; using host memory only"));
     assert_eq!(save(&store, &arena_of(&store), &chain(&[1, 2, 3]), range(0, 3, 0)), 3);
     assert_eq!(store.lookup(&chain(&[1, 2, 3])).stored_blocks, 3);
     assert!(disk.tier.chunks().is_empty());
@@ -69,6 +69,7 @@ fn a_disk_that_takes_long_to_open_keeps_no_store_from_its_memory_and_is_used_onc
     assert!(store.flush(LONG));
     assert_eq!(disk.tier.chunks().len(), 3);
     assert_eq!(disk.num_tries.load(Ordering::SeqCst), 1, "the first try was not thrown away");
+    assert_eq!(told(&store), "the disk tier is open now, with 0 chunks; it is used again");
     store.check().unwrap();
 }
 
@@ -81,11 +82,12 @@ fn what_a_late_try_fails_of_is_told_and_tried_again() {
     let mut all = String::new();
     until("it is told", || {
         all += &told(&store);
-        all.contains("cannot be opened, so there is host memory only until it can: another has it")
+        all.contains("cannot be opened; using host memory only and retrying: another has it")
     });
     disk.answers.send(Ok(())).unwrap();
     save(&store, &arena_of(&store), &chain(&[1]), range(0, 1, 0));
     until("it is open", || store.flush(LONG));
+    assert_eq!(told(&store).matches("is open now").count(), 1);
     assert_eq!((disk.tier.chunks().len(), disk.num_tries.load(Ordering::SeqCst)), (1, 2));
 }
 
@@ -106,6 +108,6 @@ fn a_setting_that_can_never_work_is_an_error_at_once_and_another_failure_is_not(
     assert_eq!(disk.open().unwrap_err().kind(), ErrorKind::InvalidConfig);
     disk.answers.send(Err(Error::new(ErrorKind::Io, "no luck"))).unwrap();
     let store = disk.open().unwrap();
-    assert!(told(&store).contains("until it can: no luck"));
+    assert!(told(&store).contains("retrying: no luck"));
     disk.answers.send(Ok(())).unwrap(); // for the next try, or the end
 }

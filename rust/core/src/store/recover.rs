@@ -15,6 +15,9 @@ impl State {
     /// The tier is there and holds `found`, parents before children; false if there is no use for it any more.
     pub(super) fn attach(&mut self, mut found: Vec<DiskEntry>) -> bool {
         self.disk.attached = Attached::Yes;
+        if !std::mem::take(&mut self.disk.told).is_empty() {
+            self.tell(format!("the disk tier is open now, with {} chunks; it is used again", found.len()));
+        }
         if self.disk.clearing == Clearing::No {
             found.reverse();
             self.disk.found = found;
@@ -27,7 +30,7 @@ impl State {
         self.disk.attached = Attached::NotBefore(self.now + wait);
         if self.disk.told != why {
             why.clone_into(&mut self.disk.told);
-            self.tell(format!("the disk tier cannot be opened, so there is host memory only until it can: {why}"));
+            self.tell(format!("the disk tier cannot be opened; using host memory only and retrying: {why}"));
         }
     }
 
@@ -35,9 +38,9 @@ impl State {
     pub(super) fn open_later(&mut self, waited: Duration) {
         self.disk.attached = Attached::NotBefore(self.now);
         let seconds = waited.as_secs();
-        self.tell(format!(
-            "the disk tier has not opened within {seconds} s, so there is host memory only until it has"
-        ));
+        self.disk.told =
+            format!("the disk tier has not opened within {seconds} s; using host memory only until it has");
+        self.tell(self.disk.told.clone());
     }
 
     /// Whether the caller should open the tier now; then `attach` or `postpone` must follow.
