@@ -1,12 +1,18 @@
-"""examples/deploy for containers: what kvloft is told there are its own options and settings, and both sides find one socket.
+"""examples/deploy: the files use options and settings that kvloft has, and server and engines share one socket.
 
-The files follow the specifications of compose and of Kubernetes, as tools read them that others made.
+The files follow the specifications of compose and Kubernetes, as checked by other projects' tools. The systemd unit's
+command is started with the directories that systemd would make.
 """
 
 import argparse
 import json
+import os
+import re
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +21,12 @@ import kubernetes_validate
 import pytest
 import yaml
 
+import kvloft
 from kvloft.cli import metrics, serve
 from kvloft.cli.commands import build_parser
 from kvloft.config import load_config
 
+KVLOFT = [sys.executable, "-m", "kvloft.cli"]
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
 
 
@@ -31,23 +39,35 @@ class Container:
     grace_s: int
 
 
+def default(part: str) -> str:
+    """Replace ``${NAME:-value}`` as compose does where NAME is not set."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", part)
+
+
 def of_compose() -> list[Container]:
     found = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     containers = []
     for service in found["services"].values():
         mounts = {inside: name for name, inside in (volume.split(":") for volume in service["volumes"])}
         assert set(mounts.values()) <= set(found["volumes"])
-        containers.append(Container(service["command"], mounts, int(service["stop_grace_period"].removesuffix("s"))))
+        argv = [default(part) for part in (*service["entrypoint"], *service["command"])]
+        containers.append(Container(argv, mounts, int(service["stop_grace_period"].removesuffix("s"))))
     return containers
+
+
+def manifests() -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
 
 
 def of_kubernetes() -> list[Container]:
     containers = []
-    for document in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()):
+    for document in manifests():
+        if document["kind"] == "PersistentVolumeClaim":
+            continue
         template = document["spec"]["template"]
         assert document["spec"]["selector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
         spec = template["spec"]
-        paths = {volume["name"]: volume["hostPath"]["path"] for volume in spec["volumes"]}
+        paths = {volume["name"]: volume.get("hostPath", {}).get("path", volume["name"]) for volume in spec["volumes"]}
         for one in spec["containers"]:
             mounts = {mount["mountPath"]: paths[mount["name"]] for mount in one["volumeMounts"]}
             containers.append(Container([*one["command"], *one["args"]], mounts, spec["terminationGracePeriodSeconds"]))
@@ -83,12 +103,43 @@ def test_a_server_and_engines_share_a_socket(containers: list[Container]) -> Non
         assert engine.grace_s > int(engine.argv[engine.argv.index("--shutdown-timeout") + 1])
 
 
-def test_the_readiness_probe_is_a_command_of_kvlofts() -> None:
-    daemon = next(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
-    (container,) = daemon["spec"]["template"]["spec"]["containers"]
-    program, *argv = container["readinessProbe"]["exec"]["command"]
+def test_every_probe_has_a_timeout_and_asks_the_server_at_its_socket() -> None:
+    (server,), (engine,) = (
+        document["spec"]["template"]["spec"]["containers"] for document in manifests() if "selector" in document["spec"]
+    )
+    probes = [one[name] for one in (server, engine) for name in one if name.endswith("Probe")]
+    assert len(probes) == 4
+    assert all(probe["timeoutSeconds"] >= 5 for probe in probes), "kubernetes' own is 1 s, and kvloft status takes most of that"
+    program, *argv = server["readinessProbe"]["exec"]["command"]
     assert program == "kvloft"
-    assert parsed(argv).socket == parsed([*container["command"], *container["args"]][1:]).socket
+    assert parsed(argv).socket == parsed([*server["command"], *server["args"]][1:]).socket
+
+
+def test_composes_health_check_asks_the_server_at_its_socket() -> None:
+    service = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["kvloft"]
+    kind, program, *argv = service["healthcheck"]["test"]
+    assert (kind, program) == ("CMD", "kvloft")
+    assert f"--socket={parsed(argv).socket}" in service["command"]
+
+
+def test_an_image_whose_entrypoint_is_vllm_serve_starts_both() -> None:
+    """vLLM's image has the entrypoint `vllm serve`: each service names its program, and the command has arguments only."""
+    services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
+    assert [service["entrypoint"] for service in services.values()] == [["kvloft", "serve"], ["vllm", "serve"], ["vllm", "serve"]]
+    assert services["kvloft"]["command"][0].startswith("--") and services["engine-0"]["command"][0].startswith("${MODEL")
+
+
+def test_the_production_stacks_engines_use_the_daemon_sets_socket() -> None:
+    values = yaml.safe_load((DEPLOY / "production-stack.yaml").read_text())
+    server = of_kubernetes()[0]
+    (model,) = values["servingEngineSpec"]["modelSpec"]
+    config = transfer_config(model["vllmConfig"]["extraArgs"])
+    socket = load_config(config["kv_connector_extra_config"]).server
+    assert socket == serve.settings(parsed(server.argv[1:])).server is not None
+    (volume,), (mount,) = model["extraVolumes"], model["extraVolumeMounts"]
+    assert server.mounts[mount["mountPath"]] == volume["hostPath"]["path"]
+    assert volume["name"] == mount["name"]
+    assert model["vllmConfig"]["enablePrefixCaching"], "the chart's default turns it off"
 
 
 def of_compose_spec(path: Path) -> int:
@@ -105,11 +156,66 @@ def test_the_compose_file_follows_its_specification(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("version", ["1.28", kubernetes_validate.latest_version()])
 def test_kubernetes_understands_the_manifests(version: str) -> None:
-    documents = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
-    assert [document["kind"] for document in documents] == ["DaemonSet", "Deployment"]
+    documents = manifests()
+    assert [document["kind"] for document in documents] == ["DaemonSet", "PersistentVolumeClaim", "Deployment"]
     for document in documents:
         kubernetes_validate.validate(document, version, strict=True)
+        if document["kind"] == "PersistentVolumeClaim":
+            continue
         spec = document["spec"]["template"]["spec"]
         spec["terminationGrace"] = spec.pop("terminationGracePeriodSeconds")
         with pytest.raises(kubernetes_validate.ValidationError):
             kubernetes_validate.validate(document, version, strict=True)
+
+
+UNIT = (DEPLOY / "kvloft.service").read_text()
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
+def test_systemd_understands_the_unit(tmp_path: Path) -> None:
+    assert verified(tmp_path, UNIT) == ""
+    assert "sometimes" in verified(tmp_path, UNIT.replace("Restart=on-failure", "Restart=sometimes")), "it sees mistakes"
+
+
+def verified(folder: Path, text: str) -> str:
+    unit = folder / "kvloft.service"
+    unit.write_text(text.replace("/opt/kvloft/bin/kvloft", "/bin/true"))
+    argv, env = ["systemd-analyze", "verify", str(unit)], os.environ | {"XDG_RUNTIME_DIR": str(folder)}
+    return subprocess.run(argv, capture_output=True, text=True, timeout=60, env=env).stderr
+
+
+def unit_command(run: Path, cache: Path) -> list[str]:
+    """The unit's command, with these directories in place of /run and /var/cache, and with small sizes."""
+    (line,) = re.findall(r"^ExecStart=/opt/kvloft/bin/kvloft (.*)$", UNIT, re.MULTILINE)
+    for written, here in {"%t": str(run), "%C": str(cache), "64GiB": "16MiB", "500GiB": "64MiB", "9180": "0"}.items():
+        assert written in line
+        line = line.replace(written, here)
+    return [*KVLOFT, *line.split()]
+
+
+def test_the_units_command_starts_in_the_directories_that_systemd_makes() -> None:
+    """systemd makes RuntimeDirectory below %t and CacheDirectory below %C, for the unit's user only."""
+    lines = {f"{kind}Directory{rest}" for kind in ("Runtime", "Cache") for rest in ("=kvloft", "Mode=0700")}
+    assert lines <= set(UNIT.splitlines())
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:  # a socket's path is short
+        run, cache = Path(folder, "run"), Path(folder, "cache")
+        for made in (run / "kvloft", cache / "kvloft"):
+            made.mkdir(parents=True, mode=0o700)
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        with subprocess.Popen(unit_command(run, cache), **pipes) as server:
+            assert server.stdout is not None
+            try:
+                assert f"unix:{run}/kvloft/kvloft.sock" in server.stdout.readline()
+                status = [*KVLOFT, "status", "--socket", f"{run}/kvloft/kvloft.sock"]
+                assert subprocess.run(status, capture_output=True, timeout=120, check=False).returncode == 0
+                assert (cache / "kvloft" / "disk").is_dir()
+                server.send_signal(signal.SIGTERM)
+                server.stdout.read()
+                assert server.wait(timeout=120) == 0
+            finally:
+                server.kill()
+
+
+def test_the_image_installs_this_version() -> None:
+    (version,) = re.findall(r'^ARG KVLOFT="kvloft\[cu13\]==(.*)"$', (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert version == kvloft.__version__

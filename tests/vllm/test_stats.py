@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kvloft.version import BUILD_LABELS
 from kvloft.vllm.connector import KVLoftConnector
 from kvloft.vllm.scheduler_half import SchedulerHalf
 from kvloft.vllm.stats import COUNTERS, GAUGES, KVLoftStats
@@ -107,3 +108,4 @@ def test_every_name_reaches_prometheus() -> None:
     assert value("vllm:kvloft_pins", {"engine": "0"}) == 1
     assert all(value(f"vllm:kvloft_{name}_total", {"engine": "0"}) for name in COUNTERS)
     assert all(value(f"vllm:kvloft_{name}", {"engine": "0"}) for name in GAUGES)
+    assert value("vllm:kvloft_build_info", {"engine": "0", **BUILD_LABELS}) == 1
