@@ -11,6 +11,7 @@ import pytest
 from batches import reserve
 
 from kvloft import _core
+from kvloft.cli import inspect
 from kvloft.cli.__main__ import main
 
 PACE = float(os.environ.get("TEST_PACE", "1"))
@@ -249,3 +250,10 @@ def test_a_lock_that_cannot_be_opened_is_no_setting_of_verify(folder: Path, caps
     (folder / "lock").symlink_to("elsewhere")
     assert main(["verify", str(folder)]) == 2
     assert capsys.readouterr().err.startswith(f"kvloft: cannot open the lock file of {folder}: ")
+
+
+@pytest.mark.parametrize("description", ["\x1b[2Jmodel", json.dumps({"model": "\x1b]0;title\x07", "\x9b": "\n"})])
+def test_control_characters_in_a_description_are_escaped(description: str) -> None:
+    shown = inspect.describe(description)
+    assert shown.isprintable()
+    assert "\\x" in shown

@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     console.print(namespace_table(namespaces))
     for n in namespaces:
-        for text, style in ((n["problem"], "red"), (describe(n["description"]), None)):
+        for text, style in ((printable(n["problem"] or ""), "red"), (describe(n["description"]), None)):
             if text:
                 console.print(f"{n['namespace']}: {text}", highlight=False, markup=False, style=style)
     total = sum(n["bytes"] for n in namespaces)
@@ -119,7 +119,14 @@ def describe(description: str) -> str:
 def fields_of(description: str) -> dict[str, str] | str:
     """A namespace's fields that say something; any other text as it is."""
     fields = _fields(description)
-    return {k: v for k, v in fields.items() if v not in ("", "''", "None")} if fields else description
+    if not fields:
+        return printable(description)
+    return {printable(k): printable(str(v)) for k, v in fields.items() if v not in ("", "''", "None")}
+
+
+def printable(text: str) -> str:
+    """``text`` with control characters escaped: what a file or another process says must not steer the terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 def _fields(description: str) -> dict[str, str] | None:
