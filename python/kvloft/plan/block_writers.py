@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import repeat
 
+from kvloft.plan.groups import SaveRow
 from kvloft.plan.tracker import Tracker
 from kvloft.seam.batch import Tables
 from kvloft.seam.ids import BlockId, ReqId
+from kvloft.seam.plan import SavePlan
 from kvloft.seam.views import StepView
 
 
@@ -78,6 +80,28 @@ class BlockWriters:
         for _, blocks in view.grown:
             self.drop(blocks)
 
+    def leave_out_strange_hits(
+        self,
+        due: tuple[list[Tracker], list[SaveRow]],
+        trackers: Mapping[ReqId, Tracker],
+        admitted: Iterable[ReqId],
+        scheduled: Mapping[ReqId, int],
+    ) -> None:
+        """Save nothing of requests for which vLLM had a block of another prefix: all that they compute depends on it.
+
+        ``due``: trackers and their rows, from which those are removed.
+        """
+        requests, rows = due
+        candidates = (*requests, *filter(None, map(trackers.get, admitted)))
+        if not (unchecked := dict.fromkeys(tracker for tracker in candidates if tracker.is_hit_unchecked)):
+            return
+        # A request that a reset preempted outside a step has a table that is not its own until it is admitted again.
+        writers = [t for t in trackers.values() if t.req_id in scheduled or t.live.num_computed_tokens > 0]
+        for tracker in self.find_strange(unchecked, writers):
+            tracker.save_blocked = True
+            for nth in [nth for nth, other in enumerate(requests) if other is tracker]:
+                del requests[nth], rows[nth]
+
     def find_strange(self, unchecked: Iterable[Tracker], writers: Sequence[Tracker]) -> list[Tracker]:
         """Check the hits of ``unchecked`` requests; returns those that hit a block of another prefix.
 
@@ -124,6 +148,16 @@ class BlockWriters:
             return None not in written
         wanted = [key for key in map(tracker.chain.key, range(tracker.num_local_blocks)) for _ in repeat(None, size)]
         return written == wanted
+
+    def find_others(self, saves: Iterable[SavePlan], trackers: Mapping[ReqId, Tracker]) -> list[SavePlan]:
+        """Return the saves of blocks that vLLM had and another continuation wrote; their requests save nothing further."""
+        requests = [(save, trackers[save.req_id]) for save in saves]
+        found = [
+            pair for pair in requests if pair[1].num_local_blocks and not self.are_its_own(pair[1], pair[0].chunks.block_ids())
+        ]
+        for _, tracker in found:
+            tracker.save_blocked = True
+        return [save for save, _ in found]
 
     def are_its_own(self, tracker: Tracker, blocks: Sequence[BlockId]) -> bool:
         """Return True if those of ``blocks`` that vLLM had were written for the request's own continuation."""

@@ -243,7 +243,7 @@ class SchedulerCore:
             if (tracker := trackers.get(req_id)) is not None:
                 tracker.blocks += blocks
         self._look_at_running(view, *due)
-        self._leave_out_strange_hits(*due)
+        self._writers.leave_out_strange_hits(due, trackers, self._admitted, scheduled)
         if due[0]:
             self._save(*due, saves)
         if new_ids := [new.req_id for new in view.new]:
@@ -310,18 +310,6 @@ class SchedulerCore:
             # What is not saved now may be by a later request, in whose prompt it is.
             tracker.next_save = min(tracker.next_save, frontier + self._group.block_tokens)
 
-    def _leave_out_strange_hits(self, due: list[Tracker], rows: list[SaveRow]) -> None:
-        """Save nothing of requests for which vLLM had a block of another prefix: all that they compute depends on it."""
-        admitted = filter(None, map(self._trackers.get, self._admitted))
-        if not (unchecked := dict.fromkeys(t for t in (*due, *admitted) if t.is_hit_unchecked)):
-            return
-        # Those that a reset preempted outside a step have a table that is not theirs until they are admitted again.
-        writers = [t for t in self._trackers.values() if t.req_id in self._scheduled or t.live.num_computed_tokens > 0]
-        for tracker in self._writers.find_strange(unchecked, writers):
-            tracker.save_blocked = True
-            for nth in [nth for nth, other in enumerate(due) if other is tracker]:
-                del due[nth], rows[nth]
-
     def _save(self, due: list[Tracker], rows: list[SaveRow], saves: list[SavePlan]) -> None:
         """Reserve frames for all that is due, in one call: every forward waits for this."""
         reserved, dropped = (self._groups or self._store).reserve_all(rows)
@@ -333,7 +321,9 @@ class SchedulerCore:
         if self._announcer is not None:
             self._notes += [partial(self._announcer.note, tracker.live, row) for tracker, row in zip(due, rows, strict=True)]
         if self._has_drafter:
-            self._drop_others(saves)
+            for save in self._writers.find_others(saves, self._trackers):
+                self._store.abort(save.chunks.tickets())
+                saves.remove(save)
 
     def _note_dropped(self, due: list[Tracker], rows: list[SaveRow], dropped: Sequence[int]) -> None:
         """Count chunks without a frame: tried again in the next step if the server was late, else with the next chunk."""
@@ -342,15 +332,6 @@ class SchedulerCore:
             note_dropped(tracker, row, self._groups or self._store, self._group, is_late=self._store.is_save_late)
         if self._store.is_save_late:
             self._agenda.line_up(self._agenda.running, self._next_saves(self._agenda.running))
-
-    def _drop_others(self, saves: list[SavePlan]) -> None:
-        """Give back saves of blocks that vLLM had, unless they are known to be of their request's own continuation."""
-        for save in list(saves):
-            tracker = self._trackers[save.req_id]
-            if tracker.num_local_blocks and not self._writers.are_its_own(tracker, save.chunks.block_ids()):
-                self._store.abort(save.chunks.tickets())
-                saves.remove(save)
-                tracker.save_blocked = True
 
     def _take_tables(self, tracker: Tracker) -> bool:
         """Have the request's tables as they are in this step; where they are not told, it keeps those of before and saves later."""
