@@ -227,3 +227,6 @@ impl Shared {
         }
     }
 }
+
+#[cfg(test)]
+mod tests;

@@ -19,7 +19,7 @@ use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, Progress, SaveRange};
 use kvloft_core::{ChunkKey, ErrorKind};
 use kvloft_wire::message::{
-    Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentAnchors, SentPrefixes, SentRange, VERSION,
+    Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, SentAnchors, SentPrefixes, SentRange, VERSION,
 };
 use kvloft_wire::{Remote, RemoteConfig, Server, status};
 
@@ -254,6 +254,25 @@ fn a_directory_where_others_may_write_is_refused() {
     assert_eq!(Server::open(server_config(dir.path())).expect_err("not private").kind(), ErrorKind::InvalidConfig);
 }
 
+/// A client that sends questions and takes no answers.
+#[test]
+fn a_client_that_reads_nothing_is_disconnected() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let server = serve(dir.path());
+    let mut stream = UnixStream::connect(socket(dir.path())).expect("a server");
+    let mut bytes = Vec::new();
+    let (version, namespace, description) = (VERSION, [7; 32], String::new());
+    let hello = Hello { version, namespace, frame_bytes: FRAME, blocks_per_chunk: 1, description };
+    Request::Hello(hello).encode(1, &mut bytes);
+    stream.write_all(&bytes).expect("it reads");
+    until("it has a place", || server.status().engines().count() == 1);
+    stream.set_nonblocking(true).expect("a socket");
+    bytes.clear();
+    (0..1000).for_each(|number| Request::Stats([0, 0]).encode(number, &mut bytes));
+    until("both buffers are full", || stream.write(&bytes).is_err());
+    until("it is disconnected", || server.status().engines().count() == 0);
+}
+
 /// Raw bytes to the server; what it says then, which ends with the connection.
 fn say(socket: &std::path::Path, bytes: &[u8]) -> Vec<u8> {
     let mut stream = UnixStream::connect(socket).expect("a server");
@@ -318,6 +337,7 @@ fn hostile_bytes_are_refused_and_no_other_notices() {
         ("anchors beyond every number", anchored(u32::MAX, u32::MAX, 3, 0)),
         ("text", b"GET / HTTP/1.1\r\n\r\n".to_vec()),
         ("too long", u32::MAX.to_le_bytes().to_vec()),
+        ("too long before hello", u32::try_from(MAX_HELLO + 1).expect("short").to_le_bytes().to_vec()),
         ("no kind", message(&[1, 0, 0, 0, 200])),
         ("empty", message(&[])),
         ("before hello", message(&[1, 0, 0, 0, 12])),
