@@ -122,6 +122,6 @@ def _commands(name: str | None) -> Iterator[Any]:
         yield serve
         return
     from kvloft.bench import command as bench
-    from kvloft.cli import check, clear, config, evict, inspect, pin, serve, status, top, verify
+    from kvloft.cli import check, clear, config, evict, inspect, serve, status, top, verify
 
-    yield from (config, check, serve, status, top, clear, evict, pin, inspect, verify, bench)
+    yield from (config, check, serve, status, top, clear, evict, inspect, verify, bench)

@@ -12,7 +12,7 @@ from kvloft.config import format_ttl, size_text
 Status = Mapping[str, Any]
 """As `_core.server_status` has it, or one namespace of it."""
 ID_DIGITS = 16
-"""Of a namespace's name, for people: what `clear`, `pin`, `evict` and `--share` take, as they take fewer."""
+"""Of a namespace's name, for people: what `clear`, `evict` and `--share` take, as they take fewer."""
 NO_ENGINE = "No engine has connected yet, so no memory is taken."
 MAX_WHOLE = 1_000_000
 """Numbers from here on are shown with a unit."""
@@ -80,18 +80,6 @@ def broken(space: Status, status: Status) -> list[str]:
     """A line where the disk tier is left alone for a reason that `disk_unused` does not tell."""
     is_told = bool(disk_unused(status))
     return ["The disk tier is not used for now: it fails."] if space["stats"]["disk_broken"] and not is_told else []
-
-
-def pinned(space: Status) -> list[str]:
-    """A line where something is pinned by `kvloft pin`."""
-    stats, frame_bytes = space["stats"], space["frame_bytes"]
-    if not stats["pinned"]:
-        return []
-    salts = stats["kept_salts"]
-    if not salts:
-        return ["It is pinned: it keeps its share of memory without engines."]
-    held, on_disk = (size_text(stats[name] * frame_bytes) for name in ("kept_host", "kept_disk"))
-    return [f"{salts:,} salt{'s' if salts != 1 else ''} pinned: {held} in memory, {on_disk} on disk"]
 
 
 def given_up(space: Status) -> list[str]:

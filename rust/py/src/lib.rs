@@ -21,7 +21,7 @@ mod _core {
         disk::{DiskVerify, disk_inspect},
         error::{BusyError, ConfigError, StoreError},
         key::{KeyChain, namespace_digest, root_key},
-        server::{Server, server_evict, server_forget, server_pin, server_status},
+        server::{Server, server_evict, server_forget, server_status},
         session::{ReadLease, Session},
         tokens::first_of_each,
     };
