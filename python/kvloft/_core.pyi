@@ -340,17 +340,6 @@ def server_evict(
     Raises as `server_status`, and ConfigError if no namespace is meant.
     """
 
-def server_pin(
-    socket: str, *, namespace: str = "", salt: str | None = None, on: bool = True, timeout_s: float = 60.0
-) -> dict[str, int]:
-    """Have the server at ``socket`` keep what has this cache salt from eviction, or no more; without a salt, have open namespaces
-    keep their share of memory without an engine, or unpin everything in them.
-
-    In the open namespaces whose names in hex begin with ``namespace``. Returns how many namespaces those are, what is pinned in
-    them now (salts, and their host_bytes and disk_bytes), and how many of the namespaces were ``changed``. Raises as
-    `server_status`, and ConfigError if no namespace is meant or too many salts are pinned.
-    """
-
 def disk_inspect(path: str) -> list[dict[str, Any]]:
     """One dict per namespace directory under ``path``, most recently used first: namespace (16 hex digits), description,
     chunks, slots, frame_bytes, bytes, oldest and newest (Unix seconds or None), problem (a sentence part or None).

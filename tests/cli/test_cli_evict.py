@@ -1,4 +1,4 @@
-"""`kvloft evict` and `kvloft pin` over a real server: a tenant goes, for good, or stays; its salt is shown nowhere."""
+"""`kvloft evict` over a real server: a tenant is removed for good, and its salt is shown nowhere."""
 
 import json
 import subprocess
@@ -138,11 +138,10 @@ def test_the_log_tells_the_tag_and_not_the_salt(folder: Path, capsys: pytest.Cap
     assert SALT not in log
 
 
-@pytest.mark.parametrize("command", ["evict", "pin"])
 @pytest.mark.parametrize("option", ["--salt", "--namespace"])
-def test_bytes_that_are_no_text_are_a_wrong_argument(command: str, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bytes_that_are_no_text_are_a_wrong_argument(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main([command, "--socket", "/nowhere", option, "\udcff"])
+        main(["evict", "--socket", "/nowhere", option, "\udcff"])
     assert f"argument {option}: expected UTF-8" in capsys.readouterr().err
 
 
@@ -166,62 +165,3 @@ def test_a_mistake_evicts_nothing(folder: Path, capsys: pytest.CaptureFixture[st
     (folder / "latin").write_bytes(b"\xe9")
     assert main(["evict", "--socket", "/nowhere", *(part.format(folder=folder) for part in argv)]) == 2
     assert said in capsys.readouterr().err
-
-
-def press(engine: _core.Session) -> None:
-    """Save more of others than host memory holds."""
-    for prompt in range(100):
-        chain = _core.KeyChain(_core.root_key(bytes([1] * 32), None, None), block_tokens=1)
-        chain.append_tokens([7, prompt, 1, 2, 3])
-        chunks, _ = engine.reserve(chain, 0, 5, 0, [4, 5, 6, 7, 8])
-        engine.settle(chunks.tickets())
-
-
-def test_a_pinned_tenant_stays_until_it_is_not(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    socket = str(folder / "run" / "kv.sock")
-    server = _core.Server(socket, host_bytes=64 * FRAME)
-    try:
-        engine = connect(socket)
-        for adapter, salt in ROOTS:
-            chunks, _ = engine.reserve(chain_of(1, adapter, salt), 0, 3, 0, [4, 5, 6])
-            engine.settle(chunks.tickets())
-        assert main(["pin", "--socket", socket, "--salt", SALT]) == 0
-        said = "1 salt is pinned in 1 namespace: 24 KiB of host memory and 0 B on disk\n"
-        assert capsys.readouterr().out == said
-        assert main(["pin", "--socket", socket, "--salt", "unused", "--json"]) == 0
-        assert json.loads(capsys.readouterr().out) == {"namespaces": 1, "salts": 1, "host_bytes": 0, "disk_bytes": 0, "changed": 1}
-        assert main(["pin", "--socket", socket, "--salt", "unused"]) == 0
-        assert capsys.readouterr().out == "the salt is pinned in 1 namespace, which holds nothing with it yet\n"
-        assert main(["pin", "--socket", socket, "--salt", "unused", "--off"]) == 0
-        assert capsys.readouterr().out == "the salt is not pinned any more in 1 namespace\n"
-        press(engine)
-        assert found(engine) == [0, 3, 3, 0]
-        assert main(["status", "--socket", socket]) == 0
-        assert "1 salt pinned: 24 KiB in memory, 0 B on disk" in capsys.readouterr().out
-        assert main(["pin", "--socket", socket, "--off", "--json"]) == 0
-        told = {"namespaces": 1, "salts": 0, "host_bytes": 0, "disk_bytes": 0, "changed": 1}
-        assert json.loads(capsys.readouterr().out) == told
-        assert main(["pin", "--socket", socket, "--off"]) == 0
-        assert capsys.readouterr().out == "nothing was pinned in 1 namespace\n"
-        assert main(["pin", "--socket", socket, "--salt", SALT, "--off"]) == 0
-        assert capsys.readouterr().out == "the salt was not pinned in 1 namespace\n"
-        press(engine)
-        assert found(engine) == [0, 0, 0, 0]
-        assert main(["pin", "--socket", socket, "--namespace", "0101"]) == 0
-        assert capsys.readouterr().out == "1 namespace pinned; without engines, too, it keeps its share of memory\n"
-        assert main(["status", "--socket", socket]) == 0
-        assert "It is pinned: it keeps its share of memory without engines." in capsys.readouterr().out
-    finally:
-        server.close(0.0)
-
-
-def test_a_pin_of_nothing_is_told(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    socket = str(folder / "run" / "kv.sock")
-    assert main(["pin", "--socket", socket, "--salt", SALT]) == 1
-    assert capsys.readouterr().err.startswith("kvloft: no kvloft server answers at")
-    _server = _core.Server(socket, host_bytes=64 * FRAME)
-    assert main(["pin", "--socket", socket, "--salt", SALT]) == 2
-    said = "nothing can be pinned yet: no namespace is open on this kvloft server; engines open them, so connect one"
-    assert capsys.readouterr().err == f"kvloft: {said} and run this again\n"
-    assert main(["pin", "--socket", socket, "--salt", ""]) == 2
-    assert "the salt is empty" in capsys.readouterr().err

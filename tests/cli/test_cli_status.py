@@ -109,10 +109,8 @@ def test_the_name_that_status_shows_is_taken_by_commands_and_the_whole_one_comes
     assert wholes == ["00" * 32, "1a" * 32]
     assert shown.index(wholes[0]) > shown.rindex("engine  "), "after all that changes"
     for name in (names[1], wholes[1]):
-        assert main(["pin", "--socket", socket, "--namespace", name]) == 0
         assert main(["evict", "--socket", socket, "--namespace", name, "--host-only"]) == 0
         assert main(["clear", "--socket", socket, "--namespace", name, "--yes"]) == 0
-    assert "1 namespace pinned" in capsys.readouterr().out
     assert [space["stats"]["frames_visible"] for space in _core.server_status(socket)["namespaces"]] == [3, 0]
     other.close()
 

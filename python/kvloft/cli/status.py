@@ -18,7 +18,6 @@ from kvloft.cli.tables import (
     engine_table,
     field_table,
     given_up,
-    pinned,
     tenant_table,
     tier_table,
     title,
@@ -95,7 +94,7 @@ def _print_namespace(space: dict[str, Any], status: dict[str, Any], console: Con
     if not space["stats"]:
         console.print("It is being opened.")
         return
-    reports = (*pinned(space), *given_up(space), *unwritten(space), *late_lines(space))
+    reports = (*given_up(space), *unwritten(space), *late_lines(space))
     above = (tier_table(space, status), *reports, hit_table(space))
     for nth, part in enumerate((*above, engine_table(space), *tenant_table(space, MAX_TENANTS, tag))):
         if nth:

@@ -12,7 +12,7 @@ from kvloft.config import format_ttl, size_text
 Status = Mapping[str, Any]
 """As `_core.server_status` has it, or one namespace of it."""
 ID_DIGITS = 16
-"""Of a namespace's name, for people: what `clear`, `pin`, `evict` and `--share` take, as they take fewer."""
+"""Of a namespace's name, for people: what `clear`, `evict` and `--share` take, as they take fewer."""
 NO_ENGINE = "No engine has connected yet, so no memory is taken."
 MAX_WHOLE = 1_000_000
 """Numbers from here on are shown with a unit."""
@@ -86,18 +86,6 @@ def unwritten(space: Status) -> list[str]:
     """A line if chunks were evicted from host memory before they were written to disk."""
     num = space["stats"].get("disk_unwritten", 0)
     return [f"{num:,} chunk{'s' if num != 1 else ''} evicted before written to disk: the disk is slower than saves"] if num else []
-
-
-def pinned(space: Status) -> list[str]:
-    """A line where something is pinned by `kvloft pin`."""
-    stats, frame_bytes = space["stats"], space["frame_bytes"]
-    if not stats["pinned"]:
-        return []
-    salts = stats["kept_salts"]
-    if not salts:
-        return ["It is pinned: it keeps its share of memory without engines."]
-    held, on_disk = (size_text(stats[name] * frame_bytes) for name in ("kept_host", "kept_disk"))
-    return [f"{salts:,} salt{'s' if salts != 1 else ''} pinned: {held} in memory, {on_disk} on disk"]
 
 
 def given_up(space: Status) -> list[str]:

@@ -24,7 +24,6 @@ from kvloft.cli.tables import (
     engine_table,
     given_up,
     new_table,
-    pinned,
     tenant_table,
     tier_table,
     title,
@@ -164,7 +163,7 @@ def _picture_of(
     space: dict[str, Any], status: dict[str, Any], rates: dict[str, float], before: dict[str, Any] | None
 ) -> RenderableType:
     """What matters most comes first: a screen may end before the rest."""
-    told = (*pinned(space), *given_up(space), *unwritten(space), *broken(space, status))
+    told = (*given_up(space), *unwritten(space), *broken(space, status))
     flow = [_flow(rates, space["frame_bytes"])] if rates else []
     below = (engine_table(space), *tenant_table(space, MAX_TENANTS))
     tables = (tier_table(space, status), *told, *flow, hit_table(space, before), *below)

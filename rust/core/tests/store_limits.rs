@@ -56,7 +56,6 @@ enum Step {
     Abort(usize),
     Load { salt: usize, prompt: u32, is_held: bool },
     Release(usize),
-    Keep { salt: usize, is_kept: bool },
     Evict { salt: usize },
     Discard { salt: usize, prompt: u32, at: u32 },
     Wait(u64),
@@ -75,7 +74,6 @@ fn step() -> impl Strategy<Value = Step> {
         4 => (salt.clone(), prompt.clone(), any::<bool>())
             .prop_map(|(salt, prompt, is_held)| Step::Load { salt, prompt, is_held }),
         2 => (0..8_usize).prop_map(Step::Release),
-        1 => (salted.clone(), any::<bool>()).prop_map(|(salt, is_kept)| Step::Keep { salt, is_kept }),
         1 => salted.prop_map(|salt| Step::Evict { salt }),
         1 => (salt, prompt, 0..LEN).prop_map(|(salt, prompt, at)| Step::Discard { salt, prompt, at }),
         3 => (1..800_u64).prop_map(Step::Wait),
@@ -260,7 +258,6 @@ impl World {
                 return [salt].into();
             }
             Step::Release(num) => drop(self.reads.drain(..num.min(self.reads.len()))),
-            Step::Keep { salt, is_kept } => self.store().keep(SaltTag::of(SALTS[salt].unwrap()), is_kept).unwrap(),
             Step::Evict { salt } => {
                 let what = Evict { salt: SALTS[salt].map(SaltTag::of), is_host_only: false };
                 assert!(!self.store().evict(what, Instant::now() + Duration::from_secs(60)).is_cut_short);

@@ -78,17 +78,6 @@ fn a_quota_of_nothing_keeps_nothing() {
     assert_eq!(stat(&store, "salts"), 1);
 }
 
-#[test]
-fn a_kept_salt_has_its_quota_too() {
-    let store = host_only(of_salts(Some(bytes(8))));
-    store.keep(SaltTag::of("a"), true).unwrap();
-    for prompt in 0..5 {
-        assert_eq!(save(&store, &arena_of(&store), &chain_of(Some("a"), prompt, 4), range(0, 4, 0)), 4);
-    }
-    assert_eq!(store.kept().num_host, 8);
-    assert_eq!(in_host(&store, Some("a"), 0..5, 4), [0, 0, 0, 4, 4]);
-}
-
 /// Workers cannot copy to all frames yet: room in others is of no use, and what is there stays.
 #[test]
 fn a_save_at_its_quota_takes_frames_that_saves_can_use() {

@@ -23,7 +23,7 @@ mod _core {
         error::{BusyError, ConfigError, StoreError},
         key::{KeyChain, namespace_digest, root_key},
         lease::ReadLease,
-        server::{Server, server_evict, server_forget, server_pin, server_status},
+        server::{Server, server_evict, server_forget, server_status},
         session::Session,
         tokens::first_of_each,
     };

@@ -8,7 +8,7 @@ use kvloft_core::io::available_bytes;
 use kvloft_core::key::SaltTag;
 use kvloft_core::store::{DiskSettings, Tenant};
 use kvloft_wire::{
-    EngineStatus, GPU_SETTLE, GivenUp, NamespaceStatus, Pinned, ServerConfig, Status, Whose, evict, forget, pin, status,
+    EngineStatus, GPU_SETTLE, GivenUp, NamespaceStatus, ServerConfig, Status, Whose, evict, forget, status,
 };
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyList};
@@ -135,31 +135,6 @@ pub(crate) fn server_evict<'py>(
     let dict = numbers.into_py_dict(py)?;
     dict.set_item("complete", !is_cut_short)?;
     Ok(dict)
-}
-
-/// Have the server that listens at `socket` keep a salt's chunks, or a namespace's memory, or no more.
-#[pyfunction]
-#[pyo3(signature = (socket, *, namespace="", salt=None, on=true, timeout_s=60.0))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-pub(crate) fn server_pin<'py>(
-    py: Python<'py>,
-    socket: PathBuf,
-    namespace: &str,
-    salt: Option<&str>,
-    on: bool,
-    timeout_s: f64,
-) -> PyResult<Bound<'py, PyDict>> {
-    let whose = Whose { namespace: namespace.to_owned(), salt: salt.map(SaltTag::of) };
-    let done = py.detach(|| pin(&socket, &whose, on, timeout(timeout_s))).map_err(raise)?;
-    let Pinned { num_namespaces, num_salts, host_bytes, disk_bytes, num_changed } = done;
-    let numbers = [
-        ("namespaces", num_namespaces),
-        ("salts", num_salts),
-        ("host_bytes", host_bytes),
-        ("disk_bytes", disk_bytes),
-        ("changed", num_changed),
-    ];
-    numbers.into_py_dict(py)
 }
 
 fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyDict>> {

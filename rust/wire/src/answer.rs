@@ -5,7 +5,7 @@ use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reserv
 
 use crate::bytes::{Reader, Writer, message, whole};
 use crate::listening::{changes, write_changes};
-use crate::orders::{GivenUp, Pinned};
+use crate::orders::GivenUp;
 use crate::status::{Status, stats, status, write_stats, write_status};
 
 /// What the server says.
@@ -35,8 +35,6 @@ pub enum Answer {
     Changes(Changes),
     /// Of an eviction.
     GivenUp(GivenUp),
-    /// Of a pin.
-    Pinned(Pinned),
 }
 
 fn lookup(from: &mut Reader<'_>) -> Option<Lookup> {
@@ -113,7 +111,6 @@ impl Answer {
             }
             Self::Changes(changes) => write_changes(to, changes),
             Self::GivenUp(given_up) => given_up.write(to),
-            Self::Pinned(pinned) => pinned.write(to),
         });
     }
 
@@ -136,7 +133,6 @@ impl Answer {
                 10 => Self::Anchors(Anchors { num_known: from.u32()?, num_stored: from.u32()? }),
                 11 => Self::Changes(changes(from)?),
                 12 => Self::GivenUp(GivenUp::read(from)?),
-                13 => Self::Pinned(Pinned::read(from)?),
                 _ => return None,
             })
         })
@@ -156,7 +152,6 @@ impl Answer {
             Self::Anchors(_) => 10,
             Self::Changes(_) => 11,
             Self::GivenUp(_) => 12,
-            Self::Pinned(_) => 13,
         }
     }
 }

@@ -7,7 +7,7 @@ use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::link::Link;
 use crate::message::{Answer, Request, Status, VERSION};
-use crate::orders::{GivenUp, Pinned, Whose};
+use crate::orders::{GivenUp, Whose};
 
 /// What the server at `socket` does now. `InvalidConfig` if it refuses to say, `Io` if no server answers in time.
 pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
@@ -32,14 +32,6 @@ pub fn forget(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> 
 pub fn evict(socket: &Path, whose: &Whose, is_host_only: bool, timeout: Duration) -> Result<GivenUp> {
     match Link::connect(socket)?.open(&Request::Evict(VERSION, whose.clone(), is_host_only), timeout)? {
         (Answer::GivenUp(given_up), _) => Ok(given_up),
-        _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
-    }
-}
-
-/// Has the server at `socket` keep chunks from eviction, or no more. Errors as [`evict`].
-pub fn pin(socket: &Path, whose: &Whose, is_pinned: bool, timeout: Duration) -> Result<Pinned> {
-    match Link::connect(socket)?.open(&Request::Pin(VERSION, whose.clone(), is_pinned), timeout)? {
-        (Answer::Pinned(pinned), _) => Ok(pinned),
         _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
     }
 }

@@ -139,10 +139,6 @@ impl Connection {
                 let done = self.shared.evict(whose, *is_host_only);
                 Some(Answer::GivenUp(done.map_err(|error| End::Refused(error.to_string()))?))
             }
-            (Request::Pin(VERSION, whose, is_pinned), _) => {
-                let done = self.shared.pin(whose, *is_pinned);
-                Some(Answer::Pinned(done.map_err(|error| End::Refused(error.to_string()))?))
-            }
             (Request::Hello(hello), None) => return self.welcome(number, hello),
             (Request::Bye, _) => return Err(End::Gone),
             (_, None) => return Err(no_message()),

@@ -133,12 +133,9 @@ impl Engine {
                 Answer::Changes(asked.answer(store, &mut self.listener).ok_or_else(no_message)?)
             }
             Request::IsSettled => Answer::Count(local.flush(Duration::ZERO).into()),
-            Request::Hello(_)
-            | Request::Status(_)
-            | Request::Forget(..)
-            | Request::Evict(..)
-            | Request::Pin(..)
-            | Request::Bye => return Err(no_message()),
+            Request::Hello(_) | Request::Status(_) | Request::Forget(..) | Request::Evict(..) | Request::Bye => {
+                return Err(no_message());
+            }
         }))
     }
 

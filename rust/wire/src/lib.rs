@@ -39,11 +39,11 @@ mod threads;
 mod turns;
 mod upkeep;
 
-pub use asking::{evict, forget, pin, status};
+pub use asking::{evict, forget, status};
 pub use client::Remote;
 pub use message::{EngineStatus, NamespaceStatus, Status};
 pub use namespaces::MAX_NAMESPACES;
-pub use orders::{GivenUp, Pinned, Whose};
+pub use orders::{GivenUp, Whose};
 pub use server::Server;
 pub use settings::{GPU_SETTLE, RemoteConfig, ServerConfig};
 pub use tally::Counts;

@@ -225,16 +225,9 @@ fn placed(pool: &Pool, frame_bytes: u64, nodes: &[u32]) -> String {
 
 fn other_shape(other: &Space, hello: &Hello) -> Error {
     let name = id(&hello.namespace);
-    let (whose, fix) = if other.is_pin_alone() {
-        (
-            format!("namespace {name} is pinned on this kvloft server with"),
-            format!("`kvloft pin --namespace {name} --off`"),
-        )
-    } else {
-        (format!("engines of namespace {name} on this kvloft server have"), "give them the same settings".to_owned())
-    };
     let message = format!(
-        "{whose} chunks of {} bytes in {} blocks, and this engine's have {} in {}; {fix}, or start another server for it",
+        "engines of namespace {name} on this kvloft server have chunks of {} bytes in {} blocks, and this engine's have \
+         {} in {}; give them the same settings, or start another server for it",
         other.hello.frame_bytes, other.hello.blocks_per_chunk, hello.frame_bytes, hello.blocks_per_chunk
     );
     Error::new(ErrorKind::Busy, message)

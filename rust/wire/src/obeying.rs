@@ -1,14 +1,14 @@
-//! What the server does for people: it gives chunks up and keeps others from eviction, and erases what is too old without being told.
+//! What the server does for people: it gives chunks up, and erases what is too old without being told.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use kvloft_core::store::{Evict, Kept, erase_closed, erase_expired};
+use kvloft_core::store::{Evict, erase_closed, erase_expired};
 use kvloft_core::tier::disk::Erased;
 use kvloft_core::{Error, ErrorKind, Result};
 
-use crate::orders::{GivenUp, Pinned, Whose};
+use crate::orders::{GivenUp, Whose};
 use crate::shared::Shared;
 use crate::space::{Space, id, unix_s};
 use crate::threads::spawn;
@@ -185,55 +185,6 @@ impl Shared {
                 "{num_chunks} chunks of namespaces without engines are erased from disk: they are too old"
             ));
         }
-    }
-
-    /// Keeps chunks from eviction, or no more, in open namespaces; those that keep some have their share of memory without an engine,
-    /// too. `InvalidConfig` if no namespace is meant, or too many salts.
-    pub(crate) fn pin(&self, whose: &Whose, is_pinned: bool) -> Result<Pinned> {
-        let spaces = self.namespaces.all_of(&whose.namespace);
-        if spaces.is_empty() && self.namespaces.all().is_empty() {
-            let message = "nothing can be pinned yet: no namespace is open on this kvloft server; engines open them, so \
-                           connect one and run this again";
-            return Err(Error::new(ErrorKind::InvalidConfig, message));
-        }
-        if spaces.is_empty() {
-            return Err(self.namespaces.none_of("no such namespace open"));
-        }
-        let mut all = Pinned::default();
-        for space in &spaces {
-            let Some(store) = space.store() else {
-                return Err(self.namespaces.none_of("a namespace that is being opened"));
-            };
-            let was_pinned = match whose.salt {
-                Some(salt) => store.kept_of(salt).num_salts > 0,
-                None if is_pinned => space.is_pinned_whole(),
-                None => space.is_pinned(),
-            };
-            all.num_changed += u64::from(was_pinned != is_pinned);
-            match whose.salt {
-                Some(salt) => store.keep(salt, is_pinned)?,
-                None if !is_pinned => store.keep_none(),
-                None => {}
-            }
-            space.pin(if whose.salt.is_none() { Some(is_pinned) } else { None }, || store.kept().num_salts > 0);
-            if !self.namespaces.all().iter().any(|open| Arc::ptr_eq(open, space)) {
-                return Err(self.namespaces.none_of("just closed a namespace"));
-            }
-            let Kept { num_salts, num_host, num_disk } =
-                whose.salt.map_or_else(|| store.kept(), |salt| store.kept_of(salt));
-            all.num_namespaces += 1;
-            all.num_salts += num_salts;
-            all.host_bytes += num_host * space.hello.frame_bytes;
-            all.disk_bytes += num_disk * space.hello.frame_bytes;
-        }
-        let what = if whose.salt.is_none() && is_pinned { "share of host memory".to_owned() } else { whose.name() };
-        let done = match (is_pinned, all.num_changed) {
-            (true, _) => "pinned",
-            (false, 0) => "was not pinned",
-            (false, _) => "unpinned",
-        };
-        self.tell(format!("kvloft pin: {what} {done} in {}", in_namespaces(&spaces)));
-        Ok(all)
     }
 }
 

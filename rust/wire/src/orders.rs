@@ -32,21 +32,6 @@ pub struct GivenUp {
     pub is_cut_short: bool,
 }
 
-/// What is pinned: of the salt that was named, or all.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Pinned {
-    /// Namespaces that were told.
-    pub num_namespaces: u64,
-    /// Salts that are pinned in them now, in each for itself.
-    pub num_salts: u64,
-    /// Bytes that those have in host memory.
-    pub host_bytes: u64,
-    /// Bytes that they have on disk.
-    pub disk_bytes: u64,
-    /// Namespaces in which that was otherwise before.
-    pub num_changed: u64,
-}
-
 impl Whose {
     /// What a log calls it.
     pub(crate) fn name(&self) -> String {
@@ -88,19 +73,5 @@ impl GivenUp {
             num_in_use: from.u64()?,
             is_cut_short: from.flag()?,
         })
-    }
-}
-
-impl Pinned {
-    pub(crate) fn write(&self, to: &mut Writer<'_>) {
-        for number in [self.num_namespaces, self.num_salts, self.host_bytes, self.disk_bytes, self.num_changed] {
-            to.u64(number);
-        }
-    }
-
-    pub(crate) fn read(from: &mut Reader<'_>) -> Option<Self> {
-        let (num_namespaces, num_salts) = (from.u64()?, from.u64()?);
-        let (host_bytes, disk_bytes) = (from.u64()?, from.u64()?);
-        Some(Self { num_namespaces, num_salts, host_bytes, disk_bytes, num_changed: from.u64()? })
     }
 }

@@ -7,7 +7,7 @@ use crate::orders::Whose;
 use crate::prefixes::{Keys, SentPrefixes, SentRange, prefixes, ranges, write_ranges};
 
 /// Version of all that crosses; two sides with different ones do not talk.
-pub const VERSION: u32 = 10;
+pub const VERSION: u32 = 11;
 
 /// Who wants to use the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -69,8 +69,6 @@ pub enum Request<'a> {
     Changes(SentChanges<'a>),
     /// A person gives chunks up, in every tier or in host memory only; the version as above.
     Evict(u32, Whose, bool),
-    /// A person keeps chunks from eviction, or no more; the version as above.
-    Pin(u32, Whose, bool),
 }
 
 fn hello(from: &mut Reader<'_>) -> Option<Hello> {
@@ -116,10 +114,10 @@ impl<'a> Request<'a> {
                 to.u32(*version);
                 to.text(name);
             }
-            Self::Evict(version, whose, is_so) | Self::Pin(version, whose, is_so) => {
+            Self::Evict(version, whose, is_host_only) => {
                 to.u32(*version);
                 whose.write(to);
-                to.u8((*is_so).into());
+                to.u8((*is_host_only).into());
             }
             Self::Stats(late) => late.iter().for_each(|number| to.u64(*number)),
             Self::Clear | Self::IsSettled | Self::Bye => {}
@@ -151,7 +149,6 @@ impl<'a> Request<'a> {
                 19 => Self::Changes(sent_changes(from)?),
                 20 => Self::LookAgain(prefixes(from)?),
                 21 => Self::Evict(from.u32()?, Whose::read(from)?, from.flag()?),
-                22 => Self::Pin(from.u32()?, Whose::read(from)?, from.flag()?),
                 _ => return None,
             })
         })
@@ -180,7 +177,6 @@ impl<'a> Request<'a> {
             Self::Changes(_) => 19,
             Self::LookAgain(_) => 20,
             Self::Evict(..) => 21,
-            Self::Pin(..) => 22,
         }
     }
 

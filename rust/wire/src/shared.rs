@@ -164,8 +164,8 @@ impl Shared {
     fn namespace_status(&self, space: &Arc<Space>) -> NamespaceStatus {
         let stats = space.store().map(|store| store.stats()).unwrap_or_default();
         let percent = space.percent(&self.config).map(|percent| ("share_percent", percent.into()));
-        let (counts, pinned) = (space.tally.counts(), [("pinned", space.is_pinned().into())]);
-        let asked = counts.named().chain(percent).chain(pinned).filter(|_| !stats.is_empty()).collect::<Vec<_>>();
+        let asked = space.tally.counts();
+        let asked = asked.named().chain(percent).filter(|_| !stats.is_empty()).collect::<Vec<_>>();
         let peers = self.peers();
         let mut engines: Vec<_> = peers.values().filter_map(|peer| peer.status(space)).collect();
         drop(peers);

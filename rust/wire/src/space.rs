@@ -20,8 +20,6 @@ pub(crate) struct Space {
     store: OnceLock<Arc<Store>>,
     opening: Mutex<()>,
     seats: Mutex<Seats>,
-    /// Whether a person pinned it, or salts of it: a seat without an engine.
-    pinned: Mutex<(bool, bool)>,
     /// Of all engines that it ever had.
     pub(crate) tally: Tally,
 }
@@ -63,7 +61,7 @@ impl Space {
     pub(crate) fn new(hello: &Hello) -> Self {
         let (store, opening) = (OnceLock::new(), Mutex::default());
         let seats = Mutex::new(Seats { num: 0, changed: Instant::now() });
-        Self { hello: hello.clone(), store, opening, seats, pinned: Mutex::default(), tally: Tally::default() }
+        Self { hello: hello.clone(), store, opening, seats, tally: Tally::default() }
     }
 
     pub(crate) fn store(&self) -> Option<&Arc<Store>> {
@@ -119,35 +117,6 @@ impl Space {
         if let (0, Some(store)) = (seats.num, self.store()) {
             store.set_active(false);
         }
-    }
-
-    /// Pins it as a whole, or no more, or leaves that as it is. While it or a salt is pinned, it stays open and has its share of memory
-    /// without an engine, too. Who asks last whether it `has_salts` decides, so that is asked under the lock.
-    pub(crate) fn pin(&self, is_whole: Option<bool>, has_salts: impl FnOnce() -> bool) {
-        let mut pinned = locked(&self.pinned);
-        let before = pinned.0 || pinned.1;
-        *pinned = (is_whole.unwrap_or(pinned.0), has_salts());
-        match (before, pinned.0 || pinned.1) {
-            (false, true) => self.sit(),
-            (true, false) => self.leave(),
-            _ => {}
-        }
-    }
-
-    /// Whether something of it is pinned.
-    pub(crate) fn is_pinned(&self) -> bool {
-        let pinned = locked(&self.pinned);
-        pinned.0 || pinned.1
-    }
-
-    /// Whether it is pinned itself, and not only salts of it.
-    pub(crate) fn is_pinned_whole(&self) -> bool {
-        locked(&self.pinned).0
-    }
-
-    /// Whether it is open because it is pinned, and for no engine.
-    pub(crate) fn is_pin_alone(&self) -> bool {
-        self.is_pinned() && locked(&self.seats).num == 1
     }
 
     pub(crate) fn close(&self, timeout: Duration) {

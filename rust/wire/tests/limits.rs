@@ -9,7 +9,7 @@ use common::{FRAME, LONG, found, remote_config, save, server_config, socket, sta
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{Limits, Quota, Tenant, TenantLimits, ToSave};
-use kvloft_wire::{NamespaceStatus, Remote, RemoteConfig, Server, ServerConfig, pin, status};
+use kvloft_wire::{NamespaceStatus, Remote, RemoteConfig, Server, ServerConfig, status};
 
 fn engine(dir: &Path, nth: u8) -> Remote {
     Remote::open(RemoteConfig { namespace: [nth; 32], ..remote_config(dir) }).expect("a client")
@@ -125,7 +125,7 @@ fn a_quota_follows_the_share_and_stays_without_engines() {
 const TTL_S: u32 = 6;
 
 #[test]
-fn what_is_too_old_goes_pinned_or_not_and_does_not_come_back() {
+fn what_is_too_old_goes_and_does_not_come_back() {
     let dir = tempfile::tempdir().expect("a directory");
     let config = || {
         let limits = salted(Limits { ttl_s: Some(TTL_S), ..Limits::default() });
@@ -133,8 +133,6 @@ fn what_is_too_old_goes_pinned_or_not_and_does_not_come_back() {
     };
     let server = Server::open(config()).expect("a server");
     let one = engine(dir.path(), 7);
-    let whose = kvloft_wire::Whose { namespace: String::new(), salt: Some(SaltTag::of("a")) };
-    pin(&socket(dir.path()), &whose, true, LONG).expect("pinned");
     for salt in [Some("a"), Some("b"), None] {
         assert_eq!(save(&one, &chain(7, salt, 0, 6)), 6);
     }

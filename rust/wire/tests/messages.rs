@@ -10,7 +10,7 @@ use kvloft_wire::message::{
     Answer, Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentAnchors, SentChanges, SentPrefixes, SentRange,
     VERSION,
 };
-use kvloft_wire::{Counts, EngineStatus, GivenUp, NamespaceStatus, Pinned, Status, Whose};
+use kvloft_wire::{Counts, EngineStatus, GivenUp, NamespaceStatus, Status, Whose};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -27,7 +27,7 @@ struct Parts {
 }
 
 fn parts() -> impl Strategy<Value = Parts> {
-    let fields = (1..=21_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
+    let fields = (1..=20_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
     (fields, any::<[u32; 4]>(), ".{0,9}").prop_map(|((kind, number, root, keys, numbers), small, text)| Parts {
         kind,
         number,
@@ -83,7 +83,7 @@ fn request(parts: &Parts) -> Request<'_> {
         17 => Request::Forget(parts.small[0], parts.text.clone()),
         18 => Request::Anchors(SentAnchors { stride: parts.small[0], last: parts.small[1], keys }),
         19 => Request::Changes(SentChanges { capacity: parts.small[0], limit: parts.small[1], asked: keys }),
-        20 => {
+        _ => {
             let salt = parts.numbers.first().map(|number| SaltTag(number.to_le_bytes()));
             Request::Evict(
                 parts.small[0],
@@ -91,11 +91,6 @@ fn request(parts: &Parts) -> Request<'_> {
                 parts.small[1].is_multiple_of(2),
             )
         }
-        _ => Request::Pin(
-            parts.small[0],
-            Whose { namespace: parts.text.clone(), salt: None },
-            parts.small[1].is_multiple_of(2),
-        ),
     }
 }
 
@@ -117,17 +112,7 @@ fn answer(parts: &Parts) -> Answer {
         7 => Answer::Count(parts.number),
         8 => Answer::Stats(stats),
         9 => Answer::Anchors(Anchors { num_known: one, num_stored: two }),
-        11 => {
-            let (host_bytes, num_changed) = (one.into(), two.into());
-            Answer::Pinned(Pinned {
-                num_namespaces: 7,
-                num_salts: 3,
-                host_bytes,
-                disk_bytes: parts.number,
-                num_changed,
-            })
-        }
-        12 => Answer::GivenUp(GivenUp {
+        11 => Answer::GivenUp(GivenUp {
             num_namespaces: 7,
             num_chunks: parts.number,
             host_bytes: one.into(),

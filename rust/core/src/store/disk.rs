@@ -26,7 +26,6 @@ impl State {
         entry.disk = Presence::Here(slot);
         entry.disk_evictable = Some(false);
         self.stats.disk_used += 1;
-        self.owners.count_disk(entry.owner, true);
         self.disk_policy.insert(id, entry.parent, &entry.key);
         if entry.goes_on {
             self.disk_policy.mark_reused(id);
@@ -48,7 +47,6 @@ impl State {
         }
         let slot = before.place()?;
         self.stats.disk_used -= 1;
-        self.owners.count_disk(self.index[id].owner, false);
         self.disk.num_lingering -= u64::from(self.index[id].detached);
         Some(slot)
     }

@@ -1,6 +1,5 @@
 //! A frame for a chunk that has none: a free one, or one of a chunk that may go.
 
-use super::kept::Spared;
 use super::quota::{Room, group};
 use super::state::State;
 use crate::evict::{ChunkId, Removal};
@@ -41,20 +40,12 @@ impl State {
     /// A free frame, made free if need be; None if every frame that would do is in use. What must stay is held by the caller.
     fn take_frame(&mut self, what_for: FrameFor) -> Option<FrameId> {
         let mut frame = self.host.take(what_for).or_else(|| self.host.grow(what_for));
-        let (mut spared, mut kept) = (Vec::new(), Spared::default());
+        let mut spared = Vec::new();
         while frame.is_none()
             && spared.len() < MAX_SPARED
-            && !kept.is_full()
             && let Some(victim) = self.host_victim(None)
         {
             debug_assert_eq!(self.index[victim].host_evictable, Some(true), "a policy returns evictable chunks only");
-            if self.keeps_in_host(victim) {
-                if self.owners.is_in_vain {
-                    break; // a step of hundreds of requests would take as many looks
-                }
-                kept.push(&mut *self.host_policy, victim);
-                continue;
-            }
             let its_frame = self.index[victim].host.place();
             if its_frame.is_some_and(|its_frame| !self.host.is_fit(its_frame, what_for)) {
                 self.host_policy.set_evictable(victim, false); // its frame would not do, so it must not go for it
@@ -64,12 +55,9 @@ impl State {
             self.evict(victim);
             frame = self.host.take(what_for);
         }
-        let has_kept = kept.has_some();
-        kept.end(&mut *self.host_policy); // before anything else may take one of them
         if spared.len() == MAX_SPARED {
             frame = frame.or_else(|| self.take_frame_below_limit());
         }
-        self.owners.is_in_vain |= has_kept && frame.is_none();
         for id in spared {
             self.host_policy.set_evictable(id, true);
         }
@@ -81,7 +69,6 @@ impl State {
         for _ in 0..MAX_SPARED {
             if let Some(id) = self.host.next_below_limit()
                 && self.index[id].host_evictable == Some(true)
-                && !self.keeps_in_host(id)
             {
                 self.evict(id);
                 return self.host.take(FrameFor::Save);

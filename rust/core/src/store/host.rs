@@ -42,7 +42,6 @@ impl State {
         self.stats.frames_visible += u64::from(presence.is_here());
         self.stats.frames_visible -= u64::from(before.is_here());
         if before.is_here() != presence.is_here() {
-            self.owners.count_host(self.index[id].owner, presence.is_here());
             self.note_change(id);
         }
         self.sync_host(id);

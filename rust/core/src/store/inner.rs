@@ -49,7 +49,6 @@ impl Inner {
     pub(super) fn books(&self) -> Option<MutexGuard<'_, State>> {
         let mut state = self.state.lock().ok()?;
         state.set_time((self.clock)());
-        state.owners.is_in_vain = false;
         Some(state)
     }
 

@@ -4,7 +4,7 @@
 //! (a panic under the lock) answers with misses from then on. It must not know Python, tokens' meaning or what pages hold.
 //!
 //! From the ground up, each using only what is before it: `state` is all that the lock guards (with `books`, `owners`, `stats`,
-//! `waiters`, `watch`); `quota`, `kept` and `ages` say what an owner may have; `host`, `disk` and `entries` are the small moves;
+//! `waiters`, `watch`); `quota` and `ages` say what an owner may have; `host`, `disk` and `entries` are the small moves;
 //! `filling`, `frames`, `slots`, `forget` and `recover` are made of them; then `lookup`, `load`, `save` and `jobs`; `opening` waits
 //! for a disk; `inner` is the lock, `lease`, `tend` and `threads` take it; `open` is a [`Store`], and `calls`, `changes`, `evict`,
 //! `share` and `tenants` are what it is asked.
@@ -24,7 +24,6 @@ mod frames;
 mod host;
 mod inner;
 mod jobs;
-mod kept;
 mod lease;
 mod limits;
 mod load;
@@ -60,7 +59,6 @@ pub use load::{LeasedFrame, Progress, TierName};
 pub use lookup::{Anchors, Prefix};
 pub use open::Store;
 pub use opening::Opener;
-pub use owners::Kept;
 pub use save::{Got, Reservation, SaveRange, ToSave};
 pub use share::Way;
 pub use stats::Evicted;

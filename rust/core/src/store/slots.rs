@@ -1,6 +1,5 @@
 //! Room on disk for a chunk that is about to be written: whose slot is freed for it. `threads` frees it, without the lock.
 
-use super::kept::Spared;
 use super::quota::group;
 use super::state::State;
 use crate::evict::{ChunkId, Removal};
@@ -33,15 +32,8 @@ impl State {
 
     /// Begins to make room on disk: the chunk that should leave, and the slot to free; None if every one is in use.
     pub(super) fn begin_eviction(&mut self) -> Option<(ChunkId, SlotId)> {
-        let mut kept = Spared::default();
-        let victim = loop {
-            match self.disk_policy.victim() {
-                Some(id) if self.keeps_on_disk(id) && !kept.is_full() => kept.push(&mut *self.disk_policy, id),
-                victim => break victim.filter(|_| !kept.is_full()),
-            }
-        };
-        kept.end(&mut *self.disk_policy);
-        self.leave_slot(victim?)
+        let victim = self.disk_policy.victim()?;
+        self.leave_slot(victim)
     }
 
     /// A chunk that may go begins to leave the disk.

@@ -108,12 +108,6 @@ struct Stats {
     disk_trips,
     /// Chunks that wait to be read from disk; they have no frame yet.
     reads_pending,
-    /// Salts whose chunks are kept from eviction.
-    kept_salts,
-    /// Chunks of those in host memory.
-    kept_host,
-    /// And on disk.
-    kept_disk,
     /// Salts that have something here.
     salts,
 }

@@ -1,10 +1,9 @@
-//! What a store tells of the salts that it has something of, and whose chunks it is told to keep.
+//! Lists what each tenant has in a store, for status reports.
 
 use super::limits::Ceiling;
 use super::open::Store;
-use super::owners::{Kept, OWNERS};
+use super::owners::OWNERS;
 use super::state::State;
-use crate::Result;
 use crate::index::OwnerId;
 use crate::key::SaltTag;
 
@@ -62,26 +61,5 @@ impl Store {
         }
         all.retain(|tenant| tenant.num_host > 0 || tenant.num_disk > 0);
         (all, num)
-    }
-
-    /// Keeps chunks with that salt from eviction, those that come later too, or no more. Of each tier, half at most is kept. What other
-    /// stores of the pool are owed is given up all the same. `InvalidConfig` if too many salts are kept.
-    pub fn keep(&self, salt: SaltTag, is_kept: bool) -> Result<()> {
-        self.inner.with_books(|state| state.owners.keep(salt, is_kept)).unwrap_or(Ok(()))
-    }
-
-    /// Keeps nothing any more.
-    pub fn keep_none(&self) {
-        self.inner.with_books(|state| state.owners.keep_none());
-    }
-
-    /// What is kept of a salt now.
-    pub fn kept_of(&self, salt: SaltTag) -> Kept {
-        self.inner.with_books(|state| state.owners.kept_of(salt)).unwrap_or_default()
-    }
-
-    /// What is kept now.
-    pub fn kept(&self) -> Kept {
-        self.inner.with_books(|state| state.owners.kept).unwrap_or_default()
     }
 }

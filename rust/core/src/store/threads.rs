@@ -217,9 +217,7 @@ fn find_slot(inner: &Inner, disk: &dyn LocalTier) -> Result<Option<SlotId>> {
         if let Some(slot) = guarded(|| Ok(disk.reserve()))? {
             return Ok(Some(slot));
         }
-        let num_looks = inner.with_books(|state| state.looks_past_kept()).unwrap_or(0);
-        let mut looks = (0..num_looks).map(|_| inner.with_books(State::begin_eviction).flatten());
-        let Some((victim, slot)) = looks.find_map(|found| found) else { return Ok(None) };
+        let Some((victim, slot)) = inner.with_books(State::begin_eviction).flatten() else { return Ok(None) };
         let freed = guarded(|| disk.free(slot));
         inner.with_books(|state| state.end_eviction(victim, freed.is_ok()));
         freed?;

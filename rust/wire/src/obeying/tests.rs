@@ -1,6 +1,5 @@
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Barrier, mpsc};
+use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -163,50 +162,6 @@ fn evictions_at_once_count_what_each_of_them_gave_up() {
         });
         assert_eq!(both, [20, 7]);
     }
-}
-
-#[test]
-fn pins_at_once_leave_no_seat_behind() {
-    let dir = tempfile::tempdir().expect("a directory");
-    let (config, _) = config(dir.path());
-    let server = Server::open(config.clone()).expect("a server");
-    let _engine = engine(config.socket);
-    let (space, pin) =
-        (&server.shared.namespaces.all()[0], |is_on| server.shared.pin(&whose("", "a"), is_on).expect("done"));
-    let (barrier, num_wrong) = (Barrier::new(2), AtomicUsize::new(0));
-    thread::scope(|scope| {
-        for is_on in [true, false] {
-            let (barrier, num_wrong) = (&barrier, &num_wrong);
-            scope.spawn(move || {
-                for _ in 0..3000 {
-                    barrier.wait();
-                    pin(is_on);
-                    if barrier.wait().is_leader() {
-                        let num_salts = space.store().expect("it is open").kept().num_salts;
-                        num_wrong.fetch_add(usize::from(space.is_pinned() != (num_salts > 0)), Ordering::Relaxed);
-                    }
-                }
-            });
-        }
-    });
-    assert_eq!(num_wrong.into_inner(), 0);
-}
-
-#[test]
-fn a_pin_asks_what_is_kept_while_no_other_pin_can() {
-    let dir = tempfile::tempdir().expect("a directory");
-    let (config, _) = config(dir.path());
-    let server = Server::open(config.clone()).expect("a server");
-    let _engine = engine(config.socket);
-    let space = &server.shared.namespaces.all()[0];
-    thread::scope(|scope| {
-        let (send, told) = mpsc::channel();
-        space.pin(None, || {
-            scope.spawn(move || send.send(space.is_pinned()));
-            told.recv_timeout(Duration::from_millis(100)).is_err()
-        });
-    });
-    assert!(space.is_pinned(), "another looked in between");
 }
 
 /// A namespace that no engine asks for has no store that would look.

@@ -1,16 +1,15 @@
 //! What happens to a store whose books failed, or whose disk is opened late.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use super::super::books::{Attached, Clearing, DiskBooks};
 use super::super::jobs::Job;
 use super::super::shares::Direction;
 use super::super::state::State;
-use super::super::{Changes, DiskSettings, Lookup, Prefix, Progress, SaveRange, Store, StoreConfig, Tiers};
-use crate::evict::{ChunkId, Eviction, GroupId, Policy, Removal};
-use crate::key::{ChunkKey, KeyChain, SaltTag, root_key};
+use super::super::{Changes, DiskSettings, Lookup, Progress, SaveRange, Store, StoreConfig, Tiers};
+use crate::evict::Eviction;
+use crate::key::{ChunkKey, KeyChain};
 use crate::tier::disk::{DiskEntry, DiskMeta};
 use crate::tier::host::HostTier;
 
@@ -69,77 +68,6 @@ fn keys_are_noted_only_while_somebody_listens() {
     assert_eq!(is_noting(), Some(true));
     drop(other);
     assert_eq!(is_noting(), Some(false));
-}
-
-/// Counts chunks that are taken out of the row for a while.
-#[derive(Debug)]
-struct Counted(Box<dyn Policy>, Arc<AtomicU32>);
-
-impl Policy for Counted {
-    fn insert(&mut self, id: ChunkId, parent: Option<ChunkId>, key: &ChunkKey) {
-        self.0.insert(id, parent, key);
-    }
-    fn touch(&mut self, id: ChunkId) {
-        self.0.touch(id);
-    }
-    fn set_evictable(&mut self, id: ChunkId, evictable: bool) {
-        self.1.fetch_add(u32::from(!evictable), Ordering::Relaxed);
-        self.0.set_evictable(id, evictable);
-    }
-    fn set_unwritten(&mut self, id: ChunkId, unwritten: bool) {
-        self.0.set_unwritten(id, unwritten);
-    }
-    fn spare_unwritten(&mut self, spare: bool) {
-        self.0.spare_unwritten(spare);
-    }
-    fn set_group(&mut self, id: ChunkId, group: GroupId) {
-        self.0.set_group(id, group);
-    }
-    fn victim(&mut self) -> Option<ChunkId> {
-        self.0.victim()
-    }
-    fn goes_on(&self, end: ChunkId, num_chunks: u32) -> bool {
-        self.0.goes_on(end, num_chunks)
-    }
-    fn mark_reused(&mut self, id: ChunkId) {
-        self.0.mark_reused(id);
-    }
-    fn victim_of(&mut self, group: GroupId) -> Option<ChunkId> {
-        self.0.victim_of(group)
-    }
-    fn remove(&mut self, id: ChunkId, removal: Removal) {
-        self.0.remove(id, removal);
-    }
-}
-
-/// Half is kept, the rest is loaded now, and a step saves a chunk of each of many requests.
-#[test]
-fn a_call_looks_past_what_is_kept_in_vain_once() {
-    let store = Store::open(&host_only()).unwrap();
-    let num_looks = Arc::<AtomicU32>::default();
-    let policy = Counted(Eviction::Lru.policy(8), Arc::clone(&num_looks));
-    store.inner.with_books(|state| state.host_policy = Box::new(policy));
-    let chain = |salt: Option<&str>, token: u32| {
-        let mut chain = KeyChain::new(root_key(&[0; 32], None, salt).unwrap(), 1).unwrap();
-        chain.append_tokens(&[token]).unwrap();
-        chain
-    };
-    let one = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
-    let save = |chain: &KeyChain| store.commit(store.reserve(chain, one).unwrap().leases);
-    let loaded: Vec<_> = (0..4).map(|token| chain(None, token)).collect();
-    assert_eq!((0..4).map(|token| save(&chain(Some("a"), token))).chain(loaded.iter().map(save)).sum::<u32>(), 8);
-    store.keep(SaltTag::of("a"), true).unwrap();
-    let lease = store.acquire_all(&loaded.iter().map(Prefix::from).collect::<Vec<_>>());
-    let step: Vec<_> = (10..40).map(|token| chain(None, token)).collect();
-    let asked: Vec<_> = step.iter().map(|chain| (Prefix::from(chain), one).into()).collect();
-    for _ in 0..2 {
-        num_looks.store(0, Ordering::Relaxed);
-        assert_eq!(store.reserve_many(None, &asked).unwrap().0.len(), 0);
-        assert_eq!(num_looks.load(Ordering::Relaxed), 4);
-    }
-    drop(lease);
-    assert_eq!(store.reserve_many(None, &asked).unwrap().0.len(), 4, "what is not kept goes");
-    store.check().unwrap();
 }
 
 /// Disk threads that wait for work are not left behind by a store that failed, nor do they hold up its end.
