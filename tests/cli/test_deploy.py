@@ -50,7 +50,7 @@ def of_compose() -> list[Container]:
     for service in found["services"].values():
         mounts = {inside: name for name, inside in (volume.split(":") for volume in service["volumes"])}
         assert set(mounts.values()) <= set(found["volumes"])
-        argv = [default(part) for part in (*service["entrypoint"], *service["command"])]
+        argv = [default(part) for part in (*service.get("entrypoint", []), *service["command"])]
         containers.append(Container(argv, mounts, int(service["stop_grace_period"].removesuffix("s"))))
     return containers
 
@@ -125,7 +125,11 @@ def test_composes_health_check_asks_the_server_at_its_socket() -> None:
 def test_an_image_whose_entrypoint_is_vllm_serve_starts_both() -> None:
     """vLLM's image has the entrypoint `vllm serve`: each service names its program, and the command has arguments only."""
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
-    assert [service["entrypoint"] for service in services.values()] == [["kvloft", "serve"], ["vllm", "serve"], ["vllm", "serve"]]
+    assert [service.get("entrypoint") for service in services.values()] == [
+        ["kvloft", "serve"],
+        ["vllm", "serve"],
+        ["vllm", "serve"],
+    ]
     assert services["kvloft"]["command"][0].startswith("--") and services["engine-0"]["command"][0].startswith("${MODEL")
 
 
