@@ -118,13 +118,6 @@ def test_help_fits_80_columns(capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert re.findall(r"^    (\w+)", out, re.MULTILINE) == COMMANDS, "the list above is all"
 
 
-def test_no_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as exit_:
-        main([])
-    assert exit_.value.code == 2
-    assert "usage: kvloft" in capsys.readouterr().err
-
-
 def test_what_a_server_has_is_not_shown_as_the_engines(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVLOFT_HOST_SIZE", "2GiB")
     for server, is_void in (("unix:/run/kvloft/kv.sock", True), ("auto", False)):
