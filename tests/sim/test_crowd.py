@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvloft.plan.disk_pacing import DiskPacing
+
 from .engine import BLOCK, Engine, Shape
 from .symbols import VOCAB, Spec
 
