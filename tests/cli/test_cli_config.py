@@ -104,7 +104,7 @@ def test_help_is_written_for_people(capsys: pytest.CaptureFixture[str], command:
     assert "`" not in capsys.readouterr().out
 
 
-COMMANDS = ["config", "size", "check", "serve", "status", "top", "clear", "evict", "inspect", "verify", "bench"]
+COMMANDS = ["config", "size", "check", "serve", "status", "clear", "evict", "inspect", "verify", "bench"]
 
 
 @pytest.mark.parametrize("command", [[], *([name] for name in COMMANDS), ["bench", "copy"]])

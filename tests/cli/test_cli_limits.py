@@ -76,7 +76,12 @@ def test_people_see_what_tenants_have_and_no_salt(
     }
     assert space["stats"]["quota_dropped"] == 30, "25 of one and 5 of the other"
     shown = []
-    for command in (["status"], ["status", "--json"], ["top", "--count", "1"], ["top", "--count", "1", "--json"]):
+    for command in (
+        ["status"],
+        ["status", "--json"],
+        ["status", "--watch", "--count", "1"],
+        ["status", "--watch", "--count", "1", "--json"],
+    ):
         assert main([command[0], "--socket", socket, *command[1:]]) == 0
         shown.append(capsys.readouterr().out)
     tag = rows[5, 5, 7 * 86400]["tag"]
@@ -100,6 +105,9 @@ def test_people_see_what_tenants_have_and_no_salt(
         assert its_tag is None or its_tag in line
         assert [row.split()[0] for row in shown[-1].splitlines() if " * " in row[:20]] == ([its_tag] if its_tag else [])
         assert all(len(row) <= 80 for row in shown[-1].splitlines() if not row.startswith(("Limits", "The kvloft", "disk path")))
+    assert main(["status", "--watch", "--count", "1", "--socket", socket, "--salt", SALT]) == 0
+    shown.append(capsys.readouterr().out)
+    assert f"{tag} *" in shown[-1]
     assert main(["status", "--socket", socket, "--salt-file", str(folder / "acme.salt"), "--json"]) == 0
     shown.append(capsys.readouterr().out)
     assert json.loads(shown[-1])["salt_tag"] == tag

@@ -1,4 +1,4 @@
-"""`kvloft status` and `top`: what a person reads first of a server, and the same figures for a script."""
+"""`kvloft status`: what an operator reads first about a server, and the same figures for a script."""
 
 import io
 import json
@@ -11,7 +11,7 @@ from watched import save, stats_of
 
 from kvloft import _core
 from kvloft.cli import status as status_command
-from kvloft.cli import top
+from kvloft.cli import watch
 from kvloft.cli.__main__ import main
 from kvloft.config import size_text
 
@@ -19,8 +19,7 @@ from kvloft.config import size_text
 def shown_first(status: dict[str, Any]) -> list[str]:
     """What status says before it tells of namespaces."""
     console = Console(width=200, record=True, file=io.StringIO())
-    spaces = [space | {"namespace": space["namespace"].hex()} for space in status["namespaces"]]
-    status_command._print(status | {"namespaces": spaces}, "/kv.sock", console)
+    status_command._print(status, "/kv.sock", console)
     return console.export_text().split("\n\n")[0].splitlines()
 
 
@@ -70,7 +69,7 @@ def test_a_file_system_without_room_for_what_the_disk_may_still_take_is_told(
     assert len(told) == is_full
     assert shown_first(status)[0].endswith(" serves, with 1 problem:" if is_full else " is well.")
     drawn = Console(width=200, record=True, file=io.StringIO())
-    drawn.print(top.picture(status, {}))
+    drawn.print(watch.picture(status, {}))
     assert (said in drawn.export_text()) == is_full
 
 
@@ -85,7 +84,7 @@ def test_a_disk_that_fails_is_a_problem_that_is_told_once(socket: str, capsys: p
 
 
 def test_json_has_what_a_person_reads_first_and_all_that_it_had(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in (["status", "--json"], ["top", "--json", "--count", "1"]):
+    for command in (["status", "--json"], ["status", "--watch", "--json", "--count", "1"]):
         assert main([command[0], "--socket", socket, *command[1:]]) == 0
         shown = json.loads(capsys.readouterr().out)
         assert {"host_bytes", "slab_bytes", "stats", "settings", "namespaces"} <= shown.keys()
@@ -120,7 +119,7 @@ def test_the_part_of_a_tier_is_of_its_whole_size_and_not_of_the_slabs_taken(sock
     (space,) = status["namespaces"]
     assert space["slabs"] * status["slab_bytes"] < status["host_bytes"], "else both were the same"
     drawn = Console(width=150, record=True, file=io.StringIO())
-    drawn.print(top.picture(status, {}))
+    drawn.print(watch.picture(status, {}))
     text = drawn.export_text()
     (host,) = [line.split() for line in text.splitlines() if line.startswith("host ")]
     assert host[:5] == ["host", "3", "12", "KiB", "1.2%"]

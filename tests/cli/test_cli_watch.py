@@ -1,4 +1,4 @@
-"""`kvloft serve --metrics`, `kvloft top` and examples/deploy: against a real server, and by the tools that will read them."""
+"""`kvloft serve --metrics`, `kvloft status --watch` and examples/deploy: with a real server, and by the tools that read them."""
 
 import contextlib
 import fcntl
@@ -25,7 +25,7 @@ from rich.console import Console
 from watched import save, stats_of
 
 from kvloft import _core
-from kvloft.cli import metrics, top
+from kvloft.cli import metrics, watch
 from kvloft.cli import status as status_command
 from kvloft.cli.__main__ import main
 from kvloft.cli.commands import build_parser
@@ -136,30 +136,30 @@ def test_a_host_that_is_none_is_refused(host: str) -> None:
 @pytest.mark.parametrize(
     "option", ["--interval=0", "--interval=nan", "--interval=x", "--interval=61min", "--interval=50ms", "--count=0", "--count=-1"]
 )
-def test_top_says_what_is_allowed(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_watch_says_which_intervals_and_counts_are_allowed(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
-        main(["top", "--socket", "/nowhere/kv.sock", option])
+        main(["status", "--watch", "--socket", "/nowhere/kv.sock", option])
     assert "expected a number" in capsys.readouterr().err
 
 
-def test_top_takes_times_as_others_do() -> None:
-    parser = build_parser("top")
-    intervals = [parser.parse_args(["top", f"--interval={text}"]).interval for text in ("2", "0.5", "500ms", "2s", "1h")]
+def test_interval_takes_times_as_other_options_do() -> None:
+    parser = build_parser("status")
+    intervals = [parser.parse_args(["status", f"--interval={text}"]).interval for text in ("2", "0.5", "500ms", "2s", "1h")]
     assert intervals == [2.0, 0.5, 0.5, 2.0, 3600.0]
 
 
-def test_top_shows_tiers_engines_and_rates(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["top", "--socket", socket, "--count", "2", "--interval", "0.1"]) == 0
+def test_watch_shows_tiers_engines_and_rates(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--watch", "--socket", socket, "--count", "2", "--interval", "0.1"]) == 0
     out = capsys.readouterr().out
     assert out.count("tier") == 2, "each look: not on a terminal, none is drawn over another"
     assert "saved" in out
-    assert main(["top", "--socket", socket, "--count", "2", "--interval", "0.1", "--json"]) == 0
+    assert main(["status", "--watch", "--socket", socket, "--count", "2", "--interval", "0.1", "--json"]) == 0
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
     (first,), (second,) = first["namespaces"], second["namespaces"]
     assert (first["stats"]["frames_visible"], first["chunks_per_s"]) == (3, {})
-    assert second["chunks_per_s"].keys() == top.RATES.keys()
+    assert second["chunks_per_s"].keys() == watch.RATES.keys()
     assert (second["gb_per_s"], second["hit_rate"], second["hit_rate_now"]) == ({"loaded": 0.0, "saved": 0.0}, None, None)
-    assert main(["top", "--socket", f"{socket}.none"]) == 1
+    assert main(["status", "--watch", "--socket", f"{socket}.none"]) == 1
     assert "no kvloft server answers" in capsys.readouterr().err
 
 
@@ -185,7 +185,7 @@ def test_hit_rates_are_told_of_each_engine_and_of_all(socket: str, capsys: pytes
     known.append_tokens([1, 2])
     other.lookup(known)
     drawn = Console(width=150, record=True)
-    drawn.print(top.picture(_core.server_status(socket), {}, before))
+    drawn.print(watch.picture(_core.server_status(socket), {}, before))
     (of_all,) = [line for line in drawn.export_text().splitlines() if "all so far" in line]
     assert of_all.split()[3:] == ["3", "10", "8", "80.0%", "100.0%", "3", "3"]
     other.close()
@@ -203,7 +203,7 @@ def test_shares_are_shown_where_they_are_set(capsys: pytest.CaptureFixture[str])
         path = f"{folder}/run/kv.sock"
         with closing(_core.Server(path, host_bytes=1 << 20, shares=[("01", 25)])):
             engines = [_core.Session.connect(path, frame_bytes=4096, namespace=bytes([n] * 32), timeout_s=60.0) for n in (1, 2)]
-            for command in (["status"], ["top", "--count", "1"]):
+            for command in (["status"], ["status", "--watch", "--count", "1"]):
                 assert main([*command, "--socket", path]) == 0
                 titles = [line for line in capsys.readouterr().out.splitlines() if " host memory" in line]
                 assert [title.endswith(" host memory, share 25%") for title in titles] == [True, False]
@@ -212,19 +212,19 @@ def test_shares_are_shown_where_they_are_set(capsys: pytest.CaptureFixture[str])
                 engine.close()
 
 
-def test_large_numbers_fit_80_columns_and_both_commands_use_the_same_words(socket: str) -> None:
+def test_large_numbers_fit_80_columns_and_watch_uses_the_same_words(socket: str) -> None:
     status = _core.server_status(socket)
     (space,) = status["namespaces"]
     space["stats"] = dict.fromkeys(space["stats"], 999_999) | {"disk_broken": 1, "share_percent": 100}
     space["slabs"] = 1 << 22
     (engine,) = space["engines"]
     space["engines"] = [dict.fromkeys(engine, 999_999) | {"pid": 4_194_304}]
-    rates = {space["namespace"]: dict.fromkeys(top.RATES, 1_234_567.0)}
+    rates = {space["namespace"]: dict.fromkeys(watch.RATES, 1_234_567.0)}
     none = dict.fromkeys(COUNTS, 0)
     before = status | {"namespaces": [space | {"stats": none, "engines": [none | {"pid": 4_194_304}]}]}
     consoles = [Console(width=80, record=True, file=io.StringIO()) for _ in range(2)]
-    consoles[0].print(top.picture(status, rates, before))
-    status_command._print(status | {"namespaces": [space | {"namespace": "00" * 32}]}, socket, consoles[1])
+    consoles[0].print(watch.picture(status, rates, before))
+    status_command._print(status | {"namespaces": [space]}, socket, consoles[1])
     heads = []
     for console in consoles:
         lines = [line.rstrip() for line in console.export_text().splitlines()]
@@ -245,28 +245,28 @@ def test_a_count_is_short(number: int, text: str) -> None:
 
 
 @pytest.mark.parametrize(("num_engines", "num_more"), [(1, 0), (2, 3), (9, 17)])
-def test_top_fits_a_terminal_of_24_rows_or_says_what_does_not(socket: str, num_engines: int, num_more: int) -> None:
+def test_watch_fits_a_terminal_of_24_rows_or_says_what_does_not(socket: str, num_engines: int, num_more: int) -> None:
     status = _core.server_status(socket) | {"settings": {"salt_quota": "10%"}}
     (space,) = status["namespaces"]
     space["engines"] *= num_engines
     console = Console(width=80, height=24, record=True, file=io.StringIO(), force_terminal=True)
-    rates = {space["namespace"]: dict.fromkeys(top.RATES, 1.0)}
-    console.print(top.fitted(top.picture(status, rates, status), console))
+    rates = {space["namespace"]: dict.fromkeys(watch.RATES, 1.0)}
+    console.print(watch.fitted(watch.picture(status, rates, status), console))
     lines = console.export_text().splitlines()
     assert len(lines) == 24
-    assert all(any(name in line for line in lines) for name in top.RATES), "no rate is lost"
+    assert all(any(name in line for line in lines) for name in watch.RATES), "no rate is lost"
     assert any(line.startswith("all so far") for line in lines)
     told = [f"{num_more} more rows: make the window taller, or use --json"] if num_more else []
     assert [line for line in lines if "more rows" in line] == told
     assert not num_more or lines[-1] == told[0]
 
 
-def test_top_says_on_a_terminal_of_24_rows_what_it_does_not_show(socket: str) -> None:
-    others = [_core.Session.connect(socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0) for _ in range(3)]
+def drawn_on_terminal(socket: str, term: str) -> bytes:
+    """What two looks write to a terminal of that type with 24 rows."""
     ours, its = pty.openpty()
     fcntl.ioctl(its, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    argv = [sys.executable, "-m", "kvloft.cli", "top", "--socket", socket, "--count", "2", "--interval", "100ms"]
-    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | {"TERM": "xterm"}
+    argv = [sys.executable, "-m", "kvloft.cli", "status", "--watch", "--socket", socket, "--count", "2", "--interval", "100ms"]
+    env = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | {"TERM": term}
     with open(ours, "rb", buffering=0) as screen, subprocess.Popen(argv, stdin=its, stdout=its, stderr=its, env=env) as process:
         os.close(its)
         drawn = b""
@@ -274,9 +274,25 @@ def test_top_says_on_a_terminal_of_24_rows_what_it_does_not_show(socket: str) ->
             while part := screen.read(1 << 16):
                 drawn += part
         assert process.wait(timeout=120) == 0
-    assert b"more rows: make the window taller, or use --json" in drawn
+    return drawn
+
+
+def test_watch_says_on_a_terminal_of_24_rows_what_it_does_not_show(socket: str) -> None:
+    others = [_core.Session.connect(socket, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0) for _ in range(3)]
+    assert b"more rows: make the window taller, or use --json" in drawn_on_terminal(socket, "xterm")
     for other in others:
         other.close()
+
+
+def test_watch_prints_looks_one_after_the_other_on_a_dumb_terminal(socket: str) -> None:
+    drawn = drawn_on_terminal(socket, "dumb")
+    assert (drawn.count(b"all so far"), drawn.count(b"\x1b")) == (2, 0)
+
+
+@pytest.mark.parametrize("option", ["--interval=1s", "--count=1"])
+def test_options_of_watch_need_it(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["status", "--socket", "/nowhere/kv.sock", option]) == 2
+    assert capsys.readouterr().err == "kvloft: --interval and --count need --watch.\n"
 
 
 def test_a_disk_that_a_server_cannot_have_is_shown(socket: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -289,7 +305,7 @@ def test_a_disk_that_a_server_cannot_have_is_shown(socket: str, capsys: pytest.C
             for has_engine in (False, True):
                 if has_engine:
                     engine = _core.Session.connect(path, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
-                for command in (["status"], ["top", "--count", "1"]):
+                for command in (["status"], ["status", "--watch", "--count", "1"]):
                     assert main([*command, "--socket", path]) == 0
                     shown = " ".join(capsys.readouterr().out.split())
                     assert said in shown and "it fails" not in shown, "another owner is no failure"
@@ -303,7 +319,7 @@ def test_a_hit_rate_is_of_the_time_between_and_of_one_server() -> None:
     old, new = {"lookup_chunks": 10, "lookup_chunks_found": 5}, {"lookup_chunks": 14, "lookup_chunks_found": 8}
     assert (hit_rate(old), hit_rate(new, old)) == (0.5, 0.75)
     assert (hit_rate(old, old), hit_rate(old, new)) == (None, None)
-    assert top.gb_per_s({"loaded": 1000.0, "saved": 500.0, "found": 1.0}, 2_000_000) == {"loaded": 2.0, "saved": 1.0}
+    assert watch.gb_per_s({"loaded": 1000.0, "saved": 500.0, "found": 1.0}, 2_000_000) == {"loaded": 2.0, "saved": 1.0}
 
 
 def test_every_number_of_a_server_is_in_the_documentation() -> None:
@@ -385,11 +401,11 @@ def test_clear_empties_a_namespace_that_is_on_disk_only(tmp_path: Path, capsys: 
             engine.close()
 
 
-def test_ctrl_c_ends_top_with_status_0(socket: str) -> None:
+def test_ctrl_c_ends_watch_with_status_0(socket: str) -> None:
     def heed() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell's background job, as this may be one of, ignores it
 
-    argv = [sys.executable, "-m", "kvloft.cli", "top", "--json", "--socket", socket]
+    argv = [sys.executable, "-m", "kvloft.cli", "status", "--watch", "--json", "--socket", socket]
     with subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed) as process:
         assert process.stdout is not None and process.stdout.readline()
         process.send_signal(signal.SIGINT)
@@ -434,15 +450,15 @@ def test_a_server_that_stands_is_not_said_to_be_missing(tmp_path: Path, capsys: 
 
 
 def test_rates_are_of_the_time_between_and_never_of_two_stores() -> None:
-    names = dict.fromkeys(top.RATES.values(), 10)
+    names = dict.fromkeys(watch.RATES.values(), 10)
 
     def look(name: bytes, stats: dict[str, int]) -> dict[str, Any]:
         return {"namespaces": [{"namespace": name, "stats": stats}]}
 
     old, new = look(b"a", names), look(b"a", names | {"commits": 30})
-    assert top.rates_of(new, 4.0, old) == {b"a": {shown: 5.0 if shown == "saved" else 0.0 for shown in top.RATES}}
-    assert top.rates_of(old, 4.0, new) == {}
-    assert top.rates_of(look(b"b", names), 4.0, old) == {}
+    assert watch.rates_of(new, 4.0, old) == {b"a": {shown: 5.0 if shown == "saved" else 0.0 for shown in watch.RATES}}
+    assert watch.rates_of(old, 4.0, new) == {}
+    assert watch.rates_of(look(b"b", names), 4.0, old) == {}
 
 
 def test_every_panel_of_the_dashboard_asks_for_numbers_that_exist(socket: str) -> None:

@@ -1,4 +1,4 @@
-"""What tests of `kvloft status`, `top` and the metrics do with a server that they watch."""
+"""What tests of `kvloft status` and the metrics do with a server that they watch."""
 
 from kvloft import _core
 

@@ -134,6 +134,6 @@ def _commands(name: str | None) -> Iterator[Any]:
         yield serve
         return
     from kvloft.bench import command as bench
-    from kvloft.cli import check, clear, config, evict, inspect, serve, size, status, top, verify
+    from kvloft.cli import check, clear, config, evict, inspect, serve, size, status, verify
 
-    yield from (config, size, check, serve, status, top, clear, evict, inspect, verify, bench)
+    yield from (config, size, check, serve, status, clear, evict, inspect, verify, bench)

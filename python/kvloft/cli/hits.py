@@ -1,4 +1,4 @@
-"""What engines asked a server for and got, for `kvloft status` and `kvloft top`: of each engine and of all that ever were."""
+"""Lookups, hits, loads and saves of a server's engines, for `kvloft status`: per engine, and in total since the start."""
 
 from collections.abc import Mapping
 from typing import Any

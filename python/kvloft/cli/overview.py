@@ -36,6 +36,14 @@ def figures(status: Status) -> dict[str, Any]:
     return found | {"problems": _problems(status, found)}
 
 
+def as_json(status: Status, tag: str | None = None) -> dict[str, Any]:
+    """Return what --json prints: the status, `figures`, a hit rate per namespace, and the tag of a salt that was named."""
+    spaces = [
+        space | {"namespace": space["namespace"].hex(), "hit_rate": hit_rate(space["stats"])} for space in status["namespaces"]
+    ]
+    return {**status, **figures(status), "namespaces": spaces, **({"salt_tag": tag} if tag is not None else {})}
+
+
 def lines(status: Status, socket: str) -> list[str]:
     """A line for each of them; the first says whether all is well."""
     found = figures(status)

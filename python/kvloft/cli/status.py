@@ -1,4 +1,4 @@
-"""`kvloft status`: what a server does now. Reads only."""
+"""`kvloft status`: prints the state of a server, once or with --watch again and again. Reads only."""
 
 import argparse
 import json
@@ -7,9 +7,9 @@ from typing import Any, Final
 from rich.console import Console
 
 from kvloft.cli.evict import add_salt, given_salt, salt_tag
-from kvloft.cli.hits import hit_rate, hit_table, late_lines
+from kvloft.cli.hits import hit_table, late_lines
 from kvloft.cli.inspect import fields_of
-from kvloft.cli.overview import figures, lines
+from kvloft.cli.overview import as_json, lines
 from kvloft.cli.rules import rules
 from kvloft.cli.serve import add_socket, not_answered, settings
 from kvloft.cli.tables import (
@@ -24,6 +24,8 @@ from kvloft.cli.tables import (
     unwritten,
     whose,
 )  # fmt: skip
+from kvloft.cli.watch import count, interval, watch
+from kvloft.errors import ConfigError
 
 MAX_TENANTS: Final = 16
 
@@ -34,41 +36,49 @@ def add_parser(subparsers: Any) -> None:
         "status",
         help="show what a server does",
         description=(
-            "Show what a server does: first whether it is well, how much of host memory and disk is used, engines and hit rate; "
-            "then memory, disk and engines of each namespace, and what they asked for and found; last what its KV depends on. "
-            "Salts are listed by their tags, which do not tell them; one that is given is marked. "
-            "Exit status: 0; 1 where none answers; 2 for a wrong argument."
+            "Show the state of a server: problems, use of host memory and disk, engines and hit rate; then the tiers, engines, "
+            "lookups and hits of each namespace; at the end the settings its KV depends on. Tenants are listed by the tags "
+            "of their salts, which do not reveal them; the tag of a salt that is given is marked. With --watch, look again "
+            "and again, and show chunks and GB a second and hit rates since the look before, until Ctrl-C. "
+            "Exit status: 0; 1 if no server answers; 2 for a wrong argument."
         ),
     )
     add_socket(parser)
     add_salt(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables (sizes in bytes)")
+    parser.add_argument("--watch", action="store_true", help="look again and again, with rates")
+    parser.add_argument("--interval", type=interval, metavar="TIME", help="with --watch: time between two looks (1s)")
+    parser.add_argument("--count", type=count, metavar="N", help="with --watch: end after N looks")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON (sizes in bytes); with --watch, an object for each look, one a line"
+    )
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what the server does; returns 0, or 1 after a message on stderr if no server answers."""
-    from kvloft._core import ConfigError, StoreError, server_status
+    """Print the state of the server; returns 0, or 1 after a message if no server answers. Raises ConfigError."""
+    from kvloft._core import ConfigError as RefusedError
+    from kvloft._core import StoreError, server_status
 
+    if not args.watch and (args.interval is not None or args.count is not None):
+        raise ConfigError("--interval and --count need --watch.")
     socket, salt = settings(args).socket, given_salt(args)
     assert socket is not None
-    try:
-        status = server_status(socket)
-    except (ConfigError, StoreError) as e:
-        return not_answered(e)
-    for space in status["namespaces"]:
-        space["namespace"] = space["namespace"].hex()
-        space["hit_rate"] = hit_rate(space["stats"])
     tag = salt_tag(salt) if salt is not None else None
+    try:
+        if args.watch:
+            return watch(socket, args, tag)
+        status = server_status(socket)
+    except (RefusedError, StoreError) as e:
+        return not_answered(e)
     if args.json:
-        print(json.dumps(status | figures(status) | ({"salt_tag": tag} if tag is not None else {}), indent=2))
-        return 0
-    _print(status, socket, Console(), tag)
+        print(json.dumps(as_json(status, tag), indent=2))
+    else:
+        _print(status, socket, Console(), tag)
     return 0
 
 
 def _print(status: dict[str, Any], socket: str, console: Console, tag: str | None = None) -> None:
-    spaces = status["namespaces"]
+    spaces = [space | {"namespace": space["namespace"].hex()} for space in status["namespaces"]]
     bounds = rules(status["settings"])
     more = [*([f"Limits: {bounds}"] if bounds else []), *([whose(tag, spaces)] if tag is not None else [])]
     for line in (*lines(status, socket), *more, *([] if spaces else [NO_ENGINE])):

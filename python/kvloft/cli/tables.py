@@ -1,4 +1,4 @@
-"""What `kvloft status` and `kvloft top` draw alike: what a server has, tiers and engines. All fits 80 columns."""
+"""Tables that `kvloft status` prints with and without --watch: tiers, tenants, engines. All fit 80 columns."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,0 +1,184 @@
+"""Repeated looks at a server for `kvloft status --watch`: tables with rates since the look before, or a line of JSON each."""
+
+import argparse
+import contextlib
+import itertools
+import json
+import time
+from typing import Any, Final
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.segment import SegmentLines
+from rich.table import Table
+from rich.text import Text
+
+from kvloft.cli.hits import hit_rate, hit_table
+from kvloft.cli.overview import as_json, disk_full, lines
+from kvloft.cli.rules import rules
+from kvloft.cli.tables import (
+    NO_ENGINE,
+    broken,
+    disk_unused,
+    engine_table,
+    given_up,
+    new_table,
+    tenant_table,
+    tier_table,
+    title,
+    unwritten,
+)  # fmt: skip
+from kvloft.config import parse_seconds
+
+INTERVAL_S: Final = 1.0
+MIN_INTERVAL_S: Final = 0.1
+MAX_TENANTS: Final = 5
+RATES: Final = {
+    "asked for": "lookup_chunks",
+    "found": "lookup_chunks_found",
+    "loaded": "load_chunks",
+    "saved": "commits",
+    "evicted from host": "host_evictions",
+    "written to disk": "disk_writes",
+    "read from disk": "disk_reads",
+    "evicted from disk": "disk_evictions",
+    "evicted for a quota": "quota_evictions",
+    "too old": "expired",
+    "saves without a frame": "reserve_dropped",
+}
+"""The name of each rate, and the counter of chunks that it is computed from."""
+
+
+def watch(socket: str, args: argparse.Namespace, tag: str | None = None) -> int:
+    """Print one look per ``args.interval`` seconds; returns 0 after ``args.count`` looks or Ctrl-C.
+
+    A terminal that can move its cursor shows each look in place of the last; anywhere else, looks follow each other.
+    Raises what `server_status` raises.
+    """
+    from kvloft._core import server_status
+
+    console = Console()
+    can_redraw = console.is_terminal and not console.is_dumb_terminal and not args.json
+    live = Live(console=console, auto_refresh=False) if can_redraw else None
+    before: tuple[float, dict[str, Any]] | None = None
+    with contextlib.suppress(KeyboardInterrupt), live or contextlib.nullcontext():
+        for nth in itertools.count(1):
+            status, now = server_status(socket), time.monotonic()
+            old_s, old = before or (now, None)
+            rates = rates_of(status, now - old_s, old) if old is not None else {}
+            if args.json:
+                print(json.dumps(look_json(status, rates, old, tag)), flush=True)
+            elif live is not None:
+                live.update(fitted(picture(status, rates, old, socket, tag), console), refresh=True)
+            else:
+                console.print(picture(status, rates, old, socket, tag))
+            if nth == args.count:
+                break
+            before = now, status
+            time.sleep(args.interval or INTERVAL_S)
+    return 0
+
+
+def rates_of(status: dict[str, Any], seconds: float, before: dict[str, Any]) -> dict[bytes, dict[str, float]]:
+    """Chunks per second by the names of ``RATES`` for each namespace; a store opened since ``before`` has none."""
+    olds = {space["namespace"]: space["stats"] for space in before["namespaces"]}
+    rates = {}
+    for space in status["namespaces"]:
+        new, old = space["stats"], olds.get(space["namespace"])
+        if old is not None and all(new.get(name, 0) >= old.get(name, 0) for name in RATES.values()):
+            grown = {shown: new.get(name, 0) - old.get(name, 0) for shown, name in RATES.items()}
+            rates[space["namespace"]] = {shown: num / max(seconds, MIN_INTERVAL_S) for shown, num in grown.items()}
+    return rates
+
+
+def gb_per_s(rates: dict[str, float], frame_bytes: int) -> dict[str, float]:
+    """Loads and saves in 10^9 bytes per second."""
+    return {name: rates[name] * frame_bytes / 1e9 for name in ("loaded", "saved") if name in rates}
+
+
+def look_json(
+    status: dict[str, Any], rates: dict[bytes, dict[str, float]], before: dict[str, Any] | None, tag: str | None = None
+) -> dict[str, Any]:
+    """The fields of `kvloft status --json`, and each namespace's rates and hit rate since the look ``before``."""
+    olds, shown = _by_name(before), as_json(status, tag)
+    for space, row in zip(status["namespaces"], shown["namespaces"], strict=True):
+        own, old = rates.get(space["namespace"], {}), olds.get(space["namespace"])
+        row |= {"chunks_per_s": own, "gb_per_s": gb_per_s(own, space["frame_bytes"])}
+        row["hit_rate_now"] = hit_rate(space["stats"], old["stats"]) if old is not None else None
+    return shown
+
+
+def _by_name(status: dict[str, Any] | None) -> dict[bytes, dict[str, Any]]:
+    return {space["namespace"]: space for space in status["namespaces"]} if status is not None else {}
+
+
+def fitted(drawn: RenderableType, console: Console) -> RenderableType:
+    """The rows that fit the height of the screen, and a last row with the number of the others."""
+    lines = console.render_lines(drawn, pad=False)
+    while lines and not "".join(segment.text for segment in lines[-1]).strip():
+        lines.pop()
+    num_more = len(lines) - console.height
+    if num_more <= 0:
+        return SegmentLines(lines, new_lines=True)
+    more = Text(f"{num_more + 1} more rows: make the window taller, or use --json", no_wrap=True, overflow="ellipsis")
+    return Group(SegmentLines(lines[: console.height - 1], new_lines=True), more)
+
+
+def picture(
+    status: dict[str, Any],
+    rates: dict[bytes, dict[str, float]],
+    before: dict[str, Any] | None = None,
+    socket: str = "",
+    tag: str | None = None,
+) -> RenderableType:
+    """The tables of one look, below a row of limits that is cut at the edge of the screen."""
+    spaces, olds = [space for space in status["namespaces"] if space["stats"]], _by_name(before)
+    bounds = rules(status["settings"])
+    limits = [Text(f"Limits: {bounds}", no_wrap=True, overflow="ellipsis")] if bounds else []
+    if not spaces:
+        return Group(*limits, *(Text(line) for line in (*lines(status, socket), NO_ENGINE)))
+    limits += [Text(line) for line in (*disk_unused(status), *disk_full(status))]
+    return Group(*limits, *(_picture_of(space, status, rates.get(space["namespace"], {}), olds, tag) for space in spaces))
+
+
+def _picture_of(
+    space: dict[str, Any],
+    status: dict[str, Any],
+    rates: dict[str, float],
+    olds: dict[bytes, dict[str, Any]],
+    tag: str | None,
+) -> RenderableType:
+    """Tables of one namespace, the most important first, because a short screen hides the last ones."""
+    notes = (*given_up(space), *unwritten(space), *broken(space, status))
+    flow = [_flow(rates, space["frame_bytes"])] if rates else []
+    below = (engine_table(space), *tenant_table(space, MAX_TENANTS, tag))
+    tables = (tier_table(space, status), *notes, *flow, hit_table(space, olds.get(space["namespace"])), *below)
+    return Group(title(space["namespace"].hex(), space, status), *(part for table in tables for part in (table, "")))
+
+
+def _flow(rates: dict[str, float], frame_bytes: int) -> Table:
+    """A table with two rates per row, so that all fit half of a screen of 24 rows."""
+    table = new_table("a second", "chunks", "GB")
+    table.add_column("a second", no_wrap=True)
+    for name in ("chunks", "GB"):
+        table.add_column(name, justify="right", no_wrap=True)
+    cells = [(shown, f"{rate:,.0f}", f"{rate * frame_bytes / 1e9:,.3f}") for shown, rate in rates.items()]
+    half = (len(cells) + 1) // 2
+    for left, right in itertools.zip_longest(cells[:half], cells[half:], fillvalue=()):
+        table.add_row(*left, *right)
+    return table
+
+
+def interval(text: str) -> float:
+    """Parse --interval. Raises ArgumentTypeError."""
+    with contextlib.suppress(ValueError):
+        if (seconds := parse_seconds(text)) >= MIN_INTERVAL_S:
+            return seconds
+    raise argparse.ArgumentTypeError(f"expected a number of seconds from {MIN_INTERVAL_S:g}, or a time up to 1h, not {text!r}")
+
+
+def count(text: str) -> int:
+    """Parse --count. Raises ArgumentTypeError."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"expected a number from 1 on, not {text!r}")
+    return int(text)
