@@ -111,6 +111,7 @@ install_vllm() {
 overlay_vllm() {
   local venv=$1 version=$2 base=$3 folder=$1/overlay wheel site
   install_vllm "$venv" "$base"
+  quietly "overlay-needs-$version" "$UV" pip install --python "$venv/bin/python" orjson # of this release, and not of the base
   rm -rf "$folder"
   "$UV" tool run --quiet --python "$PY" pip download --quiet --no-deps --no-cache-dir --only-binary :all: --platform manylinux_2_28_x86_64 \
     --dest "$folder" "vllm==$version" >"$LOGS/overlay-$version.log" 2>&1 </dev/null || {

@@ -122,7 +122,7 @@ def test_what_a_save_reserved_is_given_back_if_it_cannot_be_noted_what_was_not(m
     table = list(range(1, 7))
     engine.core.admit(Request(A, PROMPT[:10], 9), 0, table)  # type: ignore[arg-type]
 
-    def remember(*_: Any) -> None:
+    def remember(*_: Any, **__: Any) -> None:
         assert engine.store.tickets
         raise RuntimeError
 
