@@ -115,3 +115,25 @@ impl Known {
         Prefix { root, keys: &self.keys, first: u32::try_from(self.first).unwrap_or(u32::MAX) }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn keys(num: u8) -> Vec<ChunkKey> {
+        (0..num).map(|at| ChunkKey([at; 32])).collect()
+    }
+
+    #[test]
+    fn a_prefix_that_ends_before_the_anchor_shares_no_block() {
+        let keys = keys(6);
+        let mut known = Known::default();
+        known.begin(Some((4, keys[3])));
+        for end in 0..=3 {
+            assert_eq!(known.num_same(&keys[..end]), 0, "{end} blocks");
+        }
+        assert_eq!((known.num_same(&keys[..4]), known.num_same(&keys)), (4, 4));
+        assert!(known.go_on(4, keys[4..].iter().copied()));
+        assert_eq!((known.num_same(&keys[..3]), known.num_same(&keys[..5]), known.num_same(&keys)), (0, 5, 6));
+    }
+}

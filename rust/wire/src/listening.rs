@@ -115,3 +115,44 @@ impl Hearing {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use kvloft_core::evict::Eviction;
+    use kvloft_core::key::KeyChain;
+    use kvloft_core::store::{SaveRange, StoreConfig, TenantLimits};
+
+    use super::*;
+
+    fn store() -> Store {
+        let config = StoreConfig {
+            frame_bytes: 4096,
+            host_bytes: 2 * 4096,
+            blocks_per_chunk: 1,
+            eviction: Eviction::Lru,
+            available_bytes: None,
+            namespace: [7; 32],
+            disk: None,
+            now_s: 0,
+            limits: TenantLimits::default(),
+        };
+        Store::open(&config).expect("a store")
+    }
+
+    #[test]
+    fn a_listener_cannot_make_the_queue_longer_than_its_bound() {
+        let (store, mut listener) = (store(), None);
+        let sent = SentChanges { capacity: 8 * MAX_CHANGES, limit: 1, asked: Keys::Own(&[]) };
+        let mut is_lost = || sent.answer(&store, &mut listener).expect("few keys").lost;
+        assert!(is_lost(), "the first answer: everything may have changed");
+        assert!(!is_lost());
+        for token in 0..=MAX_CHANGES {
+            let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");
+            chain.append_tokens(&[token]).expect("tokens");
+            let range = SaveRange { start: 0, stop: 1, tail_blocks: 0 };
+            let reserved = store.reserve(&chain, range).expect("in range");
+            assert_eq!(store.commit(reserved.leases), 1);
+        }
+        assert!(is_lost(), "more keys than the bound were queued");
+    }
+}

@@ -86,13 +86,14 @@ impl State {
         }
     }
 
-    /// The connection, if it stands and may be asked. A clear that was not heard comes before everything.
+    /// The connection, if there is one. A clear that has no answer yet was sent on it, so the server
+    /// handles it before all later requests.
     pub(crate) fn link(&mut self) -> Option<&mut Link> {
         let link = self.link.as_mut().filter(|link| !link.is_dead())?;
         if self.owes_clear {
             self.owes_clear = link.is_late();
         }
-        (!self.owes_clear).then_some(link)
+        Some(link)
     }
 
     pub(crate) fn ask(

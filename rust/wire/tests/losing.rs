@@ -191,6 +191,33 @@ fn a_server_that_stands_still_costs_one_deadline() {
 }
 
 #[test]
+fn a_commit_behind_an_unanswered_clear_leaves_nothing_reserved() {
+    let dir = tempfile::tempdir().expect("a directory");
+    let mut child = served_by_a_child(dir.path());
+    let config = RemoteConfig { deadline: Duration::from_millis(20), ..remote_config(dir.path()) };
+    let engine = Remote::open(config).expect("a client");
+    until("connected", || engine.renew() || engine.arena().is_some());
+    let (chain, mut tickets) = (chain(1, 4), Vec::new());
+    until("reserved", || {
+        let (rows, _) = engine.reserve(Prefix::from(&chain), whole(4)).expect("in range");
+        tickets = rows.iter().map(|row| row.ticket).collect();
+        tickets.len() == 4
+    });
+    signal(&child, "STOP");
+    until("it stands still", || all_stopped(child.id()));
+    engine.clear();
+    assert_eq!(engine.commit(&tickets), 0);
+    signal(&child, "CONT");
+    until("no frame is reserved", || {
+        let held = status(&socket(dir.path()), LONG).expect("it answers").namespaces.remove(0).engines;
+        held.len() == 1 && held[0].num_reserved == 0
+    });
+    assert_eq!(found(&connect(dir.path()), &chain), 0, "the clear came first");
+    child.kill().expect("it lives");
+    child.wait().expect("it ended");
+}
+
+#[test]
 fn many_saves_wait_for_a_server_that_pauses() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut child = served_by_a_child(dir.path());
