@@ -1,6 +1,7 @@
 """The closed loop of chats without a GPU: what a turn says, what is counted, and that no engine takes another's figures with it."""
 
 import json
+import re
 import subprocess
 import sys
 import time
@@ -103,7 +104,7 @@ class Child(subprocess.Popen[bytes]):
 
     def wait(self, timeout: float | None = None) -> int:
         while timeout is not None and self._goes_on and self.poll() is None:
-            if "RESULT" in self._log.read_text():
+            if re.search(r"^RESULT .*\n", self._log.read_text(), re.MULTILINE):  # print writes a line in pieces
                 raise subprocess.TimeoutExpired(self.args, timeout)
             time.sleep(0.01)
         return super().wait(timeout)
@@ -136,6 +137,14 @@ def test_whatever_becomes_of_an_engine_the_others_are_measured(tmp_path: Path, m
     rows = {row[0]: row for row in chats.table(found)}
     assert rows["kvloft"][1:5] == ("2.0", "2.0, 2.0", "10 of 20 (50.0%)", "7, 7")
     assert rows["native"][1] == "-" and rows["none"][5] == "3, 1"
+
+
+def test_a_result_that_was_cut_off_by_a_kill_is_none(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    log.write_text('RESULT {"runs": [1]}\nRESULT {"ru')
+    assert child.result_of(log, 0) == {"runs": [1]}
+    log.write_text("RESULT ")
+    assert "ended with -9" in child.result_of(log, -9)["error"]
 
 
 @pytest.mark.usefixtures("fake_children")

@@ -53,6 +53,15 @@ fn another_connection_has_the_limit_of_frames_that_the_first_one_had() {
     assert_eq!((rows.len(), num_dropped), (2, 3), "workers can copy to two frames only");
 }
 
+/// Ends with the test, also with one that fails.
+struct Child(std::process::Child);
+
+impl Drop for Child {
+    fn drop(&mut self) {
+        let _ended = self.0.kill().and_then(|()| self.0.wait());
+    }
+}
+
 /// Only root can make a process of another user.
 #[test]
 fn a_server_of_another_user_is_a_wrong_setting() {
@@ -66,7 +75,7 @@ fn a_server_of_another_user_is_a_wrong_setting() {
     let socket = dir.path().join("kvloft.sock");
     let listen =
         "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(sys.argv[1]); s.listen(); time.sleep(600)";
-    let mut server = Command::new("python3").args(["-c", listen]).arg(&socket).uid(65534).spawn().expect("python3");
+    let _server = Child(Command::new("python3").args(["-c", listen]).arg(&socket).uid(65534).spawn().expect("python3"));
     let start = Instant::now();
     let error = loop {
         match Remote::open(config(socket.clone())) {
@@ -74,7 +83,5 @@ fn a_server_of_another_user_is_a_wrong_setting() {
             Ok(_) => assert!(start.elapsed() < LONG, "it does not listen"),
         }
     };
-    server.kill().expect("it lives");
-    server.wait().expect("it ended");
     assert!(error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("is another user's"), "{error}");
 }
