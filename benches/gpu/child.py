@@ -48,7 +48,7 @@ def end_of(process: subprocess.Popen[bytes], timeout_s: float) -> int | str:
 
 
 def result_of(log: Path, status: int | str | None) -> dict[str, Any]:
-    """What a child printed last as ``RESULT {...}``, with an "error" if it did not end well. A killed child can leave part of a line."""
+    """What a child printed last as ``RESULT {...}``, in a whole line; with an "error" if it did not end well."""
     text = log.read_text(errors="replace")
     found = [line[7:] for line in text.splitlines(keepends=True) if line.startswith("RESULT ") and line.endswith("\n")]
     result: dict[str, Any] = json.loads(found[-1]) if found else {}
