@@ -118,6 +118,13 @@ fn claim_namespace(config: &DiskConfig, dir: &Path, books: &mut Books) -> io::Re
         Some(Ok(_)) if namespaces::has_strange_files(dir) => "one of its files is not a regular file".to_owned(),
         Some(Ok(found)) if found == ours => return touch(dir),
         Some(Ok(found)) if found.namespace() != ours.namespace() => {
+            if found
+                .namespace()
+                .is_some_and(|other| namespaces::dir_name(&other) == namespaces::dir_name(&config.namespace))
+            {
+                let message = "another namespace, whose name begins with the same 16 digits, has this directory: set another disk_path";
+                return Err(io::Error::other(message));
+            }
             "its superblock.json is another namespace's".to_owned()
         }
         Some(Ok(found)) if found.frame_bytes != ours.frame_bytes => {

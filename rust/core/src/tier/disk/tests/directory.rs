@@ -235,8 +235,6 @@ fn test_a_wrong_superblock_starts_afresh_and_is_counted() {
         open(&config);
         fs::read_to_string(&superblock).unwrap()
     };
-    let mut foreign_config = config.clone();
-    foreign_config.namespace[31] ^= 1;
     let spoil: [(&str, &dyn Fn()); 7] = [
         ("missing", &|| fs::remove_file(&superblock).unwrap()),
         ("empty", &|| fs::write(&superblock, "").unwrap()),
@@ -259,120 +257,20 @@ fn test_a_wrong_superblock_starts_afresh_and_is_counted() {
         let slot = put(&tier, 1);
         assert_eq!(get(&tier, slot, 1).unwrap(), frame_of(1, 0).to_vec());
     }
-    // Another namespace whose first 16 digits are the same.
-    let (tier, found) = open(&foreign_config);
-    assert!(found.is_empty() && tier.stats().fresh_starts == 1);
 }
 
 #[test]
-fn test_a_new_description_keeps_the_chunks() {
+fn a_namespace_whose_first_digits_are_anothers_leaves_its_files_alone() {
     let dir = tempfile::tempdir().unwrap();
     let config = config(dir.path(), 4);
-    put(&open(&config).0, 0);
-    let renamed = DiskConfig { description: "renamed \"model\"\n".repeat(500), ..config };
-    for _ in 0..2 {
-        let (tier, found) = open(&renamed);
-        assert_eq!((numbers(&found), tier.stats().fresh_starts), (vec![0], 0));
-    }
-}
-
-#[test]
-fn test_a_file_in_the_namespaces_place_is_replaced() {
-    let dir = tempfile::tempdir().unwrap();
-    let config = config(dir.path(), 4);
-    fs::write(namespace_dir(&config), "what is this").unwrap();
     let (tier, _) = open(&config);
-    put(&tier, 0);
-    assert_eq!(tier.stats().fresh_starts, 1);
-}
-
-#[test]
-fn test_an_event_is_noted_for_people_but_the_list_is_short() {
-    let mut books = super::super::books::Books::default();
-    for i in 0..1000 {
-        books.event(i.to_string());
-    }
-    assert_eq!(books.take_events(), (0..64).map(|i| i.to_string()).collect::<Vec<_>>());
-    assert!(books.take_events().is_empty(), "each once");
-    books.event("63".to_owned());
-    assert!(books.take_events().is_empty(), "also where it happens again");
-}
-
-#[test]
-fn test_open_namespaces_keep_one_cap_together_and_are_never_deleted() {
-    let dir = tempfile::tempdir().unwrap();
-    let both = DiskConfig { cap_bytes: budget::dir_bytes(40, FRAME, 2 * FRAME), ..config(dir.path(), 40) };
-    let root = DiskRoot::shared();
-    let (first, _) = DiskTier::open_beside(&with_namespace(&both, 1), &root).unwrap();
-    let (second, _) = DiskTier::open_beside(&with_namespace(&both, 2), &root).unwrap();
-    assert_eq!(DiskTier::open_beside(&with_namespace(&both, 1), &root).unwrap_err().kind(), ErrorKind::Busy);
-    let slots = std::thread::scope(|scope| {
-        [&first, &second]
-            .map(|tier| scope.spawn(|| std::iter::from_fn(|| tier.reserve()).count()))
-            .map(|t| t.join().unwrap())
-    });
-    assert!(slots.iter().all(|&each| (18..=21).contains(&each)), "an equal part each: {slots:?}");
-    assert!(du(dir.path()) <= both.cap_bytes);
-    first.close();
-    drop(first);
-    let more = (0..600).filter_map(|_| second.reserve()).count(); // some asks are turned away before it looks again
-    assert_eq!(slots[1] + more, 42, "a closed one makes room");
-    assert!(!dir.path().join(namespaces::dir_name(&[1; 32])).exists());
-}
-
-#[test]
-fn test_a_namespace_that_was_opened_since_it_was_found_is_not_deleted() {
-    let dir = tempfile::tempdir().unwrap();
-    let config = config(dir.path(), 8);
-    fill(&with_namespace(&config, 2));
-    let root = DiskRoot::shared();
-    let owner = root.enter(&with_namespace(&config, 1)).unwrap();
-    let found = namespaces::scan(dir.path(), &BTreeSet::new()).unwrap().remove(0);
-    let (tier, entries) = DiskTier::open_beside(&with_namespace(&config, 2), &root).unwrap();
-    assert!(owner.remove(&found).is_err() && found.path.exists());
+    let slot = put(&tier, 1);
     drop(tier);
-    assert!(!entries.is_empty() && owner.remove(&found).is_ok() && !found.path.exists());
-}
-
-/// Has another namespace grow while files are opened.
-#[derive(Debug)]
-struct GrowMeanwhile<'a>(&'a DiskTier, &'a Path, AtomicU64);
-
-impl OpenFiles for GrowMeanwhile<'_> {
-    fn open(&self, path: &Path, direct: bool) -> std::io::Result<Box<dyn RawFile>> {
-        while self.0.reserve().is_some() {}
-        self.2.fetch_max(du(self.1), Ordering::SeqCst);
-        OsFiles.open(path, direct)
-    }
-}
-
-#[test]
-fn test_the_cap_holds_while_a_large_namespace_is_opened_beside_one_that_grows() {
-    let dir = tempfile::tempdir().unwrap();
-    let both = config(dir.path(), 40);
-    fill(&with_namespace(&both, 2));
-    let root = DiskRoot::shared();
-    let large = fs::metadata(dir.path().join(namespaces::dir_name(&[2; 32])).join("frames.dat")).unwrap().len();
-    assert!(large >= 39 * FRAME, "{large}");
-    let wide = DiskConfig { cap_bytes: budget::dir_bytes(50, FRAME, 0), ..both };
-    let (first, _) = DiskTier::open_beside(&with_namespace(&wide, 1), &root).unwrap();
-    assert!(first.reserve().is_some());
-    let opener = GrowMeanwhile(&first, dir.path(), AtomicU64::default());
-    let (second, _) = DiskTier::open_at(&with_namespace(&wide, 2), &root, &opener).unwrap();
-    let most = opener.2.into_inner();
-    assert!(most <= wide.cap_bytes, "{most} of {}", wide.cap_bytes);
-    drop(second);
-}
-
-#[test]
-fn test_a_namespace_that_is_closed_while_room_is_made_still_counts() {
-    let dir = tempfile::tempdir().unwrap();
-    fill(&with_namespace(&config(dir.path(), 10), 3));
-    let (both, root) = (config(dir.path(), 40), DiskRoot::shared());
-    let (second, _) = DiskTier::open_beside(&with_namespace(&both, 2), &root).unwrap();
-    assert!((0..20).all(|_| second.reserve().is_some()));
-    let mut second = Some(second);
-    let owner = root.enter(&with_namespace(&both, 1)).unwrap();
-    let claimed = owner.claim(&both, [0, 15, 40], |_| drop(second.take())).unwrap();
-    assert!(second.is_none() && (15..=20).contains(&claimed.slots), "{} slots", claimed.slots);
+    let mut other = config.clone();
+    other.namespace[31] ^= 1;
+    let error = DiskTier::open(other).unwrap_err();
+    assert!(error.kind() == ErrorKind::Io && error.to_string().contains("begins with the same 16 digits"), "{error}");
+    let (tier, found) = open(&config);
+    assert_eq!((numbers(&found), tier.stats().fresh_starts), (vec![1], 0));
+    assert_eq!(get(&tier, slot, 1).unwrap(), frame_of(1, 0).to_vec());
 }
