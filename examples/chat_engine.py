@@ -11,6 +11,7 @@ import time
 from typing import Any
 
 HOST, DISK = "vllm:kvloft_load_tokens_host_total", "vllm:kvloft_load_tokens_disk_total"
+DROPPED, LATE = "vllm:kvloft_save_dropped_chunks_total", "vllm:kvloft_server_late_total"
 
 
 def counters() -> dict[str, float]:
@@ -36,7 +37,7 @@ def serve_turn(engine: Any, turn_id: str, prompt: list[int], max_tokens: int) ->
         if outputs := engine.step():
             ttft_s, output = ttft_s or time.perf_counter() - begin, outputs[-1]
     after = counters()
-    from_host, from_disk = (int(after.get(name, 0) - before.get(name, 0)) for name in (HOST, DISK))
+    from_host, from_disk, dropped, late = (int(after.get(name, 0) - before.get(name, 0)) for name in (HOST, DISK, DROPPED, LATE))
     cached = output.num_cached_tokens or 0
     tops = [sorted((p.logprob for p in entry.values()), reverse=True) for entry in output.outputs[0].logprobs]
     return {
@@ -47,6 +48,8 @@ def serve_turn(engine: Any, turn_id: str, prompt: list[int], max_tokens: int) ->
         "host": from_host,
         "disk": from_disk,
         "computed": len(prompt) - cached,
+        "dropped": dropped,
+        "late": late,
     }
 
 
