@@ -40,7 +40,7 @@ PASSES = {
 }
 LEGEND = (
     "no cache: vLLM alone, the truth. cold: with kvloft, still empty. vLLM cleared: the same engine after vLLM's own prefix "
-    "cache was cleared, so from host memory. restarted: a new engine process, which finds what is on disk. with a server: a new "
+    "cache was cleared, so from host memory. restarted: a new engine process, which finds the chunks on disk. with a server: a new "
     "process too, after one that was killed; the KV stayed in the memory of `kvloft serve`, which has no disk here. "
     "The column vLLM is its own prefix cache, filled by the turns before. Times of so small a model on a busy machine are noise; "
     "on a GPU they are the point."
@@ -132,7 +132,7 @@ class EngineProcess:
         self._process.wait()
 
     def stop(self) -> None:
-        """Clean shutdown: what is in host memory reaches the disk."""
+        """Clean shutdown: every chunk in host memory reaches the disk."""
         self._requests.close()
         self._answer()
         self._process.wait()
@@ -193,7 +193,7 @@ def report(console: Console, name: str, index: int, turn: Turn, truth: Turn) -> 
 
 @contextmanager
 def stage(console: Console, what: str) -> Iterator[None]:
-    """Says what goes on: a spinner on a terminal, a line in a log."""
+    """Reports progress: a spinner on a terminal, a line in a log."""
     if not console.is_terminal:
         console.print(f"{what} ...", highlight=False)
     with console.status(what):

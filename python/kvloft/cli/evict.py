@@ -27,7 +27,7 @@ salts that are secrets. The salt is hashed here: the server and its logs do not
 get it.
 
 Stop the tenant's requests first: what a running one saves later is there
-again. Chunks that are being loaded cannot be found any more, and their memory
+again. Chunks that are being loaded can no longer be found, and their memory
 is free when the load ends; with --host-only they stay. The bytes themselves
 stay in memory and in files until they are overwritten, but nothing leads to
 them. What engines keep on their GPUs is vLLM's.
@@ -49,7 +49,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_socket(parser)
     add_whose(parser)
-    parser.add_argument("--host-only", action="store_true", help="give up host memory only; what is on disk is still found")
+    parser.add_argument("--host-only", action="store_true", help="give up host memory only; chunks on disk are still found")
     parser.add_argument("--json", action="store_true", help="print JSON (sizes in bytes)")
     parser.set_defaults(run=run)
 

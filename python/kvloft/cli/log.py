@@ -1,6 +1,6 @@
 """What `kvloft serve` prints: its log on stdout, a line an event, and what is wrong on stderr.
 
-Neither may end a server: a log whose disk is full is said once on stderr, and the server goes on. It must not know what happens.
+Neither may end a server: a full disk is reported once on stderr, and the server keeps running. It must not know what happens.
 """
 
 import contextlib

@@ -52,7 +52,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """The blocks with these hashes are not in ``tier`` any more."""
+    """The blocks with these hashes have left ``tier``."""
 
     tier: int
     hashes: list[bytes]
@@ -208,7 +208,7 @@ class Announcer:
         self._must_ask_all, self._round = False, self._all()
 
     def withdraw(self, lost: Iterable[Event] = ()) -> None:
-        """Nothing is offered any more: what was told is taken back, and nothing is told from now on.
+        """The cache offers nothing from now on: retract what was announced, and announce nothing more.
 
         ``lost``: events that were taken, and that others may not have heard.
         """

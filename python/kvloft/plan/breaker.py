@@ -6,7 +6,7 @@ A load that fails makes its request wait for nothing, and a save that fails evic
 from __future__ import annotations
 
 MAX_FAILED_LOADS = 8
-"""After so many in a row the workers move nothing any more, and an offer only makes requests wait, or fail."""
+"""After so many in a row the workers no longer move anything, and an offer only makes requests wait, or fail."""
 
 RETRY_S = 60.0
 """How long nothing is offered or saved before the next try."""

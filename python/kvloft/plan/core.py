@@ -427,7 +427,7 @@ class SchedulerCore:
                 self._writers.record(tracker)
 
     def reset(self) -> None:
-        """Forget every stored chunk, also those being saved; KV that requests hold from before now is not saved any more."""
+        """Forget every stored chunk, also those being saved; KV that requests hold from before now is no longer saved."""
         for tracker in self._trackers.values():
             tracker.kv_outdated = bool(tracker.blocks)
             tracker.forget_saves()

@@ -43,7 +43,7 @@ def ramp(chunks_per_piece: int, part_bytes: int, prepare_us: float) -> tuple[int
 
 @dataclass(slots=True, eq=False)
 class Mark:
-    """A point in the compute stream for queued jobs to start after. When nothing refers to it any more, its event is used again."""
+    """A point in the compute stream for queued jobs to start after. Its event is reused once nothing refers to it."""
 
     event: driver.Event
     spare: list[driver.Event]

@@ -140,7 +140,7 @@ class Lane:
         return sent
 
     def stop(self) -> None:
-        """Until nothing of this lane runs any more, whatever became of it."""
+        """Wait until nothing of this lane runs, whatever became of it."""
         for stream in (self.kernel_stream, *self.copy_streams):
             with contextlib.suppress(driver.CudaError):
                 stream.synchronize()

@@ -75,7 +75,7 @@ impl State {
         }
     }
 
-    /// Tells the host policy whether the chunk waits to be written to disk.
+    /// Records in the host policy whether the chunk waits to be written to disk.
     pub(super) fn sync_unwritten(&mut self, id: ChunkId) {
         let entry = &self.index[id];
         if entry.host_evictable.is_some() {
