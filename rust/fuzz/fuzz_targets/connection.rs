@@ -30,21 +30,8 @@ fn rig() -> &'static Rig {
     RIG.get_or_init(|| {
         let dir = tempfile::tempdir().expect("a directory");
         let socket = dir.path().join("kvloft.sock");
-        let (eviction, host_bytes) = (Eviction::parse("lru").expect("known"), 64 * FRAME_BYTES);
-        let (available_bytes, disk, max_connections) = (None, None, 16);
-        let config = ServerConfig {
-            socket: socket.clone(),
-            host_bytes,
-            eviction,
-            available_bytes,
-            disk,
-            numa: Vec::new(),
-            shares: Vec::new(),
-            limits: kvloft_core::store::TenantLimits::default(),
-            settings: Vec::new(),
-            max_connections,
-            gpu_settle: Duration::ZERO,
-        };
+        let (eviction, gpu_settle) = (Eviction::Lru, Duration::ZERO);
+        let config = ServerConfig { eviction, gpu_settle, ..ServerConfig::new(socket.clone(), 64 * FRAME_BYTES) };
         let server = Server::open(config).expect("a server");
         let (namespace, frame_bytes, blocks_per_chunk, description) = (NAMESPACE, FRAME_BYTES, 1, String::new());
         let deadline = Duration::from_secs(60);

@@ -9,7 +9,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::{Local, Session};
 use kvloft_core::store::{Prefix, SaveRange, StoreConfig};
-use kvloft_wire::{GPU_SETTLE, Remote, RemoteConfig, Server, ServerConfig};
+use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig};
 
 const PROMPT_TOKENS: u32 = 131_072;
 const NUM_PROMPTS: u32 = 16;
@@ -61,23 +61,9 @@ fn main() {
     for tokens in [256, 16] {
         let num_blocks = PROMPT_TOKENS / tokens;
         let prompts: Vec<_> = (0..NUM_PROMPTS).map(|seed| prompt(seed, num_blocks)).collect();
-        let (eviction, host_bytes) = (Eviction::default(), u64::from(num_blocks * NUM_PROMPTS) * FRAME_BYTES);
-        let (namespace, available_bytes) = ([num_blocks.to_le_bytes()[1]; 32], None);
-        let (disk, max_connections) = (None, 4);
-        let config = ServerConfig {
-            socket: socket.clone(),
-            host_bytes,
-            eviction,
-            available_bytes,
-            disk,
-            numa: Vec::new(),
-            shares: Vec::new(),
-            limits: kvloft_core::store::TenantLimits::default(),
-            settings: Vec::new(),
-            max_connections,
-            gpu_settle: GPU_SETTLE,
-        };
-        let _server = Server::open(config).expect("a server");
+        let host_bytes = u64::from(num_blocks * NUM_PROMPTS) * FRAME_BYTES;
+        let namespace = [num_blocks.to_le_bytes()[1]; 32];
+        let _server = Server::open(ServerConfig::new(socket.clone(), host_bytes)).expect("a server");
         let (frame_bytes, blocks_per_chunk, description) = (FRAME_BYTES, 1, String::new());
         let deadline = Duration::from_secs(1);
         let remote =
@@ -87,8 +73,8 @@ fn main() {
             frame_bytes,
             host_bytes,
             blocks_per_chunk,
-            eviction,
-            available_bytes,
+            eviction: Eviction::default(),
+            available_bytes: None,
             namespace,
             disk: None,
             now_s: 0,

@@ -33,6 +33,26 @@ pub struct ServerConfig {
     pub gpu_settle: Duration,
 }
 
+impl ServerConfig {
+    /// A server of host memory only, with the default policy and 16 connections.
+    #[must_use]
+    pub fn new(socket: PathBuf, host_bytes: u64) -> Self {
+        Self {
+            socket,
+            host_bytes,
+            eviction: Eviction::default(),
+            available_bytes: None,
+            disk: None,
+            shares: Vec::new(),
+            numa: Vec::new(),
+            limits: TenantLimits::default(),
+            settings: Vec::new(),
+            max_connections: 16,
+            gpu_settle: GPU_SETTLE,
+        }
+    }
+}
+
 /// Default of [`ServerConfig::gpu_settle`].
 pub const GPU_SETTLE: Duration = Duration::from_millis(500);
 

@@ -11,26 +11,16 @@ use kvloft_core::tier::disk::Erased;
 
 use super::Whose;
 use crate::message::Hello;
-use crate::{GPU_SETTLE, Remote, RemoteConfig, Server, ServerConfig};
+use crate::{Remote, RemoteConfig, Server, ServerConfig};
 
 const FRAME: u64 = 4096;
 const LONG: Duration = Duration::from_secs(60);
 
 fn config(dir: &Path) -> (ServerConfig, DiskSettings) {
     let disk = DiskSettings { dir: dir.join("disk"), cap_bytes: 1 << 20, num_threads: 1, description: String::new() };
-    let config = ServerConfig {
-        socket: dir.join("run").join("kvloft.sock"),
-        host_bytes: 64 * FRAME,
-        eviction: Eviction::Lru,
-        available_bytes: None,
-        disk: Some(disk.clone()),
-        numa: Vec::new(),
-        shares: Vec::new(),
-        limits: TenantLimits::default(),
-        settings: Vec::new(),
-        max_connections: 8,
-        gpu_settle: GPU_SETTLE,
-    };
+    let socket = dir.join("run").join("kvloft.sock");
+    let config =
+        ServerConfig { eviction: Eviction::Lru, disk: Some(disk.clone()), ..ServerConfig::new(socket, 64 * FRAME) };
     (config, disk)
 }
 

@@ -5,12 +5,11 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use kvloft_core::ErrorKind;
-use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::Session;
-use kvloft_core::store::{Prefix, SaveRange, TenantLimits};
+use kvloft_core::store::{Prefix, SaveRange};
 
-use crate::{GPU_SETTLE, Remote, RemoteConfig, Server, ServerConfig};
+use crate::{Remote, RemoteConfig, Server, ServerConfig};
 
 const FRAME: u64 = 4096;
 const LONG: Duration = Duration::from_secs(60);
@@ -24,19 +23,7 @@ fn config(socket: std::path::PathBuf) -> RemoteConfig {
 fn another_connection_has_the_limit_of_frames_that_the_first_one_had() {
     let dir = tempfile::tempdir().expect("a directory");
     let socket = dir.path().join("run").join("kvloft.sock");
-    let server = ServerConfig {
-        socket: socket.clone(),
-        host_bytes: 64 * FRAME,
-        eviction: Eviction::Lru,
-        available_bytes: None,
-        disk: None,
-        numa: Vec::new(),
-        shares: Vec::new(),
-        limits: TenantLimits::default(),
-        settings: Vec::new(),
-        max_connections: 8,
-        gpu_settle: GPU_SETTLE,
-    };
+    let server = ServerConfig::new(socket.clone(), 64 * FRAME);
     let _server = Server::open(server).expect("a server");
     let engine = Remote::open(config(socket)).expect("a client");
     engine.limit_frames(2);

@@ -16,17 +16,10 @@ pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 pub(crate) fn server_config(dir: &Path) -> ServerConfig {
     ServerConfig {
-        socket: socket(dir),
-        host_bytes: 64 * FRAME,
-        eviction: Eviction::parse("lru").expect("known"),
-        available_bytes: None,
-        disk: None,
-        numa: Vec::new(),
-        shares: Vec::new(),
-        limits: kvloft_core::store::TenantLimits::default(),
-        settings: Vec::new(),
+        eviction: Eviction::Lru,
         max_connections: 8,
         gpu_settle: Duration::from_millis(200),
+        ..ServerConfig::new(socket(dir), 64 * FRAME)
     }
 }
 
