@@ -6,12 +6,10 @@ use std::path::PathBuf;
 use kvloft_core::evict::Eviction;
 use kvloft_core::io::available_bytes;
 use kvloft_core::key::SaltTag;
-use kvloft_core::store::{DiskSettings, Tenant};
-use kvloft_wire::{
-    EngineStatus, GPU_SETTLE, GivenUp, NamespaceStatus, ServerConfig, Status, Whose, evict, forget, status,
-};
+use kvloft_core::store::DiskSettings;
+use kvloft_wire::{EvictReport, GPU_SETTLE, ServerConfig, Status, clear, evict, status};
 use pyo3::prelude::*;
-use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyList};
+use pyo3::types::{IntoPyDict, PyBytes, PyDict};
 
 use crate::error::raise;
 use crate::limits::{PyTenantLimits, tenant_limits};
@@ -68,7 +66,7 @@ impl Server {
     }
 
     /// What it does now; see `server_status`.
-    fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+    fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         status_dict(py, &self.inner.status())
     }
 
@@ -97,7 +95,7 @@ impl Server {
 #[pyfunction]
 #[pyo3(signature = (socket, *, timeout_s=5.0))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
-pub(crate) fn server_status(py: Python<'_>, socket: PathBuf, timeout_s: f64) -> PyResult<Bound<'_, PyDict>> {
+pub(crate) fn server_status(py: Python<'_>, socket: PathBuf, timeout_s: f64) -> PyResult<Bound<'_, PyAny>> {
     let found = py.detach(|| status(&socket, timeout(timeout_s))).map_err(raise)?;
     status_dict(py, &found)
 }
@@ -107,7 +105,7 @@ pub(crate) fn server_status(py: Python<'_>, socket: PathBuf, timeout_s: f64) -> 
 #[pyo3(signature = (socket, *, namespace="", timeout_s=30.0))]
 #[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
 pub(crate) fn server_forget(py: Python<'_>, socket: PathBuf, namespace: &str, timeout_s: f64) -> PyResult<u64> {
-    py.detach(|| forget(&socket, namespace, timeout(timeout_s))).map_err(raise)
+    py.detach(|| clear(&socket, namespace, timeout(timeout_s))).map_err(raise)
 }
 
 /// Have the server that listens at `socket` give up chunks: of a salt, or all; in every tier, or in host memory only.
@@ -122,9 +120,9 @@ pub(crate) fn server_evict<'py>(
     host_only: bool,
     timeout_s: f64,
 ) -> PyResult<Bound<'py, PyDict>> {
-    let whose = Whose { namespace: namespace.to_owned(), salt: salt.map(SaltTag::of) };
-    let done = py.detach(|| evict(&socket, &whose, host_only, timeout(timeout_s))).map_err(raise)?;
-    let GivenUp { num_namespaces, num_chunks, host_bytes, disk_bytes, num_in_use, is_cut_short } = done;
+    let tenant = salt.map(SaltTag::of);
+    let done = py.detach(|| evict(&socket, namespace, tenant, host_only, timeout(timeout_s))).map_err(raise)?;
+    let EvictReport { num_namespaces, num_chunks, host_bytes, disk_bytes, num_in_use, is_cut_short } = done;
     let numbers = [
         ("namespaces", num_namespaces),
         ("chunks", num_chunks),
@@ -137,52 +135,11 @@ pub(crate) fn server_evict<'py>(
     Ok(dict)
 }
 
-fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyDict>> {
-    let dict = PyDict::new(py);
-    dict.set_item("host_bytes", status.host_bytes)?;
-    dict.set_item("slab_bytes", status.slab_bytes)?;
-    dict.set_item("stats", stats_dict(py, &status.stats)?)?;
-    let settings = status.settings.iter().map(|(name, value)| (name, value));
-    dict.set_item("settings", settings.into_py_dict(py)?)?;
-    let spaces: Vec<_> = status.namespaces.iter().map(|space| space_dict(py, space)).collect::<PyResult<_>>()?;
-    dict.set_item("namespaces", PyList::new(py, spaces)?)?;
-    Ok(dict)
-}
-
-fn tenant_dict<'py>(py: Python<'py>, tenant: &Tenant) -> PyResult<Bound<'py, PyDict>> {
-    let dict = PyDict::new(py);
-    dict.set_item("tag", tenant.tag.map(|tag| format!("{:016x}", u64::from_be_bytes(tag.0))))?;
-    dict.set_item("host", tenant.num_host)?;
-    dict.set_item("disk", tenant.num_disk)?;
-    dict.set_item("max_host", tenant.max_host)?;
-    dict.set_item("max_disk", tenant.max_disk)?;
-    dict.set_item("ttl_s", tenant.ttl_s)?;
-    Ok(dict)
-}
-
-fn stats_dict<'py>(py: Python<'py>, stats: &[(String, u64)]) -> PyResult<Bound<'py, PyDict>> {
-    stats.iter().map(|(name, value)| (name, value)).into_py_dict(py)
-}
-
-fn space_dict<'py>(py: Python<'py>, space: &NamespaceStatus) -> PyResult<Bound<'py, PyDict>> {
-    let engine = |engine: &EngineStatus| {
-        let fields = [
-            ("pid", engine.pid.into()),
-            ("connected_ms", engine.connected_ms),
-            ("reservations", engine.num_reserved),
-            ("leases", engine.num_leases),
-        ];
-        fields.into_iter().chain(engine.counts.named()).into_py_dict(py)
-    };
-    let dict = PyDict::new(py);
-    dict.set_item("namespace", PyBytes::new(py, &space.namespace))?;
-    dict.set_item("description", &space.description)?;
-    dict.set_item("frame_bytes", space.frame_bytes)?;
-    dict.set_item("slabs", space.num_slabs)?;
-    dict.set_item("stats", stats_dict(py, &space.stats)?)?;
-    let tenants: Vec<_> = space.tenants.iter().map(|tenant| tenant_dict(py, tenant)).collect::<PyResult<_>>()?;
-    dict.set_item("tenants", PyList::new(py, tenants)?)?;
-    let engines: Vec<_> = space.engines.iter().map(engine).collect::<PyResult<_>>()?;
-    dict.set_item("engines", PyList::new(py, engines)?)?;
+/// Parses the status's JSON in Python; a namespace's digest becomes `bytes`.
+fn status_dict<'py>(py: Python<'py>, status: &Status) -> PyResult<Bound<'py, PyAny>> {
+    let dict = py.import("json")?.call_method1("loads", (status.to_json().map_err(raise)?,))?;
+    for (namespace, of) in dict.get_item("namespaces")?.try_iter()?.zip(&status.namespaces) {
+        namespace?.set_item("namespace", PyBytes::new(py, &of.namespace))?;
+    }
     Ok(dict)
 }

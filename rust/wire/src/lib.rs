@@ -11,10 +11,8 @@ mod socket;
 mod threads;
 
 pub use client::Remote;
-pub use client::admin::{evict, forget, status};
-pub use protocol::admin::{GivenUp, Whose};
-pub use protocol::{EngineStatus, NamespaceStatus, Status};
+pub use client::admin::{clear, evict, status};
+pub use protocol::admin::{EvictReport, NamespaceStatus, Status};
 pub use server::Server;
-pub use server::counters::Counts;
 pub use server::namespaces::MAX_NAMESPACES;
 pub use settings::{GPU_SETTLE, RemoteConfig, ServerConfig};

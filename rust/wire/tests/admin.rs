@@ -8,11 +8,11 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use common::{FRAME, LONG, found, remote_config, save, server_config, socket, stat, until, whole, with_disk};
-use kvloft_core::ErrorKind;
 use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Prefix};
-use kvloft_wire::{GivenUp, Remote, RemoteConfig, Server, ServerConfig, Whose, evict, status};
+use kvloft_core::{ErrorKind, Result};
+use kvloft_wire::{EvictReport, Remote, RemoteConfig, Server, ServerConfig, evict, status};
 
 /// Orders come one behind the other, each by a connection of its own, and a server may see the end of one later.
 fn serve(dir: &Path) -> Server {
@@ -32,8 +32,8 @@ fn chain(namespace: u8, salt: Option<&str>, has_adapter: bool, seed: u32) -> Key
     chain
 }
 
-fn whose(namespace: &str, salt: Option<&str>) -> Whose {
-    Whose { namespace: namespace.to_owned(), salt: salt.map(SaltTag::of) }
+fn evict_tenant(socket: &Path, namespace: &str, salt: &str, host_only: bool) -> Result<EvictReport> {
+    evict(socket, namespace, Some(SaltTag::of(salt)), host_only, LONG)
 }
 
 #[test]
@@ -55,13 +55,13 @@ fn a_tenant_goes_from_every_namespace_and_no_other() {
     // One is open now, the other on disk only.
     let server = Server::open(config()).expect("a server");
     let one = engine(dir.path(), 1);
-    let error = evict(&socket, &whose("03", Some("a")), false, LONG).expect_err("there is none");
+    let error = evict_tenant(&socket, "03", "a", false).expect_err("there is none");
     assert!(error.kind() == ErrorKind::InvalidConfig && error.to_string().contains("no such namespace"), "{error}");
-    let said = evict(&socket, &whose("", Some("a")), false, LONG).expect("done");
-    let wanted = GivenUp { num_namespaces: 2, num_chunks: 24, disk_bytes: 24 * FRAME, ..GivenUp::default() };
+    let said = evict_tenant(&socket, "", "a", false).expect("done");
+    let wanted = EvictReport { num_namespaces: 2, num_chunks: 24, disk_bytes: 24 * FRAME, ..EvictReport::default() };
     assert_eq!(said, wanted);
-    let again = evict(&socket, &whose("", Some("a")), false, LONG).expect("done");
-    assert_eq!(again, GivenUp { num_namespaces: 2, ..GivenUp::default() });
+    let again = evict_tenant(&socket, "", "a", false).expect("done");
+    assert_eq!(again, EvictReport { num_namespaces: 2, ..EvictReport::default() });
     let events = server.take_events().join("; ");
     assert!(events.contains("evicted in namespace 0101010101010101 and 1 on disk only"), "{events}");
     let other = engine(dir.path(), 2);
@@ -80,9 +80,14 @@ fn host_memory_alone_is_given_up_where_a_person_says_so() {
     save(&one, &chain(1, None, false, 1));
     assert!(one.flush(LONG));
     let lease = one.acquire(Prefix::from(&chain(1, None, false, 1)));
-    let said = evict(&socket(dir.path()), &whose("01", None), true, LONG).expect("done");
-    let wanted =
-        GivenUp { num_namespaces: 1, num_chunks: 6, host_bytes: 6 * FRAME, num_in_use: 6, ..GivenUp::default() };
+    let said = evict(&socket(dir.path()), "01", None, true, LONG).expect("done");
+    let wanted = EvictReport {
+        num_namespaces: 1,
+        num_chunks: 6,
+        host_bytes: 6 * FRAME,
+        num_in_use: 6,
+        ..EvictReport::default()
+    };
     assert_eq!((said, one.frames(lease).len()), (wanted, 6), "what is loaded now stays");
     assert_eq!(stat(&server.status().namespaces[0].stats, "evicted"), 6);
     assert_eq!(found(&one, &chain(1, Some("a"), false, 0)), 6, "it is on disk");
@@ -92,7 +97,7 @@ fn host_memory_alone_is_given_up_where_a_person_says_so() {
 fn without_an_engine_there_is_nothing() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
-    assert_eq!(evict(&socket(dir.path()), &whose("", Some("a")), false, LONG).expect("done"), GivenUp::default());
+    assert_eq!(evict_tenant(&socket(dir.path()), "", "a", false).expect("done"), EvictReport::default());
 }
 
 /// Saves and loads until it is told to stop, and looks at every byte that it loads.
@@ -131,7 +136,7 @@ fn engines_load_and_save_while_their_tenant_is_evicted() {
         let mut num_evicted = [0, 0];
         until("both ways were gone often", || {
             for (num_evicted, is_host_only) in num_evicted.iter_mut().zip([false, true]) {
-                let said = evict(&socket(dir.path()), &whose("", Some("a")), is_host_only, LONG).expect("done");
+                let said = evict_tenant(&socket(dir.path()), "", "a", is_host_only).expect("done");
                 *num_evicted += u32::from(said.num_chunks > 0);
             }
             num_evicted.iter().all(|num| *num > 20)
@@ -140,7 +145,7 @@ fn engines_load_and_save_while_their_tenant_is_evicted() {
         workers.into_iter().map(|worker| worker.join().expect("no wrong byte")).sum()
     });
     assert!(num_loaded > 0);
-    assert!(!evict(&socket(dir.path()), &whose("", Some("a")), false, LONG).expect("done").is_cut_short);
+    assert!(!evict_tenant(&socket(dir.path()), "", "a", false).expect("done").is_cut_short);
     assert!((0..4).all(|seed| found(&engines[0], &chain(1, Some("a"), seed % 2 == 0, seed)) == 0));
     drop(engines);
     server.close(LONG);
@@ -157,13 +162,13 @@ fn a_log_names_the_tag_and_the_namespaces_of_an_order() {
     let said = || server.take_events().join("; ");
     let tag = format!("{:016x}", u64::from_be_bytes(SaltTag::of("a").0));
     let (first, second) = ("0101010101010101", "0202020202020202");
-    evict(&socket, &whose("", Some("a")), false, LONG).expect("done");
+    evict_tenant(&socket, "", "a", false).expect("done");
     assert_eq!(
         said(),
-        format!("kvloft evict: 6 chunks of the salt with tag {tag} evicted in namespaces {first}, {second}")
+        format!("kvloft evict: 6 chunks of the tenant with tag {tag} evicted in namespaces {first}, {second}")
     );
-    evict(&socket, &whose("01", None), true, LONG).expect("done");
-    assert_eq!(said(), format!("kvloft evict: 0 chunks of everything evicted from host memory in namespace {first}"));
+    evict(&socket, "01", None, true, LONG).expect("done");
+    assert_eq!(said(), format!("kvloft evict: 0 chunks of all tenants evicted from host memory in namespace {first}"));
 }
 
 #[test]
@@ -175,7 +180,7 @@ fn who_only_looks_is_no_accepted_connection() {
     assert_eq!([accepted(), accepted()], [0, 0]);
     let _one = engine(dir.path(), 1);
     assert_eq!(accepted(), 1);
-    evict(&socket(dir.path()), &whose("", Some("a")), false, LONG).expect("done");
+    evict_tenant(&socket(dir.path()), "", "a", false).expect("done");
     assert_eq!((accepted(), stat(&server.status().stats, "server_accepted")), (2, 2));
     assert_eq!(num("server_joined"), 1, "a person is no engine");
 }

@@ -10,7 +10,7 @@ use kvloft_core::ChunkKey;
 use kvloft_core::key::KeyChain;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Lookup, Prefix, Tiers};
-use kvloft_wire::{Remote, Server, ServerConfig, forget};
+use kvloft_wire::{Remote, Server, ServerConfig, clear};
 use proptest::prelude::*;
 use proptest::sample::Index;
 
@@ -57,7 +57,7 @@ enum Step {
     Save { prompt: u32, num_blocks: u32 },
     Discard { prompt: u32, block: Index },
     Clear,
-    Forget,
+    AdminClear,
     Take { limit: usize },
     Reconnect { is_orderly: bool },
     Restart,
@@ -70,7 +70,7 @@ fn step() -> impl Strategy<Value = (Index, Step)> {
         12 => (prompt(), 1..=NUM_BLOCKS).prop_map(|(prompt, num_blocks)| Step::Save { prompt, num_blocks }),
         3 => (prompt(), any::<Index>()).prop_map(|(prompt, block)| Step::Discard { prompt, block }),
         1 => Just(Step::Clear),
-        1 => Just(Step::Forget),
+        1 => Just(Step::AdminClear),
         8 => (1..6_usize).prop_map(|limit| Step::Take { limit }),
         2 => any::<bool>().prop_map(|is_orderly| Step::Reconnect { is_orderly }),
         1 => Just(Step::Restart),
@@ -116,7 +116,7 @@ impl World {
                 engine.remote.discard(&[*block.get(self.prompts[*prompt as usize].keys())]);
             }
             Step::Clear => engine.remote.clear(),
-            Step::Forget => assert!(forget(&common::socket(&self.dir), "", LONG).is_ok()),
+            Step::AdminClear => assert!(clear(&common::socket(&self.dir), "", LONG).is_ok()),
             Step::Take { limit } => _ = engine.take(&self.universe, *limit),
             Step::Reconnect { is_orderly } => {
                 if *is_orderly {

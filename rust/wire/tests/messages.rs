@@ -3,14 +3,13 @@
 use kvloft_core::ChunkKey;
 use kvloft_core::io::FrameId;
 use kvloft_core::key::SaltTag;
-use kvloft_core::store::{
-    Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, SaveRange, Tenant, TierName, Tiers,
-};
+use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, SaveRange, TierName, Tiers};
+use kvloft_wire::protocol::admin::{AdminRequest, EngineStatus, EvictRequest, Stats, TenantStatus};
 use kvloft_wire::protocol::{
-    Answer, Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentAnchors, SentChanges, SentPrefixes, SentRange,
-    VERSION,
+    Answer, Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, SentAnchors, SentChanges, SentPrefixes,
+    SentRange, VERSION,
 };
-use kvloft_wire::{Counts, EngineStatus, GivenUp, NamespaceStatus, Status, Whose};
+use kvloft_wire::{NamespaceStatus, Status};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
@@ -27,7 +26,7 @@ struct Parts {
 }
 
 fn parts() -> impl Strategy<Value = Parts> {
-    let fields = (1..=20_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
+    let fields = (1..=19_u8, any::<u64>(), any::<[u8; 32]>(), vec(any::<[u8; 32]>(), 0..5), vec(any::<u64>(), 0..5));
     (fields, any::<[u32; 4]>(), ".{0,9}").prop_map(|((kind, number, root, keys, numbers), small, text)| Parts {
         kind,
         number,
@@ -79,18 +78,9 @@ fn request(parts: &Parts) -> Request<'_> {
         13 => Request::LimitFrames(parts.small[0]),
         14 => Request::IsSettled,
         15 => Request::Bye,
-        16 => Request::Status(parts.small[0]),
-        17 => Request::Forget(parts.small[0], parts.text.clone()),
+        16 => Request::Admin(parts.small[0], parts.text.as_bytes()),
         18 => Request::Anchors(SentAnchors { stride: parts.small[0], last: parts.small[1], keys }),
-        19 => Request::Changes(SentChanges { capacity: parts.small[0], limit: parts.small[1], asked: keys }),
-        _ => {
-            let salt = parts.numbers.first().map(|number| SaltTag(number.to_le_bytes()));
-            Request::Evict(
-                parts.small[0],
-                Whose { namespace: parts.text.clone(), salt },
-                parts.small[1].is_multiple_of(2),
-            )
-        }
+        _ => Request::Changes(SentChanges { capacity: parts.small[0], limit: parts.small[1], asked: keys }),
     }
 }
 
@@ -112,45 +102,49 @@ fn answer(parts: &Parts) -> Answer {
         7 => Answer::Count(parts.number),
         8 => Answer::Stats(stats),
         9 => Answer::Anchors(Anchors { num_known: one, num_stored: two }),
-        11 => Answer::GivenUp(GivenUp {
-            num_namespaces: 7,
-            num_chunks: parts.number,
-            host_bytes: one.into(),
-            disk_bytes: two.into(),
-            num_in_use: 3,
-            is_cut_short: one.is_multiple_of(2),
-        }),
         10 => {
             let tiers = |nth: u8| Tiers { host: nth.is_multiple_of(2), disk: nth > 1, coming: nth == 3 };
             let rows = parts.keys.iter().zip(0..).map(|(key, nth)| (ChunkKey(*key), tiers(nth))).collect();
             Answer::Changes(Changes { rows, lost: two.is_multiple_of(2) })
         }
-        _ => {
-            let (connected_ms, num_reserved, num_leases) = (1, 2, parts.number);
-            let counts = Counts([5, 4, 3, parts.number, 1, 0, 7]);
-            let engine = EngineStatus { pid: one, connected_ms, num_reserved, num_leases, counts };
-            let tenant = Tenant {
-                tag: Some(SaltTag([7; 8])).filter(|_| one.is_multiple_of(2)),
-                num_host: one,
-                num_disk: two,
-                max_host: Some(one).filter(|number| *number < u32::MAX),
-                max_disk: None,
-                ttl_s: Some(9),
-            };
-            let space = NamespaceStatus {
-                namespace: parts.root,
-                description: parts.text.clone(),
-                frame_bytes: parts.number,
-                num_slabs: two,
-                stats: stats.clone(),
-                tenants: vec![tenant; num_rows],
-                engines: vec![engine; num_rows],
-            };
-            let settings = vec![(parts.text.clone(), "x".to_owned()); num_rows];
-            let (slab_bytes, namespaces) = (parts.number, vec![space; num_rows]);
-            Answer::Status(Status { host_bytes: 5, slab_bytes, stats, settings, namespaces })
-        }
+        _ => Answer::Admin(parts.text.clone().into_bytes()),
     }
+}
+
+fn admin_request(parts: &Parts) -> AdminRequest {
+    let namespace = parts.text.clone();
+    let tenant = parts.numbers.first().map(|number| SaltTag(number.to_le_bytes()));
+    match parts.kind % 3 {
+        0 => AdminRequest::Status,
+        1 => AdminRequest::Clear { namespace },
+        _ => AdminRequest::Evict(EvictRequest { namespace, tenant, host_only: parts.small[1].is_multiple_of(2) }),
+    }
+}
+
+fn status(parts: &Parts) -> Status {
+    let ([one, two, ..], num_rows) = (parts.small, parts.numbers.len());
+    let stats: Stats = parts.numbers.iter().map(|number| (format!("{}{number}", parts.text), *number)).collect();
+    let (connected_ms, num_reserved, num_leases) = (1, 2, parts.number);
+    let engine = EngineStatus { pid: one, connected_ms, num_reserved, num_leases, counters: stats.clone() };
+    let tenant = TenantStatus {
+        tag: Some(SaltTag([7; 8])).filter(|_| one.is_multiple_of(2)),
+        num_host: one,
+        num_disk: two,
+        max_host: Some(one),
+        max_disk: None,
+        ttl_s: Some(9),
+    };
+    let namespace = NamespaceStatus {
+        namespace: parts.root,
+        description: parts.text.clone(),
+        frame_bytes: parts.number,
+        num_slabs: two,
+        stats: stats.clone(),
+        tenants: vec![tenant; num_rows],
+        engines: vec![engine; num_rows],
+    };
+    let settings = [(parts.text.clone(), "x".to_owned())].into();
+    Status { host_bytes: 5, slab_bytes: parts.number, stats, settings, namespaces: vec![namespace; num_rows] }
 }
 
 /// The one message in `bytes`, without its length, which is right.
@@ -180,6 +174,23 @@ proptest! {
         let (answer, mut bytes) = (answer(&parts), Vec::new());
         answer.encode(number, &mut bytes);
         prop_assert_eq!(Answer::decode(body(&bytes)), Some((number, answer)));
+    }
+
+    #[test]
+    fn admin_messages_come_out_as_they_went_in(parts in parts()) {
+        let (request, status) = (admin_request(&parts), status(&parts));
+        let json = serde_json::to_vec(&request).expect("JSON");
+        prop_assert_eq!(AdminRequest::parse(&json), Some(request));
+        let json = serde_json::to_vec(&status).expect("JSON");
+        prop_assert_eq!(serde_json::from_slice::<Status>(&json).expect("a status"), status);
+    }
+
+    #[test]
+    fn malformed_admin_requests_are_none(parts in parts(), cut: prop::sample::Index, bytes in vec(any::<u8>(), 0..99)) {
+        let json = serde_json::to_vec(&admin_request(&parts)).expect("JSON");
+        prop_assert_eq!(AdminRequest::parse(&json[..cut.index(json.len())]), None);
+        prop_assert_eq!(AdminRequest::parse(&[json.as_slice(), b"x"].concat()), None);
+        let _none = AdminRequest::parse(&bytes);
     }
 
     #[test]
@@ -223,4 +234,18 @@ fn more_prefixes_than_a_message_may_have_are_none() {
         Request::Lookup(SentPrefixes { num_same: 0, all }).encode(1, &mut bytes);
         assert_eq!(Request::decode(body(&bytes)).is_some(), is_message);
     }
+}
+
+#[test]
+fn admin_requests_are_bounded_and_have_no_unknown_fields() {
+    let padded = |num: usize| [br#""status""#.as_slice(), &vec![b' '; num]].concat();
+    assert_eq!(AdminRequest::parse(&padded(MAX_HELLO - 8)), Some(AdminRequest::Status));
+    assert_eq!(AdminRequest::parse(&padded(MAX_HELLO - 7)), None, "too long");
+    let evict = |tenant: &str| format!(r#"{{"evict":{{"namespace":"","tenant":{tenant},"host_only":false}}}}"#);
+    assert!(AdminRequest::parse(evict("null").as_bytes()).is_some());
+    assert!(AdminRequest::parse(evict(r#""00000000000000ff""#).as_bytes()).is_some());
+    for tenant in [r#""ff""#, r#""+0000000000000ff""#, r#""00000000000000FF""#, "255", r#"null,"salt":"a""#] {
+        assert_eq!(AdminRequest::parse(evict(tenant).as_bytes()), None, "{tenant}");
+    }
+    assert_eq!(AdminRequest::parse("[".repeat(MAX_HELLO).as_bytes()), None, "deeply nested");
 }

@@ -14,7 +14,7 @@ use common::{
 use kvloft_core::ErrorKind;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, Store, StoreConfig};
-use kvloft_wire::{MAX_NAMESPACES, NamespaceStatus, Remote, RemoteConfig, Server, ServerConfig, forget, status};
+use kvloft_wire::{MAX_NAMESPACES, NamespaceStatus, Remote, RemoteConfig, Server, ServerConfig, clear, status};
 
 /// A client of another namespace, with frames of another size.
 fn engine(dir: &std::path::Path, nth: u8, pages: u64) -> Remote {
@@ -101,19 +101,19 @@ fn a_person_forgets_one_namespace() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let socket = socket(dir.path());
-    assert_eq!(forget(&socket, "", LONG).expect("there is none"), 0);
+    assert_eq!(clear(&socket, "", LONG).expect("there is none"), 0);
     let one = engine(dir.path(), 0x11, 1);
     save(&one, &chain(1, 3));
-    assert_eq!(forget(&socket, "", LONG).expect("there is one"), 3);
+    assert_eq!(clear(&socket, "", LONG).expect("there is one"), 3);
     let other = engine(dir.path(), 0x12, 2);
     save(&one, &chain(1, 3));
     save(&other, &chain(1, 4));
     for name in ["", "1", "13"] {
-        let error = forget(&socket, name, LONG).expect_err("which");
+        let error = clear(&socket, name, LONG).expect_err("which");
         assert!(error.kind() == ErrorKind::InvalidConfig, "{error}");
         assert!(error.to_string().contains("1111111111111111, 1212121212121212"), "{error}");
     }
-    assert_eq!(forget(&socket, "1212", LONG).expect("one"), 4);
+    assert_eq!(clear(&socket, "1212", LONG).expect("one"), 4);
     assert_eq!((found(&one, &chain(1, 3)), found(&other, &chain(1, 4))), (3, 0));
 }
 
@@ -143,11 +143,7 @@ fn shares_are_kept_and_more_than_all_is_refused() {
     }
     assert_eq!((space(&server, 1).num_slabs, space(&server, 2).num_slabs), (13, 3));
     let _third = engine(dir.path(), 3, 1);
-    let percents = server
-        .status()
-        .namespaces
-        .into_iter()
-        .map(|space| space.stats.iter().find(|(name, _)| name == "share_percent").map(|(_, percent)| *percent));
+    let percents = server.status().namespaces.into_iter().map(|space| space.stats.get("share_percent").copied());
     assert_eq!(percents.collect::<Vec<_>>(), [Some(50), Some(20), None]);
 }
 

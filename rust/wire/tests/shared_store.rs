@@ -18,6 +18,7 @@ use kvloft_core::io::Arena;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, Progress, SaveRange};
 use kvloft_core::{ChunkKey, ErrorKind};
+use kvloft_wire::protocol::admin::Stats;
 use kvloft_wire::protocol::{
     Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, SentAnchors, SentPrefixes, SentRange, VERSION,
 };
@@ -50,7 +51,7 @@ fn what_one_engine_saved_the_other_finds_in_the_same_memory() {
     until("unpinned", || stat(&pairs(&one), "pins") == 0);
 }
 
-fn pairs(session: &dyn Session) -> Vec<(String, u64)> {
+fn pairs(session: &dyn Session) -> Stats {
     session.stats().into_iter().map(|(name, value)| (name.into_owned(), value)).collect()
 }
 
@@ -327,7 +328,18 @@ fn hostile_bytes_are_refused_and_no_other_notices() {
         Request::Lookup(prefixes).encode(3, &mut bytes);
         after_hello(&bytes)
     };
+    let admin = |version, json: &[u8]| {
+        let mut bytes = Vec::new();
+        Request::Admin(version, json).encode(1, &mut bytes);
+        bytes
+    };
+    let malformed = String::from_utf8(say(&socket(dir.path()), &admin(VERSION, b"{"))).expect("text");
+    assert!(malformed.ends_with("malformed request"), "{malformed}");
     for (name, bytes) in [
+        ("an admin request of another version", admin(VERSION + 1, br#""status""#)),
+        ("an admin request that is no JSON", admin(VERSION, &[0xff; 9])),
+        ("an unknown admin request", admin(VERSION, br#"{"evict_all":{}}"#)),
+        ("an admin request that is too long", after_hello(&admin(VERSION, &vec![b' '; MAX_HELLO + 1]))),
         ("a prefix from before its anchor", anchored(2, 2, 1, 1)),
         ("a prefix from behind its anchor", anchored(2, 2, 1, 3)),
         ("no anchor", anchored(1, 1, 0, 0)),

@@ -1,37 +1,52 @@
-//! What people ask a server, each in a connection of its own. It must not know engines.
+//! Admin requests to a server, each over a connection of its own. Must not depend on engines.
 
 use std::path::Path;
 use std::time::Duration;
 
+use kvloft_core::key::SaltTag;
 use kvloft_core::{Error, ErrorKind, Result};
+use serde::de::DeserializeOwned;
 
 use crate::client::connection::Link;
-use crate::protocol::admin::{GivenUp, Whose};
-use crate::protocol::{Answer, Request, Status, VERSION};
+use crate::protocol::admin::{AdminRequest, EvictReport, EvictRequest, Status};
+use crate::protocol::{Answer, Request, VERSION};
 
-/// What the server at `socket` does now. `InvalidConfig` if it refuses to say, `Io` if no server answers in time.
+/// Returns the state of the server at `socket`.
+///
+/// Errors: `Io` if no server answers within `timeout`, `InvalidConfig` if the server refuses.
 pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {
-    match Link::connect(socket)?.open(&Request::Status(VERSION), timeout)? {
-        (Answer::Status(status), _) => Ok(status),
-        _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
-    }
+    call(socket, &AdminRequest::Status, timeout)
 }
 
-/// Has the server at `socket` forget a namespace in every tier, for all its engines: the one whose name in hex begins with
-/// `namespace`, open or on disk only; that may be empty where there is one. Returns how many chunks. Errors as [`status`], and
-/// `InvalidConfig` with what there is if not one name begins so, or if the disk does not say.
-pub fn forget(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
-    match Link::connect(socket)?.open(&Request::Forget(VERSION, namespace.to_owned()), timeout)? {
-        (Answer::Count(num_chunks), _) => Ok(num_chunks),
-        _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
-    }
+/// Removes every chunk of one namespace from every tier and returns the number of chunks.
+///
+/// `namespace` is the namespace's first hex digits; it may be empty if the server has only one.
+/// Errors as [`status`]; also `InvalidConfig`, with the server's namespaces, if several or none
+/// match, or if the disk does not respond.
+pub fn clear(socket: &Path, namespace: &str, timeout: Duration) -> Result<u64> {
+    call(socket, &AdminRequest::Clear { namespace: namespace.to_owned() }, timeout)
 }
 
-/// Has the server at `socket` give chunks up: in every tier, or in host memory only. `InvalidConfig` with what there is if no namespace
-/// is meant, `Io` if no server answers in time.
-pub fn evict(socket: &Path, whose: &Whose, is_host_only: bool, timeout: Duration) -> Result<GivenUp> {
-    match Link::connect(socket)?.open(&Request::Evict(VERSION, whose.clone(), is_host_only), timeout)? {
-        (Answer::GivenUp(given_up), _) => Ok(given_up),
-        _ => Err(Error::new(ErrorKind::Io, "the kvloft server answered something else")),
+/// Evicts the chunks of one tenant, or every chunk, from all tiers or from host memory only.
+///
+/// `namespace` is the first hex digits of the namespaces; empty for all. Errors as [`status`]; also
+/// `InvalidConfig`, with the server's namespaces, if none matches.
+pub fn evict(
+    socket: &Path,
+    namespace: &str,
+    tenant: Option<SaltTag>,
+    host_only: bool,
+    timeout: Duration,
+) -> Result<EvictReport> {
+    let request = EvictRequest { namespace: namespace.to_owned(), tenant, host_only };
+    call(socket, &AdminRequest::Evict(request), timeout)
+}
+
+fn call<T: DeserializeOwned>(socket: &Path, request: &AdminRequest, timeout: Duration) -> Result<T> {
+    let malformed = |error: serde_json::Error| Error::io("the kvloft server sent a malformed response", error.into());
+    let json = serde_json::to_vec(request).map_err(malformed)?;
+    match Link::connect(socket)?.open(&Request::Admin(VERSION, &json), timeout)? {
+        (Answer::Admin(json), _) => serde_json::from_slice(&json).map_err(malformed),
+        _ => Err(Error::new(ErrorKind::Io, "the kvloft server sent an unexpected response")),
     }
 }

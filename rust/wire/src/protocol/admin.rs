@@ -1,77 +1,190 @@
-//! What a person has a server do to what it holds, and what it came to, as they cross.
+//! Admin messages: JSON requests and results of `kvloft status`, `kvloft evict` and `kvloft clear`.
 //!
-//! A salt crosses as a tag, which does not tell it; logs have the tag, as a status has it, and never the salt.
+//! Field names in JSON are those that `kvloft status --json` prints. A cache salt never crosses the
+//! socket: a tenant is named by its salt's tag.
+
+use std::collections::BTreeMap;
 
 use kvloft_core::key::SaltTag;
+use kvloft_core::store::Tenant;
+use kvloft_core::{Error, Result};
+use serde::{Deserialize, Serialize};
 
-use crate::protocol::codec::{Reader, Writer};
+use super::MAX_HELLO;
 
-/// Whose chunks are meant.
-#[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub struct Whose {
-    /// Namespaces whose names in hex begin so.
-    pub namespace: String,
-    /// What has this salt; None for everything.
-    pub salt: Option<SaltTag>,
+/// An admin request.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum AdminRequest {
+    /// Returns a [`Status`].
+    Status,
+    /// Removes every chunk of one namespace from every tier; returns the number of chunks as `u64`.
+    Clear {
+        /// First hex digits of the namespace; may be empty if the server has only one.
+        namespace: String,
+    },
+    /// Evicts chunks; returns an [`EvictReport`].
+    Evict(EvictRequest),
 }
 
-/// What an eviction came to.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct GivenUp {
-    /// Namespaces that were looked at, those without engines on disk among them.
+/// The chunks to evict.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct EvictRequest {
+    /// First hex digits of the namespaces; empty for all.
+    pub namespace: String,
+    /// Tag of the tenant's salt; None for every chunk.
+    #[serde(with = "hex_tag")]
+    pub tenant: Option<SaltTag>,
+    /// Evict from host memory only.
+    pub host_only: bool,
+}
+
+/// Result of an eviction.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EvictReport {
+    /// Namespaces searched, including those on disk without an engine.
     pub num_namespaces: u64,
-    /// Chunks that went.
+    /// Chunks evicted.
     pub num_chunks: u64,
-    /// Bytes of host memory that they had.
+    /// Bytes of host memory released.
     pub host_bytes: u64,
-    /// Bytes on disk that they had.
+    /// Bytes of disk space released.
     pub disk_bytes: u64,
-    /// Chunks in use; see `kvloft_core::store::Evicted`.
+    /// Chunks skipped because they are in use; see `kvloft_core::store::Evicted`.
     pub num_in_use: u64,
-    /// Something is left that may be found yet, or after a restart.
+    /// True if some matching chunks may still be found now or after a restart.
     pub is_cut_short: bool,
 }
 
-impl Whose {
-    /// What a log calls it.
-    pub(crate) fn name(&self) -> String {
-        self.salt.map_or_else(
-            || "everything".to_owned(),
-            |tag| format!("the salt with tag {:016x}", u64::from_be_bytes(tag.0)),
-        )
-    }
+/// Counters and gauges by name.
+pub type Stats = BTreeMap<String, u64>;
 
-    pub(crate) fn write(&self, to: &mut Writer<'_>) {
-        to.text(&self.namespace);
-        to.u8(self.salt.is_some().into());
-        if let Some(tag) = self.salt {
-            to.u64(u64::from_le_bytes(tag.0));
+/// State of a server.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Status {
+    /// Bytes of the arena; 0 before the first engine connects.
+    pub host_bytes: u64,
+    /// Bytes of each slab; the last slab of the arena is larger.
+    pub slab_bytes: u64,
+    /// Counters and gauges of the server, over all namespaces.
+    pub stats: Stats,
+    /// Settings the server was started with.
+    pub settings: BTreeMap<String, String>,
+    /// Open namespaces, sorted.
+    pub namespaces: Vec<NamespaceStatus>,
+}
+
+/// State of one namespace.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NamespaceStatus {
+    /// The namespace's digest.
+    pub namespace: [u8; 32],
+    /// One line about the namespace.
+    pub description: String,
+    /// Bytes of each frame.
+    pub frame_bytes: u64,
+    /// Slabs of the arena that hold its frames.
+    #[serde(rename = "slabs")]
+    pub num_slabs: u32,
+    /// Counters and gauges of its store; empty before the store is open.
+    pub stats: Stats,
+    /// The tenants with the most chunks.
+    pub tenants: Vec<TenantStatus>,
+    /// Connected engines.
+    pub engines: Vec<EngineStatus>,
+}
+
+/// Chunks and limits of one tenant.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TenantStatus {
+    /// Tag of the tenant's salt; None for requests without a salt.
+    #[serde(with = "hex_tag")]
+    pub tag: Option<SaltTag>,
+    /// Chunks in host memory.
+    #[serde(rename = "host")]
+    pub num_host: u32,
+    /// Chunks on disk.
+    #[serde(rename = "disk")]
+    pub num_disk: u32,
+    /// Quota in host memory, in chunks.
+    pub max_host: Option<u32>,
+    /// Quota on disk, in chunks.
+    pub max_disk: Option<u32>,
+    /// Seconds until a chunk expires.
+    pub ttl_s: Option<u32>,
+}
+
+/// One connected engine.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct EngineStatus {
+    /// Process id; 0 if the process is in another PID namespace.
+    pub pid: u32,
+    /// Milliseconds since the engine connected.
+    pub connected_ms: u64,
+    /// Open reservations.
+    #[serde(rename = "reservations")]
+    pub num_reserved: u64,
+    /// Open read leases.
+    #[serde(rename = "leases")]
+    pub num_leases: u64,
+    /// Lookups, loads and saves so far.
+    #[serde(flatten)]
+    pub counters: Stats,
+}
+
+impl AdminRequest {
+    /// Parses a request; None if it is malformed or longer than [`MAX_HELLO`].
+    pub fn parse(json: &[u8]) -> Option<Self> {
+        if json.len() > MAX_HELLO {
+            return None;
         }
-    }
-
-    pub(crate) fn read(from: &mut Reader<'_>) -> Option<Self> {
-        let (namespace, has_salt) = (from.text()?, from.flag()?);
-        let salt = if has_salt { Some(SaltTag(from.u64()?.to_le_bytes())) } else { None };
-        Some(Self { namespace, salt })
+        serde_json::from_slice(json).ok()
     }
 }
 
-impl GivenUp {
-    pub(crate) fn write(&self, to: &mut Writer<'_>) {
-        for number in [self.num_namespaces, self.num_chunks, self.host_bytes, self.disk_bytes, self.num_in_use] {
-            to.u64(number);
-        }
-        to.u8(self.is_cut_short.into());
+impl Status {
+    /// Encodes the status in JSON.
+    pub fn to_json(&self) -> Result<String> {
+        serde_json::to_string(self).map_err(|error| Error::io("the status cannot be encoded", error.into()))
     }
 
-    pub(crate) fn read(from: &mut Reader<'_>) -> Option<Self> {
-        Some(Self {
-            num_namespaces: from.u64()?,
-            num_chunks: from.u64()?,
-            host_bytes: from.u64()?,
-            disk_bytes: from.u64()?,
-            num_in_use: from.u64()?,
-            is_cut_short: from.flag()?,
-        })
+    /// Every connected engine.
+    pub fn engines(&self) -> impl Iterator<Item = &EngineStatus> {
+        self.namespaces.iter().flat_map(|namespace| &namespace.engines)
+    }
+}
+
+impl From<Tenant> for TenantStatus {
+    fn from(tenant: Tenant) -> Self {
+        let Tenant { tag, num_host, num_disk, max_host, max_disk, ttl_s } = tenant;
+        Self { tag, num_host, num_disk, max_host, max_disk, ttl_s }
+    }
+}
+
+/// Formats a salt's tag as 16 hex digits.
+pub(crate) fn tag_text(tag: SaltTag) -> String {
+    format!("{:016x}", u64::from_be_bytes(tag.0))
+}
+
+/// A salt's tag in JSON: 16 hex digits or null.
+mod hex_tag {
+    use kvloft_core::key::SaltTag;
+    use serde::de::{Deserialize, Deserializer, Error};
+    use serde::{Serialize, Serializer};
+
+    use super::tag_text;
+
+    #[expect(clippy::ref_option, reason = "serde calls it with a reference")]
+    pub(super) fn serialize<S: Serializer>(tag: &Option<SaltTag>, to: S) -> Result<S::Ok, S::Error> {
+        tag.map(tag_text).serialize(to)
+    }
+
+    pub(super) fn deserialize<'de, D: Deserializer<'de>>(from: D) -> Result<Option<SaltTag>, D::Error> {
+        let parse = |text: String| {
+            let tag = u64::from_str_radix(&text, 16).map(|number| SaltTag(number.to_be_bytes()));
+            tag.ok().filter(|tag| tag_text(*tag) == text).ok_or_else(|| D::Error::custom("not a salt's tag"))
+        };
+        Option::deserialize(from)?.map(parse).transpose()
     }
 }

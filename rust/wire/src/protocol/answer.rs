@@ -3,10 +3,8 @@
 use kvloft_core::io::FrameId;
 use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName};
 
-use crate::protocol::admin::GivenUp;
 use crate::protocol::changes::{changes, write_changes};
 use crate::protocol::codec::{Reader, Writer, message, whole};
-use crate::protocol::status::{Status, stats, status, write_stats, write_status};
 
 /// What the server says.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -27,14 +25,12 @@ pub enum Answer {
     Count(u64),
     /// Of the store.
     Stats(Vec<(String, u64)>),
-    /// Of the server.
-    Status(Status),
+    /// Result of an admin request, in JSON.
+    Admin(Vec<u8>),
     /// Of a prefix.
     Anchors(Anchors),
     /// Of the store; the first of a connection says that what was told before may be wrong.
     Changes(Changes),
-    /// Of an eviction.
-    GivenUp(GivenUp),
 }
 
 fn lookup(from: &mut Reader<'_>) -> Option<Lookup> {
@@ -103,14 +99,19 @@ impl Answer {
                 }
             }
             Self::Count(number) => to.u64(*number),
-            Self::Stats(stats) => write_stats(to, stats),
-            Self::Status(status) => write_status(to, status),
+            Self::Stats(stats) => {
+                to.count(stats.len());
+                for (name, value) in stats {
+                    to.text(name);
+                    to.u64(*value);
+                }
+            }
+            Self::Admin(json) => to.bytes(json),
             Self::Anchors(Anchors { num_known, num_stored }) => {
                 to.u32(*num_known);
                 to.u32(*num_stored);
             }
             Self::Changes(changes) => write_changes(to, changes),
-            Self::GivenUp(given_up) => given_up.write(to),
         });
     }
 
@@ -128,11 +129,10 @@ impl Answer {
                     Some((from.list(52, reservation)?, num_dropped))
                 })?),
                 7 => Self::Count(from.u64()?),
-                8 => Self::Stats(stats(from)?),
-                9 => Self::Status(status(from)?),
+                8 => Self::Stats(from.list(12, |from| Some((from.text()?, from.u64()?)))?),
+                9 => Self::Admin(from.bytes()?.to_vec()),
                 10 => Self::Anchors(Anchors { num_known: from.u32()?, num_stored: from.u32()? }),
                 11 => Self::Changes(changes(from)?),
-                12 => Self::GivenUp(GivenUp::read(from)?),
                 _ => return None,
             })
         })
@@ -148,10 +148,9 @@ impl Answer {
             Self::Reserved(_) => 6,
             Self::Count(_) => 7,
             Self::Stats(_) => 8,
-            Self::Status(_) => 9,
+            Self::Admin(_) => 9,
             Self::Anchors(_) => 10,
             Self::Changes(_) => 11,
-            Self::GivenUp(_) => 12,
         }
     }
 }

@@ -31,9 +31,13 @@ impl Writer<'_> {
         self.u32(u32::try_from(num).unwrap_or(u32::MAX));
     }
 
+    pub(crate) fn bytes(&mut self, bytes: &[u8]) {
+        self.count(bytes.len());
+        self.0.extend_from_slice(bytes);
+    }
+
     pub(crate) fn text(&mut self, text: &str) {
-        self.count(text.len());
-        self.0.extend_from_slice(text.as_bytes());
+        self.bytes(text.as_bytes());
     }
 
     pub(crate) fn keys<'k>(&mut self, keys: impl ExactSizeIterator<Item = &'k [u8; 32]>) {
@@ -95,9 +99,13 @@ impl<'a> Reader<'a> {
         Some(slice)
     }
 
-    pub(crate) fn text(&mut self) -> Option<String> {
+    pub(crate) fn bytes(&mut self) -> Option<&'a [u8]> {
         let num_bytes = usize::try_from(self.u32()?).ok()?;
-        str::from_utf8(self.slice(num_bytes)?).ok().map(str::to_owned)
+        self.slice(num_bytes)
+    }
+
+    pub(crate) fn text(&mut self) -> Option<String> {
+        str::from_utf8(self.bytes()?).ok().map(str::to_owned)
     }
 
     pub(crate) fn keys(&mut self) -> Option<&'a [[u8; 32]]> {

@@ -5,15 +5,13 @@
 //! stands for its whole prefix; those behind it in the same message are sent whole. Before a long one that is new, anchors are asked
 //! about: see `known`.
 
-pub(crate) mod admin;
+pub mod admin;
 mod answer;
 pub(crate) mod changes;
 pub(crate) mod codec;
 pub(crate) mod prefix_cache;
 pub(crate) mod prefixes;
 mod request;
-pub(crate) mod status;
-mod tenants;
 
 pub use self::answer::Answer;
 pub use self::changes::{MAX_CHANGES, SentChanges};
@@ -21,7 +19,6 @@ pub use self::codec::LENGTH_BYTES;
 pub use self::prefix_cache::SentAnchors;
 pub use self::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
 pub use self::request::{Hello, Request, VERSION};
-pub use self::status::{EngineStatus, NamespaceStatus, Status};
 
 /// Most bytes of a message, and of one from somebody who has not said hello.
 pub const MAX_MESSAGE: usize = 64 << 20;

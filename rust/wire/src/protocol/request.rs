@@ -1,13 +1,12 @@
 //! What an engine or a person asks, and how it crosses: see `protocol`. It must not know what is answered.
 
-use crate::protocol::admin::Whose;
 use crate::protocol::changes::{SentChanges, sent_changes};
 use crate::protocol::codec::{Reader, message, whole};
 use crate::protocol::prefix_cache::{SentAnchors, anchors};
 use crate::protocol::prefixes::{Keys, SentPrefixes, SentRange, prefixes, ranges, write_ranges};
 
 /// Version of all that crosses; two sides with different ones do not talk.
-pub const VERSION: u32 = 11;
+pub const VERSION: u32 = 12;
 
 /// Who wants to use the store.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,16 +58,12 @@ pub enum Request<'a> {
     IsSettled,
     /// One-way: the engine ends in order.
     Bye,
-    /// What the server does, with the version instead of a hello: for people.
-    Status(u32),
-    /// A person wants a namespace forgotten; the version as above, and how the namespace's name begins.
-    Forget(u32, String),
+    /// An admin request: the version, and an `AdminRequest` in JSON. Needs no hello.
+    Admin(u32, &'a [u8]),
     /// See `Store::anchors`. The next prefix may go on behind the last that is known.
     Anchors(SentAnchors<'a>),
     /// See `Session::changes`. The first of a connection begins to listen.
     Changes(SentChanges<'a>),
-    /// A person gives chunks up, in every tier or in host memory only; the version as above.
-    Evict(u32, Whose, bool),
 }
 
 fn hello(from: &mut Reader<'_>) -> Option<Hello> {
@@ -109,15 +104,10 @@ impl<'a> Request<'a> {
             Self::Discard(keys) => keys.write(to),
             Self::Anchors(anchors) => anchors.write(to),
             Self::Changes(sent) => sent.write(to),
-            Self::LimitFrames(number) | Self::Status(number) => to.u32(*number),
-            Self::Forget(version, name) => {
+            Self::LimitFrames(number) => to.u32(*number),
+            Self::Admin(version, json) => {
                 to.u32(*version);
-                to.text(name);
-            }
-            Self::Evict(version, whose, is_host_only) => {
-                to.u32(*version);
-                whose.write(to);
-                to.u8((*is_host_only).into());
+                to.bytes(json);
             }
             Self::Stats(late) => late.iter().for_each(|number| to.u64(*number)),
             Self::Clear | Self::IsSettled | Self::Bye => {}
@@ -143,12 +133,10 @@ impl<'a> Request<'a> {
                 13 => Self::LimitFrames(from.u32()?),
                 14 => Self::IsSettled,
                 15 => Self::Bye,
-                16 => Self::Status(from.u32()?),
-                17 => Self::Forget(from.u32()?, from.text()?),
+                16 => Self::Admin(from.u32()?, from.bytes()?),
                 18 => Self::Anchors(anchors(from)?),
                 19 => Self::Changes(sent_changes(from)?),
                 20 => Self::LookAgain(prefixes(from)?),
-                21 => Self::Evict(from.u32()?, Whose::read(from)?, from.flag()?),
                 _ => return None,
             })
         })
@@ -171,12 +159,10 @@ impl<'a> Request<'a> {
             Self::LimitFrames(_) => 13,
             Self::IsSettled => 14,
             Self::Bye => 15,
-            Self::Status(_) => 16,
-            Self::Forget(..) => 17,
+            Self::Admin(..) => 16,
             Self::Anchors(_) => 18,
             Self::Changes(_) => 19,
             Self::LookAgain(_) => 20,
-            Self::Evict(..) => 21,
         }
     }
 

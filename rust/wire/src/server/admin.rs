@@ -8,59 +8,71 @@ use kvloft_core::store::{Evict, erase_closed, erase_expired};
 use kvloft_core::tier::disk::Erased;
 use kvloft_core::{Error, ErrorKind, Result};
 
-use crate::protocol::admin::{GivenUp, Whose};
+use crate::protocol::admin::{AdminRequest, EvictReport, EvictRequest, tag_text};
 use crate::server::namespace::{Space, id, unix_s};
 use crate::server::shared_state::Shared;
 use crate::threads::spawn;
 
 /// Longest work at emptying a namespace; `kvloft clear` waits a little longer.
-const FORGET_TIMEOUT: Duration = Duration::from_secs(25);
+const CLEAR_TIMEOUT: Duration = Duration::from_secs(25);
 /// Longest wait for the list of namespaces on disk.
 const LIST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest work of a server at one order.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(50);
 
 impl Shared {
-    /// Gives chunks up, in the namespaces that are open and in those that are on disk only. `InvalidConfig` if no namespace is meant.
-    pub(crate) fn evict(&self, whose: &Whose, is_host_only: bool) -> Result<GivenUp> {
-        let (begin, mut all) = (Instant::now(), GivenUp::default());
+    /// Handles an admin request and returns its result in JSON.
+    pub(crate) fn answer_admin(&self, request: &AdminRequest) -> Result<Vec<u8>> {
+        let json = match request {
+            AdminRequest::Status => serde_json::to_vec(&self.status()),
+            AdminRequest::Clear { namespace } => serde_json::to_vec(&self.clear(namespace)?),
+            AdminRequest::Evict(request) => serde_json::to_vec(&self.evict(request)?),
+        };
+        json.map_err(|error| Error::io("the response cannot be encoded", error.into()))
+    }
+
+    /// Evicts chunks from open namespaces and from namespaces on disk. `InvalidConfig` if none matches.
+    pub(crate) fn evict(&self, request: &EvictRequest) -> Result<EvictReport> {
+        let (begin, mut all) = (Instant::now(), EvictReport::default());
         let deadline = begin + ORDER_TIMEOUT;
         // Each counts what goes while it has its turn.
-        let Some(_turn) = self.evicting.take(deadline) else { return Ok(GivenUp { is_cut_short: true, ..all }) };
+        let Some(_turn) = self.evicting.take(deadline) else { return Ok(EvictReport { is_cut_short: true, ..all }) };
         // Before, for what is opened meanwhile, and after, for what is closed. A disk that hangs leaves time for what is open.
-        let before = self.erase_closed(whose, is_host_only, begin + ORDER_TIMEOUT / 3, &mut all)?;
-        let spaces = self.namespaces.all_of(&whose.namespace);
+        let before = self.evict_closed(request, begin + ORDER_TIMEOUT / 3, &mut all)?;
+        let spaces = self.namespaces.all_of(&request.namespace);
         for space in &spaces {
-            evict_in(space, Evict { salt: whose.salt, is_host_only }, deadline, &mut all);
+            evict_in(space, Evict { salt: request.tenant, is_host_only: request.host_only }, deadline, &mut all);
         }
         let num_namespaces = all.num_namespaces;
-        let after = self.erase_closed(whose, is_host_only, deadline, &mut all)?;
+        let after = self.evict_closed(request, deadline, &mut all)?;
         all.num_namespaces = num_namespaces;
         let ids: Vec<_> = spaces.iter().map(|space| id(&space.hello.namespace)).collect();
         all.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name)); // it is being closed
-        if all.num_namespaces == 0 && !whose.namespace.is_empty() {
+        if all.num_namespaces == 0 && !request.namespace.is_empty() {
             return Err(self.namespaces.none_of("no such namespace"));
         }
-        let from = if is_host_only { " from host memory" } else { "" };
+        let from = if request.host_only { " from host memory" } else { "" };
         let chunks = if all.num_chunks == 1 { "chunk" } else { "chunks" };
         let num_closed = all.num_namespaces.saturating_sub(spaces.len() as u64);
         let beside = if num_closed > 0 { format!(" and {num_closed} on disk only") } else { String::new() };
-        let (num, what, place) = (all.num_chunks, whose.name(), in_namespaces(&spaces));
-        self.tell(format!("kvloft evict: {num} {chunks} of {what} evicted{from} in {place}{beside}"));
+        let tenant =
+            request.tenant.map_or("all tenants".to_owned(), |tag| format!("the tenant with tag {}", tag_text(tag)));
+        let (num, place) = (all.num_chunks, in_namespaces(&spaces));
+        self.tell(format!("kvloft evict: {num} {chunks} of {tenant} evicted{from} in {place}{beside}"));
         Ok(all)
     }
 
     /// Returns the names of those that are open.
-    fn erase_closed(
+    fn evict_closed(
         &self,
-        whose: &Whose,
-        is_host_only: bool,
+        request: &EvictRequest,
         deadline: Instant,
-        all: &mut GivenUp,
+        all: &mut EvictReport,
     ) -> Result<BTreeSet<String>> {
-        if let (Some(salt), Some(disk), false) = (whose.salt, &self.config.disk, is_host_only) {
-            let (disk, root, prefix) = (disk.clone(), Arc::clone(&self.namespaces.disk), whose.namespace.clone());
-            let erased = self.erase_within(deadline, move || erase_closed(&disk, &root, &prefix, Some(salt)))?;
+        if let (Some(_), Some(disk), false) = (request.tenant, &self.config.disk, request.host_only) {
+            let (disk, root, request) = (disk.clone(), Arc::clone(&self.namespaces.disk), request.clone());
+            let erase = move || erase_closed(&disk, &root, &request.namespace, request.tenant);
+            let erased = self.erase_within(deadline, erase)?;
             all.num_namespaces += erased.num_namespaces;
             all.num_chunks += erased.num_chunks;
             all.disk_bytes += erased.num_bytes;
@@ -72,13 +84,13 @@ impl Shared {
 
     /// Empties the namespace whose name begins so, also one that is on disk only; returns how many chunks there were. `InvalidConfig`
     /// if there is not one, `Busy` if some of it may still be on disk.
-    pub(crate) fn forget(&self, name: &str) -> Result<u64> {
-        let deadline = Instant::now() + FORGET_TIMEOUT;
+    pub(crate) fn clear(&self, name: &str) -> Result<u64> {
+        let deadline = Instant::now() + CLEAR_TIMEOUT;
         let closed = self.closed(name, deadline);
         let open = self.namespaces.all_of(name);
         match (open.as_slice(), closed.as_deref()) {
-            ([space], None | Some([])) => Ok(self.forget_open(space)),
-            ([], Some([one])) => self.forget_closed(one, deadline),
+            ([space], None | Some([])) => Ok(self.clear_open(space)),
+            ([], Some([one])) => self.clear_closed(one, deadline),
             ([], Some([])) if name.is_empty() => Ok(0),
             ([], Some([])) => Err(self.namespaces.none_of("no such namespace")),
             ([], None) => {
@@ -98,21 +110,21 @@ impl Shared {
         }
     }
 
-    fn forget_open(&self, space: &Space) -> u64 {
+    fn clear_open(&self, space: &Space) -> u64 {
         let Some(store) = space.store() else { return 0 };
         let count = || store.stats().into_iter().find(|(name, _)| *name == "cleared").map_or(0, |(_, number)| number);
         let before = count();
         store.clear();
         let num_chunks = count() - before;
-        self.tell_forgotten(num_chunks, &id(&space.hello.namespace));
+        self.log_cleared(num_chunks, &id(&space.hello.namespace));
         num_chunks
     }
 
-    fn forget_closed(&self, name: &str, deadline: Instant) -> Result<u64> {
+    fn clear_closed(&self, name: &str, deadline: Instant) -> Result<u64> {
         let Some(disk) = self.config.disk.clone() else { return Ok(0) };
         let (root, prefix) = (Arc::clone(&self.namespaces.disk), name.to_owned());
         let erased = self.erase_within(deadline, move || erase_closed(&disk, &root, &prefix, None))?;
-        self.tell_forgotten(erased.num_chunks, name);
+        self.log_cleared(erased.num_chunks, name);
         if erased.is_cut_short || !erased.open.is_empty() {
             let message = format!(
                 "namespace {name} is not empty yet: it is being opened, or the disk does not answer; run this again"
@@ -122,9 +134,9 @@ impl Shared {
         Ok(erased.num_chunks)
     }
 
-    fn tell_forgotten(&self, num_chunks: u64, id: &str) {
+    fn log_cleared(&self, num_chunks: u64, id: &str) {
         let chunks = if num_chunks == 1 { "chunk" } else { "chunks" };
-        self.tell(format!("kvloft clear: {num_chunks} {chunks} of namespace {id} forgotten"));
+        self.tell(format!("kvloft clear: {num_chunks} {chunks} of namespace {id} cleared"));
     }
 
     /// Names of namespaces that are on disk only and begin so, as `kvloft status` prints names; None where the disk does not say, or is
@@ -198,7 +210,7 @@ fn in_namespaces(spaces: &[Arc<Space>]) -> String {
     }
 }
 
-fn evict_in(space: &Space, what: Evict, deadline: Instant, all: &mut GivenUp) {
+fn evict_in(space: &Space, what: Evict, deadline: Instant, all: &mut EvictReport) {
     all.num_namespaces += 1;
     let Some(store) = space.store() else {
         all.is_cut_short = true; // it is being opened

@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 use kvloft_core::session::Session;
 use rustix::event::PollFlags;
 
+use crate::protocol::admin::AdminRequest;
 use crate::protocol::{Answer, Hello, LENGTH_BYTES, MAX_HELLO, MAX_MESSAGE, Request, VERSION};
 use crate::server::counters::Tally;
 use crate::server::handler::{End, Engine, no_message};
@@ -95,6 +96,16 @@ fn receive(reader: &mut impl Read, into: &mut Vec<u8>, max_bytes: usize) -> Resu
     if num_read as u64 == length { Ok(()) } else { Err(End::Gone) }
 }
 
+fn check_version(version: u32) -> Result<(), End> {
+    if version == VERSION {
+        return Ok(());
+    }
+    let text = format!(
+        "the kvloft server uses protocol version {VERSION}, the client {version}; install the same kvloft on both"
+    );
+    Err(End::Refused(text))
+}
+
 impl Connection {
     fn serve(&mut self) {
         let Ok(clone) = self.stream.try_clone() else { return };
@@ -127,18 +138,8 @@ impl Connection {
     }
 
     fn handle(&mut self, number: u32, request: &Request<'_>) -> Result<(), End> {
-        if !matches!(request, Request::Status(_)) {
-            self.count_once();
-        }
         let answer = match (request, self.seat.clone()) {
-            (Request::Status(VERSION), _) => Some(Answer::Status(self.shared.status())),
-            (Request::Forget(VERSION, name), _) => {
-                Some(Answer::Count(self.shared.forget(name).map_err(|error| End::Refused(error.to_string()))?))
-            }
-            (Request::Evict(VERSION, whose, is_host_only), _) => {
-                let done = self.shared.evict(whose, *is_host_only);
-                Some(Answer::GivenUp(done.map_err(|error| End::Refused(error.to_string()))?))
-            }
+            (Request::Admin(version, json), _) => Some(self.answer_admin(*version, json)?),
             (Request::Hello(hello), None) => return self.welcome(number, hello),
             (Request::Bye, _) => return Err(End::Gone),
             (_, None) => return Err(no_message()),
@@ -151,14 +152,18 @@ impl Connection {
         Ok(())
     }
 
-    fn welcome(&mut self, number: u32, hello: &Hello) -> Result<(), End> {
-        if hello.version != VERSION {
-            let theirs = hello.version;
-            let text = format!(
-                "this kvloft server speaks version {VERSION}, and the engine {theirs}; run one kvloft on both sides"
-            );
-            return Err(End::Refused(text));
+    fn answer_admin(&mut self, version: u32, json: &[u8]) -> Result<Answer, End> {
+        check_version(version)?;
+        let request = AdminRequest::parse(json).ok_or_else(no_message)?;
+        if request != AdminRequest::Status {
+            self.count_once();
         }
+        self.shared.answer_admin(&request).map(Answer::Admin).map_err(|error| End::Refused(error.to_string()))
+    }
+
+    fn welcome(&mut self, number: u32, hello: &Hello) -> Result<(), End> {
+        self.count_once();
+        check_version(hello.version)?;
         let refused = |error: kvloft_core::Error| End::Refused(error.to_string());
         let seat = self.shared.seat(hello).map_err(refused)?;
         let Some(arena) = seat.local.arena() else { return Err(End::Gone) };

@@ -4,24 +4,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvloft_core::store::Lookup;
 
-/// Names of [`Counts`], in order.
+use crate::protocol::admin::Stats;
+
+/// Names of [`Tally`]'s counters, in order.
 const NAMES: [&str; 7] =
     ["lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks", "late_calls", "late_chunks"];
 
-/// Counters since an engine said hello: lookups, the chunks asked for in them, those found in any tier, the chunks whose frames
-/// were asked for to be loaded, and those that became visible; and, by the engine's own count, calls that the server answered too late,
-/// and chunks that were not saved for that.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Counts(pub [u64; 7]);
-
-impl Counts {
-    /// Each with its name.
-    pub fn named(&self) -> impl Iterator<Item = (&'static str, u64)> {
-        NAMES.into_iter().zip(self.0)
-    }
-}
-
-/// [`Counts`] that grow.
+/// Lookups, chunks looked up, chunks found in any tier, chunks loaded, chunks saved; and, counted by
+/// the engine, calls that got no answer in time and chunks not saved because of that.
 #[derive(Debug, Default)]
 pub(crate) struct Tally([AtomicU64; 7]);
 
@@ -65,10 +55,10 @@ impl Tally {
 
     /// Chunks that became visible.
     pub(crate) fn num_saved(&self) -> u64 {
-        self.counts().0[4]
+        self.0[4].load(Ordering::Relaxed)
     }
 
-    pub(crate) fn counts(&self) -> Counts {
-        Counts(self.0.each_ref().map(|number| number.load(Ordering::Relaxed)))
+    pub(crate) fn stats(&self) -> Stats {
+        NAMES.iter().zip(&self.0).map(|(name, count)| ((*name).to_owned(), count.load(Ordering::Relaxed))).collect()
     }
 }

@@ -133,9 +133,7 @@ impl Engine {
                 Answer::Changes(asked.answer(store, &mut self.listener).ok_or_else(no_message)?)
             }
             Request::IsSettled => Answer::Count(local.flush(Duration::ZERO).into()),
-            Request::Hello(_) | Request::Status(_) | Request::Forget(..) | Request::Evict(..) | Request::Bye => {
-                return Err(no_message());
-            }
+            Request::Hello(_) | Request::Admin(..) | Request::Bye => return Err(no_message()),
         }))
     }
 
@@ -212,5 +210,5 @@ impl Engine {
 }
 
 pub(crate) fn no_message() -> End {
-    End::Refused("this is no message of kvloft's".to_owned())
+    End::Refused("malformed request".to_owned())
 }

@@ -5,7 +5,7 @@
 
 mod admin;
 mod connection;
-pub(crate) mod counters;
+mod counters;
 mod disk_directory;
 mod disk_space;
 mod handler;
@@ -24,7 +24,7 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::Result;
 
-use crate::protocol::Status;
+use crate::protocol::admin::Status;
 use crate::server::disk_directory::first_try;
 use crate::server::listener::Listener;
 use crate::server::shared_state::Shared;

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant};
 use kvloft_core::units::size_text;
 use kvloft_core::{Error, ErrorKind, Result};
 
-use crate::protocol::{EngineStatus, Hello, NamespaceStatus, Status};
+use crate::protocol::Hello;
+use crate::protocol::admin::{EngineStatus, NamespaceStatus, Status, TenantStatus};
 use crate::server::counters::Tally;
 use crate::server::disk_space::DiskRoom;
 use crate::server::lifeline::ProcessWatch;
@@ -158,25 +159,28 @@ impl Shared {
         let stats = stats.into_iter().chain(room.into_iter().flatten());
         let stats = stats.map(|(name, value)| (name.to_owned(), value)).collect();
         let namespaces = self.namespaces.all().iter().map(|space| self.namespace_status(space)).collect();
-        Status { host_bytes, slab_bytes, stats, settings: self.config.settings.clone(), namespaces }
+        let settings = self.config.settings.iter().cloned().collect();
+        Status { host_bytes, slab_bytes, stats, settings, namespaces }
     }
 
     fn namespace_status(&self, space: &Arc<Space>) -> NamespaceStatus {
-        let stats = space.store().map(|store| store.stats()).unwrap_or_default();
-        let percent = space.percent(&self.config).map(|percent| ("share_percent", percent.into()));
-        let asked = space.tally.counts();
-        let asked = asked.named().chain(percent).filter(|_| !stats.is_empty()).collect::<Vec<_>>();
+        let stats = space.store().map(|store| {
+            let own = store.stats().into_iter().map(|(name, value)| (name.to_owned(), value));
+            let percent = space.percent(&self.config).map(|percent| ("share_percent".to_owned(), percent.into()));
+            own.chain(space.tally.stats()).chain(percent).collect()
+        });
         let peers = self.peers();
         let mut engines: Vec<_> = peers.values().filter_map(|peer| peer.status(space)).collect();
         drop(peers);
         engines.sort_by_key(|engine| (u64::MAX - engine.connected_ms, engine.pid));
         let tenants = space.store().map(|store| store.tenants(MAX_TENANTS).0).unwrap_or_default();
+        let tenants = tenants.into_iter().map(TenantStatus::from).collect();
         NamespaceStatus {
             namespace: space.hello.namespace,
             description: space.hello.description.clone(),
             frame_bytes: space.hello.frame_bytes,
             num_slabs: space.store().map_or(0, |store| store.num_slabs().0),
-            stats: stats.into_iter().chain(asked).map(|(name, value)| (name.to_owned(), value)).collect(),
+            stats: stats.unwrap_or_default(),
             tenants,
             engines,
         }
@@ -223,7 +227,7 @@ impl Peer {
             connected_ms: u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX),
             num_reserved: num_reserved as u64,
             num_leases: num_leases as u64,
-            counts: self.tally.counts(),
+            counters: self.tally.stats(),
         })
     }
 }

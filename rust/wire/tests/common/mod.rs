@@ -8,6 +8,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Prefix, SaveRange};
+use kvloft_wire::protocol::admin::Stats;
 use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig, Status};
 
 pub(crate) const FRAME: u64 = 4096;
@@ -84,13 +85,14 @@ pub(crate) fn found(session: &dyn Session, chain: &KeyChain) -> u32 {
     session.lookup(Prefix::from(chain)).stored_blocks
 }
 
-pub(crate) fn stat(stats: &[(String, u64)], name: &str) -> u64 {
-    stats.iter().find(|(key, _)| key == name).map(|(_, value)| *value).expect("a name")
+pub(crate) fn stat(stats: &Stats, name: &str) -> u64 {
+    *stats.get(name).expect("a counter of that name")
 }
 
-/// The server's numbers, then those of its one namespace.
-pub(crate) fn numbers(status: &Status) -> Vec<(String, u64)> {
-    status.stats.iter().chain(status.namespaces.iter().flat_map(|space| &space.stats)).cloned().collect()
+/// The server's counters and those of its one namespace.
+pub(crate) fn numbers(status: &Status) -> Stats {
+    let of_namespaces = status.namespaces.iter().flat_map(|namespace| &namespace.stats);
+    status.stats.iter().chain(of_namespaces).map(|(name, value)| (name.clone(), *value)).collect()
 }
 
 /// In a child process: returns once the test that started it is gone. However long that takes: it kills the child before.

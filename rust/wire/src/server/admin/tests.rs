@@ -9,7 +9,7 @@ use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Limits, Prefix, SaveRange, Store, StoreConfig, TenantLimits};
 use kvloft_core::tier::disk::Erased;
 
-use super::Whose;
+use super::EvictRequest;
 use crate::protocol::Hello;
 use crate::{Remote, RemoteConfig, Server, ServerConfig};
 
@@ -40,8 +40,8 @@ fn engine_of(socket: PathBuf, namespace: u8) -> Remote {
     Remote::open(config).expect("a client")
 }
 
-fn whose(namespace: &str, salt: &str) -> Whose {
-    Whose { namespace: namespace.to_owned(), salt: Some(SaltTag::of(salt)) }
+fn request(namespace: &str, salt: &str) -> EvictRequest {
+    EvictRequest { namespace: namespace.to_owned(), tenant: Some(SaltTag::of(salt)), host_only: false }
 }
 
 fn chain_of(namespace: u8, salt: &str, num_blocks: u32) -> KeyChain {
@@ -74,7 +74,7 @@ fn a_namespace_that_is_being_closed_may_keep_something() {
     let reserved = closing.reserve(Prefix::from(&chain), SaveRange { start: 0, stop: 2, tail_blocks: 0 });
     assert_eq!(closing.commit(reserved.expect("in range").leases), 2);
     assert!(closing.flush(LONG));
-    let evict = |namespace: &str| server.shared.evict(&whose(namespace, "a"), false).expect("done");
+    let evict = |namespace: &str| server.shared.evict(&request(namespace, "a")).expect("done");
     let said = evict("");
     assert!(said.is_cut_short && said.num_chunks == 0, "{said:?}");
     assert!(!evict("07").is_cut_short, "another is meant");
@@ -146,7 +146,7 @@ fn evictions_at_once_count_what_each_of_them_gave_up() {
                 .expect("in range");
             assert_eq!(engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), num);
         }
-        let evict = |salt: &'static str| server.shared.evict(&whose("", salt), false).expect("done").num_chunks;
+        let evict = |salt: &'static str| server.shared.evict(&request("", salt)).expect("done").num_chunks;
         let both = thread::scope(|scope| {
             ["a", "b"].map(|salt| scope.spawn(move || evict(salt))).map(|thread| thread.join().expect("no panic"))
         });
@@ -212,9 +212,9 @@ fn what_is_on_a_disk_that_another_server_has_is_not_said_to_be_nothing() {
     let socket = second.socket.clone();
     let second = Server::open(second).expect("it serves");
     for name in ["", "01"] {
-        let said = second.shared.forget(name).expect_err("not known").to_string();
+        let said = second.shared.clear(name).expect_err("not known").to_string();
         assert!(said.contains("its disk is not used for now"), "{said}");
     }
     let _engine = engine(socket);
-    assert_eq!(second.shared.forget("").expect("its own, which has nothing"), 0);
+    assert_eq!(second.shared.clear("").expect("its own, which has nothing"), 0);
 }
