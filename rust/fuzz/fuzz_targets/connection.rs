@@ -12,7 +12,7 @@ use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, SaveRange};
 use kvloft_core::{ChunkKey, KeyChain};
 use kvloft_wire::protocol::{Hello, Request, VERSION};
-use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig};
+use kvloft_wire::{Client, ClientConfig, Server, ServerConfig};
 
 const FRAME_BYTES: u64 = 4096;
 const NAMESPACE: [u8; 32] = [7; 32];
@@ -20,7 +20,7 @@ const NAMESPACE: [u8; 32] = [7; 32];
 struct Rig {
     _dir: tempfile::TempDir,
     _server: Server,
-    engine: Remote,
+    engine: Client,
     chain: KeyChain,
     socket: std::path::PathBuf,
 }
@@ -36,8 +36,8 @@ fn rig() -> &'static Rig {
         let (namespace, frame_bytes, blocks_per_chunk, description) = (NAMESPACE, FRAME_BYTES, 1, String::new());
         let deadline = Duration::from_secs(60);
         let remote =
-            RemoteConfig { socket: socket.clone(), deadline, namespace, frame_bytes, blocks_per_chunk, description };
-        let engine = Remote::open(remote).expect("a client");
+            ClientConfig { socket: socket.clone(), deadline, namespace, frame_bytes, blocks_per_chunk, description };
+        let engine = Client::open(remote).expect("a client");
         let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");
         chain.append_tokens(&[1, 2, 3]).expect("tokens");
         let (rows, _) =

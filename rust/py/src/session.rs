@@ -12,7 +12,7 @@ use kvloft_core::io::available_bytes;
 use kvloft_core::key;
 use kvloft_core::session::{self, Local};
 use kvloft_core::store::{Changes, DiskSettings, Lookup, Prefix, SaveRange, StoreConfig, ToSave};
-use kvloft_wire::{Remote, RemoteConfig};
+use kvloft_wire::{Client, ClientConfig};
 use pyo3::prelude::*;
 use pyo3::types::{IntoPyDict, PyBytes, PyDict, PyTuple};
 
@@ -145,7 +145,7 @@ impl Session {
         num_ranks: u32,
         description: &str,
     ) -> PyResult<Self> {
-        let config = RemoteConfig {
+        let config = ClientConfig {
             socket,
             deadline: timeout(timeout_s),
             namespace: digest(namespace, "namespace")?,
@@ -153,7 +153,7 @@ impl Session {
             blocks_per_chunk,
             description: description.to_owned(),
         };
-        let remote = py.detach(|| Remote::open(config)).map_err(raise)?;
+        let remote = py.detach(|| Client::open(config)).map_err(raise)?;
         Ok(Self::over(Box::new(remote), num_ranks, blocks_per_chunk, frame_bytes))
     }
 

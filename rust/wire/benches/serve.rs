@@ -9,7 +9,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::{Local, Session};
 use kvloft_core::store::{Prefix, SaveRange, StoreConfig};
-use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig};
+use kvloft_wire::{Client, ClientConfig, Server, ServerConfig};
 
 const PROMPT_TOKENS: u32 = 131_072;
 const NUM_PROMPTS: u32 = 16;
@@ -67,8 +67,8 @@ fn main() {
         let (frame_bytes, blocks_per_chunk, description) = (FRAME_BYTES, 1, String::new());
         let deadline = Duration::from_secs(1);
         let remote =
-            RemoteConfig { socket: socket.clone(), deadline, namespace, frame_bytes, blocks_per_chunk, description };
-        let remote = Remote::open(remote).expect("a client");
+            ClientConfig { socket: socket.clone(), deadline, namespace, frame_bytes, blocks_per_chunk, description };
+        let remote = Client::open(remote).expect("a client");
         let local = StoreConfig {
             frame_bytes,
             host_bytes,

@@ -6,13 +6,13 @@
 mod client;
 pub mod protocol;
 mod server;
-mod settings;
 mod socket;
 mod threads;
 
-pub use client::Remote;
+pub use client::Client;
 pub use client::admin::{clear, evict, status};
+pub use client::config::ClientConfig;
 pub use protocol::admin::{EvictReport, NamespaceStatus, Status};
 pub use server::Server;
+pub use server::config::{GPU_SETTLE, ServerConfig};
 pub use server::namespaces::MAX_NAMESPACES;
-pub use settings::{GPU_SETTLE, RemoteConfig, ServerConfig};

@@ -23,21 +23,21 @@ const BUFFER_BYTES: usize = 1 << 20;
 const READ_BYTES: usize = 64 << 10;
 
 /// How long an end stays awake for what is about to come: to be woken takes longer than to answer.
-pub(crate) const AWAKE: Duration = Duration::from_micros(100);
+pub(crate) const SPIN_TIME: Duration = Duration::from_micros(100);
 
 /// The user and the process at the other end; process 0: of another PID namespace, so not visible from here.
-pub(crate) fn peer(stream: &UnixStream) -> io::Result<(u32, u32)> {
+pub(crate) fn peer_credentials(stream: &UnixStream) -> io::Result<(u32, u32)> {
     let peer = nix::sys::socket::getsockopt(stream, nix::sys::socket::sockopt::PeerCredentials)?;
     Ok((peer.uid(), u32::try_from(peer.pid()).unwrap_or(0)))
 }
 
 /// Whether the process at the other end is this user's.
-pub(crate) fn is_own(uid: u32) -> bool {
+pub(crate) fn is_current_user(uid: u32) -> bool {
     uid == rustix::process::geteuid().as_raw()
 }
 
 /// Larger buffers, as far as the system gives them.
-pub(crate) fn widen(stream: &UnixStream) {
+pub(crate) fn enlarge_buffers(stream: &UnixStream) {
     let _as_it_is = rustix::net::sockopt::set_socket_send_buffer_size(stream, BUFFER_BYTES);
     let _as_it_is = rustix::net::sockopt::set_socket_recv_buffer_size(stream, BUFFER_BYTES);
 }
@@ -59,12 +59,12 @@ pub(crate) fn wait(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
 }
 
 /// As [`wait`], but awake at first.
-pub(crate) fn wait_awake(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
-    stay_awake(&fd, flags, deadline.min(Instant::now() + AWAKE)) || wait(fd, flags, deadline)
+pub(crate) fn spin_then_wait(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
+    spin(&fd, flags, deadline.min(Instant::now() + SPIN_TIME)) || wait(fd, flags, deadline)
 }
 
 /// As [`wait`], but looks again and again, unless there is only one core, which the other side needs.
-pub(crate) fn stay_awake(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
+pub(crate) fn spin(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     static HAS_CORES: LazyLock<bool> = LazyLock::new(|| thread::available_parallelism().is_ok_and(|num| num.get() > 1));
     while *HAS_CORES && Instant::now() < deadline {
         if wait(&fd, flags, Instant::now()) {
@@ -76,7 +76,7 @@ pub(crate) fn stay_awake(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> 
 }
 
 /// Sends all of `bytes`, and with its first byte two descriptors.
-pub(crate) fn send_with(mut stream: &UnixStream, bytes: &[u8], fds: [BorrowedFd<'_>; 2]) -> io::Result<()> {
+pub(crate) fn send_with_fds(mut stream: &UnixStream, bytes: &[u8], fds: [BorrowedFd<'_>; 2]) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     control.push(SendAncillaryMessage::ScmRights(&fds));
@@ -86,16 +86,16 @@ pub(crate) fn send_with(mut stream: &UnixStream, bytes: &[u8], fds: [BorrowedFd<
 
 /// What was received and is not a whole message yet.
 #[derive(Debug, Default)]
-pub(crate) struct Inbox {
+pub(crate) struct ReceiveBuffer {
     /// Room, of which `start..end` was received and not taken yet.
     bytes: Vec<u8>,
     start: usize,
     end: usize,
 }
 
-impl Inbox {
+impl ReceiveBuffer {
     /// Where the next bytes go.
-    fn room(&mut self) -> &mut [u8] {
+    fn spare(&mut self) -> &mut [u8] {
         if self.start > 0 {
             self.bytes.copy_within(self.start..self.end, 0);
             (self.start, self.end) = (0, self.end - self.start);
@@ -108,9 +108,9 @@ impl Inbox {
 
     /// Reads what is there of a stream that does not block. Err: the other side is gone.
     pub(crate) fn fill(&mut self, mut stream: &UnixStream) -> io::Result<()> {
-        let room = self.room();
-        let num_bytes = room.len();
-        match stream.read(room) {
+        let spare = self.spare();
+        let num_bytes = spare.len();
+        match stream.read(spare) {
             Ok(0) => Err(IoKind::UnexpectedEof.into()),
             Ok(num) => {
                 self.end += num;
@@ -122,10 +122,10 @@ impl Inbox {
     }
 
     /// Reads once, and returns the descriptors that came with it.
-    pub(crate) fn fill_with(&mut self, stream: &UnixStream) -> io::Result<Vec<OwnedFd>> {
+    pub(crate) fn fill_with_fds(&mut self, stream: &UnixStream) -> io::Result<Vec<OwnedFd>> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
-        let mut slices = [IoSliceMut::new(self.room())];
+        let mut slices = [IoSliceMut::new(self.spare())];
         let num = rustix::net::recvmsg(stream, &mut slices, &mut control, RecvFlags::CMSG_CLOEXEC)?.bytes;
         if num == 0 {
             return Err(IoKind::UnexpectedEof.into());

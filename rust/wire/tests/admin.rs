@@ -12,15 +12,15 @@ use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Prefix};
 use kvloft_core::{ErrorKind, Result};
-use kvloft_wire::{EvictReport, Remote, RemoteConfig, Server, ServerConfig, evict, status};
+use kvloft_wire::{Client, ClientConfig, EvictReport, Server, ServerConfig, evict, status};
 
 /// Orders come one behind the other, each by a connection of its own, and a server may see the end of one later.
 fn serve(dir: &Path) -> Server {
     Server::open(ServerConfig { max_connections: 100, ..server_config(dir) }).expect("a server")
 }
 
-fn engine(dir: &Path, nth: u8) -> Remote {
-    Remote::open(RemoteConfig { namespace: [nth; 32], ..remote_config(dir) }).expect("a client")
+fn engine(dir: &Path, nth: u8) -> Client {
+    Client::open(ClientConfig { namespace: [nth; 32], ..remote_config(dir) }).expect("a client")
 }
 
 /// Six blocks of a tenant, with or without an adapter.
@@ -101,7 +101,7 @@ fn without_an_engine_there_is_nothing() {
 }
 
 /// Saves and loads until it is told to stop, and looks at every byte that it loads.
-fn work(session: &Remote, salt: &str, is_over: &AtomicBool) -> u64 {
+fn work(session: &Client, salt: &str, is_over: &AtomicBool) -> u64 {
     let memory = File::options().read(true).write(true).open(&session.arena().expect("an arena").path).expect("memory");
     let mut num_loaded = 0;
     while !is_over.load(Ordering::Relaxed) {

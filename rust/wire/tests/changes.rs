@@ -10,7 +10,7 @@ use kvloft_core::ChunkKey;
 use kvloft_core::key::KeyChain;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Lookup, Prefix, Tiers};
-use kvloft_wire::{Remote, Server, ServerConfig, clear};
+use kvloft_wire::{Client, Server, ServerConfig, clear};
 use proptest::prelude::*;
 use proptest::sample::Index;
 
@@ -19,14 +19,14 @@ const NUM_BLOCKS: u32 = 4;
 
 /// An engine that listens, and where it believes each chunk to be.
 struct Engine {
-    remote: Remote,
+    remote: Client,
     known: HashMap<ChunkKey, Tiers>,
     must_ask_all: bool,
     num_lost: u32,
 }
 
 impl Engine {
-    fn new(remote: Remote, capacity: usize) -> Self {
+    fn new(remote: Client, capacity: usize) -> Self {
         remote.watch(capacity);
         Self { remote, known: HashMap::new(), must_ask_all: true, num_lost: 0 }
     }

@@ -9,7 +9,7 @@ use common::{FRAME, LONG, chain, connect, found, remote_config, save, server_con
 use kvloft_core::KeyChain;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Lookup, Prefix, Progress, SaveRange};
-use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig};
+use kvloft_wire::{Client, ClientConfig, Server, ServerConfig};
 use proptest::prelude::*;
 
 const NUM_BLOCKS: u32 = 900;
@@ -73,8 +73,8 @@ proptest! {
     ) {
         let dir = tempfile::tempdir().expect("a directory");
         let _server = serve(dir.path(), u64::from(NUM_BLOCKS));
-        let config = RemoteConfig { blocks_per_chunk: per_chunk, ..remote_config(dir.path()) };
-        let engine = Remote::open(config).expect("a client");
+        let config = ClientConfig { blocks_per_chunk: per_chunk, ..remote_config(dir.path()) };
+        let engine = Client::open(config).expect("a client");
         let stored = chain(1, num_stored);
         let (stop, tail_blocks) = (num_stored / per_chunk, num_stored % per_chunk);
         let range = SaveRange { start: 0, stop, tail_blocks };

@@ -14,12 +14,12 @@ use common::{
 use kvloft_core::ErrorKind;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, Store, StoreConfig};
-use kvloft_wire::{MAX_NAMESPACES, NamespaceStatus, Remote, RemoteConfig, Server, ServerConfig, clear, status};
+use kvloft_wire::{Client, ClientConfig, MAX_NAMESPACES, NamespaceStatus, Server, ServerConfig, clear, status};
 
 /// A client of another namespace, with frames of another size.
-fn engine(dir: &std::path::Path, nth: u8, pages: u64) -> Remote {
-    let config = RemoteConfig { namespace: [nth; 32], frame_bytes: pages * FRAME, ..remote_config(dir) };
-    Remote::open(config).expect("a client")
+fn engine(dir: &std::path::Path, nth: u8, pages: u64) -> Client {
+    let config = ClientConfig { namespace: [nth; 32], frame_bytes: pages * FRAME, ..remote_config(dir) };
+    Client::open(config).expect("a client")
 }
 
 fn space(server: &Server, nth: u8) -> NamespaceStatus {
@@ -27,7 +27,7 @@ fn space(server: &Server, nth: u8) -> NamespaceStatus {
 }
 
 /// Saves chunks that say whose they are; how many became visible.
-fn mark(session: &Remote, pages: u64, seed: u32, num_blocks: u32) -> u32 {
+fn mark(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> u32 {
     let chain = chain(seed, num_blocks);
     let (rows, _) = session.reserve(Prefix::from(&chain), whole(num_blocks)).expect("in range");
     let arena = session.arena().expect("an arena");
@@ -44,7 +44,7 @@ fn mark(session: &Remote, pages: u64, seed: u32, num_blocks: u32) -> u32 {
 }
 
 /// Compares every byte of what is found of a prefix; how many chunks those are.
-fn compare(session: &Remote, pages: u64, seed: u32, num_blocks: u32) -> usize {
+fn compare(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> usize {
     let lease = session.acquire(Prefix::from(&chain(seed, num_blocks)));
     let frames = session.frames(lease);
     let memory = File::open(session.arena().expect("an arena").path).expect("the arena");
@@ -75,7 +75,7 @@ fn two_namespaces_share_the_memory_and_nothing_else() {
         });
         space(&server, 2).num_slabs == 8
     });
-    let counts = |engine: &Remote, pages, len| (0..40).map(|seed| compare(engine, pages, seed, len)).sum::<usize>();
+    let counts = |engine: &Client, pages, len| (0..40).map(|seed| compare(engine, pages, seed, len)).sum::<usize>();
     assert!(counts(&other, 2, 3) > 8 && counts(&one, 1, 5) > 8);
     other.clear();
     assert_eq!(counts(&other, 2, 3), 0);
@@ -238,7 +238,7 @@ fn an_engine_with_too_large_chunks_hears_of_the_servers_own_option() {
     let dir = tempfile::tempdir().expect("a directory");
     let config = ServerConfig { available_bytes: Some(1 << 30), ..server_config(dir.path()) };
     let server = Server::open(config.clone()).expect("a server");
-    let large = || RemoteConfig { frame_bytes: 128 * FRAME, ..remote_config(dir.path()) };
+    let large = || ClientConfig { frame_bytes: 128 * FRAME, ..remote_config(dir.path()) };
     let said = refusal(large());
     assert_eq!(
         said,
@@ -259,12 +259,12 @@ fn namespaces_are_bounded_and_frames_too_large_for_a_slab_are_refused() {
     let num = u8::try_from(MAX_NAMESPACES).expect("few");
     let mut engines: Vec<_> = (0..num).map(|nth| engine(dir.path(), nth, 1)).collect();
     let another =
-        |pages| RemoteConfig { namespace: [200; 32], frame_bytes: pages * FRAME, ..remote_config(dir.path()) };
+        |pages| ClientConfig { namespace: [200; 32], frame_bytes: pages * FRAME, ..remote_config(dir.path()) };
     let said = refusal(another(5));
     assert!(said.contains("too large for this server's slabs"), "{said}");
     let said = refusal(another(1));
     assert!(said.contains("serves 64 namespaces"), "{said}");
-    let waits = Remote::open(another(1)).expect("it may pass");
+    let waits = Client::open(another(1)).expect("it may pass");
     drop(engines.pop());
     until("the one that was refused has its place", || waits.renew());
     drop(waits);
@@ -329,7 +329,7 @@ fn an_idle_namespace_that_owes_its_disk_a_clear_is_kept_until_it_is_done() {
     one.close(Duration::ZERO);
     until("gone", || server.status().engines().count() == 0);
     std::thread::sleep(Duration::from_millis(300)); // it has no memory, so without the clear it would be closed
-    let said = refusal(RemoteConfig { namespace: [2; 32], frame_bytes: 5 * FRAME, ..remote_config(dir.path()) });
+    let said = refusal(ClientConfig { namespace: [2; 32], frame_bytes: 5 * FRAME, ..remote_config(dir.path()) });
     assert!(said.contains("too large for this server's slabs"), "other slabs would close it, too: {said}");
     drop(other);
     until("cleared, and closed", || server.status().namespaces.is_empty());

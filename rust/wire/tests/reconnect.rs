@@ -11,7 +11,7 @@ use common::{FRAME, LONG, chain, connect, found, remote_config, save, serve, soc
 use kvloft_core::key::KeyChain;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Changes, Lookup, Prefix, Progress, Tiers};
-use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig, status};
+use kvloft_wire::{Client, ClientConfig, Server, ServerConfig, status};
 
 #[test]
 fn without_a_server_everything_is_a_miss_until_there_is_one() {
@@ -63,7 +63,7 @@ fn a_server_that_began_anew_has_another_arena_and_is_used_from_renew_on() {
 }
 
 /// An engine that had its server cleared when that was gone, with `chain` on its disk.
-fn cleared_without_server(dir: &Path, chain: &KeyChain) -> Remote {
+fn cleared_without_server(dir: &Path, chain: &KeyChain) -> Client {
     let server = Server::open(with_disk(dir)).expect("a server");
     let engine = connect(dir);
     save(&engine, chain);
@@ -114,10 +114,10 @@ fn a_server_that_stands_still_costs_one_deadline() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut child = served_by_a_child(dir.path());
     let chain = chain(1, 4);
-    let late = |engine: &Remote| engine.stats().into_iter().find(|(name, _)| name == "server_late").map(|(_, num)| num);
+    let late = |engine: &Client| engine.stats().into_iter().find(|(name, _)| name == "server_late").map(|(_, num)| num);
     let mut on_time = None;
     until("a client whose server was never late", || {
-        let engine = Remote::open(RemoteConfig { deadline: Duration::from_millis(200), ..remote_config(dir.path()) })
+        let engine = Client::open(ClientConfig { deadline: Duration::from_millis(200), ..remote_config(dir.path()) })
             .expect("a client");
         until("connected", || engine.renew() || engine.arena().is_some());
         until("saved", || save(&engine, &chain) == 4 || found(&engine, &chain) == 4);
@@ -194,8 +194,8 @@ fn a_server_that_stands_still_costs_one_deadline() {
 fn a_commit_behind_an_unanswered_clear_leaves_nothing_reserved() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut child = served_by_a_child(dir.path());
-    let config = RemoteConfig { deadline: Duration::from_millis(20), ..remote_config(dir.path()) };
-    let engine = Remote::open(config).expect("a client");
+    let config = ClientConfig { deadline: Duration::from_millis(20), ..remote_config(dir.path()) };
+    let engine = Client::open(config).expect("a client");
     until("connected", || engine.renew() || engine.arena().is_some());
     let (chain, mut tickets) = (chain(1, 4), Vec::new());
     until("reserved", || {
@@ -244,8 +244,8 @@ fn many_saves_wait_for_a_server_that_pauses() {
 fn a_listener_hears_once_that_its_server_is_away_and_once_that_it_is_back() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut child = served_by_a_child(dir.path());
-    let config = RemoteConfig { deadline: Duration::from_millis(200), ..remote_config(dir.path()) };
-    let engine = Remote::open(config).expect("a client");
+    let config = ClientConfig { deadline: Duration::from_millis(200), ..remote_config(dir.path()) };
+    let engine = Client::open(config).expect("a client");
     engine.watch(100);
     let chain = chain(1, 2);
     let told = |tiers: Tiers, lost| Changes { rows: chain.keys().iter().map(|key| (*key, tiers)).collect(), lost };
@@ -333,8 +333,8 @@ fn a_server_that_talks_nonsense_is_given_up() {
         }
     });
     for _ in 0..4 {
-        let config = RemoteConfig { deadline: Duration::from_millis(20), ..remote_config(dir.path()) };
-        let engine = Remote::open(config);
+        let config = ClientConfig { deadline: Duration::from_millis(20), ..remote_config(dir.path()) };
+        let engine = Client::open(config);
         assert!(engine.as_ref().map_or(true, |engine| engine.arena().is_none()));
         if answers.is_finished() {
             break;

@@ -22,7 +22,7 @@ use kvloft_wire::protocol::admin::Stats;
 use kvloft_wire::protocol::{
     Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, SentAnchors, SentPrefixes, SentRange, VERSION,
 };
-use kvloft_wire::{Remote, RemoteConfig, Server, status};
+use kvloft_wire::{Client, ClientConfig, Server, status};
 
 #[test]
 fn what_one_engine_saved_the_other_finds_in_the_same_memory() {
@@ -116,7 +116,7 @@ fn an_engine_that_says_bye_holds_nothing_more() {
 }
 
 /// What a worker does before it maps the arena.
-fn open_lifeline(engine: &Remote) -> std::fs::File {
+fn open_lifeline(engine: &Client) -> std::fs::File {
     let lifeline = engine.arena().and_then(|arena| arena.lifeline).expect("a server's arena has one");
     std::fs::File::options().write(true).open(lifeline.path).expect("its engine lives")
 }
@@ -196,8 +196,8 @@ fn another_shape_of_a_namespace_is_refused_until_the_first_is_gone() {
     let _server = serve(dir.path());
     let first = connect(dir.path());
     let others = [
-        RemoteConfig { frame_bytes: 2 * FRAME, ..remote_config(dir.path()) },
-        RemoteConfig { blocks_per_chunk: 2, ..remote_config(dir.path()) },
+        ClientConfig { frame_bytes: 2 * FRAME, ..remote_config(dir.path()) },
+        ClientConfig { blocks_per_chunk: 2, ..remote_config(dir.path()) },
     ];
     for config in &others {
         let said = refusal(config.clone());
@@ -214,7 +214,7 @@ fn another_shape_of_a_namespace_is_refused_until_the_first_is_gone() {
 fn a_shape_that_does_not_fit_is_refused_in_one_sentence() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
-    let said = refusal(RemoteConfig { frame_bytes: 1 << 30, ..remote_config(dir.path()) });
+    let said = refusal(ClientConfig { frame_bytes: 1 << 30, ..remote_config(dir.path()) });
     assert!(said.contains("--host-size"), "{said}");
     assert_eq!(save(&connect(dir.path()), &chain(1, 3)), 3);
 }

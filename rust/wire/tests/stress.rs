@@ -12,7 +12,7 @@ use common::{FRAME, LONG, remote_config, server_config, stat, until, whole};
 use kvloft_core::key::{KeyChain, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{Limits, Prefix, Quota, TenantLimits};
-use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig};
+use kvloft_wire::{Client, ClientConfig, Server, ServerConfig};
 
 /// Pages of a chunk; a slab has four.
 const PAGES: [u64; 3] = [1, 2, 4];
@@ -33,9 +33,9 @@ impl Pick {
     }
 }
 
-fn engine(dir: &Path, nth: usize) -> Remote {
+fn engine(dir: &Path, nth: usize) -> Client {
     let namespace = [u8::try_from(nth).expect("few") + 1; 32];
-    Remote::open(RemoteConfig { namespace, frame_bytes: PAGES[nth] * FRAME, ..remote_config(dir) }).expect("a client")
+    Client::open(ClientConfig { namespace, frame_bytes: PAGES[nth] * FRAME, ..remote_config(dir) }).expect("a client")
 }
 
 fn chain(nth: usize, salt: Option<&str>, prompt: u32, num_blocks: u32) -> KeyChain {
@@ -51,7 +51,7 @@ fn content(nth: usize, key: &[u8; 32]) -> Vec<u8> {
 }
 
 /// Saves a prompt, each chunk with its own key as content; how many chunks became visible.
-fn save(engine: &Remote, memory: &File, nth: usize, chain: &KeyChain) -> u32 {
+fn save(engine: &Client, memory: &File, nth: usize, chain: &KeyChain) -> u32 {
     let num_blocks = u32::try_from(chain.keys().len()).expect("few");
     let (rows, _) = engine.reserve(Prefix::from(chain), whole(num_blocks)).expect("in range");
     for row in &rows {

@@ -10,10 +10,10 @@ use kvloft_core::key::{KeyChain, SaltTag, root_key};
 use kvloft_core::session::Session;
 use kvloft_core::store::{Limits, Quota, TenantLimits, ToSave};
 use kvloft_wire::protocol::admin::TenantStatus;
-use kvloft_wire::{NamespaceStatus, Remote, RemoteConfig, Server, ServerConfig, status};
+use kvloft_wire::{Client, ClientConfig, NamespaceStatus, Server, ServerConfig, status};
 
-fn engine(dir: &Path, nth: u8) -> Remote {
-    Remote::open(RemoteConfig { namespace: [nth; 32], ..remote_config(dir) }).expect("a client")
+fn engine(dir: &Path, nth: u8) -> Client {
+    Client::open(ClientConfig { namespace: [nth; 32], ..remote_config(dir) }).expect("a client")
 }
 
 fn chain(namespace: u8, salt: Option<&str>, seed: u32, num_blocks: u32) -> KeyChain {

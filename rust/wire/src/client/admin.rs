@@ -7,7 +7,7 @@ use kvloft_core::key::SaltTag;
 use kvloft_core::{Error, ErrorKind, Result};
 use serde::de::DeserializeOwned;
 
-use crate::client::connection::Link;
+use crate::client::connection::Connection;
 use crate::protocol::admin::{AdminRequest, EvictReport, EvictRequest, Status};
 use crate::protocol::{Answer, Request, VERSION};
 
@@ -45,7 +45,7 @@ pub fn evict(
 fn call<T: DeserializeOwned>(socket: &Path, request: &AdminRequest, timeout: Duration) -> Result<T> {
     let malformed = |error: serde_json::Error| Error::io("the kvloft server sent a malformed response", error.into());
     let json = serde_json::to_vec(request).map_err(malformed)?;
-    match Link::connect(socket)?.open(&Request::Admin(VERSION, &json), timeout)? {
+    match Connection::connect(socket)?.open(&Request::Admin(VERSION, &json), timeout)? {
         (Answer::Admin(json), _) => serde_json::from_slice(&json).map_err(malformed),
         _ => Err(Error::new(ErrorKind::Io, "the kvloft server sent an unexpected response")),
     }

@@ -1,4 +1,4 @@
-//! Many questions in messages of a bounded size, and their answers one by one again. It must not know how they are sent.
+//! Splits requests into messages of bounded size and joins their answers. Must not depend on sockets.
 
 use kvloft_core::Result;
 use kvloft_core::store::{Prefix, ToSave};
@@ -6,10 +6,10 @@ use kvloft_core::store::{Prefix, ToSave};
 use crate::protocol::{Answer, Keys, MAX_KEYS, SentRange};
 
 /// Keys in a message, where there are more: the server begins with the first while the next is made.
-const AT_ONCE: usize = 1024;
+const KEYS_PER_MESSAGE: usize = 1024;
 
 /// As much of a prefix as a server takes.
-pub(crate) fn bounded<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
+pub(crate) fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
     Prefix { keys: &prefix.keys[..prefix.keys.len().min(MAX_KEYS)], ..*prefix }
 }
 
@@ -26,12 +26,12 @@ pub(crate) fn sent_range<'a>(asked: &ToSave<'a>, per_chunk: u32) -> Result<Optio
     Ok((end <= MAX_KEYS).then_some(SentRange { root: prefix.root, first, keys, range, is_attached }))
 }
 
-/// What is asked in messages of a bounded size, or of one thing.
-pub(crate) fn messages<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> Vec<&[T]> {
+/// Splits items into messages of at most `KEYS_PER_MESSAGE` keys, or of one item each.
+pub(crate) fn split_batches<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> Vec<&[T]> {
     let (mut parts, mut start, mut total) = (Vec::new(), 0, 0);
     for (at, one) in asked.iter().enumerate() {
         let num = num_keys(one) + 1; // what has no key is something, too
-        if at > start && total + num > AT_ONCE {
+        if at > start && total + num > KEYS_PER_MESSAGE {
             parts.push(&asked[start..at]);
             (start, total) = (at, 0);
         }
@@ -42,7 +42,7 @@ pub(crate) fn messages<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> Vec<&[
 }
 
 /// One answer for each of what was asked in messages: None where theirs is missing.
-pub(crate) fn one_by_one<Q, T>(
+pub(crate) fn join_answers<Q, T>(
     parts: &[&[Q]],
     answers: Vec<Option<Answer>>,
     of: impl Fn(Answer) -> Option<Vec<T>>,

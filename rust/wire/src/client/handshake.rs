@@ -6,26 +6,26 @@ use std::time::Duration;
 use kvloft_core::session::{ArenaInfo, LifelineInfo};
 use kvloft_core::{Error, ErrorKind, Result};
 
-use crate::client::connection::Link;
+use crate::client::config::ClientConfig;
+use crate::client::connection::Connection;
 use crate::protocol::{Answer, Hello, Request, VERSION};
-use crate::settings::RemoteConfig;
 
 /// Longest wait for a server that opens its disk.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// A server that said welcome.
 #[derive(Debug)]
-pub(crate) struct Found {
-    pub(crate) link: Link,
+pub(crate) struct NewConnection {
+    pub(crate) connection: Connection,
     pub(crate) arena: ArenaInfo,
     /// Keep the paths in `arena` valid: the arena and the lifeline.
     pub(crate) fds: [OwnedFd; 2],
 }
 
-impl Found {
+impl NewConnection {
     /// `Io` if there is none, `Busy` if it refuses this engine for now, `InvalidConfig` for a socket of another user's process.
-    pub(crate) fn at(config: &RemoteConfig) -> Result<Self> {
-        let mut link = Link::connect(&config.socket)?;
+    pub(crate) fn open(config: &ClientConfig) -> Result<Self> {
+        let mut connection = Connection::connect(&config.socket)?;
         let hello = Hello {
             version: VERSION,
             namespace: config.namespace,
@@ -37,19 +37,19 @@ impl Found {
             ErrorKind::InvalidConfig => Error::new(ErrorKind::Busy, error.to_string()), // another server may accept it
             _ => error,
         };
-        let (answer, fds) = link.open(&Request::Hello(hello), HELLO_TIMEOUT).map_err(refused)?;
+        let (answer, fds) = connection.open(&Request::Hello(hello), HELLO_TIMEOUT).map_err(refused)?;
         let (Answer::Welcome(num_frames), Ok(fds)) = (answer, <[OwnedFd; 2]>::try_from(fds)) else {
             return Err(Error::new(ErrorKind::Io, "the kvloft server answered something else"));
         };
-        let [(path, id), (lifeline_path, lifeline_id)] = [place_of(&fds[0])?, place_of(&fds[1])?];
+        let [(path, id), (lifeline_path, lifeline_id)] = [path_and_inode(&fds[0])?, path_and_inode(&fds[1])?];
         let lifeline = Some(LifelineInfo { path: lifeline_path, id: lifeline_id });
         let arena = ArenaInfo { path, id, frame_bytes: config.frame_bytes, num_frames, lifeline };
-        Ok(Self { link, arena, fds })
+        Ok(Self { connection, arena, fds })
     }
 }
 
 /// Where another process of this user opens `fd`, and its inode.
-fn place_of(fd: &OwnedFd) -> Result<(String, u64)> {
+fn path_and_inode(fd: &OwnedFd) -> Result<(String, u64)> {
     let stat = rustix::fs::fstat(fd).map_err(|error| Error::io("the arena cannot be inspected", error.into()))?;
     Ok((format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd()), stat.st_ino))
 }

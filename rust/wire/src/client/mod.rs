@@ -6,9 +6,10 @@
 
 pub(crate) mod admin;
 mod batches;
+pub(crate) mod config;
 mod connection;
-mod deadline;
 mod handshake;
+mod missed_calls;
 mod reconnect;
 mod session;
 
@@ -19,40 +20,40 @@ use std::time::Instant;
 use kvloft_core::store::{Lookup, Prefix};
 use kvloft_core::{ErrorKind, Result};
 
-use crate::client::batches::{bounded, messages, one_by_one};
-use crate::client::connection::Link;
-use crate::client::handshake::Found;
-use crate::client::reconnect::{Failures, Shared, State};
+use crate::client::batches::{clamp_prefix, join_answers, split_batches};
+use crate::client::config::ClientConfig;
+use crate::client::connection::Connection;
+use crate::client::handshake::NewConnection;
+use crate::client::reconnect::{ClientInner, ClientState, ConnectFailures};
 use crate::protocol::{Answer, Request};
-use crate::settings::RemoteConfig;
 use crate::threads::spawn;
 
 /// The store of a server.
 #[derive(Debug)]
-pub struct Remote {
-    pub(crate) shared: Arc<Shared>,
+pub struct Client {
+    pub(crate) inner: Arc<ClientInner>,
     thread: JoinHandle<()>,
 }
 
-impl Remote {
+impl Client {
     /// Connects, or retries in the background: until then, everything is a miss. `InvalidConfig` for a socket of another user's
     /// process; a server that refuses, being full or of another version, may accept the engine later.
-    pub fn open(config: RemoteConfig) -> Result<Self> {
-        let shared = Arc::new(Shared::new(config));
-        let mut failures = Failures::default();
-        match Found::at(&shared.config) {
-            Ok(found) => shared.state().adopt(found, shared.deadline()),
+    pub fn open(config: ClientConfig) -> Result<Self> {
+        let inner = Arc::new(ClientInner::new(config));
+        let mut failures = ConnectFailures::default();
+        match NewConnection::open(&inner.config) {
+            Ok(found) => inner.state().adopt(found, inner.deadline()),
             Err(error) if error.kind() == ErrorKind::InvalidConfig => return Err(error),
-            Err(error) => failures.line(&error).into_iter().for_each(|line| shared.state().tell(line)),
+            Err(error) => failures.line(&error).into_iter().for_each(|line| inner.state().log(line)),
         }
-        let own = Arc::clone(&shared);
+        let own = Arc::clone(&inner);
         let connect = move || {
             while !own.state().is_closed {
-                own.look(&mut failures);
+                own.maintain_connection(&mut failures);
             }
         };
         let thread = spawn("connect", connect)?;
-        Ok(Self { shared, thread })
+        Ok(Self { inner, thread })
     }
 
     /// Has the thread look at once.
@@ -60,79 +61,80 @@ impl Remote {
         self.thread.thread().unpark();
     }
 
-    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
-        self.shared.state()
+    pub(crate) fn state(&self) -> MutexGuard<'_, ClientState> {
+        self.inner.state()
     }
 
     /// Whether a clear is still to be heard; takes in that it was.
-    pub(crate) fn owes_clear(&self) -> bool {
-        let deadline = self.shared.deadline();
+    pub(crate) fn is_clear_pending(&self) -> bool {
+        let deadline = self.inner.deadline();
         let mut state = self.state();
         if let Some(found) = state.next.take() {
             state.adopt(found, deadline);
         }
-        let _heard = state.link();
-        state.owes_clear
+        let _heard = state.live_connection();
+        state.is_clear_pending
     }
 
-    pub(crate) fn ask(&self, request: &Request<'_>) -> Option<Answer> {
-        let deadline = self.shared.deadline();
-        self.state().ask(deadline, |link| link.ask(request, deadline))
+    pub(crate) fn call(&self, request: &Request<'_>) -> Option<Answer> {
+        let deadline = self.inner.deadline();
+        self.state().call(deadline, |connection| connection.call(request, deadline))
     }
 
     /// Asks all that is made, at once; no answers where an answer is overdue.
-    pub(crate) fn ask_all<'a>(&self, make: impl FnOnce(&mut Link) -> Vec<Request<'a>>) -> Vec<Option<Answer>> {
-        let deadline = self.shared.deadline();
+    pub(crate) fn call_all<'a>(&self, make: impl FnOnce(&mut Connection) -> Vec<Request<'a>>) -> Vec<Option<Answer>> {
+        let deadline = self.inner.deadline();
         let mut state = self.state();
-        let Some(link) = state.link() else { return Vec::new() };
-        if link.is_late() {
+        let Some(connection) = state.live_connection() else { return Vec::new() };
+        if connection.is_overdue() {
             return Vec::new();
         }
-        let requests = make(link);
-        let answers = link.ask_all(&requests, deadline);
+        let requests = make(connection);
+        let answers = connection.call_all(&requests, deadline);
         if answers.iter().any(Option::is_none) && Instant::now() >= deadline {
-            state.late.note();
+            state.missed_calls.add_call();
         }
         answers
     }
 
     /// None: no answer.
-    pub(crate) fn look_up(&self, prefixes: &[Prefix<'_>], is_again: bool) -> Vec<Option<Lookup>> {
-        let mut prefixes: Vec<_> = prefixes.iter().map(bounded).collect();
-        self.state().shorten(&mut prefixes, &self.shared);
-        let parts = messages(&prefixes, |prefix| prefix.keys.len());
+    pub(crate) fn lookup_batches(&self, prefixes: &[Prefix<'_>], is_again: bool) -> Vec<Option<Lookup>> {
+        let mut prefixes: Vec<_> = prefixes.iter().map(clamp_prefix).collect();
+        self.state().trim_prefix(&mut prefixes, &self.inner);
+        let parts = split_batches(&prefixes, |prefix| prefix.keys.len());
         let request = if is_again { Request::LookAgain } else { Request::Lookup };
-        let answers = self.ask_all(|link| parts.iter().map(|part| request(link.prefixes(part))).collect());
+        let answers = self.call_all(|connection| parts.iter().map(|part| request(connection.prefixes(part))).collect());
         let found = |answer| if let Answer::Found(found) = answer { Some(found) } else { None };
-        one_by_one(&parts, answers, found).collect()
+        join_answers(&parts, answers, found).collect()
     }
 
     /// Reservations, with a deadline of their own. Fewer answers than requests, or None among them: no answer came in time.
-    pub(crate) fn ask_for_saves(&self, requests: &[Request<'_>]) -> Vec<Option<Answer>> {
-        let deadline = self.shared.save_deadline();
+    pub(crate) fn call_for_saves(&self, requests: &[Request<'_>]) -> Vec<Option<Answer>> {
+        let deadline = self.inner.save_deadline();
         let mut state = self.state();
         state.is_save_late = false;
-        let Some(link) = state.link() else { return Vec::new() };
-        let must_wait = !link.is_silent();
-        let answers = link.ask_for_saves(requests, deadline);
-        let is_late = !link.is_dead() && (answers.len() < requests.len() || answers.iter().any(Option::is_none));
-        state.is_save_late = is_late;
-        if is_late && must_wait {
-            state.late.note();
+        let Some(connection) = state.live_connection() else { return Vec::new() };
+        let must_wait = !connection.is_unresponsive();
+        let answers = connection.call_for_saves(requests, deadline);
+        let is_overdue =
+            !connection.is_closed() && (answers.len() < requests.len() || answers.iter().any(Option::is_none));
+        state.is_save_late = is_overdue;
+        if is_overdue && must_wait {
+            state.missed_calls.add_call();
         }
         answers
     }
 
     /// What has to be heard in any case.
-    pub(crate) fn ask_anyway(&self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
-        self.state().ask(deadline, |link| link.ask_anyway(request, deadline))
+    pub(crate) fn call_always(&self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
+        self.state().call(deadline, |connection| connection.call_always(request, deadline))
     }
 }
 
-impl Drop for Remote {
+impl Drop for Client {
     fn drop(&mut self) {
         let mut state = self.state();
         state.is_closed = true;
-        (state.link, state.next, state.arena) = (None, None, None);
+        (state.connection, state.next, state.arena) = (None, None, None);
     }
 }

@@ -11,12 +11,12 @@ use kvloft_core::store::{Prefix, Progress};
 use kvloft_core::{ChunkKey, Error, ErrorKind};
 use rustix::event::PollFlags;
 
-use crate::client::connection::Link;
-use crate::client::deadline::Late;
-use crate::client::handshake::Found;
-use crate::protocol::changes::Hearing;
+use crate::client::config::ClientConfig;
+use crate::client::connection::Connection;
+use crate::client::handshake::NewConnection;
+use crate::client::missed_calls::MissedCalls;
+use crate::protocol::changes::ChangeFeed;
 use crate::protocol::{Answer, Request};
-use crate::settings::RemoteConfig;
 use crate::socket::wait;
 
 /// Between two attempts to connect, and two looks whether the connection stands.
@@ -27,22 +27,22 @@ const MAX_PAUSE: Duration = Duration::from_secs(60);
 const MAX_EVENTS: usize = 64;
 
 #[derive(Debug, Default)]
-pub(crate) struct State {
-    pub(crate) link: Option<Link>,
+pub(crate) struct ClientState {
+    pub(crate) connection: Option<Connection>,
     /// Used from the next `renew` on.
-    pub(crate) next: Option<Found>,
+    pub(crate) next: Option<NewConnection>,
     pub(crate) arena: Option<(ArenaInfo, [OwnedFd; 2])>,
-    /// Leases of this link. Of those that no longer change, how far they are.
+    /// Leases of this connection. Of those that no longer change, how far they are.
     pub(crate) leases: HashMap<LeaseId, Option<Progress>>,
     pub(crate) next_lease: u64,
     pub(crate) limit: Option<u32>,
     /// Ends of the prefixes of which the last save got no place for something.
     pub(crate) dropped: Vec<ChunkKey>,
-    pub(crate) hearing: Hearing,
+    pub(crate) change_feed: ChangeFeed,
     /// A clear that may not have been heard.
-    pub(crate) owes_clear: bool,
+    pub(crate) is_clear_pending: bool,
     pub(crate) stats: Vec<(String, u64)>,
-    pub(crate) late: Late,
+    pub(crate) missed_calls: MissedCalls,
     /// As `Session::is_save_late`.
     pub(crate) is_save_late: bool,
     pub(crate) num_lost: u64,
@@ -52,12 +52,12 @@ pub(crate) struct State {
 
 /// Attempts to connect that failed since the last connection.
 #[derive(Debug, Default)]
-pub(crate) struct Failures {
+pub(crate) struct ConnectFailures {
     num_refused: u32,
     reason: String,
 }
 
-impl Failures {
+impl ConnectFailures {
     /// What a person reads of it: nothing if it was said before.
     pub(crate) fn line(&mut self, error: &Error) -> Option<String> {
         let reason = error.to_string();
@@ -74,13 +74,13 @@ impl Failures {
 }
 
 #[derive(Debug)]
-pub(crate) struct Shared {
-    pub(crate) config: RemoteConfig,
-    state: Mutex<State>,
+pub(crate) struct ClientInner {
+    pub(crate) config: ClientConfig,
+    state: Mutex<ClientState>,
 }
 
-impl State {
-    pub(crate) fn tell(&mut self, event: String) {
+impl ClientState {
+    pub(crate) fn log(&mut self, event: String) {
         if self.events.len() < MAX_EVENTS && self.events.last() != Some(&event) {
             self.events.push(event);
         }
@@ -88,84 +88,85 @@ impl State {
 
     /// The connection, if there is one. A clear that has no answer yet was sent on it, so the server
     /// handles it before all later requests.
-    pub(crate) fn link(&mut self) -> Option<&mut Link> {
-        let link = self.link.as_mut().filter(|link| !link.is_dead())?;
-        if self.owes_clear {
-            self.owes_clear = link.is_late();
+    pub(crate) fn live_connection(&mut self) -> Option<&mut Connection> {
+        let connection = self.connection.as_mut().filter(|connection| !connection.is_closed())?;
+        if self.is_clear_pending {
+            self.is_clear_pending = connection.is_overdue();
         }
-        Some(link)
+        Some(connection)
     }
 
-    pub(crate) fn ask(
+    pub(crate) fn call(
         &mut self,
         deadline: Instant,
-        request: impl FnOnce(&mut Link) -> Option<Answer>,
+        request: impl FnOnce(&mut Connection) -> Option<Answer>,
     ) -> Option<Answer> {
-        let answer = request(self.link()?);
+        let answer = request(self.live_connection()?);
         if answer.is_none() && Instant::now() >= deadline {
-            self.late.note();
+            self.missed_calls.add_call();
         }
         answer
     }
 
     /// Only the first prefix of a message is known to the server afterwards, so only that one is shortened.
-    pub(crate) fn shorten(&mut self, prefixes: &mut [Prefix<'_>], shared: &Shared) {
-        let deadline = shared.deadline();
+    pub(crate) fn trim_prefix(&mut self, prefixes: &mut [Prefix<'_>], inner: &ClientInner) {
+        let deadline = inner.deadline();
         if let Some(first) = prefixes.first_mut()
-            && let Some(link) = self.link().filter(|link| link.known.is_far_from(first.keys))
+            && let Some(connection) =
+                self.live_connection().filter(|connection| connection.prefix_cache.needs_anchors(first.keys))
         {
-            link.shorten(first, shared.config.blocks_per_chunk, deadline);
+            connection.trim_prefix(first, inner.config.blocks_per_chunk, deadline);
             if Instant::now() >= deadline {
-                self.late.note();
+                self.missed_calls.add_call();
             }
         }
     }
 
     /// Whether a lookup is of one prefix whose save just got no place, and so no request's; once for each.
-    pub(crate) fn goes_on(&mut self, prefixes: &[Prefix<'_>]) -> bool {
+    pub(crate) fn is_repeat(&mut self, prefixes: &[Prefix<'_>]) -> bool {
         let [Prefix { keys: [.., end], .. }] = prefixes else { return false };
         let at = self.dropped.iter().position(|dropped| dropped == end);
         at.map(|at| self.dropped.swap_remove(at)).is_some()
     }
 
     /// What has to be heard, now or when the server goes on.
-    pub(crate) fn tell_server(&mut self, request: &Request<'_>) {
-        if let Some(link) = &mut self.link {
-            link.tell(request);
+    pub(crate) fn send(&mut self, request: &Request<'_>) {
+        if let Some(connection) = &mut self.connection {
+            connection.send(request);
         }
     }
 
-    pub(crate) fn adopt(&mut self, found: Found, deadline: Instant) {
-        let Found { link, arena, fds } = found;
-        self.link = Some(link);
+    pub(crate) fn adopt(&mut self, found: NewConnection, deadline: Instant) {
+        let NewConnection { connection, arena, fds } = found;
+        self.connection = Some(connection);
         self.leases.clear();
         let is_same_memory = self.arena.as_ref().is_some_and(|(own, _)| own.id == arena.id);
         self.arena = Some((arena, fds)); // its lifeline is this connection's in any case
         self.limit = self.limit.filter(|_| is_same_memory);
         if let Some(limit) = self.limit {
-            self.tell_server(&Request::LimitFrames(limit));
+            self.send(&Request::LimitFrames(limit));
         }
-        if self.owes_clear {
+        if self.is_clear_pending {
             self.send_clear(deadline);
         }
     }
 
     pub(crate) fn send_clear(&mut self, deadline: Instant) {
-        self.owes_clear = true;
-        if let Some(link) = &mut self.link
-            && link.ask_anyway(&Request::Clear, deadline).is_some()
+        self.is_clear_pending = true;
+        if let Some(connection) = &mut self.connection
+            && connection.call_always(&Request::Clear, deadline).is_some()
         {
-            self.owes_clear = false;
+            self.is_clear_pending = false;
         }
     }
 }
 
-impl Shared {
-    pub(crate) fn new(config: RemoteConfig) -> Self {
+impl ClientInner {
+    pub(crate) fn new(config: ClientConfig) -> Self {
         Self { config, state: Mutex::default() }
     }
 
-    pub(crate) fn state(&self) -> MutexGuard<'_, State> {
+    pub(crate) fn state(&self) -> MutexGuard<'_, ClientState> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -177,42 +178,46 @@ impl Shared {
         Instant::now() + self.config.save_deadline()
     }
 
-    pub(crate) fn at(&self) -> String {
+    pub(crate) fn server_name(&self) -> String {
         format!("the kvloft server at {}", self.config.socket.display())
     }
 
     /// One round of the thread that connects: looks whether the connection stands, and else tries to have another.
-    pub(crate) fn look(&self, failures: &mut Failures) {
+    pub(crate) fn maintain_connection(&self, failures: &mut ConnectFailures) {
         let stream = {
             let state = self.state();
             if state.next.is_some() {
                 drop(state);
                 return std::thread::park_timeout(TRY_EVERY);
             }
-            state.link.as_ref().filter(|link| !link.is_dead()).map(|link| Arc::clone(&link.stream))
+            state
+                .connection
+                .as_ref()
+                .filter(|connection| !connection.is_closed())
+                .map(|connection| Arc::clone(&connection.stream))
         };
         if let Some(stream) = stream {
             if wait(&*stream, PollFlags::empty(), Instant::now() + TRY_EVERY)
-                && let Some(link) = &mut self.state().link
-                && Arc::ptr_eq(&link.stream, &stream)
+                && let Some(connection) = &mut self.state().connection
+                && Arc::ptr_eq(&connection.stream, &stream)
             {
-                link.die();
+                connection.close();
             }
             return;
         }
-        self.lose();
-        match Found::at(&self.config) {
+        self.drop_connection();
+        match NewConnection::open(&self.config) {
             Ok(found) => {
                 let mut state = self.state();
-                state.tell(format!("{} answers; it is used from now on", self.at()));
+                state.log(format!("{} answers; it is used from now on", self.server_name()));
                 state.next = Some(found);
-                *failures = Failures::default();
+                *failures = ConnectFailures::default();
             }
             Err(error) => {
                 // The end of a connection was told already.
                 let line = failures.line(&error).filter(|_| error.kind() != ErrorKind::Io);
                 if let Some(line) = line {
-                    self.state().tell(line);
+                    self.state().log(line);
                 }
                 std::thread::park_timeout(failures.pause(&error));
             }
@@ -220,11 +225,11 @@ impl Shared {
     }
 
     /// The connection is over.
-    fn lose(&self) {
+    fn drop_connection(&self) {
         let mut state = self.state();
-        if state.link.take().is_some() {
+        if state.connection.take().is_some() {
             state.num_lost += 1;
-            state.tell(format!("{} is gone; requests are computed until it is back", self.at()));
+            state.log(format!("{} is gone; requests are computed until it is back", self.server_name()));
         }
     }
 }

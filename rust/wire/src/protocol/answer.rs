@@ -4,7 +4,7 @@ use kvloft_core::io::FrameId;
 use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName};
 
 use crate::protocol::changes::{changes, write_changes};
-use crate::protocol::codec::{Reader, Writer, message, whole};
+use crate::protocol::codec::{Reader, Writer, read_message, write_message};
 
 /// What the server says.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -68,7 +68,7 @@ fn reservation(from: &mut Reader<'_>) -> Option<Reservation> {
 impl Answer {
     /// Appends it to `to`, with its length.
     pub fn encode(&self, number: u32, to: &mut Vec<u8>) {
-        message(to, number, self.kind(), |to| match self {
+        write_message(to, number, self.kind(), |to| match self {
             Self::Welcome(num_frames) => to.u32(*num_frames),
             Self::Refused(text) => to.text(text),
             Self::Found(found) => {
@@ -117,7 +117,7 @@ impl Answer {
 
     /// The number of the request, and the answer; None for what is none.
     pub fn decode(bytes: &[u8]) -> Option<(u32, Self)> {
-        whole(bytes, |kind, from| {
+        read_message(bytes, |kind, from| {
             Some(match kind {
                 1 => Self::Welcome(from.u32()?),
                 2 => Self::Refused(from.text()?),

@@ -71,15 +71,15 @@ pub(crate) fn changes(from: &mut Reader<'_>) -> Option<Changes> {
 
 /// What an engine hears, from one connection to the next.
 #[derive(Debug, Default)]
-pub(crate) struct Hearing {
+pub(crate) struct ChangeFeed {
     /// As of `Session::watch`.
     pub(crate) capacity: u32,
-    last: Last,
+    last: FeedState,
 }
 
 /// What became of the last question.
 #[derive(Debug, Default, Clone, Copy, PartialEq)]
-enum Last {
+enum FeedState {
     Answered,
     /// It, and those before it since then, had no answer in time.
     Late(Instant),
@@ -88,28 +88,28 @@ enum Last {
     Gone,
 }
 
-impl Hearing {
+impl ChangeFeed {
     /// None where there are more keys than may be asked for.
-    pub(crate) fn question<'a>(&self, asked: &'a [ChunkKey], limit: usize) -> Option<SentChanges<'a>> {
+    pub(crate) fn request<'a>(&self, asked: &'a [ChunkKey], limit: usize) -> Option<SentChanges<'a>> {
         let limit = u32::try_from(limit).unwrap_or(u32::MAX);
         let sent = SentChanges { capacity: self.capacity, limit, asked: Keys::Own(asked) };
         (asked.len() <= MAX_CHANGES as usize).then_some(sent)
     }
 
     /// What follows from the answer; or from none, of a server that is there or not.
-    pub(crate) fn hear(&mut self, asked: &[ChunkKey], answer: Option<Changes>, is_there: bool) -> Changes {
+    pub(crate) fn apply(&mut self, asked: &[ChunkKey], answer: Option<Changes>, is_there: bool) -> Changes {
         let before = self.last;
         if let Some(Changes { rows, lost }) = answer {
-            self.last = Last::Answered;
-            return Changes { rows, lost: lost || before != Last::Answered };
+            self.last = FeedState::Answered;
+            return Changes { rows, lost: lost || before != FeedState::Answered };
         }
         self.last = match before {
-            Last::Answered if is_there => Last::Late(Instant::now()),
-            Last::Late(since) if is_there && since.elapsed() < PATIENCE => before,
-            _ => Last::Gone,
+            FeedState::Answered if is_there => FeedState::Late(Instant::now()),
+            FeedState::Late(since) if is_there && since.elapsed() < PATIENCE => before,
+            _ => FeedState::Gone,
         };
-        if self.last == Last::Gone {
-            Changes { lost: before != Last::Gone, ..Changes::of_none(asked) }
+        if self.last == FeedState::Gone {
+            Changes { lost: before != FeedState::Gone, ..Changes::of_none(asked) }
         } else {
             Changes::default() // all is asked for again once there is an answer
         }

@@ -130,7 +130,7 @@ impl<'a> Reader<'a> {
 }
 
 /// Begins a message at the end of `to`; `finish` writes its length.
-pub(crate) fn message(to: &mut Vec<u8>, number: u32, kind: u8, fields: impl FnOnce(&mut Writer<'_>)) {
+pub(crate) fn write_message(to: &mut Vec<u8>, number: u32, kind: u8, fields: impl FnOnce(&mut Writer<'_>)) {
     let start = to.len();
     let mut writer = Writer(to);
     writer.u32(0);
@@ -142,7 +142,10 @@ pub(crate) fn message(to: &mut Vec<u8>, number: u32, kind: u8, fields: impl FnOn
 }
 
 /// The whole of `bytes`, or nothing.
-pub(crate) fn whole<'a, T>(bytes: &'a [u8], read: impl FnOnce(u8, &mut Reader<'a>) -> Option<T>) -> Option<(u32, T)> {
+pub(crate) fn read_message<'a, T>(
+    bytes: &'a [u8],
+    read: impl FnOnce(u8, &mut Reader<'a>) -> Option<T>,
+) -> Option<(u32, T)> {
     let mut reader = Reader(bytes);
     let (number, kind) = (reader.u32()?, reader.u8()?);
     let value = read(kind, &mut reader)?;

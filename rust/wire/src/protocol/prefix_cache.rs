@@ -27,7 +27,7 @@ pub struct SentAnchors<'a> {
 
 /// Keys of the last long prefix, or of its end only: the first key then stands for the blocks before it.
 #[derive(Debug, Default)]
-pub(crate) struct Known {
+pub(crate) struct PrefixCache {
     first: usize,
     keys: Vec<ChunkKey>,
 }
@@ -56,7 +56,7 @@ pub(crate) fn anchors<'a>(from: &mut Reader<'a>) -> Option<SentAnchors<'a>> {
 }
 
 /// Where a prefix of so many keys has its anchors, in blocks: ends of full chunks, the last full chunk's among them.
-pub(crate) fn ends(num_keys: usize, per_chunk: u32) -> Vec<u32> {
+pub(crate) fn anchor_ends(num_keys: usize, per_chunk: u32) -> Vec<u32> {
     let per_chunk = per_chunk as usize;
     let last = num_keys / per_chunk * per_chunk;
     // As many anchors as keys between two of them.
@@ -65,7 +65,7 @@ pub(crate) fn ends(num_keys: usize, per_chunk: u32) -> Vec<u32> {
     before.chain((last > 0).then_some(last)).filter_map(|end| u32::try_from(end).ok()).collect()
 }
 
-impl Known {
+impl PrefixCache {
     fn len(&self) -> usize {
         self.first + self.keys.len()
     }
@@ -80,12 +80,12 @@ impl Known {
     }
 
     /// Whether anchors of the prefix are worth a question.
-    pub(crate) fn is_far_from(&self, keys: &[ChunkKey]) -> bool {
+    pub(crate) fn needs_anchors(&self, keys: &[ChunkKey]) -> bool {
         keys.len() - self.num_same(keys) > MAX_UNASKED
     }
 
-    /// From now on the first `num_same` blocks of the last prefix, and `keys` behind those; false if those are not known.
-    pub(crate) fn go_on(&mut self, num_same: usize, keys: impl Iterator<Item = ChunkKey>) -> bool {
+    /// From now on the first `num_same` blocks of the last prefix, and `keys` behind those; false if those are not cache.
+    pub(crate) fn extend(&mut self, num_same: usize, keys: impl Iterator<Item = ChunkKey>) -> bool {
         if num_same > self.len() || num_same > 0 && num_same <= self.first {
             return false;
         }
@@ -96,17 +96,17 @@ impl Known {
     }
 
     /// From now on the blocks up to an anchor; None: nothing.
-    pub(crate) fn begin(&mut self, anchor: Option<(u32, ChunkKey)>) {
+    pub(crate) fn reset(&mut self, anchor: Option<(u32, ChunkKey)>) {
         self.keys.clear();
         self.first = anchor.map_or(0, |(end, _)| end as usize - 1);
         self.keys.extend(anchor.map(|(_, key)| key));
     }
 
     /// Whether the prefix began with an anchor, and this is less than that: the chunk is gone meanwhile.
-    pub(crate) fn has_lost(&mut self, num_blocks: u32) -> bool {
+    pub(crate) fn reset_if_lost(&mut self, num_blocks: u32) -> bool {
         let has_lost = self.first > 0 && num_blocks as usize <= self.first;
         if has_lost {
-            self.begin(None);
+            self.reset(None);
         }
         has_lost
     }
@@ -127,13 +127,13 @@ mod tests {
     #[test]
     fn a_prefix_that_ends_before_the_anchor_shares_no_block() {
         let keys = keys(6);
-        let mut known = Known::default();
-        known.begin(Some((4, keys[3])));
+        let mut cache = PrefixCache::default();
+        cache.reset(Some((4, keys[3])));
         for end in 0..=3 {
-            assert_eq!(known.num_same(&keys[..end]), 0, "{end} blocks");
+            assert_eq!(cache.num_same(&keys[..end]), 0, "{end} blocks");
         }
-        assert_eq!((known.num_same(&keys[..4]), known.num_same(&keys)), (4, 4));
-        assert!(known.go_on(4, keys[4..].iter().copied()));
-        assert_eq!((known.num_same(&keys[..3]), known.num_same(&keys[..5]), known.num_same(&keys)), (0, 5, 6));
+        assert_eq!((cache.num_same(&keys[..4]), cache.num_same(&keys)), (4, 4));
+        assert!(cache.extend(4, keys[4..].iter().copied()));
+        assert_eq!((cache.num_same(&keys[..3]), cache.num_same(&keys[..5]), cache.num_same(&keys)), (0, 5, 6));
     }
 }

@@ -1,7 +1,7 @@
 //! What an engine or a person asks, and how it crosses: see `protocol`. It must not know what is answered.
 
 use crate::protocol::changes::{SentChanges, sent_changes};
-use crate::protocol::codec::{Reader, message, whole};
+use crate::protocol::codec::{Reader, read_message, write_message};
 use crate::protocol::prefix_cache::{SentAnchors, anchors};
 use crate::protocol::prefixes::{Keys, SentPrefixes, SentRange, prefixes, ranges, write_ranges};
 
@@ -85,7 +85,7 @@ fn hello(from: &mut Reader<'_>) -> Option<Hello> {
 impl<'a> Request<'a> {
     /// Appends it to `to`, with its length.
     pub fn encode(&self, number: u32, to: &mut Vec<u8>) {
-        message(to, number, self.kind(), |to| match self {
+        write_message(to, number, self.kind(), |to| match self {
             Self::Hello(hello) => {
                 to.u32(hello.version);
                 to.key(&hello.namespace);
@@ -116,7 +116,7 @@ impl<'a> Request<'a> {
 
     /// The number, and what is asked; None for what is no request.
     pub fn decode(bytes: &'a [u8]) -> Option<(u32, Self)> {
-        whole(bytes, |kind, from| {
+        read_message(bytes, |kind, from| {
             Some(match kind {
                 1 => Self::Hello(hello(from)?),
                 2 => Self::Lookup(prefixes(from)?),

@@ -9,8 +9,8 @@ use kvloft_core::tier::disk::Erased;
 use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::protocol::admin::{AdminRequest, EvictReport, EvictRequest, tag_text};
-use crate::server::namespace::{Space, id, unix_s};
-use crate::server::shared_state::Shared;
+use crate::server::namespace::{Namespace, namespace_id, unix_s};
+use crate::server::shared_state::ServerState;
 use crate::threads::spawn;
 
 /// Longest work at emptying a namespace; `kvloft clear` waits a little longer.
@@ -20,7 +20,7 @@ const LIST_TIMEOUT: Duration = Duration::from_secs(5);
 /// Longest work of a server at one order.
 const ORDER_TIMEOUT: Duration = Duration::from_secs(50);
 
-impl Shared {
+impl ServerState {
     /// Handles an admin request and returns its result in JSON.
     pub(crate) fn answer_admin(&self, request: &AdminRequest) -> Result<Vec<u8>> {
         let json = match request {
@@ -36,29 +36,29 @@ impl Shared {
         let (begin, mut all) = (Instant::now(), EvictReport::default());
         let deadline = begin + ORDER_TIMEOUT;
         // Each counts what goes while it has its turn.
-        let Some(_turn) = self.evicting.take(deadline) else { return Ok(EvictReport { is_cut_short: true, ..all }) };
+        let Some(_turn) = self.evict_lock.lock(deadline) else { return Ok(EvictReport { is_cut_short: true, ..all }) };
         // Before, for what is opened meanwhile, and after, for what is closed. A disk that hangs leaves time for what is open.
         let before = self.evict_closed(request, begin + ORDER_TIMEOUT / 3, &mut all)?;
-        let spaces = self.namespaces.all_of(&request.namespace);
-        for space in &spaces {
-            evict_in(space, Evict { salt: request.tenant, is_host_only: request.host_only }, deadline, &mut all);
+        let namespaces = self.namespaces.matching(&request.namespace);
+        for namespace in &namespaces {
+            evict_in(namespace, Evict { salt: request.tenant, is_host_only: request.host_only }, deadline, &mut all);
         }
         let num_namespaces = all.num_namespaces;
         let after = self.evict_closed(request, deadline, &mut all)?;
         all.num_namespaces = num_namespaces;
-        let ids: Vec<_> = spaces.iter().map(|space| id(&space.hello.namespace)).collect();
+        let ids: Vec<_> = namespaces.iter().map(|namespace| namespace_id(&namespace.hello.namespace)).collect();
         all.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name)); // it is being closed
         if all.num_namespaces == 0 && !request.namespace.is_empty() {
-            return Err(self.namespaces.none_of("no such namespace"));
+            return Err(self.namespaces.no_namespace("no such namespace"));
         }
         let from = if request.host_only { " from host memory" } else { "" };
         let chunks = if all.num_chunks == 1 { "chunk" } else { "chunks" };
-        let num_closed = all.num_namespaces.saturating_sub(spaces.len() as u64);
+        let num_closed = all.num_namespaces.saturating_sub(namespaces.len() as u64);
         let beside = if num_closed > 0 { format!(" and {num_closed} on disk only") } else { String::new() };
         let tenant =
             request.tenant.map_or("all tenants".to_owned(), |tag| format!("the tenant with tag {}", tag_text(tag)));
-        let (num, place) = (all.num_chunks, in_namespaces(&spaces));
-        self.tell(format!("kvloft evict: {num} {chunks} of {tenant} evicted{from} in {place}{beside}"));
+        let (num, place) = (all.num_chunks, in_namespaces(&namespaces));
+        self.log(format!("kvloft evict: {num} {chunks} of {tenant} evicted{from} in {place}{beside}"));
         Ok(all)
     }
 
@@ -87,19 +87,22 @@ impl Shared {
     pub(crate) fn clear(&self, name: &str) -> Result<u64> {
         let deadline = Instant::now() + CLEAR_TIMEOUT;
         let closed = self.closed(name, deadline);
-        let open = self.namespaces.all_of(name);
+        let open = self.namespaces.matching(name);
         match (open.as_slice(), closed.as_deref()) {
-            ([space], None | Some([])) => Ok(self.clear_open(space)),
+            ([namespace], None | Some([])) => Ok(self.clear_open(namespace)),
             ([], Some([one])) => self.clear_closed(one, deadline),
             ([], Some([])) if name.is_empty() => Ok(0),
-            ([], Some([])) => Err(self.namespaces.none_of("no such namespace")),
+            ([], Some([])) => Err(self.namespaces.no_namespace("no such namespace")),
             ([], None) => {
                 let message = "what this kvloft server has on disk is not known: its disk is not used for now, or does not \
                                answer; `kvloft status` says which, so run this again once it is";
                 Err(Error::new(ErrorKind::Busy, message))
             }
             _ => {
-                let ids = open.iter().map(|space| id(&space.hello.namespace)).chain(closed.into_iter().flatten());
+                let ids = open
+                    .iter()
+                    .map(|namespace| namespace_id(&namespace.hello.namespace))
+                    .chain(closed.into_iter().flatten());
                 let ids: Vec<_> = ids.collect();
                 let message = format!(
                     "this kvloft server has several namespaces, open or on disk only; say --namespace with one of {}",
@@ -110,13 +113,13 @@ impl Shared {
         }
     }
 
-    fn clear_open(&self, space: &Space) -> u64 {
-        let Some(store) = space.store() else { return 0 };
+    fn clear_open(&self, namespace: &Namespace) -> u64 {
+        let Some(store) = namespace.store() else { return 0 };
         let count = || store.stats().into_iter().find(|(name, _)| *name == "cleared").map_or(0, |(_, number)| number);
         let before = count();
         store.clear();
         let num_chunks = count() - before;
-        self.log_cleared(num_chunks, &id(&space.hello.namespace));
+        self.log_cleared(num_chunks, &namespace_id(&namespace.hello.namespace));
         num_chunks
     }
 
@@ -136,7 +139,7 @@ impl Shared {
 
     fn log_cleared(&self, num_chunks: u64, id: &str) {
         let chunks = if num_chunks == 1 { "chunk" } else { "chunks" };
-        self.tell(format!("kvloft clear: {num_chunks} {chunks} of namespace {id} cleared"));
+        self.log(format!("kvloft clear: {num_chunks} {chunks} of namespace {id} cleared"));
     }
 
     /// Names of namespaces that are on disk only and begin so, as `kvloft status` prints names; None where the disk does not say, or is
@@ -169,7 +172,7 @@ impl Shared {
         deadline: Instant,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<Option<T>> {
-        let Some(turn) = self.erasing.take(deadline) else { return Ok(None) };
+        let Some(turn) = self.erase_lock.lock(deadline) else { return Ok(None) };
         let (send, receive) = mpsc::channel();
         spawn("erase", move || {
             let done = work();
@@ -180,9 +183,9 @@ impl Shared {
     }
 }
 
-impl Shared {
+impl ServerState {
     /// How often closed namespaces are looked at for what is too old; None if nothing becomes so.
-    pub(crate) fn erases_every(&self) -> Option<Duration> {
+    pub(crate) fn expiry_interval(&self) -> Option<Duration> {
         let ttl_s = self.config.disk.as_ref().and(self.config.limits.shortest_ttl_s())?;
         Some(Duration::from_secs((u64::from(ttl_s) / 16).clamp(60, 3600)))
     }
@@ -193,7 +196,7 @@ impl Shared {
         let erased = erase_expired(disk, &self.namespaces.disk, &self.config.limits, unix_s());
         let num_chunks = erased.map_or(0, |erased| erased.num_chunks);
         if num_chunks > 0 {
-            self.tell(format!(
+            self.log(format!(
                 "{num_chunks} chunks of namespaces without engines are erased from disk: they are too old"
             ));
         }
@@ -201,8 +204,8 @@ impl Shared {
 }
 
 /// The namespaces that are open in which an order was obeyed, for a log.
-fn in_namespaces(spaces: &[Arc<Space>]) -> String {
-    let ids: Vec<_> = spaces.iter().map(|space| id(&space.hello.namespace)).collect();
+fn in_namespaces(namespaces: &[Arc<Namespace>]) -> String {
+    let ids: Vec<_> = namespaces.iter().map(|namespace| namespace_id(&namespace.hello.namespace)).collect();
     match ids.as_slice() {
         [] => "no open namespace".to_owned(),
         [one] => format!("namespace {one}"),
@@ -210,16 +213,16 @@ fn in_namespaces(spaces: &[Arc<Space>]) -> String {
     }
 }
 
-fn evict_in(space: &Space, what: Evict, deadline: Instant, all: &mut EvictReport) {
+fn evict_in(namespace: &Namespace, what: Evict, deadline: Instant, all: &mut EvictReport) {
     all.num_namespaces += 1;
-    let Some(store) = space.store() else {
+    let Some(store) = namespace.store() else {
         all.is_cut_short = true; // it is being opened
         return;
     };
     let evicted = store.evict(what, deadline);
     all.num_chunks += evicted.num_chunks;
-    all.host_bytes += evicted.num_host * space.hello.frame_bytes;
-    all.disk_bytes += evicted.num_disk * space.hello.frame_bytes;
+    all.host_bytes += evicted.num_host * namespace.hello.frame_bytes;
+    all.disk_bytes += evicted.num_disk * namespace.hello.frame_bytes;
     all.num_in_use += evicted.num_in_use;
     all.is_cut_short |= evicted.is_cut_short;
 }

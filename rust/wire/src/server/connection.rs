@@ -15,12 +15,12 @@ use rustix::event::PollFlags;
 
 use crate::protocol::admin::AdminRequest;
 use crate::protocol::{Answer, Hello, LENGTH_BYTES, MAX_HELLO, MAX_MESSAGE, Request, VERSION};
-use crate::server::counters::Tally;
-use crate::server::handler::{End, Engine, no_message};
+use crate::server::counters::Counters;
+use crate::server::handler::{Disconnect, EngineHandler, malformed};
 use crate::server::lifeline::{Lifeline, ProcessWatch};
-use crate::server::namespace::{Seat, id};
-use crate::server::shared_state::{Peer, Shared};
-use crate::socket::{AWAKE, is_own, peer, send_with, stay_awake, widen};
+use crate::server::namespace::{Membership, namespace_id};
+use crate::server::shared_state::{Peer, ServerState};
+use crate::socket::{SPIN_TIME, enlarge_buffers, is_current_user, peer_credentials, send_with_fds, spin};
 use crate::threads::spawn;
 
 /// Longest silence of somebody who has not said hello.
@@ -33,49 +33,50 @@ const READ_BYTES: usize = 64 << 10;
 const NOT_OURS: &str = "this kvloft server serves processes of its own user only";
 
 #[derive(Debug)]
-struct Connection {
-    shared: Arc<Shared>,
+struct ServedConnection {
+    state: Arc<ServerState>,
     stream: UnixStream,
     number: u64,
-    seat: Option<Arc<Seat>>,
-    /// Of the engine whose seat it is.
+    membership: Option<Arc<Membership>>,
+    /// Of the engine whose membership it is.
     lifeline: Option<Lifeline>,
-    engine: Engine,
+    handler: EngineHandler,
     out: Vec<u8>,
     /// As one of those that were accepted; who only looks is none.
     is_counted: bool,
 }
 
 /// Says why, as far as that can be said at once.
-pub(crate) fn refuse(shared: &Shared, mut stream: &UnixStream, text: &str) {
-    shared.num_refused.fetch_add(1, Ordering::Relaxed);
+pub(crate) fn refuse(state: &ServerState, mut stream: &UnixStream, text: &str) {
+    state.num_refused.fetch_add(1, Ordering::Relaxed);
     let mut out = Vec::new();
     Answer::Refused(text.to_owned()).encode(0, &mut out);
     let _none_listens = stream.set_nonblocking(true).and_then(|()| stream.write_all(&out));
 }
 
 /// Serves a new connection in a thread of its own, if it is this user's.
-pub(crate) fn start(shared: &Arc<Shared>, stream: UnixStream, number: u64) {
-    let Ok((uid, pid)) = peer(&stream) else { return };
-    if !is_own(uid) {
-        shared.num_accepted.fetch_add(1, Ordering::Relaxed);
-        shared.tell(format!("refused a connection of user {uid}: {NOT_OURS}"));
-        return refuse(shared, &stream, NOT_OURS);
+pub(crate) fn start(state: &Arc<ServerState>, stream: UnixStream, number: u64) {
+    let Ok((uid, pid)) = peer_credentials(&stream) else { return };
+    if !is_current_user(uid) {
+        state.num_accepted.fetch_add(1, Ordering::Relaxed);
+        state.log(format!("refused a connection of user {uid}: {NOT_OURS}"));
+        return refuse(state, &stream, NOT_OURS);
     }
-    widen(&stream);
+    enlarge_buffers(&stream);
     let limits = stream.set_read_timeout(Some(HELLO_TIMEOUT)).and(stream.set_write_timeout(Some(WRITE_TIMEOUT)));
     let (Ok(()), Ok(clone)) = (limits, stream.try_clone()) else { return };
-    let tally = Arc::<Tally>::default();
+    let counters = Arc::<Counters>::default();
     let watch = ProcessWatch::new(pid);
-    let peer = Peer { stream: clone, pid, watch, since: Instant::now(), seat: None, tally: Arc::clone(&tally) };
-    shared.peers().insert(number, peer);
-    let mut connection = Connection {
-        shared: Arc::clone(shared),
+    let peer =
+        Peer { stream: clone, pid, watch, since: Instant::now(), membership: None, counters: Arc::clone(&counters) };
+    state.peers().insert(number, peer);
+    let mut connection = ServedConnection {
+        state: Arc::clone(state),
         stream,
         number,
-        seat: None,
+        membership: None,
         lifeline: None,
-        engine: Engine::new(tally),
+        handler: EngineHandler::new(counters),
         out: Vec::new(),
         is_counted: false,
     };
@@ -84,66 +85,68 @@ pub(crate) fn start(shared: &Arc<Shared>, stream: UnixStream, number: u64) {
 }
 
 /// Reads the next message of at most `max_bytes`. Memory is taken as bytes come, not as they are announced.
-fn receive(reader: &mut impl Read, into: &mut Vec<u8>, max_bytes: usize) -> Result<(), End> {
+fn receive(reader: &mut impl Read, into: &mut Vec<u8>, max_bytes: usize) -> Result<(), Disconnect> {
     let mut length = [0; LENGTH_BYTES];
     reader.read_exact(&mut length)?;
     let length = u64::from(u32::from_le_bytes(length));
     if length > max_bytes as u64 {
-        return Err(End::Refused(format!("a message of {length} bytes is too long: at most {max_bytes} are taken")));
+        return Err(Disconnect::Refused(format!(
+            "a message of {length} bytes is too long: at most {max_bytes} are taken"
+        )));
     }
     into.clear();
     let num_read = reader.take(length).read_to_end(into)?;
-    if num_read as u64 == length { Ok(()) } else { Err(End::Gone) }
+    if num_read as u64 == length { Ok(()) } else { Err(Disconnect::Closed) }
 }
 
-fn check_version(version: u32) -> Result<(), End> {
+fn check_version(version: u32) -> Result<(), Disconnect> {
     if version == VERSION {
         return Ok(());
     }
     let text = format!(
         "the kvloft server uses protocol version {VERSION}, the client {version}; install the same kvloft on both"
     );
-    Err(End::Refused(text))
+    Err(Disconnect::Refused(text))
 }
 
-impl Connection {
+impl ServedConnection {
     fn serve(&mut self) {
         let Ok(clone) = self.stream.try_clone() else { return };
         let mut reader = BufReader::with_capacity(READ_BYTES, clone);
         let mut bytes = Vec::new();
         let end = loop {
-            let max_bytes = if self.seat.is_some() { MAX_MESSAGE } else { MAX_HELLO };
+            let max_bytes = if self.membership.is_some() { MAX_MESSAGE } else { MAX_HELLO };
             let done = receive(&mut reader, &mut bytes, max_bytes).and_then(|()| match Request::decode(&bytes) {
                 Some((number, request)) => self.handle(number, &request),
-                None => Err(no_message()),
+                None => Err(malformed()),
             });
             if let Err(end) = done {
                 break end;
             }
             if reader.buffer().is_empty() {
-                stay_awake(&self.stream, PollFlags::IN, Instant::now() + AWAKE); // an engine asks twice or thrice in a row
+                spin(&self.stream, PollFlags::IN, Instant::now() + SPIN_TIME); // an engine asks twice or thrice in a row
             }
         };
-        if let End::Refused(text) = end {
+        if let Disconnect::Refused(text) = end {
             self.count_once();
-            let pid = self.shared.peers().get(&self.number).map_or(0, |peer| peer.pid);
-            self.shared.tell(format!("refused process {pid}: {text}"));
-            refuse(&self.shared, &self.stream, &text);
+            let pid = self.state.peers().get(&self.number).map_or(0, |peer| peer.pid);
+            self.state.log(format!("refused process {pid}: {text}"));
+            refuse(&self.state, &self.stream, &text);
         }
     }
 
     fn count_once(&mut self) {
         let is_new = !std::mem::replace(&mut self.is_counted, true);
-        self.shared.num_accepted.fetch_add(is_new.into(), Ordering::Relaxed);
+        self.state.num_accepted.fetch_add(is_new.into(), Ordering::Relaxed);
     }
 
-    fn handle(&mut self, number: u32, request: &Request<'_>) -> Result<(), End> {
-        let answer = match (request, self.seat.clone()) {
+    fn handle(&mut self, number: u32, request: &Request<'_>) -> Result<(), Disconnect> {
+        let answer = match (request, self.membership.clone()) {
             (Request::Admin(version, json), _) => Some(self.answer_admin(*version, json)?),
             (Request::Hello(hello), None) => return self.welcome(number, hello),
-            (Request::Bye, _) => return Err(End::Gone),
-            (_, None) => return Err(no_message()),
-            (request, Some(seat)) => self.engine.answer(request, &seat)?,
+            (Request::Bye, _) => return Err(Disconnect::Closed),
+            (_, None) => return Err(malformed()),
+            (request, Some(membership)) => self.handler.answer(request, &membership)?,
         };
         let Some(answer) = answer else { return Ok(()) };
         self.out.clear();
@@ -152,51 +155,51 @@ impl Connection {
         Ok(())
     }
 
-    fn answer_admin(&mut self, version: u32, json: &[u8]) -> Result<Answer, End> {
+    fn answer_admin(&mut self, version: u32, json: &[u8]) -> Result<Answer, Disconnect> {
         check_version(version)?;
-        let request = AdminRequest::parse(json).ok_or_else(no_message)?;
+        let request = AdminRequest::parse(json).ok_or_else(malformed)?;
         if request != AdminRequest::Status {
             self.count_once();
         }
-        self.shared.answer_admin(&request).map(Answer::Admin).map_err(|error| End::Refused(error.to_string()))
+        self.state.answer_admin(&request).map(Answer::Admin).map_err(|error| Disconnect::Refused(error.to_string()))
     }
 
-    fn welcome(&mut self, number: u32, hello: &Hello) -> Result<(), End> {
+    fn welcome(&mut self, number: u32, hello: &Hello) -> Result<(), Disconnect> {
         self.count_once();
         check_version(hello.version)?;
-        let refused = |error: kvloft_core::Error| End::Refused(error.to_string());
-        let seat = self.shared.seat(hello).map_err(refused)?;
-        let Some(arena) = seat.local.arena() else { return Err(End::Gone) };
+        let refused = |error: kvloft_core::Error| Disconnect::Refused(error.to_string());
+        let membership = self.state.join(hello).map_err(refused)?;
+        let Some(arena) = membership.local.arena() else { return Err(Disconnect::Closed) };
         let fd = File::options().read(true).write(true).open(&arena.path)?;
         let mut out = Vec::new();
         Answer::Welcome(arena.num_frames).encode(number, &mut out);
         let (lifeline, engine_end) = Lifeline::new()?;
         self.lifeline = Some(lifeline);
-        let seat = Arc::new(seat);
-        self.seat = Some(Arc::clone(&seat));
-        let mut peers = self.shared.peers();
+        let membership = Arc::new(membership);
+        self.membership = Some(Arc::clone(&membership));
+        let mut peers = self.state.peers();
         let pid = peers.get_mut(&self.number).map_or(0, |peer| {
-            peer.seat = Some(seat);
+            peer.membership = Some(membership);
             peer.pid
         });
         drop(peers);
-        self.shared.num_joined.fetch_add(1, Ordering::Relaxed);
-        let id = id(&hello.namespace);
-        self.shared.tell(format!("process {pid} is connected, for namespace {id}"));
-        send_with(&self.stream, &out, [fd.as_fd(), engine_end.as_fd()])?;
+        self.state.num_joined.fetch_add(1, Ordering::Relaxed);
+        let id = namespace_id(&hello.namespace);
+        self.state.log(format!("process {pid} is connected, for namespace {id}"));
+        send_with_fds(&self.stream, &out, [fd.as_fd(), engine_end.as_fd()])?;
         self.stream.set_read_timeout(None)?;
         Ok(())
     }
 }
 
-impl Drop for Connection {
+impl Drop for ServedConnection {
     fn drop(&mut self) {
-        self.engine = Engine::default(); // a seat in quarantine listens to nothing
-        let seat = self.seat.take();
-        self.shared.leave(self.number);
+        self.handler = EngineHandler::default(); // a membership in quarantine listens to nothing
+        let membership = self.membership.take();
+        self.state.leave(self.number);
         // No other thread has it now: a status is made while connections cannot leave.
-        if let (Some(seat), Some(lifeline)) = (seat.and_then(Arc::into_inner), self.lifeline.take()) {
-            self.shared.quarantine.add(seat, lifeline);
+        if let (Some(membership), Some(lifeline)) = (membership.and_then(Arc::into_inner), self.lifeline.take()) {
+            self.state.quarantine.add(membership, lifeline);
         }
     }
 }

@@ -6,18 +6,18 @@ use kvloft_core::store::Lookup;
 
 use crate::protocol::admin::Stats;
 
-/// Names of [`Tally`]'s counters, in order.
+/// Names of [`Counters`]'s counters, in order.
 const NAMES: [&str; 7] =
     ["lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks", "late_calls", "late_chunks"];
 
 /// Lookups, chunks looked up, chunks found in any tier, chunks loaded, chunks saved; and, counted by
 /// the engine, calls that got no answer in time and chunks not saved because of that.
 #[derive(Debug, Default)]
-pub(crate) struct Tally([AtomicU64; 7]);
+pub(crate) struct Counters([AtomicU64; 7]);
 
 /// What one answer adds.
 #[derive(Debug, Clone, Copy)]
-pub(crate) enum Answered {
+pub(crate) enum Increment {
     /// Chunks asked for, and found.
     Lookup(u64, u64),
     Loaded(u64),
@@ -26,7 +26,7 @@ pub(crate) enum Answered {
     Late(u64, u64),
 }
 
-impl Answered {
+impl Increment {
     /// What was found of prefixes of so many blocks, in chunks that are begun.
     pub(crate) fn lookup(asked: impl Iterator<Item = u32>, found: &[Lookup], per_chunk: u32) -> Self {
         let chunks = |blocks: u32| u64::from(blocks.div_ceil(per_chunk));
@@ -34,19 +34,19 @@ impl Answered {
     }
 }
 
-impl Tally {
-    pub(crate) fn add(&self, answered: Answered) {
+impl Counters {
+    pub(crate) fn add(&self, answered: Increment) {
         let [lookups, asked, found, loaded, saved, late_calls, late_chunks] = &self.0;
         let add = |to: &AtomicU64, number| _ = to.fetch_add(number, Ordering::Relaxed);
         match answered {
-            Answered::Lookup(num_asked, num_found) => {
+            Increment::Lookup(num_asked, num_found) => {
                 add(lookups, 1);
                 add(asked, num_asked);
                 add(found, num_found);
             }
-            Answered::Loaded(num) => add(loaded, num),
-            Answered::Saved(num) => add(saved, num),
-            Answered::Late(num_calls, num_chunks) => {
+            Increment::Loaded(num) => add(loaded, num),
+            Increment::Saved(num) => add(saved, num),
+            Increment::Late(num_calls, num_chunks) => {
                 add(late_calls, num_calls);
                 add(late_chunks, num_chunks);
             }

@@ -11,62 +11,67 @@ use kvloft_core::ChunkKey;
 use kvloft_core::session::{LeaseId, Local, Session};
 use kvloft_core::store::{Got, Listener, Prefix, Progress, ToSave};
 
-use crate::protocol::prefix_cache::Known;
+use crate::protocol::prefix_cache::PrefixCache;
 use crate::protocol::{Answer, Keys, MAX_KEYS, Request, SentAnchors, SentPrefixes, SentRange};
-use crate::server::counters::{Answered, Tally};
-use crate::server::namespace::Seat;
+use crate::server::counters::{Counters, Increment};
+use crate::server::namespace::Membership;
 
 /// Read leases of one engine.
 const MAX_LEASES: usize = 1 << 16;
 /// Prefixes of all of them, each some 50 bytes.
 const MAX_HELD: usize = 1 << 22;
 
-/// What an engine has here but its seat.
+/// What an engine has here but its membership.
 #[derive(Debug, Default)]
-pub(crate) struct Engine {
+pub(crate) struct EngineHandler {
     /// By the engine's numbers, and of how many prefixes each is.
     leases: HashMap<u64, (LeaseId, usize)>,
     num_held: usize,
     /// The last long prefix that came first in a message.
-    known: Known,
+    prefix_cache: PrefixCache,
     /// Hears which chunks come and go, for an engine that asked.
     listener: Option<Listener>,
     /// Keys of other prefixes, one after the other; of a reservation's only those that it needs are meant.
     scratch: Vec<ChunkKey>,
-    tally: Arc<Tally>,
+    counters: Arc<Counters>,
     /// Blocks of the prefix that the next question is about, where it is sent without what is not there.
     num_anchored: u32,
 }
 
 /// Why a connection ends.
-pub(crate) enum End {
-    Gone,
+pub(crate) enum Disconnect {
+    Closed,
     Refused(String),
 }
 
-impl From<io::Error> for End {
+impl From<io::Error> for Disconnect {
     fn from(_: io::Error) -> Self {
-        Self::Gone
+        Self::Closed
     }
 }
 
-impl Engine {
-    pub(crate) fn new(tally: Arc<Tally>) -> Self {
-        Self { tally, ..Self::default() }
+impl EngineHandler {
+    pub(crate) fn new(counters: Arc<Counters>) -> Self {
+        Self { counters, ..Self::default() }
     }
 
-    pub(crate) fn answer(&mut self, request: &Request<'_>, seat: &Seat) -> Result<Option<Answer>, End> {
-        let local = &seat.local;
+    pub(crate) fn answer(
+        &mut self,
+        request: &Request<'_>,
+        membership: &Membership,
+    ) -> Result<Option<Answer>, Disconnect> {
+        let local = &membership.local;
         Ok(Some(match request {
             Request::Lookup(prefixes) | Request::LookAgain(prefixes) => {
-                let (per_chunk, whole) = (seat.space.hello.blocks_per_chunk, std::mem::take(&mut self.num_anchored));
+                let (per_chunk, whole) =
+                    (membership.namespace.hello.blocks_per_chunk, std::mem::take(&mut self.num_anchored));
                 let prefixes = self.prefixes(prefixes)?;
                 let found = local.lookup_many(&prefixes);
                 let num_blocks =
                     |(nth, prefix): (usize, &Prefix<'_>)| prefix.num_blocks().max(if nth == 0 { whole } else { 0 });
-                let asked = Answered::lookup(prefixes.iter().enumerate().map(num_blocks), &found, per_chunk);
+                let asked = Increment::lookup(prefixes.iter().enumerate().map(num_blocks), &found, per_chunk);
                 if matches!(request, Request::Lookup(_)) {
-                    self.count(asked, seat);
+                    self.count(asked, membership);
                 }
                 Answer::Found(found)
             }
@@ -90,7 +95,7 @@ impl Engine {
             }
             Request::Frames(lease) => {
                 let frames = self.leases.get(lease).map(|(lease, _)| local.frames(*lease)).unwrap_or_default();
-                self.count(Answered::Loaded(frames.len() as u64), seat);
+                self.count(Increment::Loaded(frames.len() as u64), membership);
                 Answer::Frames(frames)
             }
             Request::Release(lease) => {
@@ -98,15 +103,15 @@ impl Engine {
                 return Ok(None);
             }
             Request::Reserve(ranges) => {
-                let asked = self.ranges(ranges, seat.space.hello.blocks_per_chunk)?;
-                let (reserved, got) = local.reserve_many(&asked).map_err(|_| no_message())?;
+                let asked = self.ranges(ranges, membership.namespace.hello.blocks_per_chunk)?;
+                let (reserved, got) = local.reserve_many(&asked).map_err(|_| malformed())?;
                 let mut reserved = reserved.into_iter();
                 let rows = |got: Got| (reserved.by_ref().take(got.num_reserved).collect(), got.num_dropped);
                 Answer::Reserved(got.into_iter().map(rows).collect())
             }
             Request::Commit(tickets) => {
                 let num_saved = local.commit(tickets).into();
-                self.count(Answered::Saved(num_saved), seat);
+                self.count(Increment::Saved(num_saved), membership);
                 Answer::Count(num_saved)
             }
             Request::Abort(tickets) => {
@@ -121,7 +126,7 @@ impl Engine {
                 Answer::Count(0)
             }
             Request::Stats([num_calls, num_chunks]) => {
-                self.count(Answered::Late(*num_calls, *num_chunks), seat);
+                self.count(Increment::Late(*num_calls, *num_chunks), membership);
                 Answer::Stats(local.stats().into_iter().map(|(name, value)| (name.into_owned(), value)).collect())
             }
             Request::LimitFrames(num_frames) => {
@@ -129,17 +134,17 @@ impl Engine {
                 return Ok(None);
             }
             Request::Changes(asked) => {
-                let store = seat.space.store().ok_or(End::Gone)?;
-                Answer::Changes(asked.answer(store, &mut self.listener).ok_or_else(no_message)?)
+                let store = membership.namespace.store().ok_or(Disconnect::Closed)?;
+                Answer::Changes(asked.answer(store, &mut self.listener).ok_or_else(malformed)?)
             }
             Request::IsSettled => Answer::Count(local.flush(Duration::ZERO).into()),
-            Request::Hello(_) | Request::Admin(..) | Request::Bye => return Err(no_message()),
+            Request::Hello(_) | Request::Admin(..) | Request::Bye => return Err(malformed()),
         }))
     }
 
-    fn count(&self, answered: Answered, seat: &Seat) {
-        self.tally.add(answered);
-        seat.space.tally.add(answered);
+    fn count(&self, answered: Increment, membership: &Membership) {
+        self.counters.add(answered);
+        membership.namespace.counters.add(answered);
     }
 
     fn release(&mut self, lease: u64, local: &Local) {
@@ -150,28 +155,28 @@ impl Engine {
     }
 
     /// How many of a prefix's anchors are there; it is known as far as the last of those.
-    fn anchors(&mut self, sent: &SentAnchors<'_>, local: &Local) -> Result<Answer, End> {
-        let all = sent.all().ok_or_else(no_message)?;
+    fn anchors(&mut self, sent: &SentAnchors<'_>, local: &Local) -> Result<Answer, Disconnect> {
+        let all = sent.all().ok_or_else(malformed)?;
         let found = local.anchors(&all);
         self.num_anchored = sent.last;
-        self.known.begin((found.num_known as usize).checked_sub(1).map(|last| all[last]));
+        self.prefix_cache.reset((found.num_known as usize).checked_sub(1).map(|last| all[last]));
         Ok(Answer::Anchors(found))
     }
 
     /// What was sent of prefixes, the first one behind what is known of it.
-    fn prefixes(&mut self, sent: &SentPrefixes<'_>) -> Result<Vec<Prefix<'_>>, End> {
+    fn prefixes(&mut self, sent: &SentPrefixes<'_>) -> Result<Vec<Prefix<'_>>, Disconnect> {
         let num_same = usize::try_from(sent.num_same).unwrap_or(usize::MAX);
         let num_sent: usize = sent.all.iter().map(|(_, keys)| keys.iter().len()).sum();
         if num_same.saturating_add(num_sent) > MAX_KEYS {
-            return Err(no_message());
+            return Err(malformed());
         }
         let num_first = sent.all.first().map_or(0, |(_, keys)| keys.iter().len().saturating_add(num_same));
         let is_long = num_first > 1;
         let (first, others) = sent.all.split_at(is_long.into());
         let mut keys = first.iter().flat_map(|(_, keys)| keys.iter()).map(|key| ChunkKey(*key));
-        let is_whole = if is_long { self.known.go_on(num_same, &mut keys) } else { num_same == 0 };
+        let is_whole = if is_long { self.prefix_cache.extend(num_same, &mut keys) } else { num_same == 0 };
         if !is_whole {
-            return Err(no_message());
+            return Err(malformed());
         }
         self.scratch.clear();
         self.scratch.extend(others.iter().flat_map(|(_, keys)| keys.iter()).map(|key| ChunkKey(*key)));
@@ -181,19 +186,19 @@ impl Engine {
             rest = behind;
             Prefix::new(*root, own)
         };
-        let first = first.iter().map(|(root, _)| self.known.prefix(*root));
+        let first = first.iter().map(|(root, _)| self.prefix_cache.prefix(*root));
         Ok(first.chain(others.iter().map(whole)).collect())
     }
 
     /// What is to be reserved. Before the keys of each are others', or none: they are not looked at.
-    fn ranges(&mut self, sent: &[SentRange<'_>], per_chunk: u32) -> Result<Vec<ToSave<'_>>, End> {
+    fn ranges(&mut self, sent: &[SentRange<'_>], per_chunk: u32) -> Result<Vec<ToSave<'_>>, Disconnect> {
         let num_sent: usize = sent.iter().map(|one| one.keys.iter().len()).sum();
         let is_wrong = |one: &SentRange<'_>| {
             let before = u64::from(one.range.start) * u64::from(per_chunk);
             u64::from(one.first) > before.saturating_sub(1) || one.first as usize + one.keys.iter().len() > MAX_KEYS
         };
         if num_sent > MAX_KEYS || sent.iter().any(is_wrong) {
-            return Err(no_message());
+            return Err(malformed());
         }
         let longest = sent.iter().map(|one| one.first as usize).max().unwrap_or(0);
         self.scratch.resize(longest, ChunkKey::default());
@@ -209,6 +214,6 @@ impl Engine {
     }
 }
 
-pub(crate) fn no_message() -> End {
-    End::Refused("malformed request".to_owned())
+pub(crate) fn malformed() -> Disconnect {
+    Disconnect::Refused("malformed request".to_owned())
 }

@@ -13,11 +13,11 @@ use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
 /// For how long the socket of a process that is killed may outlive its lock.
-const DYING: Duration = Duration::from_millis(200);
+const STALE_TIMEOUT: Duration = Duration::from_millis(200);
 
 /// A listening socket that only this user can reach. It is gone from its place when this goes.
 #[derive(Debug)]
-pub(crate) struct Listener {
+pub(crate) struct SocketListener {
     pub(crate) socket: UnixListener,
     path: PathBuf,
     /// Device and number of the socket's file, which may be another's by the end: who deletes a lock that is held lets one in.
@@ -26,10 +26,10 @@ pub(crate) struct Listener {
     lock: File,
 }
 
-impl Listener {
+impl SocketListener {
     /// `Busy` if another server or program listens there; `InvalidConfig` for a place that is not private, or is no socket's.
     pub(crate) fn bind(path: &Path) -> Result<Self> {
-        check_place(path)?;
+        check_directory(path)?;
         let lock = lock(path)?;
         match listen(path) {
             Ok((socket, file)) => Ok(Self { socket, path: path.to_owned(), file, lock }),
@@ -46,7 +46,7 @@ impl Listener {
     }
 }
 
-impl Drop for Listener {
+impl Drop for SocketListener {
     fn drop(&mut self) {
         if file_at(&self.path).is_ok_and(|file| file == self.file) {
             let _gone = std::fs::remove_file(&self.path);
@@ -56,19 +56,19 @@ impl Drop for Listener {
 }
 
 /// Whether somebody listens there who has no lock of ours. A server that is just being killed may lose its lock before its socket.
-fn keeps_answering(path: &Path) -> bool {
-    let deadline = Instant::now() + DYING;
-    while answers(path) {
+fn keeps_listening(path: &Path) -> bool {
+    let deadline = Instant::now() + STALE_TIMEOUT;
+    while is_listening(path) {
         if Instant::now() > deadline {
             return true;
         }
-        sleep(DYING / 20);
+        sleep(STALE_TIMEOUT / 20);
     }
     false
 }
 
 /// Whether somebody has the socket: only a stale one refuses like this. Others are busy, no streams, or not ours to ask.
-fn answers(path: &Path) -> bool {
+fn is_listening(path: &Path) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let ask =
         || connect(&socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?, &SocketAddrUnix::new(path)?);
@@ -83,7 +83,7 @@ fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
             let message = format!("{} exists and is no socket; give --socket another path", path.display());
             return Err(Error::new(ErrorKind::InvalidConfig, message));
         }
-        if keeps_answering(path) {
+        if keeps_listening(path) {
             let message = format!("another program listens at {}; give --socket another path", path.display());
             return Err(Error::new(ErrorKind::Busy, message));
         }
@@ -148,7 +148,7 @@ fn lock(socket: &Path) -> Result<File> {
 }
 
 /// Makes the socket's directory; one that is there must be this user's, and no other user may write to it.
-fn check_place(path: &Path) -> Result<()> {
+fn check_directory(path: &Path) -> Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
     made.map_err(|error| Error::io(format!("the socket's directory {} cannot be made", folder.display()), error))?;
@@ -186,7 +186,7 @@ mod tests {
         let (num_listening, num_bound) = (AtomicUsize::new(0), AtomicUsize::new(0));
         let work = || {
             for _ in 0..500 {
-                let Ok(listener) = Listener::bind(&path) else { continue };
+                let Ok(listener) = SocketListener::bind(&path) else { continue };
                 assert_eq!(num_listening.fetch_add(1, Ordering::SeqCst), 0, "two listen at once");
                 assert!(is_there(&listener.lock, &lock_path(&path)).unwrap_or(false), "its lock is another's");
                 assert!(UnixStream::connect(&path).is_ok(), "its socket is gone");
@@ -203,11 +203,11 @@ mod tests {
     fn a_server_whose_lock_was_deleted_leaves_the_next_ones_socket_alone() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("kvloft.sock");
-        let first = Listener::bind(&path).expect("it is free");
+        let first = SocketListener::bind(&path).expect("it is free");
         std::fs::remove_file(lock_path(&path)).expect("it is there");
-        assert_eq!(Listener::bind(&path).expect_err("it listens").kind(), ErrorKind::Busy);
+        assert_eq!(SocketListener::bind(&path).expect_err("it listens").kind(), ErrorKind::Busy);
         first.shut();
-        let second = Listener::bind(&path).expect("no process listens, and no lock says that it is taken");
+        let second = SocketListener::bind(&path).expect("no process listens, and no lock says that it is taken");
         drop(first);
         assert!(UnixStream::connect(&path).is_ok() && lock_path(&path).exists(), "it is the second one's");
         drop(second);
@@ -219,18 +219,18 @@ mod tests {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("others.sock");
         let is_left =
-            || Listener::bind(&path).is_err_and(|e| e.kind() == ErrorKind::Busy) && !lock_path(&path).exists();
+            || SocketListener::bind(&path).is_err_and(|e| e.kind() == ErrorKind::Busy) && !lock_path(&path).exists();
         let listens = UnixListener::bind(&path).expect("the path is free");
         rustix::net::listen(&listens, 0).expect("it listens already");
-        assert!((0..4).all(|_| answers(&path)), "also with more that wait than it lets");
+        assert!((0..4).all(|_| is_listening(&path)), "also with more that wait than it lets");
         assert!(is_left() && listens.accept().is_ok() && path.exists(), "it lost its socket, or a lock is left");
         drop(listens);
-        drop(Listener::bind(&path).expect("it is stale"));
+        drop(SocketListener::bind(&path).expect("it is stale"));
         let is_no_stream = UnixDatagram::bind(&path).expect("a listener takes its socket along");
         let send = || UnixDatagram::unbound().and_then(|own| own.send_to(b"a line", &path));
         assert!(is_left() && send().is_ok(), "it lost its socket, or a lock is left");
         drop(is_no_stream);
-        assert!(Listener::bind(&path).is_ok(), "it is stale");
+        assert!(SocketListener::bind(&path).is_ok(), "it is stale");
     }
 
     #[test]
@@ -242,7 +242,7 @@ mod tests {
             let own = path.clone();
             // It goes once it was asked; one that ends by itself may take its file with it.
             let end = thread::spawn(move || killed.accept().is_ok() && (!is_tidy || std::fs::remove_file(own).is_ok()));
-            let found = Listener::bind(&path);
+            let found = SocketListener::bind(&path);
             let is_had = end.join().unwrap_or(false) && found.is_ok();
             drop(found);
             let _gone = std::fs::remove_file(&path);
@@ -260,9 +260,9 @@ mod tests {
         std::os::unix::fs::symlink(dir.path().join("elsewhere"), lock_path(&path)).expect("the path is free");
         let (send, bound) = mpsc::channel();
         let own = path.clone();
-        thread::spawn(move || send.send(Listener::bind(&own)));
+        thread::spawn(move || send.send(SocketListener::bind(&own)));
         let listener = bound.recv_timeout(Duration::from_secs(60)).expect("it is still at it").expect("it is free");
-        assert!(Listener::bind(&path).is_err(), "it is taken");
+        assert!(SocketListener::bind(&path).is_err(), "it is taken");
         drop(listener);
         assert!(!path.exists() && lock_path(&path).symlink_metadata().is_err());
     }

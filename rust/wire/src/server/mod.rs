@@ -4,6 +4,7 @@
 //! know signals, files of settings or Python; see `connection` for what is answered.
 
 mod admin;
+pub(crate) mod config;
 mod connection;
 mod counters;
 mod disk_directory;
@@ -25,10 +26,10 @@ use std::time::{Duration, Instant};
 use kvloft_core::Result;
 
 use crate::protocol::admin::Status;
-use crate::server::disk_directory::first_try;
-use crate::server::listener::Listener;
-use crate::server::shared_state::Shared;
-use crate::settings::ServerConfig;
+use crate::server::config::ServerConfig;
+use crate::server::disk_directory::await_first_claim;
+use crate::server::listener::SocketListener;
+use crate::server::shared_state::ServerState;
 use crate::threads::spawn;
 
 /// How often it is looked whether frames of dead engines may be used again.
@@ -41,8 +42,8 @@ const FIRST_ERASE: Duration = Duration::from_secs(30);
 /// Listens from `open` until it is closed or dropped.
 #[derive(Debug)]
 pub struct Server {
-    pub(crate) shared: Arc<Shared>,
-    listener: Arc<Listener>,
+    pub(crate) state: Arc<ServerState>,
+    listener: Arc<SocketListener>,
     threads: Mutex<Vec<JoinHandle<()>>>,
 }
 
@@ -52,26 +53,26 @@ impl Server {
     /// first engine, which says how large a frame is.
     pub fn open(config: ServerConfig) -> Result<Self> {
         namespaces::check_shares(&config.shares)?;
-        let listener = Arc::new(Listener::bind(&config.socket)?);
-        let shared = Arc::new(Shared::new(config));
-        let server = Self { shared, listener, threads: Mutex::default() };
-        if server.shared.config.disk.is_some() {
-            let (shared, (first, came)) = (Arc::clone(&server.shared), mpsc::channel());
-            server.keep("disk", move || shared.take_disk(first))?;
-            first_try(&came)?;
+        let listener = Arc::new(SocketListener::bind(&config.socket)?);
+        let state = Arc::new(ServerState::new(config));
+        let server = Self { state, listener, threads: Mutex::default() };
+        if server.state.config.disk.is_some() {
+            let (state, (first, came)) = (Arc::clone(&server.state), mpsc::channel());
+            server.spawn("disk", move || state.claim_disk(first))?;
+            await_first_claim(&came)?;
         }
-        let (shared, listener) = (Arc::clone(&server.shared), Arc::clone(&server.listener));
-        server.keep("accept", move || accept(&shared, &listener))?;
-        let shared = Arc::clone(&server.shared);
-        server.keep("look", move || look(&shared))?;
-        if let Some(every) = server.shared.erases_every() {
-            let shared = Arc::clone(&server.shared);
-            server.keep("erase", move || erase(&shared, every))?;
+        let (state, listener) = (Arc::clone(&server.state), Arc::clone(&server.listener));
+        server.spawn("accept", move || accept(&state, &listener))?;
+        let state = Arc::clone(&server.state);
+        server.spawn("look", move || run_housekeeping(&state))?;
+        if let Some(every) = server.state.expiry_interval() {
+            let state = Arc::clone(&server.state);
+            server.spawn("erase", move || run_expiry(&state, every))?;
         }
         Ok(server)
     }
 
-    pub(crate) fn keep(&self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
+    pub(crate) fn spawn(&self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
         let thread = spawn(name, work)?;
         self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
         Ok(())
@@ -79,35 +80,35 @@ impl Server {
 
     /// What it does now.
     pub fn status(&self) -> Status {
-        self.shared.status()
+        self.state.status()
     }
 
     /// Why the disk directory is not this server's for now, so that there is host memory only; None where it is, or there is none.
     pub fn disk_trouble(&self) -> Option<String> {
-        self.shared.disk_trouble()
+        self.state.disk_trouble()
     }
 
     /// What a person should see in the log since the last call, oldest first.
     pub fn take_events(&self) -> Vec<String> {
-        let all = self.shared.namespaces.all();
-        self.shared.tell_of(&all, all.len() == 1);
-        std::mem::take(&mut *self.shared.events.lock().unwrap_or_else(PoisonError::into_inner))
+        let all = self.state.namespaces.all();
+        self.state.log_store_events(&all, all.len() == 1);
+        std::mem::take(&mut *self.state.events.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
     /// Ends every connection, writes what still has to get to disk until the timeout, and gives the disk up. Again does nothing.
     pub fn close(&self, timeout: Duration) {
-        self.shared.is_stopping.store(true, Ordering::SeqCst);
+        self.state.is_stopping.store(true, Ordering::SeqCst);
         self.listener.shut();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         join(threads, Instant::now() + END_TIMEOUT);
-        let peers = self.shared.peers();
+        let peers = self.state.peers();
         for peer in peers.values() {
             let _gone = peer.stream.shutdown(std::net::Shutdown::Both);
         }
-        let gone = self.shared.peer_left.wait_timeout_while(peers, END_TIMEOUT, |peers| !peers.is_empty());
+        let gone = self.state.peer_left.wait_timeout_while(peers, END_TIMEOUT, |peers| !peers.is_empty());
         drop(gone);
-        self.shared.namespaces.close(timeout);
-        self.shared.namespaces.disk.let_go();
+        self.state.namespaces.close(timeout);
+        self.state.namespaces.disk.let_go();
     }
 }
 
@@ -132,45 +133,45 @@ fn join(threads: Vec<JoinHandle<()>>, deadline: Instant) {
     }
 }
 
-fn accept(shared: &Arc<Shared>, listener: &Listener) {
+fn accept(state: &Arc<ServerState>, listener: &SocketListener) {
     for number in 0.. {
         let accepted = listener.socket.accept();
-        if shared.is_stopping.load(Ordering::SeqCst) {
+        if state.is_stopping.load(Ordering::SeqCst) {
             return;
         }
         let Ok((stream, _)) = accepted else {
             std::thread::sleep(LOOK_EVERY); // no descriptor is left, say
             continue;
         };
-        if shared.peers().len() >= shared.config.max_connections {
-            shared.num_accepted.fetch_add(1, Ordering::Relaxed);
-            connection::refuse(shared, &stream, "this kvloft server has as many connections as it takes; close some");
+        if state.peers().len() >= state.config.max_connections {
+            state.num_accepted.fetch_add(1, Ordering::Relaxed);
+            connection::refuse(state, &stream, "this kvloft server has as many connections as it takes; close some");
             continue;
         }
-        connection::start(shared, stream, number);
+        connection::start(state, stream, number);
     }
 }
 
 /// Erases what is too old in namespaces without a store; those with one do so themselves.
-fn erase(shared: &Shared, every: Duration) {
+fn run_expiry(state: &ServerState, every: Duration) {
     // Not at once: engines that begin now would find their namespaces in use, and their disks a second later.
     let mut next = Instant::now() + FIRST_ERASE;
-    while !shared.is_stopping.load(Ordering::SeqCst) {
+    while !state.is_stopping.load(Ordering::SeqCst) {
         let left = next.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            shared.erase_expired();
+            state.erase_expired();
             next = Instant::now() + every;
         }
         std::thread::park_timeout(left);
     }
 }
 
-fn look(shared: &Shared) {
-    let _own = shared.looker.set(std::thread::current());
-    while !shared.is_stopping.load(Ordering::SeqCst) {
-        shared.end_dead_peers();
-        shared.quarantine.release_closed();
-        if !shared.share() {
+fn run_housekeeping(state: &ServerState) {
+    let _own = state.housekeeper.set(std::thread::current());
+    while !state.is_stopping.load(Ordering::SeqCst) {
+        state.disconnect_dead_peers();
+        state.quarantine.release_closed();
+        if !state.rebalance() {
             std::thread::park_timeout(LOOK_EVERY);
         }
     }

@@ -1,4 +1,4 @@
-//! One namespace of a server: a store, opened for the first engine that asks, and the engines' seats in it. It must not know the others.
+//! One namespace of a server: a store, opened for the first engine that asks, and the engines' engines in it. It must not know the others.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -9,41 +9,41 @@ use kvloft_core::session::Local;
 use kvloft_core::store::{Store, StoreConfig};
 
 use crate::protocol::Hello;
-use crate::server::counters::Tally;
-use crate::settings::ServerConfig;
+use crate::server::config::ServerConfig;
+use crate::server::counters::Counters;
 
 /// One namespace: a store, and who uses it.
 #[derive(Debug)]
-pub(crate) struct Space {
+pub(crate) struct Namespace {
     pub(crate) hello: Hello,
     /// None until it could be opened.
     store: OnceLock<Arc<Store>>,
     opening: Mutex<()>,
-    seats: Mutex<Seats>,
+    engines: Mutex<EngineCount>,
     /// Of all engines that it ever had.
-    pub(crate) tally: Tally,
+    pub(crate) counters: Counters,
 }
 
 /// How many engines a namespace has, and when one came or went last.
 #[derive(Debug)]
-struct Seats {
+struct EngineCount {
     num: usize,
     changed: Instant,
 }
 
 /// An engine's place in a namespace, with all that it holds there.
 #[derive(Debug)]
-pub(crate) struct Seat {
-    pub(crate) space: Arc<Space>,
+pub(crate) struct Membership {
+    pub(crate) namespace: Arc<Namespace>,
     pub(crate) local: Local,
 }
 
 /// What people call a namespace, and its directory: 16 hex digits.
-pub(crate) fn id(namespace: &[u8; 32]) -> String {
-    hex(namespace)[..16].to_owned()
+pub(crate) fn namespace_id(namespace: &[u8; 32]) -> String {
+    namespace_hex(namespace)[..16].to_owned()
 }
 
-pub(crate) fn hex(namespace: &[u8; 32]) -> String {
+pub(crate) fn namespace_hex(namespace: &[u8; 32]) -> String {
     namespace
         .as_chunks::<8>()
         .0
@@ -57,11 +57,11 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl Space {
+impl Namespace {
     pub(crate) fn new(hello: &Hello) -> Self {
         let (store, opening) = (OnceLock::new(), Mutex::default());
-        let seats = Mutex::new(Seats { num: 0, changed: Instant::now() });
-        Self { hello: hello.clone(), store, opening, seats, tally: Tally::default() }
+        let engines = Mutex::new(EngineCount { num: 0, changed: Instant::now() });
+        Self { hello: hello.clone(), store, opening, engines, counters: Counters::default() }
     }
 
     pub(crate) fn store(&self) -> Option<&Arc<Store>> {
@@ -73,13 +73,13 @@ impl Space {
         of(&self.hello) == of(hello)
     }
 
-    pub(crate) fn has_seats(&self) -> bool {
-        locked(&self.seats).num > 0
+    pub(crate) fn has_engines(&self) -> bool {
+        locked(&self.engines).num > 0
     }
 
     /// Since when it has no engine; None where it has one, or owes its disk a clear: what that forgot would be found again.
     pub(crate) fn idle_since(&self) -> Option<Instant> {
-        let changed = Some(locked(&self.seats)).filter(|seats| seats.num == 0).map(|seats| seats.changed);
+        let changed = Some(locked(&self.engines)).filter(|engines| engines.num == 0).map(|engines| engines.changed);
         changed.filter(|_| !self.is_clearing())
     }
 
@@ -89,7 +89,7 @@ impl Space {
 
     /// Percent of host memory that is set for it.
     pub(crate) fn percent(&self, config: &ServerConfig) -> Option<u32> {
-        let name = hex(&self.hello.namespace);
+        let name = namespace_hex(&self.hello.namespace);
         config.shares.iter().find(|(prefix, _)| name.starts_with(prefix)).map(|(_, percent)| *percent)
     }
 
@@ -103,18 +103,18 @@ impl Space {
     }
 
     /// One engine more; the first gives the namespace a share again.
-    pub(crate) fn sit(&self) {
-        let mut seats = locked(&self.seats);
-        *seats = Seats { num: seats.num + 1, changed: Instant::now() };
-        if let (1, Some(store)) = (seats.num, self.store()) {
+    pub(crate) fn add_engine(&self) {
+        let mut engines = locked(&self.engines);
+        *engines = EngineCount { num: engines.num + 1, changed: Instant::now() };
+        if let (1, Some(store)) = (engines.num, self.store()) {
             store.set_active(true);
         }
     }
 
     pub(crate) fn leave(&self) {
-        let mut seats = locked(&self.seats);
-        *seats = Seats { num: seats.num - 1, changed: Instant::now() };
-        if let (0, Some(store)) = (seats.num, self.store()) {
+        let mut engines = locked(&self.engines);
+        *engines = EngineCount { num: engines.num - 1, changed: Instant::now() };
+        if let (0, Some(store)) = (engines.num, self.store()) {
             store.set_active(false);
         }
     }
@@ -149,12 +149,12 @@ pub(crate) fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig 
     }
 }
 
-impl Drop for Seat {
+impl Drop for Membership {
     fn drop(&mut self) {
-        // What it holds ends before its seat is free.
-        if let Some(store) = self.space.store() {
+        // What it holds ends before its membership is free.
+        if let Some(store) = self.namespace.store() {
             self.local = Local::of(Arc::clone(store));
         }
-        self.space.leave();
+        self.namespace.leave();
     }
 }

@@ -13,14 +13,14 @@ use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::protocol::Hello;
 use crate::protocol::admin::{EngineStatus, NamespaceStatus, Status, TenantStatus};
-use crate::server::counters::Tally;
-use crate::server::disk_space::DiskRoom;
+use crate::server::config::ServerConfig;
+use crate::server::counters::Counters;
+use crate::server::disk_space::DiskSpace;
 use crate::server::lifeline::ProcessWatch;
-use crate::server::namespace::{Seat, Space, id};
+use crate::server::namespace::{Membership, Namespace, namespace_id};
 use crate::server::namespaces::Namespaces;
 use crate::server::quarantine::Quarantine;
-use crate::server::timed_lock::Turns;
-use crate::settings::ServerConfig;
+use crate::server::timed_lock::TimedLock;
 
 /// Most lines for people that wait to be taken.
 const MAX_EVENTS: usize = 256;
@@ -35,24 +35,24 @@ pub(crate) struct Peer {
     pub(crate) watch: ProcessWatch,
     pub(crate) since: Instant,
     /// Once it said hello.
-    pub(crate) seat: Option<Arc<Seat>>,
-    pub(crate) tally: Arc<Tally>,
+    pub(crate) membership: Option<Arc<Membership>>,
+    pub(crate) counters: Arc<Counters>,
 }
 
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct ServerState {
     pub(crate) config: ServerConfig,
     pub(crate) namespaces: Namespaces,
     pub(crate) quarantine: Quarantine,
     /// Of evictions, which count what went; of work on the disk of closed namespaces, which may hang.
-    pub(crate) evicting: Arc<Turns>,
-    pub(crate) erasing: Arc<Turns>,
+    pub(crate) evict_lock: Arc<TimedLock>,
+    pub(crate) erase_lock: Arc<TimedLock>,
     peers: Mutex<HashMap<u64, Peer>>,
     pub(crate) peer_left: Condvar,
     pub(crate) events: Mutex<Vec<String>>,
     pub(crate) is_stopping: AtomicBool,
     /// The thread that looks after dead engines and slabs that are wanted.
-    pub(crate) looker: Arc<OnceLock<Thread>>,
+    pub(crate) housekeeper: Arc<OnceLock<Thread>>,
     pub(crate) num_accepted: AtomicU64,
     /// Engines that got a place, also those that are gone.
     pub(crate) num_joined: AtomicU64,
@@ -60,10 +60,10 @@ pub(crate) struct Shared {
     /// Why the disk directory is not the server's for now.
     pub(crate) disk_trouble: Mutex<Option<String>>,
     /// None until it was looked at.
-    pub(crate) disk_room: Mutex<Option<DiskRoom>>,
+    pub(crate) disk_space: Mutex<Option<DiskSpace>>,
 }
 
-impl Shared {
+impl ServerState {
     pub(crate) fn new(config: ServerConfig) -> Self {
         let no_answer = config.disk.as_ref().map(|disk| format!("disk_path {} does not answer", disk.dir.display()));
         let disk_trouble = Mutex::new(no_answer); // until it did
@@ -71,9 +71,9 @@ impl Shared {
             quarantine: Quarantine::new(config.gpu_settle),
             config,
             namespaces: Namespaces::default(),
-            looker: Arc::default(),
-            evicting: Arc::default(),
-            erasing: Arc::default(),
+            housekeeper: Arc::default(),
+            evict_lock: Arc::default(),
+            erase_lock: Arc::default(),
             peers: Mutex::default(),
             peer_left: Condvar::new(),
             events: Mutex::default(),
@@ -82,7 +82,7 @@ impl Shared {
             num_joined: AtomicU64::new(0),
             num_refused: AtomicU64::new(0),
             disk_trouble,
-            disk_room: Mutex::default(),
+            disk_space: Mutex::default(),
         }
     }
 
@@ -90,27 +90,27 @@ impl Shared {
         self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The connection is over; it has no seat from here on.
+    /// The connection is over; it has no membership from here on.
     pub(crate) fn leave(&self, number: u64) {
         let left = self.peers().remove(&number);
-        if let Some(event) = left.as_ref().and_then(Peer::farewell)
+        if let Some(event) = left.as_ref().and_then(Peer::departure_line)
             && !self.is_stopping.load(Ordering::SeqCst)
         {
-            self.tell(event);
+            self.log(event);
         }
         drop(left);
         self.peer_left.notify_all();
     }
 
     /// Ends connections whose process has ended: a forked child that has the socket would keep them open.
-    pub(crate) fn end_dead_peers(&self) {
+    pub(crate) fn disconnect_dead_peers(&self) {
         for peer in self.peers().values().filter(|peer| peer.watch.has_ended()) {
             let _gone = peer.stream.shutdown(std::net::Shutdown::Both);
         }
     }
 
     /// Notes what a person should see; what is too much is dropped.
-    pub(crate) fn tell(&self, event: String) {
+    pub(crate) fn log(&self, event: String) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if events.len() < MAX_EVENTS {
             events.push(event);
@@ -118,16 +118,16 @@ impl Shared {
     }
 
     /// A place for the engine; errors say why there is none.
-    pub(crate) fn seat(&self, hello: &Hello) -> Result<Seat> {
-        let looker = Arc::clone(&self.looker);
-        let wake = move || looker.get().map_or((), Thread::unpark);
-        let seat = self.namespaces.seat(hello, &self.config, wake, |event| self.tell(event))?;
+    pub(crate) fn join(&self, hello: &Hello) -> Result<Membership> {
+        let housekeeper = Arc::clone(&self.housekeeper);
+        let wake = move || housekeeper.get().map_or((), Thread::unpark);
+        let membership = self.namespaces.join(hello, &self.config, wake, |event| self.log(event))?;
         if self.is_stopping.load(Ordering::SeqCst) {
             // Its disk may have hung until the server had closed all others: it is given up now.
-            seat.space.close(Duration::ZERO);
+            membership.namespace.close(Duration::ZERO);
             return Err(Error::new(ErrorKind::Busy, "this kvloft server has ended"));
         }
-        Ok(seat)
+        Ok(membership)
     }
 
     /// Why the disk directory is not the server's for now; None where it is, or there is none.
@@ -135,8 +135,8 @@ impl Shared {
         self.disk_trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn disk_room(&self) -> Option<DiskRoom> {
-        self.disk_room.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    fn disk_space(&self) -> Option<DiskSpace> {
+        self.disk_space.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     pub(crate) fn status(&self) -> Status {
@@ -152,34 +152,34 @@ impl Shared {
             ("server_disk_bytes", self.config.disk.as_ref().map_or(0, |disk| disk.cap_bytes)),
             ("server_disk_unused", self.disk_trouble().is_some().into()),
         ];
-        let room = self.disk_room().map(|DiskRoom { free_bytes, closed }| {
+        let room = self.disk_space().map(|DiskSpace { free_bytes, closed }| {
             let closed_bytes = self.namespaces.disk.bytes_closed(&closed);
             [("server_disk_free_bytes", free_bytes), ("server_disk_closed_bytes", closed_bytes)]
         });
         let stats = stats.into_iter().chain(room.into_iter().flatten());
         let stats = stats.map(|(name, value)| (name.to_owned(), value)).collect();
-        let namespaces = self.namespaces.all().iter().map(|space| self.namespace_status(space)).collect();
+        let namespaces = self.namespaces.all().iter().map(|namespace| self.namespace_status(namespace)).collect();
         let settings = self.config.settings.iter().cloned().collect();
         Status { host_bytes, slab_bytes, stats, settings, namespaces }
     }
 
-    fn namespace_status(&self, space: &Arc<Space>) -> NamespaceStatus {
-        let stats = space.store().map(|store| {
+    fn namespace_status(&self, namespace: &Arc<Namespace>) -> NamespaceStatus {
+        let stats = namespace.store().map(|store| {
             let own = store.stats().into_iter().map(|(name, value)| (name.to_owned(), value));
-            let percent = space.percent(&self.config).map(|percent| ("share_percent".to_owned(), percent.into()));
-            own.chain(space.tally.stats()).chain(percent).collect()
+            let percent = namespace.percent(&self.config).map(|percent| ("share_percent".to_owned(), percent.into()));
+            own.chain(namespace.counters.stats()).chain(percent).collect()
         });
         let peers = self.peers();
-        let mut engines: Vec<_> = peers.values().filter_map(|peer| peer.status(space)).collect();
+        let mut engines: Vec<_> = peers.values().filter_map(|peer| peer.status(namespace)).collect();
         drop(peers);
         engines.sort_by_key(|engine| (u64::MAX - engine.connected_ms, engine.pid));
-        let tenants = space.store().map(|store| store.tenants(MAX_TENANTS).0).unwrap_or_default();
+        let tenants = namespace.store().map(|store| store.tenants(MAX_TENANTS).0).unwrap_or_default();
         let tenants = tenants.into_iter().map(TenantStatus::from).collect();
         NamespaceStatus {
-            namespace: space.hello.namespace,
-            description: space.hello.description.clone(),
-            frame_bytes: space.hello.frame_bytes,
-            num_slabs: space.store().map_or(0, |store| store.num_slabs().0),
+            namespace: namespace.hello.namespace,
+            description: namespace.hello.description.clone(),
+            frame_bytes: namespace.hello.frame_bytes,
+            num_slabs: namespace.store().map_or(0, |store| store.num_slabs().0),
             stats: stats.unwrap_or_default(),
             tenants,
             engines,
@@ -187,47 +187,47 @@ impl Shared {
     }
 
     /// Lines of the stores for people, each with its namespace where there are several.
-    pub(crate) fn tell_of(&self, spaces: &[Arc<Space>], is_one: bool) {
-        for space in spaces {
-            for event in space.store().map(|store| store.take_events()).unwrap_or_default() {
-                let id = id(&space.hello.namespace);
-                self.tell(if is_one { event } else { format!("namespace {id}: {event}") });
+    pub(crate) fn log_store_events(&self, namespaces: &[Arc<Namespace>], is_one: bool) {
+        for namespace in namespaces {
+            for event in namespace.store().map(|store| store.take_events()).unwrap_or_default() {
+                let id = namespace_id(&namespace.hello.namespace);
+                self.log(if is_one { event } else { format!("namespace {id}: {event}") });
             }
         }
     }
 
     /// Has memory go where it is wanted; whether more is to be done at once.
-    pub(crate) fn share(&self) -> bool {
-        if self.namespaces.give_way() {
+    pub(crate) fn rebalance(&self) -> bool {
+        if self.namespaces.release_slabs() {
             return true;
         }
-        let idle = self.namespaces.take_idle();
-        idle.iter().filter_map(|space| space.store()).for_each(|store| store.close(Duration::ZERO));
-        self.tell_of(&idle, false);
+        let idle = self.namespaces.remove_idle();
+        idle.iter().filter_map(|namespace| namespace.store()).for_each(|store| store.close(Duration::ZERO));
+        self.log_store_events(&idle, false);
         false
     }
 }
 
 impl Peer {
     /// What a person should see of an engine that left.
-    fn farewell(&self) -> Option<String> {
-        let space = &self.seat.as_ref()?.space;
-        let (num_saved, id) = (self.tally.num_saved(), id(&space.hello.namespace));
+    fn departure_line(&self) -> Option<String> {
+        let namespace = &self.membership.as_ref()?.namespace;
+        let (num_saved, id) = (self.counters.num_saved(), namespace_id(&namespace.hello.namespace));
         let (pid, seconds) = (self.pid, self.since.elapsed().as_secs());
-        let size = size_text(num_saved * space.hello.frame_bytes);
+        let size = size_text(num_saved * namespace.hello.frame_bytes);
         let chunks = if num_saved == 1 { "chunk" } else { "chunks" };
         Some(format!("process {pid} has left namespace {id} after {seconds} s; it saved {num_saved} {chunks} ({size})"))
     }
 
-    fn status(&self, of: &Arc<Space>) -> Option<EngineStatus> {
-        let seat = self.seat.as_ref().filter(|seat| Arc::ptr_eq(&seat.space, of))?;
-        let (num_reserved, num_leases) = seat.local.num_open();
+    fn status(&self, of: &Arc<Namespace>) -> Option<EngineStatus> {
+        let membership = self.membership.as_ref().filter(|membership| Arc::ptr_eq(&membership.namespace, of))?;
+        let (num_reserved, num_leases) = membership.local.num_open();
         Some(EngineStatus {
             pid: self.pid,
             connected_ms: u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX),
             num_reserved: num_reserved as u64,
             num_leases: num_leases as u64,
-            counters: self.tally.stats(),
+            counters: self.counters.stats(),
         })
     }
 }

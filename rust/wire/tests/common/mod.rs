@@ -9,7 +9,7 @@ use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::Session;
 use kvloft_core::store::{DiskSettings, Prefix, SaveRange};
 use kvloft_wire::protocol::admin::Stats;
-use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig, Status};
+use kvloft_wire::{Client, ClientConfig, Server, ServerConfig, Status};
 
 pub(crate) const FRAME: u64 = 4096;
 /// No test waits as long for what happens.
@@ -33,8 +33,8 @@ pub(crate) fn socket(dir: &Path) -> PathBuf {
     dir.join("run").join("kvloft.sock")
 }
 
-pub(crate) fn remote_config(dir: &Path) -> RemoteConfig {
-    RemoteConfig {
+pub(crate) fn remote_config(dir: &Path) -> ClientConfig {
+    ClientConfig {
         socket: socket(dir),
         deadline: LONG,
         namespace: [7; 32],
@@ -48,20 +48,20 @@ pub(crate) fn serve(dir: &Path) -> Server {
     Server::open(server_config(dir)).expect("a server")
 }
 
-pub(crate) fn connect(dir: &Path) -> Remote {
-    Remote::open(remote_config(dir)).expect("a client")
+pub(crate) fn connect(dir: &Path) -> Client {
+    Client::open(remote_config(dir)).expect("a client")
 }
 
 /// What an engine logs that the server refuses: it starts all the same, without the cache.
-pub(crate) fn refusal(config: RemoteConfig) -> String {
-    let engine = Remote::open(config).expect("a refusal may pass");
+pub(crate) fn refusal(config: ClientConfig) -> String {
+    let engine = Client::open(config).expect("a refusal may pass");
     assert!(engine.arena().is_none());
     engine.take_events().concat()
 }
 
 /// The engine, if the server accepts it at once.
-pub(crate) fn accepted(config: RemoteConfig) -> Option<Remote> {
-    Remote::open(config).ok().filter(|engine| engine.arena().is_some())
+pub(crate) fn accepted(config: ClientConfig) -> Option<Client> {
+    Client::open(config).ok().filter(|engine| engine.arena().is_some())
 }
 
 pub(crate) fn chain(seed: u32, num_blocks: u32) -> KeyChain {

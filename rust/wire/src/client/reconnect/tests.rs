@@ -9,14 +9,14 @@ use kvloft_core::key::{ChunkKey, KeyChain};
 use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, SaveRange};
 
-use crate::{Remote, RemoteConfig, Server, ServerConfig};
+use crate::{Client, ClientConfig, Server, ServerConfig};
 
 const FRAME: u64 = 4096;
 const LONG: Duration = Duration::from_secs(60);
 
-fn config(socket: std::path::PathBuf) -> RemoteConfig {
+fn config(socket: std::path::PathBuf) -> ClientConfig {
     let (namespace, description) = ([7; 32], String::new());
-    RemoteConfig { socket, deadline: LONG, namespace, frame_bytes: FRAME, blocks_per_chunk: 1, description }
+    ClientConfig { socket, deadline: LONG, namespace, frame_bytes: FRAME, blocks_per_chunk: 1, description }
 }
 
 #[test]
@@ -25,9 +25,9 @@ fn another_connection_has_the_limit_of_frames_that_the_first_one_had() {
     let socket = dir.path().join("run").join("kvloft.sock");
     let server = ServerConfig::new(socket.clone(), 64 * FRAME);
     let _server = Server::open(server).expect("a server");
-    let engine = Remote::open(config(socket)).expect("a client");
+    let engine = Client::open(config(socket)).expect("a client");
     engine.limit_frames(2);
-    engine.state().link.as_mut().expect("connected").die();
+    engine.state().connection.as_mut().expect("connected").close();
     let start = Instant::now();
     while !engine.renew() {
         assert!(start.elapsed() < LONG, "it does not connect again");
@@ -65,7 +65,7 @@ fn a_server_of_another_user_is_a_wrong_setting() {
     let _server = Child(Command::new("python3").args(["-c", listen]).arg(&socket).uid(65534).spawn().expect("python3"));
     let start = Instant::now();
     let error = loop {
-        match Remote::open(config(socket.clone())) {
+        match Client::open(config(socket.clone())) {
             Err(error) => break error,
             Ok(_) => assert!(start.elapsed() < LONG, "it does not listen"),
         }

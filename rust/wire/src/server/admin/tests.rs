@@ -11,7 +11,7 @@ use kvloft_core::tier::disk::Erased;
 
 use super::EvictRequest;
 use crate::protocol::Hello;
-use crate::{Remote, RemoteConfig, Server, ServerConfig};
+use crate::{Client, ClientConfig, Server, ServerConfig};
 
 const FRAME: u64 = 4096;
 const LONG: Duration = Duration::from_secs(60);
@@ -24,12 +24,12 @@ fn config(dir: &Path) -> (ServerConfig, DiskSettings) {
     (config, disk)
 }
 
-fn engine(socket: PathBuf) -> Remote {
+fn engine(socket: PathBuf) -> Client {
     engine_of(socket, 7)
 }
 
-fn engine_of(socket: PathBuf, namespace: u8) -> Remote {
-    let config = RemoteConfig {
+fn engine_of(socket: PathBuf, namespace: u8) -> Client {
+    let config = ClientConfig {
         socket,
         deadline: LONG,
         namespace: [namespace; 32],
@@ -37,7 +37,7 @@ fn engine_of(socket: PathBuf, namespace: u8) -> Remote {
         blocks_per_chunk: 1,
         description: String::new(),
     };
-    Remote::open(config).expect("a client")
+    Client::open(config).expect("a client")
 }
 
 fn request(namespace: &str, salt: &str) -> EvictRequest {
@@ -68,13 +68,13 @@ fn a_namespace_that_is_being_closed_may_keep_something() {
         now_s: 0,
         limits: TenantLimits::default(),
     };
-    let pool = server.shared.namespaces.pool().expect("an engine is there");
+    let pool = server.state.namespaces.pool().expect("an engine is there");
     let closing = Store::open_in(&of_store, &pool, None).expect("a store");
     let chain = chain_of(9, "a", 2);
     let reserved = closing.reserve(Prefix::from(&chain), SaveRange { start: 0, stop: 2, tail_blocks: 0 });
     assert_eq!(closing.commit(reserved.expect("in range").leases), 2);
     assert!(closing.flush(LONG));
-    let evict = |namespace: &str| server.shared.evict(&request(namespace, "a")).expect("done");
+    let evict = |namespace: &str| server.state.evict(&request(namespace, "a")).expect("done");
     let said = evict("");
     assert!(said.is_cut_short && said.num_chunks == 0, "{said:?}");
     assert!(!evict("07").is_cut_short, "another is meant");
@@ -91,13 +91,13 @@ fn a_disk_that_hangs_under_a_closed_namespace_holds_no_order_up() {
     let soon = || Instant::now() + Duration::from_millis(50);
     let hangs = move || Ok(hung.recv().map_or_else(|_| Erased::default(), |()| Erased::default()));
     let erased = |num_chunks| move || Ok(Erased { num_chunks, ..Erased::default() });
-    assert!(server.shared.erase_within(soon(), hangs).expect("started").is_cut_short);
-    let said = server.shared.erase_within(soon(), erased(1)).expect("not begun");
+    assert!(server.state.erase_within(soon(), hangs).expect("started").is_cut_short);
+    let said = server.state.erase_within(soon(), erased(1)).expect("not begun");
     assert!(said.is_cut_short && said.num_chunks == 0, "one thread is left with the disk, not one for each order");
-    assert!(server.shared.closed("", soon()).is_none(), "it does not say which there are");
+    assert!(server.state.closed("", soon()).is_none(), "it does not say which there are");
     drop(heal);
-    assert_eq!(server.shared.closed("", Instant::now() + LONG), Some(Vec::new()));
-    let said = server.shared.erase_within(Instant::now() + LONG, erased(1)).expect("done");
+    assert_eq!(server.state.closed("", Instant::now() + LONG), Some(Vec::new()));
+    let said = server.state.erase_within(Instant::now() + LONG, erased(1)).expect("done");
     assert!(!said.is_cut_short && said.num_chunks == 1);
 }
 
@@ -107,7 +107,7 @@ fn a_thread_that_a_disk_holds_does_not_hold_the_servers_end_up() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = Server::open(config(dir.path()).0).expect("a server");
     let (heal, hung) = mpsc::channel::<()>();
-    server.keep("hangs", move || hung.recv().unwrap_or_default()).expect("started");
+    server.spawn("hangs", move || hung.recv().unwrap_or_default()).expect("started");
     let (send, ended) = mpsc::channel();
     thread::spawn(move || {
         server.close(Duration::ZERO);
@@ -127,7 +127,7 @@ fn a_namespace_that_opens_after_the_servers_end_does_not_keep_the_disk() {
     ended.close(Duration::ZERO);
     let hello =
         Hello { version: 1, namespace: [7; 32], frame_bytes: FRAME, blocks_per_chunk: 1, description: String::new() };
-    assert!(ended.shared.seat(&hello).is_err());
+    assert!(ended.state.join(&hello).is_err());
     let next = Server::open(ServerConfig { socket: dir.path().join("next").join("kvloft.sock"), ..config });
     assert_eq!(next.expect("a server").disk_trouble(), None, "the first is still there, and has nothing");
 }
@@ -146,7 +146,7 @@ fn evictions_at_once_count_what_each_of_them_gave_up() {
                 .expect("in range");
             assert_eq!(engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>()), num);
         }
-        let evict = |salt: &'static str| server.shared.evict(&request("", salt)).expect("done").num_chunks;
+        let evict = |salt: &'static str| server.state.evict(&request("", salt)).expect("done").num_chunks;
         let both = thread::scope(|scope| {
             ["a", "b"].map(|salt| scope.spawn(move || evict(salt))).map(|thread| thread.join().expect("no panic"))
         });
@@ -181,10 +181,10 @@ fn what_is_too_old_goes_from_namespaces_without_engines_too() {
     drop(server);
     std::thread::sleep(Duration::from_millis(2100)); // two whole seconds at least
     let (server, _) = open(Some(1));
-    server.shared.erase_expired();
+    server.state.erase_expired();
     let told = server.take_events();
     assert_eq!(told, ["6 chunks of namespaces without engines are erased from disk: they are too old"]);
-    server.shared.erase_expired();
+    server.state.erase_expired();
     assert!(server.take_events().is_empty());
     server.close(LONG);
     drop(server);
@@ -212,9 +212,9 @@ fn what_is_on_a_disk_that_another_server_has_is_not_said_to_be_nothing() {
     let socket = second.socket.clone();
     let second = Server::open(second).expect("it serves");
     for name in ["", "01"] {
-        let said = second.shared.clear(name).expect_err("not known").to_string();
+        let said = second.state.clear(name).expect_err("not known").to_string();
         assert!(said.contains("its disk is not used for now"), "{said}");
     }
     let _engine = engine(socket);
-    assert_eq!(second.shared.clear("").expect("its own, which has nothing"), 0);
+    assert_eq!(second.state.clear("").expect("its own, which has nothing"), 0);
 }
