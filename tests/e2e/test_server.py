@@ -191,7 +191,11 @@ def test_an_engine_that_starts_before_its_server_is_served_once_it_is_there(
     assert "no kvloft server answers" in engine.log.read_text()
     assert ask_all(truth, engine) == 0
     server.start()
-    until(lambda: "answers; it is used from now on (namespace" in engine.log.read_text(), "an idle engine does not say so")
+    def has_connected() -> bool:
+        lines = engine.log.read_text().splitlines()
+        return any("connected to the kvloft server" in line and "(namespace" in line for line in lines)
+
+    until(has_connected, "an idle engine does not say so")
     until_full(truth, engine)
 
 

@@ -29,10 +29,10 @@ def test_an_idle_engine_hears_that_its_server_is_there_and_gone() -> None:
         session = _core.Session.connect(path, frame_bytes=4096, namespace=bytes(32), timeout_s=60.0)
         with closing(Teller(partial(tell, session), every_s=0.01)) as teller:
             server = _core.Server(path, host_bytes=1 << 20)
-            assert has_heard("answers; it is used from now on")
+            assert has_heard("connected to the kvloft server")
             assert session.renew()
             server.close(0.0)
-            assert has_heard("is gone; requests are computed until it is back")
+            assert has_heard("lost the connection to the kvloft server")
         heard.clear()
         del server  # only then is the socket free
         _server = _core.Server(path, host_bytes=1 << 20)

@@ -1,7 +1,8 @@
-//! A store that many engines share: the messages, the server that owns it, and the client that is a `Session`.
+//! A store shared by several engines over a Unix socket: the protocol, the server that owns the
+//! store, and the client, which implements `Session`.
 //!
-//! No byte of KV crosses the socket: workers map the arena, whose descriptor comes with the first answer. Everything here is
-//! numbers and keys. It must not know Python, vLLM or what pages hold.
+//! Only keys and numbers cross the socket. KV bytes do not: workers map the arena, whose descriptor
+//! comes with the first answer. Must not depend on Python, vLLM or the layout of KV.
 
 mod client;
 pub mod protocol;

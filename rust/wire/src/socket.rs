@@ -1,6 +1,6 @@
-//! The Unix socket: who is at the other end, waiting with a deadline, and a descriptor beside bytes.
+//! Unix socket helpers: peer credentials, waits with a deadline, buffers, and descriptor passing.
 //!
-//! It must not know what the messages say.
+//! Must not depend on the content of messages.
 
 use std::io::{self, ErrorKind as IoKind, IoSlice, IoSliceMut, Read, Write};
 use std::mem::MaybeUninit;
@@ -17,32 +17,35 @@ use rustix::net::{
 
 use crate::protocol::codec::LENGTH_BYTES;
 
-/// Bytes of a socket's buffer, each way: a long prefix goes through at once. The system may give less.
+/// Requested size of a socket's buffers: enough for a long prefix. The system may grant less.
 const BUFFER_BYTES: usize = 1 << 20;
-/// Bytes that a read asks for.
+/// Bytes requested by each read.
 const READ_BYTES: usize = 64 << 10;
 
-/// How long an end stays awake for what is about to come: to be woken takes longer than to answer.
+/// Sent bytes kept at the front of a [`SendBuffer`] until the rest is sent.
+const MAX_SENT_BYTES: usize = 1 << 20;
+
+/// Time to poll before sleeping: a wakeup takes longer than most answers.
 pub(crate) const SPIN_TIME: Duration = Duration::from_micros(100);
 
-/// The user and the process at the other end; process 0: of another PID namespace, so not visible from here.
+/// Returns the peer's user id and process id; process id 0 if it is in another PID namespace.
 pub(crate) fn peer_credentials(stream: &UnixStream) -> io::Result<(u32, u32)> {
     let peer = nix::sys::socket::getsockopt(stream, nix::sys::socket::sockopt::PeerCredentials)?;
     Ok((peer.uid(), u32::try_from(peer.pid()).unwrap_or(0)))
 }
 
-/// Whether the process at the other end is this user's.
+/// Returns whether `uid` is the user of this process.
 pub(crate) fn is_current_user(uid: u32) -> bool {
     uid == rustix::process::geteuid().as_raw()
 }
 
-/// Larger buffers, as far as the system gives them.
+/// Enlarges the socket's buffers, as far as the system allows.
 pub(crate) fn enlarge_buffers(stream: &UnixStream) {
     let _as_it_is = rustix::net::sockopt::set_socket_send_buffer_size(stream, BUFFER_BYTES);
     let _as_it_is = rustix::net::sockopt::set_socket_recv_buffer_size(stream, BUFFER_BYTES);
 }
 
-/// Waits for one of `flags`, or the end of the connection; false at the deadline.
+/// Waits for one of `flags` or the end of the connection; returns false at the deadline.
 pub(crate) fn wait(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     loop {
         let left = deadline.saturating_duration_since(Instant::now()).min(Duration::from_secs(3600));
@@ -58,12 +61,13 @@ pub(crate) fn wait(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     }
 }
 
-/// As [`wait`], but awake at first.
+/// As [`wait`], but polls for [`SPIN_TIME`] first.
 pub(crate) fn spin_then_wait(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     spin(&fd, flags, deadline.min(Instant::now() + SPIN_TIME)) || wait(fd, flags, deadline)
 }
 
-/// As [`wait`], but looks again and again, unless there is only one core, which the other side needs.
+/// As [`wait`], but polls without sleeping. Returns false at once on a single core, which the peer
+/// needs.
 pub(crate) fn spin(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     static HAS_CORES: LazyLock<bool> = LazyLock::new(|| thread::available_parallelism().is_ok_and(|num| num.get() > 1));
     while *HAS_CORES && Instant::now() < deadline {
@@ -75,7 +79,7 @@ pub(crate) fn spin(fd: impl AsFd, flags: PollFlags, deadline: Instant) -> bool {
     false
 }
 
-/// Sends all of `bytes`, and with its first byte two descriptors.
+/// Sends all of `bytes`, with two descriptors attached to the first byte.
 pub(crate) fn send_with_fds(mut stream: &UnixStream, bytes: &[u8], fds: [BorrowedFd<'_>; 2]) -> io::Result<()> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
     let mut control = SendAncillaryBuffer::new(&mut space);
@@ -84,17 +88,54 @@ pub(crate) fn send_with_fds(mut stream: &UnixStream, bytes: &[u8], fds: [Borrowe
     stream.write_all(&bytes[sent..])
 }
 
-/// What was received and is not a whole message yet.
+/// Bytes to send over a nonblocking stream.
+#[derive(Debug, Default)]
+pub(crate) struct SendBuffer {
+    bytes: Vec<u8>,
+    /// Bytes at the front that were sent.
+    num_sent: usize,
+}
+
+impl SendBuffer {
+    /// Returns the buffer to append to.
+    pub(crate) fn bytes(&mut self) -> &mut Vec<u8> {
+        &mut self.bytes
+    }
+
+    pub(crate) fn num_unsent(&self) -> usize {
+        self.bytes.len() - self.num_sent
+    }
+
+    /// Sends as much as the socket accepts. Err if the peer disconnected.
+    pub(crate) fn flush(&mut self, mut stream: &UnixStream) -> io::Result<()> {
+        while self.num_unsent() > 0 {
+            match stream.write(&self.bytes[self.num_sent..]) {
+                Ok(0) => return Err(IoKind::WriteZero.into()),
+                Ok(num) => self.num_sent += num,
+                Err(error) if error.kind() == IoKind::WouldBlock => break,
+                Err(error) if error.kind() == IoKind::Interrupted => {}
+                Err(error) => return Err(error),
+            }
+        }
+        if self.num_unsent() == 0 || self.num_sent > MAX_SENT_BYTES {
+            self.bytes.drain(..self.num_sent);
+            self.num_sent = 0;
+        }
+        Ok(())
+    }
+}
+
+/// Received bytes that are not consumed yet.
 #[derive(Debug, Default)]
 pub(crate) struct ReceiveBuffer {
-    /// Room, of which `start..end` was received and not taken yet.
+    /// `start..end` holds the bytes not consumed; the rest is spare.
     bytes: Vec<u8>,
     start: usize,
     end: usize,
 }
 
 impl ReceiveBuffer {
-    /// Where the next bytes go.
+    /// Returns the space for the next bytes.
     fn spare(&mut self) -> &mut [u8] {
         if self.start > 0 {
             self.bytes.copy_within(self.start..self.end, 0);
@@ -106,7 +147,7 @@ impl ReceiveBuffer {
         &mut self.bytes[self.end..]
     }
 
-    /// Reads what is there of a stream that does not block. Err: the other side is gone.
+    /// Reads everything available from a nonblocking stream. Err if the peer disconnected.
     pub(crate) fn fill(&mut self, mut stream: &UnixStream) -> io::Result<()> {
         let spare = self.spare();
         let num_bytes = spare.len();
@@ -121,7 +162,7 @@ impl ReceiveBuffer {
         }
     }
 
-    /// Reads once, and returns the descriptors that came with it.
+    /// Reads once and returns the descriptors received.
     pub(crate) fn fill_with_fds(&mut self, stream: &UnixStream) -> io::Result<Vec<OwnedFd>> {
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
@@ -138,7 +179,7 @@ impl ReceiveBuffer {
         Ok(rights.flatten().collect())
     }
 
-    /// The next whole message. Err: one longer than `max_bytes`.
+    /// Returns the next whole message. Err if it is longer than `max_bytes`.
     pub(crate) fn next(&mut self, max_bytes: usize) -> io::Result<Option<&[u8]>> {
         let received = &self.bytes[self.start..self.end];
         let Some((length, rest)) = received.split_first_chunk::<LENGTH_BYTES>() else { return Ok(None) };

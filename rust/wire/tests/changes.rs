@@ -133,8 +133,9 @@ impl World {
         let server = self.server.take().expect("one");
         server.close(LONG);
         drop(server);
-        let is_gone = |engine: &Engine| engine.remote.take_events().iter().any(|event| event.contains("is gone"));
-        self.engines.iter().for_each(|engine| until("gone", || is_gone(engine)));
+        let is_lost =
+            |engine: &Engine| engine.remote.take_events().iter().any(|event| event.contains("lost the connection"));
+        self.engines.iter().for_each(|engine| until("gone", || is_lost(engine)));
         self.server = Some(Server::open(Self::config(&self.dir)).expect("a server"));
         self.engines.iter().for_each(|engine| until("found", || engine.remote.renew()));
     }

@@ -49,7 +49,7 @@ fn a_server_that_began_anew_has_another_arena_and_is_used_from_renew_on() {
     assert_eq!((engine.poll(lease), engine.frames(lease).len()), (Progress::default(), 0));
     let config = ServerConfig { host_bytes: 32 * FRAME, ..with_disk(dir.path()) };
     let _server = Server::open(config).expect("a server");
-    until("found", || engine.take_events().iter().any(|event| event.ends_with("answers; it is used from now on")));
+    until("found", || engine.take_events().iter().any(|event| event.starts_with("connected to the kvloft server")));
     assert_eq!((engine.arena(), found(&engine, &chain)), (before.clone(), 0), "not before renew");
     assert!(engine.renew() && !engine.renew());
     let after = engine.arena().expect("an arena");

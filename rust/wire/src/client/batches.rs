@@ -5,22 +5,23 @@ use kvloft_core::store::{Prefix, ToSave};
 
 use crate::protocol::{Answer, Keys, MAX_KEYS, SentRange};
 
-/// Keys in a message, where there are more: the server begins with the first while the next is made.
+/// Maximum number of keys in a message with several items: the server handles one message while the
+/// client encodes the next.
 const KEYS_PER_MESSAGE: usize = 1024;
 
-/// As much of a prefix as a server takes.
+/// Truncates a prefix to the number of keys that a server accepts.
 pub(crate) fn clamp_prefix<'a>(prefix: &Prefix<'a>) -> Prefix<'a> {
     Prefix { keys: &prefix.keys[..prefix.keys.len().min(MAX_KEYS)], ..*prefix }
 }
 
-/// None where there are more keys than a server takes.
+/// Returns the range to send; None if it has more keys than a server accepts.
 pub(crate) fn sent_range<'a>(asked: &ToSave<'a>, per_chunk: u32) -> Result<Option<SentRange<'a>>> {
     let ToSave { prefix, range, is_attached } = *asked;
     range.check(&prefix, per_chunk)?;
-    // The parent of the first chunk is the last that has to be known of what comes before.
+    // Of the keys before the range only the parent of the first chunk is needed.
     let first = (range.start * per_chunk).saturating_sub(1);
     let end = (range.stop * per_chunk + range.tail_blocks) as usize;
-    // Of what is kept alone, the key of what it is kept beside may come behind the range's.
+    // The key that an attached chunk belongs to may follow the range.
     let end = if is_attached { prefix.keys.len().min(end + 1) } else { end };
     let keys = Keys::Own(&prefix.keys[(first as usize).min(end)..end]);
     Ok((end <= MAX_KEYS).then_some(SentRange { root: prefix.root, first, keys, range, is_attached }))
@@ -30,7 +31,7 @@ pub(crate) fn sent_range<'a>(asked: &ToSave<'a>, per_chunk: u32) -> Result<Optio
 pub(crate) fn split_batches<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> Vec<&[T]> {
     let (mut parts, mut start, mut total) = (Vec::new(), 0, 0);
     for (at, one) in asked.iter().enumerate() {
-        let num = num_keys(one) + 1; // what has no key is something, too
+        let num = num_keys(one) + 1; // an item without keys counts, too
         if at > start && total + num > KEYS_PER_MESSAGE {
             parts.push(&asked[start..at]);
             (start, total) = (at, 0);
@@ -41,7 +42,7 @@ pub(crate) fn split_batches<T>(asked: &[T], num_keys: impl Fn(&T) -> usize) -> V
     parts
 }
 
-/// One answer for each of what was asked in messages: None where theirs is missing.
+/// Returns one answer for each item of each message; None for every item of a message without one.
 pub(crate) fn join_answers<Q, T>(
     parts: &[&[Q]],
     answers: Vec<Option<Answer>>,

@@ -3,16 +3,16 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Least time that a reservation or commit waits for its answer, however short the deadline of lookups is: a request waits for a
-/// lookup, but a save that is dropped is lost.
+/// Shortest deadline of reservations and commits: a request waits for a lookup, but a save without an
+/// answer is lost.
 const MIN_SAVE_DEADLINE: Duration = Duration::from_millis(100);
 
-/// What is asked for of a server.
+/// Settings of a client.
 #[derive(Debug, Clone)]
 pub struct ClientConfig {
-    /// Where it listens.
+    /// Path of the server's socket.
     pub socket: PathBuf,
-    /// Longest wait of a call.
+    /// Longest wait for the answer of a call.
     pub deadline: Duration,
     /// As in `StoreConfig`.
     pub namespace: [u8; 32],
@@ -25,7 +25,7 @@ pub struct ClientConfig {
 }
 
 impl ClientConfig {
-    /// Longest wait of a reservation or commit.
+    /// Returns the longest wait for the answer of a reservation or commit.
     pub(crate) fn save_deadline(&self) -> Duration {
         self.deadline.max(MIN_SAVE_DEADLINE)
     }

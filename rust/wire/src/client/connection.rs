@@ -1,10 +1,11 @@
-//! One connection to a server, as the client has it: asks with a deadline, and never waits for an answer twice.
+//! The client's end of a connection: sends requests and waits for answers until a deadline.
 //!
-//! Answers come in the order of requests. While one is overdue nothing that can be a miss is asked, so that a server that stands
-//! still costs one deadline; what must not be lost is still sent, as far as there is room. A late answer is taken in when it comes.
+//! Answers arrive in the order of their requests. While an answer is overdue, lookups return misses
+//! without a request, so a stopped server costs one deadline and not one per call. Commits, aborts
+//! and clears are still sent. A late answer is processed when it arrives.
 
 use std::collections::VecDeque;
-use std::io::{self, ErrorKind as IoKind, Write};
+use std::io::{self, ErrorKind as IoKind};
 use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -17,32 +18,31 @@ use rustix::event::PollFlags;
 
 use crate::protocol::prefix_cache::{PrefixCache, anchor_ends};
 use crate::protocol::{Answer, Keys, MAX_MESSAGE, Request, SentAnchors, SentPrefixes};
-use crate::socket::{ReceiveBuffer, enlarge_buffers, is_current_user, peer_credentials, spin_then_wait, wait};
+use crate::socket::{
+    ReceiveBuffer, SendBuffer, enlarge_buffers, is_current_user, peer_credentials, spin_then_wait, wait,
+};
 
-/// Most bytes that wait for a server that does not read when another request is made.
+/// A connection with more unsent bytes than this is closed at the next request.
 const MAX_UNSENT: usize = 8 << 20;
-/// Sent bytes that are left at the front until the rest is sent.
-const SPARE_BYTES: usize = 1 << 20;
 
 #[derive(Debug)]
 pub(crate) struct Connection {
     pub(crate) stream: Arc<UnixStream>,
     received: ReceiveBuffer,
-    /// Of it, bytes before `sent` are sent.
-    out: Vec<u8>,
-    sent: usize,
+    unsent: SendBuffer,
     next_number: u32,
-    /// Numbers of requests that have no answer yet.
+    /// Numbers of the requests without an answer so far.
     unanswered: VecDeque<u32>,
-    /// The prefix that the server knows.
+    /// The keys that the server has of the last long prefix.
     pub(crate) prefix_cache: PrefixCache,
     is_closed: bool,
-    /// A save has waited in vain, and nothing was answered since: the next ones do not wait.
+    /// A save waited until its deadline and no answer has arrived since: later saves do not wait.
     is_unresponsive: bool,
 }
 
 impl Connection {
-    /// `Io` if no server listens, `InvalidConfig` for a socket that another user's process has.
+    /// Connects to the server at `path`. `Io` if no server listens, `InvalidConfig` if the server is
+    /// another user's.
     pub(crate) fn connect(path: &Path) -> Result<Self> {
         let fail = |error| Error::io(format!("no kvloft server answers at {}", path.display()), error);
         let stream = UnixStream::connect(path).map_err(fail)?;
@@ -56,8 +56,7 @@ impl Connection {
         Ok(Self {
             stream: Arc::new(stream),
             received: ReceiveBuffer::default(),
-            out: Vec::new(),
-            sent: 0,
+            unsent: SendBuffer::default(),
             next_number: 0,
             unanswered: VecDeque::new(),
             prefix_cache: PrefixCache::default(),
@@ -66,7 +65,8 @@ impl Connection {
         })
     }
 
-    /// The first request, and the descriptors that come with its answer. `InvalidConfig`: the server refused, in its own words.
+    /// Sends the first request; returns its answer and the descriptors received with it.
+    /// `InvalidConfig`, with the server's reason, if the server refuses.
     pub(crate) fn open(&mut self, request: &Request<'_>, timeout: Duration) -> Result<(Answer, Vec<OwnedFd>)> {
         let deadline = Instant::now() + timeout;
         let fail = |error| Error::io("the kvloft server does not answer", error);
@@ -74,9 +74,8 @@ impl Connection {
         self.enqueue(request);
         let mut found = Vec::new();
         loop {
-            let sent = self.flush(); // one who refuses may be gone already, but has said why
-            let out = if self.unsent() > 0 { PollFlags::OUT } else { PollFlags::empty() };
-            if !wait(&*self.stream, PollFlags::IN | out, deadline) {
+            let sent = self.unsent.flush(&self.stream); // read the reason of a refusal before an error
+            if !wait(&*self.stream, self.poll_flags(), deadline) {
                 return Err(late());
             }
             match self.received.fill_with_fds(&self.stream) {
@@ -109,20 +108,21 @@ impl Connection {
         let _gone = self.stream.shutdown(std::net::Shutdown::Both);
     }
 
-    /// Whether some answer is overdue. Takes in what has come.
+    /// Returns whether an answer is overdue, after processing every answer received.
     pub(crate) fn is_overdue(&mut self) -> bool {
         if !self.unanswered.is_empty() {
-            let _late = self.exchange(None, Instant::now());
+            let _none = self.exchange(None, Instant::now());
         }
         self.is_closed || !self.unanswered.is_empty()
     }
 
-    /// Asks, unless an answer is overdue. None: a miss.
+    /// Sends a request and waits for its answer. None, a miss, at the deadline or if an earlier
+    /// answer is overdue.
     pub(crate) fn call(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
         if self.is_overdue() { None } else { self.call_always(request, deadline) }
     }
 
-    /// Asks in any case, and waits unless an answer is overdue already.
+    /// Sends a request even if an earlier answer is overdue; in that case it does not wait.
     pub(crate) fn call_always(&mut self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
         let is_overdue = self.is_overdue();
         if self.is_closed {
@@ -132,30 +132,30 @@ impl Connection {
         self.exchange(Some(number), if is_overdue { Instant::now() } else { deadline })
     }
 
-    /// Asks all of them at once, unless an answer is overdue. None: a miss.
+    /// Sends several requests and waits for their answers. None, a miss, for each answer that does
+    /// not arrive in time, and for all if an earlier answer is overdue.
     pub(crate) fn call_all(&mut self, requests: &[Request<'_>], deadline: Instant) -> Vec<Option<Answer>> {
         if self.is_overdue() {
             return requests.iter().map(|_| None).collect();
         }
         let (mut numbers, mut answers) = (Vec::with_capacity(requests.len()), Vec::with_capacity(requests.len()));
         for request in requests {
-            while self.unsent() > MAX_UNSENT / 2 && answers.len() < numbers.len() {
-                answers.push(self.exchange(Some(numbers[answers.len()]), deadline)); // the server has all the time that there is
+            while self.unsent.num_unsent() > MAX_UNSENT / 2 && answers.len() < numbers.len() {
+                answers.push(self.exchange(Some(numbers[answers.len()]), deadline));
             }
             numbers.push(self.enqueue(request));
-            let sent = self.flush(); // the server begins with it while the next is written
-            self.close_on_error(&sent);
+            self.flush(); // the server works on this request while the next one is encoded
         }
         let rest = &numbers[answers.len()..];
         answers.extend(rest.iter().map(|number| self.exchange(Some(*number), deadline)));
         answers
     }
 
-    /// Waits until no answer is overdue; whether that is so. Does not wait for a server that has been silent since the last time.
+    /// Waits until no answer is overdue; returns false at the deadline. Does not wait for an
+    /// unresponsive server.
     pub(crate) fn wait_for_overdue(&mut self, deadline: Instant) -> bool {
         while self.is_overdue() && !self.is_closed {
-            let out = if self.unsent() > 0 { PollFlags::OUT } else { PollFlags::empty() };
-            if self.is_unresponsive || !spin_then_wait(&*self.stream, PollFlags::IN | out, deadline) {
+            if self.is_unresponsive || !spin_then_wait(&*self.stream, self.poll_flags(), deadline) {
                 self.is_unresponsive = true;
                 return false;
             }
@@ -163,7 +163,7 @@ impl Connection {
         !self.is_closed
     }
 
-    /// As [`Self::call_all`], but overdue answers are waited for, too.
+    /// As [`Self::call_all`], but waits for overdue answers first.
     pub(crate) fn call_for_saves(&mut self, requests: &[Request<'_>], deadline: Instant) -> Vec<Option<Answer>> {
         if !self.wait_for_overdue(deadline) {
             return Vec::new();
@@ -173,17 +173,17 @@ impl Connection {
         answers
     }
 
-    /// Sends what has no answer.
+    /// Sends a request that has no answer.
     pub(crate) fn send(&mut self, request: &Request<'_>) {
         if !self.is_closed {
             self.enqueue(request);
-            let sent = self.flush();
-            self.close_on_error(&sent);
+            self.flush();
         }
     }
 
-    /// Leaves as much of a prefix as can be stored. Of a long one that the server does not know, its anchors say how much that is;
-    /// without an answer the next question is a miss.
+    /// Truncates a long prefix to the part that may be stored, using one request with its anchors.
+    /// Does nothing for a short prefix, or for one the server has the keys of. If the request gets no
+    /// answer, the next lookup is a miss.
     pub(crate) fn trim_prefix(&mut self, prefix: &mut Prefix<'_>, per_chunk: u32, deadline: Instant) {
         if !self.prefix_cache.needs_anchors(prefix.keys) {
             return;
@@ -201,7 +201,8 @@ impl Connection {
         }
     }
 
-    /// Prefixes without what the server knows of the first one. They must be sent.
+    /// Returns prefixes to send, without the keys of the first one that the server has. The caller
+    /// must send them.
     pub(crate) fn prefixes<'a>(&mut self, prefixes: &[Prefix<'a>]) -> SentPrefixes<'a> {
         let mut all: Vec<_> = prefixes.iter().map(|prefix| (prefix.root, prefix.keys)).collect();
         let num_same = all.first_mut().map_or(0, |(_, keys)| self.strip_cached(keys));
@@ -209,7 +210,8 @@ impl Connection {
         SentPrefixes { num_same, all: all.into_iter().map(|(root, keys)| (root, Keys::Own(keys))).collect() }
     }
 
-    /// Takes off what the server knows, and notes that it knows the whole: not of a single key, which is something attached.
+    /// Removes the keys that the server has and adds the rest to the cache; returns the number removed.
+    /// Skips a single key, which is an attached chunk.
     fn strip_cached(&mut self, keys: &mut &[ChunkKey]) -> usize {
         if keys.len() < 2 {
             return 0;
@@ -220,16 +222,16 @@ impl Connection {
         num_same
     }
 
-    fn unsent(&self) -> usize {
-        self.out.len() - self.sent
+    fn poll_flags(&self) -> PollFlags {
+        if self.unsent.num_unsent() > 0 { PollFlags::IN | PollFlags::OUT } else { PollFlags::IN }
     }
 
     fn enqueue(&mut self, request: &Request<'_>) -> u32 {
-        if self.unsent() > MAX_UNSENT {
+        if self.unsent.num_unsent() > MAX_UNSENT {
             self.close();
         }
         self.next_number = self.next_number.wrapping_add(1);
-        request.encode(self.next_number, &mut self.out);
+        request.encode(self.next_number, self.unsent.bytes());
         if !request.is_one_way() {
             self.unanswered.push_back(self.next_number);
         }
@@ -242,38 +244,24 @@ impl Connection {
         }
     }
 
-    fn flush(&mut self) -> io::Result<()> {
-        while self.sent < self.out.len() {
-            match (&*self.stream).write(&self.out[self.sent..]) {
-                Ok(0) => return Err(IoKind::WriteZero.into()),
-                Ok(num) => self.sent += num,
-                Err(error) if error.kind() == IoKind::WouldBlock => break,
-                Err(error) if error.kind() == IoKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
-        }
-        if self.sent == self.out.len() || self.sent > SPARE_BYTES {
-            self.out.drain(..self.sent);
-            self.sent = 0;
-        }
-        Ok(())
+    fn flush(&mut self) {
+        let sent = self.unsent.flush(&self.stream);
+        self.close_on_error(&sent);
     }
 
-    /// Sends and receives until the answer to `wanted` is there, or the deadline.
+    /// Sends and receives until the answer to `wanted` arrives, or until the deadline.
     fn exchange(&mut self, wanted: Option<u32>, deadline: Instant) -> Option<Answer> {
         let mut must_wait = wanted.is_some();
         loop {
-            let sent = self.flush();
-            self.close_on_error(&sent);
+            self.flush();
             if let Some(answer) = self.take_answer(wanted) {
-                return Some(answer); // it came with the one before
+                return Some(answer); // it was received together with an earlier answer
             }
-            let out = if self.unsent() > 0 { PollFlags::OUT } else { PollFlags::empty() };
-            if self.is_closed || (must_wait && !spin_then_wait(&*self.stream, PollFlags::IN | out, deadline)) {
+            if self.is_closed || (must_wait && !spin_then_wait(&*self.stream, self.poll_flags(), deadline)) {
                 return None;
             }
             let filled = self.received.fill(&self.stream);
-            // What came before the end still counts.
+            // Answers received before the peer disconnected still count.
             let answer = self.take_answer(wanted);
             self.close_on_error(&filled);
             if answer.is_some() || wanted.is_none() {
@@ -283,7 +271,8 @@ impl Connection {
         }
     }
 
-    /// Takes in every whole answer as far as the one that is wanted. What a late one reserved is given back.
+    /// Processes received answers up to the answer to `wanted`, and returns that. Aborts the
+    /// reservations in late answers.
     fn take_answer(&mut self, wanted: Option<u32>) -> Option<Answer> {
         loop {
             let next = self.received.next(MAX_MESSAGE).map(|bytes| bytes.map(Answer::decode));

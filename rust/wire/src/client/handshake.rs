@@ -1,4 +1,4 @@
-//! A server that said welcome, and the arena that came with that. It must not know what is asked of it.
+//! Opens a connection to a server: hello, welcome, and the descriptors of the arena and lifeline.
 
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::time::Duration;
@@ -10,20 +10,21 @@ use crate::client::config::ClientConfig;
 use crate::client::connection::Connection;
 use crate::protocol::{Answer, Hello, Request, VERSION};
 
-/// Longest wait for a server that opens its disk.
+/// Longest wait for a welcome: the server may have to open its disk first.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A server that said welcome.
+/// A connection that a server has accepted.
 #[derive(Debug)]
 pub(crate) struct NewConnection {
     pub(crate) connection: Connection,
     pub(crate) arena: ArenaInfo,
-    /// Keep the paths in `arena` valid: the arena and the lifeline.
+    /// The arena and the lifeline; they keep the paths in `arena` valid.
     pub(crate) fds: [OwnedFd; 2],
 }
 
 impl NewConnection {
-    /// `Io` if there is none, `Busy` if it refuses this engine for now, `InvalidConfig` for a socket of another user's process.
+    /// Connects. `Io` if no server answers, `Busy` if the server refuses this engine, `InvalidConfig`
+    /// if the server is another user's.
     pub(crate) fn open(config: &ClientConfig) -> Result<Self> {
         let mut connection = Connection::connect(&config.socket)?;
         let hello = Hello {
@@ -34,12 +35,12 @@ impl NewConnection {
             description: config.description.clone(),
         };
         let refused = |error: Error| match error.kind() {
-            ErrorKind::InvalidConfig => Error::new(ErrorKind::Busy, error.to_string()), // another server may accept it
+            ErrorKind::InvalidConfig => Error::new(ErrorKind::Busy, error.to_string()), // the server may accept the engine later
             _ => error,
         };
         let (answer, fds) = connection.open(&Request::Hello(hello), HELLO_TIMEOUT).map_err(refused)?;
         let (Answer::Welcome(num_frames), Ok(fds)) = (answer, <[OwnedFd; 2]>::try_from(fds)) else {
-            return Err(Error::new(ErrorKind::Io, "the kvloft server answered something else"));
+            return Err(Error::new(ErrorKind::Io, "the kvloft server sent an unexpected response"));
         };
         let [(path, id), (lifeline_path, lifeline_id)] = [path_and_inode(&fds[0])?, path_and_inode(&fds[1])?];
         let lifeline = Some(LifelineInfo { path: lifeline_path, id: lifeline_id });
@@ -48,8 +49,8 @@ impl NewConnection {
     }
 }
 
-/// Where another process of this user opens `fd`, and its inode.
+/// Returns the path at which another process of this user can open `fd`, and its inode.
 fn path_and_inode(fd: &OwnedFd) -> Result<(String, u64)> {
-    let stat = rustix::fs::fstat(fd).map_err(|error| Error::io("the arena cannot be inspected", error.into()))?;
+    let stat = rustix::fs::fstat(fd).map_err(|error| Error::io("cannot inspect the arena", error.into()))?;
     Ok((format!("/proc/{}/fd/{}", std::process::id(), fd.as_raw_fd()), stat.st_ino))
 }

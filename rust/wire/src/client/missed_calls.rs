@@ -1,54 +1,51 @@
-//! Calls that got no answer before the deadline: how many, and when a person is logged. It must not know what was asked.
+//! Counts calls without an answer before their deadline, and decides when to log them.
 
 use std::time::{Duration, Instant};
 
-/// Between two lines about it.
+/// Least time between two log lines.
 const LOG_INTERVAL: Duration = Duration::from_secs(60);
 
-/// Counts them, and the chunks that were not saved for it. The first is logged at once, then at most once a minute how many more
-/// there were.
+/// Counters of missed calls and of the chunks not saved because of them. The first missed call is
+/// logged at once, later ones as a sum once per [`LOG_INTERVAL`].
 #[derive(Debug, Default)]
 pub(crate) struct MissedCalls {
     num: u64,
     num_chunks: u64,
     num_logged: u64,
     num_chunks_logged: u64,
-    logged: Option<Instant>,
-    /// Calls and chunks of which the server knows.
+    last_logged: Option<Instant>,
+    /// Calls and chunks that the server has counted.
     reported: [u64; 2],
 }
 
 impl MissedCalls {
-    /// One call more.
     pub(crate) fn add_call(&mut self) {
         self.num += 1;
     }
 
-    /// So many chunks more have no frame, for their reservation got no answer.
+    /// Adds chunks that have no frame because their reservation got no answer.
     pub(crate) fn add_unsaved_chunks(&mut self, num: u64) {
         self.num_chunks += num;
     }
 
-    /// Calls so far.
     pub(crate) fn num(&self) -> u64 {
         self.num
     }
 
-    /// Chunks so far.
     pub(crate) fn num_chunks(&self) -> u64 {
         self.num_chunks
     }
 
-    /// Calls and chunks since the last time, for the server, which cannot count them.
+    /// Returns calls and chunks since the last call of this function, for the server's counters.
     pub(crate) fn take_new(&mut self) -> [u64; 2] {
         let reported = std::mem::replace(&mut self.reported, [self.num, self.num_chunks]);
         [self.num - reported[0], self.num_chunks - reported[1]]
     }
 
-    /// The line that is due, if there is one; it is logged with that. `at` says where the server is.
-    pub(crate) fn log_line(&mut self, now: Instant, at: &str, deadline: Duration) -> Option<String> {
+    /// Returns the line to log now, if any, and marks it as logged.
+    pub(crate) fn log_line(&mut self, now: Instant, server: &str, deadline: Duration) -> Option<String> {
         let num_new = self.num - self.num_logged;
-        if num_new == 0 || self.logged.is_some_and(|logged| now.duration_since(logged) < LOG_INTERVAL) {
+        if num_new == 0 || self.last_logged.is_some_and(|logged| now.duration_since(logged) < LOG_INTERVAL) {
             return None;
         }
         let more = if self.num_logged > 0 { " more" } else { "" };
@@ -59,9 +56,9 @@ impl MissedCalls {
             1 => "; 1 chunk was not saved".to_owned(),
             _ => format!("; {num_chunks} chunks were not saved"),
         };
-        (self.num_logged, self.num_chunks_logged, self.logged) = (self.num, self.num_chunks, Some(now));
+        (self.num_logged, self.num_chunks_logged, self.last_logged) = (self.num, self.num_chunks, Some(now));
         Some(format!(
-            "{num_new}{more} {calls} got no answer from {at} within {deadline:?} (server_timeout) and {were}{lost}"
+            "{num_new}{more} {calls} got no answer from {server} within {deadline:?} (server_timeout) and {were}{lost}"
         ))
     }
 }
@@ -76,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_is_told_at_once_and_the_others_once_a_minute() {
+    fn first_missed_call_is_logged_at_once_and_later_ones_once_a_minute() {
         let (mut missed, begin) = (MissedCalls::default(), Instant::now());
         let after = |seconds| begin + Duration::from_secs(seconds);
         assert_eq!(logged(&mut missed, begin), None);

@@ -1,17 +1,19 @@
-//! The client: a store that is another process. `session` makes it a `Session`.
+//! The client of a server's store; `session` implements `Session` for it.
 //!
-//! Each call ends at its deadline. Without an answer in time, or a server at all, it is a miss. A thread connects again; what it
-//! finds is used from the next `renew` on, so that no plan names frames of two arenas. A clear that the server has not confirmed
-//! is sent again before anything is asked of the next one: else the disk could bring back what is wrong by now.
+//! Each call ends at its deadline; without an answer by then, or without a connection, it is a miss. A
+//! background thread reconnects. A clear that the server has not confirmed is sent again first on the
+//! next connection: otherwise the disk could bring back chunks that must not be used.
 
 pub(crate) mod admin;
 mod batches;
+mod change_feed;
 pub(crate) mod config;
 mod connection;
 mod handshake;
 mod missed_calls;
 mod reconnect;
 mod session;
+mod state;
 
 use std::sync::{Arc, MutexGuard};
 use std::thread::JoinHandle;
@@ -24,11 +26,12 @@ use crate::client::batches::{clamp_prefix, join_answers, split_batches};
 use crate::client::config::ClientConfig;
 use crate::client::connection::Connection;
 use crate::client::handshake::NewConnection;
-use crate::client::reconnect::{ClientInner, ClientState, ConnectFailures};
+use crate::client::reconnect::ConnectFailures;
+use crate::client::state::{ClientInner, ClientState};
 use crate::protocol::{Answer, Request};
 use crate::threads::spawn;
 
-/// The store of a server.
+/// A client of a server's store.
 #[derive(Debug)]
 pub struct Client {
     pub(crate) inner: Arc<ClientInner>,
@@ -36,15 +39,16 @@ pub struct Client {
 }
 
 impl Client {
-    /// Connects, or retries in the background: until then, everything is a miss. `InvalidConfig` for a socket of another user's
-    /// process; a server that refuses, being full or of another version, may accept the engine later.
+    /// Connects to the server, or retries in the background; every lookup is a miss until then. A
+    /// server that refuses, for example at its connection limit, may accept the engine later.
+    /// `InvalidConfig` if the server is another user's.
     pub fn open(config: ClientConfig) -> Result<Self> {
         let inner = Arc::new(ClientInner::new(config));
         let mut failures = ConnectFailures::default();
         match NewConnection::open(&inner.config) {
-            Ok(found) => inner.state().adopt(found, inner.deadline()),
+            Ok(new) => inner.state().adopt(new, inner.deadline()),
             Err(error) if error.kind() == ErrorKind::InvalidConfig => return Err(error),
-            Err(error) => failures.line(&error).into_iter().for_each(|line| inner.state().log(line)),
+            Err(error) => failures.log_line(&error).into_iter().for_each(|line| inner.state().log(line)),
         }
         let own = Arc::clone(&inner);
         let connect = move || {
@@ -56,7 +60,7 @@ impl Client {
         Ok(Self { inner, thread })
     }
 
-    /// Has the thread look at once.
+    /// Wakes the background thread.
     pub(crate) fn wake(&self) {
         self.thread.thread().unpark();
     }
@@ -65,14 +69,14 @@ impl Client {
         self.inner.state()
     }
 
-    /// Whether a clear is still to be heard; takes in that it was.
+    /// Returns whether a clear is still unconfirmed, after processing its answer if that has arrived.
     pub(crate) fn is_clear_pending(&self) -> bool {
         let deadline = self.inner.deadline();
         let mut state = self.state();
-        if let Some(found) = state.next.take() {
-            state.adopt(found, deadline);
+        if let Some(new) = state.next.take() {
+            state.adopt(new, deadline);
         }
-        let _heard = state.live_connection();
+        let _updated = state.live_connection();
         state.is_clear_pending
     }
 
@@ -81,7 +85,8 @@ impl Client {
         self.state().call(deadline, |connection| connection.call(request, deadline))
     }
 
-    /// Asks all that is made, at once; no answers where an answer is overdue.
+    /// Sends the requests that `make` returns and waits for their answers. Empty if an earlier answer
+    /// is overdue.
     pub(crate) fn call_all<'a>(&self, make: impl FnOnce(&mut Connection) -> Vec<Request<'a>>) -> Vec<Option<Answer>> {
         let deadline = self.inner.deadline();
         let mut state = self.state();
@@ -97,7 +102,7 @@ impl Client {
         answers
     }
 
-    /// None: no answer.
+    /// Looks prefixes up in messages of bounded size. None for each prefix without an answer.
     pub(crate) fn lookup_batches(&self, prefixes: &[Prefix<'_>], is_again: bool) -> Vec<Option<Lookup>> {
         let mut prefixes: Vec<_> = prefixes.iter().map(clamp_prefix).collect();
         self.state().trim_prefix(&mut prefixes, &self.inner);
@@ -108,7 +113,8 @@ impl Client {
         join_answers(&parts, answers, found).collect()
     }
 
-    /// Reservations, with a deadline of their own. Fewer answers than requests, or None among them: no answer came in time.
+    /// Sends reservations, with the deadline of saves. Fewer answers than requests, or None among
+    /// them, if no answer arrives in time.
     pub(crate) fn call_for_saves(&self, requests: &[Request<'_>]) -> Vec<Option<Answer>> {
         let deadline = self.inner.save_deadline();
         let mut state = self.state();
@@ -125,7 +131,7 @@ impl Client {
         answers
     }
 
-    /// What has to be heard in any case.
+    /// Sends a request even if an earlier answer is overdue.
     pub(crate) fn call_always(&self, request: &Request<'_>, deadline: Instant) -> Option<Answer> {
         self.state().call(deadline, |connection| connection.call_always(request, deadline))
     }

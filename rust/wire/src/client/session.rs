@@ -1,4 +1,4 @@
-//! What an engine asks of a server's store: each call of a `Session`, as questions to it. It must not know how the connection stands.
+//! Implements `Session` with requests to a server. Must not depend on the state of the connection.
 
 use std::borrow::Cow;
 use std::time::{Duration, Instant};
@@ -9,11 +9,11 @@ use kvloft_core::{ChunkKey, Result};
 
 use crate::client::Client;
 use crate::client::batches::{clamp_prefix, join_answers, sent_range, split_batches};
-use crate::client::reconnect::ClientState;
+use crate::client::state::ClientState;
 use crate::protocol::{Answer, Keys, MAX_KEYS, MAX_PREFIXES, Request};
 
-/// Between two looks of a flush.
-const SETTLE_EVERY: Duration = Duration::from_millis(20);
+/// Time between two checks of a flush or close.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 impl Session for Client {
     fn arena(&self) -> Option<ArenaInfo> {
@@ -23,17 +23,17 @@ impl Session for Client {
     fn renew(&self) -> bool {
         let deadline = self.inner.deadline();
         let mut state = self.state();
-        let Some(found) = state.next.take() else { return false };
-        state.adopt(found, deadline);
+        let Some(new) = state.next.take() else { return false };
+        state.adopt(new, deadline);
         true
     }
 
     fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
-        let is_again = self.state().is_repeat(prefixes);
+        let is_again = self.state().is_save_lookup(prefixes);
         let found = self.lookup_batches(prefixes, is_again);
         let has_lost = |state: &mut ClientState| {
             let (first, connection) = (found.first()?.as_ref()?, state.connection.as_mut()?);
-            // A single key is something attached, which has nothing to do with the prefix that is known.
+            // A single key is an attached chunk, which is not part of the cached prefix.
             let is_known = prefixes.first()?.keys.len() > 1;
             Some(is_known && connection.prefix_cache.reset_if_lost(first.stored_blocks))
         };
@@ -60,7 +60,7 @@ impl Session for Client {
             let sent = connection.prefixes(&prefixes);
             let answer = connection.call(&Request::Acquire(id.0, sent), deadline);
             if answer.is_none() {
-                connection.send(&Request::Release(id.0)); // for when the server goes on
+                connection.send(&Request::Release(id.0)); // in case the server handles the request later
             }
             answer
         });
@@ -153,7 +153,9 @@ impl Session for Client {
         let mut state = self.state();
         state.send_clear(deadline);
         if state.is_clear_pending {
-            state.log("the kvloft server has not cleared yet; until it has, requests are computed".to_owned());
+            state.log(
+                "the kvloft server has not confirmed the clear; running without the cache until it does".to_owned(),
+            );
         }
     }
 
@@ -175,7 +177,7 @@ impl Session for Client {
 
     fn limit_frames(&self, num_frames: u32) {
         let mut state = self.state();
-        state.limit = Some(num_frames);
+        state.frame_limit = Some(num_frames);
         state.send(&Request::LimitFrames(num_frames));
     }
 
@@ -194,10 +196,10 @@ impl Session for Client {
         let mut state = self.state();
         let sent = state.change_feed.request(asked, limit);
         let answer = state.call(deadline, |connection| connection.call(&Request::Changes(sent?), deadline));
-        let told = if let Some(Answer::Changes(told)) = answer { Some(told) } else { None };
-        let is_there =
+        let changes = if let Some(Answer::Changes(changes)) = answer { Some(changes) } else { None };
+        let is_connected =
             !state.is_clear_pending && state.connection.as_ref().is_some_and(|connection| !connection.is_closed());
-        state.change_feed.apply(asked, told, is_there)
+        state.change_feed.apply(asked, changes, is_connected)
     }
 
     fn flush(&self, timeout: Duration) -> bool {
@@ -206,7 +208,7 @@ impl Session for Client {
             match self.call(&Request::IsSettled) {
                 Some(Answer::Count(1)) => return true,
                 _ if end.is_some_and(|end| Instant::now() >= end) => return false,
-                _ => std::thread::sleep(SETTLE_EVERY),
+                _ => std::thread::sleep(POLL_INTERVAL),
             }
         }
     }
@@ -215,11 +217,11 @@ impl Session for Client {
         self.state().is_save_late
     }
 
-    /// The server goes on with what it has: nothing has to be waited for but a clear that it has not heard yet.
+    /// Waits for a pending clear only: the server keeps running and writes its chunks to disk.
     fn close(&self, timeout: Duration) {
         let end = Instant::now().checked_add(timeout);
         while self.is_clear_pending() && end.is_none_or(|end| Instant::now() < end) {
-            std::thread::sleep(SETTLE_EVERY);
+            std::thread::sleep(POLL_INTERVAL);
         }
         let mut state = self.state();
         state.is_closed = true;

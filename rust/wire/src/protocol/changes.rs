@@ -5,8 +5,6 @@
 //! in, and a connection that ends takes its listener with it: then the next answer says that whatever was told may be wrong. A
 //! server that pauses for a moment is not believed to be gone. It must not know sockets.
 
-use std::time::{Duration, Instant};
-
 use kvloft_core::ChunkKey;
 use kvloft_core::store::{Changes, Listener, Store, Tiers};
 
@@ -15,9 +13,6 @@ use crate::protocol::prefixes::Keys;
 
 /// Most keys that wait for a listener, that are asked for at once, and that are told beside those.
 pub const MAX_CHANGES: u32 = 1 << 16;
-
-/// How long a server that does not answer is believed to have what it had.
-const PATIENCE: Duration = Duration::from_secs(1);
 
 /// What is asked of chunks that come and go.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -67,53 +62,6 @@ pub(crate) fn changes(from: &mut Reader<'_>) -> Option<Changes> {
     let lost = from.flag()?;
     let rows = from.list(33, |from| Some((from.chunk_key()?, Tiers::of_bits(from.u8()?)?)))?;
     Some(Changes { rows, lost })
-}
-
-/// What an engine hears, from one connection to the next.
-#[derive(Debug, Default)]
-pub(crate) struct ChangeFeed {
-    /// As of `Session::watch`.
-    pub(crate) capacity: u32,
-    last: FeedState,
-}
-
-/// What became of the last question.
-#[derive(Debug, Default, Clone, Copy, PartialEq)]
-enum FeedState {
-    Answered,
-    /// It, and those before it since then, had no answer in time.
-    Late(Instant),
-    /// Nothing that was told is there.
-    #[default]
-    Gone,
-}
-
-impl ChangeFeed {
-    /// None where there are more keys than may be asked for.
-    pub(crate) fn request<'a>(&self, asked: &'a [ChunkKey], limit: usize) -> Option<SentChanges<'a>> {
-        let limit = u32::try_from(limit).unwrap_or(u32::MAX);
-        let sent = SentChanges { capacity: self.capacity, limit, asked: Keys::Own(asked) };
-        (asked.len() <= MAX_CHANGES as usize).then_some(sent)
-    }
-
-    /// What follows from the answer; or from none, of a server that is there or not.
-    pub(crate) fn apply(&mut self, asked: &[ChunkKey], answer: Option<Changes>, is_there: bool) -> Changes {
-        let before = self.last;
-        if let Some(Changes { rows, lost }) = answer {
-            self.last = FeedState::Answered;
-            return Changes { rows, lost: lost || before != FeedState::Answered };
-        }
-        self.last = match before {
-            FeedState::Answered if is_there => FeedState::Late(Instant::now()),
-            FeedState::Late(since) if is_there && since.elapsed() < PATIENCE => before,
-            _ => FeedState::Gone,
-        };
-        if self.last == FeedState::Gone {
-            Changes { lost: before != FeedState::Gone, ..Changes::of_none(asked) }
-        } else {
-            Changes::default() // all is asked for again once there is an answer
-        }
-    }
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! What a client repeats on another connection to the same server, and which servers it does not use.
+//! Tests of what a client repeats on a new connection, and of the servers it refuses.
 
 use std::os::unix::process::CommandExt;
 use std::process::Command;
@@ -20,7 +20,7 @@ fn config(socket: std::path::PathBuf) -> ClientConfig {
 }
 
 #[test]
-fn another_connection_has_the_limit_of_frames_that_the_first_one_had() {
+fn new_connection_keeps_the_frame_limit() {
     let dir = tempfile::tempdir().expect("a directory");
     let socket = dir.path().join("run").join("kvloft.sock");
     let server = ServerConfig::new(socket.clone(), 64 * FRAME);
@@ -40,7 +40,7 @@ fn another_connection_has_the_limit_of_frames_that_the_first_one_had() {
     assert_eq!((rows.len(), num_dropped), (2, 3), "workers can copy to two frames only");
 }
 
-/// Ends with the test, also with one that fails.
+/// A child process that is killed when the test ends or fails.
 struct Child(std::process::Child);
 
 impl Drop for Child {
@@ -49,9 +49,9 @@ impl Drop for Child {
     }
 }
 
-/// Only root can make a process of another user.
+/// Only root can start a process of another user.
 #[test]
-fn a_server_of_another_user_is_a_wrong_setting() {
+fn server_of_another_user_is_an_invalid_config() {
     if !rustix::process::geteuid().is_root() {
         eprintln!("skipped: only root can start a process of another user");
         return;

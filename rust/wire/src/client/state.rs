@@ -1,0 +1,164 @@
+//! State of a client: its connection, leases and counters, and what a later connection must repeat.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use kvloft_core::ChunkKey;
+use kvloft_core::session::{ArenaInfo, LeaseId};
+use kvloft_core::store::{Prefix, Progress};
+
+use crate::client::change_feed::ChangeFeed;
+use crate::client::config::ClientConfig;
+use crate::client::connection::Connection;
+use crate::client::handshake::NewConnection;
+use crate::client::missed_calls::MissedCalls;
+use crate::protocol::{Answer, Request};
+
+/// Maximum number of log lines that wait for `take_events`.
+const MAX_EVENTS: usize = 64;
+
+/// State of a client behind its lock.
+#[derive(Debug, Default)]
+pub(crate) struct ClientState {
+    pub(crate) connection: Option<Connection>,
+    /// The connection that the next `renew` switches to.
+    pub(crate) next: Option<NewConnection>,
+    pub(crate) arena: Option<(ArenaInfo, [OwnedFd; 2])>,
+    /// Leases of this connection, each with its progress once that is final.
+    pub(crate) leases: HashMap<LeaseId, Option<Progress>>,
+    pub(crate) next_lease: u64,
+    pub(crate) frame_limit: Option<u32>,
+    /// Last keys of the prefixes that the last reservation dropped chunks of.
+    pub(crate) dropped: Vec<ChunkKey>,
+    pub(crate) change_feed: ChangeFeed,
+    /// True until the server confirms a clear.
+    pub(crate) is_clear_pending: bool,
+    pub(crate) stats: Vec<(String, u64)>,
+    pub(crate) missed_calls: MissedCalls,
+    /// As in `Session::is_save_late`.
+    pub(crate) is_save_late: bool,
+    /// Connections lost so far.
+    pub(crate) num_lost: u64,
+    pub(crate) events: Vec<String>,
+    pub(crate) is_closed: bool,
+}
+
+/// Settings and state shared by a client and its background thread.
+#[derive(Debug)]
+pub(crate) struct ClientInner {
+    pub(crate) config: ClientConfig,
+    state: Mutex<ClientState>,
+}
+
+impl ClientState {
+    /// Queues a line for the engine's log; drops a repeated line and lines beyond [`MAX_EVENTS`].
+    pub(crate) fn log(&mut self, event: String) {
+        if self.events.len() < MAX_EVENTS && self.events.last() != Some(&event) {
+            self.events.push(event);
+        }
+    }
+
+    /// Returns the connection, if it is open. A pending clear was sent on it, so the server handles
+    /// the clear before every later request.
+    pub(crate) fn live_connection(&mut self) -> Option<&mut Connection> {
+        let connection = self.connection.as_mut().filter(|connection| !connection.is_closed())?;
+        if self.is_clear_pending {
+            self.is_clear_pending = connection.is_overdue();
+        }
+        Some(connection)
+    }
+
+    /// Makes a call over the connection and counts a missed deadline.
+    pub(crate) fn call(
+        &mut self,
+        deadline: Instant,
+        request: impl FnOnce(&mut Connection) -> Option<Answer>,
+    ) -> Option<Answer> {
+        let answer = request(self.live_connection()?);
+        if answer.is_none() && Instant::now() >= deadline {
+            self.missed_calls.add_call();
+        }
+        answer
+    }
+
+    /// Truncates the first prefix to the part that may be stored. The server caches the keys of the
+    /// first prefix of a message only.
+    pub(crate) fn trim_prefix(&mut self, prefixes: &mut [Prefix<'_>], inner: &ClientInner) {
+        let deadline = inner.deadline();
+        if let Some(first) = prefixes.first_mut()
+            && let Some(connection) =
+                self.live_connection().filter(|connection| connection.prefix_cache.needs_anchors(first.keys))
+        {
+            connection.trim_prefix(first, inner.config.blocks_per_chunk, deadline);
+            if Instant::now() >= deadline {
+                self.missed_calls.add_call();
+            }
+        }
+    }
+
+    /// Returns true once for each prefix that the last reservation dropped chunks of: that lookup is
+    /// part of the save and not of a new request.
+    pub(crate) fn is_save_lookup(&mut self, prefixes: &[Prefix<'_>]) -> bool {
+        let [Prefix { keys: [.., end], .. }] = prefixes else { return false };
+        let at = self.dropped.iter().position(|dropped| dropped == end);
+        at.map(|at| self.dropped.swap_remove(at)).is_some()
+    }
+
+    /// Sends a request without an answer, if there is a connection.
+    pub(crate) fn send(&mut self, request: &Request<'_>) {
+        if let Some(connection) = &mut self.connection {
+            connection.send(request);
+        }
+    }
+
+    /// Switches to a new connection and repeats a frame limit and a pending clear on it.
+    pub(crate) fn adopt(&mut self, new: NewConnection, deadline: Instant) {
+        let NewConnection { connection, arena, fds } = new;
+        self.connection = Some(connection);
+        self.leases.clear();
+        let is_same_memory = self.arena.as_ref().is_some_and(|(own, _)| own.id == arena.id);
+        self.arena = Some((arena, fds)); // the lifeline is new even if the memory is the same
+        self.frame_limit = self.frame_limit.filter(|_| is_same_memory);
+        if let Some(limit) = self.frame_limit {
+            self.send(&Request::LimitFrames(limit));
+        }
+        if self.is_clear_pending {
+            self.send_clear(deadline);
+        }
+    }
+
+    /// Sends a clear and waits for its confirmation.
+    pub(crate) fn send_clear(&mut self, deadline: Instant) {
+        self.is_clear_pending = true;
+        if let Some(connection) = &mut self.connection
+            && connection.call_always(&Request::Clear, deadline).is_some()
+        {
+            self.is_clear_pending = false;
+        }
+    }
+}
+
+impl ClientInner {
+    pub(crate) fn new(config: ClientConfig) -> Self {
+        Self { config, state: Mutex::default() }
+    }
+
+    pub(crate) fn state(&self) -> MutexGuard<'_, ClientState> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn deadline(&self) -> Instant {
+        Instant::now() + self.config.deadline
+    }
+
+    pub(crate) fn save_deadline(&self) -> Instant {
+        Instant::now() + self.config.save_deadline()
+    }
+
+    /// Returns the server's name for log lines.
+    pub(crate) fn server_name(&self) -> String {
+        format!("the kvloft server at {}", self.config.socket.display())
+    }
+}
