@@ -104,7 +104,7 @@ def test_models_without_engines_are_evicted_on_disk_too(folder: Path, capsys: py
         one, other = connect(socket, 1), connect(socket, 2)  # their namespaces stay open
         assert (found(one, 1), found(other, 2)) == ([3, 3, 3, 3], [3, 0, 0, 3])
         assert main(["evict", "--socket", socket, "--salt", SALT, "--namespace", "3"]) == 2
-        assert "no such namespace; say --namespace with one of its own: 0101010101010101, 02" in capsys.readouterr().err
+        assert "no such namespace; use --namespace with one of: 0101010101010101, 02" in capsys.readouterr().err
 
 
 def _evict(socket: str, more: list[str], stdin: str) -> "subprocess.CompletedProcess[str]":
@@ -134,7 +134,7 @@ def test_the_log_tells_the_tag_and_not_the_salt(folder: Path, capsys: pytest.Cap
         process.terminate()
         log = process.communicate(timeout=120)[0]
     tag = _core.root_key(bytes(32), None, SALT)[-8:].hex()
-    assert f"kvloft evict: 6 chunks of the salt with tag {tag} evicted in namespace 0101010101010101\n" in log
+    assert f"kvloft evict: evicted 6 chunks of tenant {tag} in namespace 0101010101010101\n" in log
     assert SALT not in log
 
 

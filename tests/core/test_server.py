@@ -58,7 +58,7 @@ def test_sessions_of_one_server_share_and_each_holds_its_own(socket: str) -> Non
     (space,) = status["namespaces"]
     assert (space["namespace"], space["frame_bytes"], len(space["engines"])) == (bytes(32), FRAME, 2)
     assert space["stats"]["pins"] == sum(engine["leases"] for engine in space["engines"]) * 3 == 3
-    assert any("is connected" in event for event in server.take_events())
+    assert any("connected to namespace" in event for event in server.take_events())
     server.close()
     assert other.lookup(chain_of([1, 2, 3])) == (0, 0)
     assert lease.poll() == (0, 0)

@@ -191,6 +191,7 @@ def test_an_engine_that_starts_before_its_server_is_served_once_it_is_there(
     assert "no kvloft server answers" in engine.log.read_text()
     assert ask_all(truth, engine) == 0
     server.start()
+
     def has_connected() -> bool:
         lines = engine.log.read_text().splitlines()
         return any("connected to the kvloft server" in line and "(namespace" in line for line in lines)

@@ -130,7 +130,7 @@ def test_a_server_starts_beside_a_disk_that_hangs_and_uses_it_once_it_answers(di
         until(lambda: told in log.read_text(), "it waits for the disk")
         assert f"warning: disk_path {folder} does not answer" in log.read_text()
         disk.thaw()
-        until(lambda: f"the disk {folder} is used from now on" in log.read_text(), "the disk is never used")
+        until(lambda: f"using the disk {folder}" in log.read_text(), "the disk is never used")
         process.terminate()
         assert process.wait(timeout=60) == 0
     finally:

@@ -40,7 +40,7 @@ fn a_second_server_on_a_disk_says_so_at_its_start_and_has_it_after_the_first() {
     });
     assert!(!is_unused(&second));
     told.extend(second.take_events());
-    let used = format!("the disk {} is used from now on", dir.path().join("disk").display());
+    let used = format!("using the disk {}", dir.path().join("disk").display());
     assert_eq!(told.iter().filter(|event| **event == used).count(), 1, "{told:?}");
     until("its chunks are on disk", || {
         engine.flush(LONG);

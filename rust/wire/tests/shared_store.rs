@@ -378,7 +378,7 @@ fn more_connections_than_are_taken_are_refused_and_silent_ones_end() {
     let engine = connect(dir.path());
     let silent: Vec<_> = (0..7).map(|_| UnixStream::connect(socket(dir.path())).expect("room")).collect();
     let error = status(&socket(dir.path()), LONG).expect_err("full");
-    assert!(error.to_string().contains("as many connections"), "{error}");
+    assert!(error.to_string().contains("limit of 8 connections"), "{error}");
     until("they said nothing", || status(&socket(dir.path()), LONG).is_ok());
     assert!(silent.iter().all(|stream| stream.as_raw_fd() >= 0));
     assert_eq!(save(&engine, &chain(1, 3)), 3);
@@ -401,7 +401,7 @@ fn what_a_server_does_can_be_asked_before_and_after_the_first_engine() {
     assert_eq!(stat(&numbers(&status), "frames_reserved"), 3);
     assert_eq!((space.engines[0].pid, space.engines[0].num_reserved), (std::process::id(), 3));
     assert_eq!(space.engines[0].num_leases, 1);
-    assert!(server.take_events().iter().any(|event| event.contains("is connected")));
+    assert!(server.take_events().iter().any(|event| event.contains("connected to namespace")));
 }
 
 #[test]

@@ -146,7 +146,7 @@ impl AdminRequest {
 impl Status {
     /// Encodes the status in JSON.
     pub fn to_json(&self) -> Result<String> {
-        serde_json::to_string(self).map_err(|error| Error::io("the status cannot be encoded", error.into()))
+        serde_json::to_string(self).map_err(|error| Error::io("cannot encode the status", error.into()))
     }
 
     /// Every connected engine.

@@ -1,4 +1,4 @@
-//! What the server does for people: it gives chunks up, and erases what is too old without being told.
+//! Admin requests, and expiry of chunks in closed namespaces.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, mpsc};
@@ -9,16 +9,16 @@ use kvloft_core::tier::disk::Erased;
 use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::protocol::admin::{AdminRequest, EvictReport, EvictRequest, tag_text};
-use crate::server::namespace::{Namespace, namespace_id, unix_s};
+use crate::server::namespace::{Namespace, unix_s};
 use crate::server::shared_state::ServerState;
 use crate::threads::spawn;
 
-/// Longest work at emptying a namespace; `kvloft clear` waits a little longer.
+/// Longest time to clear a namespace; `kvloft clear` waits a little longer.
 const CLEAR_TIMEOUT: Duration = Duration::from_secs(25);
 /// Longest wait for the list of namespaces on disk.
 const LIST_TIMEOUT: Duration = Duration::from_secs(5);
-/// Longest work of a server at one order.
-const ORDER_TIMEOUT: Duration = Duration::from_secs(50);
+/// Longest time to handle one eviction.
+const EVICT_TIMEOUT: Duration = Duration::from_secs(50);
 
 impl ServerState {
     /// Handles an admin request and returns its result in JSON.
@@ -28,17 +28,18 @@ impl ServerState {
             AdminRequest::Clear { namespace } => serde_json::to_vec(&self.clear(namespace)?),
             AdminRequest::Evict(request) => serde_json::to_vec(&self.evict(request)?),
         };
-        json.map_err(|error| Error::io("the response cannot be encoded", error.into()))
+        json.map_err(|error| Error::io("cannot encode the response", error.into()))
     }
 
     /// Evicts chunks from open namespaces and from namespaces on disk. `InvalidConfig` if none matches.
     pub(crate) fn evict(&self, request: &EvictRequest) -> Result<EvictReport> {
         let (begin, mut all) = (Instant::now(), EvictReport::default());
-        let deadline = begin + ORDER_TIMEOUT;
-        // Each counts what goes while it has its turn.
-        let Some(_turn) = self.evict_lock.lock(deadline) else { return Ok(EvictReport { is_cut_short: true, ..all }) };
-        // Before, for what is opened meanwhile, and after, for what is closed. A disk that hangs leaves time for what is open.
-        let before = self.evict_closed(request, begin + ORDER_TIMEOUT / 3, &mut all)?;
+        let deadline = begin + EVICT_TIMEOUT;
+        // Evictions run one at a time, so that each counts only its own chunks.
+        let Some(_guard) = self.evict_lock.lock(deadline) else { return Ok(EvictReport { is_cut_short: true, ..all }) };
+        // Closed namespaces come first, since one may be opened meanwhile, and again last, since one may
+        // be closed meanwhile. A hung disk leaves time for the open namespaces.
+        let before = self.evict_closed(request, begin + EVICT_TIMEOUT / 3, &mut all)?;
         let namespaces = self.namespaces.matching(&request.namespace);
         for namespace in &namespaces {
             evict_in(namespace, Evict { salt: request.tenant, is_host_only: request.host_only }, deadline, &mut all);
@@ -46,23 +47,27 @@ impl ServerState {
         let num_namespaces = all.num_namespaces;
         let after = self.evict_closed(request, deadline, &mut all)?;
         all.num_namespaces = num_namespaces;
-        let ids: Vec<_> = namespaces.iter().map(|namespace| namespace_id(&namespace.hello.namespace)).collect();
-        all.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name)); // it is being closed
+        let ids: Vec<_> = namespaces.iter().map(|namespace| namespace.id()).collect();
+        all.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name)); // being closed
         if all.num_namespaces == 0 && !request.namespace.is_empty() {
-            return Err(self.namespaces.no_namespace("no such namespace"));
+            return Err(self.namespaces.no_such_namespace());
         }
+        let tenant = request.tenant.map_or("all tenants".to_owned(), |tag| format!("tenant {}", tag_text(tag)));
         let from = if request.host_only { " from host memory" } else { "" };
-        let chunks = if all.num_chunks == 1 { "chunk" } else { "chunks" };
         let num_closed = all.num_namespaces.saturating_sub(namespaces.len() as u64);
-        let beside = if num_closed > 0 { format!(" and {num_closed} on disk only") } else { String::new() };
-        let tenant =
-            request.tenant.map_or("all tenants".to_owned(), |tag| format!("the tenant with tag {}", tag_text(tag)));
-        let (num, place) = (all.num_chunks, in_namespaces(&namespaces));
-        self.log(format!("kvloft evict: {num} {chunks} of {tenant} evicted{from} in {place}{beside}"));
+        let and_closed = if num_closed > 0 { format!(" and {num_closed} on disk only") } else { String::new() };
+        let open = match ids.as_slice() {
+            [] => "no open namespace".to_owned(),
+            [one] => format!("namespace {one}"),
+            all => format!("namespaces {}", all.join(", ")),
+        };
+        let chunks = num_chunks_text(all.num_chunks);
+        self.log(format!("kvloft evict: evicted {chunks} of {tenant}{from} in {open}{and_closed}"));
         Ok(all)
     }
 
-    /// Returns the names of those that are open.
+    /// Removes a tenant's chunks from closed namespaces. Returns the ids of matching namespaces that are
+    /// open.
     fn evict_closed(
         &self,
         request: &EvictRequest,
@@ -82,31 +87,28 @@ impl ServerState {
         Ok(BTreeSet::new())
     }
 
-    /// Empties the namespace whose name begins so, also one that is on disk only; returns how many chunks there were. `InvalidConfig`
-    /// if there is not one, `Busy` if some of it may still be on disk.
-    pub(crate) fn clear(&self, name: &str) -> Result<u64> {
+    /// Removes every chunk of the namespace that starts with the hex digits `prefix`, open or closed;
+    /// returns the number of chunks. `InvalidConfig` if no or several namespaces match, `Busy` if some
+    /// chunks may still be on disk.
+    pub(crate) fn clear(&self, prefix: &str) -> Result<u64> {
         let deadline = Instant::now() + CLEAR_TIMEOUT;
-        let closed = self.closed(name, deadline);
-        let open = self.namespaces.matching(name);
+        let closed = self.closed(prefix, deadline);
+        let open = self.namespaces.matching(prefix);
         match (open.as_slice(), closed.as_deref()) {
             ([namespace], None | Some([])) => Ok(self.clear_open(namespace)),
             ([], Some([one])) => self.clear_closed(one, deadline),
-            ([], Some([])) if name.is_empty() => Ok(0),
-            ([], Some([])) => Err(self.namespaces.no_namespace("no such namespace")),
+            ([], Some([])) if prefix.is_empty() => Ok(0),
+            ([], Some([])) => Err(self.namespaces.no_such_namespace()),
             ([], None) => {
-                let message = "what this kvloft server has on disk is not known: its disk is not used for now, or does not \
-                               answer; `kvloft status` says which, so run this again once it is";
+                let message = "cannot list the namespaces on disk: the server cannot use its disk, or the disk does not \
+                               respond; see `kvloft status`, and run this again once the disk works";
                 Err(Error::new(ErrorKind::Busy, message))
             }
             _ => {
-                let ids = open
-                    .iter()
-                    .map(|namespace| namespace_id(&namespace.hello.namespace))
-                    .chain(closed.into_iter().flatten());
-                let ids: Vec<_> = ids.collect();
+                let ids = open.iter().map(|namespace| namespace.id()).chain(closed.into_iter().flatten());
+                let ids = ids.collect::<Vec<_>>().join(", ");
                 let message = format!(
-                    "this kvloft server has several namespaces, open or on disk only; say --namespace with one of {}",
-                    ids.join(", ")
+                    "several namespaces of this kvloft server match, open or on disk only; use --namespace with one of {ids}"
                 );
                 Err(Error::new(ErrorKind::InvalidConfig, message))
             }
@@ -119,18 +121,18 @@ impl ServerState {
         let before = count();
         store.clear();
         let num_chunks = count() - before;
-        self.log_cleared(num_chunks, &namespace_id(&namespace.hello.namespace));
+        self.log_cleared(num_chunks, &namespace.id());
         num_chunks
     }
 
-    fn clear_closed(&self, name: &str, deadline: Instant) -> Result<u64> {
+    fn clear_closed(&self, id: &str, deadline: Instant) -> Result<u64> {
         let Some(disk) = self.config.disk.clone() else { return Ok(0) };
-        let (root, prefix) = (Arc::clone(&self.namespaces.disk), name.to_owned());
+        let (root, prefix) = (Arc::clone(&self.namespaces.disk), id.to_owned());
         let erased = self.erase_within(deadline, move || erase_closed(&disk, &root, &prefix, None))?;
-        self.log_cleared(erased.num_chunks, name);
+        self.log_cleared(erased.num_chunks, id);
         if erased.is_cut_short || !erased.open.is_empty() {
             let message = format!(
-                "namespace {name} is not empty yet: it is being opened, or the disk does not answer; run this again"
+                "some chunks of namespace {id} remain: it is being opened, or the disk does not respond; run this again"
             );
             return Err(Error::new(ErrorKind::Busy, message));
         }
@@ -138,45 +140,44 @@ impl ServerState {
     }
 
     fn log_cleared(&self, num_chunks: u64, id: &str) {
-        let chunks = if num_chunks == 1 { "chunk" } else { "chunks" };
-        self.log(format!("kvloft clear: {num_chunks} {chunks} of namespace {id} cleared"));
+        self.log(format!("kvloft clear: removed {} of namespace {id}", num_chunks_text(num_chunks)));
     }
 
-    /// Names of namespaces that are on disk only and begin so, as `kvloft status` prints names; None where the disk does not say, or is
-    /// not this server's now.
+    /// Returns the ids of closed namespaces that match; None if the server cannot use its disk or the
+    /// disk does not respond.
     fn closed(&self, prefix: &str, deadline: Instant) -> Option<Vec<String>> {
         let Some(disk) = self.config.disk.clone() else { return Some(Vec::new()) };
         if self.disk_trouble().is_some() {
             return None;
         }
         let root = Arc::clone(&self.namespaces.disk);
-        let found = self.within(deadline.min(Instant::now() + LIST_TIMEOUT), move || root.closed(&disk.dir));
+        let found = self.run_within(deadline.min(Instant::now() + LIST_TIMEOUT), move || root.closed(&disk.dir));
         let names = found.ok()??.ok()?.into_keys();
         Some(names.filter(|name| name.starts_with(prefix) || prefix.starts_with(name.as_str())).collect())
     }
 
-    /// What `erase` comes to, or that it was cut short.
+    /// Returns the result of `erase`, or one with `is_cut_short` at the deadline.
     fn erase_within(
         &self,
         deadline: Instant,
         erase: impl FnOnce() -> Result<Erased> + Send + 'static,
     ) -> Result<Erased> {
         let cut_short = || Ok(Erased { is_cut_short: true, ..Erased::default() });
-        self.within(deadline, erase)?.unwrap_or_else(cut_short)
+        self.run_within(deadline, erase)?.unwrap_or_else(cut_short)
     }
 
-    /// What `work` on the disk comes to, in a thread of its own, which may be left with a disk that hangs: until it is done there is no
-    /// other. None at the deadline.
-    fn within<T: Send + 'static>(
+    /// Runs `work` on the disk in another thread, one at a time; returns None at the deadline. The thread
+    /// continues while the disk hangs.
+    fn run_within<T: Send + 'static>(
         &self,
         deadline: Instant,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Result<Option<T>> {
-        let Some(turn) = self.erase_lock.lock(deadline) else { return Ok(None) };
+        let Some(guard) = self.erase_lock.lock(deadline) else { return Ok(None) };
         let (send, receive) = mpsc::channel();
         spawn("erase", move || {
             let done = work();
-            drop(turn);
+            drop(guard);
             let _none_waits = send.send(done);
         })?;
         Ok(receive.recv_timeout(deadline.saturating_duration_since(Instant::now())).ok())
@@ -184,39 +185,31 @@ impl ServerState {
 }
 
 impl ServerState {
-    /// How often closed namespaces are looked at for what is too old; None if nothing becomes so.
+    /// Returns the time between two searches for expired chunks; None if no chunk expires.
     pub(crate) fn expiry_interval(&self) -> Option<Duration> {
         let ttl_s = self.config.disk.as_ref().and(self.config.limits.shortest_ttl_s())?;
         Some(Duration::from_secs((u64::from(ttl_s) / 16).clamp(60, 3600)))
     }
 
-    /// Erases what is too old in namespaces that are on disk only.
-    pub(crate) fn erase_expired(&self) {
+    /// Removes expired chunks of closed namespaces.
+    pub(crate) fn remove_expired(&self) {
         let Some(disk) = &self.config.disk else { return };
         let erased = erase_expired(disk, &self.namespaces.disk, &self.config.limits, unix_s());
         let num_chunks = erased.map_or(0, |erased| erased.num_chunks);
         if num_chunks > 0 {
-            self.log(format!(
-                "{num_chunks} chunks of namespaces without engines are erased from disk: they are too old"
-            ));
+            self.log(format!("removed {num_chunks} expired chunks on disk of namespaces without engines"));
         }
     }
 }
 
-/// The namespaces that are open in which an order was obeyed, for a log.
-fn in_namespaces(namespaces: &[Arc<Namespace>]) -> String {
-    let ids: Vec<_> = namespaces.iter().map(|namespace| namespace_id(&namespace.hello.namespace)).collect();
-    match ids.as_slice() {
-        [] => "no open namespace".to_owned(),
-        [one] => format!("namespace {one}"),
-        all => format!("namespaces {}", all.join(", ")),
-    }
+fn num_chunks_text(num_chunks: u64) -> String {
+    format!("{num_chunks} {}", if num_chunks == 1 { "chunk" } else { "chunks" })
 }
 
 fn evict_in(namespace: &Namespace, what: Evict, deadline: Instant, all: &mut EvictReport) {
     all.num_namespaces += 1;
     let Some(store) = namespace.store() else {
-        all.is_cut_short = true; // it is being opened
+        all.is_cut_short = true; // being opened
         return;
     };
     let evicted = store.evict(what, deadline);

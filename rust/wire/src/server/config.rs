@@ -1,4 +1,4 @@
-//! Settings of a server and of an engine that uses one. It must not know how either is served.
+//! Settings of a server.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -9,32 +9,33 @@ use kvloft_core::store::{DiskSettings, TenantLimits};
 /// Settings of a server.
 #[derive(Debug, Clone)]
 pub struct ServerConfig {
-    /// Where it listens.
+    /// Path of the socket to listen on.
     pub socket: PathBuf,
     /// Bytes of host memory for frames.
     pub host_bytes: u64,
-    /// Policy of each tier.
+    /// Eviction policy of each tier.
     pub eviction: Eviction,
     /// As `StoreConfig::available_bytes`.
     pub available_bytes: Option<u64>,
-    /// The disk tier, if there is one; its description is the engine's.
+    /// The disk tier, if any; engines set its description.
     pub disk: Option<DiskSettings>,
-    /// Percent of host memory for namespaces whose names in hex begin so; the others with engines share the rest equally.
+    /// Percent of host memory by the namespace's first hex digits; other namespaces with engines share
+    /// the rest equally.
     pub shares: Vec<(String, u32)>,
-    /// The NUMA node of each shard's part of a chunk, in their order; one for all. Empty: wherever the system puts memory.
+    /// NUMA node of each shard, in order, or one node for all. Empty if the system chooses.
     pub numa: Vec<u32>,
-    /// What each salt may have, in each namespace.
+    /// Limits of each tenant, in each namespace.
     pub limits: TenantLimits,
-    /// What it was started with, as engines and people are told.
+    /// Settings to report in the status, as text by name.
     pub settings: Vec<(String, String)>,
-    /// Connections at one time.
+    /// Maximum number of open connections.
     pub max_connections: usize,
-    /// How long frames stay reserved after the last process that could write to them has closed them.
+    /// Time that frames stay reserved after the last process that can write to them has unmapped them.
     pub gpu_settle: Duration,
 }
 
 impl ServerConfig {
-    /// A server of host memory only, with the default policy and 16 connections.
+    /// Settings of a server with host memory only, the default policy and 16 connections.
     #[must_use]
     pub fn new(socket: PathBuf, host_bytes: u64) -> Self {
         Self {

@@ -1,6 +1,6 @@
-//! One connection, as the server has it: who it is, how messages come and go, and what becomes of what it held when it ends.
+//! The server's end of a connection: peer checks, framing, hello, and cleanup.
 //!
-//! Nothing is believed but the number of bytes. It must not know how clients wait, nor what is asked: see `engine`.
+//! Everything received is validated. Must not depend on the content of requests: see `handler`.
 
 use std::fs::File;
 use std::io::{BufReader, Read, Write};
@@ -23,14 +23,14 @@ use crate::server::shared_state::{Peer, ServerState};
 use crate::socket::{SPIN_TIME, enlarge_buffers, is_current_user, peer_credentials, send_with_fds, spin};
 use crate::threads::spawn;
 
-/// Longest silence of somebody who has not said hello.
+/// Longest wait for the first request of a connection.
 const HELLO_TIMEOUT: Duration = Duration::from_secs(2);
-/// Longest wait for somebody who does not take its answers.
+/// Longest wait for a client that does not read its answers.
 const WRITE_TIMEOUT: Duration = Duration::from_secs(2);
-/// What is read at once where more is there.
+/// Size of the read buffer.
 const READ_BYTES: usize = 64 << 10;
 
-const NOT_OURS: &str = "this kvloft server serves processes of its own user only";
+const OTHER_USER: &str = "this kvloft server accepts processes of its own user only";
 
 #[derive(Debug)]
 struct ServedConnection {
@@ -38,29 +38,29 @@ struct ServedConnection {
     stream: UnixStream,
     number: u64,
     membership: Option<Arc<Membership>>,
-    /// Of the engine whose membership it is.
+    /// The engine's lifeline, set with the membership.
     lifeline: Option<Lifeline>,
     handler: EngineHandler,
     out: Vec<u8>,
-    /// As one of those that were accepted; who only looks is none.
+    /// True once the connection is counted as accepted; a status request does not count.
     is_counted: bool,
 }
 
-/// Says why, as far as that can be said at once.
+/// Sends the reason of a refusal, as far as the socket accepts it at once.
 pub(crate) fn refuse(state: &ServerState, mut stream: &UnixStream, text: &str) {
     state.num_refused.fetch_add(1, Ordering::Relaxed);
     let mut out = Vec::new();
     Answer::Refused(text.to_owned()).encode(0, &mut out);
-    let _none_listens = stream.set_nonblocking(true).and_then(|()| stream.write_all(&out));
+    let _unsent = stream.set_nonblocking(true).and_then(|()| stream.write_all(&out));
 }
 
-/// Serves a new connection in a thread of its own, if it is this user's.
+/// Serves a connection of this user in a new thread.
 pub(crate) fn start(state: &Arc<ServerState>, stream: UnixStream, number: u64) {
     let Ok((uid, pid)) = peer_credentials(&stream) else { return };
     if !is_current_user(uid) {
         state.num_accepted.fetch_add(1, Ordering::Relaxed);
-        state.log(format!("refused a connection of user {uid}: {NOT_OURS}"));
-        return refuse(state, &stream, NOT_OURS);
+        state.log(format!("refused a connection from user {uid}: {OTHER_USER}"));
+        return refuse(state, &stream, OTHER_USER);
     }
     enlarge_buffers(&stream);
     let limits = stream.set_read_timeout(Some(HELLO_TIMEOUT)).and(stream.set_write_timeout(Some(WRITE_TIMEOUT)));
@@ -80,19 +80,18 @@ pub(crate) fn start(state: &Arc<ServerState>, stream: UnixStream, number: u64) {
         out: Vec::new(),
         is_counted: false,
     };
-    // Where no thread starts, the connection is dropped, and with it ends.
-    let _none = spawn("engine", move || connection.serve());
+    // If no thread starts, dropping the connection closes it.
+    let _spawned = spawn("engine", move || connection.serve());
 }
 
-/// Reads the next message of at most `max_bytes`. Memory is taken as bytes come, not as they are announced.
+/// Reads the next message, of at most `max_bytes`. Allocates memory for the bytes received, not for
+/// the length announced.
 fn receive(reader: &mut impl Read, into: &mut Vec<u8>, max_bytes: usize) -> Result<(), Disconnect> {
     let mut length = [0; LENGTH_BYTES];
     reader.read_exact(&mut length)?;
     let length = u64::from(u32::from_le_bytes(length));
     if length > max_bytes as u64 {
-        return Err(Disconnect::Refused(format!(
-            "a message of {length} bytes is too long: at most {max_bytes} are taken"
-        )));
+        return Err(Disconnect::Refused(format!("message of {length} bytes exceeds the limit of {max_bytes} bytes")));
     }
     into.clear();
     let num_read = reader.take(length).read_to_end(into)?;
@@ -124,7 +123,7 @@ impl ServedConnection {
                 break end;
             }
             if reader.buffer().is_empty() {
-                spin(&self.stream, PollFlags::IN, Instant::now() + SPIN_TIME); // an engine asks twice or thrice in a row
+                spin(&self.stream, PollFlags::IN, Instant::now() + SPIN_TIME); // an engine sends two or three requests in a row
             }
         };
         if let Disconnect::Refused(text) = end {
@@ -185,7 +184,7 @@ impl ServedConnection {
         drop(peers);
         self.state.num_joined.fetch_add(1, Ordering::Relaxed);
         let id = namespace_id(&hello.namespace);
-        self.state.log(format!("process {pid} is connected, for namespace {id}"));
+        self.state.log(format!("process {pid} connected to namespace {id}"));
         send_with_fds(&self.stream, &out, [fd.as_fd(), engine_end.as_fd()])?;
         self.stream.set_read_timeout(None)?;
         Ok(())
@@ -194,10 +193,10 @@ impl ServedConnection {
 
 impl Drop for ServedConnection {
     fn drop(&mut self) {
-        self.handler = EngineHandler::default(); // a membership in quarantine listens to nothing
+        self.handler = EngineHandler::default(); // a membership in quarantine needs no change listener
         let membership = self.membership.take();
-        self.state.leave(self.number);
-        // No other thread has it now: a status is made while connections cannot leave.
+        self.state.remove_peer(self.number);
+        // The last reference: `remove_peer` dropped the other one, which a status uses under the peers' lock.
         if let (Some(membership), Some(lifeline)) = (membership.and_then(Arc::into_inner), self.lifeline.take()) {
             self.state.quarantine.add(membership, lifeline);
         }

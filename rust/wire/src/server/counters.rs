@@ -1,4 +1,4 @@
-//! What engines asked for and got, counted where the answer is given: of each engine, and of all that ever were.
+//! Counts lookups, loads and saves of one engine, or of every engine that a namespace ever had.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -15,19 +15,19 @@ const NAMES: [&str; 7] =
 #[derive(Debug, Default)]
 pub(crate) struct Counters([AtomicU64; 7]);
 
-/// What one answer adds.
+/// Counts to add for one answer.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Increment {
-    /// Chunks asked for, and found.
+    /// Chunks looked up and chunks found.
     Lookup(u64, u64),
     Loaded(u64),
     Saved(u64),
-    /// Calls and chunks.
+    /// Calls without an answer in time, and chunks not saved because of them.
     Late(u64, u64),
 }
 
 impl Increment {
-    /// What was found of prefixes of so many blocks, in chunks that are begun.
+    /// Counts a lookup of prefixes of `asked` blocks each. A partial chunk counts as one chunk.
     pub(crate) fn lookup(asked: impl Iterator<Item = u32>, found: &[Lookup], per_chunk: u32) -> Self {
         let chunks = |blocks: u32| u64::from(blocks.div_ceil(per_chunk));
         Self::Lookup(asked.map(chunks).sum(), found.iter().map(|found| chunks(found.stored_blocks)).sum())
@@ -53,7 +53,7 @@ impl Counters {
         }
     }
 
-    /// Chunks that became visible.
+    /// Returns the number of chunks saved.
     pub(crate) fn num_saved(&self) -> u64 {
         self.0[4].load(Ordering::Relaxed)
     }

@@ -1,7 +1,8 @@
-//! A server's disk directory: taken as it starts, so that a second server on it says so at once and not with its first engine.
+//! Claims a server's disk directory at startup, so that a second server on it reports the conflict
+//! at once and not with its first engine; then measures its free space.
 //!
-//! While it cannot be had, there is host memory only, and it is tried again; stores that are open by then try by themselves. Once it
-//! is had, its room is looked at now and then. It must not know what the directory holds.
+//! Until the claim succeeds, the server uses host memory only and retries. Must not depend on the
+//! content of the directory.
 
 use std::path::Path;
 use std::sync::PoisonError;
@@ -11,28 +12,27 @@ use std::time::Duration;
 
 use kvloft_core::{Error, ErrorKind, Result};
 
-use crate::server::disk_space::DiskSpace;
-use crate::server::shared_state::ServerState;
+use crate::server::shared_state::{DiskSpace, ServerState};
 
-/// Longest that a start waits for the disk, which may hang.
+/// Longest time that startup waits for the disk, which may hang.
 const FIRST_TIMEOUT: Duration = Duration::from_secs(1);
-/// Time until it is tried again; each time doubles it.
+/// Time until the first retry; each retry doubles it.
 const FIRST_RETRY: Duration = Duration::from_secs(1);
-const LONGEST_RETRY: Duration = Duration::from_secs(60);
-/// Between two looks at its room, which are a call or two of the system each.
-const MEASURE_EVERY: Duration = Duration::from_secs(5);
+const MAX_RETRY_INTERVAL: Duration = Duration::from_secs(60);
+/// Time between two measurements of the free space.
+const MEASURE_INTERVAL: Duration = Duration::from_secs(5);
 
-/// What the first try came to, as far as it was one: `InvalidConfig` where the directory can never be used.
-pub(crate) fn await_first_claim(came: &Receiver<Option<Error>>) -> Result<()> {
-    match came.recv_timeout(FIRST_TIMEOUT) {
+/// Waits for the first claim; `InvalidConfig` if the directory can never be used.
+pub(crate) fn await_first_claim(result: &Receiver<Option<Error>>) -> Result<()> {
+    match result.recv_timeout(FIRST_TIMEOUT) {
         Ok(Some(error)) if error.kind() == ErrorKind::InvalidConfig => Err(error),
         _ => Ok(()),
     }
 }
 
 impl ServerState {
-    /// Until the directory is the server's, or the server ends. What the first try comes to goes to `first`; what comes of it later, or
-    /// so late that none waits for it, is told.
+    /// Claims the directory and measures it until the server stops. Sends the result of the first claim
+    /// to `first`; logs later results, and the first one if nothing waits for it anymore.
     pub(crate) fn claim_disk(&self, first: Sender<Option<Error>>) {
         let Some(disk) = &self.config.disk else { return };
         let (mut first, mut wait) = (Some(first), FIRST_RETRY);
@@ -41,47 +41,47 @@ impl ServerState {
             if error.is_none() {
                 self.measure_disk(&disk.dir);
             }
-            let (is_ours, trouble) = (error.is_none(), error.as_ref().map(ToString::to_string));
+            let (is_claimed, trouble) = (error.is_none(), error.as_ref().map(ToString::to_string));
             let is_new = self.set_disk_trouble(trouble.clone());
-            let is_heard = first.take().is_some_and(|first| first.send(error).is_ok());
-            if is_new && !is_heard {
+            let is_received = first.take().is_some_and(|first| first.send(error).is_ok());
+            if is_new && !is_received {
                 let dir = disk.dir.display();
                 self.log(match trouble {
                     Some(why) => format!("{why}; there is host memory only until it can be used"),
-                    None => format!("the disk {dir} is used from now on"),
+                    None => format!("using the disk {dir}"),
                 });
             }
-            if is_ours {
+            if is_claimed {
                 break;
             }
             std::thread::park_timeout(wait);
-            wait = (wait * 2).min(LONGEST_RETRY);
+            wait = (wait * 2).min(MAX_RETRY_INTERVAL);
         }
         while !self.is_stopping.load(Ordering::SeqCst) {
-            std::thread::park_timeout(MEASURE_EVERY);
+            std::thread::park_timeout(MEASURE_INTERVAL);
             if !self.is_stopping.load(Ordering::SeqCst) {
                 self.measure_disk(&disk.dir);
             }
         }
-        self.namespaces.disk.let_go(); // the server may have ended while this one hung
+        self.namespaces.disk.let_go(); // the server may have closed while the claim hung
     }
 
-    /// Looks at the directory's room; where that fails, what was found before stands.
+    /// Measures the free space; keeps the last result if that fails.
     fn measure_disk(&self, dir: &Path) {
         let found = rustix::fs::statvfs(dir).map_err(std::io::Error::from);
         let closed = self.namespaces.disk.closed(dir);
         if let (Ok(found), Ok(closed)) = (found, closed) {
             let free_bytes = found.f_bavail.saturating_mul(found.f_frsize);
-            let room = DiskSpace { free_bytes, closed };
-            *self.disk_space.lock().unwrap_or_else(PoisonError::into_inner) = Some(room);
+            let space = DiskSpace { free_bytes, closed };
+            *self.disk_space.lock().unwrap_or_else(PoisonError::into_inner) = Some(space);
         }
     }
 
-    /// Whether it was another one before.
+    /// Sets the reason why the disk is unused; returns whether it changed.
     fn set_disk_trouble(&self, trouble: Option<String>) -> bool {
-        let mut noted = self.disk_trouble.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_new = *noted != trouble;
-        *noted = trouble;
+        let mut current = self.disk_trouble.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_new = *current != trouble;
+        *current = trouble;
         is_new
     }
 }

@@ -1,8 +1,9 @@
-//! Whether a process exists that can write to an engine's frames, and whether a client's process has ended.
+//! Detects when no process can write to an engine's frames anymore, and when a client has exited.
 //!
-//! A lifeline is a pipe. The engine receives its write end with the arena, and each worker opens that end again before it maps the
-//! arena. The kernel closes the ends of every process that ends, however it ends and in whichever PID namespace, so the read end
-//! reports when the last one is closed. A forked child inherits both mapping and pipe, and counts. This file must not know sockets.
+//! A lifeline is a pipe. The engine receives its write end with the arena, and each worker opens that
+//! end again before it maps the arena. The kernel closes the ends of every process that exits, in any
+//! PID namespace, so the read end reports when the last one is closed. A forked child inherits both
+//! the mapping and the pipe, and counts. Must not depend on sockets.
 
 use std::io;
 use std::os::fd::OwnedFd;
@@ -19,19 +20,19 @@ use crate::socket::wait;
 pub(crate) struct Lifeline(OwnedFd);
 
 impl Lifeline {
-    /// A new lifeline and the end that the engine receives.
+    /// Creates a lifeline and the end that the engine receives.
     pub(crate) fn new() -> io::Result<(Self, OwnedFd)> {
         let (read, write) = pipe_with(PipeFlags::CLOEXEC)?;
         Ok((Self(read), write))
     }
 
-    /// Whether no process has the engine's end any more.
+    /// Returns whether every process has closed the engine's end.
     pub(crate) fn is_closed(&self) -> bool {
         wait(&self.0, PollFlags::empty(), Instant::now())
     }
 }
 
-/// Watches the process of a client, for a forked child can keep its connection open.
+/// Watches the process of a client: a forked child can keep the connection open after it exits.
 #[derive(Debug)]
 pub(crate) struct ProcessWatch(Option<OwnedFd>);
 

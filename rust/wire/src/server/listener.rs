@@ -1,4 +1,4 @@
-//! A private place for a server's socket, and the lock that tells a stale one from another server's. It must not know who connects.
+//! Listens on a private socket, with a lock file that tells a stale socket from another server's.
 
 use std::fs::{DirBuilder, File, Permissions, TryLockError};
 use std::io;
@@ -12,22 +12,24 @@ use kvloft_core::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
-/// For how long the socket of a process that is killed may outlive its lock.
+/// Time for which the socket of a killed process may outlive its lock.
 const STALE_TIMEOUT: Duration = Duration::from_millis(200);
 
-/// A listening socket that only this user can reach. It is gone from its place when this goes.
+/// A listening socket that only this user can reach. Dropping it removes the socket's file.
 #[derive(Debug)]
 pub(crate) struct SocketListener {
     pub(crate) socket: UnixListener,
     path: PathBuf,
-    /// Device and number of the socket's file, which may be another's by the end: who deletes a lock that is held lets one in.
+    /// Device and inode of the socket's file. Another server may replace the file if a user deletes the
+    /// lock file.
     file: (u64, u64),
-    /// Locked while the socket is ours, so that a stale one can be told from another server's.
+    /// Locked while this server has the socket.
     lock: File,
 }
 
 impl SocketListener {
-    /// `Busy` if another server or program listens there; `InvalidConfig` for a place that is not private, or is no socket's.
+    /// Listens at `path`. `Busy` if another process listens there; `InvalidConfig` if the directory is
+    /// not private or the path is another kind of file.
     pub(crate) fn bind(path: &Path) -> Result<Self> {
         check_directory(path)?;
         let lock = lock(path)?;
@@ -55,7 +57,8 @@ impl Drop for SocketListener {
     }
 }
 
-/// Whether somebody listens there who has no lock of ours. A server that is just being killed may lose its lock before its socket.
+/// Returns whether another process listens at `path`. Waits for [`STALE_TIMEOUT`], since a server that
+/// is being killed may lose its lock before its socket.
 fn keeps_listening(path: &Path) -> bool {
     let deadline = Instant::now() + STALE_TIMEOUT;
     while is_listening(path) {
@@ -67,20 +70,22 @@ fn keeps_listening(path: &Path) -> bool {
     false
 }
 
-/// Whether somebody has the socket: only a stale one refuses like this. Others are busy, no streams, or not ours to ask.
+/// Returns whether a process has the socket. Only a stale socket refuses a connection; other errors
+/// mean that it is busy, of another type, or not accessible.
 fn is_listening(path: &Path) -> bool {
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let ask =
+    let try_connect =
         || connect(&socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?, &SocketAddrUnix::new(path)?);
-    !matches!(ask(), Err(Errno::CONNREFUSED | Errno::NOENT))
+    !matches!(try_connect(), Err(Errno::CONNREFUSED | Errno::NOENT))
 }
 
-/// Listens in the place of a stale socket: the socket, and its file.
+/// Listens at `path`, replacing a stale socket. Returns the socket, and the device and inode of its
+/// file.
 fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
     let fail = |what: &str, error: io::Error| Error::io(format!("{what} {}", path.display()), error);
     if let Ok(found) = path.symlink_metadata() {
         if !found.file_type().is_socket() {
-            let message = format!("{} exists and is no socket; give --socket another path", path.display());
+            let message = format!("{} exists and is not a socket; give --socket another path", path.display());
             return Err(Error::new(ErrorKind::InvalidConfig, message));
         }
         if keeps_listening(path) {
@@ -89,19 +94,19 @@ fn listen(path: &Path) -> Result<(UnixListener, (u64, u64))> {
         }
         match std::fs::remove_file(path) {
             Err(error) if error.kind() != io::ErrorKind::NotFound => {
-                return Err(fail("a stale socket cannot be removed:", error));
+                return Err(fail("cannot remove the stale socket", error));
             }
-            _ => {} // who listened may have taken it along
+            _ => {} // its server may have removed it meanwhile
         }
     }
-    let socket = UnixListener::bind(path).map_err(|error| fail("the server cannot listen at", error))?;
+    let socket = UnixListener::bind(path).map_err(|error| fail("cannot listen at", error))?;
     let private = Permissions::from_mode(0o600);
-    std::fs::set_permissions(path, private).map_err(|error| fail("the socket cannot be made private:", error))?;
-    let file = file_at(path).map_err(|error| fail("the socket is not to be seen:", error))?;
+    std::fs::set_permissions(path, private).map_err(|error| fail("cannot make the socket private:", error))?;
+    let file = file_at(path).map_err(|error| fail("cannot read the metadata of", error))?;
     Ok((socket, file))
 }
 
-/// Device and number of what is at the path itself, not of what a link there leads to.
+/// Returns the device and inode of the file at `path`; does not follow a link.
 fn file_at(path: &Path) -> io::Result<(u64, u64)> {
     path.symlink_metadata().map(|found| (found.dev(), found.ino()))
 }
@@ -112,49 +117,50 @@ fn lock_path(socket: &Path) -> PathBuf {
     path.into()
 }
 
-/// While it is locked: who has it open, and gets the lock then, sees that it is not there any more. Another's is left alone.
+/// Removes the lock file while it is locked, unless it was replaced. A process that has it open and
+/// locks it later finds that its path has changed.
 fn remove_lock(lock: &File, socket: &Path) {
     if is_there(lock, &lock_path(socket)).unwrap_or(false) {
         let _gone = std::fs::remove_file(lock_path(socket));
     }
 }
 
-/// Whether the file is the one at that path, or that a link there leads to.
+/// Returns whether `file` is the file at `path`; follows a link.
 fn is_there(file: &File, path: &Path) -> io::Result<bool> {
     let (own, found) = (file.metadata()?, path.metadata()?);
     Ok((own.dev(), own.ino()) == (found.dev(), found.ino()))
 }
 
-/// Takes the lock of a socket; `Busy` if another server has it.
+/// Locks a socket's lock file; `Busy` if another server has it.
 fn lock(socket: &Path) -> Result<File> {
     let fail = |what: &str, error: io::Error| Error::io(format!("{what} {}", socket.display()), error);
     let path = lock_path(socket);
     loop {
         let lock = File::options().write(true).create(true).truncate(false).open(&path);
-        let lock = lock.map_err(|error| fail("no lock can be made for the socket", error))?;
+        let lock = lock.map_err(|error| fail("cannot create the lock file of", error))?;
         lock.try_lock().map_err(|error| match error {
             TryLockError::WouldBlock => {
                 let message =
                     format!("another kvloft server listens at {}; give --socket another path", socket.display());
                 Error::new(ErrorKind::Busy, message)
             }
-            TryLockError::Error(error) => fail("the lock cannot be taken of the socket", error),
+            TryLockError::Error(error) => fail("cannot lock the lock file of", error),
         })?;
-        // A server that ended meanwhile took the file with it.
+        // Another server may have removed the file meanwhile.
         if is_there(&lock, &path).unwrap_or(false) {
             return Ok(lock);
         }
     }
 }
 
-/// Makes the socket's directory; one that is there must be this user's, and no other user may write to it.
+/// Creates the socket's directory. An existing one must belong to this user and must not be writable
+/// by others.
 fn check_directory(path: &Path) -> Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
-    made.map_err(|error| Error::io(format!("the socket's directory {} cannot be made", folder.display()), error))?;
+    made.map_err(|error| Error::io(format!("cannot create the socket's directory {}", folder.display()), error))?;
     let found = folder.metadata();
-    let found =
-        found.map_err(|error| Error::io(format!("the directory {} cannot be looked at", folder.display()), error))?;
+    let found = found.map_err(|error| Error::io(format!("cannot read the metadata of {}", folder.display()), error))?;
     let (me, rights) = (rustix::process::geteuid().as_raw(), found.mode() & 0o7777);
     let problem = if found.uid() != me {
         format!("belongs to user {}, and this process is user {me}", found.uid())
@@ -164,8 +170,9 @@ fn check_directory(path: &Path) -> Result<()> {
         return Ok(());
     };
     let folder = folder.display();
-    let message =
-        format!("the socket's directory {folder} {problem}; give --socket a path in a directory of this user's own");
+    let message = format!(
+        "the socket's directory {folder} {problem}; give --socket a path in a directory that only this user can write to"
+    );
     Err(Error::new(ErrorKind::InvalidConfig, message))
 }
 
@@ -178,9 +185,8 @@ mod tests {
 
     use super::*;
 
-    /// The one that listens has the socket and the lock, whoever ends or begins meanwhile.
     #[test]
-    fn servers_that_end_and_begin_at_once_never_listen_together() {
+    fn concurrent_starts_and_stops_leave_one_listener_at_a_time() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("kvloft.sock");
         let (num_listening, num_bound) = (AtomicUsize::new(0), AtomicUsize::new(0));
@@ -188,7 +194,7 @@ mod tests {
             for _ in 0..500 {
                 let Ok(listener) = SocketListener::bind(&path) else { continue };
                 assert_eq!(num_listening.fetch_add(1, Ordering::SeqCst), 0, "two listen at once");
-                assert!(is_there(&listener.lock, &lock_path(&path)).unwrap_or(false), "its lock is another's");
+                assert!(is_there(&listener.lock, &lock_path(&path)).unwrap_or(false), "the lock is another server's");
                 assert!(UnixStream::connect(&path).is_ok(), "its socket is gone");
                 num_bound.fetch_add(1, Ordering::SeqCst);
                 num_listening.fetch_sub(1, Ordering::SeqCst);
@@ -200,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_whose_lock_was_deleted_leaves_the_next_ones_socket_alone() {
+    fn server_with_a_deleted_lock_keeps_its_successors_socket() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("kvloft.sock");
         let first = SocketListener::bind(&path).expect("it is free");
@@ -215,7 +221,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_another_program_has_is_left_to_it() {
+    fn socket_of_another_program_is_not_replaced() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("others.sock");
         let is_left =
@@ -234,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn a_socket_that_outlives_its_server_for_a_moment_is_waited_for() {
+    fn bind_waits_for_a_socket_that_outlives_its_server() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("kvloft.sock");
         let is_had = |is_tidy: bool| {
@@ -254,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn a_lock_that_is_a_link_is_a_lock() {
+    fn lock_file_may_be_a_link() {
         let dir = tempfile::tempdir().expect("a directory");
         let path = dir.path().join("kvloft.sock");
         std::os::unix::fs::symlink(dir.path().join("elsewhere"), lock_path(&path)).expect("the path is free");

@@ -1,14 +1,13 @@
-//! The server: listens, lets this user's engines in, and owns what they share.
+//! The server: accepts engines of its own user and owns the stores that they share.
 //!
-//! A thread for each connection, of which there is a bounded number, and one that looks after what dead engines left. It must not
-//! know signals, files of settings or Python; see `connection` for what is answered.
+//! Runs one thread for each connection, up to a limit, and one for housekeeping. Must not depend on
+//! signals, settings files or Python.
 
 mod admin;
 pub(crate) mod config;
 mod connection;
 mod counters;
 mod disk_directory;
-mod disk_space;
 mod handler;
 mod lifeline;
 mod listener;
@@ -16,6 +15,7 @@ mod namespace;
 pub(crate) mod namespaces;
 mod quarantine;
 mod shared_state;
+mod status;
 mod timed_lock;
 
 use std::sync::atomic::Ordering;
@@ -32,14 +32,16 @@ use crate::server::listener::SocketListener;
 use crate::server::shared_state::ServerState;
 use crate::threads::spawn;
 
-/// How often it is looked whether frames of dead engines may be used again.
-const LOOK_EVERY: Duration = Duration::from_millis(100);
-/// Longest wait for connections to end when the server does.
-const END_TIMEOUT: Duration = Duration::from_secs(2);
-const JOIN_EVERY: Duration = Duration::from_millis(1);
-/// Time until namespaces without engines are looked at for what is too old.
-const FIRST_ERASE: Duration = Duration::from_secs(30);
-/// Listens from `open` until it is closed or dropped.
+/// Time between two rounds of housekeeping.
+const HOUSEKEEPING_INTERVAL: Duration = Duration::from_millis(100);
+/// Longest wait for threads and for connections when the server closes.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(2);
+/// Time between two checks of a thread that is about to end.
+const JOIN_INTERVAL: Duration = Duration::from_millis(1);
+/// Time until the first search for expired chunks of closed namespaces.
+const FIRST_EXPIRY: Duration = Duration::from_secs(30);
+
+/// A server; listens until it is closed or dropped.
 #[derive(Debug)]
 pub struct Server {
     pub(crate) state: Arc<ServerState>,
@@ -48,64 +50,70 @@ pub struct Server {
 }
 
 impl Server {
-    /// `Busy` if another server has the socket; `InvalidConfig` where its directory is not private or shares are wrong; `Io` where the system refuses.
-    /// The disk directory is taken here, or tried again later: see [`Self::disk_trouble`]. Memory is taken and the disk opened for the
-    /// first engine, which says how large a frame is.
+    /// Starts a server. Claims the disk directory now or retries in the background, see
+    /// [`Self::disk_trouble`]. Allocates memory and opens the disk tier for the first engine, whose
+    /// hello has the frame size.
+    ///
+    /// Errors: `Busy` if another server has the socket; `InvalidConfig` if the socket's directory is
+    /// not private or the shares are invalid; `Io` if a system call fails.
     pub fn open(config: ServerConfig) -> Result<Self> {
         namespaces::check_shares(&config.shares)?;
         let listener = Arc::new(SocketListener::bind(&config.socket)?);
         let state = Arc::new(ServerState::new(config));
         let server = Self { state, listener, threads: Mutex::default() };
         if server.state.config.disk.is_some() {
-            let (state, (first, came)) = (Arc::clone(&server.state), mpsc::channel());
-            server.spawn("disk", move || state.claim_disk(first))?;
-            await_first_claim(&came)?;
+            let (state, (send, result)) = (Arc::clone(&server.state), mpsc::channel());
+            server.spawn("disk", move || state.claim_disk(send))?;
+            await_first_claim(&result)?;
         }
         let (state, listener) = (Arc::clone(&server.state), Arc::clone(&server.listener));
         server.spawn("accept", move || accept(&state, &listener))?;
         let state = Arc::clone(&server.state);
-        server.spawn("look", move || run_housekeeping(&state))?;
-        if let Some(every) = server.state.expiry_interval() {
+        server.spawn("housekeeping", move || run_housekeeping(&state))?;
+        if let Some(interval) = server.state.expiry_interval() {
             let state = Arc::clone(&server.state);
-            server.spawn("erase", move || run_expiry(&state, every))?;
+            server.spawn("expiry", move || run_expiry(&state, interval))?;
         }
         Ok(server)
     }
 
+    /// Starts a thread that `close` waits for.
     pub(crate) fn spawn(&self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
         let thread = spawn(name, work)?;
         self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
         Ok(())
     }
 
-    /// What it does now.
+    /// Returns the state of the server.
     pub fn status(&self) -> Status {
         self.state.status()
     }
 
-    /// Why the disk directory is not this server's for now, so that there is host memory only; None where it is, or there is none.
+    /// Returns why the server cannot use its disk directory and uses host memory only; None if it uses
+    /// the directory or has none.
     pub fn disk_trouble(&self) -> Option<String> {
         self.state.disk_trouble()
     }
 
-    /// What a person should see in the log since the last call, oldest first.
+    /// Returns the log lines since the last call, oldest first.
     pub fn take_events(&self) -> Vec<String> {
         let all = self.state.namespaces.all();
         self.state.log_store_events(&all, all.len() == 1);
         std::mem::take(&mut *self.state.events.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Ends every connection, writes what still has to get to disk until the timeout, and gives the disk up. Again does nothing.
+    /// Closes every connection, writes pending chunks to disk until the timeout, and releases the disk.
+    /// A second call does nothing.
     pub fn close(&self, timeout: Duration) {
         self.state.is_stopping.store(true, Ordering::SeqCst);
         self.listener.shut();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
-        join(threads, Instant::now() + END_TIMEOUT);
+        join(threads, Instant::now() + CLOSE_TIMEOUT);
         let peers = self.state.peers();
         for peer in peers.values() {
             let _gone = peer.stream.shutdown(std::net::Shutdown::Both);
         }
-        let gone = self.state.peer_left.wait_timeout_while(peers, END_TIMEOUT, |peers| !peers.is_empty());
+        let gone = self.state.peer_left.wait_timeout_while(peers, CLOSE_TIMEOUT, |peers| !peers.is_empty());
         drop(gone);
         self.state.namespaces.close(timeout);
         self.state.namespaces.disk.let_go();
@@ -118,14 +126,14 @@ impl Drop for Server {
     }
 }
 
-/// Ends threads that are told to end. One that a disk holds, as it erases what is too old, is left to itself at the deadline.
+/// Joins threads until the deadline; detaches a thread that a hung disk still blocks then.
 fn join(threads: Vec<JoinHandle<()>>, deadline: Instant) {
     for thread in &threads {
         thread.thread().unpark();
     }
     for thread in threads {
         while !thread.is_finished() && Instant::now() < deadline {
-            std::thread::sleep(JOIN_EVERY);
+            std::thread::sleep(JOIN_INTERVAL);
         }
         if thread.is_finished() {
             let _ended = thread.join();
@@ -140,39 +148,42 @@ fn accept(state: &Arc<ServerState>, listener: &SocketListener) {
             return;
         }
         let Ok((stream, _)) = accepted else {
-            std::thread::sleep(LOOK_EVERY); // no descriptor is left, say
+            std::thread::sleep(HOUSEKEEPING_INTERVAL); // for example no descriptor is left
             continue;
         };
         if state.peers().len() >= state.config.max_connections {
             state.num_accepted.fetch_add(1, Ordering::Relaxed);
-            connection::refuse(state, &stream, "this kvloft server has as many connections as it takes; close some");
+            let limit = state.config.max_connections;
+            let text = format!("this kvloft server is at its limit of {limit} connections; close some of them");
+            connection::refuse(state, &stream, &text);
             continue;
         }
         connection::start(state, stream, number);
     }
 }
 
-/// Erases what is too old in namespaces without a store; those with one do so themselves.
-fn run_expiry(state: &ServerState, every: Duration) {
-    // Not at once: engines that begin now would find their namespaces in use, and their disks a second later.
-    let mut next = Instant::now() + FIRST_ERASE;
+/// Removes expired chunks of closed namespaces; a namespace's store removes those of an open one.
+fn run_expiry(state: &ServerState, interval: Duration) {
+    // Not at once: an engine that starts now would find its namespace in use.
+    let mut next = Instant::now() + FIRST_EXPIRY;
     while !state.is_stopping.load(Ordering::SeqCst) {
         let left = next.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            state.erase_expired();
-            next = Instant::now() + every;
+            state.remove_expired();
+            next = Instant::now() + interval;
         }
         std::thread::park_timeout(left);
     }
 }
 
+/// Disconnects dead peers, releases their frames, and moves slabs between namespaces.
 fn run_housekeeping(state: &ServerState) {
-    let _own = state.housekeeper.set(std::thread::current());
+    let _set = state.housekeeper.set(std::thread::current());
     while !state.is_stopping.load(Ordering::SeqCst) {
         state.disconnect_dead_peers();
         state.quarantine.release_closed();
         if !state.rebalance() {
-            std::thread::park_timeout(LOOK_EVERY);
+            std::thread::park_timeout(HOUSEKEEPING_INTERVAL);
         }
     }
 }

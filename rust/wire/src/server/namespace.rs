@@ -1,4 +1,4 @@
-//! One namespace of a server: a store, opened for the first engine that asks, and the engines' engines in it. It must not know the others.
+//! One namespace of a server: its store, which is opened for the first engine, and its engines.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
@@ -12,33 +12,33 @@ use crate::protocol::Hello;
 use crate::server::config::ServerConfig;
 use crate::server::counters::Counters;
 
-/// One namespace: a store, and who uses it.
+/// One namespace of a server.
 #[derive(Debug)]
 pub(crate) struct Namespace {
     pub(crate) hello: Hello,
-    /// None until it could be opened.
+    /// None until the first engine has opened it.
     store: OnceLock<Arc<Store>>,
     opening: Mutex<()>,
     engines: Mutex<EngineCount>,
-    /// Of all engines that it ever had.
+    /// Counts of every engine that the namespace ever had.
     pub(crate) counters: Counters,
 }
 
-/// How many engines a namespace has, and when one came or went last.
+/// Number of engines of a namespace, and when it changed last.
 #[derive(Debug)]
 struct EngineCount {
     num: usize,
     changed: Instant,
 }
 
-/// An engine's place in a namespace, with all that it holds there.
+/// An engine's membership in a namespace, with its reservations and leases.
 #[derive(Debug)]
 pub(crate) struct Membership {
     pub(crate) namespace: Arc<Namespace>,
     pub(crate) local: Local,
 }
 
-/// What people call a namespace, and its directory: 16 hex digits.
+/// Returns the first 16 hex digits of a namespace.
 pub(crate) fn namespace_id(namespace: &[u8; 32]) -> String {
     namespace_hex(namespace)[..16].to_owned()
 }
@@ -64,6 +64,11 @@ impl Namespace {
         Self { hello: hello.clone(), store, opening, engines, counters: Counters::default() }
     }
 
+    /// Returns the id in logs, in `kvloft status` and as directory name: the first 16 hex digits.
+    pub(crate) fn id(&self) -> String {
+        namespace_id(&self.hello.namespace)
+    }
+
     pub(crate) fn store(&self) -> Option<&Arc<Store>> {
         self.store.get()
     }
@@ -77,7 +82,8 @@ impl Namespace {
         locked(&self.engines).num > 0
     }
 
-    /// Since when it has no engine; None where it has one, or owes its disk a clear: what that forgot would be found again.
+    /// Returns since when the namespace has no engine. None if it has one, or if a clear is not yet
+    /// complete on disk: closing the store would bring cleared chunks back.
     pub(crate) fn idle_since(&self) -> Option<Instant> {
         let changed = Some(locked(&self.engines)).filter(|engines| engines.num == 0).map(|engines| engines.changed);
         changed.filter(|_| !self.is_clearing())
@@ -87,14 +93,14 @@ impl Namespace {
         self.store().is_some_and(|store| store.is_clearing())
     }
 
-    /// Percent of host memory that is set for it.
+    /// Returns the configured percent of host memory.
     pub(crate) fn percent(&self, config: &ServerConfig) -> Option<u32> {
         let name = namespace_hex(&self.hello.namespace);
         config.shares.iter().find(|(prefix, _)| name.starts_with(prefix)).map(|(_, percent)| *percent)
     }
 
     pub(crate) fn open(&self, pool: &Arc<Pool>, config: &ServerConfig) -> Result<Arc<Store>> {
-        let _alone = locked(&self.opening);
+        let _guard = locked(&self.opening);
         if let Some(store) = self.store.get() {
             return Ok(Arc::clone(store));
         }
@@ -102,7 +108,7 @@ impl Namespace {
         Ok(Arc::clone(self.store.get_or_init(|| store)))
     }
 
-    /// One engine more; the first gives the namespace a share again.
+    /// Adds an engine; the first one makes the namespace active, so that it gets a share of memory.
     pub(crate) fn add_engine(&self) {
         let mut engines = locked(&self.engines);
         *engines = EngineCount { num: engines.num + 1, changed: Instant::now() };
@@ -111,7 +117,7 @@ impl Namespace {
         }
     }
 
-    pub(crate) fn leave(&self) {
+    pub(crate) fn remove_engine(&self) {
         let mut engines = locked(&self.engines);
         *engines = EngineCount { num: engines.num - 1, changed: Instant::now() };
         if let (0, Some(store)) = (engines.num, self.store()) {
@@ -126,7 +132,7 @@ impl Namespace {
     }
 }
 
-/// Unix time, in seconds.
+/// Returns Unix time in seconds.
 pub(crate) fn unix_s() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
@@ -151,10 +157,10 @@ pub(crate) fn store_config(hello: &Hello, config: &ServerConfig) -> StoreConfig 
 
 impl Drop for Membership {
     fn drop(&mut self) {
-        // What it holds ends before its membership is free.
+        // Release reservations and leases before the engine is removed.
         if let Some(store) = self.namespace.store() {
             self.local = Local::of(Arc::clone(store));
         }
-        self.namespace.leave();
+        self.namespace.remove_engine();
     }
 }

@@ -1,7 +1,8 @@
-//! The namespaces of a server: which are open, and what they share.
+//! The open namespaces of a server, and the memory and disk directory that they share.
 //!
-//! Their memory is one arena, made for the first of them, and their disk one directory. A namespace without engines stays, for
-//! engines come back, until others have all of its memory. It must not know sockets.
+//! Their memory is one arena, which is allocated for the first namespace. A namespace without engines
+//! stays open for engines that reconnect, until other namespaces have all of its memory. Must not
+//! depend on sockets.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -18,25 +19,25 @@ use crate::protocol::Hello;
 use crate::server::config::ServerConfig;
 use crate::server::namespace::{Membership, Namespace, namespace_hex, namespace_id, store_config};
 
-/// Most namespaces that are open at one time.
+/// Maximum number of open namespaces.
 pub const MAX_NAMESPACES: usize = 64;
-/// Longest wait for the disk of a namespace that makes room.
+/// Longest wait for the disk of a namespace that is closed for another one.
 const REPLACE_TIMEOUT: Duration = Duration::from_secs(3);
-/// What sets the size of host memory, as its engines' logs call it.
-const OF_SERVER: &str = "--host-size of this engine's kvloft server";
+/// Name of the setting for host memory in error messages to engines.
+const HOST_SIZE_SETTING: &str = "--host-size of this engine's kvloft server";
 
 #[derive(Debug, Default)]
 struct OpenNamespaces {
-    /// What they share, once there is one.
+    /// None until the first engine connects.
     pool: Option<Arc<Pool>>,
     namespaces: BTreeMap<[u8; 32], Arc<Namespace>>,
 }
 
-/// All of a server.
+/// The namespaces of a server.
 #[derive(Debug)]
 pub(crate) struct Namespaces {
     open: Mutex<OpenNamespaces>,
-    /// Their disk directory.
+    /// The disk directory of all namespaces.
     pub(crate) disk: Arc<DiskRoot>,
 }
 
@@ -50,24 +51,25 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Checks shares by namespace: `InvalidConfig` for none of 1 to 100 percent, more than 100 together, or two of one namespace.
+/// Checks the configured shares. `InvalidConfig` if a share is not 1 to 100 percent, if the sum is
+/// above 100, or if two shares match the same namespace.
 pub(crate) fn check_shares(shares: &[(String, u32)]) -> Result<()> {
     let mut names: Vec<_> = shares.iter().map(|(name, _)| name.as_str()).collect();
     names.sort_unstable();
     if let Some([name, longer]) = names.windows(2).find(|pair| pair[1].starts_with(pair[0])) {
-        let message = format!("--share: two are of one namespace: {name} covers {longer}; give more of their digits");
+        let message = format!("--share: two shares match one namespace: {name} covers {longer}; use more digits");
         return Err(Error::new(ErrorKind::InvalidConfig, message));
     }
     let sum: u64 = shares.iter().map(|(_, percent)| u64::from(*percent)).sum();
     if sum <= 100 && shares.iter().all(|(_, percent)| *percent > 0) {
         return Ok(());
     }
-    let message = format!("--share: shares must be from 1 to 100 percent, and 100 together at most, not {sum}");
+    let message = format!("--share: shares must be 1 to 100 percent each and at most 100 in total, not {sum}");
     Err(Error::new(ErrorKind::InvalidConfig, message))
 }
 
 impl OpenNamespaces {
-    /// Those that may be closed, the one that is idle longest first.
+    /// Returns the idle namespaces, the one idle longest first.
     fn idle(&self) -> Vec<Arc<Namespace>> {
         let since = |namespace: &Arc<Namespace>| namespace.idle_since().map(|since| (since, Arc::clone(namespace)));
         let mut idle: Vec<_> = self.namespaces.values().filter_map(since).collect();
@@ -75,7 +77,8 @@ impl OpenNamespaces {
         idle.into_iter().map(|(_, namespace)| namespace).collect()
     }
 
-    /// The namespace of an engine, and those that have to be closed for it; `Busy` where they have engines.
+    /// Returns the namespace of an engine, and the namespaces to close for it. `Busy` if those have
+    /// engines.
     fn namespace(&mut self, hello: &Hello) -> Result<(Arc<Namespace>, Vec<Arc<Namespace>>)> {
         let mut gone = Vec::new();
         if let Some(namespace) = self.namespaces.get(&hello.namespace) {
@@ -98,7 +101,7 @@ impl OpenNamespaces {
         if self.namespaces.len() >= MAX_NAMESPACES {
             let Some(idle) = self.idle().first().map(|namespace| namespace.hello.namespace) else {
                 let message = format!(
-                    "this kvloft server serves {MAX_NAMESPACES} namespaces, and takes no more; start another server for this one"
+                    "this kvloft server is at its limit of {MAX_NAMESPACES} namespaces; start another server for this one"
                 );
                 return Err(Error::new(ErrorKind::Busy, message));
             };
@@ -111,15 +114,16 @@ impl OpenNamespaces {
 }
 
 impl Namespaces {
-    /// A membership for the engine; `Busy` or `InvalidConfig` where there is none for its shape. `wake` is the pool's, `tell` for people.
+    /// Adds an engine to its namespace. `Busy` or `InvalidConfig` if the server cannot serve its shape.
+    /// The pool calls `wake` when a namespace needs slabs; `log` takes log lines.
     pub(crate) fn join(
         &self,
         hello: &Hello,
         config: &ServerConfig,
         wake: impl Fn() + Send + Sync + 'static,
-        tell: impl Fn(String),
+        log: impl Fn(String),
     ) -> Result<Membership> {
-        store_config(hello, config).check(OF_SERVER)?;
+        store_config(hello, config).check(HOST_SIZE_SETTING)?;
         let (namespace, gone, pool) = {
             let mut open = locked(&self.open);
             let (namespace, gone) = open.namespace(hello)?;
@@ -128,11 +132,11 @@ impl Namespaces {
             } else {
                 let pool = Pool::create_over(Arc::clone(&self.disk), config.host_bytes, hello.frame_bytes, wake)?;
                 if !config.numa.is_empty() {
-                    tell(place_memory(&pool, hello.frame_bytes, &config.numa)); // before an engine touches it
+                    log(place_memory(&pool, hello.frame_bytes, &config.numa)); // before an engine writes to it
                 }
                 Arc::clone(open.pool.insert(pool))
             };
-            namespace.add_engine(); // keeps it from being closed meanwhile
+            namespace.add_engine(); // prevents its close meanwhile
             (namespace, gone, pool)
         };
         for namespace in gone {
@@ -142,7 +146,7 @@ impl Namespaces {
             Ok(store) => Ok(Membership { local: Local::of(store), namespace }),
             Err(error) => {
                 let mut open = locked(&self.open);
-                namespace.leave();
+                namespace.remove_engine();
                 if namespace.store().is_none() && !namespace.has_engines() {
                     open.namespaces.remove(&hello.namespace);
                 }
@@ -151,12 +155,12 @@ impl Namespaces {
         }
     }
 
-    /// All of them, in the order of their names.
+    /// Returns every open namespace, sorted.
     pub(crate) fn all(&self) -> Vec<Arc<Namespace>> {
         locked(&self.open).namespaces.values().cloned().collect()
     }
 
-    /// Those whose names begin so, maybe none.
+    /// Returns the open namespaces that start with the hex digits `prefix`.
     pub(crate) fn matching(&self, prefix: &str) -> Vec<Arc<Namespace>> {
         self.all()
             .into_iter()
@@ -164,37 +168,38 @@ impl Namespaces {
             .collect()
     }
 
-    /// What they share; None before the first engine.
+    /// Returns the shared pool; None before the first engine.
     #[cfg(test)]
     pub(crate) fn pool(&self) -> Option<Arc<Pool>> {
         locked(&self.open).pool.clone()
     }
 
-    /// Bytes of the arena and of a slab; None before the first engine.
+    /// Returns the bytes of the arena and of a slab; None before the first engine.
     pub(crate) fn memory(&self) -> Option<(u64, u64)> {
         locked(&self.open).pool.as_ref().map(|pool| (pool.size_bytes(), pool.slab_bytes()))
     }
 
-    /// Why a name does not do, with those that do.
-    pub(crate) fn no_namespace(&self, what: &str) -> Error {
-        let ids: Vec<_> = self.all().iter().map(|namespace| namespace_id(&namespace.hello.namespace)).collect();
+    /// Returns the error for a namespace that does not exist.
+    pub(crate) fn no_such_namespace(&self) -> Error {
+        let ids: Vec<_> = self.all().iter().map(|namespace| namespace.id()).collect();
         let message = if ids.is_empty() {
-            format!("this kvloft server has {what}: engines bring them, so try again once one is connected")
+            "this kvloft server has no such namespace; run this again once an engine is connected".to_owned()
         } else {
-            format!("this kvloft server has {what}; say --namespace with one of its own: {}", ids.join(", "))
+            format!("this kvloft server has no such namespace; use --namespace with one of: {}", ids.join(", "))
         };
         Error::new(ErrorKind::InvalidConfig, message)
     }
 
-    /// Has stores give way to others, those first that are most above their share. Whether more is to be done at once.
+    /// Releases slabs for namespaces that need them, first from the namespace most above its share.
+    /// Returns true if there is more to do at once.
     pub(crate) fn release_slabs(&self) -> bool {
         let mut stores: Vec<_> = self.all().iter().filter_map(|namespace| namespace.store().cloned()).collect();
         stores.sort_by_cached_key(|store| Reverse(store.num_slabs().1));
         stores.iter().any(|store| matches!(store.give_way(), Way::Gave | Way::Working))
     }
 
-    /// Takes out those without engines that have no memory left; and one more where another has no room on disk, for what a closed
-    /// one has there may be deleted.
+    /// Removes the idle namespaces without memory; and one more if another namespace needs disk space,
+    /// since the files of a closed namespace can be deleted.
     pub(crate) fn remove_idle(&self) -> Vec<Arc<Namespace>> {
         let mut open = locked(&self.open);
         let mut is_short = open.pool.as_ref().is_some_and(|pool| pool.take_short_of_disk());
@@ -207,7 +212,7 @@ impl Namespaces {
         idle
     }
 
-    /// Closes all until the timeout.
+    /// Closes every namespace until the timeout.
     pub(crate) fn close(&self, timeout: Duration) {
         let deadline = Instant::now() + timeout;
         for namespace in self.all() {
@@ -216,13 +221,13 @@ impl Namespaces {
     }
 }
 
-/// Has memory lie near the shards' GPUs; what a person should see of it.
+/// Binds memory to the NUMA nodes of the shards' GPUs; returns the log line.
 fn place_memory(pool: &Pool, frame_bytes: u64, nodes: &[u32]) -> String {
     let names = nodes.iter().map(u32::to_string).collect::<Vec<_>>().join(", ");
     match pool.place(frame_bytes, nodes) {
-        Ok(1) => format!("host memory lies on NUMA node{} {names}", if nodes.len() == 1 { "" } else { "s" }),
-        Ok(num) => format!("host memory lies on NUMA nodes {names} by shard, in {num} ranges"),
-        Err(error) => format!("{error}; it lies where the system puts it"),
+        Ok(1) => format!("host memory is on NUMA node{} {names}", if nodes.len() == 1 { "" } else { "s" }),
+        Ok(num) => format!("host memory is on NUMA nodes {names} by shard, in {num} ranges"),
+        Err(error) => format!("{error}; the system chooses the NUMA nodes"),
     }
 }
 

@@ -1,7 +1,7 @@
-//! Frames and leases of engines that have disconnected, until no process can write to them.
+//! Keeps the frames and leases of disconnected engines until no process can write to them.
 //!
-//! Workers and forked children can outlive the scheduler that reserved a frame. A membership therefore stays reserved until its lifeline
-//! is closed; no timeout releases it. This file must not know sockets.
+//! Workers and forked children can outlive the scheduler that reserved a frame. A membership therefore
+//! stays in quarantine until its lifeline is closed; no timeout releases it. Must not depend on sockets.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -21,41 +21,41 @@ struct Quarantined {
 pub(crate) struct Quarantine {
     /// The driver stops a dead process's GPU copies shortly after its descriptors are closed.
     gpu_settle: Duration,
-    engines: Mutex<Vec<Quarantined>>,
+    entries: Mutex<Vec<Quarantined>>,
 }
 
 impl Quarantine {
     pub(crate) fn new(gpu_settle: Duration) -> Self {
-        Self { gpu_settle, engines: Mutex::default() }
+        Self { gpu_settle, entries: Mutex::default() }
     }
 
-    fn engines(&self) -> MutexGuard<'_, Vec<Quarantined>> {
-        self.engines.lock().unwrap_or_else(PoisonError::into_inner)
+    fn entries(&self) -> MutexGuard<'_, Vec<Quarantined>> {
+        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Keeps the membership if it holds a reservation or a lease.
+    /// Adds a membership that holds a reservation or a lease; drops any other.
     pub(crate) fn add(&self, membership: Membership, lifeline: Lifeline) {
         if membership.local.num_open() != (0, 0) {
-            self.engines().push(Quarantined { membership, lifeline, closed: None });
+            self.entries().push(Quarantined { membership, lifeline, closed: None });
         }
     }
 
-    /// Releases the engines that no process can write to.
+    /// Releases every membership whose frames no process can write to.
     pub(crate) fn release_closed(&self) {
         let now = Instant::now();
-        let is_over = |each: &mut Quarantined| {
+        let is_released = |each: &mut Quarantined| {
             if each.closed.is_none() && each.lifeline.is_closed() {
                 each.closed = Some(now);
             }
             each.closed.is_some_and(|closed| now.duration_since(closed) >= self.gpu_settle)
         };
-        let over: Vec<_> = self.engines().extract_if(.., is_over).collect();
-        drop(over); // outside the lock
+        let released: Vec<_> = self.entries().extract_if(.., is_released).collect();
+        drop(released); // outside the lock
     }
 
-    /// Reservations and read leases in quarantine.
+    /// Returns the numbers of reservations and read leases in quarantine.
     pub(crate) fn num_open(&self) -> (usize, usize) {
-        let engines = self.engines();
-        engines.iter().map(|each| each.membership.local.num_open()).fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1))
+        let entries = self.entries();
+        entries.iter().map(|each| each.membership.local.num_open()).fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1))
     }
 }

@@ -1,7 +1,6 @@
-//! What all connections of a server share: its namespaces, who is connected, and what people are told. It must not know how messages
-//! come.
+//! State shared by all connections of a server: namespaces, peers, counters and log lines.
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -12,61 +11,68 @@ use kvloft_core::units::size_text;
 use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::protocol::Hello;
-use crate::protocol::admin::{EngineStatus, NamespaceStatus, Status, TenantStatus};
 use crate::server::config::ServerConfig;
 use crate::server::counters::Counters;
-use crate::server::disk_space::DiskSpace;
 use crate::server::lifeline::ProcessWatch;
-use crate::server::namespace::{Membership, Namespace, namespace_id};
+use crate::server::namespace::{Membership, Namespace};
 use crate::server::namespaces::Namespaces;
 use crate::server::quarantine::Quarantine;
 use crate::server::timed_lock::TimedLock;
 
-/// Most lines for people that wait to be taken.
+/// Maximum number of log lines that wait for `take_events`.
 const MAX_EVENTS: usize = 256;
-/// Most salts of a namespace that a status tells of.
-const MAX_TENANTS: usize = 16;
 
-/// A connection as others see it.
+/// One connection, as other threads see it.
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) stream: UnixStream,
     pub(crate) pid: u32,
     pub(crate) watch: ProcessWatch,
     pub(crate) since: Instant,
-    /// Once it said hello.
+    /// Set by the hello.
     pub(crate) membership: Option<Arc<Membership>>,
     pub(crate) counters: Arc<Counters>,
 }
 
+/// Disk space as of the last successful measurement: a disk may hang.
+#[derive(Debug, Clone)]
+pub(crate) struct DiskSpace {
+    /// Bytes that this user can still write to the file system.
+    pub(crate) free_bytes: u64,
+    /// Bytes used by each namespace that was closed then, by the name of its directory.
+    pub(crate) closed: BTreeMap<String, u64>,
+}
+
+/// State of a server.
 #[derive(Debug)]
 pub(crate) struct ServerState {
     pub(crate) config: ServerConfig,
     pub(crate) namespaces: Namespaces,
     pub(crate) quarantine: Quarantine,
-    /// Of evictions, which count what went; of work on the disk of closed namespaces, which may hang.
+    /// Held by an eviction, which counts its chunks.
     pub(crate) evict_lock: Arc<TimedLock>,
+    /// Held during work on the disk of closed namespaces, which may hang.
     pub(crate) erase_lock: Arc<TimedLock>,
     peers: Mutex<HashMap<u64, Peer>>,
     pub(crate) peer_left: Condvar,
     pub(crate) events: Mutex<Vec<String>>,
     pub(crate) is_stopping: AtomicBool,
-    /// The thread that looks after dead engines and slabs that are wanted.
+    /// The housekeeping thread.
     pub(crate) housekeeper: Arc<OnceLock<Thread>>,
     pub(crate) num_accepted: AtomicU64,
-    /// Engines that got a place, also those that are gone.
+    /// Engines accepted so far.
     pub(crate) num_joined: AtomicU64,
     pub(crate) num_refused: AtomicU64,
-    /// Why the disk directory is not the server's for now.
+    /// Why the server cannot use its disk directory.
     pub(crate) disk_trouble: Mutex<Option<String>>,
-    /// None until it was looked at.
+    /// None until the first measurement.
     pub(crate) disk_space: Mutex<Option<DiskSpace>>,
 }
 
 impl ServerState {
     pub(crate) fn new(config: ServerConfig) -> Self {
-        let no_answer = config.disk.as_ref().map(|disk| format!("disk_path {} does not answer", disk.dir.display()));
-        let disk_trouble = Mutex::new(no_answer); // until it did
+        let unclaimed = config.disk.as_ref().map(|disk| format!("disk_path {} does not answer", disk.dir.display()));
+        let disk_trouble = Mutex::new(unclaimed); // until the first claim
         Self {
             quarantine: Quarantine::new(config.gpu_settle),
             config,
@@ -90,8 +96,8 @@ impl ServerState {
         self.peers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The connection is over; it has no membership from here on.
-    pub(crate) fn leave(&self, number: u64) {
+    /// Removes a closed connection, and with it its reference to the membership.
+    pub(crate) fn remove_peer(&self, number: u64) {
         let left = self.peers().remove(&number);
         if let Some(event) = left.as_ref().and_then(Peer::departure_line)
             && !self.is_stopping.load(Ordering::SeqCst)
@@ -102,14 +108,14 @@ impl ServerState {
         self.peer_left.notify_all();
     }
 
-    /// Ends connections whose process has ended: a forked child that has the socket would keep them open.
+    /// Closes connections whose process has exited: a forked child would keep the socket open.
     pub(crate) fn disconnect_dead_peers(&self) {
         for peer in self.peers().values().filter(|peer| peer.watch.has_ended()) {
             let _gone = peer.stream.shutdown(std::net::Shutdown::Both);
         }
     }
 
-    /// Notes what a person should see; what is too much is dropped.
+    /// Queues a line for the server's log; drops lines beyond [`MAX_EVENTS`].
     pub(crate) fn log(&self, event: String) {
         let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
         if events.len() < MAX_EVENTS {
@@ -117,86 +123,36 @@ impl ServerState {
         }
     }
 
-    /// A place for the engine; errors say why there is none.
+    /// Adds an engine to its namespace; opens the namespace if needed.
     pub(crate) fn join(&self, hello: &Hello) -> Result<Membership> {
         let housekeeper = Arc::clone(&self.housekeeper);
         let wake = move || housekeeper.get().map_or((), Thread::unpark);
         let membership = self.namespaces.join(hello, &self.config, wake, |event| self.log(event))?;
         if self.is_stopping.load(Ordering::SeqCst) {
-            // Its disk may have hung until the server had closed all others: it is given up now.
+            // Its disk may have hung until the server had closed all other namespaces.
             membership.namespace.close(Duration::ZERO);
-            return Err(Error::new(ErrorKind::Busy, "this kvloft server has ended"));
+            return Err(Error::new(ErrorKind::Busy, "this kvloft server is shutting down"));
         }
         Ok(membership)
     }
 
-    /// Why the disk directory is not the server's for now; None where it is, or there is none.
+    /// Returns why the server cannot use its disk directory; None if it can or has none.
     pub(crate) fn disk_trouble(&self) -> Option<String> {
         self.disk_trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    fn disk_space(&self) -> Option<DiskSpace> {
-        self.disk_space.lock().unwrap_or_else(PoisonError::into_inner).clone()
-    }
-
-    pub(crate) fn status(&self) -> Status {
-        let kept = self.quarantine.num_open();
-        let (host_bytes, slab_bytes) = self.namespaces.memory().unwrap_or_default();
-        let stats = [
-            ("server_accepted", self.num_accepted.load(Ordering::Relaxed)),
-            ("server_joined", self.num_joined.load(Ordering::Relaxed)),
-            ("server_refused", self.num_refused.load(Ordering::Relaxed)),
-            ("quarantined_reservations", kept.0 as u64),
-            ("quarantined_leases", kept.1 as u64),
-            ("server_host_bytes", self.config.host_bytes),
-            ("server_disk_bytes", self.config.disk.as_ref().map_or(0, |disk| disk.cap_bytes)),
-            ("server_disk_unused", self.disk_trouble().is_some().into()),
-        ];
-        let room = self.disk_space().map(|DiskSpace { free_bytes, closed }| {
-            let closed_bytes = self.namespaces.disk.bytes_closed(&closed);
-            [("server_disk_free_bytes", free_bytes), ("server_disk_closed_bytes", closed_bytes)]
-        });
-        let stats = stats.into_iter().chain(room.into_iter().flatten());
-        let stats = stats.map(|(name, value)| (name.to_owned(), value)).collect();
-        let namespaces = self.namespaces.all().iter().map(|namespace| self.namespace_status(namespace)).collect();
-        let settings = self.config.settings.iter().cloned().collect();
-        Status { host_bytes, slab_bytes, stats, settings, namespaces }
-    }
-
-    fn namespace_status(&self, namespace: &Arc<Namespace>) -> NamespaceStatus {
-        let stats = namespace.store().map(|store| {
-            let own = store.stats().into_iter().map(|(name, value)| (name.to_owned(), value));
-            let percent = namespace.percent(&self.config).map(|percent| ("share_percent".to_owned(), percent.into()));
-            own.chain(namespace.counters.stats()).chain(percent).collect()
-        });
-        let peers = self.peers();
-        let mut engines: Vec<_> = peers.values().filter_map(|peer| peer.status(namespace)).collect();
-        drop(peers);
-        engines.sort_by_key(|engine| (u64::MAX - engine.connected_ms, engine.pid));
-        let tenants = namespace.store().map(|store| store.tenants(MAX_TENANTS).0).unwrap_or_default();
-        let tenants = tenants.into_iter().map(TenantStatus::from).collect();
-        NamespaceStatus {
-            namespace: namespace.hello.namespace,
-            description: namespace.hello.description.clone(),
-            frame_bytes: namespace.hello.frame_bytes,
-            num_slabs: namespace.store().map_or(0, |store| store.num_slabs().0),
-            stats: stats.unwrap_or_default(),
-            tenants,
-            engines,
-        }
-    }
-
-    /// Lines of the stores for people, each with its namespace where there are several.
+    /// Queues the log lines of stores, each with its namespace if there are several.
     pub(crate) fn log_store_events(&self, namespaces: &[Arc<Namespace>], is_one: bool) {
         for namespace in namespaces {
             for event in namespace.store().map(|store| store.take_events()).unwrap_or_default() {
-                let id = namespace_id(&namespace.hello.namespace);
+                let id = namespace.id();
                 self.log(if is_one { event } else { format!("namespace {id}: {event}") });
             }
         }
     }
 
-    /// Has memory go where it is wanted; whether more is to be done at once.
+    /// Moves slabs to the namespaces that need them and closes idle namespaces without memory. Returns
+    /// true if there is more to do at once.
     pub(crate) fn rebalance(&self) -> bool {
         if self.namespaces.release_slabs() {
             return true;
@@ -209,25 +165,15 @@ impl ServerState {
 }
 
 impl Peer {
-    /// What a person should see of an engine that left.
+    /// Returns the log line for an engine that disconnected.
     fn departure_line(&self) -> Option<String> {
         let namespace = &self.membership.as_ref()?.namespace;
-        let (num_saved, id) = (self.counters.num_saved(), namespace_id(&namespace.hello.namespace));
+        let (num_saved, id) = (self.counters.num_saved(), namespace.id());
         let (pid, seconds) = (self.pid, self.since.elapsed().as_secs());
         let size = size_text(num_saved * namespace.hello.frame_bytes);
         let chunks = if num_saved == 1 { "chunk" } else { "chunks" };
-        Some(format!("process {pid} has left namespace {id} after {seconds} s; it saved {num_saved} {chunks} ({size})"))
-    }
-
-    fn status(&self, of: &Arc<Namespace>) -> Option<EngineStatus> {
-        let membership = self.membership.as_ref().filter(|membership| Arc::ptr_eq(&membership.namespace, of))?;
-        let (num_reserved, num_leases) = membership.local.num_open();
-        Some(EngineStatus {
-            pid: self.pid,
-            connected_ms: u64::try_from(self.since.elapsed().as_millis()).unwrap_or(u64::MAX),
-            num_reserved: num_reserved as u64,
-            num_leases: num_leases as u64,
-            counters: self.counters.stats(),
-        })
+        Some(format!(
+            "process {pid} disconnected from namespace {id} after {seconds} s; it saved {num_saved} {chunks} ({size})"
+        ))
     }
 }

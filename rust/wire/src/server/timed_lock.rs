@@ -1,35 +1,35 @@
-//! One at a time: who cannot begin before a deadline is told so. It must not know what is done in a turn.
+//! A lock with a deadline, whose guard can move to another thread.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::Instant;
 
-/// Who has the turn.
+/// A lock with a deadline.
 #[derive(Debug, Default)]
 pub(crate) struct TimedLock {
-    is_taken: Mutex<bool>,
-    is_over: Condvar,
+    is_locked: Mutex<bool>,
+    unlocked: Condvar,
 }
 
-/// The turn; it is over when this goes, in whatever thread.
+/// Releases the lock when dropped.
 #[derive(Debug)]
 pub(crate) struct TimedGuard(Arc<TimedLock>);
 
 impl TimedLock {
-    /// None if another has it until the deadline.
+    /// Takes the lock; returns None at the deadline.
     pub(crate) fn lock(self: &Arc<Self>, deadline: Instant) -> Option<TimedGuard> {
-        let is_taken = self.is_taken.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_locked = self.is_locked.lock().unwrap_or_else(PoisonError::into_inner);
         let left = deadline.saturating_duration_since(Instant::now());
-        let waited = self.is_over.wait_timeout_while(is_taken, left, |is_taken| *is_taken);
-        let (mut is_taken, _) = waited.unwrap_or_else(PoisonError::into_inner);
-        let is_mine = !std::mem::replace(&mut *is_taken, true);
-        drop(is_taken);
-        is_mine.then(|| TimedGuard(Arc::clone(self)))
+        let waited = self.unlocked.wait_timeout_while(is_locked, left, |is_locked| *is_locked);
+        let (mut is_locked, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let is_ours = !std::mem::replace(&mut *is_locked, true);
+        drop(is_locked);
+        is_ours.then(|| TimedGuard(Arc::clone(self)))
     }
 }
 
 impl Drop for TimedGuard {
     fn drop(&mut self) {
-        *self.0.is_taken.lock().unwrap_or_else(PoisonError::into_inner) = false;
-        self.0.is_over.notify_one();
+        *self.0.is_locked.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        self.0.unlocked.notify_one();
     }
 }

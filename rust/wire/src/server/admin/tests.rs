@@ -50,9 +50,9 @@ fn chain_of(namespace: u8, salt: &str, num_blocks: u32) -> KeyChain {
     chain
 }
 
-/// As while it is closed: its disk is still in use, and it is none of the server's any more.
+/// While a namespace is being closed, its disk is still in use but the server has removed it.
 #[test]
-fn a_namespace_that_is_being_closed_may_keep_something() {
+fn eviction_during_close_of_a_namespace_is_cut_short() {
     let dir = tempfile::tempdir().expect("a directory");
     let (config, settings) = config(dir.path());
     let server = Server::open(config.clone()).expect("a server");
@@ -84,7 +84,7 @@ fn a_namespace_that_is_being_closed_may_keep_something() {
 }
 
 #[test]
-fn a_disk_that_hangs_under_a_closed_namespace_holds_no_order_up() {
+fn hung_disk_of_a_closed_namespace_does_not_block_admin_requests() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = Server::open(config(dir.path()).0).expect("a server");
     let (heal, hung) = mpsc::channel::<()>();
@@ -93,17 +93,17 @@ fn a_disk_that_hangs_under_a_closed_namespace_holds_no_order_up() {
     let erased = |num_chunks| move || Ok(Erased { num_chunks, ..Erased::default() });
     assert!(server.state.erase_within(soon(), hangs).expect("started").is_cut_short);
     let said = server.state.erase_within(soon(), erased(1)).expect("not begun");
-    assert!(said.is_cut_short && said.num_chunks == 0, "one thread is left with the disk, not one for each order");
-    assert!(server.state.closed("", soon()).is_none(), "it does not say which there are");
+    assert!(said.is_cut_short && said.num_chunks == 0, "one thread waits for the disk, not one for each request");
+    assert!(server.state.closed("", soon()).is_none(), "the disk hangs");
     drop(heal);
     assert_eq!(server.state.closed("", Instant::now() + LONG), Some(Vec::new()));
     let said = server.state.erase_within(Instant::now() + LONG, erased(1)).expect("done");
     assert!(!said.is_cut_short && said.num_chunks == 1);
 }
 
-/// What is too old is looked for by a thread of the server's own, which a disk may hold permanently.
+/// The expiry thread may be blocked by a disk forever.
 #[test]
-fn a_thread_that_a_disk_holds_does_not_hold_the_servers_end_up() {
+fn close_detaches_a_thread_that_a_disk_blocks() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = Server::open(config(dir.path()).0).expect("a server");
     let (heal, hung) = mpsc::channel::<()>();
@@ -118,9 +118,9 @@ fn a_thread_that_a_disk_holds_does_not_hold_the_servers_end_up() {
     assert!(has_ended);
 }
 
-/// A disk may hang while it opens one for an engine, until the server has closed all that it had.
+/// A disk may hang while the server opens a namespace, until the server has closed all others.
 #[test]
-fn a_namespace_that_opens_after_the_servers_end_does_not_keep_the_disk() {
+fn namespace_opened_after_close_releases_the_disk() {
     let dir = tempfile::tempdir().expect("a directory");
     let (config, _) = config(dir.path());
     let ended = Server::open(config.clone()).expect("a server");
@@ -129,11 +129,11 @@ fn a_namespace_that_opens_after_the_servers_end_does_not_keep_the_disk() {
         Hello { version: 1, namespace: [7; 32], frame_bytes: FRAME, blocks_per_chunk: 1, description: String::new() };
     assert!(ended.state.join(&hello).is_err());
     let next = Server::open(ServerConfig { socket: dir.path().join("next").join("kvloft.sock"), ..config });
-    assert_eq!(next.expect("a server").disk_trouble(), None, "the first is still there, and has nothing");
+    assert_eq!(next.expect("a server").disk_trouble(), None, "the first server still exists, without the disk");
 }
 
 #[test]
-fn evictions_at_once_count_what_each_of_them_gave_up() {
+fn concurrent_evictions_count_their_own_chunks() {
     let dir = tempfile::tempdir().expect("a directory");
     let (config, _) = config(dir.path());
     let server = Server::open(config.clone()).expect("a server");
@@ -154,9 +154,9 @@ fn evictions_at_once_count_what_each_of_them_gave_up() {
     }
 }
 
-/// A namespace that no engine asks for has no store that would look.
+/// A namespace without engines has no store that would remove expired chunks.
 #[test]
-fn what_is_too_old_goes_from_namespaces_without_engines_too() {
+fn chunks_of_namespaces_without_engines_expire() {
     let dir = tempfile::tempdir().expect("a directory");
     let limits = |ttl_s| TenantLimits { salted: Limits { ttl_s, ..Limits::default() }, ..TenantLimits::default() };
     let open = |ttl_s| {
@@ -181,29 +181,29 @@ fn what_is_too_old_goes_from_namespaces_without_engines_too() {
     drop(server);
     std::thread::sleep(Duration::from_millis(2100)); // two whole seconds at least
     let (server, _) = open(Some(1));
-    server.state.erase_expired();
-    let told = server.take_events();
-    assert_eq!(told, ["6 chunks of namespaces without engines are erased from disk: they are too old"]);
-    server.state.erase_expired();
+    server.state.remove_expired();
+    let logged = server.take_events();
+    assert_eq!(logged, ["removed 6 expired chunks on disk of namespaces without engines"]);
+    server.state.remove_expired();
     assert!(server.take_events().is_empty());
     server.close(LONG);
     drop(server);
-    let (_server, config) = open(None); // nothing is too old for this one
+    let (_server, config) = open(None); // no chunk expires here
     for (nth, salt) in each {
         let (engine, chain) = (engine_of(config.socket.clone(), nth), chain(nth, salt));
         let wanted = if salt.is_some() { 0 } else { 3 };
         let (mut found, deadline) = (u32::MAX, Instant::now() + LONG);
         while found != wanted && Instant::now() < deadline {
-            thread::sleep(Duration::from_millis(10)); // its disk may be attached only now
+            thread::sleep(Duration::from_millis(10)); // its disk may be attached later
             found = engine.lookup(Prefix::from(&chain)).stored_blocks;
         }
         assert_eq!(found, wanted, "{nth} {salt:?}");
     }
 }
 
-/// Of a directory that another server has, what is there is not this one's to forget, nor to count.
+/// A server must neither clear nor count chunks in another server's directory.
 #[test]
-fn what_is_on_a_disk_that_another_server_has_is_not_said_to_be_nothing() {
+fn clear_is_refused_while_another_server_has_the_disk() {
     let dir = tempfile::tempdir().expect("a directory");
     let (config, disk) = config(dir.path());
     std::fs::create_dir_all(disk.dir.join("0123456789abcdef")).expect("room");
@@ -213,7 +213,7 @@ fn what_is_on_a_disk_that_another_server_has_is_not_said_to_be_nothing() {
     let second = Server::open(second).expect("it serves");
     for name in ["", "01"] {
         let said = second.state.clear(name).expect_err("not known").to_string();
-        assert!(said.contains("its disk is not used for now"), "{said}");
+        assert!(said.contains("the server cannot use its disk"), "{said}");
     }
     let _engine = engine(socket);
     assert_eq!(second.state.clear("").expect("its own, which has nothing"), 0);
