@@ -58,7 +58,7 @@ fn request(parts: &Parts) -> Request<'_> {
             if prefixes.num_same.is_multiple_of(2) {
                 Request::Lookup(prefixes)
             } else {
-                Request::LookAgain(prefixes)
+                Request::LookupForSave(prefixes)
             }
         }
         3 => Request::Acquire(parts.number, prefixes),

@@ -1,4 +1,5 @@
-//! Splits requests into messages of bounded size and joins their answers. Must not depend on sockets.
+//! Splits requests into messages of bounded size and joins their answers. Must not depend on
+//! sockets.
 
 use kvloft_core::Result;
 use kvloft_core::store::{Prefix, ToSave};

@@ -3,8 +3,8 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// Shortest deadline of reservations and commits: a request waits for a lookup, but a save without an
-/// answer is lost.
+/// Shortest deadline of reservations and commits: a request waits for a lookup, but a save without
+/// an answer is lost.
 const MIN_SAVE_DEADLINE: Duration = Duration::from_millis(100);
 
 /// Settings of a client.

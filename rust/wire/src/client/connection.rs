@@ -41,8 +41,8 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    /// Connects to the server at `path`. `Io` if no server listens, `InvalidConfig` if the server is
-    /// another user's.
+    /// Connects to the server at `path`. `Io` if no server listens, `InvalidConfig` if the server
+    /// is another user's.
     pub(crate) fn connect(path: &Path) -> Result<Self> {
         let fail = |error| Error::io(format!("no kvloft server answers at {}", path.display()), error);
         let stream = UnixStream::connect(path).map_err(fail)?;
@@ -74,7 +74,8 @@ impl Connection {
         self.enqueue(request);
         let mut found = Vec::new();
         loop {
-            let sent = self.unsent.flush(&self.stream); // read the reason of a refusal before an error
+            // On an error, read first: the server may have sent the reason of a refusal.
+            let sent = self.unsent.flush(&self.stream);
             if !wait(&*self.stream, self.poll_flags(), deadline) {
                 return Err(late());
             }
@@ -182,8 +183,8 @@ impl Connection {
     }
 
     /// Truncates a long prefix to the part that may be stored, using one request with its anchors.
-    /// Does nothing for a short prefix, or for one the server has the keys of. If the request gets no
-    /// answer, the next lookup is a miss.
+    /// Does nothing for a short prefix, or for one the server has the keys of. If the request gets
+    /// no answer, the next lookup is a miss.
     pub(crate) fn trim_prefix(&mut self, prefix: &mut Prefix<'_>, per_chunk: u32, deadline: Instant) {
         if !self.prefix_cache.needs_anchors(prefix.keys) {
             return;
@@ -210,8 +211,8 @@ impl Connection {
         SentPrefixes { num_same, all: all.into_iter().map(|(root, keys)| (root, Keys::Own(keys))).collect() }
     }
 
-    /// Removes the keys that the server has and adds the rest to the cache; returns the number removed.
-    /// Skips a single key, which is an attached chunk.
+    /// Removes the keys that the server has and adds the rest to the cache; returns the number
+    /// removed. Skips a single key, which is an attached chunk.
     fn strip_cached(&mut self, keys: &mut &[ChunkKey]) -> usize {
         if keys.len() < 2 {
             return 0;

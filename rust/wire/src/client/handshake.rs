@@ -23,8 +23,8 @@ pub(crate) struct NewConnection {
 }
 
 impl NewConnection {
-    /// Connects. `Io` if no server answers, `Busy` if the server refuses this engine, `InvalidConfig`
-    /// if the server is another user's.
+    /// Connects. `Io` if no server answers, `Busy` if the server refuses this engine,
+    /// `InvalidConfig` if the server is another user's.
     pub(crate) fn open(config: &ClientConfig) -> Result<Self> {
         let mut connection = Connection::connect(&config.socket)?;
         let hello = Hello {
@@ -35,7 +35,8 @@ impl NewConnection {
             description: config.description.clone(),
         };
         let refused = |error: Error| match error.kind() {
-            ErrorKind::InvalidConfig => Error::new(ErrorKind::Busy, error.to_string()), // the server may accept the engine later
+            // The server may accept the engine later.
+            ErrorKind::InvalidConfig => Error::new(ErrorKind::Busy, error.to_string()),
             _ => error,
         };
         let (answer, fds) = connection.open(&Request::Hello(hello), HELLO_TIMEOUT).map_err(refused)?;

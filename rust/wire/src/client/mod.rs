@@ -1,8 +1,8 @@
 //! The client of a server's store; `session` implements `Session` for it.
 //!
-//! Each call ends at its deadline; without an answer by then, or without a connection, it is a miss. A
-//! background thread reconnects. A clear that the server has not confirmed is sent again first on the
-//! next connection: otherwise the disk could bring back chunks that must not be used.
+//! Each call ends at its deadline; without an answer by then, or without a connection, it is a
+//! miss. A background thread reconnects. A clear that the server has not confirmed is sent again
+//! first on the next connection: otherwise the disk could bring back chunks that must not be used.
 
 pub(crate) mod admin;
 mod batches;
@@ -69,7 +69,8 @@ impl Client {
         self.inner.state()
     }
 
-    /// Returns whether a clear is still unconfirmed, after processing its answer if that has arrived.
+    /// Returns whether a clear is still unconfirmed, after processing its answer if that has
+    /// arrived.
     pub(crate) fn is_clear_pending(&self) -> bool {
         let deadline = self.inner.deadline();
         let mut state = self.state();
@@ -85,8 +86,8 @@ impl Client {
         self.state().call(deadline, |connection| connection.call(request, deadline))
     }
 
-    /// Sends the requests that `make` returns and waits for their answers. Empty if an earlier answer
-    /// is overdue.
+    /// Sends the requests that `make` returns and waits for their answers. Empty if an earlier
+    /// answer is overdue.
     pub(crate) fn call_all<'a>(&self, make: impl FnOnce(&mut Connection) -> Vec<Request<'a>>) -> Vec<Option<Answer>> {
         let deadline = self.inner.deadline();
         let mut state = self.state();
@@ -107,7 +108,7 @@ impl Client {
         let mut prefixes: Vec<_> = prefixes.iter().map(clamp_prefix).collect();
         self.state().trim_prefix(&mut prefixes, &self.inner);
         let parts = split_batches(&prefixes, |prefix| prefix.keys.len());
-        let request = if is_again { Request::LookAgain } else { Request::Lookup };
+        let request = if is_again { Request::LookupForSave } else { Request::Lookup };
         let answers = self.call_all(|connection| parts.iter().map(|part| request(connection.prefixes(part))).collect());
         let found = |answer| if let Answer::Found(found) = answer { Some(found) } else { None };
         join_answers(&parts, answers, found).collect()

@@ -1,7 +1,7 @@
 //! The client's background thread: detects a lost connection and opens another one.
 //!
-//! `Session::renew` switches to the new connection, so that no plan names frames of two arenas. Must
-//! not depend on requests.
+//! `Session::renew` switches to the new connection, so that no plan names frames of two arenas.
+//! Must not depend on requests.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -42,7 +42,8 @@ impl ConnectFailures {
 }
 
 impl ClientInner {
-    /// Runs one round of the background thread: checks the connection, or tries to open another one.
+    /// Runs one round of the background thread: checks the connection, or tries to open another
+    /// one.
     pub(crate) fn maintain_connection(&self, failures: &mut ConnectFailures) {
         let stream = {
             let state = self.state();

@@ -60,7 +60,8 @@ impl Session for Client {
             let sent = connection.prefixes(&prefixes);
             let answer = connection.call(&Request::Acquire(id.0, sent), deadline);
             if answer.is_none() {
-                connection.send(&Request::Release(id.0)); // in case the server handles the request later
+                // The server may still handle the request later.
+                connection.send(&Request::Release(id.0));
             }
             answer
         });

@@ -98,8 +98,8 @@ impl ClientState {
         }
     }
 
-    /// Returns true once for each prefix that the last reservation dropped chunks of: that lookup is
-    /// part of the save and not of a new request.
+    /// Returns true once for each prefix that the last reservation dropped chunks of: that lookup
+    /// is part of the save and not of a new request.
     pub(crate) fn is_save_lookup(&mut self, prefixes: &[Prefix<'_>]) -> bool {
         let [Prefix { keys: [.., end], .. }] = prefixes else { return false };
         let at = self.dropped.iter().position(|dropped| dropped == end);

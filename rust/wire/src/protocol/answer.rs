@@ -1,39 +1,40 @@
-//! What the server says, and how it crosses: see `protocol`. It must not know what was asked.
+//! Answers of the server, and their encoding. Must not depend on requests.
 
 use kvloft_core::io::FrameId;
 use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName};
 
-use crate::protocol::changes::{changes, write_changes};
+use crate::protocol::changes::{read_changes, write_changes};
 use crate::protocol::codec::{Reader, Writer, read_message, write_message};
 
-/// What the server says.
+/// An answer.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Answer {
-    /// The arena's descriptor comes with it: number of frames.
+    /// Accepts an engine: number of frames. The arena's and the lifeline's descriptors come with
+    /// it.
     Welcome(u32),
-    /// One sentence; the connection ends.
+    /// Reason of a refusal, in one sentence. The server closes the connection.
     Refused(String),
-    /// Of a lookup, of each prefix.
+    /// Result of a lookup, one for each prefix.
     Found(Vec<Lookup>),
-    /// Of a lease, taken or polled.
+    /// Progress of a lease.
     Progress(Progress),
-    /// Of a lease.
+    /// Frames of a lease.
     Frames(Vec<LeasedFrame>),
-    /// Of each range what was reserved, and how many chunks could not be had.
+    /// Reservations of each range, and the number of chunks dropped.
     Reserved(Vec<(Vec<Reservation>, u32)>),
-    /// Chunks that became visible, or were forgotten; 1 or 0 for yes or no.
+    /// Chunks committed or removed; 1 or 0 for yes or no.
     Count(u64),
-    /// Of the store.
+    /// Counters of the store.
     Stats(Vec<(String, u64)>),
     /// Result of an admin request, in JSON.
     Admin(Vec<u8>),
-    /// Of a prefix.
+    /// Anchors that are stored.
     Anchors(Anchors),
-    /// Of the store; the first of a connection says that what was told before may be wrong.
+    /// Changes of the store. The first such answer of a connection has `lost` set.
     Changes(Changes),
 }
 
-fn lookup(from: &mut Reader<'_>) -> Option<Lookup> {
+fn read_lookup(from: &mut Reader<'_>) -> Option<Lookup> {
     Some(Lookup { host_blocks: from.u32()?, stored_blocks: from.u32()? })
 }
 
@@ -45,7 +46,7 @@ fn write_frame(to: &mut Writer<'_>, frame: &LeasedFrame) {
     to.u8(u8::from(frame.tier == TierName::Disk));
 }
 
-fn frame(from: &mut Reader<'_>) -> Option<LeasedFrame> {
+fn read_frame(from: &mut Reader<'_>) -> Option<LeasedFrame> {
     let (frame, key) = (FrameId(from.u32()?), from.chunk_key()?);
     let (first_block, num_blocks) = (from.u32()?, from.u32()?);
     let tier = if from.flag()? { TierName::Disk } else { TierName::Host };
@@ -60,13 +61,13 @@ fn write_reservation(to: &mut Writer<'_>, row: &Reservation) {
     to.u32(row.num_blocks);
 }
 
-fn reservation(from: &mut Reader<'_>) -> Option<Reservation> {
+fn read_reservation(from: &mut Reader<'_>) -> Option<Reservation> {
     let (ticket, frame, key) = (from.u64()?, FrameId(from.u32()?), from.chunk_key()?);
     Some(Reservation { ticket, frame, key, first_block: from.u32()?, num_blocks: from.u32()? })
 }
 
 impl Answer {
-    /// Appends it to `to`, with its length.
+    /// Appends the answer with its length to `to`.
     pub fn encode(&self, number: u32, to: &mut Vec<u8>) {
         write_message(to, number, self.kind(), |to| match self {
             Self::Welcome(num_frames) => to.u32(*num_frames),
@@ -115,24 +116,24 @@ impl Answer {
         });
     }
 
-    /// The number of the request, and the answer; None for what is none.
+    /// Decodes an answer and the number of its request; None if it is malformed.
     pub fn decode(bytes: &[u8]) -> Option<(u32, Self)> {
         read_message(bytes, |kind, from| {
             Some(match kind {
                 1 => Self::Welcome(from.u32()?),
                 2 => Self::Refused(from.text()?),
-                3 => Self::Found(from.list(8, lookup)?),
+                3 => Self::Found(from.list(8, read_lookup)?),
                 4 => Self::Progress(Progress { ready_blocks: from.u32()?, pending_blocks: from.u32()? }),
-                5 => Self::Frames(from.list(45, frame)?),
+                5 => Self::Frames(from.list(45, read_frame)?),
                 6 => Self::Reserved(from.list(8, |from| {
                     let num_dropped = from.u32()?;
-                    Some((from.list(52, reservation)?, num_dropped))
+                    Some((from.list(52, read_reservation)?, num_dropped))
                 })?),
                 7 => Self::Count(from.u64()?),
                 8 => Self::Stats(from.list(12, |from| Some((from.text()?, from.u64()?)))?),
                 9 => Self::Admin(from.bytes()?.to_vec()),
                 10 => Self::Anchors(Anchors { num_known: from.u32()?, num_stored: from.u32()? }),
-                11 => Self::Changes(changes(from)?),
+                11 => Self::Changes(read_changes(from)?),
                 _ => return None,
             })
         })

@@ -1,9 +1,8 @@
-//! Chunks that come and go, as they cross: an engine asks now and then, and what it hears of a store that many use is what its own
-//! would say.
+//! Changes of the store in messages: chunks that were added to a tier or removed from it.
 //!
-//! Each connection has a listener of its own in the store, from its first question on. An answer that comes too late is not taken
-//! in, and a connection that ends takes its listener with it: then the next answer says that whatever was told may be wrong. A
-//! server that pauses for a moment is not believed to be gone. It must not know sockets.
+//! Each connection has a listener in the store, from its first request on. If an answer is late or
+//! the connection is lost, the next answer has `lost` set: earlier reports may be wrong. Must not
+//! depend on sockets.
 
 use kvloft_core::ChunkKey;
 use kvloft_core::store::{Changes, Listener, Store, Tiers};
@@ -11,17 +10,18 @@ use kvloft_core::store::{Changes, Listener, Store, Tiers};
 use crate::protocol::codec::{Reader, Writer};
 use crate::protocol::prefixes::Keys;
 
-/// Most keys that wait for a listener, that are asked for at once, and that are told beside those.
+/// Maximum number of changes queued for a listener, of keys in a request, and of other rows in an
+/// answer.
 pub const MAX_CHANGES: u32 = 1 << 16;
 
-/// What is asked of chunks that come and go.
+/// Requests changes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SentChanges<'a> {
-    /// As of `Session::watch`.
+    /// As in `Session::watch`.
     pub capacity: u32,
-    /// Most rows beside those asked for.
+    /// Maximum number of rows in addition to those of `asked`.
     pub limit: u32,
-    /// Keys of chunks.
+    /// Keys of chunks to report in any case.
     pub asked: Keys<'a>,
 }
 
@@ -32,7 +32,8 @@ impl SentChanges<'_> {
         self.asked.write(to);
     }
 
-    /// As `store` says to `listener`, which begins with the first question. None for more keys than may be asked for.
+    /// Returns the changes for `listener`, which the first request creates. None if there are too
+    /// many keys.
     pub(crate) fn answer(&self, store: &Store, listener: &mut Option<Listener>) -> Option<Changes> {
         if self.asked.iter().len() > MAX_CHANGES as usize {
             return None;
@@ -45,7 +46,7 @@ impl SentChanges<'_> {
     }
 }
 
-pub(crate) fn sent_changes<'a>(from: &mut Reader<'a>) -> Option<SentChanges<'a>> {
+pub(crate) fn read_sent_changes<'a>(from: &mut Reader<'a>) -> Option<SentChanges<'a>> {
     Some(SentChanges { capacity: from.u32()?, limit: from.u32()?, asked: Keys::Bytes(from.keys()?) })
 }
 
@@ -58,7 +59,7 @@ pub(crate) fn write_changes(to: &mut Writer<'_>, changes: &Changes) {
     }
 }
 
-pub(crate) fn changes(from: &mut Reader<'_>) -> Option<Changes> {
+pub(crate) fn read_changes(from: &mut Reader<'_>) -> Option<Changes> {
     let lost = from.flag()?;
     let rows = from.list(33, |from| Some((from.chunk_key()?, Tiers::of_bits(from.u8()?)?)))?;
     Some(Changes { rows, lost })
@@ -88,11 +89,11 @@ mod tests {
     }
 
     #[test]
-    fn a_listener_cannot_make_the_queue_longer_than_its_bound() {
+    fn queue_of_a_listener_is_bounded() {
         let (store, mut listener) = (store(), None);
         let sent = SentChanges { capacity: 8 * MAX_CHANGES, limit: 1, asked: Keys::Own(&[]) };
         let mut is_lost = || sent.answer(&store, &mut listener).expect("few keys").lost;
-        assert!(is_lost(), "the first answer: everything may have changed");
+        assert!(is_lost(), "the first answer has no earlier one");
         assert!(!is_lost());
         for token in 0..=MAX_CHANGES {
             let mut chain = KeyChain::new(ChunkKey([1; 32]), 1).expect("a chain");

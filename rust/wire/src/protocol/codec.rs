@@ -1,11 +1,12 @@
-//! Numbers, keys and text as little-endian bytes. Reading never panics and never takes memory for what is only claimed.
+//! Encodes numbers, keys and text as little-endian bytes. Reading never panics, and allocates
+//! memory only for bytes that were received.
 
 use kvloft_core::ChunkKey;
 
-/// Bytes before each message.
+/// Bytes of the length before each message.
 pub const LENGTH_BYTES: usize = 4;
 
-/// Writes at the end of a buffer.
+/// Appends to a buffer.
 #[derive(Debug)]
 pub(crate) struct Writer<'a>(pub(crate) &'a mut Vec<u8>);
 
@@ -26,7 +27,7 @@ impl Writer<'_> {
         self.0.extend_from_slice(key);
     }
 
-    /// How many things follow. More than fit in a message do not, so the number cut off is never read.
+    /// Writes the number of items that follow. A message has room for fewer than `u32::MAX` items.
     pub(crate) fn count(&mut self, num: usize) {
         self.u32(u32::try_from(num).unwrap_or(u32::MAX));
     }
@@ -54,7 +55,7 @@ impl Writer<'_> {
     }
 }
 
-/// Reads from the front of what is left. None: it is not what was expected.
+/// Reads from the front of a buffer. Every function returns None if the bytes are malformed.
 #[derive(Debug)]
 pub(crate) struct Reader<'a>(pub(crate) &'a [u8]);
 
@@ -119,7 +120,7 @@ impl<'a> Reader<'a> {
         Some(items.iter().map(|item| u64::from_le_bytes(*item)).collect())
     }
 
-    /// As many things as are said to follow, each of `num_bytes` at least.
+    /// Reads the number of items and the items, each of at least `num_bytes`.
     pub(crate) fn list<T>(&mut self, num_bytes: usize, mut read: impl FnMut(&mut Self) -> Option<T>) -> Option<Vec<T>> {
         let num = usize::try_from(self.u32()?).ok()?;
         if num.checked_mul(num_bytes)? > self.0.len() {
@@ -129,7 +130,7 @@ impl<'a> Reader<'a> {
     }
 }
 
-/// Begins a message at the end of `to`; `finish` writes its length.
+/// Appends a message with its length.
 pub(crate) fn write_message(to: &mut Vec<u8>, number: u32, kind: u8, fields: impl FnOnce(&mut Writer<'_>)) {
     let start = to.len();
     let mut writer = Writer(to);
@@ -141,7 +142,7 @@ pub(crate) fn write_message(to: &mut Vec<u8>, number: u32, kind: u8, fields: imp
     to[start..start + LENGTH_BYTES].copy_from_slice(&num_bytes.to_le_bytes());
 }
 
-/// The whole of `bytes`, or nothing.
+/// Reads a message's number and fields. None if they are not exactly `bytes`.
 pub(crate) fn read_message<'a, T>(
     bytes: &'a [u8],
     read: impl FnOnce(u8, &mut Reader<'a>) -> Option<T>,

@@ -1,9 +1,13 @@
-//! What crosses the socket: length (u32), then one message. Little endian, by hand, so that it is small and every byte is checked.
+//! The protocol: a length (u32), then one message, in little endian.
 //!
-//! A request is `u32 number, u8 kind, fields`; each but the one-way kinds gets one answer `u32 number, u8 kind, fields`, in order.
-//! A first request says the version: any other is refused. A prefix is sent without what the last one had of it, because a key
-//! stands for its whole prefix; those behind it in the same message are sent whole. Before a long one that is new, anchors are asked
-//! about: see `known`.
+//! A request is `u32 number, u8 kind, fields`. Each request gets one answer `u32 number, u8 kind,
+//! fields`, in order, except one-way requests, which get none. The first request carries the
+//! version; the server refuses any other version. Messages of engines are binary; admin messages
+//! are JSON.
+//!
+//! A key stands for its whole prefix. The first prefix of a message is therefore sent without the
+//! keys that it shares with the last one; further prefixes are sent whole. Before a long new
+//! prefix, the client sends its anchors: see `prefix_cache`.
 
 pub mod admin;
 mod answer;
@@ -20,7 +24,7 @@ pub use self::prefix_cache::SentAnchors;
 pub use self::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
 pub use self::request::{Hello, Request, VERSION};
 
-/// Most bytes of a message, and of one from somebody who has not said hello.
+/// Maximum size of a message.
 pub const MAX_MESSAGE: usize = 64 << 20;
-/// See [`MAX_MESSAGE`].
+/// Maximum size of a message before the hello, and of an admin request.
 pub const MAX_HELLO: usize = 64 << 10;

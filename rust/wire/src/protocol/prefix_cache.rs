@@ -1,7 +1,9 @@
-//! What both ends of a connection have of the last long prefix, so that little of the next one crosses.
+//! The keys of the last long prefix, cached at both ends of a connection, so that the next prefix
+//! is sent without the keys that it shares.
 //!
-//! Of a long prefix that the server has not seen, anchors are asked about first: the keys of a few chunks' ends. A key stands for
-//! all before it, so of what lies before the last chunk that is stored no other key crosses. It must not know sockets.
+//! For a long new prefix the client first sends anchors: the keys at the ends of a few chunks. A
+//! key stands for its whole prefix, so the keys before the last stored anchor are never sent. Must
+//! not depend on sockets.
 
 use kvloft_core::ChunkKey;
 use kvloft_core::store::Prefix;
@@ -9,23 +11,24 @@ use kvloft_core::store::Prefix;
 use crate::protocol::codec::{Reader, Writer};
 use crate::protocol::prefixes::{Keys, MAX_KEYS};
 
-/// Keys that are sent without anchors being asked about.
-const MAX_UNASKED: usize = 128;
-/// Least blocks between two anchors.
+/// Number of new keys up to which a prefix is sent without anchors.
+const MAX_KEYS_WITHOUT_ANCHORS: usize = 128;
+/// Minimum number of blocks between two anchors.
 const MIN_STRIDE: usize = 64;
 
-/// Ends of chunks in a prefix, and their keys.
+/// Anchors of a prefix: keys at the ends of chunks.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SentAnchors<'a> {
-    /// Blocks up to the first anchor, and from each to the next but the last.
+    /// Blocks before the first anchor, and between two anchors, except before the last one.
     pub stride: u32,
-    /// Blocks up to the last anchor.
+    /// Blocks before the last anchor.
     pub last: u32,
-    /// Their keys.
+    /// Keys of the anchors.
     pub keys: Keys<'a>,
 }
 
-/// Keys of the last long prefix, or of its end only: the first key then stands for the blocks before it.
+/// Keys of the last long prefix. `first` is above 0 if it starts at an anchor, which stands for the
+/// blocks before it.
 #[derive(Debug, Default)]
 pub(crate) struct PrefixCache {
     first: usize,
@@ -39,7 +42,7 @@ impl SentAnchors<'_> {
         self.keys.write(to);
     }
 
-    /// Each with its end in blocks; None if they are not in order, or beyond any prefix.
+    /// Returns each anchor's end in blocks and its key; None if they are not in order or too far.
     pub(crate) fn all(&self) -> Option<Vec<(u32, ChunkKey)>> {
         let num_before = u32::try_from(self.keys.iter().len()).ok()?.checked_sub(1)?;
         let end = num_before.checked_mul(self.stride)?;
@@ -51,15 +54,16 @@ impl SentAnchors<'_> {
     }
 }
 
-pub(crate) fn anchors<'a>(from: &mut Reader<'a>) -> Option<SentAnchors<'a>> {
+pub(crate) fn read_anchors<'a>(from: &mut Reader<'a>) -> Option<SentAnchors<'a>> {
     Some(SentAnchors { stride: from.u32()?, last: from.u32()?, keys: Keys::Bytes(from.keys()?) })
 }
 
-/// Where a prefix of so many keys has its anchors, in blocks: ends of full chunks, the last full chunk's among them.
+/// Returns the ends of the anchors, in blocks, of a prefix of `num_keys` keys: ends of full chunks,
+/// including the last full chunk.
 pub(crate) fn anchor_ends(num_keys: usize, per_chunk: u32) -> Vec<u32> {
     let per_chunk = per_chunk as usize;
     let last = num_keys / per_chunk * per_chunk;
-    // As many anchors as keys between two of them.
+    // With a stride of the square root there are as many anchors as keys between two of them.
     let stride = num_keys.isqrt().max(MIN_STRIDE).next_multiple_of(per_chunk);
     let before = (stride..last).step_by(stride);
     before.chain((last > 0).then_some(last)).filter_map(|end| u32::try_from(end).ok()).collect()
@@ -70,21 +74,21 @@ impl PrefixCache {
         self.first + self.keys.len()
     }
 
-    /// How many blocks `keys` begin with that need not be sent.
+    /// Returns how many of the first `keys` are cached.
     pub(crate) fn num_same(&self, keys: &[ChunkKey]) -> usize {
-        // A key stands for its whole prefix, so one is enough to compare.
+        // A key stands for its whole prefix, so one comparison suffices.
         let num_both = self.len().min(keys.len());
         let last = num_both.checked_sub(1).filter(|last| *last >= self.first);
         let is_same = last.is_some_and(|last| self.keys[last - self.first] == keys[last]);
         if is_same { num_both } else { 0 }
     }
 
-    /// Whether anchors of the prefix are worth a question.
+    /// Returns whether to send anchors before the prefix.
     pub(crate) fn needs_anchors(&self, keys: &[ChunkKey]) -> bool {
-        keys.len() - self.num_same(keys) > MAX_UNASKED
+        keys.len() - self.num_same(keys) > MAX_KEYS_WITHOUT_ANCHORS
     }
 
-    /// From now on the first `num_same` blocks of the last prefix, and `keys` behind those; false if those are not cache.
+    /// Keeps the first `num_same` blocks and appends `keys`; returns false if it has fewer blocks.
     pub(crate) fn extend(&mut self, num_same: usize, keys: impl Iterator<Item = ChunkKey>) -> bool {
         if num_same > self.len() || num_same > 0 && num_same <= self.first {
             return false;
@@ -95,14 +99,15 @@ impl PrefixCache {
         true
     }
 
-    /// From now on the blocks up to an anchor; None: nothing.
+    /// Replaces the content with the blocks up to an anchor, or with nothing.
     pub(crate) fn reset(&mut self, anchor: Option<(u32, ChunkKey)>) {
         self.keys.clear();
         self.first = anchor.map_or(0, |(end, _)| end as usize - 1);
         self.keys.extend(anchor.map(|(_, key)| key));
     }
 
-    /// Whether the prefix began with an anchor, and this is less than that: the chunk is gone meanwhile.
+    /// Empties the cache and returns true if fewer blocks than its anchor are stored: the anchor's
+    /// chunk was evicted.
     pub(crate) fn reset_if_lost(&mut self, num_blocks: u32) -> bool {
         let has_lost = self.first > 0 && num_blocks as usize <= self.first;
         if has_lost {
@@ -125,7 +130,7 @@ mod tests {
     }
 
     #[test]
-    fn a_prefix_that_ends_before_the_anchor_shares_no_block() {
+    fn prefix_before_the_anchor_shares_no_block() {
         let keys = keys(6);
         let mut cache = PrefixCache::default();
         cache.reset(Some((4, keys[3])));

@@ -1,4 +1,4 @@
-//! Prefixes as they cross: keys, and the roots that they hang on, each root once where it is the same.
+//! Prefixes in messages: keys and root keys. A root key that repeats is sent once.
 
 use std::iter::zip;
 
@@ -7,22 +7,22 @@ use kvloft_core::store::SaveRange;
 
 use crate::protocol::codec::{Reader, Writer};
 
-/// Most keys of a prefix: what is behind them is not asked for.
+/// Maximum number of keys of a prefix; the client ignores further keys.
 pub const MAX_KEYS: usize = 1 << 20;
-/// Most prefixes of a message.
+/// Maximum number of prefixes of a message.
 pub const MAX_PREFIXES: u32 = 1 << 16;
 
-/// Keys, as the sender has them or as they arrived.
+/// Keys to send, or keys received.
 #[derive(Debug, Clone, Copy)]
 pub enum Keys<'a> {
-    /// To be sent.
+    /// Keys to send.
     Own(&'a [ChunkKey]),
-    /// Received.
+    /// Keys received.
     Bytes(&'a [[u8; 32]]),
 }
 
 impl<'a> Keys<'a> {
-    /// In order.
+    /// Returns the keys in order.
     pub fn iter(self) -> impl ExactSizeIterator<Item = &'a [u8; 32]> {
         let (own, bytes): (&[ChunkKey], &[[u8; 32]]) = match self {
             Self::Own(keys) => (keys, &[]),
@@ -46,31 +46,31 @@ impl PartialEq for Keys<'_> {
     }
 }
 
-/// Prefixes: of the first one its receiver has `num_same` keys, from the last long first one that was sent.
+/// Prefixes. The receiver has the first `num_same` keys of the first one in its prefix cache.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SentPrefixes<'a> {
-    /// Keys that are not sent again.
+    /// Keys of the first prefix that are not sent.
     pub num_same: u32,
-    /// Of each the key of the empty prefix, and its keys.
+    /// Root key and keys of each prefix.
     pub all: Vec<(ChunkKey, Keys<'a>)>,
 }
 
-/// What is to be reserved of a prefix. No key before block `first` is needed.
+/// Chunks of a prefix to reserve. The keys before block `first` are not sent.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct SentRange<'a> {
-    /// Key of the empty prefix.
+    /// Root key.
     pub root: ChunkKey,
-    /// Where in the prefix the keys begin.
+    /// Position of the first key in the prefix.
     pub first: u32,
-    /// Keys from there on.
+    /// Keys from `first` on.
     pub keys: Keys<'a>,
     /// Which chunks.
     pub range: SaveRange,
-    /// As of `ToSave`.
+    /// As in `ToSave`.
     pub is_attached: bool,
 }
 
-/// A root, or a mark that it is the one before: what is attached hangs on few.
+/// Writes a root key, or a flag that it equals the one before.
 fn write_root(to: &mut Writer<'_>, root: ChunkKey, before: &mut Option<ChunkKey>) {
     let is_same = *before == Some(root);
     to.u8(is_same.into());
@@ -80,7 +80,7 @@ fn write_root(to: &mut Writer<'_>, root: ChunkKey, before: &mut Option<ChunkKey>
     }
 }
 
-fn root(from: &mut Reader<'_>, before: &mut Option<ChunkKey>) -> Option<ChunkKey> {
+fn read_root(from: &mut Reader<'_>, before: &mut Option<ChunkKey>) -> Option<ChunkKey> {
     if !from.flag()? {
         *before = Some(from.chunk_key()?);
     }
@@ -99,14 +99,14 @@ impl SentPrefixes<'_> {
     }
 }
 
-pub(crate) fn prefixes<'a>(from: &mut Reader<'a>) -> Option<SentPrefixes<'a>> {
+pub(crate) fn read_prefixes<'a>(from: &mut Reader<'a>) -> Option<SentPrefixes<'a>> {
     let (num_same, mut before) = (from.u32()?, None);
-    let all = few(from, |from| Some((root(from, &mut before)?, Keys::Bytes(from.keys()?))))?;
+    let all = read_list(from, |from| Some((read_root(from, &mut before)?, Keys::Bytes(from.keys()?))))?;
     Some(SentPrefixes { num_same, all })
 }
 
-/// A list that is not longer than any message's.
-fn few<'a, T>(from: &mut Reader<'a>, read: impl FnMut(&mut Reader<'a>) -> Option<T>) -> Option<Vec<T>> {
+/// Reads a list of at most [`MAX_PREFIXES`] items.
+fn read_list<'a, T>(from: &mut Reader<'a>, read: impl FnMut(&mut Reader<'a>) -> Option<T>) -> Option<Vec<T>> {
     let (num, _) = from.0.split_first_chunk()?;
     if u32::from_le_bytes(*num) > MAX_PREFIXES { None } else { from.list(5, read) }
 }
@@ -124,10 +124,10 @@ pub(crate) fn write_ranges(to: &mut Writer<'_>, ranges: &[SentRange<'_>]) {
     }
 }
 
-pub(crate) fn ranges<'a>(from: &mut Reader<'a>) -> Option<Vec<SentRange<'a>>> {
+pub(crate) fn read_ranges<'a>(from: &mut Reader<'a>) -> Option<Vec<SentRange<'a>>> {
     let mut before = None;
-    few(from, |from| {
-        let (root, is_attached, first) = (root(from, &mut before)?, from.flag()?, from.u32()?);
+    read_list(from, |from| {
+        let (root, is_attached, first) = (read_root(from, &mut before)?, from.flag()?, from.u32()?);
         let range = SaveRange { start: from.u32()?, stop: from.u32()?, tail_blocks: from.u32()? };
         Some(SentRange { root, first, keys: Keys::Bytes(from.keys()?), range, is_attached })
     })

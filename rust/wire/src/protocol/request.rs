@@ -1,38 +1,39 @@
-//! What an engine or a person asks, and how it crosses: see `protocol`. It must not know what is answered.
+//! Requests of engines, and their encoding. Must not depend on answers.
 
-use crate::protocol::changes::{SentChanges, sent_changes};
+use crate::protocol::changes::{SentChanges, read_sent_changes};
 use crate::protocol::codec::{Reader, read_message, write_message};
-use crate::protocol::prefix_cache::{SentAnchors, anchors};
-use crate::protocol::prefixes::{Keys, SentPrefixes, SentRange, prefixes, ranges, write_ranges};
+use crate::protocol::prefix_cache::{SentAnchors, read_anchors};
+use crate::protocol::prefixes::{Keys, SentPrefixes, SentRange, read_prefixes, read_ranges, write_ranges};
 
-/// Version of all that crosses; two sides with different ones do not talk.
+/// Version of the protocol. A server refuses clients of any other version.
 pub const VERSION: u32 = 12;
 
-/// Who wants to use the store.
+/// First request of an engine.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Hello {
-    /// As [`VERSION`].
+    /// The client's [`VERSION`].
     pub version: u32,
-    /// Fingerprint of everything but content that decides KV bytes.
+    /// Digest of everything except content that decides KV bytes.
     pub namespace: [u8; 32],
-    /// Bytes of one frame.
+    /// Bytes of each frame.
     pub frame_bytes: u64,
-    /// Blocks in a full chunk.
+    /// Blocks of a full chunk.
     pub blocks_per_chunk: u32,
-    /// One line for people about the namespace.
+    /// One line about the namespace.
     pub description: String,
 }
 
-/// What an engine asks.
+/// A request.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Request<'a> {
-    /// First, once.
+    /// The first request of an engine.
     Hello(Hello),
     /// See `Session::lookup_many`.
     Lookup(SentPrefixes<'a>),
-    /// The same of prefixes whose save got no place, to go on from what is there: no request asks, so it is not counted.
-    LookAgain(SentPrefixes<'a>),
-    /// See `Session::acquire_all`; the engine chose the number.
+    /// As [`Self::Lookup`], for prefixes whose chunks a reservation dropped. Not counted as a
+    /// lookup.
+    LookupForSave(SentPrefixes<'a>),
+    /// See `Session::acquire_all`. The engine chooses the lease's number.
     Acquire(u64, SentPrefixes<'a>),
     /// See `Session::poll`.
     Poll(u64),
@@ -50,26 +51,27 @@ pub enum Request<'a> {
     Discard(Keys<'a>),
     /// See `Session::clear`.
     Clear,
-    /// See `Session::stats`; with the calls that got no answer in time, and the chunks that were not saved for that, since the last one.
+    /// See `Session::stats`. Carries the calls without an answer in time, and the chunks not saved
+    /// because of them, since the last such request.
     Stats([u64; 2]),
     /// One-way. See `Session::limit_frames`.
     LimitFrames(u32),
-    /// Whether a flush would be done at once.
+    /// Returns whether every chunk that goes to disk is there.
     IsSettled,
-    /// One-way: the engine ends in order.
+    /// One-way. The engine shuts down.
     Bye,
     /// An admin request: the version, and an `AdminRequest` in JSON. Needs no hello.
     Admin(u32, &'a [u8]),
-    /// See `Store::anchors`. The next prefix may go on behind the last that is known.
+    /// See `Store::anchors`. The next prefix may continue after the last anchor that is stored.
     Anchors(SentAnchors<'a>),
-    /// See `Session::changes`. The first of a connection begins to listen.
+    /// See `Session::changes`. The first such request of a connection starts the change log.
     Changes(SentChanges<'a>),
 }
 
-fn hello(from: &mut Reader<'_>) -> Option<Hello> {
+fn read_hello(from: &mut Reader<'_>) -> Option<Hello> {
     let version = from.u32()?;
     if version != VERSION {
-        from.0 = &[]; // whatever it says is not for this version to read
+        from.0 = &[]; // another version may have other fields
         return Some(Hello {
             version,
             namespace: [0; 32],
@@ -83,7 +85,7 @@ fn hello(from: &mut Reader<'_>) -> Option<Hello> {
 }
 
 impl<'a> Request<'a> {
-    /// Appends it to `to`, with its length.
+    /// Appends the request with its length to `to`.
     pub fn encode(&self, number: u32, to: &mut Vec<u8>) {
         write_message(to, number, self.kind(), |to| match self {
             Self::Hello(hello) => {
@@ -93,7 +95,7 @@ impl<'a> Request<'a> {
                 to.u32(hello.blocks_per_chunk);
                 to.text(&hello.description);
             }
-            Self::Lookup(prefixes) | Self::LookAgain(prefixes) => prefixes.write(to),
+            Self::Lookup(prefixes) | Self::LookupForSave(prefixes) => prefixes.write(to),
             Self::Acquire(lease, prefixes) => {
                 to.u64(*lease);
                 prefixes.write(to);
@@ -114,17 +116,17 @@ impl<'a> Request<'a> {
         });
     }
 
-    /// The number, and what is asked; None for what is no request.
+    /// Decodes a request and its number; None if it is malformed.
     pub fn decode(bytes: &'a [u8]) -> Option<(u32, Self)> {
         read_message(bytes, |kind, from| {
             Some(match kind {
-                1 => Self::Hello(hello(from)?),
-                2 => Self::Lookup(prefixes(from)?),
-                3 => Self::Acquire(from.u64()?, prefixes(from)?),
+                1 => Self::Hello(read_hello(from)?),
+                2 => Self::Lookup(read_prefixes(from)?),
+                3 => Self::Acquire(from.u64()?, read_prefixes(from)?),
                 4 => Self::Poll(from.u64()?),
                 5 => Self::Frames(from.u64()?),
                 6 => Self::Release(from.u64()?),
-                7 => Self::Reserve(ranges(from)?),
+                7 => Self::Reserve(read_ranges(from)?),
                 8 => Self::Commit(from.numbers()?),
                 9 => Self::Abort(from.numbers()?),
                 10 => Self::Discard(Keys::Bytes(from.keys()?)),
@@ -134,9 +136,9 @@ impl<'a> Request<'a> {
                 14 => Self::IsSettled,
                 15 => Self::Bye,
                 16 => Self::Admin(from.u32()?, from.bytes()?),
-                18 => Self::Anchors(anchors(from)?),
-                19 => Self::Changes(sent_changes(from)?),
-                20 => Self::LookAgain(prefixes(from)?),
+                18 => Self::Anchors(read_anchors(from)?),
+                19 => Self::Changes(read_sent_changes(from)?),
+                20 => Self::LookupForSave(read_prefixes(from)?),
                 _ => return None,
             })
         })
@@ -162,11 +164,11 @@ impl<'a> Request<'a> {
             Self::Admin(..) => 16,
             Self::Anchors(_) => 18,
             Self::Changes(_) => 19,
-            Self::LookAgain(_) => 20,
+            Self::LookupForSave(_) => 20,
         }
     }
 
-    /// Whether it gets no answer.
+    /// Returns whether the request gets no answer.
     pub fn is_one_way(&self) -> bool {
         matches!(self, Self::Release(_) | Self::Abort(_) | Self::LimitFrames(_) | Self::Bye)
     }

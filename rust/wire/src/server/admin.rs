@@ -31,14 +31,15 @@ impl ServerState {
         json.map_err(|error| Error::io("cannot encode the response", error.into()))
     }
 
-    /// Evicts chunks from open namespaces and from namespaces on disk. `InvalidConfig` if none matches.
+    /// Evicts chunks from open namespaces and from namespaces on disk. `InvalidConfig` if none
+    /// matches.
     pub(crate) fn evict(&self, request: &EvictRequest) -> Result<EvictReport> {
         let (begin, mut all) = (Instant::now(), EvictReport::default());
         let deadline = begin + EVICT_TIMEOUT;
         // Evictions run one at a time, so that each counts only its own chunks.
         let Some(_guard) = self.evict_lock.lock(deadline) else { return Ok(EvictReport { is_cut_short: true, ..all }) };
-        // Closed namespaces come first, since one may be opened meanwhile, and again last, since one may
-        // be closed meanwhile. A hung disk leaves time for the open namespaces.
+        // Closed namespaces come first, since one may be opened meanwhile, and again last, since
+        // one may be closed meanwhile. A hung disk leaves time for the open namespaces.
         let before = self.evict_closed(request, begin + EVICT_TIMEOUT / 3, &mut all)?;
         let namespaces = self.namespaces.matching(&request.namespace);
         for namespace in &namespaces {
@@ -48,7 +49,8 @@ impl ServerState {
         let after = self.evict_closed(request, deadline, &mut all)?;
         all.num_namespaces = num_namespaces;
         let ids: Vec<_> = namespaces.iter().map(|namespace| namespace.id()).collect();
-        all.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name)); // being closed
+        // A namespace on disk that is in use but not open is being closed.
+        all.is_cut_short |= before.intersection(&after).any(|name| !ids.contains(name));
         if all.num_namespaces == 0 && !request.namespace.is_empty() {
             return Err(self.namespaces.no_such_namespace());
         }
@@ -66,8 +68,8 @@ impl ServerState {
         Ok(all)
     }
 
-    /// Removes a tenant's chunks from closed namespaces. Returns the ids of matching namespaces that are
-    /// open.
+    /// Removes a tenant's chunks from closed namespaces. Returns the ids of matching namespaces
+    /// that are open.
     fn evict_closed(
         &self,
         request: &EvictRequest,
@@ -87,9 +89,9 @@ impl ServerState {
         Ok(BTreeSet::new())
     }
 
-    /// Removes every chunk of the namespace that starts with the hex digits `prefix`, open or closed;
-    /// returns the number of chunks. `InvalidConfig` if no or several namespaces match, `Busy` if some
-    /// chunks may still be on disk.
+    /// Removes every chunk of the namespace that starts with the hex digits `prefix`, open or
+    /// closed; returns the number of chunks. `InvalidConfig` if no or several namespaces match,
+    /// `Busy` if some chunks may still be on disk.
     pub(crate) fn clear(&self, prefix: &str) -> Result<u64> {
         let deadline = Instant::now() + CLEAR_TIMEOUT;
         let closed = self.closed(prefix, deadline);
@@ -143,8 +145,8 @@ impl ServerState {
         self.log(format!("kvloft clear: removed {} of namespace {id}", num_chunks_text(num_chunks)));
     }
 
-    /// Returns the ids of closed namespaces that match; None if the server cannot use its disk or the
-    /// disk does not respond.
+    /// Returns the ids of closed namespaces that match; None if the server cannot use its disk or
+    /// the disk does not respond.
     fn closed(&self, prefix: &str, deadline: Instant) -> Option<Vec<String>> {
         let Some(disk) = self.config.disk.clone() else { return Some(Vec::new()) };
         if self.disk_trouble().is_some() {
@@ -166,8 +168,8 @@ impl ServerState {
         self.run_within(deadline, erase)?.unwrap_or_else(cut_short)
     }
 
-    /// Runs `work` on the disk in another thread, one at a time; returns None at the deadline. The thread
-    /// continues while the disk hangs.
+    /// Runs `work` on the disk in another thread, one at a time; returns None at the deadline. The
+    /// thread continues while the disk hangs.
     fn run_within<T: Send + 'static>(
         &self,
         deadline: Instant,

@@ -19,8 +19,8 @@ pub struct ServerConfig {
     pub available_bytes: Option<u64>,
     /// The disk tier, if any; engines set its description.
     pub disk: Option<DiskSettings>,
-    /// Percent of host memory by the namespace's first hex digits; other namespaces with engines share
-    /// the rest equally.
+    /// Percent of host memory by the namespace's first hex digits; other namespaces with engines
+    /// share the rest equally.
     pub shares: Vec<(String, u32)>,
     /// NUMA node of each shard, in order, or one node for all. Empty if the system chooses.
     pub numa: Vec<u32>,
@@ -30,7 +30,8 @@ pub struct ServerConfig {
     pub settings: Vec<(String, String)>,
     /// Maximum number of open connections.
     pub max_connections: usize,
-    /// Time that frames stay reserved after the last process that can write to them has unmapped them.
+    /// Time that frames stay reserved after the last process that can write to them has unmapped
+    /// them.
     pub gpu_settle: Duration,
 }
 

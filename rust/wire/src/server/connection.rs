@@ -123,7 +123,8 @@ impl ServedConnection {
                 break end;
             }
             if reader.buffer().is_empty() {
-                spin(&self.stream, PollFlags::IN, Instant::now() + SPIN_TIME); // an engine sends two or three requests in a row
+                // An engine often sends two or three requests in a row.
+                spin(&self.stream, PollFlags::IN, Instant::now() + SPIN_TIME);
             }
         };
         if let Disconnect::Refused(text) = end {
@@ -193,10 +194,12 @@ impl ServedConnection {
 
 impl Drop for ServedConnection {
     fn drop(&mut self) {
-        self.handler = EngineHandler::default(); // a membership in quarantine needs no change listener
+        // Also drops the change listener, which a membership in quarantine does not need.
+        self.handler = EngineHandler::default();
         let membership = self.membership.take();
         self.state.remove_peer(self.number);
-        // The last reference: `remove_peer` dropped the other one, which a status uses under the peers' lock.
+        // The last reference: `remove_peer` dropped the other one, which a status uses under the
+        // peers' lock.
         if let (Some(membership), Some(lifeline)) = (membership.and_then(Arc::into_inner), self.lifeline.take()) {
             self.state.quarantine.add(membership, lifeline);
         }

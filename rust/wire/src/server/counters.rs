@@ -10,8 +10,8 @@ use crate::protocol::admin::Stats;
 const NAMES: [&str; 7] =
     ["lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks", "late_calls", "late_chunks"];
 
-/// Lookups, chunks looked up, chunks found in any tier, chunks loaded, chunks saved; and, counted by
-/// the engine, calls that got no answer in time and chunks not saved because of that.
+/// Lookups, chunks looked up, chunks found in any tier, chunks loaded, chunks saved; and, counted
+/// by the engine, calls that got no answer in time and chunks not saved because of that.
 #[derive(Debug, Default)]
 pub(crate) struct Counters([AtomicU64; 7]);
 

@@ -31,8 +31,8 @@ pub(crate) fn await_first_claim(result: &Receiver<Option<Error>>) -> Result<()> 
 }
 
 impl ServerState {
-    /// Claims the directory and measures it until the server stops. Sends the result of the first claim
-    /// to `first`; logs later results, and the first one if nothing waits for it anymore.
+    /// Claims the directory and measures it until the server stops. Sends the result of the first
+    /// claim to `first`; logs later results, and the first one if nothing waits for it anymore.
     pub(crate) fn claim_disk(&self, first: Sender<Option<Error>>) {
         let Some(disk) = &self.config.disk else { return };
         let (mut first, mut wait) = (Some(first), FIRST_RETRY);

@@ -1,6 +1,7 @@
-//! A connected engine, as the server has it: its read leases, what is known of its prefixes, and what its questions get.
+//! Handles the requests of one engine, with its read leases and prefix cache.
 //!
-//! Whatever arrives is refused or bounded; an engine reaches only leases and reservations of its own. It must not know sockets.
+//! Every request is validated and bounded; an engine reaches only its leases and reservations. Must
+//! not depend on sockets.
 
 use std::collections::HashMap;
 use std::io;
@@ -16,29 +17,29 @@ use crate::protocol::{Answer, Keys, MAX_KEYS, Request, SentAnchors, SentPrefixes
 use crate::server::counters::{Counters, Increment};
 use crate::server::namespace::Membership;
 
-/// Read leases of one engine.
+/// Maximum number of read leases of one engine.
 const MAX_LEASES: usize = 1 << 16;
-/// Prefixes of all of them, each some 50 bytes.
-const MAX_HELD: usize = 1 << 22;
+/// Maximum number of prefixes of all leases of one engine, of about 50 bytes each.
+const MAX_LEASED_PREFIXES: usize = 1 << 22;
 
-/// What an engine has here but its membership.
+/// State of one engine's connection, without its membership.
 #[derive(Debug, Default)]
 pub(crate) struct EngineHandler {
-    /// By the engine's numbers, and of how many prefixes each is.
+    /// Leases by the engine's numbers, each with its number of prefixes.
     leases: HashMap<u64, (LeaseId, usize)>,
-    num_held: usize,
-    /// The last long prefix that came first in a message.
+    num_leased: usize,
+    /// The last long prefix that was the first of a message.
     prefix_cache: PrefixCache,
-    /// Hears which chunks come and go, for an engine that asked.
+    /// Set by the first request for changes.
     listener: Option<Listener>,
-    /// Keys of other prefixes, one after the other; of a reservation's only those that it needs are meant.
+    /// Buffer for the keys of other prefixes, or of ranges to reserve.
     scratch: Vec<ChunkKey>,
     counters: Arc<Counters>,
-    /// Blocks of the prefix that the next question is about, where it is sent without what is not there.
+    /// Blocks of the next lookup's first prefix, which the client truncates after sending anchors.
     num_anchored: u32,
 }
 
-/// Why a connection ends.
+/// Why the server closes a connection.
 pub(crate) enum Disconnect {
     Closed,
     Refused(String),
@@ -62,7 +63,7 @@ impl EngineHandler {
     ) -> Result<Option<Answer>, Disconnect> {
         let local = &membership.local;
         Ok(Some(match request {
-            Request::Lookup(prefixes) | Request::LookAgain(prefixes) => {
+            Request::Lookup(prefixes) | Request::LookupForSave(prefixes) => {
                 let (per_chunk, whole) =
                     (membership.namespace.hello.blocks_per_chunk, std::mem::take(&mut self.num_anchored));
                 let prefixes = self.prefixes(prefixes)?;
@@ -77,16 +78,16 @@ impl EngineHandler {
             }
             Request::Acquire(lease, prefixes) => {
                 self.num_anchored = 0;
-                let (is_full, num_held) = (self.leases.len() >= MAX_LEASES, self.num_held);
+                let (is_full, num_leased) = (self.leases.len() >= MAX_LEASES, self.num_leased);
                 let prefixes = self.prefixes(prefixes)?;
                 let num = prefixes.len();
-                if is_full || num_held + num > MAX_HELD {
+                if is_full || num_leased + num > MAX_LEASED_PREFIXES {
                     return Ok(Some(Answer::Progress(Progress::default())));
                 }
                 let own = local.acquire_all(&prefixes);
                 self.release(*lease, local);
                 self.leases.insert(*lease, (own, num));
-                self.num_held += num;
+                self.num_leased += num;
                 Answer::Progress(local.poll(own))
             }
             Request::Anchors(anchors) => self.anchors(anchors, local)?,
@@ -149,12 +150,12 @@ impl EngineHandler {
 
     fn release(&mut self, lease: u64, local: &Local) {
         if let Some((own, num)) = self.leases.remove(&lease) {
-            self.num_held -= num;
+            self.num_leased -= num;
             local.release(own);
         }
     }
 
-    /// How many of a prefix's anchors are there; it is known as far as the last of those.
+    /// Looks anchors up; the prefix cache then starts at the last one that is stored.
     fn anchors(&mut self, sent: &SentAnchors<'_>, local: &Local) -> Result<Answer, Disconnect> {
         let all = sent.all().ok_or_else(malformed)?;
         let found = local.anchors(&all);
@@ -163,7 +164,7 @@ impl EngineHandler {
         Ok(Answer::Anchors(found))
     }
 
-    /// What was sent of prefixes, the first one behind what is known of it.
+    /// Returns the prefixes of a message; completes the first one from the prefix cache.
     fn prefixes(&mut self, sent: &SentPrefixes<'_>) -> Result<Vec<Prefix<'_>>, Disconnect> {
         let num_same = usize::try_from(sent.num_same).unwrap_or(usize::MAX);
         let num_sent: usize = sent.all.iter().map(|(_, keys)| keys.iter().len()).sum();
@@ -190,7 +191,8 @@ impl EngineHandler {
         Ok(first.chain(others.iter().map(whole)).collect())
     }
 
-    /// What is to be reserved. Before the keys of each are others', or none: they are not looked at.
+    /// Returns the ranges to reserve. The keys before `first` are not sent; unrelated keys stand in
+    /// for them, and `reserve_many` does not read them.
     fn ranges(&mut self, sent: &[SentRange<'_>], per_chunk: u32) -> Result<Vec<ToSave<'_>>, Disconnect> {
         let num_sent: usize = sent.iter().map(|one| one.keys.iter().len()).sum();
         let is_wrong = |one: &SentRange<'_>| {

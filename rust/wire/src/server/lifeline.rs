@@ -1,9 +1,9 @@
 //! Detects when no process can write to an engine's frames anymore, and when a client has exited.
 //!
-//! A lifeline is a pipe. The engine receives its write end with the arena, and each worker opens that
-//! end again before it maps the arena. The kernel closes the ends of every process that exits, in any
-//! PID namespace, so the read end reports when the last one is closed. A forked child inherits both
-//! the mapping and the pipe, and counts. Must not depend on sockets.
+//! A lifeline is a pipe. The engine receives its write end with the arena, and each worker opens
+//! that end again before it maps the arena. The kernel closes the ends of every process that exits,
+//! in any PID namespace, so the read end reports when the last one is closed. A forked child
+//! inherits both the mapping and the pipe, and counts. Must not depend on sockets.
 
 use std::io;
 use std::os::fd::OwnedFd;

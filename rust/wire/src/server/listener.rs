@@ -20,16 +20,16 @@ const STALE_TIMEOUT: Duration = Duration::from_millis(200);
 pub(crate) struct SocketListener {
     pub(crate) socket: UnixListener,
     path: PathBuf,
-    /// Device and inode of the socket's file. Another server may replace the file if a user deletes the
-    /// lock file.
+    /// Device and inode of the socket's file. Another server may replace the file if a user deletes
+    /// the lock file.
     file: (u64, u64),
     /// Locked while this server has the socket.
     lock: File,
 }
 
 impl SocketListener {
-    /// Listens at `path`. `Busy` if another process listens there; `InvalidConfig` if the directory is
-    /// not private or the path is another kind of file.
+    /// Listens at `path`. `Busy` if another process listens there; `InvalidConfig` if the directory
+    /// is not private or the path is another kind of file.
     pub(crate) fn bind(path: &Path) -> Result<Self> {
         check_directory(path)?;
         let lock = lock(path)?;
@@ -57,8 +57,8 @@ impl Drop for SocketListener {
     }
 }
 
-/// Returns whether another process listens at `path`. Waits for [`STALE_TIMEOUT`], since a server that
-/// is being killed may lose its lock before its socket.
+/// Returns whether another process listens at `path`. Waits for [`STALE_TIMEOUT`], since a server
+/// that is being killed may lose its lock before its socket.
 fn keeps_listening(path: &Path) -> bool {
     let deadline = Instant::now() + STALE_TIMEOUT;
     while is_listening(path) {
@@ -153,8 +153,8 @@ fn lock(socket: &Path) -> Result<File> {
     }
 }
 
-/// Creates the socket's directory. An existing one must belong to this user and must not be writable
-/// by others.
+/// Creates the socket's directory. An existing one must belong to this user and must not be
+/// writable by others.
 fn check_directory(path: &Path) -> Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);

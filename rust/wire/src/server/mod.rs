@@ -54,8 +54,8 @@ impl Server {
     /// [`Self::disk_trouble`]. Allocates memory and opens the disk tier for the first engine, whose
     /// hello has the frame size.
     ///
-    /// Errors: `Busy` if another server has the socket; `InvalidConfig` if the socket's directory is
-    /// not private or the shares are invalid; `Io` if a system call fails.
+    /// Errors: `Busy` if another server has the socket; `InvalidConfig` if the socket's directory
+    /// is not private or the shares are invalid; `Io` if a system call fails.
     pub fn open(config: ServerConfig) -> Result<Self> {
         namespaces::check_shares(&config.shares)?;
         let listener = Arc::new(SocketListener::bind(&config.socket)?);
@@ -89,8 +89,8 @@ impl Server {
         self.state.status()
     }
 
-    /// Returns why the server cannot use its disk directory and uses host memory only; None if it uses
-    /// the directory or has none.
+    /// Returns why the server cannot use its disk directory and uses host memory only; None if it
+    /// uses the directory or has none.
     pub fn disk_trouble(&self) -> Option<String> {
         self.state.disk_trouble()
     }
@@ -102,8 +102,8 @@ impl Server {
         std::mem::take(&mut *self.state.events.lock().unwrap_or_else(PoisonError::into_inner))
     }
 
-    /// Closes every connection, writes pending chunks to disk until the timeout, and releases the disk.
-    /// A second call does nothing.
+    /// Closes every connection, writes pending chunks to disk until the timeout, and releases the
+    /// disk. A second call does nothing.
     pub fn close(&self, timeout: Duration) {
         self.state.is_stopping.store(true, Ordering::SeqCst);
         self.listener.shut();

@@ -1,8 +1,8 @@
 //! The open namespaces of a server, and the memory and disk directory that they share.
 //!
-//! Their memory is one arena, which is allocated for the first namespace. A namespace without engines
-//! stays open for engines that reconnect, until other namespaces have all of its memory. Must not
-//! depend on sockets.
+//! Their memory is one arena, which is allocated for the first namespace. A namespace without
+//! engines stays open for engines that reconnect, until other namespaces have all of its memory.
+//! Must not depend on sockets.
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
@@ -114,8 +114,8 @@ impl OpenNamespaces {
 }
 
 impl Namespaces {
-    /// Adds an engine to its namespace. `Busy` or `InvalidConfig` if the server cannot serve its shape.
-    /// The pool calls `wake` when a namespace needs slabs; `log` takes log lines.
+    /// Adds an engine to its namespace. `Busy` or `InvalidConfig` if the server cannot serve its
+    /// shape. The pool calls `wake` when a namespace needs slabs; `log` takes log lines.
     pub(crate) fn join(
         &self,
         hello: &Hello,
@@ -132,7 +132,8 @@ impl Namespaces {
             } else {
                 let pool = Pool::create_over(Arc::clone(&self.disk), config.host_bytes, hello.frame_bytes, wake)?;
                 if !config.numa.is_empty() {
-                    log(place_memory(&pool, hello.frame_bytes, &config.numa)); // before an engine writes to it
+                    // Before an engine writes to the memory.
+                    log(place_memory(&pool, hello.frame_bytes, &config.numa));
                 }
                 Arc::clone(open.pool.insert(pool))
             };
@@ -198,8 +199,8 @@ impl Namespaces {
         stores.iter().any(|store| matches!(store.give_way(), Way::Gave | Way::Working))
     }
 
-    /// Removes the idle namespaces without memory; and one more if another namespace needs disk space,
-    /// since the files of a closed namespace can be deleted.
+    /// Removes the idle namespaces without memory; and one more if another namespace needs disk
+    /// space, since the files of a closed namespace can be deleted.
     pub(crate) fn remove_idle(&self) -> Vec<Arc<Namespace>> {
         let mut open = locked(&self.open);
         let mut is_short = open.pool.as_ref().is_some_and(|pool| pool.take_short_of_disk());

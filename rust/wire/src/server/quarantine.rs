@@ -1,7 +1,8 @@
 //! Keeps the frames and leases of disconnected engines until no process can write to them.
 //!
-//! Workers and forked children can outlive the scheduler that reserved a frame. A membership therefore
-//! stays in quarantine until its lifeline is closed; no timeout releases it. Must not depend on sockets.
+//! Workers and forked children can outlive the scheduler that reserved a frame. A membership
+//! therefore stays in quarantine until its lifeline is closed; no timeout releases it. Must not
+//! depend on sockets.
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

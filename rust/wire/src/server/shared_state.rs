@@ -151,8 +151,8 @@ impl ServerState {
         }
     }
 
-    /// Moves slabs to the namespaces that need them and closes idle namespaces without memory. Returns
-    /// true if there is more to do at once.
+    /// Moves slabs to the namespaces that need them and closes idle namespaces without memory.
+    /// Returns true if there is more to do at once.
     pub(crate) fn rebalance(&self) -> bool {
         if self.namespaces.release_slabs() {
             return true;
