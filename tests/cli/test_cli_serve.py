@@ -378,7 +378,7 @@ def test_a_share_that_is_none_is_told(text: str, capsys: pytest.CaptureFixture[s
         ),
         (
             ["--socket", "{folder}/run/kv.sock", "--share", "3fa=6", "--share", "4=4", "--share", "3f=4"],
-            "--share: two are .* 3f covers 3fa",
+            "--share: two shares match .* 3f covers 3fa",
         ),
         (["--socket", "{folder}/file"], "is not a socket; give --socket another path"),
         (["--socket", "{folder}/run/kv.sock", "--metrics", "nohost.invalid:9180"], "name another host or port"),

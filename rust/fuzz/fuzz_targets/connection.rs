@@ -1,4 +1,5 @@
-//! Any bytes to a server that runs, as they are and behind a hello: it goes on, and what another engine saved stays.
+//! Sends any bytes to a running server, raw and after a hello: the server continues, and chunks of
+//! another engine stay.
 #![no_main]
 
 use std::io::{Read, Write};
@@ -54,14 +55,14 @@ libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     let (namespace, frame_bytes, blocks_per_chunk) = (NAMESPACE, FRAME_BYTES, 1);
     let fields = Hello { version: VERSION, namespace, frame_bytes, blocks_per_chunk, description: String::new() };
     Request::Hello(fields).encode(1, &mut hello);
-    // Framed, so that more of it is looked at; and as it is.
+    // Once raw, and once as the body of a message.
     let framed = [&u32::try_from(data.len()).expect("short").to_le_bytes()[..], data].concat();
     for bytes in [data.to_vec(), [&hello[..], &framed].concat()] {
         let mut stream = UnixStream::connect(&rig.socket).expect("a server");
         let _refused = stream.write_all(&bytes).and_then(|()| stream.shutdown(Shutdown::Write));
         let _answers = stream.read_to_end(&mut Vec::new());
     }
-    // A clear or a discard of its keys is anybody's right; then it is saved again.
+    // Any engine may clear the store or discard chunks; save them again.
     let found = rig.engine.lookup(Prefix::from(&rig.chain)).host_blocks;
     assert!(found <= 3);
     if found < 3 {

@@ -1,5 +1,6 @@
-//! What the socket costs: `cargo bench -p kvloft-wire`. A lookup and a lease of a prompt of 131,072 tokens, all of it stored, beside
-//! the same in this process. Prompts take turns, so that neither side has the last one's keys.
+//! Measures the cost of the socket: `cargo bench -p kvloft-wire`. Compares a lookup and a lease of
+//! a stored prompt of 131,072 tokens over the socket with the same calls in this process. Prompts
+//! alternate, so that the prefix cache never has their keys.
 #![expect(clippy::print_stdout, reason = "a bench prints")]
 
 use std::hint::black_box;
@@ -15,15 +16,15 @@ const PROMPT_TOKENS: u32 = 131_072;
 const NUM_PROMPTS: u32 = 16;
 const NUM_ROUNDS: u32 = 100;
 const FRAME_BYTES: u64 = 4096;
-/// Microseconds of a lookup and a lease over the socket.
+/// Targets for a lookup and a lease over the socket, in microseconds.
 const TARGETS_US: (u128, u128) = (150, 400);
 
-/// A key is 32 bytes whatever its block holds, so one token a block does.
+/// One token for each block: a key has 32 bytes for any number of tokens.
 fn prompt(seed: u32, num_blocks: u32) -> KeyChain {
     branch(seed, num_blocks, num_blocks)
 }
 
-/// As many blocks of the prompt, then others.
+/// A prompt with the first `num_same` blocks of another one.
 fn branch(seed: u32, num_same: u32, num_blocks: u32) -> KeyChain {
     let mut chain = KeyChain::new(ChunkKey([7; 32]), 1).expect("a valid chain");
     let token = |at: u32| at << 4 | seed | u32::from(at >= num_same) << 30;
@@ -40,7 +41,7 @@ fn fill(session: &dyn Session, prompts: &[KeyChain]) {
     }
 }
 
-/// Median and 99th percentile in microseconds.
+/// Returns median and 99th percentile in microseconds.
 fn measure(prompts: &[KeyChain], mut call: impl FnMut(&KeyChain)) -> (u128, u128) {
     let mut times: Vec<_> = (0..NUM_ROUNDS)
         .flat_map(|_| prompts)

@@ -1,4 +1,4 @@
-//! What a person has a server do: chunks of one tenant go, in every namespace and tier, while engines load and save.
+//! Evictions through the admin interface, alone and while engines load and save.
 
 mod common;
 
@@ -14,7 +14,7 @@ use kvloft_core::store::{DiskSettings, Prefix};
 use kvloft_core::{ErrorKind, Result};
 use kvloft_wire::{Client, ClientConfig, EvictReport, Server, ServerConfig, evict, status};
 
-/// Orders come one behind the other, each by a connection of its own, and a server may see the end of one later.
+/// Allows many connections: each admin request opens one, and the server may close it later.
 fn serve(dir: &Path) -> Server {
     Server::open(ServerConfig { max_connections: 100, ..server_config(dir) }).expect("a server")
 }
@@ -37,7 +37,7 @@ fn evict_tenant(socket: &Path, namespace: &str, salt: &str, host_only: bool) -> 
 }
 
 #[test]
-fn a_tenant_goes_from_every_namespace_and_no_other() {
+fn evict_removes_one_tenant_from_every_namespace() {
     let dir = tempfile::tempdir().expect("a directory");
     let disk = DiskSettings { cap_bytes: 4 << 20, ..with_disk(dir.path()).disk.expect("a disk") };
     let config = || ServerConfig { disk: Some(disk.clone()), ..server_config(dir.path()) };
@@ -52,7 +52,7 @@ fn a_tenant_goes_from_every_namespace_and_no_other() {
     }
     server.close(LONG);
     drop(server);
-    // One is open now, the other on disk only.
+    // Namespace 1 is open now, namespace 2 on disk only.
     let server = Server::open(config()).expect("a server");
     let one = engine(dir.path(), 1);
     let error = evict_tenant(&socket, "03", "a", false).expect_err("there is none");
@@ -72,7 +72,7 @@ fn a_tenant_goes_from_every_namespace_and_no_other() {
 }
 
 #[test]
-fn host_memory_alone_is_given_up_where_a_person_says_so() {
+fn evict_host_only_keeps_the_disk() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = Server::open(with_disk(dir.path())).expect("a server");
     let one = engine(dir.path(), 1);
@@ -94,13 +94,13 @@ fn host_memory_alone_is_given_up_where_a_person_says_so() {
 }
 
 #[test]
-fn without_an_engine_there_is_nothing() {
+fn evict_without_engines_finds_nothing() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     assert_eq!(evict_tenant(&socket(dir.path()), "", "a", false).expect("done"), EvictReport::default());
 }
 
-/// Saves and loads until it is told to stop, and looks at every byte that it loads.
+/// Saves and loads until `is_over`; checks every loaded byte. Returns the number of chunks loaded.
 fn work(session: &Client, salt: &str, is_over: &AtomicBool) -> u64 {
     let memory = File::options().read(true).write(true).open(&session.arena().expect("an arena").path).expect("memory");
     let mut num_loaded = 0;
@@ -126,7 +126,7 @@ fn work(session: &Client, salt: &str, is_over: &AtomicBool) -> u64 {
 }
 
 #[test]
-fn engines_load_and_save_while_their_tenant_is_evicted() {
+fn engines_load_and_save_during_evictions() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = Server::open(with_disk(dir.path())).expect("a server");
     let is_over = AtomicBool::new(false);
@@ -153,7 +153,7 @@ fn engines_load_and_save_while_their_tenant_is_evicted() {
 }
 
 #[test]
-fn a_log_names_the_tag_and_the_namespaces_of_an_order() {
+fn log_has_the_tag_and_the_namespaces_of_an_eviction() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let (socket, one, _other) = (socket(dir.path()), engine(dir.path(), 1), engine(dir.path(), 2));
@@ -169,7 +169,7 @@ fn a_log_names_the_tag_and_the_namespaces_of_an_order() {
 }
 
 #[test]
-fn who_only_looks_is_no_accepted_connection() {
+fn status_requests_are_not_counted_as_connections() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let num = |name: &str| stat(&status(&socket(dir.path()), LONG).expect("a server").stats, name);

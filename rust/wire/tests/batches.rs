@@ -1,4 +1,4 @@
-//! Questions asked at once are answered as one after the other, in this process and over a socket.
+//! Batched calls return the same as single calls, in this process and over a socket.
 
 mod common;
 
@@ -17,7 +17,7 @@ use proptest::prelude::*;
 const NUM_FRAMES: u64 = 10;
 const GROUP: u32 = 5;
 
-/// A part of a prompt: of the chain itself, or what a group keeps of each block alone.
+/// A part of a prompt: chunks of the chain, or attached chunks of a group.
 #[derive(Debug, Clone, Copy)]
 struct Part {
     prompt: u32,
@@ -55,7 +55,7 @@ fn step() -> impl Strategy<Value = Step> {
     ]
 }
 
-/// What is asked about a part: keys, which hang on each other, or each on the root alone.
+/// Keys of a part: each derived from the one before, or from the root key.
 struct Asked {
     root: ChunkKey,
     keys: Vec<ChunkKey>,
@@ -86,7 +86,7 @@ impl Asked {
         each.chain(none).collect()
     }
 
-    /// The same of one session after the other question: each chunk that is kept alone by itself.
+    /// Makes the same reservations with one call for each attached chunk.
     fn reserve_one_by_one(&self, session: &dyn Session) -> (Vec<Reservation>, u32) {
         if !self.is_attached {
             return session.reserve(self.prefixes()[0], self.range).expect("in range");
@@ -105,7 +105,7 @@ fn asked(parts: &[Part]) -> Vec<Asked> {
     parts.iter().map(Asked::new).collect()
 }
 
-/// Two stores that go through the same: one is asked many at once, the other one by one.
+/// Two stores with the same history: one gets batched calls, the other single calls.
 struct Twins {
     at_once: Box<dyn Session>,
     one_by_one: Box<dyn Session>,
@@ -204,7 +204,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn at_once_is_as_one_by_one_in_this_process(steps in vec(step(), 0..20)) {
+    fn batch_equals_single_calls_in_this_process(steps in vec(step(), 0..20)) {
         live(&steps, local);
     }
 }
@@ -213,7 +213,7 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, cases: 24, ..ProptestConfig::default() })]
 
     #[test]
-    fn at_once_is_as_one_by_one_over_a_socket(steps in vec(step(), 0..20)) {
+    fn batch_equals_single_calls_over_a_socket(steps in vec(step(), 0..20)) {
         let dirs = [tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("a directory")];
         let config = |dir| ServerConfig { host_bytes: NUM_FRAMES * FRAME, ..server_config(dir) };
         let _servers = dirs.each_ref().map(|dir| Server::open(config(dir.path())).expect("a server"));
@@ -223,7 +223,7 @@ proptest! {
 }
 
 #[test]
-fn more_than_fits_a_message_is_asked_in_several() {
+fn large_batches_are_split_into_messages() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = Server::open(ServerConfig { host_bytes: 20_000 * FRAME, ..server_config(dir.path()) });
     let engine = connect(dir.path());
@@ -242,9 +242,9 @@ fn more_than_fits_a_message_is_asked_in_several() {
     assert_eq!(engine.poll(lease).ready_blocks, 12_000, "the connection stands");
 }
 
-/// Of several long prefixes only the first is remembered, and no single block.
+/// Only the first of several long prefixes is cached, and no single block.
 #[test]
-fn both_sides_know_of_the_same_prefix() {
+fn both_ends_cache_the_same_prefix() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let engine = connect(dir.path());
@@ -262,8 +262,9 @@ fn both_sides_know_of_the_same_prefix() {
     }
 }
 
-/// Blocks that chats find of themselves in a store that has room for half of them, while prompts come that never do again. Each
-/// turn keeps a state, which the next one needs, and which says what it is kept beside, or does not.
+/// Returns the blocks that chats find in a store with room for half of them, while other prompts
+/// never repeat. Each turn saves an attached state for the next turn, with or without its chunk's
+/// key.
 fn found_by_chats(session: &dyn Session, says_beside: bool) -> u32 {
     const TURN: u32 = 3;
     let state = |prompt, end: u32| {
@@ -313,9 +314,10 @@ fn chats_in(mut open: impl FnMut() -> Box<dyn Session>) {
     assert!(told > not_told * 5 / 4, "{told} blocks, and {not_told} without");
 }
 
-/// A state is new at each turn, and without knowing what it is kept beside it would always go before what needs it.
+/// A state is new at each turn. Without its chunk's key it would always be evicted before the
+/// chunk.
 #[test]
-fn chats_find_more_where_states_say_what_they_are_kept_beside() {
+fn attached_states_with_a_chunk_key_get_more_hits() {
     chats_in(|| {
         let host_bytes = ROOM_FOR_CHATS * FRAME;
         let config = StoreConfig { host_bytes, eviction: Eviction::Adaptive, ..local_config() };
@@ -324,7 +326,7 @@ fn chats_find_more_where_states_say_what_they_are_kept_beside() {
 }
 
 #[test]
-fn chats_find_more_over_a_socket_too() {
+fn attached_states_with_a_chunk_key_get_more_hits_over_a_socket() {
     let dirs = [tempfile::tempdir().expect("a directory"), tempfile::tempdir().expect("a directory")];
     let config = |dir| {
         let host_bytes = ROOM_FOR_CHATS * FRAME;

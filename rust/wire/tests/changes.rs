@@ -1,4 +1,5 @@
-//! Several engines listen to one server: what each replays is what lookups find, whatever the others do, and whoever goes.
+//! Replaying the changes of a server returns what lookups find, for several engines and over
+//! reconnects and restarts.
 
 mod common;
 
@@ -17,7 +18,7 @@ use proptest::sample::Index;
 const NUM_PROMPTS: u32 = 6;
 const NUM_BLOCKS: u32 = 4;
 
-/// An engine that listens, and where it believes each chunk to be.
+/// An engine with a change feed, and the tiers of each chunk by the changes so far.
 struct Engine {
     remote: Client,
     known: HashMap<ChunkKey, Tiers>,
@@ -31,7 +32,7 @@ impl Engine {
         Self { remote, known: HashMap::new(), must_ask_all: true, num_lost: 0 }
     }
 
-    /// As an engine does in a step; whether there may be more.
+    /// Applies the changes of one step; returns whether there may be more.
     fn take(&mut self, universe: &[ChunkKey], limit: usize) -> bool {
         self.remote.renew();
         let asked = if std::mem::take(&mut self.must_ask_all) { universe } else { &[] };
@@ -96,7 +97,7 @@ impl World {
         Self { dir: dir.to_owned(), server: Some(server), engines, prompts, universe }
     }
 
-    /// Less memory than prompts have, and less disk.
+    /// Host memory and disk for fewer chunks than the prompts have.
     fn config(dir: &Path) -> ServerConfig {
         let mut config = ServerConfig { host_bytes: 8 * FRAME, max_connections: 64, ..with_disk(dir) };
         config.disk.as_mut().expect("it has one").cap_bytes = 28 * FRAME;
@@ -140,7 +141,7 @@ impl World {
         self.engines.iter().for_each(|engine| until("found", || engine.remote.renew()));
     }
 
-    /// Nothing moves, and all is told.
+    /// Waits until the store is idle and every change is reported.
     fn rest(&mut self) {
         assert!(self.engines[0].remote.flush(LONG));
         for engine in &mut self.engines {
@@ -156,7 +157,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 24, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn what_each_engine_replays_is_what_it_finds(
+    fn replayed_changes_equal_lookups(
         steps in prop::collection::vec(step(), 1..60), capacities in prop::collection::vec(prop_oneof![1..8_usize, Just(4096)], 1..4),
     ) {
         let dir = tempfile::tempdir().expect("a directory");

@@ -1,5 +1,5 @@
-//! A server and an engine in different PID namespaces, as in containers that share the socket's directory: neither sees the other's
-//! process, and they work together all the same.
+//! A server and an engine in different PID namespaces, as in containers that share the socket's
+//! directory.
 
 mod common;
 
@@ -13,7 +13,7 @@ use kvloft_wire::status;
 const SERVED_DIR: &str = "KV_TEST_SERVED_DIR";
 const APART: [&str; 4] = ["--pid", "--fork", "--mount-proc", "--kill-child"];
 
-/// Another PID namespace, for the system's administrator or for anybody where the system lets them.
+/// Returns a command that runs in another PID namespace; None if the system does not permit one.
 fn elsewhere() -> Option<Command> {
     let ways = [&[][..], &["--user", "--map-current-user"][..]];
     let mut ways = ways.into_iter().map(|way| {
@@ -36,23 +36,23 @@ impl Drop for Ended {
     }
 }
 
-/// Runs in another namespace: a server, until stdin ends.
+/// Runs in another PID namespace: a server, until stdin is closed.
 #[test]
-fn a_server_for_the_other_test() {
+fn server_in_another_pid_namespace() {
     let Some(dir) = std::env::var_os(SERVED_DIR) else { return };
     let _server = serve(dir.as_ref());
     let _ended = std::io::stdin().read(&mut [0]);
 }
 
 #[test]
-fn an_engine_whose_process_the_server_cannot_see_is_served() {
+fn engine_in_another_pid_namespace_is_served() {
     let Some(mut command) = elsewhere() else {
         eprintln!("skipped: this user may not make a PID namespace");
         return;
     };
     let dir = tempfile::tempdir().expect("a directory");
     std::fs::set_permissions(dir.path(), PermissionsExt::from_mode(0o700)).expect("ours");
-    command.arg(std::env::current_exe().expect("this test")).args(["--exact", "a_server_for_the_other_test"]);
+    command.arg(std::env::current_exe().expect("this test")).args(["--exact", "server_in_another_pid_namespace"]);
     command.env(SERVED_DIR, dir.path()).stdin(Stdio::piped()).stdout(Stdio::null());
     let _server = Ended(command.spawn().expect("unshare"));
     let path = socket(dir.path());

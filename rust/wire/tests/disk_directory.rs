@@ -1,4 +1,4 @@
-//! A server's disk directory: whose it is before an engine comes, and what a second server does meanwhile.
+//! The disk directory of a server before its first engine, and with a second server.
 
 mod common;
 
@@ -7,7 +7,7 @@ use kvloft_core::session::Session;
 use kvloft_core::{ErrorKind, Result};
 use kvloft_wire::{Server, ServerConfig};
 
-/// Two servers of one process, each with a socket of its own.
+/// Settings of two servers in one process, with one disk and two sockets.
 fn servers(dir: &std::path::Path) -> [ServerConfig; 2] {
     let config = with_disk(dir);
     let second = dir.join("second").join("kvloft.sock");
@@ -19,7 +19,7 @@ fn is_unused(server: &Server) -> bool {
 }
 
 #[test]
-fn a_second_server_on_a_disk_says_so_at_its_start_and_has_it_after_the_first() {
+fn second_server_reports_a_used_disk_and_claims_it_later() {
     let dir = tempfile::tempdir().expect("a directory");
     let [of_second, of_first] = servers(dir.path());
     let first = Server::open(of_first).expect("a server");
@@ -50,13 +50,13 @@ fn a_second_server_on_a_disk_says_so_at_its_start_and_has_it_after_the_first() {
     second.close(LONG);
 }
 
-/// None: it is not known.
+/// Returns a counter of the server; None if it is missing.
 fn room(server: &Server, name: &str) -> Option<u64> {
     server.status().stats.get(name).copied()
 }
 
 #[test]
-fn a_disk_that_is_had_says_what_it_has_room_for() {
+fn status_has_the_free_space_of_a_claimed_disk() {
     let dir = tempfile::tempdir().expect("a directory");
     let [of_second, of_first] = servers(dir.path());
     std::fs::create_dir_all(dir.path().join("disk").join("0123456789abcdef")).expect("room");
@@ -76,7 +76,7 @@ fn a_disk_that_is_had_says_what_it_has_room_for() {
 }
 
 #[test]
-fn a_namespace_that_is_opened_again_does_not_count_twice() {
+fn reopened_namespace_is_not_counted_twice() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = Server::open(with_disk(dir.path())).expect("a server");
     let engine = connect(dir.path());
@@ -92,7 +92,7 @@ fn a_namespace_that_is_opened_again_does_not_count_twice() {
 }
 
 #[test]
-fn a_closed_server_leaves_its_disk_to_others() {
+fn closed_server_releases_its_disk() {
     let dir = tempfile::tempdir().expect("a directory");
     let [of_first, of_second] = servers(dir.path());
     let first = Server::open(of_first).expect("a server");
@@ -102,7 +102,7 @@ fn a_closed_server_leaves_its_disk_to_others() {
 }
 
 #[test]
-fn a_disk_that_can_never_be_one_stops_the_start() {
+fn unusable_disk_path_fails_the_start() {
     let dir = tempfile::tempdir().expect("a directory");
     std::fs::write(dir.path().join("disk"), "a file").expect("room");
     let opened: Result<Server> = Server::open(with_disk(dir.path()));

@@ -1,4 +1,4 @@
-//! Long prefixes: few of their keys cross, and what is found is what is there.
+//! Long prefixes: few keys are sent, and every stored chunk is found.
 
 mod common;
 
@@ -24,7 +24,7 @@ fn lookup(session: &dyn Session, chain: &KeyChain) -> u32 {
     host_blocks
 }
 
-/// The keys of a lease on all that is found.
+/// Returns the keys of a lease on every chunk found.
 fn leased(session: &dyn Session, chain: &KeyChain) -> Vec<kvloft_core::ChunkKey> {
     let lease = session.acquire(Prefix::from(chain));
     let frames = session.frames(lease);
@@ -33,7 +33,7 @@ fn leased(session: &dyn Session, chain: &KeyChain) -> Vec<kvloft_core::ChunkKey>
     frames.iter().map(|frame| frame.key).collect()
 }
 
-/// As many blocks of one, then another's.
+/// A chain with the first `num_same` blocks of another one.
 fn branch(seed: u32, num_same: u32, num_blocks: u32) -> KeyChain {
     let num_same = num_same.min(num_blocks);
     let mut tokens: Vec<_> = (0..num_same).map(|at| at * 1000).collect();
@@ -47,7 +47,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 12, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn long_prefixes_that_part_anywhere_are_found_as_far_as_they_are_stored(
+    fn long_prefix_is_found_up_to_where_it_diverges(
         asked in prop::collection::vec((0..NUM_BLOCKS, 0..=NUM_BLOCKS, any::<bool>()), 1..20),
         num_stored in 0..=NUM_BLOCKS,
     ) {
@@ -68,7 +68,7 @@ proptest! {
     }
 
     #[test]
-    fn chunks_of_several_blocks_and_their_tails_are_found_behind_an_anchor(
+    fn multi_block_chunks_and_tails_are_found_after_an_anchor(
         per_chunk in 2..200_u32, num_stored in 1..=NUM_BLOCKS, num_blocks in 129..=NUM_BLOCKS,
     ) {
         let dir = tempfile::tempdir().expect("a directory");
@@ -86,9 +86,9 @@ proptest! {
     }
 }
 
-/// Whole keys are compared: one that only begins like a stored one is another.
+/// Keys are compared as a whole.
 #[test]
-fn keys_that_differ_in_their_last_byte_only_are_not_found() {
+fn keys_that_differ_in_the_last_byte_are_misses() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path(), 400);
     let engine = connect(dir.path());
@@ -107,7 +107,7 @@ fn keys_that_differ_in_their_last_byte_only_are_not_found() {
 }
 
 #[test]
-fn a_prefix_whose_anchor_is_evicted_is_found_as_far_as_it_is_left() {
+fn prefix_with_an_evicted_anchor_is_a_partial_hit() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path(), 400);
     let (engine, other) = (connect(dir.path()), connect(dir.path()));
@@ -124,7 +124,7 @@ fn a_prefix_whose_anchor_is_evicted_is_found_as_far_as_it_is_left() {
 }
 
 #[test]
-fn a_restarted_server_finds_a_long_prefix_on_its_disk() {
+fn restarted_server_finds_a_long_prefix_on_disk() {
     let dir = tempfile::tempdir().expect("a directory");
     let config = ServerConfig { host_bytes: 300 * FRAME, ..with_disk(dir.path()) };
     let disk = config.disk.clone().map(|disk| kvloft_core::store::DiskSettings { cap_bytes: 4 << 20, ..disk });
@@ -147,7 +147,7 @@ fn a_restarted_server_finds_a_long_prefix_on_its_disk() {
 }
 
 #[test]
-fn what_was_asked_for_and_found_is_counted_for_each_engine_and_in_all() {
+fn lookups_loads_and_saves_are_counted_by_engine_and_in_total() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path(), 400);
     let (one, other) = (connect(dir.path()), connect(dir.path()));
@@ -159,7 +159,7 @@ fn what_was_asked_for_and_found_is_counted_for_each_engine_and_in_all() {
     let asked =
         ["lookups", "lookup_chunks", "lookup_chunks_found", "load_chunks", "save_chunks", "late_calls", "late_chunks"];
     let status = server.status();
-    // Either may be the first: both were let in at once.
+    // In any order: both connected at the same time.
     let counted: BTreeSet<_> = status.engines().map(|engine| asked.map(|name| stat(&engine.counters, name))).collect();
     assert_eq!(counted, BTreeSet::from([[0, 0, 0, 0, 300, 0, 0], [3, 550, 400, 200, 0, 0, 0]]));
     other.close(Duration::ZERO);
@@ -170,9 +170,9 @@ fn what_was_asked_for_and_found_is_counted_for_each_engine_and_in_all() {
     assert_eq!(stat(&status.stats, "server_host_bytes"), 400 * FRAME);
 }
 
-/// A single key is something attached, of which neither end takes note.
+/// A single key is an attached chunk, which neither end caches.
 #[test]
-fn a_question_about_something_attached_is_asked_once_and_leaves_the_long_prefix_known() {
+fn lookup_of_an_attached_chunk_keeps_the_prefix_cache() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path(), 500);
     let engine = connect(dir.path());

@@ -1,4 +1,4 @@
-//! Messages come out as they went in, and bytes that are no message are none.
+//! Messages round-trip, and malformed bytes are rejected.
 
 use kvloft_core::ChunkKey;
 use kvloft_core::io::FrameId;
@@ -13,7 +13,7 @@ use kvloft_wire::{NamespaceStatus, Status};
 use proptest::collection::vec;
 use proptest::prelude::*;
 
-/// What requests are made of: proptest cannot make what borrows.
+/// Owned values for a request, which borrows them.
 #[derive(Debug, Clone)]
 struct Parts {
     kind: u8,
@@ -40,7 +40,7 @@ fn parts() -> impl Strategy<Value = Parts> {
 
 fn request(parts: &Parts) -> Request<'_> {
     let keys = Keys::Bytes(&parts.keys);
-    // Some hang on the root of the one before, some on another.
+    // Some root keys repeat, others do not.
     let roots = || parts.numbers.iter().map(|number| ChunkKey([number.to_le_bytes()[0] % 2; 32]));
     let all =
         roots().zip(0..).map(|(root, nth)| (root, Keys::Bytes(&parts.keys[..parts.keys.len().min(nth)]))).collect();
@@ -147,14 +147,14 @@ fn status(parts: &Parts) -> Status {
     Status { host_bytes: 5, slab_bytes: parts.number, stats, settings, namespaces: vec![namespace; num_rows] }
 }
 
-/// The one message in `bytes`, without its length, which is right.
+/// Checks the length of a message and returns the rest.
 fn body(bytes: &[u8]) -> &[u8] {
     let (length, body) = bytes.split_first_chunk::<LENGTH_BYTES>().expect("a length");
     assert_eq!(u32::from_le_bytes(*length) as usize, body.len());
     body
 }
 
-/// A message cut off, and one with something behind it.
+/// Returns a truncated and an extended message.
 fn wrong(whole: &[u8], cut: prop::sample::Index, more: usize) -> [Vec<u8>; 2] {
     [whole[..cut.index(whole.len())].to_vec(), [whole, &vec![0; more]].concat()]
 }
@@ -163,21 +163,21 @@ proptest! {
     #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
-    fn requests_come_out_as_they_went_in(parts in parts(), number: u32) {
+    fn requests_round_trip(parts in parts(), number: u32) {
         let (request, mut bytes) = (request(&parts), Vec::new());
         request.encode(number, &mut bytes);
         prop_assert_eq!(Request::decode(body(&bytes)), Some((number, request)));
     }
 
     #[test]
-    fn answers_come_out_as_they_went_in(parts in parts(), number: u32) {
+    fn answers_round_trip(parts in parts(), number: u32) {
         let (answer, mut bytes) = (answer(&parts), Vec::new());
         answer.encode(number, &mut bytes);
         prop_assert_eq!(Answer::decode(body(&bytes)), Some((number, answer)));
     }
 
     #[test]
-    fn admin_messages_come_out_as_they_went_in(parts in parts()) {
+    fn admin_messages_round_trip(parts in parts()) {
         let (request, status) = (admin_request(&parts), status(&parts));
         let json = serde_json::to_vec(&request).expect("JSON");
         prop_assert_eq!(AdminRequest::parse(&json), Some(request));
@@ -186,7 +186,7 @@ proptest! {
     }
 
     #[test]
-    fn malformed_admin_requests_are_none(parts in parts(), cut: prop::sample::Index, bytes in vec(any::<u8>(), 0..99)) {
+    fn malformed_admin_requests_are_rejected(parts in parts(), cut: prop::sample::Index, bytes in vec(any::<u8>(), 0..99)) {
         let json = serde_json::to_vec(&admin_request(&parts)).expect("JSON");
         prop_assert_eq!(AdminRequest::parse(&json[..cut.index(json.len())]), None);
         prop_assert_eq!(AdminRequest::parse(&[json.as_slice(), b"x"].concat()), None);
@@ -194,7 +194,7 @@ proptest! {
     }
 
     #[test]
-    fn what_is_cut_off_or_too_long_is_no_message(parts in parts(), cut: prop::sample::Index, more in 1..9_usize) {
+    fn truncated_and_extended_messages_are_rejected(parts in parts(), cut: prop::sample::Index, more in 1..9_usize) {
         let mut bytes = Vec::new();
         request(&parts).encode(1, &mut bytes);
         for wrong in wrong(body(&bytes), cut, more) {
@@ -219,7 +219,7 @@ proptest! {
 }
 
 #[test]
-fn counts_that_lie_take_no_memory() {
+fn false_counts_allocate_no_memory() {
     for kind in 0..26 {
         let bytes = [[1, 0, 0, 0, kind].as_slice(), &[0xff; 64]].concat();
         assert_eq!(Answer::decode(&bytes), None, "kind {kind}");
@@ -227,7 +227,7 @@ fn counts_that_lie_take_no_memory() {
 }
 
 #[test]
-fn more_prefixes_than_a_message_may_have_are_none() {
+fn number_of_prefixes_is_bounded() {
     for (num, is_message) in [(MAX_PREFIXES, true), (MAX_PREFIXES + 1, false)] {
         let all = vec![(ChunkKey::default(), Keys::Bytes(&[])); num as usize];
         let mut bytes = Vec::new();

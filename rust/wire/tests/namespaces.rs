@@ -1,4 +1,4 @@
-//! Engines of several models on one server: each has its own, memory goes where it is wanted, and one's end is one's own.
+//! Several namespaces on one server share its memory and disk.
 
 mod common;
 
@@ -16,7 +16,7 @@ use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, Store, StoreConfig};
 use kvloft_wire::{Client, ClientConfig, MAX_NAMESPACES, NamespaceStatus, Server, ServerConfig, clear, status};
 
-/// A client of another namespace, with frames of another size.
+/// A client of namespace `nth` with frames of `pages` pages.
 fn engine(dir: &std::path::Path, nth: u8, pages: u64) -> Client {
     let config = ClientConfig { namespace: [nth; 32], frame_bytes: pages * FRAME, ..remote_config(dir) };
     Client::open(config).expect("a client")
@@ -26,7 +26,7 @@ fn space(server: &Server, nth: u8) -> NamespaceStatus {
     server.status().namespaces.into_iter().find(|space| space.namespace == [nth; 32]).expect("it is open")
 }
 
-/// Saves chunks that say whose they are; how many became visible.
+/// Saves chunks with content that depends on namespace and key; returns the number committed.
 fn mark(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> u32 {
     let chain = chain(seed, num_blocks);
     let (rows, _) = session.reserve(Prefix::from(&chain), whole(num_blocks)).expect("in range");
@@ -43,7 +43,7 @@ fn mark(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> u32 {
     session.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>())
 }
 
-/// Compares every byte of what is found of a prefix; how many chunks those are.
+/// Checks every byte of the chunks found; returns their number.
 fn compare(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> usize {
     let lease = session.acquire(Prefix::from(&chain(seed, num_blocks)));
     let frames = session.frames(lease);
@@ -58,7 +58,7 @@ fn compare(session: &Client, pages: u64, seed: u32, num_blocks: u32) -> usize {
 }
 
 #[test]
-fn two_namespaces_share_the_memory_and_nothing_else() {
+fn namespaces_share_memory_but_no_chunks() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let (one, other) = (engine(dir.path(), 1, 1), engine(dir.path(), 2, 2));
@@ -68,7 +68,8 @@ fn two_namespaces_share_the_memory_and_nothing_else() {
     }
     assert_eq!(found(&other, &chain(0, 5)), 0, "the same prompt of another model");
     assert_eq!((space(&server, 1).num_slabs, space(&server, 2).num_slabs), (15, 0));
-    // The other saves until it has its half; what it cannot save at once is a miss and no more.
+    // The other namespace saves until it has half of the memory; a chunk dropped meanwhile is a
+    // miss.
     until("an equal share", || {
         (0..40).for_each(|seed| {
             mark(&other, 2, seed, 3);
@@ -82,9 +83,10 @@ fn two_namespaces_share_the_memory_and_nothing_else() {
     assert!(counts(&one, 1, 5) > 8, "a clear empties its own namespace");
 }
 
-/// What the system does with it is the core's test; where it refuses, as without that node, engines are served all the same.
+/// Tests of the core cover the binding. If it fails, for example without that node, the server
+/// works.
 #[test]
-fn memory_is_placed_for_the_first_engine_and_a_refusal_is_told() {
+fn memory_is_bound_to_numa_nodes_or_the_failure_is_logged() {
     let default = "the system chooses the NUMA nodes";
     for (numa, said) in [(vec![0, 63], default), (vec![0, 0], "on NUMA nodes 0, 0"), (vec![0], "on NUMA node 0")] {
         let dir = tempfile::tempdir().expect("a directory");
@@ -97,7 +99,7 @@ fn memory_is_placed_for_the_first_engine_and_a_refusal_is_told() {
 }
 
 #[test]
-fn a_person_forgets_one_namespace() {
+fn clear_removes_one_namespace() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let socket = socket(dir.path());
@@ -118,7 +120,7 @@ fn a_person_forgets_one_namespace() {
 }
 
 #[test]
-fn shares_are_kept_and_more_than_all_is_refused() {
+fn shares_are_applied_and_invalid_ones_are_refused() {
     let dir = tempfile::tempdir().expect("a directory");
     let shares = |percent| vec![("01".to_owned(), percent), ("02".to_owned(), 20)];
     for percent in [0, 81] {
@@ -151,7 +153,7 @@ fn shares_are_kept_and_more_than_all_is_refused() {
 }
 
 #[test]
-fn what_an_engine_left_is_there_until_another_wants_the_memory() {
+fn chunks_outlive_their_engine_until_memory_is_needed() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let (one, other) = (engine(dir.path(), 1, 1), engine(dir.path(), 2, 2));
@@ -176,12 +178,12 @@ fn what_an_engine_left_is_there_until_another_wants_the_memory() {
 }
 
 #[test]
-fn a_killed_engine_of_one_namespace_leaves_the_other_alone() {
+fn killed_engine_does_not_affect_other_namespaces() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let other = engine(dir.path(), 2, 2);
     let mut child = Command::new(std::env::current_exe().expect("this test"))
-        .args(["--exact", "a_child_that_is_killed_while_it_holds_all_its_memory", "--ignored", "--nocapture"])
+        .args(["--exact", "child_that_is_killed_with_all_its_memory_reserved", "--ignored", "--nocapture"])
         .env("KV_SERVE_DIR", dir.path())
         .spawn()
         .expect("a child");
@@ -203,7 +205,7 @@ fn a_killed_engine_of_one_namespace_leaves_the_other_alone() {
 
 #[test]
 #[ignore = "run by the test above, in a process that it kills"]
-fn a_child_that_is_killed_while_it_holds_all_its_memory() {
+fn child_that_is_killed_with_all_its_memory_reserved() {
     let dir = std::env::var("KV_SERVE_DIR").expect("called by the test");
     let one = engine(dir.as_ref(), 1, 1);
     one.reserve(Prefix::from(&chain(1, 60)), whole(60)).expect("in range");
@@ -211,7 +213,7 @@ fn a_child_that_is_killed_while_it_holds_all_its_memory() {
 }
 
 #[test]
-fn each_namespace_has_its_disk_and_a_restart_finds_both() {
+fn restart_finds_every_namespace_on_disk() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = Server::open(with_disk(dir.path())).expect("a server");
     for (nth, pages) in [(1, 1), (2, 2)] {
@@ -235,9 +237,9 @@ fn each_namespace_has_its_disk_and_a_restart_finds_both() {
     assert!(server.take_events().iter().all(|event| !event.contains("cannot be opened")));
 }
 
-/// Its engine's log has the sentence, and there `host_size` is another setting.
+/// The engine logs the error, and its own `host_size` is another setting.
 #[test]
-fn an_engine_with_too_large_chunks_hears_of_the_servers_own_option() {
+fn error_for_too_large_chunks_has_the_servers_option() {
     let dir = tempfile::tempdir().expect("a directory");
     let config = ServerConfig { available_bytes: Some(1 << 30), ..server_config(dir.path()) };
     let server = Server::open(config.clone()).expect("a server");
@@ -255,7 +257,7 @@ fn an_engine_with_too_large_chunks_hears_of_the_servers_own_option() {
 }
 
 #[test]
-fn namespaces_are_bounded_and_frames_too_large_for_a_slab_are_refused() {
+fn number_of_namespaces_and_size_of_frames_are_bounded() {
     let dir = tempfile::tempdir().expect("a directory");
     let config = ServerConfig { max_connections: 100, gpu_settle: Duration::ZERO, ..server_config(dir.path()) };
     let _server = Server::open(config).expect("a server");
@@ -282,7 +284,7 @@ fn namespaces_are_bounded_and_frames_too_large_for_a_slab_are_refused() {
 }
 
 #[test]
-fn of_too_many_namespaces_the_one_that_is_idle_longest_goes() {
+fn namespace_idle_longest_is_closed_at_the_limit() {
     let dir = tempfile::tempdir().expect("a directory");
     let config = ServerConfig { max_connections: 100, ..server_config(dir.path()) };
     let server = Server::open(config).expect("a server");
@@ -304,7 +306,7 @@ fn of_too_many_namespaces_the_one_that_is_idle_longest_goes() {
 }
 
 #[test]
-fn an_idle_namespace_that_owes_its_disk_a_clear_is_kept_until_it_is_done() {
+fn idle_namespace_stays_open_until_its_clear_is_on_disk() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = Server::open(with_disk(dir.path())).expect("a server");
     let one = engine(dir.path(), 1, 1);

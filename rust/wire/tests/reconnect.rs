@@ -1,4 +1,4 @@
-//! A client without its server: misses, at once or at the deadline, and hits again once there is one.
+//! A client whose server is missing, stopped or restarted: misses, then hits again.
 
 mod common;
 
@@ -14,7 +14,7 @@ use kvloft_core::store::{Changes, Lookup, Prefix, Progress, Tiers};
 use kvloft_wire::{Client, ClientConfig, Server, ServerConfig, status};
 
 #[test]
-fn without_a_server_everything_is_a_miss_until_there_is_one() {
+fn lookups_are_misses_until_a_server_starts() {
     let dir = tempfile::tempdir().expect("a directory");
     let engine = connect(dir.path());
     let events = engine.take_events();
@@ -35,7 +35,7 @@ fn without_a_server_everything_is_a_miss_until_there_is_one() {
 }
 
 #[test]
-fn a_server_that_began_anew_has_another_arena_and_is_used_from_renew_on() {
+fn restarted_server_has_a_new_arena_used_after_renew() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = Server::open(with_disk(dir.path())).expect("a server");
     let engine = connect(dir.path());
@@ -62,7 +62,7 @@ fn a_server_that_began_anew_has_another_arena_and_is_used_from_renew_on() {
     assert_eq!(engine.frames(lease).len(), 4);
 }
 
-/// An engine that had its server cleared when that was gone, with `chain` on its disk.
+/// An engine that called `clear` without a server, while `chain` is on the server's disk.
 fn cleared_without_server(dir: &Path, chain: &KeyChain) -> Client {
     let server = Server::open(with_disk(dir)).expect("a server");
     let engine = connect(dir);
@@ -75,7 +75,7 @@ fn cleared_without_server(dir: &Path, chain: &KeyChain) -> Client {
 }
 
 #[test]
-fn a_clear_that_no_server_heard_is_the_first_that_the_next_one_hears() {
+fn pending_clear_is_sent_first_to_the_next_server() {
     let dir = tempfile::tempdir().expect("a directory");
     let chain = chain(1, 4);
     let engine = cleared_without_server(dir.path(), &chain);
@@ -87,7 +87,7 @@ fn a_clear_that_no_server_heard_is_the_first_that_the_next_one_hears() {
 }
 
 #[test]
-fn an_engine_that_ends_sees_to_it_that_its_clear_is_heard() {
+fn close_waits_until_a_clear_is_confirmed() {
     let dir = tempfile::tempdir().expect("a directory");
     let chain = chain(1, 4);
     let engine = cleared_without_server(dir.path(), &chain);
@@ -110,7 +110,7 @@ fn an_engine_that_ends_sees_to_it_that_its_clear_is_heard() {
 }
 
 #[test]
-fn a_server_that_stands_still_costs_one_deadline() {
+fn stopped_server_costs_one_deadline() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut child = served_by_a_child(dir.path());
     let chain = chain(1, 4);
@@ -145,7 +145,8 @@ fn a_server_that_stands_still_costs_one_deadline() {
         engine.abort(&[u64::from(seed)]);
         assert_eq!(engine.commit(&[u64::from(seed)]), 0);
     }
-    // Of 6000 calls a lookup and a save waited: had each, it would have been 20 minutes.
+    // Of 6000 calls one lookup and one save waited; with a wait for each call it would be 20
+    // minutes.
     assert!(first >= Duration::from_millis(200) && start.elapsed() < LONG, "{first:?}, then {:?}", start.elapsed());
     assert_eq!(num_late(), Some(num_late_before + 2));
     let is_late =
@@ -174,7 +175,7 @@ fn a_server_that_stands_still_costs_one_deadline() {
                 assert!(reserved.is_empty() && got.iter().all(|got| got.num_dropped == 1));
             }
             "many lookups" => assert_eq!(engine.lookup_many(&every), vec![Lookup::default(); every.len()]),
-            // These are not released: they were never had.
+            // There is nothing to release: these leases do not exist.
             "a lease" => assert_eq!(engine.poll(engine.acquire(Prefix::from(&chain))), Progress::default()),
             _ => assert_eq!(engine.poll(engine.acquire_all(&every)), Progress::default()),
         }
@@ -191,7 +192,7 @@ fn a_server_that_stands_still_costs_one_deadline() {
 }
 
 #[test]
-fn a_commit_behind_an_unanswered_clear_leaves_nothing_reserved() {
+fn commit_after_an_unanswered_clear_releases_its_frames() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut child = served_by_a_child(dir.path());
     let config = ClientConfig { deadline: Duration::from_millis(20), ..remote_config(dir.path()) };
@@ -218,7 +219,7 @@ fn a_commit_behind_an_unanswered_clear_leaves_nothing_reserved() {
 }
 
 #[test]
-fn many_saves_wait_for_a_server_that_pauses() {
+fn saves_wait_for_a_server_that_pauses() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut child = served_by_a_child(dir.path());
     let engine = connect(dir.path());
@@ -239,9 +240,9 @@ fn many_saves_wait_for_a_server_that_pauses() {
     child.wait().expect("it ended");
 }
 
-/// What was told counts while the server answers, and for a second more; then nothing is there, until it answers again.
+/// Reported chunks count while the server answers and for one second more; then they are lost.
 #[test]
-fn a_listener_hears_once_that_its_server_is_away_and_once_that_it_is_back() {
+fn change_feed_reports_a_lost_server_once_and_its_return_once() {
     let dir = tempfile::tempdir().expect("a directory");
     let mut child = served_by_a_child(dir.path());
     let config = ClientConfig { deadline: Duration::from_millis(200), ..remote_config(dir.path()) };
@@ -251,7 +252,7 @@ fn a_listener_hears_once_that_its_server_is_away_and_once_that_it_is_back() {
     let told = |tiers: Tiers, lost| Changes { rows: chain.keys().iter().map(|key| (*key, tiers)).collect(), lost };
     let (host, nowhere) = (Tiers { host: true, ..Tiers::default() }, Tiers::default());
     let ask = || engine.changes(chain.keys(), 0);
-    // Until the chunks are there, or not: whether it said meanwhile that anything may have changed.
+    // Polls until the chunks are reported or not; returns whether `lost` was set meanwhile.
     let hear = |tiers: Tiers| {
         let mut lost = false;
         until("heard", || {
@@ -290,16 +291,16 @@ fn a_listener_hears_once_that_its_server_is_away_and_once_that_it_is_back() {
     child.wait().expect("it ended");
 }
 
-/// Runs `a_server_in_a_process_of_its_own` in a process that can be stopped.
+/// Runs `server_in_a_child_process` in a process that the test can stop.
 fn served_by_a_child(dir: &std::path::Path) -> std::process::Child {
     std::process::Command::new(std::env::current_exe().expect("this test"))
-        .args(["--exact", "a_server_in_a_process_of_its_own", "--ignored", "--nocapture"])
+        .args(["--exact", "server_in_a_child_process", "--ignored", "--nocapture"])
         .env("KV_SERVE_DIR", dir)
         .spawn()
         .expect("a child")
 }
 
-/// A signal is on its way for a moment, to each thread.
+/// Returns whether every thread is stopped: a signal takes a moment to reach each thread.
 fn all_stopped(pid: u32) -> bool {
     let tasks = std::fs::read_dir(format!("/proc/{pid}/task")).expect("it lives");
     let state = |task: std::fs::DirEntry| std::fs::read_to_string(task.path().join("stat")).unwrap_or_default();
@@ -313,14 +314,14 @@ fn signal(child: &std::process::Child, name: &str) {
 
 #[test]
 #[ignore = "run by the test above, in a process that it stops"]
-fn a_server_in_a_process_of_its_own() {
+fn server_in_a_child_process() {
     let dir = std::env::var("KV_SERVE_DIR").expect("called by the test");
     let _server = serve(dir.as_ref());
     common::outlive_no_test();
 }
 
 #[test]
-fn a_server_that_talks_nonsense_is_given_up() {
+fn malformed_answer_closes_the_connection() {
     let dir = tempfile::tempdir().expect("a directory");
     std::fs::create_dir_all(dir.path().join("run")).expect("room");
     let listener = UnixListener::bind(socket(dir.path())).expect("the path is free");

@@ -1,4 +1,4 @@
-//! Engines on one server: what one saved the other finds; what one holds is its own, and ends with it.
+//! Several engines on one server share chunks, but not leases and reservations.
 
 mod common;
 
@@ -25,7 +25,7 @@ use kvloft_wire::protocol::{
 use kvloft_wire::{Client, ClientConfig, Server, status};
 
 #[test]
-fn what_one_engine_saved_the_other_finds_in_the_same_memory() {
+fn engine_finds_chunks_of_another_engine() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let (one, other) = (connect(dir.path()), connect(dir.path()));
@@ -56,7 +56,7 @@ fn pairs(session: &dyn Session) -> Stats {
 }
 
 #[test]
-fn prefixes_that_differ_anywhere_are_told_apart() {
+fn prefix_is_found_up_to_the_first_difference() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let engine = connect(dir.path());
@@ -69,7 +69,7 @@ fn prefixes_that_differ_anywhere_are_told_apart() {
         assert_eq!(found(&engine, &chain(1, 20)), 9, "longer");
         assert_eq!(found(&engine, &chain(1, 0)), 0);
     }
-    // Only the last of it crosses, and its parent.
+    // Only the keys of the new blocks and their parent are sent.
     let grown = chain(1, 12);
     let range = kvloft_core::store::SaveRange { start: 9, stop: 12, tail_blocks: 0 };
     let (rows, num_dropped) = engine.reserve(Prefix::from(&grown), range).expect("in range");
@@ -80,7 +80,7 @@ fn prefixes_that_differ_anywhere_are_told_apart() {
 }
 
 #[test]
-fn an_engine_reaches_only_what_is_its_own() {
+fn engine_cannot_use_leases_or_tickets_of_another() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let (one, other) = (connect(dir.path()), connect(dir.path()));
@@ -102,7 +102,7 @@ fn an_engine_reaches_only_what_is_its_own() {
 }
 
 #[test]
-fn an_engine_that_says_bye_holds_nothing_more() {
+fn closed_engine_releases_everything() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let (one, other) = (connect(dir.path()), connect(dir.path()));
@@ -115,14 +115,14 @@ fn an_engine_that_says_bye_holds_nothing_more() {
     assert_eq!(server.status().engines().count(), 1);
 }
 
-/// What a worker does before it maps the arena.
+/// Opens the lifeline, as a worker does before it maps the arena.
 fn open_lifeline(engine: &Client) -> std::fs::File {
     let lifeline = engine.arena().and_then(|arena| arena.lifeline).expect("a server's arena has one");
     std::fs::File::options().write(true).open(lifeline.path).expect("its engine lives")
 }
 
 #[test]
-fn frames_of_an_engine_that_ends_stay_reserved_until_its_last_worker_has_ended() {
+fn frames_stay_reserved_until_the_last_worker_exits() {
     for says_bye in [false, true] {
         let dir = tempfile::tempdir().expect("a directory");
         let server = serve(dir.path());
@@ -149,7 +149,7 @@ fn frames_of_an_engine_that_ends_stay_reserved_until_its_last_worker_has_ended()
 }
 
 #[test]
-fn another_connection_to_the_same_memory_has_another_lifeline() {
+fn each_connection_has_its_lifeline() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let (one, other) = (connect(dir.path()).arena().expect("an arena"), connect(dir.path()).arena().expect("an arena"));
@@ -158,13 +158,13 @@ fn another_connection_to_the_same_memory_has_another_lifeline() {
 }
 
 #[test]
-fn frames_of_a_dead_engine_are_freed_and_nothing_of_it_is_visible() {
+fn killed_engine_frees_its_frames_and_commits_nothing() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let other = connect(dir.path());
     let test = std::env::current_exe().expect("this test");
     let mut child = Command::new(test)
-        .args(["--exact", "a_child_that_is_killed_while_it_saves", "--ignored", "--nocapture"])
+        .args(["--exact", "child_that_is_killed_during_a_save", "--ignored", "--nocapture"])
         .env("KV_SERVE_DIR", dir.path())
         .spawn()
         .expect("a child");
@@ -180,7 +180,7 @@ fn frames_of_a_dead_engine_are_freed_and_nothing_of_it_is_visible() {
 
 #[test]
 #[ignore = "run by the test above, in a process that it kills"]
-fn a_child_that_is_killed_while_it_saves() {
+fn child_that_is_killed_during_a_save() {
     let dir = std::env::var("KV_SERVE_DIR").expect("called by the test");
     let engine = connect(dir.as_ref());
     assert_eq!(save(&engine, &chain(2, 2)), 2);
@@ -191,7 +191,7 @@ fn a_child_that_is_killed_while_it_saves() {
 }
 
 #[test]
-fn another_shape_of_a_namespace_is_refused_until_the_first_is_gone() {
+fn second_shape_of_a_namespace_is_refused_while_the_first_is_used() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let first = connect(dir.path());
@@ -211,7 +211,7 @@ fn another_shape_of_a_namespace_is_refused_until_the_first_is_gone() {
 }
 
 #[test]
-fn a_shape_that_does_not_fit_is_refused_in_one_sentence() {
+fn refusal_of_a_shape_is_one_sentence() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let said = refusal(ClientConfig { frame_bytes: 1 << 30, ..remote_config(dir.path()) });
@@ -220,7 +220,7 @@ fn a_shape_that_does_not_fit_is_refused_in_one_sentence() {
 }
 
 #[test]
-fn saves_of_each_engine_take_frames_that_it_can_copy_to() {
+fn reservations_respect_the_frame_limit_of_their_engine() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let (one, other) = (connect(dir.path()), connect(dir.path()));
@@ -232,7 +232,7 @@ fn saves_of_each_engine_take_frames_that_it_can_copy_to() {
 }
 
 #[test]
-fn a_socket_has_one_server_and_a_stale_one_is_replaced() {
+fn second_server_on_a_socket_is_refused_and_a_stale_socket_is_replaced() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let mode = socket(dir.path()).metadata().expect("it is there").permissions().mode();
@@ -247,7 +247,7 @@ fn a_socket_has_one_server_and_a_stale_one_is_replaced() {
 }
 
 #[test]
-fn a_directory_where_others_may_write_is_refused() {
+fn directory_writable_by_others_is_refused() {
     let dir = tempfile::tempdir().expect("a directory");
     let folder = dir.path().join("run");
     std::fs::create_dir(&folder).expect("room");
@@ -255,9 +255,9 @@ fn a_directory_where_others_may_write_is_refused() {
     assert_eq!(Server::open(server_config(dir.path())).expect_err("not private").kind(), ErrorKind::InvalidConfig);
 }
 
-/// A client that sends questions and takes no answers.
+/// The client sends requests and reads no answers.
 #[test]
-fn a_client_that_reads_nothing_is_disconnected() {
+fn client_that_reads_no_answers_is_disconnected() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let mut stream = UnixStream::connect(socket(dir.path())).expect("a server");
@@ -274,7 +274,7 @@ fn a_client_that_reads_nothing_is_disconnected() {
     until("it is disconnected", || server.status().engines().count() == 0);
 }
 
-/// Raw bytes to the server; what it says then, which ends with the connection.
+/// Sends raw bytes; returns everything that the server sends until it closes the connection.
 fn say(socket: &std::path::Path, bytes: &[u8]) -> Vec<u8> {
     let mut stream = UnixStream::connect(socket).expect("a server");
     let _refused_already = stream.write_all(bytes);
@@ -285,7 +285,7 @@ fn say(socket: &std::path::Path, bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn hostile_bytes_are_refused_and_no_other_notices() {
+fn malformed_bytes_are_refused_without_effect_on_others() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let engine = connect(dir.path());
@@ -372,7 +372,7 @@ fn hostile_bytes_are_refused_and_no_other_notices() {
 }
 
 #[test]
-fn more_connections_than_are_taken_are_refused_and_silent_ones_end() {
+fn connections_are_bounded_and_silent_ones_are_closed() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let engine = connect(dir.path());
@@ -386,7 +386,7 @@ fn more_connections_than_are_taken_are_refused_and_silent_ones_end() {
 }
 
 #[test]
-fn what_a_server_does_can_be_asked_before_and_after_the_first_engine() {
+fn status_works_before_and_after_the_first_engine() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let empty = status(&socket(dir.path()), LONG).expect("it answers");
@@ -405,14 +405,14 @@ fn what_a_server_does_can_be_asked_before_and_after_the_first_engine() {
 }
 
 #[test]
-fn many_are_reserved_as_one_after_the_other() {
+fn batched_reservations_equal_single_ones() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let engine = connect(dir.path());
     let chains: Vec<_> = (0..5).map(|seed| chain(seed, 8)).collect();
     save(&engine, &chains[2]);
     let part = |start, stop| SaveRange { start, stop, tail_blocks: 0 };
-    // What it has, more than there is room for (64 frames), and the same twice.
+    // Stored chunks, more chunks than frames (64), and the same chunks twice.
     let long = chain(9, 60);
     let ranges = [(0, part(0, 8)), (1, part(0, 3)), (2, part(0, 8)), (1, part(3, 8)), (0, part(0, 8))];
     let mut asked: Vec<_> = ranges.iter().map(|(nth, range)| (Prefix::from(&chains[*nth]), *range).into()).collect();
@@ -434,7 +434,7 @@ fn many_are_reserved_as_one_after_the_other() {
 }
 
 #[test]
-fn a_message_of_many_keys_is_no_reason_to_hang_up() {
+fn message_with_many_keys_keeps_the_connection() {
     let dir = tempfile::tempdir().expect("a directory");
     let _server = serve(dir.path());
     let engine = connect(dir.path());
@@ -446,7 +446,7 @@ fn a_message_of_many_keys_is_no_reason_to_hang_up() {
 }
 
 #[test]
-fn leases_of_one_engine_have_a_bounded_number_of_prefixes() {
+fn number_of_leased_prefixes_is_bounded() {
     let dir = tempfile::tempdir().expect("a directory");
     let server = serve(dir.path());
     let engine = connect(dir.path());

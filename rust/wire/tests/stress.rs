@@ -1,5 +1,5 @@
-//! Three models of very different chunks on one server, with quotas: engines come, save, load, hold on, and go without a word. No byte
-//! is another's, none is left without memory, and in the end everything is there for whoever comes next.
+//! Three models with different chunk sizes and quotas on one server. Engines connect, save, load
+//! and disconnect with open leases. No load returns a wrong byte, and no frame is leaked.
 
 mod common;
 
@@ -19,7 +19,7 @@ const PAGES: [u64; 3] = [1, 2, 4];
 const NUM_SLABS: u32 = 16;
 const SALTS: [Option<&str>; 3] = [None, Some("pepper"), Some("thyme")];
 
-/// A small generator, so that every thread has a course of its own.
+/// A small random number generator, one for each thread.
 struct Pick(u64);
 
 impl Pick {
@@ -50,7 +50,7 @@ fn content(nth: usize, key: &[u8; 32]) -> Vec<u8> {
     key.repeat(usize::try_from(PAGES[nth] * FRAME / 32).expect("small"))
 }
 
-/// Saves a prompt, each chunk with its own key as content; how many chunks became visible.
+/// Saves a prompt with each chunk's key as its content; returns the number of chunks committed.
 fn save(engine: &Client, memory: &File, nth: usize, chain: &KeyChain) -> u32 {
     let num_blocks = u32::try_from(chain.keys().len()).expect("few");
     let (rows, _) = engine.reserve(Prefix::from(chain), whole(num_blocks)).expect("in range");
@@ -61,7 +61,7 @@ fn save(engine: &Client, memory: &File, nth: usize, chain: &KeyChain) -> u32 {
     engine.commit(&rows.iter().map(|row| row.ticket).collect::<Vec<_>>())
 }
 
-/// One engine's life, of some steps; it may end with leases and reservations in its hands.
+/// Runs some steps of one engine, which may end with open leases and reservations.
 fn live(dir: &Path, nth: usize, pick: &mut Pick) -> (u32, usize) {
     let engine = engine(dir, nth);
     let memory =
@@ -93,11 +93,11 @@ fn live(dir: &Path, nth: usize, pick: &mut Pick) -> (u32, usize) {
 }
 
 #[test]
-fn models_of_very_different_chunks_lose_nothing_and_leave_nothing() {
+fn random_engines_of_three_models_corrupt_and_leak_nothing() {
     let dir = tempfile::tempdir().expect("a directory");
     let salted = Limits { host: Some(Quota::Share(500_000)), ..Limits::default() };
     let limits = TenantLimits { salted, ..TenantLimits::default() };
-    // These engines are threads of a process that lives on.
+    // The engines are threads of this process, which continues.
     let config =
         ServerConfig { limits, gpu_settle: Duration::ZERO, max_connections: 1000, ..server_config(dir.path()) };
     let server = Server::open(config).expect("a server");
@@ -108,7 +108,7 @@ fn models_of_very_different_chunks_lose_nothing_and_leave_nothing() {
             let (nth, dir) = (thread % 3, dir.path());
             scope.spawn(move || {
                 let (mut pick, mut sum) = (Pick(thread as u64 + 1), (0, 0));
-                // Longer where a busy machine gave it no time.
+                // Longer on a busy machine.
                 while Instant::now() < end || ((sum.0 == 0 || sum.1 == 0) && Instant::now() < end + LONG) {
                     let (num_saved, num_compared) = live(dir, nth, &mut pick);
                     sum = (sum.0 + num_saved, sum.1 + num_compared);
@@ -129,7 +129,7 @@ fn models_of_very_different_chunks_lose_nothing_and_leave_nothing() {
     }
 }
 
-/// Whoever comes alone gets every slab, and every frame of it.
+/// Returns whether a single engine gets every frame of every slab.
 fn has_it_all(server: &Server, dir: &Path, nth: usize) {
     let engine = engine(dir, nth);
     let num_frames = engine.arena().expect("an arena").num_frames;

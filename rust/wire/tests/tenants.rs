@@ -1,4 +1,4 @@
-//! Quotas and ages over a real server: by salt, in each namespace, on disk too, over restarts and among namespaces.
+//! Quotas and expiry of tenants on a server: in each namespace, on disk, and over restarts.
 
 mod common;
 
@@ -36,7 +36,7 @@ fn salted(limits: Limits) -> TenantLimits {
 }
 
 #[test]
-fn two_engines_of_one_tenant_have_one_quota_and_others_lose_nothing() {
+fn engines_of_one_tenant_share_its_quota() {
     let dir = tempfile::tempdir().expect("a directory");
     let limits = Limits { host: Some(Quota::Share(125_000)), disk: Some(Quota::Bytes(10 * FRAME)), ttl_s: None };
     let _server = Server::open(ServerConfig { limits: salted(limits), ..with_disk(dir.path()) }).expect("a server");
@@ -61,7 +61,7 @@ fn two_engines_of_one_tenant_have_one_quota_and_others_lose_nothing() {
 }
 
 #[test]
-fn what_an_engine_held_counts_no_more_once_it_has_left() {
+fn leases_of_a_closed_engine_do_not_count_against_the_quota() {
     let dir = tempfile::tempdir().expect("a directory");
     let limits = Limits { host: Some(Quota::Bytes(4 * FRAME)), ..Limits::default() };
     let _server = Server::open(ServerConfig { limits: salted(limits), ..server_config(dir.path()) }).expect("a server");
@@ -76,9 +76,9 @@ fn what_an_engine_held_counts_no_more_once_it_has_left() {
     assert_eq!(found(&other, &chain(7, Some("a"), 0, 4)), 0);
 }
 
-/// The engine looks where it has to go on with the save: no request asked for that, so no hit rate knows of it.
+/// The engine looks up where to continue the save; the hit rate does not include that lookup.
 #[test]
-fn a_look_after_a_save_without_a_place_is_no_lookup() {
+fn lookup_after_a_dropped_save_is_not_counted() {
     let dir = tempfile::tempdir().expect("a directory");
     let limits = Limits { host: Some(Quota::Bytes(4 * FRAME)), ..Limits::default() };
     let _server = Server::open(ServerConfig { limits: salted(limits), ..server_config(dir.path()) }).expect("a server");
@@ -107,9 +107,9 @@ fn a_look_after_a_save_without_a_place_is_no_lookup() {
     after(&state, 0, [5, 25, 18]); // saves of what is attached do not go on
 }
 
-/// Percentages are of the namespace's share, which another namespace halves.
+/// Percentages are of the namespace's share of memory, which another namespace halves.
 #[test]
-fn a_quota_follows_the_share_and_stays_without_engines() {
+fn quota_follows_the_share_of_the_namespace() {
     let dir = tempfile::tempdir().expect("a directory");
     let limits = Limits { host: Some(Quota::Share(500_000)), ..Limits::default() };
     let _server = Server::open(ServerConfig { limits: salted(limits), ..server_config(dir.path()) }).expect("a server");
@@ -125,11 +125,11 @@ fn a_quota_follows_the_share_and_stays_without_engines() {
     assert_eq!(found(&one, &chain(1, Some("a"), 0, 40)), 16, "its beginning");
 }
 
-/// Longer than a starved machine needs to lease, or to write, what it has just saved.
+/// Longer than a busy machine needs to lease or write the chunks just saved.
 const TTL_S: u32 = 6;
 
 #[test]
-fn what_is_too_old_goes_and_does_not_come_back() {
+fn expired_chunks_are_removed_for_good() {
     let dir = tempfile::tempdir().expect("a directory");
     let config = || {
         let limits = salted(Limits { ttl_s: Some(TTL_S), ..Limits::default() });

@@ -1,4 +1,4 @@
-//! Servers and clients for the tests: small frames, short patience.
+//! Servers and clients for the tests, with small frames and short timeouts.
 #![allow(dead_code, clippy::allow_attributes, reason = "each test file uses some of it")]
 
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ use kvloft_wire::protocol::admin::Stats;
 use kvloft_wire::{Client, ClientConfig, Server, ServerConfig, Status};
 
 pub(crate) const FRAME: u64 = 4096;
-/// No test waits as long for what happens.
+/// Longest wait of a test.
 pub(crate) const LONG: Duration = Duration::from_secs(60);
 
 pub(crate) fn server_config(dir: &Path) -> ServerConfig {
@@ -52,14 +52,14 @@ pub(crate) fn connect(dir: &Path) -> Client {
     Client::open(remote_config(dir)).expect("a client")
 }
 
-/// What an engine logs that the server refuses: it starts all the same, without the cache.
+/// Returns the log line of an engine that the server refuses; the engine starts without the cache.
 pub(crate) fn refusal(config: ClientConfig) -> String {
     let engine = Client::open(config).expect("a refusal may pass");
     assert!(engine.arena().is_none());
     engine.take_events().concat()
 }
 
-/// The engine, if the server accepts it at once.
+/// Returns the engine if the server accepts it at once.
 pub(crate) fn accepted(config: ClientConfig) -> Option<Client> {
     Client::open(config).ok().filter(|engine| engine.arena().is_some())
 }
@@ -74,7 +74,7 @@ pub(crate) fn whole(stop: u32) -> SaveRange {
     SaveRange { start: 0, stop, tail_blocks: 0 }
 }
 
-/// Saves a whole prefix; returns how many chunks became visible.
+/// Saves a whole prefix; returns the number of chunks committed.
 pub(crate) fn save(session: &dyn Session, chain: &KeyChain) -> u32 {
     let num_blocks = u32::try_from(chain.keys().len()).expect("few");
     let (rows, _) = session.reserve(Prefix::from(chain), whole(num_blocks)).expect("in range");
@@ -95,7 +95,8 @@ pub(crate) fn numbers(status: &Status) -> Stats {
     status.stats.iter().chain(of_namespaces).map(|(name, value)| (name.clone(), *value)).collect()
 }
 
-/// In a child process: returns once the test that started it is gone. However long that takes: it kills the child before.
+/// Returns once the test that started this child process has ended; usually it kills the child
+/// first.
 pub(crate) fn outlive_no_test() {
     let test = std::os::unix::process::parent_id();
     while std::os::unix::process::parent_id() == test {
@@ -103,7 +104,7 @@ pub(crate) fn outlive_no_test() {
     }
 }
 
-/// Until it is so.
+/// Waits until `is_so` returns true.
 pub(crate) fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_so() {
