@@ -1,4 +1,4 @@
-//! `Server` and `server_status`: conversions only; the meaning is in `kvloft_wire`.
+//! `Server` and the admin functions: conversions only; see `kvloft_wire`.
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
@@ -15,7 +15,7 @@ use crate::error::raise;
 use crate::limits::{PyTenantLimits, tenant_limits};
 use crate::time::timeout;
 
-/// A store that engines of this user share. It listens from its making on.
+/// A store that engines of this user share; listens until it is closed.
 #[pyclass(frozen, module = "kvloft._core")]
 pub(crate) struct Server {
     inner: kvloft_wire::Server,
@@ -65,22 +65,22 @@ impl Server {
         Ok(Self { inner: py.detach(|| kvloft_wire::Server::open(config)).map_err(raise)? })
     }
 
-    /// What it does now; see `server_status`.
+    /// Return the state of the server; see `server_status`.
     fn status<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyAny>> {
         status_dict(py, &self.inner.status())
     }
 
-    /// Why the disk directory is not this server's for now; None where it is, or there is none.
+    /// Return why the server cannot use its disk directory; None if it can or has none.
     fn disk_trouble(&self) -> Option<String> {
         self.inner.disk_trouble()
     }
 
-    /// What a person should see in the log, once each.
+    /// Return the log lines since the last call.
     fn take_events(&self) -> Vec<String> {
         self.inner.take_events()
     }
 
-    /// End every connection, write to disk what should be there until the timeout, give the disk directory up.
+    /// Close every connection, write pending chunks to disk until the timeout, and release the disk.
     #[pyo3(signature = (timeout_s=30.0))]
     fn close(&self, py: Python<'_>, timeout_s: f64) {
         py.detach(|| self.inner.close(timeout(timeout_s)));
@@ -91,27 +91,27 @@ impl Server {
     }
 }
 
-/// What the server that listens at `socket` does now.
+/// Return the state of the server at `socket`.
 #[pyfunction]
 #[pyo3(signature = (socket, *, timeout_s=5.0))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 passes arguments by value")]
 pub(crate) fn server_status(py: Python<'_>, socket: PathBuf, timeout_s: f64) -> PyResult<Bound<'_, PyAny>> {
     let found = py.detach(|| status(&socket, timeout(timeout_s))).map_err(raise)?;
     status_dict(py, &found)
 }
 
-/// Have the server that listens at `socket` forget a namespace, for all its engines; how many chunks there were.
+/// Remove every chunk of a namespace of the server at `socket`; return the number of chunks.
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", timeout_s=30.0))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 passes arguments by value")]
 pub(crate) fn server_forget(py: Python<'_>, socket: PathBuf, namespace: &str, timeout_s: f64) -> PyResult<u64> {
     py.detach(|| clear(&socket, namespace, timeout(timeout_s))).map_err(raise)
 }
 
-/// Have the server that listens at `socket` give up chunks: of a salt, or all; in every tier, or in host memory only.
+/// Evict the chunks of a salt, or every chunk, from all tiers or from host memory only.
 #[pyfunction]
 #[pyo3(signature = (socket, *, namespace="", salt=None, host_only=false, timeout_s=60.0))]
-#[expect(clippy::needless_pass_by_value, reason = "pyo3 hands arguments over")]
+#[expect(clippy::needless_pass_by_value, reason = "pyo3 passes arguments by value")]
 pub(crate) fn server_evict<'py>(
     py: Python<'py>,
     socket: PathBuf,

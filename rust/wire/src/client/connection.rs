@@ -13,11 +13,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvloft_core::store::Prefix;
-use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
+use kvloft_core::{Error, ErrorKind, Result};
 use rustix::event::PollFlags;
 
 use crate::protocol::prefix_cache::{PrefixCache, anchor_ends};
-use crate::protocol::{Answer, Keys, MAX_MESSAGE, Request, SentAnchors, SentPrefixes};
+use crate::protocol::{Answer, Keys, MAX_MESSAGE, Request, SentAnchors};
 use crate::socket::{
     ReceiveBuffer, SendBuffer, enlarge_buffers, is_current_user, peer_credentials, spin_then_wait, wait,
 };
@@ -200,27 +200,6 @@ impl Connection {
             let end = ends.get(found.num_stored as usize).map_or(prefix.keys.len(), |end| *end as usize);
             prefix.keys = &prefix.keys[..end];
         }
-    }
-
-    /// Returns prefixes to send, without the keys of the first one that the server has. The caller
-    /// must send them.
-    pub(crate) fn prefixes<'a>(&mut self, prefixes: &[Prefix<'a>]) -> SentPrefixes<'a> {
-        let mut all: Vec<_> = prefixes.iter().map(|prefix| (prefix.root, prefix.keys)).collect();
-        let num_same = all.first_mut().map_or(0, |(_, keys)| self.strip_cached(keys));
-        let num_same = u32::try_from(num_same).unwrap_or(0);
-        SentPrefixes { num_same, all: all.into_iter().map(|(root, keys)| (root, Keys::Own(keys))).collect() }
-    }
-
-    /// Removes the keys that the server has and adds the rest to the cache; returns the number
-    /// removed. Skips a single key, which is an attached chunk.
-    fn strip_cached(&mut self, keys: &mut &[ChunkKey]) -> usize {
-        if keys.len() < 2 {
-            return 0;
-        }
-        let num_same = self.prefix_cache.num_same(keys);
-        *keys = &keys[num_same..];
-        self.prefix_cache.extend(num_same, keys.iter().copied());
-        num_same
     }
 
     fn poll_flags(&self) -> PollFlags {

@@ -109,7 +109,9 @@ impl Client {
         self.state().trim_prefix(&mut prefixes, &self.inner);
         let parts = split_batches(&prefixes, |prefix| prefix.keys.len());
         let request = if is_again { Request::LookupForSave } else { Request::Lookup };
-        let answers = self.call_all(|connection| parts.iter().map(|part| request(connection.prefixes(part))).collect());
+        let answers = self.call_all(|connection| {
+            parts.iter().map(|part| request(connection.prefix_cache.prefixes_to_send(part))).collect()
+        });
         let found = |answer| if let Answer::Found(found) = answer { Some(found) } else { None };
         join_answers(&parts, answers, found).collect()
     }

@@ -57,7 +57,7 @@ impl Session for Client {
             if connection.is_overdue() || !is_bounded {
                 return None;
             }
-            let sent = connection.prefixes(&prefixes);
+            let sent = connection.prefix_cache.prefixes_to_send(&prefixes);
             let answer = connection.call(&Request::Acquire(id.0, sent), deadline);
             if answer.is_none() {
                 // The server may still handle the request later.

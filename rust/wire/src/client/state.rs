@@ -2,7 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::Instant;
 
 use kvloft_core::ChunkKey;
@@ -15,6 +15,7 @@ use crate::client::connection::Connection;
 use crate::client::handshake::NewConnection;
 use crate::client::missed_calls::MissedCalls;
 use crate::protocol::{Answer, Request};
+use crate::threads::locked;
 
 /// Maximum number of log lines that wait for `take_events`.
 const MAX_EVENTS: usize = 64;
@@ -146,7 +147,7 @@ impl ClientInner {
     }
 
     pub(crate) fn state(&self) -> MutexGuard<'_, ClientState> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.state)
     }
 
     pub(crate) fn deadline(&self) -> Instant {

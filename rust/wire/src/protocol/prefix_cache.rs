@@ -9,7 +9,7 @@ use kvloft_core::ChunkKey;
 use kvloft_core::store::Prefix;
 
 use crate::protocol::codec::{Reader, Writer};
-use crate::protocol::prefixes::{Keys, MAX_KEYS};
+use crate::protocol::prefixes::{Keys, MAX_KEYS, SentPrefixes};
 
 /// Number of new keys up to which a prefix is sent without anchors.
 const MAX_KEYS_WITHOUT_ANCHORS: usize = 128;
@@ -75,7 +75,7 @@ impl PrefixCache {
     }
 
     /// Returns how many of the first `keys` are cached.
-    pub(crate) fn num_same(&self, keys: &[ChunkKey]) -> usize {
+    fn num_same(&self, keys: &[ChunkKey]) -> usize {
         // A key stands for its whole prefix, so one comparison suffices.
         let num_both = self.len().min(keys.len());
         let last = num_both.checked_sub(1).filter(|last| *last >= self.first);
@@ -104,6 +104,27 @@ impl PrefixCache {
         self.keys.clear();
         self.first = anchor.map_or(0, |(end, _)| end as usize - 1);
         self.keys.extend(anchor.map(|(_, key)| key));
+    }
+
+    /// Returns prefixes to send, without the keys of the first one that the server has, and caches
+    /// those of the first one. The caller must send them.
+    pub(crate) fn prefixes_to_send<'a>(&mut self, prefixes: &[Prefix<'a>]) -> SentPrefixes<'a> {
+        let mut all: Vec<_> = prefixes.iter().map(|prefix| (prefix.root, prefix.keys)).collect();
+        let num_same = all.first_mut().map_or(0, |(_, keys)| self.strip_cached(keys));
+        let num_same = u32::try_from(num_same).unwrap_or(0);
+        SentPrefixes { num_same, all: all.into_iter().map(|(root, keys)| (root, Keys::Own(keys))).collect() }
+    }
+
+    /// Removes the cached keys and caches the rest; returns the number removed. Skips a single key,
+    /// which is an attached chunk.
+    fn strip_cached(&mut self, keys: &mut &[ChunkKey]) -> usize {
+        if keys.len() < 2 {
+            return 0;
+        }
+        let num_same = self.num_same(keys);
+        *keys = &keys[num_same..];
+        self.extend(num_same, keys.iter().copied());
+        num_same
     }
 
     /// Empties the cache and returns true if fewer blocks than its anchor are stored: the anchor's

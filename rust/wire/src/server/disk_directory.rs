@@ -5,7 +5,6 @@
 //! content of the directory.
 
 use std::path::Path;
-use std::sync::PoisonError;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::{Receiver, Sender};
 use std::time::Duration;
@@ -13,6 +12,7 @@ use std::time::Duration;
 use kvloft_core::{Error, ErrorKind, Result};
 
 use crate::server::shared_state::{DiskSpace, ServerState};
+use crate::threads::locked;
 
 /// Longest time that startup waits for the disk, which may hang.
 const FIRST_TIMEOUT: Duration = Duration::from_secs(1);
@@ -73,13 +73,13 @@ impl ServerState {
         if let (Ok(found), Ok(closed)) = (found, closed) {
             let free_bytes = found.f_bavail.saturating_mul(found.f_frsize);
             let space = DiskSpace { free_bytes, closed };
-            *self.disk_space.lock().unwrap_or_else(PoisonError::into_inner) = Some(space);
+            *locked(&self.disk_space) = Some(space);
         }
     }
 
     /// Sets the reason why the disk is unused; returns whether it changed.
     fn set_disk_trouble(&self, trouble: Option<String>) -> bool {
-        let mut current = self.disk_trouble.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut current = locked(&self.disk_trouble);
         let is_new = *current != trouble;
         *current = trouble;
         is_new

@@ -19,7 +19,7 @@ mod status;
 mod timed_lock;
 
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -30,7 +30,7 @@ use crate::server::config::ServerConfig;
 use crate::server::disk_directory::await_first_claim;
 use crate::server::listener::SocketListener;
 use crate::server::shared_state::ServerState;
-use crate::threads::spawn;
+use crate::threads::{locked, spawn};
 
 /// Time between two rounds of housekeeping.
 const HOUSEKEEPING_INTERVAL: Duration = Duration::from_millis(100);
@@ -80,7 +80,7 @@ impl Server {
     /// Starts a thread that `close` waits for.
     pub(crate) fn spawn(&self, name: &str, work: impl FnOnce() + Send + 'static) -> Result<()> {
         let thread = spawn(name, work)?;
-        self.threads.lock().unwrap_or_else(PoisonError::into_inner).push(thread);
+        locked(&self.threads).push(thread);
         Ok(())
     }
 
@@ -99,7 +99,7 @@ impl Server {
     pub fn take_events(&self) -> Vec<String> {
         let all = self.state.namespaces.all();
         self.state.log_store_events(&all, all.len() == 1);
-        std::mem::take(&mut *self.state.events.lock().unwrap_or_else(PoisonError::into_inner))
+        std::mem::take(&mut *locked(&self.state.events))
     }
 
     /// Closes every connection, writes pending chunks to disk until the timeout, and releases the
@@ -107,7 +107,7 @@ impl Server {
     pub fn close(&self, timeout: Duration) {
         self.state.is_stopping.store(true, Ordering::SeqCst);
         self.listener.shut();
-        let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
+        let threads = std::mem::take(&mut *locked(&self.threads));
         join(threads, Instant::now() + CLOSE_TIMEOUT);
         let peers = self.state.peers();
         for peer in peers.values() {

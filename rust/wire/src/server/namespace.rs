@@ -1,6 +1,6 @@
 //! One namespace of a server: its store, which is opened for the first engine, and its engines.
 
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use kvloft_core::Result;
@@ -11,6 +11,7 @@ use kvloft_core::store::{Store, StoreConfig};
 use crate::protocol::Hello;
 use crate::server::config::ServerConfig;
 use crate::server::counters::Counters;
+use crate::threads::locked;
 
 /// One namespace of a server.
 #[derive(Debug)]
@@ -51,10 +52,6 @@ pub(crate) fn namespace_hex(namespace: &[u8; 32]) -> String {
         .map(|part| format!("{:016x}", u64::from_be_bytes(*part)))
         .collect::<Vec<_>>()
         .concat()
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Namespace {

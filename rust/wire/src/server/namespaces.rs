@@ -6,7 +6,7 @@
 
 use std::cmp::Reverse;
 use std::collections::BTreeMap;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use kvloft_core::pool::Pool;
@@ -18,6 +18,7 @@ use kvloft_core::{Error, ErrorKind, Result};
 use crate::protocol::Hello;
 use crate::server::config::ServerConfig;
 use crate::server::namespace::{Membership, Namespace, namespace_hex, namespace_id, store_config};
+use crate::threads::locked;
 
 /// Maximum number of open namespaces.
 pub const MAX_NAMESPACES: usize = 64;
@@ -45,10 +46,6 @@ impl Default for Namespaces {
     fn default() -> Self {
         Self { open: Mutex::default(), disk: DiskRoot::shared() }
     }
-}
-
-fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Checks the configured shares. `InvalidConfig` if a share is not 1 to 100 percent, if the sum is

@@ -4,11 +4,12 @@
 //! therefore stays in quarantine until its lifeline is closed; no timeout releases it. Must not
 //! depend on sockets.
 
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use crate::server::lifeline::Lifeline;
 use crate::server::namespace::Membership;
+use crate::threads::locked;
 
 #[derive(Debug)]
 struct Quarantined {
@@ -31,7 +32,7 @@ impl Quarantine {
     }
 
     fn entries(&self) -> MutexGuard<'_, Vec<Quarantined>> {
-        self.entries.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.entries)
     }
 
     /// Adds a membership that holds a reservation or a lease; drops any other.

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
@@ -18,6 +18,7 @@ use crate::server::namespace::{Membership, Namespace};
 use crate::server::namespaces::Namespaces;
 use crate::server::quarantine::Quarantine;
 use crate::server::timed_lock::TimedLock;
+use crate::threads::locked;
 
 /// Maximum number of log lines that wait for `take_events`.
 const MAX_EVENTS: usize = 256;
@@ -93,7 +94,7 @@ impl ServerState {
     }
 
     pub(crate) fn peers(&self) -> MutexGuard<'_, HashMap<u64, Peer>> {
-        self.peers.lock().unwrap_or_else(PoisonError::into_inner)
+        locked(&self.peers)
     }
 
     /// Removes a closed connection, and with it its reference to the membership.
@@ -117,7 +118,7 @@ impl ServerState {
 
     /// Queues a line for the server's log; drops lines beyond [`MAX_EVENTS`].
     pub(crate) fn log(&self, event: String) {
-        let mut events = self.events.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut events = locked(&self.events);
         if events.len() < MAX_EVENTS {
             events.push(event);
         }
@@ -138,7 +139,7 @@ impl ServerState {
 
     /// Returns why the server cannot use its disk directory; None if it can or has none.
     pub(crate) fn disk_trouble(&self) -> Option<String> {
-        self.disk_trouble.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        locked(&self.disk_trouble).clone()
     }
 
     /// Queues the log lines of stores, each with its namespace if there are several.

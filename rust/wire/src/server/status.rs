@@ -1,18 +1,19 @@
 //! Builds the status of a server.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, PoisonError};
 
 use crate::protocol::admin::{EngineStatus, NamespaceStatus, Status, TenantStatus};
 use crate::server::namespace::Namespace;
 use crate::server::shared_state::{DiskSpace, Peer, ServerState};
+use crate::threads::locked;
 
 /// Maximum number of tenants reported for each namespace.
 const MAX_TENANTS: usize = 16;
 
 impl ServerState {
     fn disk_space(&self) -> Option<DiskSpace> {
-        self.disk_space.lock().unwrap_or_else(PoisonError::into_inner).clone()
+        locked(&self.disk_space).clone()
     }
 
     pub(crate) fn status(&self) -> Status {
