@@ -104,11 +104,11 @@ impl Client {
     }
 
     /// Looks prefixes up in messages of bounded size. None for each prefix without an answer.
-    pub(crate) fn lookup_batches(&self, prefixes: &[Prefix<'_>], is_again: bool) -> Vec<Option<Lookup>> {
+    pub(crate) fn lookup_batches(&self, prefixes: &[Prefix<'_>], is_for_save: bool) -> Vec<Option<Lookup>> {
         let mut prefixes: Vec<_> = prefixes.iter().map(clamp_prefix).collect();
         self.state().trim_prefix(&mut prefixes, &self.inner);
         let parts = split_batches(&prefixes, |prefix| prefix.keys.len());
-        let request = if is_again { Request::LookupForSave } else { Request::Lookup };
+        let request = if is_for_save { Request::LookupForSave } else { Request::Lookup };
         let answers = self.call_all(|connection| {
             parts.iter().map(|part| request(connection.prefix_cache.prefixes_to_send(part))).collect()
         });

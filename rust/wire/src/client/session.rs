@@ -29,8 +29,8 @@ impl Session for Client {
     }
 
     fn lookup_many(&self, prefixes: &[Prefix<'_>]) -> Vec<Lookup> {
-        let is_again = self.state().is_save_lookup(prefixes);
-        let found = self.lookup_batches(prefixes, is_again);
+        let is_for_save = self.state().is_save_lookup(prefixes);
+        let found = self.lookup_batches(prefixes, is_for_save);
         let has_lost = |state: &mut ClientState| {
             let (first, connection) = (found.first()?.as_ref()?, state.connection.as_mut()?);
             // A single key is an attached chunk, which is not part of the cached prefix.
@@ -38,7 +38,7 @@ impl Session for Client {
             Some(is_known && connection.prefix_cache.reset_if_lost(first.stored_blocks))
         };
         let must_repeat = has_lost(&mut self.state()) == Some(true);
-        let found = if must_repeat { self.lookup_batches(prefixes, is_again) } else { found };
+        let found = if must_repeat { self.lookup_batches(prefixes, is_for_save) } else { found };
         found.into_iter().map(Option::unwrap_or_default).collect()
     }
 

@@ -35,10 +35,10 @@ impl Increment {
 }
 
 impl Counters {
-    pub(crate) fn add(&self, answered: Increment) {
+    pub(crate) fn add(&self, increment: Increment) {
         let [lookups, asked, found, loaded, saved, late_calls, late_chunks] = &self.0;
         let add = |to: &AtomicU64, number| _ = to.fetch_add(number, Ordering::Relaxed);
-        match answered {
+        match increment {
             Increment::Lookup(num_asked, num_found) => {
                 add(lookups, 1);
                 add(asked, num_asked);

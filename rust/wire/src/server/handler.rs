@@ -143,9 +143,9 @@ impl EngineHandler {
         }))
     }
 
-    fn count(&self, answered: Increment, membership: &Membership) {
-        self.counters.add(answered);
-        membership.namespace.counters.add(answered);
+    fn count(&self, increment: Increment, membership: &Membership) {
+        self.counters.add(increment);
+        membership.namespace.counters.add(increment);
     }
 
     fn release(&mut self, lease: u64, local: &Local) {

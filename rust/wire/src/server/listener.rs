@@ -31,7 +31,7 @@ impl SocketListener {
     /// Listens at `path`. `Busy` if another process listens there; `InvalidConfig` if the directory
     /// is not private or the path is another kind of file.
     pub(crate) fn bind(path: &Path) -> Result<Self> {
-        check_directory(path)?;
+        create_directory(path)?;
         let lock = lock(path)?;
         match listen(path) {
             Ok((socket, file)) => Ok(Self { socket, path: path.to_owned(), file, lock }),
@@ -120,13 +120,13 @@ fn lock_path(socket: &Path) -> PathBuf {
 /// Removes the lock file while it is locked, unless it was replaced. A process that has it open and
 /// locks it later finds that its path has changed.
 fn remove_lock(lock: &File, socket: &Path) {
-    if is_there(lock, &lock_path(socket)).unwrap_or(false) {
+    if is_same_file(lock, &lock_path(socket)).unwrap_or(false) {
         let _gone = std::fs::remove_file(lock_path(socket));
     }
 }
 
 /// Returns whether `file` is the file at `path`; follows a link.
-fn is_there(file: &File, path: &Path) -> io::Result<bool> {
+fn is_same_file(file: &File, path: &Path) -> io::Result<bool> {
     let (own, found) = (file.metadata()?, path.metadata()?);
     Ok((own.dev(), own.ino()) == (found.dev(), found.ino()))
 }
@@ -147,7 +147,7 @@ fn lock(socket: &Path) -> Result<File> {
             TryLockError::Error(error) => fail("cannot lock the lock file of", error),
         })?;
         // Another server may have removed the file meanwhile.
-        if is_there(&lock, &path).unwrap_or(false) {
+        if is_same_file(&lock, &path).unwrap_or(false) {
             return Ok(lock);
         }
     }
@@ -155,7 +155,7 @@ fn lock(socket: &Path) -> Result<File> {
 
 /// Creates the socket's directory. An existing one must belong to this user and must not be
 /// writable by others.
-fn check_directory(path: &Path) -> Result<()> {
+fn create_directory(path: &Path) -> Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_os_str().is_empty()).unwrap_or(Path::new("."));
     let made = DirBuilder::new().recursive(true).mode(0o700).create(folder);
     made.map_err(|error| Error::io(format!("cannot create the socket's directory {}", folder.display()), error))?;
@@ -194,7 +194,10 @@ mod tests {
             for _ in 0..500 {
                 let Ok(listener) = SocketListener::bind(&path) else { continue };
                 assert_eq!(num_listening.fetch_add(1, Ordering::SeqCst), 0, "two listen at once");
-                assert!(is_there(&listener.lock, &lock_path(&path)).unwrap_or(false), "the lock is another server's");
+                assert!(
+                    is_same_file(&listener.lock, &lock_path(&path)).unwrap_or(false),
+                    "the lock is another server's"
+                );
                 assert!(UnixStream::connect(&path).is_ok(), "its socket is gone");
                 num_bound.fetch_add(1, Ordering::SeqCst);
                 num_listening.fetch_sub(1, Ordering::SeqCst);
