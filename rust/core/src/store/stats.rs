@@ -63,6 +63,8 @@ struct Stats {
     disk_write_us,
     /// Writes that the system refused (no space, an I/O error), and slots that could not be freed.
     disk_write_errors,
+    /// Times that the disk directory was removed or moved while it was open.
+    disk_removals,
     /// Chunks read from disk.
     disk_reads,
     /// Bytes of those.

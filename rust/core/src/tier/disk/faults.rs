@@ -5,6 +5,7 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -370,6 +371,10 @@ impl FileExt for FaultFile {
 }
 
 impl RawFile for FaultFile {
+    fn metadata(&self) -> io::Result<Metadata> {
+        self.file.metadata()
+    }
+
     fn size(&self) -> io::Result<u64> {
         self.file.size()
     }

@@ -4,9 +4,11 @@
 //! process dies, a record that reads valid has its whole frame behind it (I3). It must not know which slot is whose.
 
 use std::io::{self, ErrorKind};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use super::namespaces::{FRAMES_NAME, INDEX_NAME};
+use super::paths;
 use super::record::{self, EMPTY, Parsed, PayloadHasher, RECORD_BYTES, Record};
 use super::types::{DiskMeta, SlotId};
 use crate::ChunkKey;
@@ -81,6 +83,14 @@ impl SlotFiles {
             (Some(_), None) => missing(FRAMES_NAME),
             (None, Some(_)) => missing(INDEX_NAME),
         }
+    }
+
+    /// Whether a file was removed, or moved away from `dir`. False where the system cannot say.
+    pub(super) fn are_removed_from(&self, dir: &Path) -> bool {
+        [(&self.index, INDEX_NAME), (&self.frames, FRAMES_NAME)].into_iter().any(|(file, name)| {
+            let is_gone = |dev| paths::is_missing(&dir.join(name), dev);
+            file.metadata().is_ok_and(|meta| meta.nlink() == 0 || is_gone(meta.dev()))
+        })
     }
 
     /// Slots that each file has whole: (records, frames).

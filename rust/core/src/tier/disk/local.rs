@@ -3,11 +3,12 @@
 //! No lock is held while the system works. Who may ask what of a slot is the caller's promise (`LocalTier`), but for what would
 //! write to a slot that is free.
 
+use std::path::PathBuf;
 use std::sync::PoisonError;
 
 use super::tier::DiskTier;
 use super::types::{DiskMeta, DiskStats, SlotId};
-use super::{budget, files, namespaces};
+use super::{budget, files, namespaces, paths};
 use crate::tier::LocalTier;
 use crate::{ChunkKey, Error, ErrorKind, Result};
 
@@ -82,6 +83,15 @@ impl LocalTier for DiskTier {
     fn free(&self, slot: SlotId) -> Result<()> {
         let _inside = self.enter()?;
         self.leave(slot)
+    }
+
+    fn is_removable(&self) -> bool {
+        true
+    }
+
+    fn removed(&self) -> Option<PathBuf> {
+        let dir = namespaces::dir_of(&self.config);
+        self.files.are_removed_from(&dir).then(|| paths::first_missing(&self.config.dir, &dir).to_owned())
     }
 
     fn stats(&self) -> DiskStats {
