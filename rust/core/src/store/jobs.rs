@@ -69,7 +69,7 @@ pub(super) enum End {
 pub(super) enum Written {
     /// It is there.
     In(SlotId),
-    /// No slot could be had: all are in use by chunks that may not go now.
+    /// No slot is available: all are in use by chunks that may not go now, or the file system is full.
     NoRoom,
     /// Its owner has as many slots as it may, and none of those may go.
     NoQuota,

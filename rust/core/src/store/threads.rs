@@ -22,6 +22,8 @@ use crate::{Error, ErrorKind, Result};
 
 /// Times a write asks for a slot: another thread may take the one that was just freed.
 const SLOT_TRIES: u32 = 4;
+/// Times a chunk is written: where the file system is full, the second time to the slot of an evicted chunk.
+const WRITE_TRIES: u32 = 2;
 /// Longest sleep of a thread: the time may bring work (a probe, a tier to open) that nothing announces.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 /// Time until a tier that could not be opened is tried again; each time doubles it.
@@ -231,16 +233,21 @@ fn write(inner: &Inner, disk: &dyn LocalTier, id: ChunkId, meta: &DiskMeta, byte
         Ok(false) => return Written::NoQuota,
         Err(_) => return Written::Failed(None),
     }
-    let slot = match find_slot(inner, disk) {
-        Ok(Some(slot)) => slot,
-        Ok(None) => return Written::NoRoom,
-        Err(_) => return Written::Failed(None),
-    };
-    if guarded(|| disk.write(slot, meta, bytes)).is_ok() {
-        return Written::In(slot);
+    for _ in 0..WRITE_TRIES {
+        let slot = match find_slot(inner, disk) {
+            Ok(Some(slot)) => slot,
+            Ok(None) => return Written::NoRoom,
+            Err(_) => return Written::Failed(None),
+        };
+        let Err(error) = guarded(|| disk.write(slot, meta, bytes)) else { return Written::In(slot) };
+        if guarded(|| disk.free(slot)).is_err() {
+            return Written::Failed(Some(slot));
+        }
+        if !error.is_no_space() {
+            return Written::Failed(None);
+        }
     }
-    let freed = guarded(|| disk.free(slot)).is_ok();
-    Written::Failed((!freed).then_some(slot))
+    Written::NoRoom
 }
 
 /// Makes a chunk that is to be written fit its owner's quota; false if nothing of its owner's may go. Err if the tier refused to

@@ -117,10 +117,13 @@ impl SlotFiles {
         Ok(())
     }
 
-    /// Extends both files from `from` to `to` slots with their blocks allocated; on an error they are `from` long again.
-    pub(super) fn grow(&self, from: u32, to: u32) -> io::Result<()> {
-        let result = extend(&*self.index, index_offset(from), index_offset(to))
-            .and_then(|()| extend(&*self.frames, self.frame_offset(from), self.frame_offset(to)));
+    /// Extends both files from `from` to `to` slots; returns whether their blocks are allocated, or the slots are holes because
+    /// the file system cannot allocate ahead. On an error the files are `from` long again.
+    pub(super) fn grow(&self, from: u32, to: u32) -> io::Result<bool> {
+        let result = extend(&*self.index, index_offset(from), index_offset(to)).and_then(|index| {
+            let frames = extend(&*self.frames, self.frame_offset(from), self.frame_offset(to))?;
+            Ok(index && frames)
+        });
         if result.is_err() {
             // A failed allocation may have kept a part.
             let _ = self.set_slots(from);
@@ -222,10 +225,11 @@ fn index_offset(slot: u32) -> u64 {
     u64::from(slot) * RECORD_BYTES as u64
 }
 
-/// Extends a file with allocated blocks, or with a hole where the file system cannot allocate ahead.
-fn extend(file: &dyn RawFile, from: u64, to: u64) -> io::Result<()> {
+/// Extends a file with allocated blocks, or with a hole where the file system cannot allocate ahead; returns whether there are
+/// blocks.
+fn extend(file: &dyn RawFile, from: u64, to: u64) -> io::Result<bool> {
     match file.allocate(from, to) {
-        Err(e) if e.kind() == ErrorKind::Unsupported => file.set_len(to),
-        other => other,
+        Err(e) if e.kind() == ErrorKind::Unsupported => file.set_len(to).map(|()| false),
+        other => other.map(|()| true),
     }
 }

@@ -9,6 +9,7 @@ use std::sync::PoisonError;
 use super::tier::DiskTier;
 use super::types::{DiskMeta, DiskStats, SlotId};
 use super::{budget, files, namespaces, paths};
+use crate::error::is_no_space;
 use crate::tier::LocalTier;
 use crate::{ChunkKey, Error, ErrorKind, Result};
 
@@ -62,7 +63,14 @@ impl LocalTier for DiskTier {
         self.check_size(frame.len())?;
         let sequence = self.begin_write(slot)?;
         let written = self.files.write(slot, meta, frame, sequence, || self.books().slots.unsure(slot));
-        written.map_err(|error| self.io_error("write", slot, error))?;
+        if let Err(error) = written {
+            if is_no_space(&error) {
+                self.hold_growth();
+            } else {
+                self.books().slots.doubt(slot);
+            }
+            return Err(self.io_error("write", slot, error));
+        }
         self.books().slots.written(slot);
         Ok(())
     }
