@@ -1,5 +1,5 @@
-//! The directory of a disk tier is removed or moved while a store has it open: a store notices, misses what was only there, and
-//! opens the directory again.
+//! The directory of a disk tier is removed or moved while a store has it open: chunks that were
+//! only there become misses, and the store opens the directory again.
 #![expect(clippy::unwrap_used, reason = "tests")]
 mod store_common;
 
@@ -11,11 +11,12 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::evict::Eviction;
 use kvloft_core::pool::Pool;
-use kvloft_core::store::{DiskSettings, Store, StoreConfig};
+use kvloft_core::store::{DiskSettings, LeasedFrame, Store, StoreConfig, TierName};
 use kvloft_core::tier::LocalTier;
+use kvloft_core::tier::disk::{DiskConfig, DiskTier};
 use kvloft_core::tier::memory::MemoryTier;
 use kvloft_core::{Error, ErrorKind, KeyChain};
-use store_common::{FRAME, arena_of, chain, config, disk_settings, range, save, stat, verify};
+use store_common::{FRAME, arena_of, chain, config, disk_settings, prompt_chain, range, save, stat, verify};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -40,7 +41,8 @@ fn host_and_stored(store: &Store, chain: &KeyChain) -> (u32, u32) {
     (found.host_blocks, found.stored_blocks)
 }
 
-/// Disks in memory: each opening makes a new, empty one. Time stands still until a test moves it.
+/// Disks in memory: each opening makes a new, empty one. The clock advances only when a test says
+/// so.
 #[derive(Default)]
 struct Disks {
     opened: Mutex<Vec<Arc<MemoryTier>>>,
@@ -85,7 +87,8 @@ impl Disks {
     }
 }
 
-/// A prompt that is only on disk, in more chunks than one slice drops; and one of 8 chunks in host and on disk.
+/// A prompt that is only on disk, in more chunks than one slice drops; and one of 8 chunks in host
+/// and on disk.
 fn cold_and_hot(store: &Store) -> (KeyChain, KeyChain) {
     let (cold, hot) = (prompt(0, 700), prompt(1000, 8));
     for end in (7..=700).step_by(7) {
@@ -242,7 +245,8 @@ impl Place {
         (store, cold, hot)
     }
 
-    /// Removes with `remove`: chunks that were only on disk are misses, those in host memory are there for the next life.
+    /// Removes with `remove`: chunks that were only on disk are misses, those in host memory are
+    /// there for the next life.
     fn check_removal(&self, named: &Path, remove: impl Fn()) {
         let (store, cold, hot) = self.cold_and_hot();
         remove();
@@ -334,4 +338,63 @@ fn test_all_stores_of_a_removed_directory_open_it_again() {
         assert_eq!(stat(store, "disk_used"), 4);
     }
     assert_eq!(fs::read_dir(place.disk()).unwrap().count(), 4, "three namespaces and the lock");
+}
+
+/// Saves and loads prompts that share prefixes, and checks each loaded frame.
+fn work(store: &Store, mut random: u64, stop: &AtomicBool) -> u64 {
+    let (arena, mut num_loaded) = (arena_of(store), 0);
+    while !stop.load(Ordering::SeqCst) {
+        random = random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
+        let prompt = prompt_chain(usize::try_from(random >> 58).unwrap());
+        if random >> 40 & 1 == 0 {
+            save_all(store, &prompt);
+            continue;
+        }
+        let (lease, begun) = (store.acquire(&prompt), Instant::now());
+        while lease.poll().pending_blocks > 0 && begun.elapsed() < LONG {
+            std::thread::yield_now();
+        }
+        let frames = lease.frames();
+        let is_right = |frame: &LeasedFrame| verify(&arena, frame.frame, frame.key).is_none();
+        assert!(frames.iter().all(is_right), "wrong bytes");
+        num_loaded += frames.iter().filter(|frame| frame.tier == TierName::Disk).count() as u64;
+    }
+    num_loaded
+}
+
+/// The store's time runs 500 times as fast, so that it looks every two milliseconds.
+#[test]
+fn test_no_wrong_chunk_is_loaded_while_a_directory_is_removed_again_and_again() {
+    let place = Place::new();
+    let (dir, start) = (place.disk(), Instant::now());
+    let opener = move || {
+        let (dir, cap_bytes, frame_bytes) = (dir.clone(), 1 << 20, FRAME as u64);
+        let config = DiskConfig { dir, cap_bytes, frame_bytes, namespace: [7; 32], description: String::new() };
+        let (tier, found) = DiskTier::open(config)?;
+        Ok((Arc::new(tier) as Arc<dyn LocalTier>, found))
+    };
+    let store = Store::with_tier(&place.config(7), Some(Box::new(opener)), Box::new(move || start.elapsed() * 500));
+    let (store, stop) = (store.unwrap(), AtomicBool::new(false));
+    let num_loaded: u64 = std::thread::scope(|scope| {
+        let workers = [1, 2, 3].map(|seed| {
+            let (store, stop) = (&store, &stop);
+            scope.spawn(move || work(store, seed, stop))
+        });
+        for _ in 0..20 {
+            std::thread::sleep(Duration::from_millis(150));
+            let _ = fs::remove_dir_all(place.disk()); // it may be made again at this moment
+        }
+        stop.store(true, Ordering::SeqCst);
+        workers.into_iter().map(|worker| worker.join().unwrap()).sum()
+    });
+    assert!(num_loaded > 0 && stat(&store, "disk_removals") > 2, "nothing happened");
+    save_all(&store, &prompt(100, 8));
+    until("all is written", || store.flush(LONG));
+    store.check().unwrap();
+    for name in ["pins", "read_leases", "write_leases", "reads_pending", "disk_verify_failures"] {
+        assert_eq!(stat(&store, name), 0, "{name}");
+    }
+    drop(store);
+    let store = place.open();
+    assert_eq!(host_and_stored(&store, &prompt(100, 8)), (0, 8));
 }

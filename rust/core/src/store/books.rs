@@ -41,7 +41,7 @@ pub(super) enum Attached {
 #[derive(Debug)]
 pub(super) struct UnderWay {
     pub(super) ticket: u64,
-    /// None for a look at whether the directory is there, which breakers and shares do not count.
+    /// None for a check that the directory is there: shares do not count it.
     pub(super) direction: Option<Direction>,
     pub(super) started: Duration,
     /// Of `shares`.

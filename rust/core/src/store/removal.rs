@@ -1,7 +1,8 @@
-//! A disk tier whose directory was removed: found by a look once a second, emptied in the books, and opened again.
+//! A disk tier whose directory was removed: a check once a second finds it, its chunks leave the
+//! index, and it is opened again.
 //!
-//! No job begins between the look that finds it and the new tier, so slots of the two never meet. Without I/O: `threads` looks,
-//! closes and opens. A look that hangs opens the breakers, as a job does.
+//! No job begins between that check and the new tier, so slots of the two tiers never mix. Without
+//! I/O: `threads` checks, closes and opens. A check that hangs opens the breakers, as a job does.
 
 use std::path::Path;
 use std::time::Duration;
@@ -11,26 +12,27 @@ use super::state::State;
 use crate::evict::{ChunkId, Removal};
 use crate::index::Entry;
 
-/// Time between two looks.
+/// Time between two checks.
 pub(super) const LOOK_EVERY: Duration = Duration::from_secs(1);
 /// Least time between two reopenings: a directory may be removed again and again.
 const REOPEN_EVERY: Duration = Duration::from_secs(60);
 /// Chunks dropped by one call: some 0.2 ms.
 const SLICE: usize = 256;
 
-/// How far the books of a removed tier are.
+/// Progress of `empty_removed`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Emptying {
-    /// Nothing to do: the tier is there, or its last jobs are under way.
+    /// Nothing to do: the tier was not removed, or its last jobs are under way.
     No,
-    /// More calls will do more.
+    /// Chunks are left for the next call.
     Working,
     /// The caller must close the tier and call `reopen`.
     Done,
 }
 
 impl State {
-    /// Begins a look at whether the tier's directory is still there, if one is due; returns its number. `end_look` must follow.
+    /// Begins a check that the tier's directory is still there, if one is due; returns its ticket.
+    /// `end_look` must follow.
     pub(super) fn begin_look(&mut self) -> Option<u64> {
         let is_open = self.disk.attached == Attached::Yes && !self.disk.stopping;
         if !is_open || self.now < self.disk.look_at || self.disk.is_looking() {
@@ -41,7 +43,7 @@ impl State {
         Some(ticket)
     }
 
-    /// A look ended: the directory is there, or this part of it was removed.
+    /// Ends a check. `removed` is the directory or file that was removed, if one was.
     pub(super) fn end_look(&mut self, ticket: u64, removed: Option<&Path>) {
         self.disk.look_at = self.now + LOOK_EVERY;
         let Some(at) = self.disk.under_way.iter().position(|job| job.ticket == ticket) else { return };
@@ -58,7 +60,8 @@ impl State {
         self.tell(self.disk.told.clone());
     }
 
-    /// Drops some of the chunks of a removed tier, once no job is under way: children before parents, as policies are promised.
+    /// Removes some chunks of a removed tier from the disk, once no job is under way: children
+    /// before parents, as policies require.
     pub(super) fn empty_removed(&mut self) -> Emptying {
         if self.disk.attached != Attached::Removed || !self.disk.under_way.is_empty() {
             return Emptying::No;
@@ -76,7 +79,7 @@ impl State {
         Emptying::Working
     }
 
-    /// A chunk is not on disk any more; what is in host is to be written again.
+    /// Removes a chunk from the disk, and queues it for writing if it is in host memory.
     fn drop_removed(&mut self, id: ChunkId) {
         self.leave_disk(id, Removal::Dropped);
         self.note_change(id);
@@ -89,7 +92,8 @@ impl State {
 
     fn end_emptying(&mut self) {
         let books = &mut self.disk;
-        // A directory that was moved may come back, with chunks that were forgotten and not freed.
+        // A directory that was moved may return, with chunks that were removed from the index and
+        // not freed.
         if !(books.trash.is_empty() && books.stuck.is_empty()) {
             books.clearing = Clearing::Wanted;
         }
@@ -99,7 +103,8 @@ impl State {
         (self.stats.disk_slots, self.stats.disk_bytes) = (0, 0);
     }
 
-    /// A removed tier is closed: it is opened again, at most once a minute.
+    /// Schedules the opening after a removed tier was closed: at once, or a minute after the last
+    /// one.
     pub(super) fn reopen(&mut self) {
         let at = self.now.max(self.disk.reopen_at);
         self.disk.reopen_at = at + REOPEN_EVERY;

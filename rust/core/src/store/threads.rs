@@ -36,7 +36,7 @@ enum Work {
     Open,
     /// It was removed, and its chunks are dropped.
     Close,
-    /// Is its directory still there?
+    /// A check that its directory is still there is due.
     Look(u64, Arc<dyn LocalTier>),
     Job(u64, Job, Arc<dyn LocalTier>),
 }

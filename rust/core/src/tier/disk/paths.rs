@@ -32,8 +32,8 @@ pub(super) fn check_owner_at(disk_path: &Path, path: &Path) -> Result<()> {
     }
 }
 
-/// Whether nothing is at `path` and its nearest existing ancestor is on the device `dev`. Where it is on another one, the file
-/// system was unmounted, and what `path` names now is not what was removed.
+/// Whether nothing is at `path`, and its nearest existing ancestor is on the device `dev`. An ancestor on another device means
+/// that the file system was unmounted: nothing was removed.
 pub(super) fn is_missing(path: &Path, dev: u64) -> bool {
     let is_absent = |error: &io::Error| matches!(error.kind(), Io::NotFound | Io::NotADirectory);
     if !fs::symlink_metadata(path).is_err_and(|error| is_absent(&error)) {

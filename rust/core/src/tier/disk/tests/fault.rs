@@ -232,6 +232,20 @@ fn test_a_slot_that_has_blocks_comes_before_holes() {
 }
 
 #[test]
+fn test_a_slot_that_has_blocks_and_refused_a_write_comes_after_holes() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tier, files) = small(&config(dir.path(), 3), 3);
+    let slot = put(&tier, 0);
+    tier.free(slot).unwrap();
+    files.inject(Rule::new(Fault::Refuse(EIO)).on(&[Call::Write]).in_file("frames.dat").times(1));
+    assert_eq!(tier.reserve(), Some(slot));
+    assert_eq!(tier.write(slot, &meta_of(1), &frame_of(1, 0)).unwrap_err().kind(), ErrorKind::Io);
+    tier.free(slot).unwrap();
+    let order: Vec<_> = (0..3).map(|_| tier.reserve().unwrap()).collect();
+    assert_eq!(order[2], slot, "a bad place on disk is tried again and again");
+}
+
+#[test]
 fn test_a_full_file_system_without_allocation_takes_writes_to_slots_that_have_blocks() {
     let dir = tempfile::tempdir().unwrap();
     let (tier, files) = small(&config(dir.path(), 64), 4);
