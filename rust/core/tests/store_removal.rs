@@ -388,7 +388,13 @@ fn test_no_wrong_chunk_is_loaded_while_a_directory_is_removed_again_and_again() 
         workers.into_iter().map(|worker| worker.join().unwrap()).sum()
     });
     assert!(num_loaded > 0 && stat(&store, "disk_removals") > 2, "nothing happened");
-    save_all(&store, &prompt(100, 8));
+    until("the directory is gone", || {
+        let _ = fs::remove_dir_all(place.disk());
+        !place.disk().exists()
+    });
+    until("it is open again", || place.disk().exists() && stat(&store, "disk_broken") == 0);
+    until("all is written", || store.flush(LONG));
+    assert_eq!(save_all(&store, &prompt(100, 8)), 8);
     until("all is written", || store.flush(LONG));
     store.check().unwrap();
     for name in ["pins", "read_leases", "write_leases", "reads_pending", "disk_verify_failures"] {
