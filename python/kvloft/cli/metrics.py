@@ -35,6 +35,7 @@ COUNTERS: Final = {
     "disk_verify_failures": "Chunks on disk whose bytes were not what their key says",
     "disk_dropped": "Chunks that never reached disk",
     "disk_unwritten": "Chunks evicted from host memory before they were written to disk",
+    "disk_removals": "Times that the disk directory was removed while it was in use",
     "disk_trips": "Times that the disk tier was left alone after errors or a hang",
     "lookups": "Questions of engines how much of a prompt is there",
     "lookup_chunks": "Chunks that they asked for",

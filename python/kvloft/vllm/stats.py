@@ -39,6 +39,7 @@ COUNTERS: dict[str, str] = {
     "disk_write_errors": "Writes to disk that failed",
     "disk_read_errors": "Reads from disk that failed",
     "disk_verify_failures": "Chunks on disk whose bytes were not what their key says",
+    "disk_removals": "Times that the disk directory was removed while it was in use",
     "disk_trips": "Times that the disk tier was left alone after errors or a hang",
     "disk_dropped": "Chunks that never reached disk: it had no room, or they left host before",
     "disk_unwritten": "Chunks evicted from host memory before they were written to disk",

@@ -49,6 +49,16 @@ impl Error {
     pub fn kind(&self) -> ErrorKind {
         self.kind
     }
+
+    /// Whether the system refused for lack of space: the file system is full, or its quota is used up.
+    pub(crate) fn is_no_space(&self) -> bool {
+        self.source.as_ref().is_some_and(is_no_space)
+    }
+}
+
+/// Whether an I/O error is a lack of space.
+pub(crate) fn is_no_space(error: &std::io::Error) -> bool {
+    matches!(error.kind(), std::io::ErrorKind::StorageFull | std::io::ErrorKind::QuotaExceeded)
 }
 
 impl fmt::Display for Error {

@@ -1,4 +1,4 @@
-//! The disk tier on real file systems in trouble: full, frozen, and become read-only by an error.
+//! The disk tier on real file systems in trouble: full, frozen, unmounted, and become read-only by an error.
 //!
 //! They are mounted here, from files; where that is not possible (no root, no loop device) a test says so and ends.
 
@@ -11,10 +11,13 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
+use kvloft_core::evict::Eviction;
+use kvloft_core::io::{Arena, PartSpec};
+use kvloft_core::store::{DiskSettings, SaveRange, Store, StoreConfig, TenantLimits};
 use kvloft_core::tier::LocalTier;
 use kvloft_core::tier::conformance::PageBuffer;
 use kvloft_core::tier::disk::{DiskConfig, DiskEntry, DiskMeta, DiskTier, SlotId};
-use kvloft_core::{ChunkKey, ErrorKind};
+use kvloft_core::{ChunkKey, ErrorKind, KeyChain, key::root_key};
 use tempfile::TempDir;
 
 const FRAME: usize = 64 * 1024;
@@ -37,7 +40,8 @@ impl Mounted {
         fs::create_dir(dir.path().join("mnt")).unwrap();
         fs::File::create(dir.path().join("image")).unwrap().set_len(size_mib << 20).unwrap();
         let it = Self { kind, dir };
-        let is_made = kind == "tmpfs" || run("mkfs.ext4", &["-q", "-F", it.path("image").to_str().unwrap()]);
+        let mkfs = format!("mkfs.{kind}");
+        let is_made = kind == "tmpfs" || run(&mkfs, &["-q", "-F", it.path("image").to_str().unwrap()]);
         if is_made && it.mount(size_mib) {
             return Some(it);
         }
@@ -50,7 +54,16 @@ impl Mounted {
         let (image, mnt) = (image.to_str().unwrap(), mnt.to_str().unwrap());
         match self.kind {
             "tmpfs" => run("mount", &["-t", "tmpfs", "-o", &size, "none", mnt]),
-            _ => run("mount", &["-o", "loop,errors=remount-ro", image, mnt]),
+            kind => run("mount", &["-t", kind, "-o", "loop,errors=remount-ro", image, mnt]),
+        }
+    }
+
+    /// Retries while a process that another test forked still has the files of this one open.
+    fn unmount(&self) {
+        let begun = Instant::now();
+        while !run("umount", &[self.path("mnt").to_str().unwrap()]) {
+            assert!(begun.elapsed() < HUNG, "it stays in use");
+            std::thread::sleep(Duration::from_millis(10));
         }
     }
 
@@ -259,7 +272,8 @@ fn test_a_file_system_that_becomes_read_only_costs_no_chunk() {
     assert!((0..6).all(|i| is_whole(&tier, slots[i as usize], i)));
     drop(tier);
     assert_eq!(DiskTier::open(config.clone()).unwrap_err().kind(), ErrorKind::Io, "worth another try");
-    assert!(run("umount", &[mounted.path("mnt").to_str().unwrap()]) && mounted.mount(24));
+    mounted.unmount();
+    assert!(mounted.mount(24));
     let (_tier, found) = DiskTier::open(config).unwrap();
     assert_eq!(keys(&found), (0..6).map(key).collect::<Vec<_>>());
 }
@@ -271,4 +285,128 @@ fn break_ext4(mnt: &Path) -> bool {
     let device = String::from_utf8_lossy(&output.stdout).trim().trim_start_matches("/dev/").to_owned();
     fs::write(format!("/sys/fs/ext4/{device}/trigger_fs_error"), "1").is_ok()
         && fs::write(mnt.join("probe"), "x").is_err()
+}
+
+#[test]
+fn test_an_unmounted_file_system_is_not_a_removed_directory() {
+    let Some(mounted) = Mounted::new("ext4", 24) else { return };
+    let (tier, _) = DiskTier::open(mounted.config(8)).unwrap();
+    let slot = put(&tier, 0);
+    assert_eq!(tier.removed(), None);
+    assert!(run("umount", &["-l", mounted.path("mnt").to_str().unwrap()]));
+    assert!(!mounted.path("mnt/cache").exists());
+    assert_eq!(tier.removed(), None, "it would be opened again on the file system below");
+    assert!(is_whole(&tier, slot, 0));
+}
+
+#[test]
+fn test_a_directory_removed_from_any_file_system_is_noticed() {
+    for kind in ["ext4", "ext2", "tmpfs"] {
+        let Some(mounted) = Mounted::new(kind, 24) else { continue };
+        let (tier, _) = DiskTier::open(mounted.config(8)).unwrap();
+        assert_eq!(tier.removed(), None);
+        fs::remove_dir_all(mounted.path("mnt/cache")).unwrap();
+        assert_eq!(tier.removed(), Some(mounted.path("mnt/cache")), "{kind}");
+    }
+}
+
+/// A store whose disk tier has this file system to itself, with a `disk_size` that does not fit.
+fn open_store(mounted: &Mounted) -> Store {
+    let cap_bytes = 1 << 30;
+    let dir = mounted.path("mnt/cache");
+    let disk = DiskSettings { dir, cap_bytes, num_threads: 2, description: String::new() };
+    let config = StoreConfig {
+        frame_bytes: FRAME as u64,
+        host_bytes: 16 * FRAME as u64,
+        blocks_per_chunk: 1,
+        eviction: Eviction::Lru,
+        available_bytes: None,
+        namespace: [7; 32],
+        disk: Some(disk),
+        now_s: 0,
+        limits: TenantLimits::default(),
+    };
+    Store::open(&config).unwrap()
+}
+
+fn stat(store: &Store, name: &str) -> u64 {
+    store.stats().into_iter().find(|(known, _)| *known == name).unwrap().1
+}
+
+fn prompt(first: u32) -> KeyChain {
+    let mut chain = KeyChain::new(root_key(&[7; 32], None, None).unwrap(), 1).unwrap();
+    chain.append_tokens(&[first]).unwrap();
+    chain
+}
+
+fn spec(key: ChunkKey) -> PartSpec<'static> {
+    PartSpec { key, layout: [1; 32], page_bytes: &[], num_blocks: 1, rank: 0 }
+}
+
+fn arena_of(store: &Store) -> Arena {
+    let arena = store.arena();
+    Arena::open(&arena.path, arena.frame_bytes, arena.num_frames).unwrap()
+}
+
+/// Saves prompts of one chunk and waits until each is on disk, or dropped.
+fn save_prompts(store: &Store, range: std::ops::Range<u32>) {
+    let arena = arena_of(store);
+    for first in range {
+        let reserved = store.reserve(&prompt(first), SaveRange { start: 0, stop: 1, tail_blocks: 0 }).unwrap();
+        let reservation = reserved.leases[0].reservation();
+        arena.seal(reservation.frame, 0, FRAME, &spec(reservation.key)).unwrap();
+        assert_eq!(store.commit(reserved.leases), 1);
+        assert!(store.flush(HUNG));
+    }
+}
+
+fn is_loaded(store: &Store, first: u32) -> bool {
+    let (lease, begun) = (store.acquire(&prompt(first)), Instant::now());
+    while lease.poll().pending_blocks > 0 && begun.elapsed() < HUNG {
+        std::thread::yield_now();
+    }
+    let (frames, arena) = (lease.frames(), arena_of(store));
+    frames.len() == 1 && arena.check(frames[0].frame, 0, FRAME, &spec(frames[0].key)).unwrap().is_none()
+}
+
+#[test]
+fn test_a_full_ext2_is_used_like_a_disk_tier_at_its_cap() {
+    const ROOM: u64 = 24 << 20;
+    let Some(mounted) = Mounted::new("ext2", 24) else { return };
+    let store = open_store(&mounted);
+    save_prompts(&store, 0..800); // 50 MiB
+    let failures = ["disk_write_errors", "disk_trips", "disk_dropped"].map(|name| stat(&store, name));
+    assert_eq!(failures, [0; 3]);
+    let num_stored = stat(&store, "disk_used");
+    assert!(num_stored * FRAME as u64 > ROOM * 3 / 4, "{num_stored} chunks use the room badly");
+    let (num_writes, num_evictions) = (stat(&store, "disk_writes"), stat(&store, "disk_evictions"));
+    assert_eq!((num_writes, num_evictions), (800, 800 - num_stored));
+    let events = store.take_events();
+    assert!(events.len() == 1 && events[0].contains("is full; evicting chunks"), "{events:?}");
+    store.check().unwrap();
+    drop(store);
+    let store = open_store(&mounted);
+    let first_stored = 800 - u32::try_from(num_stored).unwrap();
+    assert!((0..first_stored).all(|first| store.lookup(&prompt(first)).stored_blocks == 0));
+    assert!((first_stored..800).all(|first| is_loaded(&store, first)));
+    // Another life, which found the chunks on a full file system.
+    save_prompts(&store, 800..900);
+    assert_eq!(["disk_write_errors", "disk_trips", "disk_dropped"].map(|name| stat(&store, name)), [0; 3]);
+    assert!((800..900).all(|first| is_loaded(&store, first)));
+}
+
+#[test]
+fn test_an_ext2_that_gets_room_back_holds_more_chunks() {
+    let Some(mounted) = Mounted::new("ext2", 24) else { return };
+    fs::create_dir(mounted.path("mnt/cache")).unwrap();
+    let filler = mounted.path("mnt/filler");
+    fs::write(&filler, vec![1; 12 << 20]).unwrap();
+    let store = open_store(&mounted);
+    save_prompts(&store, 0..400);
+    let before = stat(&store, "disk_used");
+    fs::remove_file(filler).unwrap();
+    save_prompts(&store, 400..1200);
+    let after = stat(&store, "disk_used");
+    assert!(before > 64 && after > before + 128, "{before} chunks, then {after}");
+    assert_eq!(["disk_write_errors", "disk_trips", "disk_dropped"].map(|name| stat(&store, name)), [0; 3]);
 }

@@ -5,6 +5,7 @@
 
 mod store_common;
 
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use kvloft_core::evict::Eviction;
@@ -38,6 +39,12 @@ impl LocalTier for Yielding {
     fn free(&self, slot: SlotId) -> Result<()> {
         thread::yield_now();
         self.0.free(slot)
+    }
+    fn is_removable(&self) -> bool {
+        self.0.is_removable()
+    }
+    fn removed(&self) -> Option<PathBuf> {
+        self.0.removed()
     }
     fn stats(&self) -> DiskStats {
         self.0.stats()

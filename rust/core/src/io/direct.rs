@@ -4,7 +4,7 @@
 //! slots, records or keys.
 
 use std::fmt;
-use std::fs::{File, OpenOptions};
+use std::fs::{File, Metadata, OpenOptions};
 use std::io::{Error, ErrorKind, Result};
 use std::os::unix::fs::{FileExt, OpenOptionsExt};
 use std::path::Path;
@@ -20,6 +20,8 @@ pub const ALIGN_BYTES: usize = 4096;
 /// One open file; each method is one system call, so reads and writes may transfer less than asked: what std's trait makes of
 /// them finishes short ones.
 pub trait RawFile: FileExt + Send + Sync + fmt::Debug {
+    /// The file's status, which has its device and its number of links.
+    fn metadata(&self) -> Result<Metadata>;
     /// The file's length.
     fn size(&self) -> Result<u64>;
     /// Where data begin at or behind `offset`; None where only a hole is left.
@@ -99,6 +101,10 @@ impl FileExt for OsFile {
 }
 
 impl RawFile for OsFile {
+    fn metadata(&self) -> Result<Metadata> {
+        self.buffered.metadata()
+    }
+
     fn size(&self) -> Result<u64> {
         Ok(self.buffered.metadata()?.len())
     }

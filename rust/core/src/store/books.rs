@@ -31,6 +31,8 @@ pub(super) enum Attached {
     #[default]
     Never,
     Yes,
+    /// Its directory was removed. No job begins; once those under way end, its chunks are dropped, and it is opened again.
+    Removed,
     /// It could not be opened; a disk thread opens it then.
     NotBefore(Duration),
     Opening,
@@ -39,7 +41,8 @@ pub(super) enum Attached {
 #[derive(Debug)]
 pub(super) struct UnderWay {
     pub(super) ticket: u64,
-    pub(super) direction: Direction,
+    /// None for a check that the directory is there: shares do not count it.
+    pub(super) direction: Option<Direction>,
     pub(super) started: Duration,
     /// Of `shares`.
     pub(super) charge: Duration,
@@ -109,6 +112,9 @@ pub(crate) struct DiskBooks {
     pub(super) unwelcome: HashSet<ChunkKey>,
     pub(super) reading: Breaker,
     pub(super) writes: Breaker,
+    /// When the directory is looked at next, and the earliest time for the next reopening after a removal.
+    pub(super) look_at: Duration,
+    pub(super) reopen_at: Duration,
 }
 
 impl DiskBooks {
@@ -129,12 +135,17 @@ impl DiskBooks {
 
     pub(super) fn has_jobs(&self) -> bool {
         let wants = !self.queue.0.is_empty() || self.num_queued > 0 || !self.trash.is_empty() || !self.found.is_empty();
-        wants || self.clearing == Clearing::Wanted || self.stopping
+        wants || self.clearing == Clearing::Wanted || self.stopping || self.attached == Attached::Removed
     }
 
     /// Whether there is a tier that is not open.
-    fn is_away(&self) -> bool {
+    pub(super) fn is_closed(&self) -> bool {
         matches!(self.attached, Attached::NotBefore(_) | Attached::Opening)
+    }
+
+    /// Whether there is a tier that takes no jobs because it is not open, or was removed.
+    fn is_away(&self) -> bool {
+        self.is_closed() || self.attached == Attached::Removed
     }
 
     /// Whether what the tier holds may not be known yet.
@@ -149,7 +160,7 @@ impl DiskBooks {
 
     /// Whether chunks wait to be read or are being read.
     pub(super) fn wants_reads(&self) -> bool {
-        self.num_queued > 0 || self.under_way.iter().any(|job| job.direction == Direction::Read)
+        self.num_queued > 0 || self.under_way.iter().any(|job| job.direction == Some(Direction::Read))
     }
 
     /// Whether a chunk that waits to be written can expect to be: then it should not leave host memory before that.
@@ -176,7 +187,16 @@ impl DiskBooks {
     pub(super) fn begin(&mut self, ticket: u64, direction: Direction, now: Duration) {
         self.breaker(direction).begin(ticket);
         let charge = self.shares.begin(direction);
-        self.under_way.push(UnderWay { ticket, direction, started: now, charge, hangs: false });
+        self.under_way.push(UnderWay { ticket, direction: Some(direction), started: now, charge, hangs: false });
+    }
+
+    pub(super) fn begin_look(&mut self, ticket: u64, now: Duration) {
+        let charge = Duration::ZERO;
+        self.under_way.push(UnderWay { ticket, direction: None, started: now, charge, hangs: false });
+    }
+
+    pub(super) fn is_looking(&self) -> bool {
+        self.under_way.iter().any(|job| job.direction.is_none())
     }
 
     /// Opens both breakers for each operation that hangs, once; returns whether one was found.

@@ -144,7 +144,7 @@ impl Store {
     /// What a person should see in the log since the last call, oldest first: each once, and not many.
     pub fn take_events(&self) -> Vec<String> {
         let mut events = self.inner.with_books(|state| std::mem::take(&mut state.events)).unwrap_or_default();
-        events.extend(self.inner.disk.get().map(|disk| disk.take_events()).unwrap_or_default());
+        events.extend(self.inner.tier().map(|disk| disk.take_events()).unwrap_or_default());
         events
     }
 

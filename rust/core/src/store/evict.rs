@@ -85,7 +85,7 @@ impl State {
     fn is_erased(&self, mark: u64) -> bool {
         let books = &self.disk;
         let nothing_to_free = books.trash.is_empty() && books.stuck.is_empty() && books.freeing == 0;
-        let is_written = |job: &super::books::UnderWay| job.direction == Direction::Write && job.ticket < mark;
+        let is_written = |job: &super::books::UnderWay| job.direction == Some(Direction::Write) && job.ticket < mark;
         let nothing_else = books.num_lingering == 0 && books.clearing == Clearing::No && !books.is_recovering();
         nothing_to_free && nothing_else && !books.under_way.iter().any(is_written)
     }

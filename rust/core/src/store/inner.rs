@@ -1,7 +1,7 @@
 //! What the store, its leases and its disk threads share: the books behind one lock, and how to wait for them.
 
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::config::ArenaInfo;
@@ -24,8 +24,8 @@ pub(crate) struct Inner {
     pub(super) idle: Condvar,
     /// Time to look at limits, or the end.
     pub(super) tend: Condvar,
-    /// None until it could be opened.
-    pub(super) disk: OnceLock<Arc<dyn LocalTier>>,
+    /// None while it is not open. It changes only while no job is under way; its lock is taken last.
+    pub(super) disk: Mutex<Option<Arc<dyn LocalTier>>>,
     pub(super) opener: Option<Arc<Opener>>,
     /// A first try that takes long, for a disk thread to wait for.
     pub(super) late: Mutex<Option<Opening>>,
@@ -45,6 +45,16 @@ impl Drop for WakeOnPanic<'_> {
 }
 
 impl Inner {
+    /// The tier, while it is open.
+    pub(super) fn tier(&self) -> Option<Arc<dyn LocalTier>> {
+        self.disk.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Replaces the tier; returns the one before.
+    pub(super) fn change_tier(&self, new: Option<Arc<dyn LocalTier>>) -> Option<Arc<dyn LocalTier>> {
+        std::mem::replace(&mut *self.disk.lock().unwrap_or_else(PoisonError::into_inner), new)
+    }
+
     /// The books, with the time; None from a panic under the lock on.
     pub(super) fn books(&self) -> Option<MutexGuard<'_, State>> {
         let mut state = self.state.lock().ok()?;

@@ -69,7 +69,7 @@ pub(super) enum End {
 pub(super) enum Written {
     /// It is there.
     In(SlotId),
-    /// No slot could be had: all are in use by chunks that may not go now.
+    /// No slot is available: all are in use by chunks that may not go now, or the file system is full.
     NoRoom,
     /// Its owner has as many slots as it may, and none of those may go.
     NoQuota,
@@ -126,7 +126,10 @@ impl State {
     pub(super) fn end_job(&mut self, ticket: u64, end: End) {
         let now = self.now;
         let Some(at) = self.disk.under_way.iter().position(|job| job.ticket == ticket) else { return };
-        let UnderWay { direction, started, charge, hangs, .. } = self.disk.under_way.swap_remove(at);
+        let UnderWay { direction: Some(direction), started, charge, hangs, .. } = self.disk.under_way.swap_remove(at)
+        else {
+            return;
+        };
         let took = now.saturating_sub(started);
         self.disk.shares.end(direction, charge, took);
         let micros = micros(took);
@@ -147,10 +150,7 @@ impl State {
             }
         };
         if hangs && is_well == Some(true) {
-            // What hung answers: so does the other direction, as far as this one knew.
-            self.disk.reading.end(ticket, is_well, now);
-            self.disk.writes.end(ticket, is_well, now);
-            return self.tell("the disk tier answers again".to_owned());
+            return self.end_hang(ticket);
         }
         let breaker = self.disk.breaker(direction);
         let before = breaker.is_open();
@@ -161,6 +161,13 @@ impl State {
             let what = if after { "fails, and is left alone for a while" } else { "works again" };
             self.tell(format!("the disk tier: to {does} {what}"));
         }
+    }
+
+    /// What hung answers: so does the other direction, as far as this one knew.
+    pub(super) fn end_hang(&mut self, ticket: u64) {
+        self.disk.reading.end(ticket, Some(true), self.now);
+        self.disk.writes.end(ticket, Some(true), self.now);
+        self.tell("the disk tier answers again".to_owned());
     }
 
     fn next_read(&mut self) -> Option<Job> {

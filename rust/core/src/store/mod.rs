@@ -5,7 +5,7 @@
 //!
 //! From the ground up, each using only what is before it: `state` is all that the lock guards (with `books`, `owners`, `stats`,
 //! `waiters`, `watch`); `quota` and `ages` say what an owner may have; `host`, `disk` and `entries` are the small moves;
-//! `filling`, `frames`, `slots`, `forget` and `recover` are made of them; then `lookup`, `load`, `save` and `jobs`; `opening` waits
+//! `filling`, `frames`, `slots`, `forget`, `recover` and `removal` are made of them; then `lookup`, `load`, `save` and `jobs`; `opening` waits
 //! for a disk; `inner` is the lock, `lease`, `tend` and `threads` take it; `open` is a [`Store`], and `calls`, `changes`, `evict`,
 //! `share` and `tenants` are what it is asked.
 
@@ -33,6 +33,7 @@ mod opening;
 mod owners;
 mod quota;
 mod recover;
+mod removal;
 mod save;
 mod share;
 mod shares;

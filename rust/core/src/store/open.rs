@@ -1,6 +1,6 @@
 //! A store's life: what it is made of, how it is opened, and how it ends.
 
-use std::sync::{Arc, OnceLock, PoisonError};
+use std::sync::{Arc, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::config::{ArenaInfo, StoreConfig};
@@ -101,7 +101,7 @@ impl Store {
         let bases = Bases { host: 0, disk: cap_bytes / config.frame_bytes };
         state.owners.limits = Table::new(&config.limits, config.frame_bytes, bases);
         state.look_at_bases();
-        let (disk, opener) = (OnceLock::new(), opener.map(Arc::new));
+        let (mut disk, opener) = (None, opener.map(Arc::new));
         let opening = opener.as_ref().map(Opening::begin).transpose()?;
         let timeout = if share.is_some() { FIRST_TIMEOUT_BESIDE } else { FIRST_TIMEOUT };
         let first = opening.as_ref().and_then(|opening| opening.wait(timeout));
@@ -112,7 +112,7 @@ impl Store {
             Some(Ok((tier, found))) => {
                 state.attach(found);
                 while state.recover_some() {}
-                disk.get_or_init(|| tier);
+                disk = Some(tier);
             }
             Some(Err(error)) if error.kind() == ErrorKind::InvalidConfig => return Err(error),
             Some(Err(error)) => state.postpone(threads::FIRST_REOPEN, &error.to_string()),
@@ -122,7 +122,7 @@ impl Store {
             work: Condvar::new(),
             idle: Condvar::new(),
             tend: Condvar::new(),
-            disk,
+            disk: Mutex::new(disk),
             opener,
             late,
             clock,
@@ -162,7 +162,7 @@ impl Store {
         self.inner.tend.notify_all();
         let threads = std::mem::take(&mut *self.threads.lock().unwrap_or_else(PoisonError::into_inner));
         threads::join(threads, LAST_JOB_TIMEOUT);
-        if let Some(disk) = self.inner.disk.get() {
+        if let Some(disk) = self.inner.tier() {
             disk.close();
         }
     }

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::books::{Attached, Clearing};
+use super::removal::LOOK_EVERY;
 use super::state::State;
 use crate::evict::ChunkId;
 use crate::index::{Entry, NEVER};
@@ -15,6 +16,7 @@ impl State {
     /// The tier is there and holds `found`, parents before children; false if there is no use for it any more.
     pub(super) fn attach(&mut self, mut found: Vec<DiskEntry>) -> bool {
         self.disk.attached = Attached::Yes;
+        self.disk.look_at = self.now + LOOK_EVERY;
         if !std::mem::take(&mut self.disk.told).is_empty() {
             self.tell(format!("the disk tier is open now, with {} chunks; it is used again", found.len()));
         }

@@ -49,7 +49,8 @@ struct Stats {
     quota_dropped,
     /// Chunks forgotten because they were saved too long ago, those found on disk among them.
     expired,
-    /// Chunks that could not get to disk: they left host memory first, their parent did not get there, or no slot may be freed.
+    /// Chunks that could not get to disk: they left host memory first, their parent did not get there, no slot may be freed, or
+    /// the file system is full.
     disk_dropped,
     /// Chunks of those that left host memory before they were written.
     disk_unwritten,
@@ -61,8 +62,10 @@ struct Stats {
     disk_bytes_written,
     /// Microseconds that disk threads spent writing.
     disk_write_us,
-    /// Writes that the system refused (no space, an I/O error), and slots that could not be freed.
+    /// Writes that the system refused other than for lack of space, and slots that could not be freed.
     disk_write_errors,
+    /// Times that the disk directory was removed or moved while it was open.
+    disk_removals,
     /// Chunks read from disk.
     disk_reads,
     /// Bytes of those.

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use super::inner::Inner;
 use super::jobs::{End, Job, Written};
 use super::opening::{Opened, Opening, guarded};
+use super::removal::Emptying;
 use super::slots::Place;
 use super::state::State;
 use crate::evict::ChunkId;
@@ -21,17 +22,30 @@ use crate::{Error, ErrorKind, Result};
 
 /// Times a write asks for a slot: another thread may take the one that was just freed.
 const SLOT_TRIES: u32 = 4;
+/// Times a chunk is written: where the file system is full, the second time to the slot of an evicted chunk.
+const WRITE_TRIES: u32 = 2;
 /// Longest sleep of a thread: the time may bring work (a probe, a tier to open) that nothing announces.
 const LOOK_AGAIN: Duration = Duration::from_millis(200);
 /// Time until a tier that could not be opened is tried again; each time doubles it.
 pub(super) const FIRST_REOPEN: Duration = Duration::from_secs(1);
 const LONGEST_REOPEN: Duration = Duration::from_secs(60);
 
+/// What a thread does next, and with which tier.
+enum Work {
+    /// The tier is not open.
+    Open,
+    /// It was removed, and its chunks are dropped.
+    Close,
+    /// A check that its directory is still there is due.
+    Look(u64, Arc<dyn LocalTier>),
+    Job(u64, Job, Arc<dyn LocalTier>),
+}
+
 /// Starts a thread; `Io` if the system has none left.
 pub(super) fn spawn(inner: &Arc<Inner>, nth: u32) -> Result<JoinHandle<()>> {
     let inner = Arc::clone(inner);
     let thread = thread::Builder::new().name(format!("kvloft-disk-{nth}"));
-    let work = move || while inner.disk.get().map_or_else(|| open(&inner), |disk| do_next(&inner, &**disk)) {};
+    let work = move || while do_next(&inner) {};
     thread.spawn(work).map_err(|error| Error::io("a disk thread cannot be started", error))
 }
 
@@ -58,7 +72,7 @@ fn open(inner: &Inner) -> bool {
         if state.disk.stopping {
             return false;
         }
-        if inner.disk.get().is_some() {
+        if !state.disk.is_closed() {
             return true;
         }
         if !state.must_open() {
@@ -73,7 +87,7 @@ fn open(inner: &Inner) -> bool {
         match tier {
             None => return false,
             Some(Ok((disk, found))) => {
-                let disk = inner.disk.get_or_init(|| disk);
+                inner.change_tier(Some(Arc::clone(&disk)));
                 let is_wanted = inner.with_books(|state| state.attach(found)).unwrap_or(false);
                 if !is_wanted {
                     disk.close();
@@ -98,9 +112,33 @@ fn wait_for(opening: &Opening, inner: &Inner) -> Option<Result<Opened>> {
     }
 }
 
-/// Waits for a job, does it and enters what came of it; false when there will be none.
-fn do_next(inner: &Inner, disk: &dyn LocalTier) -> bool {
-    let Some((ticket, job)) = wait_for_job(inner, disk) else { return false };
+/// Waits for something to do and does it; false when there will be nothing.
+fn do_next(inner: &Inner) -> bool {
+    match wait_for_work(inner) {
+        None => false,
+        Some(Work::Open) => open(inner),
+        Some(Work::Close) => close_removed(inner),
+        Some(Work::Look(ticket, disk)) => {
+            let removed = guarded(|| Ok(disk.removed())).unwrap_or_default();
+            inner.with_books(|state| state.end_look(ticket, removed.as_deref())).is_some()
+        }
+        Some(Work::Job(ticket, job, disk)) => do_job(inner, &*disk, ticket, job),
+    }
+}
+
+/// Closes a tier whose directory was removed. The space of its files is free before a new one claims any.
+fn close_removed(inner: &Inner) -> bool {
+    if let Some(disk) = inner.change_tier(None) {
+        let _ = guarded(|| {
+            disk.close();
+            Ok(())
+        });
+    }
+    inner.with_books(State::reopen).is_some()
+}
+
+/// Does a job and enters what came of it; false after a failure.
+fn do_job(inner: &Inner, disk: &dyn LocalTier, ticket: u64, job: Job) -> bool {
     let end = match job {
         Job::Read { id, slot, key, mut frame } => {
             let (outcome, num_refused) = read(disk, slot, &key, frame.bytes_mut());
@@ -124,23 +162,36 @@ fn do_next(inner: &Inner, disk: &dyn LocalTier) -> bool {
     entered.is_some()
 }
 
-fn wait_for_job(inner: &Inner, disk: &dyn LocalTier) -> Option<(u64, Job)> {
+fn wait_for_work(inner: &Inner) -> Option<Work> {
     let mut looked = false;
     loop {
         let mut state = inner.books()?;
         if state.disk.stopping {
             return None;
         }
+        if state.disk.is_closed() {
+            return Some(Work::Open);
+        }
+        let emptying = state.empty_removed();
+        if emptying == Emptying::Done {
+            return Some(Work::Close);
+        }
         // A slice a lock; then a thread that waits for it has a turn.
-        if state.recover_some() || state.is_forgetting() {
+        if emptying == Emptying::Working || state.recover_some() || state.is_forgetting() {
             state.forget_slice();
             drop(state);
             inner.idle.notify_all();
             thread::yield_now();
             continue;
         }
-        if let Some(job) = state.next_job() {
-            return Some(job);
+        let disk = inner.tier()?;
+        if disk.is_removable()
+            && let Some(ticket) = state.begin_look()
+        {
+            return Some(Work::Look(ticket, disk));
+        }
+        if let Some((ticket, job)) = state.next_job() {
+            return Some(Work::Job(ticket, job, disk));
         }
         if looked {
             (state, _) = inner.work.wait_timeout(state, LOOK_AGAIN).ok()?;
@@ -182,16 +233,21 @@ fn write(inner: &Inner, disk: &dyn LocalTier, id: ChunkId, meta: &DiskMeta, byte
         Ok(false) => return Written::NoQuota,
         Err(_) => return Written::Failed(None),
     }
-    let slot = match find_slot(inner, disk) {
-        Ok(Some(slot)) => slot,
-        Ok(None) => return Written::NoRoom,
-        Err(_) => return Written::Failed(None),
-    };
-    if guarded(|| disk.write(slot, meta, bytes)).is_ok() {
-        return Written::In(slot);
+    for _ in 0..WRITE_TRIES {
+        let slot = match find_slot(inner, disk) {
+            Ok(Some(slot)) => slot,
+            Ok(None) => return Written::NoRoom,
+            Err(_) => return Written::Failed(None),
+        };
+        let Err(error) = guarded(|| disk.write(slot, meta, bytes)) else { return Written::In(slot) };
+        if guarded(|| disk.free(slot)).is_err() {
+            return Written::Failed(Some(slot));
+        }
+        if !error.is_no_space() {
+            return Written::Failed(None);
+        }
     }
-    let freed = guarded(|| disk.free(slot)).is_ok();
-    Written::Failed((!freed).then_some(slot))
+    Written::NoRoom
 }
 
 /// Makes a chunk that is to be written fit its owner's quota; false if nothing of its owner's may go. Err if the tier refused to

@@ -1,6 +1,7 @@
 //! A tier in memory, for tests: fails, hangs and panics on demand, and notes each breach of its callers' side of the contract.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::path::PathBuf;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -21,6 +22,12 @@ pub struct MemoryTier {
     pub corrupt_reads: AtomicBool,
     /// Slots that hold a chunk cannot be given back.
     pub fail_frees: AtomicBool,
+    /// Its storage can be removed.
+    pub is_removable: AtomicBool,
+    /// Its storage was removed.
+    pub is_removed: AtomicBool,
+    /// It was cleared.
+    pub is_cleared: AtomicBool,
     /// Reads and writes panic.
     pub panic_in_io: AtomicBool,
     /// Reads so far, also those that wait.
@@ -174,6 +181,14 @@ impl LocalTier for MemoryTier {
         Ok(())
     }
 
+    fn is_removable(&self) -> bool {
+        self.is_removable.load(Ordering::SeqCst)
+    }
+
+    fn removed(&self) -> Option<PathBuf> {
+        self.is_removed.load(Ordering::SeqCst).then(|| "/memory".into())
+    }
+
     fn stats(&self) -> DiskStats {
         let slots = self.slots();
         DiskStats {
@@ -191,6 +206,7 @@ impl LocalTier for MemoryTier {
     fn clear(&self) -> Result<()> {
         self.enter()?;
         self.io(&self.fail_frees)?;
+        self.is_cleared.store(true, Ordering::SeqCst);
         let mut slots = self.slots();
         slots.written.clear();
         slots.order.clear();

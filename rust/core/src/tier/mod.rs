@@ -11,6 +11,7 @@ pub mod memory;
 pub mod remote;
 
 use std::fmt;
+use std::path::PathBuf;
 
 use disk::{DiskMeta, DiskStats, SlotId};
 
@@ -37,6 +38,13 @@ pub trait LocalTier: fmt::Debug + Send + Sync {
     /// Forgets what is in the slot, also for the next open, and takes the slot back. On Err what was in the slot is still there
     /// and can be read, and the slot is still the caller's.
     fn free(&self, slot: SlotId) -> Result<()>;
+
+    /// Whether the tier's storage can be removed while the tier is open: `removed` is called now and then.
+    fn is_removable(&self) -> bool;
+
+    /// Returns the directory or file of the tier that was removed or moved while the tier was open. Does I/O. None also where
+    /// the system cannot say.
+    fn removed(&self) -> Option<PathBuf>;
 
     /// Gauges and counters. It never waits for I/O.
     fn stats(&self) -> DiskStats;

@@ -1,5 +1,6 @@
 //! The real disk tier, with its chunk reads counted. It changes nothing.
 
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -57,6 +58,14 @@ impl LocalTier for Counting {
 
     fn free(&self, slot: SlotId) -> Result<()> {
         self.tier.free(slot)
+    }
+
+    fn is_removable(&self) -> bool {
+        self.tier.is_removable()
+    }
+
+    fn removed(&self) -> Option<PathBuf> {
+        self.tier.removed()
     }
 
     fn stats(&self) -> DiskStats {

@@ -172,3 +172,22 @@ fn no_call_waits_for_a_disk_whose_threads_all_hang() {
     books.under_way.pop();
     assert!(!books.is_hopeless(60 * second), "a thread came back");
 }
+
+#[test]
+fn a_look_that_hangs_pauses_the_tier_until_it_ends() {
+    let second = Duration::from_secs(1);
+    let mut state = State::new(HostTier::create(4096, 4).unwrap(), 1, Eviction::Lru.policy(4), Eviction::Lru.policy(4));
+    state.disk.num_threads = 1;
+    assert!(state.attach(Vec::new()));
+    assert_eq!(state.begin_look(), None, "it was opened a moment ago");
+    state.set_time(second);
+    let look = state.begin_look().expect("one is due");
+    state.set_time(4 * second);
+    assert_eq!(state.begin_look(), None, "one look at a time");
+    assert!(state.disk.answers(state.now));
+    state.set_time(6 * second);
+    assert!(!state.disk.answers(state.now) && state.disk.is_hopeless(60 * second));
+    state.end_look(look, None);
+    assert!(state.disk.answers(state.now) && !state.disk.is_broken());
+    assert_eq!(state.disk.attached, Attached::Yes);
+}

@@ -6,6 +6,7 @@
 //! end, that nothing waits permanently and nothing is left.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -13,6 +14,7 @@ use proptest::prelude::*;
 use super::super::jobs::{End, Job, Written};
 use super::super::load::Held;
 use super::super::lookup::Prefix;
+use super::super::removal::Emptying;
 use super::super::save::SaveRange;
 use super::super::state::State;
 use super::steps::{Io, NUM_PROMPTS, PROMPT_BLOCKS, Step, prompt_chain, step};
@@ -127,6 +129,12 @@ impl Run {
                 self.state.clear();
                 self.forget(|_| true);
             }
+            Step::Remove => {
+                self.state.disk.look_at = Duration::ZERO;
+                if let Some(look) = self.state.begin_look() {
+                    self.state.end_look(look, Some(Path::new("/memory")));
+                }
+            }
             Step::Take if self.under_way.len() < self.num_threads => self.take_job(),
             Step::Go { nth, io } if !self.under_way.is_empty() => self.go(nth % self.under_way.len(), io),
             Step::Settle { .. } | Step::Release { .. } | Step::Take | Step::Go { .. } => {}
@@ -161,6 +169,19 @@ impl Run {
     }
 
     pub(super) fn take_job(&mut self) {
+        match self.state.empty_removed() {
+            Emptying::No => {}
+            Emptying::Working => return,
+            Emptying::Done => {
+                assert!(self.under_way.is_empty(), "a job is under way with a tier that is closed");
+                self.slots.clear();
+                return self.state.reopen();
+            }
+        }
+        if self.state.must_open() {
+            assert!(self.state.attach(Vec::new()));
+            self.state.recover_some();
+        }
         let Some((ticket, job)) = self.state.next_job() else { return };
         let under = match job {
             Job::Read { id, slot, key, frame } => Under::Read { id, slot, key, frame, outcome: None },

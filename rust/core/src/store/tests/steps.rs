@@ -44,6 +44,8 @@ pub(super) enum Step {
     Wait {
         millis: u64,
     },
+    /// A look finds that the disk's directory was removed.
+    Remove,
     /// A disk thread asks for a job.
     Take,
     /// A job under way goes on: its next I/O, or its outcome is entered.
@@ -75,6 +77,7 @@ pub(super) fn step() -> impl Strategy<Value = Step> {
         2 => (0..NUM_PROMPTS, 0..PROMPT_BLOCKS as usize).prop_map(|(prompt, block)| Step::Discard { prompt, block }),
         1 => prop::bool::weighted(0.2).prop_map(|clear| if clear { Step::Clear } else { Step::Take }),
         10 => Just(Step::Take),
+        1 => prop::bool::weighted(0.3).prop_map(|remove| if remove { Step::Remove } else { Step::Take }),
         16 => (0..64usize, io).prop_map(|(nth, io)| Step::Go { nth, io }),
     ]
 }

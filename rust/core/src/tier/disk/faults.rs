@@ -5,6 +5,7 @@
 
 use std::cell::Cell;
 use std::collections::BTreeMap;
+use std::fs::Metadata;
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
@@ -92,6 +93,7 @@ pub struct Rule {
     fault: Fault,
     calls: &'static [Call],
     file: Option<&'static str>,
+    from: u64,
     skip: u64,
     times: u64,
     of_256: u64,
@@ -100,7 +102,7 @@ pub struct Rule {
 impl Rule {
     /// Every change of any file from now on.
     pub fn new(fault: Fault) -> Self {
-        Self { fault, calls: CHANGES, file: None, skip: 0, times: u64::MAX, of_256: 256 }
+        Self { fault, calls: CHANGES, file: None, from: 0, skip: 0, times: u64::MAX, of_256: 256 }
     }
 
     /// Only these kinds of calls.
@@ -113,6 +115,12 @@ impl Rule {
     #[must_use]
     pub fn in_file(self, name: &'static str) -> Self {
         Self { file: Some(name), ..self }
+    }
+
+    /// Only writes at this offset and behind it.
+    #[must_use]
+    pub fn from_offset(self, from: u64) -> Self {
+        Self { from, ..self }
     }
 
     /// Not the first `skip` of them.
@@ -133,8 +141,9 @@ impl Rule {
         Self { of_256: of_256.into(), ..self }
     }
 
-    fn hits(&mut self, call: Call, file: &str, random: u64) -> bool {
-        if !self.calls.contains(&call) || self.file.is_some_and(|name| name != file) {
+    fn hits(&mut self, call: Call, (file, offset): (&str, u64), random: u64) -> bool {
+        let is_there = self.file.is_none_or(|name| name == file) && offset >= self.from;
+        if !self.calls.contains(&call) || !is_there {
             return false;
         }
         if self.skip > 0 {
@@ -237,6 +246,10 @@ impl FaultFiles {
 
     /// Counts the call and says what happens to it. A hang is over when this returns.
     fn meet(&self, call: Call, file: &str) -> io::Result<Option<Fault>> {
+        self.meet_at(call, (file, 0))
+    }
+
+    fn meet_at(&self, call: Call, place: (&str, u64)) -> io::Result<Option<Fault>> {
         let mut guard = self.script();
         let script = &mut *guard;
         if script.crashed {
@@ -246,7 +259,8 @@ impl FaultFiles {
         // Marsaglia's xorshift would stay at 0; Weyl's step does not.
         script.random = script.random.wrapping_mul(0x5851_f42d_4c95_7f2d).wrapping_add(0x1405_7b7e_f767_814f);
         let random = script.random >> 40;
-        let Some(rule) = script.rules.iter_mut().find_map(|rule| rule.hits(call, file, random).then_some(*rule)) else {
+        let Some(rule) = script.rules.iter_mut().find_map(|rule| rule.hits(call, place, random).then_some(*rule))
+        else {
             return Ok(None);
         };
         *script.faults.entry(rule.fault.name()).or_default() += 1;
@@ -348,7 +362,7 @@ impl FileExt for FaultFile {
     }
 
     fn write_at(&self, bytes: &[u8], offset: u64) -> io::Result<usize> {
-        match self.files.meet(Call::Write, &self.name)? {
+        match self.files.meet_at(Call::Write, (&self.name, offset))? {
             Some(Fault::Short(most)) => self.file.write_at(&bytes[..most.min(bytes.len())], offset),
             Some(Fault::Torn(most, then)) => {
                 self.write_all(&bytes[..most.min(bytes.len())], offset)?;
@@ -370,6 +384,10 @@ impl FileExt for FaultFile {
 }
 
 impl RawFile for FaultFile {
+    fn metadata(&self) -> io::Result<Metadata> {
+        self.file.metadata()
+    }
+
     fn size(&self) -> io::Result<u64> {
         self.file.size()
     }

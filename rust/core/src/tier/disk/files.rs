@@ -4,9 +4,11 @@
 //! process dies, a record that reads valid has its whole frame behind it (I3). It must not know which slot is whose.
 
 use std::io::{self, ErrorKind};
+use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 
 use super::namespaces::{FRAMES_NAME, INDEX_NAME};
+use super::paths;
 use super::record::{self, EMPTY, Parsed, PayloadHasher, RECORD_BYTES, Record};
 use super::types::{DiskMeta, SlotId};
 use crate::ChunkKey;
@@ -83,6 +85,14 @@ impl SlotFiles {
         }
     }
 
+    /// Whether a file was removed, or moved away from `dir`. False where the system cannot say.
+    pub(super) fn are_removed_from(&self, dir: &Path) -> bool {
+        [(&self.index, INDEX_NAME), (&self.frames, FRAMES_NAME)].into_iter().any(|(file, name)| {
+            let is_gone = |dev| paths::is_missing(&dir.join(name), dev);
+            file.metadata().is_ok_and(|meta| meta.nlink() == 0 || is_gone(meta.dev()))
+        })
+    }
+
     /// Slots that each file has whole: (records, frames).
     pub(super) fn lens(&self) -> io::Result<(u32, u32)> {
         let whole = |len: u64, each: u64| u32::try_from(len / each).unwrap_or(u32::MAX);
@@ -107,10 +117,13 @@ impl SlotFiles {
         Ok(())
     }
 
-    /// Extends both files from `from` to `to` slots with their blocks allocated; on an error they are `from` long again.
-    pub(super) fn grow(&self, from: u32, to: u32) -> io::Result<()> {
-        let result = extend(&*self.index, index_offset(from), index_offset(to))
-            .and_then(|()| extend(&*self.frames, self.frame_offset(from), self.frame_offset(to)));
+    /// Extends both files from `from` to `to` slots; returns whether their blocks are allocated, or the slots are holes because
+    /// the file system cannot allocate ahead. On an error the files are `from` long again.
+    pub(super) fn grow(&self, from: u32, to: u32) -> io::Result<bool> {
+        let result = extend(&*self.index, index_offset(from), index_offset(to)).and_then(|index| {
+            let frames = extend(&*self.frames, self.frame_offset(from), self.frame_offset(to))?;
+            Ok(index && frames)
+        });
         if result.is_err() {
             // A failed allocation may have kept a part.
             let _ = self.set_slots(from);
@@ -212,10 +225,11 @@ fn index_offset(slot: u32) -> u64 {
     u64::from(slot) * RECORD_BYTES as u64
 }
 
-/// Extends a file with allocated blocks, or with a hole where the file system cannot allocate ahead.
-fn extend(file: &dyn RawFile, from: u64, to: u64) -> io::Result<()> {
+/// Extends a file with allocated blocks, or with a hole where the file system cannot allocate ahead; returns whether there are
+/// blocks.
+fn extend(file: &dyn RawFile, from: u64, to: u64) -> io::Result<bool> {
     match file.allocate(from, to) {
-        Err(e) if e.kind() == ErrorKind::Unsupported => file.set_len(to),
-        other => other,
+        Err(e) if e.kind() == ErrorKind::Unsupported => file.set_len(to).map(|()| false),
+        other => other.map(|()| true),
     }
 }

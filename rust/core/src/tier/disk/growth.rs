@@ -33,16 +33,37 @@ impl DiskTier {
     /// A slot where none is free: another thread's growth is waited for, or the files grow here.
     pub(super) fn reserve_more(&self) -> Option<SlotId> {
         let _turn = self.turn()?;
-        // Another thread may have grown the files, or freed a slot, while this one waited.
-        let taken = self.books().slots.take();
-        if taken.is_some() {
+        let is_pointless = self.is_pointless();
+        let mut books = self.books();
+        if !is_pointless {
+            books.slots.release_holes();
+        }
+        // A hole, or another thread has grown the files, or freed a slot, while this one waited.
+        let taken = books.slots.take();
+        if taken.is_some() || is_pointless {
             return taken;
         }
-        let have = self.books().slots.len();
-        let len = self.grow(have);
+        let have = books.slots.len();
+        drop(books);
+        let (len, have_blocks) = self.grow(have);
         let mut books = self.books();
-        books.slots.grow(len);
+        books.slots.grow(len, have_blocks);
         books.slots.take()
+    }
+
+    /// The file system had no space for a write: until it is tried again, only slots whose blocks exist are written.
+    pub(super) fn hold_growth(&self) {
+        self.skip_growth();
+        let mut books = self.books();
+        books.stats.grow_errors += 1;
+        books.slots.hold_holes();
+        let dir = self.config.dir.display();
+        books.event(format!("disk tier: the file system of {dir} is full; evicting chunks from disk for new ones"));
+    }
+
+    fn skip_growth(&self) {
+        let mut growth = self.growth();
+        (growth.asks_to_skip, growth.refused_at) = (ASKS_BEFORE_RETRY, Some(Instant::now()));
     }
 
     /// Waits for a thread that grows the files, if that does not take long. None where there is no sense in growing now.
@@ -55,24 +76,24 @@ impl DiskTier {
         is_mine.then(|| Turn(self))
     }
 
-    /// Grows the files beyond `have` slots; returns how many there are now.
-    fn grow(&self, have: u32) -> u32 {
-        if self.is_pointless() {
-            return have;
-        }
-        let Ok(owner) = self.enter() else { return have };
+    /// Grows the files beyond `have` slots; returns how many there are now, and whether the new ones have blocks.
+    fn grow(&self, have: u32) -> (u32, bool) {
+        let Ok(owner) = self.enter() else { return (have, false) };
         let extent_bytes = owner.extent_bytes(self.config.cap_bytes);
         let extent = u32::try_from(extent_bytes / self.config.frame_bytes).unwrap_or(u32::MAX).max(1);
-        let len = self.grow_to(have, self.make_room(&owner, have, have.saturating_add(extent)));
-        owner.settle(&self.config, len);
-        len
+        let grown = self.grow_to(have, self.make_room(&owner, have, have.saturating_add(extent)));
+        owner.settle(&self.config, grown.0);
+        grown
     }
 
-    fn grow_to(&self, have: u32, mut to: u32) -> u32 {
+    fn grow_to(&self, have: u32, mut to: u32) -> (u32, bool) {
         while to > have {
-            let Err(error) = self.files.grow(have, to) else {
-                self.growth().is_refused = false;
-                return to;
+            let error = match self.files.grow(have, to) {
+                Ok(have_blocks) => {
+                    self.growth().is_refused = false;
+                    return (to, have_blocks);
+                }
+                Err(error) => error,
             };
             let is_news = !std::mem::replace(&mut self.growth().is_refused, true);
             let mut books = self.books();
@@ -82,9 +103,8 @@ impl DiskTier {
             }
             to = have + (to - have) / 2;
         }
-        let mut growth = self.growth();
-        (growth.asks_to_skip, growth.refused_at) = (ASKS_BEFORE_RETRY, Some(Instant::now()));
-        have
+        self.skip_growth();
+        (have, false)
     }
 
     fn is_pointless(&self) -> bool {

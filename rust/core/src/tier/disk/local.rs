@@ -3,11 +3,13 @@
 //! No lock is held while the system works. Who may ask what of a slot is the caller's promise (`LocalTier`), but for what would
 //! write to a slot that is free.
 
+use std::path::PathBuf;
 use std::sync::PoisonError;
 
 use super::tier::DiskTier;
 use super::types::{DiskMeta, DiskStats, SlotId};
-use super::{budget, files, namespaces};
+use super::{budget, files, namespaces, paths};
+use crate::error::is_no_space;
 use crate::tier::LocalTier;
 use crate::{ChunkKey, Error, ErrorKind, Result};
 
@@ -61,7 +63,14 @@ impl LocalTier for DiskTier {
         self.check_size(frame.len())?;
         let sequence = self.begin_write(slot)?;
         let written = self.files.write(slot, meta, frame, sequence, || self.books().slots.unsure(slot));
-        written.map_err(|error| self.io_error("write", slot, error))?;
+        if let Err(error) = written {
+            if is_no_space(&error) {
+                self.hold_growth();
+            } else {
+                self.books().slots.doubt(slot);
+            }
+            return Err(self.io_error("write", slot, error));
+        }
         self.books().slots.written(slot);
         Ok(())
     }
@@ -82,6 +91,15 @@ impl LocalTier for DiskTier {
     fn free(&self, slot: SlotId) -> Result<()> {
         let _inside = self.enter()?;
         self.leave(slot)
+    }
+
+    fn is_removable(&self) -> bool {
+        true
+    }
+
+    fn removed(&self) -> Option<PathBuf> {
+        let dir = namespaces::dir_of(&self.config);
+        self.files.are_removed_from(&dir).then(|| paths::first_missing(&self.config.dir, &dir).to_owned())
     }
 
     fn stats(&self) -> DiskStats {

@@ -32,6 +32,22 @@ pub(super) fn check_owner_at(disk_path: &Path, path: &Path) -> Result<()> {
     }
 }
 
+/// Whether nothing is at `path`, and its nearest existing ancestor is on the device `dev`. An ancestor on another device means
+/// that the file system was unmounted: nothing was removed.
+pub(super) fn is_missing(path: &Path, dev: u64) -> bool {
+    let is_absent = |error: &io::Error| matches!(error.kind(), Io::NotFound | Io::NotADirectory);
+    if !fs::symlink_metadata(path).is_err_and(|error| is_absent(&error)) {
+        return false;
+    }
+    let there = path.ancestors().skip(1).find_map(|above| fs::metadata(above).ok());
+    there.is_some_and(|meta| meta.dev() == dev)
+}
+
+/// The first of a disk directory and a namespace's directory in it that is missing; the latter if both are there.
+pub(super) fn first_missing<'a>(disk_path: &'a Path, namespace: &'a Path) -> &'a Path {
+    if disk_path.exists() { namespace } else { disk_path }
+}
+
 /// An error of an operation on the directory itself: `InvalidConfig` where this `disk_path` can never work; else `Io`, for
 /// permissions are given, file systems mounted and disks emptied while an engine runs.
 pub(super) fn dir_error(action: &str, path: &Path, error: io::Error) -> Error {

@@ -1,7 +1,8 @@
 //! Who has which slot. Pure state, no I/O.
 //!
-//! Invariant: free + reserved + used = slots, and only a free slot is ever handed out. Free slots are handed out in the order
-//! in which they became free, so a place that refuses writes is not tried again at once.
+//! Invariant: free + reserved + used = slots, and only a free slot is ever handed out. Slots whose blocks exist come first: a file
+//! system without room for more blocks still takes a write there. The others may be holes, or refused a write. Each kind is
+//! handed out in the order in which its slots became free, so a place that refuses writes is not tried again at once.
 
 use std::collections::VecDeque;
 
@@ -31,7 +32,14 @@ impl State {
 #[derive(Debug, Default)]
 pub(super) struct Slots {
     states: Vec<State>,
+    /// Whether the file system is known to have blocks for a slot.
+    has_blocks: Vec<bool>,
+    /// Free slots that have blocks.
     free: VecDeque<u32>,
+    /// Free slots that may be holes.
+    holes: VecDeque<u32>,
+    /// No hole is handed out: the file system had no block for one.
+    are_holes_held: bool,
     used: u64,
 }
 
@@ -46,8 +54,9 @@ impl Slots {
             states[entry.slot.0 as usize] = State::Used;
         }
         let is_clean = |&slot: &u32| states[slot as usize] == State::Free(false);
-        let free = (0..len).filter(is_clean).chain(unsure.iter().map(|slot| slot.0)).collect();
-        Self { states, free, used: entries.len() as u64 }
+        let holes = (0..len).filter(is_clean).chain(unsure.iter().map(|slot| slot.0)).collect();
+        let has_blocks = states.iter().map(|state| *state == State::Used).collect();
+        Self { states, has_blocks, holes, used: entries.len() as u64, ..Self::default() }
     }
 
     /// Number of slots.
@@ -62,18 +71,26 @@ impl Slots {
 
     /// Slots that callers hold and have not written.
     pub(super) fn reserved(&self) -> u64 {
-        self.states.len() as u64 - self.free.len() as u64 - self.used
+        (self.states.len() - self.free.len() - self.holes.len()) as u64 - self.used
     }
 
-    /// Adds free slots up to `len`.
-    pub(super) fn grow(&mut self, len: u32) {
-        self.free.extend(self.len()..len);
-        self.states.resize(self.states.len().max(len as usize), State::Free(false));
+    /// Adds free slots up to `len`, with blocks or as holes.
+    pub(super) fn grow(&mut self, len: u32, have_blocks: bool) {
+        let new = self.len()..len;
+        if have_blocks {
+            self.free.extend(new);
+        } else {
+            self.holes.extend(new);
+        }
+        let len = self.states.len().max(len as usize);
+        self.states.resize(len, State::Free(false));
+        self.has_blocks.resize(len, have_blocks);
     }
 
-    /// A free slot, now reserved.
+    /// A free slot, now reserved: one that has blocks if there is one.
     pub(super) fn take(&mut self) -> Option<SlotId> {
-        let slot = SlotId(self.free.pop_front()?);
+        let holes = (!self.are_holes_held).then_some(&mut self.holes);
+        let slot = SlotId(self.free.pop_front().or_else(|| holes?.pop_front())?);
         let is_unsure = self.states[slot.0 as usize] == State::Free(true);
         self.set(slot, State::Reserved(is_unsure));
         Some(slot)
@@ -93,6 +110,22 @@ impl Slots {
     pub(super) fn written(&mut self, slot: SlotId) {
         self.set(slot, State::Used);
         self.used += 1;
+        self.has_blocks[slot.0 as usize] = true;
+    }
+
+    /// A write was refused, and not for lack of space: others come before this slot.
+    pub(super) fn doubt(&mut self, slot: SlotId) {
+        self.has_blocks[slot.0 as usize] = false;
+    }
+
+    /// Hands out no holes until `release_holes`: the file system has no blocks for them.
+    pub(super) fn hold_holes(&mut self) {
+        self.are_holes_held = true;
+    }
+
+    /// Hands out holes again.
+    pub(super) fn release_holes(&mut self) {
+        self.are_holes_held = false;
     }
 
     /// Begins to take the slot from its caller: end it with `left` or `stays`. None if no caller has it.
@@ -107,7 +140,8 @@ impl Slots {
     /// The slot is free; its record is empty.
     pub(super) fn left(&mut self, slot: SlotId) {
         self.set(slot, State::Free(false));
-        self.free.push_back(slot.0);
+        let queue = if self.has_blocks[slot.0 as usize] { &mut self.free } else { &mut self.holes };
+        queue.push_back(slot.0);
     }
 
     /// The slot stays its caller's, as it was.

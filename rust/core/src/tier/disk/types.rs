@@ -78,7 +78,7 @@ pub struct DiskStats {
     pub dropped_over_cap: u64,
     /// 1 where the namespace was started afresh because its superblock was wrong, foreign or corrupt.
     pub fresh_starts: u64,
-    /// Times that the files could not grow (ENOSPC and the like; not the cap).
+    /// Times that the files could not grow, and writes that the file system had no space for; not the cap.
     pub grow_errors: u64,
 }
 

@@ -4,14 +4,11 @@ use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::super::faults::{FaultFiles, du};
-use super::super::files::{OpenFiles, OsFiles};
-use super::super::{DiskRoot, namespaces, paths};
+use super::super::{namespaces, paths};
 use super::*;
 use crate::ErrorKind;
-use crate::io::direct::RawFile;
 
 fn namespace_dir(config: &DiskConfig) -> PathBuf {
     config.dir.join(namespaces::dir_name(&config.namespace))

@@ -205,3 +205,80 @@ fn test_a_file_system_without_allocation_still_works() {
     }
     assert_eq!(tier.reserve(), None);
 }
+
+/// A file system that cannot allocate ahead and has room for `num_slots` frames.
+fn small(config: &DiskConfig, num_slots: u64) -> (DiskTier, FaultFiles) {
+    let (tier, files) = faulty(config);
+    files.inject(Rule::new(Fault::Refuse(EOPNOTSUPP)).on(&[Call::Allocate]));
+    let beyond = Rule::new(Fault::Refuse(ENOSPC)).on(&[Call::Write]).in_file("frames.dat");
+    files.inject(beyond.from_offset(num_slots * FRAME));
+    (tier, files)
+}
+
+#[test]
+fn test_a_slot_that_has_blocks_comes_before_holes() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = config(dir.path(), 8);
+    let (tier, _files) = small(&config, 8);
+    let slots = [put(&tier, 0), put(&tier, 1)];
+    tier.free(slots[0]).unwrap();
+    assert_eq!(tier.reserve(), Some(slots[0]));
+    tier.free(slots[0]).unwrap();
+    drop(tier);
+    let (tier, found) = open(&config);
+    assert_eq!(numbers(&found), [1]);
+    tier.free(slots[1]).unwrap();
+    assert_eq!(tier.reserve(), Some(slots[1]), "what an earlier life wrote has blocks");
+}
+
+#[test]
+fn test_a_slot_that_has_blocks_and_refused_a_write_comes_after_holes() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tier, files) = small(&config(dir.path(), 3), 3);
+    let slot = put(&tier, 0);
+    tier.free(slot).unwrap();
+    files.inject(Rule::new(Fault::Refuse(EIO)).on(&[Call::Write]).in_file("frames.dat").times(1));
+    assert_eq!(tier.reserve(), Some(slot));
+    assert_eq!(tier.write(slot, &meta_of(1), &frame_of(1, 0)).unwrap_err().kind(), ErrorKind::Io);
+    tier.free(slot).unwrap();
+    let order: Vec<_> = (0..3).map(|_| tier.reserve().unwrap()).collect();
+    assert_eq!(order[2], slot, "a bad place on disk is tried again and again");
+}
+
+#[test]
+fn test_a_full_file_system_without_allocation_takes_writes_to_slots_that_have_blocks() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tier, files) = small(&config(dir.path(), 64), 4);
+    let mut slots: Vec<_> = (0..4).map(|i| put(&tier, i)).collect();
+    assert!(try_put(&tier, 4).unwrap_err().is_no_space());
+    assert_eq!(tier.reserve(), None, "a hole is handed out, and its write would be refused too");
+    for i in 4..20 {
+        tier.free(slots.remove(0)).unwrap();
+        slots.push(try_put(&tier, i).unwrap());
+    }
+    assert!((16..20).zip(&slots).all(|(i, slot)| get(&tier, *slot, i).unwrap() == frame_of(i, 0).to_vec()));
+    let events = tier.take_events();
+    assert_eq!((events.len(), tier.stats().grow_errors), (1, 1), "{events:?}");
+    assert!(events[0].contains("is full; evicting chunks"), "{events:?}");
+    // Space may come back: a hole is tried after a while, not at every ask.
+    assert!((0..200).all(|_| tier.reserve().is_none()));
+    files.heal();
+    let asks = (200..1000).find(|_| tier.reserve().is_some()).expect("it grows again");
+    assert!(asks <= 257, "{asks}");
+}
+
+#[test]
+fn test_a_full_file_system_that_stays_full_is_logged_once() {
+    let dir = tempfile::tempdir().unwrap();
+    let (tier, _files) = small(&config(dir.path(), 64), 4);
+    let slots: Vec<_> = (0..4).map(|i| put(&tier, i)).collect();
+    let mut refuse_next = |num_tries: u64| {
+        let slot = (0..1000).find_map(|_| tier.reserve()).expect("a hole, after a while");
+        assert!(tier.write(slot, &meta_of(9), &frame_of(9, 0)).unwrap_err().is_no_space());
+        tier.free(slot).unwrap();
+        assert_eq!(tier.stats().grow_errors, num_tries);
+        tier.take_events().len()
+    };
+    assert_eq!((1..5).map(&mut refuse_next).collect::<Vec<_>>(), [1, 0, 0, 0]);
+    assert!((0..4).zip(slots).all(|(i, slot)| get(&tier, slot, i).unwrap() == frame_of(i, 0).to_vec()));
+}

@@ -1,0 +1,113 @@
+//! A disk tier whose directory was removed: a check once a second finds it, its chunks leave the
+//! index, and it is opened again.
+//!
+//! No job begins between that check and the new tier, so slots of the two tiers never mix. Without
+//! I/O: `threads` checks, closes and opens. A check that hangs opens the breakers, as a job does.
+
+use std::path::Path;
+use std::time::Duration;
+
+use super::books::{Attached, Clearing};
+use super::state::State;
+use crate::evict::{ChunkId, Removal};
+use crate::index::Entry;
+
+/// Time between two checks.
+pub(super) const LOOK_EVERY: Duration = Duration::from_secs(1);
+/// Least time between two reopenings: a directory may be removed again and again.
+const REOPEN_EVERY: Duration = Duration::from_secs(60);
+/// Chunks dropped by one call: some 0.2 ms.
+const SLICE: usize = 256;
+
+/// Progress of `empty_removed`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Emptying {
+    /// Nothing to do: the tier was not removed, or its last jobs are under way.
+    No,
+    /// Chunks are left for the next call.
+    Working,
+    /// The caller must close the tier and call `reopen`.
+    Done,
+}
+
+impl State {
+    /// Begins a check that the tier's directory is still there, if one is due; returns its ticket.
+    /// `end_look` must follow.
+    pub(super) fn begin_look(&mut self) -> Option<u64> {
+        let is_open = self.disk.attached == Attached::Yes && !self.disk.stopping;
+        if !is_open || self.now < self.disk.look_at || self.disk.is_looking() {
+            return None;
+        }
+        let ticket = self.new_ticket();
+        self.disk.begin_look(ticket, self.now);
+        Some(ticket)
+    }
+
+    /// Ends a check. `removed` is the directory or file that was removed, if one was.
+    pub(super) fn end_look(&mut self, ticket: u64, removed: Option<&Path>) {
+        self.disk.look_at = self.now + LOOK_EVERY;
+        let Some(at) = self.disk.under_way.iter().position(|job| job.ticket == ticket) else { return };
+        if self.disk.under_way.swap_remove(at).hangs {
+            self.end_hang(ticket);
+        }
+        let Some(path) = removed.filter(|_| self.disk.attached == Attached::Yes) else { return };
+        self.stats.disk_removals += 1;
+        self.disk.attached = Attached::Removed;
+        self.disk.found.clear();
+        let (path, num_chunks) = (path.display(), self.stats.disk_used);
+        self.disk.told =
+            format!("disk tier: {path} was removed; dropping its {num_chunks} chunks and opening it again");
+        self.tell(self.disk.told.clone());
+    }
+
+    /// Removes some chunks of a removed tier from the disk, once no job is under way: children
+    /// before parents, as policies require.
+    pub(super) fn empty_removed(&mut self) -> Emptying {
+        if self.disk.attached != Attached::Removed || !self.disk.under_way.is_empty() {
+            return Emptying::No;
+        }
+        for _ in 0..SLICE {
+            if let Some(id) = self.disk.reads.pop(&self.index, Entry::is_queued) {
+                self.fail_host(id);
+            } else if let Some(id) = self.disk_policy.victim() {
+                self.drop_removed(id);
+            } else {
+                self.end_emptying();
+                return Emptying::Done;
+            }
+        }
+        Emptying::Working
+    }
+
+    /// Removes a chunk from the disk, and queues it for writing if it is in host memory.
+    fn drop_removed(&mut self, id: ChunkId) {
+        self.leave_disk(id, Removal::Dropped);
+        self.note_change(id);
+        self.wake_behind(id);
+        if self.index[id].host.is_here() && !self.index[id].doomed {
+            self.want_on_disk(id);
+        }
+        self.settle(id);
+    }
+
+    fn end_emptying(&mut self) {
+        let books = &mut self.disk;
+        // A directory that was moved may return, with chunks that were removed from the index and
+        // not freed.
+        if !(books.trash.is_empty() && books.stuck.is_empty()) {
+            books.clearing = Clearing::Wanted;
+        }
+        books.trash.clear();
+        books.stuck.clear();
+        books.attached = Attached::Opening;
+        (self.stats.disk_slots, self.stats.disk_bytes) = (0, 0);
+    }
+
+    /// Schedules the opening after a removed tier was closed: at once, or a minute after the last
+    /// one.
+    pub(super) fn reopen(&mut self) {
+        let at = self.now.max(self.disk.reopen_at);
+        self.disk.reopen_at = at + REOPEN_EVERY;
+        self.disk.attached = Attached::NotBefore(at);
+    }
+}
