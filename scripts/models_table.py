@@ -14,29 +14,32 @@ ROOT = Path(__file__).resolve().parents[1]
 REPORTS, PAGE = ROOT / "build" / "models", ROOT / "docs" / "models.md"
 REASON_CHARS = 150
 REASONS = {
-    "Failed to promote local KV cache specs": "needs several groups",
     "AMX": "vLLM computes MLA prompts in one piece on this CPU (no AMX)",
     "Mamba2": "speculative decoding with Mamba2",
 }
 """Part of a reason, and the reason in the table."""
+NEEDS_GROUPS = "Failed to promote local KV cache specs"
+"""vLLM's error if the layers of a model do not fit into one group."""
 HEAD = """\
 # Supported models
 
 Written by `scripts/models_table.py` from `kvloft check` runs on {date}: kvloft {kvloft}, vLLM {vllm} on
-{machine} CPUs, float32, tiny models with random weights (`tests/e2e/zoo`), one for each kind of KV cache.
+{machine} CPUs, float32, tiny models with random weights, one for each kind of KV cache.
 vLLM's CPU kernels for Mamba and gated delta net states are inexact or incomplete, so the tests replace
-them (`tests/e2e/zoo/kernels.py`; not for lfm2). Run `kvloft check MODEL -- FLAGS` for your model.
+them (`tests/e2e/zoo/kernels.py`; not for lfm2). With `kv_groups: one`, vLLM does not start models with
+states; these runs are omitted. Run `kvloft check MODEL -- FLAGS` for your model.
 
 | column | meaning |
 | --- | --- |
-| groups | number and kind of KV cache groups; a hit needs all blocks (full), the last n tokens (window n), \
-the last n-token chunk (local n) or one state (state) |
+| model | the models of `tests/e2e/zoo/README.md`; (one): with `kv_groups: one` |
+| groups | KV cache groups; a hit needs all blocks (full), the last n tokens (window n), the last n-token chunk \
+(local n) or one state |
 | supported | every answer equals plain vLLM's: cold, from host memory, from disk after a restart, \
 with other endings, after a reset |
 | tokens | found for {prompts} prompts in host memory, on disk, and by vLLM's own prefix cache |
 | blocks | loaded from disk, by group |
 | KiB | KV memory for a request of {max_model_len} tokens, without and with kvloft |
-| accepted | draft tokens accepted and proposed: cold, from host memory, from disk |
+| accepted | draft tokens accepted/proposed: cold, from host memory, from disk; one figure if equal |
 
 """
 FOOT = """
@@ -75,7 +78,7 @@ REFUSED = (
     ),
 )
 """Settings that `vllm/support.py` refuses; no report contains them."""
-COLUMNS = ("model", "groups", "draft model", "`kv_groups`", "supported", "tokens", "blocks", "KiB", "accepted")
+COLUMNS = ("model", "groups", "supported", "tokens", "blocks", "KiB", "accepted")
 
 
 def main() -> int:
@@ -89,13 +92,18 @@ def main() -> int:
     lengths = {facts["max_model_len"] for report in reports for facts in report["engines"].values()}
     whole = next(one for report in reports for one in report["passes"] if one["name"] == "own")
     head = HEAD.format(date=" to ".join(dates), prompts=whole["answers"], max_model_len=" or ".join(map(str, lengths)), **versions)
-    lines: list[Sequence[str]] = [COLUMNS, ["---"] * len(COLUMNS), *sorted(row(report) for report in reports)]
+    lines: list[Sequence[str]] = [COLUMNS, ["---"] * len(COLUMNS), *sorted(row(report) for report in reports if is_shown(report))]
     PAGE.write_text(head + _table(lines) + FOOT + _table(REFUSED))
     return 0
 
 
 def _table(lines: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def is_shown(report: dict[str, Any]) -> bool:
+    """Return True if the report has a row: the page states once that models with states need several groups."""
+    return not any(NEEDS_GROUPS in reason for reason in report["missing"])
 
 
 def row(report: dict[str, Any]) -> list[str]:
@@ -109,10 +117,11 @@ def row(report: dict[str, Any]) -> list[str]:
         found = f"{passes['host']['host']}/{passes['disk']['disk']}/{passes['own']['cached']}"
         blocks = "/".join(map(str, passes["disk"]["blocks"]))
         if passes["own"]["drafted"]:
-            accepted = ", ".join(f"{passes[name]['accepted']}/{passes[name]['drafted']}" for name in ("cold", "host", "disk"))
+            shares = (f"{passes[name]['accepted']}/{passes[name]['drafted']}" for name in ("cold", "host", "disk"))
+            accepted = ", ".join(dict.fromkeys(shares))
     memory = "/".join(f"{facts['request_bytes'] / 1024:.0f}" for facts in (alone, ours) if facts)
-    kinds, setting = _groups(alone["groups"]), report["extra"].get("kv_groups", "")
-    return [report["model"], kinds, alone["drafter"] or "", setting, served, found, blocks, memory, accepted]
+    name = f"{report['model']} (one)" if report["extra"].get("kv_groups") == "one" else report["model"]
+    return [name, _groups(alone["groups"]), served, found, blocks, memory, accepted]
 
 
 def _groups(groups: list[dict[str, Any]]) -> str:

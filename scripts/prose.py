@@ -19,18 +19,18 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 CLEAN = (
     "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs",
-    "benches/results/README.md", "csrc/README.md", ".github", "examples/deploy", "python/kvloft/cli", "python/kvloft/bench",
+    "benches/results/README.md", "csrc/README.md", ".github/pull_request_template.md", "examples/deploy", "python/kvloft/cli", "python/kvloft/bench",
     "python/kvloft/vllm", "scripts/models_table.py",
 )  # fmt: skip
 """Files and folders without a hit. A folder is added once it is clean."""
-SKIPPED = (".git", ".venv", "target", "build", "site", "dist", "node_modules")
+SKIPPED = re.compile(r"\.(?!github).*|target|build|site|dist|__pycache__")
 IGNORED = "prose: ignore"
 """A line with this text is not checked."""
 
 PHRASES = {
     r"beside": "with, alongside, compared with",
     r"(?:of|in|for|by|from|on) whose|of which": "a sentence with the noun",
-    r"whoever|whatever": "the noun",
+    r"whoever|whatever it is": "the noun",
     r"what (?:is|was|are|were)": "the noun",
     r"(?:is|are|was|were|be|been|being) told|tells": "logs, reports, returns",
     r"(?:left|leaves?|leaving)(?: \w+)? alone": "paused, skipped",
@@ -47,7 +47,9 @@ PHRASES = {
     r"(?:, |; )for (?:it|they|there|no|nothing|vLLM|its|their|this|that|these|those)": "because",
 }
 """Pattern and what the house style uses instead."""
-PATTERN = re.compile("|".join(rf"(\b{phrase}\b)" for phrase in PHRASES).replace(r"\b(?:, |; )", "(?:, |; )").replace(" ", r"\s+"))
+PATTERN = re.compile(
+    "|".join(rf"(\b(?:{phrase})\b)" for phrase in PHRASES).replace(r"\b(?:(?:, |; )", "(?:(?:, |; )").replace(" ", r"\s+")
+)
 ADVICE = tuple(PHRASES.values())
 
 CODE = "\0"
@@ -144,7 +146,7 @@ def files(path: Path) -> Iterator[Path]:
     """``path``, or the files under it that have prose."""
     for each in sorted(path.rglob("*")) if path.is_dir() else [path]:
         parts = each.relative_to(ROOT).parts
-        if each.is_file() and each.suffix in PROSE and not any(part.startswith(SKIPPED) for part in parts if part != ".github"):
+        if each.is_file() and each.suffix in PROSE and not any(map(SKIPPED.fullmatch, parts[:-1])):
             yield each
 
 

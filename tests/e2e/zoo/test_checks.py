@@ -45,4 +45,4 @@ def assert_is_on_the_page(report: dict[str, Any]) -> None:
     spec.loader.exec_module(table)
     found = f"| {' | '.join(table.row(report)[:-1])} |"
     page = table.PAGE.read_text()
-    assert found in page, "docs/models.md is outdated; CONTRIBUTING.md describes how to update it"
+    assert found in page or not table.is_shown(report), "docs/models.md is outdated; CONTRIBUTING.md describes how to update it"
