@@ -133,7 +133,7 @@ def _short(reason: str) -> str:
     """The reason from REASONS, or the beginning of the reported one without the path of a model."""
     if known := next((text for part, text in REASONS.items() if part in reason), None):
         return known
-    reason = re.sub(r"; run '[^']*' without kvloft", "", reason.removeprefix("with kvloft it did not run: ")).replace("|", "/")
+    reason = re.sub(r"; run '[^']*' without kvloft", "", reason.removeprefix("vLLM did not run with kvloft: ")).replace("|", "/")
     return reason if len(reason) <= REASON_CHARS else f"{reason[:REASON_CHARS]}..."
 
 

@@ -19,8 +19,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 CLEAN = (
     "README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "CODE_OF_CONDUCT.md", "docs",
-    "benches/results/README.md", "csrc/README.md", ".github/pull_request_template.md", "examples/deploy", "python/kvloft/cli", "python/kvloft/bench",
-    "python/kvloft/vllm", "scripts/models_table.py",
+    ".github/pull_request_template.md", "benches/results/README.md", "csrc/README.md", "examples/deploy", "python/kvloft/cli",
+    "python/kvloft/bench", "python/kvloft/vllm", "scripts/models_table.py",
 )  # fmt: skip
 """Files and folders without a hit. A folder is added once it is clean."""
 SKIPPED = re.compile(r"\.(?!github).*|target|build|site|dist|__pycache__")
@@ -108,6 +108,8 @@ def prose_of_python(text: str) -> str:
             continue
         begin = starts[token.start[0] - 1] + token.start[1]
         piece = text[begin : starts[token.end[0] - 1] + token.end[1]]
+        if token.type == tokenize.STRING and not re.search(r"\s", piece):
+            continue  # a name, not prose
         if token.type == tokenize.STRING and re.match(r"[a-zA-Z]*[fF]", piece):
             piece = re.sub(r"\{[^{}]*\}", lambda match: blank(match[0]), piece)
         piece = re.sub(r"``?[^`]*``?", lambda match: blank(match[0]), piece)

@@ -16,7 +16,7 @@ PROMPT_UNITS = (1.4, 2.5, 4.3, 6.7)
 """Lengths of prompts, in units of what a hit of vLLM's own cache is a multiple of."""
 NUM_FORKED = 2
 NUM_TRIES = 4
-"""Prompts that are tried for each length, until rounding cannot decide what is said."""
+"""Maximum number of prompts per length until rounding cannot change the answer."""
 CLEAR, CLEAR_ELSE = 0.01, 0.3
 """Least distance of the two best tokens, in log probability, that is clear in float32 and in less."""
 WORDS = """

@@ -1,7 +1,7 @@
 """vLLM's plugin entry point: makes ``"kv_connector": "KVLoftConnector"`` known by name in every vLLM process.
 
-It also has wrong settings told before any weights are loaded, and hears what ranks are told. It must not import the connector:
-engines without kvloft load this.
+It also reports wrong settings before any weights are loaded, and observes the configs of ranks. It must not import the connector:
+engines without kvloft load this module.
 """
 
 from __future__ import annotations
