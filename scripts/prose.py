@@ -24,6 +24,7 @@ CLEAN = (
 )  # fmt: skip
 """Files and folders without a hit. Add a folder once it is clean."""
 SKIPPED = re.compile(r"\.(?!github).*|target|build|site|dist|__pycache__")
+ITSELF = "scripts/prose.py"
 IGNORED = "prose: ignore"
 """A line with this text is not checked."""
 
@@ -162,7 +163,7 @@ def main(arguments: list[str]) -> int:
         left = Counter(
             "/".join(hit.path.split("/")[:3][: max(1, hit.path.count("/"))])
             for path in files(ROOT)
-            if not is_clean(path.relative_to(ROOT).as_posix())
+            if not is_clean(name := path.relative_to(ROOT).as_posix()) and name != ITSELF
             for hit in hits(path)
         )
         for folder, count in left.most_common():
