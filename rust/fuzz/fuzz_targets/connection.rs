@@ -11,7 +11,7 @@ use kvloft_core::evict::Eviction;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, SaveRange};
 use kvloft_core::{ChunkKey, KeyChain};
-use kvloft_wire::message::{Hello, Request, VERSION};
+use kvloft_wire::protocol::{Hello, Request, VERSION};
 use kvloft_wire::{Remote, RemoteConfig, Server, ServerConfig};
 
 const FRAME_BYTES: u64 = 4096;

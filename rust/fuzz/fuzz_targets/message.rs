@@ -1,7 +1,7 @@
 //! Any bytes are a message that comes out as it went in, or none; nothing panics.
 #![no_main]
 
-use kvloft_wire::message::{Answer, LENGTH_BYTES, Request};
+use kvloft_wire::protocol::{Answer, LENGTH_BYTES, Request};
 
 libfuzzer_sys::fuzz_target!(|data: &[u8]| {
     let mut bytes = Vec::new();

@@ -15,7 +15,7 @@ use rustix::net::{
     RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage, SendFlags,
 };
 
-use crate::bytes::LENGTH_BYTES;
+use crate::protocol::codec::LENGTH_BYTES;
 
 /// Bytes of a socket's buffer, each way: a long prefix goes through at once. The system may give less.
 const BUFFER_BYTES: usize = 1 << 20;

@@ -6,7 +6,7 @@ use kvloft_core::key::SaltTag;
 use kvloft_core::store::{
     Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, SaveRange, Tenant, TierName, Tiers,
 };
-use kvloft_wire::message::{
+use kvloft_wire::protocol::{
     Answer, Hello, Keys, LENGTH_BYTES, MAX_PREFIXES, Request, SentAnchors, SentChanges, SentPrefixes, SentRange,
     VERSION,
 };

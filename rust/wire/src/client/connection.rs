@@ -15,8 +15,8 @@ use kvloft_core::store::Prefix;
 use kvloft_core::{ChunkKey, Error, ErrorKind, Result};
 use rustix::event::PollFlags;
 
-use crate::known::{Known, ends};
-use crate::message::{Answer, Keys, MAX_MESSAGE, Request, SentAnchors, SentPrefixes};
+use crate::protocol::prefix_cache::{Known, ends};
+use crate::protocol::{Answer, Keys, MAX_MESSAGE, Request, SentAnchors, SentPrefixes};
 use crate::socket::{Inbox, is_own, peer, wait, wait_awake, widen};
 
 /// Most bytes that wait for a server that does not read when another request is made.

@@ -2,9 +2,9 @@
 
 use kvloft_core::store::Tenant;
 
-use crate::bytes::{Reader, Writer};
-use crate::tally::Counts;
-use crate::tenants::{tenant, write_tenant};
+use crate::protocol::codec::{Reader, Writer};
+use crate::protocol::tenants::{tenant, write_tenant};
+use crate::server::counters::Counts;
 
 /// What a server does now.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

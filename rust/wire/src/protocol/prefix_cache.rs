@@ -6,8 +6,8 @@
 use kvloft_core::ChunkKey;
 use kvloft_core::store::Prefix;
 
-use crate::bytes::{Reader, Writer};
-use crate::prefixes::{Keys, MAX_KEYS};
+use crate::protocol::codec::{Reader, Writer};
+use crate::protocol::prefixes::{Keys, MAX_KEYS};
 
 /// Keys that are sent without anchors being asked about.
 const MAX_UNASKED: usize = 128;

@@ -13,13 +13,13 @@ use std::time::{Duration, Instant};
 use kvloft_core::session::Session;
 use rustix::event::PollFlags;
 
-use crate::engine::{End, Engine, no_message};
-use crate::lifeline::{Lifeline, ProcessWatch};
-use crate::message::{Answer, Hello, LENGTH_BYTES, MAX_HELLO, MAX_MESSAGE, Request, VERSION};
-use crate::shared::{Peer, Shared};
+use crate::protocol::{Answer, Hello, LENGTH_BYTES, MAX_HELLO, MAX_MESSAGE, Request, VERSION};
+use crate::server::counters::Tally;
+use crate::server::handler::{End, Engine, no_message};
+use crate::server::lifeline::{Lifeline, ProcessWatch};
+use crate::server::namespace::{Seat, id};
+use crate::server::shared_state::{Peer, Shared};
 use crate::socket::{AWAKE, is_own, peer, send_with, stay_awake, widen};
-use crate::space::{Seat, id};
-use crate::tally::Tally;
 use crate::threads::spawn;
 
 /// Longest silence of somebody who has not said hello.

@@ -3,6 +3,20 @@
 //! A thread for each connection, of which there is a bounded number, and one that looks after what dead engines left. It must not
 //! know signals, files of settings or Python; see `connection` for what is answered.
 
+mod admin;
+mod connection;
+pub(crate) mod counters;
+mod disk_directory;
+mod disk_space;
+mod handler;
+mod lifeline;
+mod listener;
+mod namespace;
+pub(crate) mod namespaces;
+mod quarantine;
+mod shared_state;
+mod timed_lock;
+
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::thread::JoinHandle;
@@ -10,13 +24,11 @@ use std::time::{Duration, Instant};
 
 use kvloft_core::Result;
 
-use crate::connection;
-use crate::holding::first_try;
-use crate::message::Status;
-use crate::namespaces;
-use crate::place::Listener;
+use crate::protocol::Status;
+use crate::server::disk_directory::first_try;
+use crate::server::listener::Listener;
+use crate::server::shared_state::Shared;
 use crate::settings::ServerConfig;
-use crate::shared::Shared;
 use crate::threads::spawn;
 
 /// How often it is looked whether frames of dead engines may be used again.

@@ -11,11 +11,11 @@ use kvloft_core::store::{Prefix, Progress};
 use kvloft_core::{ChunkKey, Error, ErrorKind};
 use rustix::event::PollFlags;
 
-use crate::found::Found;
-use crate::late::Late;
-use crate::link::Link;
-use crate::listening::Hearing;
-use crate::message::{Answer, Request};
+use crate::client::connection::Link;
+use crate::client::deadline::Late;
+use crate::client::handshake::Found;
+use crate::protocol::changes::Hearing;
+use crate::protocol::{Answer, Request};
 use crate::settings::RemoteConfig;
 use crate::socket::wait;
 

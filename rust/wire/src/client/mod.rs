@@ -4,6 +4,14 @@
 //! finds is used from the next `renew` on, so that no plan names frames of two arenas. A clear that the server has not confirmed
 //! is sent again before anything is asked of the next one: else the disk could bring back what is wrong by now.
 
+pub(crate) mod admin;
+mod batches;
+mod connection;
+mod deadline;
+mod handshake;
+mod reconnect;
+mod session;
+
 use std::sync::{Arc, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::Instant;
@@ -11,13 +19,13 @@ use std::time::Instant;
 use kvloft_core::store::{Lookup, Prefix};
 use kvloft_core::{ErrorKind, Result};
 
-use crate::batches::{bounded, messages, one_by_one};
-use crate::found::Found;
-use crate::link::Link;
-use crate::message::{Answer, Request};
+use crate::client::batches::{bounded, messages, one_by_one};
+use crate::client::connection::Link;
+use crate::client::handshake::Found;
+use crate::client::reconnect::{Failures, Shared, State};
+use crate::protocol::{Answer, Request};
 use crate::settings::RemoteConfig;
 use crate::threads::spawn;
-use crate::upkeep::{Failures, Shared, State};
 
 /// The store of a server.
 #[derive(Debug)]

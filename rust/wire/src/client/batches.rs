@@ -3,7 +3,7 @@
 use kvloft_core::Result;
 use kvloft_core::store::{Prefix, ToSave};
 
-use crate::message::{Answer, Keys, MAX_KEYS, SentRange};
+use crate::protocol::{Answer, Keys, MAX_KEYS, SentRange};
 
 /// Keys in a message, where there are more: the server begins with the first while the next is made.
 const AT_ONCE: usize = 1024;

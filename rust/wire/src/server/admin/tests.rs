@@ -10,7 +10,7 @@ use kvloft_core::store::{DiskSettings, Limits, Prefix, SaveRange, Store, StoreCo
 use kvloft_core::tier::disk::Erased;
 
 use super::Whose;
-use crate::message::Hello;
+use crate::protocol::Hello;
 use crate::{Remote, RemoteConfig, Server, ServerConfig};
 
 const FRAME: u64 = 4096;

@@ -3,7 +3,7 @@
 use kvloft_core::key::SaltTag;
 use kvloft_core::store::Tenant;
 
-use crate::bytes::{Reader, Writer};
+use crate::protocol::codec::{Reader, Writer};
 
 /// Where there is no limit.
 const NONE: u32 = u32::MAX;

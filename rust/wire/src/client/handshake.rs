@@ -6,8 +6,8 @@ use std::time::Duration;
 use kvloft_core::session::{ArenaInfo, LifelineInfo};
 use kvloft_core::{Error, ErrorKind, Result};
 
-use crate::link::Link;
-use crate::message::{Answer, Hello, Request, VERSION};
+use crate::client::connection::Link;
+use crate::protocol::{Answer, Hello, Request, VERSION};
 use crate::settings::RemoteConfig;
 
 /// Longest wait for a server that opens its disk.

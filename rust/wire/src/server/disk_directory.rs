@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use kvloft_core::{Error, ErrorKind, Result};
 
-use crate::room::DiskRoom;
-use crate::shared::Shared;
+use crate::server::disk_space::DiskRoom;
+use crate::server::shared_state::Shared;
 
 /// Longest that a start waits for the disk, which may hang.
 const FIRST_TIMEOUT: Duration = Duration::from_secs(1);

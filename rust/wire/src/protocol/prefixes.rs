@@ -5,7 +5,7 @@ use std::iter::zip;
 use kvloft_core::ChunkKey;
 use kvloft_core::store::SaveRange;
 
-use crate::bytes::{Reader, Writer};
+use crate::protocol::codec::{Reader, Writer};
 
 /// Most keys of a prefix: what is behind them is not asked for.
 pub const MAX_KEYS: usize = 1 << 20;

@@ -14,9 +14,9 @@ use kvloft_core::store::Way;
 use kvloft_core::tier::disk::DiskRoot;
 use kvloft_core::{Error, ErrorKind, Result};
 
-use crate::message::Hello;
+use crate::protocol::Hello;
+use crate::server::namespace::{Seat, Space, hex, id, store_config};
 use crate::settings::ServerConfig;
-use crate::space::{Seat, Space, hex, id, store_config};
 
 /// Most namespaces that are open at one time.
 pub const MAX_NAMESPACES: usize = 64;

@@ -11,15 +11,15 @@ use std::time::{Duration, Instant};
 use kvloft_core::units::size_text;
 use kvloft_core::{Error, ErrorKind, Result};
 
-use crate::lifeline::ProcessWatch;
-use crate::message::{EngineStatus, Hello, NamespaceStatus, Status};
-use crate::namespaces::Namespaces;
-use crate::quarantine::Quarantine;
-use crate::room::DiskRoom;
+use crate::protocol::{EngineStatus, Hello, NamespaceStatus, Status};
+use crate::server::counters::Tally;
+use crate::server::disk_space::DiskRoom;
+use crate::server::lifeline::ProcessWatch;
+use crate::server::namespace::{Seat, Space, id};
+use crate::server::namespaces::Namespaces;
+use crate::server::quarantine::Quarantine;
+use crate::server::timed_lock::Turns;
 use crate::settings::ServerConfig;
-use crate::space::{Seat, Space, id};
-use crate::tally::Tally;
-use crate::turns::Turns;
 
 /// Most lines for people that wait to be taken.
 const MAX_EVENTS: usize = 256;

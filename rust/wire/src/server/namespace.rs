@@ -8,9 +8,9 @@ use kvloft_core::pool::Pool;
 use kvloft_core::session::Local;
 use kvloft_core::store::{Store, StoreConfig};
 
-use crate::message::Hello;
+use crate::protocol::Hello;
+use crate::server::counters::Tally;
 use crate::settings::ServerConfig;
-use crate::tally::Tally;
 
 /// One namespace: a store, and who uses it.
 #[derive(Debug)]

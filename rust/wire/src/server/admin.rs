@@ -8,9 +8,9 @@ use kvloft_core::store::{Evict, erase_closed, erase_expired};
 use kvloft_core::tier::disk::Erased;
 use kvloft_core::{Error, ErrorKind, Result};
 
-use crate::orders::{GivenUp, Whose};
-use crate::shared::Shared;
-use crate::space::{Space, id, unix_s};
+use crate::protocol::admin::{GivenUp, Whose};
+use crate::server::namespace::{Space, id, unix_s};
+use crate::server::shared_state::Shared;
 use crate::threads::spawn;
 
 /// Longest work at emptying a namespace; `kvloft clear` waits a little longer.

@@ -18,7 +18,7 @@ use kvloft_core::io::Arena;
 use kvloft_core::session::Session;
 use kvloft_core::store::{Prefix, Progress, SaveRange};
 use kvloft_core::{ChunkKey, ErrorKind};
-use kvloft_wire::message::{
+use kvloft_wire::protocol::{
     Hello, Keys, LENGTH_BYTES, MAX_HELLO, MAX_PREFIXES, Request, SentAnchors, SentPrefixes, SentRange, VERSION,
 };
 use kvloft_wire::{Remote, RemoteConfig, Server, status};
@@ -303,11 +303,11 @@ fn hostile_bytes_are_refused_and_no_other_notices() {
     Request::Hello(Hello { version: 99, ..fields }).encode(1, &mut other_version);
     let after_hello = |bytes: &[u8]| [&hello, bytes].concat();
     let mut lying = Vec::new();
-    let keys = kvloft_wire::message::Keys::Bytes(&[]);
+    let keys = kvloft_wire::protocol::Keys::Bytes(&[]);
     let prefixes = SentPrefixes { num_same: 5, all: vec![(ChunkKey([1; 32]), keys)] };
     Request::Lookup(prefixes).encode(2, &mut lying);
     let mut of_nothing = Vec::new();
-    let two = kvloft_wire::message::Keys::Bytes(&[[1; 32], [2; 32]]);
+    let two = kvloft_wire::protocol::Keys::Bytes(&[[1; 32], [2; 32]]);
     Request::Lookup(SentPrefixes { num_same: 0, all: vec![(ChunkKey([1; 32]), two)] }).encode(2, &mut of_nothing);
     Request::Lookup(SentPrefixes { num_same: 2, all: Vec::new() }).encode(3, &mut of_nothing);
     let mut huge = Vec::new();

@@ -7,10 +7,10 @@ use kvloft_core::session::{ArenaInfo, LeaseId, Session};
 use kvloft_core::store::{Changes, Got, LeasedFrame, Lookup, Prefix, Progress, Reservation, ToSave};
 use kvloft_core::{ChunkKey, Result};
 
-use crate::batches::{bounded, messages, one_by_one, sent_range};
 use crate::client::Remote;
-use crate::message::{Answer, Keys, MAX_KEYS, MAX_PREFIXES, Request};
-use crate::upkeep::State;
+use crate::client::batches::{bounded, messages, one_by_one, sent_range};
+use crate::client::reconnect::State;
+use crate::protocol::{Answer, Keys, MAX_KEYS, MAX_PREFIXES, Request};
 
 /// Between two looks of a flush.
 const SETTLE_EVERY: Duration = Duration::from_millis(20);

@@ -5,9 +5,9 @@ use std::time::Duration;
 
 use kvloft_core::{Error, ErrorKind, Result};
 
-use crate::link::Link;
-use crate::message::{Answer, Request, Status, VERSION};
-use crate::orders::{GivenUp, Whose};
+use crate::client::connection::Link;
+use crate::protocol::admin::{GivenUp, Whose};
+use crate::protocol::{Answer, Request, Status, VERSION};
 
 /// What the server at `socket` does now. `InvalidConfig` if it refuses to say, `Io` if no server answers in time.
 pub fn status(socket: &Path, timeout: Duration) -> Result<Status> {

@@ -1,12 +1,12 @@
-//! What the server says, and how it crosses: see `message`. It must not know what was asked.
+//! What the server says, and how it crosses: see `protocol`. It must not know what was asked.
 
 use kvloft_core::io::FrameId;
 use kvloft_core::store::{Anchors, Changes, LeasedFrame, Lookup, Progress, Reservation, TierName};
 
-use crate::bytes::{Reader, Writer, message, whole};
-use crate::listening::{changes, write_changes};
-use crate::orders::GivenUp;
-use crate::status::{Status, stats, status, write_stats, write_status};
+use crate::protocol::admin::GivenUp;
+use crate::protocol::changes::{changes, write_changes};
+use crate::protocol::codec::{Reader, Writer, message, whole};
+use crate::protocol::status::{Status, stats, status, write_stats, write_status};
 
 /// What the server says.
 #[derive(Debug, Clone, PartialEq, Eq)]

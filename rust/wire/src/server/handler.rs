@@ -11,10 +11,10 @@ use kvloft_core::ChunkKey;
 use kvloft_core::session::{LeaseId, Local, Session};
 use kvloft_core::store::{Got, Listener, Prefix, Progress, ToSave};
 
-use crate::known::Known;
-use crate::message::{Answer, Keys, MAX_KEYS, Request, SentAnchors, SentPrefixes, SentRange};
-use crate::space::Seat;
-use crate::tally::{Answered, Tally};
+use crate::protocol::prefix_cache::Known;
+use crate::protocol::{Answer, Keys, MAX_KEYS, Request, SentAnchors, SentPrefixes, SentRange};
+use crate::server::counters::{Answered, Tally};
+use crate::server::namespace::Seat;
 
 /// Read leases of one engine.
 const MAX_LEASES: usize = 1 << 16;

@@ -10,8 +10,8 @@ use std::time::{Duration, Instant};
 use kvloft_core::ChunkKey;
 use kvloft_core::store::{Changes, Listener, Store, Tiers};
 
-use crate::bytes::{Reader, Writer};
-use crate::prefixes::Keys;
+use crate::protocol::codec::{Reader, Writer};
+use crate::protocol::prefixes::Keys;
 
 /// Most keys that wait for a listener, that are asked for at once, and that are told beside those.
 pub const MAX_CHANGES: u32 = 1 << 16;

@@ -1,10 +1,10 @@
-//! What an engine or a person asks, and how it crosses: see `message`. It must not know what is answered.
+//! What an engine or a person asks, and how it crosses: see `protocol`. It must not know what is answered.
 
-use crate::bytes::{Reader, message, whole};
-use crate::known::{SentAnchors, anchors};
-use crate::listening::{SentChanges, sent_changes};
-use crate::orders::Whose;
-use crate::prefixes::{Keys, SentPrefixes, SentRange, prefixes, ranges, write_ranges};
+use crate::protocol::admin::Whose;
+use crate::protocol::changes::{SentChanges, sent_changes};
+use crate::protocol::codec::{Reader, message, whole};
+use crate::protocol::prefix_cache::{SentAnchors, anchors};
+use crate::protocol::prefixes::{Keys, SentPrefixes, SentRange, prefixes, ranges, write_ranges};
 
 /// Version of all that crosses; two sides with different ones do not talk.
 pub const VERSION: u32 = 11;

@@ -6,8 +6,8 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::lifeline::Lifeline;
-use crate::space::Seat;
+use crate::server::lifeline::Lifeline;
+use crate::server::namespace::Seat;
 
 #[derive(Debug)]
 struct Quarantined {

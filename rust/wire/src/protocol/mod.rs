@@ -5,13 +5,23 @@
 //! stands for its whole prefix; those behind it in the same message are sent whole. Before a long one that is new, anchors are asked
 //! about: see `known`.
 
-pub use crate::answer::Answer;
-pub use crate::bytes::LENGTH_BYTES;
-pub use crate::known::SentAnchors;
-pub use crate::listening::{MAX_CHANGES, SentChanges};
-pub use crate::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
-pub use crate::request::{Hello, Request, VERSION};
-pub use crate::status::{EngineStatus, NamespaceStatus, Status};
+pub(crate) mod admin;
+mod answer;
+pub(crate) mod changes;
+pub(crate) mod codec;
+pub(crate) mod prefix_cache;
+pub(crate) mod prefixes;
+mod request;
+pub(crate) mod status;
+mod tenants;
+
+pub use self::answer::Answer;
+pub use self::changes::{MAX_CHANGES, SentChanges};
+pub use self::codec::LENGTH_BYTES;
+pub use self::prefix_cache::SentAnchors;
+pub use self::prefixes::{Keys, MAX_KEYS, MAX_PREFIXES, SentPrefixes, SentRange};
+pub use self::request::{Hello, Request, VERSION};
+pub use self::status::{EngineStatus, NamespaceStatus, Status};
 
 /// Most bytes of a message, and of one from somebody who has not said hello.
 pub const MAX_MESSAGE: usize = 64 << 20;

@@ -4,7 +4,7 @@
 
 use kvloft_core::key::SaltTag;
 
-use crate::bytes::{Reader, Writer};
+use crate::protocol::codec::{Reader, Writer};
 
 /// Whose chunks are meant.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
