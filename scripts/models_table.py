@@ -58,8 +58,7 @@ REFUSED = (
         "vLLM for CPUs fails",
         "`--pipeline-parallel-size` 1, or no `--speculative-config`",
     ),
-    ("pipeline parallelism of models with states, on GPUs", "not tested; works on CPUs", "`--pipeline-parallel-size` 1"),
-    ("pipeline parallelism before vLLM 0.32", "not tested", "`--pipeline-parallel-size` 1"),
+    ("pipeline parallelism before vLLM 0.32; of models with states on GPUs", "not tested", "`--pipeline-parallel-size` 1"),
     ("`--prefix-match-unit` with states", "vLLM then keeps states inside blocks, kvloft at block ends", "the default"),
     (
         "speculative decoding with Mamba2 or convolutions",
